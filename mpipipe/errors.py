@@ -1,0 +1,80 @@
+"""The errors of mpipipe. Each says what was found, what was expected, where, and what to do about it."""
+
+from __future__ import annotations
+
+
+class MpipipeError(Exception):
+    """Base of all errors raised here.
+
+    Parameters
+    ----------
+    message : what went wrong, in one sentence
+    rank, stage, microbatch : where (logical stage; rank in the communicator that was handed in), where known
+    found, expected : both sides of a disagreement
+    remedy : what the reader can do
+    """
+
+    def __init__(self, message, *, rank=None, stage=None, microbatch=None, found=None, expected=None, remedy=None):
+        self.message = message
+        self.rank, self.stage, self.microbatch = rank, stage, microbatch
+        self.found, self.expected, self.remedy = found, expected, remedy
+        self.echo = False  # another rank raises and reports this same error
+        super().__init__(message)
+
+    def __reduce__(self):  # errors travel between ranks
+        return _rebuild, (type(self), self.message, {name: getattr(self, name) for name in _FIELDS})
+
+    def __str__(self):
+        names = (("rank", self.rank), ("stage", self.stage), ("micro-batch", self.microbatch))
+        place = ", ".join(f"{name} {value}" for name, value in names if value is not None)
+        lines = [f"{place}: {self.message}" if place else self.message]
+        details = (("found", self.found), ("expected", self.expected), ("remedy", self.remedy))
+        lines += [f"  {name}: {value}" for name, value in details if value is not None]
+        return "\n".join(lines)
+
+
+class ArgumentError(MpipipeError, ValueError):
+    """An argument is wrong on this rank."""
+
+
+class ConfigError(ArgumentError):
+    """A configuration key or value is wrong."""
+
+
+class DataError(ArgumentError):
+    """Training data is unreadable, empty or too short."""
+
+
+class ScheduleError(ArgumentError):
+    """A schedule is incomplete, not causal, or would deadlock; the text shows the grid with the cell marked."""
+
+
+class MismatchError(ArgumentError):
+    """Ranks disagree about what they are to do together."""
+
+
+class StageError(MpipipeError, RuntimeError):
+    """A stage raised while it computed; the original exception is the cause."""
+
+
+class NonFiniteError(MpipipeError, FloatingPointError):
+    """A loss or a gradient is NaN or infinite."""
+
+
+class PeerError(MpipipeError, RuntimeError):
+    """Another rank failed or left; its own report says why."""
+
+
+class BackendError(MpipipeError, RuntimeError):
+    """MPI, a device or a library that was asked for is not there."""
+
+
+class LaunchError(BackendError):
+    """The processes were not started as one MPI job."""
+
+
+_FIELDS = ("rank", "stage", "microbatch", "found", "expected", "remedy")
+
+
+def _rebuild(kind, message, fields):
+    return kind(message, **fields)
