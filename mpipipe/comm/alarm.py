@@ -1,0 +1,97 @@
+"""News of failure among the ranks of a pipeline, and the one loop in which ranks wait.
+
+A rank that fails sends a note to the ranks it shares a communicator with; one whose script ends sends a note that
+says after which call. Whoever waits listens now and then, and raises PeerError instead of waiting for ever. Notes
+travel on communicators of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+import numpy as np
+
+from mpipipe.errors import PeerError
+
+NOTE_BYTES = 4096
+FAILED = -1
+SPIN_SECONDS = 3e-4  # poll this long without a pause: a micro-batch of a small model takes less
+PAUSE_SECONDS = 5e-5  # then leave the core to others between polls; short beside any real stage
+
+
+class Alarm:
+    """Notes over the given communicators (the pipe, and the replicas where there are several).
+
+    Attributes
+    ----------
+    call : number of the collective call that this rank is in; a peer that left after an earlier one is missed
+    """
+
+    def __init__(self, comms):
+        self.comms = [comm.Dup() for comm in comms]
+        self.call = 0
+        self.raised = False
+        self.departed: dict[int, str] = {}  # calls finished -> note
+        self.sent: list = []
+
+    def sound(self, text: str):
+        """Tell every other rank of a failure, once. Returns without waiting."""
+        if not self.raised:
+            self.raised = True
+            self._send(FAILED, text)
+
+    def leave(self, text: str):
+        """Tell every other rank that this one takes part in no call after the current one."""
+        if not self.raised:
+            self._send(self.call, text)
+
+    def _send(self, calls, text):
+        note = np.zeros(NOTE_BYTES, np.uint8)
+        note[:8].view(np.int64)[0] = calls
+        data = text.encode()[: NOTE_BYTES - 8]
+        note[8 : 8 + len(data)] = np.frombuffer(data, np.uint8)
+        for comm in self.comms:
+            self.sent += [(comm.Isend(note, peer, 0), note) for peer in range(comm.size) if peer != comm.rank]
+
+    def listen(self):
+        """Raise PeerError when a rank has failed, or has left before the call that this rank is in."""
+        for comm in self.comms:
+            if comm.Iprobe():
+                note = np.zeros(NOTE_BYTES, np.uint8)
+                comm.Recv(note)
+                calls = int(note[:8].view(np.int64)[0])
+                text = note[8:].tobytes().rstrip(b"\0").decode(errors="replace")
+                if calls == FAILED:
+                    self.sound(text)
+                    self._raise(text)
+                self.departed[calls] = text
+        for calls, text in self.departed.items():
+            if calls < self.call:
+                self.sound(text)
+                self._raise(text)
+
+    def _raise(self, text):
+        error = PeerError(text)
+        error.echo = True
+        raise error
+
+    def wait(self, request):
+        """Return once `request` tests true; raise PeerError when a note comes first."""
+        test = request.Test
+        if test():
+            return
+        start = time.perf_counter()
+        while time.perf_counter() - start < SPIN_SECONDS:
+            if test():
+                return
+            os.sched_yield()
+        while not test():
+            self.listen()
+            time.sleep(PAUSE_SECONDS)
+
+    def close(self):
+        """Free the communicators; collective, and only after a life without failure."""
+        for comm in self.comms:
+            comm.Free()
+        self.comms = []

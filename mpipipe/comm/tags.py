@@ -1,0 +1,62 @@
+"""Which MPI tag a message travels under: one function, used by both ends.
+
+A message is named by the edge between two neighbouring logical stages, the micro-batch, the direction (activation
+forward, gradient backward) and the part (header, data). Edge e joins stage e-1 to stage e. The edges that one pair of
+ranks shares are counted 0, 1, ..., so that the code
+
+    code = ((edge index * M + micro-batch) * 2 + direction) * 2 + part
+
+is the same at both ends (the chunk number is not: it differs by one where the pipeline wraps around) and unique on
+that pair. MPI promises tags up to 32 767 only; codes above TAG_UB go to further communicators ("channels"),
+(channel, tag) = divmod(code, TAG_UB + 1), and nothing is ever truncated.
+"""
+
+from __future__ import annotations
+
+from mpipipe.errors import ArgumentError
+
+FORWARD, BACKWARD = 0, 1
+HEADER, DATA = 0, 1
+MAX_CHANNELS = 64  # communicators are a scarce resource: MPICH has 2 046 of them
+
+
+class Tags:
+    """Tags of one pipeline.
+
+    Parameters
+    ----------
+    placement : rank of each logical stage
+    microbatches : M
+    tag_ub : the largest tag that the communicator takes
+    """
+
+    def __init__(self, placement, microbatches: int, tag_ub: int):
+        self.microbatches = microbatches
+        self.base = tag_ub + 1
+        self.index = _edge_indices(placement)
+        edges = max(self.index.values(), default=-1) + 1
+        self.channels = max(1, -(-edges * microbatches * 4 // self.base))
+        if self.channels > MAX_CHANNELS:
+            raise ArgumentError(
+                "the messages of one pair of ranks do not fit the tags that this MPI offers",
+                found=f"{edges} edges x {microbatches} micro-batches x 4 = {edges * microbatches * 4} tags",
+                expected=f"at most {MAX_CHANNELS} x {self.base}",
+                remedy="use fewer micro-batches or fewer chunks",
+            )
+
+    def of(self, edge: int, microbatch: int, direction: int, part: int) -> tuple[int, int]:
+        """(channel, tag) of one message; edge e joins stage e-1 to stage e, which lie on different ranks."""
+        code = ((self.index[edge] * self.microbatches + microbatch) * 2 + direction) * 2 + part
+        return divmod(code, self.base)
+
+
+def _edge_indices(placement) -> dict[int, int]:
+    """For each edge between different ranks: how many edges before it join the same two ranks."""
+    counts: dict[tuple[int, int], int] = {}
+    indices = {}
+    for edge in range(1, len(placement)):
+        low, high = sorted((placement[edge - 1], placement[edge]))
+        if low != high:
+            indices[edge] = counts.get((low, high), 0)
+            counts[low, high] = indices[edge] + 1
+    return indices
