@@ -1,0 +1,107 @@
+"""What one rank does in a step: its actions in the order of the schedule, each with its messages.
+
+A plan is data. `Plan(schedule, rank, tags)` turns the actions of one rank into Steps, names every message with its
+Envelope, and finds how far ahead receives must be posted.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import NamedTuple
+
+from mpipipe.comm.mailbox import Envelope
+from mpipipe.comm.tags import BACKWARD, DATA, FORWARD, HEADER, Tags
+from mpipipe.schedules import Action, Schedule, simulate
+
+
+class Step(NamedTuple):
+    """One action of this rank.
+
+    `receive` and `send` name its messages; None where data stays on this rank or enters or leaves the pipeline.
+    """
+
+    op: str  # F, B (full backward), I (input gradient), W (weight gradient)
+    stage: int  # logical
+    chunk: int  # index among this rank's stages
+    microbatch: int
+    first: bool  # the stage where inputs enter
+    last: bool  # the stage where the loss is
+    receive: Envelope | None
+    send: Envelope | None
+    completes: bool  # no later action adds to this stage's gradients
+
+    def __str__(self):
+        return f"{self.stage}{self.op}{self.microbatch}"
+
+
+class Plan:
+    """The steps of `rank`.
+
+    Attributes
+    ----------
+    steps : list of Step
+    receives : Envelope of every message that this rank receives, in the order in which its steps need them
+    window : so many receives are posted ahead of the step that needs them that, with stages of equal cost, every
+        receive is posted before its data is sent
+    """
+
+    def __init__(self, schedule: Schedule, rank: int, tags: Tags):
+        self.steps = _steps(schedule, rank, tags)
+        self.receives = [step.receive for step in self.steps if step.receive is not None]
+        self.window = receive_window(schedule, rank) if self.receives else 0
+
+
+def _steps(schedule: Schedule, rank: int, tags: Tags) -> list[Step]:
+    placement, last_stage = schedule.placement, schedule.stages - 1
+    chunk_of = {stage: chunk for chunk, stage in enumerate(schedule.stages_of(rank))}
+    final = {action.stage: action for action in schedule.orders[rank] if action.op in "BW"}
+
+    def envelope(edge, neighbour, microbatch, direction):
+        if not 0 <= neighbour <= last_stage or placement[neighbour] == rank:
+            return None
+        names = (tags.of(edge, microbatch, direction, part) for part in (HEADER, DATA))
+        return Envelope(placement[neighbour], edge, microbatch, direction, *names)
+
+    steps = []
+    for action in schedule.orders[rank]:
+        stage, op, microbatch = action
+        receive = send = None
+        if op == "F":
+            receive = envelope(stage, stage - 1, microbatch, FORWARD)
+            send = envelope(stage + 1, stage + 1, microbatch, FORWARD)
+        elif op in "BI":
+            receive = envelope(stage + 1, stage + 1, microbatch, BACKWARD)
+            send = envelope(stage, stage - 1, microbatch, BACKWARD)
+        completes = final.get(stage) == action
+        first, last = stage == 0, stage == last_stage
+        steps.append(Step(op, stage, chunk_of[stage], microbatch, first, last, receive, send, completes))
+    return steps
+
+
+def receive_window(schedule: Schedule, rank: int) -> int:
+    """Receives to keep posted so that each is there before its message is sent, for stages of equal cost."""
+    placement = schedule.placement
+    spans = simulate(schedule).spans
+    ends = {action: end for row in spans for action, _, end in row}
+    needed = []  # (start of the action that receives, time at which the message is sent)
+    for action, start, _ in spans[rank]:
+        producer = _producer(action, schedule.stages)
+        if producer is not None and placement[producer[0]] != rank:
+            sent = ends.get(Action(*producer))
+            if sent is None:  # the neighbour does not split its backward where this rank does, or the reverse
+                stage, op, microbatch = producer
+                sent = ends[Action(stage, "B" if op == "I" else "I", microbatch)]
+            needed.append((start, sent))
+    starts = [start for start, _ in needed]
+    ahead = [index - bisect_right(starts, sent) + 1 for index, (_, sent) in enumerate(needed)]
+    return max([1, *ahead])
+
+
+def _producer(action, stages):
+    """(stage, op, microbatch) of the action on another stage whose result `action` needs, or None."""
+    stage, op, microbatch = action
+    if op == "F":
+        return (stage - 1, "F", microbatch) if stage > 0 else None
+    if op in "BI":
+        return (stage + 1, op, microbatch) if stage < stages - 1 else None
+    return None
