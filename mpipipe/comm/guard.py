@@ -22,6 +22,7 @@ from mpipipe.comm import departure, runtime
 from mpipipe.errors import MpipipeError
 
 GRACE = 3.0  # seconds: for peers to reach an agreed exit, and for the rank with the cause to report first
+STAGGER = 0.2  # seconds between the ranks that report in its place
 PAUSE = 2e-3
 INTERRUPTED = 130  # shells: 128 + SIGINT
 
@@ -77,7 +78,8 @@ def _end_job(comm, error: BaseException):
     """Report, unless the rank with the cause does, and abort."""
     code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
     if getattr(error, "echo", False):
-        time.sleep(GRACE)  # the rank with the cause ends the job before this is over, unless it cannot any more
+        # the rank with the cause ends the job before this is over; where it cannot, the lowest other rank does
+        time.sleep(GRACE + STAGGER * comm.rank)
     _write(_report(error, _heading(comm)))
     comm.Abort(code)
 

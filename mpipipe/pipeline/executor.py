@@ -93,7 +93,9 @@ class Executor:
         if error.rank is None:
             error.rank = self.rank
         if error.stage is None:
-            error.stage, error.microbatch = step.stage, step.microbatch
+            error.stage = step.stage
+        if error.microbatch is None:
+            error.microbatch = step.microbatch
 
     def _forward(self, step):
         job, microbatch = self.job, step.microbatch
