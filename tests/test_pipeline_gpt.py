@@ -1,0 +1,148 @@
+"""A real GPT through the pipeline: the same bits however it is cut, and the derivatives of an independent model."""
+
+from __future__ import annotations
+
+import dense
+import numpy as np
+import pytest
+import reference_gpt
+
+from mpipipe import Pipeline, nn, optim
+from mpipipe.attention import Local
+from mpipipe.models import GPT
+from mpipipe.schedules import gpipe, partition
+
+MODEL = dict(vocab=32, dim=16, layers=5, heads=4, kv_heads=2, hidden=24, seq=12)
+CUTS = [  # schedule, ranks, chunks
+    ("gpipe", 1, 1), ("one_f_one_b", 1, 1), ("zero_bubble_h1", 1, 1), ("interleaved_1f1b", 1, 2), ("looped_bfs", 1, 3),
+    ("gpipe", 2, 1), ("one_f_one_b", 2, 1), ("zero_bubble_h1", 2, 1), ("interleaved_1f1b", 2, 2), ("looped_bfs", 2, 2),
+    ("interleaved_1f1b", 2, 3), ("looped_bfs", 2, 3),
+    ("gpipe", 4, 1), ("one_f_one_b", 4, 1), ("zero_bubble_h1", 4, 1), ("interleaved_1f1b", 4, 2), ("looped_bfs", 4, 2),
+    ("interleaved_1f1b", 4, 3), ("looped_bfs", 4, 3),
+]  # fmt: skip
+
+
+def text(rows, seed=1):
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, MODEL["vocab"], size=(rows, MODEL["seq"] + 1))
+    return np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
+
+
+def build(schedule, rank, dtype="float64", **sizes):
+    model = GPT(**{**MODEL, **sizes})
+    layers = model.build(Local(causal=True))
+    parts = partition(model.costs(), schedule.stages)
+    cuts = [parts[number] for number in schedule.stages_of(rank)]
+    return [nn.Stage(layers[start:stop], dtype=dtype, seed=3, first=start) for start, stop in cuts]
+
+
+def gradients(comm, schedule, rows=9, steps=1, recompute=False, **sizes):
+    """{name: gradient} of this rank's stages after the last step, and the loss."""
+    stages = build(schedule, comm.rank, **sizes)
+    mine = dense.placed(schedule, comm.rank, *text(rows))
+    with Pipeline(stages, schedule, comm, loss=nn.softmax_cross_entropy, recompute=recompute) as pipeline:
+        for _ in range(steps):
+            result = pipeline.step(*mine)
+    return {name: stage.gradients[name] for stage in stages for name in stage.gradients}, result.loss
+
+
+def parts_of(comm, size):
+    """A communicator of `size` ranks that this rank is in, so that all ranks work at once."""
+    return comm.Split(comm.rank // size, comm.rank)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("microbatches", [1, 3, 8])
+@pytest.mark.parametrize("tied, dropout", [(False, 0.0), (True, 0.25)])
+def test_gradients_have_the_same_bits_for_every_schedule_and_every_cut(comm, microbatches, tied, dropout, dtype):
+    options = dict(tied=tied, dropout=dropout, dtype=dtype)
+    alone = parts_of(comm, 1)
+    expected, loss = gradients(alone, gpipe(1, microbatches), steps=2, **options)
+    alone.Free()
+    for name, ranks, chunks in CUTS:
+        if comm.size % ranks:
+            continue
+        group = parts_of(comm, ranks)
+        for recompute in (False, True):
+            schedule = dense.build(name, ranks, chunks, microbatches)
+            found, found_loss = gradients(group, schedule, steps=2, recompute=recompute, **options)
+            assert found_loss == loss
+            for key, gradient in found.items():
+                assert gradient.tobytes() == expected[key].tobytes(), (name, ranks, chunks, recompute, key)
+        group.Free()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradients_equal_the_derivatives_of_an_independent_model(comm, tied):
+    """Along random directions, one for each parameter array and some through all of them."""
+    schedule = dense.build("interleaved_1f1b", comm.size, 3 if comm.size == 4 else 2, 4)
+    stages = build(schedule, comm.rank, tied=tied)
+    parameters = {name: stage.parameters[name].copy() for stage in stages for name in stage.parameters}
+    found, loss = gradients(comm, schedule, tied=tied)
+    everything: list = [{}, {}]
+    for values, grads in comm.allgather((parameters, found)):
+        everything[0].update(values)
+        everything[1].update(grads)
+    parameters, found = everything
+    model = GPT(**MODEL, tied=tied)
+    tokens, targets = text(9)
+    assert reference_gpt.loss(parameters, model, tokens, targets) == pytest.approx(loss, rel=1e-13)
+    rng = np.random.default_rng(0)
+    head = f"{1 + 2 * model.layers}.1.weight"
+    choices = [[name] for name in parameters] + [list(parameters)] * 3
+    for names in choices[comm.rank :: comm.size]:
+        direction = {name: rng.normal(size=parameters[name].shape) for name in names}
+        if tied:  # one matrix in two places moves as one
+            shared = direction.get("0.weight", direction.get(head))
+            if shared is not None:
+                direction["0.weight"] = direction[head] = shared
+        predicted = sum(np.vdot(found[name], direction[name]) for name in direction if not (tied and name == head))
+        exact = reference_gpt.derivative(parameters, model, tokens, targets, direction)
+        assert predicted == pytest.approx(exact, rel=1e-10, abs=1e-12), names
+
+
+def test_tied_copies_stay_equal_while_training(comm):
+    schedule = dense.build("one_f_one_b", comm.size, 1, 4)
+    stages = build(schedule, comm.rank, tied=True, layers=6, dtype="float32")
+    mine = dense.placed(schedule, comm.rank, *text(8))
+    optimizer = optim.AdamW(stages, lr=1e-2)
+    with Pipeline(stages, schedule, comm, loss=nn.softmax_cross_entropy) as pipeline:
+        for _ in range(4):
+            loss = pipeline.step(*mine).loss
+            optim.clip_by_global_norm(stages, 1.0, comm)
+            optimizer.step()
+        assert pipeline.step(*mine).loss < loss
+    copies = [stage.parameters[name] for stage in stages for names in stage.ties.values() for name in names]
+    everyone = [copy for part in comm.allgather(copies) for copy in part]
+    assert len(everyone) == 2
+    assert everyone[0].tobytes() == everyone[1].tobytes()
+
+
+def test_norm_counts_tied_parameters_once_and_every_stage(comm):
+    schedule = dense.build("one_f_one_b", comm.size, 1, 2)
+    stages = build(schedule, comm.rank, tied=True)
+    mine = dense.placed(schedule, comm.rank, *text(4))
+    with Pipeline(stages, schedule, comm, loss=nn.softmax_cross_entropy) as pipeline:
+        pipeline.step(*mine)
+    everything = {}
+    for part in comm.allgather({name: stage.gradients[name] for stage in stages for name in stage.gradients}):
+        everything.update(part)
+    del everything[f"{1 + 2 * MODEL['layers']}.1.weight"]  # the head's copy
+    expected = np.sqrt(sum(np.sum(gradient.astype(float) ** 2) for gradient in everything.values()))
+    before = [stage.gradients.flat.copy() for stage in stages]
+    assert optim.clip_by_global_norm(stages, expected / 2, comm) == pytest.approx(expected, rel=1e-12)
+    for stage, gradient in zip(stages, before):
+        np.testing.assert_allclose(stage.gradients.flat, gradient / 2, rtol=1e-12)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_replicas_with_different_dropout_and_one_update(comm):
+    """Data parallel: gradients are the same bits on all replicas, though each dropped other values."""
+    alone = parts_of(comm, 1)
+    schedule = gpipe(1, 2)
+    stages = build(schedule, 0, dropout=0.5)
+    with Pipeline(stages, schedule, alone, loss=nn.softmax_cross_entropy, replicas=comm) as pipeline:
+        losses = pipeline.step(*text(4)).losses
+    assert len({tuple(other) for other in comm.allgather(losses)}) == comm.size
+    assert len(set(comm.allgather(stages[0].gradients.flat.tobytes()))) == 1
+    alone.Free()
