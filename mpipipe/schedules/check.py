@@ -1,0 +1,203 @@
+"""The proof that a schedule can run: complete, in the right place, causal, and free of deadlock."""
+
+from __future__ import annotations
+
+from mpipipe.errors import ScheduleError
+from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, OPS, WEIGHT_GRAD, Action
+from mpipipe.schedules.grid import grid
+from mpipipe.schedules.replay import replay
+
+# What has happened to one (stage, micro-batch), and what each op makes of it.
+NOTHING, FORWARDED, INPUT_DONE, FINISHED = range(4)
+NEXT = {
+    (NOTHING, FORWARD): FORWARDED,
+    (FORWARDED, BACKWARD): FINISHED,
+    (FORWARDED, INPUT_GRAD): INPUT_DONE,
+    (INPUT_DONE, WEIGHT_GRAD): FINISHED,
+}
+ABSENT = {NOTHING: "F", FORWARDED: "B", INPUT_DONE: "W"}
+LINKS = 6  # of a long circle of waiting ranks, as many are told
+
+
+def check(schedule) -> None:
+    """Prove that `schedule` runs to its end, or raise. The proof is remembered: a second call costs nothing.
+
+    Proven is that
+    - every logical stage 0..S-1 lies on one rank, every rank has a stage, and every action is on its stage's rank;
+    - every (stage, micro-batch) has exactly one F and, unless the whole schedule is F only, either one B, or one I
+      and one W;
+    - on its rank, F comes before B or I, and I before W;
+    - the ranks can run their orders to the end although an F waits for the F of the stage before, and a B or I for
+      the B or I of the stage after.
+
+    Why the last point excludes deadlock even if every send is synchronous (a rendezvous), for an executor that posts
+    its receives ahead, at the latest when it reaches the action that needs the message, and that never waits for a
+    send inside a step: the replay finds an order of all actions in which each one comes after those before it on its
+    rank and after the one that makes its input. Take any run, and the first action in that order which never starts.
+    All before it on its rank have ended, since only missing input can stop a rank; so its receive is posted. The
+    action that makes its input has ended, so the send has begun; it matches that receive by its tag whatever else is
+    under way, and completes. So the action starts. Conversely, where the replay stops, the ranks that it names wait
+    for each other in every executor.
+
+    Parameters
+    ----------
+    schedule : Schedule
+
+    Raises
+    ------
+    ScheduleError : the text shows the orders with the offending cell marked, and says what is wrong there; `rank`,
+        `stage` and `microbatch` say where
+    """
+    if "_proven" in vars(schedule):
+        return
+    _check_placement(schedule)
+    _check_complete(schedule, _check_cells(schedule))
+    _check_progress(schedule)
+    vars(schedule)["_proven"] = True  # sound, since the schedule cannot change
+
+
+def _check_placement(schedule):
+    ranks, stages = schedule.ranks, schedule.stages
+    if type(schedule.microbatches) is not int or schedule.microbatches < 1 or not ranks:
+        raise ScheduleError(
+            "a schedule needs at least one rank and one micro-batch",
+            found=f"{ranks} ranks, microbatches={schedule.microbatches!r}",
+            expected="at least 1 of each",
+        )
+    for stage, rank in enumerate(schedule.placement):
+        if type(rank) is not int or not 0 <= rank < ranks:
+            raise ScheduleError(
+                "a stage is placed on a rank that the schedule does not have",
+                stage=stage,
+                found=f"placement[{stage}]={rank!r}",
+                expected=f"a rank from 0 to {ranks - 1}",
+            )
+    idle = sorted(set(range(ranks)) - set(schedule.placement))
+    if idle:
+        raise ScheduleError(
+            "a rank has no stage",
+            rank=idle[0],
+            found=f"placement of {stages} stages on {ranks} ranks: {schedule.placement}",
+            expected="at least one stage on every rank",
+            remedy="use fewer ranks or more stages",
+        )
+
+
+def _check_cells(schedule) -> bytearray:
+    """Walk through every order; what happened to (stage, micro-batch) is returned at stage * M + micro-batch."""
+    state = bytearray(schedule.stages * schedule.microbatches)
+    for rank, order in enumerate(schedule.orders):
+        for slot, action in enumerate(order):
+            wrong = _misplaced(schedule, rank, action)
+            if wrong:
+                _refuse(schedule, rank, slot, *wrong)
+            index = action.stage * schedule.microbatches + action.microbatch
+            after = NEXT.get((state[index], action.op))
+            if after is None:
+                _refuse(schedule, rank, slot, *_untimely(action, state[index]))
+            else:
+                state[index] = after
+    return state
+
+
+def _misplaced(schedule, rank, action) -> tuple[str, str] | None:
+    """(what is wrong, what is expected) of an action that is none, or that this rank cannot run."""
+    if type(action) is not Action or action.op not in OPS:
+        return "not an action", "Action(stage, op, microbatch) with op F, B, I or W"
+    stage, _, microbatch = action
+    if type(stage) is not int or not 0 <= stage < schedule.stages:
+        return f"there is no stage {stage!r}", f"a stage from 0 to {schedule.stages - 1}"
+    if type(microbatch) is not int or not 0 <= microbatch < schedule.microbatches:
+        return f"there is no micro-batch {microbatch!r}", f"a micro-batch from 0 to {schedule.microbatches - 1}"
+    if schedule.placement[stage] != rank:
+        return f"stage {stage} does not lie on this rank", f"{action} on rank {schedule.placement[stage]}"
+    return None
+
+
+def _untimely(action, state) -> tuple[str, str]:
+    """(what is wrong, what is expected) of an action that comes twice, or before the one that it needs."""
+    stage, op, microbatch = action
+    if op == FORWARD:
+        return "the forward comes twice", f"one {stage}F{microbatch}"
+    if state == NOTHING:
+        return f"{op} before its forward", f"{stage}F{microbatch} earlier on this rank"
+    if state == FORWARDED:
+        return "W before its I", f"{stage}I{microbatch} earlier on this rank"
+    once = f"one {stage}B{microbatch}, or one {stage}I{microbatch} and one {stage}W{microbatch}"
+    return "the weight gradient comes twice" if op == WEIGHT_GRAD else "the input gradient comes twice", once
+
+
+def _check_complete(schedule, state):
+    """Every (stage, micro-batch) finished; or, in a schedule of forwards only, every one forwarded."""
+    goal = FORWARDED if max(state) <= FORWARDED else FINISHED
+    if state.count(goal) == len(state):
+        return
+    index = next(index for index, reached in enumerate(state) if reached != goal)
+    stage, microbatch = divmod(index, schedule.microbatches)
+    rank = schedule.placement[stage]
+    absent = f"{stage}{ABSENT[state[index]]}{microbatch}"
+    missing = len(state) - state.count(goal)
+    raise ScheduleError(
+        f"{absent} is missing from the schedule\n" + grid(schedule, missing=[(rank, f"{absent}?")]),
+        rank=rank,
+        stage=stage,
+        microbatch=microbatch,
+        found=f"{missing} of {len(state)} pairs (stage, micro-batch) are incomplete",
+        expected="one F" if goal == FORWARDED else "one F, and either one B, or one I and one W",
+        remedy=f"add {absent} to the order of rank {rank}",
+    )
+
+
+def _check_progress(schedule):
+    """Replay the orders; where the ranks stand still, tell the circle in which they wait for each other."""
+    ones = [1.0] * schedule.stages
+    starts, _ = replay(schedule, dict.fromkeys(OPS, ones), ones)
+    stopped = [len(began) for began in starts]
+    stuck = [rank for rank, slot in enumerate(stopped) if slot < len(schedule.orders[rank])]
+    if not stuck:
+        return
+    circle, awaited = _circle(schedule, stopped, stuck[0])
+    cells = [(rank, stopped[rank]) for rank in circle]
+    links = []
+    for (rank, slot), later in zip(cells[:LINKS], awaited):
+        owner = schedule.placement[later.stage]
+        links.append(f"rank {rank} at {schedule.orders[rank][slot]} waits for {later}, later on rank {owner}")
+    if len(circle) > LINKS:
+        links.append(f"and so on around {len(circle)} ranks")
+    what, expected = "deadlock: " + "; ".join(links), "orders in which no ranks wait for each other in a circle"
+    _refuse(schedule, *cells[0], what, expected, cells)
+
+
+def _circle(schedule, stopped, rank):
+    """From a stopped rank, follow who waits for whom until a rank comes again: (ranks, the action each waits for)."""
+    path, awaited = [], []
+    while rank not in path:
+        path.append(rank)
+        awaited.append(_awaited(schedule, schedule.orders[rank][stopped[rank]]))
+        rank = schedule.placement[awaited[-1].stage]
+    first = path.index(rank)
+    return path[first:], awaited[first:]
+
+
+def _awaited(schedule, action) -> Action:
+    """The action on which `action`, itself stopped, depends."""
+    if action.op == FORWARD:
+        return Action(action.stage - 1, FORWARD, action.microbatch)
+    stage = action.stage + 1
+    full = Action(stage, BACKWARD, action.microbatch)
+    whole = full in schedule.orders[schedule.placement[stage]]
+    return full if whole else Action(stage, INPUT_GRAD, action.microbatch)
+
+
+def _refuse(schedule, rank, slot, what, expected, mark=None):
+    action = schedule.orders[rank][slot]
+    stage, _, microbatch = action if type(action) is Action else (None, None, None)
+    raise ScheduleError(
+        f"slot {slot}: {what}\n{grid(schedule, mark or (rank, slot))}",
+        rank=rank,
+        stage=stage,
+        microbatch=microbatch,
+        found=str(action),
+        expected=expected,
+        remedy="correct the marked cell; the schedules of schedules.by_name pass this check",
+    )

@@ -1,0 +1,104 @@
+"""Schedules from CSV text in the cell grammar of PyTorch's pipeline schedules."""
+
+from __future__ import annotations
+
+import csv
+import re
+
+from mpipipe.errors import ScheduleError
+from mpipipe.schedules.action import Action
+from mpipipe.schedules.schedule import Schedule
+
+CELL = re.compile(r"([0-9]+)([FBIW])([0-9]+)")
+TRANSPORT = re.compile(r"[0-9]+(SEND_F|RECV_F|SEND_B|RECV_B)[0-9]*")
+SHARDING = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*")
+OVERLAP = re.compile(r"\(.*\)OVERLAP_F_B")
+EXPECTED = "<stage><op><micro-batch> with op F, B (full backward), I (input gradient) or W (weight gradient), as in 2F0"
+
+
+def from_csv(text: str) -> Schedule:
+    """Read a schedule: one row per rank, one cell ``2F0``, ``3I1``, ``3W1``, ``2B0`` per action, in order.
+
+    Empty cells are idle slots and are skipped. Which rank a stage lies on, and how many stages and micro-batches
+    there are, follows from the cells. `check` says whether the schedule can run; a Pipeline and `simulate` call it.
+
+    Parameters
+    ----------
+    text : the table, as `Schedule.to_csv` or PyTorch's compute-only dump writes it
+
+    Returns
+    -------
+    Schedule with the name "csv"
+
+    Raises
+    ------
+    ScheduleError : a cell that is no action, an empty row, a stage on two ranks, a stage that is nowhere
+    """
+    rows = list(csv.reader(text.splitlines(), skipinitialspace=True))
+    while rows and not any(cell.strip() for cell in rows[-1]):
+        rows.pop()  # blank lines at the end
+    if not rows:
+        raise ScheduleError("the schedule is empty", expected="one row per rank, one cell like 2F0 per action")
+    orders = tuple(tuple(_actions(rank, row)) for rank, row in enumerate(rows))
+    microbatches = 1 + max(action.microbatch for order in orders for action in order)
+    return Schedule("csv", _placement(orders), microbatches, orders)
+
+
+def _actions(rank, row):
+    if not any(cell.strip() for cell in row):
+        raise ScheduleError(
+            f"row {rank + 1} has no actions",
+            rank=rank,
+            expected="one row per rank, each with actions",
+            remedy="remove the row, or give the rank its actions",
+        )
+    for column, cell in enumerate(row, 1):
+        cell = cell.strip()
+        if cell:
+            yield _action(rank, column, cell)
+
+
+def _action(rank, column, cell) -> Action:
+    match = CELL.fullmatch(cell)
+    if match:
+        stage, op, microbatch = match.groups()
+        return Action(int(stage), op, int(microbatch))
+    if TRANSPORT.fullmatch(cell):
+        what, remedy = "sends and receives are not written down", "leave it out: messages follow from the actions"
+    elif SHARDING.fullmatch(cell):
+        what, remedy = "parameters are not sharded by the schedule", "leave it out"
+    elif OVERLAP.fullmatch(cell):
+        what, remedy = "actions run one after the other", "write the actions inside the brackets as cells of their own"
+    else:
+        what, remedy = "not an action", "correct the cell"
+    raise ScheduleError(
+        f"row {rank + 1}, column {column}: {what}", rank=rank, found=repr(cell), expected=EXPECTED, remedy=remedy
+    )
+
+
+def _placement(orders) -> tuple[int, ...]:
+    """The rank of each stage, found from where its actions stand."""
+    home: dict[int, int] = {}
+    for rank, order in enumerate(orders):
+        for action in order:
+            if home.setdefault(action.stage, rank) != rank:
+                raise ScheduleError(
+                    f"row {rank + 1}: {action} is on another rank than the stage's first action",
+                    rank=rank,
+                    stage=action.stage,
+                    microbatch=action.microbatch,
+                    found=f"stage {action.stage} in rows {home[action.stage] + 1} and {rank + 1}",
+                    expected="all actions of a stage in one row",
+                    remedy=f"move the actions of stage {action.stage} to one row",
+                )
+    stages = len(home)
+    if max(home) >= stages:
+        absent = next(stage for stage in range(stages) if stage not in home)
+        raise ScheduleError(
+            f"stage {absent} has no actions",
+            stage=absent,
+            found=f"{stages} stages, the highest is {max(home)}",
+            expected=f"stages 0 to {max(home)} without a gap",
+            remedy="number the stages from 0",
+        )
+    return tuple(home[stage] for stage in range(stages))

@@ -1,0 +1,76 @@
+"""Running a schedule on paper: when each action starts, or where the ranks stand still."""
+
+from __future__ import annotations
+
+from array import array
+
+from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD
+
+
+def replay(schedule, durations, transfer):
+    """Run every rank's order; an action starts when its rank is free and its input is there.
+
+    F needs the F of the stage before, B and I need the B or I of the stage after. Sends cost the sender nothing and
+    never block. An action whose input never comes stops its rank for good.
+
+    Parameters
+    ----------
+    schedule : a Schedule whose actions are all on the right rank, once, with F before B or I before W
+    durations : for each op a list of one number per stage
+    transfer : one number per stage: the hop between stage l-1 and l, in either direction, where their ranks differ
+
+    Returns
+    -------
+    starts : for each rank an array of the start times of the actions that could run
+    ends : for each rank the time at which it is done
+    """
+    microbatches, last = schedule.microbatches, schedule.stages - 1
+    # The time at which the F (the B or I) of a stage and micro-batch was done, at stage * M + microbatch; -1: not yet.
+    forward_done = array("d", [-1.0]) * (schedule.stages * microbatches)
+    backward_done = array("d", forward_done)
+    hop = _hops(schedule.placement, transfer)
+    forward, backward = durations[FORWARD], durations[BACKWARD]
+    input_grad, weight_grad = durations[INPUT_GRAD], durations[WEIGHT_GRAD]
+    starts = [array("d") for _ in schedule.orders]
+    ends = [0.0] * schedule.ranks
+    sleepers = {}  # what a stopped rank waits for -> the rank; F as its index, B and I as ~index
+    ready = list(range(schedule.ranks))
+    while ready:
+        rank = ready.pop()
+        now, began = ends[rank], starts[rank]
+        order = schedule.orders[rank]
+        for slot in range(len(began), len(order)):
+            stage, op, microbatch = order[slot]
+            index = stage * microbatches + microbatch
+            start = now
+            if op == FORWARD:
+                if stage > 0:
+                    sent = forward_done[index - microbatches]
+                    if sent < 0:
+                        sleepers[index - microbatches] = rank
+                        break
+                    start = max(now, sent + hop[stage])
+                forward_done[index] = now = start + forward[stage]
+                if index in sleepers:
+                    ready.append(sleepers.pop(index))
+            elif op == WEIGHT_GRAD:
+                now = start + weight_grad[stage]
+            else:
+                if stage < last:
+                    sent = backward_done[index + microbatches]
+                    if sent < 0:
+                        sleepers[~(index + microbatches)] = rank
+                        break
+                    start = max(now, sent + hop[stage + 1])
+                backward_done[index] = now = start + (backward if op == BACKWARD else input_grad)[stage]
+                if ~index in sleepers:
+                    ready.append(sleepers.pop(~index))
+            began.append(start)
+        ends[rank] = now
+    return starts, ends
+
+
+def _hops(placement, transfer):
+    """Time from stage l-1 to stage l or back: nothing where both lie on one rank."""
+    pairs = zip(placement, placement[1:])
+    return [0.0] + [cost if here != there else 0.0 for (here, there), cost in zip(pairs, transfer[1:])]

@@ -1,0 +1,187 @@
+"""The classic schedules against published orders and closed forms."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpipipe import schedules
+from mpipipe.errors import ArgumentError
+from mpipipe.schedules import Costs, check, simulate
+
+sizes = {"ranks": st.integers(1, 8), "microbatches": st.integers(1, 25)}
+
+
+def by_chunk(schedule, rank):
+    """The order of a rank in the notation F<chunk>.<micro-batch>."""
+    return " ".join(f"{op}{stage // schedule.ranks}.{mb}" for stage, op, mb in schedule.orders[rank])
+
+
+def plain(schedule, rank):
+    """The order of a rank in the notation F<micro-batch>."""
+    return " ".join(f"{op}{mb}" for _, op, mb in schedule.orders[rank])
+
+
+def stage_costs(chunks):
+    """A whole stage takes 1 forward and 2 backward; a chunk its share."""
+    return Costs(1 / chunks, 1 / chunks, 1 / chunks)
+
+
+@pytest.mark.parametrize(
+    "ranks, microbatches, rank, order",
+    [
+        (2, 4, 0, "F0 F1 B0 F2 B1 F3 B2 B3"),
+        (2, 4, 1, "F0 B0 F1 B1 F2 B2 F3 B3"),
+        (4, 4, 0, "F0 F1 F2 F3 B0 B1 B2 B3"),
+        (4, 4, 1, "F0 F1 F2 B0 F3 B1 B2 B3"),
+        (4, 4, 2, "F0 F1 B0 F2 B1 F3 B2 B3"),
+        (4, 4, 3, "F0 B0 F1 B1 F2 B2 F3 B3"),
+        (4, 6, 1, "F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 B4 B5"),
+        (4, 2, 0, "F0 F1 B0 B1"),
+        (1, 2, 0, "F0 B0 F1 B1"),
+    ],
+)
+def test_1f1b_has_the_published_order(ranks, microbatches, rank, order):
+    assert plain(schedules.one_f_one_b(ranks, microbatches), rank) == order
+
+
+@pytest.mark.parametrize(
+    "ranks, microbatches, rank, order",
+    [
+        (2, 4, 0, "F0.0 F0.1 F1.0 F1.1 F0.2 B1.0 F0.3 B1.1 F1.2 B0.0 F1.3 B0.1 B1.2 B1.3 B0.2 B0.3"),
+        (2, 4, 1, "F0.0 F0.1 F1.0 B1.0 F1.1 B1.1 F0.2 B0.0 F0.3 B0.1 F1.2 B1.2 F1.3 B1.3 B0.2 B0.3"),
+        (
+            *(4, 8, 0),
+            "F0.0 F0.1 F0.2 F0.3 F1.0 F1.1 F1.2 F1.3 F0.4 F0.5 F0.6 B1.0 F0.7 B1.1 F1.4 B1.2 F1.5 B1.3 F1.6 B0.0 "
+            "F1.7 B0.1 B0.2 B0.3 B1.4 B1.5 B1.6 B1.7 B0.4 B0.5 B0.6 B0.7",
+        ),
+        (
+            *(4, 8, 3),
+            "F0.0 F0.1 F0.2 F0.3 F1.0 B1.0 F1.1 B1.1 F1.2 B1.2 F1.3 B1.3 F0.4 B0.0 F0.5 B0.1 F0.6 B0.2 F0.7 B0.3 "
+            "F1.4 B1.4 F1.5 B1.5 F1.6 B1.6 F1.7 B1.7 B0.4 B0.5 B0.6 B0.7",
+        ),
+    ],
+)
+def test_interleaved_has_megatrons_order(ranks, microbatches, rank, order):
+    assert by_chunk(schedules.interleaved_1f1b(ranks, 2, microbatches), rank) == order
+
+
+def test_gpipe_runs_all_forwards_then_all_backwards_in_the_order_asked_for():
+    assert plain(schedules.gpipe(3, 3), 1) == "F0 F1 F2 B0 B1 B2"
+    assert plain(schedules.gpipe(3, 3, backward="lifo"), 1) == "F0 F1 F2 B2 B1 B0"
+
+
+def test_looped_bfs_takes_all_microbatches_through_one_chunk_after_the_other():
+    assert by_chunk(schedules.looped_bfs(2, 2, 3), 1) == ("F0.0 F0.1 F0.2 F1.0 F1.1 F1.2 B1.0 B1.1 B1.2 B0.0 B0.1 B0.2")
+
+
+def test_forward_only_goes_through_the_chunks_in_groups():
+    assert by_chunk(schedules.forward_only(2, 2, 5), 0) == ("F0.0 F0.1 F0.2 F1.0 F1.1 F1.2 F0.3 F0.4 F1.3 F1.4")
+
+
+@pytest.mark.parametrize(
+    "schedule, makespan, peaks",
+    [
+        (schedules.gpipe(2, 4), 15, [4, 4]),
+        (schedules.gpipe(4, 8), 33, [8, 8, 8, 8]),
+        (schedules.one_f_one_b(2, 4), 15, [2, 1]),
+        (schedules.one_f_one_b(4, 8), 33, [4, 3, 2, 1]),
+        (schedules.one_f_one_b(4, 4), 21, [4, 3, 2, 1]),
+        (schedules.one_f_one_b(4, 2), 15, [2, 2, 2, 1]),
+        (schedules.one_f_one_b(8, 8), 45, [8, 7, 6, 5, 4, 3, 2, 1]),
+        (schedules.interleaved_1f1b(2, 2, 4), 13.5, [5, 3]),
+        (schedules.interleaved_1f1b(4, 2, 8), 28.5, [11, 9, 7, 5]),
+        (schedules.interleaved_1f1b(4, 4, 8), 26.25, [19, 17, 15, 13]),
+        (schedules.interleaved_1f1b(4, 2, 16), 52.5, [11, 9, 7, 5]),
+        (schedules.interleaved_1f1b(8, 2, 16), 58.5, [23, 21, 19, 17, 15, 13, 11, 9]),
+    ],
+    ids=lambda value: f"{value.name}-{value.placement}-{value.microbatches}" if hasattr(value, "name") else None,
+)
+def test_makespan_and_peaks_are_the_published_ones(schedule, makespan, peaks):
+    timeline = simulate(schedule, stage_costs(schedule.chunks))
+    assert timeline.makespan == makespan
+    assert timeline.peak_activations == peaks
+
+
+def test_interleaved_runs_for_every_size_with_ideal_bubble_and_peak():
+    for ranks in range(1, 9):
+        for chunks in range(1, 5):
+            for microbatches in range(1, 26):
+                schedule = schedules.interleaved_1f1b(ranks, chunks, microbatches)
+                check(schedule)
+                timeline = simulate(schedule, Costs(3, 2, 2))
+                size = (ranks, chunks, microbatches)
+                if microbatches >= ranks:
+                    assert timeline.makespan == (microbatches * chunks + ranks - 1) * 7, size
+                group = -(-microbatches // max(1, microbatches // ranks))
+                assert timeline.peak_activations == [
+                    min(microbatches * chunks, (chunks - 1) * group + 2 * (ranks - 1 - rank) + 1)
+                    for rank in range(ranks)
+                ], size
+
+
+@given(**sizes, forward=st.integers(1, 5), backward=st.integers(1, 9))
+def test_gpipe_and_1f1b_have_the_closed_bubble_and_peaks(ranks, microbatches, forward, backward):
+    costs = Costs(forward, backward, 0)
+    ideal = (microbatches + ranks - 1) * (forward + backward)
+    one = simulate(schedules.one_f_one_b(ranks, microbatches), costs)
+    assert one.makespan == ideal
+    assert one.peak_activations == [min(microbatches, ranks - rank) for rank in range(ranks)]
+    for direction in ("fifo", "lifo"):
+        filled = simulate(schedules.gpipe(ranks, microbatches, direction), costs)
+        assert filled.makespan == ideal
+        assert filled.peak_activations == [microbatches] * ranks
+
+
+@given(**sizes, chunks=st.integers(1, 4))
+def test_looped_bfs_has_the_interleaved_bubble_and_holds_everything(ranks, chunks, microbatches):
+    timeline = simulate(schedules.looped_bfs(ranks, chunks, microbatches), Costs(3, 2, 2))
+    if microbatches >= ranks:
+        assert timeline.makespan == (microbatches * chunks + ranks - 1) * 7
+    assert timeline.peak_activations == [microbatches * chunks] * ranks
+
+
+@given(**sizes, chunks=st.integers(1, 4))
+def test_forward_only_is_checked_ideal_and_has_no_backwards(ranks, chunks, microbatches):
+    schedule = schedules.forward_only(ranks, chunks, microbatches)
+    assert {action.op for order in schedule.orders for action in order} == {"F"}
+    timeline = simulate(schedule, Costs(forward=2))
+    if microbatches >= ranks:
+        assert timeline.makespan == (microbatches * chunks + ranks - 1) * 2
+
+
+@given(**sizes, chunks=st.integers(1, 4))
+def test_weight_gradients_of_every_stage_come_in_ascending_order(ranks, chunks, microbatches):
+    for schedule in (
+        schedules.gpipe(ranks, microbatches),
+        schedules.one_f_one_b(ranks, microbatches),
+        schedules.interleaved_1f1b(ranks, chunks, microbatches),
+        schedules.looped_bfs(ranks, chunks, microbatches),
+        schedules.zero_bubble_h1(ranks, microbatches),
+    ):
+        summed = {stage: [] for stage in range(schedule.stages)}
+        for order in schedule.orders:
+            for stage, op, microbatch in order:
+                if op in "BW":
+                    summed[stage].append(microbatch)
+        assert all(found == list(range(microbatches)) for found in summed.values()), schedule.name
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: schedules.gpipe(0, 4),
+        lambda: schedules.gpipe(2, 4, backward="random"),
+        lambda: schedules.one_f_one_b(2, 0),
+        lambda: schedules.one_f_one_b(2.5, 4),
+        lambda: schedules.interleaved_1f1b(2, 0, 4),
+        lambda: schedules.looped_bfs(2, -1, 4),
+        lambda: schedules.forward_only(2, 2, "4"),
+        lambda: schedules.zero_bubble_h1(2, 0),
+    ],
+)
+def test_impossible_sizes_are_refused_with_what_was_found_and_expected(wrong):
+    with pytest.raises(ArgumentError) as refusal:
+        wrong()
+    assert refusal.value.found and refusal.value.expected

@@ -1,0 +1,79 @@
+"""Schedules as CSV text, both ways."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpipipe import schedules
+from mpipipe.errors import ScheduleError
+from mpipipe.schedules import Action, check, from_csv
+
+
+def test_one_row_per_rank_one_cell_per_action():
+    assert schedules.one_f_one_b(2, 2).to_csv() == "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
+
+
+@given(
+    name=st.sampled_from(["gpipe", "one_f_one_b", "zero_bubble_h1", "interleaved_1f1b", "looped_bfs", "forward_only"]),
+    ranks=st.integers(1, 5),
+    chunks=st.integers(1, 3),
+    microbatches=st.integers(1, 8),
+)
+def test_what_was_written_is_read_back(name, ranks, chunks, microbatches):
+    several = name in ("interleaved_1f1b", "looped_bfs", "forward_only")
+    schedule = schedules.by_name(name, ranks, microbatches, chunks if several else 1)
+    again = from_csv(schedule.to_csv())
+    assert (again.placement, again.microbatches, again.orders) == (
+        schedule.placement,
+        schedule.microbatches,
+        schedule.orders,
+    )
+    assert again.fingerprint == schedule.fingerprint
+
+
+def test_empty_cells_are_idle_slots_and_spaces_do_not_count():
+    schedule = from_csv("0F0,,,0B0\r\n, 1F0 ,1B0,\r\n\r\n")
+    assert schedule.orders == ((Action(0, "F", 0), Action(0, "B", 0)), (Action(1, "F", 0), Action(1, "B", 0)))
+    check(schedule)
+
+
+def test_placement_follows_from_the_cells_also_in_a_v():
+    schedule = from_csv("0F0,3F0,3I0,3W0,0I0,0W0\n1F0,2F0,2B0,1B0\n")
+    assert schedule.placement == (0, 1, 1, 0)
+    assert (schedule.ranks, schedule.stages, schedule.chunks, schedule.microbatches) == (2, 4, 2, 1)
+    assert schedule.splits_backward
+    check(schedule)
+
+
+@pytest.mark.parametrize(
+    "text, where",
+    [
+        ("", "the schedule is empty"),
+        ("\n,,\n", "the schedule is empty"),
+        ("0F0,0B0\n\n1F0,1B0\n", "row 2 has no actions"),
+        ("0F0,0B0\n1F0,1X0\n", "row 2, column 2: not an action"),
+        ("0F0,0b0\n", "row 1, column 2: not an action"),
+        ("0F0,0B\n", "row 1, column 2: not an action"),
+        ("0F0,,0B0 0F1\n", "row 1, column 3: not an action"),
+        ("0F-1\n", "row 1, column 1: not an action"),
+        ("0F0,0SEND_F0\n", "row 1, column 2: sends and receives"),
+        ("0UNSHARD,0F0\n", "row 1, column 1: parameters are not sharded"),
+        ("0F0,(0F1;0B0)OVERLAP_F_B\n", "row 1, column 2: actions run one after the other"),
+        ("0F0,1B0\n1F0,0B0\n", "row 2: 1F0 is on another rank"),
+        ("0F0,0B0\n2F0,2B0\n", "stage 1 has no actions"),
+        ("99999999999999999999F0\n", "stage 0 has no actions"),
+    ],
+)
+def test_a_bad_table_is_refused_with_row_and_column(text, where):
+    with pytest.raises(ScheduleError) as refusal:
+        from_csv(text)
+    assert where in str(refusal.value)
+    assert refusal.value.expected
+
+
+def test_a_table_that_cannot_run_is_read_and_then_refused_by_the_check():
+    schedule = from_csv("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
+    with pytest.raises(ScheduleError, match="deadlock"):
+        check(schedule)

@@ -1,0 +1,73 @@
+"""Timelines and tables as text, and trace events."""
+
+from __future__ import annotations
+
+import json
+
+from mpipipe import schedules
+from mpipipe.schedules import Costs, chrome_trace, grid, simulate, timeline
+
+
+def test_a_timeline_shows_actions_durations_and_idle_time():
+    assert timeline(schedules.one_f_one_b(2, 2)).splitlines() == [
+        "rank 0 0F0 0F1 ........0B0---- ....0B1----",
+        "rank 1 ....1F0 1B0---- 1F1 1B1---- ........",
+    ]
+
+
+def test_rows_of_a_timeline_start_in_one_column():
+    lines = timeline(schedules.one_f_one_b(12, 2)).splitlines()
+    assert len(lines) == 12
+    assert lines[0].startswith("rank 0  F") and lines[11].startswith("rank 11 .")
+
+
+def test_a_long_timeline_shows_one_letter_per_unit_of_time():
+    first, second = timeline(schedules.zero_bubble_h1(2, 20)).splitlines()
+    assert first == "rank 0 FF." + "IWF" * 18 + "IWIW"
+    assert second == "rank 1 .FI" + "FIW" * 19 + "W"
+
+
+def test_a_very_long_timeline_is_squeezed_to_a_terminal():
+    lines = timeline(schedules.one_f_one_b(2, 500), Costs(1, 1, 1, transfer=0.25)).splitlines()
+    assert all(len(line) == len("rank 0 ") + 120 for line in lines)
+    assert set(lines[0][7:]) <= set("FB.")
+
+
+def test_uneven_durations_never_cut_a_name():
+    text = timeline(schedules.gpipe(2, 3), Costs(1.1, 0.7, 0.9, 0.2))
+    for action in (action for order in schedules.gpipe(2, 3).orders for action in order):
+        assert str(action) in text
+
+
+def test_a_timeline_of_free_actions_is_empty():
+    assert timeline(schedules.gpipe(2, 1), Costs(0, 0, 0)).split() == ["rank", "0", "rank", "1"]
+
+
+def test_a_grid_has_a_row_per_rank_and_marks_cells():
+    schedule = schedules.one_f_one_b(2, 2)
+    assert grid(schedule).splitlines() == [
+        "slot    0    1    2    3",
+        "rank 0  0F0  0F1  0B0  0B1",
+        "rank 1  1F0  1B0  1F1  1B1",
+    ]
+    assert grid(schedule, mark=(1, 2)).splitlines()[2] == "rank 1  1F0  1B0 >1F1< 1B1"
+    assert grid(schedule, mark=[(0, 0), (1, 3)]).count(">") == 2
+
+
+def test_an_unmarked_grid_is_whole():
+    schedule = schedules.one_f_one_b(20, 20)
+    assert len(grid(schedule).split()) == (1 + 40) + 20 * (2 + 40)
+
+
+def test_trace_events_cover_the_spans_in_microseconds():
+    result = simulate(schedules.one_f_one_b(2, 1), Costs(1, 1, 1))
+    events = json.loads(json.dumps(chrome_trace(result)))
+    complete = [event for event in events if event["ph"] == "X"]
+    assert [(e["pid"], e["name"], e["cat"], e["ts"], e["dur"]) for e in complete] == [
+        (0, "0F0", "F", 0, 1e6),
+        (0, "0B0", "B", 4e6, 2e6),
+        (1, "1F0", "F", 1e6, 1e6),
+        (1, "1B0", "B", 2e6, 2e6),
+    ]
+    assert complete[3]["args"] == {"stage": 1, "microbatch": 0}
+    assert [e["args"]["name"] for e in events if e["ph"] == "M"] == ["rank 0", "rank 1"]
