@@ -1,0 +1,89 @@
+"""Fixtures shared by all tests, and the settings that make every rank run the same thing."""
+
+from __future__ import annotations
+
+import os
+
+for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(name, "1")  # before numpy is imported: the ranks share the cores
+
+import harness  # noqa: E402
+import pytest  # noqa: E402
+from hypothesis import HealthCheck, Phase, settings  # noqa: E402
+from launch import run_job  # noqa: E402
+from mpi4py import MPI  # noqa: E402
+
+# every rank must draw the same examples: no randomness, no database, nothing that depends on the clock
+settings.register_profile(
+    "mpi",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    print_blob=False,
+    phases=[Phase.explicit, Phase.generate] if MPI.COMM_WORLD.size > 1 else list(Phase),  # one rank alone cannot shrink
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("mpi")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    if MPI.COMM_WORLD.rank:
+        config.option.xmlpath = None  # --junitxml: one file, written by rank 0
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config):
+    harness.install(config)
+
+
+@pytest.fixture
+def collective(request):
+    """The plugin that keeps the ranks together."""
+    return request.config.pluginmanager.getplugin("collective")
+
+
+@pytest.fixture
+def comm(collective):
+    """A duplicate of COMM_WORLD for this test alone; a message left in it fails the test."""
+    return collective.comms[0]
+
+
+@pytest.fixture
+def subcomm(collective):
+    """subcomm(n): a communicator of n ranks on the first n ranks, None on the others; skips where ranks are too few."""
+    world = collective.comms[0]
+
+    def make(size):
+        if size > world.size:
+            pytest.skip(f"needs {size} ranks, here are {world.size}")
+        part = world.Split(0 if world.rank < size else MPI.UNDEFINED, world.rank)
+        collective.comms.append(part)
+        return part if part != MPI.COMM_NULL else None
+
+    return make
+
+
+@pytest.fixture
+def launch(collective, request):
+    """launch(ranks, script text or arguments, timeout=60, env=None): a job of its own, its outcome known on every rank.
+
+    Only rank 0 starts it (see launch.run_job); the others sleep until it ends. Files that the job writes for the test
+    belong into `mpi_tmp_path`, which is the same folder on every rank.
+    """
+
+    def start(ranks, what, timeout=60, env=None):
+        collective.watchdog.arm(request.node.nodeid, timeout + 30)
+        outcome = None
+        if collective.rank == 0:
+            try:
+                outcome = run_job(ranks, what, timeout, env)
+            except Exception as error:
+                outcome = error
+        outcome = collective.together((request.node.nodeid, "the end of a job"), outcome)[0]
+        collective.watchdog.arm(request.node.nodeid)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    return start

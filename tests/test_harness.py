@@ -1,0 +1,267 @@
+"""The harness itself: each test starts a pytest job of three ranks on a small test file, and reads its one report."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+RANKS = 3
+HEADER = """
+import time
+import pytest
+from hypothesis import given, strategies as st
+from mpi4py import MPI
+
+RANK = MPI.COMM_WORLD.rank
+"""
+
+
+@pytest.fixture
+def session(launch, mpi_tmp_path):
+    """session(text of a test file, *options): its job, run with this folder's conftest."""
+
+    def start(text, *options, limit=60):
+        path = mpi_tmp_path / "test_sample.py"
+        path.write_text(HEADER + text)
+        harness = ["-p", "conftest", "-p", "no:cacheprovider", "-o", "addopts=", "--with-mpi", "-rA", "--color=no"]
+        here = str(Path(__file__).parent)
+        return launch(RANKS, ["-m", "pytest", *harness, *options, path], env={"PYTHONPATH": here} | limited(limit))
+
+    return start
+
+
+def limited(seconds):
+    return {"MPIPIPE_TEST_TIMEOUT": str(seconds)}
+
+
+def outcomes(job):
+    """{test name: outcomes in the summary}; every test may appear only once per outcome."""
+    lines = re.findall(r"^(PASSED|FAILED|ERROR|XFAIL|XPASS) \S*?::(\w+)", job.stdout, re.MULTILINE)
+    return {name: [outcome for outcome, other in lines if other == name] for _, name in lines}
+
+
+def test_all_ranks_passing_make_one_green_report(session):
+    job = session("""
+def test_sum(comm):
+    assert comm.allreduce(1) == comm.size
+
+def test_part(subcomm):
+    part = subcomm(2)
+    assert (part is None) == (RANK >= 2)
+    assert part is None or part.allreduce(1) == 2
+
+def test_too_many(subcomm):
+    subcomm(99)
+
+@given(st.integers(0, 2**40), st.data())
+def test_same_examples(comm, n, data):
+    more = data.draw(st.integers())
+    assert comm.allgather((n, more)) == [(n, more)] * comm.size
+""")
+    assert job.returncode == 0, job
+    assert job.stdout.count("test session starts") == 1
+    assert outcomes(job) == {"test_sum": ["PASSED"], "test_part": ["PASSED"], "test_same_examples": ["PASSED"]}
+    assert "needs 99 ranks, here are 3" in job.stdout
+
+
+def test_failure_on_one_rank_fails_all_with_its_text_and_the_session_goes_on(session):
+    job = session("""
+def test_call(comm):
+    print("printed by", RANK)
+    assert RANK != 2, "wrong on the last rank"
+
+def test_two_reasons(comm):
+    assert RANK == 0, f"reason of {RANK}"
+
+@pytest.fixture
+def broken():
+    if RANK == 2:
+        raise RuntimeError("broken set-up")
+
+def test_set_up(broken, comm):
+    comm.Barrier()
+
+@pytest.fixture
+def late():
+    yield
+    if RANK == 1:
+        raise RuntimeError("broken tear-down")
+
+def test_tear_down(late, comm):
+    comm.Barrier()
+
+def test_next(comm):
+    assert comm.allreduce(1) == comm.size
+""")
+    assert job.returncode == 1, job
+    assert outcomes(job) == {
+        "test_call": ["FAILED"],
+        "test_two_reasons": ["FAILED"],
+        "test_set_up": ["ERROR"],
+        "test_tear_down": ["PASSED", "ERROR"],
+        "test_next": ["PASSED"],
+    }
+    for text in ("E       AssertionError: wrong on the last rank", "printed by 2", "RuntimeError: broken set-up",
+                 "RuntimeError: broken tear-down", "reason of 1", "reason of 2"):  # fmt: skip
+        assert text in job.stdout, text
+    assert job.stdout.count("failed on rank(s) 2 of 3; above: rank 2") == 2
+    assert "failed on rank(s) 1, 2 of 3; above: rank 1" in job.stdout
+
+
+def test_leaked_message_fails_the_test_that_sent_it_and_no_other(session):
+    job = session("""
+def test_leak(comm):
+    if RANK == 0:
+        comm.send("lost", dest=1, tag=7)
+
+def test_leak_in_a_part(subcomm):
+    part = subcomm(2)
+    if RANK == 1:
+        part.send("lost", dest=0, tag=8)
+
+def test_next(comm):
+    assert not comm.iprobe()
+""")
+    assert job.returncode == 1, job
+    assert outcomes(job) == {
+        "test_leak": ["PASSED", "ERROR"],
+        "test_leak_in_a_part": ["PASSED", "ERROR"],
+        "test_next": ["PASSED"],
+    }
+    assert "rank 1: unreceived message from rank 0 with tag 7" in job.stdout
+    assert "rank 0: unreceived message from rank 1 with tag 8" in job.stdout
+
+
+def test_skip_and_expected_failure_must_be_agreed(session):
+    job = session("""
+def test_skipped_by_one(comm):
+    if RANK == 1:
+        pytest.skip("not here")
+
+def test_skipped_by_all(comm):
+    pytest.skip("nowhere")
+
+@pytest.mark.mpi(min_size=99)
+def test_too_small():
+    pass
+
+@pytest.mark.xfail
+def test_expected_on_one(comm):
+    assert RANK != 1
+""")
+    assert job.returncode == 1, job
+    assert outcomes(job) == {"test_skipped_by_one": ["FAILED"], "test_expected_on_one": ["XFAIL"]}
+    assert "rank(s) 1 skipped (Skipped: not here), rank(s) 0, 2 did not" in job.stdout
+    assert "2 skipped" in job.stdout
+
+
+def test_failing_example_stops_all_ranks_alike(session):
+    job = session("""
+@given(st.integers(0, 1000))
+def test_example(comm, n):
+    got = comm.sendrecv(n, (RANK + 1) % comm.size, source=(RANK - 1) % comm.size)
+    assert RANK != 1 or n < 500, "too large here"
+    assert got == n
+
+def test_next(comm):
+    assert comm.allreduce(1) == comm.size
+""")
+    assert job.returncode == 1, job
+    assert outcomes(job) == {"test_example": ["FAILED"], "test_next": ["PASSED"]}
+    assert "too large here" in job.stdout and "Flaky" not in job.stdout
+
+
+def test_pure_tests_run_on_one_rank_each_and_count_on_all(session):
+    job = session("""
+@pytest.mark.parametrize("n", range(6))
+def test_pure(n):
+    if RANK == 0:
+        time.sleep(1.5)  # the others wait longer than the limit of one test
+    print(f"test {n} ran on {RANK}")
+
+def test_wrong():
+    assert False, f"seen by {RANK}"
+""", limit=2.5)  # fmt: skip
+    assert job.returncode == 1, job
+    assert sorted(re.findall(r"test (\d) ran on (\d)", job.stdout)) == [(str(n), str(n % RANKS)) for n in range(6)]
+    assert "6 passed" in job.stdout and "1 failed" in job.stdout
+    assert job.stdout.count("AssertionError: seen by 0") >= 1
+
+
+def test_stop_at_first_failure_holds_for_all_ranks(session):
+    job = session("""
+def test_wrong_on_one(comm):
+    assert RANK != 1
+
+def test_never(comm):
+    pass
+
+def test_pure():
+    pass
+""", "-x")  # fmt: skip
+    assert job.returncode == 1, job
+    assert outcomes(job) == {"test_wrong_on_one": ["FAILED"]}
+
+
+def test_rank_that_fails_while_its_peers_wait_ends_the_job_with_its_text_and_their_stacks(session):
+    job = session("""
+def wait_for_ever(comm):
+    comm.Barrier()
+
+def test_hang(comm):
+    assert RANK != 1, "never seen by the others"
+    wait_for_ever(comm)
+""", limit=3)  # fmt: skip
+    assert job.returncode != 0
+    assert "never seen by the others" in job.stderr, job
+    assert "[rank 1]" in job.stderr and "peers did not end this test" in job.stderr
+    assert job.stderr.count("in wait_for_ever") == 2
+
+
+def test_job_that_hangs_on_all_ranks_ends_with_the_stack_of_each(session):
+    job = session("""
+def test_hang(comm):
+    comm.recv(source=(RANK + 1) % comm.size)
+""", limit=3)  # fmt: skip
+    assert job.returncode != 0
+    assert "no end of" in job.stderr and "test_sample.py::test_hang" in job.stderr, job
+    assert job.stderr.count("in test_hang") == RANKS
+
+
+def test_rank_that_leaves_pytest_ends_the_job(session):
+    job = session("""
+def test_interrupted(comm):
+    if RANK == 2:
+        raise KeyboardInterrupt
+    comm.Barrier()
+""")
+    assert job.returncode != 0
+    assert "[rank 2] stopped: KeyboardInterrupt" in job.stderr, job
+
+
+def test_ranks_that_collect_different_tests_are_refused(session):
+    job = session("""
+if RANK == 1:
+    import no_such_module
+
+def test_any(comm):
+    pass
+""")
+    assert job.returncode != 0
+    assert "rank(s) 1 collected other tests than rank 0" in job.stdout, job
+    assert "No module named 'no_such_module'" in job.stdout
+
+
+def test_job_that_does_not_end_is_stopped_and_shown(launch):
+    with pytest.raises(AssertionError, match="still running after 3 s\nstarted"):
+        launch(2, "import time; print('started', flush=True); time.sleep(60)", timeout=3)
+
+
+def test_launched_job_knows_nothing_of_the_job_around_it(launch, monkeypatch):
+    for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS"):
+        monkeypatch.setenv(name, "5")
+    script = "import os; print([name for name in os.environ if name.startswith(('PMI', 'OMPI_COMM', 'SLURM'))])"
+    assert launch(0, script).stdout.split() == ["[]"]
+    assert launch(2, "from mpi4py import MPI; print(MPI.COMM_WORLD.size)").stdout.split() == ["2", "2"]
