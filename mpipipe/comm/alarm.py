@@ -16,8 +16,9 @@ from mpipipe.errors import PeerError
 
 NOTE_BYTES = 4096
 FAILED = -1
-SPIN_SECONDS = 3e-4  # poll this long without a pause: a micro-batch of a small model takes less
-PAUSE_SECONDS = 5e-5  # then leave the core to others between polls; short beside any real stage
+SPIN_POLLS = 100  # poll so often at once: some tens of microseconds, the time of a small message
+YIELD_SECONDS = 1e-3  # then so long while giving way to others that want the core
+PAUSE_SECONDS = 5e-5  # then with a sleep between polls; short beside any real stage
 
 
 class Alarm:
@@ -79,10 +80,11 @@ class Alarm:
     def wait(self, request):
         """Return once `request` tests true; raise PeerError when a note comes first."""
         test = request.Test
-        if test():
-            return
+        for _ in range(SPIN_POLLS):
+            if test():
+                return
         start = time.perf_counter()
-        while time.perf_counter() - start < SPIN_SECONDS:
+        while time.perf_counter() - start < YIELD_SECONDS:
             if test():
                 return
             os.sched_yield()

@@ -225,17 +225,16 @@ class Executor:
             self.local[edge, step.microbatch, op] = y
             return
         key = envelope.edge, envelope.microbatch
-        wire = Wire.of(y)
         if not self.job.known:
-            self.job.wires[key] = wire
+            self.job.wires[key] = wire = Wire.of(y)
             self.mailbox.put_header(envelope, wire.encode())
-        elif wire != self.job.wires[key]:
+        elif not self.job.wires[key].fits(y):
             raise ArgumentError(
                 "a stage's output depends on more than the shapes of the pipeline's inputs",
-                found=wire, expected=f"{self.job.wires[key]}, as for the same input shapes before",
+                found=Wire.of(y), expected=f"{self.job.wires[key]}, as for the same input shapes before",
                 remedy="pad the output to a shape that follows from the input shapes",
             )
-        self.mailbox.put(envelope, flatten(y)[0])
+        self.mailbox.put(envelope, [y] if isinstance(y, np.ndarray) else flatten(y)[0])
 
     def _return_gradient(self, step, dx, leases):
         if leases:
@@ -283,8 +282,10 @@ def _detached(tree, leases):
     """`tree` with a copy of each leaf that shares memory with a received array, which is about to be used again."""
     if tree is None:
         return None
-    leaves, structure = flatten(tree)
     buffers = [array for _, array in leases]
+    if isinstance(tree, np.ndarray):
+        return tree.copy() if _shares(tree, buffers) else tree
+    leaves, structure = flatten(tree)
     if not any(_shares(leaf, buffers) for leaf in leaves):
         return tree
     return unflatten([leaf.copy() if _shares(leaf, buffers) else leaf for leaf in leaves], structure)
@@ -293,4 +294,6 @@ def _detached(tree, leases):
 def _shares(leaf, buffers):
     if leaf is None:
         return False
-    return any(leaf is buffer or (leaf.base is not None and np.may_share_memory(leaf, buffer)) for buffer in buffers)
+    if leaf.base is None:  # owns its memory, and a received array never does
+        return False
+    return any(np.may_share_memory(leaf, buffer) for buffer in buffers)

@@ -1,0 +1,57 @@
+"""What the README shows is run as it stands there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mpipipe import schedules
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_example_runs_as_written(launch, mpi_tmp_path, ranks):
+    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len([line for line in example.splitlines() if line.strip()]) <= 25
+    script = mpi_tmp_path / "example.py"
+    script.write_text(example)
+    job = launch(ranks, ["-m", "mpipipe", "run", str(script)])
+    assert job.returncode == 0, job.stderr
+    loss, peak = re.match(r"loss ([\d.]+), at most (\d+) activations", job.stdout).groups()
+    assert float(loss) < 4**ranks  # it learns to put out zeros
+    assert int(peak) == schedules.simulate(schedules.interleaved_1f1b(ranks, 2, 8)).peak_activations[0]
+
+
+def test_timeline_is_the_one_that_is_drawn():
+    drawn = schedules.timeline(schedules.one_f_one_b(4, 4))
+    assert "\n".join(line.rstrip() for line in drawn.splitlines()) in README
+
+
+def test_every_schedule_is_in_the_table():
+    for name in ("gpipe", "one_f_one_b", "interleaved_1f1b", "looped_bfs", "zero_bubble_h1", "forward_only"):
+        assert f"| `{name}(" in README
+
+
+@pytest.mark.parametrize("ranks, microbatches", [(2, 4), (4, 8), (3, 3)])
+def test_bubbles_and_peaks_of_the_table(ranks, microbatches):
+    f, b, w = 2.0, 3.0, 1.5
+    costs = schedules.Costs(forward=f, input_grad=b, weight_grad=w)
+
+    def facts(schedule):
+        timeline = schedules.simulate(schedule, costs)
+        busy = schedule.chunks * microbatches * (f + b + w)
+        return pytest.approx(timeline.makespan - busy), list(timeline.peak_activations)
+
+    p, m, ranks_ = ranks, microbatches, range(ranks)
+    full = (p - 1) * (f + b + w)
+    assert facts(schedules.gpipe(p, m)) == (full, [m] * p)
+    assert facts(schedules.one_f_one_b(p, m)) == (full, [min(m, p - r) for r in ranks_])
+    for v in (2, 3):
+        g = -(-m // max(1, m // p))
+        peaks = [min(m * v, (v - 1) * g + 2 * (p - 1 - r) + 1) for r in ranks_]
+        assert facts(schedules.interleaved_1f1b(p, v, m)) == (full, peaks)
+        assert facts(schedules.looped_bfs(p, v, m)) == (full, [m * v] * p)
+    assert facts(schedules.zero_bubble_h1(p, m)) == ((p - 1) * (f + b - w), [min(m, p)] * p)
