@@ -1,0 +1,151 @@
+"""Stage: buffers, names, initial values, binding, errors."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mpipipe import attention, nn
+from mpipipe.errors import ArgumentError, BackendError
+
+
+def layers():
+    attend = attention.Local()
+    return [
+        nn.Embedding(11, 8, tie="tokens"),
+        nn.Residual(nn.Sequential([nn.RMSNorm(8), nn.SelfAttention(8, 2, attend=attend)])),
+        nn.Residual(nn.Sequential([nn.RMSNorm(8), nn.SwiGLU(8, 20)])),
+        nn.LayerNorm(8),
+        nn.Linear(8, 11, bias=False, tie="tokens"),
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_parameters_are_aligned_views_of_one_buffer(dtype):
+    stage = nn.Stage(layers(), dtype=dtype, first=2)
+    assert list(stage.parameters) == [
+        "2.weight",
+        "3.layer.0.gain",
+        "3.layer.1.qkv",
+        "3.layer.1.out",
+        "4.layer.0.gain",
+        "4.layer.1.gate_up",
+        "4.layer.1.down",
+        "5.gain",
+        "5.bias",
+        "6.weight",
+    ]
+    assert list(stage.gradients) == list(stage.parameters)
+    for mapping in (stage.parameters, stage.gradients):
+        inside = np.zeros(mapping.flat.size, bool)
+        for array in mapping.values():
+            assert array.dtype == dtype and array.ctypes.data % 64 == 0 and np.shares_memory(array, mapping.flat)
+            start = (array.ctypes.data - mapping.flat.ctypes.data) // array.itemsize
+            assert not inside[start : start + array.size].any()
+            inside[start : start + array.size] = True
+        assert not mapping.flat[~inside].any()
+    assert not stage.gradients.flat.any()
+    assert stage.parameters.offsets == stage.gradients.offsets
+
+
+def test_initial_values_do_not_depend_on_the_cut_or_the_dtype():
+    whole = nn.Stage(layers(), dtype="float64", seed=3)
+    parts = [nn.Stage(layers()[:2], seed=3), nn.Stage(layers()[2:], seed=3, first=2)]
+    for part in parts:
+        for name, array in part.parameters.items():
+            np.testing.assert_array_equal(array, whole.parameters[name].astype(np.float32))
+    other = nn.Stage(layers(), dtype="float64", seed=4)
+    assert (other.parameters["2.layer.1.down"] != whole.parameters["2.layer.1.down"]).all()
+    np.testing.assert_array_equal(whole.parameters["0.weight"], whole.parameters["4.weight"])
+
+
+def test_initial_values_have_the_promised_spread():
+    stage = nn.Stage([nn.Linear(400, 500, gain=0.5), nn.Embedding(500, 400)], dtype="float64")
+    for name, expected in (("0.weight", 0.5 / 20), ("1.weight", 1 / 20)):
+        weight = stage.parameters[name]
+        assert abs(weight.std() / expected - 1) < 0.01 and abs(weight.mean()) < expected / 50
+    assert not stage.parameters["0.bias"].any()
+
+
+def test_runs_tell_matrices_from_gains_and_biases():
+    stage = nn.Stage(layers())
+    decayed = np.zeros(stage.parameters.flat.size, bool)
+    stops = [0]
+    for start, stop, decay in stage.runs:
+        assert start == stops[-1] and stop > start
+        decayed[start:stop] = decay
+        stops.append(stop)
+    assert stops[-1] == stage.parameters.flat.size
+    for name, array in stage.parameters.items():
+        start = stage.parameters.offsets[name]
+        assert (decayed[start : start + array.size] == (array.ndim == 2)).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_dtype_stays_what_it_is(dtype):
+    stage = nn.Stage(layers(), dtype=dtype)
+    y, saved = stage.forward(np.arange(10).reshape(2, 5) % 11)
+    value, dy = nn.softmax_cross_entropy(y, np.arange(10).reshape(2, 5))
+    assert y.dtype == dy.dtype == dtype and isinstance(value, float)
+    assert stage.backward(dy, saved) is None
+    middle = nn.Stage(layers()[1:4], dtype=dtype)
+    x = np.ones((2, 5, 8), dtype)
+    y, saved = middle.forward(x)
+    assert middle.backward(y, saved).dtype == dtype
+
+
+def test_equal_contents_give_equal_bits_wherever_they_lie():
+    outcomes = []
+    for shift in (0, 1, 3, 8):
+        stage = nn.Stage(layers()[1:])
+        memory = np.zeros(2 * 37 * 8 + 16, np.float32)
+        x = memory[shift : shift + 2 * 37 * 8].reshape(2, 37, 8)
+        x[...] = np.random.default_rng(0).standard_normal(x.shape)
+        y, saved = stage.forward(x)
+        dx = stage.backward(y, saved)
+        outcomes.append((y, dx, stage.gradients.flat))
+    for outcome in outcomes[1:]:
+        for one, other in zip(outcomes[0], outcome):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_a_stage_without_parameters_works():
+    stage = nn.Stage([nn.Gelu()])
+    assert stage.parameters.flat.size == 0 and len(stage.gradients) == 0 and stage.runs == []
+    empty = nn.Stage([])
+    x = np.ones((2, 3), np.float32)
+    assert empty.forward(x)[0] is x
+
+
+def test_a_layer_belongs_to_one_place():
+    layer = nn.Linear(3, 3)
+    nn.Stage([layer])
+    with pytest.raises(ArgumentError, match="already belongs"):
+        nn.Stage([layer])
+    twice = nn.Linear(3, 3)
+    with pytest.raises(ArgumentError, match="already belongs"):
+        nn.Stage([twice, twice])
+
+
+def test_layers_cost_no_memory_before_a_stage_binds_them():
+    layer = nn.SwiGLU(100_000, 400_000)
+    assert not any(isinstance(value, np.ndarray) for value in vars(layer).values())
+
+
+@pytest.mark.parametrize(
+    "x", [np.zeros((2, 3)), np.zeros((2, 3), np.float16), np.array([[None] * 3]), [[1.0, 2.0, 3.0]]]
+)
+def test_an_input_of_another_dtype_is_refused(x):
+    with pytest.raises(ArgumentError):
+        nn.Stage([nn.Linear(3, 3)]).forward(x)
+
+
+def test_wrong_arguments_are_refused():
+    with pytest.raises(ArgumentError, match="float32 or float64"):
+        nn.Stage([], dtype="bfloat16")
+    with pytest.raises(ArgumentError, match="unknown dtype"):
+        nn.Stage([], dtype="float31")
+    with pytest.raises(BackendError):
+        nn.Stage([], device="cuda")
+    with pytest.raises(ArgumentError, match="not a layer"):
+        nn.Stage([nn.Gelu])
