@@ -1,0 +1,7 @@
+"""Training a model on text: configuration, data, the loop, and what it reports."""
+
+from mpipipe.train.config import TrainConfig
+from mpipipe.train.report import Record
+from mpipipe.train.trainer import train
+
+__all__ = ["Record", "TrainConfig", "train"]

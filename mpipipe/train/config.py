@@ -1,0 +1,155 @@
+"""What one training is made of: a single dataclass, filled from defaults, a TOML file and command line flags."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import operator
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+from mpipipe.errors import ConfigError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+def option(default, text: str, *, least=None, above=None, below=None, choices=None) -> Any:
+    """A field with its help `text` and its range; `least` belongs to it, `above` and `below` do not."""
+    limits = {"least": least, "above": above, "below": below, "choices": choices}
+    return field(default=default, metadata={"help": text, **limits})
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One training. Field names are the keys of the TOML file and, with dashes, the flags of `mpipipe train`.
+
+    Construction raises ConfigError for a value of the wrong type or out of range.
+    """
+
+    data: tuple[str, ...] = option((), "file or folder of text; repeatable; default: the standard library's source")
+    out: str | None = option(None, "new or empty folder for metrics.jsonl; default: runs/ and the time of the start")
+
+    dim: int = option(128, "width of the model", least=1)
+    layers: int = option(4, "transformer blocks", least=1)
+    heads: int = option(4, "attention heads", least=1)
+    kv_heads: int | None = option(None, "key and value heads; default: as many as heads", least=1)
+    hidden: int | None = option(None, "inner width of SwiGLU; default: 8/3 dim, rounded up to 64", least=1)
+    seq_len: int = option(128, "bytes in a sequence", least=1)
+    tied: bool = option(False, "one matrix for embedding and head")
+    dropout: float = option(0.0, "probability of dropping a value after attention and SwiGLU", least=0, below=1)
+    rope_base: float = option(10000.0, "base of the rotary position embedding", above=1)
+
+    pipe: int | None = option(None, "ranks of one pipeline; the other ranks are replicas; default: all ranks", least=1)
+    schedule: str = option("one_f_one_b", "schedule; others: gpipe, interleaved_1f1b, looped_bfs, zero_bubble_h1")
+    chunks: int = option(1, "stages on each rank", least=1)
+    microbatches: int | None = option(None, "micro-batches of a step in each replica; default: 4 per rank", least=1)
+    recompute: bool = option(False, "keep only stage inputs, and run each forward again before its backward")
+
+    steps: int = option(300, "optimizer steps", least=1)
+    batch: int = option(32, "sequences of a step, over all replicas", least=1)
+    optimizer: str = option("adamw", "optimizer", choices=("adamw", "sgd"))
+    lr: float = option(3e-3, "learning rate after warm-up; falls as a cosine to a tenth", above=0, below=math.inf)
+    warmup: int = option(30, "steps of linear warm-up", least=0)
+    momentum: float = option(0.9, "momentum of sgd", least=0, below=1)
+    weight_decay: float = option(0.1, "decoupled weight decay of matrices", least=0, below=math.inf)
+    clip: float = option(1.0, "largest norm of all gradients; inf for no limit", above=0)
+    dtype: str = option("float32", "type of parameters and activations", choices=("float32", "float64"))
+    seed: int = option(0, "seed of parameters, batches, dropout and sample", least=0, below=2**63)
+
+    log_every: int = option(10, "steps between two lines of progress", least=1)
+    eval_every: int = option(100, "steps between two validations; there is one more at the end", least=1)
+    eval_batches: int = option(4, "batches of a validation", least=1)
+    sample_bytes: int = option(200, "bytes of text to generate at the end", least=0)
+    temperature: float = option(0.8, "of the generated text; 0 takes the likeliest byte", least=0, below=math.inf)
+
+    def __post_init__(self):
+        for entry in dataclasses.fields(self):
+            value = _typed(entry, getattr(self, entry.name))
+            _check_range(entry, value)
+            object.__setattr__(self, entry.name, value)
+
+    @classmethod
+    def load(cls, path: str | None = None, **flags) -> TrainConfig:
+        """The defaults, over them the keys of the TOML file at `path`, over these `flags`; None is a flag not given.
+
+        Raises ConfigError for an unreadable file, an unknown key and whatever the constructor refuses.
+        """
+        keys = {} if path is None else _read(Path(path))
+        flags = {name: value for name, value in flags.items() if value is not None}
+        for source, given in ((path, keys), ("the flags", flags)):
+            for key in given:
+                _check_known(key, source)
+        return cls(**{**keys, **flags})
+
+
+NOUNS = {int: "an integer", float: "a number", bool: "true or false", str: "a string", tuple: "a list of strings"}
+
+
+def _kind(hint) -> type:
+    if get_origin(hint) is tuple:
+        return tuple
+    return next((part for part in get_args(hint) if part in NOUNS), hint)
+
+
+# Field name -> int, float, bool, str, or tuple (of strings); a field whose default is None also takes None.
+KINDS = {name: _kind(hint) for name, hint in get_type_hints(TrainConfig).items()}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        with open(path, "rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise ConfigError(f"the config file cannot be read: {error.strerror}", found=str(path)) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the config file is not TOML: {error}", found=str(path)) from error
+
+
+def _check_known(key: str, source):
+    if key in KINDS:
+        return
+    near = difflib.get_close_matches(key, KINDS, n=3)
+    raise ConfigError(
+        f"unknown key in {source}",
+        found=key,
+        expected=" or ".join(near) if near else ", ".join(KINDS),
+        remedy="keys stand at the top level of the file, without tables; `mpipipe train --help` explains each",
+    )
+
+
+def _typed(entry: dataclasses.Field, value):
+    """`value` as the field's type: a list becomes a tuple, an integer a float where that is wanted; nothing else."""
+    kind = KINDS[entry.name]
+    if value is None and entry.default is None:
+        return None
+    if kind is tuple and isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value):
+        return tuple(value)
+    if kind is float and type(value) is int:
+        return float(value)
+    if kind is not tuple and type(value) is kind:
+        return value
+    raise ConfigError(f"the type of {entry.name} is wrong", found=repr(value), expected=NOUNS[kind])
+
+
+def _check_range(entry: dataclasses.Field, value):
+    limits, text = entry.metadata, entry.metadata["help"]
+    if limits["choices"] is not None and value not in limits["choices"]:
+        raise ConfigError(f"{entry.name} ({text})", found=repr(value), expected=" or ".join(limits["choices"]))
+    bounds = [(sign, limits[name], holds) for name, (sign, holds) in LIMITS.items() if limits[name] is not None]
+    if value is not None and not all(holds(value, limit) for _, limit, holds in bounds):
+        words = " and ".join(f"{sign} {limit}" for sign, limit, _ in bounds)
+        raise ConfigError(f"{entry.name} ({text}) is out of range", found=repr(value), expected=words)
+
+
+# NaN fails each of these comparisons.
+LIMITS = {
+    "least": ("at least", operator.ge),
+    "above": ("above", operator.gt),
+    "below": ("below", operator.lt),
+}

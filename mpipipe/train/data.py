@@ -1,0 +1,198 @@
+"""Bytes of text to train on: files seen through memory maps, a validation split, windows drawn by step.
+
+    file a  |=================train=================|-val-|
+    file b  |=============train=============|val|
+    train      = a[:95 %] b[:95 %]          validation = a[95 %:] b[95 %:]
+
+Each split is the concatenation of its pieces; a window may cross from one piece into the next. Which windows make up a
+batch follows from (seed, step) alone, so every rank that needs them computes the same ones without a message.
+"""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from bisect import bisect_right
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from mpipipe.errors import DataError
+from mpipipe.nn import random
+
+HELD_OUT = 20  # one byte in this many is for validation
+OPEN_MAPS = 256  # memory maps kept open, each of which holds a file descriptor
+SNIFFED = 1024  # bytes read of a file to tell text from binary
+SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages"}
+REMEDY = "name readable text files, or folders that hold some, with --data"
+
+
+class Piece(NamedTuple):
+    """A run of bytes in one file."""
+
+    path: Path
+    start: int
+    length: int
+
+
+class Text:
+    """Pieces of files as one array of bytes.
+
+    Parameters
+    ----------
+    pieces : in the order in which they are joined
+    """
+
+    def __init__(self, pieces):
+        self.pieces = [piece for piece in pieces if piece.length]
+        self._ends = list(accumulate(piece.length for piece in self.pieces))
+
+    def __len__(self):
+        return self._ends[-1] if self._ends else 0
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Bytes start .. start + count as a new uint8 array; IndexError outside of the text."""
+        if not 0 <= start <= start + count <= len(self):
+            raise IndexError(f"bytes {start} to {start + count} of a text of {len(self)}")
+        window = np.empty(count, np.uint8)
+        filled, index = 0, bisect_right(self._ends, start)
+        while filled < count:
+            piece = self.pieces[index]
+            skip = start + filled - (self._ends[index] - piece.length)
+            part = _mapped(piece.path)[piece.start + skip : piece.start + piece.length][: count - filled]
+            window[filled : filled + part.size] = part
+            filled, index = filled + part.size, index + 1
+        return window
+
+
+@lru_cache(maxsize=OPEN_MAPS)
+def _mapped(path: Path) -> np.ndarray:
+    return np.memmap(path, np.uint8, mode="r")
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What a training reads: two texts without a common byte.
+
+    Attributes
+    ----------
+    train, validation : Text
+    fingerprint : equal on two ranks that found the same file names and sizes
+    """
+
+    train: Text
+    validation: Text
+    fingerprint: str
+
+    @classmethod
+    def open(cls, paths, seq_len: int) -> Corpus:
+        """The corpus of `paths` (files and folders; none means the standard library's source).
+
+        Raises DataError where a path is missing or unreadable, holds no text, or where a split is shorter than
+        `seq_len` + 1 bytes.
+        """
+        files = [entry for path in paths for entry in find_files(Path(path))] if paths else standard_library()
+        train, validation = [], []
+        for path, size in files:
+            held_out = size // HELD_OUT
+            train.append(Piece(path, 0, size - held_out))
+            validation.append(Piece(path, size - held_out, held_out))
+        corpus = cls(Text(train), Text(validation), _fingerprint(files))
+        if len(corpus.validation) <= seq_len:
+            raise DataError(
+                "the data are too short for one sequence in training and one in validation",
+                found=f"{sum(size for _, size in files)} bytes in {len(files)} files",
+                expected=f"about {HELD_OUT * (seq_len + 1)} bytes or more for sequences of {seq_len}",
+                remedy="give more data, or a shorter seq_len",
+            )
+        return corpus
+
+
+def _fingerprint(files) -> str:
+    facts = "\n".join(f"{path.name} {size}" for path, size in files)
+    return blake2b(facts.encode(errors="surrogateescape"), digest_size=16).hexdigest()
+
+
+def find_files(path: Path) -> list[tuple[Path, int]]:
+    """(file, bytes) of a file, or of all text files below a folder, sorted by path.
+
+    Below a folder, hidden, empty and binary files (a NUL byte early on) are skipped; a file that is named itself is
+    taken as it is.
+    """
+    try:
+        if path.is_dir():
+            files = [entry for entry in _walk(path) if entry[1] and _is_text(entry[0])]
+        else:
+            with open(path, "rb"):
+                files = [(path, path.stat().st_size)]
+    except OSError as error:
+        raise DataError(f"data cannot be read: {error.strerror}", found=str(error.filename), remedy=REMEDY) from error
+    if not any(size for _, size in files):
+        raise DataError(
+            "no text in the data", found=str(path), expected="a text file, or a folder with one", remedy=REMEDY
+        )
+    return files
+
+
+def standard_library() -> list[tuple[Path, int]]:
+    """(file, bytes) of the Python source of the standard library that this interpreter runs on."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    files = [(path, size) for path, size in _walk(folder) if path.suffix == ".py" and size]
+    if not files:
+        raise DataError("the standard library's source is not installed here", found=str(folder), remedy=REMEDY)
+    return files
+
+
+def _walk(folder: Path) -> list[tuple[Path, int]]:
+    """Regular files below `folder` with their sizes, sorted by path; hidden and generated folders left out."""
+
+    def fail(error):
+        raise error
+
+    found = []
+    for parent, folders, names in os.walk(folder, onerror=fail):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in SKIPPED_FOLDERS]
+        paths = [Path(parent, name) for name in names if not name.startswith(".")]
+        found += [(path, path.stat().st_size) for path in paths if path.is_file()]
+    return sorted(found, key=lambda entry: entry[0].relative_to(folder).parts)
+
+
+def _is_text(path: Path) -> bool:
+    with open(path, "rb") as file:
+        return b"\0" not in file.read(SNIFFED)
+
+
+def training_batch(text: Text, *, seed: int, step: int, batch: int, rows: slice, seq_len: int):
+    """Rows `rows` of the batch of step `step`: windows drawn evenly from `text`, with replacement.
+
+    Returns
+    -------
+    inputs, targets : int64 (rows, seq_len); the target of a byte is the byte after it
+    """
+    starts = generator(seed, "training", step).integers(0, len(text) - seq_len, batch)
+    return _windows(text, starts[rows], seq_len)
+
+
+def validation_batch(text: Text, *, index: int, batches: int, batch: int, rows: slice, seq_len: int):
+    """Rows `rows` of validation batch `index` of `batches`: windows spread evenly over `text`, always the same ones.
+
+    Returns inputs and targets as `training_batch` does.
+    """
+    last = len(text) - seq_len - 1
+    numbers = range(index * batch, (index + 1) * batch)[rows]
+    return _windows(text, [number * last // max(1, batches * batch - 1) for number in numbers], seq_len)
+
+
+def _windows(text, starts, seq_len):
+    windows = np.stack([text.read(int(start), seq_len + 1) for start in starts]).astype(np.int64)
+    return np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])
+
+
+def generator(seed: int, purpose: str, step: int) -> np.random.Generator:
+    """Random numbers for one purpose in one step; counter-based, so any rank has them without the earlier ones."""
+    return np.random.Generator(np.random.Philox(key=random.key(purpose, seed), counter=[0, 0, 0, step]))

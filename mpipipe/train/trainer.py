@@ -1,0 +1,267 @@
+"""The training loop: batches by step through the pipeline, optimizer, validation, and what is told about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from time import perf_counter
+
+from mpipipe import nn, optim, schedules
+from mpipipe.comm import runtime, share
+from mpipipe.comm.mesh import Mesh
+from mpipipe.errors import ConfigError, MismatchError
+from mpipipe.pipeline import Pipeline
+from mpipipe.train.config import TrainConfig
+from mpipipe.train.data import Corpus, training_batch, validation_batch
+from mpipipe.train.recipe import Recipe
+from mpipipe.train.report import Record, Reporter, Silence, on_terminal
+from mpipipe.train.sample import generate, readable
+
+PROMPT = 32  # bytes of validation text that the sample continues
+
+
+def train(config: TrainConfig, architecture, comm=None) -> Record:
+    """Train a model on bytes, on all ranks of `comm` (COMM_WORLD by default); collective.
+
+    Progress goes to the standard output of rank 0, and to metrics.jsonl in `config.out`, which must be new or empty.
+
+    Parameters
+    ----------
+    config : the same on every rank
+    architecture : makes the model from the sizes in `config`, such as models.GPT
+    comm : is duplicated
+
+    Returns
+    -------
+    Record : at the end of training; its speed and bubble are those of all steps
+
+    Raises
+    ------
+    ConfigError, DataError, MismatchError, ArgumentError : on every rank, before anything is written
+    NonFiniteError : the loss or a gradient is NaN or infinite
+    """
+    comm = runtime.resolve(comm)
+    _check_same_config(comm, config)
+    if config.out is None:
+        config = replace(config, out=share.broadcast(comm, f"runs/{datetime.now():%Y%m%d-%H%M%S}"))
+    with share.together(comm):
+        mesh = Mesh(comm, pipe=comm.size if config.pipe is None else config.pipe)
+    with mesh:
+        recipe, corpus = _prepare(config, architecture, mesh)
+        stages = recipe.stages(mesh.pipe.rank, config.dtype, config.seed)
+        with Pipeline(
+            stages,
+            recipe.schedule,
+            mesh.pipe,
+            loss=nn.softmax_cross_entropy,
+            recompute=config.recompute,
+            replicas=mesh.replicas,
+        ) as pipeline:
+            with share.together(mesh.comm):
+                reporter = _reporter(config) if mesh.rank == 0 else Silence()
+            with reporter:
+                return Trainer(config, mesh, recipe, pipeline, corpus, reporter).run()
+
+
+def _check_same_config(comm, config):
+    everyone = share.agree(comm, None, config)
+    for rank, other in enumerate(everyone):
+        for key, value in vars(other).items():
+            expected = getattr(everyone[0], key)
+            if value != expected:
+                error = MismatchError(
+                    "the ranks have different configurations",
+                    rank=rank,
+                    found=f"{key} = {value!r}",
+                    expected=f"{key} = {expected!r}, as on rank 0",
+                    remedy="give the same file and flags to all ranks",
+                )
+                share.raise_everywhere(comm.rank, [(0, error)])
+
+
+def _prepare(config, architecture, mesh):
+    """(Recipe, Corpus or None where this rank needs no data); every error is raised on every rank."""
+    with share.together(mesh.comm):
+        recipe = Recipe.of(config, architecture, mesh.pipe.size, mesh.data.size)
+        if mesh.rank == 0:
+            _check_vacant(Path(config.out))
+    corpus, placement = None, recipe.schedule.placement
+    with share.together(mesh.comm):
+        if mesh.pipe.rank in (placement[0], placement[-1]):
+            corpus = Corpus.open(config.data, config.seq_len)
+    prints = share.agree(mesh.comm, None, corpus.fingerprint if corpus else None)
+    if len(set(prints) - {None}) > 1:
+        error = MismatchError(
+            "the ranks see different data: other file names or sizes",
+            remedy="give the same files to all hosts, best on a shared file system; the default data differ where "
+            "hosts have different Python versions",
+        )
+        share.raise_everywhere(mesh.rank, [(0, error)])
+    return recipe, corpus
+
+
+def _check_vacant(out: Path):
+    """Refuse a folder that holds anything: no run overwrites another."""
+    try:
+        vacant = not out.exists() or not any(out.iterdir())
+    except OSError as error:
+        raise ConfigError(f"the folder for metrics cannot be used: {error.strerror}", found=str(out)) from error
+    if not vacant:
+        raise ConfigError(
+            "the folder for metrics is not empty",
+            found=str(out),
+            expected="a new or empty folder",
+            remedy="choose another one with --out, or move the old run away",
+        )
+
+
+def _reporter(config) -> Reporter:
+    out = Path(config.out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        return Reporter(config.steps, out / "metrics.jsonl", terminal=on_terminal())
+    except OSError as error:
+        raise ConfigError(f"the folder for metrics cannot be used: {error.strerror}", found=str(out)) from error
+
+
+class Trainer:
+    """One training under way on this rank.
+
+    Parameters
+    ----------
+    config : with `out` filled in
+    mesh, recipe, pipeline : where this rank stands, and what it runs
+    corpus : needed on the ranks of the first and the last stage
+    reporter : Reporter on rank 0, Silence elsewhere
+    """
+
+    def __init__(self, config: TrainConfig, mesh, recipe: Recipe, pipeline, corpus, reporter):
+        self.config, self.mesh, self.recipe = config, mesh, recipe
+        self.pipeline, self.corpus, self.reporter = pipeline, corpus, reporter
+        self.optimizer = _optimizer(config, pipeline.stages)
+        self.first = mesh.pipe.rank == recipe.schedule.placement[0]
+        self.last = mesh.pipe.rank == recipe.schedule.placement[-1]
+        replica = mesh.data.rank
+        self.shape = dict(
+            batch=config.batch, rows=slice(replica * recipe.rows, (replica + 1) * recipe.rows), seq_len=config.seq_len
+        )
+        self.since_record, self.in_all = Usage(), Usage()
+
+    def run(self) -> Record:
+        """Train, validate, show a sample of text, and return the last record."""
+        config = self.config
+        self._introduce()
+        self.reporter.record(Record(0, validation=self.validate()))
+        for step in range(config.steps):
+            loss, lr, norm = self.step(step)
+            done = step + 1
+            validated = done % config.eval_every == 0 or done == config.steps
+            if validated or done == 1 or done % config.log_every == 0:
+                validation = self.validate() if validated else None
+                record = Record(done, loss, validation, lr, norm, **self._speed(self.since_record))
+                self.reporter.record(record)
+                self.since_record = Usage()
+        self._show_sample()
+        record = replace(record, **self._speed(self.in_all))
+        self.reporter.say(
+            f"mpipipe: ok steps={record.step} loss={record.loss:.4f} validation={record.validation:.4f} "
+            f"tokens/s={record.tokens_per_second:.0f} bubble={record.bubble:.4f} predicted={record.predicted:.4f}"
+        )
+        return record
+
+    def step(self, step: int):
+        """One optimizer step; returns its loss, learning rate and gradient norm, the same on every rank."""
+        config, start = self.config, perf_counter()
+        inputs, targets = self._batch(training_batch, "train", seed=config.seed, step=step)
+        result = self.pipeline.step(inputs, targets)
+        norm = optim.clip_by_global_norm(self.pipeline.stages, config.clip, comm=self.mesh.pipe)
+        lr = optim.warmup_cosine(step, config.steps, config.lr, min(config.warmup, config.steps))
+        self.optimizer.step(lr=lr)
+        seconds = perf_counter() - start
+        for usage in (self.since_record, self.in_all):
+            usage.add(seconds, self.pipeline.busy, self.pipeline.elapsed)
+        self.reporter.advance()
+        return result.loss, lr, norm
+
+    def validate(self) -> float:
+        """Mean loss over the validation windows, always the same ones; on every rank."""
+        batches = self.config.eval_batches
+        losses = [
+            self.pipeline.evaluate(*self._batch(validation_batch, "validation", index=index, batches=batches))
+            for index in range(batches)
+        ]
+        return sum(losses) / batches
+
+    def _batch(self, draw, split, **which):
+        """(inputs, targets) of this replica, where they belong: on the first and the last stage's rank."""
+        if not (self.first or self.last):
+            return None, None
+        inputs, targets = draw(getattr(self.corpus, split), **which, **self.shape)
+        return inputs if self.first else None, targets if self.last else None
+
+    def _speed(self, usage: Usage) -> dict:
+        """Tokens per second and bubble of the steps in `usage`, and the bubble that the stages' durations predict."""
+        costs = self.pipeline.durations()
+        everyone = share.agree(self.mesh.comm, None, usage)
+        busy, elapsed = sum(each.busy for each in everyone), sum(each.elapsed for each in everyone)
+        tokens = usage.steps * self.config.batch * self.config.seq_len
+        return {
+            "tokens_per_second": tokens / max(each.seconds for each in everyone),
+            "bubble": 1 - busy / elapsed,
+            "predicted": schedules.simulate(self.recipe.schedule, costs).bubble_fraction,
+        }
+
+    def _introduce(self):
+        config, recipe, mesh = self.config, self.recipe, self.mesh
+        text = "" if self.corpus is None else f", {len(self.corpus.train):,} bytes of text"
+        self.reporter.say(
+            f"mpipipe: {mesh.comm.size} ranks = pipe {mesh.pipe.size} x data {mesh.data.size}; {recipe.schedule.name}, "
+            f"{recipe.schedule.stages} stages, {recipe.schedule.microbatches} micro-batches\n"
+            f"mpipipe: {recipe.model.parameters:,} parameters, batch {config.batch} x {config.seq_len} bytes{text}; "
+            f"metrics in {config.out}"
+        )
+
+    def _show_sample(self):
+        config, comm = self.config, self.mesh.pipe
+        if config.sample_bytes == 0:
+            return
+        prompt = None
+        if self.first:
+            text = self.corpus.validation
+            prompt = text.read(0, min(PROMPT, len(text))).tobytes()
+        prompt = share.broadcast(comm, prompt, self.recipe.schedule.placement[0])
+        answer = generate(
+            self.pipeline,
+            comm,
+            prompt,
+            config.sample_bytes,
+            seq_len=config.seq_len,
+            temperature=config.temperature,
+            seed=config.seed,
+        )
+        title = f"--- sample: {len(prompt)} bytes of validation text, {len(answer)} of the model's"
+        self.reporter.say("\n".join([title, readable(prompt + answer), "---"]))
+
+
+@dataclass
+class Usage:
+    """Time that one rank spent in some steps: seconds in all, and what the pipeline measured."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    busy: float = 0.0
+    elapsed: float = 0.0
+
+    def add(self, seconds: float, busy: float, elapsed: float):
+        """Count one more step."""
+        self.steps += 1
+        self.seconds += seconds
+        self.busy += busy
+        self.elapsed += elapsed
+
+
+def _optimizer(config, stages):
+    if config.optimizer == "adamw":
+        return optim.AdamW(stages, config.lr, weight_decay=config.weight_decay)
+    return optim.SGD(stages, config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
