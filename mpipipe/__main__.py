@@ -1,0 +1,6 @@
+"""python -m mpipipe"""
+
+from mpipipe.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""The commands of python -m mpipipe bench."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from mpipipe.comm import runtime
+from mpipipe.comm.guard import guarded
+
+app = typer.Typer(help="Measure against bare mpi4py, the simulation, and PyTorch where it is installed.", no_args_is_help=True)
+Repeats = Annotated[int, typer.Option(help="measured turns of each candidate; medians are shown", min=1)]
+
+
+def _guarded(work):
+    def limited():
+        runtime.prepare_process()
+        work()
+
+    raise typer.Exit(guarded(limited))
+
+
+@app.command()
+def pipeline(repeats: Repeats = 100):
+    """Cost of the machinery on tiny stages: mpiexec -n 2 python -m mpipipe bench pipeline"""
+    from mpipipe.cli.bench.pipeline import run
+
+    _guarded(lambda: run(repeats))
+
+
+@app.command()
+def transport(repeats: Repeats = 50):
+    """Mailbox against bare Isend and Irecv: mpiexec -n 2 python -m mpipipe bench transport"""
+    from mpipipe.cli.bench.transport import run
+
+    _guarded(lambda: run(repeats))
+
+
+@app.command()
+def schedules():
+    """Building, checking and simulating a large schedule: python -m mpipipe bench schedules"""
+    from mpipipe.cli.bench.schedules import run
+
+    run()
+
+
+@app.command()
+def train(
+    repeats: Repeats = 3,
+    dim: int = 512,
+    layers: int = 8,
+    heads: int = 8,
+    seq_len: int = 256,
+    microbatches: int = 8,
+    rows: Annotated[int, typer.Option(help="sequences in a micro-batch")] = 4,
+):
+    """A GPT's step against its simulation: mpiexec -n 2 python -m mpipipe bench train"""
+    from mpipipe.cli.bench.train import run
+
+    _guarded(lambda: run(repeats, dim, layers, heads, seq_len, microbatches, rows))

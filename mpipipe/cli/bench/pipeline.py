@@ -1,0 +1,115 @@
+"""`bench pipeline`: what the machinery costs, on stages so small that nothing else counts.
+
+Two ranks, one 64-wide float32 linear stage per chunk, 32 micro-batches of 4 rows. The peer is the same order of work
+written by hand with mpi4py calls and nothing around them, in the same run.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpipipe import Pipeline, nn, schedules
+from mpipipe.cli.bench.timing import compare, report
+from mpipipe.comm import runtime
+from mpipipe.errors import ArgumentError
+
+WIDTH, ROWS, MICROBATCHES = 64, 4, 32
+
+
+def run(repeats: int = 30):
+    """Print one line per schedule: microseconds per micro-batch (forward + backward), and the ratio."""
+    comm = runtime.world()
+    if comm.size != 2:
+        raise ArgumentError("bench pipeline", found=f"{comm.size} ranks", expected="2 ranks")
+    for schedule in (schedules.one_f_one_b(2, MICROBATCHES), schedules.interleaved_1f1b(2, 2, MICROBATCHES)):
+        ours, hand = _ours(comm, schedule), _by_hand(comm, schedule)
+        times = compare(comm, [ours, hand], repeats)
+        ours.close()
+        scale = 1e6 / MICROBATCHES
+        report(
+            comm,
+            f"pipeline {schedule.name} x {schedule.chunks}",
+            f"{times[0] * scale:.1f} us, by hand {times[1] * scale:.1f} us per micro-batch",
+            times[0] / times[1],
+            "at most 3",
+        )
+
+
+def _batch():
+    rng = np.random.default_rng(0)
+    shape = (ROWS * MICROBATCHES, WIDTH)
+    return rng.standard_normal(shape, dtype=np.float32), rng.standard_normal(shape, dtype=np.float32)
+
+
+class _ours:
+    """A step of the pipeline."""
+
+    def __init__(self, comm, schedule):
+        stages = [nn.Stage([nn.Linear(WIDTH, WIDTH)], first=s) for s in schedule.stages_of(comm.rank)]
+        self.pipeline = Pipeline(stages, schedule, comm, loss=nn.mean_squared_error)
+        inputs, targets = _batch()
+        self.inputs = inputs if schedule.placement[0] == comm.rank else None
+        self.targets = targets if schedule.placement[-1] == comm.rank else None
+        self.close = self.pipeline.close
+
+    def __call__(self):
+        self.pipeline.step(self.inputs, self.targets)
+
+
+class _by_hand:
+    """The same actions with bare mpi4py: receive, multiply, send; buffers and tags laid out beforehand."""
+
+    def __init__(self, comm, schedule):
+        self.comm, chunks = comm, schedule.chunks
+        rng = np.random.default_rng(comm.rank)
+        self.weights = [rng.standard_normal((WIDTH, WIDTH), dtype=np.float32) / 8 for _ in range(chunks)]
+        self.biases = [np.zeros(WIDTH, np.float32) for _ in range(chunks)]
+        self.dweights = [np.zeros((WIDTH, WIDTH), np.float32) for _ in range(chunks)]
+        self.dbiases = [np.zeros(WIDTH, np.float32) for _ in range(chunks)]
+        inputs, targets = _batch()
+        self.inputs = np.split(inputs, MICROBATCHES)
+        self.targets = np.split(targets, MICROBATCHES)
+        self.activations = np.empty((chunks, MICROBATCHES, ROWS, WIDTH), np.float32)
+        self.gradients = np.empty((chunks, MICROBATCHES, ROWS, WIDTH), np.float32)
+        last = schedule.stages - 1
+        self.work = [
+            (op == "F", stage // 2, m, stage == 0, stage == last, stage * MICROBATCHES + m)
+            for stage, op, m in schedule.orders[comm.rank]
+        ]
+        self.tag_shift = schedule.stages * MICROBATCHES
+
+    def __call__(self):
+        comm, peer, sends, seeds, arrived = self.comm, 1 - self.comm.rank, [], {}, {}
+        for gradient in (*self.dweights, *self.dbiases):
+            gradient.fill(0)
+        for forward, chunk, m, first, last, tag in self.work:
+            weight = self.weights[chunk]
+            if forward:
+                x = self.inputs[m]
+                if not first:
+                    x = self.activations[chunk, m]
+                    comm.Recv(x, peer, tag)
+                arrived[chunk, m] = x
+                y = x @ weight.T
+                y += self.biases[chunk]
+                if last:
+                    difference = y - self.targets[m]
+                    np.vdot(difference, difference) / difference.size
+                    difference *= 2 / difference.size / MICROBATCHES
+                    seeds[m] = difference
+                else:
+                    sends.append((comm.Isend(y, peer, tag + MICROBATCHES), y))
+            else:
+                if last:
+                    dy = seeds.pop(m)
+                else:
+                    dy = self.gradients[chunk, m]
+                    comm.Recv(dy, peer, tag + self.tag_shift)
+                x = arrived.pop((chunk, m))
+                self.dweights[chunk] += dy.T @ x
+                self.dbiases[chunk] += dy.sum(0)
+                if not first:
+                    dx = dy @ weight
+                    sends.append((comm.Isend(dx, peer, tag - MICROBATCHES + self.tag_shift), dx))
+        for request, _ in sends:
+            request.Wait()

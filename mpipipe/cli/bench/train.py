@@ -1,0 +1,53 @@
+"""`bench train`: the step of a GPT against what the simulation makes of its measured stages, for two schedules."""
+
+from __future__ import annotations
+
+from statistics import median
+
+import numpy as np
+
+from mpipipe import Pipeline, nn, schedules
+from mpipipe.attention import Local
+from mpipipe.cli.bench.timing import report
+from mpipipe.comm import runtime
+from mpipipe.models import GPT
+
+WARMUP = 1
+
+
+def run(repeats: int, dim: int, layers: int, heads: int, seq_len: int, microbatches: int, rows: int):
+    """Print seconds a step, tokens/s, and the ratio to the simulated step, for 1F1B and interleaved 1F1B."""
+    comm = runtime.world()
+    model = GPT(dim=dim, layers=layers, heads=heads, seq=seq_len)
+    for name, chunks in (("one_f_one_b", 1), ("interleaved_1f1b", 2)):
+        schedule = schedules.by_name(name, ranks=comm.size, chunks=chunks, microbatches=microbatches)
+        seconds, predicted = _measure(comm, model, schedule, microbatches * rows, repeats)
+        tokens = microbatches * rows * seq_len
+        report(
+            comm,
+            f"train {name} x {chunks}, {comm.size} ranks, {model.parameters:,} parameters",
+            f"{seconds:.3f} s a step, {tokens / seconds:.0f} tokens/s, simulated {predicted:.3f} s",
+            seconds / predicted,
+            "at most 1.05",
+        )
+
+
+def _measure(comm, model, schedule, rows, repeats):
+    """Median seconds of a step on the slowest rank, and of its simulation from that run's mean times per stage."""
+    parts = schedules.partition(model.costs(), schedule.stages)
+    layers = model.build(Local(causal=True))
+    cuts = [parts[number] for number in schedule.stages_of(comm.rank)]
+    stages = [nn.Stage(layers[start:stop], first=start) for start, stop in cuts]
+    tokens = np.random.default_rng(0).integers(0, model.vocab, size=(2, rows, model.seq))
+    inputs = tokens[0] if schedule.placement[0] == comm.rank else None
+    targets = tokens[1] if schedule.placement[-1] == comm.rank else None
+    times = []
+    with Pipeline(stages, schedule, comm, loss=nn.softmax_cross_entropy) as pipeline:
+        for turn in range(WARMUP + repeats):
+            if turn == WARMUP:
+                pipeline.executor.clock.clear()
+            comm.Barrier()
+            pipeline.step(inputs, targets)
+            times.append(max(comm.allgather(pipeline.elapsed)))
+        costs = pipeline.durations()
+    return median(times[WARMUP:]), schedules.simulate(schedule, costs).makespan

@@ -1,0 +1,37 @@
+"""mpipipe run: a user's script, in which an error on one rank ends the whole job."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from typing import Annotated
+
+import typer
+
+from mpipipe.comm import runtime
+from mpipipe.comm.guard import guarded
+
+
+def run(
+    target: Annotated[str, typer.Argument(help="script, or module with -m", show_default=False)],
+    arguments: Annotated[list[str] | None, typer.Argument(help="for the script", show_default=False)] = None,
+    module: Annotated[bool, typer.Option("-m", help="TARGET is a module, as for python -m")] = False,
+):
+    """Run a Python script on every rank: mpiexec -n 4 python -m mpipipe run script.py
+
+    An exception, an exit or an interrupt on one rank ends the whole job within seconds, with one report that names
+    the rank and the place; an exit code on which all ranks agree is passed through.
+    """
+
+    def work():
+        runtime.limit_blas_threads()
+        sys.argv = [target, *(arguments or [])]
+        if module:
+            sys.path[0] = os.getcwd()
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = os.path.dirname(os.path.abspath(target))
+            runpy.run_path(target, run_name="__main__")
+
+    raise typer.Exit(guarded(work))

@@ -1,0 +1,58 @@
+"""mpipipe train: its flags are the fields of TrainConfig."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Annotated, Any
+
+import typer
+
+from mpipipe.comm import runtime, share
+from mpipipe.comm.guard import guarded
+from mpipipe.models import GPT
+from mpipipe.train import TrainConfig
+from mpipipe.train import train as run_training
+from mpipipe.train.config import KINDS
+
+
+def train(config=None, **flags):
+    """Train a byte-level GPT on text: mpiexec -n 4 python -m mpipipe train --out runs/first
+
+    Keys of the file given by --config are the flags without the leading dashes and with _ for -; flags win over them.
+    """
+
+    def work():
+        runtime.limit_blas_threads()
+        with share.together(runtime.world()):
+            chosen = TrainConfig.load(config, **{name: value for name, value in flags.items() if value != []})
+        run_training(chosen, GPT)
+
+    raise typer.Exit(guarded(work))
+
+
+def _flag(entry: dataclasses.Field) -> inspect.Parameter:
+    """The command line parameter of one field; None, or an empty list, is a flag that was not given."""
+    name, kind = entry.name.replace("_", "-"), KINDS[entry.name]
+    text = entry.metadata["help"]
+    if entry.default is not None and kind not in (tuple, bool):
+        text += f"; default: {entry.default}"
+    option = typer.Option(f"--{name}/--no-{name}" if kind is bool else f"--{name}", help=text, show_default=False)
+    return _parameter(entry.name, list[str] if kind is tuple else kind, option)
+
+
+def _signature() -> inspect.Signature:
+    option = typer.Option("--config", help="TOML file with any of the keys below", show_default=False)
+    return inspect.Signature([_parameter("config", str, option), *map(_flag, dataclasses.fields(TrainConfig))])
+
+
+def _parameter(name: str, kind: Any, option) -> inspect.Parameter:
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
+    )
+
+
+# typer reads a command's flags from here; there is no second list of them.
+SIGNATURE = _signature()
+train.__signature__ = SIGNATURE  # type: ignore[attr-defined]
+train.__annotations__ = {name: entry.annotation for name, entry in SIGNATURE.parameters.items()}

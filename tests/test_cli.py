@@ -1,0 +1,166 @@
+"""The command line as users start it: exit codes, one report, and what a program can read off the output."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+
+import pytest
+from launch import ROOT
+
+from mpipipe.cli.train import SIGNATURE
+from mpipipe.train import TrainConfig
+
+SMALL = """
+dim = 16
+layers = 2
+heads = 2
+hidden = 32
+seq_len = 16
+batch = 8
+microbatches = 2
+steps = 4
+eval_batches = 1
+sample_bytes = 6
+"""
+WITHOUT_MPI = {"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"}
+
+
+@pytest.fixture
+def mpipipe(launch):
+    """mpipipe(ranks, arguments): a job that runs `python -m mpipipe arguments`."""
+    return lambda ranks, *arguments, **options: launch(ranks, ["-m", "mpipipe", *arguments], **options)
+
+
+@pytest.fixture
+def small(mpi_tmp_path, comm):
+    """A config file of a small training."""
+    path = mpi_tmp_path / "small.toml"
+    if comm.rank == 0:
+        path.write_text(SMALL)
+    comm.Barrier()
+    return str(path)
+
+
+def test_every_field_of_the_configuration_is_a_flag():
+    assert set(SIGNATURE.parameters) == {"config", *(entry.name for entry in dataclasses.fields(TrainConfig))}
+
+
+def test_train_ends_with_the_line_that_programs_read(mpipipe, small, mpi_tmp_path):
+    out = mpi_tmp_path / "run"
+    job = mpipipe(4, "train", "--config", small, "--out", str(out), "--pipe", "2", "--steps", "5", "--tied")
+    assert job.returncode == 0, job.stderr
+    number = r"\d+\.\d{4}"
+    assert re.fullmatch(
+        rf"mpipipe: ok steps=5 loss={number} validation={number} tokens/s=\d+ bubble={number} predicted={number}",
+        job.stdout.splitlines()[-1],
+    )
+    assert "4 ranks = pipe 2 x data 2" in job.stdout.splitlines()[0]
+    assert job.stdout.count("step 5/5") == 1  # rank 0 alone reports
+    assert [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()] == [0, 1, 5]
+
+
+def test_train_makes_a_new_folder_where_none_is_named(mpipipe, small):
+    job = mpipipe(1, "train", "--config", small)
+    assert job.returncode == 0, job.stderr
+    assert re.search(r"metrics in runs/\d{8}-\d{6}", job.stdout)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (["--steps", "0"], "ConfigError: rank 0, 1: steps (optimizer steps) is out of range"),
+        (["--config", "absent.toml"], "config file cannot be read"),
+        (["--data", "absent"], "DataError"),
+        (["--pipe", "3"], "mesh does not fill the communicator"),
+        (["--layers", "1", "--chunks", "9", "--schedule", "looped_bfs"], "fewer layers than stages"),
+    ],
+)
+def test_bad_settings_end_the_job_with_one_report(mpipipe, arguments, match):
+    job = mpipipe(2, "train", *arguments)
+    assert job.returncode != 0
+    assert job.stderr.count(match) == 1, job.stderr
+    assert job.stderr.count("job ended by rank") == 1 and "Traceback" not in job.stderr
+    assert job.stdout.count("mpipipe:") == 0
+
+
+def test_a_second_run_into_the_same_folder_is_refused(mpipipe, small, mpi_tmp_path):
+    arguments = ["train", "--config", small, "--out", str(mpi_tmp_path / "run"), "--steps", "1"]
+    assert mpipipe(2, *arguments).returncode == 0
+    before = (mpi_tmp_path / "run" / "metrics.jsonl").read_text()
+    job = mpipipe(2, *arguments)
+    assert job.returncode != 0 and "--out" in job.stderr
+    assert (mpi_tmp_path / "run" / "metrics.jsonl").read_text() == before
+
+
+@pytest.mark.parametrize("arguments", [["train", "--bogus"], ["train", "--steps", "many"], ["nothing"], ["run"]])
+def test_wrong_usage_exits_with_2_and_one_message(mpipipe, arguments):
+    job = mpipipe(2, *arguments)
+    assert job.returncode == 2
+    assert (job.stdout + job.stderr).count("Usage:") == 1
+
+
+def test_help_needs_no_mpi(mpipipe):
+    job = mpipipe(0, "train", "--help", env=WITHOUT_MPI)
+    assert job.returncode == 0, job.stderr
+    assert "--weight-decay" in job.stdout
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_info_reports_once(mpipipe, ranks):
+    job = mpipipe(ranks, "info")
+    assert job.returncode == 0, job.stderr
+    facts = dict(re.split(r"\s{2,}", line, maxsplit=1) for line in job.stdout.splitlines())
+    assert facts["ranks"] == str(max(1, ranks))
+    assert facts["devices"] == "cpu"
+    assert {"MPI", "mpi4py", "python", "numpy", "BLAS", "hosts", "launcher", "thread level"} <= set(facts)
+
+
+def test_info_without_mpi_says_how_to_install_it(mpipipe):
+    job = mpipipe(0, "info", env=WITHOUT_MPI)
+    assert job.returncode == 0, job.stderr
+    assert "cannot be loaded" in job.stdout and "pip install" in job.stdout
+    assert "numpy" in job.stdout and "Traceback" not in job.stdout + job.stderr
+
+
+def test_info_tells_processes_that_do_not_see_each_other(mpipipe):
+    job = mpipipe(0, "info", env={"SLURM_STEP_NUM_TASKS": "4"})
+    assert job.returncode == 0, job.stderr
+    assert "alone in COMM_WORLD" in job.stdout
+
+
+def test_train_without_mpi_says_how_to_install_it(mpipipe, small):
+    job = mpipipe(0, "train", "--config", small, env=WITHOUT_MPI)
+    assert job.returncode == 1
+    assert "cannot be loaded" in job.stderr and "pip install" in job.stderr
+
+
+SCRIPT = """
+import sys
+import helper
+from mpipipe.comm import runtime
+comm = runtime.world()
+comm.Barrier()
+if comm.rank == comm.size - 1:
+    print(__name__, sys.argv[1:], helper.WORD, __file__ == sys.argv[0], sys.modules["__main__"].SCRIPT_IS_MAIN)
+"""
+
+
+@pytest.mark.parametrize("by", ["path", "module"])
+def test_run_gives_a_script_the_surroundings_that_python_gives_it(mpipipe, mpi_tmp_path, comm, by):
+    folder = mpi_tmp_path / "scripts"
+    if comm.rank == 0:
+        folder.mkdir()
+        (folder / "helper.py").write_text("WORD = 'found'")
+        (folder / "script.py").write_text("SCRIPT_IS_MAIN = True" + SCRIPT)
+    comm.Barrier()
+    target = [str(folder / "script.py")] if by == "path" else ["-m", "script"]
+    job = mpipipe(2, "run", *target, "--steps", "-m", "3", env={"PYTHONPATH": f"{ROOT}:{folder}"})
+    assert job.returncode == 0, job.stderr
+    assert job.stdout == "__main__ ['--steps', '-m', '3'] found True True\n"
+
+
+def test_run_ends_the_job_when_the_script_is_missing(mpipipe):
+    job = mpipipe(2, "run", "absent.py")
+    assert job.returncode != 0 and "absent.py" in job.stderr
