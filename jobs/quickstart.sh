@@ -9,4 +9,4 @@ choose_mpi
 install_package
 configure_mpi
 
-exec "$mpiexec" -n "${RANKS:=4}" "$python" -m mpipipe train --pipe "$RANKS" --out runs/quickstart "$@"
+exec "$mpiexec" -n "${RANKS:=4}" "$python" -m mpipipe train "$@"

@@ -111,11 +111,12 @@ def test_one_outlier_among_the_keys_does_not_spoil_other_rows():
 
 def test_both_references_give_the_same_result_at_the_edge():
     q, k, v, _ = arrays(4, 1, 100, 100, 2, 1, 16, np.float32)
-    bounded = host.forward(q, k, v, 0.25, True)
+    attend = attention.Local(True, 0.25)
+    bounded = attend.forward(q, k, v)[1][3:5]
     safe = dict(host._SAFE)
     try:
         host._SAFE[np.dtype(np.float32)] = 0.0
-        online = host.forward(q, k, v, 0.25, True)
+        online = attend.forward(q, k, v)[1][3:5]
     finally:
         host._SAFE.update(safe)
     for one, other in zip(bounded, online):
@@ -161,7 +162,6 @@ def test_nan_stays_visible():
         lambda q, k, v: (q[0], k, v),
         lambda q, k, v: (q, k[:, :3], v),
         lambda q, k, v: (q[:, :, :3], k, v),
-        lambda q, k, v: (q, k[:, :0], v[:, :0]),
         lambda q, k, v: (q[..., :2], k, v),
         lambda q, k, v: (q.astype(np.float32), k, v),
     ],
@@ -170,3 +170,10 @@ def test_arrays_that_do_not_fit_are_refused(change):
     q, k, v, _ = arrays(9, 1, 6, 6, 4, 2, 4)
     with pytest.raises(ArgumentError, match="do not fit"):
         attention.Local().forward(*change(q, k, v))
+
+
+def test_no_keys_give_zeros():
+    q, k, v, _ = arrays(9, 1, 6, 6, 4, 2, 4)
+    out, saved = attention.Local(False).forward(q, k[:, :0], v[:, :0])
+    assert not out.any() and np.isneginf(saved[4]).all()
+    assert not attention.Local(False).backward(out, saved)[0].any()

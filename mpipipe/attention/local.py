@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
+
+from mpipipe.attention import blocks
 from mpipipe.attention.kernels import host
 from mpipipe.errors import ArgumentError
 
@@ -13,35 +16,61 @@ class Local:
     ----------
     causal : whether row i sees only keys 0 ... i (positions of queries and keys both start at 0); False: all keys
     scale : of the scores; default 1 / sqrt(head_dim)
+    window : a row sees itself and the window - 1 positions before it; needs causal
+    segments : documents packed into the sequence, as numbers or lengths (see `blocks.boundaries`)
 
     Arrays are (batch, seq, heads, head_dim) of one dtype, float32 or float64. k and v may have fewer heads than q, by
-    a whole factor g: head h of q then sees head h // g (grouped-query attention). k and v may have another seq than q.
+    a whole factor g: head h of q then sees head h // g (grouped-query attention). k and v may have another seq than q,
+    and v another head_dim than k.
     """
 
-    def __init__(self, causal: bool = True, scale: float | None = None):
-        self.causal, self.scale = causal, scale
+    def __init__(self, causal: bool = True, scale: float | None = None, window: int | None = None, segments=None):
+        blocks.check_window(causal, window)
+        self.causal, self.scale, self.window, self.segments = causal, scale, window, segments
 
     def forward(self, q, k, v):
-        """Return (out, saved), out shaped as q."""
-        _check(q, k, v)
+        """Return (out, saved); out has the shape of q, with the head_dim of v."""
+        check_arrays(q, k, v)
         scale = q.shape[3] ** -0.5 if self.scale is None else self.scale
-        out, lse = host.forward(q, k, v, scale, self.causal)
-        return out, (q, k, v, out, lse, scale)
+        slices = self._slices(q.shape[1], k.shape[1])
+        fresh = len(slices) == 1 and slices[0].q_stop - slices[0].q_start == q.shape[1]
+        out, lse = empty_result(q, v, fresh)
+        host.forward(q, k, v, scale, slices, out, lse, fresh)
+        return out, (q, k, v, out, lse, scale, slices)
 
     def backward(self, dout, saved):
         """Return (dq, dk, dv), shaped as q, k, v."""
-        q, k, v, out, lse, scale = saved
-        return host.backward(dout, q, k, v, out, lse, scale, self.causal)
+        q, k, v, out, lse, scale, slices = saved
+        dq, dk, dv = (np.zeros(x.shape, x.dtype) for x in (q, k, v))
+        host.backward(dout, q, k, v, lse, host.delta_of(dout, out), scale, slices, dq, dk, dv)
+        return dq, dk, dv
+
+    def _slices(self, seq, keys):
+        if self.segments is not None and seq != keys:
+            raise ArgumentError("segments need queries and keys of one sequence", found=f"{seq} queries, {keys} keys")
+        documents = blocks.boundaries(self.segments, seq)
+        rows = ([blocks.Run(0, length, 0, 1)] for length in (seq, keys))
+        return blocks.plan(*rows, self.causal, self.window, documents)
 
 
-def _check(q, k, v):
+def empty_result(q, v, fresh=False):
+    """(out, lse) over no keys at all: zeros and -inf; without values where `fresh`."""
+    batch, seq, heads, _ = q.shape
+    out, lse = np.empty((batch, seq, heads, v.shape[3]), q.dtype), np.empty((batch, heads, seq), q.dtype)
+    if not fresh:
+        out.fill(0)
+        lse.fill(-np.inf)
+    return out, lse
+
+
+def check_arrays(q, k, v):
+    """Raise ArgumentError unless q, k and v are arrays that can attend to each other."""
     batch, _, heads, dim = q.shape if q.ndim == 4 else (0, 0, 0, 0)
     fits = (
-        q.ndim == k.ndim == 4
-        and k.shape == v.shape
+        q.ndim == k.ndim == v.ndim == 4
+        and k.shape[:3] == v.shape[:3]
         and k.shape[0] == batch
         and k.shape[3] == dim
-        and k.shape[1] > 0
         and k.shape[2] > 0
         and heads % k.shape[2] == 0
     )
@@ -50,5 +79,5 @@ def _check(q, k, v):
             "the arrays of attention do not fit together",
             found=f"q {q.shape} {q.dtype}, k {k.shape} {k.dtype}, v {v.shape} {v.dtype}",
             expected="q (batch, seq, heads, head_dim); k and v (batch, keys, kv_heads, head_dim), with kv_heads a "
-            "divisor of heads and at least one key; one dtype",
+            "divisor of heads; one dtype",
         )

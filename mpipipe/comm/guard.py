@@ -19,7 +19,7 @@ import traceback
 import numpy as np
 
 from mpipipe.comm import departure, runtime
-from mpipipe.errors import MpipipeError
+from mpipipe.errors import MpipipeError, StageError
 
 GRACE = 3.0  # seconds: for peers to reach an agreed exit, and for the rank with the cause to report first
 STAGGER = 0.2  # seconds between the ranks that report in its place
@@ -89,18 +89,12 @@ def _heading(comm) -> str:
 
 
 def _report(error: BaseException, heading: str) -> str:
-    """A few lines that say what and where, then the traceback of the cause."""
-    cause = error.__cause__ if error.__cause__ is not None else error
-    frames = [f for f in traceback.extract_tb(cause.__traceback__) if not _is_plumbing(f.filename)]
-    place = f"  at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}\n" if frames else ""
-    text = f"{heading}\n  {type(error).__name__}: {error}\n{place}"
-    if isinstance(error, MpipipeError) and error.__cause__ is None:
+    """What went wrong and where; and for what is not an error of this package, its traceback."""
+    text = f"{heading}\n  {type(error).__name__}: {error}\n"
+    if isinstance(error, MpipipeError) and not isinstance(error, StageError):
         return text  # the message says it all
+    cause = error.__cause__ if error.__cause__ is not None else error
     return text + "".join(traceback.format_exception(type(cause), cause, cause.__traceback__))
-
-
-def _is_plumbing(filename: str) -> bool:
-    return filename.startswith("<frozen") or os.path.dirname(filename) == os.path.dirname(__file__)
 
 
 def _write(text: str):

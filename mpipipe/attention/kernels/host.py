@@ -13,86 +13,121 @@ Two things keep passes over the scores few:
 - The backward knows the log-sum-exp L_i of each row, and exp(s_ij - L_i) <= 1 are the final probabilities P. L_i rides
   in the product in the same way, and so does D_i = sum(dout_i * out_i) in dP - D (Dao, "FlashAttention-2", 2023,
   algorithm 2): dS = P * (dP - D), dq = scale dS k, dk = dS^T (scale q), dv = P^T dout.
+
+Both work on one block of keys, in the slices that `blocks.plan` found, and add to what other blocks gave: the same
+functions serve attention on one rank and in a ring.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
+
+from mpipipe.attention.merge import merge
 
 ROWS = 128  # of one tile of scores
 KEYS = 512  # columns of one tile: a tile is 256 KiB of float32
 _SAFE = {np.dtype(np.float32): 80.0, np.dtype(np.float64): 700.0}  # exp(-these) is a normal number
 
 
-def forward(q, k, v, scale, causal):
-    """Return out, shaped as q, and the log-sum-exp of each row's scores, (batch, heads, seq).
+def nothing() -> None:
+    """The poll that does nothing."""
 
-    Shapes as in `attention.Local`, any strides.
+
+def forward(q, k, v, scale, slices, out, lse, fresh, poll=nothing):
+    """Attend to one block of keys.
+
+    Parameters
+    ----------
+    q : (batch, seq, heads, dim); k, v : (batch, keys, kv_heads, dim), (batch, keys, kv_heads, value_dim); any strides
+    slices : blocks.Slice, the parts of the block that are seen
+    out : (batch, seq, heads, value_dim), and lse : (batch, heads, seq), log-sum-exp of the scores: the result over the
+        blocks so far, to which this one is merged; (0, -inf) where there is none
+    fresh : whether each row is in one slice at most and no block came before, so that results can be set
+    poll : called after each tile
     """
-    batch, seq, heads, dim = q.shape
     kv_heads = k.shape[2]
-    group = heads // kv_heads
-    out = np.empty((batch, seq, heads, dim), q.dtype)
-    lse = np.empty((batch, heads, seq), q.dtype)
-    cap = _diagonal(group, q.dtype) if causal else None
-    for b in range(batch):
+    group = q.shape[2] // kv_heads
+    for b in range(q.shape[0]):
         for h in range(kv_heads):
             own = slice(h * group, (h + 1) * group)
-            _forward_head(q[b, :, own], k[b, :, h], v[b, :, h], scale, cap, out[b, :, own], lse[b, own])
-    return out, lse
+            for part in slices:
+                rows, keys = slice(part.q_start, part.q_stop), slice(part.k_start, part.k_stop)
+                heads = q[b, rows, own], k[b, keys, h], v[b, keys, h]
+                _forward_head(*heads, scale, part, out[b, rows, own], lse[b, own, rows], fresh, poll)
 
 
-def backward(dout, q, k, v, out, lse, scale, causal):
-    """Return (dq, dk, dv), shaped as q, k, v, from the results of `forward`."""
-    batch, seq, heads, dim = q.shape
+def backward(dout, q, k, v, lse, delta, scale, slices, dq, dk, dv, poll=nothing):
+    """Add the gradients that one block of keys gives to dq, dk and dv.
+
+    Shapes as for `forward`; lse is that over all blocks, delta = sum(dout * out) over the last axis, (batch, heads, seq).
+    """
     kv_heads = k.shape[2]
-    group = heads // kv_heads
-    dq, dk, dv = np.empty(q.shape, q.dtype), np.empty(k.shape, q.dtype), np.empty(k.shape, q.dtype)
-    cap = _diagonal(group, q.dtype) if causal else None
-    for b in range(batch):
+    group = q.shape[2] // kv_heads
+    for b in range(q.shape[0]):
         for h in range(kv_heads):
             own = slice(h * group, (h + 1) * group)
-            queries = _with_column(q[b, :, own], scale, -lse[b, own].T)
-            gradients = _with_column(dout[b, :, own], 1, -np.vecdot(dout[b, :, own], out[b, :, own]))
-            keys, values = (_with_column(x[b, :, h, None], 1, 1) for x in (k, v))
-            results = dq[b, :, own], dk[b, :, h], dv[b, :, h]
-            _backward_head(queries, gradients, keys, values, group, scale, cap, *results)
-    return dq, dk, dv
+            for part in slices:
+                rows, keys = slice(part.q_start, part.q_stop), slice(part.k_start, part.k_stop)
+                queries = _with_column(q[b, rows, own], scale, _hidden_if_empty(lse[b, own, rows]).T)
+                gradients = _with_column(dout[b, rows, own], 1, -delta[b, own, rows].T)
+                block = [_with_column(x[b, keys, h, None], 1, 1) for x in (k, v)]
+                results = dq[b, rows, own], dk[b, keys, h], dv[b, keys, h]
+                _backward_head(queries, gradients, *block, group, scale, part, *results, poll)
 
 
-def _forward_head(q, k, v, scale, cap, out, lse):
-    """One key head: q and out (seq, group, dim), k and v (keys, dim), lse (group, seq)."""
+def delta_of(dout, out):
+    """sum(dout * out) over the last axis, (batch, heads, seq)."""
+    return np.ascontiguousarray(np.vecdot(dout, out).transpose(0, 2, 1))
+
+
+def _hidden_if_empty(lse):
+    """-lse, and -inf for a row that sees nothing, whose probabilities are then 0."""
+    return np.where(np.isneginf(lse), lse, -lse)
+
+
+def _forward_head(q, k, v, scale, part, out, lse, fresh, poll):
+    """One key head and slice: q (seq, group, dim), k and v (keys, dim), out (seq, group, dim), lse (group, seq)."""
     seq, group, dim = q.shape
+    width = v.shape[1]
     queries = _with_column(q, scale, 0)
     top = np.sqrt(np.vecdot(queries[:, :dim], queries[:, :dim]))[:, None]
     np.multiply(top, np.sqrt(np.vecdot(k, k).max()), out=top)
     np.negative(top, out=queries[:, dim:])
-    keys, ones = _with_column(k[:, None], 1, 1), np.ones((len(k), 1), k.dtype)
-    acc, total = np.empty((seq * group, dim), q.dtype), np.empty((seq * group, 1), q.dtype)
-    tile = _bounded if seq == 0 or 2 * top.max() < _SAFE[q.dtype] else _online
-    for start, stop, end in _row_tiles(seq, len(keys), group, cap is not None):
+    keys, ones = _with_column(k[:, None], 1, 1), np.ones((KEYS, 1), k.dtype)
+    values = np.ascontiguousarray(v)
+    acc, total = np.empty((seq * group, width), q.dtype), np.empty((seq * group, 1), q.dtype)
+    tile = _bounded if 2 * top.max() < _SAFE[q.dtype] else _online
+    for start, stop, first, end in _row_tiles(part, group):
         rows = slice(start * group, stop * group)
-        tile(queries[rows], keys[:end], v[:end], ones, cap, start, acc[rows], total[rows], top[rows])
-    np.divide(acc.reshape(q.shape), total.reshape(seq, group, 1), out=out)
+        mask = _Mask(part, group, start, q.dtype)
+        tile(queries[rows], keys, values, ones, mask, first, end, acc[rows], total[rows], top[rows])
+        poll()
+    np.divide(acc, total, out=acc)
     np.log(total, out=total)
     np.add(total, top, out=total)
-    lse[...] = total.reshape(seq, group).T
+    found, found_lse = acc.reshape(seq, group, width), total.reshape(seq, group)
+    if fresh:
+        out[...], lse[...] = found, found_lse.T
+    else:
+        merge(out, lse.T, found, found_lse)
 
 
-def _backward_head(queries, gradients, keys, values, group, scale, cap, dq, dk, dv):
-    """One key head: the first four as rows with their extra column, dq (seq, group, dim), dk and dv (keys, dim)."""
+def _backward_head(queries, gradients, keys, values, group, scale, part, dq, dk, dv, poll):
+    """One key head and slice: the first four as rows with their extra column, dq (seq, group, dim), dk, dv (keys, dim)."""
     seq, _, dim = dq.shape
     dqueries = np.empty((seq * group, dim), dq.dtype)
-    dkeys, dvalues = np.empty((2, len(keys), dim), dq.dtype)
-    tiles = list(_row_tiles(seq, len(keys), group, cap is not None))
-    seen = tiles[-1][2] if tiles else 0  # the last rows see the most keys: they go first and fill what others add to
-    dkeys[seen:], dvalues[seen:] = 0, 0
-    for start, stop, end in reversed(tiles):
-        rows, fresh = slice(start * group, stop * group), stop == seq
-        tile = queries[rows], gradients[rows], keys[:end], values[:end]
-        _backward_tile(*tile, cap, start, fresh, dqueries[rows], dkeys, dvalues)
-    np.multiply(dqueries.reshape(dq.shape), scale, out=dq)
-    dk[...], dv[...] = dkeys, dvalues
+    dkeys, dvalues = np.zeros((len(keys), dim), dq.dtype), np.zeros((len(keys), dv.shape[1]), dq.dtype)
+    for start, stop, first, end in _row_tiles(part, group):
+        rows = slice(start * group, stop * group)
+        mask = _Mask(part, group, start, dq.dtype)
+        _backward_tile(queries[rows], gradients[rows], keys, values, mask, first, end, dqueries[rows], dkeys, dvalues)
+        poll()
+    np.multiply(dqueries, scale, out=dqueries)
+    np.add(dq, dqueries.reshape(dq.shape), out=dq)
+    np.add(dk, dkeys, out=dk)
+    np.add(dv, dvalues, out=dv)
 
 
 def _with_column(x, scale, value):
@@ -104,40 +139,57 @@ def _with_column(x, scale, value):
     return rows.reshape(seq * group, dim + 1)
 
 
-def _row_tiles(seq, keys, group, causal):
-    """(start, stop, end) of each tile of queries: rows start ... stop - 1 see keys 0 ... end - 1 at most."""
+def _row_tiles(part, group):
+    """(start, stop, first, end) of each tile of queries: rows start ... stop - 1 see keys first ... end - 1 at most."""
+    seq, keys = part.q_stop - part.q_start, part.k_stop - part.k_start
     step = max(1, ROWS // group)
     for start in range(0, seq, step):
         stop = min(start + step, seq)
-        yield start, stop, min(stop, keys) if causal else keys
+        first = 0 if part.low is None else max(0, start + part.low)
+        end = keys if part.high is None else min(keys, stop + part.high)
+        yield start, stop, first, end
 
 
-def _diagonal(group, dtype):
-    """0 where row r of a tile sees key c of the square on the diagonal, else minus infinity."""
+@lru_cache(maxsize=64)
+def _corner(group, dtype, upper):
+    """0 where row r of a tile sees column c of a square, else -inf: c <= r where `upper` bounds keys, c >= r else."""
     step = max(1, ROWS // group)
-    return np.where(np.tri(step, dtype=bool), dtype.type(0), dtype.type(-np.inf)).repeat(group, axis=0)
+    seen = np.tri(step, dtype=bool)
+    square = np.where(seen if upper else seen.T, dtype.type(0), dtype.type(-np.inf)).repeat(group, axis=0)
+    square.flags.writeable = False
+    return square
 
 
-def _hide(exponents, cap, start, first):
-    """Add minus infinity to the hidden keys of a tile of rows from `start` and keys from `first`.
+class _Mask:
+    """Adds -inf to the hidden keys of a tile of rows from `start`.
 
     Before the exponential, not after: the exponent of a hidden key may be anything, and its exponential overflow.
     """
-    low = max(first, start)
-    end = first + exponents.shape[1]
-    if cap is not None and end > start + 1:
-        part = exponents[:, low - first :]
-        np.add(part, cap[: len(part), low - start : end - start], out=part)
+
+    __slots__ = ("corners",)
+
+    def __init__(self, part, group, start, dtype):
+        bounds = ((part.high, True), (part.low, False))
+        self.corners = [(start + bound, _corner(group, dtype, upper)) for bound, upper in bounds if bound is not None]
+
+    def hide(self, exponents, first):
+        """`exponents` (rows, keys) of keys from `first` on."""
+        end = first + exponents.shape[1]
+        for column, corner in self.corners:
+            low, high = max(first, column), min(end, column + corner.shape[1])
+            if low < high:
+                part = exponents[:, low - first : high - first]
+                np.add(part, corner[: len(part), low - column : high - column], out=part)
 
 
-def _bounded(queries, keys, values, ones, cap, start, acc, total, _top):
+def _bounded(queries, keys, values, ones, mask, first, end, acc, total, _top):
     """Unnormalised output and sum of exponentials of each row, relative to the bound in the column of `queries`."""
-    for first in range(0, len(keys), KEYS):
-        at = slice(first, first + KEYS)
+    for start in range(first, end, KEYS):
+        at = slice(start, min(start + KEYS, end))
         scores = np.matmul(queries, keys[at].T)
-        _hide(scores, cap, start, first)
+        mask.hide(scores, start)
         np.exp(scores, out=scores)
-        if first == 0:
+        if start == first:
             np.matmul(scores, values[at], out=acc)
             np.matmul(scores, ones[: scores.shape[1]], out=total)
         else:
@@ -145,17 +197,18 @@ def _bounded(queries, keys, values, ones, cap, start, acc, total, _top):
             np.add(total, np.matmul(scores, ones[: scores.shape[1]]), out=total)
 
 
-def _online(queries, keys, values, ones, cap, start, acc, total, top):
+def _online(queries, keys, values, ones, mask, first, end, acc, total, top):
     """As _bounded, relative to the running maximum, which it leaves in `top`: right for scores of any size."""
     acc[...], total[...], top[...] = 0, 0, -np.inf
-    for first in range(0, len(keys), KEYS):
-        at = slice(first, first + KEYS)
+    for start in range(first, end, KEYS):
+        at = slice(start, min(start + KEYS, end))
         scores = np.matmul(queries[:, :-1], keys[at, :-1].T)
-        _hide(scores, cap, start, first)
+        mask.hide(scores, start)
         high = np.maximum(top, scores.max(1, keepdims=True))
-        np.subtract(scores, high, out=scores)
+        anchor = np.where(np.isneginf(high), 0, high)  # a row that sees no key of this tile, nor of those before it
+        np.subtract(scores, anchor, out=scores)
         np.exp(scores, out=scores)
-        shrink = np.exp(top - high)
+        shrink = np.exp(top - anchor)
         np.multiply(acc, shrink, out=acc)
         np.multiply(total, shrink, out=total)
         np.add(acc, np.matmul(scores, values[at]), out=acc)
@@ -163,24 +216,19 @@ def _online(queries, keys, values, ones, cap, start, acc, total, top):
         top[...] = high
 
 
-def _backward_tile(queries, gradients, keys, values, cap, start, fresh, dqueries, dkeys, dvalues):
-    """Set dqueries to dS k, and add to dkeys and dvalues, or set them where `fresh`."""
-    dim = dqueries.shape[1]
-    for first in range(0, len(keys), KEYS):
-        at = slice(first, min(first + KEYS, len(keys)))
+def _backward_tile(queries, gradients, keys, values, mask, first, end, dqueries, dkeys, dvalues):
+    """Set dqueries to dS k, and add to dkeys and dvalues."""
+    dim, width = dqueries.shape[1], dvalues.shape[1]
+    for start in range(first, end, KEYS):
+        at = slice(start, min(start + KEYS, end))
         weights = np.matmul(queries, keys[at].T)
-        _hide(weights, cap, start, first)
+        mask.hide(weights, start)
         np.exp(weights, out=weights)
         slopes = np.matmul(gradients, values[at].T)
         np.multiply(slopes, weights, out=slopes)
-        _product(weights.T, gradients[:, :dim], dvalues[at], fresh)
-        _product(slopes.T, queries[:, :dim], dkeys[at], fresh)
-        _product(slopes, keys[at, :dim], dqueries, first == 0)
-
-
-def _product(a, b, out, fresh):
-    """out = a b where `fresh`, else out += a b."""
-    if fresh:
-        np.matmul(a, b, out=out)
-    else:
-        np.add(out, np.matmul(a, b), out=out)
+        dvalues[at] += np.matmul(weights.T, gradients[:, :width])
+        dkeys[at] += np.matmul(slopes.T, queries[:, :dim])
+        if start == first:
+            np.matmul(slopes, keys[at, :dim], out=dqueries)
+        else:
+            np.add(dqueries, np.matmul(slopes, keys[at, :dim]), out=dqueries)
