@@ -12,12 +12,14 @@ import time
 
 import numpy as np
 
+from mpipipe.comm import runtime
 from mpipipe.errors import PeerError
 
 NOTE_BYTES = 4096
 FAILED = -1
 SPIN_POLLS = 100  # poll so often at once: some tens of microseconds, the time of a small message
-YIELD_SECONDS = 1e-3  # then so long while giving way to others that want the core
+YIELD_SECONDS = 2e-2  # then so long while giving way to others that want the core: the time of a large message
+CROWDED_YIELD_SECONDS = 1e-3  # the same where ranks share cores, and another rank has better use for this one
 PAUSE_SECONDS = 5e-5  # then with a sleep between polls; short beside any real stage
 
 
@@ -35,6 +37,7 @@ class Alarm:
         self.raised = False
         self.departed: dict[int, str] = {}  # calls finished -> note
         self.sent: list = []
+        self.patience = CROWDED_YIELD_SECONDS if runtime.crowded() else YIELD_SECONDS
 
     def sound(self, text: str):
         """Tell every other rank of a failure, once. Returns without waiting."""
@@ -84,7 +87,7 @@ class Alarm:
             if test():
                 return
         start = time.perf_counter()
-        while time.perf_counter() - start < YIELD_SECONDS:
+        while time.perf_counter() - start < self.patience:
             if test():
                 return
             os.sched_yield()

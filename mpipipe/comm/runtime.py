@@ -10,6 +10,8 @@ from mpipipe.errors import ArgumentError, BackendError, LaunchError
 
 # What launchers tell each process about the size of its job; the value is a number of ranks.
 SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "FLUX_JOB_SIZE", "SLURM_STEP_NUM_TASKS")
+# How many of them are on this process's host.
+LOCAL_SIZE_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 INSTALL = (
@@ -44,6 +46,12 @@ def promised_ranks(environment) -> tuple[str, int] | None:
         if value.isdigit() and int(value) > 1:
             return name, int(value)
     return None
+
+
+def crowded() -> bool:
+    """Whether the launcher put more ranks on this host than it has cores."""
+    sizes = [os.environ.get(name, "") for name in LOCAL_SIZE_VARIABLES]
+    return max((int(size) for size in sizes if size.isdigit()), default=1) > (os.cpu_count() or 1)
 
 
 def refuse_singleton(environment):

@@ -1,14 +1,18 @@
-"""`bench train`: the step of a GPT against what the simulation makes of its measured stages, for two schedules."""
+"""`bench train`: the step of a GPT against what the simulation makes of its measured stages, for two schedules.
+
+Where PyTorch is installed, forward and backward of one micro-batch of the whole model on one rank stand beside it.
+"""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from statistics import median
 
 import numpy as np
 
 from mpipipe import Pipeline, nn, schedules
 from mpipipe.attention import Local
-from mpipipe.cli.bench.timing import report
+from mpipipe.cli.bench.timing import compare, report
 from mpipipe.comm import runtime
 from mpipipe.models import GPT
 
@@ -30,6 +34,34 @@ def run(repeats: int, dim: int, layers: int, heads: int, seq_len: int, microbatc
             seconds / predicted,
             "at most 1.05",
         )
+
+
+    if find_spec("torch"):
+        _beside_torch(comm, model, rows, repeats)
+
+
+def _beside_torch(comm, model, rows, repeats):
+    from mpipipe.cli.bench.torch_gpt import micro_batch
+
+    tokens, targets = np.random.default_rng(0).integers(0, model.vocab, size=(2, rows, model.seq))
+    stage = nn.Stage(model.build(Local(causal=True)))
+
+    def ours():
+        output, saved = stage.forward(tokens)
+        stage.backward(nn.softmax_cross_entropy(output, targets)[1], saved)
+
+    alone = comm.Split(comm.rank, 0)
+    if comm.rank == 0:
+        times = compare(alone, [ours, micro_batch(model, tokens, targets)], repeats, WARMUP)
+        report(
+            comm,
+            "train, one micro-batch on one rank",
+            f"{times[0]:.3f} s, PyTorch {times[1]:.3f} s",
+            times[0] / times[1],
+            "below 1",
+        )
+    comm.Barrier()
+    alone.Free()
 
 
 def _measure(comm, model, schedule, rows, repeats):

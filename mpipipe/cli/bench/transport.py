@@ -1,7 +1,7 @@
 """`bench transport`: messages through the mailbox against bare Isend and Irecv, over a range of sizes.
 
-Two ranks play ping-pong, BATCH messages each way in a turn. The bare candidate posts a receive, sends, and waits, with
-buffers laid out beforehand.
+Two ranks play ping-pong. The bare candidate posts a receive, sends, and waits, with buffers laid out beforehand: two for
+receiving, in turn, since a pipeline still reads one array while the next arrives.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ class _Mailbox:
 class _Bare:
     def __init__(self, comm, size, count):
         self.comm, self.count = comm, count
-        self.sent, self.received = np.ones(size // 8), np.empty(size // 8)
+        self.sent, self.received = np.ones(size // 8), [np.empty(size // 8), np.empty(size // 8)]
 
     def __call__(self):
         comm, peer, sent, received = self.comm, 1 - self.comm.rank, self.sent, self.received
-        for _ in range(self.count):
-            arriving = comm.Irecv(received, peer, 1)
+        for turn in range(self.count):
+            arriving = comm.Irecv(received[turn % 2], peer, 1)
             if comm.rank == 0:
                 leaving = comm.Isend(sent, peer, 1)
                 arriving.Wait()
