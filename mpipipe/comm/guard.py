@@ -53,7 +53,7 @@ def _exit_code(leaving: SystemExit) -> int:
         return 0
     if isinstance(leaving.code, int):
         return leaving.code & 0xFF
-    print(leaving.code, file=sys.stderr)
+    sys.stderr.write(f"{leaving.code}\n")
     return 1
 
 

@@ -25,9 +25,9 @@ class Job(NamedTuple):
     """What one call is to do on this rank."""
 
     training: bool
-    feeds: list | None  # inputs per micro-batch, on the rank of stage 0
+    feeds: list  # inputs per micro-batch, on the rank of stage 0
     targets: list | None  # targets per micro-batch, on the rank of the last stage; None where no loss is wanted
-    weights: list | None  # weight of each micro-batch in the loss, there too
+    weights: list  # weight of each micro-batch in the loss, there too
     wires: dict  # (edge, micro-batch) -> Wire; filled here while `known` is false
     known: bool
 
@@ -71,7 +71,7 @@ class Executor:
         if job.training:
             self.peak = 0
         actions = self.actions
-        step = None
+        step = steps[0]
         try:
             for step in steps:
                 actions[step.op](step)
@@ -113,7 +113,7 @@ class Executor:
             position.microbatch = microbatch
         y, saved = stage.forward(x)
         if step.last and job.targets is not None:
-            self._evaluate_loss(step, y)
+            self._evaluate_loss(step, y, job.targets[microbatch])
         self._count(step, start)
         if lease:
             y = _detached(y, lease)
@@ -129,9 +129,9 @@ class Executor:
         else:
             self.mailbox.release(lease)
 
-    def _evaluate_loss(self, step, y):
+    def _evaluate_loss(self, step, y, target):
         microbatch, job = step.microbatch, self.job
-        value, gradient = self.loss(y, job.targets[microbatch])
+        value, gradient = self.loss(y, target)
         if not math.isfinite(value):
             raise NonFiniteError(
                 "the loss is not finite", rank=self.rank, stage=step.stage, microbatch=microbatch, found=value,

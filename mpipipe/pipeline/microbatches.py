@@ -51,8 +51,8 @@ def rows_of(tree) -> int:
     leaves, _ = flatten(tree)
     for leaf in leaves:
         check_sendable(leaf)
-    counts = {leaf.shape[0] if leaf.ndim else None for leaf in leaves}
-    if len(counts) != 1 or None in counts:
+    counts = {leaf.shape[0] if leaf.ndim else -1 for leaf in leaves}
+    if len(counts) != 1 or -1 in counts:
         raise ArgumentError(
             "the arrays of a batch do not share their first axis",
             found=f"shapes {[leaf.shape for leaf in leaves]}",

@@ -14,13 +14,15 @@ from mpipipe.comm.mailbox import Mailbox
 from mpipipe.comm.reduce import PendingSum
 from mpipipe.comm.tags import Tags
 from mpipipe.comm.transport import HostTransport
-from mpipipe.errors import ArgumentError, MismatchError, PeerError
+from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, PeerError
+from mpipipe.nn import Stage
 from mpipipe.pipeline.agreement import Agreement, Batch, signature_of
+from mpipipe.pipeline.arguments import check_arguments, check_present, describe
 from mpipipe.pipeline.executor import Executor, Job
 from mpipipe.pipeline.microbatches import merge, rows_of, split
 from mpipipe.pipeline.plan import Plan
 from mpipipe.pipeline.ties import Ties
-from mpipipe.schedules import Costs, Schedule, check
+from mpipipe.schedules import Costs, Schedule
 
 KNOWN_SHAPES = 256  # input signatures whose message shapes are remembered
 
@@ -102,7 +104,7 @@ class Pipeline:
         """Check the arguments with all ranks; a wrong one raises everywhere."""
         error = None
         try:
-            _check_arguments(stages, schedule, loss, self.comm)
+            check_arguments(stages, schedule, loss, self.comm)
         except Exception as caught:
             error = caught
         facts = None if error else (schedule.fingerprint, schedule.microbatches, bool(recompute), schedule.name)
@@ -112,11 +114,11 @@ class Pipeline:
                 if other[:3] != everyone[0][:3]:  # the name does not count: it may have come from a file
                     raise MismatchError(
                         "ranks were given different pipelines",
-                        rank=rank, found=_describe(other), expected=f"{_describe(everyone[0])}, as on rank 0",
+                        rank=rank, found=describe(other), expected=f"{describe(everyone[0])}, as on rank 0",
                         remedy="build the same schedule with the same arguments on every rank",
                     )
-        except Exception as caught:
-            caught.echo = getattr(caught, "echo", False) or (error is None and self.rank != 0)
+        except MpipipeError as caught:
+            caught.echo = caught.echo or (error is None and self.rank != 0)
             self.comm.Free()
             raise
 
@@ -251,9 +253,9 @@ class Pipeline:
         """Check and cut this rank's inputs and targets."""
         placement = self.schedule.placement
         first, last = placement[0] == self.rank, placement[-1] == self.rank
-        _check_present("inputs", inputs, first, f"rank {placement[0]}, which holds stage 0")
+        check_present("inputs", inputs, first, f"rank {placement[0]}, which holds stage 0")
         wants = last and mode != "forward"
-        _check_present("targets", targets, wants, f"rank {placement[-1]}, which holds the last stage")
+        check_present("targets", targets, wants, f"rank {placement[-1]}, which holds the last stage")
         if wants and self.loss is None:
             raise ArgumentError(
                 "no loss on the rank of the last stage", rank=self.rank, stage=self.schedule.stages - 1,
@@ -286,7 +288,7 @@ class Pipeline:
         for position in self.executor.positions:
             if position is not None:
                 position.step, position.training = self.steps_taken, training
-        outcome = self.executor.run(plan.steps, Job(training, feeds, goals, shares, wires, known))
+        outcome = self.executor.run(plan.steps, Job(training, feeds or [], goals, shares or [], wires, known))
         self.mailbox.flush()
         if not known:
             self._remember(agreed.signature, wires)
@@ -355,56 +357,8 @@ class Pipeline:
             self.alarm.leave(f"rank {self.rank} ({socket.gethostname()}) left the job after call {self.alarm.call}")
 
 
-def _check_present(name, value, wanted, where):
-    if wanted and value is None:
-        raise ArgumentError(f"{name} are missing", found="None", expected=f"{name} on {where}")
-    if not wanted and value is not None:
-        raise ArgumentError(
-            f"{name} on the wrong rank", found=type(value).__name__, expected=f"None here; {name} only on {where}",
-            remedy=f"pass {name}=None on this rank",
-        )
-
-
-def _check_arguments(stages, schedule, loss, comm):
-    if not isinstance(schedule, Schedule):
-        raise ArgumentError("schedule", found=type(schedule).__name__, expected="a mpipipe.schedules.Schedule")
-    if schedule.ranks != comm.size:
-        raise ArgumentError(
-            "the schedule has another number of ranks than the communicator",
-            found=f"{schedule.ranks} ranks in the schedule", expected=f"{comm.size}, the size of the communicator",
-            remedy="build the schedule for this communicator, or split the communicator with mpipipe.Mesh",
-        )
-    check(schedule)
-    numbers = schedule.stages_of(comm.rank)
-    if not isinstance(stages, (list, tuple)) or len(stages) != len(numbers):
-        count = len(stages) if isinstance(stages, (list, tuple)) else type(stages).__name__
-        raise ArgumentError(
-            "wrong number of stages on this rank", rank=comm.rank, found=count,
-            expected=f"a list of {len(numbers)}: logical stages {', '.join(map(str, numbers))}",
-            remedy="pass one stage for each chunk of this rank",
-        )
-    needed = ["forward", "backward"] if not schedule.splits_backward else ["forward", "backward_input", "backward_weight"]
-    for number, stage in zip(numbers, stages):
-        missing = [name for name in needed if not callable(getattr(stage, name, None))]
-        if missing:
-            raise ArgumentError(
-                "a stage lacks methods that the schedule needs", rank=comm.rank, stage=number,
-                found=f"{type(stage).__name__} without {', '.join(missing)}", expected=", ".join(needed),
-            )
-    if loss is not None and not callable(loss):
-        raise ArgumentError("loss", found=type(loss).__name__, expected="a function (output, target) -> (value, doutput)")
-
-
-def _describe(facts):
-    fingerprint, microbatches, recompute, name = facts
-    return f"{name}, {microbatches} micro-batches, recompute {recompute}, fingerprint {fingerprint:x}"
-
-
 def _prepare(stage, number, poll, replica):
-    """Tell a stage of this package where it stands; stages of users need none of these attributes."""
-    if hasattr(stage, "index"):
-        stage.index = number
-    if hasattr(stage, "poll"):
-        stage.poll = poll
-    if hasattr(stage, "position") and stage.position is not None:
+    """Tell a stage of this package where it stands; stages of users are left alone."""
+    if isinstance(stage, Stage):
+        stage.index, stage.poll = number, poll
         stage.position.replica = replica
