@@ -7,13 +7,11 @@ import numpy as np
 import pytest
 
 from mpipipe.comm import reduce
-from mpipipe.comm.alarm import Alarm
+from mpipipe.comm.alarm import wait
 
 
 def total(comm, flat):
-    alarm = Alarm([comm])
-    alarm.wait(reduce.PendingSum(comm, flat))
-    alarm.close()
+    wait(reduce.PendingSum(comm, flat))
     return flat
 
 
@@ -34,14 +32,12 @@ def test_half_types_are_added_in_float32_and_rounded_once(comm, kind):
 
 def test_several_buckets_and_sums_at_once(comm, monkeypatch):
     monkeypatch.setattr(reduce, "BUCKET_BYTES", 64_000)
-    alarm = Alarm([comm])
     flats = [np.full(50_001, float(comm.rank + k)) for k in range(3)]
     pending = [reduce.PendingSum(comm, flat) for flat in flats]
     for sum_ in pending[::-1]:
-        alarm.wait(sum_)
+        wait(sum_)
     for k, flat in enumerate(flats):
         np.testing.assert_array_equal(flat, comm.size * (comm.size - 1) / 2 + comm.size * k)
-    alarm.close()
 
 
 def test_64_megabytes(comm):

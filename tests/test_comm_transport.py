@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mpipipe.comm.alarm import Alarm
+from mpipipe.comm.alarm import wait
 from mpipipe.comm.mailbox import Envelope, Mailbox
 from mpipipe.comm.transport import HostTransport, check_sendable
 from mpipipe.errors import ArgumentError
@@ -30,11 +30,9 @@ def test_every_dtype_and_shape_goes_round_the_ring(comm, kind, shape):
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     sent, received = content(shape, kind, comm.rank), np.empty(shape, kind)
     requests = [transport.irecv(received, left, 1, 5), transport.isend(sent, right, 1, 5)]
-    alarm = Alarm([comm])
     for request in requests:
-        alarm.wait(request)
+        wait(request)
     np.testing.assert_array_equal(received, content(shape, kind, left))
-    alarm.close()
     transport.close()
 
 
@@ -42,12 +40,10 @@ def test_long_arrays_travel_in_pieces(comm):
     transport = HostTransport(comm, piece_bytes=10_000)
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     sent, received = np.arange(123_457.0) + comm.rank, np.empty(123_457)
-    alarm = Alarm([comm])
     requests = [transport.irecv(received, left, 0, 1), transport.isend(sent, right, 0, 1)]
     for request in requests:
-        alarm.wait(request)
+        wait(request)
     np.testing.assert_array_equal(received, np.arange(123_457.0) + left)
-    alarm.close()
     transport.close()
 
 
@@ -84,8 +80,8 @@ def envelopes(comm, count):
 @pytest.mark.parametrize("synchronous", [False, True])
 @pytest.mark.parametrize("window", [1, 3, 9])
 def test_messages_sent_in_another_order_arrive_under_their_names(comm, window, synchronous):
-    alarm, transport = Alarm([comm]), HostTransport(comm, synchronous=synchronous)
-    mailbox = Mailbox(transport, alarm)
+    transport = HostTransport(comm, synchronous=synchronous)
+    mailbox = Mailbox(transport)
     outgoing, incoming = envelopes(comm, 6)
     leaf = ((20_000,), np.dtype(float))
     for _ in range(3):
@@ -99,13 +95,12 @@ def test_messages_sent_in_another_order_arrive_under_their_names(comm, window, s
         mailbox.flush()
     assert len(mailbox.slots[leaf]) <= window + 1, "buffers are used again"
     assert mailbox.bytes_sent == {(1, 0): 6 * 160_000}
-    alarm.close()
     transport.close()
 
 
 def test_unknown_shapes_come_with_a_header(comm):
-    alarm, transport = Alarm([comm]), HostTransport(comm)
-    mailbox = Mailbox(transport, alarm)
+    transport = HostTransport(comm)
+    mailbox = Mailbox(transport)
     outgoing, incoming = envelopes(comm, 2)
     tree = (np.full((2, 3), comm.rank), np.ones(5, np.float32))
     mailbox.put_header(outgoing[1], Wire.of(tree).encode())
@@ -116,5 +111,4 @@ def test_unknown_shapes_come_with_a_header(comm):
     mailbox.flush()
     with pytest.raises(ArgumentError, match="too many arrays"):
         mailbox.put_header(outgoing[0], b"x" * 5000)
-    alarm.close()
     transport.close()

@@ -1,7 +1,9 @@
-"""Exact attention: what SelfAttention attends with."""
+"""Exact attention: on one rank, and over a sequence that is spread over a ring of ranks."""
 
 from __future__ import annotations
 
+from mpipipe.attention.layout import Layout
 from mpipipe.attention.local import Local
+from mpipipe.attention.ring import Ring, ring_attention, ring_attention_backward
 
-__all__ = ["Local"]
+__all__ = ["Layout", "Local", "Ring", "ring_attention", "ring_attention_backward"]

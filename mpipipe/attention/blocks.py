@@ -22,10 +22,10 @@ FULL, CAUSAL, BAND = "FULL", "CAUSAL", "BAND"
 
 
 class Run(NamedTuple):
-    """Local rows start ... start + count - 1, at positions first, first + stride, ..."""
+    """Local rows start ... start + rows - 1, at positions first, first + stride, ..."""
 
     start: int
-    count: int
+    rows: int
     first: int
     stride: int
 
@@ -84,7 +84,20 @@ def plan(
                 found = _band(query, key, causal, window)
                 if found is not None:
                     slices.append(found)
-    return slices
+    return _joined(slices)
+
+
+def _joined(slices: list[Slice]) -> list[Slice]:
+    """Unmasked slices one below the other, on the same keys, as one: fewer and larger products."""
+    joined: list[Slice] = []
+    for part in sorted(slices, key=lambda part: (part.k_start, part.q_start)):
+        above = joined[-1] if joined else None
+        same_keys = above is not None and (above.k_start, above.k_stop) == (part.k_start, part.k_stop)
+        if above is not None and same_keys and above.kind == part.kind == FULL and above.q_stop == part.q_start:
+            joined[-1] = above._replace(q_stop=part.q_stop)
+        else:
+            joined.append(part)
+    return joined
 
 
 def _document(run: Run, documents) -> int:
@@ -94,14 +107,14 @@ def _document(run: Run, documents) -> int:
 def _cut(runs: Sequence[Run], documents) -> list[Run]:
     """The runs, cut where a document begins; empty ones dropped."""
     if documents is None:
-        return [run for run in runs if run.count]
+        return [run for run in runs if run.rows]
     pieces = []
     for run in runs:
         done = 0
-        while done < run.count:
+        while done < run.rows:
             first = run.first + done * run.stride
             end = documents[int(np.searchsorted(documents, first, side="right"))]
-            count = min(run.count - done, -(-(end - first) // run.stride))
+            count = min(run.rows - done, -(-(end - first) // run.stride))
             pieces.append(Run(run.start + done, count, first, run.stride))
             done += count
     return pieces
@@ -110,11 +123,11 @@ def _cut(runs: Sequence[Run], documents) -> list[Run]:
 def _band(query: Run, key: Run, causal: bool, window: int | None) -> Slice | None:
     """The part of one pair of runs that is seen, without the rows and keys at its edges that see nothing."""
     if not causal:
-        return Slice(query.start, query.start + query.count, key.start, key.start + key.count, None, None)
+        return Slice(query.start, query.start + query.rows, key.start, key.start + key.rows, None, None)
     stride, apart = query.stride, query.first - key.first
     high = apart // stride
     low = None if window is None else -((window - 1 - apart) // stride)
-    q0, q1, k0, k1 = 0, query.count, 0, key.count
+    q0, q1, k0, k1 = 0, query.rows, 0, key.rows
     while q0 < q1 and k0 < k1:
         before = q0, q1, k0, k1
         q0, k1 = max(q0, k0 - high), min(k1, q1 + high)
@@ -124,13 +137,9 @@ def _band(query: Run, key: Run, causal: bool, window: int | None) -> Slice | Non
             break
     if q0 >= q1 or k0 >= k1:
         return None
-    high += q0 - k0
-    low = None if low is None else low + q0 - k0
-    if high >= k1 - k0 - 1:
-        high = None
-    if low is not None and low <= -(q1 - q0 - 1):
-        low = None
-    return Slice(query.start + q0, query.start + q1, key.start + k0, key.start + k1, low, high)
+    below = None if low is None or low + q0 - k0 <= -(q1 - q0 - 1) else low + q0 - k0
+    above = None if high + q0 - k0 >= k1 - k0 - 1 else high + q0 - k0
+    return Slice(query.start + q0, query.start + q1, key.start + k0, key.start + k1, below, above)
 
 
 def check_window(causal: bool, window: int | None):

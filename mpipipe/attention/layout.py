@@ -58,16 +58,16 @@ class Layout:
         for rank in ranks:
             low, high = rank, chunks - 1 - rank
             first = Run(0, starts[low + 1] - starts[low], starts[low], 1)
-            shards.append([first, Run(first.count, starts[high + 1] - starts[high], starts[high], 1)])
+            shards.append([first, Run(first.rows, starts[high + 1] - starts[high], starts[high], 1)])
         return shards
 
     def length(self, rank: int) -> int:
         """Number of positions that `rank` holds."""
-        return sum(run.count for run in self.runs[rank])
+        return sum(run.rows for run in self.runs[rank])
 
     def positions(self, rank: int) -> np.ndarray:
         """The position of each of its rows in the whole sequence, int64."""
-        runs = [run.first + run.stride * np.arange(run.count) for run in self.runs[rank]]
+        runs = [run.first + run.stride * np.arange(run.rows) for run in self.runs[rank]]
         return np.concatenate(runs).astype(np.int64)
 
     def shard(self, array: np.ndarray, rank: int, axis: int = 1) -> np.ndarray:
@@ -102,6 +102,9 @@ class Layout:
 
         `keys` is the layout of the keys where they are another sequence; for the rest see `blocks.plan`.
         """
+        if causal and window is None and documents is None and q_rank == k_rank and keys is None:
+            rows = self.length(q_rank)  # stand in the order of their positions, so causality is that of the rows
+            return [Slice(0, rows, 0, rows, None, 0 if rows > 1 else None)] if rows else []
         return plan(self.runs[q_rank], (keys or self).runs[k_rank], causal, window, documents)
 
     def steps(self, causal: bool, window: int | None = None, documents=None, keys: Layout | None = None) -> int:

@@ -21,12 +21,13 @@ class Local:
 
     Arrays are (batch, seq, heads, head_dim) of one dtype, float32 or float64. k and v may have fewer heads than q, by
     a whole factor g: head h of q then sees head h // g (grouped-query attention). k and v may have another seq than q,
-    and v another head_dim than k.
+    and v another head_dim than k. `poll` is called after each tile.
     """
 
     def __init__(self, causal: bool = True, scale: float | None = None, window: int | None = None, segments=None):
         blocks.check_window(causal, window)
         self.causal, self.scale, self.window, self.segments = causal, scale, window, segments
+        self.poll = host.nothing
 
     def forward(self, q, k, v):
         """Return (out, saved); out has the shape of q, with the head_dim of v."""
@@ -35,22 +36,22 @@ class Local:
         slices = self._slices(q.shape[1], k.shape[1])
         fresh = len(slices) == 1 and slices[0].q_stop - slices[0].q_start == q.shape[1]
         out, lse = empty_result(q, v, fresh)
-        host.forward(q, k, v, scale, slices, out, lse, fresh)
+        host.forward(q, k, v, scale, slices, out, lse, fresh, self.poll)
         return out, (q, k, v, out, lse, scale, slices)
 
     def backward(self, dout, saved):
         """Return (dq, dk, dv), shaped as q, k, v."""
         q, k, v, out, lse, scale, slices = saved
         dq, dk, dv = (np.zeros(x.shape, x.dtype) for x in (q, k, v))
-        host.backward(dout, q, k, v, lse, host.delta_of(dout, out), scale, slices, dq, dk, dv)
+        host.backward(dout, q, k, v, lse, host.delta_of(dout, out), scale, slices, dq, dk, dv, self.poll)
         return dq, dk, dv
 
     def _slices(self, seq, keys):
         if self.segments is not None and seq != keys:
             raise ArgumentError("segments need queries and keys of one sequence", found=f"{seq} queries, {keys} keys")
         documents = blocks.boundaries(self.segments, seq)
-        rows = ([blocks.Run(0, length, 0, 1)] for length in (seq, keys))
-        return blocks.plan(*rows, self.causal, self.window, documents)
+        queries, all_keys = [blocks.Run(0, seq, 0, 1)], [blocks.Run(0, keys, 0, 1)]
+        return blocks.plan(queries, all_keys, self.causal, self.window, documents)
 
 
 def empty_result(q, v, fresh=False):

@@ -8,6 +8,7 @@ travel on communicators of their own.
 from __future__ import annotations
 
 import os
+import threading
 import time
 
 import numpy as np
@@ -37,7 +38,7 @@ class Alarm:
         self.raised = False
         self.departed: dict[int, str] = {}  # calls finished -> note
         self.sent: list = []
-        self.patience = CROWDED_YIELD_SECONDS if runtime.crowded() else YIELD_SECONDS
+        _open().append(self)
 
     def sound(self, text: str):
         """Tell every other rank of a failure, once. Returns without waiting."""
@@ -80,23 +81,43 @@ class Alarm:
         error.echo = True
         raise error
 
-    def wait(self, request):
-        """Return once `request` tests true; raise PeerError when a note comes first."""
-        test = request.Test
-        for _ in range(SPIN_POLLS):
-            if test():
-                return
-        start = time.perf_counter()
-        while time.perf_counter() - start < self.patience:
-            if test():
-                return
-            os.sched_yield()
-        while not test():
-            self.listen()
-            time.sleep(PAUSE_SECONDS)
+    def silence(self):
+        """Listen no more: after a failure, or before `close`."""
+        if self in _open():
+            _open().remove(self)
 
     def close(self):
         """Free the communicators; collective, and only after a life without failure."""
+        self.silence()
         for comm in self.comms:
             comm.Free()
         self.comms = []
+
+
+_local = threading.local()  # ranks may be threads of one process
+
+
+def _open() -> list[Alarm]:
+    """The alarms of this rank."""
+    if not hasattr(_local, "alarms"):
+        _local.alarms = []
+        _local.patience = CROWDED_YIELD_SECONDS if runtime.crowded() else YIELD_SECONDS
+    return _local.alarms
+
+
+def wait(request):
+    """Return once `request` tests true; raise PeerError when a note of failure comes first, on any alarm."""
+    test = request.Test
+    for _ in range(SPIN_POLLS):
+        if test():
+            return
+    alarms = _open()
+    start, patience = time.perf_counter(), _local.patience
+    while time.perf_counter() - start < patience:
+        if test():
+            return
+        os.sched_yield()
+    while not test():
+        for alarm in alarms:
+            alarm.listen()
+        time.sleep(PAUSE_SECONDS)

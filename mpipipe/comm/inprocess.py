@@ -69,6 +69,7 @@ class Communicator:
         self.world, self.context, self.members, self.rank = world, context, members, rank
         self.size = len(members)
         self.tag_ub = world.tag_ub
+        self.store: dict = {}  # see mpipipe.comm.private
         self._collectives = 0
 
     def Isend(self, array, dest, tag=0):
@@ -91,6 +92,14 @@ class Communicator:
         request = self.Irecv(array, source, tag)
         while not request.Test():
             time.sleep(PAUSE)
+
+    def Sendrecv(self, sendbuf, dest, sendtag=0, recvbuf=None, source=ANY, recvtag=ANY):
+        requests = [self.Irecv(recvbuf, source, recvtag), self.Isend(sendbuf, dest, sendtag)]
+        while requests:
+            if requests[-1].Test():
+                requests.pop()
+            else:
+                time.sleep(PAUSE)
 
     def Iprobe(self, source=ANY, tag=ANY):
         return self.world.probe(self.context, self.rank, source, tag)
@@ -144,6 +153,8 @@ class Communicator:
         self.name = name
 
     def Free(self):
+        for item in self.store.values():
+            item.close()
         self.Barrier()
         self.world.check_nothing_left(self.context)
 

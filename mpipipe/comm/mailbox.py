@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpipipe.arrays import aligned_empty
+from mpipipe.comm.alarm import wait
 from mpipipe.errors import ArgumentError
 
 HEADER_BYTES = 4096
@@ -35,14 +36,13 @@ class Mailbox:
     Parameters
     ----------
     transport : how arrays travel
-    alarm : failure notes; every wait listens to them
 
     A received array belongs to a slot: the lease that comes with it must go back through `release` once nothing
     reads the array any more.
     """
 
-    def __init__(self, transport, alarm):
-        self.transport, self.alarm = transport, alarm
+    def __init__(self, transport):
+        self.transport = transport
         self.slots: dict = defaultdict(list)  # (shape, dtype) -> free buffers
         self.outgoing: deque = deque()  # (request, array), oldest first; keeps the array alive
         self.posted: deque = deque()  # (arrays, lease, requests), in the order of `incoming`
@@ -82,14 +82,14 @@ class Mailbox:
         arrays, lease, requests = self.posted.popleft()
         for request in requests:
             if not request.Test():
-                self.alarm.wait(request)
+                wait(request)
         self._post_next()
         return arrays, lease
 
     def take_header(self, envelope: Envelope) -> bytes:
         """The header of a message whose shapes are not known yet."""
         header = np.empty(HEADER_BYTES, np.uint8)
-        self.alarm.wait(self.transport.irecv(header, envelope.peer, *envelope.header))
+        wait(self.transport.irecv(header, envelope.peer, *envelope.header))
         return header.tobytes().rstrip(b"\0")
 
     def take_unknown(self, envelope: Envelope, leaves):
@@ -144,7 +144,7 @@ class Mailbox:
         while self.outgoing:
             request, _ = self.outgoing[0]
             if not request.Test():
-                self.alarm.wait(request)
+                wait(request)
             self.outgoing.popleft()
 
     def forget(self):

@@ -68,6 +68,7 @@ class SelfAttention(Layer):
         qkv = np.matmul(flat, self.qkv.T).reshape(*x.shape[:2], -1, self.head_dim)
         turned = rotary.pairs(qkv)[:, :, : self.heads + self.kv_heads]
         np.multiply(turned, self._factors(x.shape[1]), out=turned)
+        self._share_poll()
         y, saved = self.attend.forward(*self._split(qkv))
         y = y.reshape(len(flat), self.dim)
         return np.matmul(y, self.out.T).reshape(x.shape), (flat, y, saved)
@@ -79,6 +80,7 @@ class SelfAttention(Layer):
         dqkv = np.empty((*dy.shape[:2], self._width // self.head_dim, self.head_dim), dy.dtype)
         back = self._factors(dy.shape[1]).conj()
         parts = self._split(dqkv)
+        self._share_poll()
         results = self.attend.backward(dout, kept)
         for part, result in zip(parts[:2], results):
             np.multiply(rotary.pairs(result), back, out=rotary.pairs(part))
@@ -91,6 +93,11 @@ class SelfAttention(Layer):
         x, dqkv, dy, y = pending
         add_product(self.qkv_grad, dqkv, x)
         add_product(self.out_grad, dy, y)
+
+    def _share_poll(self):
+        """Long attention keeps messages moving between its tiles, where the attend object can."""
+        if self.stage.poll is not None and hasattr(self.attend, "poll"):
+            self.attend.poll = self.stage.poll
 
     def _split(self, qkv):
         first, second = self.heads, self.heads + self.kv_heads

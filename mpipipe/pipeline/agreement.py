@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mpipipe.comm.alarm import wait
 from mpipipe.comm.share import raise_everywhere
 from mpipipe.errors import ArgumentError, MismatchError, MpipipeError
 from mpipipe.pipeline.microbatches import flatten
@@ -49,11 +50,10 @@ class Agreement:
     ----------
     pipe : private communicator over the pipe
     replicas : private communicator over the ranks with the same stages, or None
-    alarm : waits listen to it
     """
 
-    def __init__(self, pipe, replicas, alarm):
-        self.pipe, self.replicas, self.alarm = pipe, replicas, alarm
+    def __init__(self, pipe, replicas):
+        self.pipe, self.replicas = pipe, replicas
         self.calls = 0
         self.table = np.zeros((pipe.size, 7), np.int64)
         self.replica_table = np.zeros((replicas.size if replicas else 1, 3), np.int64)
@@ -62,23 +62,20 @@ class Agreement:
         """Agree on one step; raises the same error on every rank when a rank has one or when they differ."""
         self.calls += 1
         facts = np.array([error is not None, MODES.index(mode), self.calls, *batch], np.int64)
-        self._gather(self.pipe, facts, self.table)
+        wait(self.pipe.Iallgather(facts, self.table))
         table = self.table.tolist()
         failed = any(row[0] for row in table) or any(row[1:3] != table[0][1:3] for row in table)
         signature, rows, target_rows, microbatches = (max(column) for column in list(zip(*table))[3:])
         failed = failed or (target_rows > 0 and target_rows != rows)
         if self.replicas is not None:
             facts = np.array([failed, MODES.index(mode), rows], np.int64)
-            self._gather(self.replicas, facts, self.replica_table)
+            wait(self.replicas.Iallgather(facts, self.replica_table))
             others = self.replica_table.tolist()
             failed = any(row[0] for row in others) or any(row[1] != others[0][1] for row in others)
             rows = sum(row[2] for row in others)
         if failed:
             self._explain(mode, error, rows, target_rows)
         return Agreed(signature, microbatches, rows)
-
-    def _gather(self, comm, facts, table):
-        self.alarm.wait(comm.Iallgather(facts, table))
 
     def _explain(self, mode, error, rows, target_rows):
         """The slow path: exchange what went wrong in words, and raise it everywhere."""

@@ -9,7 +9,7 @@ from time import perf_counter
 import numpy as np
 
 from mpipipe.comm import departure, runtime, share
-from mpipipe.comm.alarm import Alarm
+from mpipipe.comm.alarm import Alarm, wait
 from mpipipe.comm.mailbox import Mailbox
 from mpipipe.comm.reduce import PendingSum
 from mpipipe.comm.tags import Tags
@@ -86,8 +86,8 @@ class Pipeline:
         self.alarm = Alarm([self.comm] if self.replicas is None else [self.comm, self.replicas])
         self.tags = Tags(schedule.placement, schedule.microbatches, runtime.tag_upper_bound(self.comm))
         transport = HostTransport(self.comm, self.tags.channels, runtime.synchronous_sends())
-        self.mailbox = Mailbox(transport, self.alarm)
-        self.agreement = Agreement(self.comm, self.replicas, self.alarm)
+        self.mailbox = Mailbox(transport)
+        self.agreement = Agreement(self.comm, self.replicas)
         self.executor = Executor(self.rank, self.stages, self.mailbox, loss, recompute, self.replicas)
         for stage, number in zip(self.stages, numbers):
             _prepare(stage, number, self.executor.poll, self.replicas.rank if self.replicas else 0)
@@ -143,8 +143,8 @@ class Pipeline:
         losses = self._share_losses(outcome.losses, agreed.microbatches, shares)
         start = perf_counter()
         for pending in self.executor.sums:
-            self.alarm.wait(pending)
-        self.ties.sum_gradients(self.alarm)
+            wait(pending)
+        self.ties.sum_gradients()
         self.elapsed += perf_counter() - start
         self.steps_taken += 1
         grads = outcome.input_grads
@@ -326,10 +326,10 @@ class Pipeline:
             table[:-1] = [losses[m] for m in range(microbatches)]
             table[-1] = sum(share * losses[m] for m, share in enumerate(shares))
         if self.comm.size > 1:
-            self.alarm.wait(self.comm.Ibcast(table, self.schedule.placement[-1]))
+            wait(self.comm.Ibcast(table, self.schedule.placement[-1]))
         total = table[-1:].copy()
         if self.replicas is not None:
-            self.alarm.wait(PendingSum(self.replicas, total))
+            wait(PendingSum(self.replicas, total))
         self.elapsed += perf_counter() - start
         return float(total[0]), table[:-1].tolist()
 
@@ -347,6 +347,7 @@ class Pipeline:
         if error is not None and not isinstance(error, PeerError):
             summary = str(error) or type(error).__name__
             self.alarm.sound(f"rank {self.rank} ({socket.gethostname()}) failed: {type(error).__name__}: {summary}")
+        self.alarm.silence()
         self.mailbox.cancel()
         self.state = "failed"
         departure.unregister(self)

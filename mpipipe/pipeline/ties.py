@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from mpipipe.comm import share
+from mpipipe.comm.alarm import wait
 from mpipipe.errors import MismatchError
 
 
@@ -59,7 +60,7 @@ class Ties:
                 stage.tied_copies.add(name)
         self.groups.append((group, [stage.gradients[name] for _, stage, name in members]))
 
-    def sum_gradients(self, alarm):
+    def sum_gradients(self):
         """Give every copy the sum of all copies' gradients."""
         for group, gradients in self.groups:
             total = gradients[0].copy()
@@ -67,7 +68,7 @@ class Ties:
                 total += gradient
             if group is not None:
                 parts = np.empty((group.size, *total.shape), total.dtype)
-                alarm.wait(group.Iallgather(total, parts))
+                wait(group.Iallgather(total, parts))
                 total = parts[0]
                 for part in parts[1:]:
                     total += part

@@ -61,7 +61,8 @@ def forward(q, k, v, scale, slices, out, lse, fresh, poll=nothing):
 def backward(dout, q, k, v, lse, delta, scale, slices, dq, dk, dv, poll=nothing):
     """Add the gradients that one block of keys gives to dq, dk and dv.
 
-    Shapes as for `forward`; lse is that over all blocks, delta = sum(dout * out) over the last axis, (batch, heads, seq).
+    Shapes as for `forward`; lse is that over all blocks, delta = sum(dout * out) over the last axis, both (batch,
+    heads, seq).
     """
     kv_heads = k.shape[2]
     group = q.shape[2] // kv_heads
@@ -72,9 +73,9 @@ def backward(dout, q, k, v, lse, delta, scale, slices, dq, dk, dv, poll=nothing)
                 rows, keys = slice(part.q_start, part.q_stop), slice(part.k_start, part.k_stop)
                 queries = _with_column(q[b, rows, own], scale, _hidden_if_empty(lse[b, own, rows]).T)
                 gradients = _with_column(dout[b, rows, own], 1, -delta[b, own, rows].T)
-                block = [_with_column(x[b, keys, h, None], 1, 1) for x in (k, v)]
+                block = _with_column(k[b, keys, h, None], 1, 1), _with_column(v[b, keys, h, None], 1, 1)
                 results = dq[b, rows, own], dk[b, keys, h], dv[b, keys, h]
-                _backward_head(queries, gradients, *block, group, scale, part, *results, poll)
+                _backward_head(queries, gradients, block, group, scale, part, results, poll)
 
 
 def delta_of(dout, out):
@@ -114,8 +115,9 @@ def _forward_head(q, k, v, scale, part, out, lse, fresh, poll):
         merge(out, lse.T, found, found_lse)
 
 
-def _backward_head(queries, gradients, keys, values, group, scale, part, dq, dk, dv, poll):
-    """One key head and slice: the first four as rows with their extra column, dq (seq, group, dim), dk, dv (keys, dim)."""
+def _backward_head(queries, gradients, block, group, scale, part, results, poll):
+    """One key head and slice: the first four as rows with their extra column; dq (seq, group, dim), dk (keys, dim)."""
+    (keys, values), (dq, dk, dv) = block, results
     seq, _, dim = dq.shape
     dqueries = np.empty((seq * group, dim), dq.dtype)
     dkeys, dvalues = np.zeros((len(keys), dim), dq.dtype), np.zeros((len(keys), dv.shape[1]), dq.dtype)

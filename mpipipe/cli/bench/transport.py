@@ -10,7 +10,7 @@ import numpy as np
 
 from mpipipe.cli.bench.timing import compare, report
 from mpipipe.comm import runtime
-from mpipipe.comm.alarm import Alarm
+from mpipipe.comm.alarm import wait
 from mpipipe.comm.mailbox import Envelope, Mailbox
 from mpipipe.comm.transport import HostTransport
 from mpipipe.errors import ArgumentError
@@ -23,10 +23,10 @@ def run(repeats: int = 50):
     comm = runtime.world()
     if comm.size != 2:
         raise ArgumentError("bench transport", found=f"{comm.size} ranks", expected="2 ranks")
-    alarm, transport = Alarm([comm]), HostTransport(comm)
+    transport = HostTransport(comm)
     for size in SIZES:
         count = max(2, min(200, (1 << 23) // size))
-        ours, bare = _Mailbox(comm, transport, alarm, size, count), _Bare(comm, size, count)
+        ours, bare = _Mailbox(comm, transport, size, count), _Bare(comm, size, count)
         times = [seconds / (2 * count) for seconds in compare(comm, [ours, bare], repeats)]
         report(
             comm,
@@ -37,12 +37,11 @@ def run(repeats: int = 50):
             "bandwidth; at least 0.95 from 1 MiB on, at most 6 us more at 8 B",
         )
     transport.close()
-    alarm.close()
 
 
 class _Mailbox:
-    def __init__(self, comm, transport, alarm, size, count):
-        self.rank, self.mailbox = comm.rank, Mailbox(transport, alarm)
+    def __init__(self, comm, transport, size, count):
+        self.rank, self.mailbox = comm.rank, Mailbox(transport)
         self.envelopes = [Envelope(1 - comm.rank, 1, m, 0, (0, 0), (0, 1)) for m in range(count)]
         self.array = np.ones(size // 8)
         leaf = (self.array.shape, self.array.dtype)

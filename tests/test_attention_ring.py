@@ -1,0 +1,232 @@
+"""Ring attention against dense float64 attention: forward, LSE and gradients, any length, layout, mask and ring."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpipipe import attention
+from mpipipe.attention.layout import KINDS, Layout
+from mpipipe.comm import inprocess
+from mpipipe.errors import ArgumentError, MismatchError
+
+
+def dense(q, k, v, dout, causal=True, window=None, documents=None, scale=None):
+    """(out, lse, dq, dk, dv) in float64; rows that see nothing give zeros and -inf."""
+    q, k, v, dout = (np.asarray(x, np.float64) for x in (q, k, v, dout))
+    group = q.shape[2] // k.shape[2]
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    i, j = np.arange(q.shape[1])[:, None], np.arange(k.shape[1])[None, :]
+    seen = np.ones((i.size, j.size), bool)
+    if causal:
+        seen &= j <= i
+    if window is not None:
+        seen &= i - j < window
+    if documents is not None:
+        seen &= np.searchsorted(documents, i, "right") == np.searchsorted(documents, j, "right")
+    wide_k, wide_v = np.repeat(k, group, 2), np.repeat(v, group, 2)
+    scores = np.where(seen, scale * np.einsum("bihd,bjhd->bhij", q, wide_k), -np.inf)
+    high = np.where(seen.any(1)[:, None], scores.max(-1, initial=-np.inf, keepdims=True), 0)
+    weights = np.exp(scores - high)
+    total = weights.sum(-1, keepdims=True)
+    with np.errstate(divide="ignore"):
+        lse = (high + np.log(total))[..., 0]
+    weights /= np.where(total == 0, 1, total)
+    out = np.einsum("bhij,bjhd->bihd", weights, wide_v)
+    slopes = np.einsum("bihd,bjhd->bhij", dout, wide_v)
+    slopes = weights * (slopes - (weights * slopes).sum(-1, keepdims=True))
+    dq = scale * np.einsum("bhij,bjhd->bihd", slopes, wide_k)
+    dk = scale * np.einsum("bhij,bihd->bjhd", slopes, q)
+    dv = np.einsum("bhij,bihd->bjhd", weights, dout)
+    grouped = (*k.shape[:3], group, -1)
+    return out, lse, dq, dk.reshape(*grouped).sum(3), dv.reshape(*grouped).sum(3)
+
+
+def arrays(seq, keys=None, batch=2, heads=4, kv_heads=2, dim=8, value_dim=None, dtype=np.float64, size=1.0, seed=0):
+    rng = np.random.default_rng(seed)
+    keys, value_dim = seq if keys is None else keys, dim if value_dim is None else value_dim
+    shapes = (
+        (batch, seq, heads, dim), (batch, keys, kv_heads, dim), (batch, keys, kv_heads, value_dim),
+        (batch, seq, heads, value_dim),
+    )  # fmt: skip
+    return [(size * rng.normal(size=shape)).astype(dtype) for shape in shapes]
+
+
+def through_ring(comm, whole, **options):
+    """(out, lse, dq, dk, dv) of the whole sequence, put together from all ranks, and the bytes sent by this one."""
+    q, k, v, dout = whole
+    kind = options.get("layout", "zigzag")
+    rows, keys = Layout(kind, comm.size, q.shape[1]), Layout(kind, comm.size, k.shape[1])
+    ring = attention.Ring(comm, **options)
+    mine = [layout.shard(array, comm.rank) for layout, array in zip((rows, keys, keys, rows), whole)]
+    out, saved = ring.forward(*mine[:3])
+    gradients = ring.backward(mine[3], saved)
+    lse = saved[6].transpose(0, 2, 1)
+    parts = comm.allgather((out, lse, *gradients))
+    sent = ring.bytes_sent
+    ring.close()
+    layouts = rows, rows, rows, keys, keys
+    result = [layout.unshard(shards) for layout, shards in zip(layouts, zip(*parts))]
+    result[1] = result[1].transpose(0, 2, 1)
+    return result, sent
+
+
+def agrees(found, expected, tolerance):
+    for name, one, other in zip(("out", "lse", "dq", "dk", "dv"), found, expected):
+        size = np.max(np.abs(other), where=np.isfinite(other), initial=1)
+        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance * size, err_msg=name)
+
+
+@st.composite
+def cases(draw):
+    ranks = draw(st.integers(1, 8))
+    seq = draw(st.integers(1, 70))
+    causal = draw(st.booleans())
+    keys = draw(st.none() | st.integers(1, 70))
+    window = draw(st.none() | st.integers(1, 80)) if causal else None
+    cuts = draw(st.none() | st.lists(st.integers(1, max(1, seq - 1)), max_size=3)) if keys is None else None
+    documents = None if cuts is None else sorted({0, seq, *cuts})
+    heads, kv_heads = draw(st.sampled_from([(8, 8), (8, 4), (8, 2), (8, 1), (3, 3)]))
+    dim, value_dim = draw(st.sampled_from([(8, 8), (8, 5), (4, 12)]))
+    rotation = draw(st.sampled_from(["overlap", "sendrecv"]))
+    sizes = dict(keys=keys, batch=draw(st.integers(1, 2)), heads=heads, kv_heads=kv_heads, dim=dim, value_dim=value_dim)
+    return ranks, seq, draw(st.sampled_from(KINDS)), causal, window, documents, rotation, sizes
+
+
+@settings(max_examples=120)
+@given(cases(), st.booleans())
+def test_any_ring_equals_dense_attention(case, synchronous):
+    ranks, seq, layout, causal, window, documents, rotation, sizes = case
+    whole = arrays(seq, **sizes)
+    segments = None if documents is None else np.searchsorted(documents, np.arange(seq), "right")
+    options = dict(causal=causal, layout=layout, window=window, segments=segments, rotation=rotation)
+    found = inprocess.run(ranks, lambda comm: through_ring(comm, whole, **options)[0], synchronous=synchronous)
+    agrees(found[0], dense(*whole, causal, window, documents), 1e-12)
+
+
+MASKS = [
+    dict(causal=True), dict(causal=False), dict(causal=True, window=37),
+    dict(causal=True, segments=[20, 1, 40]), dict(causal=False, segments=[33, 28]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", KINDS)
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_real_ranks_equal_dense_attention(comm, monkeypatch, layout, mask):
+    monkeypatch.setenv("MPIPIPE_SYNC_SENDS", "1")
+    whole = arrays(61)
+    found, _ = through_ring(comm, whole, layout=layout, **mask)
+    lengths = mask.get("segments")
+    documents = None if lengths is None else [0, *np.cumsum(lengths)]
+    agrees(found, dense(*whole, mask["causal"], mask.get("window"), documents), 1e-12)
+
+
+@pytest.mark.parametrize("seq", [1, 3, 64, 1000])
+@pytest.mark.parametrize("layout", KINDS)
+def test_lengths_on_real_ranks(comm, layout, seq):
+    whole = arrays(seq, batch=1, heads=2, kv_heads=1)
+    agrees(through_ring(comm, whole, layout=layout)[0], dense(*whole), 1e-12)
+
+
+def test_4096_positions(comm):
+    whole = arrays(4096, batch=1, heads=1, kv_heads=1, dim=64)
+    found, _ = through_ring(comm, whole)
+    if comm.rank == 0:  # the reference takes its time
+        agrees(found, dense(*whole), 1e-12)
+
+
+@pytest.mark.parametrize("dim, value_dim", [(8, 8), (64, 64), (80, 80), (128, 128), (64, 32)])
+def test_float32(comm, dim, value_dim):
+    whole = arrays(257, batch=1, dim=dim, value_dim=value_dim, dtype=np.float32)
+    found, _ = through_ring(comm, whole)
+    assert all(array.dtype == np.float32 for array in found)
+    agrees(found, dense(*whole), 5e-6)
+
+
+@pytest.mark.parametrize("layout", KINDS)
+def test_extreme_scores(comm, layout):
+    """Logits of ten thousand on both sides, and keys that are all the same.
+
+    Gradients are differences of terms of size |dout| |v| |q| = 1e7 here, and a score of 1e5 is known to 1e-11 only: hence
+    the tolerance.
+    """
+    q, k, v, dout = arrays(100, size=40.0)
+    q *= 25
+    assert np.abs(np.einsum("bihd,bjhd->bhij", q[:, :, ::2], k)).max() > 1e4
+    with np.errstate(over="raise", invalid="raise"):
+        agrees(through_ring(comm, [q, k, v, dout], layout=layout)[0], dense(q, k, v, dout), 1e-6)
+        k[...] = k[:, :1]
+        agrees(through_ring(comm, [q, k, v, dout], layout=layout)[0], dense(q, k, v, dout), 1e-6)
+
+
+def test_rows_that_see_no_key(comm):
+    """Without keys at all everything is zero; queries in front of all keys of a causal cross-attention too."""
+    q, k, v, dout = arrays(12, keys=0)
+    (out, lse, dq, _, _), _ = through_ring(comm, [q, k, v, dout], causal=False)
+    assert not out.any() and not dq.any() and np.isneginf(lse).all()
+
+
+def test_rotations_have_the_same_bits_and_so_do_two_runs(comm):
+    whole = arrays(500, dtype=np.float32)
+    runs = [through_ring(comm, whole, rotation=mode)[0] for mode in ("overlap", "sendrecv", "overlap")]
+    for one, other, again in zip(*runs):
+        assert one.tobytes() == other.tobytes() == again.tobytes()
+
+
+def test_two_disjoint_rings_and_the_functions(comm):
+    half = comm.Split(comm.rank % 2, comm.rank)
+    whole = arrays(50 + comm.rank % 2, seed=comm.rank % 2)
+    layout = attention.Layout("striped", half.size, whole[0].shape[1])
+    for _ in range(2):
+        mine = [layout.shard(array, half.rank) for array in whole]
+        out, saved = attention.ring_attention(*mine[:3], half, layout="striped")
+        gradients = attention.ring_attention_backward(mine[3], saved)
+    expected = dense(*whole)
+    for array, wanted in zip((out, *gradients), (expected[0], *expected[2:])):
+        np.testing.assert_allclose(array, layout.shard(wanted, half.rank), rtol=1e-12, atol=1e-12)
+    half.Free()
+
+
+def refused(comm, kind, match, build):
+    with pytest.raises(kind, match=match) as caught:
+        build()
+    assert comm.allgather(caught.value.echo).count(False) == 1
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_that_disagree(comm):
+    q, k, v, _ = arrays(4)
+    odd = comm.rank == 1
+    layout = "contiguous"
+
+    def call(*mine, **options):
+        ring = attention.Ring(comm, layout=layout, **options)
+        try:
+            ring.forward(*mine)
+        finally:
+            ring.close()
+
+    wide = arrays(4, heads=8)[0]
+    refused(comm, MismatchError, "differ in heads", lambda: call(wide if odd else q, k, v))
+    narrow = [x.astype(np.float32) for x in (q, k, v)]
+    refused(comm, MismatchError, "differ in dtype", lambda: call(*(narrow if odd else (q, k, v))))
+    refused(comm, MismatchError, "differ in options", lambda: call(q, k, v, window=2 if odd else 3))
+    refused(comm, ArgumentError, "do not fit", lambda: call(q, k[:, :3] if odd else k, v))
+    refused(comm, ArgumentError, "do not cover", lambda: call(q[:, :1] if not odd else q, k, v))
+    refused(comm, ArgumentError, "do not cover", lambda: call(q, k, v, seq_len=5))
+    refused(comm, ArgumentError, "segments do not cover", lambda: call(q, k, v, segments=[1, 1]))
+    call(q, k, v)
+
+
+@pytest.mark.parametrize(
+    "options, match",
+    [
+        (dict(layout="spiral"), "unknown layout"), (dict(rotation="sideways"), "unknown rotation"),
+        (dict(window=0), "window"), (dict(window=3, causal=False), "needs a causal mask"),
+    ],
+)  # fmt: skip
+def test_wrong_options(comm, options, match):
+    with pytest.raises(ArgumentError, match=match):
+        attention.Ring(comm, **options)
