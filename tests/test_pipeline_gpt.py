@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import reference_gpt
 
-from mpipipe import Pipeline, nn, optim
-from mpipipe.attention import Local
+from mpipipe import Mesh, Pipeline, nn, optim
+from mpipipe.attention import Layout, Local, Ring
 from mpipipe.models import GPT
 from mpipipe.schedules import gpipe, partition
 
@@ -28,9 +28,9 @@ def text(rows, seed=1):
     return np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
 
 
-def build(schedule, rank, dtype="float64", **sizes):
+def build(schedule, rank, dtype="float64", attend=None, positions=None, **sizes):
     model = GPT(**{**MODEL, **sizes})
-    layers = model.build(Local(causal=True))
+    layers = model.build(attend or Local(causal=True), positions)
     parts = partition(model.costs(), schedule.stages)
     cuts = [parts[number] for number in schedule.stages_of(rank)]
     return [nn.Stage(layers[start:stop], dtype=dtype, seed=3, first=start) for start, stop in cuts]
@@ -146,3 +146,50 @@ def test_replicas_with_different_dropout_and_one_update(comm):
     assert len({tuple(other) for other in comm.allgather(losses)}) == comm.size
     assert len(set(comm.allgather(stages[0].gradients.flat.tobytes()))) == 1
     alone.Free()
+
+
+@pytest.mark.parametrize("synchronous", [0, 1])
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
+def test_sequences_sharded_inside_pipeline_stages_give_the_dense_gradients(comm, monkeypatch, layout, synchronous):
+    """pipe x seq = 2 x 2 on four ranks: a ring inside each stage, and two pipelines through the shards."""
+    monkeypatch.setenv("MPIPIPE_SYNC_SENDS", str(synchronous))
+    alone = parts_of(comm, 1)
+    expected, loss = gradients(alone, gpipe(1, 3))
+    alone.Free()
+    with Mesh(comm, pipe=comm.size // 2 or 1, seq=min(2, comm.size)) as mesh:
+        check_sharded(mesh, layout, expected, loss)
+
+
+@pytest.mark.mpi(min_size=4)
+def test_disjoint_rings_side_by_side(subcomm):
+    """data x seq = 2 x 2: two rings at once, whose gradients add up to those of the whole batch."""
+    comm = subcomm(4)
+    if comm is None:
+        return
+    alone = parts_of(comm, 1)
+    expected, loss = gradients(alone, gpipe(1, 3), rows=8)
+    alone.Free()
+    with Mesh(comm, seq=2) as mesh:
+        check_sharded(mesh, "zigzag", expected, loss, rows=8)
+
+
+def check_sharded(mesh, kind, expected, loss, rows=9):
+    """One step on sharded sequences has this loss and these gradients."""
+    schedule = dense.build("interleaved_1f1b", mesh.pipe.size, 2, 3)
+    layout = Layout(kind, mesh.seq.size, MODEL["seq"])
+    ring = Ring(mesh.seq, layout=kind)
+    stages = build(schedule, mesh.pipe.rank, attend=ring, positions=layout.positions(mesh.seq.rank))
+    share = rows // mesh.data.size
+    mine = [
+        layout.shard(array[mesh.data.rank * share : (mesh.data.rank + 1) * share], mesh.seq.rank)
+        for array in text(rows)
+    ]
+    options = dict(loss=nn.softmax_cross_entropy, replicas=mesh.replicas)
+    with Pipeline(stages, schedule, mesh.pipe, **options) as pipeline:
+        for _ in range(2):
+            found = pipeline.step(*dense.placed(schedule, mesh.pipe.rank, *mine)).loss
+    assert found == pytest.approx(loss, rel=1e-12)
+    for stage in stages:
+        for name in stage.gradients:
+            np.testing.assert_allclose(stage.gradients[name], expected[name], rtol=1e-10, atol=1e-13, err_msg=name)
+    ring.close()

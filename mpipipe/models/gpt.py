@@ -64,12 +64,13 @@ class GPT:
                 "kv_heads of a GPT is no divisor of heads", found=f"kv_heads {self.kv_heads}, heads {self.heads}"
             )
 
-    def build(self, attend) -> list[nn.Layer]:
+    def build(self, attend, positions=None) -> list[nn.Layer]:
         """The unbound layers, 2 * `layers` + 2 of them; int (batch, seq) goes in, logits (batch, seq, vocab) come out.
 
         Parameters
         ----------
         attend : what `nn.SelfAttention` attends with, such as attention.Local()
+        positions : of the rows in the whole sequence, where a rank holds a part of it; default 0 ... seq - 1
         """
         tie = TIE if self.tied else None
         # The last matrix of each of the 2 * layers residual branches starts smaller, so that the sum of all branches
@@ -78,7 +79,7 @@ class GPT:
         layers: list[nn.Layer] = [nn.Embedding(self.vocab, self.dim, tie=tie)]
         for _ in range(self.layers):
             attention = nn.SelfAttention(
-                self.dim, self.heads, self.kv_heads, attend, rope_base=self.rope_base, gain=gain
+                self.dim, self.heads, self.kv_heads, attend, positions, rope_base=self.rope_base, gain=gain
             )
             layers.append(self._residual(attention))
             layers.append(self._residual(nn.SwiGLU(self.dim, self.hidden, gain=gain)))

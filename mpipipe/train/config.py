@@ -45,7 +45,9 @@ class TrainConfig:
     dropout: float = option(0.0, "probability of dropping a value after attention and SwiGLU", least=0, below=1)
     rope_base: float = option(10000.0, "base of the rotary position embedding", above=1)
 
-    pipe: int | None = option(None, "ranks of one pipeline; the other ranks are replicas; default: all ranks", least=1)
+    pipe: int | None = option(None, "ranks of one pipeline; default: all that seq leaves", least=1)
+    seq: int = option(1, "ranks that share each sequence, by ring attention; pipe x seq ranks make one replica", least=1)
+    layout: str = option("zigzag", "which positions each of them holds", choices=("zigzag", "contiguous", "striped"))
     schedule: str = option("one_f_one_b", "schedule; others: gpipe, interleaved_1f1b, looped_bfs, zero_bubble_h1")
     chunks: int = option(1, "stages on each rank", least=1)
     microbatches: int | None = option(None, "micro-batches of a step in each replica; default: 4 per rank", least=1)

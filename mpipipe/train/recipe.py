@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpipipe import nn, schedules
-from mpipipe.attention import Local
 from mpipipe.errors import ConfigError
 from mpipipe.train.config import TrainConfig
+from mpipipe.train.shard import Shard
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Recipe:
 
     Attributes
     ----------
-    model : what `build(attend)` makes layers of, one cost for each in `costs()`, and `parameters` in all
+    model : what `build(attend, positions)` makes layers of, one cost for each in `costs()`, and `parameters` in all
     schedule : Schedule
     parts : (start, stop) of the layers of each logical stage
     rows : sequences of a step in each replica
@@ -56,8 +56,8 @@ class Recipe:
         model = architecture(seq=config.seq_len, **{name: getattr(config, name) for name in names})
         return cls(model, schedule, schedules.partition(model.costs(), schedule.stages), rows)
 
-    def stages(self, rank: int, dtype: str, seed: int) -> list[nn.Stage]:
-        """The stages of one rank of a pipeline, with fresh parameters."""
-        layers = self.model.build(Local(causal=True))
+    def stages(self, rank: int, shard: Shard, dtype: str, seed: int) -> list[nn.Stage]:
+        """The stages of one rank of a pipeline that holds this shard of the sequences, with fresh parameters."""
+        layers = self.model.build(shard.attend, shard.positions)
         parts = [self.parts[number] for number in self.schedule.stages_of(rank)]
         return [nn.Stage(layers[start:stop], dtype=dtype, seed=seed, first=start) for start, stop in parts]

@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from time import perf_counter
 
-from mpipipe import nn, optim, schedules
+from mpipipe import optim, schedules
 from mpipipe.comm import runtime, share
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ConfigError, MismatchError
@@ -16,6 +16,7 @@ from mpipipe.train.config import TrainConfig
 from mpipipe.train.data import Corpus, training_batch, validation_batch
 from mpipipe.train.recipe import Recipe
 from mpipipe.train.report import Record, Reporter, Silence, on_terminal
+from mpipipe.train.shard import Shard
 from mpipipe.train.sample import generate, readable
 
 PROMPT = 32  # bytes of validation text that the sample continues
@@ -46,22 +47,28 @@ def train(config: TrainConfig, architecture, comm=None) -> Record:
     if config.out is None:
         config = replace(config, out=share.broadcast(comm, f"runs/{datetime.now():%Y%m%d-%H%M%S}"))
     with share.together(comm):
-        mesh = Mesh(comm, pipe=comm.size if config.pipe is None else config.pipe)
+        pipe = max(1, comm.size // config.seq) if config.pipe is None else config.pipe
+        mesh = Mesh(comm, pipe=pipe, seq=config.seq)
     with mesh:
         recipe, corpus = _prepare(config, architecture, mesh)
-        stages = recipe.stages(mesh.pipe.rank, config.dtype, config.seed)
-        with Pipeline(
-            stages,
-            recipe.schedule,
-            mesh.pipe,
-            loss=nn.softmax_cross_entropy,
-            recompute=config.recompute,
-            replicas=mesh.replicas,
-        ) as pipeline:
+        with share.together(mesh.comm):
+            shard = Shard(mesh.seq, config.layout, config.seq_len)
+        stages = recipe.stages(mesh.pipe.rank, shard, config.dtype, config.seed)
+        with (
+            shard,
+            Pipeline(
+                stages,
+                recipe.schedule,
+                mesh.pipe,
+                loss=shard.loss,
+                recompute=config.recompute,
+                replicas=mesh.replicas,
+            ) as pipeline,
+        ):
             with share.together(mesh.comm):
                 reporter = _reporter(config) if mesh.rank == 0 else Silence()
             with reporter:
-                return Trainer(config, mesh, recipe, pipeline, corpus, reporter).run()
+                return Trainer(config, mesh, recipe, shard, pipeline, corpus, reporter).run()
 
 
 def _check_same_config(comm, config):
@@ -131,13 +138,13 @@ class Trainer:
     Parameters
     ----------
     config : with `out` filled in
-    mesh, recipe, pipeline : where this rank stands, and what it runs
+    mesh, recipe, shard, pipeline : where this rank stands, and what it runs
     corpus : needed on the ranks of the first and the last stage
     reporter : Reporter on rank 0, Silence elsewhere
     """
 
-    def __init__(self, config: TrainConfig, mesh, recipe: Recipe, pipeline, corpus, reporter):
-        self.config, self.mesh, self.recipe = config, mesh, recipe
+    def __init__(self, config: TrainConfig, mesh, recipe: Recipe, shard: Shard, pipeline, corpus, reporter):
+        self.config, self.mesh, self.recipe, self.shard = config, mesh, recipe, shard
         self.pipeline, self.corpus, self.reporter = pipeline, corpus, reporter
         self.optimizer = _optimizer(config, pipeline.stages)
         self.first = mesh.pipe.rank == recipe.schedule.placement[0]
@@ -194,11 +201,12 @@ class Trainer:
         return sum(losses) / batches
 
     def _batch(self, draw, split, **which):
-        """(inputs, targets) of this replica, where they belong: on the first and the last stage's rank."""
+        """(inputs, targets) of this replica and shard, where they belong: on the first and the last stage's rank."""
         if not (self.first or self.last):
             return None, None
         inputs, targets = draw(getattr(self.corpus, split), **which, **self.shape)
-        return inputs if self.first else None, targets if self.last else None
+        cut = self.shard.cut
+        return cut(inputs) if self.first else None, cut(targets) if self.last else None
 
     def _speed(self, usage: Usage) -> dict:
         """Tokens per second and bubble of the steps in `usage`, and the bubble that the stages' durations predict."""
@@ -216,8 +224,8 @@ class Trainer:
         config, recipe, mesh = self.config, self.recipe, self.mesh
         text = "" if self.corpus is None else f", {len(self.corpus.train):,} bytes of text"
         self.reporter.say(
-            f"mpipipe: {mesh.comm.size} ranks = pipe {mesh.pipe.size} x data {mesh.data.size}; {recipe.schedule.name}, "
-            f"{recipe.schedule.stages} stages, {recipe.schedule.microbatches} micro-batches\n"
+            f"mpipipe: {mesh.comm.size} ranks = pipe {mesh.pipe.size} x data {mesh.data.size} x seq {mesh.seq.size}; "
+            f"{recipe.schedule.name}, {recipe.schedule.stages} stages, {recipe.schedule.microbatches} micro-batches\n"
             f"mpipipe: {recipe.model.parameters:,} parameters, batch {config.batch} x {config.seq_len} bytes{text}; "
             f"metrics in {config.out}"
         )

@@ -1,0 +1,64 @@
+"""This rank's part of every sequence: what it attends with, at which positions, and what its loss counts for."""
+
+from __future__ import annotations
+
+from mpipipe import nn
+from mpipipe.attention import Layout, Local, Ring
+from mpipipe.errors import ConfigError
+
+
+class Shard:
+    """The share of one rank of `comm` in sequences of `seq_len` positions; a context manager, `close()` is collective.
+
+    Parameters
+    ----------
+    comm : the ranks that share a sequence; a single one has it all
+    layout : "zigzag", "contiguous" or "striped"
+
+    Attributes
+    ----------
+    attend : for nn.SelfAttention
+    positions : for nn.SelfAttention; None for 0 ... seq_len - 1
+
+    Raises ConfigError where a rank would have no position.
+    """
+
+    def __init__(self, comm, layout: str, seq_len: int):
+        self.layout, self.rank = Layout(layout, comm.size, seq_len), comm.rank
+        if min(self.layout.length(rank) for rank in range(comm.size)) == 0:
+            raise ConfigError(
+                "a rank would hold no part of the sequence",
+                found=f"seq_len {seq_len} on {comm.size} ranks, {layout}",
+                expected="at least one position a rank, two for zigzag",
+                remedy="raise seq_len, or lower seq",
+            )
+        self.ring = Ring(comm, causal=True, layout=layout, seq_len=seq_len) if comm.size > 1 else None
+        self.attend = Local(causal=True) if self.ring is None else self.ring
+        self.positions = None if self.ring is None else self.layout.positions(self.rank)
+        # the pipeline weighs by rows, and all ranks of a ring have the same rows; their shares may differ by a position
+        self.weight = self.layout.length(self.rank) * comm.size / seq_len
+
+    def cut(self, array):
+        """This rank's columns of an array (rows, seq_len)."""
+        return array if self.ring is None else self.layout.shard(array, self.rank)
+
+    def loss(self, output, target):
+        """softmax_cross_entropy over this rank's positions, so weighted that the mean over the ring is that of all."""
+        value, gradient = nn.softmax_cross_entropy(output, target)
+        if self.weight != 1:
+            value *= self.weight
+            gradient *= self.weight
+        return value, gradient
+
+    def close(self):
+        """Free the ring's communicators."""
+        if self.ring is not None:
+            self.ring.close()
+            self.ring = None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        if kind is None:
+            self.close()
