@@ -187,3 +187,18 @@ def test_ranks_with_different_data_are_told(comm, config, monkeypatch):
     with pytest.raises(MismatchError, match="different data"):
         train(chosen, GPT, comm)
     assert not Path(chosen.out).exists()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
+def test_sharing_sequences_does_not_change_the_training(comm, config, layout):
+    """15 bytes on 2 or 4 ranks: shares of different length, and still the same losses to rounding."""
+    keys = dict(seq_len=15, dtype="float64", schedule="one_f_one_b")
+    alone = comm.Split(comm.rank, 0)
+    train(config(f"whole-{comm.rank}", **keys), GPT, alone)
+    alone.Free()
+    sharded = config("sharded", seq=2, layout=layout, **keys)
+    train(sharded, GPT, comm)
+    for one, other in zip(metrics(config(f"whole-{comm.rank}")), metrics(sharded), strict=True):
+        for key in {"loss", "validation", "grad_norm"} & set(one):
+            assert one[key] == pytest.approx(other[key], rel=1e-9)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.models import GPT
 from mpipipe.train import TrainConfig
 from mpipipe.train.recipe import Recipe
+from mpipipe.train.shard import Shard
 
+WHOLE = Shard(SimpleNamespace(rank=0, size=1), "zigzag", 8)  # sequences on one rank
 SMALL = dict(dim=16, layers=3, heads=2, seq_len=8, batch=12)
 
 
@@ -20,10 +24,10 @@ def recipe(pipe=1, replicas=1, **keys):
 def test_the_ranks_together_hold_every_layer_once(pipe, chunks, schedule):
     made = recipe(pipe, chunks=chunks, schedule=schedule, microbatches=2)
     assert made.schedule.stages == pipe * chunks
-    stages = [made.stages(rank, "float32", 0) for rank in range(pipe)]
+    stages = [made.stages(rank, WHOLE, "float32", 0) for rank in range(pipe)]
     assert [len(own) for own in stages] == [chunks] * pipe
     names = [name for own in stages for stage in own for name in stage.parameters]
-    whole = recipe(1).stages(0, "float32", 0)[0]
+    whole = recipe(1).stages(0, WHOLE, "float32", 0)[0]
     assert sorted(names) == sorted(whole.parameters)
 
 
