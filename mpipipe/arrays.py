@@ -38,7 +38,7 @@ def dtype(name) -> np.dtype:
 
 def is_floating(kind: np.dtype) -> bool:
     """Whether gradients exist for arrays of this dtype (bfloat16 reports kind 'V')."""
-    return kind.kind == "f" or kind.name == "bfloat16"
+    return kind.kind in "fc" or kind.name == "bfloat16"
 
 
 def check_device(device: str) -> str:

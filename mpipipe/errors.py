@@ -65,6 +65,10 @@ class PeerError(MpipipeError, RuntimeError):
     """Another rank failed or left; its own report says why."""
 
 
+class StallError(MpipipeError, TimeoutError):
+    """A rank waited longer than MPIPIPE_TIMEOUT seconds."""
+
+
 class BackendError(MpipipeError, RuntimeError):
     """MPI, a device or a library that was asked for is not there."""
 

@@ -23,7 +23,7 @@ def test_one_row_per_rank_one_cell_per_action():
 )
 def test_what_was_written_is_read_back(name, ranks, chunks, microbatches):
     several = name in ("interleaved_1f1b", "looped_bfs", "forward_only")
-    schedule = schedules.by_name(name, ranks, microbatches, chunks if several else 1)
+    schedule = schedules.by_name(name, ranks=ranks, microbatches=microbatches, chunks=chunks if several else 1)
     again = from_csv(schedule.to_csv())
     assert (again.placement, again.microbatches, again.orders) == (
         schedule.placement,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mpipipe import Pipeline, trace
-from mpipipe.errors import ArgumentError
+from mpipipe.errors import ArgumentError, MpipipeError
 from mpipipe.schedules import from_csv, gpipe, interleaved_1f1b, one_f_one_b, simulate
 
 
@@ -317,3 +317,85 @@ def test_closing_twice_is_allowed_and_use_after_close_is_refused(comm):
     pipeline.close()
     with pytest.raises(ArgumentError, match="closed"):
         pipeline.step(None, None)
+
+
+def test_targets_are_not_touched_by_a_loss_that_returns_them(comm):
+    """loss = sum(y * t) has gradient t, the user's own array."""
+    schedule = gpipe(comm.size, 4)
+    inputs, targets = dense.batch(8, schedule.stages)
+    kept = targets.copy()
+    mine = dense.placed(schedule, comm.rank, inputs, targets)
+    stages = dense.model(schedule, comm.rank)
+    with Pipeline(stages, schedule, comm, loss=lambda y, t: (float((y * t).sum()), t)) as pipeline:
+        for _ in range(3):
+            pipeline.step(*mine)
+    np.testing.assert_array_equal(targets, kept)
+
+
+def test_inputs_may_be_overwritten_as_soon_as_a_step_returns(comm, monkeypatch):
+    """The first stage hands its input on as it is: large synchronous sends of the user's own memory."""
+    monkeypatch.setenv("MPIPIPE_SYNC_SENDS", "1")
+    schedule = gpipe(comm.size, 2)
+    with Pipeline([Identity()], schedule, comm, loss=dense.mean_squared) as pipeline:
+        for value in (1.0, 2.0, 3.0):
+            inputs = np.full((2, 100_000), value)
+            for call in (pipeline.step, pipeline.evaluate):
+                result = call(*dense.placed(schedule, comm.rank, inputs, np.zeros((2, 100_000))))
+                inputs.fill(-50)
+                assert getattr(result, "loss", result) == value**2
+                inputs.fill(value)
+
+
+def test_a_list_of_micro_batches_gives_a_list_of_outputs(comm):
+    schedule = one_f_one_b(comm.size, 3)
+    width = dense.widths(schedule.stages)[0]
+    feeds = [np.ones((rows, 2, width)) for rows in (1, 4, 2)]
+    with Pipeline(dense.model(schedule, comm.rank), schedule, comm) as pipeline:
+        outputs = pipeline.forward(feeds if comm.rank == 0 else None)
+    if comm.rank == comm.size - 1:
+        assert [len(output) for output in outputs] == [1, 4, 2]
+
+
+def test_more_shapes_than_are_remembered(comm):
+    schedule = gpipe(comm.size, 2)
+    stages = dense.model(schedule, comm.rank)
+    with Pipeline(stages, schedule, comm, loss=dense.mean_squared) as pipeline:
+        for _ in range(2):
+            for rows in range(2, 42):
+                inputs, targets = dense.batch(rows, schedule.stages)
+                stages[0].gradient.fill(0)
+                pipeline.step(*dense.placed(schedule, comm.rank, inputs, targets))
+                expected = dense.reference(schedule.stages, inputs, targets)[1][comm.rank]
+                np.testing.assert_allclose(stages[0].gradient, expected, rtol=1e-11, atol=1e-14)
+        assert len(pipeline.known) <= 32 and len(pipeline.itineraries) <= 32
+        assert sum(map(len, pipeline.mailbox.slots.values())) < 300
+
+
+def test_a_schedule_without_backward_cannot_train(comm):
+    schedule = gpipe(comm.size, 2).forward_only_part(2)
+    inputs, targets = dense.batch(4, schedule.stages)
+    mine = dense.placed(schedule, comm.rank, inputs, targets)
+    with Pipeline(dense.model(schedule, comm.rank), schedule, comm, loss=dense.mean_squared) as pipeline:
+        with pytest.raises(ArgumentError, match="cannot train"):
+            pipeline.step(*mine)
+        assert pipeline.evaluate(*mine) == pytest.approx(dense.reference(schedule.stages, inputs, targets)[0])
+
+
+def test_a_stage_that_forgets_to_return_what_it_saved(comm):
+    class Forgets(Identity):
+        def forward(self, x):
+            return x
+
+    schedule = gpipe(comm.size, 1)
+    pipeline = Pipeline([Forgets()], schedule, comm, loss=dense.mean_squared)
+    x = np.ones((2, 3))
+    with pytest.raises(MpipipeError, match=r"returns \(output, saved\)"):
+        pipeline.step(*dense.placed(schedule, comm.rank, x, x))
+
+
+def test_a_loss_gradient_of_another_shape(comm):
+    schedule = gpipe(comm.size, 1)
+    pipeline = Pipeline([Identity()], schedule, comm, loss=lambda y, t: (1.0, np.ones(2)))
+    x = np.ones((2, 1))
+    with pytest.raises(MpipipeError, match="gradient of the loss does not match"):
+        pipeline.step(*dense.placed(schedule, comm.rank, x, x))

@@ -193,3 +193,37 @@ def check_sharded(mesh, kind, expected, loss, rows=9):
         for name in stage.gradients:
             np.testing.assert_allclose(stage.gradients[name], expected[name], rtol=1e-10, atol=1e-13, err_msg=name)
     ring.close()
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_many_copies_of_one_parameter_have_the_same_bits_for_every_cut(comm, chunks):
+    """The sum over five tied copies is taken in the order of the stages, wherever they lie."""
+    x, t = np.random.default_rng(0).normal(size=(2, 6, 8)).astype(np.float32)
+
+    def run(group, schedule):
+        layers = [nn.Linear(8, 8, bias=False, tie="w" if number % 5 < 3 else None) for number in range(12)]
+        parts = partition([1] * 12, schedule.stages)
+        cuts = [parts[number] for number in schedule.stages_of(group.rank)]
+        stages = [nn.Stage(layers[start:stop], first=start, seed=1) for start, stop in cuts]
+        with Pipeline(stages, schedule, group, loss=nn.mean_squared_error) as pipeline:
+            pipeline.step(*dense.placed(schedule, group.rank, x, t))
+        return {name: stage.gradients[name].tobytes() for stage in stages for name in stage.gradients}
+
+    alone = parts_of(comm, 1)
+    expected = run(alone, gpipe(1, 3))
+    alone.Free()
+    found = run(comm, dense.build("looped_bfs", comm.size, chunks, 3))
+    assert found == {name: expected[name] for name in found}
+
+
+def test_dropout_is_off_in_evaluate_and_forward(comm):
+    schedule = dense.build("one_f_one_b", comm.size, 1, 3)
+    mine = dense.placed(schedule, comm.rank, *text(6))
+    values = []
+    for dropout in (0.0, 0.5):
+        stages = build(schedule, comm.rank, dropout=dropout)
+        with Pipeline(stages, schedule, comm, loss=nn.softmax_cross_entropy) as pipeline:
+            before = pipeline.evaluate(*mine)
+            trained = pipeline.step(*mine).loss
+            values.append((before, pipeline.evaluate(*mine), trained))
+    assert values[0][:2] == values[1][:2] and values[0][2] != values[1][2]

@@ -25,7 +25,7 @@ def run(
     """
 
     def work():
-        runtime.limit_blas_threads()
+        runtime.prepare_process()
         sys.argv = [target, *(arguments or [])]
         if module:
             sys.path[0] = os.getcwd()

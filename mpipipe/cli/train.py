@@ -23,7 +23,7 @@ def train(config=None, **flags):
     """
 
     def work():
-        runtime.limit_blas_threads()
+        runtime.prepare_process()
         with share.together(runtime.world()):
             chosen = TrainConfig.load(config, **{name: value for name, value in flags.items() if value != []})
         run_training(chosen, GPT)

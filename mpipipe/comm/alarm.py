@@ -7,6 +7,7 @@ travel on communicators of their own.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -14,8 +15,10 @@ import time
 import numpy as np
 
 from mpipipe.comm import runtime
-from mpipipe.errors import PeerError
+from mpipipe.errors import PeerError, StallError
 
+logger = logging.getLogger("mpipipe")
+WARNING_SECONDS = 60
 NOTE_BYTES = 4096
 FAILED = -1
 SPIN_POLLS = 100  # poll so often at once: some tens of microseconds, the time of a small message
@@ -105,8 +108,13 @@ def _open() -> list[Alarm]:
     return _local.alarms
 
 
-def wait(request):
-    """Return once `request` tests true; raise PeerError when a note of failure comes first, on any alarm."""
+def wait(request, what=None):
+    """Return once `request` tests true.
+
+    Raises PeerError when a note of failure comes first, on any alarm, and StallError after MPIPIPE_TIMEOUT seconds where
+    that is set. `what` is what the rank waits for, as text or something with a text, for the warning after a minute and
+    for that error.
+    """
     test = request.Test
     for _ in range(SPIN_POLLS):
         if test():
@@ -117,7 +125,17 @@ def wait(request):
         if test():
             return
         os.sched_yield()
+    warned, limit = False, runtime.integer_setting("MPIPIPE_TIMEOUT", 0)
     while not test():
         for alarm in alarms:
             alarm.listen()
+        waited = time.perf_counter() - start
+        if limit and waited > limit:
+            raise StallError(
+                f"nothing came within {limit} s", found=f"waiting for {what or 'other ranks'}",
+                remedy="look at what the other ranks do; MPIPIPE_TIMEOUT sets this limit",
+            )
+        if waited > WARNING_SECONDS and not warned:
+            warned = True
+            logger.warning("%s has waited %d s for %s", runtime.whoami(), WARNING_SECONDS, what or "other ranks")
         time.sleep(PAUSE_SECONDS)

@@ -79,7 +79,9 @@ def _end_job(comm, error: BaseException):
     code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
     if getattr(error, "echo", False):
         # the rank with the cause ends the job before this is over; where it cannot, the lowest other rank does
-        time.sleep(GRACE + STAGGER * comm.rank)
+        time.sleep(2 * GRACE + STAGGER * comm.rank)
+    else:
+        time.sleep(min(1.0, 0.05 * comm.rank))  # where several have a cause, the lowest reports
     _write(_report(error, _heading(comm)))
     comm.Abort(code)
 

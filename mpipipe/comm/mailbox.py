@@ -29,6 +29,14 @@ class Envelope(NamedTuple):
     header: tuple[int, int]
     data: tuple[int, int]
 
+    def __str__(self):
+        kind = ("activation", "gradient")[self.direction]
+        channel, tag = self.data
+        return (
+            f"the {kind} of micro-batch {self.microbatch} over edge {self.edge} from rank {self.peer} "
+            f"(channel {channel}, tag {tag})"
+        )
+
 
 class Mailbox:
     """All messages of one pipeline on one rank.
@@ -45,7 +53,7 @@ class Mailbox:
         self.transport = transport
         self.slots: dict = defaultdict(list)  # (shape, dtype) -> free buffers
         self.outgoing: deque = deque()  # (request, array), oldest first; keeps the array alive
-        self.posted: deque = deque()  # (arrays, lease, requests), in the order of `incoming`
+        self.posted: deque = deque()  # (arrays, lease, requests, envelope), in the order of `incoming`
         self.incoming: list = []
         self.next = 0
         self.bytes_sent: dict = defaultdict(int)  # (edge, direction) -> bytes of data since `expect`
@@ -53,7 +61,7 @@ class Mailbox:
     def itinerary(self, envelopes, leaves):
         """What `expect` takes: for each envelope, in order, the (shape, dtype) of its arrays, looked up once."""
         return [
-            (envelope.peer, *envelope.data, [(self.slots[leaf], *leaf) for leaf in shapes])
+            (envelope, [(self.slots[leaf], *leaf) for leaf in shapes])
             for envelope, shapes in zip(envelopes, leaves)
         ]
 
@@ -67,7 +75,8 @@ class Mailbox:
     def _post_next(self):
         if self.next == len(self.incoming):
             return
-        peer, channel, tag, leaves = self.incoming[self.next]
+        envelope, leaves = self.incoming[self.next]
+        peer, _, _, _, _, (channel, tag) = envelope
         self.next += 1
         arrays, lease, requests = [], [], []
         for free, shape, kind in leaves:
@@ -75,21 +84,21 @@ class Mailbox:
             arrays.append(array)
             lease.append((free, array))
             requests.append(self.transport.irecv(array, peer, channel, tag))
-        self.posted.append((arrays, lease, requests))
+        self.posted.append((arrays, lease, requests, envelope))
 
     def take(self):
         """The arrays of the next expected message, and their lease."""
-        arrays, lease, requests = self.posted.popleft()
+        arrays, lease, requests, envelope = self.posted.popleft()
         for request in requests:
             if not request.Test():
-                wait(request)
+                wait(request, envelope)
         self._post_next()
         return arrays, lease
 
     def take_header(self, envelope: Envelope) -> bytes:
         """The header of a message whose shapes are not known yet."""
         header = np.empty(HEADER_BYTES, np.uint8)
-        wait(self.transport.irecv(header, envelope.peer, *envelope.header))
+        wait(self.transport.irecv(header, envelope.peer, *envelope.header), envelope)
         return header.tobytes().rstrip(b"\0")
 
     def take_unknown(self, envelope: Envelope, leaves):
@@ -144,7 +153,7 @@ class Mailbox:
         while self.outgoing:
             request, _ = self.outgoing[0]
             if not request.Test():
-                wait(request)
+                wait(request, "a send to be received")
             self.outgoing.popleft()
 
     def forget(self):
@@ -153,7 +162,7 @@ class Mailbox:
 
     def cancel(self):
         """Withdraw posted receives after a failure; the pipeline cannot be used any more."""
-        for _, _, requests in self.posted:
+        for _, _, requests, _ in self.posted:
             for request in requests:
                 request.Cancel()
         self.posted.clear()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from mpipipe.comm import runtime
-from mpipipe.errors import ArgumentError
+from mpipipe.comm import runtime, share
+from mpipipe.errors import ArgumentError, MismatchError, MpipipeError
 
 
 class Coordinates(NamedTuple):
@@ -37,8 +37,12 @@ class Mesh:
 
     def __init__(self, comm=None, pipe: int = 1, seq: int = 1, data: int | None = None):
         parent = runtime.resolve(comm)
-        self.shape = _extents(parent.size, pipe, seq, data)
         self.comm = parent.Dup()
+        try:
+            self.shape = _agreed_extents(self.comm, pipe, seq, data)
+        except MpipipeError:
+            self.comm.Free()
+            raise
         self.comm.Set_name("mpipipe mesh")
         self.rank = self.comm.rank
         self.coords = self.coords_of(self.rank)
@@ -77,6 +81,24 @@ class Mesh:
     def __exit__(self, kind, error, trace):
         if kind is None:  # freeing is collective: after an error the other ranks would be waited for in vain
             self.close()
+
+
+def _agreed_extents(comm, pipe, seq, data) -> Coordinates:
+    """The same extents on every rank, or the same error."""
+    error = shape = None
+    try:
+        shape = _extents(comm.size, pipe, seq, data)
+    except MpipipeError as caught:
+        error = caught
+    shapes = share.agree(comm, error, shape)
+    for rank, other in enumerate(shapes):
+        if other != shapes[0]:
+            problem = MismatchError(
+                "ranks were given different extents of a mesh", rank=rank, found=tuple(other),
+                expected=f"{tuple(shapes[0])}, as on rank 0 (pipe, data, seq)",
+            )
+            share.raise_everywhere(comm.rank, [(0, problem)])
+    return shapes[0]
 
 
 def _extents(size: int, pipe: int, seq: int, data: int | None) -> Coordinates:

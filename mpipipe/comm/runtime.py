@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import socket
 import sys
 
 from mpipipe.errors import ArgumentError, BackendError, LaunchError
@@ -86,6 +87,13 @@ def in_place(comm):
     """The marker for in-place collectives on `comm`."""
     own = getattr(comm, "IN_PLACE", None)
     return own if own is not None else mpi().IN_PLACE
+
+
+def whoami() -> str:
+    """This process, for texts that other ranks read: its world rank where MPI runs, and its host."""
+    mpi4py = sys.modules.get("mpi4py.MPI")
+    rank = "a rank" if mpi4py is None else f"world rank {mpi4py.COMM_WORLD.rank}"
+    return f"{rank} on {socket.gethostname()}"
 
 
 def finalized(comm) -> bool:

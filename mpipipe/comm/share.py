@@ -31,7 +31,7 @@ def raise_everywhere(rank: int, failed):
     origin, problem = failed[0]
     if problem.rank is None:
         problem.rank = ", ".join(str(r) for r, other in failed if str(other) == str(problem))
-    problem.echo = rank != origin
+    problem.echo = problem.echo or rank != origin
     raise problem
 
 

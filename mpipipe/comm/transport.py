@@ -64,6 +64,11 @@ def check_sendable(array):
         raise ArgumentError("not an array", found=type(array).__name__, expected="numpy.ndarray")
     if array.dtype.hasobject:
         raise ArgumentError("an object array", found=f"dtype {array.dtype}", expected="a numeric dtype")
+    if not array.dtype.isnative:
+        raise ArgumentError(
+            "an array in the byte order of another machine", found=f"dtype {array.dtype}", expected="native byte order",
+            remedy="pass x.astype(x.dtype.newbyteorder('='))",
+        )
     if not array.flags.c_contiguous:
         raise ArgumentError(
             "an array that is not C-contiguous",

@@ -40,12 +40,14 @@ def clip_by_global_norm(stages: Sequence[Stage], max_norm: float, comm=None, ski
     reports = [report] if comm is None else comm.allgather(report)
     for rank, (_, culprit) in enumerate(reports):
         if culprit is not None:
-            raise NonFiniteError(
+            error = NonFiniteError(
                 f"the gradient of parameter {culprit[1]} is not finite",
                 rank=None if comm is None else rank,
                 stage=culprit[0],
                 remedy="lower the learning rate, lengthen the warm-up, or look for bad data in this step",
             )
+            error.echo = comm is not None and comm.rank != rank
+            raise error
     norm = math.sqrt(math.fsum(square for squares, _ in reports for square in squares))
     if norm > max_norm:
         for stage in stages:

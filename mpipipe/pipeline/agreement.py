@@ -1,4 +1,4 @@
-"""All ranks agree on a step before they take it: one small all-gather over the pipe, one over the replicas."""
+"""All ranks agree on a call before they take part in it: one small all-gather over the pipe, one over the replicas."""
 
 from __future__ import annotations
 
@@ -8,28 +8,29 @@ from typing import NamedTuple
 import numpy as np
 
 from mpipipe.comm.alarm import wait
-from mpipipe.comm.share import raise_everywhere
 from mpipipe.errors import ArgumentError, MismatchError, MpipipeError
 from mpipipe.pipeline.microbatches import flatten
 
-MODES = ("step", "evaluate", "forward")
-
-
-class Agreed(NamedTuple):
-    """What the ranks found out about each other."""
-
-    signature: int  # of the inputs: the same inputs' shapes give the same number
-    microbatches: int
-    total_rows: int  # over all replicas
+CALLS = ("step", "evaluate", "forward", "durations", "close")
 
 
 class Batch(NamedTuple):
     """What this rank knows of the batch; zeros where it holds neither inputs nor targets."""
 
-    signature: int = 0
+    signature: int = 0  # the same for inputs of the same shapes
     rows: int = 0
     target_rows: int = 0
     microbatches: int = 0
+    listed: int = 0  # whether the inputs came as a list of micro-batches
+
+
+class Agreed(NamedTuple):
+    """What the ranks found out about the batch."""
+
+    signature: int
+    microbatches: int
+    listed: bool
+    total_rows: int  # over all replicas
 
 
 def signature_of(batch) -> int:
@@ -44,7 +45,7 @@ def signature_of(batch) -> int:
 
 
 class Agreement:
-    """The collective at the start of each step.
+    """The collective at the start of each call.
 
     Parameters
     ----------
@@ -54,56 +55,66 @@ class Agreement:
 
     def __init__(self, pipe, replicas):
         self.pipe, self.replicas = pipe, replicas
-        self.calls = 0
-        self.table = np.zeros((pipe.size, 7), np.int64)
-        self.replica_table = np.zeros((replicas.size if replicas else 1, 3), np.int64)
+        self.count = 0
+        self.table = np.zeros((pipe.size, 3 + len(Batch._fields)), np.int64)
+        self.replica_table = np.zeros((replicas.size if replicas else 1, 4), np.int64)
 
-    def reach(self, mode: str, batch: Batch, error: Exception | None) -> Agreed:
-        """Agree on one step; raises the same error on every rank when a rank has one or when they differ."""
-        self.calls += 1
-        facts = np.array([error is not None, MODES.index(mode), self.calls, *batch], np.int64)
-        wait(self.pipe.Iallgather(facts, self.table))
+    def reach(self, call: str, batch: Batch, error: Exception | None) -> tuple[Agreed, MpipipeError | None]:
+        """What was agreed, and the error that every rank is to raise, or None.
+
+        An error that some rank brings, calls of different methods, and inputs and targets of different rows are such
+        errors; the ranks are in step after them.
+        """
+        self.count += 1
+        number = CALLS.index(call)
+        wait(self.pipe.Iallgather(np.array([error is not None, number, self.count, *batch], np.int64), self.table))
         table = self.table.tolist()
+        signature, rows, target_rows, microbatches, listed = (max(column) for column in list(zip(*table))[3:])
         failed = any(row[0] for row in table) or any(row[1:3] != table[0][1:3] for row in table)
-        signature, rows, target_rows, microbatches = (max(column) for column in list(zip(*table))[3:])
         failed = failed or (target_rows > 0 and target_rows != rows)
+        total = rows
         if self.replicas is not None:
-            facts = np.array([failed, MODES.index(mode), rows], np.int64)
-            wait(self.replicas.Iallgather(facts, self.replica_table))
+            wait(self.replicas.Iallgather(np.array([failed, number, self.count, rows], np.int64), self.replica_table))
             others = self.replica_table.tolist()
-            failed = any(row[0] for row in others) or any(row[1] != others[0][1] for row in others)
-            rows = sum(row[2] for row in others)
-        if failed:
-            self._explain(mode, error, rows, target_rows)
-        return Agreed(signature, microbatches, rows)
+            failed = any(row[0] for row in others) or any(row[1:3] != others[0][1:3] for row in others)
+            total = sum(row[3] for row in others)
+        problem = self._explain(call, error, rows, target_rows) if failed else None
+        return Agreed(signature, microbatches, bool(listed), total), problem
 
-    def _explain(self, mode, error, rows, target_rows):
-        """The slow path: exchange what went wrong in words, and raise it everywhere."""
+    def _explain(self, call, error, rows, target_rows) -> MpipipeError:
+        """The slow path: exchange what went wrong in words; the same error on every rank."""
         if error is not None and not isinstance(error, MpipipeError):
             error = ArgumentError(f"{type(error).__name__}: {error}")
         if error is not None and error.rank is None:
             error.rank = self.pipe.rank
-        entries = self.pipe.allgather((error, mode, self.calls))
+        mine = error, f"{call} (call {self.count})", target_rows if target_rows not in (0, rows) else 0, rows
+        entries = self.pipe.allgather(mine)
         me = self.pipe.rank
         if self.replicas is not None:
-            blocks = self.replicas.allgather(entries)
+            entries = [entry for block in self.replicas.allgather(entries) for entry in block]
             me += self.replicas.rank * self.pipe.size
-            entries = [entry for block in blocks for entry in block]
-        failed = [(rank, problem) for rank, (problem, _, _) in enumerate(entries) if problem is not None]
-        if not failed and target_rows > 0 and target_rows != rows:
-            problem = MismatchError(
-                "inputs and targets have different numbers of rows",
-                found=f"{target_rows} rows of targets", expected=f"{rows}, as the inputs have",
-            )
-            failed = [(0, problem)]
-        elif not failed:
-            modes = [f"{kind} (call {calls})" for _, kind, calls in entries]
-            other = next(index for index, kind in enumerate(modes) if kind != modes[0])
-            problem = MismatchError(
+        origin, problem = _first_problem(entries)
+        problem.echo = me != origin
+        return problem
+
+
+def _first_problem(entries):
+    """(index of the rank that reports, error) from (error, call, rows of targets that differ, rows) of every rank."""
+    for index, (problem, *_) in enumerate(entries):
+        if problem is not None:
+            return index, problem
+    calls = [call for _, call, _, _ in entries]
+    for index, call in enumerate(calls):
+        if call != calls[0]:
+            return 0, MismatchError(
                 "ranks call different methods of the pipeline",
-                found=f"rank {other}: {modes[other]}",
-                expected=f"rank 0: {modes[0]}",
-                remedy="call step, evaluate and forward on all ranks, in the same order",
+                found=f"rank {index}: {call}",
+                expected=f"rank 0: {calls[0]}",
+                remedy="call step, evaluate, forward, durations and close on all ranks, in the same order",
             )
-            failed = [(0, problem)]
-        raise_everywhere(me, failed)
+    index, (_, _, target_rows, rows) = next((i, entry) for i, entry in enumerate(entries) if entry[2])
+    return index, MismatchError(
+        "inputs and targets have different numbers of rows",
+        found=f"{target_rows} rows of targets",
+        expected=f"{rows}, as the inputs have",
+    )

@@ -16,6 +16,7 @@ import numpy as np
 from mpipipe import arrays
 from mpipipe.comm.reduce import PendingSum
 from mpipipe.errors import ArgumentError, MpipipeError, NonFiniteError, PeerError, StageError
+from mpipipe.nn import Stage
 from mpipipe.pipeline.microbatches import Wire, flatten, unflatten
 
 NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
@@ -53,7 +54,9 @@ class Executor:
     def __init__(self, rank, stages, mailbox, loss, recompute, replicas):
         self.rank, self.stages, self.mailbox, self.loss = rank, stages, mailbox, loss
         self.recompute, self.replicas = recompute, replicas
-        self.positions = [getattr(stage, "position", None) for stage in stages]
+        # the losses of this package return a gradient that nobody else holds; a user's may return any array
+        self.owns_gradient = getattr(loss, "__module__", "").startswith("mpipipe.")
+        self.positions = [stage.position if isinstance(stage, Stage) else None for stage in stages]
         self.actions = {"F": self._forward, "B": self._backward, "I": self._input_gradient, "W": self._weight_gradient}
         self.clock: dict = defaultdict(lambda: [0.0, 0])
         self.recorder = None
@@ -87,6 +90,9 @@ class Executor:
                 f"{NAMES[step.op]} raised {type(error).__name__}: {error}",
                 rank=self.rank, stage=step.stage, microbatch=step.microbatch,
             ) from error
+        except BaseException as error:  # SystemExit, KeyboardInterrupt: the place goes to the other ranks
+            error.place = f"rank {self.rank}, stage {step.stage}, micro-batch {step.microbatch}, {NAMES[step.op]}"
+            raise
         return self.outcome
 
     def _place(self, error, step):
@@ -111,7 +117,13 @@ class Executor:
         position = self.positions[step.chunk]
         if position is not None:
             position.microbatch = microbatch
-        y, saved = stage.forward(x)
+        result = stage.forward(x)
+        if type(result) is not tuple or len(result) != 2:
+            raise ArgumentError(
+                "the forward of a stage returns (output, saved)", found=type(result).__name__, expected="a tuple of two",
+                remedy="return (y, None) where nothing is saved",
+            )
+        y, saved = result
         if step.last and job.targets is not None:
             self._evaluate_loss(step, y, job.targets[microbatch])
         self._count(step, start)
@@ -139,7 +151,7 @@ class Executor:
             )
         self.outcome.losses[microbatch] = value
         if job.training:
-            self.seeds[microbatch] = _weighted(gradient, job.weights[microbatch], y)
+            self.seeds[microbatch] = _weighted(gradient, job.weights[microbatch], y, self.owns_gradient)
 
     def _backward(self, step):
         stage = self.stages[step.chunk]
@@ -264,16 +276,24 @@ class Executor:
             self.sums[0].Test()
 
 
-def _weighted(gradient, weight, output):
-    """The loss gradient times the micro-batch's share of the batch; in place where it has memory of its own."""
+def _weighted(gradient, weight, output, own):
+    """The loss gradient times the micro-batch's share of the batch; in place where `own`."""
     leaves, structure = flatten(gradient)
-    outputs, _ = flatten(output)
+    outputs, expected = flatten(output)
+    if structure != expected:
+        raise ArgumentError("the gradient of the loss has another structure than the output", found=structure,
+                            expected=expected)
     scaled: list = []
-    for leaf in leaves:
-        if leaf is None or not arrays.is_floating(leaf.dtype):
+    for leaf, like in zip(leaves, outputs):
+        if not arrays.is_floating(like.dtype):
             scaled.append(None)  # an integer output has no gradient
             continue
-        own = leaf.flags.writeable and not any(np.may_share_memory(leaf, other) for other in outputs)
+        if leaf is None or leaf.shape != like.shape or leaf.dtype != like.dtype:
+            raise ArgumentError(
+                "the gradient of the loss does not match the output",
+                found="None" if leaf is None else f"{leaf.dtype.name}{list(leaf.shape)}",
+                expected=f"{like.dtype.name}{list(like.shape)}",
+            )
         scaled.append(np.multiply(leaf, weight, out=leaf if own else None))
     return unflatten(scaled, structure)
 

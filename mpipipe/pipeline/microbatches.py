@@ -22,6 +22,8 @@ def flatten(tree):
     if isinstance(tree, tuple):
         return list(tree), len(tree)
     if isinstance(tree, dict):
+        if not all(isinstance(key, str) for key in tree):
+            raise ArgumentError("the keys of a dict of arrays", found=list(tree), expected="strings")
         return list(tree.values()), tuple(tree)
     raise ArgumentError(
         "neither an array nor a tuple or dict of arrays",
@@ -104,7 +106,7 @@ def merge(pieces: list):
 class Wire:
     """What travels over an edge for one micro-batch: structure, (shape, dtype) of each leaf, which have gradients."""
 
-    __slots__ = ("structure", "leaves", "floating", "gradients")
+    __slots__ = ("floating", "gradients", "leaves", "structure")
 
     def __init__(self, structure, leaves):
         self.structure = structure
@@ -127,7 +129,7 @@ class Wire:
         """Whether `tree` is what this wire carries and can be sent as it is."""
         if self.structure is None:  # the common case, on the hot path
             (shape, kind), = self.leaves
-            return type(tree) is np.ndarray and tree.shape == shape and tree.dtype == kind and tree.flags.c_contiguous
+            return isinstance(tree, np.ndarray) and tree.shape == shape and tree.dtype == kind and tree.flags.c_contiguous
         return Wire.of(tree) == self
 
     def __str__(self):

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-import socket
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 
 import numpy as np
 
-from mpipipe.comm import departure, runtime, share
+from mpipipe.comm import departure, runtime
 from mpipipe.comm.alarm import Alarm, wait
 from mpipipe.comm.mailbox import Mailbox
 from mpipipe.comm.reduce import PendingSum
 from mpipipe.comm.tags import Tags
 from mpipipe.comm.transport import HostTransport
-from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, PeerError
+from mpipipe.errors import ArgumentError, MpipipeError, PeerError
 from mpipipe.nn import Stage
 from mpipipe.pipeline.agreement import Agreement, Batch, signature_of
-from mpipipe.pipeline.arguments import check_arguments, check_present, describe
+from mpipipe.pipeline.arguments import check_present
+from mpipipe.pipeline.construction import agree_on_construction
 from mpipipe.pipeline.executor import Executor, Job
 from mpipipe.pipeline.microbatches import merge, rows_of, split
 from mpipipe.pipeline.plan import Plan
 from mpipipe.pipeline.ties import Ties
 from mpipipe.schedules import Costs, Schedule
 
-KNOWN_SHAPES = 256  # input signatures whose message shapes are remembered
+KNOWN_SHAPES = 32  # input signatures whose message shapes are remembered, and buffers kept
 
 
 @dataclass(frozen=True)
@@ -52,13 +53,17 @@ class Pipeline:
     stages : this rank's stages, one for each of its logical stages in `schedule.placement`, in rising order. A stage
         has `forward(x) -> (y, saved)` and `backward(dy, saved) -> dx`; schedules that split the backward need
         `backward_input(dy, saved) -> (dx, pending)` and `backward_weight(pending)` as well. x, y: an array, or a tuple
-        or dict of arrays. A stage may keep x until its backward, and must not write to x or dy.
+        or dict of arrays. A stage may keep x until its backward, must not write to x or dy, and must not use the
+        memory of y or dx again within the step: they are sent from where they lie. To take part in replicas a stage
+        has `gradients`: an object whose `flat` is one contiguous array of all gradients, zeroed at the start of each
+        step and summed at its end, or None.
     schedule : what `mpipipe.schedules` makes or reads; it is checked here, before the first message
     comm : communicator with one rank for each rank of the schedule; None means COMM_WORLD. It is duplicated.
     loss : `loss(output, target) -> (value, doutput)`, needed on the rank of the last stage; value is the mean over the
-        micro-batch, doutput its gradient, which is then the pipeline's to overwrite
+        micro-batch, doutput its gradient, shaped as the output
     recompute : keep only the input of each stage, and run its forward again before its backward
-    replicas : communicator of the ranks with the same stages, over which gradients are summed; None for a single one
+    replicas : communicator of the ranks with the same stages and parameters, over which gradients are summed; None for
+        a single pipeline
 
     Collective, as are `step`, `evaluate`, `forward`, `durations` and `close`. Wrong or disagreeing arguments raise the
     same error on every rank; a failure inside a step raises on the rank where it happened (StageError,
@@ -78,49 +83,32 @@ class Pipeline:
         self.comm = comm.Dup()
         self.comm.Set_name("mpipipe pipeline")
         self.rank = self.comm.rank
-        self._constructed(stages, schedule, loss, recompute)
-        self.schedule = schedule
-        self.stages, self.loss = list(stages), loss
+        try:
+            ties = agree_on_construction(self.comm, replicas, stages, schedule, loss, recompute)
+        except MpipipeError:
+            self.comm.Free()
+            raise
+        self.schedule, self.stages, self.loss = schedule, list(stages), loss
         self.replicas = replicas.Dup() if replicas is not None and replicas.size > 1 else None
         numbers = schedule.stages_of(self.rank)
         self.alarm = Alarm([self.comm] if self.replicas is None else [self.comm, self.replicas])
         self.tags = Tags(schedule.placement, schedule.microbatches, runtime.tag_upper_bound(self.comm))
-        transport = HostTransport(self.comm, self.tags.channels, runtime.synchronous_sends())
-        self.mailbox = Mailbox(transport)
+        self.mailbox = Mailbox(HostTransport(self.comm, self.tags.channels, runtime.synchronous_sends()))
         self.agreement = Agreement(self.comm, self.replicas)
         self.executor = Executor(self.rank, self.stages, self.mailbox, loss, recompute, self.replicas)
         for stage, number in zip(self.stages, numbers):
-            _prepare(stage, number, self.executor.poll, self.replicas.rank if self.replicas else 0)
-        self.ties = Ties(self.comm, self.stages, numbers)
+            if isinstance(stage, Stage):
+                stage.index, stage.poll = number, self.executor.poll
+                stage.position.replica = self.replicas.rank if self.replicas else 0
+        self.ties = Ties(self.comm, self.stages, numbers, ties)
         self.plans = {"step": Plan(schedule, self.rank, self.tags)}
         self.known: dict = {}  # input signature -> wires
         self.itineraries: dict = {}  # (input signature, plan) -> itinerary
+        self.trains = any(action.op != "F" for action in schedule.orders[self.rank])
         self.steps_taken = 0
         self.elapsed = 0.0
         self.state = "open"
         departure.register(self, self._leave)
-
-    def _constructed(self, stages, schedule, loss, recompute):
-        """Check the arguments with all ranks; a wrong one raises everywhere."""
-        error = None
-        try:
-            check_arguments(stages, schedule, loss, self.comm)
-        except Exception as caught:
-            error = caught
-        facts = None if error else (schedule.fingerprint, schedule.microbatches, bool(recompute), schedule.name)
-        try:
-            everyone = share.agree(self.comm, error, facts)
-            for rank, other in enumerate(everyone):
-                if other[:3] != everyone[0][:3]:  # the name does not count: it may have come from a file
-                    raise MismatchError(
-                        "ranks were given different pipelines",
-                        rank=rank, found=describe(other), expected=f"{describe(everyone[0])}, as on rank 0",
-                        remedy="build the same schedule with the same arguments on every rank",
-                    )
-        except MpipipeError as caught:
-            caught.echo = caught.echo or (error is None and self.rank != 0)
-            self.comm.Free()
-            raise
 
     # -- what users call ----------------------------------------------------------------------------------------
 
@@ -136,46 +124,58 @@ class Pipeline:
 
         Gradients are zeroed first, and are those of the mean loss over all rows of all replicas. Returns StepResult.
         """
-        for stage in self.stages:
-            if hasattr(stage, "gradients"):
-                stage.gradients.flat.fill(0)
-        outcome, agreed, shares = self._call("step", inputs, targets)
-        losses = self._share_losses(outcome.losses, agreed.microbatches, shares)
-        start = perf_counter()
-        for pending in self.executor.sums:
-            wait(pending)
-        self.ties.sum_gradients()
-        self.elapsed += perf_counter() - start
-        self.steps_taken += 1
+        agreed, feeds, goals = self._agree("step", inputs, targets)
+        with self._failing():
+            for stage in self.stages:
+                if getattr(stage, "gradients", None) is not None:
+                    stage.gradients.flat.fill(0)
+            outcome, shares = self._run("step", feeds, goals, agreed)
+            loss, losses = self._share_losses(outcome.losses, agreed.microbatches, shares)
+            for pending in self.executor.sums:
+                wait(pending, "the sum of gradients over the replicas")
+            self.ties.sum_gradients()
+            self.steps_taken += 1
+        self.elapsed = perf_counter() - self.started
         grads = outcome.input_grads
-        ordered = [grads[m] for m in range(agreed.microbatches)] if grads else None
-        return StepResult(losses[0], losses[1], ordered)
+        return StepResult(loss, losses, [grads[m] for m in range(agreed.microbatches)] if grads else None)
 
     def evaluate(self, inputs, targets) -> float:
         """Mean loss of a batch, on every rank; nothing is kept. Arguments as for `step`.
 
         A batch with fewer rows than M is cut into as many micro-batches as it has rows.
         """
-        outcome, agreed, shares = self._call("evaluate", inputs, targets)
-        return self._share_losses(outcome.losses, agreed.microbatches, shares)[0]
+        agreed, feeds, goals = self._agree("evaluate", inputs, targets)
+        with self._failing():
+            outcome, shares = self._run("evaluate", feeds, goals, agreed)
+            loss, _ = self._share_losses(outcome.losses, agreed.microbatches, shares)
+        self.elapsed = perf_counter() - self.started
+        return loss
 
     def forward(self, inputs):
-        """Outputs of the last stage for a batch, put together along axis 0, on its rank; None on the others."""
-        outcome, agreed, _ = self._call("forward", inputs, None)
+        """Outputs of the last stage for a batch, on its rank; None on the others.
+
+        They are put together along axis 0, unless the inputs were a list of micro-batches: then they are one as well.
+        """
+        agreed, feeds, goals = self._agree("forward", inputs, None)
+        with self._failing():
+            outcome, _ = self._run("forward", feeds, goals, agreed)
+        self.elapsed = perf_counter() - self.started
         if not outcome.outputs:
             return None
-        return merge([outcome.outputs[m] for m in range(agreed.microbatches)])
+        pieces = [outcome.outputs[m] for m in range(agreed.microbatches)]
+        return pieces if agreed.listed else merge(pieces)
 
     def durations(self) -> Costs:
         """Mean measured seconds per stage over all training steps, for `schedules.simulate`; collective."""
-        mine = {key: total / count for key, (total, count) in self.executor.clock.items()}
-        seconds: dict = {}
-        for entry in share.agree(self.comm, None, mine):
-            seconds.update(entry)
-        columns = []
-        for ops in ("F", "BI", "W"):
-            columns.append([sum(seconds.get((op, stage), 0.0) for op in ops) for stage in range(self.schedule.stages)])
-        return Costs(forward=columns[0], input_grad=columns[1], weight_grad=columns[2])
+        self._agree("durations", None, None)
+        mine = np.zeros((3, self.schedule.stages))
+        for (op, stage), (total, count) in self.executor.clock.items():
+            mine["FBW".index("B" if op == "I" else op), stage] += total / count
+        everyone = np.zeros((self.comm.size, *mine.shape))
+        with self._failing():
+            wait(self.comm.Iallgather(mine, everyone), "the durations of all stages")
+        forward, input_grad, weight_grad = everyone.sum(0).tolist()
+        return Costs(forward=forward, input_grad=input_grad, weight_grad=weight_grad)
 
     @property
     def peak_activations(self) -> int:
@@ -204,15 +204,15 @@ class Pipeline:
     def close(self):
         """Free the communicators; collective, may be called twice. After a failure nothing collective is done."""
         if self.state == "open":
+            self._agree("close", None, None)
+            self.state = "closed"
+            departure.unregister(self)
             self.ties.close()
             self.mailbox.transport.close()
             self.alarm.close()
             if self.replicas is not None:
                 self.replicas.Free()
             self.comm.Free()
-        if self.state != "closed":
-            self.state = "closed"
-            departure.unregister(self)
 
     def __enter__(self):
         return self
@@ -225,36 +225,39 @@ class Pipeline:
 
     # -- one call -----------------------------------------------------------------------------------------------
 
-    def _call(self, mode, inputs, targets):
-        """Agree with the peers, run, and return (outcome, what was agreed, weight of each micro-batch or None)."""
-        self._check_usable()
-        start = perf_counter()
+    def _agree(self, call, inputs, targets):
+        """Agree with the peers on a call; returns (what was agreed, this rank's micro-batches of inputs, of targets)."""
+        if self.state != "open":
+            raise ArgumentError(
+                f"the pipeline is {self.state}", rank=self.rank,
+                remedy="start the job anew" if self.state == "failed" else "call step before close",
+            )
+        self.started = perf_counter()
         self.alarm.call += 1
         error = feeds = goals = None
         batch = Batch()
         try:
-            feeds, goals, batch = self._accept(mode, inputs, targets)
+            if call in ("step", "evaluate", "forward"):
+                feeds, goals, batch = self._accept(call, inputs, targets)
         except Exception as caught:
             error = caught
-        try:
-            agreed = self.agreement.reach(mode, batch, error)
-        except PeerError:
-            self._fail(None)
-            raise
-        try:
-            outcome, shares = self._run(mode, feeds, goals, agreed)
-        except BaseException as caught:
-            self._fail(caught)
-            raise
-        self.elapsed = perf_counter() - start
-        return outcome, agreed, shares
+        with self._failing():
+            agreed, problem = self.agreement.reach(call, batch, error)
+        if problem is not None:
+            raise problem
+        return agreed, feeds, goals
 
-    def _accept(self, mode, inputs, targets):
+    def _accept(self, call, inputs, targets):
         """Check and cut this rank's inputs and targets."""
         placement = self.schedule.placement
         first, last = placement[0] == self.rank, placement[-1] == self.rank
+        if call == "step" and not self.trains:
+            raise ArgumentError(
+                "a schedule without backward passes cannot train", found=self.schedule.name, expected="F, and B or I and W",
+                remedy="use evaluate or forward, or another schedule",
+            )
         check_present("inputs", inputs, first, f"rank {placement[0]}, which holds stage 0")
-        wants = last and mode != "forward"
+        wants = last and call != "forward"
         check_present("targets", targets, wants, f"rank {placement[-1]}, which holds the last stage")
         if wants and self.loss is None:
             raise ArgumentError(
@@ -264,35 +267,43 @@ class Pipeline:
         feeds = goals = None
         batch = Batch()
         if first:
-            feeds, rows = self._cut(mode, inputs)
-            batch = Batch(signature_of(inputs), rows, 0, len(feeds))
+            feeds, rows = self._cut(call, inputs)
+            batch = Batch(signature_of(inputs), rows, 0, len(feeds), isinstance(inputs, list))
         if wants:
-            goals, rows = self._cut(mode, targets)
+            goals, rows = self._cut(call, targets)
             batch = batch._replace(target_rows=rows)
         return feeds, goals, batch
 
-    def _cut(self, mode, batch):
+    def _cut(self, call, batch):
         microbatches = self.schedule.microbatches
-        if mode != "step" and not isinstance(batch, list):
+        if call != "step" and not isinstance(batch, list):
             microbatches = max(1, min(microbatches, rows_of(batch)))
         pieces = split(batch, microbatches)
         return pieces, sum(rows_of(piece) for piece in pieces) if isinstance(batch, list) else rows_of(batch)
 
-    def _run(self, mode, feeds, goals, agreed):
-        plan = self._plan(mode, agreed.microbatches)
+    def _run(self, call, feeds, goals, agreed):
+        """Run the plan of a call; returns (outcome, weight of each micro-batch or None)."""
+        plan = self._plan(call, agreed.microbatches)
         known = agreed.signature in self.known
+        if not known and len(self.known) == KNOWN_SHAPES:
+            self._forget_shapes()
         wires = self.known.get(agreed.signature, {})
         self.mailbox.expect(self._itinerary(plan, agreed.signature, wires) if known else [], plan.window)
-        training = mode == "step"
+        training = call == "step"
         shares = None if goals is None else [rows_of(goal) / agreed.total_rows for goal in goals]
         for position in self.executor.positions:
             if position is not None:
                 position.step, position.training = self.steps_taken, training
         outcome = self.executor.run(plan.steps, Job(training, feeds or [], goals, shares or [], wires, known))
         self.mailbox.flush()
-        if not known:
-            self._remember(agreed.signature, wires)
+        self.known[agreed.signature] = wires
         return outcome, shares
+
+    def _forget_shapes(self):
+        """Drop all known shapes and the buffers kept for them; every rank does so at the same call."""
+        self.known.clear()
+        self.itineraries.clear()
+        self.mailbox.forget()
 
     def _plan(self, mode, microbatches):
         key = "step" if mode == "step" else microbatches
@@ -310,43 +321,35 @@ class Pipeline:
             self.itineraries[key] = self.mailbox.itinerary(plan.receives, leaves)
         return self.itineraries[key]
 
-    def _remember(self, signature, wires):
-        """Keep the shapes of this signature; every rank keeps the same ones, and drops them at the same time."""
-        if len(self.known) == KNOWN_SHAPES:
-            self.known.clear()
-            self.itineraries.clear()
-            self.mailbox.forget()
-        self.known[signature] = wires
-
     def _share_losses(self, losses, microbatches, shares):
         """(mean loss over all replicas, list of this pipeline's losses), on every rank."""
-        start = perf_counter()
         table = np.zeros(microbatches + 1)
         if shares is not None:
             table[:-1] = [losses[m] for m in range(microbatches)]
             table[-1] = sum(share * losses[m] for m, share in enumerate(shares))
         if self.comm.size > 1:
-            wait(self.comm.Ibcast(table, self.schedule.placement[-1]))
+            wait(self.comm.Ibcast(table, self.schedule.placement[-1]), "the loss")
         total = table[-1:].copy()
         if self.replicas is not None:
-            wait(PendingSum(self.replicas, total))
-        self.elapsed += perf_counter() - start
+            wait(PendingSum(self.replicas, total), "the loss of the replicas")
         return float(total[0]), table[:-1].tolist()
 
     # -- failure ------------------------------------------------------------------------------------------------
 
-    def _check_usable(self):
-        if self.state != "open":
-            raise ArgumentError(
-                f"the pipeline is {self.state}", rank=self.rank,
-                remedy="make a new job" if self.state == "failed" else "call step before close",
-            )
+    @contextmanager
+    def _failing(self):
+        """Whatever is raised within ends the life of the pipeline, and is told to the peers."""
+        try:
+            yield
+        except BaseException as error:
+            self._fail(error)
+            raise
 
     def _fail(self, error):
-        """Tell the peers, once, and give up: messages of the broken step may still be under way."""
-        if error is not None and not isinstance(error, PeerError):
-            summary = str(error) or type(error).__name__
-            self.alarm.sound(f"rank {self.rank} ({socket.gethostname()}) failed: {type(error).__name__}: {summary}")
+        """Tell the peers, once, and give up: messages of the broken call may still be under way."""
+        if not isinstance(error, PeerError):
+            place = getattr(error, "place", f"rank {self.rank}")
+            self.alarm.sound(f"{place} ({runtime.whoami()}) failed: {type(error).__name__}: {error}")
         self.alarm.silence()
         self.mailbox.cancel()
         self.state = "failed"
@@ -355,11 +358,4 @@ class Pipeline:
     def _leave(self):
         """At the end of the script: peers that still call must not wait for this rank."""
         if self.state == "open" and not runtime.finalized(self.comm):
-            self.alarm.leave(f"rank {self.rank} ({socket.gethostname()}) left the job after call {self.alarm.call}")
-
-
-def _prepare(stage, number, poll, replica):
-    """Tell a stage of this package where it stands; stages of users are left alone."""
-    if isinstance(stage, Stage):
-        stage.index, stage.poll = number, poll
-        stage.position.replica = replica
+            self.alarm.leave(f"rank {self.rank} ({runtime.whoami()}) left the job after call {self.alarm.call}")

@@ -1,17 +1,54 @@
 """Parameters that stand in several places of a model (embedding and head): copies with one gradient.
 
 Every place keeps its own copy, so a stage computes without regard to its neighbours. The copies start equal, and after
-each step every copy gets the sum of all their gradients, so equal optimizer steps keep them equal. A copy has the
-same bits on one rank as on several: sums are taken in the order of the stages.
+each step every copy gets the sum of all their gradients, so equal optimizer steps keep them equal. The sum has the same
+bits on one rank as on several: it is taken in the order of the stages.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 
 from mpipipe.comm import share
 from mpipipe.comm.alarm import wait
 from mpipipe.errors import MismatchError
+from mpipipe.nn import Stage
+
+
+class Place(NamedTuple):
+    """One copy of a tied parameter, as every rank knows it."""
+
+    stage: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def tie_facts(stages, numbers) -> dict[str, list[Place]]:
+    """Tie key -> places on this rank, in the order of the stages."""
+    facts: dict[str, list[Place]] = {}
+    for stage, number in zip(stages, numbers):
+        if isinstance(stage, Stage):
+            for key, names in stage.ties.items():
+                arrays = [(name, stage.parameters[name]) for name in names]
+                facts.setdefault(key, []).extend(Place(number, n, a.shape, a.dtype.name) for n, a in arrays)
+    return facts
+
+
+def check_ties(table: list[dict[str, list[Place]]]):
+    """Raise MismatchError where copies of one parameter differ in shape or dtype; `table` has every rank's facts."""
+    for key in sorted({key for facts in table for key in facts}):
+        first, *others = sorted(place for facts in table for place in facts.get(key, []))
+        for place in others:
+            if (place.shape, place.dtype) != (first.shape, first.dtype):
+                raise MismatchError(
+                    f"tied parameters {key!r} differ",
+                    stage=place.stage,
+                    found=f"{place.name}: {place.dtype}{list(place.shape)}",
+                    expected=f"{first.dtype}{list(first.shape)}, as {first.name} of stage {first.stage}",
+                )
 
 
 class Ties:
@@ -20,80 +57,63 @@ class Ties:
     Parameters
     ----------
     comm : the pipe's private communicator; the constructor is collective
-    stages : this rank's stages; those without the attribute `ties` have none
-    numbers : their logical numbers
+    stages, numbers : this rank's stages and their logical numbers
+    table : tie facts of every rank of `comm`
     """
 
-    def __init__(self, comm, stages, numbers):
-        mine: dict = {}
-        for stage, number in zip(stages, numbers):
-            for key, names in getattr(stage, "ties", {}).items():
-                mine.setdefault(key, []).extend((number, stage, name) for name in names)
-        facts = {
-            key: [(number, name, stage.parameters[name].shape, stage.parameters[name].dtype.name)
-                  for number, stage, name in members]
-            for key, members in mine.items()
-        }
-        table = share.agree(comm, None, facts)
+    def __init__(self, comm, stages, numbers, table):
+        owner = dict(zip(numbers, stages))
         self.groups = []
-        for key in sorted({key for entry in table for key in entry}):
-            everyone = sorted(member for entry in table for member in entry.get(key, []))
-            if len(everyone) > 1:
-                _check_alike(key, everyone)
-                self._join(comm, mine.get(key, []), everyone, sum(key in entry for entry in table))
-
-    def _join(self, comm, members, everyone, ranks):
-        """Make the group of one key, and start all copies from the first one's values."""
-        group = None
-        if ranks > 1:
-            group = comm.Split(0 if members else 1, everyone.index(_fact(members[0])) if members else comm.rank)
-            if not members:
-                group.Free()
-                return
-        elif not members:
-            return
-        first = members[0][1].parameters[members[0][2]]
-        values = first if group is None else share.broadcast(group, first)
-        for number, stage, name in members:
-            stage.parameters[name][...] = values
-            if (number, name) != everyone[0][:2]:
-                stage.tied_copies.add(name)
-        self.groups.append((group, [stage.gradients[name] for _, stage, name in members]))
+        for key in sorted({key for facts in table for key in facts}):
+            places = [facts.get(key, []) for facts in table]
+            if sum(map(len, places)) > 1:
+                group = comm.Split(0 if places[comm.rank] else 1, comm.rank)
+                if places[comm.rank]:
+                    members = [place for place in places if place]
+                    self.groups.append(_Group(group, members, owner))
+                else:
+                    group.Free()
 
     def sum_gradients(self):
         """Give every copy the sum of all copies' gradients."""
-        for group, gradients in self.groups:
-            total = gradients[0].copy()
-            for gradient in gradients[1:]:
-                total += gradient
-            if group is not None:
-                parts = np.empty((group.size, *total.shape), total.dtype)
-                wait(group.Iallgather(total, parts))
-                total = parts[0]
-                for part in parts[1:]:
-                    total += part
-            for gradient in gradients:
-                gradient[...] = total
+        for group in self.groups:
+            group.sum_gradients()
 
     def close(self):
         """Free the communicators; collective over each group."""
-        for group, _ in self.groups:
-            if group is not None:
-                group.Free()
+        for group in self.groups:
+            group.comm.Free()
         self.groups = []
 
 
-def _fact(member):
-    number, stage, name = member
-    return (number, name, stage.parameters[name].shape, stage.parameters[name].dtype.name)
+class _Group:
+    """The copies of one parameter: `members` has the places of each rank of `comm`."""
 
+    def __init__(self, comm, members, owner):
+        self.comm = comm
+        mine = members[comm.rank]
+        self.gradients = [owner[place.stage].gradients[place.name] for place in mine]
+        found = [(place.stage, index, rank) for rank, places in enumerate(members) for index, place in enumerate(places)]
+        self.order = [(rank, index) for _, index, rank in sorted(found)]  # of all copies, as they stand in the model
+        self.most = max(map(len, members))
+        root, index = self.order[0]
+        first = members[root][index]
+        start = owner[first.stage].parameters[first.name] if comm.rank == root else None
+        values = share.broadcast(comm, start, root)
+        for place in mine:
+            owner[place.stage].parameters[place.name][...] = values
+            if place != first:
+                owner[place.stage].tied_copies.add(place.name)
 
-def _check_alike(key, everyone):
-    for number, name, shape, kind in everyone[1:]:
-        if (shape, kind) != everyone[0][2:]:
-            raise MismatchError(
-                f"tied parameters {key!r} differ",
-                stage=number,
-                found=f"{name}: {kind}{list(shape)}",
-                expected=f"{everyone[0][3]}{list(everyone[0][2])}, as {everyone[0][1]} of stage {everyone[0][0]}",
-            )
+    def sum_gradients(self):
+        shape = self.gradients[0].shape
+        own = np.zeros((self.most, *shape), self.gradients[0].dtype)
+        own[: len(self.gradients)] = self.gradients
+        everyone = np.empty((self.comm.size, *own.shape), own.dtype)
+        wait(self.comm.Iallgather(own, everyone), "the gradients of tied parameters")
+        first, *others = self.order
+        total = everyone[first]
+        for place in others:
+            total += everyone[place]
+        for gradient in self.gradients:
+            gradient[...] = total

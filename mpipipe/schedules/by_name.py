@@ -18,7 +18,7 @@ SEVERAL_STAGES = {
 }
 
 
-def by_name(name: str, ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
+def by_name(name: str, *, ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
     """The schedule `name`, which is the name of its function.
 
     Parameters
