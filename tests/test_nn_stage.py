@@ -149,3 +149,10 @@ def test_wrong_arguments_are_refused():
         nn.Stage([], device="cuda")
     with pytest.raises(ArgumentError, match="not a layer"):
         nn.Stage([nn.Gelu])
+
+
+def test_integers_only_where_the_first_layer_takes_them():
+    ids = np.zeros((2, 3), np.int64)
+    nn.Stage([nn.Sequential([nn.Embedding(4, 3)])]).forward(ids)
+    with pytest.raises(ArgumentError, match="wrong dtype"):
+        nn.Stage([nn.Residual(nn.Linear(3, 3))]).forward(ids)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mpipipe import schedules
@@ -14,7 +15,7 @@ README = (Path(__file__).parent.parent / "README.md").read_text()
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_example_runs_as_written(launch, mpi_tmp_path, ranks):
-    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    example = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0]
     assert len([line for line in example.splitlines() if line.strip()]) <= 25
     script = mpi_tmp_path / "example.py"
     script.write_text(example)
@@ -55,3 +56,17 @@ def test_bubbles_and_peaks_of_the_table(ranks, microbatches):
         assert facts(schedules.interleaved_1f1b(p, v, m)) == (full, peaks)
         assert facts(schedules.looped_bfs(p, v, m)) == (full, [m * v] * p)
     assert facts(schedules.zero_bubble_h1(p, m)) == ((p - 1) * (f + b - w), [min(m, p)] * p)
+
+
+def test_ring_example_runs_as_written(comm):
+    from mpipipe import attention
+
+    example = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[1]
+    seq_len = 13
+    q, k, v, dout = np.random.default_rng(0).normal(size=(4, 1, seq_len, 2, 4))
+    layout = attention.Layout("zigzag", comm.size, seq_len)
+    names = dict(attention=attention, comm=comm, seq_len=seq_len, q=q, k=k, v=v, dout=layout.shard(dout, comm.rank))
+    exec(example, names)
+    whole = attention.Local().forward(q, k, v)[0]
+    np.testing.assert_allclose(names["out"], layout.shard(whole, comm.rank), rtol=1e-12)
+    assert names["dq"].shape == names["q"].shape

@@ -11,6 +11,7 @@ from mpipipe import arrays
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import random
 from mpipipe.nn.containers import Sequential
+from mpipipe.nn.embedding import Embedding
 from mpipipe.nn.layer import Layer
 from mpipipe.nn.parameters import Flat, decay_runs
 
@@ -102,9 +103,14 @@ class Stage:
         """Both; return dx."""
         return self._chain.backward(dy, saved)
 
+    def _takes_integers(self) -> bool:
+        """Whether the first layer is an Embedding, or one of the user's own, of which nothing is known."""
+        first = _first_leaf(self.layers[0]) if self.layers else None
+        return isinstance(first, Embedding) or not type(first).__module__.startswith("mpipipe.nn.")
+
     def _check_input(self, x) -> None:
         arrays.namespace(x)
-        if x.dtype.kind not in "iu":
+        if x.dtype.kind not in "iu" or not self._takes_integers():
             raise ArgumentError(
                 "the input of a stage has the wrong dtype",
                 stage=self.index,
@@ -112,6 +118,12 @@ class Stage:
                 expected=f"{self.dtype}, or integers for an Embedding",
                 remedy=f"convert it with astype({str(self.dtype)!r}) or build the stage with dtype={str(x.dtype)!r}",
             )
+
+
+def _first_leaf(layer: Layer) -> Layer:
+    while layer.children:
+        layer = next(iter(layer.children.values()))
+    return layer
 
 
 def _check_dtype(name) -> np.dtype:
