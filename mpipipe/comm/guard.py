@@ -35,7 +35,8 @@ def guarded(main) -> int:
     try:
         comm = runtime.world().Dup()
     except MpipipeError as error:
-        _write(_report(error, "mpipipe: cannot start"))
+        if runtime.promised_rank(os.environ) == 0:  # each of the lone processes finds the same
+            _write(_report(error, "mpipipe: cannot start"))
         return 1
     try:
         main()

@@ -11,6 +11,7 @@ from mpipipe.errors import ArgumentError, BackendError, LaunchError
 
 # What launchers tell each process about the size of its job; the value is a number of ranks.
 SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "FLUX_JOB_SIZE", "SLURM_STEP_NUM_TASKS")
+RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK", "FLUX_TASK_RANK", "SLURM_PROCID")
 # How many of them are on this process's host.
 LOCAL_SIZE_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
@@ -47,6 +48,12 @@ def promised_ranks(environment) -> tuple[str, int] | None:
         if value.isdigit() and int(value) > 1:
             return name, int(value)
     return None
+
+
+def promised_rank(environment) -> int:
+    """The rank that a launcher promises this process; 0 where none does."""
+    ranks = [environment.get(name, "") for name in RANK_VARIABLES]
+    return next((int(rank) for rank in ranks if rank.isdigit()), 0)
 
 
 def crowded() -> bool:
