@@ -94,7 +94,59 @@ def test_a_second_run_into_the_same_folder_is_refused(mpipipe, small, mpi_tmp_pa
     assert (mpi_tmp_path / "run" / "metrics.jsonl").read_text() == before
 
 
-@pytest.mark.parametrize("arguments", [["train", "--bogus"], ["train", "--steps", "many"], ["nothing"], ["run"]])
+def test_generate_writes_the_same_text_on_any_number_of_ranks(mpipipe, small, mpi_tmp_path):
+    out = str(mpi_tmp_path / "run")
+    job = mpipipe(4, "train", "--config", small, "--out", out, "--pipe", "2", "--tied", "--dtype", "float64")
+    assert job.returncode == 0, job.stderr
+    texts = []
+    for ranks, seq in ((1, 1), (2, 1), (4, 1), (4, 2)):
+        job = mpipipe(ranks, "generate", out, "--prompt", "gr\u00fc\u00df ", "--bytes", "40", "--seq", str(seq))
+        assert job.returncode == 0, job.stderr
+        texts.append(job.stdout)
+    assert texts[0].startswith("gr\u00fc\u00df ") and texts[0].endswith("\n") and len(texts[0]) > 20
+    assert texts == [texts[0]] * 4
+    job = mpipipe(1, "generate", out, "--prompt", "gr\u00fc\u00df ", "--bytes", "40", "--seed", "1")
+    assert job.stdout != texts[0]
+
+
+def test_generate_refuses_what_it_cannot_do_with_one_report(mpipipe, small, mpi_tmp_path):
+    out = str(mpi_tmp_path / "run")
+    assert mpipipe(1, "train", "--config", small, "--out", out, "--steps", "1").returncode == 0
+    for arguments, match in [
+        (["--seq", "2"], "mesh does not fill the communicator"),
+        (["--prompt", ""], "the prompt is empty"),
+        (["--temperature", "-1"], "temperature"),
+    ]:
+        job = mpipipe(3, "generate", out, *arguments)
+        assert job.returncode != 0
+        assert job.stderr.count(match) == 1 and job.stderr.count("job ended by rank") == 1, job.stderr
+
+
+@pytest.mark.parametrize(
+    ("description", "match"),
+    [
+        (None, "no weights: No such file"),
+        ('{"model": {"width": 3}, "dtype": "float32", "stages": 1}', "not those of a GPT"),
+        ('{"model": {"dim": 16}, "dtype": "float32", "stages": 1}', "a file of weights cannot be read"),
+        ('{"model": {"dim": 16}, "dtype": "float99", "stages": 1}', "unknown dtype"),
+    ],
+)
+def test_generate_without_usable_weights_ends_with_one_report(mpipipe, mpi_tmp_path, comm, description, match):
+    folder = mpi_tmp_path / "run" / "weights"
+    if comm.rank == 0 and description is not None:
+        folder.mkdir(parents=True)
+        (folder / "model.json").write_text(description)
+    comm.Barrier()
+    job = mpipipe(2, "generate", str(folder.parent))
+    assert job.returncode != 0
+    assert job.stderr.count(match) == 1 and job.stderr.count("job ended by rank") == 1, job.stderr
+    assert "Traceback" not in job.stderr
+
+
+WRONG = ["train --bogus", "train --steps many", "nothing", "run", "generate", "generate run --bytes 0"]
+
+
+@pytest.mark.parametrize("arguments", [line.split() for line in WRONG])
 def test_wrong_usage_exits_with_2_and_one_message(mpipipe, arguments):
     job = mpipipe(2, *arguments)
     assert job.returncode == 2

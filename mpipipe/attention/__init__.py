@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from mpipipe.attention.decode import Cached, decode_attention
 from mpipipe.attention.layout import Layout
 from mpipipe.attention.local import Local
 from mpipipe.attention.ring import Ring, ring_attention, ring_attention_backward
 
-__all__ = ["Layout", "Local", "Ring", "ring_attention", "ring_attention_backward"]
+__all__ = ["Cached", "Layout", "Local", "Ring", "decode_attention", "ring_attention", "ring_attention_backward"]

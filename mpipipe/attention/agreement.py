@@ -7,6 +7,7 @@ from hashlib import blake2b
 import numpy as np
 
 from mpipipe.arrays import aligned_empty
+from mpipipe.attention import kernels
 from mpipipe.attention.blocks import boundaries
 from mpipipe.attention.layout import Layout
 from mpipipe.attention.local import check_arrays
@@ -76,6 +77,7 @@ def agree_on_work(ring, q, k, v) -> Work:
     error = None
     facts = np.zeros(1 + len(SHARED) + 2, np.int64)
     try:
+        kernels.chosen()  # a rank without it must not leave the others waiting
         check_arrays(q, k, v)
         if q.dtype not in DTYPES:
             raise ArgumentError("the dtype of attention on the host", found=str(q.dtype), expected="float32 or float64")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpipipe.attention import blocks
+from mpipipe.attention import blocks, kernels
 from mpipipe.attention.kernels import host
 from mpipipe.errors import ArgumentError
 
@@ -36,14 +36,14 @@ class Local:
         slices = self._slices(q.shape[1], k.shape[1])
         fresh = len(slices) == 1 and slices[0].q_stop - slices[0].q_start == q.shape[1]
         out, lse = empty_result(q, v, fresh)
-        host.forward(q, k, v, scale, slices, out, lse, fresh, self.poll)
+        kernels.chosen().forward(q, k, v, scale, slices, out, lse, fresh, self.poll)
         return out, (q, k, v, out, lse, scale, slices)
 
     def backward(self, dout, saved):
         """Return (dq, dk, dv), shaped as q, k, v."""
         q, k, v, out, lse, scale, slices = saved
         dq, dk, dv = (np.zeros(x.shape, x.dtype) for x in (q, k, v))
-        host.backward(dout, q, k, v, lse, host.delta_of(dout, out), scale, slices, dq, dk, dv, self.poll)
+        kernels.chosen().backward(dout, q, k, v, out, lse, scale, slices, dq, dk, dv, self.poll)
         return dq, dk, dv
 
     def _slices(self, seq, keys):

@@ -20,6 +20,7 @@ from __future__ import annotations
 import numpy as np
 
 from mpipipe.arrays import aligned_empty, aligned_zeros
+from mpipipe.attention import kernels
 from mpipipe.attention.agreement import Work, agree_on_work
 from mpipipe.attention.blocks import check_window
 from mpipipe.attention.kernels import host
@@ -74,13 +75,14 @@ class Ring:
         scale = q.shape[3] ** -0.5 if self.scale is None else self.scale
         steps, rank, size = work.steps, self.comm.rank, self.comm.size
         out, lse = empty_result(q, v)
+        attend = kernels.chosen().forward
         held = work.pack(k, v, rank) if steps > 1 else None
         for step in range(steps):
             if step + 1 < steps:
                 incoming = work.empty(rank - step - 1)
                 self.rotation.start(held, (rank + 1) % size, incoming, (rank - 1) % size)
             keys, values = (k, v) if step == 0 else work.unpack(held, rank - step)
-            host.forward(q, keys, values, scale, work.slices[step], out, lse, work.fresh and step == 0, self._poll)
+            attend(q, keys, values, scale, work.slices[step], out, lse, work.fresh and step == 0, self._poll)
             self.rotation.finish()
             if step + 1 < steps:
                 held = incoming
@@ -90,7 +92,7 @@ class Ring:
         """Return (dq, dk, dv), shaped as q, k, v."""
         work, scale, q, k, v, out, lse, held = saved
         steps, rank, size = work.steps, self.comm.rank, self.comm.size
-        delta = host.delta_of(dout, out)
+        attend_backward = kernels.chosen().backward
         dq = np.zeros(q.shape, q.dtype)
         message = held
         for step in range(steps):
@@ -107,7 +109,7 @@ class Ring:
             keys, values = (k, v) if step == steps - 1 else work.unpack(message, block)
             given = dq, *work.unpack(own, block)
             ring_step = steps - 1 - step
-            host.backward(dout, q, keys, values, lse, delta, scale, work.slices[ring_step], *given, self._poll)
+            attend_backward(dout, q, keys, values, out, lse, scale, work.slices[ring_step], *given, self._poll)
             self.rotation.finish()
             if step > 0:
                 received[split:] += own

@@ -1,4 +1,4 @@
-"""The command line: python -m mpipipe train | info | run | bench."""
+"""The command line: python -m mpipipe train | generate | info | run | bench."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import typer
 
 from mpipipe.cli.bench.commands import app as bench
+from mpipipe.cli.generate import generate
 from mpipipe.cli.info import info
 from mpipipe.cli.run import run
 from mpipipe.cli.train import train
@@ -22,6 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(train)
+app.command()(generate)
 app.command()(info)
 app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(run)
 app.add_typer(bench, name="bench")

@@ -69,7 +69,8 @@ class GPT:
 
         Parameters
         ----------
-        attend : what `nn.SelfAttention` attends with, such as attention.Local()
+        attend : what `nn.SelfAttention` attends with, such as attention.Local(); or, where each layer needs one of its
+            own, a function of no arguments that makes one, such as lambda: attention.Cached(capacity)
         positions : of the rows in the whole sequence, where a rank holds a part of it; default 0 ... seq - 1
         """
         tie = TIE if self.tied else None
@@ -78,8 +79,9 @@ class GPT:
         gain = (2 * self.layers) ** -0.5
         layers: list[nn.Layer] = [nn.Embedding(self.vocab, self.dim, tie=tie)]
         for _ in range(self.layers):
+            own = attend() if callable(attend) else attend
             attention = nn.SelfAttention(
-                self.dim, self.heads, self.kv_heads, attend, positions, rope_base=self.rope_base, gain=gain
+                self.dim, self.heads, self.kv_heads, own, positions, rope_base=self.rope_base, gain=gain
             )
             layers.append(self._residual(attention))
             layers.append(self._residual(nn.SwiGLU(self.dim, self.hidden, gain=gain)))

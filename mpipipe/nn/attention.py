@@ -21,7 +21,9 @@ class SelfAttention(Layer):
     kv_heads : number of heads of keys and values, a divisor of heads (grouped-query attention); default: heads
     attend : object with forward(q, k, v) -> (out, saved) and backward(dout, saved) -> (dq, dk, dv) on arrays (batch,
         seq, heads, head_dim), such as attention.Local(); q, k and v come as views of one array
-    positions : 1-D integers, the position of each row of the sequence in the whole; default 0 ... seq - 1
+    positions : 1-D integers, the position of each row of the sequence in the whole; by default what
+        attend.positions(seq) says in each forward, for an attend object with a memory such as attention.Cached, else
+        0 ... seq - 1
     rope_base : slowest turn of the rotary embedding, in positions
     gain : `out` starts normal with standard deviation gain / sqrt(dim)
 
@@ -59,6 +61,7 @@ class SelfAttention(Layer):
 
     def bound(self):
         self._turns = None
+        self._ask = getattr(self.attend, "positions", None)
         if self.positions is not None:
             self._turns = rotary.turns(self.positions, self.head_dim, self.rope_base, self.qkv.dtype)
 
@@ -106,6 +109,8 @@ class SelfAttention(Layer):
     def _factors(self, seq):
         if self._turns is not None:
             return self._turns
+        if self._ask is not None:
+            return rotary.turns(self._ask(seq), self.head_dim, self.rope_base, self.qkv.dtype)
         return rotary.first_turns(seq, self.head_dim, self.rope_base, self.qkv.dtype)
 
     def _check_input(self, x):

@@ -1,38 +1,48 @@
-"""Text from a model, byte by byte, through the pipeline that trained it."""
+"""Text from a model, byte by byte."""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 
 from mpipipe.comm import share
+from mpipipe.errors import ArgumentError
 from mpipipe.train.data import generator
 
 
-def generate(pipeline, comm, prompt, count: int, *, seq_len: int, temperature: float, seed: int) -> bytes:
-    """`count` bytes that continue `prompt`; the same on every rank. Collective over `comm` and the replicas.
+def generate(pipeline, mesh, prompt: bytes, count: int, *, temperature: float, seed: int) -> bytes:
+    """`count` bytes that continue `prompt`, the same on every rank. Collective over the mesh.
 
-    Each byte takes one forward of the whole pipeline over the last `seq_len` bytes. The window is filled up with zeros
-    on the right, which a causal model does not see from the left, so that all forwards have the same shape.
+    The first forward takes the prompt, and each later one the byte before. One rank draws for all, so that ranks whose
+    logits differ in a last bit still write the same text.
 
     Parameters
     ----------
-    pipeline : Pipeline whose inputs are int64 (1, seq_len) and outputs logits (1, seq_len, 256)
-    comm : the pipeline's ranks
+    pipeline : what `decoder` makes, on `mesh.pipe`, before any other forward
     prompt : at least one byte, on every rank
     temperature : divides the logits; 0 takes the likeliest byte
+    seed : of the draws
+
+    Raises ArgumentError, on every rank, for an empty prompt and a temperature that is below 0 or not finite.
     """
-    first, last = pipeline.schedule.placement[0], pipeline.schedule.placement[-1]
-    text = bytearray(prompt)
+    with share.together(mesh.comm):
+        if not prompt:
+            raise ArgumentError("the prompt is empty", expected="at least one byte, which the text then continues")
+        if not 0 <= temperature < math.inf:
+            raise ArgumentError("temperature", found=temperature, expected="a finite number of at least 0")
+    placement = pipeline.schedule.placement
+    first, drawing = mesh.pipe.rank == placement[0], mesh.rank_of(placement[-1], 0, 0)
+    text, fresh = bytearray(), bytes(prompt)
     for index in range(count):
-        window = np.frombuffer(bytes(text[-seq_len:]), np.uint8)
-        inputs = np.zeros((1, seq_len), np.int64)
-        inputs[0, : window.size] = window
-        logits = pipeline.forward(inputs if comm.rank == first else None)
+        inputs = np.frombuffer(fresh, np.uint8).astype(np.int64)[None] if first else None
+        logits = pipeline.forward(inputs)
         byte = None
-        if comm.rank == last:
-            byte = draw(logits[0, window.size - 1], temperature, generator(seed, "sample", index))
-        text.append(share.broadcast(comm, byte, last))
-    return bytes(text[len(prompt) :])
+        if mesh.rank == drawing:
+            byte = draw(logits[0, -1], temperature, generator(seed, "sample", index))
+        fresh = bytes([share.broadcast(mesh.comm, byte, drawing)])
+        text += fresh
+    return bytes(text)
 
 
 def readable(text: bytes) -> str:

@@ -12,12 +12,14 @@ from mpipipe.comm import runtime, share
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ConfigError, MismatchError
 from mpipipe.pipeline import Pipeline
+from mpipipe.train import weights
 from mpipipe.train.config import TrainConfig
 from mpipipe.train.data import Corpus, training_batch, validation_batch
+from mpipipe.train.decoder import decoder
 from mpipipe.train.recipe import Recipe
 from mpipipe.train.report import Record, Reporter, Silence, on_terminal
-from mpipipe.train.shard import Shard
 from mpipipe.train.sample import generate, readable
+from mpipipe.train.shard import Shard
 
 PROMPT = 32  # bytes of validation text that the sample continues
 
@@ -169,6 +171,8 @@ class Trainer:
                 record = Record(done, loss, validation, lr, norm, **self._speed(self.since_record))
                 self.reporter.record(record)
                 self.since_record = Usage()
+        model, schedule = self.recipe.model, self.recipe.schedule
+        weights.save(weights.folder_of(config.out), model, self.pipeline.stages, schedule, self.mesh)
         self._show_sample()
         record = replace(record, **self._speed(self.in_all))
         self.reporter.say(
@@ -231,25 +235,23 @@ class Trainer:
         )
 
     def _show_sample(self):
-        config, comm = self.config, self.mesh.pipe
+        config, recipe = self.config, self.recipe
         if config.sample_bytes == 0:
             return
         prompt = None
         if self.first:
             text = self.corpus.validation
             prompt = text.read(0, min(PROMPT, len(text))).tobytes()
-        prompt = share.broadcast(comm, prompt, self.recipe.schedule.placement[0])
-        answer = generate(
-            self.pipeline,
-            comm,
-            prompt,
-            config.sample_bytes,
-            seq_len=config.seq_len,
-            temperature=config.temperature,
-            seed=config.seed,
-        )
+        prompt = share.broadcast(self.mesh.pipe, prompt, recipe.schedule.placement[0])
+        count = config.sample_bytes
+        with decoder(recipe, self.mesh, config.dtype, len(prompt) + count, self._copy_weights) as decoding:
+            answer = generate(decoding, self.mesh, prompt, count, temperature=config.temperature, seed=config.seed)
         title = f"--- sample: {len(prompt)} bytes of validation text, {len(answer)} of the model's"
         self.reporter.say("\n".join([title, readable(prompt + answer), "---"]))
+
+    def _copy_weights(self, stages):
+        for stage, trained in zip(stages, self.pipeline.stages):
+            stage.parameters.flat[...] = trained.parameters.flat
 
 
 @dataclass

@@ -58,11 +58,10 @@ def forward(q, k, v, scale, slices, out, lse, fresh, poll=nothing):
                 _forward_head(*heads, scale, part, out[b, rows, own], lse[b, own, rows], fresh, poll)
 
 
-def backward(dout, q, k, v, lse, delta, scale, slices, dq, dk, dv, poll=nothing):
+def backward(dout, q, k, v, out, lse, scale, slices, dq, dk, dv, poll=nothing):
     """Add the gradients that one block of keys gives to dq, dk and dv.
 
-    Shapes as for `forward`; lse is that over all blocks, delta = sum(dout * out) over the last axis, both (batch,
-    heads, seq).
+    Shapes as for `forward`; out and lse are the results over all blocks.
     """
     kv_heads = k.shape[2]
     group = q.shape[2] // kv_heads
@@ -72,15 +71,11 @@ def backward(dout, q, k, v, lse, delta, scale, slices, dq, dk, dv, poll=nothing)
             for part in slices:
                 rows, keys = slice(part.q_start, part.q_stop), slice(part.k_start, part.k_stop)
                 queries = _with_column(q[b, rows, own], scale, _hidden_if_empty(lse[b, own, rows]).T)
-                gradients = _with_column(dout[b, rows, own], 1, -delta[b, own, rows].T)
+                delta = np.vecdot(dout[b, rows, own], out[b, rows, own])
+                gradients = _with_column(dout[b, rows, own], 1, -delta)
                 block = _with_column(k[b, keys, h, None], 1, 1), _with_column(v[b, keys, h, None], 1, 1)
                 results = dq[b, rows, own], dk[b, keys, h], dv[b, keys, h]
                 _backward_head(queries, gradients, block, group, scale, part, results, poll)
-
-
-def delta_of(dout, out):
-    """sum(dout * out) over the last axis, (batch, heads, seq)."""
-    return np.ascontiguousarray(np.vecdot(dout, out).transpose(0, 2, 1))
 
 
 def _hidden_if_empty(lse):

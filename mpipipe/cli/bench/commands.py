@@ -59,3 +59,17 @@ def train(
     from mpipipe.cli.bench.train import run
 
     _guarded(lambda: run(repeats, dim, layers, heads, seq_len, microbatches, rows))
+
+
+@app.command()
+def attention(
+    repeats: Repeats = 5,
+    seq_len: Annotated[int, typer.Option(help="on one rank, for the kernels")] = 4096,
+    ring_seq_len: Annotated[int, typer.Option(help="on several ranks, for the ring")] = 8192,
+    heads: int = 4,
+    head_dim: int = 64,
+):
+    """Attention kernels beside PyTorch, on several ranks a ring beside one: python -m mpipipe bench attention"""
+    from mpipipe.cli.bench.attention import run
+
+    _guarded(lambda: run(repeats, seq_len, ring_seq_len, heads, head_dim))

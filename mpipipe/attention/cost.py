@@ -1,0 +1,109 @@
+"""What ring attention costs: bytes on the wire, memory saved, and when transfers hide behind computation.
+
+Pure arithmetic, for planning and for checking measurements against. N is the size of the ring, s the local length of
+the sequence, g the number of query heads to a key head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+BACKWARD_WORK = 2.5  # matrix products of the backward over those of the forward: five against two
+
+
+def kv_bytes(
+    length: int, kv_heads: int, head_dim: int, value_dim: int | None = None, batch: int = 1, itemsize: int = 4
+) -> int:
+    """Bytes of the keys and values of `length` positions: batch s kv_heads (head_dim + value_dim) itemsize.
+
+    `value_dim` is that of the keys by default. The gradients dK and dV have the same size.
+    """
+    return batch * length * kv_heads * (head_dim + (head_dim if value_dim is None else value_dim)) * itemsize
+
+
+def sent_forward(blocks: Sequence[int], rank: int, steps: int | None = None) -> int:
+    """Bytes that `rank` sends in the forward of `attention.Ring`.
+
+    Parameters
+    ----------
+    blocks : `kv_bytes` of each rank of the ring, in rank order
+    steps : ring steps (`Layout.steps`: fewer than N behind a window); default N
+
+    In step t it passes on the block of rank - t, in all steps but the last: N - 1 blocks, (N - 1) kv_bytes where shards
+    are even.
+    """
+    size = len(blocks)
+    steps = size if steps is None else steps
+    return sum(blocks[(rank - step) % size] for step in range(steps - 1))
+
+
+def sent_backward(blocks: Sequence[int], rank: int, steps: int | None = None) -> int:
+    """Bytes that `rank` sends in the backward of `attention.Ring`; arguments as for `sent_forward`.
+
+    Blocks come in the order rank - (N - 1), ..., rank - 1, rank. K and V of all but the last two are passed on (N - 2
+    hops: the last is at home), and dK and dV of all but the last (N - 1 hops): (2 N - 3) kv_bytes where shards are
+    even, and none on a rank alone.
+    """
+    size = len(blocks)
+    steps = size if steps is None else steps
+    order = [blocks[(rank - step) % size] for step in range(steps - 1, 0, -1)]
+    return sum(order[:-1]) + sum(order)
+
+
+def sent_backward_full_circle(block: int, ranks: int) -> int:
+    """Bytes a rank would send in a backward that begins with its own block, as ring-flash-attention's does.
+
+    K and V take N - 1 hops, and dK and dV N, the last of which brings them home: (2 N - 1) kv_bytes. For comparison;
+    `attention.Ring` does without (see `sent_backward`).
+    """
+    return (2 * ranks - 1) * block if ranks > 1 else 0
+
+
+def saved_by_sharded_rows(ranks: int) -> float:
+    """Part of the matrix of scores that a rank does not hold where its rows are sharded: 1 - 1/N."""
+    return 1 - 1 / ranks
+
+
+def saved_by_ring_blocks(ranks: int) -> float:
+    """Part of the matrix of scores that a rank does not hold where it has one block at a time, s by s: 1 - 1/N^2.
+
+    The kernels here hold one tile of a block, so that no memory grows with s^2 at all.
+    """
+    return 1 - 1 / ranks**2
+
+
+def hiding_length_forward(
+    flops: float, bandwidth: float, group: int = 1, itemsize: int = 4, causal: bool = True
+) -> float:
+    """Shortest local length at which the transfers of a forward hide behind its computation.
+
+    Parameters
+    ----------
+    flops : rate of the kernel, floating-point operations a second
+    bandwidth : of one direction of the link, bytes a second
+    group : query heads to a key head, g
+    causal : with balanced shards (zigzag) each step computes half a block; False: a whole one
+
+    Computing a step, 4 s^2 heads dim / flops (half of it if causal), takes at least as long as sending the block, 2 s
+    kv_heads dim itemsize / bandwidth, from s = itemsize flops / (g bandwidth) on (half of it if not causal).
+    """
+    return itemsize * flops / (group * bandwidth) / (1 if causal else 2)
+
+
+def hiding_length_backward(
+    flops: float, bandwidth: float, group: int = 1, itemsize: int = 4, gradient_itemsize: int = 4, causal: bool = True
+) -> float:
+    """As `hiding_length_forward` for the backward, which computes 2.5 times as much and also sends dK and dV.
+
+    `flops` is the rate of the backward. s = (itemsize + gradient_itemsize) flops / (2.5 g bandwidth), causal.
+    """
+    whole = itemsize + gradient_itemsize
+    return hiding_length_forward(flops, bandwidth, group, whole, causal) / BACKWARD_WORK
+
+
+def attention_flops(pairs: float, heads: int, head_dim: int) -> float:
+    """Operations of a forward: two products over the pairs of a query and a key that it sees, 4 pairs heads dim.
+
+    Causal attention has S^2 / 2 pairs, as the literature counts. A backward has BACKWARD_WORK times as many operations.
+    """
+    return 4 * pairs * heads * head_dim

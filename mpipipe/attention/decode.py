@@ -1,0 +1,231 @@
+"""Attention of a few new queries over many cached keys, which may be spread over the ranks of a communicator.
+
+    rank 0   keys 0 ... c-1        (out, lse) of all queries over these keys  |
+    rank 1   keys c ... 2c-1       (out, lse) of all queries over these keys  |  one all-gather, merged in rank order
+    rank 2   keys 2c ... 3c-1      (out, lse) of all queries over these keys  |
+
+Keys and values stay where they are. What travels grows with the queries and not with the keys, which is the right way
+round for decoding (Shyam et al., "Tree attention", 2024); a ring, which moves keys, is for many queries. Every rank
+merges the same parts in the same order, so all ranks get the same bits.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+import numpy as np
+
+from mpipipe.arrays import aligned_empty
+from mpipipe.attention import blocks, kernels
+from mpipipe.attention.agreement import DTYPES
+from mpipipe.attention.kernels import host
+from mpipipe.attention.local import check_arrays
+from mpipipe.attention.merge import merge
+from mpipipe.comm import share
+from mpipipe.comm.alarm import wait
+from mpipipe.comm.private import private
+from mpipipe.errors import ArgumentError, MismatchError
+
+
+class Cached:
+    """What SelfAttention attends with in one layer of a model that decodes: the keys and values so far are kept.
+
+    Parameters
+    ----------
+    capacity : number of positions that there may be in all
+    comm : ranks that share the cache, each of which brings the same queries, keys and values and gets the same result;
+        None: this rank alone. The constructor is collective over it, as is `forward`. A private duplicate is made once
+        for all caches on `comm`, and freed with `comm`.
+    window : a query sees itself and the window - 1 positions before it
+    scale : of the scores; default 1 / sqrt(head_dim)
+
+    Rank r of N keeps positions r c ... (r + 1) c - 1, c = ceil(capacity / N), so a prompt that fills most of the
+    capacity is spread evenly. There is no backward: a cache is for models that only run forward, one sequence of
+    positions at a time.
+
+    Attributes
+    ----------
+    length : positions so far
+    first, stop : this rank keeps positions first ... stop - 1
+    """
+
+    def __init__(self, capacity: int, comm=None, window: int | None = None, scale: float | None = None):
+        if not isinstance(capacity, (int, np.integer)) or capacity < 1:
+            raise ArgumentError(
+                "capacity of a cache", found=repr(capacity), expected="an integer of at least 1, the positions in all"
+            )
+        blocks.check_window(True, window)
+        self.capacity, self.window, self.scale = int(capacity), window, scale
+        self.comm = _duplicate(comm)
+        size, rank = (1, 0) if self.comm is None else (self.comm.size, self.comm.rank)
+        part = -(-self.capacity // size)
+        self.first, self.stop = (min(r * part, self.capacity) for r in (rank, rank + 1))
+        self.poll = host.nothing
+        self.clear()
+
+    def clear(self):
+        """Forget all positions."""
+        self.length = 0
+        self._kept: list[np.ndarray] = []  # keys and values, once their shapes are known
+
+    def positions(self, rows: int) -> np.ndarray:
+        """Positions of the next `rows` rows, which SelfAttention asks for."""
+        return np.arange(self.length, self.length + rows)
+
+    def forward(self, q, k, v):
+        """Append the keys and values of p new positions, and attend to all so far; returns (out, None).
+
+        q (batch, p, heads, head_dim), k and v (batch, p, kv_heads, ...) of one dtype, float32 or float64, the same on
+        every rank; out (batch, p, heads, head_dim of v). Raises ArgumentError on every rank, before anything is
+        appended, where the arrays do not fit or differ in shape between ranks, or the capacity is exceeded.
+        """
+        _agree(self.comm, lambda: self._facts(q, k, v))
+        start, end = self.length, self.length + k.shape[1]
+        keys, values = self._append(k, v, end)
+        out = _attend(self.comm, q, keys, values, start, self.first, self.window, self.scale, self.poll)
+        self.length = end
+        return out, None
+
+    def _facts(self, q, k, v) -> dict:
+        facts = _facts(q, k, v, self.length, self.window, self.scale)
+        if q.shape[1] != k.shape[1]:
+            raise ArgumentError(
+                "a cache takes queries, keys and values of the same new positions",
+                found=f"{q.shape[1]} queries, {k.shape[1]} keys", expected="as many keys as queries",
+            )
+        if self.length + k.shape[1] > self.capacity:
+            raise ArgumentError(
+                "the capacity of the cache is exceeded",
+                found=f"{self.length} positions and {k.shape[1]} more", expected=f"{self.capacity} in all",
+                remedy="make the cache with a larger capacity, or clear() it before a new text",
+            )
+        for name, x, kept in zip("kv", (k, v), self._kept):
+            wanted = kept.shape[0], k.shape[1], kept.shape[2], kept.shape[3]
+            if x.shape != wanted or x.dtype != kept.dtype:
+                raise ArgumentError(
+                    f"{name} does not fit to what is in the cache",
+                    found=f"{x.shape} {x.dtype}", expected=f"{wanted} {kept.dtype}",
+                    remedy="clear() the cache before a text of another kind",
+                )
+        return facts | {"capacity": self.capacity}
+
+    def _append(self, k, v, end):
+        """Keep what is this rank's of positions length ... end - 1; returns views of all that it has."""
+        if not self._kept:
+            self._kept = [_storage(x, self.stop - self.first) for x in (k, v)]
+        low, high = max(self.length, self.first), min(end, self.stop)
+        if low < high:
+            for kept, x in zip(self._kept, (k, v)):
+                kept[:, low - self.first : high - self.first] = x[:, low - self.length : high - self.length]
+        filled = max(0, high - self.first)
+        return [kept[:, :filled] for kept in self._kept]
+
+
+def decode_attention(q, k, v, comm=None, *, start: int, first: int, window=None, scale=None):
+    """Causal attention of a few queries over keys and values of which each rank has a part; the same on every rank.
+
+    Parameters
+    ----------
+    q : (batch, p, heads, head_dim), at positions start ... start + p - 1; the same on every rank
+    k, v : (batch, c, kv_heads, ...), this rank's keys and values, at positions first ... first + c - 1; c may differ
+        between ranks, and be 0. No position lies on two ranks.
+    comm : the ranks, None for this one alone; collective. A private duplicate is made at the first call, and freed
+        with `comm`.
+    window, scale : as for `Cached`
+
+    Returns out (batch, p, heads, head_dim of v), 0 where a query sees no key. Raises ArgumentError on every rank where
+    the arrays of one do not fit, and MismatchError where the ranks differ in what must be the same.
+    """
+    blocks.check_window(True, window)
+    comm = _duplicate(comm)
+    _agree(comm, lambda: _facts(q, k, v, start, window, scale))
+    return _attend(comm, q, k, v, start, first, window, scale)
+
+
+def _attend(comm, q, k, v, start, first, window, scale, poll=host.nothing):
+    batch, rows, heads, dim = q.shape
+    width = v.shape[3]
+    split = batch * rows * heads * width
+    slices = blocks.plan([blocks.Run(0, rows, start, 1)], [blocks.Run(0, k.shape[1], first, 1)], True, window)
+    fresh = len(slices) == 1 and slices[0].q_stop - slices[0].q_start == rows
+
+    def unpack(message):
+        """Views (out, lse) of a message."""
+        return message[:split].reshape(batch, rows, heads, width), message[split:].reshape(batch, heads, rows)
+
+    message = aligned_empty(split + batch * heads * rows, q.dtype)
+    out, lse = unpack(message)
+    if not fresh:
+        out.fill(0)
+        lse.fill(-np.inf)
+    scale = dim**-0.5 if scale is None else scale
+    kernels.chosen().forward(q, k, v, scale, slices, out, lse, fresh, poll)
+    if comm is None:
+        return out
+    parts = np.empty((comm.size, message.size), q.dtype)
+    wait(comm.Iallgather(message, parts))
+    out, lse = unpack(parts[0])
+    for part in parts[1:]:
+        block_out, block_lse = unpack(part)
+        merge(out, lse.swapaxes(1, 2), block_out, block_lse.swapaxes(1, 2))
+    return out
+
+
+def _storage(x, rows):
+    """An array for `rows` rows like those of x, in which the rows of one head lie together: kernels need no copy."""
+    batch, _, heads, dim = x.shape
+    return aligned_empty((batch, heads, rows, dim), x.dtype).swapaxes(1, 2)
+
+
+def _facts(q, k, v, start, window, scale) -> dict:
+    """What must be the same on all ranks; raises ArgumentError where this rank's arrays do not fit together."""
+    kernels.chosen()  # a rank without it must not leave the others waiting
+    check_arrays(q, k, v)
+    if q.dtype not in DTYPES:
+        raise ArgumentError("the dtype of attention on the host", found=str(q.dtype), expected="float32 or float64")
+    facts = {"q": q.shape, "kv_heads": k.shape[2], "value_dim": v.shape[3], "dtype": q.dtype.name}
+    return facts | {"start": int(start), "window": window, "scale": scale}
+
+
+def _agree(comm, find):
+    """Compare the facts that `find()` returns or refuses; an error, or a difference, raises on every rank."""
+    if comm is None:
+        find()
+        return
+    error, facts = None, {}
+    try:
+        facts = find()
+    except Exception as caught:
+        error = caught
+    digest = int.from_bytes(blake2b(repr(facts).encode(), digest_size=8).digest(), "big") >> 1
+    mine, table = np.array([-1 if error else digest], np.int64), np.empty(comm.size, np.int64)
+    wait(comm.Iallgather(mine, table))
+    if (table == table[0]).all() and table[0] >= 0:
+        return
+    everyone = share.agree(comm, error, facts)
+    rank = next(rank for rank, other in enumerate(everyone) if other != everyone[0])
+    name = next(name for name, value in everyone[rank].items() if value != everyone[0][name])
+    different = MismatchError(
+        f"ranks that share a cache differ in {name}",
+        rank=rank, found=everyone[rank][name], expected=f"{everyone[0][name]}, as on rank 0",
+        remedy="give the same new positions to all of them",
+    )
+    different.echo = comm.rank != 0
+    raise different
+
+
+class _Duplicate:
+    """A communicator of our own beside a user's."""
+
+    def __init__(self, comm):
+        self.comm = comm.Dup()
+
+    def close(self):
+        self.comm.Free()
+
+
+def _duplicate(comm):
+    """The one duplicate of `comm` for all caches on it; None where there is nobody to talk to."""
+    if comm is None or comm.size == 1:
+        return None
+    return private(comm, "decode", lambda: _Duplicate(comm)).comm

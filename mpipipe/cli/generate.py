@@ -1,0 +1,68 @@
+"""mpipipe generate: a trained model continues a text."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from mpipipe import schedules
+from mpipipe.comm import runtime, share
+from mpipipe.comm.guard import guarded
+from mpipipe.comm.mesh import Mesh
+from mpipipe.errors import ConfigError
+from mpipipe.models import GPT
+from mpipipe.train import weights
+from mpipipe.train.decoder import decoder
+from mpipipe.train.recipe import Recipe
+from mpipipe.train.sample import generate as continuation
+from mpipipe.train.sample import readable
+
+
+def generate(
+    run: Annotated[str, typer.Argument(help="output folder of a training that ended", show_default=False)],
+    prompt: Annotated[str, typer.Option(help="text to continue; default: a line break", show_default=False)] = "\n",
+    count: Annotated[int, typer.Option("--bytes", min=1, help="bytes to generate")] = 200,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest byte")] = 0.8,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="of the draws")] = 0,
+    seq: Annotated[int, typer.Option(min=1, help="ranks that share each cache of keys and values")] = 1,
+):
+    """Continue a text with a trained model: mpiexec -n 2 python -m mpipipe generate runs/first --prompt "def main("
+
+    The ranks are pipe x seq, however the training was cut. A text may be longer than the sequences of the training:
+    attention then looks back over their length in each layer.
+    """
+
+    def work():
+        runtime.limit_blas_threads()
+        comm = runtime.world()
+        folder, start = weights.folder_of(run), prompt.encode(errors="surrogateescape")
+        with share.together(comm):
+            mesh = Mesh(comm, pipe=max(1, comm.size // seq), seq=seq)
+        with mesh:
+            recipe, dtype = _prepare(folder, mesh)
+            with decoder(
+                recipe, mesh, dtype, len(start) + count, lambda stages: weights.load(folder, stages)
+            ) as pipeline:
+                answer = continuation(pipeline, mesh, start, count, temperature=temperature, seed=seed)
+            if mesh.rank == 0:
+                print(readable(start + answer))
+
+    raise typer.Exit(guarded(work))
+
+
+def _prepare(folder, mesh):
+    """(Recipe, dtype) from what rank 0 finds in the folder; every error is raised on every rank."""
+    found = None
+    with share.together(mesh.comm):
+        if mesh.rank == 0:
+            found = weights.describe(folder)
+    found = share.broadcast(mesh.comm, found)
+    with share.together(mesh.comm):
+        try:
+            model = GPT(**found.model)
+        except TypeError as error:
+            raise ConfigError(f"the sizes of the model are not those of a GPT: {error}", found=str(folder)) from error
+        schedule = schedules.forward_only(mesh.pipe.size, 1, 1)
+        parts = schedules.partition(model.costs(), schedule.stages)
+    return Recipe(model, schedule, parts, rows=1), found.dtype

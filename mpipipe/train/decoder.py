@@ -1,0 +1,33 @@
+"""A pipeline that continues texts: the layers of a training, each with a cache of keys and values."""
+
+from __future__ import annotations
+
+from mpipipe import nn
+from mpipipe.attention import Cached
+from mpipipe.comm import share
+from mpipipe.pipeline import Pipeline
+from mpipipe.train.recipe import Recipe
+
+
+def decoder(recipe: Recipe, mesh, dtype: str, capacity: int, fill) -> Pipeline:
+    """A pipeline whose forwards take the next bytes of one text, int64 (1, n), to their logits (1, n, vocab).
+
+    Attention looks back over the last `recipe.model.seq` positions in each layer. Up to that length this is the model
+    as it was trained; beyond it, no distance occurs that the rotary positions did not have in training.
+
+    Parameters
+    ----------
+    recipe : its model, cut and placement of stages
+    mesh : its `pipe` has the stages; the ranks of its `seq` share the caches
+    dtype : of parameters and caches
+    capacity : length of the text at the end
+    fill : fill(stages) sets the parameters of this rank's stages
+
+    Collective over the mesh; an error of `fill` is raised on every rank. To be closed by the caller.
+    """
+    layers = recipe.model.build(lambda: Cached(capacity, mesh.seq, window=recipe.model.seq))
+    with share.together(mesh.comm):
+        parts = [recipe.parts[number] for number in recipe.schedule.stages_of(mesh.pipe.rank)]
+        stages = [nn.Stage(layers[start:stop], dtype=dtype, first=start) for start, stop in parts]
+        fill(stages)
+    return Pipeline(stages, recipe.schedule.forward_only_part(1), mesh.pipe, replicas=mesh.replicas)
