@@ -1,4 +1,4 @@
-"""Transport and mailbox: every dtype and shape arrives as it was sent, in any order, in pieces, with header or without."""
+"""Transport and mailbox: every dtype and shape arrives as it was sent, in any order, in pieces, with or without header."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_unknown_shapes_come_with_a_header(comm):
     mailbox.put_header(outgoing[1], Wire.of(tree).encode())
     mailbox.put(outgoing[1], list(tree))
     wire = Wire.decode(mailbox.take_header(incoming[1]))
-    (first, second), lease = mailbox.take_unknown(incoming[1], wire.leaves)
+    (first, second), _ = mailbox.take_unknown(incoming[1], wire.leaves)
     assert wire == Wire.of(tree) and first[0, 0] == (comm.rank - 1) % comm.size and second.sum() == 5
     mailbox.flush()
     with pytest.raises(ArgumentError, match="too many arrays"):

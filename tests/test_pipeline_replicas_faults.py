@@ -79,7 +79,8 @@ def test_stage_whose_gradients_nobody_could_sum(mesh):
         def backward(self, dy, saved):
             return dy
 
-    assert all("cannot be summed" in text for text in everyone_raises(mesh, lambda: build(mesh, own=[Bare()]), ArgumentError))
+    texts = everyone_raises(mesh, lambda: build(mesh, own=[Bare()]), ArgumentError)
+    assert all("cannot be summed" in text for text in texts)
     Bare.gradients = None
     build(mesh, own=[Bare()]).close()
 

@@ -73,7 +73,7 @@ class Work:
 
 
 def agree_on_work(ring, q, k, v) -> Work:
-    """Compare shapes, dtype and options over the ring. Raises the same ArgumentError on every rank where they differ."""
+    """Compare shapes, dtype and options over the ring. Raises the same ArgumentError on all ranks where they differ."""
     error = None
     facts = np.zeros(1 + len(SHARED) + 2, np.int64)
     try:
@@ -111,13 +111,16 @@ def _check_shared(table):
     for column, name in enumerate(SHARED, start=1):
         for rank, value in enumerate(table[:, column].tolist()):
             if value != table[0, column]:
-                found, expected = value, int(table[0, column])
+                found, expected = str(value), str(table[0, column])
                 if name == "dtype":
-                    found, expected = DTYPES[found], DTYPES[expected]
+                    found, expected = str(DTYPES[value]), str(DTYPES[table[0, column]])
                 elif name == "options":
-                    found, expected = f"{found:x}", f"{expected:x} (digests of causal, layout, window, segments, ...)"
+                    found, expected = f"digest {found}", f"{expected} (of causal, layout, window, segments, ...)"
                 raise MismatchError(
-                    f"the ranks of a ring differ in {name}", rank=rank, found=found, expected=f"{expected}, as on rank 0"
+                    f"the ranks of a ring differ in {name}",
+                    rank=rank,
+                    found=found,
+                    expected=f"{expected}, as on rank 0",
                 )
 
 

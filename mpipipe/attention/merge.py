@@ -4,8 +4,8 @@ Softmax over the union of two sets of keys, from the normalised outputs O and th
 
     M = max(L, L'),  w = exp(L' - M) / (exp(L - M) + exp(L' - M)),  O <- O + w (O' - O),  L <- M + log(sum)
 
-(Dao et al., "FlashAttention", 2022, section 3.1.) A set without keys has O = 0 and L = -inf; two such sets give the same
-again. The operation is associative up to rounding, so any order of blocks is exact.
+(Dao et al., "FlashAttention", 2022, section 3.1.) A set without keys has O = 0 and L = -inf; two such sets give the
+same again. The operation is associative up to rounding, so any order of blocks is exact.
 """
 
 from __future__ import annotations

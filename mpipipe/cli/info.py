@@ -5,9 +5,13 @@ from __future__ import annotations
 import platform
 import sys
 from importlib import metadata
+from pathlib import Path
 
 from mpipipe.comm import runtime
 from mpipipe.errors import MpipipeError
+
+
+NARROW_KERNELS = ("Haswell", "Zen")  # OpenBLAS's names for its AVX2 kernels
 
 
 def info():
@@ -38,7 +42,17 @@ def _blas() -> str:
     from threadpoolctl import threadpool_info
 
     pools = [pool for pool in threadpool_info() if pool["user_api"] == "blas"]
-    return ", ".join(f"{pool['internal_api']} {pool['version']}, {pool['num_threads']} threads" for pool in pools)
+    texts = [f"{p['internal_api']} {p['version']} ({p.get('architecture')}), {p['num_threads']} threads" for p in pools]
+    if any(pool.get("architecture") in NARROW_KERNELS for pool in pools) and _has_avx512():
+        texts.append("this processor has AVX-512: try OPENBLAS_CORETYPE=SkylakeX, set before Python starts")
+    return ", ".join(texts)
+
+
+def _has_avx512() -> bool:
+    try:
+        return "avx512f" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
 
 
 def _show(facts: dict[str, str]):

@@ -12,7 +12,6 @@ import threading
 import time
 from collections import defaultdict
 
-
 from mpipipe.errors import ArgumentError, MpipipeError, PeerError
 
 ANY = -1

@@ -80,8 +80,8 @@ def _compare_ranks(rank, everyone):
 
 def _describe(about, name):
     fingerprint, microbatches, recompute, replicated = about
-    sharing = "with" if replicated else "without"
-    return f"{name}, {microbatches} micro-batches, recompute {recompute}, {sharing} replicas, fingerprint {fingerprint:x}"
+    parts = f"{microbatches} micro-batches", f"recompute {recompute}", f"fingerprint {fingerprint:x}"
+    return ", ".join([name, *parts, "with replicas" if replicated else "without replicas"])
 
 
 def _compare_replicas(alarm, replicas, stages, facts, verdict):
@@ -137,7 +137,7 @@ def _digests(stages):
             for name in stage.parameters:
                 array = stage.parameters[name]
                 shapes.update(f"{name} {array.dtype} {array.shape}".encode())
-            values.update(stage.parameters.flat)
+            values.update(stage.parameters.flat.data)
         elif getattr(stage, "gradients", None) is not None:
             shapes.update(f"{stage.gradients.flat.dtype} {stage.gradients.flat.shape}".encode())
     return [int.from_bytes(digest.digest(), "big") >> 1 for digest in (shapes, values)]

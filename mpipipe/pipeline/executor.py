@@ -49,6 +49,7 @@ class Executor:
     peak : largest number of (stage, micro-batch) activations alive at once, in the last training step
     busy : seconds spent in stages and loss, in the last call
     clock : (op, stage) -> [seconds, count] over all training steps
+    place : where this rank is, for the report of an interruption
     """
 
     def __init__(self, rank, stages, mailbox, loss, recompute, replicas):
@@ -60,6 +61,7 @@ class Executor:
         self.actions = {"F": self._forward, "B": self._backward, "I": self._input_gradient, "W": self._weight_gradient}
         self.clock: dict = defaultdict(lambda: [0.0, 0])
         self.recorder = None
+        self.place = f"rank {rank}"
         self.busy, self.peak = 0.0, 0
 
     def run(self, steps, job: Job) -> Outcome:
@@ -90,8 +92,8 @@ class Executor:
                 f"{NAMES[step.op]} raised {type(error).__name__}: {error}",
                 rank=self.rank, stage=step.stage, microbatch=step.microbatch,
             ) from error
-        except BaseException as error:  # SystemExit, KeyboardInterrupt: the place goes to the other ranks
-            error.place = f"rank {self.rank}, stage {step.stage}, micro-batch {step.microbatch}, {NAMES[step.op]}"
+        except BaseException:  # SystemExit, KeyboardInterrupt: they stay what they are, the other ranks hear where
+            self.place = f"rank {self.rank}, stage {step.stage}, micro-batch {step.microbatch}, {NAMES[step.op]}"
             raise
         return self.outcome
 
@@ -120,7 +122,9 @@ class Executor:
         result = stage.forward(x)
         if type(result) is not tuple or len(result) != 2:
             raise ArgumentError(
-                "the forward of a stage returns (output, saved)", found=type(result).__name__, expected="a tuple of two",
+                "the forward of a stage returns (output, saved)",
+                found=type(result).__name__,
+                expected="a tuple of two",
                 remedy="return (y, None) where nothing is saved",
             )
         y, saved = result

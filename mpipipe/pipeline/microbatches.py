@@ -129,7 +129,8 @@ class Wire:
         """Whether `tree` is what this wire carries and can be sent as it is."""
         if self.structure is None:  # the common case, on the hot path
             (shape, kind), = self.leaves
-            return isinstance(tree, np.ndarray) and tree.shape == shape and tree.dtype == kind and tree.flags.c_contiguous
+            alike = isinstance(tree, np.ndarray) and tree.shape == shape and tree.dtype == kind
+            return alike and tree.flags.c_contiguous
         return Wire.of(tree) == self
 
     def __str__(self):

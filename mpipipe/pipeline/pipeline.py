@@ -226,7 +226,7 @@ class Pipeline:
     # -- one call -----------------------------------------------------------------------------------------------
 
     def _agree(self, call, inputs, targets):
-        """Agree with the peers on a call; returns (what was agreed, this rank's micro-batches of inputs, of targets)."""
+        """Agree with the peers on a call; returns what was agreed, and this rank's micro-batches of inputs and targets."""
         if self.state != "open":
             raise ArgumentError(
                 f"the pipeline is {self.state}", rank=self.rank,
@@ -253,7 +253,8 @@ class Pipeline:
         first, last = placement[0] == self.rank, placement[-1] == self.rank
         if call == "step" and not self.trains:
             raise ArgumentError(
-                "a schedule without backward passes cannot train", found=self.schedule.name, expected="F, and B or I and W",
+                "a schedule without backward passes cannot train",
+                found=self.schedule.name,
                 remedy="use evaluate or forward, or another schedule",
             )
         check_present("inputs", inputs, first, f"rank {placement[0]}, which holds stage 0")
@@ -348,8 +349,7 @@ class Pipeline:
     def _fail(self, error):
         """Tell the peers, once, and give up: messages of the broken call may still be under way."""
         if not isinstance(error, PeerError):
-            place = getattr(error, "place", f"rank {self.rank}")
-            self.alarm.sound(f"{place} ({runtime.whoami()}) failed: {type(error).__name__}: {error}")
+            self.alarm.sound(f"{self.executor.place} ({runtime.whoami()}) failed: {type(error).__name__}: {error}")
         self.alarm.silence()
         self.mailbox.cancel()
         self.state = "failed"

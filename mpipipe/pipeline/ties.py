@@ -93,8 +93,8 @@ class _Group:
         self.comm = comm
         mine = members[comm.rank]
         self.gradients = [owner[place.stage].gradients[place.name] for place in mine]
-        found = [(place.stage, index, rank) for rank, places in enumerate(members) for index, place in enumerate(places)]
-        self.order = [(rank, index) for _, index, rank in sorted(found)]  # of all copies, as they stand in the model
+        copies = [(p.stage, index, rank) for rank, places in enumerate(members) for index, p in enumerate(places)]
+        self.order = [(rank, index) for _, index, rank in sorted(copies)]  # of all copies, as they stand in the model
         self.most = max(map(len, members))
         root, index = self.order[0]
         first = members[root][index]

@@ -46,7 +46,7 @@ class TrainConfig:
     rope_base: float = option(10000.0, "base of the rotary position embedding", above=1)
 
     pipe: int | None = option(None, "ranks of one pipeline; default: all that seq leaves", least=1)
-    seq: int = option(1, "ranks that share each sequence, by ring attention; pipe x seq ranks make one replica", least=1)
+    seq: int = option(1, "ranks that share each sequence, by ring attention; a replica has pipe x seq ranks", least=1)
     layout: str = option("zigzag", "which positions each of them holds", choices=("zigzag", "contiguous", "striped"))
     schedule: str = option("one_f_one_b", "schedule; others: gpipe, interleaved_1f1b, looped_bfs, zero_bubble_h1")
     chunks: int = option(1, "stages on each rank", least=1)

@@ -60,7 +60,7 @@ class Reporter:
 
     def __init__(self, steps: int, metrics: Path, stream=None, terminal: bool = False):
         self.steps, self.stream = steps, stream or sys.stdout
-        self.metrics = open(metrics, "x", encoding="utf-8")  # noqa: SIM115 (closed in __exit__)
+        self.metrics = open(metrics, "x", encoding="utf-8")
         self.bar = _bar(steps, self.stream) if terminal else None
 
     def say(self, text: str):

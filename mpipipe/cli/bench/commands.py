@@ -9,7 +9,9 @@ import typer
 from mpipipe.comm import runtime
 from mpipipe.comm.guard import guarded
 
-app = typer.Typer(help="Measure against bare mpi4py, the simulation, and PyTorch where it is installed.", no_args_is_help=True)
+app = typer.Typer(
+    help="Measure against bare mpi4py, the simulation, and PyTorch where it is installed.", no_args_is_help=True
+)
 Repeats = Annotated[int, typer.Option(help="measured turns of each candidate; medians are shown", min=1)]
 
 

@@ -1,7 +1,7 @@
 """`bench transport`: messages through the mailbox against bare Isend and Irecv, over a range of sizes.
 
-Two ranks play ping-pong. The bare candidate posts a receive, sends, and waits, with buffers laid out beforehand: two for
-receiving, in turn, since a pipeline still reads one array while the next arrives.
+Two ranks play ping-pong. The bare candidate posts a receive, sends, and waits, with buffers laid out beforehand: two
+for receiving, in turn, since a pipeline still reads one array while the next arrives.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import numpy as np
 
 from mpipipe.cli.bench.timing import compare, report
 from mpipipe.comm import runtime
-from mpipipe.comm.alarm import wait
 from mpipipe.comm.mailbox import Envelope, Mailbox
 from mpipipe.comm.transport import HostTransport
 from mpipipe.errors import ArgumentError
