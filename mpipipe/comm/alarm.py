@@ -112,8 +112,8 @@ def wait(request, what=None):
     """Return once `request` tests true.
 
     Raises PeerError when a note of failure comes first, on any alarm, and StallError after MPIPIPE_TIMEOUT seconds
-    where that is set. `what` is what the rank waits for, as text or something with a text, for the warning after a minute and
-    for that error.
+    where that is set. `what` is what the rank waits for, as text or something with a text, for the warning after a
+    minute and for that error.
     """
     test = request.Test
     for _ in range(SPIN_POLLS):

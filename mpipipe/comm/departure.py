@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import atexit
+from collections.abc import Callable
 
-_farewells: dict[int, object] = {}
+_farewells: dict[int, Callable[[], None]] = {}
 
 
 def register(owner, farewell):

@@ -226,7 +226,7 @@ class Pipeline:
     # -- one call -----------------------------------------------------------------------------------------------
 
     def _agree(self, call, inputs, targets):
-        """Agree with the peers on a call; returns what was agreed, and this rank's micro-batches of inputs and targets."""
+        """Agree with the peers on a call; returns what was agreed, and this rank's micro-batches (inputs, targets)."""
         if self.state != "open":
             raise ArgumentError(
                 f"the pipeline is {self.state}", rank=self.rank,
