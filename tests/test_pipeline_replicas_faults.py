@@ -95,7 +95,8 @@ def test_an_error_in_one_stage_reaches_the_other_pipeline(mesh):
         own[0].forward = broken
     pipeline = build(mesh, own=own)
     call = lambda: pipeline.step(*dense.placed(pipeline.schedule, mesh.pipe.rank, X, T))  # noqa: E731
-    assert all("wet paint" in text for text in everyone_raises(mesh, call, StageError, PeerError))
+    texts = everyone_raises(mesh, call, StageError, PeerError)
+    assert all("wet paint" in text for text in texts), texts
     with pytest.raises(ArgumentError, match="failed"):
         call()
 

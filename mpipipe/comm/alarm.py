@@ -19,7 +19,7 @@ from mpipipe.errors import PeerError, StallError
 
 logger = logging.getLogger("mpipipe")
 WARNING_SECONDS = 60
-NOTE_BYTES = 4096
+NOTE_BYTES = 1024  # small enough for every MPI to send at once, without waiting for the receiver
 FAILED = -1
 SPIN_POLLS = 100  # poll so often at once: some tens of microseconds, the time of a small message
 YIELD_SECONDS = 2e-2  # then so long while giving way to others that want the core: the time of a large message
@@ -40,7 +40,6 @@ class Alarm:
         self.call = 0
         self.raised = False
         self.departed: dict[int, str] = {}  # calls finished -> note
-        self.sent: list = []
         _open().append(self)
 
     def sound(self, text: str):
@@ -60,7 +59,9 @@ class Alarm:
         data = text.encode()[: NOTE_BYTES - 8]
         note[8 : 8 + len(data)] = np.frombuffer(data, np.uint8)
         for comm in self.comms:
-            self.sent += [(comm.Isend(note, peer, 0), note) for peer in range(comm.size) if peer != comm.rank]
+            for peer in range(comm.size):
+                if peer != comm.rank:
+                    keep((comm.Isend(note, peer, 0), note))
 
     def listen(self):
         """Raise PeerError when a rank has failed, or has left before the call that this rank is in."""
@@ -95,6 +96,14 @@ class Alarm:
         for comm in self.comms:
             comm.Free()
         self.comms = []
+
+
+_kept: list = []
+
+
+def keep(thing):
+    """Never free `thing`: after a failure MPI may still read or write buffers whose owners are gone."""
+    _kept.append(thing)
 
 
 _local = threading.local()  # ranks may be threads of one process

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpipipe.arrays import aligned_empty
-from mpipipe.comm.alarm import wait
+from mpipipe.comm.alarm import keep, wait
 from mpipipe.errors import ArgumentError
 
 HEADER_BYTES = 4096
@@ -165,4 +165,5 @@ class Mailbox:
         for _, _, requests, _ in self.posted:
             for request in requests:
                 request.Cancel()
-        self.posted.clear()
+        keep((self.posted, self.outgoing))
+        self.posted, self.outgoing = deque(), deque()

@@ -45,7 +45,11 @@ def agree_on_construction(comm, replicas, stages, schedule, loss, recompute):
     alarm = Alarm([comm])
     if replicas is not None and replicas.size > 1:
         verdict = _compare_replicas(alarm, replicas, stages, facts, verdict)
-    _raise_any(comm, verdict)
+    try:
+        _raise_any(comm, verdict)
+    except MpipipeError:
+        alarm.silence()  # and is not freed: notes may be under way still
+        raise
     alarm.close()
     return [ties for _, _, ties in everyone]
 
@@ -104,7 +108,6 @@ def _compare_replicas(alarm, replicas, stages, facts, verdict):
         verdict = verdict or caught
     if verdict is not None:
         alarm.sound(f"a pipeline could not be built: {verdict}")
-        alarm.silence()  # and is not freed: its note may be under way still
     return verdict
 
 
