@@ -78,7 +78,6 @@ def counted_and_computed(comm, case, layout):
     forward = ring.bytes_sent
     ring.backward(mine[3], saved)
     counted = forward, ring.bytes_sent - forward
-    ring.close()
     _, k, v, _ = whole
     blocks = [
         cost.kv_bytes(keys.length(rank), k.shape[2], k.shape[3], v.shape[3], k.shape[0], k.itemsize)

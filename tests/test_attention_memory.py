@@ -27,7 +27,6 @@ def peaks(comm, local, rotation):
         backward = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-        ring.close()
     return np.max(comm.allgather((forward, backward)), axis=0)
 
 

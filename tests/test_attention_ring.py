@@ -63,10 +63,9 @@ def through_ring(comm, whole, **options):
     mine = [layout.shard(array, comm.rank) for layout, array in zip((rows, keys, keys, rows), whole)]
     out, saved = ring.forward(*mine[:3])
     gradients = ring.backward(mine[3], saved)
-    lse = saved[6].transpose(0, 2, 1)
+    lse = saved[7].transpose(0, 2, 1)
     parts = comm.allgather((out, lse, *gradients))
     sent = ring.bytes_sent
-    ring.close()
     layouts = rows, rows, rows, keys, keys
     result = [layout.unshard(shards) for layout, shards in zip(layouts, zip(*parts))]
     result[1] = result[1].transpose(0, 2, 1)
@@ -202,22 +201,50 @@ def test_ranks_that_disagree(comm):
     layout = "contiguous"
 
     def call(*mine, **options):
-        ring = attention.Ring(comm, layout=layout, **options)
-        try:
-            ring.forward(*mine)
-        finally:
-            ring.close()
+        attention.Ring(comm, layout=layout, **options).forward(*mine)
 
     wide = arrays(4, heads=8)[0]
     refused(comm, MismatchError, "differ in heads", lambda: call(wide if odd else q, k, v))
     narrow = [x.astype(np.float32) for x in (q, k, v)]
     refused(comm, MismatchError, "differ in dtype", lambda: call(*(narrow if odd else (q, k, v))))
-    refused(comm, MismatchError, "differ in options", lambda: call(q, k, v, window=2 if odd else 3))
+    refused(comm, MismatchError, "differ in window", lambda: call(q, k, v, window=2 if odd else 3))
     refused(comm, ArgumentError, "do not fit", lambda: call(q, k[:, :3] if odd else k, v))
     refused(comm, ArgumentError, "do not cover", lambda: call(q[:, :1] if not odd else q, k, v))
     refused(comm, ArgumentError, "do not cover", lambda: call(q, k, v, seq_len=5))
     refused(comm, ArgumentError, "segments do not cover", lambda: call(q, k, v, segments=[1, 1]))
+    through = lambda **options: attention.ring_attention(q, k, v, comm, **options)  # noqa: E731
+    refused(comm, ArgumentError, "unknown layout", lambda: through(layout="z" if odd else "zigzag"))
+    refused(comm, MismatchError, "differ in causal", lambda: through(causal=odd))
+    refused(comm, ArgumentError, "float32 or float64", lambda: call(q.astype(np.float16) if odd else q, k, v))
     call(q, k, v)
+    attention.ring_attention(q, k, v, comm, window=np.int64(2) if odd else 2)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_that_do_different_things(comm):
+    q, k, v, dout = arrays(4)
+    odd = comm.rank == 1
+    ring = attention.Ring(comm, layout="contiguous")
+    one, two = ring.forward(q, k, v)[1], ring.forward(q, k, v)[1]
+    refused(comm, MismatchError, "different things", lambda: ring.backward(dout, two if odd else one))
+    short = dout[:, :2] if odd else dout
+    refused(comm, ArgumentError, "does not fit the output", lambda: ring.backward(short, one))
+    again = [ring.backward(dout, one) for _ in range(2)]
+    for first, second in zip(*again):
+        assert first.tobytes() == second.tobytes()
+    call = (lambda: ring.forward(q, k, v)) if odd else (lambda: ring.backward(dout, one))
+    refused(comm, MismatchError, "backward of call 1" if not odd else "different things", call)
+
+
+def test_many_rings_share_one_communicator_and_few_plans(comm):
+    """Documents packed anew for every batch: nothing piles up."""
+    q, k, v, _ = arrays(2, batch=1, heads=1, kv_heads=1, dim=2)
+    layout = attention.Layout("contiguous", comm.size, 2 * comm.size)
+    mine = [layout.shard(np.repeat(x, comm.size, 1), comm.rank) for x in (q, k, v)]
+    for number in range(1100):
+        segments = [1 + number] * (2 * comm.size)
+        _, (ring, _) = attention.ring_attention(*mine, comm, layout="contiguous", segments=segments)
+    assert len(ring.rotation.plans) <= 64
 
 
 @pytest.mark.parametrize(

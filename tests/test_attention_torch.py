@@ -146,4 +146,3 @@ def test_a_rank_without_the_kernel_leaves_none_waiting(comm, monkeypatch):
     ring = attention.Ring(comm, layout="contiguous")
     with pytest.raises(ArgumentError, match="abacus"):
         ring.forward(*arrays(4)[:3])
-    ring.close()

@@ -192,7 +192,6 @@ def check_sharded(mesh, kind, expected, loss, rows=9):
     for stage in stages:
         for name in stage.gradients:
             np.testing.assert_allclose(stage.gradients[name], expected[name], rtol=1e-10, atol=1e-13, err_msg=name)
-    ring.close()
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3])

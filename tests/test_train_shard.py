@@ -17,20 +17,20 @@ def test_losses_and_gradients_of_the_shards_are_those_of_the_whole(comm, layout,
     rng = np.random.default_rng(0)
     output, target = rng.normal(size=(3, seq_len, 7)), rng.integers(0, 7, size=(3, seq_len))
     expected, gradient = nn.softmax_cross_entropy(output, target)
-    with Shard(comm, layout, seq_len) as shard:
-        mine, found = shard.loss(shard.cut(output), shard.cut(target))
-        assert sum(comm.allgather(mine)) / comm.size == pytest.approx(expected, rel=1e-13)
-        np.testing.assert_allclose(found / comm.size, shard.cut(gradient), rtol=1e-12)
-        positions = np.arange(seq_len) if shard.positions is None else shard.positions
-        np.testing.assert_array_equal(target[:, positions], shard.cut(target))
+    shard = Shard(comm, layout, seq_len)
+    mine, found = shard.loss(shard.cut(output), shard.cut(target))
+    assert sum(comm.allgather(mine)) / comm.size == pytest.approx(expected, rel=1e-13)
+    np.testing.assert_allclose(found / comm.size, shard.cut(gradient), rtol=1e-12)
+    positions = np.arange(seq_len) if shard.positions is None else shard.positions
+    np.testing.assert_array_equal(target[:, positions], shard.cut(target))
 
 
 def test_one_rank_has_it_all(comm):
     alone = comm.Split(comm.rank, 0)
-    with Shard(alone, "zigzag", 5) as shard:
-        assert isinstance(shard.attend, Local) and shard.positions is None
-        array = np.arange(10).reshape(2, 5)
-        assert shard.cut(array) is array
+    shard = Shard(alone, "zigzag", 5)
+    assert isinstance(shard.attend, Local) and shard.positions is None
+    array = np.arange(10).reshape(2, 5)
+    assert shard.cut(array) is array
     alone.Free()
 
 

@@ -1,22 +1,43 @@
-"""The ranks of a ring agree on what they attend to: one small all-gather before each forward."""
+"""The ranks of a ring agree on what they do: one small all-gather before each forward and each backward."""
 
 from __future__ import annotations
 
 from hashlib import blake2b
+from typing import NamedTuple
 
 import numpy as np
 
 from mpipipe.arrays import aligned_empty
 from mpipipe.attention import kernels
-from mpipipe.attention.blocks import boundaries
-from mpipipe.attention.layout import Layout
-from mpipipe.attention.local import check_arrays
+from mpipipe.attention.blocks import boundaries, check_window
+from mpipipe.attention.layout import KINDS, Layout
+from mpipipe.attention.local import DTYPES, check_arrays
 from mpipipe.comm.alarm import wait
+from mpipipe.comm.rotation import ROTATIONS
 from mpipipe.comm.share import agree
 from mpipipe.errors import ArgumentError, MismatchError
 
+OPTIONS, FORWARD, BACKWARD = range(3)
+CALLS = ("construction", "forward", "backward")
 SHARED = ("batch", "heads", "kv_heads", "head_dim", "value_dim", "dtype", "options")  # the same on every rank
-DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
+FACTS = len(SHARED) + 2  # and this rank's rows of queries and keys
+KEPT_PLANS = 64
+
+
+class Options(NamedTuple):
+    """What a ring is asked for, in plain types, so that equal requests are equal."""
+
+    causal: bool
+    layout: str
+    window: int | None
+    segments: tuple[int, ...] | None
+    scale: float | None
+    seq_len: int | None
+    rotation: str
+
+    @property
+    def digest(self) -> int:
+        return int.from_bytes(blake2b(repr(tuple(self)).encode(), digest_size=8).digest(), "big") >> 1
 
 
 class Work:
@@ -29,19 +50,19 @@ class Work:
     fresh : whether the first step sets each row of the result in one slice
     """
 
-    def __init__(self, ring, table, dtype):
-        rank, size = ring.comm.rank, ring.comm.size
-        facts = dict(zip(SHARED, table[0, 1:].tolist()))
+    def __init__(self, options: Options, rank: int, table, dtype):
+        size = len(table)
+        facts = dict(zip(SHARED, table[0].tolist()))
         self.batch, self.kv_heads = facts["batch"], facts["kv_heads"]
         self.head_dim, self.value_dim, self.dtype = facts["head_dim"], facts["value_dim"], dtype
         rows, keys = (table[:, column].tolist() for column in (-2, -1))
         self.lengths = keys
-        queries = _layout(ring, rows, "queries", ring.seq_len)
-        others = queries if keys == rows else _layout(ring, keys, "keys")
-        documents = boundaries(ring.segments, queries.seq_len)
+        queries = _layout(options.layout, rows, "queries", options.seq_len)
+        others = queries if keys == rows else _layout(options.layout, keys, "keys")
+        documents = boundaries(options.segments, queries.seq_len)
         if documents is not None and others is not queries:
             raise ArgumentError("segments need queries and keys of one sequence", found=f"rows {rows}, keys {keys}")
-        view = ring.causal, ring.window, documents, None if others is queries else others
+        view = options.causal, options.window, documents, None if others is queries else others
         self.steps = queries.steps(*view)
         self.slices = [queries.needs(rank, (rank - step) % size, *view) for step in range(self.steps)]
         first = self.slices[0]
@@ -72,69 +93,131 @@ class Work:
         return flat
 
 
-def agree_on_work(ring, q, k, v) -> Work:
-    """Compare shapes, dtype and options over the ring. Raises the same ArgumentError on all ranks where they differ."""
-    error = None
-    facts = np.zeros(1 + len(SHARED) + 2, np.int64)
+def agree_on_options(link, given: dict) -> Options:
+    """Check the options of a ring, and that all ranks have the same; raises the same ArgumentError on all of them.
+
+    Here and below, `link` is the comm.rotation.Rotation of the ring.
+    """
+    error, facts = None, [0] * FACTS
+    try:
+        options = _checked(**given)
+        facts[0] = options.digest
+    except Exception as caught:
+        error = caught
+    table = _gather(link, OPTIONS, link.calls, facts, error)  # raises where any rank has an error
+    if (table[:, 0] != table[0, 0]).any():
+        everyone = agree(link.comm, None, options)
+        for rank, other in enumerate(everyone):
+            for name, found, expected in zip(Options._fields, other, everyone[0]):
+                if found != expected:
+                    _raise_alike(link, _difference(name, rank, repr(found), repr(expected)))
+    return options
+
+
+def agree_on_forward(link, options: Options, q, k, v) -> tuple[Work, int]:
+    """Compare shapes and dtype over the ring; returns the work and the number of this call.
+
+    Raises the same ArgumentError on every rank where they differ.
+    """
+    link.calls += 1
+    error, facts = None, [0] * FACTS
     try:
         kernels.chosen()  # a rank without it must not leave the others waiting
         check_arrays(q, k, v)
-        if q.dtype not in DTYPES:
-            raise ArgumentError("the dtype of attention on the host", found=str(q.dtype), expected="float32 or float64")
         shapes = q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3]
-        facts[1:] = (*shapes, DTYPES.index(q.dtype), _options(ring), q.shape[1], k.shape[1])
+        facts = [*shapes, DTYPES.index(q.dtype), options.digest, q.shape[1], k.shape[1]]
     except Exception as caught:
         error = caught
-        facts[0] = 1
-    table = np.zeros((ring.comm.size, facts.size), np.int64)
-    wait(ring.comm.Iallgather(facts, table))
-    if table[:, 0].any():
-        agree(ring.comm, error)
+    table = _gather(link, FORWARD, link.calls, facts, error)
     key = table.tobytes()
-    if key not in ring.known:
+    if key not in link.plans:
+        if len(link.plans) == KEPT_PLANS:
+            link.plans.clear()
         try:
             _check_shared(table)
-            ring.known[key] = Work(ring, table, q.dtype)
+            link.plans[key] = Work(options, link.comm.rank, table, q.dtype)
         except ArgumentError as found:  # every rank finds the same in the same table
-            found.echo = ring.comm.rank != 0
-            raise
-    return ring.known[key]
+            _raise_alike(link, found)
+    return link.plans[key], link.calls
 
 
-def _options(ring) -> int:
-    content = repr((ring.causal, ring.layout, ring.window, ring.scale, ring.seq_len, ring.rotation.mode))
-    segments = b"" if ring.segments is None else ring.segments.astype(np.int64).tobytes()
-    return int.from_bytes(blake2b(content.encode() + segments, digest_size=8).digest(), "big") >> 1
+def agree_on_backward(link, call: int, dout, out):
+    """Check that all ranks begin the backward of the same forward, with a fitting gradient; raises on all if not."""
+    error = None
+    if not isinstance(dout, np.ndarray) or dout.shape != out.shape or dout.dtype != out.dtype:
+        found = f"{dout.dtype}{list(dout.shape)}" if isinstance(dout, np.ndarray) else type(dout).__name__
+        error = ArgumentError(
+            "the gradient of the output does not fit the output", found=found, expected=f"{out.dtype}{list(out.shape)}"
+        )
+    _gather(link, BACKWARD, call, [0] * FACTS, error)
+
+
+def _gather(link, kind, call, facts, error):
+    """The facts of all ranks, (size, FACTS); raises on every rank where one has an error or does something else."""
+    comm = link.comm
+    mine = np.array([error is not None, kind, call, *facts], np.int64)
+    table = np.zeros((comm.size, mine.size), np.int64)
+    wait(comm.Iallgather(mine, table), "the ranks of a ring to agree")
+    different = np.flatnonzero((table[:, 1:3] != table[0, 1:3]).any(1))
+    if different.size:
+        texts = [f"{CALLS[row[1]]} of call {row[2]}" for row in table.tolist()]
+        problem = MismatchError(
+            "the ranks of a ring do different things", rank=int(different[0]), found=texts[different[0]],
+            expected=f"{texts[0]}, as on rank 0", remedy="make the same calls in the same order on all ranks",
+        )
+        _raise_alike(link, problem)
+    if table[:, 0].any():
+        agree(comm, error)
+    return table[:, 3:]
+
+
+def _raise_alike(link, problem):
+    """Raise what every rank raises; only rank 0 reports it."""
+    problem.echo = link.comm.rank != 0
+    raise problem
+
+
+def _checked(causal, layout, window, segments, scale, seq_len, rotation) -> Options:
+    check_window(causal, window)
+    for name, value, known in (("layout", layout, KINDS), ("rotation", rotation, ROTATIONS)):
+        if value not in known:
+            raise ArgumentError(f"unknown {name}", found=repr(value), expected=" or ".join(known))
+    if segments is not None:
+        segments = tuple(np.asarray(segments).tolist()) if np.ndim(segments) == 1 else segments
+        if not isinstance(segments, tuple) or not all(isinstance(number, int) for number in segments):
+            raise ArgumentError("segments", found=repr(segments)[:80], expected="one axis of integers")
+    return Options(
+        bool(causal), layout, None if window is None else int(window), segments,
+        None if scale is None else float(scale), None if seq_len is None else int(seq_len), rotation,
+    )
+
+
+def _difference(name, rank, found, expected):
+    expected = f"{expected[:200]}, as on rank 0"
+    return MismatchError(f"the ranks of a ring differ in {name}", rank=rank, found=found[:200], expected=expected)
 
 
 def _check_shared(table):
-    for column, name in enumerate(SHARED, start=1):
+    for column, name in enumerate(SHARED):
         for rank, value in enumerate(table[:, column].tolist()):
             if value != table[0, column]:
                 found, expected = str(value), str(table[0, column])
                 if name == "dtype":
                     found, expected = str(DTYPES[value]), str(DTYPES[table[0, column]])
-                elif name == "options":
-                    found, expected = f"digest {found}", f"{expected} (of causal, layout, window, segments, ...)"
-                raise MismatchError(
-                    f"the ranks of a ring differ in {name}",
-                    rank=rank,
-                    found=found,
-                    expected=f"{expected}, as on rank 0",
-                )
+                raise _difference(name, rank, found, expected)
 
 
-def _layout(ring, rows, name, seq_len=None) -> Layout:
+def _layout(kind, rows, name, seq_len=None) -> Layout:
     """The layout that these numbers of rows stand for."""
-    layout = Layout(ring.layout, len(rows), sum(rows))
+    layout = Layout(kind, len(rows), sum(rows))
     expected = [layout.length(rank) for rank in range(len(rows))]
     if rows != expected or seq_len not in (None, sum(rows)):
         total = sum(rows) if seq_len is None else seq_len
-        wanted = Layout(ring.layout, len(rows), total)
+        wanted = Layout(kind, len(rows), total)
         raise ArgumentError(
             f"the shards of {name} do not cover the sequence",
             found=f"{rows} rows on the ranks", expected=f"{[wanted.length(r) for r in range(len(rows))]}, "
-            f"the {ring.layout} shards of {total} positions",
+            f"the {kind} shards of {total} positions",
             remedy="cut the sequence with attention.Layout(...).shard",
         )
     return layout

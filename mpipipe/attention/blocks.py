@@ -11,6 +11,8 @@ so what a pair of runs needs is a band of its matrix of scores. Documents cut ru
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -77,13 +79,15 @@ def plan(
     documents : positions at which documents begin, rising from 0, and the length of the whole at the end; a query
         sees its own document only
     """
+    by_document = defaultdict(list)
+    for document, key in _cut(keys, documents):
+        by_document[document].append(key)
     slices = []
-    for query in _cut(queries, documents):
-        for key in _cut(keys, documents):
-            if documents is None or _document(query, documents) == _document(key, documents):
-                found = _band(query, key, causal, window)
-                if found is not None:
-                    slices.append(found)
+    for document, query in _cut(queries, documents):
+        for key in by_document[document]:
+            found = _band(query, key, causal, window)
+            if found is not None:
+                slices.append(found)
     return _joined(slices)
 
 
@@ -100,22 +104,18 @@ def _joined(slices: list[Slice]) -> list[Slice]:
     return joined
 
 
-def _document(run: Run, documents) -> int:
-    return int(np.searchsorted(documents, run.first, side="right"))
-
-
-def _cut(runs: Sequence[Run], documents) -> list[Run]:
-    """The runs, cut where a document begins; empty ones dropped."""
+def _cut(runs: Sequence[Run], documents) -> list[tuple[int, Run]]:
+    """(number of the document, run): the runs, cut where a document begins; empty ones dropped."""
     if documents is None:
-        return [run for run in runs if run.rows]
+        return [(0, run) for run in runs if run.rows]
     pieces = []
     for run in runs:
         done = 0
         while done < run.rows:
             first = run.first + done * run.stride
-            end = documents[int(np.searchsorted(documents, first, side="right"))]
-            count = min(run.rows - done, -(-(end - first) // run.stride))
-            pieces.append(Run(run.start + done, count, first, run.stride))
+            document = bisect_right(documents, first)
+            count = min(run.rows - done, -(-(documents[document] - first) // run.stride))
+            pieces.append((document, Run(run.start + done, count, first, run.stride)))
             done += count
     return pieces
 
@@ -127,6 +127,8 @@ def _band(query: Run, key: Run, causal: bool, window: int | None) -> Slice | Non
     stride, apart = query.stride, query.first - key.first
     high = apart // stride
     low = None if window is None else -((window - 1 - apart) // stride)
+    if low is not None and low > high:
+        return None
     q0, q1, k0, k1 = 0, query.rows, 0, key.rows
     while q0 < q1 and k0 < k1:
         before = q0, q1, k0, k1

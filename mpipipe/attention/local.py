@@ -8,6 +8,8 @@ from mpipipe.attention import blocks, kernels
 from mpipipe.attention.kernels import host
 from mpipipe.errors import ArgumentError
 
+DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
+
 
 class Local:
     """Exact softmax attention, forward and backward, without ever holding the whole matrix of scores.
@@ -28,12 +30,16 @@ class Local:
         blocks.check_window(causal, window)
         self.causal, self.scale, self.window, self.segments = causal, scale, window, segments
         self.poll = host.nothing
+        self.planned: tuple = ()  # (lengths of queries and keys, slices) of the last call
 
     def forward(self, q, k, v):
         """Return (out, saved); out has the shape of q, with the head_dim of v."""
         check_arrays(q, k, v)
         scale = q.shape[3] ** -0.5 if self.scale is None else self.scale
-        slices = self._slices(q.shape[1], k.shape[1])
+        lengths = q.shape[1], k.shape[1]
+        if not self.planned or self.planned[0] != lengths:
+            self.planned = lengths, self._slices(*lengths)
+        slices = self.planned[1]
         fresh = len(slices) == 1 and slices[0].q_stop - slices[0].q_start == q.shape[1]
         out, lse = empty_result(q, v, fresh)
         kernels.chosen().forward(q, k, v, scale, slices, out, lse, fresh, self.poll)
@@ -66,6 +72,10 @@ def empty_result(q, v, fresh=False):
 
 def check_arrays(q, k, v):
     """Raise ArgumentError unless q, k and v are arrays that can attend to each other."""
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(array, np.ndarray) or array.dtype not in DTYPES:
+            found = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
+            raise ArgumentError(f"attention on the host: {name}", found=str(found), expected="float32 or float64 array")
     batch, _, heads, dim = q.shape if q.ndim == 4 else (0, 0, 0, 0)
     fits = (
         q.ndim == k.ndim == v.ndim == 4
@@ -73,6 +83,8 @@ def check_arrays(q, k, v):
         and k.shape[0] == batch
         and k.shape[3] == dim
         and k.shape[2] > 0
+        and dim > 0
+        and heads > 0
         and heads % k.shape[2] == 0
     )
     if not fits or not q.dtype == k.dtype == v.dtype:

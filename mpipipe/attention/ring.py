@@ -21,15 +21,12 @@ import numpy as np
 
 from mpipipe.arrays import aligned_empty, aligned_zeros
 from mpipipe.attention import kernels
-from mpipipe.attention.agreement import Work, agree_on_work
-from mpipipe.attention.blocks import check_window
+from mpipipe.attention.agreement import agree_on_backward, agree_on_forward, agree_on_options
 from mpipipe.attention.kernels import host
-from mpipipe.attention.layout import KINDS
 from mpipipe.attention.local import empty_result
 from mpipipe.comm import runtime
 from mpipipe.comm.private import private
 from mpipipe.comm.rotation import Rotation
-from mpipipe.errors import ArgumentError
 
 
 class Ring:
@@ -37,42 +34,33 @@ class Ring:
 
     Parameters
     ----------
-    comm : the ranks that share a sequence; duplicated, and freed again by the collective `close()`
+    comm : the ranks that share a sequence; all rings on it share one duplicate of it, which is freed with it
     causal : a query sees no later position
     layout : "contiguous", "zigzag" or "striped", see attention.Layout
     window : a query sees itself and the window - 1 positions before it; needs causal
     segments : documents packed into the sequence, for the whole of it; see blocks.boundaries
     scale : of the scores; default 1 / sqrt(head_dim)
     seq_len : length of the whole sequence of queries; by default the sum of what the ranks bring
-    rotation : "overlap" (messages travel while tiles are computed) or "sendrecv" (one blocking exchange before each
-        step); the results have the same bits
+    rotation : "overlap" (messages travel while tiles are computed) or "sendrecv" (one exchange before each step); the
+        results have the same bits
 
     Arrays are this rank's shards, (batch, local seq, heads, head_dim), of one dtype, float32 or float64. Heads are
     grouped and head_dim of values may differ as in attention.Local; keys may be another sequence than queries. A shard
-    may be empty. All methods are collective; arguments that do not fit raise the same ArgumentError on every rank.
+    may be empty. Constructor and methods are collective: arguments that do not fit, and ranks that do different things,
+    raise the same ArgumentError on every rank. `bytes_sent` counts this rank's keys, values and their gradients.
     """
 
     def __init__(self, comm, causal=True, layout="zigzag", window=None, segments=None, scale=None, seq_len=None,
                  rotation="overlap"):
-        check_window(causal, window)
-        if layout not in KINDS:
-            raise ArgumentError("unknown layout", found=repr(layout), expected=" or ".join(KINDS))
-        self.comm = comm.Dup()
-        self.causal, self.layout, self.window, self.scale = causal, layout, window, scale
-        self.segments = None if segments is None else np.asarray(segments)
-        self.seq_len, self.poll = seq_len, host.nothing
-        self.rotation = Rotation(comm, rotation, runtime.synchronous_sends())
-        self.known: dict[bytes, Work] = {}
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes of keys, values and their gradients sent by this rank since the object was made."""
-        return self.rotation.bytes_sent
+        self.rotation = private(comm, "ring", lambda: Rotation(comm, runtime.synchronous_sends()))
+        self.comm, self.poll, self.bytes_sent = self.rotation.comm, host.nothing, 0
+        given = dict(causal=causal, layout=layout, window=window, segments=segments, scale=scale, seq_len=seq_len)
+        self.options = agree_on_options(self.rotation, {**given, "rotation": rotation})
 
     def forward(self, q, k, v):
         """Return (out, saved); out (batch, local seq, heads, head_dim of v)."""
-        work = agree_on_work(self, q, k, v)
-        scale = q.shape[3] ** -0.5 if self.scale is None else self.scale
+        work, call = agree_on_forward(self.rotation, self.options, q, k, v)
+        scale = q.shape[3] ** -0.5 if self.options.scale is None else self.options.scale
         steps, rank, size = work.steps, self.comm.rank, self.comm.size
         out, lse = empty_result(q, v)
         attend = kernels.chosen().forward
@@ -80,17 +68,18 @@ class Ring:
         for step in range(steps):
             if step + 1 < steps:
                 incoming = work.empty(rank - step - 1)
-                self.rotation.start(held, (rank + 1) % size, incoming, (rank - 1) % size)
+                self._start(held, (rank + 1) % size, incoming, (rank - 1) % size)
             keys, values = (k, v) if step == 0 else work.unpack(held, rank - step)
             attend(q, keys, values, scale, work.slices[step], out, lse, work.fresh and step == 0, self._poll)
             self.rotation.finish()
             if step + 1 < steps:
                 held = incoming
-        return out, (work, scale, q, k, v, out, lse, held)
+        return out, (work, call, scale, q, k, v, out, lse, held)
 
     def backward(self, dout, saved):
         """Return (dq, dk, dv), shaped as q, k, v."""
-        work, scale, q, k, v, out, lse, held = saved
+        work, call, scale, q, k, v, out, lse, held = saved
+        agree_on_backward(self.rotation, call, dout, out)
         steps, rank, size = work.steps, self.comm.rank, self.comm.size
         attend_backward = kernels.chosen().backward
         dq = np.zeros(q.shape, q.dtype)
@@ -102,9 +91,9 @@ class Ring:
             received = aligned_empty(split + work.size(block), q.dtype)  # (K, V of the next block, dK and dV of this)
             if step > 0:
                 outgoing = message if ahead else message[message.size - work.size(block - 1) :]
-                self.rotation.start(outgoing, (rank - 1) % size, received, (rank + 1) % size)
+                self._start(outgoing, (rank - 1) % size, received, (rank + 1) % size)
             elif ahead:
-                self.rotation.start(message, (rank - 1) % size, received[:split], (rank + 1) % size)
+                self._start(message, (rank - 1) % size, received[:split], (rank + 1) % size)
             own = aligned_zeros(work.size(block), q.dtype)
             keys, values = (k, v) if step == steps - 1 else work.unpack(message, block)
             given = dq, *work.unpack(own, block)
@@ -118,25 +107,20 @@ class Ring:
             message = received
         return dq, *work.unpack(message, rank)
 
+    def _start(self, outgoing, dest, incoming, source):
+        self.bytes_sent += outgoing.nbytes
+        self.rotation.start(self.options.rotation, outgoing, dest, incoming, source)
+
     def _poll(self):
         self.rotation.poll()
         self.poll()
-
-    def close(self):
-        """Free the communicators; collective."""
-        self.rotation.close()
-        self.comm.Free()
 
 
 def ring_attention(q, k, v, comm, causal=True, layout="zigzag", window=None, segments=None, scale=None, seq_len=None,
                    rotation="overlap"):
     """Attention over a sharded sequence; returns (out, saved). Arguments as for `Ring`; collective over `comm`.
-
-    The duplicates of `comm` that this needs are made by the first call with these options, and freed with `comm`.
     """
-    options = dict(causal=causal, layout=layout, window=window, scale=scale, seq_len=seq_len, rotation=rotation)
-    key = (*options.values(), None if segments is None else np.asarray(segments).tobytes())
-    ring = private(comm, key, lambda: Ring(comm, segments=segments, **options))
+    ring = Ring(comm, causal, layout, window, segments, scale, seq_len, rotation)
     out, saved = ring.forward(q, k, v)
     return out, (ring, saved)
 

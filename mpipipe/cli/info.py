@@ -10,7 +10,6 @@ from pathlib import Path
 from mpipipe.comm import runtime
 from mpipipe.errors import MpipipeError
 
-
 NARROW_KERNELS = ("Haswell", "Zen")  # OpenBLAS's names for its AVX2 kernels
 
 

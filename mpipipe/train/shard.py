@@ -8,7 +8,7 @@ from mpipipe.errors import ConfigError
 
 
 class Shard:
-    """The share of one rank of `comm` in sequences of `seq_len` positions; a context manager, `close()` is collective.
+    """The share of one rank of `comm` in sequences of `seq_len` positions; making one is collective.
 
     Parameters
     ----------
@@ -49,16 +49,3 @@ class Shard:
             value *= self.weight
             gradient *= self.weight
         return value, gradient
-
-    def close(self):
-        """Free the ring's communicators."""
-        if self.ring is not None:
-            self.ring.close()
-            self.ring = None
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, trace):
-        if kind is None:
-            self.close()

@@ -56,17 +56,14 @@ def train(config: TrainConfig, architecture, comm=None) -> Record:
         with share.together(mesh.comm):
             shard = Shard(mesh.seq, config.layout, config.seq_len)
         stages = recipe.stages(mesh.pipe.rank, shard, config.dtype, config.seed)
-        with (
-            shard,
-            Pipeline(
-                stages,
-                recipe.schedule,
-                mesh.pipe,
-                loss=shard.loss,
-                recompute=config.recompute,
-                replicas=mesh.replicas,
-            ) as pipeline,
-        ):
+        with Pipeline(
+            stages,
+            recipe.schedule,
+            mesh.pipe,
+            loss=shard.loss,
+            recompute=config.recompute,
+            replicas=mesh.replicas,
+        ) as pipeline:
             with share.together(mesh.comm):
                 reporter = _reporter(config) if mesh.rank == 0 else Silence()
             with reporter:

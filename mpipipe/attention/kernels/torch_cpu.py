@@ -26,7 +26,7 @@ flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_back
 
 def forward(q, k, v, scale, slices, out, lse, fresh, poll=host.nothing):
     """As host.forward."""
-    ours, theirs = _divide(slices, k, v)
+    ours, theirs = _divide(slices, k, v, scale)
     if theirs:
         host.forward(q, k, v, scale, theirs, out, lse, fresh, poll)
     for b, part, count, rows, keys, own, heads in _calls(q, k, ours):
@@ -43,7 +43,7 @@ def forward(q, k, v, scale, slices, out, lse, fresh, poll=host.nothing):
 
 def backward(dout, q, k, v, out, lse, scale, slices, dq, dk, dv, poll=host.nothing):
     """As host.backward."""
-    ours, theirs = _divide(slices, k, v)
+    ours, theirs = _divide(slices, k, v, scale)
     if theirs:
         host.backward(dout, q, k, v, out, lse, scale, theirs, dq, dk, dv, poll)
     for b, part, count, rows, keys, own, heads in _calls(q, k, ours):
@@ -68,9 +68,9 @@ def _show_nan(queries, found, found_lse):
     return found, found_lse
 
 
-def _divide(slices, k, v):
-    """The slices that PyTorch can do, and the others."""
-    if k.shape[3] != v.shape[3]:
+def _divide(slices, k, v, scale):
+    """The slices that PyTorch can do, and the others; it masks before it scales, which needs a positive scale."""
+    if k.shape[3] != v.shape[3] or not scale > 0:
         return [], slices
     return [part for part in slices if part.kind != BAND], [part for part in slices if part.kind == BAND]
 
