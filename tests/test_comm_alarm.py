@@ -61,7 +61,7 @@ def test_a_limit_names_the_message(comm, monkeypatch):
     text = "the activation of micro-batch 3 over edge 2 from rank 1 .channel 0, tag 9."
     with pytest.raises(StallError, match=text):
         wait(request, NEVER)
-    comm.Send(box, comm.rank, 7)
+    comm.Send(np.ones(1), comm.rank, 7)
     request.Wait()
 
 
@@ -76,7 +76,8 @@ def test_a_long_wait_is_warned_of_once(comm, monkeypatch, caplog):
             return self.polls > 100_000
 
     with caplog.at_level(logging.WARNING, logger="mpipipe"):
-        monkeypatch.setattr(alarms._local, "patience", 0.0, raising=False)
+        alarms._open()
+        monkeypatch.setattr(alarms._local, "patience", 0.0)
         Slow.polls = 99_900 - alarms.SPIN_POLLS
         wait(Slow(), "a friend")
     assert [record.message.endswith("for a friend") for record in caplog.records] == [True]
