@@ -257,3 +257,10 @@ def test_many_rings_share_one_communicator_and_few_plans(comm):
 def test_wrong_options(comm, options, match):
     with pytest.raises(ArgumentError, match=match):
         attention.Ring(comm, **options)
+
+
+@pytest.mark.parametrize("kv_heads", [8, 4, 2, 1])
+@pytest.mark.parametrize("dim", [8, 64, 80, 128])
+def test_head_dims_and_grouped_heads_in_float64(comm, dim, kv_heads):
+    whole = arrays(61, batch=1, heads=8, kv_heads=kv_heads, dim=dim, value_dim=dim // 2)
+    agrees(through_ring(comm, whole)[0], dense(*whole), 1e-12)
