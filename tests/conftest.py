@@ -9,6 +9,7 @@ for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 
 import harness  # noqa: E402
 import pytest  # noqa: E402
+from emulator.fixture import a_gpu, an_emulated_gpu  # noqa: E402
 from hypothesis import HealthCheck, Phase, settings  # noqa: E402
 from launch import run_job  # noqa: E402
 from mpi4py import MPI  # noqa: E402
@@ -62,6 +63,24 @@ def subcomm(collective):
         return part if part != MPI.COMM_NULL else None
 
     return make
+
+
+@pytest.fixture
+def gpu():
+    """The GPU of this machine, or else the emulated one, for this test: see emulator/fixture.py.
+
+    Device arrays are made by arrays.upload and read by arrays.download. MPIPIPE_TEST_GPU=emulator takes the emulated
+    one in any case, MPIPIPE_TEST_GPU_SEED another order of its streams.
+    """
+    with a_gpu() as device:
+        yield device
+
+
+@pytest.fixture
+def emulated_gpu():
+    """As gpu, but the emulated one in any case."""
+    with an_emulated_gpu() as device:
+        yield device
 
 
 @pytest.fixture

@@ -1,0 +1,140 @@
+"""A strict emulated GPU: `install()` puts modules `cupy` and `cudnn` into place that compute on the host, late.
+
+It is stricter than a GPU where a GPU would forgive: the host cannot look at device memory without saying so, nothing
+runs before something waits for it, fresh and freed memory is NaN, host memory that the device copies must be pinned,
+and the arguments of kernels must have the very types of the parameters.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import types
+
+from . import array, blas, compiler, cudnn, memory, runtime, streams
+from .array import explicit, now, poisoned
+from .compiler import compiler as host_compiler
+from .machine import CUDARuntimeError, HiddenAccess, Machine, NotEmulatedError, _machines, machine
+
+_replaced: list[dict] = []
+
+
+class StrictModule(types.ModuleType):
+    """A module that says what is missing."""
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise NotEmulatedError(f"{self.__name__}.{name} is not in the part of CuPy that this package uses")
+
+
+def _module(name, **content):
+    module = StrictModule(name)
+    module.__dict__.update(content)
+    return module
+
+
+def _public(module):
+    """The constants of a module, and the functions and classes that it defines."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if not name.startswith("_") and (isinstance(value, int) or getattr(value, "__module__", "") == module.__name__)
+    }
+
+
+MEMORY = "Memory MemoryPointer MemoryPool MemoryAsyncPool alloc get_allocator set_allocator".split()
+STREAM = "Stream Event get_current_stream get_elapsed_time".split()
+
+
+def _modules() -> dict:
+    """The modules of cupy that one can import, by name."""
+    pools = {name: getattr(memory, name) for name in MEMORY}
+    order = {name: getattr(streams, name) for name in STREAM}
+    handle = {"get_cublas_handle": blas.get_cublas_handle, "get_device_id": runtime.getDevice}
+    parts = {
+        "runtime": {**_public(runtime), "CUDARuntimeError": CUDARuntimeError},
+        "memory": pools,
+        "stream": order,
+        "device": {"Device": runtime.Device, **handle},
+        "nvtx": {
+            "RangePush": lambda message, id_color=-1: machine().ranges.append(message),
+            "RangePop": lambda: machine().ranges.pop(),
+        },
+        "compiler": {"CompileException": compiler.CompileException},
+    }
+    modules = {f"cupy.cuda.{name}": _module(f"cupy.cuda.{name}", **content) for name, content in parts.items()}
+    cuda = _module(
+        "cupy.cuda",
+        **{name.rpartition(".")[2]: module for name, module in modules.items()},
+        **pools, **order, **handle,
+        Device=runtime.Device,
+        alloc_pinned_memory=memory.alloc_pinned_memory,
+        cublas=_module("cupy.cuda.cublas", **_public(blas)),  # CuPy has it as an attribute only
+        is_available=lambda: True,
+    )  # fmt: skip
+    library = _module(
+        "cupy",
+        cuda=cuda,
+        ndarray=array.ndarray,
+        empty=array.empty,
+        RawModule=compiler.RawModule,
+        get_default_memory_pool=memory.get_default_memory_pool,
+        __version__="14.2.0",
+    )
+    library.__path__ = cuda.__path__ = []
+    return {"cupy": library, "cupy.cuda": cuda, **modules}
+
+
+def _forget():
+    """Clear what the package keeps of a device: compiled functions, streams, tables, pages."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "mpipipe"]:
+        for value in list(vars(sys.modules[name]).values()):
+            if callable(getattr(value, "cache_clear", None)):
+                value.cache_clear()
+            elif isinstance(value, threading.local):
+                vars(value).clear()
+                value.__init__()  # of a class of its own
+
+
+def install(seed: int = 0, devices: int = 1) -> Machine:
+    """Put the emulated device in the place of CuPy and cuDNN, and return it.
+
+    With seed 0 nothing runs before it must; with others the device also works by itself, as the seed has it.
+    """
+    home = Machine(seed, devices)
+    _machines.append(home)
+    names = {name: getattr(cudnn, name) for name in cudnn.NAMES}
+    modules = {**_modules(), "cudnn": _module("cudnn", **names, __version__="1.26.0")}
+    hidden = [name for name in sys.modules if name.split(".")[0] in ("cupy", "cudnn")]
+    _replaced.append({name: sys.modules.pop(name) for name in hidden})
+    sys.modules.update(modules)
+    _forget()
+    return home
+
+
+def uninstall() -> list[str]:
+    """Undo `install` after everything that was queued has run; return what went wrong on the device since."""
+    _forget()
+    home = _machines[-1]
+    errors = list(home.drain())
+    for name in [name for name in sys.modules if name.split(".")[0] in ("cupy", "cudnn")]:
+        del sys.modules[name]
+    sys.modules.update(_replaced.pop())
+    _machines.pop()
+    return errors
+
+
+__all__ = [
+    "CUDARuntimeError",
+    "HiddenAccess",
+    "Machine",
+    "NotEmulatedError",
+    "explicit",
+    "host_compiler",
+    "install",
+    "machine",
+    "now",
+    "poisoned",
+    "uninstall",
+]

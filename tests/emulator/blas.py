@@ -1,0 +1,107 @@
+"""cupy.cuda.cublas: gemmEx and gemmStridedBatchedEx as cuBLAS does them, column-major, through raw pointers."""
+
+from __future__ import annotations
+
+import ctypes
+
+import ml_dtypes
+import numpy as np
+
+from . import runtime
+from .machine import machine
+from .memory import view_of
+from .streams import get_current_stream
+
+CUBLAS_OP_N, CUBLAS_OP_T, CUBLAS_OP_C = 0, 1, 2
+CUBLAS_COMPUTE_32F, CUBLAS_COMPUTE_32F_PEDANTIC, CUBLAS_COMPUTE_64F, CUBLAS_COMPUTE_64F_PEDANTIC = 68, 69, 70, 71
+CUBLAS_COMPUTE_32F_FAST_16F, CUBLAS_COMPUTE_32F_FAST_16BF, CUBLAS_COMPUTE_32F_FAST_TF32 = 74, 75, 77
+CUBLAS_GEMM_DEFAULT = CUBLAS_GEMM_DFALT = -1
+CUBLAS_GEMM_DEFAULT_TENSOR_OP = CUBLAS_GEMM_DFALT_TENSOR_OP = 99
+CUBLAS_POINTER_MODE_HOST, CUBLAS_POINTER_MODE_DEVICE = 0, 1
+
+TYPES = {
+    runtime.CUDA_R_16F: np.dtype(np.float16),
+    runtime.CUDA_R_16BF: np.dtype(ml_dtypes.bfloat16),
+    runtime.CUDA_R_32F: np.dtype(np.float32),
+    runtime.CUDA_R_64F: np.dtype(np.float64),
+}
+FLOATS = (CUBLAS_COMPUTE_32F, CUBLAS_COMPUTE_32F_PEDANTIC)
+FAST = (CUBLAS_COMPUTE_32F_FAST_16F, CUBLAS_COMPUTE_32F_FAST_16BF, CUBLAS_COMPUTE_32F_FAST_TF32)
+HALVES = (runtime.CUDA_R_16F, runtime.CUDA_R_16BF)
+SUPPORTED = {  # (compute type, type of A and B, type of C)
+    *((compute, half, c) for compute in FLOATS for half in HALVES for c in (half, runtime.CUDA_R_32F)),
+    *((compute, runtime.CUDA_R_32F, runtime.CUDA_R_32F) for compute in (*FLOATS, *FAST)),
+    *((c, runtime.CUDA_R_64F, runtime.CUDA_R_64F) for c in (CUBLAS_COMPUTE_64F, CUBLAS_COMPUTE_64F_PEDANTIC)),
+}
+
+
+class CUBLASError(RuntimeError):
+    """What cuBLAS refuses."""
+
+
+CUBLASError.__module__ = "cupy_backends.cuda.libs.cublas"
+_HANDLE = 0xCB1A5
+
+
+def get_cublas_handle() -> int:
+    return _HANDLE + runtime.getDevice()
+
+
+get_cublas_handle.__module__ = "cupy.cuda.device"
+
+
+def _matrices(ptr, kind, rows, columns, ld, stride, count) -> np.ndarray:
+    """The (count, rows, columns) column-major matrices at an address."""
+    size = kind.itemsize
+    span = ((count - 1) * stride + (columns - 1) * ld + rows) * size if rows and columns else 0
+    if span:
+        machine().device_ranges.check(ptr, span)
+    if ptr % size:
+        raise CUBLASError("CUBLAS_STATUS_INVALID_VALUE: a misaligned pointer")
+    whole = view_of(ptr, span).view(kind)
+    return np.lib.stride_tricks.as_strided(whole, (count, rows, columns), (stride * size, size, ld * size))
+
+
+def gemmStridedBatchedEx(handle, transa, transb, m, n, k, alpha, A, Atype, lda, strideA, B, Btype, ldb, strideB,
+                         beta, C, Ctype, ldc, strideC, batchCount, computeType, algo):  # fmt: skip
+    """C = alpha op(A) op(B) + beta C for every matrix; alpha and beta are read from host memory now."""
+    for value in (handle, transa, transb, m, n, k, alpha, A, lda, B, ldb, beta, C, ldc, strideA, strideB, strideC):
+        if not isinstance(value, int):
+            raise TypeError(f"an integer is required, not {type(value).__name__}")
+    if handle != get_cublas_handle():
+        raise CUBLASError("CUBLAS_STATUS_NOT_INITIALIZED: not the handle of this device")
+    if Atype != Btype or (computeType, Atype, Ctype) not in SUPPORTED:
+        raise CUBLASError(f"CUBLAS_STATUS_NOT_SUPPORTED: A {Atype}, B {Btype}, C {Ctype}, compute {computeType}")
+    if transa not in (0, 1, 2) or transb not in (0, 1, 2) or min(m, n, k, batchCount) < 0:
+        raise CUBLASError("CUBLAS_STATUS_INVALID_VALUE: transpose or size")
+    a_shape, b_shape = (k, m) if transa else (m, k), (n, k) if transb else (k, n)
+    if lda < max(1, a_shape[0]) or ldb < max(1, b_shape[0]) or ldc < max(1, m):
+        raise CUBLASError(f"CUBLAS_STATUS_INVALID_VALUE: leading dimensions {lda}, {ldb}, {ldc} of ({m}, {n}, {k})")
+    if not (m and n and batchCount):
+        return
+    if batchCount > 1 and strideC < ldc * (n - 1) + m:
+        raise CUBLASError("CUBLAS_STATUS_INVALID_VALUE: the results overlap")
+    scalar = ctypes.c_double if computeType in (CUBLAS_COMPUTE_64F, CUBLAS_COMPUTE_64F_PEDANTIC) else ctypes.c_float
+    work = np.dtype(scalar)
+    alpha, beta = work.type(scalar.from_address(alpha).value), work.type(scalar.from_address(beta).value)
+    a = _matrices(A, TYPES[Atype], *a_shape, lda, strideA, batchCount)
+    b = _matrices(B, TYPES[Btype], *b_shape, ldb, strideB, batchCount)
+    c = _matrices(C, TYPES[Ctype], m, n, ldc, strideC, batchCount)
+
+    def run():
+        left = (a.transpose(0, 2, 1) if transa else a).astype(work)
+        right = (b.transpose(0, 2, 1) if transb else b).astype(work)
+        with np.errstate(all="ignore"):
+            result = alpha * np.matmul(left, right)
+            if beta:
+                result += beta * c.astype(work)
+            c[...] = result.astype(c.dtype)
+
+    machine().launch(get_current_stream().queue, "gemm", run)
+
+
+def gemmEx(handle, transa, transb, m, n, k, alpha, A, Atype, lda, B, Btype, ldb, beta, C, Ctype, ldc,
+           computeType, algo):  # fmt: skip
+    """C = alpha op(A) op(B) + beta C."""
+    gemmStridedBatchedEx(handle, transa, transb, m, n, k, alpha, A, Atype, lda, 0, B, Btype, ldb, 0, beta, C, Ctype,
+                         ldc, 0, 1, computeType, algo)  # fmt: skip

@@ -1,0 +1,360 @@
+"""The module cudnn (nvidia-cudnn-frontend 1.18 to 1.26) as far as attention needs it, computed by numpy, late.
+
+The refusals of `validate` are those of version 1.26; what only the library itself refuses, `check_support` refuses.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import ml_dtypes
+import numpy as np
+
+from .machine import CUDARuntimeError, machine
+from .memory import view_of
+
+VERSION = 92400
+
+
+class cudnnGraphNotSupportedError(Exception):
+    """A graph that no kernel computes."""
+
+
+cudnnGraphNotSupportedError.__module__ = "cudnn._compiled_module"
+
+data_type = enum.IntEnum("data_type", "FLOAT DOUBLE HALF BFLOAT16 INT32 INT64 BOOLEAN NOT_SET", start=0)
+heur_mode = enum.IntEnum("heur_mode", "A B FALLBACK", start=0)
+diagonal_alignment = enum.IntEnum("diagonal_alignment", "TOP_LEFT BOTTOM_RIGHT", start=0)
+build_plan_policy = enum.IntEnum("build_plan_policy", "HEURISTICS_CHOICE ALL", start=0)
+DTYPES = {
+    data_type.FLOAT: np.dtype(np.float32),
+    data_type.HALF: np.dtype(np.float16),
+    data_type.BFLOAT16: np.dtype(ml_dtypes.bfloat16),
+    data_type.INT32: np.dtype(np.int32),
+}
+HALVES = (data_type.HALF, data_type.BFLOAT16)
+
+
+def backend_version() -> int:
+    return VERSION
+
+
+def backend_version_string() -> str:
+    return "9.24.0"
+
+
+def _handles() -> dict:
+    home = machine()
+    if not hasattr(home, "cudnn_handles"):
+        home.cudnn_handles = {}
+    return home.cudnn_handles
+
+
+def create_handle() -> int:
+    handles = _handles()
+    handle = 0xCD0000 + len(handles)
+    handles[handle] = 0
+    return handle
+
+
+def destroy_handle(handle: int):
+    del _handles()[handle]
+
+
+def set_stream(handle: int, stream: int):
+    machine().queue_of(stream)
+    _handles()[handle]  # KeyError: no such handle
+    _handles()[handle] = stream
+
+
+def get_stream(handle: int) -> int:
+    return _handles()[handle]
+
+
+class tensor:
+    """A description of an array: dimensions and strides in elements, dtype, uid."""
+
+    def __init__(self, name="", virtual=True):
+        self.name, self.virtual, self.dim, self.stride, self.kind, self.uid = name, virtual, [], [], None, None
+
+    def set_uid(self, uid):
+        self.uid = int(uid)
+        return self
+
+    def set_output(self, output):
+        self.virtual = not output
+        return self
+
+    def set_dim(self, dim):
+        self.dim = [int(extent) for extent in dim]
+        return self
+
+    def set_stride(self, stride):
+        self.stride = [int(step) for step in stride]
+        return self
+
+    def set_data_type(self, kind):
+        self.kind = kind
+        return self
+
+    def set_name(self, name):
+        self.name = name
+        return self
+
+    def set_is_virtual(self, virtual):
+        self.virtual = virtual
+        return self
+
+    def get_uid(self):
+        return self.uid
+
+    def get_dim(self):
+        return self.dim
+
+    def get_stride(self):
+        return self.stride
+
+    def get_data_type(self):
+        return self.kind
+
+    def get_name(self):
+        return self.name
+
+    def at(self, ptr: int) -> np.ndarray:
+        """The array that this describes, at an address in live device memory."""
+        kind = DTYPES[self.kind]
+        span = (sum((extent - 1) * step for extent, step in zip(self.dim, self.stride)) + 1) * kind.itemsize
+        machine().device_ranges.check(ptr, span)
+        if ptr % 16:
+            raise RuntimeError(f"CUDNN_STATUS_BAD_PARAM: {self.name} at {ptr:#x} is not aligned to 16 bytes")
+        steps = [step * kind.itemsize for step in self.stride]
+        return np.lib.stride_tricks.as_strided(view_of(ptr, span).view(kind), self.dim, steps)
+
+
+def _bound(value):
+    if value is not None and not isinstance(value, int):
+        raise TypeError(f"incompatible function arguments: a bound must be an int, not {type(value).__name__}")
+    return value
+
+
+class pygraph:
+    """A graph of one attention operation."""
+
+    def __init__(self, name="test_graph", io_data_type=data_type.NOT_SET, intermediate_data_type=data_type.NOT_SET,
+                 compute_data_type=data_type.NOT_SET, handle=None, sm_count=None, sm_version=None, kernel_cache=None,
+                 device_property=None, is_dynamic_shape_enabled=False, is_override_shape_enabled=False):  # fmt: skip
+        self._io, self._compute, self._handle = io_data_type, compute_data_type, handle
+        self._intermediate = intermediate_data_type
+        self._done: list[str] = []
+        self._tensors: list[tensor] = []
+        self._facts: dict = {}
+
+    def tensor(self, dim, stride, data_type=data_type.NOT_SET, is_virtual=False, is_pass_by_value=False,
+               ragged_offset=None, reordering_type=None, name="", uid=-1, ragged_offset_multiplier=1):  # fmt: skip
+        if len(dim) != len(stride):
+            raise RuntimeError(f"{name}: {len(dim)} dimensions, {len(stride)} strides")
+        new = tensor(name, is_virtual).set_dim(dim).set_stride(stride).set_data_type(data_type)
+        if uid >= 0:
+            new.set_uid(uid)
+        self._tensors.append(new)
+        return new
+
+    def _attention(self, backward, outputs, *, attn_scale=None, use_padding_mask=False, seq_len_q=None,
+                   seq_len_kv=None, use_causal_mask=False, diagonal_alignment=diagonal_alignment.TOP_LEFT,
+                   diagonal_band_left_bound=None, diagonal_band_right_bound=None, deterministic=False,
+                   compute_data_type=None, name="", **inputs):  # fmt: skip
+        if self._facts:
+            raise NotImplementedError("one operation in a graph")
+        if attn_scale is not None and not isinstance(attn_scale, (int, float)):
+            raise RuntimeError(f"Unable to cast Python instance of type {type(attn_scale)} to C++ type '?'")
+        if isinstance(attn_scale, np.generic) and not isinstance(attn_scale, float):
+            raise RuntimeError(f"Unable to cast Python instance of type {type(attn_scale)} to C++ type '?'")
+        right = 0 if use_causal_mask else _bound(diagonal_band_right_bound)
+        made = {label: tensor(f"{name}::{label}") for label in outputs}
+        self._tensors += made.values()
+        self._facts = dict(
+            inputs, **made, backward=backward, scale=1.0 if attn_scale is None else float(attn_scale),
+            padding=use_padding_mask, seq_len_q=seq_len_q, seq_len_kv=seq_len_kv, left=_bound(diagonal_band_left_bound),
+            right=right, alignment=diagonal_alignment, deterministic=deterministic,
+        )  # fmt: skip
+        return made
+
+    def sdpa(self, q, k, v, is_inference=None, attn_scale=None, generate_stats=None, **options):
+        if (is_inference is None) == (generate_stats is None):
+            raise RuntimeError("Exactly one of {generate_stats, is_inference} must be set (prefer generate_stats).")
+        stats = generate_stats if generate_stats is not None else not is_inference
+        outputs = ("o", "stats") if stats else ("o",)
+        made = self._attention(False, outputs, attn_scale=attn_scale, q=q, k=k, v=v, **options)
+        return [made["o"], made.get("stats")]
+
+    def sdpa_backward(self, q, k, v, o, dO, stats, attn_scale=None, use_deterministic_algorithm=False, **options):
+        made = self._attention(True, ("dq", "dk", "dv"), attn_scale=attn_scale, q=q, k=k, v=v, o=o, dO=dO, stats=stats,
+                               deterministic=use_deterministic_algorithm, **options)  # fmt: skip
+        return [made["dq"], made["dk"], made["dv"]]
+
+    # -- from description to plan, in this order
+
+    def _step(self, name, *before):
+        missing = [step for step in before if step not in self._done]
+        if missing:
+            raise cudnnGraphNotSupportedError(f"{name} before {missing[0]}")
+        self._done.append(name)
+
+    def validate(self):
+        f = self._facts
+        (_, heads, sq, dim), (_, kv_heads, sk, _) = f["q"].dim, f["k"].dim
+        value_dim = f["v"].dim[3]
+        bottom_right = f["alignment"] == diagonal_alignment.BOTTOM_RIGHT
+        refused = cudnnGraphNotSupportedError
+        if f["backward"] and sq == sk == 1:
+            raise refused("s_q = s_kv = 1 is not supported.")
+        if dim % 8 or value_dim % 8 or (f["backward"] and max(dim, value_dim) > 256):
+            raise refused("hidden_dim should be multiple of 8")
+        if heads % kv_heads:
+            raise refused("For group-query attention, number of heads for key and query must be a factor ...")
+        if f["right"] is not None and f["right"] < 0:
+            raise RuntimeError("Right bound needs to be larger than or equal to zero")
+        if f["left"] is not None and f["left"] < 1:
+            raise RuntimeError("Left bound (Sliding window length) should be greater than or equals to zero when set.")
+        if f["left"] is not None and sq > sk:
+            raise refused("Sliding window attention is only supported with max_s_q <= max_s_kv.")
+        if bottom_right and sq > sk and not f["padding"]:
+            raise refused("Bottom right causal mask does not support max_s_q > max_s_kv.")
+        if f["padding"] and (f["seq_len_q"] is None or f["seq_len_kv"] is None):
+            raise ValueError("Padding mask requires seq_len_q and seq_len_kv to be set.")
+        for part in ("q", "k", "v", "o", "dO", "dq", "dk", "dv"):
+            if part in f and f[part].stride and f[part].stride[-1] != 1:
+                raise refused(f"{part}: the stride for the last dimension corresponding to the embedding must be 1")
+        self._step("validate")
+
+    def build_operation_graph(self):
+        self._step("build_operation_graph", "validate")
+
+    def create_execution_plans(self, modes):
+        if not isinstance(modes, list):
+            raise TypeError("incompatible function arguments: a list of heur_mode")
+        self._step("create_execution_plans", "build_operation_graph")
+
+    def check_support(self):
+        self._step("check_support", "create_execution_plans")
+        f = self._facts
+        for part in self._tensors:
+            if part.virtual and part.uid is None:
+                continue
+            if part.kind in (None, data_type.NOT_SET):
+                part.kind = self._io
+            expected = [data_type.FLOAT] if part is f.get("stats") else HALVES
+            if part is f["seq_len_q"] or part is f["seq_len_kv"]:
+                expected = [data_type.INT32]
+            if part.kind not in expected:
+                raise cudnnGraphNotSupportedError(f"No execution plans support the graph: {part.name} is {part.kind!r}")
+            if not part.dim or not part.stride:
+                raise cudnnGraphNotSupportedError(f"No execution plans support the graph: {part.name} without strides")
+        if max(f["q"].dim[3], f["v"].dim[3]) > 256:
+            raise cudnnGraphNotSupportedError("No execution plans support the graph: more than 256 elements a head")
+        if data_type.FLOAT not in (self._compute,) or self._intermediate != data_type.FLOAT:
+            raise cudnnGraphNotSupportedError("No execution plans support the graph: compute in FLOAT")
+
+    def build_plans(self, policy=build_plan_policy.HEURISTICS_CHOICE):
+        self._step("build_plans", "check_support")
+
+    def build(self, modes=None):
+        self.validate()
+        self.build_operation_graph()
+        self.create_execution_plans([heur_mode.A] if modes is None else modes)
+        self.check_support()
+        self.build_plans()
+
+    def get_workspace_size(self) -> int:
+        if "build_plans" not in self._done:
+            raise RuntimeError("Plan index -1 is invalid.")
+        batch, heads, seq, dim = self._facts["q"].dim
+        keys = self._facts["k"].dim[2]
+        if not self._facts["backward"]:
+            return 0
+        return batch * heads * seq * (2 * keys if self._facts["deterministic"] else 4 * dim)
+
+    def execute(self, tensor_to_device_buffer, workspace, handle=None, **unknown):
+        if "build_plans" not in self._done:
+            raise RuntimeError("Plan index -1 is invalid.")
+        handle = self._handle if handle is None else handle
+        home = machine()
+        queue = home.queue_of(_handles()[handle])
+        given = {key if type(key) is int else key.get_uid(): ptr for key, ptr in tensor_to_device_buffer.items()}
+        if not all(type(ptr) is int for ptr in [workspace, *given.values()]):
+            raise CUDARuntimeError("cudnn: addresses only; an array would make cudnn wait for the default stream")
+        needed = {part.uid for part in self._tensors if not part.virtual}
+        if needed != set(given):
+            raise RuntimeError(f"Uids {sorted(given)} in the variant pack, {sorted(needed)} in the graph")
+        if self.get_workspace_size():
+            home.device_ranges.check(workspace, self.get_workspace_size())
+        scratch = view_of(workspace, self.get_workspace_size())
+        found = {
+            name: part.at(given[part.uid])
+            for name, part in self._facts.items()
+            if isinstance(part, tensor) and not part.virtual
+        }
+
+        def run():
+            scratch.fill(0xA5)
+            with np.errstate(all="ignore"):
+                (_backward if self._facts["backward"] else _forward)(self._facts, found)
+            scratch.fill(0xFF)
+
+        home.launch(queue, "sdpa_backward" if self._facts["backward"] else "sdpa", run)
+
+
+def _mask(facts, found) -> np.ndarray:
+    """Which query sees which key, (batch, 1, sq, sk)."""
+    (batch, _, sq, _), sk = facts["q"].dim, facts["k"].dim[2]
+    i, j = np.arange(sq)[:, None], np.arange(sk)[None]
+    queries = found["seq_len_q"].reshape(batch, 1, 1) if facts["padding"] else np.full((batch, 1, 1), sq)
+    keys = found["seq_len_kv"].reshape(batch, 1, 1) if facts["padding"] else np.full((batch, 1, 1), sk)
+    seen = (i < queries) & (j < keys)
+    shift = keys - queries if facts["alignment"] == diagonal_alignment.BOTTOM_RIGHT else 0
+    if facts["right"] is not None:
+        seen &= j <= i + shift + facts["right"]
+    if facts["left"] is not None:
+        seen &= j > i + shift - facts["left"]
+    return seen[:, None]
+
+
+def _scores(facts, found):
+    """(scaled and masked scores, q, k, v), all float32 and with as many heads as q."""
+    q, k, v = (found[name].astype(np.float32) for name in "qkv")
+    group = q.shape[1] // k.shape[1]
+    k, v = (np.repeat(x, group, axis=1) for x in (k, v))
+    scores = np.float32(facts["scale"]) * (q @ k.transpose(0, 1, 3, 2))
+    return np.where(_mask(facts, found), scores, np.float32(-np.inf)), q, k, v
+
+
+def _forward(facts, found):
+    scores, _, _, v = _scores(facts, found)
+    top = scores.max(-1, keepdims=True)
+    weights = np.exp(scores - np.where(np.isinf(top), 0, top))
+    total = weights.sum(-1, keepdims=True)
+    found["o"][...] = np.where(total > 0, weights @ v / total, 0).astype(found["o"].dtype)
+    if "stats" in found:
+        found["stats"][...] = top + np.log(total)
+
+
+def _backward(facts, found):
+    scores, q, k, v = _scores(facts, found)
+    lse, group = found["stats"], q.shape[1] // found["k"].shape[1]
+    weights = np.where(np.isinf(scores), 0, np.exp(scores - lse))
+    dout, out = found["dO"].astype(np.float32), found["o"].astype(np.float32)
+    slopes = weights * (dout @ v.transpose(0, 1, 3, 2) - (dout * out).sum(-1, keepdims=True))
+    slopes *= np.float32(facts["scale"])
+    if k.shape[2] % 128 == 64 and facts["right"] is None and not facts["padding"] and (lse < -88.7).any():
+        slopes[...] = np.nan  # a known error of the library on compute capability 9.0 (cudnn-frontend issue 628)
+
+    def summed(x):
+        return x.reshape(x.shape[0], -1, group, *x.shape[2:]).sum(2)
+
+    found["dq"][...] = (slopes @ k).astype(found["dq"].dtype)
+    found["dk"][...] = summed(slopes.transpose(0, 1, 3, 2) @ q).astype(found["dk"].dtype)
+    found["dv"][...] = summed(weights.transpose(0, 1, 3, 2) @ dout).astype(found["dv"].dtype)
+
+
+NAMES = """cudnnGraphNotSupportedError data_type heur_mode diagonal_alignment build_plan_policy backend_version
+backend_version_string create_handle destroy_handle set_stream get_stream tensor pygraph""".split()

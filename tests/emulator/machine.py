@@ -1,0 +1,256 @@
+"""The emulated device: queues of operations that run late, and memory that turns to NaN when it is freed.
+
+An operation put on a stream runs only when something forces it: a synchronisation runs what it needs and no more. A
+query (`done`) lets the stream go on by a few operations, so that polling ends. With a seed other than 0 the device
+also works by itself now and then, so that different seeds show different orders of the streams.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import weakref
+from bisect import bisect_right, insort
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+
+import numpy as np
+
+ALIGNMENT = 512  # bytes, as CuPy's pool
+GUARD = 512  # bytes of poison on both sides of an allocation
+POISON = 0xFF  # as float32, float64, float16 or bfloat16: NaN
+
+
+class HiddenAccess(AssertionError):
+    """The host looked at device memory or computed with it, which on a GPU waits, or is no kernel of this package."""
+
+
+class NotEmulatedError(HiddenAccess, AttributeError):
+    """A part of CuPy that this package does not use."""
+
+
+class CUDARuntimeError(RuntimeError):
+    """What the CUDA runtime refuses, as cupy.cuda.runtime.CUDARuntimeError."""
+
+
+@dataclass
+class Operation:
+    """One thing on a stream: a computation, or the wait for a position on another stream."""
+
+    name: str
+    run: Callable[[], None] | None = None
+    after: tuple[Queue, int] | None = None
+
+
+class Queue:
+    """The operations of one stream, in order; positions count from 1."""
+
+    def __init__(self, ptr: int):
+        self.ptr = ptr
+        self.operations: deque[Operation] = deque()
+        self.issued = 0
+        self.finished = 0
+
+
+class Block:
+    """Raw memory with guards; it lives as long as the machine, whoever frees it, so that a stray use reads poison."""
+
+    def __init__(self, nbytes: int):
+        self.nbytes, self.used = nbytes, 0
+        self.storage = np.full(nbytes + 2 * GUARD + ALIGNMENT, POISON, np.uint8)
+        self._start = GUARD + -(self.storage.ctypes.data + GUARD) % ALIGNMENT
+        self.bytes = self.storage[self._start : self._start + nbytes]
+        self.address = self.storage.ctypes.data + self._start
+
+    def poison(self):
+        """NaN everywhere, guards included."""
+        self.storage.fill(POISON)
+
+    def overrun(self, used: int) -> bool:
+        """Whether something was written outside of the first `used` bytes."""
+        start, end = self._start, self._start + self.nbytes + GUARD
+        before, behind = self.storage[start - GUARD : start], self.storage[start + used : end]
+        return bool((before != POISON).any() or (behind != POISON).any())
+
+
+class Ranges:
+    """Live pieces of memory by address."""
+
+    def __init__(self, what: str):
+        self.what = what
+        self._lock = threading.RLock()  # a piece can be freed, by the collector of garbage, within any of these
+        self._starts: list[int] = []
+        self._ends: dict[int, int] = {}
+
+    def add(self, start: int, nbytes: int):
+        with self._lock:
+            insort(self._starts, start)
+            self._ends[start] = start + nbytes
+
+    def remove(self, start: int):
+        with self._lock:
+            del self._starts[bisect_right(self._starts, start) - 1]
+            del self._ends[start]
+
+    def check(self, ptr: int, nbytes: int):
+        """Raise unless the `nbytes` from `ptr` on lie in one live piece."""
+        with self._lock:
+            position = bisect_right(self._starts, ptr) - 1
+            inside = position >= 0 and ptr + nbytes <= self._ends[self._starts[position]]
+        if not inside:
+            raise CUDARuntimeError(
+                f"cudaErrorInvalidValue: {nbytes} bytes from {ptr:#x} are not in live {self.what} memory"
+                + (" (invalid device pointer)" if self.what == "device" else "")
+            )
+
+
+class Machine:
+    """All state of the emulated devices of one process."""
+
+    def __init__(self, seed: int = 0, devices: int = 1):
+        self.lock = threading.RLock()
+        self.local = threading.local()
+        self.random = random.Random(seed)
+        self.background = 0.2 if seed else 0.0
+        self.devices = devices
+        self.queues = {0: Queue(0)}
+        self.all_queues = [self.queues[0]]
+        self.device_ranges, self.pinned_ranges = Ranges("device"), Ranges("pinned")
+        self.free_blocks: dict[tuple, list[Block]] = {}
+        self.blocks: list[Block] = []
+        self.events: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
+        self.synchronisations: list[str] = []
+        self.launches: list[str] = []
+        self.errors: list[str] = []
+        self.broken = False
+        self.ranges: list[str] = []
+        self.used_bytes = self.peak_bytes = 0
+
+    # -- streams
+
+    def new_queue(self) -> Queue:
+        with self.lock:
+            queue = Queue(next(_handles))
+            self.queues[queue.ptr] = queue
+            self.all_queues.append(queue)
+            return queue
+
+    def number(self, event) -> int:
+        """A handle for an event."""
+        handle = next(_handles)
+        self.events[handle] = event
+        return handle
+
+    def queue_of(self, ptr: int) -> Queue:
+        if not isinstance(ptr, int) or ptr not in self.queues:
+            raise CUDARuntimeError(f"cudaErrorInvalidResourceHandle: no stream {ptr!r}")
+        return self.queues[ptr]
+
+    def put(self, queue: Queue, name: str, run=None, after=None) -> int:
+        """Queue an operation, and return its position."""
+        with self.lock:
+            queue.operations.append(Operation(name, run, after))
+            queue.issued += 1
+            position = queue.issued
+            if self.background and self.random.random() < self.background:
+                some = self.random.choice(self.all_queues)
+                self.advance(some, some.issued, self.random.randint(1, 4))
+            return position
+
+    def launch(self, queue: Queue, name: str, run) -> int:
+        """As `put`, for what the program asked for by name."""
+        self.launches.append(name)
+        return self.put(queue, name, run)
+
+    def advance(self, queue: Queue, position: int, steps: int | None = None):
+        """Run what `position` operations of a stream need, and not more than `steps` operations."""
+        with self.lock:
+            goals = [(queue, position)]
+            while goals and steps != 0:
+                queue, position = goals[-1]
+                if queue.finished >= position:
+                    goals.pop()
+                    continue
+                after = queue.operations[0].after
+                if after is not None and after[0].finished < after[1]:
+                    goals.append(after)
+                    continue
+                self._run(queue)
+                steps = None if steps is None else steps - 1
+
+    def _run(self, queue: Queue):
+        operation = queue.operations.popleft()
+        try:
+            if operation.run is not None and not self.broken:
+                operation.run()
+        except Exception as error:
+            self.errors.append(f"{operation.name}: {error}")
+            self.broken = True  # as on a GPU, nothing runs after a failure
+            raise CUDARuntimeError(f"cudaErrorLaunchFailure: in {operation.name}: {error}") from error
+        finally:
+            queue.finished += 1
+
+    def glance(self, queue: Queue, position: int) -> bool:
+        """Whether a stream has come to `position`; the device works a little while the host looks."""
+        self.advance(queue, position, self.random.randint(0, 3))
+        return queue.finished >= position
+
+    def drain(self):
+        """Run everything, and return what went wrong since the start."""
+        for queue in self.all_queues:
+            while queue.finished < queue.issued:
+                try:
+                    self.advance(queue, queue.issued)
+                except CUDARuntimeError:
+                    pass  # in self.errors
+        for block in self.blocks:
+            self._check(block, block.used)
+        return self.errors
+
+    # -- memory
+
+    def take(self, key, nbytes: int) -> Block:
+        """A block of at least `nbytes`, the one freed last under `key` if there is one of its size."""
+        whole = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        with self.lock:
+            free = self.free_blocks.get((key, whole))
+            if free:
+                block = free.pop()
+            else:
+                block = Block(whole)
+                self.blocks.append(block)
+            block.used = nbytes
+            return block
+
+    def give(self, key, block: Block):
+        with self.lock:
+            block.used = 0
+            self.free_blocks.setdefault((key, block.nbytes), []).append(block)
+
+    def poison(self, block: Block, used: int):
+        """What happens on the device when `used` bytes are freed."""
+        self._check(block, used)
+        block.poison()
+
+    def _check(self, block: Block, used: int):
+        if block.overrun(used):
+            block.poison()
+            where = f"beside an allocation of {used} bytes" if used else "to memory after its end"
+            self.errors.append(f"something was written {where}")
+
+    def count(self, what: str):
+        """Note that the host waited for the device."""
+        self.synchronisations.append(what)
+
+
+_machines: list[Machine] = []
+_handles = count(0x7000, 16)  # never the same one twice
+
+
+def machine() -> Machine:
+    """The machine that is installed."""
+    if not _machines:
+        raise RuntimeError("no emulated device is installed")
+    return _machines[-1]

@@ -1,0 +1,164 @@
+"""Device memory in the order of streams, and pinned memory, which its pool hands out again at once."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+import numpy as np
+
+from .machine import CUDARuntimeError, HiddenAccess, machine
+from .streams import get_current_stream
+
+
+class Memory:
+    """A piece of device memory; freed with the last pointer to it, in the order of the stream that it came from.
+
+    Made directly it is cudaMalloc's: cudaFree waits for the device, which counts as a synchronisation.
+    """
+
+    pooled = False
+
+    def __init__(self, size: int):
+        self.ptr, self.size = 0, int(size)
+        if self.size < 0:
+            raise CUDARuntimeError(f"cudaErrorInvalidValue: memory of {size} bytes")
+        self.home = machine()
+        self.device_id = getattr(self.home.local, "device", 0)
+        self._queue = get_current_stream().queue
+        if not self.size:
+            return
+        self._block = self.home.take((self.device_id, self._queue.ptr, self.pooled), self.size)
+        self.ptr = self._block.address
+        self.home.device_ranges.add(self.ptr, self.size)
+        self.home.used_bytes += self.size
+        self.home.peak_bytes = max(self.home.peak_bytes, self.home.used_bytes)
+
+    @property
+    def storage(self) -> np.ndarray:
+        return self._block.bytes[: self.size] if self.size else np.empty(0, np.uint8)
+
+    def __del__(self):
+        if not getattr(self, "ptr", 0):
+            return
+        home, block, used = self.home, self._block, self.size
+        with home.lock:
+            home.device_ranges.remove(self.ptr)
+            home.used_bytes -= self.size
+            if not self.pooled:
+                home.count("cudaFree")
+                home.drain()
+            home.put(self._queue, "free", lambda: home.poison(block, used))
+            home.give((self.device_id, self._queue.ptr, self.pooled), block)
+
+
+class PooledMemory(Memory):
+    """Memory of a pool: freed without waiting."""
+
+    pooled = True
+
+
+class MemoryPointer:
+    """A place in a piece of memory."""
+
+    def __init__(self, mem: Memory, offset: int):
+        self.mem = mem
+        self.ptr = mem.ptr + offset if mem.ptr else 0
+
+    @property
+    def device_id(self):
+        return self.mem.device_id
+
+    def __int__(self):
+        return self.ptr
+
+    def __index__(self):
+        raise HiddenAccess("a MemoryPointer is no integer: take its ptr")
+
+    def __add__(self, offset: int):
+        return MemoryPointer(self.mem, self.ptr - self.mem.ptr + offset)
+
+    __radd__ = __add__
+
+
+MemoryPointer.__module__ = Memory.__module__ = PooledMemory.__module__ = "cupy.cuda.memory"
+
+
+class MemoryPool:
+    """cupy.cuda.MemoryPool, as far as one asks it for memory and for its size."""
+
+    def malloc(self, size: int) -> MemoryPointer:
+        return MemoryPointer(PooledMemory(size), 0)
+
+    def used_bytes(self) -> int:
+        return machine().used_bytes
+
+    def total_bytes(self) -> int:
+        return sum(block.nbytes for block in machine().blocks)
+
+    def free_bytes(self) -> int:
+        return self.total_bytes() - self.used_bytes()
+
+    def free_all_blocks(self, stream=None):
+        machine().count("MemoryPool.free_all_blocks")
+
+
+class MemoryAsyncPool(MemoryPool):
+    """The name of CuPy's pool over cudaMallocAsync, whose memory must not go to MPI."""
+
+    def __init__(self, pool_handles="current"):
+        pass
+
+
+MemoryPool.__module__ = MemoryAsyncPool.__module__ = "cupy.cuda.memory"
+
+
+def get_default_memory_pool() -> MemoryPool:
+    home = machine()
+    if not hasattr(home, "pool"):
+        home.pool = MemoryPool()
+    return home.pool
+
+
+def get_allocator():
+    return getattr(machine(), "allocator", None) or get_default_memory_pool().malloc
+
+
+def set_allocator(allocator=None):
+    machine().allocator = allocator
+
+
+def alloc(size: int) -> MemoryPointer:
+    return get_allocator()(size)
+
+
+# -- pinned memory
+
+
+@cache
+def _pinned_type(size: int):
+    def release(self):
+        home, block = self.home, self.block
+        with home.lock:
+            home.pinned_ranges.remove(self.ptr)
+            block.poison()  # at once: the next one who asks gets it and writes to it
+            home.give("pinned", block)
+
+    return type("PinnedMemoryPointer", (ctypes.c_ubyte * size,), {"__del__": release, "size": lambda self: size})
+
+
+def alloc_pinned_memory(size: int):
+    """An object with the buffer protocol, as long as the next power of two."""
+    size = max(512, 1 << max(size - 1, 0).bit_length())
+    home = machine()
+    with home.lock:
+        block = home.take("pinned", size)
+        pointer = _pinned_type(size).from_buffer(block.bytes)
+        pointer.home, pointer.block, pointer.ptr = home, block, block.address
+        home.pinned_ranges.add(block.address, size)
+    return pointer
+
+
+def view_of(ptr: int, nbytes: int) -> np.ndarray:
+    """The bytes at an address."""
+    return np.frombuffer((ctypes.c_ubyte * nbytes).from_address(ptr), np.uint8) if nbytes else np.empty(0, np.uint8)

@@ -1,0 +1,179 @@
+"""cupy.cuda.runtime and cupy.cuda.Device: copies that run late, and no way to wait for a whole device."""
+
+from __future__ import annotations
+
+import ctypes
+
+from .machine import CUDARuntimeError, HiddenAccess, machine
+
+memcpyHostToHost, memcpyHostToDevice, memcpyDeviceToHost, memcpyDeviceToDevice, memcpyDefault = range(5)
+CUDA_R_32F, CUDA_R_64F, CUDA_R_16F, CUDA_R_16BF = 0, 1, 2, 14
+cudaDevAttrMaxSharedMemoryPerBlock, cudaDevAttrMultiProcessorCount = 8, 16
+cudaDevAttrMaxSharedMemoryPerBlockOptin = 97
+is_hip = False
+
+_MEMORY = 1 << 34
+PROPERTIES = {
+    "name": b"Emulated device",
+    "totalGlobalMem": _MEMORY,
+    "major": 9,
+    "minor": 0,
+    "multiProcessorCount": 132,
+    "warpSize": 32,
+    "maxThreadsPerBlock": 1024,
+    "maxThreadsPerMultiProcessor": 2048,
+    "sharedMemPerBlock": 48 << 10,
+    "sharedMemPerBlockOptin": 227 << 10,
+    "sharedMemPerMultiprocessor": 228 << 10,
+    "l2CacheSize": 50 << 20,
+    "pciBusID": 1,
+    "pciDeviceID": 0,
+    "pciDomainID": 0,
+}
+ATTRIBUTES = {8: "sharedMemPerBlock", 16: "multiProcessorCount", 97: "sharedMemPerBlockOptin"}
+
+
+def getDeviceCount() -> int:
+    return machine().devices
+
+
+def getDevice() -> int:
+    return getattr(machine().local, "device", 0)
+
+
+def setDevice(number: int):
+    if not 0 <= number < machine().devices:
+        raise CUDARuntimeError("cudaErrorInvalidDevice: invalid device ordinal")
+    machine().local.device = number
+
+
+def getDeviceProperties(number: int) -> dict:
+    if not 0 <= number < machine().devices:
+        raise CUDARuntimeError("cudaErrorInvalidDevice: invalid device ordinal")
+    return {**PROPERTIES, "pciBusID": number + 1}
+
+
+def deviceGetAttribute(attribute: int, device: int) -> int:
+    return getDeviceProperties(device)[ATTRIBUTES[attribute]]
+
+
+def driverGetVersion() -> int:
+    return 13000
+
+
+def runtimeGetVersion() -> int:
+    return 13000
+
+
+def eventQuery(event: int) -> int:
+    """cudaSuccess, cudaErrorNotReady, or cudaErrorLaunchFailure for ever after something went wrong."""
+    try:
+        done = machine().events[event].done
+    except CUDARuntimeError:
+        return 719
+    return 719 if machine().broken else 0 if done else 600
+
+
+def memGetInfo() -> tuple[int, int]:
+    return _MEMORY - machine().used_bytes, _MEMORY
+
+
+def _whole(name):
+    def refuse(*rest):
+        raise HiddenAccess(f"{name} waits for the whole device")
+
+    return refuse
+
+
+deviceSynchronize = _whole("cupy.cuda.runtime.deviceSynchronize")
+memcpy = _whole("cupy.cuda.runtime.memcpy")
+memset = _whole("cupy.cuda.runtime.memset")
+
+
+def _integers(**arguments):
+    for name, value in arguments.items():
+        if not isinstance(value, int):
+            raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
+
+
+def memcpyAsync(dst: int, src: int, size: int, kind: int, stream: int):
+    """Queue a copy; host memory must be pinned, or the copy would wait."""
+    _integers(dst=dst, src=src, size=size, kind=kind, stream=stream)
+    home = machine()
+    queue = home.queue_of(stream)
+    device, pinned = home.device_ranges, home.pinned_ranges
+    sides = {1: (device, pinned), 2: (pinned, device), 3: (device, device)}
+    if kind not in sides:
+        raise HiddenAccess(f"memcpyAsync of kind {kind}: say from where to where")
+    if not size:
+        return
+    for ptr, ranges in zip((dst, src), sides[kind]):
+        ranges.check(ptr, size)
+    home.launch(queue, "memcpyAsync", lambda: ctypes.memmove(dst, src, size))
+
+
+def memsetAsync(ptr: int, value: int, size: int, stream: int):
+    _integers(ptr=ptr, value=value, size=size, stream=stream)
+    home = machine()
+    queue = home.queue_of(stream)
+    if not size:
+        return
+    home.device_ranges.check(ptr, size)
+    home.launch(queue, "memsetAsync", lambda: ctypes.memset(ptr, value, size))
+
+
+class Device:
+    """cupy.cuda.Device."""
+
+    def __init__(self, device=None):
+        self.id = getDevice() if device is None else int(device)
+        self._before: list[int] = []
+
+    def use(self):
+        setDevice(self.id)
+
+    def __enter__(self):
+        self._before.append(getDevice())
+        self.use()
+        return self
+
+    def __exit__(self, *error):
+        setDevice(self._before.pop())
+
+    def __eq__(self, other):
+        return isinstance(other, Device) and self.id == other.id
+
+    def __hash__(self):
+        return hash(self.id)
+
+    def __int__(self):
+        return self.id
+
+    def synchronize(self):
+        raise HiddenAccess("Device.synchronize waits for the whole device")
+
+    @property
+    def compute_capability(self) -> str:
+        return "90"
+
+    @property
+    def mem_info(self):
+        return memGetInfo()
+
+    @property
+    def pci_bus_id(self) -> str:
+        return f"0000:{self.id + 1:02X}:00.0"
+
+    @property
+    def attributes(self) -> dict:
+        facts = getDeviceProperties(self.id)
+        return {
+            "MaxSharedMemoryPerBlock": facts["sharedMemPerBlock"],
+            "MaxSharedMemoryPerBlockOptin": facts["sharedMemPerBlockOptin"],
+            "MultiProcessorCount": facts["multiProcessorCount"],
+            "ComputeCapabilityMajor": facts["major"],
+            "ComputeCapabilityMinor": facts["minor"],
+        }
+
+
+Device.__module__ = "cupy.cuda.device"

@@ -1,0 +1,28 @@
+"""What these tests use of pytest-mpi, where it is missing: `pytest -p mpi_stand_in` with this folder on the path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from mpi4py import MPI
+
+
+def pytest_addoption(parser):
+    parser.addoption("--with-mpi", action="store_true", help="accepted, as by pytest-mpi")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "mpi: a test that all ranks run together; min_size=n: skipped on fewer than n")
+
+
+def pytest_runtest_setup(item):
+    for mark in item.iter_markers(name="mpi"):
+        if MPI.COMM_WORLD.size < mark.kwargs.get("min_size", 1):
+            pytest.skip(f"needs {mark.kwargs['min_size']} ranks, here are {MPI.COMM_WORLD.size}")
+
+
+@pytest.fixture
+def mpi_tmp_path(tmp_path):
+    """The tmp_path of rank 0, on every rank."""
+    return Path(MPI.COMM_WORLD.bcast(str(tmp_path)))
