@@ -9,6 +9,7 @@ from gradcheck import check_stage
 from mpipipe import attention, nn
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import rotary
+from mpipipe.nn.kernels import host
 
 RANDOM = np.random.default_rng(6)
 
@@ -69,9 +70,12 @@ def test_scores_depend_on_relative_positions_only():
 
 
 def test_default_positions_are_the_first_ones_for_every_length():
+    tables = rotary.Tables(host, np.dtype("float64"), "cpu")
     for seq in (1, 2, 3, 64, 65):
-        table = rotary.first_turns(seq, 8, 10000.0, np.dtype("float64"))
+        table = tables.first(seq, 8, 10000.0)
         np.testing.assert_array_equal(table, rotary.turns(np.arange(seq), 8, 10000.0, np.dtype("float64")))
+        np.testing.assert_array_equal(table, tables.of(range(seq), 8, 10000.0))
+    assert tables.first(33, 8, 10000.0).base is tables.first(64, 8, 10000.0).base
 
 
 def test_a_wrong_shape_is_named():

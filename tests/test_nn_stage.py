@@ -141,12 +141,12 @@ def test_an_input_of_another_dtype_is_refused(x):
 
 
 def test_wrong_arguments_are_refused():
-    with pytest.raises(ArgumentError, match="float32 or float64"):
-        nn.Stage([], dtype="bfloat16")
+    with pytest.raises(ArgumentError, match="cannot compute"):
+        nn.Stage([], dtype="int32")
     with pytest.raises(ArgumentError, match="unknown dtype"):
         nn.Stage([], dtype="float31")
     with pytest.raises(BackendError):
-        nn.Stage([], device="cuda")
+        nn.Stage([], device="cuda:99")
     with pytest.raises(ArgumentError, match="not a layer"):
         nn.Stage([nn.Gelu])
 

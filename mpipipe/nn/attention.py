@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from mpipipe import arrays
 from mpipipe.errors import ArgumentError
-from mpipipe.nn import rotary
 from mpipipe.nn.blocks import rows
 from mpipipe.nn.layer import Layer, check_features, check_positive
-from mpipipe.nn.linear import add_product
 from mpipipe.nn.parameters import Parameter, normal
 
 
@@ -20,7 +19,8 @@ class SelfAttention(Layer):
     dim, heads : sizes; dim / heads is the head dimension and must be even
     kv_heads : number of heads of keys and values, a divisor of heads (grouped-query attention); default: heads
     attend : object with forward(q, k, v) -> (out, saved) and backward(dout, saved) -> (dq, dk, dv) on arrays (batch,
-        seq, heads, head_dim), such as attention.Local(); q, k and v come as views of one array
+        seq, heads, head_dim) of the stage's dtype and device, such as attention.Local(); q, k and v come as views of
+        one array, what it returns is C-contiguous on a GPU
     positions : 1-D integers, the position of each row of the sequence in the whole; by default what
         attend.positions(seq) says in each forward, for an attend object with a memory such as attention.Cached, else
         0 ... seq - 1
@@ -52,7 +52,6 @@ class SelfAttention(Layer):
         self.attend = attend
         self.positions = None if positions is None else np.asarray(positions)
         self.rope_base = float(rope_base)
-        self._turned = (heads + kv_heads) * self.head_dim  # queries and keys stand side by side
         self._width = (heads + 2 * kv_heads) * self.head_dim
         self.declared = {
             "qkv": Parameter((self._width, dim), normal(dim**-0.5)),
@@ -60,42 +59,40 @@ class SelfAttention(Layer):
         }
 
     def bound(self):
-        self._turns = None
         self._ask = getattr(self.attend, "positions", None)
-        if self.positions is not None:
-            self._turns = rotary.turns(self.positions, self.head_dim, self.rope_base, self.qkv.dtype)
 
     def forward(self, x):
         self._check_input(x)
-        flat = rows(x)
-        qkv = np.matmul(flat, self.qkv.T).reshape(*x.shape[:2], -1, self.head_dim)
-        turned = rotary.pairs(qkv)[:, :, : self.heads + self.kv_heads]
-        np.multiply(turned, self._factors(x.shape[1]), out=turned)
+        kernels, flat = self.stage.kernels, rows(x)
+        qkv = kernels.linear(flat, self.qkv).reshape(*x.shape[:2], -1, self.head_dim)
+        turned = qkv[:, :, : self.heads + self.kv_heads]  # queries and keys stand side by side
+        kernels.rotate(turned, self._turns(x.shape[1]), turned)
         self._share_poll()
         y, saved = self.attend.forward(*self._split(qkv))
         y = y.reshape(len(flat), self.dim)
-        return np.matmul(y, self.out.T).reshape(x.shape), (flat, y, saved)
+        return kernels.linear(y, self.out).reshape(x.shape), (flat, y, saved)
 
     def backward_input(self, dy, saved):
-        x, y, kept = saved
+        kernels, (x, y, kept) = self.stage.kernels, saved
         dflat = rows(dy)
-        dout = np.matmul(dflat, self.out).reshape(*dy.shape[:2], self.heads, self.head_dim)
-        dqkv = np.empty((*dy.shape[:2], self._width // self.head_dim, self.head_dim), dy.dtype)
-        back = self._factors(dy.shape[1]).conj()
-        parts = self._split(dqkv)
+        dout = kernels.linear_input(dflat, self.out).reshape(*dy.shape[:2], self.heads, self.head_dim)
+        shape = (*dy.shape[:2], self._width // self.head_dim, self.head_dim)
+        dqkv = arrays.empty(shape, dy.dtype, self.stage.device)
         self._share_poll()
         results = self.attend.backward(dout, kept)
-        for part, result in zip(parts[:2], results):
-            np.multiply(rotary.pairs(result), back, out=rotary.pairs(part))
-        parts[2][...] = results[2]
+        dq, dk, dv = self._split(dqkv)
+        table = self._turns(dy.shape[1])
+        kernels.rotate(results[0], table, dq, back=True)
+        kernels.rotate(results[1], table, dk, back=True)
+        kernels.copy(results[2], dv)
         dqkv = dqkv.reshape(len(x), -1)
-        dx = np.matmul(dqkv, self.qkv)
+        dx = kernels.linear_input(dqkv, self.qkv)
         return dx.reshape(dy.shape), (x, dqkv, dflat, y)
 
     def backward_weight(self, pending):
         x, dqkv, dy, y = pending
-        add_product(self.qkv_grad, dqkv, x)
-        add_product(self.out_grad, dy, y)
+        self.stage.kernels.linear_weight(dqkv, x, self.qkv_grad)
+        self.stage.kernels.linear_weight(dy, y, self.out_grad)
 
     def _share_poll(self):
         """Long attention keeps messages moving between its tiles, where the attend object can."""
@@ -106,12 +103,14 @@ class SelfAttention(Layer):
         first, second = self.heads, self.heads + self.kv_heads
         return qkv[:, :, :first], qkv[:, :, first:second], qkv[:, :, second:]
 
-    def _factors(self, seq):
-        if self._turns is not None:
-            return self._turns
-        if self._ask is not None:
-            return rotary.turns(self._ask(seq), self.head_dim, self.rope_base, self.qkv.dtype)
-        return rotary.first_turns(seq, self.head_dim, self.rope_base, self.qkv.dtype)
+    def _turns(self, seq):
+        positions = self.positions
+        if positions is None and self._ask is not None:
+            positions = self._ask(seq)
+        tables = self.stage.tables
+        if positions is None:
+            return tables.first(seq, self.head_dim, self.rope_base)
+        return tables.of(positions, self.head_dim, self.rope_base)
 
     def _check_input(self, x):
         check_features(self, x, self.dim)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from mpipipe.nn.layer import Layer
 
 
@@ -62,14 +60,14 @@ class Residual(Layer):
 
     def forward(self, x):
         y, saved = self.layer.forward(x)
-        return np.add(x, y), saved
+        return self.stage.kernels.add(x, y), saved
 
     def backward_input(self, dy, saved):
         dx, pending = self.layer.backward_input(dy, saved)
-        return np.add(dy, dx), pending
+        return self.stage.kernels.add(dy, dx), pending
 
     def backward_weight(self, pending):
         self.layer.backward_weight(pending)
 
     def backward(self, dy, saved):
-        return np.add(dy, self.layer.backward(dy, saved))
+        return self.stage.kernels.add(dy, self.layer.backward(dy, saved))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import random
 from mpipipe.nn.layer import Layer
@@ -30,12 +28,7 @@ class Dropout(Layer):
         if not position.training or self.threshold == 0:
             return x, None
         counter = (position.step, position.replica, position.microbatch)
-        keep = random.bits16(self._stream, counter, x.size).reshape(x.shape) >= self.threshold
-        return self._apply(x, keep), keep
+        return self.stage.kernels.dropout(x, self._stream, counter, self.threshold, self.scale)
 
     def backward_input(self, dy, saved):
-        return (dy if saved is None else self._apply(dy, saved)), None
-
-    def _apply(self, x, keep):
-        y = np.multiply(x, keep)
-        return np.multiply(y, self.scale, out=y)
+        return (dy if saved is None else self.stage.kernels.dropout_backward(dy, saved, self.scale)), None

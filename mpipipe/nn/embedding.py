@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
+from mpipipe import arrays
 from mpipipe.errors import ArgumentError
-from mpipipe.nn.blocks import rows
 from mpipipe.nn.layer import Layer, check_positive
 from mpipipe.nn.parameters import Parameter, normal
 
 
 class Embedding(Layer):
     """Row x of a (vocab, dim) table for each integer x: shape (...) to (..., dim). dx is None.
+
+    Integers on the host are checked, and then uploaded where the stage is on a GPU; nothing waits for those that come
+    from there, so an id outside the table gives a row of NaN.
 
     Parameters
     ----------
@@ -29,28 +32,28 @@ class Embedding(Layer):
         self.declared = {"weight": Parameter((vocab, dim), normal(gain * dim**-0.5), tie=tie)}
 
     def forward(self, x):
-        check_integers(x, self.vocab, f"layer {self.name} (Embedding): the input")
-        return np.take(self.weight, x, axis=0, mode="clip"), x
+        x = device_integers(x, self.vocab, f"layer {self.name} (Embedding): the input", self.stage.device)
+        return self.stage.kernels.embed(self.weight, x), x
 
     def backward_input(self, dy, saved):
         return None, (dy, saved)
 
     def backward_weight(self, pending):
         dy, x = pending
-        if x.size == 0:
-            return
-        ids = x.reshape(-1)
-        order = np.argsort(ids, kind="stable")  # equal ids side by side, in the order of their rows
-        ids = ids[order]
-        starts = np.flatnonzero(np.concatenate(([True], ids[1:] != ids[:-1])))
-        self.weight_grad[ids[starts]] += np.add.reduceat(rows(dy)[order], starts, axis=0)
+        self.stage.kernels.embed_backward(dy, x, self.weight_grad)
+
+
+def device_integers(x, limit: int, what: str, device: str):
+    """Integers in 0 ... limit - 1 on `device`, with those on the host checked before they are uploaded as int64."""
+    check_integers(x, limit, what)
+    return arrays.upload(x.astype(np.int64)) if device == "cuda" and not arrays.is_device(x) else x
 
 
 def check_integers(x, limit: int, what: str) -> None:
-    """Raise ArgumentError unless x is an array of integers in 0 ... limit - 1."""
+    """Raise ArgumentError unless x is an array of integers, and those on the host are in 0 ... limit - 1."""
     if x.dtype.kind not in "iu":
         raise ArgumentError(f"{what} must be integers", found=str(x.dtype), expected=f"integers in 0 ... {limit - 1}")
-    if x.size and (x.min() < 0 or x.max() >= limit):
+    if not arrays.is_device(x) and x.size and (x.min() < 0 or x.max() >= limit):
         raise ArgumentError(
             f"{what} is out of range",
             found=f"{x.min()} ... {x.max()}",

@@ -16,8 +16,10 @@ class Layer(ABC):
 
     A layer is a description until a `Stage` binds it. It says which arrays it needs in `declared` (name -> Parameter)
     and which layers it contains in `children` (name -> Layer). Binding gives it an attribute for each declared name
-    (`self.weight`) and one for its gradient (`self.weight_grad`), both views of the stage's flat buffers, and `stage`
-    and `name`; then it calls `bound`.
+    (`self.weight`, in the dtype of activations) and one for its gradient (`self.weight_grad`, in that of sums), both
+    views of the stage's flat buffers, and `stage` and `name`; then it calls `bound`.
+
+    A layer that computes with the functions of `stage.kernels` alone works in every dtype and on every device.
 
     Contract: `forward` never writes x, the backward functions never write dy, x or what forward saved. Results may be
     views of arguments. Gradients are added to `*_grad`. An x of integers has no gradient: dx is None. Equal inputs
@@ -58,7 +60,7 @@ class Layer(ABC):
             )
         self.stage, self.name = stage, name
         for key in self.declared:
-            setattr(self, key, stage.parameters[f"{name}.{key}"])
+            setattr(self, key, stage.compute[f"{name}.{key}"])
             setattr(self, f"{key}_grad", stage.gradients[f"{name}.{key}"])
         self.bound()
 

@@ -1,15 +1,22 @@
-"""Losses: loss(output, target) -> (value, gradient of the output); the value is a mean over the micro-batch."""
+"""Losses: loss(output, target) -> (value, gradient of the output); the value is a mean over the micro-batch.
+
+For an output on a GPU the value stays there, as an array of float64 without axes, and a target on the host is uploaded.
+`factor` multiplies the gradient before it is rounded to the dtype of the output: gradients that float16 would lose need
+the scale of the loss there.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
+from mpipipe import arrays
 from mpipipe.errors import ArgumentError
-from mpipipe.nn.blocks import blocks, rows
-from mpipipe.nn.embedding import check_integers
+from mpipipe.nn import kernels
+from mpipipe.nn.blocks import rows
+from mpipipe.nn.embedding import device_integers
 
 
-def mean_squared_error(output: np.ndarray, target: np.ndarray) -> tuple[float, np.ndarray]:
+def mean_squared_error(output, target, factor: float = 1.0):
     """Mean of (output - target)^2 over all elements, summed in float64; gradient 2 (output - target) / size.
 
     Raises ArgumentError if the shapes differ or there are no elements.
@@ -20,26 +27,21 @@ def mean_squared_error(output: np.ndarray, target: np.ndarray) -> tuple[float, n
             found=f"output {output.shape}, target {target.shape}",
             expected="equal shapes, not empty",
         )
-    difference = np.empty(output.shape, output.dtype)
-    np.subtract(output, target, out=difference, casting="same_kind")
-    flat = difference.reshape(-1)
-    total = 0.0
-    for at in blocks(flat.size):
-        wide = flat[at].astype(np.float64)
-        total += float(np.dot(wide, wide))
-    np.multiply(difference, 2 / flat.size, out=difference)
-    return total / flat.size, difference
+    if not isinstance(output, np.ndarray) or not isinstance(target, np.ndarray):
+        target = _beside(output, target)
+    return kernels.of_array(output).mean_squared_error(output, target, factor)
 
 
-def softmax_cross_entropy(output: np.ndarray, target: np.ndarray) -> tuple[float, np.ndarray]:
+def softmax_cross_entropy(output, target, factor: float = 1.0):
     """Mean of -log softmax(output)[target], in nats, and its gradient (softmax(output) - onehot(target)) / rows.
 
     Parameters
     ----------
-    output : logits (..., vocab), float32 or float64, of any size
+    output : logits (..., vocab), of any floating dtype and any size
     target : integers (...) in 0 ... vocab - 1
 
-    Raises ArgumentError if shapes do not fit or a target is not in that range.
+    Raises ArgumentError if shapes do not fit or a target on the host is not in that range; one on a GPU that is not
+    makes the value NaN.
     """
     if output.ndim == 0 or output.shape[:-1] != target.shape or output.size == 0:
         raise ArgumentError(
@@ -47,24 +49,24 @@ def softmax_cross_entropy(output: np.ndarray, target: np.ndarray) -> tuple[float
             found=f"logits {output.shape}, targets {target.shape}",
             expected="logits (..., vocab) and targets (...), not empty",
         )
-    check_integers(target, output.shape[-1], "softmax_cross_entropy: the target")
-    logits, ids = rows(output), target.reshape(-1)
-    gradient = np.empty(logits.shape, logits.dtype)
-    total = 0.0
-    for at in blocks(*logits.shape):
-        total += _cross_entropy_block(logits[at], ids[at], len(logits), gradient[at])
-    return total / len(logits), gradient.reshape(output.shape)
+    _check_side(output, target)
+    device = arrays.device_of(output)
+    ids = device_integers(target, output.shape[-1], "softmax_cross_entropy: the target", device).reshape(-1)
+    value, gradient = kernels.of_array(output).softmax_cross_entropy(rows(output), ids, factor)
+    return value, gradient.reshape(output.shape)
 
 
-def _cross_entropy_block(logits, ids, count, out):
-    """Sum of the losses of some rows, in float64; their gradient, divided by `count`, goes to `out`."""
-    np.subtract(logits, logits.max(1, keepdims=True), out=out)
-    picks = np.arange(len(ids))
-    hits = out[picks, ids]
-    np.exp(out, out=out)
-    sums = np.add.reduce(out, 1, keepdims=True)
-    value = float(np.sum(np.log(sums[:, 0], dtype=np.float64) - hits))
-    np.multiply(sums, count, out=sums)
-    np.divide(out, sums, out=out)
-    out[picks, ids] -= 1 / count
-    return value
+def _beside(output, target):
+    """The target of a device output there, in its dtype."""
+    _check_side(output, target)
+    if arrays.is_device(output) and not arrays.is_device(target):
+        return arrays.upload(target.astype(output.dtype))
+    return target
+
+
+def _check_side(output, target):
+    if arrays.is_device(target) and not arrays.is_device(output):
+        raise ArgumentError(
+            "the target of a loss is on a GPU and the output on the host",
+            remedy="give targets as numpy arrays, or build the stages with device='cuda'",
+        )

@@ -52,16 +52,29 @@ class Flat(Mapping):
 
     `flat` is one-dimensional and starts on a 64-byte boundary, as does every array in it. The gaps between the arrays
     are zero at the start, and stay zero under everything that maps zeros to zeros.
+
+    Parameters
+    ----------
+    shapes : of the arrays, by name
+    dtype : of the buffer
+    device : where it is
+    narrowest : the narrowest dtype of the buffers that are to have the same offsets; default `dtype`
     """
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype):
-        step = arrays.ALIGNMENT // dtype.itemsize
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        dtype: np.dtype,
+        device: str = "cpu",
+        narrowest: np.dtype | None = None,
+    ):
+        step = arrays.ALIGNMENT // (dtype if narrowest is None else narrowest).itemsize
         self.offsets: dict[str, int] = {}
         end = 0
         for name, shape in shapes.items():
             self.offsets[name] = end
             end += -(-math.prod(shape) // step) * step
-        self.flat = arrays.aligned_zeros(end, dtype)
+        self.flat = arrays.zeros(end, dtype, device)
         self._views = {
             name: self.flat[start : start + math.prod(shapes[name])].reshape(shapes[name])
             for name, start in self.offsets.items()

@@ -25,7 +25,7 @@ def initial(seed: int, name: str) -> np.random.Generator:
 
 def bits16(stream: np.ndarray, counter: tuple[int, int, int], count: int) -> np.ndarray:
     """`count` random 16-bit integers of the stream with key `stream` at `counter` (any three integers below 2**64)."""
-    words = np.random.Philox(key=stream, counter=[0, *counter]).random_raw(-(-count // 4))
+    words = np.random.Philox(key=stream, counter=np.array([0, *counter], np.uint64)).random_raw(-(-count // 4))
     if sys.byteorder == "big":
         words = words.byteswap()  # the same integers in the same order on every machine
     return words.view("<u2")[:count]

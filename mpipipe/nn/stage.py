@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from mpipipe import arrays
 from mpipipe.errors import ArgumentError
-from mpipipe.nn import random
+from mpipipe.nn import kernels, random
 from mpipipe.nn.containers import Sequential
 from mpipipe.nn.embedding import Embedding
 from mpipipe.nn.layer import Layer
-from mpipipe.nn.parameters import Flat, decay_runs
+from mpipipe.nn.parameters import Flat, Parameter, decay_runs
+from mpipipe.nn.rotary import Tables
+
+DTYPES = ("float32", "float64", "float16", "bfloat16")
 
 
 @dataclass
@@ -32,15 +35,22 @@ class Stage:
     Parameters
     ----------
     layers : sequence of Layer, none of them bound yet
-    dtype : "float32" or "float64", of all parameters, gradients and floating inputs
+    dtype : of activations: "float32", "float64", "float16" or "bfloat16". Parameters and gradients have it too, but
+        float32 in place of the last two (Micikevicius et al., "Mixed precision training", 2018)
     seed : initial values are drawn for (seed, parameter name or tie key) in float64 and then cast, so they depend
         neither on how the model is cut into stages nor on dtype
-    device : "cpu"
+    device : "cpu", "cuda", "cuda:1", ... or "auto"
     first : index of layers[0] in the whole model; a parameter is named like "3.weight" or "3.layer.gain"
 
     Attributes
     ----------
     parameters, gradients : mappings name -> array, with `.flat`; same names, same offsets
+    compute : the same mapping with the values that layers compute with: `parameters` itself, or its copy in a half
+        dtype, which `refresh` makes
+    device : "cpu" or "cuda"
+    gpu : number of the GPU, None on the host
+    kernels : the functions that layers compute with there (see nn.kernels)
+    tables : rotary.Tables, which its attention layers share
     position : Position, read by random layers
     poll : function without arguments or None, called after each layer (to keep messages moving)
     ties : tie key -> names of the parameters on this stage that carry it
@@ -51,7 +61,11 @@ class Stage:
 
     def __init__(self, layers: Sequence[Layer], dtype="float32", seed: int = 0, device: str = "cpu", first: int = 0):
         self.device = arrays.check_device(device)
+        self.gpu = arrays.current_gpu() if self.device == "cuda" else None
         self.dtype = _check_dtype(dtype)
+        self.kernels = kernels.of(self.device, self.dtype)
+        self.tables = Tables(self.kernels, self.dtype, self.device)
+        self._plain = np.ndarray if self.device == "cpu" else None  # inputs of this type need no further look
         self.layers = tuple(layers)
         self.first = first
         self.seed = seed
@@ -71,13 +85,14 @@ class Stage:
         named = [pair for i, layer in enumerate(self.layers) for pair in layer.walk(str(self.first + i))]
         declared = {f"{name}.{key}": p for name, layer in named for key, p in layer.declared.items()}
         shapes = {name: p.shape for name, p in declared.items()}
-        self.parameters = Flat(shapes, self.dtype)
-        self.gradients = Flat(shapes, self.dtype)
+        wide = arrays.accumulator(self.dtype)
+        self.parameters = self._drawn(declared, Flat(shapes, wide, narrowest=self.dtype))
+        self.gradients = Flat(shapes, wide, self.device, narrowest=self.dtype)
+        self.compute = self.parameters if wide == self.dtype else Flat(shapes, self.dtype, self.device)
         for name, parameter in declared.items():
-            generator = random.initial(self.seed, parameter.tie or name)
-            self.parameters[name][...] = parameter.draw(generator, parameter.shape)
             if parameter.tie is not None:
                 self.ties.setdefault(parameter.tie, []).append(name)
+        self.refresh()
         decays = {name: p.decay for name, p in declared.items()}
         self.runs = decay_runs(self.parameters.offsets, decays, self.parameters.flat.size)
         for name, layer in named:
@@ -85,10 +100,30 @@ class Stage:
         self._chain = Sequential(self.layers)
         self._chain.stage = self
 
+    def _drawn(self, declared: Mapping[str, Parameter], host: Flat) -> Flat:
+        """Initial values in `host`, or in a buffer like it on the device."""
+        for name, parameter in declared.items():
+            generator = random.initial(self.seed, parameter.tie or name)
+            host[name][...] = parameter.draw(generator, parameter.shape)
+        if self.device == "cpu":
+            return host
+        shapes = {name: parameter.shape for name, parameter in declared.items()}
+        there = Flat(shapes, host.flat.dtype, self.device, narrowest=self.dtype)
+        arrays.upload(host.flat, out=there.flat)
+        return there
+
+    def refresh(self) -> None:
+        """Let layers compute with the parameters as they are now. A pipeline does this at the start of each call."""
+        if self.compute is not self.parameters and self.parameters.flat.size:
+            self.kernels.cast(self.parameters.flat, self.compute.flat)
+
     def forward(self, x):
-        """Return (y, saved) for one micro-batch; x has the dtype of the stage, or integers for an Embedding."""
-        if getattr(x, "dtype", None) != self.dtype:
-            self._check_input(x)
+        """Return (y, saved) for one micro-batch; x has the dtype of the stage, or integers for an Embedding.
+
+        An array on the host is uploaded where the stage is on a GPU.
+        """
+        if type(x) is not self._plain or x.dtype != self.dtype:
+            x = self._accepted(x)
         return self._chain.forward(x)
 
     def backward_input(self, dy, saved):
@@ -108,9 +143,19 @@ class Stage:
         first = _first_leaf(self.layers[0]) if self.layers else None
         return isinstance(first, Embedding) or not type(first).__module__.startswith("mpipipe.nn.")
 
-    def _check_input(self, x) -> None:
-        arrays.namespace(x)
-        if x.dtype.kind not in "iu" or not self._takes_integers():
+    def _accepted(self, x):
+        """x where it can be an input, on the stage's device; an Embedding checks integers before it uploads them."""
+        device = arrays.device_of(x)
+        if device == "cuda" and self.device == "cpu":
+            raise ArgumentError(
+                "the input of a stage on the host is on a GPU",
+                stage=self.index,
+                found=type(x).__name__,
+                expected="numpy.ndarray",
+                remedy="build the stage with device='cuda', or give a numpy array",
+            )
+        integers = x.dtype.kind in "iu"
+        if x.dtype != self.dtype and not (integers and self._takes_integers()):
             raise ArgumentError(
                 "the input of a stage has the wrong dtype",
                 stage=self.index,
@@ -118,6 +163,15 @@ class Stage:
                 expected=f"{self.dtype}, or integers for an Embedding",
                 remedy=f"convert it with astype({str(self.dtype)!r}) or build the stage with dtype={str(x.dtype)!r}",
             )
+        if device == "cuda" and not x.flags.c_contiguous:
+            raise ArgumentError(
+                "the input of a stage on a GPU is not contiguous",
+                stage=self.index,
+                found=f"shape {x.shape}, strides {x.strides}",
+                remedy="pass cupy.ascontiguousarray(x)",
+            )
+        embedded = integers and isinstance(_first_leaf(self.layers[0]), Embedding)
+        return arrays.upload(x) if device != self.device and not embedded else x
 
 
 def _first_leaf(layer: Layer) -> Layer:
@@ -128,11 +182,11 @@ def _first_leaf(layer: Layer) -> Layer:
 
 def _check_dtype(name) -> np.dtype:
     kind = arrays.dtype(name)
-    if kind not in (np.float32, np.float64):
+    if kind.name not in DTYPES:
         raise ArgumentError(
-            "a stage on the host computes in float32 or float64",
-            found=str(kind),
-            expected="'float32' or 'float64'",
+            "a stage cannot compute in this dtype",
+            found=kind.name,
+            expected=" or ".join(DTYPES),
             remedy="pass one of them as dtype",
         )
     return kind

@@ -1,0 +1,81 @@
+// The loss of classification and its gradient. Compiled for T, the dtype; I, the integer type of the targets; and V,
+// elements of one word of memory.
+typedef accumulator<T>::type A;
+
+// A row that starts anywhere: `head` elements up to the first whole word, `words` of them, and the rest.
+struct span {
+    const T* from;
+    long long head, words, count;
+    __device__ __forceinline__ span(const T* from, long long count) : from(from), count(count) {
+        const int skew = reinterpret_cast<unsigned long long>(from) / sizeof(T) % V;
+        head = min(count, skew ? (long long)(V - skew) : 0ll);
+        words = (count - head) / V;
+    }
+    // The i-th of the elements outside of whole words.
+    __device__ __forceinline__ long long odd(long long i) const { return i < head ? i : words * V + i; }
+    __device__ __forceinline__ long long odds() const { return count - words * V; }
+};
+
+// A maximum that can be subtracted: without one yet, anything but infinity.
+__device__ __forceinline__ A origin(A top) { return top == -A(INFINITY) ? A(0) : top; }
+
+// For each row of logits (rows, vocab), on one block: loss = log(sum of exp(l - top)) - (l[id] - top), NaN for an id
+// outside; gradient = factor (exp(l - top) / sum - onehot(id)), all in one pass that finds top and sum together and one
+// that finds the row in the L2 cache. logits and gradient start alike within a word. Moves 2 T an element.
+extern "C" __global__ void __launch_bounds__(512, 2)
+    softmax_cross_entropy(const T* logits, const I* ids, T* gradient, double* losses, long long vocab,
+                          A factor) {
+    constexpr int U = 4;
+    __shared__ A shared[32];
+    const long long row = blockIdx.x, id = ids[row];
+    const span x(logits + row * vocab, vocab);
+    A top = -A(INFINITY), sum = 0;
+    for (long long first = threadIdx.x; first < x.words; first += (long long)blockDim.x * U) {
+        pack<T, V> in[U];
+        A high = top;
+#pragma unroll
+        for (int u = 0; u < U; ++u)
+            if (first + u * blockDim.x < x.words) in[u] = load<V>(x.from + x.head + (first + u * blockDim.x) * V);
+#pragma unroll
+        for (int u = 0; u < U; ++u)
+            if (first + u * blockDim.x < x.words)
+                for (int k = 0; k < V; ++k) high = max(high, widen(in[u].at[k]));
+        sum *= exponential<T>(top - origin(high));
+        top = high;
+#pragma unroll
+        for (int u = 0; u < U; ++u)
+            if (first + u * blockDim.x < x.words)
+                for (int k = 0; k < V; ++k) sum += exponential<T>(widen(in[u].at[k]) - origin(top));
+    }
+    for (long long i = threadIdx.x; i < x.odds(); i += blockDim.x) {
+        const A value = widen(x.from[x.odd(i)]), high = max(top, value);
+        sum = sum * exponential<T>(top - origin(high)) + exponential<T>(value - origin(high));
+        top = high;
+    }
+    const A highest = largest(top, shared);
+    sum = add_up(sum * exponential<T>(top - origin(highest)), shared);
+    const bool inside = id >= 0 && id < vocab;
+    if (threadIdx.x == 0)
+        losses[row] = inside ? log((double)sum) - ((double)widen(x.from[id]) - (double)highest) : (double)NAN;
+    const A share = factor / sum;
+    T* to = gradient + row * vocab;
+    auto slope = [&](long long i, T value) {
+        const A p = exponential<T>(widen(value) - highest) * share;
+        return narrow<T>(i == id ? p - factor : p);
+    };
+    for (long long first = threadIdx.x; first < x.words; first += (long long)blockDim.x * U) {
+        pack<T, V> in[U];
+#pragma unroll
+        for (int u = 0; u < U; ++u)
+            if (first + u * blockDim.x < x.words) in[u] = load<V>(x.from + x.head + (first + u * blockDim.x) * V);
+#pragma unroll
+        for (int u = 0; u < U; ++u)
+            if (first + u * blockDim.x < x.words) {
+                const long long i = x.head + (first + u * blockDim.x) * V;
+#pragma unroll
+                for (int k = 0; k < V; ++k) in[u].at[k] = slope(i + k, in[u].at[k]);
+                store_past_cache(to + i, in[u]);
+            }
+    }
+    for (long long i = threadIdx.x; i < x.odds(); i += blockDim.x) to[x.odd(i)] = slope(x.odd(i), x.from[x.odd(i)]);
+}
