@@ -81,3 +81,27 @@ def test_a_long_wait_is_warned_of_once(comm, monkeypatch, caplog):
         Slow.polls = 99_900 - alarms.SPIN_POLLS
         wait(Slow(), "a friend")
     assert [record.message.endswith("for a friend") for record in caplog.records] == [True]
+
+
+def test_a_wait_drives_what_asked_for_it_until_it_rests():
+    class Engine:
+        calls = 0
+
+        def progress(self):
+            self.calls += 1
+            if self.calls == 3:
+                alarms.rest(self)
+
+        def Test(self):
+            return self.calls == 3
+
+    engine, other = Engine(), Engine()
+    alarms.drive(engine)
+    alarms.drive(engine)
+    alarms.drive(other)
+    wait(engine)
+    assert (engine.calls, other.calls) == (3, 3)
+    alarms.rest(other)
+    other.calls = 3
+    wait(other)
+    assert (engine.calls, other.calls) == (3, 3)

@@ -8,7 +8,7 @@ import pytest
 
 from mpipipe.comm.alarm import wait
 from mpipipe.comm.mailbox import Envelope, Mailbox
-from mpipipe.comm.transport import HostTransport, check_sendable
+from mpipipe.comm.transport import HostTransport, check_sendable, make_transport
 from mpipipe.errors import ArgumentError
 from mpipipe.pipeline.microbatches import Wire
 
@@ -26,7 +26,7 @@ def content(shape, kind, seed):
 @pytest.mark.parametrize("kind", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_dtype_and_shape_goes_round_the_ring(comm, kind, shape):
-    transport = HostTransport(comm, 2, synchronous=True, piece_bytes=16)
+    transport = HostTransport(comm, 2, synchronous=True, piece_bytes=16, typed=comm.rank % 2 == 0)
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     sent, received = content(shape, kind, comm.rank), np.empty(shape, kind)
     requests = [transport.irecv(received, left, 1, 5), transport.isend(sent, right, 1, 5)]
@@ -44,6 +44,13 @@ def test_long_arrays_travel_in_pieces(comm):
     for request in requests:
         wait(request)
     np.testing.assert_array_equal(received, np.arange(123_457.0) + left)
+    transport.close()
+
+
+def test_host_arrays_take_the_plain_transport(comm):
+    transport = make_transport(comm, 2)
+    assert type(transport) is HostTransport and len(transport.channels) == 2
+    assert transport.types, "sent as what they are"
     transport.close()
 
 

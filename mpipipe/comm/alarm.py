@@ -2,7 +2,7 @@
 
 A rank that fails sends a note to the ranks it shares a communicator with; one whose script ends sends a note that
 says after which call. Whoever waits listens now and then, and raises PeerError instead of waiting for ever. Notes
-travel on communicators of their own.
+travel on communicators of their own. What advances only when it is called (see `drive`) is called in that loop, too.
 """
 
 from __future__ import annotations
@@ -109,6 +109,37 @@ def keep(thing):
 _local = threading.local()  # ranks may be threads of one process
 
 
+def drive(engine):
+    """Call `engine.progress()` in every wait of this rank, until `rest(engine)`: a peer may wait for what it does."""
+    if engine not in _engines():
+        _engines().append(engine)
+
+
+def rest(engine):
+    """End `drive`."""
+    if engine in _engines():
+        _engines().remove(engine)
+
+
+def _engines() -> list:
+    if not hasattr(_local, "engines"):
+        _local.engines = []
+    return _local.engines
+
+
+def _driving(test):
+    """`test` with the progress of all engines before it; `test` itself where there are none."""
+    if not getattr(_local, "engines", None):
+        return test
+
+    def drive_and_test():
+        for engine in tuple(_local.engines):
+            engine.progress()
+        return test()
+
+    return drive_and_test
+
+
 def _open() -> list[Alarm]:
     """The alarms of this rank."""
     if not hasattr(_local, "alarms"):
@@ -124,7 +155,7 @@ def wait(request, what=None):
     where that is set. `what` is what the rank waits for, as text or something with a text, for the warning after a
     minute and for that error.
     """
-    test = request.Test
+    test = _driving(request.Test)
     for _ in range(SPIN_POLLS):
         if test():
             return

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpipipe.arrays import aligned_empty
 from mpipipe.comm.alarm import keep, wait
 from mpipipe.errors import ArgumentError
 
@@ -80,7 +79,7 @@ class Mailbox:
         self.next += 1
         arrays, lease, requests = [], [], []
         for free, shape, kind in leaves:
-            array = free.pop() if free else aligned_empty(shape, kind)
+            array = free.pop() if free else self.transport.empty(shape, kind)
             arrays.append(array)
             lease.append((free, array))
             requests.append(self.transport.irecv(array, peer, channel, tag))
@@ -135,12 +134,15 @@ class Mailbox:
         outgoing.append((self.transport.isend(array, peer, channel, tag), array))
 
     def release(self, lease):
-        """Give received arrays back."""
+        """Give received arrays back; on a device, work queued so far on the current stream may still read them."""
         for free, array in lease:
+            self.transport.retire(array)
             free.append(array)
 
     def poll(self):
         """Let MPI move data: large messages advance only inside MPI calls, and one call advances them all."""
+        if self.transport.progress():
+            return  # a test of a device message would make the current stream wait for it
         if self.outgoing:
             if self.outgoing[0][0].Test():
                 self.outgoing.popleft()
@@ -159,11 +161,13 @@ class Mailbox:
     def forget(self):
         """Drop all free buffers; their shapes will not come again."""
         self.slots.clear()
+        self.transport.forget()
 
     def cancel(self):
         """Withdraw posted receives after a failure; the pipeline cannot be used any more."""
         for _, _, requests, _ in self.posted:
             for request in requests:
                 request.Cancel()
-        keep((self.posted, self.outgoing))
+        self.transport.abandon()
+        keep((self.posted, self.outgoing, self.slots))
         self.posted, self.outgoing = deque(), deque()

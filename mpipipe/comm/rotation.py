@@ -7,7 +7,7 @@ exchange before the computation. The data are the same either way.
 from __future__ import annotations
 
 from mpipipe.comm.alarm import wait
-from mpipipe.comm.transport import HostTransport
+from mpipipe.comm.transport import make_transport
 
 ROTATIONS = ("overlap", "sendrecv")
 TAG = 1
@@ -20,6 +20,8 @@ class Rotation:
     ----------
     comm : the ring
     synchronous : use synchronous sends
+    device : "cpu" or "cuda", where the arrays of this rank lie
+    verdict : as for make_transport
 
     Attributes
     ----------
@@ -28,15 +30,19 @@ class Rotation:
     plans : what its users have worked out for it and keep
     """
 
-    def __init__(self, comm, synchronous: bool = False):
-        self.transport = HostTransport(comm, synchronous=synchronous)
+    def __init__(self, comm, synchronous: bool = False, device: str = "cpu", verdict=None):
+        self.transport = make_transport(comm, 1, synchronous, device, verdict)
         self.comm = self.transport.channels[0]
         self.pending: list = []
         self.calls = 0
         self.plans: dict = {}
 
     def start(self, mode: str, outgoing, dest: int, incoming, source: int):
-        """Send one array and receive another (one-dimensional, contiguous); both are in use until `finish`."""
+        """Send one array and receive another (one-dimensional, contiguous); both are in use until `finish`.
+
+        On a device, work queued so far on the current stream makes the one and is the last to read the other; work
+        queued after `finish` finds the data.
+        """
         self.pending.append(self.transport.irecv(incoming, source, 0, TAG))
         self.pending.append(self.transport.isend(outgoing, dest, 0, TAG))
         if mode == "sendrecv":
@@ -44,7 +50,7 @@ class Rotation:
 
     def poll(self):
         """Let the exchange under way advance."""
-        if self.pending:
+        if not self.transport.progress() and self.pending:
             self.pending[0].Test()
 
     def finish(self):

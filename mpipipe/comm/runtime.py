@@ -179,5 +179,17 @@ def describe() -> dict[str, str]:
         "hosts": ", ".join(f"{host} x {hosts.count(host)}" for host in sorted(set(hosts))),
         "thread level": levels[MPI.Query_thread()],
         "largest tag": str(tag_upper_bound(comm)),
+        "GPU-aware MPI": _gpu_awareness(comm),
         "python": sys.version.split()[0],
     }
+
+
+def _gpu_awareness(comm) -> str:
+    """How device arrays would travel, and why."""
+    from mpipipe import arrays
+    from mpipipe.comm import gpu_aware
+
+    if not any(comm.allgather(arrays.device_count())):
+        return "no GPU"
+    verdict = gpu_aware.detect(comm)
+    return f"{'direct' if verdict.direct else 'staged through the host'}: {verdict.reason}"
