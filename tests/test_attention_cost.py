@@ -7,6 +7,7 @@ import pytest
 from test_attention_ring import arrays
 
 from mpipipe import attention
+from mpipipe.arrays import dtype
 from mpipipe.attention import cost
 from mpipipe.attention.layout import Layout
 from mpipipe.comm import inprocess
@@ -62,7 +63,7 @@ def test_at_that_length_a_step_takes_as_long_to_compute_as_to_send(causal, group
 CASES = [
     dict(seq=64), dict(seq=61), dict(seq=3), dict(seq=61, causal=False), dict(seq=61, window=9),
     dict(seq=200, window=70), dict(seq=40, keys=33, causal=False), dict(seq=61, value_dim=5),
-    dict(seq=61, kv_heads=1, dtype=np.float32),
+    dict(seq=61, kv_heads=1, dtype=np.float32), dict(seq=61, dtype=dtype("bfloat16"), dim=5, value_dim=3),
 ]  # fmt: skip
 
 
@@ -79,13 +80,16 @@ def counted_and_computed(comm, case, layout):
     ring.backward(mine[3], saved)
     counted = forward, ring.bytes_sent - forward
     _, k, v, _ = whole
-    blocks = [
-        cost.kv_bytes(keys.length(rank), k.shape[2], k.shape[3], v.shape[3], k.shape[0], k.itemsize)
-        for rank in range(comm.size)
-    ]
+    sizes = k.shape[2], k.shape[3], v.shape[3], k.shape[0]
+    blocks, gradients = (
+        [cost.kv_bytes(keys.length(rank), *sizes, itemsize) for rank in range(comm.size)]
+        for itemsize in (k.itemsize, max(4, k.itemsize))
+    )
     other = None if keys.seq_len == rows.seq_len else keys
     steps = rows.steps(options.get("causal", True), options.get("window"), keys=other)
-    return counted, (cost.sent_forward(blocks, comm.rank, steps), cost.sent_backward(blocks, comm.rank, steps))
+    return counted, (
+        cost.sent_forward(blocks, comm.rank, steps), cost.sent_backward(blocks, comm.rank, steps, gradients)
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])

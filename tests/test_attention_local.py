@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpipipe import attention
+from mpipipe.arrays import dtype as named_dtype
 from mpipipe.attention.kernels import host
 from mpipipe.errors import ArgumentError
 
@@ -131,6 +132,33 @@ def test_views_with_any_strides_are_taken():
     compare(q, k, v, random.standard_normal((2, 4, 30, 6)).transpose(0, 2, 1, 3), True, 1e-10)
     turned = random.standard_normal((6, 2, 30, 4)).transpose(1, 2, 3, 0)
     compare(turned, turned[:, ::-1], turned[:, ::2].repeat(2, axis=1), turned[..., ::-1], True, 1e-10)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("options", [dict(), dict(causal=False), dict(window=5), dict(segments=[10, 20])], ids=str)
+def test_half_precision_is_float32_rounded_once(dtype, options):
+    """Arrays widened to float32 give the same before the rounding, but for the rounded output in the backward."""
+    half = [x.astype(named_dtype(dtype)) for x in arrays(10, 2, 30, 30, 4, 2, 8)]
+    wide = [x.astype(np.float32) for x in half]
+    attend = attention.Local(**options)
+    out, saved = attend.forward(*half[:3])
+    expected, expected_saved = attend.forward(*wide[:3])
+    gradients = attend.backward(half[3], saved)
+    assert {x.dtype for x in (out, *gradients)} == {half[0].dtype} and saved[4].dtype == np.float32
+    np.testing.assert_array_equal(out, expected.astype(half[0].dtype))
+    np.testing.assert_array_equal(saved[4], expected_saved[4])
+    dq, dk, dv = attend.backward(wide[3], expected_saved)
+    np.testing.assert_array_equal(gradients[2], dv.astype(half[0].dtype))
+    for found, right in zip(gradients, (dq, dk)):
+        np.testing.assert_allclose(found.astype(float), right, atol=3e-2 * np.abs(right).max())
+
+
+def test_documents_are_set_without_merging(monkeypatch):
+    """Every row is in one slice only, so nothing needs to be added."""
+    monkeypatch.setattr(host, "merge", None)
+    q, k, v, _ = arrays(11, 1, 30, 30, 2, 2, 4)
+    out, _ = attention.Local(segments=[7, 1, 22]).forward(q, k, v)
+    np.testing.assert_array_equal(out[:, :7], attention.Local().forward(q[:, :7], k[:, :7], v[:, :7])[0])
 
 
 def test_a_given_scale_is_used():

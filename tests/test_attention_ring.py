@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpipipe import attention
+from mpipipe.arrays import dtype
 from mpipipe.attention.layout import KINDS, Layout
 from mpipipe.comm import inprocess
 from mpipipe.errors import ArgumentError, MismatchError
@@ -144,6 +145,32 @@ def test_float32(comm, dim, value_dim):
     agrees(found, dense(*whole), 5e-6)
 
 
+@pytest.mark.parametrize("kind", ["float16", "bfloat16"])
+def test_half_precision_does_not_suffer_from_the_ring(comm, kind):
+    """Sums over blocks are float32, so results are those of one rank but for the last bits before the one rounding."""
+    whole = [x.astype(dtype(kind)) for x in arrays(120)]
+    found, _ = through_ring(comm, whole)
+    assert [x.dtype.name for x in found] == [kind, "float32", kind, kind, kind]
+    expected = dense(*whole)
+    step = 2.0**-8 if kind == "bfloat16" else 2.0**-11
+    rounding = lambda x: x.astype(whole[0].dtype).astype(float) - x  # noqa: E731
+    np.testing.assert_allclose(found[1], expected[1], atol=1e-5)
+    for at in (0, 4):
+        error = found[at].astype(float) - expected[at]
+        assert np.sqrt((error**2).mean()) <= 1.02 * np.sqrt((rounding(expected[at]) ** 2).mean())
+    for at in (2, 3):  # the output of the forward enters them rounded
+        np.testing.assert_allclose(found[at].astype(float), expected[at], atol=4 * step * np.abs(expected[at]).max())
+
+
+@pytest.mark.parametrize("kind", ["float16", "bfloat16"])
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+def test_half_precision_in_rings_of_any_size(kind, ranks):
+    whole = [x.astype(dtype(kind)) for x in arrays(31, dim=5, value_dim=3)]
+    for mask in (dict(), dict(causal=False), dict(window=6)):
+        found = inprocess.run(ranks, lambda comm, mask=mask: through_ring(comm, whole, **mask)[0])
+        agrees(found[0], dense(*whole, **{"causal": True, **mask}), 0.02 if kind == "bfloat16" else 0.004)
+
+
 @pytest.mark.parametrize("layout", KINDS)
 def test_extreme_scores(comm, layout):
     """Logits of ten thousand on both sides, and keys that are all the same.
@@ -215,7 +242,9 @@ def test_ranks_that_disagree(comm):
     through = lambda **options: attention.ring_attention(q, k, v, comm, **options)  # noqa: E731
     refused(comm, ArgumentError, "unknown layout", lambda: through(layout="z" if odd else "zigzag"))
     refused(comm, MismatchError, "differ in causal", lambda: through(causal=odd))
-    refused(comm, ArgumentError, "float32 or float64", lambda: call(q.astype(np.float16) if odd else q, k, v))
+    refused(comm, ArgumentError, "float16 or bfloat16", lambda: call(q.astype(np.complex64) if odd else q, k, v))
+    half = [x.astype(dtype("bfloat16")) for x in (q, k, v)]
+    refused(comm, MismatchError, "differ in dtype", lambda: call(*(half if odd else narrow)))
     call(q, k, v)
     attention.ring_attention(q, k, v, comm, window=np.int64(2) if odd else 2)
 

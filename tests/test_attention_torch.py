@@ -9,6 +9,7 @@ import pytest
 from test_attention_ring import agrees, arrays, dense, through_ring
 
 from mpipipe import attention
+from mpipipe.arrays import dtype
 from mpipipe.attention import kernels
 from mpipipe.attention.blocks import Slice
 from mpipipe.attention.kernels import host
@@ -146,3 +147,16 @@ def test_a_rank_without_the_kernel_leaves_none_waiting(comm, monkeypatch):
     ring = attention.Ring(comm, layout="contiguous")
     with pytest.raises(ArgumentError, match="abacus"):
         ring.forward(*arrays(4)[:3])
+
+
+@pytest.mark.parametrize("kind", ["float16", "bfloat16"])
+def test_half_precision_is_float32_rounded_once(torch_cpu, kind):
+    half = [x.astype(dtype(kind)) for x in arrays(40)]
+    wide = [x.astype(np.float32) for x in half]
+    attend = attention.Local()
+    out, saved = attend.forward(*half[:3])
+    expected, kept = attend.forward(*wide[:3])
+    np.testing.assert_array_equal(out, expected.astype(half[0].dtype))
+    gradients, right = attend.backward(half[3], saved), attend.backward(wide[3], kept)
+    np.testing.assert_array_equal(gradients[2], right[2].astype(half[0].dtype))
+    assert all(x.dtype == half[0].dtype for x in gradients)

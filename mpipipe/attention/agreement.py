@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpipipe.arrays import aligned_empty
+from mpipipe import arrays
 from mpipipe.attention import kernels
-from mpipipe.attention.blocks import boundaries, check_window
+from mpipipe.attention.blocks import boundaries, check_window, rows_once
 from mpipipe.attention.layout import KINDS, Layout
 from mpipipe.attention.local import DTYPES, check_arrays
+from mpipipe.attention.results import assign
 from mpipipe.comm.alarm import wait
 from mpipipe.comm.rotation import ROTATIONS
 from mpipipe.comm.share import agree
@@ -19,7 +20,10 @@ from mpipipe.errors import ArgumentError, MismatchError
 
 OPTIONS, FORWARD, BACKWARD = range(3)
 CALLS = ("construction", "forward", "backward")
-SHARED = ("batch", "heads", "kv_heads", "head_dim", "value_dim", "dtype", "options")  # the same on every rank
+SHARED = ("batch", "heads", "kv_heads", "head_dim", "value_dim", "dtype", "device", "options")  # same on every rank
+DEVICES = ("cpu", "cuda")
+BYTES = np.dtype(np.uint8)
+NAMED = {"dtype": DTYPES, "device": DEVICES}
 FACTS = len(SHARED) + 2  # and this rank's rows of queries and keys
 KEPT_PLANS = 64
 
@@ -48,13 +52,19 @@ class Work:
     steps : ring steps
     slices : for each ring step t, what this rank's queries need of the keys of rank r - t
     fresh : whether the first step sets each row of the result in one slice
+    device : "cpu" or "cuda"
+    dtype, sum_dtype : of keys and values, and of their gradients, which travel as sums
+
+    A message is an array of bytes: the gradients of a block of keys and of values, then the keys and values of a block,
+    one array behind the other, all C-contiguous; either half may be missing.
     """
 
     def __init__(self, options: Options, rank: int, table, dtype):
         size = len(table)
         facts = dict(zip(SHARED, table[0].tolist()))
-        self.batch, self.kv_heads = facts["batch"], facts["kv_heads"]
+        self.batch, self.kv_heads, self.device = facts["batch"], facts["kv_heads"], DEVICES[facts["device"]]
         self.head_dim, self.value_dim, self.dtype = facts["head_dim"], facts["value_dim"], dtype
+        self.sum_dtype = arrays.accumulator(dtype)
         rows, keys = (table[:, column].tolist() for column in (-2, -1))
         self.lengths = keys
         queries = _layout(options.layout, rows, "queries", options.seq_len)
@@ -65,32 +75,46 @@ class Work:
         view = options.causal, options.window, documents, None if others is queries else others
         self.steps = queries.steps(*view)
         self.slices = [queries.needs(rank, (rank - step) % size, *view) for step in range(self.steps)]
-        first = self.slices[0]
-        self.fresh = len(first) == 1 and first[0].q_stop - first[0].q_start == rows[rank]
+        self.fresh = rows_once(self.slices[0], rows[rank])
 
-    def size(self, block: int) -> int:
-        """Elements of the packed keys and values of a rank (modulo the ring)."""
-        rows = self.lengths[block % len(self.lengths)]
-        return self.batch * rows * self.kv_heads * (self.head_dim + self.value_dim)
+    def kv_bytes(self, block: int) -> int:
+        """Bytes of the keys and values of a rank (modulo the ring)."""
+        return self._size(block) * self.dtype.itemsize
 
-    def empty(self, block: int):
-        """A buffer for the packed keys and values of a rank."""
-        return aligned_empty(self.size(block), self.dtype)
+    def gradient_bytes(self, block: int) -> int:
+        """Bytes of their gradients."""
+        return self._size(block) * self.sum_dtype.itemsize
 
-    def unpack(self, flat, block: int):
-        """Views (k, v) of the front of a buffer."""
-        rows = self.lengths[block % len(self.lengths)]
-        shape = self.batch, rows, self.kv_heads
-        middle = self.batch * rows * self.kv_heads * self.head_dim
-        keys = flat[:middle].reshape(*shape, self.head_dim)
-        return keys, flat[middle : self.size(block)].reshape(*shape, self.value_dim)
+    def empty(self, nbytes: int):
+        """A buffer of bytes."""
+        return arrays.empty(nbytes, BYTES, self.device)
+
+    def unpack(self, message, block: int):
+        """Views (k, v) of a buffer that begins with the keys and values of a rank."""
+        return self._views(message[: self.kv_bytes(block)].view(self.dtype), block)
+
+    def unpack_gradients(self, message, block: int):
+        """Views (dk, dv) of a buffer that begins with the gradients of the keys and values of a rank."""
+        return self._views(message[: self.gradient_bytes(block)].view(self.sum_dtype), block)
 
     def pack(self, k, v, block: int):
         """A new buffer with k and v, one behind the other."""
-        flat = self.empty(block)
-        keys, values = self.unpack(flat, block)
-        keys[...], values[...] = k, v
-        return flat
+        message = self.empty(self.kv_bytes(block))
+        for place, x in zip(self.unpack(message, block), (k, v)):
+            assign(place, x)
+        return message
+
+    def _size(self, block):
+        """Elements of the keys and values of a rank."""
+        return self.batch * self._rows(block) * self.kv_heads * (self.head_dim + self.value_dim)
+
+    def _rows(self, block):
+        return self.lengths[block % len(self.lengths)]
+
+    def _views(self, flat, block):
+        shape = self.batch, self._rows(block), self.kv_heads
+        middle = self.batch * self._rows(block) * self.kv_heads * self.head_dim
+        return flat[:middle].reshape(*shape, self.head_dim), flat[middle:].reshape(*shape, self.value_dim)
 
 
 def agree_on_options(link, given: dict) -> Options:
@@ -122,10 +146,11 @@ def agree_on_forward(link, options: Options, q, k, v) -> tuple[Work, int]:
     link.calls += 1
     error, facts = None, [0] * FACTS
     try:
-        kernels.chosen()  # a rank without it must not leave the others waiting
         check_arrays(q, k, v)
+        kernels.chosen(q, k, v)  # a rank without it must not leave the others waiting
         shapes = q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3]
-        facts = [*shapes, DTYPES.index(q.dtype), options.digest, q.shape[1], k.shape[1]]
+        kind = DTYPES.index(q.dtype), DEVICES.index(arrays.device_of(q))
+        facts = [*shapes, *kind, options.digest, q.shape[1], k.shape[1]]
     except Exception as caught:
         error = caught
     table = _gather(link, FORWARD, link.calls, facts, error)
@@ -144,12 +169,15 @@ def agree_on_forward(link, options: Options, q, k, v) -> tuple[Work, int]:
 def agree_on_backward(link, call: int, dout, out):
     """Check that all ranks begin the backward of the same forward, with a fitting gradient; raises on all if not."""
     error = None
-    if not isinstance(dout, np.ndarray) or dout.shape != out.shape or dout.dtype != out.dtype:
-        found = f"{dout.dtype}{list(dout.shape)}" if isinstance(dout, np.ndarray) else type(dout).__name__
+    if _facts(dout) != _facts(out):
         error = ArgumentError(
-            "the gradient of the output does not fit the output", found=found, expected=f"{out.dtype}{list(out.shape)}"
+            "the gradient of the output does not fit the output", found=_facts(dout), expected=_facts(out)
         )
     _gather(link, BACKWARD, call, [0] * FACTS, error)
+
+
+def _facts(x) -> str:
+    return f"{x.dtype}{list(x.shape)} on {arrays.device_of(x)}" if arrays.is_array(x) else type(x).__name__
 
 
 def _gather(link, kind, call, facts, error):
@@ -202,8 +230,8 @@ def _check_shared(table):
         for rank, value in enumerate(table[:, column].tolist()):
             if value != table[0, column]:
                 found, expected = str(value), str(table[0, column])
-                if name == "dtype":
-                    found, expected = str(DTYPES[value]), str(DTYPES[table[0, column]])
+                if name in NAMED:
+                    found, expected = str(NAMED[name][value]), str(NAMED[name][table[0, column]])
                 raise _difference(name, rank, found, expected)
 
 

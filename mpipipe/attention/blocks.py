@@ -104,6 +104,27 @@ def _joined(slices: list[Slice]) -> list[Slice]:
     return joined
 
 
+def once(ranges: Sequence[tuple[int, int]], length: int) -> bool:
+    """Whether each of 0 ... length - 1 lies in exactly one of the ranges (start, stop)."""
+    end = 0
+    for start, stop in sorted(ranges):
+        if start != end:
+            return False
+        end = stop
+    return end == length
+
+
+def apart(ranges: Sequence[tuple[int, int]]) -> bool:
+    """Whether nothing lies in two of the ranges (start, stop)."""
+    ordered = sorted(ranges)
+    return all(stop <= start for (_, stop), (start, _) in zip(ordered, ordered[1:]))
+
+
+def rows_once(slices: Sequence[Slice], rows: int) -> bool:
+    """Whether each of so many query rows is in exactly one slice."""
+    return once([(part.q_start, part.q_stop) for part in slices], rows)
+
+
 def _cut(runs: Sequence[Run], documents) -> list[tuple[int, Run]]:
     """(number of the document, run): the runs, cut where a document begins; empty ones dropped."""
     if documents is None:

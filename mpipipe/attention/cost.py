@@ -16,7 +16,8 @@ def kv_bytes(
 ) -> int:
     """Bytes of the keys and values of `length` positions: batch s kv_heads (head_dim + value_dim) itemsize.
 
-    `value_dim` is that of the keys by default. The gradients dK and dV have the same size.
+    `value_dim` is that of the keys by default. The gradients dK and dV have the same size, with the itemsize of the
+    accumulator: 4 for half precision.
     """
     return batch * length * kv_heads * (head_dim + (head_dim if value_dim is None else value_dim)) * itemsize
 
@@ -37,8 +38,13 @@ def sent_forward(blocks: Sequence[int], rank: int, steps: int | None = None) -> 
     return sum(blocks[(rank - step) % size] for step in range(steps - 1))
 
 
-def sent_backward(blocks: Sequence[int], rank: int, steps: int | None = None) -> int:
+def sent_backward(
+    blocks: Sequence[int], rank: int, steps: int | None = None, gradients: Sequence[int] | None = None
+) -> int:
     """Bytes that `rank` sends in the backward of `attention.Ring`; arguments as for `sent_forward`.
+
+    `gradients` are the bytes of dK and dV of each rank, by default those of K and V: in half precision they are twice
+    as many, since gradients travel in float32.
 
     Blocks come in the order rank - (N - 1), ..., rank - 1, rank. K and V of all but the last two are passed on (N - 2
     hops: the last is at home), and dK and dV of all but the last (N - 1 hops): (2 N - 3) kv_bytes where shards are
@@ -46,8 +52,9 @@ def sent_backward(blocks: Sequence[int], rank: int, steps: int | None = None) ->
     """
     size = len(blocks)
     steps = size if steps is None else steps
-    order = [blocks[(rank - step) % size] for step in range(steps - 1, 0, -1)]
-    return sum(order[:-1]) + sum(order)
+    gradients = blocks if gradients is None else gradients
+    order = [(rank - step) % size for step in range(steps - 1, 0, -1)]
+    return sum(blocks[other] for other in order[:-1]) + sum(gradients[other] for other in order)
 
 
 def sent_backward_full_circle(block: int, ranks: int) -> int:

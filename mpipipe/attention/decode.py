@@ -15,12 +15,12 @@ from hashlib import blake2b
 
 import numpy as np
 
-from mpipipe.arrays import aligned_empty
+from mpipipe.arrays import accumulator, aligned_empty, is_device
 from mpipipe.attention import blocks, kernels
-from mpipipe.attention.agreement import DTYPES
 from mpipipe.attention.kernels import host
 from mpipipe.attention.local import check_arrays
 from mpipipe.attention.merge import merge
+from mpipipe.attention.results import cast
 from mpipipe.comm import share
 from mpipipe.comm.alarm import wait
 from mpipipe.comm.private import private
@@ -75,9 +75,10 @@ class Cached:
     def forward(self, q, k, v):
         """Append the keys and values of p new positions, and attend to all so far; returns (out, None).
 
-        q (batch, p, heads, head_dim), k and v (batch, p, kv_heads, ...) of one dtype, float32 or float64, the same on
-        every rank; out (batch, p, heads, head_dim of v). Raises ArgumentError on every rank, before anything is
-        appended, where the arrays do not fit or differ in shape between ranks, or the capacity is exceeded.
+        q (batch, p, heads, head_dim), k and v (batch, p, kv_heads, ...), host arrays of one dtype, as for
+        attention.Local, the same on every rank; out (batch, p, heads, head_dim of v). Raises ArgumentError on every
+        rank, before anything is appended, where the arrays do not fit or differ in shape between ranks, or the capacity
+        is exceeded.
         """
         _agree(self.comm, lambda: self._facts(q, k, v))
         start, end = self.length, self.length + k.shape[1]
@@ -153,7 +154,8 @@ def _attend(comm, q, k, v, start, first, window, scale, poll=host.nothing):
         """Views (out, lse) of a message."""
         return message[:split].reshape(batch, rows, heads, width), message[split:].reshape(batch, heads, rows)
 
-    message = aligned_empty(split + batch * heads * rows, q.dtype)
+    sum_dtype = accumulator(q.dtype)
+    message = aligned_empty(split + batch * heads * rows, sum_dtype)
     out, lse = unpack(message)
     if not fresh:
         out.fill(0)
@@ -161,14 +163,14 @@ def _attend(comm, q, k, v, start, first, window, scale, poll=host.nothing):
     scale = dim**-0.5 if scale is None else scale
     kernels.chosen().forward(q, k, v, scale, slices, out, lse, fresh, poll)
     if comm is None:
-        return out
-    parts = np.empty((comm.size, message.size), q.dtype)
+        return cast(out, q.dtype)
+    parts = np.empty((comm.size, message.size), sum_dtype)
     wait(comm.Iallgather(message, parts))
     out, lse = unpack(parts[0])
     for part in parts[1:]:
         block_out, block_lse = unpack(part)
         merge(out, lse.swapaxes(1, 2), block_out, block_lse.swapaxes(1, 2))
-    return out
+    return cast(out, q.dtype)
 
 
 def _storage(x, rows):
@@ -181,8 +183,11 @@ def _facts(q, k, v, start, window, scale) -> dict:
     """What must be the same on all ranks; raises ArgumentError where this rank's arrays do not fit together."""
     kernels.chosen()  # a rank without it must not leave the others waiting
     check_arrays(q, k, v)
-    if q.dtype not in DTYPES:
-        raise ArgumentError("the dtype of attention on the host", found=str(q.dtype), expected="float32 or float64")
+    if is_device(q):
+        raise ArgumentError(
+            "a cache of keys and values is kept on the host", found="device arrays", expected="numpy arrays",
+            remedy="build the model that generates with device='cpu'",
+        )
     facts = {"q": q.shape, "kv_heads": k.shape[2], "value_dim": v.shape[3], "dtype": q.dtype.name}
     return facts | {"start": int(start), "window": window, "scale": scale}
 

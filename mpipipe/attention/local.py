@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
-
+from mpipipe import arrays
 from mpipipe.attention import blocks, kernels
 from mpipipe.attention.kernels import host
+from mpipipe.attention.results import attend_once
 from mpipipe.errors import ArgumentError
 
-DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
+DTYPES = tuple(map(arrays.dtype, ("float32", "float64", "float16", "bfloat16")))
 
 
 class Local:
@@ -21,9 +21,11 @@ class Local:
     window : a row sees itself and the window - 1 positions before it; needs causal
     segments : documents packed into the sequence, as numbers or lengths (see `blocks.boundaries`)
 
-    Arrays are (batch, seq, heads, head_dim) of one dtype, float32 or float64. k and v may have fewer heads than q, by
-    a whole factor g: head h of q then sees head h // g (grouped-query attention). k and v may have another seq than q,
-    and v another head_dim than k. `poll` is called after each tile.
+    Arrays are (batch, seq, heads, head_dim), all on the host or all on one GPU, of one dtype: float32, float64, or
+    float16 or bfloat16, in which sums and the log-sum-exp are float32 and results are rounded once. k and v may have
+    fewer heads than q, by a whole factor g: head h of q then sees head h // g (grouped-query attention). k and v may
+    have another seq than q, and v another head_dim than k. `poll` is called after each tile. On a GPU nothing waits
+    for the device.
     """
 
     def __init__(self, causal: bool = True, scale: float | None = None, window: int | None = None, segments=None):
@@ -40,16 +42,14 @@ class Local:
         if not self.planned or self.planned[0] != lengths:
             self.planned = lengths, self._slices(*lengths)
         slices = self.planned[1]
-        fresh = len(slices) == 1 and slices[0].q_stop - slices[0].q_start == q.shape[1]
-        out, lse = empty_result(q, v, fresh)
-        kernels.chosen().forward(q, k, v, scale, slices, out, lse, fresh, self.poll)
+        out, lse = attend_once(kernels.chosen(q, k, v), q, k, v, scale, slices, self.poll)
         return out, (q, k, v, out, lse, scale, slices)
 
     def backward(self, dout, saved):
         """Return (dq, dk, dv), shaped as q, k, v."""
         q, k, v, out, lse, scale, slices = saved
-        dq, dk, dv = (np.zeros(x.shape, x.dtype) for x in (q, k, v))
-        kernels.chosen().backward(dout, q, k, v, out, lse, scale, slices, dq, dk, dv, self.poll)
+        dq, dk, dv = (arrays.empty_like(x) for x in (q, k, v))
+        kernels.chosen(q, k, v).backward(dout, q, k, v, out, lse, scale, slices, dq, dk, dv, self.poll, fresh=True)
         return dq, dk, dv
 
     def _slices(self, seq, keys):
@@ -60,22 +60,20 @@ class Local:
         return blocks.plan(queries, all_keys, self.causal, self.window, documents)
 
 
-def empty_result(q, v, fresh=False):
-    """(out, lse) over no keys at all: zeros and -inf; without values where `fresh`."""
-    batch, seq, heads, _ = q.shape
-    out, lse = np.empty((batch, seq, heads, v.shape[3]), q.dtype), np.empty((batch, heads, seq), q.dtype)
-    if not fresh:
-        out.fill(0)
-        lse.fill(-np.inf)
-    return out, lse
-
-
 def check_arrays(q, k, v):
     """Raise ArgumentError unless q, k and v are arrays that can attend to each other."""
     for name, array in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(array, np.ndarray) or array.dtype not in DTYPES:
-            found = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
-            raise ArgumentError(f"attention on the host: {name}", found=str(found), expected="float32 or float64 array")
+        if not arrays.is_array(array) or array.dtype not in DTYPES:
+            found = array.dtype if arrays.is_array(array) else type(array).__name__
+            expected = "array of float32 or float64, float16 or bfloat16"
+            raise ArgumentError(f"attention: {name}", found=str(found), expected=expected)
+    devices = [arrays.device_of(array) for array in (q, k, v)]
+    if len(set(devices)) > 1:
+        raise ArgumentError(
+            "the arrays of attention are on different devices",
+            found=", ".join(f"{name} on {device}" for name, device in zip("qkv", devices)), expected="one device",
+            remedy="copy host arrays to the GPU first, with mpipipe.arrays.upload or cupy.asarray",
+        )
     batch, _, heads, dim = q.shape if q.ndim == 4 else (0, 0, 0, 0)
     fits = (
         q.ndim == k.ndim == v.ndim == 4

@@ -10,20 +10,21 @@ merged into what it has (Liu, Zaharia and Abbeel, "Ring attention with blockwise
     step 3  block r-3 = r+1              step 3  own block: its gradients arrive here, complete
 
 Forward: N - 1 exchanges of one packed message (K, V). Backward: the other way round, with the own block last, so that a
-block's gradients are at home after N - 1 exchanges and need no way back; the message of step i is (K, V of the block of
-step i + 1, dK and dV of the block of step i). K and V take N - 2 hops, since the own ones are there already. Steps that
-nobody needs, behind a window, are not taken: N is then the number of steps.
+block's gradients are at home after N - 1 exchanges and need no way back; the message of step i is (dK and dV of the
+block of step i, K, V of the block of step i + 1). K and V take N - 2 hops, since the own ones are there already. Steps
+that nobody needs, behind a window, are not taken: N is then the number of steps.
+
+Of arrays in half precision, K and V travel in their dtype and dK and dV in float32, in which everything is summed; each
+result is rounded once. On a GPU the kernels of a step are only put on its stream, and run while messages travel.
 """
 
 from __future__ import annotations
 
-import numpy as np
-
-from mpipipe.arrays import aligned_empty, aligned_zeros
+from mpipipe import arrays
 from mpipipe.attention import kernels
 from mpipipe.attention.agreement import agree_on_backward, agree_on_forward, agree_on_options
 from mpipipe.attention.kernels import host
-from mpipipe.attention.local import empty_result
+from mpipipe.attention.results import add, assign, attend_once, block_gradients, cast, total
 from mpipipe.comm import runtime
 from mpipipe.comm.private import private
 from mpipipe.comm.rotation import Rotation
@@ -44,68 +45,83 @@ class Ring:
     rotation : "overlap" (messages travel while tiles are computed) or "sendrecv" (one exchange before each step); the
         results have the same bits
 
-    Arrays are this rank's shards, (batch, local seq, heads, head_dim), of one dtype, float32 or float64. Heads are
-    grouped and head_dim of values may differ as in attention.Local; keys may be another sequence than queries. A shard
-    may be empty. Constructor and methods are collective: arguments that do not fit, and ranks that do different things,
-    raise the same ArgumentError on every rank. `bytes_sent` counts this rank's keys, values and their gradients.
+    Arrays are this rank's shards, (batch, local seq, heads, head_dim), of one dtype and on one kind of device on all
+    ranks, as for attention.Local: heads may be grouped, and values have another head_dim. Keys may be another sequence
+    than queries. A shard may be empty. Constructor and methods are collective: arguments that do not fit, and ranks
+    that do different things, raise the same ArgumentError on every rank. `bytes_sent` counts this rank's keys, values
+    and their gradients.
     """
 
     def __init__(self, comm, causal=True, layout="zigzag", window=None, segments=None, scale=None, seq_len=None,
                  rotation="overlap"):
-        self.rotation = private(comm, "ring", lambda: Rotation(comm, runtime.synchronous_sends()))
+        self._given = comm
+        self.rotation = self._rotation("cpu")
         self.comm, self.poll, self.bytes_sent = self.rotation.comm, host.nothing, 0
+        self.link = self.rotation  # on which ranks agree, wherever their arrays are
         given = dict(causal=causal, layout=layout, window=window, segments=segments, scale=scale, seq_len=seq_len)
         self.options = agree_on_options(self.rotation, {**given, "rotation": rotation})
 
     def forward(self, q, k, v):
         """Return (out, saved); out (batch, local seq, heads, head_dim of v)."""
-        work, call = agree_on_forward(self.rotation, self.options, q, k, v)
+        work, call = agree_on_forward(self.link, self.options, q, k, v)
+        self.rotation = self._rotation(work.device)
         scale = q.shape[3] ** -0.5 if self.options.scale is None else self.options.scale
         steps, rank, size = work.steps, self.comm.rank, self.comm.size
-        out, lse = empty_result(q, v)
-        attend = kernels.chosen().forward
-        held = work.pack(k, v, rank) if steps > 1 else None
+        kernel = kernels.chosen(q, k, v)
+        if steps == 1:
+            out, lse = attend_once(kernel, q, k, v, scale, work.slices[0], self._poll)
+            return out, (work, call, scale, q, k, v, out, lse, None)
+        result = total(kernel, q, v, work.fresh)
+        held = work.pack(k, v, rank)
         for step in range(steps):
             if step + 1 < steps:
-                incoming = work.empty(rank - step - 1)
+                incoming = work.empty(work.kv_bytes(rank - step - 1))
                 self._start(held, (rank + 1) % size, incoming, (rank - 1) % size)
             keys, values = (k, v) if step == 0 else work.unpack(held, rank - step)
-            attend(q, keys, values, scale, work.slices[step], out, lse, work.fresh and step == 0, self._poll)
+            result.attend(q, keys, values, scale, work.slices[step], self._poll)
             self.rotation.finish()
             if step + 1 < steps:
                 held = incoming
+        out, lse = result.end()
         return out, (work, call, scale, q, k, v, out, lse, held)
 
     def backward(self, dout, saved):
         """Return (dq, dk, dv), shaped as q, k, v."""
         work, call, scale, q, k, v, out, lse, held = saved
-        agree_on_backward(self.rotation, call, dout, out)
+        agree_on_backward(self.link, call, dout, out)
+        self.rotation = self._rotation(work.device)
         steps, rank, size = work.steps, self.comm.rank, self.comm.size
-        attend_backward = kernels.chosen().backward
-        dq = np.zeros(q.shape, q.dtype)
-        message = held
+        kernel = kernels.chosen(q, k, v)
+        if steps == 1:
+            gradients = tuple(arrays.empty_like(x) for x in (q, k, v))
+            kernel.backward(dout, q, k, v, out, lse, scale, work.slices[0], *gradients, self._poll, fresh=True)
+            return gradients
+        dq = arrays.zeros(q.shape, work.sum_dtype, work.device)
+        message = held  # the keys and values of this step's block; from the second step on behind gradients
         for step in range(steps):
             block = rank - (steps - 1) + step
             ahead = step < steps - 2  # the next step's block is not our own: its keys and values must come
-            split = work.size(block + 1) if ahead else 0
-            received = aligned_empty(split + work.size(block), q.dtype)  # (K, V of the next block, dK and dV of this)
+            split = work.gradient_bytes(block)
+            received = work.empty(split + (work.kv_bytes(block + 1) if ahead else 0))  # as the next step's message
             if step > 0:
-                outgoing = message if ahead else message[message.size - work.size(block - 1) :]
+                outgoing = message if ahead else message[: work.gradient_bytes(block - 1)]
                 self._start(outgoing, (rank - 1) % size, received, (rank + 1) % size)
             elif ahead:
-                self._start(message, (rank - 1) % size, received[:split], (rank + 1) % size)
-            own = aligned_zeros(work.size(block), q.dtype)
-            keys, values = (k, v) if step == steps - 1 else work.unpack(message, block)
-            given = dq, *work.unpack(own, block)
-            ring_step = steps - 1 - step
-            attend_backward(dout, q, keys, values, out, lse, scale, work.slices[ring_step], *given, self._poll)
+                self._start(message, (rank - 1) % size, received[split:], (rank + 1) % size)
+            behind = work.gradient_bytes(block - 1) if step > 0 else 0
+            keys, values = (k, v) if step == steps - 1 else work.unpack(message[behind:], block)
+            slices = work.slices[steps - 1 - step]
+            own = block_gradients(kernel, dout, q, keys, values, out, lse, scale, slices, dq, self._poll)
             self.rotation.finish()
-            if step > 0:
-                received[split:] += own
-            else:
-                received[split:] = own
+            for sums, part in zip(work.unpack_gradients(received, block), own):
+                (add if step > 0 else assign)(sums, part)
             message = received
-        return dq, *work.unpack(message, rank)
+        return tuple(cast(x, work.dtype) for x in (dq, *work.unpack_gradients(message, rank)))
+
+    def _rotation(self, device) -> Rotation:
+        """What moves blocks of arrays on this device; one for all rings on the communicator."""
+        make = lambda: Rotation(self._given, runtime.synchronous_sends(), device)  # noqa: E731
+        return private(self._given, ("ring", device), make)
 
     def _start(self, outgoing, dest, incoming, source):
         self.bytes_sent += outgoing.nbytes

@@ -24,6 +24,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from mpipipe.attention.kernels.halves import widened
 from mpipipe.attention.merge import merge
 
 ROWS = 128  # of one tile of scores
@@ -36,6 +37,7 @@ def nothing() -> None:
     """The poll that does nothing."""
 
 
+@widened
 def forward(q, k, v, scale, slices, out, lse, fresh, poll=nothing):
     """Attend to one block of keys.
 
@@ -45,8 +47,11 @@ def forward(q, k, v, scale, slices, out, lse, fresh, poll=nothing):
     slices : blocks.Slice, the parts of the block that are seen
     out : (batch, seq, heads, value_dim), and lse : (batch, heads, seq), log-sum-exp of the scores: the result over the
         blocks so far, to which this one is merged; (0, -inf) where there is none
-    fresh : whether each row is in one slice at most and no block came before, so that results can be set
+    fresh : whether each row is in exactly one slice and no block came before, so that results are set: out and lse hold
+        nothing yet, and out may be of the dtype of q
     poll : called after each tile
+
+    All arrays are of one dtype, but out and lse are of its accumulator dtype: float32 for half precision.
     """
     kv_heads = k.shape[2]
     group = q.shape[2] // kv_heads
@@ -59,11 +64,16 @@ def forward(q, k, v, scale, slices, out, lse, fresh, poll=nothing):
                 _forward_head(*heads, scale, part, out[b, rows, own], lse[b, own, rows], fresh, poll)
 
 
-def backward(dout, q, k, v, out, lse, scale, slices, dq, dk, dv, poll=nothing):
-    """Add the gradients that one block of keys gives to dq, dk and dv.
+@widened
+def backward(dout, q, k, v, out, lse, scale, slices, dq, dk, dv, poll=nothing, fresh=False):
+    """Add the gradients that one block of keys gives to dq, dk and dv, which are of the dtype of lse.
 
-    Shapes as for `forward`; out and lse are the results over all blocks.
+    Shapes as for `forward`; out, of the dtype of q, and lse are the results over all blocks. `fresh`: this is the only
+    block, and dq, dk and dv are set: they hold nothing yet, and may be of the dtype of q.
     """
+    if fresh:
+        for gradient in (dq, dk, dv):
+            gradient.fill(0)
     kv_heads = k.shape[2]
     group = q.shape[2] // kv_heads
     for b in range(q.shape[0]):

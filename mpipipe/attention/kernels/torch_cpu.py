@@ -16,6 +16,7 @@ import torch
 
 from mpipipe.attention.blocks import BAND, CAUSAL
 from mpipipe.attention.kernels import host
+from mpipipe.attention.kernels.halves import widened
 from mpipipe.attention.merge import merge
 
 COPY_ROWS = 1024  # of queries, from which on keys and values are first laid out head by head: they are read so often
@@ -24,6 +25,7 @@ flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
+@widened
 def forward(q, k, v, scale, slices, out, lse, fresh, poll=host.nothing):
     """As host.forward."""
     ours, theirs = _divide(slices, k, v, scale)
@@ -41,8 +43,12 @@ def forward(q, k, v, scale, slices, out, lse, fresh, poll=host.nothing):
         poll()
 
 
-def backward(dout, q, k, v, out, lse, scale, slices, dq, dk, dv, poll=host.nothing):
+@widened
+def backward(dout, q, k, v, out, lse, scale, slices, dq, dk, dv, poll=host.nothing, fresh=False):
     """As host.backward."""
+    if fresh:
+        for gradient in (dq, dk, dv):
+            gradient.fill(0)
     ours, theirs = _divide(slices, k, v, scale)
     if theirs:
         host.backward(dout, q, k, v, out, lse, scale, theirs, dq, dk, dv, poll)

@@ -1,0 +1,156 @@
+"""cuDNN's graphs for one call of attention, described in plain values, and a bounded store of the plans for them."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+from mpipipe import arrays
+from mpipipe.attention.kernels import cudnn_library
+
+KEPT = 256  # plans of one thread
+UIDS = {name: number for number, name in enumerate(
+    ("q", "k", "v", "out", "lse", "dout", "dq", "dk", "dv", "q_lengths", "k_lengths"), 1
+)}  # fmt: skip
+INPUTS = {"forward": ("q", "k", "v"), "backward": ("q", "k", "v", "out", "dout")}
+
+
+class Request(NamedTuple):
+    """What a graph does.
+
+    direction : "forward" or "backward"
+    kind : name of the dtype, float16 or bfloat16
+    shapes : (name, (batch, heads, seq, dim), strides in elements of these axes) of each array, as cuDNN counts axes
+    low, high : row i sees key j where low <= j - i <= high; None is no bound
+    padded : with a mask of padding, and all lengths full; the graph needs q_lengths and k_lengths then
+    deterministic : for a backward, whether repeated calls must give the same bits
+    """
+
+    direction: str
+    kind: str
+    shapes: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
+    scale: float
+    low: int | None
+    high: int | None
+    padded: bool = False
+    deterministic: bool = False
+
+
+def build(cudnn, request: Request, handle=None, **facts):
+    """The validated graph of a request; raises what cuDNN raises for one that it refuses.
+
+    `facts` go to cudnn.pygraph: sm_version=90 stands for a GPU where there is none.
+    """
+    half = {"float16": cudnn.data_type.HALF, "bfloat16": cudnn.data_type.BFLOAT16}[request.kind]
+    single = cudnn.data_type.FLOAT
+    if handle is not None:
+        facts["handle"] = handle
+    graph = cudnn.pygraph(io_data_type=half, intermediate_data_type=single, compute_data_type=single, **facts)
+    shapes = {name: (dims, strides) for name, dims, strides in request.shapes}
+
+    def tensor(name, kind=half):
+        dims, strides = shapes[name]
+        return graph.tensor(name=name, dim=list(dims), stride=list(strides), data_type=kind, uid=UIDS[name])
+
+    def result(array, name, kind=half):
+        dims, strides = shapes[name]
+        array.set_uid(UIDS[name]).set_output(True).set_dim(list(dims)).set_stride(list(strides)).set_data_type(kind)
+
+    options: dict[str, Any] = dict(attn_scale=request.scale, name=request.direction)
+    if request.low is not None or request.high is not None:
+        options["diagonal_alignment"] = cudnn.diagonal_alignment.TOP_LEFT
+    if request.high is not None:
+        options["diagonal_band_right_bound"] = request.high  # hides keys j > i + bound
+    if request.low is not None:
+        options["diagonal_band_left_bound"] = 1 - request.low  # hides keys j <= i - bound
+    if request.padded:
+        for option, name in (("seq_len_q", "q_lengths"), ("seq_len_kv", "k_lengths")):
+            shapes[name] = (shapes["q"][0][0], 1, 1, 1), (1, 1, 1, 1)
+            options[option] = tensor(name, cudnn.data_type.INT32)
+        options["use_padding_mask"] = True
+    inputs = {name: tensor(name) for name in INPUTS[request.direction]}
+    if request.direction == "forward":
+        out, lse = graph.sdpa(**inputs, generate_stats=True, **options)
+        result(out, "out")
+        result(lse, "lse", single)
+    else:
+        given = dict(q=inputs["q"], k=inputs["k"], v=inputs["v"], o=inputs["out"], dO=inputs["dout"])
+        options["use_deterministic_algorithm"] = request.deterministic
+        gradients = graph.sdpa_backward(**given, stats=tensor("lse", single), **options)
+        for array, name in zip(gradients, ("dq", "dk", "dv")):
+            result(array, name)
+    graph.validate()
+    return graph
+
+
+class Plan(NamedTuple):
+    """A graph that is ready to run, and the bytes of working memory that it needs."""
+
+    graph: Any
+    workspace: int
+
+
+class Counts(NamedTuple):
+    """Plans that were found ready, plans that were built, and plans kept now, by this thread."""
+
+    hits: int
+    built: int
+    kept: int
+
+
+_local = threading.local()
+
+
+def _store() -> dict[str, Any]:
+    """This thread's plans by device and request, oldest first, and its counts."""
+    if not hasattr(_local, "store"):
+        _local.store = {"plans": OrderedDict(), "hits": 0, "built": 0}
+    return _local.store
+
+
+def counts() -> Counts:
+    """What became of this thread's requests so far."""
+    store = _store()
+    return Counts(store["hits"], store["built"], len(store["plans"]))
+
+
+def clear():
+    """Forget this thread's plans, and begin counting anew."""
+    vars(_local).clear()
+
+
+def plan(request: Request) -> Plan | None:
+    """The plan for a request on the current GPU; None where cuDNN refuses it, which is told once."""
+    cudnn = cudnn_library.library()
+    key = cudnn, arrays.cupy().cuda.runtime.getDevice(), request
+    store = _store()
+    plans = store["plans"]
+    if key in plans:
+        store["hits"] += 1
+        plans.move_to_end(key)
+        return plans[key]
+    store["built"] += 1
+    try:
+        graph = build(cudnn, request, cudnn_library.handle())
+        graph.build_operation_graph()
+        graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+        graph.check_support()
+        graph.build_plans()
+        made = Plan(graph, graph.get_workspace_size())
+    except (cudnn.cudnnGraphNotSupportedError, RuntimeError) as error:
+        made = None
+        warnings.warn(f"cuDNN refuses attention that it should do, CuPy does it: {error} ({request})", stacklevel=2)
+    plans[key] = made
+    if len(plans) > KEPT:
+        plans.popitem(last=False)
+    return made
+
+
+def run(ready: Plan, given: dict):
+    """Put a plan on the current stream; `given` are the device arrays by name."""
+    workspace = arrays.empty(ready.workspace, arrays.dtype("uint8"), "cuda") if ready.workspace else None
+    pointers = {UIDS[name]: int(arrays.address(array)) for name, array in given.items()}
+    # addresses and no arrays: the package would convert arrays by DLPack, which waits for the device, and import torch
+    ready.graph.execute(pointers, arrays.address(workspace) if ready.workspace else 0, handle=cudnn_library.handle())

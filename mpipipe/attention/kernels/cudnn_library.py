@@ -1,0 +1,80 @@
+"""cuDNN through NVIDIA's Python package `cudnn` (nvidia-cudnn-frontend): whether it is usable, and its handles."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from mpipipe import arrays
+
+OLDEST = 91100  # 9.11.0; the attention of 9.10.0 and 9.10.1 gives wrong results
+INSTALL = "pip install 'nvidia-cudnn-frontend>=1.18,<1.27' nvidia-cudnn-cu13"
+
+
+class Verdict(NamedTuple):
+    """Whether cuDNN is usable, and why: its version where it is, what is missing where it is not."""
+
+    usable: bool
+    reason: str
+
+
+def available() -> Verdict:
+    """Whether attention by cuDNN is there. Needs no GPU."""
+    return _looked_up(sys.modules.get("cudnn"))
+
+
+@lru_cache(maxsize=8)
+def _looked_up(_loaded: ModuleType | None) -> Verdict:
+    try:
+        import cudnn
+    except Exception as error:  # a broken installation raises anything
+        return Verdict(False, f"the Python package cudnn cannot be imported ({error}); {INSTALL}")
+    try:
+        version = _version(cudnn)
+    except Exception as error:
+        return Verdict(False, f"the library libcudnn.so.9 cannot be loaded ({error}); {INSTALL}")
+    text = f"cuDNN {version // 10000}.{version // 100 % 100}.{version % 100}"
+    if version < OLDEST:
+        return Verdict(False, f"{text} is too old, its attention has known errors: 9.11.0 or newer is needed")
+    return Verdict(True, text)
+
+
+def _version(cudnn) -> int:
+    try:
+        return cudnn.backend_version()
+    except Exception:
+        # the package looks in the site-packages of the interpreter alone, not in those of a user or beneath a venv
+        found = find_spec("nvidia.cudnn") if find_spec("nvidia") else None
+        for place in found.submodule_search_locations or [] if found else []:
+            for file in sorted(Path(place).glob("lib/libcudnn.so.*")):
+                ctypes.CDLL(str(file), ctypes.RTLD_GLOBAL)
+                return cudnn.backend_version()
+        raise
+
+
+def library() -> Any:
+    """The module cudnn; only where `available()`."""
+    import cudnn
+
+    return cudnn
+
+
+_local = threading.local()
+
+
+def handle():
+    """cuDNN's handle for the current GPU, stream and thread."""
+    if not hasattr(_local, "handles"):
+        _local.handles = {}
+    key = library(), arrays.cupy().cuda.runtime.getDevice(), arrays.stream().ptr
+    if key not in _local.handles:
+        made = library().create_handle()
+        library().set_stream(handle=made, stream=key[2])
+        _local.handles[key] = made
+    return _local.handles[key]

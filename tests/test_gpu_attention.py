@@ -1,0 +1,441 @@
+"""Attention of device arrays against dense float64 attention: on one rank and in rings, in all dtypes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from test_attention_ring import arrays as host_arrays
+from test_attention_ring import dense, refused
+
+from mpipipe import arrays, attention
+from mpipipe.attention import blocks, cost, kernels
+from mpipipe.attention.kernels import cupy as cupy_kernel
+from mpipipe.attention.kernels import moves, partials, products
+from mpipipe.attention.layout import KINDS, Layout
+from mpipipe.comm import inprocess
+from mpipipe.errors import ArgumentError, MismatchError
+
+TOLERANCES = {"float64": 1e-12, "float32": 5e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
+NAMES = ("out", "lse", "dq", "dk", "dv")
+WAYS = [*(("", dtype) for dtype in TOLERANCES), ("cupy", "float16"), ("cupy", "bfloat16")]  # MPIPIPE_ATTENTION, dtype
+DOCUMENTS = [5, 1, 14]
+
+
+def make(dtype, seq=20, **sizes):
+    """q, k, v, dout on the host."""
+    return [x.astype(arrays.dtype(dtype)) for x in host_arrays(seq, **sizes)]
+
+
+def agrees(found, expected, dtype):
+    """`found` is of `dtype`, the log-sum-exp of its accumulator dtype, and both are near the reference."""
+    kind = arrays.dtype(dtype)
+    for name, one, other in zip(NAMES, found, expected):
+        assert one.dtype == (arrays.accumulator(kind) if name == "lse" else kind) and one.shape == other.shape, name
+        one, tolerance = one.astype(np.float64), 5e-6 if name == "lse" and dtype != "float64" else TOLERANCES[dtype]
+        size = np.max(np.abs(other), where=np.isfinite(other), initial=1)
+        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance * size, err_msg=f"{name} {dtype}")
+
+
+def through_local(whole, gpu=None, **options):
+    """(out, lse, dq, dk, dv) on the host, and what was launched; nothing may have waited for the device."""
+    on_device = [arrays.upload(x) for x in whole]
+    attend = attention.Local(**options)
+    if gpu is not None:
+        gpu.reset()
+    out, saved = attend.forward(*on_device[:3])
+    gradients = attend.backward(on_device[3], saved)
+    launched = [] if gpu is None else list(gpu.launches)
+    assert gpu is None or not gpu.synchronisations
+    return arrays.download(out, saved[4], *gradients), launched
+
+
+def reference(whole, causal=True, window=None, segments=None, scale=None):
+    documents = None if segments is None else [0, *np.cumsum(segments)]
+    return dense(*whole, causal, window, documents, scale)
+
+
+CASES = [
+    (dict(), dict()),
+    (dict(causal=False), dict(seq=21, keys=13)),
+    (dict(), dict(seq=9, keys=21)),
+    (dict(), dict(seq=21, keys=9)),
+    (dict(window=6), dict(seq=23)),
+    (dict(window=3), dict(seq=12, keys=7)),
+    (dict(segments=DOCUMENTS), dict()),
+    (dict(segments=DOCUMENTS, causal=False), dict()),
+    (dict(segments=DOCUMENTS, window=4), dict()),
+    (dict(scale=0.7), dict(seq=17, value_dim=16)),
+    (dict(), dict(seq=13, dim=5, value_dim=3)),
+    (dict(), dict(seq=1)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel, dtype", WAYS)
+@pytest.mark.parametrize("options, sizes", CASES, ids=str)
+def test_local_attention_equals_dense(gpu, monkeypatch, kernel, options, sizes, dtype):
+    monkeypatch.setenv("MPIPIPE_ATTENTION", kernel)
+    whole = make(dtype, **sizes)
+    found, _ = through_local(whole, gpu, **options)
+    agrees(found, reference(whole, **options), dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kv_heads", [8, 4, 2, 1])
+@pytest.mark.parametrize("kernel", ["", "cupy"])
+def test_grouped_heads(gpu, monkeypatch, kernel, kv_heads, dtype):
+    monkeypatch.setenv("MPIPIPE_ATTENTION", kernel)
+    whole = make(dtype, seq=11, heads=8, kv_heads=kv_heads)
+    agrees(through_local(whole, gpu)[0], reference(whole), dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float16"])
+@pytest.mark.parametrize("options, sizes", CASES[:7], ids=str)
+def test_many_tiles(gpu, monkeypatch, options, sizes, dtype):
+    """Tiles of few rows and columns that divide nothing: the running maximum, both bounds, and sums over tiles."""
+    monkeypatch.setenv("MPIPIPE_ATTENTION", "cupy")
+    monkeypatch.setattr(cupy_kernel, "TILE_BYTES", 1)
+    monkeypatch.setattr(cupy_kernel, "ROWS", 5)
+    whole = make(dtype, **sizes)
+    found, launched = through_local(whole, gpu, **options)
+    assert gpu.real or launched.count("weigh") > 3
+    agrees(found, reference(whole, **options), dtype)
+
+
+def test_tiles_stay_in_the_cache(gpu):
+    """Scores of one tile of all problems fill TILE_BYTES, or the smallest tile where that is more."""
+    q, k = (arrays.empty((2, 4096, heads, 8), np.dtype(np.float32), "cuda") for heads in (32, 4))
+    problem = cupy_kernel._Problem(q, k, k)
+    rows, keys = problem.tile([blocks.Slice(0, 4096, 0, 4096, None, 0)], 4)
+    assert rows % 8 == 0 and keys <= cupy_kernel.KEYS
+    assert cupy_kernel.TILE_BYTES / 2 < 4 * problem.count * rows * keys <= cupy_kernel.TILE_BYTES
+    assert problem.tile([blocks.Slice(0, 5, 0, 3, None, 0)], 4) == (5 * 8, 3)
+
+
+@pytest.mark.parametrize("threads", [1, 3, 8])
+def test_rows_longer_than_a_warp_holds(gpu, monkeypatch, threads):
+    """Tiles of several hundred columns: blocks of several warps."""
+    monkeypatch.setenv("MPIPIPE_ATTENTION", "cupy")
+    monkeypatch.setattr(cupy_kernel, "KEYS", 128 * threads)
+    whole = make("float32", seq=6, keys=700, heads=2, kv_heads=1, batch=1)
+    agrees(through_local(whole, gpu, causal=False)[0], reference(whole, causal=False), "float32")
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("float64", 1e-12), ("float32", 5e-6)])
+def test_scores_beyond_ten_thousand(gpu, dtype, tolerance):
+    """Scores of 1e5 are known to 1e5 roundings, and gradients are differences of terms of size |dout| |v| |q| = 1e6."""
+    q, k, v, dout = make("float64", seq=40, size=40.0)
+    q *= 25
+    assert np.abs(np.einsum("bihd,bjhd->bhij", q[:, :, ::2], k)).max() > 1e4
+    whole = [x.astype(dtype) for x in (q, k, v, dout)]
+    found, expected = through_local(whole, gpu)[0], reference(whole)
+    np.testing.assert_allclose(found[0], expected[0], atol=1e4 * tolerance)
+    np.testing.assert_allclose(found[1], expected[1], rtol=tolerance)
+    for one, other in zip(found[2:], expected[2:]):
+        np.testing.assert_allclose(one, other, rtol=1e4 * tolerance, atol=1e6 * tolerance)
+
+
+def opposed(dtype, seq, keys, **sizes):
+    """Arrays whose log-sum-exps lie below -100: every key points away from every query."""
+    q, k, v, dout = make("float64", seq, keys=keys, **sizes)
+    direction = np.ones(q.shape[3])
+    q, k = 12 * direction + 0.1 * q, -12 * direction + 0.1 * k
+    return [x.astype(arrays.dtype(dtype)) for x in (q, k, v, dout)]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("causal", [True, False])
+def test_keys_opposed_to_queries(gpu, dtype, causal):
+    whole = opposed(dtype, 20, 20)
+    expected = reference(whole, causal)
+    assert expected[1].max() < -100
+    found, _ = through_local(whole, gpu, causal=causal)
+    if dtype == "float64":
+        agrees(found, expected, dtype)
+    elif dtype == "float32":  # scores of -400
+        for one, other in zip(found, expected):
+            np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-4)
+    else:  # gradients are differences of what cancels here, but they are numbers
+        agrees(found[:2], expected[:2], dtype)
+        assert all(np.isfinite(x.astype(np.float64)).all() for x in found)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_rows_and_arrays_without_keys(gpu, dtype):
+    whole = make(dtype, seq=6, keys=0)
+    out, lse, dq, _, _ = through_local(whole, gpu, causal=False)[0]
+    assert not out.any() and not dq.any() and np.isneginf(lse).all()
+    whole = make(dtype, seq=0, keys=6)
+    found = through_local(whole, gpu)[0]
+    assert found[0].size == 0 and not found[3].any() and not found[4].any()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_a_row_behind_no_key(gpu, dtype):
+    """Slices that leave a row out: the kernels set, or merge, what they find for the others only."""
+    whole = make(dtype, seq=7, keys=5)
+    q, k, v, dout = (arrays.upload(x) for x in whole)
+    kernel = kernels.chosen(q, k, v)
+    slices = [blocks.Slice(2, 7, 0, 5, None, 0)]
+    kind = arrays.accumulator(q.dtype)
+    out, lse = (arrays.zeros(shape, kind, "cuda") for shape in ((2, 7, 4, 8), (2, 4, 7)))
+    moves.fill(lse, -np.inf)
+    kernel.forward(q, k, v, 0.3, slices, out, lse, False)
+    expected = dense(whole[0][:, 2:], *whole[1:3], whole[3][:, 2:], True, scale=0.3)
+    found, found_lse = arrays.download(out, lse)
+    assert not found[:, :2].any() and np.isneginf(found_lse[:, :, :2]).all()
+    np.testing.assert_allclose(found[:, 2:], expected[0], atol=3 * TOLERANCES[dtype])
+    gradients = [arrays.empty_like(x) for x in (q, k, v)]
+    rounded = arrays.empty_like(out, q.dtype)
+    moves.move(out, rounded)
+    kernel.backward(dout, q, k, v, rounded, lse, 0.3, slices, *gradients, fresh=True)
+    found = [x.astype(np.float64) for x in arrays.download(*gradients)]
+    assert not found[0][:, :2].any()
+    for one, other in zip((found[0][:, 2:], *found[1:]), expected[2:]):
+        np.testing.assert_allclose(one, other, atol=4 * TOLERANCES[dtype])
+
+
+def test_rows_whose_scores_all_overflow(gpu):
+    """Products beyond the range of float32 are -inf: such rows are as rows that see nothing."""
+    q, k, v, dout = make("float32", seq=6)
+    k = -np.abs(k)
+    q = np.abs(q)
+    q[:, 2], k[:, :3] = 3e38, -3e38
+    out, lse, *gradients = through_local([q, k, v, dout], gpu)[0]
+    assert not out[:, 2].any() and np.isneginf(lse[:, :, 2]).all() and not gradients[0][:, 2].any()
+    assert all(np.isfinite(x).all() for x in (out, *gradients[1:]))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_nan_stays_visible(gpu, monkeypatch, dtype):
+    monkeypatch.setenv("MPIPIPE_ATTENTION", "cupy")
+    whole = make(dtype, seq=6)
+    whole[0][0, 3] = np.nan
+    out = through_local(whole, gpu)[0][0].astype(np.float64)
+    assert np.isnan(out[0, 3]).all() and np.isfinite(out[0, :3]).all() and np.isfinite(out[1]).all()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_views_with_any_strides_are_taken(gpu, dtype):
+    fused, dout = (arrays.dtype(dtype).type(x) for x in np.random.default_rng(5).normal(size=(2, 2, 11, 8, 8)))
+    dout = dout[:, :, :4].transpose(0, 2, 1, 3).copy().transpose(0, 2, 1, 3)
+    on_device = arrays.upload(fused)
+    gradient = arrays.upload(dout.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
+    q, k, v = on_device[:, :, :4], on_device[:, :, 4:6], on_device[:, :, 6:]
+    attend = attention.Local()
+    out, saved = attend.forward(q, k, v)
+    found = arrays.download(out, saved[4], *attend.backward(gradient, saved))
+    agrees(found, reference([fused[:, :, :4], fused[:, :, 4:6], fused[:, :, 6:], dout]), dtype)
+    back = on_device[:, ::-1, :4]
+    out, _ = attend.forward(back, q, q)
+    expected = reference([fused[:, ::-1, :4], fused[:, :, :4], fused[:, :, :4], dout])[0]
+    np.testing.assert_allclose(arrays.download(out).astype(float), expected, atol=4 * TOLERANCES[dtype])
+
+
+def test_two_runs_have_the_same_bits(gpu, monkeypatch):
+    monkeypatch.setenv("MPIPIPE_ATTENTION", "cupy")
+    whole = make("bfloat16", seq=23)
+    one, other = through_local(whole)[0], through_local(whole)[0]
+    assert all(first.tobytes() == second.tobytes() for first, second in zip(one, other))
+
+
+# -- rings
+
+
+def through_ring(comm, whole, **options):
+    """(out, lse, dq, dk, dv) of the whole sequence from device shards, and the bytes of forward and backward."""
+    rows, keys = (Layout(options.get("layout", "zigzag"), comm.size, whole[at].shape[1]) for at in (0, 1))
+    layouts = rows, keys, keys, rows
+    ring = attention.Ring(comm, **options)
+    mine = [arrays.upload(layout.shard(x, comm.rank)) for layout, x in zip(layouts, whole)]
+    out, saved = ring.forward(*mine[:3])
+    sent = ring.bytes_sent
+    gradients = ring.backward(mine[3], saved)
+    out, lse, *gradients = arrays.download(out, saved[7], *gradients)
+    parts = comm.allgather((out, lse.transpose(0, 2, 1), *gradients))
+    result = [layout.unshard(shards) for layout, shards in zip((rows, rows, rows, keys, keys), zip(*parts))]
+    result[1] = result[1].transpose(0, 2, 1)
+    return result, (sent, ring.bytes_sent - sent)
+
+
+RINGS = [
+    (dict(), dict()),
+    (dict(causal=False), dict(keys=13)),
+    (dict(window=7), dict()),
+    (dict(segments=DOCUMENTS), dict()),
+    (dict(), dict(seq=3)),
+    (dict(), dict(dim=5, value_dim=3, seq=19)),
+]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("options, sizes", RINGS, ids=str)
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_rings_in_one_process(gpu, ranks, options, sizes, dtype):
+    whole = make(dtype, **sizes)
+    for layout in KINDS:
+        given = dict(options, layout=layout)
+        found = inprocess.run(ranks, lambda comm, given=given: through_ring(comm, whole, **given)[0])
+        agrees(found[0], reference(whole, **options), dtype)
+
+
+@pytest.mark.parametrize("direct", ["0", "1"])
+@pytest.mark.parametrize("layout", KINDS)
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_real_ranks(gpu, comm, monkeypatch, dtype, layout, direct):
+    if gpu.real and direct == "1":
+        pytest.skip("needs an MPI that takes device memory")
+    monkeypatch.setenv("MPIPIPE_GPU_DIRECT", direct)
+    whole = make(dtype, seq=22)
+    agrees(through_ring(comm, whole, layout=layout)[0], reference(whole), dtype)
+
+
+def test_some_real_ranks(gpu, subcomm):
+    part = subcomm(2)
+    if part is not None:
+        whole = make("bfloat16", seq=21, kv_heads=1)
+        agrees(through_ring(part, whole)[0], reference(whole), "bfloat16")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_ways_to_rotate_have_the_same_bits(gpu, comm, dtype, monkeypatch):
+    monkeypatch.setenv("MPIPIPE_ATTENTION", "cupy")
+    whole = make(dtype, seq=30)
+    runs = [through_ring(comm, whole, rotation=mode)[0] for mode in ("overlap", "sendrecv", "overlap")]
+    for one, other, again in zip(*runs):
+        assert one.tobytes() == other.tobytes() == again.tobytes()
+
+
+def test_a_step_is_on_the_stream_before_its_exchange_ends(gpu, comm):
+    """Attention is put on the stream while messages travel, and the host waits for messages alone."""
+    if gpu.real or comm.size == 1:
+        pytest.skip("needs the counters of the emulated device, and an exchange")
+    ring = attention.Ring(comm, rotation="overlap")
+    layout = Layout("zigzag", comm.size, 24)
+    mine = [arrays.upload(layout.shard(x, comm.rank)) for x in make("float32", 24)]
+    ring.forward(*mine[:3])
+    began, ended, start, finish = [], [], ring.rotation.start, ring.rotation.finish
+
+    def starting(*arguments):
+        began.append(gpu.launches.count("weigh"))
+        start(*arguments)
+
+    def finishing():
+        ended.append(gpu.launches.count("weigh"))
+        finish()
+
+    ring.rotation.start, ring.rotation.finish = starting, finishing
+    try:
+        gpu.reset()
+        ring.forward(*mine[:3])
+    finally:
+        del ring.rotation.start, ring.rotation.finish
+    assert len(began) == comm.size - 1 and all(end > begin for begin, end in zip(began, ended))
+    assert not gpu.synchronisations
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bytes_are_those_of_the_formulas(gpu, comm, dtype):
+    whole = make(dtype, seq=21)
+    _, sent = through_ring(comm, whole)
+    keys, k = Layout("zigzag", comm.size, 21), whole[1]
+    of = lambda size: [cost.kv_bytes(keys.length(r), 2, 8, 8, 2, size) for r in range(comm.size)]  # noqa: E731
+    blocks_of, gradients = of(k.itemsize), of(4)
+    assert sent[0] == cost.sent_forward(blocks_of, comm.rank)
+    assert sent[1] == cost.sent_backward(blocks_of, comm.rank, gradients=gradients)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_with_arrays_on_different_devices(gpu, comm):
+    odd = comm.rank == 1
+    mine = make("float32", seq=4)
+    arguments = mine[:3] if odd else [arrays.upload(x) for x in mine[:3]]
+    ring = attention.Ring(comm, layout="contiguous")
+    refused(comm, MismatchError, "differ in device", lambda: ring.forward(*arguments))
+    on_device = [arrays.upload(x) for x in mine]
+    saved = ring.forward(*on_device[:3])[1]
+    dout = mine[3] if odd else on_device[3]
+    refused(comm, ArgumentError, "does not fit the output", lambda: ring.backward(dout, saved))
+    ring.backward(on_device[3], saved)
+
+
+def test_arrays_that_are_refused(gpu):
+    q, k, v, _ = make("float32", seq=4)
+    with pytest.raises(ArgumentError, match="different devices"):
+        attention.Local().forward(arrays.upload(q), k, v)
+    with pytest.raises(ArgumentError, match="float16 or bfloat16"):
+        attention.Local().forward(*[arrays.upload(x.astype(np.int32)) for x in (q, k, v)])
+    with pytest.raises(ArgumentError, match="kept on the host"):
+        attention.Cached(8).forward(*[arrays.upload(x) for x in (q, k, v)])
+    with pytest.raises(ArgumentError, match="kept on the host"):
+        attention.decode_attention(*[arrays.upload(x) for x in (q, k, v)], start=0, first=0)
+
+
+# -- the parts
+
+
+@pytest.mark.parametrize("source", TOLERANCES)
+@pytest.mark.parametrize("target", ["float32", "bfloat16"])
+def test_moves(gpu, source, target):
+    rng = np.random.default_rng(0)
+    for shape, view in [((3, 5, 8), lambda x: x), ((2, 3, 4, 6), lambda x: x[:, ::-1, 1:3]), ((7,), lambda x: x[::2]),
+                        ((2, 3, 1, 2, 5), lambda x: x.transpose(3, 1, 0, 2, 4)), ((4, 0), lambda x: x)]:  # fmt: skip
+        x = rng.normal(size=shape).astype(arrays.dtype(source))
+        start = rng.normal(size=view(x).shape).astype(arrays.dtype(target))
+        place = arrays.upload(start)
+        moves.move(view(arrays.upload(x)), place, add=True)
+        added = arrays.download(place)
+        moves.move(view(arrays.upload(x)), place)
+        wide = np.float32 if source != "float64" else np.float64
+        expected = view(x).astype(wide)
+        np.testing.assert_array_equal(arrays.download(place), expected.astype(start.dtype))
+        np.testing.assert_allclose(
+            added.astype(float), (start.astype(wide) + expected).astype(start.dtype).astype(float), rtol=1e-2, atol=1e-6
+        )
+        other = arrays.upload(np.zeros(x.shape, start.dtype))
+        moves.move(arrays.upload(np.ascontiguousarray(view(x))), view(other))
+        np.testing.assert_array_equal(view(arrays.download(other)), expected.astype(start.dtype))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_products(gpu, dtype):
+    kind = arrays.dtype(dtype)
+    rng = np.random.default_rng(1)
+    a, b, c = (rng.normal(size=shape).astype(kind) for shape in ((3, 4, 5), (3, 5, 7), (3, 4, 7)))
+    sums = c.astype(arrays.accumulator(kind))
+    exact = 0.5 * a.astype(float) @ b.astype(float)
+    for turn_a in (False, True):
+        for turn_b in (False, True):
+            given = [arrays.upload(x.swapaxes(1, 2) if turned else x) for x, turned in ((a, turn_a), (b, turn_b))]
+            for add in (False, True):
+                result = arrays.upload(sums)
+                products.multiply(*given, result, turn_a, turn_b, add, 0.5)
+                expected = exact + (sums if add else 0)
+                np.testing.assert_allclose(arrays.download(result), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("count", [0, 1, 3, 4, 9])
+@pytest.mark.parametrize("dim", [5, 8, 128])
+def test_partial_results_become_one(gpu, dtype, count, dim):
+    """Blocks for some rows each, merged a few at a time; log-sum-exps far apart, and rows that no block sees."""
+    kind = arrays.dtype(dtype)
+    rng = np.random.default_rng(count)
+    q = arrays.empty((2, 6, 3, dim), kind, "cuda")
+    result = partials.Partials(q, q)
+    weights, total = np.zeros((2, 6, 3, dim)), np.zeros((2, 6, 3, 1))
+    for number in range(count):
+        start = number % 3
+        out, lse = (rng.normal(size=shape) for shape in ((2, 5 - start, 3, dim), (2, 3, 5 - start)))
+        lse *= 30
+        out = out.astype(kind)
+        for target, values in zip(result.block(start, 5), (out, lse.astype(arrays.accumulator(kind)))):
+            arrays.copy_into(target, arrays.upload(values))
+        share = np.exp(lse).transpose(0, 2, 1)[..., None]
+        weights[:, start:5] += share * out.astype(float)
+        total[:, start:5] += share
+    found, lse = arrays.download(*result.merged())
+    with np.errstate(divide="ignore"):
+        np.testing.assert_allclose(lse, np.log(total[..., 0]).transpose(0, 2, 1), rtol=1e-5, atol=1e-5)
+    expected = weights / np.where(total == 0, 1, total)
+    np.testing.assert_allclose(found.astype(float), expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+    assert not found[:, 5].any() and np.isneginf(lse[:, :, 5]).all()
