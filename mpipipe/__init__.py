@@ -1,10 +1,10 @@
-"""Pipeline parallelism and ring attention over MPI, on plain arrays: numpy on CPUs.
+"""Pipeline parallelism and ring attention over MPI, on plain arrays: numpy on CPUs, CuPy on GPUs.
 
 `import mpipipe` needs neither MPI nor a GPU; MPI is initialised when the first communicator is asked for.
 """
 
-from mpipipe.comm import Mesh
+from mpipipe.comm import Mesh, select_device
 from mpipipe.pipeline import Pipeline, StepResult
 
 __version__ = "0.1.0"
-__all__ = ["Mesh", "Pipeline", "StepResult"]
+__all__ = ["Mesh", "Pipeline", "StepResult", "select_device"]

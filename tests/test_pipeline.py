@@ -6,9 +6,9 @@ import dense
 import numpy as np
 import pytest
 
-from mpipipe import Pipeline, trace
+from mpipipe import Pipeline, arrays, nn, trace
 from mpipipe.errors import ArgumentError, MpipipeError
-from mpipipe.schedules import from_csv, gpipe, interleaved_1f1b, one_f_one_b, simulate
+from mpipipe.schedules import from_csv, gpipe, interleaved_1f1b, one_f_one_b, simulate, zero_bubble_h1
 
 
 def run(comm, schedule, rows, steps=1, **options):
@@ -399,3 +399,27 @@ def test_a_loss_gradient_of_another_shape(comm):
     x = np.ones((2, 1))
     with pytest.raises(MpipipeError, match="gradient of the loss does not match"):
         pipeline.step(*dense.placed(schedule, comm.rank, x, x))
+
+
+def check_weight_gradients_from_received_inputs(comm, device):
+    """Bare linear stages keep the received array itself for W, which zero_bubble_h1 puts off while more arrive."""
+    schedule, width = zero_bubble_h1(comm.size, 12), 8
+    x, target = np.random.default_rng(0).normal(size=(2, 24, width))
+    layers = [nn.Stage([nn.Linear(width, width)], "float64", seed=rank, first=rank) for rank in range(comm.size)]
+    y, kept = x, []
+    for layer in layers:
+        y, saved = layer.forward(y)
+        kept.append(saved)
+    _, dy = nn.mean_squared_error(y, target)
+    for layer, saved in zip(layers[::-1], kept[::-1]):
+        dy = layer.backward(dy, saved)
+    stage = nn.Stage([nn.Linear(width, width)], "float64", seed=comm.rank, first=comm.rank, device=device)
+    with Pipeline([stage], schedule, comm, loss=nn.mean_squared_error) as pipeline:
+        for _ in range(3):
+            pipeline.step(*dense.placed(schedule, comm.rank, x, target))
+            found = arrays.download(stage.gradients.flat)
+            np.testing.assert_allclose(found, layers[comm.rank].gradients.flat, rtol=1e-10, atol=1e-13)
+
+
+def test_a_weight_gradient_reads_the_input_that_was_received(comm):
+    check_weight_gradients_from_received_inputs(comm, "cpu")

@@ -59,7 +59,7 @@ def test_replicas_on_all_ranks_but_one(mesh):
     "what, match",
     [
         (lambda mesh, odd: dict(own=stages(mesh, seed=int(odd))), "parameters' values"),
-        (lambda mesh, odd: dict(own=stages(mesh, width=7 if odd else 6)), "names and shapes"),
+        (lambda mesh, odd: dict(own=stages(mesh, width=7 if odd else 6)), "names, shapes"),
         (lambda mesh, odd: dict(schedule=one_f_one_b(2, 3 if odd else 2)), "schedule"),
         (lambda mesh, odd: dict(schedule=gpipe(2, 2) if odd else one_f_one_b(2, 2)), "schedule"),
         (lambda mesh, odd: dict(recompute=odd), "recompute"),

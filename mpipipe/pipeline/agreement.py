@@ -56,38 +56,41 @@ class Agreement:
     def __init__(self, pipe, replicas):
         self.pipe, self.replicas = pipe, replicas
         self.count = 0
-        self.table = np.zeros((pipe.size, 3 + len(Batch._fields)), np.int64)
-        self.replica_table = np.zeros((replicas.size if replicas else 1, 4), np.int64)
+        self.table = np.zeros((pipe.size, 4 + len(Batch._fields)), np.int64)
+        self.replica_table = np.zeros((replicas.size if replicas else 1, 5), np.int64)
 
-    def reach(self, call: str, batch: Batch, error: Exception | None) -> tuple[Agreed, MpipipeError | None]:
+    def reach(
+        self, call: str, batch: Batch, error: Exception | None, scale: float = 1.0
+    ) -> tuple[Agreed, MpipipeError | None]:
         """What was agreed, and the error that every rank is to raise, or None.
 
         An error that some rank brings, calls of different methods, and inputs and targets of different rows are such
         errors; the ranks are in step after them.
         """
         self.count += 1
-        number = CALLS.index(call)
-        wait(self.pipe.Iallgather(np.array([error is not None, number, self.count, *batch], np.int64), self.table))
+        what = CALLS.index(call), self.count, int(np.float64(scale).view(np.int64))
+        wait(self.pipe.Iallgather(np.array([error is not None, *what, *batch], np.int64), self.table))
         table = self.table.tolist()
-        signature, rows, target_rows, microbatches, listed = (max(column) for column in list(zip(*table))[3:])
-        failed = any(row[0] for row in table) or any(row[1:3] != table[0][1:3] for row in table)
+        signature, rows, target_rows, microbatches, listed = (max(column) for column in list(zip(*table))[4:])
+        failed = any(row[0] for row in table) or any(row[1:4] != table[0][1:4] for row in table)
         failed = failed or (target_rows > 0 and target_rows != rows)
         total = rows
         if self.replicas is not None:
-            wait(self.replicas.Iallgather(np.array([failed, number, self.count, rows], np.int64), self.replica_table))
+            wait(self.replicas.Iallgather(np.array([failed, *what, rows], np.int64), self.replica_table))
             others = self.replica_table.tolist()
-            failed = any(row[0] for row in others) or any(row[1:3] != others[0][1:3] for row in others)
-            total = sum(row[3] for row in others)
-        problem = self._explain(call, error, rows, target_rows) if failed else None
+            failed = any(row[0] for row in others) or any(row[1:4] != others[0][1:4] for row in others)
+            total = sum(row[4] for row in others)
+        problem = self._explain(call, error, rows, target_rows, scale) if failed else None
         return Agreed(signature, microbatches, bool(listed), total), problem
 
-    def _explain(self, call, error, rows, target_rows) -> MpipipeError:
+    def _explain(self, call, error, rows, target_rows, scale) -> MpipipeError:
         """The slow path: exchange what went wrong in words; the same error on every rank."""
         if error is not None and not isinstance(error, MpipipeError):
             error = ArgumentError(f"{type(error).__name__}: {error}")
         if error is not None and error.rank is None:
             error.rank = self.pipe.rank
-        mine = error, f"{call} (call {self.count})", target_rows if target_rows not in (0, rows) else 0, rows
+        call = f"{call} (call {self.count}{'' if scale == 1 else f', scale {scale}'})"
+        mine = error, call, target_rows if target_rows not in (0, rows) else 0, rows
         entries = self.pipe.allgather(mine)
         me = self.pipe.rank
         if self.replicas is not None:
@@ -107,10 +110,11 @@ def _first_problem(entries):
     for index, call in enumerate(calls):
         if call != calls[0]:
             return 0, MismatchError(
-                "ranks call different methods of the pipeline",
+                "ranks call different methods of the pipeline, or with different scales",
                 found=f"rank {index}: {call}",
                 expected=f"rank 0: {calls[0]}",
-                remedy="call step, evaluate, forward, durations and close on all ranks, in the same order",
+                remedy="call step, evaluate, forward, durations and close on all ranks, in the same order and "
+                "with the same scale",
             )
     index, (_, _, target_rows, rows) = next((i, entry) for i, entry in enumerate(entries) if entry[2])
     return index, MismatchError(

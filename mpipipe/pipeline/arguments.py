@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
-
+from mpipipe import arrays
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules import Schedule, check
 
@@ -19,6 +18,28 @@ def check_present(name, value, wanted, where):
             expected=f"None here; {name} only on {where}",
             remedy=f"pass {name}=None on this rank",
         )
+
+
+def device_of(stages) -> str:
+    """Where the stages of this rank compute: "cpu" or "cuda", by their attribute `device`; "cpu" for those without.
+
+    Raises ArgumentError where they differ.
+    """
+    devices = [getattr(stage, "device", "cpu") for stage in stages]
+    kinds = {str(device).partition(":")[0] for device in devices}
+    if len(kinds) > 1 or not kinds <= {"cpu", "cuda"}:
+        raise ArgumentError(
+            "the stages of one rank are on different devices", found=devices, expected="all 'cpu' or all 'cuda'",
+            remedy="build all stages of a rank with the same device",
+        )
+    numbers = {stage.gpu for stage in stages if getattr(stage, "gpu", None) is not None}
+    if numbers and numbers != {arrays.current_gpu()}:
+        raise ArgumentError(
+            "the stages of a rank are not all on its current GPU", found=f"stages on {sorted(numbers)}",
+            expected=f"GPU {arrays.current_gpu()} alone",
+            remedy="one GPU for each rank: mpipipe.select_device() once, and device='cuda' for all stages",
+        )
+    return kinds.pop()
 
 
 def check_arguments(stages, schedule, loss, comm, replicas):
@@ -49,6 +70,7 @@ def check_arguments(stages, schedule, loss, comm, replicas):
         except ArgumentError as error:
             error.rank, error.stage = comm.rank, number
             raise
+    device_of(stages)
     if loss is not None and not callable(loss):
         raise ArgumentError(
             "loss", found=type(loss).__name__, expected="a function (output, target) -> (value, doutput)"
@@ -80,4 +102,4 @@ def _check_stage(stage, splits_backward, replicas):
 
 
 def _is_flat(flat):
-    return isinstance(flat, np.ndarray) and flat.ndim == 1 and flat.flags.c_contiguous
+    return arrays.is_array(flat) and flat.ndim == 1 and flat.flags.c_contiguous

@@ -6,14 +6,15 @@ from hashlib import blake2b
 
 import numpy as np
 
+from mpipipe import arrays
 from mpipipe.comm import share
 from mpipipe.comm.alarm import Alarm, wait
 from mpipipe.errors import MismatchError, MpipipeError, PeerError
 from mpipipe.nn import Stage
-from mpipipe.pipeline.arguments import check_arguments
+from mpipipe.pipeline.arguments import check_arguments, device_of
 from mpipipe.pipeline.ties import check_ties, tie_facts
 
-COMPARED = ("schedule", "recompute", "parameters' names and shapes", "parameters' values")
+COMPARED = ("schedule", "recompute", "parameters' names, shapes and dtypes", "parameters' values")
 
 
 def agree_on_construction(comm, replicas, stages, schedule, loss, recompute):
@@ -24,7 +25,7 @@ def agree_on_construction(comm, replicas, stages, schedule, loss, recompute):
     comm : the pipeline's private communicator
     replicas : the user's communicator of the ranks with the same stages, or None
 
-    Returns every rank's tie facts, in rank order.
+    Returns every rank's tie facts, and the devices of all ranks, in rank order.
     """
     error = None
     try:
@@ -35,7 +36,7 @@ def agree_on_construction(comm, replicas, stages, schedule, loss, recompute):
     if error is None:
         numbers = schedule.stages_of(comm.rank)
         about = (schedule.fingerprint, schedule.microbatches, bool(recompute), replicas is not None)
-        facts = about, schedule.name, tie_facts(stages, numbers)
+        facts = about, schedule.name, tie_facts(stages, numbers), device_of(stages)
     verdict, everyone = None, []
     try:
         everyone = share.agree(comm, error, facts)
@@ -51,7 +52,7 @@ def agree_on_construction(comm, replicas, stages, schedule, loss, recompute):
         alarm.silence()  # and is not freed: notes may be under way still
         raise
     alarm.close()
-    return [ties for _, _, ties in everyone]
+    return [ties for _, _, ties, _ in everyone], [device for *_, device in everyone]
 
 
 def _raise_any(comm, verdict):
@@ -67,7 +68,7 @@ def _raise_any(comm, verdict):
 def _compare_ranks(rank, everyone):
     """Raise MismatchError, on every rank alike, where the facts of the ranks of one pipe differ."""
     try:
-        for other, (about, name, _) in enumerate(everyone):
+        for other, (about, name, *_) in enumerate(everyone):
             if about != everyone[0][0]:
                 raise MismatchError(
                     "ranks were given different pipelines",
@@ -76,7 +77,7 @@ def _compare_ranks(rank, everyone):
                     expected=f"{_describe(*everyone[0][:2])}, as on rank 0",
                     remedy="build the same schedule with the same arguments on every rank",
                 )
-        check_ties([ties for _, _, ties in everyone])
+        check_ties([ties for _, _, ties, _ in everyone])
     except MpipipeError as problem:
         problem.echo = rank != 0
         raise
@@ -139,8 +140,8 @@ def _digests(stages):
         if isinstance(stage, Stage):
             for name in stage.parameters:
                 array = stage.parameters[name]
-                shapes.update(f"{name} {array.dtype} {array.shape}".encode())
-            values.update(stage.parameters.flat.data)
+                shapes.update(f"{name} {stage.dtype} {array.dtype} {array.shape}".encode())
+            values.update(arrays.download(stage.parameters.flat).data)
         elif getattr(stage, "gradients", None) is not None:
             shapes.update(f"{stage.gradients.flat.dtype} {stage.gradients.flat.shape}".encode())
     return [int.from_bytes(digest.digest(), "big") >> 1 for digest in (shapes, values)]

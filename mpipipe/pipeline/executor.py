@@ -7,7 +7,7 @@ that needs it; received arrays go back to the mailbox then.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from inspect import signature
 from time import perf_counter
 from typing import NamedTuple
 
@@ -16,7 +16,8 @@ import numpy as np
 from mpipipe import arrays
 from mpipipe.comm.reduce import PendingSum
 from mpipipe.errors import ArgumentError, MpipipeError, NonFiniteError, PeerError, StageError
-from mpipipe.nn import Stage
+from mpipipe.nn import Stage, kernels
+from mpipipe.pipeline.clock import DeviceClock, HostClock
 from mpipipe.pipeline.microbatches import Wire, flatten, unflatten
 
 NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
@@ -29,6 +30,7 @@ class Job(NamedTuple):
     feeds: list  # inputs per micro-batch, on the rank of stage 0
     targets: list | None  # targets per micro-batch, on the rank of the last stage; None where no loss is wanted
     weights: list  # weight of each micro-batch in the loss, there too
+    scale: float  # factor on all gradients
     wires: dict  # (edge, micro-batch) -> Wire; filled here while `known` is false
     known: bool
 
@@ -47,22 +49,21 @@ class Executor:
     Attributes
     ----------
     peak : largest number of (stage, micro-batch) activations alive at once, in the last training step
-    busy : seconds spent in stages and loss, in the last call
-    clock : (op, stage) -> [seconds, count] over all training steps
+    clock : what the actions took
     place : where this rank is, for the report of an interruption
     """
 
-    def __init__(self, rank, stages, mailbox, loss, recompute, replicas):
+    def __init__(self, rank, stages, mailbox, loss, recompute, replicas, device="cpu"):
         self.rank, self.stages, self.mailbox, self.loss = rank, stages, mailbox, loss
         self.recompute, self.replicas = recompute, replicas
-        # the losses of this package return a gradient that nobody else holds; a user's may return any array
-        self.owns_gradient = getattr(loss, "__module__", "").startswith("mpipipe.")
+        self.takes_factor = _takes_factor(loss)
         self.positions = [stage.position if isinstance(stage, Stage) else None for stage in stages]
         self.actions = {"F": self._forward, "B": self._backward, "I": self._input_gradient, "W": self._weight_gradient}
-        self.clock: dict = defaultdict(lambda: [0.0, 0])
-        self.recorder = None
+        self.clock = DeviceClock() if device == "cuda" else HostClock()
+        self.annotates = device == "cuda"
         self.place = f"rank {rank}"
-        self.busy, self.peak = 0.0, 0
+        self.peak = 0
+        self.sums: list = []
 
     def run(self, steps, job: Job) -> Outcome:
         """All steps of a plan. Whatever a stage raises comes out as an error that names rank, stage, micro-batch."""
@@ -71,15 +72,21 @@ class Executor:
         self.pending: dict = {}  # the same between input gradient and weight gradient
         self.local: dict = {}  # (edge, micro-batch, op) -> tree that stays on this rank
         self.seeds: dict = {}  # micro-batch -> gradient of the loss
-        self.sums: list = []
-        self.busy, self.alive = 0.0, 0
+        self.sums = []
+        self.alive = 0
         if job.training:
             self.peak = 0
+        self.clock.begin()
         actions = self.actions
+        annotates = self.annotates and self.clock.recorder is not None
         step = steps[0]
         try:
             for step in steps:
-                actions[step.op](step)
+                if annotates:
+                    with arrays.annotated(str(step)):
+                        actions[step.op](step)
+                else:
+                    actions[step.op](step)
                 if step.completes and self.replicas is not None:
                     self._start_sum(step)
         except PeerError:
@@ -115,7 +122,7 @@ class Executor:
         else:
             x, lease = self._receive_activation(step)
         stage = self.stages[step.chunk]
-        start = perf_counter()
+        start = self.clock.now()
         position = self.positions[step.chunk]
         if position is not None:
             position.microbatch = microbatch
@@ -130,7 +137,7 @@ class Executor:
         y, saved = result
         if step.last and job.targets is not None:
             self._evaluate_loss(step, y, job.targets[microbatch])
-        self._count(step, start)
+        self.clock.add(step, start, self.job.training)
         if lease:
             y = _detached(y, lease)
         if not step.last:
@@ -147,25 +154,43 @@ class Executor:
 
     def _evaluate_loss(self, step, y, target):
         microbatch, job = step.microbatch, self.job
-        value, gradient = self.loss(y, target)
-        if not math.isfinite(value):
-            raise NonFiniteError(
-                "the loss is not finite", rank=self.rank, stage=step.stage, microbatch=microbatch, found=value,
-                remedy="lower the learning rate, clip gradients, or look at this micro-batch's data",
-            )
+        weight = job.weights[microbatch] * job.scale if job.training else 1.0
+        value, gradient = self.loss(y, target, factor=weight) if self.takes_factor else self.loss(y, target)
+        if getattr(value, "size", 1) != 1:
+            raise ArgumentError("the value of a loss", found=f"an array of shape {value.shape}", expected="one number")
+        if not arrays.is_device(value):  # a value on the device is looked at when the step has ended
+            self._check_loss(value, step.stage, microbatch)
         self.outcome.losses[microbatch] = value
         if job.training:
-            self.seeds[microbatch] = _weighted(gradient, job.weights[microbatch], y, self.owns_gradient)
+            self.seeds[microbatch] = _weighted(gradient, 1.0 if self.takes_factor else weight, y)
+
+    def _check_loss(self, value, stage, microbatch):
+        if not math.isfinite(value):
+            raise NonFiniteError(
+                "the loss is not finite", rank=self.rank, stage=stage, microbatch=microbatch, found=value,
+                remedy="lower the learning rate, clip gradients, or look at this micro-batch's data",
+            )
+
+    def losses(self, last_stage: int) -> dict:
+        """The losses of the last call as numbers, by micro-batch; waits for those that are on the device, once."""
+        found = self.outcome.losses
+        waiting = [microbatch for microbatch, value in found.items() if arrays.is_device(value)]
+        if waiting:
+            values = arrays.download(*(found[microbatch].reshape(1) for microbatch in waiting))
+            for microbatch, value in zip(waiting, values if len(waiting) > 1 else [values]):
+                found[microbatch] = float(value[0])
+                self._check_loss(found[microbatch], last_stage, microbatch)
+        return found
 
     def _backward(self, step):
         stage = self.stages[step.chunk]
         dy, lease = self._output_gradient(step)
         saved, kept_lease = self.kept.pop((step.stage, step.microbatch))
-        start = perf_counter()
+        start = self.clock.now()
         if self.recompute:
             saved = self._again(step, saved)
         dx = stage.backward(dy, saved)
-        self._count(step, start)
+        self.clock.add(step, start, self.job.training)
         self._return_gradient(step, dx, (*lease, *kept_lease))
         self._drop((*lease, *kept_lease))
 
@@ -173,20 +198,20 @@ class Executor:
         stage = self.stages[step.chunk]
         dy, lease = self._output_gradient(step)
         saved, kept_lease = self.kept.pop((step.stage, step.microbatch))
-        start = perf_counter()
+        start = self.clock.now()
         if self.recompute:
             saved = self._again(step, saved)
         dx, pending = stage.backward_input(dy, saved)
-        self._count(step, start)
+        self.clock.add(step, start, self.job.training)
         leases = (*lease, *kept_lease)
         self._return_gradient(step, dx, leases)
         self.pending[step.stage, step.microbatch] = pending, leases
 
     def _weight_gradient(self, step):
         pending, leases = self.pending.pop((step.stage, step.microbatch))
-        start = perf_counter()
+        start = self.clock.now()
         self.stages[step.chunk].backward_weight(pending)
-        self._count(step, start)
+        self.clock.add(step, start, self.job.training)
         self._drop(leases)
 
     def _again(self, step, x):
@@ -198,16 +223,6 @@ class Executor:
     def _drop(self, leases):
         self.mailbox.release(leases)
         self.alive -= 1
-
-    def _count(self, step, start):
-        end = perf_counter()
-        self.busy += end - start
-        if self.job.training:
-            entry = self.clock[step.op, step.stage]
-            entry[0] += end - start
-            entry[1] += 1
-        if self.recorder is not None:
-            self.recorder.add(str(step), start, end)
 
     def _receive_activation(self, step):
         envelope, job = step.receive, self.job
@@ -250,7 +265,7 @@ class Executor:
                 found=Wire.of(y), expected=f"{self.job.wires[key]}, as for the same input shapes before",
                 remedy="pad the output to a shape that follows from the input shapes",
             )
-        self.mailbox.put(envelope, [y] if isinstance(y, np.ndarray) else flatten(y)[0])
+        self.mailbox.put(envelope, [y] if arrays.is_array(y) else flatten(y)[0])
 
     def _return_gradient(self, step, dx, leases):
         if leases:
@@ -260,7 +275,7 @@ class Executor:
             wire = self.job.wires[envelope.edge, envelope.microbatch]
             self.mailbox.put(envelope, wire.gradient_leaves(dx))
         elif step.first:
-            self.outcome.input_grads[step.microbatch] = dx
+            self.outcome.input_grads[step.microbatch] = _unscaled(dx, self.job.scale)
         else:
             self.local[step.stage, step.microbatch, "B"] = dx
 
@@ -270,18 +285,26 @@ class Executor:
             return
         start = perf_counter()
         self.sums.append(PendingSum(self.replicas, gradients.flat))
-        if self.recorder is not None:
-            self.recorder.add(f"all-reduce {step.stage}", start, perf_counter())
+        if self.clock.recorder is not None:
+            self.clock.recorder.add(f"all-reduce {step.stage}", start, perf_counter())
 
     def poll(self):
         """Let messages and sums advance; stages call this between layers."""
         self.mailbox.poll()
         if self.sums:
-            self.sums[0].Test()
+            self.sums[0].progress()
 
 
-def _weighted(gradient, weight, output, own):
-    """The loss gradient times the micro-batch's share of the batch; in place where `own`."""
+def _takes_factor(loss) -> bool:
+    """Whether a loss has a parameter `factor`, by which it multiplies the gradient before rounding."""
+    try:
+        return "factor" in signature(loss).parameters
+    except (TypeError, ValueError):  # no function, or one without a signature
+        return False
+
+
+def _weighted(gradient, weight, output):
+    """The loss gradient times the micro-batch's share of the batch."""
     leaves, structure = flatten(gradient)
     outputs, expected = flatten(output)
     if structure != expected:
@@ -292,14 +315,26 @@ def _weighted(gradient, weight, output, own):
         if not arrays.is_floating(like.dtype):
             scaled.append(None)  # an integer output has no gradient
             continue
-        if leaf is None or leaf.shape != like.shape or leaf.dtype != like.dtype:
+        if type(leaf) is not type(like) or leaf.shape != like.shape or leaf.dtype != like.dtype:
             raise ArgumentError(
                 "the gradient of the loss does not match the output",
-                found="None" if leaf is None else f"{leaf.dtype.name}{list(leaf.shape)}",
-                expected=f"{like.dtype.name}{list(like.shape)}",
+                found="None" if leaf is None else "{}{} on {}".format(*_facts(leaf)),
+                expected="{}{} on {}".format(*_facts(like)),
             )
-        scaled.append(np.multiply(leaf, weight, out=leaf if own else None))
+        scaled.append(leaf if weight == 1 else kernels.of_array(leaf).scale(leaf, weight))
     return unflatten(scaled, structure)
+
+
+def _facts(array):
+    return array.dtype.name, list(array.shape), arrays.device_of(array)
+
+
+def _unscaled(tree, scale):
+    """Input gradients without the factor that all gradients of the step carry."""
+    if tree is None or scale == 1:
+        return tree
+    leaves, structure = flatten(tree)
+    return unflatten([None if x is None else kernels.of_array(x).scale(x, 1 / scale) for x in leaves], structure)
 
 
 def _detached(tree, leases):
@@ -307,17 +342,17 @@ def _detached(tree, leases):
     if tree is None:
         return None
     buffers = [array for _, array in leases]
-    if isinstance(tree, np.ndarray):
-        return tree.copy() if _shares(tree, buffers) else tree
+    if arrays.is_array(tree):
+        return arrays.copy(tree) if _shares(tree, buffers) else tree
     leaves, structure = flatten(tree)
     if not any(_shares(leaf, buffers) for leaf in leaves):
         return tree
-    return unflatten([leaf.copy() if _shares(leaf, buffers) else leaf for leaf in leaves], structure)
+    return unflatten([arrays.copy(leaf) if _shares(leaf, buffers) else leaf for leaf in leaves], structure)
 
 
 def _shares(leaf, buffers):
     if leaf is None:
         return False
-    if leaf.base is None:  # owns its memory, and a received array never does
+    if isinstance(leaf, np.ndarray) and leaf.base is None:  # owns its memory, as no received array on the host does
         return False
-    return any(np.may_share_memory(leaf, buffer) for buffer in buffers)
+    return any(arrays.shares_memory(leaf, buffer) for buffer in buffers)

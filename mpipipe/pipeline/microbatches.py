@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 
-import numpy as np
-
 from mpipipe import arrays
 from mpipipe.comm.transport import check_sendable
 from mpipipe.errors import ArgumentError
@@ -17,7 +15,7 @@ from mpipipe.errors import ArgumentError
 
 def flatten(tree):
     """(leaves, structure) of a tree. Raises ArgumentError for anything else."""
-    if isinstance(tree, np.ndarray):
+    if arrays.is_array(tree):
         return [tree], None
     if isinstance(tree, tuple):
         return list(tree), len(tree)
@@ -28,7 +26,7 @@ def flatten(tree):
     raise ArgumentError(
         "neither an array nor a tuple or dict of arrays",
         found=type(tree).__name__,
-        expected="numpy.ndarray, tuple or dict",
+        expected="an array of numpy or CuPy, a tuple or a dict of such",
         remedy="convert it with numpy.asarray; a list means one entry per micro-batch",
     )
 
@@ -100,7 +98,7 @@ def merge(pieces: list):
     taken = [flatten(piece) for piece in pieces]
     structure = taken[0][1]
     columns = zip(*(leaves for leaves, _ in taken))
-    return unflatten([np.concatenate(column) for column in columns], structure)
+    return unflatten([arrays.concatenate(column) for column in columns], structure)
 
 
 class Wire:
@@ -129,7 +127,7 @@ class Wire:
         """Whether `tree` is what this wire carries and can be sent as it is."""
         if self.structure is None:  # the common case, on the hot path
             (shape, kind), = self.leaves
-            alike = isinstance(tree, np.ndarray) and tree.shape == shape and tree.dtype == kind
+            alike = arrays.is_array(tree) and tree.shape == shape and tree.dtype == kind
             return alike and tree.flags.c_contiguous
         return Wire.of(tree) == self
 

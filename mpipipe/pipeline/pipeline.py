@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 
 import numpy as np
 
-from mpipipe.comm import departure, runtime
+from mpipipe import arrays
+from mpipipe.comm import departure, gpu_aware, runtime
 from mpipipe.comm.alarm import Alarm, wait
 from mpipipe.comm.mailbox import Mailbox
 from mpipipe.comm.reduce import PendingSum
 from mpipipe.comm.tags import Tags
-from mpipipe.comm.transport import HostTransport
+from mpipipe.comm.transport import make_transport
 from mpipipe.errors import ArgumentError, MpipipeError, PeerError
 from mpipipe.nn import Stage
 from mpipipe.pipeline.agreement import Agreement, Batch, signature_of
@@ -60,7 +62,8 @@ class Pipeline:
     schedule : what `mpipipe.schedules` makes or reads; it is checked here, before the first message
     comm : communicator with one rank for each rank of the schedule; None means COMM_WORLD. It is duplicated.
     loss : `loss(output, target) -> (value, doutput)`, needed on the rank of the last stage; value is the mean over the
-        micro-batch, doutput its gradient, shaped as the output
+        micro-batch, doutput its gradient, shaped as the output. A loss with a parameter `factor` multiplies doutput by
+        it before rounding: by the share of the micro-batch in the batch, and the `scale` of the step
     recompute : keep only the input of each stage, and run its forward again before its backward
     replicas : communicator of the ranks with the same stages and parameters, over which gradients are summed; None for
         a single pipeline
@@ -74,7 +77,8 @@ class Pipeline:
     peak_activations : largest number of (stage, micro-batch) activations held at once in the last training step
     bytes_sent : bytes of activations and gradients that this rank sent in the last call
     bytes_per_edge : the same by (edge, "forward" or "backward"); edge e joins stage e-1 to stage e
-    busy, elapsed : seconds of the last call spent in stages and loss, and in all
+    busy, elapsed : seconds of the last call spent in stages and loss, and in all; on a GPU by events, and reading them
+        waits for the last action
     recorder : a trace.Recorder, or None
     """
 
@@ -84,7 +88,7 @@ class Pipeline:
         self.comm.Set_name("mpipipe pipeline")
         self.rank = self.comm.rank
         try:
-            ties = agree_on_construction(self.comm, replicas, stages, schedule, loss, recompute)
+            ties, devices = agree_on_construction(self.comm, replicas, stages, schedule, loss, recompute)
         except MpipipeError:
             self.comm.Free()
             raise
@@ -93,9 +97,14 @@ class Pipeline:
         numbers = schedule.stages_of(self.rank)
         self.alarm = Alarm([self.comm] if self.replicas is None else [self.comm, self.replicas])
         self.tags = Tags(schedule.placement, schedule.microbatches, runtime.tag_upper_bound(self.comm))
-        self.mailbox = Mailbox(HostTransport(self.comm, self.tags.channels, runtime.synchronous_sends()))
+        self.device = devices[self.rank]
+        verdict = gpu_aware.detect(self.comm) if "cuda" in devices else None
+        transport = make_transport(
+            self.comm, self.tags.channels, runtime.synchronous_sends(), self.device, verdict
+        )
+        self.mailbox = Mailbox(transport)
         self.agreement = Agreement(self.comm, self.replicas)
-        self.executor = Executor(self.rank, self.stages, self.mailbox, loss, recompute, self.replicas)
+        self.executor = Executor(self.rank, self.stages, self.mailbox, loss, recompute, self.replicas, self.device)
         for stage, number in zip(self.stages, numbers):
             if isinstance(stage, Stage):
                 stage.index, stage.poll = number, self.executor.poll
@@ -106,13 +115,13 @@ class Pipeline:
         self.itineraries: dict = {}  # (input signature, plan) -> itinerary
         self.trains = any(action.op != "F" for action in schedule.orders[self.rank])
         self.steps_taken = 0
-        self.elapsed = 0.0
+        self.host_elapsed = 0.0
         self.state = "open"
         departure.register(self, self._leave)
 
     # -- what users call ----------------------------------------------------------------------------------------
 
-    def step(self, inputs, targets) -> StepResult:
+    def step(self, inputs, targets, scale: float = 1.0) -> StepResult:
         """Forward and backward of one batch; leaves its gradients in the stages.
 
         Parameters
@@ -121,21 +130,23 @@ class Pipeline:
             into M micro-batches whose sizes differ by one at most, or a list of M such, whose shapes may differ;
             None on the other ranks
         targets : the same on the rank of the last stage, for the loss
+        scale : factor on the loss where the backward begins, the same on every rank, against underflow of float16
+            (optim.LossScaler); the gradients in the stages carry it, loss and input gradients in the result do not
 
         Gradients are zeroed first, and are those of the mean loss over all rows of all replicas. Returns StepResult.
         """
-        agreed, feeds, goals = self._agree("step", inputs, targets)
+        agreed, feeds, goals = self._agree("step", inputs, targets, scale)
         with self._failing():
             for stage in self.stages:
                 if getattr(stage, "gradients", None) is not None:
-                    stage.gradients.flat.fill(0)
-            outcome, shares = self._run("step", feeds, goals, agreed)
-            loss, losses = self._share_losses(outcome.losses, agreed.microbatches, shares)
+                    arrays.set_zero(stage.gradients.flat)
+            outcome, shares = self._run("step", feeds, goals, agreed, scale)
+            loss, losses = self._share_losses(agreed.microbatches, shares)
             for pending in self.executor.sums:
                 wait(pending, "the sum of gradients over the replicas")
             self.ties.sum_gradients()
             self.steps_taken += 1
-        self.elapsed = perf_counter() - self.started
+        self.host_elapsed = perf_counter() - self.started
         grads = outcome.input_grads
         return StepResult(loss, losses, [grads[m] for m in range(agreed.microbatches)] if grads else None)
 
@@ -146,9 +157,9 @@ class Pipeline:
         """
         agreed, feeds, goals = self._agree("evaluate", inputs, targets)
         with self._failing():
-            outcome, shares = self._run("evaluate", feeds, goals, agreed)
-            loss, _ = self._share_losses(outcome.losses, agreed.microbatches, shares)
-        self.elapsed = perf_counter() - self.started
+            _, shares = self._run("evaluate", feeds, goals, agreed)
+            loss, _ = self._share_losses(agreed.microbatches, shares)
+        self.host_elapsed = perf_counter() - self.started
         return loss
 
     def forward(self, inputs):
@@ -159,7 +170,7 @@ class Pipeline:
         agreed, feeds, goals = self._agree("forward", inputs, None)
         with self._failing():
             outcome, _ = self._run("forward", feeds, goals, agreed)
-        self.elapsed = perf_counter() - self.started
+        self.host_elapsed = perf_counter() - self.started
         if not outcome.outputs:
             return None
         pieces = [outcome.outputs[m] for m in range(agreed.microbatches)]
@@ -169,7 +180,8 @@ class Pipeline:
         """Mean measured seconds per stage over all training steps, for `schedules.simulate`; collective."""
         self._agree("durations", None, None)
         mine = np.zeros((3, self.schedule.stages))
-        for (op, stage), (total, count) in self.executor.clock.items():
+        self.executor.clock.settle()
+        for (op, stage), (total, count) in self.executor.clock.totals.items():
             mine["FBW".index("B" if op == "I" else op), stage] += total / count
         everyone = np.zeros((self.comm.size, *mine.shape))
         with self._failing():
@@ -183,7 +195,13 @@ class Pipeline:
 
     @property
     def busy(self) -> float:
-        return self.executor.busy
+        self.executor.clock.settle()
+        return self.executor.clock.busy
+
+    @property
+    def elapsed(self) -> float:
+        self.executor.clock.settle()
+        return max(self.host_elapsed, self.executor.clock.span)
 
     @property
     def bytes_sent(self) -> int:
@@ -195,11 +213,11 @@ class Pipeline:
 
     @property
     def recorder(self):
-        return self.executor.recorder
+        return self.executor.clock.recorder
 
     @recorder.setter
     def recorder(self, recorder):
-        self.executor.recorder = recorder
+        self.executor.clock.recorder = recorder
 
     def close(self):
         """Free the communicators; collective, may be called twice. After a failure nothing collective is done."""
@@ -225,7 +243,7 @@ class Pipeline:
 
     # -- one call -----------------------------------------------------------------------------------------------
 
-    def _agree(self, call, inputs, targets):
+    def _agree(self, call, inputs, targets, scale=1.0):
         """Agree with the peers on a call; returns what was agreed, and this rank's micro-batches (inputs, targets)."""
         if self.state != "open":
             raise ArgumentError(
@@ -239,10 +257,12 @@ class Pipeline:
         try:
             if call in ("step", "evaluate", "forward"):
                 feeds, goals, batch = self._accept(call, inputs, targets)
+            if not isinstance(scale, (int, float, np.number)) or not (scale > 0 and math.isfinite(scale)):
+                raise ArgumentError("scale", found=repr(scale), expected="a finite number above 0")
         except Exception as caught:
-            error = caught
+            error, scale = caught, 1.0
         with self._failing():
-            agreed, problem = self.agreement.reach(call, batch, error)
+            agreed, problem = self.agreement.reach(call, batch, error, scale)
         if problem is not None:
             raise problem
         return agreed, feeds, goals
@@ -282,7 +302,7 @@ class Pipeline:
         pieces = split(batch, microbatches)
         return pieces, sum(rows_of(piece) for piece in pieces) if isinstance(batch, list) else rows_of(batch)
 
-    def _run(self, call, feeds, goals, agreed):
+    def _run(self, call, feeds, goals, agreed, scale=1.0):
         """Run the plan of a call; returns (outcome, weight of each micro-batch or None)."""
         plan = self._plan(call, agreed.microbatches)
         known = agreed.signature in self.known
@@ -295,7 +315,11 @@ class Pipeline:
         for position in self.executor.positions:
             if position is not None:
                 position.step, position.training = self.steps_taken, training
-        outcome = self.executor.run(plan.steps, Job(training, feeds or [], goals, shares or [], wires, known))
+        for stage in self.stages:
+            if isinstance(stage, Stage):
+                stage.refresh()
+        job = Job(training, feeds or [], goals, shares or [], scale, wires, known)
+        outcome = self.executor.run(plan.steps, job)
         self.mailbox.flush()
         self.known[agreed.signature] = wires
         return outcome, shares
@@ -322,10 +346,11 @@ class Pipeline:
             self.itineraries[key] = self.mailbox.itinerary(plan.receives, leaves)
         return self.itineraries[key]
 
-    def _share_losses(self, losses, microbatches, shares):
+    def _share_losses(self, microbatches, shares):
         """(mean loss over all replicas, list of this pipeline's losses), on every rank."""
         table = np.zeros(microbatches + 1)
         if shares is not None:
+            losses = self.executor.losses(self.schedule.stages - 1)
             table[:-1] = [losses[m] for m in range(microbatches)]
             table[-1] = sum(share * losses[m] for m, share in enumerate(shares))
         if self.comm.size > 1:
@@ -352,6 +377,8 @@ class Pipeline:
             self.alarm.sound(f"{self.executor.place} ({runtime.whoami()}) failed: {type(error).__name__}: {error}")
         self.alarm.silence()
         self.mailbox.cancel()
+        for pending in self.executor.sums:
+            pending.Cancel()
         self.state = "failed"
         departure.unregister(self)
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mpipipe import arrays
 from mpipipe.comm import share
 from mpipipe.comm.alarm import wait
 from mpipipe.errors import MismatchError
@@ -32,8 +33,8 @@ def tie_facts(stages, numbers) -> dict[str, list[Place]]:
     for stage, number in zip(stages, numbers):
         if isinstance(stage, Stage):
             for key, names in stage.ties.items():
-                arrays = [(name, stage.parameters[name]) for name in names]
-                facts.setdefault(key, []).extend(Place(number, n, a.shape, a.dtype.name) for n, a in arrays)
+                copies = [(name, stage.parameters[name]) for name in names]
+                facts.setdefault(key, []).extend(Place(number, n, a.shape, a.dtype.name) for n, a in copies)
     return facts
 
 
@@ -98,17 +99,18 @@ class _Group:
         self.most = max(map(len, members))
         root, index = self.order[0]
         first = members[root][index]
-        start = owner[first.stage].parameters[first.name] if comm.rank == root else None
+        start = arrays.download(owner[first.stage].parameters[first.name]) if comm.rank == root else None
         values = share.broadcast(comm, start, root)
         for place in mine:
-            owner[place.stage].parameters[place.name][...] = values
+            _set(owner[place.stage].parameters[place.name], values)
             if place != first:
                 owner[place.stage].tied_copies.add(place.name)
 
     def sum_gradients(self):
         shape = self.gradients[0].shape
         own = np.zeros((self.most, *shape), self.gradients[0].dtype)
-        own[: len(self.gradients)] = self.gradients
+        for place, gradient in zip(own, self.gradients):
+            place[...] = arrays.download(gradient)
         everyone = np.empty((self.comm.size, *own.shape), own.dtype)
         wait(self.comm.Iallgather(own, everyone), "the gradients of tied parameters")
         first, *others = self.order
@@ -116,4 +118,11 @@ class _Group:
         for place in others:
             total += everyone[place]
         for gradient in self.gradients:
-            gradient[...] = total
+            _set(gradient, total)
+
+
+def _set(array, values):
+    if isinstance(array, np.ndarray):
+        array[...] = values
+    else:
+        arrays.upload(values, out=array)
