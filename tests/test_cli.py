@@ -25,6 +25,7 @@ eval_batches = 1
 sample_bytes = 6
 """
 WITHOUT_MPI = {"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"}
+WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
 @pytest.fixture
@@ -161,12 +162,70 @@ def test_help_needs_no_mpi(mpipipe):
 
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_info_reports_once(mpipipe, ranks):
-    job = mpipipe(ranks, "info")
+    job = mpipipe(ranks, "info", env=WITHOUT_GPU)
     assert job.returncode == 0, job.stderr
     facts = dict(re.split(r"\s{2,}", line, maxsplit=1) for line in job.stdout.splitlines())
     assert facts["ranks"] == str(max(1, ranks))
-    assert facts["devices"] == "cpu"
+    assert facts["devices"] == "cpu" and facts["GPU-aware MPI"] == "no GPU"
     assert {"MPI", "mpi4py", "python", "numpy", "BLAS", "hosts", "launcher", "thread level"} <= set(facts)
+    assert {"CuPy", "GPU attention"} <= set(facts)
+
+
+@pytest.fixture
+def without_cupy(mpi_tmp_path, comm):
+    """Variables under which Python finds no CuPy and no cuDNN, whatever is installed."""
+    folder = mpi_tmp_path / "blocked"
+    if comm.rank == 0:
+        folder.mkdir()
+        for name in ("cupy", "cudnn"):
+            (folder / f"{name}.py").write_text(f'raise ModuleNotFoundError("No module named {name!r}", name={name!r})')
+    comm.Barrier()
+    return {"PYTHONPATH": f"{folder}:{ROOT}"}
+
+
+USES_CUPY = """
+import sys
+import mpipipe
+from mpipipe import arrays, nn, optim
+from mpipipe.attention import kernels
+from mpipipe.train import train
+assert not {"cupy", "cudnn", "torch", "mpi4py.MPI"} & set(sys.modules), sys.modules
+assert arrays.device_count() == 0 and arrays.check_device("auto") == "cpu"
+try:
+    nn.Stage([nn.Linear(2, 2)], device="cuda")
+except mpipipe.errors.BackendError as error:
+    print(error)
+"""
+
+
+def test_everything_but_gpus_works_without_cupy(mpipipe, launch, small, without_cupy, mpi_tmp_path):
+    job = launch(0, USES_CUPY, env=without_cupy)
+    assert job.returncode == 0, job.stderr
+    assert "CuPy cannot be imported" in job.stdout and "pip install 'mpipipe[cuda13]'" in job.stdout
+    job = mpipipe(2, "info", env=without_cupy)
+    assert job.returncode == 0, job.stderr
+    facts = dict(re.split(r"\s{2,}", line, maxsplit=1) for line in job.stdout.splitlines() if line[0] != " ")
+    assert facts["devices"] == "cpu" and facts["CuPy"] == "No module named 'cupy'"
+    assert "no cuDNN" in facts["GPU attention"]
+    out = str(mpi_tmp_path / "run")
+    job = mpipipe(2, "train", "--config", small, "--out", out, "--dtype", "bfloat16", env=without_cupy)
+    assert job.returncode == 0, job.stderr
+
+
+def test_the_probe_is_not_tried_without_a_gpu(mpipipe):
+    job = mpipipe(1, "info", "--probe", env=WITHOUT_GPU)
+    assert job.returncode == 0, job.stderr
+    assert re.search(r"^probe +not tried: no GPU$", job.stdout, re.MULTILINE)
+
+
+@pytest.mark.parametrize("arguments", ["train --device cuda", "bench gpu"])
+def test_a_gpu_that_is_not_there_ends_the_job_with_one_report(mpipipe, arguments):
+    job = mpipipe(2, *arguments.split(), env=WITHOUT_GPU)
+    assert job.returncode != 0
+    assert job.stderr.count("device 'cuda' was asked for") + job.stderr.count("a GPU was asked for") == 1, job.stderr
+    assert "remedy: " in job.stderr and "BackendError" in job.stderr
+    assert job.stderr.count("job ended by rank") == 1 and "Traceback" not in job.stderr
+    assert job.stdout == ""
 
 
 def test_info_without_mpi_says_how_to_install_it(mpipipe):

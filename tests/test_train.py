@@ -6,14 +6,16 @@ import json
 import math
 import os
 import re
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from mpipipe.errors import ArgumentError, ConfigError, DataError, MismatchError
+from mpipipe import optim
+from mpipipe.errors import ArgumentError, BackendError, ConfigError, DataError, MismatchError, NonFiniteError
 from mpipipe.models import GPT
-from mpipipe.train import TrainConfig, data, train
+from mpipipe.train import TrainConfig, data, train, weights
 from mpipipe.train.trainer import Trainer
 
 LAST_LINE = re.compile(
@@ -36,6 +38,7 @@ def config(comm, mpi_tmp_path):
         small = dict(
             data=[str(text)], out=str(mpi_tmp_path / name), dim=16, layers=2, heads=2, hidden=32, seq_len=16, batch=8,
             microbatches=2, steps=6, warmup=2, lr=1e-2, log_every=1, eval_every=3, eval_batches=1, sample_bytes=0,
+            device="cpu",
         )  # fmt: skip
         return TrainConfig(**{**small, **keys})
 
@@ -202,3 +205,55 @@ def test_sharing_sequences_does_not_change_the_training(comm, config, layout):
     for one, other in zip(metrics(config(f"whole-{comm.rank}")), metrics(sharded), strict=True):
         for key in {"loss", "validation", "grad_norm"} & set(one):
             assert one[key] == pytest.approx(other[key], rel=1e-9)
+
+
+@pytest.mark.parametrize(("dtype", "optimizer"), [("bfloat16", "adamw"), ("float16", "adamw"), ("float16", "sgd")])
+def test_half_precision_reaches_about_the_loss_of_single(comm, config, dtype, optimizer):
+    keys = dict(steps=60, log_every=20, eval_every=60, optimizer=optimizer, pipe=max(1, comm.size // 2))
+    single, half = config("single", **keys), config("half", dtype=dtype, sample_bytes=8, **keys)
+    expected, found = train(single, GPT, comm), train(half, GPT, comm)
+    assert found.validation == pytest.approx(expected.validation, rel=0.02)
+    assert found.loss != expected.loss  # it did compute in another precision
+    assert weights.describe(weights.folder_of(half.out)).dtype == "float32"
+    last = metrics(half)[-1]
+    assert ("loss_scale" in last) == (dtype == "float16") and "loss_scale" not in metrics(single)[-1]
+
+
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
+def test_steps_whose_gradients_overflow_are_skipped_by_every_rank_until_the_scale_fits(comm, config, monkeypatch):
+    monkeypatch.setattr(optim, "LossScaler", partial(optim.LossScaler, initial=2.0**30))
+    chosen = config(dtype="float16", steps=40, eval_every=1, pipe=max(1, comm.size // 2))
+    record = train(chosen, GPT, comm)
+    first, *records = metrics(chosen)
+    skipped = records[-1]["skipped"]
+    assert 2 < skipped < 30
+    for number, entry in enumerate(records):
+        good = number >= skipped
+        assert ("grad_norm" in entry) == good
+        assert (entry["validation"] != first["validation"]) == good  # a skipped step leaves the parameters alone
+        assert entry["loss_scale"] == 2.0 ** (30 - min(number + 1, skipped))
+    assert records[-1]["loss"] < records[0]["loss"] - 0.5
+    assert comm.allgather((record.skipped, record.loss)) == [(skipped, record.loss)] * comm.size
+
+
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
+def test_an_overflow_that_no_smaller_scale_can_cure_ends_the_training_on_every_rank(comm, config):
+    with pytest.raises(NonFiniteError, match="gradient"):
+        train(config(dtype="float16", loss_scale=2.0**40, pipe=comm.size), GPT, comm)
+
+
+def test_a_fixed_loss_scale_does_not_change_the_training(comm, config):
+    curves = []
+    for name, scale in (("one", None), ("scaled", 1024)):
+        chosen = config(name, loss_scale=scale)
+        train(chosen, GPT, comm)
+        curves.append([(entry["loss"], entry["grad_norm"]) for entry in metrics(chosen)[1:]])
+    np.testing.assert_allclose(*curves, rtol=1e-5)  # a power of two: exact, but for epsilons and tiny numbers
+
+
+def test_a_gpu_that_is_not_there_is_refused_on_every_rank_before_anything_is_written(comm, config, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    chosen = config(device="cuda")
+    with pytest.raises(BackendError, match="cuda"):
+        train(chosen, GPT, comm)
+    assert not Path(chosen.out).exists()

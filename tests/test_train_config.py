@@ -83,11 +83,20 @@ def test_values_out_of_range_are_refused_with_the_range(keys):
     assert "at least" in str(caught.value) or "above" in str(caught.value)
 
 
+def test_the_loss_scale_is_dynamic_for_float16_unless_it_is_given():
+    assert TrainConfig(dtype="float16").scales_dynamically and TrainConfig(loss_scale=0).scales_dynamically
+    assert not TrainConfig(dtype="bfloat16").scales_dynamically
+    assert not TrainConfig(dtype="float16", loss_scale=1024).scales_dynamically
+    for wrong in (-1, 0.5, math.inf):
+        with pytest.raises(ConfigError, match="loss_scale"):
+            TrainConfig(loss_scale=wrong)
+
+
 def test_no_limit_on_the_gradient_norm_is_infinity():
     assert TrainConfig(clip=math.inf).clip == math.inf
 
 
-@pytest.mark.parametrize(("key", "value"), [("optimizer", "adam"), ("dtype", "float16")])
+@pytest.mark.parametrize(("key", "value"), [("optimizer", "adam"), ("dtype", "int8"), ("device", "gpu")])
 def test_unknown_choices_are_refused_with_the_known_ones(key, value):
     with pytest.raises(ConfigError, match=key) as caught:
         TrainConfig(**{key: value})

@@ -18,14 +18,17 @@ def test_a_record_is_one_line_and_one_json_object(tmp_path, terminal):
         for _ in range(10):
             reporter.advance()
         reporter.record(Record(10, 2.0, 2.5, 1e-3, 0.75, 1234.5, 0.25, 0.2))
+        reporter.record(Record(11, 2.0, grad_norm=None, loss_scale=32768.0, skipped=3))
         reporter.say("[bold]text[/bold] " + "x" * 200)
-    first, second = map(json.loads, path.read_text().splitlines())
+    first, second, third = map(json.loads, path.read_text().splitlines())
     assert first == {"step": 0, "validation": 5.5}
     assert list(second) == ["step", "loss", "validation", "lr", "grad_norm", "tokens_per_second", "bubble", "predicted"]
+    assert third == {"step": 11, "loss": 2.0, "loss_scale": 32768.0, "skipped": 3}
     lines = stream.getvalue()
     assert ("\x1b" in lines) == terminal
     assert "step  0/20  validation 5.5000\n" in lines
     assert "step 10/20  loss 2.0000  validation 2.5000  lr 1.00e-03  norm 0.750  tokens/s 1234  bubble 0.250" in lines
+    assert "step 11/20  loss 2.0000  scale 32768  skipped 3\n" in lines
     assert "[bold]text[/bold] " + "x" * 200 + "\n" in lines
 
 

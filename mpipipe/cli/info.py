@@ -6,24 +6,38 @@ import platform
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Annotated
 
-from mpipipe.comm import runtime
-from mpipipe.errors import MpipipeError
+import typer
+
+from mpipipe import arrays
+from mpipipe.attention import kernels
+from mpipipe.comm import device, runtime
+from mpipipe.comm import probe as probing
+from mpipipe.errors import BackendError, MpipipeError
 
 NARROW_KERNELS = ("Haswell", "Zen")  # OpenBLAS's names for its AVX2 kernels
 
 
-def info():
-    """Show MPI, launcher, ranks, hosts, threads and versions: mpiexec -n 2 python -m mpipipe info"""
+def info(
+    probe: Annotated[
+        bool, typer.Option("--probe", help="also try to send device memory, in a job of its own, which may crash")
+    ] = False,
+):
+    """Show MPI, launcher, ranks, hosts, threads, GPUs and versions: mpiexec -n 2 python -m mpipipe info"""
     facts = {"mpipipe": _version("mpipipe"), "python": f"{platform.python_version()} ({sys.executable})"}
+    root, placement = True, []
     try:
         facts |= {name: value for name, value in runtime.describe().items() if name not in facts}
         root = runtime.mpi().COMM_WORLD.rank == 0
-        runtime.world()
+        placement = _placement(runtime.world())
     except MpipipeError as error:
         facts["MPI"] = f"{facts.get('MPI', '')}\n{error}".strip()
-        root = True
-    facts |= {"numpy": _version("numpy"), "BLAS": _blas(), "devices": "cpu"}
+    facts |= {"numpy": _version("numpy"), "BLAS": _blas()}
+    facts["devices"] = "\n".join(["cpu", *arrays.describe_gpus(), *placement])
+    facts |= {"CuPy": _cupy(), "GPU attention": kernels.describe()}
+    if root and probe:
+        facts["probe"] = _probe()
     if root:
         _show(facts)
 
@@ -33,6 +47,33 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "run from its source folder"
+
+
+def _placement(comm) -> list[str]:
+    """The GPU that each rank would take, where there are some."""
+    if not any(comm.allgather(arrays.device_count())):
+        return []
+    return device.describe(comm, device.select_device("auto", comm))
+
+
+def _probe() -> str:
+    """How it went, with the last lines of the job where it went wrong."""
+    if not arrays.device_count():
+        return "not tried: no GPU"
+    found = probing.probe()
+    return "\n".join([f"device memory given to MPI: {found.outcome}", *([] if found.works else found.lines)])
+
+
+def _cupy() -> str:
+    """Its version, or why it cannot be used."""
+    try:
+        library = arrays.cupy()
+        library.cuda.runtime.getDeviceCount()
+    except BackendError as error:
+        return str(error.__context__)
+    except RuntimeError as error:
+        return f"{library.__version__}, and no GPU can be used ({error})"
+    return library.__version__
 
 
 def _blas() -> str:

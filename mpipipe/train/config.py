@@ -61,7 +61,18 @@ class TrainConfig:
     momentum: float = option(0.9, "momentum of sgd", least=0, below=1)
     weight_decay: float = option(0.1, "decoupled weight decay of matrices", least=0, below=math.inf)
     clip: float = option(1.0, "largest norm of all gradients; inf for no limit", above=0)
-    dtype: str = option("float32", "type of parameters and activations", choices=("float32", "float64"))
+    dtype: str = option(
+        "float32",
+        "type of activations and products, others: float64, bfloat16, float16; the last two keep parameters in float32",
+        choices=("float32", "float64", "bfloat16", "float16"),
+    )
+    loss_scale: float | None = option(
+        None, "factor on gradients inside a step, below 2^64; 0: as large as fits; default: 0 for float16, 1 otherwise",
+        least=0, below=2.0**64,
+    )
+    device: str = option(
+        "auto", "cpu, cuda, or auto: a GPU for each rank where all of them see one", choices=("auto", "cpu", "cuda")
+    )
     seed: int = option(0, "seed of parameters, batches, dropout and sample", least=0, below=2**63)
 
     log_every: int = option(10, "steps between two lines of progress", least=1)
@@ -75,6 +86,13 @@ class TrainConfig:
             value = _typed(entry, getattr(self, entry.name))
             _check_range(entry, value)
             object.__setattr__(self, entry.name, value)
+        if self.loss_scale is not None and 0 < self.loss_scale < 1:
+            raise ConfigError("loss_scale shrinks gradients", found=self.loss_scale, expected="0, or at least 1")
+
+    @property
+    def scales_dynamically(self) -> bool:
+        """Whether the loss scale follows the gradients."""
+        return self.loss_scale == 0 or (self.loss_scale is None and self.dtype == "float16")
 
     @classmethod
     def load(cls, path: str | None = None, **flags) -> TrainConfig:

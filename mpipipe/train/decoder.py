@@ -19,7 +19,7 @@ def decoder(recipe: Recipe, mesh, dtype: str, capacity: int, fill) -> Pipeline:
     ----------
     recipe : its model, cut and placement of stages
     mesh : its `pipe` has the stages; the ranks of its `seq` share the caches
-    dtype : of parameters and caches
+    dtype : of parameters and caches, float32 or float64; they are on the host
     capacity : length of the text at the end
     fill : fill(stages) sets the parameters of this rank's stages
 

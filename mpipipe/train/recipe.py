@@ -56,8 +56,8 @@ class Recipe:
         model = architecture(seq=config.seq_len, **{name: getattr(config, name) for name in names})
         return cls(model, schedule, schedules.partition(model.costs(), schedule.stages), rows)
 
-    def stages(self, rank: int, shard: Shard, dtype: str, seed: int) -> list[nn.Stage]:
+    def stages(self, rank: int, shard: Shard, dtype: str, seed: int, device: str = "cpu") -> list[nn.Stage]:
         """The stages of one rank of a pipeline that holds this shard of the sequences, with fresh parameters."""
         layers = self.model.build(shard.attend, shard.positions)
         parts = [self.parts[number] for number in self.schedule.stages_of(rank)]
-        return [nn.Stage(layers[start:stop], dtype=dtype, seed=seed, first=start) for start, stop in parts]
+        return [nn.Stage(layers[start:stop], dtype, seed, device, first=start) for start, stop in parts]

@@ -15,10 +15,12 @@ class Record:
     Attributes
     ----------
     loss, validation : nats per byte, of the last step's batch and of the validation windows
-    lr, grad_norm : of the last step; the norm is that before clipping
+    lr, grad_norm : of the last step; the norm is that before clipping, and none where gradients were not finite
     tokens_per_second : bytes trained on per second since the last record, over all replicas
     bubble, predicted : idle part of the ranks' time, measured since the last record and simulated from the measured
         durations of the stages
+    loss_scale, skipped : factor on the gradients of the next step, and steps skipped so far because it was too large,
+        where it is dynamic
     """
 
     step: int
@@ -29,6 +31,8 @@ class Record:
     tokens_per_second: float | None = None
     bubble: float | None = None
     predicted: float | None = None
+    loss_scale: float | None = None
+    skipped: int | None = None
 
     def facts(self) -> dict:
         """The fields that are there, in order."""
@@ -44,6 +48,8 @@ COLUMNS = {
     "tokens_per_second": ("tokens/s", "{:.0f}"),
     "bubble": ("bubble", "{:.3f}"),
     "predicted": ("predicted", "{:.3f}"),
+    "loss_scale": ("scale", "{:g}"),
+    "skipped": ("skipped", "{}"),
 }
 
 

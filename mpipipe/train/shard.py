@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpipipe import nn
+from mpipipe import arrays, nn
 from mpipipe.attention import Layout, Local, Ring
 from mpipipe.errors import ConfigError
 
@@ -42,10 +42,13 @@ class Shard:
         """This rank's columns of an array (rows, seq_len)."""
         return array if self.ring is None else self.layout.shard(array, self.rank)
 
-    def loss(self, output, target):
-        """softmax_cross_entropy over this rank's positions, so weighted that the mean over the ring is that of all."""
-        value, gradient = nn.softmax_cross_entropy(output, target)
-        if self.weight != 1:
-            value *= self.weight
-            gradient *= self.weight
+    def loss(self, output, target, factor: float = 1.0):
+        """softmax_cross_entropy over this rank's positions, so weighted that the mean over the ring is that of all.
+
+        `factor` multiplies the gradient, as it does there.
+        """
+        weight = self.weight
+        value, gradient = nn.softmax_cross_entropy(output, target, factor * weight)
+        if weight != 1:
+            value = nn.kernels.of_array(value).scale(value, weight) if arrays.is_device(value) else value * weight
         return value, gradient

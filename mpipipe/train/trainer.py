@@ -9,6 +9,7 @@ from time import perf_counter
 
 from mpipipe import optim, schedules
 from mpipipe.comm import runtime, share
+from mpipipe.comm.device import select_device
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ConfigError, MismatchError
 from mpipipe.pipeline import Pipeline
@@ -42,7 +43,8 @@ def train(config: TrainConfig, architecture, comm=None) -> Record:
     Raises
     ------
     ConfigError, DataError, MismatchError, ArgumentError : on every rank, before anything is written
-    NonFiniteError : the loss or a gradient is NaN or infinite
+    BackendError : on every rank, where the device is not there
+    NonFiniteError : the loss is NaN or infinite, or a gradient is and no smaller loss scale can help
     """
     comm = runtime.resolve(comm)
     _check_same_config(comm, config)
@@ -52,10 +54,11 @@ def train(config: TrainConfig, architecture, comm=None) -> Record:
         pipe = max(1, comm.size // config.seq) if config.pipe is None else config.pipe
         mesh = Mesh(comm, pipe=pipe, seq=config.seq)
     with mesh:
+        device = select_device(config.device, mesh.comm)
         recipe, corpus = _prepare(config, architecture, mesh)
         with share.together(mesh.comm):
             shard = Shard(mesh.seq, config.layout, config.seq_len)
-        stages = recipe.stages(mesh.pipe.rank, shard, config.dtype, config.seed)
+        stages = recipe.stages(mesh.pipe.rank, shard, config.dtype, config.seed, device)
         with Pipeline(
             stages,
             recipe.schedule,
@@ -146,6 +149,7 @@ class Trainer:
         self.config, self.mesh, self.recipe, self.shard = config, mesh, recipe, shard
         self.pipeline, self.corpus, self.reporter = pipeline, corpus, reporter
         self.optimizer = _optimizer(config, pipeline.stages)
+        self.scaler = _scaler(config)
         self.first = mesh.pipe.rank == recipe.schedule.placement[0]
         self.last = mesh.pipe.rank == recipe.schedule.placement[-1]
         replica = mesh.data.rank
@@ -165,7 +169,8 @@ class Trainer:
             validated = done % config.eval_every == 0 or done == config.steps
             if validated or done == 1 or done % config.log_every == 0:
                 validation = self.validate() if validated else None
-                record = Record(done, loss, validation, lr, norm, **self._speed(self.since_record))
+                speed = self._speed(self.since_record)
+                record = Record(done, loss, validation, lr, norm, **speed, **self._scaling())
                 self.reporter.record(record)
                 self.since_record = Usage()
         model, schedule = self.recipe.model, self.recipe.schedule
@@ -179,13 +184,15 @@ class Trainer:
         return record
 
     def step(self, step: int):
-        """One optimizer step; returns its loss, learning rate and gradient norm, the same on every rank."""
+        """One optimizer step; returns its loss, learning rate and gradient norm, the same on every rank.
+
+        The norm is None where the step was skipped.
+        """
         config, start = self.config, perf_counter()
         inputs, targets = self._batch(training_batch, "train", seed=config.seed, step=step)
-        result = self.pipeline.step(inputs, targets)
-        norm = optim.clip_by_global_norm(self.pipeline.stages, config.clip, comm=self.mesh.pipe)
+        result = self.pipeline.step(inputs, targets, scale=self.scaler.scale)
         lr = optim.warmup_cosine(step, config.steps, config.lr, min(config.warmup, config.steps))
-        self.optimizer.step(lr=lr)
+        norm = optim.scaled_step(self.optimizer, self.scaler, config.clip, lr=lr, comm=self.mesh.pipe)
         seconds = perf_counter() - start
         for usage in (self.since_record, self.in_all):
             usage.add(seconds, self.pipeline.busy, self.pipeline.elapsed)
@@ -221,14 +228,19 @@ class Trainer:
             "predicted": schedules.simulate(self.recipe.schedule, costs).bubble_fraction,
         }
 
+    def _scaling(self) -> dict:
+        scaler = self.scaler
+        return {"loss_scale": scaler.scale, "skipped": scaler.skipped} if scaler.dynamic else {}
+
     def _introduce(self):
         config, recipe, mesh = self.config, self.recipe, self.mesh
         text = "" if self.corpus is None else f", {len(self.corpus.train):,} bytes of text"
+        place = "CPUs" if self.pipeline.stages[0].device == "cpu" else "GPUs"
         self.reporter.say(
             f"mpipipe: {mesh.comm.size} ranks = pipe {mesh.pipe.size} x data {mesh.data.size} x seq {mesh.seq.size}; "
             f"{recipe.schedule.name}, {recipe.schedule.stages} stages, {recipe.schedule.microbatches} micro-batches\n"
-            f"mpipipe: {recipe.model.parameters:,} parameters, batch {config.batch} x {config.seq_len} bytes{text}; "
-            f"metrics in {config.out}"
+            f"mpipipe: {recipe.model.parameters:,} parameters, {config.dtype} on {place}, batch {config.batch} x "
+            f"{config.seq_len} bytes{text}; metrics in {config.out}"
         )
 
     def _show_sample(self):
@@ -241,14 +253,16 @@ class Trainer:
             prompt = text.read(0, min(PROMPT, len(text))).tobytes()
         prompt = share.broadcast(self.mesh.pipe, prompt, recipe.schedule.placement[0])
         count = config.sample_bytes
-        with decoder(recipe, self.mesh, config.dtype, len(prompt) + count, self._copy_weights) as decoding:
+        dtype = self.pipeline.stages[0].parameters.flat.dtype.name
+        with decoder(recipe, self.mesh, dtype, len(prompt) + count, self._copy_weights) as decoding:
             answer = generate(decoding, self.mesh, prompt, count, temperature=config.temperature, seed=config.seed)
         title = f"--- sample: {len(prompt)} bytes of validation text, {len(answer)} of the model's"
         self.reporter.say("\n".join([title, readable(prompt + answer), "---"]))
 
     def _copy_weights(self, stages):
         for stage, trained in zip(stages, self.pipeline.stages):
-            stage.parameters.flat[...] = trained.parameters.flat
+            for name, values in weights.on_host(trained.parameters).items():
+                stage.parameters[name][...] = values
 
 
 @dataclass
@@ -272,3 +286,9 @@ def _optimizer(config, stages):
     if config.optimizer == "adamw":
         return optim.AdamW(stages, config.lr, weight_decay=config.weight_decay)
     return optim.SGD(stages, config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
+
+
+def _scaler(config):
+    if config.scales_dynamically:
+        return optim.LossScaler()
+    return optim.LossScaler(config.loss_scale or 1.0, dynamic=False)

@@ -18,6 +18,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as serialized
 
+from mpipipe import arrays
 from mpipipe.comm import share
 from mpipipe.errors import ArgumentError
 
@@ -31,7 +32,7 @@ class Description:
     Attributes
     ----------
     model : sizes from which the model is made again, such as the fields of models.GPT
-    dtype : of the parameters
+    dtype : of the parameters: float32 for a training in bfloat16 or float16
     stages : number of files
     """
 
@@ -62,10 +63,10 @@ def save(folder, model, stages, schedule, mesh):
             with _explained(folder):
                 folder.mkdir(parents=True, exist_ok=True)
                 for stage, number in zip(stages, schedule.stages_of(mesh.pipe.rank)):
-                    _replace(folder / _file(number), serialized(dict(stage.parameters)))
+                    _replace(folder / _file(number), serialized(on_host(stage.parameters)))
     with share.together(mesh.comm):
         if mesh.rank == 0:
-            facts = asdict(Description(asdict(model), stages[0].dtype.name, schedule.stages))
+            facts = asdict(Description(asdict(model), stages[0].parameters.flat.dtype.name, schedule.stages))
             with _explained(folder):
                 _replace(folder / DESCRIPTION, (json.dumps(facts, indent=1) + "\n").encode())
 
@@ -103,7 +104,17 @@ def load(folder, stages):
             places.update(dict.fromkeys(file.keys(), file))
         for stage in stages:
             for name, array in stage.parameters.items():
-                array[...] = _read(places, folder, name, array)
+                values = _read(places, folder, name, array)
+                if arrays.is_device(array):
+                    arrays.upload(values, out=array)
+                else:
+                    array[...] = values
+
+
+def on_host(parameters):
+    """name -> host array; from a GPU in one copy of the whole buffer."""
+    flat, starts = arrays.download(parameters.flat), parameters.offsets
+    return {name: flat[starts[name] :][: like.size].reshape(like.shape) for name, like in parameters.items()}
 
 
 def _read(places, folder, name, like):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from mpipipe.comm import runtime
+from mpipipe.comm import inprocess, runtime
 from mpipipe.comm.guard import guarded
+from mpipipe.errors import MpipipeError
 
 app = typer.Typer(
     help="Measure against bare mpi4py, the simulation, and PyTorch where it is installed.", no_args_is_help=True
@@ -75,3 +78,30 @@ def attention(
     from mpipipe.cli.bench.attention import run
 
     _guarded(lambda: run(repeats, seq_len, ring_seq_len, heads, head_dim))
+
+
+@app.command()
+def gpu(
+    repeats: Annotated[int | None, typer.Option(help="measured turns; default: each part's own number", min=1)] = None,
+    part: Annotated[
+        list[str] | None,
+        typer.Option(help="memory, attention, ring, executor, gpt, on 2 ranks transport; repeatable; default: all"),
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="file to write the numbers to", show_default=False)] = None,
+    peers: Annotated[bool, typer.Option(help="measure PyTorch beside it, where it is installed")] = True,
+    quick: Annotated[bool, typer.Option("--quick", help="smallest sizes that tell something")] = False,
+):
+    """Kernels, ring, executor and a GPT's step on a GPU; on 2 ranks the transports: python -m mpipipe bench gpu"""
+
+    from mpipipe.cli.bench.gpu.run import run, without_mpi
+
+    work = lambda comm=None: run(part or [], repeats, json, peers, quick, comm)  # noqa: E731
+    reason = without_mpi()
+    if reason is None:
+        _guarded(work)
+    print(f"mpipipe: on one rank without MPI: {reason}", file=sys.stderr)
+    runtime.prepare_process()
+    try:
+        inprocess.run(1, work)
+    except MpipipeError as error:
+        raise SystemExit(f"mpipipe: {type(error).__name__}: {error}") from None

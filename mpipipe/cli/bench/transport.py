@@ -25,7 +25,7 @@ def run(repeats: int = 50):
     transport = HostTransport(comm)
     for size in SIZES:
         count = max(2, min(200, (1 << 23) // size))
-        ours, bare = _Mailbox(comm, transport, size, count), _Bare(comm, size, count)
+        ours, bare = PingPong(comm, transport, np.ones(size // 8), count), _Bare(comm, size, count)
         times = [seconds / (2 * count) for seconds in compare(comm, [ours, bare], repeats)]
         report(
             comm,
@@ -38,12 +38,21 @@ def run(repeats: int = 50):
     transport.close()
 
 
-class _Mailbox:
-    def __init__(self, comm, transport, size, count):
+class PingPong:
+    """`count` turns of an array from rank 0 to rank 1 and back, through a mailbox.
+
+    Parameters
+    ----------
+    comm : two ranks
+    transport : of `comm`
+    array : what is sent
+    """
+
+    def __init__(self, comm, transport, array, count):
         self.rank, self.mailbox = comm.rank, Mailbox(transport)
         self.envelopes = [Envelope(1 - comm.rank, 1, m, 0, (0, 0), (0, 1)) for m in range(count)]
-        self.array = np.ones(size // 8)
-        leaf = (self.array.shape, self.array.dtype)
+        self.array = array
+        leaf = (array.shape, array.dtype)
         self.itinerary = self.mailbox.itinerary(self.envelopes, [[leaf]] * count)
 
     def __call__(self):

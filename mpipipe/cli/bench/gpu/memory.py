@@ -1,0 +1,62 @@
+"""The kernels that are bound by memory, beside a plain copy: bytes that must be read and written, over the time."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpipipe import arrays, nn
+from mpipipe.cli.bench.gpu.rows import Row
+from mpipipe.cli.bench.gpu.timing import normal, seconds
+
+GOAL = "near 1"
+QUICK = dict(repeats=5, rows=8192, vocab=50304, parameters=1 << 24)
+
+
+def measure(repeats=20, rows=65536, width=4096, vocab=50304, parameters=1 << 27, dtype="bfloat16"):
+    """Yield a row for the copy and one for each kernel."""
+    copied = _copy(repeats, rows * width, dtype)
+    yield Row(f"copy on the device, {rows * width} elements", copied, "GB/s")
+    calls = [*_layers(rows, width, dtype), *_loss(rows // 8 or 1, vocab, dtype), *_optimizer(parameters)]
+    for name, call, nbytes in calls:
+        yield Row(name, nbytes / seconds(call, repeats) / 1e9, "GB/s", "copy", copied, GOAL)
+
+
+def _copy(repeats, count, dtype):
+    source = normal((count,), dtype)
+    target = arrays.empty_like(source)
+    return 2 * source.nbytes / seconds(lambda: arrays.copy_into(target, source), repeats) / 1e9
+
+
+def _layers(rows, width, dtype):
+    """(name, function of no arguments, bytes) of the layers' kernels."""
+    kernels = nn.kernels.of("cuda")
+    x, dy = (normal((rows, width), dtype, seed) for seed in (1, 2))
+    gain = normal((width,), dtype)
+    shape, one = f"{dtype} {rows} x {width}", x.nbytes
+    scale = kernels.rms_norm(x, gain, 1e-5)[1]
+    yield f"rms_norm, {shape}", lambda: kernels.rms_norm(x, gain, 1e-5), 2 * one
+    yield f"rms_norm_backward, {shape}", lambda: kernels.rms_norm_backward(dy, x, scale, gain), 3 * one
+    yield f"add, {shape}", lambda: kernels.add(x, dy), 3 * one
+    half = normal((rows, width // 2), dtype, 3)
+    yield f"swiglu, {shape}", lambda: kernels.swiglu(x), one + half.nbytes
+    yield f"swiglu_backward, {shape}", lambda: kernels.swiglu_backward(x, half), 2 * one + 2 * half.nbytes
+    wide = arrays.empty((rows, width), arrays.accumulator(x.dtype), "cuda")
+    yield f"cast, {shape} to {wide.dtype.name}", lambda: kernels.cast(x, wide), one + wide.nbytes
+
+
+def _loss(rows, vocab, dtype):
+    kernels = nn.kernels.of("cuda")
+    logits = normal((rows, vocab), dtype, 3)
+    ids = arrays.upload(np.random.default_rng(0).integers(0, vocab, rows))
+    nbytes = 2 * logits.nbytes  # read once, if a row stays on the chip, and the gradient written
+    yield f"softmax_cross_entropy, {dtype} {rows} x {vocab}", lambda: kernels.softmax_cross_entropy(logits, ids), nbytes
+
+
+def _optimizer(count):
+    kernels = nn.kernels.of("cuda")
+    p, g, m, v = (normal((count,), "float32", seed) for seed in range(4))
+    arrays.set_zero(v)
+    facts = dict(b1=0.9, b2=0.95, eps=1e-8, rate=1e-6, correction1=1.0, correction2=1.0, shrink=1.0, g_scale=1.0)
+    yield f"adamw, float32 {count}", lambda: kernels.adamw(p, g, m, v, **facts), 7 * p.nbytes
+    pieces = [(0, count)]
+    yield f"sums_of_squares, float32 {count}", lambda: kernels.sums_of_squares(g, pieces), g.nbytes

@@ -1,0 +1,88 @@
+"""A ring whose ranks take turns on one GPU: what blocks and merging cost beside one kernel over the whole sequence.
+
+Every rank computes all steps of its forward and its backward as attention.Ring does, with the blocks already there: the
+sum of the ranks' times holds all computation and merging of the ring, and no messages.
+"""
+
+from __future__ import annotations
+
+from mpipipe import arrays, attention
+from mpipipe.attention import blocks, kernels
+from mpipipe.attention.kernels.host import nothing
+from mpipipe.attention.results import add, assign, block_gradients, cast, total
+from mpipipe.cli.bench.gpu.rows import Row
+from mpipipe.cli.bench.gpu.timing import normal, seconds
+
+QUICK = dict(repeats=2, ranks=4, length=4096)
+
+
+def measure(repeats=3, ranks=8, length=8192, heads=64, kv_heads=8, head_dim=128, dtype="bfloat16"):
+    """Yield the time of one kernel over the sum of the ranks' times, forward and both ways, and the ranks' balance."""
+    counts = (heads, kv_heads, kv_heads, heads)
+    whole = [normal((1, ranks * length, n, head_dim), dtype, seed) for seed, n in enumerate(counts)]
+    forward, backward = _alone(repeats, whole)
+    ring = [_Rank(rank, ranks, length, whole) for rank in range(ranks)]
+    forwards = [seconds(rank.forward, repeats, 1) for rank in ring]
+    backwards = [seconds(rank.backward, repeats, 1) for rank in ring]
+    what = f"{dtype}, virtual ring of {ranks} x {length}, zigzag"
+    yield Row(f"one kernel over the ranks' sum, forward, {what}", forward / sum(forwards), "", goal="at least 0.92")
+    both = (forward + backward) / (sum(forwards) + sum(backwards))
+    yield Row(f"one kernel over the ranks' sum, forward and backward, {what}", both, "", goal="at least 0.94")
+    slowest = max(one + other for one, other in zip(forwards, backwards))
+    mean = (sum(forwards) + sum(backwards)) / ranks
+    yield Row(f"mean rank over the slowest, {what}", mean / slowest, "", goal="at least 0.95")
+
+
+def _alone(repeats, whole):
+    """Seconds of forward and backward of one kernel over the whole sequence."""
+    *inputs, dout = whole
+    attend = attention.Local(causal=True)
+    forward = seconds(lambda: attend.forward(*inputs), repeats, 1)
+    saved = attend.forward(*inputs)[1]
+    return forward, seconds(lambda: attend.backward(dout, saved), repeats, 1)
+
+
+class _Rank:
+    """The computation of one rank of a causal ring.
+
+    Parameters
+    ----------
+    rank, ranks, length : its place, and the local length
+    whole : q, k, v and dout of the whole sequence; any values do, so shards are consecutive pieces
+    """
+
+    def __init__(self, rank, ranks, length, whole):
+        layout = attention.Layout("zigzag", ranks, ranks * length)
+        pieces = [[array[:, start * length : (start + 1) * length] for start in range(ranks)] for array in whole]
+        self.q, self.dout = pieces[0][rank], pieces[3][rank]
+        order = [(rank - step) % ranks for step in range(ranks)]
+        self.steps = [(pieces[1][block], pieces[2][block], layout.needs(rank, block)) for block in order]
+        own = self.steps[0]
+        self.kernel = kernels.chosen(self.q, *own[:2])
+        self.scale, self.kind = self.q.shape[3] ** -0.5, arrays.accumulator(self.q.dtype)
+        self.fresh = blocks.rows_once(own[2], length)
+        self.message = [arrays.empty_like(x) for x in own[:2]]
+        self.received = [arrays.empty_like(x, self.kind) for x in own[:2]]
+
+    def forward(self):
+        """All steps; keeps the result for the backward."""
+        for place, x in zip(self.message, self.steps[0][:2]):
+            assign(place, x)
+        result = total(self.kernel, self.q, self.steps[0][1], self.fresh)
+        for k, v, slices in self.steps:
+            result.attend(self.q, k, v, self.scale, slices, nothing)
+        self.out, self.lse = result.end()
+
+    def backward(self):
+        """All steps; the sums of the gradients of keys and values that would travel on are those of its own steps.
+
+        Returns (dq, dk, dv), dk and dv summed over all blocks.
+        """
+        dq = arrays.zeros(self.q.shape, self.kind, "cuda")
+        for step, (k, v, slices) in enumerate(reversed(self.steps)):
+            own = block_gradients(
+                self.kernel, self.dout, self.q, k, v, self.out, self.lse, self.scale, slices, dq, nothing
+            )
+            for sums, part in zip(self.received, own):
+                (add if step > 0 else assign)(sums, part)
+        return [cast(x, self.q.dtype) for x in (dq, *self.received)]

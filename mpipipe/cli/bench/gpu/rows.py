@@ -1,0 +1,55 @@
+"""A number that was measured, beside its peer; as a table for people and as JSON for programs."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement. Rates and shares only, so that more is better, unless `goal` says otherwise.
+
+    Attributes
+    ----------
+    what : with its sizes
+    value, unit : measured here, now
+    peer, peer_value : what it stands beside, in the same unit; published numbers say so in their name
+    goal : for the ratio to the peer, or for the value where there is no peer
+    """
+
+    what: str
+    value: float
+    unit: str
+    peer: str = ""
+    peer_value: float | None = None
+    goal: str = ""
+
+    @property
+    def ratio(self) -> float | None:
+        return None if self.peer_value is None else self.value / self.peer_value
+
+    def facts(self) -> dict:
+        return {**asdict(self), "ratio": self.ratio}
+
+    def __str__(self):
+        beside = "" if self.ratio is None else f"; {self.peer} {self.peer_value:.4g}, ratio {self.ratio:.3f}"
+        return f"{self.what}: {self.value:.4g} {self.unit}".rstrip() + beside + (f" ({self.goal})" if self.goal else "")
+
+
+def show(title: str, rows: list[Row], notes: list[str], stream=None):
+    """Print the rows as a table, and below it a line for each note."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for name in ("measured", "value", "beside", "value", "ratio", "goal"):
+        table.add_column(name, justify="right" if name in ("value", "ratio") else "left", overflow="fold")
+    for row in rows:
+        ratio = "" if row.ratio is None else f"{row.ratio:.3f}"
+        beside = "" if row.peer_value is None else f"{row.peer_value:.4g}"
+        table.add_row(row.what, f"{row.value:.4g} {row.unit}", row.peer, beside, ratio, row.goal)
+    console = Console(file=stream or sys.stdout, width=None if sys.stdout.isatty() else 150)
+    console.print(table)
+    for note in notes:
+        console.print(note, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,71 @@
+"""Time on the device, between events."""
+
+from __future__ import annotations
+
+from statistics import median
+from time import perf_counter
+
+import numpy as np
+
+from mpipipe import arrays
+
+WARMUP = 2
+BLOCK = 1 << 20
+LEADS = 5  # attempts to get the host ahead, each with twice the work in front
+
+
+def seconds(call, repeats: int, warmup: int = WARMUP) -> float:
+    """Median device time of `call()`, whose work goes to the current stream; the first `warmup` calls do not count."""
+    for _ in range(warmup):
+        call()
+    marks = []
+    for _ in range(repeats):
+        start = arrays.record(timing=True)
+        call()
+        marks.append((start, arrays.record(timing=True)))
+    marks[-1][1].synchronize()
+    return median(arrays.seconds_between(start, end) for start, end in marks)
+
+
+def seconds_behind(work, call, repeats: int) -> tuple[float, bool]:
+    """Median device time of `call()` that begins only when all of it is queued, and whether it always did.
+
+    Enough of `work()` goes in front that the host has launched the last kernel of `call()` before the device comes to
+    the first: no latency of the host is in the result.
+    """
+    each = seconds(work, 3)
+    arrays.stream().synchronize()
+    began = perf_counter()
+    call()
+    turns = 2 + int(3 * (perf_counter() - began) / max(each, 1e-6))
+    times, always = [], True
+    for _ in range(repeats):
+        for _ in range(LEADS):
+            arrays.stream().synchronize()
+            for _ in range(min(turns, 1 << 8)):  # a GPU's queue holds about 2^10 launches
+                work()
+            start = arrays.record(timing=True)
+            call()
+            end = arrays.record(timing=True)
+            ahead = not arrays.is_done(start)
+            end.synchronize()
+            if ahead:
+                break
+            turns *= 2
+        always &= ahead
+        times.append(arrays.seconds_between(start, end))
+    return median(times), always
+
+
+def normal(shape, dtype: str, seed: int = 0):
+    """A device array of random values; those of a long one repeat after 2^20."""
+    count, kind = int(np.prod(shape)), arrays.dtype(dtype)
+    values = np.random.default_rng(seed).standard_normal(min(count, BLOCK), np.float32)
+    flat = arrays.empty((count,), kind, "cuda")
+    arrays.upload(values.astype(kind), flat[: values.size])
+    done = values.size
+    while done < count:
+        more = min(done, count - done)
+        arrays.copy_into(flat[done : done + more], flat[:more])
+        done += more
+    return flat.reshape(shape)

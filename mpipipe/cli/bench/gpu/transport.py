@@ -1,0 +1,49 @@
+"""Messages between the GPUs of two ranks: through pinned host memory, and directly where MPI takes device memory.
+
+Two ranks play ping-pong through the mailbox, as in `bench transport`. Two processes on one GPU take turns on it by time
+slices, unless NVIDIA's MPS runs: most of what is measured then is waiting for the turn, and no rate of the transports.
+"""
+
+from __future__ import annotations
+
+import socket
+
+from mpipipe import arrays
+from mpipipe.cli.bench.gpu.rows import Row
+from mpipipe.cli.bench.gpu.timing import normal
+from mpipipe.cli.bench.timing import compare
+from mpipipe.cli.bench.transport import PingPong
+from mpipipe.comm import gpu_aware, runtime
+from mpipipe.comm.gpu_aware import Verdict
+from mpipipe.comm.transport import make_transport
+
+SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 24, 1 << 26)
+QUICK = dict(repeats=3, sizes=(1 << 16, 1 << 24))
+
+
+def measure(repeats=10, sizes=SIZES, comm=None):
+    """Yield a row for each size and transport; collective over the two ranks of `comm` (None: COMM_WORLD)."""
+    comm = runtime.resolve(comm)
+    verdict = gpu_aware.detect(comm)
+    ways = {"staged": Verdict(False, "measured")}
+    if verdict.direct:
+        ways["direct"] = verdict
+    shared = len(set(comm.allgather((socket.gethostname(), arrays.cupy().cuda.runtime.getDevice())))) < comm.size
+    note = ", by processes that take turns on one GPU: no rate of the transport" if shared else ""
+    for size in sizes:
+        rates = {}
+        for name, way in ways.items():
+            rates[name] = _rate(comm, make_transport(comm, 1, False, "cuda", way), size, repeats)
+        staged = rates.pop("staged")
+        yield Row(f"staged, {size} B{note}", staged, "GB/s")
+        for name, rate in rates.items():
+            goal = "none" if shared else "above 1 for large messages"
+            yield Row(f"{name}, {size} B{note}", rate, "GB/s", "staged", staged, goal)
+
+
+def _rate(comm, transport, size, repeats):
+    count = max(2, min(50, (1 << 26) // size))
+    game = PingPong(comm, transport, normal((size // 4,), "float32"), count)
+    (seconds,) = compare(comm, [game], repeats)
+    transport.close()
+    return 2 * count * size / seconds / 1e9
