@@ -17,6 +17,7 @@ Host arrays, headers for example, go along with the others, in the same order.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 
 import numpy as np
@@ -30,7 +31,7 @@ RING = 8  # chunks in pinned memory and in use, each way, beyond the first one o
 DEPTH = 3  # chunks of one message at once: one is copied, one is on the wire, one is about to be
 
 
-class _DeviceTransport:
+class _DeviceTransport(ABC):
     """What both kinds have in common.
 
     Parameters
@@ -71,12 +72,13 @@ class _DeviceTransport:
             ready = self.retired.pop(id(array))[0] if id(array) in self.retired else arrays.record()
         return self._begin(self.receives, self._incoming(array, (peer, channel, tag), ready))
 
+    @abstractmethod
     def _outgoing(self, array, name, ready) -> _Message:
         """The message that sends `array`, a device array once the event `ready` is done, a host array at once."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _incoming(self, array, name, ready) -> _Message:
-        raise NotImplementedError
+        """The same for one that is received."""
 
     def _begin(self, messages, message):
         messages.append(message)
@@ -119,7 +121,7 @@ def _advance(messages):
     messages[:] = [message for message in messages if not message.finished]
 
 
-class _Message:
+class _Message(ABC):
     """A request.
 
     Attributes
@@ -132,12 +134,13 @@ class _Message:
         self.transport, self.messages, self.name, self.array, self.ready = transport, messages, name, array, ready
         self.posted = self.finished = False
 
+    @abstractmethod
     def advance(self):
         """Take the next steps, if any can be taken; never waits."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _withdraw(self):
-        raise NotImplementedError
+        """Cancel what MPI has of it."""
 
     def Test(self) -> bool:
         if not self.finished:
