@@ -120,8 +120,8 @@ class Ring:
 
     def _rotation(self, device) -> Rotation:
         """What moves blocks of arrays on this device; one for all rings on the communicator."""
-        make = lambda: Rotation(self._given, runtime.synchronous_sends(), device)  # noqa: E731
-        return private(self._given, ("ring", device), make)
+        comm = self._given
+        return private(comm, ("ring", device), lambda: Rotation(comm, runtime.synchronous_sends(), device))
 
     def _start(self, outgoing, dest, incoming, source):
         self.bytes_sent += outgoing.nbytes
