@@ -6,43 +6,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference_attention import NAMES, agrees, dense
+from tolerance import within
 
 from mpipipe import attention
 from mpipipe.arrays import dtype
 from mpipipe.attention.layout import KINDS, Layout
 from mpipipe.comm import inprocess
 from mpipipe.errors import ArgumentError, MismatchError
-
-
-def dense(q, k, v, dout, causal=True, window=None, documents=None, scale=None):
-    """(out, lse, dq, dk, dv) in float64; rows that see nothing give zeros and -inf."""
-    q, k, v, dout = (np.asarray(x, np.float64) for x in (q, k, v, dout))
-    group = q.shape[2] // k.shape[2]
-    scale = q.shape[3] ** -0.5 if scale is None else scale
-    i, j = np.arange(q.shape[1])[:, None], np.arange(k.shape[1])[None, :]
-    seen = np.ones((i.size, j.size), bool)
-    if causal:
-        seen &= j <= i
-    if window is not None:
-        seen &= i - j < window
-    if documents is not None:
-        seen &= np.searchsorted(documents, i, "right") == np.searchsorted(documents, j, "right")
-    wide_k, wide_v = np.repeat(k, group, 2), np.repeat(v, group, 2)
-    scores = np.where(seen, scale * np.einsum("bihd,bjhd->bhij", q, wide_k), -np.inf)
-    high = np.where(seen.any(1)[:, None], scores.max(-1, initial=-np.inf, keepdims=True), 0)
-    weights = np.exp(scores - high)
-    total = weights.sum(-1, keepdims=True)
-    with np.errstate(divide="ignore"):
-        lse = (high + np.log(total))[..., 0]
-    weights /= np.where(total == 0, 1, total)
-    out = np.einsum("bhij,bjhd->bihd", weights, wide_v)
-    slopes = np.einsum("bihd,bjhd->bhij", dout, wide_v)
-    slopes = weights * (slopes - (weights * slopes).sum(-1, keepdims=True))
-    dq = scale * np.einsum("bhij,bjhd->bihd", slopes, wide_k)
-    dk = scale * np.einsum("bhij,bihd->bjhd", slopes, q)
-    dv = np.einsum("bhij,bihd->bjhd", weights, dout)
-    grouped = (*k.shape[:3], group, -1)
-    return out, lse, dq, dk.reshape(*grouped).sum(3), dv.reshape(*grouped).sum(3)
 
 
 def arrays(seq, keys=None, batch=2, heads=4, kv_heads=2, dim=8, value_dim=None, dtype=np.float64, size=1.0, seed=0):
@@ -73,12 +44,6 @@ def through_ring(comm, whole, **options):
     return result, sent
 
 
-def agrees(found, expected, tolerance):
-    for name, one, other in zip(("out", "lse", "dq", "dk", "dv"), found, expected):
-        size = np.max(np.abs(other), where=np.isfinite(other), initial=1)
-        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance * size, err_msg=name)
-
-
 @st.composite
 def cases(draw):
     ranks = draw(st.integers(1, 8))
@@ -103,7 +68,7 @@ def test_any_ring_equals_dense_attention(case, synchronous):
     segments = None if documents is None else np.searchsorted(documents, np.arange(seq), "right")
     options = dict(causal=causal, layout=layout, window=window, segments=segments, rotation=rotation)
     found = inprocess.run(ranks, lambda comm: through_ring(comm, whole, **options)[0], synchronous=synchronous)
-    agrees(found[0], dense(*whole, causal, window, documents), 1e-12)
+    agrees(found[0], dense(*whole, causal, window, documents))
 
 
 MASKS = [
@@ -120,21 +85,21 @@ def test_real_ranks_equal_dense_attention(comm, monkeypatch, layout, mask):
     found, _ = through_ring(comm, whole, layout=layout, **mask)
     lengths = mask.get("segments")
     documents = None if lengths is None else [0, *np.cumsum(lengths)]
-    agrees(found, dense(*whole, mask["causal"], mask.get("window"), documents), 1e-12)
+    agrees(found, dense(*whole, mask["causal"], mask.get("window"), documents))
 
 
 @pytest.mark.parametrize("seq", [1, 3, 64, 1000])
 @pytest.mark.parametrize("layout", KINDS)
 def test_lengths_on_real_ranks(comm, layout, seq):
     whole = arrays(seq, batch=1, heads=2, kv_heads=1)
-    agrees(through_ring(comm, whole, layout=layout)[0], dense(*whole), 1e-12)
+    agrees(through_ring(comm, whole, layout=layout)[0], dense(*whole))
 
 
 def test_4096_positions(comm):
     whole = arrays(4096, batch=1, heads=1, kv_heads=1, dim=64)
     found, _ = through_ring(comm, whole)
     if comm.rank == 0:  # the reference takes its time
-        agrees(found, dense(*whole), 1e-12)
+        agrees(found, dense(*whole))
 
 
 @pytest.mark.parametrize("dim, value_dim", [(8, 8), (64, 64), (80, 80), (128, 128), (64, 32)])
@@ -142,7 +107,7 @@ def test_float32(comm, dim, value_dim):
     whole = arrays(257, batch=1, dim=dim, value_dim=value_dim, dtype=np.float32)
     found, _ = through_ring(comm, whole)
     assert all(array.dtype == np.float32 for array in found)
-    agrees(found, dense(*whole), 5e-6)
+    agrees(found, dense(*whole))
 
 
 @pytest.mark.parametrize("kind", ["float16", "bfloat16"])
@@ -152,14 +117,11 @@ def test_half_precision_does_not_suffer_from_the_ring(comm, kind):
     found, _ = through_ring(comm, whole)
     assert [x.dtype.name for x in found] == [kind, "float32", kind, kind, kind]
     expected = dense(*whole)
-    step = 2.0**-8 if kind == "bfloat16" else 2.0**-11
+    agrees(found, expected)
     rounding = lambda x: x.astype(whole[0].dtype).astype(float) - x  # noqa: E731
-    np.testing.assert_allclose(found[1], expected[1], atol=1e-5)
-    for at in (0, 4):
+    for at in (0, 4):  # 1.02: float32 adds 2^-13 of this error at most, bfloat16 and float16 being 2^16 and 2^13 coarser
         error = found[at].astype(float) - expected[at]
         assert np.sqrt((error**2).mean()) <= 1.02 * np.sqrt((rounding(expected[at]) ** 2).mean())
-    for at in (2, 3):  # the output of the forward enters them rounded
-        np.testing.assert_allclose(found[at].astype(float), expected[at], atol=4 * step * np.abs(expected[at]).max())
 
 
 @pytest.mark.parametrize("kind", ["float16", "bfloat16"])
@@ -168,23 +130,19 @@ def test_half_precision_in_rings_of_any_size(kind, ranks):
     whole = [x.astype(dtype(kind)) for x in arrays(31, dim=5, value_dim=3)]
     for mask in (dict(), dict(causal=False), dict(window=6)):
         found = inprocess.run(ranks, lambda comm, mask=mask: through_ring(comm, whole, **mask)[0])
-        agrees(found[0], dense(*whole, **{"causal": True, **mask}), 0.02 if kind == "bfloat16" else 0.004)
+        agrees(found[0], dense(*whole, **{"causal": True, **mask}))
 
 
 @pytest.mark.parametrize("layout", KINDS)
 def test_extreme_scores(comm, layout):
-    """Logits of ten thousand on both sides, and keys that are all the same.
-
-    Gradients are differences of terms of size |dout| |v| |q| = 1e7 here, and a score of 1e5 is known to 1e-11 only: hence
-    the tolerance.
-    """
+    """Logits of ten thousand on both sides, and keys that are all the same."""
     q, k, v, dout = arrays(100, size=40.0)
     q *= 25
     assert np.abs(np.einsum("bihd,bjhd->bhij", q[:, :, ::2], k)).max() > 1e4
     with np.errstate(over="raise", invalid="raise"):
-        agrees(through_ring(comm, [q, k, v, dout], layout=layout)[0], dense(q, k, v, dout), 1e-6)
+        agrees(through_ring(comm, [q, k, v, dout], layout=layout)[0], dense(q, k, v, dout))
         k[...] = k[:, :1]
-        agrees(through_ring(comm, [q, k, v, dout], layout=layout)[0], dense(q, k, v, dout), 1e-6)
+        agrees(through_ring(comm, [q, k, v, dout], layout=layout)[0], dense(q, k, v, dout))
 
 
 def test_rows_that_see_no_key(comm):
@@ -210,8 +168,10 @@ def test_two_disjoint_rings_and_the_functions(comm):
         out, saved = attention.ring_attention(*mine[:3], half, layout="striped")
         gradients = attention.ring_attention_backward(mine[3], saved)
     expected = dense(*whole)
-    for array, wanted in zip((out, *gradients), (expected[0], *expected[2:])):
-        np.testing.assert_allclose(array, layout.shard(wanted, half.rank), rtol=1e-12, atol=1e-12)
+    found = dict(zip(("out", "dq", "dk", "dv"), (out, *gradients)))
+    for name, wanted, allowed in zip(NAMES, expected, expected.bounds(np.float64)):
+        if name in found:
+            within(found[name], layout.shard(wanted, half.rank), layout.shard(allowed, half.rank), name)
     half.Free()
 
 
@@ -292,4 +252,4 @@ def test_wrong_options(comm, options, match):
 @pytest.mark.parametrize("dim", [8, 64, 80, 128])
 def test_head_dims_and_grouped_heads_in_float64(comm, dim, kv_heads):
     whole = arrays(61, batch=1, heads=8, kv_heads=kv_heads, dim=dim, value_dim=dim // 2)
-    agrees(through_ring(comm, whole)[0], dense(*whole), 1e-12)
+    agrees(through_ring(comm, whole)[0], dense(*whole))
