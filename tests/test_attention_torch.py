@@ -6,7 +6,9 @@ import sys
 
 import numpy as np
 import pytest
-from test_attention_ring import agrees, arrays, dense, through_ring
+from reference_attention import agrees, dense
+from test_attention_ring import arrays, through_ring
+from tolerance import close, largest
 
 from mpipipe import attention
 from mpipipe.arrays import dtype
@@ -57,7 +59,10 @@ def test_slices_equal_those_of_the_host_kernel(
     q, k, v, dout = arrays(300, heads=heads, kv_heads=kv_heads, value_dim=value_dim)
     rows = sorted((part.q_start, part.q_stop) for part in slices)
     merge = rows != [(0, 300)]
-    agrees(both(torch_cpu, q, k, v, dout, slices, merge=merge), both(host, q, k, v, dout, slices, merge=merge), 1e-12)
+    found, expected = (both(kernel, q, k, v, dout, slices, merge=merge) for kernel in (torch_cpu, host))
+    score = 0.3 * 8 * largest(q) * largest(k)  # an error of it is a relative one of a weight
+    for one, other in zip(found, expected):
+        close(one, other, 300 + 8, (1 + 2 * score) * largest(other))
 
 
 def test_it_is_called_for_all_that_it_can_do(torch_cpu, monkeypatch):
@@ -91,13 +96,13 @@ def test_calls_of_one_key_head_or_several_give_the_same(torch_cpu, monkeypatch):
 def test_a_ring_equals_dense_attention(torch_cpu, ranks, layout, mask):
     whole = arrays(61, heads=4, kv_heads=2)
     found = inprocess.run(ranks, lambda comm: through_ring(comm, whole, layout=layout, **mask)[0])
-    agrees(found[0], dense(*whole, mask["causal"], mask.get("window")), 1e-12)
+    agrees(found[0], dense(*whole, mask["causal"], mask.get("window")))
 
 
 def test_float32(torch_cpu):
     whole = arrays(257, batch=1, dim=64, dtype=np.float32)
     found = inprocess.run(2, lambda comm: through_ring(comm, whole)[0])
-    agrees(found[0], dense(*whole), 5e-6)
+    agrees(found[0], dense(*whole))
 
 
 def test_arrays_that_pytorch_cannot_share(torch_cpu):
@@ -108,7 +113,7 @@ def test_arrays_that_pytorch_cannot_share(torch_cpu):
         array.flags.writeable = False
     attend = attention.Local()
     out, saved = attend.forward(q, k[:, ::-1], v)
-    agrees((out, saved[4], *attend.backward(dout, saved)), expected, 1e-12)
+    agrees((out, saved[4], *attend.backward(dout, saved)), expected)
 
 
 def test_nan_stays_visible(torch_cpu):
