@@ -294,8 +294,7 @@ def test_no_nan_where_all_scores_are_very_negative(gpu, library, seq, keys):
     found, launched = through_local(whole, gpu, causal=False)
     expected = reference(whole, causal=False)
     assert expected[1].max() < -100
-    agrees(found[:2], expected[:2], "bfloat16")
-    assert all(np.isfinite(x.astype(np.float64)).all() for x in found)
+    agrees(found, expected, "bfloat16")
     assert gpu.real or "sdpa_backward" in launched
 
 
