@@ -7,14 +7,13 @@ import math
 
 import numpy as np
 import pytest
+from tolerance import close, largest
 
 from mpipipe import arrays, nn
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import random
 
 KINDS = ("float32", "float64", "float16", "bfloat16")
-ROUNDING = {"float32": 2.0**-24, "float64": 2.0**-53, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-TINY = {"float32": 1e-37, "float64": 1e-300, "float16": 2.0**-24, "bfloat16": 1e-37}
 
 
 @pytest.fixture
@@ -41,16 +40,14 @@ def device(values, kind, skew=0):
     return arrays.upload(room)[skew:].reshape(host.shape), host.astype(np.float64)
 
 
-def check(found, expected, kind, slack=8.0, scale=None):
-    """Rounded once to `kind`, after errors of `slack` roundings of its accumulator relative to `scale`."""
+def check(found, expected, kind, operations=4, size=None):
+    """So many operations in the accumulator of `kind` on terms of this size, and one rounding to `kind`.
+
+    Functions count as the units in the last place by which CUDA's may err: up to 2 for expf, 4 for tanhf, 1 for a root.
+    """
     found = arrays.download(found)
-    expected = np.asarray(expected, np.float64)
-    assert found.dtype == kind and found.shape == expected.shape
-    wide = ROUNDING[arrays.accumulator(kind).name]
-    size = np.abs(expected)
-    bound = ROUNDING[kind.name] * size * 1.01 + slack * wide * (size if scale is None else scale) + TINY[kind.name]
-    wrong = np.abs(found.astype(np.float64) - expected)
-    assert (wrong <= bound).all(), (wrong / bound).max()
+    assert found.dtype == kind
+    close(found, expected, operations, size, dtype=arrays.accumulator(kind))
 
 
 def same_bits(first, second):
@@ -86,8 +83,8 @@ def test_single_elements(cuda, kind, draw, size, skew):
     y, hy = device(draw(size), kind, skew)
     check(cuda.add(x, y), hx + hy, kind)
     check(cuda.scale(x, 0.3), hx * 0.3, kind)
-    check(cuda.gelu(x), gelu(hx), kind, 40, 1)
-    check(cuda.gelu_backward(y, x), hy * gelu_slope(hx), kind, 40, np.abs(hy))
+    check(cuda.gelu(x), gelu(hx), kind, 20, 1 + np.abs(hx))
+    check(cuda.gelu_backward(y, x), hy * gelu_slope(hx), kind, 20, np.abs(hy) * (1 + np.abs(hx)))
     grad, hgrad = accumulated(draw(size), kind)
     part, hpart = accumulated(draw(size), kind)
     cuda.accumulate(grad, part)
@@ -117,13 +114,14 @@ def test_activations_of_extreme_values(cuda, kind):
         slope[np.abs(hx) > 50] = hx[np.abs(hx) > 50] > 0
         silu = np.where(hx < -1e3, 0, hx * sigmoid(hx))
     for found, wanted in ((cuda.gelu(x), expected), (cuda.gelu_backward(ones, x), slope)):
-        found = arrays.download(found).astype(np.float64)
+        found = arrays.download(found)
         assert np.isnan(found[-1]) and np.isfinite(found[:-1]).all()
-        np.testing.assert_allclose(found[:-1], wanted[:-1], 2 * ROUNDING[kind.name], 1e-5)
+        size = np.minimum(np.abs(hx), 50) + np.abs(wanted) + 1  # beyond 50 the tanh is one
+        close(found[:-1], wanted[:-1], 20, size[:-1], dtype=arrays.accumulator(kind))
     both = arrays.upload(np.stack([values, np.ones(12)], 1).astype(kind))
-    inner = arrays.download(cuda.swiglu(both)).astype(np.float64)
+    inner = arrays.download(cuda.swiglu(both))
     assert np.isnan(inner[-1, 0])
-    np.testing.assert_allclose(inner[:-1, 0], silu[:-1], 4 * ROUNDING[kind.name], 1e-30 if kind.itemsize > 2 else 1e-4)
+    close(inner[:-1, 0], silu[:-1], 10, dtype=arrays.accumulator(kind))
     dboth, _ = cuda.swiglu_backward(both, ones.reshape(12, 1))
     dboth = arrays.download(dboth).astype(np.float64)
     assert np.isnan(dboth[-1]).all() and np.isfinite(dboth[:-1]).all()
@@ -135,11 +133,11 @@ def test_swiglu(cuda, kind, draw, rows, hidden, skew):
     d, hd = device(draw(rows, hidden), kind, skew)
     gate, up = h[:, :hidden], h[:, hidden:]
     s = sigmoid(gate)
-    check(cuda.swiglu(both), gate * s * up, kind, 20)
+    check(cuda.swiglu(both), gate * s * up, kind, 10)
     dboth, inner = cuda.swiglu_backward(both, d)
     expected = np.concatenate([hd * up * (s + gate * s * (1 - s)), hd * gate * s], 1)
-    check(dboth, expected, kind, 20, np.abs(np.concatenate([hd * up, hd * gate], 1)))
-    check(inner, gate * s * up, kind, 20)
+    check(dboth, expected, kind, 10, np.abs(np.concatenate([hd * up, hd * gate], 1)))
+    check(inner, gate * s * up, kind, 10)
 
 
 @pytest.mark.parametrize("source", KINDS)
@@ -204,12 +202,11 @@ def test_products(cuda, kind, draw, rows, inputs, outputs):
     b, hb = device(draw(outputs), kind)
     dy, hdy = device(draw(rows, outputs), kind)
     grad, hgrad = accumulated(draw(outputs, inputs), kind)
-    check(cuda.linear(x, w), hx @ hw.T, kind, 4, np.abs(hx) @ np.abs(hw.T) + 1)
-    double = ROUNDING[kind.name] if kind.itemsize == 2 else 0  # y holds the bias before the product is added
-    check(cuda.linear(x, w, b), hx @ hw.T + hb, kind, 4, np.abs(hx) @ np.abs(hw.T) + np.abs(hb) + double)
-    check(cuda.linear_input(dy, w), hdy @ hw, kind, 4, np.abs(hdy) @ np.abs(hw) + 1)
+    check(cuda.linear(x, w), hx @ hw.T, kind, inputs, np.abs(hx) @ np.abs(hw.T))
+    check(cuda.linear(x, w, b), hx @ hw.T + hb, kind, inputs + 1, np.abs(hx) @ np.abs(hw.T) + np.abs(hb))
+    check(cuda.linear_input(dy, w), hdy @ hw, kind, outputs, np.abs(hdy) @ np.abs(hw))
     cuda.linear_weight(dy, x, grad)
-    check(grad, hgrad + hdy.T @ hx, grad.dtype, 4, np.abs(hdy.T) @ np.abs(hx) + np.abs(hgrad))
+    check(grad, hgrad + hdy.T @ hx, grad.dtype, rows + 1, np.abs(hdy.T) @ np.abs(hx) + np.abs(hgrad))
 
 
 @pytest.mark.parametrize(
@@ -220,7 +217,7 @@ def test_sum_rows(cuda, kind, draw, rows, width, skew):
     grad, hgrad = accumulated(draw(width), kind)
     again = arrays.copy(grad)
     cuda.sum_rows(x, grad)
-    check(grad, hgrad + hx.sum(0), grad.dtype, 8, np.abs(hx).sum(0) + np.abs(hgrad))
+    check(grad, hgrad + hx.sum(0), grad.dtype, rows + 1, np.abs(hx).sum(0) + np.abs(hgrad))
     cuda.sum_rows(x, again)
     assert same_bits(grad, again)
 
@@ -242,8 +239,9 @@ def check_norm(cuda, kind, draw, rows, width, centred, skew=0):
     y, hscale, normal = normalised(hx, hgain, hbias * centred, 1e-5, centred)
     name, more = ("layer_norm", (bias,)) if centred else ("rms_norm", ())
     found, scale = getattr(cuda, name)(x, gain, *more, 1e-5)
-    check(found, y, kind, 60, np.abs(y) + 4)
-    check(scale, hscale, scale.dtype, 60)
+    terms = hscale[:, None] * (np.abs(hx) + np.abs(hx).mean(1, keepdims=True) * centred)  # of a normalised number
+    check(found, y, kind, 2 * width + 8, np.abs(hgain) * terms + np.abs(hbias) * centred)
+    check(scale, hscale, scale.dtype, 2 * width + 8, hscale * (1 + terms.max(1, initial=0)))
     product = hgain * hdy
     dx = hscale[:, None] * (
         product
@@ -251,10 +249,12 @@ def check_norm(cuda, kind, draw, rows, width, centred, skew=0):
         - product.mean(1, keepdims=True) * centred
     )  # fmt: skip
     results = getattr(cuda, f"{name}_backward")(dy, x, scale, gain)
-    check(results[0], dx, kind, 100, hscale[:, None] * (np.abs(product) + 4))
+    size = np.abs(product) + terms * (np.abs(product) * terms).mean(1, keepdims=True)
+    size = hscale[:, None] * (size + np.abs(product).mean(1, keepdims=True) * centred)
+    check(results[0], dx, kind, 3 * width + 12, size)
     sums = [(hdy * normal).sum(0), hdy.sum(0)]
     for part, total in zip(results[1:], sums):
-        check(part, total, part.dtype, 40, np.abs(hdy * (normal + 1)).sum(0) + 1)
+        check(part, total, part.dtype, rows + 2 * width + 8, (np.abs(hdy) * (terms + 1)).sum(0))
     again = getattr(cuda, f"{name}_backward")(dy, x, scale, gain)
     assert len(results) == 2 + centred and all(same_bits(a, b) for a, b in zip(results, again))
 
@@ -306,10 +306,10 @@ def test_rotate(cuda, kind, draw, dim, back):
     expected = rotated(host, positions, 1e4, back)
     target = arrays.empty(host.shape, kind, "cuda")
     cuda.rotate(whole, table, target, back)
-    check(target, expected, kind, 8, np.abs(host).max())
+    check(target, expected, kind, 4, largest(host))
     cuda.rotate(whole[:, :, 1:4], table, whole[:, :, 1:4], back=back)
     host[:, :, 1:4] = expected[:, :, 1:4]
-    check(whole, host, kind, 8, np.abs(host).max())
+    check(whole, host, kind, 4, largest(host))
 
 
 def test_rotate_uses_the_first_rows_of_a_longer_table_and_any_strides(cuda, kind, draw):
@@ -319,7 +319,7 @@ def test_rotate_uses_the_first_rows_of_a_longer_table_and_any_strides(cuda, kind
     cuda.rotate(x[..., 1:], table[:4], target)
     result = arrays.empty((1, 4, 3, 8), kind, "cuda")
     cuda.copy(target, result)
-    check(result, rotated(host[..., 1:], np.arange(4), 1e4, False), kind, 8, np.abs(host).max())
+    check(result, rotated(host[..., 1:], np.arange(4), 1e4, False), kind, 4, largest(host))
     cuda.rotate(x[:, :0, :, 1:], table[:0], result[:, :0])
 
 
@@ -329,7 +329,7 @@ def test_turns_agree_with_the_host(cuda, draw):
     expected = np.empty_like(host)
     nn.kernels.of("cpu").rotate(host, nn.kernels.of("cpu").turns(np.array([3, 9, 4]), 8, 100.0, kind), expected)
     cuda.rotate(x, cuda.turns(np.array([3, 9, 4]), 8, 100.0, kind, "cuda"), x)
-    check(x, expected, kind, 8, 4)
+    check(x, expected, kind, 4, largest(host))
 
 
 # -- embedding --------------------------------------------------------------------------------------------------------
@@ -357,7 +357,7 @@ def check_embed_backward(cuda, kind, draw, ids, vocab, dim, skew=0):
     np.add.at(expected, ids[inside], hdy[inside])
     np.add.at(scale, ids[inside], np.abs(hdy[inside]))
     cuda.embed_backward(dy, arrays.upload(ids), grad)
-    check(grad, expected, grad.dtype, 12, scale)
+    check(grad, expected, grad.dtype, len(ids) + 1, scale)
     cuda.embed_backward(dy, arrays.upload(ids.astype(np.int32)), again)
     assert same_bits(grad, again)
 
@@ -408,14 +408,18 @@ def test_dropout_draws_the_mask_of_the_host(cuda, kind, draw, size, skew):
 
 
 def cross_entropy(logits, ids):
+    """(value, gradient, sizes of the terms of both)"""
     with np.errstate(invalid="ignore", over="ignore"):
         shifted = logits - logits.max(1, keepdims=True)
         exps = np.exp(shifted)
         sums = exps.sum(1, keepdims=True)
         value = np.mean(np.log(sums[:, 0]) - shifted[np.arange(len(ids)), ids])
-        gradient = exps / sums
-    gradient[np.arange(len(ids)), ids] -= 1
-    return value, gradient / len(ids)
+        shares = exps / sums
+    one_hot = np.arange(logits.shape[1]) == ids[:, None]
+    apart = np.where(shares > 0, np.abs(shifted), 0)  # errors of an exponent are relative ones of its exponential
+    size = shares * (1 + apart) + one_hot
+    largest_pick = largest(shifted[one_hot])
+    return value, (shares - one_hot) / len(ids), 1 + largest_pick + (shares * apart).sum(1).max(), size / len(ids)
 
 
 @pytest.mark.parametrize("rows, vocab", [(1, 1), (3, 17), (5, 256), (2, 1031), (1, 33001)])
@@ -423,11 +427,10 @@ def test_softmax_cross_entropy(cuda, kind, draw, rows, vocab):
     logits, host = device(draw(rows, vocab) * 3, kind)
     ids = np.arange(rows) * 7 % vocab
     value, gradient = cuda.softmax_cross_entropy(logits, arrays.upload(ids), 4.0)
-    expected, slope = cross_entropy(host, ids)
-    loose = 1e-9 if kind.itemsize == 8 else 1e-5
+    expected, slope, *sizes = cross_entropy(host, ids)
     assert value.shape == () and value.dtype == np.float64
-    assert math.isclose(float(arrays.download(value)), expected, rel_tol=loose, abs_tol=loose)
-    check(gradient, slope * 4, kind, 400, (np.abs(slope) + 2.0**-20) * 4)
+    close(arrays.download(value), expected, vocab + 8, sizes[0], dtype=arrays.accumulator(kind))
+    check(gradient, slope * 4, kind, vocab + 8, sizes[1] * 4)
     again = cuda.softmax_cross_entropy(logits, arrays.upload(ids.astype(np.int32)), 4.0)
     assert same_bits(value, again[0]) and same_bits(gradient, again[1])
 
@@ -443,9 +446,9 @@ def test_softmax_cross_entropy_of_extreme_logits(cuda, kind, draw):
     logits, host = device(values, kind)
     ids = np.array([5, 6, 7, 0, 39, 1, 2])
     value, gradient = cuda.softmax_cross_entropy(logits, arrays.upload(ids))
-    expected, slope = cross_entropy(host, ids)
-    assert math.isclose(float(arrays.download(value)), expected, rel_tol=1e-5)
-    np.testing.assert_allclose(arrays.download(gradient).astype(np.float64), slope, 1e-2, 1e-5)
+    expected, slope, *sizes = cross_entropy(host, ids)
+    close(arrays.download(value), expected, 40 + 8, sizes[0], dtype=arrays.accumulator(kind))
+    check(gradient, slope, kind, 40 + 8, sizes[1])
 
 
 def test_softmax_cross_entropy_shows_nan_and_ids_outside(cuda, kind, draw):
@@ -465,9 +468,9 @@ def test_softmax_cross_entropy_where_rows_start_between_words(cuda, kind, draw):
     logits, host = device(draw(3, 50), kind, 3)
     ids = np.array([49, 0, 3])
     value, gradient = cuda.softmax_cross_entropy(logits, arrays.upload(ids))
-    expected, slope = cross_entropy(host, ids)
-    assert math.isclose(float(arrays.download(value)), expected, rel_tol=1e-5)
-    check(gradient, slope, kind, 400, np.abs(slope) + 2.0**-20)
+    expected, slope, *sizes = cross_entropy(host, ids)
+    close(arrays.download(value), expected, 50 + 8, sizes[0], dtype=arrays.accumulator(kind))
+    check(gradient, slope, kind, 50 + 8, sizes[1])
 
 
 @pytest.mark.parametrize("shape, skew", [((1,), 0), ((3, 700), 0), ((5, 7), 1)])
@@ -478,8 +481,9 @@ def test_mean_squared_error(cuda, kind, draw, shape, skew):
         value, gradient = cuda.mean_squared_error(output, target, 3.0)
         expected = np.mean((y - wanted) ** 2)
         assert value.shape == () and value.dtype == np.float64
-        assert math.isclose(float(arrays.download(value)), expected, rel_tol=1e-6)
-        check(gradient, 6 * (y - wanted) / y.size, kind, 8, (np.abs(y) + np.abs(wanted)) * 6 / y.size)
+        size = np.abs(y) + np.abs(wanted)  # a difference is taken in the accumulator dtype, its square in float64
+        close(arrays.download(value), expected, 4, np.mean(size**2), dtype=arrays.accumulator(kind))
+        check(gradient, 6 * (y - wanted) / y.size, kind, 4, size * 6 / y.size)
         assert same_bits(value, cuda.mean_squared_error(output, target, 3.0)[0])
 
 
@@ -497,11 +501,12 @@ def test_adamw(cuda, draw, name, size, skew):
     numbers = dict(b1=0.9, b2=0.95, eps=1e-6, rate=0.1, correction1=0.3, correction2=0.2, shrink=0.99, g_scale=0.5)
     cuda.adamw(p, g, m, v, **numbers)
     m2, v2 = 0.9 * hm + (1 - 0.9) * 0.5 * hg, 0.95 * hv + (1 - 0.95) * 0.25 * hg * hg
-    check(m, m2, kind, 8, np.abs(hm) + np.abs(hg))
-    check(v, v2, kind, 8)
+    check(m, m2, kind, 4, np.abs(hm) + np.abs(hg))
+    check(v, v2, kind, 4)
     step = 0.1 * (m2 / 0.3) / (np.sqrt(v2 / 0.2) + 1e-6)
-    check(p, 0.99 * hp - step, kind, 80, np.abs(hp) + (np.abs(hm) + np.abs(hg)) / np.sqrt(v2 + 1e-9))
-    check(g, hg, kind, 0)
+    largest_step = 0.1 * (0.9 * np.abs(hm) + 0.05 * np.abs(hg)) / 0.3 / (np.sqrt(v2 / 0.2) + 1e-6)
+    check(p, 0.99 * hp - step, kind, 16, np.abs(hp) + largest_step)
+    np.testing.assert_array_equal(arrays.download(g), hg)
 
 
 @pytest.mark.parametrize("name", MASTERS)
@@ -509,14 +514,14 @@ def test_adamw(cuda, draw, name, size, skew):
 def test_sgd(cuda, draw, name, size, skew):
     kind = arrays.dtype(name)
     (p, hp), (g, hg), (u, hu) = (device(draw(size), kind, skew) for _ in range(3))
-    scale = 8 * (np.abs(hp) + np.abs(hg) + np.abs(hu))
+    size = np.abs(hp) + np.abs(hg) + np.abs(hu)
     cuda.sgd(p, g, None, momentum=0.0, decay=0.1, rate=0.2, g_scale=0.5)
     hp = hp - 0.2 * (0.5 * hg + 0.1 * hp)
-    check(p, hp, kind, 4, scale)
+    check(p, hp, kind, 8, size)
     cuda.sgd(p, g, u, momentum=0.9, decay=0.1, rate=0.2, g_scale=0.5)
     hu = 0.9 * hu + 0.5 * hg + 0.1 * hp
-    check(u, hu, kind, 4, scale)
-    check(p, hp - 0.2 * hu, kind, 4, scale)
+    check(u, hu, kind, 8, size)
+    check(p, hp - 0.2 * hu, kind, 8, size)
 
 
 def test_sums_of_squares_of_pieces_anywhere(cuda, kind, draw, monkeypatch):
@@ -525,17 +530,18 @@ def test_sums_of_squares_of_pieces_anywhere(cuda, kind, draw, monkeypatch):
     pieces = [(0, 3000), (1, 2), (7, 7), (13, 1413), (2999, 3000), (5, 708)]
     found = arrays.download(cuda.sums_of_squares(flat, pieces))
     assert found.dtype == np.float64
-    np.testing.assert_allclose(found, [np.sum(host[start:stop] ** 2) for start, stop in pieces], 1e-14)
+    close(found, [np.sum(host[start:stop] ** 2) for start, stop in pieces], 3000)
     assert same_bits(found, cuda.sums_of_squares(flat, pieces))
     skewed = arrays.download(cuda.sums_of_squares(flat[1:], [(0, 2999)]))
-    np.testing.assert_allclose(skewed, [np.sum(host[1:] ** 2)], 1e-14)
+    close(skewed, [np.sum(host[1:] ** 2)], 3000)
 
 
 def test_sums_of_squares_show_what_is_not_finite_and_do_not_overflow(cuda):
     values = np.full(300, 1e30, np.float32)
     values[100], values[200] = np.nan, np.inf
     found = arrays.download(cuda.sums_of_squares(arrays.upload(values), [(0, 100), (50, 150), (150, 300)]))
-    assert np.isclose(found[0], 1e62) and np.isnan(found[1]) and np.isinf(found[2])
+    close(found[0], 100 * float(values[0]) ** 2, 100)
+    assert np.isnan(found[1]) and np.isinf(found[2])
     assert cuda.sums_of_squares(arrays.upload(values), []).shape == (0,)
 
 

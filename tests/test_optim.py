@@ -7,12 +7,14 @@ from itertools import permutations
 
 import numpy as np
 import pytest
+from tolerance import bound, close, within
 
 from mpipipe import nn, optim
 from mpipipe.comm import inprocess
 from mpipipe.errors import ArgumentError, NonFiniteError
 
 RANDOM = np.random.default_rng(8)
+NUMBERS = 200 * 300 + 300 + 300 + 300 * 5 + 3 * 5  # in the gradients of `stages`, whose squares a norm adds up
 
 
 def stages(dtype="float64", cuts=((0, 2), (2, 4))):
@@ -33,21 +35,27 @@ def fill(made, step=0, size=1.0):
 
 
 def textbook_adamw(p, gradients, lr, b1, b2, eps, decay):
-    m, v = np.zeros_like(p), np.zeros_like(p)
+    """(parameters, sizes of what was added up to them)"""
+    m, v, size, terms = np.zeros_like(p), np.zeros_like(p), np.zeros_like(p), np.abs(p)
     for t, g in enumerate(gradients, 1):
         p = p - lr * decay * p
         m = b1 * m + (1 - b1) * g
         v = b2 * v + (1 - b2) * g**2
         p = p - lr * (m / (1 - b1**t)) / (np.sqrt(v / (1 - b2**t)) + eps)
-    return p
+        size = b1 * size + (1 - b1) * np.abs(g)
+        terms = terms + lr * (size / (1 - b1**t)) / (np.sqrt(v / (1 - b2**t)) + eps)
+    return p, terms
 
 
 def textbook_sgd(p, gradients, lr, momentum, decay):
-    u = np.zeros_like(p)
+    """(parameters, sizes of what was added up to them)"""
+    u, size, terms = np.zeros_like(p), np.zeros_like(p), np.abs(p)
     for g in gradients:
         u = momentum * u + g + decay * p
         p = p - lr * u
-    return p
+        size = momentum * size + np.abs(g) + decay * terms
+        terms = terms + lr * size
+    return p, terms
 
 
 def run(made, optimizer, steps=5):
@@ -63,12 +71,12 @@ def run(made, optimizer, steps=5):
     return history
 
 
-def check(made, before, history, textbook, tolerance):
+def check(made, before, history, textbook):
     for stage in made:
         for name, found in stage.parameters.items():
-            expected = textbook(before[name], history[name], decays=found.ndim == 2)
+            expected, size = textbook(before[name], history[name], decays=found.ndim == 2)
             assert np.abs(expected - before[name]).max() > 1e-3
-            np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance, err_msg=name)
+            close(found, expected, 12 * len(history[name]), size, what=name)
         gaps = np.ones(stage.parameters.flat.size, bool)
         for name, array in stage.parameters.items():
             gaps[stage.parameters.offsets[name] :][: array.size] = False
@@ -79,9 +87,9 @@ def before(made):
     return {name: array.astype(np.float64) for stage in made for name, array in stage.parameters.items()}
 
 
-@pytest.mark.parametrize("dtype, tolerance", [("float64", 1e-12), ("float32", 2e-6)])
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_adamw_is_the_textbook_one(dtype, tolerance, decay):
+def test_adamw_is_the_textbook_one(dtype, decay):
     made = stages(dtype)
     start = before(made)
     optimizer = optim.AdamW(made, lr=0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=decay)
@@ -90,16 +98,16 @@ def test_adamw_is_the_textbook_one(dtype, tolerance, decay):
     def textbook(p, gradients, decays):
         return textbook_adamw(p, gradients, 0.01, 0.8, 0.9, 1e-6, decay if decays else 0.0)
 
-    check(made, start, history, textbook, tolerance)
+    check(made, start, history, textbook)
     assert [sorted(state) for state in optimizer.state] == [["first", "second"]] * 2
     assert all(
         a.dtype == dtype and a.size == s.parameters.flat.size for s, d in zip(made, optimizer.state) for a in d.values()
     )
 
 
-@pytest.mark.parametrize("dtype, tolerance", [("float64", 1e-12), ("float32", 2e-6)])
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("momentum, decay", [(0.0, 0.0), (0.9, 0.0), (0.0, 0.1), (0.9, 0.1)])
-def test_sgd_is_the_textbook_one(dtype, tolerance, momentum, decay):
+def test_sgd_is_the_textbook_one(dtype, momentum, decay):
     made = stages(dtype)
     start = before(made)
     history = run(made, optim.SGD(made, lr=0.01, momentum=momentum, weight_decay=decay))
@@ -107,7 +115,7 @@ def test_sgd_is_the_textbook_one(dtype, tolerance, momentum, decay):
     def textbook(p, gradients, decays):
         return textbook_sgd(p, gradients, 0.01, momentum, decay if decays else 0.0)
 
-    check(made, start, history, textbook, tolerance)
+    check(made, start, history, textbook)
 
 
 @pytest.mark.parametrize("make", [lambda s: optim.SGD(s, lr=1.0), lambda s: optim.AdamW(s, lr=1.0)])
@@ -162,13 +170,14 @@ def test_clipping_scales_to_the_global_norm(dtype):
     fill(made)
     norm = whole_norm(made)
     copies = [stage.gradients.flat.copy() for stage in made]
-    np.testing.assert_allclose(optim.clip_by_global_norm(made, 2 * norm), norm, rtol=1e-12)
+    close(optim.clip_by_global_norm(made, 2 * norm), norm, NUMBERS)
     for stage, copy in zip(made, copies):
         np.testing.assert_array_equal(stage.gradients.flat, copy)
-    np.testing.assert_allclose(optim.clip_by_global_norm(made, norm / 4), norm, rtol=1e-12)
-    np.testing.assert_allclose(whole_norm(made), norm / 4, rtol=1e-6)
+    close(optim.clip_by_global_norm(made, norm / 4), norm, NUMBERS)
+    within(whole_norm(made), norm / 4, bound(dtype, 2, norm / 4) + bound("float64", NUMBERS, norm / 4))
     for stage, copy in zip(made, copies):
-        np.testing.assert_allclose(stage.gradients.flat, copy / 4, rtol=1e-6)
+        found, expected = stage.gradients.flat, copy.astype(np.float64) / 4
+        within(found, expected, bound(dtype, 2, np.abs(expected)) + bound("float64", NUMBERS, np.abs(expected)))
 
 
 def test_the_norm_of_huge_float32_gradients_does_not_overflow():
@@ -184,10 +193,10 @@ def test_tied_copies_and_skipped_parameters_count_once():
     whole = whole_norm(made)
     left_out = float(np.sum(made[0].gradients["0.weight"] ** 2))
     made[0].tied_copies = {"0.weight"}
-    np.testing.assert_allclose(optim.clip_by_global_norm(made, math.inf), math.sqrt(whole**2 - left_out), rtol=1e-12)
+    expected = math.sqrt(whole**2 - left_out)
+    close(optim.clip_by_global_norm(made, math.inf), expected, NUMBERS, whole**2 / expected)
     made[0].tied_copies = set()
-    norm = optim.clip_by_global_norm(made, math.inf, skip=["0.weight"])
-    np.testing.assert_allclose(norm, math.sqrt(whole**2 - left_out), rtol=1e-12)
+    close(optim.clip_by_global_norm(made, math.inf, skip=["0.weight"]), expected, NUMBERS, whole**2 / expected)
 
 
 def test_clipping_over_ranks_is_clipping_of_the_whole():
@@ -227,11 +236,11 @@ def test_an_impossible_norm_is_refused(max_norm):
 
 def test_warmup_cosine_rises_peaks_and_falls_to_the_floor():
     rates = [optim.warmup_cosine(step, 100, 2.0, 10, floor=0.1) for step in range(120)]
-    np.testing.assert_allclose(rates[:10], np.arange(1, 11) * 0.2)
+    close(rates[:10], np.arange(1, 11) * 0.2, 4)
     assert max(rates) == rates[9] == 2.0
     assert all(a > b for a, b in zip(rates[9:99], rates[10:100]))
-    np.testing.assert_allclose(rates[54], 2.0 * (0.1 + 0.9 / 2))
-    np.testing.assert_allclose(rates[99:], 0.2)
+    close(rates[54], 2.0 * (0.1 + 0.9 / 2), 8, 2.0)
+    close(rates[99:], np.full(21, 0.2), 8, 2.0)
 
 
 @pytest.mark.parametrize("steps, warmup", [(1, 0), (1, 1), (5, 5), (5, 0)])

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from tolerance import close, largest
 
 from mpipipe import Pipeline, nn, optim
 from mpipipe.comm import inprocess
@@ -95,8 +96,10 @@ def test_a_scaled_step_is_clipping_and_a_step_of_the_true_gradients(make, max_no
         norm = optim.clip_by_global_norm(one, max_norm)
         first.step(lr=0.02)
         found = optim.scaled_step(second, scaler, max_norm, lr=0.02)
-        np.testing.assert_allclose(found, norm, rtol=1e-12)
-        np.testing.assert_allclose(other[0].parameters.flat, one[0].parameters.flat, rtol=1e-5, atol=1e-7)
+        close(found, norm, one[0].gradients.flat.size)
+        # a gradient is rounded once more by one of the two; it enters this step and, by a momentum, those that follow
+        updates = 0.02 * (step + 1) ** 2 * largest(scaled) / scaler.scale
+        close(other[0].parameters.flat, one[0].parameters.flat, 12 * (step + 1), np.abs(one[0].parameters.flat) + updates)
         np.testing.assert_array_equal(other[0].gradients.flat, scaled)
     assert scaler.good == 3 and first.steps == second.steps == 3
 
@@ -117,8 +120,8 @@ def test_clipping_leaves_the_scale_on_the_gradients():
     fill(made)
     norm = optim.gradient_norm(made)
     assert optim.gradient_norm(made, scale=8.0) == norm / 8
-    np.testing.assert_allclose(optim.clip_by_global_norm(made, norm / 32, scale=8.0), norm / 8, rtol=1e-15)
-    np.testing.assert_allclose(optim.gradient_norm(made, scale=8.0), norm / 32, rtol=1e-12)
+    assert optim.clip_by_global_norm(made, norm / 32, scale=8.0) == norm / 8
+    close(optim.gradient_norm(made, scale=8.0), norm / 32, made[0].gradients.flat.size)
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
@@ -194,7 +197,9 @@ def test_scaling_saves_gradients_that_float16_would_lose():
 
     wanted = exact()
     assert not gradient(1.0).any()
-    np.testing.assert_allclose(gradient(65536.0), wanted, rtol=0.05, atol=np.abs(wanted).max() * 0.02)
+    # weights, slopes and their products are rounded to halves; sums of 8 and of 4 are not
+    scale = 65536.0
+    close(scale * gradient(scale), scale * wanted, 6, scale * largest(wanted), dtype="float16")
 
 
 def test_a_loss_without_factor_carries_the_scale_as_one_with_it_does(comm):
@@ -217,9 +222,9 @@ def test_a_loss_without_factor_carries_the_scale_as_one_with_it_does(comm):
     (true, expected), *scaled = (gradients(*case) for case in cases)
     assert np.abs(true).max() > 1e-3
     for found, result in scaled:
-        np.testing.assert_allclose(found, 24 * true, rtol=1e-12, atol=1e-15)
-        assert result.loss == pytest.approx(expected.loss, rel=1e-14)
+        operations = comm.size * 2 * 6 + 20 + 7  # two products and a Gelu in each stage, and the sum over rows
+        close(found, 24 * true, operations, 24 * largest(true))
+        assert result.loss == expected.loss
         if comm.rank == 0:  # those of the result are without the scale
-            np.testing.assert_allclose(
-                np.concatenate(result.input_grads), np.concatenate(expected.input_grads), rtol=1e-12, atol=1e-15
-            )
+            right = np.concatenate(expected.input_grads)
+            close(np.concatenate(result.input_grads), right, operations, largest(right))
