@@ -66,6 +66,16 @@ def close(found, expected, terms, size=None, dtype=None, what=""):
     within(found, expected, allowed, f"{what} ({computed.name}, {np.max(terms)} operations)".lstrip())
 
 
+def close_norm(found, expected, terms, dtype, what=""):
+    """Assert that the norm of the difference of many numbers is at most sqrt(terms) * eps * the norm of the expected ones.
+
+    Where errors are independent the norm adds up their squares: sqrt(n) without the factor that covers the worst of many.
+    """
+    right = np.linalg.norm(_wide(expected))
+    apart = np.linalg.norm(_wide(found) - _wide(expected))
+    within(right + apart, right, np.sqrt(terms) * eps(dtype) * right + _smallest(dtype), f"norm of {what}".rstrip())
+
+
 def within(found, expected, allowed, what=""):
     """Assert |found - expected| <= allowed; equal infinities agree, and nan agrees with nan. Tells where it is worst."""
     one, other = _wide(found), _wide(expected)
