@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from tolerance import bound
 
 from mpipipe import schedules
 
@@ -68,6 +69,36 @@ def reference(stages, inputs, targets):
     for layer, saved in zip(layers[::-1], kept[::-1]):
         dy = layer.backward(dy, saved)
     return loss, [layer.gradient for layer in layers], dy, x
+
+
+def bounds(stages, inputs, targets):
+    """How far rounding may move (loss, weight gradients, input gradient, output): each result's error, carried along.
+
+    A running error analysis (Higham, Accuracy and Stability, section 3.3): a product passes errors on through |W|, adds
+    those of its own sums |x| |W|, and tanh shrinks both. `off` is the error of an array, in units of one rounded sum.
+    """
+    x = inputs.reshape(-1, inputs.shape[-1])
+    target, off, kept = targets.reshape(len(x), -1), np.zeros(x.shape), []
+    for layer in model(type("All", (), {"stages": stages, "stages_of": lambda self, rank: range(stages)})(), 0):
+        weight = np.abs(layer.weight)
+        y, off_y = np.tanh(x @ layer.weight), off @ weight + np.abs(x) @ weight + 1
+        kept.append((x, off, y, off_y, layer.weight))
+        x, off = y, off_y
+    loss, dy = mean_squared(x, target)
+    off_dy = 2 * (off + np.abs(x - target)) / x.size
+    gradients = []
+    for x, off, y, off_y, weight in kept[::-1]:
+        inner = np.abs(dy * (1 - y * y))
+        off_inner = off_dy * (1 - y * y) + 2 * np.abs(dy * y) * off_y + 4 * inner
+        gradients.insert(0, np.abs(x).T @ off_inner + off.T @ inner + np.abs(x).T @ inner)
+        off_dy, dy = (off_inner + inner) @ np.abs(weight).T, (dy * (1 - y * y)) @ weight.T
+    off_loss = np.mean(2 * np.abs(kept[-1][2] - target) * kept[-1][3]) + loss
+    one = lambda terms, off: bound(np.float64, terms, off)  # noqa: E731
+    rows, width = len(x), 8  # of the widest product, and the rounding of what it gives
+    return (
+        one(rows + width, off_loss), [one(rows + width, off) for off in gradients],
+        one(width, off_dy).reshape(inputs.shape), one(width, kept[-1][3]).reshape(targets.shape),
+    )  # fmt: skip
 
 
 def placed(schedule, rank, inputs, targets):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tolerance import within
 
 from mpipipe import Pipeline
 from mpipipe.comm import inprocess
@@ -27,6 +28,7 @@ def test_random_pipelines_under_random_delays_equal_the_dense_model(
     schedule = dense.build(case[0], ranks, case[1], microbatches)
     inputs, targets = dense.batch(microbatches + extra, schedule.stages, seed)
     loss, gradients, dx, _ = dense.reference(schedule.stages, inputs, targets)
+    allowed = dense.bounds(schedule.stages, inputs, targets)
 
     def job(comm):
         stages = dense.model(schedule, comm.rank)
@@ -40,11 +42,11 @@ def test_random_pipelines_under_random_delays_equal_the_dense_model(
 
     found = inprocess.run(ranks, job, synchronous=synchronous, delay=delay, seed=seed, tag_ub=tag_ub)
     for rank, (result, mine, peak) in enumerate(found):
-        assert result.loss == pytest.approx(loss, rel=1e-12)
+        within(result.loss, loss, allowed[0], "loss")
         assert peak == simulate(schedule).peak_activations[rank]
         for number, gradient in zip(schedule.stages_of(rank), mine):
-            np.testing.assert_allclose(gradient, gradients[number], rtol=1e-10, atol=1e-13)
-    np.testing.assert_allclose(np.concatenate(found[0][0].input_grads), dx, rtol=1e-10, atol=1e-13)
+            within(gradient, gradients[number], allowed[1][number], f"gradient of stage {number}")
+    within(np.concatenate(found[0][0].input_grads), dx, allowed[2], "input gradient")
 
 
 def broken(match, job, ranks=2, **options):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tolerance import close, close_norm, eps, largest, rounding, within
+from training_tolerance import roundings
 
 from mpipipe import Pipeline, arrays, attention, nn, optim
+from mpipipe.models import GPT
 from mpipipe.nn.kernels import host
 from mpipipe.schedules import interleaved_1f1b
 
@@ -65,7 +68,7 @@ def test_a_layer_in_halves_is_its_float32_self_rounded_once(name, dtype):
         assert ulps(dx, dx_single) <= 0.501
     for key, gradient in mixed.gradients.items():
         assert gradient.dtype == np.float32
-        np.testing.assert_allclose(gradient, single.gradients[key], rtol=1e-5, atol=1e-4, err_msg=key)
+        close(gradient, single.gradients[key], 150 + 24, largest(single.gradients[key]), what=key)  # over rows and width
     whole = mixed.gradients.flat.copy()
     mixed.gradients.flat.fill(0)
     np.testing.assert_array_equal(mixed.backward(dy, saved), dx)
@@ -140,7 +143,8 @@ def test_the_factor_multiplies_the_gradient_alone(loss):
     target = RANDOM.integers(0, 5, 6) if loss is nn.softmax_cross_entropy else np.zeros((6, 5))
     (value, gradient), (same, larger) = loss(output, target), loss(output, target, 24.0)
     assert value == same
-    np.testing.assert_allclose(larger, 24 * gradient, rtol=1e-12)
+    # a probability less one may cancel: its terms are as large as one part of the mean
+    close(larger, 24 * gradient, 4, 24 * np.maximum(np.abs(gradient), 1 / 6 if target.ndim == 1 else 0))
 
 
 def test_the_factor_saves_gradients_that_float16_would_lose():
@@ -148,7 +152,7 @@ def test_the_factor_saves_gradients_that_float16_would_lose():
     ids = np.zeros(1024, int)
     lost, kept = (nn.softmax_cross_entropy(logits, ids, factor)[1] for factor in (2.0**-10, 64.0))
     assert not lost[:, 1:].any()
-    np.testing.assert_allclose(kept[:, 1:], 64 / 1024 / 4096, rtol=1e-3)
+    close(kept[:, 1:], np.full((1024, 4095), 64 / 1024 / 4096), 4)
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -206,8 +210,9 @@ def test_masters_add_up_updates_that_bfloat16_would_lose():
         stage.refresh()
         lone[:16] -= lone.dtype.type(1e-4)
     assert (lone[:16] == 1).all()
-    np.testing.assert_allclose(stage.parameters["0.weight"], 0.9, rtol=1e-4)
-    np.testing.assert_allclose(stage.compute["0.weight"].astype(np.float32), 0.9, rtol=2**-8)
+    # equal updates are rounded alike, a thousand times at a size of one
+    within(stage.parameters["0.weight"], np.full((4, 4), 0.9), 1000 * eps("float32"))
+    within(stage.compute["0.weight"], np.full((4, 4), 0.9), 1000 * eps("float32") + rounding("bfloat16", 0.9))
 
 
 class Dense:
@@ -240,8 +245,8 @@ def gpt(attend):
     return [nn.Embedding(40, 16), *parts, nn.RMSNorm(16), nn.Linear(16, 40, bias=False)]
 
 
-@pytest.mark.parametrize("dtype, tolerance", [("float16", 0.01), ("bfloat16", 0.08)])
-def test_a_small_gpt_in_halves_has_nearly_the_gradients_of_float64(dtype, tolerance):
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_small_gpt_in_halves_has_nearly_the_gradients_of_float64(dtype):
     exact = nn.Stage(gpt(attention.Local()), dtype="float64", seed=2)
     mixed = nn.Stage(gpt(Dense()), dtype=dtype, seed=2)
     ids, target = RANDOM.integers(0, 40, (2, 3, 9))
@@ -251,8 +256,7 @@ def test_a_small_gpt_in_halves_has_nearly_the_gradients_of_float64(dtype, tolera
         _, dy = nn.softmax_cross_entropy(y, target, factor)
         assert stage.backward(dy, saved) is None
     for name, gradient in exact.gradients.items():
-        error = np.linalg.norm(mixed.gradients[name] / scale - gradient) / np.linalg.norm(gradient)
-        assert error < tolerance, name
+        close_norm(mixed.gradients[name] / scale, gradient, roundings(GPT(layers=2)), dtype, name)
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -304,8 +308,10 @@ def test_every_stage_of_a_pipeline_computes_with_its_masters_of_the_last_step(co
             values.append(value)
         alone.step()
         expected.append(np.mean(values))
-    assert losses == pytest.approx(expected, rel=1e-6)
+    # half precision rounds alike here and there; what differs is the order of sums of three micro-batches in float32
+    operations = steps * (2 * width * schedule.stages + 6)
+    close(losses, expected, operations, dtype="float32")
     assert np.abs(whole.parameters.flat - start).max() > 0.05  # far more than a half is rounded by
     for stage in stages:
         for name, array in stage.parameters.items():
-            np.testing.assert_allclose(array, whole.parameters[name], rtol=1e-5, atol=1e-6, err_msg=name)
+            close(array, whole.parameters[name], operations, largest(whole.parameters[name]), what=name)

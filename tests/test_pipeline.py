@@ -5,6 +5,7 @@ from __future__ import annotations
 import dense
 import numpy as np
 import pytest
+from tolerance import close, largest, within
 
 from mpipipe import Pipeline, arrays, nn, trace
 from mpipipe.errors import ArgumentError, MpipipeError
@@ -15,6 +16,7 @@ def run(comm, schedule, rows, steps=1, **options):
     """`steps` steps of the dense model; checks everything against the reference and returns (pipeline facts)."""
     inputs, targets = dense.batch(rows, schedule.stages)
     loss, gradients, dx, output = dense.reference(schedule.stages, inputs, targets)
+    allowed = dense.bounds(schedule.stages, inputs, targets)
     stages = dense.model(schedule, comm.rank)
     mine = dense.placed(schedule, comm.rank, inputs, targets)
     with Pipeline(stages, schedule, comm, loss=dense.mean_squared, **options) as pipeline:
@@ -22,18 +24,18 @@ def run(comm, schedule, rows, steps=1, **options):
             for stage in stages:
                 stage.gradient.fill(0)
             result = pipeline.step(*mine)
-            assert result.loss == pytest.approx(loss, rel=1e-13)
+            within(result.loss, loss, allowed[0], "loss")
             for stage, number in zip(stages, schedule.stages_of(comm.rank)):
-                np.testing.assert_allclose(stage.gradient, gradients[number], rtol=1e-12, atol=1e-14)
+                within(stage.gradient, gradients[number], allowed[1][number], f"gradient of stage {number}")
         if mine[0] is not None:
-            np.testing.assert_allclose(np.concatenate(result.input_grads), dx, rtol=1e-12, atol=1e-14)
+            within(np.concatenate(result.input_grads), dx, allowed[2], "input gradient")
         else:
             assert result.input_grads is None
         assert len(result.losses) == schedule.microbatches
-        assert pipeline.evaluate(*mine) == pytest.approx(loss, rel=1e-13)
+        within(pipeline.evaluate(*mine), loss, allowed[0], "loss")
         produced = pipeline.forward(mine[0])
         if mine[1] is not None:
-            np.testing.assert_allclose(produced, output, rtol=1e-12)
+            within(produced, output, allowed[3], "output")
         else:
             assert produced is None
         return pipeline.peak_activations
@@ -93,6 +95,7 @@ def test_two_pipelines_and_user_traffic_on_one_communicator(comm):
     schedule = one_f_one_b(comm.size, 3)
     inputs, targets = dense.batch(6, schedule.stages)
     loss, gradients, _, _ = dense.reference(schedule.stages, inputs, targets)
+    allowed = dense.bounds(schedule.stages, inputs, targets)
     mine = dense.placed(schedule, comm.rank, inputs, targets)
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     arriving = np.zeros((8, 20_000))
@@ -104,8 +107,8 @@ def test_two_pipelines_and_user_traffic_on_one_communicator(comm):
         sends = [comm.Isend(np.full(20_000, 10.0 * comm.rank + tag), right, tag) for tag in range(8)]
         for pipeline in (one, two, one):
             pipeline.stages[0].gradient.fill(0)
-            assert pipeline.step(*mine).loss == pytest.approx(loss)
-            np.testing.assert_allclose(pipeline.stages[0].gradient, gradients[comm.rank], atol=1e-14)
+            within(pipeline.step(*mine).loss, loss, allowed[0], "loss")
+            within(pipeline.stages[0].gradient, gradients[comm.rank], allowed[1][comm.rank], "gradient")
     for request in (*receives, *sends):
         request.Wait()
     np.testing.assert_array_equal(arriving[:, 0], 10.0 * left + np.arange(8))
@@ -138,8 +141,9 @@ def test_replicas_sum_to_the_gradient_of_the_big_batch(comm):
     stages[0].gradients = Flat(stages[0].gradient)
     with Pipeline(stages, schedule, alone, loss=dense.mean_squared, replicas=comm) as pipeline:
         result = pipeline.step(inputs[start : start + rows], targets[start : start + rows])
-    assert result.loss == pytest.approx(loss)
-    np.testing.assert_allclose(stages[0].gradient, gradients[0], rtol=1e-12)
+    allowed = dense.bounds(1, inputs, targets)
+    within(result.loss, loss, allowed[0], "loss")
+    within(stages[0].gradient, gradients[0], allowed[1][0], "gradient")
     alone.Free()
 
 
@@ -172,12 +176,13 @@ def test_micro_batches_of_different_shapes(comm):
             goals = [rng.normal(size=(2, length, extents[-1])) for length in lengths]
             stages[0].gradient.fill(0)
             result = pipeline.step(*dense.placed(schedule, comm.rank, feeds, goals))
-            total = 0
+            total, off = 0, 0
             for feed, goal, loss in zip(feeds, goals, result.losses):
                 alone, gradients, _, _ = dense.reference(schedule.stages, feed, goal)
-                assert loss == pytest.approx(alone)
-                total = total + gradients[comm.rank] / 3
-            np.testing.assert_allclose(stages[0].gradient, total, rtol=1e-12, atol=1e-14)
+                allowed = dense.bounds(schedule.stages, feed, goal)
+                within(loss, alone, allowed[0], "loss")
+                total, off = total + gradients[comm.rank] / 3, off + allowed[1][comm.rank] / 3
+            within(stages[0].gradient, total, off, "gradient")
 
 
 class Pair:
@@ -206,9 +211,9 @@ def test_dicts_of_arrays_travel_between_stages(comm):
     with Pipeline([Pair()], schedule, comm, loss=loss) as pipeline:
         for _ in range(2):  # unknown shapes, then known ones
             result = pipeline.step(*dense.placed(schedule, comm.rank, inputs, np.zeros(4)))
-    assert result.loss == pytest.approx(2.0**comm.size)
+    assert result.loss == 2.0**comm.size  # powers of two are exact
     if comm.rank == 0:
-        np.testing.assert_allclose(result.input_grads[1]["hidden"], 2.0**comm.size / 12)
+        close(result.input_grads[1]["hidden"], np.full((2, 3), 2.0**comm.size / 12), 2)
         assert result.input_grads[1]["mask"] is None
 
 
@@ -231,9 +236,9 @@ def test_stages_that_return_their_input_do_not_see_it_overwritten(comm, chunks):
         for _ in range(3):
             result = pipeline.step(*dense.placed(schedule, comm.rank, inputs, targets))
             out = pipeline.forward(inputs if comm.rank == 0 else None)
-    assert result.loss == pytest.approx(np.mean(inputs**2))
+    close(result.loss, np.mean(inputs**2), inputs.size)
     if comm.rank == 0:
-        np.testing.assert_allclose(np.concatenate(result.input_grads), 2 * inputs / inputs.size)
+        close(np.concatenate(result.input_grads), 2 * inputs / inputs.size, 4)
     if comm.rank == comm.size - 1:
         np.testing.assert_array_equal(out, inputs)
 
@@ -257,7 +262,8 @@ def test_loss_gradient_that_is_the_output_itself(comm):
         for layer, saved in zip(layers[::-1], kept[::-1]):
             dy = layer.backward(dy, saved)
         expected.append(layers[comm.rank].gradient)
-    np.testing.assert_allclose(stages[0].gradient, sum(expected), rtol=1e-12, atol=1e-15)
+    # a product over 6 at most and a tanh in each stage, there and back, and the sum over the rows
+    close(stages[0].gradient, sum(expected), 2 * 8 * schedule.stages + len(inputs), largest(*expected))
 
 
 def test_forward_and_evaluate_take_fewer_rows_than_micro_batches(comm):
@@ -266,10 +272,11 @@ def test_forward_and_evaluate_take_fewer_rows_than_micro_batches(comm):
     loss, _, _, output = dense.reference(schedule.stages, inputs, targets)
     mine = dense.placed(schedule, comm.rank, inputs, targets)
     with Pipeline(dense.model(schedule, comm.rank), schedule, comm, loss=dense.mean_squared) as pipeline:
-        assert pipeline.evaluate(*mine) == pytest.approx(loss)
+        allowed = dense.bounds(schedule.stages, inputs, targets)
+        within(pipeline.evaluate(*mine), loss, allowed[0], "loss")
         out = pipeline.forward(mine[0])
     if out is not None:
-        np.testing.assert_allclose(out, output, rtol=1e-12)
+        within(out, output, allowed[3], "output")
 
 
 def test_bytes_are_counted_by_edge(comm):
@@ -296,7 +303,7 @@ def test_no_messages_on_one_rank(comm, monkeypatch):
         pipeline.mailbox.transport = None  # any use would raise
         result = pipeline.step(inputs, targets)
         pipeline.mailbox.transport = type("Closed", (), {"close": lambda self: None})()
-    assert result.loss == pytest.approx(dense.reference(3, inputs, targets)[0])
+    within(result.loss, dense.reference(3, inputs, targets)[0], dense.bounds(3, inputs, targets)[0], "loss")
     alone.Free()
 
 
@@ -366,7 +373,7 @@ def test_more_shapes_than_are_remembered(comm):
                 stages[0].gradient.fill(0)
                 pipeline.step(*dense.placed(schedule, comm.rank, inputs, targets))
                 expected = dense.reference(schedule.stages, inputs, targets)[1][comm.rank]
-                np.testing.assert_allclose(stages[0].gradient, expected, rtol=1e-11, atol=1e-14)
+                within(stages[0].gradient, expected, dense.bounds(schedule.stages, inputs, targets)[1][comm.rank])
         assert len(pipeline.known) <= 32 and len(pipeline.itineraries) <= 32
         assert sum(map(len, pipeline.mailbox.slots.values())) < 300
 
@@ -378,7 +385,8 @@ def test_a_schedule_without_backward_cannot_train(comm):
     with Pipeline(dense.model(schedule, comm.rank), schedule, comm, loss=dense.mean_squared) as pipeline:
         with pytest.raises(ArgumentError, match="cannot train"):
             pipeline.step(*mine)
-        assert pipeline.evaluate(*mine) == pytest.approx(dense.reference(schedule.stages, inputs, targets)[0])
+        loss, allowed = (one(schedule.stages, inputs, targets)[0] for one in (dense.reference, dense.bounds))
+        within(pipeline.evaluate(*mine), loss, allowed, "loss")
 
 
 def test_a_stage_that_forgets_to_return_what_it_saved(comm):
@@ -418,7 +426,8 @@ def check_weight_gradients_from_received_inputs(comm, device):
         for _ in range(3):
             pipeline.step(*dense.placed(schedule, comm.rank, x, target))
             found = arrays.download(stage.gradients.flat)
-            np.testing.assert_allclose(found, layers[comm.rank].gradients.flat, rtol=1e-10, atol=1e-13)
+            right = layers[comm.rank].gradients.flat
+            close(found, right, 2 * width * comm.size + len(x), largest(right))
 
 
 def test_a_weight_gradient_reads_the_input_that_was_received(comm):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dense
 import numpy as np
 import pytest
+from tolerance import within
 
 from mpipipe import Pipeline
 from mpipipe.errors import (
@@ -102,7 +103,7 @@ def test_wrong_arguments_raise_everywhere_and_the_pipeline_lives_on(comm, match,
         for _ in range(2):
             refuses(comm, ArgumentError, match, lambda: pipeline.step(*arguments(first, last, x, t)))
         result = pipeline.step(*dense.placed(schedule, comm.rank, x, t))
-        assert result.loss == pytest.approx(dense.reference(schedule.stages, x, t)[0])
+        within(result.loss, dense.reference(schedule.stages, x, t)[0], dense.bounds(schedule.stages, x, t)[0], "loss")
 
 
 @pytest.mark.mpi(min_size=2)
