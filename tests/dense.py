@@ -57,10 +57,15 @@ def model(schedule, rank):
     return [TanhStage(number, *extents[number : number + 2]) for number in schedule.stages_of(rank)]
 
 
+def whole(stages):
+    """All stages."""
+    extents = widths(stages)
+    return [TanhStage(number, *extents[number : number + 2]) for number in range(stages)]
+
+
 def reference(stages, inputs, targets):
     """(loss, weight gradient of each stage, input gradient, output) of the whole batch at once."""
-    extents = widths(stages)
-    layers = [TanhStage(number, *extents[number : number + 2]) for number in range(stages)]
+    layers = whole(stages)
     x, kept = inputs, []
     for layer in layers:
         x, saved = layer.forward(x)
@@ -79,7 +84,7 @@ def bounds(stages, inputs, targets):
     """
     x = inputs.reshape(-1, inputs.shape[-1])
     target, off, kept = targets.reshape(len(x), -1), np.zeros(x.shape), []
-    for layer in model(type("All", (), {"stages": stages, "stages_of": lambda self, rank: range(stages)})(), 0):
+    for layer in whole(stages):
         weight = np.abs(layer.weight)
         y, off_y = np.tanh(x @ layer.weight), off @ weight + np.abs(x) @ weight + 1
         kept.append((x, off, y, off_y, layer.weight))

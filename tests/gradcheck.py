@@ -5,9 +5,7 @@ from __future__ import annotations
 import numpy as np
 from tolerance import bound, close, largest, within
 
-CURVED = 10.0
-
-
+CURVED = 10.0  # third derivative of a scalar over its size, see near_numeric
 DELTA = 1e-5  # about the cube root of eps, where both errors of a central difference are about equal
 
 
@@ -38,7 +36,8 @@ def near_numeric(gradient, found, terms, size, what=""):
 def check_stage(stage, x, seed=0, operations=100):
     """All gradients of a float64 stage against central differences of sum(forward(x) * random).
 
-    `operations`: about so many lie behind one number of the output. Arguments stay as they are, gradients accumulate, and the split backward has the bits of the whole one.
+    About so many `operations` lie behind one number of the output. Also: arguments stay as they are, gradients
+    accumulate, and the split backward has the bits of the whole one.
     """
     random = np.random.default_rng(seed)
     y, saved = stage.forward(x)

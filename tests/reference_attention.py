@@ -1,10 +1,10 @@
 """Attention on whole matrices of scores in float64, and how far rounding may move another way to compute it.
 
-With P the weights of a row, X = dP - D the slopes before them (dP = dout v, D = P dP) and A + B their terms without sign
-(A = |dout| |v|, B = P A), errors go this way, each in units of eps:
+With P the weights of a row, X = dP - D what they multiply in the backward (dP = dout v, D = P dP), and A + B the terms
+of X without their signs (A = |dout| |v|, B = P A), errors go this way, in units of eps:
 
-- score: an error s = dim (1 + 2 |q| max |k|), absolute, since a kernel may subtract the bound |q| max |k| in the product.
-  It enters an exponential, where it becomes a relative error of a weight;
+- score: an error s = dim (1 + 2 |q| max |k|), since a kernel may subtract the bound |q| max |k| within the product. It
+  enters an exponential, so that it is the relative error of a weight;
 - out = P v: s moves weights between keys, so it counts with the deviation of v from out, sqrt(P v^2 - out^2) at most
   (Jensen); the sums over the keys count with P |v|;
 - lse: s, and the sum over the keys;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from test_attention_ring import arrays
+from tolerance import close
 
 from mpipipe import attention
 from mpipipe.arrays import dtype
@@ -38,7 +39,7 @@ def test_even_shards(ranks):
 
 
 def test_known_lengths_at_which_transfers_hide():
-    """bfloat16 and gradients in float32, over NVLink, InfiniBand, and a copy through the host."""
+    """bfloat16 and gradients in float32, over NVLink, InfiniBand, and a copy through the host, to three digits."""
     for bandwidth, forward, backward in ((450e9, 2889, 2933), (50e9, 26_000, 26_400), (10e9, 130_000, 132_000)):
         assert cost.hiding_length_forward(650e12, bandwidth, itemsize=2) == pytest.approx(forward, rel=1e-3)
         assert cost.hiding_length_backward(550e12, bandwidth, itemsize=2) == pytest.approx(backward, rel=1e-3)
@@ -54,10 +55,10 @@ def test_at_that_length_a_step_takes_as_long_to_compute_as_to_send(causal, group
     part = 0.5 if causal else 1
     s = cost.hiding_length_forward(flops, bandwidth, group, 4, causal)
     computing = cost.attention_flops(part * s * s, group * kv_heads, dim) / flops
-    assert computing == pytest.approx(cost.kv_bytes(s, kv_heads, dim) / bandwidth)
+    close(computing, cost.kv_bytes(s, kv_heads, dim) / bandwidth, 16)
     s = cost.hiding_length_backward(flops, bandwidth, group, 4, 4, causal)
     computing = 2.5 * cost.attention_flops(part * s * s, group * kv_heads, dim) / flops
-    assert computing == pytest.approx(2 * cost.kv_bytes(s, kv_heads, dim) / bandwidth)
+    close(computing, 2 * cost.kv_bytes(s, kv_heads, dim) / bandwidth, 16)
 
 
 CASES = [

@@ -19,7 +19,7 @@ from mpipipe.errors import ArgumentError, MismatchError
 
 
 def agrees(out, q, k, v, window=None, scale=None, queries=None):
-    """`out` is causal attention of the last so many queries, by default of all; queries and keys start at position 0."""
+    """`out` is causal attention of the last so many queries, by default of all of them."""
     expected = dense(q, k, v, np.zeros((*q.shape[:3], v.shape[3])), window=window, scale=scale)
     at = slice(None if queries is None else -queries, None)
     within(out, expected[0][:, at], expected.bounds(q.dtype)[0][:, at], "out")

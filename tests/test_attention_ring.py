@@ -28,7 +28,7 @@ def arrays(seq, keys=None, batch=2, heads=4, kv_heads=2, dim=8, value_dim=None, 
 
 def through_ring(comm, whole, **options):
     """(out, lse, dq, dk, dv) of the whole sequence, put together from all ranks, and the bytes sent by this one."""
-    q, k, v, dout = whole
+    q, k = whole[:2]
     kind = options.get("layout", "zigzag")
     rows, keys = Layout(kind, comm.size, q.shape[1]), Layout(kind, comm.size, k.shape[1])
     ring = attention.Ring(comm, **options)
@@ -119,7 +119,7 @@ def test_half_precision_does_not_suffer_from_the_ring(comm, kind):
     expected = dense(*whole)
     agrees(found, expected)
     rounding = lambda x: x.astype(whole[0].dtype).astype(float) - x  # noqa: E731
-    for at in (0, 4):  # 1.02: float32 adds 2^-13 of this error at most, bfloat16 and float16 being 2^16 and 2^13 coarser
+    for at in (0, 4):  # 1.02: float32 rounds 2^13 times finer than float16, a hundred times on the way
         error = found[at].astype(float) - expected[at]
         assert np.sqrt((error**2).mean()) <= 1.02 * np.sqrt((rounding(expected[at]) ** 2).mean())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tolerance import close
 
 from mpipipe import schedules
 from mpipipe.errors import ArgumentError
@@ -45,4 +46,4 @@ def test_advice_is_four_microbatches_per_rank_with_the_bubble_that_simulation_fi
     advice = advise(ranks, chunks)
     assert advice.microbatches == 4 * ranks
     schedule = by_name("interleaved_1f1b", ranks=ranks, chunks=chunks, microbatches=advice.microbatches)
-    assert advice.bubble_fraction == pytest.approx(simulate(schedule).bubble_fraction)
+    close(advice.bubble_fraction, simulate(schedule).bubble_fraction, 4)

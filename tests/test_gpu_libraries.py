@@ -75,7 +75,8 @@ def test_gemm(gpu, kind, result, compute, transa, transb, batch):
         found = arrays.download(target)
         expected = alpha * exact + beta * inner.astype(np.float64)
         size = abs(alpha) * terms + abs(beta) * np.abs(inner.astype(np.float64))
-        close(found[..., :-3].swapaxes(-1, -2), expected, k + 2, size, dtype=np.float64 if compute == "64F" else np.float32)
+        work = np.float64 if compute == "64F" else np.float32
+        close(found[..., :-3].swapaxes(-1, -2), expected, k + 2, size, dtype=work)
         np.testing.assert_array_equal(found[..., -3:].astype(np.float64), c[..., -3:].astype(np.float64))
 
 

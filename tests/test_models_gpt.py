@@ -70,7 +70,7 @@ def test_a_byte_does_not_see_what_comes_after_it():
     changed = tokens.copy()
     changed[:, 4] = (changed[:, 4] + 1) % model.vocab
     after = stage.forward(changed)[0]
-    close(before[:, :4], after[:, :4], path(model, 0) / 2, largest(before))  # on the way forward
+    close(before[:, :4], after[:, :4], path(model) / 2, largest(before))  # on the way forward
     assert (abs(before[:, 4:] - after[:, 4:]).max(-1) > 1e-6 * largest(before)).all()  # far beyond rounding
 
 

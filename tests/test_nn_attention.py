@@ -45,9 +45,9 @@ def dense(x, parameters, heads, kv_heads, positions, base, causal):
 
 
 def cost(x, y, farthest):
-    """(operations, size of terms) of self-attention: three products, and angles that are as uncertain as they are large.
+    """(operations, size of terms) of self-attention: three products, the sum over positions, and the angles.
 
-    An error of a score, which is a product of two activations, is a relative error of the weights and so of the output.
+    An angle errs by its own size. The error of a score, a product of two activations, is a relative one of a weight.
     """
     return 3 * x.shape[-1] + x.shape[1], farthest * largest(x) ** 2 * largest(y)
 

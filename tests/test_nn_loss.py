@@ -56,10 +56,10 @@ def test_cross_entropy_in_pieces_is_the_whole(vocab):
     target = RANDOM.integers(0, vocab, 40)
     value, gradient = nn.softmax_cross_entropy(logits, target)
     wide, wide_gradient = nn.softmax_cross_entropy(logits.astype(np.float64), target)
-    largest_logit = largest(logits)
-    close(value, wide, vocab, 1 + 2 * largest_logit, dtype=np.float32)  # rows are summed in float64, exponentials are not
+    apart = 1 + 2 * largest(logits)  # exponentials are float32, and an error of a logit is a relative one of them
+    close(value, wide, vocab, apart, dtype=np.float32)
     one_hot = np.arange(vocab) == target[:, None]
-    size = (1 + 2 * largest_logit) * (wide_gradient + one_hot / 40) + one_hot / 40
+    size = apart * (wide_gradient + one_hot / 40) + one_hot / 40
     close(gradient, wide_gradient, vocab, size)
     close(gradient.sum(1, dtype=np.float64), np.zeros(40), vocab, size.sum(1), dtype=np.float32)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from itertools import permutations
+from itertools import pairwise, permutations
 
 import numpy as np
 import pytest
@@ -238,7 +238,7 @@ def test_warmup_cosine_rises_peaks_and_falls_to_the_floor():
     rates = [optim.warmup_cosine(step, 100, 2.0, 10, floor=0.1) for step in range(120)]
     close(rates[:10], np.arange(1, 11) * 0.2, 4)
     assert max(rates) == rates[9] == 2.0
-    assert all(a > b for a, b in zip(rates[9:99], rates[10:100]))
+    assert all(a > b for a, b in pairwise(rates[9:100]))
     close(rates[54], 2.0 * (0.1 + 0.9 / 2), 8, 2.0)
     close(rates[99:], np.full(21, 0.2), 8, 2.0)
 

@@ -95,11 +95,11 @@ def test_a_scaled_step_is_clipping_and_a_step_of_the_true_gradients(make, max_no
         scaled = other[0].gradients.flat.copy()
         norm = optim.clip_by_global_norm(one, max_norm)
         first.step(lr=0.02)
-        found = optim.scaled_step(second, scaler, max_norm, lr=0.02)
-        close(found, norm, one[0].gradients.flat.size)
+        close(optim.scaled_step(second, scaler, max_norm, lr=0.02), norm, one[0].gradients.flat.size)
         # a gradient is rounded once more by one of the two; it enters this step and, by a momentum, those that follow
         updates = 0.02 * (step + 1) ** 2 * largest(scaled) / scaler.scale
-        close(other[0].parameters.flat, one[0].parameters.flat, 12 * (step + 1), np.abs(one[0].parameters.flat) + updates)
+        found, expected = other[0].parameters.flat, one[0].parameters.flat
+        close(found, expected, 12 * (step + 1), np.abs(expected) + updates)
         np.testing.assert_array_equal(other[0].gradients.flat, scaled)
     assert scaler.good == 3 and first.steps == second.steps == 3
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from reference_attention import dense
+from tolerance import within
 
 from mpipipe import schedules
 
@@ -44,7 +46,7 @@ def test_bubbles_and_peaks_of_the_table(ranks, microbatches):
     def facts(schedule):
         timeline = schedules.simulate(schedule, costs)
         busy = schedule.chunks * microbatches * (f + b + w)
-        return pytest.approx(timeline.makespan - busy), list(timeline.peak_activations)
+        return timeline.makespan - busy, list(timeline.peak_activations)  # halves and their sums are exact
 
     p, m, ranks_ = ranks, microbatches, range(ranks)
     full = (p - 1) * (f + b + w)
@@ -68,5 +70,6 @@ def test_ring_example_runs_as_written(comm):
     names = dict(attention=attention, comm=comm, seq_len=seq_len, q=q, k=k, v=v, dout=layout.shard(dout, comm.rank))
     exec(example, names)
     whole = attention.Local().forward(q, k, v)[0]
-    np.testing.assert_allclose(names["out"], layout.shard(whole, comm.rank), rtol=1e-12)
+    allowed = dense(q, k, v, np.zeros_like(q)).bounds(q.dtype)[0]
+    within(names["out"], layout.shard(whole, comm.rank), layout.shard(allowed, comm.rank), "out")
     assert names["dq"].shape == names["q"].shape

@@ -8,6 +8,7 @@ from graphlib import TopologicalSorter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tolerance import close
 
 from mpipipe import schedules
 from mpipipe.errors import ArgumentError, ScheduleError
@@ -84,8 +85,8 @@ def test_every_action_ends_at_its_longest_path(schedule, data):
     assert timeline.makespan == max(expected.values())
     busy = sum(end - start for spans in timeline.spans for _, start, end in spans)
     idle = schedule.ranks * timeline.makespan - busy
-    assert timeline.bubble_fraction == pytest.approx(idle / (schedule.ranks * timeline.makespan or 1))
-    assert timeline.bubble_ratio == pytest.approx(idle / busy if busy else math.inf if idle else 0)
+    close(timeline.bubble_fraction, idle / (schedule.ranks * timeline.makespan or 1), 4)
+    close(timeline.bubble_ratio, idle / busy if busy else math.inf if idle else 0, 4)
 
 
 @given(schedule=runnable_schedules())
@@ -103,13 +104,13 @@ def test_peak_is_the_largest_number_of_open_intervals(schedule):
 @pytest.mark.parametrize("ranks, microbatches, fraction", [(2, 4, 0.2), (4, 8, 3 / 11), (2, 16, 1 / 17)])
 def test_bubble_of_1f1b_is_the_published_one(ranks, microbatches, fraction):
     timeline = simulate(schedules.one_f_one_b(ranks, microbatches))
-    assert timeline.bubble_fraction == pytest.approx(fraction)
-    assert timeline.bubble_ratio == pytest.approx((ranks - 1) / microbatches)
+    close(timeline.bubble_fraction, fraction, 4)
+    close(timeline.bubble_ratio, (ranks - 1) / microbatches, 4)
 
 
 def test_bubble_of_interleaving_is_a_share_of_the_chunks():
     timeline = simulate(schedules.interleaved_1f1b(4, 2, 8))
-    assert timeline.bubble_fraction == pytest.approx(3 / (2 * 8 + 3))
+    close(timeline.bubble_fraction, 3 / (2 * 8 + 3), 4)
 
 
 def test_full_backward_costs_input_and_weight_gradient():

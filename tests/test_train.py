@@ -11,6 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tolerance import close
+from training_tolerance import curve, path
 
 from mpipipe import optim
 from mpipipe.errors import ArgumentError, BackendError, ConfigError, DataError, MismatchError, NonFiniteError
@@ -23,6 +25,7 @@ LAST_LINE = re.compile(
     r"bubble=(\d\.\d{4}) predicted=(\d\.\d{4})"
 )
 STATM = Path("/proc/self/statm")
+SMALL = GPT(dim=16, layers=2, heads=2, hidden=32, seq=16)  # what `config` trains, with batches of 8
 
 
 @pytest.fixture
@@ -47,6 +50,13 @@ def config(comm, mpi_tmp_path):
 
 def metrics(config):
     return [json.loads(line) for line in Path(config.out, "metrics.jsonl").read_text().splitlines()]
+
+
+def close_curves(found, expected, dtype="float64"):
+    """Numbers of each step of two of these small trainings."""
+    found, expected = np.array(found), np.array(expected)
+    growth = curve(SMALL, len(found), 1e-2).reshape(-1, *[1] * (found.ndim - 1))
+    close(found, expected, path(SMALL, 8 * SMALL.seq), growth * np.abs(expected), dtype=dtype)
 
 
 def test_a_training_learns_and_says_so(comm, config, capsys):
@@ -81,8 +91,8 @@ def test_loss_curves_of_all_cuts_agree_to_rounding(comm, config, tied):
         chosen = config(str(number), dtype="float64", tied=tied, **cut)
         train(chosen, GPT, comm)
         curves.append([[entry["loss"], entry["grad_norm"], entry["lr"]] for entry in metrics(chosen)[1:]])
-    for curve in curves[1:]:
-        np.testing.assert_allclose(curve, curves[0], rtol=1e-9)
+    for other in curves[1:]:
+        close_curves(other, curves[0])
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
@@ -105,7 +115,7 @@ def test_learning_rate_and_clipping_reach_the_optimizer(comm, config, optimizer)
         train(chosen, GPT, comm)
         records = metrics(chosen)
         changes.append(abs(records[-1]["validation"] - records[0]["validation"]))
-    assert [entry["lr"] for entry in metrics(free)[1:3]] == pytest.approx([0.005, 0.01])
+    close([entry["lr"] for entry in metrics(free)[1:3]], [0.005, 0.01], 4)
     assert metrics(free)[1]["grad_norm"] == metrics(bound)[1]["grad_norm"] > 1e-3  # that before clipping
     assert changes[0] > 1e-2 and changes[1] < 1e-4
     losses = [entry["loss"] for entry in metrics(bound)[1:]]
@@ -202,9 +212,9 @@ def test_sharing_sequences_does_not_change_the_training(comm, config, layout):
     alone.Free()
     sharded = config("sharded", seq=2, layout=layout, **keys)
     train(sharded, GPT, comm)
-    for one, other in zip(metrics(config(f"whole-{comm.rank}")), metrics(sharded), strict=True):
-        for key in {"loss", "validation", "grad_norm"} & set(one):
-            assert one[key] == pytest.approx(other[key], rel=1e-9)
+    both = [metrics(chosen) for chosen in (config(f"whole-{comm.rank}"), sharded)]
+    for key in ("loss", "validation", "grad_norm"):
+        close_curves(*([entry[key] for entry in entries if key in entry] for entries in both))
 
 
 @pytest.mark.parametrize(("dtype", "optimizer"), [("bfloat16", "adamw"), ("float16", "adamw"), ("float16", "sgd")])
@@ -212,7 +222,8 @@ def test_half_precision_reaches_about_the_loss_of_single(comm, config, dtype, op
     keys = dict(steps=60, log_every=20, eval_every=60, optimizer=optimizer, pipe=max(1, comm.size // 2))
     single, half = config("single", **keys), config("half", dtype=dtype, sample_bytes=8, **keys)
     expected, found = train(single, GPT, comm), train(half, GPT, comm)
-    assert found.validation == pytest.approx(expected.validation, rel=0.02)
+    # not a bound of rounding: two trainings part slowly, and one that is wrong is off by far more
+    assert abs(found.validation / expected.validation - 1) < 0.02
     assert found.loss != expected.loss  # it did compute in another precision
     assert weights.describe(weights.folder_of(half.out)).dtype == "float32"
     last = metrics(half)[-1]
@@ -248,7 +259,7 @@ def test_a_fixed_loss_scale_does_not_change_the_training(comm, config):
         chosen = config(name, loss_scale=scale)
         train(chosen, GPT, comm)
         curves.append([(entry["loss"], entry["grad_norm"]) for entry in metrics(chosen)[1:]])
-    np.testing.assert_allclose(*curves, rtol=1e-5)  # a power of two: exact, but for epsilons and tiny numbers
+    close_curves(*curves, dtype="float32")  # a power of two: exact, but for epsilons and tiny numbers
 
 
 def test_a_gpu_that_is_not_there_is_refused_on_every_rank_before_anything_is_written(comm, config, monkeypatch):

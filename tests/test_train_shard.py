@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tolerance import close, largest
 
 from mpipipe import nn
 from mpipipe.attention import Local
@@ -19,8 +20,8 @@ def test_losses_and_gradients_of_the_shards_are_those_of_the_whole(comm, layout,
     expected, gradient = nn.softmax_cross_entropy(output, target)
     shard = Shard(comm, layout, seq_len)
     mine, found = shard.loss(shard.cut(output), shard.cut(target))
-    assert sum(comm.allgather(mine)) / comm.size == pytest.approx(expected, rel=1e-13)
-    np.testing.assert_allclose(found / comm.size, shard.cut(gradient), rtol=1e-12)
+    close(sum(comm.allgather(mine)) / comm.size, expected, target.size + 7, 1 + 2 * largest(output))
+    close(found / comm.size, shard.cut(gradient), 7 + 4, (1 + 2 * largest(output)) * largest(gradient))
     positions = np.arange(seq_len) if shard.positions is None else shard.positions
     np.testing.assert_array_equal(target[:, positions], shard.cut(target))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tolerance import close
 
 from mpipipe import schedules
 from mpipipe.schedules import Costs, simulate
@@ -15,7 +16,7 @@ def test_makespan_is_the_published_one(ranks, microbatches, makespan):
     timeline = simulate(schedules.zero_bubble_h1(ranks, microbatches))
     assert timeline.makespan == makespan
     assert timeline.peak_activations == [ranks] * ranks
-    assert timeline.bubble_fraction == pytest.approx((ranks - 1) / makespan)
+    close(timeline.bubble_fraction, (ranks - 1) / makespan, 4)
 
 
 def test_weight_gradients_trail_their_input_gradients_by_the_rank():

@@ -51,9 +51,9 @@ def close(found, expected, terms, size=None, dtype=None, what=""):
 
     Parameters
     ----------
-    size : scalar or array; by default the magnitude of each expected number, as for sums of terms of one sign, products
-        and quotients
-    dtype : in which it was computed, by default the coarser of both; a result stored in a coarser one is rounded once more
+    size : scalar or array; by default the magnitude of each expected number: right for products, quotients, and sums
+        of terms of one sign
+    dtype : in which it was computed, by default the coarser of both; storing it in a coarser one rounds it once more
     what : said first when it fails
     """
     right = _wide(expected)
@@ -67,9 +67,9 @@ def close(found, expected, terms, size=None, dtype=None, what=""):
 
 
 def close_norm(found, expected, terms, dtype, what=""):
-    """Assert that the norm of the difference of many numbers is at most sqrt(terms) * eps * the norm of the expected ones.
+    """Assert that the norm of the errors of many numbers is at most sqrt(terms) * eps times the norm of the numbers.
 
-    Where errors are independent the norm adds up their squares: sqrt(n) without the factor that covers the worst of many.
+    A norm adds up squares, so the worst of many errors, for which the bound above has its factor of 6, hardly counts.
     """
     right = np.linalg.norm(_wide(expected))
     apart = np.linalg.norm(_wide(found) - _wide(expected))
@@ -77,7 +77,7 @@ def close_norm(found, expected, terms, dtype, what=""):
 
 
 def within(found, expected, allowed, what=""):
-    """Assert |found - expected| <= allowed; equal infinities agree, and nan agrees with nan. Tells where it is worst."""
+    """Assert |found - expected| <= allowed, or tell where it is worst; equal infinities agree, and nan with nan."""
     one, other = _wide(found), _wide(expected)
     assert one.shape == other.shape, f"{what}: shape {one.shape}, expected {other.shape}"
     allowed = np.broadcast_to(allowed, one.shape)

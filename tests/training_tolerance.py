@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 
-def path(model, tokens: int) -> int:
+def path(model, tokens: int = 0) -> int:
     """Operations behind one gradient: the sums on the way through all layers and back, and over the tokens of a batch.
 
     A block multiplies over dim in qkv, out and gate_up and over hidden in down, normalises twice over dim, and attends
@@ -16,7 +16,7 @@ def path(model, tokens: int) -> int:
 
 
 def roundings(model) -> int:
-    """How often half precision rounds on that way: after each product, norm, activation, rotation, attention and sum."""
+    """How often half precision rounds on that way: after each product, norm, activation, rotation and sum."""
     return 2 * (12 * model.layers + 4)
 
 

@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# Run the tests that compare numbers as other processors compute: with the kernels that OpenBLAS has for them, and with
+# those loops of numpy that any processor can run. The last digits differ, and no test may depend on them.
+#
+#   bash jobs/test_processors.sh [options of pytest]         in short: without SLOW, and each set of kernels once
+#   WHOLE=1 RANKS=4 bash jobs/test_processors.sh             all tests, for each processor
+#   ONLY="Haswell any" bash jobs/test_processors.sh          these of them   (more variables: see jobs/common.sh)
+#
+# Ends with exit code 0 where all passed, and 1 where a test failed or nothing could be set.
+set -euo pipefail
+. "$(dirname "$0")/common.sh"
+choose_mpi
+install_package test
+configure_mpi
+export MPIEXEC_TIMEOUT="${MPIEXEC_TIMEOUT:-900}"
+unset OPENBLAS_CORETYPE NPY_DISABLE_CPU_FEATURES  # what is told here would show in what this processor can do
+
+# what takes long and computes nothing that the others do not
+SLOW="test_lengths_on_real_ranks or test_4096_positions or test_messages_of_a_megabyte or test_memory or long_runs"
+
+tests=(tests)
+if [ "${WHOLE:-0}" = 0 ]; then  # what imports bounds of rounding compares numbers
+    mapfile -t tests < <(grep -lE '^from (tolerance|gradcheck|reference_attention) import' tests/test_*.py)
+    tests+=(tests/test_processor.py -k "not ($SLOW)")
+fi
+
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+ran=0 failed=0 seen=" "
+while read -r -u 3 name setting kernels; do
+    case " ${ONLY:-$name} " in *" $name "*) ;; *) continue ;; esac
+    if [ "${WHOLE:-0}" = 0 ] && [ "$kernels" != - ] && [ "${seen/ $kernels /}" != "$seen" ]; then
+        echo "mpipipe: processors skipped setting=$name kernels=$kernels (ran already)"
+        continue
+    fi
+    seen+="$kernels "
+    status=0
+    env "$setting" "$mpiexec" -n "${RANKS:=2}" "$python" -m pytest -q "${tests[@]}" "$@" > "$log" 2>&1 || status=$?
+    passed=$(grep -aoE '[0-9]+ passed' "$log" | tail -n 1 | cut -d ' ' -f 1) || true
+    if [ "$status" = 0 ]; then
+        verdict=ok
+    else
+        verdict=failed failed=$((failed + 1))
+        grep -aE '^(FAILED|ERROR|E  )' "$log" || tail -n 20 "$log"
+    fi
+    echo "mpipipe: processors $verdict setting=$name kernels=$kernels passed=${passed:-0} exit=$status"
+    ran=$((ran + 1))
+done 3< <("$python" tests/processors.py)
+
+if [ "$ran" -gt 0 ] && [ "$failed" = 0 ]; then verdict=ok; else verdict=failed; fi
+echo "mpipipe: processors $verdict mpi=$MPI ranks=${RANKS:-2} settings=$ran failed=$failed"
+[ "$verdict" = ok ]
