@@ -6,7 +6,8 @@ of X without their signs (A = |dout| |v|, B = P A), errors go this way, in units
 - score: an error s = dim (1 + 2 |q| max |k|), since a kernel may subtract the bound |q| max |k| within the product. It
   enters an exponential, so that it is the relative error of a weight;
 - out = P v: s moves weights between keys, so it counts with the deviation of v from out, sqrt(P v^2 - out^2) at most
-  (Jensen); the sums over the keys count with P |v|;
+  (Jensen); the sums over the keys count with P |v|. A merge of two blocks, out + w (out' - out), rounds a difference of
+  outputs, each of which may be as large as the largest v, even where w is 1 and the first of them no longer counts;
 - lse: s, and the sum over the keys;
 - weights of the backward, exp(score - lse): twice s, and the sum. They multiply X, which may have lost its digits: it
   errs by value_dim (A + B), and by |dout| times the error of out;
@@ -25,7 +26,8 @@ from tolerance import eps, rounding, spread, within
 from mpipipe.arrays import accumulator
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
-MORE = 24  # operations besides those of the sums: scale, bound, exponential, logarithm, merging of blocks
+MORE = 24  # operations besides those of the sums: scale, bound, exponential, logarithm, merging of weights
+MERGES = 8  # of the outputs of blocks
 
 
 class Dense:
@@ -87,7 +89,8 @@ class Dense:
         values = self._wide(self.v)
         terms = _outer(self.weights, np.abs(values))
         apart = np.sqrt(np.maximum(_outer(self.weights, values**2) - self[0] ** 2, 0))
-        output = score[..., 0].transpose(0, 2, 1)[..., None] * apart + keys * terms
+        merges = MERGES * np.abs(values).max(1, initial=0, keepdims=True)
+        output = score[..., 0].transpose(0, 2, 1)[..., None] * apart + keys * terms + merges
         lse = np.where(np.isneginf(self.lse), 0, score[..., 0] + keys)
         computed, dtype = accumulator(np.dtype(dtype)), np.dtype(dtype)
         found = [output, lse, *self._moved(output, 2 * score + keys, inner)]
