@@ -62,7 +62,7 @@ def test_initial_values_do_not_depend_on_the_cut_or_the_dtype():
 def test_initial_values_have_the_promised_spread():
     stage = nn.Stage([nn.Linear(400, 500, gain=0.5), nn.Embedding(500, 400)], dtype="float64")
     for name, expected in (("0.weight", 0.5 / 20), ("1.weight", 1 / 20)):
-        weight = stage.parameters[name]
+        weight = stage.parameters[name]  # 200 000 draws: six and nine standard deviations of both estimates
         assert abs(weight.std() / expected - 1) < 0.01 and abs(weight.mean()) < expected / 50
     assert not stage.parameters["0.bias"].any()
 
