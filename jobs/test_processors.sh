@@ -16,7 +16,8 @@ export MPIEXEC_TIMEOUT="${MPIEXEC_TIMEOUT:-900}"
 unset OPENBLAS_CORETYPE NPY_DISABLE_CPU_FEATURES  # what is told here would show in what this processor can do
 
 # what takes long and computes nothing that the others do not
-SLOW="test_lengths_on_real_ranks or test_4096_positions or test_messages_of_a_megabyte or test_memory or long_runs"
+SLOW="test_lengths_on_real_ranks or test_4096_positions or test_rings_in_one_process or test_messages_of_a_megabyte"
+SLOW+=" or test_memory or test_example or long_runs"
 
 tests=(tests)
 if [ "${WHOLE:-0}" = 0 ]; then  # what imports bounds of rounding compares numbers
