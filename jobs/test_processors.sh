@@ -15,9 +15,9 @@ configure_mpi
 export MPIEXEC_TIMEOUT="${MPIEXEC_TIMEOUT:-900}"
 unset OPENBLAS_CORETYPE NPY_DISABLE_CPU_FEATURES  # what is told here would show in what this processor can do
 
-# what takes long and computes nothing that the others do not
+# half of the time for what shorter tests compute too, or for equality of bits, which WHOLE=1 tests
 SLOW="test_lengths_on_real_ranks or test_4096_positions or test_rings_in_one_process or test_messages_of_a_megabyte"
-SLOW+=" or test_memory or test_example or long_runs"
+SLOW+=" or test_memory or test_example or long_runs or test_gradients_have_the_same_bits or test_half_precision_reaches"
 
 tests=(tests)
 if [ "${WHOLE:-0}" = 0 ]; then  # what imports bounds of rounding compares numbers
