@@ -7,7 +7,6 @@ from mpi4py import MPI
 
 from faults.cases import FAULTS, all_cases, quick_cases
 from faults.play import PASSED, play
-from faults.summary import last_line, table
 
 VENDOR = {"MPICH": "mpich", "Open MPI": "openmpi"}.get(MPI.get_vendor()[0], "another")
 
