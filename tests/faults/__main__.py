@@ -25,8 +25,8 @@ def main() -> int:
         for name, verdict in results:
             if verdict.status != PASSED:
                 print(f"\n=== {name} {verdict}\n{verdict.output}")
-    print(f"\n{table(results)}\n{last_line(results, start)}")
-    return 0 if results and all(verdict.status == PASSED for _, verdict in results) else 1
+    print(f"\n{table(results)}\n{last_line(results, len(jobs), start)}")
+    return 0 if jobs and len(results) == len(jobs) and all(verdict.status == PASSED for _, verdict in results) else 1
 
 
 def _options():

@@ -13,20 +13,27 @@ STATUSES = (PASSED, HUNG, SILENT, WRONG)
 
 
 def play_all(jobs, limit=None, at_once=1, show=print) -> list[tuple[str, Verdict]]:
-    """Play (MPI's name, python, case) in order, so many at once; failures are shown as they come."""
-    jobs, done = list(jobs), 0
+    """Play (MPI's name, python, case), so many at once, and show failures as they come.
 
-    def one(job):
-        nonlocal done
-        name, python, case = job
+    Returns MPI and verdict of each; after Ctrl-C of those that were done.
+    """
+    jobs, results = list(jobs), []
+
+    def one(name, python, case):
         verdict = play(case, python, limit)
-        done += 1
+        results.append((name, verdict))
         if verdict.status != PASSED:
-            show(f"{done}/{len(jobs)} {name} {verdict}")
-        return name, verdict
+            show(f"{len(results)}/{len(jobs)} {name} {verdict}")
 
     with ThreadPoolExecutor(at_once) as pool:
-        return list(pool.map(one, jobs))
+        started = [pool.submit(one, *job) for job in jobs]
+        try:
+            for each in started:
+                each.result()
+        except KeyboardInterrupt:
+            pool.shutdown(cancel_futures=True)
+            show(f"interrupted after {len(results)} of {len(jobs)} cases")
+    return results
 
 
 def table(results: Iterable[tuple[str, Verdict]]) -> str:
@@ -53,9 +60,9 @@ def _numbers(verdicts) -> list[str]:
     return [str(len(verdicts)), *map(str, counts), f"{statistics.median(seconds):.1f}", f"{max(seconds):.1f}"]
 
 
-def last_line(results, start) -> str:
-    """What a program reads off: ok or failed, and the counts."""
+def last_line(results, asked, start) -> str:
+    """What a program reads off: ok or failed, and the counts; failed also where fewer jobs ran than were asked for."""
     counts = {status: sum(verdict.status == status for _, verdict in results) for status in STATUSES}
-    word = "ok" if results and counts[PASSED] == len(results) else "failed"
+    word = "ok" if results and counts[PASSED] == asked else "failed"
     numbers = " ".join(f"{status}={counts[status]}" for status in STATUSES)
     return f"mpipipe: faults {word} cases={len(results)} {numbers} seconds={time.monotonic() - start:.0f}"

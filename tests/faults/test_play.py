@@ -88,4 +88,4 @@ def test_the_table_counts_by_class():
     results = [("mpich", play(job("", code=0, reports=0))), ("mpich", play(job("1 / 0", code=0, reports=0)))]
     row = table(results).splitlines()[1].split()
     assert row[:8] == ["mpich", "a", "class", "2", "1", "0", "0", "1"]
-    assert last_line(results, 0).startswith("mpipipe: faults failed cases=2 passed=1 hung=0 silent=0 wrong=1")
+    assert last_line(results, 2, 0).startswith("mpipipe: faults failed cases=2 passed=1 hung=0 silent=0 wrong=1")

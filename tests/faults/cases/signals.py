@@ -8,6 +8,7 @@ from faults.blocks import NONZERO, PLAIN, RUN, failing, good, on
 from faults.fault import Send
 
 KILL_ITSELF = "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ntrain(100000)"
+INTERRUPTED = 130
 MANY = 10**6  # steps: until a signal ends them
 
 
@@ -16,25 +17,33 @@ def _in_forward(name):
     return failing(f"{name} in a forward", "signal", body, code=NONZERO, reports=None, ranks=(1, 2, 4))
 
 
-def _from_outside(name, to, **options):
-    number = getattr(signal, name)
+def _from_outside(name, to, suffix="", **options):
     target = to if isinstance(to, str) else f"rank {to}"
-    return failing(f"{name} to the {target}", "signal", f"train({MANY})", code=NONZERO, reports=None,
-                   sends=(Send(number, to),), **options)
+    sends = (Send(getattr(signal, name), to),)
+    options = {"code": NONZERO, "reports": None, **options}
+    return failing(f"{name} to the {target}{suffix}", "signal", f"train({MANY})", sends=sends, **options)
+
+
+def _interrupted(to):
+    """Ctrl-C: MPICH hands it on to the ranks, Open MPI ends them without a word and returns 1."""
+    return (
+        _from_outside("SIGINT", to, " of MPICH", mpi="mpich", code=INTERRUPTED, reports=1),
+        _from_outside("SIGINT", to, " of Open MPI", mpi="openmpi", clean=True),
+    )
 
 
 FAULTS = (
     failing("a killed rank", "signal", KILL_ITSELF, code=NONZERO, reports=None, ranks=(4,), limit=15,
             quick=(4, PLAIN)),
-    *(_in_forward(name) for name in ("SIGKILL", "SIGTERM", "SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGHUP")),
+    *(_in_forward(name) for name in ("SIGKILL", "SIGTERM", "SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGALRM")),
     failing("SIGINT of one rank before training", "signal",
             "if rank == 1: os.kill(os.getpid(), signal.SIGINT); time.sleep(1)\ntrain()", "KeyboardInterrupt",
             code=NONZERO, ranks=(2, 4), quick=(4, RUN)),
     _from_outside("SIGKILL", 1),
     _from_outside("SIGTERM", 0),
     _from_outside("SIGINT", 1),
-    _from_outside("SIGINT", "launcher"),
-    _from_outside("SIGINT", "group"),
+    *_interrupted("launcher"),
+    *_interrupted("group"),
     _from_outside("SIGTERM", "launcher", quick=(2, RUN)),
     _from_outside("SIGTERM", "group"),
     _from_outside("SIGHUP", "group"),
