@@ -85,6 +85,6 @@ FAULTS = (
 import resource
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-""") + "with build() as p: p.step(inputs, targets); open('out', 'w').write('x' * 5000) if rank == 0 else None\n"
-            + "train()", "File too large", ranks=(2,), modes=(RUN,)),
+def between(): print("x" * 5000, file=open("out", "w"), flush=True)
+""") + on("last", "between = lambda: None") + "train(between=between)", "File too large", ranks=(2,), modes=(RUN,)),
 )

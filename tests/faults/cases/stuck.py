@@ -10,7 +10,7 @@ LOOP = "breaks('forward', lambda: [None for _ in iter(int, 1)])"
 
 def _stalls(name, body, *says, **options) -> Fault:
     """The others wait, and raise StallError after 5 s that names the rank which is missing."""
-    return failing(name, "loop", body, "StallError", *says, env=SHORT, **{"code": 1, **options})
+    return failing(name, "loop", body, "StallError", *says, env=SHORT, limit=30, **options)
 
 
 OTHER_THREAD = """
