@@ -15,7 +15,7 @@ with build() as a, build() as b:
         b.evaluate(inputs, targets)
         b.step(inputs, targets)
 print("finished")
-""", prints=("finished",), ranks=ALL, quick=(2, RUN)),
+""", prints=("finished",), ranks=ALL),
     good("two threads with a pipeline each", """
 comms, seen = [comm.Dup(), comm.Dup()], []
 def work(own):
@@ -75,7 +75,7 @@ for _ in range(5):
     except errors.MpipipeError:
         pass
 train()
-""", prints=("finished",), ranks=(1, 2, 4), quick=(2, RUN)),
+""", prints=("finished",), ranks=(1, 2, 4)),
     good("zero bubbles", "schedule = schedules.zero_bubble_h1(size, 4)\ntrain()", ranks=ALL, prints=("finished",)),
     good("recomputation", "train(recompute=True)", ranks=ALL, prints=("finished",)),
     command("a training from the command line", "good program", *TRAIN, "--out", "run", before=(TEXT,), ranks=ALL,

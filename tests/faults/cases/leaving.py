@@ -15,7 +15,7 @@ TOGETHER = {
     "choose a device": "from mpipipe.comm.device import select_device\nselect_device(comm)",
     "train": "train()",
 }
-QUICK = (("make a pipeline", "last"), ("make their first ring", "last"))
+QUICK = (("make a pipeline", "last"),)
 
 
 def _never_joins(what, who, ranks, **options) -> Fault:

@@ -48,7 +48,7 @@ def other():
 first, second = (other(), build()) if rank == last else (build(), other())
 """, "MismatchError", code=(1, 2)),
     refused("a mesh that does not fill the communicator", "misuse", MESH.format("size + 1"), "mesh", ranks=(1, 2)),
-    refused("no schedule", "misuse", "schedule = None\ntrain()", "ArgumentError", ranks=(1, 2, 4), quick=(2, RUN)),
+    refused("no schedule", "misuse", "schedule = None\ntrain()", "ArgumentError", ranks=(1, 2, 4)),
     refused("a schedule of more ranks", "misuse", "schedule = schedules.gpipe(size + 1, 4)\ntrain()", "ArgumentError",
             ranks=(1, 2)),
     refused("missing inputs", "misuse", "inputs = None\ntrain()", "inputs are missing", ranks=(1, 2, 4)),
