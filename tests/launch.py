@@ -108,10 +108,13 @@ class Job:
 
     def send(self, number, to):
         """Send a signal to "launcher", to "group" (the launcher's, as a terminal does), or to the process `to`."""
-        if to == "group":
-            os.killpg(self._launcher.pid, number)
-        else:
-            os.kill(self._launcher.pid if to == "launcher" else to, number)
+        try:
+            if to == "group":
+                os.killpg(self._launcher.pid, number)
+            else:
+                os.kill(self._launcher.pid if to == "launcher" else to, number)
+        except ProcessLookupError:  # it ended meanwhile
+            pass
 
     def end(self):
         """Stop the launcher politely, so that it takes its ranks along, and kill what is left."""
@@ -124,10 +127,7 @@ class Job:
     def kill_processes(self):
         """Kill the processes of this job that still live."""
         for pid in self.processes():
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+            self.send(signal.SIGKILL, pid)
 
     def outlived_by(self, seconds) -> dict[int, dict[str, str]]:
         """As `processes`, of what still lives so many seconds after the launcher ended."""

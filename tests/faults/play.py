@@ -108,7 +108,7 @@ def _watch(job, case, deadline) -> set[Path]:
                 appeared = time.monotonic()
             if appeared is not None and time.monotonic() >= appeared + due[0].after:
                 send, appeared = due.pop(0), None
-                job.send(send.number, send.to if isinstance(send.to, str) else _process(job, send.to))
+                _send(job, send)
         if time.monotonic() >= look and case.clean:
             memory |= _shared_memory(job)
             look = time.monotonic() + LOOK_FOR_MEMORY
@@ -116,11 +116,14 @@ def _watch(job, case, deadline) -> set[Path]:
     return memory
 
 
-def _process(job, rank) -> int:
-    """Id of the process that the launcher calls `rank`: the youngest, since wrappers stand before it."""
-    return max(
-        pid for pid, env in job.processes().items() if any(env.get(name) == str(rank) for name in RANK_VARIABLES)
-    )
+def _send(job, send):
+    """Nothing where the job is over. A rank is the youngest process with its number: wrappers come before it."""
+    to = send.to
+    if not isinstance(to, str):
+        environments = job.processes().items()
+        to = max((pid for pid, env in environments if str(to) in map(env.get, RANK_VARIABLES)), default=None)
+    if to is not None and job.returncode is None:
+        job.send(send.number, to)
 
 
 def _shared_memory(job) -> set[Path]:

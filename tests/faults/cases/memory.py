@@ -42,7 +42,7 @@ while time.time() < end:
     time.sleep(0.001)
 bad = sum(bool(each.any()) for each in mine)
 print("CORRUPTED" if bad else "intact", flush=True)
-time.sleep(0.5)
+time.sleep(2)
 os._exit(0)
 """
 UNDER_WAY = """
