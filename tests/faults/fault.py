@@ -42,6 +42,7 @@ class Fault:
     says, plain_says : texts that stderr must hold; {last} is the last rank
     once : texts that stderr must hold exactly once, in modes RUN and COMMAND
     prints, never : texts that stdout must hold, that neither may hold
+    by_all : texts that stdout must hold once for each rank
     reports : number of lines with HEADING in mode RUN and COMMAND; None for any
     quiet : stderr must be empty
     clean : nothing may be left in /dev/shm; None means where the exit code is an agreed one
@@ -72,6 +73,7 @@ class Fault:
     once: tuple[str, ...] = ()
     prints: tuple[str, ...] = ()
     never: tuple[str, ...] = ()
+    by_all: tuple[str, ...] = ()
     reports: int | None = 1
     quiet: bool = False
     clean: bool | None = None

@@ -147,6 +147,8 @@ def _judge(job, case, memory) -> list[str]:
     problems += [f"stderr lacks {text!r}" for text in case.says if text not in stderr]
     problems += [f"stdout lacks {text!r}" for text in fault.prints if text not in stdout]
     problems += [f"{text!r} must not be printed" for text in fault.never if text in stdout + stderr]
+    counts = [(text, stdout.count(text), max(1, case.ranks)) for text in fault.by_all]
+    problems += [f"{count} times {text!r} for {ranks} ranks" for text, count, ranks in counts if count != ranks]
     if case.mode in (RUN, COMMAND):
         if fault.reports is not None and stderr.count(HEADING) != fault.reports:
             problems.append(f"{stderr.count(HEADING)} reports instead of {fault.reports}")

@@ -29,6 +29,7 @@ def job(program, **options):
         (REPORT + "sys.exit(1)", {"never": ("paint",)}, WRONG, "'paint' must not be printed"),
         ("import sys; sys.exit(1)", {"says": ("wet paint",)}, SILENT, "stderr lacks 'wet paint'"),
         ("print('done')", {"code": 0, "reports": 0, "prints": ("done",), "quiet": True}, PASSED, ""),
+        ("print('done, done')", {"code": 0, "reports": 0, "by_all": ("done",)}, WRONG, "2 times 'done' for 1 ranks"),
         (REPORT, {"code": 0, "reports": None, "quiet": True}, WRONG, "stderr is not empty"),
         ("1 / 0", {"after": (("-c", "1 / 0"),), "reports": 0}, WRONG, "ZeroDivisionError"),
         ("", {"before": (("-c", "1 / 0"),)}, WRONG, "ZeroDivisionError"),

@@ -7,7 +7,7 @@ from faults.blocks import RUN, TEXT, TRAIN, command, good, on
 ALL = (1, 2, 3, 4)
 
 FAULTS = (
-    good("a training", "train()", ranks=ALL, prints=("finished",), quick=(4, RUN)),
+    good("a training", "train()", ranks=ALL, by_all=("finished",), quick=(4, RUN)),
     good("two pipelines in turn", """
 with build() as a, build() as b:
     for _ in range(4):
@@ -15,7 +15,7 @@ with build() as a, build() as b:
         b.evaluate(inputs, targets)
         b.step(inputs, targets)
 print("finished")
-""", prints=("finished",), ranks=ALL),
+""", by_all=("finished",), ranks=ALL),
     good("two threads with a pipeline each", """
 comms, seen = [comm.Dup(), comm.Dup()], []
 def work(own):
@@ -29,7 +29,7 @@ for each in threads: each.start()
 for each in threads: each.join()
 if seen: raise seen[0]
 print("finished")
-""", prints=("finished",), ranks=(1, 2, 4)),
+""", by_all=("finished",), ranks=(1, 2, 4)),
     good("messages of the user with the same tags", """
 box, requests = np.zeros(20000), []
 peer = (rank + 1) % size
@@ -40,10 +40,10 @@ for tag in range(20):
     comm.Recv(box, (rank - 1) % size, tag)
     assert (box == tag + 0.5).all()
 for each in requests: each.Wait()
-""", ranks=(2, 4), prints=("finished",)),
-    good("a rank that is 4 s late", on("last", "time.sleep(4)") + "train()", prints=("finished",)),
-    good("a slow stage", on("last", "breaks('forward', lambda: time.sleep(0.3))") + "train()", prints=("finished",)),
-    good("a rank that ends 5 s after the others", "train()\n" + on("last", "time.sleep(5)"), prints=("finished",)),
+""", ranks=(2, 4), by_all=("finished",)),
+    good("a rank that is 4 s late", on("last", "time.sleep(4)") + "train()", by_all=("finished",)),
+    good("a slow stage", on("last", "breaks('forward', lambda: time.sleep(0.3))") + "train()", by_all=("finished",)),
+    good("a rank that ends 5 s after the others", "train()\n" + on("last", "time.sleep(5)"), by_all=("finished",)),
     good("a rank that is 4 s late for everything", on("last", "time.sleep(4)") + """
 with mpipipe.Mesh(comm, pipe=size) as mesh: pass
 ring()
@@ -67,7 +67,7 @@ try:
 except errors.MpipipeError:
     pass
 train()
-""", prints=("finished",)),
+""", by_all=("finished",)),
     good("refusals that the user catches", """
 for _ in range(5):
     try:
@@ -75,9 +75,9 @@ for _ in range(5):
     except errors.MpipipeError:
         pass
 train()
-""", prints=("finished",), ranks=(1, 2, 4)),
-    good("zero bubbles", "schedule = schedules.zero_bubble_h1(size, 4)\ntrain()", ranks=ALL, prints=("finished",)),
-    good("recomputation", "train(recompute=True)", ranks=ALL, prints=("finished",)),
+""", by_all=("finished",), ranks=(1, 2, 4)),
+    good("zero bubbles", "schedule = schedules.zero_bubble_h1(size, 4)\ntrain()", ranks=ALL, by_all=("finished",)),
+    good("recomputation", "train(recompute=True)", ranks=ALL, by_all=("finished",)),
     command("a training from the command line", "good program", *TRAIN, "--out", "run", before=(TEXT,), ranks=ALL,
             code=0, reports=0, quiet=True, prints=("mpipipe: ok",), after=(("-c", "open('run/metrics.jsonl')"),)),
     command("a text from a training", "good program", "-m", "mpipipe", "generate", "run", "--bytes", "9", code=0,

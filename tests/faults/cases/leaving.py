@@ -42,7 +42,7 @@ def _code(code, wanted, **options) -> Fault:
 def _agreed(code) -> Fault:
     return Fault(
         f"all ranks exit with {code}", "exit", OPENING + f"train()\nsys.exit({code})", code=code, plain_code=code,
-        reports=0, ranks=(1, 2, 4), prints=("finished",), never=("ended by",), quick=(4, RUN) if code == 75 else None,
+        reports=0, ranks=(1, 2, 4), by_all=("finished",), never=("ended by",), quick=(4, RUN) if code == 75 else None,
     )
 
 

@@ -48,7 +48,7 @@ FAULTS = (
     _from_outside("SIGTERM", "group"),
     _from_outside("SIGHUP", "group"),
     good("a rank that sleeps for 3 s of SIGSTOP", "train(10, between=lambda: time.sleep(1))", kind="signal",
-         sends=(Send(signal.SIGSTOP, 1), Send(signal.SIGCONT, 1, after=3.0)), prints=("finished",)),
+         sends=(Send(signal.SIGSTOP, 1), Send(signal.SIGCONT, 1, after=3.0)), by_all=("finished",)),
     good("SIGUSR1 that the user handles", "signal.signal(signal.SIGUSR1, lambda *a: None)\n"
          "train(between=lambda: os.kill(os.getpid(), signal.SIGUSR1))", kind="signal", modes=(RUN, PLAIN)),
 )

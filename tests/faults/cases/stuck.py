@@ -50,7 +50,7 @@ with build() as pipeline:
 """) + "", "rank", ranks=(2,), never=()),
     failing("an exception in a step of another thread", "thread", on("last", "breaks('forward', fail)") + OTHER_THREAD,
             "ValueError: wet paint", "micro-batch 0", quick=(2, RUN)),
-    good("a pipeline stepped in another thread", OTHER_THREAD, kind="thread", prints=("finished",), ranks=(1, 2, 4)),
+    good("a pipeline stepped in another thread", OTHER_THREAD, kind="thread", by_all=("finished",), ranks=(1, 2, 4)),
     failing("an exception in a loss of another thread", "thread", on("last", "def loss(y, t): fail()") + OTHER_THREAD,
             "ValueError: wet paint"),
     Fault("an exception in a thread of the user's own", "thread", OPENING + """
@@ -59,7 +59,7 @@ if rank == last:
     thread.start()
     thread.join()
 train()
-""", code=0, plain_code=0, reports=0, says=("wet paint",), prints=("finished",)),
+""", code=0, plain_code=0, reports=0, says=("wet paint",), by_all=("finished",)),
     Fault("a fork in a stage", "thread", OPENING + """
 def act():
     child = os.fork()
@@ -74,5 +74,5 @@ if child == 0:
     os._exit(0)
 os.waitpid(child, 0)
 train()
-""", code=0, reports=0, prints=("finished",), ranks=(1, 2)),
+""", code=0, reports=0, by_all=("finished",), ranks=(1, 2)),
 )
