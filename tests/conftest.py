@@ -84,19 +84,29 @@ def emulated_gpu():
 
 
 @pytest.fixture
-def launch(collective, request):
+def launch(on_first_rank):
     """launch(ranks, script text or arguments, timeout=60, env=None): a job of its own, its outcome known on every rank.
 
-    Only rank 0 starts it (see launch.run_job); the others sleep until it ends. Files that the job writes for the test
-    belong into `mpi_tmp_path`, which is the same folder on every rank.
+    Only rank 0 starts it (see launch.run_job). Files that the job writes for the test belong into `mpi_tmp_path`,
+    which is the same folder on every rank.
     """
 
     def start(ranks, what, timeout=60, env=None):
-        collective.watchdog.arm(request.node.nodeid, timeout + 30)
+        return on_first_rank(timeout + 30, run_job, ranks, what, timeout, env)
+
+    return start
+
+
+@pytest.fixture
+def on_first_rank(collective, request):
+    """on_first_rank(seconds, function, *arguments): what rank 0 alone computes within so long; the others sleep."""
+
+    def start(seconds, function, *arguments):
+        collective.watchdog.arm(request.node.nodeid, seconds)
         outcome = None
         if collective.rank == 0:
             try:
-                outcome = run_job(ranks, what, timeout, env)
+                outcome = function(*arguments)
             except Exception as error:
                 outcome = error
         outcome = collective.together((request.node.nodeid, "the end of a job"), outcome)[0]

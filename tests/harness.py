@@ -28,7 +28,7 @@ from hypothesis.errors import StopTest, UnsatisfiedAssumption
 from mpi4py import MPI
 from watchdog import GRACE, Watchdog
 
-SHARED = {"comm", "subcomm", "launch", "mpi_tmp_path", "mpi_tmpdir", "mpi_file_name"}
+SHARED = {"comm", "subcomm", "launch", "on_first_rank", "mpi_tmp_path", "mpi_tmpdir", "mpi_file_name"}
 DIRTY = pytest.StashKey[bool]()  # a test failed: messages may be left in its communicators
 ADDRESS = re.compile(r"0x[0-9a-fA-F]+")  # differs from rank to rank where nothing else does
 NOT_A_FAILURE = (StopTest, UnsatisfiedAssumption, pytest.skip.Exception)

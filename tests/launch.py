@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
+import uuid
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -19,6 +22,8 @@ SETTINGS = {  # each is read by one MPI and ignored by the others
     "OMPI_MCA_btl": "^ofi",  # probing libfabric costs a second at every start
 }
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+MARK = "TEST_JOB_MARK"  # a variable that every process of a job inherits
+POLITE_SECONDS = 5  # that a launcher gets to take its ranks along
 
 
 class JobTimeoutError(AssertionError):
@@ -34,13 +39,107 @@ def job_environment(extra=None) -> dict:
     return {**env, **(extra or {})}
 
 
-def mpiexec() -> str:
+def mpiexec(python=sys.executable) -> str:
     """The launcher that belongs to this Python environment."""
-    beside = Path(sys.executable).with_name("mpiexec")
+    beside = Path(python).with_name("mpiexec")
     found = str(beside) if beside.exists() else shutil.which("mpiexec")
     if found is None:
         raise FileNotFoundError("no mpiexec beside python or on PATH: install mpipipe[mpich] or load an MPI module")
     return found
+
+
+class Job:
+    """A job under way: its launcher, what it prints, and its processes.
+
+    Output goes to files, so that a rank which outlives its launcher keeps nobody waiting.
+
+    Attributes
+    ----------
+    returncode : of the launcher, None while it runs
+    stdout, stderr : what the job has printed so far
+    """
+
+    def __init__(self, command, folder, env=None):
+        self.command = [str(part) for part in command]
+        self._mark = uuid.uuid4().hex
+        self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+        self._launcher = subprocess.Popen(
+            self.command,
+            cwd=folder,
+            env={**job_environment(env), MARK: self._mark},
+            stdin=subprocess.DEVNULL,
+            stdout=self._out,
+            stderr=self._err,
+            start_new_session=True,
+        )
+
+    @property
+    def returncode(self):
+        return self._launcher.poll()
+
+    @property
+    def stdout(self) -> str:
+        return _text(self._out)
+
+    @property
+    def stderr(self) -> str:
+        return _text(self._err)
+
+    def wait(self, seconds) -> bool:
+        """Whether the launcher ends within so many seconds."""
+        try:
+            self._launcher.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def processes(self) -> dict[int, dict[str, str]]:
+        """Environment of each living process of this job, by process id; only on Linux, empty elsewhere."""
+        found = {}
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                data = (entry / "environ").read_bytes()
+            except OSError:  # gone, or another user's
+                continue
+            if self._mark.encode() in data:
+                pairs = (item.partition("=") for item in data.decode(errors="replace").split("\0"))
+                found[int(entry.name)] = {name: value for name, _, value in pairs}
+        return found
+
+    def send(self, number, to):
+        """Send a signal to "launcher", to "group" (the launcher's, as a terminal does), or to the process `to`."""
+        try:
+            if to == "group":
+                os.killpg(self._launcher.pid, number)
+            else:
+                os.kill(self._launcher.pid if to == "launcher" else to, number)
+        except ProcessLookupError:  # it ended meanwhile
+            pass
+
+    def end(self):
+        """Stop the launcher politely, so that it takes its ranks along, and kill what is left."""
+        self._launcher.terminate()
+        if not self.wait(POLITE_SECONDS):
+            self._launcher.kill()
+        self.kill_processes()
+        self.wait(POLITE_SECONDS)
+
+    def kill_processes(self):
+        """Kill the processes of this job that still live."""
+        for pid in self.processes():
+            self.send(signal.SIGKILL, pid)
+
+    def outlived_by(self, seconds) -> dict[int, dict[str, str]]:
+        """As `processes`, of what still lives so many seconds after the launcher ended."""
+        stop = time.monotonic() + seconds
+        while (left := self.processes()) and time.monotonic() < stop:
+            time.sleep(0.05)
+        return left
+
+
+def _text(file) -> str:
+    size = os.fstat(file.fileno()).st_size  # pread: the job writes at the offset that it shares with this file
+    return os.pread(file.fileno(), size, 0).decode(errors="replace")
 
 
 def run_job(ranks, what, timeout=60, env=None) -> subprocess.CompletedProcess:
@@ -57,37 +156,13 @@ def run_job(ranks, what, timeout=60, env=None) -> subprocess.CompletedProcess:
         if isinstance(what, str):
             script = Path(folder, "job.py")
             script.write_text(what)
-            what = [str(script)]
-        command = [sys.executable, *map(str, what)]
+            what = [script]
+        command = [sys.executable, *what]
         if ranks:
-            command = [mpiexec(), "-n", str(ranks), *command]
-        job = subprocess.Popen(
-            command,
-            cwd=folder,
-            env=job_environment(env),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-        try:
-            stdout, stderr = job.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            stdout, stderr = _end(job)
-            raise JobTimeoutError(f"{' '.join(command)}: still running after {timeout} s\n{stdout}\n{stderr}") from None
-        return subprocess.CompletedProcess(command, job.returncode, stdout, stderr)
-
-
-def _end(job):
-    """Stop the launcher politely, so that it takes its ranks along, and return what they printed."""
-    job.terminate()
-    try:
-        return job.communicate(timeout=10)
-    except subprocess.TimeoutExpired:
-        job.kill()
-        try:
-            return job.communicate(timeout=10)
-        except subprocess.TimeoutExpired:  # a rank survived and keeps the pipes open
-            return "", "(the output is lost: ranks outlive their launcher)"
+            command = [mpiexec(), "-n", ranks, *command]
+        job = Job(command, folder, env)
+        if not job.wait(timeout):
+            job.end()
+            text = f"{' '.join(job.command)}: still running after {timeout} s\n{job.stdout}\n{job.stderr}"
+            raise JobTimeoutError(text)
+        return subprocess.CompletedProcess(job.command, job.returncode, job.stdout, job.stderr)

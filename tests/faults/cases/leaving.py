@@ -1,0 +1,99 @@
+"""A rank ends: with a code of its own, without a word, or before the others call what needs all of them."""
+
+from __future__ import annotations
+
+from faults.blocks import NONZERO, OPENING, PLAIN, RUN, Fault, failing, on
+
+# what the others do together -> its text
+TOGETHER = {
+    "make a pipeline": "build()",
+    "make a mesh": "mpipipe.Mesh(comm, pipe=size)",
+    "make their first ring": "ring()",
+    "clip": "optim.clip_by_global_norm(stages, 1.0, comm)",
+    "sum a norm": "optim.gradient_norm(stages, comm)",
+    "take a scaled step": "optim.scaled_step(optim.SGD(stages, 0.1), optim.LossScaler(), comm=comm)",
+    "choose a device": "from mpipipe.comm.device import select_device\nselect_device(comm)",
+    "train": "train()",
+}
+QUICK = (("make a pipeline", "last"),)
+
+
+def _never_joins(what, who, ranks, **options) -> Fault:
+    body = on(who, "sys.exit(0)") + TOGETHER[what]
+    leaver = who.replace("last", "{last}")
+    return failing(
+        f"rank {who} exits with 0 before others {what}", "never joins", body, f"world rank {leaver}",
+        "PeerError", ranks=ranks, **options,
+    )
+
+
+def _while_working(name, body, **options) -> Fault:
+    return failing(name, "never joins", body, "world rank {last}", "PeerError", **{"ranks": (2, 3), **options})
+
+
+def _code(code, wanted, **options) -> Fault:
+    """Rank 0 exits with `code` while the others train."""
+    return failing(
+        f"rank 0 exits with {code}", "exit", on("0", f"sys.exit({code})") + "train()", code=wanted,
+        clean=False, **{"ranks": (2, 4), **options},
+    )
+
+
+def _agreed(code) -> Fault:
+    return Fault(
+        f"all ranks exit with {code}", "exit", OPENING + f"train()\nsys.exit({code})", code=code, plain_code=code,
+        reports=0, ranks=(1, 2, 4), by_all=("finished",), never=("ended by",), quick=(4, RUN) if code == 75 else None,
+    )
+
+
+FAULTS = (
+    *(
+        _never_joins(what, who, ranks, quick=(2, RUN) if (what, who) in QUICK else None)
+        for what in TOGETHER
+        for who, ranks in (("0", (3,)), ("last", (2, 4)))
+    ),
+    _while_working("the last rank exits with 0 between a step and a clip", """
+leave = lambda: sys.exit(0) if rank == last else None
+train(between=lambda: (leave(), optim.clip_by_global_norm(stages, 1.0, comm)))
+""", quick=(2, RUN)),
+    _while_working("the last rank makes a ring less", "ring(2 if rank == last else 3)", never=()),
+    failing("one rank leaves early without an error", "never joins", """
+pipeline = build()
+pipeline.step(inputs, targets)
+if rank == 2:
+    sys.exit(0)
+pipeline.step(inputs, targets)
+print("finished")
+""", "rank 2", ranks=(4,), modes=(RUN,), once=("left the job after call 1",), reports=None, quick=(4, RUN)),
+    _code(3, 3),
+    failing("rank 2 exits with 3", "exit", "if rank == 2: sys.exit(3)\ntrain()", "rank 2", code=3, ranks=(4,),
+            modes=(RUN,), quick=(4, RUN)),
+    _code(75, 75),
+    _code(130, 130),
+    _code(255, 255),
+    _code(256, NONZERO),
+    _code(-1, 255),
+    _code("'wet paint'", 1),
+    _code("None", 1, modes=(RUN,)),
+    *(_agreed(code) for code in (0, 1, 2, 3, 75, 130, 255)),
+    Fault("all ranks exit with 256", "exit", OPENING + "train()\nsys.exit(256)", code=NONZERO,
+          plain_code="any", reports=None, ranks=(1, 2)),
+    Fault("ranks exit with codes of their own", "exit", OPENING + "train()\nsys.exit(3 + rank)",
+          code=(3, 4, 5, 6), ranks=(2, 4), reports=None, says=("rank 0: 3",), plain_says=(), clean=False),
+    failing("sys.exit(3) in a forward", "exit", on("last", "breaks('forward', lambda: sys.exit(3))") + "train()",
+            code=3, ranks=(1, 2, 4), reports=None),
+    failing("sys.exit(0) in a forward", "exit", on("last", "breaks('forward', lambda: sys.exit(0))") + "train()",
+            code=NONZERO, ranks=(2, 4), plain_code=NONZERO),
+    failing("os._exit(0) before training", "vanishes", on("last", "os._exit(0)") + "train()", "rank {last}",
+            plain_says=(), code=NONZERO, reports=None, quick=(2, RUN)),
+    failing("os._exit(0) in a forward", "vanishes", on("last", "breaks('forward', lambda: os._exit(0))") + "train()",
+            "rank {last}", code=NONZERO, reports=None, modes=(RUN,), ranks=(1, 2, 4)),
+    failing("os._exit(0) at the end", "vanishes", "train()\n" + on("last", "os._exit(0)"), "rank {last}",
+            code=NONZERO, reports=None, modes=(RUN,), ranks=(1, 2, 4), never=()),
+    failing("os._exit(0) of all ranks", "vanishes", "train()\nos._exit(0)", "rank", code=NONZERO,
+            reports=None, modes=(RUN,), ranks=(1, 2, 4), never=()),
+    failing("os._exit(3) in a forward", "vanishes", on("last", "breaks('forward', lambda: os._exit(3))") + "train()",
+            code=NONZERO, reports=None),
+    Fault("MPI_Abort by the user", "vanishes", OPENING + on("last", "comm.Abort(7)") + "train()", code=7,
+          plain_code=7, reports=None, modes=(RUN, PLAIN)),
+)

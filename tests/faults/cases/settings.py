@@ -1,0 +1,66 @@
+"""The environment, the launcher and MPI itself are not as they should be."""
+
+from __future__ import annotations
+
+from faults.blocks import NONZERO, OPENING, PLAIN, RUN, Fault, failing, good, refused
+
+NOT_INITIALISED = "import mpi4py\nmpi4py.rc.initialize = False\n"
+SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+INTERCOMM = """
+half = comm.Split(rank % 2, rank)
+comm = half.Create_intercomm(0, comm, 1 - rank % 2, 7)
+schedule = schedules.gpipe(comm.size, 4)
+"""
+
+
+def _refused_at_start(name, value, **options) -> Fault:
+    return failing(f"{name}={value}", "settings", "train()", name, env={name: value}, code=NONZERO,
+                   **{"ranks": (1, 2, 4), **options})
+
+
+FAULTS = (
+    _refused_at_start("MPIPIPE_TIMEOUT", "abc", quick=(2, RUN)),
+    _refused_at_start("MPIPIPE_TIMEOUT", "-5"),
+    _refused_at_start("MPIPIPE_TAG_UB", "-1", quick=(2, RUN)),
+    _refused_at_start("MPIPIPE_TAG_UB", "many"),
+    _refused_at_start("MPIPIPE_SYNC_SENDS", "maybe"),
+    good("MPIPIPE_SYNC_SENDS=1", "train()", kind="settings", env={"MPIPIPE_SYNC_SENDS": "1"}),
+    good("MPIPIPE_TAG_UB=32767", "train()", kind="settings", env={"MPIPIPE_TAG_UB": "32767"}),
+    refused("MPIPIPE_TAG_UB differs", "settings", "train()", "MismatchError", "MPIPIPE_TAG_UB",
+            env_of={1: {"MPIPIPE_TAG_UB": "40"}}, code=(1, 2)),
+    failing("MPIPIPE_TIMEOUT=abc on one rank", "settings", "train()", "MPIPIPE_TIMEOUT", code=NONZERO,
+            env_of={1: {"MPIPIPE_TIMEOUT": "abc"}}),
+    good("an empty OMP_NUM_THREADS", "train()", kind="settings", env={"OMP_NUM_THREADS": ""}),
+    *(
+        failing(f"a lone process where {variable} promises four", "launcher", "train()", "LaunchError", "found: 1 rank",
+                variable, env={variable: "4"}, ranks=(0,), modes=(PLAIN, RUN), code=NONZERO, reports=None,
+                quick=(0, PLAIN))
+        for variable in SIZES
+    ),
+    good("no launcher", "train()", kind="launcher", ranks=(0,), clean=False),  # Open MPI itself leaves a file
+    failing("MPI finalized before a pipeline", "MPI state", "from mpi4py import MPI\nMPI.Finalize()\ntrain()",
+            "inalised", code=NONZERO, ranks=(1, 2), reports=None),
+    failing("MPI finalized by one rank", "MPI state",
+            "from mpi4py import MPI\nif rank == last: MPI.Finalize()\ntrain()", "rank {last}", code=NONZERO, ranks=(2,),
+            env={"MPIPIPE_TIMEOUT": "5"}, reports=None),
+    Fault("MPI finalized after training", "MPI state", OPENING + "from mpi4py import MPI\ntrain()\nMPI.Finalize()",
+          code=0, ranks=(1, 2), reports=0, quiet=True),
+    failing("an exception after MPI was finalized", "MPI state",
+            "from mpi4py import MPI\ntrain()\nMPI.Finalize()\nfail()", "ValueError: wet paint", code=NONZERO,
+            ranks=(1, 2), reports=None, never=()),
+    Fault("MPI is not initialised", "MPI state", NOT_INITIALISED + OPENING + "train()", modes=(PLAIN,), code=NONZERO,
+          ranks=(0, 2), says=("initiali", "mpipipe.errors"), never=("finished",)),
+    Fault("MPI initialised by the user", "MPI state",
+          NOT_INITIALISED + "from mpi4py import MPI\nMPI.Init()\n" + OPENING + "train()\nMPI.Finalize()",
+          modes=(PLAIN,), code=0, ranks=(1, 2), quiet=True),
+    refused("a pipeline on an intercommunicator", "misuse", INTERCOMM + "train()", "ArgumentError", code=(1, 2)),
+    refused("a mesh on an intercommunicator", "misuse", INTERCOMM + "mpipipe.Mesh(comm, pipe=comm.size)",
+            "ArgumentError", code=(1, 2)),
+    refused("a ring on an intercommunicator", "misuse", INTERCOMM + "ring()", "ArgumentError", code=(1, 2)),
+    refused("a communicator that is not one", "misuse", "comm = 'world'\ntrain()", "ArgumentError", ranks=(1, 2)),
+    refused("a freed communicator", "misuse", "comm = comm.Dup()\ncomm.Free()\ntrain()", "ommunicator", code=(1, 2),
+            ranks=(1, 2)),
+    refused("COMM_NULL", "misuse", "from mpi4py import MPI\ncomm = MPI.COMM_NULL\ntrain()", "ommunicator", code=(1, 2),
+            ranks=(1, 2)),
+    good("a ring without a communicator", "comm = None\nring()", ranks=(1, 2)),
+)

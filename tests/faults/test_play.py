@@ -1,0 +1,92 @@
+"""The runner of faults: it tells jobs that hang, say nothing, end wrongly or leave something behind."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from launch import Job
+
+from faults.fault import COMMAND, HEADING, Case, Fault, Send
+from faults.play import HUNG, PASSED, SILENT, WRONG, command_line, play
+from faults.summary import last_line, table
+
+REPORT = f"import sys; sys.stderr.write('{HEADING} rank 0: wet paint')\n"
+
+
+def job(program, **options):
+    """The case of one lone process of python -c."""
+    return Case(Fault("a name", "a class", None, ("-c", program), modes=(COMMAND,), ranks=(0,), **options), 0, COMMAND)
+
+
+@pytest.mark.parametrize(
+    ("program", "options", "status", "problem"),
+    [
+        (REPORT + "sys.exit(3)", {"code": 3, "says": ("wet paint",)}, PASSED, ""),
+        (REPORT + "sys.exit(3)", {}, WRONG, "exit code 3 instead of 1"),
+        (REPORT * 2 + "sys.exit(1)", {}, WRONG, "2 reports instead of 1"),
+        (REPORT + "sys.exit(1)", {"says": ("dry paint",)}, WRONG, "stderr lacks 'dry paint'"),
+        (REPORT + "sys.exit(1)", {"never": ("paint",)}, WRONG, "'paint' must not be printed"),
+        ("import sys; sys.exit(1)", {"says": ("wet paint",)}, SILENT, "stderr lacks 'wet paint'"),
+        ("print('done')", {"code": 0, "reports": 0, "prints": ("done",), "quiet": True}, PASSED, ""),
+        ("print('done, done')", {"code": 0, "reports": 0, "by_all": ("done",)}, WRONG, "2 times 'done' for 1 ranks"),
+        (REPORT, {"code": 0, "reports": None, "quiet": True}, WRONG, "stderr is not empty"),
+        ("1 / 0", {"after": (("-c", "1 / 0"),), "reports": 0}, WRONG, "ZeroDivisionError"),
+        ("", {"before": (("-c", "1 / 0"),)}, WRONG, "ZeroDivisionError"),
+    ],
+)
+def test_judgement(program, options, status, problem):
+    verdict = play(job(program, **options))
+    assert verdict.status == status, verdict
+    assert problem in "; ".join(verdict.problems)
+
+
+def test_a_job_that_hangs_is_ended():
+    verdict = play(job("import time; print('here', flush=True); time.sleep(1000)", limit=1.0))
+    assert verdict.status == HUNG and verdict.seconds < 20
+    assert "here" in verdict.output
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_what_a_job_leaves_behind_is_found():
+    child = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)'])"
+    verdict = play(job(child, code=0, reports=0))
+    assert verdict.problems == ("1 processes outlive the job",)
+    shared = """
+import time
+from multiprocessing import resource_tracker, shared_memory
+block = shared_memory.SharedMemory(create=True, size=10000)
+resource_tracker.unregister(block._name, "shared_memory")
+time.sleep(1)
+"""
+    verdict = play(job(shared, code=0, reports=0))
+    assert verdict.status == WRONG and verdict.problems[0].startswith("left in /dev/shm: ")
+
+
+def test_signals_come_when_their_line_appears():
+    program = "import signal, sys, time\nsignal.signal(2, lambda *a: sys.exit(5))\n"
+    program += "print('working', flush=True)\ntime.sleep(50)"
+    verdict = play(job(program, code=5, reports=0, sends=(Send(2, "launcher"),)))
+    assert verdict.status == PASSED, verdict
+
+
+def test_ranks_that_differ_have_a_command_each():
+    fault = Fault("a name", "a class", "", env_of={1: {"A": "1"}}, folders=("a", "b"))
+    parts = command_line(Case(fault, 2, "plain"), sys.executable, "/folder")[1:]
+    first, second = " ".join(parts).split(" : ")
+    assert first == f"-wdir /folder/a -n 1 {sys.executable} /folder/job.py"
+    assert second == f"-wdir /folder/b -n 1 env A=1 {sys.executable} /folder/job.py"
+
+
+def test_a_job_knows_its_processes(tmp_path):
+    running = Job([sys.executable, "-c", "import time; time.sleep(1000)"], tmp_path, {"NAME": "value"})
+    assert [env["NAME"] for env in running.processes().values()] == ["value"]
+    running.end()
+    assert running.processes() == {} and running.returncode != 0
+
+
+def test_the_table_counts_by_class():
+    results = [("mpich", play(job("", code=0, reports=0))), ("mpich", play(job("1 / 0", code=0, reports=0)))]
+    row = table(results).splitlines()[1].split()
+    assert row[:8] == ["mpich", "a", "class", "2", "1", "0", "0", "1"]
+    assert last_line(results, 2, 0).startswith("mpipipe: faults failed cases=2 passed=1 hung=0 silent=0 wrong=1")
