@@ -192,6 +192,21 @@ def test_ranks_with_different_data_are_told(comm, config, monkeypatch):
     assert not Path(chosen.out).exists()
 
 
+def test_ranks_with_other_contents_of_the_same_name_and_size_are_told(comm, config, mpi_tmp_path):
+    if comm.size == 1:
+        pytest.skip("needs two ranks")
+    own = mpi_tmp_path / str(comm.rank)
+    own.mkdir()
+    (own / "text.txt").write_bytes((b"%d" % (comm.rank == comm.size - 1)) * 5000)
+    os.chdir(own)
+    try:
+        with pytest.raises(MismatchError, match="contents") as caught:
+            train(config(data=["text.txt"], pipe=comm.size), GPT, comm)
+    finally:
+        os.chdir("/")
+    assert caught.value.found == f"other data on rank {comm.size - 1}"
+
+
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
 def test_sharing_sequences_does_not_change_the_training(comm, config, layout):
