@@ -13,7 +13,7 @@ from mpipipe.comm.guard import guarded
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ConfigError
 from mpipipe.models import GPT
-from mpipipe.train import weights
+from mpipipe.train import limits, weights
 from mpipipe.train.decoder import decoder
 from mpipipe.train.outlet import Outlet
 from mpipipe.train.output import shared_path
@@ -66,6 +66,7 @@ def _prepare(folder, mesh):
             model = GPT(**found.model)
         except TypeError as error:
             raise ConfigError(f"the sizes of the model are not those of a GPT: {error}", found=str(folder)) from error
+        limits.check_counts(model.layers, mesh.pipe.size, 1, 1)
         schedule = schedules.forward_only(mesh.pipe.size, 1, 1)
         parts = schedules.partition(model.costs(), schedule.stages)
     return Recipe(model, schedule, parts, rows=1), found.dtype

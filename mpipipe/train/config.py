@@ -167,6 +167,8 @@ def _check_range(entry: dataclasses.Field, value):
     limits, text = entry.metadata, entry.metadata["help"]
     if limits["choices"] is not None and value not in limits["choices"]:
         raise ConfigError(f"{entry.name} ({text})", found=repr(value), expected=" or ".join(limits["choices"]))
+    if KINDS[entry.name] is int and limits["below"] is None:
+        limits = {**limits, "below": 2**63}  # what numpy and MPI can count
     bounds = [(sign, limits[name], holds) for name, (sign, holds) in LIMITS.items() if limits[name] is not None]
     if value is not None and not all(holds(value, limit) for _, limit, holds in bounds):
         words = " and ".join(f"{sign} {limit}" for sign, limit, _ in bounds)

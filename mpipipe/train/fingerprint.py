@@ -23,7 +23,7 @@ def fingerprint(found: list[tuple[Path, int]]) -> str:
     16 MiB are read of up to 2048 files; where there are more, two blocks of each, and of no more than 8192 files.
 
     What this can miss: a change inside a big file that touches none of the sampled blocks; a change in a file that was
-    left out, where there are more than 8192; another order of folders, since only the names of files count.
+    left out, where there are more than 8192; other folders, since only the names of the files themselves count.
 
     Raises DataError where a file is shorter than its entry says, or cannot be read.
     """

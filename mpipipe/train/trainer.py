@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 
-from mpipipe import optim, schedules
+from mpipipe import arrays, optim, schedules
 from mpipipe.comm import runtime, share
 from mpipipe.comm.device import select_device
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import MismatchError
 from mpipipe.pipeline import Pipeline
-from mpipipe.train import output, weights
+from mpipipe.train import limits, output, weights
 from mpipipe.train.config import TrainConfig
 from mpipipe.train.data import Corpus, training_batch, validation_batch
 from mpipipe.train.decoder import decoder
@@ -55,7 +55,7 @@ def train(config: TrainConfig, architecture, comm=None) -> Record:
         mesh = Mesh(comm, pipe=pipe, seq=config.seq)
     with mesh:
         device = select_device(config.device, mesh.comm)
-        recipe, corpus = _prepare(config, architecture, mesh)
+        recipe, corpus = _prepare(config, architecture, mesh, device)
         with share.together(mesh.comm):
             shard = Shard(mesh.seq, config.layout, config.seq_len)
         with share.together(mesh.comm):
@@ -91,10 +91,14 @@ def _check_same_config(comm, config):
                 share.raise_everywhere(comm.rank, [(0, error)])
 
 
-def _prepare(config, architecture, mesh):
+def _prepare(config, architecture, mesh, device):
     """(Recipe, Corpus or None where this rank needs no data); every error is raised on every rank."""
     with share.together(mesh.comm):
         recipe = Recipe.of(config, architecture, mesh.pipe.size, mesh.data.size)
+        limits.check_training(config, recipe, mesh.pipe.rank, device)
+        if config.sample_bytes:
+            dtype = arrays.accumulator(arrays.dtype(config.dtype)).name
+            limits.check_decoding(recipe, mesh.pipe.rank, dtype, PROMPT + config.sample_bytes, mesh.seq.size)
         if mesh.rank == 0:
             output.check_vacant(Path(config.out))
     corpus, placement = None, recipe.schedule.placement
