@@ -16,6 +16,7 @@ from mpipipe import optim
 from mpipipe.errors import ArgumentError, BackendError, ConfigError, DataError, MismatchError, NonFiniteError
 from mpipipe.models import GPT
 from mpipipe.train import TrainConfig, data, train, weights
+from mpipipe.train.recipe import Recipe
 from mpipipe.train.trainer import Trainer
 
 LAST_LINE = re.compile(
@@ -151,6 +152,18 @@ def test_bad_input_raises_on_every_rank_before_anything_is_written(comm, config,
     with pytest.raises(error, match=match):
         train(chosen, GPT, comm)
     comm.Barrier()
+    assert not Path(chosen.out).exists()
+
+
+def test_stages_that_one_rank_cannot_make_are_an_error_on_every_rank(comm, config, monkeypatch):
+    def refuse(*arguments):
+        raise MemoryError("Unable to allocate 8.00 GiB")
+
+    if comm.rank == comm.size - 1:
+        monkeypatch.setattr(Recipe, "stages", refuse)
+    chosen = config()
+    with pytest.raises(ArgumentError, match="Unable to allocate"):
+        train(chosen, GPT, comm)
     assert not Path(chosen.out).exists()
 
 
