@@ -56,6 +56,24 @@ def device_of(array) -> str:
     )
 
 
+def plain(array):
+    """A host array of a subclass of numpy.ndarray (memmap, matrix, ...) as an ndarray itself, without a copy.
+
+    Other arrays as they are. Raises ArgumentError for a masked array.
+    """
+    refuse_mask(array)
+    return array.view(np.ndarray) if isinstance(array, np.ndarray) and type(array) is not np.ndarray else array
+
+
+def refuse_mask(array):
+    """Raise ArgumentError for a masked array: nothing here would look at its mask."""
+    if isinstance(array, np.ma.MaskedArray):
+        raise ArgumentError(
+            "a masked array, whose mask would be lost", found=f"{array.dtype.name}{list(array.shape)}, masked",
+            expected="numpy.ndarray", remedy="fill in what is masked with x.filled(value), or take x.data",
+        )
+
+
 def namespace(array):
     """The library that made `array`, numpy or cupy; raises ArgumentError for anything else."""
     return np if device_of(array) == "cpu" else cupy()

@@ -182,3 +182,15 @@ def test_no_keys_give_zeros():
     out, saved = attention.Local(False).forward(q, k[:, :0], v[:, :0])
     assert not out.any() and np.isneginf(saved[4]).all()
     assert not attention.Local(False).backward(out, saved)[0].any()
+
+
+@pytest.mark.parametrize("scale", [np.nan, np.inf, 0, -0.5, "0.5", 1j])
+def test_a_scale_that_is_no_finite_number_above_0_is_refused(scale):
+    with pytest.raises(ArgumentError, match="scale of attention") as caught:
+        attention.Local(scale=scale)
+    assert caught.value.found == repr(scale)
+
+
+@pytest.mark.parametrize("scale", [None, 1, 0.25, np.float32(0.5)])
+def test_a_scale_that_is_a_finite_number_above_0_is_taken(scale):
+    assert attention.Local(scale=scale).scale is scale

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 
 import pytest
@@ -65,7 +66,7 @@ def test_train_ends_with_the_line_that_programs_read(mpipipe, small, mpi_tmp_pat
 def test_train_makes_a_new_folder_where_none_is_named(mpipipe, small):
     job = mpipipe(1, "train", "--config", small)
     assert job.returncode == 0, job.stderr
-    assert re.search(r"metrics in runs/\d{8}-\d{6}", job.stdout)
+    assert re.search(r"metrics in /.*/runs/\d{8}-\d{6}$", job.stdout, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -84,6 +85,52 @@ def test_bad_settings_end_the_job_with_one_report(mpipipe, arguments, match):
     assert job.stderr.count(match) == 1, job.stderr
     assert job.stderr.count("job ended by rank") == 1 and "Traceback" not in job.stderr
     assert job.stdout.count("mpipipe:") == 0
+
+
+@pytest.mark.parametrize("flag", ["--data", "--config"])
+def test_a_fifo_ends_the_job_with_one_report(mpipipe, flag, comm, mpi_tmp_path):
+    if comm.rank == 0:
+        os.mkfifo(mpi_tmp_path / "pipe")
+    comm.Barrier()
+    job = mpipipe(2, "train", flag, str(mpi_tmp_path / "pipe"), timeout=40)
+    assert job.returncode != 0
+    assert job.stderr.count("it is a FIFO (named pipe), not a file") == 1, job.stderr
+    assert job.stderr.count("job ended by rank") == 1 and "Traceback" not in job.stderr
+
+
+TRUNCATING = """
+import os, sys
+from mpipipe.comm import runtime
+from mpipipe.comm.guard import guarded
+from mpipipe.models import GPT
+from mpipipe.train import TrainConfig, train
+from mpipipe.train.trainer import Trainer
+
+text, out = sys.argv[1:]
+original = Trainer.step
+
+def step(self, number):
+    if number == 3 and self.mesh.rank == 0:
+        os.truncate(text, 100)
+    return original(self, number)
+
+Trainer.step = step
+config = TrainConfig(data=[text], out=out, dim=16, layers=2, heads=2, seq_len=16, batch=8, steps=500, device="cpu")
+sys.exit(guarded(lambda: train(config, GPT)))
+"""
+
+
+def test_data_that_are_cut_short_end_the_job_with_one_report(launch, comm, mpi_tmp_path):
+    text, script = mpi_tmp_path / "text.txt", mpi_tmp_path / "script.py"
+    if comm.rank == 0:
+        text.write_text("one two three four\n" * 2000)
+        script.write_text(TRUNCATING)
+    comm.Barrier()
+    job = launch(2, [str(script), str(text), str(mpi_tmp_path / "run")])
+    assert job.returncode != 0
+    assert job.stderr.count("a data file has become shorter") == 1, job.stderr
+    assert f"100 bytes in {text}" in job.stderr and "remedy: " in job.stderr
+    assert job.stderr.count("job ended by rank") == 1 and "Traceback" not in job.stderr
 
 
 def test_a_second_run_into_the_same_folder_is_refused(mpipipe, small, mpi_tmp_path):

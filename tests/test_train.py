@@ -18,6 +18,7 @@ from mpipipe import optim
 from mpipipe.errors import ArgumentError, BackendError, ConfigError, DataError, MismatchError, NonFiniteError
 from mpipipe.models import GPT
 from mpipipe.train import TrainConfig, data, train, weights
+from mpipipe.train.recipe import Recipe
 from mpipipe.train.trainer import Trainer
 
 LAST_LINE = re.compile(
@@ -164,6 +165,18 @@ def test_bad_input_raises_on_every_rank_before_anything_is_written(comm, config,
     assert not Path(chosen.out).exists()
 
 
+def test_stages_that_one_rank_cannot_make_are_an_error_on_every_rank(comm, config, monkeypatch):
+    def refuse(*arguments):
+        raise MemoryError("Unable to allocate 8.00 GiB")
+
+    if comm.rank == comm.size - 1:
+        monkeypatch.setattr(Recipe, "stages", refuse)
+    chosen = config()
+    with pytest.raises(ArgumentError, match="Unable to allocate"):
+        train(chosen, GPT, comm)
+    assert not Path(chosen.out).exists()
+
+
 def test_a_folder_that_holds_something_is_refused_and_left_alone(comm, config):
     chosen = config()
     if comm.rank == 0:
@@ -200,6 +213,21 @@ def test_ranks_with_different_data_are_told(comm, config, monkeypatch):
     with pytest.raises(MismatchError, match="different data"):
         train(chosen, GPT, comm)
     assert not Path(chosen.out).exists()
+
+
+def test_ranks_with_other_contents_of_the_same_name_and_size_are_told(comm, config, mpi_tmp_path):
+    if comm.size == 1:
+        pytest.skip("needs two ranks")
+    own = mpi_tmp_path / str(comm.rank)
+    own.mkdir()
+    (own / "text.txt").write_bytes((b"%d" % (comm.rank == comm.size - 1)) * 5000)
+    os.chdir(own)
+    try:
+        with pytest.raises(MismatchError, match="contents") as caught:
+            train(config(data=["text.txt"], pipe=comm.size), GPT, comm)
+    finally:
+        os.chdir("/")
+    assert caught.value.found == f"other data on rank {comm.size - 1}"
 
 
 @pytest.mark.mpi(min_size=2)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpipipe.errors import DataError
-from mpipipe.train import data
+from mpipipe.train import data, fingerprint
 from mpipipe.train.data import Corpus, Piece, Text, find_files, training_batch, validation_batch
 
 
@@ -105,6 +107,94 @@ def test_fingerprint_tells_other_files_and_sizes_apart_but_not_other_folders(tmp
     prints = [Corpus.open([folder], seq_len=4).fingerprint for folder in folders]
     assert prints[0] == prints[1]
     assert len(set(prints)) == 3
+
+
+def test_fingerprint_tells_other_contents_of_the_same_name_and_size_apart(tmp_path):
+    content = np.random.default_rng(0).integers(2, 256, 300_000, np.uint8)
+    prints = set()
+    for changed in (None, 0, 5000, 150_000, 299_999):  # one byte; the whole of a file of this size counts
+        other = content.copy()
+        if changed is not None:
+            other[changed] ^= 1
+        (tmp_path / "text").write_bytes(other.tobytes())
+        prints.add(Corpus.open([tmp_path], seq_len=4).fingerprint)
+    assert len(prints) == 5
+
+
+def test_fingerprint_reads_little_of_big_files_and_of_many(tmp_path, monkeypatch):
+    read = []
+    monkeypatch.setattr(fingerprint, "read_bytes", lambda path, start, count: read.append((start, count)) or b"x")
+    found = fingerprint.fingerprint
+    found([(tmp_path / "big", 1 << 40)])
+    assert len(read) == fingerprint.BLOCKS and sum(count for _, count in read) <= 16 << 20
+    assert read[0] == (0, 4096) and read[-1] == ((1 << 40) - 4096, 4096)
+    gaps = np.diff([start for start, _ in read])
+    assert gaps.max() <= gaps.min() + 4096
+    read.clear()
+    found([(tmp_path / str(number), 1 << 20) for number in range(100_000)])
+    assert len(read) == 2 * fingerprint.FILES
+
+
+def test_fingerprint_finds_two_halves_of_one_text(tmp_path):
+    """What `head -c` and `tail -c` leave in files of one name."""
+    content = np.random.default_rng(1).integers(0, 256, 40 << 20, np.uint8)
+    prints = []
+    for name, part in (("a", content[: 20 << 20]), ("b", content[20 << 20 :])):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "text").write_bytes(part.tobytes())
+        prints.append(Corpus.open([tmp_path / name / "text"], seq_len=4).fingerprint)
+    assert prints[0] != prints[1]
+
+
+@given(total=st.integers(0, 200), count=st.integers(2, 50))
+def test_spread_numbers_are_distinct_in_order_and_reach_both_ends(total, count):
+    numbers = fingerprint.spread(total, count)
+    assert numbers == sorted(set(numbers)) and len(numbers) == min(total, count)
+    assert not numbers or (numbers[0], numbers[-1]) == (0, total - 1)
+
+
+def test_a_file_that_is_cut_short_while_it_is_read_is_an_error_that_names_it(tmp_path):
+    path = tmp_path / "text"
+    path.write_bytes(b"x" * 20_000)
+    corpus = Corpus.open([path], seq_len=100)
+    os.truncate(path, 7000)
+    corpus.train.read(0, 7000)
+    with pytest.raises(DataError, match="shorter") as caught:
+        corpus.train.read(6990, 20)
+    assert (caught.value.found, caught.value.expected) == (f"7000 bytes in {path}", "at least 7010")
+    assert "copy" in caught.value.remedy
+
+
+def test_a_file_that_is_gone_when_it_is_read_again_is_an_error_that_names_it(tmp_path):
+    path = tmp_path / "text"
+    path.write_bytes(b"x" * 500)
+    text = Text([Piece(path, 0, 500)])
+    path.unlink()
+    with pytest.raises(DataError, match="cannot be read") as caught:
+        text.read(0, 5)
+    assert caught.value.found == str(path)
+
+
+def test_a_new_file_under_an_old_name_is_read_by_the_next_corpus(tmp_path):
+    path, new = tmp_path / "text", tmp_path / "new"
+    for letter in (b"a", b"b"):
+        new.write_bytes(letter * 500)
+        os.replace(new, path)
+        assert Corpus.open([path], seq_len=4).train.read(0, 3).tobytes() == letter * 3
+
+
+def test_more_files_than_descriptors_are_kept(tmp_path):
+    pieces = []
+    for number in range(600):
+        path = tmp_path / str(number)
+        path.write_bytes(bytes([number % 256]))
+        pieces.append(Piece(path, 0, 1))
+    text = Text(pieces)
+    for _ in range(2):
+        assert text.read(0, 600).tolist() == [number % 256 for number in range(600)]
+    if os.path.exists("/proc/self/fd"):
+        links = [os.path.join("/proc/self/fd", number) for number in os.listdir("/proc/self/fd")]
+        assert sum(os.path.realpath(link).startswith(str(tmp_path)) for link in links) <= 256
 
 
 @pytest.fixture

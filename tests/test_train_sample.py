@@ -9,7 +9,7 @@ import pytest
 
 from mpipipe import Mesh, Pipeline, nn, schedules
 from mpipipe.attention import Local
-from mpipipe.errors import ArgumentError
+from mpipipe.errors import ArgumentError, NonFiniteError
 from mpipipe.models import GPT
 from mpipipe.train.data import generator
 from mpipipe.train.decoder import decoder
@@ -48,6 +48,23 @@ def test_every_rank_gets_the_continuation_and_each_byte_is_asked_for_once(comm, 
 def test_what_cannot_be_continued_is_refused(comm, prompt, temperature):
     with Mesh(comm, pipe=comm.size) as mesh, pytest.raises(ArgumentError, match=r"prompt|temperature"):
         generate(Counting(mesh), mesh, prompt, 8, temperature=temperature, seed=0)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_logits_that_are_not_finite_are_an_error_on_every_rank(comm, temperature, value):
+    class Broken(Counting):
+        def forward(self, inputs):
+            logits = super().forward(inputs)
+            if logits is not None and len(self.asked) == 3:
+                logits[0, -1, 7] = value
+            return logits
+
+    with Mesh(comm, pipe=comm.size) as mesh:
+        with pytest.raises(NonFiniteError, match="logits") as caught:
+            generate(Broken(mesh), mesh, b"abc", 8, temperature=temperature, seed=0)
+    assert caught.value.found == "1 of 256 are not"
+    assert caught.value.echo == (comm.rank != comm.size - 1)  # the rank that draws reports
 
 
 def recipe(pipe, chunks=1, **sizes):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import resource
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -14,7 +17,7 @@ from training_tolerance import path, roundings
 
 from mpipipe import Mesh, nn, schedules
 from mpipipe.attention import Local
-from mpipipe.errors import ArgumentError
+from mpipipe.errors import ArgumentError, NonFiniteError
 from mpipipe.models import GPT
 from mpipipe.train import TrainConfig, train, weights
 from mpipipe.train.data import Corpus, validation_batch
@@ -120,6 +123,32 @@ def test_a_folder_that_cannot_be_made_is_refused_on_every_rank(comm, mpi_tmp_pat
         saved(comm, mpi_tmp_path / "file" / "weights", comm.size)
 
 
+def flipped(name):
+    """A function that changes one bit of the last byte of this file."""
+
+    def damage(folder):
+        content = bytearray((folder / name).read_bytes())
+        content[-1] ^= 1
+        (folder / name).write_bytes(content)
+
+    return damage
+
+
+def edited(folder):
+    path = folder / "model.json"
+    path.write_text(path.read_text().replace('"rope_base": 10000.0', '"rope_base": 10001.0'))
+
+
+def of_another_training(folder):
+    path = folder / "stage-0.safetensors"
+    save_file({name: array + 1 for name, array in load_file(path).items()}, path)
+
+
+def in_float8(folder):
+    path = folder / "stage-0.safetensors"
+    save_file({name: array.astype(ml_dtypes.float8_e4m3fn) for name, array in load_file(path).items()}, path)
+
+
 def other_shape(folder):
     path = folder / "stage-0.safetensors"
     save_file({**load_file(path), "0.weight": np.zeros((3, 8), np.float32)}, path)
@@ -141,6 +170,10 @@ def half_of_it(folder):
         (other_shape, r"0\.weight does not fit the model\s+found: float32\[3, 8\].*\s+expected: float32\[256, 8\]"),
         (without_one, r"have no parameter 0\.weight"),
         (half_of_it, "cannot be read"),
+        (flipped("stage-0.safetensors"), r"parameter \S+ is damaged"),
+        (of_another_training, r"parameter 0\.weight is damaged.*\s+found: checksum \w{8} in .*stage-0.safetensors"),
+        (edited, r"description is damaged"),
+        (in_float8, r"0\.weight does not fit the model\s+found: F8_E4M3\[256, 8\].*\s+expected: float32\[256, 8\]"),
         (lambda folder: (folder / "stage-0.safetensors").unlink(), "cannot be read"),
         (lambda folder: (folder / "model.json").unlink(), "no weights"),
         (lambda folder: (folder / "model.json").write_text("{"), "description cannot be read"),
@@ -148,6 +181,9 @@ def half_of_it(folder):
         (lambda folder: (folder / "model.json").write_text('{"model": {}}'), "description cannot be read"),
         (lambda folder: (folder / "model.json").write_text(
             json.dumps({"model": 1, "dtype": "float32", "stages": 1})), "description is wrong"),
+        (lambda folder: (folder / "model.json").write_text(
+            json.dumps({"model": {}, "dtype": "float32", "stages": 1, "checksums": {}})), "checksums of the"),
+        (lambda folder: (folder / "model.json").write_text("[" * 100_000), "description cannot be read"),
     ],
 )  # fmt: skip
 def test_damaged_weights_are_refused(comm, mpi_tmp_path, damage, match):
@@ -179,3 +215,54 @@ def test_weights_of_another_dtype_are_not_converted_silently(comm, mpi_tmp_path)
     saved(comm, mpi_tmp_path, 1)
     with pytest.raises(ArgumentError, match=r"float32.*\n.*float64"):
         weights.load(mpi_tmp_path, cut(1, [0], dtype="float64"))
+
+
+def test_a_flipped_bit_in_a_part_that_is_not_loaded_is_no_matter(comm, mpi_tmp_path):
+    saved(comm, mpi_tmp_path, 1)
+    if comm.rank == 0:
+        flipped("stage-0.safetensors")(Path(mpi_tmp_path))
+    comm.Barrier()
+    weights.load(mpi_tmp_path, cut(4, [0]))  # each rank looks at what it reads
+
+
+def test_weights_that_were_saved_before_there_were_checksums_load(comm, mpi_tmp_path):
+    expected = saved(comm, mpi_tmp_path, 1)
+    if comm.rank == 0:
+        path = Path(mpi_tmp_path, "model.json")
+        facts = json.loads(path.read_text())
+        assert set(facts.pop("checksums")) == set(expected)
+        del facts["checksum"]
+        path.write_text(json.dumps(facts))
+    comm.Barrier()
+    (stage,) = cut(1, [0], seed=9)
+    weights.load(mpi_tmp_path, [stage])
+    for name, array in expected.items():
+        np.testing.assert_array_equal(stage.parameters[name], array)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_weights_that_are_not_finite_are_refused_by_name(comm, mpi_tmp_path, value):
+    schedule = schedules.one_f_one_b(1, 1)
+    with Mesh(comm, pipe=1) as mesh:
+        stages = cut(1, [0])
+        list(stages[0].parameters.values())[3].reshape(-1)[2] = value
+        name = list(stages[0].parameters)[3]
+        weights.save(mpi_tmp_path, MODEL, stages, schedule, mesh)
+    comm.Barrier()
+    with pytest.raises(NonFiniteError, match=f"parameter {re.escape(name)} is not finite") as caught:
+        weights.load(mpi_tmp_path, cut(1, [0]))
+    assert "1 of " in caught.value.found and "stage-0.safetensors" in caught.value.found
+
+
+def test_a_full_disk_leaves_no_unfinished_files(comm, mpi_tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        if comm.rank == comm.size - 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+        with pytest.raises(ArgumentError, match="cannot be written"):
+            saved(comm, mpi_tmp_path, comm.size)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    comm.Barrier()
+    names = {f"stage-{number}.safetensors" for number in range(comm.size - 1)}
+    assert {path.name for path in Path(mpi_tmp_path).iterdir()} == names

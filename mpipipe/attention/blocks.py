@@ -11,9 +11,11 @@ so what a pair of runs needs is a band of its matrix of scores. Documents cut ru
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
+from numbers import Real
 from typing import NamedTuple
 
 import numpy as np
@@ -176,6 +178,15 @@ def check_window(causal: bool, window: int | None):
             "a window looks back from each query, so it needs a causal mask",
             found=f"window={window}, causal=False", expected="causal=True, or window=None",
         )
+
+
+def check_scale(scale):
+    """Raise ArgumentError unless the factor on scores is None, or a finite number above 0."""
+    if scale is None or (isinstance(scale, Real) and 0 < scale < math.inf):  # NaN fails this
+        return
+    raise ArgumentError(
+        "scale of attention", found=repr(scale), expected="a finite number above 0, or None for 1 / sqrt(head_dim)"
+    )
 
 
 def boundaries(segments, seq_len: int) -> list[int] | None:

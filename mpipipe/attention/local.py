@@ -17,7 +17,7 @@ class Local:
     Parameters
     ----------
     causal : whether row i sees only keys 0 ... i (positions of queries and keys both start at 0); False: all keys
-    scale : of the scores; default 1 / sqrt(head_dim)
+    scale : of the scores, a finite number above 0; default 1 / sqrt(head_dim)
     window : a row sees itself and the window - 1 positions before it; needs causal
     segments : documents packed into the sequence, as numbers or lengths (see `blocks.boundaries`)
 
@@ -30,6 +30,7 @@ class Local:
 
     def __init__(self, causal: bool = True, scale: float | None = None, window: int | None = None, segments=None):
         blocks.check_window(causal, window)
+        blocks.check_scale(scale)
         self.causal, self.scale, self.window, self.segments = causal, scale, window, segments
         self.poll = host.nothing
         self.planned: tuple = ()  # (lengths of queries and keys, slices) of the last call

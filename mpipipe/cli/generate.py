@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
@@ -12,8 +13,10 @@ from mpipipe.comm.guard import guarded
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ConfigError
 from mpipipe.models import GPT
-from mpipipe.train import weights
+from mpipipe.train import limits, weights
 from mpipipe.train.decoder import decoder
+from mpipipe.train.outlet import Outlet
+from mpipipe.train.output import shared_path
 from mpipipe.train.recipe import Recipe
 from mpipipe.train.sample import generate as continuation
 from mpipipe.train.sample import readable
@@ -36,7 +39,7 @@ def generate(
     def work():
         runtime.limit_blas_threads()
         comm = runtime.world()
-        folder, start = weights.folder_of(run), prompt.encode(errors="surrogateescape")
+        folder, start = weights.folder_of(shared_path(comm, run)), prompt.encode(errors="surrogateescape")
         with share.together(comm):
             mesh = Mesh(comm, pipe=max(1, comm.size // seq), seq=seq)
         with mesh:
@@ -46,7 +49,7 @@ def generate(
             ) as pipeline:
                 answer = continuation(pipeline, mesh, start, count, temperature=temperature, seed=seed)
             if mesh.rank == 0:
-                print(readable(start + answer))
+                Outlet(sys.stdout).write(readable(start + answer) + "\n")
 
     raise typer.Exit(guarded(work))
 
@@ -63,6 +66,7 @@ def _prepare(folder, mesh):
             model = GPT(**found.model)
         except TypeError as error:
             raise ConfigError(f"the sizes of the model are not those of a GPT: {error}", found=str(folder)) from error
+        limits.check_counts(model.layers, mesh.pipe.size, 1, 1)
         schedule = schedules.forward_only(mesh.pipe.size, 1, 1)
         parts = schedules.partition(model.costs(), schedule.stages)
     return Recipe(model, schedule, parts, rows=1), found.dtype

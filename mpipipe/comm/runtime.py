@@ -135,12 +135,21 @@ def prepare_process():
 
 
 def limit_blas_threads():
-    """One BLAS thread per rank, unless the user set a number of threads (OMP_NUM_THREADS and its kin)."""
-    if any(name in os.environ for name in THREAD_VARIABLES):
+    """One BLAS thread per rank, unless the user set a number of threads (OMP_NUM_THREADS and its kin).
+
+    A number is a positive integer, or OpenMP's list of one for each level of nesting ("4,2"). Anything else, such as an
+    empty text, is what BLAS libraries ignore, and then take all cores.
+    """
+    if any(_sets_threads(os.environ.get(name, "")) for name in THREAD_VARIABLES):
         return
     from threadpoolctl import threadpool_limits
 
     threadpool_limits(1)
+
+
+def _sets_threads(text: str) -> bool:
+    counts = [count.strip() for count in text.split(",")]
+    return all(count.isascii() and count.isdigit() and count.strip("0") for count in counts)
 
 
 def keep_freed_memory():

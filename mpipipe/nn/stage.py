@@ -146,6 +146,7 @@ class Stage:
     def _accepted(self, x):
         """x where it can be an input, on the stage's device; an Embedding checks integers before it uploads them."""
         device = arrays.device_of(x)
+        x = arrays.plain(x)
         if device == "cuda" and self.device == "cpu":
             raise ArgumentError(
                 "the input of a stage on the host is on a GPU",

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
+
 from mpipipe import arrays
 from mpipipe.comm.transport import check_sendable
 from mpipipe.errors import ArgumentError
@@ -64,7 +66,11 @@ def rows_of(tree) -> int:
 def split(batch, microbatches: int) -> list:
     """Cut a batch along axis 0 into micro-batches; a list is taken as already cut.
 
-    Raises ArgumentError when the batch has fewer rows than there are micro-batches, or a list the wrong length.
+    On the host they are views of the user's arrays that cannot be written to, and of type numpy.ndarray itself where
+    those are of a subclass, such as numpy.memmap.
+
+    Raises ArgumentError when the batch has fewer rows than there are micro-batches, or a list the wrong length, and for
+    arrays that cannot travel (see `transport.check_sendable`).
     """
     if isinstance(batch, list):
         if len(batch) != microbatches:
@@ -76,7 +82,7 @@ def split(batch, microbatches: int) -> list:
         for tree in batch:
             if rows_of(tree) < 1:
                 raise ArgumentError("an empty micro-batch", found="0 rows", expected="at least 1")
-        return batch
+        return [_lent(tree) for tree in batch]
     rows = rows_of(batch)
     if rows < microbatches:
         raise ArgumentError(
@@ -85,12 +91,27 @@ def split(batch, microbatches: int) -> list:
             expected=f"at least {microbatches}",
             remedy="use a bigger batch, or a schedule with fewer micro-batches",
         )
-    leaves, structure = flatten(batch)
+    leaves, structure = flatten(_lent(batch))
     pieces, start = [], 0
     for count in partition_rows(rows, microbatches):
         pieces.append(unflatten([leaf[start : start + count] for leaf in leaves], structure))
         start += count
     return pieces
+
+
+def _lent(tree):
+    """Views of the arrays of a tree that a stage or loss can read, and not write to: they are the user's.
+
+    Device arrays as they are, since they cannot be protected.
+    """
+    leaves, structure = flatten(tree)
+    return unflatten([leaf if arrays.is_device(leaf) else _read_only(leaf) for leaf in leaves], structure)
+
+
+def _read_only(array):
+    view = arrays.plain(array).view()
+    view.flags.writeable = False
+    return view
 
 
 def merge(pieces: list):
@@ -128,7 +149,7 @@ class Wire:
         if self.structure is None:  # the common case, on the hot path
             (shape, kind), = self.leaves
             alike = arrays.is_array(tree) and tree.shape == shape and tree.dtype == kind
-            return alike and tree.flags.c_contiguous
+            return alike and tree.flags.c_contiguous and not isinstance(tree, np.ma.MaskedArray)
         return Wire.of(tree) == self
 
     def __str__(self):

@@ -12,11 +12,15 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from mpipipe.errors import ConfigError
+from mpipipe.train import files
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+
+MOST_BYTES = 1 << 20  # of a config file
 
 
 def option(default, text: str, *, least=None, above=None, below=None, choices=None) -> Any:
@@ -123,11 +127,13 @@ KINDS = {name: _kind(hint) for name, hint in get_type_hints(TrainConfig).items()
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        with open(path, "rb") as file:
-            return tomllib.load(file)
+        return tomllib.loads(files.read_text(path, MOST_BYTES))
     except OSError as error:
-        raise ConfigError(f"the config file cannot be read: {error.strerror}", found=str(path)) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"the config file cannot be read: {error.strerror}", found=str(path), expected=files.REGULAR,
+            remedy="name a TOML file with --config",
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"the config file is not TOML: {error}", found=str(path)) from error
 
 
@@ -161,6 +167,8 @@ def _check_range(entry: dataclasses.Field, value):
     limits, text = entry.metadata, entry.metadata["help"]
     if limits["choices"] is not None and value not in limits["choices"]:
         raise ConfigError(f"{entry.name} ({text})", found=repr(value), expected=" or ".join(limits["choices"]))
+    if KINDS[entry.name] is int and limits["below"] is None:
+        limits = {**limits, "below": 2**63}  # what numpy and MPI can count
     bounds = [(sign, limits[name], holds) for name, (sign, holds) in LIMITS.items() if limits[name] is not None]
     if value is not None and not all(holds(value, limit) for _, limit, holds in bounds):
         words = " and ".join(f"{sign} {limit}" for sign, limit, _ in bounds)

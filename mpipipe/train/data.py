@@ -1,4 +1,4 @@
-"""Bytes of text to train on: files seen through memory maps, a validation split, windows drawn by step.
+"""Bytes of text to train on: which files, a validation split, windows drawn by step.
 
     file a  |=================train=================|-val-|
     file b  |=============train=============|val|
@@ -12,67 +12,21 @@ from __future__ import annotations
 
 import os
 import sysconfig
-from bisect import bisect_right
 from dataclasses import dataclass
-from functools import lru_cache
-from hashlib import blake2b
-from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from mpipipe.errors import DataError
 from mpipipe.nn import random
+from mpipipe.train import files
+from mpipipe.train.fingerprint import fingerprint
+from mpipipe.train.pieces import Piece, Text, forget_files
 
 HELD_OUT = 20  # one byte in this many is for validation
-OPEN_MAPS = 256  # memory maps kept open, each of which holds a file descriptor
 SNIFFED = 1024  # bytes read of a file to tell text from binary
 SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages"}
 REMEDY = "name readable text files, or folders that hold some, with --data"
-
-
-class Piece(NamedTuple):
-    """A run of bytes in one file."""
-
-    path: Path
-    start: int
-    length: int
-
-
-class Text:
-    """Pieces of files as one array of bytes.
-
-    Parameters
-    ----------
-    pieces : in the order in which they are joined
-    """
-
-    def __init__(self, pieces):
-        self.pieces = [piece for piece in pieces if piece.length]
-        self._ends = list(accumulate(piece.length for piece in self.pieces))
-
-    def __len__(self):
-        return self._ends[-1] if self._ends else 0
-
-    def read(self, start: int, count: int) -> np.ndarray:
-        """Bytes start .. start + count as a new uint8 array; IndexError outside of the text."""
-        if not 0 <= start <= start + count <= len(self):
-            raise IndexError(f"bytes {start} to {start + count} of a text of {len(self)}")
-        window = np.empty(count, np.uint8)
-        filled, index = 0, bisect_right(self._ends, start)
-        while filled < count:
-            piece = self.pieces[index]
-            skip = start + filled - (self._ends[index] - piece.length)
-            part = _mapped(piece.path)[piece.start + skip : piece.start + piece.length][: count - filled]
-            window[filled : filled + part.size] = part
-            filled, index = filled + part.size, index + 1
-        return window
-
-
-@lru_cache(maxsize=OPEN_MAPS)
-def _mapped(path: Path) -> np.ndarray:
-    return np.memmap(path, np.uint8, mode="r")
 
 
 @dataclass(frozen=True)
@@ -82,7 +36,8 @@ class Corpus:
     Attributes
     ----------
     train, validation : Text
-    fingerprint : equal on two ranks that found the same file names and sizes
+    fingerprint : equal on two ranks that found the same file names, sizes and, as far as they are sampled, contents
+        (see `fingerprint.fingerprint` for what it can miss)
     """
 
     train: Text
@@ -96,26 +51,22 @@ class Corpus:
         Raises DataError where a path is missing or unreadable, holds no text, or where a split is shorter than
         `seq_len` + 1 bytes.
         """
-        files = [entry for path in paths for entry in find_files(Path(path))] if paths else standard_library()
+        forget_files()
+        found = [entry for path in paths for entry in find_files(Path(path))] if paths else standard_library()
         train, validation = [], []
-        for path, size in files:
+        for path, size in found:
             held_out = size // HELD_OUT
             train.append(Piece(path, 0, size - held_out))
             validation.append(Piece(path, size - held_out, held_out))
-        corpus = cls(Text(train), Text(validation), _fingerprint(files))
+        corpus = cls(Text(train), Text(validation), fingerprint(found))
         if len(corpus.validation) <= seq_len:
             raise DataError(
                 "the data are too short for one sequence in training and one in validation",
-                found=f"{sum(size for _, size in files)} bytes in {len(files)} files",
+                found=f"{sum(size for _, size in found)} bytes in {len(found)} files",
                 expected=f"about {HELD_OUT * (seq_len + 1)} bytes or more for sequences of {seq_len}",
                 remedy="give more data, or a shorter seq_len",
             )
         return corpus
-
-
-def _fingerprint(files) -> str:
-    facts = "\n".join(f"{path.name} {size}" for path, size in files)
-    return blake2b(facts.encode(errors="surrogateescape"), digest_size=16).hexdigest()
 
 
 def find_files(path: Path) -> list[tuple[Path, int]]:
@@ -126,26 +77,29 @@ def find_files(path: Path) -> list[tuple[Path, int]]:
     """
     try:
         if path.is_dir():
-            files = [entry for entry in _walk(path) if entry[1] and _is_text(entry[0])]
+            found = [entry for entry in _walk(path) if entry[1] and _is_text(entry[0])]
         else:
-            with open(path, "rb"):
-                files = [(path, path.stat().st_size)]
+            with open(files.open_regular(path), "rb") as file:
+                found = [(path, os.fstat(file.fileno()).st_size)]
     except OSError as error:
-        raise DataError(f"data cannot be read: {error.strerror}", found=str(error.filename), remedy=REMEDY) from error
-    if not any(size for _, size in files):
+        raise DataError(
+            f"data cannot be read: {error.strerror}", found=str(error.filename),
+            expected=f"{files.REGULAR}, or a folder", remedy=REMEDY,
+        ) from error
+    if not any(size for _, size in found):
         raise DataError(
             "no text in the data", found=str(path), expected="a text file, or a folder with one", remedy=REMEDY
         )
-    return files
+    return found
 
 
 def standard_library() -> list[tuple[Path, int]]:
     """(file, bytes) of the Python source of the standard library that this interpreter runs on."""
     folder = Path(sysconfig.get_path("stdlib"))
-    files = [(path, size) for path, size in _walk(folder) if path.suffix == ".py" and size]
-    if not files:
+    found = [(path, size) for path, size in _walk(folder) if path.suffix == ".py" and size]
+    if not found:
         raise DataError("the standard library's source is not installed here", found=str(folder), remedy=REMEDY)
-    return files
+    return found
 
 
 def _walk(folder: Path) -> list[tuple[Path, int]]:
@@ -163,7 +117,7 @@ def _walk(folder: Path) -> list[tuple[Path, int]]:
 
 
 def _is_text(path: Path) -> bool:
-    with open(path, "rb") as file:
+    with open(files.open_regular(path), "rb") as file:
         return b"\0" not in file.read(SNIFFED)
 
 

@@ -6,6 +6,7 @@ from mpipipe import nn
 from mpipipe.attention import Cached
 from mpipipe.comm import share
 from mpipipe.pipeline import Pipeline
+from mpipipe.train import limits
 from mpipipe.train.recipe import Recipe
 
 
@@ -23,8 +24,11 @@ def decoder(recipe: Recipe, mesh, dtype: str, capacity: int, fill) -> Pipeline:
     capacity : length of the text at the end
     fill : fill(stages) sets the parameters of this rank's stages
 
-    Collective over the mesh; an error of `fill` is raised on every rank. To be closed by the caller.
+    Collective over the mesh; an error of `fill` is raised on every rank, as is ConfigError where parameters and caches
+    cannot fit into memory. To be closed by the caller.
     """
+    with share.together(mesh.comm):
+        limits.check_decoding(recipe, mesh.pipe.rank, dtype, capacity, mesh.seq.size)
     layers = recipe.model.build(lambda: Cached(capacity, mesh.seq, window=recipe.model.seq))
     with share.together(mesh.comm):
         parts = [recipe.parts[number] for number in recipe.schedule.stages_of(mesh.pipe.rank)]

@@ -7,6 +7,7 @@ from typing import Any
 
 from mpipipe import nn, schedules
 from mpipipe.errors import ConfigError
+from mpipipe.train import limits
 from mpipipe.train.config import TrainConfig
 from mpipipe.train.shard import Shard
 
@@ -30,7 +31,10 @@ class Recipe:
 
     @classmethod
     def of(cls, config: TrainConfig, architecture, pipe: int, replicas: int) -> Recipe:
-        """Raises ConfigError or ArgumentError where the configuration does not fit `replicas` pipelines of `pipe`."""
+        """Raises ConfigError or ArgumentError where the configuration does not fit `replicas` pipelines of `pipe`.
+
+        Nothing is built for numbers of layers, chunks or micro-batches that nobody can mean (see `limits`).
+        """
         rows, rest = divmod(config.batch, replicas)
         if rest:
             raise ConfigError(
@@ -49,6 +53,7 @@ class Recipe:
                 expected=f"at least {microbatches}, the number of micro-batches",
                 remedy="raise batch, or lower microbatches",
             )
+        limits.check_counts(config.layers, pipe, config.chunks, microbatches)
         schedule = schedules.by_name(config.schedule, ranks=pipe, microbatches=microbatches, chunks=config.chunks)
         if all(action.op == "F" for action in schedule.orders[0]):
             raise ConfigError("a schedule without backward passes cannot train", found=config.schedule)

@@ -7,6 +7,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from mpipipe.train.outlet import Lines, Outlet
+
 
 @dataclass(frozen=True)
 class Record:
@@ -56,28 +58,29 @@ COLUMNS = {
 class Reporter:
     """Progress on one rank: a bar and lines on a terminal, plain lines elsewhere; a context manager.
 
+    Once it is made, nothing that it writes to can fail the training: see `outlet`.
+
     Parameters
     ----------
     steps : of the whole training
     metrics : file to append one JSON object for each record to; made anew
     stream : where lines go; standard output by default
     terminal : whether a person watches `stream`
+
+    Raises OSError where the file cannot be made, FileExistsError where there is one.
     """
 
     def __init__(self, steps: int, metrics: Path, stream=None, terminal: bool = False):
-        self.steps, self.stream = steps, stream or sys.stdout
-        self.metrics = open(metrics, "x", encoding="utf-8")
+        self.steps, self.stream = steps, Outlet(stream or sys.stdout)
+        self.metrics = Lines(metrics)
         self.bar = _bar(steps, self.stream) if terminal else None
 
     def say(self, text: str):
         """One or more lines, neither wrapped nor coloured; what the stream cannot show is escaped."""
-        encoding = self.stream.encoding or "utf-8"
-        text = text.encode(encoding, "backslashreplace").decode(encoding)
         if self.bar is not None:
             self.bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
             self.stream.write(text + "\n")
-            self.stream.flush()
 
     def advance(self):
         """One more step is done."""
@@ -87,8 +90,7 @@ class Reporter:
     def record(self, record: Record):
         """Append to metrics and show a line."""
         facts = record.facts()
-        self.metrics.write(json.dumps(facts) + "\n")
-        self.metrics.flush()
+        self.metrics.append(json.dumps(facts))
         cells = [f"{title} {form.format(facts[name])}" for name, (title, form) in COLUMNS.items() if name in facts]
         self.say(f"step {record.step:>{len(str(self.steps))}}/{self.steps}  " + "  ".join(cells))
 
@@ -128,7 +130,7 @@ def on_terminal() -> bool:
     Standard output alone says nothing: Open MPI gives each rank a terminal of its own there, whose text it then passes
     on to wherever mpiexec writes.
     """
-    return sys.stdout.isatty() and sys.stderr.isatty()
+    return all(stream is not None and stream.isatty() for stream in (sys.stdout, sys.stderr))
 
 
 def _bar(steps, stream):

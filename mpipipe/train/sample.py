@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from mpipipe.comm import share
-from mpipipe.errors import ArgumentError
+from mpipipe.errors import ArgumentError, NonFiniteError
 from mpipipe.train.data import generator
 
 
@@ -24,7 +24,8 @@ def generate(pipeline, mesh, prompt: bytes, count: int, *, temperature: float, s
     temperature : divides the logits; 0 takes the likeliest byte
     seed : of the draws
 
-    Raises ArgumentError, on every rank, for an empty prompt and a temperature that is below 0 or not finite.
+    Raises, on every rank, ArgumentError for an empty prompt and a temperature that is below 0 or not finite, and
+    NonFiniteError where the model gives logits that are NaN or infinite.
     """
     with share.together(mesh.comm):
         if not prompt:
@@ -37,10 +38,16 @@ def generate(pipeline, mesh, prompt: bytes, count: int, *, temperature: float, s
     for index in range(count):
         inputs = np.frombuffer(fresh, np.uint8).astype(np.int64)[None] if first else None
         logits = pipeline.forward(inputs)
-        byte = None
+        byte = error = None
         if mesh.rank == drawing:
-            byte = draw(logits[0, -1], temperature, generator(seed, "sample", index))
-        fresh = bytes([share.broadcast(mesh.comm, byte, drawing)])
+            try:
+                byte = draw(logits[0, -1], temperature, generator(seed, "sample", index))
+            except NonFiniteError as caught:
+                error = caught
+        byte, error = share.broadcast(mesh.comm, (byte, error), drawing)
+        if error is not None:
+            share.raise_everywhere(mesh.rank, [(drawing, error)])
+        fresh = bytes([byte])
         text += fresh
     return bytes(text)
 
@@ -52,7 +59,16 @@ def readable(text: bytes) -> str:
 
 
 def draw(logits, temperature: float, random: np.random.Generator) -> int:
-    """An index drawn from softmax(logits / temperature), computed in float64; at temperature 0 the largest."""
+    """An index drawn from softmax(logits / temperature), computed in float64; at temperature 0 the largest.
+
+    Raises NonFiniteError where a logit is NaN or infinite.
+    """
+    finite = np.isfinite(logits)
+    if not finite.all():
+        raise NonFiniteError(
+            "the logits of the model are not finite", found=f"{np.count_nonzero(~finite)} of {finite.size} are not",
+            expected="finite numbers", remedy="take weights of a training whose loss is finite, or a wider dtype",
+        )
     if temperature == 0:
         return int(np.argmax(logits))
     scaled = (logits.astype(np.float64) - logits.max()) / temperature

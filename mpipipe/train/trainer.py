@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
 from time import perf_counter
 
-from mpipipe import optim, schedules
+from mpipipe import arrays, optim, schedules
 from mpipipe.comm import runtime, share
 from mpipipe.comm.device import select_device
 from mpipipe.comm.mesh import Mesh
-from mpipipe.errors import ConfigError, MismatchError
+from mpipipe.errors import MismatchError
 from mpipipe.pipeline import Pipeline
-from mpipipe.train import weights
+from mpipipe.train import limits, output, weights
 from mpipipe.train.config import TrainConfig
 from mpipipe.train.data import Corpus, training_batch, validation_batch
 from mpipipe.train.decoder import decoder
@@ -28,7 +27,9 @@ PROMPT = 32  # bytes of validation text that the sample continues
 def train(config: TrainConfig, architecture, comm=None) -> Record:
     """Train a model on bytes, on all ranks of `comm` (COMM_WORLD by default); collective.
 
-    Progress goes to the standard output of rank 0, and to metrics.jsonl in `config.out`, which must be new or empty.
+    Progress goes to the standard output of rank 0, and to metrics.jsonl in `config.out`. That folder must be new or
+    empty; a relative path begins in the working folder of rank 0. A standard output that is closed and metrics that
+    cannot be written do not end the training.
 
     Parameters
     ----------
@@ -48,17 +49,17 @@ def train(config: TrainConfig, architecture, comm=None) -> Record:
     """
     comm = runtime.resolve(comm)
     _check_same_config(comm, config)
-    if config.out is None:
-        config = replace(config, out=share.broadcast(comm, f"runs/{datetime.now():%Y%m%d-%H%M%S}"))
+    config = replace(config, out=output.shared_path(comm, config.out))
     with share.together(comm):
         pipe = max(1, comm.size // config.seq) if config.pipe is None else config.pipe
         mesh = Mesh(comm, pipe=pipe, seq=config.seq)
     with mesh:
         device = select_device(config.device, mesh.comm)
-        recipe, corpus = _prepare(config, architecture, mesh)
+        recipe, corpus = _prepare(config, architecture, mesh, device)
         with share.together(mesh.comm):
             shard = Shard(mesh.seq, config.layout, config.seq_len)
-        stages = recipe.stages(mesh.pipe.rank, shard, config.dtype, config.seed, device)
+        with share.together(mesh.comm):
+            stages = recipe.stages(mesh.pipe.rank, shard, config.dtype, config.seed, device)
         with Pipeline(
             stages,
             recipe.schedule,
@@ -67,6 +68,7 @@ def train(config: TrainConfig, architecture, comm=None) -> Record:
             recompute=config.recompute,
             replicas=mesh.replicas,
         ) as pipeline:
+            output.make_folder(Path(config.out), mesh.comm, writes=mesh.replicas.rank == 0)
             with share.together(mesh.comm):
                 reporter = _reporter(config) if mesh.rank == 0 else Silence()
             with reporter:
@@ -89,20 +91,28 @@ def _check_same_config(comm, config):
                 share.raise_everywhere(comm.rank, [(0, error)])
 
 
-def _prepare(config, architecture, mesh):
+def _prepare(config, architecture, mesh, device):
     """(Recipe, Corpus or None where this rank needs no data); every error is raised on every rank."""
     with share.together(mesh.comm):
         recipe = Recipe.of(config, architecture, mesh.pipe.size, mesh.data.size)
+        limits.check_training(config, recipe, mesh.pipe.rank, device)
+        if config.sample_bytes:
+            dtype = arrays.accumulator(arrays.dtype(config.dtype)).name
+            limits.check_decoding(recipe, mesh.pipe.rank, dtype, PROMPT + config.sample_bytes, mesh.seq.size)
         if mesh.rank == 0:
-            _check_vacant(Path(config.out))
+            output.check_vacant(Path(config.out))
     corpus, placement = None, recipe.schedule.placement
     with share.together(mesh.comm):
         if mesh.pipe.rank in (placement[0], placement[-1]):
             corpus = Corpus.open(config.data, config.seq_len)
     prints = share.agree(mesh.comm, None, corpus.fingerprint if corpus else None)
-    if len(set(prints) - {None}) > 1:
+    first = next(rank for rank, found in enumerate(prints) if found is not None)
+    others = [rank for rank, found in enumerate(prints) if found not in (None, prints[first])]
+    if others:
         error = MismatchError(
-            "the ranks see different data: other file names or sizes",
+            "the ranks see different data: other file names, sizes or contents",
+            found=f"other data on rank {', '.join(map(str, others))}",
+            expected=f"those of rank {first} on every rank that reads data",
             remedy="give the same files to all hosts, best on a shared file system; the default data differ where "
             "hosts have different Python versions",
         )
@@ -110,28 +120,12 @@ def _prepare(config, architecture, mesh):
     return recipe, corpus
 
 
-def _check_vacant(out: Path):
-    """Refuse a folder that holds anything: no run overwrites another."""
-    try:
-        vacant = not out.exists() or not any(out.iterdir())
-    except OSError as error:
-        raise ConfigError(f"the folder for metrics cannot be used: {error.strerror}", found=str(out)) from error
-    if not vacant:
-        raise ConfigError(
-            "the folder for metrics is not empty",
-            found=str(out),
-            expected="a new or empty folder",
-            remedy="choose another one with --out, or move the old run away",
-        )
-
-
 def _reporter(config) -> Reporter:
     out = Path(config.out)
     try:
-        out.mkdir(parents=True, exist_ok=True)
         return Reporter(config.steps, out / "metrics.jsonl", terminal=on_terminal())
     except OSError as error:
-        raise ConfigError(f"the folder for metrics cannot be used: {error.strerror}", found=str(out)) from error
+        raise output.unusable(out, error) from error
 
 
 class Trainer:

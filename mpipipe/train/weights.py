@@ -2,27 +2,35 @@
 
     weights/stage-0.safetensors      the parameters of one logical stage, by their names in the whole model
     weights/stage-1.safetensors
-    weights/model.json               sizes of the model, dtype, number of stages; written last: it vouches for the rest
+    weights/model.json               sizes of the model, dtype, number of stages, a checksum of each parameter and one
+                                     of these facts; written last: it vouches for the rest
 
-Each file is written under another name and then renamed, so a file that has its name is complete.
+Each file is written under another name and then renamed, so a file that has its name is complete. Checksums are CRC-32:
+they find damage on the way to the disk and back, and files of two trainings that were mixed, but no forgery.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from zlib import crc32
 
+import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as serialized
 
 from mpipipe import arrays
 from mpipipe.comm import share
-from mpipipe.errors import ArgumentError
+from mpipipe.errors import ArgumentError, NonFiniteError
+from mpipipe.train import files
 
 DESCRIPTION = "model.json"
+MOST_BYTES = 64 << 20  # of it
+STORED = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # safetensors' names of dtypes
+REMEDY = "build the model with the sizes and dtype of model.json"
+COPY_AGAIN = "copy the weights again from where they are whole, or train again"
 
 
 @dataclass(frozen=True)
@@ -34,11 +42,13 @@ class Description:
     model : sizes from which the model is made again, such as the fields of models.GPT
     dtype : of the parameters: float32 for a training in bfloat16 or float16
     stages : number of files
+    checksums : of each parameter, by name; None in files that were saved before there were any
     """
 
     model: dict
     dtype: str
     stages: int
+    checksums: dict | None = None
 
 
 def folder_of(run) -> Path:
@@ -57,54 +67,80 @@ def save(folder, model, stages, schedule, mesh):
 
     Raises ArgumentError, on every rank, where a file cannot be written.
     """
-    folder = Path(folder)
+    folder, sums = Path(folder), {}
     with share.together(mesh.comm):
         if mesh.replicas.rank == 0:
             with _explained(folder):
                 folder.mkdir(parents=True, exist_ok=True)
                 for stage, number in zip(stages, schedule.stages_of(mesh.pipe.rank)):
-                    _replace(folder / _file(number), serialized(on_host(stage.parameters)))
+                    parameters = on_host(stage.parameters)
+                    sums.update({name: checksum(array) for name, array in parameters.items()})
+                    files.write_whole(folder / _file(number), serialized(parameters))
+    sums = {name: text for part in share.agree(mesh.comm, None, sums) for name, text in part.items()}
     with share.together(mesh.comm):
         if mesh.rank == 0:
-            facts = asdict(Description(asdict(model), stages[0].parameters.flat.dtype.name, schedule.stages))
+            facts = asdict(Description(asdict(model), stages[0].parameters.flat.dtype.name, schedule.stages, sums))
+            facts["checksum"] = _checksum_of(facts)
             with _explained(folder):
-                _replace(folder / DESCRIPTION, (json.dumps(facts, indent=1) + "\n").encode())
+                files.write_whole(folder / DESCRIPTION, (json.dumps(facts, indent=1) + "\n").encode())
 
 
 def describe(folder) -> Description:
-    """Read model.json; raises ArgumentError where there is none, or another one than `save` writes."""
+    """Read model.json; raises ArgumentError where there is none, or another one than `save` wrote.
+
+    One without checksums, as it was written before there were any, is taken as it is.
+    """
     path = Path(folder, DESCRIPTION)
     remedy = "name the --out folder of a training that ended; its weights are written at the end"
     try:
-        found = Description(**json.loads(path.read_text()))
+        facts = json.loads(files.read_text(path, MOST_BYTES))
+        written = facts.pop("checksum", None) if isinstance(facts, dict) else None
+        found = Description(**facts)
     except OSError as error:
-        raise ArgumentError(f"no weights: {error.strerror}", found=str(path), remedy=remedy) from error
-    except (ValueError, TypeError) as error:
+        raise ArgumentError(
+            f"no weights: {error.strerror}", found=str(path), expected=files.REGULAR, remedy=remedy
+        ) from error
+    except (ValueError, TypeError, RecursionError) as error:
         raise ArgumentError(f"the weights' description cannot be read: {error}", found=str(path)) from error
     if not isinstance(found.model, dict) or not isinstance(found.dtype, str) or type(found.stages) is not int:
         raise ArgumentError("the weights' description is wrong", found=f"{path}: {found}", remedy=remedy)
+    if not isinstance(found.checksums, (dict, type(None))) or (written is None) != (found.checksums is None):
+        raise ArgumentError("the checksums of the weights' description are wrong", found=str(path), remedy=COPY_AGAIN)
+    if written is not None and written != _checksum_of(facts):
+        raise ArgumentError(
+            "the weights' description is damaged", found=f"checksum {_checksum_of(facts)} of {path}",
+            expected=str(written), remedy=f"{COPY_AGAIN}; this file is not for editing",
+        )
     return found
 
 
 def load(folder, stages):
     """Set the parameters of `stages` from the files in `folder`, whatever the cut into stages they were saved with.
 
-    Files are mapped, and only this rank's parameters are read. Raises ArgumentError for a file that is missing or
-    damaged, and for a parameter that is missing or of another shape or dtype.
+    Files are mapped, and only this rank's parameters are read and checked against their checksums; those of a folder
+    that was saved before there were checksums load without. Raises ArgumentError for a file that is missing or damaged,
+    and for a parameter that is missing, damaged, or of another shape or dtype; NonFiniteError for a parameter that has
+    values that are NaN or infinite.
     """
     folder = Path(folder)
-    with ExitStack() as files:
-        places = {}
-        for number in range(describe(folder).stages):
+    with ExitStack() as opened:
+        description, places = describe(folder), {}
+        for number in range(description.stages):
             path = folder / _file(number)
             try:
-                file = files.enter_context(safe_open(path, framework="numpy"))
+                files.check_regular(path)  # opening a FIFO would wait for a writer
+                file = opened.enter_context(safe_open(path, framework="numpy"))
             except (OSError, SafetensorError) as error:
-                raise ArgumentError(f"a file of weights cannot be read: {error}", found=str(path)) from error
-            places.update(dict.fromkeys(file.keys(), file))
+                text = getattr(error, "strerror", None) or error
+                raise ArgumentError(
+                    f"a file of weights cannot be read: {text}", found=str(path), expected=files.REGULAR,
+                    remedy=COPY_AGAIN,
+                ) from error
+            places.update({name: (file, path) for name in file.keys()})
         for stage in stages:
             for name, array in stage.parameters.items():
                 values = _read(places, folder, name, array)
+                _check_values(values, name, places[name][1], description.checksums)
                 if arrays.is_device(array):
                     arrays.upload(values, out=array)
                 else:
@@ -117,22 +153,48 @@ def on_host(parameters):
     return {name: flat[starts[name] :][: like.size].reshape(like.shape) for name, like in parameters.items()}
 
 
+def checksum(array) -> str:
+    """CRC-32 of the bytes of a contiguous host array, as eight hexadecimal digits."""
+    return f"{crc32(array.reshape(-1).view(np.uint8)):08x}"
+
+
+def _checksum_of(facts: dict) -> str:
+    return f"{crc32(json.dumps(facts, sort_keys=True).encode()):08x}"
+
+
 def _read(places, folder, name, like):
-    """The array called `name`, if it is like `like`."""
+    """The array called `name`, if it is like `like`, which is looked up before anything is read."""
     expected = f"{like.dtype.name}{list(like.shape)}"
-    remedy = "build the model with the sizes and dtype of model.json"
     if name not in places:
         raise ArgumentError(
             f"the weights have no parameter {name}", found=f"{len(places)} others in {folder}", expected=expected,
-            remedy=remedy,
+            remedy=REMEDY,
         )
-    array = places[name].get_tensor(name)
-    if array.shape != like.shape or array.dtype != like.dtype:
+    file, path = places[name]
+    stored = file.get_slice(name)
+    kind, shape = stored.get_dtype(), stored.get_shape()
+    if STORED.get(kind) != like.dtype.name or tuple(shape) != like.shape:
         raise ArgumentError(
-            f"parameter {name} does not fit the model",
-            found=f"{array.dtype.name}{list(array.shape)} in {folder}", expected=expected, remedy=remedy,
+            f"parameter {name} does not fit the model", found=f"{STORED.get(kind, kind)}{shape} in {path}",
+            expected=expected, remedy=REMEDY,
         )
-    return array
+    return file.get_tensor(name)
+
+
+def _check_values(values, name, path, checksums):
+    """Raise where values were damaged since they were saved, or are no numbers."""
+    found, expected = checksum(values), None if checksums is None else checksums.get(name)
+    if checksums is not None and found != expected:
+        raise ArgumentError(
+            f"parameter {name} is damaged: it is not what was saved", found=f"checksum {found} in {path}",
+            expected=f"{expected}, as in {DESCRIPTION}", remedy=COPY_AGAIN,
+        )
+    if values.size and not (np.isfinite(values.min()) and np.isfinite(values.max())):  # NaN is both of them
+        count = values.size - np.count_nonzero(np.isfinite(values))
+        raise NonFiniteError(
+            f"parameter {name} is not finite", found=f"{count} of {values.size} values are NaN or infinite in {path}",
+            expected="finite numbers", remedy="train again, with a lower learning rate or clipped gradients",
+        )
 
 
 @contextmanager
@@ -140,15 +202,10 @@ def _explained(folder):
     try:
         yield
     except OSError as error:
-        raise ArgumentError(f"the weights cannot be written: {error}", found=str(folder)) from error
+        raise ArgumentError(
+            f"the weights cannot be written: {error}", found=str(folder), remedy="make room, or choose another --out"
+        ) from error
 
 
 def _file(stage: int) -> str:
     return f"stage-{stage}.safetensors"
-
-
-def _replace(path: Path, content: bytes):
-    """Make the file `path` in one go: write another one, then rename it."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_bytes(content)
-    os.replace(partial, path)

@@ -1,0 +1,88 @@
+"""Files by name: only regular files are opened, and a file that is written appears as a whole or not at all.
+
+Opening a FIFO waits for a writer, reading /dev/zero never ends, and opening some devices has effects of its own. So the
+kind of a file is looked at before it is opened, and again on the open descriptor, since the name may stand for another
+file by then. Every function raises OSError, whose `strerror` says what was found.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a FIFO (named pipe)"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a character device"),
+    (stat.S_ISBLK, "a block device"),
+)
+REGULAR = "a readable regular file"  # what callers say that they expected
+# without O_NONBLOCK the open of a FIFO that has just taken the file's place would wait for a writer
+FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+
+
+def check_regular(path) -> os.stat_result:
+    """The status of `path`; raises OSError unless it is a regular file, or a link to one."""
+    return _checked(os.stat(path), path)
+
+
+def open_regular(path) -> int:
+    """A descriptor to read the regular file at `path`; to be closed by the caller. Never waits for another process."""
+    check_regular(path)
+    descriptor = os.open(path, FLAGS)
+    try:
+        _checked(os.fstat(descriptor), path)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def read_text(path, most: int) -> str:
+    """The UTF-8 text of a regular file; raises OSError where it has more than `most` bytes, and UnicodeDecodeError."""
+    with open(open_regular(path), "rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most} bytes", str(path))
+    return content.decode()
+
+
+def read_at(descriptor: int, start: int, count: int) -> bytes:
+    """Bytes start .. start + count of an open file; fewer only where the file ends before."""
+    content = os.pread(descriptor, count, start)
+    while len(content) < count:  # one call may give less than there is
+        more = os.pread(descriptor, count - len(content), start + len(content))
+        if not more:
+            break
+        content += more
+    return content
+
+
+def write_whole(path: Path, content: bytes):
+    """Make the file `path`, or put `content` in its place: written beside it, forced to the disk, then renamed.
+
+    Where that fails, the unfinished file is removed, so that it does not keep a full disk full.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        with open(partial, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink()
+        raise
+
+
+def _checked(status: os.stat_result, path) -> os.stat_result:
+    if stat.S_ISREG(status.st_mode):
+        return status
+    kind = next((words for is_kind, words in KINDS if is_kind(status.st_mode)), "no regular file")
+    code = errno.EISDIR if stat.S_ISDIR(status.st_mode) else errno.EINVAL
+    raise OSError(code, f"it is {kind}, not a file", str(path))

@@ -1,0 +1,46 @@
+"""A short text that tells whether two ranks found the same data, after reading little of them.
+
+    small file   |####|
+    big file     |#.....#.....#.....#|      # hashed blocks, evenly spread: the first, the last, and some between
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from pathlib import Path
+
+from mpipipe.train.pieces import read_bytes
+
+BLOCK = 4096  # bytes
+BLOCKS = 4096  # in all, where there are fewer files than half of this
+FILES = 8192  # whose contents are looked at, where there are more
+
+
+def fingerprint(found: list[tuple[Path, int]]) -> str:
+    """32 hexadecimal digits for (file, bytes) entries in this order: of all names and sizes, and of sampled contents.
+
+    At least the first and the last block of 4 KiB of a file count, and all of it where it is small. No more than about
+    16 MiB are read of up to 2048 files; where there are more, two blocks of each, and of no more than 8192 files.
+
+    What this can miss: a change inside a big file that touches none of the sampled blocks; a change in a file that was
+    left out, where there are more than 8192; other folders, since only the names of the files themselves count.
+
+    Raises DataError where a file is shorter than its entry says, or cannot be read.
+    """
+    content = blake2b(digest_size=16)
+    for path, size in found:
+        content.update(f"{path.name} {size}\n".encode(errors="surrogateescape"))
+    chosen = spread(len(found), FILES)
+    for index in chosen:
+        path, size = found[index]
+        for block in spread(-(-size // BLOCK), max(2, BLOCKS // len(chosen))):
+            start = block * BLOCK
+            content.update(read_bytes(path, start, min(BLOCK, size - start)))
+    return content.hexdigest()
+
+
+def spread(total: int, count: int) -> list[int]:
+    """At most `count` >= 2 of the numbers 0 ... total - 1, in order, evenly spread, with the first and the last."""
+    if total <= count:
+        return list(range(total))
+    return [number * (total - 1) // (count - 1) for number in range(count)]

@@ -1,0 +1,109 @@
+"""The output folder of a training: one for all ranks, new or empty, and seen by every rank that writes weights."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+
+from mpipipe.comm import share
+from mpipipe.errors import ConfigError
+from mpipipe.train import files
+
+PATIENCE = 10.0  # seconds in which a network file system shows one host what another one wrote
+PAUSE = 0.1
+MARKER = ".mpipipe-marker"
+
+
+def shared_path(comm, path: str | None) -> str:
+    """The absolute path that `path` is on rank 0, on every rank; None is runs/ and the time. Collective.
+
+    The ranks may have different working folders. Raises ConfigError where rank 0 has none.
+    """
+    absolute = None
+    with share.together(comm):
+        if comm.rank == 0:
+            try:
+                absolute = os.path.abspath(f"runs/{datetime.now():%Y%m%d-%H%M%S}" if path is None else path)
+            except OSError as error:
+                raise ConfigError(
+                    f"the working folder is gone: {error.strerror}", found=str(path), expected="an absolute path",
+                    remedy="start the job in a folder that exists, or name an absolute path",
+                ) from error
+    return share.broadcast(comm, absolute)
+
+
+def check_vacant(out: Path):
+    """Refuse a folder that holds anything: no run overwrites another."""
+    try:
+        vacant = not out.exists() or not any(out.iterdir())
+    except OSError as error:
+        raise unusable(out, error) from error
+    if not vacant:
+        raise ConfigError(
+            "the folder for metrics is not empty",
+            found=str(out),
+            expected="a new or empty folder",
+            remedy="choose another one with --out, or move the old run away",
+        )
+
+
+def unusable(out: Path, error: OSError) -> ConfigError:
+    """What to raise where the folder cannot be used."""
+    return ConfigError(
+        f"the folder for metrics cannot be used: {error.strerror}", found=str(out),
+        expected="a folder that can be made and written to", remedy="choose another one with --out",
+    )
+
+
+def make_folder(out: Path, comm, writes: bool):
+    """Make the folder on rank 0, and let each rank look whether it is the same one; collective over `comm`.
+
+    Parameters
+    ----------
+    writes : whether this rank is going to write into it; the others need not see it
+
+    Raises ConfigError on every rank where the folder cannot be made, or where a rank that writes sees another one or
+    none, as with a disk that each host has for itself: its weights would be lost or scattered.
+    """
+    token = share.broadcast(comm, secrets.token_hex(16) if comm.rank == 0 else None)
+    marker = out / MARKER
+    with share.together(comm):
+        if comm.rank == 0:
+            try:
+                out.mkdir(parents=True, exist_ok=True)
+                marker.write_text(token)
+            except OSError as error:
+                raise unusable(out, error) from error
+    try:
+        with share.together(comm):
+            if writes and not _sees(marker, token):
+                raise ConfigError(
+                    "the output folder of rank 0 is not there on this rank", found=f"no such {out} on {_host()}",
+                    expected="one folder that all ranks which write weights see and may write to",
+                    remedy="choose one on a file system that all hosts share, with --out",
+                )
+    finally:
+        if comm.rank == 0:
+            with suppress(OSError):
+                marker.unlink()
+
+
+def _sees(marker: Path, token: str) -> bool:
+    """Whether this rank reads the token in the marker, and may write beside it."""
+    stop = time.monotonic() + PATIENCE
+    while True:
+        with suppress(OSError, UnicodeDecodeError):
+            if files.read_text(marker, len(token)) == token and os.access(marker.parent, os.W_OK):
+                return True
+        if time.monotonic() > stop:
+            return False
+        time.sleep(PAUSE)
+
+
+def _host() -> str:
+    return socket.gethostname()

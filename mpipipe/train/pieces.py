@@ -1,0 +1,101 @@
+"""Pieces of files as one array of bytes, read where they are needed.
+
+Files are read by position and not mapped into memory: a file that is cut short while a training runs gives an error
+here, where reading a map would end the process by a signal.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from bisect import bisect_right
+from functools import lru_cache
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from mpipipe.errors import DataError
+from mpipipe.train import files
+
+OPEN_FILES = 256  # descriptors kept
+REMEDY = "leave the data alone while a training reads them; train on a copy"
+
+
+class Piece(NamedTuple):
+    """A run of bytes in one file."""
+
+    path: Path
+    start: int
+    length: int
+
+
+class Text:
+    """Pieces of files as one array of bytes.
+
+    Parameters
+    ----------
+    pieces : in the order in which they are joined
+    """
+
+    def __init__(self, pieces):
+        self.pieces = [piece for piece in pieces if piece.length]
+        self._ends = list(accumulate(piece.length for piece in self.pieces))
+
+    def __len__(self):
+        return self._ends[-1] if self._ends else 0
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Bytes start .. start + count as a new uint8 array.
+
+        Raises IndexError outside of the text, and DataError where a file has become shorter or cannot be read.
+        """
+        if not 0 <= start <= start + count <= len(self):
+            raise IndexError(f"bytes {start} to {start + count} of a text of {len(self)}")
+        window = np.empty(count, np.uint8)
+        filled, index = 0, bisect_right(self._ends, start)
+        while filled < count:
+            piece = self.pieces[index]
+            skip = start + filled - (self._ends[index] - piece.length)
+            size = min(piece.length - skip, count - filled)
+            part = read_bytes(piece.path, piece.start + skip, size)
+            window[filled : filled + size] = np.frombuffer(part, np.uint8)
+            filled, index = filled + size, index + 1
+        return window
+
+
+def read_bytes(path: Path, start: int, count: int) -> bytes:
+    """Bytes start .. start + count of a file; DataError where it has fewer, or cannot be read."""
+    try:
+        descriptor = _opened(path).descriptor
+        content = files.read_at(descriptor, start, count)
+        size = start + count if len(content) == count else os.fstat(descriptor).st_size
+    except OSError as error:
+        raise DataError(
+            f"data cannot be read: {error.strerror}", found=str(path), expected=files.REGULAR, remedy=REMEDY
+        ) from error
+    if len(content) < count:
+        raise DataError(
+            "a data file has become shorter since it was looked at", found=f"{size} bytes in {path}",
+            expected=f"at least {start + count}", remedy=REMEDY,
+        )
+    return content
+
+
+def forget_files():
+    """Close the files that were read, so that the next read finds what their names stand for then."""
+    _opened.cache_clear()
+
+
+class _Opened:
+    """A descriptor that is closed with the last reference to this object."""
+
+    def __init__(self, path):
+        self.descriptor = files.open_regular(path)
+        weakref.finalize(self, os.close, self.descriptor)
+
+
+@lru_cache(maxsize=OPEN_FILES)
+def _opened(path: Path) -> _Opened:
+    return _Opened(path)

@@ -1,0 +1,138 @@
+"""Only regular files are opened, nothing waits for another process, and writing leaves a whole file or none."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import socket
+import stat
+
+import pytest
+
+from mpipipe.errors import ArgumentError, ConfigError, DataError
+from mpipipe.train import TrainConfig, files, weights
+from mpipipe.train.data import find_files
+
+
+@pytest.fixture(params=["FIFO", "socket", "character device", "folder"])
+def odd(request, tmp_path):
+    """(path of something that is no regular file, what it is)."""
+    path = tmp_path / "odd"
+    if request.param == "FIFO":
+        os.mkfifo(path)
+    elif request.param == "socket":
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(os.path.relpath(path))  # the name of a socket is short
+    elif request.param == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero")  # reading it never ends
+    return path, request.param
+
+
+def test_what_is_no_regular_file_is_not_opened(odd):
+    path, kind = odd
+    for use in (files.check_regular, files.open_regular, lambda name: files.read_text(name, 10)):
+        with pytest.raises(OSError, match=kind) as caught:
+            use(path)
+        assert caught.value.filename == str(path)
+
+
+def test_a_fifo_that_takes_the_place_of_a_file_is_not_waited_for(tmp_path, monkeypatch):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    monkeypatch.setattr(files, "check_regular", lambda path: None)  # at that time it was a file
+    before = len(os.listdir("/proc/self/fd")) if os.path.exists("/proc/self/fd") else 0
+    with pytest.raises(OSError, match="FIFO"):
+        files.open_regular(path)
+    assert not before or len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_config_file_that_is_none_is_refused(odd):
+    path, kind = odd
+    with pytest.raises(ConfigError, match=f"config file cannot be read: .*{kind}") as caught:
+        TrainConfig.load(str(path))
+    assert str(path) in str(caught.value) and "--config" in caught.value.remedy
+
+
+def test_data_that_are_no_file_are_refused(odd):
+    path, kind = odd
+    with pytest.raises(DataError, match="no text" if kind == "folder" else kind) as caught:
+        find_files(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_fifo_in_a_folder_of_data_is_left_out(tmp_path):
+    os.mkfifo(tmp_path / "pipe.txt")
+    (tmp_path / "text.txt").write_text("text")
+    assert [path.name for path, _ in find_files(tmp_path)] == ["text.txt"]
+
+
+def test_a_description_of_weights_that_is_no_file_is_refused(odd):
+    path, kind = odd
+    folder = path.parent
+    path.rename(folder / "model.json")
+    with pytest.raises(ArgumentError, match=f"no weights: .*{kind}"):
+        weights.describe(folder)
+
+
+def test_a_file_of_weights_that_is_none_is_refused(odd):
+    path, kind = odd
+    folder = path.parent
+    path.rename(folder / "stage-0.safetensors")
+    (folder / "model.json").write_text('{"model": {}, "dtype": "float32", "stages": 1}')
+    with pytest.raises(ArgumentError, match=f"file of weights cannot be read: .*{kind}"):
+        weights.load(folder, [])
+
+
+def test_a_text_that_is_too_long_is_not_read_on(tmp_path):
+    path = tmp_path / "big.toml"
+    with open(path, "wb") as file:
+        file.truncate(1 << 40)  # a hole: a terabyte that takes no room
+    with pytest.raises(ConfigError, match="more than"):
+        TrainConfig.load(str(path))
+
+
+def test_bytes_by_position_end_where_the_file_does(tmp_path, monkeypatch):
+    path = tmp_path / "digits"
+    path.write_bytes(b"0123456789")
+    descriptor = files.open_regular(path)
+    try:
+        assert [files.read_at(descriptor, *span) for span in ((0, 3), (7, 3), (7, 9), (10, 1))] == [
+            b"012", b"789", b"789", b"",
+        ]  # fmt: skip
+        original = os.pread
+        monkeypatch.setattr(os, "pread", lambda fd, count, start: original(fd, min(count, 2), start))
+        assert files.read_at(descriptor, 1, 7) == b"1234567"  # some file systems give less than was asked for
+    finally:
+        os.close(descriptor)
+
+
+def test_a_file_is_replaced_as_a_whole(tmp_path):
+    path = tmp_path / "file"
+    for content in (b"one", b"another"):
+        files.write_whole(path, content)
+        assert path.read_bytes() == content
+    assert os.listdir(tmp_path) == ["file"]
+    (tmp_path / "usual").write_bytes(b"")
+    assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE((tmp_path / "usual").stat().st_mode)
+
+
+@pytest.fixture
+def little_room():
+    """little_room(bytes): no file of this process can grow beyond that, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_leaves_no_part_of_a_file_and_the_old_one_whole(tmp_path, little_room):
+    path = tmp_path / "file"
+    files.write_whole(path, b"old")
+    little_room(100_000)
+    with pytest.raises(OSError) as caught:
+        files.write_whole(path, bytes(1 << 20))
+    little_room(resource.RLIM_INFINITY)
+    assert caught.value.errno in (errno.EFBIG, errno.ENOSPC)
+    assert os.listdir(tmp_path) == ["file"] and path.read_bytes() == b"old"

@@ -1,0 +1,176 @@
+"""Neither a closed output nor a full disk ends a training, and metrics are whole lines at every time."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import resource
+import sys
+
+import pytest
+
+from mpipipe.train.outlet import KEPT, Lines, Outlet
+from mpipipe.train.report import Record, Reporter
+
+TRAINING = """
+import os, resource, sys
+from mpipipe.comm import runtime
+from mpipipe.comm.guard import guarded
+from mpipipe.models import GPT
+from mpipipe.train import TrainConfig, train
+from mpipipe.train.trainer import Trainer
+
+text, out, trouble = sys.argv[1:]
+comm = runtime.world()
+original = Trainer.step
+
+def step(self, number):
+    if comm.rank == 0 and number == 2:
+        begin()
+    if comm.rank == 0 and number == 5:
+        end()
+    return original(self, number)
+
+def begin():
+    if trouble == "closed":  # the reader of our output leaves
+        reader, writer = os.pipe()
+        os.dup2(writer, 1)
+        os.close(reader)
+    else:  # the disk is full in the middle of the next line
+        room = os.path.getsize(out + "/metrics.jsonl") + 30
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
+
+def end():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+Trainer.step = step
+config = TrainConfig(data=[text], out=out, dim=16, layers=2, heads=2, hidden=32, seq_len=16, batch=8, microbatches=2,
+                     steps=8, log_every=1, eval_batches=1, sample_bytes=4, device="cpu")
+sys.exit(guarded(lambda: train(config, GPT)))
+"""
+
+
+@pytest.fixture
+def train(launch, comm, mpi_tmp_path):
+    """train(trouble): a job of two ranks that meets it on rank 0; returns (job, output folder)."""
+    script, text = mpi_tmp_path / "script.py", mpi_tmp_path / "text.txt"
+    if comm.rank == 0:
+        script.write_text(TRAINING)
+        text.write_text("one two three four\n" * 200)
+    comm.Barrier()
+
+    def start(trouble):
+        out = mpi_tmp_path / trouble
+        return launch(2, [str(script), str(text), str(out), trouble]), out
+
+    return start
+
+
+def test_a_training_whose_output_is_closed_saves_its_weights(train):
+    job, out = train("closed")
+    assert job.returncode == 0, job.stderr
+    assert "step 2/8" in job.stdout and "step 3/8" not in job.stdout
+    assert job.stderr == ""
+    assert (out / "weights" / "model.json").exists()
+    assert len((out / "metrics.jsonl").read_text().splitlines()) == 9
+
+
+def test_a_training_whose_disk_is_full_for_a_while_loses_no_line(train):
+    job, out = train("full")
+    assert job.returncode == 0, job.stderr
+    assert job.stderr.count("metrics.jsonl cannot be written") == 1 and "goes on" in job.stderr
+    assert job.stdout.splitlines()[-1].startswith("mpipipe: ok steps=8")
+    assert (out / "weights" / "model.json").exists()
+    assert [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()] == list(range(9))
+
+
+HEAD = """
+import subprocess, sys
+command = [sys.executable, "-m", "mpipipe", *sys.argv[2:]]
+job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+for _ in range(int(sys.argv[1])):
+    job.stdout.readline()
+job.stdout.close()
+errors = job.stderr.read().decode()
+print(job.wait(), errors)
+"""
+
+
+def test_a_reader_that_takes_the_first_line_does_not_end_the_training(launch, comm, mpi_tmp_path):
+    text, script, out = mpi_tmp_path / "text.txt", mpi_tmp_path / "head.py", mpi_tmp_path / "run"
+    if comm.rank == 0:
+        text.write_text("one two three four\n" * 200)
+        script.write_text(HEAD)
+    comm.Barrier()
+    sizes = "--dim 16 --layers 1 --heads 2 --seq-len 16 --batch 8 --steps 3 --log-every 1 --sample-bytes 4".split()
+    job = launch(0, [str(script), "1", "train", "--data", str(text), "--out", str(out), "--device", "cpu", *sizes])
+    assert job.stdout.strip() == "0", job.stdout
+    assert (out / "weights" / "model.json").exists()
+    job = launch(0, [str(script), "0", "generate", str(out), "--bytes", "20"])
+    assert job.stdout.strip() == "0", job.stdout
+
+
+@pytest.fixture
+def room():
+    """room(bytes): no file of this process can grow beyond that; None: no limit."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (before[0] if size is None else size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_lines_that_find_no_room_are_cut_off_and_written_later(tmp_path, room, capsys):
+    path = tmp_path / "lines"
+    lines = Lines(path)
+    lines.append("first")
+    room(10)
+    for line in ("second", "third"):
+        lines.append(line)
+        assert path.read_text() == "first\n"  # "seco" would be a torn line
+    room(None)
+    lines.append("fourth")
+    assert path.read_text() == "first\nsecond\nthird\nfourth\n"
+    lines.close()
+    lines.close()
+    assert capsys.readouterr().err.count("cannot be written") == 1
+
+
+def test_lines_that_never_find_room_are_counted_at_the_end(tmp_path, room, capsys):
+    lines = Lines(tmp_path / "lines")
+    room(0)
+    for number in range(KEPT + 5):
+        lines.append(str(number))
+    assert len(lines.waiting) == KEPT
+    lines.close()
+    room(None)
+    assert f"{KEPT + 5} lines" in capsys.readouterr().err
+
+
+class Full(io.StringIO):
+    """A stream on a full disk."""
+
+    def write(self, text):
+        raise OSError(28, "No space left on device")
+
+
+def test_a_stream_that_fails_is_silent_from_then_on_and_standard_error_hears_why(capsys):
+    outlet = Outlet(Full())
+    for _ in range(3):
+        assert outlet.write("text") == 4
+    assert capsys.readouterr().err.count("No space left on device") == 1
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_reporter_without_an_output_still_writes_metrics(tmp_path, monkeypatch, terminal, capsys):
+    reader, writer = os.pipe()
+    os.close(reader)
+    closed = io.StringIO()
+    closed.close()
+    for number, stream in enumerate((None, open(writer, "w"), closed)):
+        monkeypatch.setattr(sys, "stdout", stream)
+        with Reporter(5, tmp_path / str(number), stream, terminal) as reporter:
+            reporter.record(Record(1, loss=1.0))
+            reporter.advance()
+            reporter.say("text")
+        assert json.loads((tmp_path / str(number)).read_text()) == {"step": 1, "loss": 1.0}
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,111 @@
+"""One output folder for all ranks, whatever their working folders, and never one that a rank cannot see."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from mpipipe.errors import ConfigError
+from mpipipe.models import GPT
+from mpipipe.train import TrainConfig, output, train, weights
+
+
+@pytest.fixture
+def own_folder(comm, mpi_tmp_path, monkeypatch):
+    """The working folder of this rank, which is no other rank's."""
+    folder = mpi_tmp_path / f"rank-{comm.rank}"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.fixture
+def config(comm, mpi_tmp_path):
+    text = mpi_tmp_path / "text.txt"
+    if comm.rank == 0:
+        text.write_text("one two three four\n" * 100)
+    comm.Barrier()
+
+    def make(**keys):
+        small = dict(
+            data=[str(text)], dim=16, layers=2, heads=2, hidden=32, seq_len=16, batch=8, microbatches=2, steps=2,
+            eval_batches=1, sample_bytes=0, device="cpu", pipe=comm.size,
+        )  # fmt: skip
+        return TrainConfig(**{**small, **keys})
+
+    return make
+
+
+def test_a_relative_folder_is_that_of_rank_0(comm, own_folder, config, capsys):
+    train(config(out="runs/a"), GPT, comm)
+    comm.Barrier()
+    out = own_folder.parent / "rank-0" / "runs" / "a"
+    names = {f"stage-{number}.safetensors" for number in range(comm.size)}
+    assert set(os.listdir(out)) == {"metrics.jsonl", "weights"}
+    assert set(os.listdir(out / "weights")) == {"model.json", *names}
+    assert comm.rank == 0 or os.listdir(own_folder) == []
+    if comm.rank == 0:
+        assert f"metrics in {out}" in capsys.readouterr().out
+    assert weights.describe(out / "weights").stages == comm.size
+
+
+def test_the_default_is_a_new_folder_below_that_of_rank_0(comm, own_folder):
+    path = output.shared_path(comm, None)
+    assert Path(path).parent == own_folder.parent / "rank-0" / "runs"
+    assert comm.allgather(path) == [path] * comm.size
+
+
+def test_a_working_folder_that_is_gone_is_refused_on_every_rank(comm, own_folder):
+    if comm.rank == 0:
+        own_folder.rmdir()
+    with pytest.raises(ConfigError, match="working folder is gone"):
+        output.shared_path(comm, "run")
+    os.chdir(own_folder.parent)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.skipif(not os.path.exists("/proc/self/cwd"), reason="needs /proc, where a path is another one by process")
+def test_a_folder_that_each_rank_has_for_itself_is_refused_before_training(comm, own_folder, config, monkeypatch):
+    monkeypatch.setattr(output, "PATIENCE", 0.3)
+    with pytest.raises(ConfigError, match="not there on this rank") as caught:
+        train(config(out="/proc/self/cwd/run"), GPT, comm)
+    assert "file system that all hosts share" in caught.value.remedy
+    comm.Barrier()
+    assert comm.rank > 0 or os.listdir(own_folder / "run") == []  # it can be used again
+    # ranks that write nothing need not see it
+    if comm.size == 2:
+        train(config(out="/proc/self/cwd/run", pipe=1), GPT, comm)
+        assert comm.rank > 0 or "metrics.jsonl" in os.listdir(own_folder / "run")
+
+
+def test_no_marker_is_left(comm, mpi_tmp_path):
+    output.make_folder(mpi_tmp_path / "run", comm, writes=True)
+    comm.Barrier()
+    assert os.listdir(mpi_tmp_path / "run") == []
+
+
+ANYWHERE = """
+import os, sys
+from mpipipe.cli import main
+from mpipipe.comm import runtime
+
+own = os.path.join(sys.argv.pop(1), str(runtime.world().rank))
+os.makedirs(own, exist_ok=True)
+os.chdir(own)
+main()
+"""
+
+
+def test_generate_finds_the_folder_that_a_training_with_other_working_folders_made(launch, comm, mpi_tmp_path):
+    text, script = mpi_tmp_path / "text.txt", mpi_tmp_path / "script.py"
+    if comm.rank == 0:
+        text.write_text("one two three four\n" * 100)
+        script.write_text(ANYWHERE)
+    comm.Barrier()
+    sizes = "--dim 16 --layers 2 --heads 2 --seq-len 16 --batch 8 --steps 1 --sample-bytes 0 --device cpu".split()
+    for arguments in (["train", "--data", str(text), "--out", "run", *sizes], ["generate", "run", "--bytes", "4"]):
+        job = launch(2, [str(script), str(mpi_tmp_path), *arguments])
+        assert job.returncode == 0, job.stderr
+    assert os.listdir(mpi_tmp_path / "1") == []
