@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class MpipipeError(Exception):
     """Base of all errors raised here.
@@ -19,10 +21,11 @@ class MpipipeError(Exception):
         self.rank, self.stage, self.microbatch = rank, stage, microbatch
         self.found, self.expected, self.remedy = found, expected, remedy
         self.echo = False  # another rank raises and reports this same error
+        self.agreed: frozenset[int] = frozenset()  # world ranks that all raise this same error, in the same call
         super().__init__(message)
 
     def __reduce__(self):  # errors travel between ranks
-        return _rebuild, (type(self), self.message, {name: getattr(self, name) for name in _FIELDS})
+        return _rebuild, (type(self), self.message, {name: _plain(getattr(self, name)) for name in _FIELDS})
 
     def __str__(self):
         names = (("rank", self.rank), ("stage", self.stage), ("micro-batch", self.microbatch))
@@ -50,7 +53,14 @@ class ScheduleError(ArgumentError):
 
 
 class MismatchError(ArgumentError):
-    """Ranks disagree about what they are to do together."""
+    """Ranks disagree about what they are to do together.
+
+    Attributes
+    ----------
+    fact : name of the fact in which they differ, where it is one of those that the ranks of a call compare
+    """
+
+    fact: str | None = None
 
 
 class StageError(MpipipeError, RuntimeError):
@@ -62,7 +72,14 @@ class NonFiniteError(MpipipeError, FloatingPointError):
 
 
 class PeerError(MpipipeError, RuntimeError):
-    """Another rank failed or left; its own report says why."""
+    """Another rank failed or left; its own report says why.
+
+    Attributes
+    ----------
+    failure : what was heard of it
+    """
+
+    failure: Any = None
 
 
 class StallError(MpipipeError, TimeoutError):
@@ -82,3 +99,8 @@ _FIELDS = ("rank", "stage", "microbatch", "found", "expected", "remedy")
 
 def _rebuild(kind, message, fields):
     return kind(message, **fields)
+
+
+def _plain(value):
+    """`value` as it can be sent to another rank."""
+    return value if value is None or isinstance(value, (int, float, str)) else str(value)

@@ -101,7 +101,7 @@ def test_a_fifo_ends_the_job_with_one_report(mpipipe, flag, comm, mpi_tmp_path):
 TRUNCATING = """
 import os, sys
 from mpipipe.comm import runtime
-from mpipipe.comm.guard import guarded
+from mpipipe.comm.abort import run_or_abort
 from mpipipe.models import GPT
 from mpipipe.train import TrainConfig, train
 from mpipipe.train.trainer import Trainer
@@ -116,7 +116,7 @@ def step(self, number):
 
 Trainer.step = step
 config = TrainConfig(data=[text], out=out, dim=16, layers=2, heads=2, seq_len=16, batch=8, steps=500, device="cpu")
-sys.exit(guarded(lambda: train(config, GPT)))
+sys.exit(run_or_abort(lambda: train(config, GPT)))
 """
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mpipipe.comm import reduce
-from mpipipe.comm.alarm import wait
+from mpipipe.comm.wait import wait
 
 
 def total(comm, flat):

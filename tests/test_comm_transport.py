@@ -6,9 +6,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mpipipe.comm.alarm import wait
 from mpipipe.comm.mailbox import Envelope, Mailbox
 from mpipipe.comm.transport import HostTransport, check_sendable, make_transport
+from mpipipe.comm.wait import wait
 from mpipipe.errors import ArgumentError
 from mpipipe.pipeline.microbatches import Wire
 

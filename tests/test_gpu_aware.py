@@ -12,6 +12,7 @@ from mpipipe import arrays
 from mpipipe.comm import gpu_aware, inprocess, probe, runtime
 from mpipipe.comm.device import describe, select_device
 from mpipipe.comm.gpu_aware import Verdict, asks_by_type, combine, judge
+from mpipipe.comm.group import group_of
 from mpipipe.errors import ArgumentError, BackendError, MismatchError
 
 MPICH = "MPICH Version:      5.0.2\nMPICH Release date: ..."
@@ -153,7 +154,7 @@ def test_ranks_of_a_host_take_its_gpus_in_turn(comm):
     with an_emulated_gpu(devices=2):
         assert select_device("auto", comm) == "cuda"
         assert arrays.cupy().cuda.runtime.getDevice() == comm.rank % 2
-        assert describe(comm, "cuda")[comm.rank].endswith(f"local rank {comm.rank}, cuda:{comm.rank % 2}")
+        assert describe(group_of(comm), "cuda")[comm.rank].endswith(f"local rank {comm.rank}, cuda:{comm.rank % 2}")
         assert select_device("cuda:1", comm) == "cuda"
         assert arrays.cupy().cuda.runtime.getDevice() == 1
         assert select_device("cpu", comm) == "cpu"
@@ -164,7 +165,7 @@ def test_ranks_of_a_host_take_its_gpus_in_turn(comm):
 def test_without_gpus_auto_is_the_host_and_cuda_an_error(comm, monkeypatch):
     monkeypatch.setattr(arrays, "device_count", lambda: 0)
     assert select_device("auto", comm) == "cpu"
-    assert describe(comm, "cpu")[0].endswith("local rank 0, cpu")
+    assert describe(group_of(comm), "cpu")[0].endswith("local rank 0, cpu")
     with pytest.raises(BackendError, match="unknown device"):
         select_device("gpu", comm)
 

@@ -245,8 +245,9 @@ def test_rates_are_claimed_only_where_each_rank_has_its_gpu(gpu, monkeypatch):
     monkeypatch.setattr(transport.gpu_aware, "detect", lambda comm: transport.Verdict(True, "says so"))
     monkeypatch.setattr(transport, "make_transport", lambda *_: None)
     for places, goal, turns in (((0, 0), "none", True), ((0, 1), "above 1 for large messages", False)):
-        comm = SimpleNamespace(size=2, allgather=lambda mine, places=places: [("host", place) for place in places])
-        staged, direct = transport.measure(1, sizes=(64,), comm=comm)
+        group = SimpleNamespace(gather=lambda call, mine, places=places: [("host", place) for place in places])
+        monkeypatch.setattr(transport, "group_of", lambda comm, group=group: group)
+        staged, direct = transport.measure(1, sizes=(64,), comm=SimpleNamespace(size=2, store={}))
         assert direct.goal == goal and ("take turns" in staged.what) == ("take turns" in direct.what) == turns
 
 

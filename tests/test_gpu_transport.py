@@ -14,14 +14,15 @@ import numpy as np
 import pytest
 
 from mpipipe import arrays
-from mpipipe.comm import alarm, device_transport, gpu_aware, inprocess, reduce
-from mpipipe.comm.alarm import Alarm, wait
+from mpipipe.comm import device_transport, gpu_aware, inprocess, process, reduce
 from mpipipe.comm.device_transport import DirectTransport, StagedTransport
 from mpipipe.comm.gpu_aware import Verdict
+from mpipipe.comm.group import Group
 from mpipipe.comm.mailbox import Envelope, Mailbox
 from mpipipe.comm.rotation import Rotation
 from mpipipe.comm.slots import SMALLEST, Slots
 from mpipipe.comm.transport import HostTransport, check_sendable, make_transport
+from mpipipe.comm.wait import wait
 from mpipipe.errors import ArgumentError, PeerError, StallError
 
 MIB = 1 << 20
@@ -455,9 +456,9 @@ def test_any_wait_drives_what_is_held_back(gpu, comm, kind_of_transport):
 
 def test_broken_a_wait_that_drives_nothing(gpu, comm, kind_of_transport, unrecorded, monkeypatch):
     transport = kind_of_transport(comm)
-    alarm.rest(transport)
     monkeypatch.setenv("MPIPIPE_TIMEOUT", "1")
     sending = transport.isend(make(3), comm.rank, 0, 1)
+    process.unregister_progress(transport)
     box = np.zeros(16)
     receiving = HostTransport.irecv(transport.host, box, comm.rank, 0, 1)
     with pytest.raises(StallError):
@@ -468,21 +469,20 @@ def test_broken_a_wait_that_drives_nothing(gpu, comm, kind_of_transport, unrecor
 
 
 def test_a_note_of_failure_ends_a_wait_for_a_device_array(gpu, comm, kind_of_transport):
-    pair = Alarm([comm])
+    group = Group(comm)
     transport = kind_of_transport(comm)
-    mailbox = Mailbox(transport)
+    mailbox = Mailbox(transport, group)
     leaf, left = ((300_000,), np.dtype(float)), neighbours(comm)[1]
     envelopes = [Envelope(left, 1, m, 0, (0, 2 * m), (0, 2 * m + 1)) for m in range(3)]
     mailbox.expect(mailbox.itinerary(envelopes, [[leaf]] * 3), 2)
     mailbox.put(Envelope(neighbours(comm)[0], 1, 2, 0, (0, 4), (0, 5)), [make(1, 300_000)])
     if comm.rank == 0:
-        pair.sound("rank 0 failed: no paint")
+        group.fail(ValueError(), "rank 0 failed: no paint")
     else:
         with pytest.raises(PeerError, match="no paint"):
             mailbox.take()
-    pair.silence()
     mailbox.cancel()
-    assert transport not in alarm._engines()
+    assert transport not in process.here().engines
     comm.Barrier()
 
 
@@ -527,7 +527,7 @@ def test_sums_of_device_buffers_equal_those_of_host_buffers(gpu, comm, monkeypat
     queue = pending[0].queue
     for k in np.random.default_rng(comm.rank).permutation(len(flats)):  # each rank looks at them in its own order
         wait(pending[k])
-    assert gpu.synchronisations == [] and queue.pages <= reduce.PAGES and queue not in alarm._engines()
+    assert gpu.synchronisations == [] and queue.pages <= reduce.PAGES and queue not in process.here().engines
     for flat, sum_ in zip(flats, expected):
         np.testing.assert_array_equal(arrays.download(flat), sum_)
 
@@ -559,7 +559,7 @@ def test_a_sum_under_way_advances_in_any_wait_and_can_be_given_up(gpu, comm):
     spare = comm.Dup()  # and is not freed, as after a failure
     given_up = reduce.PendingSum(spare, make(1, 1000))
     given_up.Cancel()
-    assert given_up.queue not in alarm._engines()
+    assert given_up.queue not in process.here().engines
 
 
 def test_broken_a_sum_that_ignores_its_producer(gpu, comm, unrecorded, monkeypatch):

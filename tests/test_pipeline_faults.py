@@ -8,6 +8,8 @@ import pytest
 from tolerance import within
 
 from mpipipe import Pipeline
+from mpipipe.comm import communicators, process
+from mpipipe.comm.group import Group
 from mpipipe.errors import (
     ArgumentError,
     MismatchError,
@@ -41,6 +43,23 @@ def test_wrong_number_of_stages_on_one_rank(comm):
     if comm.rank == comm.size - 1:
         stages = stages[:1]
     refuses(comm, ArgumentError, "wrong number of stages", lambda: make(comm, schedule, stages=stages))
+
+
+def test_a_refused_pipeline_leaves_no_communicator_behind(comm, monkeypatch):
+    """MPICH has 2 046 of them."""
+    made, freed = [], []
+
+    def duplicate(of):
+        made.append(original(of))
+        return made[-1]
+
+    original = communicators.duplicate
+    monkeypatch.setattr(communicators, "duplicate", duplicate)
+    monkeypatch.setattr(Group, "close", lambda group, close=Group.close: freed.append(group.comm) or close(group))
+    schedule = gpipe(comm.size, 2)
+    for stages in ([], [None], dense.model(schedule, comm.rank) if comm.rank else [object()]):
+        refuses(comm, ArgumentError, "stage", lambda stages=stages: Pipeline(stages, schedule, comm))
+    assert len(made) == 3 and freed == made and all(group.comm not in made for group in process.here().groups)
 
 
 def test_stage_without_the_methods_that_the_schedule_needs(comm):
@@ -104,6 +123,25 @@ def test_wrong_arguments_raise_everywhere_and_the_pipeline_lives_on(comm, match,
             refuses(comm, ArgumentError, match, lambda: pipeline.step(*arguments(first, last, x, t)))
         result = pipeline.step(*dense.placed(schedule, comm.rank, x, t))
         within(result.loss, dense.reference(schedule.stages, x, t)[0], dense.bounds(schedule.stages, x, t)[0], "loss")
+
+
+@pytest.mark.mpi(min_size=2)
+def test_an_error_of_all_ranks_that_only_some_handle_leaves_nobody_waiting(comm):
+    """Rank 0 leaves the block with it, the others go on: they call different things, and are told."""
+    schedule = one_f_one_b(comm.size, 3)
+    x, t = dense.placed(schedule, comm.rank, *dense.batch(6, schedule.stages))
+    short = x[:2] if x is not None else None
+    if comm.rank == 0:
+        with pytest.raises(ArgumentError, match="smaller than"):
+            with make(comm, schedule) as pipeline:
+                pipeline.step(short, t)
+    else:
+        with pytest.raises((MismatchError, PeerError)):
+            with make(comm, schedule) as pipeline:
+                with pytest.raises(ArgumentError, match="smaller than"):
+                    pipeline.step(short, t)
+                pipeline.step(x, t)
+    comm.Barrier()
 
 
 @pytest.mark.mpi(min_size=2)

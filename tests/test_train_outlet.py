@@ -16,7 +16,7 @@ from mpipipe.train.report import Record, Reporter
 TRAINING = """
 import os, resource, sys
 from mpipipe.comm import runtime
-from mpipipe.comm.guard import guarded
+from mpipipe.comm.abort import run_or_abort
 from mpipipe.models import GPT
 from mpipipe.train import TrainConfig, train
 from mpipipe.train.trainer import Trainer
@@ -47,7 +47,7 @@ def end():
 Trainer.step = step
 config = TrainConfig(data=[text], out=out, dim=16, layers=2, heads=2, hidden=32, seq_len=16, batch=8, microbatches=2,
                      steps=8, log_every=1, eval_batches=1, sample_bytes=4, device="cpu")
-sys.exit(guarded(lambda: train(config, GPT)))
+sys.exit(run_or_abort(lambda: train(config, GPT)))
 """
 
 

@@ -9,23 +9,17 @@ import numpy as np
 
 from mpipipe import arrays
 from mpipipe.attention import kernels
-from mpipipe.attention.blocks import boundaries, check_window, rows_once
+from mpipipe.attention.blocks import boundaries, check_scale, check_window, rows_once
 from mpipipe.attention.layout import KINDS, Layout
-from mpipipe.attention.local import DTYPES, check_arrays
+from mpipipe.attention.local import check_arrays
 from mpipipe.attention.results import assign
-from mpipipe.comm.alarm import wait
+from mpipipe.comm.consensus import Ballot, raise_on_all
 from mpipipe.comm.rotation import ROTATIONS
-from mpipipe.comm.share import agree
-from mpipipe.errors import ArgumentError, MismatchError
+from mpipipe.errors import ArgumentError
 
-OPTIONS, FORWARD, BACKWARD = range(3)
-CALLS = ("construction", "forward", "backward")
-SHARED = ("batch", "heads", "kv_heads", "head_dim", "value_dim", "dtype", "device", "options")  # same on every rank
-DEVICES = ("cpu", "cuda")
 BYTES = np.dtype(np.uint8)
-NAMED = {"dtype": DTYPES, "device": DEVICES}
-FACTS = len(SHARED) + 2  # and this rank's rows of queries and keys
 KEPT_PLANS = 64
+REMEDY = "give the same options and arrays of the same kind on all ranks, and make the same calls in the same order"
 
 
 class Options(NamedTuple):
@@ -40,8 +34,26 @@ class Options(NamedTuple):
     rotation: str
 
     @property
-    def digest(self) -> int:
-        return int.from_bytes(blake2b(repr(tuple(self)).encode(), digest_size=8).digest(), "big") >> 1
+    def facts(self) -> tuple:
+        """What all ranks of a ring must have in common."""
+        return tuple(zip(self._fields, self))
+
+    @property
+    def digest(self) -> str:
+        """A short text, the same for equal options; segments can be long."""
+        return blake2b(repr(tuple(self)).encode(), digest_size=8).hexdigest()
+
+
+class Shared(NamedTuple):
+    """What the arrays of all ranks of a ring have in common."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: str
+    device: str
 
 
 class Work:
@@ -59,13 +71,11 @@ class Work:
     one array behind the other, all C-contiguous; either half may be missing.
     """
 
-    def __init__(self, options: Options, rank: int, table, dtype):
-        size = len(table)
-        facts = dict(zip(SHARED, table[0].tolist()))
-        self.batch, self.kv_heads, self.device = facts["batch"], facts["kv_heads"], DEVICES[facts["device"]]
-        self.head_dim, self.value_dim, self.dtype = facts["head_dim"], facts["value_dim"], dtype
+    def __init__(self, options: Options, rank: int, shared: Shared, rows: list[int], keys: list[int], dtype):
+        size = len(rows)
+        self.batch, self.kv_heads, self.device = shared.batch, shared.kv_heads, shared.device
+        self.head_dim, self.value_dim, self.dtype = shared.head_dim, shared.value_dim, dtype
         self.sum_dtype = arrays.accumulator(dtype)
-        rows, keys = (table[:, column].tolist() for column in (-2, -1))
         self.lengths = keys
         queries = _layout(options.layout, rows, "queries", options.seq_len)
         others = queries if keys == rows else _layout(options.layout, keys, "keys")
@@ -122,47 +132,43 @@ def agree_on_options(link, given: dict) -> Options:
 
     Here and below, `link` is the comm.rotation.Rotation of the ring.
     """
-    error, facts = None, [0] * FACTS
+    error, facts, options = None, (), None
     try:
         options = _checked(**given)
-        facts[0] = options.digest
+        facts = options.facts
     except Exception as caught:
         error = caught
-    table = _gather(link, OPTIONS, link.calls, facts, error)  # raises where any rank has an error
-    if (table[:, 0] != table[0, 0]).any():
-        everyone = agree(link.comm, None, options)
-        for rank, other in enumerate(everyone):
-            for name, found, expected in zip(Options._fields, other, everyone[0]):
-                if found != expected:
-                    _raise_alike(link, _difference(name, rank, repr(found), repr(expected)))
+    link.group.agree("construction of a Ring", facts, error=error, remedy=REMEDY)
     return options
 
 
-def agree_on_forward(link, options: Options, q, k, v) -> tuple[Work, int]:
+def agree_on_forward(link, options: Options, digest: str, q, k, v) -> tuple[Work, int]:
     """Compare shapes and dtype over the ring; returns the work and the number of this call.
 
-    Raises the same ArgumentError on every rank where they differ.
+    `digest` is that of the options. Raises the same ArgumentError on every rank where they differ.
     """
     link.calls += 1
-    error, facts = None, [0] * FACTS
+    error, facts, lengths = None, (), (0, 0)
     try:
         check_arrays(q, k, v)
         kernels.chosen(q, k, v)  # a rank without it must not leave the others waiting
         shapes = q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3]
-        kind = DTYPES.index(q.dtype), DEVICES.index(arrays.device_of(q))
-        facts = [*shapes, *kind, options.digest, q.shape[1], k.shape[1]]
+        shared = Shared(*shapes, q.dtype.name, arrays.device_of(q))
+        facts, lengths = (*zip(Shared._fields, shared), ("options", digest)), (q.shape[1], k.shape[1])
     except Exception as caught:
         error = caught
-    table = _gather(link, FORWARD, link.calls, facts, error)
-    key = table.tobytes()
-    if key not in link.plans:
-        if len(link.plans) == KEPT_PLANS:
-            link.plans.clear()
-        try:
-            _check_shared(table)
-            link.plans[key] = Work(options, link.comm.rank, table, q.dtype)
-        except ArgumentError as found:  # every rank finds the same in the same table
-            _raise_alike(link, found)
+    ballot = Ballot("forward", facts, error, None, REMEDY, link.calls, " of a ring")
+    rows, keys = ballot.cast(link.group, lengths).T.tolist()
+    if not ballot.failed:
+        key = shared, options, tuple(rows), tuple(keys)
+        if key not in link.plans:
+            if len(link.plans) == KEPT_PLANS:
+                link.plans.clear()
+            try:
+                link.plans[key] = Work(options, link.group.rank, shared, rows, keys, q.dtype)
+            except ArgumentError as found:  # every rank finds the same in the same table
+                raise_on_all(0, found, link.group)
+    ballot.decide()
     return link.plans[key], link.calls
 
 
@@ -173,40 +179,18 @@ def agree_on_backward(link, call: int, dout, out):
         error = ArgumentError(
             "the gradient of the output does not fit the output", found=_facts(dout), expected=_facts(out)
         )
-    _gather(link, BACKWARD, call, [0] * FACTS, error)
+    ballot = Ballot("backward", (), error, None, REMEDY, call, " of a ring")
+    ballot.cast(link.group)
+    ballot.decide()
 
 
 def _facts(x) -> str:
     return f"{x.dtype}{list(x.shape)} on {arrays.device_of(x)}" if arrays.is_array(x) else type(x).__name__
 
 
-def _gather(link, kind, call, facts, error):
-    """The facts of all ranks, (size, FACTS); raises on every rank where one has an error or does something else."""
-    comm = link.comm
-    mine = np.array([error is not None, kind, call, *facts], np.int64)
-    table = np.zeros((comm.size, mine.size), np.int64)
-    wait(comm.Iallgather(mine, table), "the ranks of a ring to agree")
-    different = np.flatnonzero((table[:, 1:3] != table[0, 1:3]).any(1))
-    if different.size:
-        texts = [f"{CALLS[row[1]]} of call {row[2]}" for row in table.tolist()]
-        problem = MismatchError(
-            "the ranks of a ring do different things", rank=int(different[0]), found=texts[different[0]],
-            expected=f"{texts[0]}, as on rank 0", remedy="make the same calls in the same order on all ranks",
-        )
-        _raise_alike(link, problem)
-    if table[:, 0].any():
-        agree(comm, error)
-    return table[:, 3:]
-
-
-def _raise_alike(link, problem):
-    """Raise what every rank raises; only rank 0 reports it."""
-    problem.echo = link.comm.rank != 0
-    raise problem
-
-
 def _checked(causal, layout, window, segments, scale, seq_len, rotation) -> Options:
     check_window(causal, window)
+    check_scale(scale)
     for name, value, known in (("layout", layout, KINDS), ("rotation", rotation, ROTATIONS)):
         if value not in known:
             raise ArgumentError(f"unknown {name}", found=repr(value), expected=" or ".join(known))
@@ -218,21 +202,6 @@ def _checked(causal, layout, window, segments, scale, seq_len, rotation) -> Opti
         bool(causal), layout, None if window is None else int(window), segments,
         None if scale is None else float(scale), None if seq_len is None else int(seq_len), rotation,
     )
-
-
-def _difference(name, rank, found, expected):
-    expected = f"{expected[:200]}, as on rank 0"
-    return MismatchError(f"the ranks of a ring differ in {name}", rank=rank, found=found[:200], expected=expected)
-
-
-def _check_shared(table):
-    for column, name in enumerate(SHARED):
-        for rank, value in enumerate(table[:, column].tolist()):
-            if value != table[0, column]:
-                found, expected = str(value), str(table[0, column])
-                if name in NAMED:
-                    found, expected = str(NAMED[name][value]), str(NAMED[name][table[0, column]])
-                raise _difference(name, rank, found, expected)
 
 
 def _layout(kind, rows, name, seq_len=None) -> Layout:

@@ -11,8 +11,6 @@ merges the same parts in the same order, so all ranks get the same bits.
 
 from __future__ import annotations
 
-from hashlib import blake2b
-
 import numpy as np
 
 from mpipipe.arrays import accumulator, aligned_empty, is_device
@@ -21,10 +19,9 @@ from mpipipe.attention.kernels import host
 from mpipipe.attention.local import check_arrays
 from mpipipe.attention.merge import merge
 from mpipipe.attention.results import cast
-from mpipipe.comm import share
-from mpipipe.comm.alarm import wait
-from mpipipe.comm.private import private
-from mpipipe.errors import ArgumentError, MismatchError
+from mpipipe.comm.group import Group, group_of
+from mpipipe.comm.requests import own
+from mpipipe.errors import ArgumentError
 
 
 class Cached:
@@ -34,8 +31,7 @@ class Cached:
     ----------
     capacity : number of positions that there may be in all
     comm : ranks that share the cache, each of which brings the same queries, keys and values and gets the same result;
-        None: this rank alone. The constructor is collective over it, as is `forward`. A private duplicate is made once
-        for all caches on `comm`, and freed with `comm`.
+        None: this rank alone. The constructor is collective over it, as is `forward`.
     window : a query sees itself and the window - 1 positions before it
     scale : of the scores; default 1 / sqrt(head_dim)
 
@@ -55,9 +51,10 @@ class Cached:
                 "capacity of a cache", found=repr(capacity), expected="an integer of at least 1, the positions in all"
             )
         blocks.check_window(True, window)
+        blocks.check_scale(scale)
         self.capacity, self.window, self.scale = int(capacity), window, scale
-        self.comm = _duplicate(comm)
-        size, rank = (1, 0) if self.comm is None else (self.comm.size, self.comm.rank)
+        self.group = _group(comm)
+        size, rank = (1, 0) if self.group is None else (self.group.size, self.group.rank)
         part = -(-self.capacity // size)
         self.first, self.stop = (min(r * part, self.capacity) for r in (rank, rank + 1))
         self.poll = host.nothing
@@ -80,10 +77,10 @@ class Cached:
         rank, before anything is appended, where the arrays do not fit or differ in shape between ranks, or the capacity
         is exceeded.
         """
-        _agree(self.comm, lambda: self._facts(q, k, v))
+        _agree(self.group, lambda: self._facts(q, k, v))
         start, end = self.length, self.length + k.shape[1]
         keys, values = self._append(k, v, end)
-        out = _attend(self.comm, q, keys, values, start, self.first, self.window, self.scale, self.poll)
+        out = _attend(self.group, q, keys, values, start, self.first, self.window, self.scale, self.poll)
         self.length = end
         return out, None
 
@@ -137,13 +134,12 @@ def decode_attention(q, k, v, comm=None, *, start: int, first: int, window=None,
     Returns out (batch, p, heads, head_dim of v), 0 where a query sees no key. Raises ArgumentError on every rank where
     the arrays of one do not fit, and MismatchError where the ranks differ in what must be the same.
     """
-    blocks.check_window(True, window)
-    comm = _duplicate(comm)
-    _agree(comm, lambda: _facts(q, k, v, start, window, scale))
-    return _attend(comm, q, k, v, start, first, window, scale)
+    group = _group(comm)
+    _agree(group, lambda: _facts(q, k, v, start, window, scale))
+    return _attend(group, q, k, v, start, first, window, scale)
 
 
-def _attend(comm, q, k, v, start, first, window, scale, poll=host.nothing):
+def _attend(group, q, k, v, start, first, window, scale, poll=host.nothing):
     batch, rows, heads, dim = q.shape
     width = v.shape[3]
     split = batch * rows * heads * width
@@ -161,11 +157,13 @@ def _attend(comm, q, k, v, start, first, window, scale, poll=host.nothing):
         out.fill(0)
         lse.fill(-np.inf)
     scale = dim**-0.5 if scale is None else scale
-    kernels.chosen().forward(q, k, v, scale, slices, out, lse, fresh, poll)
-    if comm is None:
+    if group is None:
+        kernels.chosen().forward(q, k, v, scale, slices, out, lse, fresh, poll)
         return cast(out, q.dtype)
-    parts = np.empty((comm.size, message.size), sum_dtype)
-    wait(comm.Iallgather(message, parts))
+    parts = np.empty((group.size, message.size), sum_dtype)
+    with group.failing("decode_attention"):
+        kernels.chosen().forward(q, k, v, scale, slices, out, lse, fresh, poll)
+        group.wait(own(group.comm.Iallgather(message, parts)), "the parts of attention", everyone=True)
     out, lse = unpack(parts[0])
     for part in parts[1:]:
         block_out, block_lse = unpack(part)
@@ -181,6 +179,8 @@ def _storage(x, rows):
 
 def _facts(q, k, v, start, window, scale) -> dict:
     """What must be the same on all ranks; raises ArgumentError where this rank's arrays do not fit together."""
+    blocks.check_window(True, window)
+    blocks.check_scale(scale)
     kernels.chosen()  # a rank without it must not leave the others waiting
     check_arrays(q, k, v)
     if is_device(q):
@@ -189,12 +189,13 @@ def _facts(q, k, v, start, window, scale) -> dict:
             remedy="build the model that generates with device='cpu'",
         )
     facts = {"q": q.shape, "kv_heads": k.shape[2], "value_dim": v.shape[3], "dtype": q.dtype.name}
+    window, scale = None if window is None else int(window), None if scale is None else float(scale)
     return facts | {"start": int(start), "window": window, "scale": scale}
 
 
-def _agree(comm, find):
+def _agree(group: Group | None, find):
     """Compare the facts that `find()` returns or refuses; an error, or a difference, raises on every rank."""
-    if comm is None:
+    if group is None:
         find()
         return
     error, facts = None, {}
@@ -202,35 +203,10 @@ def _agree(comm, find):
         facts = find()
     except Exception as caught:
         error = caught
-    digest = int.from_bytes(blake2b(repr(facts).encode(), digest_size=8).digest(), "big") >> 1
-    mine, table = np.array([-1 if error else digest], np.int64), np.empty(comm.size, np.int64)
-    wait(comm.Iallgather(mine, table))
-    if (table == table[0]).all() and table[0] >= 0:
-        return
-    everyone = share.agree(comm, error, facts)
-    rank = next(rank for rank, other in enumerate(everyone) if other != everyone[0])
-    name = next(name for name, value in everyone[rank].items() if value != everyone[0][name])
-    different = MismatchError(
-        f"ranks that share a cache differ in {name}",
-        rank=rank, found=everyone[rank][name], expected=f"{everyone[0][name]}, as on rank 0",
-        remedy="give the same new positions to all of them",
-    )
-    different.echo = comm.rank != 0
-    raise different
+    remedy = "give the same new positions to all ranks"
+    group.agree("decode_attention", tuple(facts.items()), error=error, remedy=remedy)
 
 
-class _Duplicate:
-    """A communicator of our own beside a user's."""
-
-    def __init__(self, comm):
-        self.comm = comm.Dup()
-
-    def close(self):
-        self.comm.Free()
-
-
-def _duplicate(comm):
-    """The one duplicate of `comm` for all caches on it; None where there is nobody to talk to."""
-    if comm is None or comm.size == 1:
-        return None
-    return private(comm, "decode", lambda: _Duplicate(comm)).comm
+def _group(comm) -> Group | None:
+    """The ranks that share a cache; None where there is nobody to talk to."""
+    return None if comm is None or comm.size == 1 else group_of(comm)

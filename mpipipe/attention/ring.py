@@ -26,7 +26,7 @@ from mpipipe.attention.agreement import agree_on_backward, agree_on_forward, agr
 from mpipipe.attention.kernels import host
 from mpipipe.attention.results import add, assign, attend_once, block_gradients, cast, total
 from mpipipe.comm import runtime
-from mpipipe.comm.private import private
+from mpipipe.comm.attributes import attributes
 from mpipipe.comm.rotation import Rotation
 
 
@@ -54,16 +54,21 @@ class Ring:
 
     def __init__(self, comm, causal=True, layout="zigzag", window=None, segments=None, scale=None, seq_len=None,
                  rotation="overlap"):
-        self._given = comm
+        self._given = comm = runtime.resolve(comm)
         self.rotation = self._rotation("cpu")
         self.comm, self.poll, self.bytes_sent = self.rotation.comm, host.nothing, 0
         self.link = self.rotation  # on which ranks agree, wherever their arrays are
         given = dict(causal=causal, layout=layout, window=window, segments=segments, scale=scale, seq_len=seq_len)
         self.options = agree_on_options(self.rotation, {**given, "rotation": rotation})
+        self.digest = self.options.digest
 
     def forward(self, q, k, v):
         """Return (out, saved); out (batch, local seq, heads, head_dim of v)."""
-        work, call = agree_on_forward(self.link, self.options, q, k, v)
+        work, call = agree_on_forward(self.link, self.options, self.digest, q, k, v)
+        with self.link.group.failing("the forward of a ring"):
+            return self._forward(work, call, q, k, v)
+
+    def _forward(self, work, call, q, k, v):
         self.rotation = self._rotation(work.device)
         scale = q.shape[3] ** -0.5 if self.options.scale is None else self.options.scale
         steps, rank, size = work.steps, self.comm.rank, self.comm.size
@@ -87,8 +92,13 @@ class Ring:
 
     def backward(self, dout, saved):
         """Return (dq, dk, dv), shaped as q, k, v."""
-        work, call, scale, q, k, v, out, lse, held = saved
+        _, call, *_, out, _, _ = saved
         agree_on_backward(self.link, call, dout, out)
+        with self.link.group.failing("the backward of a ring"):
+            return self._backward(dout, saved)
+
+    def _backward(self, dout, saved):
+        work, _, scale, q, k, v, out, lse, held = saved
         self.rotation = self._rotation(work.device)
         steps, rank, size = work.steps, self.comm.rank, self.comm.size
         kernel = kernels.chosen(q, k, v)
@@ -120,8 +130,10 @@ class Ring:
 
     def _rotation(self, device) -> Rotation:
         """What moves blocks of arrays on this device; one for all rings on the communicator."""
-        comm = self._given
-        return private(comm, ("ring", device), lambda: Rotation(comm, runtime.synchronous_sends(), device))
+        kept, key = attributes(self._given), ("ring", device)
+        if key not in kept or kept[key].group.failure is not None:
+            kept[key] = Rotation(self._given, runtime.synchronous_sends(), device)
+        return kept[key]
 
     def _start(self, outgoing, dest, incoming, source):
         self.bytes_sent += outgoing.nbytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from typing import Any
@@ -14,6 +15,8 @@ from mpipipe.cli.info import info
 from mpipipe.cli.run import run
 from mpipipe.cli.train import train
 from mpipipe.comm import runtime
+from mpipipe.comm.abort import Stop, run_or_abort
+from mpipipe.errors import BackendError
 
 app = typer.Typer(
     name="mpipipe",
@@ -33,16 +36,32 @@ UsageError: Any = typer.BadParameter.__base__  # click's own, wherever this vers
 
 def main():
     """Run the command that sys.argv names and exit with its code; 2 for wrong usage, which one rank reports."""
+    if _is_job():
+        sys.exit(run_or_abort(_command))
+    try:
+        _command()
+    except Stop as stop:
+        sys.stderr.write(stop.text)
+        sys.exit(stop.code)
+
+
+def _is_job() -> bool:
+    """Whether this process is one rank of several, so that nothing may end it alone, not even wrong usage."""
+    if runtime.promised_ranks(os.environ) is None:
+        return False
+    try:
+        return runtime.mpi().COMM_WORLD.size > 1
+    except BackendError:
+        return False
+
+
+def _command():
     command = typer.main.get_command(app)
     try:
         code = command.main(prog_name="python -m mpipipe", standalone_mode=False)
     except UsageError as error:
-        if _reports():
-            error.show()
-        code = error.exit_code
-    sys.exit(code)
-
-
-def _reports() -> bool:
-    """Whether this process is the one rank that reports what all ranks find in their equal command lines."""
-    return runtime.promised_ranks(os.environ) is None or runtime.mpi().COMM_WORLD.rank == 0
+        text = io.StringIO()
+        error.show(file=text)
+        raise Stop(text.getvalue(), error.exit_code) from error
+    if code:
+        sys.exit(code)

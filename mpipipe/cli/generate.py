@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from mpipipe import schedules
-from mpipipe.comm import runtime, share
-from mpipipe.comm.guard import guarded
+from mpipipe.comm import runtime
+from mpipipe.comm.abort import run_or_abort
+from mpipipe.comm.group import group_of
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ConfigError
 from mpipipe.models import GPT
@@ -40,7 +41,7 @@ def generate(
         runtime.limit_blas_threads()
         comm = runtime.world()
         folder, start = weights.folder_of(shared_path(comm, run)), prompt.encode(errors="surrogateescape")
-        with share.together(comm):
+        with group_of(comm).together("generate: the mesh"):
             mesh = Mesh(comm, pipe=max(1, comm.size // seq), seq=seq)
         with mesh:
             recipe, dtype = _prepare(folder, mesh)
@@ -51,17 +52,17 @@ def generate(
             if mesh.rank == 0:
                 Outlet(sys.stdout).write(readable(start + answer) + "\n")
 
-    raise typer.Exit(guarded(work))
+    raise typer.Exit(run_or_abort(work))
 
 
 def _prepare(folder, mesh):
     """(Recipe, dtype) from what rank 0 finds in the folder; every error is raised on every rank."""
-    found = None
-    with share.together(mesh.comm):
+    found, group = None, group_of(mesh.comm)
+    with group.together("generate: the description of the weights"):
         if mesh.rank == 0:
             found = weights.describe(folder)
-    found = share.broadcast(mesh.comm, found)
-    with share.together(mesh.comm):
+    found = group.broadcast("generate: the description of the weights", found)
+    with group.together("generate: the model"):
         try:
             model = GPT(**found.model)
         except TypeError as error:

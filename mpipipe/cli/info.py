@@ -14,6 +14,7 @@ from mpipipe import arrays
 from mpipipe.attention import kernels
 from mpipipe.comm import device, runtime
 from mpipipe.comm import probe as probing
+from mpipipe.comm.group import group_of
 from mpipipe.errors import BackendError, MpipipeError
 
 NARROW_KERNELS = ("Haswell", "Zen")  # OpenBLAS's names for its AVX2 kernels
@@ -51,9 +52,10 @@ def _version(package: str) -> str:
 
 def _placement(comm) -> list[str]:
     """The GPU that each rank would take, where there are some."""
-    if not any(comm.allgather(arrays.device_count())):
+    group = group_of(comm)
+    if not group.agree("info: the GPUs", values=[arrays.device_count()]).any():
         return []
-    return device.describe(comm, device.select_device("auto", comm))
+    return device.describe(group, device.select_device("auto", comm))
 
 
 def _probe() -> str:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from mpipipe.comm import runtime
-from mpipipe.comm.guard import guarded
+from mpipipe.comm.abort import run_or_abort
 
 
 def run(
@@ -34,4 +34,4 @@ def run(
             sys.path[0] = os.path.dirname(os.path.abspath(target))
             runpy.run_path(target, run_name="__main__")
 
-    raise typer.Exit(guarded(work))
+    raise typer.Exit(run_or_abort(work))

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from mpipipe.comm import runtime, share
-from mpipipe.comm.guard import guarded
+from mpipipe.comm import runtime
+from mpipipe.comm.abort import run_or_abort
+from mpipipe.comm.group import group_of
 from mpipipe.models import GPT
 from mpipipe.train import TrainConfig
 from mpipipe.train import train as run_training
@@ -24,11 +25,11 @@ def train(config=None, **flags):
 
     def work():
         runtime.prepare_process()
-        with share.together(runtime.world()):
+        with group_of().together("train: reading the configuration"):
             chosen = TrainConfig.load(config, **{name: value for name, value in flags.items() if value != []})
         run_training(chosen, GPT)
 
-    raise typer.Exit(guarded(work))
+    raise typer.Exit(run_or_abort(work))
 
 
 def _flag(entry: dataclasses.Field) -> inspect.Parameter:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import socket
 
 from mpipipe import arrays
-from mpipipe.comm import runtime, share
+from mpipipe.comm import communicators
+from mpipipe.comm.consensus import raise_on_all
+from mpipipe.comm.group import group_of
 from mpipipe.errors import MismatchError, MpipipeError
 
 
@@ -20,8 +22,8 @@ def select_device(name: str = "auto", comm=None) -> str:
     The chosen GPU becomes the current one. All ranks get the same kind, or the same error: BackendError where a GPU was
     asked for and a rank has none, MismatchError where "auto" finds GPUs for some ranks only.
     """
-    comm = runtime.resolve(comm)
-    place = local_rank(comm)
+    group = group_of(comm)
+    place = local_rank(group)
     error = kind = None
     try:
         kind = arrays.check_device(name)
@@ -29,36 +31,31 @@ def select_device(name: str = "auto", comm=None) -> str:
             arrays.use_gpu(place % arrays.device_count())
     except MpipipeError as caught:
         error = caught
-    kinds = share.agree(comm, error, kind)
+    kinds = group.gather("select_device", kind, error)
     without = [rank for rank, other in enumerate(kinds) if other == "cpu"]
-    if 0 < len(without) < comm.size:
-        _refuse(comm, without)
-    return kinds[comm.rank]
+    if 0 < len(without) < group.size:
+        _refuse(group, without)
+    return kinds[group.rank]
 
 
-def _refuse(comm, without):
+def _refuse(group, without):
     problem = MismatchError(
         "some ranks have a GPU, and some have none",
-        found=f"no GPU on rank(s) {', '.join(map(str, without))} of {comm.size}",
+        found=f"no GPU on rank(s) {', '.join(map(str, without))} of {group.size}",
         expected="the same kind of device on every rank",
         remedy="ask for GPUs on every node, or use the device 'cpu'",
     )
-    share.raise_everywhere(comm.rank, [(without[0], problem)])
+    raise_on_all(without[0], problem, group)
 
 
-def local_rank(comm) -> int:
-    """Position of this rank among the ranks of `comm` on its host; collective."""
-    if hasattr(comm, "store"):  # ranks in one process
-        return comm.rank
-    node = comm.Split_type(runtime.mpi().COMM_TYPE_SHARED)
-    try:
-        return node.rank
-    finally:
-        node.Free()
+def local_rank(group) -> int:
+    """Position of this rank among the ranks of the group on its host; collective."""
+    group.agree("finding the ranks of each host")
+    return communicators.rank_on_host(group.comm)
 
 
-def describe(comm, device: str) -> list[str]:
+def describe(group, device: str) -> list[str]:
     """One line for each rank: its host, its place there, its device; the same on every rank. Collective."""
     place = device if device == "cpu" else f"cuda:{arrays.cupy().cuda.runtime.getDevice()}"
-    mine = f"rank {comm.rank}: {socket.gethostname()}, local rank {local_rank(comm)}, {place}"
-    return comm.allgather(mine)
+    mine = f"rank {group.rank}: {socket.gethostname()}, local rank {local_rank(group)}, {place}"
+    return group.gather("describing the devices", mine)

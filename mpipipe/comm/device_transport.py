@@ -9,8 +9,8 @@ MPI knows no streams. Two rules keep it and the kernels apart, and the host wait
   array needs this as much as an old one: CuPy hands out memory that earlier work on the stream may still use.
 
 Messages with one name (peer, channel, tag) must meet MPI in the order of the calls at both ends, whichever event is
-done first. What is ready is started by `progress`, which every wait of this rank calls (`alarm.drive`), since the
-message that a peer waits for may be one that is still held back here.
+done first. What is ready is started by `progress`, which every wait of this thread calls (`register_progress`), since
+the message that a peer waits for may be one that is still held back here.
 
 Host arrays, headers for example, go along with the others, in the same order.
 """
@@ -23,7 +23,9 @@ from collections import deque
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.comm import alarm, runtime
+from mpipipe.comm import runtime
+from mpipipe.comm.process import register_progress, unregister_progress
+from mpipipe.comm.requests import keep_forever, own
 from mpipipe.comm.slots import Slots
 from mpipipe.comm.transport import CHUNK_BYTES, PIECE_BYTES, HostTransport, check_sendable, start_all
 
@@ -47,7 +49,7 @@ class _DeviceTransport(ABC):
         self.sends: list = []  # messages under way, in the order of the calls
         self.receives: list = []
         self.retired: dict = {}  # id -> (event, array): the array is held so that its id stays its own
-        alarm.drive(self)
+        register_progress(self)
 
     def empty(self, shape, kind):
         """A receive buffer on the device; its content is undefined."""
@@ -81,6 +83,7 @@ class _DeviceTransport(ABC):
         """The same for one that is received."""
 
     def _begin(self, messages, message):
+        register_progress(self)  # for the thread that uses it now
         messages.append(message)
         _advance(messages)
         return message
@@ -99,12 +102,12 @@ class _DeviceTransport(ABC):
 
     def abandon(self):
         """Advance no more after a failure, and free nothing that MPI or the device may still touch."""
-        alarm.rest(self)
-        alarm.keep(self)
+        unregister_progress(self)
+        keep_forever(self)
 
     def close(self):
         """Free the communicators; collective, and only when nothing is under way."""
-        alarm.rest(self)
+        unregister_progress(self)
         self.forget()
         self.host.close()
         self.channels = []
@@ -149,7 +152,7 @@ class _Message(ABC):
 
     def Cancel(self):
         """Withdraw what can be; what MPI or the device may still touch is kept for ever."""
-        alarm.keep((self, self.transport))
+        keep_forever((self, self.transport))
         if self in self.messages:
             self.messages.remove(self)
         self._withdraw()
@@ -186,7 +189,8 @@ class _Deferred(_Message):
         peer, channel, tag = self.name
         if self.ready is None:
             return self.take_host(self.array, peer, channel, tag)
-        return start_all(self.operations[channel], _pieces(self.array, self.transport.piece_bytes), peer, tag)
+        pieces = _pieces(self.array, self.transport.piece_bytes)
+        return start_all(self.operations[channel], pieces, peer, tag, self.array)
 
     def _withdraw(self):
         if self.request is not None:
@@ -326,7 +330,8 @@ class _Outgoing(_Staged):
     def send(self, page, nbytes):
         """Hand a chunk to MPI that has arrived on the host; chunks arrive in the order of their copies."""
         peer, channel, tag = self.name
-        self.wire.append((self.transport.host.senders[channel](page[:nbytes], peer, tag), page))
+        request = own(self.transport.host.senders[channel](page[:nbytes], peer, tag))
+        self.wire.append((request, page))
         self.unsent -= 1
         self.posted = self.unsent == 0
 
@@ -344,8 +349,8 @@ class _Incoming(_Staged):
             if taken is None:
                 break
             page, chunk = taken
-            request = transport.host.receivers[channel](page[: chunk.nbytes], peer, tag)
-            self.wire.append((request, page, chunk))
+            receive = transport.host.receivers[channel]
+            self.wire.append((own(receive(page[: chunk.nbytes], peer, tag)), page, chunk))
             self.posted = self.untaken == 0
         while self.wire and self.wire[0][0].Test():
             _, page, chunk = self.wire.popleft()

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from mpipipe import arrays
 from mpipipe.comm import runtime
+from mpipipe.comm.group import group_of
 from mpipipe.errors import ArgumentError
 
 OVERRIDE = "MPIPIPE_GPU_DIRECT"
@@ -30,17 +31,22 @@ class Verdict(NamedTuple):
     reason: str
 
 
-def detect(comm) -> Verdict:
-    """The verdict for all ranks of `comm`: direct only where it is on every rank. Collective."""
-    mine = (
-        Verdict(False, "the ranks are threads of one process")
-        if hasattr(comm, "store")
-        else judge(
-            runtime.mpi().Get_library_version(), os.environ, _loaded_libraries(), _query(), _memory_kinds(comm),
-            _allocator_is_async(),
-        )
-    )
-    return combine(comm.allgather(mine))
+def detect(comm, group=None) -> Verdict:
+    """The verdict for all ranks of `comm`: direct only where it is on every rank. Collective.
+
+    The ranks agree in `group`, a comm.group.Group; by default in that of `comm`.
+    """
+    group = group_of(comm) if group is None else group
+    error, mine = None, Verdict(False, "the ranks are threads of one process")
+    try:
+        if not hasattr(comm, "store"):
+            mine = judge(
+                runtime.mpi().Get_library_version(), os.environ, _loaded_libraries(), _query(),
+                _memory_kinds(comm), _allocator_is_async(),
+            )
+    except ArgumentError as caught:
+        error = caught
+    return combine(group.gather("asking whether MPI takes device memory", mine, error))
 
 
 def combine(verdicts) -> Verdict:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import defaultdict
 
+from mpipipe.comm.process import Process, adopt
 from mpipipe.errors import ArgumentError, MpipipeError, PeerError
 
 ANY = -1
@@ -41,6 +42,7 @@ def run(ranks: int, function, *, synchronous: bool = False, delay: float = 0.0, 
     errors: list = [None] * ranks
 
     def body(rank):
+        adopt(Process())
         try:
             results[rank] = function(Communicator(world, ("world",), tuple(range(ranks)), rank))
         except BaseException as error:
@@ -68,7 +70,7 @@ class Communicator:
         self.world, self.context, self.members, self.rank = world, context, members, rank
         self.size = len(members)
         self.tag_ub = world.tag_ub
-        self.store: dict = {}  # see mpipipe.comm.private
+        self.store: dict = {}  # see mpipipe.comm.attributes
         self._collectives = 0
 
     def Isend(self, array, dest, tag=0):
@@ -147,6 +149,11 @@ class Communicator:
 
     def Dup(self):
         return self.Split(0, self.rank)
+
+    def Idup(self):
+        number = self._collectives
+        request = self._collective("Idup", None, None)
+        return Communicator(self.world, (*self.context, number, "dup"), self.members, self.rank), request
 
     def Set_name(self, name):
         self.name = name

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpipipe.comm.alarm import keep, wait
+from mpipipe.comm.wait import wait
 from mpipipe.errors import ArgumentError
 
 HEADER_BYTES = 4096
@@ -43,15 +43,16 @@ class Mailbox:
     Parameters
     ----------
     transport : how arrays travel
+    group : the comm.group.Group whose calls the messages belong to, for waits; None where there is none
 
     A received array belongs to a slot: the lease that comes with it must go back through `release` once nothing
     reads the array any more.
     """
 
-    def __init__(self, transport):
-        self.transport = transport
+    def __init__(self, transport, group=None):
+        self.transport, self.group = transport, group
         self.slots: dict = defaultdict(list)  # (shape, dtype) -> free buffers
-        self.outgoing: deque = deque()  # (request, array), oldest first; keeps the array alive
+        self.outgoing: deque = deque()  # requests of sends, oldest first; each keeps its array alive
         self.posted: deque = deque()  # (arrays, lease, requests, envelope), in the order of `incoming`
         self.incoming: list = []
         self.next = 0
@@ -90,14 +91,14 @@ class Mailbox:
         arrays, lease, requests, envelope = self.posted.popleft()
         for request in requests:
             if not request.Test():
-                wait(request, envelope)
+                wait(request, envelope, self.group)
         self._post_next()
         return arrays, lease
 
     def take_header(self, envelope: Envelope) -> bytes:
         """The header of a message whose shapes are not known yet."""
         header = np.empty(HEADER_BYTES, np.uint8)
-        wait(self.transport.irecv(header, envelope.peer, *envelope.header), envelope)
+        wait(self.transport.irecv(header, envelope.peer, *envelope.header), envelope, self.group)
         return header.tobytes().rstrip(b"\0")
 
     def take_unknown(self, envelope: Envelope, leaves):
@@ -129,9 +130,9 @@ class Mailbox:
 
     def _send(self, array, peer, channel, tag):
         outgoing = self.outgoing
-        while outgoing and outgoing[0][0].Test():
+        while outgoing and outgoing[0].Test():
             outgoing.popleft()
-        outgoing.append((self.transport.isend(array, peer, channel, tag), array))
+        outgoing.append(self.transport.isend(array, peer, channel, tag))
 
     def release(self, lease):
         """Give received arrays back; on a device, work queued so far on the current stream may still read them."""
@@ -144,7 +145,7 @@ class Mailbox:
         if self.transport.progress():
             return  # a test of a device message would make the current stream wait for it
         if self.outgoing:
-            if self.outgoing[0][0].Test():
+            if self.outgoing[0].Test():
                 self.outgoing.popleft()
         elif self.posted:
             for request in self.posted[0][2]:
@@ -153,9 +154,9 @@ class Mailbox:
     def flush(self):
         """Wait until everything sent has left."""
         while self.outgoing:
-            request, _ = self.outgoing[0]
+            request = self.outgoing[0]
             if not request.Test():
-                wait(request, "a send to be received")
+                wait(request, "a send to be received", self.group)
             self.outgoing.popleft()
 
     def forget(self):
@@ -164,10 +165,12 @@ class Mailbox:
         self.transport.forget()
 
     def cancel(self):
-        """Withdraw posted receives after a failure; the pipeline cannot be used any more."""
+        """Withdraw posted receives after a failure; the pipeline cannot be used any more.
+
+        A request that does not complete by this keeps its buffer for ever (comm.requests).
+        """
         for _, _, requests, _ in self.posted:
             for request in requests:
                 request.Cancel()
         self.transport.abandon()
-        keep((self.posted, self.outgoing, self.slots))
         self.posted, self.outgoing = deque(), deque()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from mpipipe.comm import runtime, share
-from mpipipe.errors import ArgumentError, MismatchError, MpipipeError
+from mpipipe.comm import communicators
+from mpipipe.comm.group import group_of
+from mpipipe.errors import ArgumentError, MpipipeError
 
 
 class Coordinates(NamedTuple):
@@ -36,13 +37,9 @@ class Mesh:
     """
 
     def __init__(self, comm=None, pipe: int = 1, seq: int = 1, data: int | None = None):
-        parent = runtime.resolve(comm)
-        self.comm = parent.Dup()
-        try:
-            self.shape = _agreed_extents(self.comm, pipe, seq, data)
-        except MpipipeError:
-            self.comm.Free()
-            raise
+        self.group = group_of(comm)
+        self.shape = _agreed_extents(self.group, pipe, seq, data)
+        self.comm = communicators.duplicate(self.group.comm)
         self.comm.Set_name("mpipipe mesh")
         self.rank = self.comm.rank
         self.coords = self.coords_of(self.rank)
@@ -63,9 +60,7 @@ class Mesh:
         return (pipe * self.shape.data + data) * self.shape.seq + seq
 
     def _along(self, name, color):
-        comm = self.comm.Split(color, self.rank)
-        comm.Set_name(f"mpipipe {name}")
-        return comm
+        return self.group.split(color, self.rank, name)
 
     def close(self):
         """Free the communicators; collective over the mesh."""
@@ -83,22 +78,18 @@ class Mesh:
             self.close()
 
 
-def _agreed_extents(comm, pipe, seq, data) -> Coordinates:
+def _agreed_extents(group, pipe, seq, data) -> Coordinates:
     """The same extents on every rank, or the same error."""
-    error = shape = None
+    error, facts = None, ()
     try:
-        shape = _extents(comm.size, pipe, seq, data)
+        facts = _extents(group.size, pipe, seq, data)
     except MpipipeError as caught:
         error = caught
-    shapes = share.agree(comm, error, shape)
-    for rank, other in enumerate(shapes):
-        if other != shapes[0]:
-            problem = MismatchError(
-                "ranks were given different extents of a mesh", rank=rank, found=tuple(other),
-                expected=f"{tuple(shapes[0])}, as on rank 0 (pipe, data, seq)",
-            )
-            share.raise_everywhere(comm.rank, [(0, problem)])
-    return shapes[0]
+    group.agree(
+        "making a Mesh", tuple(zip(Coordinates._fields, facts)), error=error,
+        message="ranks were given different extents of a mesh", remedy="give the same extents on all ranks",
+    )
+    return facts
 
 
 def _extents(size: int, pipe: int, seq: int, data: int | None) -> Coordinates:

@@ -20,10 +20,10 @@ import numpy as np
 
 from mpipipe import arrays
 from mpipipe.comm import runtime
-from mpipipe.comm.alarm import wait
+from mpipipe.comm.abort import run_or_abort
 from mpipipe.comm.device import select_device
 from mpipipe.comm.device_transport import DirectTransport
-from mpipipe.comm.guard import guarded
+from mpipipe.comm.wait import wait
 
 LAUNCHER = "MPIPIPE_MPIEXEC"
 STARTED, WORKS, WRONG = "mpipipe probe on rank", "device memory works", "device memory arrives wrong"
@@ -189,4 +189,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(main))
+    sys.exit(run_or_abort(main))

@@ -12,8 +12,10 @@ from collections import deque
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.comm import alarm, runtime
-from mpipipe.comm.private import private
+from mpipipe.comm import runtime
+from mpipipe.comm.attributes import cached
+from mpipipe.comm.process import register_progress, unregister_progress
+from mpipipe.comm.requests import keep_forever, own
 
 BUCKET_BYTES = 32 << 20
 PAGES = 3  # buckets of device buffers under way at once on one communicator: in, on the wire, out
@@ -29,7 +31,7 @@ class PendingSum:
     """
 
     def __init__(self, comm, flat):
-        self.queue = private(comm, "sums", lambda: _Queue(comm))
+        self.queue = cached(comm, "sums", lambda: _Queue(comm))
         self.sum = (_DeviceSum if arrays.is_device(flat) else _HostSum)(self.queue, flat)
         self.queue.add(self.sum)
 
@@ -74,7 +76,7 @@ class _Queue:
         self.unstarted.append(new)
         if isinstance(new, _DeviceSum):
             self.active.append(new)
-            alarm.drive(self)
+            register_progress(self)
         self.progress()
 
     def progress(self):
@@ -85,7 +87,7 @@ class _Queue:
                 each.collect()
             self.active = [each for each in self.active if not each.complete]
             if not self.active and not self.unstarted:
-                alarm.rest(self)
+                unregister_progress(self)
 
     def take_page(self, nbytes):
         """Pinned bytes, or None while all pages are in use."""
@@ -100,13 +102,13 @@ class _Queue:
         return page if page.size >= nbytes else arrays.pinned(nbytes)
 
     def abandon(self):
-        alarm.rest(self)
-        alarm.keep((self.unstarted, self.active, self.free, self.returning))
+        unregister_progress(self)
+        keep_forever((self.unstarted, self.active, self.free, self.returning))
         self.unstarted, self.active = deque(), []
 
     def close(self):
         """The communicator is freed: its sums are over."""
-        alarm.rest(self)
+        unregister_progress(self)
         for event, _ in self.returning:
             event.synchronize()
         self.returning.clear()
@@ -127,7 +129,7 @@ class _HostSum:
     def start(self) -> bool:
         comm, marker, work = self.queue.comm, self.queue.marker, self.work
         buckets = _buckets(work.size, work.itemsize)
-        self.requests = [comm.Iallreduce(marker, work[start:stop]) for start, stop in buckets]
+        self.requests = [own(comm.Iallreduce(marker, work[start:stop])) for start, stop in buckets]
         return True
 
     def finish(self) -> bool:
@@ -167,7 +169,7 @@ class _DeviceSum:
         while self.copying and arrays.is_done(self.copying[0][0]):
             _, page, values, bounds = self.copying.popleft()
             sums = values if values.itemsize >= 4 else values.astype(np.float32)
-            request = self.queue.comm.Iallreduce(self.queue.marker, sums)
+            request = own(self.queue.comm.Iallreduce(self.queue.marker, sums))
             self.flying.append((request, page, values, sums, bounds))
         while self.buckets:
             start, stop = self.buckets[0]

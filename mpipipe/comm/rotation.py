@@ -6,7 +6,7 @@ exchange before the computation. The data are the same either way.
 
 from __future__ import annotations
 
-from mpipipe.comm.alarm import wait
+from mpipipe.comm.group import group_of
 from mpipipe.comm.transport import make_transport
 
 ROTATIONS = ("overlap", "sendrecv")
@@ -25,13 +25,15 @@ class Rotation:
 
     Attributes
     ----------
-    comm : the duplicate
+    group : comm.group.Group of the ring
+    comm : a private duplicate
     calls : collective calls begun on it, counted by its users
     plans : what its users have worked out for it and keep
     """
 
     def __init__(self, comm, synchronous: bool = False, device: str = "cpu", verdict=None):
-        self.transport = make_transport(comm, 1, synchronous, device, verdict)
+        self.group = group_of(comm)
+        self.transport = make_transport(comm, 1, synchronous, device, verdict, self.group)
         self.comm = self.transport.channels[0]
         self.pending: list = []
         self.calls = 0
@@ -56,7 +58,7 @@ class Rotation:
     def finish(self):
         """Wait for the exchange under way."""
         while self.pending:
-            wait(self.pending[0], "a neighbour in the ring")
+            self.group.wait(self.pending[0], "a neighbour in the ring")
             self.pending.pop(0)
 
     def close(self):

@@ -30,14 +30,22 @@ def mpi():
         raise BackendError(f"MPI cannot be loaded ({error})", remedy=INSTALL) from error
     if MPI.Is_finalized():
         raise BackendError("MPI is already finalised in this process", remedy="use mpipipe before MPI.Finalize()")
+    if not MPI.Is_initialized():
+        raise BackendError(
+            "MPI is not initialised in this process", remedy="call MPI.Init_thread() first, or leave the setting "
+            "mpi4py.rc.initialize as it is",
+        )
     return MPI
 
 
 def world():
     """COMM_WORLD. Raises LaunchError for a lone process of a job that was launched as several."""
+    from mpipipe.comm import abort
+
     comm = mpi().COMM_WORLD
     if comm.size == 1:
         refuse_singleton(os.environ)
+    abort.end_job_with_script()
     return comm
 
 
@@ -78,8 +86,24 @@ def refuse_singleton(environment):
 
 
 def resolve(comm=None):
-    """`comm`, or COMM_WORLD when it is None."""
-    return world() if comm is None else comm
+    """`comm`, or COMM_WORLD when it is None. Raises ArgumentError for what is no communicator of one group of ranks."""
+    if comm is None:
+        return world()
+    if hasattr(comm, "store"):  # ranks in one process
+        return comm
+    everyone = world()
+    if not isinstance(comm, mpi().Comm):
+        raise ArgumentError("comm", found=type(comm).__name__, expected="a communicator of mpi4py, or None")
+    if comm == mpi().COMM_NULL:
+        raise ArgumentError(
+            "comm", found="COMM_NULL", expected="a communicator that this rank belongs to",
+            remedy=f"call this on the ranks of the communicator only, not on all {everyone.size} of the job",
+        )
+    if comm.Is_inter():
+        raise ArgumentError(
+            "comm", found="an intercommunicator", expected="an intracommunicator", remedy="pass comm.Merge()"
+        )
+    return comm
 
 
 def tag_upper_bound(comm) -> int:
@@ -112,6 +136,33 @@ def finalized(comm) -> bool:
     return MPI.Is_finalized()
 
 
+def timeout() -> float | None:
+    """MPIPIPE_TIMEOUT: seconds after which a wait gives up; None where there is no limit (not set, empty, or 0).
+
+    None for nonsense, too: what refuses that is `check_settings`, where all ranks can hear of it.
+    """
+    try:
+        seconds = float(os.environ.get("MPIPIPE_TIMEOUT") or "0")
+    except ValueError:
+        return None
+    return seconds if 0 < seconds < float("inf") else None
+
+
+def check_settings():
+    """Raise ArgumentError for an environment variable of this package that has no meaning."""
+    text = os.environ.get("MPIPIPE_TIMEOUT") or "0"
+    if timeout() is None and not text.strip("0.") == "":
+        raise ArgumentError(
+            "environment variable MPIPIPE_TIMEOUT", found=repr(text), expected="a number of seconds; 0 for no limit"
+        )
+    switches = ("MPIPIPE_SYNC_SENDS", 0, 1), ("MPIPIPE_GPU_DIRECT", 0, 1)
+    for name, least, most in (("MPIPIPE_TAG_UB", 1, 1 << 62), *switches):
+        value = integer_setting(name, most)
+        if not least <= value <= most:
+            expected = f"{least} or {most}" if most - least == 1 else f"an integer of at least {least}"
+            raise ArgumentError(f"environment variable {name}", found=repr(value), expected=expected)
+
+
 def synchronous_sends() -> bool:
     """MPIPIPE_SYNC_SENDS=1 makes every send complete only once it is received: for tests and for finding faults."""
     return bool(integer_setting("MPIPIPE_SYNC_SENDS", 0))
@@ -120,7 +171,7 @@ def synchronous_sends() -> bool:
 def integer_setting(name: str, default: int) -> int:
     """The integer in environment variable `name`; raises ArgumentError for anything else."""
     text = os.environ.get(name)
-    if text is None:
+    if not text:
         return default
     try:
         return int(text)
@@ -167,9 +218,12 @@ def keep_freed_memory():
 
 def describe() -> dict[str, str]:
     """What `python -m mpipipe info` shows of MPI; collective over COMM_WORLD. Raises BackendError without MPI."""
+    from mpipipe.comm.group import group_of
+
     MPI = mpi()
     comm = MPI.COMM_WORLD
-    hosts = comm.allgather(MPI.Get_processor_name())
+    group = group_of(comm)
+    hosts = group.gather("info: the hosts", MPI.Get_processor_name())
     import mpi4py
 
     levels = {
@@ -188,17 +242,17 @@ def describe() -> dict[str, str]:
         "hosts": ", ".join(f"{host} x {hosts.count(host)}" for host in sorted(set(hosts))),
         "thread level": levels[MPI.Query_thread()],
         "largest tag": str(tag_upper_bound(comm)),
-        "GPU-aware MPI": _gpu_awareness(comm),
+        "GPU-aware MPI": _gpu_awareness(comm, group),
         "python": sys.version.split()[0],
     }
 
 
-def _gpu_awareness(comm) -> str:
+def _gpu_awareness(comm, group) -> str:
     """How device arrays would travel, and why."""
     from mpipipe import arrays
     from mpipipe.comm import gpu_aware
 
-    if not any(comm.allgather(arrays.device_count())):
+    if not group.agree("info: the GPUs", values=[arrays.device_count()]).any():
         return "no GPU"
     verdict = gpu_aware.detect(comm)
     return f"{'direct' if verdict.direct else 'staged through the host'}: {verdict.reason}"

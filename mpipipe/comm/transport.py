@@ -22,6 +22,9 @@ import logging
 import numpy as np
 
 from mpipipe import arrays
+from mpipipe.comm import communicators
+from mpipipe.comm.group import group_of
+from mpipipe.comm.requests import own, owner
 from mpipipe.errors import ArgumentError
 
 logger = logging.getLogger("mpipipe")
@@ -30,7 +33,7 @@ PIECE_BYTES = 1 << 30  # counts above 2^31 - 1 are refused by some MPI libraries
 CHUNK_BYTES = 2 << 20  # where a rank stages: MPI over shared memory is at its best, and two chunks overlap well
 
 
-def make_transport(comm, channels: int = 1, synchronous: bool = False, device: str = "cpu", verdict=None):
+def make_transport(comm, channels: int = 1, synchronous: bool = False, device: str = "cpu", verdict=None, group=None):
     """The transport for arrays on this rank's device; collective.
 
     Parameters
@@ -38,14 +41,16 @@ def make_transport(comm, channels: int = 1, synchronous: bool = False, device: s
     comm, channels, synchronous : as for HostTransport
     device : "cpu" or "cuda", where this rank computes; ranks may differ
     verdict : what gpu_aware.detect said; by default it is asked where a rank computes on a GPU
+    group : the comm.group.Group in which the ranks agree; by default that of `comm`
     """
-    facts = comm.allgather((device, verdict))
+    group = group_of(comm) if group is None else group
+    facts = group.gather("making a transport", (device, verdict))
     if all(other == "cpu" for other, _ in facts):
         return HostTransport(comm, channels, synchronous)
     from mpipipe.comm import gpu_aware
     from mpipipe.comm.device_transport import DirectTransport, StagedTransport
 
-    given = [other for _, other in facts if other is not None] or [gpu_aware.detect(comm)]
+    given = [other for _, other in facts if other is not None] or [gpu_aware.detect(comm, group)]
     verdict = next((other for other in given if not other.direct), given[0])
     if comm.rank == 0:
         logger.info("device arrays travel %s: %s", "directly" if verdict.direct else "by the host", verdict.reason)
@@ -69,7 +74,8 @@ class HostTransport:
     def __init__(
         self, comm, channels: int = 1, synchronous: bool = False, piece_bytes: int = PIECE_BYTES, typed: bool = True
     ):
-        self.channels = [comm.Dup() for _ in range(channels)]
+        self.channels = [communicators.duplicate(comm) for _ in range(channels)]
+        self.own = owner(comm)
         self.senders = [channel.Issend if synchronous else channel.Isend for channel in self.channels]
         self.receivers = [channel.Irecv for channel in self.channels]
         self.piece_bytes = piece_bytes
@@ -100,13 +106,13 @@ class HostTransport:
                 expected="numpy.ndarray", remedy="give your stage the attribute device = 'cuda'",
             )
         if array.nbytes <= self.piece_bytes and array.dtype.char in self.types:
-            return self.senders[channel](array, peer, tag)
+            return self.own(self.senders[channel](array, peer, tag))
         return start_all(self.senders[channel], self._pieces(array), peer, tag)
 
     def irecv(self, array, peer: int, channel: int, tag: int):
         """Start receiving into `array`, which must have the sender's size in bytes."""
         if array.nbytes <= self.piece_bytes and array.dtype.char in self.types:
-            return self.receivers[channel](array, peer, tag)
+            return self.own(self.receivers[channel](array, peer, tag))
         return start_all(self.receivers[channel], self._pieces(array), peer, tag)
 
     def _pieces(self, array):
@@ -168,7 +174,7 @@ class Together:
             request.Cancel()
 
 
-def start_all(operation, pieces, peer, tag):
-    """One request for one operation on each piece."""
-    requests = [operation(piece, peer, tag) for piece in pieces]
+def start_all(operation, pieces, peer, tag, *buffers):
+    """One request for one operation on each piece; `buffers` own the memory of pieces that are mere addresses."""
+    requests = [own(operation(piece, peer, tag), *buffers) for piece in pieces]
     return requests[0] if len(requests) == 1 else Together(requests)

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from mpipipe import arrays
+from mpipipe.comm.group import group_of
 from mpipipe.errors import NonFiniteError
 from mpipipe.nn import Stage
 
@@ -34,7 +35,8 @@ def gradient_norm(stages: Sequence[Stage], comm=None, skip: Collection[str] = ()
     Parameters
     ----------
     stages : of this rank
-    comm : communicator over which the stages of the model are spread (its allgather is called once); None: all are here
+    comm : communicator over which the stages of the model are spread, to which this is a collective call; None: all are
+        here
     skip : names of parameters that do not count; copies of tied parameters (Stage.tied_copies) never count twice
     scale : factor that the gradients carry
 
@@ -46,10 +48,7 @@ def gradient_norm(stages: Sequence[Stage], comm=None, skip: Collection[str] = ()
 
 def measured(stages, comm, skip, scale) -> tuple[float, Culprit | None]:
     """`gradient_norm`, and the first parameter that makes it infinite or NaN; both the same on all ranks."""
-    here = [(square, stage.index, name) for stage, name, square in _squares(stages, skip)]
-    bad = next(((stage, name) for square, stage, name in here if not math.isfinite(square)), None)
-    report = ([square for square, _, _ in here], bad)
-    reports = [report] if comm is None else comm.allgather(report)
+    reports = [_report(stages, skip)] if comm is None else _reports(group_of(comm), stages, skip)
     squares = [square for squares, _ in reports for square in squares]
     for rank, (_, found) in enumerate(reports):
         if found is not None:
@@ -57,6 +56,22 @@ def measured(stages, comm, skip, scale) -> tuple[float, Culprit | None]:
             stage, name = found
             return math.sqrt(sum(squares)), Culprit(None if comm is None else rank, stage, name, ours)
     return math.sqrt(math.fsum(squares)) / scale, None
+
+
+def _report(stages, skip):
+    """(sums of squares, (stage, name) of the first that is not finite or None) of this rank."""
+    here = [(square, stage.index, name) for stage, name, square in _squares(stages, skip)]
+    bad = next(((stage, name) for square, stage, name in here if not math.isfinite(square)), None)
+    return [square for square, _, _ in here], bad
+
+
+def _reports(group, stages, skip):
+    error = report = None
+    try:
+        report = _report(stages, skip)
+    except Exception as caught:
+        error = caught
+    return group.gather("norm of the gradients", report, error)
 
 
 def _squares(stages, skip):

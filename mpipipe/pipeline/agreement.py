@@ -1,17 +1,18 @@
-"""All ranks agree on a call before they take part in it: one small all-gather over the pipe, one over the replicas."""
+"""What the ranks of a pipeline, and of its replicas, agree on at the start of each call."""
 
 from __future__ import annotations
 
 from hashlib import blake2b
 from typing import NamedTuple
 
-import numpy as np
-
-from mpipipe.comm.alarm import wait
-from mpipipe.errors import ArgumentError, MismatchError, MpipipeError
+from mpipipe.comm.consensus import Ballot
+from mpipipe.comm.group import Group
+from mpipipe.errors import MismatchError, MpipipeError
 from mpipipe.pipeline.microbatches import flatten
 
 CALLS = ("step", "evaluate", "forward", "durations", "close")
+DIFFERENT = "ranks call different methods of a pipeline, or with different scales"
+REMEDY = f"call {', '.join(CALLS[:-1])} and {CALLS[-1]} on all ranks, in the same order and with the same scale"
 
 
 class Batch(NamedTuple):
@@ -40,7 +41,7 @@ def signature_of(batch) -> int:
     for tree in trees:
         leaves, structure = flatten(tree)
         facts.append((structure, tuple((leaf.shape, leaf.dtype.name) for leaf in leaves)))
-    content = repr((isinstance(batch, list), facts)).encode()
+    content = repr((isinstance(batch, list), facts)).encode("utf-8", "backslashreplace")
     return int.from_bytes(blake2b(content, digest_size=8).digest(), "big") % (1 << 62) + 1
 
 
@@ -49,15 +50,18 @@ class Agreement:
 
     Parameters
     ----------
-    pipe : private communicator over the pipe
-    replicas : private communicator over the ranks with the same stages, or None
+    pipe : group of the ranks of the pipeline
+    replicas : group of the ranks with the same stages, or None
+    name : of the pipeline, for errors
+
+    Attributes
+    ----------
+    count : calls so far
     """
 
-    def __init__(self, pipe, replicas):
-        self.pipe, self.replicas = pipe, replicas
+    def __init__(self, pipe: Group, replicas: Group | None, name: str):
+        self.pipe, self.replicas, self.where = pipe, replicas, f" of {name}"
         self.count = 0
-        self.table = np.zeros((pipe.size, 4 + len(Batch._fields)), np.int64)
-        self.replica_table = np.zeros((replicas.size if replicas else 1, 5), np.int64)
 
     def reach(
         self, call: str, batch: Batch, error: Exception | None, scale: float = 1.0
@@ -65,60 +69,32 @@ class Agreement:
         """What was agreed, and the error that every rank is to raise, or None.
 
         An error that some rank brings, calls of different methods, and inputs and targets of different rows are such
-        errors; the ranks are in step after them.
+        errors; the ranks are in step after them. Anything else that is raised here means that they are not.
         """
         self.count += 1
-        what = CALLS.index(call), self.count, int(np.float64(scale).view(np.int64))
-        wait(self.pipe.Iallgather(np.array([error is not None, *what, *batch], np.int64), self.table))
-        table = self.table.tolist()
-        signature, rows, target_rows, microbatches, listed = (max(column) for column in list(zip(*table))[4:])
-        failed = any(row[0] for row in table) or any(row[1:4] != table[0][1:4] for row in table)
-        failed = failed or (target_rows > 0 and target_rows != rows)
+        if isinstance(error, MpipipeError) and error.rank is None:
+            error.rank = self.pipe.rank
+        ballot = Ballot(
+            call, (("scale", float(scale)),), error, DIFFERENT, REMEDY, self.count,
+            self.where,
+        )
+        table = ballot.cast(self.pipe, batch)
+        signature, rows, target_rows, microbatches, listed = table.max(0).tolist()
+        if not ballot.failed and target_rows not in (0, rows):
+            ballot.refuse(
+                MismatchError(
+                    "inputs and targets have different numbers of rows", found=f"{target_rows} rows of targets",
+                    expected=f"{rows}, as the inputs have",
+                )
+            )
         total = rows
         if self.replicas is not None:
-            wait(self.replicas.Iallgather(np.array([failed, *what, rows], np.int64), self.replica_table))
-            others = self.replica_table.tolist()
-            failed = any(row[0] for row in others) or any(row[1:4] != others[0][1:4] for row in others)
-            total = sum(row[4] for row in others)
-        problem = self._explain(call, error, rows, target_rows, scale) if failed else None
-        return Agreed(signature, microbatches, bool(listed), total), problem
-
-    def _explain(self, call, error, rows, target_rows, scale) -> MpipipeError:
-        """The slow path: exchange what went wrong in words; the same error on every rank."""
-        if error is not None and not isinstance(error, MpipipeError):
-            error = ArgumentError(f"{type(error).__name__}: {error}")
-        if error is not None and error.rank is None:
-            error.rank = self.pipe.rank
-        call = f"{call} (call {self.count}{'' if scale == 1 else f', scale {scale}'})"
-        mine = error, call, target_rows if target_rows not in (0, rows) else 0, rows
-        entries = self.pipe.allgather(mine)
-        me = self.pipe.rank
-        if self.replicas is not None:
-            entries = [entry for block in self.replicas.allgather(entries) for entry in block]
-            me += self.replicas.rank * self.pipe.size
-        origin, problem = _first_problem(entries)
-        problem.echo = me != origin
-        return problem
-
-
-def _first_problem(entries):
-    """(index of the rank that reports, error) from (error, call, rows of targets that differ, rows) of every rank."""
-    for index, (problem, *_) in enumerate(entries):
-        if problem is not None:
-            return index, problem
-    calls = [call for _, call, _, _ in entries]
-    for index, call in enumerate(calls):
-        if call != calls[0]:
-            return 0, MismatchError(
-                "ranks call different methods of the pipeline, or with different scales",
-                found=f"rank {index}: {call}",
-                expected=f"rank 0: {calls[0]}",
-                remedy="call step, evaluate, forward, durations and close on all ranks, in the same order and "
-                "with the same scale",
-            )
-    index, (_, _, target_rows, rows) = next((i, entry) for i, entry in enumerate(entries) if entry[2])
-    return index, MismatchError(
-        "inputs and targets have different numbers of rows",
-        found=f"{target_rows} rows of targets",
-        expected=f"{rows}, as the inputs have",
-    )
+            total = int(ballot.cast(self.replicas, [rows]).sum())
+        agreed = Agreed(signature, microbatches, bool(listed), total)
+        try:
+            ballot.decide()
+        except MpipipeError as problem:
+            if not problem.agreed:
+                raise
+            return agreed, problem
+        return agreed, None

@@ -3,138 +3,162 @@
 from __future__ import annotations
 
 from hashlib import blake2b
-
-import numpy as np
+from typing import NamedTuple
 
 from mpipipe import arrays
-from mpipipe.comm import share
-from mpipipe.comm.alarm import Alarm, wait
+from mpipipe.comm import runtime
+from mpipipe.comm.attributes import attributes
+from mpipipe.comm.consensus import raise_on_all
+from mpipipe.comm.group import Group
+from mpipipe.comm.tags import Tags
 from mpipipe.errors import MismatchError, MpipipeError, PeerError
 from mpipipe.nn import Stage
 from mpipipe.pipeline.arguments import check_arguments, device_of
 from mpipipe.pipeline.ties import check_ties, tie_facts
 
-COMPARED = ("schedule", "recompute", "parameters' names, shapes and dtypes", "parameters' values")
+CALL = "construction of a Pipeline"
+REPLICAS = "pipeline"  # name of the fact whether there are replicas
 
 
-def agree_on_construction(comm, replicas, stages, schedule, loss, recompute):
+class Partners(NamedTuple):
+    """The ranks that a pipeline is built with, and what they have said.
+
+    Attributes
+    ----------
+    pipe : group of the ranks of the pipeline
+    replicas : group of the ranks with the same stages; None for a single pipeline
+    ties : tie facts of each rank of the pipe
+    devices : "cpu" or "cuda", of each rank of the pipe
+    """
+
+    pipe: Group
+    replicas: Group | None
+    ties: list
+    devices: list[str]
+
+
+def agree_on_construction(comm, replicas, stages, schedule, loss, recompute) -> Partners:
     """Check the arguments of a Pipeline on every rank; raises the same error on all of them where one is wrong.
 
     Parameters
     ----------
-    comm : the pipeline's private communicator
+    comm : the user's communicator of the pipeline
     replicas : the user's communicator of the ranks with the same stages, or None
-
-    Returns every rank's tie facts, and the devices of all ranks, in rank order.
     """
-    error = None
+    known = attributes(comm).get("group")
+    if known is not None and known.failure is None:  # it can say who is missing, which a new communicator cannot
+        known.agree(CALL)
+    groups = [Group(comm)]
     try:
-        check_arguments(stages, schedule, loss, comm, replicas)
+        return _agree(groups, replicas, stages, schedule, loss, recompute)
+    except BaseException as error:
+        end_groups(groups, error, "a pipeline could not be built")
+        raise
+
+
+def end_groups(groups, error, what: str):
+    """Free groups after an error that all their ranks raise; tell the other ranks of any other error."""
+    for group in groups:
+        if group.agreed_on(error):
+            group.close()
+        else:
+            group.fail(error, f"{what}: {error}" if isinstance(error, MpipipeError) else f"{what}: {error!r}")
+
+
+def _agree(groups, replicas, stages, schedule, loss, recompute) -> Partners:
+    (pipe,) = groups
+    error, ties, devices = None, [], []
+    try:
+        ties, devices = _agree_in_pipe(pipe, replicas, stages, schedule, loss, recompute)
+    except MpipipeError as caught:
+        if not caught.agreed:
+            raise
+        error = caught
+    if _size(replicas) == 1:
+        if error is not None:
+            raise error
+        return Partners(pipe, None, ties, devices)
+    others = Group(replicas)
+    groups.insert(0, others)
+    _agree_with_replicas(pipe, others, stages, schedule, recompute, error)
+    return Partners(pipe, others, ties, devices)
+
+
+def _size(replicas) -> int:
+    """The number of replicas; 1 for what cannot be their communicator, which is an error by now."""
+    try:
+        return 1 if replicas is None else runtime.resolve(replicas).size
+    except MpipipeError:
+        return 1
+
+
+def _agree_in_pipe(pipe, replicas, stages, schedule, loss, recompute):
+    error, facts, mine = None, (), None
+    try:
+        runtime.check_settings()
+        if replicas is not None:
+            runtime.resolve(replicas)
+        check_arguments(stages, schedule, loss, pipe.comm, replicas)
+        largest_tag = runtime.tag_upper_bound(pipe.comm)
+        Tags(schedule.placement, schedule.microbatches, largest_tag)
+        facts = (
+            ("schedule", f"{schedule.name} {schedule.fingerprint:x}"),
+            ("number of micro-batches", schedule.microbatches),
+            ("recompute", bool(recompute)),
+            (REPLICAS, "with replicas" if replicas is not None else "without replicas"),
+            ("setting MPIPIPE_TAG_UB", largest_tag),
+        )
+        mine = tie_facts(stages, schedule.stages_of(pipe.rank)), device_of(stages)
     except Exception as caught:
         error = caught
-    facts = None
-    if error is None:
-        numbers = schedule.stages_of(comm.rank)
-        about = (schedule.fingerprint, schedule.microbatches, bool(recompute), replicas is not None)
-        facts = about, schedule.name, tie_facts(stages, numbers), device_of(stages)
-    verdict, everyone = None, []
+    pipe.agree(
+        CALL, facts, error=error, message="ranks were given different pipelines",
+        remedy="build the same schedule with the same arguments, and set the same environment, on every rank",
+    )
+    everyone = pipe.gather(f"{CALL}: ties and devices", mine)
+    ties, devices = [ties for ties, _ in everyone], [device for _, device in everyone]
     try:
-        everyone = share.agree(comm, error, facts)
-        _compare_ranks(comm.rank, everyone)
-    except MpipipeError as caught:
-        verdict = caught
-    alarm = Alarm([comm])
-    if replicas is not None and replicas.size > 1:
-        verdict = _compare_replicas(alarm, replicas, stages, facts, verdict)
-    try:
-        _raise_any(comm, verdict)
-    except MpipipeError:
-        alarm.silence()  # and is not freed: notes may be under way still
-        raise
-    alarm.close()
-    return [ties for _, _, ties, _ in everyone], [device for *_, device in everyone]
+        check_ties(ties)
+    except MpipipeError as problem:  # every rank finds it in the same facts
+        raise_on_all(0, problem, pipe)
+    return ties, devices
 
 
-def _raise_any(comm, verdict):
-    """Raise this rank's error, or else one that another rank of the pipe has."""
-    others = [other for other in comm.allgather(verdict) if other is not None]
-    if verdict is not None:
-        raise verdict
-    if others:
-        others[0].echo = True
-        raise others[0]
+def _agree_with_replicas(pipe, others, stages, schedule, recompute, error):
+    """Raise an error on all ranks of all pipes, or on none.
 
-
-def _compare_ranks(rank, everyone):
-    """Raise MismatchError, on every rank alike, where the facts of the ranks of one pipe differ."""
-    try:
-        for other, (about, name, *_) in enumerate(everyone):
-            if about != everyone[0][0]:
-                raise MismatchError(
-                    "ranks were given different pipelines",
-                    rank=other,
-                    found=_describe(about, name),
-                    expected=f"{_describe(*everyone[0][:2])}, as on rank 0",
-                    remedy="build the same schedule with the same arguments on every rank",
-                )
-        check_ties([ties for _, _, ties, _ in everyone])
-    except MpipipeError as problem:
-        problem.echo = rank != 0
-        raise
-
-
-def _describe(about, name):
-    fingerprint, microbatches, recompute, replicated = about
-    parts = f"{microbatches} micro-batches", f"recompute {recompute}", f"fingerprint {fingerprint:x}"
-    return ", ".join([name, *parts, "with replicas" if replicated else "without replicas"])
-
-
-def _compare_replicas(alarm, replicas, stages, facts, verdict):
-    """The error to raise: this pipe's own, or one about the replicas; None where all is well.
-
-    A rank of another pipe may have been given no replicas, and would be waited for in vain: whoever finds an error
-    tells its own pipe, and waiting ranks listen.
+    Where only some ranks of another pipe were given replicas, a rank of this pipe waits in vain for the rank with the
+    same stages there. So whoever hears of that from a partner raises by itself, and its pipe is told.
     """
-    mine = np.zeros(1 + len(COMPARED), np.int64)
-    mine[0] = verdict is not None
-    if facts is not None:
-        fingerprint, _, recompute, _ = facts[0]
-        mine[1:] = fingerprint, recompute, *_digests(stages)
-    table = np.zeros((replicas.size, mine.size), np.int64)
+    halved = isinstance(error, MismatchError) and error.fact == REPLICAS
+    if others.agree(f"{CALL}: whether all have partners", values=[int(halved)]).any():
+        problem = error or PeerError("some ranks of another pipeline were given no replicas")
+        problem.agreed, problem.echo = frozenset(), problem.echo or error is None
+        raise problem
+    facts: tuple = ()
+    if error is None:
+        shapes, values = _digests(stages)
+        facts = (
+            ("schedule", f"{schedule.name} {schedule.fingerprint:x}"), ("recompute", bool(recompute)),
+            ("parameters' names, shapes and dtypes", shapes), ("parameters' values", values),
+        )
+    remedy = "give the stages of all replicas the same seed and sizes, and all ranks the same schedule"
     try:
-        wait(replicas.Iallgather(mine, table))
-        if verdict is None:
-            verdict = _difference(replicas, table)
-    except PeerError as caught:
-        verdict = verdict or caught
-    if verdict is not None:
-        alarm.sound(f"a pipeline could not be built: {verdict}")
-    return verdict
+        others.agree(f"{CALL}: replicas", facts, (), error, "the replicas of a pipeline differ", remedy)
+    except MpipipeError as caught:
+        if not caught.agreed:
+            raise
+        error = caught
+    try:
+        pipe.agree(f"{CALL}: the replicas of all stages", error=error)
+    except MpipipeError as caught:
+        if caught.agreed:  # in this pipe, and by the same steps in those of all partners
+            caught.agreed |= frozenset(others.presence.members)
+        raise
 
 
-def _difference(replicas, table):
-    """What differs between the replicas, by the table of their facts."""
-    failed = np.flatnonzero(table[:, 0])
-    if failed.size:
-        error = PeerError(f"the pipeline of replica {failed[0]} could not be built; its own report says why")
-        error.echo = True
-        return error
-    for column, name in enumerate(COMPARED, start=1):
-        different = np.flatnonzero(table[:, column] != table[0, column])
-        if different.size:
-            problem = MismatchError(
-                f"replicas differ in {name}",
-                found=f"replica {different[0]}",
-                expected="the same as replica 0",
-                remedy="give the stages of all replicas the same seed and sizes, and all ranks the same schedule",
-            )
-            problem.echo = replicas.rank != 0
-            return problem
-    return None
-
-
-def _digests(stages):
-    """Two numbers: for the names, shapes and dtypes of this rank's parameters, and for their values."""
+def _digests(stages) -> list[str]:
+    """Two short texts: of the names, shapes and dtypes of this rank's parameters, and of their values."""
     shapes, values = blake2b(digest_size=8), blake2b(digest_size=8)
     for stage in stages:
         if isinstance(stage, Stage):
@@ -144,4 +168,4 @@ def _digests(stages):
             values.update(arrays.download(stage.parameters.flat).data)
         elif getattr(stage, "gradients", None) is not None:
             shapes.update(f"{stage.gradients.flat.dtype} {stage.gradients.flat.shape}".encode())
-    return [int.from_bytes(digest.digest(), "big") >> 1 for digest in (shapes, values)]
+    return [shapes.hexdigest(), values.hexdigest()]

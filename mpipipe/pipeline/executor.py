@@ -155,7 +155,7 @@ class Executor:
     def _evaluate_loss(self, step, y, target):
         microbatch, job = step.microbatch, self.job
         weight = job.weights[microbatch] * job.scale if job.training else 1.0
-        value, gradient = self.loss(y, target, factor=weight) if self.takes_factor else self.loss(y, target)
+        value, gradient = self._call_loss(step, y, target, weight)
         if getattr(value, "size", 1) != 1:
             raise ArgumentError("the value of a loss", found=f"an array of shape {value.shape}", expected="one number")
         if not arrays.is_device(value):  # a value on the device is looked at when the step has ended
@@ -164,8 +164,29 @@ class Executor:
         if job.training:
             self.seeds[microbatch] = _weighted(gradient, 1.0 if self.takes_factor else weight, y)
 
+    def _call_loss(self, step, y, target, weight):
+        """(value, gradient); an error of the loss is not blamed on the stage."""
+        try:
+            result = self.loss(y, target, factor=weight) if self.takes_factor else self.loss(y, target)
+        except MpipipeError:
+            raise
+        except Exception as error:
+            raise StageError(
+                f"the loss raised {type(error).__name__}: {error}",
+                rank=self.rank, stage=step.stage, microbatch=step.microbatch,
+            ) from error
+        if type(result) is not tuple or len(result) != 2:
+            raise ArgumentError(
+                "a loss returns (value, gradient of the output)", found=type(result).__name__, expected="a tuple of two"
+            )
+        return result
+
     def _check_loss(self, value, stage, microbatch):
-        if not math.isfinite(value):
+        try:
+            finite = math.isfinite(value)
+        except (TypeError, ValueError):
+            raise ArgumentError("the value of a loss", found=type(value).__name__, expected="one number") from None
+        if not finite:
             raise NonFiniteError(
                 "the loss is not finite", rank=self.rank, stage=stage, microbatch=microbatch, found=value,
                 remedy="lower the learning rate, clip gradients, or look at this micro-batch's data",
@@ -315,14 +336,23 @@ def _weighted(gradient, weight, output):
         if not arrays.is_floating(like.dtype):
             scaled.append(None)  # an integer output has no gradient
             continue
-        if type(leaf) is not type(like) or leaf.shape != like.shape or leaf.dtype != like.dtype:
+        if not _alike(leaf, like):
             raise ArgumentError(
                 "the gradient of the loss does not match the output",
-                found="None" if leaf is None else "{}{} on {}".format(*_facts(leaf)),
+                found="{}{} on {}".format(*_facts(leaf)) if arrays.is_array(leaf) else type(leaf).__name__,
                 expected="{}{} on {}".format(*_facts(like)),
             )
         scaled.append(leaf if weight == 1 else kernels.of_array(leaf).scale(leaf, weight))
     return unflatten(scaled, structure)
+
+
+def _alike(leaf, like) -> bool:
+    """Whether both are arrays of one shape and dtype on one kind of device; refuses a masked array."""
+    if type(leaf) is not type(like):
+        arrays.refuse_mask(leaf)
+        if not arrays.is_array(leaf) or arrays.is_device(leaf) != arrays.is_device(like):
+            return False
+    return leaf.shape == like.shape and leaf.dtype == like.dtype
 
 
 def _facts(array):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
@@ -10,17 +11,18 @@ from time import perf_counter
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.comm import departure, gpu_aware, runtime
-from mpipipe.comm.alarm import Alarm, wait
+from mpipipe.comm import gpu_aware, runtime
 from mpipipe.comm.mailbox import Mailbox
+from mpipipe.comm.process import is_rank
 from mpipipe.comm.reduce import PendingSum
+from mpipipe.comm.requests import own
 from mpipipe.comm.tags import Tags
 from mpipipe.comm.transport import make_transport
-from mpipipe.errors import ArgumentError, MpipipeError, PeerError
+from mpipipe.errors import ArgumentError, MpipipeError
 from mpipipe.nn import Stage
 from mpipipe.pipeline.agreement import Agreement, Batch, signature_of
 from mpipipe.pipeline.arguments import check_present
-from mpipipe.pipeline.construction import agree_on_construction
+from mpipipe.pipeline.construction import agree_on_construction, end_groups
 from mpipipe.pipeline.executor import Executor, Job
 from mpipipe.pipeline.microbatches import merge, rows_of, split
 from mpipipe.pipeline.plan import Plan
@@ -84,32 +86,37 @@ class Pipeline:
 
     def __init__(self, stages, schedule: Schedule, comm=None, loss=None, recompute: bool = False, replicas=None):
         comm = runtime.resolve(comm)
-        self.comm = comm.Dup()
-        self.comm.Set_name("mpipipe pipeline")
-        self.rank = self.comm.rank
+        partners = agree_on_construction(comm, replicas, stages, schedule, loss, recompute)
+        self.pipe, self.partners = partners.pipe, partners.replicas
         try:
-            ties, devices = agree_on_construction(self.comm, replicas, stages, schedule, loss, recompute)
-        except MpipipeError:
-            self.comm.Free()
+            self._build(partners, stages, schedule, loss, recompute)
+        except BaseException as error:
+            end_groups(self._groups(), error, "a pipeline could not be built")
             raise
+
+    def _build(self, partners, stages, schedule, loss, recompute):
+        """What is left to do once all ranks have agreed."""
+        self.comm, self.rank, devices = self.pipe.comm, self.pipe.rank, partners.devices
+        self.comm.Set_name("mpipipe pipeline")
         self.schedule, self.stages, self.loss = schedule, list(stages), loss
-        self.replicas = replicas.Dup() if replicas is not None and replicas.size > 1 else None
+        self.replicas = None if self.partners is None else self.partners.comm
+        self.pipe.process.pipelines += 1
+        self.name = f"pipeline {self.pipe.process.pipelines} ({schedule.name})"  # the how many-th of this rank
         numbers = schedule.stages_of(self.rank)
-        self.alarm = Alarm([self.comm] if self.replicas is None else [self.comm, self.replicas])
         self.tags = Tags(schedule.placement, schedule.microbatches, runtime.tag_upper_bound(self.comm))
         self.device = devices[self.rank]
-        verdict = gpu_aware.detect(self.comm) if "cuda" in devices else None
+        verdict = gpu_aware.detect(self.comm, self.pipe) if "cuda" in devices else None
         transport = make_transport(
-            self.comm, self.tags.channels, runtime.synchronous_sends(), self.device, verdict
+            self.comm, self.tags.channels, runtime.synchronous_sends(), self.device, verdict, self.pipe
         )
-        self.mailbox = Mailbox(transport)
-        self.agreement = Agreement(self.comm, self.replicas)
+        self.mailbox = Mailbox(transport, self.pipe)
+        self.agreement = Agreement(self.pipe, self.partners, self.name)
         self.executor = Executor(self.rank, self.stages, self.mailbox, loss, recompute, self.replicas, self.device)
         for stage, number in zip(self.stages, numbers):
             if isinstance(stage, Stage):
                 stage.index, stage.poll = number, self.executor.poll
                 stage.position.replica = self.replicas.rank if self.replicas else 0
-        self.ties = Ties(self.comm, self.stages, numbers, ties)
+        self.ties = Ties(self.pipe, self.stages, numbers, partners.ties)
         self.plans = {"step": Plan(schedule, self.rank, self.tags)}
         self.known: dict = {}  # input signature -> wires
         self.itineraries: dict = {}  # (input signature, plan) -> itinerary
@@ -117,7 +124,11 @@ class Pipeline:
         self.steps_taken = 0
         self.host_elapsed = 0.0
         self.state = "open"
-        departure.register(self, self._leave)
+        self.running = False
+        watched = weakref.ref(self.agreement)  # a pipeline that nobody closed can be freed, if its groups cannot
+        for group in self._groups():
+            group.progress = lambda name=self.name: f"call {count(watched)} of {name}"
+            group.related = self._groups()
 
     # -- what users call ----------------------------------------------------------------------------------------
 
@@ -143,7 +154,7 @@ class Pipeline:
             outcome, shares = self._run("step", feeds, goals, agreed, scale)
             loss, losses = self._share_losses(agreed.microbatches, shares)
             for pending in self.executor.sums:
-                wait(pending, "the sum of gradients over the replicas")
+                self.partners.wait(pending, "the sum of gradients over the replicas", everyone=True)
             self.ties.sum_gradients()
             self.steps_taken += 1
         self.host_elapsed = perf_counter() - self.started
@@ -185,7 +196,7 @@ class Pipeline:
             mine["FBW".index("B" if op == "I" else op), stage] += total / count
         everyone = np.zeros((self.comm.size, *mine.shape))
         with self._failing():
-            wait(self.comm.Iallgather(mine, everyone), "the durations of all stages")
+            self.pipe.wait(own(self.comm.Iallgather(mine, everyone)), "the durations of all stages", everyone=True)
         forward, input_grad, weight_grad = everyone.sum(0).tolist()
         return Costs(forward=forward, input_grad=input_grad, weight_grad=weight_grad)
 
@@ -224,13 +235,10 @@ class Pipeline:
         if self.state == "open":
             self._agree("close", None, None)
             self.state = "closed"
-            departure.unregister(self)
             self.ties.close()
             self.mailbox.transport.close()
-            self.alarm.close()
-            if self.replicas is not None:
-                self.replicas.Free()
-            self.comm.Free()
+            for group in self._groups():
+                group.close()
 
     def __enter__(self):
         return self
@@ -238,6 +246,11 @@ class Pipeline:
     def __exit__(self, kind, error, trace):
         if kind is None:
             self.close()
+        elif self.state == "open" and all(group.agreed_on(error) for group in self._groups()):
+            try:  # all ranks raise this error, so they may all come here
+                self.close()
+            except MpipipeError:
+                self._fail(error)
         elif self.state == "open":
             self._fail(error)
 
@@ -250,8 +263,12 @@ class Pipeline:
                 f"the pipeline is {self.state}", rank=self.rank,
                 remedy="start the job anew" if self.state == "failed" else "call step before close",
             )
+        if self.running:
+            raise ArgumentError(
+                f"{call} was called within another call of {self.name}", rank=self.rank,
+                remedy="a stage, or a loss, must not call the pipeline that runs it",
+            )
         self.started = perf_counter()
-        self.alarm.call += 1
         error = feeds = goals = None
         batch = Batch()
         try:
@@ -354,10 +371,10 @@ class Pipeline:
             table[:-1] = [losses[m] for m in range(microbatches)]
             table[-1] = sum(share * losses[m] for m, share in enumerate(shares))
         if self.comm.size > 1:
-            wait(self.comm.Ibcast(table, self.schedule.placement[-1]), "the loss")
+            self.pipe.wait(own(self.comm.Ibcast(table, self.schedule.placement[-1])), "the loss", everyone=True)
         total = table[-1:].copy()
         if self.replicas is not None:
-            wait(PendingSum(self.replicas, total), "the loss of the replicas")
+            self.partners.wait(PendingSum(self.replicas, total), "the loss of the replicas", everyone=True)
         return float(total[0]), table[:-1].tolist()
 
     # -- failure ------------------------------------------------------------------------------------------------
@@ -365,24 +382,32 @@ class Pipeline:
     @contextmanager
     def _failing(self):
         """Whatever is raised within ends the life of the pipeline, and is told to the peers."""
+        self.running = True
         try:
             yield
         except BaseException as error:
             self._fail(error)
             raise
+        finally:
+            self.running = False
 
     def _fail(self, error):
         """Tell the peers, once, and give up: messages of the broken call may still be under way."""
-        if not isinstance(error, PeerError):
-            self.alarm.sound(f"{self.executor.place} ({runtime.whoami()}) failed: {type(error).__name__}: {error}")
-        self.alarm.silence()
+        self.state = "failed"
+        if not is_rank():  # a process that a stage forked ends: MPI is none of its business
+            return
+        text = f"{self.executor.place} ({runtime.whoami()}) failed: {type(error).__name__}: {error}"
+        for group in self._groups():
+            group.fail(error, text)
         self.mailbox.cancel()
         for pending in self.executor.sums:
             pending.Cancel()
-        self.state = "failed"
-        departure.unregister(self)
 
-    def _leave(self):
-        """At the end of the script: peers that still call must not wait for this rank."""
-        if self.state == "open" and not runtime.finalized(self.comm):
-            self.alarm.leave(f"rank {self.rank} ({runtime.whoami()}) left the job after call {self.alarm.call}")
+    def _groups(self):
+        return [group for group in (self.pipe, self.partners) if group is not None]
+
+
+def count(agreement) -> int:
+    """Calls so far, by a weak reference to an Agreement."""
+    found = agreement()
+    return 0 if found is None else found.count

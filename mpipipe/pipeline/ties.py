@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.comm import share
-from mpipipe.comm.alarm import wait
+from mpipipe.comm.group import Group
+from mpipipe.comm.requests import own
 from mpipipe.errors import MismatchError
 from mpipipe.nn import Stage
 
@@ -57,23 +57,23 @@ class Ties:
 
     Parameters
     ----------
-    comm : the pipe's private communicator; the constructor is collective
+    pipe : group of the ranks of the pipeline; the constructor is collective
     stages, numbers : this rank's stages and their logical numbers
-    table : tie facts of every rank of `comm`
+    table : tie facts of every rank of the pipe
     """
 
-    def __init__(self, comm, stages, numbers, table):
+    def __init__(self, pipe: Group, stages, numbers, table):
         owner = dict(zip(numbers, stages))
         self.groups = []
         for key in sorted({key for facts in table for key in facts}):
             places = [facts.get(key, []) for facts in table]
             if sum(map(len, places)) > 1:
-                group = comm.Split(0 if places[comm.rank] else 1, comm.rank)
-                if places[comm.rank]:
+                comm = pipe.split(0 if places[pipe.rank] else 1, pipe.rank, "ties")
+                if places[pipe.rank]:
                     members = [place for place in places if place]
-                    self.groups.append(_Group(group, members, owner))
+                    self.groups.append(_Group(pipe, comm, members, owner))
                 else:
-                    group.Free()
+                    comm.Free()
 
     def sum_gradients(self):
         """Give every copy the sum of all copies' gradients."""
@@ -88,10 +88,10 @@ class Ties:
 
 
 class _Group:
-    """The copies of one parameter: `members` has the places of each rank of `comm`."""
+    """The copies of one parameter: `members` has the places of each rank of `comm`, a part of the pipe."""
 
-    def __init__(self, comm, members, owner):
-        self.comm = comm
+    def __init__(self, pipe, comm, members, owner):
+        self.pipe, self.comm = pipe, comm
         mine = members[comm.rank]
         self.gradients = [owner[place.stage].gradients[place.name] for place in mine]
         copies = [(p.stage, index, rank) for rank, places in enumerate(members) for index, p in enumerate(places)]
@@ -99,8 +99,12 @@ class _Group:
         self.most = max(map(len, members))
         root, index = self.order[0]
         first = members[root][index]
-        start = arrays.download(owner[first.stage].parameters[first.name]) if comm.rank == root else None
-        values = share.broadcast(comm, start, root)
+        values = np.empty(first.shape, arrays.dtype(first.dtype))
+        if comm.rank == root:
+            values[...] = arrays.download(owner[first.stage].parameters[first.name])
+        if comm.size > 1:
+            request = own(comm.Ibcast(values.view(np.uint8), root))
+            pipe.wait(request, "the first values of tied parameters", everyone=True)
         for place in mine:
             _set(owner[place.stage].parameters[place.name], values)
             if place != first:
@@ -108,11 +112,12 @@ class _Group:
 
     def sum_gradients(self):
         shape = self.gradients[0].shape
-        own = np.zeros((self.most, *shape), self.gradients[0].dtype)
-        for place, gradient in zip(own, self.gradients):
+        here = np.zeros((self.most, *shape), self.gradients[0].dtype)
+        for place, gradient in zip(here, self.gradients):
             place[...] = arrays.download(gradient)
-        everyone = np.empty((self.comm.size, *own.shape), own.dtype)
-        wait(self.comm.Iallgather(own, everyone), "the gradients of tied parameters")
+        everyone = np.empty((self.comm.size, *here.shape), here.dtype)
+        request = own(self.comm.Iallgather(here, everyone))
+        self.pipe.wait(request, "the gradients of tied parameters", everyone=True)
         first, *others = self.order
         total = everyone[first]
         for place in others:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mpipipe import nn
 from mpipipe.attention import Cached
-from mpipipe.comm import share
+from mpipipe.comm.group import group_of
 from mpipipe.pipeline import Pipeline
 from mpipipe.train import limits
 from mpipipe.train.recipe import Recipe
@@ -27,10 +27,11 @@ def decoder(recipe: Recipe, mesh, dtype: str, capacity: int, fill) -> Pipeline:
     Collective over the mesh; an error of `fill` is raised on every rank, as is ConfigError where parameters and caches
     cannot fit into memory. To be closed by the caller.
     """
-    with share.together(mesh.comm):
+    group = group_of(mesh.comm)
+    with group.together("generate: the memory of a decoder"):
         limits.check_decoding(recipe, mesh.pipe.rank, dtype, capacity, mesh.seq.size)
     layers = recipe.model.build(lambda: Cached(capacity, mesh.seq, window=recipe.model.seq))
-    with share.together(mesh.comm):
+    with group.together("generate: the stages"):
         parts = [recipe.parts[number] for number in recipe.schedule.stages_of(mesh.pipe.rank)]
         stages = [nn.Stage(layers[start:stop], dtype=dtype, first=start) for start, stop in parts]
         fill(stages)

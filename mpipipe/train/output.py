@@ -10,7 +10,7 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
-from mpipipe.comm import share
+from mpipipe.comm.group import group_of
 from mpipipe.errors import ConfigError
 from mpipipe.train import files
 
@@ -24,8 +24,8 @@ def shared_path(comm, path: str | None) -> str:
 
     The ranks may have different working folders. Raises ConfigError where rank 0 has none.
     """
-    absolute = None
-    with share.together(comm):
+    absolute, group = None, group_of(comm)
+    with group.together("the path of a folder"):
         if comm.rank == 0:
             try:
                 absolute = os.path.abspath(f"runs/{datetime.now():%Y%m%d-%H%M%S}" if path is None else path)
@@ -34,7 +34,7 @@ def shared_path(comm, path: str | None) -> str:
                     f"the working folder is gone: {error.strerror}", found=str(path), expected="an absolute path",
                     remedy="start the job in a folder that exists, or name an absolute path",
                 ) from error
-    return share.broadcast(comm, absolute)
+    return group.broadcast("the path of a folder", absolute)
 
 
 def check_vacant(out: Path):
@@ -70,9 +70,10 @@ def make_folder(out: Path, comm, writes: bool):
     Raises ConfigError on every rank where the folder cannot be made, or where a rank that writes sees another one or
     none, as with a disk that each host has for itself: its weights would be lost or scattered.
     """
-    token = share.broadcast(comm, secrets.token_hex(16) if comm.rank == 0 else None)
+    group = group_of(comm)
+    token = group.broadcast("the marker of the output folder", secrets.token_hex(16) if comm.rank == 0 else None)
     marker = out / MARKER
-    with share.together(comm):
+    with group.together("making the output folder"):
         if comm.rank == 0:
             try:
                 out.mkdir(parents=True, exist_ok=True)
@@ -80,7 +81,7 @@ def make_folder(out: Path, comm, writes: bool):
             except OSError as error:
                 raise unusable(out, error) from error
     try:
-        with share.together(comm):
+        with group.together("looking at the output folder"):
             if writes and not _sees(marker, token):
                 raise ConfigError(
                     "the output folder of rank 0 is not there on this rank", found=f"no such {out} on {_host()}",

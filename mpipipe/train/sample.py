@@ -6,7 +6,8 @@ import math
 
 import numpy as np
 
-from mpipipe.comm import share
+from mpipipe.comm.consensus import raise_on_all
+from mpipipe.comm.group import group_of
 from mpipipe.errors import ArgumentError, NonFiniteError
 from mpipipe.train.data import generator
 
@@ -27,7 +28,8 @@ def generate(pipeline, mesh, prompt: bytes, count: int, *, temperature: float, s
     Raises, on every rank, ArgumentError for an empty prompt and a temperature that is below 0 or not finite, and
     NonFiniteError where the model gives logits that are NaN or infinite.
     """
-    with share.together(mesh.comm):
+    group = group_of(mesh.comm)
+    with group.together("generate: the prompt"):
         if not prompt:
             raise ArgumentError("the prompt is empty", expected="at least one byte, which the text then continues")
         if not 0 <= temperature < math.inf:
@@ -44,9 +46,9 @@ def generate(pipeline, mesh, prompt: bytes, count: int, *, temperature: float, s
                 byte = draw(logits[0, -1], temperature, generator(seed, "sample", index))
             except NonFiniteError as caught:
                 error = caught
-        byte, error = share.broadcast(mesh.comm, (byte, error), drawing)
+        byte, error = group.broadcast("generate: the next byte", (byte, error), drawing)
         if error is not None:
-            share.raise_everywhere(mesh.rank, [(drawing, error)])
+            raise_on_all(drawing, error, group)
         fresh = bytes([byte])
         text += fresh
     return bytes(text)

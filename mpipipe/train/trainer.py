@@ -7,8 +7,10 @@ from pathlib import Path
 from time import perf_counter
 
 from mpipipe import arrays, optim, schedules
-from mpipipe.comm import runtime, share
+from mpipipe.comm import runtime
+from mpipipe.comm.consensus import raise_on_all
 from mpipipe.comm.device import select_device
+from mpipipe.comm.group import group_of
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import MismatchError
 from mpipipe.pipeline import Pipeline
@@ -48,17 +50,18 @@ def train(config: TrainConfig, architecture, comm=None) -> Record:
     NonFiniteError : the loss is NaN or infinite, or a gradient is and no smaller loss scale can help
     """
     comm = runtime.resolve(comm)
-    _check_same_config(comm, config)
+    _check_same_config(group_of(comm), config)
     config = replace(config, out=output.shared_path(comm, config.out))
-    with share.together(comm):
+    with group_of(comm).together("train: the mesh"):
         pipe = max(1, comm.size // config.seq) if config.pipe is None else config.pipe
         mesh = Mesh(comm, pipe=pipe, seq=config.seq)
     with mesh:
+        group = group_of(mesh.comm)
         device = select_device(config.device, mesh.comm)
         recipe, corpus = _prepare(config, architecture, mesh, device)
-        with share.together(mesh.comm):
+        with group.together("train: the shards of sequences"):
             shard = Shard(mesh.seq, config.layout, config.seq_len)
-        with share.together(mesh.comm):
+        with group.together("train: the stages"):
             stages = recipe.stages(mesh.pipe.rank, shard, config.dtype, config.seed, device)
         with Pipeline(
             stages,
@@ -69,31 +72,23 @@ def train(config: TrainConfig, architecture, comm=None) -> Record:
             replicas=mesh.replicas,
         ) as pipeline:
             output.make_folder(Path(config.out), mesh.comm, writes=mesh.replicas.rank == 0)
-            with share.together(mesh.comm):
+            with group.together("train: the reporter"):
                 reporter = _reporter(config) if mesh.rank == 0 else Silence()
             with reporter:
                 return Trainer(config, mesh, recipe, shard, pipeline, corpus, reporter).run()
 
 
-def _check_same_config(comm, config):
-    everyone = share.agree(comm, None, config)
-    for rank, other in enumerate(everyone):
-        for key, value in vars(other).items():
-            expected = getattr(everyone[0], key)
-            if value != expected:
-                error = MismatchError(
-                    "the ranks have different configurations",
-                    rank=rank,
-                    found=f"{key} = {value!r}",
-                    expected=f"{key} = {expected!r}, as on rank 0",
-                    remedy="give the same file and flags to all ranks",
-                )
-                share.raise_everywhere(comm.rank, [(0, error)])
+def _check_same_config(group, config):
+    group.agree(
+        "train: the configuration", tuple((f"{key} =", repr(value)) for key, value in vars(config).items()),
+        message="the ranks have different configurations", remedy="give the same file and flags to all ranks",
+    )
 
 
 def _prepare(config, architecture, mesh, device):
     """(Recipe, Corpus or None where this rank needs no data); every error is raised on every rank."""
-    with share.together(mesh.comm):
+    group = group_of(mesh.comm)
+    with group.together("train: the plan"):
         recipe = Recipe.of(config, architecture, mesh.pipe.size, mesh.data.size)
         limits.check_training(config, recipe, mesh.pipe.rank, device)
         if config.sample_bytes:
@@ -102,10 +97,10 @@ def _prepare(config, architecture, mesh, device):
         if mesh.rank == 0:
             output.check_vacant(Path(config.out))
     corpus, placement = None, recipe.schedule.placement
-    with share.together(mesh.comm):
+    with group.together("train: opening the data"):
         if mesh.pipe.rank in (placement[0], placement[-1]):
             corpus = Corpus.open(config.data, config.seq_len)
-    prints = share.agree(mesh.comm, None, corpus.fingerprint if corpus else None)
+    prints = group.gather("train: the data", corpus.fingerprint if corpus else None)
     first = next(rank for rank, found in enumerate(prints) if found is not None)
     others = [rank for rank, found in enumerate(prints) if found not in (None, prints[first])]
     if others:
@@ -116,7 +111,7 @@ def _prepare(config, architecture, mesh, device):
             remedy="give the same files to all hosts, best on a shared file system; the default data differ where "
             "hosts have different Python versions",
         )
-        share.raise_everywhere(mesh.rank, [(0, error)])
+        raise_on_all(0, error, group)
     return recipe, corpus
 
 
@@ -213,7 +208,7 @@ class Trainer:
     def _speed(self, usage: Usage) -> dict:
         """Tokens per second and bubble of the steps in `usage`, and the bubble that the stages' durations predict."""
         costs = self.pipeline.durations()
-        everyone = share.agree(self.mesh.comm, None, usage)
+        everyone = group_of(self.mesh.comm).gather("train: the time of all ranks", usage)
         busy, elapsed = sum(each.busy for each in everyone), sum(each.elapsed for each in everyone)
         tokens = usage.steps * self.config.batch * self.config.seq_len
         return {
@@ -245,7 +240,8 @@ class Trainer:
         if self.first:
             text = self.corpus.validation
             prompt = text.read(0, min(PROMPT, len(text))).tobytes()
-        prompt = share.broadcast(self.mesh.pipe, prompt, recipe.schedule.placement[0])
+        root = recipe.schedule.placement[0]
+        prompt = group_of(self.mesh.pipe).broadcast("train: the prompt of the sample", prompt, root)
         count = config.sample_bytes
         dtype = self.pipeline.stages[0].parameters.flat.dtype.name
         with decoder(recipe, self.mesh, dtype, len(prompt) + count, self._copy_weights) as decoding:

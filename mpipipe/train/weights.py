@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as serialized
 
 from mpipipe import arrays
-from mpipipe.comm import share
+from mpipipe.comm.group import group_of
 from mpipipe.errors import ArgumentError, NonFiniteError
 from mpipipe.train import files
 
@@ -67,8 +67,8 @@ def save(folder, model, stages, schedule, mesh):
 
     Raises ArgumentError, on every rank, where a file cannot be written.
     """
-    folder, sums = Path(folder), {}
-    with share.together(mesh.comm):
+    folder, sums, group = Path(folder), {}, group_of(mesh.comm)
+    with group.together("saving weights"):
         if mesh.replicas.rank == 0:
             with _explained(folder):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -76,8 +76,9 @@ def save(folder, model, stages, schedule, mesh):
                     parameters = on_host(stage.parameters)
                     sums.update({name: checksum(array) for name, array in parameters.items()})
                     files.write_whole(folder / _file(number), serialized(parameters))
-    sums = {name: text for part in share.agree(mesh.comm, None, sums) for name, text in part.items()}
-    with share.together(mesh.comm):
+    parts = group.gather("saving weights: the checksums", sums)
+    sums = {name: text for part in parts for name, text in part.items()}
+    with group.together("saving weights: their description"):
         if mesh.rank == 0:
             facts = asdict(Description(asdict(model), stages[0].parameters.flat.dtype.name, schedule.stages, sums))
             facts["checksum"] = _checksum_of(facts)

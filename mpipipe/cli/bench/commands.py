@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from mpipipe.comm import inprocess, runtime
-from mpipipe.comm.guard import guarded
+from mpipipe.comm.abort import run_or_abort
 from mpipipe.errors import MpipipeError
 
 app = typer.Typer(
@@ -23,7 +23,7 @@ def _guarded(work):
         runtime.prepare_process()
         work()
 
-    raise typer.Exit(guarded(limited))
+    raise typer.Exit(run_or_abort(limited))
 
 
 @app.command()

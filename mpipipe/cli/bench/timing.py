@@ -6,16 +6,19 @@ import sys
 from statistics import median
 from time import perf_counter
 
+from mpipipe.comm.group import group_of
+
 
 def compare(comm, candidates, repeats: int, warmup: int = 3) -> list[float]:
     """Median seconds of each candidate (a function of no arguments), the slowest rank's time of each turn counting."""
+    group = group_of(comm)
     times: list[list[float]] = [[] for _ in candidates]
     for turn in range(warmup + repeats):
         for candidate, kept in zip(candidates, times):
-            comm.Barrier()
+            group.agree("bench: the start of a turn")
             start = perf_counter()
             candidate()
-            seconds = max(comm.allgather(perf_counter() - start))
+            seconds = max(group.gather("bench: the seconds of a turn", perf_counter() - start))
             if turn >= warmup:
                 kept.append(seconds)
     return [median(kept) for kept in times]

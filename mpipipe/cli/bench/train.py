@@ -14,6 +14,7 @@ from mpipipe import Pipeline, nn, schedules
 from mpipipe.attention import Local
 from mpipipe.cli.bench.timing import compare, report
 from mpipipe.comm import runtime
+from mpipipe.comm.group import group_of
 from mpipipe.models import GPT
 
 WARMUP = 1
@@ -48,7 +49,8 @@ def _beside_torch(comm, model, rows, repeats):
         output, saved = stage.forward(tokens)
         stage.backward(nn.softmax_cross_entropy(output, targets)[1], saved)
 
-    alone = comm.Split(comm.rank, 0)
+    group = group_of(comm)
+    alone = group.split(comm.rank, 0, "bench")
     if comm.rank == 0:
         times = compare(alone, [ours, micro_batch(model, tokens, targets)], repeats, WARMUP)
         report(
@@ -58,7 +60,7 @@ def _beside_torch(comm, model, rows, repeats):
             times[0] / times[1],
             "below 1",
         )
-    comm.Barrier()
+    group.agree("bench: the end of the comparison with PyTorch")
     alone.Free()
 
 
@@ -71,13 +73,13 @@ def _measure(comm, model, schedule, rows, repeats):
     tokens = np.random.default_rng(0).integers(0, model.vocab, size=(2, rows, model.seq))
     inputs = tokens[0] if schedule.placement[0] == comm.rank else None
     targets = tokens[1] if schedule.placement[-1] == comm.rank else None
-    times = []
+    times, group = [], group_of(comm)
     with Pipeline(stages, schedule, comm, loss=nn.softmax_cross_entropy) as pipeline:
         for turn in range(WARMUP + repeats):
             if turn == WARMUP:
                 pipeline.executor.clock.totals.clear()
-            comm.Barrier()
+            group.agree("bench: the start of a step")
             pipeline.step(inputs, targets)
-            times.append(max(comm.allgather(pipeline.elapsed)))
+            times.append(max(group.gather("bench: the seconds of a step", pipeline.elapsed)))
         costs = pipeline.durations()
     return median(times[WARMUP:]), schedules.simulate(schedule, costs).makespan

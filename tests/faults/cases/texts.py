@@ -43,5 +43,6 @@ FAULTS = (
     failing("a surrogate on every rank", "text", "fail(os.fsdecode(b'caf\\xe9'))", "ValueError: caf", ranks=(1, 3)),
     failing("a surrogate in a report of a refusal", "text",
             "schedule = os.fsdecode(b'caf\\xe9')\ntrain()", "ArgumentError", code=2),
-    failing("a surrogate as text of an exit", "text", on("0", "sys.exit(os.fsdecode(b'caf\\xe9'))") + "train()", "caf"),
+    failing("a surrogate as text of an exit", "text", on("0", "sys.exit(os.fsdecode(b'caf\\xe9'))") + "train()", "caf",
+            modes=(RUN,)),
 )

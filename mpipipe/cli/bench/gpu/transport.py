@@ -15,6 +15,7 @@ from mpipipe.cli.bench.timing import compare
 from mpipipe.cli.bench.transport import PingPong
 from mpipipe.comm import gpu_aware, runtime
 from mpipipe.comm.gpu_aware import Verdict
+from mpipipe.comm.group import group_of
 from mpipipe.comm.transport import make_transport
 
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 24, 1 << 26)
@@ -24,11 +25,13 @@ QUICK = dict(repeats=3, sizes=(1 << 16, 1 << 24))
 def measure(repeats=10, sizes=SIZES, comm=None):
     """Yield a row for each size and transport; collective over the two ranks of `comm` (None: COMM_WORLD)."""
     comm = runtime.resolve(comm)
+    group = group_of(comm)
     verdict = gpu_aware.detect(comm)
     ways = {"staged": Verdict(False, "measured")}
     if verdict.direct:
         ways["direct"] = verdict
-    shared = len(set(comm.allgather((socket.gethostname(), arrays.cupy().cuda.runtime.getDevice())))) < comm.size
+    place = socket.gethostname(), arrays.cupy().cuda.runtime.getDevice()
+    shared = len(set(group.gather("bench: the GPUs", place))) < comm.size
     note = ", by processes that take turns on one GPU: no rate of the transport" if shared else ""
     for size in sizes:
         rates = {}

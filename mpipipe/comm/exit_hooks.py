@@ -1,0 +1,37 @@
+"""What happens at the end of a rank's script: its peers are told, so that they need not wait for it.
+
+A process that a script forked is no rank: it says nothing when it ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable
+
+from mpipipe.comm.process import here, is_rank
+
+_last: list[Callable[[], None]] = []
+
+
+def say_farewell():
+    """Tell the other ranks of all groups that this rank leaves; once."""
+    if is_rank():
+        for group in tuple(here().groups):
+            group.leave()
+
+
+def call_last(function):
+    """Call `function()` at the exit of the interpreter, behind nearly all other exit functions."""
+    _last.append(function)
+
+
+def _at_exit():
+    try:
+        say_farewell()
+    finally:
+        if is_rank():
+            for function in _last:
+                function()
+
+
+atexit.register(_at_exit)

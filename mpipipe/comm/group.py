@@ -1,0 +1,252 @@
+"""A group: ranks that agree on their calls, wait for each other, and hear of each other's end."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+
+from mpipipe.comm import communicators, runtime
+from mpipipe.comm.attributes import attributes
+from mpipipe.comm.consensus import VALUES, Ballot, dumps_anyhow
+from mpipipe.comm.presence import Presence
+from mpipipe.comm.process import Failure, failure_of, here, is_rank
+from mpipipe.comm.requests import own
+from mpipipe.comm.wait import heard, wait
+from mpipipe.errors import ArgumentError, PeerError
+
+
+def group_of(comm=None) -> Group:
+    """The group for all calls on a user's communicator that have none of their own; collective the first time.
+
+    It is closed when `comm` is freed. None means COMM_WORLD.
+    """
+    comm = runtime.resolve(comm)
+    kept = attributes(comm)
+    if "group" not in kept or kept["group"].failure is not None:
+        kept["group"] = Group(comm)
+    return kept["group"]
+
+
+class Group:
+    """The ranks of a communicator, on a private duplicate of it.
+
+    Parameters
+    ----------
+    comm : to duplicate; collective
+
+    Attributes
+    ----------
+    comm : the duplicate. Notes are the only point-to-point messages on it; collectives are those of this group's calls
+    presence : what is known of the other ranks
+    process : state of this rank
+    progress : what to call for a text of how far this rank has come, for peers that will miss it
+    related : other groups of the same object, whose failure is this one's too
+
+    Every method but `fail` and `wait` is collective. One that raises on this rank alone, because a peer has failed for
+    example, ends the life of the group, and the other ranks are told.
+    """
+
+    def __init__(self, comm):
+        members = communicators.world_ranks(comm)
+        self.comm = communicators.duplicate(comm)
+        self.rank, self.size = self.comm.rank, self.comm.size
+        self.process = here()
+        self.presence = Presence(self.comm, members, self.process)
+        self.progress: Callable[[], str] | None = None
+        self.closed = self.left = False
+        self.related: list[Group] = []
+        self.process.groups.append(self)
+
+    @property
+    def world_rank(self) -> int:
+        """Of this rank."""
+        return self.presence.members[self.rank]
+
+    def agreed_on(self, error: BaseException) -> bool:
+        """Whether all ranks of this group raise this same error."""
+        return getattr(error, "agreed", frozenset()).issuperset(self.presence.members)
+
+    @property
+    def failure(self) -> Failure | None:
+        """For what this group cannot be used any more, else None."""
+        return self.presence.failure
+
+    # -- agreement ----------------------------------------------------------------------------------------------
+
+    def agree(
+        self, call: str, facts: tuple = (), values: Sequence[int] = (), error: Exception | None = None,
+        message: str | None = None, remedy: str | None = None,
+    ) -> np.ndarray:
+        """Find that all ranks make this call with the same facts; returns everybody's values, int64 (size, values).
+
+        Parameters
+        ----------
+        call : what this rank does
+        facts : ((name, value), ...) that must be the same on all ranks; values are hashable, of plain types
+        values : at most consensus.VALUES integers of this rank
+        error : why this rank cannot take part; all ranks raise it then
+        message, remedy : of the MismatchError where ranks differ
+        """
+        ballot = Ballot(call, facts, error, message, remedy)
+        table = ballot.cast(self, values)
+        ballot.decide()
+        return table
+
+    def gather(self, call: str, value, error: Exception | None = None) -> list:
+        """Every rank's `value`, any picklable object, in rank order; raises on all ranks where one has an error."""
+        content = b""
+        try:
+            content = b"" if error is not None else pickle.dumps(value)
+        except Exception as caught:
+            error = caught
+        sizes = self.agree(call, values=[len(content)], error=error)[:, 0].tolist()
+        return self._spread(content, sizes, call)
+
+    def broadcast(self, call: str, value, root: int = 0):
+        """`value` of rank `root`, any picklable object, on every rank."""
+        content = pickle.dumps(value) if self.rank == root else b""
+        size = int(self.agree(call, (("root", root),), [len(content)])[root, 0])
+        if self.size == 1:
+            return value
+        buffer = np.empty(size, np.uint8)
+        buffer[: len(content)] = np.frombuffer(content, np.uint8)
+        with self.failing(call):
+            self.wait(own(self.comm.Ibcast(buffer, root)), call, everyone=True)
+        return value if self.rank == root else pickle.loads(buffer.tobytes())
+
+    @contextmanager
+    def together(self, call: str):
+        """Run the block on every rank; an error of any rank is raised on all of them at the block's end."""
+        error = None
+        try:
+            yield
+        except Exception as caught:
+            if isinstance(caught, PeerError) or self.failure is not None:
+                raise
+            error = caught
+        self.agree(call, error=error)
+
+    def exchange(self, row: Sequence[int], what: str) -> np.ndarray:
+        """The rows of all ranks, int64 (size, 2 + VALUES): what agreements are made of. Begins a call."""
+        self.begin()
+        mine = np.zeros(2 + VALUES, np.int64)
+        mine[: len(row)] = row
+        if self.size == 1:
+            return mine[None]
+        table = np.empty((self.size, mine.size), np.int64)
+        try:
+            wait(own(self.comm.Iallgather(mine, table)), what, self, everyone=True)
+        except BaseException as error:
+            self._fail_because(error, what)
+            raise
+        return table
+
+    def explain(self, entries: list, what: str) -> list:
+        """The lists of all ranks, joined in rank order; for calls in which all know that something is wrong."""
+        content = dumps_anyhow(entries)
+        sizes = self.exchange([len(content)], what)[:, 0].tolist()
+        return [entry for block in self._spread(content, sizes, what) for entry in block]
+
+    def _spread(self, content: bytes, sizes: list[int], what: str) -> list:
+        if self.size == 1:
+            return [pickle.loads(content)]
+        mine, table = np.zeros(max(sizes), np.uint8), np.empty((self.size, max(sizes)), np.uint8)
+        mine[: len(content)] = np.frombuffer(content, np.uint8)
+        with self.failing(what):
+            self.wait(own(self.comm.Iallgather(mine, table)), what, everyone=True)
+        return [pickle.loads(row[:size].tobytes()) for row, size in zip(table, sizes)]
+
+    # -- waiting ------------------------------------------------------------------------------------------------
+
+    def begin(self):
+        """Count one more call of this group."""
+        if self.closed or runtime.finalized(self.comm):
+            raise ArgumentError(
+                "the communicator is gone", found="a call on a communicator that was freed, or after MPI_Finalize",
+                remedy="free communicators, and finalize MPI, after the last call that uses them",
+            )
+        if self.failure is not None:
+            raise heard(self.failure, remedy="start the job anew: an earlier call of these ranks has failed")
+        self.presence.calls += 1
+
+    def wait(self, request, what=None, everyone: bool = False):
+        """Wait for a request that belongs to the call under way."""
+        wait(request, what, self, everyone)
+
+    # -- communicators ------------------------------------------------------------------------------------------
+
+    def split(self, color: int, key: int, name: str):
+        """A communicator of the ranks with the same `color`, ordered by `key`, for others to use and to free."""
+        self.agree(f"making the communicator {name!r}")
+        return communicators.split(self.comm, color, key, name)
+
+    # -- failure and end ----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def failing(self, what: str):
+        """Whatever is raised within ends the life of this group, and is told to the peers."""
+        try:
+            yield
+        except BaseException as error:
+            self._fail_because(error, what)
+            raise
+
+    def _fail_because(self, error, what):
+        self.fail(error, f"{runtime.whoami()} failed in {what}: {type(error).__name__}: {error}")
+
+    def fail(self, error: BaseException, text: str):
+        """Tell every other rank, once, that this one cannot go on for `error`. Returns without waiting."""
+        if is_rank() and not self.closed and not runtime.finalized(self.comm):
+            self.presence.fail(failure_of(error, text, self.world_rank))
+        self._detach()
+
+    def read_notes(self):
+        """Take note of what peers say; never waits."""
+        self.presence.read()
+        if self.failure is not None:
+            self._detach()
+
+    def leave(self):
+        """At the end of the script: peers that still call must not wait for this rank. Returns without waiting.
+
+        Once only. The rank goes on listening: other threads of it may not have ended.
+        """
+        if self.failure is None and not self.closed and not self.left and not runtime.finalized(self.comm):
+            self.left = True
+            calls = f"collective call {self.presence.calls}" if self.progress is None else self.progress()
+            self.presence.leave(f"rank {self.rank} ({runtime.whoami()}) left the job after {calls}")
+
+    def _detach(self):
+        with self.process.lock:
+            if self in self.process.groups:
+                self.process.groups.remove(self)
+
+    def close(self):
+        """Free the communicator; collective, may be called twice.
+
+        After a failure it is kept: notes may be under way.
+        """
+        if self.closed or self.failure is not None:
+            return
+        self.agree("close")
+        self.presence.closing = True  # from here on no rank sends a note, so that their number is final
+        notes = int(self.agree("close: the number of notes", values=[self.presence.sent])[:, 0].sum())
+        with self.failing("close"):
+            self.wait(_Settled(self.presence, notes), "the last notes of a group", everyone=True)
+        self._detach()
+        self.closed = True
+        self.comm.Free()
+
+
+class _Settled:
+    """The request that is complete once every note of a group that was sent has been received, and answered."""
+
+    def __init__(self, presence, notes):
+        self.presence, self.notes = presence, notes
+
+    def Test(self) -> bool:
+        with self.presence.process.lock:
+            return self.presence.settled(self.notes)
