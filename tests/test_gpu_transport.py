@@ -476,6 +476,7 @@ def test_a_note_of_failure_ends_a_wait_for_a_device_array(gpu, comm, kind_of_tra
     envelopes = [Envelope(left, 1, m, 0, (0, 2 * m), (0, 2 * m + 1)) for m in range(3)]
     mailbox.expect(mailbox.itinerary(envelopes, [[leaf]] * 3), 2)
     mailbox.put(Envelope(neighbours(comm)[0], 1, 2, 0, (0, 4), (0, 5)), [make(1, 300_000)])
+    comm.Barrier()  # nobody hears of it while the transports are made
     if comm.rank == 0:
         group.fail(ValueError(), "rank 0 failed: no paint")
     else:

@@ -201,7 +201,7 @@ def _all_ends(world, end: End):
 def _patience(world, end: End) -> float:
     """Where several ranks have a cause the lowest reports; where the rank with the cause cannot, the lowest other."""
     if end.says == CAUSE:
-        return GRACE + min(1.0, 0.05 * world.rank)
+        return GRACE + min(2.0, 0.25 * world.rank)
     return 2 * GRACE + STAGGER * world.rank
 
 

@@ -35,11 +35,14 @@ class Ballot:
     call, facts, error, message, remedy : as for Group.agree
     number : of the call, where the callers count; else the group does
     where : what errors add to the name of the call, such as the object that it is made on
+    code : digest(call, facts), from callers that make the same call again and again
     """
 
     def __init__(
-        self, call, facts=(), error=None, message=None, remedy=None, number: int | None = None, where: str = ""
+        self, call, facts=(), error=None, message=None, remedy=None, number: int | None = None, where: str = "",
+        code: int = 0,
     ):
+        self.code = code
         self.call, self.facts, self.error, self.number, self.where = call, facts, error, number, where
         self.message, self.remedy = message, remedy
         self.groups: list[Group] = []
@@ -55,12 +58,11 @@ class Ballot:
         code = REFUSED
         if not self.failed:
             try:
-                code = _digest(self.call, self.facts)
+                code = self.code or digest(self.call, self.facts)
             except Exception as error:
                 self.refuse(ArgumentError(f"facts that have no text: {type(error).__name__}: {error}"))
         table = group.exchange([code, number, *values], self.text)
-        first = table[0, :2]
-        if code == REFUSED or (table[:, :2] != first).any() or first[0] == REFUSED:
+        if code == REFUSED or not _alike(table):
             self.failed = True
         return table[:, 2 : 2 + len(values)]
 
@@ -141,6 +143,13 @@ def _shown(name, value, message) -> str:
     return f"{name} {text}" if message else text
 
 
+def _alike(table) -> bool:
+    """Whether all ranks sent the same code and number, and none has refused."""
+    heads = table[:, :2].tolist()
+    first = heads[0]
+    return first[0] != REFUSED and heads.count(first) == len(heads)
+
+
 def dumps_anyhow(entries) -> bytes:
     """What ranks tell each other of a disagreement; an error that cannot be pickled, as ArgumentError with its text."""
     try:
@@ -153,7 +162,7 @@ def dumps_anyhow(entries) -> bytes:
         return pickle.dumps([(error, call, (("facts", facts),), rank) for error, call, facts, rank in plain])
 
 
-def _digest(call: str, facts: tuple) -> int:
+def digest(call: str, facts: tuple) -> int:
     """A number from 0 to 2^63 - 1 for a call and its facts, the same in every process."""
     content = repr((call, facts)).encode("utf-8", "backslashreplace")
     return int.from_bytes(blake2b(content, digest_size=8).digest(), "big") >> 1

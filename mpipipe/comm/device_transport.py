@@ -188,7 +188,7 @@ class _Deferred(_Message):
     def _start(self):
         peer, channel, tag = self.name
         if self.ready is None:
-            return self.take_host(self.array, peer, channel, tag)
+            return own(self.take_host(self.array, peer, channel, tag))
         pieces = _pieces(self.array, self.transport.piece_bytes)
         return start_all(self.operations[channel], pieces, peer, tag, self.array)
 

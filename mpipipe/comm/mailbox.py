@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mpipipe.comm.requests import own
 from mpipipe.comm.wait import wait
 from mpipipe.errors import ArgumentError
 
@@ -88,17 +89,18 @@ class Mailbox:
 
     def take(self):
         """The arrays of the next expected message, and their lease."""
-        arrays, lease, requests, envelope = self.posted.popleft()
+        arrays, lease, requests, envelope = self.posted[0]
         for request in requests:
             if not request.Test():
                 wait(request, envelope, self.group)
+        self.posted.popleft()
         self._post_next()
         return arrays, lease
 
     def take_header(self, envelope: Envelope) -> bytes:
         """The header of a message whose shapes are not known yet."""
         header = np.empty(HEADER_BYTES, np.uint8)
-        wait(self.transport.irecv(header, envelope.peer, *envelope.header), envelope, self.group)
+        wait(own(self.transport.irecv(header, envelope.peer, *envelope.header)), envelope, self.group)
         return header.tobytes().rstrip(b"\0")
 
     def take_unknown(self, envelope: Envelope, leaves):
@@ -165,12 +167,25 @@ class Mailbox:
         self.transport.forget()
 
     def cancel(self):
-        """Withdraw posted receives after a failure; the pipeline cannot be used any more.
+        """Withdraw posted receives after a failure; the pipeline cannot be used any more."""
+        for _, _, requests, _ in self.posted:
+            for request in requests:
+                own(request).Cancel()
+        self.transport.abandon()
+        self._let_go()
 
-        A request that does not complete by this keeps its buffer for ever (comm.requests).
+    def __del__(self):
+        self._let_go()
+
+    def _let_go(self):
+        """Forget all requests. Those that are not complete keep themselves, and their buffers, alive for ever.
+
+        A request of a step stays in `posted` or `outgoing` until it has tested true, whatever is raised meanwhile, so
+        it needs no other owner than this object, which would cost a small message more than a hundredth of its time.
         """
         for _, _, requests, _ in self.posted:
             for request in requests:
-                request.Cancel()
-        self.transport.abandon()
+                own(request)
+        for request in self.outgoing:
+            own(request)
         self.posted, self.outgoing = deque(), deque()

@@ -31,15 +31,6 @@ def own(request, *buffers):
     return owned
 
 
-def owner(comm):
-    """`own` for the requests of one communicator, and as fast as can be: for those of every message."""
-    return _as_it_is if hasattr(comm, "store") else _owned()  # ranks in one process
-
-
-def _as_it_is(request):
-    return request
-
-
 def _owned() -> type:
     if not _types:
         _types.append(_make_type())

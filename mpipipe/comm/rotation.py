@@ -7,6 +7,7 @@ exchange before the computation. The data are the same either way.
 from __future__ import annotations
 
 from mpipipe.comm.group import group_of
+from mpipipe.comm.requests import own
 from mpipipe.comm.transport import make_transport
 
 ROTATIONS = ("overlap", "sendrecv")
@@ -45,8 +46,8 @@ class Rotation:
         On a device, work queued so far on the current stream makes the one and is the last to read the other; work
         queued after `finish` finds the data.
         """
-        self.pending.append(self.transport.irecv(incoming, source, 0, TAG))
-        self.pending.append(self.transport.isend(outgoing, dest, 0, TAG))
+        self.pending.append(own(self.transport.irecv(incoming, source, 0, TAG)))
+        self.pending.append(own(self.transport.isend(outgoing, dest, 0, TAG)))
         if mode == "sendrecv":
             self.finish()
 

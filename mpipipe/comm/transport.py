@@ -1,6 +1,7 @@
 """How the bytes of an array reach another rank.
 
 A transport starts sends and receives of whole arrays and hands back requests with two methods, `Test()` and `Cancel()`.
+Whoever takes one owns it: see comm.requests, and the mailbox for the many of a step.
 It knows peers, channels and tags; what a message means is the mailbox's business. The one here takes host arrays; those
 of `device_transport` take device arrays as well:
 
@@ -24,7 +25,7 @@ import numpy as np
 from mpipipe import arrays
 from mpipipe.comm import communicators
 from mpipipe.comm.group import group_of
-from mpipipe.comm.requests import own, owner
+from mpipipe.comm.requests import own
 from mpipipe.errors import ArgumentError
 
 logger = logging.getLogger("mpipipe")
@@ -75,7 +76,6 @@ class HostTransport:
         self, comm, channels: int = 1, synchronous: bool = False, piece_bytes: int = PIECE_BYTES, typed: bool = True
     ):
         self.channels = [communicators.duplicate(comm) for _ in range(channels)]
-        self.own = owner(comm)
         self.senders = [channel.Issend if synchronous else channel.Isend for channel in self.channels]
         self.receivers = [channel.Irecv for channel in self.channels]
         self.piece_bytes = piece_bytes
@@ -106,13 +106,13 @@ class HostTransport:
                 expected="numpy.ndarray", remedy="give your stage the attribute device = 'cuda'",
             )
         if array.nbytes <= self.piece_bytes and array.dtype.char in self.types:
-            return self.own(self.senders[channel](array, peer, tag))
+            return self.senders[channel](array, peer, tag)
         return start_all(self.senders[channel], self._pieces(array), peer, tag)
 
     def irecv(self, array, peer: int, channel: int, tag: int):
         """Start receiving into `array`, which must have the sender's size in bytes."""
         if array.nbytes <= self.piece_bytes and array.dtype.char in self.types:
-            return self.own(self.receivers[channel](array, peer, tag))
+            return self.receivers[channel](array, peer, tag)
         return start_all(self.receivers[channel], self._pieces(array), peer, tag)
 
     def _pieces(self, array):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hashlib import blake2b
 from typing import NamedTuple
 
-from mpipipe.comm.consensus import Ballot
+from mpipipe.comm.consensus import Ballot, digest
 from mpipipe.comm.group import Group
 from mpipipe.errors import MismatchError, MpipipeError
 from mpipipe.pipeline.microbatches import flatten
@@ -62,6 +62,7 @@ class Agreement:
     def __init__(self, pipe: Group, replicas: Group | None, name: str):
         self.pipe, self.replicas, self.where = pipe, replicas, f" of {name}"
         self.count = 0
+        self.codes: dict = {}
 
     def reach(
         self, call: str, batch: Batch, error: Exception | None, scale: float = 1.0
@@ -74,10 +75,11 @@ class Agreement:
         self.count += 1
         if isinstance(error, MpipipeError) and error.rank is None:
             error.rank = self.pipe.rank
-        ballot = Ballot(
-            call, (("scale", float(scale)),), error, DIFFERENT, REMEDY, self.count,
-            self.where,
-        )
+        facts = (("scale", float(scale)),)
+        if (call, facts) not in self.codes:
+            self.codes = {(call, facts): digest(call, facts)}  # of the last call: nearly always that of the next one
+        code = self.codes[call, facts]
+        ballot = Ballot(call, facts, error, DIFFERENT, REMEDY, self.count, self.where, code)
         table = ballot.cast(self.pipe, batch)
         signature, rows, target_rows, microbatches, listed = table.max(0).tolist()
         if not ballot.failed and target_rows not in (0, rows):
