@@ -83,7 +83,7 @@ class Ballot:
         if error is not None and not isinstance(error, MpipipeError):
             error = ArgumentError(f"{type(error).__name__}: {error}")
         world_rank = self.groups[0].world_rank
-        entries = [(error, self.text, self.facts, world_rank)]
+        entries = [(error, (self.call, self.number, self.text), self.facts, world_rank)]
         for group in self.groups:
             entries = group.explain(entries, f"the reasons why ranks disagree in {self.text}")
         ranks = [rank for *_, rank in entries]
@@ -110,11 +110,11 @@ def _first_problem(entries, message, remedy):
                 problem.rank = ", ".join(map(str, same))
             return index, problem
     _, call, facts = entries[0]
-    calls = [rank for rank, entry in enumerate(entries) if entry[1] != call]
+    calls = [rank for rank, entry in enumerate(entries) if entry[1][:2] != call[:2]]
     if calls:
         return 0, MismatchError(
-            message or "ranks make different calls", rank=_listed(calls), found=entries[calls[0]][1],
-            expected=f"{call}, as on rank 0", remedy=remedy or "make the same calls in the same order on all ranks",
+            message or "ranks make different calls", rank=_listed(calls), found=entries[calls[0]][1][2],
+            expected=f"{call[2]}, as on rank 0", remedy=remedy or "make the same calls in the same order on all ranks",
         )
     known = dict(facts)
     for _, _, other in entries:
