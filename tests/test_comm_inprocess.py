@@ -106,3 +106,29 @@ def test_synchronous_send_completes_only_once_received():
 def test_number_of_ranks_must_be_a_count():
     with pytest.raises(ArgumentError, match="at least 1"):
         inprocess.run(0, lambda comm: None)
+
+
+WITHOUT_MPI = """
+import sys
+sys.modules["mpi4py"] = None  # importing it fails
+import numpy as np
+from mpipipe import Pipeline, attention, nn, schedules
+from mpipipe.comm import inprocess
+
+def job(comm):
+    stage = nn.Stage([nn.Linear(4, 4)], first=comm.rank)
+    x = np.ones((4, 4), np.float32)
+    with Pipeline([stage], schedules.gpipe(2, 2), comm, loss=nn.mean_squared_error) as pipeline:
+        loss = pipeline.step(x if comm.rank == 0 else None, x if comm.rank == 1 else None).loss
+    q = np.ones((1, 4, 2, 4))
+    out, saved = attention.ring_attention(q, q, q, comm)
+    attention.ring_attention_backward(out, saved)
+    return loss
+
+print(len(set(inprocess.run(2, job))))
+"""
+
+
+def test_ranks_as_threads_need_no_mpi(launch):
+    job = launch(0, WITHOUT_MPI)
+    assert (job.returncode, job.stdout) == (0, "1\n"), job.stderr

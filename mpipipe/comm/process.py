@@ -43,7 +43,7 @@ class Process:
     Attributes
     ----------
     lock : held while notes are read
-    groups : open consensus.Group objects, whose notes every wait of this rank reads
+    groups : open group.Group objects, whose notes every wait of this rank reads
     engines : what must be called to advance -> the thread that uses it
     failures : those heard of, in that order
     left : world rank -> text, of the ranks whose script has ended

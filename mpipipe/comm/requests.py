@@ -9,6 +9,7 @@ which still moves messages, so what is kept has a reference that nothing ever gi
 from __future__ import annotations
 
 import ctypes
+import sys
 
 _types: list[type] = []
 
@@ -22,6 +23,8 @@ def own(request, *buffers):
         are threads of one process come back as they are.
     buffers : owners of memory that mpi4py knows by its address only, such as device arrays
     """
+    if "mpi4py.MPI" not in sys.modules:  # ranks in one process need no MPI, and must not load it
+        return request
     kind = _owned()
     if not isinstance(request, kind.__base__):
         return request

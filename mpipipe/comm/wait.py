@@ -31,7 +31,7 @@ def wait(request, what=None, group=None, everyone: bool = False):
     ----------
     request : anything with `Test()`
     what : what the rank waits for, as text or something with a text
-    group : the consensus.Group whose call this wait belongs to, where there is one
+    group : the group.Group whose call this wait belongs to, where there is one
     everyone : whether all ranks of the group must come for the request to complete
 
     Raises PeerError when a note of failure comes first, in any group of this rank; MismatchError where ranks wait for
