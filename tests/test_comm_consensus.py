@@ -107,6 +107,14 @@ def test_objects_of_any_size_are_gathered_and_broadcast(comm):
     group.close()
 
 
+def test_what_cannot_be_pickled_on_one_rank_is_an_error_on_all(comm):
+    group, root = Group(comm), comm.size - 1
+    for call in (group.gather, lambda name, value: group.broadcast(name, value, root)):
+        odd = (lambda: None) if comm.rank == root else None
+        everyone_raises(comm, ArgumentError, lambda call=call, odd=odd: call("a call", odd))
+    group.close()
+
+
 def test_two_axes_of_a_grid_agree_together():
     """Rank 3 of a 2 x 2 grid has an error: its row and its column know of it, and the fourth rank hears it too."""
 

@@ -255,7 +255,8 @@ def _watch_os_exit(world):
 
 # -- without run_or_abort ---------------------------------------------------------------------------------------------
 
-_hooked: list = []
+_hooked: list = []  # the hook that was there before ours
+_deaths: list[BaseException] = []  # what ended the script
 
 
 def end_job_with_script():
@@ -271,7 +272,7 @@ def end_job_with_script():
     def note_and_report(kind, error, trace):
         previous(kind, error, trace)
         if not _running and not sys.flags.interactive and not hasattr(sys, "ps1"):
-            _hooked.append(error)
+            _deaths.append(error)
 
     sys.excepthook = note_and_report
     exit_hooks.call_last(_abort_after_exception)
@@ -282,19 +283,16 @@ def end_job_with_script():
 
 
 def _abort_after_exception():
-    errors = [error for error in _hooked if isinstance(error, BaseException)]
-    if not errors:
+    if not _deaths or _finalized():
         return
-    MPI = runtime.mpi() if not _finalized() else None
-    if MPI is None:
-        return
+    MPI, error = runtime.mpi(), _deaths[0]
     rank = MPI.COMM_WORLD.rank
     sys.stdout.flush()
     sys.stderr.flush()
     # peers that hear of it have time to say where they were; one that only heard leaves the end to the one it heard of
-    time.sleep(2 * GRACE + STAGGER * rank if getattr(errors[0], "echo", False) else 1.0 + min(1.0, 0.05 * rank))
-    _write(f"mpipipe: rank {rank} of {MPI.COMM_WORLD.size} died of {type(errors[0]).__name__}: the job ends here\n")
-    MPI.COMM_WORLD.Abort(INTERRUPTED if isinstance(errors[0], KeyboardInterrupt) else 1)
+    time.sleep(2 * GRACE + STAGGER * rank if getattr(error, "echo", False) else 1.0 + min(1.0, 0.05 * rank))
+    _write(f"mpipipe: rank {rank} of {MPI.COMM_WORLD.size} died of {type(error).__name__}: the job ends here\n")
+    MPI.COMM_WORLD.Abort(INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
 
 
 def _finalized() -> bool:

@@ -97,18 +97,14 @@ class Group:
 
     def gather(self, call: str, value, error: Exception | None = None) -> list:
         """Every rank's `value`, any picklable object, in rank order; raises on all ranks where one has an error."""
-        content = b""
-        try:
-            content = b"" if error is not None else pickle.dumps(value)
-        except Exception as caught:
-            error = caught
+        content, error = _pickled(value, error)
         sizes = self.agree(call, values=[len(content)], error=error)[:, 0].tolist()
         return self._spread(content, sizes, call)
 
     def broadcast(self, call: str, value, root: int = 0):
         """`value` of rank `root`, any picklable object, on every rank."""
-        content = pickle.dumps(value) if self.rank == root else b""
-        size = int(self.agree(call, (("root", root),), [len(content)])[root, 0])
+        content, error = _pickled(value, None) if self.rank == root else (b"", None)
+        size = int(self.agree(call, (("root", root),), [len(content)], error)[root, 0])
         if self.size == 1:
             return value
         buffer = np.empty(size, np.uint8)
@@ -239,6 +235,16 @@ class Group:
         self._detach()
         self.closed = True
         self.comm.Free()
+
+
+def _pickled(value, error):
+    """(`value` in bytes, error): nothing where there is an error, an error where it cannot be pickled."""
+    if error is not None:
+        return b"", error
+    try:
+        return pickle.dumps(value), None
+    except Exception as caught:
+        return b"", caught
 
 
 class _Settled:

@@ -95,14 +95,15 @@ class Executor:
             self._place(error, step)
             raise
         except Exception as error:
-            raise StageError(
-                f"{NAMES[step.op]} raised {type(error).__name__}: {error}",
-                rank=self.rank, stage=step.stage, microbatch=step.microbatch,
-            ) from error
+            raise self._stage_error(NAMES[step.op], step, error) from error
         except BaseException:  # SystemExit, KeyboardInterrupt: they stay what they are, the other ranks hear where
             self.place = f"rank {self.rank}, stage {step.stage}, micro-batch {step.microbatch}, {NAMES[step.op]}"
             raise
         return self.outcome
+
+    def _stage_error(self, what, step, error) -> StageError:
+        text = f"{what} raised {type(error).__name__}: {error}"
+        return StageError(text, rank=self.rank, stage=step.stage, microbatch=step.microbatch)
 
     def _place(self, error, step):
         if error.rank is None:
@@ -171,10 +172,7 @@ class Executor:
         except MpipipeError:
             raise
         except Exception as error:
-            raise StageError(
-                f"the loss raised {type(error).__name__}: {error}",
-                rank=self.rank, stage=step.stage, microbatch=step.microbatch,
-            ) from error
+            raise self._stage_error("the loss", step, error) from error
         if type(result) is not tuple or len(result) != 2:
             raise ArgumentError(
                 "a loss returns (value, gradient of the output)", found=type(result).__name__, expected="a tuple of two"
