@@ -9,7 +9,7 @@
 #   MPIEXEC=...      launcher of the MPI that mpi4py uses; by default the one beside PYTHON, or the one on PATH
 #   RESULTS=folder   for gpu_check.json, gpu_check.md and logs; by default a new one below results/
 #   LIMIT=540        seconds for everything; what it cuts short is no failure (180 with QUICK=1)
-#   TESTS=...        files to test, by default those of tests/test_gpu_*.py that test a GPU
+#   TESTS=...        files or folders to test, by default tests; only tests with the marker `gpu` are run
 #
 # Ends with one table, and with exit code 0 where no correctness check failed, 1 where one did, 2 without a GPU.
 set -uo pipefail
@@ -89,27 +89,13 @@ gpu_check: $python cannot load MPI: $1
 TEXT
 }
 
-# existing NAME...: those of tests/test_gpu_NAME.py that are there
-existing() {
-    local name
-    for name in "$@"; do if [ -f "tests/test_gpu_$name.py" ]; then echo "tests/test_gpu_$name.py"; fi; done
-}
-
-tests=(-m pytest -q --color=no --durations=10 -p no:cacheprovider -p gpu_selection)
-"$python" -c 'import pytest_mpi' 2> /dev/null || tests+=(-p mpi_stand_in)
-several=(transport pipeline train attention)
+tests=(-m pytest -q --color=no --durations=10 -p no:cacheprovider -m gpu -p support.gpu_selection)
+"$python" -c 'import pytest_mpi' 2> /dev/null || tests+=(-p support.mpi_stand_in)
+files=(tests)
 if [ -n "${TESTS:-}" ]; then
     read -r -a files <<< "$TESTS"
-    several=("${files[@]}")
-else
-    if [ "$quick" = 1 ]; then
-        names=(arrays libraries kernels)
-    else  # sources, emulator, emulator_kernels, aware and check test no GPU
-        mapfile -t names < <(printf '%s\n' tests/test_gpu_*.py | sed -E 's/.*test_gpu_(.*)\.py/\1/' |
-            grep -vxE 'sources|emulator|emulator_kernels|aware|check')
-    fi
-    mapfile -t files < <(existing "${names[@]}")
-    mapfile -t several < <(existing "${several[@]}")
+elif [ "$quick" = 1 ]; then
+    files=(tests/arrays tests/nn/test_device_kernels.py)
 fi
 
 check information info 60 "$python" -m mpipipe info
@@ -146,7 +132,7 @@ elif find_mpiexec; then
     for way in $ways; do
         for ranks in 2 4; do
             MPIPIPE_GPU_DIRECT=${way%:*} check correctness "tests-$ranks-${way#*:}" 130 \
-                "$mpiexec" -n "$ranks" "$python" "${tests[@]}" --few-plans --several-ranks "${several[@]}"
+                "$mpiexec" -n "$ranks" "$python" "${tests[@]}" --few-plans --several-ranks "${files[@]}"
         done
     done
 else

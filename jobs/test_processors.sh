@@ -21,8 +21,8 @@ SLOW+=" or test_memory or test_example or long_runs or test_gradients_have_the_s
 
 tests=(tests)
 if [ "${WHOLE:-0}" = 0 ]; then  # what imports bounds of rounding compares numbers
-    mapfile -t tests < <(grep -lE '^from (tolerance|gradcheck|reference_attention) import' tests/test_*.py)
-    tests+=(tests/test_processor.py -k "not ($SLOW)")
+    mapfile -t tests < <(grep -rlE '^from support.(tolerance|gradcheck|reference_attention) import' tests --include='test_*.py')
+    tests+=(tests/jobs/test_processor.py -k "not ($SLOW)")
 fi
 
 log=$(mktemp)
@@ -46,7 +46,7 @@ while read -r -u 3 name setting kernels; do
     fi
     echo "mpipipe: processors $verdict setting=$name kernels=$kernels passed=${passed:-0} exit=$status"
     ran=$((ran + 1))
-done 3< <("$python" tests/processors.py)
+done 3< <("$python" tests/support/processors.py)
 
 if [ "$ran" -gt 0 ] && [ "$failed" = 0 ]; then verdict=ok; else verdict=failed; fi
 echo "mpipipe: processors $verdict mpi=$MPI ranks=${RANKS:-2} settings=$ran failed=$failed"

@@ -7,12 +7,12 @@ import os
 for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(name, "1")  # before numpy is imported: the ranks share the cores
 
-import harness  # noqa: E402
 import pytest  # noqa: E402
-from emulator.fixture import a_gpu, an_emulated_gpu  # noqa: E402
 from hypothesis import HealthCheck, Phase, settings  # noqa: E402
-from launch import run_job  # noqa: E402
 from mpi4py import MPI  # noqa: E402
+from support import harness  # noqa: E402
+from support.emulator.fixture import a_gpu, an_emulated_gpu  # noqa: E402
+from support.launch import run_job  # noqa: E402
 
 # every rank must draw the same examples: no randomness, no database, nothing that depends on the clock
 settings.register_profile(
@@ -36,6 +36,13 @@ def pytest_cmdline_main(config):
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
     harness.install(config)
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        for fixture, marker in (("gpu", "gpu"), ("emulated_gpu", "emulator")):
+            if fixture in getattr(item, "fixturenames", ()):
+                item.add_marker(marker)
 
 
 @pytest.fixture

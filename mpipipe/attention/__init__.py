@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpipipe.attention.decode import Cached, decode_attention
+from mpipipe.attention.kv_cache import Cached, decode_attention
 from mpipipe.attention.layout import Layout
 from mpipipe.attention.local import Local
 from mpipipe.attention.ring import Ring, ring_attention, ring_attention_backward

@@ -16,7 +16,7 @@ from functools import cached_property
 
 import numpy as np
 
-from mpipipe.attention.blocks import Run, Slice, plan
+from mpipipe.attention.mask import Run, Slice, plan
 from mpipipe.errors import ArgumentError
 
 KINDS = ("contiguous", "zigzag", "striped")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from mpipipe import arrays
-from mpipipe.attention import blocks, kernels
+from mpipipe.attention import kernels, mask
+from mpipipe.attention.accumulate import attend_once
 from mpipipe.attention.kernels import host
-from mpipipe.attention.results import attend_once
 from mpipipe.errors import ArgumentError
 
 DTYPES = tuple(map(arrays.dtype, ("float32", "float64", "float16", "bfloat16")))
@@ -19,7 +19,7 @@ class Local:
     causal : whether row i sees only keys 0 ... i (positions of queries and keys both start at 0); False: all keys
     scale : of the scores, a finite number above 0; default 1 / sqrt(head_dim)
     window : a row sees itself and the window - 1 positions before it; needs causal
-    segments : documents packed into the sequence, as numbers or lengths (see `blocks.boundaries`)
+    segments : documents packed into the sequence, as numbers or lengths (see `mask.boundaries`)
 
     Arrays are (batch, seq, heads, head_dim), all on the host or all on one GPU, of one dtype: float32, float64, or
     float16 or bfloat16, in which sums and the log-sum-exp are float32 and results are rounded once. k and v may have
@@ -29,8 +29,8 @@ class Local:
     """
 
     def __init__(self, causal: bool = True, scale: float | None = None, window: int | None = None, segments=None):
-        blocks.check_window(causal, window)
-        blocks.check_scale(scale)
+        mask.check_window(causal, window)
+        mask.check_scale(scale)
         self.causal, self.scale, self.window, self.segments = causal, scale, window, segments
         self.poll = host.nothing
         self.planned: tuple = ()  # (lengths of queries and keys, slices) of the last call
@@ -56,9 +56,9 @@ class Local:
     def _slices(self, seq, keys):
         if self.segments is not None and seq != keys:
             raise ArgumentError("segments need queries and keys of one sequence", found=f"{seq} queries, {keys} keys")
-        documents = blocks.boundaries(self.segments, seq)
-        queries, all_keys = [blocks.Run(0, seq, 0, 1)], [blocks.Run(0, keys, 0, 1)]
-        return blocks.plan(queries, all_keys, self.causal, self.window, documents)
+        documents = mask.boundaries(self.segments, seq)
+        queries, all_keys = [mask.Run(0, seq, 0, 1)], [mask.Run(0, keys, 0, 1)]
+        return mask.plan(queries, all_keys, self.causal, self.window, documents)
 
 
 def check_arrays(q, k, v):
@@ -72,7 +72,8 @@ def check_arrays(q, k, v):
     if len(set(devices)) > 1:
         raise ArgumentError(
             "the arrays of attention are on different devices",
-            found=", ".join(f"{name} on {device}" for name, device in zip("qkv", devices)), expected="one device",
+            found=", ".join(f"{name} on {device}" for name, device in zip("qkv", devices)),
+            expected="one device",
             remedy="copy host arrays to the GPU first, with mpipipe.arrays.upload or cupy.asarray",
         )
     batch, _, heads, dim = q.shape if q.ndim == 4 else (0, 0, 0, 0)

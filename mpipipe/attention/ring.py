@@ -22,12 +22,12 @@ from __future__ import annotations
 
 from mpipipe import arrays
 from mpipipe.attention import kernels
-from mpipipe.attention.agreement import agree_on_backward, agree_on_forward, agree_on_options
+from mpipipe.attention.accumulate import add, assign, attend_once, block_gradients, cast, total
 from mpipipe.attention.kernels import host
-from mpipipe.attention.results import add, assign, attend_once, block_gradients, cast, total
-from mpipipe.comm import runtime
+from mpipipe.attention.ring_agreement import agree_on_backward, agree_on_forward, agree_on_options
+from mpipipe.comm import runtime, settings
 from mpipipe.comm.attributes import attributes
-from mpipipe.comm.rotation import Rotation
+from mpipipe.comm.ring_exchange import Rotation
 
 
 class Ring:
@@ -52,8 +52,17 @@ class Ring:
     and their gradients.
     """
 
-    def __init__(self, comm, causal=True, layout="zigzag", window=None, segments=None, scale=None, seq_len=None,
-                 rotation="overlap"):
+    def __init__(
+        self,
+        comm,
+        causal=True,
+        layout="zigzag",
+        window=None,
+        segments=None,
+        scale=None,
+        seq_len=None,
+        rotation="overlap",
+    ):
         self._given = comm = runtime.resolve(comm)
         self.rotation = self._rotation("cpu")
         self.comm, self.poll, self.bytes_sent = self.rotation.comm, host.nothing, 0
@@ -132,7 +141,7 @@ class Ring:
         """What moves blocks of arrays on this device; one for all rings on the communicator."""
         kept, key = attributes(self._given), ("ring", device)
         if key not in kept or kept[key].group.failure is not None:
-            kept[key] = Rotation(self._given, runtime.synchronous_sends(), device)
+            kept[key] = Rotation(self._given, settings.synchronous_sends(), device)
         return kept[key]
 
     def _start(self, outgoing, dest, incoming, source):
@@ -144,10 +153,20 @@ class Ring:
         self.poll()
 
 
-def ring_attention(q, k, v, comm, causal=True, layout="zigzag", window=None, segments=None, scale=None, seq_len=None,
-                   rotation="overlap"):
-    """Attention over a sharded sequence; returns (out, saved). Arguments as for `Ring`; collective over `comm`.
-    """
+def ring_attention(
+    q,
+    k,
+    v,
+    comm,
+    causal=True,
+    layout="zigzag",
+    window=None,
+    segments=None,
+    scale=None,
+    seq_len=None,
+    rotation="overlap",
+):
+    """Attention over a sharded sequence; returns (out, saved). Arguments as for `Ring`; collective over `comm`."""
     ring = Ring(comm, causal, layout, window, segments, scale, seq_len, rotation)
     out, saved = ring.forward(q, k, v)
     return out, (ring, saved)

@@ -14,7 +14,7 @@ from mpipipe.cli.generate import generate
 from mpipipe.cli.info import info
 from mpipipe.cli.run import run
 from mpipipe.cli.train import train
-from mpipipe.comm import runtime
+from mpipipe.comm import launcher, runtime
 from mpipipe.comm.abort import Stop, run_or_abort
 from mpipipe.errors import BackendError
 
@@ -47,7 +47,7 @@ def main():
 
 def _is_job() -> bool:
     """Whether this process is one rank of several, so that nothing may end it alone, not even wrong usage."""
-    if runtime.promised_ranks(os.environ) is None:
+    if launcher.launcher_size(os.environ) is None:
         return False
     try:
         return runtime.mpi().COMM_WORLD.size > 1

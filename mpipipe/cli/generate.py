@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from mpipipe import schedules
+from mpipipe import processor, schedules
 from mpipipe.comm import runtime
 from mpipipe.comm.abort import run_or_abort
 from mpipipe.comm.group import group_of
@@ -18,9 +18,9 @@ from mpipipe.train import limits, weights
 from mpipipe.train.decoder import decoder
 from mpipipe.train.outlet import Outlet
 from mpipipe.train.output import shared_path
-from mpipipe.train.recipe import Recipe
 from mpipipe.train.sample import generate as continuation
 from mpipipe.train.sample import readable
+from mpipipe.train.training_plan import Recipe
 
 
 def generate(
@@ -38,7 +38,7 @@ def generate(
     """
 
     def work():
-        runtime.limit_blas_threads()
+        processor.limit_blas_threads()
         comm = runtime.world()
         folder, start = weights.folder_of(shared_path(comm, run)), prompt.encode(errors="surrogateescape")
         with group_of(comm).together("generate: the mesh"):

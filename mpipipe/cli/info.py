@@ -12,8 +12,8 @@ import typer
 
 from mpipipe import arrays
 from mpipipe.attention import kernels
+from mpipipe.cli import probe as probing
 from mpipipe.comm import device, runtime
-from mpipipe.comm import probe as probing
 from mpipipe.comm.group import group_of
 from mpipipe.errors import BackendError, MpipipeError
 

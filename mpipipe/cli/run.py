@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from mpipipe.comm import runtime
+from mpipipe import processor
 from mpipipe.comm.abort import run_or_abort
 
 
@@ -25,7 +25,7 @@ def run(
     """
 
     def work():
-        runtime.prepare_process()
+        processor.prepare_process()
         sys.argv = [target, *(arguments or [])]
         if module:
             sys.path[0] = os.getcwd()

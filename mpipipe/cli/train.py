@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mpipipe.comm import runtime
+from mpipipe import processor
 from mpipipe.comm.abort import run_or_abort
 from mpipipe.comm.group import group_of
 from mpipipe.models import GPT
@@ -24,7 +24,7 @@ def train(config=None, **flags):
     """
 
     def work():
-        runtime.prepare_process()
+        processor.prepare_process()
         with group_of().together("train: reading the configuration"):
             chosen = TrainConfig.load(config, **{name: value for name, value in flags.items() if value != []})
         run_training(chosen, GPT)

@@ -53,8 +53,7 @@ def split(comm, color: int, key: int, name: str):
 
 
 def rank_on_host(comm) -> int:
-    """Position of this rank among the ranks of a private communicator on its host; right behind an agreement, as split.
-    """
+    """Position of this rank among those of a private communicator on its host; call it right behind an agreement."""
     if hasattr(comm, "store"):  # ranks in one process
         return comm.rank
     node = comm.Split_type(runtime.mpi().COMM_TYPE_SHARED)

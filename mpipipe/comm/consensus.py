@@ -39,7 +39,14 @@ class Ballot:
     """
 
     def __init__(
-        self, call, facts=(), error=None, message=None, remedy=None, number: int | None = None, where: str = "",
+        self,
+        call,
+        facts=(),
+        error=None,
+        message=None,
+        remedy=None,
+        number: int | None = None,
+        where: str = "",
         code: int = 0,
     ):
         self.code = code
@@ -113,8 +120,11 @@ def _first_problem(entries, message, remedy):
     calls = [rank for rank, entry in enumerate(entries) if entry[1][:2] != call[:2]]
     if calls:
         return 0, MismatchError(
-            message or "ranks make different calls", rank=_listed(calls), found=entries[calls[0]][1][2],
-            expected=f"{call[2]}, as on rank 0", remedy=remedy or "make the same calls in the same order on all ranks",
+            message or "ranks make different calls",
+            rank=_listed(calls),
+            found=entries[calls[0]][1][2],
+            expected=f"{call[2]}, as on rank 0",
+            remedy=remedy or "make the same calls in the same order on all ranks",
         )
     known = dict(facts)
     for _, _, other in entries:
@@ -122,8 +132,11 @@ def _first_problem(entries, message, remedy):
             if repr(value) != repr(known.get(name)):
                 odd = [r for r, entry in enumerate(entries) if repr(dict(entry[2]).get(name)) != repr(known.get(name))]
                 problem = MismatchError(
-                    message or f"ranks differ in {name}", rank=_listed(odd), found=_shown(name, value, message),
-                    expected=f"{_shown(name, known.get(name), message)}, as on rank 0", remedy=remedy,
+                    message or f"ranks differ in {name}",
+                    rank=_listed(odd),
+                    found=_shown(name, value, message),
+                    expected=f"{_shown(name, known.get(name), message)}, as on rank 0",
+                    remedy=remedy,
                 )
                 problem.fact = name
                 return 0, problem

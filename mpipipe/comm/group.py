@@ -77,8 +77,13 @@ class Group:
     # -- agreement ----------------------------------------------------------------------------------------------
 
     def agree(
-        self, call: str, facts: tuple = (), values: Sequence[int] = (), error: Exception | None = None,
-        message: str | None = None, remedy: str | None = None,
+        self,
+        call: str,
+        facts: tuple = (),
+        values: Sequence[int] = (),
+        error: Exception | None = None,
+        message: str | None = None,
+        remedy: str | None = None,
     ) -> np.ndarray:
         """Find that all ranks make this call with the same facts; returns everybody's values, int64 (size, values).
 
@@ -161,7 +166,8 @@ class Group:
         """Count one more call of this group."""
         if self.closed or runtime.finalized(self.comm):
             raise ArgumentError(
-                "the communicator is gone", found="a call on a communicator that was freed, or after MPI_Finalize",
+                "the communicator is gone",
+                found="a call on a communicator that was freed, or after MPI_Finalize",
                 remedy="free communicators, and finalize MPI, after the last call that uses them",
             )
         if self.failure is not None:

@@ -201,7 +201,9 @@ class _Receive:
         if found != expected:
             self.error = InProcessError(
                 f"message from rank {send.source} with tag {send.tag} does not fit the receive buffer",
-                rank=self.dest, found=f"{found[0]} bytes of {found[1]}", expected=f"{expected[0]} of {expected[1]}",
+                rank=self.dest,
+                found=f"{found[0]} bytes of {found[1]}",
+                expected=f"{expected[0]} of {expected[1]}",
             )
             return
         self.array.reshape(-1)[...] = send.array.reshape(-1)
@@ -291,8 +293,7 @@ class _World:
         with self.lock:
             now = time.monotonic()
             return any(
-                source in (ANY, m.source) and tag in (ANY, m.tag) and m.visible <= now
-                for m in self.sent[context, dest]
+                source in (ANY, m.source) and tag in (ANY, m.tag) and m.visible <= now for m in self.sent[context, dest]
             )
 
     def meet(self, key, kind, rank, size, value, finish):

@@ -62,8 +62,7 @@ class Mailbox:
     def itinerary(self, envelopes, leaves):
         """What `expect` takes: for each envelope, in order, the (shape, dtype) of its arrays, looked up once."""
         return [
-            (envelope, [(self.slots[leaf], *leaf) for leaf in shapes])
-            for envelope, shapes in zip(envelopes, leaves)
+            (envelope, [(self.slots[leaf], *leaf) for leaf in shapes]) for envelope, shapes in zip(envelopes, leaves)
         ]
 
     def expect(self, itinerary, window: int):

@@ -86,8 +86,11 @@ def _agreed_extents(group, pipe, seq, data) -> Coordinates:
     except MpipipeError as caught:
         error = caught
     group.agree(
-        "making a Mesh", tuple(zip(Coordinates._fields, facts)), error=error,
-        message="ranks were given different extents of a mesh", remedy="give the same extents on all ranks",
+        "making a Mesh",
+        tuple(zip(Coordinates._fields, facts)),
+        error=error,
+        message="ranks were given different extents of a mesh",
+        remedy="give the same extents on all ranks",
     )
     return facts
 
@@ -102,7 +105,8 @@ def _extents(size: int, pipe: int, seq: int, data: int | None) -> Coordinates:
         raise ArgumentError(
             "the mesh does not fill the communicator",
             found=f"{size} ranks",
-            expected=f"a multiple of pipe {pipe} x seq {seq}" if data == 0 or size % (pipe * seq)
+            expected=f"a multiple of pipe {pipe} x seq {seq}"
+            if data == 0 or size % (pipe * seq)
             else f"pipe {pipe} x data {data} x seq {seq} = {pipe * data * seq} ranks",
             remedy="start another number of ranks, or choose other extents",
         )

@@ -11,7 +11,7 @@ import threading
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from mpipipe.comm import runtime
+from mpipipe.comm import launcher
 
 YIELD_SECONDS = 2e-2  # how long a wait gives way to others before it sleeps: the time of a large message
 CROWDED_YIELD_SECONDS = 1e-3  # the same where ranks share cores, and another rank has better use for this one
@@ -60,7 +60,7 @@ class Process:
         self.numbers: set[int] = set()  # of the failures
         self.pipelines = 0
         self.alone = False  # a thread that is a rank
-        self.patience = CROWDED_YIELD_SECONDS if runtime.crowded() else YIELD_SECONDS
+        self.patience = CROWDED_YIELD_SECONDS if launcher.oversubscribed() else YIELD_SECONDS
 
     def hear(self, failure: Failure):
         """A peer has failed: every wait under way on this rank ends. News of a failure that is known ends nothing."""

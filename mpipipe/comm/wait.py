@@ -11,7 +11,7 @@ import logging
 import os
 import time
 
-from mpipipe.comm import runtime
+from mpipipe.comm import runtime, settings
 from mpipipe.comm.process import Failure, Process, here
 from mpipipe.errors import MismatchError, PeerError, StallError
 
@@ -84,7 +84,7 @@ class Vigil:
         self.absent_since: float | None = None
         self.heard = len(process.failures)
         self.warned = False
-        self.limit = runtime.timeout()
+        self.limit = settings.timeout()
         self.tell_after = TELL_SECONDS if self.limit is None else min(TELL_SECONDS, self.limit / 3)
 
     def look(self):
@@ -138,7 +138,9 @@ class Vigil:
             note = there.elsewhere
             if note is not None and note.call > there.calls:
                 error = MismatchError(
-                    "ranks wait for each other in different calls", rank=there.rank, found=str(self.what),
+                    "ranks wait for each other in different calls",
+                    rank=there.rank,
+                    found=str(self.what),
                     expected=f"{note.text}, in which rank {note.source} waits",
                     remedy="make the same calls on the same objects, in the same order on all ranks",
                 )
@@ -163,7 +165,8 @@ class Vigil:
         patience = GRACE_SECONDS if self.everyone and self.group is not None and self.group.rank > 0 else 0
         if waited > self.limit + patience:
             raise StallError(
-                f"nothing came within {self.limit:g} s", rank=None if self.group is None else self.group.rank,
+                f"nothing came within {self.limit:g} s",
+                rank=None if self.group is None else self.group.rank,
                 found=f"waiting for {self.what}" + (f"; {missing}" if missing else ""),
                 remedy="look at what the other ranks do; MPIPIPE_TIMEOUT sets this limit",
             )

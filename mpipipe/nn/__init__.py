@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from mpipipe.nn.activation import Gelu, SwiGLU
-from mpipipe.nn.attention import SelfAttention
-from mpipipe.nn.containers import Residual, Sequential
-from mpipipe.nn.dropout import Dropout
-from mpipipe.nn.embedding import Embedding
-from mpipipe.nn.layer import Layer
-from mpipipe.nn.linear import Linear
+from mpipipe.nn.layers.activation import Gelu, SwiGLU
+from mpipipe.nn.layers.attention import SelfAttention
+from mpipipe.nn.layers.containers import Residual, Sequential
+from mpipipe.nn.layers.dropout import Dropout
+from mpipipe.nn.layers.embedding import Embedding
+from mpipipe.nn.layers.layer import Layer
+from mpipipe.nn.layers.linear import Linear
+from mpipipe.nn.layers.norm import LayerNorm, RMSNorm
+from mpipipe.nn.layers.recompute import Recompute
 from mpipipe.nn.loss import mean_squared_error, softmax_cross_entropy
-from mpipipe.nn.norm import LayerNorm, RMSNorm
 from mpipipe.nn.parameters import Parameter
-from mpipipe.nn.recompute import Recompute
 from mpipipe.nn.stage import Position, Stage
 
 __all__ = [

@@ -12,8 +12,8 @@ import numpy as np
 from mpipipe import arrays
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import kernels
-from mpipipe.nn.blocks import rows
-from mpipipe.nn.embedding import device_integers
+from mpipipe.nn.cache_blocks import rows
+from mpipipe.nn.layers.embedding import device_integers
 
 
 def mean_squared_error(output, target, factor: float = 1.0):

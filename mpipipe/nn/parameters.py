@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mpipipe import arrays
+from mpipipe.arrays.memory import ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Flat(Mapping):
         device: str = "cpu",
         narrowest: np.dtype | None = None,
     ):
-        step = arrays.ALIGNMENT // (dtype if narrowest is None else narrowest).itemsize
+        step = ALIGNMENT // (dtype if narrowest is None else narrowest).itemsize
         self.offsets: dict[str, int] = {}
         end = 0
         for name, shape in shapes.items():

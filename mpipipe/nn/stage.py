@@ -10,11 +10,11 @@ import numpy as np
 from mpipipe import arrays
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import kernels, random
-from mpipipe.nn.containers import Sequential
-from mpipipe.nn.embedding import Embedding
-from mpipipe.nn.layer import Layer
+from mpipipe.nn.layers.containers import Sequential
+from mpipipe.nn.layers.embedding import Embedding
+from mpipipe.nn.layers.layer import Layer
 from mpipipe.nn.parameters import Flat, Parameter, decay_runs
-from mpipipe.nn.rotary import Tables
+from mpipipe.nn.rope import Tables
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 

@@ -29,13 +29,16 @@ def device_of(stages) -> str:
     kinds = {str(device).partition(":")[0] for device in devices}
     if len(kinds) > 1 or not kinds <= {"cpu", "cuda"}:
         raise ArgumentError(
-            "the stages of one rank are on different devices", found=devices, expected="all 'cpu' or all 'cuda'",
+            "the stages of one rank are on different devices",
+            found=devices,
+            expected="all 'cpu' or all 'cuda'",
             remedy="build all stages of a rank with the same device",
         )
     numbers = {stage.gpu for stage in stages if getattr(stage, "gpu", None) is not None}
     if numbers and numbers != {arrays.current_gpu()}:
         raise ArgumentError(
-            "the stages of a rank are not all on its current GPU", found=f"stages on {sorted(numbers)}",
+            "the stages of a rank are not all on its current GPU",
+            found=f"stages on {sorted(numbers)}",
             expected=f"GPU {arrays.current_gpu()} alone",
             remedy="one GPU for each rank: mpipipe.select_device() once, and device='cuda' for all stages",
         )

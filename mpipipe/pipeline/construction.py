@@ -6,7 +6,7 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from mpipipe import arrays
-from mpipipe.comm import runtime
+from mpipipe.comm import runtime, settings
 from mpipipe.comm.attributes import attributes
 from mpipipe.comm.consensus import raise_on_all
 from mpipipe.comm.group import Group
@@ -95,7 +95,7 @@ def _size(replicas) -> int:
 def _agree_in_pipe(pipe, replicas, stages, schedule, loss, recompute):
     error, facts, mine = None, (), None
     try:
-        runtime.check_settings()
+        settings.check_settings()
         if replicas is not None:
             runtime.resolve(replicas)
         check_arguments(stages, schedule, loss, pipe.comm, replicas)
@@ -112,7 +112,10 @@ def _agree_in_pipe(pipe, replicas, stages, schedule, loss, recompute):
     except Exception as caught:
         error = caught
     pipe.agree(
-        CALL, facts, error=error, message="ranks were given different pipelines",
+        CALL,
+        facts,
+        error=error,
+        message="ranks were given different pipelines",
         remedy="build the same schedule with the same arguments, and set the same environment, on every rank",
     )
     everyone = pipe.gather(f"{CALL}: ties and devices", mine)
@@ -139,8 +142,10 @@ def _agree_with_replicas(pipe, others, stages, schedule, recompute, error):
     if error is None:
         shapes, values = _digests(stages)
         facts = (
-            ("schedule", f"{schedule.name} {schedule.fingerprint:x}"), ("recompute", bool(recompute)),
-            ("parameters' names, shapes and dtypes", shapes), ("parameters' values", values),
+            ("schedule", f"{schedule.name} {schedule.fingerprint:x}"),
+            ("recompute", bool(recompute)),
+            ("parameters' names, shapes and dtypes", shapes),
+            ("parameters' values", values),
         )
     remedy = "give the stages of all replicas the same seed and sizes, and all ranks the same schedule"
     try:

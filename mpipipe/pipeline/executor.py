@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.comm.reduce import PendingSum
+from mpipipe.comm.allreduce import PendingSum
 from mpipipe.errors import ArgumentError, MpipipeError, NonFiniteError, PeerError, StageError
 from mpipipe.nn import Stage, kernels
 from mpipipe.pipeline.clock import DeviceClock, HostClock
@@ -186,7 +186,11 @@ class Executor:
             raise ArgumentError("the value of a loss", found=type(value).__name__, expected="one number") from None
         if not finite:
             raise NonFiniteError(
-                "the loss is not finite", rank=self.rank, stage=stage, microbatch=microbatch, found=value,
+                "the loss is not finite",
+                rank=self.rank,
+                stage=stage,
+                microbatch=microbatch,
+                found=value,
                 remedy="lower the learning rate, clip gradients, or look at this micro-batch's data",
             )
 
@@ -281,7 +285,8 @@ class Executor:
         elif not self.job.wires[key].fits(y):
             raise ArgumentError(
                 "a stage's output depends on more than the shapes of the pipeline's inputs",
-                found=Wire.of(y), expected=f"{self.job.wires[key]}, as for the same input shapes before",
+                found=Wire.of(y),
+                expected=f"{self.job.wires[key]}, as for the same input shapes before",
                 remedy="pad the output to a shape that follows from the input shapes",
             )
         self.mailbox.put(envelope, [y] if arrays.is_array(y) else flatten(y)[0])
@@ -327,8 +332,9 @@ def _weighted(gradient, weight, output):
     leaves, structure = flatten(gradient)
     outputs, expected = flatten(output)
     if structure != expected:
-        raise ArgumentError("the gradient of the loss has another structure than the output", found=structure,
-                            expected=expected)
+        raise ArgumentError(
+            "the gradient of the loss has another structure than the output", found=structure, expected=expected
+        )
     scaled: list = []
     for leaf, like in zip(leaves, outputs):
         if not arrays.is_floating(like.dtype):

@@ -11,7 +11,7 @@ import json
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.comm.transport import check_sendable
+from mpipipe.comm.transport.sendable import check_sendable
 from mpipipe.errors import ArgumentError
 
 
@@ -147,7 +147,7 @@ class Wire:
     def fits(self, tree) -> bool:
         """Whether `tree` is what this wire carries and can be sent as it is."""
         if self.structure is None:  # the common case, on the hot path
-            (shape, kind), = self.leaves
+            ((shape, kind),) = self.leaves
             alike = arrays.is_array(tree) and tree.shape == shape and tree.dtype == kind
             return alike and tree.flags.c_contiguous and not isinstance(tree, np.ma.MaskedArray)
         return Wire.of(tree) == self

@@ -11,21 +11,22 @@ from time import perf_counter
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.comm import gpu_aware, runtime
+from mpipipe.comm import runtime, settings
+from mpipipe.comm.allreduce import PendingSum
 from mpipipe.comm.mailbox import Mailbox
 from mpipipe.comm.process import is_rank
-from mpipipe.comm.reduce import PendingSum
 from mpipipe.comm.requests import own
 from mpipipe.comm.tags import Tags
-from mpipipe.comm.transport import make_transport
+from mpipipe.comm.transport import gpu_aware
+from mpipipe.comm.transport.choose import make_transport
 from mpipipe.errors import ArgumentError, MpipipeError
 from mpipipe.nn import Stage
-from mpipipe.pipeline.agreement import Agreement, Batch, signature_of
 from mpipipe.pipeline.arguments import check_present
 from mpipipe.pipeline.construction import agree_on_construction, end_groups
 from mpipipe.pipeline.executor import Executor, Job
 from mpipipe.pipeline.microbatches import merge, rows_of, split
 from mpipipe.pipeline.plan import Plan
+from mpipipe.pipeline.step_agreement import Agreement, Batch, signature_of
 from mpipipe.pipeline.ties import Ties
 from mpipipe.schedules import Costs, Schedule
 
@@ -107,7 +108,7 @@ class Pipeline:
         self.device = devices[self.rank]
         verdict = gpu_aware.detect(self.comm, self.pipe) if "cuda" in devices else None
         transport = make_transport(
-            self.comm, self.tags.channels, runtime.synchronous_sends(), self.device, verdict, self.pipe
+            self.comm, self.tags.channels, settings.synchronous_sends(), self.device, verdict, self.pipe
         )
         self.mailbox = Mailbox(transport, self.pipe)
         self.agreement = Agreement(self.pipe, self.partners, self.name)
@@ -260,12 +261,14 @@ class Pipeline:
         """Agree with the peers on a call; returns what was agreed, and this rank's micro-batches (inputs, targets)."""
         if self.state != "open":
             raise ArgumentError(
-                f"the pipeline is {self.state}", rank=self.rank,
+                f"the pipeline is {self.state}",
+                rank=self.rank,
                 remedy="start the job anew" if self.state == "failed" else "call step before close",
             )
         if self.running:
             raise ArgumentError(
-                f"{call} was called within another call of {self.name}", rank=self.rank,
+                f"{call} was called within another call of {self.name}",
+                rank=self.rank,
                 remedy="a stage, or a loss, must not call the pipeline that runs it",
             )
         self.started = perf_counter()
@@ -299,7 +302,9 @@ class Pipeline:
         check_present("targets", targets, wants, f"rank {placement[-1]}, which holds the last stage")
         if wants and self.loss is None:
             raise ArgumentError(
-                "no loss on the rank of the last stage", rank=self.rank, stage=self.schedule.stages - 1,
+                "no loss on the rank of the last stage",
+                rank=self.rank,
+                stage=self.schedule.stages - 1,
                 remedy="pass loss=... to Pipeline, for example mpipipe.nn.mean_squared_error",
             )
         feeds = goals = None

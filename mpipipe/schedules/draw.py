@@ -8,10 +8,11 @@ from mpipipe.schedules.simulate import Costs, Timeline, simulate
 __all__ = ["chrome_trace", "grid", "timeline"]
 
 IDLE, BUSY = ".", "-"
+EQUAL = Costs()  # a unit of time for each part of the work
 COLUMNS = 120  # of a timeline, besides the names of the ranks
 
 
-def timeline(schedule, costs: Costs = Costs()) -> str:
+def timeline(schedule, costs: Costs = EQUAL) -> str:
     """One line per rank, time to the right, dots where the rank idles.
 
     Actions are written out, ``2B0----``, where even the shortest one has room for that within 120 columns; otherwise

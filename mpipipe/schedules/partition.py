@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from fractions import Fraction
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from numbers import Rational
 
 from mpipipe.errors import ArgumentError
@@ -55,9 +55,7 @@ def _whole_numbers(costs) -> list[int]:
             fractions.append(Fraction(-1))
         if fractions[-1] < 0:
             raise ArgumentError(
-                f"the cost of layer {layer} is not usable",
-                found=f"{cost!r}",
-                expected="a finite number of at least 0",
+                f"the cost of layer {layer} is not usable", found=f"{cost!r}", expected="a finite number of at least 0"
             )
     unit = math.lcm(*(fraction.denominator for fraction in fractions))
     return [int(fraction * unit) for fraction in fractions]
@@ -111,4 +109,4 @@ def _most_even(before, stages, bottleneck) -> list[tuple[int, int]]:
     cuts = [0]
     for choice in reversed(choices):
         cuts.append(choice[cuts[-1]])
-    return list(zip(cuts, cuts[1:]))
+    return list(pairwise(cuts))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
 
 from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD
@@ -72,5 +73,5 @@ def replay(schedule, durations, transfer):
 
 def _hops(placement, transfer):
     """Time from stage l-1 to stage l or back: nothing where both lie on one rank."""
-    pairs = zip(placement, placement[1:])
+    pairs = itertools.pairwise(placement)
     return [0.0] + [cost if here != there else 0.0 for (here, there), cost in zip(pairs, transfer[1:])]

@@ -71,8 +71,10 @@ class TrainConfig:
         choices=("float32", "float64", "bfloat16", "float16"),
     )
     loss_scale: float | None = option(
-        None, "factor on gradients inside a step, below 2^64; 0: as large as fits; default: 0 for float16, 1 otherwise",
-        least=0, below=2.0**64,
+        None,
+        "factor on gradients inside a step, below 2^64; 0: as large as fits; default: 0 for float16, 1 otherwise",
+        least=0,
+        below=2.0**64,
     )
     device: str = option(
         "auto", "cpu, cuda, or auto: a GPU for each rank where all of them see one", choices=("auto", "cpu", "cuda")
@@ -130,7 +132,9 @@ def _read(path: Path) -> dict[str, Any]:
         return tomllib.loads(files.read_text(path, MOST_BYTES))
     except OSError as error:
         raise ConfigError(
-            f"the config file cannot be read: {error.strerror}", found=str(path), expected=files.REGULAR,
+            f"the config file cannot be read: {error.strerror}",
+            found=str(path),
+            expected=files.REGULAR,
             remedy="name a TOML file with --config",
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -176,8 +180,4 @@ def _check_range(entry: dataclasses.Field, value):
 
 
 # NaN fails each of these comparisons.
-LIMITS = {
-    "least": ("at least", operator.ge),
-    "above": ("above", operator.gt),
-    "below": ("below", operator.lt),
-}
+LIMITS = {"least": ("at least", operator.ge), "above": ("above", operator.gt), "below": ("below", operator.lt)}

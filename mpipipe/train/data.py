@@ -83,8 +83,10 @@ def find_files(path: Path) -> list[tuple[Path, int]]:
                 found = [(path, os.fstat(file.fileno()).st_size)]
     except OSError as error:
         raise DataError(
-            f"data cannot be read: {error.strerror}", found=str(error.filename),
-            expected=f"{files.REGULAR}, or a folder", remedy=REMEDY,
+            f"data cannot be read: {error.strerror}",
+            found=str(error.filename),
+            expected=f"{files.REGULAR}, or a folder",
+            remedy=REMEDY,
         ) from error
     if not any(size for _, size in found):
         raise DataError(

@@ -7,7 +7,7 @@ from mpipipe.attention import Cached
 from mpipipe.comm.group import group_of
 from mpipipe.pipeline import Pipeline
 from mpipipe.train import limits
-from mpipipe.train.recipe import Recipe
+from mpipipe.train.training_plan import Recipe
 
 
 def decoder(recipe: Recipe, mesh, dtype: str, capacity: int, fill) -> Pipeline:

@@ -1,7 +1,7 @@
 """A short text that tells whether two ranks found the same data, after reading little of them.
 
-    small file   |####|
-    big file     |#.....#.....#.....#|      # hashed blocks, evenly spread: the first, the last, and some between
+small file   |####|
+big file     |#.....#.....#.....#|      # hashed blocks, evenly spread: the first, the last, and some between
 """
 
 from __future__ import annotations

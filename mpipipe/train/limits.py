@@ -101,8 +101,10 @@ def _check_memory(what, needs, remedy):
         return
     listed = ", ".join(f"{_gib(size)} for {name}" for name, size in needs.items())
     raise ConfigError(
-        f"{what} does not fit into memory", found=f"at least {_gib(total)}: {listed}",
-        expected=f"at most {_gib(memory)}, all that {socket.gethostname()} has", remedy=remedy,
+        f"{what} does not fit into memory",
+        found=f"at least {_gib(total)}: {listed}",
+        expected=f"at most {_gib(memory)}, all that {socket.gethostname()} has",
+        remedy=remedy,
     )
 
 

@@ -31,7 +31,9 @@ def shared_path(comm, path: str | None) -> str:
                 absolute = os.path.abspath(f"runs/{datetime.now():%Y%m%d-%H%M%S}" if path is None else path)
             except OSError as error:
                 raise ConfigError(
-                    f"the working folder is gone: {error.strerror}", found=str(path), expected="an absolute path",
+                    f"the working folder is gone: {error.strerror}",
+                    found=str(path),
+                    expected="an absolute path",
                     remedy="start the job in a folder that exists, or name an absolute path",
                 ) from error
     return group.broadcast("the path of a folder", absolute)
@@ -55,8 +57,10 @@ def check_vacant(out: Path):
 def unusable(out: Path, error: OSError) -> ConfigError:
     """What to raise where the folder cannot be used."""
     return ConfigError(
-        f"the folder for metrics cannot be used: {error.strerror}", found=str(out),
-        expected="a folder that can be made and written to", remedy="choose another one with --out",
+        f"the folder for metrics cannot be used: {error.strerror}",
+        found=str(out),
+        expected="a folder that can be made and written to",
+        remedy="choose another one with --out",
     )
 
 
@@ -84,7 +88,8 @@ def make_folder(out: Path, comm, writes: bool):
         with group.together("looking at the output folder"):
             if writes and not _sees(marker, token):
                 raise ConfigError(
-                    "the output folder of rank 0 is not there on this rank", found=f"no such {out} on {_host()}",
+                    "the output folder of rank 0 is not there on this rank",
+                    found=f"no such {out} on {_host()}",
                     expected="one folder that all ranks which write weights see and may write to",
                     remedy="choose one on a file system that all hosts share, with --out",
                 )

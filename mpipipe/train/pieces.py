@@ -77,8 +77,10 @@ def read_bytes(path: Path, start: int, count: int) -> bytes:
         ) from error
     if len(content) < count:
         raise DataError(
-            "a data file has become shorter since it was looked at", found=f"{size} bytes in {path}",
-            expected=f"at least {start + count}", remedy=REMEDY,
+            "a data file has become shorter since it was looked at",
+            found=f"{size} bytes in {path}",
+            expected=f"at least {start + count}",
+            remedy=REMEDY,
         )
     return content
 

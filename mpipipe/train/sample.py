@@ -68,8 +68,10 @@ def draw(logits, temperature: float, random: np.random.Generator) -> int:
     finite = np.isfinite(logits)
     if not finite.all():
         raise NonFiniteError(
-            "the logits of the model are not finite", found=f"{np.count_nonzero(~finite)} of {finite.size} are not",
-            expected="finite numbers", remedy="take weights of a training whose loss is finite, or a wider dtype",
+            "the logits of the model are not finite",
+            found=f"{np.count_nonzero(~finite)} of {finite.size} are not",
+            expected="finite numbers",
+            remedy="take weights of a training whose loss is finite, or a wider dtype",
         )
     if temperature == 0:
         return int(np.argmax(logits))

@@ -18,10 +18,10 @@ from mpipipe.train import limits, output, weights
 from mpipipe.train.config import TrainConfig
 from mpipipe.train.data import Corpus, training_batch, validation_batch
 from mpipipe.train.decoder import decoder
-from mpipipe.train.recipe import Recipe
 from mpipipe.train.report import Record, Reporter, Silence, on_terminal
 from mpipipe.train.sample import generate, readable
 from mpipipe.train.shard import Shard
+from mpipipe.train.training_plan import Recipe
 
 PROMPT = 32  # bytes of validation text that the sample continues
 
@@ -64,12 +64,7 @@ def train(config: TrainConfig, architecture, comm=None) -> Record:
         with group.together("train: the stages"):
             stages = recipe.stages(mesh.pipe.rank, shard, config.dtype, config.seed, device)
         with Pipeline(
-            stages,
-            recipe.schedule,
-            mesh.pipe,
-            loss=shard.loss,
-            recompute=config.recompute,
-            replicas=mesh.replicas,
+            stages, recipe.schedule, mesh.pipe, loss=shard.loss, recompute=config.recompute, replicas=mesh.replicas
         ) as pipeline:
             output.make_folder(Path(config.out), mesh.comm, writes=mesh.replicas.rank == 0)
             with group.together("train: the reporter"):
@@ -80,8 +75,10 @@ def train(config: TrainConfig, architecture, comm=None) -> Record:
 
 def _check_same_config(group, config):
     group.agree(
-        "train: the configuration", tuple((f"{key} =", repr(value)) for key, value in vars(config).items()),
-        message="the ranks have different configurations", remedy="give the same file and flags to all ranks",
+        "train: the configuration",
+        tuple((f"{key} =", repr(value)) for key, value in vars(config).items()),
+        message="the ranks have different configurations",
+        remedy="give the same file and flags to all ranks",
     )
 
 

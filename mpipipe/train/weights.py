@@ -109,8 +109,10 @@ def describe(folder) -> Description:
         raise ArgumentError("the checksums of the weights' description are wrong", found=str(path), remedy=COPY_AGAIN)
     if written is not None and written != _checksum_of(facts):
         raise ArgumentError(
-            "the weights' description is damaged", found=f"checksum {_checksum_of(facts)} of {path}",
-            expected=str(written), remedy=f"{COPY_AGAIN}; this file is not for editing",
+            "the weights' description is damaged",
+            found=f"checksum {_checksum_of(facts)} of {path}",
+            expected=str(written),
+            remedy=f"{COPY_AGAIN}; this file is not for editing",
         )
     return found
 
@@ -134,7 +136,9 @@ def load(folder, stages):
             except (OSError, SafetensorError) as error:
                 text = getattr(error, "strerror", None) or error
                 raise ArgumentError(
-                    f"a file of weights cannot be read: {text}", found=str(path), expected=files.REGULAR,
+                    f"a file of weights cannot be read: {text}",
+                    found=str(path),
+                    expected=files.REGULAR,
                     remedy=COPY_AGAIN,
                 ) from error
             places.update({name: (file, path) for name in file.keys()})
@@ -168,7 +172,9 @@ def _read(places, folder, name, like):
     expected = f"{like.dtype.name}{list(like.shape)}"
     if name not in places:
         raise ArgumentError(
-            f"the weights have no parameter {name}", found=f"{len(places)} others in {folder}", expected=expected,
+            f"the weights have no parameter {name}",
+            found=f"{len(places)} others in {folder}",
+            expected=expected,
             remedy=REMEDY,
         )
     file, path = places[name]
@@ -176,8 +182,10 @@ def _read(places, folder, name, like):
     kind, shape = stored.get_dtype(), stored.get_shape()
     if STORED.get(kind) != like.dtype.name or tuple(shape) != like.shape:
         raise ArgumentError(
-            f"parameter {name} does not fit the model", found=f"{STORED.get(kind, kind)}{shape} in {path}",
-            expected=expected, remedy=REMEDY,
+            f"parameter {name} does not fit the model",
+            found=f"{STORED.get(kind, kind)}{shape} in {path}",
+            expected=expected,
+            remedy=REMEDY,
         )
     return file.get_tensor(name)
 
@@ -187,14 +195,18 @@ def _check_values(values, name, path, checksums):
     found, expected = checksum(values), None if checksums is None else checksums.get(name)
     if checksums is not None and found != expected:
         raise ArgumentError(
-            f"parameter {name} is damaged: it is not what was saved", found=f"checksum {found} in {path}",
-            expected=f"{expected}, as in {DESCRIPTION}", remedy=COPY_AGAIN,
+            f"parameter {name} is damaged: it is not what was saved",
+            found=f"checksum {found} in {path}",
+            expected=f"{expected}, as in {DESCRIPTION}",
+            remedy=COPY_AGAIN,
         )
     if values.size and not (np.isfinite(values.min()) and np.isfinite(values.max())):  # NaN is both of them
         count = values.size - np.count_nonzero(np.isfinite(values))
         raise NonFiniteError(
-            f"parameter {name} is not finite", found=f"{count} of {values.size} values are NaN or infinite in {path}",
-            expected="finite numbers", remedy="train again, with a lower learning rate or clipped gradients",
+            f"parameter {name} is not finite",
+            found=f"{count} of {values.size} values are NaN or infinite in {path}",
+            expected="finite numbers",
+            remedy="train again, with a lower learning rate or clipped gradients",
         )
 
 

@@ -9,10 +9,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch import Job, job_environment, mpiexec
+from support.launch import Job, job_environment, mpiexec
 
 from faults.fault import ANY, COMMAND, HEADING, NONZERO, RUN, Case
-from mpipipe.comm.runtime import RANK_VARIABLES
+from mpipipe.comm.launcher import RANK_VARIABLES
 
 PASSED, HUNG, SILENT, WRONG = "passed", "hung", "silent", "wrong"
 PAUSE = 0.02  # seconds between two looks at a job

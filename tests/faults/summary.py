@@ -47,8 +47,10 @@ def table(results: Iterable[tuple[str, Verdict]]) -> str:
     rows = [titles, *((*key, *_numbers(groups[key])) for key in order)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(titles))]
     return "\n".join(
-        "  ".join(cell.ljust(width) if column < 2 else cell.rjust(width)
-                  for column, (cell, width) in enumerate(zip(row, widths)))
+        "  ".join(
+            cell.ljust(width) if column < 2 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths))
+        )
         for row in rows
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-from launch import Job
+from support.launch import Job
 
 from faults.fault import COMMAND, HEADING, Case, Fault, Send
 from faults.play import HUNG, PASSED, SILENT, WRONG, command_line, play

@@ -7,7 +7,7 @@ The environment variable MPIPIPE_ATTENTION chooses, whenever attention is comput
 
 For device arrays the default is cudnn where it is installed and does such arrays, else cupy:
 
-    cudnn            kernels/cudnn.py, cuDNN's fused kernels, for half precision
+    cudnn            kernels/kernel.py, cuDNN's fused kernels, for half precision
     cupy             kernels/cupy.py, matrix products and kernels of our own, for everything
 
 A choice for one kind of device leaves the other at its default.
@@ -41,7 +41,9 @@ def chosen(q=None, k=None, v=None) -> ModuleType:
     name = os.environ.get(VARIABLE, "")
     if name and name not in MODULES:
         raise ArgumentError(
-            f"{VARIABLE} names no attention kernel", found=repr(name), expected=" or ".join(MODULES),
+            f"{VARIABLE} names no attention kernel",
+            found=repr(name),
+            expected=" or ".join(MODULES),
             remedy=f"unset {VARIABLE}, or set it to one of these",
         )
     if q is not None and arrays.is_device(q):
@@ -68,7 +70,8 @@ def _device_kernel(name, q, k, v) -> str:
         raise BackendError(f"{VARIABLE}=cudnn asks for cuDNN: {found.reason}", remedy=f"or unset {VARIABLE}")
     if name == "cudnn" and refused:
         raise ArgumentError(
-            f"{VARIABLE}=cudnn asks for cuDNN, which does not do these arrays", found=refused,
+            f"{VARIABLE}=cudnn asks for cuDNN, which does not do these arrays",
+            found=refused,
             remedy=f"unset {VARIABLE}, and the CuPy kernels do what cuDNN does not",
         )
     return "cupy" if refused or not found.usable else "cudnn"

@@ -16,13 +16,13 @@ from functools import lru_cache
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.attention import blocks
+from mpipipe.arrays.strided import copied, move, steps
+from mpipipe.attention import mask
 from mpipipe.attention.kernels import cudnn_graph, cupy
 from mpipipe.attention.kernels.cudnn_graph import Request
 from mpipipe.attention.kernels.cudnn_library import available
 from mpipipe.attention.kernels.host import nothing
-from mpipipe.attention.kernels.moves import copied, move, steps
-from mpipipe.attention.kernels.partials import Partials
+from mpipipe.attention.kernels.pending_blocks import Partials
 
 __all__ = ["available", "backward", "forward", "refusal"]
 
@@ -128,7 +128,7 @@ def backward(dout, q, k, v, out, lse, scale, slices, dq, dk, dv, poll=nothing, f
     slices = [part for part in slices if out.size]
     given, results = _fitting_all(dout, q, k, v, out, lse), dict(dq=dq, dk=dk, dv=dv)
     if fresh and all(x.dtype == q.dtype and _fits(x) for x in results.values()):
-        if blocks.rows_once(slices, q.shape[1]) and blocks.once(_keys(slices), k.shape[1]):
+        if mask.rows_once(slices, q.shape[1]) and mask.once(_keys(slices), k.shape[1]):
             calls = [_calls(given, scale, part, _parts(results, part)) for part in slices]
             if all(map(_ready, calls)):
                 for each in calls:
@@ -148,8 +148,8 @@ def block_gradients(dout, q, k, v, out, lse, scale, slices, dq, poll=nothing):
     """As results.block_gradients; dk and dv are of the dtype of q where no key is in two slices."""
     slices = [part for part in slices if out.size]
     given, ranges = _fitting_all(dout, q, k, v, out, lse), _keys(slices)
-    if blocks.apart(ranges):
-        make = arrays.empty if blocks.once(ranges, k.shape[1]) else arrays.zeros
+    if mask.apart(ranges):
+        make = arrays.empty if mask.once(ranges, k.shape[1]) else arrays.zeros
         found = {name: make(x.shape, q.dtype, "cuda") for name, x in (("dk", k), ("dv", v))}
         results = [_parts(found, part) | _empty_like(_parts(dict(dq=dq), part), q.dtype) for part in slices]
         calls = [_calls(given, scale, part, parts) for part, parts in zip(slices, results)]

@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 
 from mpipipe import arrays
+from mpipipe.arrays.gemm import multiply
+from mpipipe.arrays.strided import THREADS, blocks_of, move_strided, steps
 from mpipipe.attention.kernels.host import nothing
-from mpipipe.attention.kernels.moves import THREADS, blocks_of, move_strided, steps
-from mpipipe.attention.kernels.products import multiply
 
 FORWARD, BACKWARD = (Path(__file__).with_name(f"{name}.cu") for name in ("forward", "backward"))
 TILE_BYTES = 32 << 20  # of the scores of one tile of all problems; an H200 has 60 MB of second-level cache

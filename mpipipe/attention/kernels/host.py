@@ -24,7 +24,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from mpipipe.attention.kernels.halves import widened
+from mpipipe.attention.kernels.half_precision import widened
 from mpipipe.attention.merge import merge
 
 ROWS = 128  # of one tile of scores

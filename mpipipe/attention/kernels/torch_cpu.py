@@ -14,9 +14,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from mpipipe.attention.blocks import BAND, CAUSAL
 from mpipipe.attention.kernels import host
-from mpipipe.attention.kernels.halves import widened
+from mpipipe.attention.kernels.half_precision import widened
+from mpipipe.attention.mask import BAND, CAUSAL
 from mpipipe.attention.merge import merge
 
 COPY_ROWS = 1024  # of queries, from which on keys and values are first laid out head by head: they are read so often

@@ -20,7 +20,7 @@ from mpipipe.attention.kernels import host
 from mpipipe.attention.layout import Layout
 from mpipipe.cli.bench.timing import compare, report
 from mpipipe.comm import runtime
-from mpipipe.comm.rotation import ROTATIONS
+from mpipipe.comm.ring_exchange import ROTATIONS
 
 WARMUP = 1
 GOALS = {"host": "at least 0.75", "torch": "at least 0.97"}

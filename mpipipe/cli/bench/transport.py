@@ -11,7 +11,7 @@ import numpy as np
 from mpipipe.cli.bench.timing import compare, report
 from mpipipe.comm import runtime
 from mpipipe.comm.mailbox import Envelope, Mailbox
-from mpipipe.comm.transport import HostTransport
+from mpipipe.comm.transport.host import HostTransport
 from mpipipe.errors import ArgumentError
 
 SIZES = (8, 1 << 10, 1 << 16, 1 << 20, 1 << 22, 1 << 24)

@@ -13,16 +13,25 @@ HELP = ("-m", "mpipipe", "train", "--help")
 
 def _damage(code) -> tuple[str, ...]:
     """Python that changes the first file of weights in the folder `run`."""
-    return ("-c", "import glob, numpy as np\nfrom safetensors.numpy import load_file, save_file\n"
-            f"name = sorted(glob.glob('run/**/*.safetensors', recursive=True))[0]\n{code}")
+    return (
+        "-c",
+        "import glob, numpy as np\nfrom safetensors.numpy import load_file, save_file\n"
+        f"name = sorted(glob.glob('run/**/*.safetensors', recursive=True))[0]\n{code}",
+    )
 
 
 NAN = _damage("arrays = load_file(name)\nfor each in arrays.values(): each[...] = np.nan\nsave_file(arrays, name)")
 CUT = _damage("data = open(name, 'rb').read()\nopen(name, 'wb').write(data[:len(data) // 2])")
-ONE_FOLDER = ("-c", "import glob; found = glob.glob('*/o/**/*.safetensors', recursive=True)\n"
-              "assert found and len({name.split('/')[0] for name in found}) == 1, found")
-TWO_TEXTS = ("-c", "import random\nfor name in 'ab':\n"
-             " open(name + '/text.txt', 'w').write(name.join('%06d' % random.randrange(10**6) for _ in range(50000)))")
+ONE_FOLDER = (
+    "-c",
+    "import glob; found = glob.glob('*/o/**/*.safetensors', recursive=True)\n"
+    "assert found and len({name.split('/')[0] for name in found}) == 1, found",
+)
+TWO_TEXTS = (
+    "-c",
+    "import random\nfor name in 'ab':\n"
+    " open(name + '/text.txt', 'w').write(name.join('%06d' % random.randrange(10**6) for _ in range(50000)))",
+)
 
 
 def _train(name, *flags, says=(), **options):
@@ -43,27 +52,93 @@ FAULTS = (
     _usage("no such script", "-m", "mpipipe", "run", "absent.py", code=(1, 2), says=("absent.py",)),
     _usage("no such module", "-m", "mpipipe", "run", "-m", "absent", code=(1, 2), says=("absent",)),
     command("a help", "usage", *HELP, code=0, reports=0, ranks=(1, 2), prints=("-steps",), quiet=True),
-    command("an unknown flag on one rank", "usage", *TRAIN, before=(TEXT,), arguments_of={1: (*TRAIN, "--bogus")},
-            says=("No such option",), code=NONZERO, reports=None, quick=(2, "command")),
-    command("an unknown flag on rank 0", "usage", *TRAIN, before=(TEXT,), arguments_of={0: (*TRAIN, "--bogus")},
-            says=("No such option",), code=NONZERO, reports=None),
-    command("a help on one rank", "usage", *TRAIN, before=(TEXT,), arguments_of={1: HELP}, says=("rank 1",),
-            code=NONZERO, reports=None),  # Open MPI itself ends a job in which a rank did not call MPI_Init
-    command("another command on one rank", "usage", *TRAIN, before=(TEXT,),
-            arguments_of={1: ("-m", "mpipipe", "info")}, says=("rank",), code=NONZERO),
-    command("other flags on one rank", "usage", *TRAIN, before=(TEXT,), arguments_of={1: (*TRAIN, "--lr", "0.5")},
-            says=("MismatchError",), code=(1, 2)),
-    command("a script of another name on one rank", "usage", "-m", "mpipipe", "run", "a.py",
-            before=(("-c", "open('a.py', 'w').write('from mpipipe.comm import runtime; runtime.world()')"),),
-            arguments_of={1: ("-m", "mpipipe", "run", "absent.py")}, says=("absent.py",), code=NONZERO),
-    command("a FIFO as data", "storage", *COMMON, "pipe", before=(FIFO,), says=("pipe",), code=(1, 2),
-            quick=(2, "command")),
-    command("a FIFO as config", "storage", "-m", "mpipipe", "train", "--config", "pipe", before=(FIFO,), says=("pipe",),
-            code=(1, 2)),
+    command(
+        "an unknown flag on one rank",
+        "usage",
+        *TRAIN,
+        before=(TEXT,),
+        arguments_of={1: (*TRAIN, "--bogus")},
+        says=("No such option",),
+        code=NONZERO,
+        reports=None,
+        quick=(2, "command"),
+    ),
+    command(
+        "an unknown flag on rank 0",
+        "usage",
+        *TRAIN,
+        before=(TEXT,),
+        arguments_of={0: (*TRAIN, "--bogus")},
+        says=("No such option",),
+        code=NONZERO,
+        reports=None,
+    ),
+    command(
+        "a help on one rank",
+        "usage",
+        *TRAIN,
+        before=(TEXT,),
+        arguments_of={1: HELP},
+        says=("rank 1",),
+        code=NONZERO,
+        reports=None,
+    ),  # Open MPI itself ends a job in which a rank did not call MPI_Init
+    command(
+        "another command on one rank",
+        "usage",
+        *TRAIN,
+        before=(TEXT,),
+        arguments_of={1: ("-m", "mpipipe", "info")},
+        says=("rank",),
+        code=NONZERO,
+    ),
+    command(
+        "other flags on one rank",
+        "usage",
+        *TRAIN,
+        before=(TEXT,),
+        arguments_of={1: (*TRAIN, "--lr", "0.5")},
+        says=("MismatchError",),
+        code=(1, 2),
+    ),
+    command(
+        "a script of another name on one rank",
+        "usage",
+        "-m",
+        "mpipipe",
+        "run",
+        "a.py",
+        before=(("-c", "open('a.py', 'w').write('from mpipipe.comm import runtime; runtime.world()')"),),
+        arguments_of={1: ("-m", "mpipipe", "run", "absent.py")},
+        says=("absent.py",),
+        code=NONZERO,
+    ),
+    command(
+        "a FIFO as data", "storage", *COMMON, "pipe", before=(FIFO,), says=("pipe",), code=(1, 2), quick=(2, "command")
+    ),
+    command(
+        "a FIFO as config",
+        "storage",
+        "-m",
+        "mpipipe",
+        "train",
+        "--config",
+        "pipe",
+        before=(FIFO,),
+        says=("pipe",),
+        code=(1, 2),
+    ),
     command("/dev/zero as data", "storage", *COMMON, "/dev/zero", says=("/dev/zero",), code=(1, 2)),
     command("no such data", "storage", *COMMON, "absent.txt", says=("absent.txt",), code=2, ranks=(1, 2, 4)),
-    command("an empty file as data", "storage", *COMMON, "empty", before=(("-c", "open('empty', 'w')"),),
-            says=("DataError",), code=2),
+    command(
+        "an empty file as data",
+        "storage",
+        *COMMON,
+        "empty",
+        before=(("-c", "open('empty', 'w')"),),
+        says=("DataError",),
+        code=2,
+    ),
     _train("an output folder that is a file", "--out", "text.txt", says=("text.txt",)),
     _train("an output folder in a file", "--out", "text.txt/run", says=("text.txt",)),
     _train("an output folder in /proc", "--out", "/proc/run", says=("/proc/run",)),
@@ -72,19 +147,60 @@ FAULTS = (
     _train("10^9 columns", "--dim", "1000000000", says=("Error",), limit=30),
     _train("10^9 micro-batches", "--microbatches", "1000000000", says=("Error",), limit=30),
     _train("a mesh of more ranks", "--pipe", "7", says=("mesh",), code=2),
-    command("working folders that differ", "storage", *TRAIN[:-1], "../text.txt", "--out", "o", before=(TEXT,),
-            folders=("a", "b"), after=(ONE_FOLDER,), code=0, reports=0, ranks=(2,), quick=(2, "command")),
-    command("data that differ", "storage", *TRAIN, folders=("a", "b"), before=(TWO_TEXTS,),
-            says=("MismatchError",), code=(1, 2)),
-    command("weights that are not numbers", "storage", *GENERATE, before=(*TRAINED, NAN), says=("Error",),
-            never=("bytes must be in range",), code=(1, 2), limit=40),
-    command("weights that are cut off", "storage", *GENERATE, before=(*TRAINED, CUT), says=("Error",), code=(1, 2),
-            limit=40),
+    command(
+        "working folders that differ",
+        "storage",
+        *TRAIN[:-1],
+        "../text.txt",
+        "--out",
+        "o",
+        before=(TEXT,),
+        folders=("a", "b"),
+        after=(ONE_FOLDER,),
+        code=0,
+        reports=0,
+        ranks=(2,),
+        quick=(2, "command"),
+    ),
+    command(
+        "data that differ",
+        "storage",
+        *TRAIN,
+        folders=("a", "b"),
+        before=(TWO_TEXTS,),
+        says=("MismatchError",),
+        code=(1, 2),
+    ),
+    command(
+        "weights that are not numbers",
+        "storage",
+        *GENERATE,
+        before=(*TRAINED, NAN),
+        says=("Error",),
+        never=("bytes must be in range",),
+        code=(1, 2),
+        limit=40,
+    ),
+    command(
+        "weights that are cut off", "storage", *GENERATE, before=(*TRAINED, CUT), says=("Error",), code=(1, 2), limit=40
+    ),
     command("no such training", "storage", *GENERATE, says=("run",), code=2, ranks=(1, 2)),
-    failing("a limit on the size of files", "storage", on("0", """
+    failing(
+        "a limit on the size of files",
+        "storage",
+        on(
+            "0",
+            """
 import resource
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 def between(): print("x" * 5000, file=open("out", "w"), flush=True)
-""") + on("last", "between = lambda: None") + "train(between=between)", "File too large", ranks=(2,), modes=(RUN,)),
+""",
+        )
+        + on("last", "between = lambda: None")
+        + "train(between=between)",
+        "File too large",
+        ranks=(2,),
+        modes=(RUN,),
+    ),
 )

@@ -12,11 +12,15 @@ if rank == 2:
 train()
 """
 AT_RANK_2 = "StageError: rank 2, stage 2, micro-batch 0: backward raised ValueError: wet paint"
-IMPORT_FAILS = """
+IMPORT_FAILS = (
+    """
 from mpi4py import MPI
 if MPI.COMM_WORLD.rank == 1:
     import no_such_paint
-""" + OPENING + "train()"
+"""
+    + OPENING
+    + "train()"
+)
 
 # place -> (what the rank that fails does, what all ranks do then, whether the report is a StageError)
 PLACES = {
@@ -24,23 +28,30 @@ PLACES = {
     "in a forward": ("breaks('forward', fail)", "train()", True),
     "in a backward": ("breaks('backward', fail)", "train()", True),
     "in a weight gradient": (
-        "breaks('backward_weight', fail)", "schedule = schedules.zero_bubble_h1(size, 4)\ntrain()", True,
+        "breaks('backward_weight', fail)",
+        "schedule = schedules.zero_bubble_h1(size, 4)\ntrain()",
+        True,
     ),
     "between steps": ("between = fail", "train(between=between)", False),
     "in an evaluation": (
-        "breaks('forward', fail)", "with build() as pipeline: pipeline.evaluate(inputs, targets)", True,
+        "breaks('forward', fail)",
+        "with build() as pipeline: pipeline.evaluate(inputs, targets)",
+        True,
     ),
     "in a forward alone": ("breaks('forward', fail)", "with build() as pipeline: pipeline.forward(inputs)", True),
     "between rings": ("between = fail", "ring()\nbetween()\nring()", False),
     "between a step and a clip": (
         "between = fail",
-        "train(between=lambda: (between(), optim.clip_by_global_norm(stages, 1.0, comm)))", False,
+        "train(between=lambda: (between(), optim.clip_by_global_norm(stages, 1.0, comm)))",
+        False,
     ),
     "while others make a mesh": ("fail()", "mpipipe.Mesh(comm, pipe=size)", False),
     "while others make their first ring": ("fail()", "ring()", False),
     "while others sum a norm": ("fail()", "optim.gradient_norm(stages, comm)", False),
     "while others choose a device": (
-        "fail()", "from mpipipe.comm.device import select_device\nselect_device(comm)", False,
+        "fail()",
+        "from mpipipe.comm.device import select_device\nselect_device(comm)",
+        False,
     ),
 }
 WHO = {"0": (1, 3), "last": (2, 4)}
@@ -59,26 +70,73 @@ def _kind(what, statement, *says, **options) -> Fault:
 
 
 FAULTS = (
-    failing("traceback of a backward", "exception", BROKEN_BACKWARD, AT_RANK_2, "in broken", ranks=(4,), modes=(RUN,),
-            quick=(4, RUN)),
-    Fault("a failure reaches the peers without the runner", "exception", OPENING + BROKEN_BACKWARD, ranks=(4,),
-          modes=(PLAIN,), code=NONZERO, says=("PeerError", "wet paint"), quick=(4, PLAIN)),
-    failing("out of paint before training", "exception",
-            "if rank == 1: raise RuntimeError('out of paint')\ntrain()", "RuntimeError: out of paint",
-            ranks=(2, 4), quick=(4, RUN)),
+    failing(
+        "traceback of a backward",
+        "exception",
+        BROKEN_BACKWARD,
+        AT_RANK_2,
+        "in broken",
+        ranks=(4,),
+        modes=(RUN,),
+        quick=(4, RUN),
+    ),
+    Fault(
+        "a failure reaches the peers without the runner",
+        "exception",
+        OPENING + BROKEN_BACKWARD,
+        ranks=(4,),
+        modes=(PLAIN,),
+        code=NONZERO,
+        says=("PeerError", "wet paint"),
+        quick=(4, PLAIN),
+    ),
+    failing(
+        "out of paint before training",
+        "exception",
+        "if rank == 1: raise RuntimeError('out of paint')\ntrain()",
+        "RuntimeError: out of paint",
+        ranks=(2, 4),
+        quick=(4, RUN),
+    ),
     *(_at(place, who, ranks) for place in PLACES for who, ranks in WHO.items()),
-    failing("in a loss", "exception", on("last", "def loss(y, t): fail()") + "train()", "ValueError: wet paint",
-            ranks=(1, 2, 4)),
-    failing("in a recomputation", "exception", on("last", """
+    failing(
+        "in a loss",
+        "exception",
+        on("last", "def loss(y, t): fail()") + "train()",
+        "ValueError: wet paint",
+        ranks=(1, 2, 4),
+    ),
+    failing(
+        "in a recomputation",
+        "exception",
+        on(
+            "last",
+            """
 counts = iter(range(100))
 breaks('forward', lambda: fail() if next(counts) == 5 else None)
-""") + "train(recompute=True)", "ValueError: wet paint"),
-    failing("after the pipeline", "exception", "train()\n" + on("last", "fail()"), "ValueError: wet paint",
-            ranks=(1, 2, 4), never=()),
+""",
+        )
+        + "train(recompute=True)",
+        "ValueError: wet paint",
+    ),
+    failing(
+        "after the pipeline",
+        "exception",
+        "train()\n" + on("last", "fail()"),
+        "ValueError: wet paint",
+        ranks=(1, 2, 4),
+        never=(),
+    ),
     failing("in every rank", "exception", "fail()", "ValueError: wet paint", ranks=(1, 2, 4)),
     failing("in every forward", "exception", "breaks('forward', fail)\ntrain()", "ValueError: wet paint"),
-    Fault("before mpipipe is imported", "exception", IMPORT_FAILS, modes=(RUN,), says=("no_such_paint",),
-          never=("finished",)),
+    Fault(
+        "before mpipipe is imported",
+        "exception",
+        IMPORT_FAILS,
+        modes=(RUN,),
+        says=("no_such_paint",),
+        never=("finished",),
+    ),
     _kind("MemoryError", "raise MemoryError('no room')", "MemoryError: no room"),
     _kind("RecursionError", "act()", "RecursionError"),
     _kind("StopIteration", "raise StopIteration", "StopIteration"),
@@ -90,7 +148,10 @@ breaks('forward', lambda: fail() if next(counts) == 5 else None)
     _kind("an exception without a text", "raise type('Mute', (Exception,), {'__str__': lambda self: 1 / 0})", "Mute"),
     _kind("an exception that cannot be pickled", "raise type('Odd', (Exception,), {'f': sys.stdin})('wet')", "Odd"),
     _kind("an exception with a cause", "raise ValueError('wet paint') from KeyError('colour')", "wet paint", "colour"),
-    _kind("a group of exceptions", "raise ExceptionGroup('paints', [ValueError('wet paint'), KeyError('colour')])",
-          "paints"),
+    _kind(
+        "a group of exceptions",
+        "raise ExceptionGroup('paints', [ValueError('wet paint'), KeyError('colour')])",
+        "paints",
+    ),
     _kind("an error of mpipipe", "raise errors.ArgumentError('wet paint')", "wet paint"),
 )

@@ -22,8 +22,14 @@ def _never_joins(what, who, ranks, **options) -> tuple[Fault, Fault]:
     body = on(who, "sys.exit(0)") + TOGETHER[what]
     leaver = who.replace("last", "{last}")
     known = failing(
-        f"rank {who} exits with 0 before others {what}", "never joins", body, f"world rank {leaver}",
-        "PeerError", ranks=ranks, modes=(RUN,), **options,
+        f"rank {who} exits with 0 before others {what}",
+        "never joins",
+        body,
+        f"world rank {leaver}",
+        "PeerError",
+        ranks=ranks,
+        modes=(RUN,),
+        **options,
     )
     return known, _unknown(known, body)
 
@@ -31,8 +37,16 @@ def _never_joins(what, who, ranks, **options) -> tuple[Fault, Fault]:
 def _unknown(fault, body) -> Fault:
     """The same without `run`: nobody can know of a rank that leaves before its first call; only the limit helps."""
     return failing(
-        f"{fault.name}, with a limit", fault.kind, body, "StallError", "nothing came within 3 s",
-        env={"MPIPIPE_TIMEOUT": "3"}, ranks=fault.ranks, modes=(PLAIN,), reports=None, clean=False,
+        f"{fault.name}, with a limit",
+        fault.kind,
+        body,
+        "StallError",
+        "nothing came within 3 s",
+        env={"MPIPIPE_TIMEOUT": "3"},
+        ranks=fault.ranks,
+        modes=(PLAIN,),
+        reports=None,
+        clean=False,
     )
 
 
@@ -49,8 +63,16 @@ def _code(code, wanted) -> tuple[Fault, Fault]:
 
 def _agreed(code) -> Fault:
     return Fault(
-        f"all ranks exit with {code}", "exit", OPENING + f"train()\nsys.exit({code})", code=code, plain_code=code,
-        reports=0, ranks=(1, 2, 4), by_all=("finished",), never=("ended by",), quick=(4, RUN) if code == 75 else None,
+        f"all ranks exit with {code}",
+        "exit",
+        OPENING + f"train()\nsys.exit({code})",
+        code=code,
+        plain_code=code,
+        reports=0,
+        ranks=(1, 2, 4),
+        by_all=("finished",),
+        never=("ended by",),
+        quick=(4, RUN) if code == 75 else None,
     )
 
 
@@ -61,22 +83,44 @@ FAULTS = (
         for who, ranks in (("0", (3,)), ("last", (2, 4)))
         for fault in _never_joins(what, who, ranks, quick=(2, RUN) if (what, who) in QUICK else None)
     ),
-    _while_working("the last rank exits with 0 between a step and a clip", """
+    _while_working(
+        "the last rank exits with 0 between a step and a clip",
+        """
 leave = lambda: sys.exit(0) if rank == last else None
 train(between=lambda: (leave(), optim.clip_by_global_norm(stages, 1.0, comm)))
-""", quick=(2, RUN)),
+""",
+        quick=(2, RUN),
+    ),
     _while_working("the last rank makes a ring less", "ring(2 if rank == last else 3)", never=()),
-    failing("one rank leaves early without an error", "never joins", """
+    failing(
+        "one rank leaves early without an error",
+        "never joins",
+        """
 pipeline = build()
 pipeline.step(inputs, targets)
 if rank == 2:
     sys.exit(0)
 pipeline.step(inputs, targets)
 print("finished")
-""", "rank 2", ranks=(4,), modes=(RUN,), once=("left the job after call 1",), reports=None, quick=(4, RUN)),
+""",
+        "rank 2",
+        ranks=(4,),
+        modes=(RUN,),
+        once=("left the job after call 1",),
+        reports=None,
+        quick=(4, RUN),
+    ),
     *_code(3, 3),
-    failing("rank 2 exits with 3", "exit", "if rank == 2: sys.exit(3)\ntrain()", "rank 2", code=3, ranks=(4,),
-            modes=(RUN,), quick=(4, RUN)),
+    failing(
+        "rank 2 exits with 3",
+        "exit",
+        "if rank == 2: sys.exit(3)\ntrain()",
+        "rank 2",
+        code=3,
+        ranks=(4,),
+        modes=(RUN,),
+        quick=(4, RUN),
+    ),
     *_code(75, 75),
     *_code(130, 130),
     *_code(255, 255),
@@ -85,24 +129,99 @@ print("finished")
     *_code("'wet paint'", 1),
     _code("None", 1)[0],
     *(_agreed(code) for code in (0, 1, 2, 3, 75, 130, 255)),
-    Fault("all ranks exit with 256", "exit", OPENING + "train()\nsys.exit(256)", code=NONZERO,
-          plain_code="any", reports=None, ranks=(1, 2)),
-    Fault("ranks exit with codes of their own", "exit", OPENING + "train()\nsys.exit(3 + rank)",
-          code=(3, 4, 5, 6), ranks=(2, 4), reports=None, says=("rank 0: 3",), plain_says=(), clean=False),
-    failing("sys.exit(3) in a forward", "exit", on("last", "breaks('forward', lambda: sys.exit(3))") + "train()",
-            code=3, ranks=(1, 2, 4), reports=None),
-    failing("sys.exit(0) in a forward", "exit", on("last", "breaks('forward', lambda: sys.exit(0))") + "train()",
-            code=NONZERO, ranks=(2, 4), plain_code=NONZERO),
-    failing("os._exit(0) before training", "vanishes", on("last", "os._exit(0)") + "train()", "rank {last}",
-            plain_says=(), plain_code="any", code=NONZERO, reports=None, quick=(2, RUN)),
-    failing("os._exit(0) in a forward", "vanishes", on("last", "breaks('forward', lambda: os._exit(0))") + "train()",
-            "rank {last}", code=NONZERO, reports=None, modes=(RUN,), ranks=(1, 2, 4)),
-    failing("os._exit(0) at the end", "vanishes", "train()\n" + on("last", "os._exit(0)"), "rank {last}",
-            code=NONZERO, reports=None, modes=(RUN,), ranks=(1, 2, 4), never=()),
-    failing("os._exit(0) of all ranks", "vanishes", "train()\nos._exit(0)", "rank", code=NONZERO,
-            reports=None, modes=(RUN,), ranks=(1, 2, 4), never=()),
-    failing("os._exit(3) in a forward", "vanishes", on("last", "breaks('forward', lambda: os._exit(3))") + "train()",
-            code=NONZERO, reports=None),
-    Fault("MPI_Abort by the user", "vanishes", OPENING + on("last", "comm.Abort(7)") + "train()", code=7,
-          plain_code=7, reports=None, modes=(RUN, PLAIN)),
+    Fault(
+        "all ranks exit with 256",
+        "exit",
+        OPENING + "train()\nsys.exit(256)",
+        code=NONZERO,
+        plain_code="any",
+        reports=None,
+        ranks=(1, 2),
+    ),
+    Fault(
+        "ranks exit with codes of their own",
+        "exit",
+        OPENING + "train()\nsys.exit(3 + rank)",
+        code=(3, 4, 5, 6),
+        ranks=(2, 4),
+        reports=None,
+        says=("rank 0: 3",),
+        plain_says=(),
+        clean=False,
+    ),
+    failing(
+        "sys.exit(3) in a forward",
+        "exit",
+        on("last", "breaks('forward', lambda: sys.exit(3))") + "train()",
+        code=3,
+        ranks=(1, 2, 4),
+        reports=None,
+    ),
+    failing(
+        "sys.exit(0) in a forward",
+        "exit",
+        on("last", "breaks('forward', lambda: sys.exit(0))") + "train()",
+        code=NONZERO,
+        ranks=(2, 4),
+        plain_code=NONZERO,
+    ),
+    failing(
+        "os._exit(0) before training",
+        "vanishes",
+        on("last", "os._exit(0)") + "train()",
+        "rank {last}",
+        plain_says=(),
+        plain_code="any",
+        code=NONZERO,
+        reports=None,
+        quick=(2, RUN),
+    ),
+    failing(
+        "os._exit(0) in a forward",
+        "vanishes",
+        on("last", "breaks('forward', lambda: os._exit(0))") + "train()",
+        "rank {last}",
+        code=NONZERO,
+        reports=None,
+        modes=(RUN,),
+        ranks=(1, 2, 4),
+    ),
+    failing(
+        "os._exit(0) at the end",
+        "vanishes",
+        "train()\n" + on("last", "os._exit(0)"),
+        "rank {last}",
+        code=NONZERO,
+        reports=None,
+        modes=(RUN,),
+        ranks=(1, 2, 4),
+        never=(),
+    ),
+    failing(
+        "os._exit(0) of all ranks",
+        "vanishes",
+        "train()\nos._exit(0)",
+        "rank",
+        code=NONZERO,
+        reports=None,
+        modes=(RUN,),
+        ranks=(1, 2, 4),
+        never=(),
+    ),
+    failing(
+        "os._exit(3) in a forward",
+        "vanishes",
+        on("last", "breaks('forward', lambda: os._exit(3))") + "train()",
+        code=NONZERO,
+        reports=None,
+    ),
+    Fault(
+        "MPI_Abort by the user",
+        "vanishes",
+        OPENING + on("last", "comm.Abort(7)") + "train()",
+        code=7,
+        plain_code=7,
+        reports=None,
+        modes=(RUN, PLAIN),
+    ),
 )

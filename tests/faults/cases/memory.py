@@ -75,13 +75,43 @@ def _script(body, columns) -> str:
 
 FAULTS = (
     *(
-        Fault(f"a late message of {columns} columns", "memory", _script(LATE, columns), ranks=(3,), modes=(PLAIN,),
-              plain_code=ANY, prints=("intact",), never=("CORRUPTED",), clean=False, limit=30, slow=True)
+        Fault(
+            f"a late message of {columns} columns",
+            "memory",
+            _script(LATE, columns),
+            ranks=(3,),
+            modes=(PLAIN,),
+            plain_code=ANY,
+            prints=("intact",),
+            never=("CORRUPTED",),
+            clean=False,
+            limit=30,
+            slow=True,
+        )
         for columns in (512, 4096, 16384)
     ),
-    Fault("messages under way at the end", "memory", _script(UNDER_WAY, 4096), ranks=(4,), modes=(PLAIN,),
-          code=NONZERO, says=("wet paint",), never=("ignal 11", "ignal: 11", "egmentation"), clean=False, repeat=12,
-          slow=True),
-    Fault("three failures that the user catches", "memory", _script(FREED, 4096), code=0, plain_code=0,
-          prints=("intact",), never=("egmentation",), reports=0, slow=True),
+    Fault(
+        "messages under way at the end",
+        "memory",
+        _script(UNDER_WAY, 4096),
+        ranks=(4,),
+        modes=(PLAIN,),
+        code=NONZERO,
+        says=("wet paint",),
+        never=("ignal 11", "ignal: 11", "egmentation"),
+        clean=False,
+        repeat=12,
+        slow=True,
+    ),
+    Fault(
+        "three failures that the user catches",
+        "memory",
+        _script(FREED, 4096),
+        code=0,
+        plain_code=0,
+        prints=("intact",),
+        never=("egmentation",),
+        reports=0,
+        slow=True,
+    ),
 )

@@ -13,57 +13,142 @@ def _differs(name, odd, *says, rest="train()", **options):
 
 
 FAULTS = (
-    refused("micro-batches of rank 1", "mismatch", "if rank == 1: schedule = schedules.one_f_one_b(size, 5)\ntrain()",
-            "MismatchError: rank 1", ranks=(2, 4), quick=(4, RUN)),
-    refused("schedule of rank 3", "mismatch", "if rank == 3: schedule = schedules.gpipe(size, 4)\ntrain()",
-            "MismatchError: rank 3", ranks=(4,), quick=(4, RUN)),
-    refused("missing targets", "misuse", "targets = None\ntrain()", "ArgumentError: rank {last}: targets are missing",
-            ranks=(1, 2, 4), quick=(4, RUN)),
-    failing("wrong dtype of the inputs", "misuse", "if rank == 0: inputs = inputs.astype(float)\ntrain()",
-            "rank 0, stage 0, micro-batch 0: the input of a stage", code=(1, 2), ranks=(1, 2, 4), quick=(4, RUN)),
-    failing("a loss that is not a number", "misuse", "if rank == last: targets[700] = np.nan\ntrain()",
-            "NonFiniteError: rank {last}, stage {last}, micro-batch 1", code=(1, 2), ranks=(1, 2, 4), quick=(4, RUN)),
+    refused(
+        "micro-batches of rank 1",
+        "mismatch",
+        "if rank == 1: schedule = schedules.one_f_one_b(size, 5)\ntrain()",
+        "MismatchError: rank 1",
+        ranks=(2, 4),
+        quick=(4, RUN),
+    ),
+    refused(
+        "schedule of rank 3",
+        "mismatch",
+        "if rank == 3: schedule = schedules.gpipe(size, 4)\ntrain()",
+        "MismatchError: rank 3",
+        ranks=(4,),
+        quick=(4, RUN),
+    ),
+    refused(
+        "missing targets",
+        "misuse",
+        "targets = None\ntrain()",
+        "ArgumentError: rank {last}: targets are missing",
+        ranks=(1, 2, 4),
+        quick=(4, RUN),
+    ),
+    failing(
+        "wrong dtype of the inputs",
+        "misuse",
+        "if rank == 0: inputs = inputs.astype(float)\ntrain()",
+        "rank 0, stage 0, micro-batch 0: the input of a stage",
+        code=(1, 2),
+        ranks=(1, 2, 4),
+        quick=(4, RUN),
+    ),
+    failing(
+        "a loss that is not a number",
+        "misuse",
+        "if rank == last: targets[700] = np.nan\ntrain()",
+        "NonFiniteError: rank {last}, stage {last}, micro-batch 1",
+        code=(1, 2),
+        ranks=(1, 2, 4),
+        quick=(4, RUN),
+    ),
     _differs("number of stages", "stages = stages * 2", "wrong number of stages"),
     _differs("recomputation", "", "MismatchError", rest="train(recompute=rank == last)", ranks=(2,)),
     _differs("width of a stage", "stages = [nn.Stage([nn.Linear(32, 64)], first=rank)]", "micro-batch 0", code=(1, 2)),
     _differs("batch of the targets", "targets = targets[:-512]", "targets", code=(1, 2)),
-    _differs("what is called", "", "MismatchError", rest="""
+    _differs(
+        "what is called",
+        "",
+        "MismatchError",
+        rest="""
 with build() as pipeline:
     pipeline.forward(inputs) if rank == last else pipeline.step(inputs, targets)
-"""),
+""",
+    ),
     _differs("number of steps", "", "MismatchError", "close", rest="train(3 if rank == last else 4)", never=()),
     _differs("extent of a mesh", "", "Error", rest="mpipipe.Mesh(comm, pipe=size if rank == last else 1)"),
-    _differs("shape in a ring", "", "Error", rest="""
+    _differs(
+        "shape in a ring",
+        "",
+        "Error",
+        rest="""
 q = np.ones((1, 512, 4, 64 if rank == last else 32), np.float32)
 attention.ring_attention(q, q, q, comm)
-"""),
+""",
+    ),
     _differs("causality of a ring", "", "Error", rest=RING.format(", causal=rank == last")),
     _differs("layout of a ring", "", "Error", rest=RING.format(", layout='striped' if rank == last else 'zigzag'")),
-    failing("ranks step different pipelines", "mismatch",
-            "a, b = build(), build()\n(a if rank == last else b).step(inputs, targets)", "MismatchError", code=(1, 2),
-            ranks=(2, 4), quick=(2, RUN)),
-    failing("pipelines are built in another order", "mismatch", """
+    failing(
+        "ranks step different pipelines",
+        "mismatch",
+        "a, b = build(), build()\n(a if rank == last else b).step(inputs, targets)",
+        "MismatchError",
+        code=(1, 2),
+        ranks=(2, 4),
+        quick=(2, RUN),
+    ),
+    failing(
+        "pipelines are built in another order",
+        "mismatch",
+        """
 def other():
     return mpipipe.Pipeline(stages, schedules.gpipe(size, 8), comm, loss=loss)
 first, second = (other(), build()) if rank == last else (build(), other())
-""", "MismatchError", code=(1, 2)),
+""",
+        "MismatchError",
+        code=(1, 2),
+    ),
     refused("a mesh that does not fill the communicator", "misuse", MESH.format("size + 1"), "mesh", ranks=(1, 2)),
     refused("no schedule", "misuse", "schedule = None\ntrain()", "ArgumentError", ranks=(1, 2, 4)),
-    refused("a schedule of more ranks", "misuse", "schedule = schedules.gpipe(size + 1, 4)\ntrain()", "ArgumentError",
-            ranks=(1, 2)),
+    refused(
+        "a schedule of more ranks",
+        "misuse",
+        "schedule = schedules.gpipe(size + 1, 4)\ntrain()",
+        "ArgumentError",
+        ranks=(1, 2),
+    ),
     refused("missing inputs", "misuse", "inputs = None\ntrain()", "inputs are missing", ranks=(1, 2, 4)),
-    refused("inputs that are a list", "misuse", "inputs = 'text' if rank == 0 else None\ntrain()", "ArgumentError",
-            code=(1, 2), ranks=(1, 2)),
+    refused(
+        "inputs that are a list",
+        "misuse",
+        "inputs = 'text' if rank == 0 else None\ntrain()",
+        "ArgumentError",
+        code=(1, 2),
+        ranks=(1, 2),
+    ),
     refused("an unknown layout", "misuse", RING.format(", layout='diagonal'"), "layout", ranks=(1, 2)),
     refused("a scale that is not a number", "misuse", RING.format(", scale=float('nan')"), "scale", ranks=(1, 2)),
     refused("a norm below 0", "misuse", "optim.clip_by_global_norm(stages, -1.0, comm)", "max_norm", ranks=(1, 2)),
-    failing("a stage without methods", "misuse", on("last", "stages = [object()]") + "train()", "ArgumentError",
-            code=(1, 2), ranks=(1, 2, 4)),
-    failing("a step after close", "misuse", "p = build()\np.close()\np.step(inputs, targets)", "Error", code=(1, 2),
-            ranks=(1, 2)),
-    failing("a stage that calls its own pipeline", "misuse", """
+    failing(
+        "a stage without methods",
+        "misuse",
+        on("last", "stages = [object()]") + "train()",
+        "ArgumentError",
+        code=(1, 2),
+        ranks=(1, 2, 4),
+    ),
+    failing(
+        "a step after close",
+        "misuse",
+        "p = build()\np.close()\np.step(inputs, targets)",
+        "Error",
+        code=(1, 2),
+        ranks=(1, 2),
+    ),
+    failing(
+        "a stage that calls its own pipeline",
+        "misuse",
+        """
 pipeline = build()
 if rank == last: breaks('forward', lambda: pipeline.evaluate(inputs, targets))
 pipeline.step(inputs, targets)
-""", "ArgumentError", code=(1, 2), ranks=(1, 2, 4), quick=(2, RUN)),
+""",
+        "ArgumentError",
+        code=(1, 2),
+        ranks=(1, 2, 4),
+        quick=(2, RUN),
+    ),
 )

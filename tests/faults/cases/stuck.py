@@ -31,52 +31,125 @@ print("finished")
 FAULTS = (
     _stalls("an endless loop in a forward", on("last", LOOP) + "train()", "rank {last}", quick=(2, RUN)),
     _stalls("an endless loop of rank 0", on("0", LOOP) + "train()", "rank 0", ranks=(3,)),
-    _stalls("a sleep in a backward", on("last", "breaks('backward', lambda: time.sleep(99))") + "train()",
-            "rank {last}"),
+    _stalls(
+        "a sleep in a backward", on("last", "breaks('backward', lambda: time.sleep(99))") + "train()", "rank {last}"
+    ),
     # without `run` nobody knows who is missing in the first call on a communicator
     _stalls("a sleep before training", on("last", "time.sleep(1000)") + "train()", "rank {last}", plain_says=STALL),
-    _stalls("a sleep before a clip", on("last", "time.sleep(1000)") + "optim.clip_by_global_norm(stages, 1.0, comm)",
-            "rank {last}", plain_says=STALL),
-    _stalls("a sleep before a mesh", on("last", "time.sleep(1000)") + "mpipipe.Mesh(comm, pipe=size)", "rank {last}",
-            plain_says=STALL),
+    _stalls(
+        "a sleep before a clip",
+        on("last", "time.sleep(1000)") + "optim.clip_by_global_norm(stages, 1.0, comm)",
+        "rank {last}",
+        plain_says=STALL,
+    ),
+    _stalls(
+        "a sleep before a mesh",
+        on("last", "time.sleep(1000)") + "mpipipe.Mesh(comm, pipe=size)",
+        "rank {last}",
+        plain_says=STALL,
+    ),
     _stalls("a sleep before a ring", on("last", "time.sleep(1000)") + "ring()", "rank {last}", plain_says=STALL),
-    _stalls("a collective of the user in place of a step", """
+    _stalls(
+        "a collective of the user in place of a step",
+        """
 with build() as pipeline:
     if rank == 1: comm.Barrier()
     pipeline.step(inputs, targets)
-""", "rank 1", quick=(2, PLAIN)),
-    _stalls("a receive of the user that nobody sends", on("0", "comm.Recv(np.empty(9), last)") + "train()", "rank 0",
-            plain_says=STALL),
-    failing("one rank a call ahead while others clip", "loop", on("last", "train()") + on("0", """
+""",
+        "rank 1",
+        quick=(2, PLAIN),
+    ),
+    _stalls(
+        "a receive of the user that nobody sends",
+        on("0", "comm.Recv(np.empty(9), last)") + "train()",
+        "rank 0",
+        plain_says=STALL,
+    ),
+    failing(
+        "one rank a call ahead while others clip",
+        "loop",
+        on("last", "train()")
+        + on(
+            "0",
+            """
 with build() as pipeline:
     pipeline.step(inputs, targets)
     optim.clip_by_global_norm(stages, 1.0, comm)
-"""), "rank", plain_says=STALL[:1], env=SHORT, limit=30, ranks=(2,), never=()),
-    failing("an exception in a step of another thread", "thread", on("last", "breaks('forward', fail)") + OTHER_THREAD,
-            "ValueError: wet paint", "micro-batch 0", quick=(2, RUN)),
+""",
+        ),
+        "rank",
+        plain_says=STALL[:1],
+        env=SHORT,
+        limit=30,
+        ranks=(2,),
+        never=(),
+    ),
+    failing(
+        "an exception in a step of another thread",
+        "thread",
+        on("last", "breaks('forward', fail)") + OTHER_THREAD,
+        "ValueError: wet paint",
+        "micro-batch 0",
+        quick=(2, RUN),
+    ),
     good("a pipeline stepped in another thread", OTHER_THREAD, kind="thread", by_all=("finished",), ranks=(1, 2, 4)),
-    failing("an exception in a loss of another thread", "thread", on("last", "def loss(y, t): fail()") + OTHER_THREAD,
-            "ValueError: wet paint"),
-    Fault("an exception in a thread of the user's own", "thread", OPENING + """
+    failing(
+        "an exception in a loss of another thread",
+        "thread",
+        on("last", "def loss(y, t): fail()") + OTHER_THREAD,
+        "ValueError: wet paint",
+    ),
+    Fault(
+        "an exception in a thread of the user's own",
+        "thread",
+        OPENING
+        + """
 thread = threading.Thread(target=fail)
 if rank == last:
     thread.start()
     thread.join()
 train()
-""", code=0, plain_code=0, reports=0, says=("wet paint",), by_all=("finished",)),
-    Fault("a fork in a stage", "thread", OPENING + """
+""",
+        code=0,
+        plain_code=0,
+        reports=0,
+        says=("wet paint",),
+        by_all=("finished",),
+    ),
+    Fault(
+        "a fork in a stage",
+        "thread",
+        OPENING
+        + """
 def act():
     child = os.fork()
     if child == 0:
         sys.exit(0)
     os.waitpid(child, 0)
-""" + on("last", "breaks('forward', act)") + "train()", code=("any"), reports=None, modes=(RUN,), ranks=(2,),
-          never=("left the job",), limit=20),
-    Fault("a fork before training", "thread", OPENING + """
+"""
+        + on("last", "breaks('forward', act)")
+        + "train()",
+        code=("any"),
+        reports=None,
+        modes=(RUN,),
+        ranks=(2,),
+        never=("left the job",),
+        limit=20,
+    ),
+    Fault(
+        "a fork before training",
+        "thread",
+        OPENING
+        + """
 child = os.fork()
 if child == 0:
     os._exit(0)
 os.waitpid(child, 0)
 train()
-""", code=0, reports=0, by_all=("finished",), ranks=(1, 2)),
+""",
+        code=0,
+        reports=0,
+        by_all=("finished",),
+        ranks=(1, 2),
+    ),
 )

@@ -33,16 +33,28 @@ def _between(holds) -> Fault:
 
 
 FAULTS = (
-    *(
-        _in_forward(holds, ranks=(1, 2), **({"quick": (2, RUN)} if "UTF-8" in holds else {}))
-        for holds in TEXTS
-    ),
+    *(_in_forward(holds, ranks=(1, 2), **({"quick": (2, RUN)} if "UTF-8" in holds else {})) for holds in TEXTS),
     *(_between(holds) for holds in TEXTS),
-    failing("foreign letters in the C locale", "text", on("last", "fail('gr\\u00fcn')") + "train()", "ValueError: gr",
-            env=C_LOCALE),
+    failing(
+        "foreign letters in the C locale",
+        "text",
+        on("last", "fail('gr\\u00fcn')") + "train()",
+        "ValueError: gr",
+        env=C_LOCALE,
+    ),
     failing("a surrogate on every rank", "text", "fail(os.fsdecode(b'caf\\xe9'))", "ValueError: caf", ranks=(1, 3)),
-    failing("a surrogate in a report of a refusal", "text",
-            "schedule = os.fsdecode(b'caf\\xe9')\ntrain()", "ArgumentError", code=2),
-    failing("a surrogate as text of an exit", "text", on("0", "sys.exit(os.fsdecode(b'caf\\xe9'))") + "train()", "caf",
-            modes=(RUN,)),
+    failing(
+        "a surrogate in a report of a refusal",
+        "text",
+        "schedule = os.fsdecode(b'caf\\xe9')\ntrain()",
+        "ArgumentError",
+        code=2,
+    ),
+    failing(
+        "a surrogate as text of an exit",
+        "text",
+        on("0", "sys.exit(os.fsdecode(b'caf\\xe9'))") + "train()",
+        "caf",
+        modes=(RUN,),
+    ),
 )

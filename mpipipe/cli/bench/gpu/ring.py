@@ -7,9 +7,9 @@ sum of the ranks' times holds all computation and merging of the ring, and no me
 from __future__ import annotations
 
 from mpipipe import arrays, attention
-from mpipipe.attention import blocks, kernels
+from mpipipe.attention import kernels, mask
+from mpipipe.attention.accumulate import add, assign, block_gradients, cast, total
 from mpipipe.attention.kernels.host import nothing
-from mpipipe.attention.results import add, assign, block_gradients, cast, total
 from mpipipe.cli.bench.gpu.rows import Row
 from mpipipe.cli.bench.gpu.timing import normal, seconds
 
@@ -60,7 +60,7 @@ class _Rank:
         own = self.steps[0]
         self.kernel = kernels.chosen(self.q, *own[:2])
         self.scale, self.kind = self.q.shape[3] ** -0.5, arrays.accumulator(self.q.dtype)
-        self.fresh = blocks.rows_once(own[2], length)
+        self.fresh = mask.rows_once(own[2], length)
         self.message = [arrays.empty_like(x) for x in own[:2]]
         self.received = [arrays.empty_like(x, self.kind) for x in own[:2]]
 

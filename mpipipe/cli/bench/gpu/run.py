@@ -15,7 +15,7 @@ from pathlib import Path
 from mpipipe import arrays
 from mpipipe.cli.bench.gpu import attention, executor, gpt, memory, ring, transport
 from mpipipe.cli.bench.gpu.rows import Row, show
-from mpipipe.comm import runtime
+from mpipipe.comm import launcher, runtime
 from mpipipe.comm.device import select_device
 from mpipipe.errors import ArgumentError, BackendError
 
@@ -80,7 +80,7 @@ def without_mpi() -> str | None:
     try:
         runtime.mpi()
     except BackendError as error:
-        return None if runtime.promised_ranks(os.environ) else str(error)
+        return None if launcher.launcher_size(os.environ) else str(error)
     return None
 
 

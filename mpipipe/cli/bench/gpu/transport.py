@@ -13,10 +13,11 @@ from mpipipe.cli.bench.gpu.rows import Row
 from mpipipe.cli.bench.gpu.timing import normal
 from mpipipe.cli.bench.timing import compare
 from mpipipe.cli.bench.transport import PingPong
-from mpipipe.comm import gpu_aware, runtime
-from mpipipe.comm.gpu_aware import Verdict
+from mpipipe.comm import runtime
 from mpipipe.comm.group import group_of
-from mpipipe.comm.transport import make_transport
+from mpipipe.comm.transport import gpu_aware
+from mpipipe.comm.transport.choose import make_transport
+from mpipipe.comm.transport.gpu_aware import Verdict
 
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 24, 1 << 26)
 QUICK = dict(repeats=3, sizes=(1 << 16, 1 << 24))

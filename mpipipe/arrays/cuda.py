@@ -1,0 +1,50 @@
+"""CUDA C++ functions of this package, compiled when they are first called."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from mpipipe.arrays.devices import cupy
+
+COMMON = Path(__file__).parent / "common.cuh"  # goes before every source
+C_TYPES = {
+    "float32": "float",
+    "float64": "double",
+    "float16": "__half",
+    "bfloat16": "__nv_bfloat16",
+    "int32": "int",
+    "int64": "long long",
+}
+
+
+@cache
+def _module(path: Path, constants: tuple, _device: int):
+    # not by #include and -D: CuPy's cache of compiled code does not look into included files, and macros reach headers
+    code = "\n".join([COMMON.read_text(), *cuda_source_facts(dict(constants)), path.read_text()])
+    return cupy().RawModule(code=code, options=("--std=c++17",), backend="nvrtc")
+
+
+@cache
+def _function(path: Path, name: str, constants: tuple, device: int):
+    return _module(path, constants, device).get_function(name)
+
+
+def cuda_source_facts(constants: dict) -> tuple[str, ...]:
+    """C++ declarations of the constants that `cuda_function` takes."""
+    return tuple(
+        f"typedef {C_TYPES[value.name]} {name};" if isinstance(value, np.dtype) else f"constexpr int {name} = {value};"
+        for name, value in constants.items()
+    )
+
+
+def cuda_function(path: Path, name: str, **constants):
+    """The `extern "C"` function `name` of a CUDA source file, compiled once for the current GPU and these constants.
+
+    A numpy dtype declares a type of that name in front of the source (T=array.dtype), an integer a constexpr int. Call
+    the result with (grid, block, arguments), or (grid, block, arguments, bytes of dynamic shared memory): tuples of
+    integers, and a tuple of arrays and numpy scalars, whose dtypes must be the C types of the parameters.
+    """
+    return _function(path, name, tuple(constants.items()), cupy().cuda.runtime.getDevice())

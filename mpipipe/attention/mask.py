@@ -1,0 +1,221 @@
+"""Which parts of which shards see each other: one planner for layouts, causality, windows and packed documents.
+
+A shard is a few runs of evenly spaced positions. For a run of queries at a + d i and a run of keys at b + d j,
+causality (key not after query) and a window of W (the query itself and the W - 1 before it) are both bounds on j - i:
+
+    j - i <= floor((a - b) / d)                      causal
+    j - i >= ceil((a - b - W + 1) / d)               window
+
+so what a pair of runs needs is a band of its matrix of scores. Documents cut runs into shorter ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Sequence
+from numbers import Real
+from typing import NamedTuple
+
+import numpy as np
+
+from mpipipe.errors import ArgumentError
+
+FULL, CAUSAL, BAND = "FULL", "CAUSAL", "BAND"
+
+
+class Run(NamedTuple):
+    """Local rows start ... start + rows - 1, at positions first, first + stride, ..."""
+
+    start: int
+    rows: int
+    first: int
+    stride: int
+
+
+class Slice(NamedTuple):
+    """Work to be done: query rows q_start ... q_stop - 1 against key rows k_start ... k_stop - 1.
+
+    With i and j counted from q_start and k_start, row i sees key j where low <= j - i <= high; None is no bound.
+    """
+
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+    low: int | None
+    high: int | None
+
+    @property
+    def kind(self) -> str:
+        """FULL (no mask), CAUSAL (j <= i) or BAND (any other)."""
+        if self.low is None and self.high is None:
+            return FULL
+        return CAUSAL if self.low is None and self.high == 0 else BAND
+
+    @property
+    def work(self) -> int:
+        """Number of (query, key) pairs that see each other."""
+        rows = np.arange(self.q_stop - self.q_start)
+        keys = self.k_stop - self.k_start
+        first = 0 if self.low is None else np.clip(rows + self.low, 0, keys)
+        last = keys if self.high is None else np.clip(rows + self.high + 1, 0, keys)
+        return int(np.sum(np.maximum(last - first, 0) + np.zeros_like(rows)))
+
+
+def plan(
+    queries: Sequence[Run],
+    keys: Sequence[Run],
+    causal: bool,
+    window: int | None = None,
+    documents: Sequence[int] | None = None,
+) -> list[Slice]:
+    """The slices in which queries of one shard see keys of another.
+
+    Parameters
+    ----------
+    queries, keys : runs of the two shards
+    causal : a query sees no later position
+    window : a query sees itself and the window - 1 positions before it; needs causal
+    documents : positions at which documents begin, rising from 0, and the length of the whole at the end; a query
+        sees its own document only
+    """
+    by_document = defaultdict(list)
+    for document, key in _cut(keys, documents):
+        by_document[document].append(key)
+    slices = []
+    for document, query in _cut(queries, documents):
+        for key in by_document[document]:
+            found = _band(query, key, causal, window)
+            if found is not None:
+                slices.append(found)
+    return _joined(slices)
+
+
+def _joined(slices: list[Slice]) -> list[Slice]:
+    """Unmasked slices one below the other, on the same keys, as one: fewer and larger products."""
+    joined: list[Slice] = []
+    for part in sorted(slices, key=lambda part: (part.k_start, part.q_start)):
+        above = joined[-1] if joined else None
+        same_keys = above is not None and (above.k_start, above.k_stop) == (part.k_start, part.k_stop)
+        if above is not None and same_keys and above.kind == part.kind == FULL and above.q_stop == part.q_start:
+            joined[-1] = above._replace(q_stop=part.q_stop)
+        else:
+            joined.append(part)
+    return joined
+
+
+def once(ranges: Sequence[tuple[int, int]], length: int) -> bool:
+    """Whether each of 0 ... length - 1 lies in exactly one of the ranges (start, stop)."""
+    end = 0
+    for start, stop in sorted(ranges):
+        if start != end:
+            return False
+        end = stop
+    return end == length
+
+
+def apart(ranges: Sequence[tuple[int, int]]) -> bool:
+    """Whether nothing lies in two of the ranges (start, stop)."""
+    ordered = sorted(ranges)
+    return all(stop <= start for (_, stop), (start, _) in itertools.pairwise(ordered))
+
+
+def rows_once(slices: Sequence[Slice], rows: int) -> bool:
+    """Whether each of so many query rows is in exactly one slice."""
+    return once([(part.q_start, part.q_stop) for part in slices], rows)
+
+
+def _cut(runs: Sequence[Run], documents) -> list[tuple[int, Run]]:
+    """(number of the document, run): the runs, cut where a document begins; empty ones dropped."""
+    if documents is None:
+        return [(0, run) for run in runs if run.rows]
+    pieces = []
+    for run in runs:
+        done = 0
+        while done < run.rows:
+            first = run.first + done * run.stride
+            document = bisect_right(documents, first)
+            count = min(run.rows - done, -(-(documents[document] - first) // run.stride))
+            pieces.append((document, Run(run.start + done, count, first, run.stride)))
+            done += count
+    return pieces
+
+
+def _band(query: Run, key: Run, causal: bool, window: int | None) -> Slice | None:
+    """The part of one pair of runs that is seen, without the rows and keys at its edges that see nothing."""
+    if not causal:
+        return Slice(query.start, query.start + query.rows, key.start, key.start + key.rows, None, None)
+    stride, apart = query.stride, query.first - key.first
+    high = apart // stride
+    low = None if window is None else -((window - 1 - apart) // stride)
+    if low is not None and low > high:
+        return None
+    q0, q1, k0, k1 = 0, query.rows, 0, key.rows
+    while q0 < q1 and k0 < k1:
+        before = q0, q1, k0, k1
+        q0, k1 = max(q0, k0 - high), min(k1, q1 + high)
+        if low is not None:
+            k0, q1 = max(k0, q0 + low), min(q1, k1 - low)
+        if (q0, q1, k0, k1) == before:
+            break
+    if q0 >= q1 or k0 >= k1:
+        return None
+    below = None if low is None or low + q0 - k0 <= -(q1 - q0 - 1) else low + q0 - k0
+    above = None if high + q0 - k0 >= k1 - k0 - 1 else high + q0 - k0
+    return Slice(query.start + q0, query.start + q1, key.start + k0, key.start + k1, below, above)
+
+
+def check_window(causal: bool, window: int | None):
+    """Raise ArgumentError for a window that is no count, or has no direction because nothing is causal."""
+    if window is None:
+        return
+    if not isinstance(window, (int, np.integer)) or window < 1:
+        raise ArgumentError("window", found=repr(window), expected="an integer of at least 1, or None")
+    if not causal:
+        raise ArgumentError(
+            "a window looks back from each query, so it needs a causal mask",
+            found=f"window={window}, causal=False",
+            expected="causal=True, or window=None",
+        )
+
+
+def check_scale(scale):
+    """Raise ArgumentError unless the factor on scores is None, or a finite number above 0."""
+    if scale is None or (isinstance(scale, Real) and 0 < scale < math.inf):  # NaN fails this
+        return
+    raise ArgumentError(
+        "scale of attention", found=repr(scale), expected="a finite number above 0, or None for 1 / sqrt(head_dim)"
+    )
+
+
+def boundaries(segments, seq_len: int) -> list[int] | None:
+    """Documents of a packed sequence as `plan` takes them.
+
+    Parameters
+    ----------
+    segments : None, or integers: `seq_len` of them are the number of each position's document, in which equal numbers
+        stand together; otherwise they are the documents' lengths, which add up to `seq_len`
+
+    Raises ArgumentError where they do not cover the sequence.
+    """
+    if segments is None:
+        return None
+    numbers = np.asarray(segments)
+    if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
+        raise ArgumentError("segments", found=f"{numbers.dtype}{list(numbers.shape)}", expected="one axis of integers")
+    if numbers.size == seq_len:
+        starts = np.flatnonzero(np.diff(numbers)) + 1
+        ids = numbers[np.concatenate([[0], starts]).astype(int)] if seq_len else numbers
+        if len(set(ids.tolist())) != len(ids):
+            raise ArgumentError("segments: a document's positions do not stand together", found=ids.tolist()[:20])
+        return [0, *starts.tolist(), seq_len]
+    if numbers.sum() != seq_len or (numbers < 1).any():
+        raise ArgumentError(
+            "segments do not cover the sequence",
+            found=f"{numbers.size} entries that add up to {int(numbers.sum())}",
+            expected=f"{seq_len} document numbers, or lengths of at least 1 that add up to {seq_len}",
+        )
+    return [0, *np.cumsum(numbers).tolist()]

@@ -1,0 +1,225 @@
+"""Whether handing device memory to MPI really works: tried in a job of its own, since where it does not, it crashes.
+
+`probe()` starts `python -m mpipipe.cli.probe` on two ranks of this host. They exchange device arrays of 8 bytes and of
+4 MiB, which MPI libraries move in different ways, and look at what arrives.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from mpipipe import arrays
+from mpipipe.comm import runtime
+from mpipipe.comm.abort import run_or_abort
+from mpipipe.comm.device import select_device
+from mpipipe.comm.transport.direct import DirectTransport
+from mpipipe.comm.wait import wait
+
+LAUNCHER = "MPIPIPE_MPIEXEC"
+STARTED, WORKS, WRONG = "mpipipe probe on rank", "device memory works", "device memory arrives wrong"
+SIZES = (8, 4 << 20)  # bytes: within the first packet, and by rendezvous
+ROUNDS = 3
+LINES = 12  # of the job's output, kept for the report
+GRACE = 5.0  # seconds for a launcher to take its ranks along
+# what a launcher tells its processes: a job that inherits it believes that it belongs to ours
+INHERITED = (
+    "PMI_",
+    "PMIX_",
+    "OMPI_COMM_",
+    "OMPI_UNIVERSE",
+    "OMPI_APP_CTX",
+    "OMPI_FIRST_RANKS",
+    "OMPI_FILE_LOCATION",
+    "OMPI_MCA_ess",
+    "OMPI_MCA_orte",
+    "OMPI_MCA_pmix",
+    "PRTE_LAUNCHED",
+    "HYDI_",
+    "HYDRA_",
+    "MPI_LOCAL",
+    "MPIEXEC_",
+    "MV2_COMM_",
+    "FLUX_TASK_",
+    "PALS_",
+    "SLURM_STEP",
+    "SLURM_PROCID",
+    "SLURM_LOCALID",
+    "SLURM_NODEID",
+    "SLURM_TASK_PID",
+    "SLURM_GTIDS",
+    "SLURM_NTASKS",
+    "SLURM_NPROCS",
+    "SLURM_SRUN_COMM",
+    "SLURM_LAUNCH_NODE",
+    "SLURM_UMASK",
+    "SLURM_CPU_BIND",
+    "SLURM_DISTRIBUTION",
+    "SLURM_MPI_TYPE",
+)
+SETTINGS = {
+    "HYDRA_LAUNCHER": "fork",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",  # Open MPI 4
+}
+
+
+class Result(NamedTuple):
+    """What became of the job.
+
+    Attributes
+    ----------
+    outcome : "works", "crashed with signal N", "wrong data", "failed", "timed out" or "could not start"
+    lines : the last lines that it printed
+    """
+
+    outcome: str
+    lines: list[str]
+
+    @property
+    def works(self) -> bool:
+        return self.outcome == "works"
+
+
+def probe(mpiexec: str | None = None, timeout: float = 60, command: list[str] | None = None) -> Result:
+    """Try direct messages of device arrays between two ranks; for one rank to call. Ends soon after `timeout` seconds.
+
+    Parameters
+    ----------
+    mpiexec : launcher, with options if any; by default MPIPIPE_MPIEXEC, the mpiexec beside the MPI library or beside
+        python, or on PATH; srun where there is no other
+    command : what each rank runs; by default this module
+    """
+    launcher = mpiexec or os.environ.get(LAUNCHER) or find_launcher()
+    if launcher is None:
+        return Result("could not start", [f"no mpiexec found: set {LAUNCHER}"])
+    launch = shlex.split(launcher)
+    if Path(launch[0]).name == "srun":
+        launch.append("--overlap")  # share what the step that asks has
+    command = [*launch, "-n", "2", *(command or [sys.executable, "-m", "mpipipe.cli.probe"])]
+    try:
+        job = subprocess.Popen(
+            command,
+            env=job_environment(os.environ),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+    except OSError as error:
+        return Result("could not start", [f"{launcher}: {error}"])
+    try:
+        output, _ = job.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        return Result("timed out", _tail(_end(job)))
+    return Result(outcome_of(job.returncode, output), _tail(output))
+
+
+def outcome_of(code: int, output: str) -> str:
+    """What a job's exit code and output say; launchers pass signals on in several ways."""
+    if WRONG in output:
+        return "wrong data"
+    if output.count(WORKS) == 2 and code == 0:
+        return "works"
+    if "Segmentation fault" in output or "signal 11" in output.lower():
+        return "crashed with signal 11"
+    found = re.search(r"(?:killed by|on) signal:? (\d+)|exit code: (\d+)", output, re.IGNORECASE)
+    number = -code if code < 0 else code - 128 if code > 128 else 0
+    if found and found[1]:
+        number = int(found[1])
+    if number:
+        return f"crashed with signal {number}"
+    return "failed" if STARTED in output else "could not start"
+
+
+def job_environment(environment) -> dict:
+    """The variables for a job of its own, that hands device memory to MPI whatever the evidence."""
+    clean = {name: value for name, value in environment.items() if not name.startswith(INHERITED)}
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} if os.geteuid() == 0 else {}
+    return {**SETTINGS, **clean, **root, "MPIPIPE_GPU_DIRECT": "1"}
+
+
+def find_launcher() -> str | None:
+    """The launcher that belongs to the MPI library in use."""
+    folders = [library.parent.parent / "bin" for library in _mpi_libraries()]
+    folders += [library.parent / "bin" for library in _mpi_libraries()]
+    for folder in [*folders, Path(sys.executable).parent]:
+        for name in ("mpiexec", "mpiexec.hydra", "mpirun"):
+            if os.access(folder / name, os.X_OK):
+                return str(folder / name)
+    return next((found for name in ("mpiexec", "mpirun", "srun") if (found := shutil.which(name))), None)
+
+
+def _mpi_libraries() -> list[Path]:
+    """Files of the MPI library that is loaded."""
+    runtime.mpi()
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return []
+    return [Path(path) for path in dict.fromkeys(re.findall(r"/\S*/libmpi(?:_\w+)?\.so\S*", maps))]
+
+
+def _tail(output: str) -> list[str]:
+    return [line for line in output.splitlines() if line.strip()][-LINES:]
+
+
+def _end(job) -> str:
+    """Stop a launcher, politely at first so that it takes its ranks along; returns what they printed."""
+    for stop in (job.terminate, job.kill):
+        stop()
+        try:
+            return job.communicate(timeout=GRACE)[0]
+        except subprocess.TimeoutExpired:
+            continue
+    return "(the output is lost: ranks outlive their launcher)"
+
+
+# -- in the job -------------------------------------------------------------------------------------------------------
+
+
+def exchange(comm):
+    """Swap device arrays with the other ranks in a ring, and print what came of it."""
+    transport = DirectTransport(comm)
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    wrong = 0
+    for nbytes in SIZES:
+        received = transport.empty((nbytes // 8,), np.dtype(np.int64))
+        for turn in range(ROUNDS):
+            sent = arrays.upload(content(nbytes, comm.rank, turn))
+            requests = [transport.irecv(received, left, 0, turn), transport.isend(sent, right, 0, turn)]
+            for request in requests:
+                wait(request, "a neighbour in the probe")
+            wrong += not np.array_equal(arrays.download(received), content(nbytes, left, turn))
+            transport.retire(received)
+    transport.close()
+    print(f"rank {comm.rank}: {WRONG if wrong else WORKS}", flush=True)
+
+
+def content(nbytes: int, rank: int, turn: int):
+    """What a rank sends: no two messages are alike."""
+    return np.arange(nbytes // 8, dtype=np.int64) * 1_000_003 + 7919 * rank + 104_729 * turn
+
+
+def main():
+    """One rank of the job."""
+    faulthandler.enable()
+    comm = runtime.world()
+    print(f"{STARTED} {comm.rank} of {comm.size}", flush=True)
+    select_device("cuda", comm)
+    exchange(comm)
+
+
+if __name__ == "__main__":
+    sys.exit(run_or_abort(main))

@@ -1,0 +1,49 @@
+"""MPI as this job finds it, in words."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from mpipipe import arrays
+from mpipipe.comm.group import group_of
+from mpipipe.comm.launcher import launcher_size
+from mpipipe.comm.runtime import mpi, tag_upper_bound
+from mpipipe.comm.transport import gpu_aware
+
+
+def describe() -> dict[str, str]:
+    """What `python -m mpipipe info` shows of MPI; collective over COMM_WORLD. Raises BackendError without MPI."""
+    MPI = mpi()
+    comm = MPI.COMM_WORLD
+    group = group_of(comm)
+    hosts = group.gather("info: the hosts", MPI.Get_processor_name())
+    import mpi4py
+
+    levels = {
+        MPI.THREAD_SINGLE: "single",
+        MPI.THREAD_FUNNELED: "funneled",
+        MPI.THREAD_SERIALIZED: "serialized",
+        MPI.THREAD_MULTIPLE: "multiple",
+    }
+    promise = launcher_size(os.environ)
+    return {
+        "MPI": MPI.Get_library_version().splitlines()[0].strip().rstrip("\x00"),
+        "MPI standard": ".".join(map(str, MPI.Get_version())),
+        "mpi4py": mpi4py.__version__,
+        "ranks": str(comm.size),
+        "launcher": "none seen" if promise is None else f"promises {promise[1]} ranks ({promise[0]})",
+        "hosts": ", ".join(f"{host} x {hosts.count(host)}" for host in sorted(set(hosts))),
+        "thread level": levels[MPI.Query_thread()],
+        "largest tag": str(tag_upper_bound(comm)),
+        "GPU-aware MPI": _gpu_awareness(comm, group),
+        "python": sys.version.split()[0],
+    }
+
+
+def _gpu_awareness(comm, group) -> str:
+    """How device arrays would travel, and why."""
+    if not group.agree("info: the GPUs", values=[arrays.device_count()]).any():
+        return "no GPU"
+    verdict = gpu_aware.detect(comm)
+    return f"{'direct' if verdict.direct else 'staged through the host'}: {verdict.reason}"

@@ -1,0 +1,209 @@
+"""Whether MPI may be handed addresses in device memory: by evidence only, since a wrong yes ends in a crash.
+
+What counts, in this order: MPIPIPE_GPU_DIRECT; the memory kinds that MPI 4.1 has a communicator name; the library's own
+answer (MPIX_Query_cuda_support); the variables by which a user turns GPU support on in libraries that do not answer.
+Anything else means staging through the host, which works everywhere. `python -m mpipipe info --probe` tries it out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from typing import NamedTuple
+
+from mpipipe import arrays
+from mpipipe.comm import runtime
+from mpipipe.comm.group import group_of
+from mpipipe.errors import ArgumentError
+
+OVERRIDE = "MPIPIPE_GPU_DIRECT"
+SWITCHES = {"MV2_USE_CUDA": "MVAPICH", "MVP_USE_CUDA": "MVAPICH", "PSP_CUDA": "ParaStation|psmpi"}
+# variable that turns CUDA on -> how the library that reads it names itself
+CUDA_IN_UCX = ("cuda_copy", "cuda", "all")
+CUDA = 0  # MPIX_GPU_SUPPORT_CUDA
+
+
+class Verdict(NamedTuple):
+    """Whether device arrays go to MPI directly, and why or why not."""
+
+    direct: bool
+    reason: str
+
+
+def detect(comm, group=None) -> Verdict:
+    """The verdict for all ranks of `comm`: direct only where it is on every rank. Collective.
+
+    The ranks agree in `group`, a comm.group.Group; by default in that of `comm`.
+    """
+    group = group_of(comm) if group is None else group
+    error, mine = None, Verdict(False, "the ranks are threads of one process")
+    try:
+        if not hasattr(comm, "store"):
+            mine = judge(
+                runtime.mpi().Get_library_version(),
+                os.environ,
+                _loaded_libraries(),
+                _query(),
+                _memory_kinds(comm),
+                _allocator_is_async(),
+            )
+    except ArgumentError as caught:
+        error = caught
+    return combine(group.gather("asking whether MPI takes device memory", mine, error))
+
+
+def combine(verdicts) -> Verdict:
+    """One verdict for all ranks, with the reason of the first rank that is against."""
+    for rank, verdict in enumerate(verdicts):
+        if not verdict.direct:
+            everywhere = all(other == verdict for other in verdicts)
+            return Verdict(False, verdict.reason if everywhere else f"on rank {rank}: {verdict.reason}")
+    return verdicts[0]
+
+
+def judge(
+    library_version: str, environment, maps_text: str, query: int | None, kinds: str, async_pool: bool
+) -> Verdict:
+    """The verdict of one rank.
+
+    Parameters
+    ----------
+    library_version : MPI_Get_library_version
+    environment : variables of this process
+    maps_text : /proc/self/maps, which names the libraries that are loaded
+    query : what MPIX_Query_cuda_support said; None where it was not asked
+    kinds : value of the info key mpi_memory_alloc_kinds; "" where there is none
+    async_pool : CuPy allocates stream-ordered or managed memory, which MPI cannot map
+    """
+    override = environment.get(OVERRIDE)
+    if override not in (None, "", "0", "1"):
+        raise ArgumentError(f"environment variable {OVERRIDE}", found=repr(override), expected="1 or 0")
+    if override == "0":
+        return Verdict(False, f"{OVERRIDE}=0")
+    if async_pool:
+        return Verdict(
+            False,
+            "CuPy's allocator is an asynchronous or managed one, whose memory MPI cannot share "
+            "(use cupy.cuda.MemoryPool())",
+        )
+    if override == "1":
+        return Verdict(True, f"{OVERRIDE}=1")
+    evidence = _evidence(library_version, environment, maps_text, query, kinds)
+    if evidence.direct and not _ucx_takes_cuda(environment):
+        return Verdict(False, f"UCX_TLS={environment['UCX_TLS']} leaves out cuda_copy (but: {evidence.reason})")
+    return evidence
+
+
+def _evidence(library_version, environment, maps_text, query, kinds) -> Verdict:
+    if any(kind.strip().split(":")[0] == "cuda" for kind in kinds.split(",")):
+        return Verdict(True, f"mpi_memory_alloc_kinds is {kinds}")
+    if query:
+        return _trusted(library_version, environment)
+    if "CRAY MPICH" in library_version.upper():
+        return _cray(environment, maps_text)
+    if "Intel(R) MPI" in library_version:
+        return _intel(environment, maps_text)
+    for variable, library in SWITCHES.items():
+        if _is_on(environment.get(variable)) and re.search(library, library_version, re.IGNORECASE):
+            return Verdict(True, f"{variable}={environment[variable]}")
+    if query is None:
+        return Verdict(False, "this MPI does not say that it takes device memory")
+    return Verdict(False, "MPIX_Query_cuda_support says no")
+
+
+def _trusted(library_version, environment) -> Verdict:
+    """A yes of the library. That of Open MPI before 5 is about how it was built, not about what is switched on."""
+    version = re.search(r"Open MPI v(\d+)", library_version)
+    setting = environment.get("OMPI_MCA_opal_cuda_support")
+    if version and int(version[1]) < 5 and not _is_on(setting):
+        if setting:
+            return Verdict(False, f"OMPI_MCA_opal_cuda_support={setting}")
+        if "CONDA_PREFIX" in environment:
+            return Verdict(False, "conda's Open MPI 4 has CUDA switched off unless OMPI_MCA_opal_cuda_support=true")
+    return Verdict(True, "MPIX_Query_cuda_support says yes")
+
+
+def _cray(environment, maps_text) -> Verdict:
+    if not _is_on(environment.get("MPICH_GPU_SUPPORT_ENABLED")):
+        return Verdict(False, "Cray MPICH without MPICH_GPU_SUPPORT_ENABLED=1")
+    if "libmpi_gtl_cuda" not in maps_text:
+        return Verdict(
+            False,
+            "Cray MPICH without its GPU transport layer (libmpi_gtl_cuda): build mpi4py with the "
+            "craype-accel module loaded, or preload that library",
+        )
+    return Verdict(True, "MPICH_GPU_SUPPORT_ENABLED=1 and libmpi_gtl_cuda is loaded")
+
+
+def _intel(environment, maps_text) -> Verdict:
+    """Intel MPI takes Level Zero where it finds it, CUDA otherwise, unless it is told which."""
+    if not _is_on(environment.get("I_MPI_OFFLOAD")):
+        return Verdict(False, "Intel MPI without I_MPI_OFFLOAD=1 (and I_MPI_OFFLOAD_MODE=cuda)")
+    mode = environment.get("I_MPI_OFFLOAD_MODE", "")
+    if mode == "cuda" or (not mode and "libcuda.so" in maps_text and "libze_loader" not in maps_text):
+        return Verdict(True, f"I_MPI_OFFLOAD={environment['I_MPI_OFFLOAD']}, which found CUDA")
+    return Verdict(False, f"I_MPI_OFFLOAD for {mode or 'a library that is not CUDA'}: set I_MPI_OFFLOAD_MODE=cuda")
+
+
+def _ucx_takes_cuda(environment) -> bool:
+    """Whether UCX, if it is what MPI uses, may move device memory."""
+    text = environment.get("UCX_TLS", "")
+    if not text:
+        return True
+    names = text.lstrip("^").split(",")
+    return text.startswith("^") != any(name.strip() in CUDA_IN_UCX for name in names)
+
+
+def _is_on(value: str | None) -> bool:
+    return (value or "0").strip().lower() not in ("0", "false", "no", "off", "disable")
+
+
+# -- facts ------------------------------------------------------------------------------------------------------------
+
+
+def _query() -> int | None:
+    """The library's own answer, found through mpi4py's extension, which is linked to the very library in use."""
+    MPI = runtime.mpi()
+    library = ctypes.CDLL(MPI.__file__)
+    if asks_by_type(MPI.Get_library_version()):
+        ask = getattr(library, "MPIX_GPU_query_support", None)
+        flag = ctypes.c_int(0)
+        return None if ask is None or ask(CUDA, ctypes.byref(flag)) else flag.value
+    ask = getattr(library, "MPIX_Query_cuda_support", None)
+    return None if ask is None else ask()
+
+
+def asks_by_type(library_version: str) -> bool:
+    """Whether this is an MPICH before 4, whose MPIX_Query_cuda_support fails an assertion where it has no GPU support.
+
+    Cray MPICH is derived from 3.4, whatever its own version is.
+    """
+    version = re.search(r"(?<!CRAY )MPICH Version:\s*(\d+)", library_version)
+    return "CRAY MPICH" in library_version.upper() or (version is not None and int(version[1]) < 4)
+
+
+def _memory_kinds(comm) -> str:
+    info = comm.Get_info()
+    try:
+        return info.Get("mpi_memory_alloc_kinds") or ""
+    finally:
+        info.Free()
+
+
+def _loaded_libraries() -> str:
+    try:
+        with open("/proc/self/maps") as maps:
+            return maps.read()
+    except OSError:
+        return ""
+
+
+def _allocator_is_async() -> bool:
+    """Whether CuPy allocates memory that is no plain cudaMalloc's."""
+    if not arrays.device_count():
+        return False
+    cuda = arrays.cupy().cuda
+    allocator = cuda.get_allocator()
+    kinds = [getattr(cuda, name) for name in ("malloc_async", "malloc_managed") if hasattr(cuda, name)]
+    return allocator in kinds or isinstance(getattr(allocator, "__self__", None), cuda.MemoryAsyncPool)

@@ -1,0 +1,27 @@
+"""Several requests as one: a long array travels as several messages."""
+
+from __future__ import annotations
+
+from mpipipe.comm.requests import own
+
+
+class RequestGroup:
+    """Several requests as one."""
+
+    def __init__(self, requests):
+        self.requests = requests
+
+    def Test(self):
+        while self.requests and self.requests[-1].Test():
+            self.requests.pop()
+        return not self.requests
+
+    def Cancel(self):
+        for request in self.requests:
+            request.Cancel()
+
+
+def start_all(operation, pieces, peer, tag, *buffers):
+    """One request for one operation on each piece; `buffers` own the memory of pieces that are mere addresses."""
+    requests = [own(operation(piece, peer, tag), *buffers) for piece in pieces]
+    return requests[0] if len(requests) == 1 else RequestGroup(requests)

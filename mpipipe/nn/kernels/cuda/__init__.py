@@ -1,0 +1,57 @@
+"""The kernels on a GPU: CUDA C++ beside this file, and cuBLAS.
+
+Each source is compiled for the dtype of the arrays and the widest word of memory that their addresses and sizes allow.
+Nothing waits for the device, no sum depends on timing, and the partial sums of a matrix do not depend on the GPU.
+"""
+
+from __future__ import annotations
+
+from mpipipe.nn.kernels.cuda.dropout import dropout, dropout_backward
+from mpipipe.nn.kernels.cuda.elementwise import (
+    accumulate,
+    add,
+    cast,
+    copy,
+    gelu,
+    gelu_backward,
+    scale,
+    swiglu,
+    swiglu_backward,
+)
+from mpipipe.nn.kernels.cuda.embed import embed, embed_backward
+from mpipipe.nn.kernels.cuda.linear import linear, linear_input, linear_weight, sum_rows
+from mpipipe.nn.kernels.cuda.loss import mean_squared_error, softmax_cross_entropy
+from mpipipe.nn.kernels.cuda.norm import layer_norm, layer_norm_backward, rms_norm, rms_norm_backward
+from mpipipe.nn.kernels.cuda.optimizer import adamw, sgd, sums_of_squares
+from mpipipe.nn.kernels.cuda.rope import rotate, turns
+
+__all__ = [
+    "accumulate",
+    "adamw",
+    "add",
+    "cast",
+    "copy",
+    "dropout",
+    "dropout_backward",
+    "embed",
+    "embed_backward",
+    "gelu",
+    "gelu_backward",
+    "layer_norm",
+    "layer_norm_backward",
+    "linear",
+    "linear_input",
+    "linear_weight",
+    "mean_squared_error",
+    "rms_norm",
+    "rms_norm_backward",
+    "rotate",
+    "scale",
+    "sgd",
+    "softmax_cross_entropy",
+    "sum_rows",
+    "sums_of_squares",
+    "swiglu",
+    "swiglu_backward",
+    "turns",
+]

@@ -1,0 +1,170 @@
+"""The kernels on numpy arrays of float32 or float64.
+
+Large arrays are worked on in pieces that stay in a core's cache from the first pass to the last.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpipipe.nn import random, rope
+from mpipipe.nn.cache_blocks import rows
+from mpipipe.nn.kernels.host.activation import gelu, gelu_backward, swiglu, swiglu_backward
+from mpipipe.nn.kernels.host.loss import mean_squared_error, softmax_cross_entropy
+from mpipipe.nn.kernels.host.norm import layer_norm, layer_norm_backward, rms_norm, rms_norm_backward
+from mpipipe.nn.kernels.host.optimizer import adamw, sgd, sums_of_squares
+
+__all__ = [
+    "accumulate",
+    "adamw",
+    "add",
+    "cast",
+    "copy",
+    "dropout",
+    "dropout_backward",
+    "embed",
+    "embed_backward",
+    "gelu",
+    "gelu_backward",
+    "layer_norm",
+    "layer_norm_backward",
+    "linear",
+    "linear_input",
+    "linear_weight",
+    "mean_squared_error",
+    "rms_norm",
+    "rms_norm_backward",
+    "rotate",
+    "scale",
+    "sgd",
+    "softmax_cross_entropy",
+    "sum_rows",
+    "sums_of_squares",
+    "swiglu",
+    "swiglu_backward",
+    "turns",
+]
+
+_PIECE = 1 << 17  # elements of one piece of a weight gradient: half a MiB of float32, added while in cache
+
+
+# -- products ---------------------------------------------------------------------------------------------------------
+
+
+def linear(x, weight, bias=None):
+    """y = x weight^T + bias, with x (rows, inputs) and weight (outputs, inputs)."""
+    y = np.matmul(x, weight.T)
+    if bias is not None:
+        np.add(y, bias, out=y)
+    return y
+
+
+def linear_input(dy, weight):
+    """dx = dy weight."""
+    return np.matmul(dy, weight)
+
+
+def linear_weight(dy, x, grad):
+    """grad += dy^T x, with dy (rows, outputs), x (rows, inputs), grad (outputs, inputs).
+
+    A large product is made in pieces of the gradient, each added while it is still in cache.
+    """
+    outputs, inputs = grad.shape
+    if outputs * inputs <= _PIECE:
+        np.add(grad, np.matmul(dy.T, x), out=grad)
+        return
+    step = max(16, _PIECE // inputs)
+    piece = np.empty((step, inputs), grad.dtype)
+    for start in range(0, outputs, step):
+        part = grad[start : start + step]
+        product = np.matmul(dy[:, start : start + step].T, x, out=piece[: len(part)])
+        np.add(part, product, out=part)
+
+
+def sum_rows(dy, grad):
+    """grad += sum of the rows of dy."""
+    np.add(grad, np.add.reduce(dy, 0), out=grad)
+
+
+# -- single passes ----------------------------------------------------------------------------------------------------
+
+
+def add(x, y):
+    """x + y, of equal shapes."""
+    return np.add(x, y)
+
+
+def accumulate(grad, part):
+    """grad += part."""
+    np.add(grad, part, out=grad)
+
+
+def scale(x, factor: float, out=None):
+    """x * factor, into `out` where it is given, which may be x."""
+    return np.multiply(x, factor, out=out)
+
+
+def cast(source, target):
+    """target = source, rounded to nearest even."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        target[...] = source
+
+
+def copy(source, target):
+    """target = source, of one dtype and shape, with any strides."""
+    target[...] = source
+
+
+# -- rotary positions -------------------------------------------------------------------------------------------------
+
+
+def turns(positions, head_dim: int, base: float, dtype, device: str = "cpu"):
+    """The factors for `rotate`, one row for each position; its first n rows are those of the first n positions."""
+    return rope.turns(positions, head_dim, base, dtype)
+
+
+def rotate(x, table, target, back: bool = False):
+    """target = each pair of neighbours of x turned by its factor, or back by it.
+
+    x and target (batch, seq, heads, head_dim) may have any strides and be the same array.
+    """
+    factors = table.conj() if back else table
+    if x.strides[-1] == target.strides[-1] == x.itemsize:
+        np.multiply(rope.pairs(x), factors, out=rope.pairs(target))
+    else:
+        turned = np.multiply(rope.pairs(np.ascontiguousarray(x)), factors)
+        target[...] = turned.view(x.dtype)
+
+
+# -- embedding --------------------------------------------------------------------------------------------------------
+
+
+def embed(weight, ids):
+    """Row `id` of the table for each id: shape (...) to (..., dim)."""
+    return np.take(weight, ids, axis=0, mode="clip")
+
+
+def embed_backward(dy, ids, grad):
+    """Add each row of dy (..., dim) to the row of grad (vocab, dim) that its id names."""
+    if ids.size == 0:
+        return
+    ids = ids.reshape(-1)
+    order = np.argsort(ids, kind="stable")  # equal ids side by side, in the order of their rows
+    ids = ids[order]
+    starts = np.flatnonzero(np.concatenate(([True], ids[1:] != ids[:-1])))
+    grad[ids[starts]] += np.add.reduceat(rows(dy)[order], starts, axis=0)
+
+
+# -- dropout ----------------------------------------------------------------------------------------------------------
+
+
+def dropout(x, key, counter: tuple[int, int, int], threshold: int, factor: float):
+    """(y, keep): y = x * factor where `keep`, the random bits of (key, counter) reach `threshold`; else 0."""
+    keep = random.bits16(key, counter, x.size).reshape(x.shape) >= threshold
+    return dropout_backward(x, keep, factor), keep
+
+
+def dropout_backward(dy, keep, factor: float):
+    """dx = dy * factor where `keep`, else 0."""
+    dx = np.multiply(dy, keep)
+    return np.multiply(dx, factor, out=dx)

@@ -1,0 +1,43 @@
+"""Losses and their gradients, times a factor that is applied before the gradient is rounded."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpipipe.nn.cache_blocks import blocks
+
+
+def mean_squared_error(output, target, factor: float = 1.0):
+    """(mean of (output - target)^2, summed in float64; factor * its gradient), with `target` of any dtype."""
+    difference = np.empty(output.shape, output.dtype)
+    np.subtract(output, target, out=difference, casting="same_kind")
+    flat = difference.reshape(-1)
+    total = 0.0
+    for at in blocks(flat.size):
+        part = flat[at].astype(np.float64)
+        total += float(np.dot(part, part))
+    np.multiply(difference, 2 / flat.size * factor, out=difference)
+    return total / flat.size, difference
+
+
+def softmax_cross_entropy(logits, ids, factor: float = 1.0):
+    """(mean of -log softmax(logits)[id] over the rows, summed in float64; factor * its gradient)."""
+    gradient = np.empty(logits.shape, logits.dtype)
+    total = 0.0
+    for at in blocks(*logits.shape):
+        total += cross_entropy_block(logits[at], ids[at], len(logits) / factor, gradient[at])
+    return total / len(logits), gradient
+
+
+def cross_entropy_block(logits, ids, count, out):
+    """Sum of the losses of some rows, in float64; their gradient over `count` goes to `out`, which may be `logits`."""
+    np.subtract(logits, logits.max(1, keepdims=True), out=out)
+    picks = np.arange(len(ids))
+    hits = out[picks, ids]
+    np.exp(out, out=out)
+    sums = np.add.reduce(out, 1, keepdims=True)
+    value = float(np.sum(np.log(sums[:, 0], dtype=np.float64) - hits))
+    np.multiply(sums, count, out=sums)
+    np.divide(out, sums, out=out)
+    out[picks, ids] -= 1 / count
+    return value

@@ -1,0 +1,1 @@
+"""Layers: pairs of array functions, whose parameters live in the flat buffers of a stage."""

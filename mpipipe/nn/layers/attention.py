@@ -1,0 +1,141 @@
+"""Self-attention: projections, rotary positions, and an attend object that is handed in."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpipipe import arrays
+from mpipipe.errors import ArgumentError
+from mpipipe.nn.cache_blocks import rows
+from mpipipe.nn.layers.layer import Layer, check_features, check_positive
+from mpipipe.nn.parameters import Parameter, normal
+
+
+class SelfAttention(Layer):
+    """Self-attention over x (batch, seq, dim), with rotary positions on queries and keys, without biases.
+
+    Parameters
+    ----------
+    dim, heads : sizes; dim / heads is the head dimension and must be even
+    kv_heads : number of heads of keys and values, a divisor of heads (grouped-query attention); default: heads
+    attend : object with forward(q, k, v) -> (out, saved) and backward(dout, saved) -> (dq, dk, dv) on arrays (batch,
+        seq, heads, head_dim) of the stage's dtype and device, such as attention.Local(); q, k and v come as views of
+        one array, what it returns is C-contiguous on a GPU
+    positions : 1-D integers, the position of each row of the sequence in the whole; by default what
+        attend.positions(seq) says in each forward, for an attend object with a memory such as attention.Cached, else
+        0 ... seq - 1
+    rope_base : slowest turn of the rotary embedding, in positions
+    gain : `out` starts normal with standard deviation gain / sqrt(dim)
+
+    `qkv` holds the three projections one above the other, ((heads + 2 kv_heads) head_dim, dim); `out` is (dim, dim).
+    """
+
+    qkv: np.ndarray
+    qkv_grad: np.ndarray
+    out: np.ndarray
+    out_grad: np.ndarray
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        kv_heads: int | None = None,
+        attend=None,
+        positions=None,
+        rope_base: float = 10000.0,
+        gain: float = 1.0,
+    ):
+        kv_heads = heads if kv_heads is None else kv_heads
+        check_positive(dim=dim, heads=heads, kv_heads=kv_heads)
+        _check(dim, heads, kv_heads, attend)
+        self.dim, self.heads, self.kv_heads, self.head_dim = dim, heads, kv_heads, dim // heads
+        self.attend = attend
+        self.positions = None if positions is None else np.asarray(positions)
+        self.rope_base = float(rope_base)
+        self._width = (heads + 2 * kv_heads) * self.head_dim
+        self.declared = {
+            "qkv": Parameter((self._width, dim), normal(dim**-0.5)),
+            "out": Parameter((dim, dim), normal(gain * dim**-0.5)),
+        }
+
+    def bound(self):
+        self._ask = getattr(self.attend, "positions", None)
+
+    def forward(self, x):
+        self._check_input(x)
+        kernels, flat = self.stage.kernels, rows(x)
+        qkv = kernels.linear(flat, self.qkv).reshape(*x.shape[:2], -1, self.head_dim)
+        turned = qkv[:, :, : self.heads + self.kv_heads]  # queries and keys stand side by side
+        kernels.rotate(turned, self._turns(x.shape[1]), turned)
+        self._share_poll()
+        y, saved = self.attend.forward(*self._split(qkv))
+        y = y.reshape(len(flat), self.dim)
+        return kernels.linear(y, self.out).reshape(x.shape), (flat, y, saved)
+
+    def backward_input(self, dy, saved):
+        kernels, (x, y, kept) = self.stage.kernels, saved
+        dflat = rows(dy)
+        dout = kernels.linear_input(dflat, self.out).reshape(*dy.shape[:2], self.heads, self.head_dim)
+        shape = (*dy.shape[:2], self._width // self.head_dim, self.head_dim)
+        dqkv = arrays.empty(shape, dy.dtype, self.stage.device)
+        self._share_poll()
+        results = self.attend.backward(dout, kept)
+        dq, dk, dv = self._split(dqkv)
+        table = self._turns(dy.shape[1])
+        kernels.rotate(results[0], table, dq, back=True)
+        kernels.rotate(results[1], table, dk, back=True)
+        kernels.copy(results[2], dv)
+        dqkv = dqkv.reshape(len(x), -1)
+        dx = kernels.linear_input(dqkv, self.qkv)
+        return dx.reshape(dy.shape), (x, dqkv, dflat, y)
+
+    def backward_weight(self, pending):
+        x, dqkv, dy, y = pending
+        self.stage.kernels.linear_weight(dqkv, x, self.qkv_grad)
+        self.stage.kernels.linear_weight(dy, y, self.out_grad)
+
+    def _share_poll(self):
+        """Long attention keeps messages moving between its tiles, where the attend object can."""
+        if self.stage.poll is not None and hasattr(self.attend, "poll"):
+            self.attend.poll = self.stage.poll
+
+    def _split(self, qkv):
+        first, second = self.heads, self.heads + self.kv_heads
+        return qkv[:, :, :first], qkv[:, :, first:second], qkv[:, :, second:]
+
+    def _turns(self, seq):
+        positions = self.positions
+        if positions is None and self._ask is not None:
+            positions = self._ask(seq)
+        tables = self.stage.tables
+        if positions is None:
+            return tables.first(seq, self.head_dim, self.rope_base)
+        return tables.of(positions, self.head_dim, self.rope_base)
+
+    def _check_input(self, x):
+        check_features(self, x, self.dim)
+        expected = "seq" if self.positions is None else str(len(self.positions))
+        if x.ndim != 3 or expected not in ("seq", str(x.shape[1])):
+            raise ArgumentError(
+                f"layer {self.name} (SelfAttention): the input has the wrong shape",
+                found=f"shape {x.shape}",
+                expected=f"(batch, {expected}, {self.dim})",
+                remedy="one position for each row of the sequence",
+            )
+
+
+def _check(dim, heads, kv_heads, attend):
+    if dim % heads or (dim // heads) % 2:
+        raise ArgumentError(
+            "dim must be an even multiple of heads (rotary positions turn pairs of elements)",
+            found=f"dim={dim}, heads={heads}",
+            expected="dim / heads even",
+        )
+    if heads % kv_heads:
+        raise ArgumentError(
+            "heads must be a multiple of kv_heads", found=f"heads={heads}, kv_heads={kv_heads}", expected="no remainder"
+        )
+    if attend is None:
+        raise ArgumentError(
+            "SelfAttention was given nothing to attend with", remedy="pass attend=mpipipe.attention.Local()"
+        )

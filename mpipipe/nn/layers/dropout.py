@@ -1,0 +1,34 @@
+"""Dropout whose masks do not depend on where or how often they are drawn."""
+
+from __future__ import annotations
+
+from mpipipe.errors import ArgumentError
+from mpipipe.nn import random
+from mpipipe.nn.layers.layer import Layer
+
+
+class Dropout(Layer):
+    """While training, zero each element with the given probability and scale the others so that the mean stays.
+
+    The mask is drawn by a counter-based generator for (seed, layer name, step, replica, micro-batch), so recomputation
+    draws it again, and so does any other split of the model over ranks. Otherwise the layer is the identity.
+    """
+
+    def __init__(self, probability: float):
+        if not 0 <= probability < 1:
+            raise ArgumentError("wrong dropout probability", found=repr(probability), expected="0 <= probability < 1")
+        self.threshold = round(probability * 65536)  # an element lives where 16 random bits reach it
+        self.scale = 65536 / (65536 - self.threshold) if self.threshold < 65536 else 0.0
+
+    def bound(self):
+        self._stream = random.key("dropout", self.stage.seed, self.name)
+
+    def forward(self, x):
+        position = self.stage.position
+        if not position.training or self.threshold == 0:
+            return x, None
+        counter = (position.step, position.replica, position.microbatch)
+        return self.stage.kernels.dropout(x, self._stream, counter, self.threshold, self.scale)
+
+    def backward_input(self, dy, saved):
+        return (dy if saved is None else self.stage.kernels.dropout_backward(dy, saved, self.scale)), None

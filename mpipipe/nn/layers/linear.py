@@ -1,0 +1,54 @@
+"""The linear layer."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpipipe.nn.layers.layer import Layer, check_features, check_positive
+from mpipipe.nn.parameters import Parameter, normal, zeros
+
+
+class Linear(Layer):
+    """y = x W^T + b over the last axis of x.
+
+    Parameters
+    ----------
+    inputs, outputs : sizes; the weight is stored (outputs, inputs)
+    bias : whether there is a b, of zeros at the start
+    tie : key of Parameter.tie for the weight
+    gain : the weight starts normal with standard deviation gain / sqrt(inputs)
+    """
+
+    weight: np.ndarray
+    weight_grad: np.ndarray
+    bias: np.ndarray | None = None
+    bias_grad: np.ndarray | None = None
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = True, tie: str | None = None, gain: float = 1.0):
+        check_positive(inputs=inputs, outputs=outputs)
+        self.inputs, self.outputs = inputs, outputs
+        self.declared = {"weight": Parameter((outputs, inputs), normal(gain * inputs**-0.5), tie=tie)}
+        if bias:
+            self.declared["bias"] = Parameter((outputs,), zeros, decay=False)
+
+    def forward(self, x):
+        if x.ndim != 2:
+            check_features(self, x, self.inputs)
+            y, saved = self.forward(x.reshape(-1, self.inputs))
+            return y.reshape(*x.shape[:-1], self.outputs), saved
+        if x.shape[1] != self.inputs:
+            check_features(self, x, self.inputs)
+        return self.stage.kernels.linear(x, self.weight, self.bias), x
+
+    def backward_input(self, dy, saved):
+        if dy.ndim != 2:
+            shape = (*dy.shape[:-1], self.inputs)
+            dy = dy.reshape(-1, self.outputs)
+            return self.stage.kernels.linear_input(dy, self.weight).reshape(shape), (dy, saved)
+        return self.stage.kernels.linear_input(dy, self.weight), (dy, saved)
+
+    def backward_weight(self, pending):
+        dy, x = pending
+        self.stage.kernels.linear_weight(dy, x, self.weight_grad)
+        if self.bias_grad is not None:
+            self.stage.kernels.sum_rows(dy, self.bias_grad)

@@ -1,0 +1,72 @@
+"""Normalisation over the last axis."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpipipe.nn.cache_blocks import rows
+from mpipipe.nn.layers.layer import Layer, check_features, check_positive
+from mpipipe.nn.parameters import Parameter, ones, zeros
+
+
+class RMSNorm(Layer):
+    """y = gain * x / sqrt(mean(x^2) + eps) (Zhang and Sennrich, "Root mean square layer normalization", 2019).
+
+    With n = x * r, r = 1 / sqrt(mean(x^2) + eps): dgain = sum over rows of dy * n, and
+    dx = r * (gain * dy - n * mean(gain * dy * n)).
+    """
+
+    gain: np.ndarray
+    gain_grad: np.ndarray
+
+    def __init__(self, dim: int, eps: float = 1e-6):
+        check_positive(dim=dim)
+        self.dim, self.eps = dim, eps
+        self.declared = {"gain": Parameter((dim,), ones, decay=False)}
+
+    def forward(self, x):
+        check_features(self, x, self.dim)
+        flat = rows(x)
+        y, scale = self.stage.kernels.rms_norm(flat, self.gain, self.eps)
+        return y.reshape(x.shape), (flat, scale)
+
+    def backward_input(self, dy, saved):
+        x, scale = saved
+        dx, dgain = self.stage.kernels.rms_norm_backward(rows(dy), x, scale, self.gain)
+        return dx.reshape(dy.shape), dgain
+
+    def backward_weight(self, pending):
+        self.stage.kernels.accumulate(self.gain_grad, pending)
+
+
+class LayerNorm(Layer):
+    """y = gain * (x - mean) / sqrt(variance + eps) + bias (Ba, Kiros and Hinton, "Layer normalization", 2016).
+
+    The backward is that of RMSNorm with n = (x - mean) * r, and r * mean(gain * dy) taken off as well.
+    """
+
+    gain: np.ndarray
+    gain_grad: np.ndarray
+    bias: np.ndarray
+    bias_grad: np.ndarray
+
+    def __init__(self, dim: int, eps: float = 1e-5):
+        check_positive(dim=dim)
+        self.dim, self.eps = dim, eps
+        self.declared = {"gain": Parameter((dim,), ones, decay=False), "bias": Parameter((dim,), zeros, decay=False)}
+
+    def forward(self, x):
+        check_features(self, x, self.dim)
+        flat = rows(x)
+        y, scale = self.stage.kernels.layer_norm(flat, self.gain, self.bias, self.eps)
+        return y.reshape(x.shape), (flat, scale)
+
+    def backward_input(self, dy, saved):
+        x, scale = saved
+        dx, dgain, dbias = self.stage.kernels.layer_norm_backward(rows(dy), x, scale, self.gain)
+        return dx.reshape(dy.shape), (dgain, dbias)
+
+    def backward_weight(self, pending):
+        dgain, dbias = pending
+        self.stage.kernels.accumulate(self.gain_grad, dgain)
+        self.stage.kernels.accumulate(self.bias_grad, dbias)

@@ -1,0 +1,46 @@
+"""Trading time for memory (Chen et al., "Training deep nets with sublinear memory cost", 2016)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpipipe.nn.layers.layer import Layer
+
+
+class Recompute(Layer):
+    """The layer it is given, keeping only the input: the backward runs the forward again, with the same dropout masks.
+
+    It adds nothing to names, so parameters, their initial values and masks are those of the layer without it.
+    """
+
+    def __init__(self, layer: Layer):
+        self.layer = layer
+
+    def walk(self, name: str) -> Iterator[tuple[str, Layer]]:
+        yield name, self
+        yield from self.layer.walk(name)
+
+    def forward(self, x):
+        y, _ = self.layer.forward(x)
+        position = self.stage.position
+        return y, (x, (position.step, position.microbatch, position.replica, position.training))
+
+    def backward_input(self, dy, saved):
+        return self.layer.backward_input(dy, self._again(saved))
+
+    def backward_weight(self, pending):
+        self.layer.backward_weight(pending)
+
+    def backward(self, dy, saved):
+        return self.layer.backward(dy, self._again(saved))
+
+    def _again(self, saved):
+        """What the layer saved at the position of the first forward; the stage's position is as before afterwards."""
+        x, then = saved
+        position = self.stage.position
+        now = (position.step, position.microbatch, position.replica, position.training)
+        position.step, position.microbatch, position.replica, position.training = then
+        try:
+            return self.layer.forward(x)[1]
+        finally:
+            position.step, position.microbatch, position.replica, position.training = now

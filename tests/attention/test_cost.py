@@ -1,0 +1,109 @@
+"""The cost model: known figures, and bytes that a real ring counts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.rings import arrays
+from support.tolerance import close
+
+from mpipipe import attention
+from mpipipe.arrays import dtype
+from mpipipe.attention import cost
+from mpipipe.attention.layout import Layout
+from mpipipe.comm import inprocess
+
+
+def test_known_bytes():
+    """Local length 1024, 4 key heads of 64, 2 ranks, 24 layers, float32."""
+    block = cost.kv_bytes(1024, 4, 64)
+    assert block == 2_097_152
+    forward = 24 * cost.sent_forward([block, block], 0)
+    assert forward == 48 << 20
+    assert forward + 24 * cost.sent_backward_full_circle(block, 2) == 192 << 20
+    assert forward + 24 * cost.sent_backward([block, block], 0) == 96 << 20
+
+
+def test_known_savings():
+    assert [cost.saved_by_sharded_rows(n) for n in (1, 2, 4)] == [0, 0.5, 0.75]
+    assert [cost.saved_by_ring_blocks(n) for n in (1, 2, 4)] == [0, 0.75, 0.9375]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
+def test_even_shards(ranks):
+    blocks = [10] * ranks
+    for rank in range(ranks):
+        assert cost.sent_forward(blocks, rank) == 10 * (ranks - 1)
+        assert cost.sent_backward(blocks, rank) == 10 * max(0, 2 * ranks - 3)
+    assert cost.sent_backward_full_circle(10, ranks) - cost.sent_backward(blocks, 0) == (20 if ranks > 1 else 0)
+
+
+def test_known_lengths_at_which_transfers_hide():
+    """bfloat16 and gradients in float32, over NVLink, InfiniBand, and a copy through the host, to three digits."""
+    for bandwidth, forward, backward in ((450e9, 2889, 2933), (50e9, 26_000, 26_400), (10e9, 130_000, 132_000)):
+        assert cost.hiding_length_forward(650e12, bandwidth, itemsize=2) == pytest.approx(forward, rel=1e-3)
+        assert cost.hiding_length_backward(550e12, bandwidth, itemsize=2) == pytest.approx(backward, rel=1e-3)
+    assert cost.hiding_length_forward(650e12, 450e9, group=8, itemsize=2) == pytest.approx(361, rel=1e-3)
+    assert cost.hiding_length_forward(100e9, 4e9) == 100
+    assert cost.hiding_length_backward(100e9, 4e9) == 80
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("group", [1, 4])
+def test_at_that_length_a_step_takes_as_long_to_compute_as_to_send(causal, group):
+    flops, bandwidth, kv_heads, dim = 3e11, 7e9, 2, 64
+    part = 0.5 if causal else 1
+    s = cost.hiding_length_forward(flops, bandwidth, group, 4, causal)
+    computing = cost.attention_flops(part * s * s, group * kv_heads, dim) / flops
+    close(computing, cost.kv_bytes(s, kv_heads, dim) / bandwidth, 16)
+    s = cost.hiding_length_backward(flops, bandwidth, group, 4, 4, causal)
+    computing = 2.5 * cost.attention_flops(part * s * s, group * kv_heads, dim) / flops
+    close(computing, 2 * cost.kv_bytes(s, kv_heads, dim) / bandwidth, 16)
+
+
+CASES = [
+    dict(seq=64), dict(seq=61), dict(seq=3), dict(seq=61, causal=False), dict(seq=61, window=9),
+    dict(seq=200, window=70), dict(seq=40, keys=33, causal=False), dict(seq=61, value_dim=5),
+    dict(seq=61, kv_heads=1, dtype=np.float32), dict(seq=61, dtype=dtype("bfloat16"), dim=5, value_dim=3),
+]  # fmt: skip
+
+
+def counted_and_computed(comm, case, layout):
+    """Bytes of the forward and of the backward, as the ring counts them and as the formulas say."""
+    case = dict(case)
+    options = {name: case.pop(name) for name in ("causal", "window") if name in case}
+    whole = arrays(case.pop("seq"), **case)
+    rows, keys = (Layout(layout, comm.size, whole[at].shape[1]) for at in (0, 1))
+    mine = [part.shard(array, comm.rank) for part, array in zip((rows, keys, keys, rows), whole)]
+    ring = attention.Ring(comm, layout=layout, **options)
+    _, saved = ring.forward(*mine[:3])
+    forward = ring.bytes_sent
+    ring.backward(mine[3], saved)
+    counted = forward, ring.bytes_sent - forward
+    _, k, v, _ = whole
+    sizes = k.shape[2], k.shape[3], v.shape[3], k.shape[0]
+    blocks, gradients = (
+        [cost.kv_bytes(keys.length(rank), *sizes, itemsize) for rank in range(comm.size)]
+        for itemsize in (k.itemsize, max(4, k.itemsize))
+    )
+    other = None if keys.seq_len == rows.seq_len else keys
+    steps = rows.steps(options.get("causal", True), options.get("window"), keys=other)
+    return counted, (
+        cost.sent_forward(blocks, comm.rank, steps), cost.sent_backward(blocks, comm.rank, steps, gradients)
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_real_ranks_send_what_the_formulas_say(comm, case, layout):
+    counted, computed = counted_and_computed(comm, case, layout)
+    assert counted == computed
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("case", CASES[1:6], ids=str)
+def test_rings_of_any_size_send_what_the_formulas_say(ranks, case):
+    found = inprocess.run(ranks, lambda comm: counted_and_computed(comm, case, "contiguous"))
+    for counted, computed in found:
+        assert counted == computed
+    assert (sum(counted[0] for counted, _ in found) > 0) == (ranks > 1)

@@ -1,0 +1,377 @@
+"""Attention by cuDNN: which work it gets, how it is asked, and what happens where it refuses."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+import numpy as np
+import pytest
+from support.device_attention import CASES, agrees, make, opposed, reference, through_local
+from support.reference_attention import Dense
+from support.tolerance import bound, within
+
+from mpipipe import arrays, attention
+from mpipipe.attention import kernels, mask
+from mpipipe.attention.kernels import cudnn, cudnn_graph, cudnn_library
+from mpipipe.attention.kernels import cupy as cupy_kernel
+from mpipipe.attention.kernels.cudnn_graph import Request
+from mpipipe.errors import ArgumentError, BackendError
+
+HALVES = ["float16", "bfloat16"]
+
+
+@pytest.fixture
+def library(gpu, monkeypatch):
+    """The module cudnn; a refusal that is not expected is an error."""
+    if not cudnn_library.available().usable:
+        pytest.skip(cudnn_library.available().reason)
+    monkeypatch.delenv("MPIPIPE_ATTENTION", raising=False)
+    cudnn_graph.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield sys.modules["cudnn"]
+    cudnn_graph.clear()
+
+
+def only_emulated(gpu):
+    if gpu.real:
+        pytest.skip("needs the counters, or the changeable library, of the emulated device")
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("options, sizes", [case for case in CASES if case[1].get("dim", 8) == 8], ids=str)
+def test_all_masks_by_cudnn(gpu, library, options, sizes, dtype):
+    """Local attention in half precision is cuDNN's, but for the band over fewer keys than queries and single pairs."""
+    whole = make(dtype, **sizes)
+    found, launched = through_local(whole, gpu, **options)
+    agrees(found, reference(whole, **options), dtype)
+    left_over = {"seq": 12, "keys": 7} == sizes or sizes == {"seq": 1} or "segments" in options
+    assert gpu.real or ("weigh" in launched or "slope" in launched) <= left_over
+    assert gpu.real or "sdpa" in launched or sizes == {"seq": 12, "keys": 7}
+
+
+@pytest.mark.parametrize("low, high", [(None, None), (None, 0), (None, 4), (-3, 0), (-3, 2), (-5, None), (0, 0)])
+@pytest.mark.parametrize("seq, keys", [(9, 14), (14, 14), (14, 9)])
+def test_any_band_of_a_slice(gpu, library, low, high, seq, keys):
+    """A slice somewhere within the arrays: pointers and lengths, both bounds, and sums with what was there."""
+    whole = make("bfloat16", seq=20, keys=22)
+    q, k, v, dout = (arrays.upload(x) for x in whole)
+    part = mask.Slice(3, 3 + seq, 5, 5 + keys, low, high)
+    cut = [x[:, 3 : 3 + seq] if n in (0, 3) else x[:, 5 : 5 + keys] for n, x in enumerate(whole)]
+    expected = banded(*cut, low, high)
+    out, lse = attention_zeros(q, v)
+    cudnn.forward(q, k, v, 0.5, [part], out, lse, False)
+    found, found_lse = arrays.download(out, lse)
+    bounds = expected.bounds("bfloat16")
+    within(found[:, 3 : 3 + seq], expected[0], bounds[0], "out")
+    within(found_lse[:, :, 3 : 3 + seq], expected[1], bounds[1], "lse")
+    assert not found[:, :3].any() and not found[:, 3 + seq :].any()
+    cudnn.forward(q, k, v, 0.5, [part], out, lse, False)  # the same keys again: the same output, twice the weight
+    twice, twice_lse = arrays.download(out, lse)
+    within(twice[:, 3 : 3 + seq], expected[0], bounds[0], "out of both")
+    within(twice_lse[:, :, 3 : 3 + seq], expected[1] + np.log(2), bounds[1], "lse of both")
+    rounded = arrays.upload(found.astype(whole[0].dtype))
+    sums = [arrays.upload(np.ones(x.shape, np.float32)) for x in (q, k, v)]
+    cudnn.backward(dout, q, k, v, rounded, arrays.upload(found_lse), 0.5, [part], *sums)
+    dq, dk, dv = (x - 1 for x in arrays.download(*sums))
+    own = slice(3, 3 + seq), *[slice(5, 5 + keys)] * 2
+    for array, wanted, allowed, inner in zip((dq, dk, dv), expected[2:], bounds[2:], own):
+        within(array[:, inner], wanted, allowed + bound(np.float32, 2, 1 + np.abs(wanted)), "gradient")
+        assert not np.delete(array, np.r_[inner], 1).any()
+
+
+def attention_zeros(q, v):
+    from mpipipe.attention.accumulate import empty_result
+
+    return empty_result(q, v, np.dtype(np.float32))
+
+
+def banded(q, k, v, dout, low, high):
+    """Dense attention of one slice in float64, scale 0.5."""
+    apart = np.arange(k.shape[1])[None] - np.arange(q.shape[1])[:, None]
+    seen = (apart >= (-np.inf if low is None else low)) & (apart <= (np.inf if high is None else high))
+    return Dense(q, k, v, dout, seen, 0.5)
+
+
+@pytest.mark.parametrize("kv_heads", [8, 4, 2, 1])
+def test_grouped_heads_are_not_repeated(gpu, library, kv_heads):
+    whole = make("bfloat16", seq=16, heads=8, kv_heads=kv_heads)
+    found, launched = through_local(whole, gpu)
+    agrees(found, reference(whole), "bfloat16")
+    assert gpu.real or [name for name in launched if "memcpy" not in name] == ["sdpa", "sdpa_backward"]
+
+
+def test_views_of_one_array_are_not_copied(gpu, library):
+    """Queries, keys and values side by side, as SelfAttention gives them; odd views are copied first."""
+    only_emulated(gpu)
+    fused, dout = make("float16", seq=16, heads=8)[0], make("float16", seq=16)[3]
+    on_device, gradient = arrays.upload(fused), arrays.upload(dout)
+    q, k, v = on_device[:, :, :4], on_device[:, :, 4:6], on_device[:, :, 6:]
+    attend = attention.Local()
+    _, saved = attend.forward(q, k, v)
+    attend.backward(gradient, saved)
+    gpu.reset()
+    attend.backward(gradient, attend.forward(q, k, v)[1])
+    assert gpu.launches == ["sdpa", "sdpa_backward"]
+    gpu.reset()
+    out, _ = attend.forward(q[:, ::-1], k, v)
+    assert gpu.launches == ["move", "sdpa"]
+    expected = reference([fused[:, ::-1, :4], fused[:, :, 4:6], fused[:, :, 6:], dout])
+    within(arrays.download(out), expected[0], expected.bounds("float16")[0], "out")
+
+
+def test_documents_are_written_where_they_belong(gpu, library):
+    whole = make("float16", seq=21)
+    found, launched = through_local(whole, gpu, segments=[6, 15])
+    agrees(found, reference(whole, segments=[6, 15]), "float16")
+    computing = [name for name in launched if name not in ("memcpyAsync", "copy")]
+    moved = ["move"] * 4  # the log-sum-exps of each document, in the forward and to the backward
+    assert gpu.real or sorted(computing) == sorted([*moved, "sdpa", "sdpa", "sdpa_backward", "sdpa_backward"])
+
+
+def test_documents_of_a_block_are_merged_together(gpu, library):
+    """One pass over the sum for all that lie one below the other, not one for each document."""
+    only_emulated(gpu)
+    whole = make("bfloat16", seq=24)
+    q, k, v, _ = (arrays.upload(x) for x in whole)
+    run = [mask.Run(0, 24, 0, 1)]
+    slices = mask.plan(run, run, True, None, range(0, 25, 3))
+    result = cudnn.Total(q, v, False)
+    gpu.reset()
+    result.attend(q, k, v, 8**-0.5, slices[::-1])
+    out, lse = arrays.download(*result.end())
+    assert gpu.launches.count("sdpa") == 8 and gpu.launches.count("merge") == 1
+    expected = reference(whole, segments=[3] * 8)
+    for name, one, other, allowed in zip(("out", "lse"), (out, lse), expected, expected.bounds("bfloat16")):
+        within(one, other, allowed, name)
+
+
+# -- plans
+
+
+def test_plans_are_kept(gpu, library):
+    whole = make("bfloat16", seq=16)
+    through_local(whole)
+    before = cudnn_graph.counts()
+    assert before.built == before.kept == 2 and before.hits == 0
+    through_local(whole)
+    assert cudnn_graph.counts() == (2, 2, 2)
+    q, k, v, _ = (arrays.upload(x) for x in make("bfloat16", seq=40))
+    for start in (0, 8, 24):  # where a slice lies is no part of a plan
+        part = mask.Slice(start, start + 16, 24 - start, 40 - start, None, 0)
+        cudnn.forward(q, k, v, 0.5, [part], *attention_zeros(q, v), False)
+    assert cudnn_graph.counts() == (4, 3, 3)
+    attention.Local(scale=0.1).forward(*(arrays.upload(x) for x in whole[:3]))
+    assert cudnn_graph.counts().built == 4
+    cudnn_graph.clear()
+    assert cudnn_graph.counts() == (0, 0, 0)
+
+
+def test_few_plans_are_kept(gpu, library, monkeypatch):
+    monkeypatch.setattr(cudnn_graph, "KEPT", 3)
+    for scale in (0.1, 0.2, 0.3, 0.4, 0.4, 0.1):
+        attention.Local(scale=scale).forward(*(arrays.upload(x) for x in make("bfloat16", seq=8)[:3]))
+    assert cudnn_graph.counts() == (1, 5, 3)
+
+
+def test_one_handle_for_each_stream(gpu, library):
+    only_emulated(gpu)
+    first = cudnn_library.handle()
+    assert cudnn_library.handle() == first and library.get_stream(first) == arrays.stream().ptr
+    with arrays.side_stream():
+        other = cudnn_library.handle()
+        assert other != first and library.get_stream(other) == arrays.stream().ptr
+
+
+# -- what cuDNN does not do
+
+
+def test_which_kernel(gpu, library, monkeypatch):
+    def chosen(dtype="bfloat16", **sizes):
+        return kernels.chosen(*(arrays.upload(x) for x in make(dtype, seq=4, **sizes)[:3]))
+
+    assert chosen() is cudnn and chosen("float16", dim=64, value_dim=128) is cudnn
+    for case in (dict(dim=12), dict(dim=8, value_dim=4), dict(dim=264), dict(dim=136, value_dim=128)):
+        assert chosen(**case) is cupy_kernel
+    assert chosen("float32") is chosen("float64") is cupy_kernel
+    monkeypatch.setenv("MPIPIPE_ATTENTION", "cupy")
+    assert chosen() is cupy_kernel
+    monkeypatch.setenv("MPIPIPE_ATTENTION", "host")
+    assert chosen() is cudnn  # a choice for host arrays
+    monkeypatch.setenv("MPIPIPE_ATTENTION", "cudnn")
+    assert chosen() is cudnn
+    assert kernels.chosen().__name__.endswith("host")  # a choice for device arrays
+    with pytest.raises(ArgumentError, match="not in float32"):
+        chosen("float32")
+    with pytest.raises(ArgumentError, match="multiples of 8"):
+        chosen(dim=12)
+    monkeypatch.setenv("MPIPIPE_ATTENTION", "flash")
+    with pytest.raises(ArgumentError, match="names no attention kernel"):
+        chosen()
+
+
+@pytest.mark.parametrize("version, text", [(90900, "9.9.0 is too old"), (91001, "too old"), (None, "cannot be loaded")])
+def test_libraries_that_are_refused(gpu, library, monkeypatch, version, text):
+    only_emulated(gpu)
+
+    def backend_version():
+        if version is None:
+            raise RuntimeError("cannot dlopen")
+        return version
+
+    monkeypatch.setattr(library, "backend_version", backend_version)
+    cudnn_library._looked_up.cache_clear()
+    try:
+        refused_by_choice(monkeypatch, text)
+    finally:
+        cudnn_library._looked_up.cache_clear()
+
+
+def test_without_the_package(gpu, library, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cudnn", None)
+    cudnn_library._looked_up.cache_clear()
+    try:
+        refused_by_choice(monkeypatch, "cannot be imported")
+    finally:
+        cudnn_library._looked_up.cache_clear()
+
+
+def refused_by_choice(monkeypatch, text):
+    whole = make("bfloat16", seq=6)
+    usable, reason = cudnn_library.available()
+    assert not usable and text in reason and text in kernels.describe()
+    agrees(through_local(whole)[0], reference(whole), "bfloat16")
+    monkeypatch.setenv("MPIPIPE_ATTENTION", "cudnn")
+    with pytest.raises(BackendError, match=text):
+        through_local(whole)
+
+
+def test_a_window_is_not_given_to_the_version_that_gets_it_wrong(gpu, library, monkeypatch):
+    only_emulated(gpu)
+    monkeypatch.setattr(library, "backend_version", lambda: 91400)
+    cudnn_library._looked_up.cache_clear()
+    whole = make("bfloat16", seq=12)
+    try:
+        _, plain = through_local(whole, gpu)
+        found, launched = through_local(whole, gpu, window=4)
+    finally:
+        cudnn_library._looked_up.cache_clear()
+    assert "sdpa" in plain and "sdpa" not in launched and "weigh" in launched
+    agrees(found, reference(whole, window=4), "bfloat16")
+
+
+def test_a_refused_graph_is_computed_by_cupy(gpu, library, monkeypatch):
+    only_emulated(gpu)
+
+    def refuse(graph):
+        raise library.cudnnGraphNotSupportedError("No execution plans support the graph.")
+
+    monkeypatch.setattr(library.pygraph, "check_support", refuse)
+    whole = make("bfloat16", seq=12)
+    with pytest.warns(UserWarning, match="cuDNN refuses") as warned:
+        found, launched = through_local(whole, gpu)
+    assert len(warned) == 2  # forward and backward
+    agrees(found, reference(whole), "bfloat16")
+    assert "sdpa" not in launched and "weigh" in launched
+    through_local(whole, gpu)  # silent now, and asked no more
+    assert cudnn_graph.counts().built == 2
+
+
+def test_one_query_and_one_key(gpu, library):
+    whole = make("bfloat16", seq=1)
+    found, launched = through_local(whole, gpu)
+    agrees(found, reference(whole), "bfloat16")
+    assert gpu.real or ("sdpa" in launched and "slope" in launched)
+
+
+# -- known errors of the library
+
+
+@pytest.mark.parametrize("seq, keys", [(192, 192), (130, 64), (64, 130), (20, 20), (1, 128), (128, 128)])
+def test_no_nan_where_all_scores_are_very_negative(gpu, library, seq, keys):
+    whole = opposed("bfloat16", seq, keys, heads=2, kv_heads=1, batch=1)
+    found, launched = through_local(whole, gpu, causal=False)
+    expected = reference(whole, causal=False)
+    assert expected[1].max() < -100
+    agrees(found, expected, "bfloat16")
+    assert gpu.real or "sdpa_backward" in launched
+
+
+def test_the_emulated_library_has_that_error(gpu, library, monkeypatch):
+    only_emulated(gpu)
+    monkeypatch.setattr(cudnn, "TILE", 1)
+    whole = opposed("bfloat16", 192, 192, heads=2, kv_heads=1, batch=1)
+    assert np.isnan(through_local(whole, gpu, causal=False)[0][2].astype(float)).any()
+
+
+def test_deterministic_backward(gpu, library, monkeypatch):
+    """It holds all scores of the heads that it does, so few heads are done at a time."""
+    monkeypatch.setenv("MPIPIPE_DETERMINISTIC", "1")
+    asked = []
+    plan = cudnn_graph.plan
+
+    def noting(request):
+        asked.append(request)
+        return plan(request)
+
+    monkeypatch.setattr(cudnn_graph, "plan", noting)
+    whole = make("bfloat16", seq=12, heads=8, kv_heads=4)
+    found, _ = through_local(whole, gpu)
+    agrees(found, reference(whole), "bfloat16")
+    assert [(request.direction, request.deterministic) for request in asked] == [("forward", False), ("backward", True)]
+    asked.clear()
+    monkeypatch.setattr(cudnn, "DETERMINISTIC_BYTES", 3 * 2 * 2 * 2 * 12 * 12)  # 3 key heads of 2 query heads, batch 2
+    found, launched = through_local(whole, gpu)
+    agrees(found, reference(whole), "bfloat16")
+    assert gpu.real or launched.count("sdpa_backward") == 2
+    heads = [dict((name, dims) for name, dims, _ in request.shapes)["dk"][1] for request in asked[1:]]
+    assert heads == [3, 1]
+
+
+# -- the real library, without a GPU
+
+
+def strides(dims, whole):
+    """Strides, in cuDNN's order of axes, of the front of a (batch, seq, heads, dim) array of `whole` (rows, heads)."""
+    rows, heads = whole
+    return rows * heads * dims[3], dims[3], heads * dims[3], 1
+
+
+def requests():
+    """One request for each kind of graph that is ever asked for."""
+    for direction in ("forward", "backward"):
+        for seq, keys in ((256, 256), (61, 61), (4096, 8192), (8192, 4096), (1, 128)):
+            for heads, kv_heads, dim, width in ((8, 8, 128, 128), (8, 2, 64, 64), (4, 1, 256, 256), (4, 2, 64, 128)):
+                for low, high in ((None, None), (None, 0), (None, 5), (-8, 0), (-8, 5), (-8, None)):
+                    if low is not None and seq > keys:
+                        continue
+                    q, k, v = (2, heads, seq, dim), (2, kv_heads, keys, dim), (2, kv_heads, keys, width)
+                    out = 2, heads, seq, width
+                    shapes = [(name, dims, strides(dims, (dims[2] + 7, heads + 2 * kv_heads)))
+                              for name, dims in (("q", q), ("k", k), ("v", v))]  # fmt: skip
+                    shapes.append(("out", out, strides(out, (seq, heads))))
+                    shapes.append(("lse", (2, heads, seq, 1), (heads * seq, seq, 1, 1)))
+                    if direction == "backward":
+                        for name, dims in (("dout", out), ("dq", q), ("dk", k), ("dv", v)):
+                            shapes.append((name, dims, strides(dims, (dims[2], dims[1]))))
+                    padded = direction == "backward" and (keys % 128 != 0 or seq < 128)
+                    for deterministic in {False, direction == "backward"}:
+                        yield Request(direction, "bfloat16", tuple(shapes), 0.125, low, high, padded, deterministic)
+
+
+def test_the_real_library_takes_every_graph():
+    """Its own checks, which need no GPU: each array, mask and option is named as it should be."""
+    cudnn_module = pytest.importorskip("cudnn", reason="nvidia-cudnn-frontend is not installed")
+    verdict = cudnn_library.available()
+    if not verdict.usable:
+        pytest.skip(verdict.reason)
+    seen = 0
+    for request in requests():
+        cudnn_graph.build(cudnn_module, request, sm_version=90)
+        seen += 1
+    assert seen == 2 * 4 * (4 * 6 + 3) * 3 // 2
+    refused = next(request for request in requests() if request.direction == "backward")
+    shapes = tuple((name, (*dims[:2], 1, dims[3]), steps) for name, dims, steps in refused.shapes)
+    with pytest.raises(cudnn_module.cudnnGraphNotSupportedError):
+        cudnn_graph.build(cudnn_module, refused._replace(shapes=shapes), sm_version=90)

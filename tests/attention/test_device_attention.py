@@ -1,0 +1,376 @@
+"""Attention of device arrays against dense float64 attention: on one rank and in rings, in all dtypes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.device_attention import CASES, DOCUMENTS, agrees, make, opposed, reference, through_local
+from support.reference_attention import dense
+from support.rings import refused
+from support.tolerance import close, largest, within
+
+from mpipipe import arrays, attention
+from mpipipe.arrays import gemm, strided
+from mpipipe.attention import cost, kernels, mask
+from mpipipe.attention.kernels import cupy as cupy_kernel
+from mpipipe.attention.kernels import pending_blocks
+from mpipipe.attention.layout import KINDS, Layout
+from mpipipe.comm import inprocess
+from mpipipe.errors import ArgumentError, MismatchError
+
+DTYPES = ["float64", "float32", "float16", "bfloat16"]
+WAYS = [*(("", dtype) for dtype in DTYPES), ("cupy", "float16"), ("cupy", "bfloat16")]  # MPIPIPE_ATTENTION, dtype
+
+
+@pytest.mark.parametrize("kernel, dtype", WAYS)
+@pytest.mark.parametrize("options, sizes", CASES, ids=str)
+def test_local_attention_equals_dense(gpu, monkeypatch, kernel, options, sizes, dtype):
+    monkeypatch.setenv("MPIPIPE_ATTENTION", kernel)
+    whole = make(dtype, **sizes)
+    found, _ = through_local(whole, gpu, **options)
+    agrees(found, reference(whole, **options), dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kv_heads", [8, 4, 2, 1])
+@pytest.mark.parametrize("kernel", ["", "cupy"])
+def test_grouped_heads(gpu, monkeypatch, kernel, kv_heads, dtype):
+    monkeypatch.setenv("MPIPIPE_ATTENTION", kernel)
+    whole = make(dtype, seq=11, heads=8, kv_heads=kv_heads)
+    agrees(through_local(whole, gpu)[0], reference(whole), dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float16"])
+@pytest.mark.parametrize("options, sizes", CASES[:7], ids=str)
+def test_many_tiles(gpu, monkeypatch, options, sizes, dtype):
+    """Tiles of few rows and columns that divide nothing: the running maximum, both bounds, and sums over tiles."""
+    monkeypatch.setenv("MPIPIPE_ATTENTION", "cupy")
+    monkeypatch.setattr(cupy_kernel, "TILE_BYTES", 1)
+    monkeypatch.setattr(cupy_kernel, "ROWS", 5)
+    whole = make(dtype, **sizes)
+    found, launched = through_local(whole, gpu, **options)
+    assert gpu.real or launched.count("weigh") > 3
+    agrees(found, reference(whole, **options), dtype)
+
+
+def test_tiles_stay_in_the_cache(gpu):
+    """Scores of one tile of all problems fill TILE_BYTES, or the smallest tile where that is more."""
+    q, k = (arrays.empty((2, 4096, heads, 8), np.dtype(np.float32), "cuda") for heads in (32, 4))
+    problem = cupy_kernel._Problem(q, k, k)
+    rows, keys = problem.tile([mask.Slice(0, 4096, 0, 4096, None, 0)], 4)
+    assert rows % 8 == 0 and keys <= cupy_kernel.KEYS
+    assert cupy_kernel.TILE_BYTES / 2 < 4 * problem.count * rows * keys <= cupy_kernel.TILE_BYTES
+    assert problem.tile([mask.Slice(0, 5, 0, 3, None, 0)], 4) == (5 * 8, 3)
+
+
+@pytest.mark.parametrize("threads", [1, 3, 8])
+def test_rows_longer_than_a_warp_holds(gpu, monkeypatch, threads):
+    """Tiles of several hundred columns: blocks of several warps."""
+    monkeypatch.setenv("MPIPIPE_ATTENTION", "cupy")
+    monkeypatch.setattr(cupy_kernel, "KEYS", 128 * threads)
+    whole = make("float32", seq=6, keys=700, heads=2, kv_heads=1, batch=1)
+    agrees(through_local(whole, gpu, causal=False)[0], reference(whole, causal=False), "float32")
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_scores_beyond_ten_thousand(gpu, dtype):
+    q, k, v, dout = make("float64", seq=40, size=40.0)
+    q *= 25
+    assert np.abs(np.einsum("bihd,bjhd->bhij", q[:, :, ::2], k)).max() > 1e4
+    whole = [x.astype(dtype) for x in (q, k, v, dout)]
+    agrees(through_local(whole, gpu)[0], reference(whole), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("causal", [True, False])
+def test_keys_opposed_to_queries(gpu, dtype, causal):
+    whole = opposed(dtype, 20, 20)
+    expected = reference(whole, causal)
+    assert expected[1].max() < -100
+    found, _ = through_local(whole, gpu, causal=causal)
+    agrees(found, expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_and_arrays_without_keys(gpu, dtype):
+    whole = make(dtype, seq=6, keys=0)
+    out, lse, dq, _, _ = through_local(whole, gpu, causal=False)[0]
+    assert not out.any() and not dq.any() and np.isneginf(lse).all()
+    whole = make(dtype, seq=0, keys=6)
+    found = through_local(whole, gpu)[0]
+    assert found[0].size == 0 and not found[3].any() and not found[4].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_behind_no_key(gpu, dtype):
+    """Slices that leave a row out: the kernels set, or merge, what they find for the others only."""
+    whole = make(dtype, seq=7, keys=5)
+    q, k, v, dout = (arrays.upload(x) for x in whole)
+    kernel = kernels.chosen(q, k, v)
+    slices = [mask.Slice(2, 7, 0, 5, None, 0)]
+    kind = arrays.accumulator(q.dtype)
+    out, lse = (arrays.zeros(shape, kind, "cuda") for shape in ((2, 7, 4, 8), (2, 4, 7)))
+    strided.fill(lse, -np.inf)
+    kernel.forward(q, k, v, 0.3, slices, out, lse, False)
+    expected = dense(whole[0][:, 2:], *whole[1:3], whole[3][:, 2:], True, scale=0.3)
+    found, found_lse = arrays.download(out, lse)
+    assert not found[:, :2].any() and np.isneginf(found_lse[:, :, :2]).all()
+    bounds = expected.bounds(dtype)
+    within(found[:, 2:], expected[0], bounds[0], "out")
+    gradients = [arrays.empty_like(x) for x in (q, k, v)]
+    rounded = arrays.empty_like(out, q.dtype)
+    strided.move(out, rounded)
+    kernel.backward(dout, q, k, v, rounded, lse, 0.3, slices, *gradients, fresh=True)
+    found = [x.astype(np.float64) for x in arrays.download(*gradients)]
+    assert not found[0][:, :2].any()
+    for one, other, allowed in zip((found[0][:, 2:], *found[1:]), expected[2:], bounds[2:]):
+        within(one, other, allowed, "gradient")
+
+
+def test_rows_whose_scores_all_overflow(gpu):
+    """Products beyond the range of float32 are -inf: such rows are as rows that see nothing."""
+    q, k, v, dout = make("float32", seq=6)
+    k = -np.abs(k)
+    q = np.abs(q)
+    q[:, 2], k[:, :3] = 3e38, -3e38
+    out, lse, *gradients = through_local([q, k, v, dout], gpu)[0]
+    assert not out[:, 2].any() and np.isneginf(lse[:, :, 2]).all() and not gradients[0][:, 2].any()
+    assert all(np.isfinite(x).all() for x in (out, *gradients[1:]))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_nan_stays_visible(gpu, monkeypatch, dtype):
+    monkeypatch.setenv("MPIPIPE_ATTENTION", "cupy")
+    whole = make(dtype, seq=6)
+    whole[0][0, 3] = np.nan
+    out = through_local(whole, gpu)[0][0].astype(np.float64)
+    assert np.isnan(out[0, 3]).all() and np.isfinite(out[0, :3]).all() and np.isfinite(out[1]).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_views_with_any_strides_are_taken(gpu, dtype):
+    fused, dout = (arrays.dtype(dtype).type(x) for x in np.random.default_rng(5).normal(size=(2, 2, 11, 8, 8)))
+    dout = dout[:, :, :4].transpose(0, 2, 1, 3).copy().transpose(0, 2, 1, 3)
+    on_device = arrays.upload(fused)
+    gradient = arrays.upload(dout.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
+    q, k, v = on_device[:, :, :4], on_device[:, :, 4:6], on_device[:, :, 6:]
+    attend = attention.Local()
+    out, saved = attend.forward(q, k, v)
+    found = arrays.download(out, saved[4], *attend.backward(gradient, saved))
+    agrees(found, reference([fused[:, :, :4], fused[:, :, 4:6], fused[:, :, 6:], dout]), dtype)
+    back = on_device[:, ::-1, :4]
+    out, _ = attend.forward(back, q, q)
+    expected = reference([fused[:, ::-1, :4], fused[:, :, :4], fused[:, :, :4], dout])
+    within(arrays.download(out), expected[0], expected.bounds(dtype)[0], "out")
+
+
+def test_two_runs_have_the_same_bits(gpu, monkeypatch):
+    monkeypatch.setenv("MPIPIPE_ATTENTION", "cupy")
+    whole = make("bfloat16", seq=23)
+    one, other = through_local(whole)[0], through_local(whole)[0]
+    assert all(first.tobytes() == second.tobytes() for first, second in zip(one, other))
+
+
+# -- rings
+
+
+def through_ring(comm, whole, **options):
+    """(out, lse, dq, dk, dv) of the whole sequence from device shards, and the bytes of forward and backward."""
+    rows, keys = (Layout(options.get("layout", "zigzag"), comm.size, whole[at].shape[1]) for at in (0, 1))
+    layouts = rows, keys, keys, rows
+    ring = attention.Ring(comm, **options)
+    mine = [arrays.upload(layout.shard(x, comm.rank)) for layout, x in zip(layouts, whole)]
+    out, saved = ring.forward(*mine[:3])
+    sent = ring.bytes_sent
+    gradients = ring.backward(mine[3], saved)
+    out, lse, *gradients = arrays.download(out, saved[7], *gradients)
+    parts = comm.allgather((out, lse.transpose(0, 2, 1), *gradients))
+    result = [layout.unshard(shards) for layout, shards in zip((rows, rows, rows, keys, keys), zip(*parts))]
+    result[1] = result[1].transpose(0, 2, 1)
+    return result, (sent, ring.bytes_sent - sent)
+
+
+RINGS = [
+    (dict(), dict()),
+    (dict(causal=False), dict(keys=13)),
+    (dict(window=7), dict()),
+    (dict(segments=DOCUMENTS), dict()),
+    (dict(), dict(seq=3)),
+    (dict(), dict(dim=5, value_dim=3, seq=19)),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options, sizes", RINGS, ids=str)
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_rings_in_one_process(gpu, ranks, options, sizes, dtype):
+    whole = make(dtype, **sizes)
+    for layout in KINDS:
+        given = dict(options, layout=layout)
+        found = inprocess.run(ranks, lambda comm, given=given: through_ring(comm, whole, **given)[0])
+        agrees(found[0], reference(whole, **options), dtype)
+
+
+@pytest.mark.parametrize("direct", ["0", "1"])
+@pytest.mark.parametrize("layout", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_real_ranks(gpu, comm, monkeypatch, dtype, layout, direct):
+    if gpu.real and direct == "1":
+        pytest.skip("needs an MPI that takes device memory")
+    monkeypatch.setenv("MPIPIPE_GPU_DIRECT", direct)
+    whole = make(dtype, seq=22)
+    agrees(through_ring(comm, whole, layout=layout)[0], reference(whole), dtype)
+
+
+def test_some_real_ranks(gpu, subcomm):
+    part = subcomm(2)
+    if part is not None:
+        whole = make("bfloat16", seq=21, kv_heads=1)
+        agrees(through_ring(part, whole)[0], reference(whole), "bfloat16")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_ways_to_rotate_have_the_same_bits(gpu, comm, dtype, monkeypatch):
+    monkeypatch.setenv("MPIPIPE_ATTENTION", "cupy")
+    whole = make(dtype, seq=30)
+    runs = [through_ring(comm, whole, rotation=mode)[0] for mode in ("overlap", "sendrecv", "overlap")]
+    for one, other, again in zip(*runs):
+        assert one.tobytes() == other.tobytes() == again.tobytes()
+
+
+def test_a_step_is_on_the_stream_before_its_exchange_ends(gpu, comm):
+    """Attention is put on the stream while messages travel, and the host waits for messages alone."""
+    if gpu.real or comm.size == 1:
+        pytest.skip("needs the counters of the emulated device, and an exchange")
+    ring = attention.Ring(comm, rotation="overlap")
+    layout = Layout("zigzag", comm.size, 24)
+    mine = [arrays.upload(layout.shard(x, comm.rank)) for x in make("float32", 24)]
+    ring.forward(*mine[:3])
+    began, ended, start, finish = [], [], ring.rotation.start, ring.rotation.finish
+
+    def starting(*arguments):
+        began.append(gpu.launches.count("weigh"))
+        start(*arguments)
+
+    def finishing():
+        ended.append(gpu.launches.count("weigh"))
+        finish()
+
+    ring.rotation.start, ring.rotation.finish = starting, finishing
+    try:
+        gpu.reset()
+        ring.forward(*mine[:3])
+    finally:
+        del ring.rotation.start, ring.rotation.finish
+    assert len(began) == comm.size - 1 and all(end > begin for begin, end in zip(began, ended))
+    assert not gpu.synchronisations
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bytes_are_those_of_the_formulas(gpu, comm, dtype):
+    whole = make(dtype, seq=21)
+    _, sent = through_ring(comm, whole)
+    keys, k = Layout("zigzag", comm.size, 21), whole[1]
+    of = lambda size: [cost.kv_bytes(keys.length(r), 2, 8, 8, 2, size) for r in range(comm.size)]  # noqa: E731
+    blocks_of, gradients = of(k.itemsize), of(4)
+    assert sent[0] == cost.sent_forward(blocks_of, comm.rank)
+    assert sent[1] == cost.sent_backward(blocks_of, comm.rank, gradients=gradients)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_with_arrays_on_different_devices(gpu, comm):
+    odd = comm.rank == 1
+    mine = make("float32", seq=4)
+    arguments = mine[:3] if odd else [arrays.upload(x) for x in mine[:3]]
+    ring = attention.Ring(comm, layout="contiguous")
+    refused(comm, MismatchError, "differ in device", lambda: ring.forward(*arguments))
+    on_device = [arrays.upload(x) for x in mine]
+    saved = ring.forward(*on_device[:3])[1]
+    dout = mine[3] if odd else on_device[3]
+    refused(comm, ArgumentError, "does not fit the output", lambda: ring.backward(dout, saved))
+    ring.backward(on_device[3], saved)
+
+
+def test_arrays_that_are_refused(gpu):
+    q, k, v, _ = make("float32", seq=4)
+    with pytest.raises(ArgumentError, match="different devices"):
+        attention.Local().forward(arrays.upload(q), k, v)
+    with pytest.raises(ArgumentError, match="float16 or bfloat16"):
+        attention.Local().forward(*[arrays.upload(x.astype(np.int32)) for x in (q, k, v)])
+    with pytest.raises(ArgumentError, match="kept on the host"):
+        attention.Cached(8).forward(*[arrays.upload(x) for x in (q, k, v)])
+    with pytest.raises(ArgumentError, match="kept on the host"):
+        attention.decode_attention(*[arrays.upload(x) for x in (q, k, v)], start=0, first=0)
+
+
+# -- the parts
+
+
+@pytest.mark.parametrize("source", DTYPES)
+@pytest.mark.parametrize("target", ["float32", "bfloat16"])
+def test_moves(gpu, source, target):
+    rng = np.random.default_rng(0)
+    for shape, view in [((3, 5, 8), lambda x: x), ((2, 3, 4, 6), lambda x: x[:, ::-1, 1:3]), ((7,), lambda x: x[::2]),
+                        ((2, 3, 1, 2, 5), lambda x: x.transpose(3, 1, 0, 2, 4)), ((4, 0), lambda x: x)]:  # fmt: skip
+        x = rng.normal(size=shape).astype(arrays.dtype(source))
+        start = rng.normal(size=view(x).shape).astype(arrays.dtype(target))
+        place = arrays.upload(start)
+        strided.move(view(arrays.upload(x)), place, add=True)
+        added = arrays.download(place)
+        strided.move(view(arrays.upload(x)), place)
+        wide = np.float32 if source != "float64" else np.float64
+        expected = view(x).astype(wide)
+        np.testing.assert_array_equal(arrays.download(place), expected.astype(start.dtype))
+        exact = start.astype(float) + view(x).astype(float)
+        close(added, exact, 2, np.abs(start.astype(float)) + np.abs(exact), dtype=np.float32)
+        other = arrays.upload(np.zeros(x.shape, start.dtype))
+        strided.move(arrays.upload(np.ascontiguousarray(view(x))), view(other))
+        np.testing.assert_array_equal(view(arrays.download(other)), expected.astype(start.dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products(gpu, dtype):
+    kind = arrays.dtype(dtype)
+    rng = np.random.default_rng(1)
+    a, b, c = (rng.normal(size=shape).astype(kind) for shape in ((3, 4, 5), (3, 5, 7), (3, 4, 7)))
+    sums = c.astype(arrays.accumulator(kind))
+    exact = 0.5 * a.astype(float) @ b.astype(float)
+    size = 0.5 * np.abs(a.astype(float)) @ np.abs(b.astype(float)) + np.abs(sums)
+    for turn_a in (False, True):
+        for turn_b in (False, True):
+            given = [arrays.upload(x.swapaxes(1, 2) if turned else x) for x, turned in ((a, turn_a), (b, turn_b))]
+            for add in (False, True):
+                result = arrays.upload(sums)
+                gemm.multiply(*given, result, turn_a, turn_b, add, 0.5)
+                expected = exact + (sums if add else 0)
+                close(arrays.download(result), expected, 5 + 2, size)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [0, 1, 3, 4, 9])
+@pytest.mark.parametrize("dim", [5, 8, 128])
+def test_partial_results_become_one(gpu, dtype, count, dim):
+    """Blocks for some rows each, merged a few at a time; log-sum-exps far apart, and rows that no block sees."""
+    kind = arrays.dtype(dtype)
+    rng = np.random.default_rng(count)
+    q = arrays.empty((2, 6, 3, dim), kind, "cuda")
+    result = pending_blocks.Partials(q, q)
+    weights, total, size, scores = np.zeros((2, 6, 3, dim)), np.zeros((2, 6, 3, 1)), np.zeros((2, 6, 3, dim)), 0.0
+    for number in range(count):
+        start = number % 3
+        out, lse = (rng.normal(size=shape) for shape in ((2, 5 - start, 3, dim), (2, 3, 5 - start)))
+        lse *= 30
+        out = out.astype(kind)
+        for target, values in zip(result.block(start, 5), (out, lse.astype(arrays.accumulator(kind)))):
+            arrays.copy_into(target, arrays.upload(values))
+        share = np.exp(lse).transpose(0, 2, 1)[..., None]
+        weights[:, start:5] += share * out.astype(float)
+        total[:, start:5] += share
+        size[:, start:5] += share * np.abs(out.astype(float))
+        scores = max(scores, largest(lse))
+    found, lse = arrays.download(*result.merged())
+    with np.errstate(divide="ignore"):
+        close(lse, np.log(total[..., 0]).transpose(0, 2, 1), count + 4, 1 + scores)
+    once = np.where(total == 0, 1, total)  # a log-sum-exp enters an exponential: its size is that of the weights' error
+    close(found, weights / once, count + 4, (1 + 2 * scores) * size / once, dtype=lse.dtype)
+    assert not found[:, 5].any() and np.isneginf(lse[:, :, 5]).all()

@@ -1,0 +1,119 @@
+"""Layouts and the planner against brute force over positions, and the published amounts of work."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpipipe.attention import mask
+from mpipipe.attention.layout import KINDS, Layout
+from mpipipe.errors import ArgumentError
+
+
+def seen(slices, rows, keys):
+    """How often each (row, key) pair is covered by the slices."""
+    count = np.zeros((rows, keys), int)
+    for part in slices:
+        i, j = np.mgrid[: part.q_stop - part.q_start, : part.k_stop - part.k_start]
+        visible = np.ones(i.shape, bool)
+        if part.low is not None:
+            visible &= j - i >= part.low
+        if part.high is not None:
+            visible &= j - i <= part.high
+        assert visible.any(0).all() and visible.any(1).all(), "no row and no key that sees nothing at the edges"
+        assert visible.sum() == part.work
+        count[part.q_start : part.q_stop, part.k_start : part.k_stop] += visible
+    return count
+
+
+@st.composite
+def cases(draw):
+    ranks, seq = draw(st.integers(1, 5)), draw(st.integers(1, 40))
+    causal = draw(st.booleans())
+    window = draw(st.none() | st.integers(1, 45)) if causal else None
+    cuts = draw(st.none() | st.sets(st.integers(1, seq), max_size=4))
+    documents = None if cuts is None else sorted({0, seq, *cuts})
+    return draw(st.sampled_from(KINDS)), ranks, seq, causal, window, documents
+
+
+@settings(max_examples=300)
+@given(cases())
+def test_every_visible_pair_is_planned_once_and_no_other(case):
+    kind, ranks, seq, causal, window, documents = case
+    layout = Layout(kind, ranks, seq)
+    for q_rank in range(ranks):
+        i = layout.positions(q_rank)[:, None]
+        for k_rank in range(ranks):
+            j = layout.positions(k_rank)[None, :]
+            visible = np.ones((i.size, j.size), bool)
+            if causal:
+                visible &= j <= i
+            if window is not None:
+                visible &= i - j < window
+            if documents is not None:
+                visible &= np.searchsorted(documents, i, "right") == np.searchsorted(documents, j, "right")
+            slices = layout.needs(q_rank, k_rank, causal, window, documents)
+            np.testing.assert_array_equal(seen(slices, i.size, j.size), visible)
+
+
+@given(st.sampled_from(KINDS), st.integers(1, 7), st.integers(0, 50))
+def test_shards_cover_the_sequence_and_come_together_again(kind, ranks, seq):
+    layout = Layout(kind, ranks, seq)
+    every = np.concatenate([layout.positions(rank) for rank in range(ranks)])
+    assert sorted(every.tolist()) == list(range(seq))
+    array = np.random.default_rng(0).normal(size=(2, seq, 3))
+    shards = [layout.shard(array, rank) for rank in range(ranks)]
+    assert [shard.shape[1] for shard in shards] == [layout.length(rank) for rank in range(ranks)]
+    assert all(shard.flags.c_contiguous for shard in shards)
+    np.testing.assert_array_equal(layout.unshard(shards), array)
+
+
+@pytest.mark.parametrize(
+    "kind, work", [("zigzag", [294] * 4), ("contiguous", [78, 222, 366, 510]), ("striped", [276, 288, 300, 312])]
+)
+def test_work_of_each_rank(kind, work):
+    layout = Layout(kind, 4, 48)
+    found = [sum(part.work for k in range(4) for part in layout.needs(q, k)) for q in range(4)]
+    assert found == work
+
+
+def test_kinds_of_mask():
+    layout = Layout("contiguous", 4, 1024)
+    (diagonal,), (full,) = layout.needs(2, 2), layout.needs(2, 1)
+    assert (diagonal.kind, full.kind, layout.needs(2, 3)) == (mask.CAUSAL, mask.FULL, [])
+    (band,) = layout.needs(2, 2, window=100)
+    assert band.kind == mask.BAND
+    (strict,) = Layout("striped", 2, 8).needs(0, 1)  # rank 0 holds 0 2 4 6, rank 1 holds 1 3 5 7
+    assert (strict.q_start, strict.k_stop, strict.kind) == (1, 3, mask.CAUSAL)
+
+
+@pytest.mark.parametrize("window, steps", [(1, 1), (2, 2), (256, 2), (257, 2), (258, 3), (10_000, 4), (None, 4)])
+def test_steps_that_nobody_needs_are_not_taken(window, steps):
+    layout = Layout("contiguous", 4, 1024)
+    assert layout.steps(True, window) == steps
+    if window is not None and window < 700:
+        assert steps == -(-(window - 1) // 256) + 1
+
+
+def test_segments_as_numbers_or_as_lengths():
+    assert mask.boundaries(None, 5) is None
+    assert mask.boundaries([3, 2], 5) == mask.boundaries([7, 7, 7, 4, 4], 5) == [0, 3, 5]
+    for wrong in ([3, 3], [5, 0], [0, 0, 1, 1, 0], [[1], [4]], [2.0, 3.0]):
+        with pytest.raises(ArgumentError, match="segments"):
+            mask.boundaries(wrong, 5)
+
+
+@pytest.mark.parametrize("arguments", [("spiral", 2, 8), ("zigzag", 0, 8), ("zigzag", 2, -1), ("zigzag", 2, 1.5)])
+def test_wrong_layouts(arguments):
+    with pytest.raises(ArgumentError, match="layout"):
+        Layout(*arguments)
+
+
+def test_arrays_of_another_length():
+    layout = Layout("zigzag", 2, 8)
+    with pytest.raises(ArgumentError, match="another length"):
+        layout.shard(np.zeros((1, 9)), 0)
+    with pytest.raises(ArgumentError, match="other lengths"):
+        layout.unshard([np.zeros((1, 5)), np.zeros((1, 3))])

@@ -1,0 +1,222 @@
+"""Ring attention against dense float64 attention: forward, LSE and gradients, any length, layout, mask and ring."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.reference_attention import NAMES, agrees, dense
+from support.rings import arrays, refused, through_ring
+from support.tolerance import within
+
+from mpipipe import attention
+from mpipipe.arrays import dtype
+from mpipipe.attention.layout import KINDS
+from mpipipe.comm import inprocess
+from mpipipe.errors import ArgumentError, MismatchError
+
+
+@st.composite
+def cases(draw):
+    ranks = draw(st.integers(1, 8))
+    seq = draw(st.integers(1, 70))
+    causal = draw(st.booleans())
+    keys = draw(st.none() | st.integers(1, 70))
+    window = draw(st.none() | st.integers(1, 80)) if causal else None
+    cuts = draw(st.none() | st.lists(st.integers(1, max(1, seq - 1)), max_size=3)) if keys is None else None
+    documents = None if cuts is None else sorted({0, seq, *cuts})
+    heads, kv_heads = draw(st.sampled_from([(8, 8), (8, 4), (8, 2), (8, 1), (3, 3)]))
+    dim, value_dim = draw(st.sampled_from([(8, 8), (8, 5), (4, 12)]))
+    rotation = draw(st.sampled_from(["overlap", "sendrecv"]))
+    sizes = dict(keys=keys, batch=draw(st.integers(1, 2)), heads=heads, kv_heads=kv_heads, dim=dim, value_dim=value_dim)
+    return ranks, seq, draw(st.sampled_from(KINDS)), causal, window, documents, rotation, sizes
+
+
+@settings(max_examples=120)
+@given(cases(), st.booleans())
+def test_any_ring_equals_dense_attention(case, synchronous):
+    ranks, seq, layout, causal, window, documents, rotation, sizes = case
+    whole = arrays(seq, **sizes)
+    segments = None if documents is None else np.searchsorted(documents, np.arange(seq), "right")
+    options = dict(causal=causal, layout=layout, window=window, segments=segments, rotation=rotation)
+    found = inprocess.run(ranks, lambda comm: through_ring(comm, whole, **options)[0], synchronous=synchronous)
+    agrees(found[0], dense(*whole, causal, window, documents))
+
+
+MASKS = [
+    dict(causal=True), dict(causal=False), dict(causal=True, window=37),
+    dict(causal=True, segments=[20, 1, 40]), dict(causal=False, segments=[33, 28]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", KINDS)
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_real_ranks_equal_dense_attention(comm, monkeypatch, layout, mask):
+    monkeypatch.setenv("MPIPIPE_SYNC_SENDS", "1")
+    whole = arrays(61)
+    found, _ = through_ring(comm, whole, layout=layout, **mask)
+    lengths = mask.get("segments")
+    documents = None if lengths is None else [0, *np.cumsum(lengths)]
+    agrees(found, dense(*whole, mask["causal"], mask.get("window"), documents))
+
+
+@pytest.mark.parametrize("seq", [1, 3, 64, 1000])
+@pytest.mark.parametrize("layout", KINDS)
+def test_lengths_on_real_ranks(comm, layout, seq):
+    whole = arrays(seq, batch=1, heads=2, kv_heads=1)
+    agrees(through_ring(comm, whole, layout=layout)[0], dense(*whole))
+
+
+def test_4096_positions(comm):
+    whole = arrays(4096, batch=1, heads=1, kv_heads=1, dim=64)
+    found, _ = through_ring(comm, whole)
+    if comm.rank == 0:  # the reference takes its time
+        agrees(found, dense(*whole))
+
+
+@pytest.mark.parametrize("dim, value_dim", [(8, 8), (64, 64), (80, 80), (128, 128), (64, 32)])
+def test_float32(comm, dim, value_dim):
+    whole = arrays(257, batch=1, dim=dim, value_dim=value_dim, dtype=np.float32)
+    found, _ = through_ring(comm, whole)
+    assert all(array.dtype == np.float32 for array in found)
+    agrees(found, dense(*whole))
+
+
+@pytest.mark.parametrize("kind", ["float16", "bfloat16"])
+def test_half_precision_does_not_suffer_from_the_ring(comm, kind):
+    """Sums over blocks are float32, so results are those of one rank but for the last bits before the one rounding."""
+    whole = [x.astype(dtype(kind)) for x in arrays(120)]
+    found, _ = through_ring(comm, whole)
+    assert [x.dtype.name for x in found] == [kind, "float32", kind, kind, kind]
+    expected = dense(*whole)
+    agrees(found, expected)
+    rounding = lambda x: x.astype(whole[0].dtype).astype(float) - x  # noqa: E731
+    for at in (0, 4):  # 1.02: float32 rounds 2^13 times finer than float16, a hundred times on the way
+        error = found[at].astype(float) - expected[at]
+        assert np.sqrt((error**2).mean()) <= 1.02 * np.sqrt((rounding(expected[at]) ** 2).mean())
+
+
+@pytest.mark.parametrize("kind", ["float16", "bfloat16"])
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+def test_half_precision_in_rings_of_any_size(kind, ranks):
+    whole = [x.astype(dtype(kind)) for x in arrays(31, dim=5, value_dim=3)]
+    for mask in (dict(), dict(causal=False), dict(window=6)):
+        found = inprocess.run(ranks, lambda comm, mask=mask: through_ring(comm, whole, **mask)[0])
+        agrees(found[0], dense(*whole, **{"causal": True, **mask}))
+
+
+@pytest.mark.parametrize("layout", KINDS)
+def test_extreme_scores(comm, layout):
+    """Logits of ten thousand on both sides, and keys that are all the same."""
+    q, k, v, dout = arrays(100, size=40.0)
+    q *= 25
+    assert np.abs(np.einsum("bihd,bjhd->bhij", q[:, :, ::2], k)).max() > 1e4
+    with np.errstate(over="raise", invalid="raise"):
+        agrees(through_ring(comm, [q, k, v, dout], layout=layout)[0], dense(q, k, v, dout))
+        k[...] = k[:, :1]
+        agrees(through_ring(comm, [q, k, v, dout], layout=layout)[0], dense(q, k, v, dout))
+
+
+def test_rows_that_see_no_key(comm):
+    """Without keys at all everything is zero; queries in front of all keys of a causal cross-attention too."""
+    q, k, v, dout = arrays(12, keys=0)
+    (out, lse, dq, _, _), _ = through_ring(comm, [q, k, v, dout], causal=False)
+    assert not out.any() and not dq.any() and np.isneginf(lse).all()
+
+
+def test_rotations_have_the_same_bits_and_so_do_two_runs(comm):
+    whole = arrays(500, dtype=np.float32)
+    runs = [through_ring(comm, whole, rotation=mode)[0] for mode in ("overlap", "sendrecv", "overlap")]
+    for one, other, again in zip(*runs):
+        assert one.tobytes() == other.tobytes() == again.tobytes()
+
+
+def test_two_disjoint_rings_and_the_functions(comm):
+    half = comm.Split(comm.rank % 2, comm.rank)
+    whole = arrays(50 + comm.rank % 2, seed=comm.rank % 2)
+    layout = attention.Layout("striped", half.size, whole[0].shape[1])
+    for _ in range(2):
+        mine = [layout.shard(array, half.rank) for array in whole]
+        out, saved = attention.ring_attention(*mine[:3], half, layout="striped")
+        gradients = attention.ring_attention_backward(mine[3], saved)
+    expected = dense(*whole)
+    found = dict(zip(("out", "dq", "dk", "dv"), (out, *gradients)))
+    for name, wanted, allowed in zip(NAMES, expected, expected.bounds(np.float64)):
+        if name in found:
+            within(found[name], layout.shard(wanted, half.rank), layout.shard(allowed, half.rank), name)
+    half.Free()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_that_disagree(comm):
+    q, k, v, _ = arrays(4)
+    odd = comm.rank == 1
+    layout = "contiguous"
+
+    def call(*mine, **options):
+        attention.Ring(comm, layout=layout, **options).forward(*mine)
+
+    wide = arrays(4, heads=8)[0]
+    refused(comm, MismatchError, "differ in heads", lambda: call(wide if odd else q, k, v))
+    narrow = [x.astype(np.float32) for x in (q, k, v)]
+    refused(comm, MismatchError, "differ in dtype", lambda: call(*(narrow if odd else (q, k, v))))
+    refused(comm, MismatchError, "differ in window", lambda: call(q, k, v, window=2 if odd else 3))
+    refused(comm, ArgumentError, "do not fit", lambda: call(q, k[:, :3] if odd else k, v))
+    refused(comm, ArgumentError, "do not cover", lambda: call(q[:, :1] if not odd else q, k, v))
+    refused(comm, ArgumentError, "do not cover", lambda: call(q, k, v, seq_len=5))
+    refused(comm, ArgumentError, "segments do not cover", lambda: call(q, k, v, segments=[1, 1]))
+    through = lambda **options: attention.ring_attention(q, k, v, comm, **options)  # noqa: E731
+    refused(comm, ArgumentError, "unknown layout", lambda: through(layout="z" if odd else "zigzag"))
+    refused(comm, MismatchError, "differ in causal", lambda: through(causal=odd))
+    refused(comm, ArgumentError, "float16 or bfloat16", lambda: call(q.astype(np.complex64) if odd else q, k, v))
+    half = [x.astype(dtype("bfloat16")) for x in (q, k, v)]
+    refused(comm, MismatchError, "differ in dtype", lambda: call(*(half if odd else narrow)))
+    call(q, k, v)
+    attention.ring_attention(q, k, v, comm, window=np.int64(2) if odd else 2)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_that_do_different_things(comm):
+    q, k, v, dout = arrays(4)
+    odd = comm.rank == 1
+    ring = attention.Ring(comm, layout="contiguous")
+    one, two = ring.forward(q, k, v)[1], ring.forward(q, k, v)[1]
+    refused(comm, MismatchError, "different calls", lambda: ring.backward(dout, two if odd else one))
+    short = dout[:, :2] if odd else dout
+    refused(comm, ArgumentError, "does not fit the output", lambda: ring.backward(short, one))
+    again = [ring.backward(dout, one) for _ in range(2)]
+    for first, second in zip(*again):
+        assert first.tobytes() == second.tobytes()
+    call = (lambda: ring.forward(q, k, v)) if odd else (lambda: ring.backward(dout, one))
+    refused(comm, MismatchError, r"backward \(call 1\)" if not odd else "different calls", call)
+
+
+def test_many_rings_share_one_communicator_and_few_plans(comm):
+    """Documents packed anew for every batch: nothing piles up."""
+    q, k, v, _ = arrays(2, batch=1, heads=1, kv_heads=1, dim=2)
+    layout = attention.Layout("contiguous", comm.size, 2 * comm.size)
+    mine = [layout.shard(np.repeat(x, comm.size, 1), comm.rank) for x in (q, k, v)]
+    for number in range(1100):
+        segments = [1 + number] * (2 * comm.size)
+        _, (ring, _) = attention.ring_attention(*mine, comm, layout="contiguous", segments=segments)
+    assert len(ring.rotation.plans) <= 64
+
+
+@pytest.mark.parametrize(
+    "options, match",
+    [
+        (dict(layout="spiral"), "unknown layout"), (dict(rotation="sideways"), "unknown rotation"),
+        (dict(window=0), "window"), (dict(window=3, causal=False), "needs a causal mask"),
+    ],
+)  # fmt: skip
+def test_wrong_options(comm, options, match):
+    with pytest.raises(ArgumentError, match=match):
+        attention.Ring(comm, **options)
+
+
+@pytest.mark.parametrize("kv_heads", [8, 4, 2, 1])
+@pytest.mark.parametrize("dim", [8, 64, 80, 128])
+def test_head_dims_and_grouped_heads_in_float64(comm, dim, kv_heads):
+    whole = arrays(61, batch=1, heads=8, kv_heads=kv_heads, dim=dim, value_dim=dim // 2)
+    agrees(through_ring(comm, whole)[0], dense(*whole))

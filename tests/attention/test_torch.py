@@ -1,0 +1,165 @@
+"""The kernel that PyTorch computes against the host kernel and dense attention, alone and in a ring; and its choice."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+from support.reference_attention import agrees, dense
+from support.rings import arrays, through_ring
+from support.tolerance import close, largest
+
+from mpipipe import attention
+from mpipipe.arrays import dtype
+from mpipipe.attention import kernels
+from mpipipe.attention.kernels import host
+from mpipipe.attention.mask import Slice
+from mpipipe.comm import inprocess
+from mpipipe.errors import ArgumentError, BackendError
+
+
+@pytest.fixture
+def torch_cpu(monkeypatch):
+    pytest.importorskip("torch")
+    monkeypatch.setenv(kernels.VARIABLE, "torch")
+    return kernels.chosen()
+
+
+def both(kernel, q, k, v, dout, slices, scale=0.3, merge=False):
+    """(out, lse, dq, dk, dv) of one block, behind another one where `merge`."""
+    batch, seq, heads, _ = q.shape
+    rng = np.random.default_rng(1)
+    out, lse = np.zeros_like(dout), np.full((batch, heads, seq), -np.inf, q.dtype)
+    if merge:
+        out[...], lse[...] = rng.normal(size=out.shape), rng.normal(size=lse.shape)
+    kernel.forward(q, k, v, scale, slices, out, lse, not merge and len(slices) == 1)
+    gradients = [rng.normal(size=x.shape).astype(x.dtype) for x in (q, k, v)]
+    kernel.backward(dout, q, k, v, out, lse, scale, slices, *gradients)
+    return out, lse, *gradients
+
+
+SLICES = [
+    [Slice(0, 300, 0, 300, None, 0)],
+    [Slice(0, 300, 0, 300, None, None)],
+    [Slice(0, 300, 40, 300, None, 0)],  # more rows than keys
+    [Slice(100, 300, 0, 300, None, 0)],
+    [Slice(0, 300, 0, 300, -70, 0)],
+    [Slice(0, 100, 3, 200, None, None), Slice(100, 300, 0, 300, None, 20), Slice(120, 290, 5, 60, None, 0)],
+]
+
+
+@pytest.mark.parametrize("slices", SLICES, ids=str)
+@pytest.mark.parametrize("heads, kv_heads", [(3, 3), (6, 2), (4, 1)])
+@pytest.mark.parametrize("value_dim, copy_rows", [(8, 1024), (5, 1024), (8, 1)])
+def test_slices_equal_those_of_the_host_kernel(torch_cpu, monkeypatch, slices, heads, kv_heads, value_dim, copy_rows):
+    monkeypatch.setattr(torch_cpu, "COPY_ROWS", copy_rows)
+    q, k, v, dout = arrays(300, heads=heads, kv_heads=kv_heads, value_dim=value_dim)
+    rows = sorted((part.q_start, part.q_stop) for part in slices)
+    merge = rows != [(0, 300)]
+    found, expected = (both(kernel, q, k, v, dout, slices, merge=merge) for kernel in (torch_cpu, host))
+    score = 0.3 * 8 * largest(q) * largest(k)  # an error of it is a relative one of a weight
+    for one, other in zip(found, expected):
+        close(one, other, 300 + 8, (1 + 2 * score) * largest(other))
+
+
+def test_it_is_called_for_all_that_it_can_do(torch_cpu, monkeypatch):
+    """Full and causal slices never reach the host kernel; bands do."""
+    calls = []
+    monkeypatch.setattr(host, "forward", lambda q, k, v, scale, slices, *rest: calls.append(len(slices)))
+    q, k, v, _ = arrays(60)
+    attention.Local(causal=True).forward(q, k, v)
+    attention.Local(causal=False).forward(q, k, v)
+    assert not calls
+    attention.Local(causal=True, window=10).forward(q, k, v)
+    assert calls
+
+
+def test_calls_of_one_key_head_or_several_give_the_same(torch_cpu, monkeypatch):
+    q, k, v, dout = arrays(50, heads=6, kv_heads=3, dtype=np.float32)
+    slices = [Slice(0, 50, 0, 50, None, 0)]
+    together = both(torch_cpu, q, k, v, dout, slices)
+    monkeypatch.setattr(torch_cpu, "PAIRS", 1)
+    apart = both(torch_cpu, q, k, v, dout, slices)
+    polls = []
+    torch_cpu.forward(q, k, v, 0.3, slices, *apart[:2], True, lambda: polls.append(1))
+    assert len(polls) == 2 * 3
+    for one, other in zip(together, apart):
+        assert one.tobytes() == other.tobytes()
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("mask", [dict(causal=True), dict(causal=False), dict(causal=True, window=37)], ids=str)
+def test_a_ring_equals_dense_attention(torch_cpu, ranks, layout, mask):
+    whole = arrays(61, heads=4, kv_heads=2)
+    found = inprocess.run(ranks, lambda comm: through_ring(comm, whole, layout=layout, **mask)[0])
+    agrees(found[0], dense(*whole, mask["causal"], mask.get("window")))
+
+
+def test_float32(torch_cpu):
+    whole = arrays(257, batch=1, dim=64, dtype=np.float32)
+    found = inprocess.run(2, lambda comm: through_ring(comm, whole)[0])
+    agrees(found[0], dense(*whole))
+
+
+def test_arrays_that_pytorch_cannot_share(torch_cpu):
+    """Read-only, and backwards: computed from a copy, without a warning."""
+    q, k, v, dout = arrays(40)
+    expected = dense(q, k[:, ::-1], v, dout)
+    for array in (q, v, dout):
+        array.flags.writeable = False
+    attend = attention.Local()
+    out, saved = attend.forward(q, k[:, ::-1], v)
+    agrees((out, saved[4], *attend.backward(dout, saved)), expected)
+
+
+def test_nan_stays_visible(torch_cpu):
+    q, k, v, _ = arrays(6)
+    q[0, 3] = np.nan
+    out, saved = attention.Local().forward(q, k, v)
+    assert np.isnan(out[0, 3]).all() and np.isnan(saved[4][0, :, 3]).all() and np.isfinite(out[0, :3]).all()
+
+
+def test_the_host_kernel_is_the_default(monkeypatch):
+    for value in (None, "", "host"):
+        monkeypatch.delenv(kernels.VARIABLE, raising=False)
+        if value is not None:
+            monkeypatch.setenv(kernels.VARIABLE, value)
+        assert kernels.chosen() is host
+
+
+def test_an_unknown_kernel_is_refused(monkeypatch):
+    monkeypatch.setenv(kernels.VARIABLE, "abacus")
+    with pytest.raises(ArgumentError, match=r"MPIPIPE_ATTENTION.*\n.*abacus.*\n.*host or torch"):
+        attention.Local().forward(*arrays(4)[:3])
+
+
+def test_a_missing_pytorch_is_an_error_with_its_remedy(monkeypatch):
+    monkeypatch.setenv(kernels.VARIABLE, "torch")
+    monkeypatch.delitem(sys.modules, kernels.MODULES["torch"], raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)  # what import says of a module that is not there
+    with pytest.raises(BackendError, match="pip install torch"):
+        attention.Local().forward(*arrays(4)[:3])
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_rank_without_the_kernel_leaves_none_waiting(comm, monkeypatch):
+    if comm.rank == 1:
+        monkeypatch.setenv(kernels.VARIABLE, "abacus")
+    ring = attention.Ring(comm, layout="contiguous")
+    with pytest.raises(ArgumentError, match="abacus"):
+        ring.forward(*arrays(4)[:3])
+
+
+@pytest.mark.parametrize("kind", ["float16", "bfloat16"])
+def test_half_precision_is_float32_rounded_once(torch_cpu, kind):
+    half = [x.astype(dtype(kind)) for x in arrays(40)]
+    wide = [x.astype(np.float32) for x in half]
+    attend = attention.Local()
+    out, saved = attend.forward(*half[:3])
+    expected, kept = attend.forward(*wide[:3])
+    np.testing.assert_array_equal(out, expected.astype(half[0].dtype))
+    gradients, right = attend.backward(half[3], saved), attend.backward(wide[3], kept)
+    np.testing.assert_array_equal(gradients[2], right[2].astype(half[0].dtype))
+    assert all(x.dtype == half[0].dtype for x in gradients)

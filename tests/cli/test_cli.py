@@ -1,0 +1,324 @@
+"""The command line as users start it: exit codes, one report, and what a program can read off the output."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+
+import pytest
+from support.launch import ROOT
+
+from mpipipe.cli.train import SIGNATURE
+from mpipipe.train import TrainConfig
+
+SMALL = """
+dim = 16
+layers = 2
+heads = 2
+hidden = 32
+seq_len = 16
+batch = 8
+microbatches = 2
+steps = 4
+eval_batches = 1
+sample_bytes = 6
+"""
+WITHOUT_MPI = {"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"}
+WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+
+
+@pytest.fixture
+def mpipipe(launch):
+    """mpipipe(ranks, arguments): a job that runs `python -m mpipipe arguments`."""
+    return lambda ranks, *arguments, **options: launch(ranks, ["-m", "mpipipe", *arguments], **options)
+
+
+@pytest.fixture
+def small(mpi_tmp_path, comm):
+    """A config file of a small training."""
+    path = mpi_tmp_path / "small.toml"
+    if comm.rank == 0:
+        path.write_text(SMALL)
+    comm.Barrier()
+    return str(path)
+
+
+def test_every_field_of_the_configuration_is_a_flag():
+    assert set(SIGNATURE.parameters) == {"config", *(entry.name for entry in dataclasses.fields(TrainConfig))}
+
+
+def test_train_ends_with_the_line_that_programs_read(mpipipe, small, mpi_tmp_path):
+    out = mpi_tmp_path / "run"
+    job = mpipipe(4, "train", "--config", small, "--out", str(out), "--pipe", "2", "--steps", "5", "--tied")
+    assert job.returncode == 0, job.stderr
+    number = r"\d+\.\d{4}"
+    assert re.fullmatch(
+        rf"mpipipe: ok steps=5 loss={number} validation={number} tokens/s=\d+ bubble={number} predicted={number}",
+        job.stdout.splitlines()[-1],
+    )
+    assert "4 ranks = pipe 2 x data 2" in job.stdout.splitlines()[0]
+    assert job.stdout.count("step 5/5") == 1  # rank 0 alone reports
+    assert [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()] == [0, 1, 5]
+
+
+def test_train_makes_a_new_folder_where_none_is_named(mpipipe, small):
+    job = mpipipe(1, "train", "--config", small)
+    assert job.returncode == 0, job.stderr
+    assert re.search(r"metrics in /.*/runs/\d{8}-\d{6}$", job.stdout, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (["--steps", "0"], "ConfigError: rank 0, 1: steps (optimizer steps) is out of range"),
+        (["--config", "absent.toml"], "config file cannot be read"),
+        (["--data", "absent"], "DataError"),
+        (["--pipe", "3"], "mesh does not fill the communicator"),
+        (["--layers", "1", "--chunks", "9", "--schedule", "looped_bfs"], "fewer layers than stages"),
+    ],
+)
+def test_bad_settings_end_the_job_with_one_report(mpipipe, arguments, match):
+    job = mpipipe(2, "train", *arguments)
+    assert job.returncode != 0
+    assert job.stderr.count(match) == 1, job.stderr
+    assert job.stderr.count("job ended by rank") == 1 and "Traceback" not in job.stderr
+    assert job.stdout.count("mpipipe:") == 0
+
+
+@pytest.mark.parametrize("flag", ["--data", "--config"])
+def test_a_fifo_ends_the_job_with_one_report(mpipipe, flag, comm, mpi_tmp_path):
+    if comm.rank == 0:
+        os.mkfifo(mpi_tmp_path / "pipe")
+    comm.Barrier()
+    job = mpipipe(2, "train", flag, str(mpi_tmp_path / "pipe"), timeout=40)
+    assert job.returncode != 0
+    assert job.stderr.count("it is a FIFO (named pipe), not a file") == 1, job.stderr
+    assert job.stderr.count("job ended by rank") == 1 and "Traceback" not in job.stderr
+
+
+TRUNCATING = """
+import os, sys
+from mpipipe.comm import runtime
+from mpipipe.comm.abort import run_or_abort
+from mpipipe.models import GPT
+from mpipipe.train import TrainConfig, train
+from mpipipe.train.trainer import Trainer
+
+text, out = sys.argv[1:]
+original = Trainer.step
+
+def step(self, number):
+    if number == 3 and self.mesh.rank == 0:
+        os.truncate(text, 100)
+    return original(self, number)
+
+Trainer.step = step
+config = TrainConfig(data=[text], out=out, dim=16, layers=2, heads=2, seq_len=16, batch=8, steps=500, device="cpu")
+sys.exit(run_or_abort(lambda: train(config, GPT)))
+"""
+
+
+def test_data_that_are_cut_short_end_the_job_with_one_report(launch, comm, mpi_tmp_path):
+    text, script = mpi_tmp_path / "text.txt", mpi_tmp_path / "script.py"
+    if comm.rank == 0:
+        text.write_text("one two three four\n" * 2000)
+        script.write_text(TRUNCATING)
+    comm.Barrier()
+    job = launch(2, [str(script), str(text), str(mpi_tmp_path / "run")])
+    assert job.returncode != 0
+    assert job.stderr.count("a data file has become shorter") == 1, job.stderr
+    assert f"100 bytes in {text}" in job.stderr and "remedy: " in job.stderr
+    assert job.stderr.count("job ended by rank") == 1 and "Traceback" not in job.stderr
+
+
+def test_a_second_run_into_the_same_folder_is_refused(mpipipe, small, mpi_tmp_path):
+    arguments = ["train", "--config", small, "--out", str(mpi_tmp_path / "run"), "--steps", "1"]
+    assert mpipipe(2, *arguments).returncode == 0
+    before = (mpi_tmp_path / "run" / "metrics.jsonl").read_text()
+    job = mpipipe(2, *arguments)
+    assert job.returncode != 0 and "--out" in job.stderr
+    assert (mpi_tmp_path / "run" / "metrics.jsonl").read_text() == before
+
+
+def test_generate_writes_the_same_text_on_any_number_of_ranks(mpipipe, small, mpi_tmp_path):
+    out = str(mpi_tmp_path / "run")
+    job = mpipipe(4, "train", "--config", small, "--out", out, "--pipe", "2", "--tied", "--dtype", "float64")
+    assert job.returncode == 0, job.stderr
+    texts = []
+    for ranks, seq in ((1, 1), (2, 1), (4, 1), (4, 2)):
+        job = mpipipe(ranks, "generate", out, "--prompt", "gr\u00fc\u00df ", "--bytes", "40", "--seq", str(seq))
+        assert job.returncode == 0, job.stderr
+        texts.append(job.stdout)
+    assert texts[0].startswith("gr\u00fc\u00df ") and texts[0].endswith("\n") and len(texts[0]) > 20
+    assert texts == [texts[0]] * 4
+    job = mpipipe(1, "generate", out, "--prompt", "gr\u00fc\u00df ", "--bytes", "40", "--seed", "1")
+    assert job.stdout != texts[0]
+
+
+def test_generate_refuses_what_it_cannot_do_with_one_report(mpipipe, small, mpi_tmp_path):
+    out = str(mpi_tmp_path / "run")
+    assert mpipipe(1, "train", "--config", small, "--out", out, "--steps", "1").returncode == 0
+    for arguments, match in [
+        (["--seq", "2"], "mesh does not fill the communicator"),
+        (["--prompt", ""], "the prompt is empty"),
+        (["--temperature", "-1"], "temperature"),
+    ]:
+        job = mpipipe(3, "generate", out, *arguments)
+        assert job.returncode != 0
+        assert job.stderr.count(match) == 1 and job.stderr.count("job ended by rank") == 1, job.stderr
+
+
+@pytest.mark.parametrize(
+    ("description", "match"),
+    [
+        (None, "no weights: No such file"),
+        ('{"model": {"width": 3}, "dtype": "float32", "stages": 1}', "not those of a GPT"),
+        ('{"model": {"dim": 16}, "dtype": "float32", "stages": 1}', "a file of weights cannot be read"),
+        ('{"model": {"dim": 16}, "dtype": "float99", "stages": 1}', "unknown dtype"),
+    ],
+)
+def test_generate_without_usable_weights_ends_with_one_report(mpipipe, mpi_tmp_path, comm, description, match):
+    folder = mpi_tmp_path / "run" / "weights"
+    if comm.rank == 0 and description is not None:
+        folder.mkdir(parents=True)
+        (folder / "model.json").write_text(description)
+    comm.Barrier()
+    job = mpipipe(2, "generate", str(folder.parent))
+    assert job.returncode != 0
+    assert job.stderr.count(match) == 1 and job.stderr.count("job ended by rank") == 1, job.stderr
+    assert "Traceback" not in job.stderr
+
+
+WRONG = ["train --bogus", "train --steps many", "nothing", "run", "generate", "generate run --bytes 0"]
+
+
+@pytest.mark.parametrize("arguments", [line.split() for line in WRONG])
+def test_wrong_usage_exits_with_2_and_one_message(mpipipe, arguments):
+    job = mpipipe(2, *arguments)
+    assert job.returncode == 2
+    assert (job.stdout + job.stderr).count("Usage:") == 1
+
+
+def test_help_needs_no_mpi(mpipipe):
+    job = mpipipe(0, "train", "--help", env=WITHOUT_MPI)
+    assert job.returncode == 0, job.stderr
+    assert "--weight-decay" in job.stdout
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_info_reports_once(mpipipe, ranks):
+    job = mpipipe(ranks, "info", env=WITHOUT_GPU)
+    assert job.returncode == 0, job.stderr
+    facts = dict(re.split(r"\s{2,}", line, maxsplit=1) for line in job.stdout.splitlines())
+    assert facts["ranks"] == str(max(1, ranks))
+    assert facts["devices"] == "cpu" and facts["GPU-aware MPI"] == "no GPU"
+    assert {"MPI", "mpi4py", "python", "numpy", "BLAS", "hosts", "launcher", "thread level"} <= set(facts)
+    assert {"CuPy", "GPU attention"} <= set(facts)
+
+
+@pytest.fixture
+def without_cupy(mpi_tmp_path, comm):
+    """Variables under which Python finds no CuPy and no cuDNN, whatever is installed."""
+    folder = mpi_tmp_path / "blocked"
+    if comm.rank == 0:
+        folder.mkdir()
+        for name in ("cupy", "cudnn"):
+            (folder / f"{name}.py").write_text(f'raise ModuleNotFoundError("No module named {name!r}", name={name!r})')
+    comm.Barrier()
+    return {"PYTHONPATH": f"{folder}:{ROOT}"}
+
+
+USES_CUPY = """
+import sys
+import mpipipe
+from mpipipe import arrays, nn, optim
+from mpipipe.attention import kernels
+from mpipipe.train import train
+assert not {"cupy", "cudnn", "torch", "mpi4py.MPI"} & set(sys.modules), sys.modules
+assert arrays.device_count() == 0 and arrays.check_device("auto") == "cpu"
+try:
+    nn.Stage([nn.Linear(2, 2)], device="cuda")
+except mpipipe.errors.BackendError as error:
+    print(error)
+"""
+
+
+def test_everything_but_gpus_works_without_cupy(mpipipe, launch, small, without_cupy, mpi_tmp_path):
+    job = launch(0, USES_CUPY, env=without_cupy)
+    assert job.returncode == 0, job.stderr
+    assert "CuPy cannot be imported" in job.stdout and "pip install 'mpipipe[cuda13]'" in job.stdout
+    job = mpipipe(2, "info", env=without_cupy)
+    assert job.returncode == 0, job.stderr
+    facts = dict(re.split(r"\s{2,}", line, maxsplit=1) for line in job.stdout.splitlines() if line[0] != " ")
+    assert facts["devices"] == "cpu" and facts["CuPy"] == "No module named 'cupy'"
+    assert "no cuDNN" in facts["GPU attention"]
+    out = str(mpi_tmp_path / "run")
+    job = mpipipe(2, "train", "--config", small, "--out", out, "--dtype", "bfloat16", env=without_cupy)
+    assert job.returncode == 0, job.stderr
+
+
+def test_the_probe_is_not_tried_without_a_gpu(mpipipe):
+    job = mpipipe(1, "info", "--probe", env=WITHOUT_GPU)
+    assert job.returncode == 0, job.stderr
+    assert re.search(r"^probe +not tried: no GPU$", job.stdout, re.MULTILINE)
+
+
+@pytest.mark.parametrize("arguments", ["train --device cuda", "bench gpu"])
+def test_a_gpu_that_is_not_there_ends_the_job_with_one_report(mpipipe, arguments):
+    job = mpipipe(2, *arguments.split(), env=WITHOUT_GPU)
+    assert job.returncode != 0
+    assert job.stderr.count("device 'cuda' was asked for") + job.stderr.count("a GPU was asked for") == 1, job.stderr
+    assert "remedy: " in job.stderr and "BackendError" in job.stderr
+    assert job.stderr.count("job ended by rank") == 1 and "Traceback" not in job.stderr
+    assert job.stdout == ""
+
+
+def test_info_without_mpi_says_how_to_install_it(mpipipe):
+    job = mpipipe(0, "info", env=WITHOUT_MPI)
+    assert job.returncode == 0, job.stderr
+    assert "cannot be loaded" in job.stdout and "pip install" in job.stdout
+    assert "numpy" in job.stdout and "Traceback" not in job.stdout + job.stderr
+
+
+def test_info_tells_processes_that_do_not_see_each_other(mpipipe):
+    job = mpipipe(0, "info", env={"SLURM_STEP_NUM_TASKS": "4"})
+    assert job.returncode == 0, job.stderr
+    assert "alone in COMM_WORLD" in job.stdout
+
+
+def test_train_without_mpi_says_how_to_install_it(mpipipe, small):
+    job = mpipipe(0, "train", "--config", small, env=WITHOUT_MPI)
+    assert job.returncode == 1
+    assert "cannot be loaded" in job.stderr and "pip install" in job.stderr
+
+
+SCRIPT = """
+import sys
+import helper
+from mpipipe.comm import runtime
+comm = runtime.world()
+comm.Barrier()
+if comm.rank == comm.size - 1:
+    print(__name__, sys.argv[1:], helper.WORD, __file__ == sys.argv[0], sys.modules["__main__"].SCRIPT_IS_MAIN)
+"""
+
+
+@pytest.mark.parametrize("by", ["path", "module"])
+def test_run_gives_a_script_the_surroundings_that_python_gives_it(mpipipe, mpi_tmp_path, comm, by):
+    folder = mpi_tmp_path / "scripts"
+    if comm.rank == 0:
+        folder.mkdir()
+        (folder / "helper.py").write_text("WORD = 'found'")
+        (folder / "script.py").write_text("SCRIPT_IS_MAIN = True" + SCRIPT)
+    comm.Barrier()
+    target = [str(folder / "script.py")] if by == "path" else ["-m", "script"]
+    job = mpipipe(2, "run", *target, "--steps", "-m", "3", env={"PYTHONPATH": f"{ROOT}:{folder}"})
+    assert job.returncode == 0, job.stderr
+    assert job.stdout == "__main__ ['--steps', '-m', '3'] found True True\n"
+
+
+def test_run_ends_the_job_when_the_script_is_missing(mpipipe):
+    job = mpipipe(2, "run", "absent.py")
+    assert job.returncode != 0 and "absent.py" in job.stderr

@@ -1,0 +1,49 @@
+"""Sums over replicas: exact for what can be exact, in float32 for half types, large buffers, any order of progress."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mpipipe.comm import allreduce
+from mpipipe.comm.wait import wait
+
+
+def total(comm, flat):
+    wait(allreduce.PendingSum(comm, flat))
+    return flat
+
+
+def test_three_vectors(comm):
+    flat = total(comm, np.array([2.0, 4.0, 6.0]) if comm.rank % 2 == 0 else np.array([8.0, 6.0, 4.0]))
+    even, odd = (comm.size + 1) // 2, comm.size // 2
+    np.testing.assert_array_equal(flat, even * np.array([2.0, 4.0, 6.0]) + odd * np.array([8.0, 6.0, 4.0]))
+
+
+@pytest.mark.parametrize("kind", [np.float16, ml_dtypes.bfloat16])
+def test_half_types_are_added_in_float32_and_rounded_once(comm, kind):
+    values = [np.array([1.0, 2.0**-7 if rank else 1.0, 300.0], np.float32).astype(kind) for rank in range(comm.size)]
+    flat = total(comm, values[comm.rank].copy())
+    expected = sum(value.astype(np.float32) for value in values).astype(kind)
+    np.testing.assert_array_equal(flat, expected)
+    assert flat.dtype == kind
+
+
+def test_several_buckets_and_sums_at_once(comm, monkeypatch):
+    monkeypatch.setattr(allreduce, "BUCKET_BYTES", 64_000)
+    flats = [np.full(50_001, float(comm.rank + k)) for k in range(3)]
+    pending = [allreduce.PendingSum(comm, flat) for flat in flats]
+    for sum_ in pending[::-1]:
+        wait(sum_)
+    for k, flat in enumerate(flats):
+        np.testing.assert_array_equal(flat, comm.size * (comm.size - 1) / 2 + comm.size * k)
+
+
+def test_64_megabytes(comm):
+    flat = total(comm, np.ones(8 << 20))
+    assert flat.min() == flat.max() == comm.size
+
+
+def test_empty_buffer(comm):
+    assert total(comm, np.empty(0)).size == 0

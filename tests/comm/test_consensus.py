@@ -1,0 +1,162 @@
+"""Agreement: values of all when all is well; else one error on all ranks, which names fact, ranks and both values."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mpipipe.comm import inprocess
+from mpipipe.comm.consensus import VALUES, Ballot
+from mpipipe.comm.group import Group, group_of
+from mpipipe.errors import ArgumentError, MismatchError, PeerError
+
+
+def everyone_raises(comm, kind, call):
+    """The texts of all ranks, which are all alike; exactly one rank is left to report."""
+    with pytest.raises(kind) as caught:
+        call()
+    assert caught.value.agreed
+    assert comm.allgather(caught.value.echo).count(False) == 1
+    texts = comm.allgather(str(caught.value))
+    assert len(set(texts)) == 1
+    return texts[0]
+
+
+def test_values_of_all_ranks_come_back_in_rank_order(comm):
+    group = Group(comm)
+    table = group.agree("a call", (("colour", "red"),), [comm.rank, -7])
+    assert table.tolist() == [[rank, -7] for rank in range(comm.size)]
+    group.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_fact_that_differs_is_named_with_its_ranks_and_both_values(comm):
+    group = Group(comm)
+    last = comm.size - 1
+    facts = (("colour", "red"), ("size", 3 if comm.rank == last else 2), ("name", "x"))
+    text = everyone_raises(comm, MismatchError, lambda: group.agree("a call", facts))
+    assert text.splitlines() == [f"rank {last}: ranks differ in size", "  found: 3", "  expected: 2, as on rank 0"]
+    text = everyone_raises(comm, MismatchError, lambda: group.agree("call", facts, message="no", remedy="do"))
+    assert text.splitlines() == [
+        f"rank {last}: no",
+        "  found: size 3",
+        "  expected: size 2, as on rank 0",
+        "  remedy: do",
+    ]
+    assert group.agree("a call", values=[1]).tolist() == [[1]] * comm.size, "the ranks are in step afterwards"
+    group.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_calls_that_differ_are_named(comm):
+    group = Group(comm)
+    text = everyone_raises(comm, MismatchError, lambda: group.agree("paint" if comm.rank == 1 else "dry"))
+    assert "rank 1: ranks make different calls" in text
+    assert "found: paint (call 1)" in text and "expected: dry (call 1), as on rank 0" in text
+    group.close()
+
+
+def test_an_error_of_one_rank_is_raised_on_all(comm):
+    group = Group(comm)
+    last = comm.size - 1
+
+    def call():
+        with group.together("a call"):
+            if comm.rank == last:
+                raise OSError("caf\udce9.txt is gone")  # a file name that is not UTF-8
+
+    text = everyone_raises(comm, ArgumentError, call)
+    assert text == f"rank {last}: OSError: caf\udce9.txt is gone"
+    group.close()
+
+
+def test_an_error_that_several_ranks_have_names_them_all(comm):
+    group = Group(comm)
+
+    def call():
+        group.agree("a call", error=ArgumentError("wet paint") if comm.rank % 2 == 0 else None)
+
+    ranks = ", ".join(str(rank) for rank in range(0, comm.size, 2))
+    assert everyone_raises(comm, ArgumentError, call) == f"rank {ranks}: wet paint"
+    group.close()
+
+
+def test_errors_with_any_content_can_be_told(comm):
+    group = Group(comm)
+
+    class Odd:
+        def __reduce__(self):
+            raise TypeError("cannot be pickled")
+
+        def __str__(self):
+            return "an odd thing"
+
+    error = ArgumentError("wet paint", found=Odd()) if comm.rank == 0 else None
+    assert "an odd thing" in everyone_raises(comm, ArgumentError, lambda: group.agree("a call", error=error))
+    group.close()
+
+
+def test_objects_of_any_size_are_gathered_and_broadcast(comm):
+    group = Group(comm)
+    mine = {"rank": comm.rank, "bytes": b"x" * (70_000 * comm.rank)}
+    assert group.gather("a call", mine) == [
+        {"rank": rank, "bytes": b"x" * (70_000 * rank)} for rank in range(comm.size)
+    ]
+    root = comm.size - 1
+    big = np.arange(30_000) if comm.rank == root else None
+    np.testing.assert_array_equal(group.broadcast("a call", big, root), np.arange(30_000))
+    group.close()
+
+
+def test_what_cannot_be_pickled_on_one_rank_is_an_error_on_all(comm):
+    group, root = Group(comm), comm.size - 1
+    for call in (group.gather, lambda name, value: group.broadcast(name, value, root)):
+        odd = (lambda: None) if comm.rank == root else None
+        everyone_raises(comm, ArgumentError, lambda call=call, odd=odd: call("a call", odd))
+    group.close()
+
+
+def test_two_axes_of_a_grid_agree_together():
+    """Rank 3 of a 2 x 2 grid has an error: its row and its column know of it, and the fourth rank hears it too."""
+
+    def job(comm):
+        row = Group(comm.Split(comm.rank // 2, comm.rank))
+        column = Group(comm.Split(comm.rank % 2, comm.rank))
+        ballot = Ballot("a call", error=ArgumentError("wet paint") if comm.rank == 3 else None)
+        seen = ballot.cast(row, [comm.rank]).tolist(), ballot.cast(column, [comm.rank]).tolist()
+        with pytest.raises(ArgumentError, match="wet paint") as caught:
+            ballot.decide()
+        return seen, caught.value.echo
+
+    found = inprocess.run(4, job)
+    assert [echo for _, echo in found] == [True, True, True, False]
+    assert found[0][0] == ([[0], [1]], [[0], [2]])
+
+
+def test_more_values_than_fit_are_refused(comm):
+    group = Group(comm)
+    with pytest.raises(ArgumentError, match="too many values"):
+        group.agree("a call", values=[0] * (VALUES + 1))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_rank_that_raises_on_its_own_is_told_to_those_in_the_agreement(comm):
+    group = Group(comm)
+    if comm.rank == 0:
+        with pytest.raises(ValueError):
+            with group.failing("a test"):
+                raise ValueError("wet paint")
+    else:
+        with pytest.raises(PeerError, match="failed in a test: ValueError: wet paint"):
+            group.agree("a call")
+    with pytest.raises(PeerError, match="start the job anew"):
+        group.agree("a call")
+
+
+def test_one_group_for_all_calls_on_a_communicator_and_a_new_one_after_a_failure(comm):
+    first = group_of(comm)
+    assert group_of(comm) is first
+    first.fail(ValueError("wet paint"), "a test")
+    comm.Barrier()
+    again = group_of(comm)
+    assert again is not first and again.agree("a call", values=[1]).sum() == comm.size

@@ -1,0 +1,628 @@
+"""Messages of device arrays, directly and staged: right data whatever the order in which events and messages end.
+
+Each rule that keeps MPI and the kernels apart is broken on purpose, too: then the data must be wrong, or the test of
+the rule would show nothing. That needs the emulated device, on which nothing runs before something waits for it.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mpipipe import arrays
+from mpipipe.comm import allreduce, inprocess, process
+from mpipipe.comm.group import Group
+from mpipipe.comm.mailbox import Envelope, Mailbox
+from mpipipe.comm.ring_exchange import Rotation
+from mpipipe.comm.transport import gpu_aware, staged
+from mpipipe.comm.transport.choose import make_transport
+from mpipipe.comm.transport.direct import DirectTransport
+from mpipipe.comm.transport.gpu_aware import Verdict
+from mpipipe.comm.transport.host import HostTransport
+from mpipipe.comm.transport.pinned_pool import SMALLEST, PinnedPool
+from mpipipe.comm.transport.sendable import check_sendable
+from mpipipe.comm.transport.staged import StagedTransport
+from mpipipe.comm.wait import wait
+from mpipipe.errors import ArgumentError, PeerError, StallError
+
+MIB = 1 << 20
+KINDS = ["float32", "float64", "float16", ml_dtypes.bfloat16, "int64", "uint8", "bool"]
+SHAPES = [(), (0,), (1,), (3, 333), (2, 0, 4), (100_003,)]
+
+
+def check_mpi_takes(gpu, comm):
+    """Skip where device memory is real and MPI would crash on it."""
+    if gpu.real and not gpu_aware.detect(comm).direct:
+        pytest.skip("this MPI does not take device memory")
+
+
+@pytest.fixture(params=[DirectTransport, StagedTransport], ids=["direct", "staged"])
+def kind_of_transport(request, gpu, comm):
+    if request.param is DirectTransport:
+        check_mpi_takes(gpu, comm)
+    return request.param
+
+
+class Incurious(StagedTransport):
+    """Does not look whether copies are done, which would make the emulated device work on them."""
+
+    def progress(self):
+        returned, self.returned = self.returned, type(self.returned)()
+        advanced = super().progress()
+        self.returned = returned + self.returned
+        return advanced
+
+
+def neighbours(comm):
+    return (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+
+
+def content(shape, kind, seed):
+    return np.random.default_rng(seed).integers(0, 2 if kind == "bool" else 100, size=shape).astype(kind)
+
+
+def make(value, count=16):
+    """A new device array, filled by work that is queued on the current stream."""
+    array = arrays.empty((count,), np.dtype(float), "cuda")
+    arrays.copy_into(array, arrays.upload(np.full(count, float(value))))
+    return array
+
+
+def finish(*requests):
+    for request in requests:
+        wait(request)
+
+
+def settle(transport):
+    """Let the copies to the device end that are under way."""
+    while getattr(transport, "returned", None):
+        transport.progress()
+
+
+def only_emulated(gpu):
+    if gpu.real or gpu.machine.background:
+        pytest.skip("needs a device on which nothing runs before something waits for it")
+
+
+@pytest.fixture
+def unrecorded(gpu):
+    """An event that is done and that nothing waits for: what the place of a real one is taken by, to break a rule."""
+    only_emulated(gpu)
+    return arrays.cupy().cuda.Event()
+
+
+# -- data -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_every_dtype_and_shape_goes_round_the_ring(gpu, comm, kind_of_transport, kind):
+    transport = kind_of_transport(comm, 2, synchronous=True)
+    right, left = neighbours(comm)
+    for number, shape in enumerate(SHAPES):
+        received = transport.empty(shape, np.dtype(kind))
+        sent = arrays.upload(content(shape, kind, 10 * number + comm.rank))
+        finish(transport.irecv(received, left, 1, 5), transport.isend(sent, right, 1, 5))
+        np.testing.assert_array_equal(arrays.download(received), content(shape, kind, 10 * number + left))
+    transport.close()
+
+
+@pytest.mark.parametrize("nbytes", [2 * MIB - 1, 2 * MIB, 2 * MIB + 1, 9 * MIB + 13])
+def test_long_arrays(gpu, comm, kind_of_transport, nbytes):
+    transport = kind_of_transport(comm)
+    right, left = neighbours(comm)
+    received = transport.empty((nbytes,), np.dtype(np.uint8))
+    for turn in range(2):
+        sent = arrays.upload(content(nbytes, "uint8", 2 * comm.rank + turn))
+        finish(transport.irecv(received, left, 0, 1), transport.isend(sent, right, 0, 1))
+        assert (arrays.download(received) == content(nbytes, "uint8", 2 * left + turn)).all()
+        transport.retire(received)
+    transport.close()
+
+
+def test_direct_messages_travel_in_pieces_too(gpu, comm):
+    check_mpi_takes(gpu, comm)
+
+    class Pieces(DirectTransport):
+        piece_bytes = 1000
+
+    transport = Pieces(comm)
+    right, left = neighbours(comm)
+    received = transport.empty((12_345,), np.dtype(float))
+    sent = arrays.upload(np.arange(12_345.0) + comm.rank)
+    finish(transport.irecv(received, left, 0, 1), transport.isend(sent, right, 0, 1))
+    np.testing.assert_array_equal(arrays.download(received), np.arange(12_345.0) + left)
+    transport.close()
+
+
+def test_the_host_waits_for_nothing(gpu, comm, kind_of_transport):
+    transport = kind_of_transport(comm)
+    right, left = neighbours(comm)
+    received = transport.empty((1 << 19,), np.dtype(float))
+    gpu.reset()
+    for turn in range(3):
+        sent = make(turn, 1 << 19)
+        finish(transport.irecv(received, left, 0, 1), transport.isend(sent, right, 0, 1))
+        transport.retire(received)
+    assert gpu.synchronisations == []
+    transport.close()
+
+
+def test_an_array_that_is_not_contiguous_is_refused(gpu, comm, kind_of_transport):
+    transport = kind_of_transport(comm)
+    array = arrays.upload(np.ones((4, 6)))
+    for operation in (transport.isend, transport.irecv):
+        with pytest.raises(ArgumentError, match="not C-contiguous"):
+            operation(array.T, comm.rank, 0, 1)
+    check_sendable(array)
+    transport.close()
+
+
+# -- order ------------------------------------------------------------------------------------------------------------
+
+
+def test_messages_of_one_name_keep_their_order_whichever_event_is_done_first(gpu, comm, kind_of_transport):
+    """Producers and consumers on several streams, host arrays in between, sizes from 8 bytes to several chunks."""
+
+    class Chunks(kind_of_transport):
+        piece_bytes = 4096
+
+    transport = Chunks(comm, synchronous=True)
+    right, left = neighbours(comm)
+    counts = [1, 3000, 2, 0, 700, 1500, 1, 512, 513, 40]
+    streams = [arrays.side_stream() for _ in range(3)]
+    sends, receives, received = [], [], []
+    for number, count in enumerate(counts):
+        on_host = number % 4 == 2
+        with streams[number % 3]:
+            target = np.empty(count) if on_host else transport.empty((count,), np.dtype(float))
+            receives.append(transport.irecv(target, left, 0, 1))
+            received.append(target)
+    for number, count in enumerate(counts):
+        value = np.full(count, 100.0 * comm.rank + number)
+        with streams[(2 * number + comm.rank) % 3]:
+            for _ in range(number % 3):
+                make(0)  # some streams have more to do
+            sends.append(transport.isend(value if number % 3 == 1 else arrays.upload(value), right, 0, 1))
+    for number in (5, 9, 2, 0, 8, 1, 7, 3, 6, 4):
+        finish(sends[number], receives[number])
+        found = arrays.download(received[number])
+        assert found.size == counts[number] and (found == 100.0 * left + number).all()
+    transport.close()
+
+
+@pytest.mark.parametrize("window", [1, 3, 9])
+@pytest.mark.parametrize("count", [10, 300_000])
+def test_messages_sent_in_another_order_arrive_under_their_names(gpu, comm, kind_of_transport, window, count):
+    transport = kind_of_transport(comm, synchronous=True)
+    mailbox = Mailbox(transport)
+    right, left = neighbours(comm)
+    outgoing, incoming = (
+        [Envelope(peer, 1, m, 0, (0, 2 * m), (0, 2 * m + 1)) for m in range(6)] for peer in (right, left)
+    )
+    leaf = ((count,), np.dtype(float))
+    for turn in range(2):
+        mailbox.expect(mailbox.itinerary(incoming, [[leaf]] * 6), window)
+        for m in (3, 0, 5, 1, 2, 4):
+            mailbox.put(outgoing[m], [make(100 * comm.rank + 10 * turn + m, count)])
+            mailbox.poll()
+        results = []
+        for _ in range(6):
+            (array,), lease = mailbox.take()
+            result = arrays.empty_like(array)
+            arrays.copy_into(result, array)
+            results.append(result)
+            mailbox.release(lease)
+        mailbox.flush()
+        for m, result in enumerate(arrays.download(*results)):
+            assert (result == 100 * left + 10 * turn + m).all()
+    assert len(mailbox.slots[leaf]) <= window + 1, "buffers are used again"
+    mailbox.forget()
+    transport.close()
+
+
+def test_headers_and_host_arrays_travel_beside_device_arrays(gpu, comm, kind_of_transport):
+    transport = kind_of_transport(comm)
+    mailbox = Mailbox(transport)
+    right, left = neighbours(comm)
+    name = (1, 0, 0, (0, 8), (0, 9))
+    mailbox.put_header(Envelope(right, *name), f"from {comm.rank}".encode())
+    ids = np.arange(5) + comm.rank
+    mailbox.put(Envelope(right, *name), [make(comm.rank), ids, arrays.upload(ids)])
+    assert mailbox.take_header(Envelope(left, *name)) == f"from {left}".encode()
+    leaves = [((16,), np.dtype(float)), ((5,), ids.dtype), ((5,), ids.dtype)]
+    taken, lease = mailbox.take_unknown(Envelope(left, *name), leaves)
+    values, first, second = arrays.download(*taken)
+    assert (values == left).all() and (first == np.arange(5) + left).all() and (second == first).all()
+    mailbox.release(lease)
+    mailbox.flush()
+    transport.close()
+
+
+def test_no_message_waits_for_pinned_memory_that_another_holds(gpu, comm, monkeypatch):
+    """Long messages, sent synchronously in the order 0, 1, ..., and received one by one in the opposite order."""
+    monkeypatch.setattr(staged, "RING", 1)
+
+    class Chunks(StagedTransport):
+        piece_bytes = 4096
+
+    transport = Chunks(comm, synchronous=True)
+    right, left = neighbours(comm)
+    sends = [transport.isend(make(m, 2600), right, 0, m) for m in range(12)]
+    received = transport.empty((2600,), np.dtype(float))
+    for m in reversed(range(12)):
+        wait(transport.irecv(received, left, 0, m), f"message {m}")
+        assert (arrays.download(received) == m).all()
+        transport.retire(received)
+    finish(*sends)
+    settle(transport)
+    for slots in (transport.out_slots, transport.in_slots):
+        assert slots.used == 0
+        assert sum(map(len, slots.free.values())) <= 13  # one for each message, and the ring
+    transport.close()
+
+
+def test_pages_beyond_the_first_are_limited(gpu):
+    slots = PinnedPool(limit=4 * SMALLEST)
+    first = [slots.take(1, first=True) for _ in range(3)]
+    assert slots.take(SMALLEST, first=False) is not None
+    assert slots.take(8, first=False) is None
+    more = slots.take(SMALLEST + 1, first=True)
+    assert more.size == 2 * SMALLEST
+    for page in [*first, more]:
+        slots.give(page)
+    assert slots.take(2 * SMALLEST, first=False) is more, "pages are used again"
+
+
+# -- the two rules, kept and broken -----------------------------------------------------------------------------------
+
+
+def receive_again_while_the_consumer_is_late(comm, transport, turns=4):
+    """What a consumer sees that is queued behind each message on a stream of its own, and runs only at the end."""
+    right, left = neighbours(comm)
+    with arrays.side_stream():
+        slot, results = transport.empty((16,), np.dtype(float)), []
+        for turn in range(turns):
+            with arrays.side_stream():
+                sending = transport.isend(make(turn), right, 0, 1)
+            finish(transport.irecv(slot, left, 0, 1), sending)
+            settle(transport)
+            result = arrays.empty_like(slot)
+            arrays.copy_into(result, slot)
+            results.append(result)
+            transport.retire(slot)
+        comm.Barrier()
+        transport.close()
+        return [found[0] for found in arrays.download(*results)]
+
+
+def test_a_receive_waits_for_the_last_consumer_of_its_buffer(gpu, comm, kind_of_transport):
+    assert receive_again_while_the_consumer_is_late(comm, kind_of_transport(comm)) == [0, 1, 2, 3]
+
+
+def test_broken_a_receive_that_ignores_the_consumer(gpu, comm, kind_of_transport, unrecorded):
+    class Careless(kind_of_transport):
+        def retire(self, array):
+            self.retired[id(array)] = unrecorded, array
+
+    assert receive_again_while_the_consumer_is_late(comm, Careless(comm)) != [0, 1, 2, 3]
+
+
+def test_a_buffer_that_was_never_retired_is_as_safe(gpu, comm, kind_of_transport):
+    class Forgetful(kind_of_transport):
+        def retire(self, array):
+            pass
+
+    assert receive_again_while_the_consumer_is_late(comm, Forgetful(comm)) == [0, 1, 2, 3]
+
+
+def send_at_once(comm, transport, count=16):
+    """What arrives of an array whose producer is queued just before the send, into a receive that waits already."""
+    right, left = neighbours(comm)
+    received = transport.empty((count,), np.dtype(float))
+    arriving = transport.irecv(received, left, 0, 1)
+    while not arriving.posted:
+        transport.progress()
+    comm.Barrier()
+    leaving = transport.isend(make(7, count), right, 0, 1)
+    finish(leaving, arriving)
+    transport.close()
+    return set(arrays.download(received).tolist())
+
+
+@pytest.mark.parametrize("count", [16, 300_000])
+def test_a_send_waits_for_its_producer(gpu, comm, kind_of_transport, count):
+    assert send_at_once(comm, kind_of_transport(comm), count) == {7.0}
+
+
+def test_broken_a_send_that_ignores_its_producer(gpu, comm, kind_of_transport, unrecorded):
+    class Careless(kind_of_transport):
+        def _outgoing(self, array, name, ready):
+            return super()._outgoing(array, name, unrecorded)
+
+    assert send_at_once(comm, Careless(comm)) != {7.0}
+
+
+def test_broken_a_receive_that_does_not_wait_for_its_copies(gpu, comm, unrecorded):
+    class Careless(Incurious):
+        def _incoming(self, array, name, ready):
+            message = super()._incoming(array, name, ready)
+            message.Test = super(type(message), message).Test  # of any message: nothing waits for the last copy
+            return message
+
+    transport = Careless(comm)
+    right, left = neighbours(comm)
+    received = transport.empty((16,), np.dtype(float))
+    arrays.copy_into(received, make(1))
+    finish(transport.irecv(received, left, 0, 1), transport.isend(make(7), right, 0, 1))
+    assert (arrays.download(received) != 7).all()
+    transport.close()
+
+
+def test_broken_a_page_that_is_used_again_before_its_copy_is_done(gpu, comm, unrecorded):
+    class Careless(StagedTransport):
+        def progress(self):
+            self.returned = type(self.returned)((unrecorded, *rest) for _, *rest in self.returned)
+            super().progress()
+
+    transport = Careless(comm)
+    right, left = neighbours(comm)
+    with arrays.side_stream():
+        received = [transport.empty((16,), np.dtype(float)) for _ in range(4)]
+        for turn, target in enumerate(received):
+            with arrays.side_stream():
+                sending = transport.isend(make(turn), right, 0, 1)
+            finish(transport.irecv(target, left, 0, 1), sending)
+            transport.progress()
+        found = [values[0] for values in arrays.download(*received)]
+    assert found != [0, 1, 2, 3]
+    transport.close()
+
+
+def test_an_array_may_be_forgotten_once_it_is_sent(gpu, comm, kind_of_transport):
+    transport = kind_of_transport(comm)
+    right, left = neighbours(comm)
+    received = [transport.empty((50_000,), np.dtype(float)) for _ in range(3)]
+    requests = [transport.irecv(target, left, 0, m) for m, target in enumerate(received)]
+    for m in range(3):
+        requests.append(transport.isend(make(m, 50_000), right, 0, m))  # dropped here, and its memory is asked for next
+    finish(*requests)
+    assert [set(found.tolist()) for found in arrays.download(*received)] == [{0.0}, {1.0}, {2.0}]
+    transport.close()
+
+
+# -- ranks on the host, and waits -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "staged"])
+@pytest.mark.parametrize("count", [1, 900_000])
+def test_ranks_on_the_host_and_ranks_on_a_gpu_talk(gpu, comm, direct, count):
+    if direct:
+        check_mpi_takes(gpu, comm)
+    device = "cuda" if comm.rank % 2 == 0 else "cpu"
+    transport = make_transport(comm, 1, True, device, Verdict(direct, "a test"))
+    right, left = neighbours(comm)
+    value = content((count,), "float64", comm.rank)
+    received = transport.empty((count,), np.dtype(float))
+    assert arrays.device_of(received) == device
+    finish(
+        transport.irecv(received, left, 0, 3),
+        transport.isend(value if device == "cpu" else arrays.upload(value), right, 0, 3),
+    )
+    np.testing.assert_array_equal(arrays.download(received), content((count,), "float64", left))
+    transport.close()
+
+
+def test_the_transport_follows_device_and_verdict(gpu, comm):
+    def kind(device, verdict=None):
+        transport = make_transport(comm, 1, False, device, verdict)
+        transport.close()
+        return type(transport)
+
+    assert kind("cpu") is HostTransport
+    assert kind("cuda", Verdict(True, "")) is DirectTransport
+    mixed = Verdict(comm.rank != comm.size - 1, "")
+    assert kind("cuda", mixed) is StagedTransport, "direct on all ranks, or on none"
+
+
+def test_threads_of_one_process_exchange_device_arrays(gpu):
+    def job(comm):
+        transport = make_transport(comm, 1, False, "cuda")
+        right, left = neighbours(comm)
+        received = transport.empty((300_000,), np.dtype(float))
+        finish(transport.irecv(received, left, 0, 1), transport.isend(make(comm.rank, 300_000), right, 0, 1))
+        transport.close()
+        return set(arrays.download(received).tolist())
+
+    assert inprocess.run(3, job) == [{2.0}, {0.0}, {1.0}]
+
+
+def test_any_wait_drives_what_is_held_back(gpu, comm, kind_of_transport):
+    """A rank waits for an answer to a message that its device has not even made; it never looks at that send."""
+    if comm.size < 2:
+        pytest.skip("needs a peer")
+    transport, peer = kind_of_transport(comm), comm.rank ^ 1
+    if comm.rank % 2 == 0 and peer < comm.size:
+        answer = np.zeros(1)
+        sending = transport.isend(make(3, 300_000), peer, 0, 1)
+        wait(comm.Irecv(answer, peer, 2))
+        assert answer[0] == 3
+        finish(sending)
+    elif comm.rank % 2:
+        received = transport.empty((300_000,), np.dtype(float))
+        wait(transport.irecv(received, peer, 0, 1))
+        comm.Send(arrays.download(received)[-1:], peer, 2)
+    transport.close()
+
+
+def test_broken_a_wait_that_drives_nothing(gpu, comm, kind_of_transport, unrecorded, monkeypatch):
+    transport = kind_of_transport(comm)
+    monkeypatch.setenv("MPIPIPE_TIMEOUT", "1")
+    sending = transport.isend(make(3), comm.rank, 0, 1)
+    process.unregister_progress(transport)
+    box = np.zeros(16)
+    receiving = HostTransport.irecv(transport.host, box, comm.rank, 0, 1)
+    with pytest.raises(StallError):
+        wait(receiving)
+    finish(sending, receiving)
+    assert (box == 3).all()
+    transport.close()
+
+
+def test_a_note_of_failure_ends_a_wait_for_a_device_array(gpu, comm, kind_of_transport):
+    group = Group(comm)
+    transport = kind_of_transport(comm)
+    mailbox = Mailbox(transport, group)
+    leaf, left = ((300_000,), np.dtype(float)), neighbours(comm)[1]
+    envelopes = [Envelope(left, 1, m, 0, (0, 2 * m), (0, 2 * m + 1)) for m in range(3)]
+    mailbox.expect(mailbox.itinerary(envelopes, [[leaf]] * 3), 2)
+    mailbox.put(Envelope(neighbours(comm)[0], 1, 2, 0, (0, 4), (0, 5)), [make(1, 300_000)])
+    comm.Barrier()  # nobody hears of it while the transports are made
+    if comm.rank == 0:
+        group.fail(ValueError(), "rank 0 failed: no paint")
+    else:
+        with pytest.raises(PeerError, match="no paint"):
+            mailbox.take()
+    mailbox.cancel()
+    assert transport not in process.here().engines
+    comm.Barrier()
+
+
+# -- rings and sums ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("override", ["0", "1"], ids=["staged", "direct"])
+@pytest.mark.parametrize("mode", ["overlap", "sendrecv"])
+def test_blocks_go_round_a_ring(gpu, comm, monkeypatch, override, mode):
+    if override == "1":
+        check_mpi_takes(gpu, comm)
+    monkeypatch.setenv("MPIPIPE_GPU_DIRECT", override)
+    rotation = Rotation(comm, synchronous=True, device="cuda")
+    right, left = neighbours(comm)
+    held, seen = make(comm.rank, 400_000), []
+    buffers = [arrays.empty_like(held), arrays.empty_like(held)]
+    for step in range(comm.size + 2):
+        incoming = buffers[step % 2]
+        rotation.start(mode, held, right, incoming, left)
+        result = arrays.empty_like(held)
+        arrays.copy_into(result, held)
+        with arrays.side_stream():
+            rotation.poll()  # elsewhere than where the data are used
+        rotation.finish()
+        seen.append(result)
+        held = incoming
+    found = [set(block.tolist()) for block in arrays.download(*seen)]
+    assert found == [{float((comm.rank - step) % comm.size)} for step in range(comm.size + 2)]
+    rotation.close()
+
+
+@pytest.mark.parametrize("kind", ["float32", "float64", "float16", ml_dtypes.bfloat16], ids=str)
+def test_sums_of_device_buffers_equal_those_of_host_buffers(gpu, comm, monkeypatch, kind):
+    monkeypatch.setattr(allreduce, "BUCKET_BYTES", 4000)
+    values = [np.random.default_rng(5 * k + comm.rank).standard_normal(n).astype(kind) for k, n in enumerate(SUMS)]
+    expected = [value.copy() for value in values]
+    for flat in expected:
+        wait(allreduce.PendingSum(comm, flat))
+    flats = [value.copy() if k == 2 else late_copy(value) for k, value in enumerate(values)]
+    gpu.reset()
+    pending = [allreduce.PendingSum(comm, flat) for flat in flats]
+    queue = pending[0].queue
+    for k in np.random.default_rng(comm.rank).permutation(len(flats)):  # each rank looks at them in its own order
+        wait(pending[k])
+    assert gpu.synchronisations == [] and queue.pages <= allreduce.PAGES and queue not in process.here().engines
+    for flat, sum_ in zip(flats, expected):
+        np.testing.assert_array_equal(arrays.download(flat), sum_)
+
+
+SUMS = (3001, 1, 501, 0, 9000)
+
+
+def late_copy(value):
+    """A device array that gets its values by work that has not run."""
+    array = arrays.empty(value.shape, value.dtype, "cuda")
+    arrays.copy_into(array, arrays.upload(value))
+    return array
+
+
+def test_a_sum_under_way_advances_in_any_wait_and_can_be_given_up(gpu, comm):
+    if comm.size < 2:
+        pytest.skip("needs a peer")
+    flat = make(comm.rank, 1000)
+    pending = allreduce.PendingSum(comm, flat)
+    mine, theirs = np.zeros(1), np.zeros(1)
+    right, left = neighbours(comm)
+    if comm.rank == 0:
+        wait(pending)
+    request = comm.Isend(mine, right, 3)
+    wait(comm.Irecv(theirs, left, 3))  # rank 1 gets here only if rank 0 got its sum
+    wait(pending)
+    request.Wait()
+    assert (arrays.download(flat) == comm.size * (comm.size - 1) / 2).all()
+    spare = comm.Dup()  # and is not freed, as after a failure
+    given_up = allreduce.PendingSum(spare, make(1, 1000))
+    given_up.Cancel()
+    assert given_up.queue not in process.here().engines
+
+
+def test_broken_a_sum_that_ignores_its_producer(gpu, comm, unrecorded, monkeypatch):
+    if comm.size < 2:
+        pytest.skip("the sum over one rank is what is there")
+    flat = make(5, 1000)
+    with monkeypatch.context() as patch:
+        patch.setattr(arrays, "wait_for", lambda event: None)
+        pending = allreduce.PendingSum(comm, flat)
+        wait(pending)
+    assert (arrays.download(flat) != 5 * comm.size).all()
+
+
+def test_a_large_sum_follows_small_ones_on_one_communicator(gpu, comm, monkeypatch):
+    """Their pages, which are kept, are too small for it."""
+    monkeypatch.setattr(allreduce, "BUCKET_BYTES", 64_000)
+    for count in (3, 700, 20_000, 3):
+        flats = [make(comm.rank + k, count) for k in range(allreduce.PAGES)]
+        pending = [allreduce.PendingSum(comm, flat) for flat in flats]
+        for k, (flat, sum_) in enumerate(zip(flats, pending)):
+            wait(sum_)
+            found = arrays.download(flat)
+            assert found.size == count and (found == comm.size * ((comm.size - 1) / 2 + k)).all()
+
+
+# -- what is kept, and for how long -----------------------------------------------------------------------------------
+
+
+def test_a_mailbox_that_forgets_lets_go_of_its_receive_buffers(gpu, comm, kind_of_transport):
+    transport = kind_of_transport(comm)
+    mailbox = Mailbox(transport)
+    right, left = neighbours(comm)
+    name = (1, 0, 0, (0, 8), (0, 9))
+    mailbox.put(Envelope(right, *name), [make(comm.rank)])
+    (array,), lease = mailbox.take_unknown(Envelope(left, *name), [((16,), np.dtype(float))])
+    mailbox.release(lease)
+    mailbox.flush()
+    settle(transport)
+    kept = weakref.ref(array)
+    del array, lease
+    mailbox.incoming = []
+    assert kept() is not None, "it would be received into again"
+    mailbox.forget()
+    gc.collect()
+    assert kept() is None
+    transport.close()
+
+
+def test_closing_waits_for_copies_out_of_pinned_memory(gpu, comm):
+    """Its pages are freed after that, and given to whoever asks next."""
+
+    transport = Incurious(comm)
+    right, left = neighbours(comm)
+    with arrays.side_stream():
+        received = [transport.empty((16,), np.dtype(float)) for _ in range(3)]
+        for target in received:
+            finish(transport.irecv(target, left, 0, 1), transport.isend(make(7), right, 0, 1))
+        transport.close()
+        del transport
+        gc.collect()
+        assert all((found == 7).all() for found in arrays.download(*received))

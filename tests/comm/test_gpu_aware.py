@@ -1,0 +1,276 @@
+"""Whether device memory goes to MPI: each piece of evidence, one verdict for all ranks; choosing GPUs; the probe."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from support.emulator.fixture import an_emulated_gpu
+
+from mpipipe import arrays
+from mpipipe.cli import probe
+from mpipipe.comm import inprocess, runtime
+from mpipipe.comm.device import describe, select_device
+from mpipipe.comm.group import group_of
+from mpipipe.comm.transport import gpu_aware
+from mpipipe.comm.transport.gpu_aware import Verdict, asks_by_type, combine, judge
+from mpipipe.errors import ArgumentError, BackendError, MismatchError
+
+MPICH = "MPICH Version:      5.0.2\nMPICH Release date: ..."
+MPICH3 = "MPICH Version:\t3.4.3"
+CRAY = "MPI VERSION    : CRAY MPICH version 8.1.28.15 (ANL base 3.4a2)"
+OPEN5 = "Open MPI v5.0.11, package: Open MPI"
+OPEN4 = "Open MPI v4.1.6, package: Open MPI"
+INTEL = "Intel(R) MPI Library 2021.18.1 for Linux* OS"
+MVAPICH = "MVAPICH2 Version      :\t2.3.7"
+PARASTATION = "ParaStation MPI 5.9.2-1 (MPICH 4.1.1)"
+GTL = "7f00-7f01 r-xp 0 0:0 0 /opt/cray/pe/lib64/libmpi_gtl_cuda.so.0"
+CUDA = "7f00-7f01 r-xp 0 0:0 0 /usr/lib/libcuda.so.580"
+ZE = "7f00-7f01 r-xp 0 0:0 0 /usr/lib/libze_loader.so.1"
+
+
+def verdict(version=MPICH, maps="", query=0, kinds="", pool=False, **environment):
+    return judge(version, environment, maps, query, kinds, pool)
+
+
+@pytest.mark.parametrize(
+    "facts, reason",
+    [
+        (dict(MPIPIPE_GPU_DIRECT="1"), "MPIPIPE_GPU_DIRECT=1"),
+        (dict(MPIPIPE_GPU_DIRECT="1", UCX_TLS="rc"), "MPIPIPE_GPU_DIRECT=1"),
+        (dict(kinds="mpi,system,cuda"), "mpi_memory_alloc_kinds"),
+        (dict(kinds="system, cuda:device, mpi", query=None), "mpi_memory_alloc_kinds"),
+        (dict(version=OPEN5, query=1), "says yes"),
+        (dict(version=OPEN4, query=1), "says yes"),
+        (dict(version=OPEN4, query=1, CONDA_PREFIX="/c", OMPI_MCA_opal_cuda_support="true"), "says yes"),
+        (dict(version=OPEN5, query=1, CONDA_PREFIX="/c"), "says yes"),
+        (dict(version=CRAY, query=None, maps=GTL, MPICH_GPU_SUPPORT_ENABLED="1"), "libmpi_gtl_cuda is loaded"),
+        (dict(version=MVAPICH, MV2_USE_CUDA="1"), "MV2_USE_CUDA"),
+        (dict(version=MVAPICH, query=None, MVP_USE_CUDA="1"), "MVP_USE_CUDA"),
+        (dict(version=PARASTATION, PSP_CUDA="1"), "PSP_CUDA"),
+        (dict(version=INTEL, I_MPI_OFFLOAD="1", I_MPI_OFFLOAD_MODE="cuda"), "I_MPI_OFFLOAD"),
+        (dict(version=INTEL, I_MPI_OFFLOAD="1", maps=CUDA), "I_MPI_OFFLOAD"),
+        (dict(query=1, UCX_TLS="rc,sm,cuda_copy,cuda_ipc"), "says yes"),
+        (dict(query=1, UCX_TLS="all"), "says yes"),
+        (dict(query=1, UCX_TLS="^posix"), "says yes"),
+        (dict(query=1, UCX_TLS=""), "says yes"),
+    ],
+)
+def test_evidence_for_device_memory(facts, reason):
+    found = verdict(**facts)
+    assert found.direct and reason in found.reason
+
+
+@pytest.mark.parametrize(
+    "facts, reason",
+    [
+        (dict(), "says no"),
+        (dict(query=None), "does not say"),
+        (dict(MPIPIPE_GPU_DIRECT="0", query=1), "MPIPIPE_GPU_DIRECT=0"),
+        (dict(MPIPIPE_GPU_DIRECT="1", pool=True), "asynchronous"),
+        (dict(kinds="cuda", pool=True), "asynchronous"),
+        (dict(kinds="mpi,system"), "says no"),
+        (dict(version=OPEN4, query=1, OMPI_MCA_opal_cuda_support="false"), "opal_cuda_support=false"),
+        (dict(version=OPEN4, query=1, CONDA_PREFIX="/c"), "conda"),
+        (dict(version=OPEN4, query=0, OMPI_MCA_opal_cuda_support="true"), "says no"),
+        (dict(version=CRAY, query=None, maps=GTL), "without MPICH_GPU_SUPPORT_ENABLED"),
+        (dict(version=CRAY, query=None, maps=GTL, MPICH_GPU_SUPPORT_ENABLED="0"), "without MPICH_GPU_SUPPORT_ENABLED"),
+        (dict(version=CRAY, query=None, MPICH_GPU_SUPPORT_ENABLED="1"), "transport layer"),
+        (dict(maps=GTL, MPICH_GPU_SUPPORT_ENABLED="1"), "says no"),
+        (dict(version=MVAPICH, MV2_USE_CUDA="0"), "says no"),
+        (dict(version=OPEN5, MV2_USE_CUDA="1", PSP_CUDA="1", I_MPI_OFFLOAD="1", maps=CUDA), "says no"),
+        (dict(version=INTEL), "without I_MPI_OFFLOAD"),
+        (dict(version=INTEL, I_MPI_OFFLOAD="1"), "not CUDA"),
+        (dict(version=INTEL, I_MPI_OFFLOAD="1", maps=CUDA + ZE), "not CUDA"),
+        (dict(version=INTEL, I_MPI_OFFLOAD="1", I_MPI_OFFLOAD_MODE="level_zero", maps=CUDA), "level_zero"),
+        (dict(query=1, UCX_TLS="rc,sm"), "leaves out cuda_copy"),
+        (dict(query=1, UCX_TLS="^cuda_copy"), "leaves out cuda_copy"),
+        (dict(kinds="cuda", UCX_TLS="tcp"), "leaves out cuda_copy"),
+    ],
+)
+def test_no_evidence_or_a_reason_against(facts, reason):
+    found = verdict(**facts)
+    assert not found.direct and reason in found.reason
+
+
+def test_an_override_that_is_neither_yes_nor_no():
+    with pytest.raises(ArgumentError, match="MPIPIPE_GPU_DIRECT"):
+        verdict(MPIPIPE_GPU_DIRECT="maybe")
+
+
+def test_libraries_whose_question_would_end_the_process_are_asked_otherwise():
+    assert asks_by_type(MPICH3) and asks_by_type(CRAY)
+    assert not any(asks_by_type(version) for version in (MPICH, OPEN4, OPEN5, INTEL, MVAPICH, PARASTATION))
+
+
+def test_one_rank_against_is_all_against():
+    yes, no = Verdict(True, "it can"), Verdict(False, "it cannot")
+    assert combine([yes, yes]) == yes
+    assert combine([no, no]) == no
+    assert combine([yes, yes, no, no]) == Verdict(False, "on rank 2: it cannot")
+
+
+def test_the_verdict_is_the_same_on_all_ranks(comm, monkeypatch):
+    monkeypatch.setenv("MPIPIPE_GPU_DIRECT", "0" if comm.rank == comm.size - 1 else "1")
+    found = comm.allgather(gpu_aware.detect(comm))
+    place = f"on rank {comm.size - 1}: " if comm.size > 1 else ""
+    assert found == [Verdict(False, f"{place}MPIPIPE_GPU_DIRECT=0")] * comm.size
+    monkeypatch.setenv("MPIPIPE_GPU_DIRECT", "1")
+    assert gpu_aware.detect(comm).direct
+
+
+def test_this_mpi_is_asked_and_answers(comm, monkeypatch):
+    monkeypatch.delenv("MPIPIPE_GPU_DIRECT", raising=False)
+    assert gpu_aware._query() in (0, 1, None)
+    assert gpu_aware.detect(comm).reason
+
+
+def test_threads_of_one_process_stage():
+    assert inprocess.run(2, gpu_aware.detect) == [Verdict(False, "the ranks are threads of one process")] * 2
+
+
+def test_memory_of_an_asynchronous_pool_is_refused(gpu, comm, monkeypatch):
+    monkeypatch.setenv("MPIPIPE_GPU_DIRECT", "1")
+    assert gpu_aware.detect(comm).direct
+    cuda = arrays.cupy().cuda
+    before = cuda.get_allocator()
+    cuda.set_allocator(cuda.MemoryAsyncPool().malloc)
+    try:
+        assert "asynchronous" in gpu_aware.detect(comm).reason
+    finally:
+        cuda.set_allocator(before)
+
+
+def test_info_says_how_device_arrays_travel(gpu, comm, monkeypatch):
+    monkeypatch.setenv("MPIPIPE_GPU_DIRECT", "0")
+    assert runtime.describe()["GPU-aware MPI"] == "staged through the host: MPIPIPE_GPU_DIRECT=0"
+    monkeypatch.setattr(arrays, "device_count", lambda: 0)
+    assert runtime.describe()["GPU-aware MPI"] == "no GPU"
+
+
+# -- devices ----------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_of_a_host_take_its_gpus_in_turn(comm):
+    with an_emulated_gpu(devices=2):
+        assert select_device("auto", comm) == "cuda"
+        assert arrays.cupy().cuda.runtime.getDevice() == comm.rank % 2
+        assert describe(group_of(comm), "cuda")[comm.rank].endswith(f"local rank {comm.rank}, cuda:{comm.rank % 2}")
+        assert select_device("cuda:1", comm) == "cuda"
+        assert arrays.cupy().cuda.runtime.getDevice() == 1
+        assert select_device("cpu", comm) == "cpu"
+        with pytest.raises(BackendError, match="no such GPU"):
+            select_device("cuda:2", comm)
+
+
+def test_without_gpus_auto_is_the_host_and_cuda_an_error(comm, monkeypatch):
+    monkeypatch.setattr(arrays, "device_count", lambda: 0)
+    assert select_device("auto", comm) == "cpu"
+    assert describe(group_of(comm), "cpu")[0].endswith("local rank 0, cpu")
+    with pytest.raises(BackendError, match="unknown device"):
+        select_device("gpu", comm)
+
+
+def test_gpus_on_some_ranks_only_are_an_error_that_names_the_others(gpu, comm, monkeypatch):
+    if comm.size < 2:
+        pytest.skip("needs two ranks")
+    if comm.rank == 1:
+        monkeypatch.setattr(arrays, "device_count", lambda: 0)
+    with pytest.raises(MismatchError, match=r"no GPU on rank\(s\) 1 of"):
+        select_device("auto", comm)
+
+
+def test_ranks_in_one_process_choose_too(gpu):
+    assert inprocess.run(2, lambda comm: select_device("auto", comm)) == ["cuda", "cuda"]
+
+
+# -- the probe --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def outside(gpu, monkeypatch):
+    """Jobs of the probe see the emulated device, and start fast."""
+    for name, value in {**gpu.environment, "OMPI_MCA_btl": "^ofi"}.items():
+        monkeypatch.setenv(name, value)
+    return gpu
+
+
+def test_the_probe_moves_device_memory_in_a_job_of_its_own(outside):
+    result = probe.probe(timeout=50)
+    if outside.real:
+        assert result.outcome in ("works", "crashed with signal 11")
+    else:
+        assert result.works, result
+
+
+@pytest.mark.parametrize(
+    "text, outcome",
+    [
+        ("import faulthandler, os; faulthandler.enable(); os.kill(os.getpid(), 11)", "crashed with signal 11"),
+        ("import os; os.kill(os.getpid(), 11)", "crashed with signal 11"),
+        ("import sys; sys.exit(3)", "could not start"),
+        ("import time; print('tired', flush=True); time.sleep(60)", "timed out"),
+        (
+            "from mpipipe.comm import probe; right = probe.content\n"
+            "probe.content = lambda nbytes, rank, turn: right(nbytes, 0, 0)  # stale data go unseen\n"
+            "import numpy; numpy.array_equal = lambda a, b: a.nbytes == 8\n"
+            "probe.main()",
+            "wrong data",
+        ),
+        ("from mpipipe.comm import probe\nprobe.exchange = None\nprobe.main()", "failed"),
+    ],
+)
+def test_what_can_become_of_a_probe(outside, text, outcome):
+    if outside.real:
+        pytest.skip("says nothing about a GPU")
+    result = probe.probe(timeout=5 if outcome == "timed out" else 50, command=[sys.executable, "-c", text])
+    assert result.outcome == outcome, result
+    assert outcome != "timed out" or "tired" in " ".join(result.lines)
+
+
+def test_a_launcher_that_is_not_there():
+    assert probe.probe("/nowhere/mpiexec").outcome == "could not start"
+
+
+def test_the_launcher_belongs_to_the_library(monkeypatch):
+    assert Path(probe.find_launcher()).parent == Path(sys.executable).parent
+
+
+def test_what_a_job_of_its_own_inherits():
+    environment = probe.job_environment(
+        {
+            "PATH": "/bin",
+            "PMI_RANK": "1",
+            "OMPI_COMM_WORLD_SIZE": "4",
+            "OMPI_MCA_pml": "ucx",
+            "SLURM_JOB_ID": "7",
+            "SLURM_STEP_ID": "0",
+            "SLURM_PROCID": "3",
+            "MPIPIPE_GPU_DIRECT": "0",
+            "PMIX_RANK": "1",
+            "UCX_TLS": "all",
+        }
+    )
+    kept = {"PATH", "OMPI_MCA_pml", "SLURM_JOB_ID", "UCX_TLS"}
+    assert kept < set(environment)
+    assert not {"PMI_RANK", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_ID", "SLURM_PROCID", "PMIX_RANK"} & set(environment)
+    assert environment["MPIPIPE_GPU_DIRECT"] == "1"
+
+
+@pytest.mark.parametrize(
+    "code, output, outcome",
+    [
+        (0, f"x {probe.WORKS}\ny {probe.WORKS}\n", "works"),
+        (0, f"{probe.STARTED} 0\n{probe.WORKS}\n", "failed"),
+        (1, f"{probe.STARTED} 0\n{probe.WORKS}\n{probe.WRONG}", "wrong data"),
+        (139, probe.STARTED, "crashed with signal 11"),
+        (-6, probe.STARTED, "crashed with signal 6"),
+        (9, f"{probe.STARTED}\n=   KILLED BY SIGNAL: 9 (Killed)", "crashed with signal 9"),
+        (1, f"{probe.STARTED}\na process exited on signal 7 (Bus error).", "crashed with signal 7"),
+        (1, probe.STARTED, "failed"),
+        (127, "mpiexec: not found", "could not start"),
+    ],
+)
+def test_what_launchers_say(code, output, outcome):
+    assert probe.outcome_of(code, output) == outcome

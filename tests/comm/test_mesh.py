@@ -1,0 +1,70 @@
+"""The mesh: coordinates, communicators, errors."""
+
+from __future__ import annotations
+
+import pytest
+
+from mpipipe import Mesh
+from mpipipe.comm import inprocess
+from mpipipe.errors import ArgumentError
+
+
+def facts(comm, **extents):
+    with Mesh(comm, **extents) as mesh:
+        return tuple(mesh.coords), mesh.pipe.size, mesh.data.size, mesh.seq.size, mesh.replicas.size
+
+
+def test_seq_varies_fastest_then_data_then_pipe():
+    found = inprocess.run(8, lambda comm: facts(comm, pipe=2, seq=2))
+    assert [coords for coords, *_ in found] == [
+        (0, 0, 0),
+        (0, 0, 1),
+        (0, 1, 0),
+        (0, 1, 1),
+        (1, 0, 0),
+        (1, 0, 1),
+        (1, 1, 0),
+        (1, 1, 1),
+    ]
+    assert all(sizes == [2, 2, 2, 4] for _, *sizes in found)
+
+
+def test_two_by_four_grid():
+    def members(comm):
+        with Mesh(comm, pipe=2) as mesh:
+            return mesh.data.allgather(mesh.rank)
+
+    assert inprocess.run(8, members) == [[0, 1, 2, 3]] * 4 + [[4, 5, 6, 7]] * 4
+
+
+def test_rank_of_is_the_inverse_of_coords_of():
+    def check(comm):
+        with Mesh(comm, pipe=3, seq=2) as mesh:
+            return [mesh.rank_of(*mesh.coords_of(rank)) for rank in range(12)]
+
+    assert inprocess.run(12, check)[0] == list(range(12))
+
+
+def test_mesh_on_real_ranks(comm):
+    coords, pipe, data, seq, replicas = facts(comm, pipe=comm.size)
+    assert (coords, pipe, data, seq, replicas) == ((comm.rank, 0, 0), comm.size, 1, 1, 1)
+    coords, pipe, data, seq, replicas = facts(comm)
+    assert (coords, pipe, data, seq, replicas) == ((0, comm.rank, 0), 1, comm.size, 1, comm.size)
+
+
+@pytest.mark.parametrize("extents", [{"pipe": 7}, {"pipe": 2, "data": 7}, {"seq": 9}])
+def test_extents_that_do_not_fill_the_communicator(comm, extents):
+    with pytest.raises(ArgumentError, match="does not fill"):
+        Mesh(comm, **extents)
+
+
+@pytest.mark.parametrize("extents", [{"pipe": 0}, {"seq": -1}, {"data": 0}, {"pipe": "2"}])
+def test_extents_must_be_counts(comm, extents):
+    with pytest.raises(ArgumentError, match="at least 1"):
+        Mesh(comm, **extents)
+
+
+def test_closing_twice_is_allowed(comm):
+    mesh = Mesh(comm)
+    mesh.close()
+    mesh.close()

@@ -1,0 +1,58 @@
+"""Tags: unique for every message of a pair of ranks, the same at both ends, within every limit."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpipipe.comm.tags import Tags
+from mpipipe.errors import ArgumentError
+
+
+@given(
+    ranks=st.integers(1, 6),
+    chunks=st.integers(1, 4),
+    microbatches=st.integers(1, 9),
+    tag_ub=st.integers(15, 200),
+    v_shaped=st.booleans(),
+)
+def test_no_two_messages_of_a_pair_share_a_tag(ranks, chunks, microbatches, tag_ub, v_shaped):
+    placement = []
+    for chunk in range(chunks):
+        leg = list(range(ranks))
+        placement += leg[::-1] if v_shaped and chunk % 2 else leg
+    tags = Tags(placement, microbatches, tag_ub)
+    seen: dict = {}
+    for edge in range(1, len(placement)):
+        pair = frozenset(placement[edge - 1 : edge + 1])
+        if len(pair) == 1:
+            continue
+        for microbatch in range(microbatches):
+            for direction in (0, 1):
+                for part in (0, 1):
+                    channel, tag = name = tags.of(edge, microbatch, direction, part)
+                    assert 0 <= tag <= tag_ub and 0 <= channel < tags.channels
+                    assert seen.setdefault((pair, name), (edge, microbatch, direction, part)) == (
+                        edge,
+                        microbatch,
+                        direction,
+                        part,
+                    )
+
+
+def test_large_schedule_fits_the_guaranteed_tags_on_one_communicator():
+    tags = Tags(list(range(64)) * 4, 128, 32767)
+    assert tags.channels == 1
+    assert max(tags.of(edge, 127, 1, 1)[1] for edge in range(1, 256)) <= 32767
+
+
+def test_more_messages_than_tags_take_more_communicators():
+    tags = Tags([0, 1] * 8, 4096, 32767)
+    assert tags.channels == -(-15 * 4096 * 4 // 32768) == 8
+    assert len({tags.of(edge, 4095, 1, 1) for edge in range(1, 16)}) == 15
+
+
+def test_absurd_sizes_are_refused_with_a_remedy():
+    with pytest.raises(ArgumentError, match="fewer micro-batches"):
+        Tags([0, 1] * 64, 100_000, 32767)

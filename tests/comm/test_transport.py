@@ -1,0 +1,137 @@
+"""Transport and mailbox: every dtype and shape arrives as it was sent, in any order and in pieces."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mpipipe.comm.mailbox import Envelope, Mailbox
+from mpipipe.comm.transport.choose import make_transport
+from mpipipe.comm.transport.host import HostTransport
+from mpipipe.comm.transport.sendable import check_sendable
+from mpipipe.comm.wait import wait
+from mpipipe.errors import ArgumentError
+from mpipipe.pipeline.microbatches import Wire
+
+DTYPES = [
+    "bool",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "float16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+    ml_dtypes.bfloat16,
+]
+SHAPES = [(), (0,), (3,), (2, 0, 4), (5, 4), (2, 1, 3, 1, 2, 1, 1, 2), (1,) * 12]
+
+
+def content(shape, kind, seed):
+    return np.random.default_rng(seed).integers(0, 2, size=shape).astype(kind)
+
+
+@pytest.mark.parametrize("kind", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_dtype_and_shape_goes_round_the_ring(comm, kind, shape):
+    transport = HostTransport(comm, 2, synchronous=True, piece_bytes=16, typed=comm.rank % 2 == 0)
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    sent, received = content(shape, kind, comm.rank), np.empty(shape, kind)
+    requests = [transport.irecv(received, left, 1, 5), transport.isend(sent, right, 1, 5)]
+    for request in requests:
+        wait(request)
+    np.testing.assert_array_equal(received, content(shape, kind, left))
+    transport.close()
+
+
+def test_long_arrays_travel_in_pieces(comm):
+    transport = HostTransport(comm, piece_bytes=10_000)
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    sent, received = np.arange(123_457.0) + comm.rank, np.empty(123_457)
+    requests = [transport.irecv(received, left, 0, 1), transport.isend(sent, right, 0, 1)]
+    for request in requests:
+        wait(request)
+    np.testing.assert_array_equal(received, np.arange(123_457.0) + left)
+    transport.close()
+
+
+def test_host_arrays_take_the_plain_transport(comm):
+    transport = make_transport(comm, 2)
+    assert type(transport) is HostTransport and len(transport.channels) == 2
+    assert transport.types, "sent as what they are"
+    transport.close()
+
+
+@pytest.mark.parametrize(
+    "array, match",
+    [
+        (np.asfortranarray(np.ones((2, 3))), "not C-contiguous"),
+        (np.ones(6)[::2], "not C-contiguous"),
+        (np.array([None]), "object array"),
+        ([1.0], "not an array"),
+    ],
+)
+def test_what_cannot_travel_is_refused(array, match):
+    with pytest.raises(ArgumentError, match=match):
+        check_sendable(array)
+
+
+def test_header_describes_what_follows():
+    tree = {"a": np.zeros((2, 3), ml_dtypes.bfloat16), "b": np.zeros((), np.int32), "c": np.zeros((0, 4))}
+    wire = Wire.of(tree)
+    assert Wire.decode(wire.encode()) == wire
+    assert wire.floating == [True, False, True]
+    assert [shape for shape, _ in wire.gradients] == [(2, 3), (0, 4)]
+
+
+def envelopes(comm, count):
+    """Messages 0..count-1 to the right neighbour, and from the left one."""
+
+    def names(peer):
+        return [Envelope(peer, 1, m, 0, (0, 2 * m), (0, 2 * m + 1)) for m in range(count)]
+
+    return names((comm.rank + 1) % comm.size), names((comm.rank - 1) % comm.size)
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
+@pytest.mark.parametrize("window", [1, 3, 9])
+def test_messages_sent_in_another_order_arrive_under_their_names(comm, window, synchronous):
+    transport = HostTransport(comm, synchronous=synchronous)
+    mailbox = Mailbox(transport)
+    outgoing, incoming = envelopes(comm, 6)
+    leaf = ((20_000,), np.dtype(float))
+    for _ in range(3):
+        mailbox.expect(mailbox.itinerary(incoming, [[leaf]] * 6), window)
+        for m in (3, 0, 5, 1, 2, 4):
+            mailbox.put(outgoing[m], [np.full(20_000, 10.0 * comm.rank + m)])
+        for m in range(6):
+            (array,), lease = mailbox.take()
+            assert array[0] == array[-1] == 10.0 * ((comm.rank - 1) % comm.size) + m
+            mailbox.release(lease)
+        mailbox.flush()
+    assert len(mailbox.slots[leaf]) <= window + 1, "buffers are used again"
+    assert mailbox.bytes_sent == {(1, 0): 6 * 160_000}
+    transport.close()
+
+
+def test_unknown_shapes_come_with_a_header(comm):
+    transport = HostTransport(comm)
+    mailbox = Mailbox(transport)
+    outgoing, incoming = envelopes(comm, 2)
+    tree = (np.full((2, 3), comm.rank), np.ones(5, np.float32))
+    mailbox.put_header(outgoing[1], Wire.of(tree).encode())
+    mailbox.put(outgoing[1], list(tree))
+    wire = Wire.decode(mailbox.take_header(incoming[1]))
+    (first, second), _ = mailbox.take_unknown(incoming[1], wire.leaves)
+    assert wire == Wire.of(tree) and first[0, 0] == (comm.rank - 1) % comm.size and second.sum() == 5
+    mailbox.flush()
+    with pytest.raises(ArgumentError, match="too many arrays"):
+        mailbox.put_header(outgoing[0], b"x" * 5000)
+    transport.close()

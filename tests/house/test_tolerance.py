@@ -1,0 +1,57 @@
+"""The bound of rounding errors: it holds for sums in any order, notices what is beyond it, and tells where."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from support.tolerance import close, close_norm, eps, largest, spread, within
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", ml_dtypes.bfloat16])
+@pytest.mark.parametrize("count", [2, 30, 5000])
+def test_sums_in_any_order_are_within_the_bound_and_a_missing_term_is_not(dtype, count):
+    x = np.random.default_rng(count).normal(size=count).astype(dtype)
+    total = np.zeros((), dtype)
+    for value in x:
+        total = (total + value).astype(dtype)
+    size = np.abs(x.astype(np.float64)).sum()
+    exact = x.astype(np.float64).sum()
+    close(total, exact, count, size)
+    if spread(count) * eps(dtype) * size < largest(x) / 2:
+        with pytest.raises(AssertionError, match="beyond the bound"):
+            close(total - x[np.abs(x).argmax()], exact, count, size)
+
+
+def test_one_more_rounding_is_allowed_where_a_result_is_stored_in_a_coarser_dtype():
+    exact = np.random.default_rng(0).normal(size=1000)
+    close(exact.astype(np.float16), exact, 4, dtype="float32")
+    with pytest.raises(AssertionError, match=r"float32, 4 operations"):
+        close(exact.astype(np.float16).astype(np.float64), exact, 4, dtype="float32")
+
+
+def test_the_worst_place_is_told():
+    expected = np.ones((3, 4), np.float32)
+    found = expected.copy()
+    found[1, 2], found[2, 0] = 1.001, 1.01
+    with pytest.raises(AssertionError, match=r"dq .*: 2 of 12 beyond .* at \(2, 0\): found 1\.0"):
+        close(found, expected, 3, what="dq")
+
+
+def test_infinities_and_nan_agree_with_themselves_only():
+    values = np.array([np.inf, -np.inf, np.nan, 1.0])
+    within(values, values, np.array([0.0, np.nan, np.inf, 0.0]))
+    for at, wrong in ((0, 1.0), (1, np.inf), (2, 1.0), (3, np.nan)):
+        other = values.copy()
+        other[at] = wrong
+        with pytest.raises(AssertionError, match=rf"1 of 4 .* at \({at},\)"):
+            close(other, values, 3)
+    with pytest.raises(AssertionError, match="shape"):
+        within(np.ones(3), np.ones(4), 1.0)
+
+
+def test_a_norm_of_errors():
+    x = np.random.default_rng(0).normal(size=1000)
+    close_norm(x.astype(np.float32), x, 1, "float32")
+    with pytest.raises(AssertionError, match="norm of x"):
+        close_norm(x * (1 + 1e-5), x, 100, "float32", "x")

@@ -1,0 +1,350 @@
+"""`bench gpu` at sizes that say nothing about speed: each part runs, and its rows mean what they say."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import math
+import sys
+from importlib import import_module
+from inspect import signature
+from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+import typer.testing
+from support import gpu_selection
+from support.reference_attention import NAMES, dense
+from support.tolerance import close, within
+
+from mpipipe import arrays
+from mpipipe.cli.bench.commands import app as bench
+from mpipipe.cli.bench.gpu import attention, executor, gpt, memory, ring, run, timing, transport
+from mpipipe.cli.bench.gpu.rows import Row, show
+from mpipipe.comm import inprocess, runtime
+from mpipipe.models import GPT
+
+TESTS = Path(__file__).parents[1]
+
+TINY = GPT(vocab=40, dim=16, layers=2, heads=2, seq=16, tied=True)
+
+
+def checked(rows, count):
+    rows = list(rows)
+    assert len(rows) == count and len({row.what for row in rows}) == count
+    for row in rows:
+        assert math.isfinite(row.value) and (row.value >= 0 or "idle" in row.what), row
+        assert row.ratio is None or row.ratio == row.value / row.peer_value
+    return rows
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_attention_forward_and_backward_of_each_length(gpu, dtype):
+    rows = attention.measure(1, lengths=(48, 130), heads=4, kv_heads=2, head_dim=16, dtype=dtype, peers=False)
+    rows = checked(rows, 4)
+    assert ["forward" in row.what for row in rows] == [True, False] * 2
+    assert [row.peer for row in rows] == [""] * 4  # what was published is of other sizes
+
+
+def test_published_rates_stand_beside_their_own_sizes_only(gpu, monkeypatch):
+    monkeypatch.setattr(attention, "_ours", lambda *_: (1e-3, 2e-3))
+    beside = [row for row in attention.measure(1, lengths=(8192, 4000), peers=False)]
+    assert [row.peer_value for row in beside] == [644, 541, None, None]
+    close(beside[0].value, 4 * 8192**2 / 2 * 64 * 128 / 1e-3 / 1e12, 8)
+    close(beside[1].value, 2.5 * beside[0].value / 2, 8)
+    other = [row for row in attention.measure(1, lengths=(8192,), head_dim=64, peers=False)]
+    assert [row.peer_value for row in other] == [None, None]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_the_virtual_ring_computes_what_one_kernel_does(gpu, dtype):
+    ranks, length = 4, 8
+    checked(ring.measure(1, ranks, length, heads=4, kv_heads=2, head_dim=16, dtype=dtype), 3)
+    whole = [ring.normal((1, ranks * length, n, 16), dtype, seed) for seed, n in enumerate((4, 2, 2, 4))]
+    layout = ring.attention.Layout("zigzag", ranks, ranks * length)
+    host = [arrays.download(x).astype("float64") for x in whole]
+    ordered = [layout.unshard([x[:, r * length : (r + 1) * length] for r in range(ranks)]) for x in host]
+    expected = dense(*ordered)
+    bounds = dict(zip(NAMES, expected.bounds(dtype)))
+    sums = [0.0, 0.0]  # a rank's are over all blocks, those of all ranks over all keys
+    for number in range(ranks):
+        rank = ring._Rank(number, ranks, length, whole)
+        for _ in range(2):  # a second turn finds the sums of the first in its buffers
+            rank.forward()
+            dq, *others = rank.backward()
+        sums = [total + arrays.download(x).astype("float64") for total, x in zip(sums, others)]
+        for name, found, want in (("out", rank.out, expected[0]), ("dq", dq, expected[2])):
+            within(arrays.download(found), layout.shard(want, number), layout.shard(bounds[name], number), name)
+    for name, found, want in zip(("dk", "dv"), sums, expected[3:]):
+        mine, allowed = (sum(layout.shard(x, number) for number in range(ranks)) for x in (want, bounds[name]))
+        within(found, mine, allowed, name)
+
+
+def test_the_virtual_ring_runs_what_the_ring_runs(gpu, monkeypatch):
+    """Each block of each rank goes through the functions that attention.Ring calls, and no others."""
+    from mpipipe.attention.kernels import cupy as kernel
+
+    whole = [ring.normal((1, 24, n, 8), "float32", seed) for seed, n in enumerate((2, 1, 1, 2))]
+    virtual, calls = [ring._Rank(number, 3, 8, whole) for number in range(3)], []
+
+    def spy(module, name):
+        real = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *given: calls.append(name) or real(*given))
+
+    for module in (ring, import_module("mpipipe.attention.ring")):
+        for name in ("total", "block_gradients", "assign", "add", "cast"):
+            spy(module, name)
+    spy(import_module("mpipipe.attention.agreement"), "assign")  # packs the first message
+    for rank in virtual:
+        rank.forward()
+        rank.backward()
+    ours = sorted(calls)
+    calls.clear()
+
+    def real(comm):
+        attend = ring.attention.Ring(comm)
+        q, k, v, dout = (x[:, comm.rank * 8 : (comm.rank + 1) * 8] for x in whole)
+        attend.backward(dout, attend.forward(q, k, v)[1])
+
+    inprocess.run(3, real)
+    assert virtual[0].kernel is kernel and sorted(calls) == ours
+
+
+def test_each_kernel_that_memory_bounds_is_measured(gpu):
+    rows = checked(memory.measure(1, rows=16, width=32, vocab=24, parameters=100), 10)
+    assert {row.unit for row in rows} == {"GB/s"} and all(row.peer == "copy" for row in rows[1:])
+
+
+def test_the_executor_is_measured_against_its_own_kernels(gpu):
+    rate, idle = checked(executor.measure(3, rows=8, width=16, microbatches=4), 2)
+    assert rate.peer_value > 0 and idle.value < 100 and "8 actions" in idle.what
+
+
+def test_the_kernels_that_count_as_busy_are_those_of_a_step(gpu, monkeypatch):
+    """The bare loop launches what the pipeline's actions do; else the idle share is of something else."""
+    if gpu.real:
+        pytest.skip("needs the counters of the emulated device")
+    loops, steps = [], []
+
+    def behind(work, call, repeats):
+        gpu.reset()
+        call()
+        loops.append(list(gpu.launches))
+        return 3.0, True
+
+    class Spied(executor.Pipeline):
+        def step(self, *given):
+            run = self.executor.run
+
+            def counted(*arguments):
+                gpu.reset()
+                outcome = run(*arguments)
+                steps.append(list(gpu.launches))
+                return outcome
+
+            self.executor.run = counted
+            result = super().step(*given)
+            self.executor.run = run
+            self.executor.clock.settle()
+            self.executor.clock.span = 4.0
+            return result
+
+    monkeypatch.setattr(executor, "seconds_behind", behind)
+    monkeypatch.setattr(executor, "Pipeline", Spied)
+    _, idle = executor.measure(3, rows=8, width=16, microbatches=4)
+    close(idle.value, 25, 8)
+    assert len(loops) == 3 and "at least" not in idle.what
+    assert sorted(loops[0]) == sorted(name for name in steps[-1] if name in set(loops[0]))
+    assert sum(name not in set(loops[0]) for name in steps[-1]) == 0
+
+
+def test_work_in_front_gets_the_host_ahead(gpu, monkeypatch):
+    """More of it where the device came to the measured call too early; told where that does not help."""
+    done, worked = iter([True, False, True, True, True, True, True]), []
+    monkeypatch.setattr(timing.arrays, "is_done", lambda event: next(done))
+    x = timing.normal((64,), "float32")
+    y = arrays.empty_like(x)
+    monkeypatch.setattr(timing, "seconds", lambda call, repeats: 1.0)
+    work = lambda: worked.append(arrays.copy_into(y, x))  # noqa: E731
+    _, always = timing.seconds_behind(work, lambda: arrays.copy_into(x, y), 1)
+    assert always and len(worked) == 2 + 4
+    worked.clear()
+    assert not timing.seconds_behind(work, lambda: arrays.copy_into(x, y), 1)[1]
+    assert len(worked) == 2 + 4 + 8 + 16 + 32
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("shape", [(0,), (3, 5), (7, 11), (64,), (1000,)])
+def test_random_values_fill_an_array_of_any_length(gpu, monkeypatch, shape, dtype):
+    monkeypatch.setattr(timing, "BLOCK", 64)
+    values = arrays.download(timing.normal(shape, dtype, 3))
+    assert values.shape == shape and values.dtype == arrays.dtype(dtype)
+    flat = values.reshape(-1).astype("float64")
+    assert (flat == [flat[n % 64] for n in range(flat.size)]).all() and len(set(flat[:64])) == len(flat[:64])
+    assert flat.size < 10 or not (flat == arrays.download(timing.normal(shape, dtype, 4)).reshape(-1)).all()
+
+
+def test_a_training_step_is_counted_in_tokens(gpu):
+    (row,) = checked(gpt.measure(1, model=TINY, rows=2, microbatches=2, peers=False), 1)
+    assert row.unit == "tokens/s" and "2 x 2 x 16 tokens" in row.what
+
+
+def test_our_own_rows_come_before_a_peer_is_loaded(gpu, monkeypatch):
+    monkeypatch.setattr(attention, "_ours", lambda *_: (1e-3, 2e-3))
+    monkeypatch.setattr(gpt, "_ours", lambda *_: 1e-3)
+    for part, count in ((attention, 4), (gpt, 1)):
+        monkeypatch.setattr(part, "torch_with_gpu", lambda: pytest.fail("too early"))
+        measured = part.measure(1)
+        assert all(next(measured).peer in ("", "cuDNN on H200, published") for _ in range(count))
+
+
+def test_what_pytorch_compiles_is_measured_last():
+    pytest.importorskip("torch")
+    from mpipipe.cli.bench.torch_gpt import PEERS
+
+    assert [compiled for _, compiled in PEERS.values()] == [False, False, True]
+
+
+@pytest.mark.parametrize("part", [attention, executor, gpt, memory, ring, transport])
+def test_quick_sizes_are_parameters(part):
+    assert "repeats" in part.QUICK and set(part.QUICK) <= set(signature(part.measure).parameters)
+
+
+def test_the_parts_with_a_pipeline_run_without_mpi(gpu, monkeypatch):
+    monkeypatch.setattr(runtime, "mpi", lambda: pytest.fail("asked for MPI"))
+    (row,) = inprocess.run(1, lambda comm: list(gpt.measure(1, TINY, 2, 2, peers=False, comm=comm)))[0]
+    rate, _ = inprocess.run(1, lambda comm: list(executor.measure(1, 8, 16, 2, comm=comm)))[0]
+    assert row.value > 0 and rate.value > 0
+
+
+@pytest.mark.parametrize("job", ["", "2"])
+def test_a_process_without_mpi_measures_alone_unless_it_is_one_of_several(monkeypatch, capsys, job):
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    for name in runtime.SIZE_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PMI_SIZE", job)
+    calls = []
+    monkeypatch.setattr(run, "run", lambda *given: calls.append(given))
+    outcome = typer.testing.CliRunner().invoke(bench, ["gpu", "--quick", "--no-peers", "--part", "memory"])
+    if job:
+        assert outcome.exit_code == 1 and not calls
+    else:
+        assert outcome.exit_code == 0, outcome
+        assert calls[0][:5] == (["memory"], None, None, False, True) and calls[0][5].size == 1
+
+
+def test_messages_between_two_ranks_on_one_gpu(gpu, subcomm):
+    comm = subcomm(2)
+    if comm is not None:
+        rows = list(transport.measure(1, sizes=(256, 1 << 16), comm=comm))
+        staged = [row.what for row in rows if row.what.startswith("staged")]
+        assert [what.split(",")[1] for what in staged] == [" 256 B", " 65536 B"] and all(row.value > 0 for row in rows)
+        assert not (gpu.real and arrays.device_count() > 1) == all("take turns" in row.what for row in rows)
+
+
+def test_rates_are_claimed_only_where_each_rank_has_its_gpu(gpu, monkeypatch):
+    monkeypatch.setattr(transport, "_rate", lambda *_: 5.0)
+    monkeypatch.setattr(transport.gpu_aware, "detect", lambda comm: transport.Verdict(True, "says so"))
+    monkeypatch.setattr(transport, "make_transport", lambda *_: None)
+    for places, goal, turns in (((0, 0), "none", True), ((0, 1), "above 1 for large messages", False)):
+        group = SimpleNamespace(gather=lambda call, mine, places=places: [("host", place) for place in places])
+        monkeypatch.setattr(transport, "group_of", lambda comm, group=group: group)
+        staged, direct = transport.measure(1, sizes=(64,), comm=SimpleNamespace(size=2, store={}))
+        assert direct.goal == goal and ("take turns" in staged.what) == ("take turns" in direct.what) == turns
+
+
+class Part:
+    """A part of `bench gpu` that gives these rows, or fails."""
+
+    def __init__(self, *rows):
+        self.rows = rows
+
+    def measure(self, repeats=7):
+        if not self.rows:
+            raise RuntimeError("no memory left")
+        yield from (Row(name, repeats, "GB/s", "copy", 10.0, "near 1") for name in self.rows)
+
+
+def test_rows_are_written_as_they_come_and_sizes_may_be_small(gpu, comm, monkeypatch, tmp_path, capsys):
+    if comm.size > 1:
+        pytest.skip("for one rank")
+    path, seen = tmp_path / "bench.json", []
+
+    class Watched(Part):
+        QUICK: ClassVar = dict(repeats=3)
+
+        def measure(self, repeats=7):
+            for row in super().measure(repeats):
+                seen.append([each["what"] for each in json.loads(path.read_text())["rows"]] if path.exists() else None)
+                yield row
+            print("end of part")
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "ALONE", {"first": Watched("one", "two")})
+    with pytest.raises(KeyboardInterrupt):
+        run.run([], None, path, True, quick=True)
+    facts, printed = json.loads(path.read_text()), capsys.readouterr().out.split("end of part")[0]
+    assert seen == [None, ["one"]] and [row["what"] for row in facts["rows"]] == ["one", "two"]
+    assert facts["rows"][0]["value"] == 3 and facts["quick"] and facts["mpi"]
+    assert "one: 3 GB/s; copy 10, ratio 0.300 (near 1)" in printed and "two: 3 GB/s" in printed
+
+
+def test_a_part_that_fails_is_named_and_the_others_are_reported(gpu, comm, monkeypatch, tmp_path, capsys):
+    if comm.size > 1:
+        pytest.skip("for one rank")
+    monkeypatch.setattr(run, "ALONE", {"good": Part("first", "second"), "bad": Part(), "last": Part("third")})
+    with pytest.raises(SystemExit) as left:
+        run.run([], 5, tmp_path / "bench.json", True)
+    assert left.value.code == 1
+    facts, printed = json.loads((tmp_path / "bench.json").read_text()), capsys.readouterr().out
+    assert [row["what"] for row in facts["rows"]] == ["first", "second", "third"]
+    assert facts["rows"][0]["ratio"] == 0.5 and facts["versions"]["numpy"] and len(facts["gpus"]) >= 1
+    assert facts["failed"] == ["bad failed: RuntimeError: no memory left"]
+    assert all(word in printed for word in ("first", "third", "0.500", "near 1", "bad failed: RuntimeError"))
+
+
+@pytest.mark.parametrize(
+    ("names", "ranks", "match"),
+    [(["transport"], 1, "needs 2 ranks"), (["ring"], 2, "needs 1 rank"), (["speed"], 1, "no part"), ([], 3, "3 ranks")],
+)
+def test_parts_that_these_ranks_cannot_run_are_refused(names, ranks, match):
+    with pytest.raises(run.ArgumentError, match=match):
+        run._chosen(names, ranks)
+
+
+def test_the_table_shows_every_number():
+    stream = io.StringIO()
+    rows = [Row("a kernel", 1234.5, "GB/s", "copy", 2469.0, "near 1"), Row("a share", 0.5, "")]
+    show("bench", rows, ["a note"], stream)
+    text = stream.getvalue()
+    for word in ("a kernel", "1234 GB/s", "copy", "2469", "0.500", "near 1", "a share", "a note"):
+        assert word in text
+
+
+@pytest.mark.parametrize(
+    ("test", "given", "spare"),
+    [
+        ("test_rings_in_one_process", dict(ranks=2, dtype="bfloat16", sizes={}), False),
+        ("test_rings_in_one_process", dict(ranks=5, dtype="bfloat16", sizes={}), True),
+        ("test_rings_in_one_process", dict(ranks=5, dtype="float16", sizes={"seq": 3}), False),
+        ("test_rings_in_one_process", dict(ranks=5, dtype="float32", sizes={}), False),
+        ("test_local_attention_equals_dense", dict(kernel="", dtype="bfloat16"), True),
+        ("test_local_attention_equals_dense", dict(kernel="cupy", dtype="bfloat16"), False),
+        ("test_local_attention_equals_dense", dict(kernel="", dtype="float16"), False),
+        ("test_all_masks_by_cudnn", dict(dtype="float16"), True),
+        ("test_all_masks_by_cudnn", dict(dtype="bfloat16"), False),
+    ],
+)
+def test_what_is_left_out_on_a_gpu_exists_and_resembles_others(test, given, spare):
+    files = [TESTS / "attention" / f"test_{name}.py" for name in ("device_attention", "cudnn")]
+    functions = {
+        node.name: node
+        for path in files
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert set(given) <= {argument.arg for argument in functions[test].args.args}
+    assert gpu_selection.is_spare(test, SimpleNamespace(params=given)) == spare
+    assert not gpu_selection.is_spare(test, None)

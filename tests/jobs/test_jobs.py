@@ -1,0 +1,304 @@
+"""The job scripts: they parse, name no site, hand on options and exit status. Stand-ins run in place of programs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+from support.launch import ROOT, job_environment
+
+from mpipipe.train.config import tomllib
+
+SCRIPTS = sorted([*ROOT.glob("jobs/*"), ROOT / ".ci" / "run"])
+BATCH = (ROOT / "jobs" / "train.sbatch").read_text()
+SITE_OPTIONS = r"account|partition|qos|constraint|mail-user|mail-type|nodelist|exclude|reservation|clusters|gres"
+
+
+def executable(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/bash\n{text}\n")
+    path.chmod(0o755)
+
+
+def run(command, cwd, **variables):
+    env = {name: value for name, value in job_environment().items() if name not in ("MPI", "RANKS", "PYTHON")}
+    return subprocess.run(command, cwd=cwd, env={**env, **variables}, capture_output=True, text=True, timeout=60)
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A copy of the job scripts whose environments hold stand-ins: python that does nothing, mpiexec that echoes."""
+    shutil.copytree(ROOT / "jobs", tmp_path / "jobs")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for venv in (".venv", ".venv-openmpi"):
+        executable(tmp_path / venv / "bin" / "python", 'echo "python $*" >> calls.txt')
+        executable(tmp_path / venv / "bin" / "pip", "")
+        executable(tmp_path / venv / "bin" / "mpiexec", 'echo "$(dirname "$0") $*"; exit "${STATUS:-0}"')
+    return tmp_path
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_script_parses(script):
+    result = subprocess.run(["bash", "-n", script], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_script_holds_no_path_of_one_machine(script):
+    text = re.sub(r"#!\S+.*|/dev/null", "", script.read_text())
+    assert re.findall(r"(?<![\w.}\"*)/-])/\w[\w/.-]*", text) == []
+
+
+def test_batch_header_asks_for_tasks_and_names_no_site():
+    header = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", BATCH, re.MULTILINE))
+    assert len(header) == BATCH.count("\n#SBATCH"), "every option reads --name=value"
+    assert {"ntasks", "nodes", "time", "cpus-per-task", "output"} <= set(header)
+    assert not [name for name in header if re.fullmatch(SITE_OPTIONS, name)]
+    assert BATCH.rindex("\n#SBATCH") < BATCH.index("\nset -euo pipefail"), "sbatch reads no option below a command"
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_batch_job_starts_one_rank_for_each_task_and_hands_on_the_status(tmp_path, status):
+    executable(tmp_path / "bin" / "srun", f'printf "%s\\n" "$@"; exit {status}')
+    path = os.pathsep.join([str(tmp_path / "bin"), os.environ["PATH"]])
+    slurm = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_NTASKS": "6", "SLURM_CPUS_PER_TASK": "2", "SLURM_JOB_ID": "17"}
+    command = ["bash", ROOT / "jobs" / "train.sbatch", "--steps", "5"]
+    result = run(command, tmp_path, PATH=path, MPIPIPE_SRUN_FLAGS="--mpi=pmi2 -v", MPIPIPE_PYTHON="our-python", **slurm)
+    assert result.returncode == status, result
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("job 17: 6 tasks on this node, 2 threads each, our-python")
+    assert lines[1:] == [
+        "--kill-on-bad-exit=1", "--wait=30", "--cpus-per-task=2", "--mpi=pmi2", "-v", "our-python", "-m", "mpipipe",
+        "train", "--pipe", "6", "--out", "runs/slurm-17", "--steps", "5",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("mpi", "venv"), [("mpich", ".venv"), ("openmpi", ".venv-openmpi")])
+@pytest.mark.parametrize(("status", "verdict"), [(0, "ok"), (3, "failed")])
+def test_test_job_ends_with_its_verdict_and_the_status_of_pytest(checkout, mpi, venv, status, verdict):
+    result = run(["bash", "jobs/test.sh", "-k", "one"], checkout, MPI=mpi, RANKS="2", STATUS=str(status))
+    assert result.returncode == status, result
+    lines = result.stdout.splitlines()
+    assert f"{venv}/bin -n 2 {venv}/bin/python -m pytest -k one" in lines
+    assert lines[-1] == f"mpipipe: tests {verdict} mpi={mpi} ranks=2 exit={status}"
+
+
+@pytest.mark.parametrize(("options", "mpis"), [([], ["mpich", "openmpi"]), (["--mpi", "openmpi"], ["openmpi"])])
+def test_faults_job_hands_on_an_interpreter_for_each_mpi_and_the_options(checkout, options, mpis):
+    result = run(["bash", "jobs/test_faults.sh", *options, "--quick", "[4 run]"], checkout)
+    assert result.returncode == 0, result
+    last = (checkout / "calls.txt").read_text().splitlines()[-1]
+    venvs = {"mpich": ".venv", "openmpi": ".venv-openmpi"}
+    pythons = " ".join(f"--python {mpi}={venvs[mpi]}/bin/python" for mpi in mpis)
+    assert last == f"python -m faults {pythons} --quick [4 run]"
+
+
+def test_installation_is_repeated_only_when_the_package_changes(checkout):
+    installs = []
+    for change in ("", "", "# another dependency\n"):
+        with open(checkout / "pyproject.toml", "a") as project:
+            project.write(change)
+        assert run(["bash", "jobs/quickstart.sh"], checkout).returncode == 0
+        installs.append((checkout / "calls.txt").read_text().count("--editable .[mpich]"))
+    assert installs == [1, 1, 2]
+
+
+def test_quickstart_trains_on_four_ranks_and_hands_on_options_and_status(checkout):
+    result = run(["bash", "jobs/quickstart.sh", "--steps", "5"], checkout, STATUS="4")
+    assert result.returncode == 4, result
+    last = result.stdout.splitlines()[-1]
+    assert ".venv/bin -n 4 .venv/bin/python -m mpipipe train " in last and last.endswith(" --steps 5")
+
+
+def test_unknown_and_missing_mpi_are_refused_with_the_remedy(checkout):
+    result = run(["bash", "jobs/quickstart.sh"], checkout, MPI="mvapich")
+    assert result.returncode == 2 and "mpich, openmpi or site" in result.stderr
+    executable(checkout / "bin" / "dirname", f'exec {shutil.which("dirname")} "$@"')
+    bash = shutil.which("bash")
+    result = run([bash, "jobs/test.sh"], checkout, MPI="site", PATH=str(checkout / "bin"))
+    assert result.returncode == 2 and "load the MPI module" in result.stderr
+
+
+def test_readme_shows_the_two_commands_and_they_exist():
+    readme = (ROOT / "README.md").read_text()
+    for script in ("jobs/quickstart.sh", "jobs/test.sh"):
+        assert f"bash {script}" in readme
+        assert Path(ROOT, script).is_file()
+
+
+def test_train_gpu_starts_one_rank_or_as_many_as_asked_for(checkout):
+    executable(checkout / "bin" / "python", 'echo "python $*"; exit "${STATUS:-0}"')
+    executable(checkout / "bin" / "mpiexec", 'echo "mpiexec $*"')
+    tools = {"PYTHON": str(checkout / "bin" / "python"), "MPIEXEC": str(checkout / "bin" / "mpiexec")}
+    one = run(["bash", "jobs/train_gpu.sh", "--steps", "5"], checkout, STATUS="3", DATA="a.txt b", **tools)
+    assert one.returncode == 3
+    options = one.stdout.split()
+    assert options[:4] == ["python", "-m", "mpipipe", "train"] and options[-2:] == ["--steps", "5"]
+    assert "--device cuda --dtype bfloat16" in one.stdout and "--data a.txt --data b" in one.stdout
+    several = run(["bash", "jobs/train_gpu.sh"], checkout, RANKS="4", **tools)
+    assert several.stdout.startswith(f"mpiexec -n 4 {tools['PYTHON']} -m mpipipe train --device cuda")
+
+
+def test_train_gpu_under_slurm_binds_no_gpu_to_a_task(checkout):
+    script = (checkout / "jobs" / "train_gpu.sh").read_text()
+    header = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", script, re.MULTILINE))
+    assert {"gpus-per-node", "ntasks"} <= set(header) and "gpus-per-task" not in header
+    assert not [name for name in header if re.fullmatch(SITE_OPTIONS, name)]
+    assert script.rindex("\n#SBATCH") < script.index("\nset -euo pipefail")
+    executable(checkout / "bin" / "srun", 'echo "srun $*"')
+    path = os.pathsep.join([str(checkout / "bin"), os.environ["PATH"]])
+    slurm = {"SLURM_SUBMIT_DIR": str(checkout), "SLURM_JOB_ID": "17", "MPIPIPE_SRUN_FLAGS": "--mpi=pmix"}
+    result = run(["bash", "jobs/train_gpu.sh", "--steps", "5"], checkout, PATH=path, PYTHON="our-python", **slurm)
+    assert "--gpu-bind=none --mpi=pmix our-python -m mpipipe train --out runs/slurm-17" in result.stdout
+    assert result.stdout.endswith(" --steps 5\n")
+
+
+def test_every_file_of_the_package_that_is_not_python_is_declared():
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["*"]
+    others = [path for path in ROOT.glob("mpipipe/**/*") if path.is_file() and path.suffix not in (".py", ".pyc")]
+    assert len(others) > 5
+    assert [path for path in others if not any(fnmatch(path.name, pattern) for pattern in patterns)] == []
+
+
+PYTHON = """
+case "$*" in
+    -\\ *) exec {python} "$@" ;;
+    *check_device*) [ "${{GPU:-1}}" = 1 ] || echo "BackendError: no GPU here" >&2; [ "${{GPU:-1}}" = 1 ] ;;
+    *sys.executable*) echo "$(dirname "$0")/mpiexec" ;;
+    *pytest_mpi*) exit "${{PYTEST_MPI:-1}}" ;;
+    *COMM_WORLD.size*) echo "${{WORLD:-2}}" ;;
+    *"from mpi4py import MPI") [ "${{HAS_MPI:-1}}" = 1 ] && exit
+        printf 'Traceback:\nRuntimeError: cannot load MPI library\nlibmpi.so.12: none\n' >&2; exit 1 ;;
+    *"mpipipe info"*) echo "GPU-aware MPI  ${{AWARE:-staged through the host: says no, directly}}" ;;
+    *pytest*) echo "direct=${{MPIPIPE_GPU_DIRECT:-}} ranks=${{RANKS_HERE:-1}} $*" >> calls.txt
+        if [ "${{SLOW:-}}" = "${{RANKS_HERE:-1}}" ]; then
+            trap 'echo "1 ${{FOUND:-passed}}, 1 skipped in 7.00s"; kill $!; exit 2' INT
+            sleep 30 & wait
+        fi
+        echo "==== 3 passed in 0.10s ===="; exit "${{TESTS:-0}}" ;;
+    *"bench gpu"*) echo "$*" >> calls.txt
+        echo '{{"rows": [{{"what": "copy | all", "value": 4321.0, "unit": "GB/s", "peer": "",
+        "peer_value": null, "ratio": null, "goal": ""}}], "failed": ["ring failed: no memory left"]}}' > "${{*: -1}}"
+        exit 1 ;;
+esac
+"""
+
+
+@pytest.fixture
+def gpu_check(checkout):
+    """gpu_check(**variables): the outcome of jobs/gpu_check.sh with a stand-in for Python, and its JSON or None."""
+    executable(checkout / "bin" / "python", PYTHON.format(python=sys.executable))
+    executable(checkout / "bin" / "mpiexec", 'n=$2; shift 2; for i in $(seq "$n"); do RANKS_HERE=$n "$@"; done')
+
+    def start(**variables):
+        variables = {"PYTHON": str(checkout / "bin" / "python"), "RESULTS": "out", **variables}
+        result = run(["bash", "jobs/gpu_check.sh"], checkout, **variables)
+        written = checkout / "out" / "gpu_check.json"
+        return result, json.loads(written.read_text()) if written.exists() else None
+
+    return start
+
+
+def test_gpu_check_refuses_to_run_without_a_gpu(gpu_check, checkout):
+    result, facts = gpu_check(GPU="0")
+    assert result.returncode == 2 and facts is None and not (checkout / "out").exists()
+    assert "no GPU here" in result.stderr and "needs a GPU" in result.stderr
+
+
+def test_gpu_check_runs_every_part_and_a_failed_measurement_is_no_failure(gpu_check, checkout):
+    result, facts = gpu_check()
+    assert result.returncode == 0, result
+    outcomes = [(check["check"], check["status"]) for check in facts["checks"]]
+    assert outcomes == [
+        ("info", "ok"), ("tests-1", "ok"), ("bench", "failed"), ("bench-2", "failed"), ("tests-direct", "skipped"),
+        ("tests-2-staged", "ok"), ("tests-4-staged", "ok"),
+    ]  # fmt: skip
+    assert "3 passed" in next(check["why"] for check in facts["checks"] if check["check"] == "tests-1")
+    assert [row["value"] for row in facts["measurements"]] == [4321.0] * 2
+    text = (checkout / "out" / "gpu_check.md").read_text()
+    assert "| tests-4-staged | ok |" in text and "copy / all | 4321 GB/s" in text and "no memory left" in text
+    assert result.stdout.splitlines()[-1].startswith("mpipipe: gpu check ok ")
+    calls = (checkout / "calls.txt").read_text().splitlines()
+    tests = [call for call in calls if "pytest" in call]
+    assert [call.split(" -m ")[0] for call in tests] == ["direct= ranks=1", *["direct=0 ranks=2"] * 2,
+                                                          *["direct=0 ranks=4"] * 4]  # fmt: skip
+    assert all("-m gpu -p support.gpu_selection -p support.mpi_stand_in --few-plans" in call for call in tests)
+    assert tests[0].endswith("--few-plans tests")
+    assert all(call.endswith("--few-plans --several-ranks tests") for call in tests[1:])
+    assert not any("--quick" in call for call in calls)
+
+
+def test_gpu_check_begins_with_a_quick_look(gpu_check, checkout):
+    result, facts = gpu_check(QUICK="1")
+    assert result.returncode == 0, result
+    assert [check["check"] for check in facts["checks"]] == ["info", "tests-1", "bench"]
+    tests, bench = (checkout / "calls.txt").read_text().splitlines()
+    assert tests.endswith("--few-plans tests/arrays tests/nn/test_device_kernels.py")
+    assert "bench gpu --quick --no-peers --json out/bench.json" in bench
+
+
+def test_gpu_check_without_an_mpi_library_measures_and_says_how_to_come_by_one(gpu_check, checkout):
+    result, facts = gpu_check(HAS_MPI="0")
+    assert result.returncode == 0, result
+    outcomes = {check["check"]: (check["status"], check["why"]) for check in facts["checks"]}
+    assert outcomes.pop("info")[0] == "ok" and outcomes.pop("bench")[0] == "failed"  # as its stand-in does
+    assert outcomes == dict.fromkeys(
+        ["tests-1", "tests-2-staged", "tests-4-staged", "tests-direct", "bench-2"], ("skipped", "no MPI library")
+    )
+    assert len(facts["measurements"]) == 1
+    assert "cannot load MPI: RuntimeError: cannot load MPI library" in result.stdout
+    assert "LD_LIBRARY_PATH=SITE/lib MPIEXEC=SITE/bin/mpiexec bash jobs/gpu_check.sh" in result.stdout
+
+
+def test_gpu_check_tests_direct_messages_where_mpi_takes_them(gpu_check, checkout):
+    result, facts = gpu_check(AWARE="direct: it says yes", PYTEST_MPI="0")
+    assert result.returncode == 0, result
+    assert [check["check"] for check in facts["checks"] if "direct" in check["check"]] == [
+        "tests-2-direct", "tests-4-direct"
+    ]  # fmt: skip
+    calls = (checkout / "calls.txt").read_text()
+    assert calls.count("direct=1 ") == calls.count("direct=0 ") == 6 and "mpi_stand_in" not in calls
+
+
+def test_gpu_check_fails_where_a_test_fails_and_goes_on(gpu_check):
+    result, facts = gpu_check(TESTS="1")
+    assert result.returncode == 1
+    assert [check["status"] for check in facts["checks"]].count("failed") == 5 and len(facts["checks"]) == 7
+    assert result.stdout.splitlines()[-1].startswith("mpipipe: gpu check failed tests-1 tests-2-staged tests-4-staged ")
+    assert all("3 passed" in check["why"] for check in facts["checks"] if check["check"].startswith("tests-1"))
+
+
+def test_gpu_check_without_an_mpi_that_works_skips_what_needs_ranks(gpu_check):
+    result, facts = gpu_check(WORLD="1")
+    assert result.returncode == 0, result
+    skipped = {check["check"]: check["why"] for check in facts["checks"] if check["status"] == "skipped"}
+    assert set(skipped) == {"tests-2-staged", "tests-4-staged", "tests-direct", "bench-2"}
+    assert set(skipped.values()) == {"no mpiexec starts ranks that see each other"}
+
+
+@pytest.mark.parametrize(("slow", "found", "status"), [("2", "passed", "cut"), ("1", "passed", "cut"),
+                                                      ("1", "failed", "failed")])  # fmt: skip
+def test_gpu_check_ends_in_time_and_says_what_was_left_out(gpu_check, slow, found, status):
+    """What the limit for everything cuts short has not failed, unless a test had failed before."""
+    result, facts = gpu_check(SLOW=slow, FOUND=found, LIMIT="7")
+    outcomes = {check["check"]: (check["status"], check["why"]) for check in facts["checks"]}
+    name = "tests-1" if slow == "1" else "tests-2-staged"
+    assert outcomes[name][0] == status and "ended at" in outcomes[name][1]
+    assert slow == "2" or f"1 {found}, 1 skipped" in outcomes[name][1]
+    assert outcomes["tests-4-staged"] == ("skipped", "no time left")
+    assert result.returncode == (1 if status == "failed" else 0)
+
+
+def test_gpu_check_fails_where_a_part_runs_past_its_own_limit(gpu_check, checkout):
+    script = checkout / "jobs" / "gpu_check.sh"
+    script.write_text(script.read_text().replace("tests_limit=260", "tests_limit=6"))
+    result, facts = gpu_check(SLOW="1")
+    assert result.returncode == 1
+    assert {check["check"]: check["status"] for check in facts["checks"]}["tests-1"] == "failed"

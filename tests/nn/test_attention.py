@@ -1,0 +1,105 @@
+"""SelfAttention against a dense float64 reference, and the rotary embedding against its definition."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.gradcheck import check_stage
+from support.tolerance import close, largest
+
+from mpipipe import attention, nn
+from mpipipe.errors import ArgumentError
+from mpipipe.nn import rope
+from mpipipe.nn.kernels.host import any_dtype
+
+RANDOM = np.random.default_rng(6)
+
+
+def rotate(x, positions, base):
+    """x (seq, head_dim): each pair of neighbours turned by a 2 x 2 matrix."""
+    y = np.empty_like(x)
+    for row, position in enumerate(positions):
+        for i in range(x.shape[1] // 2):
+            angle = position * base ** (-2 * i / x.shape[1])
+            turn = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
+            y[row, 2 * i : 2 * i + 2] = turn @ x[row, 2 * i : 2 * i + 2]
+    return y
+
+
+def dense(x, parameters, heads, kv_heads, positions, base, causal):
+    dim = x.shape[-1]
+    head_dim = dim // heads
+    qkv = x @ parameters["0.qkv"].T
+    out = np.empty_like(x)
+    for b in range(len(x)):
+        for head in range(heads):
+            kv = head // (heads // kv_heads)
+            at = [head, heads + kv, heads + kv_heads + kv]
+            q, k, v = (qkv[b, :, i * head_dim : (i + 1) * head_dim] for i in at)
+            scores = rotate(q, positions, base) @ rotate(k, positions, base).T / np.sqrt(head_dim)
+            if causal:
+                scores[np.triu_indices(len(scores), 1)] = -np.inf
+            weights = np.exp(scores - scores.max(1, keepdims=True))
+            out[b, :, head * head_dim : (head + 1) * head_dim] = weights / weights.sum(1, keepdims=True) @ v
+    return out @ parameters["0.out"].T
+
+
+def cost(x, y, farthest):
+    """(operations, size of terms) of self-attention: three products, the sum over positions, and the angles.
+
+    An angle errs by its own size. The error of a score, a product of two activations, is a relative one of a weight.
+    """
+    return 3 * x.shape[-1] + x.shape[1], farthest * largest(x) ** 2 * largest(y)
+
+
+@pytest.mark.parametrize("heads, kv_heads", [(4, None), (4, 2), (4, 1), (1, 1)])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("positions", [None, [3, 0, 9, 4, 100]])
+def test_self_attention_is_its_definition(heads, kv_heads, causal, positions):
+    layer = nn.SelfAttention(16, heads, kv_heads, attention.Local(causal), positions, rope_base=500.0)
+    stage = nn.Stage([layer], dtype="float64")
+    x = RANDOM.standard_normal((2, 5, 16))
+    expected = dense(x, stage.parameters, heads, kv_heads or heads, positions or range(5), 500.0, causal)
+    close(stage.forward(x)[0], expected, *cost(x, expected, 1))
+
+
+@pytest.mark.parametrize("heads, kv_heads, positions", [(2, None, None), (4, 2, [5, 2, 7])])
+def test_gradients_agree_with_finite_differences(heads, kv_heads, positions):
+    layer = nn.SelfAttention(8, heads, kv_heads, attention.Local(), positions)
+    check_stage(nn.Stage([layer], dtype="float64"), RANDOM.standard_normal((2, 3, 8)))
+
+
+def test_scores_depend_on_relative_positions_only():
+    x = RANDOM.standard_normal((1, 6, 8))
+    results = []
+    for shift in (0, 1000):
+        layer = nn.SelfAttention(8, 2, attend=attention.Local(), positions=np.arange(6) + shift)
+        results.append(nn.Stage([layer], dtype="float64").forward(x)[0])
+    close(*results, *cost(x, results[0], 1000))
+
+
+def test_default_positions_are_the_first_ones_for_every_length():
+    tables = rope.Tables(any_dtype, np.dtype("float64"), "cpu")
+    for seq in (1, 2, 3, 64, 65):
+        table = tables.first(seq, 8, 10000.0)
+        np.testing.assert_array_equal(table, rope.turns(np.arange(seq), 8, 10000.0, np.dtype("float64")))
+        np.testing.assert_array_equal(table, tables.of(range(seq), 8, 10000.0))
+    assert tables.first(33, 8, 10000.0).base is tables.first(64, 8, 10000.0).base
+
+
+def test_a_wrong_shape_is_named():
+    stage = nn.Stage([nn.SelfAttention(8, 2, attend=attention.Local(), positions=[0, 1, 2])], dtype="float64")
+    for shape in [(2, 3, 7), (3, 8), (2, 4, 8)]:
+        with pytest.raises(ArgumentError, match="layer 0"):
+            stage.forward(np.zeros(shape))
+
+
+@pytest.mark.parametrize("arguments", [(9, 2), (6, 2), (8, 4, 3), (8, 0)])
+def test_impossible_head_counts_are_refused(arguments):
+    with pytest.raises(ArgumentError):
+        nn.SelfAttention(*arguments, attend=attention.Local())
+
+
+def test_attend_must_be_given():
+    with pytest.raises(ArgumentError, match="attend"):
+        nn.SelfAttention(8, 2)

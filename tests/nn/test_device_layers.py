@@ -1,0 +1,354 @@
+"""Layers, losses and optimizers on a GPU against the same on the host."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from support.tolerance import bound, close, close_norm, eps, largest, within
+from support.training_tolerance import curve, path, roundings
+
+from mpipipe import arrays, nn, optim
+from mpipipe.attention import Local
+from mpipipe.errors import ArgumentError, NonFiniteError
+from mpipipe.models import GPT
+from mpipipe.nn.parameters import Flat
+
+DTYPES = ["float64", "float32", "float16", "bfloat16"]
+OPERATIONS = 150  # of one layer below at most: two products over 24 to 40, 11 positions, and back, over 33 rows
+FORWARD, BACKWARD = 2, 8  # roundings to half precision on either side that the largest value may show
+DIM = 24
+LAYERS = {
+    "Linear": lambda: [nn.Linear(DIM, 40)],
+    "Linear without bias": lambda: [nn.Linear(DIM, 7, bias=False)],
+    "RMSNorm": lambda: [nn.RMSNorm(DIM)],
+    "LayerNorm": lambda: [nn.LayerNorm(DIM)],
+    "Gelu": lambda: [nn.Gelu()],
+    "SwiGLU": lambda: [nn.SwiGLU(DIM, 36)],
+    "Dropout": lambda: [nn.Dropout(0.3)],
+    "Residual": lambda: [nn.Residual(nn.Sequential([nn.RMSNorm(DIM), nn.Linear(DIM, DIM)]))],
+    "Recompute": lambda: [nn.Recompute(nn.Sequential([nn.Linear(DIM, DIM), nn.Dropout(0.2), nn.Gelu()]))],
+    "SelfAttention": lambda: [nn.SelfAttention(DIM, 4, attend=Local())],
+    "SelfAttention with grouped heads and positions": lambda: [
+        nn.SelfAttention(DIM, 4, 2, attend=Local(), positions=[3, 0, 7, 11, 5, 4, 900, 2, 1, 60, 61])
+    ],
+    "Identity": lambda: [],
+}
+
+
+def numbers(shape, dtype, seed=0, size=1.0):
+    return (np.random.default_rng(seed).standard_normal(shape) * size).astype(arrays.dtype(dtype))
+
+
+def twins(make, dtype):
+    """Equal stages on the host and on the device, with gains and biases that are not their neutral elements."""
+    host, device = (nn.Stage(make(), dtype=dtype, seed=4, first=1, device=where) for where in ("cpu", "cuda"))
+    np.testing.assert_array_equal(arrays.download(device.parameters.flat), host.parameters.flat)
+    host.parameters.flat += numbers(host.parameters.flat.size, host.parameters.flat.dtype, 9, 0.1)
+    arrays.upload(host.parameters.flat, out=device.parameters.flat)
+    for stage in (host, device):
+        stage.refresh()
+        stage.position.step, stage.position.microbatch, stage.position.replica = 3, 2, 1
+    return host, device
+
+
+def near(found, expected, operations, roundings=1, what=""):
+    """Compare a device array with a host one, relative to the largest value, which stands for the size of all terms."""
+    found = arrays.download(found)
+    assert found.shape == expected.shape and found.dtype == expected.dtype, what
+    kind, size = expected.dtype, largest(expected)
+    halves = roundings * eps(kind) * size if arrays.is_half(kind) else 0
+    within(found, expected, bound(arrays.accumulator(kind), operations, size) + halves, what)
+
+
+def near_gradients(device, host):
+    """Gradients of half precision are float32, but what they are products of is not."""
+    halves = BACKWARD * eps(host.dtype) if arrays.is_half(host.dtype) else 0
+    for name, expected in host.gradients.items():
+        size = largest(expected)
+        allowed = bound(expected.dtype, OPERATIONS, size) + halves * size
+        within(arrays.download(device.gradients[name]), expected, allowed, name)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(3, 11, DIM), (1, 11, DIM)])
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_is_the_same_on_the_device(gpu, name, shape, dtype):
+    host, device = twins(LAYERS[name], dtype)
+    x = numbers(shape, dtype, 1)
+    y, saved = host.forward(x)
+    dy = numbers(y.shape, dtype, 2)
+    dx = host.backward(dy, saved)
+    x_there, dy_there = arrays.upload(x), arrays.upload(dy)
+    gpu.reset()
+    y_there, saved_there = device.forward(x_there)
+    dx_there = device.backward(dy_there, saved_there)
+    assert gpu.synchronisations == []
+    near(y_there, y, OPERATIONS, FORWARD, "output")
+    near(dx_there, dx, OPERATIONS, BACKWARD, "input gradient")
+    near_gradients(device, host)
+    np.testing.assert_array_equal(arrays.download(x_there), x)
+    np.testing.assert_array_equal(arrays.download(dy_there), dy)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_split_backward_has_the_bits_of_the_whole_and_accumulates(gpu, name, dtype):
+    _, device = twins(LAYERS[name], dtype)
+    y, saved = device.forward(numbers((2, 11, DIM), dtype, 1))
+    dy = arrays.upload(numbers(y.shape, dtype, 2))
+    dx = arrays.download(device.backward(dy, saved))
+    whole = arrays.download(device.gradients.flat)
+    arrays.set_zero(device.gradients.flat)
+    again, pending = device.backward_input(dy, saved)
+    assert not arrays.download(device.gradients.flat).any()
+    device.backward_weight(pending)
+    np.testing.assert_array_equal(arrays.download(again), dx)
+    np.testing.assert_array_equal(arrays.download(device.gradients.flat), whole)
+    device.backward(dy, saved)
+    close(arrays.download(device.gradients.flat), 2 * whole, OPERATIONS, largest(whole))
+
+
+@pytest.mark.parametrize("name", ["Linear", "RMSNorm", "LayerNorm", "Gelu", "SwiGLU", "Dropout", "Residual"])
+def test_no_rows_are_no_problem(gpu, name):
+    _, device = twins(LAYERS[name], "float32")
+    y, saved = device.forward(np.empty((0, DIM), np.float32))
+    assert device.backward(y, saved).shape == (0, DIM)
+    assert not arrays.download(device.gradients.flat).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dropout_masks_are_those_of_the_host(gpu, dtype):
+    host, device = twins(LAYERS["Dropout"], dtype)
+    for shape in [(5,), (3, 7), (130, 1031)]:
+        x = np.ones(shape, host.dtype)
+        (y, saved), (y_there, saved_there) = host.forward(x), device.forward(x)
+        np.testing.assert_array_equal(arrays.download(y_there), y)
+        np.testing.assert_array_equal(arrays.download(device.backward(y_there, saved_there)), host.backward(y, saved))
+    device.position.training = False
+    here = arrays.upload(x)
+    assert device.forward(here)[0] is here
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["uint8", "int32", "int64"])
+def test_embedding_takes_ids_from_either_side(gpu, kind, dtype):
+    host, device = twins(lambda: [nn.Embedding(50, DIM)], dtype)
+    ids = np.random.default_rng(3).integers(0, 50, (4, 300)).astype(kind)
+    y, saved = host.forward(ids)
+    dy = numbers(y.shape, dtype, 2)
+    assert host.backward(dy, saved) is None
+    gpu.reset()
+    outcomes = [device.forward(ids)]
+    if kind != "uint8":
+        outcomes.append(device.forward(arrays.upload(ids)))
+    for _, saved_there in outcomes:
+        arrays.set_zero(device.gradients.flat)
+        assert device.backward(arrays.upload(dy), saved_there) is None
+    assert gpu.synchronisations == []
+    for y_there, _ in outcomes:
+        np.testing.assert_array_equal(arrays.download(y_there), y)
+    for name, expected in host.gradients.items():  # sums of rounded slopes, exact but for their order
+        close(arrays.download(device.gradients[name]), expected, ids.size, largest(expected), what=name)
+
+
+def test_ids_outside_the_table_are_refused_on_the_host_and_give_nan_on_the_device(gpu):
+    device = nn.Stage([nn.Embedding(5, 4)], device="cuda")
+    ids = np.array([4, 5, -1, 0])
+    with pytest.raises(ArgumentError, match="out of range"):
+        device.forward(ids)
+    y, _ = device.forward(arrays.upload(ids))
+    np.testing.assert_array_equal(np.isnan(arrays.download(y)).all(1), [False, True, True, False])
+    with pytest.raises(ArgumentError, match="wrong dtype"):
+        nn.Stage([nn.Linear(4, 4)], device="cuda").forward(ids)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("factor", [1.0, 512.0])
+@pytest.mark.parametrize("vocab", [2, 50, 3001])
+def test_cross_entropy_is_the_same_with_targets_on_either_side(gpu, vocab, factor, dtype):
+    logits = numbers((3, 20, vocab), dtype, 1, 4)
+    ids = np.random.default_rng(2).integers(0, vocab, (3, 20))
+    value, gradient = nn.softmax_cross_entropy(logits, ids, factor)
+    there = arrays.upload(logits)
+    for target in (ids, arrays.upload(ids)):
+        gpu.reset()
+        value_there, gradient_there = nn.softmax_cross_entropy(there, target, factor)
+        assert gpu.synchronisations == []
+        assert value_there.shape == () and value_there.dtype == np.float64
+        apart = 1 + 2 * largest(logits)  # an error of a logit is a relative one of its exponential
+        close(arrays.download(value_there), value, vocab + 8, apart, dtype=arrays.accumulator(logits.dtype))
+        near(gradient_there, gradient, (vocab + 8) * apart)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_mean_squared_error_is_the_same_with_targets_on_either_side(gpu, dtype):
+    output, target = numbers((2, 3, 1000), dtype, 1), numbers((2, 3, 1000), dtype, 2)
+    value, gradient = nn.mean_squared_error(output, target, 8.0)
+    for goal in (target, target.astype(np.float64), arrays.upload(target)):
+        value_there, gradient_there = nn.mean_squared_error(arrays.upload(output), goal, 8.0)
+        assert value_there.shape == () and value_there.dtype == np.float64
+        close(arrays.download(value_there), value, 8, dtype=arrays.accumulator(output.dtype))
+        near(gradient_there, gradient, 4)
+
+
+def test_wrong_targets_are_refused_or_give_nan(gpu):
+    logits = arrays.upload(np.zeros((2, 3), np.float32))
+    with pytest.raises(ArgumentError, match="out of range"):
+        nn.softmax_cross_entropy(logits, np.array([0, 3]))
+    value, _ = nn.softmax_cross_entropy(logits, arrays.upload(np.array([0, 3])))
+    assert math.isnan(arrays.download(value))
+    with pytest.raises(ArgumentError, match="one target"):
+        nn.softmax_cross_entropy(logits, np.zeros(3, int))
+    with pytest.raises(ArgumentError, match="output on the host"):
+        nn.softmax_cross_entropy(np.zeros((2, 3)), arrays.upload(np.zeros(2, int)))
+    with pytest.raises(ArgumentError, match="output on the host"):
+        nn.mean_squared_error(np.zeros((2, 3)), arrays.upload(np.zeros((2, 3))))
+
+
+def test_inputs_that_do_not_fit_the_stage_are_refused(gpu):
+    make = LAYERS["Linear"]
+    on_host, on_device = nn.Stage(make()), nn.Stage(make(), device="cuda")
+    x = np.ones((DIM, DIM), np.float32)
+    with pytest.raises(ArgumentError, match="is on a GPU"):
+        on_host.forward(arrays.upload(x))
+    with pytest.raises(ArgumentError, match="wrong dtype"):
+        on_device.forward(arrays.upload(x.astype(np.float64)))
+    with pytest.raises(ArgumentError, match="not contiguous"):
+        on_device.forward(arrays.upload(x).T)
+    with pytest.raises(ArgumentError, match=r"layer 0 \(Linear\)"):
+        on_device.forward(x[:, 1:])
+    near(on_device.forward(x.T)[0], on_host.forward(x.T)[0], OPERATIONS)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_refresh_rounds_as_the_host_does(gpu, dtype):
+    host, device = twins(lambda: [nn.Linear(70, 30), nn.RMSNorm(30)], dtype)
+    assert device.compute.flat.dtype == host.dtype and device.parameters.flat.dtype == np.float32
+    assert device.parameters.offsets == device.compute.offsets
+    np.testing.assert_array_equal(arrays.download(device.compute.flat), host.compute.flat)
+    host.parameters.flat *= np.float32(1.0009765)
+    arrays.upload(host.parameters.flat, out=device.parameters.flat)
+    for stage in (host, device):
+        stage.refresh()
+    np.testing.assert_array_equal(arrays.download(device.compute.flat), host.compute.flat)
+
+
+def filled(stages, seed, size=1.0):
+    """The same gradients for stages on the host and on the device."""
+    for stage in stages:
+        shapes = {name: gradient.shape for name, gradient in stage.gradients.items()}
+        host = Flat(shapes, stage.gradients.flat.dtype, narrowest=stage.dtype)
+        for name, gradient in host.items():
+            gradient[...] = np.random.default_rng([seed, *name.encode()]).standard_normal(gradient.shape) * size
+        if stage.device == "cuda":
+            arrays.upload(host.flat, out=stage.gradients.flat)
+        else:
+            stage.gradients.flat[...] = host.flat
+
+
+OPTIMIZERS = {
+    "AdamW": lambda stages: optim.AdamW(stages, 0.01, weight_decay=0.1),
+    "SGD": lambda stages: optim.SGD(stages, 0.01, weight_decay=0.1),
+    "SGD with momentum": lambda stages: optim.SGD(stages, 0.01, 0.9, 0.1),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_clip_and_step_as_on_the_host(gpu, name, dtype):
+    pairs = [twins(lambda: [nn.Linear(70, 30), nn.RMSNorm(30), nn.Linear(30, 9)], dtype) for _ in range(2)]
+    outcomes = []
+    for stages in zip(*pairs):
+        optimizer = OPTIMIZERS[name](stages)
+        norms = []
+        for step in range(4):
+            filled(stages, step)
+            gpu.reset()
+            norms.append(optim.clip_by_global_norm(stages, 20.0 if step % 2 else 1e9, scale=2.0))
+            optimizer.step(scale=0.5)
+            if stages[0].device == "cuda" and not gpu.real:
+                assert len(gpu.synchronisations) == 1  # for all stages, in the norm
+        outcomes.append((optimizer, stages, norms))
+    (on_host, host, expected), (on_device, device, found) = outcomes
+    close(found, expected, sum(stage.gradients.flat.size for stage in host))
+    for here, there, state, state_there in zip(host, device, on_host.state, on_device.state):
+        near(there.parameters.flat, here.parameters.flat, 4 * 12)  # operations of four steps
+        near(there.gradients.flat, here.gradients.flat, 4 * 12)
+        assert state.keys() == state_there.keys()
+        for key in state:
+            near(state_there[key], state[key], 4 * 12, what=key)
+
+
+def test_scaled_steps_skip_overflows_on_the_device(gpu):
+    host, device = twins(LAYERS["Linear"], "float16")
+    scalers = [optim.LossScaler(1024.0) for _ in range(2)]
+    optimizers = [optim.AdamW([stage], 0.01) for stage in (host, device)]
+    for step in range(3):
+        for stage, scaler, optimizer in zip((host, device), scalers, optimizers):
+            filled([stage], step, math.inf if step == 1 else scaler.scale)
+            norm = optim.scaled_step(optimizer, scaler, 1.0)
+            assert (norm is None) == (step == 1)
+    assert [scaler.scale for scaler in scalers] == [512, 512]
+    near(device.parameters.flat, host.parameters.flat, 3 * 12)
+    filled([device], 0, math.nan)
+    assert math.isnan(optim.gradient_norm([device]))
+    with pytest.raises(NonFiniteError, match="weight"):
+        optim.clip_by_global_norm([device], 1.0)
+
+
+SMALL = dict(vocab=50, dim=32, layers=2, heads=4, kv_heads=2, hidden=40, seq=13)
+
+
+def gpt(device, dtype, dropout=0.1):
+    return nn.Stage(GPT(**SMALL, dropout=dropout).build(Local()), dtype=dtype, seed=5, device=device)
+
+
+def trained(gpu, stage, steps):
+    """Losses and gradient norms of some steps, with one download for the losses and one in each norm."""
+    optimizer, scaler = optim.AdamW([stage], 0.01), optim.LossScaler(256.0, dynamic=False)
+    losses, norms = [], []
+    for step in range(steps):
+        text = np.random.default_rng(step).integers(0, SMALL["vocab"], (2, SMALL["seq"] + 1))
+        stage.position.step = step
+        arrays.set_zero(stage.gradients.flat)
+        gpu.reset()
+        stage.refresh()
+        y, saved = stage.forward(text[:, :-1])
+        value, dy = nn.softmax_cross_entropy(y, text[:, 1:], scaler.scale)
+        stage.backward(dy, saved)
+        assert gpu.synchronisations == []
+        norms.append(optim.scaled_step(optimizer, scaler, 1.0))
+        losses.append(value)
+    return [float(arrays.download(value)) if arrays.is_device(value) else value for value in losses], norms
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_a_small_gpt_learns_the_same_on_the_device(gpu, dtype):
+    host, device = gpt("cpu", dtype), gpt("cuda", dtype)
+    expected, found = trained(gpu, host, 4), trained(gpu, device, 4)
+    model, start = GPT(**SMALL), gpt("cpu", dtype).parameters.flat
+    operations, growth = path(model, 2 * model.seq), curve(model, 4, 0.01)
+    close(found, expected, operations, growth * np.abs(expected), dtype=dtype)
+    moved = host.parameters.flat - start
+    close_norm(arrays.download(device.parameters.flat) - start, moved, operations * growth[-1] ** 2, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_small_gpt_in_halves_has_nearly_the_gradients_of_float64(gpu, dtype):
+    exact, device = gpt("cpu", "float64", dropout=0.2), gpt("cuda", dtype, dropout=0.2)
+    (expected, _), (found, _) = trained(gpu, exact, 1), trained(gpu, device, 1)
+    close_norm(found, expected, roundings(GPT(**SMALL)), dtype)
+    for name, gradient in exact.gradients.items():
+        close_norm(arrays.download(device.gradients[name]), gradient, roundings(GPT(**SMALL)), dtype, name)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_runs_on_the_device_have_the_same_bits(gpu, dtype):
+    results = []
+    for _ in range(2):
+        stage = gpt("cuda", dtype)
+        trained(gpu, stage, 2)
+        results.append(arrays.download(stage.parameters.flat))
+    assert results[0].tobytes() == results[1].tobytes()

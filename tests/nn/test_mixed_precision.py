@@ -1,0 +1,321 @@
+"""Half precision on the host: every layer is its float32 self rounded once, and parameters are float32 masters."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.tolerance import close, close_norm, eps, largest, rounding, within
+from support.training_tolerance import roundings
+
+from mpipipe import Pipeline, arrays, attention, nn, optim
+from mpipipe.models import GPT
+from mpipipe.nn.kernels.host import any_dtype
+from mpipipe.schedules import interleaved_1f1b
+
+RANDOM = np.random.default_rng(12)
+HALVES = ["float16", "bfloat16"]
+ROWS = 150
+ONCE = 0.501  # units in the last place: a half, and a few of float32's own, each 2^-13 of one of float16 or less
+
+
+def layers():
+    return {
+        "Linear": lambda: [nn.Linear(24, 40)],
+        "Linear without bias": lambda: [nn.Linear(24, 24, bias=False)],
+        "RMSNorm": lambda: [nn.RMSNorm(24)],
+        "LayerNorm": lambda: [nn.LayerNorm(24)],
+        "Gelu": lambda: [nn.Gelu()],
+        "Dropout": lambda: [nn.Dropout(0.3)],
+        "Residual": lambda: [nn.Residual(nn.RMSNorm(24))],
+    }
+
+
+def half(dtype, *shape, size=1.0):
+    return (RANDOM.standard_normal(shape) * size).astype(arrays.dtype(dtype))
+
+
+def ulps(found, exact):
+    """Largest distance of halves from float32 values, in units in the last place of the half."""
+    digits = 10 if found.dtype == np.float16 else 7
+    smallest = -14 if found.dtype == np.float16 else -126
+    exact = exact.astype(np.float64)
+    exponent = np.maximum(np.frexp(exact)[1] - 1, smallest)
+    return float(np.max(np.abs(found.astype(np.float64) - exact) / np.exp2(exponent - digits), initial=0))
+
+
+def twins(make, dtype):
+    """A stage in a half dtype, and one in float32 whose parameters are the rounded ones the first computes with."""
+    mixed, single = nn.Stage(make(), dtype=dtype, seed=1), nn.Stage(make(), dtype="float32", seed=1)
+    mixed.parameters.flat += RANDOM.standard_normal(mixed.parameters.flat.size).astype(np.float32) * 0.2
+    mixed.refresh()
+    for name, array in mixed.compute.items():
+        single.parameters[name][...] = array
+    return mixed, single
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", layers())
+def test_a_layer_in_halves_is_its_float32_self_rounded_once(name, dtype):
+    mixed, single = twins(layers()[name], dtype)
+    x = half(dtype, 3, ROWS // 3, 24, size=2)
+    (y, saved), (y_single, saved_single) = mixed.forward(x), single.forward(x.astype(np.float32))
+    # a residual is rounded twice: the layer's output, and the sum
+    assert y.dtype == mixed.dtype and ulps(y, y_single) <= (2 * ONCE if name == "Residual" else ONCE)
+    dy = half(dtype, *y.shape)
+    dx, pending = mixed.backward_input(dy, saved)
+    mixed.backward_weight(pending)
+    dx_single = single.backward(dy.astype(np.float32), saved_single)
+    assert dx.dtype == mixed.dtype
+    if name != "Residual":  # whose terms may cancel
+        assert ulps(dx, dx_single) <= ONCE
+    for key, gradient in mixed.gradients.items():
+        assert gradient.dtype == np.float32
+        close(gradient, single.gradients[key], ROWS + 24, largest(single.gradients[key]), what=key)
+    whole = mixed.gradients.flat.copy()
+    mixed.gradients.flat.fill(0)
+    np.testing.assert_array_equal(mixed.backward(dy, saved), dx)
+    np.testing.assert_array_equal(mixed.gradients.flat, whole)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_each_kernel_of_swiglu_rounds_once(dtype):
+    both, dinner = half(dtype, 70, 48, size=3), half(dtype, 70, 24)
+    wide = both.astype(np.float32)
+    assert ulps(any_dtype.swiglu(both), any_dtype.swiglu(wide)) <= ONCE
+    before = dinner.copy()
+    dboth, inner = any_dtype.swiglu_backward(both, dinner)
+    expected = any_dtype.swiglu_backward(wide, before.astype(np.float32))
+    assert dboth.dtype == inner.dtype == both.dtype
+    assert ulps(dboth, expected[0]) <= ONCE and ulps(inner, expected[1]) <= ONCE
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("back", [False, True])
+def test_rotation_in_place_and_from_strided_arrays_rounds_once(dtype, back):
+    positions = np.arange(5) * 100
+    table = any_dtype.turns(positions, 8, 10000.0, arrays.dtype(dtype))
+    whole = half(dtype, 2, 5, 6, 8)
+    x = whole[:, :, :4]
+    exact = np.empty(x.shape, np.float32)
+    any_dtype.rotate(x.astype(np.float32), table, exact, back)
+    rest = whole[:, :, 4:].copy()
+    elsewhere = np.empty((2, 4, 5, 8), x.dtype).swapaxes(1, 2)
+    any_dtype.rotate(x, table, elsewhere, back)
+    any_dtype.rotate(x, table, x, back)
+    assert ulps(x, exact) <= ONCE
+    np.testing.assert_array_equal(elsewhere, x)
+    np.testing.assert_array_equal(whole[:, :, 4:], rest)
+
+
+def test_rotation_of_transposed_arrays_is_that_of_contiguous_ones():
+    table = any_dtype.turns(np.arange(5), 8, 10000.0, np.dtype(np.float32))
+    x = RANDOM.standard_normal((2, 8, 3, 5)).astype(np.float32).transpose(0, 3, 2, 1)
+    expected, found = np.empty((2, 5, 3, 8), np.float32), np.empty_like(x)
+    any_dtype.rotate(np.ascontiguousarray(x), table, expected)
+    any_dtype.rotate(x, table, found)
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_embedding_in_halves_takes_rounded_rows_and_sums_gradients_in_float32(dtype):
+    stage = nn.Stage([nn.Embedding(7, 4)], dtype=dtype)
+    ids = np.full((1000,), 3)
+    y, saved = stage.forward(ids)
+    np.testing.assert_array_equal(y, np.repeat(stage.parameters["0.weight"][3:4].astype(y.dtype), 1000, axis=0))
+    stage.backward(np.full(y.shape, 1.5, y.dtype), saved)
+    assert (stage.gradients["0.weight"][3] == 1500).all()  # a bfloat16 sum would stop growing at 256
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("factor", [1.0, 1000.0])
+def test_losses_of_halves_are_those_of_float32_with_a_rounded_gradient(dtype, factor):
+    logits, ids = half(dtype, 2, 300, 500, size=4), RANDOM.integers(0, 500, (2, 300))
+    value, gradient = nn.softmax_cross_entropy(logits, ids, factor)
+    exact, wide = nn.softmax_cross_entropy(logits.astype(np.float32), ids, factor)
+    assert value == exact and gradient.dtype == logits.dtype and ulps(gradient, wide) <= ONCE
+    target = half(dtype, 2, 300, 500)
+    value, gradient = nn.mean_squared_error(logits, target, factor)
+    exact, wide = nn.mean_squared_error(logits.astype(np.float32), target.astype(np.float32), factor)
+    assert value == exact and gradient.dtype == logits.dtype and ulps(gradient, wide) <= ONCE
+
+
+@pytest.mark.parametrize("loss", [nn.softmax_cross_entropy, nn.mean_squared_error])
+def test_the_factor_multiplies_the_gradient_alone(loss):
+    output = RANDOM.standard_normal((6, 5))
+    target = RANDOM.integers(0, 5, 6) if loss is nn.softmax_cross_entropy else np.zeros((6, 5))
+    (value, gradient), (same, larger) = loss(output, target), loss(output, target, 24.0)
+    assert value == same
+    # a probability less one may cancel: its terms are as large as one part of the mean
+    close(larger, 24 * gradient, 4, 24 * np.maximum(np.abs(gradient), 1 / 6 if target.ndim == 1 else 0))
+
+
+def test_the_factor_saves_gradients_that_float16_would_lose():
+    logits = np.zeros((1024, 4096), np.float16)
+    ids = np.zeros(1024, int)
+    lost, kept = (nn.softmax_cross_entropy(logits, ids, factor)[1] for factor in (2.0**-10, 64.0))
+    assert not lost[:, 1:].any()
+    close(kept[:, 1:], np.full((1024, 4095), 64 / 1024 / 4096), 4)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_factor_is_not_rounded_to_half(dtype):
+    x = np.full(9, 0.25, arrays.dtype(dtype))
+    y = any_dtype.scale(x, 65536.0 * 2)  # float16 has no such number
+    assert y.dtype == x.dtype and (y.astype(np.float32) == 32768).all()
+    np.testing.assert_array_equal(
+        any_dtype.scale(x, 1.005, out=x), np.full(9, 0.25 * 1.005, np.float32).astype(x.dtype)
+    )
+    np.testing.assert_array_equal(x, np.full(9, 0.25 * 1.005, np.float32).astype(x.dtype))
+
+
+def test_what_float16_cannot_hold_becomes_infinite_without_a_warning(recwarn):
+    stage = nn.Stage([nn.Linear(64, 64, bias=False), nn.RMSNorm(64)], dtype="float16")
+    _, saved = stage.forward(np.full((2, 64), 60000, np.float16))
+    stage.backward(np.full((2, 64), 60000, np.float16), saved)
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_buffers_have_one_layout_and_masters_are_float32(dtype):
+    stage = nn.Stage([nn.Linear(5, 3), nn.RMSNorm(3), nn.Linear(3, 7)], dtype=dtype)
+    assert stage.parameters.flat.dtype == stage.gradients.flat.dtype == np.float32
+    assert stage.compute.flat.dtype == stage.dtype == stage.layers[0].weight.dtype
+    assert stage.parameters.offsets == stage.compute.offsets == stage.gradients.offsets
+    assert stage.parameters.flat.size == stage.compute.flat.size == stage.gradients.flat.size
+    for mapping in (stage.parameters, stage.compute, stage.gradients):
+        assert all(arrays.address(array) % 64 == 0 for array in mapping.values())
+    np.testing.assert_array_equal(stage.compute.flat, stage.parameters.flat.astype(stage.dtype))
+    single = nn.Stage([nn.Linear(5, 3), nn.RMSNorm(3), nn.Linear(3, 7)])
+    assert single.compute is single.parameters
+    for name, array in single.parameters.items():
+        np.testing.assert_array_equal(array, stage.parameters[name])
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_refresh_makes_layers_see_changed_parameters(dtype):
+    stage = nn.Stage([nn.Linear(4, 4, bias=False)], dtype=dtype)
+    x = np.eye(4).astype(stage.dtype)
+    stage.parameters["0.weight"][...] = 2.5
+    old = stage.forward(x)[0]
+    assert (old != 2.5).all()
+    stage.refresh()
+    assert (stage.forward(x)[0] == 2.5).all()
+
+
+def test_masters_add_up_updates_that_bfloat16_would_lose():
+    stage = nn.Stage([nn.Linear(4, 4, bias=False)], dtype="bfloat16")
+    stage.parameters["0.weight"].fill(1)
+    stage.refresh()
+    optimizer = optim.SGD([stage], lr=1e-4)
+    lone = stage.compute.flat.copy()
+    for _ in range(1000):
+        stage.gradients["0.weight"].fill(1)
+        optimizer.step()
+        stage.refresh()
+        lone[:16] -= lone.dtype.type(1e-4)
+    assert (lone[:16] == 1).all()
+    # equal updates are rounded alike, a thousand times at a size of one
+    within(stage.parameters["0.weight"], np.full((4, 4), 0.9), 1000 * eps("float32"))
+    within(stage.compute["0.weight"], np.full((4, 4), 0.9), 1000 * eps("float32") + rounding("bfloat16", 0.9))
+
+
+class Dense:
+    """Causal attention in float64 by the definition, rounded to the dtype of its arguments."""
+
+    def forward(self, q, k, v):
+        wide = [x.astype(np.float64) for x in (q, k, v)]
+        scores = np.einsum("bihd,bjhd->bhij", wide[0], wide[1]) / np.sqrt(q.shape[-1])
+        scores[..., ~np.tri(q.shape[1], dtype=bool)] = -np.inf
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        return np.einsum("bhij,bjhd->bihd", weights, wide[2]).astype(q.dtype), (wide, weights)
+
+    def backward(self, dout, saved):
+        (q, k, v), p = saved
+        d = dout.astype(np.float64)
+        dp = np.einsum("bihd,bjhd->bhij", d, v)
+        ds = p * (dp - (dp * p).sum(-1, keepdims=True)) / np.sqrt(q.shape[-1])
+        results = np.einsum("bhij,bjhd->bihd", ds, k), np.einsum("bhij,bihd->bjhd", ds, q)
+        return tuple(x.astype(dout.dtype) for x in (*results, np.einsum("bhij,bihd->bjhd", p, d)))
+
+
+def gpt(attend):
+    parts = []
+    for _ in range(2):
+        parts += [
+            nn.Residual(nn.Sequential([nn.RMSNorm(16), nn.SelfAttention(16, 2, attend=attend)])),
+            nn.Residual(nn.Sequential([nn.RMSNorm(16), nn.SwiGLU(16, 32)])),
+        ]
+    return [nn.Embedding(40, 16), *parts, nn.RMSNorm(16), nn.Linear(16, 40, bias=False)]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_small_gpt_in_halves_has_nearly_the_gradients_of_float64(dtype):
+    exact = nn.Stage(gpt(attention.Local()), dtype="float64", seed=2)
+    mixed = nn.Stage(gpt(Dense()), dtype=dtype, seed=2)
+    ids, target = RANDOM.integers(0, 40, (2, 3, 9))
+    scale = 256.0
+    for stage, factor in ((exact, 1.0), (mixed, scale)):
+        y, saved = stage.forward(ids)
+        _, dy = nn.softmax_cross_entropy(y, target, factor)
+        assert stage.backward(dy, saved) is None
+    for name, gradient in exact.gradients.items():
+        close_norm(mixed.gradients[name] / scale, gradient, roundings(GPT(layers=2)), dtype, name)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_recompute_in_halves_gives_the_same_bits(dtype):
+    def block(wrap):
+        return [wrap(nn.Residual(nn.Sequential([nn.RMSNorm(16), nn.SwiGLU(16, 32), nn.Dropout(0.2)])))]
+
+    plain, again = nn.Stage(block(lambda layer: layer), dtype=dtype), nn.Stage(block(nn.Recompute), dtype=dtype)
+    x, dy = half(dtype, 2, 5, 16), half(dtype, 2, 5, 16)
+    results = []
+    for stage in (plain, again):
+        y, saved = stage.forward(x)
+        results.append((y, stage.backward(dy, saved), stage.gradients.flat))
+    for one, other in zip(*results):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_every_stage_of_a_pipeline_computes_with_its_masters_of_the_last_step(comm, dtype):
+    """Training over all ranks, two stages each, beside the same steps of one model on this rank alone."""
+    schedule, width, steps = interleaved_1f1b(comm.size, 2, 3), 8, 4
+    rng = np.random.default_rng(4)
+    inputs, targets = rng.standard_normal((2, steps, 6, width)).astype(arrays.dtype(dtype))
+
+    def part(number):
+        return [nn.Linear(width, width), nn.Gelu()], number * 2
+
+    stages = [
+        nn.Stage(layers, dtype, seed=5, first=first) for layers, first in map(part, schedule.stages_of(comm.rank))
+    ]
+    whole = nn.Stage([layer for number in range(schedule.stages) for layer in part(number)[0]], dtype, seed=5)
+    optimizer, alone = optim.SGD(stages, lr=2.0), optim.SGD([whole], lr=2.0)
+    start = whole.parameters.flat.copy()
+    losses = []
+    with Pipeline(stages, schedule, comm, loss=nn.mean_squared_error) as pipeline:
+        for x, target in zip(inputs, targets):
+            mine = x if comm.rank == 0 else None, target if comm.rank == comm.size - 1 else None
+            losses.append(pipeline.step(*mine).loss)
+            optimizer.step()
+    expected = []
+    for x, target in zip(inputs, targets):
+        whole.refresh()
+        whole.gradients.flat.fill(0)
+        values = []
+        for rows in (slice(0, 2), slice(2, 4), slice(4, 6)):
+            y, saved = whole.forward(x[rows])
+            value, dy = nn.mean_squared_error(y, target[rows], 1 / 3)
+            whole.backward(dy, saved)
+            values.append(value)
+        alone.step()
+        expected.append(np.mean(values))
+    # half precision rounds alike here and there; what differs is the order of sums of three micro-batches in float32
+    operations = steps * (2 * width * schedule.stages + 6)
+    close(losses, expected, operations, dtype="float32")
+    assert np.abs(whole.parameters.flat - start).max() > 0.05  # far more than a half is rounded by
+    for stage in stages:
+        for name, array in stage.parameters.items():
+            close(array, whole.parameters[name], operations, largest(whole.parameters[name]), what=name)

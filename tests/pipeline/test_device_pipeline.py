@@ -1,0 +1,334 @@
+"""The whole pipeline with stages on a GPU: every way of sending, every precision, mixed devices, and failures."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support import dense
+from support.small_gpt import build as build_on_host
+from support.small_gpt import gradients as gradients_on_host
+from support.small_gpt import parts_of, text
+from support.tolerance import close, close_norm, largest
+from support.training_tolerance import curve, path, roundings
+
+from mpipipe import Mesh, Pipeline, arrays, nn, optim
+from mpipipe.attention import Local
+from mpipipe.comm.transport import gpu_aware
+from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, NonFiniteError
+from mpipipe.models import GPT
+from mpipipe.schedules import gpipe, partition
+from mpipipe.trace import Recorder
+
+SMALL = dict(vocab=32, dim=16, layers=3, heads=4, kv_heads=2, hidden=24, seq=12)
+OPERATIONS = path(GPT(**SMALL), 6 * SMALL["seq"])
+
+
+@pytest.fixture(params=["direct", "staged"])
+def sending(request, gpu, comm, monkeypatch):
+    """Both ways that device memory travels; the emulated device's memory can be handed to any MPI."""
+    if request.param == "direct" and gpu.real and not gpu_aware.detect(comm).direct:
+        pytest.skip("this MPI does not take device memory")
+    monkeypatch.setenv("MPIPIPE_GPU_DIRECT", "1" if request.param == "direct" else "0")
+    return request.param
+
+
+def build(schedule, rank, dtype="float64", device="cuda", **sizes):
+    model = GPT(**{**SMALL, **sizes})
+    layers = model.build(Local(causal=True))
+    parts = partition(model.costs(), schedule.stages)
+    cuts = [parts[number] for number in schedule.stages_of(rank)]
+    return [nn.Stage(layers[start:stop], dtype=dtype, seed=3, first=start, device=device) for start, stop in cuts]
+
+
+def gradients(comm, schedule, rows=6, steps=1, recompute=False, scale=1.0, **options):
+    stages = build(schedule, comm.rank, **options)
+    mine = dense.placed(schedule, comm.rank, *text(rows))
+    with Pipeline(stages, schedule, comm, loss=nn.softmax_cross_entropy, recompute=recompute) as pipeline:
+        for _ in range(steps):
+            result = pipeline.step(*mine, scale=scale)
+    found = {name: arrays.download(stage.gradients[name]) for stage in stages for name in stage.gradients}
+    return found, result
+
+
+def near(found, expected, dtype="float64"):
+    """Two dicts of gradients, of which one may have been computed in this dtype."""
+    half = arrays.is_half(arrays.dtype(dtype))
+    for name in found:
+        close_norm(found[name], expected[name], roundings(GPT(**SMALL)) if half else OPERATIONS, dtype, name)
+
+
+@pytest.mark.parametrize("name, chunks", [("one_f_one_b", 1), ("zero_bubble_h1", 1), ("interleaved_1f1b", 2)])
+def test_gradients_on_the_device_equal_those_on_the_host(gpu, sending, comm, name, chunks):
+    alone = parts_of(comm, 1)
+    expected, loss = gradients_on_host(alone, gpipe(1, 3), rows=6, steps=2, **SMALL, tied=True, dropout=0.25)
+    alone.Free()
+    schedule = dense.build(name, comm.size, chunks, 3)
+    found, result = gradients(comm, schedule, steps=2, tied=True, dropout=0.25)
+    close(result.loss, loss, OPERATIONS)
+    near(found, expected)
+
+
+def test_recomputation_and_two_runs_have_the_same_bits_on_the_device(gpu, sending, comm):
+    schedule = dense.build("one_f_one_b", comm.size, 1, 4)
+    first, _ = gradients(comm, schedule, dtype="float32", dropout=0.25)
+    for recompute in (False, True):
+        again, _ = gradients(comm, schedule, dtype="float32", dropout=0.25, recompute=recompute)
+        assert all(again[key].tobytes() == first[key].tobytes() for key in first)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_low_precision_is_near_double_precision(gpu, comm, dtype, device):
+    """Gradients are float32 whatever the activations are, and carry the scale; the result does not."""
+    schedule = dense.build("one_f_one_b", comm.size, 1, 3)
+    exact, expected = gradients(comm, schedule, device="cpu")
+    found, result = gradients(comm, schedule, dtype=dtype, device=device, scale=1024.0)
+    assert all(array.dtype == np.float32 for array in found.values())
+    near({key: array / 1024 for key, array in found.items()}, exact, dtype)
+    close_norm(result.loss, expected.loss, roundings(GPT(**SMALL)), dtype, "the loss")
+
+
+def test_a_rank_on_the_host_talks_to_a_rank_on_the_device(gpu, sending, comm):
+    schedule = dense.build("one_f_one_b", comm.size, 1, 4)
+    expected, _ = gradients(comm, schedule, device="cpu", tied=True)
+    found, _ = gradients(comm, schedule, device="cuda" if comm.rank % 2 else "cpu", tied=True)
+    near(found, expected)
+
+
+def test_replicas_on_devices_sum_their_gradients(gpu, comm):
+    if comm.size % 2:
+        pytest.skip("needs an even number of ranks")
+
+    def run(device):
+        with Mesh(comm, pipe=comm.size // 2, data=2) as mesh:
+            schedule = gpipe(mesh.pipe.size, 2)
+            stages = build(schedule, mesh.pipe.rank, device=device, dtype="float32")
+            inputs, targets = (part[mesh.data.rank * 2 : mesh.data.rank * 2 + 2] for part in text(4))
+            mine = dense.placed(schedule, mesh.pipe.rank, inputs, targets)
+            options = dict(loss=nn.softmax_cross_entropy, replicas=mesh.replicas)
+            with Pipeline(stages, schedule, mesh.pipe, **options) as pipeline:
+                loss = pipeline.step(*mine).loss
+            return {name: arrays.download(s.gradients[name]) for s in stages for name in s.gradients}, loss
+
+    (found, loss), (expected, expected_loss) = run("cuda"), run("cpu")
+    close(loss, expected_loss, OPERATIONS, dtype="float32")
+    near(found, expected, "float32")
+
+
+def test_training_on_the_device_follows_the_host(gpu, sending, comm):
+    def run(device):
+        schedule = dense.build("one_f_one_b", comm.size, 1, 2)
+        stages = build(schedule, comm.rank, device=device, tied=True)
+        mine = dense.placed(schedule, comm.rank, *text(4))
+        optimizer = optim.AdamW(stages, lr=1e-2)
+        losses = []
+        with Pipeline(stages, schedule, comm, loss=nn.softmax_cross_entropy) as pipeline:
+            for _ in range(3):
+                losses.append(pipeline.step(*mine).loss)
+                optim.clip_by_global_norm(stages, 1.0, comm)
+                optimizer.step()
+            losses.append(pipeline.evaluate(*mine))
+            outputs = pipeline.forward(mine[0])
+        return losses, None if outputs is None else arrays.download(outputs)
+
+    (found, outputs), (expected, expected_outputs) = run("cuda"), run("cpu")
+    growth = curve(GPT(**SMALL), 4, 1e-2)
+    close(found, expected, OPERATIONS, growth * np.abs(expected))
+    assert found[-1] < found[0]
+    if outputs is not None:
+        close(outputs, expected_outputs, OPERATIONS, growth[-1] * largest(expected_outputs))
+
+
+def test_the_host_waits_for_the_device_only_at_the_end_of_a_step(gpu, comm):
+    if gpu.real:
+        pytest.skip("waits are counted on the emulated device only")
+    schedule = dense.build("one_f_one_b", comm.size, 1, 4)
+    stages = build(schedule, comm.rank, dtype="float32")
+    mine = dense.placed(schedule, comm.rank, *text(4))
+    with Pipeline(stages, schedule, comm, loss=nn.softmax_cross_entropy) as pipeline:
+        pipeline.step(*mine)
+        before = len(gpu.synchronisations)
+        pipeline.step(*mine)
+        waits = len(gpu.synchronisations) - before
+    assert waits <= (1 if mine[1] is not None else 0)  # the losses, where they are
+
+
+def test_durations_and_spans_are_those_of_the_device(gpu, comm):
+    schedule = dense.build("one_f_one_b", comm.size, 1, 2)
+    stages = build(schedule, comm.rank, dtype="float32")
+    mine = dense.placed(schedule, comm.rank, *text(4))
+    with Pipeline(stages, schedule, comm, loss=nn.softmax_cross_entropy) as pipeline:
+        pipeline.recorder = Recorder()
+        pipeline.step(*mine)
+        costs = pipeline.durations()
+        assert 0 < pipeline.busy <= pipeline.elapsed
+        names = {span.name for span in pipeline.recorder.spans}
+    assert names == {f"{comm.rank}{op}{m}" for op in "FB" for m in range(2)}
+    assert all(value > 0 for value in costs.forward)
+
+
+class Scaled:
+    """A user's stage on the device: y = factor * x."""
+
+    device = "cuda"
+    gradients = None
+
+    def __init__(self, factor):
+        self.factor = factor
+
+    def forward(self, x):
+        return nn.kernels.of_array(x).scale(x, self.factor), None
+
+    def backward(self, dy, saved):
+        return nn.kernels.of_array(dy).scale(dy, self.factor)
+
+
+def test_a_stage_of_the_user_on_device_arrays(gpu, sending, comm):
+    schedule = gpipe(comm.size, 2)
+    x, target = np.arange(8.0).reshape(4, 2), np.zeros((4, 2))
+    mine = dense.placed(schedule, comm.rank, x, target)
+    mine = [None if part is None else arrays.upload(part) for part in mine]
+    with Pipeline([Scaled(2.0)], schedule, comm, loss=nn.mean_squared_error) as pipeline:
+        result = pipeline.step(*mine, scale=4.0)
+    factor = 2.0**comm.size
+    close(result.loss, np.mean((factor * x) ** 2), x.size)
+    if result.input_grads is not None:
+        found = np.concatenate([arrays.download(part) for part in result.input_grads])
+        close(found, 2 * factor**2 * x / x.size, 4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_loss_that_is_not_finite_ends_the_step_on_every_rank(gpu, comm, dtype):
+    schedule = dense.build("one_f_one_b", comm.size, 1, 2)
+    stages = build(schedule, comm.rank, dtype=dtype)
+    if comm.rank == comm.size - 1:
+        name = list(stages[-1].parameters)[-1]
+        arrays.upload(np.full(stages[-1].parameters[name].shape, np.nan, np.float32), out=stages[-1].parameters[name])
+    mine = dense.placed(schedule, comm.rank, *text(4))
+    pipeline = Pipeline(stages, schedule, comm, loss=nn.softmax_cross_entropy)
+    with pytest.raises(MpipipeError) as caught:
+        pipeline.step(*mine)
+    if comm.rank == comm.size - 1:
+        assert isinstance(caught.value, NonFiniteError) and caught.value.microbatch == 0
+        assert caught.value.stage == comm.size - 1
+
+
+def test_stages_on_two_kinds_of_device_are_refused(gpu, comm):
+    schedule = dense.build("interleaved_1f1b", comm.size, 2, comm.size)
+    parts = [nn.Stage([nn.Gelu()], device=device) for device in ("cpu", "cuda")]
+    with pytest.raises(ArgumentError, match="different devices"):
+        Pipeline(parts, schedule, comm, loss=nn.mean_squared_error)
+
+
+def test_ranks_that_scale_differently_are_told_so(comm):
+    if comm.size < 2:
+        pytest.skip("needs two ranks")
+    schedule = gpipe(comm.size, 2)
+    stages = build_on_host(schedule, comm.rank)
+    mine = dense.placed(schedule, comm.rank, *text(4))
+    with Pipeline(stages, schedule, comm, loss=nn.softmax_cross_entropy) as pipeline:
+        with pytest.raises(MismatchError, match=r"scale 2\.0"):
+            pipeline.step(*mine, scale=2.0 if comm.rank else 1.0)
+        pipeline.step(*mine, scale=2.0)
+
+
+class Same(Scaled):
+    """Hands on what it gets: the output is the received array."""
+
+    def __init__(self):
+        pass
+
+    def forward(self, x):
+        return x, None
+
+    def backward(self, dy, saved):
+        return dy
+
+
+def test_a_stage_may_hand_on_the_very_array_that_it_received(gpu, sending, comm):
+    schedule = gpipe(comm.size, 6)
+    x, target = np.arange(48.0).reshape(12, 4), np.zeros((12, 4))
+    mine = [None if part is None else arrays.upload(part) for part in dense.placed(schedule, comm.rank, x, target)]
+    with Pipeline([Same()], schedule, comm, loss=nn.mean_squared_error) as pipeline:
+        for _ in range(2):
+            close(pipeline.evaluate(*mine), np.mean(x**2), x.size)
+            result, outputs = pipeline.step(*mine), pipeline.forward(mine[0])
+            if outputs is not None:
+                np.testing.assert_array_equal(arrays.download(outputs), x)
+            if result.input_grads is not None:
+                found = np.concatenate([arrays.download(part) for part in result.input_grads])
+                close(found, 2 * x / x.size, 4)
+
+
+def test_a_failure_of_the_device_ends_the_step_on_every_rank(gpu, comm):
+    """A kernel that failed leaves all later events undone for ever."""
+    if gpu.real or comm.size < 2:
+        pytest.skip("a failure cannot be undone on a real device; needs two ranks")
+
+    class Broken(Scaled):
+        def forward(self, x):
+            if self.factor == 1:
+                gpu.machine.put(arrays.stream().queue, "a broken kernel", lambda: 1 / 0)
+                self.factor = 2
+            return super().forward(x)
+
+    schedule = gpipe(comm.size, 2)
+    mine = dense.placed(schedule, comm.rank, np.ones((4, 2)), np.ones((4, 2)))
+    mine = [None if part is None else arrays.upload(part) for part in mine]
+    stage = Broken(1.0) if comm.rank == 0 else Scaled(1.0)
+    pipeline = Pipeline([stage], schedule, comm, loss=nn.mean_squared_error)
+    with pytest.raises((MpipipeError, RuntimeError)):
+        pipeline.step(*mine)
+    assert bool(gpu.expected_error()) == (comm.rank == 0)
+
+
+def refuses(comm, match, stages, loss=nn.mean_squared_error, on_device=True):
+    """The step of these stages ends on every rank, with this report on at least one."""
+    schedule = gpipe(comm.size, 2)
+    mine = dense.placed(schedule, comm.rank, np.ones((4, 2)), np.ones((4, 2)))
+    if on_device:
+        mine = [None if part is None else arrays.upload(part) for part in mine]
+    with pytest.raises(MpipipeError) as caught:
+        Pipeline(stages, schedule, comm, loss=loss).step(*mine)
+    texts = comm.allgather(str(caught.value))
+    assert any(match in text for text in texts), texts
+
+
+class Undeclared(Scaled):
+    device = "cpu"
+
+    def forward(self, x):
+        return arrays.upload(np.ones((2, 2))), None
+
+
+def test_a_device_array_from_a_stage_without_device_is_refused(gpu, comm):
+    if comm.size < 2:
+        pytest.skip("needs two ranks")
+    refuses(comm, "device = 'cuda'", [Undeclared(1.0)], on_device=False)
+
+
+def two_values(output, target):
+    return np.ones(2), output
+
+
+def gradient_on_the_host(output, target):
+    return 1.0, np.zeros(output.shape)
+
+
+@pytest.mark.parametrize("loss, match", [(two_values, "value of a loss"), (gradient_on_the_host, "on cpu")])
+def test_a_loss_that_returns_something_else_is_named(gpu, comm, loss, match):
+    refuses(comm, match, [Scaled(1.0)], loss)
+
+
+def test_a_stage_on_another_gpu_than_the_current_one_is_refused(gpu, comm):
+    stage = nn.Stage([nn.Gelu()], device="cuda", dtype="float64")
+    stage.gpu = 5
+    refuses(comm, "not all on its current GPU", [stage])
+
+
+@pytest.mark.parametrize("scale", [0, float("inf"), float("nan"), None, "2"])
+def test_a_scale_that_is_no_scale_is_refused(comm, scale):
+    schedule = gpipe(comm.size, 2)
+    with Pipeline(build_on_host(schedule, comm.rank), schedule, comm, loss=nn.softmax_cross_entropy) as pipeline:
+        with pytest.raises(ArgumentError, match="scale"):
+            pipeline.step(*dense.placed(schedule, comm.rank, *text(4)), scale=scale)

@@ -1,0 +1,258 @@
+"""Wrong arguments and failures inside a step: every rank raises, none waits, and the text says where and what to do."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support import dense
+from support.tolerance import within
+
+from mpipipe import Pipeline
+from mpipipe.comm import communicators, process
+from mpipipe.comm.group import Group
+from mpipipe.errors import ArgumentError, MismatchError, NonFiniteError, PeerError, ScheduleError, StageError
+from mpipipe.schedules import Action, Schedule, gpipe, interleaved_1f1b, one_f_one_b, zero_bubble_h1
+
+
+def make(comm, schedule, **options):
+    stages = options.pop("stages", None) or dense.model(schedule, comm.rank)
+    return Pipeline(stages, schedule, comm, loss=options.pop("loss", dense.mean_squared), **options)
+
+
+def refuses(comm, kind, match, build):
+    """`build()` raises `kind` with `match` on every rank, and exactly one rank is left to report it."""
+    with pytest.raises(kind, match=match) as caught:
+        build()
+    assert comm.allgather(caught.value.echo).count(False) == 1
+
+
+def test_schedule_for_another_number_of_ranks(comm):
+    refuses(comm, ArgumentError, "another number of ranks", lambda: make(comm, gpipe(comm.size + 1, 2), stages=[None]))
+
+
+def test_wrong_number_of_stages_on_one_rank(comm):
+    schedule = interleaved_1f1b(comm.size, 2, 2)
+    stages = dense.model(schedule, comm.rank)
+    if comm.rank == comm.size - 1:
+        stages = stages[:1]
+    refuses(comm, ArgumentError, "wrong number of stages", lambda: make(comm, schedule, stages=stages))
+
+
+def test_a_refused_pipeline_leaves_no_communicator_behind(comm, monkeypatch):
+    """MPICH has 2 046 of them."""
+    made, freed = [], []
+
+    def duplicate(of):
+        made.append(original(of))
+        return made[-1]
+
+    original = communicators.duplicate
+    monkeypatch.setattr(communicators, "duplicate", duplicate)
+    monkeypatch.setattr(Group, "close", lambda group, close=Group.close: freed.append(group.comm) or close(group))
+    schedule = gpipe(comm.size, 2)
+    for stages in ([], [None], dense.model(schedule, comm.rank) if comm.rank else [object()]):
+        refuses(comm, ArgumentError, "stage", lambda stages=stages: Pipeline(stages, schedule, comm))
+    assert len(made) == 3 and freed == made and all(group.comm not in made for group in process.here().groups)
+
+
+def test_stage_without_the_methods_that_the_schedule_needs(comm):
+    class OnlyFull:
+        forward = backward = staticmethod(lambda *a: None)
+
+    refuses(
+        comm,
+        ArgumentError,
+        "backward_input, backward_weight",
+        lambda: make(comm, zero_bubble_h1(comm.size, 2), stages=[OnlyFull()]),
+    )
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("other", [lambda p: gpipe(p, 4), lambda p: one_f_one_b(p, 3)])
+def test_ranks_with_different_schedules_or_micro_batches(comm, other):
+    schedule = other(comm.size) if comm.rank == 1 else one_f_one_b(comm.size, 4)
+    refuses(comm, MismatchError, "different pipelines", lambda: make(comm, schedule))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_that_differ_in_recomputation(comm):
+    refuses(comm, MismatchError, "recompute True", lambda: make(comm, gpipe(comm.size, 2), recompute=comm.rank == 1))
+
+
+def test_schedule_that_would_deadlock_is_refused_with_the_grid(comm):
+    good = one_f_one_b(comm.size, 2)
+    swapped = tuple(order[::-1] for order in good.orders)
+    refuses(comm, ScheduleError, "0B1", lambda: make(comm, Schedule("backwards", good.placement, 2, swapped)))
+
+
+def test_schedule_with_a_missing_action(comm):
+    good = gpipe(comm.size, 2)
+    orders = (good.orders[0][:-1], *good.orders[1:])
+    refuses(comm, ScheduleError, "0B1", lambda: make(comm, Schedule("short", good.placement, 2, orders)))
+    assert str(Action(0, "B", 1)) == "0B1"
+
+
+WRONG_CALLS = [
+    ("inputs are missing", lambda first, last, x, t: (None, t if last else None)),
+    ("targets are missing", lambda first, last, x, t: (x if first else None, None)),
+    ("fewer rows|smaller than", lambda first, last, x, t: (x[:2] if first else None, t[:2] if last else None)),
+    ("not C-contiguous", lambda first, last, x, t: (np.asfortranarray(x) if first else None, t if last else None)),
+    ("object array", lambda first, last, x, t: (x.astype(object) if first else None, t if last else None)),
+    ("neither an array", lambda first, last, x, t: ("text" if first else None, t if last else None)),
+    ("wrong length", lambda first, last, x, t: ([x] if first else None, t if last else None)),
+    ("rows", lambda first, last, x, t: (x[:5] if first else None, t if last else None)),
+]
+
+
+@pytest.mark.parametrize("match, arguments", WRONG_CALLS, ids=[match for match, _ in WRONG_CALLS])
+def test_wrong_arguments_raise_everywhere_and_the_pipeline_lives_on(comm, match, arguments):
+    schedule = one_f_one_b(comm.size, 3)
+    x, t = dense.batch(6, schedule.stages)
+    first, last = schedule.placement[0] == comm.rank, schedule.placement[-1] == comm.rank
+    with make(comm, schedule) as pipeline:
+        for _ in range(2):
+            refuses(comm, ArgumentError, match, lambda: pipeline.step(*arguments(first, last, x, t)))
+        result = pipeline.step(*dense.placed(schedule, comm.rank, x, t))
+        within(result.loss, dense.reference(schedule.stages, x, t)[0], dense.bounds(schedule.stages, x, t)[0], "loss")
+
+
+@pytest.mark.mpi(min_size=2)
+def test_an_error_of_all_ranks_that_only_some_handle_leaves_nobody_waiting(comm):
+    """Rank 0 leaves the block with it, the others go on: they call different things, and are told."""
+    schedule = one_f_one_b(comm.size, 3)
+    x, t = dense.placed(schedule, comm.rank, *dense.batch(6, schedule.stages))
+    short = x[:2] if x is not None else None
+    if comm.rank == 0:
+        with pytest.raises(ArgumentError, match="smaller than"):
+            with make(comm, schedule) as pipeline:
+                pipeline.step(short, t)
+    else:
+        with pytest.raises((MismatchError, PeerError)):
+            with make(comm, schedule) as pipeline:
+                with pytest.raises(ArgumentError, match="smaller than"):
+                    pipeline.step(short, t)
+                pipeline.step(x, t)
+    comm.Barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_inputs_on_the_wrong_rank(comm):
+    schedule = one_f_one_b(comm.size, 3)
+    x, t = dense.batch(6, schedule.stages)
+    with make(comm, schedule) as pipeline:
+        last = comm.rank == comm.size - 1
+        refuses(comm, ArgumentError, "wrong rank", lambda: pipeline.step(x, t if last else None))
+
+
+def test_no_loss_on_the_last_rank(comm):
+    schedule = gpipe(comm.size, 2)
+    x, t = dense.batch(2, schedule.stages)
+    with Pipeline(dense.model(schedule, comm.rank), schedule, comm) as pipeline:
+        refuses(comm, ArgumentError, "no loss", lambda: pipeline.step(*dense.placed(schedule, comm.rank, x, t)))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_that_call_different_methods(comm):
+    schedule = gpipe(comm.size, 2)
+    x, t = dense.batch(2, schedule.stages)
+    with make(comm, schedule) as pipeline:
+        mine = dense.placed(schedule, comm.rank, x, t)
+        call = pipeline.evaluate if comm.rank == 1 else pipeline.step
+        refuses(comm, MismatchError, "different methods", lambda: call(*mine))
+
+
+class Fails(dense.TanhStage):
+    def backward_input(self, dy, saved):
+        raise ValueError("wet paint")
+
+
+def fails_inside(comm, schedule, kind, match, where, **options):
+    """One rank raises `kind`, the others PeerError with its text, and the pipeline refuses further work."""
+    x, t = dense.batch(40_000, schedule.stages)
+    pipeline = make(comm, schedule, **options)
+    error = None
+    try:
+        pipeline.step(*dense.placed(schedule, comm.rank, x, t))
+    except (kind, PeerError) as caught:
+        error = caught
+    assert error is not None
+    assert isinstance(error, kind if comm.rank == where else PeerError)
+    assert match in str(error)
+    assert error.echo is (comm.rank != where)
+    if comm.rank == where:
+        assert error.rank == where and error.stage == where and error.microbatch is not None
+    with pytest.raises(ArgumentError, match="failed"):
+        pipeline.step(None, None)
+    pipeline.close()
+
+
+def test_exception_in_a_backward_reaches_every_rank(comm):
+    schedule = one_f_one_b(comm.size, 4)
+    where = comm.size // 2
+    extents = dense.widths(schedule.stages)
+    stages = [(Fails if comm.rank == where else dense.TanhStage)(comm.rank, *extents[comm.rank : comm.rank + 2])]
+    fails_inside(comm, schedule, StageError, "ValueError: wet paint", where, stages=stages)
+
+
+def test_loss_that_is_not_a_number_names_its_micro_batch(comm):
+    schedule = one_f_one_b(comm.size, 4)
+
+    def loss(output, target):
+        value, gradient = dense.mean_squared(output, target)
+        return value * np.nan, gradient
+
+    fails_inside(comm, schedule, NonFiniteError, "the loss is not finite", comm.size - 1, loss=loss)
+
+
+def test_input_gradient_of_a_wrong_dtype(comm):
+    schedule = one_f_one_b(comm.size, 2)
+
+    class Half(dense.TanhStage):
+        def backward_input(self, dy, saved):
+            dx, pending = super().backward_input(dy, saved)
+            return dx.astype(np.float32), pending
+
+    last = comm.size - 1
+    if last == 0:
+        pytest.skip("needs an edge")
+    extents = dense.widths(schedule.stages)
+    stages = [(Half if comm.rank == last else dense.TanhStage)(comm.rank, *extents[comm.rank : comm.rank + 2])]
+    fails_inside(comm, schedule, ArgumentError, "float32", last, stages=stages)
+
+
+def test_output_whose_shape_does_not_follow_from_the_input_shapes(comm):
+    if comm.size == 1:
+        pytest.skip("needs an edge")
+
+    class Moody:
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return (x[:, :1].copy() if self.calls > 2 else x.copy()), x.shape
+
+        def backward(self, dy, shape):
+            return np.zeros(shape)
+
+    class Calm(Moody):
+        def forward(self, x):
+            return x.copy(), x.shape
+
+    schedule = gpipe(comm.size, 2)
+    stages = [Moody() if comm.rank == 0 else Calm()]
+    x = t = np.ones((4, 3))
+    pipeline = make(comm, schedule, stages=stages, loss=lambda y, t: (1.0, np.ones_like(y)))
+    mine = dense.placed(schedule, comm.rank, x, t)
+    pipeline.step(*mine)
+    with pytest.raises((ArgumentError, PeerError), match="depends on more than the shapes"):
+        pipeline.step(*mine)
+
+
+def test_error_outside_a_step_but_inside_the_block_is_told_to_waiting_peers(comm):
+    schedule = gpipe(comm.size, 2)
+    x, t = dense.batch(2, schedule.stages)
+    with pytest.raises((KeyError, PeerError), match="lost"):
+        with make(comm, schedule) as pipeline:
+            if comm.rank == 0:
+                raise KeyError("lost")
+            pipeline.step(*dense.placed(schedule, comm.rank, x, t))

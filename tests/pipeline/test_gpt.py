@@ -1,0 +1,205 @@
+"""A real GPT through the pipeline: the same bits however it is cut, and the derivatives of an independent model."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support import dense, reference_gpt
+from support.small_gpt import MODEL, build, gradients, parts_of, text
+from support.tolerance import close, largest
+from support.training_tolerance import path
+
+from mpipipe import Mesh, Pipeline, nn, optim
+from mpipipe.attention import Layout, Ring
+from mpipipe.models import GPT
+from mpipipe.schedules import gpipe, partition
+
+CUTS = [  # schedule, ranks, chunks
+    ("gpipe", 1, 1), ("one_f_one_b", 1, 1), ("zero_bubble_h1", 1, 1), ("interleaved_1f1b", 1, 2), ("looped_bfs", 1, 3),
+    ("gpipe", 2, 1), ("one_f_one_b", 2, 1), ("zero_bubble_h1", 2, 1), ("interleaved_1f1b", 2, 2), ("looped_bfs", 2, 2),
+    ("interleaved_1f1b", 2, 3), ("looped_bfs", 2, 3),
+    ("gpipe", 4, 1), ("one_f_one_b", 4, 1), ("zero_bubble_h1", 4, 1), ("interleaved_1f1b", 4, 2), ("looped_bfs", 4, 2),
+    ("interleaved_1f1b", 4, 3), ("looped_bfs", 4, 3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("microbatches", [1, 3, 8])
+@pytest.mark.parametrize("tied, dropout", [(False, 0.0), (True, 0.25)])
+def test_gradients_have_the_same_bits_for_every_schedule_and_every_cut(comm, microbatches, tied, dropout, dtype):
+    options = dict(tied=tied, dropout=dropout, dtype=dtype)
+    alone = parts_of(comm, 1)
+    expected, loss = gradients(alone, gpipe(1, microbatches), steps=2, **options)
+    alone.Free()
+    for name, ranks, chunks in CUTS:
+        if comm.size % ranks:
+            continue
+        group = parts_of(comm, ranks)
+        for recompute in (False, True):
+            schedule = dense.build(name, ranks, chunks, microbatches)
+            found, found_loss = gradients(group, schedule, steps=2, recompute=recompute, **options)
+            assert found_loss == loss
+            for key, gradient in found.items():
+                assert gradient.tobytes() == expected[key].tobytes(), (name, ranks, chunks, recompute, key)
+        group.Free()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradients_equal_the_derivatives_of_an_independent_model(comm, tied):
+    """Along random directions, one for each parameter array and some through all of them."""
+    schedule = dense.build("interleaved_1f1b", comm.size, 3 if comm.size == 4 else 2, 4)
+    stages = build(schedule, comm.rank, tied=tied)
+    parameters = {name: stage.parameters[name].copy() for stage in stages for name in stage.parameters}
+    found, loss = gradients(comm, schedule, tied=tied)
+    everything: list = [{}, {}]
+    for values, grads in comm.allgather((parameters, found)):
+        everything[0].update(values)
+        everything[1].update(grads)
+    parameters, found = everything
+    model = GPT(**MODEL, tied=tied)
+    tokens, targets = text(9)
+    operations = path(model, tokens.size)
+    close(reference_gpt.loss(parameters, model, tokens, targets), loss, operations)
+    rng = np.random.default_rng(0)
+    head = f"{1 + 2 * model.layers}.1.weight"
+    choices = [[name] for name in parameters] + [list(parameters)] * 3
+    for names in choices[comm.rank :: comm.size]:
+        direction = {name: rng.normal(size=parameters[name].shape) for name in names}
+        if tied:  # one matrix in two places moves as one
+            shared = direction.get("0.weight", direction.get(head))
+            if shared is not None:
+                direction["0.weight"] = direction[head] = shared
+        once = [name for name in direction if not (tied and name == head)]
+        predicted = sum(np.vdot(found[name], direction[name]) for name in once)
+        size = sum(np.abs(found[name] * direction[name]).sum() for name in once)
+        exact = reference_gpt.derivative(parameters, model, tokens, targets, direction)
+        close(predicted, exact, operations, size, what=str(names))
+
+
+def test_tied_copies_stay_equal_while_training(comm):
+    schedule = dense.build("one_f_one_b", comm.size, 1, 4)
+    stages = build(schedule, comm.rank, tied=True, layers=6, dtype="float32")
+    mine = dense.placed(schedule, comm.rank, *text(8))
+    optimizer = optim.AdamW(stages, lr=1e-2)
+    with Pipeline(stages, schedule, comm, loss=nn.softmax_cross_entropy) as pipeline:
+        for _ in range(4):
+            loss = pipeline.step(*mine).loss
+            optim.clip_by_global_norm(stages, 1.0, comm)
+            optimizer.step()
+        assert pipeline.step(*mine).loss < loss
+    copies = [stage.parameters[name] for stage in stages for names in stage.ties.values() for name in names]
+    everyone = [copy for part in comm.allgather(copies) for copy in part]
+    assert len(everyone) == 2
+    assert everyone[0].tobytes() == everyone[1].tobytes()
+
+
+def test_norm_counts_tied_parameters_once_and_every_stage(comm):
+    schedule = dense.build("one_f_one_b", comm.size, 1, 2)
+    stages = build(schedule, comm.rank, tied=True)
+    mine = dense.placed(schedule, comm.rank, *text(4))
+    with Pipeline(stages, schedule, comm, loss=nn.softmax_cross_entropy) as pipeline:
+        pipeline.step(*mine)
+    everything = {}
+    for part in comm.allgather({name: stage.gradients[name] for stage in stages for name in stage.gradients}):
+        everything.update(part)
+    del everything[f"{1 + 2 * MODEL['layers']}.1.weight"]  # the head's copy
+    expected = np.sqrt(sum(np.sum(gradient.astype(float) ** 2) for gradient in everything.values()))
+    numbers = sum(gradient.size for gradient in everything.values())
+    before = [stage.gradients.flat.copy() for stage in stages]
+    close(optim.clip_by_global_norm(stages, expected / 2, comm), expected, numbers)
+    for stage, gradient in zip(stages, before):
+        close(stage.gradients.flat, gradient / 2, numbers)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_replicas_with_different_dropout_and_one_update(comm):
+    """Data parallel: gradients are the same bits on all replicas, though each dropped other values."""
+    alone = parts_of(comm, 1)
+    schedule = gpipe(1, 2)
+    stages = build(schedule, 0, dropout=0.5)
+    with Pipeline(stages, schedule, alone, loss=nn.softmax_cross_entropy, replicas=comm) as pipeline:
+        losses = pipeline.step(*text(4)).losses
+    assert len({tuple(other) for other in comm.allgather(losses)}) == comm.size
+    assert len(set(comm.allgather(stages[0].gradients.flat.tobytes()))) == 1
+    alone.Free()
+
+
+@pytest.mark.parametrize("synchronous", [0, 1])
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
+def test_sequences_sharded_inside_pipeline_stages_give_the_dense_gradients(comm, monkeypatch, layout, synchronous):
+    """pipe x seq = 2 x 2 on four ranks: a ring inside each stage, and two pipelines through the shards."""
+    monkeypatch.setenv("MPIPIPE_SYNC_SENDS", str(synchronous))
+    alone = parts_of(comm, 1)
+    expected, loss = gradients(alone, gpipe(1, 3))
+    alone.Free()
+    with Mesh(comm, pipe=comm.size // 2 or 1, seq=min(2, comm.size)) as mesh:
+        check_sharded(mesh, layout, expected, loss)
+
+
+@pytest.mark.mpi(min_size=4)
+def test_disjoint_rings_side_by_side(subcomm):
+    """data x seq = 2 x 2: two rings at once, whose gradients add up to those of the whole batch."""
+    comm = subcomm(4)
+    if comm is None:
+        return
+    alone = parts_of(comm, 1)
+    expected, loss = gradients(alone, gpipe(1, 3), rows=8)
+    alone.Free()
+    with Mesh(comm, seq=2) as mesh:
+        check_sharded(mesh, "zigzag", expected, loss, rows=8)
+
+
+def check_sharded(mesh, kind, expected, loss, rows=9):
+    """One step on sharded sequences has this loss and these gradients."""
+    schedule = dense.build("interleaved_1f1b", mesh.pipe.size, 2, 3)
+    layout = Layout(kind, mesh.seq.size, MODEL["seq"])
+    ring = Ring(mesh.seq, layout=kind)
+    stages = build(schedule, mesh.pipe.rank, attend=ring, positions=layout.positions(mesh.seq.rank))
+    share = rows // mesh.data.size
+    mine = [
+        layout.shard(array[mesh.data.rank * share : (mesh.data.rank + 1) * share], mesh.seq.rank)
+        for array in text(rows)
+    ]
+    options = dict(loss=nn.softmax_cross_entropy, replicas=mesh.replicas)
+    with Pipeline(stages, schedule, mesh.pipe, **options) as pipeline:
+        for _ in range(2):
+            found = pipeline.step(*dense.placed(schedule, mesh.pipe.rank, *mine)).loss
+    operations = path(GPT(**MODEL), rows * MODEL["seq"])
+    close(found, loss, operations)
+    for stage in stages:
+        for name in stage.gradients:
+            close(stage.gradients[name], expected[name], operations, largest(expected[name]), what=name)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_many_copies_of_one_parameter_have_the_same_bits_for_every_cut(comm, chunks):
+    """The sum over five tied copies is taken in the order of the stages, wherever they lie."""
+    x, t = np.random.default_rng(0).normal(size=(2, 6, 8)).astype(np.float32)
+
+    def run(group, schedule):
+        layers = [nn.Linear(8, 8, bias=False, tie="w" if number % 5 < 3 else None) for number in range(12)]
+        parts = partition([1] * 12, schedule.stages)
+        cuts = [parts[number] for number in schedule.stages_of(group.rank)]
+        stages = [nn.Stage(layers[start:stop], first=start, seed=1) for start, stop in cuts]
+        with Pipeline(stages, schedule, group, loss=nn.mean_squared_error) as pipeline:
+            pipeline.step(*dense.placed(schedule, group.rank, x, t))
+        return {name: stage.gradients[name].tobytes() for stage in stages for name in stage.gradients}
+
+    alone = parts_of(comm, 1)
+    expected = run(alone, gpipe(1, 3))
+    alone.Free()
+    found = run(comm, dense.build("looped_bfs", comm.size, chunks, 3))
+    assert found == {name: expected[name] for name in found}
+
+
+def test_dropout_is_off_in_evaluate_and_forward(comm):
+    schedule = dense.build("one_f_one_b", comm.size, 1, 3)
+    mine = dense.placed(schedule, comm.rank, *text(6))
+    values = []
+    for dropout in (0.0, 0.5):
+        stages = build(schedule, comm.rank, dropout=dropout)
+        with Pipeline(stages, schedule, comm, loss=nn.softmax_cross_entropy) as pipeline:
+            before = pipeline.evaluate(*mine)
+            trained = pipeline.step(*mine).loss
+            values.append((before, pipeline.evaluate(*mine), trained))
+    assert values[0][:2] == values[1][:2] and values[0][2] != values[1][2]

@@ -1,0 +1,162 @@
+"""The user's arrays: never written to, of any subclass of ndarray, and refused where a part of them would be lost."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mpipipe import Pipeline, nn
+from mpipipe.comm.transport.sendable import check_sendable
+from mpipipe.errors import ArgumentError, StageError
+from mpipipe.schedules import one_f_one_b
+
+ROWS, DIM = 8, 4
+
+
+class Same:
+    """A stage that hands its input on."""
+
+    def forward(self, x):
+        return x, None
+
+    def backward(self, dy, saved):
+        return dy
+
+
+class Writing(Same):
+    """A stage that changes its input."""
+
+    def forward(self, x):
+        (next(iter(x.values())) if isinstance(x, dict) else x[0] if isinstance(x, tuple) else x)[...] = 0
+        return x, None
+
+
+def placed(comm, inputs, targets):
+    return (inputs if comm.rank == 0 else None), (targets if comm.rank == comm.size - 1 else None)
+
+
+@pytest.mark.parametrize("shape", ["array", "tuple", "dict", "list"])
+def test_a_stage_that_writes_to_its_input_raises_and_the_users_array_stays(comm, shape):
+    array = np.ones((ROWS, DIM))
+    batch = {"array": array, "tuple": (array, array), "dict": {"x": array}, "list": [array[:4], array[4:]]}[shape]
+    stages = [Writing() if comm.rank == 0 else Same()]
+    pipeline = Pipeline(stages, one_f_one_b(comm.size, 2), comm)
+    with pytest.raises(Exception, match="read-only") as caught:
+        pipeline.forward(placed(comm, batch, None)[0])
+    if comm.rank == 0:
+        assert isinstance(caught.value, StageError) and caught.value.stage == 0 and caught.value.microbatch == 0
+    assert array.min() == 1 and array.flags.writeable
+
+
+def test_a_loss_that_writes_to_its_targets_raises_and_the_users_array_stays(comm):
+    def loss(output, target):
+        target -= output
+        return 0.0, output
+
+    targets = np.ones((ROWS, DIM))
+    pipeline = Pipeline([Same()], one_f_one_b(comm.size, 2), comm, loss=loss)
+    with pytest.raises(Exception, match="read-only"):
+        pipeline.step(*placed(comm, np.ones((ROWS, DIM)), targets))
+    assert targets.min() == 1 and targets.flags.writeable
+
+
+def memmap(array, folder):
+    mapped = np.memmap(folder / "map", array.dtype, "w+", shape=array.shape)
+    mapped[...] = array
+    return mapped
+
+
+def matrix(array, _):
+    return np.asmatrix(array)
+
+
+def recarray(array, _):
+    return array.view(np.recarray)
+
+
+@pytest.mark.filterwarnings("ignore:the matrix subclass")
+@pytest.mark.parametrize("make", [memmap, matrix, recarray])
+@pytest.mark.parametrize("listed", [False, True])
+def test_subclasses_of_ndarray_train_as_arrays_do(comm, tmp_path, make, listed):
+    array = np.random.default_rng(0).normal(size=(ROWS, DIM))
+    kinds = []
+
+    class Looking(Same):
+        def forward(self, x):
+            kinds.append(type(x))
+            return x * np.array(2.0), None  # a matrix has another product
+
+        def backward(self, dy, saved):
+            return dy * 2.0
+
+    def loss(output, target):
+        kinds.extend((type(output), type(target)))
+        return float(((output - target) ** 2).mean()), np.asarray(2 * (output - target) / output.size)
+
+    results = []
+    with Pipeline([Looking()], one_f_one_b(comm.size, 2), comm, loss=loss) as pipeline:
+        for batch in (array, make(array, tmp_path)):
+            batch = [batch[:4], batch[4:]] if listed else batch
+            results.append(pipeline.step(*placed(comm, batch, batch)))
+    assert set(kinds) == {np.ndarray}
+    assert results[0].losses == results[1].losses
+    for one, other in zip(results[0].input_grads or [], results[1].input_grads or [], strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.filterwarnings("ignore:the matrix subclass")
+def test_a_subclass_of_ndarray_goes_through_a_stage_as_an_array():
+    stage = nn.Stage([nn.Linear(DIM, DIM)], dtype="float64")
+    array = np.random.default_rng(0).normal(size=(ROWS, DIM))
+    found, _ = stage.forward(np.asmatrix(array))
+    assert type(found) is np.ndarray
+    np.testing.assert_array_equal(found, stage.forward(array)[0])
+
+
+def masked():
+    return np.ma.masked_greater(np.arange(ROWS * DIM, dtype=float).reshape(ROWS, DIM), 7)
+
+
+@pytest.mark.parametrize("where", ["inputs", "targets", "list"])
+def test_masked_arrays_are_refused_on_every_rank(comm, where):
+    inputs = targets = np.ones((ROWS, DIM))
+    if where == "targets":
+        targets = masked()
+    else:
+        inputs = [masked()[:4], masked()[4:]] if where == "list" else masked()
+    with Pipeline([Same()], one_f_one_b(comm.size, 2), comm, loss=nn.mean_squared_error) as pipeline:
+        with pytest.raises(ArgumentError, match="mask would be lost") as caught:
+            pipeline.step(*placed(comm, inputs, targets))
+        assert "filled" in caught.value.remedy
+        pipeline.step(*placed(comm, np.ones((ROWS, DIM)), np.ones((ROWS, DIM))))  # nothing is broken
+
+
+def test_masked_arrays_are_refused_by_a_stage():
+    with pytest.raises(ArgumentError, match="mask would be lost"):
+        nn.Stage([nn.Linear(DIM, DIM)], dtype="float64").forward(masked())
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_masked_output_is_refused_by_the_sender_in_every_step(comm):
+    class Masking(Same):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return (np.ma.masked_array(x) if comm.rank == 0 and self.calls > 2 else x * 1.0), None
+
+    pipeline = Pipeline([Masking()], one_f_one_b(comm.size, 2), comm)
+    pipeline.forward(np.ones((ROWS, DIM)) if comm.rank == 0 else None)
+    with pytest.raises(Exception, match="mask would be lost"):
+        pipeline.forward(np.ones((ROWS, DIM)) if comm.rank == 0 else None)
+
+
+@pytest.mark.parametrize("kind", [[("a", "f4"), ("b", "i4")], "V8", "U3", "S3"])
+def test_records_and_text_are_refused_by_the_sender(comm, kind):
+    array = np.zeros((ROWS, DIM), kind)
+    with pytest.raises(ArgumentError, match="records or text") as caught:
+        check_sendable(array)
+    assert str(array.dtype) in caught.value.found
+    with Pipeline([Same()], one_f_one_b(comm.size, 2), comm) as pipeline:
+        with pytest.raises(ArgumentError, match="records or text"):
+            pipeline.forward(array if comm.rank == 0 else None)

@@ -1,0 +1,414 @@
+"""The pipeline on real ranks against the dense model on one process, in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support import dense
+from support.received_inputs import check_weight_gradients_from_received_inputs
+from support.tolerance import close, largest, within
+
+from mpipipe import Pipeline, trace
+from mpipipe.errors import ArgumentError, MpipipeError
+from mpipipe.schedules import from_csv, gpipe, interleaved_1f1b, one_f_one_b, simulate
+
+
+def run(comm, schedule, rows, steps=1, **options):
+    """`steps` steps of the dense model; checks everything against the reference and returns (pipeline facts)."""
+    inputs, targets = dense.batch(rows, schedule.stages)
+    loss, gradients, dx, output = dense.reference(schedule.stages, inputs, targets)
+    allowed = dense.bounds(schedule.stages, inputs, targets)
+    stages = dense.model(schedule, comm.rank)
+    mine = dense.placed(schedule, comm.rank, inputs, targets)
+    with Pipeline(stages, schedule, comm, loss=dense.mean_squared, **options) as pipeline:
+        for _ in range(steps):
+            for stage in stages:
+                stage.gradient.fill(0)
+            result = pipeline.step(*mine)
+            within(result.loss, loss, allowed[0], "loss")
+            for stage, number in zip(stages, schedule.stages_of(comm.rank)):
+                within(stage.gradient, gradients[number], allowed[1][number], f"gradient of stage {number}")
+        if mine[0] is not None:
+            within(np.concatenate(result.input_grads), dx, allowed[2], "input gradient")
+        else:
+            assert result.input_grads is None
+        assert len(result.losses) == schedule.microbatches
+        within(pipeline.evaluate(*mine), loss, allowed[0], "loss")
+        produced = pipeline.forward(mine[0])
+        if mine[1] is not None:
+            within(produced, output, allowed[3], "output")
+        else:
+            assert produced is None
+        return pipeline.peak_activations
+
+
+@pytest.mark.parametrize("synchronous", [0, 1])
+@pytest.mark.parametrize("microbatches", [1, 3, 8])
+@pytest.mark.parametrize("name, chunks", dense.CASES)
+def test_every_schedule_equals_the_dense_model(comm, monkeypatch, name, chunks, microbatches, synchronous):
+    monkeypatch.setenv("MPIPIPE_SYNC_SENDS", str(synchronous))
+    schedule = dense.build(name, comm.size, chunks, microbatches)
+    peak = run(comm, schedule, rows=11, steps=2)
+    assert peak == simulate(schedule).peak_activations[comm.rank]
+
+
+def test_recomputation_gives_the_same_gradients(comm):
+    run(comm, interleaved_1f1b(comm.size, 2, 5), rows=10, recompute=True)
+
+
+@pytest.mark.mpi(min_size=4)
+def test_measured_peaks_are_the_published_ones(subcomm):
+    comm = subcomm(4)
+    if comm is None:
+        return
+    assert comm.allgather(run(comm, one_f_one_b(4, 8), rows=8)) == [4, 3, 2, 1]
+    assert comm.allgather(run(comm, interleaved_1f1b(4, 2, 8), rows=8)) == [11, 9, 7, 5]
+    assert comm.allgather(run(comm, gpipe(4, 8), rows=8)) == [8, 8, 8, 8]
+
+
+def test_schedule_from_a_csv_file_runs_unchanged(comm):
+    schedule = from_csv(one_f_one_b(comm.size, 3).to_csv())
+    run(comm, schedule, rows=7)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_v_shaped_placement_runs(subcomm):
+    """Rank 0 holds stages 0 and 3, rank 1 stages 1 and 2: neighbours on one rank hand arrays over without MPI."""
+    comm = subcomm(2)
+    if comm is None:
+        return
+    rows = ["0F0,0F1,3F0,3B0,3F1,3B1,0B0,0B1", "1F0,2F0,1F1,2F1,2B0,1B0,2B1,1B1"]
+    schedule = from_csv("\n".join(rows) + "\n")
+    assert schedule.placement == (0, 1, 1, 0)
+    run(comm, schedule, rows=5)
+
+
+@pytest.mark.parametrize("name, chunks", dense.CASES)
+def test_messages_of_a_megabyte_and_artificial_tag_limits(comm, monkeypatch, name, chunks):
+    monkeypatch.setenv("MPIPIPE_SYNC_SENDS", "1")
+    monkeypatch.setenv("MPIPIPE_TAG_UB", "7")  # several channels
+    schedule = dense.build(name, comm.size, chunks, 4)
+    run(comm, schedule, rows=4 * 40_000)
+
+
+def test_two_pipelines_and_user_traffic_on_one_communicator(comm):
+    """Interleaved calls of two pipelines, with messages of the user under the same tags in flight."""
+    schedule = one_f_one_b(comm.size, 3)
+    inputs, targets = dense.batch(6, schedule.stages)
+    loss, gradients, _, _ = dense.reference(schedule.stages, inputs, targets)
+    allowed = dense.bounds(schedule.stages, inputs, targets)
+    mine = dense.placed(schedule, comm.rank, inputs, targets)
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    arriving = np.zeros((8, 20_000))
+    receives = [comm.Irecv(arriving[tag], left, tag) for tag in range(8)]
+    with (
+        Pipeline(dense.model(schedule, comm.rank), schedule, comm, loss=dense.mean_squared) as one,
+        Pipeline(dense.model(schedule, comm.rank), schedule, comm, loss=dense.mean_squared) as two,
+    ):
+        sends = [comm.Isend(np.full(20_000, 10.0 * comm.rank + tag), right, tag) for tag in range(8)]
+        for pipeline in (one, two, one):
+            pipeline.stages[0].gradient.fill(0)
+            within(pipeline.step(*mine).loss, loss, allowed[0], "loss")
+            within(pipeline.stages[0].gradient, gradients[comm.rank], allowed[1][comm.rank], "gradient")
+    for request in (*receives, *sends):
+        request.Wait()
+    np.testing.assert_array_equal(arriving[:, 0], 10.0 * left + np.arange(8))
+
+
+def test_disjoint_subcommunicators_run_different_pipelines(comm):
+    """Even and odd ranks form pipelines of different schedules and sizes at the same time."""
+    half = comm.Split(comm.rank % 2, comm.rank)
+    if comm.rank % 2:
+        run(half, gpipe(half.size, 2), rows=4)
+    else:
+        run(half, interleaved_1f1b(half.size, 2, 3), rows=9)
+    half.Free()
+
+
+def test_replicas_sum_to_the_gradient_of_the_big_batch(comm):
+    """Every rank is a replica with a batch of its own size; rows weigh equally wherever they are."""
+
+    class Flat:
+        def __init__(self, array):
+            self.flat = array.reshape(-1)
+
+    rows = 2 + comm.rank
+    inputs, targets = dense.batch(sum(2 + rank for rank in range(comm.size)), 1)
+    start = sum(2 + rank for rank in range(comm.rank))
+    loss, gradients, _, _ = dense.reference(1, inputs, targets)
+    alone = comm.Split(comm.rank, 0)
+    schedule = gpipe(1, 2)
+    stages = dense.model(schedule, 0)
+    stages[0].gradients = Flat(stages[0].gradient)
+    with Pipeline(stages, schedule, alone, loss=dense.mean_squared, replicas=comm) as pipeline:
+        result = pipeline.step(inputs[start : start + rows], targets[start : start + rows])
+    allowed = dense.bounds(1, inputs, targets)
+    within(result.loss, loss, allowed[0], "loss")
+    within(stages[0].gradient, gradients[0], allowed[1][0], "gradient")
+    alone.Free()
+
+
+def test_all_reduce_starts_while_other_stages_still_compute(comm):
+    """With two chunks per rank, the sum of the later chunk is under way before the earlier chunk's last backward."""
+    alone = comm.Split(comm.rank, 0)
+    schedule = interleaved_1f1b(1, 2, 3)
+    stages = dense.model(schedule, 0)
+    for stage in stages:
+        stage.gradients = type("Flat", (), {"flat": stage.gradient.reshape(-1)})
+    inputs, targets = dense.batch(6, 2)
+    with Pipeline(stages, schedule, alone, loss=dense.mean_squared, replicas=comm) as pipeline:
+        pipeline.recorder = trace.Recorder()
+        pipeline.step(inputs, targets)
+        names = [span.name for span in pipeline.recorder.spans]
+    if comm.size > 1:
+        assert names.index("all-reduce 1") < names.index("0B2") < names.index("all-reduce 0")
+    alone.Free()
+
+
+def test_micro_batches_of_different_shapes(comm):
+    """Sequence lengths differ between the micro-batches of a step, and from step to step."""
+    schedule = one_f_one_b(comm.size, 3)
+    stages = dense.model(schedule, comm.rank)
+    extents = dense.widths(schedule.stages)
+    with Pipeline(stages, schedule, comm, loss=dense.mean_squared) as pipeline:
+        for lengths in ((2, 5, 1), (3, 3, 3), (2, 5, 1), (7, 1, 4)):
+            rng = np.random.default_rng(sum(lengths))
+            feeds = [rng.normal(size=(2, length, extents[0])) for length in lengths]
+            goals = [rng.normal(size=(2, length, extents[-1])) for length in lengths]
+            stages[0].gradient.fill(0)
+            result = pipeline.step(*dense.placed(schedule, comm.rank, feeds, goals))
+            total, off = 0, 0
+            for feed, goal, loss in zip(feeds, goals, result.losses):
+                alone, gradients, _, _ = dense.reference(schedule.stages, feed, goal)
+                allowed = dense.bounds(schedule.stages, feed, goal)
+                within(loss, alone, allowed[0], "loss")
+                total, off = total + gradients[comm.rank] / 3, off + allowed[1][comm.rank] / 3
+            within(stages[0].gradient, total, off, "gradient")
+
+
+class Pair:
+    """Passes (hidden, mask) on; the integer mask has no gradient."""
+
+    def forward(self, x):
+        hidden, mask = x["hidden"], x["mask"]
+        return {"hidden": hidden * 2, "mask": mask + 1}, mask
+
+    def backward(self, dy, mask):
+        assert dy["mask"] is None
+        return {"hidden": dy["hidden"] * 2, "mask": None}
+
+
+def test_dicts_of_arrays_travel_between_stages(comm):
+    schedule = gpipe(comm.size, 2)
+
+    def loss(output, target):
+        assert np.all(output["mask"] == comm.size)
+        return float(output["hidden"].mean()), {
+            "hidden": np.full_like(output["hidden"], 1 / output["hidden"].size),
+            "mask": None,
+        }
+
+    inputs = {"hidden": np.ones((4, 3)), "mask": np.zeros((4, 2), np.int32)}
+    with Pipeline([Pair()], schedule, comm, loss=loss) as pipeline:
+        for _ in range(2):  # unknown shapes, then known ones
+            result = pipeline.step(*dense.placed(schedule, comm.rank, inputs, np.zeros(4)))
+    assert result.loss == 2.0**comm.size  # powers of two are exact
+    if comm.rank == 0:
+        close(result.input_grads[1]["hidden"], np.full((2, 3), 2.0**comm.size / 12), 2)
+        assert result.input_grads[1]["mask"] is None
+
+
+class Identity:
+    """Hands its very input on: outputs share memory with received arrays."""
+
+    def forward(self, x):
+        return x, None
+
+    def backward(self, dy, saved):
+        return dy
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_stages_that_return_their_input_do_not_see_it_overwritten(comm, chunks):
+    schedule = interleaved_1f1b(comm.size, chunks, 6)
+    inputs = np.arange(6 * 10_000.0).reshape(6, -1)
+    targets = np.zeros_like(inputs)
+    with Pipeline([Identity() for _ in range(chunks)], schedule, comm, loss=dense.mean_squared) as pipeline:
+        for _ in range(3):
+            result = pipeline.step(*dense.placed(schedule, comm.rank, inputs, targets))
+            out = pipeline.forward(inputs if comm.rank == 0 else None)
+    close(result.loss, np.mean(inputs**2), inputs.size)
+    if comm.rank == 0:
+        close(np.concatenate(result.input_grads), 2 * inputs / inputs.size, 4)
+    if comm.rank == comm.size - 1:
+        np.testing.assert_array_equal(out, inputs)
+
+
+def test_loss_gradient_that_is_the_output_itself(comm):
+    """loss = sum(y^2)/2 has gradient y: the pipeline must not scale y in place, stages still need it."""
+    schedule = gpipe(comm.size, 2)
+    inputs, targets = dense.batch(4, schedule.stages)
+    stages = dense.model(schedule, comm.rank)
+    mine = dense.placed(schedule, comm.rank, inputs, targets)
+    with Pipeline(stages, schedule, comm, loss=lambda y, t: (float((y * y).sum() / 2), y)) as pipeline:
+        pipeline.step(*mine)
+    expected = []
+    for half in (slice(0, 2), slice(2, 4)):
+        layers = dense.whole(schedule.stages)
+        x, kept = inputs[half], []
+        for layer in layers:
+            x, saved = layer.forward(x)
+            kept.append(saved)
+        dy = x / 2
+        for layer, saved in zip(layers[::-1], kept[::-1]):
+            dy = layer.backward(dy, saved)
+        expected.append(layers[comm.rank].gradient)
+    # a product over 6 at most and a tanh in each stage, there and back, and the sum over the rows
+    close(stages[0].gradient, sum(expected), 2 * 8 * schedule.stages + len(inputs), largest(*expected))
+
+
+def test_forward_and_evaluate_take_fewer_rows_than_micro_batches(comm):
+    schedule = interleaved_1f1b(comm.size, 2, 6)
+    inputs, targets = dense.batch(2, schedule.stages)
+    loss, _, _, output = dense.reference(schedule.stages, inputs, targets)
+    mine = dense.placed(schedule, comm.rank, inputs, targets)
+    with Pipeline(dense.model(schedule, comm.rank), schedule, comm, loss=dense.mean_squared) as pipeline:
+        allowed = dense.bounds(schedule.stages, inputs, targets)
+        within(pipeline.evaluate(*mine), loss, allowed[0], "loss")
+        out = pipeline.forward(mine[0])
+    if out is not None:
+        within(out, output, allowed[3], "output")
+
+
+def test_bytes_are_counted_by_edge(comm):
+    schedule = one_f_one_b(comm.size, 4)
+    inputs, targets = dense.batch(8, schedule.stages)
+    with Pipeline(dense.model(schedule, comm.rank), schedule, comm, loss=dense.mean_squared) as pipeline:
+        for _ in range(2):
+            pipeline.step(*dense.placed(schedule, comm.rank, inputs, targets))
+        extents, expected = dense.widths(schedule.stages), {}
+        if comm.rank < comm.size - 1:
+            expected[comm.rank + 1, "forward"] = 8 * extents[comm.rank + 1] * 8
+        if comm.rank > 0:
+            expected[comm.rank, "backward"] = 8 * extents[comm.rank] * 8
+        assert pipeline.bytes_per_edge == expected
+        assert pipeline.bytes_sent == sum(expected.values())
+
+
+def test_no_messages_on_one_rank(comm, monkeypatch):
+    """P=1 with several chunks needs no point-to-point message at all."""
+    alone = comm.Split(comm.rank, 0)
+    schedule = interleaved_1f1b(1, 3, 4)
+    inputs, targets = dense.batch(4, 3)
+    with Pipeline(dense.model(schedule, 0), schedule, alone, loss=dense.mean_squared) as pipeline:
+        pipeline.mailbox.transport = None  # any use would raise
+        result = pipeline.step(inputs, targets)
+        pipeline.mailbox.transport = type("Closed", (), {"close": lambda self: None})()
+    within(result.loss, dense.reference(3, inputs, targets)[0], dense.bounds(3, inputs, targets)[0], "loss")
+    alone.Free()
+
+
+def test_durations_give_one_cost_per_stage(comm):
+    schedule = interleaved_1f1b(comm.size, 2, 3)
+    inputs, targets = dense.batch(3, schedule.stages)
+    with Pipeline(dense.model(schedule, comm.rank), schedule, comm, loss=dense.mean_squared) as pipeline:
+        pipeline.step(*dense.placed(schedule, comm.rank, inputs, targets))
+        costs = pipeline.durations()
+        assert len(costs.forward) == schedule.stages and min(costs.forward) > 0 and min(costs.input_grad) > 0
+        assert 0 < pipeline.busy < pipeline.elapsed
+
+
+def test_closing_twice_is_allowed_and_use_after_close_is_refused(comm):
+    schedule = gpipe(comm.size, 1)
+    pipeline = Pipeline(dense.model(schedule, comm.rank), schedule, comm, loss=dense.mean_squared)
+    pipeline.close()
+    pipeline.close()
+    with pytest.raises(ArgumentError, match="closed"):
+        pipeline.step(None, None)
+
+
+def test_targets_are_not_touched_by_a_loss_that_returns_them(comm):
+    """loss = sum(y * t) has gradient t, the user's own array."""
+    schedule = gpipe(comm.size, 4)
+    inputs, targets = dense.batch(8, schedule.stages)
+    kept = targets.copy()
+    mine = dense.placed(schedule, comm.rank, inputs, targets)
+    stages = dense.model(schedule, comm.rank)
+    with Pipeline(stages, schedule, comm, loss=lambda y, t: (float((y * t).sum()), t)) as pipeline:
+        for _ in range(3):
+            pipeline.step(*mine)
+    np.testing.assert_array_equal(targets, kept)
+
+
+def test_inputs_may_be_overwritten_as_soon_as_a_step_returns(comm, monkeypatch):
+    """The first stage hands its input on as it is: large synchronous sends of the user's own memory."""
+    monkeypatch.setenv("MPIPIPE_SYNC_SENDS", "1")
+    schedule = gpipe(comm.size, 2)
+    with Pipeline([Identity()], schedule, comm, loss=dense.mean_squared) as pipeline:
+        for value in (1.0, 2.0, 3.0):
+            inputs = np.full((2, 100_000), value)
+            for call in (pipeline.step, pipeline.evaluate):
+                result = call(*dense.placed(schedule, comm.rank, inputs, np.zeros((2, 100_000))))
+                inputs.fill(-50)
+                assert getattr(result, "loss", result) == value**2
+                inputs.fill(value)
+
+
+def test_a_list_of_micro_batches_gives_a_list_of_outputs(comm):
+    schedule = one_f_one_b(comm.size, 3)
+    width = dense.widths(schedule.stages)[0]
+    feeds = [np.ones((rows, 2, width)) for rows in (1, 4, 2)]
+    with Pipeline(dense.model(schedule, comm.rank), schedule, comm) as pipeline:
+        outputs = pipeline.forward(feeds if comm.rank == 0 else None)
+    if comm.rank == comm.size - 1:
+        assert [len(output) for output in outputs] == [1, 4, 2]
+
+
+def test_more_shapes_than_are_remembered(comm):
+    schedule = gpipe(comm.size, 2)
+    stages = dense.model(schedule, comm.rank)
+    with Pipeline(stages, schedule, comm, loss=dense.mean_squared) as pipeline:
+        for _ in range(2):
+            for rows in range(2, 42):
+                inputs, targets = dense.batch(rows, schedule.stages)
+                stages[0].gradient.fill(0)
+                pipeline.step(*dense.placed(schedule, comm.rank, inputs, targets))
+                expected = dense.reference(schedule.stages, inputs, targets)[1][comm.rank]
+                within(stages[0].gradient, expected, dense.bounds(schedule.stages, inputs, targets)[1][comm.rank])
+        assert len(pipeline.known) <= 32 and len(pipeline.itineraries) <= 32
+        assert sum(map(len, pipeline.mailbox.slots.values())) < 300
+
+
+def test_a_schedule_without_backward_cannot_train(comm):
+    schedule = gpipe(comm.size, 2).forward_only_part(2)
+    inputs, targets = dense.batch(4, schedule.stages)
+    mine = dense.placed(schedule, comm.rank, inputs, targets)
+    with Pipeline(dense.model(schedule, comm.rank), schedule, comm, loss=dense.mean_squared) as pipeline:
+        with pytest.raises(ArgumentError, match="cannot train"):
+            pipeline.step(*mine)
+        loss, allowed = (one(schedule.stages, inputs, targets)[0] for one in (dense.reference, dense.bounds))
+        within(pipeline.evaluate(*mine), loss, allowed, "loss")
+
+
+def test_a_stage_that_forgets_to_return_what_it_saved(comm):
+    class Forgets(Identity):
+        def forward(self, x):
+            return x
+
+    schedule = gpipe(comm.size, 1)
+    pipeline = Pipeline([Forgets()], schedule, comm, loss=dense.mean_squared)
+    x = np.ones((2, 3))
+    with pytest.raises(MpipipeError, match=r"returns \(output, saved\)"):
+        pipeline.step(*dense.placed(schedule, comm.rank, x, x))
+
+
+def test_a_loss_gradient_of_another_shape(comm):
+    schedule = gpipe(comm.size, 1)
+    pipeline = Pipeline([Identity()], schedule, comm, loss=lambda y, t: (1.0, np.ones(2)))
+    x = np.ones((2, 1))
+    with pytest.raises(MpipipeError, match="gradient of the loss does not match"):
+        pipeline.step(*dense.placed(schedule, comm.rank, x, x))
+
+
+def test_a_weight_gradient_reads_the_input_that_was_received(comm):
+    check_weight_gradients_from_received_inputs(comm, "cpu")

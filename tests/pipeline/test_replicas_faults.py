@@ -1,0 +1,142 @@
+"""Failures and disagreements in a grid of pipe x data: what happens in one pipeline must reach all the others."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support import dense
+
+from mpipipe import Mesh, Pipeline, nn
+from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, NonFiniteError, PeerError, StageError
+from mpipipe.schedules import gpipe, one_f_one_b
+
+pytestmark = pytest.mark.mpi(min_size=4)
+X, T = np.ones((4, 6), np.float32), np.zeros((4, 6), np.float32)
+
+
+@pytest.fixture
+def mesh(subcomm):
+    """pipe 2 x data 2 on the first four ranks; never freed after a failure."""
+    comm = subcomm(4)
+    if comm is None:
+        pytest.skip("only the first four ranks")
+    return Mesh(comm, pipe=2)
+
+
+def stages(mesh, seed=0, width=6):
+    return [nn.Stage([nn.Linear(6, width), nn.Linear(width, 6)], first=2 * mesh.pipe.rank, seed=seed)]
+
+
+def build(mesh, schedule=None, own=None, replicas="mesh", loss=nn.mean_squared_error, **options):
+    schedule = schedule or one_f_one_b(2, 2)
+    replicas = mesh.replicas if replicas == "mesh" else replicas
+    return Pipeline(own or stages(mesh), schedule, mesh.pipe, loss=loss, replicas=replicas, **options)
+
+
+def everyone_raises(mesh, call, *kinds):
+    """`call()` raises one of `kinds` on every rank; returns all texts, in rank order."""
+    with pytest.raises(MpipipeError) as caught:
+        call()
+    assert isinstance(caught.value, kinds), caught.value
+    echoes = mesh.comm.allgather(caught.value.echo)
+    assert echoes.count(False) >= 1, "somebody reports"
+    return mesh.comm.allgather(str(caught.value))
+
+
+def test_a_wrong_argument_in_one_pipeline(mesh):
+    own = stages(mesh) * 2 if mesh.rank == 3 else None
+    texts = everyone_raises(mesh, lambda: build(mesh, own=own), ArgumentError, PeerError)
+    assert sum("wrong number of stages" in text for text in texts) >= 2
+
+
+def test_replicas_on_all_ranks_but_one(mesh):
+    replicas = None if mesh.rank == 3 else "mesh"
+    texts = everyone_raises(mesh, lambda: build(mesh, replicas=replicas), MismatchError, PeerError)
+    assert any("without replicas" in text for text in texts)
+
+
+@pytest.mark.parametrize(
+    "what, match",
+    [
+        (lambda mesh, odd: dict(own=stages(mesh, seed=int(odd))), "parameters' values"),
+        (lambda mesh, odd: dict(own=stages(mesh, width=7 if odd else 6)), "names, shapes"),
+        (lambda mesh, odd: dict(schedule=one_f_one_b(2, 3 if odd else 2)), "schedule"),
+        (lambda mesh, odd: dict(schedule=gpipe(2, 2) if odd else one_f_one_b(2, 2)), "schedule"),
+        (lambda mesh, odd: dict(recompute=odd), "recompute"),
+    ],
+)
+def test_replicas_that_are_not_replicas(mesh, what, match):
+    options = what(mesh, mesh.data.rank == 1)
+    texts = everyone_raises(mesh, lambda: build(mesh, **options), MismatchError, PeerError)
+    assert any(match in text for text in texts)
+
+
+def test_stage_whose_gradients_nobody_could_sum(mesh):
+    class Bare:
+        def forward(self, x):
+            return x, None
+
+        def backward(self, dy, saved):
+            return dy
+
+    texts = everyone_raises(mesh, lambda: build(mesh, own=[Bare()]), ArgumentError)
+    assert all("cannot be summed" in text for text in texts)
+    Bare.gradients = None
+    build(mesh, own=[Bare()]).close()
+
+
+def test_an_error_in_one_stage_reaches_the_other_pipeline(mesh):
+    own = stages(mesh)
+    if mesh.rank == 2:  # stage 1 of the first pipeline
+
+        def broken(x):
+            raise ValueError("wet paint")
+
+        own[0].forward = broken
+    pipeline = build(mesh, own=own)
+    call = lambda: pipeline.step(*dense.placed(pipeline.schedule, mesh.pipe.rank, X, T))  # noqa: E731
+    texts = everyone_raises(mesh, call, StageError, PeerError)
+    assert all("wet paint" in text for text in texts), texts
+    with pytest.raises(ArgumentError, match="failed"):
+        call()
+
+
+def test_a_loss_that_is_not_a_number_in_evaluate(mesh):
+    pipeline = build(mesh)
+    targets = T * np.nan if mesh.data.rank else T
+    call = lambda: pipeline.evaluate(*dense.placed(pipeline.schedule, mesh.pipe.rank, X, targets))  # noqa: E731
+    everyone_raises(mesh, call, NonFiniteError, PeerError)
+    with pytest.raises(ArgumentError, match="failed"):
+        call()
+
+
+CALLS = [
+    ("evaluate", lambda pipeline, x, t: pipeline.evaluate(x, t)),
+    ("durations", lambda pipeline, x, t: pipeline.durations()),
+    ("close", lambda pipeline, x, t: pipeline.close()),
+]
+
+
+@pytest.mark.parametrize("name, other", CALLS, ids=[name for name, _ in CALLS])
+@pytest.mark.parametrize("odd", [lambda mesh: mesh.data.rank == 1, lambda mesh: mesh.rank == 1])
+def test_ranks_that_call_different_methods_are_told_which(mesh, name, other, odd):
+    pipeline = build(mesh)
+    mine = dense.placed(pipeline.schedule, mesh.pipe.rank, X, T)
+    call = (lambda: other(pipeline, *mine)) if odd(mesh) else (lambda: pipeline.step(*mine))
+    texts = everyone_raises(mesh, call, MismatchError)
+    assert all(name in text and "step (call 1)" in text for text in texts)
+    pipeline.step(*mine)
+    pipeline.close()
+    mesh.close()
+
+
+def test_wrong_inputs_in_one_replica_leave_all_of_them_usable(mesh):
+    with mesh, build(mesh) as pipeline:
+        x, t = dense.placed(pipeline.schedule, mesh.pipe.rank, X, T)
+        pipeline.step(x, t)
+        before = [stage.gradients.flat.copy() for stage in pipeline.stages]
+        short = x[:1] if x is not None and mesh.data.rank else x
+        everyone_raises(mesh, lambda: pipeline.step(short, t), ArgumentError)
+        for stage, gradients in zip(pipeline.stages, before):
+            np.testing.assert_array_equal(stage.gradients.flat, gradients)
+        pipeline.step(x, t)

@@ -1,0 +1,49 @@
+"""Schedules by name, and how many micro-batches to take."""
+
+from __future__ import annotations
+
+import pytest
+from support.tolerance import close
+
+from mpipipe import schedules
+from mpipipe.errors import ArgumentError
+from mpipipe.schedules import advise, by_name, simulate
+
+NAMES = ["gpipe", "one_f_one_b", "interleaved_1f1b", "looped_bfs", "forward_only", "zero_bubble_h1"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_name_builds_the_schedule_of_that_name(name):
+    assert by_name(name, ranks=3, chunks=1, microbatches=4).name == name
+
+
+def test_chunks_are_handed_to_the_schedules_that_have_them():
+    assert by_name("interleaved_1f1b", ranks=4, chunks=2, microbatches=8) == schedules.interleaved_1f1b(4, 2, 8)
+    assert by_name("looped_bfs", ranks=4, chunks=3, microbatches=8) == schedules.looped_bfs(4, 3, 8)
+
+
+def test_chunks_are_refused_where_a_schedule_has_none():
+    with pytest.raises(ArgumentError, match="gpipe has one stage per rank") as refusal:
+        by_name("gpipe", ranks=2, chunks=2, microbatches=4)
+    assert "interleaved_1f1b" in refusal.value.remedy
+
+
+def test_an_unknown_name_is_refused_with_all_known_ones_and_their_arguments():
+    with pytest.raises(ArgumentError, match="unknown schedule") as refusal:
+        by_name("1f1b", ranks=2, microbatches=4)
+    assert all(f"{name}(ranks" in str(refusal.value) for name in NAMES)
+
+
+@pytest.mark.parametrize("sizes", [dict(ranks=0, microbatches=1), dict(ranks=1, microbatches=0)])
+@pytest.mark.parametrize("name", NAMES)
+def test_impossible_sizes_are_refused(name, sizes):
+    with pytest.raises(ArgumentError):
+        by_name(name, **sizes)
+
+
+@pytest.mark.parametrize("ranks, chunks", [(1, 1), (2, 1), (8, 1), (8, 2), (4, 3)])
+def test_advice_is_four_microbatches_per_rank_with_the_bubble_that_simulation_finds(ranks, chunks):
+    advice = advise(ranks, chunks)
+    assert advice.microbatches == 4 * ranks
+    schedule = by_name("interleaved_1f1b", ranks=ranks, chunks=chunks, microbatches=advice.microbatches)
+    close(advice.bubble_fraction, simulate(schedule).bubble_fraction, 4)

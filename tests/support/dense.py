@@ -1,0 +1,126 @@
+"""A small model of tanh layers as pipeline stages, and the same model in plain numpy on one process."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpipipe import schedules
+from support.tolerance import bound
+
+
+class TanhStage:
+    """y = tanh(x W), with W (inputs, outputs) in float64 drawn from the stage's number."""
+
+    def __init__(self, number, inputs, outputs):
+        self.weight = np.random.default_rng(1000 + number).normal(size=(inputs, outputs)) / np.sqrt(inputs)
+        self.gradient = np.zeros_like(self.weight)
+
+    def forward(self, x):
+        y = np.tanh(x @ self.weight)
+        return y, (x, y)
+
+    def backward_input(self, dy, saved):
+        x, y = saved
+        inner = dy * (1 - y * y)
+        return inner @ self.weight.T, (x, inner)
+
+    def backward_weight(self, pending):
+        x, inner = pending
+        self.gradient += x.reshape(-1, x.shape[-1]).T @ inner.reshape(-1, inner.shape[-1])
+
+    def backward(self, dy, saved):
+        dx, pending = self.backward_input(dy, saved)
+        self.backward_weight(pending)
+        return dx
+
+
+def mean_squared(output, target):
+    difference = output - target
+    return float(np.mean(difference**2)), 2 * difference / difference.size
+
+
+def widths(stages):
+    """Extents between the stages: all different, so that a wrong shape cannot pass."""
+    return [3 + stage % 4 for stage in range(stages + 1)]
+
+
+def batch(rows, stages, seed=0):
+    """(inputs, targets) for the model of so many stages."""
+    rng = np.random.default_rng(seed)
+    extents = widths(stages)
+    return rng.normal(size=(rows, extents[0])), rng.normal(size=(rows, extents[-1]))
+
+
+def model(schedule, rank):
+    """This rank's stages."""
+    extents = widths(schedule.stages)
+    return [TanhStage(number, *extents[number : number + 2]) for number in schedule.stages_of(rank)]
+
+
+def whole(stages):
+    """All stages."""
+    extents = widths(stages)
+    return [TanhStage(number, *extents[number : number + 2]) for number in range(stages)]
+
+
+def reference(stages, inputs, targets):
+    """(loss, weight gradient of each stage, input gradient, output) of the whole batch at once."""
+    layers = whole(stages)
+    x, kept = inputs, []
+    for layer in layers:
+        x, saved = layer.forward(x)
+        kept.append(saved)
+    loss, dy = mean_squared(x, targets)
+    for layer, saved in zip(layers[::-1], kept[::-1]):
+        dy = layer.backward(dy, saved)
+    return loss, [layer.gradient for layer in layers], dy, x
+
+
+def bounds(stages, inputs, targets):
+    """How far rounding may move (loss, weight gradients, input gradient, output): each result's error, carried along.
+
+    A running error analysis (Higham, Accuracy and Stability, section 3.3): a product passes errors on through |W|, adds
+    those of its own sums |x| |W|, and tanh shrinks both. `off` is the error of an array, in units of one rounded sum.
+    """
+    x = inputs.reshape(-1, inputs.shape[-1])
+    target, off, kept = targets.reshape(len(x), -1), np.zeros(x.shape), []
+    for layer in whole(stages):
+        weight = np.abs(layer.weight)
+        y, off_y = np.tanh(x @ layer.weight), off @ weight + np.abs(x) @ weight + 1
+        kept.append((x, off, y, off_y, layer.weight))
+        x, off = y, off_y
+    loss, dy = mean_squared(x, target)
+    off_dy = 2 * (off + np.abs(x - target)) / x.size
+    gradients = []
+    for x, off, y, off_y, weight in kept[::-1]:
+        inner = np.abs(dy * (1 - y * y))
+        off_inner = off_dy * (1 - y * y) + 2 * np.abs(dy * y) * off_y + 4 * inner
+        gradients.insert(0, np.abs(x).T @ off_inner + off.T @ inner + np.abs(x).T @ inner)
+        off_dy, dy = (off_inner + inner) @ np.abs(weight).T, (dy * (1 - y * y)) @ weight.T
+    off_loss = np.mean(2 * np.abs(kept[-1][2] - target) * kept[-1][3]) + loss
+    one = lambda terms, off: bound(np.float64, terms, off)  # noqa: E731
+    rows, width = len(x), 8  # of the widest product, and the rounding of what it gives
+    return (
+        one(rows + width, off_loss), [one(rows + width, off) for off in gradients],
+        one(width, off_dy).reshape(inputs.shape), one(width, kept[-1][3]).reshape(targets.shape),
+    )  # fmt: skip
+
+
+def placed(schedule, rank, inputs, targets):
+    """(inputs or None, targets or None): each on the rank that takes it."""
+    return (inputs if schedule.placement[0] == rank else None, targets if schedule.placement[-1] == rank else None)
+
+
+def build(name, ranks, chunks, microbatches):
+    """A schedule by name; `chunks` only for those that take more than one."""
+    return schedules.by_name(name, ranks=ranks, chunks=chunks, microbatches=microbatches)
+
+
+CASES = [  # name, chunks
+    ("gpipe", 1),
+    ("one_f_one_b", 1),
+    ("interleaved_1f1b", 2),
+    ("interleaved_1f1b", 3),
+    ("looped_bfs", 2),
+    ("zero_bubble_h1", 1),
+]

@@ -1,0 +1,81 @@
+"""What the fixture `gpu` gives to a test: a real GPU, or the emulated one with its counters."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from . import host_compiler, install, uninstall
+
+TESTS = Path(__file__).resolve().parents[2]
+
+
+class Gpu:
+    """The device under test.
+
+    real : whether it is a GPU
+    synchronisations : what the host waited for since the start or `reset`, such as "Event.synchronize"; always empty on
+        a real GPU
+    launches : names of the kernels, copies and GEMMs that were queued; always empty on a real GPU
+    machine : the emulated device, None on a real GPU
+    environment : variables for jobs of their own (fixture `launch`) that shall see the same device
+    """
+
+    def __init__(self, machine=None):
+        self.machine = machine
+        self.real = machine is None
+        self.synchronisations = [] if self.real else machine.synchronisations
+        self.launches = [] if self.real else machine.launches
+        path = os.pathsep.join([str(TESTS / "support" / "emulator" / "site"), str(TESTS)])
+        self.environment = {} if self.real else {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), path])}
+
+    def reset(self):
+        """Forget the synchronisations and launches so far."""
+        self.synchronisations.clear()
+        self.launches.clear()
+
+    def expected_error(self) -> list[str]:
+        """What went wrong on the emulated device, which then counts as seen."""
+        errors = [] if self.real else list(self.machine.errors)
+        if not self.real:
+            self.machine.errors.clear()
+        return errors
+
+
+@cache
+def real_gpus() -> int:
+    """Number of real GPUs that CuPy sees."""
+    try:
+        import cupy
+
+        return cupy.cuda.runtime.getDeviceCount()
+    except (ImportError, RuntimeError):
+        return 0
+
+
+@contextmanager
+def a_gpu(devices: int = 1):
+    """A Gpu: a real one where there is one, else one of `devices` emulated ones."""
+    if os.environ.get("MPIPIPE_TEST_GPU") != "emulator" and real_gpus():
+        yield Gpu()
+        return
+    with an_emulated_gpu(devices) as device:
+        yield device
+
+
+@contextmanager
+def an_emulated_gpu(devices: int = 1):
+    """An emulated Gpu; it runs to its end, and fails the test where something went wrong unseen."""
+    if host_compiler() is None:
+        pytest.skip("no GPU, and no g++ for the emulated one")
+    machine = install(int(os.environ.get("MPIPIPE_TEST_GPU_SEED", "0")), devices)
+    try:
+        yield Gpu(machine)
+    finally:
+        errors = uninstall()
+    if errors:
+        pytest.fail("on the emulated device: " + "; ".join(errors), pytrace=False)

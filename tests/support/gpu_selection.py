@@ -1,0 +1,41 @@
+"""Which of the tests of device code jobs/gpu_check.sh runs on a GPU: `pytest -p gpu_selection`, options below.
+
+cuDNN takes 0.1 to 0.5 s to plan each new graph, anew in each thread, and the halves of the ring in one process alone
+ask for a thousand. What is left has each mask and each way to cut a sequence in one half type.
+"""
+
+from __future__ import annotations
+
+HALVES = "float16", "bfloat16"
+
+
+def pytest_addoption(parser):
+    parser.addoption("--few-plans", action="store_true", help="leave out tests in half precision that others resemble")
+    parser.addoption("--several-ranks", action="store_true", help="only tests that all ranks run together")
+
+
+def pytest_collection_modifyitems(config, items):
+    from support.harness import is_collective
+
+    chosen = [
+        item
+        for item in items
+        if not (config.getoption("several_ranks") and not is_collective(item))
+        and not (config.getoption("few_plans") and is_spare(item.originalname, getattr(item, "callspec", None)))
+    ]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+    items[:] = chosen
+
+
+def is_spare(test: str, callspec) -> bool:
+    """Whether a test of this function with these parameters makes plans that other tests make much the same."""
+    given = {} if callspec is None else callspec.params
+    dtype = given.get("dtype")
+    if dtype not in HALVES:
+        return False
+    if test == "test_rings_in_one_process":  # 5 ranks of 3 positions: with empty shards
+        return (given["ranks"], dtype, given["sizes"]) not in [(2, "bfloat16", given["sizes"]),
+                                                               (5, "float16", {"seq": 3})]  # fmt: skip
+    if test == "test_local_attention_equals_dense":
+        return given["kernel"] == "" and dtype == "bfloat16"  # as test_all_masks_by_cudnn
+    return test == "test_all_masks_by_cudnn" and dtype == "float16"

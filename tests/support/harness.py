@@ -1,0 +1,332 @@
+"""Collective pytest: one report and one verdict for all ranks of `mpiexec -n 4 python -m pytest`, and no hang.
+
+    collective tests (use comm, subcomm, launch, ... or are marked mpi)  |  pure tests, dealt out in turn
+    rank 0   setup =  call =  teardown =  leaks =  setup = ...           |  test 0     test 3     ... =
+    rank 1   setup =  call =  teardown =  leaks =  setup = ...           |  test 1     test 4     ... =
+    rank 2   setup =  call =  teardown =  leaks =  setup = ...           |  test 2     test 5     ... =
+
+Every `=` is an exchange of the ranks' reports on a private communicator: what failed on one rank fails on all, with the
+text of the lowest failing rank. Three rules keep it free of hangs:
+
+- a rank that runs a test has a deadline, a rank that waits for its peers has none: each polices its own work;
+- a rank that failed waits only `GRACE` seconds for its peers, who may be stuck in a message that will never come;
+- whoever gives up prints its own text and the stacks of its peers, and aborts the job.
+
+Collective tests run first, so that all ranks have the same modules imported while hypothesis draws their examples
+(it takes constants from the modules it sees).
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+import time
+
+import numpy as np
+import pytest
+from hypothesis.errors import StopTest, UnsatisfiedAssumption
+from mpi4py import MPI
+
+from mpipipe.comm import process
+from support.watchdog import GRACE, Watchdog
+
+SHARED = {"comm", "subcomm", "launch", "on_first_rank", "mpi_tmp_path", "mpi_tmpdir", "mpi_file_name"}
+DIRTY = pytest.StashKey[bool]()  # a test failed: messages may be left in its communicators
+ADDRESS = re.compile(r"0x[0-9a-fA-F]+")  # differs from rank to rank where nothing else does
+NOT_A_FAILURE = (StopTest, UnsatisfiedAssumption, pytest.skip.Exception)
+
+
+class ExampleError(AssertionError):
+    """A hypothesis example failed on at least one rank; raised on every rank, so that all stop alike."""
+
+
+def is_collective(item) -> bool:
+    """Whether all ranks run this test together; any other test runs on one rank only."""
+    return bool(SHARED & set(getattr(item, "fixturenames", ()))) or item.get_closest_marker("mpi") is not None
+
+
+def listed(ranks) -> str:
+    return f"rank(s) {', '.join(map(str, ranks))}"
+
+
+class Collective:
+    """The pytest plugin; `comms` are the communicators of the test that runs now, the first one a fresh duplicate."""
+
+    def __init__(self, config):
+        self.config = config
+        self.control = MPI.COMM_WORLD.Dup()  # verdicts travel here, never on a communicator under test
+        self.rank, self.size = self.control.rank, self.control.size
+        self.watchdog = Watchdog(self.control)
+        self.comms = []
+        self.collect_errors = []
+        self.own_reports = None  # reports of pure tests that the other ranks have not seen yet
+
+    # -- exchange
+
+    def exchange(self, label, payload, patience=None):
+        """[(label, payload) of every rank], polling politely; None when a peer does not come within `patience` s."""
+        mine = np.frombuffer(pickle.dumps((label, payload)), np.uint8)
+        sizes = np.empty(self.size, np.int64)
+        if not self._wait(self.control.Iallgather(np.array([mine.size], np.int64), sizes), patience):
+            return None
+        everyone = np.empty(sizes.sum(), np.uint8)
+        self._wait(self.control.Iallgatherv(mine, [everyone, sizes]))
+        return [pickle.loads(part.tobytes()) for part in np.split(everyone, np.cumsum(sizes)[:-1])]
+
+    def _wait(self, request, patience=None):
+        start, pause = time.monotonic(), 1e-5
+        while not request.Test():
+            if patience is not None and time.monotonic() - start > patience:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, 5e-3)
+        return True
+
+    def together(self, label, payload):
+        """The payloads of every rank, from inside a test that all ranks are to run in the same way."""
+        said = self.exchange(label, payload)
+        elsewhere = [rank for rank, (other, _) in enumerate(said) if other != label]
+        if elsewhere:
+            pytest.fail(f"{listed(elsewhere)} left this test before {label[-1]}", pytrace=False)
+        return [payload for _, payload in said]
+
+    def verdicts(self, label, payload, patience, text):
+        """As together, from outside the test: ranks still inside it are told, and waited for."""
+        while True:
+            said = self.exchange(label, payload, patience)
+            if said is None:
+                self.watchdog.give_up(f"{label}: peers did not end this test within {patience:g} s\n{text}")
+            if all(other == label for other, _ in said):
+                return [payload for _, payload in said]
+
+    # -- session
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_collection(self):
+        self.watchdog.arm("the collection")
+        result = yield
+        self.watchdog.disarm()
+        return result
+
+    def pytest_collectreport(self, report):
+        if report.failed:
+            self.collect_errors.append(f"{report.nodeid}: {report.longreprtext}")
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session):
+        if self.config.getoption("collectonly"):
+            return None
+        self._agree_on_collection(session)
+        if session.testsfailed:
+            return None  # pytest's own loop reports errors of the collection
+        shared = [item for item in session.items if is_collective(item)]
+        pure = [item for item in session.items if not is_collective(item)]
+        own = pure[self.rank :: self.size]
+        self._run(session, shared, own[0] if own else None)
+        self._stop_if_asked(session)
+        self.own_reports = {}
+        self._run(session, own, None)
+        self._share_reports()
+        self._stop_if_asked(session)
+        return True
+
+    def _agree_on_collection(self, session):
+        mine = ([item.nodeid for item in session.items], self.collect_errors)
+        if self.rank:  # only rank 0 writes the caches of --last-failed and --stepwise
+            for name in ("lfplugin", "nfplugin", "stepwiseplugin"):
+                self.config.pluginmanager.unregister(name=name)
+        said = self.verdicts("collection", mine, None, "")
+        outlines = [(tests, len(errors)) for tests, errors in said]
+        different = [rank for rank, outline in enumerate(outlines) if outline != outlines[0]]
+        if different:
+            texts = [f"{listed([rank])}:\n{error}" for rank, (_, errors) in enumerate(said) for error in errors]
+            session.shouldfail = "\n".join([f"{listed(different)} collected other tests than rank 0", *texts])
+            raise session.Failed(session.shouldfail)
+
+    def _run(self, session, items, following):
+        for item, nextitem in zip(items, [*items[1:], following], strict=False):
+            self.config.hook.pytest_runtest_protocol(item=item, nextitem=nextitem)
+            if session.shouldfail or session.shouldstop:
+                break
+
+    def _share_reports(self):
+        """Log on every rank what the other ranks found in their pure tests."""
+        hook, own, self.own_reports = self.config.hook, self.own_reports, None
+        said = self.verdicts("pure tests", own, None, "")
+        for rank, reports in enumerate(said):
+            if rank == self.rank:
+                continue
+            for nodeid, (location, phases) in reports.items():
+                hook.pytest_runtest_logstart(nodeid=nodeid, location=location)
+                for data in phases:
+                    report = hook.pytest_report_from_serializable(config=self.config, data=data)
+                    hook.pytest_runtest_logreport(report=report)
+                hook.pytest_runtest_logfinish(nodeid=nodeid, location=location)
+
+    def _stop_if_asked(self, session):
+        if session.shouldfail:
+            raise session.Failed(session.shouldfail)
+        if session.shouldstop:
+            raise session.Interrupted(session.shouldstop)
+
+    def pytest_runtest_logreport(self, report):
+        if self.own_reports is not None:
+            _, phases = self.own_reports.setdefault(report.nodeid, (report.location, []))
+            phases.append(self._packed(report))
+
+    def pytest_internalerror(self, excrepr):
+        if self.size > 1:
+            self.watchdog.give_up(f"pytest itself failed:\n{excrepr}")
+
+    def pytest_keyboard_interrupt(self, excinfo):
+        if self.size > 1 and not isinstance(excinfo.value, pytest.Session.Interrupted):
+            self.watchdog.give_up(f"stopped: {excinfo.exconly()}")
+
+    # -- one test
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item):
+        self.watchdog.arm(item.nodeid)
+        if {"comm", "subcomm"} & set(getattr(item, "fixturenames", ())):
+            self.comms = [MPI.COMM_WORLD.Dup()]
+        result = yield
+        self.watchdog.disarm()
+        return result
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item):
+        handle = getattr(getattr(item, "obj", None), "hypothesis", None)
+        if handle is None or self.size == 1 or not is_collective(item):
+            return (yield)
+        inner = handle.inner_test
+        handle.inner_test = self._agreed_example(item, inner)
+        try:
+            return (yield)
+        finally:
+            handle.inner_test = inner
+
+    def _agreed_example(self, item, function):
+        """`function` with one verdict per example, since all ranks must go on to the same next example.
+
+        After a failure no example runs any more, since its messages may still be on their way.
+        """
+        problem = ""
+
+        def example(*args, **kwargs):
+            nonlocal problem
+            drawn = {name: value for name, value in kwargs.items() if name not in item.funcargs}
+            what = re.sub(ADDRESS, "", repr(drawn))
+            problem = problem or self._run_example(item, what, lambda: function(*args, **kwargs))
+            if problem:
+                raise ExampleError(problem)
+
+        example.__name__ = function.__name__
+        return example
+
+    def _run_example(self, item, what, call):
+        self.watchdog.arm(f"{item.nodeid} with {what}")
+        error = None
+        try:
+            call()
+        except NOT_A_FAILURE:
+            raise
+        except (Exception, pytest.fail.Exception) as caught:
+            error = str(pytest.ExceptionInfo.from_exception(caught).getrepr(style="short"))
+        said = self.exchange((item.nodeid, "the end of an example"), (what, error), GRACE if error else None)
+        if said is None:
+            self.watchdog.give_up(f"{item.nodeid}: peers did not end this example\n{what}\n{error}")
+        return self._problem_of_example(said)
+
+    def _problem_of_example(self, said):
+        if len({label for label, _ in said}) > 1:
+            return "another rank left this test before the end of an example"
+        examples = {what for _, (what, _) in said}
+        if len(examples) > 1:
+            return "\n".join(["the ranks drew different examples", *sorted(examples)])
+        return "\n".join(f"rank {rank}: {error}" for rank, (_, (_, error)) in enumerate(said) if error)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(self, item, call):
+        report = yield
+        if is_collective(item):
+            self.watchdog.disarm()
+            report = self._merged(report)
+            item.stash[DIRTY] = item.stash.get(DIRTY, False) or report.failed or hasattr(report, "wasxfail")
+            if call.when == "teardown":
+                report = self._without_leaks(item, report)
+        if call.when != "teardown":
+            self.watchdog.arm(item.nodeid)
+        return report
+
+    def _merged(self, report):
+        """One report out of those of all ranks; a peer's failure or skip must not go unseen."""
+        label = (report.nodeid, report.when)
+        unusual = not report.passed
+        text = report.longreprtext if report.failed else f"{report.outcome} on this rank: {report.longrepr}"
+        said = self.verdicts(label, self._packed(report) if unusual else None, GRACE if unusual else None, text)
+        others = {rank: self._unpacked(data) for rank, data in enumerate(said) if data is not None}
+        failed = {rank: other for rank, other in others.items() if other.failed}
+        skipped = [rank for rank, other in others.items() if other.skipped]
+        expected = [rank for rank in skipped if hasattr(others[rank], "wasxfail")]
+        if failed:
+            return self._failed_somewhere(failed)
+        if expected:
+            return others[expected[0]]
+        if 0 < len(skipped) < self.size:
+            reason = others[skipped[0]].longrepr[-1]
+            ranks = [rank for rank in range(self.size) if rank not in skipped]
+            report.outcome = "failed"
+            report.longrepr = f"{listed(skipped)} skipped ({reason}), {listed(ranks)} did not: skip on all or on none"
+        return report
+
+    def _failed_somewhere(self, failed):
+        first, *rest = failed
+        report = failed[first]
+        if self.size > 1:
+            report.sections.insert(0, ("ranks", f"failed on {listed(failed)} of {self.size}; above: rank {first}"))
+        seen = {self._gist(report)}
+        for rank in rest:
+            if self._gist(failed[rank]) not in seen:
+                seen.add(self._gist(failed[rank]))
+                report.sections.append((f"rank {rank}", failed[rank].longreprtext))
+        return report
+
+    def _gist(self, report):
+        crash = getattr(report.longrepr, "reprcrash", None)
+        if crash is None:
+            return report.longreprtext
+        return crash.path, crash.lineno, re.sub(ADDRESS, "", crash.message).partition("\n")[0]
+
+    def _without_leaks(self, item, report):
+        """Fail when a message was sent and never received; the exchange before this one was the barrier."""
+        comms = [comm for comm in self.comms if comm != MPI.COMM_NULL]
+        self.comms = []
+        process.here().groups.clear()  # a note that nobody has read yet must not end a wait of the next test
+        if item.stash[DIRTY]:
+            return report  # and never use these communicators again
+        status, found = MPI.Status(), []
+        for comm in comms:
+            if any(comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status) for _ in range(3)):
+                found.append(f"from rank {status.source} with tag {status.tag} on {comm.name or 'a communicator'}")
+        said = self.verdicts((item.nodeid, "leaks"), found, None, "")
+        leaks = [f"rank {rank}: unreceived message {text}" for rank, texts in enumerate(said) for text in texts]
+        if leaks:  # not freed: MPICH gives the same context to the next communicator, and the message with it
+            report.outcome, report.longrepr = "failed", "\n".join(leaks)
+        else:
+            for comm in comms:
+                comm.Free()
+        return report
+
+    def _packed(self, report):
+        return self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
+
+    def _unpacked(self, data):
+        return self.config.hook.pytest_report_from_serializable(config=self.config, data=data)
+
+
+def install(config):
+    """Make this pytest session collective; only rank 0 writes to the terminal."""
+    plugin = Collective(config)
+    config.pluginmanager.register(plugin, "collective")
+    if plugin.rank:
+        config.pluginmanager.unregister(name="terminalreporter")

@@ -1,0 +1,43 @@
+"""Random arrays of attention, taken through a ring of ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mpipipe import attention
+from mpipipe.attention.layout import Layout
+
+
+def arrays(seq, keys=None, batch=2, heads=4, kv_heads=2, dim=8, value_dim=None, dtype=np.float64, size=1.0, seed=0):
+    rng = np.random.default_rng(seed)
+    keys, value_dim = seq if keys is None else keys, dim if value_dim is None else value_dim
+    shapes = (
+        (batch, seq, heads, dim), (batch, keys, kv_heads, dim), (batch, keys, kv_heads, value_dim),
+        (batch, seq, heads, value_dim),
+    )  # fmt: skip
+    return [(size * rng.normal(size=shape)).astype(dtype) for shape in shapes]
+
+
+def through_ring(comm, whole, **options):
+    """(out, lse, dq, dk, dv) of the whole sequence, put together from all ranks, and the bytes sent by this one."""
+    q, k = whole[:2]
+    kind = options.get("layout", "zigzag")
+    rows, keys = Layout(kind, comm.size, q.shape[1]), Layout(kind, comm.size, k.shape[1])
+    ring = attention.Ring(comm, **options)
+    mine = [layout.shard(array, comm.rank) for layout, array in zip((rows, keys, keys, rows), whole)]
+    out, saved = ring.forward(*mine[:3])
+    gradients = ring.backward(mine[3], saved)
+    lse = saved[7].transpose(0, 2, 1)
+    parts = comm.allgather((out, lse, *gradients))
+    sent = ring.bytes_sent
+    layouts = rows, rows, rows, keys, keys
+    result = [layout.unshard(shards) for layout, shards in zip(layouts, zip(*parts))]
+    result[1] = result[1].transpose(0, 2, 1)
+    return result, sent
+
+
+def refused(comm, kind, match, build):
+    with pytest.raises(kind, match=match) as caught:
+        build()
+    assert comm.allgather(caught.value.echo).count(False) == 1

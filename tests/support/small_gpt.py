@@ -1,0 +1,42 @@
+"""A small GPT, cut for a schedule, and its gradients through a pipeline."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpipipe import Pipeline, nn
+from mpipipe.attention import Local
+from mpipipe.models import GPT
+from mpipipe.schedules import partition
+from support import dense
+
+MODEL = dict(vocab=32, dim=16, layers=5, heads=4, kv_heads=2, hidden=24, seq=12)
+
+
+def text(rows, seed=1):
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, MODEL["vocab"], size=(rows, MODEL["seq"] + 1))
+    return np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
+
+
+def build(schedule, rank, dtype="float64", attend=None, positions=None, **sizes):
+    model = GPT(**{**MODEL, **sizes})
+    layers = model.build(attend or Local(causal=True), positions)
+    parts = partition(model.costs(), schedule.stages)
+    cuts = [parts[number] for number in schedule.stages_of(rank)]
+    return [nn.Stage(layers[start:stop], dtype=dtype, seed=3, first=start) for start, stop in cuts]
+
+
+def gradients(comm, schedule, rows=9, steps=1, recompute=False, **sizes):
+    """{name: gradient} of this rank's stages after the last step, and the loss."""
+    stages = build(schedule, comm.rank, **sizes)
+    mine = dense.placed(schedule, comm.rank, *text(rows))
+    with Pipeline(stages, schedule, comm, loss=nn.softmax_cross_entropy, recompute=recompute) as pipeline:
+        for _ in range(steps):
+            result = pipeline.step(*mine)
+    return {name: stage.gradients[name] for stage in stages for name in stage.gradients}, result.loss
+
+
+def parts_of(comm, size):
+    """A communicator of `size` ranks that this rank is in, so that all ranks work at once."""
+    return comm.Split(comm.rank // size, comm.rank)

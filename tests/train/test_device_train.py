@@ -1,0 +1,126 @@
+"""Trainings whose stages are on a GPU: they take the same steps as on the host, and leave the same kind of weights."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.tolerance import bound, close, close_norm, largest, rounding, within
+from support.training_tolerance import curve, path, roundings
+
+from mpipipe import arrays, nn
+from mpipipe.attention import Local
+from mpipipe.models import GPT
+from mpipipe.train import TrainConfig, train, weights
+from mpipipe.train.shard import Shard
+from mpipipe.train.trainer import Trainer
+
+SMALL = GPT(dim=16, layers=2, heads=2, hidden=32, seq=16)  # what `config` trains, with batches of 8
+
+
+@pytest.fixture
+def config(comm, mpi_tmp_path):
+    """config(name, **keys): a small training in the folder `name`."""
+    text = mpi_tmp_path / "text.txt"
+    if comm.rank == 0:
+        text.write_text("".join(np.random.default_rng(0).choice(["one ", "two ", "three ", "four\n"], 1500)))
+    comm.Barrier()
+
+    def make(name="run", **keys):
+        small = dict(
+            data=[str(text)], out=str(mpi_tmp_path / name), dim=16, layers=2, heads=2, hidden=32, seq_len=16, batch=8,
+            microbatches=2, steps=5, warmup=2, lr=1e-2, log_every=1, eval_every=5, eval_batches=1, sample_bytes=0,
+        )  # fmt: skip
+        return TrainConfig(**{**small, **keys})
+
+    return make
+
+
+def metrics(config):
+    return [json.loads(line) for line in Path(config.out, "metrics.jsonl").read_text().splitlines()]
+
+
+def close_curves(found, expected, dtype):
+    """(loss, norm of gradients) of each step of two of these small trainings."""
+    if arrays.is_half(arrays.dtype(dtype)):
+        for one, other, what in zip(zip(*found), zip(*expected), ("losses", "norms of gradients")):
+            close_norm(one, other, roundings(SMALL), dtype, what)
+    else:
+        growth = curve(SMALL, len(found), 1e-2)[:, None]
+        close(found, expected, path(SMALL, 8 * SMALL.seq), growth * np.abs(expected), dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
+def test_a_training_on_the_gpu_takes_the_steps_of_the_host(gpu, comm, config, dtype):
+    curves = []
+    for device in ("cpu", "cuda"):
+        chosen = config(device, device=device, dtype=dtype, dropout=0.1, pipe=max(1, comm.size // 2))
+        train(chosen, GPT, comm)
+        curves.append([(entry["loss"], entry["grad_norm"]) for entry in metrics(chosen)[1:]])
+    close_curves(*curves, dtype)
+
+
+def test_auto_takes_the_gpu_that_every_rank_sees_and_says_so(gpu, comm, config, capsys, monkeypatch):
+    seen = []
+
+    def watched(self, step, original=Trainer.step):
+        seen.append({arrays.device_of(stage.parameters.flat) for stage in self.pipeline.stages})
+        return original(self, step)
+
+    monkeypatch.setattr(Trainer, "step", watched)
+    record = train(config(steps=3, sample_bytes=6), GPT, comm)
+    assert seen == [{"cuda"}] * 3 and math.isfinite(record.validation)
+    assert 0 <= record.bubble < 1 and 0 <= record.predicted < 1
+    printed = capsys.readouterr().out
+    assert ("on GPUs" in printed and "--- sample" in printed) == (comm.rank == 0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_trained_on_the_gpu_load_on_the_host_and_back(gpu, comm, config, dtype):
+    chosen = config(device="cuda", dtype=dtype, pipe=comm.size)
+    train(chosen, GPT, comm)
+    folder = weights.folder_of(chosen.out)
+    found = weights.describe(folder)
+    assert found.dtype == "float32"
+    host, device, other = (
+        nn.Stage(GPT(**found.model).build(Local()), dtype=kind, seed=seed, device=place)
+        for seed, (place, kind) in enumerate((("cpu", "float32"), ("cuda", dtype), ("cpu", dtype)))
+    )
+    for stage in (host, device, other):
+        weights.load(folder, [stage])
+    there = weights.on_host(device.parameters)
+    assert list(there) == list(host.parameters)
+    for name, values in there.items():
+        np.testing.assert_array_equal(values, host.parameters[name])
+        np.testing.assert_array_equal(values, other.parameters[name])
+    assert len({float(np.abs(values).sum()) for values in there.values()}) > 2
+
+
+@pytest.mark.mpi(min_size=2)
+def test_sequences_shared_by_ranks_train_alike_on_the_gpu(gpu, comm, config):
+    curves = []
+    for device in ("cpu", "cuda"):
+        chosen = config(device, device=device, seq=2, seq_len=15, dtype="float64")
+        train(chosen, GPT, comm)
+        curves.append([(entry["loss"], entry["grad_norm"]) for entry in metrics(chosen)[1:]])
+    close_curves(*curves, "float64")
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_the_weighted_loss_of_an_uneven_shard_is_that_of_the_host(gpu, comm, dtype):
+    shard = Shard(comm, "striped", 4 * comm.size + 1)
+    rng = np.random.default_rng(0)
+    output = shard.cut(rng.normal(size=(3, 4 * comm.size + 1, 7)).astype(arrays.dtype(dtype)))
+    target = shard.cut(rng.integers(0, 7, size=(3, 4 * comm.size + 1)))
+    expected, gradient = shard.loss(output, target, 8.0)
+    value, found = shard.loss(arrays.upload(np.ascontiguousarray(output)), target, 8.0)
+    assert arrays.is_device(value) and value.shape == ()
+    kind, size = arrays.accumulator(output.dtype), 1 + 2 * largest(output)
+    close(arrays.download(value), expected, target.size + 8, size, dtype=kind)
+    halves = rounding(dtype, 2 * gradient.astype(np.float64)) if arrays.is_half(output.dtype) else 0  # both are rounded
+    within(arrays.download(found), gradient, bound(kind, 7 + 8, size * largest(gradient)) + halves, "gradient")
+    if comm.size > 1:
+        assert float(expected) != nn.softmax_cross_entropy(output, target)[0]

@@ -1,0 +1,94 @@
+"""Sizes that nobody can mean are refused on every rank before anything of that size is built."""
+
+from __future__ import annotations
+
+import json
+import resource
+from types import SimpleNamespace
+
+import pytest
+
+from mpipipe.errors import ConfigError
+from mpipipe.models import GPT
+from mpipipe.train import TrainConfig, limits, train
+from mpipipe.train.training_plan import Recipe
+
+ABSURD = [
+    ({"chunks": 10**6, "schedule": "interleaved_1f1b"}, "schedule would be too long"),
+    ({"batch": 10**9, "microbatches": 10**9}, "schedule would be too long"),
+    ({"microbatches": 10**9}, "fewer sequences than micro-batches"),
+    ({"layers": 10**8}, "too many layers"),
+    ({"dim": 10**7}, "does not fit into memory"),
+    ({"hidden": 10**11}, "does not fit into memory"),
+    ({"dim": 10**7, "dtype": "bfloat16", "optimizer": "sgd"}, "does not fit into memory"),
+    ({"seq_len": 10**10}, "does not fit into memory"),
+    ({"batch": 10**10}, "does not fit into memory"),
+    ({"sample_bytes": 10**11}, "generating text .* does not fit into memory"),
+    ({"steps": 10**30}, "out of range"),
+]
+
+
+@pytest.mark.parametrize(("keys", "match"), ABSURD)
+def test_absurd_sizes_are_refused_with_a_remedy_before_they_take_memory(comm, mpi_tmp_path, keys, match):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ConfigError, match=match) as caught:
+        train(TrainConfig(**{"pipe": comm.size, "device": "cpu", "out": str(mpi_tmp_path / "run"), **keys}), GPT, comm)
+    assert caught.value.found and caught.value.expected
+    assert caught.value.remedy or match == "out of range"
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
+    assert not (mpi_tmp_path / "run").exists()
+
+
+def test_a_model_that_just_fits_is_not_refused(monkeypatch):
+    config = TrainConfig(dim=64, layers=2, heads=2, batch=4, microbatches=2, dtype="float64")
+    recipe = Recipe.of(config, GPT, 2, 1)
+    counts = [limits.parameters_of(limits.own_layers(recipe, rank)) for rank in (0, 1)]
+    assert sum(counts) == recipe.model.parameters
+    for rank, count in enumerate(counts):
+        layers = len(limits.own_layers(recipe, rank))
+        needed = 8 * count * 4 + 16 * 4 * 128 + layers * 2 * 128 * 64 * 8
+        monkeypatch.setattr(limits, "machine_memory", lambda needed=needed: needed)
+        limits.check_training(config, recipe, rank, "cpu")
+        monkeypatch.setattr(limits, "machine_memory", lambda needed=needed: needed - 1)
+        with pytest.raises(ConfigError, match=f"pipeline rank {rank}") as caught:
+            limits.check_training(config, recipe, rank, "cpu")
+        assert f"{count:,} parameters" in caught.value.found and "adamw" in caught.value.found
+        limits.check_training(config, recipe, rank, "cuda")  # there it is the GPU that must hold the rest
+
+
+def test_a_machine_that_does_not_say_how_much_memory_it_has_refuses_nothing(monkeypatch):
+    schedule = SimpleNamespace(stages_of=lambda rank: (0,))
+    recipe = SimpleNamespace(model=GPT(dim=10**7, heads=1), parts=[(0, 10)], schedule=schedule)
+    for answer in (-1, None):
+
+        def sysconf(name, answer=answer):
+            if answer is None:
+                raise ValueError("unrecognized configuration name")
+            return answer
+
+        monkeypatch.setattr(limits.os, "sysconf", sysconf)
+        assert limits.machine_memory() is None
+        limits.check_decoding(recipe, 0, "float32", 10**12, 1)
+
+
+def test_this_machine_says_how_much_memory_it_has():
+    assert limits.machine_memory() > 1 << 28
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments", "match"),
+    [
+        ({"layers": 10**8}, [], "too many layers"),
+        ({"dim": 10**8}, [], "does not fit into memory"),
+        ({"dim": 16}, ["--bytes", str(10**12)], "does not fit into memory"),
+    ],
+)
+def test_generate_refuses_absurd_sizes_with_one_report(launch, comm, mpi_tmp_path, model, arguments, match):
+    folder = mpi_tmp_path / "run" / "weights"
+    if comm.rank == 0:
+        folder.mkdir(parents=True)
+        (folder / "model.json").write_text(json.dumps({"model": model, "dtype": "float32", "stages": 1}))
+    comm.Barrier()
+    job = launch(2, ["-m", "mpipipe", "generate", str(folder.parent), *arguments])
+    assert job.returncode != 0
+    assert job.stderr.count(match) == 1 and job.stderr.count("job ended by rank") == 1, job.stderr

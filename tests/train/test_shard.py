@@ -1,0 +1,41 @@
+"""A rank's part of the sequences: nothing lost, losses that add up, uneven shares included."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.tolerance import close, largest
+
+from mpipipe import nn
+from mpipipe.attention import Local
+from mpipipe.errors import ConfigError
+from mpipipe.train.shard import Shard
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
+@pytest.mark.parametrize("seq_len", [16, 29])
+def test_losses_and_gradients_of_the_shards_are_those_of_the_whole(comm, layout, seq_len):
+    rng = np.random.default_rng(0)
+    output, target = rng.normal(size=(3, seq_len, 7)), rng.integers(0, 7, size=(3, seq_len))
+    expected, gradient = nn.softmax_cross_entropy(output, target)
+    shard = Shard(comm, layout, seq_len)
+    mine, found = shard.loss(shard.cut(output), shard.cut(target))
+    close(sum(comm.allgather(mine)) / comm.size, expected, target.size + 7, 1 + 2 * largest(output))
+    close(found / comm.size, shard.cut(gradient), 7 + 4, (1 + 2 * largest(output)) * largest(gradient))
+    positions = np.arange(seq_len) if shard.positions is None else shard.positions
+    np.testing.assert_array_equal(target[:, positions], shard.cut(target))
+
+
+def test_one_rank_has_it_all(comm):
+    alone = comm.Split(comm.rank, 0)
+    shard = Shard(alone, "zigzag", 5)
+    assert isinstance(shard.attend, Local) and shard.positions is None
+    array = np.arange(10).reshape(2, 5)
+    assert shard.cut(array) is array
+    alone.Free()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_rank_without_a_position_is_refused(comm):
+    with pytest.raises(ConfigError, match="no part of the sequence"):
+        Shard(comm, "zigzag", 1)

@@ -1,0 +1,298 @@
+"""Small trainings through real pipelines: they learn, do not depend on the cut, and refuse bad input everywhere."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.tolerance import close
+from support.training_tolerance import curve, path
+
+from mpipipe import optim
+from mpipipe.errors import ArgumentError, BackendError, ConfigError, DataError, MismatchError, NonFiniteError
+from mpipipe.models import GPT
+from mpipipe.train import TrainConfig, data, train, weights
+from mpipipe.train.trainer import Trainer
+from mpipipe.train.training_plan import Recipe
+
+LAST_LINE = re.compile(
+    r"mpipipe: ok steps=(\d+) loss=(\d+\.\d{4}) validation=(\d+\.\d{4}) tokens/s=(\d+) "
+    r"bubble=(\d\.\d{4}) predicted=(\d\.\d{4})"
+)
+STATM = Path("/proc/self/statm")
+SMALL = GPT(dim=16, layers=2, heads=2, hidden=32, seq=16)  # what `config` trains, with batches of 8
+
+
+@pytest.fixture
+def config(comm, mpi_tmp_path):
+    """config(name, **keys): a small training in the folder `name`, on text that is easy to learn."""
+    text = mpi_tmp_path / "text.txt"
+    if comm.rank == 0:
+        words = np.random.default_rng(0).choice(["one ", "two ", "three ", "four\n"], 1500)
+        text.write_text("".join(words))
+    comm.Barrier()
+
+    def make(name="run", **keys):
+        small = dict(
+            data=[str(text)], out=str(mpi_tmp_path / name), dim=16, layers=2, heads=2, hidden=32, seq_len=16, batch=8,
+            microbatches=2, steps=6, warmup=2, lr=1e-2, log_every=1, eval_every=3, eval_batches=1, sample_bytes=0,
+            device="cpu",
+        )  # fmt: skip
+        return TrainConfig(**{**small, **keys})
+
+    return make
+
+
+def metrics(config):
+    return [json.loads(line) for line in Path(config.out, "metrics.jsonl").read_text().splitlines()]
+
+
+def close_curves(found, expected, dtype="float64"):
+    """Numbers of each step of two of these small trainings."""
+    found, expected = np.array(found), np.array(expected)
+    growth = curve(SMALL, len(found), 1e-2).reshape(-1, *[1] * (found.ndim - 1))
+    close(found, expected, path(SMALL, 8 * SMALL.seq), growth * np.abs(expected), dtype=dtype)
+
+
+def test_a_training_learns_and_says_so(comm, config, capsys):
+    chosen = config(steps=60, log_every=20, eval_every=30, sample_bytes=12)
+    record = train(chosen, GPT, comm)
+    records, printed = metrics(chosen), capsys.readouterr().out
+    assert [entry["step"] for entry in records] == [0, 1, 20, 30, 40, 60]
+    assert records[0]["validation"] > 5 and records[-1]["validation"] == record.validation < 2
+    assert record.loss == records[-1]["loss"] < records[1]["loss"]
+    for entry in records[1:]:
+        assert {"loss", "lr", "grad_norm", "tokens_per_second", "bubble", "predicted"} <= set(entry)
+        assert all(math.isfinite(value) for value in entry.values())
+        assert 0 <= entry["predicted"] < 1 and 0 <= entry["bubble"] < 1
+        assert ("validation" in entry) == (entry["step"] in (30, 60))
+    lines = printed.splitlines()
+    if comm.rank:
+        assert printed == ""
+        return
+    assert any(line.startswith("step 20/60  loss") for line in lines)
+    assert any(line.startswith("--- sample") for line in lines)
+    found = LAST_LINE.fullmatch(lines[-1])
+    assert found and found[1] == "60"
+    assert found[3] == f"{record.validation:.4f}"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_loss_curves_of_all_cuts_agree_to_rounding(comm, config, tied):
+    cuts = [dict(pipe=pipe) for pipe in (1, 2, 4) if comm.size % pipe == 0]
+    cuts.append(dict(pipe=comm.size, chunks=6 // comm.size, schedule="interleaved_1f1b", recompute=True))
+    curves = []
+    for number, cut in enumerate(cuts):
+        chosen = config(str(number), dtype="float64", tied=tied, **cut)
+        train(chosen, GPT, comm)
+        curves.append([[entry["loss"], entry["grad_norm"], entry["lr"]] for entry in metrics(chosen)[1:]])
+    for other in curves[1:]:
+        close_curves(other, curves[0])
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_the_same_seed_gives_the_same_bits_and_another_seed_does_not(comm, config, optimizer):
+    losses = []
+    for name, seed in (("a", 3), ("b", 3), ("c", 4)):
+        chosen = config(name, seed=seed, dropout=0.1, optimizer=optimizer)
+        train(chosen, GPT, comm)
+        losses.append([entry["loss"] for entry in metrics(chosen)[1:]])
+    assert losses[0] == losses[1] != losses[2]
+    assert losses[0][-1] < losses[0][0]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_learning_rate_and_clipping_reach_the_optimizer(comm, config, optimizer):
+    free, bound = (config(name, optimizer=optimizer, clip=clip, lr=lr, weight_decay=0.0)
+                   for name, clip, lr in (("free", math.inf, 1e-2), ("bound", 1e-12, 1e-6)))  # fmt: skip
+    changes = []
+    for chosen in (free, bound):
+        train(chosen, GPT, comm)
+        records = metrics(chosen)
+        changes.append(abs(records[-1]["validation"] - records[0]["validation"]))
+    close([entry["lr"] for entry in metrics(free)[1:3]], [0.005, 0.01], 4)
+    assert metrics(free)[1]["grad_norm"] == metrics(bound)[1]["grad_norm"] > 1e-3  # that before clipping
+    assert changes[0] > 1e-2 and changes[1] < 1e-4
+    losses = [entry["loss"] for entry in metrics(bound)[1:]]
+    assert min(abs(np.diff(losses))) > 1e-3  # the model hardly moves, so these are different batches
+
+
+def test_memory_stays_flat_over_a_thousand_steps(comm, config, monkeypatch):
+    pages = []
+
+    def measured(self, step, original=Trainer.step):
+        result = original(self, step)
+        if step >= 20:
+            pages.append(int(STATM.read_text().split()[1]) if STATM.exists() else 0)
+        return result
+
+    monkeypatch.setattr(Trainer, "step", measured)
+    train(config(steps=1000, layers=1, seq_len=8, batch=2 * comm.size, log_every=100, eval_every=500), GPT, comm)
+    assert len(pages) == 980
+    assert (max(pages) - pages[0]) * os.sysconf("SC_PAGE_SIZE") < 4 << 20
+
+
+def test_only_the_ranks_of_the_first_and_last_stage_open_the_data(comm, config, monkeypatch):
+    opened, original = [], data.Corpus.open
+    monkeypatch.setattr(data.Corpus, "open", lambda *arguments: opened.append(1) or original(*arguments))
+    train(config(pipe=comm.size, steps=1), GPT, comm)
+    assert len(opened) == (comm.rank in (0, comm.size - 1))
+
+
+@pytest.mark.parametrize(
+    ("keys", "error", "match"),
+    [
+        ({"pipe": 3}, ArgumentError, "mesh does not fill"),
+        ({"batch": 3, "microbatches": 4}, ConfigError, "fewer sequences than micro-batches"),
+        ({"schedule": "1f1b"}, ArgumentError, "unknown schedule"),
+        ({"schedule": "forward_only"}, ConfigError, "cannot train"),
+        ({"chunks": 7, "schedule": "interleaved_1f1b"}, ArgumentError, "fewer layers than stages"),
+        ({"data": ["no/such/file"]}, DataError, "cannot be read"),
+        ({"seq_len": 4000}, DataError, "too short"),
+    ],
+)
+def test_bad_input_raises_on_every_rank_before_anything_is_written(comm, config, keys, error, match):
+    chosen = config(**keys)
+    with pytest.raises(error, match=match):
+        train(chosen, GPT, comm)
+    comm.Barrier()
+    assert not Path(chosen.out).exists()
+
+
+def test_stages_that_one_rank_cannot_make_are_an_error_on_every_rank(comm, config, monkeypatch):
+    def refuse(*arguments):
+        raise MemoryError("Unable to allocate 8.00 GiB")
+
+    if comm.rank == comm.size - 1:
+        monkeypatch.setattr(Recipe, "stages", refuse)
+    chosen = config()
+    with pytest.raises(ArgumentError, match="Unable to allocate"):
+        train(chosen, GPT, comm)
+    assert not Path(chosen.out).exists()
+
+
+def test_a_folder_that_holds_something_is_refused_and_left_alone(comm, config):
+    chosen = config()
+    if comm.rank == 0:
+        Path(chosen.out).mkdir()
+        Path(chosen.out, "metrics.jsonl").write_text("precious")
+    comm.Barrier()
+    with pytest.raises(ConfigError, match="not empty"):
+        train(chosen, GPT, comm)
+    assert Path(chosen.out, "metrics.jsonl").read_text() == "precious"
+    assert len(list(Path(chosen.out).iterdir())) == 1
+
+
+def test_a_folder_that_cannot_be_made_is_refused(comm, config):
+    chosen = config("text.txt/run")
+    with pytest.raises(ConfigError, match="cannot be used"):
+        train(chosen, GPT, comm)
+
+
+def test_ranks_with_different_settings_are_told(comm, config):
+    if comm.size == 1:
+        pytest.skip("needs two ranks")
+    with pytest.raises(MismatchError, match="configurations") as caught:
+        train(config(lr=1e-3 if comm.rank == 1 else 2e-3), GPT, comm)
+    assert "lr = 0.001" in str(caught.value) and "lr = 0.002, as on rank 0" in str(caught.value)
+
+
+def test_ranks_with_different_data_are_told(comm, config, monkeypatch):
+    if comm.size == 1:
+        pytest.skip("needs two ranks")
+    chosen = config(data=[], pipe=comm.size)
+    if comm.rank == 0:
+        library = data.standard_library()
+        monkeypatch.setattr(data, "standard_library", lambda: library[:-1])
+    with pytest.raises(MismatchError, match="different data"):
+        train(chosen, GPT, comm)
+    assert not Path(chosen.out).exists()
+
+
+def test_ranks_with_other_contents_of_the_same_name_and_size_are_told(comm, config, mpi_tmp_path):
+    if comm.size == 1:
+        pytest.skip("needs two ranks")
+    own = mpi_tmp_path / str(comm.rank)
+    own.mkdir()
+    (own / "text.txt").write_bytes((b"%d" % (comm.rank == comm.size - 1)) * 5000)
+    os.chdir(own)
+    try:
+        with pytest.raises(MismatchError, match="contents") as caught:
+            train(config(data=["text.txt"], pipe=comm.size), GPT, comm)
+    finally:
+        os.chdir("/")
+    assert caught.value.found == f"other data on rank {comm.size - 1}"
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
+def test_sharing_sequences_does_not_change_the_training(comm, config, layout):
+    """15 bytes on 2 or 4 ranks: shares of different length, and still the same losses to rounding."""
+    keys = dict(seq_len=15, dtype="float64", schedule="one_f_one_b")
+    alone = comm.Split(comm.rank, 0)
+    train(config(f"whole-{comm.rank}", **keys), GPT, alone)
+    alone.Free()
+    sharded = config("sharded", seq=2, layout=layout, **keys)
+    train(sharded, GPT, comm)
+    both = [metrics(chosen) for chosen in (config(f"whole-{comm.rank}"), sharded)]
+    for key in ("loss", "validation", "grad_norm"):
+        close_curves(*([entry[key] for entry in entries if key in entry] for entries in both))
+
+
+@pytest.mark.parametrize(("dtype", "optimizer"), [("bfloat16", "adamw"), ("float16", "adamw"), ("float16", "sgd")])
+def test_half_precision_reaches_about_the_loss_of_single(comm, config, dtype, optimizer):
+    keys = dict(steps=60, log_every=20, eval_every=60, optimizer=optimizer, pipe=max(1, comm.size // 2))
+    single, half = config("single", **keys), config("half", dtype=dtype, sample_bytes=8, **keys)
+    expected, found = train(single, GPT, comm), train(half, GPT, comm)
+    # not a bound of rounding: two trainings part slowly, and one that is wrong is off by far more
+    assert abs(found.validation / expected.validation - 1) < 0.02
+    assert found.loss != expected.loss  # it did compute in another precision
+    assert weights.describe(weights.folder_of(half.out)).dtype == "float32"
+    last = metrics(half)[-1]
+    assert ("loss_scale" in last) == (dtype == "float16") and "loss_scale" not in metrics(single)[-1]
+
+
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
+def test_steps_whose_gradients_overflow_are_skipped_by_every_rank_until_the_scale_fits(comm, config, monkeypatch):
+    monkeypatch.setattr(optim, "LossScaler", partial(optim.LossScaler, initial=2.0**30))
+    chosen = config(dtype="float16", steps=40, eval_every=1, pipe=max(1, comm.size // 2))
+    record = train(chosen, GPT, comm)
+    first, *records = metrics(chosen)
+    skipped = records[-1]["skipped"]
+    assert 2 < skipped < 30
+    for number, entry in enumerate(records):
+        good = number >= skipped
+        assert ("grad_norm" in entry) == good
+        assert (entry["validation"] != first["validation"]) == good  # a skipped step leaves the parameters alone
+        assert entry["loss_scale"] == 2.0 ** (30 - min(number + 1, skipped))
+    assert records[-1]["loss"] < records[0]["loss"] - 0.5
+    assert comm.allgather((record.skipped, record.loss)) == [(skipped, record.loss)] * comm.size
+
+
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
+def test_an_overflow_that_no_smaller_scale_can_cure_ends_the_training_on_every_rank(comm, config):
+    with pytest.raises(NonFiniteError, match="gradient"):
+        train(config(dtype="float16", loss_scale=2.0**40, pipe=comm.size), GPT, comm)
+
+
+def test_a_fixed_loss_scale_does_not_change_the_training(comm, config):
+    curves = []
+    for name, scale in (("one", None), ("scaled", 1024)):
+        chosen = config(name, loss_scale=scale)
+        train(chosen, GPT, comm)
+        curves.append([(entry["loss"], entry["grad_norm"]) for entry in metrics(chosen)[1:]])
+    close_curves(*curves, dtype="float32")  # a power of two: exact, but for epsilons and tiny numbers
+
+
+def test_a_gpu_that_is_not_there_is_refused_on_every_rank_before_anything_is_written(comm, config, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    chosen = config(device="cuda")
+    with pytest.raises(BackendError, match="cuda"):
+        train(chosen, GPT, comm)
+    assert not Path(chosen.out).exists()

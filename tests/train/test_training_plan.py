@@ -1,0 +1,81 @@
+"""A configuration and a number of ranks become a model, a schedule and a cut, or an error with the remedy."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from mpipipe.errors import ArgumentError, ConfigError
+from mpipipe.models import GPT
+from mpipipe.train import TrainConfig
+from mpipipe.train.shard import Shard
+from mpipipe.train.training_plan import Recipe
+
+WHOLE = Shard(SimpleNamespace(rank=0, size=1), "zigzag", 8)  # sequences on one rank
+SMALL = dict(dim=16, layers=3, heads=2, seq_len=8, batch=12)
+
+
+def recipe(pipe=1, replicas=1, **keys):
+    return Recipe.of(TrainConfig(**{**SMALL, **keys}), GPT, pipe, replicas)
+
+
+@pytest.mark.parametrize(("pipe", "chunks", "schedule"), [(1, 1, "gpipe"), (4, 1, "one_f_one_b"), (2, 3, "looped_bfs")])
+def test_the_ranks_together_hold_every_layer_once(pipe, chunks, schedule):
+    made = recipe(pipe, chunks=chunks, schedule=schedule, microbatches=2)
+    assert made.schedule.stages == pipe * chunks
+    stages = [made.stages(rank, WHOLE, "float32", 0) for rank in range(pipe)]
+    assert [len(own) for own in stages] == [chunks] * pipe
+    names = [name for own in stages for stage in own for name in stage.parameters]
+    whole = recipe(1).stages(0, WHOLE, "float32", 0)[0]
+    assert sorted(names) == sorted(whole.parameters)
+
+
+def test_the_cut_is_by_cost_with_embedding_and_head_counted():
+    made = recipe(2, layers=2, dim=8, hidden=8, seq_len=4, microbatches=1)
+    costs = made.model.costs()
+    slowest = max(sum(costs[start:stop]) for start, stop in made.parts)
+    assert slowest == min(max(sum(costs[:cut]), sum(costs[cut:])) for cut in range(1, len(costs)))
+    assert made.parts[-1] == (5, 6)  # with a width of 8 the head of 256 bytes outweighs both blocks
+
+
+def test_settings_reach_the_model():
+    made = recipe(kv_heads=1, hidden=40, tied=True, rope_base=99.0, dropout=0.5)
+    model = made.model
+    assert (model.kv_heads, model.hidden, model.tied, model.rope_base, model.seq) == (1, 40, True, 99.0, 8)
+    assert (model.dropout, model.dim, model.layers, model.heads, model.vocab) == (0.5, 16, 3, 2, 256)
+
+
+@pytest.mark.parametrize(("pipe", "replicas", "expected"), [(1, 1, 4), (2, 1, 8), (3, 1, 12), (4, 1, 12), (2, 4, 3)])
+def test_four_microbatches_a_rank_by_default_but_no_more_than_sequences(pipe, replicas, expected):
+    made = recipe(pipe, replicas)
+    assert made.schedule.microbatches == expected
+    assert made.rows == 12 // replicas
+
+
+@pytest.mark.parametrize(
+    ("pipe", "replicas", "keys", "match"),
+    [
+        (1, 5, {}, "does not divide"),
+        (1, 3, {"microbatches": 5}, "fewer sequences than micro-batches"),
+        (2, 1, {"schedule": "forward_only"}, "without backward"),
+    ],
+)
+def test_what_does_not_fit_is_refused_as_configuration(pipe, replicas, keys, match):
+    with pytest.raises(ConfigError, match=match):
+        recipe(pipe, replicas, **keys)
+
+
+@pytest.mark.parametrize(
+    ("pipe", "keys", "match"),
+    [
+        (9, {}, "fewer layers than stages"),
+        (2, {"chunks": 5, "schedule": "interleaved_1f1b"}, "fewer layers than stages"),
+        (2, {"chunks": 2}, "one stage per rank"),
+        (1, {"schedule": "1f1b"}, "unknown schedule"),
+        (1, {"heads": 3}, "heads"),
+    ],
+)
+def test_what_other_rooms_refuse_passes_through(pipe, keys, match):
+    with pytest.raises(ArgumentError, match=match):
+        recipe(pipe, **keys)
