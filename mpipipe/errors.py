@@ -20,7 +20,7 @@ class MpipipeError(Exception):
         self.message = message
         self.rank, self.stage, self.microbatch = rank, stage, microbatch
         self.found, self.expected, self.remedy = found, expected, remedy
-        self.echo = False  # another rank raises and reports this same error
+        self.reported_elsewhere = False  # another rank raises and reports this same error
         self.agreed: frozenset[int] = frozenset()  # world ranks that all raise this same error, in the same call
         super().__init__(message)
 

@@ -10,25 +10,25 @@ from mpipipe.arrays.memory import address
 KINDS = {"float32": "CUDA_R_32F", "float64": "CUDA_R_64F", "float16": "CUDA_R_16F", "bfloat16": "CUDA_R_16BF"}
 
 
-def multiply(a, b, c, turn_a: bool = False, turn_b: bool = False, add: bool = False, factor: float = 1.0):
+def batched_gemm(a, b, c, transpose_a: bool = False, transpose_b: bool = False, add: bool = False, factor: float = 1.0):
     """c = factor a b or, with `add`, c += factor a b, for each problem.
 
     Parameters
     ----------
-    a : (problems, m, k), or (problems, k, m) with `turn_a`; b : (problems, k, n), or (problems, n, k) with `turn_b`;
-        both of one dtype, the last axis without gaps
+    a : (problems, m, k), or (problems, k, m) with `transpose_a`
+    b : (problems, k, n), or (problems, n, k) with `transpose_b`; of the dtype of a, the last axis of both without gaps
     c : (problems, m, n) of the accumulator dtype of a, in which everything is summed
     """
     library = cupy().cuda
     cublas, runtime = library.cublas, library.runtime
     problems, m, n = c.shape
-    k = a.shape[1] if turn_a else a.shape[2]
+    k = a.shape[1] if transpose_a else a.shape[2]
     double = c.dtype == np.float64
     factors = np.array([factor, float(add)], c.dtype)
     kind, sum_kind = (getattr(runtime, KINDS[x.dtype.name]) for x in (a, c))
     # cuBLAS counts down columns: to it each of these is its transpose, and c^T = b^T a^T
     cublas.gemmStridedBatchedEx(
-        library.device.get_cublas_handle(), int(turn_b), int(turn_a), n, m, k,
+        library.device.get_cublas_handle(), int(transpose_b), int(transpose_a), n, m, k,
         factors.ctypes.data, *_where(b, kind), *_where(a, kind),
         factors.ctypes.data + factors.itemsize, *_where(c, sum_kind),
         problems, cublas.CUBLAS_COMPUTE_64F if double else cublas.CUBLAS_COMPUTE_32F, cublas.CUBLAS_GEMM_DEFAULT,

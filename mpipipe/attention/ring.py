@@ -27,7 +27,7 @@ from mpipipe.attention.kernels import host
 from mpipipe.attention.ring_agreement import agree_on_backward, agree_on_forward, agree_on_options
 from mpipipe.comm import runtime, settings
 from mpipipe.comm.attributes import attributes
-from mpipipe.comm.ring_exchange import Rotation
+from mpipipe.comm.ring_exchange import RingExchange
 
 
 class Ring:
@@ -137,11 +137,11 @@ class Ring:
             message = received
         return tuple(cast(x, work.dtype) for x in (dq, *work.unpack_gradients(message, rank)))
 
-    def _rotation(self, device) -> Rotation:
+    def _rotation(self, device) -> RingExchange:
         """What moves blocks of arrays on this device; one for all rings on the communicator."""
         kept, key = attributes(self._given), ("ring", device)
         if key not in kept or kept[key].group.failure is not None:
-            kept[key] = Rotation(self._given, settings.synchronous_sends(), device)
+            kept[key] = RingExchange(self._given, settings.synchronous_sends(), device)
         return kept[key]
 
     def _start(self, outgoing, dest, incoming, source):

@@ -20,7 +20,7 @@ from mpipipe.train.outlet import Outlet
 from mpipipe.train.output import shared_path
 from mpipipe.train.sample import generate as continuation
 from mpipipe.train.sample import readable
-from mpipipe.train.training_plan import Recipe
+from mpipipe.train.training_plan import TrainingPlan
 
 
 def generate(
@@ -56,7 +56,7 @@ def generate(
 
 
 def _prepare(folder, mesh):
-    """(Recipe, dtype) from what rank 0 finds in the folder; every error is raised on every rank."""
+    """(TrainingPlan, dtype) from what rank 0 finds in the folder; every error is raised on every rank."""
     found, group = None, group_of(mesh.comm)
     with group.together("generate: the description of the weights"):
         if mesh.rank == 0:
@@ -70,4 +70,4 @@ def _prepare(folder, mesh):
         limits.check_counts(model.layers, mesh.pipe.size, 1, 1)
         schedule = schedules.forward_only(mesh.pipe.size, 1, 1)
         parts = schedules.partition(model.costs(), schedule.stages)
-    return Recipe(model, schedule, parts, rows=1), found.dtype
+    return TrainingPlan(model, schedule, parts, rows=1), found.dtype

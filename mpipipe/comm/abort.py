@@ -133,7 +133,7 @@ def _end_of(error: BaseException, world) -> End:
         code = INTERRUPTED
     elif world.group.agreed_on(error):
         code = AGREED
-    says = ECHO if getattr(error, "echo", False) else CAUSE
+    says = ECHO if getattr(error, "reported_elsewhere", False) else CAUSE
     return End(code, says, _describe(error, _heading(world)), _number_of(error))
 
 
@@ -290,7 +290,9 @@ def _abort_after_exception():
     sys.stdout.flush()
     sys.stderr.flush()
     # peers that hear of it have time to say where they were; one that only heard leaves the end to the one it heard of
-    time.sleep(2 * GRACE + STAGGER * rank if getattr(error, "echo", False) else 1.0 + min(1.0, 0.05 * rank))
+    time.sleep(
+        2 * GRACE + STAGGER * rank if getattr(error, "reported_elsewhere", False) else 1.0 + min(1.0, 0.05 * rank)
+    )
     _write(f"mpipipe: rank {rank} of {MPI.COMM_WORLD.size} died of {type(error).__name__}: the job ends here\n")
     MPI.COMM_WORLD.Abort(INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
 

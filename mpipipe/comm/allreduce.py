@@ -21,7 +21,7 @@ BUCKET_BYTES = 32 << 20
 PAGES = 3  # buckets of device buffers under way at once on one communicator: in, on the wire, out
 
 
-class PendingSum:
+class AllReduce:
     """An all-reduce under way; `Test()` is true once `flat` holds the sum over all ranks of `comm`.
 
     Every rank must start the sums on one communicator in the same order. `flat` is one-dimensional, on the host or on

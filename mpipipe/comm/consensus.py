@@ -103,8 +103,8 @@ def raise_on_all(origin: int, problem: MpipipeError, group: Group):
     _raise(problem, origin != group.rank, group.presence.members)
 
 
-def _raise(problem, echo, ranks):
-    problem.echo, problem.agreed = echo, frozenset(ranks)
+def _raise(problem, reported_elsewhere, ranks):
+    problem.reported_elsewhere, problem.agreed = reported_elsewhere, frozenset(ranks)
     raise problem
 
 

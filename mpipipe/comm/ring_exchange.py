@@ -14,7 +14,7 @@ ROTATIONS = ("overlap", "sendrecv")
 TAG = 1
 
 
-class Rotation:
+class RingExchange:
     """What the ranks of one communicator need to be a ring, on a private duplicate of it.
 
     Parameters

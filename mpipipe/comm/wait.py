@@ -175,7 +175,7 @@ class Vigil:
 def heard(failure: Failure, remedy=None) -> PeerError:
     """The error of a rank that has heard of a failure, which another rank reports."""
     error = PeerError(failure.text, remedy=remedy)
-    error.echo = True
+    error.reported_elsewhere = True
     error.failure = failure
     return error
 

@@ -48,7 +48,7 @@ def ones(_generator, shape):
     return np.ones(shape)
 
 
-class Flat(Mapping):
+class FlatBuffer(Mapping):
     """Named arrays that are views of one buffer.
 
     `flat` is one-dimensional and starts on a 64-byte boundary, as does every array in it. The gaps between the arrays
@@ -91,7 +91,7 @@ class Flat(Mapping):
         return len(self._views)
 
 
-def decay_runs(offsets: Mapping[str, int], decays: Mapping[str, bool], end: int) -> list[tuple[int, int, bool]]:
+def decay_ranges(offsets: Mapping[str, int], decays: Mapping[str, bool], end: int) -> list[tuple[int, int, bool]]:
     """Cut a flat buffer of `end` elements into the longest runs (start, stop, decay) of equal decay, gaps included."""
     runs: list[tuple[int, int, bool]] = []
     for name, start in offsets.items():

@@ -24,7 +24,7 @@ def angles(positions: np.ndarray, head_dim: int, base: float) -> np.ndarray:
     return np.asarray(positions, np.float64)[:, None] * frequencies
 
 
-def turns(positions: np.ndarray, head_dim: int, base: float, dtype: np.dtype) -> np.ndarray:
+def rope_table(positions: np.ndarray, head_dim: int, base: float, dtype: np.dtype) -> np.ndarray:
     """exp(i * angle), complex, shape (seq, 1, head_dim / 2): the factor of each position and pair, for every head."""
     table = np.exp(1j * angles(positions, head_dim, base)).astype(complex_of(dtype))[:, None, :]
     table.flags.writeable = False
@@ -44,7 +44,7 @@ class Tables:
         self._kept = lru_cache(maxsize=TABLES)(self._make)
 
     def of(self, positions: np.ndarray, head_dim: int, base: float):
-        """The table of any positions, for `kernels.rotate`."""
+        """The table of any positions, for `kernels.apply_rope`."""
         return self._kept(np.ascontiguousarray(positions, np.int64).tobytes(), head_dim, base)
 
     def first(self, seq: int, head_dim: int, base: float):
@@ -54,4 +54,4 @@ class Tables:
 
     def _make(self, where, head_dim, base):
         positions = np.arange(where) if isinstance(where, int) else np.frombuffer(where, np.int64)
-        return self.kernels.turns(positions, head_dim, base, self.dtype, self.device)
+        return self.kernels.rope_table(positions, head_dim, base, self.dtype, self.device)

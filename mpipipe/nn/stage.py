@@ -13,7 +13,7 @@ from mpipipe.nn import kernels, random
 from mpipipe.nn.layers.containers import Sequential
 from mpipipe.nn.layers.embedding import Embedding
 from mpipipe.nn.layers.layer import Layer
-from mpipipe.nn.parameters import Flat, Parameter, decay_runs
+from mpipipe.nn.parameters import FlatBuffer, Parameter, decay_ranges
 from mpipipe.nn.rope import Tables
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
@@ -86,21 +86,21 @@ class Stage:
         declared = {f"{name}.{key}": p for name, layer in named for key, p in layer.declared.items()}
         shapes = {name: p.shape for name, p in declared.items()}
         wide = arrays.accumulator(self.dtype)
-        self.parameters = self._drawn(declared, Flat(shapes, wide, narrowest=self.dtype))
-        self.gradients = Flat(shapes, wide, self.device, narrowest=self.dtype)
-        self.compute = self.parameters if wide == self.dtype else Flat(shapes, self.dtype, self.device)
+        self.parameters = self._drawn(declared, FlatBuffer(shapes, wide, narrowest=self.dtype))
+        self.gradients = FlatBuffer(shapes, wide, self.device, narrowest=self.dtype)
+        self.compute = self.parameters if wide == self.dtype else FlatBuffer(shapes, self.dtype, self.device)
         for name, parameter in declared.items():
             if parameter.tie is not None:
                 self.ties.setdefault(parameter.tie, []).append(name)
         self.refresh()
         decays = {name: p.decay for name, p in declared.items()}
-        self.runs = decay_runs(self.parameters.offsets, decays, self.parameters.flat.size)
+        self.decay_ranges = decay_ranges(self.parameters.offsets, decays, self.parameters.flat.size)
         for name, layer in named:
             layer.bind(self, name)
         self._chain = Sequential(self.layers)
         self._chain.stage = self
 
-    def _drawn(self, declared: Mapping[str, Parameter], host: Flat) -> Flat:
+    def _drawn(self, declared: Mapping[str, Parameter], host: FlatBuffer) -> FlatBuffer:
         """Initial values in `host`, or in a buffer like it on the device."""
         for name, parameter in declared.items():
             generator = random.initial(self.seed, parameter.tie or name)
@@ -108,7 +108,7 @@ class Stage:
         if self.device == "cpu":
             return host
         shapes = {name: parameter.shape for name, parameter in declared.items()}
-        there = Flat(shapes, host.flat.dtype, self.device, narrowest=self.dtype)
+        there = FlatBuffer(shapes, host.flat.dtype, self.device, narrowest=self.dtype)
         arrays.upload(host.flat, out=there.flat)
         return there
 

@@ -39,7 +39,7 @@ class AdamW:
         self.steps += 1
         b1, b2 = self.betas
         for stage, state in zip(self.stages, self.state):
-            for start, stop, decayed in stage.runs:
+            for start, stop, decayed in stage.decay_ranges:
                 at = slice(start, stop)
                 stage.kernels.adamw(
                     stage.parameters.flat[at],

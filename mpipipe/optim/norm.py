@@ -25,7 +25,7 @@ class Culprit(NamedTuple):
         error = NonFiniteError(
             f"the gradient of parameter {self.name} is not finite", rank=self.rank, stage=self.stage, remedy=remedy
         )
-        error.echo = not self.here
+        error.reported_elsewhere = not self.here
         return error
 
 

@@ -30,7 +30,7 @@ class SGD:
         """Make one step with the gradients of the stages, times `scale`; `lr` overrides the rate for this step."""
         rate = self.lr if lr is None else lr
         for stage, state in zip(self.stages, self.state):
-            for start, stop, decayed in stage.runs:
+            for start, stop, decayed in stage.decay_ranges:
                 at = slice(start, stop)
                 stage.kernels.sgd(
                     stage.parameters.flat[at],

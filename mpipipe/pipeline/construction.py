@@ -136,7 +136,7 @@ def _agree_with_replicas(pipe, others, stages, schedule, recompute, error):
     halved = isinstance(error, MismatchError) and error.fact == REPLICAS
     if others.agree(f"{CALL}: whether all have partners", values=[int(halved)]).any():
         problem = error or PeerError("some ranks of another pipeline were given no replicas")
-        problem.agreed, problem.echo = frozenset(), problem.echo or error is None
+        problem.agreed, problem.reported_elsewhere = frozenset(), problem.reported_elsewhere or error is None
         raise problem
     facts: tuple = ()
     if error is None:

@@ -14,11 +14,11 @@ from typing import NamedTuple
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.comm.allreduce import PendingSum
+from mpipipe.comm.allreduce import AllReduce
 from mpipipe.errors import ArgumentError, MpipipeError, NonFiniteError, PeerError, StageError
 from mpipipe.nn import Stage, kernels
 from mpipipe.pipeline.clock import DeviceClock, HostClock
-from mpipipe.pipeline.microbatches import Wire, flatten, unflatten
+from mpipipe.pipeline.microbatches import MessageSpec, flatten, unflatten
 
 NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
@@ -31,7 +31,7 @@ class Job(NamedTuple):
     targets: list | None  # targets per micro-batch, on the rank of the last stage; None where no loss is wanted
     weights: list  # weight of each micro-batch in the loss, there too
     scale: float  # factor on all gradients
-    wires: dict  # (edge, micro-batch) -> Wire; filled here while `known` is false
+    wires: dict  # (edge, micro-batch) -> MessageSpec; filled here while `known` is false
     known: bool
 
 
@@ -140,9 +140,9 @@ class Executor:
             self._evaluate_loss(step, y, job.targets[microbatch])
         self.clock.add(step, start, self.job.training)
         if lease:
-            y = _detached(y, lease)
+            y = _copy_if_aliased(y, lease)
         if not step.last:
-            self._hand_on(step, y, "F", step.stage + 1)
+            self._send_activation(step, y, "F", step.stage + 1)
         elif not job.training:
             self.outcome.outputs[microbatch] = y
         if job.training:
@@ -207,19 +207,19 @@ class Executor:
 
     def _backward(self, step):
         stage = self.stages[step.chunk]
-        dy, lease = self._output_gradient(step)
+        dy, lease = self._receive_gradient(step)
         saved, kept_lease = self.kept.pop((step.stage, step.microbatch))
         start = self.clock.now()
         if self.recompute:
             saved = self._again(step, saved)
         dx = stage.backward(dy, saved)
         self.clock.add(step, start, self.job.training)
-        self._return_gradient(step, dx, (*lease, *kept_lease))
+        self._send_gradient(step, dx, (*lease, *kept_lease))
         self._drop((*lease, *kept_lease))
 
     def _input_gradient(self, step):
         stage = self.stages[step.chunk]
-        dy, lease = self._output_gradient(step)
+        dy, lease = self._receive_gradient(step)
         saved, kept_lease = self.kept.pop((step.stage, step.microbatch))
         start = self.clock.now()
         if self.recompute:
@@ -227,7 +227,7 @@ class Executor:
         dx, pending = stage.backward_input(dy, saved)
         self.clock.add(step, start, self.job.training)
         leases = (*lease, *kept_lease)
-        self._return_gradient(step, dx, leases)
+        self._send_gradient(step, dx, leases)
         self.pending[step.stage, step.microbatch] = pending, leases
 
     def _weight_gradient(self, step):
@@ -253,12 +253,12 @@ class Executor:
             leaves, lease = self.mailbox.take()
             wire = job.wires[envelope.edge, envelope.microbatch]
         else:
-            wire = Wire.decode(self.mailbox.take_header(envelope))
+            wire = MessageSpec.decode(self.mailbox.take_header(envelope))
             job.wires[envelope.edge, envelope.microbatch] = wire
             leaves, lease = self.mailbox.take_unknown(envelope, wire.leaves)
         return unflatten(leaves, wire.structure), lease
 
-    def _output_gradient(self, step):
+    def _receive_gradient(self, step):
         """The gradient of this step's output, and the lease on its arrays."""
         if step.last:
             return self.seeds.pop(step.microbatch), ()
@@ -272,7 +272,7 @@ class Executor:
             leaves, lease = self.mailbox.take_unknown(envelope, wire.gradients)
         return wire.gradient_tree(leaves), lease
 
-    def _hand_on(self, step, y, op, edge):
+    def _send_activation(self, step, y, op, edge):
         """Send an output to the next stage, or keep it for it where that is on this rank."""
         envelope = step.send
         if envelope is None:
@@ -280,20 +280,20 @@ class Executor:
             return
         key = envelope.edge, envelope.microbatch
         if not self.job.known:
-            self.job.wires[key] = wire = Wire.of(y)
+            self.job.wires[key] = wire = MessageSpec.of(y)
             self.mailbox.put_header(envelope, wire.encode())
-        elif not self.job.wires[key].fits(y):
+        elif not self.job.wires[key].matches(y):
             raise ArgumentError(
                 "a stage's output depends on more than the shapes of the pipeline's inputs",
-                found=Wire.of(y),
+                found=MessageSpec.of(y),
                 expected=f"{self.job.wires[key]}, as for the same input shapes before",
                 remedy="pad the output to a shape that follows from the input shapes",
             )
         self.mailbox.put(envelope, [y] if arrays.is_array(y) else flatten(y)[0])
 
-    def _return_gradient(self, step, dx, leases):
+    def _send_gradient(self, step, dx, leases):
         if leases:
-            dx = _detached(dx, leases)
+            dx = _copy_if_aliased(dx, leases)
         envelope = step.send
         if envelope is not None:
             wire = self.job.wires[envelope.edge, envelope.microbatch]
@@ -308,7 +308,7 @@ class Executor:
         if gradients is None:
             return
         start = perf_counter()
-        self.sums.append(PendingSum(self.replicas, gradients.flat))
+        self.sums.append(AllReduce(self.replicas, gradients.flat))
         if self.clock.recorder is not None:
             self.clock.recorder.add(f"all-reduce {step.stage}", start, perf_counter())
 
@@ -371,7 +371,7 @@ def _unscaled(tree, scale):
     return unflatten([None if x is None else kernels.of_array(x).scale(x, 1 / scale) for x in leaves], structure)
 
 
-def _detached(tree, leases):
+def _copy_if_aliased(tree, leases):
     """`tree` with a copy of each leaf that shares memory with a received array, which is about to be used again."""
     if tree is None:
         return None

@@ -122,7 +122,7 @@ def merge(pieces: list):
     return unflatten([arrays.concatenate(column) for column in columns], structure)
 
 
-class Wire:
+class MessageSpec:
     """What travels over an edge for one micro-batch: structure, (shape, dtype) of each leaf, which have gradients."""
 
     __slots__ = ("floating", "gradients", "leaves", "structure")
@@ -144,13 +144,13 @@ class Wire:
     def __eq__(self, other):
         return (self.structure, self.leaves) == (other.structure, other.leaves)
 
-    def fits(self, tree) -> bool:
+    def matches(self, tree) -> bool:
         """Whether `tree` is what this wire carries and can be sent as it is."""
         if self.structure is None:  # the common case, on the hot path
             ((shape, kind),) = self.leaves
             alike = arrays.is_array(tree) and tree.shape == shape and tree.dtype == kind
             return alike and tree.flags.c_contiguous and not isinstance(tree, np.ma.MaskedArray)
-        return Wire.of(tree) == self
+        return MessageSpec.of(tree) == self
 
     def __str__(self):
         return ", ".join(f"{kind.name}{list(shape)}" for shape, kind in self.leaves)
@@ -173,7 +173,7 @@ class Wire:
 
     def gradient_leaves(self, tree) -> list:
         """The arrays to send back for this activation; raises ArgumentError where shape or dtype differ."""
-        if self.structure is None and self.gradients and self.fits(tree):
+        if self.structure is None and self.gradients and self.matches(tree):
             return [tree]
         leaves, structure = ([tree], None) if tree is None else flatten(tree)
         if structure != self.structure:

@@ -12,7 +12,7 @@ import numpy as np
 
 from mpipipe import arrays
 from mpipipe.comm import runtime, settings
-from mpipipe.comm.allreduce import PendingSum
+from mpipipe.comm.allreduce import AllReduce
 from mpipipe.comm.mailbox import Mailbox
 from mpipipe.comm.process import is_rank
 from mpipipe.comm.requests import own
@@ -379,7 +379,7 @@ class Pipeline:
             self.pipe.wait(own(self.comm.Ibcast(table, self.schedule.placement[-1])), "the loss", everyone=True)
         total = table[-1:].copy()
         if self.replicas is not None:
-            self.partners.wait(PendingSum(self.replicas, total), "the loss of the replicas", everyone=True)
+            self.partners.wait(AllReduce(self.replicas, total), "the loss of the replicas", everyone=True)
         return float(total[0]), table[:-1].tolist()
 
     # -- failure ------------------------------------------------------------------------------------------------

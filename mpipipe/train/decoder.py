@@ -7,10 +7,10 @@ from mpipipe.attention import Cached
 from mpipipe.comm.group import group_of
 from mpipipe.pipeline import Pipeline
 from mpipipe.train import limits
-from mpipipe.train.training_plan import Recipe
+from mpipipe.train.training_plan import TrainingPlan
 
 
-def decoder(recipe: Recipe, mesh, dtype: str, capacity: int, fill) -> Pipeline:
+def decoder(recipe: TrainingPlan, mesh, dtype: str, capacity: int, fill) -> Pipeline:
     """A pipeline whose forwards take the next bytes of one text, int64 (1, n), to their logits (1, n, vocab).
 
     Attention looks back over the last `recipe.model.seq` positions in each layer. Up to that length this is the model

@@ -105,7 +105,7 @@ class Reporter:
         self.metrics.close()
 
 
-class Silence:
+class NullReporter:
     """The reporter of all other ranks."""
 
     def say(self, text: str):

@@ -18,10 +18,10 @@ from mpipipe.train import limits, output, weights
 from mpipipe.train.config import TrainConfig
 from mpipipe.train.data import Corpus, training_batch, validation_batch
 from mpipipe.train.decoder import decoder
-from mpipipe.train.report import Record, Reporter, Silence, on_terminal
+from mpipipe.train.report import NullReporter, Record, Reporter, on_terminal
 from mpipipe.train.sample import generate, readable
 from mpipipe.train.shard import Shard
-from mpipipe.train.training_plan import Recipe
+from mpipipe.train.training_plan import TrainingPlan
 
 PROMPT = 32  # bytes of validation text that the sample continues
 
@@ -68,7 +68,7 @@ def train(config: TrainConfig, architecture, comm=None) -> Record:
         ) as pipeline:
             output.make_folder(Path(config.out), mesh.comm, writes=mesh.replicas.rank == 0)
             with group.together("train: the reporter"):
-                reporter = _reporter(config) if mesh.rank == 0 else Silence()
+                reporter = _reporter(config) if mesh.rank == 0 else NullReporter()
             with reporter:
                 return Trainer(config, mesh, recipe, shard, pipeline, corpus, reporter).run()
 
@@ -83,10 +83,10 @@ def _check_same_config(group, config):
 
 
 def _prepare(config, architecture, mesh, device):
-    """(Recipe, Corpus or None where this rank needs no data); every error is raised on every rank."""
+    """(TrainingPlan, Corpus or None where this rank needs no data); every error is raised on every rank."""
     group = group_of(mesh.comm)
     with group.together("train: the plan"):
-        recipe = Recipe.of(config, architecture, mesh.pipe.size, mesh.data.size)
+        recipe = TrainingPlan.of(config, architecture, mesh.pipe.size, mesh.data.size)
         limits.check_training(config, recipe, mesh.pipe.rank, device)
         if config.sample_bytes:
             dtype = arrays.accumulator(arrays.dtype(config.dtype)).name
@@ -128,10 +128,10 @@ class Trainer:
     config : with `out` filled in
     mesh, recipe, shard, pipeline : where this rank stands, and what it runs
     corpus : needed on the ranks of the first and the last stage
-    reporter : Reporter on rank 0, Silence elsewhere
+    reporter : Reporter on rank 0, NullReporter elsewhere
     """
 
-    def __init__(self, config: TrainConfig, mesh, recipe: Recipe, shard: Shard, pipeline, corpus, reporter):
+    def __init__(self, config: TrainConfig, mesh, recipe: TrainingPlan, shard: Shard, pipeline, corpus, reporter):
         self.config, self.mesh, self.recipe, self.shard = config, mesh, recipe, shard
         self.pipeline, self.corpus, self.reporter = pipeline, corpus, reporter
         self.optimizer = _optimizer(config, pipeline.stages)
@@ -142,7 +142,7 @@ class Trainer:
         self.shape = dict(
             batch=config.batch, rows=slice(replica * recipe.rows, (replica + 1) * recipe.rows), seq_len=config.seq_len
         )
-        self.since_record, self.in_all = Usage(), Usage()
+        self.since_record, self.in_all = StepTimes(), StepTimes()
 
     def run(self) -> Record:
         """Train, validate, show a sample of text, and return the last record."""
@@ -158,7 +158,7 @@ class Trainer:
                 speed = self._speed(self.since_record)
                 record = Record(done, loss, validation, lr, norm, **speed, **self._scaling())
                 self.reporter.record(record)
-                self.since_record = Usage()
+                self.since_record = StepTimes()
         model, schedule = self.recipe.model, self.recipe.schedule
         weights.save(weights.folder_of(config.out), model, self.pipeline.stages, schedule, self.mesh)
         self._show_sample()
@@ -202,7 +202,7 @@ class Trainer:
         cut = self.shard.cut
         return cut(inputs) if self.first else None, cut(targets) if self.last else None
 
-    def _speed(self, usage: Usage) -> dict:
+    def _speed(self, usage: StepTimes) -> dict:
         """Tokens per second and bubble of the steps in `usage`, and the bubble that the stages' durations predict."""
         costs = self.pipeline.durations()
         everyone = group_of(self.mesh.comm).gather("train: the time of all ranks", usage)
@@ -253,7 +253,7 @@ class Trainer:
 
 
 @dataclass
-class Usage:
+class StepTimes:
     """Time that one rank spent in some steps: seconds in all, and what the pipeline measured."""
 
     steps: int = 0

@@ -13,7 +13,7 @@ from mpipipe.train.shard import Shard
 
 
 @dataclass(frozen=True)
-class Recipe:
+class TrainingPlan:
     """A training decided upon, before any data or memory is touched.
 
     Attributes
@@ -30,7 +30,7 @@ class Recipe:
     rows: int
 
     @classmethod
-    def of(cls, config: TrainConfig, architecture, pipe: int, replicas: int) -> Recipe:
+    def of(cls, config: TrainConfig, architecture, pipe: int, replicas: int) -> TrainingPlan:
         """Raises ConfigError or ArgumentError where the configuration does not fit `replicas` pipelines of `pipe`.
 
         Nothing is built for numbers of layers, chunks or micro-batches that nobody can mean (see `limits`).

@@ -336,12 +336,14 @@ def test_products(gpu, dtype):
     sums = c.astype(arrays.accumulator(kind))
     exact = 0.5 * a.astype(float) @ b.astype(float)
     size = 0.5 * np.abs(a.astype(float)) @ np.abs(b.astype(float)) + np.abs(sums)
-    for turn_a in (False, True):
-        for turn_b in (False, True):
-            given = [arrays.upload(x.swapaxes(1, 2) if turned else x) for x, turned in ((a, turn_a), (b, turn_b))]
+    for transpose_a in (False, True):
+        for transpose_b in (False, True):
+            given = [
+                arrays.upload(x.swapaxes(1, 2) if turned else x) for x, turned in ((a, transpose_a), (b, transpose_b))
+            ]
             for add in (False, True):
                 result = arrays.upload(sums)
-                gemm.multiply(*given, result, turn_a, turn_b, add, 0.5)
+                gemm.batched_gemm(*given, result, transpose_a, transpose_b, add, 0.5)
                 expected = exact + (sums if add else 0)
                 close(arrays.download(result), expected, 5 + 2, size)
 
@@ -354,7 +356,7 @@ def test_partial_results_become_one(gpu, dtype, count, dim):
     kind = arrays.dtype(dtype)
     rng = np.random.default_rng(count)
     q = arrays.empty((2, 6, 3, dim), kind, "cuda")
-    result = pending_blocks.Partials(q, q)
+    result = pending_blocks.PendingBlocks(q, q)
     weights, total, size, scores = np.zeros((2, 6, 3, dim)), np.zeros((2, 6, 3, 1)), np.zeros((2, 6, 3, dim)), 0.0
     for number in range(count):
         start = number % 3

@@ -112,7 +112,7 @@ def test_views_with_any_strides_are_taken():
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("options", [dict(), dict(causal=False), dict(window=5), dict(segments=[10, 20])], ids=str)
 def test_half_precision_is_float32_rounded_once(dtype, options):
-    """Arrays widened to float32 give the same before the rounding, but for the rounded output in the backward."""
+    """Arrays upcast to float32 give the same before the rounding, but for the rounded output in the backward."""
     half = [x.astype(named_dtype(dtype)) for x in arrays(10, 2, 30, 30, 4, 2, 8)]
     wide = [x.astype(np.float32) for x in half]
     attend = attention.Local(**options)

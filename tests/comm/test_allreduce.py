@@ -11,7 +11,7 @@ from mpipipe.comm.wait import wait
 
 
 def total(comm, flat):
-    wait(allreduce.PendingSum(comm, flat))
+    wait(allreduce.AllReduce(comm, flat))
     return flat
 
 
@@ -33,7 +33,7 @@ def test_half_types_are_added_in_float32_and_rounded_once(comm, kind):
 def test_several_buckets_and_sums_at_once(comm, monkeypatch):
     monkeypatch.setattr(allreduce, "BUCKET_BYTES", 64_000)
     flats = [np.full(50_001, float(comm.rank + k)) for k in range(3)]
-    pending = [allreduce.PendingSum(comm, flat) for flat in flats]
+    pending = [allreduce.AllReduce(comm, flat) for flat in flats]
     for sum_ in pending[::-1]:
         wait(sum_)
     for k, flat in enumerate(flats):

@@ -16,7 +16,7 @@ def everyone_raises(comm, kind, call):
     with pytest.raises(kind) as caught:
         call()
     assert caught.value.agreed
-    assert comm.allgather(caught.value.echo).count(False) == 1
+    assert comm.allgather(caught.value.reported_elsewhere).count(False) == 1
     texts = comm.allgather(str(caught.value))
     assert len(set(texts)) == 1
     return texts[0]
@@ -126,7 +126,7 @@ def test_two_axes_of_a_grid_agree_together():
         seen = ballot.cast(row, [comm.rank]).tolist(), ballot.cast(column, [comm.rank]).tolist()
         with pytest.raises(ArgumentError, match="wet paint") as caught:
             ballot.decide()
-        return seen, caught.value.echo
+        return seen, caught.value.reported_elsewhere
 
     found = inprocess.run(4, job)
     assert [echo for _, echo in found] == [True, True, True, False]

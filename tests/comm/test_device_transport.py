@@ -17,7 +17,7 @@ from mpipipe import arrays
 from mpipipe.comm import allreduce, inprocess, process
 from mpipipe.comm.group import Group
 from mpipipe.comm.mailbox import Envelope, Mailbox
-from mpipipe.comm.ring_exchange import Rotation
+from mpipipe.comm.ring_exchange import RingExchange
 from mpipipe.comm.transport import gpu_aware, staged
 from mpipipe.comm.transport.choose import make_transport
 from mpipipe.comm.transport.direct import DirectTransport
@@ -500,7 +500,7 @@ def test_blocks_go_round_a_ring(gpu, comm, monkeypatch, override, mode):
     if override == "1":
         check_mpi_takes(gpu, comm)
     monkeypatch.setenv("MPIPIPE_GPU_DIRECT", override)
-    rotation = Rotation(comm, synchronous=True, device="cuda")
+    rotation = RingExchange(comm, synchronous=True, device="cuda")
     right, left = neighbours(comm)
     held, seen = make(comm.rank, 400_000), []
     buffers = [arrays.empty_like(held), arrays.empty_like(held)]
@@ -525,10 +525,10 @@ def test_sums_of_device_buffers_equal_those_of_host_buffers(gpu, comm, monkeypat
     values = [np.random.default_rng(5 * k + comm.rank).standard_normal(n).astype(kind) for k, n in enumerate(SUMS)]
     expected = [value.copy() for value in values]
     for flat in expected:
-        wait(allreduce.PendingSum(comm, flat))
+        wait(allreduce.AllReduce(comm, flat))
     flats = [value.copy() if k == 2 else late_copy(value) for k, value in enumerate(values)]
     gpu.reset()
-    pending = [allreduce.PendingSum(comm, flat) for flat in flats]
+    pending = [allreduce.AllReduce(comm, flat) for flat in flats]
     queue = pending[0].queue
     for k in np.random.default_rng(comm.rank).permutation(len(flats)):  # each rank looks at them in its own order
         wait(pending[k])
@@ -551,7 +551,7 @@ def test_a_sum_under_way_advances_in_any_wait_and_can_be_given_up(gpu, comm):
     if comm.size < 2:
         pytest.skip("needs a peer")
     flat = make(comm.rank, 1000)
-    pending = allreduce.PendingSum(comm, flat)
+    pending = allreduce.AllReduce(comm, flat)
     mine, theirs = np.zeros(1), np.zeros(1)
     right, left = neighbours(comm)
     if comm.rank == 0:
@@ -562,7 +562,7 @@ def test_a_sum_under_way_advances_in_any_wait_and_can_be_given_up(gpu, comm):
     request.Wait()
     assert (arrays.download(flat) == comm.size * (comm.size - 1) / 2).all()
     spare = comm.Dup()  # and is not freed, as after a failure
-    given_up = allreduce.PendingSum(spare, make(1, 1000))
+    given_up = allreduce.AllReduce(spare, make(1, 1000))
     given_up.Cancel()
     assert given_up.queue not in process.here().engines
 
@@ -573,7 +573,7 @@ def test_broken_a_sum_that_ignores_its_producer(gpu, comm, unrecorded, monkeypat
     flat = make(5, 1000)
     with monkeypatch.context() as patch:
         patch.setattr(arrays, "wait_for", lambda event: None)
-        pending = allreduce.PendingSum(comm, flat)
+        pending = allreduce.AllReduce(comm, flat)
         wait(pending)
     assert (arrays.download(flat) != 5 * comm.size).all()
 
@@ -583,7 +583,7 @@ def test_a_large_sum_follows_small_ones_on_one_communicator(gpu, comm, monkeypat
     monkeypatch.setattr(allreduce, "BUCKET_BYTES", 64_000)
     for count in (3, 700, 20_000, 3):
         flats = [make(comm.rank + k, count) for k in range(allreduce.PAGES)]
-        pending = [allreduce.PendingSum(comm, flat) for flat in flats]
+        pending = [allreduce.AllReduce(comm, flat) for flat in flats]
         for k, (flat, sum_) in enumerate(zip(flats, pending)):
             wait(sum_)
             found = arrays.download(flat)

@@ -12,7 +12,7 @@ from mpipipe.comm.transport.host import HostTransport
 from mpipipe.comm.transport.sendable import check_sendable
 from mpipipe.comm.wait import wait
 from mpipipe.errors import ArgumentError
-from mpipipe.pipeline.microbatches import Wire
+from mpipipe.pipeline.microbatches import MessageSpec
 
 DTYPES = [
     "bool",
@@ -85,8 +85,8 @@ def test_what_cannot_travel_is_refused(array, match):
 
 def test_header_describes_what_follows():
     tree = {"a": np.zeros((2, 3), ml_dtypes.bfloat16), "b": np.zeros((), np.int32), "c": np.zeros((0, 4))}
-    wire = Wire.of(tree)
-    assert Wire.decode(wire.encode()) == wire
+    wire = MessageSpec.of(tree)
+    assert MessageSpec.decode(wire.encode()) == wire
     assert wire.floating == [True, False, True]
     assert [shape for shape, _ in wire.gradients] == [(2, 3), (0, 4)]
 
@@ -126,11 +126,11 @@ def test_unknown_shapes_come_with_a_header(comm):
     mailbox = Mailbox(transport)
     outgoing, incoming = envelopes(comm, 2)
     tree = (np.full((2, 3), comm.rank), np.ones(5, np.float32))
-    mailbox.put_header(outgoing[1], Wire.of(tree).encode())
+    mailbox.put_header(outgoing[1], MessageSpec.of(tree).encode())
     mailbox.put(outgoing[1], list(tree))
-    wire = Wire.decode(mailbox.take_header(incoming[1]))
+    wire = MessageSpec.decode(mailbox.take_header(incoming[1]))
     (first, second), _ = mailbox.take_unknown(incoming[1], wire.leaves)
-    assert wire == Wire.of(tree) and first[0, 0] == (comm.rank - 1) % comm.size and second.sum() == 5
+    assert wire == MessageSpec.of(tree) and first[0, 0] == (comm.rank - 1) % comm.size and second.sum() == 5
     mailbox.flush()
     with pytest.raises(ArgumentError, match="too many arrays"):
         mailbox.put_header(outgoing[0], b"x" * 5000)

@@ -38,7 +38,7 @@ def test_a_note_ends_the_waiting_of_all_and_crosses_from_one_group_to_another():
         with pytest.raises(PeerError, match="wet paint") as caught:
             with other.failing("a test"):
                 wait(Never())
-        assert caught.value.echo
+        assert caught.value.reported_elsewhere
         assert other not in process.here().groups
         return "heard"
 
@@ -146,7 +146,7 @@ def test_at_the_limit_rank_0_says_who_is_missing_and_the_others_hear_it(subcomm,
     kind = StallError if comm.rank == 0 else PeerError
     with pytest.raises(kind, match=r"(?m)waiting for a test \(call 1\); missing: rank 1$") as caught:
         group.agree("a test")
-    assert caught.value.echo is (comm.rank != 0)
+    assert caught.value.reported_elsewhere is (comm.rank != 0)
     comm.Barrier()
 
 

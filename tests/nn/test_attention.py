@@ -15,7 +15,7 @@ from mpipipe.nn.kernels.host import any_dtype
 RANDOM = np.random.default_rng(6)
 
 
-def rotate(x, positions, base):
+def apply_rope(x, positions, base):
     """x (seq, head_dim): each pair of neighbours turned by a 2 x 2 matrix."""
     y = np.empty_like(x)
     for row, position in enumerate(positions):
@@ -36,7 +36,7 @@ def dense(x, parameters, heads, kv_heads, positions, base, causal):
             kv = head // (heads // kv_heads)
             at = [head, heads + kv, heads + kv_heads + kv]
             q, k, v = (qkv[b, :, i * head_dim : (i + 1) * head_dim] for i in at)
-            scores = rotate(q, positions, base) @ rotate(k, positions, base).T / np.sqrt(head_dim)
+            scores = apply_rope(q, positions, base) @ apply_rope(k, positions, base).T / np.sqrt(head_dim)
             if causal:
                 scores[np.triu_indices(len(scores), 1)] = -np.inf
             weights = np.exp(scores - scores.max(1, keepdims=True))
@@ -82,7 +82,7 @@ def test_default_positions_are_the_first_ones_for_every_length():
     tables = rope.Tables(any_dtype, np.dtype("float64"), "cpu")
     for seq in (1, 2, 3, 64, 65):
         table = tables.first(seq, 8, 10000.0)
-        np.testing.assert_array_equal(table, rope.turns(np.arange(seq), 8, 10000.0, np.dtype("float64")))
+        np.testing.assert_array_equal(table, rope.rope_table(np.arange(seq), 8, 10000.0, np.dtype("float64")))
         np.testing.assert_array_equal(table, tables.of(range(seq), 8, 10000.0))
     assert tables.first(33, 8, 10000.0).base is tables.first(64, 8, 10000.0).base
 

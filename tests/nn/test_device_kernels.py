@@ -186,10 +186,10 @@ def test_what_does_not_fit_is_refused(cuda, draw):
     for wrong in (x[:2], half):
         with pytest.raises(ArgumentError, match=r"kernels\.add was given arrays that do not fit"):
             cuda.add(x, wrong)
-        with pytest.raises(ArgumentError, match=r"kernels\.linear_weight was given arrays that do not fit"):
-            cuda.linear_weight(x, wrong, arrays.zeros((6, 6), x.dtype, "cuda"))
+        with pytest.raises(ArgumentError, match=r"kernels\.linear_backward_weight was given arrays that do not fit"):
+            cuda.linear_backward_weight(x, wrong, arrays.zeros((6, 6), x.dtype, "cuda"))
     with pytest.raises(ArgumentError, match="axis 1 of the first as long as axis 0"):
-        cuda.linear_input(x, x)
+        cuda.linear_backward_input(x, x)
 
 
 # -- products ---------------------------------------------------------------------------------------------------------
@@ -204,8 +204,8 @@ def test_products(cuda, kind, draw, rows, inputs, outputs):
     grad, hgrad = accumulated(draw(outputs, inputs), kind)
     check(cuda.linear(x, w), hx @ hw.T, kind, inputs, np.abs(hx) @ np.abs(hw.T))
     check(cuda.linear(x, w, b), hx @ hw.T + hb, kind, inputs + 1, np.abs(hx) @ np.abs(hw.T) + np.abs(hb))
-    check(cuda.linear_input(dy, w), hdy @ hw, kind, outputs, np.abs(hdy) @ np.abs(hw))
-    cuda.linear_weight(dy, x, grad)
+    check(cuda.linear_backward_input(dy, w), hdy @ hw, kind, outputs, np.abs(hdy) @ np.abs(hw))
+    cuda.linear_backward_weight(dy, x, grad)
     check(grad, hgrad + hdy.T @ hx, grad.dtype, rows + 1, np.abs(hdy.T) @ np.abs(hx) + np.abs(hgrad))
 
 
@@ -299,36 +299,38 @@ def rotated(x, positions, base, back):
 
 @pytest.mark.parametrize("back", [False, True])
 @pytest.mark.parametrize("dim", [2, 6, 16])
-def test_rotate(cuda, kind, draw, dim, back):
+def test_rope(cuda, kind, draw, dim, back):
     positions = np.array([0, 1, 5, 1000, 77])
-    table = cuda.turns(positions, dim, 1e4, kind, "cuda")
+    table = cuda.rope_table(positions, dim, 1e4, kind, "cuda")
     whole, host = device(draw(2, 5, 6, dim), kind)
     expected = rotated(host, positions, 1e4, back)
     target = arrays.empty(host.shape, kind, "cuda")
-    cuda.rotate(whole, table, target, back)
+    cuda.apply_rope(whole, table, target, back)
     check(target, expected, kind, 4, largest(host))
-    cuda.rotate(whole[:, :, 1:4], table, whole[:, :, 1:4], back=back)
+    cuda.apply_rope(whole[:, :, 1:4], table, whole[:, :, 1:4], inverse=back)
     host[:, :, 1:4] = expected[:, :, 1:4]
     check(whole, host, kind, 4, largest(host))
 
 
 def test_rotate_uses_the_first_rows_of_a_longer_table_and_any_strides(cuda, kind, draw):
-    table = cuda.turns(np.arange(8), 8, 1e4, kind, "cuda")
+    table = cuda.rope_table(np.arange(8), 8, 1e4, kind, "cuda")
     x, host = device(draw(1, 4, 3, 9), kind)
     target = arrays.empty((1, 4, 8, 3), kind, "cuda").transpose(0, 1, 3, 2)
-    cuda.rotate(x[..., 1:], table[:4], target)
+    cuda.apply_rope(x[..., 1:], table[:4], target)
     result = arrays.empty((1, 4, 3, 8), kind, "cuda")
     cuda.copy(target, result)
     check(result, rotated(host[..., 1:], np.arange(4), 1e4, False), kind, 4, largest(host))
-    cuda.rotate(x[:, :0, :, 1:], table[:0], result[:, :0])
+    cuda.apply_rope(x[:, :0, :, 1:], table[:0], result[:, :0])
 
 
 def test_turns_agree_with_the_host(cuda, draw):
     kind = arrays.dtype("float64")
     x, host = device(draw(2, 3, 1, 8), kind)
     expected = np.empty_like(host)
-    nn.kernels.of("cpu").rotate(host, nn.kernels.of("cpu").turns(np.array([3, 9, 4]), 8, 100.0, kind), expected)
-    cuda.rotate(x, cuda.turns(np.array([3, 9, 4]), 8, 100.0, kind, "cuda"), x)
+    nn.kernels.of("cpu").apply_rope(
+        host, nn.kernels.of("cpu").rope_table(np.array([3, 9, 4]), 8, 100.0, kind), expected
+    )
+    cuda.apply_rope(x, cuda.rope_table(np.array([3, 9, 4]), 8, 100.0, kind, "cuda"), x)
     check(x, expected, kind, 4, largest(host))
 
 
@@ -567,6 +569,6 @@ def test_nothing_waits_for_the_device(cuda, gpu, draw):
     cuda.rms_norm_backward(y, x, scale, gain)
     cuda.softmax_cross_entropy(y, ids)
     cuda.embed_backward(y, ids, grad)
-    cuda.linear_weight(y, x, grad)
+    cuda.linear_backward_weight(y, x, grad)
     cuda.sums_of_squares(flat, [(0, 10), (10, 64)])
     assert not gpu.synchronisations

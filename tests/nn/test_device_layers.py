@@ -13,7 +13,7 @@ from mpipipe import arrays, nn, optim
 from mpipipe.attention import Local
 from mpipipe.errors import ArgumentError, NonFiniteError
 from mpipipe.models import GPT
-from mpipipe.nn.parameters import Flat
+from mpipipe.nn.parameters import FlatBuffer
 
 DTYPES = ["float64", "float32", "float16", "bfloat16"]
 OPERATIONS = 150  # of one layer below at most: two products over 24 to 40, 11 positions, and back, over 33 rows
@@ -239,7 +239,7 @@ def filled(stages, seed, size=1.0):
     """The same gradients for stages on the host and on the device."""
     for stage in stages:
         shapes = {name: gradient.shape for name, gradient in stage.gradients.items()}
-        host = Flat(shapes, stage.gradients.flat.dtype, narrowest=stage.dtype)
+        host = FlatBuffer(shapes, stage.gradients.flat.dtype, narrowest=stage.dtype)
         for name, gradient in host.items():
             gradient[...] = np.random.default_rng([seed, *name.encode()]).standard_normal(gradient.shape) * size
         if stage.device == "cuda":

@@ -53,7 +53,7 @@ def test_a_gradient_made_in_pieces_is_the_whole_product(outputs, inputs):
     dy, x = RANDOM.standard_normal((4, outputs)), RANDOM.standard_normal((4, inputs))
     grad = RANDOM.standard_normal((outputs, inputs))
     expected, size = grad + dy.T @ x, np.abs(grad) + np.abs(dy).T @ np.abs(x)
-    any_dtype.linear_weight(dy, x, grad)
+    any_dtype.linear_backward_weight(dy, x, grad)
     close(grad, expected, 4 + 1, size)
 
 

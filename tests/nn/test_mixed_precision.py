@@ -93,26 +93,26 @@ def test_each_kernel_of_swiglu_rounds_once(dtype):
 @pytest.mark.parametrize("back", [False, True])
 def test_rotation_in_place_and_from_strided_arrays_rounds_once(dtype, back):
     positions = np.arange(5) * 100
-    table = any_dtype.turns(positions, 8, 10000.0, arrays.dtype(dtype))
+    table = any_dtype.rope_table(positions, 8, 10000.0, arrays.dtype(dtype))
     whole = half(dtype, 2, 5, 6, 8)
     x = whole[:, :, :4]
     exact = np.empty(x.shape, np.float32)
-    any_dtype.rotate(x.astype(np.float32), table, exact, back)
+    any_dtype.apply_rope(x.astype(np.float32), table, exact, back)
     rest = whole[:, :, 4:].copy()
     elsewhere = np.empty((2, 4, 5, 8), x.dtype).swapaxes(1, 2)
-    any_dtype.rotate(x, table, elsewhere, back)
-    any_dtype.rotate(x, table, x, back)
+    any_dtype.apply_rope(x, table, elsewhere, back)
+    any_dtype.apply_rope(x, table, x, back)
     assert ulps(x, exact) <= ONCE
     np.testing.assert_array_equal(elsewhere, x)
     np.testing.assert_array_equal(whole[:, :, 4:], rest)
 
 
 def test_rotation_of_transposed_arrays_is_that_of_contiguous_ones():
-    table = any_dtype.turns(np.arange(5), 8, 10000.0, np.dtype(np.float32))
+    table = any_dtype.rope_table(np.arange(5), 8, 10000.0, np.dtype(np.float32))
     x = RANDOM.standard_normal((2, 8, 3, 5)).astype(np.float32).transpose(0, 3, 2, 1)
     expected, found = np.empty((2, 5, 3, 8), np.float32), np.empty_like(x)
-    any_dtype.rotate(np.ascontiguousarray(x), table, expected)
-    any_dtype.rotate(x, table, found)
+    any_dtype.apply_rope(np.ascontiguousarray(x), table, expected)
+    any_dtype.apply_rope(x, table, found)
     np.testing.assert_array_equal(found, expected)
 
 

@@ -71,7 +71,7 @@ def test_runs_tell_matrices_from_gains_and_biases():
     stage = nn.Stage(layers())
     decayed = np.zeros(stage.parameters.flat.size, bool)
     stops = [0]
-    for start, stop, decay in stage.runs:
+    for start, stop, decay in stage.decay_ranges:
         assert start == stops[-1] and stop > start
         decayed[start:stop] = decay
         stops.append(stop)
@@ -111,7 +111,7 @@ def test_equal_contents_give_equal_bits_wherever_they_lie():
 
 def test_a_stage_without_parameters_works():
     stage = nn.Stage([nn.Gelu()])
-    assert stage.parameters.flat.size == 0 and len(stage.gradients) == 0 and stage.runs == []
+    assert stage.parameters.flat.size == 0 and len(stage.gradients) == 0 and stage.decay_ranges == []
     empty = nn.Stage([])
     x = np.ones((2, 3), np.float32)
     assert empty.forward(x)[0] is x

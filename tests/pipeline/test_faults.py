@@ -23,7 +23,7 @@ def refuses(comm, kind, match, build):
     """`build()` raises `kind` with `match` on every rank, and exactly one rank is left to report it."""
     with pytest.raises(kind, match=match) as caught:
         build()
-    assert comm.allgather(caught.value.echo).count(False) == 1
+    assert comm.allgather(caught.value.reported_elsewhere).count(False) == 1
 
 
 def test_schedule_for_another_number_of_ranks(comm):
@@ -178,7 +178,7 @@ def fails_inside(comm, schedule, kind, match, where, **options):
     assert error is not None
     assert isinstance(error, kind if comm.rank == where else PeerError)
     assert match in str(error)
-    assert error.echo is (comm.rank != where)
+    assert error.reported_elsewhere is (comm.rank != where)
     if comm.rank == where:
         assert error.rank == where and error.stage == where and error.microbatch is not None
     with pytest.raises(ArgumentError, match="failed"):

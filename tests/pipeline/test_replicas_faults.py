@@ -38,7 +38,7 @@ def everyone_raises(mesh, call, *kinds):
     with pytest.raises(MpipipeError) as caught:
         call()
     assert isinstance(caught.value, kinds), caught.value
-    echoes = mesh.comm.allgather(caught.value.echo)
+    echoes = mesh.comm.allgather(caught.value.reported_elsewhere)
     assert echoes.count(False) >= 1, "somebody reports"
     return mesh.comm.allgather(str(caught.value))
 

@@ -40,4 +40,4 @@ def through_ring(comm, whole, **options):
 def refused(comm, kind, match, build):
     with pytest.raises(kind, match=match) as caught:
         build()
-    assert comm.allgather(caught.value.echo).count(False) == 1
+    assert comm.allgather(caught.value.reported_elsewhere).count(False) == 1

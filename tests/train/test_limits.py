@@ -11,7 +11,7 @@ import pytest
 from mpipipe.errors import ConfigError
 from mpipipe.models import GPT
 from mpipipe.train import TrainConfig, limits, train
-from mpipipe.train.training_plan import Recipe
+from mpipipe.train.training_plan import TrainingPlan
 
 ABSURD = [
     ({"chunks": 10**6, "schedule": "interleaved_1f1b"}, "schedule would be too long"),
@@ -41,7 +41,7 @@ def test_absurd_sizes_are_refused_with_a_remedy_before_they_take_memory(comm, mp
 
 def test_a_model_that_just_fits_is_not_refused(monkeypatch):
     config = TrainConfig(dim=64, layers=2, heads=2, batch=4, microbatches=2, dtype="float64")
-    recipe = Recipe.of(config, GPT, 2, 1)
+    recipe = TrainingPlan.of(config, GPT, 2, 1)
     counts = [limits.parameters_of(limits.own_layers(recipe, rank)) for rank in (0, 1)]
     assert sum(counts) == recipe.model.parameters
     for rank, count in enumerate(counts):

@@ -14,7 +14,7 @@ from mpipipe.models import GPT
 from mpipipe.train.data import generator
 from mpipipe.train.decoder import decoder
 from mpipipe.train.sample import draw, generate, readable
-from mpipipe.train.training_plan import Recipe
+from mpipipe.train.training_plan import TrainingPlan
 
 SEQ = 24  # of the training that the model might come from
 
@@ -64,13 +64,13 @@ def test_logits_that_are_not_finite_are_an_error_on_every_rank(comm, temperature
         with pytest.raises(NonFiniteError, match="logits") as caught:
             generate(Broken(mesh), mesh, b"abc", 8, temperature=temperature, seed=0)
     assert caught.value.found == "1 of 256 are not"
-    assert caught.value.echo == (comm.rank != comm.size - 1)  # the rank that draws reports
+    assert caught.value.reported_elsewhere == (comm.rank != comm.size - 1)  # the rank that draws reports
 
 
 def recipe(pipe, chunks=1, **sizes):
     model = GPT(**{**dict(dim=16, layers=3, heads=4, kv_heads=2, hidden=24, seq=SEQ), **sizes})
     schedule = schedules.interleaved_1f1b(pipe, chunks, microbatches=4)
-    return Recipe(model, schedule, schedules.partition(model.costs(), schedule.stages), rows=4)
+    return TrainingPlan(model, schedule, schedules.partition(model.costs(), schedule.stages), rows=4)
 
 
 def fill(stages):

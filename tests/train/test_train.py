@@ -19,7 +19,7 @@ from mpipipe.errors import ArgumentError, BackendError, ConfigError, DataError, 
 from mpipipe.models import GPT
 from mpipipe.train import TrainConfig, data, train, weights
 from mpipipe.train.trainer import Trainer
-from mpipipe.train.training_plan import Recipe
+from mpipipe.train.training_plan import TrainingPlan
 
 LAST_LINE = re.compile(
     r"mpipipe: ok steps=(\d+) loss=(\d+\.\d{4}) validation=(\d+\.\d{4}) tokens/s=(\d+) "
@@ -170,7 +170,7 @@ def test_stages_that_one_rank_cannot_make_are_an_error_on_every_rank(comm, confi
         raise MemoryError("Unable to allocate 8.00 GiB")
 
     if comm.rank == comm.size - 1:
-        monkeypatch.setattr(Recipe, "stages", refuse)
+        monkeypatch.setattr(TrainingPlan, "stages", refuse)
     chosen = config()
     with pytest.raises(ArgumentError, match="Unable to allocate"):
         train(chosen, GPT, comm)

@@ -10,14 +10,14 @@ from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.models import GPT
 from mpipipe.train import TrainConfig
 from mpipipe.train.shard import Shard
-from mpipipe.train.training_plan import Recipe
+from mpipipe.train.training_plan import TrainingPlan
 
 WHOLE = Shard(SimpleNamespace(rank=0, size=1), "zigzag", 8)  # sequences on one rank
 SMALL = dict(dim=16, layers=3, heads=2, seq_len=8, batch=12)
 
 
 def recipe(pipe=1, replicas=1, **keys):
-    return Recipe.of(TrainConfig(**{**SMALL, **keys}), GPT, pipe, replicas)
+    return TrainingPlan.of(TrainConfig(**{**SMALL, **keys}), GPT, pipe, replicas)
 
 
 @pytest.mark.parametrize(("pipe", "chunks", "schedule"), [(1, 1, "gpipe"), (4, 1, "one_f_one_b"), (2, 3, "looped_bfs")])

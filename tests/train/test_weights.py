@@ -23,7 +23,7 @@ from mpipipe.train import TrainConfig, train, weights
 from mpipipe.train.data import Corpus, validation_batch
 from mpipipe.train.decoder import decoder
 from mpipipe.train.sample import generate, readable
-from mpipipe.train.training_plan import Recipe
+from mpipipe.train.training_plan import TrainingPlan
 
 MODEL = GPT(dim=8, layers=3, heads=2, kv_heads=1, hidden=12, seq=16, tied=True)
 
@@ -84,7 +84,7 @@ def test_a_training_leaves_the_weights_whose_loss_and_sample_it_reports(comm, mp
     close_norm(loss, record.validation, count(GPT(**found.model)), dtype, "the loss")
     prompt, printed = validation.read(0, 32).tobytes(), capsys.readouterr().out
     with Mesh(comm) as alone:
-        recipe = Recipe(GPT(**found.model), schedules.gpipe(1, 1), [(0, 6)], rows=1)
+        recipe = TrainingPlan(GPT(**found.model), schedules.gpipe(1, 1), [(0, 6)], rows=1)
         with decoder(recipe, alone, kept, 52, lambda own: weights.load(weights.folder_of(out), own)) as decoding:
             answer = generate(decoding, alone, prompt, 20, temperature=config.temperature, seed=config.seed)
     assert (readable(prompt + answer) in printed) == (comm.rank == 0)

@@ -22,7 +22,7 @@ from mpipipe.attention.kernels import cudnn_graph, cupy
 from mpipipe.attention.kernels.cudnn_graph import Request
 from mpipipe.attention.kernels.cudnn_library import available
 from mpipipe.attention.kernels.host import nothing
-from mpipipe.attention.kernels.pending_blocks import Partials
+from mpipipe.attention.kernels.pending_blocks import PendingBlocks
 
 __all__ = ["available", "backward", "forward", "refusal"]
 
@@ -51,7 +51,7 @@ class Total:
     """The result over the blocks of keys so far of queries like q, with values like v; see results.Sum."""
 
     def __init__(self, q, v, fresh):
-        self.partials = Partials(q, v)
+        self.partials = PendingBlocks(q, v)
 
     def attend(self, q, k, v, scale, slices, poll=nothing):
         """Take one more block of keys."""
@@ -74,7 +74,7 @@ def forward(q, k, v, scale, slices, out, lse, fresh, poll=nothing):
             for target, found in zip((out, lse), total.end()):
                 move(found, target)
         else:
-            partials = Partials(q, v, sum=(out, lse))
+            partials = PendingBlocks(q, v, sum=(out, lse))
             _attend_blocks(q, k, v, scale, slices, partials, poll)
             partials.merge_in_place()
         return

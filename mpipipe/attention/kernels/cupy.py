@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.arrays.gemm import multiply
+from mpipipe.arrays.gemm import batched_gemm
 from mpipipe.arrays.strided import THREADS, blocks_of, move_strided, steps
 from mpipipe.attention.kernels.host import nothing
 
@@ -48,10 +48,10 @@ def forward(q, k, v, scale, slices, out, lse, fresh, poll=nothing):
             for first, end in tiles:
                 at = slice(part.k_start + first, part.k_start + end)
                 tile, factors = _front(scores, count, end - first), _front(weights, count, end - first)
-                multiply(queries[:, rows], keys[:, at], tile, turn_b=True)
+                batched_gemm(queries[:, rows], keys[:, at], tile, transpose_b=True)
                 begins = first == tiles[0][0]
                 _weigh(problem, part, tile, factors, tile_sums, tops, totals, start, first, scale, begins, out.dtype)
-                multiply(factors, values[:, at], tile_sums, add=not begins)
+                batched_gemm(factors, values[:, at], tile_sums, add=not begins)
             _finish(problem, tile_sums, tops, totals, out, lse, part.q_start + start, fresh, q.dtype)
             poll()
 
@@ -80,12 +80,12 @@ def _backward_tiles(problem, dout, q, k, v, lse, delta, scale, slices, dq, dk, d
                 at = slice(part.k_start + first, part.k_start + end)
                 size = rows.stop - rows.start, end - first
                 tile, other, p, ds = (_front(x, *size) for x in (scores, products, weights, slopes))
-                multiply(q[:, rows], k[:, at], tile, turn_b=True)
-                multiply(dout[:, rows], v[:, at], other, turn_b=True)
+                batched_gemm(q[:, rows], k[:, at], tile, transpose_b=True)
+                batched_gemm(dout[:, rows], v[:, at], other, transpose_b=True)
                 _slope(problem, part, tile, other, p, ds, lse, delta, start, first, scale)
-                multiply(p, dout[:, rows], dv[:, at], turn_a=True, add=True)
-                multiply(ds, q[:, rows], dk[:, at], turn_a=True, add=True, factor=scale)
-                multiply(ds, k[:, at], dq[:, rows], add=True, factor=scale)
+                batched_gemm(p, dout[:, rows], dv[:, at], transpose_a=True, add=True)
+                batched_gemm(ds, q[:, rows], dk[:, at], transpose_a=True, add=True, factor=scale)
+                batched_gemm(ds, k[:, at], dq[:, rows], add=True, factor=scale)
             poll()
 
 

@@ -1,4 +1,4 @@
-"""Kernels that compute in float32 or float64 take half precision too: widened at the door, rounded once at the end."""
+"""Kernels that compute in float32 or float64 take half precision too: they upcast once and round once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from mpipipe.arrays import aligned_empty, is_half
 
 
-def widened(function):
+def upcast_halves(function):
     """For a kernel's `forward` or `backward` on host arrays: arguments in half precision become float32 ones.
 
     Those that it sets come back rounded to their dtype; in half precision they are never added to.

@@ -24,7 +24,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from mpipipe.attention.kernels.half_precision import widened
+from mpipipe.attention.kernels.half_precision import upcast_halves
 from mpipipe.attention.merge import merge
 
 ROWS = 128  # of one tile of scores
@@ -37,7 +37,7 @@ def nothing() -> None:
     """The poll that does nothing."""
 
 
-@widened
+@upcast_halves
 def forward(q, k, v, scale, slices, out, lse, fresh, poll=nothing):
     """Attend to one block of keys.
 
@@ -64,7 +64,7 @@ def forward(q, k, v, scale, slices, out, lse, fresh, poll=nothing):
                 _forward_head(*heads, scale, part, out[b, rows, own], lse[b, own, rows], fresh, poll)
 
 
-@widened
+@upcast_halves
 def backward(dout, q, k, v, out, lse, scale, slices, dq, dk, dv, poll=nothing, fresh=False):
     """Add the gradients that one block of keys gives to dq, dk and dv, which are of the dtype of lse.
 

@@ -18,7 +18,7 @@ MERGE = Path(__file__).with_name("merge.cu")
 BLOCKS = 4  # as many as the kernel takes
 
 
-class Partials:
+class PendingBlocks:
     """The result over the blocks so far of queries like q, with values like v.
 
     sum : (out, lse) over earlier blocks, C-contiguous, out in the accumulator dtype; None where there is none

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from mpipipe.attention.kernels import host
-from mpipipe.attention.kernels.half_precision import widened
+from mpipipe.attention.kernels.half_precision import upcast_halves
 from mpipipe.attention.mask import BAND, CAUSAL
 from mpipipe.attention.merge import merge
 
@@ -25,7 +25,7 @@ flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-@widened
+@upcast_halves
 def forward(q, k, v, scale, slices, out, lse, fresh, poll=host.nothing):
     """As host.forward."""
     ours, theirs = _divide(slices, k, v, scale)
@@ -43,7 +43,7 @@ def forward(q, k, v, scale, slices, out, lse, fresh, poll=host.nothing):
         poll()
 
 
-@widened
+@upcast_halves
 def backward(dout, q, k, v, out, lse, scale, slices, dq, dk, dv, poll=host.nothing, fresh=False):
     """As host.backward."""
     if fresh:

@@ -57,11 +57,11 @@ class SwiGLU(Layer):
     def backward_input(self, dy, saved):
         kernels, (x, both) = self.stage.kernels, saved
         dflat = rows(dy)
-        dboth, inner = kernels.swiglu_backward(both, kernels.linear_input(dflat, self.down))
-        dx = kernels.linear_input(dboth, self.gate_up)
+        dboth, inner = kernels.swiglu_backward(both, kernels.linear_backward_input(dflat, self.down))
+        dx = kernels.linear_backward_input(dboth, self.gate_up)
         return dx.reshape(dy.shape), (x, dboth, dflat, inner)
 
     def backward_weight(self, pending):
         x, dboth, dy, inner = pending
-        self.stage.kernels.linear_weight(dboth, x, self.gate_up_grad)
-        self.stage.kernels.linear_weight(dy, inner, self.down_grad)
+        self.stage.kernels.linear_backward_weight(dboth, x, self.gate_up_grad)
+        self.stage.kernels.linear_backward_weight(dy, inner, self.down_grad)

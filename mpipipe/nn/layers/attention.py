@@ -66,7 +66,7 @@ class SelfAttention(Layer):
         kernels, flat = self.stage.kernels, rows(x)
         qkv = kernels.linear(flat, self.qkv).reshape(*x.shape[:2], -1, self.head_dim)
         turned = qkv[:, :, : self.heads + self.kv_heads]  # queries and keys stand side by side
-        kernels.rotate(turned, self._turns(x.shape[1]), turned)
+        kernels.apply_rope(turned, self._turns(x.shape[1]), turned)
         self._share_poll()
         y, saved = self.attend.forward(*self._split(qkv))
         y = y.reshape(len(flat), self.dim)
@@ -75,24 +75,24 @@ class SelfAttention(Layer):
     def backward_input(self, dy, saved):
         kernels, (x, y, kept) = self.stage.kernels, saved
         dflat = rows(dy)
-        dout = kernels.linear_input(dflat, self.out).reshape(*dy.shape[:2], self.heads, self.head_dim)
+        dout = kernels.linear_backward_input(dflat, self.out).reshape(*dy.shape[:2], self.heads, self.head_dim)
         shape = (*dy.shape[:2], self._width // self.head_dim, self.head_dim)
         dqkv = arrays.empty(shape, dy.dtype, self.stage.device)
         self._share_poll()
         results = self.attend.backward(dout, kept)
         dq, dk, dv = self._split(dqkv)
         table = self._turns(dy.shape[1])
-        kernels.rotate(results[0], table, dq, back=True)
-        kernels.rotate(results[1], table, dk, back=True)
+        kernels.apply_rope(results[0], table, dq, inverse=True)
+        kernels.apply_rope(results[1], table, dk, inverse=True)
         kernels.copy(results[2], dv)
         dqkv = dqkv.reshape(len(x), -1)
-        dx = kernels.linear_input(dqkv, self.qkv)
+        dx = kernels.linear_backward_input(dqkv, self.qkv)
         return dx.reshape(dy.shape), (x, dqkv, dflat, y)
 
     def backward_weight(self, pending):
         x, dqkv, dy, y = pending
-        self.stage.kernels.linear_weight(dqkv, x, self.qkv_grad)
-        self.stage.kernels.linear_weight(dy, y, self.out_grad)
+        self.stage.kernels.linear_backward_weight(dqkv, x, self.qkv_grad)
+        self.stage.kernels.linear_backward_weight(dy, y, self.out_grad)
 
     def _share_poll(self):
         """Long attention keeps messages moving between its tiles, where the attend object can."""

@@ -44,11 +44,11 @@ class Linear(Layer):
         if dy.ndim != 2:
             shape = (*dy.shape[:-1], self.inputs)
             dy = dy.reshape(-1, self.outputs)
-            return self.stage.kernels.linear_input(dy, self.weight).reshape(shape), (dy, saved)
-        return self.stage.kernels.linear_input(dy, self.weight), (dy, saved)
+            return self.stage.kernels.linear_backward_input(dy, self.weight).reshape(shape), (dy, saved)
+        return self.stage.kernels.linear_backward_input(dy, self.weight), (dy, saved)
 
     def backward_weight(self, pending):
         dy, x = pending
-        self.stage.kernels.linear_weight(dy, x, self.weight_grad)
+        self.stage.kernels.linear_backward_weight(dy, x, self.weight_grad)
         if self.bias_grad is not None:
             self.stage.kernels.sum_rows(dy, self.bias_grad)

@@ -19,16 +19,17 @@ from mpipipe.nn.kernels.cuda.elementwise import (
     swiglu_backward,
 )
 from mpipipe.nn.kernels.cuda.embed import embed, embed_backward
-from mpipipe.nn.kernels.cuda.linear import linear, linear_input, linear_weight, sum_rows
+from mpipipe.nn.kernels.cuda.linear import linear, linear_backward_input, linear_backward_weight, sum_rows
 from mpipipe.nn.kernels.cuda.loss import mean_squared_error, softmax_cross_entropy
 from mpipipe.nn.kernels.cuda.norm import layer_norm, layer_norm_backward, rms_norm, rms_norm_backward
 from mpipipe.nn.kernels.cuda.optimizer import adamw, sgd, sums_of_squares
-from mpipipe.nn.kernels.cuda.rope import rotate, turns
+from mpipipe.nn.kernels.cuda.rope import apply_rope, rope_table
 
 __all__ = [
     "accumulate",
     "adamw",
     "add",
+    "apply_rope",
     "cast",
     "copy",
     "dropout",
@@ -40,12 +41,12 @@ __all__ = [
     "layer_norm",
     "layer_norm_backward",
     "linear",
-    "linear_input",
-    "linear_weight",
+    "linear_backward_input",
+    "linear_backward_weight",
     "mean_squared_error",
     "rms_norm",
     "rms_norm_backward",
-    "rotate",
+    "rope_table",
     "scale",
     "sgd",
     "softmax_cross_entropy",
@@ -53,5 +54,4 @@ __all__ = [
     "sums_of_squares",
     "swiglu",
     "swiglu_backward",
-    "turns",
 ]

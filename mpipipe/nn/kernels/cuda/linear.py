@@ -40,14 +40,14 @@ def _cublas() -> dict:
     }
 
 
-def _multiply(a, turn_a: bool, b, turn_b: bool, c, m: int, n: int, k: int, keep: bool):
+def _multiply(a, transpose_a: bool, b, transpose_b: bool, c, m: int, n: int, k: int, keep: bool):
     """c = op(a) op(b), or c += with `keep`: (m, k), (k, n) and (m, n) in cuBLAS's view of them, with op to turn."""
     library = _cublas()
     kind, compute = library[a.dtype.name]
     numbers = ZERO_AND_ONE[8 if a.itemsize == 8 else 4]
     library["gemm"](
-        library["handle"](), int(turn_a), int(turn_b), m, n, k,
-        numbers[1], a.data.ptr, kind, k if turn_a else m, b.data.ptr, kind, n if turn_b else k,
+        library["handle"](), int(transpose_a), int(transpose_b), m, n, k,
+        numbers[1], a.data.ptr, kind, k if transpose_a else m, b.data.ptr, kind, n if transpose_b else k,
         numbers[keep], c.data.ptr, library[c.dtype.name][0], m, compute, library["algorithm"],
     )  # fmt: skip
 
@@ -69,9 +69,9 @@ def linear(x, weight, bias=None):
     return y
 
 
-def linear_input(dy, weight):
+def linear_backward_input(dy, weight):
     """dx = dy weight."""
-    check_matrices("linear_input", dy, 1, weight, 0)
+    check_matrices("linear_backward_input", dy, 1, weight, 0)
     (rows, outputs), inputs = dy.shape, weight.shape[1]
     dx = arrays.empty((rows, inputs), dy.dtype, "cuda")
     if not outputs:
@@ -81,10 +81,10 @@ def linear_input(dy, weight):
     return dx
 
 
-def linear_weight(dy, x, grad):
+def linear_backward_weight(dy, x, grad):
     """grad += dy^T x, with dy (rows, outputs), x (rows, inputs), grad (outputs, inputs)."""
-    check_matrices("linear_weight", dy, 0, x, 0)
-    check_contiguous("linear_weight", grad)
+    check_matrices("linear_backward_weight", dy, 0, x, 0)
+    check_contiguous("linear_backward_weight", grad)
     if grad.size and len(x):
         _multiply(x, False, dy, True, grad, grad.shape[1], grad.shape[0], len(x), keep=True)
 

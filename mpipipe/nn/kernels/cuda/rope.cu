@@ -7,7 +7,7 @@ typedef pack<A, 2> turn;  // cosine and sine
 // the sine times `sign`; target may be x. n counts words, or pairs where V is 1. Moves 2 T an element; the table stays
 // in cache from head to head.
 extern "C" __global__ void __launch_bounds__(256)
-    rotate(const T* x, const turn* table, T* target, long long n, A sign, long long seq, long long heads, long long dim,
+    apply_rope(const T* x, const turn* table, T* target, long long n, A sign, long long seq, long long heads, long long dim,
            long long x0, long long x1, long long x2, long long x3, long long t0, long long t1, long long t2,
            long long t3) {
     constexpr int N = V > 1 ? V : 2;

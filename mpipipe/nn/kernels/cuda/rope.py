@@ -10,15 +10,15 @@ from mpipipe.nn.kernels.cuda.launch import FOLDER, any_bit, over, scalar, word
 ROTARY = FOLDER / "rotary.cu"
 
 
-def turns(positions, head_dim: int, base: float, dtype, device: str = "cuda"):
-    """The factors for `rotate`: cosine and sine (seq, head_dim / 2, 2) of each position and pair, on the device."""
+def rope_table(positions, head_dim: int, base: float, dtype, device: str = "cuda"):
+    """The factors for `apply_rope`: cosine and sine (seq, head_dim / 2, 2) of each position and pair, on the device."""
     frequencies = base ** (-np.arange(0, head_dim, 2) / head_dim)
     angles = np.asarray(positions, np.float64)[:, None] * frequencies
     table = np.stack([np.cos(angles), np.sin(angles)], axis=-1)
     return arrays.upload(table.astype(arrays.accumulator(np.dtype(dtype))))
 
 
-def rotate(x, table, target, back: bool = False):
+def apply_rope(x, table, target, inverse: bool = False):
     """target = each pair of neighbours of x turned by its factor, or back by it.
 
     x and target (batch, seq, heads, head_dim) may have any strides and be the same array.
@@ -30,5 +30,5 @@ def rotate(x, table, target, back: bool = False):
     if here[3] == there[3] == 1:
         width = word(x, target, divides=any_bit((dim,), here[:3], there[:3]))
     numbers = map(np.int64, (seq, heads, dim, *here, *there))
-    args = (x, table, target, np.int64(x.size // max(width, 2)), scalar(x.dtype)(-1 if back else 1), *numbers)
-    over(ROTARY, "rotate", x.size, args, words=1, T=x.dtype, V=width)
+    args = (x, table, target, np.int64(x.size // max(width, 2)), scalar(x.dtype)(-1 if inverse else 1), *numbers)
+    over(ROTARY, "apply_rope", x.size, args, words=1, T=x.dtype, V=width)

@@ -15,8 +15,8 @@ from mpipipe.nn.kernels.host.loss import cross_entropy_block
 def _widened(function, *rounded: int):
     """`function`, taking halves as well.
 
-    Where its first argument is of a half dtype, every half among the arguments is widened to float32 for the call, and
-    the results numbered in `rounded` get the dtype of the first argument. What is too large for float16 becomes
+    Where its first argument is of a half dtype, every half among the arguments is upcast to float32 for the call,
+    and the results numbered in `rounded` get the dtype of the first argument. What is too large for float16 becomes
     infinite without a warning: scaling of the loss looks for it.
     """
 
@@ -40,8 +40,8 @@ def _wide(x):
 
 
 linear = _widened(full_precision.linear, 0)
-linear_input = _widened(full_precision.linear_input, 0)
-linear_weight = _widened(full_precision.linear_weight)
+linear_backward_input = _widened(full_precision.linear_backward_input, 0)
+linear_backward_weight = _widened(full_precision.linear_backward_weight)
 sum_rows = _widened(full_precision.sum_rows)
 add = _widened(full_precision.add, 0)
 rms_norm = _widened(full_precision.rms_norm, 0)
@@ -61,7 +61,7 @@ mean_squared_error = _widened(full_precision.mean_squared_error, 1)
 accumulate = full_precision.accumulate
 cast = full_precision.cast
 copy = full_precision.copy
-turns = full_precision.turns
+rope_table = full_precision.rope_table
 embed = full_precision.embed
 adamw = full_precision.adamw
 sgd = full_precision.sgd
@@ -77,13 +77,13 @@ def scale(x, factor: float, out=None):
     return out
 
 
-def rotate(x, table, target, back: bool = False):
-    """As full_precision.rotate."""
+def apply_rope(x, table, target, inverse: bool = False):
+    """As full_precision.apply_rope."""
     if x.dtype.itemsize != 2:
-        full_precision.rotate(x, table, target, back)
+        full_precision.apply_rope(x, table, target, inverse)
     else:
         turned = np.ascontiguousarray(_wide(x))
-        full_precision.rotate(turned, table, turned, back)
+        full_precision.apply_rope(turned, table, turned, inverse)
         cast(turned, target)
 
 

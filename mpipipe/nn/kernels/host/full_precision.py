@@ -18,6 +18,7 @@ __all__ = [
     "accumulate",
     "adamw",
     "add",
+    "apply_rope",
     "cast",
     "copy",
     "dropout",
@@ -29,12 +30,12 @@ __all__ = [
     "layer_norm",
     "layer_norm_backward",
     "linear",
-    "linear_input",
-    "linear_weight",
+    "linear_backward_input",
+    "linear_backward_weight",
     "mean_squared_error",
     "rms_norm",
     "rms_norm_backward",
-    "rotate",
+    "rope_table",
     "scale",
     "sgd",
     "softmax_cross_entropy",
@@ -42,7 +43,6 @@ __all__ = [
     "sums_of_squares",
     "swiglu",
     "swiglu_backward",
-    "turns",
 ]
 
 _PIECE = 1 << 17  # elements of one piece of a weight gradient: half a MiB of float32, added while in cache
@@ -59,12 +59,12 @@ def linear(x, weight, bias=None):
     return y
 
 
-def linear_input(dy, weight):
+def linear_backward_input(dy, weight):
     """dx = dy weight."""
     return np.matmul(dy, weight)
 
 
-def linear_weight(dy, x, grad):
+def linear_backward_weight(dy, x, grad):
     """grad += dy^T x, with dy (rows, outputs), x (rows, inputs), grad (outputs, inputs).
 
     A large product is made in pieces of the gradient, each added while it is still in cache.
@@ -118,17 +118,17 @@ def copy(source, target):
 # -- rotary positions -------------------------------------------------------------------------------------------------
 
 
-def turns(positions, head_dim: int, base: float, dtype, device: str = "cpu"):
-    """The factors for `rotate`, one row for each position; its first n rows are those of the first n positions."""
-    return rope.turns(positions, head_dim, base, dtype)
+def rope_table(positions, head_dim: int, base: float, dtype, device: str = "cpu"):
+    """The factors for `apply_rope`, one row for each position; its first n rows are those of the first n positions."""
+    return rope.rope_table(positions, head_dim, base, dtype)
 
 
-def rotate(x, table, target, back: bool = False):
+def apply_rope(x, table, target, inverse: bool = False):
     """target = each pair of neighbours of x turned by its factor, or back by it.
 
     x and target (batch, seq, heads, head_dim) may have any strides and be the same array.
     """
-    factors = table.conj() if back else table
+    factors = table.conj() if inverse else table
     if x.strides[-1] == target.strides[-1] == x.itemsize:
         np.multiply(rope.pairs(x), factors, out=rope.pairs(target))
     else:
