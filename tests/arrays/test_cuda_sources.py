@@ -20,6 +20,7 @@ from mpipipe.arrays import cuda
 PACKAGE = Path(mpipipe.__file__).parent
 SOURCES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.cu"))
 DTYPES = [np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16), arrays.dtype("bfloat16")]
+pytestmark = pytest.mark.nvrtc
 OPTIONS = [b"--std=c++17", b"--gpu-architecture=sm_90", b"-ftz=true", b"--device-as-default-execution-space"]  # CuPy's
 FLOAT32, INT32, INT64 = (np.dtype(kind) for kind in (np.float32, np.int32, np.int64))
 
@@ -49,27 +50,29 @@ CONSTANTS = {
     "attention/kernels/merge.cu": lambda kind: [
         {"O": out, "A": arrays.accumulator(kind), "V": v} for out in of_both(kind) for v in (1, 4)
     ],
-    "attention/kernels/moves.cu": lambda kind: [
+    "arrays/strided.cu": lambda kind: [
         {"S": kind, "U": out, "I": index, "V": v} for out in of_both(kind) for index in (INT32, INT64) for v in (1, 2)
     ],
-    "nn/kernels/cast.cu": lambda kind: [{"S": source, "V": wide(source, kind)} for source in DTYPES],
-    "nn/kernels/copy.cu": words,
-    "nn/kernels/cross_entropy.cu": with_words(I=(INT32, INT64)),
-    "nn/kernels/dropout.cu": words,
-    "nn/kernels/elementwise.cu": words,
-    "nn/kernels/embed.cu": with_words(I=(INT32, INT64)),
-    "nn/kernels/linear.cu": words,
-    "nn/kernels/norm.cu": lambda kind: [
+    "nn/kernels/cuda/cast.cu": lambda kind: [{"S": source, "V": wide(source, kind)} for source in DTYPES],
+    "nn/kernels/cuda/copy.cu": words,
+    "nn/kernels/cuda/cross_entropy.cu": with_words(I=(INT32, INT64)),
+    "nn/kernels/cuda/dropout.cu": words,
+    "nn/kernels/cuda/elementwise.cu": words,
+    "nn/kernels/cuda/embed.cu": with_words(I=(INT32, INT64)),
+    "nn/kernels/cuda/linear.cu": words,
+    "nn/kernels/cuda/norm.cu": lambda kind: [
         {"G": threads, "K": kept, "V": v}
         for threads, kept in ((32, 1), (64, 4), (256, 4), (512, 0))
         for v in (1, wide(kind))
     ],
-    "nn/kernels/optimizer.cu": lambda kind: [] if arrays.is_half(kind) else words(kind),
-    "nn/kernels/rotary.cu": words,
-    "nn/kernels/squared_error.cu": lambda kind: [{"S": target, "V": wide(kind, target)} for target in of_both(kind)],
-    "nn/kernels/squares.cu": words,
-    "nn/kernels/sums.cu": words,
-    "nn/kernels/swiglu.cu": words,
+    "nn/kernels/cuda/optimizer.cu": lambda kind: [] if arrays.is_half(kind) else words(kind),
+    "nn/kernels/cuda/rope.cu": words,
+    "nn/kernels/cuda/squared_error.cu": lambda kind: [
+        {"S": target, "V": wide(kind, target)} for target in of_both(kind)
+    ],
+    "nn/kernels/cuda/squares.cu": words,
+    "nn/kernels/cuda/sums.cu": words,
+    "nn/kernels/cuda/swiglu.cu": words,
 }
 
 
