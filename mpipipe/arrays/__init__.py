@@ -35,8 +35,13 @@ from mpipipe.arrays.memory import (
 )
 from mpipipe.arrays.streams import annotated, is_done, record, seconds_between, side_stream, stream, wait_for
 from mpipipe.arrays.transfer import copy_to_device, copy_to_host, download, pinned, upload
+from mpipipe.arrays.types import Array, DeviceArray, Shape, Tree
 
 __all__ = [
+    "Array",
+    "DeviceArray",
+    "Shape",
+    "Tree",
     "accumulator",
     "address",
     "aligned_empty",
