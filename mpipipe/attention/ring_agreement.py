@@ -130,7 +130,7 @@ class Work:
 def agree_on_options(link, given: dict) -> Options:
     """Check the options of a ring, and that all ranks have the same; raises the same ArgumentError on all of them.
 
-    Here and below, `link` is the comm.rotation.RingExchange of the ring.
+    Here and below, `link` is the comm.ring_exchange.RingExchange of the ring.
     """
     error, facts, options = None, (), None
     try:

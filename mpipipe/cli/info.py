@@ -13,7 +13,7 @@ import typer
 from mpipipe import arrays
 from mpipipe.attention import kernels
 from mpipipe.cli import probe as probing
-from mpipipe.comm import device, runtime
+from mpipipe.comm import describe, device, runtime
 from mpipipe.comm.group import group_of
 from mpipipe.errors import BackendError, MpipipeError
 
@@ -29,7 +29,7 @@ def info(
     facts = {"mpipipe": _version("mpipipe"), "python": f"{platform.python_version()} ({sys.executable})"}
     root, placement = True, []
     try:
-        facts |= {name: value for name, value in runtime.describe().items() if name not in facts}
+        facts |= {name: value for name, value in describe.describe().items() if name not in facts}
         root = runtime.mpi().COMM_WORLD.rank == 0
         placement = _placement(runtime.world())
     except MpipipeError as error:

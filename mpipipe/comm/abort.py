@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpipipe.comm import communicators, exit_hooks, runtime
+from mpipipe.comm import communicators, exit_hooks, launcher, runtime, settings
 from mpipipe.comm.group import Group, group_of
 from mpipipe.comm.process import here, is_rank
 from mpipipe.comm.requests import own
@@ -85,7 +85,7 @@ def run_or_abort(main) -> int:
     try:
         world = _world()
     except MpipipeError as error:
-        if runtime.promised_rank(os.environ) == 0:  # each of the lone processes finds the same
+        if launcher.launcher_rank(os.environ) == 0:  # each of the lone processes finds the same
             _write(_describe(error, "mpipipe: cannot start"))
         return 1
     _running.append(world)
@@ -110,7 +110,7 @@ def _world() -> World:
 def _run(main, world) -> End:
     try:
         with world.group.together("the start of the program"):
-            runtime.check_settings()
+            settings.check_settings()
         main()
         while _afterwards:
             _afterwards.pop(0)()

@@ -50,7 +50,7 @@ class Stage:
     device : "cpu" or "cuda"
     gpu : number of the GPU, None on the host
     kernels : the functions that layers compute with there (see nn.kernels)
-    tables : rotary.Tables, which its attention layers share
+    tables : rope.Tables, which its attention layers share
     position : Position, read by random layers
     poll : function without arguments or None, called after each layer (to keep messages moving)
     ties : tie key -> names of the parameters on this stage that carry it

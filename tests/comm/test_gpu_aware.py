@@ -30,6 +30,11 @@ CUDA = "7f00-7f01 r-xp 0 0:0 0 /usr/lib/libcuda.so.580"
 ZE = "7f00-7f01 r-xp 0 0:0 0 /usr/lib/libze_loader.so.1"
 
 
+def no_gpus(monkeypatch):
+    for module in (arrays, arrays.devices):
+        monkeypatch.setattr(module, "device_count", lambda: 0)
+
+
 def verdict(version=MPICH, maps="", query=0, kinds="", pool=False, **environment):
     return judge(version, environment, maps, query, kinds, pool)
 
@@ -145,7 +150,7 @@ def test_memory_of_an_asynchronous_pool_is_refused(gpu, comm, monkeypatch):
 def test_info_says_how_device_arrays_travel(gpu, comm, monkeypatch):
     monkeypatch.setenv("MPIPIPE_GPU_DIRECT", "0")
     assert runtime.describe()["GPU-aware MPI"] == "staged through the host: MPIPIPE_GPU_DIRECT=0"
-    monkeypatch.setattr(arrays, "device_count", lambda: 0)
+    no_gpus(monkeypatch)
     assert runtime.describe()["GPU-aware MPI"] == "no GPU"
 
 
@@ -165,7 +170,7 @@ def test_ranks_of_a_host_take_its_gpus_in_turn(comm):
 
 
 def test_without_gpus_auto_is_the_host_and_cuda_an_error(comm, monkeypatch):
-    monkeypatch.setattr(arrays, "device_count", lambda: 0)
+    no_gpus(monkeypatch)
     assert select_device("auto", comm) == "cpu"
     assert describe(group_of(comm), "cpu")[0].endswith("local rank 0, cpu")
     with pytest.raises(BackendError, match="unknown device"):
@@ -176,7 +181,7 @@ def test_gpus_on_some_ranks_only_are_an_error_that_names_the_others(gpu, comm, m
     if comm.size < 2:
         pytest.skip("needs two ranks")
     if comm.rank == 1:
-        monkeypatch.setattr(arrays, "device_count", lambda: 0)
+        no_gpus(monkeypatch)
     with pytest.raises(MismatchError, match=r"no GPU on rank\(s\) 1 of"):
         select_device("auto", comm)
 

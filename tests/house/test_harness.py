@@ -26,7 +26,7 @@ def session(launch, mpi_tmp_path):
         path = mpi_tmp_path / "test_sample.py"
         path.write_text(HEADER + text)
         harness = ["-p", "conftest", "-p", "no:cacheprovider", "-o", "addopts=", "--with-mpi", "-rA", "--color=no"]
-        here = str(Path(__file__).parent)
+        here = str(Path(__file__).parents[1])
         return launch(RANKS, ["-m", "pytest", *harness, *options, path], env={"PYTHONPATH": here} | limited(limit))
 
     return start

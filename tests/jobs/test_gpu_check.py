@@ -23,7 +23,7 @@ from mpipipe import arrays
 from mpipipe.cli.bench.commands import app as bench
 from mpipipe.cli.bench.gpu import attention, executor, gpt, memory, ring, run, timing, transport
 from mpipipe.cli.bench.gpu.rows import Row, show
-from mpipipe.comm import inprocess, runtime
+from mpipipe.comm import inprocess, launcher, runtime
 from mpipipe.models import GPT
 
 TESTS = Path(__file__).parents[1]
@@ -96,7 +96,7 @@ def test_the_virtual_ring_runs_what_the_ring_runs(gpu, monkeypatch):
     for module in (ring, import_module("mpipipe.attention.ring")):
         for name in ("total", "block_gradients", "assign", "add", "cast"):
             spy(module, name)
-    spy(import_module("mpipipe.attention.agreement"), "assign")  # packs the first message
+    spy(import_module("mpipipe.attention.ring_agreement"), "assign")  # packs the first message
     for rank in virtual:
         rank.forward()
         rank.backward()
@@ -222,7 +222,7 @@ def test_the_parts_with_a_pipeline_run_without_mpi(gpu, monkeypatch):
 @pytest.mark.parametrize("job", ["", "2"])
 def test_a_process_without_mpi_measures_alone_unless_it_is_one_of_several(monkeypatch, capsys, job):
     monkeypatch.setitem(sys.modules, "mpi4py", None)
-    for name in runtime.SIZE_VARIABLES:
+    for name in launcher.SIZE_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PMI_SIZE", job)
     calls = []

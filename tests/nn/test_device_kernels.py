@@ -94,7 +94,7 @@ def test_single_elements(cuda, kind, draw, size, skew):
 
 
 def test_elements_beyond_one_grid_keep_their_places(cuda, monkeypatch):
-    monkeypatch.setattr(nn.kernels.cuda_launch, "MOST_BLOCKS", 2)
+    monkeypatch.setattr(nn.kernels.cuda.launch, "MOST_BLOCKS", 2)
     x, hx = device(np.arange(5000.0), arrays.dtype("float32"))
     check(cuda.scale(x, 3.0), hx * 3, x.dtype)
     cuda.accumulate(x, arrays.copy(x))
@@ -527,7 +527,7 @@ def test_sgd(cuda, draw, name, size, skew):
 
 
 def test_sums_of_squares_of_pieces_anywhere(cuda, kind, draw, monkeypatch):
-    monkeypatch.setattr(nn.kernels.cuda_optimizer, "CHUNK", 700)
+    monkeypatch.setattr(nn.kernels.cuda.optimizer, "CHUNK", 700)
     flat, host = device(draw(3000), kind)
     pieces = [(0, 3000), (1, 2), (7, 7), (13, 1413), (2999, 3000), (5, 708)]
     found = arrays.download(cuda.sums_of_squares(flat, pieces))

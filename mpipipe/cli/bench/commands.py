@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from mpipipe.comm import inprocess, runtime
+from mpipipe import processor
+from mpipipe.comm import inprocess
 from mpipipe.comm.abort import run_or_abort
 from mpipipe.errors import MpipipeError
 
@@ -20,7 +21,7 @@ Repeats = Annotated[int, typer.Option(help="measured turns of each candidate; me
 
 def _guarded(work):
     def limited():
-        runtime.prepare_process()
+        processor.prepare_process()
         work()
 
     raise typer.Exit(run_or_abort(limited))
@@ -100,7 +101,7 @@ def gpu(
     if reason is None:
         _guarded(work)
     print(f"mpipipe: on one rank without MPI: {reason}", file=sys.stderr)
-    runtime.prepare_process()
+    processor.prepare_process()
     try:
         inprocess.run(1, work)
     except MpipipeError as error:

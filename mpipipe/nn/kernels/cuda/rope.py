@@ -7,7 +7,7 @@ import numpy as np
 from mpipipe import arrays
 from mpipipe.nn.kernels.cuda.launch import FOLDER, any_bit, over, scalar, word
 
-ROTARY = FOLDER / "rotary.cu"
+ROPE = FOLDER / "rope.cu"
 
 
 def rope_table(positions, head_dim: int, base: float, dtype, device: str = "cuda"):
@@ -31,4 +31,4 @@ def apply_rope(x, table, target, inverse: bool = False):
         width = word(x, target, divides=any_bit((dim,), here[:3], there[:3]))
     numbers = map(np.int64, (seq, heads, dim, *here, *there))
     args = (x, table, target, np.int64(x.size // max(width, 2)), scalar(x.dtype)(-1 if inverse else 1), *numbers)
-    over(ROTARY, "apply_rope", x.size, args, words=1, T=x.dtype, V=width)
+    over(ROPE, "apply_rope", x.size, args, words=1, T=x.dtype, V=width)
