@@ -1,22 +1,27 @@
 """Tagged messages of one rank's pipeline: receives posted ahead, sends that nobody waits for, buffers used again.
 
-Two ways to receive. Where the shapes are known (`expect`), buffers are posted ahead of their data, at most `window`
-of them. Where they are not, a small header comes first (`take_unknown`). Either way the name of a message, not its
-order, decides what arrives where.
+The name of a message, not its order, decides what arrives where. There are two ways to receive. Where the shapes of
+all messages are known (`begin_step`), buffers are posted ahead of their data, at most `window` of them. Where they are
+not known, a small header comes first (`take_header`, then `take_unknown`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from mpipipe.arrays import Array, Shape
+from mpipipe.comm.group import Group
 from mpipipe.comm.requests import own
 from mpipipe.comm.wait import wait
 from mpipipe.errors import ArgumentError
 
 HEADER_BYTES = 4096
+Leaf: TypeAlias = "tuple[Shape, np.dtype]"
+Lease: TypeAlias = "Sequence[tuple[list, Array]]"  # (where the buffer belongs, buffer) of each array of a message
 
 
 class Envelope(NamedTuple):
@@ -29,7 +34,7 @@ class Envelope(NamedTuple):
     header: tuple[int, int]
     data: tuple[int, int]
 
-    def __str__(self):
+    def __str__(self) -> str:
         kind = ("activation", "gradient")[self.direction]
         channel, tag = self.data
         return (
@@ -43,51 +48,50 @@ class Mailbox:
 
     Parameters
     ----------
-    transport : how arrays travel
-    group : the comm.group.Group whose calls the messages belong to, for waits; None where there is none
+    transport : how arrays travel (see comm.transport)
+    group : the Group whose calls the messages belong to, for waits; None where there is none
 
-    A received array belongs to a slot: the lease that comes with it must go back through `release` once nothing
-    reads the array any more.
+    A received array is a buffer that is used again: the lease that comes with it must go back through `release` once
+    nothing reads the array any more.
     """
 
-    def __init__(self, transport, group=None):
+    def __init__(self, transport: Any, group: Group | None = None):
         self.transport, self.group = transport, group
-        self.slots: dict = defaultdict(list)  # (shape, dtype) -> free buffers
+        self.slots: dict[Leaf, list] = defaultdict(list)  # (shape, dtype) -> free buffers
         self.outgoing: deque = deque()  # requests of sends, oldest first; each keeps its array alive
         self.posted: deque = deque()  # (arrays, lease, requests, envelope), in the order of `incoming`
         self.incoming: list = []
         self.next = 0
-        self.bytes_sent: dict = defaultdict(int)  # (edge, direction) -> bytes of data since `expect`
 
-    def itinerary(self, envelopes, leaves):
-        """What `expect` takes: for each envelope, in order, the (shape, dtype) of its arrays, looked up once."""
+    def receive_schedule(self, envelopes: Sequence[Envelope], leaves: Sequence[Sequence[Leaf]]) -> list:
+        """Return what `begin_step` takes: each envelope, in order, with the buffers that its arrays need."""
         return [
             (envelope, [(self.slots[leaf], *leaf) for leaf in shapes]) for envelope, shapes in zip(envelopes, leaves)
         ]
 
-    def expect(self, itinerary, window: int):
+    def begin_step(self, schedule: list, window: int) -> None:
         """Begin a step whose incoming messages are known; the first `window` receives are posted at once."""
-        self.bytes_sent.clear()
-        self.incoming, self.next = itinerary, 0
-        for _ in range(min(window, len(itinerary))):
+        self.incoming, self.next = schedule, 0
+        for _ in range(min(window, len(schedule))):
             self._post_next()
 
-    def _post_next(self):
+    def _post_next(self) -> None:
         if self.next == len(self.incoming):
             return
         envelope, leaves = self.incoming[self.next]
-        peer, _, _, _, _, (channel, tag) = envelope
+        peer, (channel, tag) = envelope[0], envelope[5]
         self.next += 1
+        transport = self.transport
         arrays, lease, requests = [], [], []
         for free, shape, kind in leaves:
-            array = free.pop() if free else self.transport.empty(shape, kind)
+            array = free.pop() if free else transport.empty(shape, kind)
             arrays.append(array)
             lease.append((free, array))
-            requests.append(self.transport.irecv(array, peer, channel, tag))
+            requests.append(transport.irecv(array, peer, channel, tag))
         self.posted.append((arrays, lease, requests, envelope))
 
-    def take(self):
-        """The arrays of the next expected message, and their lease."""
+    def take(self) -> tuple[list, Lease]:
+        """Return the arrays of the next expected message, and their lease."""
         arrays, lease, requests, envelope = self.posted[0]
         for request in requests:
             if not request.Test():
@@ -97,19 +101,18 @@ class Mailbox:
         return arrays, lease
 
     def take_header(self, envelope: Envelope) -> bytes:
-        """The header of a message whose shapes are not known yet."""
+        """Return the header of a message whose shapes are not known yet."""
         header = np.empty(HEADER_BYTES, np.uint8)
         wait(own(self.transport.irecv(header, envelope.peer, *envelope.header)), envelope, self.group)
         return header.tobytes().rstrip(b"\0")
 
-    def take_unknown(self, envelope: Envelope, leaves):
-        """The arrays of a message, as its header described them, and their lease."""
-        itinerary = self.itinerary([envelope], [leaves])
-        self.incoming, self.next = itinerary, 0
+    def take_unknown(self, envelope: Envelope, leaves: Sequence[Leaf]) -> tuple[list, Lease]:
+        """Return the arrays of a message, as its header described them, and their lease."""
+        self.incoming, self.next = self.receive_schedule([envelope], [leaves]), 0
         self._post_next()
         return self.take()
 
-    def put_header(self, envelope: Envelope, content: bytes):
+    def put_header(self, envelope: Envelope, content: bytes) -> None:
         """Announce a message of new shapes."""
         if len(content) > HEADER_BYTES:
             raise ArgumentError(
@@ -122,26 +125,26 @@ class Mailbox:
         header[: len(content)] = np.frombuffer(content, np.uint8)
         self._send(header, envelope.peer, *envelope.header)
 
-    def put(self, envelope: Envelope, arrays):
+    def put(self, envelope: Envelope, arrays: Sequence[Array]) -> None:
         """Send C-contiguous arrays; they must not change until the step has ended. Never waits."""
-        peer, edge, _, direction, _, (channel, tag) = envelope
+        peer, (channel, tag) = envelope[0], envelope[5]
         for array in arrays:
             self._send(array, peer, channel, tag)
-            self.bytes_sent[edge, direction] += array.nbytes
 
-    def _send(self, array, peer, channel, tag):
+    def _send(self, array: Array, peer: int, channel: int, tag: int) -> None:
         outgoing = self.outgoing
         while outgoing and outgoing[0].Test():
             outgoing.popleft()
         outgoing.append(self.transport.isend(array, peer, channel, tag))
 
-    def release(self, lease):
-        """Give received arrays back; on a device, work queued so far on the current stream may still read them."""
+    def release(self, lease: Lease) -> None:
+        """Give buffers back; on a device, work queued so far on the current stream may still read them."""
+        retire = self.transport.retire
         for free, array in lease:
-            self.transport.retire(array)
+            retire(array)
             free.append(array)
 
-    def poll(self):
+    def poll(self) -> None:
         """Let MPI move data: large messages advance only inside MPI calls, and one call advances them all."""
         if self.transport.progress():
             return  # a test of a device message would make the current stream wait for it
@@ -152,7 +155,7 @@ class Mailbox:
             for request in self.posted[0][2]:
                 request.Test()
 
-    def flush(self):
+    def flush(self) -> None:
         """Wait until everything sent has left."""
         while self.outgoing:
             request = self.outgoing[0]
@@ -160,12 +163,12 @@ class Mailbox:
                 wait(request, "a send to be received", self.group)
             self.outgoing.popleft()
 
-    def forget(self):
+    def drop_buffers(self) -> None:
         """Drop all free buffers; their shapes will not come again."""
         self.slots.clear()
         self.transport.forget()
 
-    def cancel(self):
+    def cancel(self) -> None:
         """Withdraw posted receives after a failure; the pipeline cannot be used any more."""
         for _, _, requests, _ in self.posted:
             for request in requests:
@@ -173,10 +176,10 @@ class Mailbox:
         self.transport.abandon()
         self._let_go()
 
-    def __del__(self):
+    def __del__(self) -> None:
         self._let_go()
 
-    def _let_go(self):
+    def _let_go(self) -> None:
         """Forget all requests. Those that are not complete keep themselves, and their buffers, alive for ever.
 
         A request of a step stays in `posted` or `outgoing` until it has tested true, whatever is raised meanwhile, so

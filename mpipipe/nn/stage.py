@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,9 +19,8 @@ from mpipipe.nn.rope import Tables
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 
 
-@dataclass
-class Position:
-    """Where the training stands, as far as random layers must know. Whoever runs the stage sets it before each call."""
+class Position(NamedTuple):
+    """Where a training stands, as far as layers that draw random numbers must know."""
 
     step: int = 0
     microbatch: int = 0
@@ -51,7 +50,7 @@ class Stage:
     gpu : number of the GPU, None on the host
     kernels : the functions that layers compute with there (see nn.kernels)
     tables : rope.Tables, which its attention layers share
-    position : Position, read by random layers
+    position : Position of the forward under way, or of the last one, read by random layers
     poll : function without arguments or None, called after each layer (to keep messages moving)
     ties : tie key -> names of the parameters on this stage that carry it
     tied_copies : names of parameters here that are counted elsewhere (set by the pipeline)
@@ -117,11 +116,13 @@ class Stage:
         if self.compute is not self.parameters and self.parameters.flat.size:
             self.kernels.cast(self.parameters.flat, self.compute.flat)
 
-    def forward(self, x):
+    def forward(self, x, position: Position | None = None):
         """Return (y, saved) for one micro-batch; x has the dtype of the stage, or integers for an Embedding.
 
         An array on the host is uploaded where the stage is on a GPU.
         """
+        if position is not None:
+            self.position = position
         if type(x) is not self._plain or x.dtype != self.dtype:
             x = self._accepted(x)
         return self._chain.forward(x)

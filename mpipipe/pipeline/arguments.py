@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from mpipipe import arrays
+from mpipipe.comm.types import Communicator
 from mpipipe.errors import ArgumentError
+from mpipipe.pipeline.stage import StageAdapter
 from mpipipe.schedules import Schedule, check
 
 
-def check_present(name, value, wanted, where):
-    """Inputs and targets must be there on one rank, and nowhere else."""
-    if wanted and value is None:
-        raise ArgumentError(f"{name} are missing", found="None", expected=f"{name} on {where}")
-    if not wanted and value is not None:
-        raise ArgumentError(
-            f"{name} on the wrong rank",
-            found=type(value).__name__,
-            expected=f"None here; {name} only on {where}",
-            remedy=f"pass {name}=None on this rank",
-        )
-
-
-def device_of(stages) -> str:
+def device_of(stages: Sequence[StageAdapter]) -> str:
     """Where the stages of this rank compute: "cpu" or "cuda", by their attribute `device`; "cpu" for those without.
 
     Raises ArgumentError where they differ.
     """
-    devices = [getattr(stage, "device", "cpu") for stage in stages]
-    kinds = {str(device).partition(":")[0] for device in devices}
+    devices = [stage.device for stage in stages]
+    kinds = {device.partition(":")[0] for device in devices}
     if len(kinds) > 1 or not kinds <= {"cpu", "cuda"}:
         raise ArgumentError(
             "the stages of one rank are on different devices",
@@ -34,7 +26,7 @@ def device_of(stages) -> str:
             expected="all 'cpu' or all 'cuda'",
             remedy="build all stages of a rank with the same device",
         )
-    numbers = {stage.gpu for stage in stages if getattr(stage, "gpu", None) is not None}
+    numbers = {stage.gpu for stage in stages if stage.gpu is not None}
     if numbers and numbers != {arrays.current_gpu()}:
         raise ArgumentError(
             "the stages of a rank are not all on its current GPU",
@@ -45,8 +37,10 @@ def device_of(stages) -> str:
     return kinds.pop()
 
 
-def check_arguments(stages, schedule, loss, comm, replicas):
-    """Raise ArgumentError or ScheduleError for arguments of Pipeline that are wrong on this rank."""
+def check_arguments(
+    stages: Any, schedule: Any, loss: Any, comm: Communicator, replicas: Communicator | None
+) -> list[StageAdapter]:
+    """Return this rank's stages; raise ArgumentError or ScheduleError for arguments of Pipeline that are wrong."""
     if not isinstance(schedule, Schedule):
         raise ArgumentError("schedule", found=type(schedule).__name__, expected="a mpipipe.schedules.Schedule")
     if schedule.ranks != comm.size:
@@ -67,42 +61,16 @@ def check_arguments(stages, schedule, loss, comm, replicas):
             expected=f"a list of {len(numbers)}: logical stages {', '.join(map(str, numbers))}",
             remedy="pass one stage for each chunk of this rank",
         )
-    for number, stage in zip(numbers, stages):
+    adapters = [StageAdapter(stage) for stage in stages]
+    for number, stage in zip(numbers, adapters):
         try:
-            _check_stage(stage, schedule.splits_backward, replicas)
+            stage.check(schedule.splits_backward, replicas is not None and replicas.size > 1)
         except ArgumentError as error:
             error.rank, error.stage = comm.rank, number
             raise
-    device_of(stages)
+    device_of(adapters)
     if loss is not None and not callable(loss):
         raise ArgumentError(
             "loss", found=type(loss).__name__, expected="a function (output, target) -> (value, doutput)"
         )
-
-
-def _check_stage(stage, splits_backward, replicas):
-    needed = ["forward", "backward_input", "backward_weight"] if splits_backward else ["forward", "backward"]
-    missing = [name for name in needed if not callable(getattr(stage, name, None))]
-    if missing:
-        raise ArgumentError(
-            "a stage lacks methods that the schedule needs",
-            found=f"{type(stage).__name__} without {', '.join(missing)}",
-            expected=", ".join(needed),
-        )
-    gradients = getattr(stage, "gradients", None)
-    if gradients is not None and not _is_flat(getattr(gradients, "flat", None)):
-        raise ArgumentError(
-            "the gradients of a stage",
-            found=f"{type(gradients).__name__} without a one-dimensional contiguous array `flat`",
-            expected="an object with `flat`, or None for a stage without parameters",
-        )
-    if replicas is not None and replicas.size > 1 and not hasattr(stage, "gradients"):
-        raise ArgumentError(
-            "a stage whose gradients cannot be summed over the replicas",
-            found=f"{type(stage).__name__} without the attribute `gradients`",
-            expected="an object with one contiguous array `flat` of all gradients, or None where there are none",
-        )
-
-
-def _is_flat(flat):
-    return arrays.is_array(flat) and flat.ndim == 1 and flat.flags.c_contiguous
+    return adapters

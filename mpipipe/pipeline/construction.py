@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from mpipipe import arrays
 from mpipipe.comm import runtime, settings
 from mpipipe.comm.attributes import attributes
 from mpipipe.comm.consensus import raise_on_all
 from mpipipe.comm.group import Group
 from mpipipe.comm.tags import Tags
+from mpipipe.comm.types import Communicator
 from mpipipe.errors import MismatchError, MpipipeError, PeerError
-from mpipipe.nn import Stage
 from mpipipe.pipeline.arguments import check_arguments, device_of
-from mpipipe.pipeline.ties import check_ties, tie_facts
+from mpipipe.pipeline.stage import StageAdapter
+from mpipipe.pipeline.ties import Place, check_ties, tie_facts
+from mpipipe.schedules import Schedule
 
 CALL = "construction of a Pipeline"
 REPLICAS = "pipeline"  # name of the fact whether there are replicas
@@ -29,15 +31,19 @@ class Partners(NamedTuple):
     replicas : group of the ranks with the same stages; None for a single pipeline
     ties : tie facts of each rank of the pipe
     devices : "cpu" or "cuda", of each rank of the pipe
+    stages : of this rank
     """
 
     pipe: Group
     replicas: Group | None
-    ties: list
+    ties: list[dict[str, list[Place]]]
     devices: list[str]
+    stages: list[StageAdapter]
 
 
-def agree_on_construction(comm, replicas, stages, schedule, loss, recompute) -> Partners:
+def agree_on_construction(
+    comm: Communicator, replicas: Communicator | None, stages: Any, schedule: Any, loss: Any, recompute: bool
+) -> Partners:
     """Check the arguments of a Pipeline on every rank; raises the same error on all of them where one is wrong.
 
     Parameters
@@ -56,7 +62,7 @@ def agree_on_construction(comm, replicas, stages, schedule, loss, recompute) -> 
         raise
 
 
-def end_groups(groups, error, what: str):
+def end_groups(groups: Sequence[Group], error: BaseException, what: str) -> None:
     """Free groups after an error that all their ranks raise; tell the other ranks of any other error."""
     for group in groups:
         if group.agreed_on(error):
@@ -65,11 +71,16 @@ def end_groups(groups, error, what: str):
             group.fail(error, f"{what}: {error}" if isinstance(error, MpipipeError) else f"{what}: {error!r}")
 
 
-def _agree(groups, replicas, stages, schedule, loss, recompute) -> Partners:
+def _agree(
+    groups: list[Group], replicas: Communicator | None, stages: Any, schedule: Any, loss: Any, recompute: bool
+) -> Partners:
     (pipe,) = groups
-    error, ties, devices = None, [], []
+    error: MpipipeError | None = None
+    ties: list[dict[str, list[Place]]] = []
+    devices: list[str] = []
+    adapters: list[StageAdapter] = []
     try:
-        ties, devices = _agree_in_pipe(pipe, replicas, stages, schedule, loss, recompute)
+        ties, devices, adapters = _agree_in_pipe(pipe, replicas, stages, schedule, loss, recompute)
     except MpipipeError as caught:
         if not caught.agreed:
             raise
@@ -77,14 +88,14 @@ def _agree(groups, replicas, stages, schedule, loss, recompute) -> Partners:
     if _size(replicas) == 1:
         if error is not None:
             raise error
-        return Partners(pipe, None, ties, devices)
+        return Partners(pipe, None, ties, devices, adapters)
     others = Group(replicas)
     groups.insert(0, others)
-    _agree_with_replicas(pipe, others, stages, schedule, recompute, error)
-    return Partners(pipe, others, ties, devices)
+    _agree_with_replicas(pipe, others, adapters, schedule, recompute, error)
+    return Partners(pipe, others, ties, devices, adapters)
 
 
-def _size(replicas) -> int:
+def _size(replicas: Communicator | None) -> int:
     """The number of replicas; 1 for what cannot be their communicator, which is an error by now."""
     try:
         return 1 if replicas is None else runtime.resolve(replicas).size
@@ -92,13 +103,19 @@ def _size(replicas) -> int:
         return 1
 
 
-def _agree_in_pipe(pipe, replicas, stages, schedule, loss, recompute):
-    error, facts, mine = None, (), None
+def _agree_in_pipe(
+    pipe: Group, replicas: Communicator | None, stages: Any, schedule: Any, loss: Any, recompute: bool
+) -> tuple[list[dict[str, list[Place]]], list[str], list[StageAdapter]]:
+    """Return (tie facts of each rank, device of each rank, stages of this rank)."""
+    error: Exception | None = None
+    adapters: list[StageAdapter] = []
+    facts: tuple = ()
+    mine = None
     try:
         settings.check_settings()
         if replicas is not None:
             runtime.resolve(replicas)
-        check_arguments(stages, schedule, loss, pipe.comm, replicas)
+        adapters = check_arguments(stages, schedule, loss, pipe.comm, replicas)
         largest_tag = runtime.tag_upper_bound(pipe.comm)
         Tags(schedule.placement, schedule.microbatches, largest_tag)
         facts = (
@@ -108,7 +125,7 @@ def _agree_in_pipe(pipe, replicas, stages, schedule, loss, recompute):
             (REPLICAS, "with replicas" if replicas is not None else "without replicas"),
             ("setting MPIPIPE_TAG_UB", largest_tag),
         )
-        mine = tie_facts(stages, schedule.stages_of(pipe.rank)), device_of(stages)
+        mine = tie_facts(adapters, schedule.stages_of(pipe.rank)), device_of(adapters)
     except Exception as caught:
         error = caught
     pipe.agree(
@@ -124,10 +141,17 @@ def _agree_in_pipe(pipe, replicas, stages, schedule, loss, recompute):
         check_ties(ties)
     except MpipipeError as problem:  # every rank finds it in the same facts
         raise_on_all(0, problem, pipe)
-    return ties, devices
+    return ties, devices, adapters
 
 
-def _agree_with_replicas(pipe, others, stages, schedule, recompute, error):
+def _agree_with_replicas(
+    pipe: Group,
+    others: Group,
+    stages: Sequence[StageAdapter],
+    schedule: Schedule,
+    recompute: bool,
+    error: MpipipeError | None,
+) -> None:
     """Raise an error on all ranks of all pipes, or on none.
 
     Where only some ranks of another pipe were given replicas, a rank of this pipe waits in vain for the rank with the
@@ -135,7 +159,7 @@ def _agree_with_replicas(pipe, others, stages, schedule, recompute, error):
     """
     halved = isinstance(error, MismatchError) and error.fact == REPLICAS
     if others.agree(f"{CALL}: whether all have partners", values=[int(halved)]).any():
-        problem = error or PeerError("some ranks of another pipeline were given no replicas")
+        problem: MpipipeError = error or PeerError("some ranks of another pipeline were given no replicas")
         problem.agreed, problem.reported_elsewhere = frozenset(), problem.reported_elsewhere or error is None
         raise problem
     facts: tuple = ()
@@ -162,15 +186,12 @@ def _agree_with_replicas(pipe, others, stages, schedule, recompute, error):
         raise
 
 
-def _digests(stages) -> list[str]:
+def _digests(stages: Sequence[StageAdapter]) -> list[str]:
     """Two short texts: of the names, shapes and dtypes of this rank's parameters, and of their values."""
     shapes, values = blake2b(digest_size=8), blake2b(digest_size=8)
     for stage in stages:
-        if isinstance(stage, Stage):
-            for name in stage.parameters:
-                array = stage.parameters[name]
-                shapes.update(f"{name} {stage.dtype} {array.dtype} {array.shape}".encode())
-            values.update(arrays.download(stage.parameters.flat).data)
-        elif getattr(stage, "gradients", None) is not None:
-            shapes.update(f"{stage.gradients.flat.dtype} {stage.gradients.flat.shape}".encode())
+        text, flat = stage.parameter_facts()
+        shapes.update(text.encode())
+        if flat is not None:
+            values.update(flat.data)
     return [shapes.hexdigest(), values.hexdigest()]

@@ -1,36 +1,43 @@
-"""Pipeline: the object that users hold. It agrees on each step with its peers, runs it, and brings results home."""
+"""Pipeline: the object that users hold. It agrees on each call with its peers, runs it, and brings results home."""
 
 from __future__ import annotations
 
 import math
 import weakref
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
+from types import TracebackType
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from mpipipe import arrays
+from mpipipe.arrays import Tree
 from mpipipe.comm import runtime, settings
 from mpipipe.comm.allreduce import AllReduce
 from mpipipe.comm.mailbox import Mailbox
-from mpipipe.comm.process import is_rank
 from mpipipe.comm.requests import own
 from mpipipe.comm.tags import Tags
 from mpipipe.comm.transport import gpu_aware
 from mpipipe.comm.transport.choose import make_transport
+from mpipipe.comm.types import Communicator
 from mpipipe.errors import ArgumentError, MpipipeError
-from mpipipe.nn import Stage
-from mpipipe.pipeline.arguments import check_present
-from mpipipe.pipeline.construction import agree_on_construction, end_groups
-from mpipipe.pipeline.executor import Executor, Job
-from mpipipe.pipeline.microbatches import merge, rows_of, split
+from mpipipe.nn import Position
+from mpipipe.pipeline.batch import Batch, BatchReader
+from mpipipe.pipeline.construction import Partners, agree_on_construction, end_groups
+from mpipipe.pipeline.executor import Executor
+from mpipipe.pipeline.life import Life
+from mpipipe.pipeline.loss import Loss
+from mpipipe.pipeline.messages import StageMessages
+from mpipipe.pipeline.microbatches import merge
 from mpipipe.pipeline.plan import Plan
-from mpipipe.pipeline.step_agreement import Agreement, Batch, signature_of
+from mpipipe.pipeline.step_agreement import Agreed, Agreement
+from mpipipe.pipeline.step_state import StepInputs, StepState
 from mpipipe.pipeline.ties import Ties
 from mpipipe.schedules import Costs, Schedule
+from mpipipe.trace import Recorder
 
-KNOWN_SHAPES = 32  # input signatures whose message shapes are remembered, and buffers kept
+Batched: TypeAlias = "Tree | list[Tree] | None"  # a batch, its micro-batches, or nothing on this rank
 
 
 @dataclass(frozen=True)
@@ -85,55 +92,75 @@ class Pipeline:
     recorder : a trace.Recorder, or None
     """
 
-    def __init__(self, stages, schedule: Schedule, comm=None, loss=None, recompute: bool = False, replicas=None):
+    def __init__(
+        self,
+        stages: Sequence[Any],
+        schedule: Schedule,
+        comm: Communicator | None = None,
+        loss: Callable[..., Any] | None = None,
+        recompute: bool = False,
+        replicas: Communicator | None = None,
+    ):
         comm = runtime.resolve(comm)
         partners = agree_on_construction(comm, replicas, stages, schedule, loss, recompute)
-        self.pipe, self.partners = partners.pipe, partners.replicas
+        self.groups = [group for group in (partners.pipe, partners.replicas) if group is not None]
         try:
             self._build(partners, stages, schedule, loss, recompute)
         except BaseException as error:
-            end_groups(self._groups(), error, "a pipeline could not be built")
+            end_groups(self.groups, error, "a pipeline could not be built")
             raise
 
-    def _build(self, partners, stages, schedule, loss, recompute):
-        """What is left to do once all ranks have agreed."""
-        self.comm, self.rank, devices = self.pipe.comm, self.pipe.rank, partners.devices
+    def _build(
+        self,
+        partners: Partners,
+        stages: Sequence[Any],
+        schedule: Schedule,
+        loss: Callable[..., Any] | None,
+        recompute: bool,
+    ) -> None:
+        """Build what is left to build once all ranks have agreed."""
+        self.pipe, self.partners, devices = partners.pipe, partners.replicas, partners.devices
+        self.comm, self.rank = self.pipe.comm, self.pipe.rank
         self.comm.Set_name("mpipipe pipeline")
-        self.schedule, self.stages, self.loss = schedule, list(stages), loss
         self.replicas = None if self.partners is None else self.partners.comm
+        self.schedule, self.stages, self.device = schedule, list(stages), devices[self.rank]
         self.pipe.process.pipelines += 1
         self.name = f"pipeline {self.pipe.process.pipelines} ({schedule.name})"  # the how many-th of this rank
-        numbers = schedule.stages_of(self.rank)
         self.tags = Tags(schedule.placement, schedule.microbatches, runtime.tag_upper_bound(self.comm))
-        self.device = devices[self.rank]
         verdict = gpu_aware.detect(self.comm, self.pipe) if "cuda" in devices else None
         transport = make_transport(
             self.comm, self.tags.channels, settings.synchronous_sends(), self.device, verdict, self.pipe
         )
-        self.mailbox = Mailbox(transport, self.pipe)
+        self.messages = StageMessages(Mailbox(transport, self.pipe))
         self.agreement = Agreement(self.pipe, self.partners, self.name)
-        self.executor = Executor(self.rank, self.stages, self.mailbox, loss, recompute, self.replicas, self.device)
-        for stage, number in zip(self.stages, numbers):
-            if isinstance(stage, Stage):
-                stage.index, stage.poll = number, self.executor.poll
-                stage.position.replica = self.replicas.rank if self.replicas else 0
-        self.ties = Ties(self.pipe, self.stages, numbers, partners.ties)
-        self.plans = {"step": Plan(schedule, self.rank, self.tags)}
-        self.known: dict = {}  # input signature -> wires
-        self.itineraries: dict = {}  # (input signature, plan) -> itinerary
-        self.trains = any(action.op != "F" for action in schedule.orders[self.rank])
+        self.adapters = partners.stages
+        self.executor = Executor(
+            self.rank,
+            self.adapters,
+            self.messages,
+            loss=None if loss is None else Loss(loss),
+            recompute=recompute,
+            replicas=self.replicas,
+            device=self.device,
+        )
+        numbers = schedule.stages_of(self.rank)
+        poll = self.executor.poll if self.replicas is not None else self.messages.mailbox.poll
+        for stage, number in zip(self.adapters, numbers):
+            stage.attach(number, poll)
+        self.ties = Ties(self.pipe, self.adapters, numbers, partners.ties)
+        self.life = Life(self.name, self.rank, self.groups, self.executor)
+        self.batches = BatchReader(schedule, self.rank, loss is not None)
+        self.plans: dict[str | int, Plan] = {"step": Plan(schedule, self.rank, self.tags)}
         self.steps_taken = 0
-        self.host_elapsed = 0.0
-        self.state = "open"
-        self.running = False
+        self.started = self.host_elapsed = 0.0
         watched = weakref.ref(self.agreement)  # a pipeline that nobody closed can be freed, if its groups cannot
-        for group in self._groups():
-            group.progress = lambda name=self.name: f"call {count(watched)} of {name}"
-            group.related = self._groups()
+        for group in self.groups:
+            group.progress = lambda name=self.name: f"call {_count(watched)} of {name}"
+            group.related = self.groups
 
     # -- what users call ----------------------------------------------------------------------------------------
 
-    def step(self, inputs, targets, scale: float = 1.0) -> StepResult:
+    def step(self, inputs: Batched, targets: Batched, scale: float = 1.0) -> StepResult:
         """Forward and backward of one batch; leaves its gradients in the stages.
 
         Parameters
@@ -147,272 +174,212 @@ class Pipeline:
 
         Gradients are zeroed first, and are those of the mean loss over all rows of all replicas. Returns StepResult.
         """
-        agreed, feeds, goals = self._agree("step", inputs, targets, scale)
-        with self._failing():
-            for stage in self.stages:
-                if getattr(stage, "gradients", None) is not None:
-                    arrays.set_zero(stage.gradients.flat)
-            outcome, shares = self._run("step", feeds, goals, agreed, scale)
-            loss, losses = self._share_losses(agreed.microbatches, shares)
-            for pending in self.executor.sums:
-                self.partners.wait(pending, "the sum of gradients over the replicas", everyone=True)
+        batch, agreed = self._agree("step", inputs, targets, scale)
+        with self.life:
+            for stage in self.adapters:
+                stage.zero_gradients()
+            state = self._run("step", batch, agreed, scale)
+            loss, losses = self._share_losses(state, agreed.microbatches)
+            if self.partners is not None:
+                for pending in self.executor.sums:
+                    self.partners.wait(pending, "the sum of gradients over the replicas", everyone=True)
             self.ties.sum_gradients()
             self.steps_taken += 1
         self.host_elapsed = perf_counter() - self.started
-        grads = outcome.input_grads
-        return StepResult(loss, losses, [grads[m] for m in range(agreed.microbatches)] if grads else None)
+        gradients = state.input_gradients
+        return StepResult(loss, losses, [gradients[m] for m in range(agreed.microbatches)] if gradients else None)
 
-    def evaluate(self, inputs, targets) -> float:
-        """Mean loss of a batch, on every rank; nothing is kept. Arguments as for `step`.
+    def evaluate(self, inputs: Batched, targets: Batched) -> float:
+        """Compute the mean loss of a batch; no gradients are computed.
 
-        A batch with fewer rows than M is cut into as many micro-batches as it has rows.
+        Parameters
+        ----------
+        inputs, targets : as for `step`
+            A batch with fewer rows than M is cut into as many micro-batches as it has rows.
+
+        Returns
+        -------
+        float
+            The mean loss over the batch of all replicas, on every rank.
         """
-        agreed, feeds, goals = self._agree("evaluate", inputs, targets)
-        with self._failing():
-            _, shares = self._run("evaluate", feeds, goals, agreed)
-            loss, _ = self._share_losses(agreed.microbatches, shares)
+        batch, agreed = self._agree("evaluate", inputs, targets)
+        with self.life:
+            state = self._run("evaluate", batch, agreed)
+            loss, _ = self._share_losses(state, agreed.microbatches)
         self.host_elapsed = perf_counter() - self.started
         return loss
 
-    def forward(self, inputs):
-        """Outputs of the last stage for a batch, on its rank; None on the others.
+    def forward(self, inputs: Batched) -> Batched:
+        """Compute the outputs of the last stage for a batch.
 
-        They are put together along axis 0, unless the inputs were a list of micro-batches: then they are one as well.
+        Parameters
+        ----------
+        inputs : as for `step`
+
+        Returns
+        -------
+        array, tuple or dict of arrays, list of such, or None
+            On the rank of the last stage the outputs, put together along axis 0, or a list of micro-batches where the
+            inputs were one; None on the other ranks.
         """
-        agreed, feeds, goals = self._agree("forward", inputs, None)
-        with self._failing():
-            outcome, _ = self._run("forward", feeds, goals, agreed)
+        batch, agreed = self._agree("forward", inputs, None)
+        with self.life:
+            state = self._run("forward", batch, agreed)
         self.host_elapsed = perf_counter() - self.started
-        if not outcome.outputs:
+        if not state.outputs:
             return None
-        pieces = [outcome.outputs[m] for m in range(agreed.microbatches)]
+        pieces = [state.outputs[m] for m in range(agreed.microbatches)]
         return pieces if agreed.listed else merge(pieces)
 
     def durations(self) -> Costs:
-        """Mean measured seconds per stage over all training steps, for `schedules.simulate`; collective."""
+        """Share the measured durations of all ranks; collective.
+
+        Returns
+        -------
+        schedules.Costs
+            Mean seconds of forward, input gradient and weight gradient of each stage over all training steps, on every
+            rank: what `schedules.simulate` takes.
+        """
         self._agree("durations", None, None)
         mine = np.zeros((3, self.schedule.stages))
         self.executor.clock.settle()
         for (op, stage), (total, count) in self.executor.clock.totals.items():
             mine["FBW".index("B" if op == "I" else op), stage] += total / count
         everyone = np.zeros((self.comm.size, *mine.shape))
-        with self._failing():
+        with self.life:
             self.pipe.wait(own(self.comm.Iallgather(mine, everyone)), "the durations of all stages", everyone=True)
         forward, input_grad, weight_grad = everyone.sum(0).tolist()
         return Costs(forward=forward, input_grad=input_grad, weight_grad=weight_grad)
 
+    def poll(self) -> None:
+        """Let messages move. A stage of your own that computes for long calls this now and then."""
+        self.executor.poll()
+
     @property
     def peak_activations(self) -> int:
+        """Largest number of (stage, micro-batch) activations held at once in the last training step."""
         return self.executor.peak
 
     @property
     def busy(self) -> float:
+        """Seconds of the last call spent in stages and loss; on a GPU this waits for the last action."""
         self.executor.clock.settle()
         return self.executor.clock.busy
 
     @property
     def elapsed(self) -> float:
+        """Seconds of the last call; on a GPU this waits for the last action."""
         self.executor.clock.settle()
         return max(self.host_elapsed, self.executor.clock.span)
 
     @property
     def bytes_sent(self) -> int:
-        return sum(self.mailbox.bytes_sent.values())
+        """Bytes of activations and gradients that this rank sent in the last call."""
+        return sum(self.bytes_per_edge.values())
 
     @property
-    def bytes_per_edge(self) -> dict:
-        return {(edge, ("forward", "backward")[way]): n for (edge, way), n in self.mailbox.bytes_sent.items()}
+    def bytes_per_edge(self) -> dict[tuple[int, str], int]:
+        """The same by (edge, "forward" or "backward"); edge e joins stage e - 1 to stage e."""
+        return self.messages.bytes_per_edge
 
     @property
-    def recorder(self):
+    def recorder(self) -> Recorder | None:
+        """A trace.Recorder that notes when each action ran, or None."""
+        self.executor.clock.settle()
         return self.executor.clock.recorder
 
     @recorder.setter
-    def recorder(self, recorder):
+    def recorder(self, recorder: Recorder | None) -> None:
+        self.executor.clock.settle()
         self.executor.clock.recorder = recorder
 
-    def close(self):
+    def close(self) -> None:
         """Free the communicators; collective, may be called twice. After a failure nothing collective is done."""
-        if self.state == "open":
+        if self.life.is_open:
             self._agree("close", None, None)
-            self.state = "closed"
+            self.life.state = "closed"
             self.ties.close()
-            self.mailbox.transport.close()
-            for group in self._groups():
+            self.messages.mailbox.transport.close()
+            for group in self.groups:
                 group.close()
 
-    def __enter__(self):
+    def __enter__(self) -> Pipeline:
         return self
 
-    def __exit__(self, kind, error, trace):
-        if kind is None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
             self.close()
-        elif self.state == "open" and all(group.agreed_on(error) for group in self._groups()):
+        elif self.life.is_open and self.life.agreed_on(error):
             try:  # all ranks raise this error, so they may all come here
                 self.close()
             except MpipipeError:
-                self._fail(error)
-        elif self.state == "open":
-            self._fail(error)
+                self.life.fail(error)
+        elif self.life.is_open:
+            self.life.fail(error)
 
     # -- one call -----------------------------------------------------------------------------------------------
 
-    def _agree(self, call, inputs, targets, scale=1.0):
-        """Agree with the peers on a call; returns what was agreed, and this rank's micro-batches (inputs, targets)."""
-        if self.state != "open":
-            raise ArgumentError(
-                f"the pipeline is {self.state}",
-                rank=self.rank,
-                remedy="start the job anew" if self.state == "failed" else "call step before close",
-            )
-        if self.running:
-            raise ArgumentError(
-                f"{call} was called within another call of {self.name}",
-                rank=self.rank,
-                remedy="a stage, or a loss, must not call the pipeline that runs it",
-            )
+    def _agree(self, call: str, inputs: Any, targets: Any, scale: Any = 1.0) -> tuple[Batch, Agreed]:
+        """Check this rank's arguments of a call, and agree with the peers that all ranks make it."""
+        self.life.check(call)
         self.started = perf_counter()
-        error = feeds = goals = None
-        batch = Batch()
+        error, batch = None, Batch()
         try:
             if call in ("step", "evaluate", "forward"):
-                feeds, goals, batch = self._accept(call, inputs, targets)
+                batch = self.batches.read(call, inputs, targets)
             if not isinstance(scale, (int, float, np.number)) or not (scale > 0 and math.isfinite(scale)):
                 raise ArgumentError("scale", found=repr(scale), expected="a finite number above 0")
         except Exception as caught:
             error, scale = caught, 1.0
-        with self._failing():
-            agreed, problem = self.agreement.reach(call, batch, error, scale)
+        with self.life:
+            agreed, problem = self.agreement.reach(call, batch.facts, error, scale)
         if problem is not None:
             raise problem
-        return agreed, feeds, goals
+        return batch, agreed
 
-    def _accept(self, call, inputs, targets):
-        """Check and cut this rank's inputs and targets."""
-        placement = self.schedule.placement
-        first, last = placement[0] == self.rank, placement[-1] == self.rank
-        if call == "step" and not self.trains:
-            raise ArgumentError(
-                "a schedule without backward passes cannot train",
-                found=self.schedule.name,
-                remedy="use evaluate or forward, or another schedule",
-            )
-        check_present("inputs", inputs, first, f"rank {placement[0]}, which holds stage 0")
-        wants = last and call != "forward"
-        check_present("targets", targets, wants, f"rank {placement[-1]}, which holds the last stage")
-        if wants and self.loss is None:
-            raise ArgumentError(
-                "no loss on the rank of the last stage",
-                rank=self.rank,
-                stage=self.schedule.stages - 1,
-                remedy="pass loss=... to Pipeline, for example mpipipe.nn.mean_squared_error",
-            )
-        feeds = goals = None
-        batch = Batch()
-        if first:
-            feeds, rows = self._cut(call, inputs)
-            batch = Batch(signature_of(inputs), rows, 0, len(feeds), isinstance(inputs, list))
-        if wants:
-            goals, rows = self._cut(call, targets)
-            batch = batch._replace(target_rows=rows)
-        return feeds, goals, batch
-
-    def _cut(self, call, batch):
-        microbatches = self.schedule.microbatches
-        if call != "step" and not isinstance(batch, list):
-            microbatches = max(1, min(microbatches, rows_of(batch)))
-        pieces = split(batch, microbatches)
-        return pieces, sum(rows_of(piece) for piece in pieces) if isinstance(batch, list) else rows_of(batch)
-
-    def _run(self, call, feeds, goals, agreed, scale=1.0):
-        """Run the plan of a call; returns (outcome, weight of each micro-batch or None)."""
+    def _run(self, call: str, batch: Batch, agreed: Agreed, scale: float = 1.0) -> StepState:
+        """Run the plan of a call."""
         plan = self._plan(call, agreed.microbatches)
-        known = agreed.signature in self.known
-        if not known and len(self.known) == KNOWN_SHAPES:
-            self._forget_shapes()
-        wires = self.known.get(agreed.signature, {})
-        self.mailbox.expect(self._itinerary(plan, agreed.signature, wires) if known else [], plan.window)
-        training = call == "step"
-        shares = None if goals is None else [rows_of(goal) / agreed.total_rows for goal in goals]
-        for position in self.executor.positions:
-            if position is not None:
-                position.step, position.training = self.steps_taken, training
-        for stage in self.stages:
-            if isinstance(stage, Stage):
-                stage.refresh()
-        job = Job(training, feeds or [], goals, shares or [], scale, wires, known)
-        outcome = self.executor.run(plan.steps, job)
-        self.mailbox.flush()
-        self.known[agreed.signature] = wires
-        return outcome, shares
+        training, replica = call == "step", 0 if self.replicas is None else self.replicas.rank
+        inputs = StepInputs(
+            training,
+            batch.inputs or [],
+            batch.targets,
+            weights=[] if batch.rows is None else [rows / agreed.total_rows for rows in batch.rows],
+            scale=scale,
+            positions=[Position(self.steps_taken, m, replica, training) for m in range(agreed.microbatches)],
+        )
+        for stage in self.adapters:
+            stage.begin_call()
+        self.messages.begin(plan, agreed.signature)
+        state = self.executor.run(plan.steps, inputs)
+        self.messages.end(agreed.signature)
+        return state
 
-    def _forget_shapes(self):
-        """Drop all known shapes and the buffers kept for them; every rank does so at the same call."""
-        self.known.clear()
-        self.itineraries.clear()
-        self.mailbox.forget()
-
-    def _plan(self, mode, microbatches):
-        key = "step" if mode == "step" else microbatches
+    def _plan(self, call: str, microbatches: int) -> Plan:
+        key = "step" if call == "step" else microbatches
         if key not in self.plans:
             self.plans[key] = Plan(self.schedule.forward_only_part(microbatches), self.rank, self.tags)
         return self.plans[key]
 
-    def _itinerary(self, plan, signature, wires):
-        key = signature, id(plan)
-        if key not in self.itineraries:
-            leaves = []
-            for envelope in plan.receives:
-                wire = wires[envelope.edge, envelope.microbatch]
-                leaves.append(wire.gradients if envelope.direction else wire.leaves)
-            self.itineraries[key] = self.mailbox.itinerary(plan.receives, leaves)
-        return self.itineraries[key]
-
-    def _share_losses(self, microbatches, shares):
-        """(mean loss over all replicas, list of this pipeline's losses), on every rank."""
+    def _share_losses(self, state: StepState, microbatches: int) -> tuple[float, list[float]]:
+        """Return (mean loss over all replicas, losses of this pipeline's micro-batches), on every rank."""
         table = np.zeros(microbatches + 1)
-        if shares is not None:
+        if state.inputs.targets is not None:
             losses = self.executor.losses(self.schedule.stages - 1)
-            table[:-1] = [losses[m] for m in range(microbatches)]
-            table[-1] = sum(share * losses[m] for m, share in enumerate(shares))
+            table[:-1] = losses
+            table[-1] = sum(weight * loss for weight, loss in zip(state.inputs.weights, losses))
         if self.comm.size > 1:
             self.pipe.wait(own(self.comm.Ibcast(table, self.schedule.placement[-1])), "the loss", everyone=True)
         total = table[-1:].copy()
-        if self.replicas is not None:
+        if self.partners is not None:
             self.partners.wait(AllReduce(self.replicas, total), "the loss of the replicas", everyone=True)
         return float(total[0]), table[:-1].tolist()
 
-    # -- failure ------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _failing(self):
-        """Whatever is raised within ends the life of the pipeline, and is told to the peers."""
-        self.running = True
-        try:
-            yield
-        except BaseException as error:
-            self._fail(error)
-            raise
-        finally:
-            self.running = False
-
-    def _fail(self, error):
-        """Tell the peers, once, and give up: messages of the broken call may still be under way."""
-        self.state = "failed"
-        if not is_rank():  # a process that a stage forked ends: MPI is none of its business
-            return
-        text = f"{self.executor.place} ({runtime.whoami()}) failed: {type(error).__name__}: {error}"
-        for group in self._groups():
-            group.fail(error, text)
-        self.mailbox.cancel()
-        for pending in self.executor.sums:
-            pending.Cancel()
-
-    def _groups(self):
-        return [group for group in (self.pipe, self.partners) if group is not None]
-
-
-def count(agreement) -> int:
+def _count(agreement: Callable[[], Agreement | None]) -> int:
     """Calls so far, by a weak reference to an Agreement."""
     found = agreement()
     return 0 if found is None else found.count

@@ -30,7 +30,7 @@ class Step(NamedTuple):
     send: Envelope | None
     completes: bool  # no later action adds to this stage's gradients
 
-    def __str__(self):
+    def __str__(self) -> str:
         return f"{self.stage}{self.op}{self.microbatch}"
 
 
@@ -41,13 +41,15 @@ class Plan:
     ----------
     steps : list of Step
     receives : Envelope of every message that this rank receives, in the order in which its steps need them
-    window : so many receives are posted ahead of the step that needs them that, with stages of equal cost, every
-        receive is posted before its data is sent
+    sends : Envelope of every message that this rank sends, in the order in which its steps make them
+    window : number of receives kept posted ahead: the smallest number for which, with stages of equal cost, each
+        receive is posted before its message is sent
     """
 
     def __init__(self, schedule: Schedule, rank: int, tags: Tags):
         self.steps = _steps(schedule, rank, tags)
         self.receives = [step.receive for step in self.steps if step.receive is not None]
+        self.sends = [step.send for step in self.steps if step.send is not None]
         self.window = receive_window(schedule, rank) if self.receives else 0
 
 
@@ -56,7 +58,7 @@ def _steps(schedule: Schedule, rank: int, tags: Tags) -> list[Step]:
     chunk_of = {stage: chunk for chunk, stage in enumerate(schedule.stages_of(rank))}
     final = {action.stage: action for action in schedule.orders[rank] if action.op in "BW"}
 
-    def envelope(edge, neighbour, microbatch, direction):
+    def envelope(edge: int, neighbour: int, microbatch: int, direction: int) -> Envelope | None:
         if not 0 <= neighbour <= last_stage or placement[neighbour] == rank:
             return None
         names = (tags.of(edge, microbatch, direction, part) for part in (HEADER, DATA))
@@ -97,7 +99,7 @@ def receive_window(schedule: Schedule, rank: int) -> int:
     return max([1, *ahead])
 
 
-def _producer(action, stages):
+def _producer(action: Action, stages: int) -> tuple[int, str, int] | None:
     """(stage, op, microbatch) of the action on another stage whose result `action` needs, or None."""
     stage, op, microbatch = action
     if op == "F":

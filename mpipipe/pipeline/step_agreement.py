@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from hashlib import blake2b
 from typing import NamedTuple
 
 from mpipipe.comm.consensus import Ballot, digest
 from mpipipe.comm.group import Group
 from mpipipe.errors import MismatchError, MpipipeError
-from mpipipe.pipeline.microbatches import flatten
+from mpipipe.pipeline.batch import BatchFacts
 
 CALLS = ("step", "evaluate", "forward", "durations", "close")
 DIFFERENT = "ranks call different methods of a pipeline, or with different scales"
 REMEDY = f"call {', '.join(CALLS[:-1])} and {CALLS[-1]} on all ranks, in the same order and with the same scale"
-
-
-class Batch(NamedTuple):
-    """What this rank knows of the batch; zeros where it holds neither inputs nor targets."""
-
-    signature: int = 0  # the same for inputs of the same shapes
-    rows: int = 0
-    target_rows: int = 0
-    microbatches: int = 0
-    listed: int = 0  # whether the inputs came as a list of micro-batches
 
 
 class Agreed(NamedTuple):
@@ -32,17 +21,6 @@ class Agreed(NamedTuple):
     microbatches: int
     listed: bool
     total_rows: int  # over all replicas
-
-
-def signature_of(batch) -> int:
-    """A number from 1 to 2^62 for the shapes and dtypes of a batch, the same in every process."""
-    trees = batch if isinstance(batch, list) else [batch]
-    facts = []
-    for tree in trees:
-        leaves, structure = flatten(tree)
-        facts.append((structure, tuple((leaf.shape, leaf.dtype.name) for leaf in leaves)))
-    content = repr((isinstance(batch, list), facts)).encode("utf-8", "backslashreplace")
-    return int.from_bytes(blake2b(content, digest_size=8).digest(), "big") % (1 << 62) + 1
 
 
 class Agreement:
@@ -59,13 +37,13 @@ class Agreement:
     count : calls so far
     """
 
-    def __init__(self, pipe: Group, replicas: Group | None, name: str):
+    def __init__(self, pipe: Group, replicas: Group | None, name: str) -> None:
         self.pipe, self.replicas, self.where = pipe, replicas, f" of {name}"
         self.count = 0
-        self.codes: dict = {}
+        self.codes: dict[tuple[str, tuple], int] = {}
 
     def reach(
-        self, call: str, batch: Batch, error: Exception | None, scale: float = 1.0
+        self, call: str, batch: BatchFacts, error: Exception | None, scale: float = 1.0
     ) -> tuple[Agreed, MpipipeError | None]:
         """What was agreed, and the error that every rank is to raise, or None.
 

@@ -7,15 +7,18 @@ bits on one rank as on several: it is taken in the order of the stages.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from mpipipe import arrays
+from mpipipe import arrays, nn
+from mpipipe.arrays import Array
 from mpipipe.comm.group import Group
 from mpipipe.comm.requests import own
+from mpipipe.comm.types import Communicator
 from mpipipe.errors import MismatchError
-from mpipipe.nn import Stage
+from mpipipe.pipeline.stage import StageAdapter
 
 
 class Place(NamedTuple):
@@ -27,18 +30,19 @@ class Place(NamedTuple):
     dtype: str
 
 
-def tie_facts(stages, numbers) -> dict[str, list[Place]]:
+def tie_facts(stages: Sequence[StageAdapter], numbers: Sequence[int]) -> dict[str, list[Place]]:
     """Tie key -> places on this rank, in the order of the stages."""
     facts: dict[str, list[Place]] = {}
     for stage, number in zip(stages, numbers):
-        if isinstance(stage, Stage):
-            for key, names in stage.ties.items():
-                copies = [(name, stage.parameters[name]) for name in names]
-                facts.setdefault(key, []).extend(Place(number, n, a.shape, a.dtype.name) for n, a in copies)
+        if stage.model is None:
+            continue
+        for key, names in stage.model.ties.items():
+            copies = [(name, stage.model.parameters[name]) for name in names]
+            facts.setdefault(key, []).extend(Place(number, n, a.shape, a.dtype.name) for n, a in copies)
     return facts
 
 
-def check_ties(table: list[dict[str, list[Place]]]):
+def check_ties(table: list[dict[str, list[Place]]]) -> None:
     """Raise MismatchError where copies of one parameter differ in shape or dtype; `table` has every rank's facts."""
     for key in sorted({key for facts in table for key in facts}):
         first, *others = sorted(place for facts in table for place in facts.get(key, []))
@@ -62,35 +66,37 @@ class Ties:
     table : tie facts of every rank of the pipe
     """
 
-    def __init__(self, pipe: Group, stages, numbers, table):
-        owner = dict(zip(numbers, stages))
-        self.groups = []
+    def __init__(
+        self, pipe: Group, stages: Sequence[StageAdapter], numbers: Sequence[int], table: list[dict[str, list[Place]]]
+    ):
+        owner = {number: stage.model for number, stage in zip(numbers, stages) if stage.model is not None}
+        self.parameters: list[TiedParameter] = []
         for key in sorted({key for facts in table for key in facts}):
             places = [facts.get(key, []) for facts in table]
             if sum(map(len, places)) > 1:
                 comm = pipe.split(0 if places[pipe.rank] else 1, pipe.rank, "ties")
                 if places[pipe.rank]:
                     members = [place for place in places if place]
-                    self.groups.append(_Group(pipe, comm, members, owner))
+                    self.parameters.append(TiedParameter(pipe, comm, members, owner))
                 else:
                     comm.Free()
 
-    def sum_gradients(self):
+    def sum_gradients(self) -> None:
         """Give every copy the sum of all copies' gradients."""
-        for group in self.groups:
-            group.sum_gradients()
+        for parameter in self.parameters:
+            parameter.sum_gradients()
 
-    def close(self):
-        """Free the communicators; collective over each group."""
-        for group in self.groups:
-            group.comm.Free()
-        self.groups = []
+    def close(self) -> None:
+        """Free the communicators; collective over the ranks of each parameter."""
+        for parameter in self.parameters:
+            parameter.comm.Free()
+        self.parameters = []
 
 
-class _Group:
+class TiedParameter:
     """The copies of one parameter: `members` has the places of each rank of `comm`, a part of the pipe."""
 
-    def __init__(self, pipe, comm, members, owner):
+    def __init__(self, pipe: Group, comm: Communicator, members: list[list[Place]], owner: dict[int, nn.Stage]):
         self.pipe, self.comm = pipe, comm
         mine = members[comm.rank]
         self.gradients = [owner[place.stage].gradients[place.name] for place in mine]
@@ -110,7 +116,8 @@ class _Group:
             if place != first:
                 owner[place.stage].tied_copies.add(place.name)
 
-    def sum_gradients(self):
+    def sum_gradients(self) -> None:
+        """Give every copy the sum of all copies' gradients."""
         shape = self.gradients[0].shape
         here = np.zeros((self.most, *shape), self.gradients[0].dtype)
         for place, gradient in zip(here, self.gradients):
@@ -126,7 +133,7 @@ class _Group:
             _set(gradient, total)
 
 
-def _set(array, values):
+def _set(array: Array, values: np.ndarray) -> None:
     if isinstance(array, np.ndarray):
         array[...] = values
     else:

@@ -205,7 +205,7 @@ def test_messages_sent_in_another_order_arrive_under_their_names(gpu, comm, kind
     )
     leaf = ((count,), np.dtype(float))
     for turn in range(2):
-        mailbox.expect(mailbox.itinerary(incoming, [[leaf]] * 6), window)
+        mailbox.begin_step(mailbox.receive_schedule(incoming, [[leaf]] * 6), window)
         for m in (3, 0, 5, 1, 2, 4):
             mailbox.put(outgoing[m], [make(100 * comm.rank + 10 * turn + m, count)])
             mailbox.poll()
@@ -220,7 +220,7 @@ def test_messages_sent_in_another_order_arrive_under_their_names(gpu, comm, kind
         for m, result in enumerate(arrays.download(*results)):
             assert (result == 100 * left + 10 * turn + m).all()
     assert len(mailbox.slots[leaf]) <= window + 1, "buffers are used again"
-    mailbox.forget()
+    mailbox.drop_buffers()
     transport.close()
 
 
@@ -478,7 +478,7 @@ def test_a_note_of_failure_ends_a_wait_for_a_device_array(gpu, comm, kind_of_tra
     mailbox = Mailbox(transport, group)
     leaf, left = ((300_000,), np.dtype(float)), neighbours(comm)[1]
     envelopes = [Envelope(left, 1, m, 0, (0, 2 * m), (0, 2 * m + 1)) for m in range(3)]
-    mailbox.expect(mailbox.itinerary(envelopes, [[leaf]] * 3), 2)
+    mailbox.begin_step(mailbox.receive_schedule(envelopes, [[leaf]] * 3), 2)
     mailbox.put(Envelope(neighbours(comm)[0], 1, 2, 0, (0, 4), (0, 5)), [make(1, 300_000)])
     comm.Barrier()  # nobody hears of it while the transports are made
     if comm.rank == 0:
@@ -607,7 +607,7 @@ def test_a_mailbox_that_forgets_lets_go_of_its_receive_buffers(gpu, comm, kind_o
     del array, lease
     mailbox.incoming = []
     assert kept() is not None, "it would be received into again"
-    mailbox.forget()
+    mailbox.drop_buffers()
     gc.collect()
     assert kept() is None
     transport.close()

@@ -49,7 +49,7 @@ def twins(make, dtype):
     arrays.upload(host.parameters.flat, out=device.parameters.flat)
     for stage in (host, device):
         stage.refresh()
-        stage.position.step, stage.position.microbatch, stage.position.replica = 3, 2, 1
+        stage.position = nn.Position(step=3, microbatch=2, replica=1)
     return host, device
 
 
@@ -126,7 +126,7 @@ def test_dropout_masks_are_those_of_the_host(gpu, dtype):
         (y, saved), (y_there, saved_there) = host.forward(x), device.forward(x)
         np.testing.assert_array_equal(arrays.download(y_there), y)
         np.testing.assert_array_equal(arrays.download(device.backward(y_there, saved_there)), host.backward(y, saved))
-    device.position.training = False
+    device.position = nn.Position(training=False)
     here = arrays.upload(x)
     assert device.forward(here)[0] is here
 
@@ -311,11 +311,10 @@ def trained(gpu, stage, steps):
     losses, norms = [], []
     for step in range(steps):
         text = np.random.default_rng(step).integers(0, SMALL["vocab"], (2, SMALL["seq"] + 1))
-        stage.position.step = step
         arrays.set_zero(stage.gradients.flat)
         gpu.reset()
         stage.refresh()
-        y, saved = stage.forward(text[:, :-1])
+        y, saved = stage.forward(text[:, :-1], nn.Position(step=step))
         value, dy = nn.softmax_cross_entropy(y, text[:, 1:], scaler.scale)
         stage.backward(dy, saved)
         assert gpu.synchronisations == []

@@ -11,9 +11,7 @@ from mpipipe.nn import random
 
 
 def mask(stage, shape=(64, 64), **position):
-    for key, value in position.items():
-        setattr(stage.position, key, value)
-    return stage.forward(np.ones(shape, stage.dtype))[0]
+    return stage.forward(np.ones(shape, stage.dtype), stage.position._replace(**position))[0]
 
 
 @pytest.mark.parametrize("probability", [0.1, 0.5, 0.9])
@@ -59,7 +57,7 @@ def test_the_gradient_goes_through_the_same_mask():
 def test_dropout_is_the_identity_in_evaluation_and_with_probability_zero():
     x = np.random.default_rng(0).standard_normal((5, 5)).astype(np.float32)
     off, zero = nn.Stage([nn.Dropout(0.5)]), nn.Stage([nn.Dropout(0.0)])
-    off.position.training = False
+    off.position = nn.Position(training=False)
     for stage in (off, zero):
         y, saved = stage.forward(x)
         np.testing.assert_array_equal(y, x)

@@ -22,8 +22,7 @@ class Recompute(Layer):
 
     def forward(self, x):
         y, _ = self.layer.forward(x)
-        position = self.stage.position
-        return y, (x, (position.step, position.microbatch, position.replica, position.training))
+        return y, (x, self.stage.position)
 
     def backward_input(self, dy, saved):
         return self.layer.backward_input(dy, self._again(saved))
@@ -35,12 +34,11 @@ class Recompute(Layer):
         return self.layer.backward(dy, self._again(saved))
 
     def _again(self, saved):
-        """What the layer saved at the position of the first forward; the stage's position is as before afterwards."""
-        x, then = saved
-        position = self.stage.position
-        now = (position.step, position.microbatch, position.replica, position.training)
-        position.step, position.microbatch, position.replica, position.training = then
+        """Return what the layer saves at the position of the first forward; the stage's position is restored."""
+        x, position = saved
+        stage, now = self.stage, self.stage.position
+        stage.position = position
         try:
             return self.layer.forward(x)[1]
         finally:
-            position.step, position.microbatch, position.replica, position.training = now
+            stage.position = now

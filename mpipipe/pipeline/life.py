@@ -1,0 +1,78 @@
+"""The life of a pipeline: open, then closed, or failed for good."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+
+from mpipipe.comm import runtime
+from mpipipe.comm.group import Group
+from mpipipe.comm.process import is_rank
+from mpipipe.errors import ArgumentError
+from mpipipe.pipeline.executor import Executor
+
+
+class Life:
+    """The state of a pipeline. In `with life:`, any error ends the pipeline, and the other ranks are told.
+
+    Parameters
+    ----------
+    name : of the pipeline, for errors
+    rank : of this process
+    groups : ranks that must hear of a failure
+    executor : its messages and sums are given up after a failure
+
+    Attributes
+    ----------
+    state : "open", "closed" or "failed"
+    """
+
+    def __init__(self, name: str, rank: int, groups: Sequence[Group], executor: Executor):
+        self.name, self.rank, self.groups, self.executor = name, rank, groups, executor
+        self.state = "open"
+        self.running = False
+
+    @property
+    def is_open(self) -> bool:
+        return self.state == "open"
+
+    def check(self, call: str) -> None:
+        """Raise ArgumentError where a call cannot begin."""
+        if not self.is_open:
+            raise ArgumentError(
+                f"the pipeline is {self.state}",
+                rank=self.rank,
+                remedy="start the job anew" if self.state == "failed" else "call step before close",
+            )
+        if self.running:
+            raise ArgumentError(
+                f"{call} was called within another call of {self.name}",
+                rank=self.rank,
+                remedy="a stage, or a loss, must not call the pipeline that runs it",
+            )
+
+    def __enter__(self) -> None:
+        self.running = True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.running = False
+        if error is not None:
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks, once, and give up: messages of the broken call may still be under way."""
+        self.state = "failed"
+        if not is_rank():  # a process that a stage forked ends: MPI is none of its business
+            return
+        text = f"{self.executor.place} ({runtime.whoami()}) failed: {type(error).__name__}: {error}"
+        for group in self.groups:
+            group.fail(error, text)
+        self.executor.messages.mailbox.cancel()
+        for pending in self.executor.sums:
+            pending.Cancel()
+
+    def agreed_on(self, error: BaseException | None) -> bool:
+        """Whether all ranks of all groups raise this same error."""
+        return error is not None and all(group.agreed_on(error) for group in self.groups)

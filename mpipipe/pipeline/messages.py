@@ -1,0 +1,212 @@
+"""What travels between stages: which arrays a message holds, and the messages of one rank, as trees of arrays.
+
+The shapes of all messages follow from the shapes of the inputs. The first call with new input shapes sends a header
+before each activation; the specs of its messages are kept, so that later calls with the same shapes send no headers
+and post their receives before the data is sent.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+
+from mpipipe import arrays
+from mpipipe.arrays import Array, Tree
+from mpipipe.arrays.trees import Structure, flatten, unflatten
+from mpipipe.comm.mailbox import Envelope, Lease, Mailbox
+from mpipipe.comm.transport.sendable import check_sendable
+from mpipipe.errors import ArgumentError
+from mpipipe.pipeline.plan import Plan
+
+KNOWN_SHAPES = 32  # input shapes whose specs and receive buffers are kept
+
+
+class MessageSpec:
+    """The arrays of one micro-batch on one edge: structure, and (shape, dtype) of each leaf.
+
+    Attributes
+    ----------
+    gradients : (shape, dtype) of the leaves that have a gradient, which travels the other way
+    """
+
+    __slots__ = ("floating", "gradients", "leaves", "structure")
+
+    def __init__(self, structure: Structure, leaves: Sequence[tuple[arrays.Shape, np.dtype]]):
+        self.structure = structure
+        self.leaves = tuple(leaves)
+        self.floating = [arrays.is_floating(kind) for _, kind in self.leaves]
+        self.gradients = tuple(leaf for leaf, floating in zip(self.leaves, self.floating) if floating)
+
+    @classmethod
+    def of(cls, tree: Tree) -> MessageSpec:
+        """Return the spec of `tree`; raises ArgumentError where a leaf cannot be sent."""
+        leaves, structure = flatten(tree)
+        for leaf in leaves:
+            check_sendable(leaf)
+        return cls(structure, [(leaf.shape, leaf.dtype) for leaf in leaves])
+
+    def __eq__(self, other: object) -> bool:
+        same = isinstance(other, MessageSpec) and self.structure == other.structure
+        return same and self.leaves == other.leaves  # type: ignore[attr-defined]  # by the line above
+
+    __hash__ = None  # type: ignore[assignment]  # compared, never a key
+
+    def matches(self, tree: Tree) -> bool:
+        """Whether `tree` has this spec and can be sent as it is."""
+        if self.structure is None:  # the common case, on the hot path
+            shape, kind = self.leaves[0]
+            if type(tree) is np.ndarray:
+                return tree.shape == shape and tree.dtype == kind and tree.flags.c_contiguous
+            if not arrays.is_device(tree):
+                return False
+        return MessageSpec.of(tree) == self
+
+    def __str__(self) -> str:
+        return ", ".join(f"{kind.name}{list(shape)}" for shape, kind in self.leaves)
+
+    def encode(self) -> bytes:
+        """Return the content of a header."""
+        return json.dumps([self.structure, [[kind.name, shape] for shape, kind in self.leaves]]).encode()
+
+    @classmethod
+    def decode(cls, content: bytes) -> MessageSpec:
+        """Return the spec that a header tells."""
+        structure, leaves = json.loads(content)
+        if isinstance(structure, list):
+            structure = tuple(structure)
+        return cls(structure, [(tuple(shape), arrays.dtype(name)) for name, shape in leaves])
+
+    def gradient_tree(self, received: Sequence[Array]) -> Tree:
+        """Return received gradients in the structure of the activation, None where a leaf has none."""
+        if self.structure is None and received:
+            return received[0]
+        source = iter(received)
+        return unflatten([next(source) if floating else None for floating in self.floating], self.structure)
+
+    def gradient_leaves(self, tree: Tree) -> list:
+        """Return the arrays to send back for this activation; raises ArgumentError where shape or dtype differ."""
+        if self.structure is None and self.gradients and self.matches(tree):
+            return [tree]
+        leaves, structure = ([tree], None) if tree is None else flatten(tree)
+        if structure != self.structure:
+            raise ArgumentError(
+                "an input gradient has another structure than the input", found=structure, expected=self.structure
+            )
+        wanted = [leaf for leaf, floating in zip(leaves, self.floating) if floating]
+        for leaf, (shape, kind) in zip(wanted, self.gradients):
+            if leaf is None or leaf.shape != shape or leaf.dtype != kind:
+                raise ArgumentError(
+                    "an input gradient does not match its input",
+                    found="None" if leaf is None else f"{leaf.dtype.name}{list(leaf.shape)}",
+                    expected=f"{kind.name}{list(shape)}",
+                )
+            check_sendable(leaf)
+        return wanted
+
+
+class StageMessages:
+    """Activations and gradients of one rank, sent and received as trees.
+
+    Parameters
+    ----------
+    mailbox : carries the arrays
+
+    A received tree comes with a lease on its buffers, which must go back through `mailbox.release` once nothing reads
+    the tree any more.
+    """
+
+    def __init__(self, mailbox: Mailbox):
+        self.mailbox = mailbox
+        self.known = False  # whether this call's specs were kept by an earlier one
+        self.specs: dict[tuple[int, int], MessageSpec] = {}  # of this call, by (edge, micro-batch)
+        self.kept: dict[int, dict[tuple[int, int], MessageSpec]] = {}  # by signature of the inputs
+        self.receive_schedules: dict[tuple[int, int], list] = {}  # by (signature, id of the plan)
+        self.plan: Plan | None = None  # of the last call
+
+    def begin(self, plan: Plan, signature: int) -> None:
+        """Begin a call whose inputs have this signature; every rank of the pipeline does so."""
+        self.known = signature in self.kept
+        if not self.known and len(self.kept) == KNOWN_SHAPES:
+            self._drop_shapes()
+        self.plan, self.specs = plan, self.kept.get(signature, {})
+        self.mailbox.begin_step(self._receive_schedule(plan, signature) if self.known else [], plan.window)
+
+    def end(self, signature: int) -> None:
+        """Wait until everything sent has left, and keep the specs."""
+        self.mailbox.flush()
+        self.kept[signature] = self.specs if self.known else dict(self.specs)
+
+    def _receive_schedule(self, plan: Plan, signature: int) -> list:
+        key = signature, id(plan)
+        if key not in self.receive_schedules:
+            leaves = []
+            for envelope in plan.receives:
+                spec = self.specs[envelope.edge, envelope.microbatch]
+                leaves.append(spec.gradients if envelope.direction else spec.leaves)
+            self.receive_schedules[key] = self.mailbox.receive_schedule(plan.receives, leaves)
+        return self.receive_schedules[key]
+
+    def _drop_shapes(self) -> None:
+        """Drop all specs and the buffers kept for them; every rank does so at the same call."""
+        self.kept.clear()
+        self.receive_schedules.clear()
+        self.mailbox.drop_buffers()
+
+    @property
+    def bytes_per_edge(self) -> dict[tuple[int, str], int]:
+        """Bytes sent in the last call, by (edge, "forward" or "backward")."""
+        totals: dict[tuple[int, str], int] = {}
+        for envelope in () if self.plan is None else self.plan.sends:
+            spec = self.specs.get((envelope.edge, envelope.microbatch))
+            if spec is not None:
+                leaves = spec.gradients if envelope.direction else spec.leaves
+                key = envelope.edge, ("forward", "backward")[envelope.direction]
+                totals[key] = totals.get(key, 0) + sum(prod(shape) * kind.itemsize for shape, kind in leaves)
+        return totals
+
+    # -- during a call ------------------------------------------------------------------------------------------
+
+    def receive_activation(self, envelope: Envelope) -> tuple[Tree, Lease]:
+        """Return (activation, lease)."""
+        key = envelope.edge, envelope.microbatch
+        if self.known:
+            leaves, lease = self.mailbox.take()
+            spec = self.specs[key]
+        else:
+            self.specs[key] = spec = MessageSpec.decode(self.mailbox.take_header(envelope))
+            leaves, lease = self.mailbox.take_unknown(envelope, spec.leaves)
+        return unflatten(leaves, spec.structure), lease
+
+    def receive_gradient(self, envelope: Envelope) -> tuple[Tree, Lease]:
+        """Return (gradient of the activation that was sent under this edge and micro-batch, lease)."""
+        spec = self.specs[envelope.edge, envelope.microbatch]
+        if self.known:
+            leaves, lease = self.mailbox.take()
+        else:
+            leaves, lease = self.mailbox.take_unknown(envelope, spec.gradients)
+        return spec.gradient_tree(leaves), lease
+
+    def send_activation(self, envelope: Envelope, tree: Tree) -> None:
+        """Start sending; raises ArgumentError where the shapes are not those of earlier calls with the same inputs."""
+        key = envelope.edge, envelope.microbatch
+        if not self.known:
+            self.specs[key] = spec = MessageSpec.of(tree)
+            self.mailbox.put_header(envelope, spec.encode())
+        else:
+            spec = self.specs[key]
+            if not spec.matches(tree):
+                raise ArgumentError(
+                    "a stage's output depends on more than the shapes of the pipeline's inputs",
+                    found=MessageSpec.of(tree),
+                    expected=f"{spec}, as for the same input shapes before",
+                    remedy="pad the output to a shape that follows from the input shapes",
+                )
+        self.mailbox.put(envelope, [tree] if spec.structure is None else flatten(tree)[0])
+
+    def send_gradient(self, envelope: Envelope, tree: Tree) -> None:
+        """Start sending the gradient of an activation that was received."""
+        spec = self.specs[envelope.edge, envelope.microbatch]
+        self.mailbox.put(envelope, spec.gradient_leaves(tree))

@@ -1,0 +1,57 @@
+"""What one call is to do on this rank, what it holds while it runs, and what it gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from mpipipe.arrays import Tree
+from mpipipe.comm.mailbox import Lease
+from mpipipe.nn import Position
+
+
+class StepInputs(NamedTuple):
+    """What one call is to do on this rank.
+
+    Attributes
+    ----------
+    training : whether backwards follow
+    inputs : inputs of each micro-batch, on the rank of stage 0; else empty
+    targets : targets of each micro-batch, on the rank of the last stage; None where no loss is wanted
+    weights : weight of each micro-batch in the loss, on that rank too
+    scale : factor on all gradients
+    positions : Position of each micro-batch, for layers that draw random numbers
+    """
+
+    training: bool
+    inputs: list[Tree]
+    targets: list[Tree] | None
+    weights: list[float]
+    scale: float
+    positions: list[Position]
+
+
+@dataclass(slots=True)
+class StepState:
+    """What this rank holds while a call runs.
+
+    Attributes
+    ----------
+    saved : (stage, micro-batch) -> (what backward needs, lease), from forward until backward
+    pending : the same from input gradient until weight gradient
+    local : (stage, micro-batch, "F" or "B") -> tree for an action on this rank
+    loss_gradients : micro-batch -> gradient of the loss
+    alive, peak : activations (stage, micro-batch) held now, and at most
+    losses, outputs, input_gradients : results, by micro-batch; empty where they do not arise
+    """
+
+    inputs: StepInputs
+    saved: dict[tuple[int, int], tuple[Any, Lease]] = field(default_factory=dict)
+    pending: dict[tuple[int, int], tuple[Any, Lease]] = field(default_factory=dict)
+    local: dict[tuple[int, int, str], Tree] = field(default_factory=dict)
+    loss_gradients: dict[int, Tree] = field(default_factory=dict)
+    alive: int = 0
+    peak: int = 0
+    losses: dict[int, Any] = field(default_factory=dict)
+    outputs: dict[int, Tree] = field(default_factory=dict)
+    input_gradients: dict[int, Tree] = field(default_factory=dict)
