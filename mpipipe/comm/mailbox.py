@@ -66,7 +66,8 @@ class Mailbox:
     def receive_schedule(self, envelopes: Sequence[Envelope], leaves: Sequence[Sequence[Leaf]]) -> list:
         """Return what `begin_step` takes: each envelope, in order, with the buffers that its arrays need."""
         return [
-            (envelope, [(self.slots[leaf], *leaf) for leaf in shapes]) for envelope, shapes in zip(envelopes, leaves)
+            (envelope, envelope.peer, *envelope.data, [(self.slots[leaf], *leaf) for leaf in shapes])
+            for envelope, shapes in zip(envelopes, leaves)
         ]
 
     def begin_step(self, schedule: list, window: int) -> None:
@@ -78,11 +79,10 @@ class Mailbox:
     def _post_next(self) -> None:
         if self.next == len(self.incoming):
             return
-        envelope, leaves = self.incoming[self.next]
-        peer, (channel, tag) = envelope[0], envelope[5]
+        envelope, peer, channel, tag, leaves = self.incoming[self.next]
         self.next += 1
-        transport = self.transport
         arrays, lease, requests = [], [], []
+        transport = self.transport
         for free, shape, kind in leaves:
             array = free.pop() if free else transport.empty(shape, kind)
             arrays.append(array)
@@ -123,19 +123,16 @@ class Mailbox:
             )
         header = np.zeros(HEADER_BYTES, np.uint8)
         header[: len(content)] = np.frombuffer(content, np.uint8)
-        self._send(header, envelope.peer, *envelope.header)
+        self.outgoing.append(self.transport.isend(header, envelope.peer, *envelope.header))
 
     def put(self, envelope: Envelope, arrays: Sequence[Array]) -> None:
         """Send C-contiguous arrays; they must not change until the step has ended. Never waits."""
         peer, (channel, tag) = envelope[0], envelope[5]
-        for array in arrays:
-            self._send(array, peer, channel, tag)
-
-    def _send(self, array: Array, peer: int, channel: int, tag: int) -> None:
         outgoing = self.outgoing
         while outgoing and outgoing[0].Test():
             outgoing.popleft()
-        outgoing.append(self.transport.isend(array, peer, channel, tag))
+        for array in arrays:
+            outgoing.append(self.transport.isend(array, peer, channel, tag))
 
     def release(self, lease: Lease) -> None:
         """Give buffers back; on a device, work queued so far on the current stream may still read them."""

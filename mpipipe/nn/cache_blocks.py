@@ -10,6 +10,8 @@ ELEMENTS = 32768  # 128 KiB of float32: a handful of such pieces fit in 1 MiB of
 def blocks(count: int, width: int = 1) -> list[slice]:
     """Slices that cut `count` rows of `width` elements into pieces of about `ELEMENTS` elements."""
     step = max(1, ELEMENTS // max(1, width))
+    if 0 < count <= step:
+        return [slice(0, count)]
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
 

@@ -186,7 +186,7 @@ class Executor:
         """Return the losses of the last call, by micro-batch; waits for those that are on the device, once."""
         assert self.state is not None
         found = self.state.losses
-        waiting = [microbatch for microbatch, value in found.items() if arrays.is_device(value)]
+        waiting = [m for m, value in found.items() if type(value) is not float and arrays.is_device(value)]
         if waiting:
             values = arrays.download(*(found[microbatch].reshape(1) for microbatch in waiting))
             for microbatch, value in zip(waiting, values if len(waiting) > 1 else [values]):

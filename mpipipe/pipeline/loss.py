@@ -54,7 +54,7 @@ class Loss:
         """Return the gradient times the weight; raises ArgumentError where it does not fit the output."""
         weight = 1.0 if self.takes_factor else weight
         if weight == 1 and type(gradient) is type(output) is np.ndarray:  # the common case, on the hot path
-            if gradient.shape == output.shape and gradient.dtype == output.dtype and arrays.is_floating(output.dtype):
+            if gradient.shape == output.shape and gradient.dtype == output.dtype and output.dtype.kind == "f":
                 return gradient
         leaves, structure = flatten(gradient)
         outputs, expected = flatten(output)

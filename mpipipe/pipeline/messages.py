@@ -178,7 +178,7 @@ class StageMessages:
         else:
             self.specs[key] = spec = MessageSpec.decode(self.mailbox.take_header(envelope))
             leaves, lease = self.mailbox.take_unknown(envelope, spec.leaves)
-        return unflatten(leaves, spec.structure), lease
+        return leaves[0] if spec.structure is None else unflatten(leaves, spec.structure), lease
 
     def receive_gradient(self, envelope: Envelope) -> tuple[Tree, Lease]:
         """Return (gradient of the activation that was sent under this edge and micro-batch, lease)."""
@@ -208,5 +208,4 @@ class StageMessages:
 
     def send_gradient(self, envelope: Envelope, tree: Tree) -> None:
         """Start sending the gradient of an activation that was received."""
-        spec = self.specs[envelope.edge, envelope.microbatch]
-        self.mailbox.put(envelope, spec.gradient_leaves(tree))
+        self.mailbox.put(envelope, self.specs[envelope.edge, envelope.microbatch].gradient_leaves(tree))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from itertools import accumulate
+
 from mpipipe import arrays
 from mpipipe.arrays import Array, Tree
 from mpipipe.arrays.trees import flatten, unflatten
@@ -59,13 +62,17 @@ def split(batch: Tree | list[Tree], microbatches: int) -> tuple[list[Tree], list
             remedy="use a bigger batch, or a schedule with fewer micro-batches",
         )
     leaves, structure = flatten(_read_only_tree(batch))
+    counts, ranges = _ranges(rows, microbatches)
+    if structure is None:
+        return [leaves[0][at] for at in ranges], counts
+    return [unflatten([leaf[at] for leaf in leaves], structure) for at in ranges], counts
+
+
+@lru_cache(maxsize=64)
+def _ranges(rows: int, microbatches: int) -> tuple[list[int], list[slice]]:
+    """Rows of each micro-batch, and where it lies in the batch."""
     counts = partition_rows(rows, microbatches)
-    pieces, start = [], 0
-    for count in counts:
-        stop = start + count
-        pieces.append(unflatten([leaf[start:stop] for leaf in leaves], structure))
-        start = stop
-    return pieces, counts
+    return counts, [slice(stop - count, stop) for count, stop in zip(counts, accumulate(counts))]
 
 
 def merge(pieces: list[Tree]) -> Tree:

@@ -8,7 +8,7 @@ from mpipipe.nn.layers.layer import Layer
 
 
 class Sequential(Layer):
-    """One layer after the other. The stage's poll function is called after each of them."""
+    """One layer after the other. The stage's poll function is called between them, so that messages advance."""
 
     def __init__(self, layers: Sequence[Layer]):
         self.layers = tuple(layers)
@@ -16,38 +16,40 @@ class Sequential(Layer):
         self._reversed = self.layers[::-1]
 
     def forward(self, x):
-        saved = []
+        saved: list = []
         poll = self.stage.poll
         for layer in self.layers:
+            if poll is not None and saved:
+                poll()
             x, kept = layer.forward(x)
             saved.append(kept)
-            if poll is not None:
-                poll()
         return x, saved
 
     def backward_input(self, dy, saved):
-        pending = []
+        pending: list = []
         poll = self.stage.poll
         for layer, kept in zip(self._reversed, reversed(saved)):
+            if poll is not None and pending:
+                poll()
             dy, waiting = layer.backward_input(dy, kept)
             pending.append(waiting)
-            if poll is not None:
-                poll()
         return dy, pending
 
     def backward_weight(self, pending):
         poll = self.stage.poll
+        last = self._reversed[0] if self._reversed else None
         for layer, waiting in zip(self._reversed, pending):
-            layer.backward_weight(waiting)
-            if poll is not None:
+            if poll is not None and layer is not last:
                 poll()
+            layer.backward_weight(waiting)
 
     def backward(self, dy, saved):
         poll = self.stage.poll
+        last = self._reversed[0] if self._reversed else None
         for layer, kept in zip(self._reversed, reversed(saved)):
-            dy = layer.backward(dy, kept)
-            if poll is not None:
+            if poll is not None and layer is not last:
                 poll()
+            dy = layer.backward(dy, kept)
         return dy
 
 

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpipipe.nn.cache_blocks import blocks
+from mpipipe.nn.cache_blocks import ELEMENTS, blocks
 
 
 def mean_squared_error(output, target, factor: float = 1.0):
     """(mean of (output - target)^2, summed in float64; factor * its gradient), with `target` of any dtype."""
-    difference = np.empty(output.shape, output.dtype)
-    np.subtract(output, target, out=difference, casting="same_kind")
-    flat = difference.reshape(-1)
-    total = 0.0
-    for at in blocks(flat.size):
-        part = flat[at].astype(np.float64)
-        total += float(np.dot(part, part))
-    np.multiply(difference, 2 / flat.size * factor, out=difference)
-    return total / flat.size, difference
+    if target.dtype == output.dtype:
+        difference = output - target
+    else:
+        difference = np.subtract(output, target, out=np.empty(output.shape, output.dtype), casting="same_kind")
+    size, flat = difference.size, difference.reshape(-1)
+    if size <= ELEMENTS:
+        part = flat.astype(np.float64)
+        total = float(part.dot(part))
+    else:
+        total = 0.0
+        for at in blocks(size):
+            part = flat[at].astype(np.float64)
+            total += float(part.dot(part))
+    difference *= 2 / size * factor
+    return total / size, difference
 
 
 def softmax_cross_entropy(logits, ids, factor: float = 1.0):
