@@ -23,7 +23,7 @@ from mpipipe.comm.process import Process, adopt
 from mpipipe.comm.types import Testable
 from mpipipe.errors import ArgumentError, PeerError
 
-__all__ = ["Communicator", "InProcessError", "run"]
+__all__ = ["InProcessError", "run"]
 
 PAUSE = 2e-5
 Result = TypeVar("Result")

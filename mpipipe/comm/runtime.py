@@ -49,7 +49,7 @@ def mpi() -> ModuleType:
 
 
 def world() -> MPI.Intracomm:
-    """COMM_WORLD, with this rank's exceptions ending the whole job from now on.
+    """Return COMM_WORLD, and let an exception that ends this rank's script end the whole job from now on.
 
     MPI itself would let the other ranks wait for ever when the script of one ends with an exception. The first call
     installs an exception hook that ends the job by MPI_Abort; an interactive session is left alone. See

@@ -24,10 +24,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from mpipipe.comm import runtime, settings
+from mpipipe.comm.consensus import heard
 from mpipipe.comm.presence import Presence
 from mpipipe.comm.process import Failure, OpenGroup, Process, here
 from mpipipe.comm.types import Testable
-from mpipipe.errors import MismatchError, PeerError, StallError
+from mpipipe.errors import MismatchError, StallError
 
 logger = logging.getLogger("mpipipe")
 SPIN_POLLS = 100  # polls without a pause: some tens of microseconds, the time of a small message
@@ -230,14 +231,6 @@ class Vigil:
                 found=f"waiting for {self.what}" + (f"; {missing}" if missing else ""),
                 remedy="look at what the other ranks do; MPIPIPE_TIMEOUT sets this limit",
             )
-
-
-def heard(failure: Failure, remedy: str | None = None) -> PeerError:
-    """The error of a rank that has heard of a failure. Another rank reports that failure."""
-    error = PeerError(failure.text, remedy=remedy)
-    error.reported_elsewhere = True
-    error.failure = failure
-    return error
 
 
 def wait_for_ranks(request: Testable, what: str, members: Iterable[int], grace: float = 0.0) -> None:
