@@ -93,11 +93,11 @@ class Case(NamedTuple):
     ranks: int
     mode: str
 
-    def __str__(self):
+    def __str__(self) -> str:
         return f"{self.fault.kind}: {self.fault.name} [{self.ranks} {self.mode}]"
 
     @property
-    def code(self):
+    def code(self) -> int | str | tuple[int, ...]:
         """The exit code or codes that must come out."""
         fault = self.fault
         if self.mode != PLAIN:
