@@ -10,13 +10,13 @@ import numpy as np
 
 from mpipipe.comm import runtime
 from mpipipe.comm.requests import own
-from mpipipe.comm.types import Communicator
+from mpipipe.comm.types import AnyCommunicator, Communicator
 from mpipipe.comm.wait import wait_for_ranks
 
 ARRIVAL_SECONDS = 3.0  # for messages that a rank has sent before it left
 
 
-def duplicate(comm: Communicator) -> Communicator:
+def duplicate(comm: AnyCommunicator) -> AnyCommunicator:
     """A duplicate of `comm`; collective, and never inside MPI for long.
 
     When it returns, every rank has its own: so whoever leaves afterwards cannot be missed here.

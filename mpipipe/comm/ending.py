@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from mpipipe.comm.group import Group
 from mpipipe.comm.process import here
 from mpipipe.comm.report import AGREED, GRACE, INTERRUPTED, STAGGER, heading, write
 from mpipipe.comm.requests import own
+from mpipipe.comm.types import MpiCommunicator
 
 QUIET = 0.2  # seconds that a rank without an error waits for its peers before it tells them that it has left
 FINALIZE = 20.0  # seconds for MPI_Finalize after an error
@@ -61,10 +62,10 @@ class End(NamedTuple):
 
 
 class World(NamedTuple):
-    """All ranks of the job: their group, and a communicator of MPI for nothing but their end."""
+    """All ranks of the job: their group, and a communicator for nothing but their end."""
 
     group: Group
-    end: Any
+    end: MpiCommunicator
     rank: int
     size: int
 

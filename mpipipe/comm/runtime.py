@@ -9,16 +9,13 @@ import os
 import socket
 import sys
 from types import ModuleType
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TypeGuard
 
 from mpipipe.comm import excepthook, inprocess
 from mpipipe.comm.launcher import refuse_singleton
 from mpipipe.comm.settings import TAG_UB, integer_setting
-from mpipipe.comm.types import Communicator
+from mpipipe.comm.types import Communicator, MpiCommunicator
 from mpipipe.errors import ArgumentError, BackendError
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 INSTALL = (
     "on a cluster load the site's MPI and `pip install --no-binary=mpi4py mpi4py`; "
@@ -48,7 +45,7 @@ def mpi() -> ModuleType:
     return MPI
 
 
-def world() -> MPI.Intracomm:
+def world() -> MpiCommunicator:
     """Return COMM_WORLD, and let an exception that ends this rank's script end the whole job from now on.
 
     MPI itself would let the other ranks wait for ever when the script of one ends with an exception. The first call

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+MpiCommunicator: TypeAlias = "MPI.Intracomm"  # where threads will not do: the end of a job, measurements of MPI itself
+AnyCommunicator = TypeVar("AnyCommunicator", bound="Communicator")  # one type, whichever it is
 
 
 class Testable(Protocol):
@@ -53,7 +59,7 @@ class Communicator(Protocol):
 
     def Iallreduce(self, sendbuf: Any, recvbuf: Any, /) -> Request: ...
 
-    def Idup(self) -> tuple[Communicator, Request]: ...
+    def Idup(self: AnyCommunicator) -> tuple[AnyCommunicator, Request]: ...
 
     def Split(self, color: int = ..., key: int = ..., /) -> Communicator: ...
 
