@@ -1,112 +1,172 @@
 """Sums over replicas: non-blocking, in buckets of a flat buffer, half types added in float32.
 
-Device buffers go through pinned memory: bucket i is copied while bucket i - 1 is summed and bucket i - 2 returns. MPI
-matches collectives by the order in which each rank starts them, so this order is that of the calls and of the buckets,
-whichever copy is done first; a sum of a host buffer waits its turn as well.
+Buckets of a device buffer go through pinned memory:
+
+    bucket      0          1          2
+    device      copy out   copy out   copy out                 outward stream
+    MPI                    sum 0      sum 1      sum 2
+    device                            copy back  copy back     inward stream
+
+MPI matches collectives by the order in which each rank starts them. So every rank starts them in the order of the calls
+and of the buckets, whichever copy is done first; the sum of a host buffer waits its turn as well.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from mpipipe import arrays
+from mpipipe.arrays import Array, DeviceArray
 from mpipipe.comm import runtime
 from mpipipe.comm.attributes import cached
 from mpipipe.comm.process import register_progress, unregister_progress
 from mpipipe.comm.requests import keep_forever, own
+from mpipipe.comm.types import Communicator, Request
 
 BUCKET_BYTES = 32 << 20
-PAGES = 3  # buckets of device buffers under way at once on one communicator: in, on the wire, out
+BUFFERS = 3  # pinned ones in use at once on one communicator: a bucket on its way out, one summed, one on its way back
+Event: TypeAlias = Any  # cupy.cuda.Event
+Range: TypeAlias = tuple[int, int]
 
 
 class AllReduce:
     """An all-reduce under way; `Test()` is true once `flat` holds the sum over all ranks of `comm`.
 
-    Every rank must start the sums on one communicator in the same order. `flat` is one-dimensional, on the host or on
-    a GPU, and is left alone until then; on a GPU, work queued before is what it waits for, and work queued on the
-    current stream after `Test()` was true finds the sum. Float16 and bfloat16 have no MPI type and too few bits to add
-    in: they are converted to float32 and rounded once, at the end.
+    Every rank must start the sums on one communicator in the same order. `flat` must be left alone until the sum is
+    there. On a GPU, the sum waits for work queued before, and work queued on the current stream after `Test()` was true
+    finds the sum. Float16 and bfloat16 have no MPI type and too few bits to add in: they are converted to float32 and
+    rounded once, at the end.
+
+    Parameters
+    ----------
+    comm : Communicator
+    flat : Array
+        One-dimensional, on the host or on a GPU.
     """
 
-    def __init__(self, comm, flat):
-        self.queue = cached(comm, "sums", lambda: _Queue(comm))
-        self.sum = (_DeviceSum if arrays.is_device(flat) else _HostSum)(self.queue, flat)
+    def __init__(self, comm: Communicator, flat: Array) -> None:
+        self.queue: _Queue = cached(comm, "sums", lambda: _Queue(comm))
+        self.sum: _Sum = (_DeviceSum if arrays.is_device(flat) else _HostSum)(self.queue, flat)
         self.queue.add(self.sum)
 
     def Test(self) -> bool:
+        """Whether the sum is there; lets all sums on the communicator advance."""
         self.queue.progress()
         return self.sum.finish()
 
-    def progress(self):
-        """Let the sum advance, without a word to the current stream."""
+    def progress(self) -> None:
+        """Let the sum advance; the current stream waits for nothing."""
         self.queue.progress()
-        if isinstance(self.sum, _HostSum):
-            self.sum.finish()
+        self.sum.poll()
 
-    def Cancel(self):
+    def Cancel(self) -> None:
         """Give up all sums on this communicator after a failure; nothing that MPI or the device may touch is freed."""
-        self.queue.abandon()
+        self.queue.abort()
+
+
+class _Sum(ABC):
+    """One sum.
+
+    Attributes
+    ----------
+    driven : bool
+        Whether every wait of this thread must let it advance: a device sum may hold buckets back that peers wait for.
+    """
+
+    driven: bool
+
+    @abstractmethod
+    def __init__(self, queue: _Queue, flat: Array) -> None: ...
+
+    @abstractmethod
+    def start(self) -> bool:
+        """Hand MPI what can be handed on; true once it has everything."""
+
+    @abstractmethod
+    def poll(self) -> None:
+        """Take what MPI has summed."""
+
+    @abstractmethod
+    def finish(self) -> bool:
+        """Whether the sum is in its place, for whatever comes next on the current stream."""
 
 
 class _Queue:
-    """The sums on one communicator, and the pinned pages that they share.
+    """The sums on one communicator, and the pinned buffers that they share.
 
-    Pages go to buckets in their order, so the first bucket that is not summed has one on every rank: no bucket waits
+    Buffers go to buckets in their order, so the first bucket that is not summed has one on every rank: no bucket waits
     for a later one.
+
+    Attributes
+    ----------
+    unstarted : deque of _Sum
+        Of which collectives are still to be started, in the order of the calls.
+    active : list of _DeviceSum
+        Those that are not back.
+    free : list
+        Buffers that nobody uses.
+    returning : deque
+        (event, buffer) of those on their way to the device.
+    buffers : int
+        How many there are.
     """
 
-    def __init__(self, comm):
-        self.comm, self.marker = comm, runtime.in_place(comm)
-        self.unstarted: deque = deque()  # sums of which collectives are still to be started, in the order of the calls
-        self.active: list = []  # device sums that are not back
-        self.free: list = []
-        self.returning: deque = deque()  # (event, page): on their way to the device
-        self.pages = 0
-        self.sides: tuple = ()
+    def __init__(self, comm: Communicator) -> None:
+        self.comm, self.in_place = comm, runtime.library_of(comm).IN_PLACE
+        self.unstarted: deque[_Sum] = deque()
+        self.active: list[_DeviceSum] = []
+        self.free: list[np.ndarray] = []
+        self.returning: deque[tuple[Event, np.ndarray]] = deque()
+        self.buffers = 0
+        self._streams: tuple[Any, Any] | None = None
 
-    def streams(self):
+    def streams(self) -> tuple[Any, Any]:
         """The streams of the copies out and in, made for the first device buffer."""
-        if not self.sides:
-            self.sides = arrays.side_stream(), arrays.side_stream()
-        return self.sides
+        if self._streams is None:
+            self._streams = arrays.side_stream(), arrays.side_stream()
+        return self._streams
 
-    def add(self, new):
+    def add(self, new: _Sum) -> None:
+        """Queue a sum, and start what can be started."""
         self.unstarted.append(new)
-        if isinstance(new, _DeviceSum):
-            self.active.append(new)
+        if new.driven:
             register_progress(self)
         self.progress()
 
-    def progress(self):
+    def progress(self) -> None:
+        """Let all sums advance; never waits."""
         while self.unstarted and self.unstarted[0].start():
             self.unstarted.popleft()
         if self.active:
             for each in self.active:
-                each.collect()
+                each.poll()
             self.active = [each for each in self.active if not each.complete]
             if not self.active and not self.unstarted:
                 unregister_progress(self)
 
-    def take_page(self, nbytes):
-        """Pinned bytes, or None while all pages are in use."""
+    def take_buffer(self, nbytes: int) -> np.ndarray | None:
+        """Pinned bytes, or None while all buffers are in use."""
         while self.returning and arrays.is_done(self.returning[0][0]):
             self.free.append(self.returning.popleft()[1])
         if not self.free:
-            if self.pages == PAGES:
+            if self.buffers == BUFFERS:
                 return None
-            self.pages += 1
+            self.buffers += 1
             self.free.append(arrays.pinned(nbytes))
-        page = self.free.pop()
-        return page if page.size >= nbytes else arrays.pinned(nbytes)
+        buffer = self.free.pop()
+        return buffer if buffer.size >= nbytes else arrays.pinned(nbytes)
 
-    def abandon(self):
+    def abort(self) -> None:
+        """After a failure: advance no more, and free nothing."""
         unregister_progress(self)
         keep_forever((self.unstarted, self.active, self.free, self.returning))
         self.unstarted, self.active = deque(), []
 
-    def close(self):
+    def close(self) -> None:
         """The communicator is freed: its sums are over."""
         unregister_progress(self)
         for event, _ in self.returning:
@@ -114,23 +174,30 @@ class _Queue:
         self.returning.clear()
 
 
-def _buckets(size, itemsize):
+def _buckets(size: int, itemsize: int) -> list[Range]:
     """Ranges of elements of at most BUCKET_BYTES, the same for host and device buffers."""
     count = max(1, BUCKET_BYTES // itemsize)
     return [(start, min(start + count, size)) for start in range(0, size, count)]
 
 
-class _HostSum:
-    def __init__(self, queue, flat):
+class _HostSum(_Sum):
+    """The sum of a host buffer; half types are summed in a float32 copy."""
+
+    driven = False
+
+    def __init__(self, queue: _Queue, flat: np.ndarray) -> None:
         self.queue, self.flat = queue, flat
-        self.work = flat if flat.dtype.itemsize >= 4 else flat.astype(np.float32)
-        self.requests: list | None = None
+        self.summed = flat if flat.dtype.itemsize >= 4 else flat.astype(np.float32)
+        self.requests: list[Request] | None = None
 
     def start(self) -> bool:
-        comm, marker, work = self.queue.comm, self.queue.marker, self.work
-        buckets = _buckets(work.size, work.itemsize)
-        self.requests = [own(comm.Iallreduce(marker, work[start:stop])) for start, stop in buckets]
+        comm, in_place, summed = self.queue.comm, self.queue.in_place, self.summed
+        buckets = _buckets(summed.size, summed.itemsize)
+        self.requests = [own(comm.Iallreduce(in_place, summed[start:stop])) for start, stop in buckets]
         return True
+
+    def poll(self) -> None:
+        self.finish()
 
     def finish(self) -> bool:
         if self.requests is None:
@@ -139,63 +206,70 @@ class _HostSum:
             self.requests.pop()
         if self.requests:
             return False
-        if self.work is not self.flat:
-            self.flat[...] = self.work
-            self.work = self.flat
+        if self.summed is not self.flat:
+            self.flat[...] = self.summed
+            self.summed = self.flat
         return True
 
 
-class _DeviceSum:
-    """Attributes
+class _DeviceSum(_Sum):
+    """The sum of a device buffer.
 
-    copying : (event, page, values, range) of each bucket on its way to the host
-    flying : (request, page, values, sums, range) of each bucket that MPI has; `values` is the page in the buffer's
-        dtype, `sums` what MPI adds up: the same memory, or float32 for half types
-    arrived : event behind the last copy back
+    Attributes
+    ----------
+    copying : deque
+        (event, buffer, values, range) of each bucket on its way to the host.
+    flying : deque
+        (request, buffer, values, sums, range) of each bucket that MPI has. `values` is the pinned buffer in the dtype
+        of `flat`; `sums` is what MPI adds up, the same memory or float32 for half types.
+    arrived : Event or None
+        Behind the last copy back.
     """
 
-    def __init__(self, queue, flat):
+    driven = True
+
+    def __init__(self, queue: _Queue, flat: DeviceArray) -> None:
         self.queue, self.flat, self.ready = queue, flat, arrays.record()
         self.outward, self.inward = queue.streams()
         self.buckets = deque(_buckets(flat.size, max(4, flat.itemsize)))
-        self.copying: deque = deque()
-        self.flying: deque = deque()
-        self.arrived = None
+        self.copying: deque[tuple[Event, np.ndarray, np.ndarray, Range]] = deque()
+        self.flying: deque[tuple[Request, np.ndarray, np.ndarray, np.ndarray, Range]] = deque()
+        self.arrived: Event | None = None
         with self.outward:
             arrays.wait_for(self.ready)
+        queue.active.append(self)
 
     def start(self) -> bool:
-        """Copy and start what can be; true once MPI has all buckets."""
         while self.copying and arrays.is_done(self.copying[0][0]):
-            _, page, values, bounds = self.copying.popleft()
+            _, buffer, values, bounds = self.copying.popleft()
             sums = values if values.itemsize >= 4 else values.astype(np.float32)
-            request = own(self.queue.comm.Iallreduce(self.queue.marker, sums))
-            self.flying.append((request, page, values, sums, bounds))
+            request = own(self.queue.comm.Iallreduce(self.queue.in_place, sums))
+            self.flying.append((request, buffer, values, sums, bounds))
         while self.buckets:
             start, stop = self.buckets[0]
             nbytes = (stop - start) * self.flat.itemsize
-            page = self.queue.take_page(nbytes)
-            if page is None:
+            taken = self.queue.take_buffer(nbytes)
+            if taken is None:
                 break
             self.buckets.popleft()
             with self.outward:
-                arrays.copy_to_host(page[:nbytes], self.flat[start:stop])
-                self.copying.append((arrays.record(), page, page[:nbytes].view(self.flat.dtype), (start, stop)))
+                arrays.copy_to_host(taken[:nbytes], self.flat[start:stop])
+                self.copying.append((arrays.record(), taken, taken[:nbytes].view(self.flat.dtype), (start, stop)))
         return not self.buckets and not self.copying
 
-    def collect(self):
-        """Copy back what is summed."""
+    def poll(self) -> None:
         while self.flying and self.flying[0][0].Test():
-            _, page, values, sums, (start, stop) = self.flying.popleft()
+            _, buffer, values, sums, (start, stop) = self.flying.popleft()
             if sums is not values:
                 values[...] = sums
             with self.inward:
                 arrays.copy_to_device(self.flat[start:stop], values.view(np.uint8))
                 self.arrived = arrays.record()
-            self.queue.returning.append((self.arrived, page))
+            self.queue.returning.append((self.arrived, buffer))
 
     @property
     def complete(self) -> bool:
+        """Whether all buckets are summed, and the last copy back is queued."""
         return not (self.buckets or self.copying or self.flying)
 
     def finish(self) -> bool:

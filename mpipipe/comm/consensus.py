@@ -1,30 +1,64 @@
-"""Agreement: all ranks of a communicator find that they do the same thing, or all raise the same error.
+"""Consensus: all ranks of a group find that they do the same thing, or all raise the same error.
 
-    rank 0   [facts of "step", call 7 | values]  |                       all rows alike: go on, with the values of all
-    rank 1   [facts of "step", call 7 | values]  |  one all-gather  ->
-    rank 2   [facts of "close", call 7 | values] |                       else: a second, slow exchange, in words
+    rank 0   [number of "step" and its facts, call 7 | values]   |                   all alike: go on, with all values
+    rank 1   [number of "step" and its facts, call 7 | values]   |  one all-gather
+    rank 2   [number of "close" and its facts, call 7 | values]  |                   else: a second, slow one, in words
 
-The facts of a call are named values that must be the same on every rank. What travels is a number made of them; the
-names and values themselves are exchanged only once something is wrong, for an error that says which fact differs, on
-which ranks, and how.
+The facts of a call are named values that must be the same on every rank. What travels is one number made of them. Names
+and values are exchanged only once something is wrong, for an error that says which fact differs, on which ranks, and
+how. One rank is left to report that error; on the others it is marked `reported_elsewhere`.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
 
 import numpy as np
 
-from mpipipe.errors import ArgumentError, MismatchError, MpipipeError
-
-if TYPE_CHECKING:
-    from mpipipe.comm.group import Group
+from mpipipe.comm.presence import Presence
+from mpipipe.comm.process import Failure
+from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, PeerError
 
 VALUES = 14  # most values of one rank in an agreement; what is longer is gathered
 REFUSED = -1  # in place of the number of the facts, by a rank that has an error
+Facts: TypeAlias = tuple[tuple[str, Any], ...]  # ((name, value), ...)
+
+
+class Voters(Protocol):
+    """What an agreement asks of a group; comm.group.Group is one."""
+
+    @property
+    def presence(self) -> Presence: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_rank(self) -> int: ...
+
+    def exchange(self, row: Sequence[int], what: str) -> np.ndarray: ...
+
+    def explain(self, entries: list[Entry], what: str) -> list[Entry]: ...
+
+
+class Call(NamedTuple):
+    """A call as errors name it: what, which in the order of calls, and both in words."""
+
+    name: str
+    number: int | None
+    text: str
+
+
+class Entry(NamedTuple):
+    """What one rank says once something is wrong."""
+
+    error: MpipipeError | None
+    call: Call
+    facts: Facts
+    world_rank: int
 
 
 class Ballot:
@@ -32,30 +66,33 @@ class Ballot:
 
     Parameters
     ----------
-    call, facts, error, message, remedy : as for Group.agree
-    number : of the call, where the callers count; else the group does
-    where : what errors add to the name of the call, such as the object that it is made on
-    code : digest(call, facts), from callers that make the same call again and again
+    call, facts, error, message, remedy
+        As for Group.agree.
+    number : int, optional
+        Of the call, where the callers count; else the group does.
+    where : str
+        What errors add to the name of the call, such as the object that it is made on.
+    code : int
+        `digest(call, facts)`, from callers that make the same call again and again; 0: to be computed.
     """
 
     def __init__(
         self,
-        call,
-        facts=(),
-        error=None,
-        message=None,
-        remedy=None,
+        call: str,
+        facts: Facts = (),
+        error: Exception | None = None,
+        message: str | None = None,
+        remedy: str | None = None,
         number: int | None = None,
         where: str = "",
         code: int = 0,
-    ):
-        self.code = code
-        self.call, self.facts, self.error, self.number, self.where = call, facts, error, number, where
-        self.message, self.remedy = message, remedy
-        self.groups: list[Group] = []
+    ) -> None:
+        self.call, self.facts, self.error, self.number = call, facts, error, number
+        self.message, self.remedy, self.where, self.code = message, remedy, where, code
+        self.groups: list[Voters] = []
         self.failed = error is not None
 
-    def cast(self, group: Group, values: Sequence[int] = ()) -> np.ndarray:
+    def cast(self, group: Voters, values: Sequence[int] = ()) -> np.ndarray:
         """Everybody's values, int64 (size, values); collective, whatever this rank has found so far."""
         if len(values) > VALUES:
             raise ArgumentError("too many values in an agreement", found=len(values), expected=f"at most {VALUES}")
@@ -73,16 +110,17 @@ class Ballot:
             self.failed = True
         return table[:, 2 : 2 + len(values)]
 
-    def refuse(self, error: MpipipeError):
-        """Bring an error that this rank has found in what the others said."""
+    def refuse(self, error: MpipipeError) -> None:
+        """Add an error that this rank has found in the values of the others."""
         self.error = self.error or error
         self.failed = True
 
     @property
     def text(self) -> str:
+        """The call in words."""
         return f"{self.call} (call {self.number}){self.where}"
 
-    def decide(self):
+    def decide(self) -> None:
         """Return where all ranks agree; else raise the same error on all of them, which one of them is to report."""
         if not self.failed:
             return
@@ -90,92 +128,106 @@ class Ballot:
         if error is not None and not isinstance(error, MpipipeError):
             error = ArgumentError(f"{type(error).__name__}: {error}")
         world_rank = self.groups[0].world_rank
-        entries = [(error, (self.call, self.number, self.text), self.facts, world_rank)]
+        entries = [Entry(error, Call(self.call, self.number, self.text), self.facts, world_rank)]
         for group in self.groups:
             entries = group.explain(entries, f"the reasons why ranks disagree in {self.text}")
-        ranks = [rank for *_, rank in entries]
-        origin, problem = _first_problem([entry[:3] for entry in entries], self.message, self.remedy)
-        _raise(problem, ranks[origin] != world_rank, ranks)
+        origin, problem = _first_problem(entries, self.message, self.remedy)
+        _raise(problem, entries[origin].world_rank != world_rank, [entry.world_rank for entry in entries])
 
 
-def raise_on_all(origin: int, problem: MpipipeError, group: Group):
-    """Raise what every rank of a group raises, who all have found the same; only rank `origin` is to report it."""
+def raise_on_all(origin: int, problem: MpipipeError, group: Voters) -> NoReturn:
+    """Raise an error that every rank of a group raises, having found the same; only rank `origin` is to report it."""
     _raise(problem, origin != group.rank, group.presence.members)
 
 
-def _raise(problem, reported_elsewhere, ranks):
+def _raise(problem: MpipipeError, reported_elsewhere: bool, ranks: Iterable[int]) -> NoReturn:
     problem.reported_elsewhere, problem.agreed = reported_elsewhere, frozenset(ranks)
     raise problem
 
 
-def _first_problem(entries, message, remedy):
-    """(rank that reports, error) from (error, call, facts) of every rank."""
-    for index, (problem, _, _) in enumerate(entries):
+def heard(failure: Failure, remedy: str | None = None) -> PeerError:
+    """The error of a rank that has heard of a failure. Another rank reports that failure."""
+    error = PeerError(failure.text, remedy=remedy)
+    error.reported_elsewhere = True
+    error.failure = failure
+    return error
+
+
+def _first_problem(entries: list[Entry], message: str | None, remedy: str | None) -> tuple[int, MpipipeError]:
+    """(rank that reports, error) from what every rank says."""
+    for index, entry in enumerate(entries):
+        problem = entry.error
         if problem is not None:
             if problem.rank is None:
-                same = [rank for rank, (other, _, _) in enumerate(entries) if str(other) == str(problem)]
+                same = [rank for rank, other in enumerate(entries) if str(other.error) == str(problem)]
                 problem.rank = ", ".join(map(str, same))
             return index, problem
-    _, call, facts = entries[0]
-    calls = [rank for rank, entry in enumerate(entries) if entry[1][:2] != call[:2]]
-    if calls:
+    call, facts = entries[0].call, entries[0].facts
+    odd = [rank for rank, entry in enumerate(entries) if entry.call[:2] != call[:2]]
+    if odd:
         return 0, MismatchError(
             message or "ranks make different calls",
-            rank=_listed(calls),
-            found=entries[calls[0]][1][2],
-            expected=f"{call[2]}, as on rank 0",
+            rank=_listed(odd),
+            found=entries[odd[0]].call.text,
+            expected=f"{call.text}, as on rank 0",
             remedy=remedy or "make the same calls in the same order on all ranks",
         )
     known = dict(facts)
-    for _, _, other in entries:
-        for name, value in other:
+    for entry in entries:
+        for name, value in entry.facts:
             if repr(value) != repr(known.get(name)):
-                odd = [r for r, entry in enumerate(entries) if repr(dict(entry[2]).get(name)) != repr(known.get(name))]
-                problem = MismatchError(
+                expected = repr(known.get(name))
+                odd = [rank for rank, other in enumerate(entries) if repr(dict(other.facts).get(name)) != expected]
+                mismatch = MismatchError(
                     message or f"ranks differ in {name}",
                     rank=_listed(odd),
                     found=_shown(name, value, message),
                     expected=f"{_shown(name, known.get(name), message)}, as on rank 0",
                     remedy=remedy,
                 )
-                problem.fact = name
-                return 0, problem
+                mismatch.fact = name
+                return 0, mismatch
     return 0, MismatchError("ranks disagree, and none can say in what", remedy="report this as a bug of mpipipe")
 
 
-def _listed(ranks) -> int | str:
+def _listed(ranks: list[int]) -> int | str:
     if len(ranks) == 1:
         return ranks[0]
     shown = ", ".join(map(str, ranks[:8]))
     return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
 
 
-def _shown(name, value, message) -> str:
+def _shown(name: str, value: object, message: str | None) -> str:
     text = value if isinstance(value, str) else repr(value)
     text = text if len(text) <= 200 else f"{text[:200]}..."
     return f"{name} {text}" if message else text
 
 
-def _alike(table) -> bool:
+def _alike(table: np.ndarray) -> bool:
     """Whether all ranks sent the same code and number, and none has refused."""
     heads = table[:, :2].tolist()
     first = heads[0]
     return first[0] != REFUSED and heads.count(first) == len(heads)
 
 
-def dumps_anyhow(entries) -> bytes:
-    """What ranks tell each other of a disagreement; an error that cannot be pickled, as ArgumentError with its text."""
+def dumps_anyhow(entries: list[Entry]) -> bytes:
+    """What ranks tell each other of a disagreement, as bytes.
+
+    An error that cannot be pickled becomes an ArgumentError with its text, and facts become texts then.
+    """
     try:
         return pickle.dumps(entries)
     except Exception:
-        plain = [
-            (error if error is None else ArgumentError(f"{type(error).__name__}: {error}"), call, repr(facts), rank)
-            for error, call, facts, rank in entries
-        ]
-        return pickle.dumps([(error, call, (("facts", facts),), rank) for error, call, facts, rank in plain])
+        return pickle.dumps([_in_words(entry) for entry in entries])
 
 
-def digest(call: str, facts: tuple) -> int:
+def _in_words(entry: Entry) -> Entry:
+    error = entry.error
+    plain = None if error is None else ArgumentError(f"{type(error).__name__}: {error}")
+    return Entry(plain, entry.call, (("facts", repr(entry.facts)),), entry.world_rank)
+
+
+def digest(call: str, facts: Facts) -> int:
     """A number from 0 to 2^63 - 1 for a call and its facts, the same in every process."""
     content = repr((call, facts)).encode("utf-8", "backslashreplace")
     return int.from_bytes(blake2b(content, digest_size=8).digest(), "big") >> 1

@@ -6,10 +6,11 @@ import os
 import sys
 
 from mpipipe import arrays
-from mpipipe.comm.group import group_of
+from mpipipe.comm.group import Group, group_of
 from mpipipe.comm.launcher import launcher_size
 from mpipipe.comm.runtime import mpi, tag_upper_bound
 from mpipipe.comm.transport import gpu_aware
+from mpipipe.comm.types import Communicator
 
 
 def describe() -> dict[str, str]:
@@ -41,7 +42,7 @@ def describe() -> dict[str, str]:
     }
 
 
-def _gpu_awareness(comm, group) -> str:
+def _gpu_awareness(comm: Communicator, group: Group) -> str:
     """How device arrays would travel, and why."""
     if not group.agree("info: the GPUs", values=[arrays.device_count()]).any():
         return "no GPU"

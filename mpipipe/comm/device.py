@@ -3,28 +3,50 @@
 from __future__ import annotations
 
 import socket
+from typing import NoReturn
 
 from mpipipe import arrays
 from mpipipe.comm import communicators
 from mpipipe.comm.consensus import raise_on_all
-from mpipipe.comm.group import group_of
+from mpipipe.comm.group import Group, group_of
+from mpipipe.comm.types import Communicator
 from mpipipe.errors import MismatchError, MpipipeError
 
 
-def select_device(name: str = "auto", comm=None) -> str:
-    """Choose the device of this rank, and return "cpu" or "cuda"; collective over `comm` (None: COMM_WORLD).
+def select_device(name: str = "auto", comm: Communicator | None = None) -> str:
+    """Choose the device of this rank; collective over `comm`. A GPU that is chosen becomes the current one.
 
     Parameters
     ----------
-    name : "cpu"; "cuda", for the ranks of a host its GPUs in turn; "cuda:N", GPU number N; "auto", the GPUs where there
-        are some
+    name : str
+        "cpu"; "cuda", for the ranks of a host its GPUs in turn; "cuda:N", GPU number N; "auto", the GPUs where there
+        are some, else the CPU.
+    comm : mpi4py.MPI.Intracomm, optional
+        The ranks that choose together; by default COMM_WORLD.
 
-    The chosen GPU becomes the current one. All ranks get the same kind, or the same error: BackendError where a GPU was
-    asked for and a rank has none, MismatchError where "auto" finds GPUs for some ranks only.
+    Returns
+    -------
+    str
+        "cpu" or "cuda", the same on all ranks.
+
+    Raises
+    ------
+    BackendError
+        On all ranks, where a GPU was asked for and a rank has none, or for an unknown name.
+    MismatchError
+        On all ranks, where "auto" finds GPUs for some ranks only.
+
+    Examples
+    --------
+    >>> from mpipipe import select_device
+    >>> from mpipipe.comm import inprocess
+    >>> inprocess.run(2, lambda comm: select_device("cpu", comm))
+    ['cpu', 'cpu']
     """
     group = group_of(comm)
     place = local_rank(group)
-    error = kind = None
+    error: MpipipeError | None = None
+    kind = None
     try:
         kind = arrays.check_device(name)
         if kind == "cuda" and ":" not in name:
@@ -38,7 +60,7 @@ def select_device(name: str = "auto", comm=None) -> str:
     return kinds[group.rank]
 
 
-def _refuse(group, without):
+def _refuse(group: Group, without: list[int]) -> NoReturn:
     problem = MismatchError(
         "some ranks have a GPU, and some have none",
         found=f"no GPU on rank(s) {', '.join(map(str, without))} of {group.size}",
@@ -48,13 +70,13 @@ def _refuse(group, without):
     raise_on_all(without[0], problem, group)
 
 
-def local_rank(group) -> int:
+def local_rank(group: Group) -> int:
     """Position of this rank among the ranks of the group on its host; collective."""
     group.agree("finding the ranks of each host")
     return communicators.rank_on_host(group.comm)
 
 
-def describe(group, device: str) -> list[str]:
+def describe(group: Group, device: str) -> list[str]:
     """One line for each rank: its host, its place there, its device; the same on every rank. Collective."""
     place = device if device == "cpu" else f"cuda:{arrays.cupy().cuda.runtime.getDevice()}"
     mine = f"rank {group.rank}: {socket.gethostname()}, local rank {local_rank(group)}, {place}"

@@ -1,4 +1,4 @@
-"""What happens at the end of a rank's script: its peers are told, so that they need not wait for it.
+"""What happens at the end of a rank's script: its peers are told, so that none of them waits for it.
 
 A process that a script forked is no rank: it says nothing when it ends.
 """
@@ -13,19 +13,19 @@ from mpipipe.comm.process import here, is_rank
 _last: list[Callable[[], None]] = []
 
 
-def say_farewell():
-    """Tell the other ranks of all groups that this rank leaves; once."""
+def say_farewell() -> None:
+    """Tell the other ranks of all groups that this rank leaves; each group is told once."""
     if is_rank():
         for group in tuple(here().groups):
             group.leave()
 
 
-def call_last(function):
+def call_last(function: Callable[[], None]) -> None:
     """Call `function()` at the exit of the interpreter, behind nearly all other exit functions."""
     _last.append(function)
 
 
-def _at_exit():
+def _at_exit() -> None:
     try:
         say_farewell()
     finally:

@@ -1,27 +1,33 @@
-"""A group: ranks that agree on their calls, wait for each other, and hear of each other's end."""
+"""A group: ranks that agree on their calls, wait for each other, and hear of each other's end.
+
+A group brings four things together, each in a file of its own: a private communicator (communicators.py), agreement
+(consensus.py), news of the other ranks (presence.py, notes.py), and the wait that listens to them (wait.py).
+"""
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 
 from mpipipe.comm import communicators, runtime
 from mpipipe.comm.attributes import attributes
-from mpipipe.comm.consensus import VALUES, Ballot, dumps_anyhow
+from mpipipe.comm.consensus import VALUES, Ballot, Entry, Facts, dumps_anyhow, heard
 from mpipipe.comm.presence import Presence
 from mpipipe.comm.process import Failure, failure_of, here, is_rank
 from mpipipe.comm.requests import own
-from mpipipe.comm.wait import heard, wait
+from mpipipe.comm.types import Communicator, Testable
+from mpipipe.comm.wait import wait
 from mpipipe.errors import ArgumentError, PeerError
 
 
-def group_of(comm=None) -> Group:
-    """The group for all calls on a user's communicator that have none of their own; collective the first time.
+def group_of(comm: Communicator | None = None) -> Group:
+    """The group of a user's communicator, for all calls that have none of their own; None means COMM_WORLD.
 
-    It is closed when `comm` is freed. None means COMM_WORLD.
+    Collective the first time, and after a failure of the group. The group is closed when `comm` is freed.
     """
     comm = runtime.resolve(comm)
     kept = attributes(comm)
@@ -33,23 +39,30 @@ def group_of(comm=None) -> Group:
 class Group:
     """The ranks of a communicator, on a private duplicate of it.
 
+    Every method but `fail` and `wait` is collective. One that raises on this rank alone, because a peer has failed for
+    example, ends the life of the group, and the other ranks are told.
+
     Parameters
     ----------
-    comm : to duplicate; collective
+    comm : Communicator
+        To duplicate; collective.
 
     Attributes
     ----------
-    comm : the duplicate. Notes are the only point-to-point messages on it; collectives are those of this group's calls
-    presence : what is known of the other ranks
-    process : state of this rank
-    progress : what to call for a text of how far this rank has come, for peers that will miss it
-    related : other groups of the same object, whose failure is this one's too
-
-    Every method but `fail` and `wait` is collective. One that raises on this rank alone, because a peer has failed for
-    example, ends the life of the group, and the other ranks are told.
+    comm : Communicator
+        The duplicate. Notes are its only point-to-point messages; its collectives are those of this group's calls.
+    rank, size : int
+    presence : Presence
+        What is known of the other ranks.
+    process : Process
+        State of this rank.
+    progress : callable, optional
+        Returns a text of how far this rank has come, for peers that will miss it.
+    related : list of Group
+        Other groups of the same object, whose failure is this one's too.
     """
 
-    def __init__(self, comm):
+    def __init__(self, comm: Communicator) -> None:
         members = communicators.world_ranks(comm)
         self.comm = communicators.duplicate(comm)
         self.rank, self.size = self.comm.rank, self.comm.size
@@ -62,7 +75,7 @@ class Group:
 
     @property
     def world_rank(self) -> int:
-        """Of this rank."""
+        """This rank's number in COMM_WORLD."""
         return self.presence.members[self.rank]
 
     def agreed_on(self, error: BaseException) -> bool:
@@ -71,7 +84,7 @@ class Group:
 
     @property
     def failure(self) -> Failure | None:
-        """For what this group cannot be used any more, else None."""
+        """Why this group cannot be used any more, else None."""
         return self.presence.failure
 
     # -- agreement ----------------------------------------------------------------------------------------------
@@ -79,34 +92,49 @@ class Group:
     def agree(
         self,
         call: str,
-        facts: tuple = (),
+        facts: Facts = (),
         values: Sequence[int] = (),
         error: Exception | None = None,
         message: str | None = None,
         remedy: str | None = None,
     ) -> np.ndarray:
-        """Find that all ranks make this call with the same facts; returns everybody's values, int64 (size, values).
+        """Find that all ranks make this call with the same facts.
 
         Parameters
         ----------
-        call : what this rank does
-        facts : ((name, value), ...) that must be the same on all ranks; values are hashable, of plain types
-        values : at most consensus.VALUES integers of this rank
-        error : why this rank cannot take part; all ranks raise it then
-        message, remedy : of the MismatchError where ranks differ
+        call : str
+            What this rank does.
+        facts : tuple of (str, value)
+            Named values that must be the same on all ranks, hashable and of plain types.
+        values : sequence of int
+            At most consensus.VALUES integers of this rank.
+        error : Exception, optional
+            Why this rank cannot take part; all ranks raise it then.
+        message, remedy : str, optional
+            Of the MismatchError where ranks differ.
+
+        Returns
+        -------
+        ndarray of int64, shape (size, number of values)
+            Everybody's values.
+
+        Raises
+        ------
+        MismatchError
+            Where calls or facts differ; the same on all ranks.
         """
         ballot = Ballot(call, facts, error, message, remedy)
         table = ballot.cast(self, values)
         ballot.decide()
         return table
 
-    def gather(self, call: str, value, error: Exception | None = None) -> list:
+    def gather(self, call: str, value: Any, error: Exception | None = None) -> list[Any]:
         """Every rank's `value`, any picklable object, in rank order; raises on all ranks where one has an error."""
         content, error = _pickled(value, error)
         sizes = self.agree(call, values=[len(content)], error=error)[:, 0].tolist()
         return self._spread(content, sizes, call)
 
-    def broadcast(self, call: str, value, root: int = 0):
+    def broadcast(self, call: str, value: Any, root: int = 0) -> Any:
         """`value` of rank `root`, any picklable object, on every rank."""
         content, error = _pickled(value, None) if self.rank == root else (b"", None)
         size = int(self.agree(call, (("root", root),), [len(content)], error)[root, 0])
@@ -119,7 +147,7 @@ class Group:
         return value if self.rank == root else pickle.loads(buffer.tobytes())
 
     @contextmanager
-    def together(self, call: str):
+    def together(self, call: str) -> Iterator[None]:
         """Run the block on every rank; an error of any rank is raised on all of them at the block's end."""
         error = None
         try:
@@ -131,7 +159,7 @@ class Group:
         self.agree(call, error=error)
 
     def exchange(self, row: Sequence[int], what: str) -> np.ndarray:
-        """The rows of all ranks, int64 (size, 2 + VALUES): what agreements are made of. Begins a call."""
+        """The rows of all ranks, int64 of shape (size, 2 + VALUES); the base of every agreement. Begins a call."""
         self.begin()
         mine = np.zeros(2 + VALUES, np.int64)
         mine[: len(row)] = row
@@ -145,13 +173,14 @@ class Group:
             raise
         return table
 
-    def explain(self, entries: list, what: str) -> list:
-        """The lists of all ranks, joined in rank order; for calls in which all know that something is wrong."""
+    def explain(self, entries: list[Entry], what: str) -> list[Entry]:
+        """The entries of all ranks, in rank order; for calls in which all know that something is wrong."""
         content = dumps_anyhow(entries)
         sizes = self.exchange([len(content)], what)[:, 0].tolist()
         return [entry for block in self._spread(content, sizes, what) for entry in block]
 
-    def _spread(self, content: bytes, sizes: list[int], what: str) -> list:
+    def _spread(self, content: bytes, sizes: list[int], what: str) -> list[Any]:
+        """What every rank has pickled, where all know the `sizes` in bytes."""
         if self.size == 1:
             return [pickle.loads(content)]
         mine, table = np.zeros(max(sizes), np.uint8), np.empty((self.size, max(sizes)), np.uint8)
@@ -162,7 +191,7 @@ class Group:
 
     # -- waiting ------------------------------------------------------------------------------------------------
 
-    def begin(self):
+    def begin(self) -> None:
         """Count one more call of this group."""
         if self.closed or runtime.finalized(self.comm):
             raise ArgumentError(
@@ -174,13 +203,13 @@ class Group:
             raise heard(self.failure, remedy="start the job anew: an earlier call of these ranks has failed")
         self.presence.calls += 1
 
-    def wait(self, request, what=None, everyone: bool = False):
+    def wait(self, request: Testable, what: object = None, everyone: bool = False) -> None:
         """Wait for a request that belongs to the call under way."""
         wait(request, what, self, everyone)
 
     # -- communicators ------------------------------------------------------------------------------------------
 
-    def split(self, color: int, key: int, name: str):
+    def split(self, color: int, key: int, name: str) -> Communicator:
         """A communicator of the ranks with the same `color`, ordered by `key`, for others to use and to free."""
         self.agree(f"making the communicator {name!r}")
         return communicators.split(self.comm, color, key, name)
@@ -188,30 +217,30 @@ class Group:
     # -- failure and end ----------------------------------------------------------------------------------------
 
     @contextmanager
-    def failing(self, what: str):
-        """Whatever is raised within ends the life of this group, and is told to the peers."""
+    def failing(self, what: str) -> Iterator[None]:
+        """End the life of this group, and tell the peers, when anything is raised within."""
         try:
             yield
         except BaseException as error:
             self._fail_because(error, what)
             raise
 
-    def _fail_because(self, error, what):
+    def _fail_because(self, error: BaseException, what: str) -> None:
         self.fail(error, f"{runtime.whoami()} failed in {what}: {type(error).__name__}: {error}")
 
-    def fail(self, error: BaseException, text: str):
-        """Tell every other rank, once, that this one cannot go on for `error`. Returns without waiting."""
+    def fail(self, error: BaseException, text: str) -> None:
+        """Tell every other rank, once, that `error` keeps this one from going on. Returns without waiting."""
         if is_rank() and not self.closed and not runtime.finalized(self.comm):
             self.presence.fail(failure_of(error, text, self.world_rank))
         self._detach()
 
-    def read_notes(self):
-        """Take note of what peers say; never waits."""
+    def read_notes(self) -> None:
+        """Take in the notes of the peers; never waits."""
         self.presence.read()
         if self.failure is not None:
             self._detach()
 
-    def leave(self):
+    def leave(self) -> None:
         """At the end of the script: peers that still call must not wait for this rank. Returns without waiting.
 
         Once only. The rank goes on listening: other threads of it may not have ended.
@@ -221,16 +250,13 @@ class Group:
             calls = f"collective call {self.presence.calls}" if self.progress is None else self.progress()
             self.presence.leave(f"rank {self.rank} ({runtime.whoami()}) left the job after {calls}")
 
-    def _detach(self):
+    def _detach(self) -> None:
         with self.process.lock:
             if self in self.process.groups:
                 self.process.groups.remove(self)
 
-    def close(self):
-        """Free the communicator; collective, may be called twice.
-
-        After a failure it is kept: notes may be under way.
-        """
+    def close(self) -> None:
+        """Free the communicator; collective, may be called twice. After a failure it is kept for notes under way."""
         if self.closed or self.failure is not None:
             return
         self.agree("close")
@@ -243,8 +269,8 @@ class Group:
         self.comm.Free()
 
 
-def _pickled(value, error):
-    """(`value` in bytes, error): nothing where there is an error, an error where it cannot be pickled."""
+def _pickled(value: Any, error: Exception | None) -> tuple[bytes, Exception | None]:
+    """(`value` in bytes, error). No bytes where there is an error; an error where the value cannot be pickled."""
     if error is not None:
         return b"", error
     try:
@@ -254,9 +280,9 @@ def _pickled(value, error):
 
 
 class _Settled:
-    """The request that is complete once every note of a group that was sent has been received, and answered."""
+    """A request that is complete once every note of a group has been received, and answered."""
 
-    def __init__(self, presence, notes):
+    def __init__(self, presence: Presence, notes: int) -> None:
         self.presence, self.notes = presence, notes
 
     def Test(self) -> bool:

@@ -163,14 +163,14 @@ class Mailbox:
     def drop_buffers(self) -> None:
         """Drop all free buffers; their shapes will not come again."""
         self.slots.clear()
-        self.transport.forget()
+        self.transport.drop_buffers()
 
     def cancel(self) -> None:
         """Withdraw posted receives after a failure; the pipeline cannot be used any more."""
         for _, _, requests, _ in self.posted:
             for request in requests:
                 own(request).Cancel()
-        self.transport.abandon()
+        self.transport.abort()
         self._let_go()
 
     def __del__(self) -> None:

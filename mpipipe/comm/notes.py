@@ -1,6 +1,8 @@
 """Short notes between the ranks of a group, beside all other traffic: who failed, who left, who waits for whom.
 
-A note is a message of fixed size, small enough for every MPI to take at once, whether anybody receives it or not.
+A note is a message of fixed size, so small that every MPI takes it at once, whether anybody receives it or not. So
+telling others never waits, not even for a rank that is itself about to end. Notes travel on a communicator of their
+own, and whoever waits looks for them: see wait.py for when, and presence.py for what they mean together.
 """
 
 from __future__ import annotations
@@ -11,15 +13,16 @@ from typing import NamedTuple
 import numpy as np
 
 from mpipipe.comm.requests import own
+from mpipipe.comm.types import Communicator, Request
 
 NOTE_BYTES = 1024
-HEAD = 3  # kind, source, call
+HEAD = 3  # int64 numbers before the text: kind, source, call
 
 
 class Kind(IntEnum):
     """What a note says."""
 
-    FAILED = 0  # the sender cannot go on with this group; in place of the call, the number of the failure
+    FAILED = 0  # the sender cannot go on with this group; `call` is the number of the failure
     LEFT = 1  # the sender's script has ended after `call`
     WAITING = 2  # the sender waits for all ranks in `call`; goes to rank 0, which answers each with HERE
     HERE = 3  # rank 0 has come to `call`, too
@@ -27,7 +30,7 @@ class Kind(IntEnum):
 
 
 class Note(NamedTuple):
-    """A note, as it was received."""
+    """A note that was received."""
 
     kind: Kind
     source: int
@@ -38,13 +41,13 @@ class Note(NamedTuple):
 class Notes:
     """The notes of one rank on a private communicator, on which no other point-to-point message travels."""
 
-    def __init__(self, comm):
+    def __init__(self, comm: Communicator) -> None:
         self.comm = comm
-        self.sending: list = []
-        self.receiving: tuple | None = None  # (request, buffer) of a note that has arrived
+        self.sending: list[Request] = []
+        self.receiving: tuple[Request, np.ndarray] | None = None  # a note that has arrived, and its buffer
 
-    def send(self, peer: int, kind: Kind, call: int, text: str):
-        """Start sending; never waits."""
+    def send(self, peer: int, kind: Kind, call: int, text: str) -> None:
+        """Start sending; never waits. A text that is too long is cut."""
         note = np.zeros(NOTE_BYTES, np.uint8)
         note[: 8 * HEAD].view(np.int64)[:] = kind, self.comm.rank, call
         data = np.frombuffer(text.encode("utf-8", "backslashreplace")[: NOTE_BYTES - 8 * HEAD], np.uint8)
@@ -54,21 +57,21 @@ class Notes:
 
     def read(self) -> list[Note]:
         """All notes that have arrived; never waits."""
-        found = []
+        arrived = []
         while self.receiving is not None or self.comm.Iprobe():
             if self.receiving is None:
-                note = np.empty(NOTE_BYTES, np.uint8)
-                self.receiving = own(self.comm.Irecv(note)), note
+                buffer = np.empty(NOTE_BYTES, np.uint8)
+                self.receiving = own(self.comm.Irecv(buffer)), buffer
             request, note = self.receiving
             if not request.Test():
                 break
             self.receiving = None
             kind, source, call = note[: 8 * HEAD].view(np.int64).tolist()
             text = note[8 * HEAD :].tobytes().rstrip(b"\0").decode("utf-8", "replace")
-            found.append(Note(Kind(kind), source, call, text))
-        return found
+            arrived.append(Note(Kind(kind), source, call, text))
+        return arrived
 
-    def gone(self) -> bool:
-        """Whether all that was sent has gone."""
+    def all_sent(self) -> bool:
+        """Whether every note has left this rank."""
         self.sending = [request for request in self.sending if not request.Test()]
         return not self.sending

@@ -1,9 +1,21 @@
-"""What one rank of a group knows of the others: who has failed, who has left, who waits for whom, who is missing."""
+"""What one rank of a group knows of the others: who has failed, who has left, who waits for whom, who is missing.
+
+The ranks of a group make the same collective calls in the same order, and each counts its own: 1, 2, 3, ... A note
+names the call that it is about, so the receiver can compare it with its own count:
+
+- LEFT after call 7: a receiver in call 7 goes on, one in call 8 would wait for ever, and fails;
+- WAITING in call 8, sent to rank 0: rank 0 answers HERE once it has come to call 8. So rank 0 knows who is there, and
+  the others know whether rank 0 is. Whoever has not said WAITING is missing;
+- ELSEWHERE: see wait.Vigil, which finds two ranks that wait for each other in different groups.
+
+Only long waits send the last three kinds, each once a call, so the notes are few.
+"""
 
 from __future__ import annotations
 
 from mpipipe.comm.notes import Kind, Note, Notes
 from mpipipe.comm.process import Failure, Process
+from mpipipe.comm.types import Communicator
 
 LISTED = 8  # ranks that a text names
 
@@ -13,53 +25,68 @@ class Presence:
 
     Parameters
     ----------
-    comm : the group's private communicator, on which notes travel
-    members : rank in COMM_WORLD of each rank
-    process : state of this rank
+    comm : Communicator
+        The group's private communicator, on which notes travel.
+    members : tuple of int
+        Rank in COMM_WORLD of each rank.
+    process : Process
+        State of this rank.
 
     Attributes
     ----------
-    calls : collective calls of the group that this rank has begun
-    failure : process.Failure for which the group cannot be used any more, else None
-    elsewhere : a note of rank 0, which waits for this rank in a call that this rank may not have come to
-
-    A rank that has waited for long in a call tells rank 0 once, and rank 0 answers once it has come to that call too.
-    So rank 0 knows who is there, and the others know whether rank 0 is.
+    calls : int
+        Collective calls of the group that this rank has begun.
+    failure : Failure or None
+        Why the group cannot be used any more.
+    elsewhere : Note or None
+        From rank 0, which waits for this rank in a call that this rank may not have come to.
+    closing : bool
+        Whether notes of who waits are over.
+    left : dict
+        Rank -> (calls, text) of each rank whose script has ended.
+    sent, answers : int
+        Notes WAITING that this rank has sent to rank 0, and its answers.
+    received : int
+        On rank 0: notes WAITING of all others.
+    waiting : dict
+        On rank 0: rank -> (call, text) of the last of these.
+    unanswered : dict
+        On rank 0: rank -> call, of those still to be answered.
     """
 
-    def __init__(self, comm, members: tuple[int, ...], process: Process):
+    def __init__(self, comm: Communicator, members: tuple[int, ...], process: Process) -> None:
         self.notes, self.members, self.process = Notes(comm), members, process
         self.rank, self.size = comm.rank, comm.size
         self.calls = 0
-        self.closing = False  # no more notes of who waits
+        self.closing = False
         self.failure: Failure | None = None
         self.elsewhere: Note | None = None
-        self.left: dict[int, tuple[int, str]] = {}  # rank -> (calls, text)
-        self.told = self.told_elsewhere = 0  # calls for which such a note was sent
-        self.sent = self.answers = 0  # notes to rank 0, and answers of rank 0
-        self.received = 0  # on rank 0: notes of others that wait
-        self.waiting: dict[int, tuple[int, str]] = {}  # on rank 0: rank -> (call, text) of the last of these
-        self.unanswered: dict[int, int] = {}  # on rank 0: rank -> call
+        self.left: dict[int, tuple[int, str]] = {}
+        self.told = self.told_elsewhere = 0  # calls for which a note WAITING, or ELSEWHERE, was sent
+        self.sent = self.answers = 0
+        self.received = 0
+        self.waiting: dict[int, tuple[int, str]] = {}
+        self.unanswered: dict[int, int] = {}
 
-    def fail(self, failure: Failure):
+    def fail(self, failure: Failure) -> None:
         """Tell every other rank, once, that this one cannot go on. Returns without waiting."""
         with self.process.lock:
             if self.failure is None:
                 self.failure = failure
                 self._send_all(Kind.FAILED, failure.number, failure.text)
 
-    def leave(self, text: str):
+    def leave(self, text: str) -> None:
         """Tell every other rank that this one takes part in no call after the current one."""
         with self.process.lock:
             self._send_all(Kind.LEFT, self.calls, text)
 
-    def _send_all(self, kind, number, text):
+    def _send_all(self, kind: Kind, number: int, text: str) -> None:
         for peer in range(self.size):
             if peer != self.rank:
                 self.notes.send(peer, kind, number, text)
 
-    def read(self):
-        """Take note of what peers say; never waits."""
+    def read(self) -> None:
+        """Take in the notes that have arrived, and answer those that ask; never waits."""
         for note in self.notes.read():
             self._take(note)
         for peer, call in tuple(self.unanswered.items()):
@@ -72,7 +99,7 @@ class Presence:
                 self.fail(missed)
                 self.process.hear(missed)
 
-    def _take(self, note):
+    def _take(self, note: Note) -> None:
         if note.kind == Kind.FAILED:
             failed = Failure(note.call, note.text)
             self.failure = self.failure or failed
@@ -90,14 +117,14 @@ class Presence:
             self.elsewhere = note
 
     def settled(self, notes: int) -> bool:
-        """Whether all `notes` to rank 0 have been received and answered, and all that was sent has gone."""
+        """Whether all `notes` to rank 0 have been received and answered, and all that was sent has left."""
         self.read()
         complete = self.answers == self.sent if self.rank else self.received == notes
-        return complete and not self.unanswered and self.notes.gone()
+        return complete and not self.unanswered and self.notes.all_sent()
 
     # -- who is missing -----------------------------------------------------------------------------------------
 
-    def tell_leader(self, what: str):
+    def tell_leader(self, what: str) -> None:
         """Tell rank 0, once a call, that this rank waits for all others."""
         if self.rank == 0 or self.told == self.calls or self.closing:
             return
@@ -106,8 +133,8 @@ class Presence:
             self.sent += 1
             self.notes.send(0, Kind.WAITING, self.calls, what)
 
-    def tell_who_waits_here(self, mine: Presence, what: str):
-        """Tell one rank, which waits for this one in a call of this group, that this one waits for it in `mine`."""
+    def tell_who_waits_here(self, mine: Presence, what: str) -> None:
+        """Tell one rank that waits for this one in this group that this one waits for it in the group of `mine`."""
         for peer, call in self.unanswered.items():
             member = self.members[peer]
             if call > self.calls and member in mine.members and mine.told_elsewhere < mine.calls and not mine.closing:
@@ -115,7 +142,7 @@ class Presence:
                 mine.notes.send(mine.members.index(member), Kind.ELSEWHERE, mine.calls, what)
 
     def describe_missing(self) -> str:
-        """Which ranks have not come to the call under way, as far as this rank knows; else nothing."""
+        """Which ranks have not come to the call under way; "" where this rank does not know."""
         if self.rank > 0:
             return "" if self.answers == self.sent else "nothing was heard of rank 0"
         missing = [rank for rank in range(1, self.size) if self.waiting.get(rank, (0, ""))[0] < self.calls]
@@ -129,10 +156,10 @@ class Presence:
 
     def _who_waits_elsewhere(self) -> dict[int, str]:
         """World rank -> text, of the ranks that wait for this one in another group, and so must still do so."""
-        found = {}
+        texts = {}
         for group in self.process.groups:
-            other = group.presence
+            other: Presence = group.presence
             for peer, call in other.unanswered.items():
                 if call > other.calls:
-                    found[other.members[peer]] = other.waiting[peer][1]
-        return found
+                    texts[other.members[peer]] = other.waiting[peer][1]
+        return texts

@@ -1,6 +1,11 @@
-"""What one rank knows, whichever of its threads asks: its groups, news of other ranks, and what must progress.
+"""What one rank knows, whichever of its threads asks: its groups, failures of other ranks, and its engines.
 
-A rank is a process. In `comm.inprocess` it is a thread, which says so by `adopt`.
+A rank is a process. In `comm.inprocess` it is a thread, which says so by `adopt`. `here()` finds the state of the
+calling rank in both cases.
+
+    groups     every wait of this rank reads the notes of all of them
+    failures   what was heard of failures so far; a wait looks for news at the end of this list
+    engines    what advances only while somebody calls it; every wait calls the engines of its own thread
 """
 
 from __future__ import annotations
@@ -9,16 +14,20 @@ import itertools
 import os
 import threading
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from mpipipe.comm import launcher
+from mpipipe.comm.types import Engine
 
 YIELD_SECONDS = 2e-2  # how long a wait gives way to others before it sleeps: the time of a large message
 CROWDED_YIELD_SECONDS = 1e-3  # the same where ranks share cores, and another rank has better use for this one
 
 
 class Failure(NamedTuple):
-    """What a rank could not go on for; `number` is the same wherever it is heard of."""
+    """Why a rank could not go on; `number` is the same wherever it is heard of.
+
+    The number is positive for an error, and -1 minus the world rank for a rank that has left.
+    """
 
     number: int
     text: str
@@ -30,11 +39,24 @@ def failure_of(error: BaseException, text: str, world_rank: int) -> Failure:
     if not isinstance(known, Failure):
         known = Failure((world_rank + 1 << 32) + next(_count), text)
         with suppress(Exception):  # some classes of exceptions take no attributes
-            error.failure = known  # type: ignore[attr-defined]
+            error.failure = known  # type: ignore[attr-defined]  # any exception may carry it to the next group
     return known
 
 
 _count = itertools.count(1)
+
+
+class OpenGroup(Protocol):
+    """What a rank asks of each of its groups; comm.group.Group is one."""
+
+    @property
+    def presence(self) -> Any: ...  # comm.presence.Presence, which is built on this module
+
+    def read_notes(self) -> None: ...
+
+    def fail(self, error: BaseException, text: str) -> None: ...
+
+    def leave(self) -> None: ...
 
 
 class Process:
@@ -42,33 +64,42 @@ class Process:
 
     Attributes
     ----------
-    lock : held while notes are read
-    groups : open group.Group objects, whose notes every wait of this rank reads
-    engines : what must be called to advance -> the thread that uses it
-    failures : those heard of, in that order
-    left : world rank -> text, of the ranks whose script has ended
-    pipelines : built so far
-    patience : seconds that a wait gives way to others before it sleeps
+    lock : RLock
+        Held while notes are read.
+    groups : list of group.Group
+        The open groups.
+    engines : dict
+        Engine -> the thread that uses it.
+    failures : list of Failure
+        Those heard of, in that order, each once.
+    left : dict
+        World rank -> text, of the ranks whose script has ended.
+    pipelines : int
+        Pipelines built so far.
+    alone : bool
+        Whether this rank is a thread.
+    patience : float
+        Seconds that a wait gives way to others before it sleeps.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.groups: list[Any] = []
-        self.engines: dict[Any, int] = {}
+        self.groups: list[OpenGroup] = []
+        self.engines: dict[Engine, int] = {}
         self.failures: list[Failure] = []
         self.left: dict[int, str] = {}
-        self.numbers: set[int] = set()  # of the failures
         self.pipelines = 0
-        self.alone = False  # a thread that is a rank
+        self.alone = False
         self.patience = CROWDED_YIELD_SECONDS if launcher.oversubscribed() else YIELD_SECONDS
+        self._known: set[int] = set()  # numbers of `failures`
 
-    def hear(self, failure: Failure):
-        """A peer has failed: every wait under way on this rank ends. News of a failure that is known ends nothing."""
-        if failure.number not in self.numbers:
-            self.numbers.add(failure.number)
+    def hear(self, failure: Failure) -> None:
+        """Take note that a peer has failed: every wait under way on this rank ends. A known failure ends nothing."""
+        if failure.number not in self._known:
+            self._known.add(failure.number)
             self.failures.append(failure)
 
-    def drive(self):
+    def drive(self) -> None:
         """Let the engines of this thread advance."""
         thread = threading.get_ident()
         for engine, owner in tuple(self.engines.items()):
@@ -77,7 +108,7 @@ class Process:
 
     @property
     def single_threaded(self) -> bool:
-        """Whether this thread does all that this rank does; daemon threads, as of progress bars, do not count."""
+        """Whether this thread does all that this rank does. Daemon threads, as of progress bars, do not count."""
         here = threading.current_thread()
         return self.alone or all(thread is here or thread.daemon for thread in threading.enumerate())
 
@@ -87,17 +118,17 @@ _local = threading.local()
 
 
 def here() -> Process:
-    """The state of this rank."""
-    own = getattr(_local, "process", None)
-    if own is not None:
-        return own
+    """The state of the calling rank."""
+    adopted: Process | None = getattr(_local, "process", None)
+    if adopted is not None:
+        return adopted
     if not _processes:
         _processes.append(Process())
     return _processes[0]
 
 
-def adopt(process: Process):
-    """The calling thread is a rank of its own from now on, with this state."""
+def adopt(process: Process) -> None:
+    """Make the calling thread a rank of its own, with this state."""
     process.alone = True
     _local.process = process
 
@@ -110,11 +141,11 @@ def is_rank() -> bool:
 _pid = os.getpid()
 
 
-def register_progress(engine):
-    """Call `engine.progress()` in every wait of this thread, until `unregister_progress`: a peer may wait for it."""
+def register_progress(engine: Engine) -> None:
+    """Call `engine.progress()` in every wait of this thread, until `unregister_progress`: a peer may depend on it."""
     here().engines[engine] = threading.get_ident()
 
 
-def unregister_progress(engine):
+def unregister_progress(engine: Engine) -> None:
     """End `register_progress`."""
     here().engines.pop(engine, None)

@@ -1,51 +1,61 @@
-"""The owner of MPI requests: memory that MPI may still touch outlives everybody who forgets it.
+"""The owner of MPI requests: memory that MPI may still touch outlives everybody who drops it.
 
-A request that is dropped before it is complete, because a wait raised for example, would free its buffers while a
-message is still on its way into them. `own` makes that impossible: an incomplete request that loses its last reference
-is kept for the rest of the process, and its buffers with it. Python clears module globals before mpi4py finalizes MPI,
-which still moves messages, so what is kept has a reference that nothing ever gives back.
+The danger: a wait raises, the request goes out of scope, and Python frees its buffer while a message is still on its
+way into it. MPI then writes into memory that belongs to somebody else.
+
+The cure: every request goes through `own`. An owned request that loses its last reference before it is complete is
+kept for the rest of the process, and its buffers with it. A list in this module could not do that: Python clears the
+globals of modules before mpi4py finalizes MPI, and MPI still moves messages in between. So the request gets one more
+reference that nothing ever gives back.
 """
 
 from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-_types: list[type] = []
+from mpipipe.comm.types import Request
+
+AnyRequest = TypeVar("AnyRequest", bound=Request)
+_types: list[Any] = []  # (class of MPI requests, class of owned requests), once MPI is loaded
 
 
-def own(request, *buffers):
+def own(request: AnyRequest, *buffers: object) -> AnyRequest:
     """`request`, which from now on keeps itself and `buffers` alive until it tests true.
 
     Parameters
     ----------
-    request : what a non-blocking MPI call returned; it holds the buffers that mpi4py was given. Requests of ranks that
-        are threads of one process come back as they are.
-    buffers : owners of memory that mpi4py knows by its address only, such as device arrays
+    request : Request
+        What a non-blocking MPI call returned; it holds the buffers that mpi4py was given. Other requests, such as
+        those of ranks that are threads, come back as they are.
+    buffers : object
+        Owners of memory that mpi4py knows only by its address, such as device arrays.
     """
     if "mpi4py.MPI" not in sys.modules:  # ranks in one process need no MPI, and must not load it
         return request
-    kind = _owned()
-    if not isinstance(request, kind.__base__):
+    if not _types:
+        _types.append(_make_types())
+    plain, owning = _types[0]
+    if not isinstance(request, plain):
         return request
-    owned = kind(request)
+    owned = owning(request)
     if buffers:
         owned.buffers = buffers
     return owned
 
 
-def _owned() -> type:
-    if not _types:
-        _types.append(_make_type())
-    return _types[0]
-
-
-def keep_forever(thing, _increment=ctypes.pythonapi.Py_IncRef, _object=ctypes.py_object):
+def keep_forever(
+    thing: object,
+    _increment: Callable[[Any], None] = ctypes.pythonapi.Py_IncRef,
+    _object: Callable[[object], Any] = ctypes.py_object,
+) -> None:
     """Never free `thing`, not even when the interpreter ends."""
-    _increment(_object(thing))
+    _increment(_object(thing))  # arguments, since the names of this module are gone by the end
 
 
-def _make_type() -> type:
+def _make_types() -> tuple[type, type]:
     from mpi4py import MPI
 
     class Owned(MPI.Request):
@@ -53,14 +63,14 @@ def _make_type() -> type:
 
         __slots__ = ("buffers",)
 
-        def Cancel(self):
+        def Cancel(self) -> None:
             """Withdraw a receive; where MPI agrees, the request is complete."""
             if self and not self.Test():
                 super().Cancel()
                 self.Test()
 
-        def __del__(self, keep_forever=keep_forever):
+        def __del__(self, keep_forever: Callable[[object], None] = keep_forever) -> None:
             if self:  # not MPI.REQUEST_NULL: MPI has not said that it is complete
                 keep_forever(self)
 
-    return Owned
+    return MPI.Request, Owned

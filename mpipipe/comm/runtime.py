@@ -1,13 +1,20 @@
-"""MPI as this process finds it: the library, COMM_WORLD, and what communicators are made of."""
+"""MPI as this process finds it: the library, COMM_WORLD, and which library stands behind a communicator.
+
+mpi4py is imported when the first communicator is asked for, never by `import mpipipe`: a login node may have no MPI.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
 import sys
+from types import ModuleType
+from typing import TypeGuard
 
+from mpipipe.comm import excepthook, inprocess
 from mpipipe.comm.launcher import refuse_singleton
-from mpipipe.comm.settings import integer_setting
+from mpipipe.comm.settings import TAG_UB, integer_setting
+from mpipipe.comm.types import Communicator, MpiCommunicator
 from mpipipe.errors import ArgumentError, BackendError
 
 INSTALL = (
@@ -16,8 +23,14 @@ INSTALL = (
 )
 
 
-def mpi():
-    """The module mpi4py.MPI, initialised on first use. Raises BackendError where MPI is missing."""
+def mpi() -> ModuleType:
+    """The module mpi4py.MPI, initialised on first use.
+
+    Raises
+    ------
+    BackendError
+        Where MPI cannot be loaded, is not initialised, or is finalized already.
+    """
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -32,27 +45,51 @@ def mpi():
     return MPI
 
 
-def world():
-    """COMM_WORLD. Raises LaunchError for a lone process of a job that was launched as several."""
-    from mpipipe.comm import abort
+def world() -> MpiCommunicator:
+    """Return COMM_WORLD, and let an exception that ends this rank's script end the whole job from now on.
 
-    comm = mpi().COMM_WORLD
+    MPI itself would let the other ranks wait for ever when the script of one ends with an exception. The first call
+    installs an exception hook that ends the job by MPI_Abort; an interactive session is left alone. See
+    `comm.abort.run_or_abort` for programs that are to end in order, with one report.
+
+    Returns
+    -------
+    mpi4py.MPI.Intracomm
+        All ranks of the job.
+
+    Raises
+    ------
+    BackendError
+        Where there is no MPI.
+    LaunchError
+        In a lone process of a job that was launched as several.
+
+    Examples
+    --------
+    >>> from mpipipe.comm import runtime
+    >>> comm = runtime.world()
+    >>> 0 <= comm.rank < comm.size
+    True
+    """
+    library = mpi()
+    comm = library.COMM_WORLD
     if comm.size == 1:
         refuse_singleton(os.environ)
-    abort.end_job_with_script()
+    else:
+        excepthook.install(library)
     return comm
 
 
-def resolve(comm=None):
+def resolve(comm: Communicator | None = None) -> Communicator:
     """`comm`, or COMM_WORLD when it is None. Raises ArgumentError for what is no communicator of one group of ranks."""
     if comm is None:
         return world()
-    if hasattr(comm, "store"):  # ranks in one process
+    if in_process(comm):
         return comm
-    everyone = world()
-    if not isinstance(comm, mpi().Comm):
+    everyone, library = world(), mpi()
+    if not isinstance(comm, library.Comm):
         raise ArgumentError("comm", found=type(comm).__name__, expected="a communicator of mpi4py, or None")
-    if comm == mpi().COMM_NULL:
+    if comm == library.COMM_NULL:
         raise ArgumentError(
             "comm",
             found="COMM_NULL",
@@ -66,18 +103,35 @@ def resolve(comm=None):
     return comm
 
 
-def tag_upper_bound(comm) -> int:
+# -- what stands behind a communicator --------------------------------------------------------------------------------
+
+
+def in_process(comm: object) -> TypeGuard[inprocess.Communicator]:
+    """Whether the ranks of `comm` are threads of this process, so that there is no MPI behind it."""
+    return isinstance(comm, inprocess.Communicator)
+
+
+def library_of(comm: Communicator) -> ModuleType:
+    """The module with the constants that the methods of `comm` take: mpi4py.MPI, or `comm.inprocess`."""
+    return inprocess if in_process(comm) else mpi()
+
+
+def tag_upper_bound(comm: Communicator) -> int:
     """The largest tag that `comm` takes; MPIPIPE_TAG_UB lowers it (MPI promises no more than 32 767)."""
-    bound = getattr(comm, "tag_ub", None)
-    if bound is None:  # an attribute of COMM_WORLD; Open MPI does not hand it on to communicators made by Split
-        bound = comm.Get_attr(mpi().TAG_UB) or mpi().COMM_WORLD.Get_attr(mpi().TAG_UB)
-    return min(bound, integer_setting("MPIPIPE_TAG_UB", bound))
+    library = library_of(comm)
+    bound = comm.Get_attr(library.TAG_UB)
+    if not bound:  # Open MPI does not hand it on to communicators made by Split
+        bound = library.COMM_WORLD.Get_attr(library.TAG_UB)
+    return min(bound, integer_setting(TAG_UB.name, bound))
 
 
-def in_place(comm):
-    """The marker for in-place collectives on `comm`."""
-    own = getattr(comm, "IN_PLACE", None)
-    return own if own is not None else mpi().IN_PLACE
+def finalized(comm: Communicator) -> bool:
+    """Whether it is too late to send anything on `comm`."""
+    if in_process(comm):
+        return False
+    from mpi4py import MPI  # not mpi(), which raises where the answer is yes
+
+    return MPI.Is_finalized()
 
 
 def whoami() -> str:
@@ -85,12 +139,3 @@ def whoami() -> str:
     mpi4py = sys.modules.get("mpi4py.MPI")
     rank = "a rank" if mpi4py is None else f"world rank {mpi4py.COMM_WORLD.rank}"
     return f"{rank} on {socket.gethostname()}"
-
-
-def finalized(comm) -> bool:
-    """Whether it is too late to send anything on `comm`."""
-    if hasattr(comm, "tag_ub"):  # ranks in one process
-        return False
-    from mpi4py import MPI
-
-    return MPI.Is_finalized()

@@ -1,46 +1,138 @@
-"""What environment variables ask of this package; those of messages and waits."""
+"""The environment variables of this package, as one table, and the values of those that this room reads.
+
+A variable that is empty counts as not set. `check_settings` refuses a value without a meaning, at a place where all
+ranks can hear of it; so the functions that read a variable in the middle of a wait need not.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from mpipipe.errors import ArgumentError
 
 
-def timeout() -> float | None:
-    """MPIPIPE_TIMEOUT: seconds after which a wait gives up; None where there is no limit (not set, empty, or 0).
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable.
 
-    None for nonsense, too: what refuses that is `check_settings`, where all ranks can hear of it.
+    Attributes
+    ----------
+    name : str
+    meaning : str
+        What it sets, in one sentence.
+    values : str
+        What it may be set to, in words.
+    default : str
+        What holds where it is not set, in words.
+    accepts : callable, optional
+        Says of a text whether it is one of `values`. None where the code that reads the variable refuses the rest.
     """
+
+    name: str
+    meaning: str
+    values: str
+    default: str
+    accepts: Callable[[str], bool] | None = None
+
+    def check(self, text: str | None) -> None:
+        """Raise ArgumentError for a text that has no meaning; none and an empty one mean that it is not set."""
+        if text and self.accepts is not None and not self.accepts(text):
+            raise ArgumentError(f"environment variable {self.name}", found=repr(text), expected=self.values)
+
+
+def _seconds(text: str) -> float | None:
+    """A finite number of seconds above 0, else None."""
     try:
-        seconds = float(os.environ.get("MPIPIPE_TIMEOUT") or "0")
+        seconds = float(text)
     except ValueError:
         return None
     return seconds if 0 < seconds < float("inf") else None
 
 
-def check_settings():
-    """Raise ArgumentError for an environment variable of this package that has no meaning."""
-    text = os.environ.get("MPIPIPE_TIMEOUT") or "0"
-    if timeout() is None and not text.strip("0.") == "":
-        raise ArgumentError(
-            "environment variable MPIPIPE_TIMEOUT", found=repr(text), expected="a number of seconds; 0 for no limit"
-        )
-    switches = ("MPIPIPE_SYNC_SENDS", 0, 1), ("MPIPIPE_GPU_DIRECT", 0, 1)
-    for name, least, most in (("MPIPIPE_TAG_UB", 1, 1 << 62), *switches):
-        value = integer_setting(name, most)
-        if not least <= value <= most:
-            expected = f"{least} or {most}" if most - least == 1 else f"an integer of at least {least}"
-            raise ArgumentError(f"environment variable {name}", found=repr(value), expected=expected)
+def _is_limit(text: str) -> bool:
+    return _seconds(text) is not None or text.strip("0.") == ""
+
+
+def _is_count(text: str) -> bool:
+    try:
+        return 1 <= int(text) <= 1 << 62
+    except ValueError:
+        return False
+
+
+def _is_switch(text: str) -> bool:
+    return text in ("0", "1")
+
+
+TIMEOUT = Variable(
+    "MPIPIPE_TIMEOUT",
+    "Seconds after which a rank that waits raises StallError.",
+    "a number of seconds; 0 for no limit",
+    "no limit",
+    _is_limit,
+)
+TAG_UB = Variable(
+    "MPIPIPE_TAG_UB",
+    "Lowers the largest tag of a message, the same on all ranks: for tests.",
+    "an integer of at least 1",
+    "the largest tag that MPI takes",
+    _is_count,
+)
+SYNC_SENDS = Variable(
+    "MPIPIPE_SYNC_SENDS",
+    "1 makes every send complete only once it is received: for tests and for finding faults.",
+    "0 or 1",
+    "0",
+    _is_switch,
+)
+GPU_DIRECT = Variable(
+    "MPIPIPE_GPU_DIRECT",
+    "1 hands device memory to MPI, 0 sends it through pinned host memory.",
+    "0 or 1",
+    "by evidence: see comm/transport/gpu_aware.py",
+    _is_switch,
+)
+ATTENTION = Variable(
+    "MPIPIPE_ATTENTION",
+    "The library that computes attention; a choice for one kind of device leaves the other at its default.",
+    "host, torch, cudnn or cupy",
+    "host on a CPU; on a GPU cudnn where it is installed and does such arrays, else cupy",
+)
+DETERMINISTIC = Variable(
+    "MPIPIPE_DETERMINISTIC",
+    "1 asks cuDNN's attention for the same bits in every run, which takes more time and memory.",
+    "0 or 1",
+    "0",
+)
+MPIEXEC = Variable(
+    "MPIPIPE_MPIEXEC",
+    "The launcher, with options if any, that `python -m mpipipe info --probe` starts its job with.",
+    "a command",
+    "the mpiexec beside the MPI library or beside Python",
+)
+VARIABLES = (TIMEOUT, TAG_UB, SYNC_SENDS, GPU_DIRECT, ATTENTION, DETERMINISTIC, MPIEXEC)
+
+
+def check_settings() -> None:
+    """Raise ArgumentError for an environment variable of this package whose value has no meaning."""
+    for variable in VARIABLES:
+        variable.check(os.environ.get(variable.name))
+
+
+def timeout() -> float | None:
+    """MPIPIPE_TIMEOUT in seconds; None where there is no limit, and for a value that `check_settings` refuses."""
+    return _seconds(os.environ.get(TIMEOUT.name) or "0")
 
 
 def synchronous_sends() -> bool:
-    """MPIPIPE_SYNC_SENDS=1 makes every send complete only once it is received: for tests and for finding faults."""
-    return bool(integer_setting("MPIPIPE_SYNC_SENDS", 0))
+    """Whether MPIPIPE_SYNC_SENDS asks for synchronous sends. Raises ArgumentError for what is no integer."""
+    return bool(integer_setting(SYNC_SENDS.name, 0))
 
 
 def integer_setting(name: str, default: int) -> int:
-    """The integer in environment variable `name`; raises ArgumentError for anything else."""
+    """The integer in environment variable `name`. Raises ArgumentError for anything else."""
     text = os.environ.get(name)
     if not text:
         return default

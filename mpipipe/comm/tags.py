@@ -6,12 +6,14 @@ ranks shares are counted 0, 1, ..., so that the code
 
     code = ((edge index * M + micro-batch) * 2 + direction) * 2 + part
 
-is the same at both ends (the chunk number is not: it differs by one where the pipeline wraps around) and unique on
-that pair. MPI promises tags up to 32 767 only; codes above TAG_UB go to further communicators ("channels"),
-(channel, tag) = divmod(code, TAG_UB + 1), and nothing is ever truncated.
+is the same at both ends and unique on that pair. (The number of the chunk is not the same at both ends: it differs by
+one where the pipeline wraps around.) MPI promises tags up to 32 767 only. Codes above TAG_UB go to further
+communicators, called channels: (channel, tag) = divmod(code, TAG_UB + 1). Nothing is ever truncated.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from mpipipe.errors import ArgumentError
 
@@ -25,12 +27,20 @@ class Tags:
 
     Parameters
     ----------
-    placement : rank of each logical stage
-    microbatches : M
-    tag_ub : the largest tag that the communicator takes
+    placement : sequence of int
+        Rank of each logical stage.
+    microbatches : int
+        M.
+    tag_ub : int
+        The largest tag that the communicator takes.
+
+    Attributes
+    ----------
+    channels : int
+        How many communicators the tags need.
     """
 
-    def __init__(self, placement, microbatches: int, tag_ub: int):
+    def __init__(self, placement: Sequence[int], microbatches: int, tag_ub: int) -> None:
         self.microbatches = microbatches
         self.base = tag_ub + 1
         self.index = _edge_indices(placement)
@@ -50,7 +60,7 @@ class Tags:
         return divmod(code, self.base)
 
 
-def _edge_indices(placement) -> dict[int, int]:
+def _edge_indices(placement: Sequence[int]) -> dict[int, int]:
     """For each edge between different ranks: how many edges before it join the same two ranks."""
     counts: dict[tuple[int, int], int] = {}
     indices = {}

@@ -1,8 +1,18 @@
 """The one loop in which ranks wait, for whatever it is.
 
-A rank that waits reads the notes of all its groups: one that says that a peer has failed, or has left before the call
-that this rank is in, ends the wait with PeerError. After a while the rank tells rank 0 of its group that it waits, so
-that a warning after a minute, and the error at the limit MPIPIPE_TIMEOUT, can say who is missing.
+    poll        100 times at once, for small messages
+    give way    poll and yield the core, for some milliseconds
+    keep vigil  poll, look around, sleep 50 microseconds, and so on
+
+No rank waits inside MPI, where it could neither hear of a failure nor give up. While it keeps vigil, a rank
+
+- reads the notes of all its groups: one that says that a peer has failed, or has left before the call that this rank
+  is in, ends the wait with PeerError;
+- after TELL_SECONDS tells rank 0 of its group that it waits, so that rank 0 knows who is missing;
+- after WARNING_SECONDS logs what it waits for, and who is missing;
+- after MPIPIPE_TIMEOUT seconds, where that is set, raises StallError.
+
+Every poll also lets this thread's engines advance (process.register_progress): the peer may be waiting for one of them.
 """
 
 from __future__ import annotations
@@ -10,13 +20,18 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 from mpipipe.comm import runtime, settings
-from mpipipe.comm.process import Failure, Process, here
-from mpipipe.errors import MismatchError, PeerError, StallError
+from mpipipe.comm.consensus import heard
+from mpipipe.comm.presence import Presence
+from mpipipe.comm.process import Failure, OpenGroup, Process, here
+from mpipipe.comm.types import Testable
+from mpipipe.errors import MismatchError, StallError
 
 logger = logging.getLogger("mpipipe")
-SPIN_POLLS = 100  # poll so often at once: some tens of microseconds, the time of a small message
+SPIN_POLLS = 100  # polls without a pause: some tens of microseconds, the time of a small message
 PAUSE_SECONDS = 5e-5  # between polls once the wait has become long; short beside any real stage
 TELL_SECONDS = 2.0  # then a waiting rank tells rank 0 that it waits
 WARNING_SECONDS = 60.0
@@ -24,18 +39,47 @@ GRACE_SECONDS = 3.0  # rank 0 knows most about who is missing: at the limit it s
 SPOKESMEN = 4  # ranks that warn where rank 0 is missing: not all of thousands
 
 
-def wait(request, what=None, group=None, everyone: bool = False):
+class WaitingGroup(OpenGroup, Protocol):
+    """What a wait asks of the group whose call it belongs to; comm.group.Group is one."""
+
+    @property
+    def presence(self) -> Presence: ...
+
+    @property
+    def process(self) -> Process: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def failure(self) -> Failure | None: ...
+
+    @property
+    def related(self) -> Sequence[WaitingGroup]: ...
+
+
+def wait(request: Testable, what: object = None, group: WaitingGroup | None = None, everyone: bool = False) -> None:
     """Return once `request` tests true.
 
     Parameters
     ----------
-    request : anything with `Test()`
-    what : what the rank waits for, as text or something with a text
-    group : the group.Group whose call this wait belongs to, where there is one
-    everyone : whether all ranks of the group must come for the request to complete
+    request : Testable
+        Anything with `Test()`.
+    what : object
+        What the rank waits for, as text or something with a text.
+    group : group.Group, optional
+        The group whose call this wait belongs to.
+    everyone : bool
+        Whether all ranks of the group must come for the request to complete.
 
-    Raises PeerError when a note of failure comes first, in any group of this rank; MismatchError where ranks wait for
-    each other in different calls; StallError after MPIPIPE_TIMEOUT seconds where that is set.
+    Raises
+    ------
+    PeerError
+        When a note of failure comes first, in any group of this rank.
+    MismatchError
+        Where ranks wait for each other in different calls.
+    StallError
+        After MPIPIPE_TIMEOUT seconds, where that is set.
     """
     process = here() if group is None else group.process
     test = _driving(process, request.Test) if process.engines else request.Test
@@ -53,10 +97,10 @@ def wait(request, what=None, group=None, everyone: bool = False):
         time.sleep(PAUSE_SECONDS)
 
 
-def _driving(process, test):
+def _driving(process: Process, test: Callable[[], bool]) -> Callable[[], bool]:
     """`test`, with the progress of this thread's engines before it."""
 
-    def drive_and_test():
+    def drive_and_test() -> bool:
         process.drive()
         return test()
 
@@ -68,16 +112,29 @@ class Vigil:
 
     Parameters
     ----------
-    process : of this rank
-    what, group, everyone : as for `wait`
-    start : time.perf_counter() at its beginning
-    absent : world ranks without which this wait cannot end, of which nothing but their end will ever be heard
-    grace : seconds that the wait may still last once such a rank has left, for what it has sent before
+    process : Process
+        Of this rank.
+    what, group, everyone
+        As for `wait`.
+    start : float, optional
+        time.perf_counter() at the beginning of the wait; now, where it is not given.
+    absent : iterable of int
+        World ranks without which this wait cannot end, and which can tell of nothing but their end.
+    grace : float
+        Seconds that the wait may still last once such a rank has left, for what the rank has sent before.
     """
 
     def __init__(
-        self, process: Process, what, group=None, everyone=False, start: float | None = None, absent=(), grace=0.0
-    ):
+        self,
+        process: Process,
+        what: object,
+        group: WaitingGroup | None = None,
+        everyone: bool = False,
+        start: float | None = None,
+        *,
+        absent: Iterable[int] = (),
+        grace: float = 0.0,
+    ) -> None:
         self.process, self.what, self.group, self.everyone = process, what, group, everyone
         self.start = time.perf_counter() if start is None else start
         self.absent, self.grace = frozenset(absent), grace
@@ -87,8 +144,8 @@ class Vigil:
         self.limit = settings.timeout()
         self.tell_after = TELL_SECONDS if self.limit is None else min(TELL_SECONDS, self.limit / 3)
 
-    def look(self):
-        """Read notes, and raise what they or the clock ask for."""
+    def look(self) -> None:
+        """Read notes; raise where they or the clock end the wait."""
         process, group = self.process, self.group
         with process.lock:
             for each in tuple(process.groups):
@@ -100,15 +157,18 @@ class Vigil:
             if waited - self.absent_since >= self.grace:
                 raise heard(Failure(-1 - rank, process.left[rank]))
         if waited > self.tell_after and group is not None:
-            self._tell_others()
+            self._tell_others(group)
         if self.limit is not None and waited > self.limit:
-            self._give_up(waited)
+            self._give_up(waited, self.limit)
         if waited > WARNING_SECONDS and not self.warned:
             self.warned = True
             self._warn()
 
-    def _listen(self):
-        """Raise for a failure that was heard of: any, on a rank with one thread; else those that this wait is about."""
+    def _listen(self) -> None:
+        """Raise for a failure that was heard of.
+
+        On a rank with one thread any failure ends the wait, else those of the wait's own group and of related ones.
+        """
         group, news = self.group, self.process.failures[self.heard :]
         if news and (group is None or self.process.single_threaded):
             raise heard(next((failure for failure in news if failure.number > 0), news[0]))  # failed, rather than left
@@ -117,24 +177,25 @@ class Vigil:
                 if each.failure is not None:
                     raise heard(each.failure)
 
-    def _tell_others(self):
+    def _tell_others(self, group: WaitingGroup) -> None:
         if self.everyone:
-            self.group.presence.tell_leader(str(self.what))
+            group.presence.tell_leader(str(self.what))
         if self.process.single_threaded:
-            self._look_for_a_circle()
+            self._look_for_a_circle(group)
 
-    def _look_for_a_circle(self):
-        """Two ranks of one thread each that wait for each other in different groups would wait for ever.
+    def _look_for_a_circle(self, mine: WaitingGroup) -> None:
+        """Raise MismatchError where this rank and another wait for each other in different groups.
 
-        Rank 0 of a group knows who waits in it. While it waits in another group itself, it tells one of those, who can
-        be sure then: rank 0 will not come before it has come itself, and the other way round.
+        With one thread each they would wait for ever. Rank 0 of group A knows who waits in A. While rank 0 itself
+        waits in group B, it tells one of those ranks so, by a note in B. If that rank has not come to this call of B,
+        each of the two waits for the other.
         """
         for group in tuple(self.process.groups):
-            if group is self.group:
+            if group is mine:
                 continue
-            there = group.presence
+            there: Presence = group.presence
             if self.everyone:
-                there.tell_who_waits_here(self.group.presence, str(self.what))
+                there.tell_who_waits_here(mine.presence, str(self.what))
             note = there.elsewhere
             if note is not None and note.call > there.calls:
                 error = MismatchError(
@@ -148,43 +209,35 @@ class Vigil:
                 raise error
 
     def _missing(self) -> str:
-        """Who is missing, where that can be known; else nothing."""
+        """Who is missing; "" where that cannot be known."""
         if self.group is None or not self.everyone:
             return ""
         return self.group.presence.describe_missing()
 
-    def _warn(self):
+    def _warn(self) -> None:
         group, missing = self.group, self._missing()
         if self.everyone and group is not None and group.rank > 0 and (not missing or group.rank >= SPOKESMEN):
             return  # rank 0 is there and knows more, or others say the same
         text = f"; {missing}" if missing else ""
         logger.warning("%s has waited %d s for %s%s", runtime.whoami(), WARNING_SECONDS, self.what, text)
 
-    def _give_up(self, waited):
+    def _give_up(self, waited: float, limit: float) -> None:
         missing = self._missing()
         patience = GRACE_SECONDS if self.everyone and self.group is not None and self.group.rank > 0 else 0
-        if waited > self.limit + patience:
+        if waited > limit + patience:
             raise StallError(
-                f"nothing came within {self.limit:g} s",
+                f"nothing came within {limit:g} s",
                 rank=None if self.group is None else self.group.rank,
                 found=f"waiting for {self.what}" + (f"; {missing}" if missing else ""),
                 remedy="look at what the other ranks do; MPIPIPE_TIMEOUT sets this limit",
             )
 
 
-def heard(failure: Failure, remedy=None) -> PeerError:
-    """The error of a rank that has heard of a failure, which another rank reports."""
-    error = PeerError(failure.text, remedy=remedy)
-    error.reported_elsewhere = True
-    error.failure = failure
-    return error
+def wait_for_ranks(request: Testable, what: str, members: Iterable[int], grace: float = 0.0) -> None:
+    """As `wait`, before there is a group: while the world ranks `members` make a communicator together.
 
-
-def wait_for_ranks(request, what, members, grace: float = 0.0):
-    """As `wait`, before there is a group: while these world ranks make a communicator together.
-
-    Nobody can send a note on a communicator that is not there yet, so nothing is known of who is missing, unless a rank
-    says on another one that its script has ended; then the wait ends after `grace` seconds.
+    Nobody can send a note on a communicator that does not exist yet. So nothing is known of who is missing, until one
+    of these ranks says in another group that its script has ended. Then the wait ends after `grace` seconds.
     """
     process = here()
     test = _driving(process, request.Test) if process.engines else request.Test

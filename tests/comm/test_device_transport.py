@@ -259,22 +259,22 @@ def test_no_message_waits_for_pinned_memory_that_another_holds(gpu, comm, monkey
         transport.retire(received)
     finish(*sends)
     settle(transport)
-    for slots in (transport.out_slots, transport.in_slots):
-        assert slots.used == 0
-        assert sum(map(len, slots.free.values())) <= 13  # one for each message, and the ring
+    for pool in (transport.out_pool, transport.in_pool):
+        assert pool.used == 0
+        assert sum(map(len, pool.free.values())) <= 13  # one for each message, and the ring
     transport.close()
 
 
-def test_pages_beyond_the_first_are_limited(gpu):
-    slots = PinnedPool(limit=4 * SMALLEST)
-    first = [slots.take(1, first=True) for _ in range(3)]
-    assert slots.take(SMALLEST, first=False) is not None
-    assert slots.take(8, first=False) is None
-    more = slots.take(SMALLEST + 1, first=True)
+def test_buffers_beyond_the_first_are_limited(gpu):
+    pool = PinnedPool(limit=4 * SMALLEST)
+    first = [pool.take(1, first=True) for _ in range(3)]
+    assert pool.take(SMALLEST, first=False) is not None
+    assert pool.take(8, first=False) is None
+    more = pool.take(SMALLEST + 1, first=True)
     assert more.size == 2 * SMALLEST
-    for page in [*first, more]:
-        slots.give(page)
-    assert slots.take(2 * SMALLEST, first=False) is more, "pages are used again"
+    for buffer in [*first, more]:
+        pool.give(buffer)
+    assert pool.take(2 * SMALLEST, first=False) is more, "buffers are used again"
 
 
 # -- the two rules, kept and broken -----------------------------------------------------------------------------------
@@ -362,7 +362,7 @@ def test_broken_a_receive_that_does_not_wait_for_its_copies(gpu, comm, unrecorde
     transport.close()
 
 
-def test_broken_a_page_that_is_used_again_before_its_copy_is_done(gpu, comm, unrecorded):
+def test_broken_a_buffer_that_is_used_again_before_its_copy_is_done(gpu, comm, unrecorded):
     class Careless(StagedTransport):
         def progress(self):
             self.returned = type(self.returned)((unrecorded, *rest) for _, *rest in self.returned)
@@ -532,7 +532,7 @@ def test_sums_of_device_buffers_equal_those_of_host_buffers(gpu, comm, monkeypat
     queue = pending[0].queue
     for k in np.random.default_rng(comm.rank).permutation(len(flats)):  # each rank looks at them in its own order
         wait(pending[k])
-    assert gpu.synchronisations == [] and queue.pages <= allreduce.PAGES and queue not in process.here().engines
+    assert gpu.synchronisations == [] and queue.buffers <= allreduce.BUFFERS and queue not in process.here().engines
     for flat, sum_ in zip(flats, expected):
         np.testing.assert_array_equal(arrays.download(flat), sum_)
 
@@ -579,10 +579,10 @@ def test_broken_a_sum_that_ignores_its_producer(gpu, comm, unrecorded, monkeypat
 
 
 def test_a_large_sum_follows_small_ones_on_one_communicator(gpu, comm, monkeypatch):
-    """Their pages, which are kept, are too small for it."""
+    """Their buffers, which are kept, are too small for it."""
     monkeypatch.setattr(allreduce, "BUCKET_BYTES", 64_000)
     for count in (3, 700, 20_000, 3):
-        flats = [make(comm.rank + k, count) for k in range(allreduce.PAGES)]
+        flats = [make(comm.rank + k, count) for k in range(allreduce.BUFFERS)]
         pending = [allreduce.AllReduce(comm, flat) for flat in flats]
         for k, (flat, sum_) in enumerate(zip(flats, pending)):
             wait(sum_)
@@ -614,7 +614,7 @@ def test_a_mailbox_that_forgets_lets_go_of_its_receive_buffers(gpu, comm, kind_o
 
 
 def test_closing_waits_for_copies_out_of_pinned_memory(gpu, comm):
-    """Its pages are freed after that, and given to whoever asks next."""
+    """Its buffers are freed after that, and given to whoever asks next."""
 
     transport = Incurious(comm)
     right, left = neighbours(comm)

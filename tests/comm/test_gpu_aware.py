@@ -10,7 +10,8 @@ from support.emulator.fixture import an_emulated_gpu
 
 from mpipipe import arrays
 from mpipipe.cli import probe
-from mpipipe.comm import inprocess, runtime
+from mpipipe.comm import describe as description
+from mpipipe.comm import inprocess
 from mpipipe.comm.device import describe, select_device
 from mpipipe.comm.group import group_of
 from mpipipe.comm.transport import gpu_aware
@@ -149,9 +150,9 @@ def test_memory_of_an_asynchronous_pool_is_refused(gpu, comm, monkeypatch):
 
 def test_info_says_how_device_arrays_travel(gpu, comm, monkeypatch):
     monkeypatch.setenv("MPIPIPE_GPU_DIRECT", "0")
-    assert runtime.describe()["GPU-aware MPI"] == "staged through the host: MPIPIPE_GPU_DIRECT=0"
+    assert description.describe()["GPU-aware MPI"] == "staged through the host: MPIPIPE_GPU_DIRECT=0"
     no_gpus(monkeypatch)
-    assert runtime.describe()["GPU-aware MPI"] == "no GPU"
+    assert description.describe()["GPU-aware MPI"] == "no GPU"
 
 
 # -- devices ----------------------------------------------------------------------------------------------------------
@@ -217,13 +218,13 @@ def test_the_probe_moves_device_memory_in_a_job_of_its_own(outside):
         ("import sys; sys.exit(3)", "could not start"),
         ("import time; print('tired', flush=True); time.sleep(60)", "timed out"),
         (
-            "from mpipipe.comm import probe; right = probe.content\n"
+            "from mpipipe.cli import probe; right = probe.content\n"
             "probe.content = lambda nbytes, rank, turn: right(nbytes, 0, 0)  # stale data go unseen\n"
             "import numpy; numpy.array_equal = lambda a, b: a.nbytes == 8\n"
             "probe.main()",
             "wrong data",
         ),
-        ("from mpipipe.comm import probe\nprobe.exchange = None\nprobe.main()", "failed"),
+        ("from mpipipe.cli import probe\nprobe.exchange = None\nprobe.main()", "failed"),
     ],
 )
 def test_what_can_become_of_a_probe(outside, text, outcome):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 from faults.cases import all_cases, quick_cases
+from faults.fault import Case
 from faults.play import PASSED
 from faults.summary import last_line, play_all, table
 
@@ -29,7 +31,7 @@ def main() -> int:
     return 0 if jobs and len(results) == len(jobs) and all(verdict.status == PASSED for _, verdict in results) else 1
 
 
-def _options():
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m faults", description=__doc__)
     parser.add_argument("pattern", nargs="*", help="cases that hold one of these texts; default: all")
     parser.add_argument("--python", action="append", type=_environment, help="NAME=PATH of an MPI's interpreter")
@@ -45,12 +47,12 @@ def _options():
     return options
 
 
-def _environment(text):
+def _environment(text: str) -> tuple[str, str]:
     name, _, path = text.partition("=")
     return name, str(Path(path).absolute())
 
 
-def _chosen(options, name):
+def _chosen(options: argparse.Namespace, name: str) -> Iterator[Case]:
     for case in quick_cases(name) if options.quick else all_cases(name):
         if options.pattern and not any(pattern in str(case) for pattern in options.pattern):
             continue

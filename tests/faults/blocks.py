@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any, TypeAlias
+
 from faults.fault import COMMAND, NONZERO, PLAIN, RUN, Fault
 
+Code: TypeAlias = "int | str | tuple[int, ...]"
 OPENING = """
 import os, signal, sys, threading, time
 import numpy as np
@@ -64,30 +67,30 @@ SMALL += ("--sample-bytes", "0", "--eval-batches", "1", "--device", "cpu")
 TRAIN = ("-m", "mpipipe", "train", *SMALL, "--steps", "3", "--data", "text.txt")
 
 
-def on(rank, code) -> str:
+def on(rank: int | str, code: str) -> str:
     """Script text: `code` on one rank, which may be an expression such as "last"."""
     lines = [line for line in code.strip().splitlines()]
     return "\n".join([f"if rank == {rank}:", *(f"    {line}" for line in lines), ""])
 
 
-def failing(name, kind, body, *says, code=1, **options) -> Fault:
+def failing(name: str, kind: str, body: str, *says: str, code: Code = 1, **options: Any) -> Fault:
     """One rank fails: exit code 1 and one report that holds the texts `says`; no rank gets to its end."""
     options.setdefault("never", ("finished",))
     return Fault(name, kind, OPENING + body, code=code, says=says, **options)
 
 
-def refused(name, kind, body, *says, code=2, **options) -> Fault:
+def refused(name: str, kind: str, body: str, *says: str, code: Code = 2, **options: Any) -> Fault:
     """All ranks raise the same error of mpipipe: exit code 2, one report."""
     return failing(name, kind, body, *says, code=code, **options)
 
 
-def good(name, body, kind="good program", **options) -> Fault:
+def good(name: str, body: str, kind: str = "good program", **options: Any) -> Fault:
     """Nothing is wrong: exit code 0, nothing on stderr."""
     options.setdefault("limit", 60.0)  # a good program that is slow is no fault
     return Fault(name, kind, OPENING + body, code=0, reports=0, quiet=True, **options)
 
 
-def command(name, kind, *arguments, **options) -> Fault:
+def command(name: str, kind: str, *arguments: str, **options: Any) -> Fault:
     """A command line in place of a script."""
     return Fault(name, kind, None, arguments, modes=(COMMAND,), **options)
 

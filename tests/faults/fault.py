@@ -28,28 +28,52 @@ class Fault:
 
     Attributes
     ----------
-    name, kind : what breaks, unique; and the class that the summary counts it in
-    script : text of job.py, or None where `arguments` stand in its place
-    arguments : what follows `python` on every rank; arguments_of gives single ranks others
-    modes : RUN (python -m mpipipe run job.py), PLAIN (python job.py) or COMMAND (python arguments)
-    ranks : numbers of ranks; 0 starts without a launcher
-    mpi : the only MPI that this fault is for
-    env, env_of : variables of all ranks, of single ranks
-    folders : working folders, dealt out to the ranks in turn
-    before, after : lists of arguments for python, run alone in the job's folder; each must exit with 0
-    sends : signals from outside
-    code, plain_code : exit code or codes in modes RUN and COMMAND, and in mode PLAIN; NONZERO and ANY say less
-    says, plain_says : texts that stderr must hold; {last} is the last rank
-    once : texts that stderr must hold exactly once, in modes RUN and COMMAND
-    prints, never : texts that stdout must hold, that neither may hold
-    by_all : texts that stdout must hold once for each rank
-    reports : number of lines with HEADING in mode RUN and COMMAND; None for any
-    quiet : stderr must be empty
-    clean : nothing may be left in /dev/shm; None means where the exit code is an agreed one
-    limit : seconds until the job counts as hung
-    repeat : how often it is run
-    quick : (ranks, mode) for the quick choice
-    slow : skipped where only fast cases are wanted
+    name : str
+        What breaks; unique.
+    kind : str
+        The class that the summary counts it in.
+    script : str or None
+        Text of job.py; None where `arguments` stand in its place.
+    arguments, arguments_of
+        What follows `python` on every rank, and on single ranks.
+    modes : tuple of str
+        RUN (python -m mpipipe run job.py), PLAIN (python job.py) or COMMAND (python arguments).
+    ranks : tuple of int
+        Numbers of ranks; 0 starts without a launcher.
+    mpi : str or None
+        The only MPI that this fault is for.
+    env, env_of
+        Environment variables of all ranks, and of single ranks.
+    folders : tuple of str
+        Working folders, dealt out to the ranks in turn.
+    before, after
+        Lists of arguments for python, run alone in the job's folder; each must exit with 0.
+    sends : tuple of Send
+        Signals from outside.
+    code, plain_code
+        Exit code or codes in modes RUN and COMMAND, and in mode PLAIN; NONZERO and ANY say less.
+    says, plain_says
+        Texts that stderr must hold; {last} is the last rank.
+    once : tuple of str
+        Texts that stderr must hold exactly once, in modes RUN and COMMAND.
+    prints, never
+        Texts that stdout must hold, and that neither stdout nor stderr may hold.
+    by_all : tuple of str
+        Texts that stdout must hold once for each rank.
+    reports : int or None
+        Number of lines with HEADING in modes RUN and COMMAND; None for any.
+    quiet : bool
+        Whether stderr must be empty.
+    clean : bool or None
+        Whether nothing may be left in /dev/shm; None: where the exit code is an agreed one.
+    limit : float
+        Seconds until the job counts as hung.
+    repeat : int
+        How often it is run.
+    quick : (int, str) or None
+        (ranks, mode) for the quick choice.
+    slow : bool
+        Whether it is skipped where only fast cases are wanted.
     """
 
     name: str
@@ -93,11 +117,11 @@ class Case(NamedTuple):
     ranks: int
     mode: str
 
-    def __str__(self):
+    def __str__(self) -> str:
         return f"{self.fault.kind}: {self.fault.name} [{self.ranks} {self.mode}]"
 
     @property
-    def code(self):
+    def code(self) -> int | str | tuple[int, ...]:
         """The exit code or codes that must come out."""
         fault = self.fault
         if self.mode != PLAIN:

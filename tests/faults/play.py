@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,17 +32,20 @@ class Verdict:
     seconds: float
     output: str
 
-    def __str__(self):
+    def __str__(self) -> str:
         return f"{self.case} {self.status} after {self.seconds:.1f} s: {'; '.join(self.problems)}"
 
 
-def play(case: Case, python=sys.executable, limit=None) -> Verdict:
+def play(case: Case, python: str = sys.executable, limit: float | None = None) -> Verdict:
     """Run a case as often as its fault asks; the verdict is that of the first run that fails, or of the slowest.
 
     Parameters
     ----------
-    python : interpreter of the environment whose MPI is to be used
-    limit : seconds after which a job counts as hung, where that is less than the fault allows
+    case : Case
+    python : str
+        Interpreter of the environment whose MPI is to be used.
+    limit : float, optional
+        Seconds after which a job counts as hung, where that is less than the fault allows.
     """
     verdicts = []
     for _ in range(case.fault.repeat):
@@ -51,14 +55,14 @@ def play(case: Case, python=sys.executable, limit=None) -> Verdict:
     return max(verdicts, key=lambda verdict: verdict.seconds)
 
 
-def command_line(case: Case, python, folder) -> list[str]:
+def command_line(case: Case, python: str, folder: str) -> list[str]:
     """The command that starts the job: one part for all ranks, or one for each where the ranks differ."""
     fault = case.fault
     common = {RUN: ("-m", "mpipipe", "run", f"{folder}/job.py"), COMMAND: fault.arguments}.get(
         case.mode, (f"{folder}/job.py",)
     )
 
-    def program(rank):
+    def program(rank: int) -> list[str]:
         pairs = [f"{name}={value}" for name, value in fault.env_of.get(rank, {}).items()]
         return [*(["env", *pairs] if pairs else []), python, *fault.arguments_of.get(rank, common)]
 
@@ -73,7 +77,7 @@ def command_line(case: Case, python, folder) -> list[str]:
     return parts
 
 
-def _play_once(case, python, limit):
+def _play_once(case: Case, python: str, limit: float | None) -> Verdict:
     fault = case.fault
     with tempfile.TemporaryDirectory(prefix="mpipipe-fault-") as folder:
         if fault.script is not None:
@@ -98,7 +102,7 @@ def _play_once(case, python, limit):
     return Verdict(case, _status(problems, job, case), tuple(problems), seconds, output)
 
 
-def _watch(job, case, deadline) -> set[Path]:
+def _watch(job: Job, case: Case, deadline: float) -> set[Path]:
     """Send the fault's signals until the job ends or the deadline passes; returns its shared memory."""
     memory, due = set(), list(case.fault.sends)
     appeared, look = None, 0.0
@@ -126,7 +130,7 @@ def _send(job, send):
         job.send(send.number, to)
 
 
-def _shared_memory(job) -> set[Path]:
+def _shared_memory(job: Job) -> set[Path]:
     """Files in /dev/shm that processes of the job have mapped."""
     found = set()
     for pid in job.processes():
@@ -138,8 +142,8 @@ def _shared_memory(job) -> set[Path]:
     return found
 
 
-def _judge(job, case, memory) -> list[str]:
-    """What is not as the table says."""
+def _judge(job: Job, case: Case, memory: set[Path]) -> list[str]:
+    """What differs from the table."""
     fault, stdout, stderr = case.fault, job.stdout, job.stderr
     problems = []
     if not _matches(job.returncode, case.code):
@@ -167,13 +171,13 @@ def _judge(job, case, memory) -> list[str]:
     return problems
 
 
-def _matches(code, wanted) -> bool:
+def _matches(code: int, wanted: int | str | tuple[int, ...]) -> bool:
     if wanted in (ANY, NONZERO):
         return wanted == ANY or code != 0
     return code in (wanted if isinstance(wanted, tuple) else (wanted,))
 
 
-def _status(problems, job, case) -> str:
+def _status(problems: list[str], job: Job, case: Case) -> str:
     if not problems:
         return PASSED
     wanted = [*case.says, *(case.fault.once if case.mode != "plain" else ())]
@@ -181,12 +185,12 @@ def _status(problems, job, case) -> str:
     return WRONG if told or not wanted else SILENT
 
 
-def _said(job) -> str:
+def _said(job: Job) -> str:
     lines = [line.strip() for line in job.stderr.splitlines() if line.strip()]
     return f"last line of stderr: {lines[-1][:100]!r}" if lines else "nothing on stderr"
 
 
-def _helpers(lists, python, folder) -> list[str]:
+def _helpers(lists: Iterable[tuple[str, ...]], python: str, folder: str) -> list[str]:
     """Run what a case needs before or after its job; returns what went wrong."""
     problems = []
     for arguments in lists:

@@ -4,22 +4,39 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
+from faults.fault import Case
 from faults.play import HUNG, PASSED, SILENT, WRONG, Verdict, play
 
 STATUSES = (PASSED, HUNG, SILENT, WRONG)
 
 
-def play_all(jobs, limit=None, at_once=1, show=print) -> list[tuple[str, Verdict]]:
-    """Play (MPI's name, python, case), so many at once, and show failures as they come.
+def play_all(
+    jobs: Iterable[tuple[str, str, Case]],
+    limit: float | None = None,
+    at_once: int = 1,
+    show: Callable[[str], object] = print,
+) -> list[tuple[str, Verdict]]:
+    """Play cases, `at_once` of them at a time, and show failures as they come.
 
-    Returns MPI and verdict of each; after Ctrl-C of those that were done.
+    Parameters
+    ----------
+    jobs : iterable of (str, str, Case)
+        Name of the MPI, its python, and the case.
+    limit : float, optional
+        As for `play`.
+
+    Returns
+    -------
+    list of (str, Verdict)
+        Name of the MPI and verdict of each; after Ctrl-C, of those that were done.
     """
-    jobs, results = list(jobs), []
+    jobs = list(jobs)
+    results: list[tuple[str, Verdict]] = []
 
-    def one(name, python, case):
+    def one(name: str, python: str, case: Case) -> None:
         verdict = play(case, python, limit)
         results.append((name, verdict))
         if verdict.status != PASSED:
@@ -55,15 +72,15 @@ def table(results: Iterable[tuple[str, Verdict]]) -> str:
     )
 
 
-def _numbers(verdicts) -> list[str]:
-    """Seconds are those of the jobs that ended."""
+def _numbers(verdicts: list[Verdict]) -> list[str]:
+    """The columns of one row; the seconds are those of the jobs that ended."""
     counts = [sum(verdict.status == status for verdict in verdicts) for status in STATUSES]
     seconds = [verdict.seconds for verdict in verdicts if verdict.status != HUNG] or [0.0]
     return [str(len(verdicts)), *map(str, counts), f"{statistics.median(seconds):.1f}", f"{max(seconds):.1f}"]
 
 
-def last_line(results, asked, start) -> str:
-    """What a program reads off: ok or failed, and the counts; failed also where fewer jobs ran than were asked for."""
+def last_line(results: list[tuple[str, Verdict]], asked: int, start: float) -> str:
+    """A line for programs: ok or failed, and the counts; failed also where fewer jobs ran than were asked for."""
     counts = {status: sum(verdict.status == status for _, verdict in results) for status in STATUSES}
     word = "ok" if results and counts[PASSED] == asked else "failed"
     numbers = " ".join(f"{status}={counts[status]}" for status in STATUSES)

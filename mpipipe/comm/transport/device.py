@@ -2,15 +2,15 @@
 
 MPI knows no streams. Two rules keep it and the kernels apart, and the host waits for neither:
 
-- what a message says must be there before it is sent: a send starts when the event is done that was recorded behind
-  all work of the current stream at `isend`, the kernel that makes the array included;
-- what a buffer held must be read before it is overwritten: a receive starts when the event is done that was recorded
-  at `retire(array)`, behind the last work that reads it; or at `irecv`, for arrays that were never retired. A new
+- An array must be complete before it is sent. `isend` records an event behind all work of the current stream, the
+  kernel that makes the array included; the send starts once that event is done.
+- A buffer must be read before it is overwritten. `retire(array)` records an event behind the last work that reads the
+  buffer, and `irecv` does so for an array that was never retired; the receive starts once that event is done. A new
   array needs this as much as an old one: CuPy hands out memory that earlier work on the stream may still use.
 
 Messages with one name (peer, channel, tag) must meet MPI in the order of the calls at both ends, whichever event is
-done first. What is ready is started by `progress`, which every wait of this thread calls (`register_progress`), since
-the message that a peer waits for may be one that is still held back here.
+done first. `progress` starts the messages that are ready. Every wait of this thread calls it (`register_progress`): the
+peer may be waiting for a message that is still held back here.
 
 Host arrays, headers for example, go along with the others, in the same order.
 """
@@ -18,50 +18,67 @@ Host arrays, headers for example, go along with the others, in the same order.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, MutableSequence, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
 
 from mpipipe import arrays
+from mpipipe.arrays import Array, DeviceArray, Shape
 from mpipipe.comm import runtime
 from mpipipe.comm.process import register_progress, unregister_progress
 from mpipipe.comm.requests import keep_forever, own
 from mpipipe.comm.transport.host import PIECE_BYTES, HostTransport
 from mpipipe.comm.transport.request_group import start_all
 from mpipipe.comm.transport.sendable import check_sendable
+from mpipipe.comm.types import Communicator, Request
+
+Event: TypeAlias = Any  # cupy.cuda.Event
+Name: TypeAlias = tuple[int, int, int]  # peer, channel, tag
 
 
 class DeviceTransport(ABC):
-    """What both kinds have in common.
+    """What the direct and the staged transport have in common.
 
     Parameters
     ----------
-    comm, channels, synchronous : as for HostTransport
+    comm, channels, synchronous
+        As for HostTransport.
+
+    Attributes
+    ----------
+    sends, receives : list of DeviceMessage
+        Messages under way, in the order of the calls.
+    retired : dict
+        id -> (event, array); the array is held so that its id stays its own.
     """
 
     piece_bytes = PIECE_BYTES
 
-    def __init__(self, comm, channels: int = 1, synchronous: bool = False):
+    def __init__(self, comm: Communicator, channels: int = 1, synchronous: bool = False) -> None:
         self.host = HostTransport(comm, channels, synchronous, self.piece_bytes, typed=False)
         self.channels = self.host.channels
-        self.sends: list = []  # messages under way, in the order of the calls
-        self.receives: list = []
-        self.retired: dict = {}  # id -> (event, array): the array is held so that its id stays its own
+        self.sends: list[DeviceMessage] = []
+        self.receives: list[DeviceMessage] = []
+        self.retired: dict[int, tuple[Event, DeviceArray]] = {}
         register_progress(self)
 
-    def empty(self, shape, kind):
+    def empty(self, shape: Shape, kind: np.dtype) -> DeviceArray:
         """A receive buffer on the device; its content is undefined."""
         return arrays.empty(shape, kind, "cuda")
 
-    def retire(self, array):
+    def retire(self, array: Array) -> None:
         """The work queued so far on the current stream is the last that reads this receive buffer."""
         if arrays.is_device(array):
             self.retired[id(array)] = arrays.record(), array
 
-    def isend(self, array, peer: int, channel: int, tag: int):
+    def isend(self, array: Array, peer: int, channel: int, tag: int) -> DeviceMessage:
         """Start sending; the array must stay as it is until the request tests true."""
         check_sendable(array)
         ready = arrays.record() if arrays.is_device(array) else None
         return self._begin(self.sends, self._outgoing(array, (peer, channel, tag), ready))
 
-    def irecv(self, array, peer: int, channel: int, tag: int):
+    def irecv(self, array: Array, peer: int, channel: int, tag: int) -> DeviceMessage:
         """Start receiving into `array`, which must have the sender's size in bytes."""
         check_sendable(array)
         ready = None
@@ -70,14 +87,14 @@ class DeviceTransport(ABC):
         return self._begin(self.receives, self._incoming(array, (peer, channel, tag), ready))
 
     @abstractmethod
-    def _outgoing(self, array, name, ready) -> DeviceMessage:
-        """The message that sends `array`, a device array once the event `ready` is done, a host array at once."""
+    def _outgoing(self, array: Array, name: Name, ready: Event | None) -> DeviceMessage:
+        """The message that sends `array`: once the event `ready` is done, or at once for a host array (None)."""
 
     @abstractmethod
-    def _incoming(self, array, name, ready) -> DeviceMessage:
-        """The same for one that is received."""
+    def _incoming(self, array: Array, name: Name, ready: Event | None) -> DeviceMessage:
+        """The message that receives into `array`, under the same condition."""
 
-    def _begin(self, messages, message):
+    def _begin(self, messages: list[DeviceMessage], message: DeviceMessage) -> DeviceMessage:
         register_progress(self)  # for the thread that uses it now
         messages.append(message)
         _advance(messages)
@@ -91,26 +108,26 @@ class DeviceTransport(ABC):
             _advance(self.receives)
         return True
 
-    def forget(self):
-        """Drop what is kept for buffers that will not be used again."""
+    def drop_buffers(self) -> None:
+        """Let go of retired buffers, which will not be used again."""
         self.retired.clear()
 
-    def abandon(self):
-        """Advance no more after a failure, and free nothing that MPI or the device may still touch."""
+    def abort(self) -> None:
+        """After a failure: advance no more, and free nothing that MPI or the device may still touch."""
         unregister_progress(self)
         keep_forever(self)
 
-    def close(self):
+    def close(self) -> None:
         """Free the communicators; collective, and only when nothing is under way."""
         unregister_progress(self)
-        self.forget()
+        self.drop_buffers()
         self.host.close()
         self.channels = []
 
 
-def _advance(messages):
+def _advance(messages: MutableSequence[DeviceMessage]) -> None:
     """Let messages take their next steps; of those with one name, a later one waits until an earlier one is posted."""
-    waiting = set()
+    waiting: set[Name] = set()
     for message in messages:
         if message.name not in waiting:
             message.advance()
@@ -120,33 +137,48 @@ def _advance(messages):
 
 
 class DeviceMessage(ABC):
-    """A request.
+    """A request for one array, which a transport advances.
+
+    Parameters
+    ----------
+    transport : DeviceTransport
+    messages : list of DeviceMessage
+        The list of the transport that holds this one.
+    name : Name
+    array : Array
+    ready : Event or None
+        What must be done before MPI may touch the array; None for a host array.
 
     Attributes
     ----------
-    posted : all of it has been handed on, in its order, so that a message of the same name may follow
-    finished : nothing is left to do
+    posted : bool
+        Whether all of it has been handed to MPI, so that a message of the same name may follow.
+    finished : bool
+        Whether nothing is left to do.
     """
 
-    def __init__(self, transport, messages, name, array, ready):
+    def __init__(
+        self, transport: DeviceTransport, messages: list[DeviceMessage], name: Name, array: Array, ready: Event | None
+    ) -> None:
         self.transport, self.messages, self.name, self.array, self.ready = transport, messages, name, array, ready
         self.posted = self.finished = False
 
     @abstractmethod
-    def advance(self):
+    def advance(self) -> None:
         """Take the next steps, if any can be taken; never waits."""
 
     @abstractmethod
-    def _withdraw(self):
-        """Cancel what MPI has of it."""
+    def _withdraw(self) -> None:
+        """Cancel the requests of MPI that belong to it."""
 
     def Test(self) -> bool:
+        """Whether nothing is left to do; lets everything of the transport advance."""
         if not self.finished:
             self.transport.progress()
         return self.finished
 
-    def Cancel(self):
-        """Withdraw what can be; what MPI or the device may still touch is kept for ever."""
+    def Cancel(self) -> None:
+        """Withdraw what can be withdrawn; keep for ever what MPI or the device may still touch."""
         keep_forever((self, self.transport))
         if self in self.messages:
             self.messages.remove(self)
@@ -154,33 +186,53 @@ class DeviceMessage(ABC):
 
 
 class DeferredMessage(DeviceMessage):
-    """A message that MPI gets as a whole, once an event is done."""
+    """A message that MPI gets as a whole, once an event is done.
 
-    def __init__(self, transport, messages, name, array, ready, take_host, operations):
+    Parameters
+    ----------
+    transport, messages, name, array, ready
+        As for DeviceMessage.
+    take_host : callable
+        Starts the message of a host array: (array, peer, channel, tag) -> request.
+    operations : sequence of callable
+        For each channel, starts the message of a device array: (memory, peer, tag) -> request.
+    """
+
+    def __init__(
+        self,
+        transport: DeviceTransport,
+        messages: list[DeviceMessage],
+        name: Name,
+        array: Array,
+        ready: Event | None,
+        take_host: Callable[[np.ndarray, int, int, int], Request],
+        operations: Sequence[Callable[..., Request]] = (),
+    ) -> None:
         super().__init__(transport, messages, name, array, ready)
-        self.take_host, self.operations, self.request = take_host, operations, None
+        self.take_host, self.operations = take_host, operations
+        self.request: Request | None = None
 
-    def advance(self):
+    def advance(self) -> None:
         if self.request is None:
             if self.ready is not None and not arrays.is_done(self.ready):
                 return
             self.request, self.posted = self._start(), True
         self.finished = self.request.Test()
 
-    def _start(self):
+    def _start(self) -> Request:
         peer, channel, tag = self.name
         if self.ready is None:
             return own(self.take_host(self.array, peer, channel, tag))
         pieces = device_pieces(self.array, self.transport.piece_bytes)
         return start_all(self.operations[channel], pieces, peer, tag, self.array)
 
-    def _withdraw(self):
+    def _withdraw(self) -> None:
         if self.request is not None:
             self.request.Cancel()
 
 
-def device_pieces(array, piece_bytes):
-    """The memory of a device array, for MPI."""
+def device_pieces(array: DeviceArray, piece_bytes: int) -> list[list[Any]]:
+    """The memory of a device array as [memory, type] for MPI, in pieces of at most so many bytes."""
     MPI = runtime.mpi()
     address, nbytes = arrays.address(array), array.nbytes
     return [

@@ -1,8 +1,14 @@
 """Whether MPI may be handed addresses in device memory: by evidence only, since a wrong yes ends in a crash.
 
-What counts, in this order: MPIPIPE_GPU_DIRECT; the memory kinds that MPI 4.1 has a communicator name; the library's own
-answer (MPIX_Query_cuda_support); the variables by which a user turns GPU support on in libraries that do not answer.
-Anything else means staging through the host, which works everywhere. `python -m mpipipe info --probe` tries it out.
+Evidence, in this order:
+
+1. MPIPIPE_GPU_DIRECT;
+2. the memory kinds of the communicator, which MPI 4.1 names;
+3. the library's own answer (MPIX_Query_cuda_support);
+4. the variables by which a user turns GPU support on in libraries that do not answer.
+
+Without evidence messages are staged through the host, which works everywhere. `python -m mpipipe info --probe` tries
+out what happens to device memory.
 """
 
 from __future__ import annotations
@@ -10,14 +16,17 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from mpipipe import arrays
 from mpipipe.comm import runtime
-from mpipipe.comm.group import group_of
+from mpipipe.comm.group import Group, group_of
+from mpipipe.comm.settings import GPU_DIRECT
+from mpipipe.comm.types import Communicator
 from mpipipe.errors import ArgumentError
 
-OVERRIDE = "MPIPIPE_GPU_DIRECT"
+OVERRIDE = GPU_DIRECT.name
 SWITCHES = {"MV2_USE_CUDA": "MVAPICH", "MVP_USE_CUDA": "MVAPICH", "PSP_CUDA": "ParaStation|psmpi"}
 # variable that turns CUDA on -> how the library that reads it names itself
 CUDA_IN_UCX = ("cuda_copy", "cuda", "all")
@@ -31,15 +40,15 @@ class Verdict(NamedTuple):
     reason: str
 
 
-def detect(comm, group=None) -> Verdict:
-    """The verdict for all ranks of `comm`: direct only where it is on every rank. Collective.
+def detect(comm: Communicator, group: Group | None = None) -> Verdict:
+    """The verdict for all ranks of `comm`, direct only where each rank says so; collective.
 
-    The ranks agree in `group`, a comm.group.Group; by default in that of `comm`.
+    The ranks agree in `group`, by default in that of `comm`.
     """
     group = group_of(comm) if group is None else group
     error, mine = None, Verdict(False, "the ranks are threads of one process")
     try:
-        if not hasattr(comm, "store"):
+        if not runtime.in_process(comm):
             mine = judge(
                 runtime.mpi().Get_library_version(),
                 os.environ,
@@ -53,7 +62,7 @@ def detect(comm, group=None) -> Verdict:
     return combine(group.gather("asking whether MPI takes device memory", mine, error))
 
 
-def combine(verdicts) -> Verdict:
+def combine(verdicts: Sequence[Verdict]) -> Verdict:
     """One verdict for all ranks, with the reason of the first rank that is against."""
     for rank, verdict in enumerate(verdicts):
         if not verdict.direct:
@@ -63,22 +72,32 @@ def combine(verdicts) -> Verdict:
 
 
 def judge(
-    library_version: str, environment, maps_text: str, query: int | None, kinds: str, async_pool: bool
+    library_version: str,
+    environment: Mapping[str, str],
+    maps_text: str,
+    query: int | None,
+    kinds: str,
+    async_pool: bool,
 ) -> Verdict:
     """The verdict of one rank.
 
     Parameters
     ----------
-    library_version : MPI_Get_library_version
-    environment : variables of this process
-    maps_text : /proc/self/maps, which names the libraries that are loaded
-    query : what MPIX_Query_cuda_support said; None where it was not asked
-    kinds : value of the info key mpi_memory_alloc_kinds; "" where there is none
-    async_pool : CuPy allocates stream-ordered or managed memory, which MPI cannot map
+    library_version : str
+        What MPI_Get_library_version says.
+    environment : mapping
+        Variables of this process.
+    maps_text : str
+        /proc/self/maps, which names the libraries that are loaded.
+    query : int or None
+        What MPIX_Query_cuda_support said; None where it was not asked.
+    kinds : str
+        Value of the info key mpi_memory_alloc_kinds; "" without one.
+    async_pool : bool
+        Whether CuPy allocates stream-ordered or managed memory, which MPI cannot map.
     """
     override = environment.get(OVERRIDE)
-    if override not in (None, "", "0", "1"):
-        raise ArgumentError(f"environment variable {OVERRIDE}", found=repr(override), expected="1 or 0")
+    GPU_DIRECT.check(override)
     if override == "0":
         return Verdict(False, f"{OVERRIDE}=0")
     if async_pool:
@@ -95,7 +114,9 @@ def judge(
     return evidence
 
 
-def _evidence(library_version, environment, maps_text, query, kinds) -> Verdict:
+def _evidence(
+    library_version: str, environment: Mapping[str, str], maps_text: str, query: int | None, kinds: str
+) -> Verdict:
     if any(kind.strip().split(":")[0] == "cuda" for kind in kinds.split(",")):
         return Verdict(True, f"mpi_memory_alloc_kinds is {kinds}")
     if query:
@@ -112,8 +133,8 @@ def _evidence(library_version, environment, maps_text, query, kinds) -> Verdict:
     return Verdict(False, "MPIX_Query_cuda_support says no")
 
 
-def _trusted(library_version, environment) -> Verdict:
-    """A yes of the library. That of Open MPI before 5 is about how it was built, not about what is switched on."""
+def _trusted(library_version: str, environment: Mapping[str, str]) -> Verdict:
+    """Where the library says yes. Open MPI before 5 says how it was built, not what is switched on."""
     version = re.search(r"Open MPI v(\d+)", library_version)
     setting = environment.get("OMPI_MCA_opal_cuda_support")
     if version and int(version[1]) < 5 and not _is_on(setting):
@@ -124,7 +145,7 @@ def _trusted(library_version, environment) -> Verdict:
     return Verdict(True, "MPIX_Query_cuda_support says yes")
 
 
-def _cray(environment, maps_text) -> Verdict:
+def _cray(environment: Mapping[str, str], maps_text: str) -> Verdict:
     if not _is_on(environment.get("MPICH_GPU_SUPPORT_ENABLED")):
         return Verdict(False, "Cray MPICH without MPICH_GPU_SUPPORT_ENABLED=1")
     if "libmpi_gtl_cuda" not in maps_text:
@@ -136,7 +157,7 @@ def _cray(environment, maps_text) -> Verdict:
     return Verdict(True, "MPICH_GPU_SUPPORT_ENABLED=1 and libmpi_gtl_cuda is loaded")
 
 
-def _intel(environment, maps_text) -> Verdict:
+def _intel(environment: Mapping[str, str], maps_text: str) -> Verdict:
     """Intel MPI takes Level Zero where it finds it, CUDA otherwise, unless it is told which."""
     if not _is_on(environment.get("I_MPI_OFFLOAD")):
         return Verdict(False, "Intel MPI without I_MPI_OFFLOAD=1 (and I_MPI_OFFLOAD_MODE=cuda)")
@@ -146,7 +167,7 @@ def _intel(environment, maps_text) -> Verdict:
     return Verdict(False, f"I_MPI_OFFLOAD for {mode or 'a library that is not CUDA'}: set I_MPI_OFFLOAD_MODE=cuda")
 
 
-def _ucx_takes_cuda(environment) -> bool:
+def _ucx_takes_cuda(environment: Mapping[str, str]) -> bool:
     """Whether UCX, if it is what MPI uses, may move device memory."""
     text = environment.get("UCX_TLS", "")
     if not text:
@@ -183,8 +204,8 @@ def asks_by_type(library_version: str) -> bool:
     return "CRAY MPICH" in library_version.upper() or (version is not None and int(version[1]) < 4)
 
 
-def _memory_kinds(comm) -> str:
-    info = comm.Get_info()
+def _memory_kinds(comm: Communicator) -> str:
+    info = runtime.mpi().Comm.Get_info(comm)
     try:
         return info.Get("mpi_memory_alloc_kinds") or ""
     finally:
@@ -200,10 +221,10 @@ def _loaded_libraries() -> str:
 
 
 def _allocator_is_async() -> bool:
-    """Whether CuPy allocates memory that is no plain cudaMalloc's."""
+    """Whether CuPy allocates other memory than that of plain cudaMalloc."""
     if not arrays.device_count():
         return False
     cuda = arrays.cupy().cuda
     allocator = cuda.get_allocator()
-    kinds = [getattr(cuda, name) for name in ("malloc_async", "malloc_managed") if hasattr(cuda, name)]
+    kinds = [getattr(cuda, name, None) for name in ("malloc_async", "malloc_managed")]
     return allocator in kinds or isinstance(getattr(allocator, "__self__", None), cuda.MemoryAsyncPool)

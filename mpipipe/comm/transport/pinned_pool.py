@@ -4,28 +4,38 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+import numpy as np
+
 from mpipipe import arrays
 
-SMALLEST = 4096  # bytes: one page, what a header needs
+SMALLEST = 4096  # bytes: what a header needs
 
 
 class PinnedPool:
-    """Pages of pinned memory, of one power of two each.
+    """Buffers of pinned memory; the size of each is a power of two.
+
+    A message's first buffer is granted even above the limit, so no message ever waits for a buffer that another one
+    holds (StagedTransport says why). So never more is in use than `limit` bytes and one buffer for each message.
 
     Parameters
     ----------
-    limit : bytes in use up to which `take` hands out pages to whoever has one already
+    limit : int
+        Bytes in use up to which a message gets a second buffer, and further ones.
 
-    Who has none gets one, however many are in use: so nobody waits for a page that another holds (StagedTransport says
-    why). In use are never more than `limit` bytes and one page for each message under way.
+    Attributes
+    ----------
+    used : int
+        Bytes in use.
+    free : dict
+        Size -> buffers that nobody uses.
     """
 
-    def __init__(self, limit: int):
+    def __init__(self, limit: int) -> None:
         self.limit, self.used = limit, 0
-        self.free: dict = defaultdict(list)  # size -> pages
+        self.free: dict[int, list[np.ndarray]] = defaultdict(list)
 
-    def take(self, nbytes: int, first: bool):
-        """A page of at least `nbytes`; None where the limit is reached and it is not the `first` page of its owner."""
+    def take(self, nbytes: int, first: bool) -> np.ndarray | None:
+        """A buffer of at least `nbytes`; None where it is not its message's `first` and the limit is reached."""
         size = max(SMALLEST, 1 << (nbytes - 1).bit_length())
         if not first and self.used + size > self.limit:
             return None
@@ -33,11 +43,11 @@ class PinnedPool:
         free = self.free[size]
         return free.pop() if free else arrays.pinned(size)
 
-    def give(self, page):
-        """Take a page back that neither MPI nor the device touches any more."""
-        self.used -= page.size
-        self.free[page.size].append(page)
+    def give(self, buffer: np.ndarray) -> None:
+        """Take a buffer back that neither MPI nor the device touches any more."""
+        self.used -= buffer.size
+        self.free[buffer.size].append(buffer)
 
-    def forget(self):
-        """Drop the pages that nobody uses."""
+    def drop_buffers(self) -> None:
+        """Free the buffers that nobody uses."""
         self.free.clear()

@@ -5,14 +5,15 @@ from __future__ import annotations
 import numpy as np
 
 from mpipipe import arrays
+from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
 
 
-def check_sendable(array):
-    """Raise ArgumentError for what cannot travel: other types, masked arrays, arrays of objects, records or text, and
-    arrays that are not C-contiguous.
+def check_sendable(array: Array) -> None:
+    """Raise ArgumentError for what cannot travel.
 
-    mpi4py sends a Fortran-ordered array without a word, and the receiver then holds its transpose.
+    These are: other types than arrays; masked arrays; arrays of objects, records or text; arrays that are not
+    C-contiguous. mpi4py sends a Fortran-ordered array without a word, and the receiver then holds its transpose.
     """
     if not arrays.is_array(array):
         raise ArgumentError("not an array", found=type(array).__name__, expected="numpy.ndarray or cupy.ndarray")

@@ -7,10 +7,12 @@ from collections import deque
 import numpy as np
 
 from mpipipe import arrays
+from mpipipe.arrays import Array, DeviceArray
 from mpipipe.comm.requests import own
-from mpipipe.comm.transport.device import DeferredMessage, DeviceMessage, DeviceTransport
+from mpipipe.comm.transport.device import DeferredMessage, DeviceMessage, DeviceTransport, Event, Name
 from mpipipe.comm.transport.host import CHUNK_BYTES
 from mpipipe.comm.transport.pinned_pool import PinnedPool
+from mpipipe.comm.types import Communicator, Request
 
 RING = 8  # chunks in pinned memory and in use, each way, beyond the first one of each message
 DEPTH = 3  # chunks of one message at once: one is copied, one is on the wire, one is about to be
@@ -26,49 +28,50 @@ class StagedTransport(DeviceTransport):
     Copies are in the order of two streams of their own, which wait on the device for the events of producers and
     consumers; once a receive tests true, the current stream waits for its last copy.
 
-    It cannot deadlock for want of pinned memory. A chunk holds its page until a copy is done, which happens without
-    help, or until MPI has sent or received it, which may need the peer to come to its side of this message, and the
-    peer may come to that only after other messages, in an order that is not known here. So no message may wait for a
-    page that another one holds: the first page of each is granted always (PinnedPool.take), and with one page a message
-    goes through, chunk after chunk. Only further pages, which hide the copies, come from a limited ring, and they are
-    never waited for. Of messages with one name a later one waits for the earlier one, as it does in MPI.
+    It cannot deadlock for want of pinned memory. A chunk holds its buffer until a copy is done, which happens without
+    help, or until MPI has sent or received it. The latter may need the peer to come to its side of this message, and
+    the peer may come to that only after other messages, in an order that is not known here. So no message may wait for
+    a buffer that another one holds: its first buffer is always granted (PinnedPool.take), and with one buffer it goes
+    through, chunk after chunk. Further buffers hide the copies. They come from a limited ring, and no message waits for
+    them. Of messages with one name a later one waits for the earlier one, as it does in MPI.
     """
 
     piece_bytes = CHUNK_BYTES
 
-    def __init__(self, comm, channels: int = 1, synchronous: bool = False):
+    def __init__(self, comm: Communicator, channels: int = 1, synchronous: bool = False) -> None:
         super().__init__(comm, channels, synchronous)
         self.outward, self.inward = arrays.side_stream(), arrays.side_stream()
         self.out_pool, self.in_pool = PinnedPool(RING * self.piece_bytes), PinnedPool(RING * self.piece_bytes)
-        self.copied: deque = deque()  # (event, message, page, bytes): on their way out to the host
-        self.returned: deque = deque()  # (event, message, page): on their way in to the device
+        # chunks on their way out to the host, and in to the device
+        self.copied: deque[tuple[Event, _Outgoing, np.ndarray, int]] = deque()  # event, message, buffer, bytes
+        self.returned: deque[tuple[Event, _Incoming, np.ndarray]] = deque()  # event, message, buffer
 
-    def _outgoing(self, array, name, ready):
+    def _outgoing(self, array: Array, name: Name, ready: Event | None) -> DeviceMessage:
         if ready is None:
-            return DeferredMessage(self, self.sends, name, array, None, self.host.isend, None)
+            return DeferredMessage(self, self.sends, name, array, None, self.host.isend)
         return _Outgoing(self, self.sends, name, array, ready)
 
-    def _incoming(self, array, name, ready):
+    def _incoming(self, array: Array, name: Name, ready: Event | None) -> DeviceMessage:
         if ready is None:
-            return DeferredMessage(self, self.receives, name, array, None, self.host.irecv, None)
+            return DeferredMessage(self, self.receives, name, array, None, self.host.irecv)
         return _Incoming(self, self.receives, name, array, ready)
 
     def progress(self) -> bool:
         while self.copied and arrays.is_done(self.copied[0][0]):
-            _, message, page, nbytes = self.copied.popleft()
-            message.send(page, nbytes)
+            _, sending, buffer, nbytes = self.copied.popleft()
+            sending.send(buffer, nbytes)
         while self.returned and arrays.is_done(self.returned[0][0]):
-            _, message, page = self.returned.popleft()
-            message.held -= 1
-            self.in_pool.give(page)
+            _, receiving, buffer = self.returned.popleft()
+            receiving.held -= 1
+            self.in_pool.give(buffer)
         return super().progress()
 
-    def forget(self):
-        super().forget()
-        self.out_pool.forget()
-        self.in_pool.forget()
+    def drop_buffers(self) -> None:
+        super().drop_buffers()
+        self.out_pool.drop_buffers()
+        self.in_pool.drop_buffers()
 
-    def close(self):
+    def close(self) -> None:
         for event, *_ in self.returned:
             event.synchronize()
         super().close()
@@ -79,42 +82,56 @@ class _Staged(DeviceMessage):
 
     Attributes
     ----------
-    next : where the next chunk begins, in bytes
-    untaken : chunks that have had no page yet
-    held : pages in use
-    wire : (MPI request, page, chunk) of each chunk that MPI has, oldest first
+    bytes : DeviceArray
+        The array as bytes.
+    next : int
+        Where the next chunk begins, in bytes.
+    untaken : int
+        Chunks that have had no buffer yet.
+    held : int
+        Buffers in use.
+    wire : deque
+        (MPI request, buffer, chunk) of each chunk that MPI has, oldest first; chunk is None on the way out.
     """
 
-    def __init__(self, transport, messages, name, array, ready):
+    transport: StagedTransport
+
+    def __init__(
+        self, transport: StagedTransport, messages: list[DeviceMessage], name: Name, array: DeviceArray, ready: Event
+    ) -> None:
         super().__init__(transport, messages, name, array, ready)
         self.bytes = array.reshape(-1).view(np.uint8)
         self.next, self.held = 0, 0
         self.untaken = -(-max(1, array.nbytes) // transport.piece_bytes)
-        self.wire: deque = deque()
+        self.wire: deque[tuple[Request, np.ndarray, DeviceArray]] = deque()
 
-    def _next_chunk(self, pool):
-        """(page, chunk of the array) where there is a page for it; else None."""
+    def _next_chunk(self, pool: PinnedPool) -> tuple[np.ndarray, DeviceArray] | None:
+        """(buffer, chunk of the array) where there is a buffer for the chunk; else None."""
         size = self.transport.piece_bytes
-        page = pool.take(min(size, self.array.nbytes), first=self.held == 0) if self.held < DEPTH else None
-        if page is None:
+        buffer = pool.take(min(size, self.array.nbytes), first=self.held == 0) if self.held < DEPTH else None
+        if buffer is None:
             return None
         chunk = self.bytes[self.next : self.next + size]
         self.held += 1
         self.untaken -= 1
         self.next += size
-        return page, chunk
+        return buffer, chunk
 
-    def _withdraw(self):
+    def _withdraw(self) -> None:
         for request, *_ in self.wire:
             request.Cancel()
 
 
 class _Outgoing(_Staged):
-    def __init__(self, transport, messages, name, array, ready):
+    """A message that is sent in chunks."""
+
+    def __init__(
+        self, transport: StagedTransport, messages: list[DeviceMessage], name: Name, array: DeviceArray, ready: Event
+    ) -> None:
         super().__init__(transport, messages, name, array, ready)
         self.unsent = self.untaken  # chunks that MPI has not had yet
 
-    def advance(self):
+    def advance(self) -> None:
         transport = self.transport
         while self.wire and self.wire[0][0].Test():
             transport.out_pool.give(self.wire.popleft()[1])
@@ -124,53 +141,57 @@ class _Outgoing(_Staged):
             taken = self._next_chunk(transport.out_pool)
             if taken is None:
                 break
-            page, chunk = taken
+            buffer, chunk = taken
             with transport.outward:
                 if start == 0:
                     arrays.wait_for(self.ready)
                 if chunk.nbytes:
-                    arrays.copy_to_host(page[: chunk.nbytes], chunk)
-                transport.copied.append((arrays.record(), self, page, chunk.nbytes))
+                    arrays.copy_to_host(buffer[: chunk.nbytes], chunk)
+                transport.copied.append((arrays.record(), self, buffer, chunk.nbytes))
         self.finished = self.posted and self.held == 0
 
-    def send(self, page, nbytes):
-        """Hand a chunk to MPI that has arrived on the host; chunks arrive in the order of their copies."""
+    def send(self, buffer: np.ndarray, nbytes: int) -> None:
+        """Hand MPI a chunk that has arrived on the host; chunks arrive in the order of their copies."""
         peer, channel, tag = self.name
-        request = own(self.transport.host.senders[channel](page[:nbytes], peer, tag))
-        self.wire.append((request, page))
+        request = own(self.transport.host.senders[channel](buffer[:nbytes], peer, tag))
+        self.wire.append((request, buffer, None))
         self.unsent -= 1
         self.posted = self.unsent == 0
 
 
 class _Incoming(_Staged):
-    def __init__(self, transport, messages, name, array, ready):
-        super().__init__(transport, messages, name, array, ready)
-        self.arrived = None  # event behind the last copy
+    """A message that is received in chunks."""
 
-    def advance(self):
+    def __init__(
+        self, transport: StagedTransport, messages: list[DeviceMessage], name: Name, array: DeviceArray, ready: Event
+    ) -> None:
+        super().__init__(transport, messages, name, array, ready)
+        self.arrived: Event | None = None  # behind the last copy
+
+    def advance(self) -> None:
         transport = self.transport
         peer, channel, tag = self.name
         while self.untaken:
             taken = self._next_chunk(transport.in_pool)
             if taken is None:
                 break
-            page, chunk = taken
+            buffer, chunk = taken
             receive = transport.host.receivers[channel]
-            self.wire.append((own(receive(page[: chunk.nbytes], peer, tag)), page, chunk))
+            self.wire.append((own(receive(buffer[: chunk.nbytes], peer, tag)), buffer, chunk))
             self.posted = self.untaken == 0
         while self.wire and self.wire[0][0].Test():
-            _, page, chunk = self.wire.popleft()
+            _, buffer, chunk = self.wire.popleft()
             with transport.inward:
                 if self.arrived is None:
                     arrays.wait_for(self.ready)
                 if chunk.nbytes:
-                    arrays.copy_to_device(chunk, page[: chunk.nbytes])
+                    arrays.copy_to_device(chunk, buffer[: chunk.nbytes])
                 self.arrived = arrays.record()
-            transport.returned.append((self.arrived, self, page))
+            transport.returned.append((self.arrived, self, buffer))
         self.finished = self.posted and not self.wire
 
     def Test(self) -> bool:
-        """As of any request; once it is true, later work on the current stream finds the data."""
+        """As for any message; once it is true, later work on the current stream finds the data."""
         if not super().Test():
             return False
         arrays.wait_for(self.arrived)

@@ -12,11 +12,11 @@ FAULTS: tuple[Fault, ...] = tuple(
 )
 
 
-def all_cases(mpi=None) -> list[Case]:
+def all_cases(mpi: str | None = None) -> list[Case]:
     """Every job of every fault that is for this MPI; all of them where it is None."""
     return [case for fault in FAULTS if fault.mpi in (None, mpi) or mpi is None for case in fault.cases()]
 
 
-def quick_cases(mpi=None) -> list[Case]:
+def quick_cases(mpi: str | None = None) -> list[Case]:
     """One job of each fault that is in the quick choice."""
     return [case for case in all_cases(mpi) if case.fault.quick == (case.ranks, case.mode)]

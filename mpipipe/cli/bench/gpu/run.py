@@ -45,7 +45,7 @@ def run(parts, repeats, path, peers, quick=False, comm=None):
     rows: list[Row] = []
     failed: list[str] = []
     facts = {"gpus": arrays.describe_gpus(), "versions": versions(), "ranks": comm.size}
-    facts |= {"mpi": not hasattr(comm, "store"), "quick": quick}
+    facts |= {"mpi": not runtime.in_process(comm), "quick": quick}
 
     def publish(line):
         if comm.rank == 0:

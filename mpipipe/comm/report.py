@@ -1,0 +1,45 @@
+"""What a rank writes when it ends a job, and the times and exit codes of such an end."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import traceback
+
+from mpipipe.errors import MpipipeError, StageError
+
+GRACE = 3.0  # seconds: for peers to come to their end after an error, and for the rank with the cause to report first
+STAGGER = 0.2  # seconds between ranks that report in its place
+AGREED = 2  # exit code for an error that all ranks raise alike, and for wrong usage
+INTERRUPTED = 130  # shells: 128 + SIGINT
+
+
+def heading(rank: int, size: int) -> str:
+    """The first line of every report."""
+    return f"mpipipe: job ended by rank {rank} of {size} on {socket.gethostname()}:"
+
+
+def describe(error: BaseException, heading: str) -> str:
+    """What went wrong and where; for an error that is not of this package, its traceback, too."""
+    text = f"{heading}\n  {type(error).__name__}: {error}\n"
+    if isinstance(error, MpipipeError) and not isinstance(error, StageError):
+        return text  # the message says it all
+    cause = error.__cause__ if error.__cause__ is not None else error
+    return text + "".join(traceback.format_exception(type(cause), cause, cause.__traceback__))
+
+
+def write(text: str) -> None:
+    """Write to stderr in one piece, so that reports of several ranks do not mix.
+
+    Never raises, whatever the text, and even where nobody reads it.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):
+            pass  # closed, or never opened
+    try:
+        os.write(2, text.encode("utf-8", "backslashreplace"))
+    except OSError:
+        pass
