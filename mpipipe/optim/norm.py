@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mpipipe import arrays
 from mpipipe.comm.group import group_of
@@ -97,11 +97,10 @@ def _gathered_reports(comm: Communicator, stages: Sequence[Stage], skip: Collect
     """Return the reports of all ranks; an error on one is raised on all."""
     error = report = None
     try:
-        report = tuple(_report(stages, skip))
+        report = _report(stages, skip)
     except Exception as caught:
         error = caught
-    gathered: list[Any] = group_of(comm).gather("norm of the gradients", report, error)
-    return [_Report(*report) for report in gathered]
+    return group_of(comm).gather("norm of the gradients", report, error)
 
 
 def _squares(stages: Sequence[Stage], skip: Collection[str]) -> list[tuple[Stage, str, float]]:
