@@ -18,15 +18,21 @@ from mpipipe.nn.kernels.interface import Kernels
 __all__ = ["Kernels", "of", "of_array"]
 
 
+# mypy compares each module with the interface here
+ANY_DTYPE: Kernels = any_dtype
+FULL_PRECISION: Kernels = full_precision
+CUDA: Kernels = cuda
+
+
 def of(device: str, dtype: np.dtype | None = None) -> Kernels:
     """Return the kernels for arrays of `dtype`, or of any dtype, on "cpu" or "cuda"."""
     if device == "cuda":
-        return cuda
-    return any_dtype if dtype is None or arrays.is_half(dtype) else full_precision
+        return CUDA
+    return ANY_DTYPE if dtype is None or arrays.is_half(dtype) else FULL_PRECISION
 
 
 def of_array(array: Array) -> Kernels:
     """Return the kernels for the device and dtype of an array; raise ArgumentError for anything but an array."""
     if isinstance(array, np.ndarray):
-        return any_dtype if array.itemsize == 2 else full_precision
+        return ANY_DTYPE if array.itemsize == 2 else FULL_PRECISION
     return of(arrays.device_of(array))
