@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 
@@ -10,24 +11,58 @@ class MpipipeError(Exception):
 
     Parameters
     ----------
-    message : what went wrong, in one sentence
-    rank, stage, microbatch : where (logical stage; rank in the communicator that was handed in), where known
-    found, expected : both sides of a disagreement
-    remedy : what the reader can do
+    message : str
+        What went wrong, in one sentence.
+    rank : int, optional
+        Where: the rank in the communicator that was handed in.
+    stage : int, optional
+        Where: the logical stage.
+    microbatch : int, optional
+        Where: the micro-batch.
+    found, expected : object, optional
+        Both sides of a disagreement.
+    remedy : str, optional
+        What the reader can do.
+
+    Attributes
+    ----------
+    reported_elsewhere : bool
+        Whether another rank raises and reports this same error.
+    agreed : frozenset of int
+        World ranks that all raise this same error, in the same call.
+
+    Examples
+    --------
+    >>> from mpipipe.errors import ArgumentError
+    >>> print(ArgumentError("wrong shape", stage=2, found="(3,)", expected="(4,)", remedy="pad it"))
+    stage 2: wrong shape
+      found: (3,)
+      expected: (4,)
+      remedy: pad it
     """
 
-    def __init__(self, message, *, rank=None, stage=None, microbatch=None, found=None, expected=None, remedy=None):
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        stage: int | None = None,
+        microbatch: int | None = None,
+        found: object = None,
+        expected: object = None,
+        remedy: str | None = None,
+    ):
         self.message = message
         self.rank, self.stage, self.microbatch = rank, stage, microbatch
         self.found, self.expected, self.remedy = found, expected, remedy
-        self.reported_elsewhere = False  # another rank raises and reports this same error
-        self.agreed: frozenset[int] = frozenset()  # world ranks that all raise this same error, in the same call
+        self.reported_elsewhere = False
+        self.agreed: frozenset[int] = frozenset()
         super().__init__(message)
 
-    def __reduce__(self):  # errors travel between ranks
-        return _rebuild, (type(self), self.message, {name: _plain(getattr(self, name)) for name in _FIELDS})
+    def __reduce__(self) -> tuple[Callable[..., MpipipeError], tuple[Any, ...]]:  # errors travel between ranks
+        return _rebuild, (type(self), self.message, {name: _sendable(getattr(self, name)) for name in _FIELDS})
 
-    def __str__(self):
+    def __str__(self) -> str:
         names = (("rank", self.rank), ("stage", self.stage), ("micro-batch", self.microbatch))
         place = ", ".join(f"{name} {value}" for name, value in names if value is not None)
         lines = [f"{place}: {self.message}" if place else self.message]
@@ -57,7 +92,8 @@ class MismatchError(ArgumentError):
 
     Attributes
     ----------
-    fact : name of the fact in which they differ, where it is one of those that the ranks of a call compare
+    fact : str or None
+        The fact in which they differ, if it is one of those that the ranks of a call compare.
     """
 
     fact: str | None = None
@@ -76,7 +112,8 @@ class PeerError(MpipipeError, RuntimeError):
 
     Attributes
     ----------
-    failure : what was heard of it
+    failure : object
+        What this rank heard of it.
     """
 
     failure: Any = None
@@ -97,10 +134,10 @@ class LaunchError(BackendError):
 _FIELDS = ("rank", "stage", "microbatch", "found", "expected", "remedy")
 
 
-def _rebuild(kind, message, fields):
+def _rebuild(kind: type[MpipipeError], message: str, fields: dict[str, Any]) -> MpipipeError:
     return kind(message, **fields)
 
 
-def _plain(value):
-    """`value` as it can be sent to another rank."""
+def _sendable(value: object) -> int | float | str | None:
+    """Return a value as it can be sent to another rank."""
     return value if value is None or isinstance(value, (int, float, str)) else str(value)

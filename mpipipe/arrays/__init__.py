@@ -1,16 +1,16 @@
 """The one door to array libraries: numpy on the host, CuPy on a GPU.
 
-Nothing else imports cupy, and this module does so only when a device is asked for, so that everything works without it.
-Code above asks here for memory, copies, dtypes by name, streams, events and compiled CUDA functions. Of CuPy's many
-functions only memory, views, streams, events, the compiler and cuBLAS are used: what computes on the device is source
-in this package, and nothing here waits for the device unless its name says so (`download`, `synchronize`).
-
-Device work is in the order of CuPy's current stream of the calling thread.
+Code above asks here for memory, copies, dtypes by name, streams, events and compiled CUDA functions. CuPy is imported
+when a device is asked for, so everything else works without it. Of its many functions only memory, views, streams,
+events, the compiler and cuBLAS are used: what computes on the device is source in this package. Device work is in the
+order of CuPy's current stream of the calling thread. Nothing here waits for the device but `download`, and `upload` of
+large arrays.
 """
 
-from mpipipe.arrays.cuda import cuda_function, cuda_source_facts
+from mpipipe.arrays.cuda import cuda_declarations, cuda_function
 from mpipipe.arrays.devices import check_device, cupy, current_gpu, describe_gpus, device_count, use_gpu
 from mpipipe.arrays.dtypes import (
+    COMPUTE_DTYPES,
     accumulator,
     device_of,
     dtype,
@@ -32,15 +32,19 @@ from mpipipe.arrays.memory import (
     set_zero,
     shares_memory,
     zeros,
+    zeros_like,
 )
 from mpipipe.arrays.streams import annotated, is_done, record, seconds_between, side_stream, stream, wait_for
-from mpipipe.arrays.transfer import copy_to_device, copy_to_host, download, pinned, upload
-from mpipipe.arrays.types import Array, DeviceArray, Shape, Tree
+from mpipipe.arrays.transfer import copy_to_device, copy_to_host, download, download_all, pinned, upload
+from mpipipe.arrays.types import Array, DeviceArray, Event, Shape, Stream, Tree
 
 __all__ = [
+    "COMPUTE_DTYPES",
     "Array",
     "DeviceArray",
+    "Event",
     "Shape",
+    "Stream",
     "Tree",
     "accumulator",
     "address",
@@ -52,14 +56,15 @@ __all__ = [
     "copy_into",
     "copy_to_device",
     "copy_to_host",
+    "cuda_declarations",
     "cuda_function",
-    "cuda_source_facts",
     "cupy",
     "current_gpu",
     "describe_gpus",
     "device_count",
     "device_of",
     "download",
+    "download_all",
     "dtype",
     "empty",
     "empty_like",
@@ -81,4 +86,5 @@ __all__ = [
     "use_gpu",
     "wait_for",
     "zeros",
+    "zeros_like",
 ]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,18 +23,18 @@ C_TYPES = {
 
 
 @cache
-def _module(path: Path, constants: tuple, _device: int):
+def _module(path: Path, constants: tuple[tuple[str, np.dtype | int], ...], _device: int) -> Any:
     # not by #include and -D: CuPy's cache of compiled code does not look into included files, and macros reach headers
-    code = "\n".join([COMMON.read_text(), *cuda_source_facts(dict(constants)), path.read_text()])
+    code = "\n".join([COMMON.read_text(), *cuda_declarations(dict(constants)), path.read_text()])
     return cupy().RawModule(code=code, options=("--std=c++17",), backend="nvrtc")
 
 
 @cache
-def _function(path: Path, name: str, constants: tuple, device: int):
+def _function(path: Path, name: str, constants: tuple[tuple[str, np.dtype | int], ...], device: int) -> Callable:
     return _module(path, constants, device).get_function(name)
 
 
-def cuda_source_facts(constants: dict) -> tuple[str, ...]:
+def cuda_declarations(constants: Mapping[str, np.dtype | int]) -> tuple[str, ...]:
     """C++ declarations of the constants that `cuda_function` takes."""
     return tuple(
         f"typedef {C_TYPES[value.name]} {name};" if isinstance(value, np.dtype) else f"constexpr int {name} = {value};"
@@ -40,11 +42,28 @@ def cuda_source_facts(constants: dict) -> tuple[str, ...]:
     )
 
 
-def cuda_function(path: Path, name: str, **constants):
-    """The `extern "C"` function `name` of a CUDA source file, compiled once for the current GPU and these constants.
+def cuda_function(path: Path, name: str, **constants: np.dtype | int) -> Callable:
+    """Return an `extern "C"` function of a CUDA source file, compiled once for the current GPU and these constants.
 
-    A numpy dtype declares a type of that name in front of the source (T=array.dtype), an integer a constexpr int. Call
-    the result with (grid, block, arguments), or (grid, block, arguments, bytes of dynamic shared memory): tuples of
-    integers, and a tuple of arrays and numpy scalars, whose dtypes must be the C types of the parameters.
+    Parameters
+    ----------
+    path : Path
+        The source file.
+    name : str
+        Name of the function.
+    **constants : numpy.dtype or int
+        A dtype declares a type of that name in front of the source (`T=array.dtype`), an integer a `constexpr int`.
+
+    Returns
+    -------
+    callable
+        Takes `(grid, block, arguments)`, or `(grid, block, arguments, shared)` with the bytes of dynamic shared memory.
+        `grid` and `block` are tuples of integers. `arguments` is a tuple of device arrays and numpy scalars, whose
+        dtypes must be the C types of the parameters.
+
+    Raises
+    ------
+    BackendError
+        CuPy is not installed.
     """
     return _function(path, name, tuple(constants.items()), cupy().cuda.runtime.getDevice())

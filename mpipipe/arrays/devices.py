@@ -12,7 +12,7 @@ INSTALL = "pip install 'mpipipe[cuda13]' (or [cuda12], as the driver has it: nvi
 
 @cache
 def cupy() -> Any:
-    """The module cupy. Raises BackendError with the remedy where it is missing."""
+    """Return the module cupy. Raises BackendError with the remedy where it is missing."""
     try:
         import cupy
     except Exception as error:  # a broken installation raises what it likes
@@ -22,7 +22,13 @@ def cupy() -> Any:
 
 
 def device_count() -> int:
-    """Number of GPUs that this process sees; 0 without CuPy or without a driver."""
+    """Return the number of GPUs that this process sees.
+
+    Returns
+    -------
+    int
+        0 without CuPy or without a driver.
+    """
     try:
         return cupy().cuda.runtime.getDeviceCount()
     except (BackendError, RuntimeError):
@@ -30,14 +36,29 @@ def device_count() -> int:
 
 
 def check_device(device: str) -> str:
-    """Accept a device that exists, and return "cpu" or "cuda".
+    """Accept a device that exists.
 
     Parameters
     ----------
-    device : "cpu"; "cuda", the process's current GPU; "cuda:1", which becomes the current one; or "auto", the GPU where
-        there is one
+    device : str
+        `"cpu"`; `"cuda"`, the current GPU of this process; `"cuda:1"`, which becomes the current one; or `"auto"`, the
+        GPU where there is one.
 
-    Raises BackendError for what is not there: nothing is simulated.
+    Returns
+    -------
+    str
+        `"cpu"` or `"cuda"`.
+
+    Raises
+    ------
+    BackendError
+        The device is not there, or cannot be used. Nothing is simulated.
+
+    Examples
+    --------
+    >>> from mpipipe import arrays
+    >>> arrays.check_device("cpu")
+    'cpu'
     """
     name, colon, number = device.partition(":") if isinstance(device, str) else ("", "", "")
     if name not in ("cpu", "cuda", "auto") or (colon and (name != "cuda" or not number.isdigit())):
@@ -51,7 +72,7 @@ def check_device(device: str) -> str:
     return name
 
 
-def _check_gpu():
+def _check_gpu() -> None:
     library = cupy()
     try:
         count = library.cuda.runtime.getDeviceCount()
@@ -68,8 +89,19 @@ def _check_gpu():
         )
 
 
-def use_gpu(number: int):
-    """Make GPU `number` the current one of this process."""
+def use_gpu(number: int) -> None:
+    """Make a GPU the current one of this process.
+
+    Parameters
+    ----------
+    number : int
+        Number of the GPU, from 0.
+
+    Raises
+    ------
+    BackendError
+        There is no such GPU.
+    """
     count = device_count()
     if not 0 <= number < count:
         raise BackendError("no such GPU", found=f"cuda:{number}", expected=f"cuda:0 ... cuda:{count - 1}")
@@ -77,16 +109,16 @@ def use_gpu(number: int):
 
 
 def current_gpu() -> int:
-    """Number of the GPU that this process computes on now."""
+    """Return the number of the GPU that this process computes on now."""
     return cupy().cuda.runtime.getDevice()
 
 
 def describe_gpus() -> list[str]:
-    """One line for each GPU that this process sees: name, memory, compute capability."""
+    """Describe each GPU that this process sees in one line: name, memory, compute capability."""
     lines = []
     for number in range(device_count()):
-        facts = cupy().cuda.runtime.getDeviceProperties(number)
-        name = facts["name"].decode() if isinstance(facts["name"], bytes) else facts["name"]
-        memory = f"{facts['totalGlobalMem'] / 2**30:.0f} GiB"
-        lines.append(f"cuda:{number} {name}, {memory}, compute capability {facts['major']}.{facts['minor']}")
+        properties = cupy().cuda.runtime.getDeviceProperties(number)
+        name = properties["name"].decode() if isinstance(properties["name"], bytes) else properties["name"]
+        memory = f"{properties['totalGlobalMem'] / 2**30:.0f} GiB"
+        lines.append(f"cuda:{number} {name}, {memory}, compute capability {properties['major']}.{properties['minor']}")
     return lines

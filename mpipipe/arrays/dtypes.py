@@ -2,25 +2,53 @@
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Any
 
+import ml_dtypes
+import numpy as np
+from numpy.typing import DTypeLike
+
+from mpipipe.arrays.types import Array
 from mpipipe.errors import ArgumentError
 
 HALVES = ("float16", "bfloat16")
 
 
-def is_device(array) -> bool:
-    """Whether this is an array in the memory of a GPU."""
+def is_device(array: object) -> bool:
+    """Return whether this is an array in the memory of a GPU."""
     return type(array).__module__.split(".")[0] == "cupy" and hasattr(array, "data")
 
 
-def is_array(array) -> bool:
-    """Whether this is an array of either library."""
+def is_array(array: object) -> bool:
+    """Return whether this is an array of numpy or CuPy."""
     return isinstance(array, np.ndarray) or is_device(array)
 
 
-def device_of(array) -> str:
-    """ "cpu" or "cuda"; raises ArgumentError for anything but an array."""
+def device_of(array: object) -> str:
+    """Return the kind of device that an array lies on.
+
+    Parameters
+    ----------
+    array : numpy.ndarray or cupy.ndarray
+        An array of any shape and dtype.
+
+    Returns
+    -------
+    str
+        `"cpu"` or `"cuda"`.
+
+    Raises
+    ------
+    ArgumentError
+        It is no array.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpipipe import arrays
+    >>> arrays.device_of(np.zeros(3))
+    'cpu'
+    """
     if isinstance(array, np.ndarray):
         return "cpu"
     if is_device(array):
@@ -33,16 +61,16 @@ def device_of(array) -> str:
     )
 
 
-def plain(array):
-    """A host array of a subclass of numpy.ndarray (memmap, matrix, ...) as an ndarray itself, without a copy.
+def plain(array: Array) -> Array:
+    """Return a host array of a subclass of numpy.ndarray (memmap, matrix, ...) as an ndarray itself, without a copy.
 
-    Other arrays as they are. Raises ArgumentError for a masked array.
+    Other arrays come back as they are. Raises ArgumentError for a masked array.
     """
     refuse_mask(array)
     return array.view(np.ndarray) if isinstance(array, np.ndarray) and type(array) is not np.ndarray else array
 
 
-def refuse_mask(array):
+def refuse_mask(array: Any) -> None:
     """Raise ArgumentError for a masked array: nothing here would look at its mask."""
     if isinstance(array, np.ma.MaskedArray):
         raise ArgumentError(
@@ -53,28 +81,66 @@ def refuse_mask(array):
         )
 
 
-def dtype(name) -> np.dtype:
-    """The numpy dtype called `name`, bfloat16 included."""
-    try:
-        if name == "bfloat16":
-            import ml_dtypes
+def dtype(name: DTypeLike) -> np.dtype:
+    """Return the numpy dtype of a name.
 
-            return np.dtype(ml_dtypes.bfloat16)
-        return np.dtype(name)
+    Parameters
+    ----------
+    name : str or numpy.dtype
+        What `numpy.dtype` takes, or `"bfloat16"`.
+
+    Returns
+    -------
+    numpy.dtype
+        The dtype.
+
+    Raises
+    ------
+    ArgumentError
+        There is no such dtype.
+
+    Examples
+    --------
+    >>> from mpipipe import arrays
+    >>> arrays.dtype("bfloat16").itemsize
+    2
+    """
+    try:
+        return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
     except TypeError:
         raise ArgumentError("unknown dtype", found=repr(name), expected="float32, float64, bfloat16, ...") from None
 
 
+COMPUTE_DTYPES = tuple(map(dtype, ("float32", "float64", *HALVES)))  # in which layers and attention compute
+
+
 def is_floating(kind: np.dtype) -> bool:
-    """Whether gradients exist for arrays of this dtype (bfloat16 reports kind 'V')."""
+    """Return whether gradients exist for arrays of this dtype (bfloat16 reports kind 'V')."""
     return kind.kind in "fc" or kind.name == "bfloat16"
 
 
 def is_half(kind: np.dtype) -> bool:
-    """Whether this is float16 or bfloat16."""
+    """Return whether this dtype is float16 or bfloat16."""
     return kind.name in HALVES
 
 
 def accumulator(kind: np.dtype) -> np.dtype:
-    """The dtype in which values of dtype `kind` are summed and parameters are kept: float32 for the half types."""
+    """Return the dtype in which values of a dtype are summed and parameters are kept.
+
+    Parameters
+    ----------
+    kind : numpy.dtype
+        The dtype of the values.
+
+    Returns
+    -------
+    numpy.dtype
+        float32 for float16 and bfloat16, any other dtype itself.
+
+    Examples
+    --------
+    >>> from mpipipe import arrays
+    >>> arrays.accumulator(arrays.dtype("bfloat16"))
+    dtype('float32')
+    """
     return np.dtype(np.float32) if is_half(kind) else kind

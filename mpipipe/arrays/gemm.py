@@ -1,16 +1,102 @@
-"""Matrix products of many problems at once, by cuBLAS on device arrays."""
+"""Matrix products by cuBLAS, on device arrays.
+
+cuBLAS takes matrices column by column, so it sees each of ours transposed: c = a b is c^T = b^T a^T to it. float64 is
+summed in float64, everything else in float32. Products of float32 use TF32, which keeps 10 bits of each factor, where
+the environment variable CUPY_TF32 is above 0 at the first product: CuPy's own products follow the same setting.
+"""
 
 from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
 from mpipipe.arrays.devices import cupy
 from mpipipe.arrays.memory import address
+from mpipipe.arrays.types import DeviceArray
 
-KINDS = {"float32": "CUDA_R_32F", "float64": "CUDA_R_64F", "float16": "CUDA_R_16F", "bfloat16": "CUDA_R_16BF"}
+# the host numbers (0, 1) that cuBLAS multiplies with, and their addresses, by itemsize
+NUMBERS = {kind.itemsize: np.array([0, 1], kind) for kind in (np.dtype(np.float32), np.dtype(np.float64))}
+ZERO_AND_ONE = {size: (address(pair), address(pair) + size) for size, pair in NUMBERS.items()}
 
 
-def batched_gemm(a, b, c, transpose_a: bool = False, transpose_b: bool = False, add: bool = False, factor: float = 1.0):
+class _Library(NamedTuple):
+    """cuBLAS's functions and its numbers for dtypes and ways to compute."""
+
+    gemm: Callable
+    batched: Callable
+    handle: Callable
+    algorithm: int
+    dtypes: dict[str, int]
+    compute: dict[str, int]  # by the dtype of the factors
+
+
+@cache
+def _library() -> _Library:
+    cuda = cupy().cuda
+    runtime, cublas = cuda.runtime, cuda.cublas
+    single = cublas.CUBLAS_COMPUTE_32F
+    tf32 = int(os.environ.get("CUPY_TF32", "0")) > 0
+    return _Library(
+        cublas.gemmEx,
+        cublas.gemmStridedBatchedEx,
+        cuda.device.get_cublas_handle,
+        cublas.CUBLAS_GEMM_DEFAULT,
+        {
+            "float16": runtime.CUDA_R_16F,
+            "bfloat16": runtime.CUDA_R_16BF,
+            "float32": runtime.CUDA_R_32F,
+            "float64": runtime.CUDA_R_64F,
+        },
+        {
+            "float16": single,
+            "bfloat16": single,
+            "float32": cublas.CUBLAS_COMPUTE_32F_FAST_TF32 if tf32 else single,
+            "float64": cublas.CUBLAS_COMPUTE_64F,
+        },
+    )
+
+
+def gemm(
+    a: DeviceArray,
+    b: DeviceArray,
+    c: DeviceArray,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    add: bool = False,
+) -> None:
+    """c = a b or, with `add`, c += a b: C-contiguous matrices that are not empty.
+
+    Parameters
+    ----------
+    a : (m, k), or (k, m) with `transpose_a`
+    b : (k, n), or (n, k) with `transpose_b`; of the dtype of a
+    c : (m, n) of the dtype of a, or of its accumulator dtype
+    """
+    library = _library()
+    m, n = c.shape
+    k = a.shape[0] if transpose_a else a.shape[1]
+    dtype = library.dtypes[a.dtype.name]
+    numbers = ZERO_AND_ONE[8 if a.itemsize == 8 else 4]
+    library.gemm(
+        library.handle(), int(transpose_b), int(transpose_a), n, m, k,
+        numbers[1], b.data.ptr, dtype, b.shape[1], a.data.ptr, dtype, a.shape[1],
+        numbers[add], c.data.ptr, library.dtypes[c.dtype.name], n, library.compute[a.dtype.name], library.algorithm,
+    )  # fmt: skip
+
+
+def batched_gemm(
+    a: DeviceArray,
+    b: DeviceArray,
+    c: DeviceArray,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    add: bool = False,
+    factor: float = 1.0,
+) -> None:
     """c = factor a b or, with `add`, c += factor a b, for each problem.
 
     Parameters
@@ -19,22 +105,17 @@ def batched_gemm(a, b, c, transpose_a: bool = False, transpose_b: bool = False, 
     b : (problems, k, n), or (problems, n, k) with `transpose_b`; of the dtype of a, the last axis of both without gaps
     c : (problems, m, n) of the accumulator dtype of a, in which everything is summed
     """
-    library = cupy().cuda
-    cublas, runtime = library.cublas, library.runtime
+    library = _library()
     problems, m, n = c.shape
     k = a.shape[1] if transpose_a else a.shape[2]
-    double = c.dtype == np.float64
     factors = np.array([factor, float(add)], c.dtype)
-    kind, sum_kind = (getattr(runtime, KINDS[x.dtype.name]) for x in (a, c))
-    # cuBLAS counts down columns: to it each of these is its transpose, and c^T = b^T a^T
-    cublas.gemmStridedBatchedEx(
-        library.device.get_cublas_handle(), int(transpose_b), int(transpose_a), n, m, k,
-        factors.ctypes.data, *_where(b, kind), *_where(a, kind),
-        factors.ctypes.data + factors.itemsize, *_where(c, sum_kind),
-        problems, cublas.CUBLAS_COMPUTE_64F if double else cublas.CUBLAS_COMPUTE_32F, cublas.CUBLAS_GEMM_DEFAULT,
+    library.batched(
+        library.handle(), int(transpose_b), int(transpose_a), n, m, k,
+        address(factors), *_operand(b), *_operand(a), address(factors) + factors.itemsize, *_operand(c),
+        problems, library.compute[a.dtype.name], library.algorithm,
     )  # fmt: skip
 
 
-def _where(x, kind) -> tuple[int, int, int, int]:
-    """(address, dtype, elements from row to row, elements from problem to problem)."""
-    return address(x), kind, x.strides[1] // x.itemsize, x.strides[0] // x.itemsize
+def _operand(x: DeviceArray) -> tuple[int, int, int, int]:
+    """(address, cuBLAS's dtype, elements from row to row, elements from problem to problem)."""
+    return address(x), _library().dtypes[x.dtype.name], x.strides[1] // x.itemsize, x.strides[0] // x.itemsize

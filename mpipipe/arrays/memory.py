@@ -2,59 +2,93 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from mpipipe.arrays.devices import cupy
 from mpipipe.arrays.dtypes import device_of
 from mpipipe.arrays.streams import stream
+from mpipipe.arrays.types import Array, DeviceArray, Shape
 from mpipipe.errors import ArgumentError
 
 ALIGNMENT = 64  # bytes: one cache line, one AVX-512 register
 
 
-def aligned_empty(shape, kind: np.dtype) -> np.ndarray:
-    """Uninitialised C-contiguous host array that starts on a cache line."""
-    kind = np.dtype(kind)
+def aligned_empty(shape: int | Shape, dtype: DTypeLike) -> np.ndarray:
+    """Return an uninitialised C-contiguous host array that starts on a cache line."""
+    dtype = np.dtype(dtype)
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
-    count = 1
-    for extent in shape:
-        count *= extent
-    raw = np.empty(count * kind.itemsize + ALIGNMENT, np.uint8)
+    nbytes = math.prod(shape) * dtype.itemsize
+    raw = np.empty(nbytes + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
-    return raw[start : start + count * kind.itemsize].view(kind).reshape(shape)
+    return raw[start : start + nbytes].view(dtype).reshape(shape)
 
 
-def empty(shape, kind: np.dtype, device: str = "cpu"):
-    """Uninitialised C-contiguous array on `device`; on a GPU from CuPy's pool, in the order of the current stream."""
+def empty(shape: int | Shape, dtype: DTypeLike, device: str = "cpu") -> Array:
+    """Return an uninitialised C-contiguous array.
+
+    Parameters
+    ----------
+    shape : int or tuple of int
+        Its shape.
+    dtype : numpy.dtype
+        Its dtype.
+    device : str
+        `"cpu"`, or `"cuda"` for the current GPU: there the memory is CuPy's pool's, in the order of the current stream.
+
+    Returns
+    -------
+    numpy.ndarray or cupy.ndarray
+        An array without values. On the host it starts on a 64-byte boundary.
+
+    Examples
+    --------
+    >>> from mpipipe import arrays
+    >>> arrays.empty((2, 3), arrays.dtype("bfloat16")).shape
+    (2, 3)
+    """
     if device == "cpu":
-        return aligned_empty(shape, kind)
-    return cupy().empty(shape, kind)
+        return aligned_empty(shape, dtype)
+    return cupy().empty(shape, dtype)
 
 
-def zeros(shape, kind: np.dtype, device: str = "cpu"):
-    """As `empty`, filled with zeros."""
-    array = empty(shape, kind, device)
+def zeros(shape: int | Shape, dtype: DTypeLike, device: str = "cpu") -> Array:
+    """Return a C-contiguous array of zeros; the parameters are those of `empty`.
+
+    Examples
+    --------
+    >>> from mpipipe import arrays
+    >>> arrays.zeros(3, "float32")
+    array([0., 0., 0.], dtype=float32)
+    """
+    array = empty(shape, dtype, device)
     set_zero(array)
     return array
 
 
-def empty_like(array, kind: np.dtype | None = None):
-    """Uninitialised C-contiguous array of the same shape on the same device."""
-    return empty(array.shape, array.dtype if kind is None else kind, device_of(array))
+def empty_like(array: Array, dtype: DTypeLike | None = None) -> Array:
+    """Return an uninitialised C-contiguous array of the same shape on the same device."""
+    return empty(array.shape, array.dtype if dtype is None else dtype, device_of(array))
 
 
-def set_zero(array):
+def zeros_like(array: Array) -> Array:
+    """Return a C-contiguous array of zeros of the same shape and dtype on the same device."""
+    return zeros(array.shape, array.dtype, device_of(array))
+
+
+def set_zero(array: Array) -> None:
     """Fill a C-contiguous array with zeros."""
     if isinstance(array, np.ndarray):
         array.fill(0)
     elif array.nbytes:
         runtime = cupy().cuda.runtime
-        runtime.memsetAsync(array.data.ptr, 0, array.nbytes, stream().ptr)
+        runtime.memsetAsync(address(array), 0, array.nbytes, stream().ptr)
 
 
-def copy_into(target, source):
+def copy_into(target: Array, source: Array) -> None:
     """Copy `source` to `target`, both C-contiguous, of one dtype and size, on one device."""
     if target.dtype != source.dtype or target.size != source.size:
         found, expected = (f"{array.dtype}{list(array.shape)}" for array in (source, target))
@@ -63,11 +97,12 @@ def copy_into(target, source):
         target[...] = source
     elif source.nbytes:
         runtime = cupy().cuda.runtime
-        runtime.memcpyAsync(target.data.ptr, source.data.ptr, source.nbytes, runtime.memcpyDeviceToDevice, stream().ptr)
+        kind = runtime.memcpyDeviceToDevice
+        runtime.memcpyAsync(address(target), address(source), source.nbytes, kind, stream().ptr)
 
 
-def copy(array):
-    """A copy of an array on the same device."""
+def copy(array: Array) -> Array:
+    """Return a copy of an array on the same device."""
     if isinstance(array, np.ndarray) or not array.flags.c_contiguous:
         return array.copy()
     new = empty_like(array)
@@ -75,8 +110,8 @@ def copy(array):
     return new
 
 
-def concatenate(parts: Sequence):
-    """C-contiguous arrays of one dtype and device, put together along axis 0."""
+def concatenate(parts: Sequence[Array]) -> Array:
+    """Put C-contiguous arrays of one dtype and device together along axis 0."""
     if isinstance(parts[0], np.ndarray):
         return np.concatenate(parts)
     whole = empty((sum(part.shape[0] for part in parts), *parts[0].shape[1:]), parts[0].dtype, "cuda")
@@ -87,20 +122,20 @@ def concatenate(parts: Sequence):
     return whole
 
 
-def address(array) -> int:
-    """Where the first element lies, in host or device memory."""
-    return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
+def address(array: Array) -> int:
+    """Return the address of the first element, in host or device memory."""
+    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
 
 
-def shares_memory(first, second) -> bool:
-    """Whether two arrays may overlap; exact for C-contiguous device arrays."""
+def shares_memory(first: Array, second: Array) -> bool:
+    """Return whether two arrays may overlap; exact for C-contiguous device arrays."""
     if isinstance(first, np.ndarray) or isinstance(second, np.ndarray):
         return isinstance(first, np.ndarray) and isinstance(second, np.ndarray) and np.may_share_memory(first, second)
     (low, high), (start, end) = _bounds(first), _bounds(second)
     return low < end and start < high
 
 
-def _bounds(array) -> tuple[int, int]:
+def _bounds(array: DeviceArray) -> tuple[int, int]:
     if array.size == 0:
         return 0, 0
     reach = [(extent - 1) * stride for extent, stride in zip(array.shape, array.strides)]

@@ -2,80 +2,105 @@
 
 from __future__ import annotations
 
+import math
+from functools import lru_cache
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from mpipipe.arrays.cuda import cuda_function
-from mpipipe.arrays.memory import address, empty
+from mpipipe.arrays.launch import bitwise_or, launch, vector_width
+from mpipipe.arrays.memory import copy_into, empty
+from mpipipe.arrays.types import DeviceArray, Shape
 
-MOVES, FILL = (Path(__file__).with_name(f"{name}.cu") for name in ("strided", "fill"))
+STRIDED, FILL = (Path(__file__).with_name(f"{name}.cu") for name in ("strided", "fill"))
 THREADS = 256
-NEIGHBOURS = (8, 4, 2)  # elements of the last axis that may move together
-LONGEST = 32  # bytes: the longest word of memory, of which older GPUs make two
+AXES = 5  # that strided.cu loops over
 
 
-def steps(x) -> tuple[int, ...]:
+def element_strides(x: DeviceArray) -> tuple[int, ...]:
     """Strides in elements."""
     return tuple(stride // x.itemsize for stride in x.strides)
 
 
 def blocks_of(count: int, per_block: int) -> tuple[int]:
-    """The grid for so many items."""
+    """Return the grid in which each of `count` items has a place of its own."""
     return (-(-count // per_block),)
 
 
-def move(source, target, add: bool = False):
-    """target = source or, with `add`, target += source: equal shapes of at most 5 axes, any strides, float dtypes."""
-    move_strided(source, steps(source), target, steps(target), target.shape, add)
+def strided_copy(source: DeviceArray, target: DeviceArray, add: bool = False) -> None:
+    """target = source or, with `add`, target += source: equal shapes of at most 5 axes, any strides, float dtypes.
+
+    Values are rounded to the dtype of the target.
+    """
+    contiguous = source.flags.c_contiguous and target.flags.c_contiguous
+    if contiguous and source.dtype == target.dtype and not add:
+        copy_into(target, source)
+    else:
+        strided_copy_views(source, element_strides(source), target, element_strides(target), target.shape, add)
 
 
-def move_strided(source, source_steps, target, target_steps, shape, add: bool = False):
-    """As `move`, for views given by the arrays where they begin, their strides in elements, and one shape."""
-    count = int(np.prod(shape))
+def strided_copy_views(
+    source: DeviceArray,
+    source_strides: tuple[int, ...],
+    target: DeviceArray,
+    target_strides: tuple[int, ...],
+    shape: Shape,
+    add: bool = False,
+) -> None:
+    """As `strided_copy`, between two views of one shape: each is the array where it begins, and strides in elements."""
+    count = math.prod(shape)
     if not count:
         return
-    free = 5 - len(shape)
-    shape = (*[1] * free, *shape)
-    strides = [(*[0] * free, *found) for found in (source_steps, target_steps)]
-    together = _together(source, strides[0], target, strides[1], shape)
-    reach = max(_reach(shape, found) for found in strides)
-    index = np.dtype(np.int32 if max(reach, count) < 2**31 - THREADS else np.int64)
-    kernel = cuda_function(MOVES, "move", S=source.dtype, U=target.dtype, I=index, V=together)
-    numbers = [count // together, *shape[1:4], shape[4] // together]
-    for found in strides:
-        numbers += [*found[:4], found[4] * together]
-    arguments = (source, target, *map(index.type, numbers), np.int32(add))
-    kernel(blocks_of(count // together, THREADS), (THREADS,), arguments)
+    walk = _walk(shape, source_strides, target_strides)
+    width = vector_width(source, target, divides=walk.divides) if walk.divides else 1
+    arguments = (source, target, walk.index(count // width), *walk.numbers, np.int32(add))
+    launch(STRIDED, "strided_copy", count, arguments, S=source.dtype, U=target.dtype, I=np.dtype(walk.index), V=width)
 
 
-def _reach(shape, strides) -> int:
-    return sum(abs(stride) * (extent - 1) for extent, stride in zip(shape, strides))
+class _Walk(NamedTuple):
+    """The order in which a kernel visits the elements of two arrays.
+
+    numbers : extents but the first, strides of the source, strides of the target
+    index : numpy integer type that holds every offset
+    divides : what the width of a word must divide; 0: words are single elements
+    """
+
+    numbers: tuple[Any, ...]
+    index: Any
+    divides: int
 
 
-def _together(source, source_steps, target, target_steps, shape) -> int:
-    """How many neighbours along the last axis can move as one word on both sides."""
-    if source_steps[4] != 1 or target_steps[4] != 1:
-        return 1
-    for count in NEIGHBOURS:
-        fits = shape[4] % count == 0
-        for array, strides in ((source, source_steps), (target, target_steps)):
-            word = count * array.itemsize
-            fits = fits and word <= LONGEST and address(array) % word == 0
-            fits = fits and all(s % count == 0 for s, extent in zip(strides[:4], shape) if extent > 1)
-        if fits:
-            return count
-    return 1
+@lru_cache(maxsize=1024)
+def _walk(shape: Shape, source_strides: tuple[int, ...], target_strides: tuple[int, ...]) -> _Walk:
+    """Visit the axis that is fastest in the target last, and join neighbouring axes where both arrays allow it."""
+    axes = [axis for axis in zip(shape, source_strides, target_strides) if axis[0] > 1]
+    axes.sort(key=lambda axis: -abs(axis[2]))
+    joined: list[tuple[int, int, int]] = []
+    for extent, source, target in axes:
+        if joined and joined[-1][1:] == (extent * source, extent * target):
+            joined[-1] = (joined[-1][0] * extent, source, target)
+        else:
+            joined.append((extent, source, target))
+    joined = [(1, 0, 0)] * (AXES - len(joined)) + joined
+    extents, sources, targets = zip(*joined)
+    farthest = max(sum(abs(step) * (n - 1) for n, step in zip(extents, steps)) for steps in (sources, targets))
+    index = np.int32 if max(farthest, math.prod(shape)) < 2**31 else np.int64
+    together = sources[-1] == targets[-1] == 1
+    divides = bitwise_or(extents[-1:], sources[:-1], targets[:-1]) if together else 0
+    return _Walk(tuple(map(index, (*extents[1:], *sources, *targets))), index, divides)
 
 
-def copied(x, kind=None):
-    """A new C-contiguous array with the values of x, which may have any strides, in dtype `kind`."""
-    new = empty(x.shape, x.dtype if kind is None else kind, "cuda")
-    move(x, new)
+def copied(x: DeviceArray, dtype: DTypeLike | None = None) -> DeviceArray:
+    """Return a new C-contiguous array with the values of x, which may have any strides, in `dtype` or its own."""
+    new = empty(x.shape, x.dtype if dtype is None else dtype, "cuda")
+    strided_copy(x, new)
     return new
 
 
-def fill(x, value: float):
+def fill(x: DeviceArray, value: float) -> None:
     """Set all elements of a C-contiguous array."""
     if x.size:
         kernel = cuda_function(FILL, "fill", T=x.dtype)

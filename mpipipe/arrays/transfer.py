@@ -4,34 +4,64 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from mpipipe.arrays.devices import cupy
 from mpipipe.arrays.memory import address, empty
 from mpipipe.arrays.streams import is_done, record, stream
+from mpipipe.arrays.types import Array, DeviceArray, Event
 
 PIECE_BYTES = 64 << 20  # of pinned memory for one piece of an array; CuPy keeps what was pinned once
 
 
 def pinned(nbytes: int) -> np.ndarray:
-    """Page-locked host memory as an array of bytes, which the device copies to and from without the processor."""
+    """Return page-locked host memory as an array of bytes: the device copies from and to it without the processor."""
     memory = cupy().cuda.alloc_pinned_memory(max(nbytes, 1))
     return np.frombuffer(memory, np.uint8, nbytes)
 
 
 @cache
-def _uploads() -> tuple[deque, threading.Lock]:
-    """(event, page) of uploads under way, from all threads: CuPy hands a freed page out again at once."""
+def _uploads() -> tuple[deque[tuple[Event, np.ndarray]], threading.Lock]:
+    """(event, buffer) of uploads under way, from all threads: CuPy hands a freed buffer out again at once."""
     return deque(), threading.Lock()
 
 
-def upload(host: np.ndarray, out=None):
-    """A device array with the values of a host array, in the order of the current stream.
+def upload(host: ArrayLike, out: DeviceArray | None = None) -> DeviceArray:
+    """Copy a host array to the current GPU, in the order of the current stream.
 
     The host array may change at once: it is copied to pinned memory first, which is kept until the device has read it.
-    Does not wait, but for all pieces except the last two of an array of more than `PIECE_BYTES`.
+    The host does not wait, except for the device to read all but the last two pieces of an array of more than
+    `PIECE_BYTES`.
+
+    Parameters
+    ----------
+    host : numpy.ndarray
+        An array of any shape, dtype and strides.
+    out : cupy.ndarray, optional
+        A C-contiguous array of the size and dtype of `host`, to be set.
+
+    Returns
+    -------
+    cupy.ndarray
+        `out`, or a new C-contiguous array.
+
+    Raises
+    ------
+    BackendError
+        CuPy is not installed, or there is no GPU.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpipipe import arrays
+    >>> x = arrays.upload(np.arange(3.0))  # doctest: +SKIP
+    >>> arrays.download(x)                 # doctest: +SKIP
+    array([0., 1., 2.])
     """
     host = np.asarray(host, order="C")
     array = empty(host.shape, host.dtype, "cuda") if out is None else out
@@ -43,24 +73,45 @@ def upload(host: np.ndarray, out=None):
         for start in range(0, host.nbytes, PIECE_BYTES):
             if start >= 2 * PIECE_BYTES:
                 underway[-2][0].synchronize()
-                page = underway[-2][1]
+                buffer = underway[-2][1]
                 del underway[-2]
             else:
-                page = pinned(min(PIECE_BYTES, host.nbytes - start))
+                buffer = pinned(min(PIECE_BYTES, host.nbytes - start))
             piece = content[start : start + PIECE_BYTES]
-            page[: piece.size] = piece
-            copy_to_device(target[start : start + PIECE_BYTES], page[: piece.size])
-            underway.append((record(), page))
+            buffer[: piece.size] = piece
+            copy_to_device(target[start : start + PIECE_BYTES], buffer[: piece.size])
+            underway.append((record(), buffer))
     return array
 
 
-def download(*device_arrays):
-    """Host copies of C-contiguous device arrays: one array for one, a list for several. Waits for the stream.
+def download(*device_arrays: Array) -> Any:
+    """Copy arrays to the host, and wait for the current stream: once, unless an array has more than `PIECE_BYTES`.
 
-    Once, unless an array has more than `PIECE_BYTES`. Host arrays come back as they are.
+    Parameters
+    ----------
+    *device_arrays : cupy.ndarray or numpy.ndarray
+        C-contiguous arrays of any shape and dtype.
+
+    Returns
+    -------
+    numpy.ndarray or list of numpy.ndarray
+        One array for one, a list for any other number. Host arrays come back as they are.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpipipe import arrays
+    >>> arrays.download(np.arange(3.0))
+    array([0., 1., 2.])
     """
-    results: list = []
-    waiting = []
+    found = download_all(device_arrays)
+    return found[0] if len(found) == 1 else found
+
+
+def download_all(device_arrays: Sequence[Array]) -> list[np.ndarray]:
+    """As `download`, of any number of arrays to as many."""
+    results: list[np.ndarray] = []
+    waiting: list[tuple[np.ndarray, np.ndarray]] = []
     for array in device_arrays:
         if isinstance(array, np.ndarray):
             results.append(array)
@@ -70,30 +121,31 @@ def download(*device_arrays):
         content, source = host.reshape(-1).view(np.uint8), array.reshape(-1).view(np.uint8)
         for start in range(0, array.nbytes, PIECE_BYTES):
             piece = content[start : start + PIECE_BYTES]
-            page = pinned(piece.size)
-            copy_to_host(page, source[start : start + PIECE_BYTES])
-            waiting.append((piece, page))
+            buffer = pinned(piece.size)
+            copy_to_host(buffer, source[start : start + PIECE_BYTES])
+            waiting.append((piece, buffer))
             if array.nbytes > PIECE_BYTES:
                 _receive(waiting)
     _receive(waiting)
-    return results[0] if len(results) == 1 else results
+    return results
 
 
-def _receive(waiting):
+def _receive(waiting: list[tuple[np.ndarray, np.ndarray]]) -> None:
+    """Wait for the stream, and set each piece from its pinned buffer."""
     if waiting:
         stream().synchronize()
-    for piece, page in waiting:
-        piece[...] = page
+    for piece, buffer in waiting:
+        piece[...] = buffer
     waiting.clear()
 
 
-def copy_to_device(target, page: np.ndarray):
-    """Start copying pinned bytes to a contiguous device array; `page` must stay as it is until the stream is there."""
+def copy_to_device(target: DeviceArray, buffer: np.ndarray) -> None:
+    """Start copying pinned bytes to a contiguous device array; they must stay as they are until the stream is there."""
     runtime = cupy().cuda.runtime
-    runtime.memcpyAsync(address(target), address(page), page.nbytes, runtime.memcpyHostToDevice, stream().ptr)
+    runtime.memcpyAsync(address(target), address(buffer), buffer.nbytes, runtime.memcpyHostToDevice, stream().ptr)
 
 
-def copy_to_host(page: np.ndarray, source):
+def copy_to_host(buffer: np.ndarray, source: DeviceArray) -> None:
     """Start copying a contiguous device array to pinned bytes, which are there once the stream is."""
     runtime = cupy().cuda.runtime
-    runtime.memcpyAsync(address(page), address(source), page.nbytes, runtime.memcpyDeviceToHost, stream().ptr)
+    runtime.memcpyAsync(address(buffer), address(source), buffer.nbytes, runtime.memcpyDeviceToHost, stream().ptr)

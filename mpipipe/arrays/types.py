@@ -10,3 +10,5 @@ DeviceArray: TypeAlias = Any  # cupy.ndarray: CuPy may be missing, and has no ty
 Array: TypeAlias = "np.ndarray | DeviceArray"
 Tree: TypeAlias = "Array | tuple[Array, ...] | dict[str, Array]"  # what travels between two stages
 Shape: TypeAlias = "tuple[int, ...]"
+Stream: TypeAlias = Any  # cupy.cuda.Stream
+Event: TypeAlias = Any  # cupy.cuda.Event

@@ -89,7 +89,7 @@ def assign(target, source):
     if isinstance(target, np.ndarray):
         target[...] = source
     else:
-        _strided().move(source, target)
+        _strided().strided_copy(source, target)
 
 
 def add(target, source):
@@ -97,7 +97,7 @@ def add(target, source):
     if isinstance(target, np.ndarray):
         np.add(target, source, out=target)
     else:
-        _strided().move(source, target, add=True)
+        _strided().strided_copy(source, target, add=True)
 
 
 def _strided():

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from mpipipe import arrays
+from mpipipe.arrays.dtypes import COMPUTE_DTYPES as DTYPES
 from mpipipe.attention import kernels, mask
 from mpipipe.attention.accumulate import attend_once
 from mpipipe.attention.kernels import host
 from mpipipe.errors import ArgumentError
-
-DTYPES = tuple(map(arrays.dtype, ("float32", "float64", "float16", "bfloat16")))
 
 
 class Local:

@@ -5,11 +5,15 @@ token ids -> Embedding -> layers * [x + SelfAttention(RMSNorm x), x + SwiGLU(RMS
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+
+from numpy.typing import ArrayLike
 
 from mpipipe import nn
 from mpipipe.attention import Local
 from mpipipe.errors import ArgumentError
+from mpipipe.nn.layers.attention import Attend
 
 TIE = "tokens"  # key of the matrix that embedding and head share
 
@@ -20,16 +24,46 @@ class GPT:
 
     Parameters
     ----------
-    vocab : number of token ids; 256 for bytes
-    dim, layers, heads : width, transformer blocks, attention heads; dim / heads is even
-    kv_heads : heads of keys and values, a divisor of heads; as many as heads by default
-    hidden : inner width of SwiGLU; by default 8/3 dim, rounded up to a multiple of 64
-    seq : length of the sequences, for `costs`
-    tied : one matrix for embedding and head
-    dropout : probability, after attention and SwiGLU
-    rope_base : of the rotary position embedding
+    vocab : int
+        Number of token ids; 256 for bytes.
+    dim : int
+        Width.
+    layers : int
+        Number of transformer blocks.
+    heads : int
+        Number of attention heads; dim / heads is even.
+    kv_heads : int, optional
+        Number of heads of keys and values, a divisor of heads; by default `heads`.
+    hidden : int, optional
+        Inner width of SwiGLU; by default 8/3 dim, rounded up to a multiple of 64.
+    seq : int
+        Length of the sequences, for `costs`.
+    tied : bool
+        Whether embedding and head are one matrix.
+    dropout : float
+        Probability of dropout after attention and SwiGLU.
+    rope_base : float
+        Base of the rotary position embedding.
 
-    Raises ArgumentError for sizes that do not fit.
+    Raises
+    ------
+    ArgumentError
+        The sizes do not fit together.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpipipe import attention, nn
+    >>> from mpipipe.models import GPT
+    >>> model = GPT(dim=64, layers=2, heads=4)
+    >>> model.parameters
+    139584
+    >>> layers = model.build(attention.Local())
+    >>> len(layers), len(model.costs())
+    (6, 6)
+    >>> logits, saved = nn.Stage(layers).forward(np.zeros((1, 16), np.int64))
+    >>> logits.shape
+    (1, 16, 256)
     """
 
     vocab: int = 256
@@ -43,7 +77,7 @@ class GPT:
     dropout: float = 0.0
     rope_base: float = 10000.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.kv_heads is None:
             object.__setattr__(self, "kv_heads", self.heads)
         if self.hidden is None:
@@ -64,14 +98,21 @@ class GPT:
                 "kv_heads of a GPT is no divisor of heads", found=f"kv_heads {self.kv_heads}, heads {self.heads}"
             )
 
-    def build(self, attend, positions=None) -> list[nn.Layer]:
-        """The unbound layers, 2 * `layers` + 2 of them; int (batch, seq) goes in, logits (batch, seq, vocab) come out.
+    def build(self, attend: Attend | Callable[[], Attend], positions: ArrayLike | None = None) -> list[nn.Layer]:
+        """Build the layers, for stages to bind: integers (batch, seq) go in, logits (batch, seq, vocab) come out.
 
         Parameters
         ----------
-        attend : what `nn.SelfAttention` attends with, such as attention.Local(); or, where each layer needs one of its
-            own, a function of no arguments that makes one, such as lambda: attention.Cached(capacity)
-        positions : of the rows in the whole sequence, where a rank holds a part of it; default 0 ... seq - 1
+        attend : object or callable
+            What `nn.SelfAttention` attends with, such as `attention.Local()`. A function of no arguments is called for
+            each layer, to make one of its own: `lambda: attention.Cached(capacity)`.
+        positions : 1-D integers, optional
+            Positions of the rows in the whole sequence, if a rank holds a part of it; by default 0 ... seq - 1.
+
+        Returns
+        -------
+        list of Layer
+            2 * `layers` + 2 layers: embedding, attention and SwiGLU in turn, norm with head.
         """
         tie = TIE if self.tied else None
         # The last matrix of each of the 2 * layers residual branches starts smaller, so that the sum of all branches
@@ -79,9 +120,14 @@ class GPT:
         gain = (2 * self.layers) ** -0.5
         layers: list[nn.Layer] = [nn.Embedding(self.vocab, self.dim, tie=tie)]
         for _ in range(self.layers):
-            own = attend() if callable(attend) else attend
             attention = nn.SelfAttention(
-                self.dim, self.heads, self.kv_heads, own, positions, rope_base=self.rope_base, gain=gain
+                self.dim,
+                self.heads,
+                self.kv_heads,
+                attend() if callable(attend) else attend,
+                positions,
+                rope_base=self.rope_base,
+                gain=gain,
             )
             layers.append(self._residual(attention))
             layers.append(self._residual(nn.SwiGLU(self.dim, self.hidden, gain=gain)))
@@ -89,17 +135,22 @@ class GPT:
         layers.append(nn.Sequential([nn.RMSNorm(self.dim), head]))
         return layers
 
-    def _residual(self, layer) -> nn.Layer:
-        parts = [nn.RMSNorm(self.dim), layer]
+    def _residual(self, layer: nn.Layer) -> nn.Layer:
+        parts: list[nn.Layer] = [nn.RMSNorm(self.dim), layer]
         if self.dropout:
             parts.append(nn.Dropout(self.dropout))
         return nn.Residual(nn.Sequential(parts))
 
     def costs(self) -> list[float]:
-        """Floating-point operations of each layer's forward per token, for `schedules.partition`.
+        """Count the floating-point operations of each layer's forward per token, for `schedules.partition`.
 
         A multiply-add counts as two. Causal scores reach half of the sequence on average, in two products. A look-up
         in the embedding is counted as one operation an element.
+
+        Returns
+        -------
+        list of float
+            One cost for each layer of `build`.
         """
         projections = 2 * self.dim * (2 * self.dim + 2 * self.kv_heads * self.dim // self.heads)
         scores = 2 * self.seq * self.dim
@@ -109,7 +160,7 @@ class GPT:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters; tied ones count once."""
+        """Number of parameters; tied parameters count once."""
         layers = [layer for top in self.build(Local()) for _, layer in top.walk("")]
         declared = [parameter for layer in layers for parameter in layer.declared.values()]
         tied = {parameter.tie: parameter.size for parameter in declared if parameter.tie is not None}

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import numpy as np
+from mpipipe.arrays import Array
 
 ELEMENTS = 32768  # 128 KiB of float32: a handful of such pieces fit in 1 MiB of second-level cache
 
 
 def blocks(count: int, width: int = 1) -> list[slice]:
-    """Slices that cut `count` rows of `width` elements into pieces of about `ELEMENTS` elements."""
+    """Return slices that cut `count` rows of `width` elements into pieces of about `ELEMENTS` elements."""
     step = max(1, ELEMENTS // max(1, width))
     if 0 < count <= step:
         return [slice(0, count)]
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
 
-def rows(x: np.ndarray) -> np.ndarray:
-    """x of any rank as a matrix of its last axis; a view where x is contiguous."""
+def rows(x: Array) -> Array:
+    """Return x, of any rank above 0, as a matrix of its last axis; a view where x is contiguous."""
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])

@@ -1,25 +1,49 @@
-"""Losses: loss(output, target) -> (value, gradient of the output); the value is a mean over the micro-batch.
-
-For an output on a GPU the value stays there, as an array of float64 without axes, and a target on the host is uploaded.
-`factor` multiplies the gradient before it is rounded to the dtype of the output: gradients that float16 would lose need
-the scale of the loss there.
-"""
+"""Losses: loss(output, target) -> (value, gradient of the output); the value is a mean over the micro-batch."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 
 from mpipipe import arrays
+from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import kernels
 from mpipipe.nn.cache_blocks import rows
-from mpipipe.nn.layers.embedding import device_integers
+from mpipipe.nn.checks import checked_ids
 
 
-def mean_squared_error(output, target, factor: float = 1.0):
-    """Mean of (output - target)^2 over all elements, summed in float64; gradient 2 (output - target) / size.
+def mean_squared_error(output: Array, target: Array, factor: float = 1.0) -> tuple[Any, Array]:
+    """Return the mean of (output - target)^2 over all elements, and its gradient.
 
-    Raises ArgumentError if the shapes differ or there are no elements.
+    Parameters
+    ----------
+    output : array
+        Of any shape and a floating dtype, on the host or a GPU.
+    target : array
+        Of the same shape. For an output on a GPU it may be on the host: it is uploaded.
+    factor : float
+        Multiplies the gradient before it is rounded: float16 loses small gradients that do not carry a scale.
+
+    Returns
+    -------
+    value : float, or cupy.ndarray without axes
+        The mean, summed in float64. It stays on the GPU where the output is there.
+    gradient : array
+        `factor` * 2 (output - target) / size, of the shape and dtype of `output`.
+
+    Raises
+    ------
+    ArgumentError
+        The shapes differ, there are no elements, or only the target is on a GPU.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpipipe import nn
+    >>> nn.mean_squared_error(np.array([1.0, 2.0]), np.array([0.0, 2.0]))
+    (0.5, array([1., 0.]))
     """
     if output.shape != target.shape or output.size == 0:
         raise ArgumentError(
@@ -32,16 +56,39 @@ def mean_squared_error(output, target, factor: float = 1.0):
     return kernels.of_array(output).mean_squared_error(output, target, factor)
 
 
-def softmax_cross_entropy(output, target, factor: float = 1.0):
-    """Mean of -log softmax(output)[target], in nats, and its gradient (softmax(output) - onehot(target)) / rows.
+def softmax_cross_entropy(output: Array, target: Array, factor: float = 1.0) -> tuple[Any, Array]:
+    """Return the mean of -log softmax(output)[target] over all rows, in nats, and its gradient.
 
     Parameters
     ----------
-    output : logits (..., vocab), of any floating dtype and any size
-    target : integers (...) in 0 ... vocab - 1
+    output : array
+        Logits (..., vocab), of any size and a floating dtype, on the host or a GPU.
+    target : array of integers
+        (...) in 0 ... vocab - 1. For an output on a GPU it may be on the host: it is uploaded.
+    factor : float
+        Multiplies the gradient before it is rounded: float16 loses small gradients that do not carry a scale.
 
-    Raises ArgumentError if shapes do not fit or a target on the host is not in that range; one on a GPU that is not
-    makes the value NaN.
+    Returns
+    -------
+    value : float, or cupy.ndarray without axes
+        The mean, summed in float64. It stays on the GPU where the output is there, and is NaN if a target that was
+        there is out of range.
+    gradient : array
+        `factor` * (softmax(output) - onehot(target)) / rows, of the shape and dtype of `output`.
+
+    Raises
+    ------
+    ArgumentError
+        The shapes do not fit, there are no elements, a target on the host is out of range, or only the target is on a
+        GPU.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpipipe import nn
+    >>> value, gradient = nn.softmax_cross_entropy(np.zeros((1, 4)), np.array([2]))
+    >>> bool(np.isclose(value, np.log(4))), gradient
+    (True, array([[ 0.25,  0.25, -0.75,  0.25]]))
     """
     if output.ndim == 0 or output.shape[:-1] != target.shape or output.size == 0:
         raise ArgumentError(
@@ -51,20 +98,20 @@ def softmax_cross_entropy(output, target, factor: float = 1.0):
         )
     _check_side(output, target)
     device = arrays.device_of(output)
-    ids = device_integers(target, output.shape[-1], "softmax_cross_entropy: the target", device).reshape(-1)
+    ids = checked_ids(target, output.shape[-1], "softmax_cross_entropy: the target", device).reshape(-1)
     value, gradient = kernels.of_array(output).softmax_cross_entropy(rows(output), ids, factor)
     return value, gradient.reshape(output.shape)
 
 
-def _beside(output, target):
-    """The target of a device output there, in its dtype."""
+def _beside(output: Array, target: Array) -> Array:
+    """Return the target on the device of the output; in its dtype where it is uploaded."""
     _check_side(output, target)
     if arrays.is_device(output) and not arrays.is_device(target):
         return arrays.upload(target.astype(output.dtype))
     return target
 
 
-def _check_side(output, target):
+def _check_side(output: Array, target: Array) -> None:
     if arrays.is_device(target) and not arrays.is_device(output):
         raise ArgumentError(
             "the target of a loss is on a GPU and the output on the host",

@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from mpipipe import arrays
+from mpipipe.arrays import Array, Shape
 from mpipipe.arrays.memory import ALIGNMENT
+
+Draw: TypeAlias = Callable[[np.random.Generator, Shape], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -18,37 +22,50 @@ class Parameter:
 
     Parameters
     ----------
-    shape : of the array
-    draw : draw(generator, shape) -> float64 array of initial values; see `normal`, `zeros`, `ones`
-    decay : whether weight decay applies (matrices: yes; biases and gains: no)
-    tie : parameters with the same key, anywhere in the model, are one parameter: they start equal (the initial values
-        are drawn for the key, not for the name) and the pipeline sums their gradients
+    shape : tuple of int
+        Shape of the array.
+    draw : callable
+        `draw(generator, shape)` returns the initial values, of float64.
+    decay : bool
+        Whether weight decay applies. Layers here set it for matrices, and not for biases and gains.
+    tie : str, optional
+        Parameters with the same key, anywhere in the model, are one parameter. They start equal, because their initial
+        values are drawn for the key and not for the name, and the pipeline sums their gradients.
+
+    Examples
+    --------
+    >>> from mpipipe import nn
+    >>> nn.Parameter((2, 3), lambda generator, shape: generator.uniform(-1, 1, shape)).size
+    6
     """
 
-    shape: tuple[int, ...]
-    draw: Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
+    shape: Shape
+    draw: Draw
     decay: bool = True
     tie: str | None = None
 
     @property
     def size(self) -> int:
+        """Number of elements."""
         return math.prod(self.shape)
 
 
-def normal(std: float):
-    """Initial values from a normal distribution of mean 0."""
+def normal(std: float) -> Draw:
+    """Draw initial values from a normal distribution of mean 0."""
     return lambda generator, shape: generator.standard_normal(shape) * std
 
 
-def zeros(_generator, shape):
+def zeros(_generator: np.random.Generator, shape: Shape) -> np.ndarray:
+    """Start with zeros."""
     return np.zeros(shape)
 
 
-def ones(_generator, shape):
+def ones(_generator: np.random.Generator, shape: Shape) -> np.ndarray:
+    """Start with ones."""
     return np.ones(shape)
 
 
-class FlatBuffer(Mapping):
+class FlatBuffer(Mapping[str, Any]):
     """Named arrays that are views of one buffer.
 
     `flat` is one-dimensional and starts on a 64-byte boundary, as does every array in it. The gaps between the arrays
@@ -63,11 +80,7 @@ class FlatBuffer(Mapping):
     """
 
     def __init__(
-        self,
-        shapes: Mapping[str, tuple[int, ...]],
-        dtype: np.dtype,
-        device: str = "cpu",
-        narrowest: np.dtype | None = None,
+        self, shapes: Mapping[str, Shape], dtype: np.dtype, device: str = "cpu", narrowest: np.dtype | None = None
     ):
         step = ALIGNMENT // (dtype if narrowest is None else narrowest).itemsize
         self.offsets: dict[str, int] = {}
@@ -81,7 +94,7 @@ class FlatBuffer(Mapping):
             for name, start in self.offsets.items()
         }
 
-    def __getitem__(self, name: str) -> np.ndarray:
+    def __getitem__(self, name: str) -> Array:
         return self._views[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -92,12 +105,12 @@ class FlatBuffer(Mapping):
 
 
 def decay_ranges(offsets: Mapping[str, int], decays: Mapping[str, bool], end: int) -> list[tuple[int, int, bool]]:
-    """Cut a flat buffer of `end` elements into the longest runs (start, stop, decay) of equal decay, gaps included."""
-    runs: list[tuple[int, int, bool]] = []
+    """Cut a flat buffer of `end` elements, gaps included, into the longest (start, stop, decay) of equal decay."""
+    ranges: list[tuple[int, int, bool]] = []
     for name, start in offsets.items():
-        if runs and runs[-1][2] == decays[name]:
+        if ranges and ranges[-1][2] == decays[name]:
             continue
-        if runs:
-            runs[-1] = (runs[-1][0], start, runs[-1][2])
-        runs.append((start, end, decays[name]))
-    return runs
+        if ranges:
+            ranges[-1] = (ranges[-1][0], start, ranges[-1][2])
+        ranges.append((start, end, decays[name]))
+    return ranges

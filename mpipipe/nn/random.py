@@ -1,7 +1,7 @@
 """Counter-based random numbers: a stream is named by what it is for, never by who draws it or when.
 
-Philox gives independent streams for every (key, counter) (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
-SC11), so that initial values and dropout masks are the same on any number of ranks and chunks.
+So initial values and dropout masks are the same on any number of ranks and chunks. Philox gives independent streams for
+every (key, counter) (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11).
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import sys
 import numpy as np
 
 
-def key(*names) -> np.ndarray:
-    """A 128-bit Philox key for the given names, equal in every process."""
+def key(*names: object) -> np.ndarray:
+    """Return a 128-bit Philox key for the given names, equal in every process."""
     digest = hashlib.blake2b("\0".join(map(str, names)).encode(), digest_size=16).digest()
     return np.frombuffer(digest, "<u8").astype(np.uint64)
 
 
 def initial(seed: int, name: str) -> np.random.Generator:
-    """The generator that draws the initial values of the parameter (or tie) `name`."""
+    """Return the generator that draws the initial values of the parameter (or tie) `name`."""
     return np.random.Generator(np.random.Philox(key=key("initial", seed, name)))
 
 
 def bits16(stream: np.ndarray, counter: tuple[int, int, int], count: int) -> np.ndarray:
-    """`count` random 16-bit integers of the stream with key `stream` at `counter` (any three integers below 2**64)."""
+    """Return `count` random 16-bit integers of the stream of this key at `counter`, three integers below 2**64."""
     words = np.random.Philox(key=stream, counter=np.array([0, *counter], np.uint64)).random_raw(-(-count // 4))
     if sys.byteorder == "big":
         words = words.byteswap()  # the same integers in the same order on every machine

@@ -14,9 +14,7 @@ from mpipipe.nn.layers.containers import Sequential
 from mpipipe.nn.layers.embedding import Embedding
 from mpipipe.nn.layers.layer import Layer
 from mpipipe.nn.parameters import FlatBuffer, Parameter, decay_ranges
-from mpipipe.nn.rope import Tables
-
-DTYPES = ("float32", "float64", "float16", "bfloat16")
+from mpipipe.nn.rope_tables import RopeTables
 
 
 class Position(NamedTuple):
@@ -49,7 +47,7 @@ class Stage:
     device : "cpu" or "cuda"
     gpu : number of the GPU, None on the host
     kernels : the functions that layers compute with there (see nn.kernels)
-    tables : rope.Tables, which its attention layers share
+    tables : RopeTables, which its attention layers share
     position : Position of the forward under way, or of the last one, read by random layers
     poll : function without arguments or None, called after each layer (to keep messages moving)
     ties : tie key -> names of the parameters on this stage that carry it
@@ -63,7 +61,7 @@ class Stage:
         self.gpu = arrays.current_gpu() if self.device == "cuda" else None
         self.dtype = _check_dtype(dtype)
         self.kernels = kernels.of(self.device, self.dtype)
-        self.tables = Tables(self.kernels, self.dtype, self.device)
+        self.tables = RopeTables(self.kernels, self.dtype, self.device)
         self._plain = np.ndarray if self.device == "cpu" else None  # inputs of this type need no further look
         self.layers = tuple(layers)
         self.first = first
@@ -184,11 +182,12 @@ def _first_leaf(layer: Layer) -> Layer:
 
 def _check_dtype(name) -> np.dtype:
     kind = arrays.dtype(name)
-    if kind.name not in DTYPES:
+    names = [each.name for each in arrays.COMPUTE_DTYPES]
+    if kind.name not in names:
         raise ArgumentError(
             "a stage cannot compute in this dtype",
             found=kind.name,
-            expected=" or ".join(DTYPES),
+            expected=" or ".join(names),
             remedy="pass one of them as dtype",
         )
     return kind

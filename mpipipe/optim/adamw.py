@@ -4,21 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mpipipe import arrays
+from mpipipe.arrays import Array
 from mpipipe.nn import Stage
-from mpipipe.optim.sgd import zeros_beside
 
 
 class AdamW:
-    """Loshchilov and Hutter, "Decoupled weight decay regularization" (2019), algorithm 2.
+    """Adam with decoupled weight decay (Loshchilov and Hutter, "Decoupled weight decay regularization", 2019).
 
-    m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2; p -= lr * weight_decay * p, where the parameter decays; then
-    p -= lr * (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps). In place, in the dtype of the stage's parameters, with
-    the scalars of the bias correction in float64.
+    Their algorithm 2: m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2; p -= lr * weight_decay * p; then
+    p -= lr * (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps). Updates are in place, in the dtype of the stage's
+    parameters, with the scalars of the bias correction in float64.
+
+    Parameters
+    ----------
+    stages : sequence of Stage
+        The stages of this rank.
+    lr : float
+        Learning rate.
+    betas : (float, float)
+        b1 and b2.
+    eps : float
+        Keeps the denominator away from 0.
+    weight_decay : float
+        Decay of the parameters whose `Parameter.decay` is set.
 
     Attributes
     ----------
-    state : for each stage {"first": flat array m, "second": flat array v}
-    steps : how many have been made (t)
+    state : list of dict
+        For each stage `{"first": flat array m, "second": flat array v}`.
+    steps : int
+        Number of steps made, t.
+
+    Examples
+    --------
+    >>> from mpipipe import nn, optim
+    >>> stage = nn.Stage([nn.RMSNorm(3)])
+    >>> stage.gradients["0.gain"][...] = 1
+    >>> optim.AdamW([stage], lr=0.5).step()
+    >>> stage.parameters["0.gain"]
+    array([0.5, 0.5, 0.5], dtype=float32)
     """
 
     def __init__(
@@ -31,27 +56,37 @@ class AdamW:
     ):
         self.stages, self.lr, self.betas, self.eps, self.weight_decay = tuple(stages), lr, betas, eps, weight_decay
         self.steps = 0
-        self.state = [{"first": zeros_beside(stage), "second": zeros_beside(stage)} for stage in self.stages]
+        self.state: list[dict[str, Array]] = [
+            {name: arrays.zeros_like(stage.parameters.flat) for name in ("first", "second")} for stage in self.stages
+        ]
 
     def step(self, lr: float | None = None, scale: float = 1.0) -> None:
-        """Make one step with the gradients of the stages, times `scale`; `lr` overrides the rate for this step."""
+        """Make one step with the gradients of the stages.
+
+        Parameters
+        ----------
+        lr : float, optional
+            Overrides the learning rate for this step.
+        scale : float
+            Factor of the gradients. They stay as they are.
+        """
         rate = self.lr if lr is None else lr
         self.steps += 1
         b1, b2 = self.betas
         for stage, state in zip(self.stages, self.state):
-            for start, stop, decayed in stage.decay_ranges:
-                at = slice(start, stop)
+            for start, stop, decays in stage.decay_ranges:
+                part = slice(start, stop)
                 stage.kernels.adamw(
-                    stage.parameters.flat[at],
-                    stage.gradients.flat[at],
-                    state["first"][at],
-                    state["second"][at],
+                    stage.parameters.flat[part],
+                    stage.gradients.flat[part],
+                    state["first"][part],
+                    state["second"][part],
                     b1=b1,
                     b2=b2,
                     eps=self.eps,
                     rate=rate,
                     correction1=1 - b1**self.steps,
                     correction2=1 - b2**self.steps,
-                    shrink=1 - rate * self.weight_decay if decayed else 1.0,
+                    shrink=1 - rate * self.weight_decay if decays else 1.0,
                     g_scale=scale,
                 )

@@ -4,35 +4,63 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from mpipipe.errors import ArgumentError
+from mpipipe.comm.types import Communicator
 from mpipipe.nn import Stage
-from mpipipe.optim.norm import measured
+from mpipipe.optim.checks import check_max_norm
+from mpipipe.optim.norm import measure
 
 
 def clip_by_global_norm(
-    stages: Sequence[Stage], max_norm: float, comm=None, skip: Collection[str] = (), scale: float = 1.0
+    stages: Sequence[Stage],
+    max_norm: float,
+    comm: Communicator | None = None,
+    skip: Collection[str] = (),
+    scale: float = 1.0,
 ) -> float:
-    """Scale the gradients in place so that their norm is at most `max_norm`; return the norm before.
+    """Scale the gradients in place so that their norm is at most `max_norm`.
+
+    The norm is that of `gradient_norm`.
 
     Parameters
     ----------
-    max_norm : above 0; infinity only measures
-    scale : factor that the gradients carry, and go on carrying: both norms are those of gradients / scale
+    stages : sequence of Stage
+        The stages of this rank.
+    max_norm : float
+        Above 0; infinity only measures.
+    comm : communicator, optional
+        Over which the stages of the model are spread: a collective call. None: all of them are here.
+    skip : collection of str
+        Names of parameters that do not count.
+    scale : float
+        Factor that the gradients carry, and go on carrying. Both norms are those of gradients / scale.
 
-    The others, and how the norm is measured, are those of `gradient_norm`. Raises NonFiniteError on all ranks, naming
-    rank, stage and parameter, if a gradient is NaN or infinite.
+    Returns
+    -------
+    float
+        The norm before clipping.
+
+    Raises
+    ------
+    NonFiniteError
+        A gradient is NaN or infinite. All ranks raise it, and it names rank, stage and parameter.
+    ArgumentError
+        `max_norm` is not above 0.
+
+    Examples
+    --------
+    >>> from mpipipe import nn, optim
+    >>> stage = nn.Stage([nn.RMSNorm(4)])
+    >>> stage.gradients["0.gain"][...] = 1
+    >>> optim.clip_by_global_norm([stage], max_norm=1.0)
+    2.0
+    >>> stage.gradients["0.gain"]
+    array([0.5, 0.5, 0.5, 0.5], dtype=float32)
     """
     check_max_norm(max_norm)
-    norm, culprit = measured(stages, comm, skip, scale)
+    norm, culprit = measure(stages, comm, skip, scale)
     if culprit is not None:
         raise culprit.error()
     if norm > max_norm:
         for stage in stages:
             stage.kernels.scale(stage.gradients.flat, max_norm / norm, stage.gradients.flat)
     return norm
-
-
-def check_max_norm(max_norm: float) -> None:
-    """Raise ArgumentError unless it is above 0."""
-    if not max_norm > 0:
-        raise ArgumentError("max_norm must be above 0", found=repr(max_norm), expected="above 0")

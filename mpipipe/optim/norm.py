@@ -8,8 +8,11 @@ from typing import NamedTuple
 
 from mpipipe import arrays
 from mpipipe.comm.group import group_of
+from mpipipe.comm.types import Communicator
 from mpipipe.errors import NonFiniteError
 from mpipipe.nn import Stage
+
+REMEDY = "lower the learning rate, lengthen the warm-up, or look for bad data in this step"
 
 
 class Culprit(NamedTuple):
@@ -20,8 +23,8 @@ class Culprit(NamedTuple):
     name: str
     here: bool
 
-    def error(self, remedy: str = "lower the learning rate, lengthen the warm-up, or look for bad data in this step"):
-        """The NonFiniteError that names it."""
+    def error(self, remedy: str = REMEDY) -> NonFiniteError:
+        """Return the NonFiniteError that names it."""
         error = NonFiniteError(
             f"the gradient of parameter {self.name} is not finite", rank=self.rank, stage=self.stage, remedy=remedy
         )
@@ -29,64 +32,92 @@ class Culprit(NamedTuple):
         return error
 
 
-def gradient_norm(stages: Sequence[Stage], comm=None, skip: Collection[str] = (), scale: float = 1.0) -> float:
-    """The norm of all gradients over `scale`; infinite or NaN where a gradient is.
+class _Report(NamedTuple):
+    """What one rank knows: sums of squares, and (stage, name) of its first gradient that is not finite."""
+
+    squares: list[float]
+    bad: tuple[int | None, str] | None
+
+
+def gradient_norm(
+    stages: Sequence[Stage], comm: Communicator | None = None, skip: Collection[str] = (), scale: float = 1.0
+) -> float:
+    """Return the norm of all gradients of the model.
+
+    The squares of each parameter are summed in float64, and the sums of all parameters are added exactly. So the result
+    does not depend on how the model is cut into stages and ranks, and is the same on all of them.
 
     Parameters
     ----------
-    stages : of this rank
-    comm : communicator over which the stages of the model are spread, to which this is a collective call; None: all are
-        here
-    skip : names of parameters that do not count; copies of tied parameters (Stage.tied_copies) never count twice
-    scale : factor that the gradients carry
+    stages : sequence of Stage
+        The stages of this rank.
+    comm : communicator, optional
+        Over which the stages of the model are spread: a collective call. None: all of them are here.
+    skip : collection of str
+        Names of parameters that do not count. Copies of tied parameters (`Stage.tied_copies`) never count twice.
+    scale : float
+        Factor that the gradients carry; the result is without it.
 
-    The squares of each parameter are summed in float64 and the sums of all parameters are added exactly, so the result
-    does not depend on how the model is cut into stages and ranks, and is the same on all of them.
+    Returns
+    -------
+    float
+        The norm; infinite or NaN where a gradient is.
+
+    Examples
+    --------
+    >>> from mpipipe import nn, optim
+    >>> stage = nn.Stage([nn.RMSNorm(4)])
+    >>> stage.gradients["0.gain"][...] = 3
+    >>> optim.gradient_norm([stage])
+    6.0
     """
-    return measured(stages, comm, skip, scale)[0]
+    return measure(stages, comm, skip, scale)[0]
 
 
-def measured(stages, comm, skip, scale) -> tuple[float, Culprit | None]:
-    """`gradient_norm`, and the first parameter that makes it infinite or NaN; both the same on all ranks."""
-    reports = [_report(stages, skip)] if comm is None else _reports(group_of(comm), stages, skip)
-    squares = [square for squares, _ in reports for square in squares]
-    for rank, (_, found) in enumerate(reports):
-        if found is not None:
-            ours = comm is None or comm.rank == rank
-            stage, name = found
-            return math.sqrt(sum(squares)), Culprit(None if comm is None else rank, stage, name, ours)
+def measure(
+    stages: Sequence[Stage], comm: Communicator | None, skip: Collection[str], scale: float
+) -> tuple[float, Culprit | None]:
+    """Return `gradient_norm`, and the first parameter that makes it infinite or NaN; both the same on all ranks."""
+    reports = [_report(stages, skip)] if comm is None else _gathered_reports(comm, stages, skip)
+    squares = [square for report in reports for square in report.squares]
+    for rank, report in enumerate(reports):
+        if report.bad is not None:
+            here = comm is None or comm.rank == rank
+            return math.sqrt(sum(squares)), Culprit(None if comm is None else rank, *report.bad, here)
     return math.sqrt(math.fsum(squares)) / scale, None
 
 
-def _report(stages, skip):
-    """(sums of squares, (stage, name) of the first that is not finite or None) of this rank."""
-    here = [(square, stage.index, name) for stage, name, square in _squares(stages, skip)]
-    bad = next(((stage, name) for square, stage, name in here if not math.isfinite(square)), None)
-    return [square for square, _, _ in here], bad
+def _report(stages: Sequence[Stage], skip: Collection[str]) -> _Report:
+    squares = _squares(stages, skip)
+    bad = next(((stage.index, name) for stage, name, square in squares if not math.isfinite(square)), None)
+    return _Report([square for _, _, square in squares], bad)
 
 
-def _reports(group, stages, skip):
+def _gathered_reports(comm: Communicator, stages: Sequence[Stage], skip: Collection[str]) -> list[_Report]:
+    """Return the reports of all ranks; an error on one is raised on all."""
     error = report = None
     try:
         report = _report(stages, skip)
     except Exception as caught:
         error = caught
-    return group.gather("norm of the gradients", report, error)
+    return group_of(comm).gather("norm of the gradients", report, error)
 
 
-def _squares(stages, skip):
-    """(stage, name, sum of squares) of each parameter that counts; waits for the device once, where one is."""
+def _squares(stages: Sequence[Stage], skip: Collection[str]) -> list[tuple[Stage, str, float]]:
+    """Return (stage, name, sum of squares) of each parameter that counts; wait for the device once, where one is."""
     counted = [(s, [name for name in s.gradients if name not in s.tied_copies and name not in skip]) for s in stages]
     counted = [(stage, names) for stage, names in counted if names]
-    vectors = [stage.kernels.sums_of_squares(stage.gradients.flat, _places(stage, names)) for stage, names in counted]
-    found = [arrays.download(*vectors)] if len(vectors) == 1 else arrays.download(*vectors)
+    sums = arrays.download_all(
+        [stage.kernels.sums_of_squares(stage.gradients.flat, _offsets(stage, names)) for stage, names in counted]
+    )
     return [
         (stage, name, square)
-        for (stage, names), vector in zip(counted, found)
-        for name, square in zip(names, vector.tolist())
+        for (stage, names), squares in zip(counted, sums)
+        for name, square in zip(names, squares.tolist())
     ]
 
 
-def _places(stage, names):
+def _offsets(stage: Stage, names: Sequence[str]) -> list[tuple[int, int]]:
+    """Return where each parameter starts and stops in the flat buffer."""
     starts = [stage.gradients.offsets[name] for name in names]
     return [(start, start + stage.gradients[name].size) for start, name in zip(starts, names)]

@@ -13,28 +13,54 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
+from mpipipe.comm.types import Communicator
 from mpipipe.errors import ArgumentError
-from mpipipe.optim.clipping import check_max_norm
-from mpipipe.optim.norm import measured
+from mpipipe.optim.adamw import AdamW
+from mpipipe.optim.checks import check_max_norm
+from mpipipe.optim.norm import measure
+from mpipipe.optim.sgd import SGD
 
 SMALLEST, LARGEST = 1.0, 2.0**64  # scale
 
 
 class LossScaler:
-    """The scale of the loss from step to step. It depends on nothing but the outcomes it is told of.
+    """The scale of the loss from step to step. It depends on nothing but the outcomes that `update` is told.
 
     Parameters
     ----------
-    initial : first scale, in 1 ... 2^64
-    growth, interval : the scale is multiplied by `growth` after `interval` steps in a row without overflow, up to 2^64
-    backoff : it is multiplied by this after an overflow, down to 1
-    dynamic : False: it stays what it is; LossScaler(1.0, dynamic=False) is no scaling at all, which bfloat16 needs
+    initial : float
+        First scale, in 1 ... 2^64.
+    growth : float
+        At least 1: the scale is multiplied by it after `interval` steps in a row without overflow, up to 2^64.
+    backoff : float
+        Between 0 and 1: the scale is multiplied by it after an overflow, down to 1.
+    interval : int
+        At least 1.
+    dynamic : bool
+        False: the scale stays what it is. `LossScaler(1.0, dynamic=False)` is no scaling at all, which is enough for
+        bfloat16.
 
     Attributes
     ----------
-    scale : for the next step
-    good : steps in a row without overflow at this scale
-    skipped : steps with overflow so far
+    scale : float
+        The scale for the next step.
+    good : int
+        Steps in a row without overflow at this scale.
+    skipped : int
+        Steps with overflow so far.
+
+    Raises
+    ------
+    ArgumentError
+        A parameter is out of its range.
+
+    Examples
+    --------
+    >>> from mpipipe import optim
+    >>> scaler = optim.LossScaler(initial=1024.0)
+    >>> scaler.update(finite=False)
+    >>> scaler.scale, scaler.skipped
+    (512.0, 1)
     """
 
     def __init__(
@@ -57,11 +83,17 @@ class LossScaler:
 
     @property
     def can_shrink(self) -> bool:
-        """Whether an overflow may be cured by a smaller scale."""
+        """Whether a smaller scale may cure an overflow."""
         return self.dynamic and self.scale > SMALLEST
 
     def update(self, finite: bool) -> None:
-        """Take note of a step whose gradients were all finite, or were not."""
+        """Take note of a step.
+
+        Parameters
+        ----------
+        finite : bool
+            Whether all gradients of the step were finite.
+        """
         if not finite:
             self.skipped += 1
             self.good = 0
@@ -76,30 +108,58 @@ class LossScaler:
 
 
 def scaled_step(
-    optimizer,
+    optimizer: SGD | AdamW,
     scaler: LossScaler,
     max_norm: float = math.inf,
     lr: float | None = None,
-    comm=None,
+    comm: Communicator | None = None,
     skip: Collection[str] = (),
 ) -> float | None:
-    """Make a step of the optimizer with gradients that carry `scaler.scale`, and update the scaler; collective.
+    """Make a step of the optimizer with gradients that carry `scaler.scale`, and update the scaler.
+
+    If a gradient is infinite or NaN, on whichever rank, no rank makes the step. The gradients stay as they are.
 
     Parameters
     ----------
     optimizer : SGD or AdamW
-    max_norm : above 0; larger gradients are clipped to it, as by `clip_by_global_norm`, but without a pass of their own
-    lr : overrides the learning rate for this step
-    comm, skip : as for `gradient_norm`
+        The optimizer of this rank's stages.
+    scaler : LossScaler
+        Equal on all ranks.
+    max_norm : float
+        Above 0: larger gradients are clipped to it, as by `clip_by_global_norm`, but without a pass of their own.
+    lr : float, optional
+        Overrides the learning rate for this step.
+    comm : communicator, optional
+        Over which the stages of the model are spread: a collective call. None: all of them are here.
+    skip : collection of str
+        Names of parameters that do not count in the norm.
 
-    Returns the norm of the gradients, without scale and before clipping; None where one of them was infinite or NaN, on
-    whichever rank: then no rank makes the step. The gradients stay as they are.
+    Returns
+    -------
+    float or None
+        The norm of the gradients, without scale and before clipping; None where no step was made.
 
-    Raises NonFiniteError on all ranks, naming rank, stage and parameter, where that happens and no smaller scale can
-    help: the scale is 1 already, or not dynamic.
+    Raises
+    ------
+    NonFiniteError
+        A gradient is infinite or NaN, and no smaller scale can help: the scale is 1 already, or not dynamic. All ranks
+        raise it, and it names rank, stage and parameter.
+    ArgumentError
+        `max_norm` is not above 0.
+
+    Examples
+    --------
+    >>> from mpipipe import nn, optim
+    >>> stage = nn.Stage([nn.RMSNorm(4)])
+    >>> optimizer, scaler = optim.SGD([stage], lr=0.5), optim.LossScaler(initial=8.0)
+    >>> stage.gradients["0.gain"][...] = 8
+    >>> optim.scaled_step(optimizer, scaler)
+    2.0
+    >>> stage.parameters["0.gain"]
+    array([0.5, 0.5, 0.5, 0.5], dtype=float32)
     """
     check_max_norm(max_norm)
-    norm, culprit = measured(optimizer.stages, comm, skip, scaler.scale)
+    norm, culprit = measure(optimizer.stages, comm, skip, scaler.scale)
     if culprit is not None and not scaler.can_shrink:
         raise culprit.error()
     clipping = max_norm / norm if norm > max_norm else 1.0

@@ -5,45 +5,72 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mpipipe import arrays
+from mpipipe.arrays import Array
 from mpipipe.nn import Stage
 
 
 class SGD:
-    """p -= lr * u, u = momentum * u + gradient + weight_decay * p.
+    """Stochastic gradient descent: u = momentum * u + gradient + weight_decay * p, then p -= lr * u.
 
-    Weight decay reaches the parameters whose Parameter.decay is set. Updates are in place, in the dtype of the stage's
-    parameters.
+    Updates are in place, in the dtype of the stage's parameters.
+
+    Parameters
+    ----------
+    stages : sequence of Stage
+        The stages of this rank.
+    lr : float
+        Learning rate.
+    momentum : float
+        Factor of u from step to step; with 0 no u is kept.
+    weight_decay : float
+        Decay of the parameters whose `Parameter.decay` is set.
 
     Attributes
     ----------
-    state : for each stage {"momentum": flat array}, or {} without momentum
-    steps : how many have been made
+    state : list of dict
+        For each stage `{"momentum": flat array u}`, or `{}` without momentum.
+    steps : int
+        Number of steps made.
+
+    Examples
+    --------
+    >>> from mpipipe import nn, optim
+    >>> stage = nn.Stage([nn.RMSNorm(3)])
+    >>> stage.gradients["0.gain"][...] = 1
+    >>> optim.SGD([stage], lr=0.5).step()
+    >>> stage.parameters["0.gain"]
+    array([0.5, 0.5, 0.5], dtype=float32)
     """
 
     def __init__(self, stages: Sequence[Stage], lr: float, momentum: float = 0.0, weight_decay: float = 0.0):
         self.stages, self.lr = tuple(stages), lr
         self.momentum, self.weight_decay = momentum, weight_decay
         self.steps = 0
-        self.state = [{"momentum": zeros_beside(stage)} if momentum else {} for stage in self.stages]
+        self.state: list[dict[str, Array]] = [
+            {"momentum": arrays.zeros_like(stage.parameters.flat)} if momentum else {} for stage in self.stages
+        ]
 
     def step(self, lr: float | None = None, scale: float = 1.0) -> None:
-        """Make one step with the gradients of the stages, times `scale`; `lr` overrides the rate for this step."""
+        """Make one step with the gradients of the stages.
+
+        Parameters
+        ----------
+        lr : float, optional
+            Overrides the learning rate for this step.
+        scale : float
+            Factor of the gradients. They stay as they are.
+        """
         rate = self.lr if lr is None else lr
         for stage, state in zip(self.stages, self.state):
-            for start, stop, decayed in stage.decay_ranges:
-                at = slice(start, stop)
+            for start, stop, decays in stage.decay_ranges:
+                part = slice(start, stop)
                 stage.kernels.sgd(
-                    stage.parameters.flat[at],
-                    stage.gradients.flat[at],
-                    state["momentum"][at] if state else None,
+                    stage.parameters.flat[part],
+                    stage.gradients.flat[part],
+                    state["momentum"][part] if state else None,
                     momentum=self.momentum,
-                    decay=self.weight_decay if decayed else 0.0,
+                    decay=self.weight_decay if decays else 0.0,
                     rate=rate,
                     g_scale=scale,
                 )
         self.steps += 1
-
-
-def zeros_beside(stage: Stage):
-    """A buffer of zeros like that of the stage's parameters, on its device."""
-    return arrays.zeros(stage.parameters.flat.size, stage.parameters.flat.dtype, stage.device)

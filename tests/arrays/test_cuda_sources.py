@@ -54,7 +54,6 @@ CONSTANTS = {
         {"S": kind, "U": out, "I": index, "V": v} for out in of_both(kind) for index in (INT32, INT64) for v in (1, 2)
     ],
     "nn/kernels/cuda/cast.cu": lambda kind: [{"S": source, "V": wide(source, kind)} for source in DTYPES],
-    "nn/kernels/cuda/copy.cu": words,
     "nn/kernels/cuda/cross_entropy.cu": with_words(I=(INT32, INT64)),
     "nn/kernels/cuda/dropout.cu": words,
     "nn/kernels/cuda/elementwise.cu": words,
@@ -128,7 +127,7 @@ def compile_for_gpu(code: str) -> str:
 
 
 def whole_source(source: str, constants: dict) -> str:
-    return "\n".join([cuda.COMMON.read_text(), *arrays.cuda_source_facts(constants), (PACKAGE / source).read_text()])
+    return "\n".join([cuda.COMMON.read_text(), *arrays.cuda_declarations(constants), (PACKAGE / source).read_text()])
 
 
 @pytest.mark.parametrize("kind", DTYPES, ids=lambda kind: kind.name)

@@ -119,7 +119,7 @@ def test_a_row_behind_no_key(gpu, dtype):
     within(found[:, 2:], expected[0], bounds[0], "out")
     gradients = [arrays.empty_like(x) for x in (q, k, v)]
     rounded = arrays.empty_like(out, q.dtype)
-    strided.move(out, rounded)
+    strided.strided_copy(out, rounded)
     kernel.backward(dout, q, k, v, rounded, lse, 0.3, slices, *gradients, fresh=True)
     found = [x.astype(np.float64) for x in arrays.download(*gradients)]
     assert not found[0][:, :2].any()
@@ -315,16 +315,16 @@ def test_moves(gpu, source, target):
         x = rng.normal(size=shape).astype(arrays.dtype(source))
         start = rng.normal(size=view(x).shape).astype(arrays.dtype(target))
         place = arrays.upload(start)
-        strided.move(view(arrays.upload(x)), place, add=True)
+        strided.strided_copy(view(arrays.upload(x)), place, add=True)
         added = arrays.download(place)
-        strided.move(view(arrays.upload(x)), place)
+        strided.strided_copy(view(arrays.upload(x)), place)
         wide = np.float32 if source != "float64" else np.float64
         expected = view(x).astype(wide)
         np.testing.assert_array_equal(arrays.download(place), expected.astype(start.dtype))
         exact = start.astype(float) + view(x).astype(float)
         close(added, exact, 2, np.abs(start.astype(float)) + np.abs(exact), dtype=np.float32)
         other = arrays.upload(np.zeros(x.shape, start.dtype))
-        strided.move(arrays.upload(np.ascontiguousarray(view(x))), view(other))
+        strided.strided_copy(arrays.upload(np.ascontiguousarray(view(x))), view(other))
         np.testing.assert_array_equal(view(arrays.download(other)), expected.astype(start.dtype))
 
 

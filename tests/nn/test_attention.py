@@ -11,6 +11,7 @@ from mpipipe import attention, nn
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import rope
 from mpipipe.nn.kernels.host import any_dtype
+from mpipipe.nn.rope_tables import RopeTables
 
 RANDOM = np.random.default_rng(6)
 
@@ -79,7 +80,7 @@ def test_scores_depend_on_relative_positions_only():
 
 
 def test_default_positions_are_the_first_ones_for_every_length():
-    tables = rope.Tables(any_dtype, np.dtype("float64"), "cpu")
+    tables = RopeTables(any_dtype, np.dtype("float64"), "cpu")
     for seq in (1, 2, 3, 64, 65):
         table = tables.first(seq, 8, 10000.0)
         np.testing.assert_array_equal(table, rope.rope_table(np.arange(seq), 8, 10000.0, np.dtype("float64")))

@@ -94,7 +94,7 @@ def test_single_elements(cuda, kind, draw, size, skew):
 
 
 def test_elements_beyond_one_grid_keep_their_places(cuda, monkeypatch):
-    monkeypatch.setattr(nn.kernels.cuda.launch, "MOST_BLOCKS", 2)
+    monkeypatch.setattr(arrays.launch, "MOST_BLOCKS", 2)
     x, hx = device(np.arange(5000.0), arrays.dtype("float32"))
     check(cuda.scale(x, 3.0), hx * 3, x.dtype)
     cuda.accumulate(x, arrays.copy(x))

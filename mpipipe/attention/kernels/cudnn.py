@@ -16,7 +16,7 @@ from functools import lru_cache
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.arrays.strided import copied, move, steps
+from mpipipe.arrays.strided import copied, element_strides, strided_copy
 from mpipipe.attention import mask
 from mpipipe.attention.kernels import cudnn_graph, cupy
 from mpipipe.attention.kernels.cudnn_graph import Request
@@ -72,7 +72,7 @@ def forward(q, k, v, scale, slices, out, lse, fresh, poll=nothing):
             total = Total(q, v, fresh)
             total.attend(q, k, v, scale, slices, poll)
             for target, found in zip((out, lse), total.end()):
-                move(found, target)
+                strided_copy(found, target)
         else:
             partials = PendingBlocks(q, v, sum=(out, lse))
             _attend_blocks(q, k, v, scale, slices, partials, poll)
@@ -120,7 +120,7 @@ def _attend(q, k, v, scale, part, out, lse, start):
         whole = part._replace(q_start=0, q_stop=out.shape[1], k_start=0, k_stop=given["k"].shape[1])
         cupy.forward(given["q"], given["k"], given["v"], scale, [whole], out, lse, True)
     if lse is not place:
-        move(lse, place)
+        strided_copy(lse, place)
 
 
 def backward(dout, q, k, v, out, lse, scale, slices, dq, dk, dv, poll=nothing, fresh=False):
@@ -141,7 +141,7 @@ def backward(dout, q, k, v, out, lse, scale, slices, dq, dk, dv, poll=nothing, f
     _add_gradients(given, scale, slices, sums, poll)
     if fresh:
         for name, result in results.items():
-            move(sums[name], result)
+            strided_copy(sums[name], result)
 
 
 def block_gradients(dout, q, k, v, out, lse, scale, slices, dq, poll=nothing):
@@ -156,7 +156,7 @@ def block_gradients(dout, q, k, v, out, lse, scale, slices, dq, poll=nothing):
         if all(map(_ready, calls)):
             for each, part, parts in zip(calls, slices, results):
                 _run(each)
-                move(parts["dq"], dq[:, part.q_start : part.q_stop], add=True)
+                strided_copy(parts["dq"], dq[:, part.q_start : part.q_stop], add=True)
                 poll()
             return found["dk"], found["dv"]
     sums = {name: arrays.zeros(x.shape, lse.dtype, "cuda") for name, x in (("dk", k), ("dv", v))}
@@ -173,7 +173,7 @@ def _add_gradients(given, scale, slices, sums, poll):
         if _ready(calls):
             _run(calls)
             for name, place in places.items():
-                move(found[name], place, add=True)
+                strided_copy(found[name], place, add=True)
         else:
             cupy.backward(given["dout"], given["q"], given["k"], given["v"], given["out"], given["lse"], scale, [part],
                           sums["dq"], sums["dk"], sums["dv"])  # fmt: skip
@@ -268,7 +268,7 @@ def _described(name, x):
     if name == "lse":
         batch, heads, seq = x.shape
         return (batch, heads, seq, 1), (heads * seq, seq, 1, 1)
-    (batch, seq, heads, dim), (b, s, h, d) = x.shape, steps(x)
+    (batch, seq, heads, dim), (b, s, h, d) = x.shape, element_strides(x)
     return (batch, heads, seq, dim), (b, h, s, d)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays.gemm import batched_gemm
-from mpipipe.arrays.strided import THREADS, blocks_of, move_strided, steps
+from mpipipe.arrays.strided import THREADS, blocks_of, element_strides, strided_copy_views
 from mpipipe.attention.kernels.host import nothing
 
 FORWARD, BACKWARD = (Path(__file__).with_name(f"{name}.cu") for name in ("forward", "backward"))
@@ -67,7 +67,7 @@ def backward(dout, q, k, v, out, lse, scale, slices, dq, dk, dv, poll=nothing, f
         _backward_tiles(problem, *factors, lse, _dot(dout, out, kind), scale, slices, *results, poll)
     for result, target, unfold in zip(results, (dq, dk, dv), (problem.as_rows, problem.as_keys, problem.as_keys)):
         shape, source_steps, target_steps = unfold(result, target)
-        move_strided(result, source_steps, target, target_steps, shape, add=not fresh)
+        strided_copy_views(result, source_steps, target, target_steps, shape, add=not fresh)
 
 
 def _backward_tiles(problem, dout, q, k, v, lse, delta, scale, slices, dq, dk, dv, poll):
@@ -118,7 +118,7 @@ class _Problem:
 
     def _gathered(self, x, target, unfold):
         shape, target_steps, source_steps = unfold(target, x)
-        move_strided(x, source_steps, target, target_steps, shape)
+        strided_copy_views(x, source_steps, target, target_steps, shape)
         return target
 
     def like_rows(self, x, kind, empty=False):
@@ -135,7 +135,7 @@ class _Problem:
         """(shape, steps of `rows`, steps of x) over (batch, kv_heads, seq, group, dim)."""
         per_row, dim = rows.shape[2], x.shape[3]
         per_problem = self.seq * self.group * per_row
-        b, s, h, d = steps(x)
+        b, s, h, d = element_strides(x)
         shape = self.batch, self.kv_heads, self.seq, self.group, dim
         ours = self.kv_heads * per_problem, per_problem, self.group * per_row, per_row, 1
         return shape, ours, (b, h * self.group, s, h, d)
@@ -143,7 +143,7 @@ class _Problem:
     def as_keys(self, rows, x):
         """(shape, steps of `rows`, steps of x) over (batch, kv_heads, keys, dim)."""
         dim = x.shape[3]
-        b, s, h, d = steps(x)
+        b, s, h, d = element_strides(x)
         ours = self.kv_heads * self.keys * dim, self.keys * dim, dim, 1
         return (self.batch, self.kv_heads, self.keys, dim), ours, (b, h, s, d)
 
@@ -195,7 +195,7 @@ def _weigh(problem, part, scores, weights, sums, tops, totals, start, first, sca
     count, rows, columns = scores.shape
     threads = -(-columns // (32 * HELD)) * 32
     kernel = arrays.cuda_function(FORWARD, "weigh", T=weights.dtype, O=result_kind, N=HELD)
-    sizes = rows, columns, steps(scores)[1], sums.shape[2], problem.group, start, first
+    sizes = rows, columns, element_strides(scores)[1], sums.shape[2], problem.group, start, first
     kernel(
         (count * rows,), (threads,),
         (scores, weights, sums, tops, totals, *map(np.int32, sizes), *_bounds(part), sums.dtype.type(scale),
@@ -209,8 +209,8 @@ def _finish(problem, sums, tops, totals, out, lse, start, fresh, kind):
     sizes = rows, width, problem.group, problem.kv_heads, start
     kernel(
         (count * rows,), (min(THREADS, -(-width // 32) * 32),),
-        (sums, tops, totals, out, lse, *map(np.int32, sizes), *map(np.int64, (*steps(out), *steps(lse))),
-         np.int32(fresh)),
+        (sums, tops, totals, out, lse, *map(np.int32, sizes),
+         *map(np.int64, (*element_strides(out), *element_strides(lse))), np.int32(fresh)),
     )  # fmt: skip
 
 
@@ -222,17 +222,27 @@ def _dot(dout, out, kind):
     kernel(
         blocks_of(rows, THREADS // 32), (THREADS,),
         (dout, out, delta, np.int64(rows), *map(np.int32, (heads, seq, dim)),
-         *map(np.int64, (*steps(dout), *steps(out)))),
+         *map(np.int64, (*element_strides(dout), *element_strides(out)))),
     )  # fmt: skip
     return delta
 
 
 def _slope(problem, part, scores, products, weights, slopes, lse, delta, start, first, scale):
     count, rows, columns = scores.shape
-    sizes = rows, columns, steps(scores)[1], problem.group, problem.kv_heads, problem.seq, part.q_start, start, first
+    sizes = (
+        rows,
+        columns,
+        element_strides(scores)[1],
+        problem.group,
+        problem.kv_heads,
+        problem.seq,
+        part.q_start,
+        start,
+        first,
+    )
     kernel = arrays.cuda_function(BACKWARD, "slope", T=weights.dtype)
     kernel(
         (count * rows,), (min(THREADS, -(-columns // 32) * 32),),
         (scores, products, weights, slopes, lse, delta, *map(np.int32, sizes), *_bounds(part),
-         scores.dtype.type(scale), *map(np.int64, steps(lse))),
+         scores.dtype.type(scale), *map(np.int64, element_strides(lse))),
     )  # fmt: skip

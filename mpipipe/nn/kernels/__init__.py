@@ -1,33 +1,38 @@
-"""The arithmetic of layers, losses and optimizers on one device: a module for the host, one for a GPU, same functions.
+"""The arithmetic of layers, losses and optimizers: `interface` states the functions, and three modules hold them.
 
-    host        numpy arrays of every dtype
-    full_precision   the same for float32 and float64 alone, without a look at the dtype in each call
-    cuda        cupy arrays, CUDA C++ beside it
-
-T is the dtype of activations, A = arrays.accumulator(T) that of statistics, parameters and gradients; every function
-computes in A, and rounds once what it returns in T. Matrices are C-contiguous, (rows, width).
+host.any_dtype        numpy arrays of every dtype
+host.full_precision   numpy arrays of float32 and float64, without a look at the dtype in each call
+cuda                  cupy arrays, by CUDA C++ beside it and cuBLAS
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-from types import ModuleType
-
 import numpy as np
 
 from mpipipe import arrays
+from mpipipe.arrays import Array
+from mpipipe.nn.kernels import cuda
 from mpipipe.nn.kernels.host import any_dtype, full_precision
+from mpipipe.nn.kernels.interface import Kernels
+
+__all__ = ["Kernels", "of", "of_array"]
 
 
-def of(device: str, dtype: np.dtype | None = None) -> ModuleType:
-    """The module for arrays of `dtype`, or of any, on "cpu" or "cuda"."""
-    if device == "cpu":
-        return any_dtype if dtype is None or arrays.is_half(dtype) else full_precision
-    return import_module("mpipipe.nn.kernels.cuda")
+# mypy compares each module with the interface here
+ANY_DTYPE: Kernels = any_dtype
+FULL_PRECISION: Kernels = full_precision
+CUDA: Kernels = cuda
 
 
-def of_array(array) -> ModuleType:
-    """The module for the device and dtype of `array`; raises ArgumentError for anything but an array."""
+def of(device: str, dtype: np.dtype | None = None) -> Kernels:
+    """Return the kernels for arrays of `dtype`, or of any dtype, on "cpu" or "cuda"."""
+    if device == "cuda":
+        return CUDA
+    return ANY_DTYPE if dtype is None or arrays.is_half(dtype) else FULL_PRECISION
+
+
+def of_array(array: Array) -> Kernels:
+    """Return the kernels for the device and dtype of an array; raise ArgumentError for anything but an array."""
     if isinstance(array, np.ndarray):
-        return any_dtype if array.itemsize == 2 else full_precision
+        return ANY_DTYPE if array.itemsize == 2 else FULL_PRECISION
     return of(arrays.device_of(array))

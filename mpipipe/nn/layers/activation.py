@@ -2,37 +2,66 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
+from mpipipe.arrays import Array
 from mpipipe.nn.cache_blocks import rows
-from mpipipe.nn.layers.layer import Layer, check_features, check_positive
+from mpipipe.nn.checks import check_features, check_positive
+from mpipipe.nn.layers.layer import Layer
 from mpipipe.nn.parameters import Parameter, normal
 
 
 class Gelu(Layer):
-    """y = x (1 + tanh(u)) / 2, u = sqrt(2 / pi) (x + 0.044715 x^3), element by element.
+    """y = x (1 + tanh(u)) / 2, u = sqrt(2 / pi) (x + 0.044715 x^3), element by element, for x of any shape.
 
     The tanh form of Hendrycks and Gimpel, "Gaussian error linear units" (2016); it differs from the exact
     x * Phi(x) by at most 5e-4.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpipipe import nn
+    >>> stage = nn.Stage([nn.Linear(3, 8), nn.Gelu(), nn.Linear(8, 2)])
+    >>> stage.forward(np.ones((4, 3), np.float32))[0].shape
+    (4, 2)
     """
 
-    def forward(self, x):
+    def forward(self, x: Array) -> tuple[Array, Any]:
         return self.stage.kernels.gelu(x), x
 
-    def backward_input(self, dy, saved):
+    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
         return self.stage.kernels.gelu_backward(dy, saved), None
 
 
 class SwiGLU(Layer):
-    """The gated feed-forward layer with its three matrices: y = (silu(x G^T) * (x U^T)) D^T, without biases.
+    """The gated feed-forward layer: y = (silu(x G^T) * (x U^T)) D^T, without biases, over the last axis of x.
 
-    silu(g) = g * sigmoid(g) (Shazeer, "GLU variants improve transformer", 2020).
+    silu(g) = g * sigmoid(g) (Shazeer, "GLU variants improve transformer", 2020). The parameter `gate_up` is G above U,
+    (2 * hidden, dim), so that both are one product; `down` is D, (dim, hidden).
 
     Parameters
     ----------
-    dim, hidden : sizes; `gate_up` is G above U, (2 * hidden, dim), so that both are one product; `down` is D,
-        (dim, hidden)
-    gain : `down` starts normal with standard deviation gain / sqrt(hidden)
+    dim : int
+        Size of the last axis of x and y.
+    hidden : int
+        Inner width.
+    gain : float
+        `down` starts normal with standard deviation gain / sqrt(hidden).
+
+    Raises
+    ------
+    ArgumentError
+        A size is not a positive integer.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpipipe import nn
+    >>> stage = nn.Stage([nn.SwiGLU(8, 64)])
+    >>> stage.forward(np.ones((2, 5, 8), np.float32))[0].shape
+    (2, 5, 8)
     """
 
     gate_up: np.ndarray
@@ -48,20 +77,20 @@ class SwiGLU(Layer):
             "down": Parameter((dim, hidden), normal(gain * hidden**-0.5)),
         }
 
-    def forward(self, x):
+    def forward(self, x: Array) -> tuple[Array, Any]:
         check_features(self, x, self.dim)
         kernels, flat = self.stage.kernels, rows(x)
         both = kernels.linear(flat, self.gate_up)
         return kernels.linear(kernels.swiglu(both), self.down).reshape(x.shape), (flat, both)
 
-    def backward_input(self, dy, saved):
+    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
         kernels, (x, both) = self.stage.kernels, saved
         dflat = rows(dy)
         dboth, inner = kernels.swiglu_backward(both, kernels.linear_backward_input(dflat, self.down))
         dx = kernels.linear_backward_input(dboth, self.gate_up)
         return dx.reshape(dy.shape), (x, dboth, dflat, inner)
 
-    def backward_weight(self, pending):
+    def backward_weight(self, pending: Any) -> None:
         x, dboth, dy, inner = pending
         self.stage.kernels.linear_backward_weight(dboth, x, self.gate_up_grad)
         self.stage.kernels.linear_backward_weight(dy, inner, self.down_grad)

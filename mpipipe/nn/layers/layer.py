@@ -3,56 +3,173 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
+from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
+from mpipipe.nn.kernels.interface import Kernels
 from mpipipe.nn.parameters import Parameter
+from mpipipe.nn.rope_tables import RopeTables
+
+
+class StageOfLayer(Protocol):
+    """What a layer asks of the stage that binds it; see nn.Stage."""
+
+    position: Any
+
+    @property
+    def kernels(self) -> Kernels: ...
+    @property
+    def tables(self) -> RopeTables: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def poll(self) -> Callable[[], object] | None: ...
+    @property
+    def compute(self) -> Mapping[str, Any]: ...
+    @property
+    def gradients(self) -> Mapping[str, Any]: ...
 
 
 class Layer(ABC):
     """Arrays in, arrays out. A layer holds parameters, but nothing of any micro-batch.
 
-    A layer is a description until a `Stage` binds it. It says which arrays it needs in `declared` (name -> Parameter)
-    and which layers it contains in `children` (name -> Layer). Binding gives it an attribute for each declared name
-    (`self.weight`, in the dtype of activations) and one for its gradient (`self.weight_grad`, in that of sums), both
-    views of the stage's flat buffers, and `stage` and `name`; then it calls `bound`.
+    A layer is a description until a `Stage` binds it. It says which arrays it needs in `declared` and which layers it
+    contains in `children`. Binding gives it an attribute for each declared name (`self.weight`, in the dtype of
+    activations) and one for its gradient (`self.weight_grad`, in the dtype of parameters): views of the stage's flat
+    buffers. It also sets `stage` and `name`, and then calls `bound`.
 
     A layer that computes with the functions of `stage.kernels` alone works in every dtype and on every device.
 
-    Contract: `forward` never writes x, the backward functions never write dy, x or what forward saved. Results may be
-    views of arguments. Gradients are added to `*_grad`. An x of integers has no gradient: dx is None. Equal inputs
-    give equal bits, and `backward` gives the bits of `backward_input` and `backward_weight` together.
+    The contract of `forward` and the backward functions:
+
+    - `forward` never writes x. The backward functions never write dy, x or what forward saved.
+    - Results may be views of arguments.
+    - Gradients are added to `*_grad`. An x of integers has no gradient: dx is None.
+    - Equal inputs give equal bits, and `backward` gives the bits of `backward_input` and `backward_weight` together.
+
+    Attributes
+    ----------
+    declared : mapping of str to Parameter
+        The arrays that the layer needs.
+    children : mapping of str to Layer
+        The layers that it contains.
+    stage : Stage
+        The stage that bound it.
+    name : str
+        Its name in the model, such as `"3"` or `"3.layer"`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpipipe import nn
+    >>> class Shift(nn.Layer):
+    ...     def __init__(self, dim):
+    ...         self.declared = {"shift": nn.Parameter((dim,), lambda generator, shape: np.ones(shape))}
+    ...     def forward(self, x):
+    ...         return x + self.shift, None
+    ...     def backward_input(self, dy, saved):
+    ...         return dy, dy
+    ...     def backward_weight(self, pending):
+    ...         self.shift_grad += pending.sum(0)
+    >>> stage = nn.Stage([Shift(2)], dtype="float64")
+    >>> y, saved = stage.forward(np.zeros((3, 2)))
+    >>> dx = stage.backward(np.ones((3, 2)), saved)
+    >>> stage.gradients["0.shift"]
+    array([3., 3.])
     """
 
     declared: Mapping[str, Parameter] = MappingProxyType({})
     children: Mapping[str, Layer] = MappingProxyType({})
-    stage: Any = None  # the Stage, once bound
+    stage: StageOfLayer = None  # type: ignore[assignment]  # set by bind, before anything asks for it
     name: str = ""
 
     @abstractmethod
-    def forward(self, x) -> tuple[Any, Any]:
-        """Return (y, saved); `saved` is all that the backward of this micro-batch needs."""
+    def forward(self, x: Array) -> tuple[Array, Any]:
+        """Compute the output of one micro-batch.
+
+        Parameters
+        ----------
+        x : array
+            The input, of the stage's dtype and device, or integers.
+
+        Returns
+        -------
+        y : array
+            The output.
+        saved : object
+            All that the backward of this micro-batch needs.
+        """
 
     @abstractmethod
-    def backward_input(self, dy, saved) -> tuple[Any, Any]:
-        """Return (dx, pending); `pending` is all that `backward_weight` needs."""
+    def backward_input(self, dy: Array, saved: Any) -> tuple[Any, Any]:
+        """Compute the gradient of the input of one micro-batch.
 
-    def backward_weight(self, pending) -> None:  # noqa: B027 (layers without parameters have nothing to do)
-        """Add this micro-batch's part to the gradients of the parameters."""
+        Parameters
+        ----------
+        dy : array
+            Gradient of the output.
+        saved : object
+            What `forward` saved.
 
-    def backward(self, dy, saved):
-        """Both halves at once; return dx."""
+        Returns
+        -------
+        dx : array or None
+            Gradient of the input; None for integers.
+        pending : object
+            All that `backward_weight` needs.
+        """
+
+    def backward_weight(self, pending: Any) -> None:  # noqa: B027 (layers without parameters have nothing to do)
+        """Add this micro-batch's part to the gradients of the parameters.
+
+        Parameters
+        ----------
+        pending : object
+            What `backward_input` returned.
+        """
+
+    def backward(self, dy: Array, saved: Any) -> Any:
+        """Do `backward_input` and `backward_weight` at once.
+
+        Parameters
+        ----------
+        dy : array
+            Gradient of the output.
+        saved : object
+            What `forward` saved.
+
+        Returns
+        -------
+        array or None
+            Gradient of the input; None for integers.
+        """
         dx, pending = self.backward_input(dy, saved)
         self.backward_weight(pending)
         return dx
 
     def bound(self) -> None:  # noqa: B027 (most layers need nothing more)
-        """Called once by `bind`, when the arrays are there."""
+        """Prepare what needs the stage or the arrays. Called once by `bind`, when they are there."""
 
-    def bind(self, stage, name: str) -> None:
-        """Become part of `stage` under `name`. Called by Stage."""
+    def bind(self, stage: StageOfLayer, name: str) -> None:
+        """Become part of a stage. Called by Stage.
+
+        Parameters
+        ----------
+        stage : Stage
+            The stage.
+        name : str
+            The name of the layer in the model.
+
+        Raises
+        ------
+        ArgumentError
+            The layer belongs to a stage already.
+        """
         if self.stage is not None:
             raise ArgumentError(
                 f"layer {name} ({type(self).__name__}) already belongs to a stage, as {self.name}",
@@ -65,27 +182,18 @@ class Layer(ABC):
         self.bound()
 
     def walk(self, name: str) -> Iterator[tuple[str, Layer]]:
-        """This layer and all within it, each with its full name."""
+        """Iterate over this layer and all within it.
+
+        Parameters
+        ----------
+        name : str
+            The name of this layer.
+
+        Yields
+        ------
+        (str, Layer)
+            The full name of each layer, and the layer.
+        """
         yield name, self
         for key, child in self.children.items():
             yield from child.walk(f"{name}.{key}")
-
-
-def check_features(layer: Layer, x, expected: int) -> None:
-    """Raise ArgumentError unless the last axis of x has `expected` elements."""
-    if x.ndim == 0 or x.shape[-1] != expected:
-        raise ArgumentError(
-            f"layer {layer.name} ({type(layer).__name__}): the last axis of the input has the wrong size",
-            found=f"shape {x.shape}",
-            expected=f"(..., {expected})",
-            remedy="give each layer the size that the layer before it puts out",
-        )
-
-
-def check_positive(**sizes: int) -> None:
-    """Raise ArgumentError unless every named size is an integer of at least 1."""
-    for name, size in sizes.items():
-        if not isinstance(size, int) or size < 1:
-            raise ArgumentError(
-                f"{name} must be a positive integer", found=repr(size), expected="1 or more", remedy=f"set {name}"
-            )

@@ -2,21 +2,43 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from mpipipe.nn.layers.layer import Layer, check_features, check_positive
+from mpipipe.arrays import Array
+from mpipipe.nn.checks import check_features, check_positive
+from mpipipe.nn.layers.layer import Layer
 from mpipipe.nn.parameters import Parameter, normal, zeros
 
 
 class Linear(Layer):
-    """y = x W^T + b over the last axis of x.
+    """y = x W^T + b over the last axis of x: (..., inputs) to (..., outputs).
 
     Parameters
     ----------
-    inputs, outputs : sizes; the weight is stored (outputs, inputs)
-    bias : whether there is a b, of zeros at the start
-    tie : key of Parameter.tie for the weight
-    gain : the weight starts normal with standard deviation gain / sqrt(inputs)
+    inputs, outputs : int
+        Sizes of the last axis of x and of y. The parameter `weight` is (outputs, inputs).
+    bias : bool
+        Whether there is a parameter `bias` (outputs,), of zeros at the start.
+    tie : str, optional
+        Key of `Parameter.tie` for the weight.
+    gain : float
+        The weight starts normal with standard deviation gain / sqrt(inputs).
+
+    Raises
+    ------
+    ArgumentError
+        A size is not a positive integer.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpipipe import nn
+    >>> stage = nn.Stage([nn.Linear(3, 2)])
+    >>> y, saved = stage.forward(np.ones((4, 3), np.float32))
+    >>> y.shape, sorted(stage.parameters)
+    ((4, 2), ['0.bias', '0.weight'])
     """
 
     weight: np.ndarray
@@ -31,7 +53,7 @@ class Linear(Layer):
         if bias:
             self.declared["bias"] = Parameter((outputs,), zeros, decay=False)
 
-    def forward(self, x):
+    def forward(self, x: Array) -> tuple[Array, Any]:
         if x.ndim != 2:
             check_features(self, x, self.inputs)
             y, saved = self.forward(x.reshape(-1, self.inputs))
@@ -40,14 +62,14 @@ class Linear(Layer):
             check_features(self, x, self.inputs)
         return self.stage.kernels.linear(x, self.weight, self.bias), x
 
-    def backward_input(self, dy, saved):
+    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
         if dy.ndim != 2:
             shape = (*dy.shape[:-1], self.inputs)
             dy = dy.reshape(-1, self.outputs)
             return self.stage.kernels.linear_backward_input(dy, self.weight).reshape(shape), (dy, saved)
         return self.stage.kernels.linear_backward_input(dy, self.weight), (dy, saved)
 
-    def backward_weight(self, pending):
+    def backward_weight(self, pending: Any) -> None:
         dy, x = pending
         self.stage.kernels.linear_backward_weight(dy, x, self.weight_grad)
         if self.bias_grad is not None:

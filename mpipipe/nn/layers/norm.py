@@ -2,18 +2,42 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
+from mpipipe.arrays import Array
 from mpipipe.nn.cache_blocks import rows
-from mpipipe.nn.layers.layer import Layer, check_features, check_positive
+from mpipipe.nn.checks import check_features, check_positive
+from mpipipe.nn.layers.layer import Layer
 from mpipipe.nn.parameters import Parameter, ones, zeros
 
 
 class RMSNorm(Layer):
-    """y = gain * x / sqrt(mean(x^2) + eps) (Zhang and Sennrich, "Root mean square layer normalization", 2019).
+    """y = gain * x / sqrt(mean(x^2) + eps) over the last axis of x.
 
-    With n = x * r, r = 1 / sqrt(mean(x^2) + eps): dgain = sum over rows of dy * n, and
-    dx = r * (gain * dy - n * mean(gain * dy * n)).
+    Zhang and Sennrich, "Root mean square layer normalization" (2019). With n = x * r, r = 1 / sqrt(mean(x^2) + eps):
+    dgain = sum over rows of dy * n, and dx = r * (gain * dy - n * mean(gain * dy * n)).
+
+    Parameters
+    ----------
+    dim : int
+        Size of the last axis; the parameter `gain` is (dim,), of ones at the start.
+    eps : float
+        Keeps the root away from 0.
+
+    Raises
+    ------
+    ArgumentError
+        `dim` is not a positive integer.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpipipe import nn
+    >>> stage = nn.Stage([nn.RMSNorm(2, eps=0)], dtype="float64")
+    >>> stage.forward(np.array([[3.0, 3.0]]))[0]
+    array([[1., 1.]])
     """
 
     gain: np.ndarray
@@ -24,25 +48,46 @@ class RMSNorm(Layer):
         self.dim, self.eps = dim, eps
         self.declared = {"gain": Parameter((dim,), ones, decay=False)}
 
-    def forward(self, x):
+    def forward(self, x: Array) -> tuple[Array, Any]:
         check_features(self, x, self.dim)
         flat = rows(x)
         y, scale = self.stage.kernels.rms_norm(flat, self.gain, self.eps)
         return y.reshape(x.shape), (flat, scale)
 
-    def backward_input(self, dy, saved):
+    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
         x, scale = saved
         dx, dgain = self.stage.kernels.rms_norm_backward(rows(dy), x, scale, self.gain)
         return dx.reshape(dy.shape), dgain
 
-    def backward_weight(self, pending):
+    def backward_weight(self, pending: Any) -> None:
         self.stage.kernels.accumulate(self.gain_grad, pending)
 
 
 class LayerNorm(Layer):
-    """y = gain * (x - mean) / sqrt(variance + eps) + bias (Ba, Kiros and Hinton, "Layer normalization", 2016).
+    """y = gain * (x - mean) / sqrt(variance + eps) + bias over the last axis of x.
 
-    The backward is that of RMSNorm with n = (x - mean) * r, and r * mean(gain * dy) taken off as well.
+    Ba, Kiros and Hinton, "Layer normalization" (2016). The backward is that of RMSNorm with n = (x - mean) * r, and
+    r * mean(gain * dy) taken off as well.
+
+    Parameters
+    ----------
+    dim : int
+        Size of the last axis; the parameters `gain` and `bias` are (dim,), of ones and zeros at the start.
+    eps : float
+        Keeps the root away from 0.
+
+    Raises
+    ------
+    ArgumentError
+        `dim` is not a positive integer.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpipipe import nn
+    >>> stage = nn.Stage([nn.LayerNorm(2, eps=0)], dtype="float64")
+    >>> stage.forward(np.array([[3.0, 5.0]]))[0]
+    array([[-1.,  1.]])
     """
 
     gain: np.ndarray
@@ -55,18 +100,18 @@ class LayerNorm(Layer):
         self.dim, self.eps = dim, eps
         self.declared = {"gain": Parameter((dim,), ones, decay=False), "bias": Parameter((dim,), zeros, decay=False)}
 
-    def forward(self, x):
+    def forward(self, x: Array) -> tuple[Array, Any]:
         check_features(self, x, self.dim)
         flat = rows(x)
         y, scale = self.stage.kernels.layer_norm(flat, self.gain, self.bias, self.eps)
         return y.reshape(x.shape), (flat, scale)
 
-    def backward_input(self, dy, saved):
+    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
         x, scale = saved
         dx, dgain, dbias = self.stage.kernels.layer_norm_backward(rows(dy), x, scale, self.gain)
         return dx.reshape(dy.shape), (dgain, dbias)
 
-    def backward_weight(self, pending):
+    def backward_weight(self, pending: Any) -> None:
         dgain, dbias = pending
         self.stage.kernels.accumulate(self.gain_grad, dgain)
         self.stage.kernels.accumulate(self.bias_grad, dbias)

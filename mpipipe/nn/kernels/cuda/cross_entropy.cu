@@ -16,12 +16,12 @@ struct span {
     __device__ __forceinline__ long long odds() const { return count - words * V; }
 };
 
-// A maximum that can be subtracted: without one yet, anything but infinity.
-__device__ __forceinline__ A origin(A top) { return top == -A(INFINITY) ? A(0) : top; }
+// A maximum that can be subtracted: 0 where there is none yet.
+__device__ __forceinline__ A safe_max(A top) { return top == -A(INFINITY) ? A(0) : top; }
 
 // For each row of logits (rows, vocab), on one block: loss = log(sum of exp(l - top)) - (l[id] - top), NaN for an id
-// outside; gradient = factor (exp(l - top) / sum - onehot(id)), all in one pass that finds top and sum together and one
-// that finds the row in the L2 cache. logits and gradient start alike within a word. Moves 2 T an element.
+// outside; gradient = factor (exp(l - top) / sum - onehot(id)). One pass finds top and sum together, and a second one
+// finds the row in the L2 cache. logits and gradient start alike within a word. Moves 2 T an element.
 extern "C" __global__ void __launch_bounds__(512, 2)
     softmax_cross_entropy(const T* logits, const I* ids, T* gradient, double* losses, long long vocab,
                           A factor) {
@@ -40,26 +40,26 @@ extern "C" __global__ void __launch_bounds__(512, 2)
         for (int u = 0; u < U; ++u)
             if (first + u * blockDim.x < x.words)
                 for (int k = 0; k < V; ++k) high = max(high, widen(in[u].at[k]));
-        sum *= exponential<T>(top - origin(high));
+        sum *= exponential<T>(top - safe_max(high));
         top = high;
 #pragma unroll
         for (int u = 0; u < U; ++u)
             if (first + u * blockDim.x < x.words)
-                for (int k = 0; k < V; ++k) sum += exponential<T>(widen(in[u].at[k]) - origin(top));
+                for (int k = 0; k < V; ++k) sum += exponential<T>(widen(in[u].at[k]) - safe_max(top));
     }
     for (long long i = threadIdx.x; i < x.odds(); i += blockDim.x) {
         const A value = widen(x.from[x.odd(i)]), high = max(top, value);
-        sum = sum * exponential<T>(top - origin(high)) + exponential<T>(value - origin(high));
+        sum = sum * exponential<T>(top - safe_max(high)) + exponential<T>(value - safe_max(high));
         top = high;
     }
     const A highest = largest(top, shared);
-    sum = add_up(sum * exponential<T>(top - origin(highest)), shared);
+    sum = add_up(sum * exponential<T>(top - safe_max(highest)), shared);
     const bool inside = id >= 0 && id < vocab;
     if (threadIdx.x == 0)
         losses[row] = inside ? log((double)sum) - ((double)widen(x.from[id]) - (double)highest) : (double)NAN;
     const A share = factor / sum;
     T* to = gradient + row * vocab;
-    auto slope = [&](long long i, T value) {
+    auto gradient_of = [&](long long i, T value) {
         const A p = exponential<T>(widen(value) - highest) * share;
         return narrow<T>(i == id ? p - factor : p);
     };
@@ -73,9 +73,10 @@ extern "C" __global__ void __launch_bounds__(512, 2)
             if (first + u * blockDim.x < x.words) {
                 const long long i = x.head + (first + u * blockDim.x) * V;
 #pragma unroll
-                for (int k = 0; k < V; ++k) in[u].at[k] = slope(i + k, in[u].at[k]);
+                for (int k = 0; k < V; ++k) in[u].at[k] = gradient_of(i + k, in[u].at[k]);
                 store_past_cache(to + i, in[u]);
             }
     }
-    for (long long i = threadIdx.x; i < x.odds(); i += blockDim.x) to[x.odd(i)] = slope(x.odd(i), x.from[x.odd(i)]);
+    for (long long i = threadIdx.x; i < x.odds(); i += blockDim.x)
+        to[x.odd(i)] = gradient_of(x.odd(i), x.from[x.odd(i)]);
 }

@@ -3,20 +3,20 @@
 // i the 16-bit integer i of the stream, lowest bits first. Compiled for T, the dtype, and V, elements of one word of
 // memory.
 typedef accumulator<T>::type A;
-typedef unsigned long long word;
+typedef unsigned long long u64;
 typedef unsigned char flag;
 
 struct Philox {
-    word key0, key1, step, replica, microbatch;
+    u64 key0, key1, step, replica, microbatch;
 
     // Bit j: whether the j-th of the 16 integers of a block reaches the threshold.
-    __device__ __forceinline__ unsigned reached(word block, unsigned threshold) const {
-        word c[4] = {block + 1, step, replica, microbatch}, k0 = key0, k1 = key1;
+    __device__ __forceinline__ unsigned reached(u64 block, unsigned threshold) const {
+        u64 c[4] = {block + 1, step, replica, microbatch}, k0 = key0, k1 = key1;
 #pragma unroll
         for (int round = 0; round < 10; ++round) {
-            const word m0 = 0xD2E7470EE14C6C93ull, m1 = 0xCA5A826395121157ull;
-            const word high0 = __umul64hi(m0, c[0]), high1 = __umul64hi(m1, c[2]);
-            const word low0 = m0 * c[0], low1 = m1 * c[2];
+            const u64 m0 = 0xD2E7470EE14C6C93ull, m1 = 0xCA5A826395121157ull;
+            const u64 high0 = __umul64hi(m0, c[0]), high1 = __umul64hi(m1, c[2]);
+            const u64 low0 = m0 * c[0], low1 = m1 * c[2];
             c[0] = high1 ^ c[1] ^ k0;
             c[1] = low1;
             c[2] = high0 ^ c[3] ^ k1;
@@ -38,7 +38,7 @@ struct Philox {
 // blocks of 16 elements: each lane draws one, and passes the bits to the lanes that load those elements. Moves 2 T and
 // 1 byte an element.
 extern "C" __global__ void __launch_bounds__(256)
-    dropout(const T* x, T* y, flag* keep, long long n, word key0, word key1, word step, word replica, word microbatch,
+    dropout(const T* x, T* y, flag* keep, long long n, u64 key0, u64 key1, u64 step, u64 replica, u64 microbatch,
             int threshold, A factor) {
     const Philox stream{key0, key1, step, replica, microbatch};
     const int lane = threadIdx.x % 32;
@@ -71,13 +71,13 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 }
 
-struct kept_slope { pack<T, V> dy; pack<flag, V> keep; };
+struct dy_and_keep { pack<T, V> dy; pack<flag, V> keep; };
 
 // dx = keep ? dy factor : dy 0. Moves 2 T and 1 byte an element.
 extern "C" __global__ void __launch_bounds__(256)
     dropout_backward(const T* dy, const flag* keep, T* dx, long long n, A factor) {
-    each<2>(n / V, [&](long long i) { return kept_slope{load<V>(dy + i * V), load<V>(keep + i * V)}; },
-            [&](long long i, const kept_slope& in) {
+    each<2>(n / V, [&](long long i) { return dy_and_keep{load<V>(dy + i * V), load<V>(keep + i * V)}; },
+            [&](long long i, const dy_and_keep& in) {
                 pack<T, V> out;
 #pragma unroll
                 for (int k = 0; k < V; ++k) out.at[k] = narrow<T>(widen(in.dy.at[k]) * (in.keep.at[k] ? factor : A(0)));

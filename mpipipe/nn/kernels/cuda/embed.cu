@@ -18,8 +18,8 @@ extern "C" __global__ void __launch_bounds__(256)
             [&](long long i, const pack<T, V>& in) { store(y + i * V, in); });
 }
 
-// The gradient needs the rows of equal ids side by side, in their order: a counting sort. TILE consecutive rows are
-// counted together; ids outside count as `vocab` and are left out in the end.
+// The gradient needs the rows of equal ids side by side, in their order: a counting sort does that. TILE consecutive
+// rows are counted together. Ids outside count as `vocab` and are left out in the end.
 constexpr int TILE = 1024;
 
 __device__ __forceinline__ int bucket_of(long long id, int vocab) { return id >= 0 && id < vocab ? (int)id : vocab; }
@@ -92,9 +92,9 @@ extern "C" __global__ void __launch_bounds__(1024)
     keys[place] = id;
 }
 
-// Sorted rows are added in spans of SPAN, one thread for each word of a span. Sums of ids whose rows all lie in one
-// span go to grad at once; else a span leaves the sum that ends in it in part 0 and the one that goes on in part 1 of
-// `parts` (2, spans, dim), for join_spans.
+// Sorted rows are added in spans of SPAN, one thread for each word of a span. The sum of an id whose rows all lie in
+// one span goes to grad at once. Otherwise join_spans adds up `parts` (2, spans, dim): a span leaves the sum that ends
+// in it in part 0, and the sum that goes on in part 1.
 constexpr int SPAN = 32, U = 8;
 
 // grad[keys[i]] += dy[order[i]] for dy (count, dim), grad (vocab, dim). Moves 1 T an element of dy, and 2 A an element

@@ -2,39 +2,36 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.errors import ArgumentError
-from mpipipe.nn.kernels.cuda.launch import FOLDER, check_contiguous, over, word
+from mpipipe.arrays import DeviceArray
+from mpipipe.arrays.launch import launch, vector_width
+from mpipipe.nn.kernels.cuda.checks import check_contiguous, check_ids
 
-EMBED = FOLDER / "embed.cu"
+EMBED = Path(__file__).with_name("embed.cu")
 TILE = 1024  # rows that are counted together, as in embed.cu
 SPAN = 32  # sorted rows that are added by one thread, as there
 THREADS = 128
 
 
-def check_ids(ids):
-    """Raise ArgumentError unless device ids are of a dtype that the kernels read."""
-    if ids.dtype.name not in ("int32", "int64"):
-        raise ArgumentError(
-            "ids on a GPU have the wrong dtype", found=ids.dtype.name, expected="int32 or int64", remedy="convert them"
-        )
-
-
-def embed(weight, ids):
-    """Row `id` of the table for each id, NaN for ids outside: shape (...) to (..., dim)."""
+def embed(weight: DeviceArray, ids: DeviceArray) -> DeviceArray:
+    """Return row `id` of the table for each id, NaN for ids outside."""
     check_ids(ids)
     check_contiguous("embed", weight, ids)
     vocab, dim = weight.shape
     y = arrays.empty((*ids.shape, dim), weight.dtype, "cuda")
-    args = (weight, ids, y, np.int64(y.size), np.int64(dim), np.int64(vocab))
-    over(EMBED, "embed", y.size, args, T=weight.dtype, I=ids.dtype, V=word(weight, y, divides=dim))
+    arguments = (weight, ids, y, np.int64(y.size), np.int64(dim), np.int64(vocab))
+    width = vector_width(weight, y, divides=dim)
+    launch(EMBED, "embed", y.size, arguments, T=weight.dtype, I=ids.dtype, V=width)
     return y
 
 
-def embed_backward(dy, ids, grad):
-    """Add each row of dy (..., dim) to the row of grad (vocab, dim) that its id names; ids outside are left out.
+def embed_backward(dy: DeviceArray, ids: DeviceArray, grad: DeviceArray) -> None:
+    """Add each row of dy to the row of grad that its id names; ids outside are left out.
 
     The rows of one id are added in their order, at first within spans of 32 rows in the order of their ids.
     """
@@ -43,29 +40,31 @@ def embed_backward(dy, ids, grad):
     count, (vocab, dim) = ids.size, grad.shape
     if not dy.size:
         return
-    width = word(dy, grad, divides=dim)
-    facts = {"T": dy.dtype, "I": ids.dtype, "V": width}
-    order, keys, starts = _sorted(ids, count, vocab, facts)
+    width = vector_width(dy, grad, divides=dim)
+    constants = {"T": dy.dtype, "I": ids.dtype, "V": width}
+    order, keys, starts = _sorted(ids, count, vocab, constants)
     spans = -(-count // SPAN)
     parts = arrays.empty((2, spans, dim), grad.dtype, "cuda")
     work = spans * (dim // width)
     numbers = (np.int64(work), np.int32(count), np.int64(dim), np.int32(vocab))
     shape = (-(-work // THREADS),), (THREADS,)
-    arrays.cuda_function(EMBED, "add_spans", **facts)(*shape, (dy, order, keys, grad, parts, *numbers))
+    arrays.cuda_function(EMBED, "add_spans", **constants)(*shape, (dy, order, keys, grad, parts, *numbers))
     if spans > 1:
-        arrays.cuda_function(EMBED, "join_spans", **facts)(*shape, (keys, starts, grad, parts, *numbers))
+        arrays.cuda_function(EMBED, "join_spans", **constants)(*shape, (keys, starts, grad, parts, *numbers))
 
 
-def _sorted(ids, count, vocab, facts):
-    """The rows in the order of their ids, equal ids in the order of rows; their ids; where each id starts."""
+def _sorted(
+    ids: DeviceArray, count: int, vocab: int, constants: dict[str, Any]
+) -> tuple[DeviceArray, DeviceArray, DeviceArray]:
+    """Return the rows in the order of their ids, equal ids in the order of rows; their ids; where each id starts."""
     tiles, groups = -(-count // TILE), -(-(vocab + 1) // TILE)
     tally = arrays.zeros((tiles, vocab + 1), np.dtype(np.int32), "cuda")
     totals, starts, order, keys = (
         arrays.empty((size,), np.dtype(np.int32), "cuda") for size in (groups, vocab + 1, count, count)
     )
     rows, table = (np.int32(count), np.int32(vocab)), (np.int32(tiles), np.int32(vocab))
-    arrays.cuda_function(EMBED, "tally_ids", **facts)((tiles,), (TILE,), (ids, tally, *rows))
-    arrays.cuda_function(EMBED, "total_tallies", **facts)((groups,), (TILE,), (tally, totals, *table))
-    arrays.cuda_function(EMBED, "place_tallies", **facts)((groups,), (TILE,), (tally, totals, starts, *table))
-    arrays.cuda_function(EMBED, "sort_rows", **facts)((tiles,), (TILE,), (ids, tally, order, keys, *rows))
+    arrays.cuda_function(EMBED, "tally_ids", **constants)((tiles,), (TILE,), (ids, tally, *rows))
+    arrays.cuda_function(EMBED, "total_tallies", **constants)((groups,), (TILE,), (tally, totals, *table))
+    arrays.cuda_function(EMBED, "place_tallies", **constants)((groups,), (TILE,), (tally, totals, starts, *table))
+    arrays.cuda_function(EMBED, "sort_rows", **constants)((tiles,), (TILE,), (ids, tally, order, keys, *rows))
     return order, keys, starts

@@ -2,7 +2,7 @@
 // which divides the width.
 
 // Every row of y (rows, width) = bias, to which a product is added. n is rows * width. Moves 1 T an element.
-extern "C" __global__ void __launch_bounds__(256) spread(const T* bias, T* y, long long n, long long width) {
+extern "C" __global__ void __launch_bounds__(256) broadcast_bias(const T* bias, T* y, long long n, long long width) {
     each<2>(n / V, [&](long long i) { return load<V>(bias + (i - quotient(i, width / V) * (width / V)) * V); },
             [&](long long i, const pack<T, V>& in) { store(y + i * V, in); });
 }

@@ -1,14 +1,14 @@
-// Normalisation of the rows of matrices (rows, width). Compiled for T, the dtype; V, elements of one word of memory,
-// which divides width; G, threads that share a row, of which 4 x 32 or 1 x G make a block; and K, words of a row that
-// one thread keeps in registers from the first look to the last, 0 where they are too many, so that rows are read
-// again.
+// Normalisation of the rows of matrices (rows, width); nn/layers/norm.py has the formulas. Compiled for T, the dtype;
+// V, elements of one word of memory, which divides width; G, threads that share a row; and K, words of a row that one
+// thread keeps in registers. A block has 4 rows of 32 threads, or one of G. K is 0 where a row is too long: it is read
+// again for each look.
 typedef accumulator<T>::type A;
 typedef pack<T, V> P;
 constexpr int ROWS = G == 32 ? 4 : 1, N = K ? K : 1;
 constexpr int THREADS = G * ROWS;
 
-// f(j, c) for each word c of a row that this thread has, the j-th of them.
-template <typename F> __device__ __forceinline__ void along(int words, F f) {
+// Calls f(j, c) for the j-th of the words of a row that this thread has, which is word c of the row.
+template <typename F> __device__ __forceinline__ void for_each_word(int words, F f) {
     if (K) {
 #pragma unroll
         for (int j = 0; j < N; ++j)
@@ -19,14 +19,14 @@ template <typename F> __device__ __forceinline__ void along(int words, F f) {
     }
 }
 
-// The words of a row: kept as they came, or read again.
+// The words of a row: kept, or read again.
 struct row_of {
     typedef typename word_of<sizeof(P)>::type word_type;
     const T* from;
     word_type kept[N];
     __device__ __forceinline__ void start(const T* row, int words) {
         from = row;
-        if (K) along(words, [&](int j, int c) { kept[j] = *reinterpret_cast<const word_type*>(row + c * V); });
+        if (K) for_each_word(words, [&](int j, int c) { kept[j] = *reinterpret_cast<const word_type*>(row + c * V); });
     }
     __device__ __forceinline__ P word(int j, int c) const {
         P value;
@@ -39,7 +39,7 @@ struct row_of {
 // The mean of f(value) over a row.
 template <typename F> __device__ __forceinline__ A mean_of(const row_of& x, int width, A* shared, F f) {
     A sum = 0;
-    along(width / V, [&](int j, int c) {
+    for_each_word(width / V, [&](int j, int c) {
         const P in = x.word(j, c);
 #pragma unroll
         for (int k = 0; k < V; ++k) sum += f(widen(in.at[k]));
@@ -61,7 +61,7 @@ __device__ __forceinline__ void forward(const T* x, const T* gain, const T* bias
         const A r = A(1) / sqrt(square + eps);
         if (threadIdx.x == 0) scale[row] = r;
         T* to = y + row * width;
-        along(width / V, [&](int j, int c) {
+        for_each_word(width / V, [&](int j, int c) {
             const P in = from.word(j, c), g = load<V>(gain + c * V);
             P add, out;
             if (CENTRED) add = load<V>(bias + c * V);
@@ -98,7 +98,7 @@ template <int COUNT> struct columns {
 #pragma unroll
             for (int j = 0; j < N; ++j)
                 for (int k = 0; k < V; ++k) sum[s][j][k] = 0;
-            if (!K) along(width / V, [&](int, int c) {
+            if (!K) for_each_word(width / V, [&](int, int c) {
                 for (int k = 0; k < V; ++k) to[s][c * V + k] = 0;
             });
         }
@@ -107,13 +107,13 @@ template <int COUNT> struct columns {
         if (K) sum[s][j][k] += value;
         else to[s][c * V + k] += value;
     }
-    // The rows of a block one after the other through shared memory, which holds width values.
-    __device__ __forceinline__ void finish(int width, A* shared) {
+    // Adds up the rows of a block, one after the other through shared memory of width values, and writes the sums.
+    __device__ __forceinline__ void write(int width, A* shared) {
 #pragma unroll
         for (int s = 0; s < COUNT; ++s) {
             for (int y = 0; K && y < ROWS; ++y) {
                 if (ROWS > 1) __syncthreads();
-                if (threadIdx.y == y) along(width / V, [&](int j, int c) {
+                if (threadIdx.y == y) for_each_word(width / V, [&](int j, int c) {
                     pack<A, V> out;
 #pragma unroll
                     for (int k = 0; k < V; ++k) {
@@ -142,14 +142,14 @@ __device__ __forceinline__ void backward(const T* dy, const T* x, const A* scale
     columns<CENTRED ? 2 : 1> sums;
     sums.start(parts, width);
     for (long long row = blockIdx.x * ROWS + threadIdx.y; row < rows; row += gridDim.x * (long long)ROWS) {
-        row_of value, slope;
-        value.start(x + row * width, width / V);
-        slope.start(dy + row * width, width / V);
+        row_of x_row, dy_row;
+        x_row.start(x + row * width, width / V);
+        dy_row.start(dy + row * width, width / V);
         const A r = scale[row];
-        const A mean = CENTRED ? mean_of(value, width, shared, [](A v) { return v; }) : A(0);
+        const A mean = CENTRED ? mean_of(x_row, width, shared, [](A v) { return v; }) : A(0);
         A means[2] = {0, 0};
-        along(width / V, [&](int j, int c) {
-            const P in = value.word(j, c), d = slope.word(j, c), g = load<V>(gain + c * V);
+        for_each_word(width / V, [&](int j, int c) {
+            const P in = x_row.word(j, c), d = dy_row.word(j, c), g = load<V>(gain + c * V);
 #pragma unroll
             for (int k = 0; k < V; ++k) {
                 const A dk = widen(d.at[k]), normal = (widen(in.at[k]) - mean) * r;
@@ -163,8 +163,8 @@ __device__ __forceinline__ void backward(const T* dy, const T* x, const A* scale
         else means[0] = add_up(means[0], shared);
         const A turned = means[0] / width, shifted = CENTRED ? means[1] / width : A(0);
         T* to = dx + row * width;
-        along(width / V, [&](int j, int c) {
-            const P in = value.word(j, c), d = slope.word(j, c), g = load<V>(gain + c * V);
+        for_each_word(width / V, [&](int j, int c) {
+            const P in = x_row.word(j, c), d = dy_row.word(j, c), g = load<V>(gain + c * V);
             P out;
 #pragma unroll
             for (int k = 0; k < V; ++k) {
@@ -174,7 +174,7 @@ __device__ __forceinline__ void backward(const T* dy, const T* x, const A* scale
             store(to + c * V, out);
         });
     }
-    sums.finish(width, staged);
+    sums.write(width, staged);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)

@@ -1,5 +1,5 @@
 // Updates of n parameters in place. Compiled for T, float or double, and V, elements of one word of memory.
-struct old { pack<T, V> p, g, m, v; };
+struct state { pack<T, V> p, g, m, v; };
 
 // g times g_scale; m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2; p = shrink p - step m / (sqrt(v) root + eps).
 struct Adam {
@@ -19,9 +19,9 @@ extern "C" __global__ void __launch_bounds__(256)
     const Adam update{b1, rest1, b2, rest2, eps, step, root, shrink, g_scale};
     each<1>(n / V,
             [&](long long i) {
-                return old{load<V>(p + i * V), load<V>(g + i * V), load<V>(m + i * V), load<V>(v + i * V)};
+                return state{load<V>(p + i * V), load<V>(g + i * V), load<V>(m + i * V), load<V>(v + i * V)};
             },
-            [&](long long i, old now) {
+            [&](long long i, state now) {
 #pragma unroll
                 for (int k = 0; k < V; ++k) update(now.p.at[k], now.g.at[k], now.m.at[k], now.v.at[k]);
                 store(p + i * V, now.p);
@@ -53,8 +53,8 @@ extern "C" __global__ void __launch_bounds__(256)
         u = momentum * u + (g_scale * g + decay * p);
         p -= rate * u;
     };
-    each<1>(n / V, [&](long long i) { return old{load<V>(p + i * V), load<V>(g + i * V), load<V>(u + i * V)}; },
-            [&](long long i, old now) {
+    each<1>(n / V, [&](long long i) { return state{load<V>(p + i * V), load<V>(g + i * V), load<V>(u + i * V)}; },
+            [&](long long i, state now) {
 #pragma unroll
                 for (int k = 0; k < V; ++k) update(now.p.at[k], now.g.at[k], now.m.at[k]);
                 store(p + i * V, now.p);

@@ -34,10 +34,10 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 }
 
-// out (width) = keep out + the sums of the columns of partial (count, width); `out` is not read where keep is 0. Blocks
+// out (width) = add out + the sums of the columns of partial (count, width); `out` is not read where add is 0. Blocks
 // of 32 x 32 threads have 32 columns. Moves 1 A an element of partial.
 extern "C" __global__ void __launch_bounds__(1024)
-    add_columns(const A* partial, A* out, int count, long long width, int keep) {
+    add_columns(const A* partial, A* out, int count, long long width, int add) {
     __shared__ A shared[32][33];
     const long long column = blockIdx.x * 32ll + threadIdx.x;
     A sum = 0;
@@ -49,5 +49,5 @@ extern "C" __global__ void __launch_bounds__(1024)
     if (threadIdx.y > 0 || column >= width) return;
     A total = 0;
     for (int y = 0; y < 32; ++y) total += shared[y][threadIdx.x];
-    out[column] = keep ? out[column] + total : total;
+    out[column] = add ? out[column] + total : total;
 }

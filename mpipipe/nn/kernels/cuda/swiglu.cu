@@ -3,9 +3,9 @@
 typedef accumulator<T>::type A;
 typedef pack<T, V> P;
 
-struct three { P gate, up, inner; };
+struct gate_up_inner { P gate, up, inner; };
 
-// x / (1 + exp(-x)) without its numerator.
+// 1 / (1 + exp(-x)).
 __device__ __forceinline__ A sigmoid(A x) { return ratio<T>(A(1), A(1) + exponential<T>(-x)); }
 
 // inner = silu(gate) up. Moves 3 T an element of inner.
@@ -13,9 +13,9 @@ extern "C" __global__ void __launch_bounds__(256) swiglu(const T* both, T* inner
     each<2>(n / V,
             [&](long long i) {
                 const T* gate = both + (i + quotient(i, hidden / V) * (hidden / V)) * V;
-                return three{load<V>(gate), load<V>(gate + hidden), P()};
+                return gate_up_inner{load<V>(gate), load<V>(gate + hidden), P()};
             },
-            [&](long long i, const three& in) {
+            [&](long long i, const gate_up_inner& in) {
                 P out;
 #pragma unroll
                 for (int k = 0; k < V; ++k) {
@@ -33,9 +33,9 @@ extern "C" __global__ void __launch_bounds__(256)
     each<1>(n / V,
             [&](long long i) {
                 const T* gate = both + (i + quotient(i, hidden / V) * (hidden / V)) * V;
-                return three{load<V>(gate), load<V>(gate + hidden), load<V>(dinner + i * V)};
+                return gate_up_inner{load<V>(gate), load<V>(gate + hidden), load<V>(dinner + i * V)};
             },
-            [&](long long i, const three& in) {
+            [&](long long i, const gate_up_inner& in) {
                 P dgate, dup, out;
 #pragma unroll
                 for (int k = 0; k < V; ++k) {

@@ -1,4 +1,4 @@
-"""Gelu and SwiGLU; nn/activation.py has the formulas."""
+"""Gelu and SwiGLU; nn/layers/activation.py has the formulas."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from mpipipe.nn.cache_blocks import blocks
 _ROOT, _CUBE = math.sqrt(2 / math.pi), 0.044715
 
 
-def gelu(x):
-    """y, for x of any shape."""
+def gelu(x: np.ndarray) -> np.ndarray:
+    """Return y."""
     flat = x.reshape(-1)
     y = np.empty(flat.shape, flat.dtype)
     for at in blocks(flat.size):
@@ -24,8 +24,8 @@ def gelu(x):
     return y.reshape(x.shape)
 
 
-def gelu_backward(dy, x):
-    """dx, with dy/dx = (1 + t) / 2 + x (1 - t^2) u' / 2, t = tanh(u), u' = sqrt(2 / pi) (1 + 3 * 0.044715 x^2)."""
+def gelu_backward(dy: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """Return dx = dy ((1 + t) / 2 + x (1 - t^2) u' / 2), t = tanh(u), u' = sqrt(2 / pi) (1 + 3 * 0.044715 x^2)."""
     dflat, flat = dy.reshape(-1), x.reshape(-1)
     dx = np.empty(dflat.shape, dflat.dtype)
     for at in blocks(dflat.size):
@@ -35,9 +35,9 @@ def gelu_backward(dy, x):
         np.multiply(out, 3 * _CUBE * _ROOT, out=out)
         np.add(out, _ROOT, out=out)
         np.multiply(out, part, out=out)
-        slope = np.multiply(t, t)
-        np.subtract(1, slope, out=slope)
-        np.multiply(out, slope, out=out)
+        rest = np.multiply(t, t)
+        np.subtract(1, rest, out=rest)
+        np.multiply(out, rest, out=out)
         np.add(out, t, out=out)
         np.add(out, 1, out=out)
         np.multiply(out, 0.5, out=out)
@@ -45,7 +45,7 @@ def gelu_backward(dy, x):
     return dx.reshape(dy.shape)
 
 
-def _tanh_term(x, out):
+def _tanh_term(x: np.ndarray, out: np.ndarray) -> np.ndarray:
     """out = tanh(sqrt(2 / pi) (x + 0.044715 x^3)) = tanh(x (sqrt(2 / pi) + sqrt(2 / pi) 0.044715 x^2))."""
     np.multiply(x, x, out=out)
     np.multiply(out, _ROOT * _CUBE, out=out)
@@ -54,8 +54,8 @@ def _tanh_term(x, out):
     return np.tanh(out, out=out)
 
 
-def swiglu(both):
-    """silu(gate) * up (rows, hidden), of both = gate | up (rows, 2 hidden)."""
+def swiglu(both: np.ndarray) -> np.ndarray:
+    """Return silu(gate) * up."""
     hidden = both.shape[1] // 2
     gate, up = both[:, :hidden], both[:, hidden:]
     inner = np.empty(gate.shape, both.dtype)
@@ -66,24 +66,24 @@ def swiglu(both):
     return inner
 
 
-def swiglu_backward(both, dinner):
-    """(gradient of both, silu(gate) * up); the latter overwrites `dinner`, its gradient."""
+def swiglu_backward(both: np.ndarray, dinner: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return (gradient of both, silu(gate) * up); the latter overwrites `dinner`."""
     dboth = np.empty_like(both)
     for at in blocks(*dinner.shape):
         _swiglu_backward_block(both[at], dboth[at], dinner[at])
     return dboth, dinner
 
 
-def _sigmoid(x, out):
-    """1 / (1 + exp(-x)) = (1 + tanh(x / 2)) / 2: never overflows, and tanh is numpy's fastest such function."""
+def _sigmoid(x: np.ndarray, out: np.ndarray) -> np.ndarray:
+    """out = 1 / (1 + exp(-x)) = (1 + tanh(x / 2)) / 2: never overflows, and tanh is numpy's fastest such function."""
     np.multiply(x, 0.5, out=out)
     np.tanh(out, out=out)
     np.multiply(out, 0.5, out=out)
     return np.add(out, 0.5, out=out)
 
 
-def _swiglu_backward_block(both, dboth, inner):
-    """Rows of the gradients of gate and up into `dboth`, where `inner` holds the gradient of h = silu(gate) * up.
+def _swiglu_backward_block(both: np.ndarray, dboth: np.ndarray, inner: np.ndarray) -> None:
+    """dboth = gradients of gate and up, where `inner` holds the gradient of h = silu(gate) * up.
 
     With s = sigmoid(gate) and a = gate * s: dup = dh * a, dgate = dh * up * (s + a - a * s). Leaves h in `inner`.
     """

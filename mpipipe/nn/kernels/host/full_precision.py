@@ -45,27 +45,27 @@ __all__ = [
     "swiglu_backward",
 ]
 
-_PIECE = 1 << 17  # elements of one piece of a weight gradient: half a MiB of float32, added while in cache
+_PIECE = 1 << 17  # elements of one piece of a weight gradient: half a MiB of float32, which stays in cache
 
 
 # -- products ---------------------------------------------------------------------------------------------------------
 
 
-def linear(x, weight, bias=None):
-    """y = x weight^T + bias, with x (rows, inputs) and weight (outputs, inputs)."""
+def linear(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
+    """Return y = x weight^T + bias."""
     y = np.matmul(x, weight.T)
     if bias is not None:
         np.add(y, bias, out=y)
     return y
 
 
-def linear_backward_input(dy, weight):
-    """dx = dy weight."""
+def linear_backward_input(dy: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """Return dx = dy weight."""
     return np.matmul(dy, weight)
 
 
-def linear_backward_weight(dy, x, grad):
-    """grad += dy^T x, with dy (rows, outputs), x (rows, inputs), grad (outputs, inputs).
+def linear_backward_weight(dy: np.ndarray, x: np.ndarray, grad: np.ndarray) -> None:
+    """grad += dy^T x.
 
     A large product is made in pieces of the gradient, each added while it is still in cache.
     """
@@ -81,53 +81,50 @@ def linear_backward_weight(dy, x, grad):
         np.add(part, product, out=part)
 
 
-def sum_rows(dy, grad):
-    """grad += sum of the rows of dy."""
+def sum_rows(dy: np.ndarray, grad: np.ndarray) -> None:
+    """grad += the sum of the rows of dy."""
     np.add(grad, np.add.reduce(dy, 0), out=grad)
 
 
 # -- single passes ----------------------------------------------------------------------------------------------------
 
 
-def add(x, y):
-    """x + y, of equal shapes."""
+def add(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Return x + y."""
     return np.add(x, y)
 
 
-def accumulate(grad, part):
+def accumulate(grad: np.ndarray, part: np.ndarray) -> None:
     """grad += part."""
     np.add(grad, part, out=grad)
 
 
-def scale(x, factor: float, out=None):
-    """x * factor, into `out` where it is given, which may be x."""
+def scale(x: np.ndarray, factor: float, out: np.ndarray | None = None) -> np.ndarray:
+    """Return x * factor, in `out` where it is given."""
     return np.multiply(x, factor, out=out)
 
 
-def cast(source, target):
+def cast(source: np.ndarray, target: np.ndarray) -> None:
     """target = source, rounded to nearest even."""
     with np.errstate(over="ignore", invalid="ignore"):
         target[...] = source
 
 
-def copy(source, target):
-    """target = source, of one dtype and shape, with any strides."""
+def copy(source: np.ndarray, target: np.ndarray) -> None:
+    """target = source, with any strides."""
     target[...] = source
 
 
 # -- rotary positions -------------------------------------------------------------------------------------------------
 
 
-def rope_table(positions, head_dim: int, base: float, dtype, device: str = "cpu"):
-    """The factors for `apply_rope`, one row for each position; its first n rows are those of the first n positions."""
+def rope_table(positions: np.ndarray, head_dim: int, base: float, dtype: np.dtype, device: str = "cpu") -> np.ndarray:
+    """Return the factors for `apply_rope`: complex (seq, 1, head_dim / 2)."""
     return rope.rope_table(positions, head_dim, base, dtype)
 
 
-def apply_rope(x, table, target, inverse: bool = False):
-    """target = each pair of neighbours of x turned by its factor, or back by it.
-
-    x and target (batch, seq, heads, head_dim) may have any strides and be the same array.
-    """
+def apply_rope(x: np.ndarray, table: np.ndarray, target: np.ndarray, inverse: bool = False) -> None:
+    """target = each pair of neighbours of x turned by its factor, or back by it with `inverse`."""
     factors = table.conj() if inverse else table
     if x.strides[-1] == target.strides[-1] == x.itemsize:
         np.multiply(rope.pairs(x), factors, out=rope.pairs(target))
@@ -139,13 +136,13 @@ def apply_rope(x, table, target, inverse: bool = False):
 # -- embedding --------------------------------------------------------------------------------------------------------
 
 
-def embed(weight, ids):
-    """Row `id` of the table for each id: shape (...) to (..., dim)."""
+def embed(weight: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """Return row `id` of the table for each id."""
     return np.take(weight, ids, axis=0, mode="clip")
 
 
-def embed_backward(dy, ids, grad):
-    """Add each row of dy (..., dim) to the row of grad (vocab, dim) that its id names."""
+def embed_backward(dy: np.ndarray, ids: np.ndarray, grad: np.ndarray) -> None:
+    """Add each row of dy to the row of grad that its id names."""
     if ids.size == 0:
         return
     ids = ids.reshape(-1)
@@ -158,13 +155,15 @@ def embed_backward(dy, ids, grad):
 # -- dropout ----------------------------------------------------------------------------------------------------------
 
 
-def dropout(x, key, counter: tuple[int, int, int], threshold: int, factor: float):
-    """(y, keep): y = x * factor where `keep`, the random bits of (key, counter) reach `threshold`; else 0."""
+def dropout(
+    x: np.ndarray, key: np.ndarray, counter: tuple[int, int, int], threshold: int, factor: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return (y, keep): y = x * factor where `keep`, the random bits of (key, counter) reach `threshold`; else 0."""
     keep = random.bits16(key, counter, x.size).reshape(x.shape) >= threshold
     return dropout_backward(x, keep, factor), keep
 
 
-def dropout_backward(dy, keep, factor: float):
-    """dx = dy * factor where `keep`, else 0."""
+def dropout_backward(dy: np.ndarray, keep: np.ndarray, factor: float) -> np.ndarray:
+    """Return dx = dy * factor where `keep`, else 0."""
     dx = np.multiply(dy, keep)
     return np.multiply(dx, factor, out=dx)

@@ -7,8 +7,8 @@ import numpy as np
 from mpipipe.nn.cache_blocks import ELEMENTS, blocks
 
 
-def mean_squared_error(output, target, factor: float = 1.0):
-    """(mean of (output - target)^2, summed in float64; factor * its gradient), with `target` of any dtype."""
+def mean_squared_error(output: np.ndarray, target: np.ndarray, factor: float = 1.0) -> tuple[float, np.ndarray]:
+    """Return (mean of (output - target)^2, summed in float64; factor * its gradient); `target` has any dtype."""
     if target.dtype == output.dtype:
         difference = output - target
     else:
@@ -26,8 +26,8 @@ def mean_squared_error(output, target, factor: float = 1.0):
     return total / size, difference
 
 
-def softmax_cross_entropy(logits, ids, factor: float = 1.0):
-    """(mean of -log softmax(logits)[id] over the rows, summed in float64; factor * its gradient)."""
+def softmax_cross_entropy(logits: np.ndarray, ids: np.ndarray, factor: float = 1.0) -> tuple[float, np.ndarray]:
+    """Return (mean of -log softmax(logits)[id] over the rows, summed in float64; factor * its gradient)."""
     gradient = np.empty(logits.shape, logits.dtype)
     total = 0.0
     for at in blocks(*logits.shape):
@@ -35,8 +35,8 @@ def softmax_cross_entropy(logits, ids, factor: float = 1.0):
     return total / len(logits), gradient
 
 
-def cross_entropy_block(logits, ids, count, out):
-    """Sum of the losses of some rows, in float64; their gradient over `count` goes to `out`, which may be `logits`."""
+def cross_entropy_block(logits: np.ndarray, ids: np.ndarray, count: float, out: np.ndarray) -> float:
+    """Return the sum of the losses of some rows; out = their gradient over `count`. `out` may be `logits`."""
     np.subtract(logits, logits.max(1, keepdims=True), out=out)
     picks = np.arange(len(ids))
     hits = out[picks, ids]

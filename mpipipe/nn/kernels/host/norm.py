@@ -1,4 +1,4 @@
-"""Normalisation of rows; nn/norm.py has the formulas."""
+"""Normalisation of rows; nn/layers/norm.py has the formulas."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import numpy as np
 from mpipipe.nn.cache_blocks import blocks
 
 
-def rms_norm(x, gain, eps: float):
-    """(y, scale): y = gain * x * scale, scale = 1 / sqrt(mean(x^2) + eps) of each row."""
+def rms_norm(x: np.ndarray, gain: np.ndarray, eps: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return (y, scale)."""
     y, scale = np.empty(x.shape, x.dtype), np.empty(len(x), x.dtype)
     for at in blocks(*x.shape):
         part = x[at]
@@ -18,8 +18,8 @@ def rms_norm(x, gain, eps: float):
     return y, scale
 
 
-def rms_norm_backward(dy, x, scale, gain):
-    """(dx, dgain)."""
+def rms_norm_backward(dy: np.ndarray, x: np.ndarray, scale: np.ndarray, gain: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Return (dx, dgain)."""
     dx, dgain = np.empty(x.shape, x.dtype), np.zeros_like(gain)
     for at in blocks(*x.shape):
         normal = np.multiply(x[at], scale[at, None])
@@ -27,8 +27,8 @@ def rms_norm_backward(dy, x, scale, gain):
     return dx, dgain
 
 
-def layer_norm(x, gain, bias, eps: float):
-    """(y, scale): y = gain * (x - mean) * scale + bias, scale = 1 / sqrt(variance + eps) of each row."""
+def layer_norm(x: np.ndarray, gain: np.ndarray, bias: np.ndarray, eps: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return (y, scale)."""
     y, scale = np.empty(x.shape, x.dtype), np.empty(len(x), x.dtype)
     for at in blocks(*x.shape):
         out = _centred(x[at], y[at])
@@ -39,8 +39,8 @@ def layer_norm(x, gain, bias, eps: float):
     return y, scale
 
 
-def layer_norm_backward(dy, x, scale, gain):
-    """(dx, dgain, dbias)."""
+def layer_norm_backward(dy: np.ndarray, x: np.ndarray, scale: np.ndarray, gain: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Return (dx, dgain, dbias)."""
     dx, dgain, dbias = np.empty(x.shape, x.dtype), np.zeros_like(gain), np.zeros_like(gain)
     for at in blocks(*x.shape):
         part = dy[at]
@@ -55,7 +55,7 @@ def layer_norm_backward(dy, x, scale, gain):
     return dx, dgain, dbias
 
 
-def _inverse_root(x, eps, out):
+def _inverse_root(x: np.ndarray, eps: float, out: np.ndarray) -> None:
     """out = 1 / sqrt(mean(x^2) + eps) of each row of x."""
     square = np.vecdot(x, x)
     np.divide(square, x.shape[1], out=square)
@@ -64,14 +64,17 @@ def _inverse_root(x, eps, out):
     np.reciprocal(square, out=out)
 
 
-def _centred(x, out):
+def _centred(x: np.ndarray, out: np.ndarray) -> np.ndarray:
+    """out = x minus the mean of each row; return it."""
     mean = np.add.reduce(x, 1, keepdims=True)
     np.divide(mean, x.shape[1], out=mean)
     return np.subtract(x, mean, out=out)
 
 
-def _backward_block(dy, normal, scale, gain, dx, dgain):
-    """dx = r * (gain * dy - n * mean(gain * dy * n)); dgain += sum over rows of dy * n. Overwrites `normal`."""
+def _backward_block(
+    dy: np.ndarray, normal: np.ndarray, scale: np.ndarray, gain: np.ndarray, dx: np.ndarray, dgain: np.ndarray
+) -> None:
+    """dx = r * (gain * dy - n * mean(gain * dy * n)); dgain += sum over rows of dy * n. Overwrites `normal`, n."""
     product = np.multiply(dy, normal)
     np.add(dgain, np.add.reduce(product, 0), out=dgain)
     mean = np.matmul(product, gain)

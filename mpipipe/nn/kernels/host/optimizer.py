@@ -10,12 +10,22 @@ import numpy as np
 from mpipipe.nn.cache_blocks import blocks
 
 
-def adamw(p, g, m, v, *, b1, b2, eps, rate, correction1, correction2, shrink, g_scale):
-    """One update of Adam: p = shrink p - rate (m / correction1) / (sqrt(v / correction2) + eps), with
-
-    m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2, correction1 = 1 - b1^t, correction2 = 1 - b2^t. g counts times
-    `g_scale`.
-    """
+def adamw(
+    p: np.ndarray,
+    g: np.ndarray,
+    m: np.ndarray,
+    v: np.ndarray,
+    *,
+    b1: float,
+    b2: float,
+    eps: float,
+    rate: float,
+    correction1: float,
+    correction2: float,
+    shrink: float,
+    g_scale: float,
+) -> None:
+    """Make one step of AdamW, in place."""
     step, root = rate / correction1, 1 / math.sqrt(correction2)
     for at in blocks(p.size):
         part, grad, first, second = p[at], _scaled(g[at], g_scale), m[at], v[at]
@@ -36,8 +46,10 @@ def adamw(p, g, m, v, *, b1, b2, eps, rate, correction1, correction2, shrink, g_
         np.subtract(part, work, out=part)
 
 
-def sgd(p, g, u, *, momentum, decay, rate, g_scale):
-    """u = momentum u + g + decay p; p -= rate u. g counts times `g_scale`; u is None without momentum."""
+def sgd(
+    p: np.ndarray, g: np.ndarray, u: np.ndarray | None, *, momentum: float, decay: float, rate: float, g_scale: float
+) -> None:
+    """Make one step of gradient descent, in place; u is None without momentum."""
     for at in blocks(p.size):
         part, update = p[at], _scaled(g[at], g_scale)
         if decay:
@@ -49,16 +61,16 @@ def sgd(p, g, u, *, momentum, decay, rate, g_scale):
         np.subtract(part, update * rate, out=part)
 
 
-def _scaled(g, factor):
+def _scaled(g: np.ndarray, factor: float) -> np.ndarray:
     return g if factor == 1 else np.multiply(g, factor)
 
 
-def sums_of_squares(flat, offsets: Sequence[tuple[int, int]]):
-    """For each (start, stop) the sum of flat[start:stop]^2, in float64."""
+def sums_of_squares(flat: np.ndarray, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Return the sum of flat[start:stop]^2 for each (start, stop), in float64."""
     return np.array([_sum_of_squares(flat[start:stop]) for start, stop in offsets], np.float64)
 
 
-def _sum_of_squares(flat) -> float:
+def _sum_of_squares(flat: np.ndarray) -> float:
     total = 0.0
     for at in blocks(flat.size):
         wide = flat[at].astype(np.float64, copy=False)

@@ -1,0 +1,65 @@
+"""Functions of float32 arrays take half precision too: they upcast once and round once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar, cast
+
+import numpy as np
+
+from mpipipe.arrays.dtypes import is_half
+from mpipipe.arrays.memory import aligned_empty
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def upcast_halves(
+    function: Callable[P, R], returned: tuple[int, ...] = (), written: tuple[int, ...] = ()
+) -> Callable[P, R]:
+    """Let a function of host arrays take half precision.
+
+    Where its first argument is of a half dtype, the function sees each half array as a float32 one. A value too large
+    for float16 becomes infinite without a warning: scaling of the loss looks for it.
+
+    Parameters
+    ----------
+    function : takes and returns float32 arrays, among others
+    returned : which of its results are rounded to the dtype of the first argument
+    written : which of its positional arguments it sets; those in half precision are rounded when it has set them, and
+        are never added to
+    """
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        given: tuple[Any, ...] = args
+        dtype = given[0].dtype
+        if dtype.itemsize != 2:
+            return function(*args, **kwargs)
+        with np.errstate(over="ignore", invalid="ignore"):
+            seen = [_result(x) if i in written else upcast(x) for i, x in enumerate(given)]
+            results: Any = cast(Any, function)(*seen, **kwargs)
+            for i in written:
+                if seen[i] is not given[i]:
+                    given[i][...] = seen[i]
+            if isinstance(results, tuple):
+                results = tuple(x.astype(dtype) if i in returned else x for i, x in enumerate(results))
+            elif returned:
+                results = results.astype(dtype)
+        return cast(R, results)
+
+    return run
+
+
+def upcast(x: Any) -> Any:
+    """Return an array of halves as float32, and anything else as it is."""
+    return x.astype(np.float32) if _is_half_array(x) else x
+
+
+def _result(x: Any) -> Any:
+    return aligned_empty(x.shape, np.float32) if _is_half_array(x) else x
+
+
+def _is_half_array(x: Any) -> bool:
+    return isinstance(x, np.ndarray) and is_half(x.dtype)

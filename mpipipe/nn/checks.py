@@ -1,0 +1,49 @@
+"""Checks of arguments that several layers and losses make."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpipipe import arrays
+from mpipipe.arrays import Array
+from mpipipe.errors import ArgumentError
+from mpipipe.nn.layers.layer import Layer
+
+
+def check_features(layer: Layer, x: Array, expected: int) -> None:
+    """Raise ArgumentError unless the last axis of x has `expected` elements."""
+    if x.ndim == 0 or x.shape[-1] != expected:
+        raise ArgumentError(
+            f"layer {layer.name} ({type(layer).__name__}): the last axis of the input has the wrong size",
+            found=f"shape {x.shape}",
+            expected=f"(..., {expected})",
+            remedy="give each layer the size that the layer before it puts out",
+        )
+
+
+def check_positive(**sizes: int) -> None:
+    """Raise ArgumentError unless every named size is an integer of at least 1."""
+    for name, size in sizes.items():
+        if not isinstance(size, int) or size < 1:
+            raise ArgumentError(
+                f"{name} must be a positive integer", found=repr(size), expected="1 or more", remedy=f"set {name}"
+            )
+
+
+def check_integers(x: Array, limit: int, what: str) -> None:
+    """Raise ArgumentError unless x is an array of integers, and those on the host are in 0 ... limit - 1."""
+    if x.dtype.kind not in "iu":
+        raise ArgumentError(f"{what} must be integers", found=str(x.dtype), expected=f"integers in 0 ... {limit - 1}")
+    if not arrays.is_device(x) and x.size and (x.min() < 0 or x.max() >= limit):
+        raise ArgumentError(
+            f"{what} is out of range",
+            found=f"{x.min()} ... {x.max()}",
+            expected=f"0 ... {limit - 1}",
+            remedy="check the data against the size of the vocabulary",
+        )
+
+
+def checked_ids(x: Array, limit: int, what: str, device: str) -> Array:
+    """Check integers as `check_integers` does, and return them on `device`: host arrays are uploaded as int64."""
+    check_integers(x, limit, what)
+    return arrays.upload(x.astype(np.int64)) if device == "cuda" and not arrays.is_device(x) else x

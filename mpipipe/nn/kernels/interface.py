@@ -1,0 +1,160 @@
+"""The functions that layers, losses and optimizers compute with, whatever the device.
+
+T is the dtype of activations, and A = arrays.accumulator(T) that of statistics, gradients of parameters and, in the
+optimizers, parameters. Every function computes in A, and rounds once what it returns in T. Matrices are (rows, width).
+Arrays are C-contiguous and stay as they are, unless a function says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from mpipipe.arrays import Array
+
+
+class Kernels(Protocol):
+    """What each module of kernels holds: `host.any_dtype`, `host.full_precision` and `cuda`."""
+
+    # -- products
+
+    def linear(self, x: Array, weight: Array, bias: Array | None = None) -> Array:
+        """Return y = x weight^T + bias (rows, outputs), of x (rows, inputs), weight (outputs, inputs), all of T."""
+
+    def linear_backward_input(self, dy: Array, weight: Array) -> Array:
+        """Return dx = dy weight (rows, inputs), of dy (rows, outputs), weight (outputs, inputs), all of T."""
+
+    def linear_backward_weight(self, dy: Array, x: Array, grad: Array) -> None:
+        """grad += dy^T x: grad (outputs, inputs) of A, dy (rows, outputs) and x (rows, inputs) of T."""
+
+    def sum_rows(self, dy: Array, grad: Array) -> None:
+        """grad += the sum of the rows of dy: grad (width,) of A, dy (rows, width) of T."""
+
+    # -- single elements, of arrays of any shape
+
+    def add(self, x: Array, y: Array) -> Array:
+        """Return x + y, of one shape and dtype."""
+
+    def accumulate(self, grad: Array, part: Array) -> None:
+        """grad += part, of one shape and dtype."""
+
+    def scale(self, x: Array, factor: float, out: Array | None = None) -> Array:
+        """Return x * factor, set in `out` where it is given, which may be x."""
+
+    def cast(self, source: Array, target: Array) -> None:
+        """target = source, of one shape, rounded to nearest even; what is too large becomes infinite."""
+
+    def copy(self, source: Array, target: Array) -> None:
+        """target = source, of one dtype and shape (five axes at most), with any strides."""
+
+    def gelu(self, x: Array) -> Array:
+        """Return y (see nn.Gelu)."""
+
+    def gelu_backward(self, dy: Array, x: Array) -> Array:
+        """Return dx."""
+
+    def swiglu(self, both: Array) -> Array:
+        """Return silu(gate) * up (rows, hidden), of both = gate | up (rows, 2 hidden)."""
+
+    def swiglu_backward(self, both: Array, dinner: Array) -> tuple[Array, Array]:
+        """Return (gradient of `both`, silu(gate) * up), of both (rows, 2 hidden) and dinner (rows, hidden).
+
+        The second result may be written to `dinner`, whose values are lost.
+        """
+
+    # -- normalisation of rows
+
+    def rms_norm(self, x: Array, gain: Array, eps: float) -> tuple[Array, Array]:
+        """Return (y, scale): y = gain * x * scale, scale (rows,) = 1 / sqrt(mean(x^2) + eps) of A; gain (width,)."""
+
+    def rms_norm_backward(self, dy: Array, x: Array, scale: Array, gain: Array) -> tuple[Array, ...]:
+        """Return (dx, dgain): dx of T, dgain (width,) of A."""
+
+    def layer_norm(self, x: Array, gain: Array, bias: Array, eps: float) -> tuple[Array, Array]:
+        """Return (y, scale): y = gain * (x - mean) * scale + bias, scale (rows,) = 1 / sqrt(variance + eps) of A."""
+
+    def layer_norm_backward(self, dy: Array, x: Array, scale: Array, gain: Array) -> tuple[Array, ...]:
+        """Return (dx, dgain, dbias): dx of T, dgain and dbias (width,) of A."""
+
+    # -- rotary positions
+
+    def rope_table(
+        self, positions: np.ndarray, head_dim: int, base: float, dtype: np.dtype, device: str = ...
+    ) -> Array:
+        """Return the factors for `apply_rope` on arrays of `dtype`, one row for each position, on the device."""
+
+    def apply_rope(self, x: Array, table: Array, target: Array, inverse: bool = False) -> None:
+        """target = each pair of neighbours of x turned by its factor, or back by it with `inverse`.
+
+        x and target (batch, seq, heads, head_dim) of T may have any strides and be the same array; table has seq rows.
+        """
+
+    # -- embedding
+
+    def embed(self, weight: Array, ids: Array) -> Array:
+        """Return row `id` of weight (vocab, dim) for each id: integers (...) give (..., dim) of T.
+
+        An id outside the table gives a row of NaN on a GPU; on the host ids were checked before.
+        """
+
+    def embed_backward(self, dy: Array, ids: Array, grad: Array) -> None:
+        """Add each row of dy (..., dim) of T to the row of grad (vocab, dim) of A that its id names."""
+
+    # -- dropout
+
+    def dropout(
+        self, x: Array, key: np.ndarray, counter: tuple[int, int, int], threshold: int, factor: float
+    ) -> tuple[Array, Array]:
+        """Return (y, keep): y = x * factor where `keep`, else 0.
+
+        `keep` has one byte for each element: whether its 16 random bits of (key, counter) reach `threshold`. These bits
+        are defined in nn/random.py.
+        """
+
+    def dropout_backward(self, dy: Array, keep: Array, factor: float) -> Array:
+        """Return dx = dy * factor where `keep`, else 0."""
+
+    # -- losses: (value in float64, gradient of T); the value has no axes, and stays on a GPU
+
+    def mean_squared_error(self, output: Array, target: Array, factor: float = 1.0) -> tuple[Any, Array]:
+        """Return (mean of (output - target)^2, factor * its gradient), with arrays of one shape and floating dtypes."""
+
+    def softmax_cross_entropy(self, logits: Array, ids: Array, factor: float = 1.0) -> tuple[Any, Array]:
+        """Return (mean of -log softmax(logits)[id] over the rows, factor * its gradient).
+
+        logits are (rows, vocab), ids integers (rows,). An id outside of 0 ... vocab - 1 makes the value NaN on a GPU.
+        """
+
+    # -- optimizers: flat arrays of one dtype, float32 or float64
+
+    def adamw(
+        self,
+        p: Array,
+        g: Array,
+        m: Array,
+        v: Array,
+        *,
+        b1: float,
+        b2: float,
+        eps: float,
+        rate: float,
+        correction1: float,
+        correction2: float,
+        shrink: float,
+        g_scale: float,
+    ) -> None:
+        """p = shrink p - rate (m / correction1) / (sqrt(v / correction2) + eps): one step of AdamW, in place.
+
+        Before that, with g times `g_scale`: m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2. At step t the corrections
+        are 1 - b1^t and 1 - b2^t.
+        """
+
+    def sgd(
+        self, p: Array, g: Array, u: Array | None, *, momentum: float, decay: float, rate: float, g_scale: float
+    ) -> None:
+        """u = momentum u + g_scale g + decay p, then p -= rate u, in place; u is None without momentum."""
+
+    def sums_of_squares(self, flat: Array, offsets: Sequence[tuple[int, int]]) -> Array:
+        """Return the sum of flat[start:stop]^2 for each (start, stop), in float64, on the device of `flat`."""

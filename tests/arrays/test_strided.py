@@ -1,0 +1,66 @@
+"""The order in which a strided copy visits two arrays."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpipipe import arrays
+from mpipipe.arrays import strided
+from mpipipe.arrays.strided import _walk
+
+
+def visited(walk, shape):
+    """(offset in the source, offset in the target) of each element."""
+    numbers = list(map(int, walk.numbers))
+    extents, source, target = numbers[:4], numbers[4:9], numbers[9:]
+    extents = [int(np.prod(shape)) // max(1, int(np.prod(extents))), *extents]
+    for place in product(*map(range, extents)):
+        yield tuple(sum(i * step for i, step in zip(place, strides)) for strides in (source, target))
+
+
+@given(st.lists(st.integers(1, 4), max_size=5), st.randoms(use_true_random=False))
+def test_each_element_of_any_views_is_visited_once(shape, random):
+    strides = []
+    for _ in range(2):
+        order, step, found = random.sample(range(len(shape)), len(shape)), 1, [0] * len(shape)
+        for axis in order:
+            found[axis] = step * random.choice((1, -1))
+            step *= shape[axis] + random.choice((0, 0, 2))
+        strides.append(tuple(found))
+    walk = _walk(tuple(shape), *strides)
+    expected = [tuple(sum(i * step for i, step in zip(place, steps)) for steps in strides)
+                for place in product(*map(range, shape))]  # fmt: skip
+    assert sorted(visited(walk, shape)) == sorted(expected)
+
+
+def test_neighbouring_axes_are_joined():
+    walk = _walk((2, 3, 4, 5), (60, 20, 5, 1), (60, 20, 5, 1))
+    assert list(walk.numbers) == [1, 1, 1, 120, *(0, 0, 0, 0, 1) * 2] and walk.divides == 120
+    walk = _walk((2, 3, 4, 8), (192, 64, 8, 1), (96, 32, 8, 1))  # the first 4 of 8 heads
+    assert list(walk.numbers) == [1, 1, 6, 32, 0, 0, 0, 64, 1, 0, 0, 0, 32, 1]
+    assert walk.divides & -walk.divides == 32
+
+
+def test_words_need_neighbours_on_both_sides():
+    assert _walk((6, 8), (8, 1), (1, 6)).divides == 0
+    assert _walk((6, 8), (24, 3), (8, 1)).divides == 0
+
+
+@pytest.mark.parametrize(("stride", "index"), [(2**31 // 6, np.int32), (2**31 // 3, np.int64)])
+def test_offsets_that_need_64_bits_have_them(stride, index):
+    assert _walk((4, 8), (stride, 1), (8, 1)).index is index
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+def test_a_copy_keeps_all_bits(gpu, dtype):
+    kind = arrays.dtype(dtype)
+    bits = np.random.default_rng(0).integers(0, 256, (6, 4, 8 * kind.itemsize), np.uint8).view(kind)
+    whole = arrays.upload(bits)
+    for view in (lambda x: x[:, 1:3], lambda x: x.transpose(2, 0, 1), lambda x: x[::-2, :, 1::3], lambda x: x):
+        found = strided.copied(view(whole))
+        assert arrays.download(found).tobytes() == np.ascontiguousarray(view(bits)).tobytes()

@@ -1,0 +1,35 @@
+"""Pieces that fit in a core's cache."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpipipe.nn.cache_blocks import ELEMENTS, blocks, rows
+
+
+@given(st.integers(0, 4 * ELEMENTS), st.integers(0, 2 * ELEMENTS))
+def test_blocks_cut_all_rows_in_order_and_none_is_too_large(count, width):
+    cut = blocks(count, width)
+    ends = [0, *(block.stop for block in cut)]
+    assert [block.start for block in cut] == ends[:-1] and ends[-1] == count
+    sizes = [block.stop - block.start for block in cut]
+    assert all(size >= 1 and (size == 1 or size * max(1, width) <= ELEMENTS) for size in sizes)
+    assert len(set(sizes[:-1])) <= 1 and (not sizes or sizes[-1] <= sizes[0])
+
+
+def test_a_block_is_as_large_as_it_may_be():
+    assert blocks(ELEMENTS) == [slice(0, ELEMENTS)]
+    assert blocks(ELEMENTS + 1) == [slice(0, ELEMENTS), slice(ELEMENTS, ELEMENTS + 1)]
+    assert blocks(3, ELEMENTS // 2) == [slice(0, 2), slice(2, 3)]
+    assert blocks(2, 3 * ELEMENTS) == [slice(0, 1), slice(1, 2)]
+
+
+@pytest.mark.parametrize("shape", [(5,), (3, 5), (2, 3, 5)])
+def test_rows_are_a_view_of_the_last_axis(shape):
+    x = np.arange(np.prod(shape)).reshape(shape)
+    flat = rows(x)
+    assert flat.shape == (x.size // 5, 5) and np.shares_memory(flat, x)
+    np.testing.assert_array_equal(flat.reshape(shape), x)
