@@ -1,4 +1,4 @@
-// Partial attention results over different keys become one. T: dtype of the blocks' outputs, O: of the result, A: of
+// Merge attention results over different keys into one. T: dtype of the blocks' outputs, O: of the result, A: of
 // earlier sums and of log-sum-exps, V: neighbours along dim that move together.
 
 struct Block {
@@ -29,11 +29,11 @@ extern "C" __global__ void merge(const T* out0, const A* lse0, int begin0, int e
         weights[n] = at >= 0 && at < length ? blocks[n].lse[(b * heads + h) * length + at] : nothing;
         top = max(top, weights[n]);
     }
-    const A anchor = top == nothing ? A(0) : top;
+    const A safe_max = top == nothing ? A(0) : top;
     A total = 0;
 #pragma unroll
     for (int n = 0; n < 5; n++) {
-        weights[n] = exp(weights[n] - anchor);
+        weights[n] = exp(weights[n] - safe_max);
         total += weights[n];
     }
 #pragma unroll
@@ -61,5 +61,5 @@ extern "C" __global__ void merge(const T* out0, const A* lse0, int begin0, int e
         *(pack<O, V>*)(out + row * dim + d) = rounded;
     }
     __syncwarp();
-    if (threadIdx.x % 32 == 0) lse[place] = top == nothing ? nothing : anchor + log(total);
+    if (threadIdx.x % 32 == 0) lse[place] = top == nothing ? nothing : safe_max + log(total);
 }

@@ -7,6 +7,7 @@ import numpy as np
 from mpipipe import arrays
 from mpipipe.errors import ArgumentError
 from mpipipe.nn.cache_blocks import rows
+from mpipipe.nn.layers.attend import as_attend
 from mpipipe.nn.layers.layer import Layer, check_features, check_positive
 from mpipipe.nn.parameters import Parameter, normal
 
@@ -59,7 +60,7 @@ class SelfAttention(Layer):
         }
 
     def bound(self):
-        self._ask = getattr(self.attend, "positions", None)
+        self._attend = as_attend(self.attend)
 
     def forward(self, x):
         self._check_input(x)
@@ -68,7 +69,7 @@ class SelfAttention(Layer):
         turned = qkv[:, :, : self.heads + self.kv_heads]  # queries and keys stand side by side
         kernels.apply_rope(turned, self._turns(x.shape[1]), turned)
         self._share_poll()
-        y, saved = self.attend.forward(*self._split(qkv))
+        y, saved = self._attend.forward(*self._split(qkv))
         y = y.reshape(len(flat), self.dim)
         return kernels.linear(y, self.out).reshape(x.shape), (flat, y, saved)
 
@@ -79,7 +80,7 @@ class SelfAttention(Layer):
         shape = (*dy.shape[:2], self._width // self.head_dim, self.head_dim)
         dqkv = arrays.empty(shape, dy.dtype, self.stage.device)
         self._share_poll()
-        results = self.attend.backward(dout, kept)
+        results = self._attend.backward(dout, kept)
         dq, dk, dv = self._split(dqkv)
         table = self._turns(dy.shape[1])
         kernels.apply_rope(results[0], table, dq, inverse=True)
@@ -95,9 +96,9 @@ class SelfAttention(Layer):
         self.stage.kernels.linear_backward_weight(dy, y, self.out_grad)
 
     def _share_poll(self):
-        """Long attention keeps messages moving between its tiles, where the attend object can."""
-        if self.stage.poll is not None and hasattr(self.attend, "poll"):
-            self.attend.poll = self.stage.poll
+        """Long attention keeps messages moving between its tiles."""
+        if self.stage.poll is not None:
+            self._attend.poll = self.stage.poll
 
     def _split(self, qkv):
         first, second = self.heads, self.heads + self.kv_heads
@@ -105,8 +106,8 @@ class SelfAttention(Layer):
 
     def _turns(self, seq):
         positions = self.positions
-        if positions is None and self._ask is not None:
-            positions = self._ask(seq)
+        if positions is None:
+            positions = self._attend.positions(seq)
         tables = self.stage.tables
         if positions is None:
             return tables.first(seq, self.head_dim, self.rope_base)
