@@ -129,7 +129,7 @@ def each_row_once(slices: Sequence[Slice], rows: int) -> bool:
 
 
 def _cut(ranges: Sequence[PositionRange], documents: Sequence[int] | None) -> list[tuple[int, PositionRange]]:
-    """(number of the document, range) for the ranges cut where documents begin, without empty ones."""
+    """(number of the document, range): the ranges, cut at the starts of documents, without empty ones."""
     if documents is None:
         return [(0, whole) for whole in ranges if whole.rows]
     pieces = []

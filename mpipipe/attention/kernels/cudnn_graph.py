@@ -101,38 +101,40 @@ class Counts(NamedTuple):
     kept: int
 
 
-_local = threading.local()
+class _Store(threading.local):
+    """A thread's plans by device and request, oldest first, and its counts."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.plans: OrderedDict[tuple, Plan | None] = OrderedDict()
+        self.hits = self.built = 0
 
 
-def _store() -> dict[str, Any]:
-    """This thread's plans by device and request, oldest first, and its counts."""
-    if not hasattr(_local, "store"):
-        _local.store = {"plans": OrderedDict(), "hits": 0, "built": 0}
-    return _local.store
+_store = _Store()
 
 
 def counts() -> Counts:
     """This thread's counts so far."""
-    store = _store()
-    return Counts(store["hits"], store["built"], len(store["plans"]))
+    return Counts(_store.hits, _store.built, len(_store.plans))
 
 
 def clear() -> None:
     """Drop this thread's plans, and start its counts from 0."""
-    vars(_local).clear()
+    _store.clear()
 
 
 def plan(request: Request) -> Plan | None:
     """The plan for a request on the current GPU; None if cuDNN refuses the request, with one warning."""
     cudnn = cudnn_library.library()
     key = cudnn, arrays.cupy().cuda.runtime.getDevice(), request
-    store = _store()
-    plans = store["plans"]
+    plans = _store.plans
     if key in plans:
-        store["hits"] += 1
+        _store.hits += 1
         plans.move_to_end(key)
         return plans[key]
-    store["built"] += 1
+    _store.built += 1
     try:
         graph = build(cudnn, request, cudnn_library.handle())
         graph.build_operation_graph()

@@ -72,16 +72,21 @@ def library() -> Any:
     return cudnn
 
 
-_local = threading.local()
+class _Handles(threading.local):
+    """A thread's handles by library, device and stream."""
+
+    def __init__(self) -> None:
+        self.made: dict[tuple, Any] = {}
+
+
+_handles = _Handles()
 
 
 def handle() -> Any:
     """cuDNN's handle for the current GPU, stream and thread."""
-    if not hasattr(_local, "handles"):
-        _local.handles = {}
     key = library(), arrays.cupy().cuda.runtime.getDevice(), arrays.stream().ptr
-    if key not in _local.handles:
+    if key not in _handles.made:
         made = library().create_handle()
         library().set_stream(handle=made, stream=key[2])
-        _local.handles[key] = made
-    return _local.handles[key]
+        _handles.made[key] = made
+    return _handles.made[key]

@@ -158,8 +158,9 @@ def _backward_head(
     dqueries = np.empty((seq * group, dim), dq.dtype)
     dkeys, dvalues = np.zeros((len(dk), dim), dq.dtype), np.zeros((len(dv), dv.shape[1]), dq.dtype)
     for tile in _tiles(part, group, dq.dtype):
-        rows = factors._replace(queries=factors.queries[tile.rows], gradients=factors.gradients[tile.rows])
-        _backward_tile(rows, tile, Gradients(dqueries[tile.rows], dkeys, dvalues))
+        at = tile.rows
+        rows = _Factors(factors.queries[at], factors.gradients[at], factors.keys, factors.values)
+        _backward_tile(rows, tile, Gradients(dqueries[at], dkeys, dvalues))
         poll()
     np.multiply(dqueries, scale, out=dqueries)
     np.add(dq, dqueries.reshape(dq.shape), out=dq)
@@ -178,7 +179,7 @@ def _with_column(x: np.ndarray, scale: float, value: np.ndarray | float) -> np.n
 
 @lru_cache(maxsize=64)
 def _corner(group: int, dtype: np.dtype, upper: bool) -> np.ndarray:
-    """0 where row r of a tile sees column c of a square, else -inf: c <= r where `upper` bounds keys, c >= r else."""
+    """A square: 0 if row r of a tile sees column c, else -inf. It does if c <= r with `upper`, if c >= r without."""
     step = max(1, ROWS // group)
     seen = np.tri(step, dtype=bool)
     square = np.where(seen if upper else seen.T, dtype.type(0), dtype.type(-np.inf)).repeat(group, axis=0)

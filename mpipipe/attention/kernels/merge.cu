@@ -12,7 +12,7 @@ extern "C" __global__ void merge(const T* out0, const A* lse0, int begin0, int e
                                  const T* out3, const A* lse3, int begin3, int end3, const A* sum, const A* sum_lse,
                                  int summed, O* out, A* lse, long long rows, int heads, int seq, int dim) {
     // With log-sum-exps L_n and M = max L_n: out = sum_n exp(L_n - M) out_n / sum_n exp(L_n - M), lse = M + log(the sum
-    // below); 0 and -inf where there is nothing. sum (batch, seq, heads, dim) and sum_lse (batch, heads, seq) are one
+    // below); 0 and -inf if there is nothing. sum (batch, seq, heads, dim) and sum_lse (batch, heads, seq) are one
     // more block, for all rows, if `summed`; out and lse have the same shapes, and may be the same memory. All
     // C-contiguous; rows = batch * seq * heads. A warp does one row.
     const Block blocks[4] = {{out0, lse0, begin0, end0}, {out1, lse1, begin1, end1},
