@@ -159,7 +159,7 @@ class Ring(Attend):
                 run = self._run(plan, kernel)
                 (out, lse), message = run.forward(scale, q, k, v)
                 self.bytes_sent += run.bytes_sent
-            return out, RingSaved(plan, call, scale, q, k, v, out, lse, message)
+            return out, RingSaved(plan, call, scale, q, k, v, out=out, lse=lse, message=message)
 
     def backward(self, dout: Array, saved: RingSaved) -> Gradients:
         """Return the gradients of the inputs; collective.
@@ -259,9 +259,7 @@ def ring_attention(
     >>> inprocess.run(2, on_each_rank)
     [((1, 64, 4, 16), (1, 64, 4, 16)), ((1, 64, 4, 16), (1, 64, 4, 16))]
     """
-    ring = Ring(
-        comm, causal, layout, window, segments=segments, scale=scale, seq_len=seq_len, rotation=rotation
-    )  # fmt: skip
+    ring = Ring(comm, causal, layout, window, segments, scale=scale, seq_len=seq_len, rotation=rotation)
     out, saved = ring.forward(q, k, v)
     return out, (ring, saved)
 
