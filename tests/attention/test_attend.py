@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mpipipe import attention, nn
+from mpipipe.comm import inprocess
 from mpipipe.errors import ArgumentError
 from mpipipe.nn.layers.attend import Attend, AttendAdapter, as_attend
 
@@ -64,7 +65,9 @@ def test_poll_is_shared_with_an_object_that_polls():
     assert "poll" not in vars(bare)
 
 
-@pytest.mark.parametrize("make", [attention.Local, lambda: attention.KVCache(4), lambda: attention.Ring(None)])
+@pytest.mark.parametrize(
+    "make", [attention.Local, lambda: attention.KVCache(4), lambda: inprocess.run(1, attention.Ring)[0]]
+)
 def test_our_own_need_no_adapter(make):
     attend = make()
     assert as_attend(attend) is attend and isinstance(attend, Attend)
