@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from mpipipe.attention.kv_cache import Cached, decode_attention
+from mpipipe.attention.decode import decode_attention
+from mpipipe.attention.kv_cache import Cached, KVCache
 from mpipipe.attention.layout import Layout
 from mpipipe.attention.local import Local
 from mpipipe.attention.ring import Ring, ring_attention, ring_attention_backward
 
-__all__ = ["Cached", "Layout", "Local", "Ring", "decode_attention", "ring_attention", "ring_attention_backward"]
+__all__ = [
+    "Cached",
+    "KVCache",
+    "Layout",
+    "Local",
+    "Ring",
+    "decode_attention",
+    "ring_attention",
+    "ring_attention_backward",
+]

@@ -1,106 +1,78 @@
-"""Results of attention on either device: made, cast, added and packed, whatever the strides."""
+"""Attention over one block of keys, or over several by merging their results in place.
+
+`InPlaceAccumulator` and `block_gradients` serve every kernel that has no better way.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.attention.mask import rows_once
+from mpipipe.arrays import Array
+from mpipipe.attention.copies import cast, fill
+from mpipipe.attention.kernels.interface import AttentionKernel, Block, Gradients, Result
+from mpipipe.attention.mask import each_row_once
 
 
-def empty_result(q, v, kind, fresh=False):
-    """(out, lse) over no keys at all, out in dtype `kind`: zeros and -inf; without values where `fresh`.
-
-    out (batch, seq, heads, dim of v), lse (batch, heads, seq) in the accumulator dtype of q.
-    """
+def uninitialised_result(q: Array, v: Array, dtype: np.dtype) -> Result:
+    """Memory for the result of queries like `q` with values like `v`, `out` in `dtype`."""
     batch, seq, heads, _ = q.shape
     device = arrays.device_of(q)
-    out = arrays.empty((batch, seq, heads, v.shape[3]), kind, device)
-    lse = arrays.empty((batch, heads, seq), arrays.accumulator(q.dtype), device)
-    if not fresh:
-        arrays.set_zero(out)
-        _fill(lse, -np.inf)
-    return out, lse
+    out = arrays.empty((batch, seq, heads, v.shape[3]), dtype, device)
+    return Result(out, arrays.empty((batch, heads, seq), arrays.accumulator(q.dtype), device))
 
 
-class Sum:
-    """The result over the blocks of keys so far, (0, -inf) at first, to which a kernel merges in place.
+def empty_result(q: Array, v: Array, dtype: np.dtype) -> Result:
+    """The result over no keys at all: zeros in `dtype`, and -inf."""
+    result = uninitialised_result(q, v, dtype)
+    arrays.set_zero(result.out)
+    fill(result.lse, -np.inf)
+    return result
 
-    fresh : whether the first block sets each row in exactly one slice
+
+class InPlaceAccumulator:
+    """Merge each block into one result.
+
+    Parameters
+    ----------
+    forward : of the kernel
+    q, v, overwrite : as for AttentionKernel.make_accumulator
     """
 
-    def __init__(self, kernel, q, v, fresh):
-        self.kernel, self.kind, self.fresh = kernel, q.dtype, fresh
-        self.out, self.lse = empty_result(q, v, arrays.accumulator(q.dtype), fresh)
+    def __init__(self, forward: Callable[[Block, Result, bool], None], q: Array, v: Array, overwrite: bool) -> None:
+        self._forward, self._dtype, self._overwrite = forward, q.dtype, overwrite
+        make = uninitialised_result if overwrite else empty_result
+        self._result = make(q, v, arrays.accumulator(q.dtype))
 
-    def attend(self, q, k, v, scale, slices, poll):
-        """Take one more block of keys."""
-        self.kernel.forward(q, k, v, scale, slices, self.out, self.lse, self.fresh, poll)
-        self.fresh = False
+    def attend(self, block: Block) -> None:
+        """Merge one block."""
+        self._forward(block, self._result, self._overwrite)
+        self._overwrite = False
 
-    def end(self):
-        """(out, lse), out in the dtype of q."""
-        return cast(self.out, self.kind), self.lse
-
-
-def total(kernel, q, v, fresh):
-    """What gathers the results of several blocks of keys: attend(q, k, v, scale, slices, poll) for each, then end()."""
-    return kernel.Total(q, v, fresh) if hasattr(kernel, "Total") else Sum(kernel, q, v, fresh)
+    def end(self) -> Result:
+        """Return the result over all blocks, out in the dtype of the queries."""
+        return self._result._replace(out=cast(self._result.out, self._dtype))
 
 
-def block_gradients(kernel, dout, q, k, v, out, lse, scale, slices, dq, poll):
-    """Add to dq what one of several blocks gives, and return its (dk, dv), in any dtype; arguments as for backward."""
-    if hasattr(kernel, "block_gradients"):
-        return kernel.block_gradients(dout, q, k, v, out, lse, scale, slices, dq, poll)
-    dk, dv = (arrays.zeros(x.shape, lse.dtype, arrays.device_of(x)) for x in (k, v))
-    kernel.backward(dout, q, k, v, out, lse, scale, slices, dq, dk, dv, poll)
+def block_gradients(
+    backward: Callable[[Block, Array, Result, Gradients], None], block: Block, dout: Array, result: Result, dq: Array
+) -> tuple[Array, Array]:
+    """`AttentionKernel.block_gradients` by the kernel's `backward`, from zeros."""
+    dtype = result.lse.dtype
+    dk, dv = (arrays.zeros(x.shape, dtype, arrays.device_of(x)) for x in (block.k, block.v))
+    backward(block, dout, result, Gradients(dq, dk, dv))
     return dk, dv
 
 
-def attend_once(kernel, q, k, v, scale, slices, poll):
-    """(out, lse) over one block of keys."""
-    if rows_once(slices, q.shape[1]):
-        out, lse = empty_result(q, v, q.dtype, fresh=True)
-        kernel.forward(q, k, v, scale, slices, out, lse, True, poll)
-        return out, lse
-    result = total(kernel, q, v, fresh=False)
-    result.attend(q, k, v, scale, slices, poll)
-    return result.end()
-
-
-def _fill(x, value):
-    if isinstance(x, np.ndarray):
-        x.fill(value)
-    else:
-        _strided().fill(x, value)
-
-
-def cast(x, kind):
-    """x itself where it is of dtype `kind`, else a C-contiguous copy that is."""
-    if x.dtype == kind:
-        return x
-    if isinstance(x, np.ndarray):
-        return x.astype(kind)
-    return _strided().copied(x, kind)
-
-
-def assign(target, source):
-    """target = source: equal shapes, any strides, on one device."""
-    if isinstance(target, np.ndarray):
-        target[...] = source
-    else:
-        _strided().strided_copy(source, target)
-
-
-def add(target, source):
-    """target += source: equal shapes, any strides, on one device."""
-    if isinstance(target, np.ndarray):
-        np.add(target, source, out=target)
-    else:
-        _strided().strided_copy(source, target, add=True)
-
-
-def _strided():
-    from mpipipe.arrays import strided
-
-    return strided
+def attend_once(kernel: AttentionKernel, block: Block) -> Result:
+    """Attend to a single block of keys."""
+    q, v = block.q, block.v
+    if each_row_once(block.slices, q.shape[1]):
+        result = uninitialised_result(q, v, q.dtype)
+        kernel.forward(block, result, True)
+        return result
+    accumulator = kernel.make_accumulator(q, v, overwrite=False)
+    accumulator.attend(block)
+    return accumulator.end()

@@ -1,7 +1,7 @@
 """What ring attention costs: bytes on the wire, memory saved, and when transfers hide behind computation.
 
-Pure arithmetic, for planning and for checking measurements against. N is the size of the ring, s the local length of
-the sequence, g the number of query heads to a key head.
+Pure arithmetic, to plan with and to check measurements against. N is the size of the ring, s the local length of the
+sequence, g the number of query heads to a key head.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ def kv_bytes(
 ) -> int:
     """Bytes of the keys and values of `length` positions: batch s kv_heads (head_dim + value_dim) itemsize.
 
-    `value_dim` is that of the keys by default. The gradients dK and dV have the same size, with the itemsize of the
-    accumulator: 4 for half precision.
+    `value_dim` defaults to `head_dim`. For the gradients dK and dV, `itemsize` is that of the accumulator: 4 for half
+    precision.
     """
     return batch * length * kv_heads * (head_dim + (head_dim if value_dim is None else value_dim)) * itemsize
 
@@ -30,8 +30,8 @@ def sent_forward(blocks: Sequence[int], rank: int, steps: int | None = None) -> 
     blocks : `kv_bytes` of each rank of the ring, in rank order
     steps : ring steps (`Layout.steps`: fewer than N behind a window); default N
 
-    In step t it passes on the block of rank - t, in all steps but the last: N - 1 blocks, (N - 1) kv_bytes where shards
-    are even.
+    In every step t but the last, the rank passes on the block of rank - t. That makes N - 1 blocks: (N - 1) kv_bytes if
+    shards are even.
     """
     size = len(blocks)
     steps = size if steps is None else steps
@@ -43,12 +43,12 @@ def sent_backward(
 ) -> int:
     """Bytes that `rank` sends in the backward of `attention.Ring`; arguments as for `sent_forward`.
 
-    `gradients` are the bytes of dK and dV of each rank, by default those of K and V: in half precision they are twice
+    `gradients` are the bytes of dK and dV of each rank, by default those of K and V. In half precision they are twice
     as many, since gradients travel in float32.
 
-    Blocks come in the order rank - (N - 1), ..., rank - 1, rank. K and V of all but the last two are passed on (N - 2
-    hops: the last is at home), and dK and dV of all but the last (N - 1 hops): (2 N - 3) kv_bytes where shards are
-    even, and none on a rank alone.
+    Blocks come in the order rank - (N - 1), ..., rank - 1, rank. The rank passes on K and V of all but the last two (N
+    - 2 hops: the last is at home), and dK and dV of all but the last (N - 1 hops). That makes (2 N - 3) kv_bytes if
+    shards are even, and none for a rank alone.
     """
     size = len(blocks)
     steps = size if steps is None else steps
@@ -58,23 +58,23 @@ def sent_backward(
 
 
 def sent_backward_full_circle(block: int, ranks: int) -> int:
-    """Bytes a rank would send in a backward that begins with its own block, as ring-flash-attention's does.
+    """Bytes that a rank would send in a backward that begins with its own block, as ring-flash-attention's does.
 
-    K and V take N - 1 hops, and dK and dV N, the last of which brings them home: (2 N - 1) kv_bytes. For comparison;
-    `attention.Ring` does without (see `sent_backward`).
+    K and V take N - 1 hops. dK and dV take N, of which the last brings them home: (2 N - 1) kv_bytes. This is for
+    comparison with `sent_backward`.
     """
     return (2 * ranks - 1) * block if ranks > 1 else 0
 
 
 def saved_by_sharded_rows(ranks: int) -> float:
-    """Part of the matrix of scores that a rank does not hold where its rows are sharded: 1 - 1/N."""
+    """Part of the matrix of scores that a rank does not hold if rows are sharded: 1 - 1/N."""
     return 1 - 1 / ranks
 
 
 def saved_by_ring_blocks(ranks: int) -> float:
-    """Part of the matrix of scores that a rank does not hold where it has one block at a time, s by s: 1 - 1/N^2.
+    """Part of the matrix of scores that a rank does not hold if it has one block at a time, s by s: 1 - 1/N^2.
 
-    The kernels here hold one tile of a block, so that no memory grows with s^2 at all.
+    The kernels here hold one tile of a block, so no memory grows with s^2 at all.
     """
     return 1 - 1 / ranks**2
 
@@ -82,17 +82,18 @@ def saved_by_ring_blocks(ranks: int) -> float:
 def hiding_length_forward(
     flops: float, bandwidth: float, group: int = 1, itemsize: int = 4, causal: bool = True
 ) -> float:
-    """Shortest local length at which the transfers of a forward hide behind its computation.
+    """The shortest local length at which the transfers of a forward hide behind its computation.
 
     Parameters
     ----------
     flops : rate of the kernel, floating-point operations a second
     bandwidth : of one direction of the link, bytes a second
     group : query heads to a key head, g
-    causal : with balanced shards (zigzag) each step computes half a block; False: a whole one
+    causal : each step computes half a block, with balanced shards (zigzag); False: a whole block
 
-    Computing a step, 4 s^2 heads dim / flops (half of it if causal), takes at least as long as sending the block, 2 s
-    kv_heads dim itemsize / bandwidth, from s = itemsize flops / (g bandwidth) on (half of it if not causal).
+    A causal step computes for 2 s^2 heads dim / flops seconds, and sends a block in 2 s kv_heads dim itemsize /
+    bandwidth seconds. The first is as long as the second at s = itemsize flops / (g bandwidth). Without the causal mask
+    a step computes twice as long, and half that length is enough.
     """
     return itemsize * flops / (group * bandwidth) / (1 if causal else 2)
 
@@ -100,16 +101,17 @@ def hiding_length_forward(
 def hiding_length_backward(
     flops: float, bandwidth: float, group: int = 1, itemsize: int = 4, gradient_itemsize: int = 4, causal: bool = True
 ) -> float:
-    """As `hiding_length_forward` for the backward, which computes 2.5 times as much and also sends dK and dV.
+    """As `hiding_length_forward`, for the backward: it computes 2.5 times as much, and also sends dK and dV.
 
-    `flops` is the rate of the backward. s = (itemsize + gradient_itemsize) flops / (2.5 g bandwidth), causal.
+    `flops` is the rate of the backward. With the causal mask s = (itemsize + gradient_itemsize) flops / (2.5 g
+    bandwidth).
     """
     whole = itemsize + gradient_itemsize
     return hiding_length_forward(flops, bandwidth, group, whole, causal) / BACKWARD_WORK
 
 
 def attention_flops(pairs: float, heads: int, head_dim: int) -> float:
-    """Operations of a forward: two products over the pairs of a query and a key that it sees, 4 pairs heads dim.
+    """Operations of a forward: two products over the (query, key) pairs that see each other, 4 pairs heads dim.
 
     Causal attention has S^2 / 2 pairs, as the literature counts. A backward has BACKWARD_WORK times as many operations.
     """

@@ -5,8 +5,8 @@
     zigzag                     0 1 6 7       2 3 4 5        first and last of 2N chunks, and so on inwards
     striped                    0 2 4 6       1 3 5 7
 
-Under a causal mask later positions have more to do. Contiguous shards are uneven then, zigzag shards exactly even
-where 2N divides the length, striped shards nearly even. Any length goes, also one shorter than the ring.
+Under a causal mask later positions have more to do. Contiguous shards are then uneven. Zigzag shards are exactly even
+if 2N divides the length, striped shards nearly even. Any length works, also one shorter than the ring.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import cached_property
 
 import numpy as np
 
-from mpipipe.attention.mask import Run, Slice, plan
+from mpipipe.attention.mask import PositionRange, Slice, mask_slices
 from mpipipe.errors import ArgumentError
 
 KINDS = ("contiguous", "zigzag", "striped")
@@ -27,14 +27,34 @@ class Layout:
 
     Parameters
     ----------
-    kind : "contiguous", "zigzag" or "striped"
-    ranks : size of the ring, N
-    seq_len : length of the whole sequence
+    kind : str
+        "contiguous", "zigzag" or "striped", see the picture above.
+    ranks : int
+        Size of the ring, N.
+    seq_len : int
+        Length of the whole sequence.
 
-    Raises ArgumentError for an unknown kind, and for sizes below 1 rank or 0 positions.
+    Raises
+    ------
+    ArgumentError
+        For an unknown kind, fewer than 1 rank, or a negative length.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpipipe.attention import Layout
+    >>> layout = Layout("zigzag", ranks=2, seq_len=8)
+    >>> [layout.positions(rank).tolist() for rank in range(2)]
+    [[0, 1, 6, 7], [2, 3, 4, 5]]
+    >>> whole = 10 * np.arange(8).reshape(1, 8)
+    >>> shards = [layout.shard(whole, rank) for rank in range(2)]
+    >>> shards[1]
+    array([[20, 30, 40, 50]])
+    >>> bool((layout.unshard(shards) == whole).all())
+    True
     """
 
-    def __init__(self, kind: str, ranks: int, seq_len: int):
+    def __init__(self, kind: str, ranks: int, seq_len: int) -> None:
         if kind not in KINDS:
             raise ArgumentError("unknown layout", found=repr(kind), expected=" or ".join(KINDS))
         for name, value, least in (("ranks", ranks, 1), ("seq_len", seq_len, 0)):
@@ -43,35 +63,73 @@ class Layout:
         self.kind, self.ranks, self.seq_len = kind, int(ranks), int(seq_len)
 
     @cached_property
-    def runs(self) -> list[list[Run]]:
-        """For each rank the runs of positions that it holds, in the order of its rows."""
+    def _ranges(self) -> list[list[PositionRange]]:
+        """The position ranges of each rank, in the order of its rows."""
         ranks = range(self.ranks)
         if self.kind == "striped":
             counts = [len(range(rank, self.seq_len, self.ranks)) for rank in ranks]
-            return [[Run(0, count, rank, self.ranks)] for rank, count in zip(ranks, counts)]
+            return [[PositionRange(0, count, rank, self.ranks)] for rank, count in zip(ranks, counts)]
         chunks = self.ranks if self.kind == "contiguous" else 2 * self.ranks
         size, bigger = divmod(self.seq_len, chunks)
         starts = [chunk * size + min(chunk, bigger) for chunk in range(chunks + 1)]
         if self.kind == "contiguous":
-            return [[Run(0, starts[rank + 1] - starts[rank], starts[rank], 1)] for rank in ranks]
+            return [[PositionRange(0, starts[rank + 1] - starts[rank], starts[rank], 1)] for rank in ranks]
         shards = []
         for rank in ranks:
             low, high = rank, chunks - 1 - rank
-            first = Run(0, starts[low + 1] - starts[low], starts[low], 1)
-            shards.append([first, Run(first.rows, starts[high + 1] - starts[high], starts[high], 1)])
+            first = PositionRange(0, starts[low + 1] - starts[low], starts[low], 1)
+            shards.append([first, PositionRange(first.rows, starts[high + 1] - starts[high], starts[high], 1)])
         return shards
 
     def length(self, rank: int) -> int:
-        """Number of positions that `rank` holds."""
-        return sum(run.rows for run in self.runs[rank])
+        """Return the number of positions that a rank holds.
+
+        Parameters
+        ----------
+        rank : int
+
+        Returns
+        -------
+        int
+        """
+        return sum(part.rows for part in self._ranges[rank])
 
     def positions(self, rank: int) -> np.ndarray:
-        """The position of each of its rows in the whole sequence, int64."""
-        runs = [run.first + run.stride * np.arange(run.rows) for run in self.runs[rank]]
-        return np.concatenate(runs).astype(np.int64)
+        """Return the position of each row of a rank in the whole sequence.
+
+        Parameters
+        ----------
+        rank : int
+
+        Returns
+        -------
+        numpy.ndarray
+            (length(rank),), int64, rising.
+        """
+        found = [part.first + part.stride * np.arange(part.rows) for part in self._ranges[rank]]
+        return np.concatenate(found).astype(np.int64)
 
     def shard(self, array: np.ndarray, rank: int, axis: int = 1) -> np.ndarray:
-        """The rows of a whole array (seq_len along `axis`) that `rank` holds; a C-contiguous copy."""
+        """Cut out the rows that a rank holds.
+
+        Parameters
+        ----------
+        array : numpy.ndarray
+            The whole array, `seq_len` long along `axis`.
+        rank : int
+        axis : int
+            The axis of the sequence.
+
+        Returns
+        -------
+        numpy.ndarray
+            A C-contiguous copy, `length(rank)` long along `axis`.
+
+        Raises
+        ------
+        ArgumentError
+            If the array has another length.
+        """
         if array.shape[axis] != self.seq_len:
             raise ArgumentError(
                 "the array to shard has another length",
@@ -81,7 +139,25 @@ class Layout:
         return np.ascontiguousarray(array.take(self.positions(rank), axis=axis))
 
     def unshard(self, arrays: Sequence[np.ndarray], axis: int = 1) -> np.ndarray:
-        """The whole array from the shards of all ranks, in rank order."""
+        """Put the whole array together from the shards of all ranks.
+
+        Parameters
+        ----------
+        arrays : sequence of numpy.ndarray
+            One shard per rank, in rank order.
+        axis : int
+            The axis of the sequence.
+
+        Returns
+        -------
+        numpy.ndarray
+            `seq_len` long along `axis`.
+
+        Raises
+        ------
+        ArgumentError
+            If the shards have other lengths than the layout.
+        """
         found = [array.shape[axis] for array in arrays]
         expected = [self.length(rank) for rank in range(self.ranks)]
         if found != expected:
@@ -98,17 +174,67 @@ class Layout:
         documents: Sequence[int] | None = None,
         keys: Layout | None = None,
     ) -> list[Slice]:
-        """What queries of `q_rank` need of the keys of `k_rank`; empty where they see nothing of it.
+        """Return what the queries of one rank need of the keys of another.
 
-        `keys` is the layout of the keys where they are another sequence; for the rest see `blocks.plan`.
+        Parameters
+        ----------
+        q_rank, k_rank : int
+            The ranks that hold the queries and the keys.
+        causal : bool
+            A query sees no later position.
+        window : int, optional
+            A query sees itself and the window - 1 positions before it; needs `causal`.
+        documents : sequence of int, optional
+            Positions at which documents begin, rising from 0, and `seq_len` at the end. A query sees its own document.
+        keys : Layout, optional
+            Layout of the keys, if they are another sequence.
+
+        Returns
+        -------
+        list of mpipipe.attention.mask.Slice
+            Empty if the queries see none of the keys.
+
+        Examples
+        --------
+        >>> from mpipipe.attention import Layout
+        >>> layout = Layout("contiguous", ranks=2, seq_len=8)
+        >>> layout.needs(1, 0)
+        [Slice(q_start=0, q_stop=4, k_start=0, k_stop=4, low=None, high=None)]
+        >>> layout.needs(0, 1)
+        []
         """
         if causal and window is None and documents is None and q_rank == k_rank and keys is None:
-            rows = self.length(q_rank)  # stand in the order of their positions, so causality is that of the rows
+            rows = self.length(q_rank)  # in the order of their positions, so causality is that of the rows
             return [Slice(0, rows, 0, rows, None, 0 if rows > 1 else None)] if rows else []
-        return plan(self.runs[q_rank], (keys or self).runs[k_rank], causal, window, documents)
+        return mask_slices(self._ranges[q_rank], (keys or self)._ranges[k_rank], causal, window, documents)
 
-    def steps(self, causal: bool, window: int | None = None, documents=None, keys: Layout | None = None) -> int:
-        """Ring steps that some rank needs: the keys of rank r - t are at rank r in step t = 0 ... steps - 1."""
+    def steps(
+        self,
+        causal: bool,
+        window: int | None = None,
+        documents: Sequence[int] | None = None,
+        keys: Layout | None = None,
+    ) -> int:
+        """Return the number of ring steps that some rank needs.
+
+        In step t = 0 ... steps - 1 rank r has the keys of rank r - t.
+
+        Parameters
+        ----------
+        causal, window, documents, keys
+            As for `needs`.
+
+        Returns
+        -------
+        int
+            `ranks`, or fewer behind a window.
+
+        Examples
+        --------
+        >>> from mpipipe.attention import Layout
+        >>> Layout("contiguous", ranks=4, seq_len=1024).steps(causal=True, window=100)
+        2
+        """
         for step in range(self.ranks - 1, 0, -1):
             for rank in range(self.ranks):
                 if self.needs(rank, (rank - step) % self.ranks, causal, window, documents, keys):

@@ -2,94 +2,153 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from numpy.typing import ArrayLike
+
 from mpipipe import arrays
-from mpipipe.arrays.dtypes import COMPUTE_DTYPES as DTYPES
+from mpipipe.arrays import Array
 from mpipipe.attention import kernels, mask
 from mpipipe.attention.accumulate import attend_once
-from mpipipe.attention.kernels import host
+from mpipipe.attention.checks import check_arrays
+from mpipipe.attention.kernels import Block, Gradients, Result, no_poll
+from mpipipe.attention.mask import PositionRange, Slice
 from mpipipe.errors import ArgumentError
+from mpipipe.nn.layers.attend import Attend
 
 
-class Local:
+class LocalSaved(NamedTuple):
+    """What the forward of `Local` keeps for its backward."""
+
+    q: Array
+    k: Array
+    v: Array
+    out: Array
+    lse: Array
+    scale: float
+    slices: Sequence[Slice]
+
+
+class Local(Attend):
     """Exact softmax attention, forward and backward, without ever holding the whole matrix of scores.
+
+    Arrays are (batch, seq, heads, head_dim), all on the host or all on one GPU, of one dtype: float32, float64, float16
+    or bfloat16. In half precision, sums and the log-sum-exp are float32, and results are rounded once. On a GPU nothing
+    waits for the device.
 
     Parameters
     ----------
-    causal : whether row i sees only keys 0 ... i (positions of queries and keys both start at 0); False: all keys
-    scale : of the scores, a finite number above 0; default 1 / sqrt(head_dim)
-    window : a row sees itself and the window - 1 positions before it; needs causal
-    segments : documents packed into the sequence, as numbers or lengths (see `mask.boundaries`)
+    causal : bool
+        Row i sees only keys 0 ... i (positions of queries and keys both start at 0). False: it sees all keys.
+    scale : float, optional
+        Factor on the scores, finite and above 0; default 1 / sqrt(head_dim).
+    window : int, optional
+        A row sees itself and the window - 1 positions before it; needs `causal`.
+    segments : array_like of int, optional
+        Documents packed into the sequence: the document of each position, equal numbers together, or the documents'
+        lengths.
 
-    Arrays are (batch, seq, heads, head_dim), all on the host or all on one GPU, of one dtype: float32, float64, or
-    float16 or bfloat16, in which sums and the log-sum-exp are float32 and results are rounded once. k and v may have
-    fewer heads than q, by a whole factor g: head h of q then sees head h // g (grouped-query attention). k and v may
-    have another seq than q, and v another head_dim than k. `poll` is called after each tile. On a GPU nothing waits
-    for the device.
+    Attributes
+    ----------
+    poll : callable
+        Called after each tile.
+
+    Raises
+    ------
+    ArgumentError
+        For a window or a scale that makes no sense.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpipipe.attention import Local
+    >>> rng = np.random.default_rng(0)
+    >>> q = rng.standard_normal((2, 16, 8, 32))
+    >>> k, v = rng.standard_normal((2, 2, 16, 4, 32))  # half as many heads
+    >>> attend = Local(causal=True)
+    >>> out, saved = attend.forward(q, k, v)
+    >>> dq, dk, dv = attend.backward(np.ones_like(out), saved)
+    >>> out.shape, dk.shape
+    ((2, 16, 8, 32), (2, 16, 4, 32))
+
+    The first row sees its own key alone:
+
+    >>> bool(np.allclose(out[:, 0, ::2], v[:, 0]))
+    True
     """
 
-    def __init__(self, causal: bool = True, scale: float | None = None, window: int | None = None, segments=None):
+    def __init__(
+        self,
+        causal: bool = True,
+        scale: float | None = None,
+        window: int | None = None,
+        segments: ArrayLike | None = None,
+    ) -> None:
         mask.check_window(causal, window)
         mask.check_scale(scale)
         self.causal, self.scale, self.window, self.segments = causal, scale, window, segments
-        self.poll = host.nothing
-        self.planned: tuple = ()  # (lengths of queries and keys, slices) of the last call
+        self.poll: Callable[[], object] = no_poll
+        self._planned: tuple[tuple[int, int], list[Slice]] | None = None  # lengths and slices of the last call
 
-    def forward(self, q, k, v):
-        """Return (out, saved); out has the shape of q, with the head_dim of v."""
+    def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, LocalSaved]:
+        """Attend.
+
+        Parameters
+        ----------
+        q : array
+            (batch, seq, heads, head_dim), with any strides.
+        k : array
+            (batch, keys, kv_heads, head_dim). With g = heads / kv_heads, head h of q sees head h // g.
+        v : array
+            (batch, keys, kv_heads, value_dim).
+
+        Returns
+        -------
+        out : array
+            (batch, seq, heads, value_dim), C-contiguous, of the dtype of q. 0 where a row sees no key.
+        saved
+            For `backward`. `saved.lse` is the log-sum-exp of the scores, (batch, heads, seq).
+
+        Raises
+        ------
+        ArgumentError
+            If the arrays do not fit together.
+        """
         check_arrays(q, k, v)
         scale = q.shape[3] ** -0.5 if self.scale is None else self.scale
-        lengths = q.shape[1], k.shape[1]
-        if not self.planned or self.planned[0] != lengths:
-            self.planned = lengths, self._slices(*lengths)
-        slices = self.planned[1]
-        out, lse = attend_once(kernels.chosen(q, k, v), q, k, v, scale, slices, self.poll)
-        return out, (q, k, v, out, lse, scale, slices)
+        slices = self._slices(q.shape[1], k.shape[1])
+        out, lse = attend_once(kernels.chosen(q, k, v), Block(q, k, v, scale, slices, self.poll))
+        return out, LocalSaved(q, k, v, out, lse, scale, slices)
 
-    def backward(self, dout, saved):
-        """Return (dq, dk, dv), shaped as q, k, v."""
+    def backward(self, dout: Array, saved: LocalSaved) -> Gradients:
+        """Return the gradients of the inputs.
+
+        Parameters
+        ----------
+        dout : array
+            Gradient of `out`, in its shape and dtype.
+        saved
+            From `forward`.
+
+        Returns
+        -------
+        dq, dk, dv : array
+            In the shapes and dtype of q, k and v, C-contiguous.
+        """
         q, k, v, out, lse, scale, slices = saved
-        dq, dk, dv = (arrays.empty_like(x) for x in (q, k, v))
-        kernels.chosen(q, k, v).backward(dout, q, k, v, out, lse, scale, slices, dq, dk, dv, self.poll, fresh=True)
-        return dq, dk, dv
+        gradients = Gradients(*(arrays.empty_like(x) for x in (q, k, v)))
+        block = Block(q, k, v, scale, slices, self.poll)
+        kernels.chosen(q, k, v).backward(block, dout, Result(out, lse), gradients, overwrite=True)
+        return gradients
 
-    def _slices(self, seq, keys):
-        if self.segments is not None and seq != keys:
-            raise ArgumentError("segments need queries and keys of one sequence", found=f"{seq} queries, {keys} keys")
-        documents = mask.boundaries(self.segments, seq)
-        queries, all_keys = [mask.Run(0, seq, 0, 1)], [mask.Run(0, keys, 0, 1)]
-        return mask.plan(queries, all_keys, self.causal, self.window, documents)
-
-
-def check_arrays(q, k, v):
-    """Raise ArgumentError unless q, k and v are arrays that can attend to each other."""
-    for name, array in (("q", q), ("k", k), ("v", v)):
-        if not arrays.is_array(array) or array.dtype not in DTYPES:
-            found = array.dtype if arrays.is_array(array) else type(array).__name__
-            expected = "array of float32 or float64, float16 or bfloat16"
-            raise ArgumentError(f"attention: {name}", found=str(found), expected=expected)
-    devices = [arrays.device_of(array) for array in (q, k, v)]
-    if len(set(devices)) > 1:
-        raise ArgumentError(
-            "the arrays of attention are on different devices",
-            found=", ".join(f"{name} on {device}" for name, device in zip("qkv", devices)),
-            expected="one device",
-            remedy="copy host arrays to the GPU first, with mpipipe.arrays.upload or cupy.asarray",
-        )
-    batch, _, heads, dim = q.shape if q.ndim == 4 else (0, 0, 0, 0)
-    fits = (
-        q.ndim == k.ndim == v.ndim == 4
-        and k.shape[:3] == v.shape[:3]
-        and k.shape[0] == batch
-        and k.shape[3] == dim
-        and k.shape[2] > 0
-        and dim > 0
-        and heads > 0
-        and heads % k.shape[2] == 0
-    )
-    if not fits or not q.dtype == k.dtype == v.dtype:
-        raise ArgumentError(
-            "the arrays of attention do not fit together",
-            found=f"q {q.shape} {q.dtype}, k {k.shape} {k.dtype}, v {v.shape} {v.dtype}",
-            expected="q (batch, seq, heads, head_dim); k and v (batch, keys, kv_heads, head_dim), with kv_heads a "
-            "divisor of heads; one dtype",
-        )
+    def _slices(self, seq: int, keys: int) -> list[Slice]:
+        if self._planned is None or self._planned[0] != (seq, keys):
+            if self.segments is not None and seq != keys:
+                found = f"{seq} queries, {keys} keys"
+                raise ArgumentError("segments need queries and keys of one sequence", found=found)
+            documents = mask.document_offsets(self.segments, seq)
+            queries, all_keys = [PositionRange(0, seq, 0, 1)], [PositionRange(0, keys, 0, 1)]
+            slices = mask.mask_slices(queries, all_keys, self.causal, self.window, documents)
+            self._planned = (seq, keys), slices
+        return self._planned[1]

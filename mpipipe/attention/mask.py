@@ -1,12 +1,12 @@
 """Which parts of which shards see each other: one planner for layouts, causality, windows and packed documents.
 
-A shard is a few runs of evenly spaced positions. For a run of queries at a + d i and a run of keys at b + d j,
-causality (key not after query) and a window of W (the query itself and the W - 1 before it) are both bounds on j - i:
+A shard is a few ranges of evenly spaced positions. Take a range of queries at a + d i and a range of keys at b + d j.
+Causality (no key after its query) and a window of W (the query itself and the W - 1 before it) both bound j - i:
 
     j - i <= floor((a - b) / d)                      causal
     j - i >= ceil((a - b - W + 1) / d)               window
 
-so what a pair of runs needs is a band of its matrix of scores. Documents cut runs into shorter ones.
+So a pair of ranges needs a band of its matrix of scores. Documents cut ranges into shorter ones.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from numbers import Real
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from mpipipe.errors import ArgumentError
 
 FULL, CAUSAL, BAND = "FULL", "CAUSAL", "BAND"
 
 
-class Run(NamedTuple):
+class PositionRange(NamedTuple):
     """Local rows start ... start + rows - 1, at positions first, first + stride, ..."""
 
     start: int
@@ -36,9 +37,9 @@ class Run(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """Work to be done: query rows q_start ... q_stop - 1 against key rows k_start ... k_stop - 1.
+    """Query rows q_start ... q_stop - 1 against key rows k_start ... k_stop - 1.
 
-    With i and j counted from q_start and k_start, row i sees key j where low <= j - i <= high; None is no bound.
+    With i and j counted from q_start and k_start, row i sees key j if low <= j - i <= high. None is no bound.
     """
 
     q_start: int
@@ -56,7 +57,7 @@ class Slice(NamedTuple):
         return CAUSAL if self.low is None and self.high == 0 else BAND
 
     @property
-    def work(self) -> int:
+    def pairs(self) -> int:
         """Number of (query, key) pairs that see each other."""
         rows = np.arange(self.q_stop - self.q_start)
         keys = self.k_stop - self.k_start
@@ -65,9 +66,9 @@ class Slice(NamedTuple):
         return int(np.sum(np.maximum(last - first, 0) + np.zeros_like(rows)))
 
 
-def plan(
-    queries: Sequence[Run],
-    keys: Sequence[Run],
+def mask_slices(
+    queries: Sequence[PositionRange],
+    keys: Sequence[PositionRange],
     causal: bool,
     window: int | None = None,
     documents: Sequence[int] | None = None,
@@ -76,11 +77,10 @@ def plan(
 
     Parameters
     ----------
-    queries, keys : runs of the two shards
+    queries, keys : position ranges of the two shards
     causal : a query sees no later position
     window : a query sees itself and the window - 1 positions before it; needs causal
-    documents : positions at which documents begin, rising from 0, and the length of the whole at the end; a query
-        sees its own document only
+    documents : from `document_offsets`; a query sees its own document only
     """
     by_document = defaultdict(list)
     for document, key in _cut(keys, documents):
@@ -95,7 +95,7 @@ def plan(
 
 
 def _joined(slices: list[Slice]) -> list[Slice]:
-    """Unmasked slices one below the other, on the same keys, as one: fewer and larger products."""
+    """Join unmasked slices one below the other on the same keys: fewer and larger products."""
     joined: list[Slice] = []
     for part in sorted(slices, key=lambda part: (part.k_start, part.q_start)):
         above = joined[-1] if joined else None
@@ -107,7 +107,7 @@ def _joined(slices: list[Slice]) -> list[Slice]:
     return joined
 
 
-def once(ranges: Sequence[tuple[int, int]], length: int) -> bool:
+def covers_once(ranges: Sequence[tuple[int, int]], length: int) -> bool:
     """Whether each of 0 ... length - 1 lies in exactly one of the ranges (start, stop)."""
     end = 0
     for start, stop in sorted(ranges):
@@ -117,35 +117,35 @@ def once(ranges: Sequence[tuple[int, int]], length: int) -> bool:
     return end == length
 
 
-def apart(ranges: Sequence[tuple[int, int]]) -> bool:
-    """Whether nothing lies in two of the ranges (start, stop)."""
+def disjoint(ranges: Sequence[tuple[int, int]]) -> bool:
+    """Whether no number lies in two of the ranges (start, stop)."""
     ordered = sorted(ranges)
     return all(stop <= start for (_, stop), (start, _) in itertools.pairwise(ordered))
 
 
-def rows_once(slices: Sequence[Slice], rows: int) -> bool:
-    """Whether each of so many query rows is in exactly one slice."""
-    return once([(part.q_start, part.q_stop) for part in slices], rows)
+def each_row_once(slices: Sequence[Slice], rows: int) -> bool:
+    """Whether each of so many query rows lies in exactly one slice."""
+    return covers_once([(part.q_start, part.q_stop) for part in slices], rows)
 
 
-def _cut(runs: Sequence[Run], documents) -> list[tuple[int, Run]]:
-    """(number of the document, run): the runs, cut where a document begins; empty ones dropped."""
+def _cut(ranges: Sequence[PositionRange], documents: Sequence[int] | None) -> list[tuple[int, PositionRange]]:
+    """(number of the document, range): the ranges, cut at the starts of documents, without empty ones."""
     if documents is None:
-        return [(0, run) for run in runs if run.rows]
+        return [(0, whole) for whole in ranges if whole.rows]
     pieces = []
-    for run in runs:
+    for whole in ranges:
         done = 0
-        while done < run.rows:
-            first = run.first + done * run.stride
+        while done < whole.rows:
+            first = whole.first + done * whole.stride
             document = bisect_right(documents, first)
-            count = min(run.rows - done, -(-(documents[document] - first) // run.stride))
-            pieces.append((document, Run(run.start + done, count, first, run.stride)))
+            count = min(whole.rows - done, -(-(documents[document] - first) // whole.stride))
+            pieces.append((document, PositionRange(whole.start + done, count, first, whole.stride)))
             done += count
     return pieces
 
 
-def _band(query: Run, key: Run, causal: bool, window: int | None) -> Slice | None:
-    """The part of one pair of runs that is seen, without the rows and keys at its edges that see nothing."""
+def _band(query: PositionRange, key: PositionRange, causal: bool, window: int | None) -> Slice | None:
+    """The part of one pair of ranges that is seen, without rows and keys at its edges that see nothing."""
     if not causal:
         return Slice(query.start, query.start + query.rows, key.start, key.start + key.rows, None, None)
     stride, apart = query.stride, query.first - key.first
@@ -168,8 +168,8 @@ def _band(query: Run, key: Run, causal: bool, window: int | None) -> Slice | Non
     return Slice(query.start + q0, query.start + q1, key.start + k0, key.start + k1, below, above)
 
 
-def check_window(causal: bool, window: int | None):
-    """Raise ArgumentError for a window that is no count, or has no direction because nothing is causal."""
+def check_window(causal: bool, window: int | None) -> None:
+    """Raise ArgumentError for a window that is no positive integer, or that comes without a causal mask."""
     if window is None:
         return
     if not isinstance(window, (int, np.integer)) or window < 1:
@@ -182,24 +182,24 @@ def check_window(causal: bool, window: int | None):
         )
 
 
-def check_scale(scale):
+def check_scale(scale: object) -> None:
     """Raise ArgumentError unless the factor on scores is None, or a finite number above 0."""
-    if scale is None or (isinstance(scale, Real) and 0 < scale < math.inf):  # NaN fails this
+    if scale is None or (isinstance(scale, Real) and 0 < float(scale) < math.inf):  # NaN fails this
         return
     raise ArgumentError(
         "scale of attention", found=repr(scale), expected="a finite number above 0, or None for 1 / sqrt(head_dim)"
     )
 
 
-def boundaries(segments, seq_len: int) -> list[int] | None:
-    """Documents of a packed sequence as `plan` takes them.
+def document_offsets(segments: ArrayLike | None, seq_len: int) -> list[int] | None:
+    """Where the documents of a packed sequence begin, rising from 0, and `seq_len` at the end.
 
     Parameters
     ----------
-    segments : None, or integers: `seq_len` of them are the number of each position's document, in which equal numbers
-        stand together; otherwise they are the documents' lengths, which add up to `seq_len`
+    segments : None, or integers. `seq_len` integers give the document of each position; equal numbers stand together.
+        Any other count of integers gives the documents' lengths, which add up to `seq_len`.
 
-    Raises ArgumentError where they do not cover the sequence.
+    Raises ArgumentError if they do not cover the sequence.
     """
     if segments is None:
         return None

@@ -1,11 +1,11 @@
-"""Two partial attention results over different keys become one.
+"""Merge two attention results over different keys into one.
 
 Softmax over the union of two sets of keys, from the normalised outputs O and the log-sum-exps L over each:
 
     M = max(L, L'),  w = exp(L' - M) / (exp(L - M) + exp(L' - M)),  O <- O + w (O' - O),  L <- M + log(sum)
 
-(Dao et al., "FlashAttention", 2022, section 3.1.) A set without keys has O = 0 and L = -inf; two such sets give the
-same again. The operation is associative up to rounding, so any order of blocks is exact.
+(Dao et al., "FlashAttention", 2022, section 3.1.) A set without keys has O = 0 and L = -inf, and so has the union of
+two such sets. The operation is associative up to rounding, so blocks may come in any order.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 
-def merge(out, lse, block_out, block_lse):
+def merge(out: np.ndarray, lse: np.ndarray, block_out: np.ndarray, block_lse: np.ndarray) -> None:
     """Merge (block_out, block_lse) into (out, lse), in place.
 
     out, block_out : (..., rows, dim); block_out is overwritten

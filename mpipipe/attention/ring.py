@@ -1,178 +1,288 @@
-"""Ring attention: exact attention over a sequence that is spread over the ranks of a communicator.
-
-Every rank keeps its queries; blocks of keys and values travel around the ring, and what a rank finds with each block is
-merged into what it has (Liu, Zaharia and Abbeel, "Ring attention with blockwise transformers", 2023).
-
-    forward, N = 4, rank r               backward
-    step 0  own block                    step 0  block r+1 (kept from the forward's end)
-    step 1  block r-1                    step 1  block r+2
-    step 2  block r-2                    step 2  block r+3
-    step 3  block r-3 = r+1              step 3  own block: its gradients arrive here, complete
-
-Forward: N - 1 exchanges of one packed message (K, V). Backward: the other way round, with the own block last, so that a
-block's gradients are at home after N - 1 exchanges and need no way back; the message of step i is (dK and dV of the
-block of step i, K, V of the block of step i + 1). K and V take N - 2 hops, since the own ones are there already. Steps
-that nobody needs, behind a window, are not taken: N is then the number of steps.
-
-Of arrays in half precision, K and V travel in their dtype and dK and dV in float32, in which everything is summed; each
-result is rounded once. On a GPU the kernels of a step are only put on its stream, and run while messages travel.
-"""
+"""Ring attention for users: a class with its options bound, and two functions. `ring_pass.py` has the algorithm."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
+from numpy.typing import ArrayLike
+
 from mpipipe import arrays
+from mpipipe.arrays import Array
 from mpipipe.attention import kernels
-from mpipipe.attention.accumulate import add, assign, attend_once, block_gradients, cast, total
-from mpipipe.attention.kernels import host
-from mpipipe.attention.ring_agreement import agree_on_backward, agree_on_forward, agree_on_options
+from mpipipe.attention.accumulate import attend_once
+from mpipipe.attention.kernels import AttentionKernel, Block, Gradients, Result, no_poll
+from mpipipe.attention.ring_agreement import ring_agreement_of
+from mpipipe.attention.ring_pass import RingPass
+from mpipipe.attention.ring_plan import RingPlan
 from mpipipe.comm import runtime, settings
 from mpipipe.comm.attributes import attributes
 from mpipipe.comm.ring_exchange import RingExchange
+from mpipipe.comm.types import Communicator
+from mpipipe.nn.layers.attend import Attend
 
 
-class Ring:
-    """What SelfAttention attends with where the sequence is sharded; also the functions below, with options bound.
+class RingSaved(NamedTuple):
+    """What the forward of `Ring` keeps for its backward.
+
+    call : number of the forward
+    message : keys and values of the last step's block; None in a ring of one step
+    """
+
+    plan: RingPlan
+    call: int
+    scale: float
+    q: Array
+    k: Array
+    v: Array
+    out: Array
+    lse: Array
+    message: Array | None
+
+
+class Ring(Attend):
+    """Exact attention over a sequence that is sharded over the ranks of a communicator.
+
+    Arrays are this rank's shards, (batch, local seq, heads, head_dim), of one dtype and on one kind of device on all
+    ranks, as for `Local`. Keys may be another sequence than queries, and a shard may be empty. The constructor and the
+    methods are collective: they raise the same error on every rank if arguments do not fit, or if ranks do different
+    things. All rings on a communicator share private duplicates of it, which are freed with it.
 
     Parameters
     ----------
-    comm : the ranks that share a sequence; all rings on it share one duplicate of it, which is freed with it
-    causal : a query sees no later position
-    layout : "contiguous", "zigzag" or "striped", see attention.Layout
-    window : a query sees itself and the window - 1 positions before it; needs causal
-    segments : documents packed into the sequence, for the whole of it; see blocks.boundaries
-    scale : of the scores; default 1 / sqrt(head_dim)
-    seq_len : length of the whole sequence of queries; by default the sum of what the ranks bring
-    rotation : "overlap" (messages travel while tiles are computed) or "sendrecv" (one exchange before each step); the
-        results have the same bits
+    comm : mpi4py.MPI.Comm or None
+        The ranks that share a sequence. None: all ranks.
+    causal : bool
+        A query sees no later position.
+    layout : str
+        "contiguous", "zigzag" or "striped": how the sequence is cut, see `Layout`.
+    window : int, optional
+        A query sees itself and the window - 1 positions before it; needs `causal`.
+    segments : array_like of int, optional
+        Documents packed into the whole sequence: the document of each position, equal numbers together, or the
+        documents' lengths.
+    scale : float, optional
+        Factor on the scores, finite and above 0; default 1 / sqrt(head_dim).
+    seq_len : int, optional
+        Length of the whole sequence of queries; default: the sum of what the ranks bring.
+    rotation : str
+        "overlap": messages travel while tiles are computed. "sendrecv": one exchange before each step. The results
+        have the same bits.
 
-    Arrays are this rank's shards, (batch, local seq, heads, head_dim), of one dtype and on one kind of device on all
-    ranks, as for attention.Local: heads may be grouped, and values have another head_dim. Keys may be another sequence
-    than queries. A shard may be empty. Constructor and methods are collective: arguments that do not fit, and ranks
-    that do different things, raise the same ArgumentError on every rank. `bytes_sent` counts this rank's keys, values
-    and their gradients.
+    Attributes
+    ----------
+    bytes_sent : int
+        Bytes of keys, values and their gradients that this rank has sent.
+    poll : callable
+        Called after each tile.
+
+    Raises
+    ------
+    ArgumentError
+        For an option that makes no sense.
+    MismatchError
+        If ranks give different options.
+
+    Examples
+    --------
+    Two threads stand for two MPI ranks here:
+
+    >>> import numpy as np
+    >>> from mpipipe.attention import Layout, Local, Ring
+    >>> from mpipipe.comm import inprocess
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v, dout = rng.standard_normal((4, 1, 12, 2, 8))
+    >>> layout = Layout("zigzag", ranks=2, seq_len=12)
+    >>> def on_each_rank(comm):
+    ...     ring = Ring(comm, causal=True, layout="zigzag")
+    ...     out, saved = ring.forward(*(layout.shard(x, comm.rank) for x in (q, k, v)))
+    ...     dq, dk, dv = ring.backward(layout.shard(dout, comm.rank), saved)
+    ...     return out
+    >>> out = layout.unshard(inprocess.run(2, on_each_rank))
+    >>> bool(np.allclose(out, Local(causal=True).forward(q, k, v)[0]))
+    True
     """
 
     def __init__(
         self,
-        comm,
-        causal=True,
-        layout="zigzag",
-        window=None,
-        segments=None,
-        scale=None,
-        seq_len=None,
-        rotation="overlap",
-    ):
-        self._given = comm = runtime.resolve(comm)
-        self.rotation = self._rotation("cpu")
-        self.comm, self.poll, self.bytes_sent = self.rotation.comm, host.nothing, 0
-        self.link = self.rotation  # on which ranks agree, wherever their arrays are
-        given = dict(causal=causal, layout=layout, window=window, segments=segments, scale=scale, seq_len=seq_len)
-        self.options = agree_on_options(self.rotation, {**given, "rotation": rotation})
-        self.digest = self.options.digest
+        comm: Communicator | None,
+        causal: bool = True,
+        layout: str = "zigzag",
+        window: int | None = None,
+        segments: ArrayLike | None = None,
+        scale: float | None = None,
+        seq_len: int | None = None,
+        rotation: str = "overlap",
+    ) -> None:
+        self._comm = runtime.resolve(comm)
+        self.agreement = ring_agreement_of(self._comm)
+        self.group = self.agreement.group
+        self.poll: Callable[[], object] = no_poll
+        self.bytes_sent = 0
+        given = dict(causal=causal, layout=layout, window=window, segments=segments, scale=scale)
+        self.options = self.agreement.agree_on_options({**given, "seq_len": seq_len, "rotation": rotation})
+        self._digest = self.options.digest
 
-    def forward(self, q, k, v):
-        """Return (out, saved); out (batch, local seq, heads, head_dim of v)."""
-        work, call = agree_on_forward(self.link, self.options, self.digest, q, k, v)
-        with self.link.group.failing("the forward of a ring"):
-            return self._forward(work, call, q, k, v)
+    def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, RingSaved]:
+        """Attend; collective.
 
-    def _forward(self, work, call, q, k, v):
-        self.rotation = self._rotation(work.device)
+        Parameters
+        ----------
+        q : array
+            (batch, local seq, heads, head_dim), with any strides.
+        k : array
+            (batch, local keys, kv_heads, head_dim). With g = heads / kv_heads, head h of q sees head h // g.
+        v : array
+            (batch, local keys, kv_heads, value_dim).
+
+        Returns
+        -------
+        out : array
+            (batch, local seq, heads, value_dim), C-contiguous, of the dtype of q. 0 where a row sees no key.
+        saved
+            For `backward`. `saved.lse` is the log-sum-exp of the scores, (batch, heads, local seq).
+
+        Raises
+        ------
+        ArgumentError
+            If the arrays of a rank do not fit together, or the shards do not cover the sequence.
+        MismatchError
+            If ranks make different calls, or give arrays of different sizes, dtypes or devices.
+        """
+        plan, kernel, call = self.agreement.agree_on_forward(self.options, self._digest, q, k, v)
         scale = q.shape[3] ** -0.5 if self.options.scale is None else self.options.scale
-        steps, rank, size = work.steps, self.comm.rank, self.comm.size
-        kernel = kernels.chosen(q, k, v)
-        if steps == 1:
-            out, lse = attend_once(kernel, q, k, v, scale, work.slices[0], self._poll)
-            return out, (work, call, scale, q, k, v, out, lse, None)
-        result = total(kernel, q, v, work.fresh)
-        held = work.pack(k, v, rank)
-        for step in range(steps):
-            if step + 1 < steps:
-                incoming = work.empty(work.kv_bytes(rank - step - 1))
-                self._start(held, (rank + 1) % size, incoming, (rank - 1) % size)
-            keys, values = (k, v) if step == 0 else work.unpack(held, rank - step)
-            result.attend(q, keys, values, scale, work.slices[step], self._poll)
-            self.rotation.finish()
-            if step + 1 < steps:
-                held = incoming
-        out, lse = result.end()
-        return out, (work, call, scale, q, k, v, out, lse, held)
+        with self.group.failing("the forward of a ring"):
+            if plan.steps == 1:
+                message = None
+                out, lse = attend_once(kernel, Block(q, k, v, scale, plan.slices[0], self.poll))
+            else:
+                run = self._run(plan, kernel)
+                (out, lse), message = run.forward(scale, q, k, v)
+                self.bytes_sent += run.bytes_sent
+            return out, RingSaved(plan, call, scale, q, k, v, out=out, lse=lse, message=message)
 
-    def backward(self, dout, saved):
-        """Return (dq, dk, dv), shaped as q, k, v."""
-        _, call, *_, out, _, _ = saved
-        agree_on_backward(self.link, call, dout, out)
-        with self.link.group.failing("the backward of a ring"):
-            return self._backward(dout, saved)
+    def backward(self, dout: Array, saved: RingSaved) -> Gradients:
+        """Return the gradients of the inputs; collective.
 
-    def _backward(self, dout, saved):
-        work, _, scale, q, k, v, out, lse, held = saved
-        self.rotation = self._rotation(work.device)
-        steps, rank, size = work.steps, self.comm.rank, self.comm.size
-        kernel = kernels.chosen(q, k, v)
-        if steps == 1:
-            gradients = tuple(arrays.empty_like(x) for x in (q, k, v))
-            kernel.backward(dout, q, k, v, out, lse, scale, work.slices[0], *gradients, self._poll, fresh=True)
+        Parameters
+        ----------
+        dout : array
+            Gradient of `out`, in its shape and dtype.
+        saved
+            From `forward`. It may be used again.
+
+        Returns
+        -------
+        dq, dk, dv : array
+            In the shapes and dtype of q, k and v.
+
+        Raises
+        ------
+        ArgumentError
+            If the gradient of a rank does not fit its output.
+        MismatchError
+            If ranks make different calls, or give what different forwards saved.
+        """
+        self.agreement.agree_on_backward(saved.call, dout, saved.out)
+        with self.group.failing("the backward of a ring"):
+            kernel = kernels.chosen(saved.q, saved.k, saved.v)
+            block = Block(saved.q, saved.k, saved.v, saved.scale, saved.plan.slices[0], self.poll)
+            result = Result(saved.out, saved.lse)
+            if saved.message is None:
+                gradients = Gradients(*(arrays.empty_like(x) for x in (saved.q, saved.k, saved.v)))
+                kernel.backward(block, dout, result, gradients, overwrite=True)
+                return gradients
+            run = self._run(saved.plan, kernel)
+            gradients = run.backward(block, dout, result, saved.message)
+            self.bytes_sent += run.bytes_sent
             return gradients
-        dq = arrays.zeros(q.shape, work.sum_dtype, work.device)
-        message = held  # the keys and values of this step's block; from the second step on behind gradients
-        for step in range(steps):
-            block = rank - (steps - 1) + step
-            ahead = step < steps - 2  # the next step's block is not our own: its keys and values must come
-            split = work.gradient_bytes(block)
-            received = work.empty(split + (work.kv_bytes(block + 1) if ahead else 0))  # as the next step's message
-            if step > 0:
-                outgoing = message if ahead else message[: work.gradient_bytes(block - 1)]
-                self._start(outgoing, (rank - 1) % size, received, (rank + 1) % size)
-            elif ahead:
-                self._start(message, (rank - 1) % size, received[split:], (rank + 1) % size)
-            behind = work.gradient_bytes(block - 1) if step > 0 else 0
-            keys, values = (k, v) if step == steps - 1 else work.unpack(message[behind:], block)
-            slices = work.slices[steps - 1 - step]
-            own = block_gradients(kernel, dout, q, keys, values, out, lse, scale, slices, dq, self._poll)
-            self.rotation.finish()
-            for sums, part in zip(work.unpack_gradients(received, block), own):
-                (add if step > 0 else assign)(sums, part)
-            message = received
-        return tuple(cast(x, work.dtype) for x in (dq, *work.unpack_gradients(message, rank)))
 
-    def _rotation(self, device) -> RingExchange:
-        """What moves blocks of arrays on this device; one for all rings on the communicator."""
-        kept, key = attributes(self._given), ("ring", device)
+    def _exchange(self, device: str) -> RingExchange:
+        """The one of all rings on the communicator with arrays on this device; collective the first time."""
+        kept, key = attributes(self._comm), ("ring", device)
         if key not in kept or kept[key].group.failure is not None:
-            kept[key] = RingExchange(self._given, settings.synchronous_sends(), device)
+            kept[key] = RingExchange(self._comm, settings.synchronous_sends(), device)
         return kept[key]
 
-    def _start(self, outgoing, dest, incoming, source):
-        self.bytes_sent += outgoing.nbytes
-        self.rotation.start(self.options.rotation, outgoing, dest, incoming, source)
-
-    def _poll(self):
-        self.rotation.poll()
-        self.poll()
+    def _run(self, plan: RingPlan, kernel: AttentionKernel) -> RingPass:
+        exchange = self._exchange(plan.message.shapes.device)
+        return RingPass(plan, kernel, exchange, self.options.rotation, self.poll)
 
 
 def ring_attention(
-    q,
-    k,
-    v,
-    comm,
-    causal=True,
-    layout="zigzag",
-    window=None,
-    segments=None,
-    scale=None,
-    seq_len=None,
-    rotation="overlap",
-):
-    """Attention over a sharded sequence; returns (out, saved). Arguments as for `Ring`; collective over `comm`."""
-    ring = Ring(comm, causal, layout, window, segments, scale, seq_len, rotation)
+    q: Array,
+    k: Array,
+    v: Array,
+    comm: Communicator | None,
+    causal: bool = True,
+    layout: str = "zigzag",
+    window: int | None = None,
+    segments: ArrayLike | None = None,
+    scale: float | None = None,
+    seq_len: int | None = None,
+    rotation: str = "overlap",
+) -> tuple[Array, tuple[Ring, RingSaved]]:
+    """Attend over a sharded sequence; collective over `comm`.
+
+    Parameters
+    ----------
+    q, k, v : array
+        As for `Ring.forward`.
+    comm, causal, layout, window, segments, scale, seq_len, rotation
+        As for `Ring`.
+
+    Returns
+    -------
+    out : array
+        (batch, local seq, heads, value_dim).
+    saved
+        For `ring_attention_backward`.
+
+    Raises
+    ------
+    ArgumentError, MismatchError
+        As `Ring` and `Ring.forward`.
+
+    Examples
+    --------
+    Two threads stand for two MPI ranks here:
+
+    >>> import numpy as np
+    >>> from mpipipe.attention import ring_attention, ring_attention_backward
+    >>> from mpipipe.comm import inprocess
+    >>> def on_each_rank(comm):
+    ...     rng = np.random.default_rng(comm.rank)
+    ...     q, k, v = rng.standard_normal((3, 1, 64, 4, 16))
+    ...     out, saved = ring_attention(q, k, v, comm, causal=True)
+    ...     dq, dk, dv = ring_attention_backward(np.ones_like(out), saved)
+    ...     return out.shape, dk.shape
+    >>> inprocess.run(2, on_each_rank)
+    [((1, 64, 4, 16), (1, 64, 4, 16)), ((1, 64, 4, 16), (1, 64, 4, 16))]
+    """
+    ring = Ring(comm, causal, layout, window, segments, scale=scale, seq_len=seq_len, rotation=rotation)
     out, saved = ring.forward(q, k, v)
     return out, (ring, saved)
 
 
-def ring_attention_backward(dout, saved):
-    """(dq, dk, dv) from the gradient of the output and what `ring_attention` saved; collective over its ring."""
+def ring_attention_backward(dout: Array, saved: tuple[Ring, RingSaved]) -> Gradients:
+    """Return the gradients of the inputs of `ring_attention`; collective over its ring.
+
+    Parameters
+    ----------
+    dout : array
+        Gradient of the output, in its shape and dtype.
+    saved
+        From `ring_attention`.
+
+    Returns
+    -------
+    dq, dk, dv : array
+        In the shapes and dtype of q, k and v.
+
+    Raises
+    ------
+    ArgumentError, MismatchError
+        As `Ring.backward`.
+    """
     ring, inner = saved
     return ring.backward(dout, inner)

@@ -2,224 +2,118 @@
 
 from __future__ import annotations
 
-from hashlib import blake2b
-from typing import NamedTuple
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from mpipipe import arrays
+from mpipipe.arrays import Array
 from mpipipe.attention import kernels
-from mpipipe.attention.accumulate import assign
-from mpipipe.attention.layout import KINDS, Layout
-from mpipipe.attention.local import check_arrays
-from mpipipe.attention.mask import boundaries, check_scale, check_window, rows_once
+from mpipipe.attention.checks import check_arrays
+from mpipipe.attention.kernels import AttentionKernel
+from mpipipe.attention.ring_plan import RingOptions, RingPlan, RingShapes, make_plan
+from mpipipe.comm.attributes import attributes
 from mpipipe.comm.consensus import Ballot, raise_on_all
-from mpipipe.comm.ring_exchange import ROTATIONS
+from mpipipe.comm.group import group_of
+from mpipipe.comm.types import Communicator
 from mpipipe.errors import ArgumentError
 
-BYTES = np.dtype(np.uint8)
 KEPT_PLANS = 64
 REMEDY = "give the same options and arrays of the same kind on all ranks, and make the same calls in the same order"
 
 
-class Options(NamedTuple):
-    """What a ring is asked for, in plain types, so that equal requests are equal."""
+class Agreed(NamedTuple):
+    """What the ranks agreed on for a forward: the plan, this rank's kernel, and the number of the call."""
 
-    causal: bool
-    layout: str
-    window: int | None
-    segments: tuple[int, ...] | None
-    scale: float | None
-    seq_len: int | None
-    rotation: str
-
-    @property
-    def facts(self) -> tuple:
-        """What all ranks of a ring must have in common."""
-        return tuple(zip(self._fields, self))
-
-    @property
-    def digest(self) -> str:
-        """A short text, the same for equal options; segments can be long."""
-        return blake2b(repr(tuple(self)).encode(), digest_size=8).hexdigest()
+    plan: RingPlan
+    kernel: AttentionKernel
+    call: int
 
 
-class Shared(NamedTuple):
-    """What the arrays of all ranks of a ring have in common."""
+class RingAgreement:
+    """The agreements of all rings on one communicator.
 
-    batch: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
-    dtype: str
-    device: str
-
-
-class Work:
-    """What this rank does in a forward or backward, and how blocks of keys and values are packed.
+    Every method is collective, and raises the same error on every rank if the ranks differ or one of them has an error.
 
     Attributes
     ----------
-    steps : ring steps
-    slices : for each ring step t, what this rank's queries need of the keys of rank r - t
-    fresh : whether the first step sets each row of the result in one slice
-    device : "cpu" or "cuda"
-    dtype, sum_dtype : of keys and values, and of their gradients, which travel as sums
-
-    A message is an array of bytes: the gradients of a block of keys and of values, then the keys and values of a block,
-    one array behind the other, all C-contiguous; either half may be missing.
+    group : the comm.group.Group of the ranks
+    calls : number of forwards so far
+    plans : by what they are made of, at most KEPT_PLANS
     """
 
-    def __init__(self, options: Options, rank: int, shared: Shared, rows: list[int], keys: list[int], dtype):
-        size = len(rows)
-        self.batch, self.kv_heads, self.device = shared.batch, shared.kv_heads, shared.device
-        self.head_dim, self.value_dim, self.dtype = shared.head_dim, shared.value_dim, dtype
-        self.sum_dtype = arrays.accumulator(dtype)
-        self.lengths = keys
-        queries = _layout(options.layout, rows, "queries", options.seq_len)
-        others = queries if keys == rows else _layout(options.layout, keys, "keys")
-        documents = boundaries(options.segments, queries.seq_len)
-        if documents is not None and others is not queries:
-            raise ArgumentError("segments need queries and keys of one sequence", found=f"rows {rows}, keys {keys}")
-        view = options.causal, options.window, documents, None if others is queries else others
-        self.steps = queries.steps(*view)
-        self.slices = [queries.needs(rank, (rank - step) % size, *view) for step in range(self.steps)]
-        self.fresh = rows_once(self.slices[0], rows[rank])
+    def __init__(self, comm: Communicator) -> None:
+        self.group = group_of(comm)
+        self.calls = 0
+        self.plans: dict[tuple, RingPlan] = {}
 
-    def kv_bytes(self, block: int) -> int:
-        """Bytes of the keys and values of a rank (modulo the ring)."""
-        return self._size(block) * self.dtype.itemsize
+    def agree_on_options(self, given: dict[str, Any]) -> RingOptions:
+        """Check the options of a ring, and that all ranks have the same."""
+        error: Exception | None = None
+        options: RingOptions | None = None
+        try:
+            options = RingOptions.checked(**given)
+        except Exception as caught:
+            error = caught
+        facts = () if options is None else options.facts
+        self.group.agree("construction of a Ring", facts, error=error, remedy=REMEDY)
+        assert options is not None  # else the agreement has raised
+        return options
 
-    def gradient_bytes(self, block: int) -> int:
-        """Bytes of their gradients."""
-        return self._size(block) * self.sum_dtype.itemsize
+    def agree_on_forward(self, options: RingOptions, digest: str, q: Array, k: Array, v: Array) -> Agreed:
+        """Compare shapes and dtype. `digest` is that of the options."""
+        self.calls += 1
+        error: Exception | None = None
+        kernel: AttentionKernel | None = None
+        shapes: RingShapes | None = None
+        facts: tuple = ()
+        lengths = 0, 0
+        try:
+            check_arrays(q, k, v)
+            kernel = kernels.chosen(q, k, v)  # a rank without it must not leave the others waiting
+            sizes = q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3]
+            shapes = RingShapes(*sizes, q.dtype.name, arrays.device_of(q))
+            facts, lengths = (*zip(shapes._fields, shapes), ("options", digest)), (q.shape[1], k.shape[1])
+        except Exception as caught:
+            error = caught
+        ballot = Ballot("forward", facts, error, None, REMEDY, number=self.calls, where=" of a ring")
+        rows, keys = ballot.cast(self.group, lengths).T.tolist()
+        ballot.decide()
+        assert kernel is not None and shapes is not None  # else the agreement has raised
+        return Agreed(self._plan(options, shapes, rows, keys), kernel, self.calls)
 
-    def empty(self, nbytes: int):
-        """A buffer of bytes."""
-        return arrays.empty(nbytes, BYTES, self.device)
-
-    def unpack(self, message, block: int):
-        """Views (k, v) of a buffer that begins with the keys and values of a rank."""
-        return self._views(message[: self.kv_bytes(block)].view(self.dtype), block)
-
-    def unpack_gradients(self, message, block: int):
-        """Views (dk, dv) of a buffer that begins with the gradients of the keys and values of a rank."""
-        return self._views(message[: self.gradient_bytes(block)].view(self.sum_dtype), block)
-
-    def pack(self, k, v, block: int):
-        """A new buffer with k and v, one behind the other."""
-        message = self.empty(self.kv_bytes(block))
-        for place, x in zip(self.unpack(message, block), (k, v)):
-            assign(place, x)
-        return message
-
-    def _size(self, block):
-        """Elements of the keys and values of a rank."""
-        return self.batch * self._rows(block) * self.kv_heads * (self.head_dim + self.value_dim)
-
-    def _rows(self, block):
-        return self.lengths[block % len(self.lengths)]
-
-    def _views(self, flat, block):
-        shape = self.batch, self._rows(block), self.kv_heads
-        middle = self.batch * self._rows(block) * self.kv_heads * self.head_dim
-        return flat[:middle].reshape(*shape, self.head_dim), flat[middle:].reshape(*shape, self.value_dim)
-
-
-def agree_on_options(link, given: dict) -> Options:
-    """Check the options of a ring, and that all ranks have the same; raises the same ArgumentError on all of them.
-
-    Here and below, `link` is the comm.ring_exchange.RingExchange of the ring.
-    """
-    error, facts, options = None, (), None
-    try:
-        options = _checked(**given)
-        facts = options.facts
-    except Exception as caught:
-        error = caught
-    link.group.agree("construction of a Ring", facts, error=error, remedy=REMEDY)
-    return options
-
-
-def agree_on_forward(link, options: Options, digest: str, q, k, v) -> tuple[Work, int]:
-    """Compare shapes and dtype over the ring; returns the work and the number of this call.
-
-    `digest` is that of the options. Raises the same ArgumentError on every rank where they differ.
-    """
-    link.calls += 1
-    error, facts, lengths = None, (), (0, 0)
-    try:
-        check_arrays(q, k, v)
-        kernels.chosen(q, k, v)  # a rank without it must not leave the others waiting
-        shapes = q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3]
-        shared = Shared(*shapes, q.dtype.name, arrays.device_of(q))
-        facts, lengths = (*zip(Shared._fields, shared), ("options", digest)), (q.shape[1], k.shape[1])
-    except Exception as caught:
-        error = caught
-    ballot = Ballot("forward", facts, error, None, REMEDY, link.calls, " of a ring")
-    rows, keys = ballot.cast(link.group, lengths).T.tolist()
-    if not ballot.failed:
-        key = shared, options, tuple(rows), tuple(keys)
-        if key not in link.plans:
-            if len(link.plans) == KEPT_PLANS:
-                link.plans.clear()
+    def _plan(self, options: RingOptions, shapes: RingShapes, rows: list[int], keys: list[int]) -> RingPlan:
+        key = shapes, options, tuple(rows), tuple(keys)
+        if key not in self.plans:
+            if len(self.plans) == KEPT_PLANS:
+                self.plans.clear()
             try:
-                link.plans[key] = Work(options, link.group.rank, shared, rows, keys, q.dtype)
+                self.plans[key] = make_plan(options, shapes, self.group.rank, rows, keys)
             except ArgumentError as found:  # every rank finds the same in the same table
-                raise_on_all(0, found, link.group)
-    ballot.decide()
-    return link.plans[key], link.calls
+                raise_on_all(0, found, self.group)
+        return self.plans[key]
+
+    def agree_on_backward(self, call: int, dout: Array, out: Array) -> None:
+        """Check that all ranks begin the backward of the same forward, with a fitting gradient."""
+        error = None
+        if _described(dout) != _described(out):
+            error = ArgumentError(
+                "the gradient of the output does not fit the output", found=_described(dout), expected=_described(out)
+            )
+        ballot = Ballot("backward", (), error, None, REMEDY, number=call, where=" of a ring")
+        ballot.cast(self.group)
+        ballot.decide()
+
+    def close(self) -> None:
+        """Drop the plans."""
+        self.plans.clear()
 
 
-def agree_on_backward(link, call: int, dout, out):
-    """Check that all ranks begin the backward of the same forward, with a fitting gradient; raises on all if not."""
-    error = None
-    if _facts(dout) != _facts(out):
-        error = ArgumentError(
-            "the gradient of the output does not fit the output", found=_facts(dout), expected=_facts(out)
-        )
-    ballot = Ballot("backward", (), error, None, REMEDY, call, " of a ring")
-    ballot.cast(link.group)
-    ballot.decide()
+def ring_agreement_of(comm: Communicator) -> RingAgreement:
+    """The one for all rings on a communicator; collective the first time."""
+    kept = attributes(comm)
+    if "ring agreement" not in kept or kept["ring agreement"].group.failure is not None:
+        kept["ring agreement"] = RingAgreement(comm)
+    return kept["ring agreement"]
 
 
-def _facts(x) -> str:
+def _described(x: Any) -> str:
     return f"{x.dtype}{list(x.shape)} on {arrays.device_of(x)}" if arrays.is_array(x) else type(x).__name__
-
-
-def _checked(causal, layout, window, segments, scale, seq_len, rotation) -> Options:
-    check_window(causal, window)
-    check_scale(scale)
-    for name, value, known in (("layout", layout, KINDS), ("rotation", rotation, ROTATIONS)):
-        if value not in known:
-            raise ArgumentError(f"unknown {name}", found=repr(value), expected=" or ".join(known))
-    if segments is not None:
-        segments = tuple(np.asarray(segments).tolist()) if np.ndim(segments) == 1 else segments
-        if not isinstance(segments, tuple) or not all(isinstance(number, int) for number in segments):
-            raise ArgumentError("segments", found=repr(segments)[:80], expected="one axis of integers")
-    return Options(
-        bool(causal),
-        layout,
-        None if window is None else int(window),
-        segments,
-        None if scale is None else float(scale),
-        None if seq_len is None else int(seq_len),
-        rotation,
-    )
-
-
-def _layout(kind, rows, name, seq_len=None) -> Layout:
-    """The layout that these numbers of rows stand for."""
-    layout = Layout(kind, len(rows), sum(rows))
-    expected = [layout.length(rank) for rank in range(len(rows))]
-    if rows != expected or seq_len not in (None, sum(rows)):
-        total = sum(rows) if seq_len is None else seq_len
-        wanted = Layout(kind, len(rows), total)
-        raise ArgumentError(
-            f"the shards of {name} do not cover the sequence",
-            found=f"{rows} rows on the ranks",
-            expected=f"{[wanted.length(r) for r in range(len(rows))]}, the {kind} shards of {total} positions",
-            remedy="cut the sequence with attention.Layout(...).shard",
-        )
-    return layout

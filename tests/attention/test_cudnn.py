@@ -13,7 +13,7 @@ from support.tolerance import bound, within
 
 from mpipipe import arrays, attention
 from mpipipe.attention import kernels, mask
-from mpipipe.attention.kernels import cudnn, cudnn_graph, cudnn_library
+from mpipipe.attention.kernels import Block, Gradients, Result, cudnn, cudnn_graph, cudnn_library, cudnn_request
 from mpipipe.attention.kernels import cupy as cupy_kernel
 from mpipipe.attention.kernels.cudnn_graph import Request
 from mpipipe.errors import ArgumentError, BackendError
@@ -47,7 +47,7 @@ def test_all_masks_by_cudnn(gpu, library, options, sizes, dtype):
     found, launched = through_local(whole, gpu, **options)
     agrees(found, reference(whole, **options), dtype)
     left_over = {"seq": 12, "keys": 7} == sizes or sizes == {"seq": 1} or "segments" in options
-    assert gpu.real or ("weigh" in launched or "slope" in launched) <= left_over
+    assert gpu.real or ("online_softmax" in launched or "softmax_backward" in launched) <= left_over
     assert gpu.real or "sdpa" in launched or sizes == {"seq": 12, "keys": 7}
 
 
@@ -60,20 +60,20 @@ def test_any_band_of_a_slice(gpu, library, low, high, seq, keys):
     part = mask.Slice(3, 3 + seq, 5, 5 + keys, low, high)
     cut = [x[:, 3 : 3 + seq] if n in (0, 3) else x[:, 5 : 5 + keys] for n, x in enumerate(whole)]
     expected = banded(*cut, low, high)
-    out, lse = attention_zeros(q, v)
-    cudnn.forward(q, k, v, 0.5, [part], out, lse, False)
-    found, found_lse = arrays.download(out, lse)
+    result, block = attention_zeros(q, v), Block(q, k, v, 0.5, [part])
+    cudnn.forward(block, result, False)
+    found, found_lse = arrays.download(*result)
     bounds = expected.bounds("bfloat16")
     within(found[:, 3 : 3 + seq], expected[0], bounds[0], "out")
     within(found_lse[:, :, 3 : 3 + seq], expected[1], bounds[1], "lse")
     assert not found[:, :3].any() and not found[:, 3 + seq :].any()
-    cudnn.forward(q, k, v, 0.5, [part], out, lse, False)  # the same keys again: the same output, twice the weight
-    twice, twice_lse = arrays.download(out, lse)
+    cudnn.forward(block, result, False)  # the same keys again: the same output, twice the weight
+    twice, twice_lse = arrays.download(*result)
     within(twice[:, 3 : 3 + seq], expected[0], bounds[0], "out of both")
     within(twice_lse[:, :, 3 : 3 + seq], expected[1] + np.log(2), bounds[1], "lse of both")
     rounded = arrays.upload(found.astype(whole[0].dtype))
-    sums = [arrays.upload(np.ones(x.shape, np.float32)) for x in (q, k, v)]
-    cudnn.backward(dout, q, k, v, rounded, arrays.upload(found_lse), 0.5, [part], *sums)
+    sums = Gradients(*(arrays.upload(np.ones(x.shape, np.float32)) for x in (q, k, v)))
+    cudnn.backward(block, dout, Result(rounded, arrays.upload(found_lse)), sums)
     dq, dk, dv = (x - 1 for x in arrays.download(*sums))
     own = slice(3, 3 + seq), *[slice(5, 5 + keys)] * 2
     for array, wanted, allowed, inner in zip((dq, dk, dv), expected[2:], bounds[2:], own):
@@ -135,11 +135,11 @@ def test_documents_of_a_block_are_merged_together(gpu, library):
     only_emulated(gpu)
     whole = make("bfloat16", seq=24)
     q, k, v, _ = (arrays.upload(x) for x in whole)
-    run = [mask.Run(0, 24, 0, 1)]
-    slices = mask.plan(run, run, True, None, range(0, 25, 3))
-    result = cudnn.Total(q, v, False)
+    rows = [mask.PositionRange(0, 24, 0, 1)]
+    slices = mask.mask_slices(rows, rows, True, None, range(0, 25, 3))
+    result = cudnn.make_accumulator(q, v, False)
     gpu.reset()
-    result.attend(q, k, v, 8**-0.5, slices[::-1])
+    result.attend(Block(q, k, v, 8**-0.5, slices[::-1]))
     out, lse = arrays.download(*result.end())
     assert gpu.launches.count("sdpa") == 8 and gpu.launches.count("merge") == 1
     expected = reference(whole, segments=[3] * 8)
@@ -160,7 +160,7 @@ def test_plans_are_kept(gpu, library):
     q, k, v, _ = (arrays.upload(x) for x in make("bfloat16", seq=40))
     for start in (0, 8, 24):  # where a slice lies is no part of a plan
         part = mask.Slice(start, start + 16, 24 - start, 40 - start, None, 0)
-        cudnn.forward(q, k, v, 0.5, [part], *attention_zeros(q, v), False)
+        cudnn.forward(Block(q, k, v, 0.5, [part]), attention_zeros(q, v), False)
     assert cudnn_graph.counts() == (4, 3, 3)
     attention.Local(scale=0.1).forward(*(arrays.upload(x) for x in whole[:3]))
     assert cudnn_graph.counts().built == 4
@@ -239,8 +239,8 @@ def test_without_the_package(gpu, library, monkeypatch):
 
 def refused_by_choice(monkeypatch, text):
     whole = make("bfloat16", seq=6)
-    usable, reason = cudnn_library.available()
-    assert not usable and text in reason and text in kernels.describe()
+    verdict = cudnn_library.available()
+    assert not verdict.usable and text in verdict.reason and text in kernels.describe()
     agrees(through_local(whole)[0], reference(whole), "bfloat16")
     monkeypatch.setenv("MPIPIPE_ATTENTION", "cudnn")
     with pytest.raises(BackendError, match=text):
@@ -257,7 +257,7 @@ def test_a_window_is_not_given_to_the_version_that_gets_it_wrong(gpu, library, m
         found, launched = through_local(whole, gpu, window=4)
     finally:
         cudnn_library._looked_up.cache_clear()
-    assert "sdpa" in plain and "sdpa" not in launched and "weigh" in launched
+    assert "sdpa" in plain and "sdpa" not in launched and "online_softmax" in launched
     agrees(found, reference(whole, window=4), "bfloat16")
 
 
@@ -273,7 +273,7 @@ def test_a_refused_graph_is_computed_by_cupy(gpu, library, monkeypatch):
         found, launched = through_local(whole, gpu)
     assert len(warned) == 2  # forward and backward
     agrees(found, reference(whole), "bfloat16")
-    assert "sdpa" not in launched and "weigh" in launched
+    assert "sdpa" not in launched and "online_softmax" in launched
     through_local(whole, gpu)  # silent now, and asked no more
     assert cudnn_graph.counts().built == 2
 
@@ -282,7 +282,7 @@ def test_one_query_and_one_key(gpu, library):
     whole = make("bfloat16", seq=1)
     found, launched = through_local(whole, gpu)
     agrees(found, reference(whole), "bfloat16")
-    assert gpu.real or ("sdpa" in launched and "slope" in launched)
+    assert gpu.real or ("sdpa" in launched and "softmax_backward" in launched)
 
 
 # -- known errors of the library
@@ -300,7 +300,7 @@ def test_no_nan_where_all_scores_are_very_negative(gpu, library, seq, keys):
 
 def test_the_emulated_library_has_that_error(gpu, library, monkeypatch):
     only_emulated(gpu)
-    monkeypatch.setattr(cudnn, "TILE", 1)
+    monkeypatch.setattr(cudnn_request, "TILE", 1)
     whole = opposed("bfloat16", 192, 192, heads=2, kv_heads=1, batch=1)
     assert np.isnan(through_local(whole, gpu, causal=False)[0][2].astype(float)).any()
 

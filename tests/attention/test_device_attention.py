@@ -12,10 +12,10 @@ from support.tolerance import close, largest, within
 from mpipipe import arrays, attention
 from mpipipe.arrays import gemm, strided
 from mpipipe.attention import cost, kernels, mask
-from mpipipe.attention.kernels import cupy as cupy_kernel
-from mpipipe.attention.kernels import pending_blocks
+from mpipipe.attention.kernels import Block, Gradients, Result, cupy_problem, pending_blocks
 from mpipipe.attention.layout import KINDS, Layout
 from mpipipe.comm import inprocess
+from mpipipe.comm.ring_exchange import RingExchange
 from mpipipe.errors import ArgumentError, MismatchError
 
 DTYPES = ["float64", "float32", "float16", "bfloat16"]
@@ -45,21 +45,21 @@ def test_grouped_heads(gpu, monkeypatch, kernel, kv_heads, dtype):
 def test_many_tiles(gpu, monkeypatch, options, sizes, dtype):
     """Tiles of few rows and columns that divide nothing: the running maximum, both bounds, and sums over tiles."""
     monkeypatch.setenv("MPIPIPE_ATTENTION", "cupy")
-    monkeypatch.setattr(cupy_kernel, "TILE_BYTES", 1)
-    monkeypatch.setattr(cupy_kernel, "ROWS", 5)
+    monkeypatch.setattr(cupy_problem, "TILE_BYTES", 1)
+    monkeypatch.setattr(cupy_problem, "ROWS", 5)
     whole = make(dtype, **sizes)
     found, launched = through_local(whole, gpu, **options)
-    assert gpu.real or launched.count("weigh") > 3
+    assert gpu.real or launched.count("online_softmax") > 3
     agrees(found, reference(whole, **options), dtype)
 
 
 def test_tiles_stay_in_the_cache(gpu):
     """Scores of one tile of all problems fill TILE_BYTES, or the smallest tile where that is more."""
     q, k = (arrays.empty((2, 4096, heads, 8), np.dtype(np.float32), "cuda") for heads in (32, 4))
-    problem = cupy_kernel._Problem(q, k, k)
+    problem = cupy_problem.Problem(q, k)
     rows, keys = problem.tile([mask.Slice(0, 4096, 0, 4096, None, 0)], 4)
-    assert rows % 8 == 0 and keys <= cupy_kernel.KEYS
-    assert cupy_kernel.TILE_BYTES / 2 < 4 * problem.count * rows * keys <= cupy_kernel.TILE_BYTES
+    assert rows % 8 == 0 and keys <= cupy_problem.KEYS
+    assert cupy_problem.TILE_BYTES / 2 < 4 * problem.count * rows * keys <= cupy_problem.TILE_BYTES
     assert problem.tile([mask.Slice(0, 5, 0, 3, None, 0)], 4) == (5 * 8, 3)
 
 
@@ -67,7 +67,7 @@ def test_tiles_stay_in_the_cache(gpu):
 def test_rows_longer_than_a_warp_holds(gpu, monkeypatch, threads):
     """Tiles of several hundred columns: blocks of several warps."""
     monkeypatch.setenv("MPIPIPE_ATTENTION", "cupy")
-    monkeypatch.setattr(cupy_kernel, "KEYS", 128 * threads)
+    monkeypatch.setattr(cupy_problem, "KEYS", 128 * threads)
     whole = make("float32", seq=6, keys=700, heads=2, kv_heads=1, batch=1)
     agrees(through_local(whole, gpu, causal=False)[0], reference(whole, causal=False), "float32")
 
@@ -111,16 +111,16 @@ def test_a_row_behind_no_key(gpu, dtype):
     kind = arrays.accumulator(q.dtype)
     out, lse = (arrays.zeros(shape, kind, "cuda") for shape in ((2, 7, 4, 8), (2, 4, 7)))
     strided.fill(lse, -np.inf)
-    kernel.forward(q, k, v, 0.3, slices, out, lse, False)
+    kernel.forward(Block(q, k, v, 0.3, slices), Result(out, lse), False)
     expected = dense(whole[0][:, 2:], *whole[1:3], whole[3][:, 2:], True, scale=0.3)
     found, found_lse = arrays.download(out, lse)
     assert not found[:, :2].any() and np.isneginf(found_lse[:, :, :2]).all()
     bounds = expected.bounds(dtype)
     within(found[:, 2:], expected[0], bounds[0], "out")
-    gradients = [arrays.empty_like(x) for x in (q, k, v)]
+    gradients = Gradients(*(arrays.empty_like(x) for x in (q, k, v)))
     rounded = arrays.empty_like(out, q.dtype)
     strided.strided_copy(out, rounded)
-    kernel.backward(dout, q, k, v, rounded, lse, 0.3, slices, *gradients, fresh=True)
+    kernel.backward(Block(q, k, v, 0.3, slices), dout, Result(rounded, lse), gradients, overwrite=True)
     found = [x.astype(np.float64) for x in arrays.download(*gradients)]
     assert not found[0][:, :2].any()
     for one, other, allowed in zip((found[0][:, 2:], *found[1:]), expected[2:], bounds[2:]):
@@ -156,7 +156,7 @@ def test_views_with_any_strides_are_taken(gpu, dtype):
     q, k, v = on_device[:, :, :4], on_device[:, :, 4:6], on_device[:, :, 6:]
     attend = attention.Local()
     out, saved = attend.forward(q, k, v)
-    found = arrays.download(out, saved[4], *attend.backward(gradient, saved))
+    found = arrays.download(out, saved.lse, *attend.backward(gradient, saved))
     agrees(found, reference([fused[:, :, :4], fused[:, :, 4:6], fused[:, :, 6:], dout]), dtype)
     back = on_device[:, ::-1, :4]
     out, _ = attend.forward(back, q, q)
@@ -183,7 +183,7 @@ def through_ring(comm, whole, **options):
     out, saved = ring.forward(*mine[:3])
     sent = ring.bytes_sent
     gradients = ring.backward(mine[3], saved)
-    out, lse, *gradients = arrays.download(out, saved[7], *gradients)
+    out, lse, *gradients = arrays.download(out, saved.lse, *gradients)
     parts = comm.allgather((out, lse.transpose(0, 2, 1), *gradients))
     result = [layout.unshard(shards) for layout, shards in zip((rows, rows, rows, keys, keys), zip(*parts))]
     result[1] = result[1].transpose(0, 2, 1)
@@ -238,7 +238,7 @@ def test_ways_to_rotate_have_the_same_bits(gpu, comm, dtype, monkeypatch):
         assert one.tobytes() == other.tobytes() == again.tobytes()
 
 
-def test_a_step_is_on_the_stream_before_its_exchange_ends(gpu, comm):
+def test_a_step_is_on_the_stream_before_its_exchange_ends(gpu, comm, monkeypatch):
     """Attention is put on the stream while messages travel, and the host waits for messages alone."""
     if gpu.real or comm.size == 1:
         pytest.skip("needs the counters of the emulated device, and an exchange")
@@ -246,22 +246,20 @@ def test_a_step_is_on_the_stream_before_its_exchange_ends(gpu, comm):
     layout = Layout("zigzag", comm.size, 24)
     mine = [arrays.upload(layout.shard(x, comm.rank)) for x in make("float32", 24)]
     ring.forward(*mine[:3])
-    began, ended, start, finish = [], [], ring.rotation.start, ring.rotation.finish
+    began, ended, start, finish = [], [], RingExchange.start, RingExchange.finish
 
     def starting(*arguments):
-        began.append(gpu.launches.count("weigh"))
+        began.append(gpu.launches.count("online_softmax"))
         start(*arguments)
 
-    def finishing():
-        ended.append(gpu.launches.count("weigh"))
-        finish()
+    def finishing(exchange):
+        ended.append(gpu.launches.count("online_softmax"))
+        finish(exchange)
 
-    ring.rotation.start, ring.rotation.finish = starting, finishing
-    try:
-        gpu.reset()
-        ring.forward(*mine[:3])
-    finally:
-        del ring.rotation.start, ring.rotation.finish
+    monkeypatch.setattr(RingExchange, "start", starting)
+    monkeypatch.setattr(RingExchange, "finish", finishing)
+    gpu.reset()
+    ring.forward(*mine[:3])
     assert len(began) == comm.size - 1 and all(end > begin for begin, end in zip(began, ended))
     assert not gpu.synchronisations
 

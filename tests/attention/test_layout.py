@@ -23,7 +23,7 @@ def seen(slices, rows, keys):
         if part.high is not None:
             visible &= j - i <= part.high
         assert visible.any(0).all() and visible.any(1).all(), "no row and no key that sees nothing at the edges"
-        assert visible.sum() == part.work
+        assert visible.sum() == part.pairs
         count[part.q_start : part.q_stop, part.k_start : part.k_stop] += visible
     return count
 
@@ -75,7 +75,7 @@ def test_shards_cover_the_sequence_and_come_together_again(kind, ranks, seq):
 )
 def test_work_of_each_rank(kind, work):
     layout = Layout(kind, 4, 48)
-    found = [sum(part.work for k in range(4) for part in layout.needs(q, k)) for q in range(4)]
+    found = [sum(part.pairs for k in range(4) for part in layout.needs(q, k)) for q in range(4)]
     assert found == work
 
 
@@ -98,11 +98,11 @@ def test_steps_that_nobody_needs_are_not_taken(window, steps):
 
 
 def test_segments_as_numbers_or_as_lengths():
-    assert mask.boundaries(None, 5) is None
-    assert mask.boundaries([3, 2], 5) == mask.boundaries([7, 7, 7, 4, 4], 5) == [0, 3, 5]
+    assert mask.document_offsets(None, 5) is None
+    assert mask.document_offsets([3, 2], 5) == mask.document_offsets([7, 7, 7, 4, 4], 5) == [0, 3, 5]
     for wrong in ([3, 3], [5, 0], [0, 0, 1, 1, 0], [[1], [4]], [2.0, 3.0]):
         with pytest.raises(ArgumentError, match="segments"):
-            mask.boundaries(wrong, 5)
+            mask.document_offsets(wrong, 5)
 
 
 @pytest.mark.parametrize("arguments", [("spiral", 2, 8), ("zigzag", 0, 8), ("zigzag", 2, -1), ("zigzag", 2, 1.5)])

@@ -200,7 +200,7 @@ def test_many_rings_share_one_communicator_and_few_plans(comm):
     for number in range(1100):
         segments = [1 + number] * (2 * comm.size)
         _, (ring, _) = attention.ring_attention(*mine, comm, layout="contiguous", segments=segments)
-    assert len(ring.rotation.plans) <= 64
+    assert len(ring.agreement.plans) <= 64
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from support.tolerance import close, largest
 from mpipipe import attention
 from mpipipe.arrays import dtype
 from mpipipe.attention import kernels
-from mpipipe.attention.kernels import host
+from mpipipe.attention.kernels import Block, Gradients, Result, host
 from mpipipe.attention.mask import Slice
 from mpipipe.comm import inprocess
 from mpipipe.errors import ArgumentError, BackendError
@@ -33,9 +33,10 @@ def both(kernel, q, k, v, dout, slices, scale=0.3, merge=False):
     out, lse = np.zeros_like(dout), np.full((batch, heads, seq), -np.inf, q.dtype)
     if merge:
         out[...], lse[...] = rng.normal(size=out.shape), rng.normal(size=lse.shape)
-    kernel.forward(q, k, v, scale, slices, out, lse, not merge and len(slices) == 1)
-    gradients = [rng.normal(size=x.shape).astype(x.dtype) for x in (q, k, v)]
-    kernel.backward(dout, q, k, v, out, lse, scale, slices, *gradients)
+    block, result = Block(q, k, v, scale, slices), Result(out, lse)
+    kernel.forward(block, result, not merge and len(slices) == 1)
+    gradients = Gradients(*(rng.normal(size=x.shape).astype(x.dtype) for x in (q, k, v)))
+    kernel.backward(block, dout, result, gradients)
     return out, lse, *gradients
 
 
@@ -66,7 +67,7 @@ def test_slices_equal_those_of_the_host_kernel(torch_cpu, monkeypatch, slices, h
 def test_it_is_called_for_all_that_it_can_do(torch_cpu, monkeypatch):
     """Full and causal slices never reach the host kernel; bands do."""
     calls = []
-    monkeypatch.setattr(host, "forward", lambda q, k, v, scale, slices, *rest: calls.append(len(slices)))
+    monkeypatch.setattr(host, "forward", lambda block, *rest: calls.append(len(block.slices)))
     q, k, v, _ = arrays(60)
     attention.Local(causal=True).forward(q, k, v)
     attention.Local(causal=False).forward(q, k, v)
@@ -82,7 +83,7 @@ def test_calls_of_one_key_head_or_several_give_the_same(torch_cpu, monkeypatch):
     monkeypatch.setattr(torch_cpu, "PAIRS", 1)
     apart = both(torch_cpu, q, k, v, dout, slices)
     polls = []
-    torch_cpu.forward(q, k, v, 0.3, slices, *apart[:2], True, lambda: polls.append(1))
+    torch_cpu.forward(Block(q, k, v, 0.3, slices, lambda: polls.append(1)), Result(*apart[:2]), True)
     assert len(polls) == 2 * 3
     for one, other in zip(together, apart):
         assert one.tobytes() == other.tobytes()
@@ -111,14 +112,14 @@ def test_arrays_that_pytorch_cannot_share(torch_cpu):
         array.flags.writeable = False
     attend = attention.Local()
     out, saved = attend.forward(q, k[:, ::-1], v)
-    agrees((out, saved[4], *attend.backward(dout, saved)), expected)
+    agrees((out, saved.lse, *attend.backward(dout, saved)), expected)
 
 
 def test_nan_stays_visible(torch_cpu):
     q, k, v, _ = arrays(6)
     q[0, 3] = np.nan
     out, saved = attention.Local().forward(q, k, v)
-    assert np.isnan(out[0, 3]).all() and np.isnan(saved[4][0, :, 3]).all() and np.isfinite(out[0, :3]).all()
+    assert np.isnan(out[0, 3]).all() and np.isnan(saved.lse[0, :, 3]).all() and np.isfinite(out[0, :3]).all()
 
 
 def test_the_host_kernel_is_the_default(monkeypatch):

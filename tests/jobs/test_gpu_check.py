@@ -93,10 +93,12 @@ def test_the_virtual_ring_runs_what_the_ring_runs(gpu, monkeypatch):
         real = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *given: calls.append(name) or real(*given))
 
-    for module in (ring, import_module("mpipipe.attention.ring")):
-        for name in ("total", "block_gradients", "assign", "add", "cast"):
+    for name in ("make_accumulator", "block_gradients"):
+        spy(kernel, name)
+    for module in (ring, import_module("mpipipe.attention.ring_pass")):
+        for name in ("strided_copy", "strided_add", "cast"):
             spy(module, name)
-    spy(import_module("mpipipe.attention.ring_agreement"), "assign")  # packs the first message
+    spy(import_module("mpipipe.attention.ring_plan"), "strided_copy")  # packs the first message
     for rank in virtual:
         rank.forward()
         rank.backward()

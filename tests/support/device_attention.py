@@ -35,7 +35,7 @@ def through_local(whole, gpu=None, **options):
     gradients = attend.backward(on_device[3], saved)
     launched = [] if gpu is None else list(gpu.launches)
     assert gpu is None or not gpu.synchronisations
-    return arrays.download(out, saved[4], *gradients), launched
+    return arrays.download(out, saved.lse, *gradients), launched
 
 
 def reference(whole, causal=True, window=None, segments=None, scale=None):

@@ -1,4 +1,4 @@
-// What stands between the matrix products of attention's backward (Dao, "FlashAttention-2", 2023, algorithm 2).
+// The kernels between the matrix products of attention's backward (Dao, "FlashAttention-2", 2023, algorithm 2).
 // Problems, rows and dtypes as in forward.cu.
 typedef accumulator<T>::type A;
 
@@ -17,10 +17,10 @@ extern "C" __global__ void dot(const T* dout, const T* out, A* delta, long long 
     if (threadIdx.x % 32 == 0) delta[row] = sum;
 }
 
-extern "C" __global__ void slope(const A* scores, const A* products, T* weights, T* slopes, const A* lse,
-                                 const A* delta, int rows, int columns, int pitch, int group, int kv_heads, int seq,
-                                 int q_start, int start, int first_key, int low, int high, A scale,
-                                 long long lse_batch, long long lse_head, long long lse_seq) {
+extern "C" __global__ void softmax_backward(const A* scores, const A* products, T* weights, T* slopes, const A* lse,
+                                            const A* delta, int rows, int columns, int pitch, int group, int kv_heads,
+                                            int seq, int q_start, int start, int first_key, int low, int high, A scale,
+                                            long long lse_batch, long long lse_head, long long lse_seq) {
     // P = exp(scale q k - lse) and dS = P (dout v - delta), from scores q k and products dout v.
     //
     // scores, products, weights, slopes (problems, rows, columns), of which a row takes `pitch` elements; lse any
@@ -34,7 +34,8 @@ extern "C" __global__ void slope(const A* scores, const A* products, T* weights,
     const A level = lse[b * lse_batch + head * lse_head + i * lse_seq];
     const A mean = delta[(b * kv_heads * group + head) * seq + i];
     const A nothing = -INFINITY;
-    const int begin = max(0, query + low - first_key), end = level == nothing ? 0 : min(columns, query + high + 1 - first_key);
+    const int begin = max(0, query + low - first_key);
+    const int end = level == nothing ? 0 : min(columns, query + high + 1 - first_key);
     for (int c = threadIdx.x; c < columns; c += blockDim.x) {
         const long long at = row * pitch + c;
         const bool seen = c >= begin && c < end;

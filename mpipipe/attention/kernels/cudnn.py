@@ -1,102 +1,94 @@
 """Exact attention on a GPU in half precision by cuDNN's fused kernels.
 
-The functions are those of `host`, on device arrays of float16 or bfloat16. What cuDNN does not do is done by `cupy`:
-single slices where one is refused here, everything where `refusal` gives a reason. cuDNN writes results in the dtype of
-its inputs: where blocks add up, a block's result goes to memory of its own, and our kernels add in float32.
+The CuPy kernel does what cuDNN does not: single slices for which `request_for` has no request, and all arrays for which
+`refusal` has a reason. cuDNN writes results in the dtype of its inputs. To add up several blocks, each block's result
+goes to memory of its own, and our kernels add in float32.
 
-cuDNN's backward is free to sum in any order, so repeated calls differ in the last bits. MPIPIPE_DETERMINISTIC=1 asks
-for its other algorithm, which is slower and needs memory for all scores of the heads that it does together.
+cuDNN's backward may sum in any order, so repeated calls differ in the last bits. MPIPIPE_DETERMINISTIC=1 asks for its
+other algorithm, which is slower and needs memory for all scores of the heads that it does together.
 """
 
 from __future__ import annotations
 
-import os
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
+from types import ModuleType
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.arrays.strided import copied, element_strides, strided_copy
+from mpipipe.arrays import DeviceArray
+from mpipipe.arrays.strided import copied, strided_copy
 from mpipipe.attention import mask
 from mpipipe.attention.kernels import cudnn_graph, cupy
-from mpipipe.attention.kernels.cudnn_graph import Request
-from mpipipe.attention.kernels.cudnn_library import available
-from mpipipe.attention.kernels.host import nothing
+from mpipipe.attention.kernels.cudnn_request import deterministic, fits, request_for
+from mpipipe.attention.kernels.interface import AttentionAccumulator, Block, Gradients, Result, no_poll
 from mpipipe.attention.kernels.pending_blocks import PendingBlocks
+from mpipipe.attention.mask import Slice
 
-__all__ = ["available", "backward", "forward", "refusal"]
-
-DETERMINISTIC = "MPIPIPE_DETERMINISTIC"
 DETERMINISTIC_BYTES = 1 << 32  # of scores that the deterministic backward may hold at once, in half precision
-TILE = 128  # rows and columns of cuDNN's tiles
-WIDEST, WIDEST_MIXED = 256, 128  # head dimension, and where values have another one than keys
-WORD = 16  # bytes: rows begin at multiples of this
-OF_KEYS = ("k", "v", "dk", "dv")  # arrays along the keys, not along the queries
+OF_KEYS = ("k", "v", "dk", "dv")  # arrays along the keys; the others are along the queries
+Named: TypeAlias = "dict[str, DeviceArray]"
 
 
-def refusal(q, k, v) -> str:
-    """Why cuDNN does not do attention of these arrays; empty where it does."""
-    dim, width = q.shape[3], v.shape[3]
-    if not arrays.is_half(q.dtype):
-        return f"cuDNN computes attention in float16 and bfloat16, not in {q.dtype}"
-    if dim % 8 or width % 8:
-        return f"head dimensions {dim} (keys) and {width} (values) are not both multiples of 8"
-    widest = WIDEST if dim == width else WIDEST_MIXED
-    if max(dim, width) > widest:
-        return f"head dimensions {dim} (keys) and {width} (values) are above {widest}"
-    return ""
+class PendingAccumulator:
+    """Attention over several blocks of keys, merged a few at a time: see `PendingBlocks`."""
+
+    def __init__(self, q: DeviceArray, v: DeviceArray) -> None:
+        self._pending = PendingBlocks(q, v)
+
+    def attend(self, block: Block) -> None:
+        """Add one block."""
+        if block.q.size and block.slices:
+            _attend_apart(block, self._pending)
+
+    def end(self) -> Result:
+        """Return the result over all blocks, out in the dtype of the queries."""
+        return self._pending.merged()
 
 
-class Total:
-    """The result over the blocks of keys so far of queries like q, with values like v; see results.Sum."""
-
-    def __init__(self, q, v, fresh):
-        self.partials = PendingBlocks(q, v)
-
-    def attend(self, q, k, v, scale, slices, poll=nothing):
-        """Take one more block of keys."""
-        if q.size and slices:
-            _attend_blocks(q, k, v, scale, slices, self.partials, poll)
-
-    def end(self):
-        """(out, lse), out in the dtype of q."""
-        return self.partials.merged()
+def make_accumulator(q: DeviceArray, v: DeviceArray, overwrite: bool) -> AttentionAccumulator:
+    """As `AttentionKernel.make_accumulator`."""
+    return PendingAccumulator(q, v)
 
 
-def forward(q, k, v, scale, slices, out, lse, fresh, poll=nothing):
-    """As host.forward; out and lse must be C-contiguous. out may also be of the dtype of lse where `fresh`."""
+def forward(block: Block, result: Result, overwrite: bool) -> None:
+    """As `AttentionKernel.forward`; `result` is C-contiguous. With `overwrite`, `out` may be of the dtype of `lse`."""
+    out = result.out
     if not out.size:
         return
-    if not (fresh and out.dtype == q.dtype and _fits(out)):
-        if fresh:
-            total = Total(q, v, fresh)
-            total.attend(q, k, v, scale, slices, poll)
-            for target, found in zip((out, lse), total.end()):
-                strided_copy(found, target)
-        else:
-            partials = PendingBlocks(q, v, sum=(out, lse))
-            _attend_blocks(q, k, v, scale, slices, partials, poll)
-            partials.merge_in_place()
-        return
-    q, k, v = (_fitting(x) for x in (q, k, v))
-    for part in slices:
-        _attend(q, k, v, scale, part, out, lse, 0)
-        poll()
+    if not overwrite:
+        pending = PendingBlocks(block.q, block.v, earlier=result)
+        _attend_apart(block, pending)
+        pending.merge_in_place()
+    elif out.dtype == block.q.dtype and fits(out):
+        block = _fitting_block(block)
+        for part in block.slices:
+            _attend(block, part, result, 0)
+            block.poll()
+    else:
+        accumulator = PendingAccumulator(block.q, block.v)
+        accumulator.attend(block)
+        for target, found in zip(result, accumulator.end()):
+            strided_copy(found, target)
 
 
-def _attend_blocks(q, k, v, scale, slices, partials, poll):
-    q, k, v = (_fitting(x) for x in (q, k, v))
-    for below in _one_below_the_other(slices):
-        start = below[0].q_start
-        out, lse = partials.block(start, below[-1].q_stop)
-        for part in below:
-            _attend(q, k, v, scale, part, out, lse, start)
-            poll()
+def _attend_apart(block: Block, pending: PendingBlocks) -> None:
+    """Attend in memory of `pending`: one piece of it for all slices that lie one below the other."""
+    block = _fitting_block(block)
+    for column in _columns(block.slices):
+        start = column[0].q_start
+        result = pending.block(start, column[-1].q_stop)
+        for part in column:
+            _attend(block, part, result, start)
+            block.poll()
 
 
-def _one_below_the_other(slices) -> list[list]:
-    """The slices in lists, in each of which one begins at the row where the one before ends."""
-    lists: list[list] = []
+def _columns(slices: Sequence[Slice]) -> list[list[Slice]]:
+    """The slices in lists; in a list each slice begins at the row at which the one before it ends."""
+    lists: list[list[Slice]] = []
     for part in sorted(slices, key=lambda part: (part.q_start, part.q_stop)):
         if lists and lists[-1][-1].q_stop == part.q_start:
             lists[-1].append(part)
@@ -105,190 +97,167 @@ def _one_below_the_other(slices) -> list[list]:
     return lists
 
 
-def _attend(q, k, v, scale, part, out, lse, start):
-    """Set the result of one slice in out, which cuDNN takes as it is, and lse, whose first row is row `start`."""
+def _attend(block: Block, part: Slice, result: Result, start: int) -> None:
+    """Set the result of one slice in `result`, whose first row is row `start` and whose `out` cuDNN takes as it is."""
     rows = slice(part.q_start - start, part.q_stop - start)
-    out, place = out[:, rows], lse[:, :, rows]
+    out, place = result.out[:, rows], result.lse[:, :, rows]
     lse = place if place.flags.c_contiguous else arrays.empty(place.shape, place.dtype, "cuda")
-    given = dict(q=q[:, part.q_start : part.q_stop], k=k[:, part.k_start : part.k_stop],
-                 v=v[:, part.k_start : part.k_stop], out=out, lse=lse)  # fmt: skip
-    request = _request("forward", given, scale, part)
+    given = _parts(dict(q=block.q, k=block.k, v=block.v), part) | dict(out=out, lse=lse)
+    request = request_for("forward", given, block.scale, part)
     plan = None if request is None else cudnn_graph.plan(request)
     if plan is not None:
         cudnn_graph.run(plan, given)
     else:
         whole = part._replace(q_start=0, q_stop=out.shape[1], k_start=0, k_stop=given["k"].shape[1])
-        cupy.forward(given["q"], given["k"], given["v"], scale, [whole], out, lse, True)
+        cupy.forward(Block(given["q"], given["k"], given["v"], block.scale, [whole]), Result(out, lse), True)
     if lse is not place:
         strided_copy(lse, place)
 
 
-def backward(dout, q, k, v, out, lse, scale, slices, dq, dk, dv, poll=nothing, fresh=False):
-    """As host.backward."""
-    slices = [part for part in slices if out.size]
-    given, results = _fitting_all(dout, q, k, v, out, lse), dict(dq=dq, dk=dk, dv=dv)
-    if fresh and all(x.dtype == q.dtype and _fits(x) for x in results.values()):
-        if mask.rows_once(slices, q.shape[1]) and mask.once(_keys(slices), k.shape[1]):
-            calls = [_calls(given, scale, part, _parts(results, part)) for part in slices]
+class _Pass(NamedTuple):
+    """A backward over the slices that have rows, with arrays that cuDNN takes."""
+
+    block: Block
+    dout: DeviceArray
+    result: Result
+
+    def calls(self, part: Slice, found: Named) -> list[_Call]:
+        """The calls for one slice: one, or some heads in each. `found` are dq, dk and dv of its rows and keys."""
+        block, lse = self.block, self.result.lse[:, :, part.q_start : part.q_stop]
+        whole = dict(dout=self.dout, q=block.q, k=block.k, v=block.v, out=self.result.out)
+        given = _parts(whole, part) | found | dict(lse=lse if lse.flags.c_contiguous else copied(lse))
+        batch, seq, heads, _ = given["q"].shape
+        keys, kv_heads = given["k"].shape[1:3]
+        group, together, calls = heads // kv_heads, kv_heads, []
+        if deterministic():
+            together = min(kv_heads, max(1, DETERMINISTIC_BYTES // (2 * batch * group * seq * keys)))
+        for first in range(0, kv_heads, together):
+            named = given if together == kv_heads else _some_heads(given, first, together, group)
+            request = request_for("backward", named, block.scale, part)
+            plan = None if request is None else cudnn_graph.plan(request)
+            if request is not None and request.padded:
+                named = named | _lengths(batch, seq, keys)
+            calls.append(_Call(named, plan))
+        return calls
+
+    def add(self, sums: Gradients) -> None:
+        """Add what each slice gives to `sums`."""
+        for part in self.block.slices:
+            places = _parts(sums._asdict(), part)
+            found = _empty_like(places, self.block.q.dtype)
+            calls = self.calls(part, found)
+            if _ready(calls):
+                _run(calls)
+                for name, place in places.items():
+                    strided_copy(found[name], place, add=True)
+            else:
+                alone = replace(self.block, slices=[part], poll=no_poll)
+                cupy.backward(alone, self.dout, self.result, sums)
+            self.block.poll()
+
+
+class _Call(NamedTuple):
+    """The arrays of one call by name, and its plan; None if cuDNN does not do it."""
+
+    given: Named
+    plan: cudnn_graph.Plan | None
+
+
+def backward(block: Block, dout: DeviceArray, result: Result, gradients: Gradients, overwrite: bool = False) -> None:
+    """As `AttentionKernel.backward`."""
+    work = _backward_pass(block, dout, result)
+    slices, names = work.block.slices, gradients._asdict()
+    if overwrite and all(x.dtype == block.q.dtype and fits(x) for x in gradients):
+        if mask.each_row_once(slices, block.q.shape[1]) and mask.covers_once(_keys(slices), block.k.shape[1]):
+            calls = [work.calls(part, _parts(names, part)) for part in slices]
             if all(map(_ready, calls)):
                 for each in calls:
                     _run(each)
-                    poll()
+                    block.poll()
                 return
-    sums = results
-    if fresh:
-        sums = {name: arrays.zeros(x.shape, lse.dtype, "cuda") for name, x in results.items()}
-    _add_gradients(given, scale, slices, sums, poll)
-    if fresh:
-        for name, result in results.items():
-            strided_copy(sums[name], result)
+    if not overwrite:
+        work.add(gradients)
+        return
+    sums = Gradients(*(arrays.zeros(x.shape, result.lse.dtype, "cuda") for x in gradients))
+    work.add(sums)
+    for found, target in zip(sums, gradients):
+        strided_copy(found, target)
 
 
-def block_gradients(dout, q, k, v, out, lse, scale, slices, dq, poll=nothing):
-    """As results.block_gradients; dk and dv are of the dtype of q where no key is in two slices."""
-    slices = [part for part in slices if out.size]
-    given, ranges = _fitting_all(dout, q, k, v, out, lse), _keys(slices)
-    if mask.apart(ranges):
-        make = arrays.empty if mask.once(ranges, k.shape[1]) else arrays.zeros
-        found = {name: make(x.shape, q.dtype, "cuda") for name, x in (("dk", k), ("dv", v))}
-        results = [_parts(found, part) | _empty_like(_parts(dict(dq=dq), part), q.dtype) for part in slices]
-        calls = [_calls(given, scale, part, parts) for part, parts in zip(slices, results)]
+def block_gradients(
+    block: Block, dout: DeviceArray, result: Result, dq: DeviceArray
+) -> tuple[DeviceArray, DeviceArray]:
+    """As `AttentionKernel.block_gradients`; dk and dv are of the dtype of q if no key is in two slices."""
+    work = _backward_pass(block, dout, result)
+    slices, dtype = work.block.slices, block.q.dtype
+    ranges = _keys(slices)
+    if mask.disjoint(ranges):
+        make = arrays.empty if mask.covers_once(ranges, block.k.shape[1]) else arrays.zeros
+        dk, dv = (make(x.shape, dtype, "cuda") for x in (block.k, block.v))
+        results = [_parts(dict(dk=dk, dv=dv), part) | _empty_like(_parts(dict(dq=dq), part), dtype) for part in slices]
+        calls = [work.calls(part, parts) for part, parts in zip(slices, results)]
         if all(map(_ready, calls)):
             for each, part, parts in zip(calls, slices, results):
                 _run(each)
                 strided_copy(parts["dq"], dq[:, part.q_start : part.q_stop], add=True)
-                poll()
-            return found["dk"], found["dv"]
-    sums = {name: arrays.zeros(x.shape, lse.dtype, "cuda") for name, x in (("dk", k), ("dv", v))}
-    _add_gradients(given, scale, slices, dict(dq=dq) | sums, poll)
-    return sums["dk"], sums["dv"]
+                block.poll()
+            return dk, dv
+    dk, dv = (arrays.zeros(x.shape, result.lse.dtype, "cuda") for x in (block.k, block.v))
+    work.add(Gradients(dq, dk, dv))
+    return dk, dv
 
 
-def _add_gradients(given, scale, slices, sums, poll):
-    """Add what each slice gives to each of `sums`."""
-    for part in slices:
-        places = _parts(sums, part)
-        found = _empty_like(places, given["q"].dtype)
-        calls = _calls(given, scale, part, found)
-        if _ready(calls):
-            _run(calls)
-            for name, place in places.items():
-                strided_copy(found[name], place, add=True)
-        else:
-            cupy.backward(given["dout"], given["q"], given["k"], given["v"], given["out"], given["lse"], scale, [part],
-                          sums["dq"], sums["dk"], sums["dv"])  # fmt: skip
-        poll()
+def _backward_pass(block: Block, dout: DeviceArray, result: Result) -> _Pass:
+    slices = [part for part in block.slices if result.out.size]
+    block = replace(_fitting_block(block), slices=slices)
+    return _Pass(block, _fitting(dout), result._replace(out=_fitting(result.out)))
 
 
-def _fitting_all(dout, q, k, v, out, lse) -> dict:
-    return dict(dout=_fitting(dout), q=_fitting(q), k=_fitting(k), v=_fitting(v), out=_fitting(out), lse=lse)
+def _fitting_block(block: Block) -> Block:
+    return replace(block, q=_fitting(block.q), k=_fitting(block.k), v=_fitting(block.v))
 
 
-def _keys(slices) -> list[tuple[int, int]]:
+def _fitting(x: DeviceArray) -> DeviceArray:
+    return x if fits(x) else copied(x)
+
+
+def _keys(slices: Sequence[Slice]) -> list[tuple[int, int]]:
     return [(part.k_start, part.k_stop) for part in slices]
 
 
-def _parts(given, part) -> dict:
-    """The part of the sequence of each array that a slice is about."""
+def _parts(given: Named, part: Slice) -> Named:
+    """The rows or keys of a slice of each array."""
     rows, keys = slice(part.q_start, part.q_stop), slice(part.k_start, part.k_stop)
     return {name: x[:, keys if name in OF_KEYS else rows] for name, x in given.items()}
 
 
-def _empty_like(given, kind) -> dict:
-    return {name: arrays.empty(x.shape, kind, "cuda") for name, x in given.items()}
+def _empty_like(given: Named, dtype: np.dtype) -> Named:
+    return {name: arrays.empty(x.shape, dtype, "cuda") for name, x in given.items()}
 
 
-def _ready(calls) -> bool:
-    return all(plan is not None for _, plan in calls)
+def _ready(calls: Sequence[_Call]) -> bool:
+    return all(call.plan is not None for call in calls)
 
 
-def _run(calls):
-    for arguments, plan in calls:
-        cudnn_graph.run(plan, arguments)
+def _run(calls: Sequence[_Call]) -> None:
+    for given, plan in calls:
+        if plan is not None:
+            cudnn_graph.run(plan, given)
 
 
-def _calls(given, scale, part, found) -> list[tuple]:
-    """[(arrays of a call, plan or None), ...] for the backward of one slice: one call, or some heads in each.
-
-    `found` are the places for dq, dk and dv of the rows and keys of the slice.
-    """
-    lse = given["lse"][:, :, part.q_start : part.q_stop]
-    arguments = _parts({name: x for name, x in given.items() if name != "lse"}, part) | found
-    arguments["lse"] = lse if lse.flags.c_contiguous else copied(lse)
-    batch, seq, heads, _ = arguments["q"].shape
-    keys, kv_heads = arguments["k"].shape[1:3]
-    group, together, calls = heads // kv_heads, kv_heads, []
-    if deterministic():
-        together = min(kv_heads, max(1, DETERMINISTIC_BYTES // (2 * batch * group * seq * keys)))
-    for first in range(0, kv_heads, together):
-        call = arguments if together == kv_heads else _some_heads(arguments, first, together, group)
-        request = _request("backward", call, scale, part)
-        plan = None if request is None else cudnn_graph.plan(request)
-        if request is not None and request.padded:
-            call = call | _lengths(batch, seq, keys)
-        calls.append((call, plan))
-    return calls
-
-
-def _some_heads(arguments, first, count, group) -> dict:
+def _some_heads(given: Named, first: int, count: int, group: int) -> Named:
     """The arrays of `count` key heads, and of the query heads that see them."""
     theirs, own = slice(first, first + count), slice(first * group, (first + count) * group)
-    call = {name: x[:, :, theirs if name in OF_KEYS else own] for name, x in arguments.items() if name != "lse"}
-    return call | dict(lse=copied(arguments["lse"][:, own]))
+    call = {name: x[:, :, theirs if name in OF_KEYS else own] for name, x in given.items() if name != "lse"}
+    return call | dict(lse=copied(given["lse"][:, own]))
 
 
-def deterministic() -> bool:
-    """Whether MPIPIPE_DETERMINISTIC asks for the same bits in every run."""
-    return os.environ.get(DETERMINISTIC, "") not in ("", "0")
-
-
-def _request(direction, given, scale, part) -> Request | None:
-    """What to ask of cuDNN for one slice; None for what it is known not to do."""
-    seq, keys = given["q"].shape[1], given["k"].shape[1]
-    band = part.low is not None
-    back = direction == "backward"
-    if (back and seq == keys == 1) or (part.high is not None and part.high < 0) or (band and part.low > 0):
-        return None
-    if band and (seq > keys or _version() == (9, 14, 0)):  # windows are wrong in 9.14.0
-        return None
-    # Hopper's backward gives NaN for rows of very negative log-sum-exp and an odd number of half tiles of keys, unless
-    # there is a mask of padding (NVIDIA/cudnn-frontend#628, #1072)
-    padded = back and (keys % TILE != 0 or seq < TILE)
-    shapes = tuple((name, *_described(name, x)) for name, x in given.items())
-    low, high = (None if bound is None else int(bound) for bound in (part.low, part.high))
-    return Request(direction, given["q"].dtype.name, shapes, float(scale), low, high, padded, back and deterministic())
-
-
-def _version() -> tuple[int, ...]:
-    return tuple(map(int, available().reason.split()[-1].split(".")))
-
-
-def _described(name, x):
-    """(shape, strides) of an array in cuDNN's order of axes: batch, heads, seq, dim."""
-    if name == "lse":
-        batch, heads, seq = x.shape
-        return (batch, heads, seq, 1), (heads * seq, seq, 1, 1)
-    (batch, seq, heads, dim), (b, s, h, d) = x.shape, element_strides(x)
-    return (batch, heads, seq, dim), (b, h, s, d)
-
-
-def _lengths(batch, seq, keys) -> dict:
+def _lengths(batch: int, seq: int, keys: int) -> Named:
     where = arrays.cupy(), arrays.cupy().cuda.runtime.getDevice(), arrays.stream().ptr
     return dict(q_lengths=_full(batch, seq, *where), k_lengths=_full(batch, keys, *where))
 
 
 @lru_cache(maxsize=64)
-def _full(batch, length, _library, _device, _stream):
+def _full(batch: int, length: int, _library: ModuleType, _device: int, _stream: int) -> DeviceArray:
     """`length` for each batch entry, on the device."""
     return arrays.upload(np.full(batch, length, np.int32))
-
-
-def _fits(x) -> bool:
-    """Whether cuDNN takes an array as it lies in memory."""
-    apart = [stride for stride, extent in zip(x.strides[:3], x.shape) if extent > 1]
-    aligned = all(stride > 0 and stride % WORD == 0 for stride in (*apart, arrays.address(x) or WORD))
-    return aligned and (x.strides[3] == x.itemsize or x.shape[3] == 1)
-
-
-def _fitting(x):
-    return x if _fits(x) else copied(x)

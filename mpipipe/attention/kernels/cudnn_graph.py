@@ -1,4 +1,4 @@
-"""cuDNN's graphs for one call of attention, described in plain values, and a bounded store of the plans for them."""
+"""cuDNN's graphs for one call of attention: requests for them in plain values, and a bounded store of their plans."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections import OrderedDict
 from typing import Any, NamedTuple
 
 from mpipipe import arrays
+from mpipipe.arrays import DeviceArray
 from mpipipe.attention.kernels import cudnn_library
 
 KEPT = 256  # plans of one thread
@@ -18,18 +19,18 @@ INPUTS = {"forward": ("q", "k", "v"), "backward": ("q", "k", "v", "out", "dout")
 
 
 class Request(NamedTuple):
-    """What a graph does.
+    """What a graph is to do.
 
     direction : "forward" or "backward"
-    kind : name of the dtype, float16 or bfloat16
+    dtype : float16 or bfloat16
     shapes : (name, (batch, heads, seq, dim), strides in elements of these axes) of each array, as cuDNN counts axes
-    low, high : row i sees key j where low <= j - i <= high; None is no bound
-    padded : with a mask of padding, and all lengths full; the graph needs q_lengths and k_lengths then
+    low, high : row i sees key j if low <= j - i <= high; None is no bound
+    padded : with a mask of padding and all lengths full; the graph then needs q_lengths and k_lengths
     deterministic : for a backward, whether repeated calls must give the same bits
     """
 
     direction: str
-    kind: str
+    dtype: str
     shapes: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
     scale: float
     low: int | None
@@ -38,47 +39,47 @@ class Request(NamedTuple):
     deterministic: bool = False
 
 
-def build(cudnn, request: Request, handle=None, **facts):
-    """The validated graph of a request; raises what cuDNN raises for one that it refuses.
+def build(cudnn: Any, request: Request, handle: Any = None, **options: Any) -> Any:
+    """The validated graph of a request; raises what cuDNN raises if it refuses the request.
 
-    `facts` go to cudnn.pygraph: sm_version=90 stands for a GPU where there is none.
+    `options` go to cudnn.pygraph: sm_version=90 names a GPU if there is none.
     """
-    half = {"float16": cudnn.data_type.HALF, "bfloat16": cudnn.data_type.BFLOAT16}[request.kind]
+    half = {"float16": cudnn.data_type.HALF, "bfloat16": cudnn.data_type.BFLOAT16}[request.dtype]
     single = cudnn.data_type.FLOAT
     if handle is not None:
-        facts["handle"] = handle
-    graph = cudnn.pygraph(io_data_type=half, intermediate_data_type=single, compute_data_type=single, **facts)
+        options["handle"] = handle
+    graph = cudnn.pygraph(io_data_type=half, intermediate_data_type=single, compute_data_type=single, **options)
     shapes = {name: (dims, strides) for name, dims, strides in request.shapes}
 
-    def tensor(name, kind=half):
+    def tensor(name: str, dtype: Any = half) -> Any:
         dims, strides = shapes[name]
-        return graph.tensor(name=name, dim=list(dims), stride=list(strides), data_type=kind, uid=UIDS[name])
+        return graph.tensor(name=name, dim=list(dims), stride=list(strides), data_type=dtype, uid=UIDS[name])
 
-    def result(array, name, kind=half):
+    def result(array: Any, name: str, dtype: Any = half) -> None:
         dims, strides = shapes[name]
-        array.set_uid(UIDS[name]).set_output(True).set_dim(list(dims)).set_stride(list(strides)).set_data_type(kind)
+        array.set_uid(UIDS[name]).set_output(True).set_dim(list(dims)).set_stride(list(strides)).set_data_type(dtype)
 
-    options: dict[str, Any] = dict(attn_scale=request.scale, name=request.direction)
+    asked: dict[str, Any] = dict(attn_scale=request.scale, name=request.direction)
     if request.low is not None or request.high is not None:
-        options["diagonal_alignment"] = cudnn.diagonal_alignment.TOP_LEFT
+        asked["diagonal_alignment"] = cudnn.diagonal_alignment.TOP_LEFT
     if request.high is not None:
-        options["diagonal_band_right_bound"] = request.high  # hides keys j > i + bound
+        asked["diagonal_band_right_bound"] = request.high  # hides keys j > i + bound
     if request.low is not None:
-        options["diagonal_band_left_bound"] = 1 - request.low  # hides keys j <= i - bound
+        asked["diagonal_band_left_bound"] = 1 - request.low  # hides keys j <= i - bound
     if request.padded:
         for option, name in (("seq_len_q", "q_lengths"), ("seq_len_kv", "k_lengths")):
             shapes[name] = (shapes["q"][0][0], 1, 1, 1), (1, 1, 1, 1)
-            options[option] = tensor(name, cudnn.data_type.INT32)
-        options["use_padding_mask"] = True
+            asked[option] = tensor(name, cudnn.data_type.INT32)
+        asked["use_padding_mask"] = True
     inputs = {name: tensor(name) for name in INPUTS[request.direction]}
     if request.direction == "forward":
-        out, lse = graph.sdpa(**inputs, generate_stats=True, **options)
+        out, lse = graph.sdpa(**inputs, generate_stats=True, **asked)
         result(out, "out")
         result(lse, "lse", single)
     else:
         given = dict(q=inputs["q"], k=inputs["k"], v=inputs["v"], o=inputs["out"], dO=inputs["dout"])
-        options["use_deterministic_algorithm"] = request.deterministic
-        gradients = graph.sdpa_backward(**given, stats=tensor("lse", single), **options)
+        asked["use_deterministic_algorithm"] = request.deterministic
+        gradients = graph.sdpa_backward(**given, stats=tensor("lse", single), **asked)
         for array, name in zip(gradients, ("dq", "dk", "dv")):
             result(array, name)
     graph.validate()
@@ -93,45 +94,47 @@ class Plan(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Plans that were found ready, plans that were built, and plans kept now, by this thread."""
+    """This thread's plans: how many were found ready, were built, and are kept now."""
 
     hits: int
     built: int
     kept: int
 
 
-_local = threading.local()
+class _Store(threading.local):
+    """A thread's plans by device and request, oldest first, and its counts."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.plans: OrderedDict[tuple, Plan | None] = OrderedDict()
+        self.hits = self.built = 0
 
 
-def _store() -> dict[str, Any]:
-    """This thread's plans by device and request, oldest first, and its counts."""
-    if not hasattr(_local, "store"):
-        _local.store = {"plans": OrderedDict(), "hits": 0, "built": 0}
-    return _local.store
+_store = _Store()
 
 
 def counts() -> Counts:
-    """What became of this thread's requests so far."""
-    store = _store()
-    return Counts(store["hits"], store["built"], len(store["plans"]))
+    """This thread's counts so far."""
+    return Counts(_store.hits, _store.built, len(_store.plans))
 
 
-def clear():
-    """Forget this thread's plans, and begin counting anew."""
-    vars(_local).clear()
+def clear() -> None:
+    """Drop this thread's plans, and start its counts from 0."""
+    _store.clear()
 
 
 def plan(request: Request) -> Plan | None:
-    """The plan for a request on the current GPU; None where cuDNN refuses it, which is told once."""
+    """The plan for a request on the current GPU; None if cuDNN refuses the request, with one warning."""
     cudnn = cudnn_library.library()
     key = cudnn, arrays.cupy().cuda.runtime.getDevice(), request
-    store = _store()
-    plans = store["plans"]
+    plans = _store.plans
     if key in plans:
-        store["hits"] += 1
+        _store.hits += 1
         plans.move_to_end(key)
         return plans[key]
-    store["built"] += 1
+    _store.built += 1
     try:
         graph = build(cudnn, request, cudnn_library.handle())
         graph.build_operation_graph()
@@ -148,9 +151,9 @@ def plan(request: Request) -> Plan | None:
     return made
 
 
-def run(ready: Plan, given: dict):
+def run(ready: Plan, given: dict[str, DeviceArray]) -> None:
     """Put a plan on the current stream; `given` are the device arrays by name."""
     workspace = arrays.empty(ready.workspace, arrays.dtype("uint8"), "cuda") if ready.workspace else None
     pointers = {UIDS[name]: int(arrays.address(array)) for name, array in given.items()}
-    # addresses and no arrays: the package would convert arrays by DLPack, which waits for the device, and import torch
+    # Addresses instead of arrays: the package would import torch and convert arrays by DLPack, which waits for the GPU.
     ready.graph.execute(pointers, arrays.address(workspace) if ready.workspace else 0, handle=cudnn_library.handle())

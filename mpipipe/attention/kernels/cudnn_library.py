@@ -1,4 +1,4 @@
-"""cuDNN through NVIDIA's Python package `cudnn` (nvidia-cudnn-frontend): whether it is usable, and its handles."""
+"""cuDNN by NVIDIA's Python package `cudnn` (nvidia-cudnn-frontend): whether it is usable, and its handles."""
 
 from __future__ import annotations
 
@@ -18,14 +18,19 @@ INSTALL = "pip install 'nvidia-cudnn-frontend>=1.18,<1.27' nvidia-cudnn-cu13"
 
 
 class Verdict(NamedTuple):
-    """Whether cuDNN is usable, and why: its version where it is, what is missing where it is not."""
+    """Whether cuDNN is usable.
+
+    reason : its version in words, or what is missing
+    version : (major, minor, patch); empty if the library cannot be loaded
+    """
 
     usable: bool
     reason: str
+    version: tuple[int, ...] = ()
 
 
 def available() -> Verdict:
-    """Whether attention by cuDNN is there. Needs no GPU."""
+    """Whether attention by cuDNN is usable. Needs no GPU."""
     return _looked_up(sys.modules.get("cudnn"))
 
 
@@ -39,17 +44,19 @@ def _looked_up(_loaded: ModuleType | None) -> Verdict:
         version = _version(cudnn)
     except Exception as error:
         return Verdict(False, f"the library libcudnn.so.9 cannot be loaded ({error}); {INSTALL}")
-    text = f"cuDNN {version // 10000}.{version // 100 % 100}.{version % 100}"
+    numbers = version // 10000, version // 100 % 100, version % 100
+    text = f"cuDNN {'.'.join(map(str, numbers))}"
     if version < OLDEST:
-        return Verdict(False, f"{text} is too old, its attention has known errors: 9.11.0 or newer is needed")
-    return Verdict(True, text)
+        reason = f"{text} is too old, its attention has known errors: 9.11.0 or newer is needed"
+        return Verdict(False, reason, numbers)
+    return Verdict(True, text, numbers)
 
 
-def _version(cudnn) -> int:
+def _version(cudnn: Any) -> int:
     try:
         return cudnn.backend_version()
     except Exception:
-        # the package looks in the site-packages of the interpreter alone, not in those of a user or beneath a venv
+        # the package looks only in the interpreter's own site-packages, not in a user's or in those beneath a venv
         found = find_spec("nvidia.cudnn") if find_spec("nvidia") else None
         for place in found.submodule_search_locations or [] if found else []:
             for file in sorted(Path(place).glob("lib/libcudnn.so.*")):
@@ -59,22 +66,27 @@ def _version(cudnn) -> int:
 
 
 def library() -> Any:
-    """The module cudnn; only where `available()`."""
+    """The module cudnn; call it only if `available().usable`."""
     import cudnn
 
     return cudnn
 
 
-_local = threading.local()
+class _Handles(threading.local):
+    """A thread's handles by library, device and stream."""
+
+    def __init__(self) -> None:
+        self.made: dict[tuple, Any] = {}
 
 
-def handle():
+_handles = _Handles()
+
+
+def handle() -> Any:
     """cuDNN's handle for the current GPU, stream and thread."""
-    if not hasattr(_local, "handles"):
-        _local.handles = {}
     key = library(), arrays.cupy().cuda.runtime.getDevice(), arrays.stream().ptr
-    if key not in _local.handles:
+    if key not in _handles.made:
         made = library().create_handle()
         library().set_stream(handle=made, stream=key[2])
-        _local.handles[key] = made
-    return _local.handles[key]
+        _handles.made[key] = made
+    return _handles.made[key]

@@ -1,30 +1,32 @@
 """Exact attention on the host, in tiles that stay in cache.
 
-Each (batch entry, key head) is one problem. The query heads that share the key head are rows of it, side by side (row
-i g + h is query i of head h of the group), so keys and values are never repeated.
+Each (batch entry, key head) is one problem. The query heads that share the key head are its rows, side by side: row
+i g + h is query i of head h of the group. So keys and values are never repeated.
 
 Two things keep passes over the scores few:
 
 - A row is normalised by an upper bound of its scores instead of their maximum: m_i = |q_i| max_j |k_j|
-  (Cauchy-Schwarz; q carries the scale). The bound rides in the matrix product as one more column (q_i, -m_i) (k_j, 1),
-  so there is no pass for the maximum, none to subtract it, and no rescaling between tiles. Scores lie in [-m_i, m_i],
-  so the exponentials stay above exp(-2 m_i), which must be a normal number: otherwise the online maximum is used
-  (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018).
-- The backward knows the log-sum-exp L_i of each row, and exp(s_ij - L_i) <= 1 are the final probabilities P. L_i rides
-  in the product in the same way, and so does D_i = sum(dout_i * out_i) in dP - D (Dao, "FlashAttention-2", 2023,
+  (Cauchy-Schwarz; q carries the scale). The bound is one more column of the matrix product, (q_i, -m_i) (k_j, 1). No
+  pass looks for the maximum or subtracts it, and nothing is rescaled between tiles. Scores lie in [-m_i, m_i], so the
+  exponentials stay above exp(-2 m_i). If that is no normal number, the online maximum is used instead (Milakov and
+  Gimelshein, "Online normalizer calculation for softmax", 2018).
+- The backward knows the log-sum-exp L_i of each row: exp(s_ij - L_i) <= 1 are the final probabilities P. L_i is one
+  more column of the product too, and so is D_i = sum(dout_i * out_i) in dP - D (Dao, "FlashAttention-2", 2023,
   algorithm 2): dS = P * (dP - D), dq = scale dS k, dk = dS^T (scale q), dv = P^T dout.
-
-Both work on one block of keys, in the slices that `blocks.plan` found, and add to what other blocks gave: the same
-functions serve attention on one rank and in a ring.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
-from mpipipe.attention.kernels.half_precision import upcast_halves
+from mpipipe.attention import accumulate
+from mpipipe.attention.kernels.half_precision import upcast_backward, upcast_forward
+from mpipipe.attention.kernels.interface import AttentionAccumulator, Block, Gradients, Result
+from mpipipe.attention.mask import Slice
 from mpipipe.attention.merge import merge
 
 ROWS = 128  # of one tile of scores
@@ -33,104 +35,132 @@ KEYS = 512  # columns of one tile: a tile is 256 KiB of float32
 _SAFE = {np.dtype(np.float32): 40.0, np.dtype(np.float64): 600.0}
 
 
-def nothing() -> None:
-    """The poll that does nothing."""
-
-
-@upcast_halves
-def forward(q, k, v, scale, slices, out, lse, fresh, poll=nothing):
-    """Attend to one block of keys.
-
-    Parameters
-    ----------
-    q : (batch, seq, heads, dim); k, v : (batch, keys, kv_heads, dim), (batch, keys, kv_heads, value_dim); any strides
-    slices : blocks.Slice, the parts of the block that are seen
-    out : (batch, seq, heads, value_dim), and lse : (batch, heads, seq), log-sum-exp of the scores: the result over the
-        blocks so far, to which this one is merged; (0, -inf) where there is none
-    fresh : whether each row is in exactly one slice and no block came before, so that results are set: out and lse hold
-        nothing yet, and out may be of the dtype of q
-    poll : called after each tile
-
-    All arrays are of one dtype, but out and lse are of its accumulator dtype: float32 for half precision.
-    """
+@upcast_forward
+def forward(block: Block, result: Result, overwrite: bool) -> None:
+    """As `AttentionKernel.forward`."""
+    q, k, v = block.q, block.k, block.v
+    out, lse = result
     kv_heads = k.shape[2]
     group = q.shape[2] // kv_heads
     for b in range(q.shape[0]):
         for h in range(kv_heads):
             own = slice(h * group, (h + 1) * group)
-            for part in slices:
+            for part in block.slices:
                 rows, keys = slice(part.q_start, part.q_stop), slice(part.k_start, part.k_stop)
-                heads = q[b, rows, own], k[b, keys, h], v[b, keys, h]
-                _forward_head(*heads, scale, part, out[b, rows, own], lse[b, own, rows], fresh, poll)
+                arrays = q[b, rows, own], k[b, keys, h], v[b, keys, h]
+                found, found_lse = _forward_head(*arrays, block.scale, part, block.poll)
+                if overwrite:
+                    out[b, rows, own], lse[b, own, rows] = found, found_lse.T
+                else:
+                    merge(out[b, rows, own], lse[b, own, rows].T, found, found_lse)
 
 
-@upcast_halves
-def backward(dout, q, k, v, out, lse, scale, slices, dq, dk, dv, poll=nothing, fresh=False):
-    """Add the gradients that one block of keys gives to dq, dk and dv, which are of the dtype of lse.
-
-    Shapes as for `forward`; out, of the dtype of q, and lse are the results over all blocks. `fresh`: this is the only
-    block, and dq, dk and dv are set: they hold nothing yet, and may be of the dtype of q.
-    """
-    if fresh:
-        for gradient in (dq, dk, dv):
+@upcast_backward
+def backward(block: Block, dout: np.ndarray, result: Result, gradients: Gradients, overwrite: bool = False) -> None:
+    """As `AttentionKernel.backward`."""
+    q, k, v = block.q, block.k, block.v
+    out, lse = result
+    dq, dk, dv = gradients
+    if overwrite:
+        for gradient in gradients:
             gradient.fill(0)
     kv_heads = k.shape[2]
     group = q.shape[2] // kv_heads
     for b in range(q.shape[0]):
         for h in range(kv_heads):
             own = slice(h * group, (h + 1) * group)
-            for part in slices:
+            for part in block.slices:
                 rows, keys = slice(part.q_start, part.q_stop), slice(part.k_start, part.k_stop)
-                queries = _with_column(q[b, rows, own], scale, _hidden_if_empty(lse[b, own, rows]).T)
                 delta = np.vecdot(dout[b, rows, own], out[b, rows, own])
-                gradients = _with_column(dout[b, rows, own], 1, -delta)
-                block = _with_column(k[b, keys, h, None], 1, 1), _with_column(v[b, keys, h, None], 1, 1)
-                results = dq[b, rows, own], dk[b, keys, h], dv[b, keys, h]
-                _backward_head(queries, gradients, block, group, scale, part, results, poll)
+                factors = _Factors(
+                    _with_column(q[b, rows, own], block.scale, _hidden_if_empty(lse[b, own, rows]).T),
+                    _with_column(dout[b, rows, own], 1, -delta),
+                    _with_column(k[b, keys, h, None], 1, 1),
+                    _with_column(v[b, keys, h, None], 1, 1),
+                )
+                head = Gradients(dq[b, rows, own], dk[b, keys, h], dv[b, keys, h])
+                _backward_head(factors, part, block.scale, head, block.poll)
 
 
-def _hidden_if_empty(lse):
+def make_accumulator(q: np.ndarray, v: np.ndarray, overwrite: bool) -> AttentionAccumulator:
+    """As `AttentionKernel.make_accumulator`."""
+    return accumulate.InPlaceAccumulator(forward, q, v, overwrite)
+
+
+def block_gradients(block: Block, dout: np.ndarray, result: Result, dq: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """As `AttentionKernel.block_gradients`."""
+    return accumulate.block_gradients(backward, block, dout, result, dq)
+
+
+def _hidden_if_empty(lse: np.ndarray) -> np.ndarray:
     """-lse, and -inf for a row that sees nothing, whose probabilities are then 0."""
     return np.where(np.isneginf(lse), lse, -lse)
 
 
-def _forward_head(q, k, v, scale, part, out, lse, fresh, poll):
-    """One key head and slice: q (seq, group, dim), k and v (keys, dim), out (seq, group, dim), lse (group, seq)."""
+class _Rows(NamedTuple):
+    """Rows of queries and what the forward finds for them, relative to `row_max`."""
+
+    queries: np.ndarray  # scaled; the last column is the bound, negative
+    acc: np.ndarray  # output, not normalised
+    row_sum: np.ndarray  # of the exponentials
+    row_max: np.ndarray  # the bound, or the running maximum
+
+
+class _Keys(NamedTuple):
+    """Keys and values of one head."""
+
+    keys: np.ndarray  # the last column is 1
+    values: np.ndarray
+    ones: np.ndarray
+
+
+class _Factors(NamedTuple):
+    """Factors of the products of the backward, as rows with one more column."""
+
+    queries: np.ndarray
+    gradients: np.ndarray  # of the output
+    keys: np.ndarray
+    values: np.ndarray
+
+
+def _forward_head(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float, part: Slice, poll: Callable[[], object]
+) -> tuple[np.ndarray, np.ndarray]:
+    """One key head and slice: q (seq, group, dim), k and v (keys, dim).
+
+    Returns out (seq, group, value_dim) and lse (seq, group).
+    """
     seq, group, dim = q.shape
     width = v.shape[1]
     queries = _with_column(q, scale, 0)
-    top = np.sqrt(np.vecdot(queries[:, :dim], queries[:, :dim]))[:, None]
-    np.multiply(top, np.sqrt(np.vecdot(k, k).max()), out=top)
-    np.negative(top, out=queries[:, dim:])
-    keys, ones = _with_column(k[:, None], 1, 1), np.ones((KEYS, 1), k.dtype)
-    values = np.ascontiguousarray(v)
-    acc, total = np.empty((seq * group, width), q.dtype), np.empty((seq * group, 1), q.dtype)
-    tile = _bounded if 2 * top.max() < _SAFE[q.dtype] else _online
-    for start, stop, first, end in _row_tiles(part, group):
-        rows = slice(start * group, stop * group)
-        mask = _Mask(part, group, start, q.dtype)
-        tile(queries[rows], keys, values, ones, mask, first, end, acc[rows], total[rows], top[rows])
+    row_max = np.sqrt(np.vecdot(queries[:, :dim], queries[:, :dim]))[:, None]
+    np.multiply(row_max, np.sqrt(np.vecdot(k, k).max()), out=row_max)  # a bound of the maximum
+    np.negative(row_max, out=queries[:, dim:])
+    acc, row_sum = np.empty((seq * group, width), q.dtype), np.empty((seq * group, 1), q.dtype)
+    keys = _Keys(_with_column(k[:, None], 1, 1), np.ascontiguousarray(v), np.ones((KEYS, 1), k.dtype))
+    attend = _bounded if 2 * row_max.max() < _SAFE[q.dtype] else _online
+    for tile in _tiles(part, group, q.dtype):
+        at = tile.rows
+        attend(_Rows(queries[at], acc[at], row_sum[at], row_max[at]), keys, tile)
         poll()
-    np.divide(acc, total, out=acc)
-    np.log(total, out=total)
-    np.add(total, top, out=total)
-    found, found_lse = acc.reshape(seq, group, width), total.reshape(seq, group)
-    if fresh:
-        out[...], lse[...] = found, found_lse.T
-    else:
-        merge(out, lse.T, found, found_lse)
+    np.divide(acc, row_sum, out=acc)
+    np.log(row_sum, out=row_sum)
+    np.add(row_sum, row_max, out=row_sum)
+    return acc.reshape(seq, group, width), row_sum.reshape(seq, group)
 
 
-def _backward_head(queries, gradients, block, group, scale, part, results, poll):
-    """One key head and slice: the first four as rows with their extra column; dq (seq, group, dim), dk (keys, dim)."""
-    (keys, values), (dq, dk, dv) = block, results
-    seq, _, dim = dq.shape
+def _backward_head(
+    factors: _Factors, part: Slice, scale: float, gradients: Gradients, poll: Callable[[], object]
+) -> None:
+    """One key head and slice: dq (seq, group, dim), dk (keys, dim), dv (keys, value_dim)."""
+    dq, dk, dv = gradients
+    seq, group, dim = dq.shape
     dqueries = np.empty((seq * group, dim), dq.dtype)
-    dkeys, dvalues = np.zeros((len(keys), dim), dq.dtype), np.zeros((len(keys), dv.shape[1]), dq.dtype)
-    for start, stop, first, end in _row_tiles(part, group):
-        rows = slice(start * group, stop * group)
-        mask = _Mask(part, group, start, dq.dtype)
-        _backward_tile(queries[rows], gradients[rows], keys, values, mask, first, end, dqueries[rows], dkeys, dvalues)
+    dkeys, dvalues = np.zeros((len(dk), dim), dq.dtype), np.zeros((len(dv), dv.shape[1]), dq.dtype)
+    for tile in _tiles(part, group, dq.dtype):
+        at = tile.rows
+        rows = _Factors(factors.queries[at], factors.gradients[at], factors.keys, factors.values)
+        _backward_tile(rows, tile, Gradients(dqueries[at], dkeys, dvalues))
         poll()
     np.multiply(dqueries, scale, out=dqueries)
     np.add(dq, dqueries.reshape(dq.shape), out=dq)
@@ -138,8 +168,8 @@ def _backward_head(queries, gradients, block, group, scale, part, results, poll)
     np.add(dv, dvalues, out=dv)
 
 
-def _with_column(x, scale, value):
-    """x (seq, group, dim) times `scale` as rows (seq * group, dim + 1), the last column being `value`."""
+def _with_column(x: np.ndarray, scale: float, value: np.ndarray | float) -> np.ndarray:
+    """x (seq, group, dim) times `scale` as rows (seq * group, dim + 1) whose last column is `value`."""
     seq, group, dim = x.shape
     rows = np.empty((seq, group, dim + 1), x.dtype)
     np.multiply(x, scale, out=rows[..., :dim])
@@ -147,20 +177,9 @@ def _with_column(x, scale, value):
     return rows.reshape(seq * group, dim + 1)
 
 
-def _row_tiles(part, group):
-    """(start, stop, first, end) of each tile of queries: rows start ... stop - 1 see keys first ... end - 1 at most."""
-    seq, keys = part.q_stop - part.q_start, part.k_stop - part.k_start
-    step = max(1, ROWS // group)
-    for start in range(0, seq, step):
-        stop = min(start + step, seq)
-        first = 0 if part.low is None else max(0, start + part.low)
-        end = keys if part.high is None else min(keys, stop + part.high)
-        yield start, stop, first, end
-
-
 @lru_cache(maxsize=64)
-def _corner(group, dtype, upper):
-    """0 where row r of a tile sees column c of a square, else -inf: c <= r where `upper` bounds keys, c >= r else."""
+def _corner(group: int, dtype: np.dtype, upper: bool) -> np.ndarray:
+    """A square: 0 if row r of a tile sees column c, else -inf. It does if c <= r with `upper`, if c >= r without."""
     step = max(1, ROWS // group)
     seen = np.tri(step, dtype=bool)
     square = np.where(seen if upper else seen.T, dtype.type(0), dtype.type(-np.inf)).repeat(group, axis=0)
@@ -168,75 +187,94 @@ def _corner(group, dtype, upper):
     return square
 
 
-class _Mask:
-    """Adds -inf to the hidden keys of a tile of rows from `start`.
+class _Tile:
+    """Queries start ... stop - 1 of a slice, which see keys first ... end - 1 at most.
 
-    Before the exponential, not after: the exponent of a hidden key may be anything, and its exponential overflow.
+    rows : their rows, `group` for each query
     """
 
-    __slots__ = ("corners",)
+    __slots__ = ("corners", "end", "first", "rows")
 
-    def __init__(self, part, group, start, dtype):
+    def __init__(self, part: Slice, group: int, start: int, stop: int, dtype: np.dtype) -> None:
+        self.rows = slice(start * group, stop * group)
+        keys = part.k_stop - part.k_start
+        self.first = 0 if part.low is None else max(0, start + part.low)
+        self.end = keys if part.high is None else min(keys, stop + part.high)
         bounds = ((part.high, True), (part.low, False))
         self.corners = [(start + bound, _corner(group, dtype, upper)) for bound, upper in bounds if bound is not None]
 
-    def hide(self, exponents, first):
-        """`exponents` (rows, keys) of keys from `first` on."""
-        end = first + exponents.shape[1]
+    def pieces(self) -> Iterator[slice]:
+        """The keys, in pieces whose scores stay in cache."""
+        for start in range(self.first, self.end, KEYS):
+            yield slice(start, min(start + KEYS, self.end))
+
+    def hide(self, scores: np.ndarray, first: int) -> None:
+        """Add -inf to the scores (rows, keys from `first` on) of hidden keys.
+
+        This comes before the exponential: the score of a hidden key may be anything, and its exponential overflow.
+        """
+        end = first + scores.shape[1]
         for column, corner in self.corners:
             low, high = max(first, column), min(end, column + corner.shape[1])
             if low < high:
-                part = exponents[:, low - first : high - first]
+                part = scores[:, low - first : high - first]
                 np.add(part, corner[: len(part), low - column : high - column], out=part)
 
 
-def _bounded(queries, keys, values, ones, mask, first, end, acc, total, _top):
-    """Unnormalised output and sum of exponentials of each row, relative to the bound in the column of `queries`."""
-    for start in range(first, end, KEYS):
-        at = slice(start, min(start + KEYS, end))
+def _tiles(part: Slice, group: int, dtype: np.dtype) -> Iterator[_Tile]:
+    seq = part.q_stop - part.q_start
+    step = max(1, ROWS // group)
+    for start in range(0, seq, step):
+        yield _Tile(part, group, start, min(start + step, seq), dtype)
+
+
+def _bounded(rows: _Rows, block: _Keys, tile: _Tile) -> None:
+    """Set `acc` and `row_sum`, relative to the bound in the last column of the queries."""
+    (queries, acc, row_sum, _), (keys, values, ones) = rows, block
+    for at in tile.pieces():
         scores = np.matmul(queries, keys[at].T)
-        mask.hide(scores, start)
+        tile.hide(scores, at.start)
         np.exp(scores, out=scores)
-        if start == first:
+        if at.start == tile.first:
             np.matmul(scores, values[at], out=acc)
-            np.matmul(scores, ones[: scores.shape[1]], out=total)
+            np.matmul(scores, ones[: scores.shape[1]], out=row_sum)
         else:
             np.add(acc, np.matmul(scores, values[at]), out=acc)
-            np.add(total, np.matmul(scores, ones[: scores.shape[1]]), out=total)
+            np.add(row_sum, np.matmul(scores, ones[: scores.shape[1]]), out=row_sum)
 
 
-def _online(queries, keys, values, ones, mask, first, end, acc, total, top):
-    """As _bounded, relative to the running maximum, which it leaves in `top`: right for scores of any size."""
-    acc[...], total[...], top[...] = 0, 0, -np.inf
-    for start in range(first, end, KEYS):
-        at = slice(start, min(start + KEYS, end))
+def _online(rows: _Rows, block: _Keys, tile: _Tile) -> None:
+    """As `_bounded`, relative to the running maximum, which ends up in `row_max`: right for scores of any size."""
+    (queries, acc, row_sum, row_max), (keys, values, ones) = rows, block
+    acc[...], row_sum[...], row_max[...] = 0, 0, -np.inf
+    for at in tile.pieces():
         scores = np.matmul(queries[:, :-1], keys[at, :-1].T)
-        mask.hide(scores, start)
-        high = np.maximum(top, scores.max(1, keepdims=True))
-        anchor = np.where(np.isneginf(high), 0, high)  # a row that sees no key of this tile, nor of those before it
-        np.subtract(scores, anchor, out=scores)
+        tile.hide(scores, at.start)
+        high = np.maximum(row_max, scores.max(1, keepdims=True))
+        safe_max = np.where(np.isneginf(high), 0, high)  # a row may have seen no key up to here
+        np.subtract(scores, safe_max, out=scores)
         np.exp(scores, out=scores)
-        shrink = np.exp(top - anchor)
-        np.multiply(acc, shrink, out=acc)
-        np.multiply(total, shrink, out=total)
+        rescale = np.exp(row_max - safe_max)
+        np.multiply(acc, rescale, out=acc)
+        np.multiply(row_sum, rescale, out=row_sum)
         np.add(acc, np.matmul(scores, values[at]), out=acc)
-        np.add(total, np.matmul(scores, ones[: scores.shape[1]]), out=total)
-        top[...] = high
+        np.add(row_sum, np.matmul(scores, ones[: scores.shape[1]]), out=row_sum)
+        row_max[...] = high
 
 
-def _backward_tile(queries, gradients, keys, values, mask, first, end, dqueries, dkeys, dvalues):
-    """Set dqueries to dS k, and add to dkeys and dvalues."""
+def _backward_tile(factors: _Factors, tile: _Tile, sums: Gradients) -> None:
+    """Set dq to dS k, and add to dk and dv."""
+    (queries, gradients, keys, values), (dqueries, dkeys, dvalues) = factors, sums
     dim, width = dqueries.shape[1], dvalues.shape[1]
-    for start in range(first, end, KEYS):
-        at = slice(start, min(start + KEYS, end))
+    for at in tile.pieces():
         weights = np.matmul(queries, keys[at].T)
-        mask.hide(weights, start)
+        tile.hide(weights, at.start)
         np.exp(weights, out=weights)
         slopes = np.matmul(gradients, values[at].T)
         np.multiply(slopes, weights, out=slopes)
         dvalues[at] += np.matmul(weights.T, gradients[:, :width])
         dkeys[at] += np.matmul(slopes.T, queries[:, :dim])
-        if start == first:
+        if at.start == tile.first:
             np.matmul(slopes, keys[at, :dim], out=dqueries)
         else:
             np.add(dqueries, np.matmul(slopes, keys[at, :dim]), out=dqueries)

@@ -1,4 +1,4 @@
-// Partial attention results over different keys become one. T: dtype of the blocks' outputs, O: of the result, A: of
+// Merge attention results over different keys into one. T: dtype of the blocks' outputs, O: of the result, A: of
 // earlier sums and of log-sum-exps, V: neighbours along dim that move together.
 
 struct Block {
@@ -12,7 +12,7 @@ extern "C" __global__ void merge(const T* out0, const A* lse0, int begin0, int e
                                  const T* out3, const A* lse3, int begin3, int end3, const A* sum, const A* sum_lse,
                                  int summed, O* out, A* lse, long long rows, int heads, int seq, int dim) {
     // With log-sum-exps L_n and M = max L_n: out = sum_n exp(L_n - M) out_n / sum_n exp(L_n - M), lse = M + log(the sum
-    // below); 0 and -inf where there is nothing. sum (batch, seq, heads, dim) and sum_lse (batch, heads, seq) are one
+    // below); 0 and -inf if there is nothing. sum (batch, seq, heads, dim) and sum_lse (batch, heads, seq) are one
     // more block, for all rows, if `summed`; out and lse have the same shapes, and may be the same memory. All
     // C-contiguous; rows = batch * seq * heads. A warp does one row.
     const Block blocks[4] = {{out0, lse0, begin0, end0}, {out1, lse1, begin1, end1},
@@ -29,11 +29,11 @@ extern "C" __global__ void merge(const T* out0, const A* lse0, int begin0, int e
         weights[n] = at >= 0 && at < length ? blocks[n].lse[(b * heads + h) * length + at] : nothing;
         top = max(top, weights[n]);
     }
-    const A anchor = top == nothing ? A(0) : top;
+    const A safe_max = top == nothing ? A(0) : top;
     A total = 0;
 #pragma unroll
     for (int n = 0; n < 5; n++) {
-        weights[n] = exp(weights[n] - anchor);
+        weights[n] = exp(weights[n] - safe_max);
         total += weights[n];
     }
 #pragma unroll
@@ -61,5 +61,5 @@ extern "C" __global__ void merge(const T* out0, const A* lse0, int begin0, int e
         *(pack<O, V>*)(out + row * dim + d) = rounded;
     }
     __syncwarp();
-    if (threadIdx.x % 32 == 0) lse[place] = top == nothing ? nothing : anchor + log(total);
+    if (threadIdx.x % 32 == 0) lse[place] = top == nothing ? nothing : safe_max + log(total);
 }

@@ -16,7 +16,7 @@ import numpy as np
 
 from mpipipe import attention
 from mpipipe.attention import cost, kernels
-from mpipipe.attention.kernels import host
+from mpipipe.attention.kernels import Block, Gradients, Result, host, no_poll
 from mpipipe.attention.layout import Layout
 from mpipipe.cli.bench.timing import compare, report
 from mpipipe.comm import runtime
@@ -66,11 +66,12 @@ def _local(kernel, seq_len, heads, dim):
     """Functions of no arguments: forward and backward of a kernel, as attention.Local calls it."""
     q, k, v, dout = _arrays(seq_len, heads, dim)
     slices, scale = Layout("contiguous", 1, seq_len).needs(0, 0), dim**-0.5
-    out, lse = np.empty_like(q), np.empty((1, heads, seq_len), q.dtype)
-    forward = partial(kernel.forward, q, k, v, scale, slices, out, lse, True)
+    block = Block(q, k, v, scale, slices)
+    result = Result(np.empty_like(q), np.empty((1, heads, seq_len), q.dtype))
+    forward = partial(kernel.forward, block, result, True)
 
     def backward():
-        kernel.backward(dout, q, k, v, out, lse, scale, slices, *(np.zeros_like(x) for x in (q, k, v)))
+        kernel.backward(block, dout, result, Gradients(*(np.zeros_like(x) for x in (q, k, v))))
 
     return forward, backward
 
@@ -89,12 +90,14 @@ def _pytorch(seq_len, heads, dim):
 def _ring(comm, repeats, seq_len, heads, dim):
     kernel = kernels.chosen()
     if kernel is not host:
-        kernel.torch.set_num_threads(1)
+        import torch
+
+        torch.set_num_threads(1)
     whole = _arrays(seq_len, heads, dim)
     layout = Layout("zigzag", comm.size, seq_len)
     shards = [layout.shard(array, comm.rank) for array in whole]
     rings = [attention.Ring(comm, rotation=rotation) for rotation in ROTATIONS]
-    alone = _calls(attention.Local(), whole) if comm.rank == 0 else (host.nothing, host.nothing)
+    alone = _calls(attention.Local(), whole) if comm.rank == 0 else (no_poll, no_poll)
     calls = [*alone, *(call for ring in rings for call in _calls(ring, shards))]
     times = compare(comm, calls, repeats, WARMUP)
     for at, direction in enumerate(("forward", "backward")):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -13,33 +12,9 @@ from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
 from mpipipe.nn.cache_blocks import rows
 from mpipipe.nn.checks import check_features, check_positive
+from mpipipe.nn.layers.attend import ForwardAndBackward, as_attend
 from mpipipe.nn.layers.layer import Layer
 from mpipipe.nn.parameters import Parameter, normal
-
-
-class Attend(Protocol):
-    """What SelfAttention attends with, such as attention.Local or attention.Ring."""
-
-    def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-        """Return (out, saved)."""
-
-    def backward(self, dout: Array, saved: Any) -> tuple[Array, Array, Array]:
-        """Return (dq, dk, dv)."""
-
-
-@runtime_checkable
-class Polled(Protocol):
-    """An attend object that calls `poll` between its tiles."""
-
-    poll: Callable[[], object]
-
-
-@runtime_checkable
-class Positioned(Protocol):
-    """An attend object with a memory, such as attention.Cached, which knows where in the sequence it stands."""
-
-    def positions(self, rows: int) -> ArrayLike:
-        """Return the positions of the next rows."""
 
 
 class SelfAttention(Layer):
@@ -93,7 +68,7 @@ class SelfAttention(Layer):
         dim: int,
         heads: int,
         kv_heads: int | None = None,
-        attend: Attend | None = None,
+        attend: ForwardAndBackward | None = None,
         positions: ArrayLike | None = None,
         rope_base: float = 10000.0,
         gain: float = 1.0,
@@ -116,8 +91,7 @@ class SelfAttention(Layer):
         }
 
     def bound(self) -> None:
-        self._polled = self.attend if isinstance(self.attend, Polled) else None
-        self._positioned = self.attend if isinstance(self.attend, Positioned) else None
+        self._attend = as_attend(self.attend)
 
     def forward(self, x: Array) -> tuple[Array, Any]:
         self._check_input(x)
@@ -126,7 +100,7 @@ class SelfAttention(Layer):
         queries_and_keys = qkv[:, :, : self.heads + self.kv_heads]
         kernels.apply_rope(queries_and_keys, self._rope_table(x.shape[1]), queries_and_keys)
         self._share_poll()
-        y, saved = self.attend.forward(*self._split(qkv))
+        y, saved = self._attend.forward(*self._split(qkv))
         y = y.reshape(len(flat), self.dim)
         return kernels.linear(y, self.out).reshape(x.shape), (flat, y, saved)
 
@@ -137,7 +111,7 @@ class SelfAttention(Layer):
         shape = (*dy.shape[:2], self._width // self.head_dim, self.head_dim)
         dqkv = arrays.empty(shape, dy.dtype, self.stage.device)
         self._share_poll()
-        turned_dq, turned_dk, given_dv = self.attend.backward(dout, kept)
+        turned_dq, turned_dk, given_dv = self._attend.backward(dout, kept)
         dq, dk, dv = self._split(dqkv)
         table = self._rope_table(dy.shape[1])
         kernels.apply_rope(turned_dq, table, dq, inverse=True)
@@ -154,17 +128,17 @@ class SelfAttention(Layer):
 
     def _share_poll(self) -> None:
         """Let the attend object keep messages moving between its tiles: attention may take long."""
-        if self.stage.poll is not None and self._polled is not None:
-            self._polled.poll = self.stage.poll
+        if self.stage.poll is not None:
+            self._attend.poll = self.stage.poll
 
     def _split(self, qkv: Array) -> tuple[Array, Array, Array]:
         first, second = self.heads, self.heads + self.kv_heads
         return qkv[:, :, :first], qkv[:, :, first:second], qkv[:, :, second:]
 
     def _rope_table(self, seq: int) -> Array:
-        positions: ArrayLike | None = self.positions
-        if positions is None and self._positioned is not None:
-            positions = self._positioned.positions(seq)
+        positions = self.positions
+        if positions is None:
+            positions = self._attend.positions(seq)
         tables = self.stage.tables
         if positions is None:
             return tables.first(seq, self.head_dim, self.rope_base)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from mpipipe import arrays, attention
 from mpipipe.attention import kernels, mask
-from mpipipe.attention.accumulate import add, assign, block_gradients, cast, total
-from mpipipe.attention.kernels.host import nothing
+from mpipipe.attention.copies import cast, strided_add, strided_copy
+from mpipipe.attention.kernels import Block, Result
 from mpipipe.cli.bench.gpu.rows import Row
 from mpipipe.cli.bench.gpu.timing import normal, seconds
 
@@ -60,17 +60,17 @@ class _Rank:
         own = self.steps[0]
         self.kernel = kernels.chosen(self.q, *own[:2])
         self.scale, self.kind = self.q.shape[3] ** -0.5, arrays.accumulator(self.q.dtype)
-        self.fresh = mask.rows_once(own[2], length)
+        self.overwrite = mask.each_row_once(own[2], length)
         self.message = [arrays.empty_like(x) for x in own[:2]]
         self.received = [arrays.empty_like(x, self.kind) for x in own[:2]]
 
     def forward(self):
         """All steps; keeps the result for the backward."""
         for place, x in zip(self.message, self.steps[0][:2]):
-            assign(place, x)
-        result = total(self.kernel, self.q, self.steps[0][1], self.fresh)
+            strided_copy(place, x)
+        result = self.kernel.make_accumulator(self.q, self.steps[0][1], self.overwrite)
         for k, v, slices in self.steps:
-            result.attend(self.q, k, v, self.scale, slices, nothing)
+            result.attend(Block(self.q, k, v, self.scale, slices))
         self.out, self.lse = result.end()
 
     def backward(self):
@@ -80,9 +80,8 @@ class _Rank:
         """
         dq = arrays.zeros(self.q.shape, self.kind, "cuda")
         for step, (k, v, slices) in enumerate(reversed(self.steps)):
-            own = block_gradients(
-                self.kernel, self.dout, self.q, k, v, self.out, self.lse, self.scale, slices, dq, nothing
-            )
+            block = Block(self.q, k, v, self.scale, slices)
+            own = self.kernel.block_gradients(block, self.dout, Result(self.out, self.lse), dq)
             for sums, part in zip(self.received, own):
-                (add if step > 0 else assign)(sums, part)
+                (strided_add if step > 0 else strided_copy)(sums, part)
         return [cast(x, self.q.dtype) for x in (dq, *self.received)]

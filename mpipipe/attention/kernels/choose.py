@@ -1,0 +1,80 @@
+"""Which kernel computes attention."""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from typing import TYPE_CHECKING, cast
+
+from mpipipe import arrays
+from mpipipe.arrays import Array
+from mpipipe.attention.kernels import cudnn_library, cudnn_request
+from mpipipe.attention.kernels.interface import AttentionKernel
+from mpipipe.errors import ArgumentError, BackendError
+
+if TYPE_CHECKING:  # mypy checks here that every module has the functions of a kernel
+    from mpipipe.attention.kernels import cudnn, cupy, host, torch_cpu
+
+    KERNELS: tuple[AttentionKernel, ...] = (host, torch_cpu, cudnn, cupy)
+
+VARIABLE = "MPIPIPE_ATTENTION"
+MODULES = {
+    "host": "mpipipe.attention.kernels.host",
+    "torch": "mpipipe.attention.kernels.torch_cpu",
+    "cudnn": "mpipipe.attention.kernels.cudnn",
+    "cupy": "mpipipe.attention.kernels.cupy",
+}
+ON_DEVICE = ("cudnn", "cupy")
+
+
+def chosen(q: Array | None = None, k: Array | None = None, v: Array | None = None) -> AttentionKernel:
+    """Return the kernel for these arrays; without arrays, the one for host arrays.
+
+    Raises ArgumentError if the variable names no kernel, or one that does not do such arrays. Raises BackendError if
+    the library that it names is not installed.
+    """
+    name = os.environ.get(VARIABLE, "")
+    if name and name not in MODULES:
+        raise ArgumentError(
+            f"{VARIABLE} names no attention kernel",
+            found=repr(name),
+            expected=" or ".join(MODULES),
+            remedy=f"unset {VARIABLE}, or set it to one of these",
+        )
+    if q is not None and k is not None and v is not None and arrays.is_device(q):
+        return _loaded(_device_kernel(name if name in ON_DEVICE else "", q, k, v))
+    name = "host" if name in ("", *ON_DEVICE) else name
+    try:
+        return _loaded(name)
+    except ModuleNotFoundError as missing:
+        if missing.name != "torch":
+            raise
+        raise BackendError(
+            f"{VARIABLE}={name} asks for PyTorch, which is not installed",
+            remedy=f"pip install torch, or unset {VARIABLE} to use the numpy kernel",
+        ) from None
+
+
+def _loaded(name: str) -> AttentionKernel:
+    return cast(AttentionKernel, import_module(MODULES[name]))
+
+
+def _device_kernel(name: str, q: Array, k: Array, v: Array) -> str:
+    if name == "cupy":
+        return name
+    found, refused = cudnn_library.available(), cudnn_request.refusal(q, k, v)
+    if name == "cudnn" and not found.usable:
+        raise BackendError(f"{VARIABLE}=cudnn asks for cuDNN: {found.reason}", remedy=f"or unset {VARIABLE}")
+    if name == "cudnn" and refused:
+        raise ArgumentError(
+            f"{VARIABLE}=cudnn asks for cuDNN, which does not do these arrays",
+            found=refused,
+            remedy=f"unset {VARIABLE}, and the CuPy kernels do what cuDNN does not",
+        )
+    return "cupy" if refused or not found.usable else "cudnn"
+
+
+def describe() -> str:
+    """One line about the kernels for a GPU in half precision: which cuDNN, or why none."""
+    found = cudnn_library.available()
+    return found.reason if found.usable else f"CuPy kernels, no cuDNN: {found.reason}"

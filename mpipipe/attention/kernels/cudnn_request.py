@@ -1,0 +1,69 @@
+"""What cuDNN's attention does, and how it is asked."""
+
+from __future__ import annotations
+
+import os
+
+from mpipipe import arrays
+from mpipipe.arrays import Array, DeviceArray, Shape
+from mpipipe.arrays.strided import element_strides
+from mpipipe.attention.kernels.cudnn_graph import Request
+from mpipipe.attention.kernels.cudnn_library import available
+from mpipipe.attention.mask import Slice
+
+DETERMINISTIC = "MPIPIPE_DETERMINISTIC"
+TILE = 128  # rows and columns of cuDNN's tiles
+WIDEST, WIDEST_MIXED = 256, 128  # head dimension; the second if values have another one than keys
+WORD = 16  # bytes: rows begin at multiples of this
+
+
+def refusal(q: Array, k: Array, v: Array) -> str:
+    """Why cuDNN does not do attention of these arrays; empty if it does."""
+    dim, width = q.shape[3], v.shape[3]
+    if not arrays.is_half(q.dtype):
+        return f"cuDNN computes attention in float16 and bfloat16, not in {q.dtype}"
+    if dim % 8 or width % 8:
+        return f"head dimensions {dim} (keys) and {width} (values) are not both multiples of 8"
+    widest = WIDEST if dim == width else WIDEST_MIXED
+    if max(dim, width) > widest:
+        return f"head dimensions {dim} (keys) and {width} (values) are above {widest}"
+    return ""
+
+
+def fits(x: DeviceArray) -> bool:
+    """Whether cuDNN takes an array as it lies in memory."""
+    apart = [stride for stride, extent in zip(x.strides[:3], x.shape) if extent > 1]
+    aligned = all(stride > 0 and stride % WORD == 0 for stride in (*apart, arrays.address(x) or WORD))
+    return aligned and (x.strides[3] == x.itemsize or x.shape[3] == 1)
+
+
+def deterministic() -> bool:
+    """Whether MPIPIPE_DETERMINISTIC asks for the same bits in every run."""
+    return os.environ.get(DETERMINISTIC, "") not in ("", "0")
+
+
+def request_for(direction: str, given: dict[str, DeviceArray], scale: float, part: Slice) -> Request | None:
+    """What to ask of cuDNN for one slice; None if cuDNN is known not to do it."""
+    seq, keys = given["q"].shape[1], given["k"].shape[1]
+    back = direction == "backward"
+    if (back and seq == keys == 1) or (part.high is not None and part.high < 0):
+        return None
+    if part.low is not None and (part.low > 0 or seq > keys):
+        return None
+    if part.low is not None and available().version == (9, 14, 0):  # windows are wrong in 9.14.0
+        return None
+    # Hopper's backward gives NaN for rows of very negative log-sum-exp and an odd number of half tiles of keys, unless
+    # there is a mask of padding (NVIDIA/cudnn-frontend#628, #1072)
+    padded = back and (keys % TILE != 0 or seq < TILE)
+    shapes = tuple((name, *_described(name, x)) for name, x in given.items())
+    low, high = (None if bound is None else int(bound) for bound in (part.low, part.high))
+    return Request(direction, given["q"].dtype.name, shapes, float(scale), low, high, padded, back and deterministic())
+
+
+def _described(name: str, x: DeviceArray) -> tuple[Shape, Shape]:
+    """(shape, strides) of an array in cuDNN's order of axes: batch, heads, seq, dim."""
+    if name == "lse":
+        batch, heads, seq = x.shape
+        return (batch, heads, seq, 1), (heads * seq, seq, 1, 1)
+    (batch, seq, heads, dim), (b, s, h, d) = x.shape, element_strides(x)
+    return (batch, heads, seq, dim), (b, h, s, d)

@@ -1,0 +1,200 @@
+"""What a rank does in one pass of a ring, and how blocks of keys and values are packed into messages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpipipe import arrays
+from mpipipe.arrays import Array
+from mpipipe.attention.copies import strided_copy
+from mpipipe.attention.layout import KINDS, Layout
+from mpipipe.attention.mask import Slice, check_scale, check_window, document_offsets, each_row_once
+from mpipipe.comm.ring_exchange import ROTATIONS
+from mpipipe.errors import ArgumentError
+
+BYTES = np.dtype(np.uint8)
+
+
+class RingOptions(NamedTuple):
+    """The options of a ring in plain types, so that equal options compare equal."""
+
+    causal: bool
+    layout: str
+    window: int | None
+    segments: tuple[int, ...] | None
+    scale: float | None
+    seq_len: int | None
+    rotation: str
+
+    @classmethod
+    def checked(
+        cls,
+        *,
+        causal: bool,
+        layout: str,
+        window: int | None,
+        segments: Any,
+        scale: float | None,
+        seq_len: int | None,
+        rotation: str,
+    ) -> RingOptions:
+        """The options as the user gave them; raises ArgumentError for one that makes no sense."""
+        check_window(causal, window)
+        check_scale(scale)
+        for name, value, known in (("layout", layout, KINDS), ("rotation", rotation, ROTATIONS)):
+            if value not in known:
+                raise ArgumentError(f"unknown {name}", found=repr(value), expected=" or ".join(known))
+        if segments is not None:
+            segments = tuple(np.asarray(segments).tolist()) if np.ndim(segments) == 1 else segments
+            if not isinstance(segments, tuple) or not all(isinstance(number, int) for number in segments):
+                raise ArgumentError("segments", found=repr(segments)[:80], expected="one axis of integers")
+        return cls(
+            bool(causal),
+            layout,
+            None if window is None else int(window),
+            segments,
+            None if scale is None else float(scale),
+            None if seq_len is None else int(seq_len),
+            rotation,
+        )
+
+    @property
+    def facts(self) -> tuple:
+        """What all ranks of a ring must have in common."""
+        return tuple(zip(self._fields, self))
+
+    @property
+    def digest(self) -> str:
+        """A short text, the same for equal options. Segments can be long."""
+        return blake2b(repr(tuple(self)).encode(), digest_size=8).hexdigest()
+
+
+class RingShapes(NamedTuple):
+    """What the arrays of all ranks of a ring have in common."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: str
+    device: str
+
+
+@dataclass(frozen=True)
+class KVMessage:
+    """How the keys and values of a rank, and their gradients, are packed.
+
+    A message is an array of bytes: the gradients of a block of keys and of values, then the keys and values of a block,
+    one array behind the other, all C-contiguous. Either half may be missing.
+
+    Attributes
+    ----------
+    shapes : of the arrays of all ranks
+    lengths : number of keys of each rank. Methods count ranks modulo the ring.
+    dtype : of keys and values
+    sum_dtype : of their gradients, which travel as sums
+    """
+
+    shapes: RingShapes
+    lengths: tuple[int, ...]
+    dtype: np.dtype
+    sum_dtype: np.dtype
+
+    def kv_bytes(self, rank: int) -> int:
+        """Bytes of the keys and values of a rank."""
+        return self._size(rank) * self.dtype.itemsize
+
+    def gradient_bytes(self, rank: int) -> int:
+        """Bytes of their gradients."""
+        return self._size(rank) * self.sum_dtype.itemsize
+
+    def empty(self, nbytes: int) -> Array:
+        """A buffer of bytes."""
+        return arrays.empty(nbytes, BYTES, self.shapes.device)
+
+    def pack(self, k: Array, v: Array, rank: int) -> Array:
+        """A new buffer with the keys and values of a rank."""
+        message = self.empty(self.kv_bytes(rank))
+        for place, x in zip(self.unpack(message, rank), (k, v)):
+            strided_copy(place, x)
+        return message
+
+    def unpack(self, message: Array, rank: int) -> tuple[Array, Array]:
+        """Views (k, v) of a buffer that begins with the keys and values of a rank."""
+        return self._views(message[: self.kv_bytes(rank)].view(self.dtype), rank)
+
+    def unpack_gradients(self, message: Array, rank: int) -> tuple[Array, Array]:
+        """Views (dk, dv) of a buffer that begins with the gradients of the keys and values of a rank."""
+        return self._views(message[: self.gradient_bytes(rank)].view(self.sum_dtype), rank)
+
+    def _size(self, rank: int) -> int:
+        """Elements of the keys and values of a rank."""
+        return self._rows(rank) * (self.shapes.head_dim + self.shapes.value_dim)
+
+    def _rows(self, rank: int) -> int:
+        """Rows of length head_dim of the keys of a rank."""
+        return self.shapes.batch * self._length(rank) * self.shapes.kv_heads
+
+    def _length(self, rank: int) -> int:
+        return self.lengths[rank % len(self.lengths)]
+
+    def _views(self, flat: Array, rank: int) -> tuple[Array, Array]:
+        head_dim, value_dim = self.shapes.head_dim, self.shapes.value_dim
+        shape = self.shapes.batch, self._length(rank), self.shapes.kv_heads
+        middle = self._rows(rank) * head_dim
+        return flat[:middle].reshape(*shape, head_dim), flat[middle:].reshape(*shape, value_dim)
+
+
+@dataclass(frozen=True)
+class RingPlan:
+    """What one rank does in a forward or backward.
+
+    Attributes
+    ----------
+    steps : ring steps
+    slices : for each ring step t, what this rank's queries need of the keys of rank r - t
+    overwrite : whether each row of queries lies in exactly one slice of the first step
+    message : how keys, values and their gradients travel
+    """
+
+    steps: int
+    slices: tuple[list[Slice], ...]
+    overwrite: bool
+    message: KVMessage
+
+
+def make_plan(options: RingOptions, shapes: RingShapes, rank: int, rows: list[int], keys: list[int]) -> RingPlan:
+    """The plan of a rank, from the numbers of rows and keys of all ranks; raises ArgumentError if they do not fit."""
+    size = len(rows)
+    queries = _layout(options.layout, rows, "queries", options.seq_len)
+    others = queries if keys == rows else _layout(options.layout, keys, "keys")
+    documents = document_offsets(options.segments, queries.seq_len)
+    if documents is not None and others is not queries:
+        raise ArgumentError("segments need queries and keys of one sequence", found=f"rows {rows}, keys {keys}")
+    view = options.causal, options.window, documents, None if others is queries else others
+    steps = queries.steps(*view)
+    slices = tuple(queries.needs(rank, (rank - step) % size, *view) for step in range(steps))
+    dtype = arrays.dtype(shapes.dtype)
+    message = KVMessage(shapes, tuple(keys), dtype, arrays.accumulator(dtype))
+    return RingPlan(steps, slices, each_row_once(slices[0], rows[rank]), message)
+
+
+def _layout(kind: str, rows: list[int], name: str, seq_len: int | None = None) -> Layout:
+    """The layout with these numbers of rows."""
+    layout = Layout(kind, len(rows), sum(rows))
+    expected = [layout.length(rank) for rank in range(len(rows))]
+    if rows != expected or seq_len not in (None, sum(rows)):
+        total = sum(rows) if seq_len is None else seq_len
+        wanted = Layout(kind, len(rows), total)
+        raise ArgumentError(
+            f"the shards of {name} do not cover the sequence",
+            found=f"{rows} rows on the ranks",
+            expected=f"{[wanted.length(r) for r in range(len(rows))]}, the {kind} shards of {total} positions",
+            remedy="cut the sequence with attention.Layout(...).shard",
+        )
+    return layout

@@ -1,0 +1,93 @@
+"""What SelfAttention attends with: the interface, and an adapter for objects that have only a part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from mpipipe.arrays import Array
+
+
+@runtime_checkable
+class Attend(Protocol):
+    """Attention over one sequence, or over a part of a sequence that is spread over ranks.
+
+    poll : called while attention computes, to keep messages moving; SelfAttention sets it
+    """
+
+    poll: Callable[[], object]
+
+    def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+        """Return (out, saved) for arrays (batch, seq, heads, head_dim)."""
+
+    def backward(self, dout: Array, saved: Any) -> tuple[Array, Array, Array]:
+        """Return (dq, dk, dv)."""
+
+    def positions(self, rows: int) -> np.ndarray | None:
+        """Return the positions of the next `rows` rows in the whole sequence, or None for 0 ... rows - 1."""
+        return None
+
+
+class ForwardAndBackward(Protocol):
+    """The least that a user's own object has."""
+
+    def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+        """As `Attend.forward`."""
+
+    def backward(self, dout: Array, saved: Any) -> tuple[Array, Array, Array]:
+        """As `Attend.backward`."""
+
+
+@runtime_checkable
+class HasPositions(Protocol):
+    """An object that knows its positions."""
+
+    def positions(self, rows: int) -> np.ndarray | None:
+        """As `Attend.positions`."""
+
+
+@runtime_checkable
+class HasPoll(Protocol):
+    """An object that polls while it computes."""
+
+    poll: Callable[[], object]
+
+
+class AttendAdapter(Attend):
+    """An object with forward and backward, and perhaps more, as an `Attend`."""
+
+    def __init__(self, inner: ForwardAndBackward) -> None:
+        self.inner = inner
+
+    def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+        """As `Attend.forward`."""
+        return self.inner.forward(q, k, v)
+
+    def backward(self, dout: Array, saved: Any) -> tuple[Array, Array, Array]:
+        """As `Attend.backward`."""
+        return self.inner.backward(dout, saved)
+
+    def positions(self, rows: int) -> np.ndarray | None:
+        """As `Attend.positions`."""
+        return self.inner.positions(rows) if isinstance(self.inner, HasPositions) else None
+
+    @property
+    def poll(self) -> Callable[[], object]:
+        """The inner object's poll, if it has one."""
+        return self.inner.poll if isinstance(self.inner, HasPoll) else _no_poll
+
+    @poll.setter
+    def poll(self, poll: Callable[[], object]) -> None:
+        if isinstance(self.inner, HasPoll):
+            self.inner.poll = poll
+
+
+def as_attend(given: ForwardAndBackward) -> Attend:
+    """Return the object itself if it is an `Attend`, else an adapter for it."""
+    return given if isinstance(given, Attend) else AttendAdapter(given)
+
+
+def _no_poll() -> None:
+    """The poll that does nothing."""
