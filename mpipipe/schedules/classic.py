@@ -24,8 +24,9 @@ from mpipipe.schedules.schedule import Schedule, at_least_one, looped_placement
 #     rank 1  .  F0 F1 F2 F3 .  .  .  B0--- B1--- B2--- B3--- .  .
 #     rank 2  .  .  F0 F1 F2 F3 B0--- B1--- B2--- B3--- .  .  .  .
 def gpipe(ranks: int, microbatches: int, backward: str = "fifo") -> Schedule:
-    """GPipe: all forwards, then all backwards. Bubble (P-1)(f+b); every rank holds M activations.
+    """Build GPipe: all forwards, then all backwards.
 
+    Bubble (P-1)(f+b); every rank holds M activations.
     Source: Huang et al. 2019, arXiv:1811.06965.
 
     Parameters
@@ -66,7 +67,7 @@ def gpipe(ranks: int, microbatches: int, backward: str = "fifo") -> Schedule:
 #     rank 1  .  F0 F1 .  .  B0--- F2 B1--- F3 B2--- F4 B3--- .  B4--- .  .
 #     rank 2  .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3--- F4 B4--- .  .  .  .
 def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
-    """1F1B: as soon as the first micro-batch is back, run one forward and one backward in turn.
+    """Build 1F1B: as soon as the first micro-batch is back, one forward and one backward in turn.
 
     Bubble (P-1)(f+b) as GPipe's, but rank r holds only min(M, P-r) activations. M may be below P.
     Source: Narayanan et al. 2019 (PipeDream), arXiv:1806.03377; synchronous form: Fan et al. 2021 (DAPPLE),
@@ -109,7 +110,7 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
 #     rank 0  F0 F1 f0 f1 F2 .  b0--- F3 b1--- f2 B0--- f3 B1--- .  b2--- .  b3--- B2--- B3---
 #     rank 1  .  F0 F1 f0 b0--- f1 b1--- F2 B0--- F3 B1--- f2 b2--- f3 b3--- B2--- B3--- .  .
 def interleaved_1f1b(ranks: int, chunks: int, microbatches: int) -> Schedule:
-    """Interleaved 1F1B: 1F1B over several chunks per rank, a group of micro-batches through one chunk at a time.
+    """Build interleaved 1F1B: several chunks per rank, a group of micro-batches through one chunk at a time.
 
     Bubble (P-1)(f+b), where f and b are those of a chunk: 1/V of 1F1B's. With g the size of the first group, rank r
     holds min(MV, (V-1)g + 2(P-1-r) + 1) chunk activations. M is free: the groups are an even split, the bigger ones
@@ -154,7 +155,7 @@ def interleaved_1f1b(ranks: int, chunks: int, microbatches: int) -> Schedule:
 #     rank 0  F0 F1 F2 F3 f0 f1 f2 f3 .  .  .  b0--- b1--- b2--- b3--- B0--- B1--- B2--- B3---
 #     rank 1  .  F0 F1 F2 F3 f0 f1 f2 f3 b0--- b1--- b2--- b3--- B0--- B1--- B2--- B3--- .  .
 def looped_bfs(ranks: int, chunks: int, microbatches: int) -> Schedule:
-    """Breadth-first: every chunk takes all micro-batches before the next chunk begins.
+    """Build the breadth-first schedule: every chunk takes all micro-batches before the next chunk begins.
 
     Bubble (P-1)(f+b) of a chunk for M >= P, as interleaved 1F1B's, but every rank holds all MV chunk activations. In
     exchange the gradients of a chunk are complete early, which leaves time to communicate them.
@@ -195,7 +196,9 @@ def looped_bfs(ranks: int, chunks: int, microbatches: int) -> Schedule:
 #     rank 0  F0 F1 f0 f1 F2 F3 f2 f3 .
 #     rank 1  .  F0 F1 f0 f1 F2 F3 f2 f3
 def forward_only(ranks: int, chunks: int, microbatches: int) -> Schedule:
-    """Inference: forwards only, in the order of interleaved 1F1B. Bubble (P-1)f of a chunk for M >= P.
+    """Build a schedule for inference: forwards only, in the order of interleaved 1F1B.
+
+    Bubble (P-1)f of a chunk for M >= P.
 
     Parameters
     ----------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -22,4 +24,4 @@ def test_known_splits(length, parts, sizes):
 def test_the_parts_are_those_of_numpy(length, parts):
     split = even_split(length, parts)
     assert [list(part) for part in split] == [part.tolist() for part in np.array_split(np.arange(length), parts)]
-    assert all(before.stop == after.start for before, after in zip(split, split[1:]))  # also where parts are empty
+    assert all(before.stop == after.start for before, after in pairwise(split))  # also where parts are empty
