@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from support.launch import ROOT
 
 import mpipipe
 
@@ -250,3 +252,9 @@ def test_the_search_for_circles_finds_them_also_in_functions():
     graph = import_graph({path: ast.parse(text) for path, text in texts.items()})
     assert list(cycles(graph)) == ["mpipipe.a:1 -> mpipipe.b:1 -> mpipipe.b.d:2 -> mpipipe.a"]
     assert not list(cycles({**graph, "mpipipe.b.d": {}}))
+
+
+def test_the_hooks_run_the_commands_of_the_gate():
+    commands = re.findall(r"^check (.+)$", (ROOT / "jobs" / "check.sh").read_text(), re.MULTILINE)
+    assert commands == re.findall(r"entry: ([^,]+)", (ROOT / ".pre-commit-config.yaml").read_text())
+    assert len(commands) == 4
