@@ -23,12 +23,15 @@ CODES = {  # of numpydoc.validate
     "PR02": "documentation of parameters that do not exist",
     "PR03": "parameters in another order",
     "PR04": "a parameter without a type",
-    "PR07": "a parameter without a description",
     "RT01": "no section Returns",
-    "RT03": "a return value without a description",
     "YD01": "no section Yields",
 }
 NOUNS = set("A An The This These It Its What Which Who Whose Whether How Where There".split())
+
+
+def _is_record(value) -> bool:
+    """Whether this is a dataclass or a named tuple."""
+    return dataclasses.is_dataclass(value) or hasattr(value, "_fields")
 
 
 def wrong_docstring(value) -> list[str]:
@@ -37,15 +40,24 @@ def wrong_docstring(value) -> list[str]:
     from numpydoc.validate import Validator, validate
 
     class FieldsAreParameters(Validator):
-        """For results, whose fields are documented as attributes and are the parameters of the constructor, too."""
+        """For results, whose fields are documented as attributes and are the parameters of the constructor, too.
+
+        A class that has no constructor of its own has the parameters that it documents: the base says the others.
+        """
 
         def __init__(self, obj_name):
             super().__init__(get_doc_object(obj_name))
 
         @property
+        def signature_parameters(self):
+            if inspect.isclass(self.obj) and not _is_record(self.obj) and "__init__" not in vars(self.obj):
+                return tuple(self.doc_all_parameters)
+            return super().signature_parameters
+
+        @property
         def doc_all_parameters(self):
             documented = dict(super().doc_all_parameters)
-            if dataclasses.is_dataclass(self.obj) or hasattr(self.obj, "_fields"):
+            if _is_record(self.obj):
                 for names, kind, text in self.doc["Attributes"]:
                     documented |= {
                         name: (kind, text) for name in names.split(", ") if name in self.signature_parameters
@@ -86,8 +98,17 @@ def test_incomplete_docstrings_are_found():
         """
         return 2 * x
 
-    codes = [[text.split()[0] for text in wrong_docstring(function)] for function in (no_docstring, wrong_names)]
-    assert codes == [["GL08"], ["PR01", "PR02", "PR07", "RT01", "the"]]
+    class Plain:
+        """A class."""
+
+        def __init__(self, x):
+            pass
+
+    class Heir(Plain):
+        """A class with the constructor of its base."""
+
+    codes = [[text.split()[0] for text in wrong_docstring(value)] for value in (no_docstring, wrong_names, Plain, Heir)]
+    assert codes == [["GL08"], ["PR01", "PR02", "RT01", "the"], ["PR01"], []]
 
 
 def test_examples_that_fail_are_found(tmp_path, monkeypatch, capsys):
