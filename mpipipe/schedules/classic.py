@@ -57,9 +57,9 @@ def gpipe(ranks: int, microbatches: int, backward: str = "fifo") -> Schedule:
     if backward not in ("fifo", "lifo"):
         raise ArgumentError("unknown order of backwards", found=f"backward={backward!r}", expected="'fifo' or 'lifo'")
     ranks, microbatches = at_least_one("ranks", ranks), at_least_one("microbatches", microbatches)
-    there = range(microbatches)
-    back = there if backward == "fifo" else there[::-1]
-    orders = tuple((*actions(FORWARD, (rank,), there), *actions(BACKWARD, (rank,), back)) for rank in range(ranks))
+    ascending = range(microbatches)
+    order = ascending if backward == "fifo" else ascending[::-1]
+    orders = tuple((*actions(FORWARD, (rank,), ascending), *actions(BACKWARD, (rank,), order)) for rank in range(ranks))
     return Schedule("gpipe", looped_placement(ranks, 1), microbatches, orders)
 
 
