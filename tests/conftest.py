@@ -43,6 +43,8 @@ def pytest_collection_modifyitems(items):
         for fixture, marker in (("gpu", "gpu"), ("emulated_gpu", "emulator")):
             if fixture in getattr(item, "fixturenames", ()):
                 item.add_marker(marker)
+        if harness.depends_on_ranks(item):
+            item.add_marker("ranks")
 
 
 @pytest.fixture

@@ -2,12 +2,12 @@
 
 from mpipipe.schedules.action import Action
 from mpipipe.schedules.advise import Advice, advise
-from mpipipe.schedules.by_name import by_name
-from mpipipe.schedules.check import check
 from mpipipe.schedules.classic import forward_only, gpipe, interleaved_1f1b, looped_bfs, one_f_one_b
 from mpipipe.schedules.csv_text import from_csv
 from mpipipe.schedules.draw import chrome_trace, grid, timeline
 from mpipipe.schedules.partition import partition
+from mpipipe.schedules.proof import check
+from mpipipe.schedules.registry import by_name
 from mpipipe.schedules.schedule import Schedule
 from mpipipe.schedules.simulate import Costs, Timeline, simulate
 from mpipipe.schedules.zero_bubble import zero_bubble_h1

@@ -11,16 +11,25 @@ OPS = (FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD)
 class Action(NamedTuple):
     """One computation of one micro-batch in one stage; its text form is ``2F0``: stage, op, micro-batch.
 
-    Attributes
+    Parameters
     ----------
-    stage : logical stage, 0 is the first
-    op : ``F`` forward, ``B`` full backward, ``I`` gradient of the input, ``W`` gradient of the weights; B = I + W
-    microbatch : index of the micro-batch
+    stage : int
+        Logical stage; 0 is the first.
+    op : str
+        ``F`` forward, ``B`` full backward, ``I`` gradient of the input, ``W`` gradient of the weights; B = I + W.
+    microbatch : int
+        Index of the micro-batch.
+
+    Examples
+    --------
+    >>> from mpipipe.schedules import Action
+    >>> str(Action(stage=2, op="F", microbatch=0))
+    '2F0'
     """
 
     stage: int
     op: str
     microbatch: int
 
-    def __str__(self):
+    def __str__(self) -> str:
         return f"{self.stage}{self.op}{self.microbatch}"

@@ -11,23 +11,46 @@ PER_RANK = 4  # GPipe (arXiv:1811.06965, section 2.3): with M >= 4P the bubble h
 
 @dataclass(frozen=True)
 class Advice:
-    """So many micro-batches, and the bubble to expect: the idle part of the ranks' time, idle / (ranks * makespan)."""
+    """A number of micro-batches, and the bubble to expect with it.
+
+    Attributes
+    ----------
+    microbatches : int
+        M, the number of micro-batches to cut a batch into.
+    bubble_fraction : float
+        Idle part of the ranks' time: idle / (ranks * makespan).
+    """
 
     microbatches: int
     bubble_fraction: float
 
 
 def advise(ranks: int, chunks: int = 1) -> Advice:
-    """Four micro-batches per rank, and the bubble fraction (P-1) / (VM + P-1) of 1F1B over them.
+    """Advise four micro-batches per rank, and give the bubble fraction (P-1) / (VM + P-1) of 1F1B over them.
 
     Parameters
     ----------
-    ranks : P, at least 1
-    chunks : V, stages per rank: interleaving makes the bubble smaller
+    ranks : int
+        P, at least 1.
+    chunks : int, optional
+        V, stages per rank. Interleaving makes the bubble smaller.
+
+    Returns
+    -------
+    Advice
+        The number of micro-batches and the bubble fraction.
 
     Raises
     ------
-    ArgumentError : a count below 1
+    ArgumentError
+        A count is below 1.
+
+    Examples
+    --------
+    >>> from mpipipe.schedules import advise
+    >>> advice = advise(ranks=4, chunks=2)
+    >>> advice.microbatches, round(advice.bubble_fraction, 3)
+    (16, 0.086)
     """
     ranks, chunks = at_least_one("ranks", ranks), at_least_one("chunks", chunks)
     microbatches = PER_RANK * ranks

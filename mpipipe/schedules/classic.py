@@ -1,19 +1,21 @@
 """The classic schedules: gpipe, one_f_one_b, interleaved_1f1b, looped_bfs, forward_only.
 
-Stages loop over the ranks: chunk v of rank r is the logical stage r + v * ranks. Backwards of a stage come in
-ascending order of the micro-batches in every schedule (but for gpipe with backward="lifo"), so that all of them add
-up the same gradients in the same order, to the last bit.
+Stages loop over the ranks: chunk v of rank r is the logical stage r + v * ranks. In every schedule the backwards of a
+stage come in ascending order of the micro-batches, except for gpipe with backward="lifo". So all schedules add up the
+same gradients in the same order, to the last bit.
 
-In the pictures time runs to the right, a forward takes one cell, a backward two, and dots are idle time; F0 is the
-forward of micro-batch 0, small letters are a rank's second chunk. A bubble, the idle time of a rank, is given in f and
-b, the times of the forward and of the full backward of one chunk.
+In the pictures time runs to the right. A forward takes one cell, a backward two, and dots are idle time. F0 is the
+forward of micro-batch 0; small letters are a rank's second chunk. The bubble is the idle time of a rank. It is given in
+f and b, the times of the forward and of the full backward of one chunk.
 """
 
 from __future__ import annotations
 
-from itertools import accumulate, chain, repeat
+from collections.abc import Iterable, Sequence
+from itertools import chain, repeat
 
 from mpipipe.errors import ArgumentError
+from mpipipe.even_split import even_split
 from mpipipe.schedules.action import BACKWARD, FORWARD, Action
 from mpipipe.schedules.schedule import Schedule, at_least_one, looped_placement
 
@@ -22,26 +24,42 @@ from mpipipe.schedules.schedule import Schedule, at_least_one, looped_placement
 #     rank 1  .  F0 F1 F2 F3 .  .  .  B0--- B1--- B2--- B3--- .  .
 #     rank 2  .  .  F0 F1 F2 F3 B0--- B1--- B2--- B3--- .  .  .  .
 def gpipe(ranks: int, microbatches: int, backward: str = "fifo") -> Schedule:
-    """GPipe: all forwards, then all backwards. Bubble (P-1)(f+b); every rank holds M activations.
+    """Build GPipe: all forwards, then all backwards.
 
+    Bubble (P-1)(f+b); every rank holds M activations.
     Source: Huang et al. 2019, arXiv:1811.06965.
 
     Parameters
     ----------
-    ranks, microbatches : P and M, at least 1
-    backward : "fifo" takes the backwards in the order of the forwards; "lifo" the last micro-batch first, as reverse
-        differentiation does, which sums the gradients in the reverse order
+    ranks, microbatches : int
+        P and M, at least 1.
+    backward : {"fifo", "lifo"}, optional
+        "fifo" takes the backwards in the order of the forwards. "lifo" takes the last micro-batch first, as reverse
+        differentiation does, and so sums the gradients in the reverse order.
+
+    Returns
+    -------
+    Schedule
+        All forwards of a rank before all its backwards.
 
     Raises
     ------
-    ArgumentError : a count below 1, another word for `backward`
+    ArgumentError
+        A count is below 1, or `backward` is another word.
+
+    Examples
+    --------
+    >>> from mpipipe import schedules
+    >>> print(schedules.gpipe(2, 2).to_csv(), end="")
+    0F0,0F1,0B0,0B1
+    1F0,1F1,1B0,1B1
     """
     if backward not in ("fifo", "lifo"):
         raise ArgumentError("unknown order of backwards", found=f"backward={backward!r}", expected="'fifo' or 'lifo'")
     ranks, microbatches = at_least_one("ranks", ranks), at_least_one("microbatches", microbatches)
-    there = range(microbatches)
-    back = there if backward == "fifo" else there[::-1]
-    orders = tuple((*actions(FORWARD, (rank,), there), *actions(BACKWARD, (rank,), back)) for rank in range(ranks))
+    ascending = range(microbatches)
+    order = ascending if backward == "fifo" else ascending[::-1]
+    orders = tuple((*actions(FORWARD, (rank,), ascending), *actions(BACKWARD, (rank,), order)) for rank in range(ranks))
     return Schedule("gpipe", looped_placement(ranks, 1), microbatches, orders)
 
 
@@ -49,19 +67,33 @@ def gpipe(ranks: int, microbatches: int, backward: str = "fifo") -> Schedule:
 #     rank 1  .  F0 F1 .  .  B0--- F2 B1--- F3 B2--- F4 B3--- .  B4--- .  .
 #     rank 2  .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3--- F4 B4--- .  .  .  .
 def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
-    """1F1B: as soon as the first micro-batch is back, one forward and one backward in turn.
+    """Build 1F1B: as soon as the first micro-batch is back, one forward and one backward in turn.
 
-    Bubble (P-1)(f+b) as GPipe's, but rank r holds min(M, P-r) activations only. Any M, also below P.
+    Bubble (P-1)(f+b) as GPipe's, but rank r holds only min(M, P-r) activations. M may be below P.
     Source: Narayanan et al. 2019 (PipeDream), arXiv:1806.03377; synchronous form: Fan et al. 2021 (DAPPLE),
     arXiv:2007.01045.
 
     Parameters
     ----------
-    ranks, microbatches : P and M, at least 1
+    ranks, microbatches : int
+        P and M, at least 1.
+
+    Returns
+    -------
+    Schedule
+        One forward and one backward in turn.
 
     Raises
     ------
-    ArgumentError : a count below 1
+    ArgumentError
+        A count is below 1.
+
+    Examples
+    --------
+    >>> from mpipipe import schedules
+    >>> print(schedules.one_f_one_b(2, 3).to_csv(), end="")
+    0F0,0F1,0B0,0F2,0B1,0B2
+    1F0,1B0,1F1,1B1,1F2,1B2
     """
     ranks, microbatches = at_least_one("ranks", ranks), at_least_one("microbatches", microbatches)
     orders = tuple(
@@ -78,24 +110,38 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
 #     rank 0  F0 F1 f0 f1 F2 .  b0--- F3 b1--- f2 B0--- f3 B1--- .  b2--- .  b3--- B2--- B3---
 #     rank 1  .  F0 F1 f0 b0--- f1 b1--- F2 B0--- F3 B1--- f2 b2--- f3 b3--- B2--- B3--- .  .
 def interleaved_1f1b(ranks: int, chunks: int, microbatches: int) -> Schedule:
-    """Interleaved 1F1B: 1F1B over several chunks per rank, a group of micro-batches through one chunk at a time.
+    """Build interleaved 1F1B: several chunks per rank, a group of micro-batches through one chunk at a time.
 
     Bubble (P-1)(f+b), where f and b are those of a chunk: 1/V of 1F1B's. With g the size of the first group, rank r
-    holds min(MV, (V-1)g + 2(P-1-r) + 1) chunk activations. Any M: the groups are balanced, the bigger ones first,
-    which leaves the bubble ideal for all M >= P and excludes deadlock (a short last group does not).
-    Source: Narayanan et al. 2021, arXiv:2104.04473, for M % P == 0, where the order is the same as Megatron-LM's.
+    holds min(MV, (V-1)g + 2(P-1-r) + 1) chunk activations. M is free: the groups are an even split, the bigger ones
+    first. This keeps the bubble ideal for all M >= P and excludes deadlock; a short last group would not.
+    Source: Narayanan et al. 2021, arXiv:2104.04473. For M % P == 0 the order is that of Megatron-LM.
 
     Parameters
     ----------
-    ranks, chunks, microbatches : P, V and M, at least 1
+    ranks, chunks, microbatches : int
+        P, V and M, at least 1.
+
+    Returns
+    -------
+    Schedule
+        1F1B over `chunks` stages per rank.
 
     Raises
     ------
-    ArgumentError : a count below 1
+    ArgumentError
+        A count is below 1.
+
+    Examples
+    --------
+    >>> from mpipipe import schedules
+    >>> print(schedules.interleaved_1f1b(2, 2, 2).to_csv(), end="")
+    0F0,0F1,2F0,2F1,2B0,2B1,0B0,0B1
+    1F0,1F1,3F0,3B0,3F1,3B1,1B0,1B1
     """
     ranks, chunks = at_least_one("ranks", ranks), at_least_one("chunks", chunks)
     microbatches = at_least_one("microbatches", microbatches)
-    groups = balanced_groups(microbatches, max(1, microbatches // ranks))
+    groups = even_split(microbatches, max(1, microbatches // ranks))
     orders = []
     for rank in range(ranks):
         stages = range(rank, chunks * ranks, ranks)
@@ -109,19 +155,33 @@ def interleaved_1f1b(ranks: int, chunks: int, microbatches: int) -> Schedule:
 #     rank 0  F0 F1 F2 F3 f0 f1 f2 f3 .  .  .  b0--- b1--- b2--- b3--- B0--- B1--- B2--- B3---
 #     rank 1  .  F0 F1 F2 F3 f0 f1 f2 f3 b0--- b1--- b2--- b3--- B0--- B1--- B2--- B3--- .  .
 def looped_bfs(ranks: int, chunks: int, microbatches: int) -> Schedule:
-    """Breadth-first: every chunk takes all micro-batches before the next chunk begins.
+    """Build the breadth-first schedule: every chunk takes all micro-batches before the next chunk begins.
 
-    Bubble (P-1)(f+b) of a chunk for M >= P, as interleaved 1F1B's; every rank holds all MV chunk activations. In
-    exchange the gradients of a chunk are whole early, and few large phases leave time to communicate them.
+    Bubble (P-1)(f+b) of a chunk for M >= P, as interleaved 1F1B's, but every rank holds all MV chunk activations. In
+    exchange the gradients of a chunk are complete early, which leaves time to communicate them.
     Source: Lamy-Poirier 2023, arXiv:2211.05953.
 
     Parameters
     ----------
-    ranks, chunks, microbatches : P, V and M, at least 1
+    ranks, chunks, microbatches : int
+        P, V and M, at least 1.
+
+    Returns
+    -------
+    Schedule
+        The chunks of a rank one after the other, each with all micro-batches.
 
     Raises
     ------
-    ArgumentError : a count below 1
+    ArgumentError
+        A count is below 1.
+
+    Examples
+    --------
+    >>> from mpipipe import schedules
+    >>> print(schedules.looped_bfs(2, 2, 2).to_csv(), end="")
+    0F0,0F1,2F0,2F1,2B0,2B1,0B0,0B1
+    1F0,1F1,3F0,3F1,3B0,3B1,1B0,1B1
     """
     ranks, chunks = at_least_one("ranks", ranks), at_least_one("chunks", chunks)
     microbatches = at_least_one("microbatches", microbatches)
@@ -136,19 +196,35 @@ def looped_bfs(ranks: int, chunks: int, microbatches: int) -> Schedule:
 #     rank 0  F0 F1 f0 f1 F2 F3 f2 f3 .
 #     rank 1  .  F0 F1 f0 f1 F2 F3 f2 f3
 def forward_only(ranks: int, chunks: int, microbatches: int) -> Schedule:
-    """Inference: forwards only, in the order of interleaved 1F1B. Bubble (P-1)f of a chunk for M >= P.
+    """Build a schedule for inference: forwards only, in the order of interleaved 1F1B.
+
+    Bubble (P-1)f of a chunk for M >= P.
 
     Parameters
     ----------
-    ranks, chunks, microbatches : P, V and M, at least 1
+    ranks, chunks, microbatches : int
+        P, V and M, at least 1.
+
+    Returns
+    -------
+    Schedule
+        Forwards only.
 
     Raises
     ------
-    ArgumentError : a count below 1
+    ArgumentError
+        A count is below 1.
+
+    Examples
+    --------
+    >>> from mpipipe import schedules
+    >>> print(schedules.forward_only(2, 2, 2).to_csv(), end="")
+    0F0,0F1,2F0,2F1
+    1F0,1F1,3F0,3F1
     """
     ranks, chunks = at_least_one("ranks", ranks), at_least_one("chunks", chunks)
     microbatches = at_least_one("microbatches", microbatches)
-    groups = balanced_groups(microbatches, max(1, microbatches // ranks))
+    groups = even_split(microbatches, max(1, microbatches // ranks))
     orders = tuple(
         tuple(action for group in groups for action in actions(FORWARD, range(rank, chunks * ranks, ranks), group))
         for rank in range(ranks)
@@ -156,19 +232,12 @@ def forward_only(ranks: int, chunks: int, microbatches: int) -> Schedule:
     return Schedule("forward_only", looped_placement(ranks, chunks), microbatches, orders)
 
 
-def actions(op, stages, microbatches) -> list[Action]:
-    """`op` of each stage for each micro-batch, stage by stage."""
+def actions(op: str, stages: Iterable[int], microbatches: Iterable[int]) -> list[Action]:
+    """List `op` of each stage for each micro-batch, stage by stage."""
     return [action for stage in stages for action in map(Action, repeat(stage), repeat(op), microbatches)]
 
 
-def alternate(forwards, backwards, warmup) -> tuple[Action, ...]:
-    """`warmup` forwards, then one forward and one backward in turn, then the backwards that are left."""
+def alternate(forwards: Sequence[Action], backwards: Sequence[Action], warmup: int) -> tuple[Action, ...]:
+    """Take `warmup` forwards, then one forward and one backward in turn, then the remaining backwards."""
     steady = zip(forwards[warmup:], backwards)
     return (*forwards[:warmup], *chain.from_iterable(steady), *backwards[len(forwards) - warmup :])
-
-
-def balanced_groups(count, groups) -> list[range]:
-    """0..count-1 cut into ranges whose sizes differ by one at most, the bigger ones first."""
-    size, bigger = divmod(count, groups)
-    sizes = [size + 1] * bigger + [size] * (groups - bigger)
-    return [range(stop - size, stop) for size, stop in zip(sizes, accumulate(sizes))]

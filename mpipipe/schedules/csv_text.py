@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+from collections.abc import Iterator, Sequence
 
 from mpipipe.errors import ScheduleError
 from mpipipe.schedules.action import Action
@@ -17,22 +18,32 @@ EXPECTED = "<stage><op><micro-batch> with op F, B (full backward), I (input grad
 
 
 def from_csv(text: str) -> Schedule:
-    """Read a schedule: one row per rank, one cell ``2F0``, ``3I1``, ``3W1``, ``2B0`` per action, in order.
+    r"""Read a schedule: one row per rank, one cell ``2F0``, ``3I1``, ``3W1``, ``2B0`` per action, in order.
 
     Empty cells are idle slots and are skipped. Which rank a stage lies on, and how many stages and micro-batches
     there are, follows from the cells. `check` says whether the schedule can run; a Pipeline and `simulate` call it.
 
     Parameters
     ----------
-    text : the table, as `Schedule.to_csv` or PyTorch's compute-only dump writes it
+    text : str
+        The table, as `Schedule.to_csv` or PyTorch's compute-only dump writes it.
 
     Returns
     -------
-    Schedule with the name "csv"
+    Schedule
+        The schedule, with the name "csv".
 
     Raises
     ------
-    ScheduleError : a cell that is no action, an empty row, a stage on two ranks, a stage that is nowhere
+    ScheduleError
+        A cell is no action, a row is empty, a stage lies on two ranks, or a stage has no actions.
+
+    Examples
+    --------
+    >>> from mpipipe import schedules
+    >>> schedule = schedules.from_csv("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    >>> schedule.ranks, schedule.microbatches
+    (2, 2)
     """
     rows = list(csv.reader(text.splitlines(), skipinitialspace=True))
     while rows and not any(cell.strip() for cell in rows[-1]):
@@ -44,7 +55,7 @@ def from_csv(text: str) -> Schedule:
     return Schedule("csv", _placement(orders), microbatches, orders)
 
 
-def _actions(rank, row):
+def _actions(rank: int, row: Sequence[str]) -> Iterator[Action]:
     if not any(cell.strip() for cell in row):
         raise ScheduleError(
             f"row {rank + 1} has no actions",
@@ -58,7 +69,7 @@ def _actions(rank, row):
             yield _action(rank, column, cell)
 
 
-def _action(rank, column, cell) -> Action:
+def _action(rank: int, column: int, cell: str) -> Action:
     match = CELL.fullmatch(cell)
     if match:
         stage, op, microbatch = match.groups()
@@ -76,8 +87,8 @@ def _action(rank, column, cell) -> Action:
     )
 
 
-def _placement(orders) -> tuple[int, ...]:
-    """The rank of each stage, found from where its actions stand."""
+def _placement(orders: Sequence[Sequence[Action]]) -> tuple[int, ...]:
+    """Find the rank of each stage from where its actions stand."""
     home: dict[int, int] = {}
     for rank, order in enumerate(orders):
         for action in order:

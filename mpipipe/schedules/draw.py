@@ -2,30 +2,47 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from mpipipe.schedules.grid import grid
-from mpipipe.schedules.simulate import Costs, Timeline, simulate
+from mpipipe.schedules.schedule import Schedule
+from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, Span, Timeline, simulate
 
 __all__ = ["chrome_trace", "grid", "timeline"]
 
 IDLE, BUSY = ".", "-"
-EQUAL = Costs()  # a unit of time for each part of the work
-COLUMNS = 120  # of a timeline, besides the names of the ranks
+COLUMNS = 120  # width of a timeline, without the names of the ranks
 
 
-def timeline(schedule, costs: Costs = EQUAL) -> str:
-    """One line per rank, time to the right, dots where the rank idles.
+def timeline(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:
+    """Draw one line per rank, with time to the right and dots where the rank idles.
 
     Actions are written out, ``2B0----``, where even the shortest one has room for that within 120 columns; otherwise
     each column shows the op of the action that runs at its middle.
 
     Parameters
     ----------
-    schedule : Schedule; it is checked first
-    costs : Costs
+    schedule : Schedule
+        It is checked first.
+    costs : Costs, optional
+        Times of the actions; by default one unit for each of F, I and W.
 
     Returns
     -------
-    str : lines without a final newline
+    str
+        Lines without a final newline.
+
+    Raises
+    ------
+    ScheduleError
+        The schedule cannot run.
+
+    Examples
+    --------
+    >>> from mpipipe import schedules
+    >>> print(schedules.timeline(schedules.one_f_one_b(2, 2)))
+    rank 0 0F0 0F1 ........0B0---- ....0B1----
+    rank 1 ....1F0 1B0---- 1F1 1B1---- ........
     """
     result = simulate(schedule, costs)
     labels = max(len(str(action)) for order in schedule.orders for action in order)
@@ -40,18 +57,27 @@ def timeline(schedule, costs: Costs = EQUAL) -> str:
     return "\n".join(name.ljust(width) + draw(spans, columns, scale) for name, spans in zip(names, result.spans))
 
 
-def chrome_trace(timeline: Timeline) -> list[dict]:
-    """The spans of a timeline as trace events: chrome://tracing and Perfetto show ``json.dumps`` of the list.
+def chrome_trace(timeline: Timeline) -> list[dict[str, Any]]:
+    """Turn a timeline into trace events: chrome://tracing and Perfetto show ``json.dumps`` of the list.
 
     Parameters
     ----------
-    timeline : Timeline; its times are read as seconds
+    timeline : Timeline
+        Its times are read as seconds.
 
     Returns
     -------
-    list of dict : a name for each rank, which is a process there, and one complete event per action, in microseconds
+    list of dict
+        One process per rank, with its name, and one complete event per action, in microseconds.
+
+    Examples
+    --------
+    >>> from mpipipe import schedules
+    >>> events = schedules.chrome_trace(schedules.simulate(schedules.gpipe(1, 1)))
+    >>> [(event["name"], event["ts"], event["dur"]) for event in events if event["ph"] == "X"]
+    [('0F0', 0.0, 1000000.0), ('0B0', 1000000.0, 2000000.0)]
     """
-    events = []
+    events: list[dict[str, Any]] = []
     for rank, spans in enumerate(timeline.spans):
         events.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}})
         for action, start, end in spans:
@@ -61,7 +87,7 @@ def chrome_trace(timeline: Timeline) -> list[dict]:
     return events
 
 
-def _written_out(spans, columns, scale):
+def _written_out(spans: tuple[Span, ...], columns: int, scale: float) -> str:
     line = [IDLE] * columns
     for action, start, end in spans:
         first, stop = round(start * scale), round(end * scale)
@@ -70,7 +96,7 @@ def _written_out(spans, columns, scale):
     return "".join(line).rstrip()
 
 
-def _letters(spans, columns, scale):
+def _letters(spans: tuple[Span, ...], columns: int, scale: float) -> str:
     line = [IDLE] * columns
     for action, start, end in spans:
         for column in range(round(start * scale), round(end * scale)):

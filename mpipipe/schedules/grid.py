@@ -2,32 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from mpipipe.schedules.schedule import Schedule
+
 WINDOW_RANKS, WINDOW_SLOTS = 16, 12  # what of a large table is shown around a marked cell: fits a terminal
 
 
-def grid(schedule, mark=None, missing=()) -> str:
-    """The orders of all ranks; column k holds the k-th action of each rank.
+def grid(
+    schedule: Schedule,
+    mark: tuple[int, int] | list[tuple[int, int]] | None = None,
+    missing: Iterable[tuple[int, str]] = (),
+) -> str:
+    """Write the orders of all ranks as a table; column k holds the k-th action of each rank.
 
     Parameters
     ----------
-    schedule : a Schedule, right or wrong
-    mark : (rank, slot) or a list of them, written as ``>2F0<``; of a large table only the part around the first one
-        is shown, and the slots say which
-    missing : pairs (rank, text): cells that should be there and are not, marked at the end of the rank's row
+    schedule : Schedule
+        A schedule, right or wrong.
+    mark : (rank, slot) or list of (rank, slot), optional
+        Cells to mark, as ``>2F0<``. Of a large table only the part around the first mark is shown.
+    missing : iterable of (rank, text), optional
+        Cells that the schedule lacks. They are marked at the end of the rank's row.
 
     Returns
     -------
-    str : lines without a final newline
+    str
+        Lines without a final newline.
+
+    Examples
+    --------
+    >>> from mpipipe import schedules
+    >>> print(schedules.grid(schedules.one_f_one_b(2, 2), mark=(1, 2)))
+    slot    0    1    2    3
+    rank 0  0F0  0F1  0B0  0B1
+    rank 1  1F0  1B0 >1F1< 1B1
     """
     marks = [mark] if isinstance(mark, tuple) else list(mark or ())
-    rows = [list(order) for order in schedule.orders]
+    rows: list[list[object]] = [list(order) for order in schedule.orders]
     for rank, text in missing:
         marks.append((rank, len(rows[rank])))
         rows[rank].append(text)
     ranks, slots = _window(rows, marks)
     marked = set(marks)
 
-    def cell(rank, slot):
+    def cell(rank: int, slot: int) -> str:
         if slot >= len(rows[rank]):
             return ""
         text = str(rows[rank][slot])
@@ -43,8 +62,8 @@ def grid(schedule, mark=None, missing=()) -> str:
     return "\n".join(lines)
 
 
-def _window(rows, marks):
-    """The ranks and slots to show: all, or, where something is marked, the surroundings of the first mark."""
+def _window(rows: list[list[object]], marks: list[tuple[int, int]]) -> tuple[range, range]:
+    """Choose the ranks and slots to show: all, or those around the first mark."""
     ranks, slots = range(len(rows)), range(max(map(len, rows), default=0))
     if not marks:
         return ranks, slots
@@ -52,6 +71,6 @@ def _window(rows, marks):
     return _around(rank, WINDOW_RANKS, ranks), _around(slot, WINDOW_SLOTS, slots)
 
 
-def _around(place, width, whole):
+def _around(place: int, width: int, whole: range) -> range:
     start = max(0, min(place - width // 2, len(whole) - width))
     return whole[start : start + width]

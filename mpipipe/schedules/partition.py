@@ -1,9 +1,10 @@
-"""Cutting a chain of layers into stages: the slowest stage as fast as can be, the rest even."""
+"""Cut a chain of layers into stages: the slowest stage as fast as possible, the others as even as possible."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from numbers import Rational
@@ -12,41 +13,53 @@ from mpipipe.errors import ArgumentError
 from mpipipe.schedules.schedule import at_least_one
 
 
-def partition(costs, stages: int) -> list[tuple[int, int]]:
-    """Cut layers into contiguous stages such that the dearest stage is as cheap as possible.
+def partition(costs: Iterable[float | Fraction], stages: int) -> list[tuple[int, int]]:
+    """Cut layers into contiguous stages such that the most expensive stage is as cheap as possible.
 
-    Many cuts reach that bottleneck. Of these the one with the least sum of squared stage costs is taken, of equal
-    ones that with the least sum of squared stage sizes, then the one with the longer stages first: ten equal layers
-    in three stages are 4, 3, 3. All sums are exact, so that rounding does not decide.
+    Many cuts reach that cost. Among them the sum of squared stage costs decides, then the sum of squared stage sizes;
+    the least one is taken. Of equal cuts the one with the longer stages first is taken: ten equal layers in three
+    stages are 4, 3, 3. All sums are exact, so that rounding does not decide.
 
     Parameters
     ----------
-    costs : one number per layer, not negative
-    stages : number of stages, 1 to the number of layers
+    costs : iterable of float
+        One number per layer, at least 0.
+    stages : int
+        Number of stages, from 1 to the number of layers.
 
     Returns
     -------
-    list of (start, stop) : the layers of each stage, none empty
+    list of (int, int)
+        Start and stop of each stage's layers; no stage is empty.
 
     Raises
     ------
-    ArgumentError : stages below 1, fewer layers than stages, a negative or non-finite cost
+    ArgumentError
+        `stages` is below 1 or above the number of layers, or a cost is negative or not finite.
+
+    Examples
+    --------
+    >>> from mpipipe import schedules
+    >>> schedules.partition([1] * 10, 3)
+    [(0, 4), (4, 7), (7, 10)]
+    >>> schedules.partition([4, 1, 1, 1, 1, 4], 3)
+    [(0, 1), (1, 5), (5, 6)]
     """
     stages = at_least_one("stages", stages)
-    costs = _whole_numbers(list(costs))
-    if len(costs) < stages:
+    units = _whole_numbers(list(costs))
+    if len(units) < stages:
         raise ArgumentError(
             "fewer layers than stages",
-            found=f"{len(costs)} layers for {stages} stages",
+            found=f"{len(units)} layers for {stages} stages",
             expected="at least one layer per stage",
             remedy="use fewer ranks or chunks, or more layers",
         )
-    before = list(accumulate(costs, initial=0))  # before[i]: the cost of the layers ahead of layer i
+    before = list(accumulate(units, initial=0))  # before[i]: the cost of the layers ahead of layer i
     return _most_even(before, stages, _bottleneck(before, stages))
 
 
-def _whole_numbers(costs) -> list[int]:
-    """The costs as integers in the same proportions: a float is a fraction, and integers add without rounding."""
+def _whole_numbers(costs: Sequence[float | Fraction]) -> list[int]:
+    """Scale the costs to integers: every float is a fraction, and integers add without rounding."""
     fractions = []
     for layer, cost in enumerate(costs):
         try:
@@ -61,11 +74,11 @@ def _whole_numbers(costs) -> list[int]:
     return [int(fraction * unit) for fraction in fractions]
 
 
-def _bottleneck(before, stages) -> int:
-    """The least possible cost of the dearest stage.
+def _bottleneck(before: list[int], stages: int) -> int:
+    """Find the least possible cost of the most expensive stage.
 
-    best[j] is that cost for the first j layers in k stages; for k + 1 stages it is the least over i of
-    max(best[i], cost of layers i..j). In i the first term rises and the second falls: they cross at the minimum.
+    best[j] is that cost for the first j layers in k stages. For k + 1 stages it is the minimum over i of
+    max(best[i], cost of layers i..j). With i the first term rises and the second falls: they cross at the minimum.
     """
     layers = len(before) - 1
     best = before
@@ -80,15 +93,15 @@ def _bottleneck(before, stages) -> int:
     return best[layers]
 
 
-def _most_even(before, stages, bottleneck) -> list[tuple[int, int]]:
-    """Among the cuts without a stage above `bottleneck`, the most even one."""
+def _most_even(before: list[int], stages: int, bottleneck: int) -> list[tuple[int, int]]:
+    """Find the most even cut among those without a stage above `bottleneck`."""
     layers = len(before) - 1
     scale = layers * layers + 1  # more than any sum of squared sizes: cost decides first
 
-    def unevenness(start, stop):
+    def unevenness(start: int, stop: int) -> int:
         return (before[stop] - before[start]) ** 2 * scale + (stop - start) ** 2
 
-    # From the back: price[start] of the layers start.. in the stages treated so far; None where there is no such cut.
+    # From the back: price[start] is that of the layers start.. in the stages treated so far, None without such a cut.
     price: list[int | None] = [None] * layers + [0]
     choices: list[list[int]] = []
     for later in range(stages):

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import itertools
 from array import array
+from collections.abc import Mapping, Sequence
 
 from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD
+from mpipipe.schedules.schedule import Schedule
 
 
-def replay(schedule, durations, transfer):
+def replay(
+    schedule: Schedule, durations: Mapping[str, Sequence[float]], transfer: Sequence[float]
+) -> tuple[list[array[float]], list[float]]:
     """Run every rank's order; an action starts when its rank is free and its input is there.
 
     F needs the F of the stage before, B and I need the B or I of the stage after. Sends cost the sender nothing and
@@ -16,14 +20,19 @@ def replay(schedule, durations, transfer):
 
     Parameters
     ----------
-    schedule : a Schedule whose actions are all on the right rank, once, with F before B or I before W
-    durations : for each op a list of one number per stage
-    transfer : one number per stage: the hop between stage l-1 and l, in either direction, where their ranks differ
+    schedule : Schedule
+        Every action is on the right rank, once, with F before B or I before W.
+    durations : mapping of str to sequence of float
+        For each op its time in each stage.
+    transfer : sequence of float
+        Entry l is the time of a message between stages l-1 and l, in either direction, where their ranks differ.
 
     Returns
     -------
-    starts : for each rank an array of the start times of the actions that could run
-    ends : for each rank the time at which it is done
+    starts : list of array
+        For each rank the start times of the actions that could run.
+    ends : list of float
+        For each rank the time at which it is done.
     """
     microbatches, last = schedule.microbatches, schedule.stages - 1
     # The time at which the F (the B or I) of a stage and micro-batch was done, at stage * M + microbatch; -1: not yet.
@@ -34,7 +43,7 @@ def replay(schedule, durations, transfer):
     input_grad, weight_grad = durations[INPUT_GRAD], durations[WEIGHT_GRAD]
     starts = [array("d") for _ in schedule.orders]
     ends = [0.0] * schedule.ranks
-    sleepers = {}  # what a stopped rank waits for -> the rank; F as its index, B and I as ~index
+    sleepers: dict[int, int] = {}  # what a stopped rank waits for -> the rank; F as its index, B and I as ~index
     ready = list(range(schedule.ranks))
     while ready:
         rank = ready.pop()
@@ -71,7 +80,7 @@ def replay(schedule, durations, transfer):
     return starts, ends
 
 
-def _hops(placement, transfer):
-    """Time from stage l-1 to stage l or back: nothing where both lie on one rank."""
+def _hops(placement: Sequence[int], transfer: Sequence[float]) -> list[float]:
+    """Give the time from stage l-1 to stage l or back: nothing where both lie on one rank."""
     pairs = itertools.pairwise(placement)
     return [0.0] + [cost if here != there else 0.0 for (here, there), cost in zip(pairs, transfer[1:])]

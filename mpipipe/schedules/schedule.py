@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
+from typing import SupportsIndex
 
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules.action import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action
@@ -14,32 +16,52 @@ from mpipipe.schedules.action import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action
 
 @dataclass(frozen=True)
 class Schedule:
-    """Who computes what, in which order. `check` proves that it can run, `simulate` says how long that takes.
+    """Who computes what, in which order. `check` proves that it can run; `simulate` tells how long it takes.
+
+    Parameters
+    ----------
+    name : str
+        How it was made, for reports.
+    placement : sequence of int
+        Rank of each logical stage.
+    microbatches : int
+        M, the number of micro-batches.
+    orders : sequence of sequences of Action
+        For each rank its actions in order.
 
     Attributes
     ----------
-    name : how it was made, for reports
-    placement : rank of each logical stage
-    microbatches : M
-    orders : for each rank its actions in order
+    proven : bool
+        Whether `check` has passed.
+
+    Examples
+    --------
+    >>> from mpipipe.schedules import Action, Schedule, check
+    >>> schedule = Schedule("by hand", placement=(0,), microbatches=1, orders=[[Action(0, "F", 0), Action(0, "B", 0)]])
+    >>> check(schedule)
+    >>> schedule.ranks, schedule.stages
+    (1, 1)
     """
 
     name: str
     placement: tuple[int, ...]
     microbatches: int
     orders: tuple[tuple[Action, ...], ...] = field(repr=False)
+    proven: bool = field(default=False, init=False, repr=False, compare=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         # frozen all the way down: `check` and `fingerprint` remember their result
         object.__setattr__(self, "placement", tuple(self.placement))
         object.__setattr__(self, "orders", tuple(map(tuple, self.orders)))
 
     @property
     def ranks(self) -> int:
+        """The number of ranks, P."""
         return len(self.orders)
 
     @property
     def stages(self) -> int:
+        """The number of logical stages, S."""
         return len(self.placement)
 
     @cached_property
@@ -54,7 +76,7 @@ class Schedule:
 
     @cached_property
     def fingerprint(self) -> int:
-        """63 bits that are the same in every process for the same placement, micro-batches and orders.
+        """A hash of 63 bits: the same in every process for the same placement, micro-batches and orders.
 
         The name does not count: a schedule read back from its CSV runs together with the one that wrote it.
         """
@@ -64,15 +86,50 @@ class Schedule:
         return int.from_bytes(content.digest(), "big") >> 1
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The logical stages that lie on `rank`, in order."""
+        """List the logical stages that lie on `rank`.
+
+        Parameters
+        ----------
+        rank : int
+            Rank in the pipeline.
+
+        Returns
+        -------
+        tuple of int
+            The stages in ascending order.
+
+        Examples
+        --------
+        >>> from mpipipe import schedules
+        >>> schedules.looped_bfs(2, 2, 1).stages_of(1)
+        (1, 3)
+        """
         return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
 
     def forward_only_part(self, microbatches: int) -> Schedule:
-        """The forwards of the first `microbatches` micro-batches, in the same order on the same ranks.
+        """Take the forwards of the first `microbatches` micro-batches, in the same order on the same ranks.
+
+        Parameters
+        ----------
+        microbatches : int
+            Number of micro-batches, 1 to M.
+
+        Returns
+        -------
+        Schedule
+            A schedule of forwards, with the name "forward".
 
         Raises
         ------
-        ArgumentError : `microbatches` is not in 1..M
+        ArgumentError
+            `microbatches` is below 1 or above M.
+
+        Examples
+        --------
+        >>> from mpipipe import schedules
+        >>> print(schedules.one_f_one_b(2, 4).forward_only_part(2).to_csv(), end="")
+        0F0,0F1
+        1F0,1F1
         """
         count = at_least_one("microbatches", microbatches)
         if count > self.microbatches:
@@ -89,17 +146,29 @@ class Schedule:
         return Schedule("forward", self.placement, count, orders)
 
     def to_csv(self) -> str:
-        """One row per rank, one cell ``2F0`` per action: the table that PyTorch's pipeline schedules write and read."""
+        r"""Write one row per rank, one cell ``2F0`` per action: the table of PyTorch's pipeline schedules.
+
+        Returns
+        -------
+        str
+            The table; `from_csv` reads it.
+
+        Examples
+        --------
+        >>> from mpipipe import schedules
+        >>> schedules.gpipe(1, 2).to_csv()
+        '0F0,0F1,0B0,0B1\n'
+        """
         return "".join(map(_row, self.orders))
 
 
 def looped_placement(ranks: int, chunks: int) -> tuple[int, ...]:
-    """Stage l on rank l mod ranks: chunk v of rank r is stage r + v * ranks."""
+    """Place stage l on rank l mod ranks: chunk v of rank r is stage r + v * ranks."""
     return tuple(range(ranks)) * chunks
 
 
-def at_least_one(name: str, value) -> int:
-    """`value` as an int, refused with the argument's name if it is no integer or below one."""
+def at_least_one(name: str, value: SupportsIndex) -> int:
+    """Convert `value` to int; refuse it with the argument's name if it is no integer or below one."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -114,5 +183,5 @@ def at_least_one(name: str, value) -> int:
     return number
 
 
-def _row(order) -> str:
+def _row(order: Iterable[Action]) -> str:
     return ",".join([f"{stage}{op}{microbatch}" for stage, op, microbatch in order]) + "\n"

@@ -1,31 +1,43 @@
-"""How long a schedule takes, where it idles, and how many activations it holds."""
+"""Simulate a schedule: how long it takes, where it idles, and how many activations it holds."""
 
 from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Real
 
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action
-from mpipipe.schedules.check import check
+from mpipipe.schedules.proof import check
 from mpipipe.schedules.replay import replay
 from mpipipe.schedules.schedule import Schedule
+
+Span = tuple[Action, float, float]  # action, start, end
 
 
 @dataclass(frozen=True)
 class Costs:
     """Times per chunk and micro-batch, in any one unit; each is a number, or a sequence of one number per stage.
 
-    Attributes
+    Parameters
     ----------
-    forward : time of F
-    input_grad, weight_grad : times of I and W; B takes both
-    transfer : one message between stage l-1 and stage l, forth or back, where they lie on different ranks; given per
-        stage, entry l is the hop into stage l and entry 0 is not used
+    forward : float or sequence of float, optional
+        Time of F.
+    input_grad, weight_grad : float or sequence of float, optional
+        Times of I and W. B takes both.
+    transfer : float or sequence of float, optional
+        Time of one message between stages l-1 and l, in either direction, where they lie on different ranks. In a
+        sequence entry l is the hop between stages l-1 and l, and entry 0 is not used.
+
+    Examples
+    --------
+    >>> from mpipipe import schedules
+    >>> costs = schedules.Costs(forward=[1, 1, 3], input_grad=1, weight_grad=1, transfer=0.5)
+    >>> schedules.simulate(schedules.one_f_one_b(3, 2), costs).makespan
+    18.0
     """
 
     forward: float | Sequence[float] = 1
@@ -34,7 +46,31 @@ class Costs:
     transfer: float | Sequence[float] = 0
 
     def per_stage(self, name: str, stages: int) -> list[float]:
-        """The cost `name` as one float for each stage."""
+        """Give the cost `name` as one float for each stage.
+
+        Parameters
+        ----------
+        name : str
+            forward, input_grad, weight_grad or transfer.
+        stages : int
+            Number of stages.
+
+        Returns
+        -------
+        list of float
+            The cost in each stage.
+
+        Raises
+        ------
+        ArgumentError
+            The cost is negative, not finite, or not one number per stage.
+
+        Examples
+        --------
+        >>> from mpipipe.schedules import Costs
+        >>> Costs(forward=2).per_stage("forward", stages=3)
+        [2.0, 2.0, 2.0]
+        """
         value = getattr(self, name)
         try:
             costs = [float(value)] * stages if isinstance(value, Real) else [float(cost) for cost in value]
@@ -49,19 +85,30 @@ class Costs:
         return costs
 
 
+EQUAL_COSTS = Costs()  # a unit of time for each of F, I and W
+
+
 @dataclass(frozen=True)
 class Timeline:
-    """What `simulate` found.
+    """The result of `simulate`.
 
     Attributes
     ----------
-    schedule : the schedule that ran
-    makespan : time from the first start to the last end, in the unit of the costs
-    bubble_fraction : idle / (ranks * makespan)
-    bubble_ratio : idle / busy, the (P-1)/M of the literature
-    peak_activations : for each rank the largest number of chunk activations alive at once, from F until B (or W where
-        the backward is split), both ends included; 0 in a schedule of forwards only, which keeps nothing
-    spans : for each rank a tuple of (action, start, end)
+    schedule : Schedule
+        The schedule that ran.
+    makespan : float
+        Time from the first start to the last end, in the unit of the costs.
+    bubble_fraction : float
+        Idle time / (ranks * makespan).
+    bubble_ratio : float
+        Idle time / busy time: the (P-1)/M of the literature.
+    peak_activations : list of int
+        For each rank the largest number of chunk activations alive at once. An activation is alive from F until B (or
+        W where the backward is split), both ends included. A schedule of forwards only keeps none.
+    durations : dict of str to list of float
+        For each op its time in each stage.
+    starts : list of array
+        For each rank the start times of its actions.
     """
 
     schedule: Schedule
@@ -70,10 +117,11 @@ class Timeline:
     bubble_ratio: float
     peak_activations: list[int]
     durations: dict[str, list[float]] = field(repr=False)
-    starts: list[array] = field(repr=False)
+    starts: list[array[float]] = field(repr=False)
 
     @cached_property
-    def spans(self) -> tuple[tuple[tuple[Action, float, float], ...], ...]:
+    def spans(self) -> tuple[tuple[Span, ...], ...]:
+        """For each rank a tuple of (action, start, end)."""
         return tuple(
             tuple(
                 (action, start, start + self.durations[action.op][action.stage]) for action, start in zip(order, began)
@@ -82,22 +130,34 @@ class Timeline:
         )
 
 
-def simulate(schedule: Schedule, costs: Costs = Costs()) -> Timeline:
+def simulate(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> Timeline:
     """Run `schedule` on paper: an action starts when its rank is free and its input is there; sends are free.
 
     Parameters
     ----------
-    schedule : Schedule; it is checked first
-    costs : Costs
+    schedule : Schedule
+        It is checked first.
+    costs : Costs, optional
+        Times of the actions; by default one unit for each of F, I and W.
 
     Returns
     -------
     Timeline
+        Makespan, bubble, peak memory and the time of every action.
 
     Raises
     ------
-    ScheduleError : the schedule cannot run
-    ArgumentError : a cost is negative, not finite, or not one per stage
+    ScheduleError
+        The schedule cannot run.
+    ArgumentError
+        A cost is negative, not finite, or not one per stage.
+
+    Examples
+    --------
+    >>> from mpipipe import schedules
+    >>> timeline = schedules.simulate(schedules.one_f_one_b(ranks=4, microbatches=8))
+    >>> timeline.makespan, timeline.bubble_ratio, timeline.peak_activations
+    (33.0, 0.375, [4, 3, 2, 1])
     """
     check(schedule)
     durations = action_times(costs, schedule.stages)
@@ -120,7 +180,7 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Timeline:
 
 
 def action_times(costs: Costs, stages: int) -> dict[str, list[float]]:
-    """For each op its time in each stage."""
+    """Give for each op its time in each stage."""
     input_grad, weight_grad = costs.per_stage("input_grad", stages), costs.per_stage("weight_grad", stages)
     return {
         FORWARD: costs.per_stage("forward", stages),
@@ -131,17 +191,17 @@ def action_times(costs: Costs, stages: int) -> dict[str, list[float]]:
 
 
 def peak_activations(schedule: Schedule) -> list[int]:
-    """For each rank the largest number of chunk activations that its order holds at once; independent of costs."""
+    """Count for each rank the chunk activations that its order holds at once, at most; independent of costs."""
     if _forwards_only(schedule):
         return [0] * schedule.ranks
     return [_peak(order) for order in schedule.orders]
 
 
-def _forwards_only(schedule) -> bool:
+def _forwards_only(schedule: Schedule) -> bool:
     return all(action.op == FORWARD for order in schedule.orders for action in order)
 
 
-def _peak(order) -> int:
+def _peak(order: Iterable[Action]) -> int:
     alive = peak = 0
     for _, op, _ in order:
         if op == FORWARD:

@@ -142,6 +142,7 @@ def test_a_second_run_into_the_same_folder_is_refused(mpipipe, small, mpi_tmp_pa
     assert (mpi_tmp_path / "run" / "metrics.jsonl").read_text() == before
 
 
+@pytest.mark.slow
 def test_generate_writes_the_same_text_on_any_number_of_ranks(mpipipe, small, mpi_tmp_path):
     out = str(mpi_tmp_path / "run")
     job = mpipipe(4, "train", "--config", small, "--out", out, "--pipe", "2", "--tied", "--dtype", "float64")

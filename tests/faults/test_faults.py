@@ -11,7 +11,13 @@ from faults.play import PASSED, play
 VENDOR = {"MPICH": "mpich", "Open MPI": "openmpi"}.get(MPI.get_vendor()[0], "another")
 
 
-@pytest.mark.parametrize("case", quick_cases(VENDOR), ids=str)
+CASES = [  # of an endless loop the others must hear nothing for some seconds
+    pytest.param(case, id=str(case), marks=[pytest.mark.slow] if str(case).startswith("loop:") else [])
+    for case in quick_cases(VENDOR)
+]
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_fault(on_first_rank, case):
     verdict = on_first_rank(case.fault.limit + 60, play, case)
     assert verdict.status == PASSED, f"{verdict}\n{verdict.output}"

@@ -173,6 +173,7 @@ def test_next(comm):
     assert "too large here" in job.stdout and "Flaky" not in job.stdout
 
 
+@pytest.mark.slow
 def test_pure_tests_run_on_one_rank_each_and_count_on_all(session):
     job = session("""
 @pytest.mark.parametrize("n", range(6))
@@ -220,6 +221,7 @@ def test_hang(comm):
     assert job.stderr.count("in wait_for_ever") == 2
 
 
+@pytest.mark.slow
 def test_job_that_hangs_on_all_ranks_ends_with_the_stack_of_each(session):
     job = session("""
 def test_hang(comm):

@@ -283,6 +283,7 @@ def test_gpu_check_without_an_mpi_that_works_skips_what_needs_ranks(gpu_check):
     assert set(skipped.values()) == {"no mpiexec starts ranks that see each other"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("slow", "found", "status"), [("2", "passed", "cut"), ("1", "passed", "cut"),
                                                       ("1", "failed", "failed")])  # fmt: skip
 def test_gpu_check_ends_in_time_and_says_what_was_left_out(gpu_check, slow, found, status):
@@ -296,6 +297,7 @@ def test_gpu_check_ends_in_time_and_says_what_was_left_out(gpu_check, slow, foun
     assert result.returncode == (1 if status == "failed" else 0)
 
 
+@pytest.mark.slow
 def test_gpu_check_fails_where_a_part_runs_past_its_own_limit(gpu_check, checkout):
     script = checkout / "jobs" / "gpu_check.sh"
     script.write_text(script.read_text().replace("tests_limit=260", "tests_limit=6"))

@@ -1,1 +1,11 @@
-"""What the tests share: the harness, references, tolerances, the emulated device."""
+"""What the tests share; each module's head says what is in it.
+
+running     harness (collective pytest), watchdog (deadlines), launch (jobs of their own), mpi_stand_in (in place of
+            pytest-mpi), gpu_selection (for jobs/gpu_check.sh), processors (for jobs/test_processors.sh)
+models      dense (tanh layers, and their gradients in numpy), reference_gpt (the GPT in numpy), small_gpt (the GPT of
+            the package through a pipeline)
+attention   reference_attention (on whole matrices), rings (through a ring of ranks), device_attention (on a device)
+checks      tolerance and training_tolerance (how far rounding may move a result), gradcheck (finite differences),
+            received_inputs (of both devices' pipelines), public_face (what docstrings must cover)
+emulator    a strict GPU on the host: modules cupy and cudnn
+"""

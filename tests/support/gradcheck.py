@@ -1,4 +1,4 @@
-"""One helper for gradients: finite differences, the adjoint identity, and the two forms of a layer's backward."""
+"""Check gradients: against finite differences, and the two forms of a layer's backward against each other."""
 
 from __future__ import annotations
 

@@ -30,7 +30,8 @@ from mpi4py import MPI
 from mpipipe.comm import process
 from support.watchdog import GRACE, Watchdog
 
-SHARED = {"comm", "subcomm", "launch", "on_first_rank", "mpi_tmp_path", "mpi_tmpdir", "mpi_file_name"}
+COMMUNICATORS = {"comm", "subcomm"}
+SHARED = COMMUNICATORS | {"launch", "on_first_rank", "mpi_tmp_path", "mpi_tmpdir", "mpi_file_name"}
 DIRTY = pytest.StashKey[bool]()  # a test failed: messages may be left in its communicators
 ADDRESS = re.compile(r"0x[0-9a-fA-F]+")  # differs from rank to rank where nothing else does
 NOT_A_FAILURE = (StopTest, UnsatisfiedAssumption, pytest.skip.Exception)
@@ -42,7 +43,16 @@ class ExampleError(AssertionError):
 
 def is_collective(item) -> bool:
     """Whether all ranks run this test together; any other test runs on one rank only."""
-    return bool(SHARED & set(getattr(item, "fixturenames", ()))) or item.get_closest_marker("mpi") is not None
+    return bool(SHARED & set(getattr(item, "fixturenames", ()))) or _is_marked(item)
+
+
+def depends_on_ranks(item) -> bool:
+    """Whether the number of ranks may matter to this test: it uses their communicator."""
+    return bool(COMMUNICATORS & set(getattr(item, "fixturenames", ()))) or _is_marked(item)
+
+
+def _is_marked(item) -> bool:
+    return item.get_closest_marker("mpi") is not None
 
 
 def listed(ranks) -> str:
@@ -187,7 +197,7 @@ class Collective:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item):
         self.watchdog.arm(item.nodeid)
-        if {"comm", "subcomm"} & set(getattr(item, "fixturenames", ())):
+        if COMMUNICATORS & set(getattr(item, "fixturenames", ())):
             self.comms = [MPI.COMM_WORLD.Dup()]
         result = yield
         self.watchdog.disarm()

@@ -1,4 +1,4 @@
-"""A check that pipelines on both kinds of device must pass."""
+"""Check, for pipelines on either kind of device, that received inputs last until their weight gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A GPT written down once more, in plain numpy on one process, in a form that takes complex parameters.
+"""The reference GPT of the tests: plain numpy on one process, for real or complex parameters.
 
 Complex parameters give exact derivatives: for an analytic loss f, Im f(p + i h d) / h is the derivative along d up to
 terms of order h^2, and h = 1e-30 leaves no rounding error (Squire and Trapp, SIAM Review 40, 1998).
@@ -43,7 +43,7 @@ def _attention(x, p, name, model):
     q, k, v = np.split(
         (x @ p[f"{name}.qkv"].T).reshape(batch, seq, -1, size), [model.heads, model.heads + model.kv_heads], axis=2
     )
-    q, k = _turn(q, model), _turn(k, model)
+    q, k = _rope(q, model), _rope(k, model)
     group = model.heads // model.kv_heads
     k, v = np.repeat(k, group, axis=2), np.repeat(v, group, axis=2)
     scores = np.einsum("bihd,bjhd->bhij", q, k) / np.sqrt(size)
@@ -54,7 +54,7 @@ def _attention(x, p, name, model):
     return out @ p[f"{name}.out"].T
 
 
-def _turn(x, model):
+def _rope(x, model):
     """Rotate the pairs (2i, 2i + 1) by position * base^(-2i / size)."""
     size = x.shape[-1]
     angles = np.arange(x.shape[1])[:, None] * model.rope_base ** (-np.arange(0, size, 2) / size)

@@ -1,4 +1,4 @@
-"""A small GPT, cut for a schedule, and its gradients through a pipeline."""
+"""A small GPT of the package, cut into stages for a schedule, and its gradients through a pipeline."""
 
 from __future__ import annotations
 

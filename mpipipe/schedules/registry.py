@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules import classic, zero_bubble
 from mpipipe.schedules.schedule import Schedule, at_least_one
 
-ONE_STAGE = {  # per rank
+ONE_STAGE: dict[str, Callable[[int, int], Schedule]] = {  # per rank
     "gpipe": classic.gpipe,
     "one_f_one_b": classic.one_f_one_b,
     "zero_bubble_h1": zero_bubble.zero_bubble_h1,
 }
-SEVERAL_STAGES = {
+SEVERAL_STAGES: dict[str, Callable[[int, int, int], Schedule]] = {
     "interleaved_1f1b": classic.interleaved_1f1b,
     "looped_bfs": classic.looped_bfs,
     "forward_only": classic.forward_only,
@@ -19,17 +21,33 @@ SEVERAL_STAGES = {
 
 
 def by_name(name: str, *, ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """The schedule `name`, which is the name of its function.
+    """Build the schedule that the function called `name` builds.
 
     Parameters
     ----------
-    name : gpipe, one_f_one_b, interleaved_1f1b, looped_bfs, forward_only or zero_bubble_h1
-    ranks, microbatches : P and M, at least 1
-    chunks : V, stages per rank; 1 for the schedules that know no chunks
+    name : str
+        gpipe, one_f_one_b, interleaved_1f1b, looped_bfs, forward_only or zero_bubble_h1.
+    ranks, microbatches : int
+        P and M, at least 1.
+    chunks : int, optional
+        V, stages per rank; 1 for a schedule with one stage per rank.
+
+    Returns
+    -------
+    Schedule
+        The schedule, not yet checked.
 
     Raises
     ------
-    ArgumentError : an unknown name, a count below 1, chunks where the schedule has none
+    ArgumentError
+        The name is unknown, a count is below 1, or there are chunks where the schedule has none.
+
+    Examples
+    --------
+    >>> from mpipipe import schedules
+    >>> schedule = schedules.by_name("interleaved_1f1b", ranks=4, chunks=2, microbatches=8)
+    >>> schedule.stages, schedule.chunks
+    (8, 2)
     """
     if name in SEVERAL_STAGES:
         return SEVERAL_STAGES[name](ranks, chunks, microbatches)
@@ -45,6 +63,6 @@ def by_name(name: str, *, ranks: int, microbatches: int, chunks: int = 1) -> Sch
     return ONE_STAGE[name](ranks, microbatches)
 
 
-def _signatures():
+def _signatures() -> Iterator[str]:
     yield from (f"{name}(ranks, microbatches)" for name in ONE_STAGE)
     yield from (f"{name}(ranks, chunks, microbatches)" for name in SEVERAL_STAGES)

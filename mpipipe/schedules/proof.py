@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NoReturn
+
 from mpipipe.errors import ScheduleError
 from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, OPS, WEIGHT_GRAD, Action
 from mpipipe.schedules.grid import grid
 from mpipipe.schedules.replay import replay
+from mpipipe.schedules.schedule import Schedule
 
-# What has happened to one (stage, micro-batch), and what each op makes of it.
+# the states of one (stage, micro-batch), and the state that each op leads to
 NOTHING, FORWARDED, INPUT_DONE, FINISHED = range(4)
 NEXT = {
     (NOTHING, FORWARD): FORWARDED,
@@ -16,13 +20,14 @@ NEXT = {
     (INPUT_DONE, WEIGHT_GRAD): FINISHED,
 }
 ABSENT = {NOTHING: "F", FORWARDED: "B", INPUT_DONE: "W"}
-LINKS = 6  # of a long circle of waiting ranks, as many are told
+LISTED_RANKS = 6  # most ranks of a wait cycle that the error lists
 
 
-def check(schedule) -> None:
-    """Prove that `schedule` runs to its end, or raise. The proof is remembered: a second call costs nothing.
+def check(schedule: Schedule) -> None:
+    r"""Prove that `schedule` runs to its end, or raise. A second call costs nothing, since the proof is remembered.
 
-    Proven is that
+    The proof shows that
+
     - every logical stage 0..S-1 lies on one rank, every rank has a stage, and every action is on its stage's rank;
     - every (stage, micro-batch) has exactly one F and, unless the whole schedule is F only, either one B, or one I
       and one W;
@@ -30,33 +35,51 @@ def check(schedule) -> None:
     - the ranks can run their orders to the end although an F waits for the F of the stage before, and a B or I for
       the B or I of the stage after.
 
-    Why the last point excludes deadlock even if every send is synchronous (a rendezvous), for an executor that posts
-    its receives ahead, at the latest when it reaches the action that needs the message, and that never waits for a
-    send inside a step: the replay finds an order of all actions in which each one comes after those before it on its
-    rank and after the one that makes its input. Take any run, and the first action in that order which never starts.
-    All before it on its rank have ended, since only missing input can stop a rank; so its receive is posted. The
-    action that makes its input has ended, so the send has begun; it matches that receive by its tag whatever else is
-    under way, and completes. So the action starts. Conversely, where the replay stops, the ranks that it names wait
-    for each other in every executor.
+    The last point excludes deadlock even if every send is synchronous (a rendezvous). It holds for an executor that
+    posts each receive at the latest when it reaches the action that needs the message, and that never waits for a send
+    inside a step. The replay finds an order of all actions: each one comes after those before it on its rank, and after
+    the one that makes its input. Take any run, and the first action in that order which never starts. All actions
+    before it on its rank have ended, since only missing input can stop a rank; so its receive is posted. The action
+    that makes its input has ended, so the send has begun. The send matches that receive by its tag, whatever else is
+    under way, and completes. So the action starts, a contradiction. Conversely, where the replay stops, the ranks that
+    it names wait for each other in every executor.
 
     Parameters
     ----------
     schedule : Schedule
+        The schedule to prove.
 
     Raises
     ------
-    ScheduleError : the text shows the orders with the offending cell marked, and says what is wrong there; `rank`,
-        `stage` and `microbatch` say where
+    ScheduleError
+        The text shows the orders with the wrong cell marked, and says what is wrong there. `rank`, `stage` and
+        `microbatch` say where.
+
+    Examples
+    --------
+    >>> from mpipipe import schedules
+    >>> schedules.check(schedules.one_f_one_b(2, 4))
+    >>> try:
+    ...     schedules.check(schedules.from_csv("0F0,0B0\n1B0,1F0"))
+    ... except ValueError as error:
+    ...     print(error)
+    rank 1, stage 1, micro-batch 0: slot 0: B before its forward
+    slot    0    1
+    rank 0  0F0  0B0
+    rank 1 >1B0< 1F0
+      found: 1B0
+      expected: 1F0 earlier on this rank
+      remedy: correct the marked cell; the schedules of schedules.by_name pass this check
     """
-    if "_proven" in vars(schedule):
+    if schedule.proven:
         return
     _check_placement(schedule)
     _check_complete(schedule, _check_cells(schedule))
     _check_progress(schedule)
-    vars(schedule)["_proven"] = True  # sound, since the schedule cannot change
+    object.__setattr__(schedule, "proven", True)  # stays true, since the schedule cannot change
 
 
-def _check_placement(schedule):
+def _check_placement(schedule: Schedule) -> None:
     ranks, stages = schedule.ranks, schedule.stages
     if type(schedule.microbatches) is not int or schedule.microbatches < 1 or not ranks:
         raise ScheduleError(
@@ -83,8 +106,8 @@ def _check_placement(schedule):
         )
 
 
-def _check_cells(schedule) -> bytearray:
-    """Walk through every order; what happened to (stage, micro-batch) is returned at stage * M + micro-batch."""
+def _check_cells(schedule: Schedule) -> bytearray:
+    """Walk through every order; return the state of each (stage, micro-batch) at stage * M + micro-batch."""
     state = bytearray(schedule.stages * schedule.microbatches)
     for rank, order in enumerate(schedule.orders):
         for slot, action in enumerate(order):
@@ -100,8 +123,8 @@ def _check_cells(schedule) -> bytearray:
     return state
 
 
-def _misplaced(schedule, rank, action) -> tuple[str, str] | None:
-    """(what is wrong, what is expected) of an action that is none, or that this rank cannot run."""
+def _misplaced(schedule: Schedule, rank: int, action: Action) -> tuple[str, str] | None:
+    """Tell (what is wrong, what is expected) if this is no action, or none that this rank can run."""
     if type(action) is not Action or action.op not in OPS:
         return "not an action", "Action(stage, op, microbatch) with op F, B, I or W"
     stage, _, microbatch = action
@@ -114,8 +137,8 @@ def _misplaced(schedule, rank, action) -> tuple[str, str] | None:
     return None
 
 
-def _untimely(action, state) -> tuple[str, str]:
-    """(what is wrong, what is expected) of an action that comes twice, or before the one that it needs."""
+def _untimely(action: Action, state: int) -> tuple[str, str]:
+    """Tell (what is wrong, what is expected) of an action that comes twice, or before the one that it needs."""
     stage, op, microbatch = action
     if op == FORWARD:
         return "the forward comes twice", f"one {stage}F{microbatch}"
@@ -127,8 +150,8 @@ def _untimely(action, state) -> tuple[str, str]:
     return "the weight gradient comes twice" if op == WEIGHT_GRAD else "the input gradient comes twice", once
 
 
-def _check_complete(schedule, state):
-    """Every (stage, micro-batch) finished; or, in a schedule of forwards only, every one forwarded."""
+def _check_complete(schedule: Schedule, state: bytearray) -> None:
+    """Refuse a (stage, micro-batch) that is not finished or, in a schedule of forwards only, not forwarded."""
     goal = FORWARDED if max(state) <= FORWARDED else FINISHED
     if state.count(goal) == len(state):
         return
@@ -148,29 +171,30 @@ def _check_complete(schedule, state):
     )
 
 
-def _check_progress(schedule):
-    """Replay the orders; where the ranks stand still, tell the circle in which they wait for each other."""
+def _check_progress(schedule: Schedule) -> None:
+    """Replay the orders; if ranks stand still, name the cycle in which they wait for each other."""
     ones = [1.0] * schedule.stages
     starts, _ = replay(schedule, dict.fromkeys(OPS, ones), ones)
     stopped = [len(began) for began in starts]
     stuck = [rank for rank, slot in enumerate(stopped) if slot < len(schedule.orders[rank])]
     if not stuck:
         return
-    circle, awaited = _circle(schedule, stopped, stuck[0])
-    cells = [(rank, stopped[rank]) for rank in circle]
+    cycle, awaited = _wait_cycle(schedule, stopped, stuck[0])
+    cells = [(rank, stopped[rank]) for rank in cycle]
     links = []
-    for (rank, slot), later in zip(cells[:LINKS], awaited):
+    for (rank, slot), later in zip(cells[:LISTED_RANKS], awaited):
         owner = schedule.placement[later.stage]
         links.append(f"rank {rank} at {schedule.orders[rank][slot]} waits for {later}, later on rank {owner}")
-    if len(circle) > LINKS:
-        links.append(f"and so on around {len(circle)} ranks")
-    what, expected = "deadlock: " + "; ".join(links), "orders in which no ranks wait for each other in a circle"
+    if len(cycle) > LISTED_RANKS:
+        links.append(f"and so on around {len(cycle)} ranks")
+    what, expected = "deadlock: " + "; ".join(links), "orders in which no ranks wait for each other in a cycle"
     _refuse(schedule, *cells[0], what, expected, cells)
 
 
-def _circle(schedule, stopped, rank):
-    """From a stopped rank, follow who waits for whom until a rank comes again: (ranks, the action each waits for)."""
-    path, awaited = [], []
+def _wait_cycle(schedule: Schedule, stopped: Sequence[int], rank: int) -> tuple[list[int], list[Action]]:
+    """Follow who waits for whom, from a stopped rank, until a rank repeats: (ranks, the action each waits for)."""
+    path: list[int] = []
+    awaited: list[Action] = []
     while rank not in path:
         path.append(rank)
         awaited.append(_awaited(schedule, schedule.orders[rank][stopped[rank]]))
@@ -179,8 +203,8 @@ def _circle(schedule, stopped, rank):
     return path[first:], awaited[first:]
 
 
-def _awaited(schedule, action) -> Action:
-    """The action on which `action`, itself stopped, depends."""
+def _awaited(schedule: Schedule, action: Action) -> Action:
+    """Find the action that the stopped `action` waits for."""
     if action.op == FORWARD:
         return Action(action.stage - 1, FORWARD, action.microbatch)
     stage = action.stage + 1
@@ -189,7 +213,9 @@ def _awaited(schedule, action) -> Action:
     return full if whole else Action(stage, INPUT_GRAD, action.microbatch)
 
 
-def _refuse(schedule, rank, slot, what, expected, mark=None):
+def _refuse(
+    schedule: Schedule, rank: int, slot: int, what: str, expected: str, mark: list[tuple[int, int]] | None = None
+) -> NoReturn:
     action = schedule.orders[rank][slot]
     stage, _, microbatch = action if type(action) is Action else (None, None, None)
     raise ScheduleError(

@@ -34,8 +34,8 @@ def with_orders(schedule, orders):
     return Schedule("changed", schedule.placement, schedule.microbatches, orders)
 
 
-def has_circle(schedule):
-    """Whether order and data edges close a circle, by the standard library's topological sort."""
+def has_cycle(schedule):
+    """Whether order and data edges close a cycle, by the standard library's topological sort."""
     backward = {(a.stage, a.microbatch): a for order in schedule.orders for a in order if a.op in "BI"}
     edges = {}
     for order in schedule.orders:
@@ -61,18 +61,18 @@ def has_circle(schedule):
 @given(schedule=any_schedule)
 def test_generated_schedules_pass(schedule):
     assert check(schedule) is None
-    assert not has_circle(schedule)
+    assert not has_cycle(schedule)
 
 
 @given(schedule=any_schedule, data=st.data())
-def test_a_permuted_schedule_passes_exactly_if_its_actions_form_no_circle(schedule, data):
+def test_a_permuted_schedule_passes_exactly_if_its_actions_form_no_cycle(schedule, data):
     orders = [list(order) for order in schedule.orders]
     order = orders[data.draw(st.integers(0, schedule.ranks - 1))]
     for _ in range(data.draw(st.integers(1, 3))):
         source, target = (data.draw(st.integers(0, len(order) - 1)) for _ in range(2))
         order.insert(target, order.pop(source))
     changed = with_orders(schedule, orders)
-    if has_circle(changed):
+    if has_cycle(changed):
         with pytest.raises(ScheduleError):
             check(changed)
     else:
@@ -120,8 +120,8 @@ def test_the_error_marks_the_cell_and_says_what_is_wrong(rows, marked, reason, r
         assert all(cell in str(error) for cell in line.split(","))
 
 
-def test_a_deadlock_names_every_rank_of_the_circle_and_no_other():
-    # Rank 2 waits too, for rank 1, but is no part of the circle.
+def test_a_deadlock_names_every_rank_of_the_cycle_and_no_other():
+    # Rank 2 waits too, for rank 1, but is no part of the cycle.
     rows = "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n2F0,2F1,2B0,2B1"
     with pytest.raises(ScheduleError) as refusal:
         check(from_csv(rows))

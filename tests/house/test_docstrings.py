@@ -1,0 +1,123 @@
+"""The docstrings of the public face: complete in the form of numpydoc, and with examples that run as written."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+
+import pytest
+from support.launch import ROOT, run_job
+from support.public_face import main, public_face
+
+# the modules whose public face is held to this
+ROOMS = ["mpipipe.even_split", "mpipipe.schedules"]
+
+CODES = {  # of numpydoc.validate
+    "GL06": "a section that numpydoc does not know",
+    "GL07": "sections in another order",
+    "GL08": "no docstring",
+    "SS01": "no summary",
+    "SS06": "a summary of several lines",
+    "PR01": "parameters without documentation",
+    "PR02": "documentation of parameters that do not exist",
+    "PR03": "parameters in another order",
+    "PR04": "a parameter without a type",
+    "RT01": "no section Returns",
+    "YD01": "no section Yields",
+}
+NOUNS = set("A An The This These It Its What Which Who Whose Whether How Where There".split())
+
+
+def _is_record(value) -> bool:
+    """Whether this is a dataclass or a named tuple."""
+    return dataclasses.is_dataclass(value) or hasattr(value, "_fields")
+
+
+def wrong_docstring(value) -> list[str]:
+    """What numpydoc finds wrong in the docstring of a function, property or class."""
+    from numpydoc.docscrape import get_doc_object
+    from numpydoc.validate import Validator, validate
+
+    class FieldsAreParameters(Validator):
+        """For results, whose fields are documented as attributes and are the parameters of the constructor, too.
+
+        A class that has no constructor of its own has the parameters that it documents: the base says the others.
+        """
+
+        def __init__(self, obj_name):
+            super().__init__(get_doc_object(obj_name))
+
+        @property
+        def signature_parameters(self):
+            if inspect.isclass(self.obj) and not _is_record(self.obj) and "__init__" not in vars(self.obj):
+                return tuple(self.doc_all_parameters)
+            return super().signature_parameters
+
+        @property
+        def doc_all_parameters(self):
+            documented = dict(super().doc_all_parameters)
+            if _is_record(self.obj):
+                for names, kind, text in self.doc["Attributes"]:
+                    documented |= {
+                        name: (kind, text) for name in names.split(", ") if name in self.signature_parameters
+                    }
+            return documented
+
+    found = [f"{code} {text}" for code, text in validate(value, FieldsAreParameters)["errors"] if code in CODES]
+    summary = (inspect.getdoc(value) or "").split()
+    if inspect.isfunction(value) and summary and summary[0] in NOUNS:
+        found.append(f"the summary of a function begins with a verb in the imperative, not with {summary[0]!r}")
+    return found
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_public_docstrings_are_complete(room):
+    wrong = {name: found for name, value in public_face(room) if (found := wrong_docstring(value))}
+    assert not wrong, "\n".join(f"{name}: {'; '.join(found)}" for name, found in wrong.items())
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_examples_run_as_written(room):
+    """In a process of its own, without a launcher, as a reader runs them."""
+    result = run_job(0, ["-m", "support.public_face", room], env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"})
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert not result.stdout.endswith(": 0 examples\n"), "a public module shows at least one example"
+
+
+def test_incomplete_docstrings_are_found():
+    def no_docstring(x):
+        return x
+
+    def wrong_names(x):
+        """The double.
+
+        Parameters
+        ----------
+        y : float
+        """
+        return 2 * x
+
+    class Plain:
+        """A class."""
+
+        def __init__(self, x):
+            pass
+
+    class Heir(Plain):
+        """A class with the constructor of its base."""
+
+    codes = [[text.split()[0] for text in wrong_docstring(value)] for value in (no_docstring, wrong_names, Plain, Heir)]
+    assert codes == [["GL08"], ["PR01", "PR02", "RT01", "the"], ["PR01"], []]
+
+
+def test_examples_that_fail_are_found(tmp_path, monkeypatch, capsys):
+    text = (
+        'def f():\n    """Give 1.\n\n    >>> from wrong_example import f\n    >>> f()\n    2\n    """\n    return 1\n'
+    )
+    (tmp_path / "wrong_example.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["wrong_example"]) == 1
+    out = capsys.readouterr().out
+    assert "Expected:\n    2\nGot:\n    1" in out and out.endswith("wrong_example: 2 examples\n")
+    del sys.modules["wrong_example"]

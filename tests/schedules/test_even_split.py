@@ -1,0 +1,27 @@
+"""The block distribution against numpy.array_split."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpipipe.even_split import even_split
+
+
+@pytest.mark.parametrize(
+    "length, parts, sizes",
+    [(10, 3, [4, 3, 3]), (8, 4, [2, 2, 2, 2]), (2, 4, [1, 1, 0, 0]), (0, 2, [0, 0]), (7, 1, [7])],
+)
+def test_known_splits(length, parts, sizes):
+    assert [len(part) for part in even_split(length, parts)] == sizes
+
+
+@given(length=st.integers(0, 200), parts=st.integers(1, 40))
+def test_the_parts_are_those_of_numpy(length, parts):
+    split = even_split(length, parts)
+    assert [list(part) for part in split] == [part.tolist() for part in np.array_split(np.arange(length), parts)]
+    assert all(before.stop == after.start for before, after in pairwise(split))  # also where parts are empty
