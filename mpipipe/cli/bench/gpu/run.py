@@ -7,22 +7,19 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import sys
-from importlib import metadata
 from pathlib import Path
 
 from mpipipe import arrays
 from mpipipe.cli.bench.gpu import attention, executor, gpt, memory, ring, transport
 from mpipipe.cli.bench.gpu.rows import Row, show
+from mpipipe.cli.versions import versions
 from mpipipe.comm import launcher, runtime
 from mpipipe.comm.device import select_device
 from mpipipe.errors import ArgumentError, BackendError
 
 ALONE = {"memory": memory, "attention": attention, "ring": ring, "executor": executor, "gpt": gpt}
 TOGETHER = {"transport": transport}
-PACKAGES = ("mpipipe", "numpy", "cupy-cuda12x", "cupy-cuda13x", "nvidia-cudnn-frontend", "nvidia-cudnn-cu12",
-            "nvidia-cudnn-cu13", "mpi4py", "torch")  # fmt: skip
 
 
 def run(parts, repeats, path, peers, quick=False, comm=None):
@@ -104,14 +101,3 @@ def _chosen(names, ranks):
                 expected=", ".join(fitting),
             )
     return {name: fitting[name] for name in names} if names else fitting
-
-
-def versions() -> dict:
-    """Of Python and of each package that is installed here."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
