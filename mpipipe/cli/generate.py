@@ -15,7 +15,7 @@ from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ConfigError
 from mpipipe.models import GPT
 from mpipipe.train import limits, weights
-from mpipipe.train.decoder import decoder
+from mpipipe.train.decoder import build_decoder
 from mpipipe.train.outlet import Outlet
 from mpipipe.train.output import shared_path
 from mpipipe.train.sample import generate as continuation
@@ -44,9 +44,9 @@ def generate(
         with group_of(comm).together("generate: the mesh"):
             mesh = Mesh(comm, pipe=max(1, comm.size // seq), seq=seq)
         with mesh:
-            recipe, dtype = _prepare(folder, mesh)
-            with decoder(
-                recipe, mesh, dtype, len(start) + count, lambda stages: weights.load(folder, stages)
+            plan, dtype = _prepare(folder, mesh)
+            with build_decoder(
+                plan, mesh, dtype, len(start) + count, lambda stages: weights.load(folder, stages)
             ) as pipeline:
                 answer = continuation(pipeline, mesh, start, count, temperature=temperature, seed=seed)
             if mesh.rank == 0:

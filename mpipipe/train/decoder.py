@@ -10,15 +10,15 @@ from mpipipe.train import limits
 from mpipipe.train.training_plan import TrainingPlan
 
 
-def decoder(recipe: TrainingPlan, mesh, dtype: str, capacity: int, fill) -> Pipeline:
+def decoder(plan: TrainingPlan, mesh, dtype: str, capacity: int, fill) -> Pipeline:
     """A pipeline whose forwards take the next bytes of one text, int64 (1, n), to their logits (1, n, vocab).
 
-    Attention looks back over the last `recipe.model.seq` positions in each layer. Up to that length this is the model
+    Attention looks back over the last `plan.model.seq` positions in each layer. Up to that length this is the model
     as it was trained; beyond it, no distance occurs that the rotary positions did not have in training.
 
     Parameters
     ----------
-    recipe : its model, cut and placement of stages
+    plan : its model, cut and placement of stages
     mesh : its `pipe` has the stages; the ranks of its `seq` share the caches
     dtype : of parameters and caches, float32 or float64; they are on the host
     capacity : length of the text at the end
@@ -29,10 +29,10 @@ def decoder(recipe: TrainingPlan, mesh, dtype: str, capacity: int, fill) -> Pipe
     """
     group = group_of(mesh.comm)
     with group.together("generate: the memory of a decoder"):
-        limits.check_decoding(recipe, mesh.pipe.rank, dtype, capacity, mesh.seq.size)
-    layers = recipe.model.build(lambda: Cached(capacity, mesh.seq, window=recipe.model.seq))
+        limits.check_decoding(plan, mesh.pipe.rank, dtype, capacity, mesh.seq.size)
+    layers = plan.model.build(lambda: Cached(capacity, mesh.seq, window=plan.model.seq))
     with group.together("generate: the stages"):
-        parts = [recipe.parts[number] for number in recipe.schedule.stages_of(mesh.pipe.rank)]
+        parts = [plan.layer_ranges[number] for number in plan.schedule.stages_of(mesh.pipe.rank)]
         stages = [nn.Stage(layers[start:stop], dtype=dtype, first=start) for start, stop in parts]
         fill(stages)
-    return Pipeline(stages, recipe.schedule.forward_only_part(1), mesh.pipe, replicas=mesh.replicas)
+    return Pipeline(stages, plan.schedule.forward_only_part(1), mesh.pipe, replicas=mesh.replicas)

@@ -37,22 +37,22 @@ def check_counts(layers: int, ranks: int, chunks: int, microbatches: int):
         )
 
 
-def check_training(config, recipe, rank: int, device: str):
+def check_training(config, plan, rank: int, device: str):
     """Raise ConfigError where what a rank of the pipeline surely needs for training exceeds this machine's memory.
 
     On the host that is its parameters, gradients and state of the optimizer, the batch, and one micro-batch's input of
     each of its layers; for a GPU, parameters as they are drawn and the batch.
     """
-    layers = own_layers(recipe, rank)
+    layers = own_layers(plan, rank)
     count = parameters_of(layers)
     kind = arrays.dtype(config.dtype)
     wide = arrays.accumulator(kind).itemsize
     needs = {
-        "batch": 16 * recipe.rows * config.seq_len,  # inputs and targets, as int64
+        "batch": 16 * plan.rows * config.seq_len,  # inputs and targets, as int64
         f"{count:,} parameters": count * wide,
     }
     if device == "cpu":
-        rows, length = -(-recipe.rows // recipe.schedule.microbatches), -(-config.seq_len // config.seq)
+        rows, length = -(-plan.rows // plan.schedule.microbatches), -(-config.seq_len // config.seq)
         needs |= {
             f"gradients and state of {config.optimizer}": count * wide * (1 + STATES[config.optimizer]),
             "activations of one micro-batch": len(layers) * rows * length * config.dim * kind.itemsize,
@@ -61,9 +61,9 @@ def check_training(config, recipe, rank: int, device: str):
                   "more ranks for a pipeline")  # fmt: skip
 
 
-def check_decoding(recipe, rank: int, dtype: str, capacity: int, ranks: int):
+def check_decoding(plan, rank: int, dtype: str, capacity: int, ranks: int):
     """As `check_training`, for the parameters of `decoder` and its caches of `capacity` positions on `ranks` ranks."""
-    layers = own_layers(recipe, rank)
+    layers = own_layers(plan, rank)
     attentions = [layer for top in layers for _, layer in top.walk("") if isinstance(layer, nn.SelfAttention)]
     width = sum(2 * layer.kv_heads * layer.head_dim for layer in attentions)
     count, size = parameters_of(layers), arrays.dtype(dtype).itemsize
@@ -74,10 +74,10 @@ def check_decoding(recipe, rank: int, dtype: str, capacity: int, ranks: int):
     _check_memory(f"generating text on pipeline rank {rank}", needs, "generate fewer bytes, or use more ranks")
 
 
-def own_layers(recipe, rank: int) -> list:
+def own_layers(plan, rank: int) -> list:
     """The unbound layers of a rank of the pipeline; they hold no arrays."""
-    layers = recipe.model.build(Local())
-    parts = [recipe.parts[number] for number in recipe.schedule.stages_of(rank)]
+    layers = plan.model.build(Local())
+    parts = [plan.layer_ranges[number] for number in plan.schedule.stages_of(rank)]
     return [layer for start, stop in parts for layer in layers[start:stop]]
 
 

@@ -17,7 +17,7 @@ from mpipipe.pipeline import Pipeline
 from mpipipe.train import limits, output, weights
 from mpipipe.train.config import TrainConfig
 from mpipipe.train.data import Corpus, training_batch, validation_batch
-from mpipipe.train.decoder import decoder
+from mpipipe.train.decoder import build_decoder
 from mpipipe.train.report import NullReporter, Record, Reporter, on_terminal
 from mpipipe.train.sample import generate, readable
 from mpipipe.train.shard import Shard
@@ -58,19 +58,19 @@ def train(config: TrainConfig, architecture, comm=None) -> Record:
     with mesh:
         group = group_of(mesh.comm)
         device = select_device(config.device, mesh.comm)
-        recipe, corpus = _prepare(config, architecture, mesh, device)
+        plan, corpus = _prepare(config, architecture, mesh, device)
         with group.together("train: the shards of sequences"):
             shard = Shard(mesh.seq, config.layout, config.seq_len)
         with group.together("train: the stages"):
-            stages = recipe.stages(mesh.pipe.rank, shard, config.dtype, config.seed, device)
+            stages = plan.stages(mesh.pipe.rank, shard, config.dtype, config.seed, device)
         with Pipeline(
-            stages, recipe.schedule, mesh.pipe, loss=shard.loss, recompute=config.recompute, replicas=mesh.replicas
+            stages, plan.schedule, mesh.pipe, loss=shard.loss, recompute=config.recompute, replicas=mesh.replicas
         ) as pipeline:
             output.make_folder(Path(config.out), mesh.comm, writes=mesh.replicas.rank == 0)
             with group.together("train: the reporter"):
                 reporter = _reporter(config) if mesh.rank == 0 else NullReporter()
             with reporter:
-                return Trainer(config, mesh, recipe, shard, pipeline, corpus, reporter).run()
+                return Trainer(config, mesh, plan, shard, pipeline, corpus, reporter).run()
 
 
 def _check_same_config(group, config):
@@ -86,14 +86,14 @@ def _prepare(config, architecture, mesh, device):
     """(TrainingPlan, Corpus or None where this rank needs no data); every error is raised on every rank."""
     group = group_of(mesh.comm)
     with group.together("train: the plan"):
-        recipe = TrainingPlan.of(config, architecture, mesh.pipe.size, mesh.data.size)
-        limits.check_training(config, recipe, mesh.pipe.rank, device)
+        plan = TrainingPlan.of(config, architecture, mesh.pipe.size, mesh.data.size)
+        limits.check_training(config, plan, mesh.pipe.rank, device)
         if config.sample_bytes:
             dtype = arrays.accumulator(arrays.dtype(config.dtype)).name
-            limits.check_decoding(recipe, mesh.pipe.rank, dtype, PROMPT + config.sample_bytes, mesh.seq.size)
+            limits.check_decoding(plan, mesh.pipe.rank, dtype, PROMPT + config.sample_bytes, mesh.seq.size)
         if mesh.rank == 0:
             output.check_vacant(Path(config.out))
-    corpus, placement = None, recipe.schedule.placement
+    corpus, placement = None, plan.schedule.placement
     with group.together("train: opening the data"):
         if mesh.pipe.rank in (placement[0], placement[-1]):
             corpus = Corpus.open(config.data, config.seq_len)
@@ -109,7 +109,7 @@ def _prepare(config, architecture, mesh, device):
             "hosts have different Python versions",
         )
         raise_on_all(0, error, group)
-    return recipe, corpus
+    return plan, corpus
 
 
 def _reporter(config) -> Reporter:
@@ -126,21 +126,21 @@ class Trainer:
     Parameters
     ----------
     config : with `out` filled in
-    mesh, recipe, shard, pipeline : where this rank stands, and what it runs
+    mesh, plan, shard, pipeline : where this rank stands, and what it runs
     corpus : needed on the ranks of the first and the last stage
     reporter : Reporter on rank 0, NullReporter elsewhere
     """
 
-    def __init__(self, config: TrainConfig, mesh, recipe: TrainingPlan, shard: Shard, pipeline, corpus, reporter):
-        self.config, self.mesh, self.recipe, self.shard = config, mesh, recipe, shard
+    def __init__(self, config: TrainConfig, mesh, plan: TrainingPlan, shard: Shard, pipeline, corpus, reporter):
+        self.config, self.mesh, self.plan, self.shard = config, mesh, plan, shard
         self.pipeline, self.corpus, self.reporter = pipeline, corpus, reporter
         self.optimizer = _optimizer(config, pipeline.stages)
         self.scaler = _scaler(config)
-        self.first = mesh.pipe.rank == recipe.schedule.placement[0]
-        self.last = mesh.pipe.rank == recipe.schedule.placement[-1]
+        self.first = mesh.pipe.rank == plan.schedule.placement[0]
+        self.last = mesh.pipe.rank == plan.schedule.placement[-1]
         replica = mesh.data.rank
         self.shape = dict(
-            batch=config.batch, rows=slice(replica * recipe.rows, (replica + 1) * recipe.rows), seq_len=config.seq_len
+            batch=config.batch, rows=slice(replica * plan.rows, (replica + 1) * plan.rows), seq_len=config.seq_len
         )
         self.since_record, self.in_all = StepTimes(), StepTimes()
 
@@ -159,7 +159,7 @@ class Trainer:
                 record = Record(done, loss, validation, lr, norm, **speed, **self._scaling())
                 self.reporter.record(record)
                 self.since_record = StepTimes()
-        model, schedule = self.recipe.model, self.recipe.schedule
+        model, schedule = self.plan.model, self.plan.schedule
         weights.save(weights.folder_of(config.out), model, self.pipeline.stages, schedule, self.mesh)
         self._show_sample()
         record = replace(record, **self._speed(self.in_all))
@@ -211,7 +211,7 @@ class Trainer:
         return {
             "tokens_per_second": tokens / max(each.seconds for each in everyone),
             "bubble": 1 - busy / elapsed,
-            "predicted": schedules.simulate(self.recipe.schedule, costs).bubble_fraction,
+            "predicted": schedules.simulate(self.plan.schedule, costs).bubble_fraction,
         }
 
     def _scaling(self) -> dict:
@@ -219,29 +219,29 @@ class Trainer:
         return {"loss_scale": scaler.scale, "skipped": scaler.skipped} if scaler.dynamic else {}
 
     def _introduce(self):
-        config, recipe, mesh = self.config, self.recipe, self.mesh
+        config, plan, mesh = self.config, self.plan, self.mesh
         text = "" if self.corpus is None else f", {len(self.corpus.train):,} bytes of text"
         place = "CPUs" if self.pipeline.stages[0].device == "cpu" else "GPUs"
         self.reporter.say(
             f"mpipipe: {mesh.comm.size} ranks = pipe {mesh.pipe.size} x data {mesh.data.size} x seq {mesh.seq.size}; "
-            f"{recipe.schedule.name}, {recipe.schedule.stages} stages, {recipe.schedule.microbatches} micro-batches\n"
-            f"mpipipe: {recipe.model.parameters:,} parameters, {config.dtype} on {place}, batch {config.batch} x "
+            f"{plan.schedule.name}, {plan.schedule.stages} stages, {plan.schedule.microbatches} micro-batches\n"
+            f"mpipipe: {plan.model.parameters:,} parameters, {config.dtype} on {place}, batch {config.batch} x "
             f"{config.seq_len} bytes{text}; metrics in {config.out}"
         )
 
     def _show_sample(self):
-        config, recipe = self.config, self.recipe
+        config, plan = self.config, self.plan
         if config.sample_bytes == 0:
             return
         prompt = None
         if self.first:
             text = self.corpus.validation
             prompt = text.read(0, min(PROMPT, len(text))).tobytes()
-        root = recipe.schedule.placement[0]
+        root = plan.schedule.placement[0]
         prompt = group_of(self.mesh.pipe).broadcast("train: the prompt of the sample", prompt, root)
         count = config.sample_bytes
         dtype = self.pipeline.stages[0].parameters.flat.dtype.name
-        with decoder(recipe, self.mesh, dtype, len(prompt) + count, self._copy_weights) as decoding:
+        with build_decoder(plan, self.mesh, dtype, len(prompt) + count, self._copy_weights) as decoding:
             answer = generate(decoding, self.mesh, prompt, count, temperature=config.temperature, seed=config.seed)
         title = f"--- sample: {len(prompt)} bytes of validation text, {len(answer)} of the model's"
         self.reporter.say("\n".join([title, readable(prompt + answer), "---"]))

@@ -64,5 +64,5 @@ class TrainingPlan:
     def stages(self, rank: int, shard: Shard, dtype: str, seed: int, device: str = "cpu") -> list[nn.Stage]:
         """The stages of one rank of a pipeline that holds this shard of the sequences, with fresh parameters."""
         layers = self.model.build(shard.attend, shard.positions)
-        parts = [self.parts[number] for number in self.schedule.stages_of(rank)]
+        parts = [self.layer_ranges[number] for number in self.schedule.stages_of(rank)]
         return [nn.Stage(layers[start:stop], dtype, seed, device, first=start) for start, stop in parts]

@@ -217,13 +217,13 @@ def test_the_probe_moves_device_memory_in_a_job_of_its_own(outside):
         ("import sys; sys.exit(3)", "could not start"),
         ("import time; print('tired', flush=True); time.sleep(60)", "timed out"),
         (
-            "from mpipipe.comm import probe; right = probe.content\n"
+            "from mpipipe.cli import probe; right = probe.content\n"
             "probe.content = lambda nbytes, rank, turn: right(nbytes, 0, 0)  # stale data go unseen\n"
             "import numpy; numpy.array_equal = lambda a, b: a.nbytes == 8\n"
             "probe.main()",
             "wrong data",
         ),
-        ("from mpipipe.comm import probe\nprobe.exchange = None\nprobe.main()", "failed"),
+        ("from mpipipe.cli import probe\nprobe.exchange = None\nprobe.main()", "failed"),
     ],
 )
 def test_what_can_become_of_a_probe(outside, text, outcome):
