@@ -14,13 +14,14 @@ from typing import Any
 from mpipipe import arrays
 from mpipipe.cli.gpu_check.check import Outcome
 from mpipipe.cli.versions import versions
+from mpipipe.train import files
 
 
 def write(folder: Path, outcomes: Sequence[Outcome]) -> int:
     """Write the report into `folder`, print its last lines, and return the exit code."""
     facts = _facts(folder, outcomes)
-    (folder / "gpu_check.json").write_text(json.dumps(facts, indent=1) + "\n")
-    (folder / "gpu_check.md").write_text("\n\n".join(_paragraphs(facts, outcomes)) + "\n")
+    files.write_whole(folder / "gpu_check.json", (json.dumps(facts, indent=1) + "\n").encode())
+    files.write_whole(folder / "gpu_check.md", ("\n\n".join(_paragraphs(facts, outcomes)) + "\n").encode())
     width = max(len(outcome.check) for outcome in outcomes)
     lines = [f"{o.check:<{width}} {o.status:<7} {o.seconds:>4} s  {o.why}" for o in outcomes]
     failed = [o.check for o in outcomes if o.kind == "correctness" and o.status == "failed"]
