@@ -1,4 +1,4 @@
-"""The command line: python -m mpipipe train | generate | info | run | bench."""
+"""The command line (python -m mpipipe train | generate | info | run | bench.)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def options(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Pipeline parallelism over MPI. Start it with mpiexec or srun: mpiexec -n 4 python -m mpipipe train"""
+    """Pipeline parallelism over MPI. Start it with mpiexec or srun (mpiexec -n 4 python -m mpipipe train)."""
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ def generate(
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="of the draws")] = 0,
     seq: Annotated[int, typer.Option(min=1, help="ranks that share each cache of keys and values")] = 1,
 ) -> None:
-    """Continue a text with a trained model: mpiexec -n 2 python -m mpipipe generate runs/first --prompt "def main("
+    """Continue a text with a trained model (mpiexec -n 2 python -m mpipipe generate runs/first --prompt "def main(").
 
     The ranks are pipe x seq, however the training was cut. A text may be longer than the sequences of the training.
     Each layer then looks back over their length.

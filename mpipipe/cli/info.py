@@ -26,7 +26,7 @@ def info(
         bool, typer.Option("--probe", help="also try to send device memory, in a job of its own, which may crash")
     ] = False,
 ) -> None:
-    """Show MPI, launcher, ranks, hosts, threads, GPUs and versions: mpiexec -n 2 python -m mpipipe info"""
+    """Show MPI, launcher, ranks, hosts, threads, GPUs and versions (mpiexec -n 2 python -m mpipipe info)."""
     facts = {"mpipipe": __version__, "python": f"{platform.python_version()} ({sys.executable})"}
     root = True
     placement: list[str] = []

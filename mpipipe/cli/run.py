@@ -18,7 +18,7 @@ def run(
     arguments: Annotated[list[str] | None, typer.Argument(help="for the script", show_default=False)] = None,
     module: Annotated[bool, typer.Option("-m", help="TARGET is a module, as for python -m")] = False,
 ) -> None:
-    """Run a Python script on every rank: mpiexec -n 4 python -m mpipipe run script.py
+    """Run a Python script on every rank (mpiexec -n 4 python -m mpipipe run script.py).
 
     An exception, an exit or an interrupt on one rank ends the whole job within seconds. One report names the rank and
     the place. An exit code on which all ranks agree is passed on.

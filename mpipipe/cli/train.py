@@ -18,7 +18,7 @@ from mpipipe.train.config import KINDS
 
 
 def train(config: str | None = None, **flags: Any) -> None:
-    """Train a byte-level GPT on text: mpiexec -n 4 python -m mpipipe train --out runs/first
+    """Train a byte-level GPT on text (mpiexec -n 4 python -m mpipipe train --out runs/first).
 
     The keys of the file given by --config are the flags without leading dashes, and with _ for -. Flags win over keys.
     """

@@ -50,6 +50,7 @@ class TrainConfig:
 
     Examples
     --------
+    >>> from mpipipe.train import TrainConfig
     >>> config = TrainConfig(steps=100, pipe=2, schedule="interleaved_1f1b", chunks=2)
     >>> config.lr
     0.003
@@ -141,6 +142,7 @@ class TrainConfig:
 
         Examples
         --------
+        >>> from mpipipe.train import TrainConfig
         >>> TrainConfig.load(steps=100, lr=None).steps
         100
         """

@@ -45,6 +45,7 @@ class Record:
 
     Examples
     --------
+    >>> from mpipipe.train import Record
     >>> Record(10, loss=2.5).facts()
     {'step': 10, 'loss': 2.5}
     """

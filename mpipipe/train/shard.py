@@ -1,4 +1,4 @@
-"""This rank's part of every sequence: its attention, its positions, and the weight of its loss."""
+"""The part of every sequence that this rank has: its attention, its positions, and the weight of its loss."""
 
 from __future__ import annotations
 

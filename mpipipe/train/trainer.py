@@ -64,6 +64,7 @@ def train(config: TrainConfig, architecture: Architecture, comm: Communicator | 
     >>> import tempfile
     >>> from mpipipe.comm import inprocess
     >>> from mpipipe.models import GPT
+    >>> from mpipipe.train import TrainConfig, train
     >>> config = TrainConfig(
     ...     dim=8, layers=1, heads=1, seq_len=8, batch=4, steps=2, sample_bytes=0, device="cpu", out=tempfile.mkdtemp()
     ... )

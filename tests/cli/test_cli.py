@@ -198,7 +198,7 @@ WRONG = ["train --bogus", "train --steps many", "nothing", "run", "generate", "g
 def test_wrong_usage_exits_with_2_and_one_message(mpipipe, arguments):
     job = mpipipe(2, *arguments)
     assert job.returncode == 2
-    assert (job.stdout + job.stderr).count("StepTimes:") == 1
+    assert (job.stdout + job.stderr).count("Usage:") == 1
 
 
 def test_help_needs_no_mpi(mpipipe):

@@ -33,7 +33,7 @@ def _guarded(work: Callable[[], None]) -> NoReturn:
 
 @app.command()
 def pipeline(repeats: Repeats = 100) -> None:
-    """Cost of the machinery on tiny stages: mpiexec -n 2 python -m mpipipe bench pipeline"""
+    """Cost of the machinery on tiny stages (mpiexec -n 2 python -m mpipipe bench pipeline)."""
     from mpipipe.cli.bench.pipeline import run
 
     _guarded(lambda: run(repeats))
@@ -41,7 +41,7 @@ def pipeline(repeats: Repeats = 100) -> None:
 
 @app.command()
 def transport(repeats: Repeats = 50) -> None:
-    """Mailbox against bare Isend and Irecv: mpiexec -n 2 python -m mpipipe bench transport"""
+    """Mailbox against bare Isend and Irecv (mpiexec -n 2 python -m mpipipe bench transport)."""
     from mpipipe.cli.bench.transport import run
 
     _guarded(lambda: run(repeats))
@@ -49,7 +49,7 @@ def transport(repeats: Repeats = 50) -> None:
 
 @app.command()
 def schedules() -> None:
-    """Building, checking and simulating a large schedule: python -m mpipipe bench schedules"""
+    """Building, checking and simulating a large schedule (python -m mpipipe bench schedules)."""
     from mpipipe.cli.bench.schedules import run
 
     run()
@@ -65,7 +65,7 @@ def train(
     microbatches: int = 8,
     rows: Annotated[int, typer.Option(help="sequences in a micro-batch")] = 4,
 ) -> None:
-    """A GPT's step against its simulation: mpiexec -n 2 python -m mpipipe bench train"""
+    """A GPT's step against its simulation (mpiexec -n 2 python -m mpipipe bench train)."""
     from mpipipe.cli.bench.train import run
 
     _guarded(lambda: run(repeats, dim, layers, heads, seq_len, microbatches, rows))
@@ -79,7 +79,7 @@ def attention(
     heads: int = 4,
     head_dim: int = 64,
 ) -> None:
-    """Attention kernels beside PyTorch, on several ranks a ring beside one: python -m mpipipe bench attention"""
+    """Attention kernels beside PyTorch, on several ranks a ring beside one (python -m mpipipe bench attention)."""
     from mpipipe.cli.bench.attention import run
 
     _guarded(lambda: run(repeats, seq_len, ring_seq_len, heads, head_dim))
@@ -96,7 +96,7 @@ def gpu(
     peers: Annotated[bool, typer.Option(help="measure PyTorch beside it, where it is installed")] = True,
     quick: Annotated[bool, typer.Option("--quick", help="smallest sizes that tell something")] = False,
 ) -> None:
-    """Kernels, ring, executor and a GPT's step on a GPU; on 2 ranks the transports: python -m mpipipe bench gpu"""
+    """Kernels, ring, executor and a GPT's step on a GPU; on 2 ranks the transports (python -m mpipipe bench gpu)."""
     from mpipipe.cli.bench.gpu.run import run, without_mpi
 
     def work(comm: Communicator | None = None) -> None:

@@ -12,7 +12,7 @@ from mpipipe.arrays import Array
 from mpipipe.cli.bench.timing import compare, report
 from mpipipe.comm import runtime
 from mpipipe.comm.mailbox import Envelope, Mailbox
-from mpipipe.comm.transport.base import Transport
+from mpipipe.comm.transport.device import DeviceTransport
 from mpipipe.comm.transport.host import HostTransport
 from mpipipe.comm.types import Communicator
 from mpipipe.errors import ArgumentError
@@ -51,7 +51,9 @@ class PingPong:
     array : what is sent
     """
 
-    def __init__(self, comm: Communicator, transport: Transport, array: Array, count: int) -> None:
+    def __init__(
+        self, comm: Communicator, transport: HostTransport | DeviceTransport, array: Array, count: int
+    ) -> None:
         self.rank, self.mailbox = comm.rank, Mailbox(transport)
         self.envelopes = [Envelope(1 - comm.rank, 1, m, 0, (0, 0), (0, 1)) for m in range(count)]
         self.array = array
@@ -59,6 +61,7 @@ class PingPong:
         self.itinerary = self.mailbox.itinerary(self.envelopes, [[leaf]] * count)
 
     def __call__(self) -> None:
+        """Play all turns."""
         mailbox, array = self.mailbox, self.array
         mailbox.expect(self.itinerary, 1)
         for envelope in self.envelopes:

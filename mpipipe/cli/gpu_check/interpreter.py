@@ -50,8 +50,9 @@ class Interpreter:
         return answer is not None and answer.returncode == 0
 
     def find_mpiexec(self, preferred: str | None) -> str | None:
-        """Return a launcher that starts ranks which see each other: the preferred one, else the one beside the
-        interpreter, else the one on PATH.
+        """Return a launcher that starts ranks which see each other, or None.
+
+        The preferred one is tried first, then the one beside the interpreter, then the one on PATH.
         """
         beside = self._ask("import sys; print(sys.executable)", timeout=SECONDS)
         folder = Path(self.path if beside is None else beside.stdout.strip()).parent
