@@ -10,6 +10,7 @@ import re
 import pytest
 from support.launch import ROOT
 
+from mpipipe import __version__
 from mpipipe.cli.train import SIGNATURE
 from mpipipe.train import TrainConfig
 
@@ -273,6 +274,13 @@ def test_a_gpu_that_is_not_there_ends_the_job_with_one_report(mpipipe, arguments
     assert "remedy: " in job.stderr and "BackendError" in job.stderr
     assert job.stderr.count("job ended by rank") == 1 and "Traceback" not in job.stderr
     assert job.stdout == ""
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_the_version_is_that_of_the_package(mpipipe, ranks):
+    job = mpipipe(ranks, "--version")
+    assert job.returncode == 0, job.stderr
+    assert set(job.stdout.splitlines()) == {f"mpipipe {__version__}"}
 
 
 def test_info_without_mpi_says_how_to_install_it(mpipipe):

@@ -100,7 +100,7 @@ def gpu(
     from mpipipe.cli.bench.gpu.run import run, without_mpi
 
     def work(comm: Communicator | None = None) -> None:
-        run(part or [], repeats, json, peers=peers, quick=quick, comm=comm)
+        run(part or [], repeats, json, peers, quick, comm)
 
     reason = without_mpi()
     if reason is None:
