@@ -19,6 +19,7 @@ if [ "$MPI" = site ]; then
 elif [ $# = 0 ]; then
     extras=("$MPI")
 fi
+rm -rf build/lib  # of an earlier build: files that are gone since would be packed too
 names=$(IFS=,; echo "${extras[*]-}")
 "${PYTHON:-python3}" -m pip wheel --quiet --disable-pip-version-check --find-links "$folder" --wheel-dir "$folder" \
     ".${names:+[$names]}"

@@ -7,6 +7,7 @@ import difflib
 import math
 import operator
 import sys
+import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -42,6 +43,7 @@ class TrainConfig:
     """The configuration of one training.
 
     Field names are the keys of a TOML file and, with dashes, the flags of `mpipipe train`. Every field has a default.
+    The help texts of the fields below are the documentation of the parameters, too.
 
     Raises
     ------
@@ -134,6 +136,7 @@ class TrainConfig:
         Returns
         -------
         TrainConfig
+            The defaults with these replacements.
 
         Raises
         ------
@@ -153,6 +156,19 @@ class TrainConfig:
                 _check_known(key, source)
         return cls(**{**keys, **flags})
 
+
+def _parameters() -> str:
+    """Return the section Parameters of TrainConfig's docstring, from the help texts of its fields."""
+    lines = ["Parameters", "----------"]
+    for entry in dataclasses.fields(TrainConfig):
+        default = "" if entry.default is None else f", default {entry.default!r}"
+        kind = str(entry.type).replace(" | None", ", optional")
+        lines += [f"{entry.name} : {kind}{default}", f"    {entry.metadata['help']}"]
+    return textwrap.indent("\n".join(lines), "    ") + "\n\n"
+
+
+if TrainConfig.__doc__:  # python -OO has none
+    TrainConfig.__doc__ = TrainConfig.__doc__.replace("    Raises\n", _parameters() + "    Raises\n", 1)
 
 NOUNS = {int: "an integer", float: "a number", bool: "true or false", str: "a string", tuple: "a list of strings"}
 

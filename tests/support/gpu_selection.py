@@ -1,8 +1,8 @@
 """Chooses the tests of device code that jobs/gpu_check.sh runs on a GPU: `pytest -p support.gpu_selection`.
 
-cuDNN takes 0.1 to 0.5 s to plan each new graph, and does so anew in each thread. The tests of rings in one process alone
-need a thousand plans in half precision. With --few-plans, each mask and each way to cut a sequence is tested in one of
-the two half types.
+cuDNN takes 0.1 to 0.5 s to plan each new graph, and does so anew in each thread. In half precision the tests of rings
+in one process alone need a thousand plans. With --few-plans, each mask and each way to cut a sequence is tested in one
+of the two half types.
 """
 
 from __future__ import annotations
