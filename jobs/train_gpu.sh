@@ -6,8 +6,8 @@
 #   DATA="book.txt notes" bash jobs/train_gpu.sh                               your text instead of the default
 #   sbatch [--nodes=2 --ntasks=8 --account=...] jobs/train_gpu.sh [options]    under SLURM, RANKS and mpiexec are not used
 #
-# PYTHON is the interpreter (python3 by default) of an environment with mpipipe[cuda12] or [cuda13]; it takes the package
-# from this source tree. MPIEXEC is the launcher of its MPI (mpiexec by default), MPIPIPE_SRUN_FLAGS what srun needs for it.
+# PYTHON is the interpreter (python3 by default) of an environment made by `pip install '.[cuda13]'` (or [cuda12]) in this
+# source tree, from which the package is taken. MPIEXEC is the launcher of its MPI (mpiexec by default), MPIPIPE_SRUN_FLAGS what srun needs for it.
 # GPUs are asked for by node, not by task: ranks that see only their own GPU cannot copy to each other's directly.
 #
 #SBATCH --job-name=mpipipe-train-gpu

@@ -15,17 +15,4 @@ options=(--seq-len 8192 --batch 4 --microbatches 4 --dim 64 --layers 4 --heads 2
     --log-every 1 --eval-batches 1 --sample-bytes 0 "$@")
 "$mpiexec" -n 4 "$python" -m mpipipe train --pipe 2 --seq 2 --out "$out/sharded" "${options[@]}"
 "$mpiexec" -n 2 "$python" -m mpipipe train --pipe 2 --seq 1 --out "$out/whole" "${options[@]}"
-
-"$python" - "$out" << 'PYTHON'
-import json
-import pathlib
-import sys
-
-folder = pathlib.Path(sys.argv[1])
-runs = [[json.loads(line) for line in (folder / name / "metrics.jsonl").open()] for name in ("sharded", "whole")]
-pairs = [(a[key], b[key]) for a, b in zip(*runs) for key in ("loss", "validation") if key in a]
-apart = max(abs(a - b) / b for a, b in pairs)
-verdict = "ok" if apart < 1e-4 else "failed"
-print(f"mpipipe: long context {verdict} seq_len=8192 losses={len(pairs)} largest relative difference={apart:.1e}")
-sys.exit(verdict != "ok")
-PYTHON
+exec "$python" -m mpipipe.cli.compare_losses "long context" "$out/sharded" "$out/whole"

@@ -6,5 +6,5 @@
 from mpipipe.comm import Mesh, select_device
 from mpipipe.pipeline import Pipeline, StepResult
 
-__version__ = "0.1.0"
+__version__ = "0.1.0"  # the one place: pyproject.toml reads it from here
 __all__ = ["Mesh", "Pipeline", "StepResult", "select_device"]

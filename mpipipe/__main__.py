@@ -1,4 +1,4 @@
-"""python -m mpipipe"""
+"""Starts the command line: python -m mpipipe."""
 
 from mpipipe.cli import main
 

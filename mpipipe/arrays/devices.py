@@ -7,7 +7,10 @@ from typing import Any
 
 from mpipipe.errors import BackendError
 
-INSTALL = "pip install 'mpipipe[cuda13]' (or [cuda12], as the driver has it: nvidia-smi tells), or use device='cpu'"
+INSTALL = (
+    "in a checkout of mpipipe `pip install '.[cuda13]'` (or [cuda12], as the driver has it: nvidia-smi tells), "
+    "or use device='cpu'"
+)
 
 
 @cache

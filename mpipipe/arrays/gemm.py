@@ -68,7 +68,7 @@ def gemm(
     transpose_b: bool = False,
     add: bool = False,
 ) -> None:
-    """c = a b or, with `add`, c += a b: C-contiguous matrices that are not empty.
+    """C = a b or, with `add`, c += a b: C-contiguous matrices that are not empty.
 
     Parameters
     ----------
@@ -97,7 +97,7 @@ def batched_gemm(
     add: bool = False,
     factor: float = 1.0,
 ) -> None:
-    """c = factor a b or, with `add`, c += factor a b, for each problem.
+    """C = factor a b or, with `add`, c += factor a b, for each problem.
 
     Parameters
     ----------

@@ -31,7 +31,7 @@ def blocks_of(count: int, per_block: int) -> tuple[int]:
 
 
 def strided_copy(source: DeviceArray, target: DeviceArray, add: bool = False) -> None:
-    """target = source or, with `add`, target += source: equal shapes of at most 5 axes, any strides, float dtypes.
+    """Target = source or, with `add`, target += source: equal shapes of at most 5 axes, any strides, float dtypes.
 
     Values are rounded to the dtype of the target.
     """

@@ -17,7 +17,7 @@ def cast(x: Array, dtype: np.dtype) -> Array:
 
 
 def strided_copy(target: Array, source: Array) -> None:
-    """target = source: equal shapes, on one device."""
+    """Target = source: equal shapes, on one device."""
     if isinstance(target, np.ndarray):
         target[...] = source
     else:
@@ -25,7 +25,7 @@ def strided_copy(target: Array, source: Array) -> None:
 
 
 def strided_add(target: Array, source: Array) -> None:
-    """target += source: equal shapes, on one device."""
+    """Target += source: equal shapes, on one device."""
     if isinstance(target, np.ndarray):
         np.add(target, source, out=target)
     else:

@@ -1,14 +1,15 @@
-"""The command line: python -m mpipipe train | generate | info | run | bench."""
+"""The command line (python -m mpipipe train | generate | info | run | bench.)."""
 
 from __future__ import annotations
 
 import io
 import os
 import sys
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
+from mpipipe import __version__
 from mpipipe.cli.bench.commands import app as bench
 from mpipipe.cli.generate import generate
 from mpipipe.cli.info import info
@@ -18,13 +19,7 @@ from mpipipe.comm import launcher, runtime
 from mpipipe.comm.abort import Stop, run_or_abort
 from mpipipe.errors import BackendError
 
-app = typer.Typer(
-    name="mpipipe",
-    help="Pipeline parallelism over MPI. Start it with mpiexec or srun: mpiexec -n 4 python -m mpipipe train",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(name="mpipipe", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command()(train)
 app.command()(generate)
 app.command()(info)
@@ -34,8 +29,26 @@ app.add_typer(bench, name="bench")
 UsageError: Any = typer.BadParameter.__base__  # click's own, wherever this version of typer keeps it
 
 
-def main():
-    """Run the command that sys.argv names and exit with its code; 2 for wrong usage, which one rank reports."""
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"mpipipe {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Pipeline parallelism over MPI. Start it with mpiexec or srun (mpiexec -n 4 python -m mpipipe train)."""
+
+
+def main() -> None:
+    """Run the command that sys.argv names, and exit with its code.
+
+    Wrong usage exits with 2, and one rank reports it.
+    """
     if _is_job():
         sys.exit(run_or_abort(_command))
     try:
@@ -55,7 +68,7 @@ def _is_job() -> bool:
         return False
 
 
-def _command():
+def _command() -> None:
     command = typer.main.get_command(app)
     try:
         code = command.main(prog_name="python -m mpipipe", standalone_mode=False)

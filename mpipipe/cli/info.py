@@ -10,11 +10,12 @@ from typing import Annotated
 
 import typer
 
-from mpipipe import arrays
+from mpipipe import __version__, arrays
 from mpipipe.attention import kernels
 from mpipipe.cli import probe as probing
 from mpipipe.comm import describe, device, runtime
 from mpipipe.comm.group import group_of
+from mpipipe.comm.types import Communicator
 from mpipipe.errors import BackendError, MpipipeError
 
 NARROW_KERNELS = ("Haswell", "Zen")  # OpenBLAS's names for its AVX2 kernels
@@ -24,17 +25,18 @@ def info(
     probe: Annotated[
         bool, typer.Option("--probe", help="also try to send device memory, in a job of its own, which may crash")
     ] = False,
-):
-    """Show MPI, launcher, ranks, hosts, threads, GPUs and versions: mpiexec -n 2 python -m mpipipe info"""
-    facts = {"mpipipe": _version("mpipipe"), "python": f"{platform.python_version()} ({sys.executable})"}
-    root, placement = True, []
+) -> None:
+    """Show MPI, launcher, ranks, hosts, threads, GPUs and versions (mpiexec -n 2 python -m mpipipe info)."""
+    facts = {"mpipipe": __version__, "python": f"{platform.python_version()} ({sys.executable})"}
+    root = True
+    placement: list[str] = []
     try:
         facts |= {name: value for name, value in describe.describe().items() if name not in facts}
         root = runtime.mpi().COMM_WORLD.rank == 0
         placement = _placement(runtime.world())
     except MpipipeError as error:
         facts["MPI"] = f"{facts.get('MPI', '')}\n{error}".strip()
-    facts |= {"numpy": _version("numpy"), "BLAS": _blas()}
+    facts |= {"numpy": metadata.version("numpy"), "BLAS": _blas()}
     facts["devices"] = "\n".join(["cpu", *arrays.describe_gpus(), *placement])
     facts |= {"CuPy": _cupy(), "GPU attention": kernels.describe()}
     if root and probe:
@@ -43,15 +45,8 @@ def info(
         _show(facts)
 
 
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "run from its source folder"
-
-
-def _placement(comm) -> list[str]:
-    """The GPU that each rank would take, where there are some."""
+def _placement(comm: Communicator) -> list[str]:
+    """List the GPU that each rank would take; empty where no rank sees one."""
     group = group_of(comm)
     if not group.agree("info: the GPUs", values=[arrays.device_count()]).any():
         return []
@@ -59,7 +54,7 @@ def _placement(comm) -> list[str]:
 
 
 def _probe() -> str:
-    """How it went, with the last lines of the job where it went wrong."""
+    """Describe the outcome of the probe, with the last lines of its job where device memory does not work."""
     if not arrays.device_count():
         return "not tried: no GPU"
     found = probing.probe()
@@ -67,7 +62,7 @@ def _probe() -> str:
 
 
 def _cupy() -> str:
-    """Its version, or why it cannot be used."""
+    """Describe CuPy: its version, or why it cannot be used."""
     try:
         library = arrays.cupy()
         library.cuda.runtime.getDeviceCount()
@@ -79,7 +74,7 @@ def _cupy() -> str:
 
 
 def _blas() -> str:
-    """The libraries that numpy's matrix products use, with the threads of each before `train` and `run` set one."""
+    """List the BLAS libraries that numpy has loaded. Their threads are those before `train` and `run` set one."""
     import numpy  # noqa: F401  (what it loads is what is looked for)
     from threadpoolctl import threadpool_info
 
@@ -97,7 +92,7 @@ def _has_avx512() -> bool:
         return False
 
 
-def _show(facts: dict[str, str]):
+def _show(facts: dict[str, str]) -> None:
     width = max(map(len, facts))
     for name, value in facts.items():
         print(name.ljust(width), str(value).replace("\n", "\n" + " " * (width + 2)), sep="  ")

@@ -1,4 +1,4 @@
-"""Whether handing device memory to MPI really works: tried in a job of its own, since where it does not, it crashes.
+"""Tries whether MPI takes device memory, in a job of its own: where MPI does not, that job crashes and not this one.
 
 `probe()` starts `python -m mpipipe.cli.probe` on two ranks of this host. They exchange device arrays of 8 bytes and of
 4 MiB, which MPI libraries move in different ways, and look at what arrives.
@@ -13,6 +13,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +23,9 @@ from mpipipe import arrays
 from mpipipe.comm import runtime
 from mpipipe.comm.abort import run_or_abort
 from mpipipe.comm.device import select_device
+from mpipipe.comm.own_job import environment_of_own_job
 from mpipipe.comm.transport.direct import DirectTransport
+from mpipipe.comm.types import Communicator
 from mpipipe.comm.wait import wait
 
 LAUNCHER = "MPIPIPE_MPIEXEC"
@@ -31,46 +34,6 @@ SIZES = (8, 4 << 20)  # bytes: within the first packet, and by rendezvous
 ROUNDS = 3
 LINES = 12  # of the job's output, kept for the report
 GRACE = 5.0  # seconds for a launcher to take its ranks along
-# what a launcher tells its processes: a job that inherits it believes that it belongs to ours
-INHERITED = (
-    "PMI_",
-    "PMIX_",
-    "OMPI_COMM_",
-    "OMPI_UNIVERSE",
-    "OMPI_APP_CTX",
-    "OMPI_FIRST_RANKS",
-    "OMPI_FILE_LOCATION",
-    "OMPI_MCA_ess",
-    "OMPI_MCA_orte",
-    "OMPI_MCA_pmix",
-    "PRTE_LAUNCHED",
-    "HYDI_",
-    "HYDRA_",
-    "MPI_LOCAL",
-    "MPIEXEC_",
-    "MV2_COMM_",
-    "FLUX_TASK_",
-    "PALS_",
-    "SLURM_STEP",
-    "SLURM_PROCID",
-    "SLURM_LOCALID",
-    "SLURM_NODEID",
-    "SLURM_TASK_PID",
-    "SLURM_GTIDS",
-    "SLURM_NTASKS",
-    "SLURM_NPROCS",
-    "SLURM_SRUN_COMM",
-    "SLURM_LAUNCH_NODE",
-    "SLURM_UMASK",
-    "SLURM_CPU_BIND",
-    "SLURM_DISTRIBUTION",
-    "SLURM_MPI_TYPE",
-)
-SETTINGS = {
-    "HYDRA_LAUNCHER": "fork",
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-    "OMPI_MCA_rmaps_base_oversubscribe": "1",  # Open MPI 4
-}
 
 
 class Result(NamedTuple):
@@ -87,16 +50,18 @@ class Result(NamedTuple):
 
     @property
     def works(self) -> bool:
+        """Whether both ranks received what was sent."""
         return self.outcome == "works"
 
 
 def probe(mpiexec: str | None = None, timeout: float = 60, command: list[str] | None = None) -> Result:
-    """Try direct messages of device arrays between two ranks; for one rank to call. Ends soon after `timeout` seconds.
+    """Try direct messages of device arrays between two ranks, and return what came of it; for one rank to call.
 
     Parameters
     ----------
     mpiexec : launcher, with options if any; by default MPIPIPE_MPIEXEC, the mpiexec beside the MPI library or beside
         python, or on PATH; srun where there is no other
+    timeout : seconds for the job; the call returns soon after
     command : what each rank runs; by default this module
     """
     launcher = mpiexec or os.environ.get(LAUNCHER) or find_launcher()
@@ -127,7 +92,7 @@ def probe(mpiexec: str | None = None, timeout: float = 60, command: list[str] | 
 
 
 def outcome_of(code: int, output: str) -> str:
-    """What a job's exit code and output say; launchers pass signals on in several ways."""
+    """Return the outcome that a job's exit code and output show. Launchers pass signals on in several ways."""
     if WRONG in output:
         return "wrong data"
     if output.count(WORKS) == 2 and code == 0:
@@ -143,15 +108,13 @@ def outcome_of(code: int, output: str) -> str:
     return "failed" if STARTED in output else "could not start"
 
 
-def job_environment(environment) -> dict:
-    """The variables for a job of its own, that hands device memory to MPI whatever the evidence."""
-    clean = {name: value for name, value in environment.items() if not name.startswith(INHERITED)}
-    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} if os.geteuid() == 0 else {}
-    return {**SETTINGS, **clean, **root, "MPIPIPE_GPU_DIRECT": "1"}
+def job_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables for the probe's job, in which device memory goes to MPI whatever the evidence."""
+    return {**environment_of_own_job(environment), "MPIPIPE_GPU_DIRECT": "1"}
 
 
 def find_launcher() -> str | None:
-    """The launcher that belongs to the MPI library in use."""
+    """Return the launcher that belongs to the MPI library in use, or None."""
     folders = [library.parent.parent / "bin" for library in _mpi_libraries()]
     folders += [library.parent / "bin" for library in _mpi_libraries()]
     for folder in [*folders, Path(sys.executable).parent]:
@@ -162,7 +125,7 @@ def find_launcher() -> str | None:
 
 
 def _mpi_libraries() -> list[Path]:
-    """Files of the MPI library that is loaded."""
+    """List the files of the MPI library that this process has loaded."""
     runtime.mpi()
     try:
         maps = Path("/proc/self/maps").read_text()
@@ -175,8 +138,8 @@ def _tail(output: str) -> list[str]:
     return [line for line in output.splitlines() if line.strip()][-LINES:]
 
 
-def _end(job) -> str:
-    """Stop a launcher, politely at first so that it takes its ranks along; returns what they printed."""
+def _end(job: subprocess.Popen[str]) -> str:
+    """Stop a launcher, politely at first so that it stops its ranks, and return what they printed."""
     for stop in (job.terminate, job.kill):
         stop()
         try:
@@ -189,7 +152,7 @@ def _end(job) -> str:
 # -- in the job -------------------------------------------------------------------------------------------------------
 
 
-def exchange(comm):
+def exchange(comm: Communicator) -> None:
     """Swap device arrays with the other ranks in a ring, and print what came of it."""
     transport = DirectTransport(comm)
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
@@ -207,13 +170,13 @@ def exchange(comm):
     print(f"rank {comm.rank}: {WRONG if wrong else WORKS}", flush=True)
 
 
-def content(nbytes: int, rank: int, turn: int):
-    """What a rank sends: no two messages are alike."""
+def content(nbytes: int, rank: int, turn: int) -> np.ndarray:
+    """Return what a rank sends: no two messages are alike."""
     return np.arange(nbytes // 8, dtype=np.int64) * 1_000_003 + 7919 * rank + 104_729 * turn
 
 
-def main():
-    """One rank of the job."""
+def main() -> None:
+    """Run one rank of the job."""
     faulthandler.enable()
     comm = runtime.world()
     print(f"{STARTED} {comm.rank} of {comm.size}", flush=True)

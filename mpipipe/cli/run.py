@@ -17,14 +17,14 @@ def run(
     target: Annotated[str, typer.Argument(help="script, or module with -m", show_default=False)],
     arguments: Annotated[list[str] | None, typer.Argument(help="for the script", show_default=False)] = None,
     module: Annotated[bool, typer.Option("-m", help="TARGET is a module, as for python -m")] = False,
-):
-    """Run a Python script on every rank: mpiexec -n 4 python -m mpipipe run script.py
+) -> None:
+    """Run a Python script on every rank (mpiexec -n 4 python -m mpipipe run script.py).
 
-    An exception, an exit or an interrupt on one rank ends the whole job within seconds, with one report that names
-    the rank and the place; an exit code on which all ranks agree is passed through.
+    An exception, an exit or an interrupt on one rank ends the whole job within seconds. One report names the rank and
+    the place. An exit code on which all ranks agree is passed on.
     """
 
-    def work():
+    def work() -> None:
         processor.prepare_process()
         sys.argv = [target, *(arguments or [])]
         if module:

@@ -17,13 +17,13 @@ from mpipipe.train import train as run_training
 from mpipipe.train.config import KINDS
 
 
-def train(config=None, **flags):
-    """Train a byte-level GPT on text: mpiexec -n 4 python -m mpipipe train --out runs/first
+def train(config: str | None = None, **flags: Any) -> None:
+    """Train a byte-level GPT on text (mpiexec -n 4 python -m mpipipe train --out runs/first).
 
-    Keys of the file given by --config are the flags without the leading dashes and with _ for -; flags win over them.
+    The keys of the file given by --config are the flags without leading dashes, and with _ for -. Flags win over keys.
     """
 
-    def work():
+    def work() -> None:
         processor.prepare_process()
         with group_of().together("train: reading the configuration"):
             chosen = TrainConfig.load(config, **{name: value for name, value in flags.items() if value != []})
@@ -33,7 +33,7 @@ def train(config=None, **flags):
 
 
 def _flag(entry: dataclasses.Field) -> inspect.Parameter:
-    """The command line parameter of one field; None, or an empty list, is a flag that was not given."""
+    """Return the command line parameter of one field. None, or an empty list, is a flag that was not given."""
     name, kind = entry.name.replace("_", "-"), KINDS[entry.name]
     text = entry.metadata["help"]
     if entry.default is not None and kind not in (tuple, bool):
@@ -47,7 +47,7 @@ def _signature() -> inspect.Signature:
     return inspect.Signature([_parameter("config", str, option), *map(_flag, dataclasses.fields(TrainConfig))])
 
 
-def _parameter(name: str, kind: Any, option) -> inspect.Parameter:
+def _parameter(name: str, kind: Any, option: Any) -> inspect.Parameter:
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
     )

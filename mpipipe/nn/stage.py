@@ -143,7 +143,7 @@ class Stage:
         return isinstance(first, Embedding) or not type(first).__module__.startswith("mpipipe.nn.")
 
     def _accepted(self, x):
-        """x where it can be an input, on the stage's device; an Embedding checks integers before it uploads them."""
+        """X where it can be an input, on the stage's device; an Embedding checks integers before it uploads them."""
         device = arrays.device_of(x)
         x = arrays.plain(x)
         if device == "cuda" and self.device == "cpu":

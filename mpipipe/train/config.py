@@ -1,4 +1,4 @@
-"""What one training is made of: a single dataclass, filled from defaults, a TOML file and command line flags."""
+"""The configuration of a training: one dataclass, filled from defaults, a TOML file and command line flags."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import difflib
 import math
 import operator
 import sys
+import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -23,17 +24,38 @@ else:
 MOST_BYTES = 1 << 20  # of a config file
 
 
-def option(default, text: str, *, least=None, above=None, below=None, choices=None) -> Any:
-    """A field with its help `text` and its range; `least` belongs to it, `above` and `below` do not."""
+def option(
+    default: Any,
+    text: str,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    choices: tuple[str, ...] | None = None,
+) -> Any:
+    """Return a field with its help `text` and its range. `least` is in the range; `above` and `below` are not."""
     limits = {"least": least, "above": above, "below": below, "choices": choices}
     return field(default=default, metadata={"help": text, **limits})
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """One training. Field names are the keys of the TOML file and, with dashes, the flags of `mpipipe train`.
+    """The configuration of one training.
 
-    Construction raises ConfigError for a value of the wrong type or out of range.
+    Field names are the keys of a TOML file and, with dashes, the flags of `mpipipe train`. Every field has a default.
+    The help texts of the fields below are the documentation of the parameters, too.
+
+    Raises
+    ------
+    ConfigError
+        For a value of the wrong type or out of its range.
+
+    Examples
+    --------
+    >>> from mpipipe.train import TrainConfig
+    >>> config = TrainConfig(steps=100, pipe=2, schedule="interleaved_1f1b", chunks=2)
+    >>> config.lr
+    0.003
     """
 
     data: tuple[str, ...] = option((), "file or folder of text; repeatable; default: the standard library's source")
@@ -87,7 +109,7 @@ class TrainConfig:
     sample_bytes: int = option(200, "bytes of text to generate at the end", least=0)
     temperature: float = option(0.8, "of the generated text; 0 takes the likeliest byte", least=0, below=math.inf)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for entry in dataclasses.fields(self):
             value = _typed(entry, getattr(self, entry.name))
             _check_range(entry, value)
@@ -97,14 +119,35 @@ class TrainConfig:
 
     @property
     def scales_dynamically(self) -> bool:
-        """Whether the loss scale follows the gradients."""
+        """Whether the loss scale is changed while the training runs, as the gradients allow."""
         return self.loss_scale == 0 or (self.loss_scale is None and self.dtype == "float16")
 
     @classmethod
-    def load(cls, path: str | None = None, **flags) -> TrainConfig:
-        """The defaults, over them the keys of the TOML file at `path`, over these `flags`; None is a flag not given.
+    def load(cls, path: str | None = None, **flags: Any) -> TrainConfig:
+        """Read a configuration: the keys of a file replace defaults, and flags replace keys.
 
-        Raises ConfigError for an unreadable file, an unknown key and whatever the constructor refuses.
+        Parameters
+        ----------
+        path : str, optional
+            A TOML file whose keys are names of fields, at its top level.
+        **flags
+            Values of fields by name. None stands for a flag that was not given.
+
+        Returns
+        -------
+        TrainConfig
+            The defaults with these replacements.
+
+        Raises
+        ------
+        ConfigError
+            For a file that cannot be read, an unknown key, and whatever the constructor refuses.
+
+        Examples
+        --------
+        >>> from mpipipe.train import TrainConfig
+        >>> TrainConfig.load(steps=100, lr=None).steps
+        100
         """
         keys = {} if path is None else _read(Path(path))
         flags = {name: value for name, value in flags.items() if value is not None}
@@ -114,10 +157,23 @@ class TrainConfig:
         return cls(**{**keys, **flags})
 
 
+def _parameters() -> str:
+    """Return the section Parameters of TrainConfig's docstring, from the help texts of its fields."""
+    lines = ["Parameters", "----------"]
+    for entry in dataclasses.fields(TrainConfig):
+        default = "" if entry.default is None else f", default {entry.default!r}"
+        kind = str(entry.type).replace(" | None", ", optional")
+        lines += [f"{entry.name} : {kind}{default}", f"    {entry.metadata['help']}"]
+    return textwrap.indent("\n".join(lines), "    ") + "\n\n"
+
+
+if TrainConfig.__doc__:  # python -OO has none
+    TrainConfig.__doc__ = TrainConfig.__doc__.replace("    Raises\n", _parameters() + "    Raises\n", 1)
+
 NOUNS = {int: "an integer", float: "a number", bool: "true or false", str: "a string", tuple: "a list of strings"}
 
 
-def _kind(hint) -> type:
+def _kind(hint: Any) -> type:
     if get_origin(hint) is tuple:
         return tuple
     return next((part for part in get_args(hint) if part in NOUNS), hint)
@@ -141,7 +197,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"the config file is not TOML: {error}", found=str(path)) from error
 
 
-def _check_known(key: str, source):
+def _check_known(key: str, source: str | None) -> None:
     if key in KINDS:
         return
     near = difflib.get_close_matches(key, KINDS, n=3)
@@ -153,8 +209,8 @@ def _check_known(key: str, source):
     )
 
 
-def _typed(entry: dataclasses.Field, value):
-    """`value` as the field's type: a list becomes a tuple, an integer a float where that is wanted; nothing else."""
+def _typed(entry: dataclasses.Field, value: Any) -> Any:
+    """Return `value` in the field's type. Only a list becomes a tuple, and an integer a float."""
     kind = KINDS[entry.name]
     if value is None and entry.default is None:
         return None
@@ -167,12 +223,12 @@ def _typed(entry: dataclasses.Field, value):
     raise ConfigError(f"the type of {entry.name} is wrong", found=repr(value), expected=NOUNS[kind])
 
 
-def _check_range(entry: dataclasses.Field, value):
-    limits, text = entry.metadata, entry.metadata["help"]
+def _check_range(entry: dataclasses.Field, value: Any) -> None:
+    limits, text = dict(entry.metadata), entry.metadata["help"]
     if limits["choices"] is not None and value not in limits["choices"]:
         raise ConfigError(f"{entry.name} ({text})", found=repr(value), expected=" or ".join(limits["choices"]))
     if KINDS[entry.name] is int and limits["below"] is None:
-        limits = {**limits, "below": 2**63}  # what numpy and MPI can count
+        limits["below"] = 2**63  # what numpy and MPI can count
     bounds = [(sign, limits[name], holds) for name, (sign, holds) in LIMITS.items() if limits[name] is not None]
     if value is not None and not all(holds(value, limit) for _, limit, holds in bounds):
         words = " and ".join(f"{sign} {limit}" for sign, limit, _ in bounds)

@@ -1,19 +1,21 @@
-"""Bytes of text to train on: which files, a validation split, windows drawn by step.
+"""The bytes of text to train on: which files, the split for validation, and the windows of each step.
 
     file a  |=================train=================|-val-|
     file b  |=============train=============|val|
     train      = a[:95 %] b[:95 %]          validation = a[95 %:] b[95 %:]
 
-Each split is the concatenation of its pieces; a window may cross from one piece into the next. Which windows make up a
-batch follows from (seed, step) alone, so every rank that needs them computes the same ones without a message.
+Each split joins its pieces, and a window may cross from one piece into the next. The windows of a batch follow from
+(seed, step) alone, so all ranks that need them compute the same ones without a message.
 """
 
 from __future__ import annotations
 
 import os
 import sysconfig
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 
@@ -26,12 +28,13 @@ from mpipipe.train.pieces import Piece, Text, forget_files
 HELD_OUT = 20  # one byte in this many is for validation
 SNIFFED = 1024  # bytes read of a file to tell text from binary
 SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages"}
+Batch: TypeAlias = "tuple[np.ndarray, np.ndarray]"  # inputs and targets, int64 (rows, seq_len)
 REMEDY = "name readable text files, or folders that hold some, with --data"
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """What a training reads: two texts without a common byte.
+    """The two texts that a training reads, which have no byte in common.
 
     Attributes
     ----------
@@ -45,8 +48,8 @@ class Corpus:
     fingerprint: str
 
     @classmethod
-    def open(cls, paths, seq_len: int) -> Corpus:
-        """The corpus of `paths` (files and folders; none means the standard library's source).
+    def open(cls, paths: Sequence[str | Path], seq_len: int) -> Corpus:
+        """Open the corpus of `paths`, files and folders; an empty list means the standard library's source.
 
         Raises DataError where a path is missing or unreadable, holds no text, or where a split is shorter than
         `seq_len` + 1 bytes.
@@ -70,7 +73,7 @@ class Corpus:
 
 
 def find_files(path: Path) -> list[tuple[Path, int]]:
-    """(file, bytes) of a file, or of all text files below a folder, sorted by path.
+    """List (file, bytes) of a file, or of all text files below a folder, sorted by path.
 
     Below a folder, hidden, empty and binary files (a NUL byte early on) are skipped; a file that is named itself is
     taken as it is.
@@ -96,7 +99,7 @@ def find_files(path: Path) -> list[tuple[Path, int]]:
 
 
 def standard_library() -> list[tuple[Path, int]]:
-    """(file, bytes) of the Python source of the standard library that this interpreter runs on."""
+    """List (file, bytes) of the Python source of this interpreter's standard library."""
     folder = Path(sysconfig.get_path("stdlib"))
     found = [(path, size) for path, size in _walk(folder) if path.suffix == ".py" and size]
     if not found:
@@ -105,12 +108,12 @@ def standard_library() -> list[tuple[Path, int]]:
 
 
 def _walk(folder: Path) -> list[tuple[Path, int]]:
-    """Regular files below `folder` with their sizes, sorted by path; hidden and generated folders left out."""
+    """List regular files below `folder` with their sizes, sorted by path, without hidden and generated folders."""
 
-    def fail(error):
+    def fail(error: OSError) -> None:
         raise error
 
-    found = []
+    found: list[tuple[Path, int]] = []
     for parent, folders, names in os.walk(folder, onerror=fail):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in SKIPPED_FOLDERS]
         paths = [Path(parent, name) for name in names if not name.startswith(".")]
@@ -123,8 +126,8 @@ def _is_text(path: Path) -> bool:
         return b"\0" not in file.read(SNIFFED)
 
 
-def training_batch(text: Text, *, seed: int, step: int, batch: int, rows: slice, seq_len: int):
-    """Rows `rows` of the batch of step `step`: windows drawn evenly from `text`, with replacement.
+def training_batch(text: Text, *, seed: int, step: int, batch: int, rows: slice, seq_len: int) -> Batch:
+    """Draw the rows `rows` of the batch of a step: windows of `text`, all equally likely, with replacement.
 
     Returns
     -------
@@ -134,8 +137,8 @@ def training_batch(text: Text, *, seed: int, step: int, batch: int, rows: slice,
     return _windows(text, starts[rows], seq_len)
 
 
-def validation_batch(text: Text, *, index: int, batches: int, batch: int, rows: slice, seq_len: int):
-    """Rows `rows` of validation batch `index` of `batches`: windows spread evenly over `text`, always the same ones.
+def validation_batch(text: Text, *, index: int, batches: int, batch: int, rows: slice, seq_len: int) -> Batch:
+    """Return the rows `rows` of validation batch `index` of `batches`: windows spread evenly, always the same ones.
 
     Returns inputs and targets as `training_batch` does.
     """
@@ -144,11 +147,11 @@ def validation_batch(text: Text, *, index: int, batches: int, batch: int, rows: 
     return _windows(text, [number * last // max(1, batches * batch - 1) for number in numbers], seq_len)
 
 
-def _windows(text, starts, seq_len):
+def _windows(text: Text, starts: Iterable[int], seq_len: int) -> Batch:
     windows = np.stack([text.read(int(start), seq_len + 1) for start in starts]).astype(np.int64)
     return np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])
 
 
 def generator(seed: int, purpose: str, step: int) -> np.random.Generator:
-    """Random numbers for one purpose in one step; counter-based, so any rank has them without the earlier ones."""
+    """Return the random numbers for one purpose in one step. They are counter-based: none depends on earlier ones."""
     return np.random.Generator(np.random.Philox(key=random.key(purpose, seed), counter=[0, 0, 0, step]))

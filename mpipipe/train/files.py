@@ -1,8 +1,8 @@
 """Files by name: only regular files are opened, and a file that is written appears as a whole or not at all.
 
 Opening a FIFO waits for a writer, reading /dev/zero never ends, and opening some devices has effects of its own. So the
-kind of a file is looked at before it is opened, and again on the open descriptor, since the name may stand for another
-file by then. Every function raises OSError, whose `strerror` says what was found.
+kind of a file is checked before it is opened. It is checked again on the open descriptor, since the name may stand for
+another file by then. Every function raises OSError, whose `strerror` says what was found.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ REGULAR = "a readable regular file"  # what callers say that they expected
 FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
-def check_regular(path) -> os.stat_result:
-    """The status of `path`; raises OSError unless it is a regular file, or a link to one."""
+def check_regular(path: str | Path) -> os.stat_result:
+    """Return the status of `path`; raises OSError unless it is a regular file, or a link to one."""
     return _checked(os.stat(path), path)
 
 
-def open_regular(path) -> int:
-    """A descriptor to read the regular file at `path`; to be closed by the caller. Never waits for another process."""
+def open_regular(path: str | Path) -> int:
+    """Open a regular file for reading, without ever waiting for another process. The caller closes the descriptor."""
     check_regular(path)
     descriptor = os.open(path, FLAGS)
     try:
@@ -42,8 +42,8 @@ def open_regular(path) -> int:
     return descriptor
 
 
-def read_text(path, most: int) -> str:
-    """The UTF-8 text of a regular file; raises OSError where it has more than `most` bytes, and UnicodeDecodeError."""
+def read_text(path: str | Path, most: int) -> str:
+    """Read the UTF-8 text of a regular file. Raises OSError, where it has more than `most` bytes too."""
     with open(open_regular(path), "rb") as file:
         content = file.read(most + 1)
     if len(content) > most:
@@ -52,7 +52,7 @@ def read_text(path, most: int) -> str:
 
 
 def read_at(descriptor: int, start: int, count: int) -> bytes:
-    """Bytes start .. start + count of an open file; fewer only where the file ends before."""
+    """Read the bytes start .. start + count of an open file; fewer only where the file ends before."""
     content = os.pread(descriptor, count, start)
     while len(content) < count:  # one call may give less than there is
         more = os.pread(descriptor, count - len(content), start + len(content))
@@ -62,10 +62,11 @@ def read_at(descriptor: int, start: int, count: int) -> bytes:
     return content
 
 
-def write_whole(path: Path, content: bytes):
-    """Make the file `path`, or put `content` in its place: written beside it, forced to the disk, then renamed.
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file that appears as a whole: written beside `path`, forced to the disk, then renamed.
 
-    Where that fails, the unfinished file is removed, so that it does not keep a full disk full.
+    Where that fails, a file that was there stays as it was, and the unfinished one is removed: a full disk gets its
+    room back.
     """
     partial = path.with_name(f"{path.name}.partial")
     try:
@@ -80,7 +81,7 @@ def write_whole(path: Path, content: bytes):
         raise
 
 
-def _checked(status: os.stat_result, path) -> os.stat_result:
+def _checked(status: os.stat_result, path: str | Path) -> os.stat_result:
     if stat.S_ISREG(status.st_mode):
         return status
     kind = next((words for is_kind, words in KINDS if is_kind(status.st_mode)), "no regular file")

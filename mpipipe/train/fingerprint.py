@@ -1,4 +1,4 @@
-"""A short text that tells whether two ranks found the same data, after reading little of them.
+"""A short text by which ranks find out whether they have the same data. Little of the data is read for it.
 
 small file   |####|
 big file     |#.....#.....#.....#|      # hashed blocks, evenly spread: the first, the last, and some between
@@ -17,13 +17,13 @@ FILES = 8192  # whose contents are looked at, where there are more
 
 
 def fingerprint(found: list[tuple[Path, int]]) -> str:
-    """32 hexadecimal digits for (file, bytes) entries in this order: of all names and sizes, and of sampled contents.
+    """Return 32 hexadecimal digits for (file, bytes) entries: a hash of all names and sizes, and of sampled contents.
 
-    At least the first and the last block of 4 KiB of a file count, and all of it where it is small. No more than about
-    16 MiB are read of up to 2048 files; where there are more, two blocks of each, and of no more than 8192 files.
+    The order of the entries counts. Of each file the first and the last block of 4 KiB are read, and all of a small
+    file. Up to 2048 files about 16 MiB are read in all; of more files two blocks each, and of 8192 files at most.
 
-    What this can miss: a change inside a big file that touches none of the sampled blocks; a change in a file that was
-    left out, where there are more than 8192; other folders, since only the names of the files themselves count.
+    This can miss a change in a big file outside of the sampled blocks, a change in a file that was not sampled, and
+    another folder: only the names of the files themselves count.
 
     Raises DataError where a file is shorter than its entry says, or cannot be read.
     """
@@ -40,7 +40,7 @@ def fingerprint(found: list[tuple[Path, int]]) -> str:
 
 
 def spread(total: int, count: int) -> list[int]:
-    """At most `count` >= 2 of the numbers 0 ... total - 1, in order, evenly spread, with the first and the last."""
+    """Choose at most `count` >= 2 of the numbers 0 ... total - 1, evenly spread, with the first and the last."""
     if total <= count:
         return list(range(total))
     return [number * (total - 1) // (count - 1) for number in range(count)]

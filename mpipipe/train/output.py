@@ -1,4 +1,4 @@
-"""The output folder of a training: one for all ranks, new or empty, and seen by every rank that writes weights."""
+"""The output folder of a training: one for all ranks, new or empty, and visible to every rank that writes weights."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 
 from mpipipe.comm.group import group_of
+from mpipipe.comm.types import Communicator
 from mpipipe.errors import ConfigError
 from mpipipe.train import files
 
@@ -19,10 +20,10 @@ PAUSE = 0.1
 MARKER = ".mpipipe-marker"
 
 
-def shared_path(comm, path: str | None) -> str:
-    """The absolute path that `path` is on rank 0, on every rank; None is runs/ and the time. Collective.
+def shared_path(comm: Communicator, path: str | None) -> str:
+    """Return, on every rank, the absolute path that `path` is on rank 0; None is runs/ and the time. Collective.
 
-    The ranks may have different working folders. Raises ConfigError where rank 0 has none.
+    The ranks may have different working folders. Raises ConfigError where the working folder of rank 0 is gone.
     """
     absolute, group = None, group_of(comm)
     with group.together("the path of a folder"):
@@ -39,8 +40,8 @@ def shared_path(comm, path: str | None) -> str:
     return group.broadcast("the path of a folder", absolute)
 
 
-def check_vacant(out: Path):
-    """Refuse a folder that holds anything: no run overwrites another."""
+def check_vacant(out: Path) -> None:
+    """Raise ConfigError for a folder that holds anything: no run overwrites another."""
     try:
         vacant = not out.exists() or not any(out.iterdir())
     except OSError as error:
@@ -55,7 +56,7 @@ def check_vacant(out: Path):
 
 
 def unusable(out: Path, error: OSError) -> ConfigError:
-    """What to raise where the folder cannot be used."""
+    """Make the error for a folder that cannot be used."""
     return ConfigError(
         f"the folder for metrics cannot be used: {error.strerror}",
         found=str(out),
@@ -64,15 +65,17 @@ def unusable(out: Path, error: OSError) -> ConfigError:
     )
 
 
-def make_folder(out: Path, comm, writes: bool):
-    """Make the folder on rank 0, and let each rank look whether it is the same one; collective over `comm`.
+def make_folder(out: Path, comm: Communicator, writes: bool) -> None:
+    """Make the folder on rank 0, and check on each rank that writes that it sees the same one; collective.
+
+    Raises ConfigError on every rank where the folder cannot be made. So it does where a rank that writes sees another
+    folder or none, as with a disk that each host has for itself: weights would be lost or scattered.
 
     Parameters
     ----------
-    writes : whether this rank is going to write into it; the others need not see it
-
-    Raises ConfigError on every rank where the folder cannot be made, or where a rank that writes sees another one or
-    none, as with a disk that each host has for itself: its weights would be lost or scattered.
+    out : the folder
+    comm : all ranks of the training
+    writes : whether this rank writes into the folder; the others need not see it
     """
     group = group_of(comm)
     token = group.broadcast("the marker of the output folder", secrets.token_hex(16) if comm.rank == 0 else None)
@@ -100,7 +103,7 @@ def make_folder(out: Path, comm, writes: bool):
 
 
 def _sees(marker: Path, token: str) -> bool:
-    """Whether this rank reads the token in the marker, and may write beside it."""
+    """Whether this rank reads the token in the marker, and may write beside the marker."""
     stop = time.monotonic() + PATIENCE
     while True:
         with suppress(OSError, UnicodeDecodeError):

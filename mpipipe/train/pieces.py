@@ -1,7 +1,7 @@
 """Pieces of files as one array of bytes, read where they are needed.
 
-Files are read by position and not mapped into memory: a file that is cut short while a training runs gives an error
-here, where reading a map would end the process by a signal.
+Files are read by position and not mapped into memory. A file may be cut short while a training runs: reading it then
+gives an error, where reading a map would end the process by a signal.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import weakref
 from bisect import bisect_right
+from collections.abc import Iterable
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -24,7 +25,7 @@ REMEDY = "leave the data alone while a training reads them; train on a copy"
 
 
 class Piece(NamedTuple):
-    """A run of bytes in one file."""
+    """Consecutive bytes of one file."""
 
     path: Path
     start: int
@@ -39,15 +40,15 @@ class Text:
     pieces : in the order in which they are joined
     """
 
-    def __init__(self, pieces):
+    def __init__(self, pieces: Iterable[Piece]) -> None:
         self.pieces = [piece for piece in pieces if piece.length]
         self._ends = list(accumulate(piece.length for piece in self.pieces))
 
-    def __len__(self):
+    def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Bytes start .. start + count as a new uint8 array.
+        """Read the bytes start .. start + count into a new uint8 array.
 
         Raises IndexError outside of the text, and DataError where a file has become shorter or cannot be read.
         """
@@ -66,11 +67,11 @@ class Text:
 
 
 def read_bytes(path: Path, start: int, count: int) -> bytes:
-    """Bytes start .. start + count of a file; DataError where it has fewer, or cannot be read."""
+    """Read the bytes start .. start + count of a file. Raises DataError where it has fewer, or cannot be read."""
     try:
-        descriptor = _opened(path).descriptor
-        content = files.read_at(descriptor, start, count)
-        size = start + count if len(content) == count else os.fstat(descriptor).st_size
+        opened = _opened(path)  # this reference keeps it open, also where another thread forgets all files
+        content = files.read_at(opened.descriptor, start, count)
+        size = start + count if len(content) == count else os.fstat(opened.descriptor).st_size
     except OSError as error:
         raise DataError(
             f"data cannot be read: {error.strerror}", found=str(path), expected=files.REGULAR, remedy=REMEDY
@@ -85,15 +86,15 @@ def read_bytes(path: Path, start: int, count: int) -> bytes:
     return content
 
 
-def forget_files():
-    """Close the files that were read, so that the next read finds what their names stand for then."""
+def forget_files() -> None:
+    """Close the files that were read. The next read opens what has their names then."""
     _opened.cache_clear()
 
 
 class _Opened:
     """A descriptor that is closed with the last reference to this object."""
 
-    def __init__(self, path):
+    def __init__(self, path: Path) -> None:
         self.descriptor = files.open_regular(path)
         weakref.finalize(self, os.close, self.descriptor)
 

@@ -1,4 +1,4 @@
-"""What a person and a program see of a training: lines on the terminal, and one JSON object a line in a file."""
+"""What people and programs see of a training: lines on the terminal, and a file with one JSON object a line."""
 
 from __future__ import annotations
 
@@ -6,23 +6,48 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, TYPE_CHECKING, TextIO, cast
 
 from mpipipe.train.outlet import Lines, Outlet
+
+if TYPE_CHECKING:
+    from rich.progress import Progress  # imported where a bar is made: it takes time
 
 
 @dataclass(frozen=True)
 class Record:
-    """The state of a training after `step` steps; what was not measured then is None, and left out of the file.
+    """The state of a training after some steps.
+
+    What was not measured is None, and left out of metrics.jsonl.
 
     Attributes
     ----------
-    loss, validation : nats per byte, of the last step's batch and of the validation windows
-    lr, grad_norm : of the last step; the norm is that before clipping, and none where gradients were not finite
-    tokens_per_second : bytes trained on per second since the last record, over all replicas
-    bubble, predicted : idle part of the ranks' time, measured since the last record and simulated from the measured
-        durations of the stages
-    loss_scale, skipped : factor on the gradients of the next step, and steps skipped so far because it was too large,
-        where it is dynamic
+    step : int
+        Number of steps that are done.
+    loss : float, optional
+        Mean loss over the batch of the last step, in nats per byte.
+    validation : float, optional
+        Mean loss over the validation windows, in nats per byte.
+    lr : float, optional
+        Learning rate of the last step.
+    grad_norm : float, optional
+        Norm of all gradients of the last step, before clipping. None where they were not finite.
+    tokens_per_second : float, optional
+        Bytes trained on per second since the last record, over all replicas.
+    bubble : float, optional
+        Idle share of the ranks' time, measured since the last record.
+    predicted : float, optional
+        Idle share that a simulation with the measured durations of the stages gives.
+    loss_scale : float, optional
+        Factor on the gradients of the next step, where it is dynamic.
+    skipped : int, optional
+        Steps skipped so far because the loss scale was too large, where it is dynamic.
+
+    Examples
+    --------
+    >>> from mpipipe.train import Record
+    >>> Record(10, loss=2.5).facts()
+    {'step': 10, 'loss': 2.5}
     """
 
     step: int
@@ -36,8 +61,14 @@ class Record:
     loss_scale: float | None = None
     skipped: int | None = None
 
-    def facts(self) -> dict:
-        """The fields that are there, in order."""
+    def facts(self) -> dict[str, float]:
+        """Return what was measured, by name.
+
+        Returns
+        -------
+        dict
+            The fields that are not None, in their order.
+        """
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
@@ -56,9 +87,9 @@ COLUMNS = {
 
 
 class Reporter:
-    """Progress on one rank: a bar and lines on a terminal, plain lines elsewhere; a context manager.
+    """Shows progress on one rank: a bar and lines on a terminal, plain lines elsewhere. A context manager.
 
-    Once it is made, nothing that it writes to can fail the training: see `outlet`.
+    Once it is made, it can write or not, but the training goes on: see `outlet`.
 
     Parameters
     ----------
@@ -70,74 +101,74 @@ class Reporter:
     Raises OSError where the file cannot be made, FileExistsError where there is one.
     """
 
-    def __init__(self, steps: int, metrics: Path, stream=None, terminal: bool = False):
+    def __init__(self, steps: int, metrics: Path, stream: TextIO | None = None, terminal: bool = False) -> None:
         self.steps, self.stream = steps, Outlet(stream or sys.stdout)
         self.metrics = Lines(metrics)
         self.bar = _bar(steps, self.stream) if terminal else None
 
-    def say(self, text: str):
-        """One or more lines, neither wrapped nor coloured; what the stream cannot show is escaped."""
+    def say(self, text: str) -> None:
+        """Write one or more lines, neither wrapped nor coloured. Characters that cannot be encoded are escaped."""
         if self.bar is not None:
             self.bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
             self.stream.write(text + "\n")
 
-    def advance(self):
-        """One more step is done."""
+    def advance(self) -> None:
+        """Count one more step."""
         if self.bar is not None:
             self.bar.advance(self.bar.task_ids[0])
 
-    def record(self, record: Record):
-        """Append to metrics and show a line."""
+    def record(self, record: Record) -> None:
+        """Append a record to the metrics, and show it as a line."""
         facts = record.facts()
         self.metrics.append(json.dumps(facts))
         cells = [f"{title} {form.format(facts[name])}" for name, (title, form) in COLUMNS.items() if name in facts]
         self.say(f"step {record.step:>{len(str(self.steps))}}/{self.steps}  " + "  ".join(cells))
 
-    def __enter__(self):
+    def __enter__(self) -> Reporter:
         if self.bar is not None:
             self.bar.start()
         return self
 
-    def __exit__(self, kind, error, trace):
+    def __exit__(self, *error: object) -> None:
         if self.bar is not None:
             self.bar.stop()
         self.metrics.close()
 
 
 class NullReporter:
-    """The reporter of all other ranks."""
+    """The reporter of all other ranks, which shows nothing."""
 
-    def say(self, text: str):
-        """Nothing."""
+    def say(self, text: str) -> None:
+        """Do nothing."""
 
-    def advance(self):
-        """Nothing."""
+    def advance(self) -> None:
+        """Do nothing."""
 
-    def record(self, record: Record):
-        """Nothing."""
+    def record(self, record: Record) -> None:
+        """Do nothing."""
 
-    def __enter__(self):
+    def __enter__(self) -> NullReporter:
         return self
 
-    def __exit__(self, kind, error, trace):
+    def __exit__(self, *error: object) -> None:
         return None
 
 
 def on_terminal() -> bool:
-    """Whether standard output and standard error are terminals.
+    """Whether standard output and standard error are both terminals.
 
-    Standard output alone says nothing: Open MPI gives each rank a terminal of its own there, whose text it then passes
-    on to wherever mpiexec writes.
+    Standard output alone tells nothing: Open MPI gives each rank a terminal of its own, and passes its text on to
+    where mpiexec writes.
     """
     return all(stream is not None and stream.isatty() for stream in (sys.stdout, sys.stderr))
 
 
-def _bar(steps, stream):
+def _bar(steps: int, stream: Outlet) -> Progress:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    bar = Progress(*columns, console=Console(file=stream, force_terminal=True), transient=True)
+    bar = Progress(*columns, console=Console(file=cast("IO[str]", stream), force_terminal=True), transient=True)
     bar.add_task("training", total=steps)
     return bar

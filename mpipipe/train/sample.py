@@ -8,20 +8,24 @@ import numpy as np
 
 from mpipipe.comm.consensus import raise_on_all
 from mpipipe.comm.group import group_of
+from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ArgumentError, NonFiniteError
+from mpipipe.pipeline import Pipeline
 from mpipipe.train.data import generator
 
 
-def generate(pipeline, mesh, prompt: bytes, count: int, *, temperature: float, seed: int) -> bytes:
-    """`count` bytes that continue `prompt`, the same on every rank. Collective over the mesh.
+def generate(pipeline: Pipeline, mesh: Mesh, prompt: bytes, count: int, *, temperature: float, seed: int) -> bytes:
+    """Return bytes that continue `prompt`, the same on every rank. Collective over the mesh.
 
-    The first forward takes the prompt, and each later one the byte before. One rank draws for all, so that ranks whose
-    logits differ in a last bit still write the same text.
+    The first forward takes the prompt, and each later one the byte before. One rank draws for all: ranks whose logits
+    differ in a last bit still write the same text.
 
     Parameters
     ----------
-    pipeline : what `decoder` makes, on `mesh.pipe`, before any other forward
+    pipeline : what `build_decoder` makes, on `mesh.pipe`, before any other forward
+    mesh : the ranks
     prompt : at least one byte, on every rank
+    count : number of bytes to return
     temperature : divides the logits; 0 takes the likeliest byte
     seed : of the draws
 
@@ -36,9 +40,9 @@ def generate(pipeline, mesh, prompt: bytes, count: int, *, temperature: float, s
             raise ArgumentError("temperature", found=temperature, expected="a finite number of at least 0")
     placement = pipeline.schedule.placement
     first, drawing = mesh.pipe.rank == placement[0], mesh.rank_of(placement[-1], 0, 0)
-    text, fresh = bytearray(), bytes(prompt)
+    text, latest = bytearray(), bytes(prompt)
     for index in range(count):
-        inputs = np.frombuffer(fresh, np.uint8).astype(np.int64)[None] if first else None
+        inputs = np.frombuffer(latest, np.uint8).astype(np.int64)[None] if first else None
         logits = pipeline.forward(inputs)
         byte = error = None
         if mesh.rank == drawing:
@@ -49,19 +53,19 @@ def generate(pipeline, mesh, prompt: bytes, count: int, *, temperature: float, s
         byte, error = group.broadcast("generate: the next byte", (byte, error), drawing)
         if error is not None:
             raise_on_all(drawing, error, group)
-        fresh = bytes([byte])
-        text += fresh
+        latest = bytes([byte])
+        text += latest
     return bytes(text)
 
 
 def readable(text: bytes) -> str:
-    """`text` as UTF-8 in which a replacement character stands for all that would not show, or would move a cursor."""
+    """Decode UTF-8, with a replacement character for all that would not show, or would move a cursor."""
     shown = text.decode(errors="replace")
     return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in shown)
 
 
-def draw(logits, temperature: float, random: np.random.Generator) -> int:
-    """An index drawn from softmax(logits / temperature), computed in float64; at temperature 0 the largest.
+def draw(logits: np.ndarray, temperature: float, random: np.random.Generator) -> int:
+    """Draw an index from softmax(logits / temperature), computed in float64; at temperature 0 the largest.
 
     Raises NonFiniteError where a logit is NaN or infinite.
     """

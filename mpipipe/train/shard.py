@@ -1,9 +1,15 @@
-"""This rank's part of every sequence: what it attends with, at which positions, and what its loss counts for."""
+"""The part of every sequence that this rank has: its attention, its positions, and the weight of its loss."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+
 from mpipipe import arrays, nn
+from mpipipe.arrays import Array
 from mpipipe.attention import Layout, Local, Ring
+from mpipipe.comm.types import Communicator
 from mpipipe.errors import ConfigError
 
 
@@ -23,7 +29,7 @@ class Shard:
     Raises ConfigError where a rank would have no position.
     """
 
-    def __init__(self, comm, layout: str, seq_len: int):
+    def __init__(self, comm: Communicator, layout: str, seq_len: int) -> None:
         self.layout, self.rank = Layout(layout, comm.size, seq_len), comm.rank
         if min(self.layout.length(rank) for rank in range(comm.size)) == 0:
             raise ConfigError(
@@ -33,19 +39,19 @@ class Shard:
                 remedy="raise seq_len, or lower seq",
             )
         self.ring = Ring(comm, causal=True, layout=layout, seq_len=seq_len) if comm.size > 1 else None
-        self.attend = Local(causal=True) if self.ring is None else self.ring
+        self.attend: Local | Ring = Local(causal=True) if self.ring is None else self.ring
         self.positions = None if self.ring is None else self.layout.positions(self.rank)
-        # the pipeline weighs by rows, and all ranks of a ring have the same rows; their shares may differ by a position
+        # the pipeline weighs by rows, of which all ranks of a ring have as many; their shares may differ by a position
         self.weight = self.layout.length(self.rank) * comm.size / seq_len
 
-    def cut(self, array):
-        """This rank's columns of an array (rows, seq_len)."""
+    def cut(self, array: np.ndarray) -> np.ndarray:
+        """Return this rank's columns of an array (rows, seq_len)."""
         return array if self.ring is None else self.layout.shard(array, self.rank)
 
-    def loss(self, output, target, factor: float = 1.0):
-        """softmax_cross_entropy over this rank's positions, so weighted that the mean over the ring is that of all.
+    def loss(self, output: Array, target: Array, factor: float = 1.0) -> tuple[Any, Array]:
+        """Return softmax_cross_entropy over this rank's positions, and its gradient times `factor`.
 
-        `factor` multiplies the gradient, as it does there.
+        It is weighted so that the mean over the ring is the mean over all positions.
         """
         weight = self.weight
         value, gradient = nn.softmax_cross_entropy(output, target, factor * weight)

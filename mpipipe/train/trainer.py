@@ -1,33 +1,36 @@
-"""The training loop: batches by step through the pipeline, optimizer, validation, and what is told about it."""
+"""The training loop: batches through the pipeline, the optimizer, validation, and the report of it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
-from mpipipe import arrays, optim, schedules
+import numpy as np
+
+from mpipipe import nn, optim, schedules
 from mpipipe.comm import runtime
-from mpipipe.comm.consensus import raise_on_all
 from mpipipe.comm.device import select_device
 from mpipipe.comm.group import group_of
 from mpipipe.comm.mesh import Mesh
-from mpipipe.errors import MismatchError
+from mpipipe.comm.types import Communicator
 from mpipipe.pipeline import Pipeline
-from mpipipe.train import limits, output, weights
+from mpipipe.train import output, weights
+from mpipipe.train.architecture import Architecture
 from mpipipe.train.config import TrainConfig
-from mpipipe.train.data import Corpus, training_batch, validation_batch
-from mpipipe.train.decoder import decoder
+from mpipipe.train.data import Batch, Corpus, training_batch, validation_batch
+from mpipipe.train.decoder import build_decoder
+from mpipipe.train.preparation import PROMPT_BYTES, check_same_config, make_plan, open_corpus
 from mpipipe.train.report import NullReporter, Record, Reporter, on_terminal
 from mpipipe.train.sample import generate, readable
 from mpipipe.train.shard import Shard
 from mpipipe.train.training_plan import TrainingPlan
 
-PROMPT = 32  # bytes of validation text that the sample continues
 
-
-def train(config: TrainConfig, architecture, comm=None) -> Record:
-    """Train a model on bytes, on all ranks of `comm` (COMM_WORLD by default); collective.
+def train(config: TrainConfig, architecture: Architecture, comm: Communicator | None = None) -> Record:
+    """Train a model on bytes, on all ranks of a communicator; collective.
 
     Progress goes to the standard output of rank 0, and to metrics.jsonl in `config.out`. That folder must be new or
     empty; a relative path begins in the working folder of rank 0. A standard output that is closed and metrics that
@@ -35,85 +38,70 @@ def train(config: TrainConfig, architecture, comm=None) -> Record:
 
     Parameters
     ----------
-    config : the same on every rank
-    architecture : makes the model from the sizes in `config`, such as models.GPT
-    comm : is duplicated
+    config : TrainConfig
+        The same on every rank.
+    architecture : callable
+        Makes the model from the sizes in `config`, such as `models.GPT`.
+    comm : communicator, optional
+        The ranks, COMM_WORLD by default. It is duplicated.
 
     Returns
     -------
-    Record : at the end of training; its speed and bubble are those of all steps
+    Record
+        The state at the end of the training. Its speed and bubble are those of all steps.
 
     Raises
     ------
-    ConfigError, DataError, MismatchError, ArgumentError : on every rank, before anything is written
-    BackendError : on every rank, where the device is not there
-    NonFiniteError : the loss is NaN or infinite, or a gradient is and no smaller loss scale can help
+    ConfigError, DataError, MismatchError, ArgumentError
+        On every rank, before anything is written.
+    BackendError
+        On every rank, where the device is missing.
+    NonFiniteError
+        Where the loss is NaN or infinite. So is it where a gradient is, and no smaller loss scale can help.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from mpipipe.comm import inprocess
+    >>> from mpipipe.models import GPT
+    >>> from mpipipe.train import TrainConfig, train
+    >>> config = TrainConfig(
+    ...     dim=8, layers=1, heads=1, seq_len=8, batch=4, steps=2, sample_bytes=0, device="cpu", out=tempfile.mkdtemp()
+    ... )
+    >>> records = inprocess.run(2, lambda comm: train(config, GPT, comm))  # doctest: +ELLIPSIS
+    mpipipe: 2 ranks = pipe 2 x data 1 x seq 1; one_f_one_b, 2 stages, 4 micro-batches
+    ...
+    mpipipe: ok steps=2 ...
+    >>> records[0].step
+    2
     """
     comm = runtime.resolve(comm)
-    _check_same_config(group_of(comm), config)
-    config = replace(config, out=output.shared_path(comm, config.out))
+    check_same_config(group_of(comm), config)
+    out = Path(output.shared_path(comm, config.out))
     with group_of(comm).together("train: the mesh"):
         pipe = max(1, comm.size // config.seq) if config.pipe is None else config.pipe
         mesh = Mesh(comm, pipe=pipe, seq=config.seq)
     with mesh:
         group = group_of(mesh.comm)
         device = select_device(config.device, mesh.comm)
-        recipe, corpus = _prepare(config, architecture, mesh, device)
+        plan = make_plan(config, architecture, mesh, device, out)
+        corpus = open_corpus(config, plan, mesh)
         with group.together("train: the shards of sequences"):
             shard = Shard(mesh.seq, config.layout, config.seq_len)
         with group.together("train: the stages"):
-            stages = recipe.stages(mesh.pipe.rank, shard, config.dtype, config.seed, device)
+            stages = plan.stages(mesh.pipe.rank, shard, config.dtype, config.seed, device)
         with Pipeline(
-            stages, recipe.schedule, mesh.pipe, loss=shard.loss, recompute=config.recompute, replicas=mesh.replicas
+            stages, plan.schedule, mesh.pipe, loss=shard.loss, recompute=config.recompute, replicas=mesh.replicas
         ) as pipeline:
-            output.make_folder(Path(config.out), mesh.comm, writes=mesh.replicas.rank == 0)
+            output.make_folder(out, mesh.comm, writes=mesh.replicas.rank == 0)
             with group.together("train: the reporter"):
-                reporter = _reporter(config) if mesh.rank == 0 else NullReporter()
+                reporter = _reporter(config, out) if mesh.rank == 0 else NullReporter()
             with reporter:
-                return Trainer(config, mesh, recipe, shard, pipeline, corpus, reporter).run()
+                trainer = Trainer(config, mesh, plan, shard, pipeline, corpus=corpus, reporter=reporter, out=out)
+                return trainer.run()
 
 
-def _check_same_config(group, config):
-    group.agree(
-        "train: the configuration",
-        tuple((f"{key} =", repr(value)) for key, value in vars(config).items()),
-        message="the ranks have different configurations",
-        remedy="give the same file and flags to all ranks",
-    )
-
-
-def _prepare(config, architecture, mesh, device):
-    """(TrainingPlan, Corpus or None where this rank needs no data); every error is raised on every rank."""
-    group = group_of(mesh.comm)
-    with group.together("train: the plan"):
-        recipe = TrainingPlan.of(config, architecture, mesh.pipe.size, mesh.data.size)
-        limits.check_training(config, recipe, mesh.pipe.rank, device)
-        if config.sample_bytes:
-            dtype = arrays.accumulator(arrays.dtype(config.dtype)).name
-            limits.check_decoding(recipe, mesh.pipe.rank, dtype, PROMPT + config.sample_bytes, mesh.seq.size)
-        if mesh.rank == 0:
-            output.check_vacant(Path(config.out))
-    corpus, placement = None, recipe.schedule.placement
-    with group.together("train: opening the data"):
-        if mesh.pipe.rank in (placement[0], placement[-1]):
-            corpus = Corpus.open(config.data, config.seq_len)
-    prints = group.gather("train: the data", corpus.fingerprint if corpus else None)
-    first = next(rank for rank, found in enumerate(prints) if found is not None)
-    others = [rank for rank, found in enumerate(prints) if found not in (None, prints[first])]
-    if others:
-        error = MismatchError(
-            "the ranks see different data: other file names, sizes or contents",
-            found=f"other data on rank {', '.join(map(str, others))}",
-            expected=f"those of rank {first} on every rank that reads data",
-            remedy="give the same files to all hosts, best on a shared file system; the default data differ where "
-            "hosts have different Python versions",
-        )
-        raise_on_all(0, error, group)
-    return recipe, corpus
-
-
-def _reporter(config) -> Reporter:
-    out = Path(config.out)
+def _reporter(config: TrainConfig, out: Path) -> Reporter:
     try:
         return Reporter(config.steps, out / "metrics.jsonl", terminal=on_terminal())
     except OSError as error:
@@ -125,30 +113,40 @@ class Trainer:
 
     Parameters
     ----------
-    config : with `out` filled in
-    mesh, recipe, shard, pipeline : where this rank stands, and what it runs
-    corpus : needed on the ranks of the first and the last stage
+    config : the same on every rank
+    mesh, plan, shard, pipeline : where this rank stands, and what it runs
+    corpus : the data, on the ranks of the first and the last stage; None elsewhere
     reporter : Reporter on rank 0, NullReporter elsewhere
+    out : the output folder
     """
 
-    def __init__(self, config: TrainConfig, mesh, recipe: TrainingPlan, shard: Shard, pipeline, corpus, reporter):
-        self.config, self.mesh, self.recipe, self.shard = config, mesh, recipe, shard
-        self.pipeline, self.corpus, self.reporter = pipeline, corpus, reporter
+    def __init__(
+        self,
+        config: TrainConfig,
+        mesh: Mesh,
+        plan: TrainingPlan,
+        shard: Shard,
+        pipeline: Pipeline,
+        *,
+        corpus: Corpus | None,
+        reporter: Reporter | NullReporter,
+        out: Path,
+    ) -> None:
+        self.config, self.mesh, self.plan, self.shard = config, mesh, plan, shard
+        self.pipeline, self.corpus, self.reporter, self.out = pipeline, corpus, reporter, out
         self.optimizer = _optimizer(config, pipeline.stages)
         self.scaler = _scaler(config)
-        self.first = mesh.pipe.rank == recipe.schedule.placement[0]
-        self.last = mesh.pipe.rank == recipe.schedule.placement[-1]
-        replica = mesh.data.rank
-        self.shape = dict(
-            batch=config.batch, rows=slice(replica * recipe.rows, (replica + 1) * recipe.rows), seq_len=config.seq_len
-        )
+        self.first = mesh.pipe.rank == plan.schedule.placement[0]
+        self.last = mesh.pipe.rank == plan.schedule.placement[-1]
+        self.rows = slice(mesh.data.rank * plan.rows, (mesh.data.rank + 1) * plan.rows)  # of a batch, for this replica
         self.since_record, self.in_all = StepTimes(), StepTimes()
 
     def run(self) -> Record:
         """Train, validate, show a sample of text, and return the last record."""
         config = self.config
         self._introduce()
-        self.reporter.record(Record(0, validation=self.validate()))
+        record = Record(0, validation=self.validate())
+        self.reporter.record(record)
         for step in range(config.steps):
             loss, lr, norm = self.step(step)
             done = step + 1
@@ -159,8 +157,8 @@ class Trainer:
                 record = Record(done, loss, validation, lr, norm, **speed, **self._scaling())
                 self.reporter.record(record)
                 self.since_record = StepTimes()
-        model, schedule = self.recipe.model, self.recipe.schedule
-        weights.save(weights.folder_of(config.out), model, self.pipeline.stages, schedule, self.mesh)
+        model, schedule = self.plan.model, self.plan.schedule
+        weights.save(weights.folder_of(self.out), model, self.pipeline.stages, schedule, self.mesh)
         self._show_sample()
         record = replace(record, **self._speed(self.in_all))
         self.reporter.say(
@@ -169,84 +167,90 @@ class Trainer:
         )
         return record
 
-    def step(self, step: int):
-        """One optimizer step; returns its loss, learning rate and gradient norm, the same on every rank.
+    def step(self, step: int) -> tuple[float, float, float | None]:
+        """Make one optimizer step, and return its loss, learning rate and gradient norm, the same on every rank.
 
         The norm is None where the step was skipped.
         """
         config, start = self.config, perf_counter()
-        inputs, targets = self._batch(training_batch, "train", seed=config.seed, step=step)
+        shape = dict(batch=config.batch, seq_len=config.seq_len)
+        inputs, targets = self._batch(
+            lambda corpus: training_batch(corpus.train, seed=config.seed, step=step, rows=self.rows, **shape)
+        )
         result = self.pipeline.step(inputs, targets, scale=self.scaler.scale)
         lr = optim.warmup_cosine(step, config.steps, config.lr, min(config.warmup, config.steps))
         norm = optim.scaled_step(self.optimizer, self.scaler, config.clip, lr=lr, comm=self.mesh.pipe)
         seconds = perf_counter() - start
-        for usage in (self.since_record, self.in_all):
-            usage.add(seconds, self.pipeline.busy, self.pipeline.elapsed)
+        for times in (self.since_record, self.in_all):
+            times.add(seconds, self.pipeline.busy, self.pipeline.elapsed)
         self.reporter.advance()
         return result.loss, lr, norm
 
     def validate(self) -> float:
-        """Mean loss over the validation windows, always the same ones; on every rank."""
-        batches = self.config.eval_batches
-        losses = [
-            self.pipeline.evaluate(*self._batch(validation_batch, "validation", index=index, batches=batches))
-            for index in range(batches)
-        ]
-        return sum(losses) / batches
+        """Return the mean loss over the validation windows, always the same ones; on every rank."""
+        return sum(map(self._validation_loss, range(self.config.eval_batches))) / self.config.eval_batches
 
-    def _batch(self, draw, split, **which):
-        """(inputs, targets) of this replica and shard, where they belong: on the first and the last stage's rank."""
-        if not (self.first or self.last):
+    def _validation_loss(self, index: int) -> float:
+        config = self.config
+        shape = dict(batches=config.eval_batches, batch=config.batch, seq_len=config.seq_len)
+        inputs, targets = self._batch(
+            lambda corpus: validation_batch(corpus.validation, index=index, rows=self.rows, **shape)
+        )
+        return self.pipeline.evaluate(inputs, targets)
+
+    def _batch(self, draw: Callable[[Corpus], Batch]) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """Draw this replica's rows, and cut out this rank's share: inputs for the first stage, targets for the last."""
+        if self.corpus is None:
             return None, None
-        inputs, targets = draw(getattr(self.corpus, split), **which, **self.shape)
+        inputs, targets = draw(self.corpus)
         cut = self.shard.cut
         return cut(inputs) if self.first else None, cut(targets) if self.last else None
 
-    def _speed(self, usage: StepTimes) -> dict:
-        """Tokens per second and bubble of the steps in `usage`, and the bubble that the stages' durations predict."""
+    def _speed(self, times: StepTimes) -> dict[str, Any]:
+        """Return tokens per second and the bubble of some steps, and the bubble that the stages' durations predict."""
         costs = self.pipeline.durations()
-        everyone = group_of(self.mesh.comm).gather("train: the time of all ranks", usage)
+        everyone = group_of(self.mesh.comm).gather("train: the time of all ranks", times)
         busy, elapsed = sum(each.busy for each in everyone), sum(each.elapsed for each in everyone)
-        tokens = usage.steps * self.config.batch * self.config.seq_len
+        tokens = times.steps * self.config.batch * self.config.seq_len
         return {
             "tokens_per_second": tokens / max(each.seconds for each in everyone),
             "bubble": 1 - busy / elapsed,
-            "predicted": schedules.simulate(self.recipe.schedule, costs).bubble_fraction,
+            "predicted": schedules.simulate(self.plan.schedule, costs).bubble_fraction,
         }
 
-    def _scaling(self) -> dict:
+    def _scaling(self) -> dict[str, Any]:
         scaler = self.scaler
         return {"loss_scale": scaler.scale, "skipped": scaler.skipped} if scaler.dynamic else {}
 
-    def _introduce(self):
-        config, recipe, mesh = self.config, self.recipe, self.mesh
+    def _introduce(self) -> None:
+        config, plan, mesh = self.config, self.plan, self.mesh
         text = "" if self.corpus is None else f", {len(self.corpus.train):,} bytes of text"
         place = "CPUs" if self.pipeline.stages[0].device == "cpu" else "GPUs"
         self.reporter.say(
             f"mpipipe: {mesh.comm.size} ranks = pipe {mesh.pipe.size} x data {mesh.data.size} x seq {mesh.seq.size}; "
-            f"{recipe.schedule.name}, {recipe.schedule.stages} stages, {recipe.schedule.microbatches} micro-batches\n"
-            f"mpipipe: {recipe.model.parameters:,} parameters, {config.dtype} on {place}, batch {config.batch} x "
-            f"{config.seq_len} bytes{text}; metrics in {config.out}"
+            f"{plan.schedule.name}, {plan.schedule.stages} stages, {plan.schedule.microbatches} micro-batches\n"
+            f"mpipipe: {plan.model.parameters:,} parameters, {config.dtype} on {place}, batch {config.batch} x "
+            f"{config.seq_len} bytes{text}; metrics in {self.out}"
         )
 
-    def _show_sample(self):
-        config, recipe = self.config, self.recipe
+    def _show_sample(self) -> None:
+        config, plan = self.config, self.plan
         if config.sample_bytes == 0:
             return
         prompt = None
-        if self.first:
+        if self.first and self.corpus is not None:
             text = self.corpus.validation
-            prompt = text.read(0, min(PROMPT, len(text))).tobytes()
-        root = recipe.schedule.placement[0]
+            prompt = text.read(0, min(PROMPT_BYTES, len(text))).tobytes()
+        root = plan.schedule.placement[0]
         prompt = group_of(self.mesh.pipe).broadcast("train: the prompt of the sample", prompt, root)
         count = config.sample_bytes
         dtype = self.pipeline.stages[0].parameters.flat.dtype.name
-        with decoder(recipe, self.mesh, dtype, len(prompt) + count, self._copy_weights) as decoding:
+        with build_decoder(plan, self.mesh, dtype, len(prompt) + count, self._copy_weights) as decoding:
             answer = generate(decoding, self.mesh, prompt, count, temperature=config.temperature, seed=config.seed)
         title = f"--- sample: {len(prompt)} bytes of validation text, {len(answer)} of the model's"
         self.reporter.say("\n".join([title, readable(prompt + answer), "---"]))
 
-    def _copy_weights(self, stages):
+    def _copy_weights(self, stages: Sequence[nn.Stage]) -> None:
         for stage, trained in zip(stages, self.pipeline.stages):
             for name, values in weights.on_host(trained.parameters).items():
                 stage.parameters[name][...] = values
@@ -254,14 +258,21 @@ class Trainer:
 
 @dataclass
 class StepTimes:
-    """Time that one rank spent in some steps: seconds in all, and what the pipeline measured."""
+    """Time that one rank spent in some steps.
+
+    Attributes
+    ----------
+    steps : number of them
+    seconds : by the host's clock
+    busy, elapsed : seconds that the pipeline measured
+    """
 
     steps: int = 0
     seconds: float = 0.0
     busy: float = 0.0
     elapsed: float = 0.0
 
-    def add(self, seconds: float, busy: float, elapsed: float):
+    def add(self, seconds: float, busy: float, elapsed: float) -> None:
         """Count one more step."""
         self.steps += 1
         self.seconds += seconds
@@ -269,13 +280,13 @@ class StepTimes:
         self.elapsed += elapsed
 
 
-def _optimizer(config, stages):
+def _optimizer(config: TrainConfig, stages: Sequence[nn.Stage]) -> optim.AdamW | optim.SGD:
     if config.optimizer == "adamw":
         return optim.AdamW(stages, config.lr, weight_decay=config.weight_decay)
     return optim.SGD(stages, config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
 
 
-def _scaler(config):
+def _scaler(config: TrainConfig) -> optim.LossScaler:
     if config.scales_dynamically:
         return optim.LossScaler()
     return optim.LossScaler(config.loss_scale or 1.0, dynamic=False)

@@ -1,39 +1,40 @@
-"""What follows from a configuration and a number of ranks: the model, the schedule, and who gets which layers."""
+"""The plan of a training: the model, the schedule, and the layers of each rank."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from mpipipe import nn, schedules
 from mpipipe.errors import ConfigError
 from mpipipe.train import limits
+from mpipipe.train.architecture import Architecture, Model
 from mpipipe.train.config import TrainConfig
 from mpipipe.train.shard import Shard
 
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """A training decided upon, before any data or memory is touched.
+    """What follows from a configuration and a number of ranks, before any data or memory is touched.
 
     Attributes
     ----------
-    model : what `build(attend, positions)` makes layers of, one cost for each in `costs()`, and `parameters` in all
-    schedule : Schedule
-    parts : (start, stop) of the layers of each logical stage
+    model : the sizes of the model, which makes its layers
+    schedule : of the pipelines
+    layer_ranges : (start, stop) of the layers of each logical stage
     rows : sequences of a step in each replica
     """
 
-    model: Any
+    model: Model
     schedule: schedules.Schedule
-    parts: list[tuple[int, int]]
+    layer_ranges: list[tuple[int, int]]
     rows: int
 
     @classmethod
-    def of(cls, config: TrainConfig, architecture, pipe: int, replicas: int) -> TrainingPlan:
-        """Raises ConfigError or ArgumentError where the configuration does not fit `replicas` pipelines of `pipe`.
+    def of(cls, config: TrainConfig, architecture: Architecture, pipe: int, replicas: int) -> TrainingPlan:
+        """Plan a training on `replicas` pipelines of `pipe` ranks.
 
-        Nothing is built for numbers of layers, chunks or micro-batches that nobody can mean (see `limits`).
+        Raises ConfigError or ArgumentError where the configuration does not fit these numbers. For numbers of layers,
+        chunks or micro-batches that nobody can mean (see `limits`) that happens before anything is built.
         """
         rows, rest = divmod(config.batch, replicas)
         if rest:
@@ -61,8 +62,11 @@ class TrainingPlan:
         model = architecture(seq=config.seq_len, **{name: getattr(config, name) for name in names})
         return cls(model, schedule, schedules.partition(model.costs(), schedule.stages), rows)
 
+    def ranges_of(self, rank: int) -> list[tuple[int, int]]:
+        """Return (start, stop) of the layers of each stage of one rank of a pipeline."""
+        return [self.layer_ranges[stage] for stage in self.schedule.stages_of(rank)]
+
     def stages(self, rank: int, shard: Shard, dtype: str, seed: int, device: str = "cpu") -> list[nn.Stage]:
-        """The stages of one rank of a pipeline that holds this shard of the sequences, with fresh parameters."""
+        """Make the stages of one rank of a pipeline that holds this shard of the sequences, with new parameters."""
         layers = self.model.build(shard.attend, shard.positions)
-        parts = [self.parts[number] for number in self.schedule.stages_of(rank)]
-        return [nn.Stage(layers[start:stop], dtype, seed, device, first=start) for start, stop in parts]
+        return [nn.Stage(layers[start:stop], dtype, seed, device, first=start) for start, stop in self.ranges_of(rank)]

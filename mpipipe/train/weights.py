@@ -1,41 +1,49 @@
-"""Trained parameters as files, which any number of ranks can load: not a checkpoint, since no optimizer state is kept.
+"""Trained parameters as files, which any number of ranks can load. No state of an optimizer is kept.
 
     weights/stage-0.safetensors      the parameters of one logical stage, by their names in the whole model
     weights/stage-1.safetensors
     weights/model.json               sizes of the model, dtype, number of stages, a checksum of each parameter and one
-                                     of these facts; written last: it vouches for the rest
+                                     of these facts; written last, when all other files are there
 
-Each file is written under another name and then renamed, so a file that has its name is complete. Checksums are CRC-32:
-they find damage on the way to the disk and back, and files of two trainings that were mixed, but no forgery.
+Each file is written under another name and then renamed, so a file that has its name is complete. Checksums are CRC-32.
+They find damage on the way to the disk and back, and files of two trainings that were mixed, but no forgery.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, TypeAlias
 from zlib import crc32
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as serialized
 
-from mpipipe import arrays
+from mpipipe import arrays, nn
+from mpipipe.arrays import Array
 from mpipipe.comm.group import group_of
+from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ArgumentError, NonFiniteError
+from mpipipe.nn.parameters import FlatBuffer
+from mpipipe.schedules import Schedule
 from mpipipe.train import files
+from mpipipe.train.architecture import Model
 
 DESCRIPTION = "model.json"
 MOST_BYTES = 64 << 20  # of it
 STORED = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # safetensors' names of dtypes
 REMEDY = "build the model with the sizes and dtype of model.json"
 COPY_AGAIN = "copy the weights again from where they are whole, or train again"
+Places: TypeAlias = "dict[str, tuple[Any, Path]]"  # name of a parameter -> open file of safetensors, and its path
 
 
 @dataclass(frozen=True)
 class Description:
-    """What stands in model.json.
+    """The content of model.json.
 
     Attributes
     ----------
@@ -45,29 +53,32 @@ class Description:
     checksums : of each parameter, by name; None in files that were saved before there were any
     """
 
-    model: dict
+    model: dict[str, Any]
     dtype: str
     stages: int
-    checksums: dict | None = None
+    checksums: dict[str, str] | None = None
 
 
-def folder_of(run) -> Path:
-    """Where the training with the output folder `run` leaves its weights."""
+def folder_of(run: str | Path) -> Path:
+    """Return the folder for the weights of the training with the output folder `run`."""
     return Path(run, "weights")
 
 
-def save(folder, model, stages, schedule, mesh):
-    """Write the parameters of a pipeline and what describes them; collective over the mesh.
+def save(folder: Path, model: Model, stages: Sequence[nn.Stage], schedule: Schedule, mesh: Mesh) -> None:
+    """Write the parameters of a pipeline, and their description; collective over the mesh.
+
+    Raises ArgumentError, on every rank, where a file cannot be written.
 
     Parameters
     ----------
     folder : made where it is missing; on a file system that all hosts share
-    model : dataclass of sizes
+    model : a dataclass of sizes
     stages : this rank's stages of `schedule`; the ranks of the first replica write theirs
-
-    Raises ArgumentError, on every rank, where a file cannot be written.
+    schedule : of the pipelines
+    mesh : all ranks
     """
-    folder, sums, group = Path(folder), {}, group_of(mesh.comm)
+    sums: dict[str, str] = {}
+    group = group_of(mesh.comm)
     with group.together("saving weights"):
         if mesh.replicas.rank == 0:
             with _explained(folder):
@@ -86,10 +97,10 @@ def save(folder, model, stages, schedule, mesh):
                 files.write_whole(folder / DESCRIPTION, (json.dumps(facts, indent=1) + "\n").encode())
 
 
-def describe(folder) -> Description:
-    """Read model.json; raises ArgumentError where there is none, or another one than `save` wrote.
+def describe(folder: str | Path) -> Description:
+    """Read model.json. Raises ArgumentError where it is missing, or is not what `save` wrote.
 
-    One without checksums, as it was written before there were any, is taken as it is.
+    A file without checksums, from before they were added, is accepted as it is.
     """
     path = Path(folder, DESCRIPTION)
     remedy = "name the --out folder of a training that ended; its weights are written at the end"
@@ -117,17 +128,17 @@ def describe(folder) -> Description:
     return found
 
 
-def load(folder, stages):
-    """Set the parameters of `stages` from the files in `folder`, whatever the cut into stages they were saved with.
+def load(folder: str | Path, stages: Sequence[nn.Stage]) -> None:
+    """Set the parameters of `stages` from the files in `folder`, however the model was cut when they were saved.
 
-    Files are mapped, and only this rank's parameters are read and checked against their checksums; those of a folder
-    that was saved before there were checksums load without. Raises ArgumentError for a file that is missing or damaged,
-    and for a parameter that is missing, damaged, or of another shape or dtype; NonFiniteError for a parameter that has
-    values that are NaN or infinite.
+    Files are mapped. Only this rank's parameters are read, and compared with their checksums where there are any.
+    Raises ArgumentError for a file that is missing or damaged, and for a parameter that is missing, damaged, or of
+    another shape or dtype. Raises NonFiniteError for a parameter with values that are NaN or infinite.
     """
     folder = Path(folder)
     with ExitStack() as opened:
-        description, places = describe(folder), {}
+        description = describe(folder)
+        places: Places = {}
         for number in range(description.stages):
             path = folder / _file(number)
             try:
@@ -152,23 +163,23 @@ def load(folder, stages):
                     array[...] = values
 
 
-def on_host(parameters):
-    """name -> host array; from a GPU in one copy of the whole buffer."""
+def on_host(parameters: FlatBuffer) -> dict[str, np.ndarray]:
+    """Return host arrays by name; from a GPU in one copy of the whole buffer."""
     flat, starts = arrays.download(parameters.flat), parameters.offsets
     return {name: flat[starts[name] :][: like.size].reshape(like.shape) for name, like in parameters.items()}
 
 
-def checksum(array) -> str:
-    """CRC-32 of the bytes of a contiguous host array, as eight hexadecimal digits."""
-    return f"{crc32(array.reshape(-1).view(np.uint8)):08x}"
+def checksum(array: np.ndarray) -> str:
+    """Return the CRC-32 of the bytes of a contiguous host array, as eight hexadecimal digits."""
+    return f"{crc32(array.reshape(-1).view(np.uint8).data):08x}"
 
 
-def _checksum_of(facts: dict) -> str:
+def _checksum_of(facts: dict[str, Any]) -> str:
     return f"{crc32(json.dumps(facts, sort_keys=True).encode()):08x}"
 
 
-def _read(places, folder, name, like):
-    """The array called `name`, if it is like `like`, which is looked up before anything is read."""
+def _read(places: Places, folder: Path, name: str, like: Array) -> np.ndarray:
+    """Read the array called `name`. Its shape and dtype are compared with those of `like` before anything is read."""
     expected = f"{like.dtype.name}{list(like.shape)}"
     if name not in places:
         raise ArgumentError(
@@ -190,8 +201,8 @@ def _read(places, folder, name, like):
     return file.get_tensor(name)
 
 
-def _check_values(values, name, path, checksums):
-    """Raise where values were damaged since they were saved, or are no numbers."""
+def _check_values(values: np.ndarray, name: str, path: Path, checksums: dict[str, str] | None) -> None:
+    """Raise where values were damaged since they were saved, or are not finite."""
     found, expected = checksum(values), None if checksums is None else checksums.get(name)
     if checksums is not None and found != expected:
         raise ArgumentError(
@@ -211,7 +222,8 @@ def _check_values(values, name, path, checksums):
 
 
 @contextmanager
-def _explained(folder):
+def _explained(folder: Path) -> Iterator[None]:
+    """Turn an OSError into an ArgumentError with the remedy."""
     try:
         yield
     except OSError as error:

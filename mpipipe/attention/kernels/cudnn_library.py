@@ -83,7 +83,7 @@ _handles = _Handles()
 
 
 def handle() -> Any:
-    """cuDNN's handle for the current GPU, stream and thread."""
+    """CuDNN's handle for the current GPU, stream and thread."""
     key = library(), arrays.cupy().cuda.runtime.getDevice(), arrays.stream().ptr
     if key not in _handles.made:
         made = library().create_handle()

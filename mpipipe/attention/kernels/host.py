@@ -169,7 +169,7 @@ def _backward_head(
 
 
 def _with_column(x: np.ndarray, scale: float, value: np.ndarray | float) -> np.ndarray:
-    """x (seq, group, dim) times `scale` as rows (seq * group, dim + 1) whose last column is `value`."""
+    """X (seq, group, dim) times `scale` as rows (seq * group, dim + 1) whose last column is `value`."""
     seq, group, dim = x.shape
     rows = np.empty((seq, group, dim + 1), x.dtype)
     np.multiply(x, scale, out=rows[..., :dim])

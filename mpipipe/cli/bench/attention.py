@@ -9,8 +9,10 @@ others wait, over N times that of the slowest rank of the ring.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 
@@ -18,15 +20,16 @@ from mpipipe import attention
 from mpipipe.attention import cost, kernels
 from mpipipe.attention.kernels import Block, Gradients, Result, host, no_poll
 from mpipipe.attention.layout import Layout
-from mpipipe.cli.bench.timing import compare, report
+from mpipipe.cli.bench.timing import Call, compare, report
 from mpipipe.comm import runtime
 from mpipipe.comm.ring_exchange import ROTATIONS
+from mpipipe.comm.types import Communicator
 
 WARMUP = 1
 GOALS = {"host": "at least 0.75", "torch": "at least 0.97"}
 
 
-def run(repeats: int, seq_len: int, ring_seq_len: int, heads: int, dim: int):
+def run(repeats: int, seq_len: int, ring_seq_len: int, heads: int, dim: int) -> None:
     """Print a line for the forward and the backward of each kernel, and of each rotation of the ring."""
     comm = runtime.world()
     if comm.size == 1:
@@ -35,13 +38,13 @@ def run(repeats: int, seq_len: int, ring_seq_len: int, heads: int, dim: int):
         _ring(comm, repeats, ring_seq_len, heads, dim)
 
 
-def _arrays(seq_len, heads, dim):
-    """q, k, v and the gradient of the output."""
+def _arrays(seq_len: int, heads: int, dim: int) -> list[np.ndarray]:
+    """Return q, k, v and the gradient of the output."""
     rng = np.random.default_rng(0)
     return [rng.standard_normal((1, seq_len, heads, dim), dtype=np.float32) for _ in range(4)]
 
 
-def _kernels(comm, repeats, seq_len, heads, dim):
+def _kernels(comm: Communicator, repeats: int, seq_len: int, heads: int, dim: int) -> None:
     candidates = {"host": _local(host, seq_len, heads, dim)}
     if find_spec("torch"):
         from mpipipe.attention.kernels import torch_cpu
@@ -62,22 +65,22 @@ def _kernels(comm, repeats, seq_len, heads, dim):
                 report(comm, f"attention {direction}, {name} kernel, sequence {seq_len}", measured, ratio, goal)
 
 
-def _local(kernel, seq_len, heads, dim):
-    """Functions of no arguments: forward and backward of a kernel, as attention.Local calls it."""
+def _local(kernel: Any, seq_len: int, heads: int, dim: int) -> tuple[Call, Call]:
+    """Return forward and backward of a kernel, as attention.Local calls it."""
     q, k, v, dout = _arrays(seq_len, heads, dim)
     slices, scale = Layout("contiguous", 1, seq_len).needs(0, 0), dim**-0.5
     block = Block(q, k, v, scale, slices)
     result = Result(np.empty_like(q), np.empty((1, heads, seq_len), q.dtype))
     forward = partial(kernel.forward, block, result, True)
 
-    def backward():
+    def backward() -> None:
         kernel.backward(block, dout, result, Gradients(*(np.zeros_like(x) for x in (q, k, v))))
 
     return forward, backward
 
 
-def _pytorch(seq_len, heads, dim):
-    """The same for PyTorch's own kernel, on arrays in the order that it likes best."""
+def _pytorch(seq_len: int, heads: int, dim: int) -> tuple[Call, Call]:
+    """Return the same for PyTorch's own kernel, on arrays in the order that it likes best."""
     import torch
 
     from mpipipe.attention.kernels.torch_cpu import flash, flash_backward
@@ -87,7 +90,7 @@ def _pytorch(seq_len, heads, dim):
     return partial(flash, q, k, v, 0.0, True), partial(flash_backward, dout, q, k, v, out, lse, 0.0, True)
 
 
-def _ring(comm, repeats, seq_len, heads, dim):
+def _ring(comm: Communicator, repeats: int, seq_len: int, heads: int, dim: int) -> None:
     kernel = kernels.chosen()
     if kernel is not host:
         import torch
@@ -113,17 +116,17 @@ def _ring(comm, repeats, seq_len, heads, dim):
             )
 
 
-def _calls(attend, arrays):
-    """Functions of no arguments: forward, and the backward of the latest forward."""
+def _calls(attend: attention.Local | attention.Ring, arrays: Sequence[np.ndarray]) -> tuple[Call, Call]:
+    """Return forward, and the backward of the latest forward."""
     *inputs, dout = arrays
-    latest: list = []
+    latest: list[Any] = []
 
-    def forward():
+    def forward() -> None:
         latest[:] = attend.forward(*inputs)
 
     return forward, lambda: attend.backward(dout, latest[1])
 
 
-def _rate(direction, seq_len, heads, dim, seconds, ranks=1):
+def _rate(direction: str, seq_len: int, heads: int, dim: int, seconds: float, ranks: int = 1) -> str:
     flops = cost.attention_flops(seq_len**2 / 2, heads, dim) * (cost.BACKWARD_WORK if direction == "backward" else 1)
     return f"{flops / seconds / ranks / 1e9:.1f} GF/s"

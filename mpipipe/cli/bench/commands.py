@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
 from mpipipe import processor
 from mpipipe.comm import inprocess
 from mpipipe.comm.abort import run_or_abort
+from mpipipe.comm.types import Communicator
 from mpipipe.errors import MpipipeError
 
 app = typer.Typer(
@@ -19,8 +21,10 @@ app = typer.Typer(
 Repeats = Annotated[int, typer.Option(help="measured turns of each candidate; medians are shown", min=1)]
 
 
-def _guarded(work):
-    def limited():
+def _guarded(work: Callable[[], None]) -> NoReturn:
+    """Run `work` so that an error on one rank ends the job, and exit with its code."""
+
+    def limited() -> None:
         processor.prepare_process()
         work()
 
@@ -28,24 +32,24 @@ def _guarded(work):
 
 
 @app.command()
-def pipeline(repeats: Repeats = 100):
-    """Cost of the machinery on tiny stages: mpiexec -n 2 python -m mpipipe bench pipeline"""
+def pipeline(repeats: Repeats = 100) -> None:
+    """Cost of the machinery on tiny stages (mpiexec -n 2 python -m mpipipe bench pipeline)."""
     from mpipipe.cli.bench.pipeline import run
 
     _guarded(lambda: run(repeats))
 
 
 @app.command()
-def transport(repeats: Repeats = 50):
-    """Mailbox against bare Isend and Irecv: mpiexec -n 2 python -m mpipipe bench transport"""
+def transport(repeats: Repeats = 50) -> None:
+    """Mailbox against bare Isend and Irecv (mpiexec -n 2 python -m mpipipe bench transport)."""
     from mpipipe.cli.bench.transport import run
 
     _guarded(lambda: run(repeats))
 
 
 @app.command()
-def schedules():
-    """Building, checking and simulating a large schedule: python -m mpipipe bench schedules"""
+def schedules() -> None:
+    """Building, checking and simulating a large schedule (python -m mpipipe bench schedules)."""
     from mpipipe.cli.bench.schedules import run
 
     run()
@@ -60,8 +64,8 @@ def train(
     seq_len: int = 256,
     microbatches: int = 8,
     rows: Annotated[int, typer.Option(help="sequences in a micro-batch")] = 4,
-):
-    """A GPT's step against its simulation: mpiexec -n 2 python -m mpipipe bench train"""
+) -> None:
+    """A GPT's step against its simulation (mpiexec -n 2 python -m mpipipe bench train)."""
     from mpipipe.cli.bench.train import run
 
     _guarded(lambda: run(repeats, dim, layers, heads, seq_len, microbatches, rows))
@@ -74,8 +78,8 @@ def attention(
     ring_seq_len: Annotated[int, typer.Option(help="on several ranks, for the ring")] = 8192,
     heads: int = 4,
     head_dim: int = 64,
-):
-    """Attention kernels beside PyTorch, on several ranks a ring beside one: python -m mpipipe bench attention"""
+) -> None:
+    """Attention kernels beside PyTorch, on several ranks a ring beside one (python -m mpipipe bench attention)."""
     from mpipipe.cli.bench.attention import run
 
     _guarded(lambda: run(repeats, seq_len, ring_seq_len, heads, head_dim))
@@ -91,12 +95,13 @@ def gpu(
     json: Annotated[Path | None, typer.Option(help="file to write the numbers to", show_default=False)] = None,
     peers: Annotated[bool, typer.Option(help="measure PyTorch beside it, where it is installed")] = True,
     quick: Annotated[bool, typer.Option("--quick", help="smallest sizes that tell something")] = False,
-):
-    """Kernels, ring, executor and a GPT's step on a GPU; on 2 ranks the transports: python -m mpipipe bench gpu"""
-
+) -> None:
+    """Kernels, ring, executor and a GPT's step on a GPU; on 2 ranks the transports (python -m mpipipe bench gpu)."""
     from mpipipe.cli.bench.gpu.run import run, without_mpi
 
-    work = lambda comm=None: run(part or [], repeats, json, peers, quick, comm)  # noqa: E731
+    def work(comm: Communicator | None = None) -> None:
+        run(part or [], repeats, json, peers, quick, comm)
+
     reason = without_mpi()
     if reason is None:
         _guarded(work)

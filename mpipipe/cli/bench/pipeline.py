@@ -6,23 +6,26 @@ written by hand with mpi4py calls and nothing around them, in the same run.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from mpipipe import Pipeline, nn, schedules
 from mpipipe.cli.bench.timing import compare, report
 from mpipipe.comm import runtime
+from mpipipe.comm.types import Communicator
 from mpipipe.errors import ArgumentError
 
 WIDTH, ROWS, MICROBATCHES = 64, 4, 32
 
 
-def run(repeats: int = 30):
-    """Print one line per schedule: microseconds per micro-batch (forward + backward), and the ratio."""
+def run(repeats: int = 30) -> None:
+    """Print a line for each schedule: microseconds per micro-batch (forward + backward), and the ratio."""
     comm = runtime.world()
     if comm.size != 2:
         raise ArgumentError("bench pipeline", found=f"{comm.size} ranks", expected="2 ranks")
     for schedule in (schedules.one_f_one_b(2, MICROBATCHES), schedules.interleaved_1f1b(2, 2, MICROBATCHES)):
-        ours, hand = _ours(comm, schedule), _by_hand(comm, schedule)
+        ours, hand = _PipelineStep(comm, schedule), _HandWrittenStep(comm, schedule)
         times = compare(comm, [ours, hand], repeats)
         ours.close()
         scale = 1e6 / MICROBATCHES
@@ -35,16 +38,16 @@ def run(repeats: int = 30):
         )
 
 
-def _batch():
+def _batch() -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(0)
     shape = (ROWS * MICROBATCHES, WIDTH)
     return rng.standard_normal(shape, dtype=np.float32), rng.standard_normal(shape, dtype=np.float32)
 
 
-class _ours:
+class _PipelineStep:
     """A step of the pipeline."""
 
-    def __init__(self, comm, schedule):
+    def __init__(self, comm: Communicator, schedule: schedules.Schedule) -> None:
         stages = [nn.Stage([nn.Linear(WIDTH, WIDTH)], first=s) for s in schedule.stages_of(comm.rank)]
         self.pipeline = Pipeline(stages, schedule, comm, loss=nn.mean_squared_error)
         inputs, targets = _batch()
@@ -52,14 +55,14 @@ class _ours:
         self.targets = targets if schedule.placement[-1] == comm.rank else None
         self.close = self.pipeline.close
 
-    def __call__(self):
+    def __call__(self) -> None:
         self.pipeline.step(self.inputs, self.targets)
 
 
-class _by_hand:
-    """The same actions with bare mpi4py: receive, multiply, send; buffers and tags laid out beforehand."""
+class _HandWrittenStep:
+    """The same actions with bare mpi4py: receive, multiply, send. Buffers and tags are laid out beforehand."""
 
-    def __init__(self, comm, schedule):
+    def __init__(self, comm: Communicator, schedule: schedules.Schedule) -> None:
         self.comm, chunks = comm, schedule.chunks
         rng = np.random.default_rng(comm.rank)
         self.weights = [rng.standard_normal((WIDTH, WIDTH), dtype=np.float32) / 8 for _ in range(chunks)]
@@ -72,17 +75,20 @@ class _by_hand:
         self.activations = np.empty((chunks, MICROBATCHES, ROWS, WIDTH), np.float32)
         self.gradients = np.empty((chunks, MICROBATCHES, ROWS, WIDTH), np.float32)
         last = schedule.stages - 1
-        self.work = [
+        self.actions = [
             (op == "F", stage // 2, m, stage == 0, stage == last, stage * MICROBATCHES + m)
             for stage, op, m in schedule.orders[comm.rank]
         ]
         self.tag_shift = schedule.stages * MICROBATCHES
 
-    def __call__(self):
-        comm, peer, sends, seeds, arrived = self.comm, 1 - self.comm.rank, [], {}, {}
+    def __call__(self) -> None:
+        comm, peer = self.comm, 1 - self.comm.rank
+        sends: list[tuple[Any, np.ndarray]] = []
+        loss_gradients: dict[int, np.ndarray] = {}
+        arrived: dict[tuple[int, int], np.ndarray] = {}
         for gradient in (*self.dweights, *self.dbiases):
             gradient.fill(0)
-        for forward, chunk, m, first, last, tag in self.work:
+        for forward, chunk, m, first, last, tag in self.actions:
             weight = self.weights[chunk]
             if forward:
                 x = self.inputs[m]
@@ -96,12 +102,12 @@ class _by_hand:
                     difference = y - self.targets[m]
                     np.vdot(difference, difference) / difference.size
                     difference *= 2 / difference.size / MICROBATCHES
-                    seeds[m] = difference
+                    loss_gradients[m] = difference
                 else:
                     sends.append((comm.Isend(y, peer, tag + MICROBATCHES), y))
             else:
                 if last:
-                    dy = seeds.pop(m)
+                    dy = loss_gradients.pop(m)
                 else:
                     dy = self.gradients[chunk, m]
                     comm.Recv(dy, peer, tag + self.tag_shift)

@@ -10,8 +10,8 @@ from mpipipe import schedules
 SIZES = (("interleaved_1f1b", 64, 4, 128), ("zero_bubble_h1", 64, 1, 512), ("one_f_one_b", 256, 1, 1024))
 
 
-def run():
-    """Print one line per schedule."""
+def run() -> None:
+    """Print a line for each schedule."""
     for name, ranks, chunks, microbatches in SIZES:
         start = perf_counter()
         schedule = schedules.by_name(name, ranks=ranks, chunks=chunks, microbatches=microbatches)

@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from statistics import median
 from time import perf_counter
+from typing import TypeAlias
 
 from mpipipe.comm.group import group_of
+from mpipipe.comm.types import Communicator
+
+Call: TypeAlias = "Callable[[], object]"  # what is measured
 
 
-def compare(comm, candidates, repeats: int, warmup: int = 3) -> list[float]:
-    """Median seconds of each candidate (a function of no arguments), the slowest rank's time of each turn counting."""
+def compare(comm: Communicator, candidates: Sequence[Call], repeats: int, warmup: int = 3) -> list[float]:
+    """Return the median seconds of each candidate. Of each turn the time of the slowest rank counts."""
     group = group_of(comm)
     times: list[list[float]] = [[] for _ in candidates]
     for turn in range(warmup + repeats):
-        for candidate, kept in zip(candidates, times):
+        for candidate, measured in zip(candidates, times):
             group.agree("bench: the start of a turn")
             start = perf_counter()
             candidate()
             seconds = max(group.gather("bench: the seconds of a turn", perf_counter() - start))
             if turn >= warmup:
-                kept.append(seconds)
-    return [median(kept) for kept in times]
+                measured.append(seconds)
+    return [median(measured) for measured in times]
 
 
-def report(comm, name: str, measured: str, ratio: float | None = None, goal: str = ""):
-    """One line on rank 0: what was measured, and how it stands to its peer."""
+def report(comm: Communicator, name: str, measured: str, ratio: float | None = None, goal: str = "") -> None:
+    """Print a line on rank 0: what was measured, and its ratio to its peer."""
     if comm.rank == 0:
         tail = "" if ratio is None else f"; ratio {ratio:.2f} ({goal})"
         sys.stdout.write(f"{name}: {measured}{tail}\n")

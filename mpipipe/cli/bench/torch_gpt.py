@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from statistics import median
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from mpipipe.models import GPT
 
 # name -> (whether weights are bfloat16 beside float32 masters, instead of float32 under autocast; whether compiled)
 PEERS = {
@@ -16,20 +20,28 @@ PEERS = {
 }
 
 
-def micro_batch(model, tokens, targets):
-    """A function of no arguments that runs forward, loss and backward of one micro-batch on one thread of the host."""
+def micro_batch(model: GPT, tokens: np.ndarray, targets: np.ndarray) -> Callable[[], None]:
+    """Return a function that runs forward, loss and backward of one micro-batch on one thread of the host."""
     torch.set_num_threads(1)
     gpt = _model(model)
     inputs, wanted = torch.from_numpy(tokens), torch.from_numpy(targets).reshape(-1)
 
-    def run():
+    def run() -> None:
         F.cross_entropy(gpt(inputs).view(-1, model.vocab), wanted).backward()
 
     return run
 
 
-def training_step(model, tokens, microbatches: int, dtype, masters: bool, compiled: bool, device: str = "cuda"):
-    """A function of no arguments that makes a step: all micro-batches, clipping by the norm, AdamW.
+def training_step(
+    model: GPT,
+    tokens: np.ndarray,
+    microbatches: int,
+    dtype: torch.dtype,
+    masters: bool,
+    compiled: bool,
+    device: str = "cuda",
+) -> Callable[[], float]:
+    """Return a function that makes a step: all micro-batches, clipping by the norm, AdamW.
 
     Parameters
     ----------
@@ -43,20 +55,20 @@ def training_step(model, tokens, microbatches: int, dtype, masters: bool, compil
     if masters:
         gpt = gpt.to(dtype)
     weights = list(gpt.parameters())
-    kept = [w.detach().float().requires_grad_() for w in weights] if masters else weights
-    optimizer = torch.optim.AdamW(kept, 1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    trained = [w.detach().float().requires_grad_() for w in weights] if masters else weights
+    optimizer = torch.optim.AdamW(trained, 1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     batches = [
         (inputs.to(device), targets.reshape(-1).to(device))
         for inputs, targets in zip(*(torch.from_numpy(part).chunk(microbatches) for part in tokens))
     ]
 
-    def loss(inputs, targets):
+    def loss(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         with torch.autocast(device, dtype, enabled=not masters):
             return F.cross_entropy(gpt(inputs).view(-1, model.vocab).float(), targets)
 
     loss_of = torch.compile(loss) if compiled else loss
 
-    def step():
+    def step() -> float:
         for weight in weights:
             weight.grad = None
         total = torch.zeros((), device=device)
@@ -65,20 +77,20 @@ def training_step(model, tokens, microbatches: int, dtype, masters: bool, compil
             part.backward()
             total = total + part.detach()
         if masters:
-            for master, weight in zip(kept, weights):
+            for master, weight in zip(trained, weights):
                 master.grad = weight.grad.float()
-        nn.utils.clip_grad_norm_(kept, 1.0)
+        nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         if masters:
             with torch.no_grad():
-                torch._foreach_copy_(weights, kept)
+                torch._foreach_copy_(weights, trained)
         return total.item()
 
     return step
 
 
-def device_seconds(call, repeats: int, warmup: int = 3) -> float:
-    """Median device time of `call()` on PyTorch's current stream."""
+def device_seconds(call: Callable[[], object], repeats: int, warmup: int = 3) -> float:
+    """Return the median device time of `call()` on PyTorch's current stream."""
     for _ in range(warmup):
         call()
     marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
@@ -90,7 +102,7 @@ def device_seconds(call, repeats: int, warmup: int = 3) -> float:
     return median(start.elapsed_time(end) * 1e-3 for start, end in marks)
 
 
-def _model(model):
+def _model(model: GPT) -> nn.Sequential:
     blocks = [_Block(model) for _ in range(model.layers)]
     tokens = nn.Embedding(model.vocab, model.dim)
     head = nn.Linear(model.dim, model.vocab, bias=False)
@@ -101,7 +113,9 @@ def _model(model):
 
 
 class _Block(nn.Module):
-    def __init__(self, model):
+    """A transformer block."""
+
+    def __init__(self, model: GPT) -> None:
         super().__init__()
         self.heads, self.size = model.heads, model.dim // model.heads
         self.before_attention, self.before_mlp = nn.RMSNorm(model.dim), nn.RMSNorm(model.dim)
@@ -114,16 +128,17 @@ class _Block(nn.Module):
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, seq, dim = x.shape
         qkv = self.qkv(self.before_attention(x)).view(batch, seq, 3, self.heads, self.size)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(self.turn(q), self.turn(k), v, is_causal=True)
+        y = F.scaled_dot_product_attention(self.apply_rope(q), self.apply_rope(k), v, is_causal=True)
         x = x + self.out(y.transpose(1, 2).reshape(batch, seq, dim))
         gate, up = self.gate_up(self.before_mlp(x)).chunk(2, -1)
         return x + self.down(F.silu(gate) * up)
 
-    def turn(self, x):
+    def apply_rope(self, x: torch.Tensor) -> torch.Tensor:
+        """Rotate pairs of elements by the angles of their positions."""
         first, second = x.chunk(2, -1)
         cos, sin = self.cos.to(x.dtype), self.sin.to(x.dtype)
         return torch.cat([first * cos - second * sin, first * sin + second * cos], -1)

@@ -15,12 +15,13 @@ from mpipipe.attention import Local
 from mpipipe.cli.bench.timing import compare, report
 from mpipipe.comm import runtime
 from mpipipe.comm.group import group_of
+from mpipipe.comm.types import Communicator
 from mpipipe.models import GPT
 
 WARMUP = 1
 
 
-def run(repeats: int, dim: int, layers: int, heads: int, seq_len: int, microbatches: int, rows: int):
+def run(repeats: int, dim: int, layers: int, heads: int, seq_len: int, microbatches: int, rows: int) -> None:
     """Print seconds a step, tokens/s, and the ratio to the simulated step, for 1F1B and interleaved 1F1B."""
     comm = runtime.world()
     model = GPT(dim=dim, layers=layers, heads=heads, seq=seq_len)
@@ -39,13 +40,14 @@ def run(repeats: int, dim: int, layers: int, heads: int, seq_len: int, microbatc
         _beside_torch(comm, model, rows, repeats)
 
 
-def _beside_torch(comm, model, rows, repeats):
+def _beside_torch(comm: Communicator, model: GPT, rows: int, repeats: int) -> None:
+    """Report forward and backward of one micro-batch on one rank, beside PyTorch's."""
     from mpipipe.cli.bench.torch_gpt import micro_batch
 
     tokens, targets = np.random.default_rng(0).integers(0, model.vocab, size=(2, rows, model.seq))
     stage = nn.Stage(model.build(Local(causal=True)))
 
-    def ours():
+    def ours() -> None:
         output, saved = stage.forward(tokens)
         stage.backward(nn.softmax_cross_entropy(output, targets)[1], saved)
 
@@ -64,16 +66,22 @@ def _beside_torch(comm, model, rows, repeats):
     alone.Free()
 
 
-def _measure(comm, model, schedule, rows, repeats):
-    """Median seconds of a step on the slowest rank, and of its simulation from that run's mean times per stage."""
-    parts = schedules.partition(model.costs(), schedule.stages)
+def _measure(
+    comm: Communicator, model: GPT, schedule: schedules.Schedule, rows: int, repeats: int
+) -> tuple[float, float]:
+    """Return the median seconds of a step on the slowest rank, and of its simulation.
+
+    The simulation takes the mean times of this run's stages.
+    """
+    layer_ranges = schedules.partition(model.costs(), schedule.stages)
     layers = model.build(Local(causal=True))
-    cuts = [parts[number] for number in schedule.stages_of(comm.rank)]
-    stages = [nn.Stage(layers[start:stop], first=start) for start, stop in cuts]
+    own = [layer_ranges[number] for number in schedule.stages_of(comm.rank)]
+    stages = [nn.Stage(layers[start:stop], first=start) for start, stop in own]
     tokens = np.random.default_rng(0).integers(0, model.vocab, size=(2, rows, model.seq))
     inputs = tokens[0] if schedule.placement[0] == comm.rank else None
     targets = tokens[1] if schedule.placement[-1] == comm.rank else None
-    times, group = [], group_of(comm)
+    times: list[float] = []
+    group = group_of(comm)
     with Pipeline(stages, schedule, comm, loss=nn.softmax_cross_entropy) as pipeline:
         for turn in range(WARMUP + repeats):
             if turn == WARMUP:

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import numpy as np
 
+from mpipipe.arrays import Array
 from mpipipe.cli.bench.timing import compare, report
 from mpipipe.comm import runtime
 from mpipipe.comm.mailbox import Envelope, Mailbox
+from mpipipe.comm.transport.device import DeviceTransport
 from mpipipe.comm.transport.host import HostTransport
+from mpipipe.comm.types import Communicator
 from mpipipe.errors import ArgumentError
 
 SIZES = (8, 1 << 10, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
 
 
-def run(repeats: int = 50):
-    """Print one line per size: microseconds a message, GB/s, and the ratio of bandwidths."""
+def run(repeats: int = 50) -> None:
+    """Print a line for each size: microseconds a message, GB/s, and the ratio of bandwidths."""
     comm = runtime.world()
     if comm.size != 2:
         raise ArgumentError("bench transport", found=f"{comm.size} ranks", expected="2 ranks")
@@ -48,14 +51,17 @@ class PingPong:
     array : what is sent
     """
 
-    def __init__(self, comm, transport, array, count):
+    def __init__(
+        self, comm: Communicator, transport: HostTransport | DeviceTransport, array: Array, count: int
+    ) -> None:
         self.rank, self.mailbox = comm.rank, Mailbox(transport)
         self.envelopes = [Envelope(1 - comm.rank, 1, m, 0, (0, 0), (0, 1)) for m in range(count)]
         self.array = array
         leaf = (array.shape, array.dtype)
         self.itinerary = self.mailbox.itinerary(self.envelopes, [[leaf]] * count)
 
-    def __call__(self):
+    def __call__(self) -> None:
+        """Play all turns."""
         mailbox, array = self.mailbox, self.array
         mailbox.expect(self.itinerary, 1)
         for envelope in self.envelopes:
@@ -68,11 +74,13 @@ class PingPong:
 
 
 class _Bare:
-    def __init__(self, comm, size, count):
+    """The same turns with bare mpi4py."""
+
+    def __init__(self, comm: Communicator, size: int, count: int) -> None:
         self.comm, self.count = comm, count
         self.sent, self.received = np.ones(size // 8), [np.empty(size // 8), np.empty(size // 8)]
 
-    def __call__(self):
+    def __call__(self) -> None:
         comm, peer, sent, received = self.comm, 1 - self.comm.rank, self.sent, self.received
         for turn in range(self.count):
             arriving = comm.Irecv(received[turn % 2], peer, 1)

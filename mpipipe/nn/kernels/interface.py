@@ -27,10 +27,10 @@ class Kernels(Protocol):
         """Return dx = dy weight (rows, inputs), of dy (rows, outputs), weight (outputs, inputs), all of T."""
 
     def linear_backward_weight(self, dy: Array, x: Array, grad: Array) -> None:
-        """grad += dy^T x: grad (outputs, inputs) of A, dy (rows, outputs) and x (rows, inputs) of T."""
+        """Grad += dy^T x: grad (outputs, inputs) of A, dy (rows, outputs) and x (rows, inputs) of T."""
 
     def sum_rows(self, dy: Array, grad: Array) -> None:
-        """grad += the sum of the rows of dy: grad (width,) of A, dy (rows, width) of T."""
+        """Grad += the sum of the rows of dy: grad (width,) of A, dy (rows, width) of T."""
 
     # -- single elements, of arrays of any shape
 
@@ -38,16 +38,16 @@ class Kernels(Protocol):
         """Return x + y, of one shape and dtype."""
 
     def accumulate(self, grad: Array, part: Array) -> None:
-        """grad += part, of one shape and dtype."""
+        """Grad += part, of one shape and dtype."""
 
     def scale(self, x: Array, factor: float, out: Array | None = None) -> Array:
         """Return x * factor, set in `out` where it is given, which may be x."""
 
     def cast(self, source: Array, target: Array) -> None:
-        """target = source, of one shape, rounded to nearest even; what is too large becomes infinite."""
+        """Target = source, of one shape, rounded to nearest even; what is too large becomes infinite."""
 
     def copy(self, source: Array, target: Array) -> None:
-        """target = source, of one dtype and shape (five axes at most), with any strides."""
+        """Target = source, of one dtype and shape (five axes at most), with any strides."""
 
     def gelu(self, x: Array) -> Array:
         """Return y (see nn.Gelu)."""
@@ -86,7 +86,7 @@ class Kernels(Protocol):
         """Return the factors for `apply_rope` on arrays of `dtype`, one row for each position, on the device."""
 
     def apply_rope(self, x: Array, table: Array, target: Array, inverse: bool = False) -> None:
-        """target = each pair of neighbours of x turned by its factor, or back by it with `inverse`.
+        """Target = each pair of neighbours of x turned by its factor, or back by it with `inverse`.
 
         x and target (batch, seq, heads, head_dim) of T may have any strides and be the same array; table has seq rows.
         """
@@ -145,7 +145,7 @@ class Kernels(Protocol):
         shrink: float,
         g_scale: float,
     ) -> None:
-        """p = shrink p - rate (m / correction1) / (sqrt(v / correction2) + eps): one step of AdamW, in place.
+        """P = shrink p - rate (m / correction1) / (sqrt(v / correction2) + eps): one step of AdamW, in place.
 
         Before that, with g times `g_scale`: m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2. At step t the corrections
         are 1 - b1^t and 1 - b2^t.
@@ -154,7 +154,7 @@ class Kernels(Protocol):
     def sgd(
         self, p: Array, g: Array, u: Array | None, *, momentum: float, decay: float, rate: float, g_scale: float
     ) -> None:
-        """u = momentum u + g_scale g + decay p, then p -= rate u, in place; u is None without momentum."""
+        """U = momentum u + g_scale g + decay p, then p -= rate u, in place; u is None without momentum."""
 
     def sums_of_squares(self, flat: Array, offsets: Sequence[tuple[int, int]]) -> Array:
         """Return the sum of flat[start:stop]^2 for each (start, stop), in float64, on the device of `flat`."""

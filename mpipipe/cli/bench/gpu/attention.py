@@ -6,6 +6,9 @@ causal mask, as the published ones do.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import Any
+
 from mpipipe import attention
 from mpipipe.attention import cost
 from mpipipe.cli.bench.gpu.rows import Row
@@ -19,10 +22,18 @@ DIRECTIONS = ("forward", "backward")
 QUICK = dict(repeats=5, lengths=(8192,))
 
 
-def measure(repeats=20, lengths=(8192, 32768), heads=64, kv_heads=8, head_dim=128, dtype="bfloat16", peers=True):
-    """Yield rows for each length and direction; `peers`: import PyTorch where it is installed and can use the GPU."""
+def measure(
+    repeats: int = 20,
+    lengths: Sequence[int] = (8192, 32768),
+    heads: int = 64,
+    kv_heads: int = 8,
+    head_dim: int = 128,
+    dtype: str = "bfloat16",
+    peers: bool = True,
+) -> Iterator[Row]:
+    """Yield rows for each length and direction; with `peers` also beside PyTorch, where that can use the GPU."""
     sizes = heads, kv_heads, head_dim, dtype
-    ours = {}
+    ours: dict[int, tuple[float, list[tuple[str, float, str]]]] = {}
     for length in lengths:  # all before PyTorch loads another cuDNN
         work = cost.attention_flops(length**2 / 2, heads, head_dim)
         rates = _rates(work, _ours(repeats, length, *sizes))
@@ -32,8 +43,10 @@ def measure(repeats=20, lengths=(8192, 32768), heads=64, kv_heads=8, head_dim=12
         ]  # fmt: skip
         published = PUBLISHED.get(length) if sizes == OF_PUBLISHED else None
         for at, row in enumerate(ours[length][1]):
-            beside = () if published is None else ("cuDNN on H200, published", published[at], "at least 0.95")
-            yield Row(*row, *beside)
+            if published is None:
+                yield Row(*row)
+            else:
+                yield Row(*row, "cuDNN on H200, published", published[at], "at least 0.95")
     torch = torch_with_gpu() if peers else None
     for length, (work, rows) in ours.items() if torch is not None else ():
         for name, times in _pytorch(torch, repeats, length, *sizes):
@@ -41,12 +54,13 @@ def measure(repeats=20, lengths=(8192, 32768), heads=64, kv_heads=8, head_dim=12
                 yield Row(*row, f"PyTorch SDPA, {name}", rate, "at least 1.0")
 
 
-def _rates(work, times):
+def _rates(work: float, times: Sequence[float]) -> list[float]:
+    """Return TFLOP/s of a forward of so many operations, and of its backward."""
     return [factor * work / each / 1e12 for factor, each in zip((1, cost.BACKWARD_WORK), times)]
 
 
-def _ours(repeats, length, heads, kv_heads, head_dim, dtype):
-    """Seconds of a forward and of a backward."""
+def _ours(repeats: int, length: int, heads: int, kv_heads: int, head_dim: int, dtype: str) -> tuple[float, float]:
+    """Return the seconds of a forward and of a backward."""
     attend = attention.Local(causal=True)
     counts = (heads, kv_heads, kv_heads, heads)
     q, k, v, dout = (normal((1, length, n, head_dim), dtype, seed) for seed, n in enumerate(counts))
@@ -55,8 +69,8 @@ def _ours(repeats, length, heads, kv_heads, head_dim, dtype):
     return forward, seconds(lambda: attend.backward(dout, saved), repeats)
 
 
-def torch_with_gpu():
-    """PyTorch where it is installed and can use a GPU, or None."""
+def torch_with_gpu() -> Any:
+    """Return the module torch where it is installed and can use a GPU, else None."""
     try:
         import torch
     except ImportError:
@@ -64,14 +78,16 @@ def torch_with_gpu():
     return torch if torch.cuda.is_available() else None
 
 
-def _pytorch(torch, repeats, length, heads, kv_heads, head_dim, dtype):
-    """Yield (name, the same) for each of PyTorch's fused kernels that does this."""
+def _pytorch(
+    torch: Any, repeats: int, length: int, heads: int, kv_heads: int, head_dim: int, dtype: str
+) -> Iterator[tuple[str, tuple[float, float]]]:
+    """Yield the name and the seconds of both directions, for each fused kernel of PyTorch that does the same."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
 
     from mpipipe.cli.bench.torch_gpt import device_seconds
 
-    def made(count):
+    def made(count: int) -> Any:
         shape = 1, count, length, head_dim  # the order that it likes best
         return torch.randn(shape, dtype=getattr(torch, dtype), device="cuda", requires_grad=True)
 
@@ -79,7 +95,7 @@ def _pytorch(torch, repeats, length, heads, kv_heads, head_dim, dtype):
     dout = torch.randn_like(q)
     for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)):
 
-        def forward(backend=backend):
+        def forward(backend: Any = backend) -> Any:
             with sdpa_kernel(backend):
                 return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 

@@ -1,39 +1,50 @@
 """How well the executor keeps a GPU busy, with about a millisecond of work in each action.
 
-The work of a step's actions, forwards and then backwards, is launched by a bare loop as well: as fast as the host can,
-and all of it behind other work, so that nothing but the kernels is in its device time. Idle is the share of the
-pipeline's step, by the device's clock, that those kernels do not fill: it holds what the host takes to launch a kernel
-that the device waits for, wherever that falls.
+A bare loop launches the kernels of a step's actions too. It does so as fast as the host can, to compare rates, and once
+more queued behind other work, to measure the device time of nothing but the kernels.
+
+Idle share = 1 - (device time of the step's kernels run back to back) / (device time of the step).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from statistics import median
 
 from mpipipe import Pipeline, nn, schedules
 from mpipipe.cli.bench.gpu.rows import Row
 from mpipipe.cli.bench.gpu.timing import normal, seconds, seconds_behind
 from mpipipe.comm import runtime
+from mpipipe.comm.types import Communicator
 
 QUICK = dict(repeats=3, microbatches=8)
 
 
-def measure(repeats=10, rows=4096, width=8192, microbatches=16, dtype="bfloat16", comm=None):
-    """Yield the rate of steps and the share of their device time in which the GPU idles.
+def measure(
+    repeats: int = 10,
+    rows: int = 4096,
+    width: int = 8192,
+    microbatches: int = 16,
+    dtype: str = "bfloat16",
+    comm: Communicator | None = None,
+) -> Iterator[Row]:
+    """Yield the rate of steps, and the share of their device time in which the GPU idles.
 
-    comm : of one rank; None: COMM_SELF
+    `comm` has one rank; None is COMM_SELF.
     """
     stage = nn.Stage([nn.Linear(width, width)], dtype=dtype, device="cuda")
     schedule = schedules.one_f_one_b(1, microbatches)
     inputs, targets = ([normal((rows, width), dtype, seed + way) for seed in range(microbatches)] for way in (0, 1))
     kernels = nn.kernels.of("cuda")
 
-    def bare():
+    def bare() -> None:
         for x, target in zip(inputs, targets):
             y, saved = stage.forward(x)
             stage.backward(nn.mean_squared_error(y, target, 1 / microbatches)[1], saved)
 
-    spans, filled, ahead = [], [], []
+    spans: list[float] = []
+    filled: list[float] = []
+    ahead: list[bool] = []
     comm = runtime.mpi().COMM_SELF if comm is None else comm
     with Pipeline([stage], schedule, comm, loss=nn.mean_squared_error) as pipeline:
         for _ in range(2):

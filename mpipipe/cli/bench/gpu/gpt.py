@@ -7,6 +7,7 @@ compiled with bfloat16 weights beside float32 masters, all with its own attentio
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from statistics import median
 from time import perf_counter
 
@@ -17,6 +18,7 @@ from mpipipe.attention import Local
 from mpipipe.cli.bench.gpu.attention import torch_with_gpu
 from mpipipe.cli.bench.gpu.rows import Row
 from mpipipe.comm import runtime
+from mpipipe.comm.types import Communicator
 from mpipipe.models import GPT
 
 SMALL = GPT(vocab=50304, dim=768, layers=12, heads=12, seq=1024, tied=True)  # sizes of GPT-2 small, this architecture
@@ -26,13 +28,21 @@ LR = 1e-4
 QUICK = dict(repeats=3, rows=4, microbatches=2)
 
 
-def measure(repeats=10, model=SMALL, rows=16, microbatches=4, dtype="bfloat16", peers=True, comm=None):
-    """Yield tokens per second, then beside each peer, the compiled one last.
+def measure(
+    repeats: int = 10,
+    model: GPT = SMALL,
+    rows: int = 16,
+    microbatches: int = 4,
+    dtype: str = "bfloat16",
+    peers: bool = True,
+    comm: Communicator | None = None,
+) -> Iterator[Row]:
+    """Yield tokens per second, alone and then beside each peer, the compiled one last.
 
     Parameters
     ----------
     peers : import PyTorch where it is installed and can use the GPU
-    comm : of one rank; None: COMM_SELF
+    comm : of one rank; None is COMM_SELF
     """
     tokens = np.random.default_rng(0).integers(0, model.vocab, size=(2, rows * microbatches, model.seq))
     per_step = rows * microbatches * model.seq
@@ -53,14 +63,16 @@ def measure(repeats=10, model=SMALL, rows=16, microbatches=4, dtype="bfloat16", 
         torch.cuda.empty_cache()
 
 
-def _ours(repeats, model, tokens, microbatches, dtype, comm):
-    """Median seconds of a step."""
+def _ours(
+    repeats: int, model: GPT, tokens: np.ndarray, microbatches: int, dtype: str, comm: Communicator | None
+) -> float:
+    """Return the median seconds of a step."""
     stage = nn.Stage(model.build(Local(causal=True)), dtype=dtype, device="cuda")
     optimizer = optim.AdamW([stage], LR)
     comm = runtime.mpi().COMM_SELF if comm is None else comm
     with Pipeline([stage], schedules.gpipe(1, microbatches), comm, loss=nn.softmax_cross_entropy) as pipeline:
 
-        def step():
+        def step() -> None:
             pipeline.step(*tokens)
             optim.clip_by_global_norm([stage], 1.0)
             optimizer.step()
@@ -68,8 +80,8 @@ def _ours(repeats, model, tokens, microbatches, dtype, comm):
         return _wall(step, arrays.stream().synchronize, repeats)
 
 
-def _wall(step, synchronize, repeats):
-    """Median seconds by the host's clock: what a user waits for."""
+def _wall(step: Callable[[], object], synchronize: Callable[[], object], repeats: int) -> float:
+    """Return the median seconds by the host's clock: what a user waits for."""
     times = []
     for turn in range(WARMUP + repeats):
         synchronize()

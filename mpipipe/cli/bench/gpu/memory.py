@@ -1,6 +1,9 @@
-"""The kernels that are bound by memory, beside a plain copy: bytes that must be read and written, over the time."""
+"""Kernels that are bound by memory, beside a plain copy. A rate counts the bytes that must be read and written."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
 
 import numpy as np
 
@@ -8,11 +11,19 @@ from mpipipe import arrays, nn
 from mpipipe.cli.bench.gpu.rows import Row
 from mpipipe.cli.bench.gpu.timing import normal, seconds
 
+Kernel: TypeAlias = "tuple[str, Callable[[], object], int]"  # its name, a call of it, bytes
 GOAL = "near 1"
 QUICK = dict(repeats=5, rows=8192, vocab=50304, parameters=1 << 24)
 
 
-def measure(repeats=20, rows=65536, width=4096, vocab=50304, parameters=1 << 27, dtype="bfloat16"):
+def measure(
+    repeats: int = 20,
+    rows: int = 65536,
+    width: int = 4096,
+    vocab: int = 50304,
+    parameters: int = 1 << 27,
+    dtype: str = "bfloat16",
+) -> Iterator[Row]:
     """Yield a row for the copy and one for each kernel."""
     copied = _copy(repeats, rows * width, dtype)
     yield Row(f"copy on the device, {rows * width} elements", copied, "GB/s")
@@ -21,14 +32,14 @@ def measure(repeats=20, rows=65536, width=4096, vocab=50304, parameters=1 << 27,
         yield Row(name, nbytes / seconds(call, repeats) / 1e9, "GB/s", "copy", copied, GOAL)
 
 
-def _copy(repeats, count, dtype):
+def _copy(repeats: int, count: int, dtype: str) -> float:
     source = normal((count,), dtype)
     target = arrays.empty_like(source)
     return 2 * source.nbytes / seconds(lambda: arrays.copy_into(target, source), repeats) / 1e9
 
 
-def _layers(rows, width, dtype):
-    """(name, function of no arguments, bytes) of the layers' kernels."""
+def _layers(rows: int, width: int, dtype: str) -> Iterator[Kernel]:
+    """Yield the kernels of layers."""
     kernels = nn.kernels.of("cuda")
     x, dy = (normal((rows, width), dtype, seed) for seed in (1, 2))
     gain = normal((width,), dtype)
@@ -44,7 +55,8 @@ def _layers(rows, width, dtype):
     yield f"cast, {shape} to {wide.dtype.name}", lambda: kernels.cast(x, wide), one + wide.nbytes
 
 
-def _loss(rows, vocab, dtype):
+def _loss(rows: int, vocab: int, dtype: str) -> Iterator[Kernel]:
+    """Yield the kernel of the loss."""
     kernels = nn.kernels.of("cuda")
     logits = normal((rows, vocab), dtype, 3)
     ids = arrays.upload(np.random.default_rng(0).integers(0, vocab, rows))
@@ -52,7 +64,8 @@ def _loss(rows, vocab, dtype):
     yield f"softmax_cross_entropy, {dtype} {rows} x {vocab}", lambda: kernels.softmax_cross_entropy(logits, ids), nbytes
 
 
-def _optimizer(count):
+def _optimizer(count: int) -> Iterator[Kernel]:
+    """Yield the kernels of the optimizer and of clipping."""
     kernels = nn.kernels.of("cuda")
     p, g, m, v = (normal((count,), "float32", seed) for seed in range(4))
     arrays.set_zero(v)

@@ -1,12 +1,15 @@
 """A ring whose ranks take turns on one GPU: what blocks and merging cost beside one kernel over the whole sequence.
 
-Every rank computes all steps of its forward and its backward as attention.Ring does, with the blocks already there: the
-sum of the ranks' times holds all computation and merging of the ring, and no messages.
+Every rank computes all steps of its forward and its backward as attention.Ring does, with all blocks at hand. The sum
+of the ranks' times holds all computation and merging of the ring, and no messages.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from mpipipe import arrays, attention
+from mpipipe.arrays import DeviceArray
 from mpipipe.attention import kernels, mask
 from mpipipe.attention.copies import cast, strided_add, strided_copy
 from mpipipe.attention.kernels import Block, Result
@@ -16,7 +19,15 @@ from mpipipe.cli.bench.gpu.timing import normal, seconds
 QUICK = dict(repeats=2, ranks=4, length=4096)
 
 
-def measure(repeats=3, ranks=8, length=8192, heads=64, kv_heads=8, head_dim=128, dtype="bfloat16"):
+def measure(
+    repeats: int = 3,
+    ranks: int = 8,
+    length: int = 8192,
+    heads: int = 64,
+    kv_heads: int = 8,
+    head_dim: int = 128,
+    dtype: str = "bfloat16",
+) -> Iterator[Row]:
     """Yield the time of one kernel over the sum of the ranks' times, forward and both ways, and the ranks' balance."""
     counts = (heads, kv_heads, kv_heads, heads)
     whole = [normal((1, ranks * length, n, head_dim), dtype, seed) for seed, n in enumerate(counts)]
@@ -33,8 +44,8 @@ def measure(repeats=3, ranks=8, length=8192, heads=64, kv_heads=8, head_dim=128,
     yield Row(f"mean rank over the slowest, {what}", mean / slowest, "", goal="at least 0.95")
 
 
-def _alone(repeats, whole):
-    """Seconds of forward and backward of one kernel over the whole sequence."""
+def _alone(repeats: int, whole: Sequence[DeviceArray]) -> tuple[float, float]:
+    """Return the seconds of forward and backward of one kernel over the whole sequence."""
     *inputs, dout = whole
     attend = attention.Local(causal=True)
     forward = seconds(lambda: attend.forward(*inputs), repeats, 1)
@@ -51,7 +62,7 @@ class _Rank:
     whole : q, k, v and dout of the whole sequence; any values do, so shards are consecutive pieces
     """
 
-    def __init__(self, rank, ranks, length, whole):
+    def __init__(self, rank: int, ranks: int, length: int, whole: Sequence[DeviceArray]) -> None:
         layout = attention.Layout("zigzag", ranks, ranks * length)
         pieces = [[array[:, start * length : (start + 1) * length] for start in range(ranks)] for array in whole]
         self.q, self.dout = pieces[0][rank], pieces[3][rank]
@@ -64,8 +75,8 @@ class _Rank:
         self.message = [arrays.empty_like(x) for x in own[:2]]
         self.received = [arrays.empty_like(x, self.kind) for x in own[:2]]
 
-    def forward(self):
-        """All steps; keeps the result for the backward."""
+    def forward(self) -> None:
+        """Run all steps, and keep the result for the backward."""
         for place, x in zip(self.message, self.steps[0][:2]):
             strided_copy(place, x)
         result = self.kernel.make_accumulator(self.q, self.steps[0][1], self.overwrite)
@@ -73,10 +84,10 @@ class _Rank:
             result.attend(Block(self.q, k, v, self.scale, slices))
         self.out, self.lse = result.end()
 
-    def backward(self):
-        """All steps; the sums of the gradients of keys and values that would travel on are those of its own steps.
+    def backward(self) -> list[DeviceArray]:
+        """Run all steps, and return dq, and dk and dv summed over all blocks.
 
-        Returns (dq, dk, dv), dk and dv summed over all blocks.
+        In a ring the gradients of keys and values would travel on; here they are summed over this rank's steps.
         """
         dq = arrays.zeros(self.q.shape, self.kind, "cuda")
         for step, (k, v, slices) in enumerate(reversed(self.steps)):

@@ -1,20 +1,21 @@
-"""A number that was measured, beside its peer; as a table for people and as JSON for programs."""
+"""A number that was measured, beside its peer: as a table for people, and as JSON for programs."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import asdict, dataclass
+from typing import TextIO
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement. Rates and shares only, so that more is better, unless `goal` says otherwise.
+    """One measurement: a rate or a share, of which more is better unless `goal` says otherwise.
 
     Attributes
     ----------
-    what : with its sizes
+    what : what was measured, with its sizes
     value, unit : measured here, now
-    peer, peer_value : what it stands beside, in the same unit; published numbers say so in their name
+    peer, peer_value : what the value is compared with, in the same unit; a published number says so in its name
     goal : for the ratio to the peer, or for the value where there is no peer
     """
 
@@ -27,17 +28,19 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
+        """The value over that of the peer, None without a peer."""
         return None if self.peer_value is None else self.value / self.peer_value
 
-    def facts(self) -> dict:
+    def facts(self) -> dict[str, str | float | None]:
+        """Return all fields and the ratio, for JSON."""
         return {**asdict(self), "ratio": self.ratio}
 
-    def __str__(self):
+    def __str__(self) -> str:
         beside = "" if self.ratio is None else f"; {self.peer} {self.peer_value:.4g}, ratio {self.ratio:.3f}"
         return f"{self.what}: {self.value:.4g} {self.unit}".rstrip() + beside + (f" ({self.goal})" if self.goal else "")
 
 
-def show(title: str, rows: list[Row], notes: list[str], stream=None):
+def show(title: str, rows: list[Row], notes: list[str], stream: TextIO | None = None) -> None:
     """Print the rows as a table, and below it a line for each note."""
     from rich.console import Console
     from rich.table import Table

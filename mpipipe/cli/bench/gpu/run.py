@@ -1,68 +1,91 @@
-"""Runs parts of `bench gpu` one after the other: one that fails is named, and the others go on.
+"""Runs parts of `bench gpu` one after the other. A part that fails is named, and the others go on.
 
-Each row is printed and written as soon as it is measured, so that a run that is ended loses none.
+Each row is printed and written as soon as it is measured, so a run that is ended early loses none.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import platform
 import sys
-from importlib import metadata
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, NoReturn, Protocol
 
 from mpipipe import arrays
 from mpipipe.cli.bench.gpu import attention, executor, gpt, memory, ring, transport
 from mpipipe.cli.bench.gpu.rows import Row, show
+from mpipipe.cli.versions import versions
 from mpipipe.comm import launcher, runtime
 from mpipipe.comm.device import select_device
+from mpipipe.comm.types import Communicator
 from mpipipe.errors import ArgumentError, BackendError
-
-ALONE = {"memory": memory, "attention": attention, "ring": ring, "executor": executor, "gpt": gpt}
-TOGETHER = {"transport": transport}
-PACKAGES = ("mpipipe", "numpy", "cupy-cuda12x", "cupy-cuda13x", "nvidia-cudnn-frontend", "nvidia-cudnn-cu12",
-            "nvidia-cudnn-cu13", "mpi4py", "torch")  # fmt: skip
+from mpipipe.train import files
 
 
-def run(parts, repeats, path, peers, quick=False, comm=None):
+class Part(Protocol):
+    """A module of this folder that measures something."""
+
+    @property
+    def QUICK(self) -> dict[str, Any]:
+        """Arguments of `measure` for the smallest sizes that tell something."""
+
+    @property
+    def measure(self) -> Callable[..., Iterator[Row]]:
+        """Yields a row for each measurement; takes `repeats`."""
+
+
+ALONE: dict[str, Part] = {"memory": memory, "attention": attention, "ring": ring, "executor": executor, "gpt": gpt}
+TOGETHER: dict[str, Part] = {"transport": transport}
+
+
+def run(
+    parts: Sequence[str],
+    repeats: int | None,
+    path: str | Path | None,
+    peers: bool,
+    quick: bool = False,
+    comm: Communicator | None = None,
+) -> NoReturn:
     """Measure, print a line for each row and a table, and write JSON; exits with 1 where a part failed.
 
     Parameters
     ----------
-    parts : names of parts; none means all that this number of ranks can run
+    parts : names; an empty list means all parts that this number of ranks can run
     repeats : measured turns; None is each part's own number
     path : JSON file to write, or None
     peers : measure PyTorch as well, where it is installed
     quick : each part's smallest sizes
-    comm : 1 or 2 ranks; None: COMM_WORLD
+    comm : 1 or 2 ranks; None is COMM_WORLD
 
     Raises BackendError without a GPU, ArgumentError for a part that is unknown or needs another number of ranks.
     """
+    with_mpi = comm is None
     comm = runtime.resolve(comm)
     chosen = _chosen(parts, comm.size)
     select_device("cuda", comm)
     rows: list[Row] = []
     failed: list[str] = []
-    facts = {"gpus": arrays.describe_gpus(), "versions": versions(), "ranks": comm.size}
-    facts |= {"mpi": not runtime.in_process(comm), "quick": quick}
+    facts: dict[str, Any] = {"gpus": arrays.describe_gpus(), "versions": versions(), "ranks": comm.size}
+    facts |= {"mpi": with_mpi, "quick": quick}
 
-    def publish(line):
+    def publish(line: Row | str) -> None:
         if comm.rank == 0:
             print(line, flush=True)
             if path is not None:
-                _write(Path(path), facts | {"rows": [row.facts() for row in rows], "failed": failed})
+                content = facts | {"rows": [row.facts() for row in rows], "failed": failed}
+                files.write_whole(Path(path), (json.dumps(content, indent=1) + "\n").encode())
 
     for name, part in chosen.items():
-        given = dict(getattr(part, "QUICK", {})) if quick else {}
+        arguments = dict(part.QUICK) if quick else {}
         if repeats is not None:
-            given["repeats"] = repeats
+            arguments["repeats"] = repeats
         if part in (attention, gpt):
-            given["peers"] = peers
+            arguments["peers"] = peers
         if part in (executor, gpt, transport):
-            given["comm"] = comm
+            arguments["comm"] = comm
         try:
-            for row in part.measure(**given):
+            for row in part.measure(**arguments):
                 rows.append(row)
                 publish(row)
         except Exception as error:
@@ -76,7 +99,7 @@ def run(parts, repeats, path, peers, quick=False, comm=None):
 
 
 def without_mpi() -> str | None:
-    """Why this process can have no MPI, and is no rank of a job that was launched as several; else None."""
+    """Return why this process has no MPI. None where it has, and where it is one of several ranks."""
     try:
         runtime.mpi()
     except BackendError as error:
@@ -84,14 +107,7 @@ def without_mpi() -> str | None:
     return None
 
 
-def _write(path, facts):
-    """In one piece: a process that is killed leaves the old file or the new one."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(facts, indent=1) + "\n")
-    part.replace(path)
-
-
-def _chosen(names, ranks):
+def _chosen(names: Sequence[str], ranks: int) -> dict[str, Part]:
     fitting = ALONE if ranks == 1 else TOGETHER if ranks == 2 else {}
     if not fitting:
         raise ArgumentError("bench gpu", found=f"{ranks} ranks", expected="1 rank, or 2 for the transports")
@@ -104,14 +120,3 @@ def _chosen(names, ranks):
                 expected=", ".join(fitting),
             )
     return {name: fitting[name] for name in names} if names else fitting
-
-
-def versions() -> dict:
-    """Of Python and of each package that is installed here."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found

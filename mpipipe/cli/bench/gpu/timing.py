@@ -1,4 +1,4 @@
-"""Time on the device, between events."""
+"""Times on the device, between events."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from time import perf_counter
 import numpy as np
 
 from mpipipe import arrays
+from mpipipe.arrays import DeviceArray, Shape
+from mpipipe.cli.bench.timing import Call
 
 WARMUP = 2
 BLOCK = 1 << 20
 LEADS = 5  # attempts to get the host ahead, each with twice the work in front
 
 
-def seconds(call, repeats: int, warmup: int = WARMUP) -> float:
-    """Median device time of `call()`, whose work goes to the current stream; the first `warmup` calls do not count."""
+def seconds(call: Call, repeats: int, warmup: int = WARMUP) -> float:
+    """Return the median device time of `call()` on the current stream. The first `warmup` calls do not count."""
     for _ in range(warmup):
         call()
     marks = []
@@ -27,18 +29,19 @@ def seconds(call, repeats: int, warmup: int = WARMUP) -> float:
     return median(arrays.seconds_between(start, end) for start, end in marks)
 
 
-def seconds_behind(work, call, repeats: int) -> tuple[float, bool]:
-    """Median device time of `call()` that begins only when all of it is queued, and whether it always did.
+def seconds_behind(work: Call, call: Call, repeats: int) -> tuple[float, bool]:
+    """Return the median device time of `call()` when all of it is queued before it begins, and whether it always was.
 
-    Enough of `work()` goes in front that the host has launched the last kernel of `call()` before the device comes to
-    the first: no latency of the host is in the result.
+    Enough of `work()` is queued in front: the host launches the last kernel of `call()` before the device begins the
+    first. No latency of the host is in the result.
     """
     each = seconds(work, 3)
     arrays.stream().synchronize()
     began = perf_counter()
     call()
     turns = 2 + int(3 * (perf_counter() - began) / max(each, 1e-6))
-    times, always = [], True
+    times: list[float] = []
+    always = True
     for _ in range(repeats):
         for _ in range(LEADS):
             arrays.stream().synchronize()
@@ -57,8 +60,8 @@ def seconds_behind(work, call, repeats: int) -> tuple[float, bool]:
     return median(times), always
 
 
-def normal(shape, dtype: str, seed: int = 0):
-    """A device array of random values; those of a long one repeat after 2^20."""
+def normal(shape: Shape, dtype: str, seed: int = 0) -> DeviceArray:
+    """Return a device array of random values. Those of a long array repeat after 2^20."""
     count, kind = int(np.prod(shape)), arrays.dtype(dtype)
     values = np.random.default_rng(seed).standard_normal(min(count, BLOCK), np.float32)
     flat = arrays.empty((count,), kind, "cuda")

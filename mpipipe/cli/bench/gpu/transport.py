@@ -1,12 +1,14 @@
 """Messages between the GPUs of two ranks: through pinned host memory, and directly where MPI takes device memory.
 
 Two ranks play ping-pong through the mailbox, as in `bench transport`. Two processes on one GPU take turns on it by time
-slices, unless NVIDIA's MPS runs: most of what is measured then is waiting for the turn, and no rate of the transports.
+slices, unless NVIDIA's MPS runs. Most of what is measured then is waiting for the turn, and no rate of the transports.
 """
 
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from mpipipe import arrays
 from mpipipe.cli.bench.gpu.rows import Row
@@ -18,13 +20,14 @@ from mpipipe.comm.group import group_of
 from mpipipe.comm.transport import gpu_aware
 from mpipipe.comm.transport.choose import make_transport
 from mpipipe.comm.transport.gpu_aware import Verdict
+from mpipipe.comm.types import Communicator
 
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 24, 1 << 26)
 QUICK = dict(repeats=3, sizes=(1 << 16, 1 << 24))
 
 
-def measure(repeats=10, sizes=SIZES, comm=None):
-    """Yield a row for each size and transport; collective over the two ranks of `comm` (None: COMM_WORLD)."""
+def measure(repeats: int = 10, sizes: Sequence[int] = SIZES, comm: Communicator | None = None) -> Iterator[Row]:
+    """Yield a row for each size and transport; collective over the two ranks of `comm` (COMM_WORLD by default)."""
     comm = runtime.resolve(comm)
     group = group_of(comm)
     verdict = gpu_aware.detect(comm)
@@ -45,7 +48,8 @@ def measure(repeats=10, sizes=SIZES, comm=None):
             yield Row(f"{name}, {size} B{note}", rate, "GB/s", "staged", staged, goal)
 
 
-def _rate(comm, transport, size, repeats):
+def _rate(comm: Communicator, transport: Any, size: int, repeats: int) -> float:
+    """Return GB/s of messages of `size` bytes, and close the transport."""
     count = max(2, min(50, (1 << 26) // size))
     game = PingPong(comm, transport, normal((size // 4,), "float32"), count)
     (seconds,) = compare(comm, [game], repeats)

@@ -34,7 +34,7 @@ def add(x: DeviceArray, y: DeviceArray) -> DeviceArray:
 
 
 def accumulate(grad: DeviceArray, part: DeviceArray) -> None:
-    """grad += part."""
+    """Grad += part."""
     _of_two("add", grad, part, grad)
 
 
@@ -75,7 +75,7 @@ def swiglu_backward(both: DeviceArray, dinner: DeviceArray) -> tuple[DeviceArray
 
 
 def cast(source: DeviceArray, target: DeviceArray) -> None:
-    """target = source, rounded to nearest even."""
+    """Target = source, rounded to nearest even."""
     check_contiguous("cast", source, target)
     if source.dtype == target.dtype:
         arrays.copy_into(target, source)
@@ -85,5 +85,5 @@ def cast(source: DeviceArray, target: DeviceArray) -> None:
 
 
 def copy(source: DeviceArray, target: DeviceArray) -> None:
-    """target = source, with any strides."""
+    """Target = source, with any strides."""
     strided_copy(source, target)

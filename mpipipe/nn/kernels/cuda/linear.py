@@ -48,7 +48,7 @@ def linear_backward_input(dy: DeviceArray, weight: DeviceArray) -> DeviceArray:
 
 
 def linear_backward_weight(dy: DeviceArray, x: DeviceArray, grad: DeviceArray) -> None:
-    """grad += dy^T x."""
+    """Grad += dy^T x."""
     check_matrices("linear_backward_weight", dy, 0, x, 0)
     check_contiguous("linear_backward_weight", grad)
     if grad.size and len(x):
@@ -56,7 +56,7 @@ def linear_backward_weight(dy: DeviceArray, x: DeviceArray, grad: DeviceArray) -
 
 
 def sum_rows(dy: DeviceArray, grad: DeviceArray) -> None:
-    """grad += the sum of the rows of dy."""
+    """Grad += the sum of the rows of dy."""
     check_contiguous("sum_rows", dy, grad)
     rows, width = dy.shape
     if not dy.size:
@@ -72,7 +72,7 @@ def sum_rows(dy: DeviceArray, grad: DeviceArray) -> None:
 
 
 def add_columns(partial: DeviceArray, out: DeviceArray, add: bool) -> None:
-    """out (width,) = the sums of the columns of partial (count, width); with `add` they are added to it."""
+    """Out (width,) = the sums of the columns of partial (count, width); with `add` they are added to it."""
     count, width = partial.shape
     arguments = (partial, out, np.int32(count), np.int64(width), np.int32(add))
     arrays.cuda_function(SUMS, "add_columns", T=out.dtype, V=1)((-(-width // 32),), (32, 32), arguments)

@@ -23,7 +23,7 @@ def rope_table(positions: np.ndarray, head_dim: int, base: float, dtype: np.dtyp
 
 
 def apply_rope(x: DeviceArray, table: DeviceArray, target: DeviceArray, inverse: bool = False) -> None:
-    """target = each pair of neighbours of x turned by its factor, or back by it with `inverse`."""
+    """Target = each pair of neighbours of x turned by its factor, or back by it with `inverse`."""
     _, seq, heads, dim = x.shape
     x_strides, target_strides = element_strides(x), element_strides(target)
     width = 1

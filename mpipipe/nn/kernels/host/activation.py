@@ -46,7 +46,7 @@ def gelu_backward(dy: np.ndarray, x: np.ndarray) -> np.ndarray:
 
 
 def _tanh_term(x: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """out = tanh(sqrt(2 / pi) (x + 0.044715 x^3)) = tanh(x (sqrt(2 / pi) + sqrt(2 / pi) 0.044715 x^2))."""
+    """Out = tanh(sqrt(2 / pi) (x + 0.044715 x^3)) = tanh(x (sqrt(2 / pi) + sqrt(2 / pi) 0.044715 x^2))."""
     np.multiply(x, x, out=out)
     np.multiply(out, _ROOT * _CUBE, out=out)
     np.add(out, _ROOT, out=out)
@@ -75,7 +75,7 @@ def swiglu_backward(both: np.ndarray, dinner: np.ndarray) -> tuple[np.ndarray, n
 
 
 def _sigmoid(x: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """out = 1 / (1 + exp(-x)) = (1 + tanh(x / 2)) / 2: never overflows, and tanh is numpy's fastest such function."""
+    """Out = 1 / (1 + exp(-x)) = (1 + tanh(x / 2)) / 2: never overflows, and tanh is numpy's fastest such function."""
     np.multiply(x, 0.5, out=out)
     np.tanh(out, out=out)
     np.multiply(out, 0.5, out=out)
@@ -83,7 +83,7 @@ def _sigmoid(x: np.ndarray, out: np.ndarray) -> np.ndarray:
 
 
 def _swiglu_backward_block(both: np.ndarray, dboth: np.ndarray, inner: np.ndarray) -> None:
-    """dboth = gradients of gate and up, where `inner` holds the gradient of h = silu(gate) * up.
+    """Dboth = gradients of gate and up, where `inner` holds the gradient of h = silu(gate) * up.
 
     With s = sigmoid(gate) and a = gate * s: dup = dh * a, dgate = dh * up * (s + a - a * s). Leaves h in `inner`.
     """

@@ -65,7 +65,7 @@ def linear_backward_input(dy: np.ndarray, weight: np.ndarray) -> np.ndarray:
 
 
 def linear_backward_weight(dy: np.ndarray, x: np.ndarray, grad: np.ndarray) -> None:
-    """grad += dy^T x.
+    """Grad += dy^T x.
 
     A large product is made in pieces of the gradient, each added while it is still in cache.
     """
@@ -82,7 +82,7 @@ def linear_backward_weight(dy: np.ndarray, x: np.ndarray, grad: np.ndarray) -> N
 
 
 def sum_rows(dy: np.ndarray, grad: np.ndarray) -> None:
-    """grad += the sum of the rows of dy."""
+    """Grad += the sum of the rows of dy."""
     np.add(grad, np.add.reduce(dy, 0), out=grad)
 
 
@@ -95,7 +95,7 @@ def add(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def accumulate(grad: np.ndarray, part: np.ndarray) -> None:
-    """grad += part."""
+    """Grad += part."""
     np.add(grad, part, out=grad)
 
 
@@ -105,13 +105,13 @@ def scale(x: np.ndarray, factor: float, out: np.ndarray | None = None) -> np.nda
 
 
 def cast(source: np.ndarray, target: np.ndarray) -> None:
-    """target = source, rounded to nearest even."""
+    """Target = source, rounded to nearest even."""
     with np.errstate(over="ignore", invalid="ignore"):
         target[...] = source
 
 
 def copy(source: np.ndarray, target: np.ndarray) -> None:
-    """target = source, with any strides."""
+    """Target = source, with any strides."""
     target[...] = source
 
 
@@ -124,7 +124,7 @@ def rope_table(positions: np.ndarray, head_dim: int, base: float, dtype: np.dtyp
 
 
 def apply_rope(x: np.ndarray, table: np.ndarray, target: np.ndarray, inverse: bool = False) -> None:
-    """target = each pair of neighbours of x turned by its factor, or back by it with `inverse`."""
+    """Target = each pair of neighbours of x turned by its factor, or back by it with `inverse`."""
     factors = table.conj() if inverse else table
     if x.strides[-1] == target.strides[-1] == x.itemsize:
         np.multiply(rope.pairs(x), factors, out=rope.pairs(target))

@@ -56,7 +56,7 @@ def layer_norm_backward(dy: np.ndarray, x: np.ndarray, scale: np.ndarray, gain: 
 
 
 def _inverse_root(x: np.ndarray, eps: float, out: np.ndarray) -> None:
-    """out = 1 / sqrt(mean(x^2) + eps) of each row of x."""
+    """Out = 1 / sqrt(mean(x^2) + eps) of each row of x."""
     square = np.vecdot(x, x)
     np.divide(square, x.shape[1], out=square)
     np.add(square, eps, out=square)
@@ -65,7 +65,7 @@ def _inverse_root(x: np.ndarray, eps: float, out: np.ndarray) -> None:
 
 
 def _centred(x: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """out = x minus the mean of each row; return it."""
+    """Out = x minus the mean of each row; return it."""
     mean = np.add.reduce(x, 1, keepdims=True)
     np.divide(mean, x.shape[1], out=mean)
     return np.subtract(x, mean, out=out)
@@ -74,7 +74,7 @@ def _centred(x: np.ndarray, out: np.ndarray) -> np.ndarray:
 def _backward_block(
     dy: np.ndarray, normal: np.ndarray, scale: np.ndarray, gain: np.ndarray, dx: np.ndarray, dgain: np.ndarray
 ) -> None:
-    """dx = r * (gain * dy - n * mean(gain * dy * n)); dgain += sum over rows of dy * n. Overwrites `normal`, n."""
+    """Dx = r * (gain * dy - n * mean(gain * dy * n)); dgain += sum over rows of dy * n. Overwrites `normal`, n."""
     product = np.multiply(dy, normal)
     np.add(dgain, np.add.reduce(product, 0), out=dgain)
     mean = np.matmul(product, gain)

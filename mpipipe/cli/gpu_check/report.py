@@ -1,0 +1,78 @@
+"""The report of a GPU check: gpu_check.json for programs, gpu_check.md for people, and a table on the terminal."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from mpipipe import arrays
+from mpipipe.cli.gpu_check.check import Outcome
+from mpipipe.cli.versions import versions
+from mpipipe.train import files
+
+
+def write(folder: Path, outcomes: Sequence[Outcome]) -> int:
+    """Write the report into `folder`, print its last lines, and return the exit code."""
+    facts = _facts(folder, outcomes)
+    files.write_whole(folder / "gpu_check.json", (json.dumps(facts, indent=1) + "\n").encode())
+    files.write_whole(folder / "gpu_check.md", ("\n\n".join(_paragraphs(facts, outcomes)) + "\n").encode())
+    width = max(len(outcome.check) for outcome in outcomes)
+    lines = [f"{o.check:<{width}} {o.status:<7} {o.seconds:>4} s  {o.why}" for o in outcomes]
+    failed = [o.check for o in outcomes if o.kind == "correctness" and o.status == "failed"]
+    verdict = f"{'failed' if failed else 'ok'} {' '.join(failed)}"
+    lines.append(f"mpipipe: gpu check {verdict} results={folder}/gpu_check.md")
+    sys.stdout.write("\n" + "\n".join(lines) + "\n")
+    return 1 if failed else 0
+
+
+def _facts(folder: Path, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    benches = [json.loads(path.read_text()) for path in sorted(folder.glob("bench*.json"))]
+    return {
+        "date": date.today().isoformat(),
+        "commit": _commit(),
+        "gpus": arrays.describe_gpus(),
+        "versions": versions(),
+        "checks": [asdict(outcome) for outcome in outcomes],
+        "measurements": [row for bench in benches for row in bench["rows"]],
+        "failed measurements": [problem for bench in benches for problem in bench["failed"]],
+    }
+
+
+def _commit() -> str:
+    """Name the commit of this checkout, or "unknown" where git or the history is missing."""
+    try:
+        git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True)
+    except OSError:
+        return "unknown"
+    return git.stdout.strip() or "unknown"
+
+
+def _paragraphs(facts: dict[str, Any], outcomes: Sequence[Outcome]) -> list[str]:
+    about = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    measured = [
+        [row["what"], f"{_number(row['value'])} {row['unit']}", row["peer"], _number(row["peer_value"]),
+         _number(row["ratio"]), row["goal"]] for row in facts["measurements"]
+    ]  # fmt: skip
+    return [
+        f"# {'; '.join(facts['gpus'])}",
+        f"`jobs/gpu_check.sh` on {facts['date']}, commit {facts['commit']}: {about}.",
+        _table(["check", "outcome", "seconds", ""], [[o.check, o.status, o.seconds, o.why] for o in outcomes]),
+        _table(["measured", "value", "beside", "value", "ratio", "goal"], measured) if measured else
+        "Nothing was measured.",
+        *(f"- {problem}" for problem in facts["failed measurements"]),
+    ]  # fmt: skip
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "/") for cell in line) + " |" for line in lines)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"

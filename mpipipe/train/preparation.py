@@ -1,0 +1,63 @@
+"""What the ranks of a training agree on before it begins: the configuration, the plan, and the data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mpipipe import arrays
+from mpipipe.comm.consensus import raise_on_all
+from mpipipe.comm.group import Group, group_of
+from mpipipe.comm.mesh import Mesh
+from mpipipe.errors import MismatchError
+from mpipipe.train import memory, output
+from mpipipe.train.architecture import Architecture
+from mpipipe.train.config import TrainConfig
+from mpipipe.train.data import Corpus
+from mpipipe.train.training_plan import TrainingPlan
+
+PROMPT_BYTES = 32  # of validation text, which the sample at the end of a training continues
+
+
+def check_same_config(group: Group, config: TrainConfig) -> None:
+    """Raise MismatchError on all ranks where they have different configurations."""
+    group.agree(
+        "train: the configuration",
+        tuple((f"{key} =", repr(value)) for key, value in vars(config).items()),
+        message="the ranks have different configurations",
+        remedy="give the same file and flags to all ranks",
+    )
+
+
+def make_plan(config: TrainConfig, architecture: Architecture, mesh: Mesh, device: str, out: Path) -> TrainingPlan:
+    """Plan the training, and check that it fits into memory and has a free folder. All ranks raise the same error."""
+    with group_of(mesh.comm).together("train: the plan"):
+        plan = TrainingPlan.of(config, architecture, mesh.pipe.size, mesh.data.size)
+        memory.check_training(config, plan, mesh.pipe.rank, device)
+        if config.sample_bytes:
+            dtype = arrays.accumulator(arrays.dtype(config.dtype)).name
+            memory.check_decoding(plan, mesh.pipe.rank, dtype, PROMPT_BYTES + config.sample_bytes, mesh.seq.size)
+        if mesh.rank == 0:
+            output.check_vacant(out)
+    return plan
+
+
+def open_corpus(config: TrainConfig, plan: TrainingPlan, mesh: Mesh) -> Corpus | None:
+    """Open the data on the ranks of the first and the last stage. All ranks raise the same error."""
+    group, placement = group_of(mesh.comm), plan.schedule.placement
+    corpus = None
+    with group.together("train: opening the data"):
+        if mesh.pipe.rank in (placement[0], placement[-1]):
+            corpus = Corpus.open(config.data, config.seq_len)
+    prints = group.gather("train: the data", corpus.fingerprint if corpus else None)
+    first = next(rank for rank, found in enumerate(prints) if found is not None)
+    others = [rank for rank, found in enumerate(prints) if found not in (None, prints[first])]
+    if others:
+        error = MismatchError(
+            "the ranks see different data: other file names, sizes or contents",
+            found=f"other data on rank {', '.join(map(str, others))}",
+            expected=f"those of rank {first} on every rank that reads data",
+            remedy="give the same files to all hosts, best on a shared file system; the default data differ where "
+            "hosts have different Python versions",
+        )
+        raise_on_all(0, error, group)
+    return corpus
