@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from mpipipe import __version__
 
 project = "mpipipe"
@@ -15,7 +17,15 @@ extensions = [
     "numpydoc",
     "sphinx_gallery.gen_gallery",
 ]
-exclude_patterns = ["_build", "examples", "**/*.ipynb_checkpoints"]
+exclude_patterns = [
+    "_build",
+    "examples",
+    "jupyter_execute",
+    "sg_execution_times.rst",
+    "auto_examples/sg_execution_times.rst",
+    "auto_examples/*.ipynb",
+    "**/.ipynb_checkpoints",
+]
 suppress_warnings = ["config.cache"]  # the settings of the gallery hold a function
 
 myst_enable_extensions = ["colon_fence", "deflist"]
@@ -33,9 +43,10 @@ sphinx_gallery_conf = {
     "examples_dirs": "examples",
     "gallery_dirs": "auto_examples",
     "plot_gallery": False,  # an example needs four ranks: the tests run it and compare what it prints with its head
-    "default_thumb_file": "figures/one_f_one_b.png",
+    "default_thumb_file": str(Path(__file__).with_name("figures") / "one_f_one_b.svg"),
     "download_all_examples": False,
     "show_signature": False,
+    "notebook_extensions": set(),  # a notebook has one rank
     "remove_config_comments": True,
     "within_subsection_order": "FileNameSortKey",
 }
@@ -43,6 +54,14 @@ sphinx_gallery_conf = {
 html_theme = "pydata_sphinx_theme"
 html_title = "mpipipe"
 html_show_sourcelink = False
-html_theme_options = {"navigation_with_keys": False, "show_toc_level": 2, "secondary_sidebar_items": ["page-toc"]}
+html_theme_options = {
+    "navigation_with_keys": False,
+    "navbar_center": [],  # all pages stand at the left
+    "primary_sidebar_end": [],
+    "secondary_sidebar_items": ["page-toc"],
+    "show_toc_level": 1,
+}
+html_sidebars = {"**": ["contents.html"]}
+templates_path = ["_templates"]
 html_static_path = ["_static"]
 html_css_files = ["mpipipe.css"]

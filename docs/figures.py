@@ -62,7 +62,7 @@ def timeline(schedule, costs=None, unit=22) -> str:
     """A schedule as `simulate` runs it: a row for each rank, time to the right."""
     found = schedules.simulate(schedule, costs or schedules.Costs())
     left, row = 62, 30
-    width, height = int(left + unit * found.makespan + 12), row * schedule.ranks + 40
+    width, height = max(680, int(left + unit * found.makespan + 12)), row * schedule.ranks + 40
     picture = Picture(width, height, f"{schedule.name} on {schedule.ranks} ranks")
     for rank, spans in enumerate(found.spans):
         y = 8 + rank * row
@@ -165,6 +165,23 @@ def layouts() -> str:
     return picture.svg()
 
 
+def mesh() -> str:
+    """Eight ranks as a grid: pipe 2 x data 2 x seq 2."""
+    picture = Picture(640, 210, "Eight ranks as a mesh of pipe 2, data 2 and seq 2")
+    for pipe in range(2):
+        picture.text(120 + 260 * pipe, 24, f"pipe {pipe}: the same stages", size=14)
+        picture.box(112 + 260 * pipe, 34, 236, 140, fill=PAPER)
+        for data in range(2):
+            for seq in range(2):
+                rank = (pipe * 2 + data) * 2 + seq
+                text = f"rank {rank}\nseq {seq}"
+                picture.box(124 + 260 * pipe + 110 * seq, 44 + 66 * data, 100, 54, text, RANKS[data])
+    for data in range(2):
+        picture.text(8, 76 + 66 * data, f"data {data}")
+    picture.text(112, 196, "A frame holds the replicas of a stage. A colour is one pipeline.", size=12)
+    return picture.svg()
+
+
 def drawn() -> dict[str, str]:
     """Every picture by the name of its file."""
     half = schedules.Costs(forward=0.5, input_grad=0.5, weight_grad=0.5)  # two chunks share a rank's layers
@@ -173,9 +190,10 @@ def drawn() -> dict[str, str]:
         "microbatch.svg": microbatch(),
         "ring.svg": ring(),
         "layouts.svg": layouts(),
+        "mesh.svg": mesh(),
         "gpipe.svg": timeline(schedules.gpipe(RANK_COUNT, MICROBATCHES)),
         "one_f_one_b.svg": timeline(schedules.one_f_one_b(RANK_COUNT, MICROBATCHES)),
-        "interleaved_1f1b.svg": timeline(schedules.interleaved_1f1b(RANK_COUNT, 2, MICROBATCHES), half, unit=40),
+        "interleaved_1f1b.svg": timeline(schedules.interleaved_1f1b(RANK_COUNT, 2, MICROBATCHES // 2), half, unit=44),
         "zero_bubble_h1.svg": timeline(schedules.zero_bubble_h1(RANK_COUNT, MICROBATCHES)),
     }
 

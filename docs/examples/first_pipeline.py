@@ -39,3 +39,4 @@ with mpipipe.Pipeline([stage], schedule, comm, loss=nn.mean_squared_error) as pi
 
 if comm.rank == 0:
     print(f"at most {pipeline.peak_activations} activations at once on rank 0")
+# sphinx_gallery_thumbnail_path = "figures/one_f_one_b.svg"

@@ -45,3 +45,4 @@ with mpipipe.Pipeline(stages, schedule, comm, loss=nn.mean_squared_error) as pip
     lines = comm.gather(f"rank {comm.rank} idle {idle:.0f} %  peak {pipeline.peak_activations}")
     if comm.rank == 0:
         print(*lines, sep="\n")
+# sphinx_gallery_thumbnail_path = "figures/interleaved_1f1b.svg"

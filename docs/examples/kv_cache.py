@@ -44,3 +44,4 @@ if comm.rank == 0:
     expected, _ = attention.Local(causal=True).forward(q, k, v)
     print("prompt of 40 and 20 more positions equal causal attention:", bool(np.abs(found - expected).max() < 1e-12))
     print("all ranks have the same bits:", all(other == bits[0] for other in bits))
+# sphinx_gallery_thumbnail_path = "figures/ring.svg"

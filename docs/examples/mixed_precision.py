@@ -43,3 +43,4 @@ if comm.rank == 0:
     print("every rank skipped the same steps:", all(steps == skipped[0] for steps in skipped) and bool(skipped[0]))
     print(f"parameters are {stage.parameters.flat.dtype}, activations {stage.dtype}")
     print("the loss fell:", losses[-1] < 0.9 * losses[0])
+# sphinx_gallery_thumbnail_path = "figures/microbatch.svg"

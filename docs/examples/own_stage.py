@@ -57,3 +57,4 @@ with mpipipe.Pipeline([stage], schedule, comm, loss=nn.mean_squared_error) as pi
 if comm.rank == 0:
     print(f"loss {start:.2f} -> {loss:.2f} in 30 steps")
     print("gradient of W[0, 0] on rank 0 agrees with the difference quotient:", bool(abs(quotient - slope) < 1e-5))
+# sphinx_gallery_thumbnail_path = "figures/microbatch.svg"

@@ -50,3 +50,4 @@ if comm.rank == 0:
         alone, _ = attention.Local().forward(*(array[:, start:stop] for array in (q, k, v)))
         equal.append(np.abs(whole[:, start:stop] - alone).max() < 1e-12)
     print("documents equal attention on each alone:", all(equal))
+# sphinx_gallery_thumbnail_path = "figures/layouts.svg"

@@ -46,3 +46,4 @@ if comm.rank == 0:
     print(*lines, sep="\n")
     difference = abs(together.loss - nn.mean_squared_error(output, target)[0])
     print("loss of the replicas and of one rank differ by less than 1e-6:", bool(difference < 1e-6))
+# sphinx_gallery_thumbnail_path = "figures/mesh.svg"

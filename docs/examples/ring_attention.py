@@ -43,3 +43,4 @@ if comm.rank == 0:
     print("local lengths", [layout.length(rank) for rank in range(comm.size)])
     print("bytes sent forward", sent)
     print("largest difference of out, dq, dk, dv below 1e-12:", difference < 1e-12)
+# sphinx_gallery_thumbnail_path = "figures/ring.svg"

@@ -48,3 +48,4 @@ if comm.rank == 0:
     for step in (1, STEPS):
         print(f"step {step:3}  loss {losses[step - 1]:.2f}")
     print("the loss has fallen below a tenth:", losses[-1] < losses[0] / 10)
+# sphinx_gallery_thumbnail_path = "figures/gpipe.svg"

@@ -42,3 +42,4 @@ def gradients(schedule):
 same = comm.allgather(gradients(plain).tobytes() == gradients(zero).tobytes())
 if comm.rank == 0:
     print("gradients have the same bits on every rank:", all(same))
+# sphinx_gallery_thumbnail_path = "figures/zero_bubble_h1.svg"

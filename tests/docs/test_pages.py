@@ -32,6 +32,12 @@ def test_links_to_files_lead_somewhere(page):
             assert (page.parent / target).exists(), target
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_files_of_the_package_that_a_page_names_are_there(page):
+    for path in re.findall(r"`((?:mpipipe|tests|docs)/[\w/.-]+)`", page.read_text()):
+        assert (ROOT / path).exists() or path.startswith("docs/_build"), path
+
+
 def test_every_page_is_in_the_table_of_contents():
     listed = re.findall(r"^([\w/-]+)$", (DOCS / "index.md").read_text(), re.MULTILINE)
     pages = {path.stem for path in (*DOCS.glob("*.md"), *DOCS.glob("*.ipynb"))} - {"index"}

@@ -64,8 +64,8 @@ def blocks_of(page: Path) -> list[Block]:
 class Reader:
     """A person with a fresh copy of the checkout in `folder`, who has typed nothing yet.
 
-    The environment that the jobs would install is a stand-in: its python and mpiexec are those that run the tests, and long
-    commands do a part of their work (`LESS`).
+    The environment that the jobs would install is a stand-in: its python and mpiexec are those that run the tests, and
+    long commands do a part of their work (`LESS`).
     """
 
     def __init__(self, folder: Path):
@@ -141,7 +141,7 @@ class Reader:
         self.session.stdin.flush()
         line = self.session.stdout.readline()
         if not line.startswith('"'):
-            rest = self.session.communicate()[0]
+            rest = self.session.stdout.read()  # it has ended
             raise AssertionError(f"{text}\n{line}{rest}")
         self.printed = json.loads(line)
 
