@@ -1,4 +1,4 @@
-"""What the README shows is run as it stands there."""
+"""What the README and the pages show is run as it stands there, and their tables are those of the code."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ from support.reference_attention import dense
 from support.tolerance import within
 
 from mpipipe import schedules
+from mpipipe.errors import ArgumentError
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+SCHEDULES = (ROOT / "docs" / "schedules.md").read_text()
+RING = (ROOT / "docs" / "ring-attention.md").read_text()
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
@@ -30,12 +34,16 @@ def test_example_runs_as_written(launch, mpi_tmp_path, ranks):
 
 def test_timeline_is_the_one_that_is_drawn():
     drawn = schedules.timeline(schedules.one_f_one_b(4, 4))
-    assert "\n".join(line.rstrip() for line in drawn.splitlines()) in README
+    assert "\n".join(line.rstrip() for line in drawn.splitlines()) in SCHEDULES
 
 
 def test_every_schedule_is_in_the_table():
-    for name in ("gpipe", "one_f_one_b", "interleaved_1f1b", "looped_bfs", "zero_bubble_h1", "forward_only"):
-        assert f"| `{name}(" in README
+    with pytest.raises(ArgumentError) as refusal:
+        schedules.by_name("", ranks=1, microbatches=1)
+    generators = set(re.findall(r"(\w+)\(ranks", refusal.value.expected))
+    assert {"gpipe", "one_f_one_b", "interleaved_1f1b", "looped_bfs", "zero_bubble_h1", "forward_only"} <= generators
+    for name in generators:
+        assert f"| `{name}(" in SCHEDULES
 
 
 @pytest.mark.parametrize("ranks, microbatches", [(2, 4), (4, 8), (3, 3)])
@@ -60,15 +68,15 @@ def test_bubbles_and_peaks_of_the_table(ranks, microbatches):
     assert facts(schedules.zero_bubble_h1(p, m)) == ((p - 1) * (f + b - w), [min(m, p)] * p)
 
 
-def test_ring_example_runs_as_written(comm):
+def test_ring_example_runs_as_written(comm, capsys):
     from mpipipe import attention
 
-    example = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[1]
-    seq_len = 13
-    q, k, v, dout = np.random.default_rng(0).normal(size=(4, 1, seq_len, 2, 4))
-    layout = attention.Layout("zigzag", comm.size, seq_len)
-    names = dict(attention=attention, comm=comm, seq_len=seq_len, q=q, k=k, v=v, dout=layout.shard(dout, comm.rank))
-    exec(example, names)
+    example = next(text for text in re.findall(r"```python\n(.*?)```", RING, re.DOTALL) if "# ring.py" in text)
+    names = {}
+    exec(example, names)  # on COMM_WORLD
+    assert f"out {names['out'].shape}" in capsys.readouterr().out
+    q, k, v, _ = np.random.default_rng(0).standard_normal((4, 1, names["seq_len"], 2, 16))
+    layout = names["layout"]
     whole = attention.Local().forward(q, k, v)[0]
     allowed = dense(q, k, v, np.zeros_like(q)).bounds(q.dtype)[0]
     within(names["out"], layout.shard(whole, comm.rank), layout.shard(allowed, comm.rank), "out")

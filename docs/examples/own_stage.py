@@ -1,0 +1,60 @@
+"""
+Your own stage in plain numpy
+=============================
+
+A stage is an object with ``forward(x) -> (y, saved)`` and ``backward(dy, saved) -> dx``. What forward saves comes
+back in backward, one value for each micro-batch, so the stage itself holds only its parameters. The stage below is y
+= tanh(x W). ``gradients.flat`` is zeroed at the start of each step. The gradient of one weight is compared with a
+difference quotient.
+
+It prints::
+
+    loss 0.39 -> 0.21 in 30 steps
+    gradient of W[0, 0] on rank 0 agrees with the difference quotient: True
+"""
+
+from types import SimpleNamespace
+
+import numpy as np
+
+import mpipipe
+from mpipipe import nn, schedules
+from mpipipe.comm import runtime
+
+
+class Tanh:
+    def __init__(self, size, seed):
+        self.weight = np.random.default_rng(seed).standard_normal((size, size)) / np.sqrt(size)
+        self.gradients = SimpleNamespace(flat=np.zeros(size * size))  # one contiguous array of all gradients
+
+    def forward(self, x):
+        y = np.tanh(x @ self.weight)
+        return y, (x, y)
+
+    def backward(self, dy, saved):
+        x, y = saved
+        inner = dy * (1 - y * y)
+        self.gradients.flat += (x.T @ inner).ravel()
+        return inner @ self.weight.T
+
+
+comm = runtime.world()
+schedule = schedules.one_f_one_b(comm.size, microbatches=4)
+stage = Tanh(8, seed=comm.rank)
+random = np.random.default_rng(9)
+x, target = random.standard_normal((32, 8)), 0.5 * np.sign(random.standard_normal((32, 8)))
+x, target = x if comm.rank == 0 else None, target if comm.rank == comm.size - 1 else None
+
+with mpipipe.Pipeline([stage], schedule, comm, loss=nn.mean_squared_error) as pipeline:
+    start = pipeline.step(x, target).loss
+    slope, shift = stage.gradients.flat[0], 1e-5 if comm.rank == 0 else 0.0
+    stage.weight[0, 0] += shift
+    quotient = (pipeline.evaluate(x, target) - start) / 1e-5
+    stage.weight[0, 0] -= shift
+    for _ in range(30):
+        loss = pipeline.step(x, target).loss
+        stage.weight -= stage.gradients.flat.reshape(8, 8)
+if comm.rank == 0:
+    print(f"loss {start:.2f} -> {loss:.2f} in 30 steps")
+    print("gradient of W[0, 0] on rank 0 agrees with the difference quotient:", bool(abs(quotient - slope) < 1e-5))
+# sphinx_gallery_thumbnail_path = "figures/microbatch.svg"

@@ -1,0 +1,204 @@
+"""Draw the pictures of these pages from the code that they show: python docs/figures.py writes docs/figures/*.svg.
+
+A test draws them again and compares, so that no picture can show what the code no longer does.
+"""
+
+from __future__ import annotations
+
+from html import escape
+from pathlib import Path
+
+from mpipipe import schedules
+from mpipipe.attention import Layout
+
+FOLDER = Path(__file__).with_name("figures")
+FILLS = {"F": "#9ec5e8", "B": "#a8d5a2", "I": "#a8d5a2", "W": "#f3c98b"}
+RANKS = ("#9ec5e8", "#a8d5a2", "#f3c98b", "#d9b3dd")
+INK, PAPER, PALE = "#22313f", "#ffffff", "#eef2f5"
+RANK_COUNT, MICROBATCHES = 4, 8
+
+
+class Picture:
+    """Boxes, texts and arrows on white paper."""
+
+    def __init__(self, width: int, height: int, title: str):
+        self.parts = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img" '
+            'font-family="DejaVu Sans, Verdana, sans-serif" font-size="13">',
+            f"<title>{escape(title)}</title>",
+            '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" '
+            f'orient="auto"><path d="M0 0L8 4L0 8z" fill="{INK}"/></marker></defs>',
+            f'<rect width="{width}" height="{height}" fill="{PAPER}"/>',
+        ]
+
+    def box(self, x, y, width, height, text="", fill=PALE, size=13):
+        """A rectangle with lines of text in its middle."""
+        self.parts.append(
+            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" fill="{fill}" stroke="{INK}" '
+            'stroke-width="0.8"/>'
+        )
+        lines = text.split("\n") if text else []
+        top = y + height / 2 + 0.35 * size - 0.6 * size * (len(lines) - 1)
+        for number, line in enumerate(lines):
+            self.text(x + width / 2, top + 1.2 * size * number, line, "middle", size)
+
+    def text(self, x, y, text, anchor="start", size=13):
+        """One line of text."""
+        self.parts.append(
+            f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" font-size="{size}" fill="{INK}">{escape(text)}</text>'
+        )
+
+    def arrow(self, *points):
+        """A line with a tip."""
+        path = " ".join(f"{x:g},{y:g}" for x, y in points)
+        self.parts.append(f'<polyline points="{path}" fill="none" stroke="{INK}" marker-end="url(#tip)"/>')
+
+    def svg(self) -> str:
+        """The text of the file."""
+        return "\n".join([*self.parts, "</svg>", ""])
+
+
+def timeline(schedule, costs=None, unit=22) -> str:
+    """A schedule as `simulate` runs it: a row for each rank, time to the right."""
+    found = schedules.simulate(schedule, costs or schedules.Costs())
+    left, row = 62, 30
+    width, height = max(680, int(left + unit * found.makespan + 12)), row * schedule.ranks + 40
+    picture = Picture(width, height, f"{schedule.name} on {schedule.ranks} ranks")
+    for rank, spans in enumerate(found.spans):
+        y = 8 + rank * row
+        picture.text(8, y + 17, f"rank {rank}")
+        picture.box(left, y, unit * found.makespan, row - 6, fill=PAPER)
+        for action, start, end in spans:
+            label = str(action.microbatch) if schedule.chunks == 1 else f"{action.stage}.{action.microbatch}"
+            fill = FILLS[action.op]
+            picture.box(left + unit * start, y, unit * (end - start), row - 6, label, fill, 11 if unit > 20 else 8)
+    ops = [op for op in "FBIW" if any(action.op == op for order in schedule.orders for action in order)]
+    words = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+    x = left
+    for op in ops:
+        picture.box(x, height - 26, 14, 14, fill=FILLS[op])
+        picture.text(x + 20, height - 14, words[op], size=12)
+        x += 36 + 8 * len(words[op])
+    numbers = "micro-batch" if schedule.chunks == 1 else "stage.micro-batch"
+    picture.text(x, height - 14, f"numbers: {numbers}; white: bubble", size=12)
+    return picture.svg()
+
+
+def floors() -> str:
+    """The rooms of the package by floor."""
+    rows = [
+        ("4", [("cli", "commands"), ("train", "config, data, loop"), ("models", "GPT")]),
+        ("3", [("pipeline", "plan, executor, Pipeline")]),
+        ("2", [("optim", "SGD, AdamW, scaling"), ("attention", "layouts, ring, kernels")]),
+        ("1", [("schedules", "pure Python"), ("comm", "the room of MPI"), ("nn", "layers, stages, losses")]),
+        ("0", [("arrays", "the door to numpy and CuPy"), ("errors", "one family"), ("trace", "spans")]),
+    ]
+    picture = Picture(720, 300, "The floors of the package: a room imports only rooms below it")
+    for place, (floor, rooms) in enumerate(rows):
+        y, width = 10 + 56 * place, 630 / len(rooms)
+        picture.text(8, y + 28, f"floor {floor}")
+        for column, (name, what) in enumerate(rooms):
+            picture.box(70 + width * column, y, width - 6, 46, f"{name}\n{what}")
+    return picture.svg()
+
+
+def microbatch() -> str:
+    """The way of one micro-batch over one edge, forth and back."""
+    picture = Picture(760, 330, "The way of a micro-batch between two ranks")
+    for x, rank, stage in ((10, 0, 0), (430, 1, 1)):
+        picture.box(x, 10, 320, 310, fill=PAPER)
+        picture.text(x + 12, 30, f"rank {rank}, stage {stage}", size=14)
+        picture.box(x + 20, 45, 280, 34, "plan: 0F0 0F1 0B0 0B1" if rank == 0 else "plan: 1F0 1B0 1F1 1B1")
+        picture.box(x + 20, 110, 130, 50, "stage.forward\n(y, saved)", FILLS["F"])
+        picture.box(x + 170, 110, 130, 50, "stage.backward\ndx", FILLS["B"])
+        picture.box(x + 60, 185, 200, 30, "saved, per micro-batch")
+        picture.box(x + 20, 250, 280, 50, "mailbox\nreceives posted ahead, sends never wait")
+        picture.arrow((x + 85, 79), (x + 85, 108))
+        picture.arrow((x + 235, 79), (x + 235, 108))
+        picture.arrow((x + 85, 160), (x + 110, 184))
+        picture.arrow((x + 210, 184), (x + 235, 162))
+    picture.arrow((45, 160), (45, 248))
+    picture.arrow((310, 268), (448, 268))
+    picture.text(380, 258, "activation", "middle", 12)
+    picture.arrow((465, 248), (465, 162))
+    picture.arrow((715, 160), (715, 248))
+    picture.arrow((450, 290), (312, 290))
+    picture.text(380, 308, "gradient", "middle", 12)
+    picture.arrow((295, 248), (295, 162))
+    picture.text(380, 240, "edge 1", "middle", 12)
+    return picture.svg()
+
+
+def ring() -> str:
+    """Which block of keys each rank attends to in each ring step."""
+    picture = Picture(700, 250, "Blocks of keys and values in a ring of four ranks")
+    size, cell = 4, 62
+    for x, title, block in (
+        (80, "forward: one block on", lambda rank, step: (rank - step) % size),
+        (400, "backward: the other way round", lambda rank, step: (rank - size + 1 + step) % size),
+    ):
+        picture.text(x, 22, title, size=14)
+        for step in range(size):
+            picture.text(x + cell * step + cell / 2 - 3, 46, f"step {step}", "middle", 12)
+            for rank in range(size):
+                held = block(rank, step)
+                picture.box(x + cell * step, 54 + 40 * rank, cell - 8, 32, f"K{held} V{held}", RANKS[held], 12)
+    for rank in range(size):
+        picture.text(12, 75 + 40 * rank, f"rank {rank}")
+    picture.text(80, 236, "A colour is the home of a block. In the last backward step each block is at home.", size=12)
+    return picture.svg()
+
+
+def layouts() -> str:
+    """Which rank holds which position, for sixteen positions on four ranks."""
+    seq_len, cell = 16, 32
+    picture = Picture(110 + cell * seq_len, 176, "Three layouts of sixteen positions on four ranks")
+    for row, kind in enumerate(("contiguous", "zigzag", "striped")):
+        layout = Layout(kind, RANK_COUNT, seq_len)
+        picture.text(8, 42 + 44 * row, kind)
+        for rank in range(RANK_COUNT):
+            for position in layout.positions(rank).tolist():
+                picture.box(96 + cell * position, 20 + 44 * row, cell, 34, str(position), RANKS[rank], 12)
+    for rank in range(RANK_COUNT):
+        picture.box(96 + 90 * rank, 152, 14, 14, fill=RANKS[rank])
+        picture.text(116 + 90 * rank, 164, f"rank {rank}", size=12)
+    return picture.svg()
+
+
+def mesh() -> str:
+    """Eight ranks as a grid: pipe 2 x data 2 x seq 2."""
+    picture = Picture(640, 210, "Eight ranks as a mesh of pipe 2, data 2 and seq 2")
+    for pipe in range(2):
+        picture.text(120 + 260 * pipe, 24, f"pipe {pipe}: the same stages", size=14)
+        picture.box(112 + 260 * pipe, 34, 236, 140, fill=PAPER)
+        for data in range(2):
+            for seq in range(2):
+                rank = (pipe * 2 + data) * 2 + seq
+                text = f"rank {rank}\nseq {seq}"
+                picture.box(124 + 260 * pipe + 110 * seq, 44 + 66 * data, 100, 54, text, RANKS[data])
+    for data in range(2):
+        picture.text(8, 76 + 66 * data, f"data {data}")
+    picture.text(112, 196, "A frame holds the replicas of a stage. A colour is one pipeline.", size=12)
+    return picture.svg()
+
+
+def drawn() -> dict[str, str]:
+    """Every picture by the name of its file."""
+    half = schedules.Costs(forward=0.5, input_grad=0.5, weight_grad=0.5)  # two chunks share a rank's layers
+    return {
+        "floors.svg": floors(),
+        "microbatch.svg": microbatch(),
+        "ring.svg": ring(),
+        "layouts.svg": layouts(),
+        "mesh.svg": mesh(),
+        "gpipe.svg": timeline(schedules.gpipe(RANK_COUNT, MICROBATCHES)),
+        "one_f_one_b.svg": timeline(schedules.one_f_one_b(RANK_COUNT, MICROBATCHES)),
+        "interleaved_1f1b.svg": timeline(schedules.interleaved_1f1b(RANK_COUNT, 2, MICROBATCHES // 2), half, unit=44),
+        "zero_bubble_h1.svg": timeline(schedules.zero_bubble_h1(RANK_COUNT, MICROBATCHES)),
+    }
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for name, svg in drawn().items():
+        (FOLDER / name).write_text(svg)

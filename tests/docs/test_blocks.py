@@ -1,0 +1,54 @@
+"""Every block of code of the README and of the pages runs in a fresh checkout, in the order of the page."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from support.launch import ROOT
+from support.pages import RUN, SHOWN, Block, Reader, blocks_of, read_page
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+WITH_CODE = [page for page in PAGES if any(block.language not in SHOWN for block in blocks_of(page))]
+
+
+def test_readme_and_the_guide_have_code():
+    names = {page.stem for page in WITH_CODE}
+    assert {"README", "start", "schedules", "ring-attention", "stages", "clusters", "contributing"} <= names
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
+def test_blocks_run_in_order(on_first_rank, mpi_tmp_path, page):
+    assert on_first_rank(170, read_page, page, mpi_tmp_path / "checkout") > 0
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_fence_names_a_language_that_is_run_or_shown(page):
+    fences = re.findall(r"^ *```(\S*)", page.read_text(), re.MULTILINE)
+    opening, closing = fences[::2], fences[1::2]
+    directives = {"{toctree}", "{include}", "{eval-rst}", "{glossary}"}
+    assert set(opening) <= {*RUN, *SHOWN, *directives}
+    assert set(closing) <= {""}
+
+
+def test_a_reader_notices_what_fails_or_prints_something_else(on_first_rank, mpi_tmp_path):
+    on_first_rank(60, check_reader, mpi_tmp_path / "checkout")
+
+
+def check_reader(folder):
+    reader = Reader(folder)
+    try:
+        reader.read(Block("python", "number = 3\nprint(number)\n", 1))
+        reader.read(Block("output", "3\n", 2))
+        reader.read(Block("python", "print(number + 1)\n", 3))
+        with pytest.raises(AssertionError):
+            reader.read(Block("output", "3\n", 4))
+        reader.read(Block("bash", "export WORD=kept; mkdir -p below; cd below\n", 5))
+        reader.read(Block("bash", 'echo "$WORD" "$(basename "$PWD")"\n', 6))
+        reader.read(Block("output", "kept below\n", 7))
+        with pytest.raises(AssertionError):
+            reader.read(Block("bash", "false\ntrue\n", 8))
+        with pytest.raises(AssertionError, match="NameError"):
+            reader.read(Block("python", "print(unknown)\n", 9))
+    finally:
+        reader.close()

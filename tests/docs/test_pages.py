@@ -1,0 +1,112 @@
+"""What the pages say about names: links lead somewhere, tables are complete, pictures are those of the code."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from support.launch import ROOT, job_environment
+
+import mpipipe
+
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+LINK = re.compile(r"\]\(([^)#\s]+)(?:#[\w-]+)?\)")
+MADE = ("auto_examples/",)  # by the build
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_to_files_lead_somewhere(page):
+    for target in LINK.findall(page.read_text()):
+        if target.startswith("http"):
+            continue
+        if target.startswith(MADE):
+            name = target.removeprefix("auto_examples/").removesuffix(".rst")
+            assert name == "index" or (DOCS / "examples" / f"{name}.py").is_file(), target
+        else:
+            assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_files_of_the_package_that_a_page_names_are_there(page):
+    for path in re.findall(r"`((?:mpipipe|tests|docs)/[\w/.-]+)`", page.read_text()):
+        assert (ROOT / path).exists() or path.startswith("docs/_build"), path
+
+
+def test_every_page_is_in_the_table_of_contents():
+    listed = re.findall(r"^([\w/-]+)$", (DOCS / "index.md").read_text(), re.MULTILINE)
+    pages = {path.stem for path in (*DOCS.glob("*.md"), *DOCS.glob("*.ipynb"))} - {"index"}
+    assert pages == {name for name in listed if "/" not in name}
+
+
+def test_every_environment_variable_is_in_the_table():
+    table = (DOCS / "clusters.md").read_text()
+    for folder in ("mpipipe", "jobs", "tests"):
+        for path in ROOT.glob(f"{folder}/**/*"):
+            if path.suffix in (".py", ".sh", ".sbatch"):
+                for name in set(re.findall(r"\bMPIPIPE_[A-Z_]+\b", path.read_text())):
+                    assert f"`{name}`" in table, f"{name} in {path}"
+
+
+def test_every_job_is_in_a_page():
+    text = "".join(page.read_text() for page in PAGES)
+    for job in (ROOT / "jobs").glob("*"):
+        if job.name not in ("common.sh",) and job.suffix in (".sh", ".sbatch"):
+            assert f"jobs/{job.name}" in text, job.name
+
+
+def test_the_api_page_has_every_public_room():
+    text = (DOCS / "api.md").read_text()
+    for name in ("mpipipe", *(f"mpipipe.{room}" for room in ("schedules", "nn", "attention", "optim", "models"))):
+        assert importlib.import_module(name).__all__
+        assert f".. automodule:: {name}\n" in text
+
+
+def test_every_layer_of_nn_is_in_the_page_of_stages():
+    text = (DOCS / "stages.md").read_text()
+    layers = [name for name in mpipipe.nn.__all__ if issubclass_of_layer(getattr(mpipipe.nn, name))]
+    assert len(layers) >= 10
+    for name in layers:
+        assert re.search(rf"\b{name}\b", text), name
+
+
+def issubclass_of_layer(thing) -> bool:
+    return isinstance(thing, type) and issubclass(thing, mpipipe.nn.Layer) and thing is not mpipipe.nn.Layer
+
+
+def test_the_glossary_is_sorted_and_has_each_word_once():
+    words = re.findall(r"^(\w[^\n]*)\n  \w", (DOCS / "glossary.md").read_text(), re.MULTILINE)
+    assert len(words) >= 30
+    assert [word.lower() for word in words] == sorted({word.lower() for word in words})
+
+
+def test_pictures_are_those_of_the_code():
+    spec = importlib.util.spec_from_file_location("figures", DOCS / "figures.py")
+    figures = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(figures)
+    drawn = figures.drawn()
+    assert {path.name for path in (DOCS / "figures").glob("*.svg")} == set(drawn)
+    for name, svg in drawn.items():
+        assert (DOCS / "figures" / name).read_text() == svg, f"{name}: run python docs/figures.py"
+
+
+def test_the_notebook_runs_without_mpi_and_holds_no_results(on_first_rank, tmp_path):
+    cells = [cell for cell in json.loads((DOCS / "threads.ipynb").read_text())["cells"] if cell["cell_type"] == "code"]
+    assert all(not cell["outputs"] and cell["execution_count"] is None for cell in cells)
+    program = "\n".join("".join(cell["source"]) for cell in cells)
+    assert "inprocess.run(4, train)" in program
+    done = on_first_rank(60, run_alone, program)
+    assert done.returncode == 0, done.stderr
+    assert "activations held at once: [4, 3, 2, 1]" in done.stdout
+
+
+def run_alone(program):
+    """A process in which MPI cannot be imported."""
+    program = "import sys\nsys.modules['mpi4py'] = None\n" + program
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, env=job_environment(), capture_output=True, text=True, timeout=50)

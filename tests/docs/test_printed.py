@@ -1,0 +1,38 @@
+"""The comparison of printed text itself: what it lets pass, and what it does not."""
+
+from __future__ import annotations
+
+import pytest
+from support.printed import check_printed
+
+
+@pytest.mark.parametrize(
+    ("printed", "promised"),
+    [
+        ("loss 0.947", "loss 0.946"),
+        ("a [1, 2]\nb", "a [1, 2]\n  b"),
+        ("rank 0 idle 72 %", "rank 0 idle ... %"),
+        ("start\n1\n2\nend", "start\n...\nend"),
+        ("2^23 of 0F0 at 1.50", "2^23 of 0F0 at 1.5"),
+    ],
+)
+def test_same_text_passes(printed, promised):
+    check_printed(printed, promised)
+
+
+@pytest.mark.parametrize(
+    ("printed", "promised"),
+    [
+        ("loss 0.947", "loss 0.944"),
+        ("peaks [4, 3]", "peaks [4, 2]"),
+        ("True", "False"),
+        ("one", "one\ntwo"),
+        ("one\ntwo", "one"),
+        ("one", "one\n...\ntwo"),
+        ("rank 0F1", "rank 0F0"),
+        ("2^22 steps", "2^23 steps"),
+    ],
+)
+def test_other_text_fails(printed, promised):
+    with pytest.raises(AssertionError):
+        check_printed(printed, promised)
