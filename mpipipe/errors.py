@@ -13,8 +13,8 @@ class MpipipeError(Exception):
     ----------
     message : str
         What went wrong, in one sentence.
-    rank : int, optional
-        Where: the rank in the communicator that was handed in.
+    rank : int or str, optional
+        Where: the rank in the communicator that was handed in, or several, separated by commas.
     stage : int, optional
         Where: the logical stage.
     microbatch : int, optional
@@ -45,7 +45,7 @@ class MpipipeError(Exception):
         self,
         message: str,
         *,
-        rank: int | None = None,
+        rank: int | str | None = None,
         stage: int | None = None,
         microbatch: int | None = None,
         found: object = None,

@@ -16,8 +16,9 @@ class Span(NamedTuple):
 class Recorder:
     """Spans in the order in which they ended. Set `pipeline.recorder = Recorder()` to switch recording on."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.spans: list[Span] = []
 
-    def add(self, name: str, start: float, end: float):
+    def add(self, name: str, start: float, end: float) -> None:
+        """Note something that lasted."""
         self.spans.append(Span(name, start, end))

@@ -96,6 +96,7 @@ def decode_attention(
 def causal_block(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, *, start: int, first: int, window: int | None, scale: float | None
 ) -> Block:
+    """Return the work of queries from position `start` on keys from position `first`."""
     queries, keys = PositionRange(0, q.shape[1], start, 1), PositionRange(0, k.shape[1], first, 1)
     slices = mask.mask_slices([queries], [keys], True, window)
     return Block(q, k, v, q.shape[3] ** -0.5 if scale is None else scale, slices)

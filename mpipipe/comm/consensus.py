@@ -140,6 +140,16 @@ def raise_on_all(origin: int, problem: MpipipeError, group: Voters) -> NoReturn:
     _raise(problem, origin != group.rank, group.presence.members)
 
 
+def raise_for_partners(problem: MpipipeError, reported_elsewhere: bool) -> NoReturn:
+    """Raise an error that ranks have found in different groups, so that no group can take it for agreed."""
+    _raise(problem, reported_elsewhere, ())
+
+
+def leave_report_to_others(problem: MpipipeError) -> None:
+    """Mark an error that another rank raises as well, and reports."""
+    problem.reported_elsewhere = True
+
+
 def _raise(problem: MpipipeError, reported_elsewhere: bool, ranks: Iterable[int]) -> NoReturn:
     problem.reported_elsewhere, problem.agreed = reported_elsewhere, frozenset(ranks)
     raise problem

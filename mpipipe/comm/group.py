@@ -75,7 +75,7 @@ class Group:
 
     @property
     def world_rank(self) -> int:
-        """This rank's number in COMM_WORLD."""
+        """Number of this rank in COMM_WORLD."""
         return self.presence.members[self.rank]
 
     def agreed_on(self, error: BaseException) -> bool:

@@ -1,6 +1,6 @@
-"""What the threads of `comm.inprocess` share: messages under way, and collectives that wait for more ranks.
+r"""What the threads of `comm.inprocess` share: messages under way, and collectives that wait for more ranks.
 
-    Isend  -> World.sent      \\
+    Isend  -> World.sent      \
                                 >  World.progress: matched in the order that MPI prescribes, copied, both done
     Irecv  -> World.posted    /
     Ixxx   -> World.meetings  one Meeting for each collective call; complete when all ranks have brought their value

@@ -135,7 +135,7 @@ def finalized(comm: Communicator) -> bool:
 
 
 def whoami() -> str:
-    """This process, for texts that other ranks read: its world rank where MPI runs, and its host."""
+    """Name this process in texts that other ranks read: its world rank where MPI runs, and its host."""
     mpi4py = sys.modules.get("mpi4py.MPI")
     rank = "a rank" if mpi4py is None else f"world rank {mpi4py.COMM_WORLD.rank}"
     return f"{rank} on {socket.gethostname()}"

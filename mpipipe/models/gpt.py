@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 from mpipipe import nn
 from mpipipe.attention import Local
 from mpipipe.errors import ArgumentError
-from mpipipe.nn.layers.attention import Attend
+from mpipipe.nn.layers.attend import ForwardAndBackward
 
 TIE = "tokens"  # key of the matrix that embedding and head share
 
@@ -98,7 +98,9 @@ class GPT:
                 "kv_heads of a GPT is no divisor of heads", found=f"kv_heads {self.kv_heads}, heads {self.heads}"
             )
 
-    def build(self, attend: Attend | Callable[[], Attend], positions: ArrayLike | None = None) -> list[nn.Layer]:
+    def build(
+        self, attend: ForwardAndBackward | Callable[[], ForwardAndBackward], positions: ArrayLike | None = None
+    ) -> list[nn.Layer]:
         """Build the layers, for stages to bind: integers (batch, seq) go in, logits (batch, seq, vocab) come out.
 
         Parameters

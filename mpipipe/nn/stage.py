@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpipipe import arrays
+from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import kernels, random
 from mpipipe.nn.layers.containers import Sequential
@@ -56,7 +57,14 @@ class Stage:
     index : logical stage number, set by the pipeline
     """
 
-    def __init__(self, layers: Sequence[Layer], dtype="float32", seed: int = 0, device: str = "cpu", first: int = 0):
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        dtype: str | np.dtype = "float32",
+        seed: int = 0,
+        device: str = "cpu",
+        first: int = 0,
+    ):
         self.device = arrays.check_device(device)
         self.gpu = arrays.current_gpu() if self.device == "cuda" else None
         self.dtype = _check_dtype(dtype)
@@ -114,7 +122,7 @@ class Stage:
         if self.compute is not self.parameters and self.parameters.flat.size:
             self.kernels.cast(self.parameters.flat, self.compute.flat)
 
-    def forward(self, x, position: Position | None = None):
+    def forward(self, x: Array, position: Position | None = None) -> tuple[Array, Any]:
         """Return (y, saved) for one micro-batch; x has the dtype of the stage, or integers for an Embedding.
 
         An array on the host is uploaded where the stage is on a GPU.
@@ -125,15 +133,15 @@ class Stage:
             x = self._accepted(x)
         return self._chain.forward(x)
 
-    def backward_input(self, dy, saved):
+    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
         """Return (dx, pending)."""
         return self._chain.backward_input(dy, saved)
 
-    def backward_weight(self, pending) -> None:
+    def backward_weight(self, pending: Any) -> None:
         """Add to the gradients."""
         self._chain.backward_weight(pending)
 
-    def backward(self, dy, saved):
+    def backward(self, dy: Array, saved: Any) -> Array:
         """Both; return dx."""
         return self._chain.backward(dy, saved)
 
@@ -142,8 +150,8 @@ class Stage:
         first = _first_leaf(self.layers[0]) if self.layers else None
         return isinstance(first, Embedding) or not type(first).__module__.startswith("mpipipe.nn.")
 
-    def _accepted(self, x):
-        """X where it can be an input, on the stage's device; an Embedding checks integers before it uploads them."""
+    def _accepted(self, x: Array) -> Array:
+        """Return an input on the stage's device, checked. An Embedding checks integers before it uploads them."""
         device = arrays.device_of(x)
         x = arrays.plain(x)
         if device == "cuda" and self.device == "cpu":
@@ -180,7 +188,7 @@ def _first_leaf(layer: Layer) -> Layer:
     return layer
 
 
-def _check_dtype(name) -> np.dtype:
+def _check_dtype(name: str | np.dtype) -> np.dtype:
     kind = arrays.dtype(name)
     names = [each.name for each in arrays.COMPUTE_DTYPES]
     if kind.name not in names:

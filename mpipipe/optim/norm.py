@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from mpipipe import arrays
+from mpipipe.comm.consensus import leave_report_to_others
 from mpipipe.comm.group import group_of
 from mpipipe.comm.types import Communicator
 from mpipipe.errors import NonFiniteError
@@ -28,7 +29,8 @@ class Culprit(NamedTuple):
         error = NonFiniteError(
             f"the gradient of parameter {self.name} is not finite", rank=self.rank, stage=self.stage, remedy=remedy
         )
-        error.reported_elsewhere = not self.here
+        if not self.here:
+            leave_report_to_others(error)
         return error
 
 

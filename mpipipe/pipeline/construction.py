@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from mpipipe.comm import runtime, settings
 from mpipipe.comm.attributes import attributes
-from mpipipe.comm.consensus import raise_on_all
+from mpipipe.comm.consensus import raise_for_partners, raise_on_all
 from mpipipe.comm.group import Group
 from mpipipe.comm.tags import Tags
 from mpipipe.comm.types import Communicator
@@ -39,6 +39,11 @@ class Partners(NamedTuple):
     ties: list[dict[str, list[Place]]]
     devices: list[str]
     stages: list[StageAdapter]
+
+    @property
+    def groups(self) -> list[Group]:
+        """All groups."""
+        return [group for group in (self.pipe, self.replicas) if group is not None]
 
 
 def agree_on_construction(
@@ -85,7 +90,7 @@ def _agree(
         if not caught.agreed:
             raise
         error = caught
-    if _size(replicas) == 1:
+    if replicas is None or _size(replicas) == 1:
         if error is not None:
             raise error
         return Partners(pipe, None, ties, devices, adapters)
@@ -95,10 +100,10 @@ def _agree(
     return Partners(pipe, others, ties, devices, adapters)
 
 
-def _size(replicas: Communicator | None) -> int:
+def _size(replicas: Communicator) -> int:
     """The number of replicas; 1 for what cannot be their communicator, which is an error by now."""
     try:
-        return 1 if replicas is None else runtime.resolve(replicas).size
+        return runtime.resolve(replicas).size
     except MpipipeError:
         return 1
 
@@ -160,8 +165,7 @@ def _agree_with_replicas(
     halved = isinstance(error, MismatchError) and error.fact == REPLICAS
     if others.agree(f"{CALL}: whether all have partners", values=[int(halved)]).any():
         problem: MpipipeError = error or PeerError("some ranks of another pipeline were given no replicas")
-        problem.agreed, problem.reported_elsewhere = frozenset(), problem.reported_elsewhere or error is None
-        raise problem
+        raise_for_partners(problem, problem.reported_elsewhere or error is None)
     facts: tuple = ()
     if error is None:
         shapes, values = _digests(stages)

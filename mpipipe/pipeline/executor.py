@@ -254,7 +254,7 @@ class Executor:
 
     def _start_sum(self, step: Step) -> None:
         gradients = self.stages[step.chunk].gradients
-        if gradients is None:
+        if gradients is None or self.replicas is None:
             return
         start = perf_counter()
         self.sums.append(AllReduce(self.replicas, gradients))

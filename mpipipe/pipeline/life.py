@@ -34,6 +34,7 @@ class Life:
 
     @property
     def is_open(self) -> bool:
+        """Whether calls can be made."""
         return self.state == "open"
 
     def check(self, call: str) -> None:

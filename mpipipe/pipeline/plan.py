@@ -76,7 +76,8 @@ def _steps(schedule: Schedule, rank: int, tags: Tags) -> list[Step]:
             send = envelope(stage, stage - 1, microbatch, BACKWARD)
         completes = final.get(stage) == action
         first, last = stage == 0, stage == last_stage
-        steps.append(Step(op, stage, chunk_of[stage], microbatch, first, last, receive, send, completes))
+        place = op, stage, chunk_of[stage], microbatch
+        steps.append(Step(*place, first=first, last=last, receive=receive, send=send, completes=completes))
     return steps
 
 

@@ -56,23 +56,23 @@ class StageAdapter:
     name : of its type, for errors
     """
 
-    def __init__(self, stage: Any):
-        self.name = type(stage).__name__
-        self.model: nn.Stage | None = stage if isinstance(stage, nn.Stage) else None
+    def __init__(self, given: Any):
+        self.name = type(given).__name__
+        self.model: nn.Stage | None = given if isinstance(given, nn.Stage) else None
         self.forward: Callable[[Tree, Position], Any] = (
-            stage.forward if self.model is not None else _without_position(stage)
+            given.forward if self.model is not None else _without_position(given)
         )
         self.backward, self.backward_input, self.backward_weight = (
-            getattr(stage, name, None) for name in ("backward", "backward_input", "backward_weight")
+            getattr(given, name, None) for name in ("backward", "backward_input", "backward_weight")
         )
-        self.device = str(getattr(stage, "device", "cpu"))
-        self.gpu: int | None = getattr(stage, "gpu", None)
-        self.declares_gradients = hasattr(stage, "gradients")
-        self._stage = stage
+        self.device = str(getattr(given, "device", "cpu"))
+        self.gpu: int | None = getattr(given, "gpu", None)
+        self.declares_gradients = hasattr(given, "gradients")
+        self._given = given
 
     @property
     def gradients(self) -> Array | None:
-        holder = getattr(self._stage, "gradients", None)  # asked each time: a stage may exchange its buffer
+        holder = getattr(self._given, "gradients", None)  # asked each time: a stage may exchange its buffer
         return None if holder is None else holder.flat
 
     def parameter_facts(self) -> tuple[str, np.ndarray | None]:
@@ -103,14 +103,14 @@ class StageAdapter:
     def check(self, splits_backward: bool, has_replicas: bool) -> None:
         """Raise ArgumentError where the stage lacks what the schedule or the replicas need."""
         needed = ["forward", "backward_input", "backward_weight"] if splits_backward else ["forward", "backward"]
-        missing = [name for name in needed if not callable(getattr(self._stage, name, None))]
+        missing = [name for name in needed if not callable(getattr(self._given, name, None))]
         if missing:
             raise ArgumentError(
                 "a stage lacks methods that the schedule needs",
                 found=f"{self.name} without {', '.join(missing)}",
                 expected=", ".join(needed),
             )
-        holder = getattr(self._stage, "gradients", None)
+        holder = getattr(self._given, "gradients", None)
         if holder is not None and not _is_flat(getattr(holder, "flat", None)):
             raise ArgumentError(
                 "the gradients of a stage",
@@ -125,8 +125,8 @@ class StageAdapter:
             )
 
 
-def _without_position(stage: Any) -> Callable[[Tree, Position], Any]:
-    forward = getattr(stage, "forward", None)
+def _without_position(given: Any) -> Callable[[Tree, Position], Any]:
+    forward = getattr(given, "forward", None)
     return lambda x, _position: forward(x)  # type: ignore[misc]  # `check` has seen that it can be called
 
 

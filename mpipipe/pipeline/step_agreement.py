@@ -57,7 +57,7 @@ class Agreement:
         if (call, facts) not in self.codes:
             self.codes = {(call, facts): digest(call, facts)}  # of the last call: nearly always that of the next one
         code = self.codes[call, facts]
-        ballot = Ballot(call, facts, error, DIFFERENT, REMEDY, self.count, self.where, code)
+        ballot = Ballot(call, facts, error, DIFFERENT, REMEDY, number=self.count, where=self.where, code=code)
         table = ballot.cast(self.pipe, batch)
         signature, rows, target_rows, microbatches, listed = table.max(0).tolist()
         if not ballot.failed and target_rows not in (0, rows):

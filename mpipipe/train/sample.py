@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -43,7 +44,7 @@ def generate(pipeline: Pipeline, mesh: Mesh, prompt: bytes, count: int, *, tempe
     text, latest = bytearray(), bytes(prompt)
     for index in range(count):
         inputs = np.frombuffer(latest, np.uint8).astype(np.int64)[None] if first else None
-        logits = pipeline.forward(inputs)
+        logits: Any = pipeline.forward(inputs)  # one array, since the inputs are one
         byte = error = None
         if mesh.rank == drawing:
             try:

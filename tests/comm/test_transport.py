@@ -117,7 +117,6 @@ def test_messages_sent_in_another_order_arrive_under_their_names(comm, window, s
             mailbox.release(lease)
         mailbox.flush()
     assert len(mailbox.slots[leaf]) <= window + 1, "buffers are used again"
-    assert mailbox.bytes_sent == {(1, 0): 6 * 160_000}
     transport.close()
 
 

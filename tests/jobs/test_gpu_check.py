@@ -138,7 +138,7 @@ def test_the_kernels_that_count_as_busy_are_those_of_a_step(gpu, monkeypatch):
 
     class Spied(executor.Pipeline):
         def step(self, *given):
-            run = self.executor.run
+            run = self.engine.executor.run
 
             def counted(*arguments):
                 gpu.reset()
@@ -146,11 +146,11 @@ def test_the_kernels_that_count_as_busy_are_those_of_a_step(gpu, monkeypatch):
                 steps.append(list(gpu.launches))
                 return outcome
 
-            self.executor.run = counted
+            self.engine.executor.run = counted
             result = super().step(*given)
-            self.executor.run = run
-            self.executor.clock.settle()
-            self.executor.clock.span = 4.0
+            self.engine.executor.run = run
+            self.engine.executor.clock.settle()
+            self.engine.executor.clock.span = 4.0
             return result
 
     monkeypatch.setattr(executor, "seconds_behind", behind)

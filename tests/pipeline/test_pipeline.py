@@ -375,8 +375,8 @@ def test_more_shapes_than_are_remembered(comm):
                 pipeline.step(*dense.placed(schedule, comm.rank, inputs, targets))
                 expected = dense.reference(schedule.stages, inputs, targets)[1][comm.rank]
                 within(stages[0].gradient, expected, dense.bounds(schedule.stages, inputs, targets)[1][comm.rank])
-        assert len(pipeline.messages.kept) <= 32 and len(pipeline.messages.receive_schedules) <= 32
-        assert sum(map(len, pipeline.messages.mailbox.slots.values())) < 300
+        assert len(pipeline.engine.messages.kept) <= 32 and len(pipeline.engine.messages.receive_schedules) <= 32
+        assert sum(map(len, pipeline.engine.messages.mailbox.slots.values())) < 300
 
 
 def test_a_schedule_without_backward_cannot_train(comm):

@@ -94,7 +94,7 @@ class Plan(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """This thread's plans: how many were found ready, were built, and are kept now."""
+    """Plans of this thread: how many were found ready, were built, and are kept now."""
 
     hits: int
     built: int
@@ -116,7 +116,7 @@ _store = _Store()
 
 
 def counts() -> Counts:
-    """This thread's counts so far."""
+    """Return the counts of this thread so far."""
     return Counts(_store.hits, _store.built, len(_store.plans))
 
 

@@ -57,7 +57,8 @@ def request_for(direction: str, given: dict[str, DeviceArray], scale: float, par
     padded = back and (keys % TILE != 0 or seq < TILE)
     shapes = tuple((name, *_described(name, x)) for name, x in given.items())
     low, high = (None if bound is None else int(bound) for bound in (part.low, part.high))
-    return Request(direction, given["q"].dtype.name, shapes, float(scale), low, high, padded, back and deterministic())
+    what = direction, given["q"].dtype.name, shapes, float(scale)
+    return Request(*what, low, high, padded=padded, deterministic=back and deterministic())
 
 
 def _described(name: str, x: DeviceArray) -> tuple[Shape, Shape]:

@@ -65,6 +65,7 @@ class Factors(NamedTuple):
 def online_softmax(
     scores: Array, weights: Array, state: Rows, place: Place, scale: float, first: bool, out_dtype: np.dtype
 ) -> None:
+    """Turn a tile of scores into weights of exp(score - row_max), and bring `state` to the new maximum of each row."""
     count, rows, columns = scores.shape
     sums, row_max, row_sum = state
     threads = -(-columns // (32 * HELD)) * 32
@@ -78,18 +79,20 @@ def online_softmax(
 
 
 def normalise(state: Rows, result: Result, problem: Problem, start: int, overwrite: bool, dtype: np.dtype) -> None:
+    """Write the sums of some rows over their weights, or merge them into `result`."""
     (sums, row_max, row_sum), (out, lse) = state, result
     count, rows, width = sums.shape
     kernel = arrays.cuda_function(FORWARD, "normalise", T=dtype, O=out.dtype, N=HELD)
     sizes = rows, width, problem.group, problem.kv_heads, start
     kernel(
         (count * rows,), (min(THREADS, -(-width // 32) * 32),),
-        (sums, row_max, row_sum, out, lse, *map(np.int32, sizes), *map(np.int64, (*element_strides(out), *element_strides(lse))),
-         np.int32(overwrite)),
+        (sums, row_max, row_sum, out, lse, *map(np.int32, sizes),
+         *map(np.int64, (*element_strides(out), *element_strides(lse))), np.int32(overwrite)),
     )  # fmt: skip
 
 
 def dot(dout: Array, out: Array, dtype: np.dtype) -> Array:
+    """Return the sum of dout * out over each row, (batch, heads, seq)."""
     batch, seq, heads, dim = out.shape
     delta = arrays.empty((batch, heads, seq), dtype, "cuda")
     rows = delta.size
@@ -103,19 +106,11 @@ def dot(dout: Array, out: Array, dtype: np.dtype) -> Array:
 
 
 def softmax_backward(matrices: Matrices, factors: Factors, place: Place, scale: float) -> None:
+    """Turn the scores of a tile, and dout v^T, into the weights and their gradients."""
     scores, (part, query, key, problem) = matrices.scores, place
     count, rows, columns = scores.shape
-    sizes = (
-        rows,
-        columns,
-        element_strides(scores)[1],
-        problem.group,
-        problem.kv_heads,
-        problem.seq,
-        part.q_start,
-        query,
-        key,
-    )
+    row_step = element_strides(scores)[1]
+    sizes = rows, columns, row_step, problem.group, problem.kv_heads, problem.seq, part.q_start, query, key
     kernel = arrays.cuda_function(BACKWARD, "softmax_backward", T=matrices.weights.dtype)
     kernel(
         (count * rows,), (min(THREADS, -(-columns // 32) * 32),),

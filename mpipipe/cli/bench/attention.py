@@ -87,7 +87,8 @@ def _pytorch(seq_len: int, heads: int, dim: int) -> tuple[Call, Call]:
 
     q, k, v, dout = (torch.from_numpy(x).transpose(1, 2).contiguous() for x in _arrays(seq_len, heads, dim))
     out, lse = flash(q, k, v, 0.0, True)
-    return partial(flash, q, k, v, 0.0, True), partial(flash_backward, dout, q, k, v, out, lse, 0.0, True)
+    block = q, k, v
+    return partial(flash, *block, 0.0, True), partial(flash_backward, dout, *block, out, lse, 0.0, True)
 
 
 def _ring(comm: Communicator, repeats: int, seq_len: int, heads: int, dim: int) -> None:

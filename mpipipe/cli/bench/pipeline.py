@@ -13,7 +13,7 @@ import numpy as np
 from mpipipe import Pipeline, nn, schedules
 from mpipipe.cli.bench.timing import compare, report
 from mpipipe.comm import runtime
-from mpipipe.comm.types import Communicator
+from mpipipe.comm.types import Communicator, MpiCommunicator
 from mpipipe.errors import ArgumentError
 
 WIDTH, ROWS, MICROBATCHES = 64, 4, 32
@@ -62,7 +62,7 @@ class _PipelineStep:
 class _HandWrittenStep:
     """The same actions with bare mpi4py: receive, multiply, send. Buffers and tags are laid out beforehand."""
 
-    def __init__(self, comm: Communicator, schedule: schedules.Schedule) -> None:
+    def __init__(self, comm: MpiCommunicator, schedule: schedules.Schedule) -> None:
         self.comm, chunks = comm, schedule.chunks
         rng = np.random.default_rng(comm.rank)
         self.weights = [rng.standard_normal((WIDTH, WIDTH), dtype=np.float32) / 8 for _ in range(chunks)]

@@ -85,8 +85,8 @@ def _measure(
     with Pipeline(stages, schedule, comm, loss=nn.softmax_cross_entropy) as pipeline:
         for turn in range(WARMUP + repeats):
             if turn == WARMUP:
-                pipeline.executor.clock.settle()
-                pipeline.executor.clock.totals.clear()
+                pipeline.engine.executor.clock.settle()
+                pipeline.engine.executor.clock.totals.clear()
             group.agree("bench: the start of a step")
             pipeline.step(inputs, targets)
             times.append(max(group.gather("bench: the seconds of a step", pipeline.elapsed)))

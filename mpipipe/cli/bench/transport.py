@@ -14,7 +14,7 @@ from mpipipe.comm import runtime
 from mpipipe.comm.mailbox import Envelope, Mailbox
 from mpipipe.comm.transport.device import DeviceTransport
 from mpipipe.comm.transport.host import HostTransport
-from mpipipe.comm.types import Communicator
+from mpipipe.comm.types import Communicator, MpiCommunicator
 from mpipipe.errors import ArgumentError
 
 SIZES = (8, 1 << 10, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
@@ -58,12 +58,12 @@ class PingPong:
         self.envelopes = [Envelope(1 - comm.rank, 1, m, 0, (0, 0), (0, 1)) for m in range(count)]
         self.array = array
         leaf = (array.shape, array.dtype)
-        self.itinerary = self.mailbox.itinerary(self.envelopes, [[leaf]] * count)
+        self.schedule = self.mailbox.receive_schedule(self.envelopes, [[leaf]] * count)
 
     def __call__(self) -> None:
         """Play all turns."""
         mailbox, array = self.mailbox, self.array
-        mailbox.expect(self.itinerary, 1)
+        mailbox.begin_step(self.schedule, 1)
         for envelope in self.envelopes:
             if self.rank == 0:
                 mailbox.put(envelope, [array])
@@ -76,7 +76,7 @@ class PingPong:
 class _Bare:
     """The same turns with bare mpi4py."""
 
-    def __init__(self, comm: Communicator, size: int, count: int) -> None:
+    def __init__(self, comm: MpiCommunicator, size: int, count: int) -> None:
         self.comm, self.count = comm, count
         self.sent, self.received = np.ones(size // 8), [np.empty(size // 8), np.empty(size // 8)]
 

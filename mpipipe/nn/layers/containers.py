@@ -10,8 +10,7 @@ from mpipipe.nn.layers.layer import Layer
 
 
 class Sequential(Layer):
-    """One layer after the other. The stage's poll function is called between them, so that
-    messages advance.
+    """One layer after the other; between them the stage lets messages advance.
 
     Parameters
     ----------

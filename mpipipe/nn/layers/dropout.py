@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import random
 from mpipipe.nn.layers.layer import Layer
@@ -20,15 +23,15 @@ class Dropout(Layer):
         self.threshold = round(probability * 65536)  # an element lives where 16 random bits reach it
         self.scale = 65536 / (65536 - self.threshold) if self.threshold < 65536 else 0.0
 
-    def bound(self):
+    def bound(self) -> None:
         self._stream = random.key("dropout", self.stage.seed, self.name)
 
-    def forward(self, x):
+    def forward(self, x: Array) -> tuple[Array, Any]:
         position = self.stage.position
         if not position.training or self.threshold == 0:
             return x, None
         counter = (position.step, position.replica, position.microbatch)
         return self.stage.kernels.dropout(x, self._stream, counter, self.threshold, self.scale)
 
-    def backward_input(self, dy, saved):
+    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
         return (dy if saved is None else self.stage.kernels.dropout_backward(dy, saved, self.scale)), None

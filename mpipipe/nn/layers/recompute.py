@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
+from mpipipe.arrays import Array
 from mpipipe.nn.layers.layer import Layer
 
 
@@ -20,20 +22,20 @@ class Recompute(Layer):
         yield name, self
         yield from self.layer.walk(name)
 
-    def forward(self, x):
+    def forward(self, x: Array) -> tuple[Array, Any]:
         y, _ = self.layer.forward(x)
         return y, (x, self.stage.position)
 
-    def backward_input(self, dy, saved):
+    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
         return self.layer.backward_input(dy, self._again(saved))
 
-    def backward_weight(self, pending):
+    def backward_weight(self, pending: Any) -> None:
         self.layer.backward_weight(pending)
 
-    def backward(self, dy, saved):
+    def backward(self, dy: Array, saved: Any) -> Array:
         return self.layer.backward(dy, self._again(saved))
 
-    def _again(self, saved):
+    def _again(self, saved: Any) -> Any:
         """Return what the layer saves at the position of the first forward; the stage's position is restored."""
         x, position = saved
         stage, now = self.stage, self.stage.position

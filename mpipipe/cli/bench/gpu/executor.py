@@ -52,7 +52,7 @@ def measure(
         alone = seconds(bare, repeats)
         for _ in range(repeats):  # in turns: the GPU's clock rate changes with what it did before
             pipeline.step(inputs, targets)
-            clock = pipeline.executor.clock
+            clock = pipeline.engine.executor.clock
             clock.settle()
             spans.append(clock.span)
             busy, always = seconds_behind(lambda: kernels.linear(inputs[0], inputs[-1]), bare, 1)

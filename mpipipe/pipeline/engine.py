@@ -1,0 +1,196 @@
+"""The machinery of a pipeline on one rank: built once all ranks have agreed, and run call by call."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from mpipipe.comm import runtime, settings
+from mpipipe.comm.allreduce import AllReduce
+from mpipipe.comm.mailbox import Mailbox
+from mpipipe.comm.requests import own
+from mpipipe.comm.tags import Tags
+from mpipipe.comm.transport import gpu_aware
+from mpipipe.comm.transport.choose import make_transport
+from mpipipe.errors import ArgumentError
+from mpipipe.nn import Position
+from mpipipe.pipeline.batch import Batch, BatchReader
+from mpipipe.pipeline.construction import Partners
+from mpipipe.pipeline.executor import Executor
+from mpipipe.pipeline.life import Life
+from mpipipe.pipeline.loss import Loss
+from mpipipe.pipeline.messages import StageMessages
+from mpipipe.pipeline.plan import Plan
+from mpipipe.pipeline.step_agreement import Agreed, Agreement
+from mpipipe.pipeline.step_state import StepInputs, StepState
+from mpipipe.pipeline.ties import Ties
+from mpipipe.schedules import Schedule
+
+
+class Engine:
+    """What a Pipeline is made of; the constructor and `close` are collective.
+
+    Parameters
+    ----------
+    partners : the ranks that the pipeline is built with, and this rank's stages
+    schedule, loss, recompute : as for Pipeline
+
+    Attributes
+    ----------
+    pipe : group of the ranks of the pipeline
+    replicas : group of the ranks with the same stages, or None
+    name : of the pipeline, for errors
+    life : whether the pipeline is open
+    host_elapsed : seconds of the last call, by the host's clock
+    """
+
+    def __init__(
+        self, partners: Partners, schedule: Schedule, loss: Callable[..., Any] | None, recompute: bool
+    ) -> None:
+        self.pipe, self.replicas, self.stages = partners.pipe, partners.replicas, partners.stages
+        self.groups = partners.groups
+        self.comm, self.rank, self.schedule = self.pipe.comm, self.pipe.rank, schedule
+        self.comm.Set_name("mpipipe pipeline")
+        self.pipe.process.pipelines += 1
+        self.name = f"pipeline {self.pipe.process.pipelines} ({schedule.name})"  # the how many-th of this rank
+        self.tags = Tags(schedule.placement, schedule.microbatches, runtime.tag_upper_bound(self.comm))
+        device = partners.devices[self.rank]
+        self.messages = StageMessages(self._make_mailbox(device, partners.devices))
+        self.agreement = Agreement(self.pipe, self.replicas, self.name)
+        self.executor = Executor(
+            self.rank,
+            self.stages,
+            self.messages,
+            loss=None if loss is None else Loss(loss),
+            recompute=recompute,
+            replicas=None if self.replicas is None else self.replicas.comm,
+            device=device,
+        )
+        numbers = schedule.stages_of(self.rank)
+        poll = self.messages.mailbox.poll if self.replicas is None else self.executor.poll
+        for stage, number in zip(self.stages, numbers):
+            stage.attach(number, poll)
+        self.ties = Ties(self.pipe, self.stages, numbers, partners.ties)
+        self.life = Life(self.name, self.rank, self.groups, self.executor)
+        self.batches = BatchReader(schedule, self.rank, loss is not None)
+        self.plans: dict[str | int, Plan] = {"step": Plan(schedule, self.rank, self.tags)}
+        self.steps_taken = 0
+        self.started = self.host_elapsed = 0.0
+        watched = weakref.ref(self.agreement)  # a pipeline that nobody closed can be freed, if its groups cannot
+        for group in self.groups:
+            group.progress = lambda name=self.name: f"call {_count(watched)} of {name}"
+            group.related = self.groups
+
+    def _make_mailbox(self, device: str, devices: list[str]) -> Mailbox:
+        verdict = gpu_aware.detect(self.comm, self.pipe) if "cuda" in devices else None
+        transport = make_transport(
+            self.comm, self.tags.channels, settings.synchronous_sends(), device, verdict, self.pipe
+        )
+        return Mailbox(transport, self.pipe)
+
+    # -- one call -----------------------------------------------------------------------------------------------
+
+    def agree(self, call: str, inputs: Any = None, targets: Any = None, scale: Any = 1.0) -> tuple[Batch, Agreed]:
+        """Check this rank's arguments of a call, and agree with the peers that all ranks make it."""
+        self.life.check(call)
+        self.started = perf_counter()
+        error, batch = None, Batch()
+        try:
+            if call in ("step", "evaluate", "forward"):
+                batch = self.batches.read(call, inputs, targets)
+            if not isinstance(scale, (int, float, np.number)) or not (scale > 0 and math.isfinite(scale)):
+                raise ArgumentError("scale", found=repr(scale), expected="a finite number above 0")
+        except Exception as caught:
+            error, scale = caught, 1.0
+        with self.life:
+            agreed, problem = self.agreement.reach(call, batch.facts, error, scale)
+        if problem is not None:
+            raise problem
+        return batch, agreed
+
+    def run(self, call: str, batch: Batch, agreed: Agreed, scale: float = 1.0) -> StepState:
+        """Run the plan of a call."""
+        plan = self._plan(call, agreed.microbatches)
+        training, replica = call == "step", 0 if self.replicas is None else self.replicas.rank
+        inputs = StepInputs(
+            training,
+            batch.inputs or [],
+            batch.targets,
+            weights=[] if batch.rows is None else [rows / agreed.total_rows for rows in batch.rows],
+            scale=scale,
+            positions=[Position(self.steps_taken, m, replica, training) for m in range(agreed.microbatches)],
+        )
+        for stage in self.stages:
+            stage.begin_call()
+        self.messages.begin(plan, agreed.signature)
+        state = self.executor.run(plan.steps, inputs)
+        self.messages.end(agreed.signature)
+        return state
+
+    def train(self, batch: Batch, agreed: Agreed, scale: float) -> tuple[StepState, float, list[float]]:
+        """Run a training step; return what it gave, the mean loss of all replicas, and the losses of this pipeline."""
+        for stage in self.stages:
+            stage.zero_gradients()
+        state = self.run("step", batch, agreed, scale)
+        loss, losses = self.share_losses(state, agreed.microbatches)
+        if self.replicas is not None:
+            for pending in self.executor.sums:
+                self.replicas.wait(pending, "the sum of gradients over the replicas", everyone=True)
+        self.ties.sum_gradients()
+        self.steps_taken += 1
+        return state, loss, losses
+
+    def end(self) -> None:
+        """Note how long the call took."""
+        self.host_elapsed = perf_counter() - self.started
+
+    def _plan(self, call: str, microbatches: int) -> Plan:
+        key = "step" if call == "step" else microbatches
+        if key not in self.plans:
+            self.plans[key] = Plan(self.schedule.forward_only_part(microbatches), self.rank, self.tags)
+        return self.plans[key]
+
+    def share_losses(self, state: StepState, microbatches: int) -> tuple[float, list[float]]:
+        """Return (mean loss over all replicas, losses of this pipeline's micro-batches), on every rank."""
+        table = np.zeros(microbatches + 1)
+        if state.inputs.targets is not None:
+            losses = self.executor.losses(self.schedule.stages - 1)
+            table[:-1] = losses
+            table[-1] = sum(weight * loss for weight, loss in zip(state.inputs.weights, losses))
+        if self.pipe.size > 1:
+            self.pipe.wait(own(self.comm.Ibcast(table, self.schedule.placement[-1])), "the loss", everyone=True)
+        total = table[-1:].copy()
+        if self.replicas is not None:
+            self.replicas.wait(AllReduce(self.replicas.comm, total), "the loss of the replicas", everyone=True)
+        return float(total[0]), table[:-1].tolist()
+
+    def share_durations(self) -> np.ndarray:
+        """Return the mean seconds of forward, input gradient and weight gradient of each stage, (3, stages)."""
+        mine = np.zeros((3, self.schedule.stages))
+        self.executor.clock.settle()
+        for (op, stage), (total, count) in self.executor.clock.totals.items():
+            mine["FBW".index("B" if op == "I" else op), stage] += total / count
+        everyone = np.zeros((self.pipe.size, *mine.shape))
+        with self.life:
+            self.pipe.wait(own(self.comm.Iallgather(mine, everyone)), "the durations of all stages", everyone=True)
+        return everyone.sum(0)
+
+    def close(self) -> None:
+        """Free the communicators."""
+        self.agree("close")
+        self.life.state = "closed"
+        self.ties.close()
+        self.messages.mailbox.transport.close()
+        for group in self.groups:
+            group.close()
+
+
+def _count(agreement: Callable[[], Agreement | None]) -> int:
+    """Calls so far, by a weak reference to an Agreement."""
+    found = agreement()
+    return 0 if found is None else found.count
