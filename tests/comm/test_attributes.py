@@ -73,6 +73,7 @@ class Item:
 
 attributes(runtime.world())["x"] = Item()
 print("done", flush=True)
+runtime.mpi().Finalize()
 """
 
 
