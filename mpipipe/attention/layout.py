@@ -18,6 +18,7 @@ import numpy as np
 
 from mpipipe.attention.mask import PositionRange, Slice, mask_slices
 from mpipipe.errors import ArgumentError
+from mpipipe.even_split import even_split
 
 KINDS = ("contiguous", "zigzag", "striped")
 
@@ -70,15 +71,13 @@ class Layout:
             counts = [len(range(rank, self.seq_len, self.ranks)) for rank in ranks]
             return [[PositionRange(0, count, rank, self.ranks)] for rank, count in zip(ranks, counts)]
         chunks = self.ranks if self.kind == "contiguous" else 2 * self.ranks
-        size, bigger = divmod(self.seq_len, chunks)
-        starts = [chunk * size + min(chunk, bigger) for chunk in range(chunks + 1)]
-        if self.kind == "contiguous":
-            return [[PositionRange(0, starts[rank + 1] - starts[rank], starts[rank], 1)] for rank in ranks]
+        parts = even_split(self.seq_len, chunks)
         shards = []
         for rank in ranks:
-            low, high = rank, chunks - 1 - rank
-            first = PositionRange(0, starts[low + 1] - starts[low], starts[low], 1)
-            shards.append([first, PositionRange(first.rows, starts[high + 1] - starts[high], starts[high], 1)])
+            low, high = parts[rank], parts[chunks - 1 - rank]
+            first = PositionRange(0, len(low), low.start, 1)
+            both = [first, PositionRange(first.rows, len(high), high.start, 1)]
+            shards.append([first] if self.kind == "contiguous" else both)
         return shards
 
     def length(self, rank: int) -> int:

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import accumulate
 
 from mpipipe import arrays
 from mpipipe.arrays import Array, Tree
 from mpipipe.arrays.trees import flatten, unflatten
 from mpipipe.comm.transport.sendable import check_sendable
 from mpipipe.errors import ArgumentError
-
-
-def partition_rows(rows: int, microbatches: int) -> list[int]:
-    """Return the rows of each micro-batch: sizes differ by one at most, the bigger ones first."""
-    size, bigger = divmod(rows, microbatches)
-    return [size + (m < bigger) for m in range(microbatches)]
+from mpipipe.even_split import even_split
 
 
 def rows_of(tree: Tree) -> int:
@@ -71,8 +65,8 @@ def split(batch: Tree | list[Tree], microbatches: int) -> tuple[list[Tree], list
 @lru_cache(maxsize=64)
 def _ranges(rows: int, microbatches: int) -> tuple[list[int], list[slice]]:
     """Rows of each micro-batch, and where it lies in the batch."""
-    counts = partition_rows(rows, microbatches)
-    return counts, [slice(stop - count, stop) for count, stop in zip(counts, accumulate(counts))]
+    parts = even_split(rows, microbatches)
+    return [len(part) for part in parts], [slice(part.start, part.stop) for part in parts]
 
 
 def merge(pieces: list[Tree]) -> Tree:

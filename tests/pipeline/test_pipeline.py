@@ -301,9 +301,9 @@ def test_no_messages_on_one_rank(comm, monkeypatch):
     schedule = interleaved_1f1b(1, 3, 4)
     inputs, targets = dense.batch(4, 3)
     with Pipeline(dense.model(schedule, 0), schedule, alone, loss=dense.mean_squared) as pipeline:
-        pipeline.mailbox.transport = None  # any use would raise
+        pipeline.engine.messages.mailbox.transport = None  # any use would raise
         result = pipeline.step(inputs, targets)
-        pipeline.mailbox.transport = type("Closed", (), {"close": lambda self: None})()
+        pipeline.engine.messages.mailbox.transport = type("Closed", (), {"close": lambda self: None})()
     within(result.loss, dense.reference(3, inputs, targets)[0], dense.bounds(3, inputs, targets)[0], "loss")
     alone.Free()
 
