@@ -26,8 +26,8 @@ ZERO_AND_ONE = {size: (address(pair), address(pair) + size) for size, pair in NU
 class _Library(NamedTuple):
     """cuBLAS's functions and its numbers for dtypes and ways to compute."""
 
-    gemm: Callable
-    batched: Callable
+    gemmEx: Callable
+    gemmStridedBatchedEx: Callable
     handle: Callable
     algorithm: int
     dtypes: dict[str, int]
@@ -81,7 +81,7 @@ def gemm(
     k = a.shape[0] if transpose_a else a.shape[1]
     dtype = library.dtypes[a.dtype.name]
     numbers = ZERO_AND_ONE[8 if a.itemsize == 8 else 4]
-    library.gemm(
+    library.gemmEx(
         library.handle(), int(transpose_b), int(transpose_a), n, m, k,
         numbers[1], b.data.ptr, dtype, b.shape[1], a.data.ptr, dtype, a.shape[1],
         numbers[add], c.data.ptr, library.dtypes[c.dtype.name], n, library.compute[a.dtype.name], library.algorithm,
@@ -109,7 +109,7 @@ def batched_gemm(
     problems, m, n = c.shape
     k = a.shape[1] if transpose_a else a.shape[2]
     factors = np.array([factor, float(add)], c.dtype)
-    library.batched(
+    library.gemmStridedBatchedEx(
         library.handle(), int(transpose_b), int(transpose_a), n, m, k,
         address(factors), *_operand(b), *_operand(a), address(factors) + factors.itemsize, *_operand(c),
         problems, library.compute[a.dtype.name], library.algorithm,
