@@ -31,7 +31,7 @@ ranks = range(comm.size)
 if comm.rank == 0:
     for kind in ("contiguous", "zigzag", "striped"):
         layout = attention.Layout(kind, comm.size, seq_len)
-        work = [sum(part.work for k in ranks for part in layout.needs(q, k, documents=starts)) for q in ranks]
+        work = [sum(part.pairs for k in ranks for part in layout.needs(q, k, documents=starts)) for q in ranks]
         print(f"{kind:12} pairs {work}")
     steps = {kind: attention.Layout(kind, comm.size, seq_len).steps(True, 100) for kind in ("contiguous", "zigzag")}
     print("ring steps with a window of 100:", ", ".join(f"{kind} {count}" for kind, count in steps.items()))
