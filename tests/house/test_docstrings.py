@@ -74,9 +74,10 @@ def wrong_docstring(value) -> list[str]:
             documented = dict(super().doc_all_parameters)
             if _is_record(self.obj):
                 for names, kind, text in self.doc["Attributes"]:
-                    documented |= {
-                        name: (kind, text) for name in names.split(", ") if name in self.signature_parameters
-                    }
+                    for name in names.split(", "):
+                        # numpydoc lists fields with the default None as attributes, too, without a type
+                        if name in self.signature_parameters and name not in documented:
+                            documented[name] = (kind, text)
             return documented
 
     found = [f"{code} {text}" for code, text in validate(value, FieldsAreParameters)["errors"] if code in CODES]
