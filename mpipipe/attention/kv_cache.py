@@ -138,7 +138,9 @@ class KVCache(Attend):
 
         Parameters
         ----------
-        dout, saved
+        dout : array
+            Not used.
+        saved : None
             Not used.
 
         Raises

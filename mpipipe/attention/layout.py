@@ -221,8 +221,14 @@ class Layout:
 
         Parameters
         ----------
-        causal, window, documents, keys
-            As for `needs`.
+        causal : bool
+            A query sees no later position.
+        window : int, optional
+            A query sees itself and the window - 1 positions before it; needs `causal`.
+        documents : sequence of int, optional
+            Positions at which documents begin, as for `needs`.
+        keys : Layout, optional
+            Layout of the keys, if they are another sequence.
 
         Returns
         -------

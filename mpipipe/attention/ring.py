@@ -168,7 +168,7 @@ class Ring(Attend):
         ----------
         dout : array
             Gradient of `out`, in its shape and dtype.
-        saved
+        saved : RingSaved
             From `forward`. It may be used again.
 
         Returns
@@ -228,14 +228,28 @@ def ring_attention(
     ----------
     q, k, v : array
         As for `Ring.forward`.
-    comm, causal, layout, window, segments, scale, seq_len, rotation
-        As for `Ring`.
+    comm : mpi4py.MPI.Comm or None
+        The ranks that share a sequence. None: all ranks.
+    causal : bool
+        A query sees no later position.
+    layout : str
+        "contiguous", "zigzag" or "striped", as for `Ring`.
+    window : int, optional
+        A query sees itself and the window - 1 positions before it; needs `causal`.
+    segments : array_like of int, optional
+        Documents packed into the whole sequence, as for `Ring`.
+    scale : float, optional
+        Factor on the scores, finite and above 0; default 1 / sqrt(head_dim).
+    seq_len : int, optional
+        Length of the whole sequence of queries; default: the sum of what the ranks bring.
+    rotation : str
+        "overlap" or "sendrecv", as for `Ring`.
 
     Returns
     -------
     out : array
         (batch, local seq, heads, value_dim).
-    saved
+    saved : tuple of Ring and RingSaved
         For `ring_attention_backward`.
 
     Raises
@@ -271,7 +285,7 @@ def ring_attention_backward(dout: Array, saved: tuple[Ring, RingSaved]) -> Gradi
     ----------
     dout : array
         Gradient of the output, in its shape and dtype.
-    saved
+    saved : tuple of Ring and RingSaved
         From `ring_attention`.
 
     Returns
