@@ -92,6 +92,7 @@ class KVCache(Attend):
         Parameters
         ----------
         rows : int
+            Number of rows.
 
         Returns
         -------

@@ -87,10 +87,12 @@ class Layout:
         Parameters
         ----------
         rank : int
+            From 0 to `ranks`, exclusive.
 
         Returns
         -------
         int
+            The number of its rows.
         """
         return sum(part.rows for part in self._ranges[rank])
 
@@ -100,6 +102,7 @@ class Layout:
         Parameters
         ----------
         rank : int
+            From 0 to `ranks`, exclusive.
 
         Returns
         -------

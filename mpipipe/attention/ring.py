@@ -23,21 +23,17 @@ from mpipipe.nn.layers.attend import Attend
 
 
 class RingSaved(NamedTuple):
-    """What the forward of `Ring` keeps for its backward.
-
-    call : number of the forward
-    message : keys and values of the last step's block; None in a ring of one step
-    """
+    """What the forward of `Ring` keeps for its backward."""
 
     plan: RingPlan
-    call: int
+    call: int  # number of the forward
     scale: float
     q: Array
     k: Array
     v: Array
     out: Array
     lse: Array
-    message: Array | None
+    message: Array | None  # keys and values of the last step's block; None in a ring of one step
 
 
 class Ring(Attend):
@@ -139,7 +135,7 @@ class Ring(Attend):
         -------
         out : array
             (batch, local seq, heads, value_dim), C-contiguous, of the dtype of q. 0 where a row sees no key.
-        saved
+        saved : RingSaved
             For `backward`. `saved.lse` is the log-sum-exp of the scores, (batch, heads, local seq).
 
         Raises
