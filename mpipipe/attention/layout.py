@@ -120,6 +120,7 @@ class Layout:
         array : numpy.ndarray
             The whole array, `seq_len` long along `axis`.
         rank : int
+            From 0 to `ranks`, exclusive.
         axis : int
             The axis of the sequence.
 

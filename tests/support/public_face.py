@@ -32,10 +32,11 @@ def public_face(module_name: str) -> Iterator[tuple[str, object]]:
         if inspect.isfunction(value) or inspect.isclass(value):
             yield f"{module_name}.{name}", value
         if inspect.isclass(value):
-            yield from _members(f"{module_name}.{name}", value)
+            yield from members(f"{module_name}.{name}", value)
 
 
-def _members(name: str, kind: type) -> Iterator[tuple[str, object]]:
+def members(name: str, kind: type) -> Iterator[tuple[str, object]]:
+    """(name, object) of the public methods and properties of a class, but for those that inherit their docstring."""
     classes = [base for base in kind.__mro__ if base.__module__.split(".")[0] == "mpipipe"]
     for member in dict.fromkeys(member for base in reversed(classes) for member in vars(base)):
         values = [_unwrap(vars(base)[member]) for base in classes if member in vars(base)]
