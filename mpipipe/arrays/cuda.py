@@ -35,7 +35,24 @@ def _function(path: Path, name: str, constants: tuple[tuple[str, np.dtype | int]
 
 
 def cuda_declarations(constants: Mapping[str, np.dtype | int]) -> tuple[str, ...]:
-    """C++ declarations of the constants that `cuda_function` takes."""
+    """Write the C++ declarations of the constants that `cuda_function` takes.
+
+    Parameters
+    ----------
+    constants : mapping of str to numpy.dtype or int
+        Types and integers by name.
+
+    Returns
+    -------
+    tuple of str
+        One declaration for each constant.
+
+    Examples
+    --------
+    >>> from mpipipe import arrays
+    >>> arrays.cuda_declarations({"T": arrays.dtype("float32"), "N": 4})
+    ('typedef float T;', 'constexpr int N = 4;')
+    """
     return tuple(
         f"typedef {C_TYPES[value.name]} {name};" if isinstance(value, np.dtype) else f"constexpr int {name} = {value};"
         for name, value in constants.items()

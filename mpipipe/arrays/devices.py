@@ -15,7 +15,18 @@ INSTALL = (
 
 @cache
 def cupy() -> Any:
-    """Return the module cupy. Raises BackendError with the remedy where it is missing."""
+    """Return the module cupy, imported on first use.
+
+    Returns
+    -------
+    module
+        CuPy.
+
+    Raises
+    ------
+    BackendError
+        CuPy cannot be imported; the text has the remedy.
+    """
     try:
         import cupy
     except Exception as error:  # a broken installation raises what it likes
@@ -112,12 +123,29 @@ def use_gpu(number: int) -> None:
 
 
 def current_gpu() -> int:
-    """Return the number of the GPU that this process computes on now."""
+    """Return the number of the GPU that this process computes on now.
+
+    Returns
+    -------
+    int
+        From 0.
+
+    Raises
+    ------
+    BackendError
+        CuPy cannot be imported.
+    """
     return cupy().cuda.runtime.getDevice()
 
 
 def describe_gpus() -> list[str]:
-    """Describe each GPU that this process sees in one line: name, memory, compute capability."""
+    """Describe each GPU that this process sees in one line: name, memory, compute capability.
+
+    Returns
+    -------
+    list of str
+        One line for each GPU; empty without CuPy or without a driver.
+    """
     lines = []
     for number in range(device_count()):
         properties = cupy().cuda.runtime.getDeviceProperties(number)

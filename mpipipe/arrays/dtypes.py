@@ -15,12 +15,34 @@ HALVES = ("float16", "bfloat16")
 
 
 def is_device(array: object) -> bool:
-    """Return whether this is an array in the memory of a GPU."""
+    """Return whether this is an array in the memory of a GPU.
+
+    Parameters
+    ----------
+    array : object
+        Anything.
+
+    Returns
+    -------
+    bool
+        True for a cupy.ndarray. CuPy is not imported for this.
+    """
     return type(array).__module__.split(".")[0] == "cupy" and hasattr(array, "data")
 
 
 def is_array(array: object) -> bool:
-    """Return whether this is an array of numpy or CuPy."""
+    """Return whether this is an array of numpy or CuPy.
+
+    Parameters
+    ----------
+    array : object
+        Anything.
+
+    Returns
+    -------
+    bool
+        True for a numpy.ndarray or a cupy.ndarray.
+    """
     return isinstance(array, np.ndarray) or is_device(array)
 
 
@@ -64,14 +86,38 @@ def device_of(array: object) -> str:
 def plain(array: Array) -> Array:
     """Return a host array of a subclass of numpy.ndarray (memmap, matrix, ...) as an ndarray itself, without a copy.
 
-    Other arrays come back as they are. Raises ArgumentError for a masked array.
+    Parameters
+    ----------
+    array : numpy.ndarray or cupy.ndarray
+        An array of any shape and dtype.
+
+    Returns
+    -------
+    numpy.ndarray or cupy.ndarray
+        A view of a subclass; any other array as it is.
+
+    Raises
+    ------
+    ArgumentError
+        The array is masked.
     """
     refuse_mask(array)
     return array.view(np.ndarray) if isinstance(array, np.ndarray) and type(array) is not np.ndarray else array
 
 
 def refuse_mask(array: Any) -> None:
-    """Raise ArgumentError for a masked array: nothing here would look at its mask."""
+    """Refuse a masked array: nothing here would look at its mask.
+
+    Parameters
+    ----------
+    array : object
+        Anything.
+
+    Raises
+    ------
+    ArgumentError
+        It is a masked array.
+    """
     if isinstance(array, np.ma.MaskedArray):
         raise ArgumentError(
             "a masked array, whose mask would be lost",
@@ -115,12 +161,34 @@ COMPUTE_DTYPES = tuple(map(dtype, ("float32", "float64", *HALVES)))  # in which 
 
 
 def is_floating(kind: np.dtype) -> bool:
-    """Return whether gradients exist for arrays of this dtype (bfloat16 reports kind 'V')."""
+    """Return whether gradients exist for arrays of this dtype.
+
+    Parameters
+    ----------
+    kind : numpy.dtype
+        The dtype.
+
+    Returns
+    -------
+    bool
+        True for real and complex floating dtypes, bfloat16 included (whose kind is "V").
+    """
     return kind.kind in "fc" or kind.name == "bfloat16"
 
 
 def is_half(kind: np.dtype) -> bool:
-    """Return whether this dtype is float16 or bfloat16."""
+    """Return whether this dtype is float16 or bfloat16.
+
+    Parameters
+    ----------
+    kind : numpy.dtype
+        The dtype.
+
+    Returns
+    -------
+    bool
+        True for these two.
+    """
     return kind.name in HALVES
 
 

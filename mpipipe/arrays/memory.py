@@ -18,7 +18,20 @@ ALIGNMENT = 64  # bytes: one cache line, one AVX-512 register
 
 
 def aligned_empty(shape: int | Shape, dtype: DTypeLike) -> np.ndarray:
-    """Return an uninitialised C-contiguous host array that starts on a cache line."""
+    """Return an uninitialised C-contiguous host array that starts on a cache line.
+
+    Parameters
+    ----------
+    shape : int or tuple of int
+        Its shape.
+    dtype : numpy.dtype
+        Its dtype.
+
+    Returns
+    -------
+    numpy.ndarray
+        An array without values that starts on a 64-byte boundary.
+    """
     dtype = np.dtype(dtype)
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
     nbytes = math.prod(shape) * dtype.itemsize
@@ -56,7 +69,21 @@ def empty(shape: int | Shape, dtype: DTypeLike, device: str = "cpu") -> Array:
 
 
 def zeros(shape: int | Shape, dtype: DTypeLike, device: str = "cpu") -> Array:
-    """Return a C-contiguous array of zeros; the parameters are those of `empty`.
+    """Return a C-contiguous array of zeros.
+
+    Parameters
+    ----------
+    shape : int or tuple of int
+        Its shape.
+    dtype : numpy.dtype
+        Its dtype.
+    device : str
+        `"cpu"` or `"cuda"`, as for `empty`.
+
+    Returns
+    -------
+    numpy.ndarray or cupy.ndarray
+        An array of zeros. On the host it starts on a 64-byte boundary.
 
     Examples
     --------
@@ -70,17 +97,47 @@ def zeros(shape: int | Shape, dtype: DTypeLike, device: str = "cpu") -> Array:
 
 
 def empty_like(array: Array, dtype: DTypeLike | None = None) -> Array:
-    """Return an uninitialised C-contiguous array of the same shape on the same device."""
+    """Return an uninitialised C-contiguous array of the same shape on the same device.
+
+    Parameters
+    ----------
+    array : numpy.ndarray or cupy.ndarray
+        An array of any strides.
+    dtype : numpy.dtype, optional
+        The dtype of the new array; by default that of `array`.
+
+    Returns
+    -------
+    numpy.ndarray or cupy.ndarray
+        An array without values.
+    """
     return empty(array.shape, array.dtype if dtype is None else dtype, device_of(array))
 
 
 def zeros_like(array: Array) -> Array:
-    """Return a C-contiguous array of zeros of the same shape and dtype on the same device."""
+    """Return a C-contiguous array of zeros of the same shape and dtype on the same device.
+
+    Parameters
+    ----------
+    array : numpy.ndarray or cupy.ndarray
+        An array of any strides.
+
+    Returns
+    -------
+    numpy.ndarray or cupy.ndarray
+        An array of zeros.
+    """
     return zeros(array.shape, array.dtype, device_of(array))
 
 
 def set_zero(array: Array) -> None:
-    """Fill a C-contiguous array with zeros."""
+    """Fill an array with zeros.
+
+    Parameters
+    ----------
+    array : numpy.ndarray or cupy.ndarray
+        A C-contiguous array.
+    """
     if isinstance(array, np.ndarray):
         array.fill(0)
     elif array.nbytes:
@@ -89,7 +146,20 @@ def set_zero(array: Array) -> None:
 
 
 def copy_into(target: Array, source: Array) -> None:
-    """Copy `source` to `target`, both C-contiguous, of one dtype and size, on one device."""
+    """Copy the elements of one array to another on the same device.
+
+    Parameters
+    ----------
+    target : numpy.ndarray or cupy.ndarray
+        A C-contiguous array, to be set.
+    source : numpy.ndarray or cupy.ndarray
+        A C-contiguous array of the dtype and size of `target`.
+
+    Raises
+    ------
+    ArgumentError
+        Their dtypes or sizes differ.
+    """
     if target.dtype != source.dtype or target.size != source.size:
         found, expected = (f"{array.dtype}{list(array.shape)}" for array in (source, target))
         raise ArgumentError("a copy to another kind of array", found=found, expected=expected)
@@ -102,7 +172,18 @@ def copy_into(target: Array, source: Array) -> None:
 
 
 def copy(array: Array) -> Array:
-    """Return a copy of an array on the same device."""
+    """Return a copy of an array on the same device.
+
+    Parameters
+    ----------
+    array : numpy.ndarray or cupy.ndarray
+        An array of any strides.
+
+    Returns
+    -------
+    numpy.ndarray or cupy.ndarray
+        A new array of the same shape, dtype and values.
+    """
     if isinstance(array, np.ndarray) or not array.flags.c_contiguous:
         return array.copy()
     new = empty_like(array)
@@ -111,7 +192,18 @@ def copy(array: Array) -> Array:
 
 
 def concatenate(parts: Sequence[Array]) -> Array:
-    """Put C-contiguous arrays of one dtype and device together along axis 0."""
+    """Put arrays together along axis 0.
+
+    Parameters
+    ----------
+    parts : sequence of numpy.ndarray or cupy.ndarray
+        C-contiguous arrays of one dtype, on one device, at least one.
+
+    Returns
+    -------
+    numpy.ndarray or cupy.ndarray
+        A new array with their rows in order.
+    """
     if isinstance(parts[0], np.ndarray):
         return np.concatenate(parts)
     whole = empty((sum(part.shape[0] for part in parts), *parts[0].shape[1:]), parts[0].dtype, "cuda")
@@ -123,12 +215,34 @@ def concatenate(parts: Sequence[Array]) -> Array:
 
 
 def address(array: Array) -> int:
-    """Return the address of the first element, in host or device memory."""
+    """Return the address of the first element, in host or device memory.
+
+    Parameters
+    ----------
+    array : numpy.ndarray or cupy.ndarray
+        An array of any strides.
+
+    Returns
+    -------
+    int
+        The address in bytes.
+    """
     return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
 
 
 def shares_memory(first: Array, second: Array) -> bool:
-    """Return whether two arrays may overlap; exact for C-contiguous device arrays."""
+    """Return whether two arrays may overlap in memory.
+
+    Parameters
+    ----------
+    first, second : numpy.ndarray or cupy.ndarray
+        Arrays of any strides.
+
+    Returns
+    -------
+    bool
+        Exact for C-contiguous device arrays. For others it may be True where they only lie between each other.
+    """
     if isinstance(first, np.ndarray) or isinstance(second, np.ndarray):
         return isinstance(first, np.ndarray) and isinstance(second, np.ndarray) and np.may_share_memory(first, second)
     (low, high), (start, end) = _bounds(first), _bounds(second)

@@ -13,12 +13,24 @@ NOT_READY = 600  # cudaErrorNotReady
 
 
 def stream() -> Stream:
-    """Return CuPy's current stream of this thread."""
+    """Return CuPy's current stream of this thread.
+
+    Returns
+    -------
+    Stream
+        A cupy.cuda.Stream.
+    """
     return cupy().cuda.get_current_stream()
 
 
 def side_stream() -> Stream:
-    """Return a new stream that no other waits for; `with` makes it the current one."""
+    """Return a new stream that no other waits for.
+
+    Returns
+    -------
+    Stream
+        A cupy.cuda.Stream; `with` makes it the current one.
+    """
     return cupy().cuda.Stream(non_blocking=True)
 
 
@@ -43,6 +55,16 @@ def record(timing: bool = False) -> Event:
 def is_done(event: Event) -> bool:
     """Return whether the device has come to an event.
 
+    Parameters
+    ----------
+    event : Event
+        What `record` returned.
+
+    Returns
+    -------
+    bool
+        True once all work before it is done.
+
     Raises
     ------
     BackendError
@@ -59,18 +81,46 @@ def is_done(event: Event) -> bool:
 
 
 def wait_for(event: Event) -> None:
-    """Let later work on the current stream wait for an event; the host does not wait."""
+    """Let later work on the current stream wait for an event; the host does not wait.
+
+    Parameters
+    ----------
+    event : Event
+        What `record` returned, on any stream.
+    """
     stream().wait_event(event)
 
 
 def seconds_between(start: Event, end: Event) -> float:
-    """Return the device time between two events that are done, both recorded with `timing`."""
+    """Return the device time between two events that are done.
+
+    Parameters
+    ----------
+    start, end : Event
+        What `record(timing=True)` returned.
+
+    Returns
+    -------
+    float
+        Seconds from `start` to `end`.
+    """
     return float(cupy().cuda.get_elapsed_time(start, end)) * 1e-3
 
 
 @contextmanager
 def annotated(name: str) -> Iterator[None]:
-    """Show what is done within as a range called `name` in NVIDIA's profilers."""
+    """Show what is done within as a range in NVIDIA's profilers; for `with`.
+
+    Parameters
+    ----------
+    name : str
+        Name of the range.
+
+    Yields
+    ------
+    None
+        Nothing.
+    """
     nvtx = cupy().cuda.nvtx
     nvtx.RangePush(name)
     try:

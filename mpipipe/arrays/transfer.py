@@ -20,7 +20,18 @@ PIECE_BYTES = 64 << 20  # of pinned memory for one piece of an array; CuPy keeps
 
 
 def pinned(nbytes: int) -> np.ndarray:
-    """Return page-locked host memory as an array of bytes: the device copies from and to it without the processor."""
+    """Return page-locked host memory: the device copies from and to it without the processor.
+
+    Parameters
+    ----------
+    nbytes : int
+        Number of bytes, at least 0.
+
+    Returns
+    -------
+    numpy.ndarray
+        (nbytes,), uint8, without values.
+    """
     memory = cupy().cuda.alloc_pinned_memory(max(nbytes, 1))
     return np.frombuffer(memory, np.uint8, nbytes)
 
@@ -109,7 +120,18 @@ def download(*device_arrays: Array) -> Any:
 
 
 def download_all(device_arrays: Sequence[Array]) -> list[np.ndarray]:
-    """As `download`, of any number of arrays to as many."""
+    """Copy any number of arrays to the host, as `download` does.
+
+    Parameters
+    ----------
+    device_arrays : sequence of cupy.ndarray or numpy.ndarray
+        C-contiguous arrays of any shape and dtype.
+
+    Returns
+    -------
+    list of numpy.ndarray
+        As many arrays. Host arrays come back as they are.
+    """
     results: list[np.ndarray] = []
     waiting: list[tuple[np.ndarray, np.ndarray]] = []
     for array in device_arrays:
@@ -140,12 +162,28 @@ def _receive(waiting: list[tuple[np.ndarray, np.ndarray]]) -> None:
 
 
 def copy_to_device(target: DeviceArray, buffer: np.ndarray) -> None:
-    """Start copying pinned bytes to a contiguous device array; they must stay as they are until the stream is there."""
+    """Start copying pinned bytes to a device array, in the order of the current stream.
+
+    Parameters
+    ----------
+    target : cupy.ndarray
+        A C-contiguous array of as many bytes, to be set.
+    buffer : numpy.ndarray
+        Pinned bytes. They must stay as they are until the stream has come to the copy.
+    """
     runtime = cupy().cuda.runtime
     runtime.memcpyAsync(address(target), address(buffer), buffer.nbytes, runtime.memcpyHostToDevice, stream().ptr)
 
 
 def copy_to_host(buffer: np.ndarray, source: DeviceArray) -> None:
-    """Start copying a contiguous device array to pinned bytes, which are there once the stream is."""
+    """Start copying a device array to pinned bytes, in the order of the current stream.
+
+    Parameters
+    ----------
+    buffer : numpy.ndarray
+        Pinned bytes, to be set. They are there once the stream has come to the copy.
+    source : cupy.ndarray
+        A C-contiguous array of as many bytes.
+    """
     runtime = cupy().cuda.runtime
     runtime.memcpyAsync(address(buffer), address(source), buffer.nbytes, runtime.memcpyDeviceToHost, stream().ptr)

@@ -57,8 +57,10 @@ def decode_attention(
         The ranks; None: this one alone.
     start, first : int
         Position of the first query, and of this rank's first key.
-    window, scale
-        As for `KVCache`.
+    window : int, optional
+        A query sees itself and the window - 1 positions before it.
+    scale : float, optional
+        Factor on the scores, finite and above 0; default 1 / sqrt(head_dim).
 
     Returns
     -------

@@ -92,6 +92,7 @@ class KVCache(Attend):
         Parameters
         ----------
         rows : int
+            Number of rows.
 
         Returns
         -------
@@ -138,7 +139,9 @@ class KVCache(Attend):
 
         Parameters
         ----------
-        dout, saved
+        dout : array
+            Not used.
+        saved : None
             Not used.
 
         Raises

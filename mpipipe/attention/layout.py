@@ -86,10 +86,12 @@ class Layout:
         Parameters
         ----------
         rank : int
+            From 0 to `ranks`, exclusive.
 
         Returns
         -------
         int
+            The number of its rows.
         """
         return sum(part.rows for part in self._ranges[rank])
 
@@ -99,6 +101,7 @@ class Layout:
         Parameters
         ----------
         rank : int
+            From 0 to `ranks`, exclusive.
 
         Returns
         -------
@@ -116,6 +119,7 @@ class Layout:
         array : numpy.ndarray
             The whole array, `seq_len` long along `axis`.
         rank : int
+            From 0 to `ranks`, exclusive.
         axis : int
             The axis of the sequence.
 
@@ -220,8 +224,14 @@ class Layout:
 
         Parameters
         ----------
-        causal, window, documents, keys
-            As for `needs`.
+        causal : bool
+            A query sees no later position.
+        window : int, optional
+            A query sees itself and the window - 1 positions before it; needs `causal`.
+        documents : sequence of int, optional
+            Positions at which documents begin, as for `needs`.
+        keys : Layout, optional
+            Layout of the keys, if they are another sequence.
 
         Returns
         -------

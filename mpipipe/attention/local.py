@@ -107,7 +107,7 @@ class Local(Attend):
         -------
         out : array
             (batch, seq, heads, value_dim), C-contiguous, of the dtype of q. 0 where a row sees no key.
-        saved
+        saved : LocalSaved
             For `backward`. `saved.lse` is the log-sum-exp of the scores, (batch, heads, seq).
 
         Raises
@@ -128,7 +128,7 @@ class Local(Attend):
         ----------
         dout : array
             Gradient of `out`, in its shape and dtype.
-        saved
+        saved : LocalSaved
             From `forward`.
 
         Returns

@@ -23,21 +23,17 @@ from mpipipe.nn.layers.attend import Attend
 
 
 class RingSaved(NamedTuple):
-    """What the forward of `Ring` keeps for its backward.
-
-    call : number of the forward
-    message : keys and values of the last step's block; None in a ring of one step
-    """
+    """What the forward of `Ring` keeps for its backward."""
 
     plan: RingPlan
-    call: int
+    call: int  # number of the forward
     scale: float
     q: Array
     k: Array
     v: Array
     out: Array
     lse: Array
-    message: Array | None
+    message: Array | None  # keys and values of the last step's block; None in a ring of one step
 
 
 class Ring(Attend):
@@ -139,7 +135,7 @@ class Ring(Attend):
         -------
         out : array
             (batch, local seq, heads, value_dim), C-contiguous, of the dtype of q. 0 where a row sees no key.
-        saved
+        saved : RingSaved
             For `backward`. `saved.lse` is the log-sum-exp of the scores, (batch, heads, local seq).
 
         Raises
@@ -168,7 +164,7 @@ class Ring(Attend):
         ----------
         dout : array
             Gradient of `out`, in its shape and dtype.
-        saved
+        saved : RingSaved
             From `forward`. It may be used again.
 
         Returns
@@ -228,14 +224,28 @@ def ring_attention(
     ----------
     q, k, v : array
         As for `Ring.forward`.
-    comm, causal, layout, window, segments, scale, seq_len, rotation
-        As for `Ring`.
+    comm : mpi4py.MPI.Comm or None
+        The ranks that share a sequence. None: all ranks.
+    causal : bool
+        A query sees no later position.
+    layout : str
+        "contiguous", "zigzag" or "striped", as for `Ring`.
+    window : int, optional
+        A query sees itself and the window - 1 positions before it; needs `causal`.
+    segments : array_like of int, optional
+        Documents packed into the whole sequence, as for `Ring`.
+    scale : float, optional
+        Factor on the scores, finite and above 0; default 1 / sqrt(head_dim).
+    seq_len : int, optional
+        Length of the whole sequence of queries; default: the sum of what the ranks bring.
+    rotation : str
+        "overlap" or "sendrecv", as for `Ring`.
 
     Returns
     -------
     out : array
         (batch, local seq, heads, value_dim).
-    saved
+    saved : tuple of Ring and RingSaved
         For `ring_attention_backward`.
 
     Raises
@@ -271,7 +281,7 @@ def ring_attention_backward(dout: Array, saved: tuple[Ring, RingSaved]) -> Gradi
     ----------
     dout : array
         Gradient of the output, in its shape and dtype.
-    saved
+    saved : tuple of Ring and RingSaved
         From `ring_attention`.
 
     Returns

@@ -26,9 +26,25 @@ from mpipipe.comm.process import is_rank
 from mpipipe.comm.report import AGREED, INTERRUPTED, describe, heading, write
 from mpipipe.errors import ArgumentError, BackendError, MpipipeError
 
+__all__ = ["Stop", "run_or_abort"]
+
 
 class Stop(Exception):
-    """Ends a program with an exit code and a text that one rank writes as it is."""
+    """Ends a program with an exit code and a text that one rank writes as it is.
+
+    Parameters
+    ----------
+    text : str
+        What is written to stderr, with its line ends.
+    code : int
+        The exit code.
+
+    Examples
+    --------
+    >>> from mpipipe.comm.abort import Stop
+    >>> Stop("mpipipe: no such file", code=2).code
+    2
+    """
 
     def __init__(self, text: str, code: int) -> None:
         self.text, self.code = text, code

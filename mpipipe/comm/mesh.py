@@ -9,9 +9,17 @@ from mpipipe.comm.group import Group, group_of
 from mpipipe.comm.types import Communicator
 from mpipipe.errors import ArgumentError, MpipipeError
 
+__all__ = ["Coordinates", "Mesh"]
+
 
 class Coordinates(NamedTuple):
-    """A place in the grid, or its extents."""
+    """A place in the grid, or its extents.
+
+    Parameters
+    ----------
+    pipe, data, seq : int
+        The place, or the extent, along each axis.
+    """
 
     pipe: int
     data: int

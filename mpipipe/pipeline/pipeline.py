@@ -26,10 +26,13 @@ class StepResult:
 
     Attributes
     ----------
-    loss : mean loss over the batch of all replicas, each micro-batch weighted by its rows; on every rank
-    losses : loss of each micro-batch of this pipeline, in order; on every rank
-    input_grads : on the rank of stage 0, the gradient of `loss` with respect to the inputs of each micro-batch, in
-        order (None for integer inputs); elsewhere None
+    loss : float
+        Mean loss over the batch of all replicas, each micro-batch weighted by its rows; on every rank.
+    losses : list of float
+        Loss of each micro-batch of this pipeline, in order; on every rank.
+    input_grads : list or None
+        On the rank of stage 0, the gradient of `loss` with respect to the inputs of each micro-batch, in order (None
+        for integer inputs); elsewhere None.
     """
 
     loss: float
@@ -40,36 +43,71 @@ class StepResult:
 class Pipeline:
     """Stages on the ranks of a communicator, run by a schedule.
 
+    The constructor, `step`, `evaluate`, `forward`, `durations` and `close` are collective.
+
     Parameters
     ----------
-    stages : this rank's stages, one for each of its logical stages in `schedule.placement`, in rising order. A stage
-        has `forward(x) -> (y, saved)` and `backward(dy, saved) -> dx`; schedules that split the backward need
-        `backward_input(dy, saved) -> (dx, pending)` and `backward_weight(pending)` as well. x, y: an array, or a tuple
-        or dict of arrays. A stage may keep x until its backward, must not write to x or dy, and must not use the
-        memory of y or dx again within the step: they are sent from where they lie. To take part in replicas a stage
-        has `gradients`: an object whose `flat` is one contiguous array of all gradients, zeroed at the start of each
-        step and summed at its end, or None.
-    schedule : what `mpipipe.schedules` makes or reads; it is checked here, before the first message
-    comm : communicator with one rank for each rank of the schedule; None means COMM_WORLD. It is duplicated.
-    loss : `loss(output, target) -> (value, doutput)`, needed on the rank of the last stage; value is the mean over the
-        micro-batch, doutput its gradient, shaped as the output. A loss with a parameter `factor` multiplies doutput by
-        it before rounding: by the share of the micro-batch in the batch, and the `scale` of the step
-    recompute : keep only the input of each stage, and run its forward again before its backward
-    replicas : communicator of the ranks with the same stages and parameters, over which gradients are summed; None for
-        a single pipeline
-
-    Collective, as are `step`, `evaluate`, `forward`, `durations` and `close`. Wrong or disagreeing arguments raise the
-    same error on every rank; a failure inside a step raises on the rank where it happened (StageError,
-    NonFiniteError) and as PeerError on the others, and ends the life of the pipeline.
+    stages : sequence of stages
+        This rank's stages, one for each of its logical stages in `schedule.placement`, in rising order; see Notes.
+    schedule : Schedule
+        What `mpipipe.schedules` makes or reads. It is checked here, before the first message.
+    comm : mpi4py.MPI.Intracomm, optional
+        Communicator with one rank for each rank of the schedule; by default COMM_WORLD. It is duplicated.
+    loss : callable, optional
+        `loss(output, target) -> (value, doutput)`, needed on the rank of the last stage. `value` is the mean over the
+        micro-batch, `doutput` its gradient, shaped as the output. A loss with a parameter `factor` multiplies doutput
+        by it before rounding: by the share of the micro-batch in the batch, and the `scale` of the step.
+    recompute : bool
+        Keep only the input of each stage, and run its forward again before its backward.
+    replicas : mpi4py.MPI.Intracomm, optional
+        Communicator of the ranks with the same stages and parameters, over which gradients are summed; by default this
+        is a single pipeline.
 
     Attributes
     ----------
-    peak_activations : largest number of (stage, micro-batch) activations held at once in the last training step
-    bytes_sent : bytes of activations and gradients that this rank sent in the last call
-    bytes_per_edge : the same by (edge, "forward" or "backward"); edge e joins stage e-1 to stage e
-    busy, elapsed : seconds of the last call spent in stages and loss, and in all; on a GPU by events, and reading them
-        waits for the last action
-    recorder : a trace.Recorder, or None
+    stages : list
+        This rank's stages.
+    schedule : Schedule
+        The schedule.
+    rank : int
+        This rank in the communicator.
+
+    Raises
+    ------
+    ArgumentError, ScheduleError, MismatchError
+        The same error on every rank: arguments are wrong, or ranks disagree. The collective methods do so, too.
+    StageError, NonFiniteError
+        By a call, on the rank where a failure inside it happened. It ends the life of the pipeline.
+    PeerError
+        By the same call, on the other ranks.
+
+    Notes
+    -----
+    A stage, such as `nn.Stage`, has `forward(x) -> (y, saved)` and `backward(dy, saved) -> dx`. Schedules that split
+    the backward need `backward_input(dy, saved) -> (dx, pending)` and `backward_weight(pending)` as well. x and y are
+    an array, or a tuple or dict of arrays. A stage may keep x until its backward, must not write to x or dy, and must
+    not use the memory of y or dx again within the step: they are sent from where they lie.
+
+    To take part in replicas a stage has `gradients`: None, or an object whose `flat` is one contiguous array of all
+    gradients, zeroed at the start of each step and summed at its end.
+
+    Examples
+    --------
+    Two threads stand for two MPI ranks here, with one linear layer on each:
+
+    >>> import numpy as np
+    >>> from mpipipe import Pipeline, nn, schedules
+    >>> from mpipipe.comm import inprocess
+    >>> def on_each_rank(comm):
+    ...     stage = nn.Stage([nn.Linear(3, 3)], first=comm.rank)
+    ...     x = np.ones((8, 3), np.float32) if comm.rank == 0 else None
+    ...     target = np.zeros((8, 3), np.float32) if comm.rank == 1 else None
+    ...     schedule = schedules.one_f_one_b(ranks=2, microbatches=4)
+    ...     with Pipeline([stage], schedule, comm, loss=nn.mean_squared_error) as pipe:
+    ...         result = pipe.step(x, target)
+    ...     return len(result.losses), bool(stage.gradients.flat.any())
+    >>> inprocess.run(2, on_each_rank)
+    [(4, True), (4, True)]
     """
 
     def __init__(
@@ -93,18 +131,32 @@ class Pipeline:
     # -- calls --------------------------------------------------------------------------------------------------
 
     def step(self, inputs: Batched, targets: Batched, scale: float = 1.0) -> StepResult:
-        """Forward and backward of one batch; leaves its gradients in the stages.
+        """Run forward and backward of one batch, and leave its gradients in the stages.
+
+        Gradients are zeroed first, and are those of the mean loss over all rows of all replicas.
 
         Parameters
         ----------
-        inputs : on the rank of stage 0 an array, tuple or dict of C-contiguous arrays (rows, ...), cut along axis 0
-            into M micro-batches whose sizes differ by one at most, or a list of M such, whose shapes may differ;
-            None on the other ranks
-        targets : the same on the rank of the last stage, for the loss
-        scale : factor on the loss where the backward begins, the same on every rank, against underflow of float16
-            (optim.LossScaler); the gradients in the stages carry it, loss and input gradients in the result do not
+        inputs : array, tuple or dict of arrays, list of such, or None
+            On the rank of stage 0 C-contiguous arrays (rows, ...), cut along axis 0 into M micro-batches whose sizes
+            differ by one at most, or a list of M such, whose shapes may differ; None on the other ranks.
+        targets : array, tuple or dict of arrays, list of such, or None
+            The same on the rank of the last stage, for the loss.
+        scale : float
+            Factor on the loss where the backward begins, the same on every rank, against underflow of float16
+            (optim.LossScaler). Gradients in the stages carry it; loss and input gradients in the result do not.
 
-        Gradients are zeroed first, and are those of the mean loss over all rows of all replicas. Returns StepResult.
+        Returns
+        -------
+        StepResult
+            Losses on every rank, and gradients of the inputs on the rank of stage 0.
+
+        Raises
+        ------
+        ArgumentError, MismatchError
+            On every rank: arguments do not fit, or ranks make different calls.
+        StageError, NonFiniteError, PeerError
+            A failure inside the step, which ends the life of the pipeline.
         """
         engine = self.engine
         batch, agreed = engine.agree("step", inputs, targets, scale)
@@ -119,8 +171,8 @@ class Pipeline:
 
         Parameters
         ----------
-        inputs, targets : as for `step`
-            A batch with fewer rows than M is cut into as many micro-batches as it has rows.
+        inputs, targets : array, tuple or dict of arrays, list of such, or None
+            As for `step`. A batch with fewer rows than M is cut into as many micro-batches as it has rows.
 
         Returns
         -------
@@ -140,7 +192,8 @@ class Pipeline:
 
         Parameters
         ----------
-        inputs : as for `step`
+        inputs : array, tuple or dict of arrays, list of such, or None
+            As for `step`.
 
         Returns
         -------
@@ -182,13 +235,13 @@ class Pipeline:
 
     @property
     def busy(self) -> float:
-        """Seconds of the last call spent in stages and loss; on a GPU this waits for the last action."""
+        """Seconds of the last call spent in stages and loss; on a GPU by events, and this waits for the last action."""
         self.engine.executor.clock.settle()
         return self.engine.executor.clock.busy
 
     @property
     def elapsed(self) -> float:
-        """Seconds of the last call; on a GPU this waits for the last action."""
+        """Seconds of the last call, in all; on a GPU by events, and this waits for the last action."""
         self.engine.executor.clock.settle()
         return max(self.engine.host_elapsed, self.engine.executor.clock.span)
 
@@ -199,7 +252,7 @@ class Pipeline:
 
     @property
     def bytes_per_edge(self) -> dict[tuple[int, str], int]:
-        """The same by (edge, "forward" or "backward"); edge e joins stage e - 1 to stage e."""
+        """The bytes of `bytes_sent` by (edge, "forward" or "backward"); edge e joins stage e - 1 to stage e."""
         return self.engine.messages.bytes_per_edge
 
     @property

@@ -8,10 +8,25 @@ import sys
 
 import pytest
 from support.launch import ROOT, run_job
-from support.public_face import main, public_face
+from support.public_face import main, members, public_face
 
 # the modules whose public face is held to this
-ROOMS = ["mpipipe.even_split", "mpipipe.schedules"]
+ROOMS = [
+    "mpipipe",
+    "mpipipe.arrays",
+    "mpipipe.attention",
+    "mpipipe.comm.abort",
+    "mpipipe.comm.inprocess",
+    "mpipipe.comm.mesh",
+    "mpipipe.comm.runtime",
+    "mpipipe.errors",
+    "mpipipe.even_split",
+    "mpipipe.models",
+    "mpipipe.nn",
+    "mpipipe.optim",
+    "mpipipe.schedules",
+    "mpipipe.train",
+]
 
 CODES = {  # of numpydoc.validate
     "GL06": "a section that numpydoc does not know",
@@ -59,9 +74,10 @@ def wrong_docstring(value) -> list[str]:
             documented = dict(super().doc_all_parameters)
             if _is_record(self.obj):
                 for names, kind, text in self.doc["Attributes"]:
-                    documented |= {
-                        name: (kind, text) for name in names.split(", ") if name in self.signature_parameters
-                    }
+                    for name in names.split(", "):
+                        # numpydoc lists fields with the default None as attributes, too, without a type
+                        if name in self.signature_parameters and name not in documented:
+                            documented[name] = (kind, text)
             return documented
 
     found = [f"{code} {text}" for code, text in validate(value, FieldsAreParameters)["errors"] if code in CODES]
@@ -109,6 +125,64 @@ def test_incomplete_docstrings_are_found():
 
     codes = [[text.split()[0] for text in wrong_docstring(value)] for value in (no_docstring, wrong_names, Plain, Heir)]
     assert codes == [["GL08"], ["PR01", "PR02", "RT01", "the"], ["PR01"], []]
+
+
+def test_a_field_without_a_value_keeps_its_documented_type():
+    @dataclasses.dataclass
+    class Options:
+        """Options.
+
+        Parameters
+        ----------
+        width : int, optional
+            The width.
+        """
+
+        width: int | None = None
+
+    @dataclasses.dataclass
+    class Untyped:
+        """Options.
+
+        Parameters
+        ----------
+        width
+            The width.
+        """
+
+        width: int | None = None
+
+    assert wrong_docstring(Options) == []
+    assert [text.split()[0] for text in wrong_docstring(Untyped)] == ["PR04"]
+
+
+def test_a_member_is_left_out_only_where_it_inherits_a_docstring():
+    class Base:
+        def documented(self):
+            """Do it."""
+
+        def undocumented(self):
+            pass
+
+    class Heir(Base):
+        def documented(self):
+            pass
+
+        def undocumented(self):
+            pass
+
+        def own(self):
+            pass
+
+    class Changed(Base):
+        def documented(self):
+            """Do it otherwise."""
+
+    for kind in (Base, Heir, Changed):
+        kind.__module__ = "mpipipe.made_up"
+    assert [name for name, _ in members("Base", Base)] == ["Base.documented", "Base.undocumented"]
+    assert [name for name, _ in members("Heir", Heir)] == ["Heir.undocumented", "Heir.own"]
+    assert dict(members("Changed", Changed))["Changed.documented"] is Changed.documented
 
 
 def test_examples_that_fail_are_found(tmp_path, monkeypatch, capsys):

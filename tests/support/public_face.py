@@ -18,6 +18,8 @@ def public_face(module_name: str) -> Iterator[tuple[str, object]]:
 
     A module without `__all__` shows what it defines itself under names without an underscore. Names for types and
     numbers are left out, since they carry no docstring. A property stands for itself, a method for its function.
+    A member without a docstring of its own is left out where a base class of the package documents the same name:
+    `help` shows the text of the base, which is checked where the base is public.
     """
     module = importlib.import_module(module_name)
     names = getattr(module, "__all__", None) or [
@@ -30,18 +32,26 @@ def public_face(module_name: str) -> Iterator[tuple[str, object]]:
         if inspect.isfunction(value) or inspect.isclass(value):
             yield f"{module_name}.{name}", value
         if inspect.isclass(value):
-            yield from _members(f"{module_name}.{name}", value)
+            yield from members(f"{module_name}.{name}", value)
 
 
-def _members(name: str, kind: type) -> Iterator[tuple[str, object]]:
-    members = {}
-    for base in reversed(kind.__mro__):
-        if base.__module__.split(".")[0] == "mpipipe":
-            members.update(vars(base))
-    for member, value in members.items():
-        value = getattr(value, "__func__", value)  # of a class method or a static method
-        if not member.startswith("_") and (inspect.isfunction(value) or isinstance(value, (property, cached_property))):
-            yield f"{name}.{member}", value
+def members(name: str, kind: type) -> Iterator[tuple[str, object]]:
+    """(name, object) of the public methods and properties of a class, but for those that inherit their docstring."""
+    classes = [base for base in kind.__mro__ if base.__module__.split(".")[0] == "mpipipe"]
+    for member in dict.fromkeys(member for base in reversed(classes) for member in vars(base)):
+        values = [_unwrap(vars(base)[member]) for base in classes if member in vars(base)]
+        if member.startswith("_") or not _carries_docstring(values[0]):
+            continue
+        if values[0].__doc__ or not any(value.__doc__ for value in values[1:] if _carries_docstring(value)):
+            yield f"{name}.{member}", values[0]
+
+
+def _unwrap(value: object) -> object:
+    return getattr(value, "__func__", value)  # the function of a class method or a static method
+
+
+def _carries_docstring(value: object) -> bool:
+    return inspect.isfunction(value) or isinstance(value, (property, cached_property))
 
 
 def run_examples(module_name: str) -> tuple[int, str]:

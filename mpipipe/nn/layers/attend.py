@@ -20,13 +20,52 @@ class Attend(Protocol):
     poll: Callable[[], object]
 
     def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-        """Return (out, saved) for arrays (batch, seq, heads, head_dim)."""
+        """Attend.
+
+        Parameters
+        ----------
+        q : array
+            (batch, seq, heads, head_dim).
+        k, v : array
+            (batch, seq, kv_heads, head_dim).
+
+        Returns
+        -------
+        out : array
+            (batch, seq, heads, head_dim).
+        saved : object
+            All that `backward` needs.
+        """
 
     def backward(self, dout: Array, saved: Any) -> tuple[Array, Array, Array]:
-        """Return (dq, dk, dv)."""
+        """Return the gradients of the inputs.
+
+        Parameters
+        ----------
+        dout : array
+            Gradient of `out`.
+        saved : object
+            What `forward` saved.
+
+        Returns
+        -------
+        dq, dk, dv : array
+            In the shapes of q, k and v.
+        """
 
     def positions(self, rows: int) -> np.ndarray | None:
-        """Return the positions of the next `rows` rows in the whole sequence, or None for 0 ... rows - 1."""
+        """Return the positions of the next rows in the whole sequence.
+
+        Parameters
+        ----------
+        rows : int
+            Number of rows.
+
+        Returns
+        -------
+        numpy.ndarray or None
+            (rows,), integers; None for 0 ... rows - 1.
+        """
         return None
 
 

@@ -15,6 +15,32 @@ class Dropout(Layer):
 
     The mask is drawn by a counter-based generator for (seed, layer name, step, replica, micro-batch), so recomputation
     draws it again, and so does any other split of the model over ranks. Otherwise the layer is the identity.
+
+    Parameters
+    ----------
+    probability : float
+        At least 0 and below 1; rounded to a multiple of 2^-16.
+
+    Raises
+    ------
+    ArgumentError
+        The probability is out of its range.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpipipe import nn
+    >>> stage = nn.Stage([nn.Dropout(0.5)])
+    >>> x = np.ones((4, 8), np.float32)
+    >>> y, saved = stage.forward(x, nn.Position(step=3))
+    >>> sorted(set(y.ravel().tolist()))
+    [0.0, 2.0]
+    >>> again, _ = stage.forward(x, nn.Position(step=3))
+    >>> bool((again == y).all())
+    True
+    >>> identity, _ = stage.forward(x, nn.Position(training=False))
+    >>> bool((identity == x).all())
+    True
     """
 
     def __init__(self, probability: float):

@@ -13,6 +13,22 @@ class Recompute(Layer):
     """The layer it is given, keeping only the input: the backward runs the forward again, with the same dropout masks.
 
     It adds nothing to names, so parameters, their initial values and masks are those of the layer without it.
+
+    Parameters
+    ----------
+    layer : Layer
+        The layer to run.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpipipe import nn
+    >>> stage = nn.Stage([nn.Recompute(nn.Linear(3, 2))])
+    >>> sorted(stage.parameters)
+    ['0.bias', '0.weight']
+    >>> y, saved = stage.forward(np.ones((4, 3), np.float32))
+    >>> stage.backward(np.ones_like(y), saved).shape
+    (4, 3)
     """
 
     def __init__(self, layer: Layer):
