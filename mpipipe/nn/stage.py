@@ -12,7 +12,6 @@ from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import kernels, random
 from mpipipe.nn.layers.containers import Sequential
-from mpipipe.nn.layers.embedding import Embedding
 from mpipipe.nn.layers.layer import Layer
 from mpipipe.nn.parameters import FlatBuffer, Parameter, decay_ranges
 from mpipipe.nn.rope_tables import RopeTables
@@ -151,6 +150,7 @@ class Stage:
             layer.bind(self, name)
         self._chain = Sequential(self.layers)
         self._chain.stage = self
+        self._first = _first_leaf(self._chain)
 
     def _drawn(self, declared: Mapping[str, Parameter], host: FlatBuffer) -> FlatBuffer:
         """Initial values in `host`, or in a buffer like it on the device."""
@@ -243,11 +243,6 @@ class Stage:
         """
         return self._chain.backward(dy, saved)
 
-    def _takes_integers(self) -> bool:
-        """Whether the first layer is an Embedding, or one of the user's own, of which nothing is known."""
-        first = _first_leaf(self.layers[0]) if self.layers else None
-        return isinstance(first, Embedding) or not type(first).__module__.startswith("mpipipe.nn.")
-
     def _accepted(self, x: Array) -> Array:
         """Return an input on the stage's device, checked. An Embedding checks integers before it uploads them."""
         device = arrays.device_of(x)
@@ -261,7 +256,7 @@ class Stage:
                 remedy="build the stage with device='cuda', or give a numpy array",
             )
         integers = x.dtype.kind in "iu"
-        if x.dtype != self.dtype and not (integers and self._takes_integers()):
+        if x.dtype != self.dtype and not (integers and self._first.takes_integers):
             raise ArgumentError(
                 "the input of a stage has the wrong dtype",
                 stage=self.index,
@@ -276,8 +271,8 @@ class Stage:
                 found=f"shape {x.shape}, strides {x.strides}",
                 remedy="pass cupy.ascontiguousarray(x)",
             )
-        embedded = integers and isinstance(_first_leaf(self.layers[0]), Embedding)
-        return arrays.upload(x) if device != self.device and not embedded else x
+        stays = device == self.device or (integers and self._first.uploads_integers)
+        return x if stays else arrays.upload(x)
 
 
 def _first_leaf(layer: Layer) -> Layer:

@@ -28,6 +28,8 @@ class Gelu(Layer):
     (4, 2)
     """
 
+    takes_integers = False
+
     def forward(self, x: Array) -> tuple[Array, Any]:
         return self.stage.kernels.gelu(x), x
 
@@ -63,6 +65,8 @@ class SwiGLU(Layer):
     >>> stage.forward(np.ones((2, 5, 8), np.float32))[0].shape
     (2, 5, 8)
     """
+
+    takes_integers = False
 
     gate_up: np.ndarray
     gate_up_grad: np.ndarray

@@ -58,6 +58,8 @@ class SelfAttention(Layer):
     (2, 5, 16)
     """
 
+    takes_integers = False
+
     qkv: np.ndarray
     qkv_grad: np.ndarray
     out: np.ndarray

@@ -43,6 +43,8 @@ class Dropout(Layer):
     True
     """
 
+    takes_integers = False
+
     def __init__(self, probability: float):
         if not 0 <= probability < 1:
             raise ArgumentError("wrong dropout probability", found=repr(probability), expected="0 <= probability < 1")

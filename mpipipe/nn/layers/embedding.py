@@ -42,6 +42,8 @@ class Embedding(Layer):
     (1, 3, 8)
     """
 
+    uploads_integers = True
+
     weight: np.ndarray
     weight_grad: np.ndarray
 

@@ -62,6 +62,10 @@ class Layer(ABC):
         The stage that bound it.
     name : str
         Its name in the model, such as `"3"` or `"3.layer"`.
+    takes_integers : bool
+        Whether it can be the first layer of a stage whose input is integers.
+    uploads_integers : bool
+        Whether it looks at integers on the host, and copies them to the GPU by itself.
 
     Examples
     --------
@@ -87,6 +91,8 @@ class Layer(ABC):
     children: Mapping[str, Layer] = MappingProxyType({})
     stage: StageOfLayer = None  # type: ignore[assignment]  # set by bind, before anything asks for it
     name: str = ""
+    takes_integers = True
+    uploads_integers = False
 
     @abstractmethod
     def forward(self, x: Array) -> tuple[Array, Any]:

@@ -41,6 +41,8 @@ class Linear(Layer):
     ((4, 2), ['0.bias', '0.weight'])
     """
 
+    takes_integers = False
+
     weight: np.ndarray
     weight_grad: np.ndarray
     bias: np.ndarray | None = None

@@ -40,6 +40,8 @@ class RMSNorm(Layer):
     array([[1., 1.]])
     """
 
+    takes_integers = False
+
     gain: np.ndarray
     gain_grad: np.ndarray
 
@@ -89,6 +91,8 @@ class LayerNorm(Layer):
     >>> stage.forward(np.array([[3.0, 5.0]]))[0]
     array([[-1.,  1.]])
     """
+
+    takes_integers = False
 
     gain: np.ndarray
     gain_grad: np.ndarray
