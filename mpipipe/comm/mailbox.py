@@ -1,7 +1,7 @@
 """Tagged messages of one rank's pipeline: receives posted ahead, sends that nobody waits for, buffers used again.
 
 The name of a message, not its order, decides what arrives where. There are two ways to receive. Where the shapes of
-all messages are known (`begin_step`), buffers are posted ahead of their data, at most `window` of them. Where they are
+all messages are known (`begin_call`), buffers are posted ahead of their data, at most `window` of them. Where they are
 not known, a small header comes first (`take_header`, then `take_unknown`).
 """
 
@@ -64,13 +64,13 @@ class Mailbox:
         self.next = 0
 
     def receive_schedule(self, envelopes: Sequence[Envelope], leaves: Sequence[Sequence[Leaf]]) -> list:
-        """Return what `begin_step` takes: each envelope, in order, with the buffers that its arrays need."""
+        """Return what `begin_call` takes: each envelope, in order, with the buffers that its arrays need."""
         return [
             (envelope, envelope.peer, *envelope.data, [(self.slots[leaf], *leaf) for leaf in shapes])
             for envelope, shapes in zip(envelopes, leaves)
         ]
 
-    def begin_step(self, schedule: list, window: int) -> None:
+    def begin_call(self, schedule: list, window: int) -> None:
         """Begin a step whose incoming messages are known; the first `window` receives are posted at once."""
         self.incoming, self.next = schedule, 0
         for _ in range(min(window, len(schedule))):

@@ -62,9 +62,10 @@ def check_arguments(
             remedy="pass one stage for each chunk of this rank",
         )
     adapters = [StageAdapter(stage) for stage in stages]
+    ops = {action.op for action in schedule.orders[comm.rank]}
     for number, stage in zip(numbers, adapters):
         try:
-            stage.check(schedule.splits_backward, replicas is not None and replicas.size > 1)
+            stage.check(ops, replicas is not None and replicas.size > 1)
         except ArgumentError as error:
             error.rank, error.stage = comm.rank, number
             raise

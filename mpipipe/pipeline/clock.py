@@ -8,15 +8,25 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.pipeline.plan import Step
+from mpipipe.pipeline.plan import PlannedAction
 from mpipipe.trace import Recorder
 
 MOST_CALLS = 8  # whose marks wait to be read
+
+
+class Call(NamedTuple):
+    """What is known of one call: its marks, and (name, start, end) of what was noted besides."""
+
+    start: Any
+    steps: Sequence[PlannedAction]
+    training: bool
+    marks: list
+    others: list[tuple[str, float, float]]
 
 
 class HostClock:
@@ -25,6 +35,7 @@ class HostClock:
     Attributes
     ----------
     now : function that makes a mark
+    waits : whether reading marks waits for the device
     busy : seconds of all actions of the last call
     span : seconds from the first action of the last call to the end of the last one, where this clock knows
     totals : (op, stage) -> [seconds, count] over all training steps
@@ -32,33 +43,43 @@ class HostClock:
     """
 
     now: Callable[[], Any] = staticmethod(perf_counter)
+    waits = False
 
     def __init__(self) -> None:
         self.busy = self.span = 0.0
         self.totals: dict[tuple[str, int], list] = defaultdict(lambda: [0.0, 0])
         self.recorder: Recorder | None = None
-        self.others: list[tuple[str, float, float]] = []
-        self.calls: deque = deque()  # (start, steps, marks, training) of calls that are not yet read
+        self.ended: deque[Call] = deque()  # calls that are not yet read
+        self.running: Call | None = None
 
-    def begin(self, steps: Sequence[Step], training: bool) -> list:
-        """Start a call; return the list that takes its marks, two for each step, in order."""
-        while len(self.calls) > MOST_CALLS or (self.calls and self._can_read(self.calls[0])):
-            self._read(*self.calls.popleft())
-        marks: list = []
-        self.calls.append((self._start(), steps, marks, training))
-        return marks
+    def begin(self, steps: Sequence[PlannedAction], training: bool) -> list:
+        """Start a call; return the list that takes its marks, two for each action, in order."""
+        if self.running is not None:  # it has failed
+            self.end()
+        while len(self.ended) > MOST_CALLS or (self.ended and self._can_read(self.ended[0])):
+            self._read(self.ended.popleft())
+        self.running = Call(self._start(), steps, training, [], [])
+        return self.running.marks
+
+    def end(self) -> None:
+        """End the call."""
+        if self.running is not None:
+            self.ended.append(self.running)
+            self.running = None
+            if self.recorder is not None and not self.waits:
+                self.settle()
 
     def add(self, name: str, start: float, end: float) -> None:
         """Note something besides the actions, for the recorder; times of time.perf_counter()."""
-        if self.recorder is not None:
-            self.others.append((name, start, end))
+        if self.recorder is not None and self.running is not None:
+            self.running.others.append((name, start, end))
 
     def settle(self) -> None:
-        """Make the numbers final; on a GPU this waits for the last action."""
-        while self.calls:
-            self._read(*self.calls.popleft())
+        """Make the numbers of all calls that have ended final; on a GPU this waits for the last action."""
+        while self.ended:
+            self._read(self.ended.popleft())
 
-    def _can_read(self, call: tuple) -> bool:
+    def _can_read(self, call: Call) -> bool:
         """Whether marks should be read before there are many."""
         return False
 
@@ -69,34 +90,34 @@ class HostClock:
         """Seconds of time.perf_counter() of each mark."""
         return np.array(marks)
 
-    def _read(self, start: Any, steps: Sequence[Step], marks: list, training: bool) -> None:
-        count = len(marks) // 2  # fewer than steps after an error
-        times = self._seconds(start, marks[: 2 * count]).reshape(count, 2)
+    def _read(self, call: Call) -> None:
+        count = len(call.marks) // 2  # fewer than actions after an error
+        times = self._seconds(call.start, call.marks[: 2 * count]).reshape(count, 2)
         durations = (times[:, 1] - times[:, 0]).tolist()
         self.busy = sum(durations)
-        if training:
+        if call.training:
             totals = self.totals
-            for step, seconds in zip(steps, durations):
+            for step, seconds in zip(call.steps, durations):
                 entry = totals[step[0], step[1]]
                 entry[0] += seconds
                 entry[1] += 1
         if self.recorder is not None:
-            spans = [(str(step), begun, ended) for step, (begun, ended) in zip(steps, times.tolist())]
-            for name, begun, ended in sorted([*spans, *self.others], key=lambda span: span[2]):
+            spans = [(str(step), begun, ended) for step, (begun, ended) in zip(call.steps, times.tolist())]
+            for name, begun, ended in sorted([*spans, *call.others], key=lambda span: span[2]):
                 self.recorder.add(name, begun, ended)
-            self.others.clear()
 
 
 class DeviceClock(HostClock):
     """The same for actions whose work is on the current stream: marks are events, read once the work is done."""
 
+    waits = True
+
     @staticmethod
     def now() -> Any:
         return arrays.record(timing=True)
 
-    def _can_read(self, call: tuple) -> bool:
-        marks = call[2]
-        return not marks or arrays.is_done(marks[-1])
+    def _can_read(self, call: Call) -> bool:
+        return not call.marks or arrays.is_done(call.marks[-1])
 
     def _start(self) -> Any:
         return perf_counter(), self.now()

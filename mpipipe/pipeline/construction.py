@@ -194,8 +194,8 @@ def _digests(stages: Sequence[StageAdapter]) -> list[str]:
     """Two short texts: of the names, shapes and dtypes of this rank's parameters, and of their values."""
     shapes, values = blake2b(digest_size=8), blake2b(digest_size=8)
     for stage in stages:
-        text, flat = stage.parameter_facts()
+        text, flats = stage.parameter_facts()
         shapes.update(text.encode())
-        if flat is not None:
+        for flat in flats:
             values.update(flat.data)
     return [shapes.hexdigest(), values.hexdigest()]

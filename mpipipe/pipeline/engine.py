@@ -20,14 +20,14 @@ from mpipipe.comm.transport.choose import make_transport
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import Position
 from mpipipe.pipeline.batch import Batch, BatchReader
+from mpipipe.pipeline.call_agreement import Agreed, Agreement
+from mpipipe.pipeline.call_state import CallInputs, CallState
 from mpipipe.pipeline.construction import Partners
 from mpipipe.pipeline.executor import Executor
 from mpipipe.pipeline.life import Life
 from mpipipe.pipeline.loss import Loss
 from mpipipe.pipeline.messages import StageMessages
 from mpipipe.pipeline.plan import Plan
-from mpipipe.pipeline.step_agreement import Agreed, Agreement
-from mpipipe.pipeline.step_state import StepInputs, StepState
 from mpipipe.pipeline.ties import Ties
 from mpipipe.schedules import Schedule
 
@@ -113,11 +113,11 @@ class Engine:
             raise problem
         return batch, agreed
 
-    def run(self, call: str, batch: Batch, agreed: Agreed, scale: float = 1.0) -> StepState:
+    def run(self, call: str, batch: Batch, agreed: Agreed, scale: float = 1.0) -> CallState:
         """Run the plan of a call."""
         plan = self._plan(call, agreed.microbatches)
         training, replica = call == "step", 0 if self.replicas is None else self.replicas.rank
-        inputs = StepInputs(
+        inputs = CallInputs(
             training,
             batch.inputs or [],
             batch.targets,
@@ -132,7 +132,7 @@ class Engine:
         self.messages.end(agreed.signature)
         return state
 
-    def train(self, batch: Batch, agreed: Agreed, scale: float) -> tuple[StepState, float, list[float]]:
+    def train(self, batch: Batch, agreed: Agreed, scale: float) -> tuple[CallState, float, list[float]]:
         """Run a training step; return what it gave, the mean loss of all replicas, and the losses of this pipeline."""
         for stage in self.stages:
             stage.zero_gradients()
@@ -146,8 +146,9 @@ class Engine:
         return state, loss, losses
 
     def end(self) -> None:
-        """Note how long the call took."""
+        """Note how long the call took, and let go of its arrays."""
         self.host_elapsed = perf_counter() - self.started
+        self.executor.state = None
 
     def _plan(self, call: str, microbatches: int) -> Plan:
         key = "step" if call == "step" else microbatches
@@ -155,7 +156,7 @@ class Engine:
             self.plans[key] = Plan(self.schedule.forward_only_part(microbatches), self.rank, self.tags)
         return self.plans[key]
 
-    def share_losses(self, state: StepState, microbatches: int) -> tuple[float, list[float]]:
+    def share_losses(self, state: CallState, microbatches: int) -> tuple[float, list[float]]:
         """Return (mean loss over all replicas, losses of this pipeline's micro-batches), on every rank."""
         table = np.zeros(microbatches + 1)
         if state.inputs.targets is not None:
@@ -171,10 +172,13 @@ class Engine:
 
     def share_durations(self) -> np.ndarray:
         """Return the mean seconds of forward, input gradient and weight gradient of each stage, (3, stages)."""
-        mine = np.zeros((3, self.schedule.stages))
+        totals, counts = np.zeros((2, 3, self.schedule.stages))
         self.executor.clock.settle()
         for (op, stage), (total, count) in self.executor.clock.totals.items():
-            mine["FBW".index("B" if op == "I" else op), stage] += total / count
+            place = "FBW".index("B" if op == "I" else op), stage  # a stage may have both: some backwards in one piece
+            totals[place] += total
+            counts[place] += count
+        mine = totals / np.maximum(counts, 1)
         everyone = np.zeros((self.pipe.size, *mine.shape))
         with self.life:
             self.pipe.wait(own(self.comm.Iallgather(mine, everyone)), "the durations of all stages", everyone=True)

@@ -20,12 +20,12 @@ from mpipipe.comm.mailbox import Lease
 from mpipipe.comm.types import Communicator
 from mpipipe.errors import ArgumentError, MpipipeError, PeerError, StageError
 from mpipipe.nn import kernels
+from mpipipe.pipeline.call_state import CallInputs, CallState
 from mpipipe.pipeline.clock import DeviceClock, HostClock
 from mpipipe.pipeline.loss import Loss, check_finite
 from mpipipe.pipeline.messages import StageMessages
-from mpipipe.pipeline.plan import Step
+from mpipipe.pipeline.plan import PlannedAction
 from mpipipe.pipeline.stage import StageAdapter
-from mpipipe.pipeline.step_state import StepInputs, StepState
 
 NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
@@ -64,7 +64,7 @@ class Executor:
     ):
         self.rank, self.stages, self.messages, self.loss = rank, stages, messages, loss
         self.recompute, self.replicas = recompute, replicas
-        self.actions: dict[str, Callable[[Step, StepState], None]] = {
+        self.actions: dict[str, Callable[[PlannedAction, CallState], None]] = {
             "F": self._forward,
             "B": self._backward,
             "I": self._input_gradient,
@@ -77,11 +77,11 @@ class Executor:
         self.place = f"rank {rank}"
         self.peak = 0
         self.sums: list[AllReduce] = []
-        self.state: StepState | None = None
+        self.state: CallState | None = None
 
-    def run(self, steps: Sequence[Step], inputs: StepInputs) -> StepState:
+    def run(self, steps: Sequence[PlannedAction], inputs: CallInputs) -> CallState:
         """Run all steps of a plan. What a stage raises comes out as an error that names rank, stage, micro-batch."""
-        self.state = state = StepState(inputs)
+        self.state = state = CallState(inputs)
         self.sums = []
         self.marks = self.clock.begin(steps, inputs.training)
         actions = self.actions if self.clock.recorder is None or not self.on_gpu else self._annotated()
@@ -102,15 +102,16 @@ class Executor:
         except BaseException:  # SystemExit, KeyboardInterrupt: they stay what they are, the other ranks hear where
             self.place = f"rank {self.rank}, stage {step.stage}, micro-batch {step.microbatch}, {NAMES[step.op]}"
             raise
+        self.clock.end()
         if inputs.training:
             self.peak = state.peak
         return state
 
-    def _annotated(self) -> dict[str, Callable[[Step, StepState], None]]:
+    def _annotated(self) -> dict[str, Callable[[PlannedAction, CallState], None]]:
         """The actions, each shown by its name in NVIDIA's profilers."""
 
-        def annotate(action: Callable[[Step, StepState], None]) -> Callable[[Step, StepState], None]:
-            def run(step: Step, state: StepState) -> None:
+        def annotate(action: Callable[[PlannedAction, CallState], None]) -> Callable[[PlannedAction, CallState], None]:
+            def run(step: PlannedAction, state: CallState) -> None:
                 with arrays.annotated(str(step)):
                     action(step, state)
 
@@ -118,11 +119,11 @@ class Executor:
 
         return {op: annotate(action) for op, action in self.actions.items()}
 
-    def _stage_error(self, what: str, step: Step, error: Exception) -> StageError:
+    def _stage_error(self, what: str, step: PlannedAction, error: Exception) -> StageError:
         text = f"{what} raised {type(error).__name__}: {error}"
         return StageError(text, rank=self.rank, stage=step.stage, microbatch=step.microbatch)
 
-    def _complete(self, error: MpipipeError, step: Step) -> None:
+    def _complete(self, error: MpipipeError, step: PlannedAction) -> None:
         """Add where it happened, as far as the error does not say that itself."""
         error.rank = self.rank if error.rank is None else error.rank
         error.stage = step.stage if error.stage is None else error.stage
@@ -130,7 +131,7 @@ class Executor:
 
     # -- actions ------------------------------------------------------------------------------------------------
 
-    def _forward(self, step: Step, state: StepState) -> None:
+    def _forward(self, step: PlannedAction, state: CallState) -> None:
         inputs, microbatch, envelope = state.inputs, step.microbatch, step.receive
         lease: Lease = ()
         if step.first:
@@ -168,7 +169,7 @@ class Executor:
         elif lease:
             self.messages.mailbox.release(lease)
 
-    def _evaluate_loss(self, step: Step, state: StepState, y: Tree, target: Tree) -> None:
+    def _evaluate_loss(self, step: PlannedAction, state: CallState, y: Tree, target: Tree) -> None:
         assert self.loss is not None  # agreed at the start of the call
         inputs, microbatch = state.inputs, step.microbatch
         weight = inputs.weights[microbatch] * inputs.scale if inputs.training else 1.0
@@ -198,33 +199,33 @@ class Executor:
                     raise
         return [found[microbatch] for microbatch in range(len(found))]
 
-    def _backward(self, step: Step, state: StepState) -> None:
-        stage = self.stages[step.chunk]
+    def _backward(self, step: PlannedAction, state: CallState) -> None:
+        stage = self.stages[step.chunk].given
         dy, saved, leases = self._begin_backward(step, state)
-        dx = stage.backward(dy, saved)  # type: ignore[misc]  # the stage has it: see StageAdapter.check
+        dx = stage.backward(dy, saved)
         self.marks.append(self.now())
         self._send_gradient(step, state, dx, leases)
         if leases:
             self.messages.mailbox.release(leases)
         state.alive -= 1
 
-    def _input_gradient(self, step: Step, state: StepState) -> None:
-        stage = self.stages[step.chunk]
+    def _input_gradient(self, step: PlannedAction, state: CallState) -> None:
+        stage = self.stages[step.chunk].given
         dy, saved, leases = self._begin_backward(step, state)
-        dx, pending = stage.backward_input(dy, saved)  # type: ignore[misc]  # as above
+        dx, pending = stage.backward_input(dy, saved)
         self.marks.append(self.now())
         self._send_gradient(step, state, dx, leases)
         state.pending[step.stage, step.microbatch] = pending, leases
 
-    def _weight_gradient(self, step: Step, state: StepState) -> None:
+    def _weight_gradient(self, step: PlannedAction, state: CallState) -> None:
         pending, leases = state.pending.pop((step.stage, step.microbatch))
         self.marks.append(self.now())
-        self.stages[step.chunk].backward_weight(pending)  # type: ignore[misc]  # as above
+        self.stages[step.chunk].given.backward_weight(pending)
         self.marks.append(self.now())
         self.messages.mailbox.release(leases)
         state.alive -= 1
 
-    def _begin_backward(self, step: Step, state: StepState) -> tuple[Tree, Any, Lease]:
+    def _begin_backward(self, step: PlannedAction, state: CallState) -> tuple[Tree, Any, Lease]:
         """Return (gradient of the output, what the forward saved, leases on the arrays of both)."""
         microbatch, envelope = step.microbatch, step.receive
         lease: Lease = ()
@@ -240,7 +241,7 @@ class Executor:
             saved = self.stages[step.chunk].forward(saved, state.inputs.positions[microbatch])[1]
         return dy, saved, (*lease, *kept) if lease and kept else lease or kept
 
-    def _send_gradient(self, step: Step, state: StepState, dx: Tree, leases: Lease) -> None:
+    def _send_gradient(self, step: PlannedAction, state: CallState, dx: Tree, leases: Lease) -> None:
         if leases:
             dx = _copy_if_aliased(dx, leases)
         if step.send is not None:
@@ -252,12 +253,12 @@ class Executor:
 
     # -- sums over replicas, progress ---------------------------------------------------------------------------
 
-    def _start_sum(self, step: Step) -> None:
-        gradients = self.stages[step.chunk].gradients
-        if gradients is None or self.replicas is None:
+    def _start_sum(self, step: PlannedAction) -> None:
+        if self.replicas is None:
             return
         start = perf_counter()
-        self.sums.append(AllReduce(self.replicas, gradients))
+        for gradients in self.stages[step.chunk].gradients:
+            self.sums.append(AllReduce(self.replicas, gradients))
         self.clock.add(f"all-reduce {step.stage}", start, perf_counter())
 
     def poll(self) -> None:

@@ -73,6 +73,7 @@ class Life:
         self.executor.messages.mailbox.cancel()
         for pending in self.executor.sums:
             pending.Cancel()
+        self.executor.state = None
 
     def agreed_on(self, error: BaseException | None) -> bool:
         """Whether all ranks of all groups raise this same error."""

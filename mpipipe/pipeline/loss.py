@@ -47,6 +47,8 @@ class Loss:
                 )
             if arrays.is_device(value):  # looked at when the step has ended
                 return value, gradient
+            if isinstance(value, np.ndarray):
+                value = value.item()
         check_finite(value)
         return value, gradient
 

@@ -60,7 +60,7 @@ class MessageSpec:
             shape, kind = self.leaves[0]
             if type(tree) is np.ndarray:
                 return tree.shape == shape and tree.dtype == kind and tree.flags.c_contiguous
-            if not arrays.is_device(tree):
+            if not arrays.is_array(tree):
                 return False
         return MessageSpec.of(tree) == self
 
@@ -132,7 +132,7 @@ class StageMessages:
         if not self.known and len(self.kept) == KNOWN_SHAPES:
             self._drop_shapes()
         self.plan, self.specs = plan, self.kept.get(signature, {})
-        self.mailbox.begin_step(self._receive_schedule(plan, signature) if self.known else [], plan.window)
+        self.mailbox.begin_call(self._receive_schedule(plan, signature) if self.known else [], plan.window)
 
     def end(self, signature: int) -> None:
         """Wait until everything sent has left, and keep the specs."""
@@ -157,7 +157,7 @@ class StageMessages:
 
     @property
     def bytes_per_edge(self) -> dict[tuple[int, str], int]:
-        """Bytes sent in the last call, by (edge, "forward" or "backward")."""
+        """Bytes that the last call sent, by (edge, "forward" or "backward"); of a failed call, those of a whole one."""
         totals: dict[tuple[int, str], int] = {}
         for envelope in () if self.plan is None else self.plan.sends:
             spec = self.specs.get((envelope.edge, envelope.microbatch))

@@ -14,7 +14,7 @@ from mpipipe.comm.tags import BACKWARD, DATA, FORWARD, HEADER, Tags
 from mpipipe.schedules import Action, Schedule, simulate
 
 
-class Step(NamedTuple):
+class PlannedAction(NamedTuple):
     """One action of this rank.
 
     `receive` and `send` name its messages; None where data stays on this rank or enters or leaves the pipeline.
@@ -39,7 +39,7 @@ class Plan:
 
     Attributes
     ----------
-    steps : list of Step
+    steps : list of PlannedAction
     receives : Envelope of every message that this rank receives, in the order in which its steps need them
     sends : Envelope of every message that this rank sends, in the order in which its steps make them
     window : number of receives kept posted ahead: the smallest number for which, with stages of equal cost, each
@@ -53,7 +53,7 @@ class Plan:
         self.window = receive_window(schedule, rank) if self.receives else 0
 
 
-def _steps(schedule: Schedule, rank: int, tags: Tags) -> list[Step]:
+def _steps(schedule: Schedule, rank: int, tags: Tags) -> list[PlannedAction]:
     placement, last_stage = schedule.placement, schedule.stages - 1
     chunk_of = {stage: chunk for chunk, stage in enumerate(schedule.stages_of(rank))}
     final = {action.stage: action for action in schedule.orders[rank] if action.op in "BW"}
@@ -77,7 +77,7 @@ def _steps(schedule: Schedule, rank: int, tags: Tags) -> list[Step]:
         completes = final.get(stage) == action
         first, last = stage == 0, stage == last_stage
         place = op, stage, chunk_of[stage], microbatch
-        steps.append(Step(*place, first=first, last=last, receive=receive, send=send, completes=completes))
+        steps.append(PlannedAction(*place, first=first, last=last, receive=receive, send=send, completes=completes))
     return steps
 
 

@@ -25,6 +25,7 @@ class Place(NamedTuple):
     """One copy of a tied parameter, as every rank knows it."""
 
     stage: int
+    inner: int  # which nn.Stage of the stage
     name: str
     shape: tuple[int, ...]
     dtype: str
@@ -34,11 +35,11 @@ def tie_facts(stages: Sequence[StageAdapter], numbers: Sequence[int]) -> dict[st
     """Tie key -> places on this rank, in the order of the stages."""
     facts: dict[str, list[Place]] = {}
     for stage, number in zip(stages, numbers):
-        if stage.model is None:
-            continue
-        for key, names in stage.model.ties.items():
-            copies = [(name, stage.model.parameters[name]) for name in names]
-            facts.setdefault(key, []).extend(Place(number, n, a.shape, a.dtype.name) for n, a in copies)
+        for inner, model in enumerate(stage.models):
+            for key, names in model.ties.items():
+                copies = [(name, model.parameters[name]) for name in names]
+                places = [Place(number, inner, name, array.shape, array.dtype.name) for name, array in copies]
+                facts.setdefault(key, []).extend(places)
     return facts
 
 
@@ -69,7 +70,9 @@ class Ties:
     def __init__(
         self, pipe: Group, stages: Sequence[StageAdapter], numbers: Sequence[int], table: list[dict[str, list[Place]]]
     ):
-        owner = {number: stage.model for number, stage in zip(numbers, stages) if stage.model is not None}
+        owner = {
+            (number, inner): model for number, stage in zip(numbers, stages) for inner, model in enumerate(stage.models)
+        }
         self.parameters: list[TiedParameter] = []
         for key in sorted({key for facts in table for key in facts}):
             places = [facts.get(key, []) for facts in table]
@@ -96,10 +99,12 @@ class Ties:
 class TiedParameter:
     """The copies of one parameter: `members` has the places of each rank of `comm`, a part of the pipe."""
 
-    def __init__(self, pipe: Group, comm: Communicator, members: list[list[Place]], owner: dict[int, nn.Stage]):
+    def __init__(
+        self, pipe: Group, comm: Communicator, members: list[list[Place]], owner: dict[tuple[int, int], nn.Stage]
+    ):
         self.pipe, self.comm = pipe, comm
         mine = members[comm.rank]
-        self.gradients = [owner[place.stage].gradients[place.name] for place in mine]
+        self.gradients = [owner[place.stage, place.inner].gradients[place.name] for place in mine]
         copies = [(p.stage, index, rank) for rank, places in enumerate(members) for index, p in enumerate(places)]
         self.order = [(rank, index) for _, index, rank in sorted(copies)]  # of all copies, as they stand in the model
         self.most = max(map(len, members))
@@ -107,14 +112,14 @@ class TiedParameter:
         first = members[root][index]
         values = np.empty(first.shape, arrays.dtype(first.dtype))
         if comm.rank == root:
-            values[...] = arrays.download(owner[first.stage].parameters[first.name])
+            values[...] = arrays.download(owner[first.stage, first.inner].parameters[first.name])
         if comm.size > 1:
             request = own(comm.Ibcast(values.view(np.uint8), root))
             pipe.wait(request, "the first values of tied parameters", everyone=True)
         for place in mine:
-            _set(owner[place.stage].parameters[place.name], values)
+            _set(owner[place.stage, place.inner].parameters[place.name], values)
             if place != first:
-                owner[place.stage].tied_copies.add(place.name)
+                owner[place.stage, place.inner].tied_copies.add(place.name)
 
     def sum_gradients(self) -> None:
         """Give every copy the sum of all copies' gradients."""

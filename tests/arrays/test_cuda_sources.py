@@ -51,7 +51,10 @@ CONSTANTS = {
         {"O": out, "A": arrays.accumulator(kind), "V": v} for out in of_both(kind) for v in (1, 4)
     ],
     "arrays/strided.cu": lambda kind: [
-        {"S": kind, "U": out, "I": index, "V": v} for out in of_both(kind) for index in (INT32, INT64) for v in (1, 2)
+        {"S": kind, "U": out, "I": index, "V": v}
+        for out in of_both(kind)
+        for index in (INT32, INT64)
+        for v in (1, wide(kind, out))
     ],
     "nn/kernels/cuda/cast.cu": lambda kind: [{"S": source, "V": wide(source, kind)} for source in DTYPES],
     "nn/kernels/cuda/cross_entropy.cu": with_words(I=(INT32, INT64)),

@@ -360,6 +360,7 @@ def requests():
                         yield Request(direction, "bfloat16", tuple(shapes), 0.125, low, high, padded, deterministic)
 
 
+@pytest.mark.gpu
 def test_the_real_library_takes_every_graph():
     """Its own checks, which need no GPU: each array, mask and option is named as it should be."""
     cudnn_module = pytest.importorskip("cudnn", reason="nvidia-cudnn-frontend is not installed")

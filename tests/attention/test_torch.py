@@ -138,7 +138,7 @@ def test_an_unknown_kernel_is_refused(monkeypatch):
 
 def test_a_missing_pytorch_is_an_error_with_its_remedy(monkeypatch):
     monkeypatch.setenv(kernels.VARIABLE, "torch")
-    monkeypatch.delitem(sys.modules, kernels.MODULES["torch"], raising=False)
+    monkeypatch.delitem(sys.modules, kernels.MODULES["torch"][0], raising=False)
     monkeypatch.setitem(sys.modules, "torch", None)  # what import says of a module that is not there
     with pytest.raises(BackendError, match="pip install torch"):
         attention.Local().forward(*arrays(4)[:3])

@@ -205,7 +205,7 @@ def test_messages_sent_in_another_order_arrive_under_their_names(gpu, comm, kind
     )
     leaf = ((count,), np.dtype(float))
     for turn in range(2):
-        mailbox.begin_step(mailbox.receive_schedule(incoming, [[leaf]] * 6), window)
+        mailbox.begin_call(mailbox.receive_schedule(incoming, [[leaf]] * 6), window)
         for m in (3, 0, 5, 1, 2, 4):
             mailbox.put(outgoing[m], [make(100 * comm.rank + 10 * turn + m, count)])
             mailbox.poll()
@@ -478,7 +478,7 @@ def test_a_note_of_failure_ends_a_wait_for_a_device_array(gpu, comm, kind_of_tra
     mailbox = Mailbox(transport, group)
     leaf, left = ((300_000,), np.dtype(float)), neighbours(comm)[1]
     envelopes = [Envelope(left, 1, m, 0, (0, 2 * m), (0, 2 * m + 1)) for m in range(3)]
-    mailbox.begin_step(mailbox.receive_schedule(envelopes, [[leaf]] * 3), 2)
+    mailbox.begin_call(mailbox.receive_schedule(envelopes, [[leaf]] * 3), 2)
     mailbox.put(Envelope(neighbours(comm)[0], 1, 2, 0, (0, 4), (0, 5)), [make(1, 300_000)])
     comm.Barrier()  # nobody hears of it while the transports are made
     if comm.rank == 0:

@@ -108,7 +108,7 @@ def test_messages_sent_in_another_order_arrive_under_their_names(comm, window, s
     outgoing, incoming = envelopes(comm, 6)
     leaf = ((20_000,), np.dtype(float))
     for _ in range(3):
-        mailbox.begin_step(mailbox.receive_schedule(incoming, [[leaf]] * 6), window)
+        mailbox.begin_call(mailbox.receive_schedule(incoming, [[leaf]] * 6), window)
         for m in (3, 0, 5, 1, 2, 4):
             mailbox.put(outgoing[m], [np.full(20_000, 10.0 * comm.rank + m)])
         for m in range(6):

@@ -18,13 +18,12 @@ if TYPE_CHECKING:  # mypy checks here that every module has the functions of a k
     KERNELS: tuple[AttentionKernel, ...] = (host, torch_cpu, cudnn, cupy)
 
 VARIABLE = "MPIPIPE_ATTENTION"
-MODULES = {
-    "host": "mpipipe.attention.kernels.host",
-    "torch": "mpipipe.attention.kernels.torch_cpu",
-    "cudnn": "mpipipe.attention.kernels.cudnn",
-    "cupy": "mpipipe.attention.kernels.cupy",
+MODULES = {  # name -> (module, where its arrays are)
+    "host": ("mpipipe.attention.kernels.host", "cpu"),
+    "torch": ("mpipipe.attention.kernels.torch_cpu", "cpu"),
+    "cudnn": ("mpipipe.attention.kernels.cudnn", "cuda"),
+    "cupy": ("mpipipe.attention.kernels.cupy", "cuda"),
 }
-ON_DEVICE = ("cudnn", "cupy")
 
 
 def chosen(q: Array | None = None, k: Array | None = None, v: Array | None = None) -> AttentionKernel:
@@ -41,9 +40,10 @@ def chosen(q: Array | None = None, k: Array | None = None, v: Array | None = Non
             expected=" or ".join(MODULES),
             remedy=f"unset {VARIABLE}, or set it to one of these",
         )
+    device = MODULES[name][1] if name else ""
     if q is not None and k is not None and v is not None and arrays.is_device(q):
-        return _loaded(_device_kernel(name if name in ON_DEVICE else "", q, k, v))
-    name = "host" if name in ("", *ON_DEVICE) else name
+        return _loaded(_device_kernel(name if device == "cuda" else "", q, k, v))
+    name = name if device == "cpu" else "host"
     try:
         return _loaded(name)
     except ModuleNotFoundError as missing:
@@ -56,11 +56,11 @@ def chosen(q: Array | None = None, k: Array | None = None, v: Array | None = Non
 
 
 def _loaded(name: str) -> AttentionKernel:
-    return cast(AttentionKernel, import_module(MODULES[name]))
+    return cast(AttentionKernel, import_module(MODULES[name][0]))
 
 
 def _device_kernel(name: str, q: Array, k: Array, v: Array) -> str:
-    if name == "cupy":
+    if name not in ("", "cudnn"):
         return name
     found, refused = cudnn_library.available(), cudnn_request.refusal(q, k, v)
     if name == "cudnn" and not found.usable:

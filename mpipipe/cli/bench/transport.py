@@ -63,7 +63,7 @@ class PingPong:
     def __call__(self) -> None:
         """Play all turns."""
         mailbox, array = self.mailbox, self.array
-        mailbox.begin_step(self.schedule, 1)
+        mailbox.begin_call(self.schedule, 1)
         for envelope in self.envelopes:
             if self.rank == 0:
                 mailbox.put(envelope, [array])

@@ -10,7 +10,7 @@ from mpipipe.comm.mailbox import Lease
 from mpipipe.nn import Position
 
 
-class StepInputs(NamedTuple):
+class CallInputs(NamedTuple):
     """What one call is to do on this rank.
 
     Attributes
@@ -32,7 +32,7 @@ class StepInputs(NamedTuple):
 
 
 @dataclass(slots=True)
-class StepState:
+class CallState:
     """What this rank holds while a call runs.
 
     Attributes
@@ -45,7 +45,7 @@ class StepState:
     losses, outputs, input_gradients : results, by micro-batch; empty where they do not arise
     """
 
-    inputs: StepInputs
+    inputs: CallInputs
     saved: dict[tuple[int, int], tuple[Any, Lease]] = field(default_factory=dict)
     pending: dict[tuple[int, int], tuple[Any, Lease]] = field(default_factory=dict)
     local: dict[tuple[int, int, str], Tree] = field(default_factory=dict)
