@@ -145,9 +145,10 @@ def raise_for_partners(problem: MpipipeError, reported_elsewhere: bool) -> NoRet
     _raise(problem, reported_elsewhere, ())
 
 
-def leave_report_to_others(problem: MpipipeError) -> None:
-    """Mark an error that another rank raises as well, and reports."""
-    problem.reported_elsewhere = True
+def agreed_by(problem: MpipipeError, group: Voters) -> MpipipeError:
+    """Return the error, marked as one that all ranks of one more group raise."""
+    problem.agreed |= frozenset(group.presence.members)
+    return problem
 
 
 def _raise(problem: MpipipeError, reported_elsewhere: bool, ranks: Iterable[int]) -> NoReturn:

@@ -59,7 +59,7 @@ def clip_by_global_norm(
     check_max_norm(max_norm)
     norm, culprit = measure(stages, comm, skip, scale)
     if culprit is not None:
-        raise culprit.error()
+        culprit.refuse(comm)
     if norm > max_norm:
         for stage in stages:
             stage.kernels.scale(stage.gradients.flat, max_norm / norm, stage.gradients.flat)

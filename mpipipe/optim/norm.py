@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from mpipipe import arrays
-from mpipipe.comm.consensus import leave_report_to_others
+from mpipipe.comm.consensus import raise_on_all
 from mpipipe.comm.group import group_of
 from mpipipe.comm.types import Communicator
 from mpipipe.errors import NonFiniteError
@@ -17,21 +17,20 @@ REMEDY = "lower the learning rate, lengthen the warm-up, or look for bad data in
 
 
 class Culprit(NamedTuple):
-    """A parameter whose gradient is not finite. `rank` is None without a communicator; `here`: whether it is ours."""
+    """A parameter whose gradient is not finite. `rank` is None without a communicator."""
 
     rank: int | None
     stage: int | None
     name: str
-    here: bool
 
-    def error(self, remedy: str = REMEDY) -> NonFiniteError:
-        """Return the NonFiniteError that names it."""
+    def refuse(self, comm: Communicator | None) -> NoReturn:
+        """Raise the NonFiniteError that names it: on all ranks of `comm`, which have all found it."""
         error = NonFiniteError(
-            f"the gradient of parameter {self.name} is not finite", rank=self.rank, stage=self.stage, remedy=remedy
+            f"the gradient of parameter {self.name} is not finite", rank=self.rank, stage=self.stage, remedy=REMEDY
         )
-        if not self.here:
-            leave_report_to_others(error)
-        return error
+        if comm is None or self.rank is None:
+            raise error
+        raise_on_all(self.rank, error, group_of(comm))
 
 
 class _Report(NamedTuple):
@@ -84,8 +83,7 @@ def measure(
     squares = [square for report in reports for square in report.squares]
     for rank, report in enumerate(reports):
         if report.bad is not None:
-            here = comm is None or comm.rank == rank
-            return math.sqrt(sum(squares)), Culprit(None if comm is None else rank, *report.bad, here)
+            return math.sqrt(sum(squares)), Culprit(None if comm is None else rank, *report.bad)
     return math.sqrt(math.fsum(squares)) / scale, None
 
 

@@ -161,7 +161,7 @@ def scaled_step(
     check_max_norm(max_norm)
     norm, culprit = measure(optimizer.stages, comm, skip, scaler.scale)
     if culprit is not None and not scaler.can_shrink:
-        raise culprit.error()
+        culprit.refuse(comm)
     clipping = max_norm / norm if norm > max_norm else 1.0
     factor = clipping / scaler.scale
     scaler.update(culprit is None)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from mpipipe.comm import runtime, settings
 from mpipipe.comm.attributes import attributes
-from mpipipe.comm.consensus import raise_for_partners, raise_on_all
+from mpipipe.comm.consensus import agreed_by, raise_for_partners, raise_on_all
 from mpipipe.comm.group import Group
 from mpipipe.comm.tags import Tags
 from mpipipe.comm.types import Communicator
@@ -186,7 +186,7 @@ def _agree_with_replicas(
         pipe.agree(f"{CALL}: the replicas of all stages", error=error)
     except MpipipeError as caught:
         if caught.agreed:  # in this pipe, and by the same steps in those of all partners
-            caught.agreed |= frozenset(others.presence.members)
+            agreed_by(caught, others)
         raise
 
 

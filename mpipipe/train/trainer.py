@@ -12,10 +12,12 @@ import numpy as np
 
 from mpipipe import nn, optim, schedules
 from mpipipe.comm import runtime
+from mpipipe.comm.consensus import agreed_by
 from mpipipe.comm.device import select_device
 from mpipipe.comm.group import group_of
 from mpipipe.comm.mesh import Mesh
 from mpipipe.comm.types import Communicator
+from mpipipe.errors import NonFiniteError
 from mpipipe.pipeline import Pipeline
 from mpipipe.train import output, weights
 from mpipipe.train.architecture import Architecture
@@ -179,7 +181,10 @@ class Trainer:
         )
         result = self.pipeline.step(inputs, targets, scale=self.scaler.scale)
         lr = optim.warmup_cosine(step, config.steps, config.lr, min(config.warmup, config.steps))
-        norm = optim.scaled_step(self.optimizer, self.scaler, config.clip, lr=lr, comm=self.mesh.pipe)
+        try:
+            norm = optim.scaled_step(self.optimizer, self.scaler, config.clip, lr=lr, comm=self.mesh.pipe)
+        except NonFiniteError as error:  # the replicas have the same sums of gradients, so they raise it, too
+            raise agreed_by(error, group_of(self.mesh.comm)) from None
         seconds = perf_counter() - start
         for times in (self.since_record, self.in_all):
             times.add(seconds, self.pipeline.busy, self.pipeline.elapsed)
