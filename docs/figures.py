@@ -87,13 +87,15 @@ def timeline(schedule, costs=None, unit=22) -> str:
 def floors() -> str:
     """The rooms of the package by floor."""
     rows = [
-        ("4", [("cli", "commands"), ("train", "config, data, loop"), ("models", "GPT")]),
-        ("3", [("pipeline", "plan, executor, Pipeline")]),
-        ("2", [("optim", "SGD, AdamW, scaling"), ("attention", "layouts, ring, kernels")]),
-        ("1", [("schedules", "pure Python"), ("comm", "the room of MPI"), ("nn", "layers, stages, losses")]),
-        ("0", [("arrays", "the door to numpy and CuPy"), ("errors", "one family"), ("trace", "spans")]),
+        ("6", [("cli", "commands")]),
+        ("5", [("train", "config, data, loop"), ("models", "GPT")]),
+        ("4", [("pipeline", "plan, executor, Pipeline")]),
+        ("3", [("optim", "SGD, AdamW, scaling"), ("attention", "layouts, ring, kernels")]),
+        ("2", [("schedules", "pure Python"), ("comm", "the room of MPI"), ("nn", "layers, stages, losses")]),
+        ("1", [("arrays", "the door to CuPy and device memory")]),
+        ("0", [("errors", "one family"), ("even_split", "equal parts"), ("processor", "threads"), ("trace", "spans")]),
     ]
-    picture = Picture(720, 300, "The floors of the package: a room imports only rooms below it")
+    picture = Picture(720, 412, "The floors of the package: a room imports only rooms below it")
     for place, (floor, rooms) in enumerate(rows):
         y, width = 10 + 56 * place, 630 / len(rooms)
         picture.text(8, y + 28, f"floor {floor}")
