@@ -63,7 +63,10 @@ class Life:
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks, once, and give up: messages of the broken call may still be under way."""
+        """Tell the other ranks, once, and give up.
+
+        What the executor holds stays: messages and kernels of the broken call may still touch it.
+        """
         self.state = "failed"
         if not is_rank():  # a process that a stage forked ends: MPI is none of its business
             return
@@ -73,7 +76,6 @@ class Life:
         self.executor.messages.mailbox.cancel()
         for pending in self.executor.sums:
             pending.Cancel()
-        self.executor.state = None
 
     def agreed_on(self, error: BaseException | None) -> bool:
         """Whether all ranks of all groups raise this same error."""
