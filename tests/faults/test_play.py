@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 
 import pytest
 from support.launch import Job
@@ -80,7 +81,10 @@ def test_ranks_that_differ_have_a_command_each():
 
 def test_a_job_knows_its_processes(tmp_path):
     running = Job([sys.executable, "-c", "import time; time.sleep(1000)"], tmp_path, {"NAME": "value"})
-    assert [env["NAME"] for env in running.processes().values()] == ["value"]
+    stop = time.monotonic() + 10
+    while not (found := running.processes()) and time.monotonic() < stop:  # its environment is set up behind its start
+        time.sleep(0.01)
+    assert [env["NAME"] for env in found.values()] == ["value"]
     running.end()
     assert running.processes() == {} and running.returncode != 0
 
