@@ -8,7 +8,7 @@ set -euo pipefail
 choose_mpi
 install_package test
 configure_mpi
-export MPIEXEC_TIMEOUT="${MPIEXEC_TIMEOUT:-900}"  # seconds; the last resort, tests have a limit each
+export MPIEXEC_TIMEOUT="${MPIEXEC_TIMEOUT:-2400}"  # seconds; the last resort, tests have a limit each
 
 status=0
 "$mpiexec" -n "${RANKS:=4}" "$python" -m pytest "$@" || status=$?

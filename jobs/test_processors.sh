@@ -12,7 +12,7 @@ set -euo pipefail
 choose_mpi
 install_package test
 configure_mpi
-export MPIEXEC_TIMEOUT="${MPIEXEC_TIMEOUT:-900}"
+export MPIEXEC_TIMEOUT="${MPIEXEC_TIMEOUT:-2400}"
 unset OPENBLAS_CORETYPE NPY_DISABLE_CPU_FEATURES  # what is told here would show in what this processor can do
 
 # half of the time for what shorter tests compute too, or for equality of bits, which WHOLE=1 tests

@@ -160,7 +160,7 @@ class Engine:
         """Return (mean loss over all replicas, losses of this pipeline's micro-batches), on every rank."""
         table = np.zeros(microbatches + 1)
         if state.inputs.targets is not None:
-            losses = self.executor.losses(self.schedule.stages - 1)
+            losses = self.executor.losses(state, self.schedule.stages - 1)
             table[:-1] = losses
             table[-1] = sum(weight * loss for weight, loss in zip(state.inputs.weights, losses))
         if self.pipe.size > 1:

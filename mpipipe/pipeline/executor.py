@@ -45,7 +45,7 @@ class Executor:
 
     Attributes
     ----------
-    state : of the call under way, or of the last one
+    state : of the call under way, or of one that has failed: kernels and messages may still touch its arrays
     peak : largest number of (stage, micro-batch) activations alive at once, in the last training step
     clock : how long the actions took
     place : where this rank is, for the report of an interruption
@@ -183,10 +183,9 @@ class Executor:
         if inputs.training:
             state.loss_gradients[microbatch] = self.loss.weighted(gradient, weight, y)
 
-    def losses(self, last_stage: int) -> list[float]:
-        """Return the losses of the last call, by micro-batch; waits for those that are on the device, once."""
-        assert self.state is not None
-        found = self.state.losses
+    def losses(self, state: CallState, last_stage: int) -> list[float]:
+        """Return the losses of a call, by micro-batch; waits for those that are on the device, once."""
+        found = state.losses
         waiting = [m for m, value in found.items() if type(value) is not float and arrays.is_device(value)]
         if waiting:
             values = arrays.download(*(found[microbatch].reshape(1) for microbatch in waiting))

@@ -137,7 +137,7 @@ class StageMessages:
     def end(self, signature: int) -> None:
         """Wait until everything sent has left, and keep the specs."""
         self.mailbox.flush()
-        self.kept[signature] = self.specs if self.known else dict(self.specs)
+        self.kept[signature] = self.specs
 
     def _receive_schedule(self, plan: Plan, signature: int) -> list:
         key = signature, id(plan)

@@ -114,7 +114,7 @@ def _environment() -> str:
 def compiled(code: str) -> tuple[Path, list[str]]:
     """The shared library of a source, compiled once for all processes, and the names of its kernels."""
     text, names = on_host(code)
-    text = f'#include "{HERE}/cuda_on_host.h"\n#line 1 "kernel"\n{text}\n' + "".join(
+    text = f'#include "cuda_on_host.h"\n#line 1 "kernel"\n{text}\n' + "".join(
         f"EMULATED_ENTRY({name})\n" for name in names
     )
     key = hashlib.sha256(f"{_environment()}\n{text}".encode()).hexdigest()[:24]
@@ -134,7 +134,18 @@ def compiled(code: str) -> tuple[Path, list[str]]:
 def build(source: Path, target: Path):
     """Compile with the compiler's checks, and link without their library: cuda_on_host.h takes the reports."""
     unit = target.with_suffix(".o")
-    command = [compiler() or "g++", *FLAGS, "-I", str(HERE / "include"), "-c", str(source), "-o", str(unit)]
+    command = [
+        compiler() or "g++",
+        *FLAGS,
+        "-I",
+        str(HERE),
+        "-I",
+        str(HERE / "include"),
+        "-c",
+        str(source),
+        "-o",
+        str(unit),
+    ]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode == 0:
         link = [command[0], "-shared", "-Wl,-Bsymbolic", "-Wl,--no-undefined", str(unit), "-o", str(target)]
