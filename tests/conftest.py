@@ -43,8 +43,10 @@ def pytest_collection_modifyitems(items):
         for fixture, marker in (("gpu", "gpu"), ("emulated_gpu", "emulator")):
             if fixture in getattr(item, "fixturenames", ()):
                 item.add_marker(marker)
-        if harness.depends_on_ranks(item):
+        if harness.is_collective(item):
             item.add_marker("ranks")
+        if harness.starts_jobs(item):
+            item.add_marker("jobs")
 
 
 @pytest.fixture
@@ -93,35 +95,20 @@ def emulated_gpu():
 
 
 @pytest.fixture
-def launch(on_first_rank):
-    """launch(ranks, script text or arguments, timeout=60, env=None): a job of its own, its outcome known on every rank.
-
-    Only rank 0 starts it (see launch.run_job). Files that the job writes for the test belong into `mpi_tmp_path`,
-    which is the same folder on every rank.
-    """
-
-    def start(ranks, what, timeout=60, env=None):
-        return on_first_rank(timeout + 30, run_job, ranks, what, timeout, env)
-
-    return start
+def allow_seconds(collective, request):
+    """allow_seconds(n): from now on this test may take so long, whatever the limit of a test is."""
+    return lambda seconds: collective.watchdog.arm(request.node.nodeid, seconds)
 
 
 @pytest.fixture
-def on_first_rank(collective, request):
-    """on_first_rank(seconds, function, *arguments): what rank 0 alone computes within so long; the others sleep."""
+def launch(allow_seconds):
+    """launch(ranks, script text or arguments, timeout=60, env=None): the outcome of a job of its own.
 
-    def start(seconds, function, *arguments):
-        collective.watchdog.arm(request.node.nodeid, seconds)
-        outcome = None
-        if collective.rank == 0:
-            try:
-                outcome = function(*arguments)
-            except Exception as error:
-                outcome = error
-        outcome = collective.together((request.node.nodeid, "the end of a job"), outcome)[0]
-        collective.watchdog.arm(request.node.nodeid)
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
+    Such a test runs on one rank, beside the tests of other ranks: see run_job.
+    """
+
+    def start(ranks, what, timeout=60, env=None):
+        allow_seconds(timeout + 30)
+        return run_job(ranks, what, timeout, env)
 
     return start

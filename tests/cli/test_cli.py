@@ -37,12 +37,10 @@ def mpipipe(launch):
 
 
 @pytest.fixture
-def small(mpi_tmp_path, comm):
+def small(tmp_path):
     """A config file of a small training."""
-    path = mpi_tmp_path / "small.toml"
-    if comm.rank == 0:
-        path.write_text(SMALL)
-    comm.Barrier()
+    path = tmp_path / "small.toml"
+    path.write_text(SMALL)
     return str(path)
 
 
@@ -50,8 +48,8 @@ def test_every_field_of_the_configuration_is_a_flag():
     assert set(SIGNATURE.parameters) == {"config", *(entry.name for entry in dataclasses.fields(TrainConfig))}
 
 
-def test_train_ends_with_the_line_that_programs_read(mpipipe, small, mpi_tmp_path):
-    out = mpi_tmp_path / "run"
+def test_train_ends_with_the_line_that_programs_read(mpipipe, small, tmp_path):
+    out = tmp_path / "run"
     job = mpipipe(4, "train", "--config", small, "--out", str(out), "--pipe", "2", "--steps", "5", "--tied")
     assert job.returncode == 0, job.stderr
     number = r"\d+\.\d{4}"
@@ -89,11 +87,9 @@ def test_bad_settings_end_the_job_with_one_report(mpipipe, arguments, match):
 
 
 @pytest.mark.parametrize("flag", ["--data", "--config"])
-def test_a_fifo_ends_the_job_with_one_report(mpipipe, flag, comm, mpi_tmp_path):
-    if comm.rank == 0:
-        os.mkfifo(mpi_tmp_path / "pipe")
-    comm.Barrier()
-    job = mpipipe(2, "train", flag, str(mpi_tmp_path / "pipe"), timeout=40)
+def test_a_fifo_ends_the_job_with_one_report(mpipipe, flag, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    job = mpipipe(2, "train", flag, str(tmp_path / "pipe"), timeout=40)
     assert job.returncode != 0
     assert job.stderr.count("it is a FIFO (named pipe), not a file") == 1, job.stderr
     assert job.stderr.count("job ended by rank") == 1 and "Traceback" not in job.stderr
@@ -121,31 +117,29 @@ sys.exit(run_or_abort(lambda: train(config, GPT)))
 """
 
 
-def test_data_that_are_cut_short_end_the_job_with_one_report(launch, comm, mpi_tmp_path):
-    text, script = mpi_tmp_path / "text.txt", mpi_tmp_path / "script.py"
-    if comm.rank == 0:
-        text.write_text("one two three four\n" * 2000)
-        script.write_text(TRUNCATING)
-    comm.Barrier()
-    job = launch(2, [str(script), str(text), str(mpi_tmp_path / "run")])
+def test_data_that_are_cut_short_end_the_job_with_one_report(launch, tmp_path):
+    text, script = tmp_path / "text.txt", tmp_path / "script.py"
+    text.write_text("one two three four\n" * 2000)
+    script.write_text(TRUNCATING)
+    job = launch(2, [str(script), str(text), str(tmp_path / "run")])
     assert job.returncode != 0
     assert job.stderr.count("a data file has become shorter") == 1, job.stderr
     assert f"100 bytes in {text}" in job.stderr and "remedy: " in job.stderr
     assert job.stderr.count("job ended by rank") == 1 and "Traceback" not in job.stderr
 
 
-def test_a_second_run_into_the_same_folder_is_refused(mpipipe, small, mpi_tmp_path):
-    arguments = ["train", "--config", small, "--out", str(mpi_tmp_path / "run"), "--steps", "1"]
+def test_a_second_run_into_the_same_folder_is_refused(mpipipe, small, tmp_path):
+    arguments = ["train", "--config", small, "--out", str(tmp_path / "run"), "--steps", "1"]
     assert mpipipe(2, *arguments).returncode == 0
-    before = (mpi_tmp_path / "run" / "metrics.jsonl").read_text()
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
     job = mpipipe(2, *arguments)
     assert job.returncode != 0 and "--out" in job.stderr
-    assert (mpi_tmp_path / "run" / "metrics.jsonl").read_text() == before
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
 
 
 @pytest.mark.slow
-def test_generate_writes_the_same_text_on_any_number_of_ranks(mpipipe, small, mpi_tmp_path):
-    out = str(mpi_tmp_path / "run")
+def test_generate_writes_the_same_text_on_any_number_of_ranks(mpipipe, small, tmp_path):
+    out = str(tmp_path / "run")
     job = mpipipe(4, "train", "--config", small, "--out", out, "--pipe", "2", "--tied", "--dtype", "float64")
     assert job.returncode == 0, job.stderr
     texts = []
@@ -159,8 +153,8 @@ def test_generate_writes_the_same_text_on_any_number_of_ranks(mpipipe, small, mp
     assert job.stdout != texts[0]
 
 
-def test_generate_refuses_what_it_cannot_do_with_one_report(mpipipe, small, mpi_tmp_path):
-    out = str(mpi_tmp_path / "run")
+def test_generate_refuses_what_it_cannot_do_with_one_report(mpipipe, small, tmp_path):
+    out = str(tmp_path / "run")
     assert mpipipe(1, "train", "--config", small, "--out", out, "--steps", "1").returncode == 0
     for arguments, match in [
         (["--seq", "2"], "mesh does not fill the communicator"),
@@ -181,12 +175,11 @@ def test_generate_refuses_what_it_cannot_do_with_one_report(mpipipe, small, mpi_
         ('{"model": {"dim": 16}, "dtype": "float99", "stages": 1}', "unknown dtype"),
     ],
 )
-def test_generate_without_usable_weights_ends_with_one_report(mpipipe, mpi_tmp_path, comm, description, match):
-    folder = mpi_tmp_path / "run" / "weights"
-    if comm.rank == 0 and description is not None:
+def test_generate_without_usable_weights_ends_with_one_report(mpipipe, tmp_path, description, match):
+    folder = tmp_path / "run" / "weights"
+    if description is not None:
         folder.mkdir(parents=True)
         (folder / "model.json").write_text(description)
-    comm.Barrier()
     job = mpipipe(2, "generate", str(folder.parent))
     assert job.returncode != 0
     assert job.stderr.count(match) == 1 and job.stderr.count("job ended by rank") == 1, job.stderr
@@ -221,14 +214,12 @@ def test_info_reports_once(mpipipe, ranks):
 
 
 @pytest.fixture
-def without_cupy(mpi_tmp_path, comm):
+def without_cupy(tmp_path):
     """Variables under which Python finds no CuPy and no cuDNN, whatever is installed."""
-    folder = mpi_tmp_path / "blocked"
-    if comm.rank == 0:
-        folder.mkdir()
-        for name in ("cupy", "cudnn"):
-            (folder / f"{name}.py").write_text(f'raise ModuleNotFoundError("No module named {name!r}", name={name!r})')
-    comm.Barrier()
+    folder = tmp_path / "blocked"
+    folder.mkdir()
+    for name in ("cupy", "cudnn"):
+        (folder / f"{name}.py").write_text(f'raise ModuleNotFoundError("No module named {name!r}", name={name!r})')
     return {"PYTHONPATH": f"{folder}:{ROOT}"}
 
 
@@ -247,7 +238,7 @@ except mpipipe.errors.BackendError as error:
 """
 
 
-def test_everything_but_gpus_works_without_cupy(mpipipe, launch, small, without_cupy, mpi_tmp_path):
+def test_everything_but_gpus_works_without_cupy(mpipipe, launch, small, without_cupy, tmp_path):
     job = launch(0, USES_CUPY, env=without_cupy)
     assert job.returncode == 0, job.stderr
     assert "CuPy cannot be imported" in job.stdout and "`pip install '.[cuda13]'`" in job.stdout
@@ -256,7 +247,7 @@ def test_everything_but_gpus_works_without_cupy(mpipipe, launch, small, without_
     facts = dict(re.split(r"\s{2,}", line, maxsplit=1) for line in job.stdout.splitlines() if line[0] != " ")
     assert facts["devices"] == "cpu" and facts["CuPy"] == "No module named 'cupy'"
     assert "no cuDNN" in facts["GPU attention"]
-    out = str(mpi_tmp_path / "run")
+    out = str(tmp_path / "run")
     job = mpipipe(2, "train", "--config", small, "--out", out, "--dtype", "bfloat16", env=without_cupy)
     assert job.returncode == 0, job.stderr
 
@@ -315,13 +306,11 @@ if comm.rank == comm.size - 1:
 
 
 @pytest.mark.parametrize("by", ["path", "module"])
-def test_run_gives_a_script_the_surroundings_that_python_gives_it(mpipipe, mpi_tmp_path, comm, by):
-    folder = mpi_tmp_path / "scripts"
-    if comm.rank == 0:
-        folder.mkdir()
-        (folder / "helper.py").write_text("WORD = 'found'")
-        (folder / "script.py").write_text("SCRIPT_IS_MAIN = True" + SCRIPT)
-    comm.Barrier()
+def test_run_gives_a_script_the_surroundings_that_python_gives_it(mpipipe, tmp_path, by):
+    folder = tmp_path / "scripts"
+    folder.mkdir()
+    (folder / "helper.py").write_text("WORD = 'found'")
+    (folder / "script.py").write_text("SCRIPT_IS_MAIN = True" + SCRIPT)
     target = [str(folder / "script.py")] if by == "path" else ["-m", "script"]
     job = mpipipe(2, "run", *target, "--steps", "-m", "3", env={"PYTHONPATH": f"{ROOT}:{folder}"})
     assert job.returncode == 0, job.stderr

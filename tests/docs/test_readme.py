@@ -20,10 +20,10 @@ RING = (ROOT / "docs" / "ring-attention.md").read_text()
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_example_runs_as_written(launch, mpi_tmp_path, ranks):
+def test_example_runs_as_written(launch, tmp_path, ranks):
     example = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0]
     assert len([line for line in example.splitlines() if line.strip()]) <= 25
-    script = mpi_tmp_path / "example.py"
+    script = tmp_path / "example.py"
     script.write_text(example)
     job = launch(ranks, ["-m", "mpipipe", "run", str(script)])
     assert job.returncode == 0, job.stderr

@@ -19,11 +19,11 @@ RANK = MPI.COMM_WORLD.rank
 
 
 @pytest.fixture
-def session(launch, mpi_tmp_path):
+def session(launch, tmp_path):
     """session(text of a test file, *options): its job, run with this folder's conftest."""
 
     def start(text, *options, limit=60):
-        path = mpi_tmp_path / "test_sample.py"
+        path = tmp_path / "test_sample.py"
         path.write_text(HEADER + text)
         harness = ["-p", "conftest", "-p", "no:cacheprovider", "-o", "addopts=", "--with-mpi", "-rA", "--color=no"]
         here = str(Path(__file__).parents[1])

@@ -1,9 +1,9 @@
 """Collective pytest: one report and one verdict for all ranks of `mpiexec -n 4 python -m pytest`, and no hang.
 
-    collective tests (use comm, subcomm, launch, ... or are marked mpi)  |  pure tests, dealt out in turn
-    rank 0   setup =  call =  teardown =  leaks =  setup = ...           |  test 0     test 3     ... =
-    rank 1   setup =  call =  teardown =  leaks =  setup = ...           |  test 1     test 4     ... =
-    rank 2   setup =  call =  teardown =  leaks =  setup = ...           |  test 2     test 5     ... =
+    collective tests (use comm, subcomm, ... or are marked mpi)  |  all others, each on one rank
+    rank 0   setup =  call =  teardown =  leaks =  setup = ...   |  a test      one that starts a job  ... =
+    rank 1   setup =  call =  teardown =  leaks =  setup = ...   |  one that starts a job       a test ... =
+    rank 2   setup =  call =  teardown =  leaks =  setup = ...   |  a test   a test      a test        ... =
 
 Every `=` is an exchange of the ranks' reports on a private communicator: what failed on one rank fails on all, with the
 text of the lowest failing rank. Three rules keep it free of hangs:
@@ -18,6 +18,7 @@ Collective tests run first, so that all ranks have the same modules imported whi
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
 import time
@@ -31,7 +32,8 @@ from mpipipe.comm import process
 from support.watchdog import GRACE, Watchdog
 
 COMMUNICATORS = {"comm", "subcomm"}
-SHARED = COMMUNICATORS | {"launch", "on_first_rank", "mpi_tmp_path", "mpi_tmpdir", "mpi_file_name"}
+SHARED = COMMUNICATORS | {"mpi_tmp_path", "mpi_tmpdir", "mpi_file_name"}
+JOBS = {"launch", "allow_seconds"}
 DIRTY = pytest.StashKey[bool]()  # a test failed: messages may be left in its communicators
 ADDRESS = re.compile(r"0x[0-9a-fA-F]+")  # differs from rank to rank where nothing else does
 NOT_A_FAILURE = (StopTest, UnsatisfiedAssumption, pytest.skip.Exception)
@@ -43,16 +45,34 @@ class ExampleError(AssertionError):
 
 def is_collective(item) -> bool:
     """Whether all ranks run this test together; any other test runs on one rank only."""
-    return bool(SHARED & set(getattr(item, "fixturenames", ()))) or _is_marked(item)
+    return bool(SHARED & set(getattr(item, "fixturenames", ()))) or item.get_closest_marker("mpi") is not None
 
 
-def depends_on_ranks(item) -> bool:
-    """Whether the number of ranks may matter to this test: it uses their communicator."""
-    return bool(COMMUNICATORS & set(getattr(item, "fixturenames", ()))) or _is_marked(item)
+def starts_jobs(item) -> bool:
+    """Whether this test starts processes of its own that keep more than one core busy."""
+    return bool(JOBS & set(getattr(item, "fixturenames", ())))
 
 
-def _is_marked(item) -> bool:
-    return item.get_closest_marker("mpi") is not None
+def dealt(items, ranks, cores) -> list[list]:
+    """The tests of each rank, in the order of `items`, for about equal times.
+
+    Tests that start jobs go to no more ranks than there are cores, so that no more jobs run at once.
+    """
+    hands, load = [[] for _ in range(ranks)], [0.0] * ranks
+    seconds = [_estimate(item) for item in items]
+    for index in sorted(range(len(items)), key=lambda index: -seconds[index]):
+        able = range(max(1, min(ranks, cores))) if starts_jobs(items[index]) else range(ranks)
+        rank = min(able, key=load.__getitem__)
+        hands[rank].append(index)
+        load[rank] += seconds[index]
+    return [[items[index] for index in sorted(hand)] for hand in hands]
+
+
+def _estimate(item) -> float:
+    """Seconds that a test may take, roughly."""
+    if item.get_closest_marker("slow") is not None:
+        return 8.0
+    return 2.0 if starts_jobs(item) else 0.1
 
 
 def listed(ranks) -> str:
@@ -131,7 +151,7 @@ class Collective:
             return None  # pytest's own loop reports errors of the collection
         shared = [item for item in session.items if is_collective(item)]
         pure = [item for item in session.items if not is_collective(item)]
-        own = pure[self.rank :: self.size]
+        own = dealt(pure, self.size, os.cpu_count() or 1)[self.rank]
         self._run(session, shared, own[0] if own else None)
         self._stop_if_asked(session)
         self.own_reports = {}

@@ -52,16 +52,14 @@ sys.exit(run_or_abort(lambda: train(config, GPT)))
 
 
 @pytest.fixture
-def train(launch, comm, mpi_tmp_path):
+def train(launch, tmp_path):
     """train(trouble): a job of two ranks that meets it on rank 0; returns (job, output folder)."""
-    script, text = mpi_tmp_path / "script.py", mpi_tmp_path / "text.txt"
-    if comm.rank == 0:
-        script.write_text(TRAINING)
-        text.write_text("one two three four\n" * 200)
-    comm.Barrier()
+    script, text = tmp_path / "script.py", tmp_path / "text.txt"
+    script.write_text(TRAINING)
+    text.write_text("one two three four\n" * 200)
 
     def start(trouble):
-        out = mpi_tmp_path / trouble
+        out = tmp_path / trouble
         return launch(2, [str(script), str(text), str(out), trouble]), out
 
     return start
@@ -97,12 +95,10 @@ print(job.wait(), errors)
 """
 
 
-def test_a_reader_that_takes_the_first_line_does_not_end_the_training(launch, comm, mpi_tmp_path):
-    text, script, out = mpi_tmp_path / "text.txt", mpi_tmp_path / "head.py", mpi_tmp_path / "run"
-    if comm.rank == 0:
-        text.write_text("one two three four\n" * 200)
-        script.write_text(HEAD)
-    comm.Barrier()
+def test_a_reader_that_takes_the_first_line_does_not_end_the_training(launch, tmp_path):
+    text, script, out = tmp_path / "text.txt", tmp_path / "head.py", tmp_path / "run"
+    text.write_text("one two three four\n" * 200)
+    script.write_text(HEAD)
     sizes = "--dim 16 --layers 1 --heads 2 --seq-len 16 --batch 8 --steps 3 --log-every 1 --sample-bytes 4".split()
     job = launch(0, [str(script), "1", "train", "--data", str(text), "--out", str(out), "--device", "cpu", *sizes])
     assert job.stdout.strip() == "0", job.stdout

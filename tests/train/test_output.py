@@ -98,14 +98,12 @@ main()
 """
 
 
-def test_generate_finds_the_folder_that_a_training_with_other_working_folders_made(launch, comm, mpi_tmp_path):
-    text, script = mpi_tmp_path / "text.txt", mpi_tmp_path / "script.py"
-    if comm.rank == 0:
-        text.write_text("one two three four\n" * 100)
-        script.write_text(ANYWHERE)
-    comm.Barrier()
+def test_generate_finds_the_folder_that_a_training_with_other_working_folders_made(launch, tmp_path):
+    text, script = tmp_path / "text.txt", tmp_path / "script.py"
+    text.write_text("one two three four\n" * 100)
+    script.write_text(ANYWHERE)
     sizes = "--dim 16 --layers 2 --heads 2 --seq-len 16 --batch 8 --steps 1 --sample-bytes 0 --device cpu".split()
     for arguments in (["train", "--data", str(text), "--out", "run", *sizes], ["generate", "run", "--bytes", "4"]):
-        job = launch(2, [str(script), str(mpi_tmp_path), *arguments])
+        job = launch(2, [str(script), str(tmp_path), *arguments])
         assert job.returncode == 0, job.stderr
-    assert os.listdir(mpi_tmp_path / "1") == []
+    assert os.listdir(tmp_path / "1") == []
