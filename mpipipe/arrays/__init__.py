@@ -34,6 +34,7 @@ from mpipipe.arrays.memory import (
     zeros,
     zeros_like,
 )
+from mpipipe.arrays.platform import check_computable, is_amd
 from mpipipe.arrays.streams import annotated, is_done, record, seconds_between, side_stream, stream, wait_for
 from mpipipe.arrays.transfer import copy_to_device, copy_to_host, download, download_all, pinned, upload
 from mpipipe.arrays.types import Array, DeviceArray, Event, Shape, Stream, Tree
@@ -50,6 +51,7 @@ __all__ = [
     "address",
     "aligned_empty",
     "annotated",
+    "check_computable",
     "check_device",
     "concatenate",
     "copy",
@@ -68,6 +70,7 @@ __all__ = [
     "dtype",
     "empty",
     "empty_like",
+    "is_amd",
     "is_array",
     "is_device",
     "is_done",

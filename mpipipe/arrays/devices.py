@@ -138,8 +138,16 @@ def current_gpu() -> int:
     return cupy().cuda.runtime.getDevice()
 
 
+def _architecture(properties: dict[str, Any]) -> str:
+    """Return what the compiler calls this GPU: CuPy's properties of an AMD GPU have gcnArchName, gfx90a:sramecc+..."""
+    gcn = properties.get("gcnArchName", b"")
+    if cupy().cuda.runtime.is_hip and gcn:
+        return f"AMD {(gcn.decode() if isinstance(gcn, bytes) else gcn).split(':')[0]}"
+    return f"compute capability {properties['major']}.{properties['minor']}"
+
+
 def describe_gpus() -> list[str]:
-    """Describe each GPU that this process sees in one line: name, memory, compute capability.
+    """Describe each GPU that this process sees in one line: name, memory, compute capability or AMD's architecture.
 
     Returns
     -------
@@ -151,5 +159,5 @@ def describe_gpus() -> list[str]:
         properties = cupy().cuda.runtime.getDeviceProperties(number)
         name = properties["name"].decode() if isinstance(properties["name"], bytes) else properties["name"]
         memory = f"{properties['totalGlobalMem'] / 2**30:.0f} GiB"
-        lines.append(f"cuda:{number} {name}, {memory}, compute capability {properties['major']}.{properties['minor']}")
+        lines.append(f"cuda:{number} {name}, {memory}, {_architecture(properties)}")
     return lines

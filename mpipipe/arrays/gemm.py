@@ -1,5 +1,7 @@
 """Matrix products by cuBLAS, on device arrays.
 
+On AMD GPUs CuPy's cuBLAS is hipBLAS: there the type of the sums is told as a dtype, and there is no bfloat16.
+
 cuBLAS takes matrices column by column, so it sees each of ours transposed: c = a b is c^T = b^T a^T to it. float64 is
 summed in float64, everything else in float32. Products of float32 use TF32, which keeps 10 bits of each factor, where
 the environment variable CUPY_TF32 is above 0 at the first product: CuPy's own products follow the same setting.
@@ -16,6 +18,7 @@ import numpy as np
 
 from mpipipe.arrays.devices import cupy
 from mpipipe.arrays.memory import address
+from mpipipe.arrays.platform import check_computable, is_amd
 from mpipipe.arrays.types import DeviceArray
 
 # the host numbers (0, 1) that cuBLAS multiplies with, and their addresses, by itemsize
@@ -38,26 +41,27 @@ class _Library(NamedTuple):
 def _library() -> _Library:
     cuda = cupy().cuda
     runtime, cublas = cuda.runtime, cuda.cublas
-    single = cublas.CUBLAS_COMPUTE_32F
-    tf32 = int(os.environ.get("CUPY_TF32", "0")) > 0
+    dtypes = {"float16": runtime.CUDA_R_16F, "float32": runtime.CUDA_R_32F, "float64": runtime.CUDA_R_64F}
+    if is_amd():
+        single, fast, double = runtime.CUDA_R_32F, runtime.CUDA_R_32F, runtime.CUDA_R_64F
+    else:
+        dtypes["bfloat16"] = runtime.CUDA_R_16BF
+        single, double = cublas.CUBLAS_COMPUTE_32F, cublas.CUBLAS_COMPUTE_64F
+        fast = cublas.CUBLAS_COMPUTE_32F_FAST_TF32 if int(os.environ.get("CUPY_TF32", "0")) > 0 else single
     return _Library(
         cublas.gemmEx,
         cublas.gemmStridedBatchedEx,
         cuda.device.get_cublas_handle,
         cublas.CUBLAS_GEMM_DEFAULT,
-        {
-            "float16": runtime.CUDA_R_16F,
-            "bfloat16": runtime.CUDA_R_16BF,
-            "float32": runtime.CUDA_R_32F,
-            "float64": runtime.CUDA_R_64F,
-        },
-        {
-            "float16": single,
-            "bfloat16": single,
-            "float32": cublas.CUBLAS_COMPUTE_32F_FAST_TF32 if tf32 else single,
-            "float64": cublas.CUBLAS_COMPUTE_64F,
-        },
+        dtypes,
+        {"float16": single, "bfloat16": single, "float32": fast, "float64": double},
     )
+
+
+def _number_of(library: _Library, kind: np.dtype) -> int:
+    if kind.name not in library.dtypes:
+        check_computable(kind, "cuda")
+    return library.dtypes[kind.name]
 
 
 def gemm(
@@ -79,7 +83,7 @@ def gemm(
     library = _library()
     m, n = c.shape
     k = a.shape[0] if transpose_a else a.shape[1]
-    dtype = library.dtypes[a.dtype.name]
+    dtype = _number_of(library, a.dtype)
     numbers = ZERO_AND_ONE[8 if a.itemsize == 8 else 4]
     library.gemmEx(
         library.handle(), int(transpose_b), int(transpose_a), n, m, k,
@@ -118,4 +122,4 @@ def batched_gemm(
 
 def _operand(x: DeviceArray) -> tuple[int, int, int, int]:
     """(address, cuBLAS's dtype, elements from row to row, elements from problem to problem)."""
-    return address(x), _library().dtypes[x.dtype.name], x.strides[1] // x.itemsize, x.strides[0] // x.itemsize
+    return address(x), _number_of(_library(), x.dtype), x.strides[1] // x.itemsize, x.strides[0] // x.itemsize

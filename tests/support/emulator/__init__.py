@@ -47,13 +47,13 @@ MEMORY = "Memory MemoryPointer MemoryPool MemoryAsyncPool alloc get_allocator se
 STREAM = "Stream Event get_current_stream get_elapsed_time".split()
 
 
-def _modules() -> dict:
+def _modules(amd: bool) -> dict:
     """The modules of cupy that one can import, by name."""
     pools = {name: getattr(memory, name) for name in MEMORY}
     order = {name: getattr(streams, name) for name in STREAM}
     handle = {"get_cublas_handle": blas.get_cublas_handle, "get_device_id": runtime.getDevice}
     parts = {
-        "runtime": {**_public(runtime), "CUDARuntimeError": CUDARuntimeError},
+        "runtime": {**_public(runtime), "CUDARuntimeError": CUDARuntimeError, "is_hip": amd},
         "memory": pools,
         "stream": order,
         "device": {"Device": runtime.Device, **handle},
@@ -97,15 +97,18 @@ def _forget():
                 value.__init__()  # of a class of its own
 
 
-def install(seed: int = 0, devices: int = 1) -> Machine:
+def install(seed: int = 0, devices: int = 1, amd: bool = False) -> Machine:
     """Put the emulated device in the place of CuPy and cuDNN, and return it.
 
-    With seed 0 nothing runs before it must; with others the device also works by itself, as the seed has it.
+    With seed 0 nothing runs before it must; with others the device also works by itself, as the seed has it. With `amd`
+    it is one that CuPy for ROCm drives: sources are compiled as HIP's, for wavefronts of 64 lanes, products are
+    hipBLAS's, and there is no cuDNN.
     """
-    home = Machine(seed, devices)
+    home = Machine(seed, devices, amd)
     _machines.append(home)
     names = {name: getattr(cudnn, name) for name in cudnn.NAMES}
-    modules = {**_modules(), "cudnn": _module("cudnn", **names, __version__="1.26.0")}
+    no_cudnn = None  # importing it raises ImportError
+    modules = {**_modules(amd), "cudnn": no_cudnn if amd else _module("cudnn", **names, __version__="1.26.0")}
     hidden = [name for name in sys.modules if name.split(".")[0] in ("cupy", "cudnn")]
     _replaced.append({name: sys.modules.pop(name) for name in hidden})
     sys.modules.update(modules)

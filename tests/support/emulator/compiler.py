@@ -106,15 +106,16 @@ def cache_folder() -> Path:
 
 @cache
 def _environment() -> str:
-    headers = [path.read_text() for path in sorted([HERE / "cuda_on_host.h", *(HERE / "include").iterdir()])]
+    headers = [path.read_text() for path in sorted([*HERE.glob("*.h"), *(HERE / "include").iterdir()])]
     version = subprocess.run([compiler() or "g++", "--version"], capture_output=True, text=True, check=True).stdout
     return "\n".join([version, *FLAGS, *headers])
 
 
-def compiled(code: str) -> tuple[Path, list[str]]:
+def compiled(code: str, amd: bool = False) -> tuple[Path, list[str]]:
     """The shared library of a source, compiled once for all processes, and the names of its kernels."""
     text, names = on_host(code)
-    text = f'#include "cuda_on_host.h"\n#line 1 "kernel"\n{text}\n' + "".join(
+    platform = "#define EMULATED_AMD\n" if amd else ""
+    text = f'{platform}#include "cuda_on_host.h"\n#line 1 "kernel"\n{text}\n' + "".join(
         f"EMULATED_ENTRY({name})\n" for name in names
     )
     key = hashlib.sha256(f"{_environment()}\n{text}".encode()).hexdigest()[:24]
@@ -167,7 +168,7 @@ class RawModule:
     def get_function(self, name: str) -> Function:
         with _loading:
             if self._library is None:
-                path, self._names = compiled(self._code)
+                path, self._names = compiled(self._code, machine().amd)
                 self._library = ctypes.CDLL(str(path))
             if name not in self._names:
                 raise CUDARuntimeError(f'CUDA_ERROR_NOT_FOUND: no extern "C" kernel {name!r} among {self._names}')

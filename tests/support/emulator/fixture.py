@@ -60,19 +60,20 @@ def real_gpus() -> int:
 @contextmanager
 def a_gpu(devices: int = 1):
     """A Gpu: a real one where there is one, else one of `devices` emulated ones."""
-    if os.environ.get("MPIPIPE_TEST_GPU") != "emulator" and real_gpus():
+    wanted = os.environ.get("MPIPIPE_TEST_GPU")
+    if wanted not in ("emulator", "amd") and real_gpus():
         yield Gpu()
         return
-    with an_emulated_gpu(devices) as device:
+    with an_emulated_gpu(devices, wanted == "amd") as device:
         yield device
 
 
 @contextmanager
-def an_emulated_gpu(devices: int = 1):
-    """An emulated Gpu; it runs to its end, and fails the test where something went wrong unseen."""
+def an_emulated_gpu(devices: int = 1, amd: bool = False):
+    """An emulated Gpu, with `amd` one of AMD's; it runs to its end, and fails the test where something went wrong unseen."""
     if host_compiler() is None:
         pytest.skip("no GPU, and no g++ for the emulated one")
-    machine = install(int(os.environ.get("MPIPIPE_TEST_GPU_SEED", "0")), devices)
+    machine = install(int(os.environ.get("MPIPIPE_TEST_GPU_SEED", "0")), devices, amd)
     try:
         yield Gpu(machine)
     finally:

@@ -109,7 +109,8 @@ class Ranges:
 class Machine:
     """All state of the emulated devices of one process."""
 
-    def __init__(self, seed: int = 0, devices: int = 1):
+    def __init__(self, seed: int = 0, devices: int = 1, amd: bool = False):
+        self.amd = amd
         self.lock = threading.RLock()
         self.local = threading.local()
         self.random = random.Random(seed)

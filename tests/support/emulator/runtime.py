@@ -30,6 +30,14 @@ PROPERTIES = {
     "pciDeviceID": 0,
     "pciDomainID": 0,
 }
+AMD_PROPERTIES = {
+    "name": b"Emulated AMD device",
+    "gcnArchName": b"gfx90a:sramecc+:xnack-",
+    "multiProcessorCount": 110,
+    "warpSize": 64,
+    "sharedMemPerBlock": 64 << 10,
+    "sharedMemPerBlockOptin": 64 << 10,
+}
 ATTRIBUTES = {8: "sharedMemPerBlock", 16: "multiProcessorCount", 97: "sharedMemPerBlockOptin"}
 
 
@@ -50,7 +58,7 @@ def setDevice(number: int):
 def getDeviceProperties(number: int) -> dict:
     if not 0 <= number < machine().devices:
         raise CUDARuntimeError("cudaErrorInvalidDevice: invalid device ordinal")
-    return {**PROPERTIES, "pciBusID": number + 1}
+    return {**PROPERTIES, **(AMD_PROPERTIES if machine().amd else {}), "pciBusID": number + 1}
 
 
 def deviceGetAttribute(attribute: int, device: int) -> int:

@@ -6,7 +6,7 @@ import sys
 
 from support import emulator
 
-emulator.install(int(os.environ.get("MPIPIPE_TEST_GPU_SEED", "0")))
+emulator.install(int(os.environ.get("MPIPIPE_TEST_GPU_SEED", "0")), amd=os.environ.get("MPIPIPE_TEST_GPU") == "amd")
 
 
 @atexit.register
