@@ -8,7 +8,8 @@ from typing import Any
 from mpipipe.errors import BackendError
 
 INSTALL = (
-    "in a checkout of mpipipe `pip install '.[cuda13]'` (or [cuda12], as the driver has it: nvidia-smi tells), "
+    "in a checkout of mpipipe `pip install '.[cuda13]'` (or [cuda12], as the driver has it: nvidia-smi tells; "
+    "[rocm] for AMD's GPUs), "
     "or use device='cpu'"
 )
 

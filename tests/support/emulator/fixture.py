@@ -70,7 +70,7 @@ def a_gpu(devices: int = 1):
 
 @contextmanager
 def an_emulated_gpu(devices: int = 1, amd: bool = False):
-    """An emulated Gpu, with `amd` one of AMD's; it runs to its end, and fails the test where something went wrong unseen."""
+    """An emulated Gpu, or one of AMD's; it runs to its end, and fails the test where something went wrong unseen."""
     if host_compiler() is None:
         pytest.skip("no GPU, and no g++ for the emulated one")
     machine = install(int(os.environ.get("MPIPIPE_TEST_GPU_SEED", "0")), devices, amd)
