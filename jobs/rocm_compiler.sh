@@ -14,6 +14,7 @@ if [ -e "$folder/complete" ]; then
 fi
 command -v apt-get > /dev/null && command -v dpkg-deb > /dev/null || { echo "$0: needs apt and dpkg" >&2; exit 2; }
 rm -rf "$folder" && mkdir -p "$folder/packages"
+apt-cache show libamdhip64-5 > /dev/null 2>&1 || apt-get update --quiet --quiet || true  # a new machine has no lists
 # the library, its built-in headers, and what of all that they need this machine does not have
 wanted=(libamdhip64-5 libhiprtc-builtins5)
 mapfile -t missing < <(apt-get install --simulate --no-install-recommends "${wanted[@]}" | sed -n 's/^Inst \([^ ]*\).*/\1/p')

@@ -90,7 +90,7 @@ def _forget():
     """Clear what the package keeps of a device: compiled functions, streams, tables, pages."""
     for name in [name for name in sys.modules if name.split(".")[0] == "mpipipe"]:
         for value in list(vars(sys.modules[name]).values()):
-            if callable(getattr(value, "cache_clear", None)):
+            if callable(getattr(value, "cache_clear", None)) and not isinstance(value, type):
                 value.cache_clear()
             elif isinstance(value, threading.local):
                 vars(value).clear()
