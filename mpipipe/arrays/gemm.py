@@ -5,6 +5,8 @@ On AMD GPUs CuPy's cuBLAS is hipBLAS: there the type of the sums is told as a dt
 cuBLAS takes matrices column by column, so it sees each of ours transposed: c = a b is c^T = b^T a^T to it. float64 is
 summed in float64, everything else in float32. Products of float32 use TF32, which keeps 10 bits of each factor, where
 the environment variable CUPY_TF32 is above 0 at the first product: CuPy's own products follow the same setting.
+
+With MPIPIPE_PRODUCTS=cublaslt, read at the first product, `gemm` asks gemm_measured.py first.
 """
 
 from __future__ import annotations
@@ -16,11 +18,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mpipipe.arrays import gemm_measured
 from mpipipe.arrays.devices import cupy
 from mpipipe.arrays.dtypes import accumulator, dtype
 from mpipipe.arrays.memory import address
 from mpipipe.arrays.platform import check_computable, is_amd
 from mpipipe.arrays.types import DeviceArray
+from mpipipe.errors import ArgumentError, BackendError
+
+VARIABLE = "MPIPIPE_PRODUCTS"
 
 # the host numbers (0, 1) that cuBLAS multiplies with, and their addresses, by itemsize
 NUMBERS = {kind.itemsize: np.array([0, 1], kind) for kind in (np.dtype(np.float32), np.dtype(np.float64))}
@@ -56,6 +62,7 @@ class _Library(NamedTuple):
     handle: Callable
     algorithm: int
     kinds: _Kinds
+    measured: bool  # whether cublasLt multiplies, where it can
 
 
 @cache
@@ -75,7 +82,18 @@ def _library() -> _Library:
         kind = dtype(name)
         kinds[kind] = _Kind(number, compute[name], ZERO_AND_ONE[accumulator(kind).itemsize])
     default = cublas.CUBLAS_GEMM_DEFAULT
-    return _Library(cublas.gemmEx, cublas.gemmStridedBatchedEx, cuda.device.get_cublas_handle, default, kinds)
+    handle = cuda.device.get_cublas_handle
+    return _Library(cublas.gemmEx, cublas.gemmStridedBatchedEx, handle, default, kinds, _asks_for_cublaslt())
+
+
+def _asks_for_cublaslt() -> bool:
+    """Whether MPIPIPE_PRODUCTS asks for cublasLt; raises where it is to be had nowhere, or for another name."""
+    name = os.environ.get(VARIABLE, "")
+    if name not in ("", "cublas", "cublaslt"):
+        raise ArgumentError(f"environment variable {VARIABLE}", found=repr(name), expected="cublas or cublaslt")
+    if name == "cublaslt" and is_amd():
+        raise BackendError(f"{VARIABLE}=cublaslt, and AMD GPUs have no cublasLt", remedy=f"unset {VARIABLE}")
+    return name == "cublaslt"
 
 
 def gemm(
@@ -99,6 +117,12 @@ def gemm(
     rows, columns = a.shape
     k = rows if transpose_a else columns
     number, compute, zero_and_one = library.kinds[a.dtype]
+    if library.measured:
+        factors = (number, k, n) if transpose_b else (number, n, k), (number, columns, rows)
+        result = library.kinds[c.dtype].number, n, m
+        sizes = gemm_measured.Sizes(*factors, result, (transpose_b, transpose_a), add, compute)
+        if gemm_measured.multiply(sizes, b, a, c, zero_and_one):
+            return
     library.gemmEx(
         library.handle(), transpose_b, transpose_a, n, m, k,
         zero_and_one[1], b.data.ptr, number, k if transpose_b else n, a.data.ptr, number, columns,
