@@ -12,7 +12,8 @@ With MPIPIPE_PRODUCTS=cublaslt, read at the first product, `gemm` asks gemm_meas
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, lru_cache
 from typing import NamedTuple
 
@@ -94,6 +95,22 @@ def _asks_for_cublaslt() -> bool:
     if name == "cublaslt" and is_amd():
         raise BackendError(f"{VARIABLE}=cublaslt, and AMD GPUs have no cublasLt", remedy=f"unset {VARIABLE}")
     return name == "cublaslt"
+
+
+@contextmanager
+def products_by(name: str) -> Iterator[None]:
+    """Let `cublas` or `cublaslt` multiply within, whatever MPIPIPE_PRODUCTS says: for measurements on one thread."""
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = name
+    _library.cache_clear()
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[VARIABLE]
+        else:
+            os.environ[VARIABLE] = before
+        _library.cache_clear()
 
 
 def gemm(

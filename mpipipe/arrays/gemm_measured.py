@@ -29,7 +29,7 @@ RUNS = 5  # of one proposal, after one that does not count
 MOST = 1024  # products that are measured; what comes later is left to cuBLAS
 ALIGNED = 256  # bytes; cublasLt asks for no more
 DOUBLE = 1  # CUDA_R_64F, the type of the factors 0 and 1 of float64; that of all others is CUDA_R_32F
-INSTALL = "pip install 'nvmath-python>=1,<2', or unset MPIPIPE_PRODUCTS"
+INSTALL = "in a checkout of mpipipe `pip install '.[cublaslt]'`, or unset MPIPIPE_PRODUCTS"
 
 
 class Sizes(NamedTuple):

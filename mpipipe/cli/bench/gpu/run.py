@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from mpipipe import arrays
-from mpipipe.cli.bench.gpu import attention, executor, gpt, memory, ring, transport
+from mpipipe.cli.bench.gpu import attention, executor, gpt, memory, products, ring, transport
 from mpipipe.cli.bench.gpu.rows import Row, show
 from mpipipe.cli.versions import versions
 from mpipipe.comm import launcher, runtime
@@ -35,7 +35,14 @@ class Part(Protocol):
         """Yields a row for each measurement; takes `repeats`."""
 
 
-ALONE: dict[str, Part] = {"memory": memory, "attention": attention, "ring": ring, "executor": executor, "gpt": gpt}
+ALONE: dict[str, Part] = {
+    "memory": memory,
+    "products": products,
+    "attention": attention,
+    "ring": ring,
+    "executor": executor,
+    "gpt": gpt,
+}
 TOGETHER: dict[str, Part] = {"transport": transport}
 
 
