@@ -18,14 +18,12 @@ def is_amd() -> bool:
     Returns
     -------
     bool
-        True where CuPy is built for ROCm.
-
-    Raises
-    ------
-    BackendError
-        CuPy cannot be imported.
+        True where CuPy is built for ROCm; False for CUDA, and without CuPy.
     """
-    return bool(cupy().cuda.runtime.is_hip)
+    try:
+        return bool(cupy().cuda.runtime.is_hip)
+    except BackendError:
+        return False
 
 
 def check_computable(kind: np.dtype, device: str) -> None:

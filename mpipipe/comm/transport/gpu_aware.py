@@ -24,7 +24,7 @@ from mpipipe.comm import runtime
 from mpipipe.comm.group import Group, group_of
 from mpipipe.comm.settings import GPU_DIRECT
 from mpipipe.comm.types import Communicator
-from mpipipe.errors import ArgumentError, BackendError
+from mpipipe.errors import ArgumentError
 
 OVERRIDE = GPU_DIRECT.name
 
@@ -85,15 +85,16 @@ def detect(comm: Communicator, group: Group | None = None) -> Verdict:
     group = group_of(comm) if group is None else group
     error, mine = None, Verdict(False, "the ranks are threads of one process")
     try:
+        platform = ROCM if arrays.is_amd() else CUDA
         if not runtime.in_process(comm):
             mine = judge(
                 runtime.mpi().Get_library_version(),
                 os.environ,
                 _loaded_libraries(),
-                _query(_platform()),
+                _query(platform),
                 _memory_kinds(comm),
                 _allocator_is_async(),
-                _platform(),
+                platform,
             )
     except ArgumentError as caught:
         error = caught
@@ -230,14 +231,6 @@ def _is_on(value: str | None) -> bool:
 
 
 # -- facts ------------------------------------------------------------------------------------------------------------
-
-
-def _platform() -> Platform:
-    """The platform of CuPy; CUDA without it."""
-    try:
-        return ROCM if arrays.is_amd() else CUDA
-    except BackendError:
-        return CUDA
 
 
 def _query(platform: Platform) -> int | None:
