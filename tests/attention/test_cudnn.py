@@ -13,7 +13,7 @@ from support.tolerance import bound, within
 
 from mpipipe import arrays, attention
 from mpipipe.attention import kernels, mask
-from mpipipe.attention.kernels import Block, Gradients, Result, cudnn, cudnn_graph, cudnn_library, cudnn_request
+from mpipipe.attention.kernels import Block, Gradients, Result, cudnn, cudnn_graph, cudnn_library, cudnn_request, cudnn_trial
 from mpipipe.attention.kernels import cupy as cupy_kernel
 from mpipipe.attention.kernels.cudnn_graph import Request
 from mpipipe.errors import ArgumentError, BackendError
@@ -24,8 +24,8 @@ HALVES = ["float16", "bfloat16"]
 @pytest.fixture
 def library(gpu, monkeypatch):
     """The module cudnn; a refusal that is not expected is an error."""
-    if not cudnn_library.available().usable:
-        pytest.skip(cudnn_library.available().reason)
+    if not cudnn_trial.available().usable:
+        pytest.skip(cudnn_trial.available().reason)
     monkeypatch.delenv("MPIPIPE_ATTENTION", raising=False)
     cudnn_graph.clear()
     with warnings.catch_warnings():
@@ -239,7 +239,7 @@ def test_without_the_package(gpu, library, monkeypatch):
 
 def refused_by_choice(monkeypatch, text):
     whole = make("bfloat16", seq=6)
-    verdict = cudnn_library.available()
+    verdict = cudnn_trial.available()
     assert not verdict.usable and text in verdict.reason and text in kernels.describe()
     agrees(through_local(whole)[0], reference(whole), "bfloat16")
     monkeypatch.setenv("MPIPIPE_ATTENTION", "cudnn")
@@ -364,7 +364,7 @@ def requests():
 def test_the_real_library_takes_every_graph():
     """Its own checks, which need no GPU: each array, mask and option is named as it should be."""
     cudnn_module = pytest.importorskip("cudnn", reason="nvidia-cudnn-frontend is not installed")
-    verdict = cudnn_library.available()
+    verdict = cudnn_trial.available()
     if not verdict.usable:
         pytest.skip(verdict.reason)
     seen = 0

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from mpipipe import arrays
 from mpipipe.arrays import Array
-from mpipipe.attention.kernels import cudnn_library, cudnn_request
+from mpipipe.attention.kernels import cudnn_library, cudnn_request, cudnn_trial
 from mpipipe.attention.kernels.interface import AttentionKernel
 from mpipipe.errors import ArgumentError, BackendError
 
@@ -62,7 +62,8 @@ def _loaded(name: str) -> AttentionKernel:
 def _device_kernel(name: str, q: Array, k: Array, v: Array) -> str:
     if name not in ("", "cudnn"):
         return name
-    found, refused = cudnn_library.available(), cudnn_request.refusal(q, k, v)
+    found = cudnn_trial.available()
+    refused = cudnn_request.refusal(q, k, v) if found.usable else ""
     if name == "cudnn" and not found.usable:
         raise BackendError(f"{VARIABLE}=cudnn asks for cuDNN: {found.reason}", remedy=f"or unset {VARIABLE}")
     if name == "cudnn" and refused:
@@ -75,6 +76,12 @@ def _device_kernel(name: str, q: Array, k: Array, v: Array) -> str:
 
 
 def describe() -> str:
-    """One line about the kernels for a GPU in half precision: which cuDNN, or why none."""
-    found = cudnn_library.available()
-    return found.reason if found.usable else f"CuPy kernels, no cuDNN: {found.reason}"
+    """One line about the kernels for a GPU in half precision: "cudnn 9.24.0", or "cupy" and why."""
+    name = os.environ.get(VARIABLE, "")
+    if name and MODULES.get(name, ("", ""))[1] == "cuda" and name != "cudnn":
+        return f"{name} because {VARIABLE}={name}"
+    if not arrays.device_count():
+        there = cudnn_library.installed()
+        return f"no GPU here to try it on; {there.reason}" + (" is installed" if there.usable else "")
+    found = cudnn_trial.available()
+    return found.reason.replace("cuDNN", "cudnn", 1) if found.usable else f"cupy because {found.reason}"

@@ -12,12 +12,8 @@ cudaDevAttrMaxSharedMemoryPerBlock, cudaDevAttrMultiProcessorCount = 8, 16
 cudaDevAttrMaxSharedMemoryPerBlockOptin = 97
 is_hip = False
 
-_MEMORY = 1 << 34
 PROPERTIES = {
     "name": b"Emulated device",
-    "totalGlobalMem": _MEMORY,
-    "major": 9,
-    "minor": 0,
     "multiProcessorCount": 132,
     "warpSize": 32,
     "maxThreadsPerBlock": 1024,
@@ -34,6 +30,9 @@ ATTRIBUTES = {8: "sharedMemPerBlock", 16: "multiProcessorCount", 97: "sharedMemP
 
 
 def getDeviceCount() -> int:
+    if "driver" in machine().faults:
+        text = "CUDA driver version is insufficient for CUDA runtime version"
+        raise CUDARuntimeError(f"cudaErrorInsufficientDriver: {text}")
     return machine().devices
 
 
@@ -50,7 +49,8 @@ def setDevice(number: int):
 def getDeviceProperties(number: int) -> dict:
     if not 0 <= number < machine().devices:
         raise CUDARuntimeError("cudaErrorInvalidDevice: invalid device ordinal")
-    return {**PROPERTIES, "pciBusID": number + 1}
+    major, minor = divmod(machine().capability, 10)
+    return {**PROPERTIES, "pciBusID": number + 1, "totalGlobalMem": machine().memory, "major": major, "minor": minor}
 
 
 def deviceGetAttribute(attribute: int, device: int) -> int:
@@ -75,7 +75,7 @@ def eventQuery(event: int) -> int:
 
 
 def memGetInfo() -> tuple[int, int]:
-    return _MEMORY - machine().used_bytes, _MEMORY
+    return machine().memory - machine().used_bytes, machine().memory
 
 
 def _whole(name):
@@ -154,7 +154,7 @@ class Device:
 
     @property
     def compute_capability(self) -> str:
-        return "90"
+        return str(machine().capability)
 
     @property
     def mem_info(self):

@@ -1,4 +1,7 @@
-"""On PYTHONPATH this makes `import cupy` the emulated device, for jobs that a test starts."""
+"""On PYTHONPATH this makes `import cupy` the emulated device, for jobs that a test starts.
+
+MPIPIPE_TEST_GPU_SEED, _DEVICES, _MEMORY (bytes) and _FAULTS (of machine.FAULTS, separated by commas) say what it is.
+"""
 
 import atexit
 import os
@@ -6,7 +9,18 @@ import sys
 
 from support import emulator
 
-emulator.install(int(os.environ.get("MPIPIPE_TEST_GPU_SEED", "0")))
+
+
+def setting(name, default=""):
+    return os.environ.get(f"MPIPIPE_TEST_GPU_{name}", default)
+
+
+emulator.install(
+    int(setting("SEED", "0")),
+    int(setting("DEVICES", "1")),
+    faults=filter(None, setting("FAULTS").split(",")),
+    memory=int(setting("MEMORY", str(1 << 34))),
+)
 
 
 @atexit.register
