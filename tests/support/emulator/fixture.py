@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+from mpipipe import arrays
 
 from . import host_compiler, install, uninstall
 
@@ -57,11 +59,18 @@ def real_gpus() -> int:
         return 0
 
 
+def _stream():
+    """The stream of a test: the null stream, or with MPIPIPE_TEST_GPU_STREAM=own the one that trainings have."""
+    own = os.environ.get("MPIPIPE_TEST_GPU_STREAM", "") == "own"
+    return arrays.own_stream() if own else nullcontext()
+
+
 @contextmanager
 def a_gpu(devices: int = 1):
     """A Gpu: a real one where there is one, else one of `devices` emulated ones."""
     if os.environ.get("MPIPIPE_TEST_GPU") != "emulator" and real_gpus():
-        yield Gpu()
+        with _stream():
+            yield Gpu()
         return
     with an_emulated_gpu(devices) as device:
         yield device
@@ -74,7 +83,8 @@ def an_emulated_gpu(devices: int = 1):
         pytest.skip("no GPU, and no g++ for the emulated one")
     machine = install(int(os.environ.get("MPIPIPE_TEST_GPU_SEED", "0")), devices)
     try:
-        yield Gpu(machine)
+        with _stream():
+            yield Gpu(machine)
     finally:
         errors = uninstall()
     if errors:
