@@ -76,12 +76,14 @@ def _device_kernel(name: str, q: Array, k: Array, v: Array) -> str:
 
 
 def describe() -> str:
-    """One line about the kernels for a GPU in half precision: "cudnn 9.24.0", or "cupy" and why."""
+    """One line about the kernels for a GPU in half precision, else for the host: "cudnn 9.24.0", "cupy because ..."."""
     name = os.environ.get(VARIABLE, "")
-    if name and MODULES.get(name, ("", ""))[1] == "cuda" and name != "cudnn":
-        return f"{name} because {VARIABLE}={name}"
+    device = MODULES.get(name, ("", ""))[1]
+    found = cudnn_library.installed()
     if not arrays.device_count():
-        there = cudnn_library.installed()
-        return f"no GPU here to try it on; {there.reason}" + (" is installed" if there.usable else "")
+        host = name if device == "cpu" else "host"
+        return f"{host}, as there is no GPU ({found.reason}{' is installed' if found.usable else ''})"
+    if device == "cuda" and name != "cudnn":
+        return f"{name} because {VARIABLE} says so"
     found = cudnn_trial.available()
     return found.reason.replace("cuDNN", "cudnn", 1) if found.usable else f"cupy because {found.reason}"
