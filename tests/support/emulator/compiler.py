@@ -161,12 +161,16 @@ class RawModule:
             raise HiddenAccess(f"RawModule: only source text for nvrtc with {OPTIONS} is used here")
         self._code, self._library, self._names = code, None, []
 
-    def get_function(self, name: str) -> Function:
+    def compile(self, log_stream=None):
         toolkit.compile_check()
         with _loading:
             if self._library is None:
                 path, self._names = compiled(self._code)
                 self._library = ctypes.CDLL(str(path))
+
+    def get_function(self, name: str) -> Function:
+        self.compile()
+        with _loading:
             if name not in self._names:
                 raise CUDARuntimeError(f'CUDA_ERROR_NOT_FOUND: no extern "C" kernel {name!r} among {self._names}')
             return Function(self._library, name, self._code)
