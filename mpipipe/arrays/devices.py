@@ -69,7 +69,7 @@ def use_gpu(number: int) -> None:
             "no such GPU",
             found=f"cuda:{number}",
             expected=f"cuda:0 ... cuda:{count - 1}, what this process sees",
-            remedy="nvidia-smi -L lists the GPUs of the machine; CUDA_VISIBLE_DEVICES hides some and counts the others anew",
+            remedy="nvidia-smi -L lists the GPUs of the machine; those that CUDA_VISIBLE_DEVICES names count from 0",
         )
     cupy().cuda.Device(number).use()
 

@@ -1,4 +1,4 @@
-"""Whether a device can be used: a driver, a GPU, and what compiles and multiplies on it, looked for before the first step.
+"""Whether a device can be used: a driver, a GPU, and what compiles and multiplies on it.
 
 CuPy's wheel brings none of the CUDA toolkit. What is missing would show at the first kernel or the first product, in
 the middle of a step, on the rank that comes to it first. So the first use of a GPU looks for all of it at once.
@@ -68,13 +68,9 @@ def _check_gpu() -> None:
     try:
         count = library.cuda.runtime.getDeviceCount()
     except RuntimeError as error:
-        raise BackendError(
-            f"device 'cuda' was asked for, and no GPU can be used ({error})", remedy=NO_DRIVER
-        ) from None
+        raise BackendError(f"device 'cuda' was asked for, and no GPU can be used ({error})", remedy=NO_DRIVER) from None
     if count == 0:
-        raise BackendError(
-            "device 'cuda' was asked for, and this process sees no GPU", found="0 GPUs", remedy=NO_GPU
-        )
+        raise BackendError("device 'cuda' was asked for, and this process sees no GPU", found="0 GPUs", remedy=NO_GPU)
 
 
 def missing_parts() -> list[str]:

@@ -131,8 +131,11 @@ class Engine:
                 stage.begin_call()
             self.messages.begin(plan, agreed.signature)
         except Exception as error:
-            recompute = self.executor.recompute
-            raise memory_error(f"the start of {call}", error, self.stages, None, recompute, rank=self.rank) or error
+            short = memory_error(f"the start of {call}", error, self.stages, None, self.executor.recompute)
+            if short is None:
+                raise
+            short.rank = self.rank
+            raise short from error
         state = self.executor.run(plan.steps, inputs)
         self.messages.end(agreed.signature)
         return state

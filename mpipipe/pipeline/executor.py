@@ -121,10 +121,10 @@ class Executor:
         return {op: annotate(action) for op, action in self.actions.items()}
 
     def _stage_error(self, what: str, step: PlannedAction, error: Exception) -> StageError:
-        place = dict(rank=self.rank, stage=step.stage, microbatch=step.microbatch)
-        text = f"{what} raised {type(error).__name__}: {error}"
-        short = memory_error(what, error, self.stages, self.state, self.recompute, **place)
-        return short or StageError(text, **place)
+        short = memory_error(what, error, self.stages, self.state, self.recompute)
+        found = short or StageError(f"{what} raised {type(error).__name__}: {error}")
+        self._complete(found, step)
+        return found
 
     def _complete(self, error: MpipipeError, step: PlannedAction) -> None:
         """Add where it happened, as far as the error does not say that itself."""

@@ -40,12 +40,7 @@ class Held(NamedTuple):
 
 
 def memory_error(
-    what: str,
-    error: Exception,
-    stages: Sequence[StageAdapter],
-    state: CallState | None,
-    recompute: bool,
-    **place: int,
+    what: str, error: Exception, stages: Sequence[StageAdapter], state: CallState | None, recompute: bool, **place: int
 ) -> StageError | None:
     """Return the error that explains a lack of device memory, None where `error` is of another kind.
 
@@ -53,7 +48,6 @@ def memory_error(
     ----------
     what : the action that failed
     stages, state, recompute : of the executor
-    **place : rank, stage and micro-batch
     """
     shortage = arrays.memory_shortage(error)
     if shortage is None:
@@ -66,7 +60,6 @@ def memory_error(
         remedy=f"{_recomputation(held, recompute)}; twice as many stages: about {held.parameters // 2:,} bytes of "
         "parameters and gradients less on each rank, and half of the optimizer's state; more micro-batches: smaller "
         "activations",
-        **place,
     )
 
 

@@ -94,7 +94,9 @@ def test_each_rank_looks_at_its_own_gpu_alone(machine, monkeypatch):
     """A look makes a context, which takes memory: not on the first GPU of the host for every rank."""
     machine.devices, seen = 3, []
     handle = sys.modules["cupy.cuda.device"].get_cublas_handle
-    monkeypatch.setattr(sys.modules["cupy.cuda.device"], "get_cublas_handle", lambda: seen.append(arrays.current_gpu()) or handle())
+    monkeypatch.setattr(
+        sys.modules["cupy.cuda.device"], "get_cublas_handle", lambda: seen.append(arrays.current_gpu()) or handle()
+    )
     assert inprocess.run(3, lambda comm: select_device("auto", comm)) == ["cuda"] * 3
     assert sorted(seen) == [0, 1, 2]
 

@@ -13,7 +13,16 @@ from support.tolerance import bound, within
 
 from mpipipe import arrays, attention
 from mpipipe.attention import kernels, mask
-from mpipipe.attention.kernels import Block, Gradients, Result, cudnn, cudnn_graph, cudnn_library, cudnn_request, cudnn_trial
+from mpipipe.attention.kernels import (
+    Block,
+    Gradients,
+    Result,
+    cudnn,
+    cudnn_graph,
+    cudnn_library,
+    cudnn_request,
+    cudnn_trial,
+)
 from mpipipe.attention.kernels import cupy as cupy_kernel
 from mpipipe.attention.kernels.cudnn_graph import Request
 from mpipipe.errors import ArgumentError, BackendError

@@ -70,7 +70,10 @@ def test_a_cudnn_that_makes_no_plan_is_not_called_usable(machine, monkeypatch):
     machine.faults.add("libcudart")
     with pytest.warns(UserWarning, match="slower kernels") as warned:
         verdict = cudnn_trial.available()
-    assert not verdict.usable and "makes no plan (CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED; libcudart.so.13" in verdict.reason
+    assert (
+        not verdict.usable
+        and "makes no plan (CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED; libcudart.so.13" in verdict.reason
+    )
     assert kernels.describe() == f"cupy because {verdict.reason}"
     assert chosen() is cupy_kernel and len(warned) == 1  # said once
     whole = make("bfloat16", seq=6)
@@ -128,7 +131,7 @@ BACKWARDS = {  # (capability, cuDNN) -> head dimensions of a backward, of 64, 12
 
 @pytest.mark.parametrize("capability, version", BACKWARDS, ids=str)
 def test_a_backward_is_asked_for_what_the_gpu_does(machine, monkeypatch, capability, version):
-    """The forward is cuDNN's with every dimension; of what its backward refuses no plan is made, and nothing is said."""
+    """The forward is cuDNN's with every dimension; what its backward refuses is not asked of it."""
     machine.capability = capability
     monkeypatch.setattr(sys.modules["cudnn"], "backend_version", lambda: version)
     monkeypatch.setattr(sys.modules["support.emulator.cudnn"], "VERSION", version)

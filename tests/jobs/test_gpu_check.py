@@ -209,7 +209,9 @@ def test_our_own_rows_come_before_a_peer_is_loaded(gpu, monkeypatch):
 def test_ties_and_sizes_of_the_measured_steps(gpu, monkeypatch):
     """What is called tied is tied; small micro-batches hold the same tokens."""
     asked = []
-    monkeypatch.setattr(gpt, "_ours", lambda repeats, model, tokens, count, *_: asked.append((model.tied, tokens.shape, count)) or 1.0)
+    monkeypatch.setattr(
+        gpt, "_ours", lambda repeats, model, tokens, count, *_: asked.append((model.tied, tokens.shape, count)) or 1.0
+    )
     list(gpt.measure(1, peers=False))
     assert asked == [(False, (2, 8, 1024), 1), (True, (2, 8, 1024), 1), (True, (2, 16, 512), 16)]
 

@@ -108,7 +108,11 @@ TIED = "training step, tied, bfloat16, 124 M parameters, 1 x 8 x 1024 tokens"
         (row(TIED, 400e3, "untied", 400e3), "ratio 0.97 to 1.06", "kept"),
         (row(TIED, 15e3, "untied", 400e3), "ratio 0.97 to 1.06", "missed"),
         (row(TIED, 1.0, "PyTorch eager, autocast", 285e3), "PyTorch eager, autocast 2.8e+05", "kept"),
-        (row(TIED, 1.0, "PyTorch torch.compile, bfloat16 weights", 520e3), "PyTorch torch.compile, bfloat16 weights 4.3e+05", "beaten"),
+        (
+            row(TIED, 1.0, "PyTorch torch.compile, bfloat16 weights", 520e3),
+            "PyTorch torch.compile, bfloat16 weights 4.3e+05",
+            "beaten",
+        ),
         (row("training step, 16 x 1 x 512 tokens", 1.0, "1 x 8 x 1024 tokens", 2.0), "ratio 0.34 to 0.8", "kept"),
         (row("something else", 1.0), "", ""),
     ],
@@ -129,7 +133,11 @@ def test_every_expectation_concerns_a_row_that_is_measured(gpu, monkeypatch):
     monkeypatch.setattr(gpt, "torch_with_gpu", lambda: None)
     rows = [each.facts() for each in (*gpt.measure(1), *memory.measure(1, rows=16, width=32, vocab=24, parameters=100))]
     text = (Path(run.__file__).parents[1] / "torch_gpt.py").read_text()  # PyTorch need not be installed
-    peers = next(node.value for node in ast.parse(text).body if getattr(node, "targets", [None])[0] and node.targets[0].id == "PEERS")
+    peers = next(
+        node.value
+        for node in ast.parse(text).body
+        if getattr(node, "targets", [None])[0] and node.targets[0].id == "PEERS"
+    )
     rows += [row(f"training step, tied, {sizes}", 1.0, f"PyTorch {name}", 1.0)
              for name in ast.literal_eval(peers) for sizes in ["1 x 8 x 1024 tokens"]]  # fmt: skip
     rows += [row(f"{way}, {max(transport.QUICK['sizes'])} B", 1.0) for way in ("staged", "direct")]

@@ -56,7 +56,9 @@ def test_a_step_without_room_names_place_bytes_and_remedies(machine, comm):
         assert asked == ONE > free and total == machine.memory and count == error.microbatch
         assert parameters == 2 * 4 * 2 * (WIDTH * WIDTH + WIDTH)
         assert count * 2 * ONE <= saved <= machine.memory
-        assert "recompute=True: about" in error.remedy and f"about {parameters // 2:,} bytes of parameters" in error.remedy
+        assert (
+            "recompute=True: about" in error.remedy and f"about {parameters // 2:,} bytes of parameters" in error.remedy
+        )
 
 
 def test_recomputation_fits_where_it_is_said_to(machine, comm):
@@ -145,5 +147,7 @@ def test_the_job_ends_with_one_report(launch, emulated_gpu, mpi_tmp_path, comm, 
     job = launch(ranks, ["-m", "mpipipe", "run", str(script)], env=env)
     assert job.returncode not in (0, None), job.stdout
     assert job.stderr.count("job ended by rank") == 1, job.stderr
-    assert re.search(r"rank \d+, stage \d+, micro-batch [1-9]: [a-z ]+ ran out of memory on the GPU", job.stderr), job.stderr
+    assert re.search(r"rank \d+, stage \d+, micro-batch [1-9]: [a-z ]+ ran out of memory on the GPU", job.stderr), (
+        job.stderr
+    )
     assert "bytes asked for" in job.stderr and "recompute=True" in job.stderr

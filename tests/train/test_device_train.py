@@ -78,6 +78,16 @@ def test_auto_takes_the_gpu_that_every_rank_sees_and_says_so(gpu, comm, config, 
     assert ("on GPUs" in printed and "--- sample" in printed) == (comm.rank == 0)
 
 
+@pytest.mark.parametrize("seq", [1, 2])
+def test_a_training_leaves_the_null_stream_alone(gpu, comm, config, seq):
+    """Kernels, copies and sums of all ranks are on streams of their own, whatever else the process does."""
+    if gpu.real or comm.size < seq:
+        pytest.skip("needs the counters of the emulated device" if gpu.real else "for two ranks")
+    train(config(device="cuda", dtype="bfloat16", seq=seq, sample_bytes=4), GPT, comm)
+    assert gpu.machine.launches and gpu.machine.null_launches == []
+    assert arrays.stream().ptr == 0
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_weights_trained_on_the_gpu_load_on_the_host_and_back(gpu, comm, config, dtype):
     chosen = config(device="cuda", dtype=dtype, pipe=comm.size)

@@ -1,8 +1,8 @@
 """python -m mpipipe.cli.gpu_check.attention: asks the real cuDNN for attention of sizes that models have.
 
 It prints which kernel computes attention, and the errors of a forward and a backward against numpy in float32. It exits
-with 1 where cuDNN is not used or refuses a size, or where a result is wrong; with MPIPIPE_ATTENTION=cupy our own kernels
-are what is checked.
+with 1 where cuDNN is not used or refuses a size, or where a result is wrong. With MPIPIPE_ATTENTION=cupy our own
+kernels are what is checked.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class Settings:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Settings:
-        """Read PYTHON, MPIEXEC, RESULTS, QUICK, LIMIT, TESTS and PROCESSES; raises CannotStartError for wrong numbers."""
+        """Read the variables that jobs/gpu_check.sh lists; raises CannotStartError for what is no number."""
         quick = environment.get("QUICK") == "1"
         limits = QUICK_LIMITS if quick else WHOLE_LIMITS
         if text := environment.get("LIMIT"):

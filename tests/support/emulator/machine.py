@@ -125,7 +125,7 @@ class Machine:
     faults : what of FAULTS is wrong with this machine
     capability : compute capability of all devices, ten times the major number plus the minor one
     memory : bytes of each device
-    loader_finds : CUDA runtime libraries on the dynamic loader's path; on machines with pip packages alone there is none
+    loader_finds : CUDA runtime libraries on the dynamic loader's path; with pip packages alone there is none
     """
 
     def __init__(self, seed: int = 0, devices: int = 1, faults=(), memory: int = 1 << 34):

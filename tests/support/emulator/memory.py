@@ -90,7 +90,9 @@ class MemoryPointer:
     __radd__ = __add__
 
 
-OutOfMemoryError.__module__ = MemoryPointer.__module__ = Memory.__module__ = PooledMemory.__module__ = "cupy.cuda.memory"
+OutOfMemoryError.__module__ = MemoryPointer.__module__ = Memory.__module__ = PooledMemory.__module__ = (
+    "cupy.cuda.memory"
+)
 
 
 class MemoryPool:

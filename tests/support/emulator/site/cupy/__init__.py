@@ -10,7 +10,6 @@ import sys
 from support import emulator
 
 
-
 def setting(name, default=""):
     return os.environ.get(f"MPIPIPE_TEST_GPU_{name}", default)
 
