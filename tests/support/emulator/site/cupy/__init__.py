@@ -1,6 +1,7 @@
 """On PYTHONPATH this makes `import cupy` the emulated device, for jobs that a test starts.
 
-MPIPIPE_TEST_GPU_SEED, _DEVICES, _MEMORY (bytes) and _FAULTS (of machine.FAULTS, separated by commas) say what it is.
+Variables say what it is: seed, number of GPUs, bytes of each, and what the machine lacks (of machine.FAULTS, separated
+by commas).
 """
 
 import atexit
@@ -9,16 +10,11 @@ import sys
 
 from support import emulator
 
-
-def setting(name, default=""):
-    return os.environ.get(f"MPIPIPE_TEST_GPU_{name}", default)
-
-
 emulator.install(
-    int(setting("SEED", "0")),
-    int(setting("DEVICES", "1")),
-    faults=filter(None, setting("FAULTS").split(",")),
-    memory=int(setting("MEMORY", str(1 << 34))),
+    int(os.environ.get("MPIPIPE_TEST_GPU_SEED", "0")),
+    int(os.environ.get("MPIPIPE_TEST_GPU_DEVICES", "1")),
+    faults=filter(None, os.environ.get("MPIPIPE_TEST_GPU_FAULTS", "").split(",")),
+    memory=int(os.environ.get("MPIPIPE_TEST_GPU_MEMORY", str(1 << 34))),
 )
 
 
