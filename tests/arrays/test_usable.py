@@ -167,6 +167,7 @@ def test_work_before_within_and_behind_is_in_order(gpu):
         inside = arrays.stream()
         assert inside != outside
         arrays.copy_into(y, x)  # x was uploaded on the other stream
+        np.testing.assert_array_equal(arrays.download(y), values)
         with arrays.own_stream():
             assert arrays.stream() == inside
     arrays.copy_into(z, y)

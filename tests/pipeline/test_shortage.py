@@ -12,7 +12,7 @@ from support import dense
 
 from mpipipe import Pipeline, arrays, nn
 from mpipipe.errors import PeerError, StageError
-from mpipipe.pipeline.shortage import held_by
+from mpipipe.pipeline.shortage import _covered, held_by
 from mpipipe.schedules import gpipe
 
 WIDTH, ROWS, MICROBATCHES = 32, 64, 8
@@ -90,6 +90,21 @@ def test_a_library_that_does_not_say_how_much(machine, comm, monkeypatch):
         assert "saves nothing here" in caught.value.remedy and "forward ran out of memory" in caught.value.message
 
 
+def test_buffers_that_are_received_into_have_no_room(machine, comm, monkeypatch):
+    """They are made at the start of a call, before any micro-batch."""
+    schedule = gpipe(comm.size, 2)
+    x = np.ones((4, WIDTH), np.float32)
+    with pytest.raises((StageError, PeerError)) as caught:
+        with Pipeline([stage_of(comm)], schedule, comm, loss=nn.mean_squared_error) as pipeline:
+            begin = pipeline.engine.messages.begin
+            asks = lambda *given: begin(*given) or arrays.empty((1 << 40,), "uint8", "cuda")  # noqa: E731
+            monkeypatch.setattr(pipeline.engine.messages, "begin", asks if comm.rank == 0 else begin)
+            pipeline.step(*dense.placed(schedule, comm.rank, x, x))
+    if comm.rank == 0:
+        assert str(caught.value).startswith("rank 0: the start of step ran out of memory on the GPU")
+        assert caught.value.found.startswith(f"{1 << 40:,} bytes asked for")
+
+
 def test_another_error_is_what_it_was(machine, comm, monkeypatch):
     def refuse(*arguments):
         raise RuntimeError("CUBLAS_STATUS_EXECUTION_FAILED")
@@ -118,6 +133,7 @@ def test_memory_that_is_held_twice_is_counted_once(machine):
     held = held_by([SimpleNamespace(models=[model])], state)
     flats = model.parameters.flat.nbytes + model.gradients.flat.nbytes + model.compute.flat.nbytes
     assert held == (flats, 3, 320, 320) and held.freed_by_recomputation == 0
+    assert _covered([(50, 120), (0, 100), (10, 20), (200, 201)]) == 121
     assert held._replace(saved=1000, activations=4).freed_by_recomputation == 1000 - 320 - 250
     assert held_by([SimpleNamespace(models=[model])], None) == (flats, 0, 0, 0)
 
