@@ -195,7 +195,9 @@ PYTHON = """
 case "$*" in
     *gpu_check.attention*) echo "attention by: ${{ATTENTION:-cudnn 9.24.0}}"; [ -z "${{ATTENTION:-}}" ]; exit ;;
     *mpipipe.cli.gpu_check*) exec {python} "$@" ;;
-    *check_device*) [ "${{GPU:-1}}" = 1 ] || echo "BackendError: no GPU here" >&2; [ "${{GPU:-1}}" = 1 ] ;;
+    *check_device*) [ "${{GPU:-1}}" = 1 ] && exit
+        printf 'Traceback:\n  here\nmpipipe.errors.BackendError: no GPU here\n  found: \n    no headers\n' >&2
+        printf '    no cuBLAS\n    no NVRTC\n  remedy: install it\n' >&2; exit 1 ;;
     *sys.executable*) echo "$(dirname "$0")/mpiexec" ;;
     *pytest_mpi*) exit "${{PYTEST_MPI:-1}}" ;;
     *COMM_WORLD.size*) echo "${{WORLD:-2}}" ;;
@@ -235,7 +237,9 @@ def gpu_check(checkout):
 def test_gpu_check_refuses_to_run_without_a_gpu(gpu_check, checkout):
     result, facts = gpu_check(GPU="0")
     assert result.returncode == 2 and facts is None and not (checkout / "out").exists()
-    assert "no GPU here" in result.stderr and "needs a GPU" in result.stderr
+    lines = [line.strip() for line in result.stderr.splitlines()]
+    assert lines[0].endswith("mpipipe.errors.BackendError: no GPU here") and "needs a GPU" in lines[-1]
+    assert lines[2:-1] == ["no headers", "no cuBLAS", "no NVRTC", "remedy: install it"]
 
 
 def test_gpu_check_refuses_an_interpreter_without_the_packages_and_a_limit_that_is_no_number(gpu_check, checkout):
