@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpipipe import arrays, nn, optim, schedules
+from mpipipe.attention import kernels
 from mpipipe.comm import runtime
 from mpipipe.comm.consensus import agreed_by
 from mpipipe.comm.device import select_device
@@ -97,6 +98,7 @@ def _train_on(device: str, config: TrainConfig, architecture: Architecture, mesh
     with group.together("train: the shards of sequences"):
         shard = Shard(mesh.seq, config.layout, config.seq_len)
     with group.together("train: the stages"):
+        kernels.check_choice(device)
         stages = plan.stages(mesh.pipe.rank, shard, config.dtype, config.seed, device)
     with Pipeline(
         stages, plan.schedule, mesh.pipe, loss=shard.loss, recompute=config.recompute, replicas=mesh.replicas

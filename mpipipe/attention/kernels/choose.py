@@ -32,14 +32,7 @@ def chosen(q: Array | None = None, k: Array | None = None, v: Array | None = Non
     Raises ArgumentError if the variable names no kernel, or one that does not do such arrays. Raises BackendError if
     the library that it names is not installed.
     """
-    name = os.environ.get(VARIABLE, "")
-    if name and name not in MODULES:
-        raise ArgumentError(
-            f"{VARIABLE} names no attention kernel",
-            found=repr(name),
-            expected=" or ".join(MODULES),
-            remedy=f"unset {VARIABLE}, or set it to one of these",
-        )
+    name = _named()
     device = MODULES[name][1] if name else ""
     if q is not None and k is not None and v is not None and arrays.is_device(q):
         return _loaded(_device_kernel(name if device == "cuda" else "", q, k, v))
@@ -55,6 +48,29 @@ def chosen(q: Array | None = None, k: Array | None = None, v: Array | None = Non
         ) from None
 
 
+def check_choice(device: str) -> None:
+    """Raise what `chosen` would raise for any arrays on this device, before there are arrays."""
+    if _named() == "cudnn" and device == "cuda":
+        _require_cudnn(cudnn_trial.available())
+
+
+def _named() -> str:
+    name = os.environ.get(VARIABLE, "")
+    if name and name not in MODULES:
+        raise ArgumentError(
+            f"{VARIABLE} names no attention kernel",
+            found=repr(name),
+            expected=" or ".join(MODULES),
+            remedy=f"unset {VARIABLE}, or set it to one of these",
+        )
+    return name
+
+
+def _require_cudnn(found: cudnn_library.Verdict) -> None:
+    if not found.usable:
+        raise BackendError(f"{VARIABLE}=cudnn asks for cuDNN: {found.reason}", remedy=f"or unset {VARIABLE}")
+
+
 def _loaded(name: str) -> AttentionKernel:
     return cast(AttentionKernel, import_module(MODULES[name][0]))
 
@@ -64,8 +80,8 @@ def _device_kernel(name: str, q: Array, k: Array, v: Array) -> str:
         return name
     found = cudnn_trial.available()
     refused = cudnn_request.refusal(q, k, v) if found.usable else ""
-    if name == "cudnn" and not found.usable:
-        raise BackendError(f"{VARIABLE}=cudnn asks for cuDNN: {found.reason}", remedy=f"or unset {VARIABLE}")
+    if name == "cudnn":
+        _require_cudnn(found)
     if name == "cudnn" and refused:
         raise ArgumentError(
             f"{VARIABLE}=cudnn asks for cuDNN, which does not do these arrays",
