@@ -112,21 +112,23 @@ def _looked_for(library: ModuleType, device: int) -> tuple[str, ...]:
 
 
 def _missing(library: ModuleType) -> Iterator[str]:
-    compiler = headers = True
-    if not library.cuda.runtime.is_hip:  # hipRTC and the headers of ROCm come as a whole
-        compiler, why = _works(library.cuda.nvrtc.getVersion)
-        if not compiler:
-            yield f"the compiler NVRTC: {why}"
-        headers, why = _works(_headers)
-        if not headers:
-            yield f"the headers of CUDA (cuda_fp16.h): {why}"
-    if compiler and headers:
-        works, why = _works(lambda: cuda_function(PROBE, "fill", T=np.dtype(np.float32)))
-        if not works:
-            yield f"the first kernel does not compile{_versions(library)}: {why}"
+    works, why = _works(lambda: cuda_function(PROBE, "fill", T=np.dtype(np.float32)))
+    if not works:
+        # where CuPy compiles, it has all it needs, wherever that lies; hipRTC and ROCm's headers come as a whole
+        reasons = [] if library.cuda.runtime.is_hip else list(_missing_for_kernels(library))
+        yield from reasons or [f"the first kernel does not compile{_versions(library)}: {why}"]
     works, why = _works(lambda: (library.cuda.cublas, library.cuda.device.get_cublas_handle()))
     if not works:
         yield f"the library cuBLAS: {why}"
+
+
+def _missing_for_kernels(library: ModuleType) -> Iterator[str]:
+    works, why = _works(library.cuda.nvrtc.getVersion)
+    if not works:
+        yield f"the compiler NVRTC: {why}"
+    works, why = _works(_headers)
+    if not works:
+        yield f"the headers of CUDA (cuda_fp16.h): {why}"
 
 
 def _works(attempt: Callable[[], object]) -> tuple[bool, str]:
