@@ -32,7 +32,7 @@ ZE = "7f00-7f01 r-xp 0 0:0 0 /usr/lib/libze_loader.so.1"
 
 
 def no_gpus(monkeypatch):
-    for module in (arrays, arrays.devices):
+    for module in (arrays, arrays.devices, arrays.usable):
         monkeypatch.setattr(module, "device_count", lambda: 0)
 
 

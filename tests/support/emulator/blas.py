@@ -7,7 +7,7 @@ import ctypes
 import ml_dtypes
 import numpy as np
 
-from . import runtime
+from . import runtime, toolkit
 from .machine import HiddenAccess, machine
 from .memory import view_of
 from .streams import get_current_stream
@@ -44,6 +44,7 @@ _HANDLE = 0xCB1A5
 
 
 def get_cublas_handle() -> int:
+    toolkit.require_cublas()
     return _HANDLE + runtime.getDevice()
 
 

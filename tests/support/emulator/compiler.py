@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from . import toolkit
 from .array import ndarray
 from .machine import CUDARuntimeError, HiddenAccess, machine
 from .streams import get_current_stream
@@ -46,10 +47,6 @@ def _stacks() -> ctypes.Array:
 
 
 _loading = threading.Lock()  # a library tells signatures in memory of its own
-
-
-class CompileException(RuntimeError):
-    """What cupy.cuda.compiler.CompileException is."""
 
 
 def compiler() -> str | None:
@@ -153,7 +150,7 @@ def build(source: Path, target: Path):
         result = subprocess.run(link, capture_output=True, text=True)
     unit.unlink(missing_ok=True)
     if result.returncode:
-        raise CompileException(f"g++ refuses this source (kept in {source}):\n{result.stderr[:8000]}")
+        raise toolkit.CompileException(f"g++ refuses this source (kept in {source}):\n{result.stderr[:8000]}")
 
 
 class RawModule:
@@ -165,11 +162,16 @@ class RawModule:
             raise HiddenAccess(f"RawModule: only source text for nvrtc with {OPTIONS} is used here")
         self._code, self._library, self._names = code, None, []
 
-    def get_function(self, name: str) -> Function:
+    def compile(self, log_stream=None):
+        toolkit.compile_check()
         with _loading:
             if self._library is None:
                 path, self._names = compiled(self._code, machine().amd)
                 self._library = ctypes.CDLL(str(path))
+
+    def get_function(self, name: str) -> Function:
+        self.compile()
+        with _loading:
             if name not in self._names:
                 raise CUDARuntimeError(f'CUDA_ERROR_NOT_FOUND: no extern "C" kernel {name!r} among {self._names}')
             return Function(self._library, name, self._code)

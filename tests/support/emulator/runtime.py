@@ -12,12 +12,8 @@ cudaDevAttrMaxSharedMemoryPerBlock, cudaDevAttrMultiProcessorCount = 8, 16
 cudaDevAttrMaxSharedMemoryPerBlockOptin = 97
 is_hip = False
 
-_MEMORY = 1 << 34
 PROPERTIES = {
     "name": b"Emulated device",
-    "totalGlobalMem": _MEMORY,
-    "major": 9,
-    "minor": 0,
     "multiProcessorCount": 132,
     "warpSize": 32,
     "maxThreadsPerBlock": 1024,
@@ -42,6 +38,9 @@ ATTRIBUTES = {8: "sharedMemPerBlock", 16: "multiProcessorCount", 97: "sharedMemP
 
 
 def getDeviceCount() -> int:
+    if "driver" in machine().faults:
+        text = "CUDA driver version is insufficient for CUDA runtime version"
+        raise CUDARuntimeError(f"cudaErrorInsufficientDriver: {text}")
     return machine().devices
 
 
@@ -58,7 +57,9 @@ def setDevice(number: int):
 def getDeviceProperties(number: int) -> dict:
     if not 0 <= number < machine().devices:
         raise CUDARuntimeError("cudaErrorInvalidDevice: invalid device ordinal")
-    return {**PROPERTIES, **(AMD_PROPERTIES if machine().amd else {}), "pciBusID": number + 1}
+    major, minor = divmod(machine().capability, 10)
+    facts = {**PROPERTIES, "totalGlobalMem": machine().memory, "major": major, "minor": minor}
+    return {**facts, **(AMD_PROPERTIES if machine().amd else {}), "pciBusID": number + 1}
 
 
 def deviceGetAttribute(attribute: int, device: int) -> int:
@@ -83,7 +84,7 @@ def eventQuery(event: int) -> int:
 
 
 def memGetInfo() -> tuple[int, int]:
-    return _MEMORY - machine().used_bytes, _MEMORY
+    return machine().memory - machine().used_bytes, machine().memory
 
 
 def _whole(name):
@@ -162,7 +163,7 @@ class Device:
 
     @property
     def compute_capability(self) -> str:
-        return "90"
+        return str(machine().capability)
 
     @property
     def mem_info(self):
