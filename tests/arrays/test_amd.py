@@ -170,4 +170,4 @@ def test_a_gpu_is_called_by_its_architecture(amd_gpu):
 
 
 def test_attention_there_is_by_the_own_kernels(amd_gpu):
-    assert attention.kernels.describe() == "CuPy kernels, no cuDNN: AMD's GPUs have none"
+    assert "AMD's GPUs have no cuDNN" in attention.kernels.describe()

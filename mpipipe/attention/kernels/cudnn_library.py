@@ -40,7 +40,7 @@ def installed() -> Verdict:
 @lru_cache(maxsize=8)
 def _looked_up(_loaded: ModuleType | None) -> Verdict:
     if arrays.is_amd():
-        return Verdict(False, "AMD's GPUs have none")
+        return Verdict(False, "AMD's GPUs have no cuDNN")
     try:
         import cudnn
     except Exception as error:  # a broken installation raises anything
