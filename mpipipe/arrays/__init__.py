@@ -8,7 +8,8 @@ large arrays.
 """
 
 from mpipipe.arrays.cuda import cuda_declarations, cuda_function
-from mpipipe.arrays.devices import check_device, cupy, current_gpu, describe_gpus, device_count, use_gpu
+from mpipipe.arrays.cuda_runtime import load_cuda_runtime
+from mpipipe.arrays.devices import compute_capability, cupy, current_gpu, describe_gpus, device_count, use_gpu
 from mpipipe.arrays.dtypes import (
     COMPUTE_DTYPES,
     accumulator,
@@ -34,9 +35,21 @@ from mpipipe.arrays.memory import (
     zeros,
     zeros_like,
 )
-from mpipipe.arrays.streams import annotated, is_done, record, seconds_between, side_stream, stream, wait_for
+from mpipipe.arrays.platform import check_computable, is_amd
+from mpipipe.arrays.shortage import Shortage, memory_shortage
+from mpipipe.arrays.streams import (
+    annotated,
+    is_done,
+    own_stream,
+    record,
+    seconds_between,
+    side_stream,
+    stream,
+    wait_for,
+)
 from mpipipe.arrays.transfer import copy_to_device, copy_to_host, download, download_all, pinned, upload
 from mpipipe.arrays.types import Array, DeviceArray, Event, Shape, Stream, Tree
+from mpipipe.arrays.usable import check_device, missing_parts
 
 __all__ = [
     "COMPUTE_DTYPES",
@@ -44,13 +57,16 @@ __all__ = [
     "DeviceArray",
     "Event",
     "Shape",
+    "Shortage",
     "Stream",
     "Tree",
     "accumulator",
     "address",
     "aligned_empty",
     "annotated",
+    "check_computable",
     "check_device",
+    "compute_capability",
     "concatenate",
     "copy",
     "copy_into",
@@ -68,11 +84,16 @@ __all__ = [
     "dtype",
     "empty",
     "empty_like",
+    "is_amd",
     "is_array",
     "is_device",
     "is_done",
     "is_floating",
     "is_half",
+    "load_cuda_runtime",
+    "memory_shortage",
+    "missing_parts",
+    "own_stream",
     "pinned",
     "plain",
     "record",

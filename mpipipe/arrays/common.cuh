@@ -1,10 +1,87 @@
-// Goes before every CUDA source of this package. After it the host declares the types and sizes that
-// the source is compiled for, usually T, the dtype of the arrays. Sources compute in accumulator<T>::type: double for
-// double, float for all others.
+// Goes before every GPU source of this package, for NVIDIA's compiler (NVRTC) and AMD's (hipRTC). After it the host
+// declares the types and sizes that the source is compiled for, usually T, the dtype of the arrays. Sources compute in
+// accumulator<T>::type: double for double, float for all others.
+//
+// A warp is a group of 32 neighbouring threads, everywhere. AMD's wavefronts have 64 threads, or 32: a warp is then a
+// half of one. What the two platforms say differently stands in the first part of this file, and nowhere else.
+#if defined(__HIP_PLATFORM_AMD__) || defined(__HIPCC__)
+// No header of ROCm's: hipRTC has what is needed, and some of them include C++'s own, which it cannot find.
+typedef _Float16 fp16;
+struct alignas(2) bf16 { unsigned short bits; };
+
+// To float by rounding to odd: a second rounding, to a narrower type, is then right (Boldo and Melquiond, "Emulation of
+// a FMA and correctly rounded sums: proved algorithms using rounding to odd", IEEE Trans. Computers 57, 2008).
+__device__ __forceinline__ float to_odd(double x) {
+    const float near = (float)x;
+    if (x != x || (double)near == x) return near;
+    const bool away = (near < 0 ? -(double)near : (double)near) > (x < 0 ? -x : x);
+    return __int_as_float((__float_as_int(near) - (away ? 1 : 0)) | 1);
+}
+
+__device__ __forceinline__ float from_half(fp16 x) { return (float)x; }
+__device__ __forceinline__ float from_half(bf16 x) { return __int_as_float((int)x.bits << 16); }
+__device__ __forceinline__ fp16 to_fp16(float x) { return (fp16)x; }
+__device__ __forceinline__ fp16 to_fp16(double x) { return (fp16)to_odd(x); }
+__device__ __forceinline__ bf16 to_bf16(float x) {
+    // To nearest even: what falls away is at least the half of the last place that stays, or more where that is odd.
+    const unsigned bits = (unsigned)__float_as_int(x);
+    if (x != x) return bf16{0x7fff};
+    return bf16{(unsigned short)((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
+}
+__device__ __forceinline__ bf16 to_bf16(double x) { return to_bf16(to_odd(x)); }
+
+// The value that thread `lane` of the warp has, and the one of the thread whose number differs by the bits `mask`.
+template <typename X> __device__ __forceinline__ X from_lane(X value, int lane) { return __shfl(value, lane, 32); }
+template <typename X> __device__ __forceinline__ X from_partner(X value, int mask) { return __shfl_xor(value, mask, 32); }
+
+// The threads of a wavefront run in step; reads before stay before, and writes behind stay behind.
+__device__ __forceinline__ void wait_for_warp() {
+    __builtin_amdgcn_fence(__ATOMIC_RELEASE, "wavefront");
+    __builtin_amdgcn_wave_barrier();
+    __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "wavefront");
+}
+
+// A store of what nobody reads while it would be in cache; the compiler takes it for its own vectors only.
+template <typename W> __device__ __forceinline__ void store_streaming(W* to, W bits) {
+    __builtin_nontemporal_store(bits, to);
+}
+__device__ __forceinline__ void store_streaming(uint2* to, uint2 bits) {
+    typedef unsigned words __attribute__((vector_size(8)));
+    __builtin_nontemporal_store(words{bits.x, bits.y}, reinterpret_cast<words*>(to));
+}
+__device__ __forceinline__ void store_streaming(uint4* to, uint4 bits) {
+    typedef unsigned words __attribute__((vector_size(16)));
+    __builtin_nontemporal_store(words{bits.x, bits.y, bits.z, bits.w}, reinterpret_cast<words*>(to));
+}
+#else
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-// NVRTC has no <math.h>.
+typedef __half fp16;
+typedef __nv_bfloat16 bf16;
+
+__device__ __forceinline__ float from_half(fp16 x) { return __half2float(x); }
+__device__ __forceinline__ float from_half(bf16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ fp16 to_fp16(float x) { return __float2half_rn(x); }
+__device__ __forceinline__ fp16 to_fp16(double x) { return __double2half(x); }
+__device__ __forceinline__ bf16 to_bf16(float x) { return __float2bfloat16_rn(x); }
+__device__ __forceinline__ bf16 to_bf16(double x) { return __double2bfloat16(x); }
+
+// The value that thread `lane` of the warp has, and the one of the thread whose number differs by the bits `mask`.
+template <typename X> __device__ __forceinline__ X from_lane(X value, int lane) {
+    return __shfl_sync(0xffffffffu, value, lane);
+}
+template <typename X> __device__ __forceinline__ X from_partner(X value, int mask) {
+    return __shfl_xor_sync(0xffffffffu, value, mask);
+}
+
+__device__ __forceinline__ void wait_for_warp() { __syncwarp(); }
+
+// A store of what nobody reads while it would be in cache.
+template <typename W> __device__ __forceinline__ void store_streaming(W* to, W bits) { __stcs(to, bits); }
+#endif
+
+// The compilers at run time have no <math.h>.
 #ifndef INFINITY
 #define INFINITY __int_as_float(0x7f800000)
 #endif
@@ -17,17 +94,15 @@ template <> struct accumulator<double> { typedef double type; };
 
 __device__ __forceinline__ float widen(float x) { return x; }
 __device__ __forceinline__ double widen(double x) { return x; }
-__device__ __forceinline__ float widen(__half x) { return __half2float(x); }
-__device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ float widen(fp16 x) { return from_half(x); }
+__device__ __forceinline__ float widen(bf16 x) { return from_half(x); }
 
 template <typename X> __device__ __forceinline__ X narrow(double x) { return (X)x; }
 template <typename X> __device__ __forceinline__ X narrow(float x) { return (X)x; }
-template <> __device__ __forceinline__ __half narrow<__half>(float x) { return __float2half_rn(x); }
-template <> __device__ __forceinline__ __nv_bfloat16 narrow<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
-template <> __device__ __forceinline__ __half narrow<__half>(double x) { return __double2half(x); }
-template <> __device__ __forceinline__ __nv_bfloat16 narrow<__nv_bfloat16>(double x) {
-    return __double2bfloat16(x);
-}
+template <> __device__ __forceinline__ fp16 narrow<fp16>(float x) { return to_fp16(x); }
+template <> __device__ __forceinline__ bf16 narrow<bf16>(float x) { return to_bf16(x); }
+template <> __device__ __forceinline__ fp16 narrow<fp16>(double x) { return to_fp16(x); }
+template <> __device__ __forceinline__ bf16 narrow<bf16>(double x) { return to_bf16(x); }
 
 // exp(x) and x / y, as exact as values of type X can show.
 template <typename X> __device__ __forceinline__ float exponential(float x) { return __expf(x); }
@@ -68,7 +143,7 @@ template <int N, typename X> __device__ __forceinline__ void store_past_cache(X*
     typedef typename word_of<N * sizeof(X)>::type word;
     word bits;
     memcpy(&bits, &value, sizeof(bits));
-    __stcs(reinterpret_cast<word*>(to), bits);
+    store_streaming(reinterpret_cast<word*>(to), bits);
 }
 
 // i / n for i >= 0, n > 0: a short division where that is enough.
@@ -96,7 +171,7 @@ __device__ __forceinline__ void each(long long count, Fetch fetch, Use use) {
 template <int N, typename X> __device__ __forceinline__ void add_up(X (&value)[N], X* shared) {
 #pragma unroll
     for (int n = 0; n < N; ++n)
-        for (int offset = 16; offset > 0; offset /= 2) value[n] += __shfl_xor_sync(0xffffffffu, value[n], offset);
+        for (int offset = 16; offset > 0; offset /= 2) value[n] += from_partner(value[n], offset);
     if (blockDim.x <= 32) return;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
     __syncthreads();
@@ -107,7 +182,7 @@ template <int N, typename X> __device__ __forceinline__ void add_up(X (&value)[N
 #pragma unroll
     for (int n = 0; n < N; ++n) {
         value[n] = lane < warps ? shared[n * 32 + lane] : X(0);
-        for (int offset = 16; offset > 0; offset /= 2) value[n] += __shfl_xor_sync(0xffffffffu, value[n], offset);
+        for (int offset = 16; offset > 0; offset /= 2) value[n] += from_partner(value[n], offset);
     }
 }
 
@@ -120,13 +195,13 @@ template <typename X> __device__ __forceinline__ X add_up(X value, X* shared) {
 
 template <typename X> __device__ __forceinline__ X largest(X value, X* shared) {
     // The same for the maximum.
-    for (int offset = 16; offset > 0; offset /= 2) value = max(value, __shfl_xor_sync(0xffffffffu, value, offset));
+    for (int offset = 16; offset > 0; offset /= 2) value = max(value, from_partner(value, offset));
     if (blockDim.x <= 32) return value;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
     __syncthreads();
     if (lane == 0) shared[warp] = value;
     __syncthreads();
     value = lane < warps ? shared[lane] : shared[0];
-    for (int offset = 16; offset > 0; offset /= 2) value = max(value, __shfl_xor_sync(0xffffffffu, value, offset));
+    for (int offset = 16; offset > 0; offset /= 2) value = max(value, from_partner(value, offset));
     return value;
 }

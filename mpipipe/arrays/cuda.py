@@ -15,8 +15,8 @@ COMMON = Path(__file__).parent / "common.cuh"  # goes before every source
 C_TYPES = {
     "float32": "float",
     "float64": "double",
-    "float16": "__half",
-    "bfloat16": "__nv_bfloat16",
+    "float16": "fp16",
+    "bfloat16": "bf16",
     "int32": "int",
     "int64": "long long",
 }

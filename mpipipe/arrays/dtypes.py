@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cache
+from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
@@ -12,6 +13,7 @@ from mpipipe.arrays.types import Array
 from mpipipe.errors import ArgumentError
 
 HALVES = ("float16", "bfloat16")
+FLOAT32 = np.dtype(np.float32)
 
 
 def is_device(array: object) -> bool:
@@ -27,7 +29,12 @@ def is_device(array: object) -> bool:
     bool
         True for a cupy.ndarray. CuPy is not imported for this.
     """
-    return type(array).__module__.split(".")[0] == "cupy" and hasattr(array, "data")
+    return _is_of_cupy(cast(Any, type(array))) and hasattr(array, "data")
+
+
+@cache
+def _is_of_cupy(kind: type) -> bool:
+    return kind.__module__.split(".")[0] == "cupy"
 
 
 def is_array(array: object) -> bool:
@@ -189,6 +196,11 @@ def is_half(kind: np.dtype) -> bool:
     bool
         True for these two.
     """
+    return kind.itemsize == 2 and _is_half(kind)
+
+
+@cache  # numpy makes the name of a dtype anew each time, in 3 us
+def _is_half(kind: np.dtype) -> bool:
     return kind.name in HALVES
 
 
@@ -211,4 +223,4 @@ def accumulator(kind: np.dtype) -> np.dtype:
     >>> arrays.accumulator(arrays.dtype("bfloat16"))
     dtype('float32')
     """
-    return np.dtype(np.float32) if is_half(kind) else kind
+    return FLOAT32 if is_half(kind) else kind

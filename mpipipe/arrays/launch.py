@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,6 +14,23 @@ from mpipipe.arrays.types import DeviceArray
 WORD = 16  # bytes: the widest load of one thread
 BLOCK = 256  # threads of a block without a reason for another number
 MOST_BLOCKS = 1 << 20  # of one grid; the threads of a kernel with more to do come back for it
+
+
+class Call(NamedTuple):
+    """A launch without its arrays.
+
+    function : as `cuda_function` returns it
+    numbers : the parameters behind the arrays, in their types
+    """
+
+    function: Callable
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    numbers: tuple[Any, ...] = ()
+
+    def launch(self, given: tuple[DeviceArray, ...], varying: tuple[Any, ...] = ()) -> None:
+        """Launch with these arrays, and with more numbers behind its own."""
+        self.function(self.grid, self.block, (*given, *self.numbers, *varying))
 
 
 def vector_width(first: DeviceArray, *others: DeviceArray, divides: int = 0) -> int:
@@ -55,6 +72,15 @@ def launch(
 
     The source is compiled for V and the dtypes, as `cuda_function` says.
     """
-    if size:
-        function = cuda_function(source, name, **dtypes, V=V)
-        function(grid(-(-size // V), words * BLOCK), (BLOCK,), arguments)
+    call = over(source, name, size, arguments, V=V, words=words, **dtypes)
+    if call is not None:
+        call.launch(())
+
+
+def over(
+    source: Path, name: str, size: int, numbers: tuple[Any, ...] = (), *, V: int, words: int = 2, **dtypes: np.dtype
+) -> Call | None:
+    """Return the call of a kernel over `size` elements, with these numbers behind its arrays; None for 0 elements."""
+    if not size:
+        return None
+    return Call(cuda_function(source, name, **dtypes, V=V), grid(-(-size // V), words * BLOCK), (BLOCK,), numbers)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from mpipipe.arrays.devices import cupy
 from mpipipe.arrays.types import Event, Stream
@@ -32,6 +33,58 @@ def side_stream() -> Stream:
         A cupy.cuda.Stream; `with` makes it the current one.
     """
     return cupy().cuda.Stream(non_blocking=True)
+
+
+class _OwnStreams(threading.local):
+    """A thread's own streams by library and GPU; each is kept, for CuPy keeps memory by stream."""
+
+    def __init__(self) -> None:
+        self.made: dict[tuple, Stream] = {}
+
+
+_own = _OwnStreams()
+
+
+@contextmanager
+def own_stream(device: str = "cuda") -> Iterator[None]:
+    """Within, device work of this thread goes to a stream of its own; for `with`, once the GPU is chosen.
+
+    CuPy's default is the null stream, which waits for the work of every blocking stream of the process, as they do for
+    its. This one waits for no other and none for it, but for its ends: work before the block comes before work within,
+    and that before work behind.
+
+    Parameters
+    ----------
+    device : str
+        `"cuda"`, or `"cpu"`, for which this does nothing.
+
+    Yields
+    ------
+    None
+        Nothing.
+
+    Examples
+    --------
+    >>> from mpipipe import arrays
+    >>> with arrays.own_stream("cpu"):
+    ...     x = arrays.zeros(3, "float32")
+    """
+    if device == "cpu":
+        yield
+        return
+    key = cupy(), cupy().cuda.runtime.getDevice()
+    if key not in _own.made:
+        _own.made[key] = side_stream()
+    before, own = stream(), _own.made[key]
+    own.wait_event(record())
+    with own:
+        try:
+            yield
+        except BaseException:
+            with suppress(RuntimeError):  # of a GPU that has failed; what it was asked for is in the error already
+                before.wait_event(record())
+            raise
+        before.wait_event(record())
 
 
 def record(timing: bool = False) -> Event:

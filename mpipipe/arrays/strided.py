@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,8 +10,9 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from mpipipe.arrays.cuda import cuda_function
-from mpipipe.arrays.launch import bitwise_or, launch, vector_width
+from mpipipe.arrays.launch import Call, bitwise_or, over, vector_width
 from mpipipe.arrays.memory import copy_into, empty
+from mpipipe.arrays.packed import Packed
 from mpipipe.arrays.types import DeviceArray, Shape
 
 STRIDED, FILL = (Path(__file__).with_name(f"{name}.cu") for name in ("strided", "fill"))
@@ -35,11 +35,15 @@ def strided_copy(source: DeviceArray, target: DeviceArray, add: bool = False) ->
 
     Values are rounded to the dtype of the target.
     """
-    contiguous = source.flags.c_contiguous and target.flags.c_contiguous
-    if contiguous and source.dtype == target.dtype and not add:
+    plain = not add and source.dtype == target.dtype
+    if plain and source.flags.c_contiguous and target.flags.c_contiguous:
         copy_into(target, source)
     else:
-        strided_copy_views(source, element_strides(source), target, element_strides(target), target.shape, add)
+        _copies((source, target), (), (add,))
+
+
+def _pack_copy(source: DeviceArray, target: DeviceArray, add: bool) -> Call | None:
+    return _pack_views(source, target, element_strides(source), element_strides(target), target.shape, add)
 
 
 def strided_copy_views(
@@ -51,13 +55,29 @@ def strided_copy_views(
     add: bool = False,
 ) -> None:
     """As `strided_copy`, between two views of one shape: each is the array where it begins, and strides in elements."""
+    _views((source, target), (), (source_strides, target_strides, shape, add))
+
+
+def _pack_views(
+    source: DeviceArray,
+    target: DeviceArray,
+    source_strides: tuple[int, ...],
+    target_strides: tuple[int, ...],
+    shape: Shape,
+    add: bool,
+) -> Call | None:
     count = math.prod(shape)
     if not count:
-        return
+        return None
     walk = _walk(shape, source_strides, target_strides)
     width = vector_width(source, target, divides=walk.divides) if walk.divides else 1
-    arguments = (source, target, walk.index(count // width), *walk.numbers, np.int32(add))
-    launch(STRIDED, "strided_copy", count, arguments, S=source.dtype, U=target.dtype, I=np.dtype(walk.index), V=width)
+    numbers = (walk.index(count // width), *walk.numbers, np.int32(add))
+    return over(
+        STRIDED, "strided_copy", count, numbers, S=source.dtype, U=target.dtype, I=np.dtype(walk.index), V=width
+    )
+
+
+_copies, _views = Packed(_pack_copy), Packed(_pack_views)
 
 
 class _Walk(NamedTuple):
@@ -73,7 +93,6 @@ class _Walk(NamedTuple):
     divides: int
 
 
-@lru_cache(maxsize=1024)
 def _walk(shape: Shape, source_strides: tuple[int, ...], target_strides: tuple[int, ...]) -> _Walk:
     """Visit the axis that is fastest in the target last, and join neighbouring axes where both arrays allow it."""
     axes = [axis for axis in zip(shape, source_strides, target_strides) if axis[0] > 1]

@@ -16,7 +16,7 @@ from mpipipe.cli import probe as probing
 from mpipipe.comm import describe, device, runtime
 from mpipipe.comm.group import group_of
 from mpipipe.comm.types import Communicator
-from mpipipe.errors import BackendError, MpipipeError
+from mpipipe.errors import BackendError, MismatchError, MpipipeError
 
 NARROW_KERNELS = ("Haswell", "Zen")  # OpenBLAS's names for its AVX2 kernels
 
@@ -38,7 +38,7 @@ def info(
         facts["MPI"] = f"{facts.get('MPI', '')}\n{error}".strip()
     facts |= {"numpy": metadata.version("numpy"), "BLAS": _blas()}
     facts["devices"] = "\n".join(["cpu", *arrays.describe_gpus(), *placement])
-    facts |= {"CuPy": _cupy(), "GPU attention": kernels.describe()}
+    facts |= {"CuPy": _cupy(), "GPU toolkit": _toolkit(), "attention by": kernels.describe()}
     if root and probe:
         facts["probe"] = _probe()
     if root:
@@ -46,11 +46,14 @@ def info(
 
 
 def _placement(comm: Communicator) -> list[str]:
-    """List the GPU that each rank would take; empty where no rank sees one."""
+    """List the GPU that each rank would take, or why they cannot; empty where no rank sees one."""
     group = group_of(comm)
     if not group.agree("info: the GPUs", values=[arrays.device_count()]).any():
         return []
-    return device.describe(group, device.select_device("auto", comm))
+    try:
+        return device.describe(group, device.select_device("auto", comm))
+    except (BackendError, MismatchError) as error:
+        return [error.message]
 
 
 def _probe() -> str:
@@ -71,6 +74,13 @@ def _cupy() -> str:
     except RuntimeError as error:
         return f"{library.__version__}, and no GPU can be used ({error})"
     return library.__version__
+
+
+def _toolkit() -> str:
+    """Describe the parts of CUDA that kernels need: found, or a line for each that is missing."""
+    if not arrays.device_count():
+        return "not looked for: no GPU"
+    return "\n".join(arrays.missing_parts()) or "compiler, headers and cuBLAS work"
 
 
 def _blas() -> str:

@@ -7,8 +7,8 @@ from importlib import metadata
 
 from mpipipe import __version__
 
-PACKAGES = ("numpy", "cupy-cuda12x", "cupy-cuda13x", "nvidia-cudnn-frontend", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13",
-            "mpi4py", "torch")  # fmt: skip
+PACKAGES = ("numpy", "cupy-cuda12x", "cupy-cuda13x", "cupy-rocm-7-0", "nvidia-cudnn-frontend", "nvidia-cudnn-cu12",
+            "nvidia-cudnn-cu13", "mpi4py", "torch")  # fmt: skip
 
 
 def versions() -> dict[str, str]:

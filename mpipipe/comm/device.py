@@ -32,7 +32,7 @@ def select_device(name: str = "auto", comm: Communicator | None = None) -> str:
     Raises
     ------
     BackendError
-        On all ranks, where a GPU was asked for and a rank has none, or for an unknown name.
+        On all ranks, where a GPU was asked for and a rank has none or lacks parts of CUDA, or for an unknown name.
     MismatchError
         On all ranks, where "auto" finds GPUs for some ranks only.
 
@@ -48,9 +48,7 @@ def select_device(name: str = "auto", comm: Communicator | None = None) -> str:
     error: MpipipeError | None = None
     kind = None
     try:
-        kind = arrays.check_device(name)
-        if kind == "cuda" and ":" not in name:
-            arrays.use_gpu(place % arrays.device_count())
+        kind = arrays.check_device(_in_turn(name, place))  # which looks at that GPU alone
     except MpipipeError as caught:
         error = caught
     kinds = group.gather("select_device", kind, error)
@@ -58,6 +56,11 @@ def select_device(name: str = "auto", comm: Communicator | None = None) -> str:
     if 0 < len(without) < group.size:
         _refuse(group, without)
     return kinds[group.rank]
+
+
+def _in_turn(name: str, place: int) -> str:
+    count = arrays.device_count() if name in ("auto", "cuda") else 0
+    return f"cuda:{place % count}" if count else name
 
 
 def _refuse(group: Group, without: list[int]) -> NoReturn:

@@ -106,13 +106,20 @@ DETERMINISTIC = Variable(
     "0 or 1",
     "0",
 )
+PRODUCTS = Variable(
+    "MPIPIPE_PRODUCTS",
+    "The library that multiplies matrices on a GPU; cublaslt measures several algorithms for each product.",
+    "cublas or cublaslt",
+    "cublas",
+    lambda text: text in ("cublas", "cublaslt"),
+)
 MPIEXEC = Variable(
     "MPIPIPE_MPIEXEC",
     "The launcher, with options if any, that `python -m mpipipe info --probe` starts its job with.",
     "a command",
     "the mpiexec beside the MPI library or beside Python",
 )
-VARIABLES = (TIMEOUT, TAG_UB, SYNC_SENDS, GPU_DIRECT, ATTENTION, DETERMINISTIC, MPIEXEC)
+VARIABLES = (TIMEOUT, TAG_UB, SYNC_SENDS, GPU_DIRECT, ATTENTION, DETERMINISTIC, PRODUCTS, MPIEXEC)
 
 
 def check_settings() -> None:

@@ -114,6 +114,7 @@ class Stage:
         self.device = arrays.check_device(device)
         self.gpu = arrays.current_gpu() if self.device == "cuda" else None
         self.dtype = _check_dtype(dtype)
+        arrays.check_computable(self.dtype, self.device)
         self.kernels = kernels.of(self.device, self.dtype)
         self.tables = RopeTables(self.kernels, self.dtype, self.device)
         self._plain = np.ndarray if self.device == "cpu" else None  # inputs of this type need no further look

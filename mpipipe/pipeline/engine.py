@@ -28,6 +28,7 @@ from mpipipe.pipeline.life import Life
 from mpipipe.pipeline.loss import Loss
 from mpipipe.pipeline.messages import StageMessages
 from mpipipe.pipeline.plan import Plan
+from mpipipe.pipeline.shortage import memory_error
 from mpipipe.pipeline.ties import Ties
 from mpipipe.schedules import Schedule
 
@@ -125,9 +126,16 @@ class Engine:
             scale=scale,
             positions=[Position(self.steps_taken, m, replica, training) for m in range(agreed.microbatches)],
         )
-        for stage in self.stages:
-            stage.begin_call()
-        self.messages.begin(plan, agreed.signature)
+        try:
+            for stage in self.stages:
+                stage.begin_call()
+            self.messages.begin(plan, agreed.signature)
+        except Exception as error:
+            short = memory_error(f"the start of {call}", error, self.stages, None, self.executor.recompute)
+            if short is None:
+                raise
+            short.rank = self.rank
+            raise short from error
         state = self.executor.run(plan.steps, inputs)
         self.messages.end(agreed.signature)
         return state

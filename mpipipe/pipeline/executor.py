@@ -25,6 +25,7 @@ from mpipipe.pipeline.clock import DeviceClock, HostClock
 from mpipipe.pipeline.loss import Loss, check_finite
 from mpipipe.pipeline.messages import StageMessages
 from mpipipe.pipeline.plan import PlannedAction
+from mpipipe.pipeline.shortage import memory_error
 from mpipipe.pipeline.stage import StageAdapter
 
 NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
@@ -120,8 +121,10 @@ class Executor:
         return {op: annotate(action) for op, action in self.actions.items()}
 
     def _stage_error(self, what: str, step: PlannedAction, error: Exception) -> StageError:
-        text = f"{what} raised {type(error).__name__}: {error}"
-        return StageError(text, rank=self.rank, stage=step.stage, microbatch=step.microbatch)
+        short = memory_error(what, error, self.stages, self.state, self.recompute)
+        found = short or StageError(f"{what} raised {type(error).__name__}: {error}")
+        self._complete(found, step)
+        return found
 
     def _complete(self, error: MpipipeError, step: PlannedAction) -> None:
         """Add where it happened, as far as the error does not say that itself."""

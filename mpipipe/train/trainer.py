@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 
-from mpipipe import nn, optim, schedules
+from mpipipe import arrays, nn, optim, schedules
+from mpipipe.attention import kernels
 from mpipipe.comm import runtime
 from mpipipe.comm.consensus import agreed_by
 from mpipipe.comm.device import select_device
@@ -28,6 +29,7 @@ from mpipipe.train.preparation import PROMPT_BYTES, check_same_config, make_plan
 from mpipipe.train.report import NullReporter, Record, Reporter, on_terminal
 from mpipipe.train.sample import generate, readable
 from mpipipe.train.shard import Shard
+from mpipipe.train.step_times import StepTimes
 from mpipipe.train.training_plan import TrainingPlan
 
 
@@ -84,23 +86,29 @@ def train(config: TrainConfig, architecture: Architecture, comm: Communicator | 
         pipe = max(1, comm.size // config.seq) if config.pipe is None else config.pipe
         mesh = Mesh(comm, pipe=pipe, seq=config.seq)
     with mesh:
-        group = group_of(mesh.comm)
         device = select_device(config.device, mesh.comm)
-        plan = make_plan(config, architecture, mesh, device, out)
-        corpus = open_corpus(config, plan, mesh)
-        with group.together("train: the shards of sequences"):
-            shard = Shard(mesh.seq, config.layout, config.seq_len)
-        with group.together("train: the stages"):
-            stages = plan.stages(mesh.pipe.rank, shard, config.dtype, config.seed, device)
-        with Pipeline(
-            stages, plan.schedule, mesh.pipe, loss=shard.loss, recompute=config.recompute, replicas=mesh.replicas
-        ) as pipeline:
-            output.make_folder(out, mesh.comm, writes=mesh.replicas.rank == 0)
-            with group.together("train: the reporter"):
-                reporter = _reporter(config, out) if mesh.rank == 0 else NullReporter()
-            with reporter:
-                trainer = Trainer(config, mesh, plan, shard, pipeline, corpus=corpus, reporter=reporter, out=out)
-                return trainer.run()
+        with arrays.own_stream(device):
+            return _train_on(device, config, architecture, mesh, out)
+
+
+def _train_on(device: str, config: TrainConfig, architecture: Architecture, mesh: Mesh, out: Path) -> Record:
+    group = group_of(mesh.comm)
+    plan = make_plan(config, architecture, mesh, device, out)
+    corpus = open_corpus(config, plan, mesh)
+    with group.together("train: the shards of sequences"):
+        shard = Shard(mesh.seq, config.layout, config.seq_len)
+    with group.together("train: the stages"):
+        kernels.check_choice(device)
+        stages = plan.stages(mesh.pipe.rank, shard, config.dtype, config.seed, device)
+    with Pipeline(
+        stages, plan.schedule, mesh.pipe, loss=shard.loss, recompute=config.recompute, replicas=mesh.replicas
+    ) as pipeline:
+        output.make_folder(out, mesh.comm, writes=mesh.replicas.rank == 0)
+        with group.together("train: the reporter"):
+            reporter = _reporter(config, out) if mesh.rank == 0 else NullReporter()
+        with reporter:
+            trainer = Trainer(config, mesh, plan, shard, pipeline, corpus=corpus, reporter=reporter, out=out)
+            return trainer.run()
 
 
 def _reporter(config: TrainConfig, out: Path) -> Reporter:
@@ -259,30 +267,6 @@ class Trainer:
         for stage, trained in zip(stages, self.pipeline.stages):
             for name, values in weights.on_host(trained.parameters).items():
                 stage.parameters[name][...] = values
-
-
-@dataclass
-class StepTimes:
-    """Time that one rank spent in some steps.
-
-    Attributes
-    ----------
-    steps : number of them
-    seconds : by the host's clock
-    busy, elapsed : seconds that the pipeline measured
-    """
-
-    steps: int = 0
-    seconds: float = 0.0
-    busy: float = 0.0
-    elapsed: float = 0.0
-
-    def add(self, seconds: float, busy: float, elapsed: float) -> None:
-        """Count one more step."""
-        self.steps += 1
-        self.seconds += seconds
-        self.busy += busy
-        self.elapsed += elapsed
 
 
 def _optimizer(config: TrainConfig, stages: Sequence[nn.Stage]) -> optim.AdamW | optim.SGD:

@@ -137,7 +137,7 @@ class Sdpa:
         names = {"float16": "HALF", "bfloat16": "BFLOAT16", "float32": "FLOAT"}
         io = getattr(cudnn.data_type, names[self.kind.name])
         g = cudnn.pygraph(io_data_type=io, intermediate_data_type=cudnn.data_type.FLOAT,
-                          compute_data_type=cudnn.data_type.FLOAT, handle=self.handle)  # fmt: skip
+                          compute_data_type=cudnn.data_type.FLOAT, handle=self.handle, sm_version=90)  # fmt: skip
         uids = {name: uid for uid, name in enumerate(("q", "k", "v", "o", "dO", "stats", "dq", "dk", "dv"), 1)}
 
         def geometry(name):

@@ -1,10 +1,15 @@
-"""Every CUDA source compiles for an NVIDIA GPU, with the compiler that CuPy uses and without a GPU."""
+"""Every GPU source compiles for NVIDIA and for AMD, by the compilers that CuPy uses (NVRTC, hipRTC), without a GPU.
+
+hipRTC is that of the machine's ROCm (ROCM_PATH, /opt/rocm), or the one that jobs/rocm_compiler.sh unpacks. Debian's is
+that of ROCm 5.2, which has less than ROCm 7, the one of CuPy's wheel: no shuffles with masks, for instance.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import glob
 import os
+import re
 import sysconfig
 from functools import lru_cache
 from itertools import product
@@ -138,6 +143,70 @@ def whole_source(source: str, constants: dict) -> str:
 def test_compiles_for_a_gpu(source, kind):
     for constants in variants(source, kind):
         assert compile_for_gpu(whole_source(source, constants)) == "", (constants, "in the table of this test")
+
+
+AMD_OPTIONS = [b"--std=c++17", b"-fcuda-flush-denormals-to-zero", b"--offload-arch=gfx90a"]  # CuPy's, for an MI250X
+ON_NVIDIA_ONLY = re.compile(r"__(shfl\w*_sync|syncwarp|ballot_sync|stcs|half|nv_bfloat16)\b|warpSize|\basm\b")
+
+
+@lru_cache(maxsize=1)
+def hiprtc():
+    """The library that holds hipRTC; a reason where there is none."""
+    unpacked = PACKAGE.parent / ".rocm/usr/lib/x86_64-linux-gnu"
+    toolkits = [os.environ.get("ROCM_PATH", ""), "/opt/rocm"]
+    library = first_existing(
+        *(f"{toolkit}/lib/libhiprtc.so" for toolkit in toolkits if toolkit),
+        f"{unpacked}/libamdhip64.so.5",
+        "/usr/lib/x86_64-linux-gnu/libhiprtc.so*",
+        "/usr/lib/x86_64-linux-gnu/libamdhip64.so*",
+    )
+    if library is None:
+        return "no hipRTC: bash jobs/rocm_compiler.sh"
+    try:  # what it needs lies beside it, where the loader does not look
+        for name in ("hsakmt.so.1", "hsa-runtime64.so.1", "amd_comgr.so.2", "hiprtc-builtins.so.5"):
+            if (Path(library).parent / f"lib{name}").exists():
+                ctypes.CDLL(str(Path(library).parent / f"lib{name}"))
+        return ctypes.CDLL(library)
+    except OSError as error:
+        return f"hipRTC cannot be loaded: {error}"
+
+
+def compile_for_amd(code: str) -> str:
+    """What hipRTC says against a source, "" where it compiles for gfx90a."""
+    library = hiprtc()
+    if isinstance(library, str):
+        pytest.skip(library)
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    library.hiprtcCreateProgram(ctypes.byref(program), code.encode(), b"kernel.cu", 0, None, None)
+    try:
+        options = (ctypes.c_char_p * len(AMD_OPTIONS))(*AMD_OPTIONS)
+        status = library.hiprtcCompileProgram(program, len(AMD_OPTIONS), options)
+        library.hiprtcGetProgramLogSize(program, ctypes.byref(size))
+        log = ctypes.create_string_buffer(max(1, size.value))
+        library.hiprtcGetProgramLog(program, log)
+        library.hiprtcGetCodeSize(program, ctypes.byref(size))
+    finally:
+        library.hiprtcDestroyProgram(ctypes.byref(program))
+    return "" if not status and size.value else f"hiprtc status {status}\n{log.value.decode()}"
+
+
+@pytest.mark.parametrize("kind", DTYPES, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("source", SOURCES)
+def test_compiles_for_an_amd_gpu(source, kind):
+    every = variants(source, kind)
+    for constants in every[:1] + every[1:][-1:]:  # of one element a word, and of 16 bytes
+        assert compile_for_amd(whole_source(source, constants)) == "", (constants, "in the table of this test")
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_what_platforms_say_differently_is_said_in_common_cuh(source):
+    assert not ON_NVIDIA_ONLY.search((PACKAGE / source).read_text())
+
+
+def test_a_wrong_source_does_not_compile_for_amd():
+    assert "nothing" in compile_for_amd('extern "C" __global__ void f(float* x) { x[0] = nothing; }')
+    masked = 'extern "C" __global__ void f(float* x) { x[0] = __shfl_sync(0xffffffffu, x[0], 0); }'
+    assert compile_for_amd(masked)  # before ROCm 7 there is none, and since then the mask has 64 bits
 
 
 def test_a_wrong_source_does_not_compile():

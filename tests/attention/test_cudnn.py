@@ -13,7 +13,16 @@ from support.tolerance import bound, within
 
 from mpipipe import arrays, attention
 from mpipipe.attention import kernels, mask
-from mpipipe.attention.kernels import Block, Gradients, Result, cudnn, cudnn_graph, cudnn_library, cudnn_request
+from mpipipe.attention.kernels import (
+    Block,
+    Gradients,
+    Result,
+    cudnn,
+    cudnn_graph,
+    cudnn_library,
+    cudnn_request,
+    cudnn_trial,
+)
 from mpipipe.attention.kernels import cupy as cupy_kernel
 from mpipipe.attention.kernels.cudnn_graph import Request
 from mpipipe.errors import ArgumentError, BackendError
@@ -24,12 +33,13 @@ HALVES = ["float16", "bfloat16"]
 @pytest.fixture
 def library(gpu, monkeypatch):
     """The module cudnn; a refusal that is not expected is an error."""
-    if not cudnn_library.available().usable:
-        pytest.skip(cudnn_library.available().reason)
+    if not cudnn_trial.available().usable:
+        pytest.skip(cudnn_trial.available().reason)
     monkeypatch.delenv("MPIPIPE_ATTENTION", raising=False)
     cudnn_graph.clear()
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        # on a GPU an engine may refuse the tiny sizes of these tests; those of models are tested at the end
+        warnings.filterwarnings("ignore" if gpu.real else "error", message="cuDNN refuses")
         yield sys.modules["cudnn"]
     cudnn_graph.clear()
 
@@ -239,7 +249,7 @@ def test_without_the_package(gpu, library, monkeypatch):
 
 def refused_by_choice(monkeypatch, text):
     whole = make("bfloat16", seq=6)
-    verdict = cudnn_library.available()
+    verdict = cudnn_trial.available()
     assert not verdict.usable and text in verdict.reason and text in kernels.describe()
     agrees(through_local(whole)[0], reference(whole), "bfloat16")
     monkeypatch.setenv("MPIPIPE_ATTENTION", "cudnn")
@@ -329,6 +339,20 @@ def test_deterministic_backward(gpu, library, monkeypatch):
     assert heads == [3, 1]
 
 
+# -- sizes of models
+
+
+@pytest.mark.parametrize("seq, dim", [(128, 64), (1024, 64), (128, 128), (1024, 128)])
+def test_sizes_of_models_are_done_by_cudnn(gpu, library, seq, dim):
+    """No refusal here, on whatever device."""
+    whole = make("bfloat16", batch=1, seq=seq, heads=2, kv_heads=1, dim=dim)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="cuDNN refuses")
+        found, launched = through_local(whole, gpu)
+    agrees(found, reference(whole), "bfloat16")
+    assert gpu.real or [name for name in launched if "memcpy" not in name] == ["sdpa", "sdpa_backward"]
+
+
 # -- the real library, without a GPU
 
 
@@ -360,19 +384,49 @@ def requests():
                         yield Request(direction, "bfloat16", tuple(shapes), 0.125, low, high, padded, deterministic)
 
 
+@pytest.fixture
+def real_library():
+    """NVIDIA's package, where it is installed with its library; its checks need no GPU."""
+    module = pytest.importorskip("cudnn", reason="nvidia-cudnn-frontend is not installed")
+    if not cudnn_library.installed().usable:
+        pytest.skip(cudnn_library.installed().reason)
+    return module
+
+
+def dim_of(request):
+    return next(dims[3] for name, dims, _ in request.shapes if name == "q")
+
+
 @pytest.mark.gpu
-def test_the_real_library_takes_every_graph():
-    """Its own checks, which need no GPU: each array, mask and option is named as it should be."""
-    cudnn_module = pytest.importorskip("cudnn", reason="nvidia-cudnn-frontend is not installed")
-    verdict = cudnn_library.available()
-    if not verdict.usable:
-        pytest.skip(verdict.reason)
-    seen = 0
+@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 103, 120])
+def test_the_real_library_takes_every_graph(real_library, capability):
+    """Each array, mask and option is named as it should be, and what is not asked of a GPU is what it refuses."""
+    seen, refused = 0, []
     for request in requests():
-        cudnn_graph.build(cudnn_module, request, sm_version=90)
-        seen += 1
-    assert seen == 2 * 4 * (4 * 6 + 3) * 3 // 2
-    refused = next(request for request in requests() if request.direction == "backward")
-    shapes = tuple((name, (*dims[:2], 1, dims[3]), steps) for name, dims, steps in refused.shapes)
-    with pytest.raises(cudnn_module.cudnnGraphNotSupportedError):
-        cudnn_graph.build(cudnn_module, refused._replace(shapes=shapes), sm_version=90)
+        back = request.direction == "backward"
+        limit, *beyond = cudnn_request.widest_backward(capability) if back else (256,)
+        if dim_of(request) <= limit or dim_of(request) in beyond:
+            cudnn_graph.build(real_library, request, sm_version=capability)
+            seen += 1
+        else:
+            refused.append(request)
+    assert seen + len(refused) == 2 * 4 * (4 * 6 + 3) * 3 // 2 and {dim_of(request) for request in refused} <= {256}
+    for request in refused:
+        with pytest.raises(real_library.cudnnGraphNotSupportedError, match="hidden_dim"):
+            cudnn_graph.build(real_library, request, sm_version=capability)
+
+
+@pytest.mark.gpu
+def test_the_real_library_refuses_what_is_wrong(real_library):
+    request = next(request for request in requests() if request.direction == "backward")
+    shapes = tuple((name, (*dims[:2], 1, dims[3]), steps) for name, dims, steps in request.shapes)
+    with pytest.raises(real_library.cudnnGraphNotSupportedError):
+        cudnn_graph.build(real_library, request._replace(shapes=shapes), sm_version=90)
+    with pytest.raises(real_library.cudnnGraphNotSupportedError):
+        cudnn_graph.build(real_library, next(requests()), sm_version=75)
+
+
+@pytest.mark.gpu
+def test_the_real_library_takes_the_plans_of_the_trial(real_library):
+    for direction in cudnn_trial.ALONG:
+        cudnn_graph.build(real_library, cudnn_trial.request(direction), sm_version=80)

@@ -15,7 +15,7 @@ from mpipipe.comm import inprocess
 from mpipipe.comm.device import describe, select_device
 from mpipipe.comm.group import group_of
 from mpipipe.comm.transport import gpu_aware
-from mpipipe.comm.transport.gpu_aware import Verdict, asks_by_type, combine, judge
+from mpipipe.comm.transport.gpu_aware import ROCM, Verdict, asks_by_type, combine, judge
 from mpipipe.errors import ArgumentError, BackendError, MismatchError
 
 MPICH = "MPICH Version:      5.0.2\nMPICH Release date: ..."
@@ -32,7 +32,7 @@ ZE = "7f00-7f01 r-xp 0 0:0 0 /usr/lib/libze_loader.so.1"
 
 
 def no_gpus(monkeypatch):
-    for module in (arrays, arrays.devices):
+    for module in (arrays, arrays.devices, arrays.usable):
         monkeypatch.setattr(module, "device_count", lambda: 0)
 
 
@@ -100,6 +100,57 @@ def test_no_evidence_or_a_reason_against(facts, reason):
     assert not found.direct and reason in found.reason
 
 
+HSA = "7f00-7f01 r-xp 0 0:0 0 /opt/cray/pe/lib64/libmpi_gtl_hsa.so.0"
+
+
+def verdict_on_amd(version=MPICH, maps="", query=0, kinds="", **environment):
+    return judge(version, environment, maps, query, kinds, False, ROCM)
+
+
+@pytest.mark.parametrize(
+    "facts, reason",
+    [
+        (dict(MPIPIPE_GPU_DIRECT="1"), "MPIPIPE_GPU_DIRECT=1"),
+        (dict(kinds="mpi,system,rocm:device"), "mpi_memory_alloc_kinds"),
+        (dict(version=OPEN5, query=1), "MPIX_Query_rocm_support or MPIX_Query_hip_support says yes"),
+        (dict(version=OPEN5, query=1, CONDA_PREFIX="/c"), "says yes"),
+        (dict(version=CRAY, query=None, maps=HSA, MPICH_GPU_SUPPORT_ENABLED="1"), "libmpi_gtl_hsa is loaded"),
+        (dict(version=MVAPICH, query=None, MV2_USE_ROCM="1"), "MV2_USE_ROCM"),
+        (dict(query=1, UCX_TLS="rc,sm,rocm"), "says yes"),
+    ],
+)
+def test_evidence_for_the_memory_of_amd_gpus(facts, reason):
+    found = verdict_on_amd(**facts)
+    assert found.direct and reason in found.reason
+
+
+@pytest.mark.parametrize(
+    "facts, reason",
+    [
+        (dict(), "MPIX_Query_rocm_support or MPIX_Query_hip_support says no"),
+        (dict(kinds="mpi,system,cuda"), "says no"),
+        (dict(version=CRAY, query=None, maps=GTL, MPICH_GPU_SUPPORT_ENABLED="1"), "(libmpi_gtl_hsa)"),
+        (dict(version=MVAPICH, query=None, MV2_USE_CUDA="1"), "does not say"),
+        (dict(version=PARASTATION, PSP_CUDA="1"), "says no"),
+        (dict(version=INTEL, I_MPI_OFFLOAD="1", I_MPI_OFFLOAD_MODE="cuda"), "AMD"),
+        (dict(query=1, UCX_TLS="rc,cuda_copy"), "leaves out rocm_copy"),
+    ],
+)
+def test_evidence_for_cuda_is_none_for_amd_gpus(facts, reason):
+    found = verdict_on_amd(**facts)
+    assert not found.direct and reason in found.reason
+
+
+def test_the_library_is_asked_about_the_platform_of_cupy(comm, monkeypatch):
+    asked = []
+    monkeypatch.delenv("MPIPIPE_GPU_DIRECT", raising=False)
+    monkeypatch.setattr(gpu_aware, "_query", asked.append)
+    for amd in (False, True):
+        with an_emulated_gpu(amd=amd):
+            gpu_aware.detect(comm)
+    assert asked == [gpu_aware.CUDA, ROCM]
+
+
 def test_an_override_that_is_neither_yes_nor_no():
     with pytest.raises(ArgumentError, match="MPIPIPE_GPU_DIRECT"):
         verdict(MPIPIPE_GPU_DIRECT="maybe")
@@ -128,7 +179,8 @@ def test_the_verdict_is_the_same_on_all_ranks(comm, monkeypatch):
 
 def test_this_mpi_is_asked_and_answers(comm, monkeypatch):
     monkeypatch.delenv("MPIPIPE_GPU_DIRECT", raising=False)
-    assert gpu_aware._query() in (0, 1, None)
+    for platform in (gpu_aware.CUDA, ROCM):
+        assert gpu_aware._query(platform) in (0, 1, None)
     assert gpu_aware.detect(comm).reason
 
 

@@ -26,7 +26,8 @@ EXCEPTIONS = {
     "cli/bench/pipeline.py": {"Recv", "Wait"},  # bare mpi4py, which the package is measured against
     "cli/bench/transport.py": {"Wait"},
 }
-BY_POSITION = {"gemmEx", "gemmStridedBatchedEx"}  # cuBLAS takes its arguments in no other way
+# functions of cuBLAS and cublasLt, whose many arguments stand in the order of the C libraries
+BY_POSITION = {"gemmEx", "gemmStridedBatchedEx", "matmul", "matmul_algo_get_heuristic"}
 
 
 def sources():

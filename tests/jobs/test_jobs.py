@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -192,13 +193,17 @@ def test_every_file_of_the_package_that_is_not_python_is_declared():
 
 PYTHON = """
 case "$*" in
+    *gpu_check.attention*) echo "attention by: ${{ATTENTION:-cudnn 9.24.0}}"; [ -z "${{ATTENTION:-}}" ]; exit ;;
     *mpipipe.cli.gpu_check*) exec {python} "$@" ;;
-    *check_device*) [ "${{GPU:-1}}" = 1 ] || echo "BackendError: no GPU here" >&2; [ "${{GPU:-1}}" = 1 ] ;;
+    *check_device*) [ "${{GPU:-1}}" = 1 ] && exit
+        printf 'Traceback:\n  here\nmpipipe.errors.BackendError: no GPU here\n  found: \n    no headers\n' >&2
+        printf '    no cuBLAS\n    no NVRTC\n  remedy: install it\n' >&2; exit 1 ;;
     *sys.executable*) echo "$(dirname "$0")/mpiexec" ;;
     *pytest_mpi*) exit "${{PYTEST_MPI:-1}}" ;;
     *COMM_WORLD.size*) echo "${{WORLD:-2}}" ;;
     *"from mpi4py import MPI") [ "${{HAS_MPI:-1}}" = 1 ] && exit
         printf 'Traceback:\nRuntimeError: cannot load MPI library\nlibmpi.so.12: none\n' >&2; exit 1 ;;
+    *support.warm_kernels*) echo "$*" >> warm.txt; echo "200 of 200 sources compiled" ;;
     *"mpipipe info"*) echo "GPU-aware MPI  ${{AWARE:-staged through the host: says no, directly}}" ;;
     *pytest*) echo "direct=${{MPIPIPE_GPU_DIRECT:-}} ranks=${{RANKS_HERE:-1}} $*" >> calls.txt
         if [ "${{SLOW:-}}" = "${{RANKS_HERE:-1}}" ]; then
@@ -232,7 +237,9 @@ def gpu_check(checkout):
 def test_gpu_check_refuses_to_run_without_a_gpu(gpu_check, checkout):
     result, facts = gpu_check(GPU="0")
     assert result.returncode == 2 and facts is None and not (checkout / "out").exists()
-    assert "no GPU here" in result.stderr and "needs a GPU" in result.stderr
+    lines = [line.strip() for line in result.stderr.splitlines()]
+    assert lines[0].endswith("mpipipe.errors.BackendError: no GPU here") and "needs a GPU" in lines[-1]
+    assert lines[2:-1] == ["no headers", "no cuBLAS", "no NVRTC", "remedy: install it"]
 
 
 def test_gpu_check_refuses_an_interpreter_without_the_packages_and_a_limit_that_is_no_number(gpu_check, checkout):
@@ -247,8 +254,8 @@ def test_gpu_check_runs_every_part_and_a_failed_measurement_is_no_failure(gpu_ch
     assert result.returncode == 0, result
     outcomes = [(check["check"], check["status"]) for check in facts["checks"]]
     assert outcomes == [
-        ("info", "ok"), ("tests-1", "ok"), ("bench", "failed"), ("bench-2", "failed"), ("tests-direct", "skipped"),
-        ("tests-2-staged", "ok"), ("tests-4-staged", "ok"),
+        ("info", "ok"), ("attention", "ok"), ("compile", "ok"), ("tests-1", "ok"), ("bench", "failed"),
+        ("bench-2", "failed"), ("tests-direct", "skipped"), ("tests-2-staged", "ok"), ("tests-4-staged", "ok"),
     ]  # fmt: skip
     assert "3 passed" in next(check["why"] for check in facts["checks"] if check["check"] == "tests-1")
     assert [row["value"] for row in facts["measurements"]] == [4321.0] * 2
@@ -268,7 +275,8 @@ def test_gpu_check_runs_every_part_and_a_failed_measurement_is_no_failure(gpu_ch
 def test_gpu_check_begins_with_a_quick_look(gpu_check, checkout):
     result, facts = gpu_check(QUICK="1")
     assert result.returncode == 0, result
-    assert [check["check"] for check in facts["checks"]] == ["info", "tests-1", "bench"]
+    assert [check["check"] for check in facts["checks"]] == ["info", "attention", "compile", "tests-1", "bench"]
+    assert (checkout / "warm.txt").read_text().split()[-1] == str(min(8, os.cpu_count()))
     tests, bench = (checkout / "calls.txt").read_text().splitlines()
     assert tests.endswith("--few-plans tests/arrays tests/nn/test_device_kernels.py")
     assert "bench gpu --quick --no-peers --json out/bench.json" in bench
@@ -278,7 +286,8 @@ def test_gpu_check_without_an_mpi_library_measures_and_says_how_to_come_by_one(g
     result, facts = gpu_check(HAS_MPI="0")
     assert result.returncode == 0, result
     outcomes = {check["check"]: (check["status"], check["why"]) for check in facts["checks"]}
-    assert outcomes.pop("info")[0] == "ok" and outcomes.pop("bench")[0] == "failed"  # as its stand-in does
+    assert [outcomes.pop(name)[0] for name in ("info", "attention", "compile")] == ["ok"] * 3
+    assert outcomes.pop("bench")[0] == "failed"  # as its stand-in does
     assert outcomes == dict.fromkeys(
         ["tests-1", "tests-2-staged", "tests-4-staged", "tests-direct", "bench-2"], ("skipped", "no MPI library")
     )
@@ -300,9 +309,27 @@ def test_gpu_check_tests_direct_messages_where_mpi_takes_them(gpu_check, checkou
 def test_gpu_check_fails_where_a_test_fails_and_goes_on(gpu_check):
     result, facts = gpu_check(TESTS="1")
     assert result.returncode == 1
-    assert [check["status"] for check in facts["checks"]].count("failed") == 5 and len(facts["checks"]) == 7
+    assert [check["status"] for check in facts["checks"]].count("failed") == 5 and len(facts["checks"]) == 9
     assert result.stdout.splitlines()[-1].startswith("mpipipe: gpu check failed tests-1 tests-2-staged tests-4-staged ")
     assert all("3 passed" in check["why"] for check in facts["checks"] if check["check"].startswith("tests-1"))
+
+
+def test_gpu_check_fails_where_cudnn_does_not_compute_attention(gpu_check):
+    result, facts = gpu_check(QUICK="1", ATTENTION="cupy because of something")
+    assert result.returncode == 1
+    assert "attention failed" in result.stdout and "exit 1; see out/attention.log: attention by: cupy" in result.stdout
+    assert [check["status"] for check in facts["checks"]] == ["ok", "failed", "ok", "ok", "failed"]  # the others go on
+
+
+def test_gpu_check_packs_its_results(gpu_check, checkout):
+    result, facts = gpu_check(QUICK="1", PROCESSES="3")
+    assert result.stdout.splitlines()[-1].endswith(" packed=out.tar.gz")
+    with tarfile.open(checkout / "out.tar.gz") as packed:
+        assert {"out/gpu_check.json", "out/gpu_check.md", "out/bench.json", "out/tests-1.log"} <= set(packed.getnames())
+        assert json.load(packed.extractfile("out/gpu_check.json")) == facts
+    assert "attention by" in facts and (checkout / "warm.txt").read_text().split()[-1] == "3"
+    result, _ = gpu_check(PROCESSES="all")
+    assert result.returncode == 2 and "PROCESSES=all is no number" in result.stderr
 
 
 def test_gpu_check_without_an_mpi_that_works_skips_what_needs_ranks(gpu_check):

@@ -14,6 +14,8 @@ of X without their signs (A = |dout| |v|, B = P A), errors go this way, in units
 - dq = X P k, dk, dv: sums over keys and rows of these.
 
 Half precision computes in float32, but may round weights, slopes and the output of the forward before they are used.
+cuDNN's kernels may take powers and logarithms to the base 2 from the GPU, which err by 2 eps (PTX ISA, ex2.approx and
+lg2.approx: 2^-22). MORE has room for both, and for the factors log2(e) and ln(2) with which scores get there and back.
 """
 
 from __future__ import annotations

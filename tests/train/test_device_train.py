@@ -13,6 +13,7 @@ from support.training_tolerance import curve, path, roundings
 
 from mpipipe import arrays, nn
 from mpipipe.attention import Local
+from mpipipe.errors import BackendError
 from mpipipe.models import GPT
 from mpipipe.train import TrainConfig, train, weights
 from mpipipe.train.shard import Shard
@@ -76,6 +77,29 @@ def test_auto_takes_the_gpu_that_every_rank_sees_and_says_so(gpu, comm, config, 
     assert 0 <= record.bubble < 1 and 0 <= record.predicted < 1
     printed = capsys.readouterr().out
     assert ("on GPUs" in printed and "--- sample" in printed) == (comm.rank == 0)
+
+
+def test_a_rank_without_the_kernel_that_was_asked_for_stops_all_before_the_first_step(gpu, comm, config, monkeypatch):
+    if gpu.real:
+        pytest.skip("needs the changeable machine of the emulated device")
+    monkeypatch.setenv("MPIPIPE_ATTENTION", "cudnn")
+    chosen = config(device="cuda", dtype="bfloat16")
+    if comm.rank == comm.size - 1:
+        gpu.machine.faults.add("cudnn")
+    with pytest.raises(BackendError, match=r"asks for cuDNN: the library libcudnn\.so\.9 cannot be loaded"):
+        train(chosen, GPT, comm)
+    assert not Path(chosen.out).exists()
+
+
+@pytest.mark.parametrize("seq", [1, 2])
+def test_a_training_leaves_the_null_stream_alone(gpu, comm, config, seq):
+    """Kernels, copies and sums of all ranks are on streams of their own, whatever else the process does."""
+    if gpu.real or comm.size < seq:
+        pytest.skip("needs the counters of the emulated device" if gpu.real else "for two ranks")
+    before = arrays.stream()
+    train(config(device="cuda", dtype="bfloat16", seq=seq, sample_bytes=4), GPT, comm)
+    assert gpu.machine.launches and gpu.machine.null_launches == []
+    assert arrays.stream() == before
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -15,7 +15,7 @@ A choice for one kind of device leaves the other at its default.
 
 from __future__ import annotations
 
-from mpipipe.attention.kernels.choose import MODULES, VARIABLE, chosen, describe
+from mpipipe.attention.kernels.choose import MODULES, VARIABLE, check_choice, chosen, describe
 from mpipipe.attention.kernels.interface import AttentionAccumulator, AttentionKernel, Block, Gradients, Result, no_poll
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "Block",
     "Gradients",
     "Result",
+    "check_choice",
     "chosen",
     "describe",
     "no_poll",

@@ -13,7 +13,7 @@ extern "C" __global__ void dot(const T* dout, const T* out, A* delta, long long 
     const T* other = out + b * out_batch + i * out_seq + head * out_head;
     A sum = 0;
     for (int d = threadIdx.x % 32; d < dim; d += 32) sum += A(widen(one[d * dout_dim])) * A(widen(other[d * out_dim]));
-    for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+    for (int offset = 16; offset > 0; offset /= 2) sum += from_partner(sum, offset);
     if (threadIdx.x % 32 == 0) delta[row] = sum;
 }
 

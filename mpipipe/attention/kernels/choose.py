@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from mpipipe import arrays
 from mpipipe.arrays import Array
-from mpipipe.attention.kernels import cudnn_library, cudnn_request
+from mpipipe.attention.kernels import cudnn_library, cudnn_request, cudnn_trial
 from mpipipe.attention.kernels.interface import AttentionKernel
 from mpipipe.errors import ArgumentError, BackendError
 
@@ -32,14 +32,7 @@ def chosen(q: Array | None = None, k: Array | None = None, v: Array | None = Non
     Raises ArgumentError if the variable names no kernel, or one that does not do such arrays. Raises BackendError if
     the library that it names is not installed.
     """
-    name = os.environ.get(VARIABLE, "")
-    if name and name not in MODULES:
-        raise ArgumentError(
-            f"{VARIABLE} names no attention kernel",
-            found=repr(name),
-            expected=" or ".join(MODULES),
-            remedy=f"unset {VARIABLE}, or set it to one of these",
-        )
+    name = _named()
     device = MODULES[name][1] if name else ""
     if q is not None and k is not None and v is not None and arrays.is_device(q):
         return _loaded(_device_kernel(name if device == "cuda" else "", q, k, v))
@@ -55,6 +48,29 @@ def chosen(q: Array | None = None, k: Array | None = None, v: Array | None = Non
         ) from None
 
 
+def check_choice(device: str) -> None:
+    """Raise what `chosen` would raise for any arrays on this device, before there are arrays."""
+    if _named() == "cudnn" and device == "cuda":
+        _require_cudnn(cudnn_trial.available())
+
+
+def _named() -> str:
+    name = os.environ.get(VARIABLE, "")
+    if name and name not in MODULES:
+        raise ArgumentError(
+            f"{VARIABLE} names no attention kernel",
+            found=repr(name),
+            expected=" or ".join(MODULES),
+            remedy=f"unset {VARIABLE}, or set it to one of these",
+        )
+    return name
+
+
+def _require_cudnn(found: cudnn_library.Verdict) -> None:
+    if not found.usable:
+        raise BackendError(f"{VARIABLE}=cudnn asks for cuDNN: {found.reason}", remedy=f"or unset {VARIABLE}")
+
+
 def _loaded(name: str) -> AttentionKernel:
     return cast(AttentionKernel, import_module(MODULES[name][0]))
 
@@ -62,9 +78,10 @@ def _loaded(name: str) -> AttentionKernel:
 def _device_kernel(name: str, q: Array, k: Array, v: Array) -> str:
     if name not in ("", "cudnn"):
         return name
-    found, refused = cudnn_library.available(), cudnn_request.refusal(q, k, v)
-    if name == "cudnn" and not found.usable:
-        raise BackendError(f"{VARIABLE}=cudnn asks for cuDNN: {found.reason}", remedy=f"or unset {VARIABLE}")
+    found = cudnn_trial.available()
+    refused = cudnn_request.refusal(q, k, v) if found.usable else ""
+    if name == "cudnn":
+        _require_cudnn(found)
     if name == "cudnn" and refused:
         raise ArgumentError(
             f"{VARIABLE}=cudnn asks for cuDNN, which does not do these arrays",
@@ -75,6 +92,14 @@ def _device_kernel(name: str, q: Array, k: Array, v: Array) -> str:
 
 
 def describe() -> str:
-    """One line about the kernels for a GPU in half precision: which cuDNN, or why none."""
-    found = cudnn_library.available()
-    return found.reason if found.usable else f"CuPy kernels, no cuDNN: {found.reason}"
+    """One line about the kernels for a GPU in half precision, else for the host: "cudnn 9.24.0", "cupy because ..."."""
+    name = os.environ.get(VARIABLE, "")
+    device = MODULES.get(name, ("", ""))[1]
+    found = cudnn_library.installed()
+    if not arrays.device_count():
+        host = name if device == "cpu" else "host"
+        return f"{host}, as there is no GPU ({found.reason}{' is installed' if found.usable else ''})"
+    if device == "cuda" and name != "cudnn":
+        return f"{name} because {VARIABLE} says so"
+    found = cudnn_trial.available()
+    return found.reason.replace("cuDNN", "cudnn", 1) if found.usable else f"cupy because {found.reason}"

@@ -42,7 +42,8 @@ class Request(NamedTuple):
 def build(cudnn: Any, request: Request, handle: Any = None, **options: Any) -> Any:
     """The validated graph of a request; raises what cuDNN raises if it refuses the request.
 
-    `options` go to cudnn.pygraph: sm_version=90 names a GPU if there is none.
+    `options` go to cudnn.pygraph. sm_version=90 names the GPU's compute capability: without it the package opens the
+    CUDA runtime to ask for it, which fails where that library is not on the loader's path.
     """
     half = {"float16": cudnn.data_type.HALF, "bfloat16": cudnn.data_type.BFLOAT16}[request.dtype]
     single = cudnn.data_type.FLOAT
@@ -84,6 +85,17 @@ def build(cudnn: Any, request: Request, handle: Any = None, **options: Any) -> A
             result(array, name)
     graph.validate()
     return graph
+
+
+def make_plan(request: Request) -> Plan:
+    """A new plan for a request on the current GPU; raises what cuDNN raises if it refuses the request."""
+    cudnn = cudnn_library.library()
+    graph = build(cudnn, request, cudnn_library.handle(), sm_version=arrays.compute_capability())
+    graph.build_operation_graph()
+    graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+    graph.check_support()
+    graph.build_plans()
+    return Plan(graph, graph.get_workspace_size())
 
 
 class Plan(NamedTuple):
@@ -136,12 +148,7 @@ def plan(request: Request) -> Plan | None:
         return plans[key]
     _store.built += 1
     try:
-        graph = build(cudnn, request, cudnn_library.handle())
-        graph.build_operation_graph()
-        graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
-        graph.check_support()
-        graph.build_plans()
-        made = Plan(graph, graph.get_workspace_size())
+        made: Plan | None = make_plan(request)
     except (cudnn.cudnnGraphNotSupportedError, RuntimeError) as error:
         made = None
         warnings.warn(f"cuDNN refuses attention that it should do, CuPy does it: {error} ({request})", stacklevel=2)

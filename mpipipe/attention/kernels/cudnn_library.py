@@ -1,8 +1,9 @@
-"""cuDNN by NVIDIA's Python package `cudnn` (nvidia-cudnn-frontend): whether it is usable, and its handles."""
+"""cuDNN by NVIDIA's Python package `cudnn` (nvidia-cudnn-frontend): whether it is installed, and its handles."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 import threading
 from functools import lru_cache
@@ -12,9 +13,11 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from mpipipe import arrays
+from mpipipe.errors import BackendError
 
 OLDEST = 91100  # 9.11.0; the attention of 9.10.0 and 9.10.1 gives wrong results
-INSTALL = "pip install 'nvidia-cudnn-frontend>=1.18,<1.27' nvidia-cudnn-cu13"
+INSTALL = "pip install 'nvidia-cudnn-frontend>=1.26,<1.27' nvidia-cudnn-cu13 (or -cu12)"
+RUNTIME = "CUDNN_FRONTEND_CUDART_LIB_NAME"  # by which the package opens the CUDA runtime, since 1.26
 
 
 class Verdict(NamedTuple):
@@ -29,13 +32,15 @@ class Verdict(NamedTuple):
     version: tuple[int, ...] = ()
 
 
-def available() -> Verdict:
-    """Whether attention by cuDNN is usable. Needs no GPU."""
+def installed() -> Verdict:
+    """Whether package and library are there, and new enough. Needs no GPU: `cudnn_trial.available` asks that."""
     return _looked_up(sys.modules.get("cudnn"))
 
 
 @lru_cache(maxsize=8)
 def _looked_up(_loaded: ModuleType | None) -> Verdict:
+    if arrays.is_amd():
+        return Verdict(False, "AMD's GPUs have no cuDNN")
     try:
         import cudnn
     except Exception as error:  # a broken installation raises anything
@@ -66,10 +71,24 @@ def _version(cudnn: Any) -> int:
 
 
 def library() -> Any:
-    """The module cudnn; call it only if `available().usable`."""
+    """The module cudnn; call it only if `installed().usable`."""
     import cudnn
 
     return cudnn
+
+
+def prepare() -> str:
+    """Make the package find the CUDA runtime that CuPy would use; return why it cannot, or "".
+
+    The package opens `libcudart` by name where it asks for a GPU itself, and to fill working memory. Of two versions on
+    the loader's path it takes the older one, with a line on stderr. What the user has set stays.
+    """
+    try:
+        found = arrays.load_cuda_runtime()
+    except BackendError as error:
+        return str(error)
+    os.environ.setdefault(RUNTIME, found)
+    return ""
 
 
 class _Handles(threading.local):

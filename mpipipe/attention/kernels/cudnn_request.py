@@ -8,12 +8,16 @@ from mpipipe import arrays
 from mpipipe.arrays import Array, DeviceArray, Shape
 from mpipipe.arrays.strided import element_strides
 from mpipipe.attention.kernels.cudnn_graph import Request
-from mpipipe.attention.kernels.cudnn_library import available
+from mpipipe.attention.kernels.cudnn_library import installed
 from mpipipe.attention.mask import Slice
 
 DETERMINISTIC = "MPIPIPE_DETERMINISTIC"
 TILE = 128  # rows and columns of cuDNN's tiles
 WIDEST, WIDEST_MIXED = 256, 128  # head dimension; the second if values have another one than keys
+WIDEST_BACK = {9: 256}  # of backwards, by the major number of the compute capability
+WIDEST_BACK_ELSEWHERE = 128
+BLACKWELL, WIDE_ON_BLACKWELL = 10, (9, 23)  # the cuDNN from which its backward does dimension 256, and no other > 128
+OLDEST_CAPABILITY = 80
 WORD = 16  # bytes: rows begin at multiples of this
 
 
@@ -27,7 +31,20 @@ def refusal(q: Array, k: Array, v: Array) -> str:
     widest = WIDEST if dim == width else WIDEST_MIXED
     if max(dim, width) > widest:
         return f"head dimensions {dim} (keys) and {width} (values) are above {widest}"
+    capability = arrays.compute_capability()
+    if capability < OLDEST_CAPABILITY:
+        return f"this GPU's compute capability is {capability / 10}, below {OLDEST_CAPABILITY / 10}"
     return ""
+
+
+def widest_backward(capability: int) -> tuple[int, ...]:
+    """Head dimensions of backwards on a GPU of this compute capability: the largest, and single ones beyond it.
+
+    From sdpa_support_surface.h and scaled_dot_product_flash_attention.h of cudnn-frontend 1.26.
+    """
+    major = capability // 10
+    beyond = (256,) if major == BLACKWELL and installed().version >= WIDE_ON_BLACKWELL else ()
+    return WIDEST_BACK.get(major, WIDEST_BACK_ELSEWHERE), *beyond
 
 
 def fits(x: DeviceArray) -> bool:
@@ -48,9 +65,13 @@ def request_for(direction: str, given: dict[str, DeviceArray], scale: float, par
     back = direction == "backward"
     if (back and seq == keys == 1) or (part.high is not None and part.high < 0):
         return None
+    dim = given["q"].shape[3]
+    limit, *beyond = widest_backward(arrays.compute_capability()) if back else (WIDEST,)
+    if dim > limit and dim not in beyond:
+        return None
     if part.low is not None and (part.low > 0 or seq > keys):
         return None
-    if part.low is not None and available().version == (9, 14, 0):  # windows are wrong in 9.14.0
+    if part.low is not None and installed().version == (9, 14, 0):  # windows are wrong in 9.14.0
         return None
     # Hopper's backward gives NaN for rows of very negative log-sum-exp and an odd number of half tiles of keys, unless
     # there is a mask of padding (NVIDIA/cudnn-frontend#628, #1072)

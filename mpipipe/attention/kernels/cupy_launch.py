@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import Array
+from mpipipe.arrays.launch import Call
+from mpipipe.arrays.packed import Packed
 from mpipipe.arrays.strided import THREADS, blocks_of, element_strides
 from mpipipe.attention.kernels.cupy_problem import Problem
 from mpipipe.attention.kernels.interface import Result
@@ -26,12 +28,6 @@ class Place(NamedTuple):
     query: int
     key: int
     problem: Problem
-
-    @property
-    def bounds(self) -> tuple[np.int32, np.int32]:
-        """(low, high) of the slice as the kernels take them."""
-        low, high = self.part.low, self.part.high
-        return np.int32(-FAR if low is None else low), np.int32(FAR if high is None else high)
 
 
 class Rows(NamedTuple):
@@ -66,54 +62,75 @@ def online_softmax(
     scores: Array, weights: Array, state: Rows, place: Place, scale: float, first: bool, out_dtype: np.dtype
 ) -> None:
     """Turn a tile of scores into weights of exp(score - row_max), and bring `state` to the new maximum of each row."""
+    facts = place.problem.group, place.query, place.key, place.part.low, place.part.high, scale, first, out_dtype
+    _softmax((scores, weights, state.sums), (state.row_max, state.row_sum), facts)
+
+
+def _pack_softmax(scores: Array, weights: Array, sums: Array, _row_max: Array, _row_sum: Array, *facts: Any) -> Call:
+    group, query, key, low, high, scale, first, out_dtype = facts
     count, rows, columns = scores.shape
-    sums, row_max, row_sum = state
     threads = -(-columns // (32 * HELD)) * 32
     kernel = arrays.cuda_function(FORWARD, "online_softmax", T=weights.dtype, O=out_dtype, N=HELD)
-    sizes = rows, columns, element_strides(scores)[1], sums.shape[2], place.problem.group, place.query, place.key
-    kernel(
-        (count * rows,), (threads,),
-        (scores, weights, sums, row_max, row_sum, *map(np.int32, sizes), *place.bounds, sums.dtype.type(scale),
-         np.int32(first)),
-    )  # fmt: skip
+    sizes = rows, columns, element_strides(scores)[1], sums.shape[2], group, query, key, *_bounds(low, high)
+    numbers = (*map(np.int32, sizes), sums.dtype.type(scale), np.int32(first))
+    return Call(kernel, (count * rows,), (threads,), numbers)
 
 
 def normalise(state: Rows, result: Result, problem: Problem, start: int, overwrite: bool, dtype: np.dtype) -> None:
     """Write the sums of some rows over their weights, or merge them into `result`."""
     (sums, row_max, row_sum), (out, lse) = state, result
+    facts = problem.group, problem.kv_heads, start, overwrite, dtype
+    _normalise((sums, row_max, row_sum, out, lse), (), facts)
+
+
+def _pack_normalise(sums: Array, _max: Array, _sum: Array, out: Array, lse: Array, *facts: Any) -> Call:
+    group, kv_heads, start, overwrite, dtype = facts
     count, rows, width = sums.shape
     kernel = arrays.cuda_function(FORWARD, "normalise", T=dtype, O=out.dtype, N=HELD)
-    sizes = rows, width, problem.group, problem.kv_heads, start
-    kernel(
-        (count * rows,), (min(THREADS, -(-width // 32) * 32),),
-        (sums, row_max, row_sum, out, lse, *map(np.int32, sizes),
-         *map(np.int64, (*element_strides(out), *element_strides(lse))), np.int32(overwrite)),
-    )  # fmt: skip
+    steps = map(np.int64, (*element_strides(out), *element_strides(lse)))
+    numbers = (*map(np.int32, (rows, width, group, kv_heads, start)), *steps, np.int32(overwrite))
+    return Call(kernel, (count * rows,), (min(THREADS, -(-width // 32) * 32),), numbers)
 
 
 def dot(dout: Array, out: Array, dtype: np.dtype) -> Array:
     """Return the sum of dout * out over each row, (batch, heads, seq)."""
-    batch, seq, heads, dim = out.shape
+    batch, seq, heads, _ = out.shape
     delta = arrays.empty((batch, heads, seq), dtype, "cuda")
+    _dot((dout, out), (delta,))
+    return delta
+
+
+def _pack_dot(dout: Array, out: Array, delta: Array) -> Call:
+    _, seq, heads, dim = out.shape
     rows = delta.size
     kernel = arrays.cuda_function(BACKWARD, "dot", T=out.dtype)
-    kernel(
-        blocks_of(rows, THREADS // 32), (THREADS,),
-        (dout, out, delta, np.int64(rows), *map(np.int32, (heads, seq, dim)),
-         *map(np.int64, (*element_strides(dout), *element_strides(out)))),
-    )  # fmt: skip
-    return delta
+    steps = map(np.int64, (*element_strides(dout), *element_strides(out)))
+    numbers = (np.int64(rows), *map(np.int32, (heads, seq, dim)), *steps)
+    return Call(kernel, blocks_of(rows, THREADS // 32), (THREADS,), numbers)
 
 
 def softmax_backward(matrices: Matrices, factors: Factors, place: Place, scale: float) -> None:
     """Turn the scores of a tile, and dout v^T, into the weights and their gradients."""
-    scores, (part, query, key, problem) = matrices.scores, place
+    part, query, key, problem = place
+    facts = problem.group, problem.kv_heads, problem.seq, part.q_start, query, key, part.low, part.high, scale
+    _softmax_backward((*matrices, factors.lse), (factors.delta,), facts)
+
+
+def _pack_softmax_backward(
+    scores: Array, _products: Array, weights: Array, _slopes: Array, lse: Array, _delta: Array, *facts: Any
+) -> Call:
+    *sizes, low, high, scale = facts
     count, rows, columns = scores.shape
-    row_step = element_strides(scores)[1]
-    sizes = rows, columns, row_step, problem.group, problem.kv_heads, problem.seq, part.q_start, query, key
-    kernel = arrays.cuda_function(BACKWARD, "softmax_backward", T=matrices.weights.dtype)
-    kernel(
-        (count * rows,), (min(THREADS, -(-columns // 32) * 32),),
-        (*matrices, factors.lse, factors.delta, *map(np.int32, sizes), *place.bounds,
-         scores.dtype.type(scale), *map(np.int64, element_strides(factors.lse))),
-    )  # fmt: skip
+    kernel = arrays.cuda_function(BACKWARD, "softmax_backward", T=weights.dtype)
+    whole = map(np.int32, (rows, columns, element_strides(scores)[1], *sizes, *_bounds(low, high)))
+    numbers = (*whole, scores.dtype.type(scale), *map(np.int64, element_strides(lse)))
+    return Call(kernel, (count * rows,), (min(THREADS, -(-columns // 32) * 32),), numbers)
+
+
+def _bounds(low: int | None, high: int | None) -> tuple[int, int]:
+    """Return the bounds of a slice as the kernels take them."""
+    return -FAR if low is None else low, FAR if high is None else high
+
+
+_softmax, _normalise, _dot = Packed(_pack_softmax), Packed(_pack_normalise), Packed(_pack_dot)
+_softmax_backward = Packed(_pack_softmax_backward)

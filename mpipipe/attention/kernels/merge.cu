@@ -60,6 +60,6 @@ extern "C" __global__ void merge(const T* out0, const A* lse0, int begin0, int e
         for (int v = 0; v < V; v++) rounded.at[v] = narrow<O>(result[v]);
         *(pack<O, V>*)(out + row * dim + d) = rounded;
     }
-    __syncwarp();
+    wait_for_warp();
     if (threadIdx.x % 32 == 0) lse[place] = top == nothing ? nothing : safe_max + log(total);
 }

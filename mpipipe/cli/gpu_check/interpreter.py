@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SECONDS = 60.0  # for a question to the interpreter
+ERROR = re.compile(r"[A-Za-z_.]+(Error|Exception)")  # how the line of a traceback begins that names the exception
 
 
 class CannotStartError(Exception):
@@ -27,10 +28,12 @@ class Interpreter:
     path: str
 
     def require_gpu(self) -> None:
-        """Raise CannotStartError where the interpreter cannot use a GPU through CuPy."""
+        """Raise CannotStartError where the interpreter cannot use a GPU through CuPy, or lacks parts of CUDA."""
         answer = self._ask("import mpipipe.arrays as a; a.check_device('cuda')", timeout=None)
         if answer is None or answer.returncode:
-            lines = [] if answer is None else answer.stderr.splitlines()[-3:]
+            lines = [] if answer is None else answer.stderr.splitlines()
+            named = [at for at, line in enumerate(lines) if ERROR.match(line)] or [-1]
+            lines = lines[named[-1] :]  # the error with all its lines: one for each part that is missing
             raise CannotStartError("\n".join([*lines, f"this check needs a GPU that {self.path} can use through CuPy"]))
 
     def mpi_error(self) -> str | None:
@@ -41,7 +44,7 @@ class Interpreter:
         if not answer.returncode:
             return None
         lines = answer.stderr.splitlines() or [f"exit {answer.returncode}"]
-        named = [line for line in lines if re.match(r"[A-Za-z_.]+(Error|Exception)", line)]
+        named = [line for line in lines if ERROR.match(line)]
         return (named or lines)[-1]
 
     def has_pytest_mpi(self) -> bool:

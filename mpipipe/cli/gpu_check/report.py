@@ -1,10 +1,14 @@
-"""The report of a GPU check: gpu_check.json for programs, gpu_check.md for people, and a table on the terminal."""
+"""The report of a GPU check: gpu_check.json for programs, gpu_check.md for people, a table on the terminal.
+
+All files of the check are packed into one beside their folder, for machines that give back few files.
+"""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+import tarfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from datetime import date
@@ -12,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from mpipipe import arrays
+from mpipipe.attention import kernels
+from mpipipe.cli.gpu_check import expectations
 from mpipipe.cli.gpu_check.check import Outcome
 from mpipipe.cli.versions import versions
 from mpipipe.train import files
@@ -26,20 +32,30 @@ def write(folder: Path, outcomes: Sequence[Outcome]) -> int:
     lines = [f"{o.check:<{width}} {o.status:<7} {o.seconds:>4} s  {o.why}" for o in outcomes]
     failed = [o.check for o in outcomes if o.kind == "correctness" and o.status == "failed"]
     verdict = f"{'failed' if failed else 'ok'} {' '.join(failed)}"
-    lines.append(f"mpipipe: gpu check {verdict} results={folder}/gpu_check.md")
+    lines.append(f"mpipipe: gpu check {verdict} results={folder}/gpu_check.md packed={_pack(folder)}")
     sys.stdout.write("\n" + "\n".join(lines) + "\n")
     return 1 if failed else 0
 
 
+def _pack(folder: Path) -> Path:
+    """Pack a folder into a tar file beside it."""
+    path = folder.with_name(folder.name + ".tar.gz")
+    with tarfile.open(path, "w:gz") as packed:
+        packed.add(folder, folder.name)
+    return path
+
+
 def _facts(folder: Path, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     benches = [json.loads(path.read_text()) for path in sorted(folder.glob("bench*.json"))]
+    gpus = arrays.describe_gpus()
     return {
         "date": date.today().isoformat(),
         "commit": _commit(),
-        "gpus": arrays.describe_gpus(),
+        "gpus": gpus,
+        "attention by": kernels.describe(),
         "versions": versions(),
         "checks": [asdict(outcome) for outcome in outcomes],
-        "measurements": [row for bench in benches for row in bench["rows"]],
+        "measurements": [row | expectations.beside(row, gpus) for bench in benches for row in bench["rows"]],
         "failed measurements": [problem for bench in benches for problem in bench["failed"]],
     }
 
@@ -57,13 +73,14 @@ def _paragraphs(facts: dict[str, Any], outcomes: Sequence[Outcome]) -> list[str]
     about = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     measured = [
         [row["what"], f"{_number(row['value'])} {row['unit']}", row["peer"], _number(row["peer_value"]),
-         _number(row["ratio"]), row["goal"]] for row in facts["measurements"]
+         _number(row["ratio"]), row["goal"], row["expected"], row["verdict"]] for row in facts["measurements"]
     ]  # fmt: skip
     return [
         f"# {'; '.join(facts['gpus'])}",
         f"`jobs/gpu_check.sh` on {facts['date']}, commit {facts['commit']}: {about}.",
         _table(["check", "outcome", "seconds", ""], [[o.check, o.status, o.seconds, o.why] for o in outcomes]),
-        _table(["measured", "value", "beside", "value", "ratio", "goal"], measured) if measured else
+        f"Attention by: {facts['attention by']}.",
+        _table(["measured", "value", "beside", "value", "ratio", "goal", "expected", ""], measured) if measured else
         "Nothing was measured.",
         *(f"- {problem}" for problem in facts["failed measurements"]),
     ]  # fmt: skip

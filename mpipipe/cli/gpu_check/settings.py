@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
 from mpipipe.cli.gpu_check.interpreter import CannotStartError, Interpreter
 
+MOST_PROCESSES = 8  # each takes half a gigabyte of the GPU for its context
 QUICK_TESTS = ("tests/arrays", "tests/nn/test_device_kernels.py")
 
 
@@ -20,6 +22,8 @@ class Limits:
     Attributes
     ----------
     everything : all parts together; what this limit cuts short has not failed
+    attention : cuDNN's own attention
+    compile : compiling the kernels into CuPy's cache
     tests : the tests on one rank
     bench : `bench gpu` on one rank
     bench_ranks : `bench gpu` on two ranks
@@ -27,6 +31,8 @@ class Limits:
     """
 
     everything: float = 540
+    attention: float = 60
+    compile: float = 60
     tests: float = 260
     bench: float = 230
     bench_ranks: float = 60
@@ -49,6 +55,7 @@ class Settings:
     quick : whether this is only the first look
     limits : seconds
     tests : files or folders to test
+    processes : that compile kernels at a time
     """
 
     interpreter: Interpreter
@@ -57,20 +64,22 @@ class Settings:
     quick: bool
     limits: Limits
     tests: tuple[str, ...]
+    processes: int
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Settings:
-        """Read PYTHON, MPIEXEC, RESULTS, QUICK, LIMIT and TESTS; raises CannotStartError for a wrong LIMIT."""
+        """Read the variables that jobs/gpu_check.sh lists; raises CannotStartError for what is no number."""
         quick = environment.get("QUICK") == "1"
         limits = QUICK_LIMITS if quick else WHOLE_LIMITS
         if text := environment.get("LIMIT"):
-            if not text.isdigit():
-                raise CannotStartError(f"LIMIT={text} is no number of seconds")
-            limits = Limits(**{**vars(limits), "everything": int(text)})
+            limits = replace(limits, everything=_number("LIMIT", text, "seconds"))
+        text = environment.get("PROCESSES") or str(min(MOST_PROCESSES, os.cpu_count() or 1))
+        processes = max(1, _number("PROCESSES", text, "processes"))
         results = environment.get("RESULTS") or f"results/gpu_check-{datetime.now():%Y%m%d-%H%M%S}"
         tests = tuple(environment.get("TESTS", "").split()) or (QUICK_TESTS if quick else ("tests",))
         interpreter = Interpreter(environment.get("PYTHON") or sys.executable)
-        return cls(interpreter, environment.get("MPIEXEC") or None, Path(results), quick, limits, tests)
+        mpiexec = environment.get("MPIEXEC") or None
+        return cls(interpreter, mpiexec, Path(results), quick, limits, tests=tests, processes=processes)
 
     def make_folder(self) -> None:
         """Make the folder for results. Raises CannotStartError where that is impossible."""
@@ -78,3 +87,9 @@ class Settings:
             self.results.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CannotStartError(f"cannot write to {self.results}: {error.strerror}") from error
+
+
+def _number(name: str, text: str, what: str) -> int:
+    if not text.isdigit():
+        raise CannotStartError(f"{name}={text} is no number of {what}")
+    return int(text)

@@ -1,4 +1,4 @@
-"""The checks in their order: tests on one rank, measurements, then tests on ranks that share the GPU."""
+"""The checks in their order: cuDNN itself, tests on one rank, measurements, then tests on ranks that share the GPU."""
 
 from __future__ import annotations
 
@@ -39,15 +39,20 @@ class Suite:
         """Run every check, write the report, and return the exit code: 1 where a correctness check failed, else 0."""
         reason = self.settings.interpreter.mpi_error()
         pytest = self._pytest_command()
+        limits = self.settings.limits
         self._check("information", "info", 60, [self.python, "-m", "mpipipe", "info"], show=True)
+        attention = [self.python, "-m", "mpipipe.cli.gpu_check.attention"]
+        self._check("correctness", "attention", limits.attention, attention, show=True)
+        warm = [self.python, "-m", "support.warm_kernels", str(self.settings.processes)]
+        self._check("information", "compile", limits.compile, warm)
         if reason is None:
             tests = [self.python, *pytest, "--few-plans", *self.settings.tests]
-            self._check("correctness", "tests-1", self.settings.limits.tests, tests)
+            self._check("correctness", "tests-1", limits.tests, tests)
         else:
             self._say(NO_MPI.format(python=self.python, reason=reason))
             self._skip("correctness", ["tests-1"], NO_LIBRARY)
         quick = ["--quick", "--no-peers"] if self.settings.quick else []
-        self._check("measurement", "bench", self.settings.limits.bench, self._bench("bench", quick), show=True)
+        self._check("measurement", "bench", limits.bench, self._bench("bench", quick), show=True)
         if not self.settings.quick:
             self._run_on_several_ranks(pytest, NO_LIBRARY if reason is not None else None)
         return report.write(self.settings.results, self.outcomes)

@@ -4,7 +4,7 @@ Evidence, in this order:
 
 1. MPIPIPE_GPU_DIRECT;
 2. the memory kinds of the communicator, which MPI 4.1 names;
-3. the library's own answer (MPIX_Query_cuda_support);
+3. the library's own answer (MPIX_Query_cuda_support, or MPIX_Query_rocm_support for AMD's GPUs);
 4. the variables by which a user turns GPU support on in libraries that do not answer.
 
 Without evidence messages are staged through the host, which works everywhere. `python -m mpipipe info --probe` tries
@@ -27,10 +27,47 @@ from mpipipe.comm.types import Communicator
 from mpipipe.errors import ArgumentError
 
 OVERRIDE = GPU_DIRECT.name
-SWITCHES = {"MV2_USE_CUDA": "MVAPICH", "MVP_USE_CUDA": "MVAPICH", "PSP_CUDA": "ParaStation|psmpi"}
-# variable that turns CUDA on -> how the library that reads it names itself
-CUDA_IN_UCX = ("cuda_copy", "cuda", "all")
-CUDA = 0  # MPIX_GPU_SUPPORT_CUDA
+
+
+class Platform(NamedTuple):
+    """How MPI libraries name a platform of GPUs.
+
+    kind : among the memory kinds of MPI 4.1
+    questions : functions that answer 1 or 0, the first that the library has is asked: Open MPI's, MPICH's
+    number : for MPIX_GPU_query_support, in MPICH's mpi.h
+    layer : Cray's library beneath MPI that moves device memory
+    switches : variable that turns support on -> how the library that reads it names itself
+    in_ucx : names in UCX_TLS, one of which must be there
+    """
+
+    kind: str
+    questions: tuple[str, ...]
+    number: int
+    layer: str
+    switches: Mapping[str, str]
+    in_ucx: tuple[str, ...]
+
+    @property
+    def question(self) -> str:
+        return " or ".join(self.questions)
+
+
+CUDA = Platform(
+    "cuda",
+    ("MPIX_Query_cuda_support",),
+    0,
+    "libmpi_gtl_cuda",
+    {"MV2_USE_CUDA": "MVAPICH", "MVP_USE_CUDA": "MVAPICH", "PSP_CUDA": "ParaStation|psmpi"},
+    ("cuda_copy", "cuda", "all"),
+)
+ROCM = Platform(
+    "rocm",
+    ("MPIX_Query_rocm_support", "MPIX_Query_hip_support"),
+    2,
+    "libmpi_gtl_hsa",
+    {"MV2_USE_ROCM": "MVAPICH"},
+    ("rocm_copy", "rocm", "all"),
+)
 
 
 class Verdict(NamedTuple):
@@ -48,14 +85,16 @@ def detect(comm: Communicator, group: Group | None = None) -> Verdict:
     group = group_of(comm) if group is None else group
     error, mine = None, Verdict(False, "the ranks are threads of one process")
     try:
+        platform = ROCM if arrays.is_amd() else CUDA
         if not runtime.in_process(comm):
             mine = judge(
                 runtime.mpi().Get_library_version(),
                 os.environ,
                 _loaded_libraries(),
-                _query(),
+                _query(platform),
                 _memory_kinds(comm),
                 _allocator_is_async(),
+                platform,
             )
     except ArgumentError as caught:
         error = caught
@@ -78,6 +117,7 @@ def judge(
     query: int | None,
     kinds: str,
     async_pool: bool,
+    platform: Platform = CUDA,
 ) -> Verdict:
     """The verdict of one rank.
 
@@ -90,11 +130,13 @@ def judge(
     maps_text : str
         /proc/self/maps, which names the libraries that are loaded.
     query : int or None
-        What MPIX_Query_cuda_support said; None where it was not asked.
+        What the library said about this platform; None where it was not asked.
     kinds : str
         Value of the info key mpi_memory_alloc_kinds; "" without one.
     async_pool : bool
         Whether CuPy allocates stream-ordered or managed memory, which MPI cannot map.
+    platform : Platform
+        That of CuPy.
     """
     override = environment.get(OVERRIDE)
     GPU_DIRECT.check(override)
@@ -108,57 +150,65 @@ def judge(
         )
     if override == "1":
         return Verdict(True, f"{OVERRIDE}=1")
-    evidence = _evidence(library_version, environment, maps_text, query, kinds)
-    if evidence.direct and not _ucx_takes_cuda(environment):
-        return Verdict(False, f"UCX_TLS={environment['UCX_TLS']} leaves out cuda_copy (but: {evidence.reason})")
+    evidence = _evidence(library_version, environment, maps_text, query, kinds, platform)
+    if evidence.direct and not _ucx_takes(platform, environment):
+        left_out = f"UCX_TLS={environment['UCX_TLS']} leaves out {platform.in_ucx[0]}"
+        return Verdict(False, f"{left_out} (but: {evidence.reason})")
     return evidence
 
 
 def _evidence(
-    library_version: str, environment: Mapping[str, str], maps_text: str, query: int | None, kinds: str
+    library_version: str,
+    environment: Mapping[str, str],
+    maps_text: str,
+    query: int | None,
+    kinds: str,
+    platform: Platform,
 ) -> Verdict:
-    if any(kind.strip().split(":")[0] == "cuda" for kind in kinds.split(",")):
+    if any(kind.strip().split(":")[0] == platform.kind for kind in kinds.split(",")):
         return Verdict(True, f"mpi_memory_alloc_kinds is {kinds}")
     if query:
-        return _trusted(library_version, environment)
+        return _trusted(library_version, environment, platform)
     if "CRAY MPICH" in library_version.upper():
-        return _cray(environment, maps_text)
+        return _cray(environment, maps_text, platform)
     if "Intel(R) MPI" in library_version:
-        return _intel(environment, maps_text)
-    for variable, library in SWITCHES.items():
+        return _intel(environment, maps_text, platform)
+    for variable, library in platform.switches.items():
         if _is_on(environment.get(variable)) and re.search(library, library_version, re.IGNORECASE):
             return Verdict(True, f"{variable}={environment[variable]}")
     if query is None:
         return Verdict(False, "this MPI does not say that it takes device memory")
-    return Verdict(False, "MPIX_Query_cuda_support says no")
+    return Verdict(False, f"{platform.question} says no")
 
 
-def _trusted(library_version: str, environment: Mapping[str, str]) -> Verdict:
-    """Where the library says yes. Open MPI before 5 says how it was built, not what is switched on."""
+def _trusted(library_version: str, environment: Mapping[str, str], platform: Platform) -> Verdict:
+    """Where the library says yes. Open MPI before 5 says how it was built for CUDA, not what is switched on."""
     version = re.search(r"Open MPI v(\d+)", library_version)
     setting = environment.get("OMPI_MCA_opal_cuda_support")
-    if version and int(version[1]) < 5 and not _is_on(setting):
+    if platform is CUDA and version and int(version[1]) < 5 and not _is_on(setting):
         if setting:
             return Verdict(False, f"OMPI_MCA_opal_cuda_support={setting}")
         if "CONDA_PREFIX" in environment:
             return Verdict(False, "conda's Open MPI 4 has CUDA switched off unless OMPI_MCA_opal_cuda_support=true")
-    return Verdict(True, "MPIX_Query_cuda_support says yes")
+    return Verdict(True, f"{platform.question} says yes")
 
 
-def _cray(environment: Mapping[str, str], maps_text: str) -> Verdict:
+def _cray(environment: Mapping[str, str], maps_text: str, platform: Platform) -> Verdict:
     if not _is_on(environment.get("MPICH_GPU_SUPPORT_ENABLED")):
         return Verdict(False, "Cray MPICH without MPICH_GPU_SUPPORT_ENABLED=1")
-    if "libmpi_gtl_cuda" not in maps_text:
+    if platform.layer not in maps_text:
         return Verdict(
             False,
-            "Cray MPICH without its GPU transport layer (libmpi_gtl_cuda): build mpi4py with the "
+            f"Cray MPICH without its GPU transport layer ({platform.layer}): build mpi4py with the "
             "craype-accel module loaded, or preload that library",
         )
-    return Verdict(True, "MPICH_GPU_SUPPORT_ENABLED=1 and libmpi_gtl_cuda is loaded")
+    return Verdict(True, f"MPICH_GPU_SUPPORT_ENABLED=1 and {platform.layer} is loaded")
 
 
-def _intel(environment: Mapping[str, str], maps_text: str) -> Verdict:
+def _intel(environment: Mapping[str, str], maps_text: str, platform: Platform) -> Verdict:
     """Intel MPI takes Level Zero where it finds it, CUDA otherwise, unless it is told which."""
+    if platform is not CUDA:
+        return Verdict(False, "Intel MPI does not take the memory of AMD GPUs")
     if not _is_on(environment.get("I_MPI_OFFLOAD")):
         return Verdict(False, "Intel MPI without I_MPI_OFFLOAD=1 (and I_MPI_OFFLOAD_MODE=cuda)")
     mode = environment.get("I_MPI_OFFLOAD_MODE", "")
@@ -167,13 +217,13 @@ def _intel(environment: Mapping[str, str], maps_text: str) -> Verdict:
     return Verdict(False, f"I_MPI_OFFLOAD for {mode or 'a library that is not CUDA'}: set I_MPI_OFFLOAD_MODE=cuda")
 
 
-def _ucx_takes_cuda(environment: Mapping[str, str]) -> bool:
+def _ucx_takes(platform: Platform, environment: Mapping[str, str]) -> bool:
     """Whether UCX, if it is what MPI uses, may move device memory."""
     text = environment.get("UCX_TLS", "")
     if not text:
         return True
     names = text.lstrip("^").split(",")
-    return text.startswith("^") != any(name.strip() in CUDA_IN_UCX for name in names)
+    return text.startswith("^") != any(name.strip() in platform.in_ucx for name in names)
 
 
 def _is_on(value: str | None) -> bool:
@@ -183,15 +233,16 @@ def _is_on(value: str | None) -> bool:
 # -- facts ------------------------------------------------------------------------------------------------------------
 
 
-def _query() -> int | None:
+def _query(platform: Platform) -> int | None:
     """The library's own answer, found through mpi4py's extension, which is linked to the very library in use."""
     MPI = runtime.mpi()
     library = ctypes.CDLL(MPI.__file__)
     if asks_by_type(MPI.Get_library_version()):
         ask = getattr(library, "MPIX_GPU_query_support", None)
         flag = ctypes.c_int(0)
-        return None if ask is None or ask(CUDA, ctypes.byref(flag)) else flag.value
-    ask = getattr(library, "MPIX_Query_cuda_support", None)
+        return None if ask is None or ask(platform.number, ctypes.byref(flag)) else flag.value
+    found = (getattr(library, name, None) for name in platform.questions)
+    ask = next((function for function in found if function is not None), None)
     return None if ask is None else ask()
 
 

@@ -7,16 +7,19 @@ and the arguments of kernels must have the very types of the parameters.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import types
 
-from . import array, blas, compiler, cudnn, memory, runtime, streams
+from . import array, blas, compiler, cudnn, memory, runtime, streams, toolkit
 from .array import explicit, now, poisoned
 from .compiler import compiler as host_compiler
 from .machine import CUDARuntimeError, HiddenAccess, Machine, NotEmulatedError, _machines, machine
 
+VARIABLES = ("CUDNN_FRONTEND_CUDART_LIB_NAME",)  # that the package sets for the libraries of a GPU
 _replaced: list[dict] = []
+_variables: list[dict] = []
 
 
 class StrictModule(types.ModuleType):
@@ -26,6 +29,17 @@ class StrictModule(types.ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         raise NotEmulatedError(f"{self.__name__}.{name} is not in the part of CuPy that this package uses")
+
+
+class CudaModule(StrictModule):
+    """cupy.cuda, which loads cuBLAS when it is first asked for it."""
+
+    def __getattr__(self, name):
+        if name != "cublas":
+            return super().__getattr__(name)
+        toolkit.require_cublas()
+        self.cublas = _module("cupy.cuda.cublas", **_public(blas))  # CuPy has it as an attribute only
+        return self.cublas
 
 
 def _module(name, **content):
@@ -43,17 +57,17 @@ def _public(module):
     }
 
 
-MEMORY = "Memory MemoryPointer MemoryPool MemoryAsyncPool alloc get_allocator set_allocator".split()
+MEMORY = "OutOfMemoryError Memory MemoryPointer MemoryPool MemoryAsyncPool alloc get_allocator set_allocator".split()
 STREAM = "Stream Event get_current_stream get_elapsed_time".split()
 
 
-def _modules() -> dict:
+def _modules(amd: bool) -> dict:
     """The modules of cupy that one can import, by name."""
     pools = {name: getattr(memory, name) for name in MEMORY}
     order = {name: getattr(streams, name) for name in STREAM}
     handle = {"get_cublas_handle": blas.get_cublas_handle, "get_device_id": runtime.getDevice}
     parts = {
-        "runtime": {**_public(runtime), "CUDARuntimeError": CUDARuntimeError},
+        "runtime": {**_public(runtime), "CUDARuntimeError": CUDARuntimeError, "is_hip": amd},
         "memory": pools,
         "stream": order,
         "device": {"Device": runtime.Device, **handle},
@@ -61,16 +75,16 @@ def _modules() -> dict:
             "RangePush": lambda message, id_color=-1: machine().ranges.append(message),
             "RangePop": lambda: machine().ranges.pop(),
         },
-        "compiler": {"CompileException": compiler.CompileException},
+        "compiler": {"CompileException": toolkit.CompileException},
+        "nvrtc": {"getVersion": toolkit.getVersion},
     }
     modules = {f"cupy.cuda.{name}": _module(f"cupy.cuda.{name}", **content) for name, content in parts.items()}
-    cuda = _module(
-        "cupy.cuda",
+    cuda = CudaModule("cupy.cuda")
+    cuda.__dict__.update(
         **{name.rpartition(".")[2]: module for name, module in modules.items()},
         **pools, **order, **handle,
         Device=runtime.Device,
         alloc_pinned_memory=memory.alloc_pinned_memory,
-        cublas=_module("cupy.cuda.cublas", **_public(blas)),  # CuPy has it as an attribute only
         is_available=lambda: True,
     )  # fmt: skip
     library = _module(
@@ -83,30 +97,41 @@ def _modules() -> dict:
         __version__="14.2.0",
     )
     library.__path__ = cuda.__path__ = []
-    return {"cupy": library, "cupy.cuda": cuda, **modules}
+    names = ("load_nvidia_dynamic_lib", "find_nvidia_header_directory", "DynamicLibNotFoundError")
+    pathfinder = _module("cuda.pathfinder", **{name: getattr(toolkit, name) for name in names})
+    root = _module("cuda", pathfinder=pathfinder)
+    root.__path__ = []
+    return {"cupy": library, "cupy.cuda": cuda, **modules, "cuda": root, "cuda.pathfinder": pathfinder}
 
 
 def _forget():
     """Clear what the package keeps of a device: compiled functions, streams, tables, pages."""
     for name in [name for name in sys.modules if name.split(".")[0] == "mpipipe"]:
         for value in list(vars(sys.modules[name]).values()):
-            if callable(getattr(value, "cache_clear", None)):
+            if callable(getattr(value, "cache_clear", None)) and not isinstance(value, type):
                 value.cache_clear()
             elif isinstance(value, threading.local):
                 vars(value).clear()
                 value.__init__()  # of a class of its own
 
 
-def install(seed: int = 0, devices: int = 1) -> Machine:
+REPLACED = ("cupy", "cudnn", "cuda")  # packages
+
+
+def install(seed: int = 0, devices: int = 1, faults=(), memory: int = 1 << 34, amd: bool = False) -> Machine:
     """Put the emulated device in the place of CuPy and cuDNN, and return it.
 
-    With seed 0 nothing runs before it must; with others the device also works by itself, as the seed has it.
+    With seed 0 nothing runs before it must; with others the device also works by itself, as the seed has it. With `amd`
+    it is one that CuPy for ROCm drives: sources are compiled as HIP's, for wavefronts of 64 lanes, products are
+    hipBLAS's, and there is no cuDNN.
     """
-    home = Machine(seed, devices)
+    home = Machine(seed, devices, faults, memory, amd)
     _machines.append(home)
     names = {name: getattr(cudnn, name) for name in cudnn.NAMES}
-    modules = {**_modules(), "cudnn": _module("cudnn", **names, __version__="1.26.0")}
-    hidden = [name for name in sys.modules if name.split(".")[0] in ("cupy", "cudnn")]
+    no_cudnn = None  # importing it raises ImportError
+    modules = {**_modules(amd), "cudnn": no_cudnn if amd else _module("cudnn", **names, __version__="1.26.0")}
+    _variables.append({name: os.environ.pop(name) for name in VARIABLES if name in os.environ})
+    hidden = [name for name in sys.modules if name.split(".")[0] in REPLACED]
     _replaced.append({name: sys.modules.pop(name) for name in hidden})
     sys.modules.update(modules)
     _forget()
@@ -118,9 +143,12 @@ def uninstall() -> list[str]:
     _forget()
     home = _machines[-1]
     errors = list(home.drain())
-    for name in [name for name in sys.modules if name.split(".")[0] in ("cupy", "cudnn")]:
+    for name in [name for name in sys.modules if name.split(".")[0] in REPLACED]:
         del sys.modules[name]
     sys.modules.update(_replaced.pop())
+    for name in VARIABLES:
+        os.environ.pop(name, None)
+    os.environ.update(_variables.pop())
     _machines.pop()
     return errors
 

@@ -7,8 +7,8 @@ import ctypes
 import ml_dtypes
 import numpy as np
 
-from . import runtime
-from .machine import machine
+from . import runtime, toolkit
+from .machine import HiddenAccess, machine
 from .memory import view_of
 from .streams import get_current_stream
 
@@ -44,6 +44,7 @@ _HANDLE = 0xCB1A5
 
 
 def get_cublas_handle() -> int:
+    toolkit.require_cublas()
     return _HANDLE + runtime.getDevice()
 
 
@@ -62,6 +63,19 @@ def _matrices(ptr, kind, rows, columns, ld, stride, count) -> np.ndarray:
     return np.lib.stride_tricks.as_strided(whole, (count, rows, columns), (stride * size, size, ld * size))
 
 
+def _as_hipblas(types: tuple[int, int, int], compute: int, algo: int) -> int:
+    """What CuPy's cupy_hipblas.h makes of cuBLAS's arguments: the type of the sums is a dtype, and what it does not
+    know is a C++ exception that ends the process."""
+    known = {runtime.CUDA_R_32F: CUBLAS_COMPUTE_32F, runtime.CUDA_R_64F: CUBLAS_COMPUTE_64F}
+    if any(kind not in (runtime.CUDA_R_32F, runtime.CUDA_R_64F, runtime.CUDA_R_16F) for kind in types):
+        raise HiddenAccess(f"cupy_hipblas.h: unrecognized type, the process aborts: {types}")
+    if compute not in known:
+        raise HiddenAccess(f"cupy_hipblas.h: unsupported compute type, the process aborts: {compute}")
+    if algo != CUBLAS_GEMM_DEFAULT:
+        raise CUBLASError("CUBLAS_STATUS_NOT_SUPPORTED: hipBLAS has one algorithm")
+    return known[compute]
+
+
 def gemmStridedBatchedEx(handle, transa, transb, m, n, k, alpha, A, Atype, lda, strideA, B, Btype, ldb, strideB,
                          beta, C, Ctype, ldc, strideC, batchCount, computeType, algo):  # fmt: skip
     """C = alpha op(A) op(B) + beta C for every matrix; alpha and beta are read from host memory now."""
@@ -70,6 +84,8 @@ def gemmStridedBatchedEx(handle, transa, transb, m, n, k, alpha, A, Atype, lda, 
             raise TypeError(f"an integer is required, not {type(value).__name__}")
     if handle != get_cublas_handle():
         raise CUBLASError("CUBLAS_STATUS_NOT_INITIALIZED: not the handle of this device")
+    if machine().amd:
+        computeType = _as_hipblas((Atype, Btype, Ctype), computeType, algo)
     if Atype != Btype or (computeType, Atype, Ctype) not in SUPPORTED:
         raise CUBLASError(f"CUBLAS_STATUS_NOT_SUPPORTED: A {Atype}, B {Btype}, C {Ctype}, compute {computeType}")
     if transa not in (0, 1, 2) or transb not in (0, 1, 2) or min(m, n, k, batchCount) < 0:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from . import toolkit
 from .array import ndarray
 from .machine import CUDARuntimeError, HiddenAccess, machine
 from .streams import get_current_stream
@@ -46,10 +47,6 @@ def _stacks() -> ctypes.Array:
 
 
 _loading = threading.Lock()  # a library tells signatures in memory of its own
-
-
-class CompileException(RuntimeError):
-    """What cupy.cuda.compiler.CompileException is."""
 
 
 def compiler() -> str | None:
@@ -106,15 +103,16 @@ def cache_folder() -> Path:
 
 @cache
 def _environment() -> str:
-    headers = [path.read_text() for path in sorted([HERE / "cuda_on_host.h", *(HERE / "include").iterdir()])]
+    headers = [path.read_text() for path in sorted([*HERE.glob("*.h"), *(HERE / "include").iterdir()])]
     version = subprocess.run([compiler() or "g++", "--version"], capture_output=True, text=True, check=True).stdout
     return "\n".join([version, *FLAGS, *headers])
 
 
-def compiled(code: str) -> tuple[Path, list[str]]:
+def compiled(code: str, amd: bool = False) -> tuple[Path, list[str]]:
     """The shared library of a source, compiled once for all processes, and the names of its kernels."""
     text, names = on_host(code)
-    text = f'#include "cuda_on_host.h"\n#line 1 "kernel"\n{text}\n' + "".join(
+    platform = "#define EMULATED_AMD\n" if amd else ""
+    text = f'{platform}#include "cuda_on_host.h"\n#line 1 "kernel"\n{text}\n' + "".join(
         f"EMULATED_ENTRY({name})\n" for name in names
     )
     key = hashlib.sha256(f"{_environment()}\n{text}".encode()).hexdigest()[:24]
@@ -152,7 +150,7 @@ def build(source: Path, target: Path):
         result = subprocess.run(link, capture_output=True, text=True)
     unit.unlink(missing_ok=True)
     if result.returncode:
-        raise CompileException(f"g++ refuses this source (kept in {source}):\n{result.stderr[:8000]}")
+        raise toolkit.CompileException(f"g++ refuses this source (kept in {source}):\n{result.stderr[:8000]}")
 
 
 class RawModule:
@@ -164,11 +162,16 @@ class RawModule:
             raise HiddenAccess(f"RawModule: only source text for nvrtc with {OPTIONS} is used here")
         self._code, self._library, self._names = code, None, []
 
-    def get_function(self, name: str) -> Function:
+    def compile(self, log_stream=None):
+        toolkit.compile_check()
         with _loading:
             if self._library is None:
-                path, self._names = compiled(self._code)
+                path, self._names = compiled(self._code, machine().amd)
                 self._library = ctypes.CDLL(str(path))
+
+    def get_function(self, name: str) -> Function:
+        self.compile()
+        with _loading:
             if name not in self._names:
                 raise CUDARuntimeError(f'CUDA_ERROR_NOT_FOUND: no extern "C" kernel {name!r} among {self._names}')
             return Function(self._library, name, self._code)

@@ -1,4 +1,4 @@
-// CUDA C++ on the host: every thread of a block is a fiber, which runs alone until it comes to a barrier.
+// CUDA C++ or, with EMULATED_AMD, HIP C++ on the host: every thread of a block is a fiber, which runs alone until it comes to a barrier.
 //
 // Threads between two barriers run in an order that changes from round to round (forward, backward, shuffled), as do
 // the blocks, so that a missing barrier shows. Warp functions hold the lanes of their mask together, and no others.
@@ -26,8 +26,14 @@
 #define __launch_bounds__(...)
 #define __align__(n) alignas(n)
 #define __grid_constant__
+#ifdef EMULATED_AMD
+#define __HIPCC__ 1
+#define __HIP_PLATFORM_AMD__ 1
+#define warpSize 64
+#else
 #define __CUDA_ARCH__ 900
 #define warpSize 32
+#endif
 
 // NVRTC has no <math.h>, <float.h> and <limits.h>: these names do not exist there (1 / 0 and __int_as_float do)
 #undef INFINITY
@@ -90,7 +96,7 @@ struct Fiber {
     State state;
     Kind kind;
     int stack;
-    unsigned mask;  // of a warp function: its lanes
+    uint64_t mask;  // of a warp function: its lanes
     int source;     // of a shuffle: the lane that is read
     uint64_t value, result;
 };
@@ -201,9 +207,9 @@ EMULATED void fiber_main() {
     abort();
 }
 
-EMULATED void release_warp(int first, unsigned mask) {
+EMULATED void release_warp(int first, uint64_t mask) {
     // Let the lanes of `mask` go on once all that still run have come to the same function.
-    const int end = first + 32 < threads ? first + 32 : threads;
+    const int end = first + warpSize < threads ? first + warpSize : threads;
     Kind kind = SYNCWARP;
     bool some = false;
     for (int i = first; i < end; i++)
@@ -216,9 +222,9 @@ EMULATED void release_warp(int first, unsigned mask) {
             kind = fibers[i].kind;
             some = true;
         }
-    unsigned ballot = 0;
+    uint64_t ballot = 0;
     for (int i = first; i < end; i++)
-        if (mask >> (i - first) & 1 && fibers[i].state == WARP && fibers[i].value) ballot |= 1u << (i - first);
+        if (mask >> (i - first) & 1 && fibers[i].state == WARP && fibers[i].value) ballot |= 1ull << (i - first);
     for (int i = first; i < end; i++) {
         Fiber& fiber = fibers[i];
         if (!(mask >> (i - first) & 1) || fiber.state != WARP) continue;
@@ -233,8 +239,8 @@ EMULATED void release_warp(int first, unsigned mask) {
         if (mask >> (i - first) & 1 && fibers[i].state == WARP) fibers[i].state = READY;
 }
 
-EMULATED uint64_t warp(Kind kind, unsigned mask, uint64_t value, int source = 0) {
-    const int first = running & ~31;
+EMULATED uint64_t warp(Kind kind, uint64_t mask, uint64_t value, int source = 0) {
+    const int first = running & ~(warpSize - 1);
     Fiber& fiber = fibers[running];
     if (!(mask >> (running - first) & 1)) complain("a lane that is not in the mask %llx of its warp function", mask);
     fiber.kind = kind;
@@ -299,11 +305,11 @@ EMULATED void run_fiber(int i) {
     running = i;
     threadIdx = fiber.index;
     switch_to(&scheduler_sp, fiber.sp);
-    const int first = i & ~31;
+    const int first = i & ~(warpSize - 1);
     if (fiber.state == DONE) {
         free_stacks[free_count++] = fiber.stack;
         alive--;
-        for (int j = first; j < first + 32 && j < threads; j++)  // lanes may wait for this one alone
+        for (int j = first; j < first + warpSize && j < threads; j++)  // lanes may wait for this one alone
             if (fibers[j].state == WARP) release_warp(first, fibers[j].mask);
     } else if (fiber.state == BLOCK) {
         at_barrier++;
@@ -453,12 +459,7 @@ inline int __syncthreads_and(int p) {
     const uint64_t both = emulated_barrier(p);
     return (both & 0xFFFFFFFFu) == both >> 32;
 }
-inline void __syncwarp(unsigned mask = 0xffffffffu) { emulated::warp(emulated::SYNCWARP, mask, 0); }
-inline unsigned __ballot_sync(unsigned mask, int p) { return (unsigned)emulated::warp(emulated::BALLOT, mask, p != 0); }
-inline int __any_sync(unsigned mask, int p) { return __ballot_sync(mask, p) != 0; }
-inline int __all_sync(unsigned mask, int p) { return __ballot_sync(mask, !p) == 0; }
-
-template <typename X> X emulated_shuffle(unsigned mask, X value, int source) {
+template <typename X> X emulated_shuffle(uint64_t mask, X value, int source) {
     static_assert(sizeof(X) <= 8, "a shuffle moves 8 bytes at most");
     uint64_t cell = 0;
     memcpy(&cell, &value, sizeof(X));
@@ -466,7 +467,15 @@ template <typename X> X emulated_shuffle(unsigned mask, X value, int source) {
     memcpy(&value, &cell, sizeof(X));
     return value;
 }
-inline int emulated_lane() { return emulated::running & 31; }
+inline int emulated_lane() { return emulated::running & (warpSize - 1); }
+#ifdef EMULATED_AMD
+#include "hip_on_host.h"
+#else
+inline void __syncwarp(unsigned mask = 0xffffffffu) { emulated::warp(emulated::SYNCWARP, mask, 0); }
+inline unsigned __ballot_sync(unsigned mask, int p) { return (unsigned)emulated::warp(emulated::BALLOT, mask, p != 0); }
+inline int __any_sync(unsigned mask, int p) { return __ballot_sync(mask, p) != 0; }
+inline int __all_sync(unsigned mask, int p) { return __ballot_sync(mask, !p) == 0; }
+
 template <typename X> X __shfl_sync(unsigned mask, X value, int source, int width = 32) {
     return emulated_shuffle(mask, value, (emulated_lane() & ~(width - 1)) | (source & (width - 1)));
 }
@@ -482,6 +491,10 @@ template <typename X> X __shfl_xor_sync(unsigned mask, X value, int bits, int wi
     const int lane = emulated_lane(), source = lane ^ bits;
     return emulated_shuffle(mask, value, source > (lane | (width - 1)) ? lane : source);
 }
+template <typename X> void __stcs(X* p, X value) { *p = value; }
+template <typename X> void __stcg(X* p, X value) { *p = value; }
+template <typename X> void __stwt(X* p, X value) { *p = value; }
+#endif
 inline void __threadfence() {}
 inline void __threadfence_block() {}
 inline void __threadfence_system() {}
@@ -578,9 +591,6 @@ template <typename X> X __ldg(const X* p) { return *p; }
 template <typename X> X __ldcs(const X* p) { return *p; }
 template <typename X> X __ldca(const X* p) { return *p; }
 template <typename X> X __ldcg(const X* p) { return *p; }
-template <typename X> void __stcs(X* p, X value) { *p = value; }
-template <typename X> void __stcg(X* p, X value) { *p = value; }
-template <typename X> void __stwt(X* p, X value) { *p = value; }
 
 // atomics of integers only: sums of floats in any order differ from run to run
 #define ATOMIC(X)                                                                                     \

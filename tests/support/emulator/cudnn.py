@@ -1,4 +1,4 @@
-"""The module cudnn (nvidia-cudnn-frontend 1.18 to 1.26) as far as attention needs it, computed by numpy, late.
+"""The module cudnn (nvidia-cudnn-frontend 1.26) as far as attention needs it, computed by numpy, late.
 
 The refusals of `validate` are those of version 1.26; what only the library itself refuses, `check_support` refuses.
 """
@@ -10,8 +10,10 @@ import enum
 import ml_dtypes
 import numpy as np
 
-from .machine import CUDARuntimeError, machine
+from . import toolkit
+from .machine import CUDARuntimeError, HiddenAccess, machine
 from .memory import view_of
+from .streams import get_current_stream
 
 VERSION = 92400
 
@@ -36,6 +38,8 @@ HALVES = (data_type.HALF, data_type.BFLOAT16)
 
 
 def backend_version() -> int:
+    if "cudnn" in machine().faults:
+        raise RuntimeError("Unable to find symbol cudnnGetVersion")
     return VERSION
 
 
@@ -144,7 +148,7 @@ class pygraph:
                  compute_data_type=data_type.NOT_SET, handle=None, sm_count=None, sm_version=None, kernel_cache=None,
                  device_property=None, is_dynamic_shape_enabled=False, is_override_shape_enabled=False):  # fmt: skip
         self._io, self._compute, self._handle = io_data_type, compute_data_type, handle
-        self._intermediate = intermediate_data_type
+        self._intermediate, self._sm_version = intermediate_data_type, sm_version
         self._done: list[str] = []
         self._tensors: list[tensor] = []
         self._facts: dict = {}
@@ -206,10 +210,19 @@ class pygraph:
         value_dim = f["v"].dim[3]
         bottom_right = f["alignment"] == diagonal_alignment.BOTTOM_RIGHT
         refused = cudnnGraphNotSupportedError
+        if self._sm_version is None:
+            toolkit.open_runtime()
+            self._sm_version = machine().capability
+        major = self._sm_version // 10
+        if major < 8:
+            raise refused("SDPA FP16/BF16 requires SM80 (Ampere) or newer architecture")
         if f["backward"] and sq == sk == 1:
             raise refused("s_q = s_kv = 1 is not supported.")
-        if dim % 8 or value_dim % 8 or (f["backward"] and max(dim, value_dim) > 256):
+        if dim % 8 or value_dim % 8:
             raise refused("hidden_dim should be multiple of 8")
+        wide = major == 10 and dim == value_dim == 256 and backend_version() >= 92300
+        if f["backward"] and max(dim, value_dim) > (256 if major == 9 or wide else 128):
+            raise refused("Num hidden_dim should be less than or equal to 128 and hidden_dim should be multiple of 8")
         if heads % kv_heads:
             raise refused("For group-query attention, number of heads for key and query must be a factor ...")
         if f["right"] is not None and f["right"] < 0:
@@ -280,6 +293,8 @@ class pygraph:
         handle = self._handle if handle is None else handle
         home = machine()
         queue = home.queue_of(_handles()[handle])
+        if queue is not get_current_stream().queue:
+            raise HiddenAccess("cudnn: a handle of another stream than the current one")
         given = {key if type(key) is int else key.get_uid(): ptr for key, ptr in tensor_to_device_buffer.items()}
         if not all(type(ptr) is int for ptr in [workspace, *given.values()]):
             raise CUDARuntimeError("cudnn: addresses only; an array would make cudnn wait for the default stream")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+from mpipipe import arrays
 
 from . import host_compiler, install, uninstall
 
@@ -57,24 +59,33 @@ def real_gpus() -> int:
         return 0
 
 
+def _stream():
+    """The stream of a test: the null stream, or with MPIPIPE_TEST_GPU_STREAM=own the one that trainings have."""
+    own = os.environ.get("MPIPIPE_TEST_GPU_STREAM", "") == "own"
+    return arrays.own_stream() if own else nullcontext()
+
+
 @contextmanager
 def a_gpu(devices: int = 1):
     """A Gpu: a real one where there is one, else one of `devices` emulated ones."""
-    if os.environ.get("MPIPIPE_TEST_GPU") != "emulator" and real_gpus():
-        yield Gpu()
+    wanted = os.environ.get("MPIPIPE_TEST_GPU")
+    if wanted not in ("emulator", "amd") and real_gpus():
+        with _stream():
+            yield Gpu()
         return
-    with an_emulated_gpu(devices) as device:
+    with an_emulated_gpu(devices, wanted == "amd") as device:
         yield device
 
 
 @contextmanager
-def an_emulated_gpu(devices: int = 1):
-    """An emulated Gpu; it runs to its end, and fails the test where something went wrong unseen."""
+def an_emulated_gpu(devices: int = 1, amd: bool = False):
+    """An emulated Gpu, or one of AMD's; it runs to its end, and fails the test where something went wrong unseen."""
     if host_compiler() is None:
         pytest.skip("no GPU, and no g++ for the emulated one")
-    machine = install(int(os.environ.get("MPIPIPE_TEST_GPU_SEED", "0")), devices)
+    machine = install(int(os.environ.get("MPIPIPE_TEST_GPU_SEED", "0")), devices, amd=amd)
     try:
-        yield Gpu(machine)
+        with _stream():
+            yield Gpu(machine)
     finally:
         errors = uninstall()
     if errors:

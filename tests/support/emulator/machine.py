@@ -106,10 +106,34 @@ class Ranges:
             )
 
 
-class Machine:
-    """All state of the emulated devices of one process."""
+FAULTS = {
+    "driver": "the driver is missing",
+    "compiler": "NVRTC is not found",
+    "headers": "CUDA's headers are not found",
+    "cublas": "cuBLAS is not found",
+    "libcudart": "the CUDA runtime library is not found, not even in pip packages",
+    "cudnn": "cuDNN's Python package finds no library",
+    "two cudas": "NVRTC and the CUDA runtime of another version come first",
+}
 
-    def __init__(self, seed: int = 0, devices: int = 1):
+
+class Machine:
+    """All state of the emulated devices of one process.
+
+    What a test may change before the package looks at it:
+
+    faults : what of FAULTS is wrong with this machine
+    capability : compute capability of all devices, ten times the major number plus the minor one
+    memory : bytes of each device
+    loader_finds : CUDA runtime libraries on the dynamic loader's path; with pip packages alone there is none
+    """
+
+    def __init__(self, seed: int = 0, devices: int = 1, faults=(), memory: int = 1 << 34, amd: bool = False):
+        self.amd = amd
+        self.faults, self.capability, self.memory = set(faults), 90, memory
+        assert self.faults <= set(FAULTS), f"no fault of an emulated machine among {self.faults}"
+        self.loader_finds: list[str] = []
+        self.runtime_loaded: list[str] = []
         self.lock = threading.RLock()
         self.local = threading.local()
         self.random = random.Random(seed)
@@ -123,6 +147,7 @@ class Machine:
         self.events: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
         self.synchronisations: list[str] = []
         self.launches: list[str] = []
+        self.null_launches: list[str] = []  # those on the null stream
         self.errors: list[str] = []
         self.broken = False
         self.ranges: list[str] = []
@@ -162,6 +187,8 @@ class Machine:
     def launch(self, queue: Queue, name: str, run) -> int:
         """As `put`, for what the program asked for by name."""
         self.launches.append(name)
+        if not queue.ptr:
+            self.null_launches.append(name)
         return self.put(queue, name, run)
 
     def advance(self, queue: Queue, position: int, steps: int | None = None):

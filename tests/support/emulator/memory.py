@@ -11,6 +11,13 @@ from .machine import CUDARuntimeError, HiddenAccess, machine
 from .streams import get_current_stream
 
 
+class OutOfMemoryError(MemoryError):
+    """cupy.cuda.memory.OutOfMemoryError, with its text."""
+
+    def __init__(self, size: int, total: int):
+        super().__init__(f"Out of memory allocating {size:,} bytes (allocated so far: {total:,} bytes).")
+
+
 class Memory:
     """A piece of device memory; freed with the last pointer to it, in the order of the stream that it came from.
 
@@ -28,6 +35,8 @@ class Memory:
         self._queue = get_current_stream().queue
         if not self.size:
             return
+        if self.home.used_bytes + self.size > self.home.memory:
+            raise OutOfMemoryError(self.size, self.home.used_bytes)
         self._block = self.home.take((self.device_id, self._queue.ptr, self.pooled), self.size)
         self.ptr = self._block.address
         self.home.device_ranges.add(self.ptr, self.size)
@@ -81,7 +90,9 @@ class MemoryPointer:
     __radd__ = __add__
 
 
-MemoryPointer.__module__ = Memory.__module__ = PooledMemory.__module__ = "cupy.cuda.memory"
+OutOfMemoryError.__module__ = MemoryPointer.__module__ = Memory.__module__ = PooledMemory.__module__ = (
+    "cupy.cuda.memory"
+)
 
 
 class MemoryPool:
@@ -94,10 +105,10 @@ class MemoryPool:
         return machine().used_bytes
 
     def total_bytes(self) -> int:
-        return sum(block.nbytes for block in machine().blocks)
+        return machine().used_bytes
 
     def free_bytes(self) -> int:
-        return self.total_bytes() - self.used_bytes()
+        return 0  # memGetInfo counts what is free already
 
     def free_all_blocks(self, stream=None):
         machine().count("MemoryPool.free_all_blocks")

@@ -12,12 +12,8 @@ cudaDevAttrMaxSharedMemoryPerBlock, cudaDevAttrMultiProcessorCount = 8, 16
 cudaDevAttrMaxSharedMemoryPerBlockOptin = 97
 is_hip = False
 
-_MEMORY = 1 << 34
 PROPERTIES = {
     "name": b"Emulated device",
-    "totalGlobalMem": _MEMORY,
-    "major": 9,
-    "minor": 0,
     "multiProcessorCount": 132,
     "warpSize": 32,
     "maxThreadsPerBlock": 1024,
@@ -30,10 +26,21 @@ PROPERTIES = {
     "pciDeviceID": 0,
     "pciDomainID": 0,
 }
+AMD_PROPERTIES = {
+    "name": b"Emulated AMD device",
+    "gcnArchName": b"gfx90a:sramecc+:xnack-",
+    "multiProcessorCount": 110,
+    "warpSize": 64,
+    "sharedMemPerBlock": 64 << 10,
+    "sharedMemPerBlockOptin": 64 << 10,
+}
 ATTRIBUTES = {8: "sharedMemPerBlock", 16: "multiProcessorCount", 97: "sharedMemPerBlockOptin"}
 
 
 def getDeviceCount() -> int:
+    if "driver" in machine().faults:
+        text = "CUDA driver version is insufficient for CUDA runtime version"
+        raise CUDARuntimeError(f"cudaErrorInsufficientDriver: {text}")
     return machine().devices
 
 
@@ -50,7 +57,9 @@ def setDevice(number: int):
 def getDeviceProperties(number: int) -> dict:
     if not 0 <= number < machine().devices:
         raise CUDARuntimeError("cudaErrorInvalidDevice: invalid device ordinal")
-    return {**PROPERTIES, "pciBusID": number + 1}
+    major, minor = divmod(machine().capability, 10)
+    facts = {**PROPERTIES, "totalGlobalMem": machine().memory, "major": major, "minor": minor}
+    return {**facts, **(AMD_PROPERTIES if machine().amd else {}), "pciBusID": number + 1}
 
 
 def deviceGetAttribute(attribute: int, device: int) -> int:
@@ -75,7 +84,7 @@ def eventQuery(event: int) -> int:
 
 
 def memGetInfo() -> tuple[int, int]:
-    return _MEMORY - machine().used_bytes, _MEMORY
+    return machine().memory - machine().used_bytes, machine().memory
 
 
 def _whole(name):
@@ -154,7 +163,7 @@ class Device:
 
     @property
     def compute_capability(self) -> str:
-        return "90"
+        return str(machine().capability)
 
     @property
     def mem_info(self):

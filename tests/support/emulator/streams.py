@@ -96,6 +96,8 @@ class Event:
 
     def record(self, stream=None):
         stream = get_current_stream() if stream is None else stream
+        if self._machine.broken:
+            raise CUDARuntimeError("cudaErrorLaunchFailure: an earlier launch has failed")
         self.time = moment = []
         position = self._machine.put(stream.queue, "event", lambda: moment.append(time.perf_counter()))
         self.mark = (stream.queue, position)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from mpipipe import arrays
-from mpipipe.cli.bench.gpu import attention, executor, gpt, memory, ring, transport
+from mpipipe.cli.bench.gpu import attention, executor, gpt, memory, products, ring, transport
 from mpipipe.cli.bench.gpu.rows import Row, show
 from mpipipe.cli.versions import versions
 from mpipipe.comm import launcher, runtime
@@ -35,7 +35,14 @@ class Part(Protocol):
         """Yields a row for each measurement; takes `repeats`."""
 
 
-ALONE: dict[str, Part] = {"memory": memory, "attention": attention, "ring": ring, "executor": executor, "gpt": gpt}
+ALONE: dict[str, Part] = {
+    "memory": memory,
+    "products": products,
+    "attention": attention,
+    "ring": ring,
+    "executor": executor,
+    "gpt": gpt,
+}
 TOGETHER: dict[str, Part] = {"transport": transport}
 
 
@@ -76,23 +83,24 @@ def run(
                 content = facts | {"rows": [row.facts() for row in rows], "failed": failed}
                 files.write_whole(Path(path), (json.dumps(content, indent=1) + "\n").encode())
 
-    for name, part in chosen.items():
-        arguments = dict(part.QUICK) if quick else {}
-        if repeats is not None:
-            arguments["repeats"] = repeats
-        if part in (attention, gpt):
-            arguments["peers"] = peers
-        if part in (executor, gpt, transport):
-            arguments["comm"] = comm
-        try:
-            for row in part.measure(**arguments):
-                rows.append(row)
-                publish(row)
-        except Exception as error:
-            if comm.size > 1:
-                raise  # the other ranks wait for this one
-            failed.append(f"{name} failed: {type(error).__name__}: {error}")
-            publish(failed[-1])
+    with arrays.own_stream():
+        for name, part in chosen.items():
+            arguments = dict(part.QUICK) if quick else {}
+            if repeats is not None:
+                arguments["repeats"] = repeats
+            if part in (attention, gpt):
+                arguments["peers"] = peers
+            if part in (executor, gpt, transport):
+                arguments["comm"] = comm
+            try:
+                for row in part.measure(**arguments):
+                    rows.append(row)
+                    publish(row)
+            except Exception as error:
+                if comm.size > 1:
+                    raise  # the other ranks wait for this one
+                failed.append(f"{name} failed: {type(error).__name__}: {error}")
+                publish(failed[-1])
     if comm.rank == 0:
         show(f"bench gpu: {', '.join(arrays.describe_gpus())}", rows, failed)
     sys.exit(1 if failed else 0)

@@ -48,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(256)
 #pragma unroll
         for (int j = 0; j < 16 / V; ++j) {
             const int place = (j * 32 + lane) * V;  // of a word within the segment
-            const unsigned bits = __shfl_sync(0xffffffffu, drawn, place / 16) >> (place % 16);
+            const unsigned bits = from_lane(drawn, place / 16) >> (place % 16);
             const long long i = segment * 512 + place;
             if (i + V <= n) {
                 const pack<T, V> in = load<V>(x + i);

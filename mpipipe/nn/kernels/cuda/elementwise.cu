@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(256) add(const T* x, const T* y, T*
 }
 
 // y = x factor. Moves 2 T an element.
-extern "C" __global__ void __launch_bounds__(256) scale(const T* x, A factor, T* y, long long n) {
+extern "C" __global__ void __launch_bounds__(256) scale(const T* x, T* y, long long n, A factor) {
     map(x, y, n, [=](A a) { return a * factor; });
 }
 

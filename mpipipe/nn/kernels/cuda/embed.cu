@@ -75,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(1024)
 // above it. Moves 1 I and 12 bytes a row.
 extern "C" __global__ void __launch_bounds__(1024)
     sort_rows(const I* ids, const int* places, int* order, int* keys, int count, int vocab) {
-    __shared__ alignas(16) int tile[TILE];
+    __shared__ __attribute__((aligned(16))) int tile[TILE];
     const int row = blockIdx.x * TILE + threadIdx.x, id = row < count ? bucket_of(ids[row], vocab) : -1;
     tile[threadIdx.x] = id;
     __syncthreads();

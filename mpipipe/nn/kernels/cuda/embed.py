@@ -9,7 +9,8 @@ import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import DeviceArray
-from mpipipe.arrays.launch import launch, vector_width
+from mpipipe.arrays.launch import Call, over, vector_width
+from mpipipe.arrays.packed import Packed
 from mpipipe.nn.kernels.cuda.checks import check_contiguous, check_ids
 
 EMBED = Path(__file__).with_name("embed.cu")
@@ -20,14 +21,21 @@ THREADS = 128
 
 def embed(weight: DeviceArray, ids: DeviceArray) -> DeviceArray:
     """Return row `id` of the table for each id, NaN for ids outside."""
+    y = arrays.empty((*ids.shape, weight.shape[1]), weight.dtype, "cuda")
+    _embed((weight, ids), (y,))
+    return y
+
+
+def _pack_embed(weight: DeviceArray, ids: DeviceArray, y: DeviceArray) -> Call | None:
     check_ids(ids)
     check_contiguous("embed", weight, ids)
     vocab, dim = weight.shape
-    y = arrays.empty((*ids.shape, dim), weight.dtype, "cuda")
-    arguments = (weight, ids, y, np.int64(y.size), np.int64(dim), np.int64(vocab))
+    numbers = np.int64(y.size), np.int64(dim), np.int64(vocab)
     width = vector_width(weight, y, divides=dim)
-    launch(EMBED, "embed", y.size, arguments, T=weight.dtype, I=ids.dtype, V=width)
-    return y
+    return over(EMBED, "embed", y.size, numbers, T=weight.dtype, I=ids.dtype, V=width)
+
+
+_embed = Packed(_pack_embed)
 
 
 def embed_backward(dy: DeviceArray, ids: DeviceArray, grad: DeviceArray) -> None:

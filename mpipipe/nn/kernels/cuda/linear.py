@@ -9,7 +9,8 @@ import numpy as np
 from mpipipe import arrays
 from mpipipe.arrays import DeviceArray
 from mpipipe.arrays.gemm import gemm
-from mpipipe.arrays.launch import launch, vector_width
+from mpipipe.arrays.launch import Call, over, vector_width
+from mpipipe.arrays.packed import Packed
 from mpipipe.nn.kernels.cuda.checks import check_contiguous, check_matrices
 
 LINEAR, SUMS = (Path(__file__).with_name(f"{name}.cu") for name in ("linear", "sums"))
@@ -25,14 +26,18 @@ def linear(x: DeviceArray, weight: DeviceArray, bias: DeviceArray | None = None)
     if not y.size:
         return y
     if bias is not None:
-        arguments = (bias, y, np.int64(y.size), np.int64(outputs))
-        width = vector_width(bias, y, divides=outputs)
-        launch(LINEAR, "broadcast_bias", y.size, arguments, T=y.dtype, V=width)
+        _broadcast((bias,), (y,), (rows,))
     elif not inputs:
         arrays.set_zero(y)
     if inputs:
         gemm(x, weight, y, transpose_b=True, add=bias is not None)
     return y
+
+
+def _pack_broadcast(bias: DeviceArray, y: DeviceArray, _: int) -> Call | None:
+    outputs = y.shape[1]
+    width = vector_width(bias, y, divides=outputs)
+    return over(LINEAR, "broadcast_bias", y.size, (np.int64(y.size), np.int64(outputs)), T=y.dtype, V=width)
 
 
 def linear_backward_input(dy: DeviceArray, weight: DeviceArray) -> DeviceArray:
@@ -58,21 +63,32 @@ def linear_backward_weight(dy: DeviceArray, x: DeviceArray, grad: DeviceArray) -
 def sum_rows(dy: DeviceArray, grad: DeviceArray) -> None:
     """Grad += the sum of the rows of dy."""
     check_contiguous("sum_rows", dy, grad)
-    rows, width = dy.shape
     if not dy.size:
         return
+    call = _sum_rows.call((dy,))
+    partial = arrays.empty((call.grid[1], dy.shape[1]), grad.dtype, "cuda")
+    call.launch((dy, partial))
+    add_columns(partial, grad, True)
+
+
+def _pack_sum_rows(dy: DeviceArray) -> Call:
+    rows, width = dy.shape
     lanes = vector_width(dy, divides=width)
     tiles = -(-width // (LANES * lanes))
     chunk = max(STRIPES * 4, -(-rows // max(1, PARTS // tiles)))
-    count = -(-rows // chunk)
-    partial = arrays.empty((count, width), grad.dtype, "cuda")
-    arguments = (dy, partial, np.int64(rows), np.int64(width), np.int64(chunk))
-    arrays.cuda_function(SUMS, "sum_rows", T=dy.dtype, V=lanes)((tiles, count), (LANES, STRIPES), arguments)
-    add_columns(partial, grad, True)
+    function = arrays.cuda_function(SUMS, "sum_rows", T=dy.dtype, V=lanes)
+    return Call(function, (tiles, -(-rows // chunk)), (LANES, STRIPES), tuple(map(np.int64, (rows, width, chunk))))
 
 
 def add_columns(partial: DeviceArray, out: DeviceArray, add: bool) -> None:
     """Out (width,) = the sums of the columns of partial (count, width); with `add` they are added to it."""
+    _add_columns((partial, out), (), (add,))
+
+
+def _pack_add_columns(partial: DeviceArray, out: DeviceArray, add: bool) -> Call:
     count, width = partial.shape
-    arguments = (partial, out, np.int32(count), np.int64(width), np.int32(add))
-    arrays.cuda_function(SUMS, "add_columns", T=out.dtype, V=1)((-(-width // 32),), (32, 32), arguments)
+    function = arrays.cuda_function(SUMS, "add_columns", T=out.dtype, V=1)
+    return Call(function, (-(-width // 32),), (32, 32), (np.int32(count), np.int64(width), np.int32(add)))
+
+
+_broadcast, _sum_rows, _add_columns = Packed(_pack_broadcast), Packed(_pack_sum_rows), Packed(_pack_add_columns)

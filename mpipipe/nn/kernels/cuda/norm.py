@@ -9,7 +9,8 @@ import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import DeviceArray
-from mpipipe.arrays.launch import grid, scalar_type, vector_width
+from mpipipe.arrays.launch import Call, grid, scalar_type, vector_width
+from mpipipe.arrays.packed import Packed
 from mpipipe.nn.kernels.cuda.checks import check_alike, check_contiguous
 from mpipipe.nn.kernels.cuda.linear import add_columns
 
@@ -37,37 +38,53 @@ def _block(threads: int) -> tuple[int, int]:
 
 
 def _forward(name: str, x: DeviceArray, *others: DeviceArray, eps: float) -> tuple[DeviceArray, DeviceArray]:
-    check_contiguous(name, x, *others)
-    rows, width = x.shape
-    y, scale = arrays.empty_like(x), arrays.empty((rows,), arrays.accumulator(x.dtype), "cuda")
-    if x.size:
-        constants = _constants(x, y, *others)
-        block = _block(constants["G"])
-        arguments = (x, *others, y, scale, np.int64(rows), np.int32(width), scalar_type(x.dtype)(eps))
-        arrays.cuda_function(NORM, name, **constants)(grid(rows, block[1]), block, arguments)
+    y, scale = arrays.empty_like(x), arrays.empty((len(x),), arrays.accumulator(x.dtype), "cuda")
+    _norm((x, *others), (y, scale), (name, eps))
     return y, scale
+
+
+def _pack_norm(x: DeviceArray, *rest: Any) -> Call | None:
+    *others, y, _, name, eps = rest
+    check_contiguous(name, x, *others)
+    if not x.size:
+        return None
+    constants, (rows, width) = _constants(x, y, *others), x.shape
+    block = _block(constants["G"])
+    numbers = np.int64(rows), np.int32(width), scalar_type(x.dtype)(eps)
+    return Call(arrays.cuda_function(NORM, name, **constants), grid(rows, block[1]), block, numbers)
 
 
 def _backward(
     name: str, dy: DeviceArray, x: DeviceArray, scale: DeviceArray, gain: DeviceArray, count: int
 ) -> tuple[DeviceArray, ...]:
     """Return dx and `count` gradients of vectors: a row of partial sums for each block, then the sums of those rows."""
-    check_alike(name, dy, x)
-    check_contiguous(name, gain)
-    rows, width = x.shape
-    dx = arrays.empty_like(x)
-    grads = [arrays.zeros((width,), scale.dtype, "cuda") for _ in range(count)] if not x.size else []
-    if x.size:
-        constants = _constants(x, dy, dx, gain)
-        block = _block(constants["G"])
-        blocks = min(-(-rows // block[1]), THREADS // (block[0] * block[1]))
-        parts = [arrays.empty((blocks, width), scale.dtype, "cuda") for _ in range(count)]
-        arguments = (dy, x, scale, gain, dx, *parts, np.int64(rows), np.int32(width))
-        arrays.cuda_function(NORM, name, **constants)((blocks,), block, arguments)
-        for part in parts:
-            grads.append(arrays.empty((width,), scale.dtype, "cuda"))
-            add_columns(part, grads[-1], False)
+    dx, width = arrays.empty_like(x), x.shape[1]
+    call = _norm_backward.call((dy, x, scale, gain), (dx,), (name,))
+    if call is None:
+        return (dx, *(arrays.zeros((width,), scale.dtype, "cuda") for _ in range(count)))
+    parts = [arrays.empty((call.grid[0], width), scale.dtype, "cuda") for _ in range(count)]
+    call.launch((dy, x, scale, gain, dx, *parts))
+    grads = [arrays.empty((width,), scale.dtype, "cuda") for _ in range(count)]
+    for part, grad in zip(parts, grads):
+        add_columns(part, grad, False)
     return (dx, *grads)
+
+
+def _pack_backward(
+    dy: DeviceArray, x: DeviceArray, scale: DeviceArray, gain: DeviceArray, dx: DeviceArray, name: str
+) -> Call | None:
+    check_alike(name, dy, x)
+    check_contiguous(name, scale, gain)
+    if not x.size:
+        return None
+    constants, (rows, width) = _constants(x, dy, dx, gain), x.shape
+    block = _block(constants["G"])
+    blocks = min(-(-rows // block[1]), THREADS // (block[0] * block[1]))
+    function = arrays.cuda_function(NORM, name, **constants)
+    return Call(function, (blocks,), block, (np.int64(rows), np.int32(width)))
+
+
+_norm, _norm_backward = Packed(_pack_norm), Packed(_pack_backward)
 
 
 def rms_norm(x: DeviceArray, gain: DeviceArray, eps: float) -> tuple[DeviceArray, DeviceArray]:

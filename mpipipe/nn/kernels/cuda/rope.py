@@ -8,7 +8,8 @@ import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import DeviceArray
-from mpipipe.arrays.launch import bitwise_or, launch, scalar_type, vector_width
+from mpipipe.arrays.launch import Call, bitwise_or, over, scalar_type, vector_width
+from mpipipe.arrays.packed import Packed
 from mpipipe.arrays.strided import element_strides
 from mpipipe.nn.rope import angles
 
@@ -24,6 +25,10 @@ def rope_table(positions: np.ndarray, head_dim: int, base: float, dtype: np.dtyp
 
 def apply_rope(x: DeviceArray, table: DeviceArray, target: DeviceArray, inverse: bool = False) -> None:
     """Target = each pair of neighbours of x turned by its factor, or back by it with `inverse`."""
+    _turn((x, table, target), (), (inverse,))
+
+
+def _pack_turn(x: DeviceArray, table: DeviceArray, target: DeviceArray, inverse: bool) -> Call | None:
     _, seq, heads, dim = x.shape
     x_strides, target_strides = element_strides(x), element_strides(target)
     width = 1
@@ -31,4 +36,7 @@ def apply_rope(x: DeviceArray, table: DeviceArray, target: DeviceArray, inverse:
         width = vector_width(x, target, divides=bitwise_or((dim,), x_strides[:3], target_strides[:3]))
     count, sign = np.int64(x.size // max(width, 2)), scalar_type(x.dtype)(-1 if inverse else 1)
     numbers = map(np.int64, (seq, heads, dim, *x_strides, *target_strides))
-    launch(ROPE, "apply_rope", x.size, (x, table, target, count, sign, *numbers), words=1, T=x.dtype, V=width)
+    return over(ROPE, "apply_rope", x.size, (count, sign, *numbers), words=1, T=x.dtype, V=width)
+
+
+_turn = Packed(_pack_turn)

@@ -1,4 +1,8 @@
-"""On PYTHONPATH this makes `import cupy` the emulated device, for jobs that a test starts."""
+"""On PYTHONPATH this makes `import cupy` the emulated device, for jobs that a test starts.
+
+Variables say what it is: seed, number of GPUs, bytes of each, and what the machine lacks (of machine.FAULTS, separated
+by commas).
+"""
 
 import atexit
 import os
@@ -6,7 +10,13 @@ import sys
 
 from support import emulator
 
-emulator.install(int(os.environ.get("MPIPIPE_TEST_GPU_SEED", "0")))
+emulator.install(
+    int(os.environ.get("MPIPIPE_TEST_GPU_SEED", "0")),
+    int(os.environ.get("MPIPIPE_TEST_GPU_DEVICES", "1")),
+    faults=filter(None, os.environ.get("MPIPIPE_TEST_GPU_FAULTS", "").split(",")),
+    memory=int(os.environ.get("MPIPIPE_TEST_GPU_MEMORY", str(1 << 34))),
+    amd=os.environ.get("MPIPIPE_TEST_GPU") == "amd",
+)
 
 
 @atexit.register

@@ -1,0 +1,121 @@
+"""A GPU that runs out of memory within a step: what it holds, and what would make it hold less.
+
+Everything is read on the host from arrays that are there. Where no more than one activation is alive, recomputation
+saves nothing: the backward needs all of that one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, NamedTuple
+
+from mpipipe import arrays
+from mpipipe.arrays import Shortage
+from mpipipe.errors import StageError
+from mpipipe.pipeline.call_state import CallState
+from mpipipe.pipeline.stage import StageAdapter
+
+
+class Held(NamedTuple):
+    """What the stages of a rank hold on its GPU.
+
+    Attributes
+    ----------
+    parameters : bytes of parameters, of their copies to compute with, and of gradients
+    activations : how many (stage, micro-batch) are alive
+    saved : bytes that these hold for their backwards
+    inputs : bytes of these that are inputs of stages, which recomputation keeps
+    """
+
+    parameters: int
+    activations: int
+    saved: int
+    inputs: int
+
+    @property
+    def freed_by_recomputation(self) -> int:
+        """Bytes that recomputation would free now, with one activation computed anew at a time."""
+        return max(0, self.saved - self.inputs - self.saved // max(1, self.activations))
+
+
+def memory_error(
+    what: str, error: Exception, stages: Sequence[StageAdapter], state: CallState | None, recompute: bool, **place: int
+) -> StageError | None:
+    """Return the error that explains a lack of device memory, None where `error` is of another kind.
+
+    Parameters
+    ----------
+    what : the action that failed
+    stages, state, recompute : of the executor
+    """
+    shortage = arrays.memory_shortage(error)
+    if shortage is None:
+        return None
+    held = held_by(stages, state)
+    return StageError(
+        f"{what} ran out of memory on the GPU",
+        found=f"{_asked(shortage)}, {shortage.free:,} bytes free of {shortage.total:,}; {held.activations} activations "
+        f"hold {held.saved:,} bytes, parameters and gradients {held.parameters:,}",
+        remedy=f"{_recomputation(held, recompute)}; twice as many stages: about {held.parameters // 2:,} bytes of "
+        "parameters and gradients less on each rank, and half of the optimizer's state; more micro-batches: smaller "
+        "activations",
+    )
+
+
+def held_by(stages: Sequence[StageAdapter], state: CallState | None) -> Held:
+    """Count what the stages of this rank hold on its GPU."""
+    flats = [
+        flat
+        for stage in stages
+        for model in stage.models
+        for flat in (model.parameters.flat, model.compute.flat, model.gradients.flat)
+    ]
+    own = list(_spans(flats))
+    if state is None:
+        return Held(_covered(own), 0, 0, 0)
+    kept = [*state.saved.values(), *state.pending.values()]
+    leases = [array for _, lease in kept for _, array in lease]
+    first = [state.inputs.inputs[m] for stage, m in state.saved if stage == 0]
+    parameters, saved = _covered(own), _covered([*own, *_spans([saved for saved, _ in kept]), *_spans(leases)])
+    inputs = _covered([*_spans(leases), *_spans(first)])
+    return Held(parameters, len(kept), saved - parameters, min(inputs, saved - parameters))
+
+
+def _asked(shortage: Shortage) -> str:
+    return "an unknown number of bytes asked for" if shortage.asked is None else f"{shortage.asked:,} bytes asked for"
+
+
+def _recomputation(held: Held, recompute: bool) -> str:
+    if recompute:
+        return "recompute=True is on already"
+    if held.activations < 2:
+        return "recompute=True: saves nothing here, since no more than one activation is alive"
+    return f"recompute=True: about {held.freed_by_recomputation:,} bytes of activations less"
+
+
+def _spans(value: Any) -> Iterator[tuple[int, int]]:
+    """Yield (start, end) of the device memory of each array in tuples, lists, dicts and dataclasses."""
+    if arrays.is_array(value):
+        if arrays.is_device(value) and value.nbytes:
+            start = arrays.address(value)
+            yield start, start + value.nbytes
+        return
+    inner: Iterable[Any] = ()
+    if isinstance(value, (tuple, list)):
+        inner = value
+    elif isinstance(value, dict):
+        inner = value.values()
+    elif is_dataclass(value) and not isinstance(value, type):
+        inner = [getattr(value, field.name) for field in fields(value)]
+    for each in inner:
+        yield from _spans(each)
+
+
+def _covered(spans: Iterable[tuple[int, int]]) -> int:
+    """Count the bytes that any of the spans covers."""
+    total, end = 0, 0
+    for start, stop in sorted(spans):
+        total += max(0, stop - max(start, end))
+        end = max(end, stop)
+    return total

@@ -1,0 +1,170 @@
+"""cuDNN on real machines: where it starts, where it does not, and that it is said which."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+
+import numpy as np
+import pytest
+from support.device_attention import agrees, make, reference, through_local
+
+from mpipipe import arrays
+from mpipipe.attention import kernels
+from mpipipe.attention.kernels import cudnn, cudnn_graph, cudnn_library, cudnn_request, cudnn_trial
+from mpipipe.attention.kernels import cupy as cupy_kernel
+from mpipipe.errors import BackendError
+
+
+@pytest.fixture
+def machine(emulated_gpu, monkeypatch):
+    """The emulated machine; like most real ones it has the CUDA runtime in a pip package alone."""
+    monkeypatch.delenv("MPIPIPE_ATTENTION", raising=False)
+    cudnn_graph.clear()
+    yield emulated_gpu.machine
+    cudnn_graph.clear()
+
+
+def chosen(dtype="bfloat16", **sizes):
+    return kernels.chosen(*(arrays.upload(x) for x in make(dtype, seq=4, **sizes)[:3]))
+
+
+def build(direction="forward", **options):
+    return cudnn_graph.build(cudnn_library.library(), cudnn_trial.request(direction), cudnn_library.handle(), **options)
+
+
+def test_a_graph_without_the_capability_needs_the_runtime_on_the_loaders_path(machine):
+    with pytest.raises(RuntimeError, match="Unable to load any libcudart"):
+        build()
+    build(sm_version=90)
+    assert machine.runtime_loaded == [] and arrays.load_cuda_runtime().endswith("libcudart.so.13")
+    build()  # a library that is loaded is found by its name
+
+
+def test_a_plan_names_the_capability_and_needs_no_runtime(machine):
+    machine.faults.add("libcudart")
+    assert cudnn_trial.available() == (True, "cuDNN 9.24.0", (9, 24, 0)) and chosen() is cudnn
+    assert kernels.describe() == "cudnn 9.24.0"
+
+
+@pytest.mark.parametrize("loader_finds", [[], ["libcudart.so.13"], ["libcudart.so.12", "libcudart.so.13"]])
+def test_of_two_runtimes_cudnn_gets_the_one_of_cupys_version(machine, loader_finds, capfd):
+    machine.loader_finds = loader_finds
+    assert cudnn_trial.available().usable
+    assert os.environ["CUDNN_FRONTEND_CUDART_LIB_NAME"].endswith("libcudart.so.13")
+    build()
+    assert capfd.readouterr().err == ""
+
+
+def test_a_runtime_that_the_user_names_stays(machine, monkeypatch):
+    monkeypatch.setenv("CUDNN_FRONTEND_CUDART_LIB_NAME", "/site/libcudart.so.12")
+    assert cudnn_trial.available().usable
+    assert os.environ["CUDNN_FRONTEND_CUDART_LIB_NAME"] == "/site/libcudart.so.12"
+
+
+def test_a_cudnn_that_makes_no_plan_is_not_called_usable(machine, monkeypatch):
+    def refuse(graph):
+        raise RuntimeError("CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED\nmore")
+
+    monkeypatch.setattr(sys.modules["cudnn"].pygraph, "build_plans", refuse)
+    machine.faults.add("libcudart")
+    with pytest.warns(UserWarning, match="slower kernels") as warned:
+        verdict = cudnn_trial.available()
+    assert (
+        not verdict.usable
+        and "makes no plan (CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED; libcudart.so.13" in verdict.reason
+    )
+    assert kernels.describe() == f"cupy because {verdict.reason}"
+    assert chosen() is cupy_kernel and len(warned) == 1  # said once
+    whole = make("bfloat16", seq=6)
+    agrees(through_local(whole)[0], reference(whole), "bfloat16")
+    monkeypatch.setenv("MPIPIPE_ATTENTION", "cudnn")
+    with pytest.raises(BackendError, match="makes no plan"):
+        chosen()
+
+
+def test_a_backward_that_makes_no_plan_counts_too(machine, monkeypatch):
+    real = sys.modules["cudnn"].pygraph.check_support
+
+    def refuse(graph):
+        if graph._facts["backward"]:
+            raise sys.modules["cudnn"].cudnnGraphNotSupportedError("No execution plans support the graph.")
+        real(graph)
+
+    monkeypatch.setattr(sys.modules["cudnn"].pygraph, "check_support", refuse)
+    with pytest.warns(UserWarning, match="No execution plans"):
+        assert not cudnn_trial.available().usable
+
+
+def test_a_package_without_its_library(machine):
+    machine.faults.add("cudnn")
+    assert "libcudnn.so.9 cannot be loaded" in cudnn_trial.available().reason and chosen() is cupy_kernel
+    assert kernels.describe().startswith("cupy because the library libcudnn.so.9 cannot be loaded")
+
+
+def test_the_users_choice_is_told(machine, monkeypatch):
+    monkeypatch.setenv("MPIPIPE_ATTENTION", "cupy")
+    assert kernels.describe() == "cupy because MPIPIPE_ATTENTION says so"
+
+
+def test_without_a_gpu_the_host_computes(machine):
+    machine.faults.add("driver")
+    assert kernels.describe() == "host, as there is no GPU (cuDNN 9.24.0 is installed)"
+
+
+@pytest.mark.parametrize("capability", [70, 75])
+def test_gpus_before_ampere_are_refused_without_a_warning(machine, capability):
+    machine.capability = capability
+    verdict = cudnn_trial.available()
+    assert not verdict.usable and "compute capability 8.0 and newer" in verdict.reason and chosen() is cupy_kernel
+
+
+BACKWARDS = {  # (capability, cuDNN) -> head dimensions of a backward, of 64, 128, 136, 192, 256
+    (80, 92400): (64, 128),
+    (89, 92400): (64, 128),
+    (90, 92400): (64, 128, 136, 192, 256),
+    (100, 92200): (64, 128),
+    (100, 92400): (64, 128, 256),
+    (120, 92400): (64, 128),
+}
+
+
+@pytest.mark.parametrize("capability, version", BACKWARDS, ids=str)
+def test_a_backward_is_asked_for_what_the_gpu_does(machine, monkeypatch, capability, version):
+    """The forward is cuDNN's with every dimension; what its backward refuses is not asked of it."""
+    machine.capability = capability
+    monkeypatch.setattr(sys.modules["cudnn"], "backend_version", lambda: version)
+    monkeypatch.setattr(sys.modules["support.emulator.cudnn"], "VERSION", version)
+    for dim in (64, 128, 136, 192, 256):
+        whole = make("bfloat16", seq=6, heads=2, dim=dim)
+        machine.launches.clear()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="cuDNN refuses")
+            found, _ = through_local(whole)
+        agrees(found, reference(whole), "bfloat16")
+        assert "sdpa" in machine.launches
+        assert ("sdpa_backward" in machine.launches) == (dim in BACKWARDS[capability, version]), dim
+
+
+def test_the_emulated_library_refuses_what_is_not_asked_of_it(machine, monkeypatch):
+    """Without the question each backward would be refused, with a warning, after its plan was tried."""
+    machine.capability = 80
+    monkeypatch.setattr(cudnn_request, "widest_backward", lambda capability: (256,))
+    with pytest.warns(UserWarning, match="less than or equal to 128"):
+        through_local(make("bfloat16", seq=6, heads=2, dim=256))
+
+
+def test_a_handle_is_used_on_its_own_stream(machine):
+    """The emulated library refuses a handle of another stream than the current one."""
+    whole = [arrays.upload(x) for x in make("bfloat16", seq=6)[:3]]
+    attend = kernels.chosen(*whole)
+    handle = cudnn_library.handle()
+    with arrays.side_stream(), pytest.raises(AssertionError, match="another stream"):
+        sys.modules["cudnn"].set_stream(handle=handle, stream=0)
+        key = cudnn_library.library(), 0, arrays.stream().ptr
+        cudnn_library._handles.made[key] = handle
+        from mpipipe import attention
+
+        attention.Local().forward(*whole)
+    assert attend is cudnn and np.isfinite(arrays.download(whole[0]).astype(np.float32)).all()

@@ -1,0 +1,145 @@
+"""The parts of jobs/gpu_check.sh that ask the real libraries, and what is said beside its numbers."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import warm_kernels
+
+from mpipipe import arrays
+from mpipipe.attention.kernels import cudnn_graph
+from mpipipe.cli.bench.gpu import gpt, memory, run, transport
+from mpipipe.cli.bench.gpu.rows import Row
+from mpipipe.cli.gpu_check import attention, expectations
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """Small sizes, and no choice of a kernel."""
+    monkeypatch.delenv("MPIPIPE_ATTENTION", raising=False)
+    monkeypatch.setattr(attention, "SIZES", ((128, 64), (40, 128)))
+    cudnn_graph.clear()
+    yield monkeypatch
+    cudnn_graph.clear()
+
+
+def test_the_real_cudnn_is_asked_for_both_ways(emulated_gpu, plain, capsys):
+    assert attention.main() == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == "attention by: cudnn 9.24.0" and len(lines) == 4
+    assert all(line.endswith(": ok") for line in lines) and "float16 sequence 40 dim 128" in lines[-1]
+    launches = emulated_gpu.machine.launches
+    assert launches.count("sdpa") == launches.count("sdpa_backward") == 4
+
+
+def test_a_machine_without_cudnn_fails_unless_cupy_is_asked_for(emulated_gpu, plain, capsys):
+    emulated_gpu.machine.faults.add("cudnn")
+    assert attention.main() == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == lines[-1] and lines[0].startswith("attention by: cupy because the library libcudnn")
+    assert all(line.endswith(": ok") for line in lines[1:-1])  # our own kernels are right
+    plain.setenv("MPIPIPE_ATTENTION", "cupy")
+    assert attention.main() == 0
+
+
+def test_a_size_that_cudnn_refuses_fails(emulated_gpu, plain):
+    real = sys.modules["cudnn"].pygraph.check_support
+
+    def refuse(graph):
+        if graph._facts["q"].dim[2] == 40:
+            raise RuntimeError("No execution plans support the graph.")
+        real(graph)
+
+    plain.setattr(sys.modules["cudnn"].pygraph, "check_support", refuse)
+    with pytest.raises(UserWarning, match="cuDNN refuses"):
+        attention.main()
+
+
+def test_a_wrong_result_fails(emulated_gpu, plain, capsys):
+    real = attention._results
+    plain.setattr(attention, "_results", lambda whole: [x * np.asarray(1.05, x.dtype) for x in real(whole)]
+                  if arrays.is_device(whole[0]) else real(whole))  # fmt: skip
+    assert attention.main() == 1 and capsys.readouterr().out.count("WRONG") == 4
+
+
+def test_every_source_is_compiled_before_the_tests(emulated_gpu, capsys, monkeypatch):
+    work = warm_kernels.sources()
+    assert len(work) >= 200 and len({path for path, _ in work}) > 15
+    some = [next(each for each in work if each[0].endswith(name)) for name in ("fill.cu", "swiglu.cu")]
+    monkeypatch.setattr(warm_kernels, "sources", lambda: some)
+    assert warm_kernels.main(1) == 0 and "2 of 2 sources compiled by 1 processes in" in capsys.readouterr().out
+    emulated_gpu.machine.faults.add("headers")
+    arrays.cuda._module.cache_clear()
+    assert warm_kernels.main(1) == 1 and "Failed to find CUDA headers" in capsys.readouterr().out
+
+
+def test_kernels_are_compiled_by_several_processes(launch, emulated_gpu, comm, mpi_tmp_path):
+    """Each is a process of its own, which finds the same device."""
+    script = "import sys\nfrom support import warm_kernels as warm\nwork = warm.sources\n"
+    script += "warm.sources = lambda: [each for each in work() if each[0].endswith(('fill.cu', 'rope.cu'))]\n"
+    script += "if __name__ == '__main__':\n    sys.exit(warm.main(2))\n"
+    job = launch(0, script, env=emulated_gpu.environment)
+    assert job.returncode == 0, job.stderr
+    assert " sources compiled by 2 processes" in job.stdout and job.stdout.count("\n") == 1
+
+
+# -- expectations
+
+
+def row(what, value, peer="", peer_value=None):
+    return Row(what, value, "tokens/s", peer, peer_value).facts()
+
+
+H100 = ["cuda:0 NVIDIA H100 80GB HBM3, 80 GiB, compute capability 9.0"]
+UNTIED = "training step, untied, bfloat16, 163 M parameters, 1 x 8 x 1024 tokens"
+TIED = "training step, tied, bfloat16, 124 M parameters, 1 x 8 x 1024 tokens"
+
+
+@pytest.mark.parametrize(
+    ("measured", "expected", "verdict"),
+    [
+        (row(UNTIED, 300e3), "4.15e+05 to 4.6e+05", "missed"),
+        (row(UNTIED, 430e3), "4.15e+05 to 4.6e+05", "kept"),
+        (row(UNTIED, 500e3), "4.15e+05 to 4.6e+05", "beaten"),
+        (row(TIED, 400e3, "untied", 400e3), "ratio 0.97 to 1.06", "kept"),
+        (row(TIED, 15e3, "untied", 400e3), "ratio 0.97 to 1.06", "missed"),
+        (row(TIED, 1.0, "PyTorch eager, autocast", 285e3), "PyTorch eager, autocast 2.8e+05", "kept"),
+        (
+            row(TIED, 1.0, "PyTorch torch.compile, bfloat16 weights", 520e3),
+            "PyTorch torch.compile, bfloat16 weights 4.3e+05",
+            "beaten",
+        ),
+        (row("training step, 16 x 1 x 512 tokens", 1.0, "1 x 8 x 1024 tokens", 2.0), "ratio 0.34 to 0.8", "kept"),
+        (row("something else", 1.0), "", ""),
+    ],
+)
+def test_a_measurement_stands_beside_what_was_expected(measured, expected, verdict):
+    found = expectations.beside(measured, H100)
+    assert found["expected"].startswith(expected) and found["verdict"] == verdict
+    assert bool(found["expected"]) == bool(expected)
+
+
+def test_nothing_was_expected_of_other_gpus():
+    assert expectations.beside(row(UNTIED, 1.0), ["cuda:0 A100"]) == {"expected": "", "verdict": ""}
+
+
+def test_every_expectation_concerns_a_row_that_is_measured(gpu, monkeypatch):
+    """Names of rows change; what was expected of them would be lost in silence."""
+    monkeypatch.setattr(gpt, "_ours", lambda *_: 1.0)
+    monkeypatch.setattr(gpt, "torch_with_gpu", lambda: None)
+    rows = [each.facts() for each in (*gpt.measure(1), *memory.measure(1, rows=16, width=32, vocab=24, parameters=100))]
+    text = (Path(run.__file__).parents[1] / "torch_gpt.py").read_text()  # PyTorch need not be installed
+    peers = next(
+        node.value
+        for node in ast.parse(text).body
+        if getattr(node, "targets", [None])[0] and node.targets[0].id == "PEERS"
+    )
+    rows += [row(f"training step, tied, {sizes}", 1.0, f"PyTorch {name}", 1.0)
+             for name in ast.literal_eval(peers) for sizes in ["1 x 8 x 1024 tokens"]]  # fmt: skip
+    rows += [row(f"{way}, {max(transport.QUICK['sizes'])} B", 1.0) for way in ("staged", "direct")]
+    unmet = [each for each in expectations.EXPECTATIONS if not any(expectations._concerns(each, one) for one in rows)]
+    assert not unmet

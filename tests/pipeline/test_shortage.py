@@ -1,0 +1,169 @@
+"""A GPU that runs out of memory in the middle of a step: one error that says where, how much, and what would help."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from support import dense
+
+from mpipipe import Pipeline, arrays, nn
+from mpipipe.errors import PeerError, StageError
+from mpipipe.pipeline.shortage import _covered, held_by
+from mpipipe.schedules import gpipe
+
+WIDTH, ROWS, MICROBATCHES = 32, 64, 8
+ONE = ROWS * WIDTH * 4  # bytes of an activation between layers
+
+
+@pytest.fixture
+def machine(emulated_gpu):
+    return emulated_gpu.machine
+
+
+def stage_of(comm):
+    layers = [nn.Linear(WIDTH, WIDTH), nn.Gelu(), nn.Linear(WIDTH, WIDTH)]
+    return nn.Stage(layers, first=3 * comm.rank, device="cuda")
+
+
+def run(comm, machine, room, recompute=False):
+    """Make a step in which the last rank has `room` bytes more than after the first call; return its pipeline."""
+    schedule = gpipe(comm.size, MICROBATCHES)
+    x = np.random.default_rng(0).normal(size=(ROWS * MICROBATCHES, WIDTH)).astype(np.float32)
+    mine = dense.placed(schedule, comm.rank, x, x)
+    with Pipeline([stage_of(comm)], schedule, comm, loss=nn.mean_squared_error, recompute=recompute) as pipeline:
+        if comm.rank == comm.size - 1:
+            machine.memory = machine.used_bytes + room
+        pipeline.step(*mine)
+
+
+def test_a_step_without_room_names_place_bytes_and_remedies(machine, comm):
+    """Forwards of the first micro-batches fit, that of a later one does not."""
+    with pytest.raises((StageError, PeerError)) as caught:
+        run(comm, machine, 14 * ONE)
+    error, last = caught.value, comm.size - 1
+    text = str(error)
+    assert f"rank {last}, stage {last}, micro-batch" in text and "ran out of memory on the GPU" in text
+    if comm.rank == last:
+        assert error.microbatch > 1 and isinstance(error.__cause__, MemoryError)
+        found = re.fullmatch(
+            r"([\d,]+) bytes asked for, ([\d,]+) bytes free of ([\d,]+); (\d+) activations hold ([\d,]+) bytes, "
+            r"parameters and gradients ([\d,]+)", error.found)  # fmt: skip
+        asked, free, total, count, saved, parameters = (int(part.replace(",", "")) for part in found.groups())
+        assert asked == ONE > free and total == machine.memory and count == error.microbatch
+        assert parameters == 2 * 4 * 2 * (WIDTH * WIDTH + WIDTH)
+        assert count * 2 * ONE <= saved <= machine.memory
+        assert (
+            "recompute=True: about" in error.remedy and f"about {parameters // 2:,} bytes of parameters" in error.remedy
+        )
+
+
+def test_recomputation_fits_where_it_is_said_to(machine, comm):
+    """Its peak is lower by what the error says, up to the buffers of one micro-batch."""
+    with pytest.raises((StageError, PeerError)):
+        run(comm, machine, 22 * ONE)
+    machine.memory = 1 << 34
+    run(comm, machine, 22 * ONE, recompute=True)
+
+
+def test_with_recomputation_it_is_not_offered(machine, comm):
+    with pytest.raises((StageError, PeerError)) as caught:
+        run(comm, machine, 3 * ONE, recompute=True)
+    assert comm.rank < comm.size - 1 or "recompute=True is on already" in caught.value.remedy
+
+
+def test_a_library_that_does_not_say_how_much(machine, comm, monkeypatch):
+    """cuBLAS, cuDNN and the runtime fail in their own ways."""
+
+    def refuse(*arguments):
+        raise RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")
+
+    if comm.rank == 0:
+        monkeypatch.setattr(arrays.cupy().cuda.cublas, "gemmEx", refuse)
+    with pytest.raises((StageError, PeerError)) as caught:
+        run(comm, machine, 1 << 30)
+    if comm.rank == 0:
+        assert caught.value.found.startswith("an unknown number of bytes asked for")
+        assert "saves nothing here" in caught.value.remedy and "forward ran out of memory" in caught.value.message
+
+
+def test_buffers_that_are_received_into_have_no_room(machine, comm, monkeypatch):
+    """They are made at the start of a call, before any micro-batch."""
+    schedule = gpipe(comm.size, 2)
+    x = np.ones((4, WIDTH), np.float32)
+    with pytest.raises((StageError, PeerError)) as caught:
+        with Pipeline([stage_of(comm)], schedule, comm, loss=nn.mean_squared_error) as pipeline:
+            begin = pipeline.engine.messages.begin
+            asks = lambda *given: begin(*given) or arrays.empty((1 << 40,), "uint8", "cuda")  # noqa: E731
+            monkeypatch.setattr(pipeline.engine.messages, "begin", asks if comm.rank == 0 else begin)
+            pipeline.step(*dense.placed(schedule, comm.rank, x, x))
+    if comm.rank == 0:
+        assert str(caught.value).startswith("rank 0: the start of step ran out of memory on the GPU")
+        assert caught.value.found.startswith(f"{1 << 40:,} bytes asked for")
+
+
+def test_another_error_is_what_it_was(machine, comm, monkeypatch):
+    def refuse(*arguments):
+        raise RuntimeError("CUBLAS_STATUS_EXECUTION_FAILED")
+
+    monkeypatch.setattr(arrays.cupy().cuda.cublas, "gemmEx", refuse)
+    with pytest.raises((StageError, PeerError)) as caught:
+        run(comm, machine, 1 << 30)
+    assert "memory" not in str(caught.value) and "CUBLAS_STATUS_EXECUTION_FAILED" in str(caught.value)
+
+
+@dataclass
+class Saved:
+    x: object
+    note: str = "seen"
+
+
+def test_memory_that_is_held_twice_is_counted_once(machine):
+    model = nn.Stage([nn.Linear(4, 4)], dtype="bfloat16", device="cuda")
+    x, y = arrays.zeros((10, 4), "float32", "cuda"), arrays.zeros((10, 4), "float32", "cuda")
+    state = SimpleNamespace(
+        saved={(0, 0): ((x, [x[2:5], Saved(x)], {"y": y, "host": np.ones(9)}, model.parameters.flat), []),
+               (1, 0): ((x[:3], None), [([], y)])},
+        pending={(0, 1): (Saved(y), ())},
+        inputs=SimpleNamespace(inputs=[x]),
+    )  # fmt: skip
+    held = held_by([SimpleNamespace(models=[model])], state)
+    flats = model.parameters.flat.nbytes + model.gradients.flat.nbytes + model.compute.flat.nbytes
+    assert held == (flats, 3, 320, 320) and held.freed_by_recomputation == 0
+    assert _covered([(50, 120), (0, 100), (10, 20), (200, 201)]) == 121
+    assert held._replace(saved=1000, activations=4).freed_by_recomputation == 1000 - 320 - 250
+    assert held_by([SimpleNamespace(models=[model])], None) == (flats, 0, 0, 0)
+
+
+JOB = """
+import numpy as np
+import mpipipe
+from mpipipe import Pipeline, nn, schedules
+from mpipipe.comm import runtime
+comm = runtime.world()
+mpipipe.select_device("cuda", comm)
+stage = nn.Stage([nn.Linear(64, 64), nn.Gelu(), nn.Linear(64, 64)], first=3 * comm.rank, device="cuda")
+x = np.ones((512, 64), np.float32)
+first, last = comm.rank == 0, comm.rank == comm.size - 1
+with Pipeline([stage], schedules.gpipe(comm.size, 8), comm, loss=nn.mean_squared_error) as pipeline:
+    pipeline.step(x if first else None, x if last else None)
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_job_ends_with_one_report(launch, emulated_gpu, mpi_tmp_path, comm, ranks):
+    script = mpi_tmp_path / "job.py"
+    if comm.rank == 0:
+        script.write_text(JOB)
+    comm.Barrier()
+    env = {**emulated_gpu.environment, "MPIPIPE_TEST_GPU_MEMORY": str(300_000)}
+    job = launch(ranks, ["-m", "mpipipe", "run", str(script)], env=env)
+    assert job.returncode not in (0, None), job.stdout
+    assert job.stderr.count("job ended by rank") == 1, job.stderr
+    assert re.search(r"rank \d+, stage \d+, micro-batch [1-9]: [a-z ]+ ran out of memory on the GPU", job.stderr), (
+        job.stderr
+    )
+    assert "bytes asked for" in job.stderr and "recompute=True" in job.stderr

@@ -1,0 +1,86 @@
+"""cuda.pathfinder and cupy.cuda.nvrtc: what of CUDA a machine has besides the driver, and how each part is missed.
+
+The texts are those of CuPy 14.2, cuda-pathfinder 1.9 and nvidia-cudnn-frontend 1.26.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import NamedTuple
+
+from .machine import machine
+
+MAJOR, OTHER = 13, 12  # CUDA that CuPy is built for, and the other one
+
+
+class DynamicLibNotFoundError(RuntimeError):
+    """cuda.pathfinder.DynamicLibNotFoundError."""
+
+
+DynamicLibNotFoundError.__module__ = "cuda.pathfinder._dynamic_libs.load_dl_common"
+
+
+class CompileException(RuntimeError):
+    """What cupy.cuda.compiler.CompileException is."""
+
+
+class LoadedDL(NamedTuple):
+    abs_path: str
+
+
+def _not_found(library: str) -> str:
+    names = f"{library}.so.{MAJOR} or {library}.so.{OTHER}"
+    return f'Failure finding "{names}": No such file: {names}'
+
+
+def load_nvidia_dynamic_lib(name: str) -> LoadedDL:
+    assert name == "cudart", name
+    home = machine()
+    if "libcudart" in home.faults:
+        raise DynamicLibNotFoundError(_not_found("libcudart"))
+    file = f"libcudart.so.{OTHER if 'two cudas' in home.faults else MAJOR}"
+    home.runtime_loaded.append(file)
+    return LoadedDL(f"/site-packages/nvidia/cu{MAJOR}/lib/{file}")
+
+
+def find_nvidia_header_directory(name: str) -> str | None:
+    assert name == "cudart", name
+    return None if "headers" in machine().faults else f"/site-packages/nvidia/cu{MAJOR}/include"
+
+
+def getVersion() -> tuple[int, int]:
+    """cupy.cuda.nvrtc.getVersion."""
+    if "compiler" in machine().faults:
+        raise DynamicLibNotFoundError(_not_found("libnvrtc"))
+    return (OTHER, 2) if "two cudas" in machine().faults else (MAJOR, 5)
+
+
+def compile_check():
+    """Raise what CuPy raises where it cannot compile a kernel."""
+    version = getVersion()
+    if "headers" in machine().faults:
+        raise RuntimeError("Failed to find CUDA headers. Please install the CUDA toolkit headers")
+    if version[0] != MAJOR:
+        raise CompileException("cuda_fp16.hpp(1): error: identifier is undefined in this version of NVRTC")
+
+
+def require_cublas():
+    """Raise what CuPy raises at the first use of cuBLAS where it is not found."""
+    if "cublas" in machine().faults:
+        raise ImportError(_not_found("libcublasLt"))
+
+
+def open_runtime() -> str:
+    """How cudnn opens the CUDA runtime: by the variable, else by name, the older version first."""
+    home = machine()
+    chosen = os.environ.get("CUDNN_FRONTEND_CUDART_LIB_NAME")
+    if chosen:
+        return chosen
+    found = [name for name in ("libcudart.so.12", "libcudart.so.13") if name in home.loader_finds + home.runtime_loaded]
+    if not found:
+        raise RuntimeError("Unable to load any libcudart.so.* library.")
+    if len(found) > 1:
+        print(f"cuDNN Frontend warning: Multiple libcudart libraries found: {found[0]} and {found[1]}.",
+              file=sys.stderr)  # fmt: skip
+    return found[0]
