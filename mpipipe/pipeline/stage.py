@@ -70,11 +70,10 @@ class StageAdapter:
 
     @property
     def gradients(self) -> list[Array]:
-        """One-dimensional arrays that hold all gradients; asked each time, since a stage may exchange them."""
+        """One-dimensional arrays that hold all gradients and parts; asked each time: a stage may exchange them."""
         holder = getattr(self.given, "gradients", None)
-        if holder is not None:
-            return [holder.flat]
-        return [model.gradients.flat for model in self.models]
+        flats = [model.gradients.flat for model in self.models] if holder is None else [holder.flat]
+        return flats + [part.reshape(-1) for model in self.models for part in model.parts.values()]
 
     def parameter_facts(self) -> tuple[str, list[np.ndarray]]:
         """Return (names, shapes and dtypes; values on the host) as far as known: what replicas must have in common."""

@@ -159,7 +159,11 @@ class Layer(ABC):
         return dx
 
     def bound(self) -> None:  # noqa: B027 (most layers need nothing more)
-        """Prepare what needs the stage or the arrays. Called once by `bind`, when they are there."""
+        """Prepare what needs the stage or the arrays.
+
+        Called by `bind`, when they are there, and again where a pipeline lets a tied parameter share the storage of
+        another place: then `self.<name>` is another array.
+        """
 
     def bind(self, stage: StageOfLayer, name: str) -> None:
         """Become part of a stage. Called by Stage.
