@@ -123,6 +123,7 @@ class Machine:
         self.events: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
         self.synchronisations: list[str] = []
         self.launches: list[str] = []
+        self.crossed = {"to_device": 0, "to_host": 0}
         self.errors: list[str] = []
         self.broken = False
         self.ranges: list[str] = []
@@ -239,6 +240,12 @@ class Machine:
             block.poison()
             where = f"beside an allocation of {used} bytes" if used else "to memory after its end"
             self.errors.append(f"something was written {where}")
+
+    def cross(self, direction: str | None, nbytes: int):
+        """Note that bytes are copied between host and device, "to_device" or "to_host"; None: they are not."""
+        if direction is not None:
+            with self.lock:
+                self.crossed[direction] += nbytes
 
     def count(self, what: str):
         """Note that the host waited for the device."""
