@@ -11,6 +11,7 @@ from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import kernels, random
+from mpipipe.nn.checks import checked_dtype
 from mpipipe.nn.layers.containers import Sequential
 from mpipipe.nn.layers.layer import Layer
 from mpipipe.nn.parameters import FlatBuffer, Parameter, decay_ranges, memory_order
@@ -62,6 +63,8 @@ class Stage:
         Names here of parameters that lie in the buffers under another name or of another stage (set by the pipeline).
     parts : dict of str to array
         For each of these names what its layer adds to the gradient; the pipeline adds the parts to `gradients`.
+    unwritten : set of str
+        In a step, names whose gradients hold nothing yet: the first part that a layer has for one replaces it.
     decay_ranges : list of tuple
         (start, stop, decay) ranges of the flat buffers.
     index : int or None
@@ -97,7 +100,7 @@ class Stage:
     ):
         self.device = arrays.check_device(device)
         self.gpu = arrays.current_gpu() if self.device == "cuda" else None
-        self.dtype = _check_dtype(dtype)
+        self.dtype = checked_dtype(dtype)
         self.kernels = kernels.of(self.device, self.dtype)
         self.tables = RopeTables(self.kernels, self.dtype, self.device)
         self._plain = np.ndarray if self.device == "cpu" else None  # inputs of this type need no further look
@@ -111,6 +114,7 @@ class Stage:
         self.ties: dict[str, list[str]] = {}
         self.owners: dict[str, tuple[Stage, str]] = {}
         self.parts: dict[str, Array] = {}
+        self.unwritten: set[str] = set()
         self._bind()
 
     def _bind(self) -> None:
@@ -136,6 +140,9 @@ class Stage:
         for name, layer in named:
             layer.bind(self, name)
         self.layer_of = {f"{name}.{key}": (layer, key) for name, layer in named for key in layer.declared}
+        self._replaced = [
+            n for n, (layer, key) in self.layer_of.items() if key in vars(type(layer)).get("replaced", ())
+        ]
         self._chain = Sequential(self.layers)
         self._chain.stage = self
         self._first = _first_leaf(self._chain)
@@ -156,6 +163,20 @@ class Stage:
         """Let layers compute with the parameters as they are now. A pipeline does this at the start of each call."""
         if self.compute is not self.parameters and self.parameters.flat.size:
             self.kernels.cast(self.parameters.flat, self.compute.flat)
+
+    def begin_gradients(self) -> None:
+        """Begin gradients anew: those that their layers will replace stay as they are, all others become zero."""
+        self.unwritten = set(self._replaced)
+        for name, (layer, key) in self.layer_of.items():
+            if name not in self.unwritten:
+                arrays.set_zero(getattr(layer, f"{key}_grad"))
+
+    def end_gradients(self) -> None:
+        """End gradients: those that no layer has written are zero."""
+        for name in self.unwritten:
+            layer, key = self.layer_of[name]
+            arrays.set_zero(getattr(layer, f"{key}_grad"))
+        self.unwritten = set()
 
     def forward(self, x: Array, position: Position | None = None) -> tuple[Array, Any]:
         """Compute the output of one micro-batch.
@@ -267,16 +288,3 @@ def _first_leaf(layer: Layer) -> Layer:
     while layer.children:
         layer = next(iter(layer.children.values()))
     return layer
-
-
-def _check_dtype(name: str | np.dtype) -> np.dtype:
-    kind = arrays.dtype(name)
-    names = [each.name for each in arrays.COMPUTE_DTYPES]
-    if kind.name not in names:
-        raise ArgumentError(
-            "a stage cannot compute in this dtype",
-            found=kind.name,
-            expected=" or ".join(names),
-            remedy="pass one of them as dtype",
-        )
-    return kind

@@ -135,7 +135,7 @@ class Engine:
     def train(self, batch: Batch, agreed: Agreed, scale: float) -> tuple[CallState, float, list[float]]:
         """Run a training step; return what it gave, the mean loss of all replicas, and the losses of this pipeline."""
         for stage in self.stages:
-            stage.zero_gradients()
+            stage.begin_gradients()
         state = self.run("step", batch, agreed, scale)
         loss, losses = self.share_losses(state, agreed.microbatches)
         if self.replicas is not None:

@@ -96,10 +96,19 @@ class StageAdapter:
         for model in self.models:
             model.refresh()
 
-    def zero_gradients(self) -> None:
-        """Set all gradients to zero."""
+    def begin_gradients(self) -> None:
+        """Begin gradients anew: set them to zero, or let an nn.Stage replace them by the first that it has of each."""
+        if type(self.given) is nn.Stage:  # another class may add to its gradients in ways of its own
+            self.given.begin_gradients()
+            return
         for flat in self.gradients:
             arrays.set_zero(flat)
+
+    def end_gradients(self) -> None:
+        """End the gradients of a step: no later action adds to them."""
+        for model in self.models:
+            if model.unwritten:
+                model.end_gradients()
 
     def check(self, ops: Collection[str], has_replicas: bool) -> None:
         """Raise ArgumentError where the stage lacks what these actions, or the replicas, need."""

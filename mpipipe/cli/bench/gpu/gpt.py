@@ -8,6 +8,7 @@ compiled with bfloat16 weights beside float32 masters, all with its own attentio
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from statistics import median
 from time import perf_counter
 
@@ -37,7 +38,7 @@ def measure(
     peers: bool = True,
     comm: Communicator | None = None,
 ) -> Iterator[Row]:
-    """Yield tokens per second, alone and then beside each peer, the compiled one last.
+    """Yield tokens per second, alone, beside the same with the other choice of `tied`, and beside each peer.
 
     Parameters
     ----------
@@ -50,6 +51,10 @@ def measure(
     what = (f"training step, {dtype}, {model.parameters / 1e6:.0f} M parameters, {microbatches} x {rows} x {model.seq} "
             "tokens")  # fmt: skip
     yield Row(what, ours, "tokens/s")
+    other = replace(model, tied=not model.tied)
+    apart = per_step / _ours(repeats, other, tokens, microbatches, dtype, comm)
+    names = [f"embedding and head {'tied' if each.tied else 'apart'}" for each in (model, other)]
+    yield Row(f"{what}, {names[0]}", ours, "tokens/s", names[1], apart, "0.97 to 1.03")
     torch = torch_with_gpu() if peers else None
     if torch is None:
         return

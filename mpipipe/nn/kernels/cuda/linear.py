@@ -47,19 +47,23 @@ def linear_backward_input(dy: DeviceArray, weight: DeviceArray) -> DeviceArray:
     return dx
 
 
-def linear_backward_weight(dy: DeviceArray, x: DeviceArray, grad: DeviceArray) -> None:
-    """Grad += dy^T x."""
+def linear_backward_weight(dy: DeviceArray, x: DeviceArray, grad: DeviceArray, add: bool = True) -> None:
+    """Grad += dy^T x; without `add` grad = dy^T x, and what was there is not read."""
     check_matrices("linear_backward_weight", dy, 0, x, 0)
     check_contiguous("linear_backward_weight", grad)
     if grad.size and len(x):
-        gemm(dy, x, grad, transpose_a=True, add=True)
+        gemm(dy, x, grad, transpose_a=True, add=add)
+    elif not add:
+        arrays.set_zero(grad)
 
 
-def sum_rows(dy: DeviceArray, grad: DeviceArray) -> None:
-    """Grad += the sum of the rows of dy."""
+def sum_rows(dy: DeviceArray, grad: DeviceArray, add: bool = True) -> None:
+    """Grad += the sum of the rows of dy; without `add` grad is that sum."""
     check_contiguous("sum_rows", dy, grad)
     rows, width = dy.shape
     if not dy.size:
+        if not add:
+            arrays.set_zero(grad)
         return
     lanes = vector_width(dy, divides=width)
     tiles = -(-width // (LANES * lanes))
@@ -68,7 +72,7 @@ def sum_rows(dy: DeviceArray, grad: DeviceArray) -> None:
     partial = arrays.empty((count, width), grad.dtype, "cuda")
     arguments = (dy, partial, np.int64(rows), np.int64(width), np.int64(chunk))
     arrays.cuda_function(SUMS, "sum_rows", T=dy.dtype, V=lanes)((tiles, count), (LANES, STRIPES), arguments)
-    add_columns(partial, grad, True)
+    add_columns(partial, grad, add)
 
 
 def add_columns(partial: DeviceArray, out: DeviceArray, add: bool) -> None:
