@@ -189,17 +189,20 @@ def test_random_values_fill_an_array_of_any_length(gpu, monkeypatch, shape, dtyp
 
 
 def test_a_training_step_is_counted_in_tokens(gpu):
-    (row,) = checked(gpt.measure(1, model=TINY, rows=2, microbatches=2, peers=False), 1)
+    row, beside = checked(gpt.measure(1, model=TINY, rows=2, microbatches=2, peers=False), 2)
     assert row.unit == "tokens/s" and "2 x 2 x 16 tokens" in row.what
+    assert {beside.what.rpartition(" ")[2], beside.peer.rpartition(" ")[2]} == {"tied", "apart"}
 
 
 def test_our_own_rows_come_before_a_peer_is_loaded(gpu, monkeypatch):
     monkeypatch.setattr(attention, "_ours", lambda *_: (1e-3, 2e-3))
     monkeypatch.setattr(gpt, "_ours", lambda *_: 1e-3)
-    for part, count in ((attention, 4), (gpt, 1)):
+    for part, count in ((attention, 4), (gpt, 2)):
         monkeypatch.setattr(part, "torch_with_gpu", lambda: pytest.fail("too early"))
         measured = part.measure(1)
-        assert all(next(measured).peer in ("", "cuDNN on H200, published") for _ in range(count))
+        assert all(
+            next(measured).peer in ("", "cuDNN on H200, published", "embedding and head apart") for _ in range(count)
+        )
 
 
 def test_what_pytorch_compiles_is_measured_last():
@@ -216,7 +219,7 @@ def test_quick_sizes_are_parameters(part):
 
 def test_the_parts_with_a_pipeline_run_without_mpi(gpu, monkeypatch):
     monkeypatch.setattr(runtime, "mpi", lambda: pytest.fail("asked for MPI"))
-    (row,) = inprocess.run(1, lambda comm: list(gpt.measure(1, TINY, 2, 2, peers=False, comm=comm)))[0]
+    row, _ = inprocess.run(1, lambda comm: list(gpt.measure(1, TINY, 2, 2, peers=False, comm=comm)))[0]
     rate, _ = inprocess.run(1, lambda comm: list(executor.measure(1, 8, 16, 2, comm=comm)))[0]
     assert row.value > 0 and rate.value > 0
 

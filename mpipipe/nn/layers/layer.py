@@ -166,7 +166,7 @@ class Layer(ABC):
         return dx
 
     def adds(self, key: str) -> bool:
-        """Whether a gradient is to be added to; False for its first part in a step, which replaces what is there.
+        """Tell whether a gradient is to be added to; False for its first part in a step, which replaces what is there.
 
         Parameters
         ----------
