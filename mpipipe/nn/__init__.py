@@ -13,7 +13,8 @@ from mpipipe.nn.layers.norm import LayerNorm, RMSNorm
 from mpipipe.nn.layers.recompute import Recompute
 from mpipipe.nn.loss import mean_squared_error, softmax_cross_entropy
 from mpipipe.nn.parameters import Parameter
-from mpipipe.nn.stage import Position, Stage
+from mpipipe.nn.position import Position
+from mpipipe.nn.stage import Stage
 
 __all__ = [
     "Dropout",

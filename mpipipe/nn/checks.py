@@ -47,3 +47,17 @@ def checked_ids(x: Array, limit: int, what: str, device: str) -> Array:
     """Check integers as `check_integers` does, and return them on `device`: host arrays are uploaded as int64."""
     check_integers(x, limit, what)
     return arrays.upload(x.astype(np.int64)) if device == "cuda" and not arrays.is_device(x) else x
+
+
+def checked_dtype(name: str | np.dtype) -> np.dtype:
+    """Return the dtype of a name; raise ArgumentError unless a stage can compute in it."""
+    kind = arrays.dtype(name)
+    names = [each.name for each in arrays.COMPUTE_DTYPES]
+    if kind.name not in names:
+        raise ArgumentError(
+            "a stage cannot compute in this dtype",
+            found=kind.name,
+            expected=" or ".join(names),
+            remedy="pass one of them as dtype",
+        )
+    return kind

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -77,22 +77,49 @@ class FlatBuffer(Mapping[str, Any]):
     dtype : of the buffer
     device : where it is
     narrowest : the narrowest dtype of the buffers that are to have the same offsets; default `dtype`
+    order : the names as they lie in memory; default that of `shapes`
+
+    Attributes
+    ----------
+    flat : the buffer
+    offsets : where each array starts in it, in the order of memory; without those that lie in another buffer
     """
 
     def __init__(
-        self, shapes: Mapping[str, Shape], dtype: np.dtype, device: str = "cpu", narrowest: np.dtype | None = None
+        self,
+        shapes: Mapping[str, Shape],
+        dtype: np.dtype,
+        device: str = "cpu",
+        narrowest: np.dtype | None = None,
+        order: Iterable[str] | None = None,
     ):
         step = ALIGNMENT // (dtype if narrowest is None else narrowest).itemsize
         self.offsets: dict[str, int] = {}
         end = 0
-        for name, shape in shapes.items():
+        for name in shapes if order is None else order:
             self.offsets[name] = end
-            end += -(-math.prod(shape) // step) * step
+            end += -(-math.prod(shapes[name]) // step) * step
         self.flat = arrays.zeros(end, dtype, device)
         self._views = {
-            name: self.flat[start : start + math.prod(shapes[name])].reshape(shapes[name])
-            for name, start in self.offsets.items()
+            name: self.flat[start : start + math.prod(shape)].reshape(shape)
+            for (name, shape), start in ((entry, self.offsets[entry[0]]) for entry in shapes.items())
         }
+
+    def ends_with(self, name: str) -> bool:
+        """Whether the array called `name` is the last one of `flat`."""
+        return name in self.offsets and self.offsets[name] == max(self.offsets.values())
+
+    def give_up(self, name: str) -> Array:
+        """Let `flat` end before the array called `name`, which must be its last one, and return that array."""
+        self.flat = self.flat[: self.offsets.pop(name)]
+        return self._views[name]
+
+    def point(self, name: str, array: Array, offset: int | None) -> None:
+        """Let `name` be another name of `array`, which starts at `offset` of this buffer, or lies elsewhere (None)."""
+        self._views[name] = array
+        self.offsets.pop(name, None)
+        if offset is not None:
+            self.offsets[name] = offset
 
     def __getitem__(self, name: str) -> Array:
         return self._views[name]
@@ -114,3 +141,17 @@ def decay_ranges(offsets: Mapping[str, int], decays: Mapping[str, bool], end: in
             ranges[-1] = (ranges[-1][0], start, ranges[-1][2])
         ranges.append((start, end, decays[name]))
     return ranges
+
+
+def memory_order(declared: Mapping[str, Parameter]) -> list[str]:
+    """Return names as they are to lie in memory: with decay, without, tied, and tied again in one stage (see sharing).
+
+    So there are few ranges of equal decay, and what a pipeline shares lies at the end.
+    """
+    ranks: dict[str, tuple[int, bool]] = {}
+    seen: set[str] = set()
+    for name, parameter in declared.items():
+        tied = 0 if parameter.tie is None else 2 if parameter.tie in seen else 1
+        ranks[name] = tied, not parameter.decay
+        seen.add(parameter.tie or "")
+    return sorted(declared, key=ranks.__getitem__)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -11,31 +11,12 @@ from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import kernels, random
+from mpipipe.nn.checks import checked_dtype
 from mpipipe.nn.layers.containers import Sequential
 from mpipipe.nn.layers.layer import Layer
-from mpipipe.nn.parameters import FlatBuffer, Parameter, decay_ranges
+from mpipipe.nn.parameters import FlatBuffer, Parameter, decay_ranges, memory_order
+from mpipipe.nn.position import Position
 from mpipipe.nn.rope_tables import RopeTables
-
-
-class Position(NamedTuple):
-    """Where a training stands, as far as layers that draw random numbers must know.
-
-    Parameters
-    ----------
-    step : int
-        Number of the training step.
-    microbatch : int
-        Number of the micro-batch in the step.
-    replica : int
-        Number of the replica.
-    training : bool
-        Whether this is a training step: otherwise `Dropout` is the identity.
-    """
-
-    step: int = 0
-    microbatch: int = 0
-    replica: int = 0
-    training: bool = True
 
 
 class Stage:
@@ -78,6 +59,12 @@ class Stage:
         Tie key to the names of the parameters on this stage that carry it.
     tied_copies : set of str
         Names of parameters here that are counted elsewhere (set by the pipeline).
+    owners : dict of str to (Stage, str)
+        Names here of parameters that lie in the buffers under another name or of another stage (set by the pipeline).
+    parts : dict of str to array
+        For each of these names what its layer adds to the gradient; the pipeline adds the parts to `gradients`.
+    unwritten : set of str
+        In a step, names whose gradients hold nothing yet: the first part that a layer has for one replaces it.
     decay_ranges : list of tuple
         (start, stop, decay) ranges of the flat buffers.
     index : int or None
@@ -113,7 +100,7 @@ class Stage:
     ):
         self.device = arrays.check_device(device)
         self.gpu = arrays.current_gpu() if self.device == "cuda" else None
-        self.dtype = _check_dtype(dtype)
+        self.dtype = checked_dtype(dtype)
         arrays.check_computable(self.dtype, self.device)
         self.kernels = kernels.of(self.device, self.dtype)
         self.tables = RopeTables(self.kernels, self.dtype, self.device)
@@ -126,6 +113,9 @@ class Stage:
         self.index: int | None = None
         self.tied_copies: set[str] = set()
         self.ties: dict[str, list[str]] = {}
+        self.owners: dict[str, tuple[Stage, str]] = {}
+        self.parts: dict[str, Array] = {}
+        self.unwritten: set[str] = set()
         self._bind()
 
     def _bind(self) -> None:
@@ -137,10 +127,11 @@ class Stage:
         named = [pair for i, layer in enumerate(self.layers) for pair in layer.walk(str(self.first + i))]
         declared = {f"{name}.{key}": p for name, layer in named for key, p in layer.declared.items()}
         shapes = {name: p.shape for name, p in declared.items()}
+        layout: Any = {"narrowest": self.dtype, "order": memory_order(declared)}
         wide = arrays.accumulator(self.dtype)
-        self.parameters = self._drawn(declared, FlatBuffer(shapes, wide, narrowest=self.dtype))
-        self.gradients = FlatBuffer(shapes, wide, self.device, narrowest=self.dtype)
-        self.compute = self.parameters if wide == self.dtype else FlatBuffer(shapes, self.dtype, self.device)
+        self.parameters = self._drawn(declared, FlatBuffer(shapes, wide, **layout), layout)
+        self.gradients = FlatBuffer(shapes, wide, self.device, **layout)
+        self.compute = self.parameters if wide == self.dtype else FlatBuffer(shapes, self.dtype, self.device, **layout)
         for name, parameter in declared.items():
             if parameter.tie is not None:
                 self.ties.setdefault(parameter.tie, []).append(name)
@@ -149,11 +140,15 @@ class Stage:
         self.decay_ranges = decay_ranges(self.parameters.offsets, decays, self.parameters.flat.size)
         for name, layer in named:
             layer.bind(self, name)
+        self.layer_of = {f"{name}.{key}": (layer, key) for name, layer in named for key in layer.declared}
+        self._replaced = [
+            n for n, (layer, key) in self.layer_of.items() if key in vars(type(layer)).get("replaced", ())
+        ]
         self._chain = Sequential(self.layers)
         self._chain.stage = self
         self._first = _first_leaf(self._chain)
 
-    def _drawn(self, declared: Mapping[str, Parameter], host: FlatBuffer) -> FlatBuffer:
+    def _drawn(self, declared: Mapping[str, Parameter], host: FlatBuffer, layout: Any) -> FlatBuffer:
         """Initial values in `host`, or in a buffer like it on the device."""
         for name, parameter in declared.items():
             generator = random.initial(self.seed, parameter.tie or name)
@@ -161,7 +156,7 @@ class Stage:
         if self.device == "cpu":
             return host
         shapes = {name: parameter.shape for name, parameter in declared.items()}
-        there = FlatBuffer(shapes, host.flat.dtype, self.device, narrowest=self.dtype)
+        there = FlatBuffer(shapes, host.flat.dtype, self.device, **layout)
         arrays.upload(host.flat, out=there.flat)
         return there
 
@@ -169,6 +164,20 @@ class Stage:
         """Let layers compute with the parameters as they are now. A pipeline does this at the start of each call."""
         if self.compute is not self.parameters and self.parameters.flat.size:
             self.kernels.cast(self.parameters.flat, self.compute.flat)
+
+    def begin_gradients(self) -> None:
+        """Begin gradients anew: those that their layers will replace stay as they are, all others become zero."""
+        self.unwritten = set(self._replaced)
+        for name, (layer, key) in self.layer_of.items():
+            if name not in self.unwritten:
+                arrays.set_zero(getattr(layer, f"{key}_grad"))
+
+    def end_gradients(self) -> None:
+        """End gradients: those that no layer has written are zero."""
+        for name in self.unwritten:
+            layer, key = self.layer_of[name]
+            arrays.set_zero(getattr(layer, f"{key}_grad"))
+        self.unwritten = set()
 
     def forward(self, x: Array, position: Position | None = None) -> tuple[Array, Any]:
         """Compute the output of one micro-batch.
@@ -280,16 +289,3 @@ def _first_leaf(layer: Layer) -> Layer:
     while layer.children:
         layer = next(iter(layer.children.values()))
     return layer
-
-
-def _check_dtype(name: str | np.dtype) -> np.dtype:
-    kind = arrays.dtype(name)
-    names = [each.name for each in arrays.COMPUTE_DTYPES]
-    if kind.name not in names:
-        raise ArgumentError(
-            "a stage cannot compute in this dtype",
-            found=kind.name,
-            expected=" or ".join(names),
-            remedy="pass one of them as dtype",
-        )
-    return kind

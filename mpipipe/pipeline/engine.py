@@ -29,7 +29,7 @@ from mpipipe.pipeline.loss import Loss
 from mpipipe.pipeline.messages import StageMessages
 from mpipipe.pipeline.plan import Plan
 from mpipipe.pipeline.shortage import memory_error
-from mpipipe.pipeline.ties import Ties
+from mpipipe.pipeline.ties import TieNames, Ties
 from mpipipe.schedules import Schedule
 
 
@@ -61,7 +61,9 @@ class Engine:
         self.name = f"pipeline {self.pipe.process.pipelines} ({schedule.name})"  # the how many-th of this rank
         self.tags = Tags(schedule.placement, schedule.microbatches, runtime.tag_upper_bound(self.comm))
         device = partners.devices[self.rank]
-        self.messages = StageMessages(self._make_mailbox(device, partners.devices))
+        names = TieNames(partners.ties, self.tags.channels, self.tags.base)
+        channels = self.tags.channels + names.channels
+        self.messages = StageMessages(self._make_mailbox(channels, device, partners.devices))
         self.agreement = Agreement(self.pipe, self.replicas, self.name)
         self.executor = Executor(
             self.rank,
@@ -76,7 +78,7 @@ class Engine:
         poll = self.messages.mailbox.poll if self.replicas is None else self.executor.poll
         for stage, number in zip(self.stages, numbers):
             stage.attach(number, poll)
-        self.ties = Ties(self.pipe, self.stages, numbers, partners.ties)
+        self.ties = Ties(self.pipe, self.messages.mailbox.transport, self.stages, numbers, names)
         self.life = Life(self.name, self.rank, self.groups, self.executor)
         self.batches = BatchReader(schedule, self.rank, loss is not None)
         self.plans: dict[str | int, Plan] = {"step": Plan(schedule, self.rank, self.tags)}
@@ -87,11 +89,9 @@ class Engine:
             group.progress = lambda name=self.name: f"call {_count(watched)} of {name}"
             group.related = self.groups
 
-    def _make_mailbox(self, device: str, devices: list[str]) -> Mailbox:
+    def _make_mailbox(self, channels: int, device: str, devices: list[str]) -> Mailbox:
         verdict = gpu_aware.detect(self.comm, self.pipe) if "cuda" in devices else None
-        transport = make_transport(
-            self.comm, self.tags.channels, settings.synchronous_sends(), device, verdict, self.pipe
-        )
+        transport = make_transport(self.comm, channels, settings.synchronous_sends(), device, verdict, self.pipe)
         return Mailbox(transport, self.pipe)
 
     # -- one call -----------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ class Engine:
     def train(self, batch: Batch, agreed: Agreed, scale: float) -> tuple[CallState, float, list[float]]:
         """Run a training step; return what it gave, the mean loss of all replicas, and the losses of this pipeline."""
         for stage in self.stages:
-            stage.zero_gradients()
+            stage.begin_gradients()
         state = self.run("step", batch, agreed, scale)
         loss, losses = self.share_losses(state, agreed.microbatches)
         if self.replicas is not None:
@@ -196,7 +196,6 @@ class Engine:
         """Free the communicators."""
         self.agree("close")
         self.life.state = "closed"
-        self.ties.close()
         self.messages.mailbox.transport.close()
         for group in self.groups:
             group.close()

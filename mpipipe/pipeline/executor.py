@@ -91,8 +91,10 @@ class Executor:
         try:
             for step in steps:
                 actions[step.op](step, state)
-                if sums_gradients and step.completes:
-                    self._start_sum(step)
+                if step.completes:
+                    self.stages[step.chunk].end_gradients()
+                    if sums_gradients:
+                        self._start_sum(step)
         except PeerError:
             raise
         except MpipipeError as error:

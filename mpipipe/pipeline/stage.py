@@ -70,11 +70,10 @@ class StageAdapter:
 
     @property
     def gradients(self) -> list[Array]:
-        """One-dimensional arrays that hold all gradients; asked each time, since a stage may exchange them."""
+        """One-dimensional arrays that hold all gradients and parts; asked each time: a stage may exchange them."""
         holder = getattr(self.given, "gradients", None)
-        if holder is not None:
-            return [holder.flat]
-        return [model.gradients.flat for model in self.models]
+        flats = [model.gradients.flat for model in self.models] if holder is None else [holder.flat]
+        return flats + [part.reshape(-1) for model in self.models for part in model.parts.values()]
 
     def parameter_facts(self) -> tuple[str, list[np.ndarray]]:
         """Return (names, shapes and dtypes; values on the host) as far as known: what replicas must have in common."""
@@ -97,10 +96,19 @@ class StageAdapter:
         for model in self.models:
             model.refresh()
 
-    def zero_gradients(self) -> None:
-        """Set all gradients to zero."""
+    def begin_gradients(self) -> None:
+        """Begin gradients anew: set them to zero, or let an nn.Stage replace them by the first that it has of each."""
+        if type(self.given) is nn.Stage:  # another class may add to its gradients in ways of its own
+            self.given.begin_gradients()
+            return
         for flat in self.gradients:
             arrays.set_zero(flat)
+
+    def end_gradients(self) -> None:
+        """End the gradients of a step: no later action adds to them."""
+        for model in self.models:
+            if model.unwritten:
+                model.end_gradients()
 
     def check(self, ops: Collection[str], has_replicas: bool) -> None:
         """Raise ArgumentError where the stage lacks what these actions, or the replicas, need."""

@@ -1,28 +1,36 @@
-"""Parameters that stand in several places of a model (embedding and head): copies with one gradient.
+"""Parameters that stand in several places of a model (embedding and head): one array on each rank, with one gradient.
 
-Every place keeps its own copy, so a stage computes without regard to its neighbours. The copies start equal, and after
-each step every copy gets the sum of all their gradients, so equal optimizer steps keep them equal. The sum has the same
-bits on one rank as on several: it is taken in the order of the stages.
+All places on one rank compute with the array of the first of them (nn.sharing). Where places are on several ranks, each
+of these has an array of its own, equal to the others: they start equal, and after each step every one of them gets the
+sum of the gradients of all places, so equal optimizer steps keep them equal.
+
+    rank 0   gradient of place 0   <-- messages -->   gradient of place 1   rank 3
+             0 + 1                                    0 + 1
+
+A step ends with the exchange: each rank sends the gradients of its places to every other rank that has one. Then each
+adds all of them up in the order of the stages. So the sum has the same bits on all ranks, and on one as on several.
+Messages and additions are where the gradients are: nothing of a GPU's passes through the host, unless its messages do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
-
-import numpy as np
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 from mpipipe import arrays, nn
 from mpipipe.arrays import Array
 from mpipipe.comm.group import Group
 from mpipipe.comm.requests import own
-from mpipipe.comm.types import Communicator
-from mpipipe.errors import MismatchError
+from mpipipe.comm.transport.interface import Transport
+from mpipipe.comm.types import Testable
+from mpipipe.errors import ArgumentError, MismatchError
+from mpipipe.nn import kernels
+from mpipipe.nn.sharing import User, share
 from mpipipe.pipeline.stage import StageAdapter
 
 
 class Place(NamedTuple):
-    """One copy of a tied parameter, as every rank knows it."""
+    """One place of a tied parameter, as every rank knows it."""
 
     stage: int
     inner: int  # which nn.Stage of the stage
@@ -31,11 +39,25 @@ class Place(NamedTuple):
     dtype: str
 
 
-def tie_facts(stages: Sequence[StageAdapter], numbers: Sequence[int]) -> dict[str, list[Place]]:
-    """Tie key -> places on this rank, in the order of the stages."""
-    facts: dict[str, list[Place]] = {}
+Facts: TypeAlias = dict[str, list[Place]]  # tie key -> places on one rank, in the order of the stages
+Owner: TypeAlias = Mapping[tuple[int, int], nn.Stage]  # (stage, inner) -> the nn.Stage
+
+
+def tie_facts(stages: Sequence[StageAdapter], numbers: Sequence[int]) -> Facts:
+    """Return the facts of this rank; raise ArgumentError for a stage that shares a parameter with an absent one."""
+    facts: Facts = {}
+    here = {id(model) for stage in stages for model in stage.models}
     for stage, number in zip(stages, numbers):
         for inner, model in enumerate(stage.models):
+            for name, (owner, _) in model.owners.items():
+                if id(owner) not in here:
+                    raise ArgumentError(
+                        f"the tied parameter {name} lies in the buffer of a stage of an earlier pipeline",
+                        stage=number,
+                        found="a pipeline without that stage",
+                        expected="both stages",
+                        remedy="build new stages",
+                    )
             for key, names in model.ties.items():
                 copies = [(name, model.parameters[name]) for name in names]
                 places = [Place(number, inner, name, array.shape, array.dtype.name) for name, array in copies]
@@ -43,8 +65,8 @@ def tie_facts(stages: Sequence[StageAdapter], numbers: Sequence[int]) -> dict[st
     return facts
 
 
-def check_ties(table: list[dict[str, list[Place]]]) -> None:
-    """Raise MismatchError where copies of one parameter differ in shape or dtype; `table` has every rank's facts."""
+def check_ties(table: Sequence[Facts]) -> None:
+    """Raise MismatchError where places of one parameter differ in shape or dtype; `table` has every rank's facts."""
     for key in sorted({key for facts in table for key in facts}):
         first, *others = sorted(place for facts in table for place in facts.get(key, []))
         for place in others:
@@ -57,89 +79,154 @@ def check_ties(table: list[dict[str, list[Place]]]) -> None:
                 )
 
 
+class TiedPlace(NamedTuple):
+    """A place in the order of all places of its parameter, with the name of its messages."""
+
+    place: Place
+    rank: int
+    channel: int
+    tag: int
+
+    def __str__(self) -> str:
+        return f"the tied parameter {self.place.name} of stage {self.place.stage} from rank {self.rank}"
+
+
+class TieNames:
+    """The order of all places, and the names of their messages, the same on every rank.
+
+    Parameters
+    ----------
+    table : facts of every rank
+    first_channel : the channels from this one on are for ties alone
+    tags : how many tags a channel has
+
+    Attributes
+    ----------
+    order : tie key -> its places, two at least, in the order of the stages
+    channels : how many channels they need
+    """
+
+    def __init__(self, table: Sequence[Facts], first_channel: int, tags: int) -> None:
+        self.order: dict[str, list[TiedPlace]] = {}
+        count = 0
+        for key in sorted({key for facts in table for key in facts}):
+            found = [(rank, index, place) for rank, facts in enumerate(table) for index, place in
+                     enumerate(facts.get(key, []))]  # fmt: skip
+            if len(found) < 2:
+                continue
+            self.order[key] = []
+            for rank, _, place in sorted(found, key=lambda entry: (entry[2].stage, entry[1])):
+                channel, tag = divmod(count, tags)
+                self.order[key].append(TiedPlace(place, rank, first_channel + channel, tag))
+                count += 1
+        between_ranks = any(len({place.rank for place in places}) > 1 for places in self.order.values())
+        self.channels = -(-count // tags) if between_ranks else 0
+
+
 class Ties:
     """The tied parameters of one pipeline.
 
     Parameters
     ----------
     pipe : group of the ranks of the pipeline; the constructor is collective
+    transport : carries gradients between ranks, over the channels of `names`
     stages, numbers : this rank's stages and their logical numbers
-    table : tie facts of every rank of the pipe
+    names : of all places
     """
 
     def __init__(
-        self, pipe: Group, stages: Sequence[StageAdapter], numbers: Sequence[int], table: list[dict[str, list[Place]]]
-    ):
+        self, pipe: Group, transport: Transport, stages: Sequence[StageAdapter], numbers: Sequence[int], names: TieNames
+    ) -> None:
         owner = {
             (number, inner): model for number, stage in zip(numbers, stages) for inner, model in enumerate(stage.models)
         }
-        self.parameters: list[TiedParameter] = []
-        for key in sorted({key for facts in table for key in facts}):
-            places = [facts.get(key, []) for facts in table]
-            if sum(map(len, places)) > 1:
-                comm = pipe.split(0 if places[pipe.rank] else 1, pipe.rank, "ties")
-                if places[pipe.rank]:
-                    members = [place for place in places if place]
-                    self.parameters.append(TiedParameter(pipe, comm, members, owner))
-                else:
-                    comm.Free()
+        share(list(_shared(names, owner, pipe.rank)))
+        self.parameters = [
+            TiedParameter(pipe, transport, places, owner)
+            for places in names.order.values()
+            if any(place.rank == pipe.rank for place in places)
+        ]
 
     def sum_gradients(self) -> None:
-        """Give every copy the sum of all copies' gradients."""
+        """Give every rank the sum over all places, of each parameter."""
         for parameter in self.parameters:
             parameter.sum_gradients()
 
-    def close(self) -> None:
-        """Free the communicators; collective over the ranks of each parameter."""
-        for parameter in self.parameters:
-            parameter.comm.Free()
-        self.parameters = []
+
+def _shared(names: TieNames, owner: Owner, rank: int) -> Iterator[tuple[User, User]]:
+    """Yield each further place on this rank of a parameter, with the first one."""
+    for places in names.order.values():
+        mine = [User(owner[p.place.stage, p.place.inner], p.place.name) for p in places if p.rank == rank]
+        yield from ((user, mine[0]) for user in mine[1:])
 
 
 class TiedParameter:
-    """The copies of one parameter: `members` has the places of each rank of `comm`, a part of the pipe."""
+    """One parameter of which this rank has a place.
 
-    def __init__(
-        self, pipe: Group, comm: Communicator, members: list[list[Place]], owner: dict[tuple[int, int], nn.Stage]
-    ):
-        self.pipe, self.comm = pipe, comm
-        mine = members[comm.rank]
-        self.gradients = [owner[place.stage, place.inner].gradients[place.name] for place in mine]
-        copies = [(p.stage, index, rank) for rank, places in enumerate(members) for index, p in enumerate(places)]
-        self.order = [(rank, index) for _, index, rank in sorted(copies)]  # of all copies, as they stand in the model
-        self.most = max(map(len, members))
-        root, index = self.order[0]
-        first = members[root][index]
-        values = np.empty(first.shape, arrays.dtype(first.dtype))
-        if comm.rank == root:
-            values[...] = arrays.download(owner[first.stage, first.inner].parameters[first.name])
-        if comm.size > 1:
-            request = own(comm.Ibcast(values.view(np.uint8), root))
-            pipe.wait(request, "the first values of tied parameters", everyone=True)
-        for place in mine:
-            _set(owner[place.stage, place.inner].parameters[place.name], values)
-            if place != first:
-                owner[place.stage, place.inner].tied_copies.add(place.name)
+    Attributes
+    ----------
+    places : in the order of the model
+    parts : gradient of each place; the buffers that receive it for places of other ranks
+    sums : the gradients of this rank that are to be the sum; more than one where storage could not be shared
+    """
+
+    def __init__(self, pipe: Group, transport: Transport, places: list[TiedPlace], owner: Owner) -> None:
+        self.pipe, self.transport, self.places = pipe, transport, places
+        self.peers = sorted({place.rank for place in places} - {pipe.rank})
+        self.parts: list[Array] = []
+        self.sums: list[Array] = []
+        values: list[Array] = []
+        like = next(
+            owner[p.place.stage, p.place.inner].gradients[p.place.name] for p in places if p.rank == pipe.rank
+        )  # fmt: skip
+        for number, (place, rank, *_) in enumerate(places):
+            if rank != pipe.rank:
+                self.parts.append(arrays.empty_like(like))
+                continue
+            model = owner[place.stage, place.inner]
+            self.parts.append(model.parts.get(place.name, model.gradients[place.name]))
+            if number > 0:
+                model.tied_copies.add(place.name)
+            if place.name not in model.owners:
+                self.sums.append(model.gradients[place.name])
+                values.append(model.parameters[place.name])
+        self._start_equal(values)
+
+    def _start_equal(self, values: list[Array]) -> None:
+        """Give all arrays of the parameter the values that it has at its first place."""
+        first = self.places[0]
+        if first.rank == self.pipe.rank:
+            self._wait([self._send(values[0], first, peer) for peer in self.peers], first)
+        else:
+            self._wait([self._receive(values[0], first)], first)
+        for copy in values[1:]:
+            arrays.copy_into(copy, values[0])
 
     def sum_gradients(self) -> None:
-        """Give every copy the sum of all copies' gradients."""
-        shape = self.gradients[0].shape
-        here = np.zeros((self.most, *shape), self.gradients[0].dtype)
-        for place, gradient in zip(here, self.gradients):
-            place[...] = arrays.download(gradient)
-        everyone = np.empty((self.comm.size, *here.shape), here.dtype)
-        request = own(self.comm.Iallgather(here, everyone))
-        self.pipe.wait(request, "the gradients of tied parameters", everyone=True)
-        first, *others = self.order
-        total = everyone[first]
-        for place in others:
-            total += everyone[place]
-        for gradient in self.gradients:
-            _set(gradient, total)
+        """Give every array of the gradient on this rank the sum of all parts."""
+        here = self.pipe.rank
+        parts = list(zip(self.places, self.parts))
+        receives = [(self._receive(part, place), place) for place, part in parts if place.rank != here]
+        sends = [(self._send(part, place, peer), place) for place, part in parts if place.rank == here
+                 for peer in self.peers]  # fmt: skip
+        for request, place in (*receives, *sends):
+            self._wait([request], place)
+        total, *others = self.parts  # if it is of this rank, then it is the first of `sums`
+        for part in others:
+            kernels.of_array(total).accumulate(total, part)
+        for gradient in self.sums:
+            if gradient is not total:
+                arrays.copy_into(gradient, total)
+        for place, part in parts:
+            if place.rank != here:
+                self.transport.retire(part)
 
+    def _send(self, array: Array, place: TiedPlace, peer: int) -> Testable:
+        return own(self.transport.isend(array, peer, place.channel, place.tag))
 
-def _set(array: Array, values: np.ndarray) -> None:
-    if isinstance(array, np.ndarray):
-        array[...] = values
-    else:
-        arrays.upload(values, out=array)
+    def _receive(self, array: Array, place: TiedPlace) -> Testable:
+        return own(self.transport.irecv(array, place.rank, place.channel, place.tag))
+
+    def _wait(self, requests: Sequence[Testable], what: TiedPlace) -> None:
+        for request in requests:
+            self.pipe.wait(request, what)

@@ -164,9 +164,12 @@ def load(folder: str | Path, stages: Sequence[nn.Stage]) -> None:
 
 
 def on_host(parameters: FlatBuffer) -> dict[str, np.ndarray]:
-    """Return host arrays by name; from a GPU in one copy of the whole buffer."""
+    """Return host arrays by name; from a GPU in one copy of the whole buffer, and one of each array outside of it."""
     flat, starts = arrays.download(parameters.flat), parameters.offsets
-    return {name: flat[starts[name] :][: like.size].reshape(like.shape) for name, like in parameters.items()}
+    return {
+        name: flat[starts[name] :][: like.size].reshape(like.shape) if name in starts else arrays.download(like)
+        for name, like in parameters.items()
+    }
 
 
 def checksum(array: np.ndarray) -> str:

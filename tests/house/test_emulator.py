@@ -388,3 +388,11 @@ def test_every_emulated_name_is_in_cupy(device, monkeypatch):
             if isinstance(value, type) and value.__module__.startswith("cupy."):
                 methods = {method for method, what in vars(value).items() if method[0] != "_" and callable(what)}
                 assert methods <= set(dir(getattr(found, key))), f"{name}.{key}"
+
+
+def test_bytes_between_host_and_device_are_counted(emulated_gpu):
+    def call():
+        x = arrays.upload(HOST)
+        arrays.download(arrays.copy(x)[:1])
+
+    assert emulated_gpu.crossing(call) == {"to_device": HOST.nbytes, "to_host": HOST[:1].nbytes}

@@ -115,7 +115,7 @@ def test_the_virtual_ring_runs_what_the_ring_runs(gpu, monkeypatch):
 
 
 def test_each_kernel_that_memory_bounds_is_measured(gpu):
-    rows = checked(memory.measure(1, rows=16, width=32, vocab=24, parameters=100), 10)
+    rows = checked(memory.measure(1, rows=16, width=32, vocab=24, parameters=100), 11)
     assert {row.unit for row in rows} == {"GB/s"} and all(row.peer == "copy" for row in rows[1:])
 
 

@@ -81,6 +81,13 @@ def test_runs_tell_matrices_from_gains_and_biases():
         assert (decayed[start : start + array.size] == (array.ndim == 2)).all()
 
 
+def test_however_many_layers_there_are_ranges_of_decay_are_few():
+    """An optimizer has a launch for each: matrices, gains, and the tied matrices behind them."""
+    stage = nn.Stage([*layers()[:1], *[layer for _ in range(5) for layer in layers()[1:-1]], layers()[-1]])
+    assert [decay for _, _, decay in stage.decay_ranges] == [True, False, True]
+    assert len(nn.Stage(layers()[1:4] + layers()[2:4]).decay_ranges) == 2
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_a_dtype_stays_what_it_is(dtype):
     stage = nn.Stage(layers(), dtype=dtype)

@@ -26,11 +26,14 @@ class Kernels(Protocol):
     def linear_backward_input(self, dy: Array, weight: Array) -> Array:
         """Return dx = dy weight (rows, inputs), of dy (rows, outputs), weight (outputs, inputs), all of T."""
 
-    def linear_backward_weight(self, dy: Array, x: Array, grad: Array) -> None:
-        """Grad += dy^T x: grad (outputs, inputs) of A, dy (rows, outputs) and x (rows, inputs) of T."""
+    def linear_backward_weight(self, dy: Array, x: Array, grad: Array, add: bool = True) -> None:
+        """Grad += dy^T x: grad (outputs, inputs) of A, dy (rows, outputs) and x (rows, inputs) of T.
 
-    def sum_rows(self, dy: Array, grad: Array) -> None:
-        """Grad += the sum of the rows of dy: grad (width,) of A, dy (rows, width) of T."""
+        Without `add` grad is set to that, and what was there is not read.
+        """
+
+    def sum_rows(self, dy: Array, grad: Array, add: bool = True) -> None:
+        """Grad += the sum of the rows of dy: grad (width,) of A, dy (rows, width) of T; set to it without `add`."""
 
     # -- single elements, of arrays of any shape
 

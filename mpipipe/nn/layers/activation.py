@@ -67,6 +67,7 @@ class SwiGLU(Layer):
     """
 
     takes_integers = False
+    replaced = ("gate_up", "down")
 
     gate_up: np.ndarray
     gate_up_grad: np.ndarray
@@ -96,5 +97,5 @@ class SwiGLU(Layer):
 
     def backward_weight(self, pending: Any) -> None:
         x, dboth, dy, inner = pending
-        self.stage.kernels.linear_backward_weight(dboth, x, self.gate_up_grad)
-        self.stage.kernels.linear_backward_weight(dy, inner, self.down_grad)
+        self.stage.kernels.linear_backward_weight(dboth, x, self.gate_up_grad, self.adds("gate_up"))
+        self.stage.kernels.linear_backward_weight(dy, inner, self.down_grad, self.adds("down"))

@@ -59,6 +59,7 @@ class SelfAttention(Layer):
     """
 
     takes_integers = False
+    replaced = ("qkv", "out")
 
     qkv: np.ndarray
     qkv_grad: np.ndarray
@@ -125,8 +126,8 @@ class SelfAttention(Layer):
 
     def backward_weight(self, pending: Any) -> None:
         x, dqkv, dy, y = pending
-        self.stage.kernels.linear_backward_weight(dqkv, x, self.qkv_grad)
-        self.stage.kernels.linear_backward_weight(dy, y, self.out_grad)
+        self.stage.kernels.linear_backward_weight(dqkv, x, self.qkv_grad, self.adds("qkv"))
+        self.stage.kernels.linear_backward_weight(dy, y, self.out_grad, self.adds("out"))
 
     def _share_poll(self) -> None:
         """Let the attend object keep messages moving between its tiles: attention may take long."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
 from mpipipe.nn.kernels.interface import Kernels
@@ -33,6 +34,8 @@ class StageOfLayer(Protocol):
     def compute(self) -> Mapping[str, Any]: ...
     @property
     def gradients(self) -> Mapping[str, Any]: ...
+    @property
+    def unwritten(self) -> set[str]: ...
 
 
 class Layer(ABC):
@@ -66,6 +69,9 @@ class Layer(ABC):
         Whether it can be the first layer of a stage whose input is integers.
     uploads_integers : bool
         Whether it looks at integers on the host, and copies them to the GPU by itself.
+    replaced : tuple of str
+        Names whose gradients the layer writes only as `adds` says. Subclasses do not inherit it: they may add to the
+        gradients in other ways.
 
     Examples
     --------
@@ -93,6 +99,7 @@ class Layer(ABC):
     name: str = ""
     takes_integers = True
     uploads_integers = False
+    replaced: tuple[str, ...] = ()
 
     @abstractmethod
     def forward(self, x: Array) -> tuple[Array, Any]:
@@ -158,8 +165,50 @@ class Layer(ABC):
         self.backward_weight(pending)
         return dx
 
+    def adds(self, key: str) -> bool:
+        """Tell whether a gradient is to be added to; False for its first part in a step, which replaces what is there.
+
+        Parameters
+        ----------
+        key : str
+            Name of one of the arrays in `replaced`.
+
+        Returns
+        -------
+        bool
+            True, or False once after the pipeline has begun a step.
+        """
+        unwritten = self.stage.unwritten
+        if not unwritten:
+            return True
+        name = f"{self.name}.{key}"
+        if name not in unwritten:
+            return True
+        unwritten.remove(name)
+        return False
+
+    def take(self, part: Array, key: str) -> None:
+        """Add a part to a gradient, or replace the gradient by it, as `adds` says.
+
+        Parameters
+        ----------
+        part : array
+            Of the shape and dtype of the gradient.
+        key : str
+            Name of one of the arrays in `replaced`.
+        """
+        gradient = getattr(self, f"{key}_grad")
+        if self.adds(key):
+            self.stage.kernels.accumulate(gradient, part)
+        else:
+            arrays.copy_into(gradient, part)
+
     def bound(self) -> None:  # noqa: B027 (most layers need nothing more)
-        """Prepare what needs the stage or the arrays. Called once by `bind`, when they are there."""
+        """Prepare what needs the stage or the arrays.
+
+        Called by `bind`, when they are there, and again where a pipeline lets a tied parameter share the storage of
+        another place: then `self.<name>` is another array.
+        """
 
     def bind(self, stage: StageOfLayer, name: str) -> None:
         """Become part of a stage. Called by Stage.

@@ -42,6 +42,7 @@ class Linear(Layer):
     """
 
     takes_integers = False
+    replaced = ("weight", "bias")
 
     weight: np.ndarray
     weight_grad: np.ndarray
@@ -73,6 +74,6 @@ class Linear(Layer):
 
     def backward_weight(self, pending: Any) -> None:
         dy, x = pending
-        self.stage.kernels.linear_backward_weight(dy, x, self.weight_grad)
+        self.stage.kernels.linear_backward_weight(dy, x, self.weight_grad, self.adds("weight"))
         if self.bias_grad is not None:
-            self.stage.kernels.sum_rows(dy, self.bias_grad)
+            self.stage.kernels.sum_rows(dy, self.bias_grad, self.adds("bias"))

@@ -41,6 +41,7 @@ class RMSNorm(Layer):
     """
 
     takes_integers = False
+    replaced = ("gain",)
 
     gain: np.ndarray
     gain_grad: np.ndarray
@@ -62,7 +63,7 @@ class RMSNorm(Layer):
         return dx.reshape(dy.shape), dgain
 
     def backward_weight(self, pending: Any) -> None:
-        self.stage.kernels.accumulate(self.gain_grad, pending)
+        self.take(pending, "gain")
 
 
 class LayerNorm(Layer):
@@ -93,6 +94,7 @@ class LayerNorm(Layer):
     """
 
     takes_integers = False
+    replaced = ("gain", "bias")
 
     gain: np.ndarray
     gain_grad: np.ndarray
@@ -117,5 +119,5 @@ class LayerNorm(Layer):
 
     def backward_weight(self, pending: Any) -> None:
         dgain, dbias = pending
-        self.stage.kernels.accumulate(self.gain_grad, dgain)
-        self.stage.kernels.accumulate(self.bias_grad, dbias)
+        self.take(dgain, "gain")
+        self.take(dbias, "bias")

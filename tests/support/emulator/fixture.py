@@ -23,6 +23,8 @@ class Gpu:
     synchronisations : what the host waited for since the start or `reset`, such as "Event.synchronize"; always empty on
         a real GPU
     launches : names of the kernels, copies and GEMMs that were queued; always empty on a real GPU
+    crossed : {"to_device": bytes, "to_host": bytes} that copies have taken between host and device, those of staged
+        messages included; 0 on a real GPU
     machine : the emulated device, None on a real GPU
     environment : variables for jobs of their own (fixture `launch`) that shall see the same device
     """
@@ -39,6 +41,18 @@ class Gpu:
         """Forget the synchronisations and launches so far."""
         self.synchronisations.clear()
         self.launches.clear()
+
+    @property
+    def crossed(self) -> dict[str, int]:
+        return {"to_device": 0, "to_host": 0} if self.real else dict(self.machine.crossed)
+
+    def crossing(self, call) -> dict[str, int]:
+        """The bytes that a call takes across, by direction; skips on a real GPU, where nobody counts them."""
+        if self.real:
+            pytest.skip("bytes are counted on the emulated device only")
+        before = self.crossed
+        call()
+        return {direction: after - before[direction] for direction, after in self.crossed.items()}
 
     def expected_error(self) -> list[str]:
         """What went wrong on the emulated device, which then counts as seen."""

@@ -148,6 +148,7 @@ class Machine:
         self.synchronisations: list[str] = []
         self.launches: list[str] = []
         self.null_launches: list[str] = []  # those on the null stream
+        self.crossed = {"to_device": 0, "to_host": 0}
         self.errors: list[str] = []
         self.broken = False
         self.ranges: list[str] = []
@@ -266,6 +267,12 @@ class Machine:
             block.poison()
             where = f"beside an allocation of {used} bytes" if used else "to memory after its end"
             self.errors.append(f"something was written {where}")
+
+    def cross(self, direction: str | None, nbytes: int):
+        """Note that bytes are copied between host and device, "to_device" or "to_host"; None: they are not."""
+        if direction is not None:
+            with self.lock:
+                self.crossed[direction] += nbytes
 
     def count(self, what: str):
         """Note that the host waited for the device."""

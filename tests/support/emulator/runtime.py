@@ -118,6 +118,7 @@ def memcpyAsync(dst: int, src: int, size: int, kind: int, stream: int):
         return
     for ptr, ranges in zip((dst, src), sides[kind]):
         ranges.check(ptr, size)
+    home.cross({1: "to_device", 2: "to_host"}.get(kind), size)
     home.launch(queue, "memcpyAsync", lambda: ctypes.memmove(dst, src, size))
 
 

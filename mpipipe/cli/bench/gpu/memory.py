@@ -71,5 +71,6 @@ def _optimizer(count: int) -> Iterator[Kernel]:
     arrays.set_zero(v)
     facts = dict(b1=0.9, b2=0.95, eps=1e-8, rate=1e-6, correction1=1.0, correction2=1.0, shrink=1.0, g_scale=1.0)
     yield f"adamw, float32 {count}", lambda: kernels.adamw(p, g, m, v, **facts), 7 * p.nbytes
+    yield f"accumulate (sum of tied gradients), float32 {count}", lambda: kernels.accumulate(m, g), 3 * p.nbytes
     pieces = [(0, count)]
     yield f"sums_of_squares, float32 {count}", lambda: kernels.sums_of_squares(g, pieces), g.nbytes

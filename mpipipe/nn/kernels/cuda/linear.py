@@ -52,23 +52,27 @@ def linear_backward_input(dy: DeviceArray, weight: DeviceArray) -> DeviceArray:
     return dx
 
 
-def linear_backward_weight(dy: DeviceArray, x: DeviceArray, grad: DeviceArray) -> None:
-    """Grad += dy^T x."""
+def linear_backward_weight(dy: DeviceArray, x: DeviceArray, grad: DeviceArray, add: bool = True) -> None:
+    """Grad += dy^T x; without `add` grad = dy^T x, and what was there is not read."""
     check_matrices("linear_backward_weight", dy, 0, x, 0)
     check_contiguous("linear_backward_weight", grad)
     if grad.size and len(x):
-        gemm(dy, x, grad, transpose_a=True, add=True)
+        gemm(dy, x, grad, transpose_a=True, add=add)
+    elif not add:
+        arrays.set_zero(grad)
 
 
-def sum_rows(dy: DeviceArray, grad: DeviceArray) -> None:
-    """Grad += the sum of the rows of dy."""
+def sum_rows(dy: DeviceArray, grad: DeviceArray, add: bool = True) -> None:
+    """Grad += the sum of the rows of dy; without `add` grad is that sum."""
     check_contiguous("sum_rows", dy, grad)
     if not dy.size:
+        if not add:
+            arrays.set_zero(grad)
         return
     call = _sum_rows.call((dy,))
     partial = arrays.empty((call.grid[1], dy.shape[1]), grad.dtype, "cuda")
     call.launch((dy, partial))
-    add_columns(partial, grad, True)
+    add_columns(partial, grad, add)
 
 
 def _pack_sum_rows(dy: DeviceArray) -> Call:

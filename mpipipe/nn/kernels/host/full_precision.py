@@ -64,16 +64,22 @@ def linear_backward_input(dy: np.ndarray, weight: np.ndarray) -> np.ndarray:
     return np.matmul(dy, weight)
 
 
-def linear_backward_weight(dy: np.ndarray, x: np.ndarray, grad: np.ndarray) -> None:
-    """Grad += dy^T x.
+def linear_backward_weight(dy: np.ndarray, x: np.ndarray, grad: np.ndarray, add: bool = True) -> None:
+    """Grad += dy^T x; without `add` grad = dy^T x.
 
-    A large product is made in pieces of the gradient, each added while it is still in cache.
+    A large product is made in pieces of the gradient, each added while it is still in cache. Without `add` the pieces
+    are the same, so that the product has the same bits.
     """
     outputs, inputs = grad.shape
+    step = max(16, _PIECE // inputs)
+    if not add:
+        for start in range(0, outputs, outputs if grad.size <= _PIECE else step):
+            part = grad[start : start + step] if grad.size > _PIECE else grad
+            np.matmul(dy[:, start : start + len(part)].T, x, out=part)
+        return
     if outputs * inputs <= _PIECE:
         np.add(grad, np.matmul(dy.T, x), out=grad)
         return
-    step = max(16, _PIECE // inputs)
     piece = np.empty((step, inputs), grad.dtype)
     for start in range(0, outputs, step):
         part = grad[start : start + step]
@@ -81,9 +87,12 @@ def linear_backward_weight(dy: np.ndarray, x: np.ndarray, grad: np.ndarray) -> N
         np.add(part, product, out=part)
 
 
-def sum_rows(dy: np.ndarray, grad: np.ndarray) -> None:
-    """Grad += the sum of the rows of dy."""
-    np.add(grad, np.add.reduce(dy, 0), out=grad)
+def sum_rows(dy: np.ndarray, grad: np.ndarray, add: bool = True) -> None:
+    """Grad += the sum of the rows of dy; without `add` grad is that sum."""
+    if add:
+        np.add(grad, np.add.reduce(dy, 0), out=grad)
+    else:
+        np.add.reduce(dy, 0, out=grad)
 
 
 # -- single passes ----------------------------------------------------------------------------------------------------

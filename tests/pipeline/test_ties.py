@@ -1,0 +1,206 @@
+"""Tied parameters: one array on each rank, sums of gradients where they are, and the same bits wherever places lie."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support import dense
+from support.small_gpt import MODEL, parts_of, text
+from support.tolerance import close_norm
+
+from mpipipe import Mesh, Pipeline, arrays, nn, optim
+from mpipipe.attention import Local
+from mpipipe.comm.transport import gpu_aware
+from mpipipe.errors import ArgumentError, MismatchError
+from mpipipe.models import GPT
+from mpipipe.schedules import gpipe, partition
+
+HEAD = f"{1 + 2 * MODEL['layers']}.1.weight"
+
+
+def build(schedule, rank, dtype="float32", device="cpu"):
+    model = GPT(**MODEL, tied=True)
+    layers = model.build(Local(causal=True))
+    parts = partition(model.costs(), schedule.stages)
+    cuts = [parts[number] for number in schedule.stages_of(rank)]
+    return [nn.Stage(layers[start:stop], dtype=dtype, seed=3, first=start, device=device) for start, stop in cuts]
+
+
+def one_stage():
+    """(schedule, stages): embedding and head in one stage."""
+    schedule = gpipe(1, 3)
+    return schedule, build(schedule, 0)
+
+
+def two_chunks():
+    """The same in two stages of one rank."""
+    schedule = dense.build("looped_bfs", 1, 2, 3)
+    return schedule, build(schedule, 0)
+
+
+def trained(comm, schedule, steps=3, before=True, **options):
+    """({name: parameter}, norms) after some steps of AdamW, which is made before or after the pipeline."""
+    stages = build(schedule, comm.rank, **options)
+    mine = dense.placed(schedule, comm.rank, *text(6))
+    optimizer = optim.AdamW(stages, lr=1e-2) if before else None
+    norms = []
+    with Pipeline(stages, schedule, comm, loss=nn.softmax_cross_entropy) as pipeline:
+        optimizer = optimizer or optim.AdamW(stages, lr=1e-2)
+        for _ in range(steps):
+            pipeline.step(*mine)
+            norms.append(optim.clip_by_global_norm(stages, 0.5, comm))
+            optimizer.step()
+    return {name: arrays.download(stage.parameters[name]) for stage in stages for name in stage.parameters}, norms
+
+
+@pytest.mark.parametrize("make", [one_stage, two_chunks])
+def test_places_on_one_rank_share_one_array(comm, make):
+    alone = parts_of(comm, 1)
+    schedule, stages = make()
+    size = sum(stage.parameters.flat.size for stage in stages)
+    first, last = stages[0], stages[-1]
+    layer = last.layers[-1].layers[1]
+    before = layer.weight_grad
+    with Pipeline(stages, schedule, alone, loss=nn.softmax_cross_entropy):
+        assert last.parameters[HEAD] is first.parameters["0.weight"] is layer.weight
+        assert last.gradients[HEAD] is first.gradients["0.weight"]
+        assert layer.weight_grad is before is last.parts[HEAD]
+        assert list(last.parameters)[-1] == list(last.gradients)[-1] == HEAD
+        flats = [stage.parameters.flat for stage in stages]
+        assert sum(flat.size for flat in flats) == size - MODEL["vocab"] * MODEL["dim"]
+        assert not any(np.shares_memory(before, stage.gradients.flat) for stage in stages)
+        for stage in stages:
+            ends = [stop for _, stop, _ in stage.decay_ranges]
+            assert ends[-1] == stage.parameters.flat.size
+    assert last.tied_copies == {HEAD} and (first is last or not first.tied_copies)
+    alone.Free()
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_training_gives_the_same_bits_with_one_array_and_with_many(comm, before):
+    """Alone the optimizer sees one array; on several ranks each of two has its own, with its own state."""
+    alone = parts_of(comm, 1)
+    expected, norms = trained(alone, gpipe(1, 3), before=before)
+    chunked, chunked_norms = trained(alone, two_chunks()[0], before=before)
+    alone.Free()
+    found, found_norms = trained(comm, dense.build("one_f_one_b", comm.size, 1, 3), before=before)
+    assert norms == chunked_norms == found_norms
+    assert expected[HEAD].tobytes() == expected["0.weight"].tobytes()
+    for others in (chunked, found):
+        assert {name: array.tobytes() for name, array in others.items()} == {
+            name: expected[name].tobytes() for name in others
+        }
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_training_on_a_device_has_the_same_bits_with_one_array_and_with_many(gpu, comm, dtype):
+    alone = parts_of(comm, 1)
+    expected, _ = trained(alone, gpipe(1, 3), device="cuda", dtype=dtype)
+    chunked, _ = trained(alone, two_chunks()[0], device="cuda", dtype=dtype)
+    alone.Free()
+    found, _ = trained(comm, dense.build("one_f_one_b", comm.size, 1, 3), device="cuda", dtype=dtype)
+    for others in (chunked, found):
+        assert all(array.tobytes() == expected[name].tobytes() for name, array in others.items())
+
+
+def test_a_second_pipeline_shares_the_same_arrays(comm):
+    alone = parts_of(comm, 1)
+    schedule, stages = two_chunks()
+    gradients = []
+    for _ in range(2):
+        with Pipeline(stages, schedule, alone, loss=nn.softmax_cross_entropy) as pipeline:
+            pipeline.step(*text(6))
+        gradients.append(stages[1].gradients[HEAD].tobytes())
+    assert gradients[0] == gradients[1] and stages[1].gradients[HEAD] is stages[0].gradients["0.weight"]
+    with pytest.raises(ArgumentError, match="lies in the buffer of a stage of an earlier pipeline"):
+        Pipeline(stages[1:], gpipe(1, 3), alone, loss=nn.softmax_cross_entropy)
+    alone.Free()
+
+
+def test_stages_of_two_dtypes_keep_an_array_each(comm):
+    """Both have parameters of float32, but no array of both bfloat16 and float32 can be computed with."""
+    alone = parts_of(comm, 1)
+    layers = [nn.Linear(8, 8, bias=False, tie="w"), nn.Linear(8, 8, bias=False, tie="w")]
+    given = [nn.Stage([layer], dtype, seed=1, first=i) for i, (layer, dtype) in
+             enumerate(zip(layers, ("float32", "bfloat16")))]  # fmt: skip
+
+    class Narrowed:
+        """The second stage, between float32 activations."""
+
+        inner_stages = given[1:]
+
+        def forward(self, x):
+            y, saved = given[1].forward(x.astype(given[1].dtype))
+            return y.astype(np.float32), saved
+
+        def backward(self, dy, saved):
+            return given[1].backward(dy.astype(given[1].dtype), saved).astype(np.float32)
+
+    x, t = np.random.default_rng(0).normal(size=(2, 6, 8)).astype(np.float32)
+    with Pipeline([given[0], Narrowed()], dense.build("looped_bfs", 1, 2, 3), alone, nn.mean_squared_error) as pipeline:
+        pipeline.step(x, t)
+    one, other = given[0].gradients["0.weight"], given[1].gradients["1.weight"]
+    assert not given[1].owners and not np.shares_memory(one, other) and one.tobytes() == other.tobytes() and one.any()
+    alone.Free()
+
+
+def test_places_of_different_shape_are_refused_as_they_are(comm):
+    alone = parts_of(comm, 1)
+    stage = nn.Stage([nn.Linear(8, 6, bias=False, tie="w"), nn.Linear(6, 8, bias=False, tie="w")])
+    with pytest.raises(MismatchError, match="tied parameters 'w' differ"):
+        Pipeline([stage], gpipe(1, 2), alone, loss=nn.mean_squared_error)
+    assert not stage.owners
+    alone.Free()
+
+
+def test_replicas_sum_every_place(comm):
+    """Two replicas of half a batch each have the gradients of the whole batch."""
+    if comm.size % 2:
+        pytest.skip("needs an even number of ranks")
+    alone = parts_of(comm, 1)
+    whole = build(gpipe(1, 2), 0)
+    with Pipeline(whole, gpipe(1, 2), alone, loss=nn.softmax_cross_entropy) as pipeline:
+        pipeline.step(*text(8))
+    alone.Free()
+    with Mesh(comm, pipe=comm.size // 2, data=2) as mesh:
+        schedule = gpipe(mesh.pipe.size, 2)
+        stages = build(schedule, mesh.pipe.rank)
+        inputs, targets = (part[mesh.data.rank * 4 :][:4] for part in text(8))
+        mine = dense.placed(schedule, mesh.pipe.rank, inputs, targets)
+        with Pipeline(stages, schedule, mesh.pipe, nn.softmax_cross_entropy, replicas=mesh.replicas) as pipeline:
+            pipeline.step(*mine)
+    for stage in stages:
+        for name, gradient in stage.gradients.items():
+            close_norm(gradient, whole[0].gradients[name], 1000, "float32", name)
+
+
+@pytest.fixture(params=["direct", "staged"])
+def sending(request, gpu, comm, monkeypatch):
+    if request.param == "direct" and gpu.real and not gpu_aware.detect(comm).direct:
+        pytest.skip("this MPI does not take device memory")
+    monkeypatch.setenv("MPIPIPE_GPU_DIRECT", "1" if request.param == "direct" else "0")
+    return request.param
+
+
+@pytest.mark.parametrize("name, chunks", [("one_f_one_b", 1), ("looped_bfs", 2)])
+def test_nothing_but_inputs_losses_and_messages_crosses_to_the_host(gpu, sending, comm, name, chunks):
+    microbatches = 3
+    schedule = dense.build(name, comm.size, chunks, microbatches)
+    stages = build(schedule, comm.rank, device="cuda")
+    inputs, targets = dense.placed(schedule, comm.rank, *text(6))
+    given = sum(array.nbytes for array in (inputs, targets) if array is not None)
+    losses = 0 if targets is None else microbatches * np.dtype(np.float64).itemsize
+    with Pipeline(stages, schedule, comm, loss=nn.softmax_cross_entropy) as pipeline:
+        pipeline.step(inputs, targets)  # the first one has tables and headers to make
+        crossed = gpu.crossing(lambda: pipeline.step(inputs, targets))
+        messages = pipeline.bytes_sent
+    if sending == "direct" or comm.size == 1:
+        assert crossed == {"to_host": losses, "to_device": given}
+        return
+    # staged messages: those of the pipeline, and the gradient of the tied matrix between the two ranks that have it
+    holds = (inputs is None) != (targets is None)
+    tied = 4 * MODEL["vocab"] * MODEL["dim"] if holds else 0
+    assert crossed["to_host"] == losses + messages + tied
+    everyone = comm.allgather(messages)
+    if comm.size == 2:
+        assert crossed["to_device"] == given + everyone[1 - comm.rank] + tied
