@@ -34,6 +34,7 @@ from mpipipe.arrays.memory import (
     zeros,
     zeros_like,
 )
+from mpipipe.arrays.nccl import bus_id, multiprocessors, nccl, nccl_type
 from mpipipe.arrays.streams import annotated, is_done, record, seconds_between, side_stream, stream, wait_for
 from mpipipe.arrays.transfer import copy_to_device, copy_to_host, download, download_all, pinned, upload
 from mpipipe.arrays.types import Array, DeviceArray, Event, Shape, Stream, Tree
@@ -50,6 +51,7 @@ __all__ = [
     "address",
     "aligned_empty",
     "annotated",
+    "bus_id",
     "check_device",
     "concatenate",
     "copy",
@@ -73,6 +75,9 @@ __all__ = [
     "is_done",
     "is_floating",
     "is_half",
+    "multiprocessors",
+    "nccl",
+    "nccl_type",
     "pinned",
     "plain",
     "record",

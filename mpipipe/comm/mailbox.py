@@ -70,8 +70,12 @@ class Mailbox:
             for envelope, shapes in zip(envelopes, leaves)
         ]
 
-    def begin_call(self, schedule: list, window: int) -> None:
-        """Begin a step whose incoming messages are known; the first `window` receives are posted at once."""
+    def begin_call(self, schedule: list, window: int, repeated: bool = False) -> None:
+        """Begin a step whose incoming messages are known; the first `window` receives are posted at once.
+
+        `repeated` says, on all ranks alike, that a call like this one has run to its end before.
+        """
+        self.transport.begin_call(repeated)
         self.incoming, self.next = schedule, 0
         for _ in range(min(window, len(schedule))):
             self._post_next()
@@ -153,12 +157,14 @@ class Mailbox:
                 request.Test()
 
     def flush(self) -> None:
-        """Wait until everything sent has left."""
+        """Wait until everything sent has left, and everything received is there."""
         while self.outgoing:
             request = self.outgoing[0]
             if not request.Test():
                 wait(request, "a send to be received", self.group)
             self.outgoing.popleft()
+        if not self.transport.settled():
+            wait(_Settled(self.transport), "the last messages to arrive", self.group)
 
     def drop_buffers(self) -> None:
         """Drop all free buffers; their shapes will not come again."""
@@ -188,3 +194,10 @@ class Mailbox:
         for request in self.outgoing:
             own(request)
         self.posted, self.outgoing = deque(), deque()
+
+
+class _Settled:
+    """A request that is complete once a transport has settled."""
+
+    def __init__(self, transport: Any) -> None:
+        self.Test = transport.settled

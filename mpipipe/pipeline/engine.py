@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import weakref
 from collections.abc import Callable
@@ -10,13 +11,17 @@ from typing import Any
 
 import numpy as np
 
+from mpipipe.arrays import Array
 from mpipipe.comm import runtime, settings
 from mpipipe.comm.allreduce import AllReduce
 from mpipipe.comm.mailbox import Mailbox
+from mpipipe.comm.nccl.choice import Choice, choose
+from mpipipe.comm.nccl.sums import NcclSums
 from mpipipe.comm.requests import own
-from mpipipe.comm.tags import Tags
+from mpipipe.comm.tags import Tags, neighbours
 from mpipipe.comm.transport import gpu_aware
 from mpipipe.comm.transport.choose import make_transport
+from mpipipe.comm.types import Sum
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import Position
 from mpipipe.pipeline.batch import Batch, BatchReader
@@ -30,6 +35,8 @@ from mpipipe.pipeline.messages import StageMessages
 from mpipipe.pipeline.plan import Plan
 from mpipipe.pipeline.ties import Ties
 from mpipipe.schedules import Schedule
+
+logger = logging.getLogger("mpipipe")
 
 
 class Engine:
@@ -46,6 +53,7 @@ class Engine:
     replicas : group of the ranks with the same stages, or None
     name : of the pipeline, for errors
     life : whether the pipeline is open
+    nccl : whether NCCL carries sums over replicas and messages, and why or why not
     host_elapsed : seconds of the last call, by the host's clock
     """
 
@@ -60,6 +68,8 @@ class Engine:
         self.name = f"pipeline {self.pipe.process.pipelines} ({schedule.name})"  # the how many-th of this rank
         self.tags = Tags(schedule.placement, schedule.microbatches, runtime.tag_upper_bound(self.comm))
         device = partners.devices[self.rank]
+        self.nccl = self._choose_nccl(device, partners.devices)
+        self.sums = NcclSums(self.replicas) if self.nccl.sums and self.replicas is not None else None
         self.messages = StageMessages(self._make_mailbox(device, partners.devices))
         self.agreement = Agreement(self.pipe, self.replicas, self.name)
         self.executor = Executor(
@@ -68,7 +78,7 @@ class Engine:
             self.messages,
             loss=None if loss is None else Loss(loss),
             recompute=recompute,
-            replicas=None if self.replicas is None else self.replicas.comm,
+            sum_up=None if self.replicas is None else self._start_sum,
             device=device,
         )
         numbers = schedule.stages_of(self.rank)
@@ -89,9 +99,32 @@ class Engine:
     def _make_mailbox(self, device: str, devices: list[str]) -> Mailbox:
         verdict = gpu_aware.detect(self.comm, self.pipe) if "cuda" in devices else None
         transport = make_transport(
-            self.comm, self.tags.channels, settings.synchronous_sends(), device, verdict, self.pipe
+            self.comm,
+            self.tags.channels,
+            settings.synchronous_sends(),
+            device,
+            verdict,
+            group=self.pipe,
+            pairs=neighbours(self.schedule.placement) if self.nccl.messages else (),
         )
         return Mailbox(transport, self.pipe)
+
+    def _choose_nccl(self, device: str, devices: list[str]) -> Choice:
+        """Whether NCCL is used; where there are no replicas and no GPU, nobody is asked."""
+        if self.replicas is None and "cuda" not in devices and not settings.nccl_is_demanded():
+            return Choice(False, False, "the ranks compute on the CPU")
+        mine = sum(self.rank in pair for pair in neighbours(self.schedule.placement))
+        choice = choose(self.groups, device, mine)
+        if device == "cuda" and self.rank == 0:
+            logger.info("NCCL: %s", choice)
+        return choice
+
+    def _start_sum(self, gradients: Array) -> Sum:
+        """Start the sum of gradients over the replicas."""
+        assert self.replicas is not None  # or nobody calls this
+        if self.sums is not None and self.sums.takes(gradients):
+            return self.sums.start(gradients)
+        return AllReduce(self.replicas.comm, gradients)
 
     # -- one call -----------------------------------------------------------------------------------------------
 
@@ -189,6 +222,8 @@ class Engine:
         self.agree("close")
         self.life.state = "closed"
         self.ties.close()
+        if self.sums is not None:
+            self.sums.close()
         self.messages.mailbox.transport.close()
         for group in self.groups:
             group.close()

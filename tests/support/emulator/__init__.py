@@ -11,10 +11,10 @@ import sys
 import threading
 import types
 
-from . import array, blas, compiler, cudnn, memory, runtime, streams
+from . import array, blas, compiler, cudnn, memory, nccl, runtime, streams
 from .array import explicit, now, poisoned
 from .compiler import compiler as host_compiler
-from .machine import CUDARuntimeError, HiddenAccess, Machine, NotEmulatedError, _machines, machine
+from .machine import CUDARuntimeError, DeviceHangError, HiddenAccess, Machine, NotEmulatedError, _machines, machine
 
 _replaced: list[dict] = []
 
@@ -44,6 +44,7 @@ def _public(module):
 
 
 MEMORY = "Memory MemoryPointer MemoryPool MemoryAsyncPool alloc get_allocator set_allocator".split()
+NCCL = {"NcclCommunicator": nccl.NcclCommunicator, "available": True}
 STREAM = "Stream Event get_current_stream get_elapsed_time".split()
 
 
@@ -62,6 +63,7 @@ def _modules() -> dict:
             "RangePop": lambda: machine().ranges.pop(),
         },
         "compiler": {"CompileException": compiler.CompileException},
+        "nccl": {**_public(nccl), **NCCL},
     }
     modules = {f"cupy.cuda.{name}": _module(f"cupy.cuda.{name}", **content) for name, content in parts.items()}
     cuda = _module(
@@ -127,6 +129,7 @@ def uninstall() -> list[str]:
 
 __all__ = [
     "CUDARuntimeError",
+    "DeviceHangError",
     "HiddenAccess",
     "Machine",
     "NotEmulatedError",

@@ -50,7 +50,11 @@ def setDevice(number: int):
 def getDeviceProperties(number: int) -> dict:
     if not 0 <= number < machine().devices:
         raise CUDARuntimeError("cudaErrorInvalidDevice: invalid device ordinal")
-    return {**PROPERTIES, "pciBusID": number + 1}
+    return {**PROPERTIES, "pciBusID": number + 1 + machine().first_bus}
+
+
+def deviceGetPCIBusId(device: int) -> str:
+    return f"0000:{getDeviceProperties(device)['pciBusID']:02X}:00.0"
 
 
 def deviceGetAttribute(attribute: int, device: int) -> int:
@@ -162,7 +166,7 @@ class Device:
 
     @property
     def pci_bus_id(self) -> str:
-        return f"0000:{self.id + 1:02X}:00.0"
+        return deviceGetPCIBusId(self.id)
 
     @property
     def attributes(self) -> dict:

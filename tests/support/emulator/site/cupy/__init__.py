@@ -6,7 +6,9 @@ import sys
 
 from support import emulator
 
-emulator.install(int(os.environ.get("MPIPIPE_TEST_GPU_SEED", "0")))
+machine = emulator.install(int(os.environ.get("MPIPIPE_TEST_GPU_SEED", "0")))
+if os.environ.get("MPIPIPE_TEST_GPU_OWN"):  # a GPU for each rank
+    machine.first_bus = int(os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or 0)
 
 
 @atexit.register
