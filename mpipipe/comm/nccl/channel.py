@@ -30,7 +30,7 @@ class Channel:
         What rank 0 of the communicator got from `new_identity`.
     first : callable
         Puts an operation on (communicator, stream) that all ranks begin with. NCCL connects ranks when they first talk,
-        and the host waits for that.
+        and the host waits for that. What it returns is kept until the operation is done.
 
     Attributes
     ----------
@@ -44,8 +44,9 @@ class Channel:
         keep_forever(self.communicator)  # its end is `close` or `abort`, not the collector's, which would wait there
         self.stream = arrays.side_stream()
         self.ended = False
-        first(self.communicator, self.stream.ptr)
+        kept = first(self.communicator, self.stream.ptr)
         self.stream.synchronize()
+        del kept
 
     def put(self, operation: Callable[[Any, int], object], after: Sequence[Event]) -> Event:
         """Put an operation on the stream, behind these events; returns the event behind it."""

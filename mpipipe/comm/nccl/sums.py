@@ -56,10 +56,11 @@ class NcclSums:
         self.event: Event | None = None
         self.connected: set[tuple[int, int]] = set()  # (type, count) that NCCL has made its connections for
 
-    def _first(self, communicator: Any, stream: int) -> None:
+    def _first(self, communicator: Any, stream: int) -> DeviceArray:
         one = arrays.upload(np.zeros(1, np.float32))
         arrays.stream().synchronize()
         self._add(one, communicator, stream)
+        return one
 
     def _add(self, part: DeviceArray, communicator: Any, stream: int) -> None:
         library, place = arrays.nccl(), arrays.address(part)
