@@ -255,6 +255,7 @@ class Executor:
         if self.sum_up is None:
             return
         start = perf_counter()
+        self.messages.mailbox.start_before(step.moment)
         for gradients in self.stages[step.chunk].gradients:
             self.sums.append(self.sum_up(gradients))
         self.clock.add(f"all-reduce {step.stage}", start, perf_counter())

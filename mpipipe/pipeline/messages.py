@@ -134,7 +134,7 @@ class StageMessages:
             self._drop_shapes()
         self.plan, self.specs = plan, self.kept.get(signature, {})
         schedule = self._receive_schedule(plan, signature) if self.known else []
-        self.mailbox.begin_call(schedule, plan.window, (signature, id(plan)) in self.ended)
+        self.mailbox.begin_call(schedule, plan.window, plan.moments, (signature, id(plan)) in self.ended)
 
     def end(self, signature: int) -> None:
         """Wait until everything sent has left, and keep the specs."""

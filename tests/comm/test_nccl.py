@@ -22,7 +22,7 @@ from mpipipe.comm.transport.choose import make_transport
 from mpipipe.comm.transport.gpu_aware import Verdict
 from mpipipe.comm.transport.nccl import NcclTransport
 from mpipipe.comm.wait import wait
-from mpipipe.errors import BackendError, MismatchError
+from mpipipe.errors import BackendError
 
 STAGED = Verdict(False, "for a test")
 
@@ -119,7 +119,7 @@ def test_info_says_whether_and_why(own, comm, launch, monkeypatch):
 @pytest.fixture
 def own(comm, monkeypatch):
     monkeypatch.setenv("MPIPIPE_TIMEOUT", "60")
-    with own_gpus(comm.rank, one_queue=True) as device:
+    with own_gpus(comm.rank) as device:
         yield device
 
 
@@ -174,8 +174,7 @@ def test_several_sums_in_buckets_whatever_is_waited_for_first(own, adder, comm, 
         wait(each)
     for k, flat in enumerate(flats):
         assert (arrays.download(flat) == comm.size * (comm.size - 1) / 2 + comm.size * k).all()
-    assert own.machine.most_underway == 1, "a bucket stands behind one that waits for other ranks"
-    assert not adder.waiting and adder.current is None
+    assert not adder.waiting and not adder.underway and adder.task is None
 
 
 def test_a_sum_follows_the_work_before_it(adder, comm):
@@ -240,22 +239,42 @@ def test_every_dtype_and_shape(transport, comm, kind):
         np.testing.assert_array_equal(arrays.download(received), content(shape, kind, 10 * number + left))
 
 
-def test_names_not_order_decide_what_arrives_where(own, transport, comm):
-    """Also for several arrays with one name, and for messages that nobody has asked for yet."""
+def test_messages_of_a_pair_arrive_in_their_order(transport, comm):
     right, left = around(comm)
     names = [(0, 3), (1, 3), (0, 7), (0, 3)]
-    sends = [
-        transport.isend(arrays.upload(np.full(50 + place, 10.0 * comm.rank + place)), right, *name)
-        for place, name in enumerate(names)
-    ]
-    for place in (2, 0, 1, 3):
-        received = transport.empty((50 + place,), np.dtype(float))
-        wait(transport.irecv(received, left, *names[place]))
+    receives, sends = [], []
+    for place, name in enumerate(names):
+        receives.append((transport.empty((50 + place,), np.dtype(float)), name))
+        requests = [transport.irecv(receives[-1][0], left, *name)]
+        requests.append(transport.isend(arrays.upload(np.full(50 + place, 10.0 * comm.rank + place)), right, *name))
+        sends += requests
+    for place, (received, _) in enumerate(receives):
+        wait(sends[2 * place])
         assert (arrays.download(received) == 10.0 * left + place).all(), place
     for request in sends:
         wait(request)
-    assert own.machine.most_underway == 1
-    assert transport.settled()
+    wait(Settled(transport))
+
+
+class Settled:
+    def __init__(self, transport):
+        self.Test = transport.settled
+
+
+def test_the_host_runs_ahead_by_one_message(own, transport, comm, monkeypatch):
+    """It could otherwise fill CUDA's queue of launches, and wait there for a rank that has failed."""
+    if own.machine.background:
+        pytest.skip("needs a device on which nothing runs before something waits for it")
+    right, left = around(comm)
+    buffers = [transport.empty((10,), np.dtype(float)) for _ in range(2)]
+    with monkeypatch.context() as patch:
+        patch.setattr(own.machine, "glance", lambda queue, position: queue.finished >= position)
+        receives = [transport.irecv(buffer, left, 0, 1) for buffer in buffers]
+        sends = [transport.isend(arrays.upload(np.full(10, 1.0)), right, 0, 1) for _ in range(2)]
+        assert receives[0].Test() and not receives[1].Test()
+        comm.Barrier()
+    for request in (*receives, *sends):
+        wait(request)
 
 
 def test_the_host_does_not_wait_for_the_data(own, transport, comm, monkeypatch):
@@ -297,23 +316,6 @@ def test_a_buffer_is_overwritten_only_after_its_last_reader(transport, comm):
         wait(send)
     for turn, copy in enumerate(copies):
         assert (arrays.download(copy) == 10.0 * left + turn).all()
-
-
-def test_another_size_is_an_error_and_no_hang(own, comm):
-    """Real NCCL would wait for ever."""
-    if comm.size < 2:
-        pytest.skip("messages need two ranks")
-    group = Group(comm)
-    transport = make_transport(comm, 1, False, "cuda", STAGED, group=group, pairs=neighbours([0, 1]))
-    transport.begin_call(repeated=True)
-    if comm.rank == 0:
-        transport.isend(arrays.upload(np.zeros(10)), 1, 0, 4)
-    if comm.rank == 1:
-        with pytest.raises(MismatchError, match="another size") as caught:
-            wait(transport.irecv(transport.empty((9,), np.dtype(float)), 0, 0, 4))
-        assert "80 bytes" in str(caught.value) and "72 bytes" in str(caught.value)
-    comm.Barrier()
-    transport.abort()
 
 
 def test_a_first_call_goes_another_way(own, transport, comm):

@@ -92,7 +92,6 @@ def test_messages_by_nccl_give_the_bits_of_staged_ones(own, comm, monkeypatch, n
     assert by_nccl == message_bytes
     tokens = 6 * SMALL["seq"] * 8
     assert crossed <= (2 if comm.size == 1 else 1) * tokens + 4 * 8, "inputs and targets, and losses"
-    assert own.machine.most_underway == (comm.size > 1), "a send behind another one"
 
 
 def test_messages_of_every_call_of_a_pipeline(own, comm, monkeypatch):

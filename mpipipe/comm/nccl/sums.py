@@ -1,9 +1,7 @@
 """Sums over replicas by NCCL: they stay on the device, bucket by bucket, while other stages still compute.
 
-Buckets are added in the order of the calls and of their places, the same on all ranks. A bucket is put on the stream
-once the one before it is done, which every wait of the rank and every layer looks after. So on the device nothing ever
-stands behind a kernel that waits for other ranks: where streams share a queue of the hardware, work of this package
-behind it might be what those ranks wait for.
+Buckets are put on the stream in the order of the calls and of their places, the same on all ranks. The caller starts
+sums and messages in one order (comm/transport/nccl.py says why).
 
 The host sees that a sum is done before anything uses it. So no wait of the host for its own device can depend on a rank
 that has failed meanwhile.
@@ -40,8 +38,10 @@ class NcclSums:
     channel : Channel
     waiting : deque of (NcclSum, start, stop)
         Buckets that are not on the stream yet, in order.
-    underway : Task, Event or None
-        Of the bucket that is: a task first where NCCL may have to connect ranks.
+    task : Task or None
+        Which puts a bucket there, where NCCL may have to connect ranks first; the next ones wait for it.
+    underway : deque of (event, NcclSum)
+        Buckets on the stream.
     """
 
     def __init__(self, group: Group) -> None:
@@ -51,9 +51,9 @@ class NcclSums:
         open_channel = partial(Channel, group.size, group.rank, identity, self._first)
         (self.channel,) = open_together([Task(open_channel, what)], group, what)
         self.waiting: deque[tuple[NcclSum, int, int]] = deque()
-        self.current: NcclSum | None = None
         self.task: Task[Event] | None = None
-        self.event: Event | None = None
+        self.starting: NcclSum | None = None  # of which the task puts a bucket there
+        self.underway: deque[tuple[Event, NcclSum]] = deque()
         self.connected: set[tuple[int, int]] = set()  # (type, count) that NCCL has made its connections for
 
     def _first(self, communicator: Any, stream: int) -> DeviceArray:
@@ -84,35 +84,28 @@ class NcclSums:
 
     def progress(self) -> None:
         """Let the sums advance; never waits."""
-        while self._current_is_done():
-            if not self.waiting:
-                unregister_progress(self)
-                return
-            new, start, stop = self.waiting.popleft()
-            self.current = new
-            part = new.flat[start:stop]
-            key = _type_of(part)[0], part.size
-            put = partial(self.channel.put, partial(self._add, part), [new.ready])
-            if key in self.connected:
-                self.event = put()
-            else:
-                self.connected.add(key)
-                self.task = Task(put, "a sum over the replicas by NCCL")
-
-    def _current_is_done(self) -> bool:
-        """Whether nothing is on the stream."""
-        if self.current is None:
-            return True
         self.channel.check()
-        if self.task is not None:
-            if not self.task.Test():
-                return False
-            self.event, self.task = self.task.result(), None
-        if not arrays.is_done(self.event):
-            return False
-        self.current.left -= 1
-        self.current, self.event = None, None
-        return True
+        if self.task is not None and self.task.Test():
+            assert self.starting is not None  # it is set with the task
+            self.underway.append((self.task.result(), self.starting))
+            self.task = None
+        while self.waiting and self.task is None:
+            self._put(*self.waiting.popleft())
+        while self.underway and arrays.is_done(self.underway[0][0]):
+            self.underway.popleft()[1].left -= 1
+        if self.task is None and not self.underway:
+            unregister_progress(self)
+
+    def _put(self, new: NcclSum, start: int, stop: int) -> None:
+        """Put a bucket on the stream."""
+        part = new.flat[start:stop]
+        key = _type_of(part)[0], part.size
+        put = partial(self.channel.put, partial(self._add, part), [new.ready])
+        if key in self.connected:
+            self.underway.append((put(), new))
+            return
+        self.connected.add(key)
+        self.task, self.starting = Task(put, "a sum over the replicas by NCCL"), new
 
     def abort(self) -> None:
         """After a failure: advance no more, let kernels end that wait for others, and free nothing that they touch."""

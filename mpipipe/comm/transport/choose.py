@@ -11,8 +11,7 @@ from mpipipe.comm.transport.direct import DirectTransport
 from mpipipe.comm.transport.gpu_aware import Verdict
 from mpipipe.comm.transport.host import CHUNK_BYTES, PIECE_BYTES, HostTransport
 from mpipipe.comm.transport.interface import Transport
-from mpipipe.comm.transport.lanes import Pair
-from mpipipe.comm.transport.nccl import NcclTransport
+from mpipipe.comm.transport.nccl import NcclTransport, Pair
 from mpipipe.comm.transport.staged import StagedTransport
 from mpipipe.comm.types import Communicator
 
@@ -58,4 +57,4 @@ def make_transport(
         return HostTransport(comm, channels, synchronous, PIECE_BYTES if verdict.direct else CHUNK_BYTES, typed=False)
     kind = DirectTransport if verdict.direct else StagedTransport
     transport = kind(comm, channels, synchronous)
-    return NcclTransport(comm, group, pairs, transport) if pairs else transport
+    return NcclTransport(group, pairs, transport) if pairs else transport

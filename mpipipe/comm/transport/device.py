@@ -88,9 +88,9 @@ class DeviceTransport(ABC):
         """The event behind the last work that reads a buffer, which may be overwritten then."""
         return self.retired.pop(id(array))[0] if id(array) in self.retired else arrays.record()
 
-    def begin_call(self, repeated: bool) -> None:
-        """Take no note of it: nothing here depends on the call."""
-        return
+    def begin_call(self, repeated: bool) -> bool:
+        """False: messages start in any order."""
+        return False
 
     def settled(self) -> bool:
         """True: once a receive tests true, its data need no other rank any more."""

@@ -54,8 +54,9 @@ class HostTransport:
     def retire(self, array: Array) -> None:
         """On the host no work is queued: what was to be read has been read."""
 
-    def begin_call(self, repeated: bool) -> None:
-        """Nothing depends on the call."""
+    def begin_call(self, repeated: bool) -> bool:
+        """False: messages start in any order."""
+        return False
 
     def settled(self) -> bool:
         """True: a receive tests true once its data are there."""

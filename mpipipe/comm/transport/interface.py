@@ -35,8 +35,11 @@ class Transport(Protocol):
     def retire(self, array: Array) -> None:
         """Take note that work queued so far is the last that reads this receive buffer."""
 
-    def begin_call(self, repeated: bool) -> None:
-        """Take note of a call; `repeated` says, on all ranks alike, that one like it has run to its end before."""
+    def begin_call(self, repeated: bool) -> bool:
+        """Begin a call; return whether its messages must be started in one order on all ranks.
+
+        `repeated` says, on all ranks alike, that a call like this one has run to its end before.
+        """
 
     def settled(self) -> bool:
         """Whether all that was received is there, and the device waits for no other rank any more."""

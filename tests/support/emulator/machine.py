@@ -144,7 +144,6 @@ class Machine:
         self.first_bus = 0  # bus number of device 0: ranks with different ones have GPUs of their own
         self.patience = 60.0  # seconds that the host waits for a peer's part before that counts as a hang
         self.communicators: list = []  # of NCCL, of this rank
-        self.most_underway = 0  # operations of one NCCL communicator that were queued at once
         self.used_bytes = self.peak_bytes = 0
 
     # -- streams
