@@ -170,10 +170,10 @@ class Engine:
         for stage in self.stages:
             stage.zero_gradients()
         state = self.run("step", batch, agreed, scale)
-        loss, losses = self.share_losses(state, agreed.microbatches)
-        if self.replicas is not None:
+        if self.replicas is not None:  # before the losses are fetched: the device must wait for no rank that may fail
             for pending in self.executor.sums:
                 self.replicas.wait(pending, "the sum of gradients over the replicas", everyone=True)
+        loss, losses = self.share_losses(state, agreed.microbatches)
         self.ties.sum_gradients()
         self.steps_taken += 1
         return state, loss, losses
