@@ -273,7 +273,7 @@ def test_the_host_runs_ahead_by_one_message(own, transport, comm, monkeypatch):
         sends = [transport.isend(arrays.upload(np.full(10, 1.0)), right, 0, 1) for _ in range(2)]
         assert receives[0].Test() and not receives[1].Test()
         comm.Barrier()
-    for request in (*receives, *sends):
+    for request in (*receives, *sends, Settled(transport)):
         wait(request)
 
 

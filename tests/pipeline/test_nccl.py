@@ -17,7 +17,7 @@ from mpipipe.attention import Local
 from mpipipe.comm.wait import wait
 from mpipipe.errors import BackendError, MismatchError, MpipipeError, PeerError, StageError
 from mpipipe.models import GPT
-from mpipipe.schedules import gpipe, one_f_one_b, partition
+from mpipipe.schedules import from_csv, gpipe, one_f_one_b, partition
 
 SMALL = dict(vocab=32, dim=16, layers=3, heads=4, kv_heads=2, hidden=24, seq=12)
 
@@ -95,6 +95,21 @@ def test_messages_by_nccl_give_the_bits_of_staged_ones(own, comm, monkeypatch, n
     assert by_nccl == needed
     tokens = 6 * SMALL["seq"] * 8
     assert crossed <= (2 if comm.size == 1 else 1) * tokens + 4 * 8, "inputs and targets, and losses"
+
+
+CROSSED = "0F0,0F1,0F2,0B1,0B0,0B2\n1F1,1B1,1F0,1F2,1B0,1B2\n"
+
+
+@pytest.mark.mpi(min_size=2)
+def test_messages_that_are_needed_in_another_order_than_they_are_made(own, subcomm, monkeypatch):
+    two = subcomm(2)
+    if two is None:
+        pytest.skip("only the first two ranks")
+    schedule = from_csv(CROSSED)
+    expected, loss, *_ = run(own, two, schedule, monkeypatch, "off")
+    found, other, *_ = run(own, two, schedule, monkeypatch, "auto")
+    same_bits(found, expected)
+    assert other == loss
 
 
 def test_messages_of_every_call_of_a_pipeline(own, comm, monkeypatch):
