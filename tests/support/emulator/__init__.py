@@ -68,7 +68,7 @@ def _modules() -> dict:
     modules = {f"cupy.cuda.{name}": _module(f"cupy.cuda.{name}", **content) for name, content in parts.items()}
     cuda = _module(
         "cupy.cuda",
-        **{name.rpartition(".")[2]: module for name, module in modules.items()},
+        **{name.rpartition(".")[2]: module for name, module in modules.items() if name != "cupy.cuda.nccl"},
         **pools, **order, **handle,
         Device=runtime.Device,
         alloc_pinned_memory=memory.alloc_pinned_memory,
