@@ -87,7 +87,7 @@ class Mailbox:
         repeated : whether, on all ranks alike, a call like this one has run to its end before
         """
         self.incoming, self.next = schedule, 0
-        self.moments = moments if self.transport.begin_call(repeated) else None
+        self.moments = moments if moments and self.transport.begin_call(repeated) else None
         if self.moments is not None:
             self.wanted = deque(entry[0] for entry in schedule)
             self.incoming = sorted(schedule, key=self._moment_of)
@@ -202,7 +202,7 @@ class Mailbox:
             if not request.Test():
                 wait(request, "a send to be received", self.group)
             self.outgoing.popleft()
-        if not self.transport.settled():
+        if self.moments is not None and not self.transport.settled():
             wait(_Settled(self.transport), "the last messages to arrive", self.group)
 
     def drop_buffers(self) -> None:

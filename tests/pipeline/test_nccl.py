@@ -106,7 +106,7 @@ CROSSED = "0F0,0F1,0F2,0B1,0B0,0B2\n1F1,1B1,1F0,1F2,1B0,1B2\n"
 def test_messages_that_are_needed_in_another_order_than_they_are_made(own, subcomm, monkeypatch):
     two = subcomm(2)
     if two is None:
-        pytest.skip("only the first two ranks")
+        return
     schedule = from_csv(CROSSED)
     expected, loss, *_ = run(own, two, schedule, monkeypatch, "off")
     found, other, *_ = run(own, two, schedule, monkeypatch, "auto")
@@ -158,7 +158,7 @@ def test_sums_of_two_replicas_have_the_bits_of_those_by_mpi(own, comm, monkeypat
 def test_sums_of_four_replicas_are_near_those_by_mpi(own, comm, subcomm, monkeypatch):
     four = subcomm(4)
     if four is None:
-        pytest.skip("only the first four ranks")
+        return
     with Mesh(four, pipe=1, data=4) as mesh:
         options = dict(replicas=mesh.replicas, part=slice(mesh.data.rank, mesh.data.rank + 1))
         expected, *_ = run(own, mesh.pipe, gpipe(1, 1), monkeypatch, "off", steps=1, **options)
