@@ -7,7 +7,7 @@ import os
 import ml_dtypes
 import numpy as np
 import pytest
-from support.emulator import poisoned
+from support.emulator import DeviceHangError, poisoned
 from support.emulator.fixture import own_gpus
 
 from mpipipe import arrays
@@ -328,3 +328,54 @@ def test_a_first_call_goes_another_way(own, transport, comm):
         wait(request)
     assert (arrays.download(received) == 1).all()
     assert sum(each._bytes for each in own.machine.communicators) == before
+
+
+# -- the emulated NCCL -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pair(own, comm):
+    """(rank, communicator) of two ranks; None on the others."""
+    if comm.size < 2:
+        pytest.skip("needs two ranks")
+    identity = comm.bcast(arrays.nccl().get_unique_id() if comm.rank == 0 else None)
+    yield (comm.rank, arrays.nccl().NcclCommunicator(2, identity, comm.rank)) if comm.rank < 2 else None
+    comm.Barrier()
+
+
+def exchange(pair, count):
+    """Queue a message of `count` bytes from rank 0 to rank 1; returns its array."""
+    rank, communicator = pair
+    array, library = arrays.zeros(count, np.uint8, "cuda"), arrays.nccl()
+    move = communicator.recv if rank else communicator.send
+    move(array.data.ptr, count, library.NCCL_UINT8, 1 - rank, arrays.stream().ptr)
+    return array
+
+
+def test_different_sizes_are_a_hang_that_one_sees(own, pair, comm):
+    own.machine.patience = 0.5
+    if pair is not None:
+        array = exchange(pair, 10_000 + pair[0])
+        with pytest.raises(DeviceHangError, match=r"of 1000[01] bytes"):
+            arrays.stream().synchronize()
+        pair[1].abort()
+        assert not arrays.download(array).any()
+
+
+def test_a_kernel_that_waits_holds_what_is_behind_it_in_one_queue(own, pair, comm):
+    own.machine.one_queue = True
+    if pair is not None:
+        outward, other = arrays.side_stream(), arrays.zeros(8, np.uint8, "cuda")
+        with outward:
+            array = exchange(pair, 10_000)
+            arrays.record()
+        arrays.set_zero(other)
+        behind = arrays.record()
+        if pair[0]:
+            comm.recv(source=0, tag=1)
+        else:
+            assert not any(arrays.is_done(behind) for _ in range(20)), "behind the event of the send's stream"
+            comm.send(None, dest=1, tag=1)
+        outward.synchronize()
+        behind.synchronize()
+        arrays.download(array)
