@@ -35,6 +35,7 @@ from mpipipe.arrays.memory import (
     zeros,
     zeros_like,
 )
+from mpipipe.arrays.nccl import bus_id, multiprocessors, nccl, nccl_type
 from mpipipe.arrays.platform import check_computable, is_amd
 from mpipipe.arrays.shortage import Shortage, memory_shortage
 from mpipipe.arrays.streams import (
@@ -64,6 +65,7 @@ __all__ = [
     "address",
     "aligned_empty",
     "annotated",
+    "bus_id",
     "check_computable",
     "check_device",
     "compute_capability",
@@ -93,6 +95,9 @@ __all__ = [
     "load_cuda_runtime",
     "memory_shortage",
     "missing_parts",
+    "multiprocessors",
+    "nccl",
+    "nccl_type",
     "own_stream",
     "pinned",
     "plain",

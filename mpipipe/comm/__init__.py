@@ -3,7 +3,7 @@
 where a rank stands      runtime, launcher, settings, mesh, device, describe, process
 agreement                group, consensus, presence, notes, attributes, communicators
 waiting                  wait, requests
-messages                 mailbox, tags, transport/, ring_exchange, allreduce
+messages                 mailbox, tags, transport/, ring_exchange, allreduce, nccl/
 the end of a job         abort, ending, excepthook, exit_hooks, report
 ranks without MPI        inprocess, inprocess_world
 names of types           types

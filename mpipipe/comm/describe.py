@@ -8,9 +8,13 @@ import sys
 from mpipipe import arrays
 from mpipipe.comm.group import Group, group_of
 from mpipipe.comm.launcher import launcher_size
+from mpipipe.comm.nccl.choice import choose
 from mpipipe.comm.runtime import mpi, tag_upper_bound
 from mpipipe.comm.transport import gpu_aware
 from mpipipe.comm.types import Communicator
+from mpipipe.errors import BackendError
+
+NEIGHBOURS = 4  # messages that a rank in the middle of a pipeline has under way: with two ranks, both ways
 
 
 def describe() -> dict[str, str]:
@@ -40,6 +44,17 @@ def describe() -> dict[str, str]:
         "GPU-aware MPI": _gpu_awareness(comm, group),
         "python": sys.version.split()[0],
     }
+
+
+def nccl(comm: Communicator) -> str:
+    """What NCCL would carry between the ranks of `comm`, each on its current GPU, and why; collective."""
+    group = group_of(comm)
+    if not group.agree("info: the GPUs", values=[arrays.device_count()]).any():
+        return "no GPU"
+    try:
+        return str(choose([group], "cuda" if arrays.device_count() else "cpu", messages=NEIGHBOURS))
+    except BackendError as error:
+        return str(error)
 
 
 def _gpu_awareness(comm: Communicator, group: Group) -> str:

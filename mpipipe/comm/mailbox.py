@@ -3,12 +3,15 @@
 The name of a message, not its order, decides what arrives where. There are two ways to receive. Where the shapes of
 all messages are known (`begin_call`), buffers are posted ahead of their data, at most `window` of them. Where they are
 not known, a small header comes first (`take_header`, then `take_unknown`).
+
+Some transports carry messages in an order (comm/transport/nccl.py). Then the sends and the receives of a rank are
+started together in the order of their moments, which is one for all messages of all ranks.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -62,6 +65,8 @@ class Mailbox:
         self.posted: deque = deque()  # (arrays, lease, requests, envelope), in the order of `incoming`
         self.incoming: list = []
         self.next = 0
+        self.moments: Mapping[Envelope, Any] | None = None  # of a call whose messages start in an order
+        self.wanted: deque = deque()  # envelopes of that call that are still to be taken, as they are needed
 
     def receive_schedule(self, envelopes: Sequence[Envelope], leaves: Sequence[Sequence[Leaf]]) -> list:
         """Return what `begin_call` takes: each envelope, in order, with the buffers that its arrays need."""
@@ -70,9 +75,23 @@ class Mailbox:
             for envelope, shapes in zip(envelopes, leaves)
         ]
 
-    def begin_call(self, schedule: list, window: int) -> None:
-        """Begin a step whose incoming messages are known; the first `window` receives are posted at once."""
+    def begin_call(
+        self, schedule: list, window: int, moments: Mapping[Envelope, Any] | None = None, repeated: bool = False
+    ) -> None:
+        """Begin a step whose incoming messages are known; the first `window` receives are posted at once.
+
+        Parameters
+        ----------
+        schedule, window : what `receive_schedule` returned, and how many receives to keep posted
+        moments : when each message is made, for transports that carry messages in an order
+        repeated : whether, on all ranks alike, a call like this one has run to its end before
+        """
         self.incoming, self.next = schedule, 0
+        self.moments = moments if moments and self.transport.begin_call(repeated) else None
+        if self.moments is not None:
+            self.wanted = deque(entry[0] for entry in schedule)
+            self.incoming = sorted(schedule, key=self._moment_of)
+            return
         for _ in range(min(window, len(schedule))):
             self._post_next()
 
@@ -90,14 +109,36 @@ class Mailbox:
             requests.append(transport.irecv(array, peer, channel, tag))
         self.posted.append((arrays, lease, requests, envelope))
 
+    def _moment_of(self, entry: tuple) -> Any:
+        assert self.moments is not None  # where order does not matter nobody asks
+        return self.moments[entry[0]]
+
+    def start_before(self, moment: Any) -> None:
+        """Where order matters, start the receives of all messages that are made before a moment."""
+        if self.moments is None:
+            return
+        while self.next < len(self.incoming) and self._moment_of(self.incoming[self.next]) < moment:
+            self._post_next()
+
+    def _bring_forward(self) -> None:
+        """Start the receives up to the next one that is needed, and put that one first."""
+        envelope = self.wanted.popleft()
+        while not any(envelope is entry[3] for entry in self.posted):
+            self._post_next()
+        while self.posted[0][3] is not envelope:
+            self.posted.rotate(-1)
+
     def take(self) -> tuple[list, Lease]:
         """Return the arrays of the next expected message, and their lease."""
+        if self.moments is not None:
+            self._bring_forward()
         arrays, lease, requests, envelope = self.posted[0]
         for request in requests:
             if not request.Test():
                 wait(request, envelope, self.group)
         self.posted.popleft()
-        self._post_next()
+        if self.moments is None:
+            self._post_next()
         return arrays, lease
 
     def take_header(self, envelope: Envelope) -> bytes:
@@ -128,6 +169,8 @@ class Mailbox:
     def put(self, envelope: Envelope, arrays: Sequence[Array]) -> None:
         """Send C-contiguous arrays; they must not change until the step has ended. Never waits."""
         peer, (channel, tag) = envelope[0], envelope[5]
+        if self.moments is not None:
+            self.start_before(self.moments[envelope])
         outgoing = self.outgoing
         while outgoing and outgoing[0].Test():
             outgoing.popleft()
@@ -153,12 +196,14 @@ class Mailbox:
                 request.Test()
 
     def flush(self) -> None:
-        """Wait until everything sent has left."""
+        """Wait until everything sent has left, and everything received is there."""
         while self.outgoing:
             request = self.outgoing[0]
             if not request.Test():
                 wait(request, "a send to be received", self.group)
             self.outgoing.popleft()
+        if self.moments is not None and not self.transport.settled():
+            wait(Settled(self.transport), "the last messages to arrive", self.group)
 
     def drop_buffers(self) -> None:
         """Drop all free buffers; their shapes will not come again."""
@@ -188,3 +233,10 @@ class Mailbox:
         for request in self.outgoing:
             own(request)
         self.posted, self.outgoing = deque(), deque()
+
+
+class Settled:
+    """A request that is complete once a transport has settled."""
+
+    def __init__(self, transport: Any) -> None:
+        self.Test = transport.settled

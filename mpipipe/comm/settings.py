@@ -62,6 +62,10 @@ def _is_count(text: str) -> bool:
         return False
 
 
+def _is_choice(text: str) -> bool:
+    return text in ("auto", "on", "off")
+
+
 def _is_switch(text: str) -> bool:
     return text in ("0", "1")
 
@@ -94,6 +98,13 @@ GPU_DIRECT = Variable(
     "by evidence: see comm/transport/gpu_aware.py",
     _is_switch,
 )
+NCCL = Variable(
+    "MPIPIPE_NCCL",
+    "off keeps NCCL out; on makes it an error where NCCL cannot be used.",
+    "auto, on or off",
+    "auto: NCCL where every rank has it and a GPU of its own",
+    _is_choice,
+)
 ATTENTION = Variable(
     "MPIPIPE_ATTENTION",
     "The library that computes attention; a choice for one kind of device leaves the other at its default.",
@@ -119,7 +130,7 @@ MPIEXEC = Variable(
     "a command",
     "the mpiexec beside the MPI library or beside Python",
 )
-VARIABLES = (TIMEOUT, TAG_UB, SYNC_SENDS, GPU_DIRECT, ATTENTION, DETERMINISTIC, PRODUCTS, MPIEXEC)
+VARIABLES = (TIMEOUT, TAG_UB, SYNC_SENDS, GPU_DIRECT, NCCL, ATTENTION, DETERMINISTIC, PRODUCTS, MPIEXEC)
 
 
 def check_settings() -> None:
@@ -136,6 +147,11 @@ def timeout() -> float | None:
 def synchronous_sends() -> bool:
     """Whether MPIPIPE_SYNC_SENDS asks for synchronous sends. Raises ArgumentError for what is no integer."""
     return bool(integer_setting(SYNC_SENDS.name, 0))
+
+
+def nccl_is_demanded() -> bool:
+    """Whether MPIPIPE_NCCL makes it an error that NCCL cannot be used."""
+    return os.environ.get(NCCL.name) == "on"
 
 
 def integer_setting(name: str, default: int) -> int:

@@ -14,6 +14,7 @@ communicators, called channels: (channel, tag) = divmod(code, TAG_UB + 1). Nothi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from mpipipe.errors import ArgumentError
 
@@ -58,6 +59,12 @@ class Tags:
         """(channel, tag) of one message; edge e joins stage e-1 to stage e, which lie on different ranks."""
         code = ((self.index[edge] * self.microbatches + microbatch) * 2 + direction) * 2 + part
         return divmod(code, self.base)
+
+
+def neighbours(placement: Sequence[int]) -> list[tuple[int, int]]:
+    """The ordered pairs of different ranks of which one sends to the other: activations one way, gradients back."""
+    joined = {pair for pair in pairwise(placement) if pair[0] != pair[1]}
+    return sorted(joined | {(after, before) for before, after in joined})
 
 
 def _edge_indices(placement: Sequence[int]) -> dict[int, int]:

@@ -25,6 +25,13 @@ class Request(Testable, Protocol):
         """Give the operation up after a failure."""
 
 
+class Sum(Request, Protocol):
+    """A sum over replicas under way."""
+
+    def progress(self) -> object:
+        """Let it advance; the current stream waits for nothing."""
+
+
 class Engine(Protocol):
     """What advances only while somebody calls it: see process.register_progress."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import weakref
 from collections.abc import Callable
@@ -10,13 +11,18 @@ from typing import Any
 
 import numpy as np
 
+from mpipipe.arrays import Array
 from mpipipe.comm import runtime, settings
 from mpipipe.comm.allreduce import AllReduce
 from mpipipe.comm.mailbox import Mailbox
+from mpipipe.comm.nccl.choice import Choice, choose
+from mpipipe.comm.nccl.sums import NcclSums
 from mpipipe.comm.requests import own
-from mpipipe.comm.tags import Tags
+from mpipipe.comm.tags import Tags, neighbours
 from mpipipe.comm.transport import gpu_aware
 from mpipipe.comm.transport.choose import make_transport
+from mpipipe.comm.transport.nccl import Pair
+from mpipipe.comm.types import Sum
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import Position
 from mpipipe.pipeline.batch import Batch, BatchReader
@@ -31,6 +37,8 @@ from mpipipe.pipeline.plan import Plan
 from mpipipe.pipeline.shortage import memory_error
 from mpipipe.pipeline.ties import TieNames, Ties
 from mpipipe.schedules import Schedule
+
+logger = logging.getLogger("mpipipe")
 
 
 class Engine:
@@ -47,6 +55,7 @@ class Engine:
     replicas : group of the ranks with the same stages, or None
     name : of the pipeline, for errors
     life : whether the pipeline is open
+    nccl : whether NCCL carries sums over replicas and messages, and why or why not
     host_elapsed : seconds of the last call, by the host's clock
     """
 
@@ -62,8 +71,11 @@ class Engine:
         self.tags = Tags(schedule.placement, schedule.microbatches, runtime.tag_upper_bound(self.comm))
         device = partners.devices[self.rank]
         names = TieNames(partners.ties, self.tags.channels, self.tags.base)
+        pairs = sorted({*neighbours(schedule.placement), *names.pairs})
+        self.nccl = self._choose_nccl(device, partners.devices, pairs)
+        self.sums = NcclSums(self.replicas) if self.nccl.sums and self.replicas is not None else None
         channels = self.tags.channels + names.channels
-        self.messages = StageMessages(self._make_mailbox(channels, device, partners.devices))
+        self.messages = StageMessages(self._make_mailbox(channels, device, partners.devices, pairs))
         self.agreement = Agreement(self.pipe, self.replicas, self.name)
         self.executor = Executor(
             self.rank,
@@ -71,7 +83,7 @@ class Engine:
             self.messages,
             loss=None if loss is None else Loss(loss),
             recompute=recompute,
-            replicas=None if self.replicas is None else self.replicas.comm,
+            sum_up=None if self.replicas is None else self._start_sum,
             device=device,
         )
         numbers = schedule.stages_of(self.rank)
@@ -89,10 +101,35 @@ class Engine:
             group.progress = lambda name=self.name: f"call {_count(watched)} of {name}"
             group.related = self.groups
 
-    def _make_mailbox(self, channels: int, device: str, devices: list[str]) -> Mailbox:
+    def _make_mailbox(self, channels: int, device: str, devices: list[str], pairs: list[Pair]) -> Mailbox:
         verdict = gpu_aware.detect(self.comm, self.pipe) if "cuda" in devices else None
-        transport = make_transport(self.comm, channels, settings.synchronous_sends(), device, verdict, self.pipe)
+        transport = make_transport(
+            self.comm,
+            channels,
+            settings.synchronous_sends(),
+            device,
+            verdict,
+            group=self.pipe,
+            pairs=pairs if self.nccl.messages else (),
+        )
         return Mailbox(transport, self.pipe)
+
+    def _choose_nccl(self, device: str, devices: list[str], pairs: list[Pair]) -> Choice:
+        """Whether NCCL is used; where there are no replicas and no GPU, nobody is asked."""
+        if self.replicas is None and "cuda" not in devices and not settings.nccl_is_demanded():
+            return Choice(False, False, "the ranks compute on the CPU")
+        mine = sum(self.rank in pair for pair in pairs)
+        choice = choose(self.groups, device, mine)
+        if device == "cuda" and self.rank == 0:
+            logger.info("NCCL: %s", choice)
+        return choice
+
+    def _start_sum(self, gradients: Array) -> Sum:
+        """Start the sum of gradients over the replicas."""
+        assert self.replicas is not None  # or nobody calls this
+        if self.sums is not None and self.sums.takes(gradients):
+            return self.sums.start(gradients)
+        return AllReduce(self.replicas.comm, gradients)
 
     # -- one call -----------------------------------------------------------------------------------------------
 
@@ -145,10 +182,10 @@ class Engine:
         for stage in self.stages:
             stage.begin_gradients()
         state = self.run("step", batch, agreed, scale)
-        loss, losses = self.share_losses(state, agreed.microbatches)
-        if self.replicas is not None:
+        if self.replicas is not None:  # before the losses are fetched: the device must wait for no rank that may fail
             for pending in self.executor.sums:
                 self.replicas.wait(pending, "the sum of gradients over the replicas", everyone=True)
+        loss, losses = self.share_losses(state, agreed.microbatches)
         self.ties.sum_gradients()
         self.steps_taken += 1
         return state, loss, losses
@@ -196,6 +233,8 @@ class Engine:
         """Free the communicators."""
         self.agree("close")
         self.life.state = "closed"
+        if self.sums is not None:
+            self.sums.close()
         self.messages.mailbox.transport.close()
         for group in self.groups:
             group.close()

@@ -15,9 +15,8 @@ import numpy as np
 from mpipipe import arrays
 from mpipipe.arrays import Array, Tree
 from mpipipe.arrays.trees import flatten, unflatten
-from mpipipe.comm.allreduce import AllReduce
 from mpipipe.comm.mailbox import Lease
-from mpipipe.comm.types import Communicator
+from mpipipe.comm.types import Sum
 from mpipipe.errors import ArgumentError, MpipipeError, PeerError, StageError
 from mpipipe.nn import kernels
 from mpipipe.pipeline.call_state import CallInputs, CallState
@@ -41,7 +40,7 @@ class Executor:
     messages : activations and gradients from and to other ranks
     loss : of the last stage, or None
     recompute : keep only the input of each stage, and run its forward again before its backward
-    replicas : communicator of the ranks with the same stages, or None
+    sum_up : starts the sum of gradients over the replicas, or None
     device : "cpu" or "cuda", where the stages compute
 
     Attributes
@@ -60,11 +59,11 @@ class Executor:
         messages: StageMessages,
         loss: Loss | None,
         recompute: bool = False,
-        replicas: Communicator | None = None,
+        sum_up: Callable[[Array], Sum] | None = None,
         device: str = "cpu",
     ):
         self.rank, self.stages, self.messages, self.loss = rank, stages, messages, loss
-        self.recompute, self.replicas = recompute, replicas
+        self.recompute, self.sum_up = recompute, sum_up
         self.actions: dict[str, Callable[[PlannedAction, CallState], None]] = {
             "F": self._forward,
             "B": self._backward,
@@ -77,7 +76,7 @@ class Executor:
         self.marks: list = []
         self.place = f"rank {rank}"
         self.peak = 0
-        self.sums: list[AllReduce] = []
+        self.sums: list[Sum] = []
         self.state: CallState | None = None
 
     def run(self, steps: Sequence[PlannedAction], inputs: CallInputs) -> CallState:
@@ -86,7 +85,7 @@ class Executor:
         self.sums = []
         self.marks = self.clock.begin(steps, inputs.training)
         actions = self.actions if self.clock.recorder is None or not self.on_gpu else self._annotated()
-        sums_gradients = self.replicas is not None
+        sums_gradients = self.sum_up is not None
         step = steps[0]
         try:
             for step in steps:
@@ -258,11 +257,12 @@ class Executor:
     # -- sums over replicas, progress ---------------------------------------------------------------------------
 
     def _start_sum(self, step: PlannedAction) -> None:
-        if self.replicas is None:
+        if self.sum_up is None:
             return
         start = perf_counter()
+        self.messages.mailbox.start_before(step.moment)
         for gradients in self.stages[step.chunk].gradients:
-            self.sums.append(AllReduce(self.replicas, gradients))
+            self.sums.append(self.sum_up(gradients))
         self.clock.add(f"all-reduce {step.stage}", start, perf_counter())
 
     def poll(self) -> None:

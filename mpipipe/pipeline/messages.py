@@ -125,6 +125,7 @@ class StageMessages:
         self.kept: dict[int, dict[tuple[int, int], MessageSpec]] = {}  # by signature of the inputs
         self.receive_schedules: dict[tuple[int, int], list] = {}  # by (signature, id of the plan)
         self.plan: Plan | None = None  # of the last call
+        self.ended: set[tuple[int, int]] = set()  # (signature, id of the plan) of calls that have run to their end
 
     def begin(self, plan: Plan, signature: int) -> None:
         """Begin a call whose inputs have this signature; every rank of the pipeline does so."""
@@ -132,12 +133,14 @@ class StageMessages:
         if not self.known and len(self.kept) == KNOWN_SHAPES:
             self._drop_shapes()
         self.plan, self.specs = plan, self.kept.get(signature, {})
-        self.mailbox.begin_call(self._receive_schedule(plan, signature) if self.known else [], plan.window)
+        schedule = self._receive_schedule(plan, signature) if self.known else []
+        self.mailbox.begin_call(schedule, plan.window, plan.moments, (signature, id(plan)) in self.ended)
 
     def end(self, signature: int) -> None:
         """Wait until everything sent has left, and keep the specs."""
         self.mailbox.flush()
         self.kept[signature] = self.specs
+        self.ended.add((signature, id(self.plan)))
 
     def _receive_schedule(self, plan: Plan, signature: int) -> list:
         key = signature, id(plan)
@@ -153,6 +156,7 @@ class StageMessages:
         """Drop all specs and the buffers kept for them; every rank does so at the same call."""
         self.kept.clear()
         self.receive_schedules.clear()
+        self.ended.clear()
         self.mailbox.drop_buffers()
 
     @property

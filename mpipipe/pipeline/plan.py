@@ -7,11 +7,14 @@ Envelope, and finds how far ahead receives must be posted.
 from __future__ import annotations
 
 from bisect import bisect_right
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple, TypeAlias
 
 from mpipipe.comm.mailbox import Envelope
 from mpipipe.comm.tags import BACKWARD, DATA, FORWARD, HEADER, Tags
 from mpipipe.schedules import Action, Schedule, simulate
+
+Moment: TypeAlias = tuple[float, int, str, int]  # (end by simulation, stage, op, micro-batch): no two are equal
 
 
 class PlannedAction(NamedTuple):
@@ -29,6 +32,7 @@ class PlannedAction(NamedTuple):
     receive: Envelope | None
     send: Envelope | None
     completes: bool  # no later action adds to this stage's gradients
+    moment: Moment  # when it ends, in an order of all actions of all ranks
 
     def __str__(self) -> str:
         return f"{self.stage}{self.op}{self.microbatch}"
@@ -42,18 +46,41 @@ class Plan:
     steps : list of PlannedAction
     receives : Envelope of every message that this rank receives, in the order in which its steps need them
     sends : Envelope of every message that this rank sends, in the order in which its steps make them
+    moments : Envelope -> Moment of the end of the action that makes the message: an order of all messages of all ranks,
+        by which each action comes after the messages that it needs
     window : number of receives kept posted ahead: the smallest number for which, with stages of equal cost, each
         receive is posted before its message is sent
     """
 
     def __init__(self, schedule: Schedule, rank: int, tags: Tags):
-        self.steps = _steps(schedule, rank, tags)
+        spans = simulate(schedule).spans
+        ends = {action: end for row in spans for action, _, end in row}
+        self.steps = _steps(schedule, rank, tags, ends)
+        self.moments = {step.send: step.moment for step in self.steps if step.send is not None}
+        for step in self.steps:
+            if step.receive is not None:
+                self.moments[step.receive] = _made(Action(step.stage, step.op, step.microbatch), schedule.stages, ends)
         self.receives = [step.receive for step in self.steps if step.receive is not None]
         self.sends = [step.send for step in self.steps if step.send is not None]
         self.window = receive_window(schedule, rank) if self.receives else 0
 
 
-def _steps(schedule: Schedule, rank: int, tags: Tags) -> list[PlannedAction]:
+def _moment(action: Action, ends: Mapping[Action, float]) -> Moment:
+    stage, op, microbatch = action
+    return ends[action], stage, op, microbatch
+
+
+def _made(action: Action, stages: int, ends: Mapping[Action, float]) -> Moment:
+    """When the message is made that an action needs."""
+    producer = _producer(action, stages)
+    assert producer is not None  # an action without one receives no message
+    stage, op, microbatch = producer
+    if producer not in ends:  # the neighbour does not split its backward where this rank does, or the reverse
+        op = "B" if op == "I" else "I"
+    return _moment(Action(stage, op, microbatch), ends)
+
+
+def _steps(schedule: Schedule, rank: int, tags: Tags, ends: Mapping[Action, float]) -> list[PlannedAction]:
     placement, last_stage = schedule.placement, schedule.stages - 1
     chunk_of = {stage: chunk for chunk, stage in enumerate(schedule.stages_of(rank))}
     final = {action.stage: action for action in schedule.orders[rank] if action.op in "BW"}
@@ -74,10 +101,9 @@ def _steps(schedule: Schedule, rank: int, tags: Tags) -> list[PlannedAction]:
         elif op in "BI":
             receive = envelope(stage + 1, stage + 1, microbatch, BACKWARD)
             send = envelope(stage, stage - 1, microbatch, BACKWARD)
-        completes = final.get(stage) == action
-        first, last = stage == 0, stage == last_stage
-        place = op, stage, chunk_of[stage], microbatch
-        steps.append(PlannedAction(*place, first=first, last=last, receive=receive, send=send, completes=completes))
+        facts = stage == 0, stage == last_stage, receive, send, final.get(stage) == action
+        moment = _moment(action, ends)
+        steps.append(PlannedAction(op, stage, chunk_of[stage], microbatch, *facts, moment=moment))
     return steps
 
 

@@ -15,11 +15,13 @@ Messages and additions are where the gradients are: nothing of a GPU's passes th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import permutations
 from typing import NamedTuple, TypeAlias
 
 from mpipipe import arrays, nn
 from mpipipe.arrays import Array
 from mpipipe.comm.group import Group
+from mpipipe.comm.mailbox import Settled
 from mpipipe.comm.requests import own
 from mpipipe.comm.transport.interface import Transport
 from mpipipe.comm.types import Testable
@@ -103,6 +105,7 @@ class TieNames:
     Attributes
     ----------
     order : tie key -> its places, two at least, in the order of the stages
+    pairs : ranks of which one sends to the other
     channels : how many channels they need
     """
 
@@ -119,8 +122,10 @@ class TieNames:
                 channel, tag = divmod(count, tags)
                 self.order[key].append(TiedPlace(place, rank, first_channel + channel, tag))
                 count += 1
-        between_ranks = any(len({place.rank for place in places}) > 1 for places in self.order.values())
-        self.channels = -(-count // tags) if between_ranks else 0
+        self.pairs = {
+            pair for places in self.order.values() for pair in permutations({place.rank for place in places}, 2)
+        }
+        self.channels = -(-count // tags) if self.pairs else 0
 
 
 class Ties:
@@ -141,6 +146,7 @@ class Ties:
             (number, inner): model for number, stage in zip(numbers, stages) for inner, model in enumerate(stage.models)
         }
         share(list(_shared(names, owner, pipe.rank)))
+        self.pipe, self.transport = pipe, transport
         self.parameters = [
             TiedParameter(pipe, transport, places, owner)
             for places in names.order.values()
@@ -151,6 +157,8 @@ class Ties:
         """Give every rank the sum over all places, of each parameter."""
         for parameter in self.parameters:
             parameter.sum_gradients()
+        if self.parameters:
+            self.pipe.wait(Settled(self.transport), "the gradients of tied parameters to arrive")
 
 
 def _shared(names: TieNames, owner: Owner, rank: int) -> Iterator[tuple[User, User]]:
@@ -206,11 +214,16 @@ class TiedParameter:
         """Give every array of the gradient on this rank the sum of all parts."""
         here = self.pipe.rank
         parts = list(zip(self.places, self.parts))
-        receives = [(self._receive(part, place), place) for place, part in parts if place.rank != here]
-        sends = [(self._send(part, place, peer), place) for place, part in parts if place.rank == here
-                 for peer in self.peers]  # fmt: skip
-        for request, place in (*receives, *sends):
-            self._wait([request], place)
+        requests = []
+        for place, part in parts:  # in this order on all ranks, as NCCL needs it
+            mine = (
+                [self._send(part, place, peer) for peer in self.peers]
+                if place.rank == here
+                else [self._receive(part, place)]
+            )
+            requests.append((mine, place))
+        for mine, place in requests:
+            self._wait(mine, place)
         total, *others = self.parts  # if it is of this rank, then it is the first of `sums`
         for part in others:
             kernels.of_array(total).accumulate(total, part)

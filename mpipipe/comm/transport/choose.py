@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 
 from mpipipe.comm.group import Group, group_of
 from mpipipe.comm.transport import gpu_aware
@@ -10,6 +11,7 @@ from mpipipe.comm.transport.direct import DirectTransport
 from mpipipe.comm.transport.gpu_aware import Verdict
 from mpipipe.comm.transport.host import CHUNK_BYTES, PIECE_BYTES, HostTransport
 from mpipipe.comm.transport.interface import Transport
+from mpipipe.comm.transport.nccl import NcclTransport, Pair
 from mpipipe.comm.transport.staged import StagedTransport
 from mpipipe.comm.types import Communicator
 
@@ -23,6 +25,7 @@ def make_transport(
     device: str = "cpu",
     verdict: Verdict | None = None,
     group: Group | None = None,
+    pairs: Collection[Pair] = (),
 ) -> Transport:
     """The transport for arrays on this rank's device; collective.
 
@@ -36,6 +39,8 @@ def make_transport(
         What gpu_aware.detect said; by default it is asked where a rank computes on a GPU.
     group : Group, optional
         In which the ranks agree; by default that of `comm`.
+    pairs : collection of (int, int)
+        Ranks of which one sends to the other by NCCL, the same on all ranks; none where they have not chosen NCCL.
     """
     group = group_of(comm) if group is None else group
     everyone = group.gather("making a transport", (device, verdict))
@@ -44,9 +49,12 @@ def make_transport(
     verdicts = [other for _, other in everyone if other is not None] or [gpu_aware.detect(comm, group)]
     verdict = next((other for other in verdicts if not other.direct), verdicts[0])
     if comm.rank == 0:
-        logger.info("device arrays travel %s: %s", "directly" if verdict.direct else "by the host", verdict.reason)
+        way = "by NCCL, what it does not take " if pairs else ""
+        logger.info(
+            "device arrays travel %s%s: %s", way, "directly" if verdict.direct else "by the host", verdict.reason
+        )
     if device == "cpu":
         return HostTransport(comm, channels, synchronous, PIECE_BYTES if verdict.direct else CHUNK_BYTES, typed=False)
-    if verdict.direct:
-        return DirectTransport(comm, channels, synchronous)
-    return StagedTransport(comm, channels, synchronous)
+    kind = DirectTransport if verdict.direct else StagedTransport
+    transport = kind(comm, channels, synchronous)
+    return NcclTransport(group, pairs, transport) if pairs else transport

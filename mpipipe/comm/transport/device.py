@@ -81,10 +81,20 @@ class DeviceTransport(ABC):
     def irecv(self, array: Array, peer: int, channel: int, tag: int) -> DeviceMessage:
         """Start receiving into `array`, which must have the sender's size in bytes."""
         check_sendable(array)
-        ready = None
-        if arrays.is_device(array):
-            ready = self.retired.pop(id(array))[0] if id(array) in self.retired else arrays.record()
+        ready = self.free_event(array) if arrays.is_device(array) else None
         return self._begin(self.receives, self._incoming(array, (peer, channel, tag), ready))
+
+    def free_event(self, array: DeviceArray) -> Event:
+        """The event behind the last work that reads a buffer, which may be overwritten then."""
+        return self.retired.pop(id(array))[0] if id(array) in self.retired else arrays.record()
+
+    def begin_call(self, repeated: bool) -> bool:
+        """False: messages start in any order."""
+        return False
+
+    def settled(self) -> bool:
+        """True: once a receive tests true, its data need no other rank any more."""
+        return True
 
     @abstractmethod
     def _outgoing(self, array: Array, name: Name, ready: Event | None) -> DeviceMessage:

@@ -54,6 +54,14 @@ class HostTransport:
     def retire(self, array: Array) -> None:
         """On the host no work is queued: what was to be read has been read."""
 
+    def begin_call(self, repeated: bool) -> bool:
+        """False: messages start in any order."""
+        return False
+
+    def settled(self) -> bool:
+        """True: a receive tests true once its data are there."""
+        return True
+
     def progress(self) -> bool:
         """False: MPI lets all messages advance whenever it is called, with a test of any request for example."""
         return False

@@ -35,6 +35,15 @@ class Transport(Protocol):
     def retire(self, array: Array) -> None:
         """Take note that work queued so far is the last that reads this receive buffer."""
 
+    def begin_call(self, repeated: bool) -> bool:
+        """Begin a call; return whether its messages must be started in one order on all ranks.
+
+        `repeated` says, on all ranks alike, that a call like this one has run to its end before.
+        """
+
+    def settled(self) -> bool:
+        """Whether all that was received is there, and the device waits for no other rank any more."""
+
     def progress(self) -> bool:
         """Let everything under way advance, if that is this object's business, and say whether it is."""
 

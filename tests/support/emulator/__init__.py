@@ -12,10 +12,10 @@ import sys
 import threading
 import types
 
-from . import array, blas, compiler, cudnn, memory, runtime, streams, toolkit
+from . import array, blas, compiler, cudnn, memory, nccl, runtime, streams, toolkit
 from .array import explicit, now, poisoned
 from .compiler import compiler as host_compiler
-from .machine import CUDARuntimeError, HiddenAccess, Machine, NotEmulatedError, _machines, machine
+from .machine import CUDARuntimeError, DeviceHangError, HiddenAccess, Machine, NotEmulatedError, _machines, machine
 
 VARIABLES = ("CUDNN_FRONTEND_CUDART_LIB_NAME",)  # that the package sets for the libraries of a GPU
 _replaced: list[dict] = []
@@ -58,6 +58,7 @@ def _public(module):
 
 
 MEMORY = "OutOfMemoryError Memory MemoryPointer MemoryPool MemoryAsyncPool alloc get_allocator set_allocator".split()
+NCCL = {"NcclCommunicator": nccl.NcclCommunicator, "available": True}
 STREAM = "Stream Event get_current_stream get_elapsed_time".split()
 
 
@@ -77,11 +78,12 @@ def _modules(amd: bool) -> dict:
         },
         "compiler": {"CompileException": toolkit.CompileException},
         "nvrtc": {"getVersion": toolkit.getVersion},
+        "nccl": {**_public(nccl), **NCCL},
     }
     modules = {f"cupy.cuda.{name}": _module(f"cupy.cuda.{name}", **content) for name, content in parts.items()}
     cuda = CudaModule("cupy.cuda")
     cuda.__dict__.update(
-        **{name.rpartition(".")[2]: module for name, module in modules.items()},
+        **{name.rpartition(".")[2]: module for name, module in modules.items() if name != "cupy.cuda.nccl"},
         **pools, **order, **handle,
         Device=runtime.Device,
         alloc_pinned_memory=memory.alloc_pinned_memory,
@@ -155,6 +157,7 @@ def uninstall() -> list[str]:
 
 __all__ = [
     "CUDARuntimeError",
+    "DeviceHangError",
     "HiddenAccess",
     "Machine",
     "NotEmulatedError",

@@ -92,6 +92,19 @@ def a_gpu(devices: int = 1):
 
 
 @contextmanager
+def own_gpus(rank: int, one_queue: bool = False):
+    """An emulated Gpu for each rank, between which NCCL works.
+
+    With `one_queue` all streams share one queue in hardware, the worst that a GPU may do to streams.
+    """
+    with an_emulated_gpu() as device:
+        device.machine.first_bus = rank
+        device.machine.one_queue = one_queue
+        device.environment["MPIPIPE_TEST_GPU_OWN"] = "1"
+        yield device
+
+
+@contextmanager
 def an_emulated_gpu(devices: int = 1, amd: bool = False):
     """An emulated Gpu, or one of AMD's; it runs to its end, and fails the test where something went wrong unseen."""
     if host_compiler() is None:

@@ -7,8 +7,10 @@ also works by itself now and then, so that different seeds show different orders
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
+import time
 import weakref
 from bisect import bisect_right, insort
 from collections import deque
@@ -35,13 +37,24 @@ class CUDARuntimeError(RuntimeError):
     """What the CUDA runtime refuses, as cupy.cuda.runtime.CUDARuntimeError."""
 
 
+class DeviceHangError(AssertionError):
+    """The host waits for work on the device that will never end, because another rank does not do its part."""
+
+
 @dataclass
 class Operation:
-    """One thing on a stream: a computation, or the wait for a position on another stream."""
+    """One thing on a stream: a computation, the wait for a position on another stream, or a kernel that meets a peer.
+
+    number : place in the order in which the host issued all operations of the device
+    meets : asked again and again once the operation has begun; true when the other ranks have done their part
+    """
 
     name: str
     run: Callable[[], None] | None = None
     after: tuple[Queue, int] | None = None
+    number: int = 0
+    meets: Callable[[], bool] | None = None
+    begun: bool = False
 
 
 class Queue:
@@ -152,6 +165,11 @@ class Machine:
         self.errors: list[str] = []
         self.broken = False
         self.ranges: list[str] = []
+        self.number_issued = 0
+        self.one_queue = False  # whether all streams share one queue in hardware: see _advance_in_issue_order
+        self.first_bus = 0  # bus number of device 0: ranks with different ones have GPUs of their own
+        self.patience = 60.0  # seconds that the host waits for a peer's part before that counts as a hang
+        self.communicators: list = []  # of NCCL, of this rank
         self.used_bytes = self.peak_bytes = 0
 
     # -- streams
@@ -174,10 +192,11 @@ class Machine:
             raise CUDARuntimeError(f"cudaErrorInvalidResourceHandle: no stream {ptr!r}")
         return self.queues[ptr]
 
-    def put(self, queue: Queue, name: str, run=None, after=None) -> int:
+    def put(self, queue: Queue, name: str, run=None, after=None, meets=None) -> int:
         """Queue an operation, and return its position."""
         with self.lock:
-            queue.operations.append(Operation(name, run, after))
+            self.number_issued += 1
+            queue.operations.append(Operation(name, run, after, self.number_issued, meets))
             queue.issued += 1
             position = queue.issued
             if self.background and self.random.random() < self.background:
@@ -185,16 +204,30 @@ class Machine:
                 self.advance(some, some.issued, self.random.randint(1, 4))
             return position
 
-    def launch(self, queue: Queue, name: str, run) -> int:
+    def launch(self, queue: Queue, name: str, run, meets=None) -> int:
         """As `put`, for what the program asked for by name."""
         self.launches.append(name)
         if not queue.ptr:
             self.null_launches.append(name)
-        return self.put(queue, name, run)
+        return self.put(queue, name, run, None, meets)
 
     def advance(self, queue: Queue, position: int, steps: int | None = None):
-        """Run what `position` operations of a stream need, and not more than `steps` operations."""
+        """Run what `position` operations of a stream need: all of it, or at most `steps` operations and no waiting."""
+        self._advance(queue, position, steps)
+        start = time.monotonic()
+        while steps is None and queue.finished < position:  # for another rank, while all streams go on
+            time.sleep(1e-4)
+            for each in tuple(self.all_queues):
+                self._advance(each, each.issued)
+            if time.monotonic() - start > self.patience:
+                stuck = [each.operations[0].name for each in self.all_queues if each.operations]
+                raise DeviceHangError(f"the host waits for a device that waits for ever: {'; '.join(stuck)}")
+
+    def _advance(self, queue: Queue, position: int, steps: int | None = None):
         with self.lock:
+            if self.one_queue:
+                self._advance_in_issue_order(queue, position, steps)
+                return
             goals = [(queue, position)]
             while goals and steps != 0:
                 queue, position = goals[-1]
@@ -205,8 +238,41 @@ class Machine:
                 if after is not None and after[0].finished < after[1]:
                     goals.append(after)
                     continue
+                if not self._met(queue.operations[0]):
+                    return
                 self._run(queue)
                 steps = None if steps is None else steps - 1
+
+    def _met(self, operation: Operation) -> bool:
+        """Whether an operation that has begun can end."""
+        operation.begun = True
+        return operation.meets is None or self.broken or operation.meets()
+
+    def _advance_in_issue_order(self, queue: Queue, position: int, steps: int | None = None):
+        """As a GPU whose streams share one queue: nothing begins before all that was issued earlier has begun."""
+        while queue.finished < position and steps != 0:
+            running = [each for each in self.all_queues if each.operations and each.operations[0].begun]
+            for each in running:
+                if self._met(each.operations[0]):
+                    self._run(each)
+                    break
+            else:
+                waiting = [
+                    (operation.number, each, place)
+                    for each in self.all_queues
+                    for place, operation in enumerate(itertools.islice(each.operations, 2))
+                    if not operation.begun
+                ]
+                if not waiting:
+                    return
+                _, first, place = min(waiting, key=lambda one: one[0])
+                after = first.operations[place].after
+                if place or (after is not None and after[0].finished < after[1]):
+                    return  # behind a kernel that meets a peer, or behind an event
+                if not self._met(first.operations[0]):
+                    continue
+                self._run(first)
+            steps = None if steps is None else steps - 1
 
     def _run(self, queue: Queue):
         operation = queue.operations.popleft()

@@ -59,7 +59,11 @@ def getDeviceProperties(number: int) -> dict:
         raise CUDARuntimeError("cudaErrorInvalidDevice: invalid device ordinal")
     major, minor = divmod(machine().capability, 10)
     facts = {**PROPERTIES, "totalGlobalMem": machine().memory, "major": major, "minor": minor}
-    return {**facts, **(AMD_PROPERTIES if machine().amd else {}), "pciBusID": number + 1}
+    return {**facts, **(AMD_PROPERTIES if machine().amd else {}), "pciBusID": number + 1 + machine().first_bus}
+
+
+def deviceGetPCIBusId(device: int) -> str:
+    return f"0000:{getDeviceProperties(device)['pciBusID']:02X}:00.0"
 
 
 def deviceGetAttribute(attribute: int, device: int) -> int:
@@ -172,7 +176,7 @@ class Device:
 
     @property
     def pci_bus_id(self) -> str:
-        return f"0000:{self.id + 1:02X}:00.0"
+        return deviceGetPCIBusId(self.id)
 
     @property
     def attributes(self) -> dict:

@@ -10,13 +10,15 @@ import sys
 
 from support import emulator
 
-emulator.install(
+machine = emulator.install(
     int(os.environ.get("MPIPIPE_TEST_GPU_SEED", "0")),
     int(os.environ.get("MPIPIPE_TEST_GPU_DEVICES", "1")),
     faults=filter(None, os.environ.get("MPIPIPE_TEST_GPU_FAULTS", "").split(",")),
     memory=int(os.environ.get("MPIPIPE_TEST_GPU_MEMORY", str(1 << 34))),
     amd=os.environ.get("MPIPIPE_TEST_GPU") == "amd",
 )
+if os.environ.get("MPIPIPE_TEST_GPU_OWN"):  # a GPU for each rank
+    machine.first_bus = int(os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or 0)
 
 
 @atexit.register

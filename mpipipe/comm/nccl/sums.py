@@ -1,0 +1,158 @@
+"""Sums over replicas by NCCL: they stay on the device, bucket by bucket, while other stages still compute.
+
+Buckets are put on the stream in the order of the calls and of their places, the same on all ranks. The caller starts
+sums and messages in one order (comm/transport/nccl.py says why).
+
+The host sees that a sum is done before anything uses it. So no wait of the host for its own device can depend on a rank
+that has failed meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from mpipipe import arrays
+from mpipipe.arrays import DeviceArray, Event
+from mpipipe.comm.group import Group
+from mpipipe.comm.nccl.channel import Channel, close_together, new_identity, open_together
+from mpipipe.comm.nccl.task import Task
+from mpipipe.comm.process import register_progress, unregister_progress
+from mpipipe.comm.requests import keep_forever
+
+BUCKET_BYTES = 32 << 20
+
+
+class NcclSums:
+    """The sums over the ranks of one group; the constructor and `close` are collective.
+
+    Parameters
+    ----------
+    group : Group
+
+    Attributes
+    ----------
+    channel : Channel
+    waiting : deque of (NcclSum, start, stop)
+        Buckets that are not on the stream yet, in order.
+    task : Task or None
+        Which puts a bucket there, where NCCL may have to connect ranks first; the next ones wait for it.
+    underway : deque of (event, NcclSum)
+        Buckets on the stream.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        what = "opening NCCL for the sums over the replicas"
+        identity = group.broadcast(what, new_identity() if group.rank == 0 else None)
+        open_channel = partial(Channel, group.size, group.rank, identity, self._first)
+        (self.channel,) = open_together([Task(open_channel, what)], group, what)
+        self.waiting: deque[tuple[NcclSum, int, int]] = deque()
+        self.task: Task[Event] | None = None
+        self.starting: NcclSum | None = None  # of which the task puts a bucket there
+        self.underway: deque[tuple[Event, NcclSum]] = deque()
+        self.connected: set[tuple[int, int]] = set()  # (type, count) that NCCL has made its connections for
+
+    def _first(self, communicator: Any, stream: int) -> DeviceArray:
+        one = arrays.upload(np.zeros(1, np.float32))
+        arrays.stream().synchronize()
+        self._add(one, communicator, stream)
+        return one
+
+    def _add(self, part: DeviceArray, communicator: Any, stream: int) -> None:
+        library, place = arrays.nccl(), arrays.address(part)
+        kind, several = _type_of(part)
+        communicator.allReduce(place, place, part.size * several, kind, library.NCCL_SUM, stream)
+
+    def takes(self, flat: arrays.Array) -> bool:
+        """Whether an array can be summed here: one on a GPU, of a type that NCCL knows."""
+        return arrays.is_device(flat) and arrays.nccl_type(flat.dtype) is not None
+
+    def start(self, flat: DeviceArray) -> NcclSum:
+        """Start a sum, behind all work on the current stream; every rank starts the same sums in the same order."""
+        new = NcclSum(self, flat)
+        count = max(1, BUCKET_BYTES // flat.itemsize)
+        buckets = [(start, min(start + count, flat.size)) for start in range(0, flat.size, count)]
+        new.left = len(buckets)
+        self.waiting.extend((new, start, stop) for start, stop in buckets)
+        register_progress(self)
+        self.progress()
+        return new
+
+    def progress(self) -> None:
+        """Let the sums advance; never waits."""
+        self.channel.check()
+        if self.task is not None and self.task.Test():
+            assert self.starting is not None  # it is set with the task
+            self.underway.append((self.task.result(), self.starting))
+            self.task = None
+        while self.waiting and self.task is None:
+            self._put(*self.waiting.popleft())
+        while self.underway and arrays.is_done(self.underway[0][0]):
+            self.underway.popleft()[1].left -= 1
+        if self.task is None and not self.underway:
+            unregister_progress(self)
+
+    def _put(self, new: NcclSum, start: int, stop: int) -> None:
+        """Put a bucket on the stream."""
+        part = new.flat[start:stop]
+        key = _type_of(part)[0], part.size
+        put = partial(self.channel.put, partial(self._add, part), [new.ready])
+        if key in self.connected:
+            self.underway.append((put(), new))
+            return
+        self.connected.add(key)
+        self.task, self.starting = Task(put, "a sum over the replicas by NCCL"), new
+
+    def abort(self) -> None:
+        """After a failure: advance no more, let kernels end that wait for others, and free nothing that they touch."""
+        unregister_progress(self)
+        keep_forever(self)
+        self.channel.abort()
+
+    def close(self) -> None:
+        """Free the communicator; collective, and only when no sum is under way."""
+        unregister_progress(self)
+        close_together([self.channel], partial(self.group.wait, what="the end of NCCL's communicators"))
+
+
+class NcclSum:
+    """A sum under way; `Test()` is true once `flat` holds the sum over all ranks of the group.
+
+    Parameters
+    ----------
+    sums : NcclSums
+    flat : DeviceArray
+        One-dimensional; must be left alone until the sum is there.
+
+    Attributes
+    ----------
+    left : int
+        Buckets that are not summed.
+    """
+
+    def __init__(self, sums: NcclSums, flat: DeviceArray) -> None:
+        self.sums, self.flat, self.ready, self.left = sums, flat, arrays.record(), 0
+
+    def Test(self) -> bool:
+        """Whether the sum is there; lets all sums of the group advance."""
+        if self.left:
+            self.sums.progress()
+        return not self.left
+
+    def progress(self) -> None:
+        """Let the sum advance; the current stream waits for nothing."""
+        self.sums.progress()
+
+    def Cancel(self) -> None:
+        """Give up all sums of the group after a failure."""
+        self.sums.abort()
+
+
+def _type_of(part: DeviceArray) -> tuple[int, int]:
+    found = arrays.nccl_type(part.dtype)
+    assert found is not None  # NcclSums.takes was asked
+    return found

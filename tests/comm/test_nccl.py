@@ -1,0 +1,381 @@
+"""NCCL: whether all ranks can use it, sums and messages in every case, and the rules that they keep."""
+
+from __future__ import annotations
+
+import os
+
+import ml_dtypes
+import numpy as np
+import pytest
+from support.emulator import DeviceHangError, poisoned
+from support.emulator.fixture import own_gpus
+
+from mpipipe import arrays
+from mpipipe.comm import inprocess
+from mpipipe.comm.group import Group, group_of
+from mpipipe.comm.nccl import choice, sums
+from mpipipe.comm.nccl.choice import Choice, Facts, choose, judge
+from mpipipe.comm.nccl.sums import NcclSums
+from mpipipe.comm.nccl.task import Task
+from mpipipe.comm.tags import neighbours
+from mpipipe.comm.transport.choose import make_transport
+from mpipipe.comm.transport.gpu_aware import Verdict
+from mpipipe.comm.transport.nccl import NcclTransport
+from mpipipe.comm.wait import wait
+from mpipipe.errors import BackendError
+
+STAGED = Verdict(False, "for a test")
+
+
+# -- choice ------------------------------------------------------------------------------------------------------------
+
+
+def ranks(count, **changes):
+    """Facts of ranks that can use NCCL; `changes` are {name: {rank: value}}."""
+    everyone = []
+    for rank in range(count):
+        facts = Facts(rank, "auto", "", "a", f"gpu {rank}", "2.27.7", room=132, needed=32)
+        everyone.append(facts._replace(**{name: those[rank] for name, those in changes.items() if rank in those}))
+    return everyone
+
+
+def test_ranks_with_a_gpu_each_use_nccl():
+    assert judge(ranks(4)) == Choice(True, True, "each of the 4 ranks has a GPU of its own and NCCL 2.27.7")
+    elsewhere = ranks(2, gpu={0: "gpu 0", 1: "gpu 0"}, host={1: "b"})
+    assert judge(elsewhere).messages
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        (dict(problem={1: "it computes on the CPU"}), "on rank 1: it computes on the CPU"),
+        (dict(problem=dict.fromkeys(range(3), "MPIPIPE_NCCL=off")), "MPIPIPE_NCCL=off"),
+        (dict(gpu={2: "gpu 0"}), "on rank 2: it shares GPU gpu 0 of a with rank 0"),
+        (dict(version={1: "2.18.3"}), "on rank 1: it has NCCL 2.18.3, and others 2.27.7"),
+    ],
+)
+def test_one_rank_in_the_way_keeps_nccl_out(changes, reason):
+    assert judge(ranks(3, **changes)) == Choice(False, False, reason)
+    with pytest.raises(BackendError) as caught:
+        judge(ranks(3, setting={0: "on"}, **changes))
+    assert reason.removeprefix("on ") in str(caught.value)
+
+
+def test_every_rank_in_the_way_is_named():
+    with pytest.raises(BackendError) as caught:
+        judge(ranks(3, setting={0: "on"}, gpu={1: "gpu 0"}, problem={2: "CuPy does not find libnccl"}))
+    assert caught.value.rank == "1, 2"
+    assert caught.value.found == "rank 1: it shares GPU gpu 0 of a with rank 0; rank 2: CuPy does not find libnccl"
+
+
+def test_sums_alone_where_messages_have_another_way_or_no_room():
+    assert judge(ranks(2, direct={1: "1"}))[:2] == (True, False)
+    assert judge(ranks(2, direct={1: "1"}, setting={0: "on", 1: "on"})).messages
+    small = judge(ranks(2, room={1: 40}))
+    assert small[:2] == (True, False) and "32 of 40 multiprocessors on rank 1" in small.reason
+
+
+def test_one_rank_alone_needs_no_nccl():
+    assert judge(ranks(1)) == Choice(False, False, "one rank has nobody to talk to")
+
+
+def test_threads_do_not_use_nccl():
+    found = inprocess.run(2, lambda comm: choose([group_of(comm)], "cuda"))
+    assert found == [Choice(False, False, "the ranks are threads of one process")] * 2
+
+
+def test_the_kernels_are_bounded_unless_the_user_has(monkeypatch):
+    monkeypatch.setenv("NCCL_MAX_CTAS", "7")
+    monkeypatch.delenv("NCCL_MAX_P2P_NCHANNELS", raising=False)
+    choice.limit_kernels()
+    assert os.environ["NCCL_MAX_CTAS"] == "7"
+    assert os.environ["NCCL_MAX_P2P_NCHANNELS"] == choice.LIMITS["NCCL_MAX_P2P_NCHANNELS"]
+    monkeypatch.delenv("NCCL_MAX_P2P_NCHANNELS")
+
+
+def test_neighbours_are_ordered_pairs_of_different_ranks():
+    assert neighbours([0, 1, 2]) == [(0, 1), (1, 0), (1, 2), (2, 1)]
+    assert neighbours([0, 1, 1, 0]) == [(0, 1), (1, 0)]
+    assert neighbours([0, 1, 0, 1]) == [(0, 1), (1, 0)]
+    assert neighbours([0]) == []
+
+
+def test_info_says_whether_and_why(own, comm, launch, monkeypatch):
+    job = launch(2, ["-m", "mpipipe", "info"], env=own.environment)
+    assert job.returncode == 0, job.stderr
+    line = next(line for line in job.stdout.splitlines() if line.startswith("NCCL"))
+    assert line.split(None, 1)[1] == (
+        "sums over replicas and messages: each of the 2 ranks has a GPU of its own and NCCL 2.27.7"
+    )
+    environment = {**own.environment, "MPIPIPE_TEST_GPU_OWN": "", "MPIPIPE_NCCL": "on"}
+    job = launch(2, ["-m", "mpipipe", "info"], env=environment)
+    assert job.returncode == 0, job.stderr
+    assert "rank 1: it shares GPU 0000:01:00.0" in job.stdout
+
+
+# -- sums --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own(comm, monkeypatch):
+    monkeypatch.setenv("MPIPIPE_TIMEOUT", "60")
+    with own_gpus(comm.rank) as device:
+        yield device
+
+
+@pytest.fixture
+def group(own, comm):
+    new = Group(comm)
+    yield new
+    new.close()
+
+
+@pytest.fixture
+def adder(group):
+    found = NcclSums(group)
+    yield found
+    found.close()
+
+
+def total(adder, host):
+    flat = arrays.upload(host)
+    wait(adder.start(flat))
+    return arrays.download(flat)
+
+
+@pytest.mark.parametrize("kind", ["float32", "float64", "float16", "int64", "complex64"])
+def test_exact_sums(adder, comm, kind):
+    mine = (np.arange(1000) % 7 + comm.rank).astype(kind)
+    expected = sum((np.arange(1000) % 7 + rank).astype(kind) for rank in range(comm.size)).astype(kind)
+    np.testing.assert_array_equal(total(adder, mine), expected)
+
+
+def test_bfloat16_is_added_in_bfloat16(adder, comm):
+    rng = np.random.default_rng(0)
+    parts = rng.normal(size=(comm.size, 5000)).astype(ml_dtypes.bfloat16)
+    found = total(adder, parts[comm.rank]).astype(np.float64)
+    exact, size = parts.astype(np.float64).sum(0), np.abs(parts.astype(np.float64)).sum(0)
+    assert (np.abs(found - exact) <= comm.size * 2.0**-8 * size).all()
+
+
+def test_what_is_not_finite_on_one_rank_is_not_finite_on_all(adder, comm):
+    mine = np.ones(3, np.float32)
+    if comm.rank == comm.size - 1:
+        mine[:2] = np.inf, np.nan
+    found = total(adder, mine)
+    assert np.isinf(found[0]) and np.isnan(found[1]) and found[2] == comm.size
+
+
+def test_several_sums_in_buckets_whatever_is_waited_for_first(own, adder, comm, monkeypatch):
+    monkeypatch.setattr(sums, "BUCKET_BYTES", 4000)
+    flats = [arrays.upload(np.full(2501, float(comm.rank + k))) for k in range(3)]
+    pending = [adder.start(flat) for flat in flats]
+    for each in pending[::-1]:
+        wait(each)
+    for k, flat in enumerate(flats):
+        assert (arrays.download(flat) == comm.size * (comm.size - 1) / 2 + comm.size * k).all()
+    assert not adder.waiting and not adder.underway and adder.task is None
+
+
+def test_a_sum_follows_the_work_before_it(adder, comm):
+    flat = arrays.empty((1 << 12,), np.float64, "cuda")
+    arrays.copy_into(flat, arrays.upload(np.full(1 << 12, 1.0)))
+    wait(adder.start(flat))
+    arrays.copy_into(flat, flat)
+    assert (arrays.download(flat) == comm.size).all()
+
+
+def test_what_nccl_cannot_add_is_not_taken(adder):
+    assert not adder.takes(np.ones(3))
+    assert not adder.takes(arrays.upload(np.ones(3, bool)))
+    assert adder.takes(arrays.upload(np.ones(3, ml_dtypes.bfloat16)))
+    assert total(adder, np.empty(0)).size == 0
+
+
+def test_a_task_tells_what_it_raised(own):
+    task = Task(lambda: 1 // 0, "a division")
+    wait(task)
+    with pytest.raises(BackendError, match="a division failed") as caught:
+        task.result()
+    assert "ZeroDivisionError" in str(caught.value) and "MPIPIPE_NCCL=off" in str(caught.value)
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def transport(group, comm):
+    pairs = neighbours([*range(comm.size), 0])
+    found = make_transport(comm, 2, False, "cuda", STAGED, group=group, pairs=pairs)
+    if comm.size > 1:
+        assert isinstance(found, NcclTransport)
+    else:
+        pytest.skip("messages need two ranks")
+    found.begin_call(repeated=True)
+    yield found
+    found.close()
+
+
+def around(comm):
+    return (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+
+
+def content(shape, kind, seed):
+    return np.random.default_rng(seed).integers(0, 2 if kind == "bool" else 100, size=shape).astype(kind)
+
+
+SHAPES = [(), (0,), (1,), (3, 333), (2, 0, 4), (100_003,)]
+
+
+@pytest.mark.parametrize("kind", ["float32", "float64", ml_dtypes.bfloat16, "int64", "bool"], ids=str)
+def test_every_dtype_and_shape(transport, comm, kind):
+    right, left = around(comm)
+    for number, shape in enumerate(SHAPES):
+        received = transport.empty(shape, np.dtype(kind))
+        sent = arrays.upload(content(shape, kind, 10 * number + comm.rank))
+        requests = [transport.irecv(received, left, 1, 5), transport.isend(sent, right, 1, 5)]
+        for request in requests:
+            wait(request)
+        np.testing.assert_array_equal(arrays.download(received), content(shape, kind, 10 * number + left))
+
+
+def test_messages_of_a_pair_arrive_in_their_order(transport, comm):
+    right, left = around(comm)
+    names = [(0, 3), (1, 3), (0, 7), (0, 3)]
+    receives, sends = [], []
+    for place, name in enumerate(names):
+        receives.append((transport.empty((50 + place,), np.dtype(float)), name))
+        requests = [transport.irecv(receives[-1][0], left, *name)]
+        requests.append(transport.isend(arrays.upload(np.full(50 + place, 10.0 * comm.rank + place)), right, *name))
+        sends += requests
+    for place, (received, _) in enumerate(receives):
+        wait(sends[2 * place])
+        assert (arrays.download(received) == 10.0 * left + place).all(), place
+    for request in sends:
+        wait(request)
+    wait(Settled(transport))
+
+
+class Settled:
+    def __init__(self, transport):
+        self.Test = transport.settled
+
+
+def test_the_host_runs_ahead_by_one_message(own, transport, comm, monkeypatch):
+    """It could otherwise fill CUDA's queue of launches, and wait there for a rank that has failed."""
+    if own.machine.background:
+        pytest.skip("needs a device on which nothing runs before something waits for it")
+    right, left = around(comm)
+    buffers = [transport.empty((10,), np.dtype(float)) for _ in range(2)]
+    with monkeypatch.context() as patch:
+        patch.setattr(own.machine, "glance", lambda queue, position: queue.finished >= position)
+        receives = [transport.irecv(buffer, left, 0, 1) for buffer in buffers]
+        sends = [transport.isend(arrays.upload(np.full(10, 1.0)), right, 0, 1) for _ in range(2)]
+        assert receives[0].Test() and not receives[1].Test()
+        comm.Barrier()
+    for request in (*receives, *sends, Settled(transport)):
+        wait(request)
+
+
+def test_the_host_does_not_wait_for_the_data(own, transport, comm, monkeypatch):
+    """A receive is complete for the host, and its consumer queued, while no device has done anything yet."""
+    if own.machine.background:
+        pytest.skip("needs a device on which nothing runs before something waits for it")
+    right, left = around(comm)
+    source, received = make(comm.rank), transport.empty((1000,), np.dtype(float))
+    copy = arrays.empty((1000,), np.dtype(float), "cuda")
+    with monkeypatch.context() as patch:
+        patch.setattr(own.machine, "glance", lambda queue, position: queue.finished >= position)
+        receive = transport.irecv(received, left, 0, 1)
+        send = transport.isend(source, right, 0, 1)
+        wait(receive)
+        arrays.copy_into(copy, received)
+        assert poisoned(source) and poisoned(received) and not send.Test() and not transport.settled()
+        comm.Barrier()
+    wait(send)
+    assert (arrays.download(copy) == left).all()
+
+
+def make(value):
+    """A device array that is filled by work on the current stream, which has not run yet."""
+    array = arrays.empty((1000,), np.dtype(float), "cuda")
+    arrays.copy_into(array, arrays.upload(np.full(1000, float(value))))
+    return array
+
+
+def test_a_buffer_is_overwritten_only_after_its_last_reader(transport, comm):
+    right, left = around(comm)
+    received = transport.empty((1000,), np.dtype(float))
+    copies = []
+    for turn in range(3):
+        sent = arrays.upload(np.full(1000, 10.0 * comm.rank + turn))
+        receive, send = transport.irecv(received, left, 0, 1), transport.isend(sent, right, 0, 1)
+        wait(receive)
+        copies.append(arrays.copy(received))
+        transport.retire(received)
+        wait(send)
+    for turn, copy in enumerate(copies):
+        assert (arrays.download(copy) == 10.0 * left + turn).all()
+
+
+def test_a_first_call_goes_another_way(own, transport, comm):
+    right, left = around(comm)
+    transport.begin_call(repeated=False)
+    before = sum(each._bytes for each in own.machine.communicators)
+    received = transport.empty((1000,), np.dtype(float))
+    requests = [transport.irecv(received, left, 0, 1), transport.isend(arrays.upload(np.full(1000, 1.0)), right, 0, 1)]
+    for request in requests:
+        wait(request)
+    assert (arrays.download(received) == 1).all()
+    assert sum(each._bytes for each in own.machine.communicators) == before
+
+
+# -- the emulated NCCL -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pair(own, comm):
+    """(rank, communicator) of two ranks; None on the others."""
+    if comm.size < 2:
+        pytest.skip("needs two ranks")
+    identity = comm.bcast(arrays.nccl().get_unique_id() if comm.rank == 0 else None)
+    yield (comm.rank, arrays.nccl().NcclCommunicator(2, identity, comm.rank)) if comm.rank < 2 else None
+    comm.Barrier()
+
+
+def exchange(pair, count):
+    """Queue a message of `count` bytes from rank 0 to rank 1; returns its array."""
+    rank, communicator = pair
+    array, library = arrays.zeros(count, np.uint8, "cuda"), arrays.nccl()
+    move = communicator.recv if rank else communicator.send
+    move(array.data.ptr, count, library.NCCL_UINT8, 1 - rank, arrays.stream().ptr)
+    return array
+
+
+def test_different_sizes_are_a_hang_that_one_sees(own, pair, comm):
+    own.machine.patience = 0.5
+    if pair is not None:
+        array = exchange(pair, 10_000 + pair[0])
+        with pytest.raises(DeviceHangError, match=r"of 1000[01] bytes"):
+            arrays.stream().synchronize()
+        pair[1].abort()
+        assert not arrays.download(array).any()
+
+
+def test_a_kernel_that_waits_holds_what_is_behind_it_in_one_queue(own, pair, comm):
+    own.machine.one_queue = True
+    if pair is not None:
+        outward, other = arrays.side_stream(), arrays.zeros(8, np.uint8, "cuda")
+        with outward:
+            array = exchange(pair, 10_000)
+            arrays.record()
+        arrays.set_zero(other)
+        behind = arrays.record()
+        if pair[0]:
+            comm.recv(source=0, tag=1)
+        else:
+            assert not any(arrays.is_done(behind) for _ in range(20)), "behind the event of the send's stream"
+            comm.send(None, dest=1, tag=1)
+        outward.synchronize()
+        behind.synchronize()
+        arrays.download(array)

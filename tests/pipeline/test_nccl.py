@@ -1,0 +1,333 @@
+"""Pipelines whose messages and sums go by NCCL: same bits, nothing through the host, and no deadlock.
+
+NCCL is emulated (support/emulator/nccl.py). With `one_queue` the emulated device runs nothing before all that was
+issued earlier has begun, which is the most that a GPU may make streams wait for each other.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+from support import dense
+from support.emulator.fixture import own_gpus
+from support.small_gpt import text
+
+from mpipipe import Mesh, Pipeline, arrays, nn
+from mpipipe.attention import Local
+from mpipipe.comm.wait import wait
+from mpipipe.errors import BackendError, MismatchError, MpipipeError, PeerError, StageError
+from mpipipe.models import GPT
+from mpipipe.schedules import from_csv, gpipe, one_f_one_b, partition
+
+SMALL = dict(vocab=32, dim=16, layers=3, heads=4, kv_heads=2, hidden=24, seq=12)
+
+
+@pytest.fixture(params=[False, True], ids=["streams", "one queue"])
+def own(request, comm, monkeypatch):
+    monkeypatch.setenv("MPIPIPE_TIMEOUT", "60")  # a deadlock is to be an error
+    with own_gpus(comm.rank, request.param) as device:
+        yield device
+
+
+def build(schedule, rank, dtype="float32", **sizes):
+    model = GPT(**{**SMALL, **sizes})
+    layers = model.build(Local(causal=True))
+    parts = partition(model.costs(), schedule.stages)
+    cuts = [parts[number] for number in schedule.stages_of(rank)]
+    return [nn.Stage(layers[start:stop], dtype=dtype, seed=3, first=start, device="cuda") for start, stop in cuts]
+
+
+class Crossings:
+    """Counts the bytes that cross between host and device."""
+
+    def __init__(self, monkeypatch):
+        runtime = arrays.cupy().cuda.runtime
+        self.count, copy = 0, runtime.memcpyAsync
+
+        def counted(dst, src, size, kind, stream):
+            self.count += size if kind in (runtime.memcpyHostToDevice, runtime.memcpyDeviceToHost) else 0
+            copy(dst, src, size, kind, stream)
+
+        monkeypatch.setattr(runtime, "memcpyAsync", counted)
+
+
+def sent(machine):
+    """Bytes that this rank has handed to NCCL."""
+    return sum(each._bytes for each in machine.communicators)
+
+
+def run(own, pipe, schedule, monkeypatch, nccl, steps=3, rows=6, replicas=None, part=slice(None), **options):
+    """({name: gradient}, loss, bytes that crossed, went by NCCL, and had to go to other ranks in the last step)."""
+    monkeypatch.setenv("MPIPIPE_NCCL", nccl)
+    stages = build(schedule, pipe.rank, **options)
+    mine = dense.placed(schedule, pipe.rank, *(each[part] for each in text(rows)))
+    with Pipeline(stages, schedule, pipe, loss=nn.softmax_cross_entropy, replicas=replicas) as pipeline:
+        ranks = pipe.size * (1 if replicas is None else replicas.size)
+        assert pipeline.engine.nccl.messages == (nccl != "off" and ranks > 1)
+        for _ in range(steps):
+            with monkeypatch.context() as patch:
+                crossings, before = Crossings(patch), sent(own.machine)
+                result = pipeline.step(*mine)
+            by_nccl = sent(own.machine) - before
+            needed = pipeline.bytes_sent
+            if replicas is not None:
+                needed += sum(stage.gradients.flat.nbytes for stage in stages)
+    found = {name: arrays.download(stage.gradients[name]) for stage in stages for name in stage.gradients}
+    return found, result.loss, crossings.count, by_nccl, needed
+
+
+def same_bits(first, second):
+    assert first.keys() == second.keys()
+    for name in first:
+        assert first[name].tobytes() == second[name].tobytes(), name
+
+
+SCHEDULES = [("gpipe", 1), ("one_f_one_b", 1), ("interleaved_1f1b", 2), ("zero_bubble_h1", 1), ("looped_bfs", 2)]
+
+
+@pytest.mark.parametrize("name, chunks", SCHEDULES)
+def test_messages_by_nccl_give_the_bits_of_staged_ones(own, comm, monkeypatch, name, chunks):
+    schedule = dense.build(name, comm.size, chunks, 4)
+    expected, loss, *_ = run(own, comm, schedule, monkeypatch, "off")
+    found, other, crossed, by_nccl, needed = run(own, comm, schedule, monkeypatch, "auto")
+    same_bits(found, expected)
+    assert other == loss
+    assert by_nccl == needed
+    tokens = 6 * SMALL["seq"] * 8
+    assert crossed <= (2 if comm.size == 1 else 1) * tokens + 4 * 8, "inputs and targets, and losses"
+
+
+CROSSED = "0F0,0F1,0F2,0B1,0B0,0B2\n1F1,1B1,1F0,1F2,1B0,1B2\n"
+
+
+@pytest.mark.mpi(min_size=2)
+def test_messages_that_are_needed_in_another_order_than_they_are_made(own, subcomm, monkeypatch):
+    two = subcomm(2)
+    if two is None:
+        return
+    schedule = from_csv(CROSSED)
+    expected, loss, *_ = run(own, two, schedule, monkeypatch, "off")
+    found, other, *_ = run(own, two, schedule, monkeypatch, "auto")
+    same_bits(found, expected)
+    assert other == loss
+
+
+def test_messages_of_every_call_of_a_pipeline(own, comm, monkeypatch):
+    """Calls of other kinds and with other shapes, in any order; only those that have run before go by NCCL."""
+    schedule = dense.build("one_f_one_b", comm.size, 1, 4)
+
+    def calls(nccl):
+        monkeypatch.setenv("MPIPIPE_NCCL", nccl)
+        stages = build(schedule, comm.rank, dtype="bfloat16", dropout=0.25)
+        found = []
+        with Pipeline(stages, schedule, comm, loss=nn.softmax_cross_entropy) as pipeline:
+            for rows in (6, 5, 6, 4):
+                mine = dense.placed(schedule, comm.rank, *text(rows))
+                for call in (pipeline.step, pipeline.evaluate, pipeline.step, pipeline.evaluate):
+                    result = call(*mine)
+                    found.append(result if isinstance(result, float) else result.loss)
+                outputs = pipeline.forward(mine[0])
+                found.append(None if outputs is None else arrays.download(outputs).tobytes())
+        return found
+
+    assert calls("auto") == calls("off")
+    assert (sent(own.machine) > comm.size) == (comm.size > 1)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_sums_of_two_replicas_have_the_bits_of_those_by_mpi(own, comm, monkeypatch, dtype):
+    """Two numbers have one sum, whatever the order. Nothing crosses to the host but inputs, targets and losses."""
+    if comm.size % 2:
+        pytest.skip("needs an even number of ranks")
+    with Mesh(comm, pipe=comm.size // 2, data=2) as mesh:
+        schedule = gpipe(mesh.pipe.size, 2)
+        part = slice(2 * mesh.data.rank, 2 * mesh.data.rank + 2)
+        options = dict(replicas=mesh.replicas, part=part, dtype=dtype)
+        expected, loss, *_ = run(own, mesh.pipe, schedule, monkeypatch, "off", **options)
+        found, other, crossed, by_nccl, needed = run(own, mesh.pipe, schedule, monkeypatch, "auto", **options)
+    same_bits(found, expected)
+    assert other == loss
+    assert by_nccl == needed
+    assert crossed <= 2 * 2 * SMALL["seq"] * 8 + 2 * 8
+
+
+@pytest.mark.mpi(min_size=4)
+def test_sums_of_four_replicas_are_near_those_by_mpi(own, comm, subcomm, monkeypatch):
+    four = subcomm(4)
+    if four is None:
+        return
+    with Mesh(four, pipe=1, data=4) as mesh:
+        options = dict(replicas=mesh.replicas, part=slice(mesh.data.rank, mesh.data.rank + 1))
+        expected, *_ = run(own, mesh.pipe, gpipe(1, 1), monkeypatch, "off", steps=1, **options)
+        found, *_ = run(own, mesh.pipe, gpipe(1, 1), monkeypatch, "on", steps=1, **options)
+    for name in found:
+        largest = np.abs(expected[name]).max()
+        assert np.abs(found[name] - expected[name]).max() <= 8 * np.finfo(np.float32).eps * largest, name
+
+
+# -- choice ------------------------------------------------------------------------------------------------------------
+
+
+def demand(comm, match):
+    """Building a pipeline raises the same BackendError on every rank, and one rank is left to report it."""
+    schedule = gpipe(comm.size, 2)
+    with pytest.raises(BackendError, match=match) as caught:
+        Pipeline(build(schedule, comm.rank), schedule, comm, loss=nn.softmax_cross_entropy)
+    assert comm.allgather(caught.value.reported_elsewhere).count(False) == 1
+    return str(caught.value)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_two_ranks_on_one_gpu_are_refused(emulated_gpu, comm, monkeypatch):
+    monkeypatch.setenv("MPIPIPE_NCCL", "on")
+    text = demand(comm, "MPIPIPE_NCCL=on")
+    assert "rank 1: it shares GPU 0000:01:00.0" in text and "with rank 0" in text and "MPIPIPE_NCCL=auto" in text
+
+
+@pytest.mark.mpi(min_size=2)
+def test_nccl_on_some_ranks_only_is_refused(own, comm, monkeypatch):
+    monkeypatch.setenv("MPIPIPE_NCCL", "on")
+    if comm.rank == 1:
+        monkeypatch.setattr(sys.modules["cupy.cuda.nccl"], "available", False)
+    text = demand(comm, "rank 1: CuPy does not find libnccl")
+    assert text.startswith("rank 1:") and "nvidia-nccl" not in text.splitlines()[0]
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_demand_of_one_rank_alone_is_refused(own, comm, monkeypatch):
+    monkeypatch.setenv("MPIPIPE_NCCL", "on" if comm.rank else "auto")
+    schedule = gpipe(comm.size, 2)
+    with pytest.raises(MismatchError, match="MPIPIPE_NCCL"):
+        Pipeline(build(schedule, comm.rank), schedule, comm, loss=nn.softmax_cross_entropy)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_demand_without_gpus_is_refused(comm, monkeypatch):
+    monkeypatch.setenv("MPIPIPE_NCCL", "on")
+    schedule = gpipe(comm.size, 2)
+    with pytest.raises(BackendError, match="it computes on the CPU"):
+        Pipeline(dense.model(schedule, comm.rank), schedule, comm, loss=dense.mean_squared)
+
+
+# -- failures ----------------------------------------------------------------------------------------------------------
+
+
+class Breaking(nn.Stage):
+    """A stage whose backward raises once it is told so."""
+
+    broken = False
+
+    def backward(self, dy, saved):
+        if self.broken:
+            raise ValueError("broken on purpose")
+        return super().backward(dy, saved)
+
+
+def breaking(schedule, rank):
+    layers = GPT(**SMALL).build(Local(causal=True))
+    parts = partition(GPT(**SMALL).costs(), schedule.stages)
+    cuts = [parts[number] for number in schedule.stages_of(rank)]
+    return [Breaking(layers[a:b], dtype="float32", seed=3, first=a, device="cuda") for a, b in cuts]
+
+
+def all_aborted(machine):
+    """Whether every communicator with kernels under way ends; aborts run on threads."""
+
+    class Aborted:
+        def Test(self):
+            return all(each._aborted or not each._underway for each in machine.communicators)
+
+    wait(Aborted(), "aborts")
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("guilty", ["first", "last"])
+def test_a_stage_that_raises_in_mid_step_ends_all_ranks(own, comm, guilty):
+    guilty = 0 if guilty == "first" else comm.size - 1
+    schedule = one_f_one_b(comm.size, 4)
+    stages = breaking(schedule, comm.rank)
+    mine = dense.placed(schedule, comm.rank, *text(8))
+    pipeline = Pipeline(stages, schedule, comm, loss=nn.softmax_cross_entropy)
+    for _ in range(2):
+        pipeline.step(*mine)
+    stages[0].broken = comm.rank == guilty
+    with pytest.raises(StageError if comm.rank == guilty else PeerError, match="broken on purpose"):
+        pipeline.step(*mine)
+    all_aborted(own.machine)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_replica_that_raises_before_its_sums_ends_all_ranks(own, comm):
+    """The kernel of the other replica's sum is under way, and waits for ever."""
+    if comm.size % 2:
+        pytest.skip("needs an even number of ranks")
+    mesh = Mesh(comm, pipe=comm.size // 2, data=2)
+    schedule = one_f_one_b(mesh.pipe.size, 2)
+    stages = breaking(schedule, mesh.pipe.rank)
+    mine = dense.placed(schedule, mesh.pipe.rank, *text(2))
+    pipeline = Pipeline(stages, schedule, mesh.pipe, loss=nn.softmax_cross_entropy, replicas=mesh.replicas)
+    pipeline.step(*mine)
+    stages[0].broken = comm.rank == comm.size - 1
+    with pytest.raises(MpipipeError, match="broken on purpose"):
+        pipeline.step(*mine)
+    all_aborted(own.machine)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_failure_that_nccl_notices_ends_all_ranks(own, comm):
+    schedule = one_f_one_b(comm.size, 4)
+    mine = dense.placed(schedule, comm.rank, *text(8))
+    pipeline = Pipeline(build(schedule, comm.rank), schedule, comm, loss=nn.softmax_cross_entropy)
+    pipeline.step(*mine)
+    if comm.rank == 0:
+        own.machine.communicators[0]._failure = 6
+    with pytest.raises(MpipipeError, match=r"NCCL reports a failure .*REMOTE_ERROR"):
+        pipeline.step(*mine)
+
+
+JOB = """
+import os, signal, sys
+import numpy as np
+from mpi4py import MPI
+from mpipipe import Pipeline, nn
+from mpipipe.comm.abort import run_or_abort
+from mpipipe.schedules import one_f_one_b
+
+class Stage(nn.Stage):
+    def backward(self, dy, saved):
+        if pipeline.engine.steps_taken == 2 and comm.rank == 1:
+            %s
+        return super().backward(dy, saved)
+
+def main():
+    global pipeline, comm
+    comm = MPI.COMM_WORLD
+    schedule = one_f_one_b(comm.size, 4)
+    stage = Stage([nn.Linear(64, 64), nn.Gelu()], first=2 * comm.rank, device="cuda")
+    x = np.ones((32, 64), np.float32)
+    with Pipeline([stage], schedule, comm, loss=nn.mean_squared_error) as pipeline:
+        assert pipeline.engine.nccl.messages, pipeline.engine.nccl
+        for step in range(4):
+            pipeline.step(x if comm.rank == 0 else None, x if comm.rank == comm.size - 1 else None)
+
+sys.exit(run_or_abort(main))
+"""
+
+
+@pytest.mark.parametrize(
+    "act, says",
+    [
+        ("raise ValueError('broken on purpose')", "broken on purpose"),
+        ("os._exit(3)", "os._exit(3) was called"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", ""),
+    ],
+)
+def test_a_rank_that_ends_in_mid_step_ends_the_job(own, launch, act, says):
+    job = launch(2, JOB % act, timeout=60, env=own.environment)
+    assert job.returncode != 0
+    assert job.stderr.count(says) >= 1 and "DeviceHangError" not in job.stderr
+    if act.startswith("raise"):
+        assert job.stderr.count("Traceback") <= 1, job.stderr
