@@ -7,7 +7,6 @@ also works by itself now and then, so that different seeds show different orders
 
 from __future__ import annotations
 
-import itertools
 import random
 import threading
 import time
@@ -258,10 +257,10 @@ class Machine:
                     break
             else:
                 waiting = [
-                    (operation.number, each, place)
+                    (each.operations[place].number, each, place)
                     for each in self.all_queues
-                    for place, operation in enumerate(itertools.islice(each.operations, 2))
-                    if not operation.begun
+                    for place in range(min(2, len(each.operations)))  # no iterator: a memory may be freed meanwhile
+                    if not each.operations[place].begun
                 ]
                 if not waiting:
                     return

@@ -237,6 +237,10 @@ class NcclCommunicator:
     def destroy(self):
         if self._underway and not self._aborted:
             self._home.errors.append("an NCCL communicator was destroyed while its kernels were under way")
+        if not self._destroyed and not self._aborted:
+            _write(self._path("gone", self._rank), b"")
+            if all(self._path("gone", other).exists() for other in range(self._size)):
+                shutil.rmtree(self._folder, ignore_errors=True)
         self._destroyed = True
 
     def rank_id(self) -> int:
