@@ -178,10 +178,7 @@ class Layer(ABC):
         bool
             True, or False once after the pipeline has begun a step.
         """
-        unwritten = self.stage.unwritten
-        if not unwritten:
-            return True
-        name = f"{self.name}.{key}"
+        unwritten, name = self.stage.unwritten, f"{self.name}.{key}"
         if name not in unwritten:
             return True
         unwritten.remove(name)
@@ -198,7 +195,7 @@ class Layer(ABC):
             Name of one of the arrays in `replaced`.
         """
         gradient = getattr(self, f"{key}_grad")
-        if self.adds(key):
+        if not self.stage.unwritten or self.adds(key):
             self.stage.kernels.accumulate(gradient, part)
         else:
             arrays.copy_into(gradient, part)

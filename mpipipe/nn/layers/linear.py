@@ -74,6 +74,7 @@ class Linear(Layer):
 
     def backward_weight(self, pending: Any) -> None:
         dy, x = pending
-        self.stage.kernels.linear_backward_weight(dy, x, self.weight_grad, self.adds("weight"))
+        kernels, first = self.stage.kernels, self.stage.unwritten  # empty after the first micro-batch
+        kernels.linear_backward_weight(dy, x, self.weight_grad, not first or self.adds("weight"))
         if self.bias_grad is not None:
-            self.stage.kernels.sum_rows(dy, self.bias_grad, self.adds("bias"))
+            kernels.sum_rows(dy, self.bias_grad, not first or self.adds("bias"))
