@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
 
-import numpy as np
-
 from mpipipe import arrays
 from mpipipe.arrays import Array, Tree
 from mpipipe.arrays.trees import flatten, unflatten
@@ -19,6 +17,7 @@ from mpipipe.comm.mailbox import Lease
 from mpipipe.comm.types import Sum
 from mpipipe.errors import ArgumentError, MpipipeError, PeerError, StageError
 from mpipipe.nn import kernels
+from mpipipe.pipeline.aliases import copy_if_aliased
 from mpipipe.pipeline.call_state import CallInputs, CallState
 from mpipipe.pipeline.clock import DeviceClock, HostClock
 from mpipipe.pipeline.loss import Loss, check_finite
@@ -158,7 +157,7 @@ class Executor:
             self._evaluate_loss(step, state, y, inputs.targets[microbatch])
         self.marks.append(self.now())
         if lease:
-            y = _copy_if_aliased(y, lease)
+            y = copy_if_aliased(y, lease)
         if step.send is not None:
             self.messages.send_activation(step.send, y)
         elif not step.last:
@@ -246,7 +245,7 @@ class Executor:
 
     def _send_gradient(self, step: PlannedAction, state: CallState, dx: Tree, leases: Lease) -> None:
         if leases:
-            dx = _copy_if_aliased(dx, leases)
+            dx = copy_if_aliased(dx, leases)
         if step.send is not None:
             self.messages.send_gradient(step.send, dx)
         elif step.first:
@@ -278,24 +277,3 @@ def _unscaled(tree: Tree, scale: float) -> Tree:
         return tree
     leaves, structure = flatten(tree)
     return unflatten([None if x is None else kernels.of_array(x).scale(x, 1 / scale) for x in leaves], structure)
-
-
-def _copy_if_aliased(tree: Tree, leases: Lease) -> Tree:
-    """Return `tree` with a copy of each leaf that shares memory with a received array, whose buffer is used again."""
-    if type(tree) is np.ndarray and tree.base is None:  # owns its memory, as no received array on the host does
-        return tree
-    if tree is None:
-        return None
-    buffers = [array for _, array in leases]
-    if arrays.is_array(tree):
-        return arrays.copy(tree) if _shares_memory(tree, buffers) else tree
-    leaves, structure = flatten(tree)
-    if not any(_shares_memory(leaf, buffers) for leaf in leaves):
-        return tree
-    return unflatten([arrays.copy(leaf) if _shares_memory(leaf, buffers) else leaf for leaf in leaves], structure)
-
-
-def _shares_memory(leaf: Array | None, buffers: Sequence[Array]) -> bool:
-    if leaf is None or (isinstance(leaf, np.ndarray) and leaf.base is None):
-        return False
-    return any(arrays.shares_memory(leaf, buffer) for buffer in buffers)
