@@ -99,6 +99,19 @@ def test_messages_by_nccl_give_the_bits_of_staged_ones(own, comm, monkeypatch, n
     assert crossed <= (2 if comm.size == 1 else 1) * tokens + 4 * 8, "inputs and targets, and losses"
 
 
+@pytest.mark.parametrize("name, chunks", [("one_f_one_b", 1), ("looped_bfs", 2)])
+def test_gradients_of_tied_parameters_go_by_nccl_too(own, comm, monkeypatch, name, chunks):
+    schedule = dense.build(name, comm.size, chunks, 4)
+    expected, loss, *_ = run(own, comm, schedule, monkeypatch, "off", tied=True)
+    found, other, crossed, by_nccl, needed = run(own, comm, schedule, monkeypatch, "auto", tied=True)
+    same_bits(found, expected)
+    assert other == loss
+    tied = SMALL["vocab"] * SMALL["dim"] * 4 if comm.size > 1 and comm.rank in (0, comm.size - 1) else 0
+    assert by_nccl == needed + tied
+    tokens = 6 * SMALL["seq"] * 8
+    assert crossed <= (2 if comm.size == 1 else 1) * tokens + 4 * 8, "inputs and targets, and losses"
+
+
 CROSSED = "0F0,0F1,0F2,0B1,0B0,0B2\n1F1,1B1,1F0,1F2,1B0,1B2\n"
 
 
@@ -137,20 +150,21 @@ def test_messages_of_every_call_of_a_pipeline(own, comm, monkeypatch):
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("tied", [False, True], ids=["apart", "tied"])
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-def test_sums_of_two_replicas_have_the_bits_of_those_by_mpi(own, comm, monkeypatch, dtype):
+def test_sums_of_two_replicas_have_the_bits_of_those_by_mpi(own, comm, monkeypatch, dtype, tied):
     """Two numbers have one sum, whatever the order. Nothing crosses to the host but inputs, targets and losses."""
     if comm.size % 2:
         pytest.skip("needs an even number of ranks")
     with Mesh(comm, pipe=comm.size // 2, data=2) as mesh:
         schedule = gpipe(mesh.pipe.size, 2)
         part = slice(2 * mesh.data.rank, 2 * mesh.data.rank + 2)
-        options = dict(replicas=mesh.replicas, part=part, dtype=dtype)
+        options = dict(replicas=mesh.replicas, part=part, dtype=dtype, tied=tied)
         expected, loss, *_ = run(own, mesh.pipe, schedule, monkeypatch, "off", **options)
         found, other, crossed, by_nccl, needed = run(own, mesh.pipe, schedule, monkeypatch, "auto", **options)
     same_bits(found, expected)
     assert other == loss
-    assert by_nccl == needed
+    assert by_nccl == needed if not tied else by_nccl > needed
     assert crossed <= 2 * 2 * SMALL["seq"] * 8 + 2 * 8
 
 
