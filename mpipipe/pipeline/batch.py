@@ -87,12 +87,13 @@ class BatchReader:
         facts: list = [isinstance(batch, list)]
         for tree in batch if isinstance(batch, list) else [batch]:
             leaves, structure = flatten(tree)
-            facts.append((structure, tuple((leaf.shape, leaf.dtype.name) for leaf in leaves)))
+            facts.append((structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)))
         key = tuple(facts)
         if key not in self.signatures:
             if len(self.signatures) == KEPT_SIGNATURES:
                 self.signatures.clear()
-            content = repr(key).encode("utf-8", "backslashreplace")
+            named = [(structure, [(shape, kind.name) for shape, kind in leaves]) for structure, leaves in facts[1:]]
+            content = repr((facts[0], named)).encode("utf-8", "backslashreplace")
             number = int.from_bytes(blake2b(content, digest_size=8).digest(), "big")
             self.signatures[key] = number % (1 << 62) + 1
         return self.signatures[key]

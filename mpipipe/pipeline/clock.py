@@ -51,6 +51,7 @@ class HostClock:
         self.recorder: Recorder | None = None
         self.ended: deque[Call] = deque()  # calls that are not yet read
         self.running: Call | None = None
+        self.counted: tuple[Sequence[PlannedAction], list[tuple[str, int]], np.ndarray] = ((), [], np.zeros(0, int))
 
     def begin(self, steps: Sequence[PlannedAction], training: bool) -> list:
         """Start a call; return the list that takes its marks, two for each action, in order."""
@@ -90,17 +91,27 @@ class HostClock:
         """Seconds of time.perf_counter() of each mark."""
         return np.array(marks)
 
+    def _kinds(self, steps: Sequence[PlannedAction]) -> tuple[list[tuple[str, int]], np.ndarray]:
+        """Return every (op, stage) of these steps, and the number of each step among them."""
+        if self.counted[0] is not steps:  # one plan is run again and again
+            kinds: dict[tuple[str, int], int] = {}
+            numbers = np.array([kinds.setdefault((step.op, step.stage), len(kinds)) for step in steps], int)
+            self.counted = steps, list(kinds), numbers
+        return self.counted[1:]
+
     def _read(self, call: Call) -> None:
         count = len(call.marks) // 2  # fewer than actions after an error
         times = self._seconds(call.start, call.marks[: 2 * count]).reshape(count, 2)
-        durations = (times[:, 1] - times[:, 0]).tolist()
-        self.busy = sum(durations)
+        durations = times[:, 1] - times[:, 0]
+        self.busy = float(durations.sum())
         if call.training:
-            totals = self.totals
-            for step, seconds in zip(call.steps, durations):
-                entry = totals[step[0], step[1]]
-                entry[0] += seconds
-                entry[1] += 1
+            kinds, numbers = self._kinds(call.steps)
+            seconds = np.bincount(numbers[:count], durations, len(kinds)).tolist()
+            counts = np.bincount(numbers[:count], minlength=len(kinds)).tolist()
+            for kind, total, times_run in zip(kinds, seconds, counts):
+                entry = self.totals[kind]
+                entry[0] += total
+                entry[1] += times_run
         if self.recorder is not None:
             spans = [(str(step), begun, ended) for step, (begun, ended) in zip(call.steps, times.tolist())]
             for name, begun, ended in sorted([*spans, *call.others], key=lambda span: span[2]):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import numpy as np
+
 from mpipipe import arrays
 from mpipipe.arrays import Array, Tree
 from mpipipe.arrays.trees import flatten, unflatten
@@ -14,7 +16,7 @@ from mpipipe.even_split import even_split
 
 def rows_of(tree: Tree) -> int:
     """Return the extent of the first axis, which all leaves share; raises ArgumentError where they do not."""
-    leaves, _ = flatten(tree)
+    leaves = [tree] if type(tree) is np.ndarray else flatten(tree)[0]
     for leaf in leaves:
         check_sendable(leaf)
     counts = {leaf.shape[0] if leaf.ndim else -1 for leaf in leaves}
@@ -55,8 +57,11 @@ def split(batch: Tree | list[Tree], microbatches: int) -> tuple[list[Tree], list
             expected=f"at least {microbatches}",
             remedy="use a bigger batch, or a schedule with fewer micro-batches",
         )
-    leaves, structure = flatten(_read_only_tree(batch))
     counts, ranges = _ranges(rows, microbatches)
+    if type(batch) is np.ndarray:
+        view = _read_only(batch)
+        return [view[at] for at in ranges], counts
+    leaves, structure = flatten(_read_only_tree(batch))
     if structure is None:
         return [leaves[0][at] for at in ranges], counts
     return [unflatten([leaf[at] for leaf in leaves], structure) for at in ranges], counts
