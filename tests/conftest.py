@@ -97,6 +97,10 @@ def emulated_gpu():
 @pytest.fixture
 def allow_seconds(collective, request):
     """allow_seconds(n): from now on this test may take so long, whatever the limit of a test is."""
+    if harness.is_collective(request.node):
+        pytest.fail(
+            "this test starts jobs, so it runs on one rank: it may use no communicator and no folder of all ranks"
+        )
     return lambda seconds: collective.watchdog.arm(request.node.nodeid, seconds)
 
 

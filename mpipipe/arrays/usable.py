@@ -26,7 +26,7 @@ NO_GPU = "ask the batch system for GPUs (--gpus-per-node), look at CUDA_VISIBLE_
 def check_device(device: str) -> str:
     """Accept a device that exists and on which kernels can be compiled and matrices multiplied.
 
-    The first call for a GPU compiles a kernel of one line, which takes about a second, and takes cuBLAS's memory.
+    The first call for a GPU compiles a kernel of one line and takes cuBLAS's memory.
 
     Parameters
     ----------

@@ -10,7 +10,7 @@ from mpipipe.comm import communicators
 from mpipipe.comm.consensus import raise_on_all
 from mpipipe.comm.group import Group, group_of
 from mpipipe.comm.types import Communicator
-from mpipipe.errors import MismatchError, MpipipeError
+from mpipipe.errors import BackendError, MismatchError, MpipipeError
 
 
 def select_device(name: str = "auto", comm: Communicator | None = None) -> str:
@@ -51,6 +51,11 @@ def select_device(name: str = "auto", comm: Communicator | None = None) -> str:
         kind = arrays.check_device(_in_turn(name, place))  # which looks at that GPU alone
     except MpipipeError as caught:
         error = caught
+    except Exception as caught:  # CuPy's own, such as cudaErrorDevicesUnavailable
+        error = BackendError(
+            f"a GPU cannot be used: {type(caught).__name__}: {caught}",
+            remedy="look at nvidia-smi on that node: another process may have the GPU for itself, or it is broken",
+        )
     kinds = group.gather("select_device", kind, error)
     without = [rank for rank, other in enumerate(kinds) if other == "cpu"]
     if 0 < len(without) < group.size:

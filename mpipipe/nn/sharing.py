@@ -5,8 +5,9 @@
     after    parameters   | ... | w            |      | ... |                 both names are this array
              gradients    | ... | g            |      | ... | part           |
 
-Each place still adds to the memory that its gradient had, which is now a part of the gradient: whoever shares adds up
-the parts, in the order of the places. So the sum has the same bits as over places on several ranks.
+Within a step of a pipeline each place adds to the memory that its gradient had, which is now a part of the gradient.
+The pipeline adds up the parts in the order of the places. So the sum has the same bits as over places on several ranks.
+Outside of a step all places add to the one gradient.
 
 Tied parameters are the last ones of a stage's buffers. Those that are shared leave them, and `flat` ends before them:
 an optimizer, a norm and a cast that go through `flat` meet the parameter once.
@@ -62,6 +63,7 @@ def _share(user: User, owner: User) -> None:
     stage.owners[name] = owner
     layer, key = stage.layer_of[name]
     setattr(layer, key, stage.compute[name])
+    stage.use_parts(False)
     layer.bound()
 
 

@@ -141,9 +141,9 @@ class Stage:
         for name, layer in named:
             layer.bind(self, name)
         self.layer_of = {f"{name}.{key}": (layer, key) for name, layer in named for key in layer.declared}
-        self._replaced = [
-            n for n, (layer, key) in self.layer_of.items() if key in vars(type(layer)).get("replaced", ())
-        ]
+        replaced = [n for n, (layer, key) in self.layer_of.items() if key in vars(type(layer)).get("replaced", ())]
+        known = all(type(layer).__module__.startswith("mpipipe.") for _, layer in named)
+        self._replaced = replaced if known else []  # a layer of the user's may add to gradients of others first
         self._chain = Sequential(self.layers)
         self._chain.stage = self
         self._first = _first_leaf(self._chain)
@@ -171,6 +171,13 @@ class Stage:
         for name, (layer, key) in self.layer_of.items():
             if name not in self.unwritten:
                 arrays.set_zero(getattr(layer, f"{key}_grad"))
+
+    def use_parts(self, used: bool) -> None:
+        """Let layers add to the parts of shared gradients, as within a step of a pipeline, or to the gradients."""
+        source: Mapping[str, Array] = self.parts if used else self.gradients
+        for name in self.parts:
+            layer, key = self.layer_of[name]
+            setattr(layer, f"{key}_grad", source[name])
 
     def end_gradients(self) -> None:
         """End gradients: those that no layer has written are zero."""

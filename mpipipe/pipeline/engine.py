@@ -179,14 +179,18 @@ class Engine:
 
     def train(self, batch: Batch, agreed: Agreed, scale: float) -> tuple[CallState, float, list[float]]:
         """Run a training step; return what it gave, the mean loss of all replicas, and the losses of this pipeline."""
-        for stage in self.stages:
-            stage.begin_gradients()
-        state = self.run("step", batch, agreed, scale)
-        if self.replicas is not None:  # before the losses are fetched: the device must wait for no rank that may fail
-            for pending in self.executor.sums:
-                self.replicas.wait(pending, "the sum of gradients over the replicas", everyone=True)
-        loss, losses = self.share_losses(state, agreed.microbatches)
-        self.ties.sum_gradients()
+        try:
+            for stage in self.stages:
+                stage.begin_gradients()
+            state = self.run("step", batch, agreed, scale)
+            if self.replicas is not None:  # before losses are fetched: the device must wait for no rank that may fail
+                for pending in self.executor.sums:
+                    self.replicas.wait(pending, "the sum of gradients over the replicas", everyone=True)
+            loss, losses = self.share_losses(state, agreed.microbatches)
+            self.ties.sum_gradients()
+        finally:
+            for stage in self.stages:
+                stage.leave_step()
         self.steps_taken += 1
         return state, loss, losses
 

@@ -98,6 +98,8 @@ class StageAdapter:
 
     def begin_gradients(self) -> None:
         """Begin gradients anew: set them to zero, or let an nn.Stage replace them by the first that it has of each."""
+        for model in self.models:
+            model.use_parts(True)
         if type(self.given) is nn.Stage:  # another class may add to its gradients in ways of its own
             self.given.begin_gradients()
             return
@@ -109,6 +111,12 @@ class StageAdapter:
         for model in self.models:
             if model.unwritten:
                 model.end_gradients()
+
+    def leave_step(self) -> None:
+        """Let backwards outside of a step, or after one that has failed, add to the gradients that the stage shows."""
+        for model in self.models:
+            model.use_parts(False)
+            model.unwritten = set()
 
     def check(self, ops: Collection[str], has_replicas: bool) -> None:
         """Raise ArgumentError where the stage lacks what these actions, or the replicas, need."""

@@ -145,6 +145,8 @@ class Ties:
         owner = {
             (number, inner): model for number, stage in zip(numbers, stages) for inner, model in enumerate(stage.models)
         }
+        for model in owner.values():
+            model.tied_copies.clear()
         share(list(_shared(names, owner, pipe.rank)))
         self.pipe, self.transport = pipe, transport
         self.parameters = [
@@ -165,7 +167,17 @@ def _shared(names: TieNames, owner: Owner, rank: int) -> Iterator[tuple[User, Us
     """Yield each further place on this rank of a parameter, with the first one."""
     for places in names.order.values():
         mine = [User(owner[p.place.stage, p.place.inner], p.place.name) for p in places if p.rank == rank]
-        yield from ((user, mine[0]) for user in mine[1:])
+        if mine:  # the storage stays where an earlier pipeline has put it
+            first = next((user for user in mine if user.name not in user.stage.owners), mine[0])
+            yield from ((user, first) for user in mine if user is not first)
+
+
+def _counted(first: TiedPlace, owner: Owner, rank: int) -> tuple[nn.Stage, str] | None:
+    """Return the array by which this rank counts a parameter in norms, or None where another rank counts it."""
+    if first.rank != rank:
+        return None
+    user = User(owner[first.place.stage, first.place.inner], first.place.name)
+    return user.stage.owners.get(user.name, user)
 
 
 class TiedParameter:
@@ -187,28 +199,32 @@ class TiedParameter:
         like = next(
             owner[p.place.stage, p.place.inner].gradients[p.place.name] for p in places if p.rank == pipe.rank
         )  # fmt: skip
-        for number, (place, rank, *_) in enumerate(places):
+        counted = _counted(places[0], owner, pipe.rank)
+        for place, rank, *_ in places:
             if rank != pipe.rank:
                 self.parts.append(arrays.empty_like(like))
                 continue
             model = owner[place.stage, place.inner]
             self.parts.append(model.parts.get(place.name, model.gradients[place.name]))
-            if number > 0:
+            if (model, place.name) != counted:
                 model.tied_copies.add(place.name)
             if place.name not in model.owners:
                 self.sums.append(model.gradients[place.name])
                 values.append(model.parameters[place.name])
-        self._start_equal(values)
+        self._start_equal(values, owner)
 
-    def _start_equal(self, values: list[Array]) -> None:
+    def _start_equal(self, values: list[Array], owner: Owner) -> None:
         """Give all arrays of the parameter the values that it has at its first place."""
         first = self.places[0]
         if first.rank == self.pipe.rank:
-            self._wait([self._send(values[0], first, peer) for peer in self.peers], first)
+            value = owner[first.place.stage, first.place.inner].parameters[first.place.name]
+            self._wait([self._send(value, first, peer) for peer in self.peers], first)
         else:
-            self._wait([self._receive(values[0], first)], first)
-        for copy in values[1:]:
-            arrays.copy_into(copy, values[0])
+            value = values[0]
+            self._wait([self._receive(value, first)], first)
+        for copy in values:
+            if copy is not value:
+                arrays.copy_into(copy, value)
 
     def sum_gradients(self) -> None:
         """Give every array of the gradient on this rank the sum of all parts."""

@@ -130,7 +130,7 @@ WITH_FAULTS = """
 import os
 from mpi4py import MPI
 last = MPI.COMM_WORLD.rank == MPI.COMM_WORLD.size - 1
-os.environ["MPIPIPE_TEST_GPU_" + {name!r}] = {value!r} if last else {others!r}
+os.environ[{name!r}] = {value!r} if last else {others!r}
 import mpipipe
 from mpipipe import nn
 nn.Stage([nn.Linear(2, 2)], device=mpipipe.select_device({device!r}))
@@ -141,21 +141,19 @@ print("went on")
 @pytest.mark.parametrize(
     ("name", "value", "others", "device", "says"),
     [
-        ("FAULTS", "driver", "", "cuda", SAYS["driver"]),
-        ("FAULTS", "headers,cublas", "", "cuda", SAYS["headers"]),
-        ("FAULTS", "two cudas", "", "auto", SAYS["two cudas"]),
-        ("FAULTS", "driver", "", "auto", "some ranks have a GPU, and some have none"),
-        ("DEVICES", "1", "2", "cuda:1", "no such GPU"),
-        ("DEVICES", "0", "1", "cuda", "this process sees no GPU"),
+        ("MPIPIPE_TEST_GPU_FAULTS", "driver", "", "cuda", SAYS["driver"]),
+        ("MPIPIPE_TEST_GPU_FAULTS", "headers,cublas", "", "cuda", SAYS["headers"]),
+        ("MPIPIPE_TEST_GPU_FAULTS", "two cudas", "", "auto", SAYS["two cudas"]),
+        ("MPIPIPE_TEST_GPU_FAULTS", "driver", "", "auto", "some ranks have a GPU, and some have none"),
+        ("MPIPIPE_TEST_GPU_DEVICES", "1", "2", "cuda:1", "no such GPU"),
+        ("MPIPIPE_TEST_GPU_DEVICES", "0", "1", "cuda", "this process sees no GPU"),
     ],
 )
 def test_a_job_on_machines_of_two_kinds_ends_with_one_report(
-    launch, emulated_gpu, mpi_tmp_path, comm, name, value, others, device, says
+    launch, emulated_gpu, tmp_path, name, value, others, device, says
 ):
-    script = mpi_tmp_path / "job.py"
-    if comm.rank == 0:
-        script.write_text(WITH_FAULTS.format(name=name, value=value, others=others, device=device))
-    comm.Barrier()
+    script = tmp_path / "job.py"
+    script.write_text(WITH_FAULTS.format(name=name, value=value, others=others, device=device))
     job = launch(2, ["-m", "mpipipe", "run", str(script)], env=emulated_gpu.environment)
     assert job.returncode not in (0, None), job.stdout
     assert job.stderr.count(says) == 1 and "remedy: " in job.stderr, job.stderr

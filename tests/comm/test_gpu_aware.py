@@ -239,6 +239,17 @@ def test_gpus_on_some_ranks_only_are_an_error_that_names_the_others(gpu, comm, m
         select_device("auto", comm)
 
 
+def test_a_gpu_that_fails_on_one_rank_is_an_error_on_all(gpu, comm, monkeypatch):
+    def busy(device):
+        raise RuntimeError("cudaErrorDevicesUnavailable: all CUDA-capable devices are busy or unavailable")
+
+    if comm.rank == comm.size - 1:
+        monkeypatch.setattr(arrays, "check_device", busy)
+    with pytest.raises(BackendError, match="cudaErrorDevicesUnavailable") as caught:
+        select_device("cuda", comm)
+    assert caught.value.remedy is not None
+
+
 def test_ranks_in_one_process_choose_too(gpu):
     assert inprocess.run(2, lambda comm: select_device("auto", comm)) == ["cuda", "cuda"]
 

@@ -77,7 +77,7 @@ def test_every_source_is_compiled_before_the_tests(emulated_gpu, capsys, monkeyp
     assert warm_kernels.main(1) == 1 and "Failed to find CUDA headers" in capsys.readouterr().out
 
 
-def test_kernels_are_compiled_by_several_processes(launch, emulated_gpu, comm, mpi_tmp_path):
+def test_kernels_are_compiled_by_several_processes(launch, emulated_gpu):
     """Each is a process of its own, which finds the same device."""
     script = "import sys\nfrom support import warm_kernels as warm\nwork = warm.sources\n"
     script += "warm.sources = lambda: [each for each in work() if each[0].endswith(('fill.cu', 'rope.cu'))]\n"

@@ -126,3 +126,35 @@ def test_no_memset_and_no_read_before_the_first_product(emulated_gpu):
         return emulated_gpu.launches.count("memsetAsync")
 
     assert inprocess.run(1, run) == [0]
+
+
+class Again(nn.Layer):
+    """Applies another layer once more, and adds to its gradient before that layer does."""
+
+    def __init__(self, other):
+        self.other = other
+
+    def forward(self, x):
+        return x @ self.other.weight.T, x
+
+    def backward_input(self, dy, saved):
+        return dy @ self.other.weight, (dy, saved)
+
+    def backward_weight(self, pending):
+        dy, x = pending
+        self.other.weight_grad += dy.T @ x
+
+
+def test_what_a_layer_of_the_user_adds_to_the_gradient_of_another_is_kept():
+    linear = nn.Linear(3, 3, bias=False)
+    stage = nn.Stage([linear, Again(linear)], dtype="float64", seed=2)
+    x, dy = np.random.default_rng(1).standard_normal((2, 5, 3))
+    stage.begin_gradients()
+    _, saved = stage.forward(x)
+    stage.backward(dy, saved)
+    stage.end_gradients()
+    w = linear.weight
+    expected = dy.T @ (x @ w.T) + (dy @ w).T @ x
+    assert (
+        np.abs(stage.gradients["0.weight"] - expected).max() <= 32 * np.finfo(np.float64).eps * np.abs(expected).max()
+    )

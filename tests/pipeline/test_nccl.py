@@ -339,8 +339,8 @@ sys.exit(run_or_abort(main))
         ("os.kill(os.getpid(), signal.SIGKILL)", ""),
     ],
 )
-def test_a_rank_that_ends_in_mid_step_ends_the_job(own, launch, act, says):
-    job = launch(2, JOB % act, timeout=60, env=own.environment)
+def test_a_rank_that_ends_in_mid_step_ends_the_job(emulated_gpu, launch, act, says):
+    job = launch(2, JOB % act, timeout=60, env={**emulated_gpu.environment, "MPIPIPE_TEST_GPU_OWN": "1"})
     assert job.returncode != 0
     assert job.stderr.count(says) >= 1 and "DeviceHangError" not in job.stderr
     if act.startswith("raise"):

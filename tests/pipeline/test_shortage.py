@@ -154,11 +154,9 @@ with Pipeline([stage], schedules.gpipe(comm.size, 8), comm, loss=nn.mean_squared
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_the_job_ends_with_one_report(launch, emulated_gpu, mpi_tmp_path, comm, ranks):
-    script = mpi_tmp_path / "job.py"
-    if comm.rank == 0:
-        script.write_text(JOB)
-    comm.Barrier()
+def test_the_job_ends_with_one_report(launch, emulated_gpu, tmp_path, ranks):
+    script = tmp_path / "job.py"
+    script.write_text(JOB)
     env = {**emulated_gpu.environment, "MPIPIPE_TEST_GPU_MEMORY": str(300_000)}
     job = launch(ranks, ["-m", "mpipipe", "run", str(script)], env=env)
     assert job.returncode not in (0, None), job.stdout

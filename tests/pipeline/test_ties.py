@@ -64,7 +64,7 @@ def test_places_on_one_rank_share_one_array(comm, make):
     with Pipeline(stages, schedule, alone, loss=nn.softmax_cross_entropy):
         assert last.parameters[HEAD] is first.parameters["0.weight"] is layer.weight
         assert last.gradients[HEAD] is first.gradients["0.weight"]
-        assert layer.weight_grad is before is last.parts[HEAD]
+        assert before is last.parts[HEAD] and layer.weight_grad is last.gradients[HEAD]
         assert list(last.parameters)[-1] == list(last.gradients)[-1] == HEAD
         flats = [stage.parameters.flat for stage in stages]
         assert sum(flat.size for flat in flats) == size - MODEL["vocab"] * MODEL["dim"]
@@ -115,6 +115,49 @@ def test_a_second_pipeline_shares_the_same_arrays(comm):
     with pytest.raises(ArgumentError, match="lies in the buffer of a stage of an earlier pipeline"):
         Pipeline(stages[1:], gpipe(1, 3), alone, loss=nn.softmax_cross_entropy)
     alone.Free()
+
+
+def test_a_second_pipeline_with_the_stages_in_another_order_trains_them(comm):
+    """The storage stays where the first pipeline has put it; nothing else depends on the order."""
+    x = np.random.default_rng(0).standard_normal((2, 4))
+    found = []
+    for first in (False, True):
+        one, two = (nn.Stage([nn.Linear(4, 4, bias=False, tie="w")], dtype="float64", seed=1, first=n) for n in (0, 1))
+        alone = Mesh(comm, pipe=1, data=comm.size)
+        if first:
+            Pipeline([one, two], dense.build("looped_bfs", 1, 2, 1), alone.pipe, loss=nn.mean_squared_error).close()
+        stages = [two, one]
+        with Pipeline(stages, dense.build("looped_bfs", 1, 2, 1), alone.pipe, loss=nn.mean_squared_error) as pipeline:
+            optimizer = optim.SGD(stages, lr=0.1)
+            for _ in range(2):
+                pipeline.step(x, 2 * x)
+                norm = optim.clip_by_global_norm(stages, 1e9, alone.pipe)
+                optimizer.step()
+        found.append((norm, two.parameters["1.weight"].tobytes(), one.parameters["0.weight"].tobytes()))
+        alone.close()
+    assert found[0] == found[1] and norm > 0 and found[0][1] == found[0][2]
+
+
+def test_a_backward_by_hand_adds_the_parts_of_all_places_to_the_one_gradient(comm):
+    x = np.random.default_rng(0).standard_normal((2, 4))
+
+    def by_hand(stage):
+        stage.gradients.flat[...] = 0
+        y, saved = stage.forward(x)
+        stage.backward(np.ones_like(y), saved)
+        return {name: array.copy() for name, array in stage.gradients.items()}
+
+    layers = [nn.Linear(4, 4, bias=False, tie="w") for _ in range(2)]
+    stage = nn.Stage(layers, dtype="float64", seed=1)
+    apart = by_hand(stage)
+    alone = Mesh(comm, pipe=1, data=comm.size)
+    with Pipeline([stage], gpipe(1, 1), alone.pipe, loss=nn.mean_squared_error) as pipeline:
+        for _ in range(2):
+            pipeline.step(x, x)
+            expected = apart["0.weight"] + apart["1.weight"]
+            for gradient in by_hand(stage).values():
+                assert np.abs(gradient - expected).max() <= 4 * np.finfo(np.float64).eps * np.abs(expected).max()
+    alone.close()
 
 
 def test_stages_of_two_dtypes_keep_an_array_each(comm):

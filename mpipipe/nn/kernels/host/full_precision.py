@@ -71,20 +71,19 @@ def linear_backward_weight(dy: np.ndarray, x: np.ndarray, grad: np.ndarray, add:
     are the same, so that the product has the same bits.
     """
     outputs, inputs = grad.shape
-    step = max(16, _PIECE // inputs)
-    if not add:
-        for start in range(0, outputs, outputs if grad.size <= _PIECE else step):
-            part = grad[start : start + step] if grad.size > _PIECE else grad
-            np.matmul(dy[:, start : start + len(part)].T, x, out=part)
-        return
     if outputs * inputs <= _PIECE:
-        np.add(grad, np.matmul(dy.T, x), out=grad)
+        if add:
+            np.add(grad, np.matmul(dy.T, x), out=grad)
+        else:
+            np.matmul(dy.T, x, out=grad)
         return
-    piece = np.empty((step, inputs), grad.dtype)
+    step = max(16, _PIECE // inputs)
+    piece = np.empty((step, inputs), grad.dtype) if add else None
     for start in range(0, outputs, step):
         part = grad[start : start + step]
-        product = np.matmul(dy[:, start : start + step].T, x, out=piece[: len(part)])
-        np.add(part, product, out=part)
+        product = np.matmul(dy[:, start : start + step].T, x, out=part if piece is None else piece[: len(part)])
+        if add:
+            np.add(part, product, out=part)
 
 
 def sum_rows(dy: np.ndarray, grad: np.ndarray, add: bool = True) -> None:
