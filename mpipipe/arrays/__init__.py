@@ -48,7 +48,7 @@ from mpipipe.arrays.streams import (
     stream,
     wait_for,
 )
-from mpipipe.arrays.transfer import copy_to_device, copy_to_host, download, download_all, pinned, upload
+from mpipipe.arrays.transfer import Download, copy_to_device, copy_to_host, download, download_all, pinned, upload
 from mpipipe.arrays.types import Array, DeviceArray, Event, Shape, Stream, Tree
 from mpipipe.arrays.usable import check_device, missing_parts
 
@@ -56,6 +56,7 @@ __all__ = [
     "COMPUTE_DTYPES",
     "Array",
     "DeviceArray",
+    "Download",
     "Event",
     "Shape",
     "Shortage",

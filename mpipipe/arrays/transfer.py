@@ -152,6 +152,33 @@ def download_all(device_arrays: Sequence[Array]) -> list[np.ndarray]:
     return results
 
 
+class Download:
+    """A copy of a device array to the host, begun in the order of the current stream.
+
+    Parameters
+    ----------
+    array : cupy.ndarray
+        C-contiguous, of any shape and dtype. It may change once the stream has come to the copy.
+    """
+
+    def __init__(self, array: DeviceArray):
+        self._array, self._buffer = array, pinned(array.nbytes)
+        if array.nbytes:
+            copy_to_host(self._buffer, array.reshape(-1).view(np.uint8))
+        self._done = record()
+
+    def result(self) -> np.ndarray:
+        """Wait for the copy, and for nothing that was asked of the device behind it.
+
+        Returns
+        -------
+        numpy.ndarray
+            A new array of the same shape and dtype.
+        """
+        self._done.synchronize()
+        return self._buffer.copy().view(self._array.dtype).reshape(self._array.shape)
+
+
 def _receive(waiting: list[tuple[np.ndarray, np.ndarray]]) -> None:
     """Wait for the stream, and set each piece from its pinned buffer."""
     if waiting:

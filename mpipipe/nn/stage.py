@@ -105,9 +105,7 @@ class Stage:
         self.kernels = kernels.of(self.device, self.dtype)
         self.tables = RopeTables(self.kernels, self.dtype, self.device)
         self._plain = np.ndarray if self.device == "cpu" else None  # inputs of this type need no further look
-        self.layers = tuple(layers)
-        self.first = first
-        self.seed = seed
+        self.layers, self.first, self.seed = tuple(layers), first, seed
         self.position = Position()
         self.poll: Callable[[], object] | None = None
         self.index: int | None = None
@@ -116,6 +114,7 @@ class Stage:
         self.owners: dict[str, tuple[Stage, str]] = {}
         self.parts: dict[str, Array] = {}
         self.unwritten: set[str] = set()
+        self._keeps_compute = False
         self._bind()
 
     def _bind(self) -> None:
@@ -162,8 +161,18 @@ class Stage:
 
     def refresh(self) -> None:
         """Let layers compute with the parameters as they are now. A pipeline does this at the start of each call."""
-        if self.compute is not self.parameters and self.parameters.flat.size:
+        if self.compute is not self.parameters and not self._keeps_compute and self.parameters.flat.size:
             self.kernels.cast(self.parameters.flat, self.compute.flat)
+
+    def keep_compute(self) -> None:
+        """From now on let optimizers write `compute`, and `refresh` do nothing: nobody else may write parameters."""
+        self.refresh()
+        self._keeps_compute = self.compute is not self.parameters
+
+    @property
+    def kept_copy(self) -> Array | None:
+        """What optimizers write besides the parameters: `compute.flat` after `keep_compute`."""
+        return self.compute.flat if self._keeps_compute else None
 
     def begin_gradients(self) -> None:
         """Begin gradients anew: those that their layers will replace stay as they are, all others become zero."""

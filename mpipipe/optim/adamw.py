@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mpipipe import arrays
-from mpipipe.arrays import Array
+from mpipipe.arrays import Array, DeviceArray
 from mpipipe.nn import Stage
 
 
@@ -60,33 +60,34 @@ class AdamW:
             {name: arrays.zeros_like(stage.parameters.flat) for name in ("first", "second")} for stage in self.stages
         ]
 
-    def step(self, lr: float | None = None, scale: float = 1.0) -> None:
+    def step(self, lr: float | None = None, scale: float | DeviceArray = 1.0) -> None:
         """Make one step with the gradients of the stages.
 
         Parameters
         ----------
         lr : float, optional
             Overrides the learning rate for this step.
-        scale : float
-            Factor of the gradients. They stay as they are.
+        scale : float or cupy.ndarray
+            Factor of the gradients. They stay as they are. For stages on a GPU it may be there, () of float64; where it
+            is NaN then, parameters and state stay as they are.
         """
         rate = self.lr if lr is None else lr
         self.steps += 1
         b1, b2 = self.betas
         for stage, state in zip(self.stages, self.state):
-            for start, stop, decays in stage.decay_ranges:
-                part = slice(start, stop)
-                stage.kernels.adamw(
-                    stage.parameters.flat[part],
-                    stage.gradients.flat[part],
-                    state["first"][part],
-                    state["second"][part],
-                    b1=b1,
-                    b2=b2,
-                    eps=self.eps,
-                    rate=rate,
-                    correction1=1 - b1**self.steps,
-                    correction2=1 - b2**self.steps,
-                    shrink=1 - rate * self.weight_decay if decays else 1.0,
-                    g_scale=scale,
-                )
+            stage.kernels.adamw(
+                stage.parameters.flat,
+                stage.gradients.flat,
+                state["first"],
+                state["second"],
+                b1=b1,
+                b2=b2,
+                eps=self.eps,
+                rate=rate,
+                correction1=1 - b1**self.steps,
+                correction2=1 - b2**self.steps,
+                shrink=1 - rate * self.weight_decay,
+                g_scale=scale,
+                ranges=stage.decay_ranges,
+                copy=stage.kept_copy,
+            )

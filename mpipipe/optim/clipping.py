@@ -6,8 +6,10 @@ from collections.abc import Collection, Sequence
 
 from mpipipe.comm.types import Communicator
 from mpipipe.nn import Stage
+from mpipipe.nn.kernels import cuda
 from mpipipe.optim.checks import check_max_norm
 from mpipipe.optim.norm import measure
+from mpipipe.optim.on_device import NormOnDevice, has_all
 
 
 def clip_by_global_norm(
@@ -57,10 +59,24 @@ def clip_by_global_norm(
     array([0.5, 0.5, 0.5, 0.5], dtype=float32)
     """
     check_max_norm(max_norm)
+    if has_all(stages, comm):
+        return _clip_on_device(stages, max_norm, comm, skip, scale)
     norm, culprit = measure(stages, comm, skip, scale)
     if culprit is not None:
         culprit.refuse(comm)
     if norm > max_norm:
         for stage in stages:
             stage.kernels.scale(stage.gradients.flat, max_norm / norm, stage.gradients.flat)
+    return norm
+
+
+def _clip_on_device(
+    stages: Sequence[Stage], max_norm: float, comm: Communicator | None, skip: Collection[str], scale: float
+) -> float:
+    asked = NormOnDevice(stages, comm, skip, scale, max_norm=max_norm, divisor=1.0)
+    for stage in stages:
+        cuda.rescale(stage.gradients.flat, asked.factor)  # not where it is NaN
+    norm, culprit = asked.result()
+    if culprit is not None:
+        culprit.refuse(comm)
     return norm

@@ -105,16 +105,21 @@ def _gathered_reports(comm: Communicator, stages: Sequence[Stage], skip: Collect
 
 def _squares(stages: Sequence[Stage], skip: Collection[str]) -> list[tuple[Stage, str, float]]:
     """Return (stage, name, sum of squares) of each parameter that counts; wait for the device once, where one is."""
-    counted = [(s, [name for name in s.gradients if name not in s.tied_copies and name not in skip]) for s in stages]
-    counted = [(stage, names) for stage, names in counted if names]
-    sums = arrays.download_all(
-        [stage.kernels.sums_of_squares(stage.gradients.flat, _offsets(stage, names)) for stage, names in counted]
-    )
+    counted = counted_pieces(stages, skip)
+    sums = arrays.download_all([stage.kernels.sums_of_squares(stage.gradients.flat, at) for stage, _, at in counted])
     return [
         (stage, name, square)
-        for (stage, names), squares in zip(counted, sums)
+        for (stage, names, _), squares in zip(counted, sums)
         for name, square in zip(names, squares.tolist())
     ]
+
+
+def counted_pieces(
+    stages: Sequence[Stage], skip: Collection[str]
+) -> list[tuple[Stage, list[str], list[tuple[int, int]]]]:
+    """Return (stage, names of parameters that count, where each starts and stops in the flat buffer)."""
+    counted = [(s, [name for name in s.gradients if name not in s.tied_copies and name not in skip]) for s in stages]
+    return [(stage, names, _offsets(stage, names)) for stage, names in counted if names]
 
 
 def _offsets(stage: Stage, names: Sequence[str]) -> list[tuple[int, int]]:

@@ -18,6 +18,7 @@ from mpipipe.errors import ArgumentError
 from mpipipe.optim.adamw import AdamW
 from mpipipe.optim.checks import check_max_norm
 from mpipipe.optim.norm import measure
+from mpipipe.optim.on_device import NormOnDevice, has_all
 from mpipipe.optim.sgd import SGD
 
 SMALLEST, LARGEST = 1.0, 2.0**64  # scale
@@ -159,6 +160,8 @@ def scaled_step(
     array([0.5, 0.5, 0.5, 0.5], dtype=float32)
     """
     check_max_norm(max_norm)
+    if has_all(optimizer.stages, comm):
+        return _step_on_device(optimizer, scaler, max_norm, lr, comm, skip)
     norm, culprit = measure(optimizer.stages, comm, skip, scaler.scale)
     if culprit is not None and not scaler.can_shrink:
         culprit.refuse(comm)
@@ -169,3 +172,24 @@ def scaled_step(
         return None
     optimizer.step(lr=lr, scale=factor)
     return norm
+
+
+def _step_on_device(
+    optimizer: SGD | AdamW,
+    scaler: LossScaler,
+    max_norm: float,
+    lr: float | None,
+    comm: Communicator | None,
+    skip: Collection[str],
+) -> float | None:
+    """Do the same with a step that the device makes or leaves out by itself, before the host knows the norm."""
+    scale = scaler.scale
+    asked = NormOnDevice(optimizer.stages, comm, skip, scale, max_norm=max_norm, divisor=scale)
+    optimizer.step(lr=lr, scale=asked.factor)
+    norm, culprit = asked.result()
+    if culprit is not None:
+        optimizer.steps -= 1  # the device has not made it
+        if not scaler.can_shrink:
+            culprit.refuse(comm)
+    scaler.update(culprit is None)
+    return norm if culprit is None else None

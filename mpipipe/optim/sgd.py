@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mpipipe import arrays
-from mpipipe.arrays import Array
+from mpipipe.arrays import Array, DeviceArray
 from mpipipe.nn import Stage
 
 
@@ -50,27 +50,28 @@ class SGD:
             {"momentum": arrays.zeros_like(stage.parameters.flat)} if momentum else {} for stage in self.stages
         ]
 
-    def step(self, lr: float | None = None, scale: float = 1.0) -> None:
+    def step(self, lr: float | None = None, scale: float | DeviceArray = 1.0) -> None:
         """Make one step with the gradients of the stages.
 
         Parameters
         ----------
         lr : float, optional
             Overrides the learning rate for this step.
-        scale : float
-            Factor of the gradients. They stay as they are.
+        scale : float or cupy.ndarray
+            Factor of the gradients. They stay as they are. For stages on a GPU it may be there, () of float64; where it
+            is NaN then, parameters and state stay as they are.
         """
         rate = self.lr if lr is None else lr
         for stage, state in zip(self.stages, self.state):
-            for start, stop, decays in stage.decay_ranges:
-                part = slice(start, stop)
-                stage.kernels.sgd(
-                    stage.parameters.flat[part],
-                    stage.gradients.flat[part],
-                    state["momentum"][part] if state else None,
-                    momentum=self.momentum,
-                    decay=self.weight_decay if decays else 0.0,
-                    rate=rate,
-                    g_scale=scale,
-                )
+            stage.kernels.sgd(
+                stage.parameters.flat,
+                stage.gradients.flat,
+                state["momentum"] if state else None,
+                momentum=self.momentum,
+                decay=self.weight_decay,
+                rate=rate,
+                g_scale=scale,
+                ranges=stage.decay_ranges,
+                copy=stage.kept_copy,
+            )
         self.steps += 1

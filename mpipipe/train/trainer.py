@@ -144,6 +144,8 @@ class Trainer:
     ) -> None:
         self.config, self.mesh, self.plan, self.shard = config, mesh, plan, shard
         self.pipeline, self.corpus, self.reporter, self.out = pipeline, corpus, reporter, out
+        for stage in pipeline.stages:
+            stage.keep_compute()  # nobody but the optimizer changes parameters here
         self.optimizer = _optimizer(config, pipeline.stages)
         self.scaler = _scaler(config)
         self.first = mesh.pipe.rank == plan.schedule.placement[0]

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mpipipe.arrays import Array
+from mpipipe.arrays import Array, DeviceArray
 
 
 class Kernels(Protocol):
@@ -146,18 +146,39 @@ class Kernels(Protocol):
         correction1: float,
         correction2: float,
         shrink: float,
-        g_scale: float,
+        g_scale: float | DeviceArray,
+        ranges: Sequence[tuple[int, int, bool]] | None = None,
+        copy: Array | None = None,
     ) -> None:
         """P = shrink p - rate (m / correction1) / (sqrt(v / correction2) + eps): one step of AdamW, in place.
 
         Before that, with g times `g_scale`: m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2. At step t the corrections
-        are 1 - b1^t and 1 - b2^t.
+        are 1 - b1^t and 1 - b2^t. The (start, stop, decays) of `ranges` follow each other from 0 to the end of p, and
+        `shrink` is 1 where `decays` is false. `copy`, of the size of p in any dtype, becomes the new p, rounded.
+
+        On a GPU `g_scale` may be there, () of float64. Where it is NaN, all arrays stay as they are.
         """
 
     def sgd(
-        self, p: Array, g: Array, u: Array | None, *, momentum: float, decay: float, rate: float, g_scale: float
+        self,
+        p: Array,
+        g: Array,
+        u: Array | None,
+        *,
+        momentum: float,
+        decay: float,
+        rate: float,
+        g_scale: float | DeviceArray,
+        ranges: Sequence[tuple[int, int, bool]] | None = None,
+        copy: Array | None = None,
     ) -> None:
-        """U = momentum u + g_scale g + decay p, then p -= rate u, in place; u is None without momentum."""
+        """U = momentum u + g_scale g + decay p, then p -= rate u, in place; u is None without momentum.
 
-    def sums_of_squares(self, flat: Array, offsets: Sequence[tuple[int, int]]) -> Array:
-        """Return the sum of flat[start:stop]^2 for each (start, stop), in float64, on the device of `flat`."""
+        `g_scale` and `copy` are as in `adamw`; `decay` is 0 where `ranges` say so.
+        """
+
+    def sums_of_squares(self, flat: Array, offsets: Sequence[tuple[int, int]], out: Array | None = None) -> Array:
+        """Return the sum of flat[start:stop]^2 for each (start, stop), in float64, on the device of `flat`.
+
+        It is set in `out` where that is given.
+        """

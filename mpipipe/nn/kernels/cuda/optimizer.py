@@ -7,17 +7,21 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import DeviceArray
-from mpipipe.arrays.launch import WORD, launch, vector_width
+from mpipipe.arrays.launch import WORD, bitwise_or, launch, vector_width
+from mpipipe.errors import ArgumentError
 from mpipipe.nn.kernels.cuda.checks import check_alike, check_contiguous
 
 OPTIMIZER, SQUARES = (Path(__file__).with_name(f"{name}.cu") for name in ("optimizer", "squares"))
+BOUNDS = 5  # between ranges of one launch; a stage has six ranges at most, by the order of its parameters in memory
 CHUNK = 1 << 15  # elements of which one block sums the squares
+
+Range: TypeAlias = "tuple[int, int, bool]"  # (start, stop, whether weight decay applies)
 
 
 def adamw(
@@ -33,34 +37,95 @@ def adamw(
     correction1: float,
     correction2: float,
     shrink: float,
-    g_scale: float,
+    g_scale: float | DeviceArray,
+    ranges: Sequence[Range] | None = None,
+    copy: DeviceArray | None = None,
 ) -> None:
     """Make one step of AdamW, in place."""
     check_alike("adamw", p, g, m, v)
     step, root = rate / correction1, 1 / math.sqrt(correction2)
-    numbers = map(p.dtype.type, (b1, 1 - b1, b2, 1 - b2, eps, step, root, shrink, g_scale))
-    arguments = (p, g, m, v, np.int64(p.size), *numbers)
-    launch(OPTIMIZER, "adamw", p.size, arguments, words=1, T=p.dtype, V=vector_width(p, g, m, v))
+    _update("adamw", (p, g, m, v), copy, ranges, (b1, 1 - b1, b2, 1 - b2, eps, step, root, shrink), g_scale, words=1)
 
 
 def sgd(
-    p: DeviceArray, g: DeviceArray, u: DeviceArray | None, *, momentum: float, decay: float, rate: float, g_scale: float
+    p: DeviceArray,
+    g: DeviceArray,
+    u: DeviceArray | None,
+    *,
+    momentum: float,
+    decay: float,
+    rate: float,
+    g_scale: float | DeviceArray,
+    ranges: Sequence[Range] | None = None,
+    copy: DeviceArray | None = None,
 ) -> None:
     """Make one step of gradient descent, in place; u is None without momentum."""
-    numbers = map(p.dtype.type, (decay, rate, g_scale))
     if u is None:
         check_alike("sgd", p, g)
-        launch(OPTIMIZER, "sgd", p.size, (p, g, np.int64(p.size), *numbers), T=p.dtype, V=vector_width(p, g))
-        return
-    check_alike("sgd", p, g, u)
-    arguments = (p, g, u, np.int64(p.size), p.dtype.type(momentum), *numbers)
-    launch(OPTIMIZER, "sgd_momentum", p.size, arguments, words=1, T=p.dtype, V=vector_width(p, g, u))
+        _update("sgd", (p, g), copy, ranges, (decay, rate), g_scale, words=2)
+    else:
+        check_alike("sgd", p, g, u)
+        _update("sgd_momentum", (p, g, u), copy, ranges, (momentum, decay, rate), g_scale, words=1)
 
 
-def sums_of_squares(flat: DeviceArray, offsets: Sequence[tuple[int, int]]) -> DeviceArray:
-    """Return the sum of flat[start:stop]^2 for each (start, stop), in float64, on the device."""
+def _update(
+    name: str,
+    given: tuple[DeviceArray, ...],
+    copy: DeviceArray | None,
+    ranges: Sequence[Range] | None,
+    numbers: tuple[float, ...],
+    g_scale: float | DeviceArray,
+    *,
+    words: int,
+) -> None:
+    """Launch an update: once, unless there are more ranges than kernels take."""
+    p = given[0]
+    if copy is not None:
+        check_contiguous(name, copy)
+        if copy.shape != p.shape:
+            raise ArgumentError(f"the copy of kernels.{name}", found=str(copy.shape), expected=str(p.shape))
+    on_device = arrays.is_device(g_scale)
+    factor, g_scale = (g_scale, 1.0) if on_device else (None, g_scale)
+    scalars = tuple(map(p.dtype.type, (*numbers, g_scale)))
+    for start, stop, first, bounds in _launches(p.size, None if ranges is None else tuple(ranges)):
+        parts, kept = [x[start:stop] for x in given], None if copy is None else copy[start:stop]
+        arguments = (*parts, kept, factor, np.int64(stop - start), *map(np.int64, bounds), np.int32(first), *scalars)
+        moved = parts if kept is None else [*parts, kept]
+        width = vector_width(*moved, divides=bitwise_or([bound for bound in bounds if bound < stop - start]))
+        dtypes = {"T": p.dtype, "H": p.dtype if copy is None else copy.dtype}
+        launch(OPTIMIZER, name, stop - start, arguments, words=words, V=width, **dtypes)
+
+
+@lru_cache(maxsize=64)
+def _launches(size: int, ranges: tuple[Range, ...] | None) -> list[tuple[int, int, bool, tuple[int, ...]]]:
+    """Return (start, stop, whether the first elements decay, where that changes behind start) for each launch."""
+    joined: list[Range] = []
+    for start, stop, decays in [(0, size, True)] if ranges is None else ranges:
+        if start != (joined[-1][1] if joined else 0):
+            raise ArgumentError("ranges of weight decay", found=str(ranges), expected="each begins where one has ended")
+        if joined and joined[-1][2] == decays:
+            joined[-1] = (joined[-1][0], stop, decays)
+        elif stop > start:
+            joined.append((start, stop, decays))
+    if (joined[-1][1] if joined else 0) != size:
+        raise ArgumentError("ranges of weight decay", found=str(ranges), expected=f"the last ends at {size}")
+    pieces = [joined[at : at + BOUNDS + 1] for at in range(0, len(joined), BOUNDS + 1)]
+    return [
+        (piece[0][0], piece[-1][1], piece[0][2], tuple(_bounds(piece, piece[-1][1] - piece[0][0]))) for piece in pieces
+    ]
+
+
+def _bounds(piece: Sequence[Range], size: int) -> list[int]:
+    bounds = [start - piece[0][0] for start, _, _ in piece[1:]]
+    return bounds + [size] * (BOUNDS - len(bounds))
+
+
+def sums_of_squares(
+    flat: DeviceArray, offsets: Sequence[tuple[int, int]], out: DeviceArray | None = None
+) -> DeviceArray:
+    """Return the sum of flat[start:stop]^2 for each (start, stop), in float64, on the device; in `out` where given."""
     check_contiguous("sums_of_squares", flat)
-    out = arrays.empty((len(offsets),), np.dtype(np.float64), "cuda")
+    out = arrays.empty((len(offsets),), np.dtype(np.float64), "cuda") if out is None else out
     if not offsets:
         return out
     chunks, ends = _chunks(tuple(offsets), arrays.cupy().cuda.runtime.getDevice())

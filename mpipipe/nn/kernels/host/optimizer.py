@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
 
 import numpy as np
 
 from mpipipe.nn.cache_blocks import blocks
+
+Ranges: TypeAlias = "Sequence[tuple[int, int, bool]] | None"  # (start, stop, whether weight decay applies)
 
 
 def adamw(
@@ -24,10 +27,12 @@ def adamw(
     correction2: float,
     shrink: float,
     g_scale: float,
+    ranges: Ranges = None,
+    copy: np.ndarray | None = None,
 ) -> None:
     """Make one step of AdamW, in place."""
     step, root = rate / correction1, 1 / math.sqrt(correction2)
-    for at in blocks(p.size):
+    for at, decays in _pieces(p.size, ranges):
         part, grad, first, second = p[at], _scaled(g[at], g_scale), m[at], v[at]
         work = np.multiply(grad, 1 - b1)
         np.multiply(first, b1, out=first)
@@ -41,33 +46,60 @@ def adamw(
         np.add(work, eps, out=work)
         np.divide(first, work, out=work)
         np.multiply(work, step, out=work)
-        if shrink != 1:
+        if decays and shrink != 1:
             np.multiply(part, shrink, out=part)
         np.subtract(part, work, out=part)
+        if copy is not None:
+            _round(part, copy[at])
 
 
 def sgd(
-    p: np.ndarray, g: np.ndarray, u: np.ndarray | None, *, momentum: float, decay: float, rate: float, g_scale: float
+    p: np.ndarray,
+    g: np.ndarray,
+    u: np.ndarray | None,
+    *,
+    momentum: float,
+    decay: float,
+    rate: float,
+    g_scale: float,
+    ranges: Ranges = None,
+    copy: np.ndarray | None = None,
 ) -> None:
     """Make one step of gradient descent, in place; u is None without momentum."""
-    for at in blocks(p.size):
+    for at, decays in _pieces(p.size, ranges):
         part, update = p[at], _scaled(g[at], g_scale)
-        if decay:
+        if decays and decay:
             update = update + part * decay
         if u is not None:
             kept = u[at]
             np.multiply(kept, momentum, out=kept)
             update = np.add(kept, update, out=kept)
         np.subtract(part, update * rate, out=part)
+        if copy is not None:
+            _round(part, copy[at])
+
+
+def _pieces(size: int, ranges: Ranges) -> Iterator[tuple[slice, bool]]:
+    """Yield the pieces that stay in cache, none across two ranges, and whether weight decay applies to them."""
+    for start, stop, decays in [(0, size, True)] if ranges is None else ranges:
+        for at in blocks(stop - start):
+            yield slice(start + at.start, min(stop, start + at.stop)), decays
+
+
+def _round(part: np.ndarray, copy: np.ndarray) -> None:
+    with np.errstate(over="ignore", invalid="ignore"):
+        copy[...] = part
 
 
 def _scaled(g: np.ndarray, factor: float) -> np.ndarray:
     return g if factor == 1 else np.multiply(g, factor)
 
 
-def sums_of_squares(flat: np.ndarray, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Return the sum of flat[start:stop]^2 for each (start, stop), in float64."""
-    return np.array([_sum_of_squares(flat[start:stop]) for start, stop in offsets], np.float64)
+def sums_of_squares(flat: np.ndarray, offsets: Sequence[tuple[int, int]], out: np.ndarray | None = None) -> np.ndarray:
+    """Return the sum of flat[start:stop]^2 for each (start, stop), in float64; in `out` where that is given."""
+    out = np.empty(len(offsets)) if out is None else out
+    out[:] = [_sum_of_squares(flat[start:stop]) for start, stop in offsets]
+    return out
 
 
 def _sum_of_squares(flat: np.ndarray) -> float:
