@@ -63,6 +63,7 @@ CONSTANTS = {
         for v in (1, wide(kind, out))
     ],
     "nn/kernels/cuda/cast.cu": lambda kind: [{"S": source, "V": wide(source, kind)} for source in DTYPES],
+    "nn/kernels/cuda/clipping.cu": lambda kind: [] if arrays.is_half(kind) else words(kind),
     "nn/kernels/cuda/cross_entropy.cu": with_words(I=(INT32, INT64)),
     "nn/kernels/cuda/dropout.cu": words,
     "nn/kernels/cuda/elementwise.cu": words,
@@ -73,7 +74,9 @@ CONSTANTS = {
         for threads, kept in ((32, 1), (64, 4), (256, 4), (512, 0))
         for v in (1, wide(kind))
     ],
-    "nn/kernels/cuda/optimizer.cu": lambda kind: [] if arrays.is_half(kind) else words(kind),
+    "nn/kernels/cuda/optimizer.cu": lambda kind: [
+        {"H": copy, "V": v} for copy in DTYPES if arrays.accumulator(copy) == kind for v in (1, wide(kind))
+    ],
     "nn/kernels/cuda/rope.cu": words,
     "nn/kernels/cuda/squared_error.cu": lambda kind: [
         {"S": target, "V": wide(kind, target)} for target in of_both(kind)

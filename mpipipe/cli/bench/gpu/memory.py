@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -69,8 +69,13 @@ def _optimizer(count: int) -> Iterator[Kernel]:
     kernels = nn.kernels.of("cuda")
     p, g, m, v = (normal((count,), "float32", seed) for seed in range(4))
     arrays.set_zero(v)
-    facts = dict(b1=0.9, b2=0.95, eps=1e-8, rate=1e-6, correction1=1.0, correction2=1.0, shrink=1.0, g_scale=1.0)
+    facts: dict[str, Any] = dict(
+        b1=0.9, b2=0.95, eps=1e-8, rate=1e-6, correction1=1.0, correction2=1.0, shrink=1.0, g_scale=1.0
+    )
     yield f"adamw, float32 {count}", lambda: kernels.adamw(p, g, m, v, **facts), 7 * p.nbytes
+    copy = arrays.empty((count,), arrays.dtype("bfloat16"), "cuda")
+    name = f"adamw with a copy in {copy.dtype.name}, float32 {count}"
+    yield name, lambda: kernels.adamw(p, g, m, v, copy=copy, **facts), 7 * p.nbytes + copy.nbytes
     yield f"accumulate (sum of tied gradients), float32 {count}", lambda: kernels.accumulate(m, g), 3 * p.nbytes
     pieces = [(0, count)]
     yield f"sums_of_squares, float32 {count}", lambda: kernels.sums_of_squares(g, pieces), g.nbytes
