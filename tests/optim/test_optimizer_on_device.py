@@ -1,0 +1,277 @@
+"""The end of a step on a GPU: clipping that the host need not wait for, one launch, and the half copy with it."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from mpipipe import arrays, nn, optim
+from mpipipe.comm import inprocess
+from mpipipe.errors import ArgumentError, NonFiniteError
+from mpipipe.nn.kernels import of
+
+NUMBERS = dict(b1=0.9, b2=0.95, eps=1e-8, rate=0.01, correction1=0.2, correction2=0.1)
+OPTIMIZERS = {
+    "AdamW": lambda stages: optim.AdamW(stages, 0.01, weight_decay=0.1),
+    "SGD": lambda stages: optim.SGD(stages, 0.01, weight_decay=0.1),
+    "SGD with momentum": lambda stages: optim.SGD(stages, 0.01, 0.9, 0.1),
+}
+
+
+def made(dtype="float32", number=2):
+    """Stages with two ranges of weight decay each."""
+    return [nn.Stage([nn.Linear(37, 13), nn.RMSNorm(13)], dtype, seed, "cuda", 2 * seed) for seed in range(number)]
+
+
+def fill(stages, seed, size=1.0, bad=None):
+    """Gradients of this size; `bad` in one place of the last stage."""
+    for stage in stages:
+        flat = np.zeros(stage.gradients.flat.size, stage.gradients.flat.dtype)
+        for name, at in stage.gradients.offsets.items():
+            count = stage.gradients[name].size
+            flat[at : at + count] = np.random.default_rng([seed, *name.encode()]).standard_normal(count) * size
+        if bad is not None and stage is stages[-1]:
+            flat[stage.gradients.offsets[f"{stage.first}.bias"] + 3] = bad
+        arrays.upload(flat, out=stage.gradients.flat)
+
+
+def contents(stages, optimizer):
+    """Everything that a step may change, on the host."""
+    kept = [flat for s in stages for flat in (s.parameters.flat, s.compute.flat, s.gradients.flat)]
+    return arrays.download_all(kept + [state[key] for state in optimizer.state for key in state])
+
+
+def assert_equal(found, expected):
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one.view(np.uint8), other.view(np.uint8))
+
+
+# -- the factor
+
+
+def factor_on_host(squares, max_norm, scale, divisor):
+    norm = math.sqrt(math.fsum(squares)) / scale
+    return (max_norm / norm if norm > max_norm else 1.0) / divisor
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 31, 32, 33, 500, 3000])
+@pytest.mark.parametrize("scale, divisor", [(1.0, 1.0), (1024.0, 1024.0), (3.0, 1.0)])
+def test_the_factor_has_the_bits_of_an_exact_sum(gpu, count, scale, divisor):
+    for seed in range(6):
+        generator = np.random.default_rng([seed, count])
+        squares = np.exp(generator.uniform(-40, 40, count) * (seed % 3) / 2) * generator.uniform(0.5, 2, count)
+        norm = math.sqrt(math.fsum(squares)) / scale
+        for max_norm in (norm / 3 or 1.0, 0.7 * norm or 1.0, 2 * norm or 1.0, math.inf):
+            found = arrays.download(of("cuda").clip_factor(arrays.upload(squares), max_norm, scale, divisor))
+            assert found.shape == () and found.dtype == np.float64
+            assert float(found) == factor_on_host(squares, max_norm, scale, divisor)
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize("place", [0, 31, 40])
+def test_the_factor_of_a_sum_that_is_not_finite_is_nan(gpu, value, place):
+    squares = np.ones(41)
+    squares[place] = value
+    for max_norm in (0.5, math.inf):
+        assert math.isnan(arrays.download(of("cuda").clip_factor(arrays.upload(squares), max_norm, 1.0, 2.0)))
+    squares[:] = 1e308  # each is finite
+    assert math.isnan(arrays.download(of("cuda").clip_factor(arrays.upload(squares), 1.0, 1.0, 1.0)))
+
+
+# -- a step
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_on_the_device_has_the_bits_of_one_with_the_norm_on_the_host(gpu, name, dtype):
+    before, now = made(dtype), made(dtype)
+    first, second = OPTIMIZERS[name](before), OPTIMIZERS[name](now)
+    scaler = optim.LossScaler(1024.0)
+    for stage in now:
+        stage.keep_compute()
+    for step, max_norm in enumerate((5.0, 1e9, 0.1, math.inf)):
+        fill(before, step, scaler.scale), fill(now, step, scaler.scale)
+        norm = optim.gradient_norm(before, scale=scaler.scale)
+        first.step(lr=0.02, scale=(max_norm / norm if norm > max_norm else 1.0) / scaler.scale)
+        assert optim.scaled_step(second, scaler, max_norm, lr=0.02) == norm
+        for stage in (*before, *now):
+            stage.refresh()
+        assert_equal(contents(now, second), contents(before, first))
+    assert second.steps == first.steps == 4 and scaler.good == 4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_host_asks_for_the_step_before_it_knows_the_norm(gpu, name, dtype):
+    if gpu.real:
+        pytest.skip("needs the counters of the emulated device")
+    stages = made(dtype)
+    optimizer = OPTIMIZERS[name](stages)
+    waits = []
+    make = optimizer.step
+
+    def step(**numbers):
+        waits.append(list(gpu.synchronisations))
+        make(**numbers)
+        waits.append(list(gpu.synchronisations))
+
+    optimizer.step = step
+    for stage in stages:
+        stage.keep_compute()
+    optim.gradient_norm(stages)  # uploads its tables once
+    fill(stages, 0)
+    gpu.reset()
+    crossed = gpu.crossing(lambda: optim.scaled_step(optimizer, optim.LossScaler(1.0), 0.5))
+    if not gpu.machine.background:  # the host has waited for the norm alone, and the updates are still to come
+        underway = [operation.name for queue in gpu.machine.all_queues for operation in queue.operations]
+        assert len(underway) == len(stages)
+    assert waits == [[], []] and gpu.synchronisations == ["Event.synchronize"]
+    assert crossed == {"to_device": 0, "to_host": 8 * sum(len(stage.gradients) for stage in stages)}
+    kernel = {"AdamW": "adamw", "SGD": "sgd", "SGD with momentum": "sgd_momentum"}[name]
+    assert all(len(stage.decay_ranges) == 2 for stage in stages)
+    assert [launch for launch in gpu.launches if launch == kernel] == [kernel] * len(stages)
+    for stage in stages:
+        stage.refresh()
+    assert "cast" not in gpu.launches
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_overflow_changes_nothing_on_the_device_and_counts_no_step(gpu, name, value):
+    stages, others = made("float16"), made("float16")
+    optimizer, undisturbed = OPTIMIZERS[name](stages), OPTIMIZERS[name](others)
+    scaler, calm = optim.LossScaler(8.0), optim.LossScaler(8.0)
+    for stage in (*stages, *others):
+        stage.keep_compute()
+    fill(stages, 0), fill(others, 0)
+    assert optim.scaled_step(optimizer, scaler, 1.0) == optim.scaled_step(undisturbed, calm, 1.0)
+    fill(stages, 1, bad=value)
+    start = contents(stages, optimizer)
+    assert optim.scaled_step(optimizer, scaler, 1.0) is None
+    assert_equal(contents(stages, optimizer), start)
+    assert (scaler.scale, scaler.skipped, optimizer.steps) == (4.0, 1, 1)
+    calm.scale = 4.0
+    fill(stages, 2), fill(others, 2)
+    assert optim.scaled_step(optimizer, scaler, 1.0) == optim.scaled_step(undisturbed, calm, 1.0)
+    assert_equal(contents(stages, optimizer), contents(others, undisturbed))
+    fixed = optim.LossScaler(4.0, dynamic=False)
+    fill(stages, 3, bad=value)
+    start = contents(stages, optimizer)
+    with pytest.raises(NonFiniteError, match=r"2\.bias"):
+        optim.scaled_step(optimizer, fixed, 1.0)
+    assert_equal(contents(stages, optimizer), start)
+    assert optimizer.steps == 2 and fixed.skipped == 0
+
+
+def test_a_communicator_of_one_rank_is_no_reason_to_wait(gpu):
+    def alone(comm):
+        stages = made()
+        optimizer = OPTIMIZERS["AdamW"](stages)
+        optim.gradient_norm(stages)
+        fill(stages, 0)
+        gpu.reset()
+        norm = optim.scaled_step(optimizer, optim.LossScaler(1.0, dynamic=False), 1.0, comm=comm)
+        waits = list(gpu.synchronisations)
+        assert norm == optim.gradient_norm(stages, comm)
+        fill(stages, 0, bad=math.nan)
+        with pytest.raises(NonFiniteError, match=r"rank 0.*2\.bias"):
+            optim.clip_by_global_norm(stages, 1.0, comm)
+        return waits
+
+    (waits,) = inprocess.run(1, alone)
+    assert waits == ([] if gpu.real else ["Event.synchronize"])
+
+
+# -- clipping alone
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_clipping_has_the_bits_of_a_factor_from_the_host(gpu, dtype):
+    before, now = made(dtype), made(dtype)
+    for max_norm in (3.0, 1e9, math.inf, 0.01):
+        fill(before, 1, 4.0), fill(now, 1, 4.0)
+        norm = optim.gradient_norm(before, scale=4.0)
+        if norm > max_norm:
+            for stage in before:
+                stage.kernels.scale(stage.gradients.flat, max_norm / norm, stage.gradients.flat)
+        assert optim.clip_by_global_norm(now, max_norm, scale=4.0) == norm
+        assert_equal(*[arrays.download_all([s.gradients.flat for s in stages]) for stages in (now, before)])
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_gradients_that_are_not_finite_stay_as_they_are(gpu, value):
+    stages = made()
+    fill(stages, 1, bad=value)
+    start = arrays.download_all([stage.gradients.flat for stage in stages])
+    with pytest.raises(NonFiniteError, match=r"2\.bias"):
+        optim.clip_by_global_norm(stages, 0.1)
+    assert_equal(arrays.download_all([stage.gradients.flat for stage in stages]), start)
+
+
+# -- the kernels, on the host and on the device
+
+CUTS = {"none": [0, 203], "one": [0, 64, 203], "odd": [0, 7, 64, 65, 190, 203], "many": [*range(0, 203, 16), 203]}
+
+
+def cut(bounds, first):
+    return [(start, stop, (i % 2 == 0) == first) for i, (start, stop) in enumerate(pairwise(bounds))]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("dtype, copy", [("float32", "bfloat16"), ("float32", "float16"), ("float64", "float64")])
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("cuts", CUTS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_ranges_and_copy_have_the_bits_of_a_call_for_each_range(gpu, name, cuts, first, dtype, copy, device):
+    kernels, ranges = of(device), cut(CUTS[cuts], first)
+    host = [np.random.default_rng(i).standard_normal(203).astype(dtype) for i in range(3)]
+    host[0] *= np.float32(1e5)  # too large for float16 in places
+    host += [host[2] ** 2, np.zeros(203, arrays.dtype(copy))]
+
+    def given():
+        return [arrays.upload(x) if device == "cuda" else x.copy() for x in host]
+
+    def call(arguments, ranges, decays=True, copy=None):
+        p, g, m, v = arguments
+        more = dict(g_scale=0.5, ranges=ranges, copy=copy)
+        if name == "AdamW":
+            kernels.adamw(p, g, m, v, **NUMBERS, shrink=0.9 if decays else 1.0, **more)
+        else:
+            u, momentum = (m, 0.9) if name == "SGD with momentum" else (None, 0.0)
+            kernels.sgd(p, g, u, momentum=momentum, decay=0.3 if decays else 0.0, rate=0.1, **more)
+
+    *expected, rounded = given()
+    for start, stop, decays in ranges:
+        call([x[start:stop] for x in expected], None, decays)
+    kernels.cast(expected[0], rounded)
+    *found, written = given()
+    gpu.reset()
+    call(found, ranges, copy=written)
+    if device == "cuda" and not gpu.real:
+        assert len(gpu.launches) == -(-len(ranges) // 6)
+    assert_equal(arrays.download_all([*found, written]), arrays.download_all([*expected, rounded]))
+
+
+@pytest.mark.parametrize("ranges", [[(0, 3, True)], [(0, 3, True), (4, 8, False)], [(1, 8, True)]])
+def test_ranges_with_gaps_are_refused(gpu, ranges):
+    p, g = arrays.upload(np.ones(8)), arrays.upload(np.ones(8))
+    with pytest.raises(ArgumentError, match="ranges of weight decay"):
+        of("cuda").sgd(p, g, None, momentum=0.0, decay=0.1, rate=0.1, g_scale=1.0, ranges=ranges)
+
+
+def test_a_stage_follows_what_users_write_until_they_promise_not_to(gpu):
+    (stage,) = made("bfloat16", 1)
+    arrays.set_zero(stage.parameters.flat)
+    stage.refresh()
+    assert not arrays.download(stage.compute.flat).any() and stage.kept_copy is None
+    arrays.upload(np.ones(stage.parameters.flat.size, np.float32), out=stage.parameters.flat)
+    stage.keep_compute()
+    assert (arrays.download(stage.compute.flat) == 1).all() and stage.kept_copy is not None
+    (single,) = made("float32", 1)
+    single.keep_compute()
+    assert single.kept_copy is None
