@@ -148,3 +148,22 @@ def test_the_weighted_loss_of_an_uneven_shard_is_that_of_the_host(gpu, comm, dty
     within(arrays.download(found), gradient, bound(kind, 7 + 8, size * largest(gradient)) + halves, "gradient")
     if comm.size > 1:
         assert float(expected) != nn.softmax_cross_entropy(output, target)[0]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_an_optimizer_that_writes_the_half_copy_trains_as_a_cast_at_each_call(
+    gpu, comm, config, dtype, optimizer, monkeypatch
+):
+    keep = nn.Stage.keep_compute
+    curves, casts = [], []
+    for name in ("kept", "cast"):
+        monkeypatch.setattr(nn.Stage, "keep_compute", keep if name == "kept" else lambda stage: None)
+        chosen = config(name, device="cuda", dtype=dtype, optimizer=optimizer, pipe=comm.size)
+        gpu.reset()
+        train(chosen, GPT, comm)
+        casts.append(gpu.launches.count("cast"))
+        curves.append([(e["loss"], e.get("validation"), e["grad_norm"]) for e in metrics(chosen)[1:]])
+    assert curves[0] == curves[1]
+    if not gpu.real:  # five steps and two validations of one batch, and once instead for all of them
+        assert casts[1] - casts[0] == 5 + 2 - 1
