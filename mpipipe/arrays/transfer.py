@@ -153,30 +153,31 @@ def download_all(device_arrays: Sequence[Array]) -> list[np.ndarray]:
 
 
 class Download:
-    """A copy of a device array to the host, begun in the order of the current stream.
+    """Copies of device arrays to the host, begun in the order of the current stream.
 
     Parameters
     ----------
-    array : cupy.ndarray
-        C-contiguous, of any shape and dtype. It may change once the stream has come to the copy.
+    device_arrays : sequence of cupy.ndarray
+        C-contiguous, of any shape and dtype. They may change once the stream has come to the copies.
     """
 
-    def __init__(self, array: DeviceArray):
-        self._array, self._buffer = array, pinned(array.nbytes)
-        if array.nbytes:
-            copy_to_host(self._buffer, array.reshape(-1).view(np.uint8))
+    def __init__(self, device_arrays: Sequence[DeviceArray]):
+        self._copies = [(array, pinned(array.nbytes)) for array in device_arrays]
+        for array, buffer in self._copies:
+            if array.nbytes:
+                copy_to_host(buffer, array.reshape(-1).view(np.uint8))
         self._done = record()
 
-    def result(self) -> np.ndarray:
-        """Wait for the copy, and for nothing that was asked of the device behind it.
+    def result(self) -> list[np.ndarray]:
+        """Wait for the copies, and for nothing that was asked of the device behind them.
 
         Returns
         -------
-        numpy.ndarray
-            A new array of the same shape and dtype.
+        list of numpy.ndarray
+            New arrays of the same shapes and dtypes.
         """
         self._done.synchronize()
-        return self._buffer.copy().view(self._array.dtype).reshape(self._array.shape)
+        return [buffer.copy().view(array.dtype).reshape(array.shape) for array, buffer in self._copies]
 
 
 def _receive(waiting: list[tuple[np.ndarray, np.ndarray]]) -> None:

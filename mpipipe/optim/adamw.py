@@ -75,11 +75,12 @@ class AdamW:
         self.steps += 1
         b1, b2 = self.betas
         for stage, state in zip(self.stages, self.state):
+            parameters = stage.parameters.flat
             stage.kernels.adamw(
-                stage.parameters.flat,
+                parameters,
                 stage.gradients.flat,
-                state["first"],
-                state["second"],
+                state["first"][: parameters.size],  # a pipeline may have shortened the buffers since the start
+                state["second"][: parameters.size],
                 b1=b1,
                 b2=b2,
                 eps=self.eps,

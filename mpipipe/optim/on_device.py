@@ -57,11 +57,11 @@ class NormOnDevice:
         for (stage, _, pieces), start, stop in zip(self._counted, ends, ends[1:]):
             stage.kernels.sums_of_squares(stage.gradients.flat, pieces, out=squares[start:stop])
         self.factor = cuda.clip_factor(squares, max_norm, scale, divisor)
-        self._squares = arrays.Download(squares)
+        self._squares = arrays.Download([squares])
 
     def result(self) -> tuple[float, Culprit | None]:
         """Return the norm, and the first parameter that makes it infinite or NaN; wait for the norm alone."""
-        squares = self._squares.result().tolist()
+        squares = self._squares.result()[0].tolist()
         named = [(stage.index, name) for stage, names, _ in self._counted for name in names]
         for place, square in zip(named, squares):
             if not math.isfinite(square):

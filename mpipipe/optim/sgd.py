@@ -63,10 +63,11 @@ class SGD:
         """
         rate = self.lr if lr is None else lr
         for stage, state in zip(self.stages, self.state):
+            parameters = stage.parameters.flat
             stage.kernels.sgd(
-                stage.parameters.flat,
+                parameters,
                 stage.gradients.flat,
-                state["momentum"] if state else None,
+                state["momentum"][: parameters.size] if state else None,  # a pipeline may have shortened the buffers
                 momentum=self.momentum,
                 decay=self.weight_decay,
                 rate=rate,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from mpipipe.arrays import Tree
+from mpipipe.arrays import Download, Tree
 from mpipipe.comm.mailbox import Lease
 from mpipipe.nn import Position
 
@@ -42,6 +42,7 @@ class CallState:
     local : (stage, micro-batch, "F" or "B") -> tree for an action on this rank
     loss_gradients : micro-batch -> gradient of the loss
     alive, peak : activations (stage, micro-batch) held now, and at most
+    losses_underway : (micro-batches, copies of their losses to the host), once the device was asked for all losses
     losses, outputs, input_gradients : results, by micro-batch; empty where they do not arise
     """
 
@@ -52,6 +53,7 @@ class CallState:
     loss_gradients: dict[int, Tree] = field(default_factory=dict)
     alive: int = 0
     peak: int = 0
+    losses_underway: tuple[list[int], Download] | None = None
     losses: dict[int, Any] = field(default_factory=dict)
     outputs: dict[int, Tree] = field(default_factory=dict)
     input_gradients: dict[int, Tree] = field(default_factory=dict)

@@ -185,15 +185,18 @@ class Executor:
         state.losses[microbatch], gradient = self.loss.checked(result)
         if inputs.training:
             state.loss_gradients[microbatch] = self.loss.weighted(gradient, weight, y)
+        if len(state.losses) == len(inputs.weights):  # the backwards to come need not be done when these are wanted
+            waiting = [m for m, value in state.losses.items() if type(value) is not float and arrays.is_device(value)]
+            if waiting:
+                state.losses_underway = waiting, arrays.Download([state.losses[m] for m in waiting])
 
     def losses(self, state: CallState, last_stage: int) -> list[float]:
         """Return the losses of a call, by micro-batch; waits for those that are on the device, once."""
         found = state.losses
-        waiting = [m for m, value in found.items() if type(value) is not float and arrays.is_device(value)]
-        if waiting:
-            values = arrays.download(*(found[microbatch].reshape(1) for microbatch in waiting))
-            for microbatch, value in zip(waiting, values if len(waiting) > 1 else [values]):
-                found[microbatch] = float(value[0])
+        if state.losses_underway is not None:
+            waiting, download = state.losses_underway
+            for microbatch, value in zip(waiting, download.result()):
+                found[microbatch] = float(value.item())
                 try:
                     check_finite(found[microbatch])
                 except MpipipeError as error:

@@ -13,6 +13,7 @@ from support.training_tolerance import curve, path, roundings
 
 from mpipipe import Mesh, Pipeline, arrays, nn, optim
 from mpipipe.attention import Local
+from mpipipe.comm import inprocess
 from mpipipe.comm.transport import gpu_aware
 from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, NonFiniteError
 from mpipipe.models import GPT
@@ -151,6 +152,33 @@ def test_the_host_waits_for_the_device_only_at_the_end_of_a_step(gpu, comm):
         pipeline.step(*mine)
         waits = len(gpu.synchronisations) - before
     assert waits <= (1 if mine[1] is not None else 0)  # the losses, where they are
+
+
+def test_a_step_of_one_rank_is_asked_for_as_a_whole_with_clipping_and_optimizer(gpu):
+    """The host waits for the losses and for the norm, never for a backward or an update."""
+    if gpu.real or gpu.machine.background:
+        pytest.skip("the emulated device, where it works for nothing but a wait")
+
+    def alone(comm):
+        schedule = dense.build("gpipe", 1, 1, 4)
+        stages = build(schedule, 0, dtype="float32")
+        optimizer, scaler = optim.AdamW(stages, 1e-2), optim.LossScaler(1.0, dynamic=False)
+        underway = []
+        with Pipeline(stages, schedule, comm, loss=nn.softmax_cross_entropy) as pipeline:
+            for _ in range(3):
+                gpu.reset()
+                pipeline.step(*text(4))
+                after_step = [each.name for queue in gpu.machine.all_queues for each in queue.operations]
+                optim.scaled_step(optimizer, scaler, 1e-3, comm=comm)
+                after_update = [each.name for queue in gpu.machine.all_queues for each in queue.operations]
+                underway.append((after_step, after_update, list(gpu.synchronisations)))
+        return underway
+
+    (found,) = inprocess.run(1, alone)
+    for after_step, after_update, waits in found[1:]:  # the first step uploads and compiles
+        assert "rms_norm_backward" in after_step and "softmax_cross_entropy" not in after_step, after_step
+        assert after_update.count("adamw") == 1 and "rms_norm_backward" not in after_update
+        assert waits == ["Event.synchronize"] * 2
 
 
 def test_durations_and_spans_are_those_of_the_device(gpu, comm):
