@@ -41,6 +41,12 @@ __device__ __forceinline__ void wait_for_warp() {
     __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "wavefront");
 }
 
+// x + y, where x or y may be a product: its rounding stays, and no fused operation takes it up.
+template <typename X> __device__ __forceinline__ X rounded_sum(X x, X y) {
+#pragma clang fp contract(off)
+    return x + y;
+}
+
 // A store of what nobody reads while it would be in cache; the compiler takes it for its own vectors only.
 template <typename W> __device__ __forceinline__ void store_streaming(W* to, W bits) {
     __builtin_nontemporal_store(bits, to);
@@ -76,6 +82,10 @@ template <typename X> __device__ __forceinline__ X from_partner(X value, int mas
 }
 
 __device__ __forceinline__ void wait_for_warp() { __syncwarp(); }
+
+// x + y, where x or y may be a product: its rounding stays, and no fused operation takes it up.
+__device__ __forceinline__ float rounded_sum(float x, float y) { return __fadd_rn(x, y); }
+__device__ __forceinline__ double rounded_sum(double x, double y) { return __dadd_rn(x, y); }
 
 // A store of what nobody reads while it would be in cache.
 template <typename W> __device__ __forceinline__ void store_streaming(W* to, W bits) { __stcs(to, bits); }

@@ -253,8 +253,13 @@ def check_norm(cuda, kind, draw, rows, width, centred, skew=0):
     size = hscale[:, None] * (size + np.abs(product).mean(1, keepdims=True) * centred)
     check(results[0], dx, kind, 3 * width + 12, size)
     sums = [(hdy * normal).sum(0), hdy.sum(0)]
-    for part, total in zip(results[1:], sums):
-        check(part, total, part.dtype, rows + 2 * width + 8, (np.abs(hdy) * (terms + 1)).sum(0))
+    for parts, total in zip(results[1:], sums):
+        size = (np.abs(hdy) * (terms + 1)).sum(0)
+        grad, hgrad = accumulated(draw(width), kind)
+        cuda.add_parts(parts, grad)
+        check(grad, hgrad + total, parts.dtype, rows + 2 * width + 9, size + np.abs(hgrad))
+        cuda.add_parts(parts, grad, False)
+        check(grad, total, parts.dtype, rows + 2 * width + 8, size)
     again = getattr(cuda, f"{name}_backward")(dy, x, scale, gain)
     assert len(results) == 2 + centred and all(same_bits(a, b) for a, b in zip(results, again))
 

@@ -35,6 +35,12 @@ class Kernels(Protocol):
     def sum_rows(self, dy: Array, grad: Array, add: bool = True) -> None:
         """Grad += the sum of the rows of dy: grad (width,) of A, dy (rows, width) of T; set to it without `add`."""
 
+    def add_parts(self, parts: Array, grad: Array, add: bool = True) -> None:
+        """Grad += the sum of the rows of parts: grad (width,), parts (count, width), of A; set to it without `add`.
+
+        For what the backward of a normalisation returns: few rows, or many columns.
+        """
+
     # -- single elements, of arrays of any shape
 
     def add(self, x: Array, y: Array) -> Array:
@@ -72,14 +78,27 @@ class Kernels(Protocol):
     def rms_norm(self, x: Array, gain: Array, eps: float) -> tuple[Array, Array]:
         """Return (y, scale): y = gain * x * scale, scale (rows,) = 1 / sqrt(mean(x^2) + eps) of A; gain (width,)."""
 
-    def rms_norm_backward(self, dy: Array, x: Array, scale: Array, gain: Array) -> tuple[Array, ...]:
-        """Return (dx, dgain): dx of T, dgain (width,) of A."""
+    def add_rms_norm(self, x: Array, more: Array, gain: Array, eps: float) -> tuple[Array, Array, Array]:
+        """Return (total, y, scale): total = x + more, rounded to T, and `rms_norm` of it, in the same bits."""
+
+    def rms_norm_backward(
+        self, dy: Array, x: Array, scale: Array, gain: Array, more: Array | None = None
+    ) -> tuple[Array, ...]:
+        """Return (dx, part): dx of T, and a matrix of A from which `add_parts` makes the gradient of the gain.
+
+        With `more`, of the shape of dx, the first result is more + dx, in the bits of `add`.
+        """
 
     def layer_norm(self, x: Array, gain: Array, bias: Array, eps: float) -> tuple[Array, Array]:
         """Return (y, scale): y = gain * (x - mean) * scale + bias, scale (rows,) = 1 / sqrt(variance + eps) of A."""
 
-    def layer_norm_backward(self, dy: Array, x: Array, scale: Array, gain: Array) -> tuple[Array, ...]:
-        """Return (dx, dgain, dbias): dx of T, dgain and dbias (width,) of A."""
+    def add_layer_norm(self, x: Array, more: Array, gain: Array, bias: Array, eps: float) -> tuple[Array, Array, Array]:
+        """Return (total, y, scale): total = x + more, rounded to T, and `layer_norm` of it, in the same bits."""
+
+    def layer_norm_backward(
+        self, dy: Array, x: Array, scale: Array, gain: Array, more: Array | None = None
+    ) -> tuple[Array, ...]:
+        """As `rms_norm_backward`, with a second matrix, for the gradient of the bias."""
 
     # -- rotary positions
 

@@ -31,23 +31,71 @@ class Sequential(Layer):
         self.children = {str(i): layer for i, layer in enumerate(self.layers)}
         self._reversed = self.layers[::-1]
 
+    @property
+    def leaves_sum(self) -> bool:  # type: ignore[override]  # a plain attribute in other layers
+        """Whether the last layer leaves a sum."""
+        return bool(self.layers) and self.layers[-1].leaves_sum
+
     def forward(self, x: Array) -> tuple[Array, Any]:
         saved: list = []
-        poll = self.stage.poll
-        for layer in self.layers:
+        return self._rest(x, None, saved, apart=False)[0], saved
+
+    def forward_sum(self, x: Array, more: Array) -> tuple[Array, Array, Any]:
+        if not self.layers:
+            return super().forward_sum(x, more)
+        total, y, rest, kept = self._first(x, more, apart=False)
+        saved = [kept]
+        return total, self._rest(y, rest, saved, apart=False)[0], saved
+
+    def forward_apart(self, x: Array, more: Array | None) -> tuple[Array, Array, Array | None, Any]:
+        if not self.layers:
+            return super().forward_apart(x, more)
+        total, y, rest, kept = self._first(x, more, apart=True)
+        saved = [kept]
+        return (total, *self._rest(y, rest, saved, apart=True), saved)
+
+    def _first(self, x: Array, more: Array | None, apart: bool) -> tuple[Array, Array, Array | None, Any]:
+        """Run the first layer alone."""
+        first = self.layers[0]
+        if more is None or (first.leaves_sum and (apart or len(self.layers) > 1)):
+            return first.forward_apart(x, more)
+        total, y, kept = first.forward_sum(x, more)
+        return total, y, None, kept
+
+    def _rest(self, x: Array, more: Array | None, saved: list, apart: bool) -> tuple[Array, Array | None]:
+        """Run the layers behind those that have `saved`, on x + more; leave a sum at the end only if `apart`."""
+        poll, count = self.stage.poll, len(self.layers)
+        for place in range(len(saved), count):
+            layer = self.layers[place]
             if poll is not None and saved:
                 poll()
-            x, kept = layer.forward(x)
+            if layer.leaves_sum and (apart or place < count - 1):
+                _, x, more, kept = layer.forward_apart(x, more)
+            elif more is None:
+                x, kept = layer.forward(x)
+            else:
+                _, x, kept = layer.forward_sum(x, more)
+                more = None
             saved.append(kept)
-        return x, saved
+        return x, more
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Any, Any]:
+        return self._backward_input(dy, saved, None)
+
+    def backward_input_add(self, dy: Array, saved: Any, more: Array) -> tuple[Array, Any]:
+        return self._backward_input(dy, saved, more) if self.layers else super().backward_input_add(dy, saved, more)
+
+    def _backward_input(self, dy: Array, saved: Any, more: Array | None) -> tuple[Any, Any]:
         pending: list = []
         poll = self.stage.poll
+        last = self._reversed[-1] if more is not None else None
         for layer, kept in zip(self._reversed, reversed(saved)):
             if poll is not None and pending:
                 poll()
-            dy, waiting = layer.backward_input(dy, kept)
+            if layer is last and more is not None:
+                dy, waiting = layer.backward_input_add(dy, kept, more)
+            else:
+                dy, waiting = layer.backward_input(dy, kept)
             pending.append(waiting)
         return dy, pending
 
@@ -60,12 +108,22 @@ class Sequential(Layer):
             layer.backward_weight(waiting)
 
     def backward(self, dy: Array, saved: Any) -> Any:
+        return self._backward(dy, saved, None)
+
+    def backward_add(self, dy: Array, saved: Any, more: Array) -> Array:
+        return self._backward(dy, saved, more) if self.layers else super().backward_add(dy, saved, more)
+
+    def _backward(self, dy: Array, saved: Any, more: Array | None) -> Any:
         poll = self.stage.poll
-        last = self._reversed[0] if self._reversed else None
+        start = self._reversed[0] if self._reversed else None
+        last = self._reversed[-1] if more is not None else None
         for layer, kept in zip(self._reversed, reversed(saved)):
-            if poll is not None and layer is not last:
+            if poll is not None and layer is not start:
                 poll()
-            dy = layer.backward(dy, kept)
+            if layer is last and more is not None:
+                dy = layer.backward_add(dy, kept, more)
+            else:
+                dy = layer.backward(dy, kept)
         return dy
 
 
@@ -86,6 +144,8 @@ class Residual(Layer):
     (4, 8)
     """
 
+    leaves_sum = True
+
     def __init__(self, layer: Layer):
         self.layer = layer
         self.children = {"layer": layer}
@@ -94,12 +154,22 @@ class Residual(Layer):
         y, saved = self.layer.forward(x)
         return self.stage.kernels.add(x, y), saved
 
+    def forward_sum(self, x: Array, more: Array) -> tuple[Array, Array, Any]:
+        total, y, saved = self.layer.forward_sum(x, more)
+        return total, self.stage.kernels.add(total, y), saved
+
+    def forward_apart(self, x: Array, more: Array | None) -> tuple[Array, Array, Array | None, Any]:
+        if more is None:
+            y, saved = self.layer.forward(x)
+            return x, x, y, saved
+        total, y, saved = self.layer.forward_sum(x, more)
+        return total, total, y, saved
+
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
-        dx, pending = self.layer.backward_input(dy, saved)
-        return self.stage.kernels.add(dy, dx), pending
+        return self.layer.backward_input_add(dy, saved, dy)
 
     def backward_weight(self, pending: Any) -> None:
         self.layer.backward_weight(pending)
 
     def backward(self, dy: Array, saved: Any) -> Array:
-        return self.stage.kernels.add(dy, self.layer.backward(dy, saved))
+        return self.layer.backward_add(dy, saved, dy)

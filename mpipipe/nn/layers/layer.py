@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
 from mpipipe.nn.kernels.interface import Kernels
+from mpipipe.nn.layers.sums import Sums
 from mpipipe.nn.parameters import Parameter
 from mpipipe.nn.rope_tables import RopeTables
 
@@ -38,7 +38,7 @@ class StageOfLayer(Protocol):
     def unwritten(self) -> set[str]: ...
 
 
-class Layer(ABC):
+class Layer(Sums):
     """Arrays in, arrays out. A layer holds parameters, but nothing of any micro-batch.
 
     A layer is a description until a `Stage` binds it. It says which arrays it needs in `declared` and which layers it
@@ -137,7 +137,7 @@ class Layer(ABC):
             All that `backward_weight` needs.
         """
 
-    def backward_weight(self, pending: Any) -> None:  # noqa: B027 (layers without parameters have nothing to do)
+    def backward_weight(self, pending: Any) -> None:
         """Add this micro-batch's part to the gradients of the parameters.
 
         Parameters
@@ -184,23 +184,7 @@ class Layer(ABC):
         unwritten.remove(name)
         return False
 
-    def take(self, part: Array, key: str) -> None:
-        """Add a part to a gradient, or replace the gradient by it, as `adds` says.
-
-        Parameters
-        ----------
-        part : array
-            Of the shape and dtype of the gradient.
-        key : str
-            Name of one of the arrays in `replaced`.
-        """
-        gradient = getattr(self, f"{key}_grad")
-        if not self.stage.unwritten or self.adds(key):
-            self.stage.kernels.accumulate(gradient, part)
-        else:
-            arrays.copy_into(gradient, part)
-
-    def bound(self) -> None:  # noqa: B027 (most layers need nothing more)
+    def bound(self) -> None:
         """Prepare what needs the stage or the arrays.
 
         Called by `bind`, when they are there, and again where a pipeline lets a tied parameter share the storage of

@@ -57,13 +57,28 @@ class RMSNorm(Layer):
         y, scale = self.stage.kernels.rms_norm(flat, self.gain, self.eps)
         return y.reshape(x.shape), (flat, scale)
 
+    def forward_sum(self, x: Array, more: Array) -> tuple[Array, Array, Any]:
+        check_features(self, x, self.dim)
+        total, y, scale = self.stage.kernels.add_rms_norm(rows(x), rows(more), self.gain, self.eps)
+        return total.reshape(x.shape), y.reshape(x.shape), (total, scale)
+
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
         x, scale = saved
-        dx, dgain = self.stage.kernels.rms_norm_backward(rows(dy), x, scale, self.gain)
-        return dx.reshape(dy.shape), dgain
+        dx, parts = self.stage.kernels.rms_norm_backward(rows(dy), x, scale, self.gain)
+        return dx.reshape(dy.shape), parts
+
+    def backward_input_add(self, dy: Array, saved: Any, more: Array) -> tuple[Array, Any]:
+        x, scale = saved
+        dx, parts = self.stage.kernels.rms_norm_backward(rows(dy), x, scale, self.gain, rows(more))
+        return dx.reshape(dy.shape), parts
 
     def backward_weight(self, pending: Any) -> None:
-        self.take(pending, "gain")
+        self.stage.kernels.add_parts(pending, self.gain_grad, self.adds("gain"))
+
+    def backward_add(self, dy: Array, saved: Any, more: Array) -> Array:
+        dx, pending = self.backward_input_add(dy, saved, more)
+        self.backward_weight(pending)
+        return dx
 
 
 class LayerNorm(Layer):
@@ -112,12 +127,27 @@ class LayerNorm(Layer):
         y, scale = self.stage.kernels.layer_norm(flat, self.gain, self.bias, self.eps)
         return y.reshape(x.shape), (flat, scale)
 
+    def forward_sum(self, x: Array, more: Array) -> tuple[Array, Array, Any]:
+        check_features(self, x, self.dim)
+        total, y, scale = self.stage.kernels.add_layer_norm(rows(x), rows(more), self.gain, self.bias, self.eps)
+        return total.reshape(x.shape), y.reshape(x.shape), (total, scale)
+
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
         x, scale = saved
-        dx, dgain, dbias = self.stage.kernels.layer_norm_backward(rows(dy), x, scale, self.gain)
-        return dx.reshape(dy.shape), (dgain, dbias)
+        dx, *parts = self.stage.kernels.layer_norm_backward(rows(dy), x, scale, self.gain)
+        return dx.reshape(dy.shape), parts
+
+    def backward_input_add(self, dy: Array, saved: Any, more: Array) -> tuple[Array, Any]:
+        x, scale = saved
+        dx, *parts = self.stage.kernels.layer_norm_backward(rows(dy), x, scale, self.gain, rows(more))
+        return dx.reshape(dy.shape), parts
 
     def backward_weight(self, pending: Any) -> None:
-        dgain, dbias = pending
-        self.take(dgain, "gain")
-        self.take(dbias, "bias")
+        of_gain, of_bias = pending
+        self.stage.kernels.add_parts(of_gain, self.gain_grad, self.adds("gain"))
+        self.stage.kernels.add_parts(of_bias, self.bias_grad, self.adds("bias"))
+
+    def backward_add(self, dy: Array, saved: Any, more: Array) -> Array:
+        dx, pending = self.backward_input_add(dy, saved, more)
+        self.backward_weight(pending)
+        return dx

@@ -38,12 +38,28 @@ class Recompute(Layer):
         yield name, self
         yield from self.layer.walk(name)
 
+    @property
+    def leaves_sum(self) -> bool:  # type: ignore[override]  # a plain attribute in other layers
+        """Whether the layer leaves a sum."""
+        return self.layer.leaves_sum
+
     def forward(self, x: Array) -> tuple[Array, Any]:
         y, _ = self.layer.forward(x)
         return y, (x, self.stage.position)
 
+    def forward_sum(self, x: Array, more: Array) -> tuple[Array, Array, Any]:
+        total, y, _ = self.layer.forward_sum(x, more)
+        return total, y, (total, self.stage.position)
+
+    def forward_apart(self, x: Array, more: Array | None) -> tuple[Array, Array, Array | None, Any]:
+        total, y, rest, _ = self.layer.forward_apart(x, more)
+        return total, y, rest, (total, self.stage.position)
+
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
         return self.layer.backward_input(dy, self._again(saved))
+
+    def backward_input_add(self, dy: Array, saved: Any, more: Array) -> tuple[Array, Any]:
+        return self.layer.backward_input_add(dy, self._again(saved), more)
 
     def backward_weight(self, pending: Any) -> None:
         self.layer.backward_weight(pending)
@@ -51,12 +67,18 @@ class Recompute(Layer):
     def backward(self, dy: Array, saved: Any) -> Array:
         return self.layer.backward(dy, self._again(saved))
 
+    def backward_add(self, dy: Array, saved: Any, more: Array) -> Array:
+        return self.layer.backward_add(dy, self._again(saved), more)
+
     def _again(self, saved: Any) -> Any:
-        """Return what the layer saves at the position of the first forward; the stage's position is restored."""
+        """Return what the layer saves at the position of the first forward; the stage's position is restored.
+
+        Nobody reads the output, so a sum in it is left alone.
+        """
         x, position = saved
         stage, now = self.stage, self.stage.position
         stage.position = position
         try:
-            return self.layer.forward(x)[1]
+            return self.layer.forward_apart(x, None)[3]
         finally:
             stage.position = now

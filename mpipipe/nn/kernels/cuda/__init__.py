@@ -20,9 +20,16 @@ from mpipipe.nn.kernels.cuda.elementwise import (
     swiglu_backward,
 )
 from mpipipe.nn.kernels.cuda.embed import embed, embed_backward
-from mpipipe.nn.kernels.cuda.linear import linear, linear_backward_input, linear_backward_weight, sum_rows
+from mpipipe.nn.kernels.cuda.linear import add_parts, linear, linear_backward_input, linear_backward_weight, sum_rows
 from mpipipe.nn.kernels.cuda.loss import mean_squared_error, softmax_cross_entropy
-from mpipipe.nn.kernels.cuda.norm import layer_norm, layer_norm_backward, rms_norm, rms_norm_backward
+from mpipipe.nn.kernels.cuda.norm import (
+    add_layer_norm,
+    add_rms_norm,
+    layer_norm,
+    layer_norm_backward,
+    rms_norm,
+    rms_norm_backward,
+)
 from mpipipe.nn.kernels.cuda.optimizer import adamw, sgd, sums_of_squares
 from mpipipe.nn.kernels.cuda.rope import apply_rope, rope_table
 
@@ -30,6 +37,9 @@ __all__ = [
     "accumulate",
     "adamw",
     "add",
+    "add_layer_norm",
+    "add_parts",
+    "add_rms_norm",
     "apply_rope",
     "cast",
     "clip_factor",

@@ -15,6 +15,7 @@ from mpipipe.nn.kernels.cuda.checks import check_contiguous, check_matrices
 
 LINEAR, SUMS = (Path(__file__).with_name(f"{name}.cu") for name in ("linear", "sums"))
 STRIPES, LANES = 8, 32  # threads of a block for sum_rows, one under and one beside the other
+COLUMNS, PART_STRIPES = 8, 32  # the same for add_parts: few columns, so that a GPU has a block for each multiprocessor
 PARTS = 512  # blocks for sum_rows, where there is work for so many
 
 
@@ -72,7 +73,7 @@ def sum_rows(dy: DeviceArray, grad: DeviceArray, add: bool = True) -> None:
     call = _sum_rows.call((dy,))
     partial = arrays.empty((call.grid[1], dy.shape[1]), grad.dtype, "cuda")
     call.launch((dy, partial))
-    add_columns(partial, grad, add)
+    add_parts(partial, grad, add)
 
 
 def _pack_sum_rows(dy: DeviceArray) -> Call:
@@ -84,15 +85,17 @@ def _pack_sum_rows(dy: DeviceArray) -> Call:
     return Call(function, (tiles, -(-rows // chunk)), (LANES, STRIPES), tuple(map(np.int64, (rows, width, chunk))))
 
 
-def add_columns(partial: DeviceArray, out: DeviceArray, add: bool) -> None:
-    """Out (width,) = the sums of the columns of partial (count, width); with `add` they are added to it."""
-    _add_columns((partial, out), (), (add,))
+def add_parts(parts: DeviceArray, grad: DeviceArray, add: bool = True) -> None:
+    """Grad += the sum of the rows of parts; without `add` grad is that sum."""
+    _add_parts((parts, grad), (), (add,))
 
 
-def _pack_add_columns(partial: DeviceArray, out: DeviceArray, add: bool) -> Call:
-    count, width = partial.shape
-    function = arrays.cuda_function(SUMS, "add_columns", T=out.dtype, V=1)
-    return Call(function, (-(-width // 32),), (32, 32), (np.int32(count), np.int64(width), np.int32(add)))
+def _pack_add_parts(parts: DeviceArray, grad: DeviceArray, add: bool) -> Call:
+    check_contiguous("add_parts", parts, grad)
+    count, width = parts.shape
+    function = arrays.cuda_function(SUMS, "add_parts", T=grad.dtype, V=1)
+    block = COLUMNS, PART_STRIPES
+    return Call(function, (-(-width // COLUMNS),), block, (np.int32(count), np.int64(width), np.int32(add)))
 
 
-_broadcast, _sum_rows, _add_columns = Packed(_pack_broadcast), Packed(_pack_sum_rows), Packed(_pack_add_columns)
+_broadcast, _sum_rows, _add_parts = Packed(_pack_broadcast), Packed(_pack_sum_rows), Packed(_pack_add_parts)

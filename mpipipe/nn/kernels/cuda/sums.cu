@@ -34,20 +34,22 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 }
 
-// out (width) = add out + the sums of the columns of partial (count, width); `out` is not read where add is 0. Blocks
-// of 32 x 32 threads have 32 columns. Moves 1 A an element of partial.
-extern "C" __global__ void __launch_bounds__(1024)
-    add_columns(const A* partial, A* out, int count, long long width, int add) {
-    __shared__ A shared[32][33];
-    const long long column = blockIdx.x * 32ll + threadIdx.x;
+// out (width) = add out + the sums of the columns of parts (count, width); `out` is not read where add is 0. Blocks of
+// 8 x 32 threads have 8 columns, 32 bytes of float: what memory gives at once. So 768 columns are 96 blocks. Moves 1 A
+// an element of parts.
+extern "C" __global__ void __launch_bounds__(256)
+    add_parts(const A* parts, A* out, int count, long long width, int add) {
+    constexpr int COLUMNS = 8, STRIPES = 32;
+    __shared__ A shared[STRIPES][COLUMNS + 1];
+    const long long column = blockIdx.x * (long long)COLUMNS + threadIdx.x;
     A sum = 0;
     if (column < width)
-#pragma unroll 4
-        for (int row = threadIdx.y; row < count; row += 32) sum += partial[row * width + column];
+#pragma unroll 8
+        for (int row = threadIdx.y; row < count; row += STRIPES) sum += parts[row * width + column];
     shared[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
     if (threadIdx.y > 0 || column >= width) return;
     A total = 0;
-    for (int y = 0; y < 32; ++y) total += shared[y][threadIdx.x];
+    for (int y = 0; y < STRIPES; ++y) total += shared[y][threadIdx.x];
     out[column] = add ? out[column] + total : total;
 }

@@ -16,9 +16,7 @@ linear_backward_weight = upcast_halves(full_precision.linear_backward_weight)
 sum_rows = upcast_halves(full_precision.sum_rows)
 add = upcast_halves(full_precision.add, returned=(0,))
 rms_norm = upcast_halves(full_precision.rms_norm, returned=(0,))
-rms_norm_backward = upcast_halves(full_precision.rms_norm_backward, returned=(0,))
 layer_norm = upcast_halves(full_precision.layer_norm, returned=(0,))
-layer_norm_backward = upcast_halves(full_precision.layer_norm_backward, returned=(0,))
 gelu = upcast_halves(full_precision.gelu, returned=(0,))
 gelu_backward = upcast_halves(full_precision.gelu_backward, returned=(0,))
 swiglu = upcast_halves(full_precision.swiglu, returned=(0,))
@@ -30,6 +28,7 @@ mean_squared_error = upcast_halves(full_precision.mean_squared_error, returned=(
 
 # these take every dtype, or are given float32 and float64 alone
 accumulate = full_precision.accumulate
+add_parts = full_precision.add_parts
 cast = full_precision.cast
 copy = full_precision.copy
 rope_table = full_precision.rope_table
@@ -46,6 +45,42 @@ def scale(x: np.ndarray, factor: float, out: np.ndarray | None = None) -> np.nda
     out = np.empty_like(x) if out is None else out
     cast(full_precision.scale(upcast(x), np.float32(factor)), out)
     return out
+
+
+def add_rms_norm(
+    x: np.ndarray, more: np.ndarray, gain: np.ndarray, eps: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """As full_precision.add_rms_norm; what is normalised is the sum when it has been rounded."""
+    total = add(x, more)
+    return (total, *rms_norm(total, gain, eps))
+
+
+def add_layer_norm(
+    x: np.ndarray, more: np.ndarray, gain: np.ndarray, bias: np.ndarray, eps: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """As full_precision.add_layer_norm; what is normalised is the sum when it has been rounded."""
+    total = add(x, more)
+    return (total, *layer_norm(total, gain, bias, eps))
+
+
+def rms_norm_backward(
+    dy: np.ndarray, x: np.ndarray, scale: np.ndarray, gain: np.ndarray, more: np.ndarray | None = None
+) -> tuple[np.ndarray, ...]:
+    """As full_precision.rms_norm_backward; `more` is added to dx when that has been rounded."""
+    dx, *parts = _rms_norm_backward(dy, x, scale, gain)
+    return (dx if more is None else add(more, dx), *parts)
+
+
+def layer_norm_backward(
+    dy: np.ndarray, x: np.ndarray, scale: np.ndarray, gain: np.ndarray, more: np.ndarray | None = None
+) -> tuple[np.ndarray, ...]:
+    """As full_precision.layer_norm_backward; `more` is added to dx when that has been rounded."""
+    dx, *parts = _layer_norm_backward(dy, x, scale, gain)
+    return (dx if more is None else add(more, dx), *parts)
+
+
+_rms_norm_backward = upcast_halves(full_precision.rms_norm_backward, returned=(0,))
+_layer_norm_backward = upcast_halves(full_precision.layer_norm_backward, returned=(0,))
 
 
 def apply_rope(x: np.ndarray, table: np.ndarray, target: np.ndarray, inverse: bool = False) -> None:

@@ -11,13 +11,23 @@ from mpipipe.nn import random, rope
 from mpipipe.nn.cache_blocks import rows
 from mpipipe.nn.kernels.host.activation import gelu, gelu_backward, swiglu, swiglu_backward
 from mpipipe.nn.kernels.host.loss import mean_squared_error, softmax_cross_entropy
-from mpipipe.nn.kernels.host.norm import layer_norm, layer_norm_backward, rms_norm, rms_norm_backward
+from mpipipe.nn.kernels.host.norm import (
+    add_layer_norm,
+    add_rms_norm,
+    layer_norm,
+    layer_norm_backward,
+    rms_norm,
+    rms_norm_backward,
+)
 from mpipipe.nn.kernels.host.optimizer import adamw, sgd, sums_of_squares
 
 __all__ = [
     "accumulate",
     "adamw",
     "add",
+    "add_layer_norm",
+    "add_parts",
+    "add_rms_norm",
     "apply_rope",
     "cast",
     "copy",
@@ -92,6 +102,15 @@ def sum_rows(dy: np.ndarray, grad: np.ndarray, add: bool = True) -> None:
         np.add(grad, np.add.reduce(dy, 0), out=grad)
     else:
         np.add.reduce(dy, 0, out=grad)
+
+
+def add_parts(parts: np.ndarray, grad: np.ndarray, add: bool = True) -> None:
+    """Grad += the sum of the rows of parts; without `add` grad is that sum."""
+    total = parts[0] if len(parts) == 1 else np.add.reduce(parts, 0)
+    if add:
+        np.add(grad, total, out=grad)
+    else:
+        grad[...] = total
 
 
 # -- single passes ----------------------------------------------------------------------------------------------------

@@ -1,4 +1,7 @@
-"""Normalisation of rows; nn/layers/norm.py has the formulas."""
+"""Normalisation of rows; nn/layers/norm.py has the formulas.
+
+Gradients of vectors are returned as matrices of one row, which add_parts adds to the gradient.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,25 @@ def rms_norm(x: np.ndarray, gain: np.ndarray, eps: float) -> tuple[np.ndarray, n
     return y, scale
 
 
-def rms_norm_backward(dy: np.ndarray, x: np.ndarray, scale: np.ndarray, gain: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Return (dx, dgain)."""
+def add_rms_norm(
+    x: np.ndarray, more: np.ndarray, gain: np.ndarray, eps: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return (x + more, y, scale)."""
+    total = np.add(x, more)
+    return (total, *rms_norm(total, gain, eps))
+
+
+def rms_norm_backward(
+    dy: np.ndarray, x: np.ndarray, scale: np.ndarray, gain: np.ndarray, more: np.ndarray | None = None
+) -> tuple[np.ndarray, ...]:
+    """Return (dx, part of dgain)."""
     dx, dgain = np.empty(x.shape, x.dtype), np.zeros_like(gain)
     for at in blocks(*x.shape):
         normal = np.multiply(x[at], scale[at, None])
         _backward_block(dy[at], normal, scale[at, None], gain, dx[at], dgain)
-    return dx, dgain
+        if more is not None:
+            np.add(more[at], dx[at], out=dx[at])
+    return dx, dgain[None]
 
 
 def layer_norm(x: np.ndarray, gain: np.ndarray, bias: np.ndarray, eps: float) -> tuple[np.ndarray, np.ndarray]:
@@ -39,8 +54,18 @@ def layer_norm(x: np.ndarray, gain: np.ndarray, bias: np.ndarray, eps: float) ->
     return y, scale
 
 
-def layer_norm_backward(dy: np.ndarray, x: np.ndarray, scale: np.ndarray, gain: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Return (dx, dgain, dbias)."""
+def add_layer_norm(
+    x: np.ndarray, more: np.ndarray, gain: np.ndarray, bias: np.ndarray, eps: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return (x + more, y, scale)."""
+    total = np.add(x, more)
+    return (total, *layer_norm(total, gain, bias, eps))
+
+
+def layer_norm_backward(
+    dy: np.ndarray, x: np.ndarray, scale: np.ndarray, gain: np.ndarray, more: np.ndarray | None = None
+) -> tuple[np.ndarray, ...]:
+    """Return (dx, part of dgain, part of dbias)."""
     dx, dgain, dbias = np.empty(x.shape, x.dtype), np.zeros_like(gain), np.zeros_like(gain)
     for at in blocks(*x.shape):
         part = dy[at]
@@ -52,7 +77,9 @@ def layer_norm_backward(dy: np.ndarray, x: np.ndarray, scale: np.ndarray, gain: 
         _backward_block(part, normal, scale[at, None], gain, dx[at], dgain)
         np.subtract(dx[at], mean[:, None], out=dx[at])
         np.add(dbias, np.add.reduce(part, 0), out=dbias)
-    return dx, dgain, dbias
+        if more is not None:
+            np.add(more[at], dx[at], out=dx[at])
+    return dx, dgain[None], dbias[None]
 
 
 def _inverse_root(x: np.ndarray, eps: float, out: np.ndarray) -> None:
