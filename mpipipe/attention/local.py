@@ -136,8 +136,12 @@ class Local(Attend):
         dq, dk, dv : array
             In the shapes and dtype of q, k and v, C-contiguous.
         """
+        return Local.backward_into(self, dout, saved, Gradients(*map(arrays.empty_like, saved[:3])))
+
+    def backward_into(self, dout: Array, saved: LocalSaved, room: tuple[Array, Array, Array]) -> Gradients:
+        """Return the gradients of the inputs, in the arrays that are given for them; see `Attend.backward_into`."""
         q, k, v, out, lse, scale, slices = saved
-        gradients = Gradients(*(arrays.empty_like(x) for x in (q, k, v)))
+        gradients = Gradients(*room)
         block = Block(q, k, v, scale, slices, self.poll)
         kernels.chosen(q, k, v).backward(block, dout, Result(out, lse), gradients, overwrite=True)
         return gradients

@@ -179,16 +179,19 @@ class Ring(Attend):
         MismatchError
             If ranks make different calls, or give what different forwards saved.
         """
+        return Ring.backward_into(self, dout, saved, None)
+
+    def backward_into(self, dout: Array, saved: RingSaved, room: tuple[Array, Array, Array] | None) -> Gradients:
+        """Return the gradients of the inputs, in `room` in a ring of one step; see `Attend.backward_into`."""
         self.agreement.agree_on_backward(saved.call, dout, saved.out)
         with self.group.failing("the backward of a ring"):
-            kernel = kernels.chosen(saved.q, saved.k, saved.v)
-            block = Block(saved.q, saved.k, saved.v, saved.scale, saved.plan.slices[0], self.poll)
-            result = Result(saved.out, saved.lse)
+            given, result = (saved.q, saved.k, saved.v), Result(saved.out, saved.lse)
+            block = Block(*given, saved.scale, saved.plan.slices[0], self.poll)
             if saved.message is None:
-                gradients = Gradients(*(arrays.empty_like(x) for x in (saved.q, saved.k, saved.v)))
-                kernel.backward(block, dout, result, gradients, overwrite=True)
+                gradients = Gradients(*(room or map(arrays.empty_like, given)))
+                kernels.chosen(*given).backward(block, dout, result, gradients, overwrite=True)
                 return gradients
-            run = self._run(saved.plan, kernel)
+            run = self._run(saved.plan, kernels.chosen(*given))
             gradients = run.backward(block, dout, result, saved.message)
             self.bytes_sent += run.bytes_sent
             return gradients
@@ -201,8 +204,7 @@ class Ring(Attend):
         return kept[key]
 
     def _run(self, plan: RingPlan, kernel: AttentionKernel) -> RingPass:
-        exchange = self._exchange(plan.message.shapes.device)
-        return RingPass(plan, kernel, exchange, self.options.rotation, self.poll)
+        return RingPass(plan, kernel, self._exchange(plan.message.shapes.device), self.options.rotation, self.poll)
 
 
 def ring_attention(

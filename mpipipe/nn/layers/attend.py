@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from mpipipe.arrays import Array
+from mpipipe.nn.layers.redefined import keep_redefined
 
 
 @runtime_checkable
@@ -18,6 +19,10 @@ class Attend(Protocol):
     """
 
     poll: Callable[[], object]
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        keep_redefined(cls, Attend, {"backward": ("backward_into",)})
 
     def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
         """Attend.
@@ -52,6 +57,25 @@ class Attend(Protocol):
         dq, dk, dv : array
             In the shapes of q, k and v.
         """
+
+    def backward_into(self, dout: Array, saved: Any, room: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        """Return the gradients of the inputs, in memory that is given for them, or in other memory.
+
+        Parameters
+        ----------
+        dout : array
+            Gradient of `out`.
+        saved : object
+            What `forward` saved.
+        room : tuple of array
+            Arrays like q, k and v, with any strides along all axes but the last; what they hold is nothing yet.
+
+        Returns
+        -------
+        dq, dk, dv : array
+            Either the arrays of `room` themselves, all three, or others, as from `backward`.
+        """
+        return self.backward(dout, saved)
 
     def positions(self, rows: int) -> np.ndarray | None:
         """Return the positions of the next rows in the whole sequence.

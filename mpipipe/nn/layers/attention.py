@@ -114,12 +114,16 @@ class SelfAttention(Layer):
         shape = (*dy.shape[:2], self._width // self.head_dim, self.head_dim)
         dqkv = arrays.empty(shape, dy.dtype, self.stage.device)
         self._share_poll()
-        turned_dq, turned_dk, given_dv = self._attend.backward(dout, kept)
         dq, dk, dv = self._split(dqkv)
+        turned_dq, turned_dk, given_dv = self._attend.backward_into(dout, kept, (dq, dk, dv))
         table = self._rope_table(dy.shape[1])
-        kernels.apply_rope(turned_dq, table, dq, inverse=True)
-        kernels.apply_rope(turned_dk, table, dk, inverse=True)
-        kernels.copy(given_dv, dv)
+        if turned_dq is dq:
+            queries_and_keys = dqkv[:, :, : self.heads + self.kv_heads]
+            kernels.apply_rope(queries_and_keys, table, queries_and_keys, inverse=True)
+        else:
+            kernels.apply_rope(turned_dq, table, dq, inverse=True)
+            kernels.apply_rope(turned_dk, table, dk, inverse=True)
+            kernels.copy(given_dv, dv)
         dqkv = dqkv.reshape(len(x), -1)
         dx = kernels.linear_backward_input(dqkv, self.qkv)
         return dx.reshape(dy.shape), (x, dqkv, dflat, y)
