@@ -139,7 +139,6 @@ class Local(Attend):
         return Local.backward_into(self, dout, saved, Gradients(*map(arrays.empty_like, saved[:3])))
 
     def backward_into(self, dout: Array, saved: LocalSaved, room: tuple[Array, Array, Array]) -> Gradients:
-        """Return the gradients of the inputs, in the arrays that are given for them; see `Attend.backward_into`."""
         q, k, v, out, lse, scale, slices = saved
         gradients = Gradients(*room)
         block = Block(q, k, v, scale, slices, self.poll)

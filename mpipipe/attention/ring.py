@@ -182,7 +182,7 @@ class Ring(Attend):
         return Ring.backward_into(self, dout, saved, None)
 
     def backward_into(self, dout: Array, saved: RingSaved, room: tuple[Array, Array, Array] | None) -> Gradients:
-        """Return the gradients of the inputs, in `room` in a ring of one step; see `Attend.backward_into`."""
+        # a ring of several steps has gradients in its messages
         self.agreement.agree_on_backward(saved.call, dout, saved.out)
         with self.group.failing("the backward of a ring"):
             given, result = (saved.q, saved.k, saved.v), Result(saved.out, saved.lse)
