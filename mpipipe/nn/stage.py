@@ -12,6 +12,7 @@ from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import kernels, random
 from mpipipe.nn.checks import checked_dtype
+from mpipipe.nn.inputs import accepted_input
 from mpipipe.nn.layers.containers import Sequential
 from mpipipe.nn.layers.layer import Layer
 from mpipipe.nn.parameters import FlatBuffer, Parameter, decay_ranges, memory_order
@@ -145,7 +146,7 @@ class Stage:
         self._replaced = replaced if known else []  # a layer of the user's may add to gradients of others first
         self._chain = Sequential(self.layers)
         self._chain.stage = self
-        self._first = _first_leaf(self._chain)
+        self.first_layer = _first_leaf(self._chain)
 
     def _drawn(self, declared: Mapping[str, Parameter], host: FlatBuffer, layout: Any) -> FlatBuffer:
         """Initial values in `host`, or in a buffer like it on the device."""
@@ -220,7 +221,7 @@ class Stage:
         if position is not None:
             self.position = position
         if type(x) is not self._plain or x.dtype != self.dtype:
-            x = self._accepted(x)
+            x = accepted_input(self, x)
         return self._chain.forward(x)
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
@@ -268,37 +269,6 @@ class Stage:
             Gradient of the input; None for integers.
         """
         return self._chain.backward(dy, saved)
-
-    def _accepted(self, x: Array) -> Array:
-        """Return an input on the stage's device, checked. An Embedding checks integers before it uploads them."""
-        device = arrays.device_of(x)
-        x = arrays.plain(x)
-        if device == "cuda" and self.device == "cpu":
-            raise ArgumentError(
-                "the input of a stage on the host is on a GPU",
-                stage=self.index,
-                found=type(x).__name__,
-                expected="numpy.ndarray",
-                remedy="build the stage with device='cuda', or give a numpy array",
-            )
-        integers = x.dtype.kind in "iu"
-        if x.dtype != self.dtype and not (integers and self._first.takes_integers):
-            raise ArgumentError(
-                "the input of a stage has the wrong dtype",
-                stage=self.index,
-                found=str(x.dtype),
-                expected=f"{self.dtype}, or integers for an Embedding",
-                remedy=f"convert it with astype({str(self.dtype)!r}) or build the stage with dtype={str(x.dtype)!r}",
-            )
-        if device == "cuda" and not x.flags.c_contiguous:
-            raise ArgumentError(
-                "the input of a stage on a GPU is not contiguous",
-                stage=self.index,
-                found=f"shape {x.shape}, strides {x.strides}",
-                remedy="pass cupy.ascontiguousarray(x)",
-            )
-        stays = device == self.device or (integers and self._first.uploads_integers)
-        return x if stays else arrays.upload(x)
 
 
 def _first_leaf(layer: Layer) -> Layer:
