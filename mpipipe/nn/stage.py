@@ -183,7 +183,13 @@ class Stage:
                 arrays.set_zero(getattr(layer, f"{key}_grad"))
 
     def use_parts(self, used: bool) -> None:
-        """Let layers add to the parts of shared gradients, as within a step of a pipeline, or to the gradients."""
+        """Let layers add to the parts of shared gradients, or to the gradients. A pipeline does this around each step.
+
+        Parameters
+        ----------
+        used : bool
+            Whether to the parts, as within a step.
+        """
         source: Mapping[str, Array] = self.parts if used else self.gradients
         for name in self.parts:
             layer, key = self.layer_of[name]

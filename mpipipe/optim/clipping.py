@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from mpipipe.comm.types import Communicator
 from mpipipe.nn import Stage
-from mpipipe.nn.kernels import cuda
+from mpipipe.nn.kernels.cuda.clipping import rescale
 from mpipipe.optim.checks import check_max_norm
 from mpipipe.optim.norm import measure
 from mpipipe.optim.on_device import NormOnDevice, has_all
@@ -75,7 +75,7 @@ def _clip_on_device(
 ) -> float:
     asked = NormOnDevice(stages, comm, skip, scale, max_norm=max_norm, divisor=1.0)
     for stage in stages:
-        cuda.rescale(stage.gradients.flat, asked.factor)  # not where it is NaN
+        rescale(stage.gradients.flat, asked.factor)  # not where it is NaN
     norm, culprit = asked.result()
     if culprit is not None:
         culprit.refuse(comm)

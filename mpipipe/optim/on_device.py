@@ -15,7 +15,7 @@ import numpy as np
 from mpipipe import arrays
 from mpipipe.comm.types import Communicator
 from mpipipe.nn import Stage
-from mpipipe.nn.kernels import cuda
+from mpipipe.nn.kernels.cuda.clipping import clip_factor
 from mpipipe.optim.norm import Culprit, counted_pieces
 
 
@@ -56,7 +56,7 @@ class NormOnDevice:
         squares = arrays.empty((ends[-1],), np.dtype(np.float64), "cuda")
         for (stage, _, pieces), start, stop in zip(self._counted, ends, ends[1:]):
             stage.kernels.sums_of_squares(stage.gradients.flat, pieces, out=squares[start:stop])
-        self.factor = cuda.clip_factor(squares, max_norm, scale, divisor)
+        self.factor = clip_factor(squares, max_norm, scale, divisor)
         self._squares = arrays.Download([squares])
 
     def result(self) -> tuple[float, Culprit | None]:

@@ -12,6 +12,7 @@ from mpipipe import arrays, nn, optim
 from mpipipe.comm import inprocess
 from mpipipe.errors import ArgumentError, NonFiniteError
 from mpipipe.nn.kernels import of
+from mpipipe.nn.kernels.cuda.clipping import clip_factor
 
 NUMBERS = dict(b1=0.9, b2=0.95, eps=1e-8, rate=0.01, correction1=0.2, correction2=0.1)
 OPTIMIZERS = {
@@ -67,7 +68,7 @@ def test_the_factor_has_the_bits_of_an_exact_sum(gpu, count, scale, divisor):
         squares = np.exp(generator.uniform(-40, 40, count) * (seed % 3) / 2) * generator.uniform(0.5, 2, count)
         norm = math.sqrt(math.fsum(squares)) / scale
         for max_norm in (norm / 3 or 1.0, 0.7 * norm or 1.0, 2 * norm or 1.0, math.inf):
-            found = arrays.download(of("cuda").clip_factor(arrays.upload(squares), max_norm, scale, divisor))
+            found = arrays.download(clip_factor(arrays.upload(squares), max_norm, scale, divisor))
             assert found.shape == () and found.dtype == np.float64
             assert float(found) == factor_on_host(squares, max_norm, scale, divisor)
 
@@ -78,9 +79,9 @@ def test_the_factor_of_a_sum_that_is_not_finite_is_nan(gpu, value, place):
     squares = np.ones(41)
     squares[place] = value
     for max_norm in (0.5, math.inf):
-        assert math.isnan(arrays.download(of("cuda").clip_factor(arrays.upload(squares), max_norm, 1.0, 2.0)))
+        assert math.isnan(arrays.download(clip_factor(arrays.upload(squares), max_norm, 1.0, 2.0)))
     squares[:] = 1e308  # each is finite
-    assert math.isnan(arrays.download(of("cuda").clip_factor(arrays.upload(squares), 1.0, 1.0, 1.0)))
+    assert math.isnan(arrays.download(clip_factor(arrays.upload(squares), 1.0, 1.0, 1.0)))
 
 
 # -- a step

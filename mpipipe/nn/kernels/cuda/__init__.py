@@ -6,7 +6,6 @@ Nothing waits for the device, no sum depends on timing, and the partial sums of 
 
 from __future__ import annotations
 
-from mpipipe.nn.kernels.cuda.clipping import clip_factor, rescale
 from mpipipe.nn.kernels.cuda.dropout import dropout, dropout_backward
 from mpipipe.nn.kernels.cuda.elementwise import (
     accumulate,
@@ -42,7 +41,6 @@ __all__ = [
     "add_rms_norm",
     "apply_rope",
     "cast",
-    "clip_factor",
     "copy",
     "dropout",
     "dropout_backward",
@@ -56,7 +54,6 @@ __all__ = [
     "linear_backward_input",
     "linear_backward_weight",
     "mean_squared_error",
-    "rescale",
     "rms_norm",
     "rms_norm_backward",
     "rope_table",
