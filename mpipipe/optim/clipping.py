@@ -74,9 +74,11 @@ def _clip_on_device(
     stages: Sequence[Stage], max_norm: float, comm: Communicator | None, skip: Collection[str], scale: float
 ) -> float:
     asked = NormOnDevice(stages, comm, skip, scale, max_norm=max_norm, divisor=1.0)
-    for stage in stages:
-        rescale(stage.gradients.flat, asked.factor)  # not where it is NaN
-    norm, culprit = asked.result()
+    try:
+        for stage in stages:
+            rescale(stage.gradients.flat, asked.factor)  # not where it is NaN
+    finally:  # after an error too: until then the device writes to memory of the host that others would get
+        norm, culprit = asked.result()
     if culprit is not None:
         culprit.refuse(comm)
     return norm

@@ -185,8 +185,10 @@ def _step_on_device(
     """Do the same with a step that the device makes or leaves out by itself, before the host knows the norm."""
     scale = scaler.scale
     asked = NormOnDevice(optimizer.stages, comm, skip, scale, max_norm=max_norm, divisor=scale)
-    optimizer.step(lr=lr, scale=asked.factor)
-    norm, culprit = asked.result()
+    try:
+        optimizer.step(lr=lr, scale=asked.factor)
+    finally:  # after an error too: until then the device writes to memory of the host that others would get
+        norm, culprit = asked.result()
     if culprit is not None:
         optimizer.steps -= 1  # the device has not made it
         if not scaler.can_shrink:

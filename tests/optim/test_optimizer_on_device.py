@@ -141,6 +141,23 @@ def test_the_host_asks_for_the_step_before_it_knows_the_norm(gpu, name, dtype):
     assert "cast" not in gpu.launches
 
 
+def test_an_optimizer_that_raises_leaves_no_copy_under_way(gpu, monkeypatch):
+    """Its pinned memory goes back to a pool, from which others take it."""
+    stages = made()
+    fill(stages, 3)
+    optimizer, ended = optim.AdamW(stages, 0.01), []
+    done = arrays.Download.result
+    monkeypatch.setattr(arrays.Download, "result", lambda self: ended.append(done(self)) or ended[-1])
+
+    def broken(**_):
+        raise ValueError("broken on purpose")
+
+    monkeypatch.setattr(optimizer, "step", broken)
+    with pytest.raises(ValueError, match="broken on purpose"):
+        optim.scaled_step(optimizer, optim.LossScaler(1.0), 1.0)
+    assert len(ended) == 1
+
+
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_overflow_changes_nothing_on_the_device_and_counts_no_step(gpu, name, value):

@@ -44,6 +44,7 @@ is refused before it is sent.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable
 from functools import partial
@@ -201,7 +202,7 @@ def _move(array: DeviceArray, end: int, communicator: Any, stream: int) -> None:
     move(arrays.address(array), array.nbytes, arrays.nccl().NCCL_UINT8, 1 - end, stream)
 
 
-class _Message:
+class _Message(ABC):
     """The request of one array on a lane; `event` is behind it there."""
 
     event: Event
@@ -209,9 +210,9 @@ class _Message:
     def __init__(self, transport: NcclTransport, array: DeviceArray) -> None:
         self.transport, self.array, self.finished = transport, array, False
 
+    @abstractmethod
     def Test(self) -> bool:
         """Whether it is complete for its owner."""
-        raise NotImplementedError
 
     def Cancel(self) -> None:
         """Nothing on a device can be withdrawn: the transport's `abort` ends it."""
