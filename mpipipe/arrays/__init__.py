@@ -22,6 +22,7 @@ from mpipipe.arrays.dtypes import (
     plain,
     refuse_mask,
 )
+from mpipipe.arrays.graphs import Graph, graphs_refused, hold, record_graph
 from mpipipe.arrays.memory import (
     address,
     aligned_empty,
@@ -58,6 +59,7 @@ __all__ = [
     "DeviceArray",
     "Download",
     "Event",
+    "Graph",
     "Shape",
     "Shortage",
     "Stream",
@@ -87,6 +89,8 @@ __all__ = [
     "dtype",
     "empty",
     "empty_like",
+    "graphs_refused",
+    "hold",
     "is_amd",
     "is_array",
     "is_device",
@@ -103,6 +107,7 @@ __all__ = [
     "pinned",
     "plain",
     "record",
+    "record_graph",
     "refuse_mask",
     "seconds_between",
     "set_zero",

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from mpipipe.arrays.devices import cupy
+from mpipipe.arrays.graphs import refuse_recording
 from mpipipe.arrays.memory import address, empty
 from mpipipe.arrays.streams import is_done, record, stream
 from mpipipe.arrays.types import Array, DeviceArray, Event
@@ -198,7 +199,13 @@ def copy_to_device(target: DeviceArray, buffer: np.ndarray) -> None:
         A C-contiguous array of as many bytes, to be set.
     buffer : numpy.ndarray
         Pinned bytes. They must stay as they are until the stream has come to the copy.
+
+    Raises
+    ------
+    BackendError
+        A CUDA graph is being recorded, which would repeat the copy from memory that is no longer there.
     """
+    refuse_recording("a copy to the device")
     runtime = cupy().cuda.runtime
     runtime.memcpyAsync(address(target), address(buffer), buffer.nbytes, runtime.memcpyHostToDevice, stream().ptr)
 
@@ -212,6 +219,12 @@ def copy_to_host(buffer: np.ndarray, source: DeviceArray) -> None:
         Pinned bytes, to be set. They are there once the stream has come to the copy.
     source : cupy.ndarray
         A C-contiguous array of as many bytes.
+
+    Raises
+    ------
+    BackendError
+        A CUDA graph is being recorded.
     """
+    refuse_recording("a copy to the host")
     runtime = cupy().cuda.runtime
     runtime.memcpyAsync(address(buffer), address(source), buffer.nbytes, runtime.memcpyDeviceToHost, stream().ptr)

@@ -78,6 +78,8 @@ class Local(Attend):
     True
     """
 
+    recordable = True
+
     def __init__(
         self,
         causal: bool = True,

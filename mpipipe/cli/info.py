@@ -34,7 +34,7 @@ def info(
         facts |= {name: value for name, value in describe.describe().items() if name not in facts}
         root = runtime.mpi().COMM_WORLD.rank == 0
         placement = _placement(runtime.world())
-        facts["NCCL"] = describe.nccl(runtime.world())
+        facts |= {"NCCL": describe.nccl(runtime.world()), "CUDA graphs": describe.graphs()}
     except MpipipeError as error:
         facts["MPI"] = f"{facts.get('MPI', '')}\n{error}".strip()
     facts |= {"numpy": metadata.version("numpy"), "BLAS": _blas()}

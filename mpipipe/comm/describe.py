@@ -6,6 +6,7 @@ import os
 import sys
 
 from mpipipe import arrays
+from mpipipe.comm import settings
 from mpipipe.comm.group import Group, group_of
 from mpipipe.comm.launcher import launcher_size
 from mpipipe.comm.nccl.choice import choose
@@ -55,6 +56,17 @@ def nccl(comm: Communicator) -> str:
         return str(choose([group], "cuda" if arrays.device_count() else "cpu", messages=NEIGHBOURS))
     except BackendError as error:
         return str(error)
+
+
+def graphs() -> str:
+    """Whether stages on a GPU run by CUDA graphs, and why not."""
+    if not arrays.device_count():
+        return "no GPU"
+    if arrays.is_amd():
+        return arrays.graphs_refused()
+    if not settings.graphs():
+        return f"off ({settings.GRAPHS.name}=1 turns them on)"
+    return "on, for each stage whose layers can be recorded; the log of a run names the others"
 
 
 def _gpu_awareness(comm: Communicator, group: Group) -> str:

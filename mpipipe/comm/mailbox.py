@@ -75,6 +75,10 @@ class Mailbox:
             for envelope, shapes in zip(envelopes, leaves)
         ]
 
+    def waits_on_host(self) -> bool:
+        """Whether messages of this call hold nothing up on the device, so that the host may wait for it."""
+        return self.moments is None
+
     def begin_call(
         self, schedule: list, window: int, moments: Mapping[Envelope, Any] | None = None, repeated: bool = False
     ) -> None:
@@ -84,7 +88,7 @@ class Mailbox:
         ----------
         schedule, window : what `receive_schedule` returned, and how many receives to keep posted
         moments : when each message is made, for transports that carry messages in an order
-        repeated : whether, on all ranks alike, a call like this one has run to its end before
+        repeated : whether, on all ranks alike, calls like this one have run so often that nothing in it is new
         """
         self.incoming, self.next = schedule, 0
         self.moments = moments if moments and self.transport.begin_call(repeated) else None

@@ -124,13 +124,20 @@ PRODUCTS = Variable(
     "cublas",
     lambda text: text in ("cublas", "cublaslt"),
 )
+GRAPHS = Variable(
+    "MPIPIPE_GRAPHS",
+    "1 lets stages on a GPU run by CUDA graphs in training, which spares small micro-batches the time of Python.",
+    "0 or 1",
+    "0",
+    _is_switch,
+)
 MPIEXEC = Variable(
     "MPIPIPE_MPIEXEC",
     "The launcher, with options if any, that `python -m mpipipe info --probe` starts its job with.",
     "a command",
     "the mpiexec beside the MPI library or beside Python",
 )
-VARIABLES = (TIMEOUT, TAG_UB, SYNC_SENDS, GPU_DIRECT, NCCL, ATTENTION, DETERMINISTIC, PRODUCTS, MPIEXEC)
+VARIABLES = (TIMEOUT, TAG_UB, SYNC_SENDS, GPU_DIRECT, NCCL, ATTENTION, DETERMINISTIC, PRODUCTS, GRAPHS, MPIEXEC)
 
 
 def check_settings() -> None:
@@ -152,6 +159,11 @@ def synchronous_sends() -> bool:
 def nccl_is_demanded() -> bool:
     """Whether MPIPIPE_NCCL makes it an error that NCCL cannot be used."""
     return os.environ.get(NCCL.name) == "on"
+
+
+def graphs() -> bool:
+    """Whether MPIPIPE_GRAPHS asks for CUDA graphs."""
+    return os.environ.get(GRAPHS.name) == "1"
 
 
 def integer_setting(name: str, default: int) -> int:

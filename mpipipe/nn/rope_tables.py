@@ -7,6 +7,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import ArrayLike
 
+from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.nn.kernels.interface import Kernels
 
@@ -22,12 +23,16 @@ class RopeTables:
 
     def of(self, positions: ArrayLike, head_dim: int, base: float) -> Array:
         """Return the table of any positions: its i-th row turns the i-th row of the sequence."""
-        return self._kept(np.ascontiguousarray(positions, np.int64).tobytes(), head_dim, base)
+        return self._held(np.ascontiguousarray(positions, np.int64).tobytes(), head_dim, base)
 
     def first(self, seq: int, head_dim: int, base: float) -> Array:
         """Return the table of the positions 0 ... seq - 1, a part of that of the next power of two."""
         length = 1 << max(seq - 1, 0).bit_length()
-        return self._kept(length, head_dim, base)[:seq]
+        return self._held(length, head_dim, base)[:seq]
+
+    def _held(self, positions: int | bytes, head_dim: int, base: float) -> Array:
+        """Return a table that is kept, and that lives as long as a graph which is recorded now."""
+        return arrays.hold(self._kept(positions, head_dim, base))
 
     def _make(self, positions: int | bytes, head_dim: int, base: float) -> Array:
         """Make the table of the first positions, or of those whose int64 values these bytes are."""

@@ -130,6 +130,7 @@ def _agree_in_pipe(
             (REPLICAS, "with replicas" if replicas is not None else "without replicas"),
             ("setting MPIPIPE_TAG_UB", largest_tag),
             ("setting MPIPIPE_NCCL=on", settings.nccl_is_demanded()),
+            ("setting MPIPIPE_GRAPHS", settings.graphs()),
         )
         mine = tie_facts(adapters, schedule.stages_of(pipe.rank)), device_of(adapters)
     except Exception as caught:

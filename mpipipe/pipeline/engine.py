@@ -75,7 +75,8 @@ class Engine:
         self.nccl = self._choose_nccl(device, partners.devices, pairs)
         self.sums = NcclSums(self.replicas) if self.nccl.sums and self.replicas is not None else None
         channels = self.tags.channels + names.channels
-        self.messages = StageMessages(self._make_mailbox(channels, device, partners.devices, pairs))
+        rehearsals = 2 if settings.graphs() else 1  # one is run as ever, in the next one graphs are recorded
+        self.messages = StageMessages(self._make_mailbox(channels, device, partners.devices, pairs), rehearsals)
         self.agreement = Agreement(self.pipe, self.replicas, self.name)
         self.executor = Executor(
             self.rank,
@@ -90,6 +91,8 @@ class Engine:
         poll = self.messages.mailbox.poll if self.replicas is None else self.executor.poll
         for stage, number in zip(self.stages, numbers):
             stage.attach(number, poll)
+            if device == "cuda" and settings.graphs():
+                stage.use_graphs(self.messages.mailbox.waits_on_host)
         self.ties = Ties(self.pipe, self.messages.mailbox.transport, self.stages, numbers, names)
         self.life = Life(self.name, self.rank, self.groups, self.executor)
         self.batches = BatchReader(schedule, self.rank, loss is not None)

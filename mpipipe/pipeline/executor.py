@@ -205,7 +205,7 @@ class Executor:
         return [found[microbatch] for microbatch in range(len(found))]
 
     def _backward(self, step: PlannedAction, state: CallState) -> None:
-        stage = self.stages[step.chunk].given
+        stage = self.stages[step.chunk].computes
         dy, saved, leases = self._begin_backward(step, state)
         dx = stage.backward(dy, saved)
         self.marks.append(self.now())
@@ -215,7 +215,7 @@ class Executor:
         state.alive -= 1
 
     def _input_gradient(self, step: PlannedAction, state: CallState) -> None:
-        stage = self.stages[step.chunk].given
+        stage = self.stages[step.chunk].computes
         dy, saved, leases = self._begin_backward(step, state)
         dx, pending = stage.backward_input(dy, saved)
         self.marks.append(self.now())
@@ -225,7 +225,7 @@ class Executor:
     def _weight_gradient(self, step: PlannedAction, state: CallState) -> None:
         pending, leases = state.pending.pop((step.stage, step.microbatch))
         self.marks.append(self.now())
-        self.stages[step.chunk].given.backward_weight(pending)
+        self.stages[step.chunk].computes.backward_weight(pending)
         self.marks.append(self.now())
         self.messages.mailbox.release(leases)
         state.alive -= 1

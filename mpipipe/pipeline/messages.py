@@ -8,6 +8,7 @@ and post their receives before the data is sent.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from math import prod
 
@@ -113,19 +114,20 @@ class StageMessages:
     Parameters
     ----------
     mailbox : carries the arrays
+    rehearsals : calls of one kind after which the stages neither compile nor allocate anything any more
 
     A received tree comes with a lease on its buffers, which must go back through `mailbox.release` once nothing reads
     the tree any more.
     """
 
-    def __init__(self, mailbox: Mailbox):
-        self.mailbox = mailbox
+    def __init__(self, mailbox: Mailbox, rehearsals: int = 1):
+        self.mailbox, self.rehearsals = mailbox, rehearsals
         self.known = False  # whether this call's specs were kept by an earlier one
         self.specs: dict[tuple[int, int], MessageSpec] = {}  # of this call, by (edge, micro-batch)
         self.kept: dict[int, dict[tuple[int, int], MessageSpec]] = {}  # by signature of the inputs
         self.receive_schedules: dict[tuple[int, int], list] = {}  # by (signature, id of the plan)
         self.plan: Plan | None = None  # of the last call
-        self.ended: set[tuple[int, int]] = set()  # (signature, id of the plan) of calls that have run to their end
+        self.ended: Counter[tuple[int, int]] = Counter()  # calls that have run to their end, by (signature, id of plan)
 
     def begin(self, plan: Plan, signature: int) -> None:
         """Begin a call whose inputs have this signature; every rank of the pipeline does so."""
@@ -134,13 +136,13 @@ class StageMessages:
             self._drop_shapes()
         self.plan, self.specs = plan, self.kept.get(signature, {})
         schedule = self._receive_schedule(plan, signature) if self.known else []
-        self.mailbox.begin_call(schedule, plan.window, plan.moments, (signature, id(plan)) in self.ended)
+        self.mailbox.begin_call(schedule, plan.window, plan.moments, self.ended[signature, id(plan)] >= self.rehearsals)
 
     def end(self, signature: int) -> None:
         """Wait until everything sent has left, and keep the specs."""
         self.mailbox.flush()
         self.kept[signature] = self.specs
-        self.ended.add((signature, id(self.plan)))
+        self.ended[signature, id(self.plan)] += 1
 
     def _receive_schedule(self, plan: Plan, signature: int) -> list:
         key = signature, id(plan)

@@ -6,6 +6,7 @@ that ask for their position and that let messages advance between them. The pipe
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
@@ -15,6 +16,9 @@ from mpipipe import arrays, nn
 from mpipipe.arrays import Array, Tree
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import Position
+from mpipipe.pipeline.graphs import StageGraphs
+
+logger = logging.getLogger("mpipipe")
 
 
 class UserStage(Protocol):
@@ -47,12 +51,14 @@ class StageAdapter:
     Attributes
     ----------
     given : the user's stage
+    computes : what has its forward and backward: the stage itself, or its CUDA graphs
     models : the nn.Stage itself, or the inner stages
     name : of the type of the stage, for errors
     """
 
     def __init__(self, given: Any):
         self.given, self.name = given, type(given).__name__
+        self.computes: Any = given
         inner = getattr(given, "inner_stages", ())
         self.models: list[nn.Stage] = [given] if isinstance(given, nn.Stage) else list(inner)
         strange = [type(model).__name__ for model in self.models if not isinstance(model, nn.Stage)]
@@ -66,7 +72,14 @@ class StageAdapter:
         """Return what the stage's forward returns, with its layers at this position."""
         for model in self.models:
             model.position = position
-        return self.given.forward(x)
+        return self.computes.forward(x)
+
+    def use_graphs(self, may_record: Callable[[], bool]) -> None:
+        """Let the stage compute by CUDA graphs where it can."""
+        if type(self.given) is nn.Stage:
+            self.computes = StageGraphs(self.given, may_record)
+        else:
+            logger.info("CUDA graphs: a stage has none: %s is no nn.Stage", self.name)
 
     @property
     def gradients(self) -> list[Array]:

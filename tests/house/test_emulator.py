@@ -399,3 +399,50 @@ def test_bytes_between_host_and_device_are_counted(emulated_gpu):
         arrays.download(arrays.copy(x)[:1])
 
     assert emulated_gpu.crossing(call) == {"to_device": HOST.nbytes, "to_host": HOST[:1].nbytes}
+
+
+def test_what_is_recorded_runs_with_each_launch_and_not_before(device):
+    with arrays.own_stream():
+        x, y = arrays.upload(np.arange(3.0)), arrays.zeros(3, "float64", "cuda")
+        graph, _ = arrays.record_graph(lambda: arrays.copy_into(y, x))
+        assert arrays.download(y).tolist() == [0, 0, 0]
+        for values in ([0.0, 1.0, 2.0], [5.0, 6.0, 7.0]):
+            arrays.upload(np.array(values), out=x)
+            graph.launch()
+            assert arrays.download(y).tolist() == values
+
+
+def test_temporary_memory_of_a_graph_is_nan_again_in_each_launch(device):
+    """Memory that a recording frees and takes again holds nothing of the launch before."""
+    with arrays.own_stream():
+        x, y = arrays.upload(np.arange(3.0)), arrays.zeros(3, "float64", "cuda")
+
+        def work():
+            arrays.copy(x)
+            arrays.copy_into(y, arrays.empty(3, "float64", "cuda"))
+
+        graph, _ = arrays.record_graph(work)
+        for _ in range(2):
+            graph.launch()
+            assert np.isnan(arrays.download(y)).all()
+
+
+def test_a_recording_refuses_what_waits_and_is_lost_then(device):
+    cupy = arrays.cupy()
+    with arrays.own_stream():
+        before = arrays.record()
+        for work in (arrays.stream().synchronize, arrays.record, lambda: arrays.wait_for(before)):
+            with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
+                arrays.record_graph(work)
+        stream = arrays.stream()
+        stream.begin_capture()
+        with pytest.raises(RuntimeError):
+            stream.synchronize()
+        with pytest.raises(RuntimeError, match="cudaErrorStreamCaptureInvalidated"):
+            stream.end_capture()
+        stream.begin_capture()
+        with pytest.raises(HiddenAccess, match="the pool that everybody uses"):
+            cupy.empty(3, "float32")
+        stream.end_capture()
+    with pytest.raises(RuntimeError, match="legacy"):
+        arrays.record_graph(lambda: None)

@@ -69,6 +69,7 @@ def run(own, pipe, schedule, monkeypatch, nccl, steps=3, rows=6, replicas=None, 
         for _ in range(steps):
             with monkeypatch.context() as patch:
                 crossings, before = Crossings(patch), sent(own.machine)
+                own.reset()
                 result = pipeline.step(*mine)
             by_nccl = sent(own.machine) - before
             needed = pipeline.bytes_sent
@@ -82,6 +83,26 @@ def same_bits(first, second):
     assert first.keys() == second.keys()
     for name in first:
         assert first[name].tobytes() == second[name].tobytes(), name
+
+
+@pytest.mark.parametrize("name, chunks", [("one_f_one_b", 1), ("zero_bubble_h1", 1), ("interleaved_1f1b", 2)])
+def test_graphs_are_recorded_before_messages_go_by_nccl(own, comm, monkeypatch, name, chunks):
+    """A recording allocates, for which the host may have to wait for the device, and with it for other ranks."""
+    schedule = dense.build(name, comm.size, chunks, 4)
+    record, recorded = arrays.record_graph, []
+    with arrays.own_stream():
+        expected, loss, *_ = run(own, comm, schedule, monkeypatch, "off", rows=4)
+        monkeypatch.setenv("MPIPIPE_GRAPHS", "1")
+        monkeypatch.setattr(arrays, "record_graph", lambda work: recorded.append(sent(own.machine)) or record(work))
+        found, same, _, by_nccl, needed = run(
+            own, comm, schedule, monkeypatch, "on" if comm.size > 1 else "auto", rows=4
+        )
+    assert same == loss
+    same_bits(found, expected)
+    assert recorded and recorded[-1] == recorded[0]  # bytes sent by then: those that opened the lanes
+    assert by_nccl >= needed * (comm.size > 1)
+    launched = sum(launch.startswith("graph of") for launch in own.launches)  # in the last step
+    assert launched == len(schedule.orders[comm.rank])
 
 
 SCHEDULES = [("gpipe", 1), ("one_f_one_b", 1), ("interleaved_1f1b", 2), ("zero_bubble_h1", 1), ("looped_bfs", 2)]

@@ -29,6 +29,7 @@ class Gelu(Layer):
     """
 
     takes_integers = False
+    recordable = True
 
     def forward(self, x: Array) -> tuple[Array, Any]:
         return self.stage.kernels.gelu(x), x
@@ -67,6 +68,7 @@ class SwiGLU(Layer):
     """
 
     takes_integers = False
+    recordable = True
     replaced = ("gate_up", "down")
 
     gate_up: np.ndarray

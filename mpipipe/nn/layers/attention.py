@@ -59,6 +59,7 @@ class SelfAttention(Layer):
     """
 
     takes_integers = False
+    recordable = True
     replaced = ("qkv", "out")
 
     qkv: np.ndarray
@@ -92,6 +93,10 @@ class SelfAttention(Layer):
             "qkv": Parameter((self._width, dim), normal(dim**-0.5)),
             "out": Parameter((dim, dim), normal(gain * dim**-0.5)),
         }
+
+    def unrecordable(self) -> str:
+        kind = type(self.attend)
+        return "" if vars(kind).get("recordable", False) else f"{kind.__name__} does not say that it can be recorded"
 
     def bound(self) -> None:
         self._attend = as_attend(self.attend)

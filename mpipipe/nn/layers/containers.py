@@ -26,6 +26,8 @@ class Sequential(Layer):
     ((4, 8), ['0.0.weight', '0.0.bias'])
     """
 
+    recordable = True
+
     def __init__(self, layers: Sequence[Layer]):
         self.layers = tuple(layers)
         self.children = {str(i): layer for i, layer in enumerate(self.layers)}
@@ -144,6 +146,7 @@ class Residual(Layer):
     (4, 8)
     """
 
+    recordable = True
     leaves_sum = True
 
     def __init__(self, layer: Layer):

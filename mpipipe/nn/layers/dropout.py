@@ -44,12 +44,16 @@ class Dropout(Layer):
     """
 
     takes_integers = False
+    recordable = True
 
     def __init__(self, probability: float):
         if not 0 <= probability < 1:
             raise ArgumentError("wrong dropout probability", found=repr(probability), expected="0 <= probability < 1")
         self.threshold = round(probability * 65536)  # an element lives where 16 random bits reach it
         self.scale = 65536 / (65536 - self.threshold) if self.threshold < 65536 else 0.0
+
+    def unrecordable(self) -> str:
+        return "it draws another mask for each micro-batch" if self.threshold else ""
 
     def bound(self) -> None:
         self._stream = random.key("dropout", self.stage.seed, self.name)

@@ -43,6 +43,7 @@ class Embedding(Layer):
     """
 
     uploads_integers = True
+    recordable = True
 
     weight: np.ndarray
     weight_grad: np.ndarray
@@ -53,8 +54,11 @@ class Embedding(Layer):
         self.declared = {"weight": Parameter((vocab, dim), normal(gain * dim**-0.5), tie=tie)}
 
     def forward(self, x: Array) -> tuple[Array, Any]:
-        x = checked_ids(x, self.vocab, f"layer {self.name} (Embedding): the input", self.stage.device)
+        x = self.upload(x)
         return self.stage.kernels.embed(self.weight, x), x
+
+    def upload(self, x: Array) -> Array:
+        return checked_ids(x, self.vocab, f"layer {self.name} (Embedding): the input", self.stage.device)
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[None, Any]:
         return None, (dy, saved)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
 from mpipipe.nn.kernels.interface import Kernels
@@ -72,6 +73,9 @@ class Layer(Sums):
     replaced : tuple of str
         Names whose gradients the layer writes only as `adds` says. Subclasses do not inherit it: they may add to the
         gradients in other ways.
+    recordable : bool
+        Whether CUDA graphs may record the layer: with inputs of the same shapes it does the same device work each time,
+        and never lets the host wait for the device. Subclasses do not inherit it either.
 
     Examples
     --------
@@ -100,6 +104,7 @@ class Layer(Sums):
     takes_integers = True
     uploads_integers = False
     replaced: tuple[str, ...] = ()
+    recordable = False
 
     @abstractmethod
     def forward(self, x: Array) -> tuple[Array, Any]:
@@ -117,6 +122,21 @@ class Layer(Sums):
         saved : object
             All that the backward of this micro-batch needs.
         """
+
+    def upload(self, x: Array) -> Array:
+        """Bring an input on the host to the device of the stage; asked of the first layer.
+
+        Parameters
+        ----------
+        x : array
+            An input that `forward` takes.
+
+        Returns
+        -------
+        array
+            The input on the device of the stage.
+        """
+        return x if arrays.is_device(x) or self.stage.device == "cpu" else arrays.upload(x)
 
     @abstractmethod
     def backward_input(self, dy: Array, saved: Any) -> tuple[Any, Any]:
@@ -183,6 +203,16 @@ class Layer(Sums):
             return True
         unwritten.remove(name)
         return False
+
+    def unrecordable(self) -> str:
+        """Return why CUDA graphs cannot record this layer, where its class says that they can.
+
+        Returns
+        -------
+        str
+            A reason in words, or "" where there is none.
+        """
+        return ""
 
     def bound(self) -> None:
         """Prepare what needs the stage or the arrays.

@@ -42,6 +42,7 @@ class Linear(Layer):
     """
 
     takes_integers = False
+    recordable = True
     replaced = ("weight", "bias")
 
     weight: np.ndarray

@@ -41,6 +41,7 @@ class RMSNorm(Layer):
     """
 
     takes_integers = False
+    recordable = True
     replaced = ("gain",)
 
     gain: np.ndarray
@@ -109,6 +110,7 @@ class LayerNorm(Layer):
     """
 
     takes_integers = False
+    recordable = True
     replaced = ("gain", "bias")
 
     gain: np.ndarray

@@ -31,6 +31,8 @@ class Recompute(Layer):
     (4, 3)
     """
 
+    recordable = True
+
     def __init__(self, layer: Layer):
         self.layer = layer
 

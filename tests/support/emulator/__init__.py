@@ -57,7 +57,8 @@ def _public(module):
     }
 
 
-MEMORY = "OutOfMemoryError Memory MemoryPointer MemoryPool MemoryAsyncPool alloc get_allocator set_allocator".split()
+MEMORY = """OutOfMemoryError Memory MemoryPointer MemoryPool MemoryAsyncPool alloc get_allocator set_allocator
+using_allocator""".split()
 NCCL = {"NcclCommunicator": nccl.NcclCommunicator, "available": True}
 STREAM = "Stream Event get_current_stream get_elapsed_time".split()
 

@@ -206,14 +206,13 @@ class Function:
             raise HiddenAccess(f"kernel options {list(unknown)} are not used here")
         shape = self._shape(grid, block, shared_mem)
         home, queue = machine(), get_current_stream().queue
-        pointers, keep = self._arguments(home, args)
+        pointers, cells = self._arguments(home, args)
         seed = home.random.getrandbits(63)
 
-        def run():
+        def run(cells=cells):  # pointers lead into them
             error = self._launch(pointers, shape, shared_mem, seed, _stacks())
             if error:
                 raise CUDARuntimeError(error.decode(errors="replace"))
-            del keep[:]
 
         home.launch(queue, self.name, run)
 
@@ -243,7 +242,7 @@ class Function:
             raise TypeError(f"{self.name} takes {len(self.signature)} arguments, not {len(args)}")
         cells = [self._cell(home, n, value, kind) for n, (value, kind) in enumerate(zip(args, self.signature))]
         pointers = (ctypes.c_void_p * max(len(cells), 1))(*[ctypes.addressof(cell) for cell in cells])
-        return pointers, [cells]
+        return pointers, cells
 
     def _cell(self, home, n: int, value, kind: str):
         what = f"argument {n} of {self.name}, {kind}"

@@ -56,6 +56,17 @@ class Operation:
     begun: bool = False
 
 
+class Recording:
+    """What is put on a stream while a graph is recorded there; none of it runs.
+
+    spoilt : what the program did that a recording does not allow; such a recording ends without a graph
+    """
+
+    def __init__(self):
+        self.operations: list[tuple[str, Callable[[], None]]] = []
+        self.spoilt = ""
+
+
 class Queue:
     """The operations of one stream, in order; positions count from 1."""
 
@@ -64,6 +75,7 @@ class Queue:
         self.operations: deque[Operation] = deque()
         self.issued = 0
         self.finished = 0
+        self.recording: Recording | None = None  # while a graph is recorded here
 
 
 class Block:
@@ -170,6 +182,7 @@ class Machine:
         self.patience = 60.0  # seconds that the host waits for a peer's part before that counts as a hang
         self.communicators: list = []  # of NCCL, of this rank
         self.used_bytes = self.peak_bytes = 0
+        self.pool = self.allocator = None  # CuPy's default pool, and what the program has put in its place
 
     # -- streams
 
@@ -193,6 +206,11 @@ class Machine:
 
     def put(self, queue: Queue, name: str, run=None, after=None, meets=None) -> int:
         """Queue an operation, and return its position."""
+        if queue.recording is not None:
+            if run is None or meets is not None or name == "event":
+                self.spoil(queue, f"{name}: what happens outside of a recording")
+            queue.recording.operations.append((name, run))
+            return queue.issued
         with self.lock:
             self.number_issued += 1
             queue.operations.append(Operation(name, run, after, self.number_issued, meets))
@@ -205,13 +223,24 @@ class Machine:
 
     def launch(self, queue: Queue, name: str, run, meets=None) -> int:
         """As `put`, for what the program asked for by name."""
-        self.launches.append(name)
+        if queue.recording is None:
+            self.launches.append(name)
         if not queue.ptr:
             self.null_launches.append(name)
         return self.put(queue, name, run, None, meets)
 
+    def spoil(self, queue: Queue, what: str):
+        """Refuse what a recording does not allow, as CUDA does: the recording is lost too."""
+        assert queue.recording is not None
+        queue.recording.spoilt = what
+        raise CUDARuntimeError(
+            f"cudaErrorStreamCaptureUnsupported: operation not permitted when stream is capturing ({what})"
+        )
+
     def advance(self, queue: Queue, position: int, steps: int | None = None):
         """Run what `position` operations of a stream need: all of it, or at most `steps` operations and no waiting."""
+        if queue.recording is not None and steps is None:
+            self.spoil(queue, "the host waits for the stream")
         self._advance(queue, position, steps)
         start = time.monotonic()
         while steps is None and queue.finished < position:  # for another rank, while all streams go on

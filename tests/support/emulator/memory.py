@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from contextlib import contextmanager
 from functools import cache
 
 import numpy as np
@@ -26,19 +27,25 @@ class Memory:
 
     pooled = False
 
-    def __init__(self, size: int):
+    def __init__(self, size: int, pool: object = None):
         self.ptr, self.size = 0, int(size)
         if self.size < 0:
             raise CUDARuntimeError(f"cudaErrorInvalidValue: memory of {size} bytes")
         self.home = machine()
         self.device_id = getattr(self.home.local, "device", 0)
         self._queue = get_current_stream().queue
+        self._recording = self._queue.recording
         if not self.size:
             return
+        if self._recording is not None and pool is self.home.pool:
+            raise HiddenAccess("memory of the pool that everybody uses, in the recording of a graph")
         if self.home.used_bytes + self.size > self.home.memory:
             raise OutOfMemoryError(self.size, self.home.used_bytes)
-        self._block = self.home.take((self.device_id, self._queue.ptr, self.pooled), self.size)
+        self._key = self.device_id, self._queue.ptr, pool
+        self._block = self.home.take(self._key, self.size)
         self.ptr = self._block.address
+        if self._recording is not None:  # each replay begins with what the one before has left there
+            self._recording.operations.append(("alloc", self._block.poison))
         self.home.device_ranges.add(self.ptr, self.size)
         self.home.used_bytes += self.size
         self.home.peak_bytes = max(self.home.peak_bytes, self.home.used_bytes)
@@ -57,8 +64,13 @@ class Memory:
             if not self.pooled:
                 home.count("cudaFree")
                 home.drain()
-            home.put(self._queue, "free", lambda: home.poison(block, used))
-            home.give((self.device_id, self._queue.ptr, self.pooled), block)
+            recording, self._queue.recording = self._queue.recording, None
+            if recording is not None and recording is self._recording:
+                recording.operations.append(("free", lambda: home.poison(block, used)))  # in every replay
+            else:
+                home.put(self._queue, "free", lambda: home.poison(block, used))
+            self._queue.recording = recording
+            home.give(self._key, block)
 
 
 class PooledMemory(Memory):
@@ -99,7 +111,7 @@ class MemoryPool:
     """cupy.cuda.MemoryPool, as far as one asks it for memory and for its size."""
 
     def malloc(self, size: int) -> MemoryPointer:
-        return MemoryPointer(PooledMemory(size), 0)
+        return MemoryPointer(PooledMemory(size, self), 0)
 
     def used_bytes(self) -> int:
         return machine().used_bytes
@@ -126,17 +138,29 @@ MemoryPool.__module__ = MemoryAsyncPool.__module__ = "cupy.cuda.memory"
 
 def get_default_memory_pool() -> MemoryPool:
     home = machine()
-    if not hasattr(home, "pool"):
+    if home.pool is None:
         home.pool = MemoryPool()
     return home.pool
 
 
 def get_allocator():
-    return getattr(machine(), "allocator", None) or get_default_memory_pool().malloc
+    home = machine()
+    return getattr(home.local, "allocator", None) or home.allocator or get_default_memory_pool().malloc
 
 
 def set_allocator(allocator=None):
     machine().allocator = allocator
+
+
+@contextmanager
+def using_allocator(allocator=None):
+    """Within, this thread's new arrays come from there."""
+    local = machine().local
+    before, local.allocator = getattr(local, "allocator", None), allocator
+    try:
+        yield
+    finally:
+        local.allocator = before
 
 
 def alloc(size: int) -> MemoryPointer:

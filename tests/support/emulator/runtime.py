@@ -122,6 +122,8 @@ def memcpyAsync(dst: int, src: int, size: int, kind: int, stream: int):
         return
     for ptr, ranges in zip((dst, src), sides[kind]):
         ranges.check(ptr, size)
+    if queue.recording is not None and kind != memcpyDeviceToDevice:
+        raise HiddenAccess("a copy from or to the host, in the recording of a graph: each replay would repeat it")
     home.cross({1: "to_device", 2: "to_host"}.get(kind), size)
     home.launch(queue, "memcpyAsync", lambda: ctypes.memmove(dst, src, size))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from .machine import CUDARuntimeError, Machine, machine
+from .machine import CUDARuntimeError, Machine, Recording, machine
 
 
 def _local(home: Machine):
@@ -56,6 +56,26 @@ class Stream:
         if event.mark is not None:
             self._machine.put(self.queue, "wait for an event", after=event.mark)
 
+    def begin_capture(self, mode=None):
+        if self.ptr == 0:
+            raise RuntimeError("cannot capture on the default (legacy) stream")
+        if self._machine.amd:
+            raise RuntimeError("streamBeginCapture is not supported in ROCm")
+        if self.queue.recording is not None:
+            raise CUDARuntimeError("cudaErrorIllegalState: the stream is capturing already")
+        self.queue.recording = Recording()
+
+    def end_capture(self):
+        recording, self.queue.recording = self.queue.recording, None
+        if recording.spoilt:
+            raise CUDARuntimeError(
+                f"cudaErrorStreamCaptureInvalidated: an earlier call was refused: {recording.spoilt}"
+            )
+        return Graph(self._machine, recording.operations)
+
+    def is_capturing(self) -> bool:
+        return self.queue.recording is not None
+
     def use(self):
         _local(self._machine).current = self
         return self
@@ -69,6 +89,19 @@ class Stream:
     def __exit__(self, *error):
         local = _local(self._machine)
         local.current = local.streams.pop()
+
+
+class Graph:
+    """cupy.cuda.Graph: what was recorded, to be run again as it was, addresses included."""
+
+    def __init__(self, home: Machine, operations: list):
+        self._machine, self.operations = home, operations
+
+    def launch(self, stream=None):
+        queue = (get_current_stream() if stream is None else stream).queue
+        self._machine.launch(queue, f"graph of {len(self.operations)}", lambda: None)
+        for name, run in self.operations:
+            self._machine.put(queue, name, run)
 
 
 class _Null:

@@ -1,0 +1,292 @@
+"""Stages that run by CUDA graphs: the bits of those that do not, fewer launches, and what cannot be recorded."""
+
+from __future__ import annotations
+
+import gc
+import logging
+
+import numpy as np
+import pytest
+from support import dense
+from support.small_gpt import parts_of, text
+
+from mpipipe import Pipeline, arrays, nn
+from mpipipe.attention import Local
+from mpipipe.errors import BackendError
+from mpipipe.models import GPT
+from mpipipe.nn.recording import unrecordable
+from mpipipe.schedules import gpipe, one_f_one_b, partition
+
+SIZES = dict(vocab=32, dim=8, layers=3, heads=2, kv_heads=1, hidden=8, seq=12)  # 8 parts, for 4 ranks of 2 stages
+STEPS = 3  # the first meets actions and records some, the second records what comes once in a step
+
+
+@pytest.fixture(autouse=True)
+def own_stream(emulated_gpu):
+    with arrays.own_stream():
+        yield
+
+
+def build(schedule, rank, **sizes):
+    model = GPT(**{**SIZES, **sizes})
+    parts = partition(model.costs(), schedule.stages)
+    cuts = [parts[number] for number in schedule.stages_of(rank)]
+    layers = model.build(Local(causal=True))
+    return [nn.Stage(layers[a:b], dtype="float32", seed=3, first=a, device="cuda") for a, b in cuts]
+
+
+def train(comm, schedule, monkeypatch, graphs, rows=4, stages=None, recompute=False, between=None, **sizes):
+    """(gradients, losses of all steps, what the stages computed with) of a few steps."""
+    monkeypatch.setenv("MPIPIPE_GRAPHS", "1" if graphs else "0")
+    stages = build(schedule, comm.rank, **sizes) if stages is None else stages
+    losses = []
+    with Pipeline(stages, schedule, comm, loss=nn.softmax_cross_entropy, recompute=recompute) as pipeline:
+        for step in range(STEPS):
+            losses.append(pipeline.step(*dense.placed(schedule, comm.rank, *text(rows, seed=step))).loss)
+            found = between(pipeline, step) if between is not None else None
+            losses += [] if found is None else [found]
+        computes = [adapter.computes for adapter in pipeline.engine.stages]
+    return {name: arrays.download(s.gradients[name]) for s in stages for name in s.gradients}, losses, computes
+
+
+def compare(comm, schedule, monkeypatch, with_graphs=None, **options):
+    """Train with and without graphs, which has to give the same bits; return what the stages computed with.
+
+    `with_graphs` are options of the second training alone.
+    """
+    expected, losses, _ = train(comm, schedule, monkeypatch, False, **options)
+    found, same, computes = train(comm, schedule, monkeypatch, True, **options, **(with_graphs or {}))
+    assert same == losses
+    assert {name: x.tobytes() for name, x in found.items()} == {name: x.tobytes() for name, x in expected.items()}
+    return computes
+
+
+def recorded(computes):
+    """The graphs of a stage: how many there are of each action."""
+    slots = [slot for kind in computes._kinds.values() for slot in kind.free.values()]
+    names = [key[0] for slot in slots for key in slot.graphs]
+    return {name: names.count(name) for name in names}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name, chunks", [("one_f_one_b", 1), ("zero_bubble_h1", 1), ("interleaved_1f1b", 2)])
+def test_graphs_give_the_same_bits(comm, monkeypatch, name, chunks, recompute):
+    schedule = dense.build(name, comm.size, chunks, 4)
+    computes = compare(comm, schedule, monkeypatch, recompute=recompute, tied=True)
+    split = {"zero_bubble_h1"} & {name}
+    for each in computes:
+        assert not each.reason  # also where messages are staged and go on while stages compute
+        assert set(recorded(each)) >= (
+            {"forward", "backward_input", "backward_weight"} if split else {"forward", "backward"}
+        )
+
+
+def test_a_slot_for_each_activation_alive(comm, monkeypatch):
+    """As many as the schedule holds at once, all of them free after the call."""
+    schedule = one_f_one_b(comm.size, 6)
+    (found,) = compare(comm, schedule, monkeypatch, rows=6)
+    (kind,) = found._kinds.values()
+    assert len(kind.free) == min(comm.size - comm.rank, 6)
+
+
+def test_micro_batches_of_several_shapes(comm, monkeypatch):
+    """6 rows in 4 micro-batches: of 2 and of 1."""
+    for found in compare(comm, gpipe(comm.size, 4), monkeypatch, rows=6):
+        assert len(found._kinds) == 2 and not found.reason
+
+
+def test_more_shapes_than_are_recorded(comm, monkeypatch):
+    def between(pipeline, step):
+        rows = 4 * (2 + step)
+        return pipeline.step(*dense.placed(schedule, comm.rank, *text(rows, seed=step))).loss
+
+    schedule = gpipe(comm.size, 4)
+    monkeypatch.setattr("mpipipe.pipeline.graphs.MOST_KINDS", 2)
+    for found in compare(comm, schedule, monkeypatch, rows=4, between=between):
+        assert len(found._kinds) == 2
+
+
+def test_calls_without_backward_have_the_same_bits(comm, monkeypatch):
+    def between(pipeline, step):
+        inputs, targets = dense.placed(schedule, comm.rank, *text(4, seed=9))
+        found = pipeline.forward(inputs)
+        return pipeline.evaluate(inputs, targets), None if found is None else arrays.download(found).tobytes()
+
+    schedule = one_f_one_b(comm.size, 4)
+    compare(comm, schedule, monkeypatch, between=between)
+
+
+def test_tables_that_graphs_use_live_as_long_as_they_do(comm, monkeypatch):
+    """Sequences of many other lengths between two steps take the places of the rotary tables."""
+
+    def between(pipeline, step):
+        for stage in stages:
+            for length in range(17):
+                stage.tables.first(1 << length, 4, 10000.0 + step)
+        gc.collect()
+
+    schedule = gpipe(comm.size, 4)
+    stages = build(schedule, comm.rank)
+    compare(comm, schedule, monkeypatch, dict(stages=stages, between=between))
+
+
+def test_a_step_has_a_few_launches_for_each_action(emulated_gpu, comm, monkeypatch):
+    """Copies in and out, the graph, the loss; without graphs there are tens for each layer."""
+    counts, alone = {}, parts_of(comm, 1)
+    for graphs in (False, True):
+        monkeypatch.setenv("MPIPIPE_GRAPHS", str(int(graphs)))
+        schedule = gpipe(1, 4)
+        with Pipeline(build(schedule, 0), schedule, alone, loss=nn.softmax_cross_entropy) as pipeline:
+            for step in range(STEPS):
+                emulated_gpu.reset()
+                pipeline.step(*text(4, seed=step))
+        counts[graphs] = len(emulated_gpu.launches)
+        started = sum(name.startswith("graph of") for name in emulated_gpu.launches)
+        assert started == (8 if graphs else 0), emulated_gpu.launches
+    alone.Free()
+    assert counts[True] < counts[False] / 5 and counts[True] <= 8 * 3 + 4 * 8, counts
+
+
+def test_dropout_cannot_be_recorded(comm, monkeypatch, caplog):
+    with caplog.at_level(logging.INFO, logger="mpipipe"):
+        for found in compare(comm, gpipe(comm.size, 4), monkeypatch, dropout=0.25):
+            assert "(Dropout): it draws another mask for each micro-batch" in found.reason
+    assert "CUDA graphs: stage" in caplog.text and "has none" in caplog.text
+
+
+def test_a_class_says_for_itself_that_it_can_be_recorded():
+    class Mine(nn.Linear):
+        pass
+
+    class MyAttention(Local):
+        pass
+
+    stages = [nn.Stage([layer], device="cuda") for layer in (Mine(4, 4), nn.SelfAttention(8, 2, attend=MyAttention()))]
+    assert unrecordable(stages[0]) == "layer 0 (Mine) does not say that it can be recorded"
+    assert unrecordable(stages[1]).endswith("MyAttention does not say that it can be recorded")
+
+
+class Looks(nn.Layer):
+    """Says that it can be recorded, and lets the host wait for the device."""
+
+    recordable = True
+
+    def __init__(self, turn):
+        self.turn, self.calls = turn, 0
+
+    def look(self, x, turn):
+        self.calls += 1
+        if turn == self.turn:
+            arrays.download(x)
+
+    def forward(self, x):
+        self.look(x, "forward")
+        return x, None
+
+    def backward_input(self, dy, saved):
+        self.look(dy, "backward")
+        return dy, None
+
+
+@pytest.mark.parametrize("turn", ["forward", "backward"])
+def test_a_layer_that_waits_for_the_device_ends_recording(comm, monkeypatch, caplog, turn):
+    """It has said otherwise; the training goes on without graphs, and says why."""
+    schedule = gpipe(comm.size, 4)
+
+    def stages():
+        layers = [nn.Linear(12, 16), Looks(turn), nn.Linear(16, 12)]
+        return [nn.Stage(layers, device="cuda", first=3 * comm.rank)]
+
+    expected = regress(comm, schedule, monkeypatch, False, stages())[0]
+    found, (computes,) = regress(comm, schedule, monkeypatch, True, stages())
+    assert found == expected
+    assert f"the recording of {turn} raised" in computes.reason
+    assert computes.reason in caplog.text
+
+
+def regress(comm, schedule, monkeypatch, graphs, stages, rows=8):
+    monkeypatch.setenv("MPIPIPE_GRAPHS", "1" if graphs else "0")
+    x = np.random.default_rng(5).normal(size=(rows, 12)).astype(np.float32)
+    with Pipeline(stages, schedule, comm, loss=nn.mean_squared_error) as pipeline:
+        results = [pipeline.step(*dense.placed(schedule, comm.rank, x + i, -x)) for i in range(STEPS)]
+        losses = [(result.loss, _bytes(result.input_grads)) for result in results]
+        computes = [adapter.computes for adapter in pipeline.engine.stages]
+    found = {name: arrays.download(s.gradients[name]).tobytes() for s in stages for name in s.gradients}
+    return (losses, found), computes
+
+
+def _bytes(gradients):
+    return None if gradients is None else [arrays.download(x).tobytes() for x in gradients]
+
+
+def test_gradients_of_inputs_are_those_of_each_micro_batch(comm, monkeypatch):
+    """Of all micro-batches at once, after the step: none lies where the next one is computed."""
+    schedule = gpipe(comm.size, 4)
+    expected, found = (
+        regress(comm, schedule, monkeypatch, graphs, [nn.Stage([nn.Linear(12, 12)], first=comm.rank, device="cuda")])
+        for graphs in (False, True)
+    )
+    assert found[0] == expected[0] and not found[1][0].reason
+
+
+def test_copies_between_host_and_device_cannot_be_recorded(gpu):
+    x = arrays.upload(np.ones(3, np.float32))
+    for work in (lambda: arrays.upload(np.ones(3)), lambda: arrays.download(x)):
+        with pytest.raises(BackendError, match="while a CUDA graph is recorded"):
+            arrays.record_graph(work)
+    arrays.download(x)
+
+
+def test_the_null_stream_records_nothing(comm, monkeypatch):
+    with arrays.cupy().cuda.Stream.null:
+        stages = build(gpipe(comm.size, 2), comm.rank)
+        for found in compare(comm, gpipe(comm.size, 2), monkeypatch, dict(stages=stages), rows=4):
+            assert "null stream" in found.reason
+
+
+def test_memory_that_runs_out_in_a_recording_is_no_error(emulated_gpu, comm, monkeypatch):
+    """Neither for the first time, when the common pool gives back what it keeps, nor for good."""
+    record, tried = arrays.record_graph, []
+
+    def without_room(work):
+        tried.append(work)
+        machine, memory = emulated_gpu.machine, emulated_gpu.machine.memory
+        machine.memory = machine.used_bytes + 64
+        try:
+            return record(work)
+        finally:
+            machine.memory = memory
+
+    monkeypatch.setattr(arrays, "record_graph", without_room)
+    for found in compare(comm, gpipe(comm.size, 4), monkeypatch):
+        assert "Out of memory allocating" in found.reason
+    assert tried and "MemoryPool.free_all_blocks" in emulated_gpu.synchronisations
+
+
+class Fails(nn.Layer):
+    """Raises in the forward of one micro-batch."""
+
+    recordable = True
+    armed = False
+
+    def forward(self, x):
+        if Fails.armed and self.stage.position.microbatch == 2:
+            raise ArithmeticError("as the test wants it")
+        return x, None
+
+    def backward_input(self, dy, saved):
+        return dy, None
+
+
+def test_what_fails_in_a_recording_is_done_without_it_and_fails_as_ever(comm, monkeypatch):
+    monkeypatch.setenv("MPIPIPE_GRAPHS", "1")
+    schedule = gpipe(1, 4)
+    mine = comm.Split(comm.rank, 0)
+    x = np.ones((8, 12), np.float32)
+    stage = nn.Stage([nn.Linear(12, 12), Fails()], device="cuda")
+    with Pipeline([stage], schedule, mine, loss=nn.mean_squared_error) as pipeline:
+        monkeypatch.setattr(Fails, "armed", True)
+        with pytest.raises(Exception, match="as the test wants it"):
+            pipeline.step(x, x)
+    assert stage.poll is not None and stage.unwritten == set()
+    mine.Free()
