@@ -82,6 +82,7 @@ class FlatBuffer(Mapping[str, Any]):
     Attributes
     ----------
     flat : the buffer
+    whole : the buffer as it was made, with what has been given up since
     offsets : where each array starts in it, in the order of memory; without those that lie in another buffer
     """
 
@@ -99,7 +100,7 @@ class FlatBuffer(Mapping[str, Any]):
         for name in shapes if order is None else order:
             self.offsets[name] = end
             end += -(-math.prod(shapes[name]) // step) * step
-        self.flat = arrays.zeros(end, dtype, device)
+        self.flat = self.whole = arrays.zeros(end, dtype, device)
         self._views = {
             name: self.flat[start : start + math.prod(shape)].reshape(shape)
             for (name, shape), start in ((entry, self.offsets[entry[0]]) for entry in shapes.items())
@@ -110,7 +111,10 @@ class FlatBuffer(Mapping[str, Any]):
         return name in self.offsets and self.offsets[name] == max(self.offsets.values())
 
     def give_up(self, name: str) -> Array:
-        """Let `flat` end before the array called `name`, which must be its last one, and return that array."""
+        """Let `flat` end before the array called `name`, which must be its last one, and return that array.
+
+        Its memory stays allocated: to free it, all other arrays would have to move away from those who hold them.
+        """
         self.flat = self.flat[: self.offsets.pop(name)]
         return self._views[name]
 

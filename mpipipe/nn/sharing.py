@@ -11,6 +11,9 @@ Outside of a step all places add to the one gradient.
 
 Tied parameters are the last ones of a stage's buffers. Those that are shared leave them, and `flat` ends before them:
 an optimizer, a norm and a cast that go through `flat` meet the parameter once.
+
+The memory of a parameter that leaves, and of its copy to compute with, then lies idle. It cannot be freed without all
+other arrays of the buffer moving, and whoever had taken one of them before would train an array that no layer reads.
 """
 
 from __future__ import annotations

@@ -23,12 +23,14 @@ class Held(NamedTuple):
     Attributes
     ----------
     parameters : bytes of parameters, of their copies to compute with, and of gradients
+    idle : bytes of these that places of a tied parameter have given up, and nobody uses (nn.sharing)
     activations : how many (stage, micro-batch) are alive
     saved : bytes that these hold for their backwards
     inputs : bytes of these that are inputs of stages, which recomputation keeps
     """
 
     parameters: int
+    idle: int
     activations: int
     saved: int
     inputs: int
@@ -56,7 +58,7 @@ def memory_error(
     return StageError(
         f"{what} ran out of memory on the GPU",
         found=f"{_asked(shortage)}, {shortage.free:,} bytes free of {shortage.total:,}; {held.activations} activations "
-        f"hold {held.saved:,} bytes, parameters and gradients {held.parameters:,}",
+        f"hold {held.saved:,} bytes, parameters and gradients {held.parameters:,}{_idle(held)}",
         remedy=f"{_recomputation(held, recompute)}; twice as many stages: about {held.parameters // 2:,} bytes of "
         "parameters and gradients less on each rank, and half of the optimizer's state; more micro-batches: smaller "
         "activations",
@@ -65,25 +67,28 @@ def memory_error(
 
 def held_by(stages: Sequence[StageAdapter], state: CallState | None) -> Held:
     """Count what the stages of this rank hold on its GPU."""
-    flats = [
-        flat
-        for stage in stages
-        for model in stage.models
-        for flat in (model.parameters.flat, model.compute.flat, model.gradients.flat)
-    ]
-    own = list(_spans(flats))
+    models = [model for stage in stages for model in stage.models]
+    buffers = [buffer for model in models for buffer in (model.parameters, model.compute, model.gradients)]
+    own = list(_spans([buffer.whole for buffer in buffers]))
+    used = [buffer.flat for buffer in buffers] + [part for model in models for part in model.parts.values()]
+    parameters = _covered(own)
+    idle = parameters - _covered(_spans(used))
     if state is None:
-        return Held(_covered(own), 0, 0, 0)
+        return Held(parameters, idle, 0, 0, 0)
     kept = [*state.saved.values(), *state.pending.values()]
     leases = [array for _, lease in kept for _, array in lease]
     first = [state.inputs.inputs[m] for stage, m in state.saved if stage == 0]
-    parameters, saved = _covered(own), _covered([*own, *_spans([saved for saved, _ in kept]), *_spans(leases)])
+    saved = _covered([*own, *_spans([saved for saved, _ in kept]), *_spans(leases)]) - parameters
     inputs = _covered([*_spans(leases), *_spans(first)])
-    return Held(parameters, len(kept), saved - parameters, min(inputs, saved - parameters))
+    return Held(parameters, idle, len(kept), saved, min(inputs, saved))
 
 
 def _asked(shortage: Shortage) -> str:
     return "an unknown number of bytes asked for" if shortage.asked is None else f"{shortage.asked:,} bytes asked for"
+
+
+def _idle(held: Held) -> str:
+    return f" ({held.idle:,} of them unused: places of a tied parameter share one array)" if held.idle else ""
 
 
 def _recomputation(held: Held, recompute: bool) -> str:

@@ -9,10 +9,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from support import dense
+from support.small_gpt import parts_of
 
 from mpipipe import Pipeline, arrays, nn
 from mpipipe.errors import PeerError, StageError
 from mpipipe.pipeline.shortage import _covered, held_by
+from mpipipe.pipeline.stage import StageAdapter
 from mpipipe.schedules import gpipe
 
 WIDTH, ROWS, MICROBATCHES = 32, 64, 8
@@ -132,10 +134,28 @@ def test_memory_that_is_held_twice_is_counted_once(machine):
     )  # fmt: skip
     held = held_by([SimpleNamespace(models=[model])], state)
     flats = model.parameters.flat.nbytes + model.gradients.flat.nbytes + model.compute.flat.nbytes
-    assert held == (flats, 3, 320, 320) and held.freed_by_recomputation == 0
+    assert held == (flats, 0, 3, 320, 320) and held.freed_by_recomputation == 0
     assert _covered([(50, 120), (0, 100), (10, 20), (200, 201)]) == 121
     assert held._replace(saved=1000, activations=4).freed_by_recomputation == 1000 - 320 - 250
-    assert held_by([SimpleNamespace(models=[model])], None) == (flats, 0, 0, 0)
+    assert held_by([SimpleNamespace(models=[model])], None) == (flats, 0, 0, 0, 0)
+
+
+def test_what_places_of_a_shared_parameter_give_up_is_counted(machine, comm):
+    """It stays allocated: a matrix and its half-precision copy. The memory of its gradient is that of a part."""
+    alone, before = parts_of(comm, 1), machine.used_bytes
+    shape = (WIDTH, WIDTH)
+    stage = nn.Stage([nn.Linear(*shape, bias=False, tie="w") for _ in range(2)], "bfloat16", device="cuda")
+    made, idle = machine.used_bytes - before, WIDTH * WIDTH * (4 + 2)
+    assert held_by([StageAdapter(stage)], None) == (made, 0, 0, 0, 0)
+    x = np.ones((ROWS, WIDTH), stage.dtype)
+    with pytest.raises(StageError) as caught:
+        with Pipeline([stage], gpipe(1, 1), alone, loss=nn.mean_squared_error) as pipeline:
+            assert machine.used_bytes - before == made
+            assert held_by([StageAdapter(stage)], None) == (made, idle, 0, 0, 0)
+            machine.memory = machine.used_bytes + 1
+            pipeline.step(x, x)
+    assert f"parameters and gradients {made:,} ({idle:,} of them unused: places of a tied" in caught.value.found
+    alone.Free()
 
 
 JOB = """

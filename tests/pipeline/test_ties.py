@@ -26,16 +26,16 @@ def build(schedule, rank, dtype="float32", device="cpu"):
     return [nn.Stage(layers[start:stop], dtype=dtype, seed=3, first=start, device=device) for start, stop in cuts]
 
 
-def one_stage():
+def one_stage(**options):
     """(schedule, stages): embedding and head in one stage."""
     schedule = gpipe(1, 3)
-    return schedule, build(schedule, 0)
+    return schedule, build(schedule, 0, **options)
 
 
-def two_chunks():
+def two_chunks(**options):
     """The same in two stages of one rank."""
     schedule = dense.build("looped_bfs", 1, 2, 3)
-    return schedule, build(schedule, 0)
+    return schedule, build(schedule, 0, **options)
 
 
 def trained(comm, schedule, steps=3, before=True, **options):
@@ -101,6 +101,33 @@ def test_training_on_a_device_has_the_same_bits_with_one_array_and_with_many(gpu
     found, _ = trained(comm, dense.build("one_f_one_b", comm.size, 1, 3), device="cuda", dtype=dtype)
     for others in (chunked, found):
         assert all(array.tobytes() == expected[name].tobytes() for name, array in others.items())
+
+
+@pytest.mark.parametrize("make", [one_stage, two_chunks])
+def test_nothing_touches_what_places_have_given_up(gpu, comm, make):
+    """Neither optimizer, norm, clipping, cast nor the start of a step: what is there stays, and comes into nothing."""
+    alone, found = parts_of(comm, 1), []
+    for spoilt in (False, True):
+        schedule, stages = make(dtype="bfloat16", device="cuda")
+        optimizer = optim.AdamW(stages, lr=1e-2)
+        with Pipeline(stages, schedule, alone, loss=nn.softmax_cross_entropy) as pipeline:
+            buffers = (stages[-1].parameters, stages[-1].compute)
+            tails = [buffer.whole[buffer.flat.size :] for buffer in buffers]
+            assert all(tail.size >= MODEL["vocab"] * MODEL["dim"] for tail in tails)
+            there = [np.full(tail.shape, value, tail.dtype) for tail, value in zip(tails, (1e6, np.nan))]
+            for tail, values in zip(tails, there) if spoilt else ():
+                arrays.upload(values, tail)
+            for step in range(3):
+                if step == 2:
+                    stages[-1].keep_compute()
+                pipeline.step(*text(6))
+                norm = optim.clip_by_global_norm(stages, 0.5, alone)
+                optimizer.step()
+        left = [arrays.download(tail).tobytes() for tail in tails]
+        assert not spoilt or left == [values.tobytes() for values in there]
+        found.append([norm, *(arrays.download(array).tobytes() for s in stages for array in s.parameters.values())])
+    alone.Free()
+    assert found[0] == found[1]
 
 
 def test_a_second_pipeline_shares_the_same_arrays(comm):
