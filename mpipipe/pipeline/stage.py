@@ -83,10 +83,15 @@ class StageAdapter:
 
     @property
     def gradients(self) -> list[Array]:
-        """One-dimensional arrays that hold all gradients and parts; asked each time: a stage may exchange them."""
+        """One-dimensional arrays that hold all gradients and parts; asked each time: a stage may exchange them.
+
+        No memory is in two of them: the array of a stage of the user's own may be the whole buffer of its inner stage,
+        taken before the parts in it left that buffer.
+        """
         holder = getattr(self.given, "gradients", None)
         flats = [model.gradients.flat for model in self.models] if holder is None else [holder.flat]
-        return flats + [part.reshape(-1) for model in self.models for part in model.parts.values()]
+        parts = [part.reshape(-1) for model in self.models for part in model.parts.values()]
+        return flats + [part for part in parts if not any(arrays.shares_memory(part, flat) for flat in flats)]
 
     def parameter_facts(self) -> tuple[str, list[np.ndarray]]:
         """Return (names, shapes and dtypes; values on the host) as far as known: what replicas must have in common."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from support import dense
@@ -242,6 +244,34 @@ def test_replicas_sum_every_place(comm):
     for stage in stages:
         for name, gradient in stage.gradients.items():
             close_norm(gradient, whole[0].gradients[name], 1000, "float32", name)
+
+
+class Around:
+    """A stage around another, whose gradients it shows as the array that they were in before any pipeline."""
+
+    def __init__(self, inner):
+        self.inner_stages = [inner]
+        self.gradients = SimpleNamespace(flat=inner.gradients.flat)
+        self.forward, self.backward = inner.forward, inner.backward
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("chunks", [1, 2], ids=["one stage", "two chunks"])
+def test_replicas_sum_a_part_once_that_lies_in_an_array_of_the_users(comm, chunks):
+    """A second sum of the same memory would multiply the part by the number of replicas."""
+    x, found = np.random.default_rng(comm.rank).standard_normal((2, 4)), []
+    schedule = dense.build("looped_bfs", 1, chunks, 1)
+    for wrap in (lambda stage: stage, Around):
+        layers = [nn.Linear(4, 4, bias=False, tie="w"), nn.Linear(4, 4, bias=False, tie="w")]
+        given = [nn.Stage(layers[cut::chunks], dtype="float64", seed=1, first=cut) for cut in range(chunks)]
+        with Mesh(comm, pipe=1, data=comm.size) as mesh:
+            stages = [wrap(stage) for stage in given]
+            with Pipeline(stages, schedule, mesh.pipe, nn.mean_squared_error, replicas=mesh.replicas) as pipeline:
+                for _ in range(2):
+                    pipeline.step(x, 2 * x)
+        found.append(given[0].gradients["0.weight"])
+    close_norm(found[1], found[0], 100, "float64", "the sum")
+    assert np.abs(found[0]).max() > 0.01
 
 
 @pytest.fixture(params=["direct", "staged"])
