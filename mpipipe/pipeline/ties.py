@@ -51,14 +51,15 @@ def tie_facts(stages: Sequence[StageAdapter], numbers: Sequence[int]) -> Facts:
     here = {id(model) for stage in stages for model in stage.models}
     for stage, number in zip(stages, numbers):
         for inner, model in enumerate(stage.models):
-            for name, (owner, _) in model.owners.items():
+            for name, (owner, there) in model.owners.items():
                 if id(owner) not in here:
                     raise ArgumentError(
                         f"the tied parameter {name} lies in the buffer of a stage of an earlier pipeline",
                         stage=number,
-                        found="a pipeline without that stage",
-                        expected="both stages",
-                        remedy="build new stages",
+                        found=f"this rank is not given that stage (there number {owner.index}, where it is {there})",
+                        expected="both stages on this rank, or neither",
+                        remedy="give this pipeline both; or build a stage of new layers in place of this one, and copy "
+                        "its values: new.parameters[name][...] = old.parameters[name] for each name",
                     )
             for key, names in model.ties.items():
                 copies = [(name, model.parameters[name]) for name in names]

@@ -141,8 +141,27 @@ def test_a_second_pipeline_shares_the_same_arrays(comm):
             pipeline.step(*text(6))
         gradients.append(stages[1].gradients[HEAD].tobytes())
     assert gradients[0] == gradients[1] and stages[1].gradients[HEAD] is stages[0].gradients["0.weight"]
-    with pytest.raises(ArgumentError, match="lies in the buffer of a stage of an earlier pipeline"):
-        Pipeline(stages[1:], gpipe(1, 3), alone, loss=nn.softmax_cross_entropy)
+    alone.Free()
+
+
+def test_a_stage_whose_parameter_lies_in_an_absent_one_is_refused_with_what_helps(comm):
+    alone = parts_of(comm, 1)
+    tied = lambda first: nn.Stage([nn.Linear(4, 4, bias=False, tie="w")], "float64", 1, first=first)  # noqa: E731
+    one, two = tied(0), tied(1)
+    Pipeline([one, two], dense.build("looped_bfs", 1, 2, 1), alone, loss=nn.mean_squared_error).close()
+    one.parameters.flat[...] += 1
+    x = np.random.default_rng(0).standard_normal((2, 4))
+    with pytest.raises(ArgumentError, match="weight lies in the buffer of a stage of an earlier") as caught:
+        Pipeline([two], gpipe(1, 1), alone, loss=nn.mean_squared_error)
+    assert "(there number 0, where it is 0.weight)" in caught.value.found
+    assert "new.parameters[name][...] = old.parameters[name]" in caught.value.remedy
+    new = tied(1)
+    for name in new.parameters:
+        new.parameters[name][...] = two.parameters[name]
+    with Pipeline([new], gpipe(1, 1), alone, loss=nn.mean_squared_error) as pipeline:
+        assert (pipeline.forward(x) == two.forward(x)[0]).all()
+        assert pipeline.step(x, x).loss > 0 and new.gradients.flat.any()
+    Pipeline([one, two], dense.build("looped_bfs", 1, 2, 1), alone, loss=nn.mean_squared_error).close()
     alone.Free()
 
 
