@@ -7,12 +7,14 @@ import io
 import json
 import math
 import sys
+from dataclasses import replace
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import typer.testing
 from support import gpu_selection
@@ -195,6 +197,25 @@ def test_a_training_step_is_counted_in_tokens(gpu):
     assert ", untied," in untied.what and ", tied," in tied.what and tied.peer_value == untied.value
     assert all("2 x 2 x 16 tokens" in row.what for row in (untied, tied)) and "4 x 1 x 16 tokens" in small.what
     assert small.peer_value == tied.value  # that of the model as it was given
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_the_measured_step_ends_as_that_of_a_training(emulated_gpu, monkeypatch, tied):
+    """One kernel updates the parameters and their copy; no pass clips the gradients or casts the parameters."""
+    model, tokens = replace(TINY, tied=tied), np.zeros((2, 2, TINY.seq), np.int64)
+
+    def launches(step, synchronize, repeats):
+        step()
+        synchronize()
+        emulated_gpu.reset()
+        step()
+        return list(emulated_gpu.launches)
+
+    monkeypatch.setattr(gpt, "_wall", launches)
+    for dtype in ("bfloat16", "float16"):
+        found = gpt._ours(1, model, tokens, 1, dtype, None)
+        assert found.count("adamw") == 1 and found.count("clip_factor") == 1, found
+        assert not {"cast", "rescale"} & set(found) and found.index("clip_factor") < found.index("adamw")
 
 
 def test_our_own_rows_come_before_a_peer_is_loaded(gpu, monkeypatch):

@@ -1,7 +1,8 @@
 """A training step of a GPT of GPT-2 small's size on one GPU, beside the same model in PyTorch.
 
-A step is forward, loss and backward of all micro-batches, the norm of the gradients, clipping and AdamW; parameters
-are kept in float32 and computed with in bfloat16. The embedding has its own matrix, or shares that of the output; and
+A step is that of `python -m mpipipe train`: forward, loss and backward of all micro-batches, then the norm of the
+gradients, clipping and AdamW, whose factor stays on the device and which writes the bfloat16 copy of the float32
+parameters. The embedding has its own matrix, or shares that of the output; and
 the same tokens come in micro-batches so small that the host may not launch kernels as fast as the GPU computes them.
 PyTorch's peers are the eager model under autocast, and eager and compiled with bfloat16 weights beside float32 masters,
 all with its own attention kernel and fused AdamW.
@@ -86,14 +87,15 @@ def _ours(
 ) -> float:
     """Return the median seconds of a step."""
     stage = nn.Stage(model.build(Local(causal=True)), dtype=dtype, device="cuda")
-    optimizer = optim.AdamW([stage], LR)
     comm = runtime.mpi().COMM_SELF if comm is None else comm
     with Pipeline([stage], schedules.gpipe(1, microbatches), comm, loss=nn.softmax_cross_entropy) as pipeline:
+        stage.keep_compute()
+        optimizer = optim.AdamW([stage], LR)
+        scaler = optim.LossScaler() if dtype == "float16" else optim.LossScaler(1.0, dynamic=False)
 
         def step() -> None:
-            pipeline.step(*tokens)
-            optim.clip_by_global_norm([stage], 1.0)
-            optimizer.step()
+            pipeline.step(*tokens, scale=scaler.scale)
+            optim.scaled_step(optimizer, scaler, max_norm=1.0, comm=comm)
 
         return _wall(step, arrays.stream().synchronize, repeats)
 
