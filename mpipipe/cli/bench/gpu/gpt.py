@@ -88,13 +88,14 @@ def _ours(
     """Return the median seconds of a step."""
     stage = nn.Stage(model.build(Local(causal=True)), dtype=dtype, device="cuda")
     comm = runtime.mpi().COMM_SELF if comm is None else comm
+    inputs, targets = tokens
     with Pipeline([stage], schedules.gpipe(1, microbatches), comm, loss=nn.softmax_cross_entropy) as pipeline:
         stage.keep_compute()
         optimizer = optim.AdamW([stage], LR)
         scaler = optim.LossScaler() if dtype == "float16" else optim.LossScaler(1.0, dynamic=False)
 
         def step() -> None:
-            pipeline.step(*tokens, scale=scaler.scale)
+            pipeline.step(inputs, targets, scale=scaler.scale)
             optim.scaled_step(optimizer, scaler, max_norm=1.0, comm=comm)
 
         return _wall(step, arrays.stream().synchronize, repeats)
