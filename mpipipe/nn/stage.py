@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,6 +64,9 @@ class Stage:
         Names here of parameters that lie in the buffers under another name or of another stage (set by the pipeline).
     parts : dict of str to array
         For each of these names what its layer adds to the gradient; the pipeline adds the parts to `gradients`.
+    knows_layers : bool
+        Whether all layers, and those within them, are of this package: each adds to its own gradients alone, and only
+        in its own backward.
     unwritten : set of str
         In a step, names whose gradients hold nothing yet: the first part that a layer has for one replaces it.
     decay_ranges : list of tuple
@@ -142,8 +145,8 @@ class Stage:
             layer.bind(self, name)
         self.layer_of = {f"{name}.{key}": (layer, key) for name, layer in named for key in layer.declared}
         replaced = [n for n, (layer, key) in self.layer_of.items() if key in vars(type(layer)).get("replaced", ())]
-        known = all(type(layer).__module__.startswith("mpipipe.") for _, layer in named)
-        self._replaced = replaced if known else []  # a layer of the user's may add to gradients of others first
+        self.knows_layers = all(type(layer).__module__.startswith("mpipipe.") for _, layer in named)
+        self._replaced = replaced if self.knows_layers else []  # a layer of the user's may add to those of others first
         self._chain = Sequential(self.layers)
         self._chain.stage = self
         self.first_layer = _first_leaf(self._chain)
@@ -195,12 +198,22 @@ class Stage:
             layer, key = self.layer_of[name]
             setattr(layer, f"{key}_grad", source[name])
 
-    def end_gradients(self) -> None:
-        """End gradients: those that no layer has written are zero."""
-        for name in self.unwritten:
+    def end_gradients(self, names: Collection[str] | None = None) -> None:
+        """End gradients, all or those of these names: what no layer has written is zero."""
+        ending = self.unwritten if names is None else self.unwritten.intersection(names)
+        for name in ending:
             layer, key = self.layer_of[name]
             arrays.set_zero(getattr(layer, f"{key}_grad"))
-        self.unwritten = set()
+        self.unwritten = self.unwritten - ending
+
+    def tell(self, ended: Callable[[Layer], object] | None) -> None:
+        """Let `ended(layer)` be called in a backward when one of `layers` has added its part to the gradients."""
+        self._chain.ended = ended
+
+    @property
+    def is_telling(self) -> bool:
+        """Whether somebody is told of layers that have added their parts."""
+        return self._chain.ended is not None
 
     def forward(self, x: Array, position: Position | None = None) -> tuple[Array, Any]:
         """Compute the output of one micro-batch.

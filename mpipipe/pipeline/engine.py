@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from mpipipe.arrays import Array
 from mpipipe.comm import runtime, settings
 from mpipipe.comm.allreduce import AllReduce
 from mpipipe.comm.mailbox import Mailbox
@@ -22,7 +21,6 @@ from mpipipe.comm.tags import Tags, neighbours
 from mpipipe.comm.transport import gpu_aware
 from mpipipe.comm.transport.choose import make_transport
 from mpipipe.comm.transport.nccl import Pair
-from mpipipe.comm.types import Sum
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import Position
 from mpipipe.pipeline.batch import Batch, BatchReader
@@ -30,6 +28,7 @@ from mpipipe.pipeline.call_agreement import Agreed, Agreement
 from mpipipe.pipeline.call_state import CallInputs, CallState
 from mpipipe.pipeline.construction import Partners
 from mpipipe.pipeline.executor import Executor
+from mpipipe.pipeline.gradient_sums import GradientSums
 from mpipipe.pipeline.life import Life
 from mpipipe.pipeline.loss import Loss
 from mpipipe.pipeline.messages import StageMessages
@@ -73,27 +72,29 @@ class Engine:
         names = TieNames(partners.ties, self.tags.channels, self.tags.base)
         pairs = sorted({*neighbours(schedule.placement), *names.pairs})
         self.nccl = self._choose_nccl(device, partners.devices, pairs)
-        self.sums = NcclSums(self.replicas) if self.nccl.sums and self.replicas is not None else None
+        self.nccl_sums = NcclSums(self.replicas) if self.nccl.sums and self.replicas is not None else None
         channels = self.tags.channels + names.channels
         rehearsals = 2 if settings.graphs() else 1  # one is run as ever, in the next one graphs are recorded
         self.messages = StageMessages(self._make_mailbox(channels, device, partners.devices, pairs), rehearsals)
         self.agreement = Agreement(self.pipe, self.replicas, self.name)
+        mailbox, numbers = self.messages.mailbox, schedule.stages_of(self.rank)
+        self.ties = Ties(self.pipe, mailbox.transport, self.stages, numbers, names)
+        replicas, stages = self.replicas, self.stages
+        self.sums = None if replicas is None else GradientSums(replicas, self.nccl_sums, mailbox, stages)
         self.executor = Executor(
             self.rank,
             self.stages,
             self.messages,
             loss=None if loss is None else Loss(loss),
             recompute=recompute,
-            sum_up=None if self.replicas is None else self._start_sum,
+            sums=self.sums,
             device=device,
         )
-        numbers = schedule.stages_of(self.rank)
-        poll = self.messages.mailbox.poll if self.replicas is None else self.executor.poll
+        poll = mailbox.poll if self.sums is None else self.executor.poll
         for stage, number in zip(self.stages, numbers):
             stage.attach(number, poll)
             if device == "cuda" and settings.graphs():
-                stage.use_graphs(self.messages.mailbox.waits_on_host)
-        self.ties = Ties(self.pipe, self.messages.mailbox.transport, self.stages, numbers, names)
+                stage.use_graphs(mailbox.waits_on_host)
         self.life = Life(self.name, self.rank, self.groups, self.executor)
         self.batches = BatchReader(schedule, self.rank, loss is not None)
         self.plans: dict[str | int, Plan] = {"step": Plan(schedule, self.rank, self.tags)}
@@ -126,13 +127,6 @@ class Engine:
         if device == "cuda" and self.rank == 0:
             logger.info("NCCL: %s", choice)
         return choice
-
-    def _start_sum(self, gradients: Array) -> Sum:
-        """Start the sum of gradients over the replicas."""
-        assert self.replicas is not None  # or nobody calls this
-        if self.sums is not None and self.sums.takes(gradients):
-            return self.sums.start(gradients)
-        return AllReduce(self.replicas.comm, gradients)
 
     # -- one call -----------------------------------------------------------------------------------------------
 
@@ -186,9 +180,8 @@ class Engine:
             for stage in self.stages:
                 stage.begin_gradients()
             state = self.run("step", batch, agreed, scale)
-            if self.replicas is not None:  # before losses are fetched: the device must wait for no rank that may fail
-                for pending in self.executor.sums:
-                    self.replicas.wait(pending, "the sum of gradients over the replicas", everyone=True)
+            if self.sums is not None:  # before losses are fetched: the device must wait for no rank that may fail
+                self.sums.wait()
             loss, losses = self.share_losses(state, agreed.microbatches)
             self.ties.sum_gradients()
         finally:
@@ -240,8 +233,8 @@ class Engine:
         """Free the communicators."""
         self.agree("close")
         self.life.state = "closed"
-        if self.sums is not None:
-            self.sums.close()
+        if self.nccl_sums is not None:
+            self.nccl_sums.close()
         self.messages.mailbox.transport.close()
         for group in self.groups:
             group.close()

@@ -11,15 +11,15 @@ from time import perf_counter
 from typing import Any
 
 from mpipipe import arrays
-from mpipipe.arrays import Array, Tree
+from mpipipe.arrays import Tree
 from mpipipe.arrays.trees import flatten, unflatten
 from mpipipe.comm.mailbox import Lease
-from mpipipe.comm.types import Sum
 from mpipipe.errors import ArgumentError, MpipipeError, PeerError, StageError
 from mpipipe.nn import kernels
 from mpipipe.pipeline.aliases import copy_if_aliased
 from mpipipe.pipeline.call_state import CallInputs, CallState
 from mpipipe.pipeline.clock import DeviceClock, HostClock
+from mpipipe.pipeline.gradient_sums import GradientSums
 from mpipipe.pipeline.loss import Loss, check_finite
 from mpipipe.pipeline.messages import StageMessages
 from mpipipe.pipeline.plan import PlannedAction
@@ -39,7 +39,7 @@ class Executor:
     messages : activations and gradients from and to other ranks
     loss : of the last stage, or None
     recompute : keep only the input of each stage, and run its forward again before its backward
-    sum_up : starts the sum of gradients over the replicas, or None
+    sums : of gradients over the replicas, or None
     device : "cpu" or "cuda", where the stages compute
 
     Attributes
@@ -48,7 +48,6 @@ class Executor:
     peak : largest number of (stage, micro-batch) activations alive at once, in the last training step
     clock : how long the actions took
     place : where this rank is, for the report of an interruption
-    sums : sums of gradients over the replicas that this call has started
     """
 
     def __init__(
@@ -58,11 +57,11 @@ class Executor:
         messages: StageMessages,
         loss: Loss | None,
         recompute: bool = False,
-        sum_up: Callable[[Array], Sum] | None = None,
+        sums: GradientSums | None = None,
         device: str = "cpu",
     ):
         self.rank, self.stages, self.messages, self.loss = rank, stages, messages, loss
-        self.recompute, self.sum_up = recompute, sum_up
+        self.recompute, self.sums = recompute, sums
         self.actions: dict[str, Callable[[PlannedAction, CallState], None]] = {
             "F": self._forward,
             "B": self._backward,
@@ -75,24 +74,25 @@ class Executor:
         self.marks: list = []
         self.place = f"rank {rank}"
         self.peak = 0
-        self.sums: list[Sum] = []
         self.state: CallState | None = None
 
     def run(self, steps: Sequence[PlannedAction], inputs: CallInputs) -> CallState:
         """Run all steps of a plan. What a stage raises comes out as an error that names rank, stage, micro-batch."""
         self.state = state = CallState(inputs)
-        self.sums = []
+        if self.sums is not None:
+            self.sums.begin()
         self.marks = self.clock.begin(steps, inputs.training)
         actions = self.actions if self.clock.recorder is None or not self.on_gpu else self._annotated()
-        sums_gradients = self.sum_up is not None
         step = steps[0]
         try:
             for step in steps:
+                if step.completes and self.sums is not None:
+                    self.sums.watch(step)
                 actions[step.op](step, state)
                 if step.completes:
                     self.stages[step.chunk].end_gradients()
-                    if sums_gradients:
-                        self._start_sum(step)
+                    if self.sums is not None:
+                        self._start_sums(self.sums, step)
         except PeerError:
             raise
         except MpipipeError as error:
@@ -258,20 +258,16 @@ class Executor:
 
     # -- sums over replicas, progress ---------------------------------------------------------------------------
 
-    def _start_sum(self, step: PlannedAction) -> None:
-        if self.sum_up is None:
-            return
+    def _start_sums(self, sums: GradientSums, step: PlannedAction) -> None:
         start = perf_counter()
-        self.messages.mailbox.start_before(step.moment)
-        for gradients in self.stages[step.chunk].gradients:
-            self.sums.append(self.sum_up(gradients))
+        sums.complete(step)
         self.clock.add(f"all-reduce {step.stage}", start, perf_counter())
 
     def poll(self) -> None:
         """Let messages and sums advance; stages call this between layers."""
         self.messages.mailbox.poll()
-        if self.sums:
-            self.sums[0].progress()
+        if self.sums is not None:
+            self.sums.progress()
 
 
 def _unscaled(tree: Tree, scale: float) -> Tree:

@@ -74,8 +74,9 @@ class Life:
         for group in self.groups:
             group.fail(error, text)
         self.executor.messages.mailbox.cancel()
-        for pending in self.executor.sums:
-            pending.Cancel()
+        if self.executor.sums is not None:
+            for pending in self.executor.sums.underway:
+                pending.Cancel()
 
     def agreed_on(self, error: BaseException | None) -> bool:
         """Whether all ranks of all groups raise this same error."""

@@ -16,6 +16,7 @@ from mpipipe import arrays, nn
 from mpipipe.arrays import Array, Tree
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import Position
+from mpipipe.nn.writers import Writers, writers_of
 from mpipipe.pipeline.graphs import StageGraphs
 
 logger = logging.getLogger("mpipipe")
@@ -93,6 +94,10 @@ class StageAdapter:
         parts = [part.reshape(-1) for model in self.models for part in model.parts.values()]
         return flats + [part for part in parts if not any(arrays.shares_memory(part, flat) for flat in flats)]
 
+    def writers(self) -> Writers | None:
+        """Return which layer of an nn.Stage writes to which gradients; None where that is not known."""
+        return writers_of(self.given) if type(self.given) is nn.Stage else None
+
     def parameter_facts(self) -> tuple[str, list[np.ndarray]]:
         """Return (names, shapes and dtypes; values on the host) as far as known: what replicas must have in common."""
         if not self.models:
@@ -135,6 +140,7 @@ class StageAdapter:
         for model in self.models:
             model.use_parts(False)
             model.unwritten = set()
+            model.tell(None)
 
     def check(self, ops: Collection[str], has_replicas: bool) -> None:
         """Raise ArgumentError where the stage lacks what these actions, or the replicas, need."""

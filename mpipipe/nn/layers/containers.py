@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpipipe.arrays import Array
@@ -27,6 +27,7 @@ class Sequential(Layer):
     """
 
     recordable = True
+    ended: Callable[[Layer], object] | None = None  # told of each layer that has added its part to the gradients
 
     def __init__(self, layers: Sequence[Layer]):
         self.layers = tuple(layers)
@@ -102,12 +103,14 @@ class Sequential(Layer):
         return dy, pending
 
     def backward_weight(self, pending: Any) -> None:
-        poll = self.stage.poll
+        poll, ended = self.stage.poll, self.ended
         last = self._reversed[0] if self._reversed else None
         for layer, waiting in zip(self._reversed, pending):
             if poll is not None and layer is not last:
                 poll()
             layer.backward_weight(waiting)
+            if ended is not None:
+                ended(layer)
 
     def backward(self, dy: Array, saved: Any) -> Any:
         return self._backward(dy, saved, None)
@@ -116,7 +119,7 @@ class Sequential(Layer):
         return self._backward(dy, saved, more) if self.layers else super().backward_add(dy, saved, more)
 
     def _backward(self, dy: Array, saved: Any, more: Array | None) -> Any:
-        poll = self.stage.poll
+        poll, ended = self.stage.poll, self.ended
         start = self._reversed[0] if self._reversed else None
         last = self._reversed[-1] if more is not None else None
         for layer, kept in zip(self._reversed, reversed(saved)):
@@ -126,6 +129,8 @@ class Sequential(Layer):
                 dy = layer.backward_add(dy, kept, more)
             else:
                 dy = layer.backward(dy, kept)
+            if ended is not None:
+                ended(layer)
         return dy
 
 

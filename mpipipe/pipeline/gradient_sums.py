@@ -1,0 +1,142 @@
+"""Sums of gradients over the replicas: when they start, and in which order.
+
+    compute      last backward of a stage:   | layer 3 | layer 2 | layer 1 | layer 0 |
+    NCCL                                              | bucket 0 | bucket 1 |    bucket 2 |
+
+By NCCL they start bucket by bucket while the last backward of the stage (or its last weight gradient) goes on, as its
+layers end. That needs an `nn.Stage` with layers of this package on a GPU, and the same order of buckets on all
+replicas, which they agree on. All other sums start when the last backward of their stage has ended.
+
+In the one order of sums and messages that comm/transport/nccl.py argues for, all buckets of a stage have the moment of
+the action that completes its gradients. Those that a layer completes early come before the message that this action
+makes. What the first layer completes comes behind the message, for which another rank waits.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+from mpipipe.arrays import Array
+from mpipipe.comm.allreduce import AllReduce
+from mpipipe.comm.group import Group
+from mpipipe.comm.mailbox import Mailbox
+from mpipipe.comm.nccl import sums
+from mpipipe.comm.nccl.sums import NcclSums
+from mpipipe.comm.types import Sum
+from mpipipe.nn import Layer, Stage
+from mpipipe.nn.writers import Writers
+from mpipipe.pipeline.buckets import Bucket, cut
+from mpipipe.pipeline.plan import PlannedAction
+from mpipipe.pipeline.stage import StageAdapter
+
+
+class ByLayers(NamedTuple):
+    """A stage whose sums start as its layers end."""
+
+    model: Stage
+    writers: Writers
+    buckets: list[Bucket]
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the gradients are where they were: a later pipeline may let parameters share their storage."""
+        return self.model.gradients.flat is self.writers.arrays[0].array
+
+
+class GradientSums:
+    """The sums of one rank's gradients over the replicas; the constructor is collective over them.
+
+    Parameters
+    ----------
+    replicas : group of the ranks with the same stages
+    nccl : their sums by NCCL, or None
+    mailbox : whose receives come before a sum
+    stages : of this rank, with tied parameters where they are to be
+
+    Attributes
+    ----------
+    underway : sums that this call has started
+    """
+
+    def __init__(self, replicas: Group, nccl: NcclSums | None, mailbox: Mailbox, stages: Sequence[StageAdapter]):
+        self.replicas, self.nccl, self.mailbox, self.stages = replicas, nccl, mailbox, stages
+        self.underway: list[Sum] = []
+        self._by_layers = [None] * len(stages) if nccl is None else self._agree(nccl)
+        self._left: deque[Bucket] = deque()  # of the backward under way
+
+    def _agree(self, nccl: NcclSums) -> list[ByLayers | None]:
+        found = [_by_layers(stage, nccl) for stage in self.stages]
+        mine = [None if each is None else each.buckets for each in found]
+        everyone = self.replicas.gather("the order of sums over the replicas", mine)
+        return [
+            each if all(buckets[chunk] == mine[chunk] for buckets in everyone) else None
+            for chunk, each in enumerate(found)
+        ]
+
+    def by_layers(self, chunk: int) -> ByLayers | None:
+        """How the sums of a stage start as its layers end; None where they start behind its last backward."""
+        found = self._by_layers[chunk]
+        return found if found is not None and found.is_current else None
+
+    def begin(self) -> None:
+        """Begin a call."""
+        self.underway = []
+
+    def watch(self, step: PlannedAction) -> None:
+        """Before the action that completes a stage's gradients: let its layers tell when they have ended."""
+        found = self.by_layers(step.chunk)
+        if found is not None:
+            self._left = deque(found.buckets)
+            found.model.tell(partial(self._ended, step, found))
+
+    def _ended(self, step: PlannedAction, found: ByLayers, layer: Layer) -> None:
+        """Start the sums of what is complete now that a layer has ended, unless it is the first one."""
+        place = found.writers.places[layer]
+        found.model.end_gradients(found.writers.names[place])
+        if place:
+            self._start_until(step, found, place)
+
+    def complete(self, step: PlannedAction) -> None:
+        """Behind that action: start the sums that are left of the stage, or all of them."""
+        found = self.by_layers(step.chunk)
+        if found is not None:
+            found.model.tell(None)
+            self._start_until(step, found, 0)
+            return
+        self.mailbox.start_before(step.moment)
+        for gradients in self.stages[step.chunk].gradients:
+            self.underway.append(self._start(gradients))
+
+    def _start_until(self, step: PlannedAction, found: ByLayers, place: int) -> None:
+        """Start the sums of the buckets that are complete when the layer at `place` has ended."""
+        while self._left and self._left[0].place >= place:
+            self.mailbox.start_before(step.moment)
+            bucket = self._left.popleft()
+            self.underway.append(self._start(found.writers.arrays[bucket.array].array[bucket.start : bucket.stop]))
+
+    def _start(self, gradients: Array) -> Sum:
+        if self.nccl is not None and self.nccl.takes(gradients):
+            return self.nccl.start(gradients)
+        return AllReduce(self.replicas.comm, gradients)
+
+    def wait(self) -> None:
+        """Wait for all sums of this call."""
+        for pending in self.underway:
+            self.replicas.wait(pending, "the sum of gradients over the replicas", everyone=True)
+
+    def progress(self) -> None:
+        """Let the sums advance; never waits."""
+        if self.underway:
+            self.underway[0].progress()
+
+
+def _by_layers(stage: StageAdapter, nccl: NcclSums) -> ByLayers | None:
+    """How the sums of a stage can start as its layers end, as far as this rank knows."""
+    writers = stage.writers()
+    if writers is None or not nccl.takes(writers.arrays[0].array):
+        return None
+    count = max(1, sums.BUCKET_BYTES // writers.arrays[0].array.itemsize)
+    return ByLayers(stage.models[0], writers, cut([each.pieces for each in writers.arrays], count))
