@@ -169,6 +169,16 @@ class Download:
                 copy_to_host(buffer, array.reshape(-1).view(np.uint8))
         self._done = record()
 
+    def is_done(self) -> bool:
+        """Tell whether the copies are there; never waits.
+
+        Returns
+        -------
+        bool
+            True once `result` will not wait.
+        """
+        return is_done(self._done)
+
     def result(self) -> list[np.ndarray]:
         """Wait for the copies, and for nothing that was asked of the device behind them.
 

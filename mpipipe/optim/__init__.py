@@ -5,8 +5,18 @@ from __future__ import annotations
 from mpipipe.optim.adamw import AdamW
 from mpipipe.optim.clipping import clip_by_global_norm
 from mpipipe.optim.curves import warmup_cosine
+from mpipipe.optim.global_norm import GlobalNorm
 from mpipipe.optim.norm import gradient_norm
 from mpipipe.optim.scaling import LossScaler, scaled_step
 from mpipipe.optim.sgd import SGD
 
-__all__ = ["SGD", "AdamW", "LossScaler", "clip_by_global_norm", "gradient_norm", "scaled_step", "warmup_cosine"]
+__all__ = [
+    "SGD",
+    "AdamW",
+    "GlobalNorm",
+    "LossScaler",
+    "clip_by_global_norm",
+    "gradient_norm",
+    "scaled_step",
+    "warmup_cosine",
+]

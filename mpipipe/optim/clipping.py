@@ -8,8 +8,9 @@ from mpipipe.comm.types import Communicator
 from mpipipe.nn import Stage
 from mpipipe.nn.kernels.cuda.clipping import rescale
 from mpipipe.optim.checks import check_max_norm
+from mpipipe.optim.global_norm import GlobalNorm, resolved
 from mpipipe.optim.norm import measure
-from mpipipe.optim.on_device import NormOnDevice, has_all
+from mpipipe.optim.on_device import NormOnDevice, Squares
 
 
 def clip_by_global_norm(
@@ -18,6 +19,7 @@ def clip_by_global_norm(
     comm: Communicator | None = None,
     skip: Collection[str] = (),
     scale: float = 1.0,
+    over: GlobalNorm | None = None,
 ) -> float:
     """Scale the gradients in place so that their norm is at most `max_norm`.
 
@@ -35,6 +37,8 @@ def clip_by_global_norm(
         Names of parameters that do not count.
     scale : float
         Factor that the gradients carry, and go on carrying. Both norms are those of gradients / scale.
+    over : GlobalNorm, optional
+        In place of `comm` and `skip`: the ranks may keep the norm on their GPUs.
 
     Returns
     -------
@@ -46,7 +50,7 @@ def clip_by_global_norm(
     NonFiniteError
         A gradient is NaN or infinite. All ranks raise it, and it names rank, stage and parameter.
     ArgumentError
-        `max_norm` is not above 0.
+        `max_norm` is not above 0, or `over` comes with `comm` or `skip`, or is of other stages.
 
     Examples
     --------
@@ -59,8 +63,9 @@ def clip_by_global_norm(
     array([0.5, 0.5, 0.5, 0.5], dtype=float32)
     """
     check_max_norm(max_norm)
-    if has_all(stages, comm):
-        return _clip_on_device(stages, max_norm, comm, skip, scale)
+    comm, skip, squares = resolved(stages, comm, skip, over)
+    if squares is not None:
+        return _clip_on_device(stages, max_norm, comm, scale, squares)
     norm, culprit = measure(stages, comm, skip, scale)
     if culprit is not None:
         culprit.refuse(comm)
@@ -71,9 +76,9 @@ def clip_by_global_norm(
 
 
 def _clip_on_device(
-    stages: Sequence[Stage], max_norm: float, comm: Communicator | None, skip: Collection[str], scale: float
+    stages: Sequence[Stage], max_norm: float, comm: Communicator | None, scale: float, squares: Squares
 ) -> float:
-    asked = NormOnDevice(stages, comm, skip, scale, max_norm=max_norm, divisor=1.0)
+    asked = NormOnDevice(squares, scale, max_norm=max_norm, divisor=1.0)
     try:
         for stage in stages:
             rescale(stage.gradients.flat, asked.factor)  # not where it is NaN

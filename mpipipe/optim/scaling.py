@@ -17,8 +17,9 @@ from mpipipe.comm.types import Communicator
 from mpipipe.errors import ArgumentError
 from mpipipe.optim.adamw import AdamW
 from mpipipe.optim.checks import check_max_norm
+from mpipipe.optim.global_norm import GlobalNorm, resolved
 from mpipipe.optim.norm import measure
-from mpipipe.optim.on_device import NormOnDevice, has_all
+from mpipipe.optim.on_device import NormOnDevice, Squares
 from mpipipe.optim.sgd import SGD
 
 SMALLEST, LARGEST = 1.0, 2.0**64  # scale
@@ -115,6 +116,7 @@ def scaled_step(
     lr: float | None = None,
     comm: Communicator | None = None,
     skip: Collection[str] = (),
+    over: GlobalNorm | None = None,
 ) -> float | None:
     """Make a step of the optimizer with gradients that carry `scaler.scale`, and update the scaler.
 
@@ -134,6 +136,8 @@ def scaled_step(
         Over which the stages of the model are spread: a collective call. None: all of them are here.
     skip : collection of str
         Names of parameters that do not count in the norm.
+    over : GlobalNorm, optional
+        In place of `comm` and `skip`: the ranks may keep the norm on their GPUs.
 
     Returns
     -------
@@ -146,7 +150,7 @@ def scaled_step(
         A gradient is infinite or NaN, and no smaller scale can help: the scale is 1 already, or not dynamic. All ranks
         raise it, and it names rank, stage and parameter.
     ArgumentError
-        `max_norm` is not above 0.
+        `max_norm` is not above 0, or `over` comes with `comm` or `skip`, or is of other stages.
 
     Examples
     --------
@@ -160,8 +164,9 @@ def scaled_step(
     array([0.5, 0.5, 0.5, 0.5], dtype=float32)
     """
     check_max_norm(max_norm)
-    if has_all(optimizer.stages, comm):
-        return _step_on_device(optimizer, scaler, max_norm, lr, comm, skip)
+    comm, skip, squares = resolved(optimizer.stages, comm, skip, over)
+    if squares is not None:
+        return _step_on_device(optimizer, scaler, max_norm, lr, comm, squares)
     norm, culprit = measure(optimizer.stages, comm, skip, scaler.scale)
     if culprit is not None and not scaler.can_shrink:
         culprit.refuse(comm)
@@ -180,11 +185,11 @@ def _step_on_device(
     max_norm: float,
     lr: float | None,
     comm: Communicator | None,
-    skip: Collection[str],
+    squares: Squares,
 ) -> float | None:
     """Do the same with a step that the device makes or leaves out by itself, before the host knows the norm."""
     scale = scaler.scale
-    asked = NormOnDevice(optimizer.stages, comm, skip, scale, max_norm=max_norm, divisor=scale)
+    asked = NormOnDevice(squares, scale, max_norm=max_norm, divisor=scale)
     try:
         optimizer.step(lr=lr, scale=asked.factor)
     finally:  # after an error too: until then the device writes to memory of the host that others would get

@@ -100,14 +100,17 @@ def _train_on(device: str, config: TrainConfig, architecture: Architecture, mesh
     with group.together("train: the stages"):
         kernels.check_choice(device)
         stages = plan.stages(mesh.pipe.rank, shard, config.dtype, config.seed, device)
-    with Pipeline(
-        stages, plan.schedule, mesh.pipe, loss=shard.loss, recompute=config.recompute, replicas=mesh.replicas
-    ) as pipeline:
+    with (
+        Pipeline(
+            stages, plan.schedule, mesh.pipe, loss=shard.loss, recompute=config.recompute, replicas=mesh.replicas
+        ) as pipeline,
+        optim.GlobalNorm(stages, mesh.pipe, replicas=mesh.replicas) as norm,
+    ):
         output.make_folder(out, mesh.comm, writes=mesh.replicas.rank == 0)
         with group.together("train: the reporter"):
             reporter = _reporter(config, out) if mesh.rank == 0 else NullReporter()
         with reporter:
-            trainer = Trainer(config, mesh, plan, shard, pipeline, corpus=corpus, reporter=reporter, out=out)
+            trainer = Trainer(config, mesh, plan, shard, pipeline, norm=norm, corpus=corpus, reporter=reporter, out=out)
             return trainer.run()
 
 
@@ -125,6 +128,7 @@ class Trainer:
     ----------
     config : the same on every rank
     mesh, plan, shard, pipeline : where this rank stands, and what it runs
+    norm : over which stages and ranks gradients are clipped
     corpus : the data, on the ranks of the first and the last stage; None elsewhere
     reporter : Reporter on rank 0, NullReporter elsewhere
     out : the output folder
@@ -138,12 +142,13 @@ class Trainer:
         shard: Shard,
         pipeline: Pipeline,
         *,
+        norm: optim.GlobalNorm,
         corpus: Corpus | None,
         reporter: Reporter | NullReporter,
         out: Path,
     ) -> None:
         self.config, self.mesh, self.plan, self.shard = config, mesh, plan, shard
-        self.pipeline, self.corpus, self.reporter, self.out = pipeline, corpus, reporter, out
+        self.pipeline, self.norm, self.corpus, self.reporter, self.out = pipeline, norm, corpus, reporter, out
         for stage in pipeline.stages:
             stage.keep_compute()  # nobody but the optimizer changes parameters here
         self.optimizer = _optimizer(config, pipeline.stages)
@@ -192,7 +197,7 @@ class Trainer:
         result = self.pipeline.step(inputs, targets, scale=self.scaler.scale)
         lr = optim.warmup_cosine(step, config.steps, config.lr, min(config.warmup, config.steps))
         try:
-            norm = optim.scaled_step(self.optimizer, self.scaler, config.clip, lr=lr, comm=self.mesh.pipe)
+            norm = optim.scaled_step(self.optimizer, self.scaler, config.clip, lr=lr, over=self.norm)
         except NonFiniteError as error:  # the replicas have the same sums of gradients, so they raise it, too
             raise agreed_by(error, group_of(self.mesh.comm)) from None
         seconds = perf_counter() - start

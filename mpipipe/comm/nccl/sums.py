@@ -1,4 +1,4 @@
-"""Sums over replicas by NCCL: they stay on the device, bucket by bucket, while other stages still compute.
+"""Sums over replicas by NCCL: they stay on the device, bucket by bucket, while layers and stages still compute.
 
 Buckets are put on the stream in the order of the calls and of their places, the same on all ranks. The caller starts
 sums and messages in one order (comm/transport/nccl.py says why).

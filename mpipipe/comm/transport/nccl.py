@@ -17,8 +17,10 @@ where the GPU maps several streams to one queue of its hardware, everything behi
 streams but that what was issued first may have to end first. The rules:
 
 1. All messages of a call, of all ranks, have one order: by the moment at which the schedule's simulation ends the
-   action that makes them (Plan.moments). Sums over replicas stand in it as well. Each rank issues its sends, receives
-   and sums in that order: receives that come before a send are issued before it (Mailbox.start_before).
+   action that makes them (Plan.moments). Sums over replicas stand in it as well: all buckets of a stage at the moment
+   of the action that completes its gradients, one after the other in an order on which the replicas have agreed. Each
+   rank issues its sends, receives and buckets in that order: receives that come before a send or a bucket are issued
+   before it (Mailbox.start_before).
 2. What an operation waits for on its own device was issued before it: producers, the last readers of a buffer.
 3. The host waits for the device only for messages that it has taken before, in the one loop of wait.py.
 4. NCCL's kernels that can wait at once take less than half of a GPU (nccl/choice.py).
@@ -34,8 +36,20 @@ sends before m end. A host that has not come to issue m waits for a message n th
 before m. Then n comes before m, by rule 1 and since each action comes after the messages that it needs; so n ends, and
 the host goes on. Hence both ends of m are issued. Before them, on their devices, stand operations of messages that end,
 and computations that wait for such messages only (rule 2); so these end too, even in a single queue. Then both kernels
-of m run, since there is room (rule 4), and m ends. The same holds for a sum, whose ranks are more than two. Where
-replicas are joined by sums, the order of each pipeline is the same, for they have the same schedule.
+of m run, since there is room (rule 4), and m ends. The same holds for a bucket of a sum, whose ranks are more than two.
+Where replicas are joined by sums, the order of each pipeline is the same, for they have the same schedule.
+
+A bucket may be issued while its action goes on (pipeline/gradient_sums.py). Nothing above changes: all messages that
+the action needs come before its moment, so they have been issued; what else the bucket waits for on its device, the
+layers that have ended, was issued too (rule 2); and what is left of the action waits, in a single queue, for buckets
+that were issued before it. Whether the message of the same action comes before or behind a bucket does not matter to
+the order: it belongs to one pipeline, and its receiver has nothing else at this moment.
+
+Layers may exchange messages of their own by MPI within an action, as rings of attention do, also between the ranks of
+a sum. Then the order goes on within the action: on each of these ranks a bucket comes behind all messages of the layers
+that have ended before it, and before those of the layers to come. So a message of a layer stands on its sender's device
+behind no bucket but those of layers that have ended there. A receiver that waits for it is in the same layer, so these
+layers have ended there as well. Hence both have issued the same buckets before, and these end.
 
 Messages of one ordered pair of ranks meet in the order in which each side issues them, as NCCL promises for a
 communicator of their own. Their sizes agree: both ends have them from an earlier call, and a stage whose output differs

@@ -1,0 +1,350 @@
+"""Sums of gradients that start as the layers of a stage end: same bits, early, in one order, and no deadlock.
+
+NCCL is emulated. With `one queue` the emulated device runs nothing before all that was issued earlier has begun.
+"""
+
+from __future__ import annotations
+
+from functools import partial, partialmethod
+
+import numpy as np
+import pytest
+from support import dense
+from support.emulator.fixture import own_gpus
+from support.small_gpt import text
+
+from mpipipe import Mesh, Pipeline, arrays, nn
+from mpipipe.attention import Local
+from mpipipe.comm.mailbox import Mailbox
+from mpipipe.comm.nccl import sums
+from mpipipe.comm.nccl.sums import NcclSums
+from mpipipe.comm.wait import wait
+from mpipipe.errors import MpipipeError, StageError
+from mpipipe.models import GPT
+from mpipipe.pipeline.gradient_sums import GradientSums
+from mpipipe.schedules import gpipe, one_f_one_b, partition
+from mpipipe.train.shard import Shard
+
+SMALL = dict(vocab=32, dim=16, layers=3, heads=4, kv_heads=2, hidden=24, seq=12)
+pytestmark = pytest.mark.mpi(min_size=2)
+
+
+@pytest.fixture(params=[False, True], ids=["streams", "one queue"])
+def own(request, comm, monkeypatch):
+    monkeypatch.setenv("MPIPIPE_TIMEOUT", "60")  # a deadlock is to be an error
+    monkeypatch.setattr(sums, "BUCKET_BYTES", 2000)
+    with own_gpus(comm.rank, request.param) as device:
+        yield device
+
+
+@pytest.fixture
+def mesh(own, comm):
+    """Two replicas of pipelines of all ranks."""
+    if comm.size % 2:
+        pytest.skip("needs an even number of ranks")
+    return Mesh(comm, pipe=comm.size // 2, data=2)
+
+
+def build(schedule, rank, kinds=nn.Stage, attend=None, positions=None, dtype="float32", **sizes):
+    model = GPT(**{**SMALL, **sizes})
+    layers = model.build(attend or Local(causal=True), positions)
+    parts = partition(model.costs(), schedule.stages)
+    cuts = [parts[number] for number in schedule.stages_of(rank)]
+    return [kinds(layers[start:stop], dtype=dtype, seed=3, first=start, device="cuda") for start, stop in cuts]
+
+
+def pipeline_of(mesh, schedule, stages, recompute=False):
+    loss = nn.softmax_cross_entropy
+    return Pipeline(stages, schedule, mesh.pipe, loss=loss, replicas=mesh.replicas, recompute=recompute)
+
+
+def rows_of(mesh, schedule, rows=4):
+    """This rank's share of a batch: each replica has rows of its own."""
+    part = slice(rows * mesh.data.rank, rows * (mesh.data.rank + 1))
+    return dense.placed(schedule, mesh.pipe.rank, *(each[part] for each in text(mesh.shape.data * rows)))
+
+
+def gradients(stages):
+    return [arrays.download(stage.gradients.flat).tobytes() for stage in stages]
+
+
+def by_layers(pipeline):
+    return [pipeline.engine.sums.by_layers(chunk) is not None for chunk in range(len(pipeline.stages))]
+
+
+def run(mesh, schedule, steps=3, rows=4, recompute=False, **options):
+    """The gradients of each step, and the losses."""
+    stages = build(schedule, mesh.pipe.rank, **options)
+    mine, found = rows_of(mesh, schedule, rows), []
+    with pipeline_of(mesh, schedule, stages, recompute) as pipeline:
+        for _ in range(steps):
+            loss = pipeline.step(*mine).loss
+            found.append((gradients(stages), loss))
+        early = by_layers(pipeline)
+    return found, early
+
+
+CASES = {
+    "1F1B": ("one_f_one_b", 1, {}),
+    "tied": ("one_f_one_b", 1, dict(tied=True)),
+    "tied over two chunks": ("looped_bfs", 2, dict(tied=True)),
+    "two chunks": ("interleaved_1f1b", 2, dict(dtype="float64")),
+    "split backward": ("zero_bubble_h1", 1, dict(dtype="bfloat16")),
+    "recompute": ("gpipe", 1, dict(recompute=True, dropout=0.25)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_sums_by_layers_have_the_bits_of_sums_at_the_end(mesh, monkeypatch, case):
+    name, chunks, options = CASES[case]
+    schedule = dense.build(name, mesh.pipe.size, chunks, 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(GradientSums, "by_layers", lambda self, chunk: None)
+        expected, early = run(mesh, schedule, **options)
+        assert not any(early)
+    found, early = run(mesh, schedule, **options)
+    assert all(early)
+    assert found == expected
+
+
+@pytest.mark.mpi(min_size=4)
+def test_four_replicas(own, comm, subcomm, monkeypatch):
+    four = subcomm(4)
+    if four is None:
+        return
+    with Mesh(four, pipe=1, data=4) as mesh:
+        with monkeypatch.context() as patch:
+            patch.setattr(GradientSums, "by_layers", lambda self, chunk: None)
+            expected, _ = run(mesh, gpipe(1, 2), rows=2)
+        found, _ = run(mesh, gpipe(1, 2), rows=2)
+    assert found == expected
+
+
+def test_a_gradient_that_no_layer_has_written_counts_as_zero(mesh, monkeypatch):
+    """With one micro-batch the memory still holds the gradient of the step before."""
+    stage = nn.Stage([nn.Linear(3, 40), nn.Linear(40, 60), nn.Linear(60, 3)], seed=1, device="cuda")
+    skipping, x = stage.layers[2], np.ones((4, 3), np.float32)
+    alone = mesh.pipe.Split(mesh.pipe.rank, 0)
+    with Pipeline([stage], gpipe(1, 1), alone, loss=nn.mean_squared_error, replicas=mesh.replicas) as pipeline:
+        assert by_layers(pipeline) == [True]
+        pipeline.step(x, 0 * x)
+        assert arrays.download(stage.gradients["2.weight"]).any()
+        given = skipping.backward_input
+        monkeypatch.setattr(skipping, "backward", lambda dy, saved: given(dy, saved)[0])
+        pipeline.step(x, 0 * x)
+    assert not arrays.download(stage.gradients["2.weight"]).any()
+    assert arrays.download(stage.gradients["1.weight"]).any()
+    alone.Free()
+
+
+def mark(monkeypatch, machine, stage, method):
+    """Note in the log of launches when the backward of each layer begins."""
+
+    def marked(name, original, *arguments):
+        machine.launches.append(name)
+        return original(*arguments)
+
+    for place, layer in enumerate(stage.layers):
+        monkeypatch.setattr(layer, method, partial(marked, f"layer {place}", getattr(layer, method)))
+
+
+@pytest.mark.parametrize("name, method", [("one_f_one_b", "backward"), ("zero_bubble_h1", "backward_weight")])
+def test_buckets_are_put_while_earlier_layers_are_still_to_come(own, mesh, monkeypatch, name, method):
+    schedule = dense.build(name, mesh.pipe.size, 1, 4)
+    (stage,) = build(schedule, mesh.pipe.rank)
+    mine = rows_of(mesh, schedule)
+    with pipeline_of(mesh, schedule, [stage]) as pipeline:
+        pipeline.step(*mine)  # in which NCCL connects ranks for each size of a bucket
+        plan = pipeline.engine.sums.by_layers(0)
+        mark(monkeypatch, own.machine, stage, method)
+        own.machine.launches.clear()
+        pipeline.step(*mine)
+        log = [each for each in own.machine.launches if each.startswith(("layer", "ncclAllReduce"))]
+    ends = len(log) - log[::-1].index(f"layer {len(stage.layers) - 1}") - 1  # where the last backward begins
+    assert not any(each.startswith("nccl") for each in log[:ends])
+    put, seen = 0, {}
+    for each in log[ends:]:
+        if each.startswith("layer"):
+            seen[int(each.split()[1])] = put
+        put += each.startswith("nccl")
+    assert seen == {at: sum(bucket.place > at for bucket in plan.buckets) for at in range(len(stage.layers))}
+    assert seen[0] > 0 and put == len(plan.buckets) > seen[0]
+
+
+@pytest.mark.parametrize("name, chunks", [("one_f_one_b", 1), ("interleaved_1f1b", 2), ("zero_bubble_h1", 1)])
+def test_all_replicas_put_the_same_buckets_in_one_order_with_messages(own, mesh, comm, monkeypatch, name, chunks):
+    """Every rank issues receives, sends and sums by the moments of the schedule's simulation."""
+    schedule = dense.build(name, mesh.pipe.size, chunks, 4)
+    stages = build(schedule, mesh.pipe.rank)
+    mine, issued, put, now = rows_of(mesh, schedule), [], [], []
+    post, send, start = Mailbox._post_next, Mailbox.put, NcclSums.start
+
+    def posting(self):
+        if self.next < len(self.incoming):
+            issued.append((self._moment_of(self.incoming[self.next]), "receive"))
+        post(self)
+
+    def sending(self, envelope, content):
+        send(self, envelope, content)
+        issued.append((self.moments[envelope], "send"))
+
+    def starting(self, part):
+        issued.append((now[-1], "sum"))
+        at = [arrays.address(part) - arrays.address(stage.gradients.flat) for stage in stages]
+        chunk = next(c for c, stage in enumerate(stages) if 0 <= at[c] < stage.gradients.flat.nbytes)
+        put.append((chunk, at[chunk], part.nbytes))
+        return start(self, part)
+
+    def noting(original, self, step):
+        now.append(step.moment)
+        original(self, step)
+
+    with pipeline_of(mesh, schedule, stages) as pipeline:
+        pipeline.step(*mine)
+        assert pipeline.engine.nccl.messages
+        monkeypatch.setattr(Mailbox, "_post_next", posting)
+        monkeypatch.setattr(Mailbox, "put", sending)
+        monkeypatch.setattr(NcclSums, "start", starting)
+        for name in ("watch", "complete"):
+            monkeypatch.setattr(GradientSums, name, partialmethod(partial(noting, getattr(GradientSums, name))))
+        pipeline.step(*mine)
+        messages = pipeline.engine.plans["step"].moments
+    moments = [moment for moment, _ in issued]
+    assert moments == sorted(moments)
+    assert len(issued) == len(messages) + len(put)
+    for moment in now:  # what the first layer completes comes behind the message of the action
+        kinds = [kind for when, kind in issued if when == moment]
+        assert kinds[0] == kinds[-1] == "sum" and set(kinds) <= {"sum", "send"}
+    assert sum(nbytes for *_, nbytes in put) == sum(stage.gradients.flat.nbytes for stage in stages)
+    assert len(put) > 3 * len(stages)
+    assert mesh.data.allgather(put) == [put] * 2
+
+
+# -- stages whose sums start at the end --------------------------------------------------------------------------------
+
+
+class Other(nn.Stage):
+    """A stage that may do more in its backward than its layers do."""
+
+
+class Scaled(nn.Layer):
+    """A layer of the user's."""
+
+    def __init__(self, dim):
+        self.declared = {"scale": nn.Parameter((dim,), lambda generator, shape: np.ones(shape))}
+
+    def forward(self, x):
+        return self.stage.kernels.add(x, x), None
+
+    def backward_input(self, dy, saved):
+        return self.stage.kernels.add(dy, dy), None
+
+
+def launched_behind(own, mesh, monkeypatch, pipeline, stage, batch):
+    """Whether all sums of a step are put behind the last layer's backward."""
+    pipeline.step(*batch)
+    with monkeypatch.context() as patch:
+        mark(patch, own.machine, stage, "backward")
+        own.machine.launches.clear()
+        pipeline.step(*batch)
+    log = [each.split()[0] for each in own.machine.launches if each.startswith(("layer", "ncclAllReduce"))]
+    return "ncclAllReduce" in log and log.index("ncclAllReduce") > len(log) - log[::-1].index("layer") - 1
+
+
+@pytest.mark.parametrize(
+    "which", ["a class of the user's", "on one replica", "a layer of the user's", "a user's stage"]
+)
+def test_what_is_not_known_keeps_its_sums_for_the_end(own, mesh, monkeypatch, which):
+    schedule = one_f_one_b(mesh.pipe.size, 2)
+    batch = rows_of(mesh, schedule, 2)
+    if which == "a layer of the user's":
+        if mesh.pipe.size > 1:
+            pytest.skip("one stage shows it")
+        stages = [nn.Stage([nn.Linear(3, 30), Scaled(30), nn.Linear(30, 3)], device="cuda")]
+        batch = [np.ones((4, 3), np.float32)] * 2
+        made = Pipeline(stages, schedule, mesh.pipe, loss=nn.mean_squared_error, replicas=mesh.replicas)
+    else:
+        other = which == "a class of the user's" or (which == "on one replica" and mesh.data.rank == 1)
+        stages = build(schedule, mesh.pipe.rank, Other if other else nn.Stage)
+        given = [User(stage) for stage in stages] if which == "a user's stage" else stages
+        made = pipeline_of(mesh, schedule, given)
+    with made as pipeline:
+        assert not any(by_layers(pipeline))
+        assert launched_behind(own, mesh, monkeypatch, pipeline, stages[0], batch)
+
+
+class User:
+    """A stage of the user's around an nn.Stage."""
+
+    def __init__(self, stage):
+        self.inner_stages, self.forward, self.backward = [stage], stage.forward, stage.backward
+
+
+# -- rings and failures ------------------------------------------------------------------------------------------------
+
+
+def test_rings_of_attention_between_the_ranks_of_a_sum(own, comm, monkeypatch):
+    """Layers that are still to come exchange messages with the ranks for which buckets on the device wait."""
+    with Mesh(comm, pipe=1, seq=comm.size) as mesh:
+        shard = Shard(mesh.seq, "contiguous", SMALL["seq"])
+
+        def steps():
+            stages = build(gpipe(1, 2), 0, attend=shard.attend, positions=shard.positions)
+            batch = [shard.cut(each) for each in text(2)]
+            with Pipeline(stages, gpipe(1, 2), mesh.pipe, loss=shard.loss, replicas=mesh.replicas) as pipeline:
+                for _ in range(2):
+                    loss = pipeline.step(*batch).loss
+                return gradients(stages), loss, by_layers(pipeline)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(GradientSums, "by_layers", lambda self, chunk: None)
+            *expected, early = steps()
+            assert early == [False]
+        *found, early = steps()
+    assert early == [True] and found == expected
+
+
+def all_aborted(machine):
+    """Whether every communicator with kernels under way ends; aborts run on threads."""
+
+    class Aborted:
+        def Test(self):
+            return all(each._aborted or not each._underway for each in machine.communicators)
+
+    wait(Aborted(), "aborts")
+
+
+@pytest.mark.parametrize("guilty", ["first", "last"])
+def test_a_layer_that_raises_behind_a_bucket_ends_all_ranks(own, mesh, comm, monkeypatch, guilty):
+    """The bucket's kernel waits on the other replica, or this one's does, and nobody will come."""
+    schedule = one_f_one_b(mesh.pipe.size, 2)
+    (stage,) = build(schedule, mesh.pipe.rank)
+    mine = rows_of(mesh, schedule)
+    pipeline = pipeline_of(mesh, schedule, [stage])
+    pipeline.step(*mine)
+    broken = comm.rank == (0 if guilty == "first" else comm.size - 1)
+    if broken:
+        before = len(stage.layers) // 2
+        calls, original = [], stage.layers[before].backward
+
+        def backward(dy, saved):
+            calls.append(len(pipeline.engine.sums.underway))
+            if len(calls) == 2:
+                raise ValueError("broken on purpose")
+            return original(dy, saved)
+
+        monkeypatch.setattr(stage.layers[before], "backward", backward)
+    with pytest.raises(StageError if broken else MpipipeError, match="broken on purpose"):
+        pipeline.step(*mine)
+    if broken:
+        assert calls[0] == 0 and calls[1] > 0, "buckets were under way"
+    all_aborted(own.machine)
+    stage.backward(*_fresh(stage))  # outside of the pipeline nobody hears of its layers
+
+
+def _fresh(stage):
+    """(gradient of the output, what a forward saved) of a stage."""
+    first = isinstance(stage.layers[0], nn.Embedding)
+    x = text(1)[0] if first else arrays.upload(np.ones((1, SMALL["seq"], SMALL["dim"]), np.float32))
+    y, saved = stage.forward(x)
+    return arrays.upload(np.ones(y.shape, np.float32)), saved
