@@ -72,10 +72,11 @@ class GlobalNorm:
         self._row: NcclRow | None = None
         self._owners: list[Culprit] = []
         self._start = self._stop = 0
-        if comm is not None and comm.size > 1:
-            groups = [group_of(comm)] + ([] if replicas is None or replicas.size == 1 else [group_of(replicas)])
-            if choose(groups, "cpu" if gpu_of(self.stages) is None else "cuda").sums:
-                self._open(groups[0])
+        self._group = None if comm is None or comm.size == 1 else group_of(comm)
+        if self._group is not None:
+            others = [] if replicas is None or replicas.size == 1 else [group_of(replicas)]
+            if choose([self._group, *others], "cpu" if gpu_of(self.stages) is None else "cuda").sums:
+                self._open(self._group)
 
     def _open(self, group: Group) -> None:
         mine = owners_of(counted_pieces(self.stages, self.skip), group.rank)
@@ -96,11 +97,10 @@ class GlobalNorm:
         Raises ArgumentError where the stages are not those of the constructor, or count other parameters than then.
         The other ranks are told, since they will wait for this one.
         """
-        if self.comm is None or self.comm.size == 1:
+        if self._group is None:
             return self._checked(stages)
-        group = group_of(self.comm)
-        group.begin()
-        with group.failing(WHAT):
+        self._group.begin()
+        with self._group.failing(WHAT):
             return self._checked(stages)
 
     def _checked(self, stages: Sequence[Stage]) -> Squares | None:
@@ -108,7 +108,7 @@ class GlobalNorm:
             raise ArgumentError(
                 "the stages of an optimizer are not those of the norm",
                 found=f"{len(stages)} stages",
-                expected=f"the {len(self.stages)} that the GlobalNorm was made with, in their order",
+                expected=f"the same {len(self.stages)} that the GlobalNorm was made with, in their order",
             )
         if self._row is None:
             return squares_of_one(stages, self.comm, self.skip)
