@@ -8,11 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.emulator.fixture import own_gpus
 from support.tolerance import bound, close, close_norm, largest, rounding, within
 from support.training_tolerance import curve, path, roundings
 
 from mpipipe import arrays, nn
 from mpipipe.attention import Local
+from mpipipe.comm.nccl import sums
 from mpipipe.errors import BackendError
 from mpipipe.models import GPT
 from mpipipe.train import TrainConfig, train, weights
@@ -167,3 +169,30 @@ def test_an_optimizer_that_writes_the_half_copy_trains_as_a_cast_at_each_call(
     assert curves[0] == curves[1]
     if not gpu.real:  # five steps and two validations of one batch, and once instead for all of them
         assert casts[1] - casts[0] == 5 + 2 - 1
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("pipe", [2, 1])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_training_by_nccl_takes_the_steps_of_one_by_mpi(comm, config, monkeypatch, dtype, pipe):
+    """Sums start as layers end, and the norm stays on the devices; with two replicas at most all bits are the same."""
+    if comm.size != 2 * pipe and comm.size != 2:
+        pytest.skip("more than two replicas add in another order")
+    monkeypatch.setenv("MPIPIPE_TIMEOUT", "60")
+    monkeypatch.setattr(sums, "BUCKET_BYTES", 4096)
+    kept, step = [], Trainer.step
+
+    def watched(self, number):
+        kept.append((self.norm.on_device, self.pipeline.engine.nccl.sums))
+        return step(self, number)
+
+    monkeypatch.setattr(Trainer, "step", watched)
+    curves = []
+    with own_gpus(comm.rank, one_queue=True):
+        for nccl in ("off", "auto"):
+            monkeypatch.setenv("MPIPIPE_NCCL", nccl)
+            chosen = config(nccl, device="cuda", dtype=dtype, pipe=pipe, layers=4)
+            train(chosen, GPT, comm)
+            curves.append([(entry["loss"], entry.get("grad_norm")) for entry in metrics(chosen)[1:]])
+    assert curves[0] == curves[1] and len(curves[0]) == 5
+    assert kept == [(pipe == 1, False)] * 5 + [(True, True)] * 5
