@@ -7,7 +7,8 @@ ranks can hear of it; so the functions that read a variable in the middle of a w
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from mpipipe.errors import ArgumentError
@@ -164,6 +165,19 @@ def nccl_is_demanded() -> bool:
 def graphs() -> bool:
     """Whether MPIPIPE_GRAPHS asks for CUDA graphs."""
     return os.environ.get(GRAPHS.name) == "1"
+
+
+@contextmanager
+def using_graphs(wanted: bool) -> Iterator[None]:
+    """Within, pipelines are built as if MPIPIPE_GRAPHS said so: for measurements."""
+    before = os.environ.get(GRAPHS.name)
+    os.environ[GRAPHS.name] = str(int(wanted))
+    try:
+        yield
+    finally:
+        os.environ.pop(GRAPHS.name)
+        if before is not None:
+            os.environ[GRAPHS.name] = before
 
 
 def integer_setting(name: str, default: int) -> int:

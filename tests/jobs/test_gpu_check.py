@@ -192,11 +192,12 @@ def test_random_values_fill_an_array_of_any_length(gpu, monkeypatch, shape, dtyp
 
 
 def test_a_training_step_is_counted_in_tokens(gpu):
-    untied, tied, small = checked(gpt.measure(1, model=TINY, rows=2, microbatches=2, peers=False), 3)
-    assert {row.unit for row in (untied, tied, small)} == {"tokens/s"}
+    rows = checked(gpt.measure(1, model=TINY, rows=2, microbatches=2, peers=False), 4)
+    untied, tied, small, by_graphs = rows
+    assert {row.unit for row in rows} == {"tokens/s"} and by_graphs.what == f"{small.what}, CUDA graphs"
     assert ", untied," in untied.what and ", tied," in tied.what and tied.peer_value == untied.value
     assert all("2 x 2 x 16 tokens" in row.what for row in (untied, tied)) and "4 x 1 x 16 tokens" in small.what
-    assert small.peer_value == tied.value  # that of the model as it was given
+    assert small.peer_value == by_graphs.peer_value == tied.value  # that of the model as it was given
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -212,6 +213,9 @@ def test_the_measured_step_ends_as_that_of_a_training(emulated_gpu, monkeypatch,
         return list(emulated_gpu.launches)
 
     monkeypatch.setattr(gpt, "_wall", launches)
+    with arrays.own_stream():
+        found = gpt._ours(1, model, tokens, 1, "bfloat16", None, True)
+    assert sum(name.startswith("graph of") for name in found) == 2  # forward and backward
     for dtype in ("bfloat16", "float16"):
         found = gpt._ours(1, model, tokens, 1, dtype, None)
         assert found.count("adamw") == 1 and found.count("clip_factor") == 1, found
@@ -222,7 +226,7 @@ def test_our_own_rows_come_before_a_peer_is_loaded(gpu, monkeypatch):
     monkeypatch.setattr(attention, "_ours", lambda *_: (1e-3, 2e-3))
     monkeypatch.setattr(gpt, "_ours", lambda *_: 1e-3)
     known = {attention: ("cuDNN on H200, published",), gpt: ("untied", "1 x 8 x 1024 tokens")}
-    for part, count in ((attention, 4), (gpt, 3)):
+    for part, count in ((attention, 4), (gpt, 4)):
         monkeypatch.setattr(part, "torch_with_gpu", lambda: pytest.fail("too early"))
         measured = part.measure(1)
         assert all(next(measured).peer in ("", *known[part]) for _ in range(count))
@@ -232,10 +236,14 @@ def test_ties_and_sizes_of_the_measured_steps(gpu, monkeypatch):
     """What is called tied is tied; small micro-batches hold the same tokens."""
     asked = []
     monkeypatch.setattr(
-        gpt, "_ours", lambda repeats, model, tokens, count, *_: asked.append((model.tied, tokens.shape, count)) or 1.0
+        gpt,
+        "_ours",
+        lambda repeats, model, tokens, count, *_: asked.append((model.tied, tokens.shape, count, _[-1])) or 1.0,
     )
     list(gpt.measure(1, peers=False))
-    assert asked == [(False, (2, 8, 1024), 1), (True, (2, 8, 1024), 1), (True, (2, 16, 512), 16)]
+    sizes = [each[:3] for each in asked]
+    assert sizes == [(False, (2, 8, 1024), 1), (True, (2, 8, 1024), 1), *[(True, (2, 16, 512), 16)] * 2]
+    assert [each[3] for each in asked[2:]] == [False, True]
 
 
 def test_what_pytorch_compiles_is_measured_last():

@@ -114,6 +114,11 @@ TIED = "training step, tied, bfloat16, 124 M parameters, 1 x 8 x 1024 tokens"
             "beaten",
         ),
         (row("training step, 16 x 1 x 512 tokens", 1.0, "1 x 8 x 1024 tokens", 2.0), "ratio 0.34 to 0.8", "kept"),
+        (
+            row("training step, 16 x 1 x 512 tokens, CUDA graphs", 1.0, "1 x 8 x 1024 tokens", 2.0),
+            "ratio 0.7 to 1",
+            "missed",
+        ),
         (row("something else", 1.0), "", ""),
     ],
 )

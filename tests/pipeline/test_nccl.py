@@ -189,6 +189,24 @@ def test_sums_of_two_replicas_have_the_bits_of_those_by_mpi(own, comm, monkeypat
     assert crossed <= 2 * 2 * SMALL["seq"] * 8 + 2 * 8
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_replicas_with_graphs_have_the_bits_of_those_without(own, comm, monkeypatch, tied):
+    """The last backward of a stage tells of its layers, whose sums start one by one: it runs without a graph."""
+    if comm.size % 2:
+        pytest.skip("needs an even number of ranks")
+    with Mesh(comm, pipe=comm.size // 2, data=2) as mesh, arrays.own_stream():
+        schedule = one_f_one_b(mesh.pipe.size, 3)
+        part = slice(3 * mesh.data.rank, 3 * mesh.data.rank + 3)
+        options = dict(replicas=mesh.replicas, part=part, tied=tied)
+        expected, loss, *_ = run(own, mesh.pipe, schedule, monkeypatch, "off", **options)
+        monkeypatch.setenv("MPIPIPE_GRAPHS", "1")
+        found, other, *_ = run(own, mesh.pipe, schedule, monkeypatch, "on", **options)
+        actions = len(schedule.orders[mesh.pipe.rank])
+    assert other == loss
+    same_bits(found, expected)
+    assert sum(launch.startswith("graph of") for launch in own.launches) == actions - 1  # in the last step
+
+
 @pytest.mark.mpi(min_size=4)
 def test_sums_of_four_replicas_are_near_those_by_mpi(own, comm, subcomm, monkeypatch):
     four = subcomm(4)

@@ -21,7 +21,7 @@ from mpipipe import Pipeline, arrays, nn, optim, schedules
 from mpipipe.attention import Local
 from mpipipe.cli.bench.gpu.attention import torch_with_gpu
 from mpipipe.cli.bench.gpu.rows import Row
-from mpipipe.comm import runtime
+from mpipipe.comm import runtime, settings
 from mpipipe.comm.types import Communicator
 from mpipipe.models import GPT
 
@@ -42,7 +42,7 @@ def measure(
     peers: bool = True,
     comm: Communicator | None = None,
 ) -> Iterator[Row]:
-    """Yield tokens per second: untied, tied, in small micro-batches, and beside each peer, the compiled one last.
+    """Yield tokens per second: untied, tied, in small micro-batches without and with CUDA graphs, and beside each peer.
 
     Parameters
     ----------
@@ -66,8 +66,9 @@ def measure(
     ours = rates[model.tied]
     short = SMALL_TOKENS if model.seq % SMALL_TOKENS == 0 else model.seq
     pieces = tokens.reshape(2, -1, short)
-    rate = per_step / _ours(repeats, model, pieces, pieces.shape[1], dtype, comm)
-    yield Row(f"training step, {pieces.shape[1]} x 1 x {short} tokens", rate, "tokens/s", sizes, ours, "at least 0.8")
+    for graphs, how, goal in ((False, "", ""), (True, ", CUDA graphs", "at least 0.8")):
+        rate = per_step / _ours(repeats, model, pieces, pieces.shape[1], dtype, comm, graphs)
+        yield Row(f"training step, {pieces.shape[1]} x 1 x {short} tokens{how}", rate, "tokens/s", sizes, ours, goal)
     what = f"training step, {'tied' if model.tied else 'untied'}, {sizes}"
     torch = torch_with_gpu() if peers else None
     if torch is None:
@@ -83,13 +84,20 @@ def measure(
 
 
 def _ours(
-    repeats: int, model: GPT, tokens: np.ndarray, microbatches: int, dtype: str, comm: Communicator | None
+    repeats: int,
+    model: GPT,
+    tokens: np.ndarray,
+    microbatches: int,
+    dtype: str,
+    comm: Communicator | None,
+    graphs: bool = False,
 ) -> float:
-    """Return the median seconds of a step."""
+    """Return the median seconds of a step, by CUDA graphs or not."""
     stage = nn.Stage(model.build(Local(causal=True)), dtype=dtype, device="cuda")
     comm = runtime.mpi().COMM_SELF if comm is None else comm
     inputs, targets = tokens
-    with Pipeline([stage], schedules.gpipe(1, microbatches), comm, loss=nn.softmax_cross_entropy) as pipeline:
+    schedule = schedules.gpipe(1, microbatches)
+    with settings.using_graphs(graphs), Pipeline([stage], schedule, comm, loss=nn.softmax_cross_entropy) as pipeline:
         stage.keep_compute()
         optimizer = optim.AdamW([stage], LR)
         scaler = optim.LossScaler() if dtype == "float16" else optim.LossScaler(1.0, dynamic=False)
