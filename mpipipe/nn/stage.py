@@ -158,14 +158,18 @@ class Stage:
             host[name][...] = parameter.draw(generator, parameter.shape)
         if self.device == "cpu":
             return host
-        shapes = {name: parameter.shape for name, parameter in declared.items()}
-        there = FlatBuffer(shapes, host.flat.dtype, self.device, **layout)
+        there = FlatBuffer({name: p.shape for name, p in declared.items()}, host.flat.dtype, self.device, **layout)
         arrays.upload(host.flat, out=there.flat)
         return there
 
     def refresh(self) -> None:
         """Let layers compute with the parameters as they are now. A pipeline does this at the start of each call."""
-        if self.compute is not self.parameters and not self._keeps_compute and self.parameters.flat.size:
+        if not self._keeps_compute:
+            self.renew_compute()
+
+    def renew_compute(self) -> None:
+        """Do what `refresh` does, after `keep_compute` too: for whoever has set parameters nevertheless."""
+        if self.compute is not self.parameters and self.parameters.flat.size:
             self.kernels.cast(self.parameters.flat, self.compute.flat)
 
     def keep_compute(self) -> None:
