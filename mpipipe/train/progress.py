@@ -81,9 +81,9 @@ class Progress:
     def _restore(self, found: Checkpoint) -> None:
         state = found.state
         scale, record = state["loss_scale"], Record(**state["record"])
-        numbers = [value for value in record.facts().values() if type(value) not in (int, float)]
-        if numbers or not optim.LossScaler(scale["scale"]).scale == scale["scale"]:
-            raise ValueError("what should be numbers is not")
+        if any(type(value) not in (int, float) for value in record.facts().values()):
+            raise ValueError("the record has something else than numbers")
+        optim.LossScaler(initial=scale["scale"])  # raises where it is out of range
         self.step, self.record = found.step, record
         self.pipeline.steps_taken = _count(state["random"]["steps_taken"])
         self.scaler.scale = float(scale["scale"])
