@@ -58,3 +58,12 @@ configure_mpi() {
         export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
     fi
 }
+
+# The tests start Python hundreds of times. Where the caller lets Python write no bytecode into the checkout, it goes into
+# the environment instead, so that not every start compiles the package, and what pytest rewrites, again.
+keep_bytecode() {
+    if [ -n "${PYTHONDONTWRITEBYTECODE:-}" ]; then
+        unset PYTHONDONTWRITEBYTECODE
+        export PYTHONPYCACHEPREFIX="${PYTHONPYCACHEPREFIX:-$PWD/$venv/bytecode}"
+    fi
+}
