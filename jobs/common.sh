@@ -65,5 +65,6 @@ keep_bytecode() {
     if [ -n "${PYTHONDONTWRITEBYTECODE:-}" ]; then
         unset PYTHONDONTWRITEBYTECODE
         export PYTHONPYCACHEPREFIX="${PYTHONPYCACHEPREFIX:-$PWD/$venv/bytecode}"
+        rm -rf "$PYTHONPYCACHEPREFIX${TMPDIR:-/tmp}"/pytest-of-*  # of folders that earlier tests made
     fi
 }

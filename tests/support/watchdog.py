@@ -20,7 +20,8 @@ class Watchdog:
     """One thread per rank; at the deadline the stacks of all ranks are printed and the job is aborted.
 
     The thread looks at the deadline every `TICK` seconds: tests are many and short, and a timer for each would cost
-    more than most of them. What it cannot do, because C code keeps the interpreter's lock, faulthandler does 30 s later.
+    more than most of them. What it cannot do, because C code keeps the interpreter's lock, faulthandler does 30 s
+    later.
     """
 
     def __init__(self, control):
