@@ -28,7 +28,7 @@ choose_mpi() {
 
 # install_package NAME...: this package with these extras and the MPI, once for each content of pyproject.toml
 install_package() {
-    local extras stamp wanted
+    local extras name stamp wanted
     extras=$(IFS=,; echo "$*")
     [ "$MPI" = site ] || extras="$MPI${extras:+,$extras}"
     [ -x "$venv/bin/pip" ] || "${PYTHON:-python3}" -m venv "$venv" || fail "cannot make $venv: is python3-venv there?"
@@ -42,6 +42,11 @@ install_package() {
         fi
         "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --editable ".${extras:+[$extras]}"
         echo "$wanted" > "$stamp"
+        for name in "" "$@"; do  # each of them is there for the jobs that want it alone
+            extras=$name
+            [ "$MPI" = site ] || extras="$MPI${name:+,$name}"
+            echo "$wanted" > "$venv/installed-${extras:-none}"
+        done
     fi
     python=$venv/bin/python
     mpiexec=$venv/bin/mpiexec
