@@ -229,7 +229,7 @@ def test_gradients_of_inputs_are_those_of_each_micro_batch(comm, monkeypatch):
     assert found[0] == expected[0] and not found[1][0].reason
 
 
-def test_copies_between_host_and_device_cannot_be_recorded(gpu):
+def test_copies_between_host_and_device_cannot_be_recorded():
     x = arrays.upload(np.ones(3, np.float32))
     for work in (lambda: arrays.upload(np.ones(3)), lambda: arrays.download(x)):
         with pytest.raises(BackendError, match="while a CUDA graph is recorded"):

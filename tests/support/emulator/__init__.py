@@ -166,6 +166,11 @@ def install(seed: int = 0, devices: int = 1, faults=(), memory: int = 1 << 34, a
     return home
 
 
+def emulated() -> bool:
+    """Whether an emulated device is installed."""
+    return bool(_machines)
+
+
 def uninstall() -> list[str]:
     """Undo `install` after everything that was queued has run; return what went wrong on the device since."""
     _forget()
@@ -187,6 +192,7 @@ __all__ = [
     "HiddenAccess",
     "Machine",
     "NotEmulatedError",
+    "emulated",
     "explicit",
     "host_compiler",
     "install",
