@@ -59,6 +59,7 @@ class Watchdog:
         self.last_resort = due
 
     def _watch(self):
+        never = threading.Event()  # waited for instead of time.sleep, which tests replace
         while True:
             with self.lock:
                 due = self.due
@@ -68,7 +69,7 @@ class Watchdog:
             if left <= 0:
                 self.give_up(f"no end of {due[1]} after {due[2]:g} s", True)
                 return
-            time.sleep(min(TICK, max(left, 0)))
+            never.wait(min(TICK, left))
 
     def give_up(self, why, own_stack=False):
         """Print `why`, the stacks of the ranks on this host, and abort the job."""
