@@ -64,8 +64,6 @@ class Stage:
         Names here of parameters that lie in the buffers under another name or of another stage (set by the pipeline).
     parts : dict of str to array
         For each of these names what its layer adds to the gradient; the pipeline adds the parts to `gradients`.
-    knows_layers : bool
-        Whether all layers are of this package: each adds to its own gradients alone, in its own backward.
     unwritten : set of str
         In a step, names whose gradients hold nothing yet: the first part that a layer has for one replaces it.
     decay_ranges : list of tuple
