@@ -20,7 +20,9 @@ from mpipipe.comm import launcher
 from mpipipe.comm.types import Engine
 
 YIELD_SECONDS = 2e-2  # how long a wait gives way to others before it sleeps: the time of a large message
-CROWDED_YIELD_SECONDS = 1e-3  # the same where ranks share cores, and another rank has better use for this one
+PAUSE_SECONDS = 5e-5  # how long it then sleeps between two polls: short beside any real stage
+# the same where ranks share cores, and another rank has better use for this one
+CROWDED_YIELD_SECONDS, CROWDED_PAUSE_SECONDS = 1e-3, 5e-4
 
 
 class Failure(NamedTuple):
@@ -78,8 +80,8 @@ class Process:
         Pipelines built so far.
     alone : bool
         Whether this rank is a thread.
-    patience : float
-        Seconds that a wait gives way to others before it sleeps.
+    patience, pause : float
+        Seconds that a wait gives way to others before it sleeps, and that it then sleeps between two polls.
     """
 
     def __init__(self) -> None:
@@ -90,7 +92,9 @@ class Process:
         self.left: dict[int, str] = {}
         self.pipelines = 0
         self.alone = False
-        self.patience = CROWDED_YIELD_SECONDS if launcher.oversubscribed() else YIELD_SECONDS
+        self.patience, self.pause = YIELD_SECONDS, PAUSE_SECONDS
+        if launcher.oversubscribed():
+            self.patience, self.pause = CROWDED_YIELD_SECONDS, CROWDED_PAUSE_SECONDS
         self._known: set[int] = set()  # numbers of `failures`
 
     def hear(self, failure: Failure) -> None:

@@ -64,9 +64,6 @@ class Stage:
         Names here of parameters that lie in the buffers under another name or of another stage (set by the pipeline).
     parts : dict of str to array
         For each of these names what its layer adds to the gradient; the pipeline adds the parts to `gradients`.
-    knows_layers : bool
-        Whether all layers, and those within them, are of this package: each adds to its own gradients alone, and only
-        in its own backward.
     unwritten : set of str
         In a step, names whose gradients hold nothing yet: the first part that a layer has for one replaces it.
     decay_ranges : list of tuple
@@ -146,7 +143,7 @@ class Stage:
         self.layer_of = {f"{name}.{key}": (layer, key) for name, layer in named for key in layer.declared}
         replaced = [n for n, (layer, key) in self.layer_of.items() if key in vars(type(layer)).get("replaced", ())]
         self.knows_layers = all(type(layer).__module__.startswith("mpipipe.") for _, layer in named)
-        self._replaced = replaced if self.knows_layers else []  # a layer of the user's may add to those of others first
+        self._replaced = replaced if self.knows_layers else []  # a user's layer may add to those of others first
         self._chain = Sequential(self.layers)
         self._chain.stage = self
         self.first_layer = _first_leaf(self._chain)
@@ -203,15 +200,26 @@ class Stage:
             setattr(layer, f"{key}_grad", source[name])
 
     def end_gradients(self, names: Collection[str] | None = None) -> None:
-        """End gradients, all or those of these names: what no layer has written is zero."""
+        """End gradients: those that no layer has written are zero.
+
+        Parameters
+        ----------
+        names : collection of str, optional
+            Of parameters; by default all.
+        """
         ending = self.unwritten if names is None else self.unwritten.intersection(names)
-        for name in ending:
-            layer, key = self.layer_of[name]
+        for layer, key in map(self.layer_of.__getitem__, ending):
             arrays.set_zero(getattr(layer, f"{key}_grad"))
         self.unwritten = self.unwritten - ending
 
     def tell(self, ended: Callable[[Layer], object] | None) -> None:
-        """Let `ended(layer)` be called in a backward when one of `layers` has added its part to the gradients."""
+        """Let a function be told of each layer that has ended its backward. A pipeline does this around the last one.
+
+        Parameters
+        ----------
+        ended : callable or None
+            Called as `ended(layer)` when one of `layers` has added its part to the gradients; None ends that.
+        """
         self._chain.ended = ended
 
     @property

@@ -12,7 +12,7 @@ from support.small_gpt import parts_of, text
 
 from mpipipe import Pipeline, arrays, nn
 from mpipipe.attention import Local
-from mpipipe.errors import BackendError
+from mpipipe.errors import BackendError, MismatchError
 from mpipipe.models import GPT
 from mpipipe.nn.recording import unrecordable
 from mpipipe.schedules import gpipe, one_f_one_b, partition
@@ -229,12 +229,20 @@ def test_gradients_of_inputs_are_those_of_each_micro_batch(comm, monkeypatch):
     assert found[0] == expected[0] and not found[1][0].reason
 
 
-def test_copies_between_host_and_device_cannot_be_recorded(gpu):
+def test_copies_between_host_and_device_cannot_be_recorded():
     x = arrays.upload(np.ones(3, np.float32))
     for work in (lambda: arrays.upload(np.ones(3)), lambda: arrays.download(x)):
         with pytest.raises(BackendError, match="while a CUDA graph is recorded"):
             arrays.record_graph(work)
     arrays.download(x)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_with_different_settings_are_told(comm, monkeypatch):
+    monkeypatch.setenv("MPIPIPE_GRAPHS", "1" if comm.rank == 0 else "0")
+    schedule = gpipe(comm.size, 2)
+    with pytest.raises(MismatchError, match="setting MPIPIPE_GRAPHS"):
+        Pipeline(build(schedule, comm.rank), schedule, comm, loss=nn.softmax_cross_entropy)
 
 
 def test_the_null_stream_records_nothing(comm, monkeypatch):

@@ -53,6 +53,7 @@ def compiler() -> str | None:
     return shutil.which("g++")
 
 
+@cache
 def without_comments(code: str) -> str:
     """The same code on the same lines."""
     return COMMENTS.sub(lambda found: found[1] or " " + "\n" * found[0].count("\n"), code)
@@ -108,6 +109,7 @@ def _environment() -> str:
     return "\n".join([version, *FLAGS, *headers])
 
 
+@cache
 def compiled(code: str, amd: bool = False) -> tuple[Path, list[str]]:
     """The shared library of a source, compiled once for all processes, and the names of its kernels."""
     text, names = on_host(code)
@@ -177,6 +179,7 @@ class RawModule:
             return Function(self._library, name, self._code)
 
 
+@cache
 def _fits(kind: str, dtype: np.dtype) -> bool:
     """Whether elements of this dtype are the C type `kind` (f4, i8, u1, h___half, ...)."""
     if kind in DTYPES:
