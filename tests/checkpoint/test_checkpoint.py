@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from mpipipe import Mesh, Pipeline, arrays, checkpoint, nn, optim, schedules
 from mpipipe.attention import Local
-from mpipipe.checkpoint import contents, tensors
+from mpipipe.checkpoint import contents, folders, tensors
 from mpipipe.errors import ArgumentError, MismatchError
 from mpipipe.models import GPT
 
@@ -233,6 +233,15 @@ def test_old_checkpoints_are_removed_and_what_is_not_ours_stays(comm, mpi_tmp_pa
     assert sorted(os.listdir(root)) == ["aside-step-00000001", "mine", "step-00000001", "step-00000003"]
     assert os.listdir(root / "step-00000001") == ["notes.txt"]
     assert checkpoint.newest(root) == root / "step-00000003"
+
+
+def test_a_checkpoint_that_is_removed_is_none_from_the_first_file_on(tmp_path, monkeypatch):
+    for name in ("manifest.json", "part-0.safetensors", "a.txt", "part-1.safetensors.partial"):
+        (tmp_path / name).write_text("")
+    removed, original = [], Path.unlink
+    monkeypatch.setattr(Path, "unlink", lambda path, **keys: removed.append(path.name) or original(path, **keys))
+    folders.clear(tmp_path)
+    assert removed[0] == "manifest.json" and os.listdir(tmp_path) == ["a.txt"]
 
 
 def test_a_save_of_the_same_step_replaces_one_of_more_ranks(comm, mpi_tmp_path):

@@ -89,7 +89,7 @@ def places(value, path=()):
 def damages(draw):
     """(what is done, a function that does it to a folder)"""
     kind = draw(st.sampled_from(["flip", "cut", "grow", "remove", "swap", "text", "value", "value", "value", "name"]))
-    name, share = draw(st.sampled_from(FILES)), draw(st.floats(0, 1, exclude_max=True))
+    name, share = draw(st.sampled_from(FILES)), draw(st.integers(0, 9999)) / 10_000
 
     def on_bytes(change):
         def damage(folder):
@@ -172,6 +172,48 @@ def test_what_is_damaged_is_refused_and_what_is_taken_is_right(whole, tmp_path, 
 @given(damage=damages())
 def test_what_is_damaged_is_refused_and_what_is_taken_is_right_more_often(whole, tmp_path, damage):
     check_refused_or_right(whole, tmp_path / "copy", damage[1])
+
+
+def flipped(place):
+    return lambda content: content[:place] + bytes([content[place] ^ 1]) + content[place:][1:]
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (flipped(0), "header has the checksum"),
+        (flipped(40), "header has the checksum"),
+        (flipped(-1), r"\w+/1\.\w+ has the checksum|0\.\w+ has the checksum"),
+        (lambda content: content[:-1], r"has \d+ bytes and not"),
+        (lambda content: content + b"\0", r"has \d+ bytes and not"),
+        (lambda content: b"", "has 0 bytes and not"),
+    ],
+)
+@pytest.mark.parametrize("name", FILES[1:])
+def test_damage_to_a_file_of_arrays_is_told_with_its_kind(whole, tmp_path, name, change, match):
+    shutil.copytree(whole, tmp_path / "copy")
+    path = tmp_path / "copy" / "step-00000002" / name
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(ArgumentError, match=f"file of the checkpoint is damaged: .*({match})") as caught:
+        load(path.parent)
+    assert caught.value.found == str(path)
+
+
+def test_no_bit_of_a_checkpoint_can_be_flipped_unseen(whole, tmp_path):
+    """Every 23rd byte of each file."""
+    shutil.copytree(whole, tmp_path / "copy")
+    for path in sorted((tmp_path / "copy" / "step-00000002").iterdir()):
+        content = path.read_bytes()
+        for place in range(path.name.count("a") % 23, len(content), 23):
+            path.write_bytes(flipped(place)(content))
+            try:
+                _, found = load(path.parent)
+            except ArgumentError:
+                continue
+            assert path.name == "manifest.json", place  # white space there means nothing
+            for name, array in right(whole).items():
+                np.testing.assert_array_equal(found[name], array, name)
+        path.write_bytes(content)
 
 
 def damaged(whole, folder, change):
