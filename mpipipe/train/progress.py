@@ -62,7 +62,7 @@ class Progress:
         if self.mesh.rank == 0:
             try:
                 checkpoint.prune(root, keep)
-            except ArgumentError as error:  # no reason to end a training
+            except (ArgumentError, OSError) as error:  # no reason to end a training
                 tell(f"mpipipe: {error}")
 
     def load(self, found: Checkpoint) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 from pathlib import Path
 
@@ -320,6 +321,33 @@ def test_at_most_so_many_checkpoints_stay_and_none_without_the_option(comm, conf
     plain = config("plain", save_every=0)
     train(plain, GPT, comm)
     assert not resume.checkpoints_of(Path(plain.out)).exists()
+
+
+def test_a_disk_that_is_full_at_a_checkpoint_ends_the_training_which_goes_on_from_the_one_before(
+    comm, config, monkeypatch
+):
+    whole, chosen = config("whole"), config(resume="auto")
+    train(whole, GPT, comm)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def step(self, number, original=Trainer.step):
+        if number == 5 and comm.rank == comm.size - 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+        return original(self, number)
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(Trainer, "step", step)
+            with pytest.raises(ArgumentError, match="checkpoint cannot be written") as caught:
+                train(chosen, GPT, comm)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    newest = checkpoint.newest(chosen.out)
+    assert newest.name == "step-00000004" and str(newest) in caught.value.remedy
+    comm.Barrier()
+    train(chosen, GPT, comm)
+    comm.Barrier()
+    assert records(chosen) == records(whole) and arrays_of(chosen) == arrays_of(whole)
 
 
 def test_auto_begins_in_a_new_folder_and_in_none_that_is_somebody_elses(comm, config):
