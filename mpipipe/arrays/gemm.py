@@ -19,9 +19,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpipipe.arrays import gemm_measured
+from mpipipe.arrays import gemm_measured, gemm_recorded
 from mpipipe.arrays.devices import cupy
 from mpipipe.arrays.dtypes import accumulator, dtype
+from mpipipe.arrays.graphs import is_recording
 from mpipipe.arrays.memory import address
 from mpipipe.arrays.platform import check_computable, is_amd
 from mpipipe.arrays.types import DeviceArray
@@ -140,7 +141,8 @@ def gemm(
         sizes = gemm_measured.Sizes(*factors, result, (transpose_b, transpose_a), add, compute)
         if gemm_measured.multiply(sizes, b, a, c, zero_and_one):
             return
-    library.gemmEx(
+    multiply = gemm_recorded.gemmEx if is_recording() else library.gemmEx
+    multiply(
         library.handle(), transpose_b, transpose_a, n, m, k,
         zero_and_one[1], b.data.ptr, number, k if transpose_b else n, a.data.ptr, number, columns,
         zero_and_one[add], c.data.ptr, library.kinds[c.dtype].number, n, compute, library.algorithm,
@@ -168,7 +170,8 @@ def batched_gemm(
     problems, m, n = c.shape
     k = a.shape[1] if transpose_a else a.shape[2]
     factors, where = _factors(factor, add, c.dtype)
-    library.gemmStridedBatchedEx(
+    multiply = gemm_recorded.gemmStridedBatchedEx if is_recording() else library.gemmStridedBatchedEx
+    multiply(
         library.handle(), transpose_b, transpose_a, n, m, k,
         where, *_operand(library, b), *_operand(library, a), where + factors.itemsize, *_operand(library, c),
         problems, library.kinds[a.dtype].compute, library.algorithm,
