@@ -60,8 +60,8 @@ def memory_error(
         found=f"{_asked(shortage)}, {shortage.free:,} bytes free of {shortage.total:,}; {held.activations} activations "
         f"hold {held.saved:,} bytes, parameters and gradients {held.parameters:,}{_idle(held)}",
         remedy=f"{_graphs(stages)}{_recomputation(held, recompute)}; twice as many stages: about "
-        f"{held.parameters // 2:,} bytes of parameters and gradients less on each rank, and half of the optimizer's state; more micro-batches: smaller "
-        "activations",
+        f"{held.parameters // 2:,} bytes of parameters and gradients less on each rank, and half of the optimizer's "
+        "state; more micro-batches: smaller activations",
     )
 
 
