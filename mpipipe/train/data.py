@@ -19,9 +19,9 @@ from typing import TypeAlias
 
 import numpy as np
 
+from mpipipe import files
 from mpipipe.errors import DataError
 from mpipipe.nn import random
-from mpipipe.train import files
 from mpipipe.train.fingerprint import fingerprint
 from mpipipe.train.pieces import Piece, Text, forget_files
 

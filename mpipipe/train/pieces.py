@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mpipipe import files
 from mpipipe.errors import DataError
-from mpipipe.train import files
 
 OPEN_FILES = 256  # descriptors kept
 REMEDY = "leave the data alone while a training reads them; train on a copy"
