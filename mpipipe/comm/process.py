@@ -6,6 +6,7 @@ calling rank in both cases.
     groups     every wait of this rank reads the notes of all of them
     failures   what was heard of failures so far; a wait looks for news at the end of this list
     engines    what advances only while somebody calls it; every wait calls the engines of its own thread
+    flight     what this rank has done last; vigils, its waits under way
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+import weakref
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
 from mpipipe.comm import launcher
+from mpipipe.comm.flight import Accountable, FlightRecorder
 from mpipipe.comm.types import Engine
 
 YIELD_SECONDS = 2e-2  # how long a wait gives way to others before it sleeps: the time of a large message
@@ -59,6 +62,14 @@ class OpenGroup(Protocol):
     def leave(self) -> None: ...
 
 
+class Attendant(Protocol):
+    """What a long wait calls now and then; comm.watch.watchdog.Watchdog is one."""
+
+    def attend(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
 class Process:
     """The state of one rank.
 
@@ -80,6 +91,14 @@ class Process:
         Whether this rank is a thread.
     patience : float
         Seconds that a wait gives way to others before it sleeps.
+    flight : FlightRecorder
+        The last operations that are in no plan.
+    vigils : list of wait.Vigil
+        The long waits under way, one for each thread that waits.
+    watchdog : Attendant or None
+        Watches for a hang, once there is a group of several ranks.
+    ended : bool
+        Whether the program of this rank is over.
     """
 
     def __init__(self) -> None:
@@ -91,6 +110,12 @@ class Process:
         self.pipelines = 0
         self.alone = False
         self.patience = CROWDED_YIELD_SECONDS if launcher.oversubscribed() else YIELD_SECONDS
+        self.flight = FlightRecorder()
+        self.vigils: list[Any] = []  # of wait.Vigil, which is built on this module
+        self.vigils_begun = 0
+        self.watchdog: Attendant | None = None
+        self.ended = False
+        self._accountable: list[weakref.ref[Accountable]] = []
         self._known: set[int] = set()  # numbers of `failures`
 
     def hear(self, failure: Failure) -> None:
@@ -98,6 +123,22 @@ class Process:
         if failure.number not in self._known:
             self._known.add(failure.number)
             self.failures.append(failure)
+
+    def keep_account(self, thing: Accountable) -> None:
+        """From now on ask `thing` for an account where a dump is made, as long as it lives."""
+        self._accountable = [each for each in self._accountable if each() is not None]
+        self._accountable.append(weakref.ref(thing))
+
+    @property
+    def accountable(self) -> list[Accountable]:
+        """Those that live."""
+        found = [each() for each in self._accountable]
+        return [thing for thing in found if thing is not None]
+
+    def sign(self) -> tuple[object, ...]:
+        """Something that is another thing after every progress of this rank."""
+        calls = sum(group.presence.calls for group in tuple(self.groups))
+        return calls, self.flight.count, self.vigils_begun, self.ended, *(t.sign() for t in self.accountable)
 
     def drive(self) -> None:
         """Let the engines of this thread advance."""
