@@ -16,7 +16,7 @@ from mpipipe.comm.requests import own
 from mpipipe.comm.types import MpiCommunicator, Request
 from mpipipe.comm.wait import wait_for_ranks
 
-HOST_BYTES = 56
+HOST_BYTES = 48
 
 
 class Kind(IntEnum):
@@ -37,6 +37,14 @@ class Letter(NamedTuple):
     content: Any
 
 
+class Place(NamedTuple):
+    """Where a rank runs, and whether its watchdog answers while the rank computes."""
+
+    host: str
+    pid: int
+    threaded: bool
+
+
 class Channel:
     """The watchdogs of the ranks of one communicator; the constructor is collective.
 
@@ -44,26 +52,23 @@ class Channel:
     ----------
     members : tuple of int
         Rank in COMM_WORLD of each rank.
-    processes : list of (str, int)
-        Host and process id of each rank.
+    places : list of Place
+        Of each rank.
     """
 
-    def __init__(self, comm: MpiCommunicator, members: tuple[int, ...]) -> None:
+    def __init__(self, comm: MpiCommunicator, members: tuple[int, ...], threaded: bool) -> None:
         self.comm, self.members = communicators.duplicate(comm), members
         self.comm.Set_name("mpipipe watchdog")
         self.rank, self.size = comm.rank, comm.size
         self._status = runtime.mpi().Status()
         self._sending: list[Request] = []
         self._receiving: tuple[Request, np.ndarray, int] | None = None
-        row, table = np.zeros(8 + HOST_BYTES, np.uint8), np.empty((self.size, 8 + HOST_BYTES), np.uint8)
-        row[:8].view(np.int64)[0] = os.getpid()
+        row, table = np.zeros(16 + HOST_BYTES, np.uint8), np.empty((self.size, 16 + HOST_BYTES), np.uint8)
+        row[:16].view(np.int64)[:] = os.getpid(), threaded
         host = np.frombuffer(socket.gethostname().encode()[:HOST_BYTES], np.uint8)
-        row[8 : 8 + host.size] = host
+        row[16 : 16 + host.size] = host
         wait_for_ranks(own(self.comm.Iallgather(row, table)), "the hosts of all ranks", members)
-        self.processes = [
-            (line[8:].tobytes().rstrip(b"\0").decode("utf-8", "replace"), int(line[:8].view(np.int64)[0]))
-            for line in table
-        ]
+        self.places = [_place(line) for line in table]
 
     def send(self, peers: Iterable[int], kind: Kind, inquiry: tuple[int, int], content: Any = None) -> None:
         """Start sending to ranks of this communicator."""
@@ -86,3 +91,8 @@ class Channel:
             found.append(Letter(source, *pickle.loads(buffer.tobytes())))
         self._sending = [request for request in self._sending if not request.Test()]
         return found
+
+
+def _place(row: np.ndarray) -> Place:
+    pid, threaded = row[:16].view(np.int64).tolist()
+    return Place(row[16:].tobytes().rstrip(b"\0").decode("utf-8", "replace"), pid, bool(threaded))

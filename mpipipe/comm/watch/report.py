@@ -20,7 +20,7 @@ def publish(
     """Write the files and the report; `place` is (world rank, ranks) of whoever reports. Never raises OSError."""
     lines = [f"no rank has made progress for {quiet:.1f} s", *verdict.lines()]
     try:
-        lines.append(f"stacks and last operations: {_write_files(verdict, dumps, folder or Path())}")
+        lines.append(f"stacks and last operations: {_write_files(verdict, dumps, folder)}")
     except OSError as error:
         lines.append(f"no file could be written ({error}); stacks of the first rank named:")
         stacks = [dumps[each.rank].stacks for each in verdict.culprits if each.rank in dumps]
@@ -29,9 +29,9 @@ def publish(
     write("\n".join([heading(*place), *(f"  {line}" for line in lines), ""]))
 
 
-def _write_files(verdict: Verdict, dumps: Mapping[int, Dump], folder: Path) -> Path:
+def _write_files(verdict: Verdict, dumps: Mapping[int, Dump], folder: Path | None) -> Path:
     """A folder named by the time: report.txt for all ranks, rank-N.txt for each of the first culprits."""
-    stem = folder / time.strftime("hang-%Y%m%d-%H%M%S")
+    stem = (folder if folder is not None and folder.is_dir() else Path()) / time.strftime("hang-%Y%m%d-%H%M%S")
     found = stem
     for number in range(1, 100):
         try:

@@ -23,6 +23,7 @@ class Silent(NamedTuple):
     rank: int  # in COMM_WORLD
     host: str
     pid: int
+    threaded: bool  # whether it answers while it computes
     seconds: float
 
 
@@ -116,6 +117,11 @@ def _named(dump: Dump) -> str:
 
 def _silence(silent: Silent, dumps: Mapping[int, Dump]) -> str:
     known = [dump.neighbours[silent.rank] for dump in dumps.values() if dump.neighbours.get(silent.rank)]
+    if not silent.threaded and (not known or not known[0].startswith("it is")):
+        return (
+            f"rank {silent.rank} on {silent.host} (process {silent.pid}) waits for no message; what it does is not "
+            "known, since MPI was initialised without MPI_THREAD_MULTIPLE"
+        )
     state = known[0] if known else "nothing is known of its process: a slow node, a lost one, or one without a watchdog"
     return (
         f"rank {silent.rank} on {silent.host} (process {silent.pid}) is silent: it has not answered for "

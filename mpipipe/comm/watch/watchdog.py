@@ -20,13 +20,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
 from mpipipe.comm import runtime, settings
-from mpipipe.comm.process import Process
+from mpipipe.comm.process import Process, here
 from mpipipe.comm.requests import own
 from mpipipe.comm.types import Communicator
 from mpipipe.comm.wait import wait_for_ranks
@@ -54,9 +55,7 @@ def enrol(process: Process, comm: Communicator, members: tuple[int, ...]) -> tup
     members : tuple of int
         Rank in COMM_WORLD of each rank.
     """
-    if process.watchdog is None:
-        process.watchdog = Watchdog(process)
-    watchdog: Watchdog = process.watchdog  # type: ignore[assignment]  # nobody else sets it
+    watchdog = _watchdog_of(process)
     watchdog.named += 1
     mine = np.array([watchdog.covers(comm, members), members[comm.rank], watchdog.named], np.int64)
     if comm.size == 1:
@@ -64,8 +63,36 @@ def enrol(process: Process, comm: Communicator, members: tuple[int, ...]) -> tup
     table = np.empty((comm.size, mine.size), np.int64)
     wait_for_ranks(own(comm.Iallgather(mine, table)), "all ranks of a new group", members, grace=ARRIVAL_SECONDS)
     if not table[:, 0].all() and not runtime.in_process(comm):
-        watchdog.add(Channel(comm, members))  # type: ignore[arg-type]  # it is one of MPI
+        watchdog.add(Channel(comm, members, _threads_allowed()))  # type: ignore[arg-type]  # it is one of MPI
     return tuple(table[0, 1:].tolist())
+
+
+def _watchdog_of(process: Process) -> Watchdog:
+    if process.watchdog is None:
+        process.watchdog = Watchdog(process)
+    found: Watchdog = process.watchdog  # type: ignore[assignment]  # nobody else sets it
+    return found
+
+
+@contextmanager
+def watching(seconds: float | None, folder: Path) -> Iterator[None]:
+    """Within, the limit of this rank is `seconds`, and a report goes to `folder`, if that exists by then.
+
+    None stands for what MPIPIPE_WATCHDOG says, 0 for no watchdog. Every rank enters with the same.
+    """
+    watchdog = _watchdog_of(here())
+    before = watchdog.limit, watchdog.folder
+    watchdog.configure(settings.watchdog() if seconds is None else seconds or None, folder)
+    try:
+        yield
+    finally:
+        watchdog.configure(*before)
+
+
+def _threads_allowed() -> bool:
+    """Whether MPI takes calls from several threads at once."""
+    MPI = runtime.mpi()
+    return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
 
 
 class Inquiry:
@@ -153,8 +180,7 @@ class Watchdog:
     def _start(self) -> None:
         if self.limit is None or self._thread is not None or not self._channels or self._stop.is_set():
             return
-        MPI = runtime.mpi()
-        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        if not _threads_allowed():
             return
         self._thread = threading.Thread(target=self._watch, name="mpipipe watchdog", daemon=True)
         self._thread.start()
@@ -274,7 +300,7 @@ class Watchdog:
     def _silent(self, inquiry: Inquiry, answered: set[int]) -> list[Silent]:
         channel = inquiry.channel
         return [
-            Silent(channel.members[rank], *channel.processes[rank], seconds=self.quiet)
+            Silent(channel.members[rank], *channel.places[rank], seconds=self.quiet)
             for rank in inquiry.others
             if rank not in answered
         ]
