@@ -96,12 +96,12 @@ class Account(NamedTuple):
     """
 
     key: tuple[int, ...]
-    doing: str
-    computes: bool
-    stage: int | None
-    microbatch: int | None
-    thread: int
-    expects: Message | None
+    doing: str = ""
+    computes: bool = False
+    stage: int | None = None
+    microbatch: int | None = None
+    thread: int = 0
+    expects: Message | None = None
     sent: tuple[Message, ...] = ()
     skipped: tuple[Message, ...] = ()
     operations: tuple[str, ...] = ()

@@ -21,7 +21,7 @@ from mpipipe.comm.process import Failure, failure_of, here, is_rank
 from mpipipe.comm.requests import own
 from mpipipe.comm.types import Communicator, Testable
 from mpipipe.comm.wait import wait
-from mpipipe.comm.watch.watchdog import enrol
+from mpipipe.comm.watch.membership import enrol
 from mpipipe.errors import ArgumentError, PeerError
 
 

@@ -16,6 +16,7 @@ import os
 import threading
 import weakref
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from mpipipe.comm import launcher
@@ -63,9 +64,15 @@ class OpenGroup(Protocol):
 
 
 class Attendant(Protocol):
-    """What a long wait calls now and then; comm.watch.watchdog.Watchdog is one."""
+    """Watches for a hang; comm.watch.watchdog.Watchdog is one."""
 
-    def attend(self) -> None: ...
+    limit: float | None  # seconds without progress
+    folder: Path | None  # of a report
+
+    def configure(self, limit: float | None, folder: Path | None) -> None: ...
+
+    def attend(self) -> None:
+        """Look around; called in long waits."""
 
     def stop(self) -> None: ...
 
@@ -85,8 +92,8 @@ class Process:
         Those heard of, in that order, each once.
     left : dict
         World rank -> text, of the ranks whose script has ended.
-    pipelines : int
-        Pipelines built so far.
+    pipelines, groups_named : int
+        Pipelines built, and groups made, so far.
     alone : bool
         Whether this rank is a thread.
     patience : float
@@ -107,7 +114,7 @@ class Process:
         self.engines: dict[Engine, int] = {}
         self.failures: list[Failure] = []
         self.left: dict[int, str] = {}
-        self.pipelines = 0
+        self.pipelines = self.groups_named = 0
         self.alone = False
         self.patience = CROWDED_YIELD_SECONDS if launcher.oversubscribed() else YIELD_SECONDS
         self.flight = FlightRecorder()

@@ -75,7 +75,7 @@ class PipelineFlight:
         """How far this rank has come in the call under way."""
         call = self.calls[-1] if self.running else None
         operations = [text for each in tuple(self.calls) for text in self._operations(each)]
-        idle = Account(self.group.key, "", False, None, None, 0, None, operations=tuple(operations))
+        idle = Account(self.group.key, operations=tuple(operations))
         if call is None:
             return idle
         done, computes = divmod(len(call.marks), 2)

@@ -18,7 +18,7 @@ from mpipipe.comm.device import select_device
 from mpipipe.comm.group import group_of
 from mpipipe.comm.mesh import Mesh
 from mpipipe.comm.types import Communicator
-from mpipipe.comm.watch.watchdog import watching
+from mpipipe.comm.watch.membership import watching
 from mpipipe.errors import NonFiniteError
 from mpipipe.pipeline import Pipeline
 from mpipipe.train import output, weights

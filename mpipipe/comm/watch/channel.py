@@ -26,6 +26,7 @@ class Kind(IntEnum):
     QUIET = 1  # the answer: seconds
     ORDER = 2  # send your dump; with the ranks that have not answered
     DUMP = 3  # the answer: a dump.Dump
+    MOVES = 4  # a rank has made progress: seconds until the next question makes sense
 
 
 class Letter(NamedTuple):

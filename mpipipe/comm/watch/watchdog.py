@@ -2,7 +2,7 @@
 
     quiet for the limit, and this rank waits           ASK  ->  all ranks of its channel
     each answers how long it has been quiet            <- QUIET
-    one has seen progress: no hang, ask again later
+    one has seen progress: no hang, ask again later    MOVES -> all, so that none asks before
     none has, or they are silent                       ORDER -> all, with the names of the silent ones
     each describes itself                              <- DUMP
     still no progress: compare, report, MPI_Abort
@@ -20,76 +20,25 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 
-import numpy as np
-
 from mpipipe.comm import runtime, settings
-from mpipipe.comm.process import Process, here
-from mpipipe.comm.requests import own
-from mpipipe.comm.types import Communicator
-from mpipipe.comm.wait import wait_for_ranks
+from mpipipe.comm.process import Process
 from mpipipe.comm.watch import report
 from mpipipe.comm.watch.channel import Channel, Kind, Letter
 from mpipipe.comm.watch.dump import Dump, make_dump
 from mpipipe.comm.watch.verdict import Silent, judge
 
 logger = logging.getLogger("mpipipe")
-ARRIVAL_SECONDS = 3.0  # for messages that a rank has sent before it left
 STAGGER = 0.2  # seconds between ranks: the lowest that waits asks first
 MOST_STAGGERED = 25
 JOIN_SECONDS = 2.0
+MOST_SECONDS = 0.3  # that one look counts for, or three periods: this process may have been stopped meanwhile
+HASTE_SECONDS = 0.02  # between two looks while somebody asks: a long answer needs several
 
 
-def enrol(process: Process, comm: Communicator, members: tuple[int, ...]) -> tuple[int, ...]:
-    """Name a new group on all its ranks alike, and make sure that one channel has all of them; collective.
-
-    Parameters
-    ----------
-    process : Process
-        Of this rank.
-    comm : Communicator
-        The group's private communicator.
-    members : tuple of int
-        Rank in COMM_WORLD of each rank.
-    """
-    watchdog = _watchdog_of(process)
-    watchdog.named += 1
-    mine = np.array([watchdog.covers(comm, members), members[comm.rank], watchdog.named], np.int64)
-    if comm.size == 1:
-        return tuple(mine[1:].tolist())
-    table = np.empty((comm.size, mine.size), np.int64)
-    wait_for_ranks(own(comm.Iallgather(mine, table)), "all ranks of a new group", members, grace=ARRIVAL_SECONDS)
-    if not table[:, 0].all() and not runtime.in_process(comm):
-        watchdog.add(Channel(comm, members, _threads_allowed()))  # type: ignore[arg-type]  # it is one of MPI
-    return tuple(table[0, 1:].tolist())
-
-
-def _watchdog_of(process: Process) -> Watchdog:
-    if process.watchdog is None:
-        process.watchdog = Watchdog(process)
-    found: Watchdog = process.watchdog  # type: ignore[assignment]  # nobody else sets it
-    return found
-
-
-@contextmanager
-def watching(seconds: float | None, folder: Path) -> Iterator[None]:
-    """Within, the limit of this rank is `seconds`, and a report goes to `folder`, if that exists by then.
-
-    None stands for what MPIPIPE_WATCHDOG says, 0 for no watchdog. Every rank enters with the same.
-    """
-    watchdog = _watchdog_of(here())
-    before = watchdog.limit, watchdog.folder
-    watchdog.configure(settings.watchdog() if seconds is None else seconds or None, folder)
-    try:
-        yield
-    finally:
-        watchdog.configure(*before)
-
-
-def _threads_allowed() -> bool:
+def threads_allowed() -> bool:
     """Whether MPI takes calls from several threads at once."""
     MPI = runtime.mpi()
     return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
@@ -125,8 +74,6 @@ class Watchdog:
         Seconds without progress of any rank; None where nothing is watched.
     folder : Path or None
         Where a report goes; None for the working folder.
-    named : int
-        Groups that this rank has named.
     quiet : float
         Seconds without progress of this rank, as far as this watchdog was awake.
     """
@@ -135,7 +82,6 @@ class Watchdog:
         self.process = process
         self.limit = settings.watchdog()
         self.folder: Path | None = None
-        self.named = 0
         self.quiet = 0.0
         self._channels: list[Channel] = []
         self._sign: object = None
@@ -147,11 +93,13 @@ class Watchdog:
         self._again = 0.0  # seconds of quiet at which to ask again
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
+        self._loudness = logging.WARNING
 
     @property
     def period(self) -> float:
         """Seconds between two looks."""
-        return min(1.0, (self.limit or 10.0) / 10)
+        asked = self._inquiry is not None or self._held > 0
+        return HASTE_SECONDS if asked else min(1.0, (self.limit or 10.0) / 10)
 
     @property
     def window(self) -> float:
@@ -160,10 +108,9 @@ class Watchdog:
 
     # -- life ---------------------------------------------------------------------------------------------------
 
-    def covers(self, comm: Communicator, members: tuple[int, ...]) -> bool:
-        """Whether there is a channel with all of these ranks, or none can be made."""
-        none = runtime.in_process(comm) or -1 in members
-        return none or any(set(members) <= set(channel.members) for channel in self._channels)
+    def covers(self, members: tuple[int, ...]) -> bool:
+        """Whether there is a channel with all of these ranks, or none can be made, for ranks of another job."""
+        return -1 in members or any(set(members) <= set(channel.members) for channel in self._channels)
 
     def add(self, channel: Channel) -> None:
         """Watch over the ranks of one channel more."""
@@ -180,7 +127,7 @@ class Watchdog:
     def _start(self) -> None:
         if self.limit is None or self._thread is not None or not self._channels or self._stop.is_set():
             return
-        if not _threads_allowed():
+        if not threads_allowed():
             return
         self._thread = threading.Thread(target=self._watch, name="mpipipe watchdog", daemon=True)
         self._thread.start()
@@ -207,10 +154,11 @@ class Watchdog:
             return
         try:
             now = time.monotonic()
-            elapsed, self._now = min(now - self._now, 3 * self.period), now
+            elapsed, self._now = min(now - self._now, max(MOST_SECONDS, 3 * self.period)), now
             self._look(elapsed)
-        except Exception as error:  # a peer that died, for example: others report that
-            logger.debug("the watchdog goes on after %s: %s", type(error).__name__, error)
+        except Exception as error:  # of MPI where a peer has died, for example: others report that
+            logger.log(self._loudness, "the watchdog goes on after %s: %s", type(error).__name__, error)
+            self._loudness = logging.DEBUG
         finally:
             self._lock.release()
 
@@ -227,7 +175,7 @@ class Watchdog:
         if self._inquiry is not None:
             self._inquiry.waited += elapsed
             self._go_on(self._inquiry)
-        elif self.process.vigils and self._held == 0 and not self.process.failures:
+        elif self.process.vigils and self._held == 0:
             self._ask()
 
     def _take(self, channel: Channel, letter: Letter) -> None:
@@ -240,6 +188,8 @@ class Watchdog:
                 channel.send([source], Kind.QUIET, name, self.quiet)
             else:
                 channel.send([source], Kind.DUMP, name, self._dump(channel, content))
+        elif kind == Kind.MOVES:
+            self._held, self._again = 0.0, self.quiet + content
         elif inquiry is not None and inquiry.name == name:
             if kind == Kind.QUIET:
                 inquiry.quiet[source] = content
@@ -277,19 +227,20 @@ class Watchdog:
             return
         if inquiry.silent is None:
             if len(inquiry.quiet) == len(inquiry.others) or inquiry.waited >= self.window:
-                if not self._postpone(inquiry.quiet.values()):
+                if not self._postpone(inquiry, inquiry.quiet.values()):
                     self._order(inquiry)
         elif len(inquiry.dumps) == len(inquiry.others) or inquiry.waited >= self.window:
-            if not self._postpone(dump.quiet for dump in inquiry.dumps.values()):
+            if not self._postpone(inquiry, (dump.quiet for dump in inquiry.dumps.values())):
                 self._conclude(inquiry)
 
-    def _postpone(self, quiet: Iterable[float]) -> bool:
+    def _postpone(self, inquiry: Inquiry, quiet: Iterable[float]) -> bool:
         """Whether some rank has made progress, so that there is no hang."""
         assert self.limit is not None
         least = min(quiet, default=self.limit)
         if least >= self.limit:
             return False
         self._inquiry, self._again = None, self.quiet + self.limit - least
+        inquiry.channel.send(inquiry.others, Kind.MOVES, inquiry.name, self.limit - least)
         return True
 
     def _order(self, inquiry: Inquiry) -> None:
@@ -302,7 +253,7 @@ class Watchdog:
         return [
             Silent(channel.members[rank], *channel.places[rank], seconds=self.quiet)
             for rank in inquiry.others
-            if rank not in answered
+            if rank not in answered and channel.members[rank] not in self.process.left
         ]
 
     def _conclude(self, inquiry: Inquiry) -> None:
@@ -310,6 +261,8 @@ class Watchdog:
         silent = self._silent(inquiry, set(inquiry.dumps))
         mine = self._dump(channel, silent)
         dumps = {dump.rank: dump for dump in (mine, *inquiry.dumps.values())}
-        verdict = judge(dict(sorted(dumps.items())), silent)
-        report.publish(verdict, dumps, self.quiet, self.folder, (channel.members[channel.rank], channel.size))
-        channel.comm.Abort(report.HUNG)
+        try:
+            verdict = judge(dict(sorted(dumps.items())), silent)
+            report.publish(verdict, dumps, self.quiet, self.folder, (channel.members[channel.rank], channel.size))
+        finally:
+            channel.comm.Abort(report.HUNG)
