@@ -12,8 +12,9 @@ from mpipipe import Pipeline, nn, schedules
 from mpipipe.comm import inprocess
 from mpipipe.comm.flight import SLOTS, Account, FlightRecorder, Message
 from mpipipe.comm.group import Group
+from mpipipe.comm.watch.channel import Place
 from mpipipe.comm.watch.dump import Dump, Waits
-from mpipipe.comm.watch.neighbours import state_of
+from mpipipe.comm.watch.neighbours import Seen, state_of
 from mpipipe.comm.watch.verdict import Silent, judge, listed
 from mpipipe.errors import HangError, PeerError
 
@@ -82,11 +83,11 @@ def test_a_message_is_lost_only_where_nobody_else_is_to_blame():
 
 
 def test_what_neighbours_saw_of_a_silent_rank_is_told():
-    silent = Silent(2, "node", 77, True, 6.0)
+    silent = Silent(2, Place("node", 77, True, -1), 6.0)
     text = "rank 2 on node (process 77) is silent: it has not answered for 6 s; "
-    assert verdict(dump(0, for_rank(2), neighbours={2: "it is asleep"}), silent=[silent]).culprits[0].text == (
-        text + "it is asleep"
-    )
+    assert verdict(dump(0, for_rank(2), neighbours={2: Seen("it is asleep", "")}), silent=[silent]).culprits[
+        0
+    ].text == (text + "it is asleep")
     assert verdict(dump(0, for_rank(2)), silent=[silent]).culprits[0].text.startswith(text + "nothing is known")
 
 

@@ -114,6 +114,22 @@ def test_a_rank_that_is_stopped_for_good_is_silent(play):
     ), report
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="stacks of others are read from /proc")
+def test_a_rank_whose_interpreter_is_busy_is_silent_and_its_stack_is_read_from_outside(play, tmp_path):
+    body = "import re\ndef breaking(_):\n    if rank == 1: re.match('(a+)+$', 'a' * 60 + 'b')" + TWO_STEPS
+    report = report_of(play(body))
+    assert re.search(r"\n  rank 1 on .* is silent: .*; it runs, but a call keeps its interpreter busy\n", report), (
+        report
+    )
+    assert re.search(r"job.py\", line \d+ in breaking\n", files_of(tmp_path)["rank-1.txt"])
+
+
+def test_a_rank_in_a_blocking_call_of_mpi_is_named_with_its_line(play):
+    body = "def breaking(_):\n    if rank == 1: comm.Barrier()" + TWO_STEPS
+    report = report_of(play(body, run=False))
+    assert re.search(r"\n  rank 1 on \S+ has been busy elsewhere for \d+ s, at \S+job.py:\d+ in breaking\n", report)
+
+
 def test_a_rank_that_is_stopped_for_a_while_goes_on(play):
     stop = (
         "subprocess.Popen(['sh', '-c', f'sleep 1.5; kill -CONT {os.getpid()}']); os.kill(os.getpid(), signal.SIGSTOP)"

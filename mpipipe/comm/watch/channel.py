@@ -15,8 +15,9 @@ from mpipipe.comm import communicators, runtime
 from mpipipe.comm.requests import own
 from mpipipe.comm.types import MpiCommunicator, Request
 from mpipipe.comm.wait import wait_for_ranks
+from mpipipe.comm.watch.neighbours import offer_stacks
 
-HOST_BYTES = 48
+HOST_BYTES = 40
 
 
 class Kind(IntEnum):
@@ -24,7 +25,7 @@ class Kind(IntEnum):
 
     ASK = 0  # how long have you seen no progress?
     QUIET = 1  # the answer: seconds
-    ORDER = 2  # send your dump; with the ranks that have not answered
+    ORDER = 2  # send your dump; with the ranks of your host that have not answered and that you are to look at
     DUMP = 3  # the answer: a dump.Dump
     MOVES = 4  # a rank has made progress: seconds until the next question makes sense
 
@@ -39,11 +40,12 @@ class Letter(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a rank runs, and whether its watchdog answers while the rank computes."""
+    """Where a rank runs, whether its watchdog answers while it computes, and where its stacks can be read."""
 
     host: str
     pid: int
     threaded: bool
+    descriptor: int  # see neighbours.offer_stacks
 
 
 class Channel:
@@ -64,10 +66,10 @@ class Channel:
         self._status = runtime.mpi().Status()
         self._sending: list[Request] = []
         self._receiving: tuple[Request, np.ndarray, int] | None = None
-        row, table = np.zeros(16 + HOST_BYTES, np.uint8), np.empty((self.size, 16 + HOST_BYTES), np.uint8)
-        row[:16].view(np.int64)[:] = os.getpid(), threaded
+        row, table = np.zeros(24 + HOST_BYTES, np.uint8), np.empty((self.size, 24 + HOST_BYTES), np.uint8)
+        row[:24].view(np.int64)[:] = os.getpid(), threaded, offer_stacks()
         host = np.frombuffer(socket.gethostname().encode()[:HOST_BYTES], np.uint8)
-        row[16 : 16 + host.size] = host
+        row[24 : 24 + host.size] = host
         wait_for_ranks(own(self.comm.Iallgather(row, table)), "the hosts of all ranks", members)
         self.places = [_place(line) for line in table]
 
@@ -95,5 +97,5 @@ class Channel:
 
 
 def _place(row: np.ndarray) -> Place:
-    pid, threaded = row[:16].view(np.int64).tolist()
-    return Place(row[16:].tobytes().rstrip(b"\0").decode("utf-8", "replace"), pid, bool(threaded))
+    pid, threaded, descriptor = row[:24].view(np.int64).tolist()
+    return Place(row[24:].tobytes().rstrip(b"\0").decode("utf-8", "replace"), pid, bool(threaded), descriptor)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, TypeVar
@@ -16,7 +15,7 @@ from typing import NamedTuple, TypeVar
 from mpipipe.comm.flight import Account
 from mpipipe.comm.process import Process
 from mpipipe.comm.wait import Vigil
-from mpipipe.comm.watch.neighbours import state_of
+from mpipipe.comm.watch.neighbours import Seen
 
 OPERATIONS = 24  # the last ones, of what is in no plan
 TRIES = 5  # a list may change while another thread reads it
@@ -53,7 +52,7 @@ class Dump(NamedTuple):
     where : the line of code that it is in, as text
     stacks : of all its threads
     operations : the last ones that are in no plan, as text
-    neighbours : world rank -> state of the process, of ranks on this host that do not answer
+    neighbours : world rank -> what was seen of the process, of ranks on this host that do not answer
     """
 
     rank: int
@@ -65,11 +64,11 @@ class Dump(NamedTuple):
     where: str
     stacks: str
     operations: tuple[str, ...]
-    neighbours: Mapping[int, str]
+    neighbours: Mapping[int, Seen]
 
 
 def make_dump(
-    process: Process, rank: int, quiet: float, silent: Sequence[tuple[int, str, int]] = (), watcher: int = 0
+    process: Process, rank: int, quiet: float, neighbours: Mapping[int, Seen] | None = None, watcher: int = 0
 ) -> Dump:
     """Describe this rank.
 
@@ -81,27 +80,26 @@ def make_dump(
         In COMM_WORLD.
     quiet : float
         Seconds without progress.
-    silent : sequence of (int, str, int)
-        World rank, host and process id of ranks that do not answer.
+    neighbours : mapping
+        World rank -> what was seen of it, for ranks that do not answer.
     watcher : int
         The watchdog's own thread, which is left out.
     """
-    host = socket.gethostname()
     accounts = _patiently(lambda: tuple(each.account() for each in process.accountable))
     waits = _patiently(lambda: tuple(_waits_of(vigil) for vigil in tuple(process.vigils)))
     busy = next((account.thread for account in accounts if account.doing), threading.main_thread().ident)
     frames = sys._current_frames()
     return Dump(
-        rank,
-        host,
-        quiet,
-        waits,
-        accounts,
-        process.ended,
-        _where(frames.get(busy or 0)),
-        _stacks(frames, watcher),
-        tuple(process.flight.last(OPERATIONS)),
-        {other: state_of(pid) for other, its_host, pid in silent if its_host == host and pid != os.getpid()},
+        rank=rank,
+        host=socket.gethostname(),
+        quiet=quiet,
+        waits=waits,
+        accounts=accounts,
+        ended=process.ended,
+        where=_where(frames.get(busy or 0)),
+        stacks=_stacks(frames, watcher),
+        operations=tuple(process.flight.last(OPERATIONS)),
+        neighbours=neighbours or {},
     )
 
 

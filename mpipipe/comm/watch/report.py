@@ -23,8 +23,8 @@ def publish(
         lines.append(f"stacks and last operations: {_write_files(verdict, dumps, folder)}")
     except OSError as error:
         lines.append(f"no file could be written ({error}); stacks of the first rank named:")
-        stacks = [dumps[each.rank].stacks for each in verdict.culprits if each.rank in dumps]
-        lines += stacks[0].splitlines() if stacks else ["it has not sent any"]
+        stacks = _stacks(dumps)
+        lines += next((stacks[each.rank] for each in verdict.culprits if each.rank in stacks), "none").splitlines()
     lines.append(f"remedy: {REMEDY}")
     write("\n".join([heading(*place), *(f"  {line}" for line in lines), ""]))
 
@@ -43,10 +43,17 @@ def _write_files(verdict: Verdict, dumps: Mapping[int, Dump], folder: Path | Non
     for rank, dump in sorted(dumps.items()):
         texts += [f"rank {rank} on {dump.host}, quiet for {dump.quiet:.1f} s, at {dump.where}", *_operations(dump), ""]
     (found / "report.txt").write_text("\n".join(texts))
-    for rank in list(dict.fromkeys(each.rank for each in verdict.culprits if each.rank in dumps))[:LISTED]:
-        dump = dumps[rank]
-        text = "\n".join([f"rank {rank} on {dump.host}", *_operations(dump), "", dump.stacks])
-        (found / f"rank-{rank}.txt").write_text(text)
+    stacks = _stacks(dumps)
+    for rank in list(dict.fromkeys(each.rank for each in verdict.culprits if each.rank in stacks))[:LISTED]:
+        (found / f"rank-{rank}.txt").write_text(stacks[rank])
+    return found
+
+
+def _stacks(dumps: Mapping[int, Dump]) -> dict[int, str]:
+    """Stacks by world rank, of ranks that answer and of those that were looked at from outside."""
+    found = {rank: seen.stacks for dump in dumps.values() for rank, seen in dump.neighbours.items() if seen.stacks}
+    for rank, dump in dumps.items():
+        found[rank] = "\n".join([f"rank {rank} on {dump.host}", *_operations(dump), "", dump.stacks])
     return found
 
 

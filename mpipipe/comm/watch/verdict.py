@@ -12,7 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from mpipipe.comm.flight import Account, Message
+from mpipipe.comm.watch.channel import Place
 from mpipipe.comm.watch.dump import Dump
+from mpipipe.comm.watch.neighbours import STATES
 
 LISTED = 8  # waits that a report lists, and ranks that it blames
 
@@ -21,9 +23,7 @@ class Silent(NamedTuple):
     """A rank that has not answered."""
 
     rank: int  # in COMM_WORLD
-    host: str
-    pid: int
-    threaded: bool  # whether it answers while it computes
+    place: Place
     seconds: float
 
 
@@ -116,17 +116,13 @@ def _named(dump: Dump) -> str:
 
 
 def _silence(silent: Silent, dumps: Mapping[int, Dump]) -> str:
-    known = [dump.neighbours[silent.rank] for dump in dumps.values() if dump.neighbours.get(silent.rank)]
-    if not silent.threaded and (not known or not known[0].startswith("it is")):
-        return (
-            f"rank {silent.rank} on {silent.host} (process {silent.pid}) waits for no message; what it does is not "
-            "known, since MPI was initialised without MPI_THREAD_MULTIPLE"
-        )
-    state = known[0] if known else "nothing is known of its process: a slow node, a lost one, or one without a watchdog"
-    return (
-        f"rank {silent.rank} on {silent.host} (process {silent.pid}) is silent: it has not answered for "
-        f"{silent.seconds:.0f} s; {state}"
-    )
+    place = silent.place
+    state = next((d.neighbours[silent.rank].state for d in dumps.values() if silent.rank in d.neighbours), "")
+    name = f"rank {silent.rank} on {place.host} (process {place.pid})"
+    if not place.threaded and state in ("", STATES["R"], STATES["S"]):
+        return f"{name} waits for no message; more is not known, since MPI was initialised without MPI_THREAD_MULTIPLE"
+    unknown = "nothing is known of its process: a slow node, a lost one, or one without a watchdog"
+    return f"{name} is silent: it has not answered for {silent.seconds:.0f} s; {state or unknown}"
 
 
 def _skipped(dump: Dump) -> Iterable[str]:

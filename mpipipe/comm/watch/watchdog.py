@@ -28,6 +28,7 @@ from mpipipe.comm.process import Process
 from mpipipe.comm.watch import report
 from mpipipe.comm.watch.channel import Channel, Kind, Letter
 from mpipipe.comm.watch.dump import Dump, make_dump
+from mpipipe.comm.watch.neighbours import look_at
 from mpipipe.comm.watch.verdict import Silent, judge
 
 logger = logging.getLogger("mpipipe")
@@ -53,7 +54,8 @@ class Inquiry:
     waited : seconds since the last question
     quiet : rank -> seconds without progress
     dumps : rank -> Dump, once dumps were asked for
-    silent : of the ranks that have not answered; None before dumps were asked for
+    silent : the ranks that have not answered; None before dumps were asked for
+    mine : those of them that this rank is to look at
     """
 
     def __init__(self, channel: Channel, number: int) -> None:
@@ -63,6 +65,7 @@ class Inquiry:
         self.quiet: dict[int, float] = {}
         self.dumps: dict[int, Dump] = {}
         self.silent: list[Silent] | None = None
+        self.mine: list[Silent] = []
 
 
 class Watchdog:
@@ -196,10 +199,10 @@ class Watchdog:
             else:
                 inquiry.dumps[source] = content
 
-    def _dump(self, channel: Channel, silent: list[Silent]) -> Dump:
+    def _dump(self, channel: Channel, neighbours: list[Silent]) -> Dump:
         watcher = 0 if self._thread is None else self._thread.ident or 0
-        processes = [(each.rank, each.host, each.pid) for each in silent]
-        return make_dump(self.process, channel.members[channel.rank], self.quiet, processes, watcher)
+        seen = {each.rank: look_at(each.place.pid, each.place.descriptor) for each in neighbours}
+        return make_dump(self.process, channel.members[channel.rank], self.quiet, seen, watcher)
 
     # -- asking -------------------------------------------------------------------------------------------------
 
@@ -244,14 +247,24 @@ class Watchdog:
         return True
 
     def _order(self, inquiry: Inquiry) -> None:
-        inquiry.silent = self._silent(inquiry, set(inquiry.quiet))
-        inquiry.waited = 0.0
-        inquiry.channel.send(inquiry.others, Kind.ORDER, inquiry.name, inquiry.silent)
+        """Ask for dumps. The first rank of a host that has answered is to look at the silent ones there."""
+        channel, silent = inquiry.channel, self._silent(inquiry, set(inquiry.quiet))
+        inquiry.silent, inquiry.waited = silent, 0.0
+        hosts: dict[str, int] = {}
+        for rank in (channel.rank, *sorted(inquiry.quiet)):
+            hosts.setdefault(channel.places[rank].host, rank)
+        orders: dict[int, list[Silent]] = {rank: [] for rank in (channel.rank, *inquiry.others)}
+        for each in silent:
+            if each.place.host in hosts:
+                orders[hosts[each.place.host]].append(each)
+        inquiry.mine = orders.pop(channel.rank)
+        for rank, neighbours in orders.items():
+            channel.send([rank], Kind.ORDER, inquiry.name, neighbours)
 
     def _silent(self, inquiry: Inquiry, answered: set[int]) -> list[Silent]:
         channel = inquiry.channel
         return [
-            Silent(channel.members[rank], *channel.places[rank], seconds=self.quiet)
+            Silent(channel.members[rank], channel.places[rank], self.quiet)
             for rank in inquiry.others
             if rank not in answered and channel.members[rank] not in self.process.left
         ]
@@ -259,7 +272,7 @@ class Watchdog:
     def _conclude(self, inquiry: Inquiry) -> None:
         channel = inquiry.channel
         silent = self._silent(inquiry, set(inquiry.dumps))
-        mine = self._dump(channel, silent)
+        mine = self._dump(channel, inquiry.mine)
         dumps = {dump.rank: dump for dump in (mine, *inquiry.dumps.values())}
         try:
             verdict = judge(dict(sorted(dumps.items())), silent)
