@@ -149,8 +149,13 @@ def test_a_job_that_is_stopped_as_a_whole_goes_on(play):
             if number == signal.SIGSTOP:
                 time.sleep(4)
 
-    body = "def breaking(_):\n    print('working', flush=True)\n    if rank == 0: time.sleep(1.0)" + TWO_STEPS
-    healthy(play(body, watchdog=2, meanwhile=stop_and_go_on))
+    body = """
+def breaking(_):
+    print("working", flush=True)
+    for _ in range(15 if rank == 0 else 0):
+        time.sleep(0.1)
+"""
+    healthy(play(body + TWO_STEPS, watchdog=3, meanwhile=stop_and_go_on))
 
 
 def test_actions_that_are_longer_than_the_limit_and_poll_between_layers_are_no_hang(play):
@@ -187,6 +192,47 @@ print("finished", flush=True)
     assert re.search(r"\n  rank 2 waits for message \d+ of the ring from rank 1 \(tag 1, 524288 bytes\)", report), (
         report
     )
+
+
+def test_ranks_with_a_communicator_of_their_own_watch_over_each_other(play):
+    """Rank 0 is in no group, and so nobody waits for it."""
+    body = """
+part = comm.Split(min(rank, 1), rank)
+if rank > 0:
+    stages, schedule = [nn.Stage([nn.Linear(64, 64)], first=rank)], schedules.one_f_one_b(2, 4)
+    inputs = np.ones((8, 64), np.float32) if rank == 1 else None
+    if rank == 2:
+        breaks("forward", lambda: time.sleep(1000))
+    with mpipipe.Pipeline(stages, schedule, part, loss=loss) as pipeline:
+        pipeline.step(inputs, np.ones((8, 64), np.float32) if rank == 2 else None)
+else:
+    comm.Barrier()
+"""
+    report = report_of(play(body, ranks=3, run=False))
+    assert re.search(r"job ended by rank 1 of 3 on \S+:\n  no .*\n  rank 2 on \S+ has been computing", report), report
+    assert "from rank 1 (channel 0, tag 3), which is rank 2 of the job, in backward of stage 0" in report
+
+
+def test_the_report_of_a_training_lies_in_its_folder(play, tmp_path):
+    body = """
+from mpipipe.models import GPT
+from mpipipe.train import TrainConfig, train
+open(f"text{rank}.txt", "w").write("to be or not to be" * 1000)
+config = TrainConfig(data=("text0.txt",), out="run", dim=8, layers=2, heads=1, hidden=8, seq_len=8, batch=8, steps=9,
+                     watchdog=1.5, device="cpu")
+forward, calls = nn.Embedding.forward, []
+def slow(*arguments):
+    calls.append(1)
+    if len(calls) > 30:
+        time.sleep(1000)
+    return forward(*arguments)
+comm.Barrier()
+nn.Embedding.forward = slow
+train(config, GPT)
+"""
+    report = report_of(play(body, watchdog=0))
+    assert re.search(r"rank 0 on \S+ has been computing for \d+ s: forward of stage 0, micro-batch", report), report
+    assert "rank-0.txt" in files_of(tmp_path / "run")
 
 
 def test_where_mpi_takes_one_thread_only_the_waits_watch(play):

@@ -120,7 +120,9 @@ def _waits_of(vigil: Vigil) -> Waits:
         return Waits(text, seconds, members, (members, text) if members else None)
     if vigil.everyone or vigil.peer is None:
         return Waits(text, seconds, group.presence.members, (group.key, text))
-    return Waits(text, seconds, (group.presence.members[vigil.peer],), None)
+    peer = group.presence.members[vigil.peer]
+    text += "" if peer == vigil.peer else f", which is rank {peer} of the job"
+    return Waits(text, seconds, (peer,), None)
 
 
 def _where(frame: FrameType | None) -> str:

@@ -274,8 +274,9 @@ class Watchdog:
         silent = self._silent(inquiry, set(inquiry.dumps))
         mine = self._dump(channel, inquiry.mine)
         dumps = {dump.rank: dump for dump in (mine, *inquiry.dumps.values())}
+        world = runtime.world()
         try:
             verdict = judge(dict(sorted(dumps.items())), silent)
-            report.publish(verdict, dumps, self.quiet, self.folder, (channel.members[channel.rank], channel.size))
+            report.publish(verdict, dumps, self.quiet, self.folder, (mine.rank, world.size))
         finally:
-            channel.comm.Abort(report.HUNG)
+            world.Abort(report.HUNG)
