@@ -143,6 +143,7 @@ def test_a_job_that_is_stopped_as_a_whole_goes_on(play):
         deadline = time.monotonic() + 30
         while "working" not in job.stdout and time.monotonic() < deadline:
             time.sleep(0.05)
+        time.sleep(0.7)
         for number in (signal.SIGSTOP, signal.SIGCONT):
             for pid in job.processes():
                 job.send(number, pid)
@@ -152,7 +153,7 @@ def test_a_job_that_is_stopped_as_a_whole_goes_on(play):
     body = """
 def breaking(_):
     print("working", flush=True)
-    for _ in range(15 if rank == 0 else 0):
+    for _ in range(20 if rank == 0 else 0):
         time.sleep(0.1)
 """
     healthy(play(body + TWO_STEPS, watchdog=3, meanwhile=stop_and_go_on))
