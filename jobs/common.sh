@@ -28,7 +28,7 @@ choose_mpi() {
 
 # install_package NAME...: this package with these extras and the MPI, once for each content of pyproject.toml
 install_package() {
-    local extras stamp wanted
+    local extras name stamp wanted
     extras=$(IFS=,; echo "$*")
     [ "$MPI" = site ] || extras="$MPI${extras:+,$extras}"
     [ -x "$venv/bin/pip" ] || "${PYTHON:-python3}" -m venv "$venv" || fail "cannot make $venv: is python3-venv there?"
@@ -42,6 +42,11 @@ install_package() {
         fi
         "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --editable ".${extras:+[$extras]}"
         echo "$wanted" > "$stamp"
+        for name in "" "$@"; do  # each of them is there for the jobs that want it alone
+            extras=$name
+            [ "$MPI" = site ] || extras="$MPI${name:+,$name}"
+            echo "$wanted" > "$venv/installed-${extras:-none}"
+        done
     fi
     python=$venv/bin/python
     mpiexec=$venv/bin/mpiexec
@@ -56,5 +61,15 @@ configure_mpi() {
     [ "$MPI" = site ] || export OMPI_MCA_btl="${OMPI_MCA_btl-^ofi}"  # one node: no search for fabrics at every start
     if [ "$(id -u)" = 0 ]; then  # Open MPI refuses to run as root, as in a container
         export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+    fi
+}
+
+# The tests start Python hundreds of times. Where the caller lets Python write no bytecode into the checkout, it goes into
+# the environment instead, so that not every start compiles the package, and what pytest rewrites, again.
+keep_bytecode() {
+    if [ -n "${PYTHONDONTWRITEBYTECODE:-}" ]; then
+        unset PYTHONDONTWRITEBYTECODE
+        export PYTHONPYCACHEPREFIX="${PYTHONPYCACHEPREFIX:-$PWD/$venv/bytecode}"
+        rm -rf "$PYTHONPYCACHEPREFIX${TMPDIR:-/tmp}"/pytest-of-*  # of folders that earlier tests made
     fi
 }

@@ -8,6 +8,7 @@ set -euo pipefail
 choose_mpi
 install_package test
 configure_mpi
+keep_bytecode
 export MPIEXEC_TIMEOUT="${MPIEXEC_TIMEOUT:-2400}"  # seconds; the last resort, tests have a limit each
 
 status=0

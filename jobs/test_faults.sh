@@ -25,5 +25,6 @@ for MPI in $names; do
     install_package test
     pythons+=(--python "$MPI=$python")
 done
+keep_bytecode
 export PYTHONPATH="$PWD:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 exec "$python" -m faults "${pythons[@]}" ${options[@]+"${options[@]}"}

@@ -12,6 +12,7 @@ set -euo pipefail
 choose_mpi
 install_package test
 configure_mpi
+keep_bytecode
 export MPIEXEC_TIMEOUT="${MPIEXEC_TIMEOUT:-2400}"
 unset OPENBLAS_CORETYPE NPY_DISABLE_CPU_FEATURES  # what is told here would show in what this processor can do
 

@@ -24,7 +24,9 @@ from mpipipe.comm.flight import Accountable, FlightRecorder
 from mpipipe.comm.types import Engine
 
 YIELD_SECONDS = 2e-2  # how long a wait gives way to others before it sleeps: the time of a large message
-CROWDED_YIELD_SECONDS = 1e-3  # the same where ranks share cores, and another rank has better use for this one
+PAUSE_SECONDS = 5e-5  # how long it then sleeps between two polls: short beside any real stage
+# the same where ranks share cores, and another rank has better use for this one
+CROWDED_YIELD_SECONDS, CROWDED_PAUSE_SECONDS = 1e-3, 5e-4
 
 
 class Failure(NamedTuple):
@@ -96,8 +98,8 @@ class Process:
         Pipelines built, and groups made, so far.
     alone : bool
         Whether this rank is a thread.
-    patience : float
-        Seconds that a wait gives way to others before it sleeps.
+    patience, pause : float
+        Seconds that a wait gives way to others before it sleeps, and that it then sleeps between two polls.
     flight : FlightRecorder
         The last operations that are in no plan.
     vigils : list of wait.Vigil
@@ -116,7 +118,9 @@ class Process:
         self.left: dict[int, str] = {}
         self.pipelines = self.groups_named = 0
         self.alone = False
-        self.patience = CROWDED_YIELD_SECONDS if launcher.oversubscribed() else YIELD_SECONDS
+        self.patience, self.pause = YIELD_SECONDS, PAUSE_SECONDS
+        if launcher.oversubscribed():
+            self.patience, self.pause = CROWDED_YIELD_SECONDS, CROWDED_PAUSE_SECONDS
         self.flight = FlightRecorder()
         self.vigils: list[Any] = []  # of wait.Vigil, which is built on this module
         self.vigils_begun = 0

@@ -2,7 +2,7 @@
 
     poll        100 times at once, for small messages
     give way    poll and yield the core, for some milliseconds
-    keep vigil  poll, look around, sleep 50 microseconds, and so on
+    keep vigil  poll, look around, sleep 50 microseconds (500 where ranks share cores), and so on
 
 No rank waits inside MPI, where it could neither hear of a failure nor give up. While it keeps vigil, a rank
 
@@ -33,7 +33,6 @@ from mpipipe.errors import MismatchError, StallError
 
 logger = logging.getLogger("mpipipe")
 SPIN_POLLS = 100  # polls without a pause: some tens of microseconds, the time of a small message
-PAUSE_SECONDS = 5e-5  # between polls once the wait has become long; short beside any real stage
 TELL_SECONDS = 2.0  # then a waiting rank tells rank 0 that it waits
 WARNING_SECONDS = 60.0
 GRACE_SECONDS = 3.0  # rank 0 knows most about who is missing: at the limit it speaks first
@@ -106,7 +105,7 @@ def wait(
     with Vigil(process, what or "other ranks", group, everyone, start, peer=peer) as vigil:
         while not test():
             vigil.look()
-            time.sleep(PAUSE_SECONDS)
+            time.sleep(process.pause)
 
 
 def _driving(process: Process, test: Callable[[], bool]) -> Callable[[], bool]:
@@ -272,4 +271,4 @@ def wait_for_ranks(request: Testable, what: str, members: Iterable[int], grace: 
                 os.sched_yield()
                 continue
             vigil.look()
-            time.sleep(PAUSE_SECONDS)
+            time.sleep(process.pause)

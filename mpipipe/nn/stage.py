@@ -10,12 +10,12 @@ import numpy as np
 from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
-from mpipipe.nn import kernels, random
+from mpipipe.nn import kernels
 from mpipipe.nn.checks import checked_dtype
 from mpipipe.nn.inputs import accepted_input
 from mpipipe.nn.layers.containers import Sequential
 from mpipipe.nn.layers.layer import Layer
-from mpipipe.nn.parameters import FlatBuffer, Parameter, decay_ranges, memory_order
+from mpipipe.nn.parameters import FlatBuffer, decay_ranges, drawn, memory_order
 from mpipipe.nn.position import Position
 from mpipipe.nn.rope_tables import RopeTables
 
@@ -64,9 +64,6 @@ class Stage:
         Names here of parameters that lie in the buffers under another name or of another stage (set by the pipeline).
     parts : dict of str to array
         For each of these names what its layer adds to the gradient; the pipeline adds the parts to `gradients`.
-    knows_layers : bool
-        Whether all layers, and those within them, are of this package: each adds to its own gradients alone, and only
-        in its own backward.
     unwritten : set of str
         In a step, names whose gradients hold nothing yet: the first part that a layer has for one replaces it.
     decay_ranges : list of tuple
@@ -132,7 +129,7 @@ class Stage:
         shapes = {name: p.shape for name, p in declared.items()}
         layout: Any = {"narrowest": self.dtype, "order": memory_order(declared)}
         wide = arrays.accumulator(self.dtype)
-        self.parameters = self._drawn(declared, FlatBuffer(shapes, wide, **layout), layout)
+        self.parameters = drawn(declared, wide, self.device, self.seed, layout)
         self.gradients = FlatBuffer(shapes, wide, self.device, **layout)
         self.compute = self.parameters if wide == self.dtype else FlatBuffer(shapes, self.dtype, self.device, **layout)
         for name, parameter in declared.items():
@@ -146,22 +143,10 @@ class Stage:
         self.layer_of = {f"{name}.{key}": (layer, key) for name, layer in named for key in layer.declared}
         replaced = [n for n, (layer, key) in self.layer_of.items() if key in vars(type(layer)).get("replaced", ())]
         self.knows_layers = all(type(layer).__module__.startswith("mpipipe.") for _, layer in named)
-        self._replaced = replaced if self.knows_layers else []  # a layer of the user's may add to those of others first
+        self._replaced = replaced if self.knows_layers else []  # a user's layer may add to those of others first
         self._chain = Sequential(self.layers)
         self._chain.stage = self
         self.first_layer = _first_leaf(self._chain)
-
-    def _drawn(self, declared: Mapping[str, Parameter], host: FlatBuffer, layout: Any) -> FlatBuffer:
-        """Initial values in `host`, or in a buffer like it on the device."""
-        for name, parameter in declared.items():
-            generator = random.initial(self.seed, parameter.tie or name)
-            host[name][...] = parameter.draw(generator, parameter.shape)
-        if self.device == "cpu":
-            return host
-        shapes = {name: parameter.shape for name, parameter in declared.items()}
-        there = FlatBuffer(shapes, host.flat.dtype, self.device, **layout)
-        arrays.upload(host.flat, out=there.flat)
-        return there
 
     def refresh(self) -> None:
         """Let layers compute with the parameters as they are now. A pipeline does this at the start of each call."""
@@ -199,15 +184,26 @@ class Stage:
             setattr(layer, f"{key}_grad", source[name])
 
     def end_gradients(self, names: Collection[str] | None = None) -> None:
-        """End gradients, all or those of these names: what no layer has written is zero."""
+        """End gradients: those that no layer has written are zero.
+
+        Parameters
+        ----------
+        names : collection of str, optional
+            Of parameters; by default all.
+        """
         ending = self.unwritten if names is None else self.unwritten.intersection(names)
-        for name in ending:
-            layer, key = self.layer_of[name]
+        for layer, key in map(self.layer_of.__getitem__, ending):
             arrays.set_zero(getattr(layer, f"{key}_grad"))
         self.unwritten = self.unwritten - ending
 
     def tell(self, ended: Callable[[Layer], object] | None) -> None:
-        """Let `ended(layer)` be called in a backward when one of `layers` has added its part to the gradients."""
+        """Let a function be told of each layer that has ended its backward. A pipeline does this around the last one.
+
+        Parameters
+        ----------
+        ended : callable or None
+            Called as `ended(layer)` when one of `layers` has added its part to the gradients; None ends that.
+        """
         self._chain.ended = ended
 
     @property

@@ -5,7 +5,7 @@
 
 Each array of parameters belongs to one layer, which adds to its gradient in its own backward and nowhere else. Places
 of a tied parameter that share a storage add to arrays of their own within a step (sharing.py), so that holds for them
-as well. It is known where all layers are of this package.
+as well. That is known where all layers are of this package (`Stage.knows_layers`); others may do as they like.
 """
 
 from __future__ import annotations

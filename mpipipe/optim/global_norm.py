@@ -37,11 +37,6 @@ class GlobalNorm:
     replicas : communicator, optional
         The ranks with the same stages, as for `Pipeline`. They are asked as well whether NCCL can be used.
 
-    Attributes
-    ----------
-    on_device : bool
-        Whether the norm stays on the device; the same on all ranks.
-
     Raises
     ------
     BackendError
@@ -89,9 +84,10 @@ class GlobalNorm:
 
     @property
     def on_device(self) -> bool:
+        """Whether the norm stays on the device; the same on all ranks."""
         return self._row is not None or squares_of_one(self.stages, self.comm, self.skip) is not None
 
-    def squares(self, stages: Sequence[Stage]) -> Squares | None:
+    def _squares(self, stages: Sequence[Stage]) -> Squares | None:
         """The squares of these stages and those of other ranks, on the device; None where MPI is to gather them.
 
         Raises ArgumentError where the stages are not those of the constructor, or count other parameters than then.
@@ -150,4 +146,4 @@ def resolved(
             found="over with " + " and ".join(["comm"] * (comm is not None) + ["skip"] * bool(skip)),
             expected="over alone",
         )
-    return over.comm, over.skip, over.squares(stages)
+    return over.comm, over.skip, over._squares(stages)

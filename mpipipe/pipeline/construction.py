@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -68,10 +69,15 @@ def agree_on_construction(
 
 
 def end_groups(groups: Sequence[Group], error: BaseException, what: str) -> None:
-    """Free groups after an error that all their ranks raise; tell the other ranks of any other error."""
+    """Free groups after an error that all their ranks raise; tell the other ranks of any other error.
+
+    A rank may fail elsewhere before it comes to the close. `error` is raised all the same, for this rank may be the one
+    that is to report it.
+    """
     for group in groups:
         if group.agreed_on(error):
-            group.close()
+            with suppress(PeerError):
+                group.close()
         else:
             group.fail(error, f"{what}: {error}" if isinstance(error, MpipipeError) else f"{what}: {error!r}")
 
@@ -165,7 +171,13 @@ def _agree_with_replicas(
     same stages there. So whoever hears of that from a partner raises by itself, and its pipe is told.
     """
     halved = isinstance(error, MismatchError) and error.fact == REPLICAS
-    if others.agree(f"{CALL}: whether all have partners", values=[int(halved)]).any():
+    try:
+        apart = bool(others.agree(f"{CALL}: whether all have partners", values=[int(halved)]).any())
+    except PeerError:
+        if error is None:
+            raise
+        apart = True  # a partner has raised already, for what this rank has said: its own error is the one to report
+    if apart:
         problem: MpipipeError = error or PeerError("some ranks of another pipeline were given no replicas")
         raise_for_partners(problem, problem.reported_elsewhere or error is None)
     facts: tuple = ()
@@ -174,6 +186,7 @@ def _agree_with_replicas(
         facts = (
             ("schedule", f"{schedule.name} {schedule.fingerprint:x}"),
             ("recompute", bool(recompute)),
+            ("setting MPIPIPE_GRAPHS", settings.graphs()),
             ("parameters' names, shapes and dtypes", shapes),
             ("parameters' values", values),
         )

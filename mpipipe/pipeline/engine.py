@@ -140,6 +140,9 @@ class Engine:
         try:
             if call in ("step", "evaluate", "forward"):
                 batch = self.batches.read(call, inputs, targets)
+            if call == "step":
+                for stage in self.stages:
+                    stage.check_storage()
             if not isinstance(scale, (int, float, np.number)) or not (scale > 0 and math.isfinite(scale)):
                 raise ArgumentError("scale", found=repr(scale), expected="a finite number above 0")
         except Exception as caught:
@@ -185,7 +188,7 @@ class Engine:
                 stage.begin_gradients()
             state = self.run("step", batch, agreed, scale)
             if self.sums is not None:  # before losses are fetched: the device must wait for no rank that may fail
-                self.sums.wait()
+                self.sums.finish()
             loss, losses = self.share_losses(state, agreed.microbatches)
             self.ties.sum_gradients()
         finally:
@@ -238,6 +241,8 @@ class Engine:
         """Free the communicators."""
         self.agree("close")
         self.life.state = "closed"
+        for stage in self.stages:
+            stage.detach()
         if self.nccl_sums is not None:
             self.nccl_sums.close()
         self.messages.mailbox.transport.close()

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import ctypes
 import glob
+import hashlib
 import os
 import re
 import sysconfig
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support.emulator.compiler import cache_folder
 
 import mpipipe
 from mpipipe import arrays
@@ -118,15 +120,35 @@ def nvrtc():
     return ctypes.CDLL(library), str(Path(header).parent)
 
 
+def once(files: list[str], options: list[bytes], code: str, compile_it) -> str:
+    """What a compiler says against a source; "" without asking it where it took the same before, on this machine.
+
+    `files` are the compiler's: where one has another size or date, it is another compiler.
+    """
+    facts = [(name, os.stat(name).st_size, os.stat(name).st_mtime_ns) for name in files]
+    key = hashlib.sha256(repr((facts, options, code)).encode()).hexdigest()[:24]
+    taken = cache_folder() / f"{key}.compiles"
+    if taken.exists():
+        return ""
+    said = compile_it(options, code)
+    if not said:
+        taken.touch()
+    return said
+
+
 def compile_for_gpu(code: str, architecture: str = "sm_90") -> str:
     """What NVRTC says against a source, "" where it compiles."""
     found = nvrtc()
     if isinstance(found, str):
         pytest.skip(found)
     library, include = found
+    options = [*OPTIONS, b"--gpu-architecture=" + architecture.encode(), b"-I" + include.encode()]
+    return once([library._name, f"{include}/cuda_fp16.h"], options, code, partial(by_nvrtc, library))
+
+
+def by_nvrtc(library, options: list[bytes], code: str) -> str:
     program = ctypes.c_void_p()
     library.nvrtcCreateProgram(ctypes.byref(program), code.encode(), b"kernel.cu", 0, None, None)
-    options = [*OPTIONS, b"--gpu-architecture=" + architecture.encode(), b"-I" + include.encode()]
     try:
         status = library.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
         size = ctypes.c_size_t()
@@ -189,11 +211,14 @@ def compile_for_amd(code: str) -> str:
     library = hiprtc()
     if isinstance(library, str):
         pytest.skip(library)
+    return once([library._name], AMD_OPTIONS, code, partial(by_hiprtc, library))
+
+
+def by_hiprtc(library, options: list[bytes], code: str) -> str:
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
     library.hiprtcCreateProgram(ctypes.byref(program), code.encode(), b"kernel.cu", 0, None, None)
     try:
-        options = (ctypes.c_char_p * len(AMD_OPTIONS))(*AMD_OPTIONS)
-        status = library.hiprtcCompileProgram(program, len(AMD_OPTIONS), options)
+        status = library.hiprtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
         library.hiprtcGetProgramLogSize(program, ctypes.byref(size))
         log = ctypes.create_string_buffer(max(1, size.value))
         library.hiprtcGetProgramLog(program, log)

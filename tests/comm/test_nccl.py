@@ -15,6 +15,7 @@ from mpipipe.comm import inprocess
 from mpipipe.comm.group import Group, group_of
 from mpipipe.comm.nccl import choice, sums
 from mpipipe.comm.nccl.choice import Choice, Facts, choose, judge
+from mpipipe.comm.nccl.row import NcclRow
 from mpipipe.comm.nccl.sums import NcclSums
 from mpipipe.comm.nccl.task import Task
 from mpipipe.comm.tags import neighbours
@@ -198,6 +199,33 @@ def test_a_task_tells_what_it_raised(own):
     with pytest.raises(BackendError, match="a division failed") as caught:
         task.result()
     assert "ZeroDivisionError" in str(caught.value) and "MPIPIPE_NCCL=off" in str(caught.value)
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_row_has_the_part_of_each_rank_bit_by_bit(own, group, comm):
+    """The sum waits for work that has not run yet when the row is shared, and later work waits for the sum."""
+    rng = np.random.default_rng(0)
+    expected = np.exp(rng.uniform(-700, 700, 3 * comm.size))
+    expected[1::3] = np.inf, *[np.nan] * (comm.size - 1)
+    row = NcclRow(group, expected.size, "a test")
+    for turn in range(2):
+        mine = np.zeros(expected.size)
+        part = slice(3 * comm.rank, 3 * comm.rank + 3)
+        mine[part] = expected[part] * 2.0**turn
+        shared, copy = (
+            arrays.empty((expected.size,), np.dtype(float), "cuda"),
+            arrays.zeros(expected.size, float, "cuda"),
+        )
+        arrays.copy_into(shared, arrays.upload(mine))
+        row.share(shared)
+        row.channel.stream.synchronize()
+        arrays.copy_into(copy, shared)
+        done = arrays.record()
+        row.wait(lambda done=done: arrays.is_done(done), keeping=shared)
+        np.testing.assert_array_equal(arrays.download(copy), expected * 2.0**turn)
+    row.close()
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------

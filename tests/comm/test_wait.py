@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from mpipipe.comm import inprocess, process
+from mpipipe.comm import inprocess, launcher, process
 from mpipipe.comm import wait as waiting
 from mpipipe.comm.group import Group
 from mpipipe.comm.mailbox import Envelope
@@ -282,6 +283,26 @@ def test_a_long_wait_is_warned_of_once(comm, monkeypatch, caplog):
     with caplog.at_level(logging.WARNING, logger="mpipipe"):
         wait(Slow(), "a friend")
     assert [record.message.endswith("for a friend") for record in caplog.records] == [True]
+
+
+def test_ranks_that_share_cores_sleep_longer_between_two_polls(monkeypatch):
+    slept = []
+
+    class Slow:
+        def Test(self):
+            return len(slept) == 3
+
+    for name in launcher.LOCAL_SIZE_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(waiting, "time", SimpleNamespace(sleep=slept.append, perf_counter=time.perf_counter))
+    for ranks in (1, 10**6):
+        monkeypatch.setenv(launcher.LOCAL_SIZE_VARIABLES[0], str(ranks))
+        one = process.Process()
+        one.patience = 0.0
+        monkeypatch.setattr(waiting, "here", lambda one=one: one)
+        slept.clear()
+        wait(Slow())
+        assert slept == [one.pause] * 3 and one.pause == (5e-5 if ranks == 1 else 5e-4)
 
 
 def test_a_wait_drives_what_asked_for_it_until_it_rests():

@@ -111,7 +111,7 @@ SCHEDULES = [("gpipe", 1), ("one_f_one_b", 1), ("interleaved_1f1b", 2), ("zero_b
 @pytest.mark.parametrize("name, chunks", SCHEDULES)
 def test_messages_by_nccl_give_the_bits_of_staged_ones(own, comm, monkeypatch, name, chunks):
     schedule = dense.build(name, comm.size, chunks, 4)
-    expected, loss, *_ = run(own, comm, schedule, monkeypatch, "off")
+    expected, loss, *_ = run(own, comm, schedule, monkeypatch, "off", steps=1)
     found, other, crossed, by_nccl, needed = run(own, comm, schedule, monkeypatch, "auto")
     same_bits(found, expected)
     assert other == loss
@@ -123,7 +123,7 @@ def test_messages_by_nccl_give_the_bits_of_staged_ones(own, comm, monkeypatch, n
 @pytest.mark.parametrize("name, chunks", [("one_f_one_b", 1), ("looped_bfs", 2)])
 def test_gradients_of_tied_parameters_go_by_nccl_too(own, comm, monkeypatch, name, chunks):
     schedule = dense.build(name, comm.size, chunks, 4)
-    expected, loss, *_ = run(own, comm, schedule, monkeypatch, "off", tied=True)
+    expected, loss, *_ = run(own, comm, schedule, monkeypatch, "off", steps=1, tied=True)
     found, other, crossed, by_nccl, needed = run(own, comm, schedule, monkeypatch, "auto", tied=True)
     same_bits(found, expected)
     assert other == loss
@@ -142,7 +142,7 @@ def test_messages_that_are_needed_in_another_order_than_they_are_made(own, subco
     if two is None:
         return
     schedule = from_csv(CROSSED)
-    expected, loss, *_ = run(own, two, schedule, monkeypatch, "off")
+    expected, loss, *_ = run(own, two, schedule, monkeypatch, "off", steps=1)
     found, other, *_ = run(own, two, schedule, monkeypatch, "auto")
     same_bits(found, expected)
     assert other == loss
@@ -181,7 +181,7 @@ def test_sums_of_two_replicas_have_the_bits_of_those_by_mpi(own, comm, monkeypat
         schedule = gpipe(mesh.pipe.size, 2)
         part = slice(2 * mesh.data.rank, 2 * mesh.data.rank + 2)
         options = dict(replicas=mesh.replicas, part=part, dtype=dtype, tied=tied)
-        expected, loss, *_ = run(own, mesh.pipe, schedule, monkeypatch, "off", **options)
+        expected, loss, *_ = run(own, mesh.pipe, schedule, monkeypatch, "off", steps=1, **options)
         found, other, crossed, by_nccl, needed = run(own, mesh.pipe, schedule, monkeypatch, "auto", **options)
     same_bits(found, expected)
     assert other == loss

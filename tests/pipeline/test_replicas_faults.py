@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from time import sleep
+
 import numpy as np
 import pytest
 from support import dense
 
 from mpipipe import Mesh, Pipeline, nn
+from mpipipe.comm.group import Group
 from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, NonFiniteError, PeerError, StageError
 from mpipipe.schedules import gpipe, one_f_one_b
 
@@ -53,6 +56,15 @@ def test_replicas_on_all_ranks_but_one(mesh):
     replicas = None if mesh.rank == 3 else "mesh"
     texts = everyone_raises(mesh, lambda: build(mesh, replicas=replicas), MismatchError, PeerError)
     assert any("without replicas" in text for text in texts)
+
+
+def test_a_rank_without_replicas_reports_though_the_others_have_failed_meanwhile(mesh, monkeypatch):
+    """Its partner hears of a failure in the other pipeline, and does not come to close what the two agreed in."""
+    close = Group.close
+    monkeypatch.setattr(Group, "close", lambda group: sleep(0.5 if mesh.rank == 3 else 0) or close(group))
+    replicas = None if mesh.rank == 3 else "mesh"
+    texts = everyone_raises(mesh, lambda: build(mesh, replicas=replicas), MismatchError, PeerError)
+    assert "without replicas" in texts[3]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ SECONDS = 100  # for one block
 # A reader runs these as they stand. A test has no time for all of their work, so it takes a small part of it.
 LESS = """
 case "$*" in
-    "-m mpipipe train"*) exec "$PYTHON" "$@" --steps 2 --eval-batches 1 --sample-bytes 0 --data "$DATA" ;;
+    "-m mpipipe train"*) exec "$PYTHON" "$@" --steps 2 --eval-batches 1 --sample-bytes 0 --seq-len 32 --data "$DATA" ;;
+    "-m mpipipe generate"*) exec "$PYTHON" "$@" --bytes 20 ;;
     "-m pytest -q -p no:cacheprovider test_"*) exec "$PYTHON" -c "$ALONE" "$@" ;;
     "-m pytest"*) exec "$PYTHON" -c "import sys, mpipipe; print('tests:', sys.argv[1:])" "$@" ;;
 esac
@@ -88,7 +89,7 @@ class Reader:
             {"PYTHON": sys.executable, "DATA": str(data), "ALONE": ALONE, "OMP_NUM_THREADS": "1"}
         )
         self.env["PYTHONPATH"] = str(folder)  # the copy, where an installation would be
-        for name in ("MPI", "RANKS"):
+        for name in ("MPI", "RANKS", "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX"):  # bytecode ends with the copy
             self.env.pop(name, None)
         self.state = folder / ".state"
         self.state.write_text("")

@@ -4,7 +4,8 @@ Each rank fills its part of a row of zeros, and NCCL adds the rows up. A number 
 order. So all ranks get the same bits, those that each rank had.
 
 The host waits for nothing. The current stream waits for the row, and the host hears of failures where it waits for what
-comes behind (`wait`). No other communicator of NCCL may have operations under way then: see comm/transport/nccl.py.
+comes behind (`wait`). Nothing else of NCCL is under way meanwhile, so no order is needed: a call of a pipeline ends
+when the host has seen the end of all its messages and sums, and `wait` ends before the next call begins.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import types
+from functools import partial
 
 from . import array, blas, compiler, cudnn, memory, nccl, runtime, streams, toolkit
 from .array import explicit, now, poisoned
@@ -107,18 +108,42 @@ def _modules(amd: bool) -> dict:
     return {"cupy": library, "cupy.cuda": cuda, **modules, "cuda": root, "cuda.pathfinder": pathfinder}
 
 
+_clearers: dict[str, tuple] = {}  # by module of the package: the module, its number of names, what empties its caches
+
+
+def _clearers_of(name: str, module) -> list:
+    """What empties the caches of a module, looked for again where the module has got a name or lost one."""
+    known, names, found = _clearers.get(name, (None, 0, []))
+    if known is not module or names != len(vars(module)):
+        found = []
+        for value in list(vars(module).values()):
+            if callable(getattr(value, "cache_clear", None)) and not isinstance(value, type):
+                found.append(value.cache_clear)
+            elif isinstance(value, threading.local):
+                found.append(partial(_empty, value))
+        _clearers[name] = (module, len(vars(module)), found)
+    return found
+
+
+def _empty(local: threading.local):
+    vars(local).clear()
+    local.__init__()  # of a class of its own
+
+
 def _forget():
     """Clear what the package keeps of a device: compiled functions, streams, tables, pages."""
-    for name in [name for name in sys.modules if name.split(".")[0] == "mpipipe"]:
-        for value in list(vars(sys.modules[name]).values()):
-            if callable(getattr(value, "cache_clear", None)) and not isinstance(value, type):
-                value.cache_clear()
-            elif isinstance(value, threading.local):
-                vars(value).clear()
-                value.__init__()  # of a class of its own
+    for name in [name for name in sys.modules if name == "mpipipe" or name.startswith("mpipipe.")]:
+        for clear in _clearers_of(name, sys.modules[name]):
+            clear()
 
 
 REPLACED = ("cupy", "cudnn", "cuda")  # packages
+BELOW = tuple(f"{name}." for name in REPLACED)
+
+
+def _replaceable() -> list[str]:
+    """The modules of these packages that are imported."""
+    return [name for name in sys.modules if name in REPLACED or name.startswith(BELOW)]
 
 
 def install(seed: int = 0, devices: int = 1, faults=(), memory: int = 1 << 34, amd: bool = False) -> Machine:
@@ -134,11 +159,16 @@ def install(seed: int = 0, devices: int = 1, faults=(), memory: int = 1 << 34, a
     no_cudnn = None  # importing it raises ImportError
     modules = {**_modules(amd), "cudnn": no_cudnn if amd else _module("cudnn", **names, __version__="1.26.0")}
     _variables.append({name: os.environ.pop(name) for name in VARIABLES if name in os.environ})
-    hidden = [name for name in sys.modules if name.split(".")[0] in REPLACED]
+    hidden = _replaceable()
     _replaced.append({name: sys.modules.pop(name) for name in hidden})
     sys.modules.update(modules)
     _forget()
     return home
+
+
+def emulated() -> bool:
+    """Whether an emulated device is installed."""
+    return bool(_machines)
 
 
 def uninstall() -> list[str]:
@@ -146,7 +176,7 @@ def uninstall() -> list[str]:
     _forget()
     home = _machines[-1]
     errors = list(home.drain())
-    for name in [name for name in sys.modules if name.split(".")[0] in REPLACED]:
+    for name in _replaceable():
         del sys.modules[name]
     sys.modules.update(_replaced.pop())
     for name in VARIABLES:
@@ -162,6 +192,7 @@ __all__ = [
     "HiddenAccess",
     "Machine",
     "NotEmulatedError",
+    "emulated",
     "explicit",
     "host_compiler",
     "install",

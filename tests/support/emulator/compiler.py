@@ -53,6 +53,7 @@ def compiler() -> str | None:
     return shutil.which("g++")
 
 
+@cache
 def without_comments(code: str) -> str:
     """The same code on the same lines."""
     return COMMENTS.sub(lambda found: found[1] or " " + "\n" * found[0].count("\n"), code)
@@ -108,6 +109,7 @@ def _environment() -> str:
     return "\n".join([version, *FLAGS, *headers])
 
 
+@cache
 def compiled(code: str, amd: bool = False) -> tuple[Path, list[str]]:
     """The shared library of a source, compiled once for all processes, and the names of its kernels."""
     text, names = on_host(code)
@@ -115,10 +117,15 @@ def compiled(code: str, amd: bool = False) -> tuple[Path, list[str]]:
     text = f'{platform}#include "cuda_on_host.h"\n#line 1 "kernel"\n{text}\n' + "".join(
         f"EMULATED_ENTRY({name})\n" for name in names
     )
+    return library_of(text), names
+
+
+def library_of(text: str) -> Path:
+    """The shared library of a C++ source, compiled once for all processes."""
     key = hashlib.sha256(f"{_environment()}\n{text}".encode()).hexdigest()[:24]
     library = cache_folder() / f"{key}.so"
     if library.exists():
-        return library, names
+        return library
     with open(library.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
@@ -126,7 +133,7 @@ def compiled(code: str, amd: bool = False) -> tuple[Path, list[str]]:
             source.write_text(text)
             build(source, part)
             part.rename(library)
-    return library, names
+    return library
 
 
 def build(source: Path, target: Path):
@@ -177,6 +184,7 @@ class RawModule:
             return Function(self._library, name, self._code)
 
 
+@cache
 def _fits(kind: str, dtype: np.dtype) -> bool:
     """Whether elements of this dtype are the C type `kind` (f4, i8, u1, h___half, ...)."""
     if kind in DTYPES:

@@ -11,7 +11,7 @@ import pytest
 
 from mpipipe import arrays
 
-from . import host_compiler, install, uninstall
+from . import emulated, host_compiler, install, uninstall
 
 TESTS = Path(__file__).resolve().parents[2]
 
@@ -65,6 +65,7 @@ class Gpu:
 @cache
 def real_gpus() -> int:
     """Number of real GPUs that CuPy sees."""
+    assert not emulated(), "the fixture gpu within an emulated GPU: take one of the two"
     try:
         import cupy
 
