@@ -96,8 +96,8 @@ class Engine:
             stage.attach(number, poll)
             if device == "cuda" and settings.graphs():
                 stage.use_graphs(mailbox.waits_on_host)
-        self.flight = PipelineFlight(self.name, self.pipe, self.executor)
         self.life = Life(self.name, self.rank, self.groups, self.executor)
+        self.flight = PipelineFlight(self.pipe, self.executor, self.life)
         self.batches = BatchReader(schedule, self.rank, loss is not None)
         self.plans: dict[str | int, Plan] = {"step": Plan(schedule, self.rank, self.tags)}
         self.steps_taken = 0

@@ -21,6 +21,7 @@ from mpipipe.comm.flight import Account, Message
 from mpipipe.comm.group import Group
 from mpipipe.comm.mailbox import Envelope
 from mpipipe.pipeline.executor import NAMES, Executor
+from mpipipe.pipeline.life import Life
 from mpipipe.pipeline.plan import Plan, PlannedAction
 
 KEPT_CALLS = 3
@@ -43,13 +44,13 @@ class PipelineFlight:
 
     Parameters
     ----------
-    name : of the pipeline
     group : the ranks of the pipeline
     executor : runs its calls
+    life : says whether a call is under way, and has not failed
     """
 
-    def __init__(self, name: str, group: Group, executor: Executor) -> None:
-        self.name, self.group, self.executor = name, group, executor
+    def __init__(self, group: Group, executor: Executor, life: Life) -> None:
+        self.group, self.executor, self.life = group, executor, life
         self.calls: deque[Call] = deque(maxlen=KEPT_CALLS)
         self.begun = 0
         self.running = False
@@ -58,7 +59,7 @@ class PipelineFlight:
     def begin(self, call: str, number: int, plan: Plan) -> None:
         """Begin a call whose messages are known, and whose actions are about to run."""
         self.begun += 1
-        name = f"{call} (call {number}) of {self.name}"
+        name = f"{call} (call {number}) of {self.life.name}"
         self.calls.append(Call(name, plan, self.executor.marks, self.executor.messages.mailbox.sent, get_ident()))
         self.running = True
 
@@ -73,7 +74,7 @@ class PipelineFlight:
 
     def account(self) -> Account:
         """How far this rank has come in the call under way."""
-        call = self.calls[-1] if self.running else None
+        call = self.calls[-1] if self.running and self.life.running else None
         operations = [text for each in tuple(self.calls) for text in self._operations(each)]
         idle = Account(self.group.key, operations=tuple(operations))
         if call is None:
