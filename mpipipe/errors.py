@@ -120,7 +120,11 @@ class PeerError(MpipipeError, RuntimeError):
 
 
 class StallError(MpipipeError, TimeoutError):
-    """A rank waited longer than MPIPIPE_TIMEOUT seconds."""
+    """One wait of a rank was longer than MPIPIPE_TIMEOUT seconds."""
+
+
+class HangError(MpipipeError, TimeoutError):
+    """No rank has made progress for MPIPIPE_WATCHDOG seconds; where ranks are processes, the job ends instead."""
 
 
 class BackendError(MpipipeError, RuntimeError):

@@ -99,6 +99,7 @@ def leave_together(world: World, end: End) -> int:
 
 def _all_ends(world: World, end: End) -> np.ndarray:
     """Rows of (exit code, Says, refusal), one for each rank; aborts where that takes too long after an error."""
+    here().ended = True
     table = np.zeros((world.size, 3), np.int64)
     request = own(world.end.Iallgather(np.array([end.code, end.says, end.refusal], np.int64), table))
     start, told = time.monotonic(), False
@@ -136,6 +137,7 @@ def _finalize(code: int) -> None:
     stderr, silence = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 2)
     here().groups.clear()
+    exit_hooks.stop_watching()
     try:
         runtime.mpi().Finalize()
     finally:

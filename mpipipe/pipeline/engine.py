@@ -28,6 +28,7 @@ from mpipipe.pipeline.call_agreement import Agreed, Agreement
 from mpipipe.pipeline.call_state import CallInputs, CallState
 from mpipipe.pipeline.construction import Partners
 from mpipipe.pipeline.executor import Executor
+from mpipipe.pipeline.flight import PipelineFlight
 from mpipipe.pipeline.gradient_sums import GradientSums
 from mpipipe.pipeline.life import Life
 from mpipipe.pipeline.loss import Loss
@@ -96,6 +97,7 @@ class Engine:
             if device == "cuda" and settings.graphs():
                 stage.use_graphs(mailbox.waits_on_host)
         self.life = Life(self.name, self.rank, self.groups, self.executor)
+        self.flight = PipelineFlight(self.pipe, self.executor, self.life)
         self.batches = BatchReader(schedule, self.rank, loss is not None)
         self.plans: dict[str | int, Plan] = {"step": Plan(schedule, self.rank, self.tags)}
         self.steps_taken = 0
@@ -173,6 +175,8 @@ class Engine:
                 raise
             short.rank = self.rank
             raise short from error
+        self.executor.marks = self.executor.clock.begin(plan.steps, training)
+        self.flight.begin(call, self.agreement.count, plan)
         state = self.executor.run(plan.steps, inputs)
         self.messages.end(agreed.signature)
         return state
@@ -197,6 +201,7 @@ class Engine:
         """Note how long the call took, and let go of its arrays."""
         self.host_elapsed = perf_counter() - self.started
         self.executor.state = None
+        self.flight.end()
 
     def _plan(self, call: str, microbatches: int) -> Plan:
         key = "step" if call == "step" else microbatches

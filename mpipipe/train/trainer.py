@@ -18,6 +18,7 @@ from mpipipe.comm.device import select_device
 from mpipipe.comm.group import group_of
 from mpipipe.comm.mesh import Mesh
 from mpipipe.comm.types import Communicator
+from mpipipe.comm.watch.membership import watching
 from mpipipe.errors import NonFiniteError
 from mpipipe.pipeline import Pipeline
 from mpipipe.train import output, resume, weights
@@ -86,7 +87,7 @@ def train(config: TrainConfig, architecture: Architecture, comm: Communicator | 
     with group_of(comm).together("train: the mesh"):
         pipe = max(1, comm.size // config.seq) if config.pipe is None else config.pipe
         mesh = Mesh(comm, pipe=pipe, seq=config.seq)
-    with mesh:
+    with watching(config.watchdog, out), mesh:
         device = select_device(config.device, mesh.comm)
         with arrays.own_stream(device):
             return _train_on(device, config, architecture, mesh, out)
