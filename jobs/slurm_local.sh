@@ -75,7 +75,7 @@ write_conf() {
     # A credential that lives for ten seconds lets a requeued job start again after ten, and not after two minutes.
     cat > "$conf" << CONF
 $mark
-ClusterName=local
+ClusterName=local${ports[0]}
 SlurmctldHost=$host(127.0.0.1)
 SlurmctldPort=${ports[0]}
 SlurmdPort=${ports[1]}
@@ -155,6 +155,19 @@ no_jobs() { [ -z "$(squeue --noheader)" ]; }
 
 no_steps() { [ -z "$(compgen -G "$home/spool/*_[0-9]*.[0-9]*")" ]; }  # each step of a job has a socket there
 
+# end what jobs have left: SLURM loses sight of a process whose parent has died. Each has the name of this cluster.
+end_processes_of_jobs() {
+    local cluster pids
+    cluster=$(sed -n 's/^ClusterName=//p' "$conf")
+    while
+        # grep fails where one of all processes ends meanwhile
+        pids=$({ grep -slzx "SLURM_CLUSTER_NAME=$cluster" "/proc/"[0-9]*/environ || true; } | cut -d / -f 3)
+        [ -n "$pids" ]
+    do
+        kill -KILL $pids 2> /dev/null || true
+    done
+}
+
 end_daemons() {
     local daemon
     for daemon in $daemons; do
@@ -177,9 +190,12 @@ stop() {
     export SLURM_CONF=$conf
     if alive slurmctld && alive slurmd && alive munged; then
         scancel --user="$(id -un)"
-        until_it no_jobs && until_it no_steps || fail "jobs do not end: $(squeue --noheader --format='%i %T')"
+        until_it no_jobs || say "jobs do not end: $(squeue --noheader --format='%i %T' | tr '\n' ' ')"
+        end_processes_of_jobs
+        until_it no_steps || fail "steps of jobs do not end: $(compgen -G "$home/spool/*_[0-9]*.[0-9]*")"
     fi
     end_daemons
+    end_processes_of_jobs
     remove_folder
 }
 
