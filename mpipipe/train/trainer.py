@@ -20,7 +20,7 @@ from mpipipe.comm.mesh import Mesh
 from mpipipe.comm.types import Communicator
 from mpipipe.errors import NonFiniteError
 from mpipipe.pipeline import Pipeline
-from mpipipe.train import output, weights
+from mpipipe.train import interrupt, output, weights
 from mpipipe.train.architecture import Architecture
 from mpipipe.train.config import TrainConfig
 from mpipipe.train.data import Batch, Corpus, training_batch, validation_batch
@@ -111,7 +111,8 @@ def _train_on(device: str, config: TrainConfig, architecture: Architecture, mesh
             reporter = _reporter(config, out) if mesh.rank == 0 else NullReporter()
         with reporter:
             trainer = Trainer(config, mesh, plan, shard, pipeline, norm=norm, corpus=corpus, reporter=reporter, out=out)
-            return trainer.run()
+            with interrupt.told(trainer.whereabouts):
+                return trainer.run()
 
 
 def _reporter(config: TrainConfig, out: Path) -> Reporter:
@@ -183,6 +184,11 @@ class Trainer:
             f"tokens/s={record.tokens_per_second:.0f} bubble={record.bubble:.4f} predicted={record.predicted:.4f}"
         )
         return record
+
+    def whereabouts(self) -> str:
+        """Return what whoever interrupts this training wants to know."""
+        done, steps = self.in_all.steps, self.config.steps
+        return f"after step {done} of {steps}; metrics are in {self.out}, and nothing is saved to go on from"
 
     def step(self, step: int) -> tuple[float, float, float | None]:
         """Make one optimizer step, and return its loss, learning rate and gradient norm, the same on every rank.
