@@ -87,7 +87,8 @@ def read_bytes(path: Path, start: int, count: int) -> bytes:
 def size_of(path: Path) -> int:
     """Return the bytes of a file. Raises DataError where it cannot be read."""
     try:
-        return os.fstat(_opened(path).descriptor).st_size
+        opened = _opened(path)  # as in read_bytes
+        return os.fstat(opened.descriptor).st_size
     except OSError as error:
         raise _unreadable(path, error) from error
 
