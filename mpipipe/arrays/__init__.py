@@ -22,7 +22,8 @@ from mpipipe.arrays.dtypes import (
     plain,
     refuse_mask,
 )
-from mpipipe.arrays.graphs import Graph, graphs_refused, hold, record_graph
+from mpipipe.arrays.gemm_recorded import graphs_refused
+from mpipipe.arrays.graphs import Graph, hold, record_graph
 from mpipipe.arrays.memory import (
     address,
     aligned_empty,

@@ -15,13 +15,14 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpipipe.arrays import gemm_measured
+from mpipipe.arrays import gemm_measured, gemm_recorded
 from mpipipe.arrays.devices import cupy
 from mpipipe.arrays.dtypes import accumulator, dtype
+from mpipipe.arrays.graphs import is_recording
 from mpipipe.arrays.memory import address
 from mpipipe.arrays.platform import check_computable, is_amd
 from mpipipe.arrays.types import DeviceArray
@@ -140,7 +141,8 @@ def gemm(
         sizes = gemm_measured.Sizes(*factors, result, (transpose_b, transpose_a), add, compute)
         if gemm_measured.multiply(sizes, b, a, c, zero_and_one):
             return
-    library.gemmEx(
+    functions: Any = gemm_recorded if is_recording() else library
+    functions.gemmEx(
         library.handle(), transpose_b, transpose_a, n, m, k,
         zero_and_one[1], b.data.ptr, number, k if transpose_b else n, a.data.ptr, number, columns,
         zero_and_one[add], c.data.ptr, library.kinds[c.dtype].number, n, compute, library.algorithm,
@@ -168,7 +170,8 @@ def batched_gemm(
     problems, m, n = c.shape
     k = a.shape[1] if transpose_a else a.shape[2]
     factors, where = _factors(factor, add, c.dtype)
-    library.gemmStridedBatchedEx(
+    functions: Any = gemm_recorded if is_recording() else library
+    functions.gemmStridedBatchedEx(
         library.handle(), transpose_b, transpose_a, n, m, k,
         where, *_operand(library, b), *_operand(library, a), where + factors.itemsize, *_operand(library, c),
         problems, library.kinds[a.dtype].compute, library.algorithm,

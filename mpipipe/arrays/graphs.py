@@ -11,7 +11,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
-from mpipipe.arrays import platform
+import numpy as np
+
 from mpipipe.arrays.devices import cupy
 from mpipipe.arrays.shortage import memory_shortage
 from mpipipe.arrays.streams import stream
@@ -19,37 +20,63 @@ from mpipipe.arrays.types import DeviceArray
 from mpipipe.errors import BackendError
 
 T = TypeVar("T")
-A = TypeVar("A", bound=DeviceArray)
+WORKSPACE_BYTES = 32 << 20  # what cuBLAS's manual recommends for Hopper, the most of all GPUs; others need 4 MiB
 
 
 class _Recording(threading.local):
-    """What the graph that this thread records needs besides its own memory."""
+    """What the graph that this thread records needs besides its own memory.
+
+    held : what the graph keeps alive; None where none is recorded
+    workspaces : memory for libraries, by CuPy's module, GPU and stream; the graphs of one stream run one by one
+    """
 
     def __init__(self) -> None:
-        self.held: list[DeviceArray] | None = None
+        self.held: list | None = None
+        self.workspaces: dict[tuple, DeviceArray] = {}
 
 
 _recording = _Recording()
 
 
-def hold(array: A) -> A:
-    """Let a graph that is being recorded keep an array alive; elsewhere this does nothing.
+def is_recording() -> bool:
+    """Return whether this thread records a graph."""
+    return _recording.held is not None
 
-    Whoever takes an array from a cache that may drop it calls this: a graph knows the address alone.
+
+def hold(thing: T) -> T:
+    """Let a graph that is being recorded keep something alive; elsewhere this does nothing.
+
+    Whoever takes an array, or a kernel, from a cache that may drop it calls this: a graph knows its address alone.
 
     Parameters
     ----------
-    array : cupy.ndarray
-        Any array.
+    thing : object
+        Anything.
 
     Returns
     -------
-    cupy.ndarray
-        The same array.
+    object
+        The same object.
     """
     if _recording.held is not None:
-        _recording.held.append(array)
-    return array
+        _recording.held.append(thing)
+    return thing
+
+
+def workspace() -> DeviceArray:
+    """Return device memory for a library within a recording: bytes that hold nothing from one call to the next."""
+    return hold(_recording.workspaces[_place()])
+
+
+def _place() -> tuple:
+    return cupy(), cupy().cuda.runtime.getDevice(), stream().ptr
+
+
+def _make_workspace() -> None:
+    """Allocate it, outside of a recording: it is larger than most graphs, and none of them owns it."""
+    place = _place()
+    if place not in _recording.workspaces:
+        _recording.workspaces[place] = cupy().empty((WORKSPACE_BYTES,), np.uint8)
 
 
 def refuse_recording(what: str) -> None:
@@ -82,32 +109,17 @@ class Graph(NamedTuple):
         The work itself.
     memory : cupy.cuda.MemoryPool
         Where the arrays lie that it makes; it alone writes there.
-    held : list of cupy.ndarray
-        Other arrays that it uses, which might be freed.
+    held : list
+        What else it uses that might be freed.
     """
 
     recorded: Any
     memory: Any
-    held: list[DeviceArray]
+    held: list
 
     def launch(self) -> None:
         """Put the work on the current stream."""
         self.recorded.launch()
-
-
-def graphs_refused() -> str:
-    """Return why graphs cannot be recorded on the current stream, or "" where they can.
-
-    Returns
-    -------
-    str
-        A reason in words.
-    """
-    if platform.is_amd():
-        return "CuPy records no graphs on AMD's GPUs"
-    if not stream().ptr:
-        return "the work goes to the null stream, which records no graphs (enter arrays.own_stream())"
-    return ""
 
 
 def record_graph(work: Callable[[], T]) -> tuple[Graph, T]:
@@ -142,7 +154,8 @@ def record_graph(work: Callable[[], T]) -> tuple[Graph, T]:
 
 def _record(work: Callable[[], T]) -> tuple[Graph, T]:
     current, memory = stream(), cupy().cuda.MemoryPool()  # shared, it might give one graph's results to another
-    held: list[DeviceArray] = []
+    held: list = []
+    _make_workspace()
     _recording.held = held
     try:
         with cupy().cuda.using_allocator(memory.malloc):

@@ -4,6 +4,7 @@ where a rank stands      runtime, launcher, settings, mesh, device, describe, pr
 agreement                group, consensus, presence, notes, attributes, communicators
 waiting                  wait, requests
 messages                 mailbox, tags, transport/, ring_exchange, allreduce, nccl/
+hangs                    flight, watch/
 the end of a job         abort, ending, excepthook, exit_hooks, report
 ranks without MPI        inprocess, inprocess_world
 names of types           types

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpipipe.comm import exit_hooks, runtime
+from mpipipe.comm import exit_hooks, rank_list, runtime
 from mpipipe.comm.group import Group
 from mpipipe.comm.process import here
 from mpipipe.comm.report import AGREED, GRACE, INTERRUPTED, STAGGER, heading, write
@@ -86,7 +86,7 @@ def leave_together(world: World, end: End) -> int:
         return codes[0]
     speaker = says.index(max(says))
     if max(says) == Says.EXITED and Says.REPORTED_ELSEWHERE not in says:
-        listing = ", ".join(f"rank {rank}: {each}" for rank, each in enumerate(codes))
+        listing = "; ".join(rank_list.grouped((rank, str(each)) for rank, each in enumerate(codes)))
         report, code = f"mpipipe: ranks left with different exit codes ({listing})\n", max(codes)
     else:
         alike = refusals[0] != 0 and len(set(refusals)) == 1
@@ -99,6 +99,7 @@ def leave_together(world: World, end: End) -> int:
 
 def _all_ends(world: World, end: End) -> np.ndarray:
     """Rows of (exit code, Says, refusal), one for each rank; aborts where that takes too long after an error."""
+    here().ended = True
     table = np.zeros((world.size, 3), np.int64)
     request = own(world.end.Iallgather(np.array([end.code, end.says, end.refusal], np.int64), table))
     start, told = time.monotonic(), False
@@ -136,6 +137,7 @@ def _finalize(code: int) -> None:
     stderr, silence = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 2)
     here().groups.clear()
+    exit_hooks.stop_watching()
     try:
         runtime.mpi().Finalize()
     finally:

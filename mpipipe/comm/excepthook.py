@@ -39,7 +39,7 @@ def install(MPI: ModuleType) -> None:
     sys.excepthook = report_and_remember
     exit_hooks.call_last(lambda: _abort_after_exception(MPI))
     # MPI_Finalize, should the script call it, begins with what is attached to COMM_SELF
-    keyval = MPI.Comm.Create_keyval(delete_fn=lambda *_: exit_hooks.say_farewell())
+    keyval = MPI.Comm.Create_keyval(delete_fn=lambda *_: exit_hooks.before_finalize())
     MPI.COMM_SELF.Set_attr(keyval, True)
 
 

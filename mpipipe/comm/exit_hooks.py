@@ -20,6 +20,19 @@ def say_farewell() -> None:
             group.leave()
 
 
+def stop_watching() -> None:
+    """End the watchdog of this rank: MPI is about to be finalized."""
+    watchdog = here().watchdog
+    if is_rank() and watchdog is not None:
+        watchdog.stop()
+
+
+def before_finalize() -> None:
+    """What must happen before MPI is finalized."""
+    say_farewell()
+    stop_watching()
+
+
 def call_last(function: Callable[[], None]) -> None:
     """Call `function()` at the exit of the interpreter, behind nearly all other exit functions."""
     _last.append(function)
@@ -27,7 +40,7 @@ def call_last(function: Callable[[], None]) -> None:
 
 def _at_exit() -> None:
     try:
-        say_farewell()
+        before_finalize()
     finally:
         if is_rank():
             for function in _last:

@@ -21,6 +21,7 @@ from mpipipe.comm.process import Failure, failure_of, here, is_rank
 from mpipipe.comm.requests import own
 from mpipipe.comm.types import Communicator, Testable
 from mpipipe.comm.wait import wait
+from mpipipe.comm.watch.membership import enrol
 from mpipipe.errors import ArgumentError, PeerError
 
 
@@ -58,6 +59,8 @@ class Group:
         State of this rank.
     progress : callable, optional
         Returns a text of how far this rank has come, for peers that will miss it.
+    key : tuple of int
+        Names this group on all its ranks alike.
     related : list of Group
         Other groups of the same object, whose failure is this one's too.
     """
@@ -71,6 +74,7 @@ class Group:
         self.progress: Callable[[], str] | None = None
         self.closed = self.left = False
         self.related: list[Group] = []
+        self.key = enrol(self.process, self.comm, members)
         self.process.groups.append(self)
 
     @property
@@ -166,11 +170,13 @@ class Group:
         if self.size == 1:
             return mine[None]
         table = np.empty((self.size, mine.size), np.int64)
+        number = self.process.flight.begin(what, nbytes=mine.nbytes)
         try:
             wait(own(self.comm.Iallgather(mine, table)), what, self, everyone=True)
         except BaseException as error:
             self._fail_because(error, what)
             raise
+        self.process.flight.end(number)
         return table
 
     def explain(self, entries: list[Entry], what: str) -> list[Entry]:
@@ -203,9 +209,9 @@ class Group:
             raise heard(self.failure, remedy="start the job anew: an earlier call of these ranks has failed")
         self.presence.calls += 1
 
-    def wait(self, request: Testable, what: object = None, everyone: bool = False) -> None:
-        """Wait for a request that belongs to the call under way."""
-        wait(request, what, self, everyone)
+    def wait(self, request: Testable, what: object = None, everyone: bool = False, peer: int | None = None) -> None:
+        """Wait for a request that belongs to the call under way; `everyone` and `peer` say who must come for it."""
+        wait(request, what, self, everyone, peer)
 
     # -- communicators ------------------------------------------------------------------------------------------
 

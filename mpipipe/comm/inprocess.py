@@ -21,11 +21,13 @@ import numpy as np
 from mpipipe.comm.inprocess_world import ANY, Context, Entry, Finish, InProcessError, Receive, Send, World
 from mpipipe.comm.process import Process, adopt
 from mpipipe.comm.types import Testable
-from mpipipe.errors import ArgumentError, PeerError
+from mpipipe.errors import ArgumentError, HangError, PeerError
 
 __all__ = ["InProcessError", "run"]
 
 PAUSE = 2e-5
+LOOK_SECONDS = 0.5  # between two looks at the errors of ranks
+GRACE_SECONDS = 1.0  # once a rank has reported a hang: for each of the others to hear of it
 Result = TypeVar("Result")
 
 
@@ -82,18 +84,21 @@ def run(
     errors: dict[int, BaseException] = {}
 
     def body(rank: int) -> None:
-        adopt(Process())
+        adopt(world.processes[rank])
         try:
             results[rank] = function(Communicator(world, ("world",), tuple(range(ranks)), rank))
         except BaseException as error:
             errors[rank] = error
             world.broken = True
 
+    world.processes.update({rank: Process() for rank in range(ranks)})
     threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(ranks)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        while thread.is_alive() and not any(isinstance(error, HangError) for error in tuple(errors.values())):
+            thread.join(LOOK_SECONDS)
+        thread.join(GRACE_SECONDS if thread.is_alive() else None)  # a rank that hangs keeps nobody waiting
     failed = [errors[rank] for rank in sorted(errors)]
     if failed:
         raise next((error for error in failed if not isinstance(error, PeerError)), failed[0])

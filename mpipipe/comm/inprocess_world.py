@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from mpipipe.comm.process import Process
 from mpipipe.errors import MpipipeError, PeerError
 
 ANY = -1
@@ -43,6 +44,8 @@ class World:
     ----------
     broken : bool
         Whether a rank has failed, so that collectives cannot complete.
+    processes : dict
+        Rank -> Process, the state of each rank.
     """
 
     def __init__(self, ranks: int, synchronous: bool, delay: float, seed: int, tag_ub: int) -> None:
@@ -53,6 +56,7 @@ class World:
         self.posted: dict[tuple[Context, int], list[Receive]] = defaultdict(list)
         self.meetings: dict[tuple[Context, int], Meeting] = {}
         self.broken = False
+        self.processes: dict[int, Process] = {}
 
     def next_delay(self) -> float:
         """Seconds until the next message becomes visible."""

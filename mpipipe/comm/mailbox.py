@@ -37,13 +37,16 @@ class Envelope(NamedTuple):
     header: tuple[int, int]
     data: tuple[int, int]
 
-    def __str__(self) -> str:
-        kind = ("activation", "gradient")[self.direction]
-        channel, tag = self.data
+    @property
+    def subject(self) -> str:
+        """What the message holds, the same at both ends."""
         return (
-            f"the {kind} of micro-batch {self.microbatch} over edge {self.edge} from rank {self.peer} "
-            f"(channel {channel}, tag {tag})"
+            f"the {('activation', 'gradient')[self.direction]} of micro-batch {self.microbatch} over edge {self.edge}"
         )
+
+    def __str__(self) -> str:
+        channel, tag = self.data
+        return f"{self.subject} from rank {self.peer} (channel {channel}, tag {tag})"
 
 
 class Mailbox:
@@ -67,6 +70,8 @@ class Mailbox:
         self.next = 0
         self.moments: Mapping[Envelope, Any] | None = None  # of a call whose messages start in an order
         self.wanted: deque = deque()  # envelopes of that call that are still to be taken, as they are needed
+        self.sent: list[Envelope] = []  # in this call, for the flight recorder
+        self.polls = 0  # so far: a sign of progress
 
     def receive_schedule(self, envelopes: Sequence[Envelope], leaves: Sequence[Sequence[Leaf]]) -> list:
         """Return what `begin_call` takes: each envelope, in order, with the buffers that its arrays need."""
@@ -90,7 +95,7 @@ class Mailbox:
         moments : when each message is made, for transports that carry messages in an order
         repeated : whether, on all ranks alike, calls like this one have run so often that nothing in it is new
         """
-        self.incoming, self.next = schedule, 0
+        self.incoming, self.next, self.sent = schedule, 0, []
         self.moments = moments if moments and self.transport.begin_call(repeated) else None
         if self.moments is not None:
             self.wanted = deque(entry[0] for entry in schedule)
@@ -139,7 +144,7 @@ class Mailbox:
         arrays, lease, requests, envelope = self.posted[0]
         for request in requests:
             if not request.Test():
-                wait(request, envelope, self.group)
+                wait(request, envelope, self.group, peer=envelope.peer)
         self.posted.popleft()
         if self.moments is None:
             self._post_next()
@@ -148,7 +153,8 @@ class Mailbox:
     def take_header(self, envelope: Envelope) -> bytes:
         """Return the header of a message whose shapes are not known yet."""
         header = np.empty(HEADER_BYTES, np.uint8)
-        wait(own(self.transport.irecv(header, envelope.peer, *envelope.header)), envelope, self.group)
+        request = own(self.transport.irecv(header, envelope.peer, *envelope.header))
+        wait(request, envelope, self.group, peer=envelope.peer)
         return header.tobytes().rstrip(b"\0")
 
     def take_unknown(self, envelope: Envelope, leaves: Sequence[Leaf]) -> tuple[list, Lease]:
@@ -180,6 +186,7 @@ class Mailbox:
             outgoing.popleft()
         for array in arrays:
             outgoing.append(self.transport.isend(array, peer, channel, tag))
+        self.sent.append(envelope)
 
     def release(self, lease: Lease) -> None:
         """Give buffers back; on a device, work queued so far on the current stream may still read them."""
@@ -190,6 +197,7 @@ class Mailbox:
 
     def poll(self) -> None:
         """Let MPI move data: large messages advance only inside MPI calls, and one call advances them all."""
+        self.polls += 1
         if self.transport.progress():
             return  # a test of a device message would make the current stream wait for it
         if self.outgoing:
@@ -204,7 +212,13 @@ class Mailbox:
         while self.outgoing:
             request = self.outgoing[0]
             if not request.Test():
-                wait(request, "a send to be received", self.group)
+                oldest = self.sent[-len(self.outgoing) :][0] if self.sent else None
+                what = (
+                    "a send to be received"
+                    if oldest is None
+                    else f"{oldest.subject} to be received by rank {oldest.peer}"
+                )
+                wait(request, what, self.group, peer=None if oldest is None else oldest.peer)
             self.outgoing.popleft()
         if self.moments is not None and not self.transport.settled():
             wait(Settled(self.transport), "the last messages to arrive", self.group)

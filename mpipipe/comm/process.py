@@ -6,6 +6,7 @@ calling rank in both cases.
     groups     every wait of this rank reads the notes of all of them
     failures   what was heard of failures so far; a wait looks for news at the end of this list
     engines    what advances only while somebody calls it; every wait calls the engines of its own thread
+    flight     what this rank has done last; vigils, its waits under way
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+import weakref
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from mpipipe.comm import launcher
+from mpipipe.comm.flight import Accountable, FlightRecorder
 from mpipipe.comm.types import Engine
 
 YIELD_SECONDS = 2e-2  # how long a wait gives way to others before it sleeps: the time of a large message
@@ -61,6 +65,20 @@ class OpenGroup(Protocol):
     def leave(self) -> None: ...
 
 
+class Attendant(Protocol):
+    """Watches for a hang; comm.watch.watchdog.Watchdog is one."""
+
+    limit: float | None  # seconds without progress
+    folder: Path | None  # of a report
+
+    def configure(self, limit: float | None, folder: Path | None) -> None: ...
+
+    def attend(self) -> None:
+        """Look around; called in long waits."""
+
+    def stop(self) -> None: ...
+
+
 class Process:
     """The state of one rank.
 
@@ -76,12 +94,20 @@ class Process:
         Those heard of, in that order, each once.
     left : dict
         World rank -> text, of the ranks whose script has ended.
-    pipelines : int
-        Pipelines built so far.
+    pipelines, groups_named : int
+        Pipelines built, and groups made, so far.
     alone : bool
         Whether this rank is a thread.
     patience, pause : float
         Seconds that a wait gives way to others before it sleeps, and that it then sleeps between two polls.
+    flight : FlightRecorder
+        The last operations that are in no plan.
+    vigils : list of wait.Vigil
+        The long waits under way, one for each thread that waits.
+    watchdog : Attendant or None
+        Watches for a hang, once there is a group of several ranks.
+    ended : bool
+        Whether the program of this rank is over.
     """
 
     def __init__(self) -> None:
@@ -90,11 +116,17 @@ class Process:
         self.engines: dict[Engine, int] = {}
         self.failures: list[Failure] = []
         self.left: dict[int, str] = {}
-        self.pipelines = 0
+        self.pipelines = self.groups_named = 0
         self.alone = False
         self.patience, self.pause = YIELD_SECONDS, PAUSE_SECONDS
         if launcher.oversubscribed():
             self.patience, self.pause = CROWDED_YIELD_SECONDS, CROWDED_PAUSE_SECONDS
+        self.flight = FlightRecorder()
+        self.vigils: list[Any] = []  # of wait.Vigil, which is built on this module
+        self.vigils_begun = 0
+        self.watchdog: Attendant | None = None
+        self.ended = False
+        self._accountable: list[weakref.ref[Accountable]] = []
         self._known: set[int] = set()  # numbers of `failures`
 
     def hear(self, failure: Failure) -> None:
@@ -102,6 +134,22 @@ class Process:
         if failure.number not in self._known:
             self._known.add(failure.number)
             self.failures.append(failure)
+
+    def keep_account(self, thing: Accountable) -> None:
+        """From now on ask `thing` for an account where a dump is made, as long as it lives."""
+        self._accountable = [each for each in self._accountable if each() is not None]
+        self._accountable.append(weakref.ref(thing))
+
+    @property
+    def accountable(self) -> list[Accountable]:
+        """Those that live."""
+        found = [each() for each in self._accountable]
+        return [thing for thing in found if thing is not None]
+
+    def sign(self) -> tuple[object, ...]:
+        """Something that is another thing after every progress of this rank."""
+        calls = sum(group.presence.calls for group in tuple(self.groups))
+        return calls, self.flight.count, self.vigils_begun, self.ended, *(t.sign() for t in self.accountable)
 
     def drive(self) -> None:
         """Let the engines of this thread advance."""

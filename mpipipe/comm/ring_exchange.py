@@ -6,7 +6,12 @@ before the computation. The data are the same either way.
 
 from __future__ import annotations
 
+from collections import deque
+from threading import get_ident
+from typing import NamedTuple
+
 from mpipipe.arrays import Array
+from mpipipe.comm.flight import Account, Message
 from mpipipe.comm.group import group_of
 from mpipipe.comm.requests import own
 from mpipipe.comm.transport.choose import make_transport
@@ -15,6 +20,22 @@ from mpipipe.comm.types import Communicator, Request
 
 ROTATIONS = ("overlap", "sendrecv")
 TAG = 1
+KEPT = 8  # exchanges that the flight recorder knows
+
+
+class Exchange(NamedTuple):
+    """One message out and one in: its number since the ring was made, both ends, and what MPI was told."""
+
+    number: int
+    dest: int
+    source: int
+    tag: int
+    bytes_out: int
+    bytes_in: int
+    thread: int
+
+    def __str__(self) -> str:
+        return f"message {self.number} of the ring from rank {self.source} (tag {self.tag}, {self.bytes_in} bytes)"
 
 
 class RingExchange:
@@ -38,6 +59,9 @@ class RingExchange:
         self.group = group_of(comm)
         self.transport = make_transport(comm, 1, synchronous, device, verdict, self.group)
         self.pending: list[Request] = []
+        self.started = self.polls = 0
+        self.last: deque[Exchange] = deque(maxlen=KEPT)
+        self.group.process.keep_account(self)
 
     def start(self, mode: str, outgoing: Array, dest: int, incoming: Array, source: int) -> None:
         """Send one array and receive another (one-dimensional, contiguous); both are in use until `finish`.
@@ -45,6 +69,9 @@ class RingExchange:
         On a device, the send follows all work queued on the current stream so far, and no later work may change the
         outgoing array. Work queued after `finish` finds the received data.
         """
+        self.started += 1
+        sizes = outgoing.nbytes, incoming.nbytes
+        self.last.append(Exchange(self.started, dest, source, TAG, *sizes, get_ident()))
         self.pending.append(own(self.transport.irecv(incoming, source, 0, TAG)))
         self.pending.append(own(self.transport.isend(outgoing, dest, 0, TAG)))
         if mode == "sendrecv":
@@ -52,14 +79,47 @@ class RingExchange:
 
     def poll(self) -> None:
         """Let the exchange under way advance."""
+        self.polls += 1
         if not self.transport.progress() and self.pending:
             self.pending[0].Test()
 
     def finish(self) -> None:
         """Wait for the exchange under way."""
         while self.pending:
-            self.group.wait(self.pending[0], "a neighbour in the ring")
+            exchange, receives = self.last[-1], len(self.pending) == 2
+            what = exchange if receives else f"message {exchange.number} of the ring to be received by {exchange.dest}"
+            self.group.wait(self.pending[0], what, peer=exchange.source if receives else exchange.dest)
             self.pending.pop(0)
+
+    # -- for the flight recorder --------------------------------------------------------------------------------
+
+    def sign(self) -> object:
+        """Something that is another thing after every progress."""
+        return self.started, self.polls, len(self.pending)
+
+    def account(self) -> Account:
+        """The exchange under way, and the last ones."""
+        last, pending = tuple(self.last), len(self.pending)
+        members = self.group.presence.members
+        expects = None
+        if pending == 2:
+            now = last[-1]
+            subject = f"message {now.number} of the ring"
+            expects = Message((now.number,), subject, members[now.source], (0, now.tag), now.bytes_in)
+        return Account(
+            self.group.key,
+            doing=f"exchange {last[-1].number} of a ring" if pending else "",
+            computes=pending > 0,
+            stage=None,
+            microbatch=None,
+            thread=last[-1].thread if last else 0,
+            expects=expects,
+            sent=tuple(
+                Message((e.number,), f"message {e.number} of the ring", members[e.dest], (0, e.tag), e.bytes_out)
+                for e in last
+            ),
+            operations=tuple(f"{e}, and one to rank {e.dest} of {e.bytes_out} bytes" for e in last),
+        )
 
     def close(self) -> None:
         """Free the communicator; collective."""

@@ -73,10 +73,17 @@ def _is_switch(text: str) -> bool:
 
 TIMEOUT = Variable(
     "MPIPIPE_TIMEOUT",
-    "Seconds after which a rank that waits raises StallError.",
+    "Seconds that one wait of a rank may last; then that rank raises StallError.",
     "a number of seconds; 0 for no limit",
     "no limit",
     _is_limit,
+)
+WATCHDOG = Variable(
+    "MPIPIPE_WATCHDOG",
+    "Seconds in which no rank makes progress while one waits; then the job ends with a report.",
+    "a number of seconds, 1 or more; 0 for no watchdog",
+    "600",
+    lambda text: text.strip("0.") == "" or (_seconds(text) or 0) >= 1,
 )
 TAG_UB = Variable(
     "MPIPIPE_TAG_UB",
@@ -138,7 +145,10 @@ MPIEXEC = Variable(
     "a command",
     "the mpiexec beside the MPI library or beside Python",
 )
-VARIABLES = (TIMEOUT, TAG_UB, SYNC_SENDS, GPU_DIRECT, NCCL, ATTENTION, DETERMINISTIC, PRODUCTS, GRAPHS, MPIEXEC)
+VARIABLES = (
+    *(TIMEOUT, WATCHDOG, TAG_UB, SYNC_SENDS, GPU_DIRECT, NCCL, ATTENTION, DETERMINISTIC, PRODUCTS, GRAPHS),
+    MPIEXEC,
+)
 
 
 def check_settings() -> None:
@@ -150,6 +160,11 @@ def check_settings() -> None:
 def timeout() -> float | None:
     """MPIPIPE_TIMEOUT in seconds; None where there is no limit, and for a value that `check_settings` refuses."""
     return _seconds(os.environ.get(TIMEOUT.name) or "0")
+
+
+def watchdog() -> float | None:
+    """MPIPIPE_WATCHDOG in seconds; None where it is switched off, and for a value that `check_settings` refuses."""
+    return _seconds(os.environ.get(WATCHDOG.name) or WATCHDOG.default)
 
 
 def synchronous_sends() -> bool:

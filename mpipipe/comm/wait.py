@@ -10,7 +10,8 @@ No rank waits inside MPI, where it could neither hear of a failure nor give up. 
   is in, ends the wait with PeerError;
 - after TELL_SECONDS tells rank 0 of its group that it waits, so that rank 0 knows who is missing;
 - after WARNING_SECONDS logs what it waits for, and who is missing;
-- after MPIPIPE_TIMEOUT seconds, where that is set, raises StallError.
+- after MPIPIPE_TIMEOUT seconds, where that is set, raises StallError;
+- lets the watchdog look around, where that has no thread of its own (watch/watchdog.py).
 
 Every poll also lets this thread's engines advance (process.register_progress): the peer may be waiting for one of them.
 """
@@ -56,8 +57,17 @@ class WaitingGroup(OpenGroup, Protocol):
     @property
     def related(self) -> Sequence[WaitingGroup]: ...
 
+    @property
+    def key(self) -> tuple[int, ...]: ...
 
-def wait(request: Testable, what: object = None, group: WaitingGroup | None = None, everyone: bool = False) -> None:
+
+def wait(
+    request: Testable,
+    what: object = None,
+    group: WaitingGroup | None = None,
+    everyone: bool = False,
+    peer: int | None = None,
+) -> None:
     """Return once `request` tests true.
 
     Parameters
@@ -70,6 +80,8 @@ def wait(request: Testable, what: object = None, group: WaitingGroup | None = No
         The group whose call this wait belongs to.
     everyone : bool
         Whether all ranks of the group must come for the request to complete.
+    peer : int, optional
+        The rank of the group that must come, where it is one.
 
     Raises
     ------
@@ -90,10 +102,10 @@ def wait(request: Testable, what: object = None, group: WaitingGroup | None = No
         if test():
             return
         os.sched_yield()
-    vigil = Vigil(process, what or "other ranks", group, everyone, start)
-    while not test():
-        vigil.look()
-        time.sleep(process.pause)
+    with Vigil(process, what or "other ranks", group, everyone, start, peer=peer) as vigil:
+        while not test():
+            vigil.look()
+            time.sleep(process.pause)
 
 
 def _driving(process: Process, test: Callable[[], bool]) -> Callable[[], bool]:
@@ -121,6 +133,8 @@ class Vigil:
         World ranks without which this wait cannot end, and which can tell of nothing but their end.
     grace : float
         Seconds that the wait may still last once such a rank has left, for what the rank has sent before.
+    peer : int, optional
+        As for `wait`.
     """
 
     def __init__(
@@ -133,8 +147,9 @@ class Vigil:
         *,
         absent: Iterable[int] = (),
         grace: float = 0.0,
+        peer: int | None = None,
     ) -> None:
-        self.process, self.what, self.group, self.everyone = process, what, group, everyone
+        self.process, self.what, self.group, self.everyone, self.peer = process, what, group, everyone, peer
         self.start = time.perf_counter() if start is None else start
         self.absent, self.grace = frozenset(absent), grace
         self.absent_since: float | None = None
@@ -143,9 +158,19 @@ class Vigil:
         self.limit = settings.timeout()
         self.tell_after = TELL_SECONDS if self.limit is None else min(TELL_SECONDS, self.limit / 3)
 
+    def __enter__(self) -> Vigil:
+        self.process.vigils_begun += 1
+        self.process.vigils.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.vigils.remove(self)
+
     def look(self) -> None:
         """Read notes; raise where they or the clock end the wait."""
         process, group = self.process, self.group
+        if process.watchdog is not None:
+            process.watchdog.attend()
         with process.lock:
             for each in tuple(process.groups):
                 each.read_notes()
@@ -240,10 +265,10 @@ def wait_for_ranks(request: Testable, what: str, members: Iterable[int], grace: 
     """
     process = here()
     test = _driving(process, request.Test) if process.engines else request.Test
-    vigil = Vigil(process, what, absent=members, grace=grace)
-    while not test():
-        if time.perf_counter() - vigil.start < process.patience:
-            os.sched_yield()
-            continue
-        vigil.look()
-        time.sleep(process.pause)
+    with Vigil(process, what, absent=members, grace=grace) as vigil:
+        while not test():
+            if time.perf_counter() - vigil.start < process.patience:
+                os.sched_yield()
+                continue
+            vigil.look()
+            time.sleep(process.pause)

@@ -12,6 +12,7 @@ import numpy as np
 from mpipipe import arrays
 from mpipipe.arrays import Array, Shape
 from mpipipe.arrays.memory import ALIGNMENT
+from mpipipe.nn import random
 
 Draw: TypeAlias = Callable[[np.random.Generator, Shape], np.ndarray]
 
@@ -133,6 +134,21 @@ class FlatBuffer(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._views)
+
+
+def drawn(
+    declared: Mapping[str, Parameter], dtype: np.dtype, device: str, seed: int, layout: Mapping[str, Any]
+) -> FlatBuffer:
+    """Return parameters with their initial values; `layout` are further arguments of FlatBuffer."""
+    shapes = {name: parameter.shape for name, parameter in declared.items()}
+    host = FlatBuffer(shapes, dtype, **layout)
+    for name, parameter in declared.items():
+        host[name][...] = parameter.draw(random.initial(seed, parameter.tie or name), parameter.shape)
+    if device == "cpu":
+        return host
+    there = FlatBuffer(shapes, dtype, device, **layout)
+    arrays.upload(host.flat, out=there.flat)
+    return there
 
 
 def decay_ranges(offsets: Mapping[str, int], decays: Mapping[str, bool], end: int) -> list[tuple[int, int, bool]]:

@@ -10,12 +10,12 @@ import numpy as np
 from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
-from mpipipe.nn import kernels, random
+from mpipipe.nn import kernels
 from mpipipe.nn.checks import checked_dtype
 from mpipipe.nn.inputs import accepted_input
 from mpipipe.nn.layers.containers import Sequential
 from mpipipe.nn.layers.layer import Layer, first_leaf
-from mpipipe.nn.parameters import FlatBuffer, Parameter, decay_ranges, memory_order
+from mpipipe.nn.parameters import FlatBuffer, decay_ranges, drawn, memory_order
 from mpipipe.nn.position import Position
 from mpipipe.nn.rope_tables import RopeTables
 
@@ -127,7 +127,7 @@ class Stage:
         shapes = {name: p.shape for name, p in declared.items()}
         layout: Any = {"narrowest": self.dtype, "order": memory_order(declared)}
         wide = arrays.accumulator(self.dtype)
-        self.parameters = self._drawn(declared, FlatBuffer(shapes, wide, **layout), layout)
+        self.parameters = drawn(declared, wide, self.device, self.seed, layout)
         self.gradients = FlatBuffer(shapes, wide, self.device, **layout)
         self.compute = self.parameters if wide == self.dtype else FlatBuffer(shapes, self.dtype, self.device, **layout)
         for name, parameter in declared.items():
@@ -145,17 +145,6 @@ class Stage:
         self._chain = Sequential(self.layers)
         self._chain.stage = self
         self.first_layer = first_leaf(self._chain)
-
-    def _drawn(self, declared: Mapping[str, Parameter], host: FlatBuffer, layout: Any) -> FlatBuffer:
-        """Initial values in `host`, or in a buffer like it on the device."""
-        for name, parameter in declared.items():
-            generator = random.initial(self.seed, parameter.tie or name)
-            host[name][...] = parameter.draw(generator, parameter.shape)
-        if self.device == "cpu":
-            return host
-        there = FlatBuffer({name: p.shape for name, p in declared.items()}, host.flat.dtype, self.device, **layout)
-        arrays.upload(host.flat, out=there.flat)
-        return there
 
     def refresh(self) -> None:
         """Let layers compute with the parameters as they are now. A pipeline does this at the start of each call."""

@@ -186,6 +186,7 @@ def _agree_with_replicas(
         facts = (
             ("schedule", f"{schedule.name} {schedule.fingerprint:x}"),
             ("recompute", bool(recompute)),
+            ("setting MPIPIPE_GRAPHS", settings.graphs()),
             ("parameters' names, shapes and dtypes", shapes),
             ("parameters' values", values),
         )

@@ -28,6 +28,7 @@ from mpipipe.pipeline.call_agreement import Agreed, Agreement
 from mpipipe.pipeline.call_state import CallInputs, CallState
 from mpipipe.pipeline.construction import Partners
 from mpipipe.pipeline.executor import Executor
+from mpipipe.pipeline.flight import PipelineFlight
 from mpipipe.pipeline.gradient_sums import GradientSums
 from mpipipe.pipeline.life import Life
 from mpipipe.pipeline.loss import Loss
@@ -96,6 +97,7 @@ class Engine:
             if device == "cuda" and settings.graphs():
                 stage.use_graphs(mailbox.waits_on_host)
         self.life = Life(self.name, self.rank, self.groups, self.executor)
+        self.flight = PipelineFlight(self.pipe, self.executor, self.life)
         self.batches = BatchReader(schedule, self.rank, loss is not None)
         self.plans: dict[str | int, Plan] = {"step": Plan(schedule, self.rank, self.tags)}
         self.steps_taken = 0
@@ -138,6 +140,9 @@ class Engine:
         try:
             if call in ("step", "evaluate", "forward"):
                 batch = self.batches.read(call, inputs, targets)
+            if call == "step":
+                for stage in self.stages:
+                    stage.check_storage()
             if not isinstance(scale, (int, float, np.number)) or not (scale > 0 and math.isfinite(scale)):
                 raise ArgumentError("scale", found=repr(scale), expected="a finite number above 0")
         except Exception as caught:
@@ -170,6 +175,8 @@ class Engine:
                 raise
             short.rank = self.rank
             raise short from error
+        self.executor.marks = self.executor.clock.begin(plan.steps, training)
+        self.flight.begin(call, self.agreement.count, plan)
         state = self.executor.run(plan.steps, inputs)
         self.messages.end(agreed.signature)
         return state
@@ -181,7 +188,7 @@ class Engine:
                 stage.begin_gradients()
             state = self.run("step", batch, agreed, scale)
             if self.sums is not None:  # before losses are fetched: the device must wait for no rank that may fail
-                self.sums.wait()
+                self.sums.finish()
             loss, losses = self.share_losses(state, agreed.microbatches)
             self.ties.sum_gradients()
         finally:
@@ -194,6 +201,7 @@ class Engine:
         """Note how long the call took, and let go of its arrays."""
         self.host_elapsed = perf_counter() - self.started
         self.executor.state = None
+        self.flight.end()
 
     def _plan(self, call: str, microbatches: int) -> Plan:
         key = "step" if call == "step" else microbatches
@@ -233,6 +241,8 @@ class Engine:
         """Free the communicators."""
         self.agree("close")
         self.life.state = "closed"
+        for stage in self.stages:
+            stage.detach()
         if self.nccl_sums is not None:
             self.nccl_sums.close()
         self.messages.mailbox.transport.close()

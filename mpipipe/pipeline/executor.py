@@ -81,7 +81,6 @@ class Executor:
         self.state = state = CallState(inputs)
         if self.sums is not None:
             self.sums.begin()
-        self.marks = self.clock.begin(steps, inputs.training)
         actions = self.actions if self.clock.recorder is None or not self.on_gpu else self._annotated()
         step = steps[0]
         try:

@@ -7,6 +7,9 @@ By NCCL they start bucket by bucket while the last backward of the stage (or its
 layers end. That needs an `nn.Stage` with layers of this package on a GPU, and the same order of buckets on all
 replicas, which they agree on. All other sums start when the last backward of their stage has ended.
 
+In calls whose messages do not go by NCCL, while sums do, all sums start when the last message of the rank has ended. A
+message that the host moves on piece by piece might come to stand behind a sum otherwise, which waits for another rank.
+
 In the one order of sums and messages that comm/transport/nccl.py argues for, all buckets of a stage have the moment of
 the action that completes its gradients. Those that a layer completes early come before the message that this action
 makes. What the first layer completes comes behind the message, for which another rank waits.
@@ -66,6 +69,7 @@ class GradientSums:
         self.underway: list[Sum] = []
         self._by_layers = [None] * len(stages) if nccl is None else self._agree(nccl)
         self._left: deque[Bucket] = deque()  # of the backward under way
+        self._put_off: list[PlannedAction] | None = None  # whose sums start when the last message has ended
 
     def _agree(self, nccl: NcclSums) -> list[ByLayers | None]:
         found = [_by_layers(stage, nccl) for stage in self.stages]
@@ -82,13 +86,16 @@ class GradientSums:
         return found if found is not None and found.is_current else None
 
     def begin(self) -> None:
-        """Begin a call."""
+        """Begin a call, once it is known how its messages travel."""
         self.underway = []
+        mailbox = self.mailbox
+        alone = mailbox.group is None or mailbox.group.size == 1
+        self._put_off = None if self.nccl is None or alone or not mailbox.waits_on_host() else []
 
     def watch(self, step: PlannedAction) -> None:
         """Before the action that completes a stage's gradients: let its layers tell when they have ended."""
         found = self.by_layers(step.chunk)
-        if found is not None:
+        if found is not None and self._put_off is None:
             self._left = deque(found.buckets)
             found.model.tell(partial(self._ended, step, found))
 
@@ -101,8 +108,17 @@ class GradientSums:
 
     def complete(self, step: PlannedAction) -> None:
         """Behind that action: start the sums that are left of the stage, or all of them."""
+        if self._put_off is None:
+            self._start_all(step)
+        else:
+            self._put_off.append(step)
+
+    def _start_all(self, step: PlannedAction) -> None:
+        """Start the sums that are left of a stage: the same ones in the same order, whenever that is."""
         found = self.by_layers(step.chunk)
         if found is not None:
+            if not found.model.is_telling:
+                self._left = deque(found.buckets)
             found.model.tell(None)
             self._start_until(step, found, 0)
             return
@@ -122,8 +138,11 @@ class GradientSums:
             return self.nccl.start(gradients)
         return AllReduce(self.replicas.comm, gradients)
 
-    def wait(self) -> None:
-        """Wait for all sums of this call."""
+    def finish(self) -> None:
+        """Start the sums that were put off, and wait for all of this call; its messages have ended."""
+        put_off, self._put_off = self._put_off, None
+        for step in put_off or ():
+            self._start_all(step)
         for pending in self.underway:
             self.replicas.wait(pending, "the sum of gradients over the replicas", everyone=True)
 

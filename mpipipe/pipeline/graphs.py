@@ -124,8 +124,8 @@ class StageGraphs:
         self.stage, self._may_record = stage, may_record
         self.reason = arrays.graphs_refused() or unrecordable(stage)
         self._kinds: dict[tuple, Kind] = {}
-        if self.reason:
-            logger.info("%s", self)
+        self._buffers: tuple = ()  # where the recorded work finds parameters and gradients
+        logger.info("%s", self)
 
     def __str__(self) -> str:
         return f"CUDA graphs: stage {self.stage.index} {f'has none: {self.reason}' if self.reason else 'has them'}"
@@ -135,6 +135,9 @@ class StageGraphs:
         stage = self.stage
         if self.reason:
             return self._plain_forward(x)
+        buffers = (id(stage.compute.flat), id(stage.gradients.flat), tuple(stage.owners.items()))
+        if buffers != self._buffers:  # a later pipeline lets parameters share their storage
+            self._buffers, self._kinds = buffers, {}
         x = stage.first_layer.upload(accepted_input(stage, x))
         kind = self._kind(x)
         key = ("forward",)

@@ -59,9 +59,9 @@ def memory_error(
         f"{what} ran out of memory on the GPU",
         found=f"{_asked(shortage)}, {shortage.free:,} bytes free of {shortage.total:,}; {held.activations} activations "
         f"hold {held.saved:,} bytes, parameters and gradients {held.parameters:,}{_idle(held)}",
-        remedy=f"{_recomputation(held, recompute)}; twice as many stages: about {held.parameters // 2:,} bytes of "
-        "parameters and gradients less on each rank, and half of the optimizer's state; more micro-batches: smaller "
-        "activations",
+        remedy=f"{_graphs(stages)}{_recomputation(held, recompute)}; twice as many stages: about "
+        f"{held.parameters // 2:,} bytes of parameters and gradients less on each rank, and half of the optimizer's "
+        "state; more micro-batches: smaller activations",
     )
 
 
@@ -89,6 +89,12 @@ def _asked(shortage: Shortage) -> str:
 
 def _idle(held: Held) -> str:
     return f" ({held.idle:,} of them unused: places of a tied parameter share one array)" if held.idle else ""
+
+
+def _graphs(stages: Sequence[StageAdapter]) -> str:
+    """A remedy where stages have CUDA graphs."""
+    used = any(stage.computes is not stage.given for stage in stages)
+    return "MPIPIPE_GRAPHS=0: without the temporary arrays that each CUDA graph keeps; " if used else ""
 
 
 def _recomputation(held: Held, recompute: bool) -> str:

@@ -60,6 +60,8 @@ class StageAdapter:
     def __init__(self, given: Any):
         self.given, self.name = given, type(given).__name__
         self.computes: Any = given
+        self._poll: Callable[[], object] | None = None
+        self._owners: list[dict] = []
         inner = getattr(given, "inner_stages", ())
         self.models: list[nn.Stage] = [given] if isinstance(given, nn.Stage) else list(inner)
         strange = [type(model).__name__ for model in self.models if not isinstance(model, nn.Stage)]
@@ -111,8 +113,28 @@ class StageAdapter:
 
     def attach(self, number: int, poll: Callable[[], object]) -> None:
         """Tell the stage its logical number, and what its layers call so that messages advance."""
+        self._poll, self._owners = poll, [dict(model.owners) for model in self.models]
         for model in self.models:
             model.index, model.poll = number, poll
+
+    def detach(self) -> None:
+        """Let go of what belongs to the pipeline, which is being closed."""
+        self.computes = self.given
+        for model in self.models:
+            if model.poll == self._poll:  # or a later pipeline has the stage
+                model.poll = None
+
+    def check_storage(self) -> None:
+        """Raise ArgumentError where a later pipeline has given tied parameters another storage."""
+        for model, owners in zip(self.models, self._owners):
+            if model.owners != owners:
+                raise ArgumentError(
+                    "a later pipeline lets tied parameters share their storage, and sums up their gradients",
+                    stage=model.index,
+                    found=", ".join(sorted({*model.owners} - {*owners}) or sorted(owners)),
+                    expected="the storage that they had when this pipeline was built",
+                    remedy="build this pipeline anew, or the later one of other stages",
+                )
 
     def begin_call(self) -> None:
         """Make the stage compute with its parameters as they are now."""

@@ -258,5 +258,6 @@ class TiedParameter:
         return own(self.transport.irecv(array, place.rank, place.channel, place.tag))
 
     def _wait(self, requests: Sequence[Testable], what: TiedPlace) -> None:
-        for request in requests:
-            self.pipe.wait(request, what)
+        peers = self.peers if what.rank == self.pipe.rank else [what.rank]
+        for request, peer in zip(requests, peers):
+            self.pipe.wait(request, what, peer=peer)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from mpipipe import arrays
 from mpipipe.checkpoint import Checkpoint
+from mpipipe.comm import rank_list
 from mpipipe.comm.consensus import raise_on_all
 from mpipipe.comm.group import Group, group_of
 from mpipipe.comm.mesh import Mesh
@@ -13,7 +14,8 @@ from mpipipe.errors import MismatchError
 from mpipipe.train import memory, metrics, output, resume
 from mpipipe.train.architecture import Architecture
 from mpipipe.train.config import TrainConfig
-from mpipipe.train.data import Corpus
+from mpipipe.train.data import Corpus, Listing
+from mpipipe.train.fingerprint import glance
 from mpipipe.train.report import Reporter, on_terminal
 from mpipipe.train.training_plan import TrainingPlan
 
@@ -44,26 +46,33 @@ def make_plan(config: TrainConfig, architecture: Architecture, mesh: Mesh, devic
 def open_corpus(config: TrainConfig, plan: TrainingPlan, mesh: Mesh) -> tuple[Corpus | None, str]:
     """Open the data on the ranks of the first and the last stage; return them, and on every rank their fingerprint.
 
-    All ranks raise the same error.
+    All ranks raise the same error. Rank 0 alone lists the files and looks into all of them: a file system that
+    thousands of ranks share is slow. The others learn of it, and see for themselves that a few of the files are the
+    same.
     """
     group, placement = group_of(mesh.comm), plan.schedule.placement
-    corpus = None
+    listing = corpus = seen = None
+    with group.together("train: listing the data"):
+        if mesh.rank == 0:
+            listing = Listing.of(config.data)
+    listing = group.broadcast("train: the list of data", listing)
     with group.together("train: opening the data"):
         if mesh.pipe.rank in (placement[0], placement[-1]):
-            corpus = Corpus.open(config.data, config.seq_len)
-    prints = group.gather("train: the data", corpus.fingerprint if corpus else None)
-    first = next(rank for rank, found in enumerate(prints) if found is not None)
-    others = [rank for rank, found in enumerate(prints) if found not in (None, prints[first])]
+            corpus = Corpus.of(listing, config.data, config.seq_len)
+        if mesh.rank == 0 or corpus is not None:
+            seen = glance(listing.found(config.data))
+    all_seen = group.gather("train: the data", seen)
+    others = [rank for rank, found in enumerate(all_seen) if found not in (None, all_seen[0])]
     if others:
         error = MismatchError(
-            "the ranks see different data: other file names, sizes or contents",
-            found=f"other data on rank {', '.join(map(str, others))}",
-            expected=f"those of rank {first} on every rank that reads data",
+            "the ranks see different data: other sizes or contents of files",
+            found=f"other data on {rank_list.named(others)}",
+            expected="those of rank 0 on every rank that reads data",
             remedy="give the same files to all hosts, best on a shared file system; the default data differ where "
             "hosts have different Python versions",
         )
         raise_on_all(0, error, group)
-    return corpus, prints[first]
+    return corpus, listing.fingerprint
 
 
 def make_reporter(config: TrainConfig, out: Path, start: Checkpoint | None) -> Reporter:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mpipipe import arrays, nn, optim, schedules
+from mpipipe import arrays, checkpoint, nn, optim, schedules
 from mpipipe.attention import kernels
 from mpipipe.comm import runtime
 from mpipipe.comm.consensus import agreed_by
@@ -18,9 +18,10 @@ from mpipipe.comm.device import select_device
 from mpipipe.comm.group import group_of
 from mpipipe.comm.mesh import Mesh
 from mpipipe.comm.types import Communicator
+from mpipipe.comm.watch.membership import watching
 from mpipipe.errors import NonFiniteError
 from mpipipe.pipeline import Pipeline
-from mpipipe.train import output, resume, weights
+from mpipipe.train import interrupt, output, resume, weights
 from mpipipe.train.architecture import Architecture
 from mpipipe.train.config import TrainConfig
 from mpipipe.train.data import Batch, Corpus, training_batch, validation_batch
@@ -86,7 +87,7 @@ def train(config: TrainConfig, architecture: Architecture, comm: Communicator | 
     with group_of(comm).together("train: the mesh"):
         pipe = max(1, comm.size // config.seq) if config.pipe is None else config.pipe
         mesh = Mesh(comm, pipe=pipe, seq=config.seq)
-    with mesh:
+    with watching(config.watchdog, out), mesh:
         device = select_device(config.device, mesh.comm)
         with arrays.own_stream(device):
             return _train_on(device, config, architecture, mesh, out)
@@ -119,7 +120,8 @@ def _train_on(device: str, config: TrainConfig, architecture: Architecture, mesh
         with reporter:
             trainer = Trainer(config, mesh, plan, shard, progress, norm=norm, corpus=corpus, reporter=reporter, out=out)
             trainer.facts = resume.facts_of(config, plan, fingerprint)
-            return trainer.run()
+            with interrupt.told(trainer.whereabouts):
+                return trainer.run()
 
 
 class Trainer:
@@ -195,6 +197,12 @@ class Trainer:
             record = replace(record, **self._speed(self.in_all))
         self.reporter.say(f"mpipipe: ok steps={record.step}{summary(record)}")
         return record
+
+    def whereabouts(self) -> str:
+        """Return what whoever interrupts this training wants to know."""
+        done, steps, saved = self.progress.step, self.config.steps, checkpoint.newest(resume.checkpoints_of(self.out))
+        rest = "nothing is saved to go on from" if saved is None else f"--resume auto goes on from {saved.name}"
+        return f"after step {done} of {steps}; metrics are in {self.out}, and {rest}"
 
     def step(self, step: int) -> tuple[float, float, float | None]:
         """Make one optimizer step, and return its loss, learning rate and gradient norm, the same on every rank.

@@ -42,6 +42,8 @@ def unset(monkeypatch):
         ("MPIPIPE_TIMEOUT", "0"),
         ("MPIPIPE_TIMEOUT", "0.0"),
         ("MPIPIPE_TIMEOUT", "1e3"),
+        ("MPIPIPE_WATCHDOG", "0"),
+        ("MPIPIPE_WATCHDOG", "1"),
         ("MPIPIPE_TAG_UB", "1"),
         ("MPIPIPE_TAG_UB", "32767"),
         ("MPIPIPE_SYNC_SENDS", "1"),
@@ -58,6 +60,7 @@ def test_what_has_a_meaning_is_taken(unset, monkeypatch, name, value):
     "name, value",
     [
         *(("MPIPIPE_TIMEOUT", value) for value in ("abc", "-5", "inf", "nan", "1 s")),
+        *(("MPIPIPE_WATCHDOG", value) for value in ("0.5", "-1", "never", "nan", "inf")),
         *(("MPIPIPE_TAG_UB", value) for value in ("0", "-1", "many", "1.5", str(1 << 63))),
         *((name, value) for name in ("MPIPIPE_SYNC_SENDS", "MPIPIPE_GPU_DIRECT") for value in ("2", "-1", "maybe")),
     ],
@@ -79,6 +82,12 @@ def test_limit_of_a_wait(unset, monkeypatch, value, seconds):
     assert settings.timeout() is None
     monkeypatch.setenv("MPIPIPE_TIMEOUT", value)
     assert settings.timeout() == seconds
+
+
+@pytest.mark.parametrize("value, seconds", [("", 600.0), ("0", None), ("abc", None), ("2.5", 2.5)])
+def test_limit_of_the_watchdog(unset, monkeypatch, value, seconds):
+    monkeypatch.setenv("MPIPIPE_WATCHDOG", value)
+    assert settings.watchdog() == seconds
 
 
 def test_integers_and_switches(unset, monkeypatch):

@@ -5,6 +5,7 @@ NCCL is emulated. With `one queue` the emulated device runs nothing before all t
 
 from __future__ import annotations
 
+import time
 from functools import partial, partialmethod
 
 import numpy as np
@@ -18,11 +19,12 @@ from mpipipe.attention import Local
 from mpipipe.comm.mailbox import Mailbox
 from mpipipe.comm.nccl import sums
 from mpipipe.comm.nccl.sums import NcclSums
+from mpipipe.comm.transport.staged import StagedTransport
 from mpipipe.comm.wait import wait
 from mpipipe.errors import MpipipeError, StageError
 from mpipipe.models import GPT
 from mpipipe.pipeline.gradient_sums import GradientSums
-from mpipipe.schedules import gpipe, one_f_one_b, partition
+from mpipipe.schedules import from_csv, gpipe, one_f_one_b, partition
 from mpipipe.train.shard import Shard
 
 SMALL = dict(vocab=32, dim=16, layers=3, heads=4, kv_heads=2, hidden=24, seq=12)
@@ -357,3 +359,55 @@ def _fresh(stage):
     x = text(1)[0] if first else arrays.upload(np.ones((1, SMALL["seq"], SMALL["dim"]), np.float32))
     y, saved = stage.forward(x)
     return arrays.upload(np.ones(y.shape, np.float32)), saved
+
+
+# -- messages that are no part of the order ----------------------------------------------------------------------------
+
+
+CROSSING = """0F0,0F1,3F0,3I0,3F1,3I1,0I0,3W0,3W1,0I1,0W0,0W1
+1F0,2F0,1F1,2F1,2I0,1I0,2I1,2W0,2W1,1I1,1W0,1W1
+"""  # gradients cross, each followed by the last weight gradient of a stage
+
+
+class Slow(nn.Layer):
+    """Takes a second for one input gradient, in which messages go on."""
+
+    def __init__(self, microbatch):
+        self.microbatch = microbatch
+
+    def forward(self, x):
+        return x, self.stage.position.microbatch
+
+    def backward_input(self, dy, saved):
+        end = time.monotonic() + (saved == self.microbatch)
+        while time.monotonic() < end:
+            self.stage.poll()
+            time.sleep(1e-3)
+        return dy, None
+
+
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.parametrize("by_layers", [False, True])
+def test_sums_wait_for_messages_that_the_host_moves(comm, subcomm, monkeypatch, by_layers):
+    """Later pieces of a staged message would stand behind a sum, and that waits for the replica that waits for them."""
+    four = subcomm(4)
+    if four is None:
+        return
+    monkeypatch.setenv("MPIPIPE_TIMEOUT", "20")
+    monkeypatch.setenv("MPIPIPE_GPU_DIRECT", "0")
+    monkeypatch.setattr(StagedTransport, "piece_bytes", 64)
+    if not by_layers:
+        monkeypatch.setattr(GradientSums, "by_layers", lambda self, chunk: None)
+    x = np.random.default_rng(1).normal(size=(64, 32)).astype(np.float32)
+    with own_gpus(four.rank, one_queue=True), arrays.own_stream(), Mesh(four, pipe=2, data=2) as mesh:
+        schedule = from_csv(CROSSING)
+        slow = {(0, 0): (3, 1), (1, 1): (1, 0)}.get((mesh.data.rank, mesh.pipe.rank), (None, None))
+        stages = []
+        for number in schedule.stages_of(mesh.pipe.rank):
+            layers = [nn.Linear(32, 32), Slow(slow[1] if slow[0] == number else None)]
+            stages.append(nn.Stage(layers, device="cuda", first=2 * number, seed=1))
+        mine = dense.placed(schedule, mesh.pipe.rank, x, -x)
+        with Pipeline(stages, schedule, mesh.pipe, loss=nn.mean_squared_error, replicas=mesh.replicas) as pipeline:
+            assert tuple(pipeline.engine.nccl[:2]) == (True, False)
+            losses = {pipeline.step(*mine).loss for _ in range(2)}
+    assert len(losses) == 1

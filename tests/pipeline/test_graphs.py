@@ -10,12 +10,14 @@ import pytest
 from support import dense
 from support.small_gpt import parts_of, text
 
-from mpipipe import Pipeline, arrays, nn
+from mpipipe import Pipeline, arrays, nn, optim
+from mpipipe.arrays import gemm, gemm_recorded
+from mpipipe.arrays.graphs import WORKSPACE_BYTES
 from mpipipe.attention import Local
-from mpipipe.errors import BackendError, MismatchError
+from mpipipe.errors import ArgumentError, BackendError, MismatchError, StageError
 from mpipipe.models import GPT
 from mpipipe.nn.recording import unrecordable
-from mpipipe.schedules import gpipe, one_f_one_b, partition
+from mpipipe.schedules import gpipe, looped_bfs, one_f_one_b, partition
 
 SIZES = dict(vocab=32, dim=8, layers=3, heads=2, kv_heads=1, hidden=8, seq=12)  # 8 parts, for 4 ranks of 2 stages
 STEPS = 3  # the first meets actions and records some, the second records what comes once in a step
@@ -237,12 +239,106 @@ def test_copies_between_host_and_device_cannot_be_recorded():
     arrays.download(x)
 
 
+def test_without_cublas_nothing_is_recorded(emulated_gpu):
+    """CuPy's own functions of cuBLAS refuse to be recorded, so the library itself is looked for."""
+    assert not arrays.graphs_refused()
+    gemm_recorded._library.cache_clear()
+    emulated_gpu.machine.faults.add("cublas")
+    assert "cuBLAS cannot be called while a graph is recorded" in arrays.graphs_refused()
+
+
+@pytest.mark.parametrize("kind", ["float32", "float64", "bfloat16"])
+def test_recorded_products_are_those_of_cublas(kind):
+    """Of matrices, and of many at once, whose strides do not fit into 32 bits of anything but their own parameter."""
+    generator = np.random.default_rng(1)
+    given = [arrays.upload(generator.normal(size=shape).astype(arrays.dtype(kind))) for shape in [(4, 5), (5, 6)]]
+    many = [arrays.upload(generator.normal(size=shape).astype(arrays.dtype(kind))) for shape in [(3, 4, 5), (3, 5, 6)]]
+    wide = arrays.accumulator(given[0].dtype)
+
+    def products():
+        c, d = arrays.empty((4, 6), wide, "cuda"), arrays.empty((3, 4, 6), wide, "cuda")
+        gemm.gemm(*given, c)
+        gemm.batched_gemm(*many, d, factor=0.5)
+        return c, d
+
+    expected = [x.tobytes() for x in arrays.download(*products())]
+    graph, found = arrays.record_graph(products)
+    for _ in range(2):
+        graph.launch()
+        assert [x.tobytes() for x in arrays.download(*found)] == expected
+    assert [x.tobytes() for x in arrays.download(*products())] == expected
+
+
+def test_what_cublas_refuses_in_a_recording_is_told(monkeypatch):
+    x = arrays.zeros((2, 2), "float32", "cuda")
+    monkeypatch.setattr(gemm_recorded, "_prepare", lambda handle: None)
+    with pytest.raises(BackendError, match="cublasGemmEx has failed"):
+        arrays.record_graph(lambda: gemm.gemm(x, x, x))
+
+
 @pytest.mark.mpi(min_size=2)
 def test_ranks_with_different_settings_are_told(comm, monkeypatch):
     monkeypatch.setenv("MPIPIPE_GRAPHS", "1" if comm.rank == 0 else "0")
     schedule = gpipe(comm.size, 2)
     with pytest.raises(MismatchError, match="setting MPIPIPE_GRAPHS"):
         Pipeline(build(schedule, comm.rank), schedule, comm, loss=nn.softmax_cross_entropy)
+
+
+def test_replicas_with_different_settings_are_told(comm, monkeypatch):
+    if comm.size < 2:
+        pytest.skip("needs two replicas")
+    monkeypatch.setenv("MPIPIPE_GRAPHS", "1" if comm.rank == 0 else "0")
+    alone = parts_of(comm, 1)
+    stages = [nn.Stage([nn.Linear(4, 4)], device="cuda")]
+    with pytest.raises(MismatchError, match="setting MPIPIPE_GRAPHS"):
+        Pipeline(stages, gpipe(1, 2), alone, loss=nn.mean_squared_error, replicas=comm)
+    alone.Free()
+
+
+@pytest.mark.parametrize("replicas", [False, True])
+def test_a_closed_pipeline_keeps_no_memory(emulated_gpu, comm, monkeypatch, replicas):
+    """Though its stages live on, which let messages of the pipeline advance."""
+    monkeypatch.setenv("MPIPIPE_GRAPHS", "1")
+    machine, alone = emulated_gpu.machine, parts_of(comm, 1)
+    stages = build(gpipe(1, 4), 0)
+    options = dict(loss=nn.softmax_cross_entropy, replicas=comm if replicas else None)
+    with Pipeline(stages, gpipe(1, 4), alone, **options) as pipeline:
+        before = machine.used_bytes
+        for step in range(STEPS):
+            pipeline.step(*text(4, seed=step))
+        during = machine.used_bytes
+    del pipeline
+    gc.collect()
+    alone.Free()
+    workspace = WORKSPACE_BYTES  # of the stream, which lives on
+    assert machine.used_bytes - workspace - before < 0.2 * (during - workspace - before)
+
+
+def test_graphs_follow_a_parameter_to_another_storage(comm, monkeypatch):
+    """A later pipeline lets the head share the storage of the embedding; the earlier one goes on evaluating."""
+
+    def losses(graphs):
+        monkeypatch.setenv("MPIPIPE_GRAPHS", str(graphs))
+        alone = parts_of(comm, 1)
+        first = nn.Stage([nn.Embedding(32, 8, tie="w")], device="cuda", seed=1)
+        second = nn.Stage([nn.LayerNorm(8), nn.Linear(8, 32, bias=False, tie="w")], device="cuda", seed=1, first=1)
+        x = np.random.default_rng(1).normal(size=(4, 12, 8)).astype(np.float32)
+        ids, targets = text(4)
+        earlier = Pipeline([second], gpipe(1, 4), alone, loss=nn.softmax_cross_entropy)
+        found = [earlier.evaluate(x, targets) for _ in range(2)]
+        with Pipeline([first, second], looped_bfs(1, 2, 4), alone, loss=nn.softmax_cross_entropy) as later:
+            optimizer = optim.SGD([first, second], lr=0.5)
+            for _ in range(2):
+                found.append(later.step(ids, targets).loss)
+                optimizer.step()
+            found += [earlier.evaluate(x, targets) for _ in range(2)]
+            with pytest.raises(ArgumentError, match="a later pipeline lets tied parameters share their storage"):
+                earlier.step(x, targets)
+        earlier.close()
+        alone.Free()
+        return found
+
+    assert losses(1) == losses(0)
 
 
 def test_the_null_stream_records_nothing(comm, monkeypatch):
@@ -269,6 +365,18 @@ def test_memory_that_runs_out_in_a_recording_is_no_error(emulated_gpu, comm, mon
     for found in compare(comm, gpipe(comm.size, 4), monkeypatch):
         assert "Out of memory allocating" in found.reason
     assert tried and "MemoryPool.free_all_blocks" in emulated_gpu.synchronisations
+
+
+def test_the_error_of_a_full_gpu_names_the_graphs(emulated_gpu, comm, monkeypatch):
+    monkeypatch.setenv("MPIPIPE_GRAPHS", "1")
+    alone = parts_of(comm, 1)
+    pipeline = Pipeline(build(gpipe(1, 4), 0), gpipe(1, 4), alone, loss=nn.softmax_cross_entropy)
+    for step in range(2):
+        pipeline.step(*text(4, seed=step))
+    emulated_gpu.machine.memory = emulated_gpu.machine.used_bytes
+    with pytest.raises(StageError, match="MPIPIPE_GRAPHS=0: without the temporary arrays"):
+        pipeline.step(*text(4))
+    emulated_gpu.expected_error()
 
 
 class Fails(nn.Layer):

@@ -92,6 +92,13 @@ def test_the_loss_scale_is_dynamic_for_float16_unless_it_is_given():
             TrainConfig(loss_scale=wrong)
 
 
+def test_the_watchdog_is_off_or_has_a_second_at_least():
+    assert TrainConfig().watchdog is None and TrainConfig(watchdog=0).watchdog == 0.0
+    for wrong in (0.5, -1, math.nan):
+        with pytest.raises(ConfigError, match="watchdog"):
+            TrainConfig(watchdog=wrong)
+
+
 def test_no_limit_on_the_gradient_norm_is_infinity():
     assert TrainConfig(clip=math.inf).clip == math.inf
 

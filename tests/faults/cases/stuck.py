@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+
 from faults.blocks import OPENING, PLAIN, RUN, Fault, failing, good, on
+from faults.fault import Send
 
 SHORT = {"MPIPIPE_TIMEOUT": "5"}
 STALL = ("StallError", "nothing came within 5 s")
@@ -12,6 +15,12 @@ LOOP = "breaks('forward', lambda: [None for _ in iter(int, 1)])"
 def _stalls(name, body, *says, **options) -> Fault:
     """The others wait, and raise StallError after 5 s that names the rank which is missing."""
     return failing(name, "loop", body, "StallError", *says, env=SHORT, limit=30, **options)
+
+
+def _hangs(name, body, *says, **options) -> Fault:
+    """No rank makes progress for 3 s; the report names the rank to blame, and all leave with 124."""
+    options = {"code": 124, "plain_code": 124, "env": {"MPIPIPE_WATCHDOG": "3"}, "limit": 15, **options}
+    return failing(name, "hang", body, "no rank has made progress", *says, **options)
 
 
 OTHER_THREAD = """
@@ -64,6 +73,28 @@ with build() as pipeline:
         on("0", "comm.Recv(np.empty(9), last)") + "train()",
         "rank 0",
         plain_says=STALL,
+    ),
+    _hangs(
+        "a sleep in a backward, watched",
+        on("last", "breaks('backward', lambda: time.sleep(99))") + "train()",
+        "has been computing",
+        "backward of stage {last}, micro-batch 0",
+        quick=(2, RUN),
+    ),
+    _hangs(
+        "an endless loop before a step, watched",
+        on("0", "train = lambda: [None for _ in iter(int, 1)]") + "train()",
+        "rank 0 on",
+        "has been busy elsewhere",
+        modes=(RUN,),
+    ),
+    _hangs("a sleep before a ring, watched", on("last", "time.sleep(1000)") + "ring()", "rank {last} on", modes=(RUN,)),
+    _hangs(
+        "a rank that is stopped for good",
+        "train(10, between=lambda: time.sleep(1))",
+        "rank 1 on",
+        "is silent",
+        sends=(Send(signal.SIGSTOP, 1),),
     ),
     failing(
         "one rank a call ahead while others clip",

@@ -76,7 +76,26 @@ def _as_hipblas(types: tuple[int, int, int], compute: int, algo: int) -> int:
     return known[compute]
 
 
-def gemmStridedBatchedEx(handle, transa, transb, m, n, k, alpha, A, Atype, lda, strideA, B, Btype, ldb, strideB,
+def _set_stream():
+    """What CuPy does before each call: it refuses to be recorded, and cuBLAS drops the workspace that it was given."""
+    if get_current_stream().is_capturing() and not machine().amd:
+        raise NotImplementedError("calling cuBLAS API during stream capture is currently unsupported")
+    machine().cublas_workspace = None
+
+
+def gemmStridedBatchedEx(handle, *arguments):
+    _set_stream()
+    multiply(handle, *arguments)
+
+
+def gemmEx(handle, transa, transb, m, n, k, alpha, A, Atype, lda, B, Btype, ldb, beta, C, Ctype, ldc,
+           computeType, algo):  # fmt: skip
+    """C = alpha op(A) op(B) + beta C."""
+    gemmStridedBatchedEx(handle, transa, transb, m, n, k, alpha, A, Atype, lda, 0, B, Btype, ldb, 0, beta, C, Ctype,
+                         ldc, 0, 1, computeType, algo)  # fmt: skip
+
+
+def multiply(handle, transa, transb, m, n, k, alpha, A, Atype, lda, strideA, B, Btype, ldb, strideB,
                          beta, C, Ctype, ldc, strideC, batchCount, computeType, algo):  # fmt: skip
     """C = alpha op(A) op(B) + beta C for every matrix; alpha and beta are read from host memory now."""
     for value in (handle, transa, transb, m, n, k, alpha, A, lda, B, ldb, beta, C, ldc, strideA, strideB, strideC):
@@ -114,10 +133,3 @@ def gemmStridedBatchedEx(handle, transa, transb, m, n, k, alpha, A, Atype, lda, 
             c[...] = result.astype(c.dtype)
 
     machine().launch(get_current_stream().queue, "gemm", run)
-
-
-def gemmEx(handle, transa, transb, m, n, k, alpha, A, Atype, lda, B, Btype, ldb, beta, C, Ctype, ldc,
-           computeType, algo):  # fmt: skip
-    """C = alpha op(A) op(B) + beta C."""
-    gemmStridedBatchedEx(handle, transa, transb, m, n, k, alpha, A, Atype, lda, 0, B, Btype, ldb, 0, beta, C, Ctype,
-                         ldc, 0, 1, computeType, algo)  # fmt: skip

@@ -117,10 +117,15 @@ def compiled(code: str, amd: bool = False) -> tuple[Path, list[str]]:
     text = f'{platform}#include "cuda_on_host.h"\n#line 1 "kernel"\n{text}\n' + "".join(
         f"EMULATED_ENTRY({name})\n" for name in names
     )
+    return library_of(text), names
+
+
+def library_of(text: str) -> Path:
+    """The shared library of a C++ source, compiled once for all processes."""
     key = hashlib.sha256(f"{_environment()}\n{text}".encode()).hexdigest()[:24]
     library = cache_folder() / f"{key}.so"
     if library.exists():
-        return library, names
+        return library
     with open(library.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
@@ -128,7 +133,7 @@ def compiled(code: str, amd: bool = False) -> tuple[Path, list[str]]:
             source.write_text(text)
             build(source, part)
             part.rename(library)
-    return library, names
+    return library
 
 
 def build(source: Path, target: Path):

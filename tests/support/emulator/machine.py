@@ -182,6 +182,8 @@ class Machine:
         self.patience = 60.0  # seconds that the host waits for a peer's part before that counts as a hang
         self.communicators: list = []  # of NCCL, of this rank
         self.used_bytes = self.peak_bytes = 0
+        self.refused: list[str] = []  # what a library said besides its status
+        self.cublas_workspace: tuple[int, int] | None = None  # address and bytes that cuBLAS was given
         self.pool = self.allocator = None  # CuPy's default pool, and what the program has put in its place
 
     # -- streams

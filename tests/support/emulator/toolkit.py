@@ -9,6 +9,7 @@ import os
 import sys
 from typing import NamedTuple
 
+from . import cublas
 from .machine import machine
 
 MAJOR, OTHER = 13, 12  # CUDA that CuPy is built for, and the other one
@@ -35,8 +36,12 @@ def _not_found(library: str) -> str:
 
 
 def load_nvidia_dynamic_lib(name: str) -> LoadedDL:
-    assert name == "cudart", name
     home = machine()
+    if name == "cublas":
+        if "cublas" in home.faults:
+            raise DynamicLibNotFoundError(_not_found("libcublas"))
+        return LoadedDL(cublas.library())
+    assert name == "cudart", name
     if "libcudart" in home.faults:
         raise DynamicLibNotFoundError(_not_found("libcudart"))
     file = f"libcudart.so.{OTHER if 'two cudas' in home.faults else MAJOR}"

@@ -1,0 +1,117 @@
+"""The flight recorder: the last operations of a rank, which are read only when a job hangs.
+
+What a plan tells is not written down again: whoever follows a plan keeps how far it has come, and gives an `Account` of
+that when it is asked for one (pipeline/flight.py, ring_exchange.py). For all else there is a ring of slots, made once:
+
+    slot   0                1                          ...   255
+           what, peer, tag, what, peer, tag,                 each new operation takes the oldest slot
+           bytes, state,    bytes, state,
+           time             time
+
+Only references and numbers are stored. Texts are made for a dump (watch/dump.py).
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from time import perf_counter
+from typing import Any, NamedTuple, Protocol
+
+SLOTS = 256  # a power of two
+ALL = -1  # in place of a peer, where all ranks of a group take part
+
+
+class State(IntEnum):
+    """How far an operation has come."""
+
+    POSTED = 0  # begun: the other side may not have come to it
+    DONE = 1
+
+
+class FlightRecorder:
+    """The operations of one rank that are in no plan.
+
+    Attributes
+    ----------
+    count : int
+        How many have begun so far.
+    slots : list
+        [what, peer, tag, bytes, state, time of the last change] of each of the last ones.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.slots: list[list[Any]] = [["", ALL, None, 0, State.DONE, 0.0] for _ in range(SLOTS)]
+
+    def begin(self, what: object, peer: int = ALL, tag: int | None = None, nbytes: int = 0) -> int:
+        """Note that an operation begins; returns its number, for `end`."""
+        number = self.count
+        self.count = number + 1
+        self.slots[number & SLOTS - 1][:] = what, peer, tag, nbytes, State.POSTED, perf_counter()
+        return number
+
+    def end(self, number: int) -> None:
+        """Note that an operation is done."""
+        if self.count - number <= SLOTS:
+            slot = self.slots[number & SLOTS - 1]
+            slot[4], slot[5] = State.DONE, perf_counter()
+
+    def last(self, most: int) -> list[str]:
+        """The last operations as text, the oldest first."""
+        lines, now = [], perf_counter()
+        for number in range(max(0, self.count - min(most, SLOTS)), self.count):
+            what, peer, tag, nbytes, state, then = self.slots[number & SLOTS - 1]
+            facts = [State(state).name.lower(), f"{now - then:.3f} s ago"]
+            facts += [] if peer == ALL else [f"peer {peer}"]
+            facts += [] if tag is None else [f"tag {tag}"]
+            facts += [f"{nbytes} bytes"] if nbytes else []
+            lines.append(f"{what}: {', '.join(facts)}")
+        return lines
+
+
+class Message(NamedTuple):
+    """A message, as sender and receiver name it alike."""
+
+    name: tuple[int, ...]
+    text: str
+    peer: int  # rank in COMM_WORLD at the other end
+    tag: tuple[int, int]  # channel, tag
+    nbytes: int | None  # None where it is not known
+
+
+class Account(NamedTuple):
+    """What an object that follows a plan tells of this rank. All of it can be pickled.
+
+    Attributes
+    ----------
+    key : the same for this object on all ranks
+    doing : the action under way, in words; "" between calls
+    computes : whether that action runs code of the user, or of a layer, rather than waits for a message
+    stage, microbatch : of that action
+    thread : which thread runs it
+    expects : the message that is waited for
+    sent : the last messages sent, in this call
+    skipped : messages that should have been sent by now, by the plan, and were not
+    operations : the last ones, as text
+    """
+
+    key: tuple[int, ...]
+    doing: str = ""
+    computes: bool = False
+    stage: int | None = None
+    microbatch: int | None = None
+    thread: int = 0
+    expects: Message | None = None
+    sent: tuple[Message, ...] = ()
+    skipped: tuple[Message, ...] = ()
+    operations: tuple[str, ...] = ()
+
+
+class Accountable(Protocol):
+    """An object that follows a plan."""
+
+    def sign(self) -> object:
+        """Something that is another thing after every progress; called often, from any thread."""
+
+    def account(self) -> Account:
+        """How far it has come; called from any thread, while it runs."""

@@ -1,0 +1,75 @@
+"""Which ranks watch over each other: every new group is in some channel, and every rank has one watchdog."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from mpipipe.comm import runtime, settings
+from mpipipe.comm.process import Process, here
+from mpipipe.comm.requests import own
+from mpipipe.comm.types import Communicator
+from mpipipe.comm.wait import wait_for_ranks
+from mpipipe.comm.watch.channel import Channel
+from mpipipe.comm.watch.threads import ThreadWatchdog
+from mpipipe.comm.watch.watchdog import Watchdog, threads_allowed
+
+ARRIVAL_SECONDS = 3.0  # for messages that a rank has sent before it left
+
+
+def enrol(process: Process, comm: Communicator, members: tuple[int, ...]) -> tuple[int, ...]:
+    """Name a new group on all its ranks alike, and make sure that one channel has all of them; collective.
+
+    Parameters
+    ----------
+    process : Process
+        Of this rank.
+    comm : Communicator
+        The group's private communicator.
+    members : tuple of int
+        Rank in COMM_WORLD of each rank.
+    """
+    process.groups_named += 1
+    covered = _covered(process, comm, members)
+    mine = np.array([covered, members[comm.rank], process.groups_named], np.int64)
+    if comm.size == 1:
+        return tuple(mine[1:].tolist())
+    table = np.empty((comm.size, mine.size), np.int64)
+    wait_for_ranks(own(comm.Iallgather(mine, table)), "all ranks of a new group", members, grace=ARRIVAL_SECONDS)
+    if not table[:, 0].all():
+        watchdog: Watchdog = process.watchdog  # type: ignore[assignment]  # ranks that are threads are covered
+        watchdog.add(Channel(comm, members, threads_allowed()))  # type: ignore[arg-type]  # of MPI, too
+    return tuple(table[0, 1:].tolist())
+
+
+def _covered(process: Process, comm: Communicator, members: tuple[int, ...]) -> bool:
+    """Whether the watchdogs of these ranks need no further channel; makes that of this rank."""
+    if runtime.in_process(comm):
+        if process.watchdog is None:
+            process.watchdog = ThreadWatchdog(comm.world, process)
+        return True
+    if process.watchdog is None:
+        process.watchdog = Watchdog(process)
+    watchdog: Watchdog = process.watchdog  # type: ignore[assignment]  # of a rank of MPI
+    return comm.size == 1 or watchdog.covers(members)
+
+
+@contextmanager
+def watching(seconds: float | None, folder: Path) -> Iterator[None]:
+    """Within, the limit of this rank is `seconds`, and a report goes to `folder`, if that exists by then.
+
+    None stands for what MPIPIPE_WATCHDOG says, 0 for no watchdog. Every rank enters with the same.
+    """
+    watchdog = here().watchdog
+    if watchdog is None:  # no group was ever made
+        yield
+        return
+    before = watchdog.limit, watchdog.folder
+    watchdog.configure(settings.watchdog() if seconds is None else seconds or None, folder)
+    try:
+        yield
+    finally:
+        watchdog.configure(*before)

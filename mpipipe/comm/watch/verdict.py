@@ -1,0 +1,206 @@
+"""What the dumps of all ranks mean together: who waits for whom, and which rank is to blame. Pure functions of data.
+
+A rank that waits is blocked by those that must come. Whoever follows these blocks from rank to rank comes to ranks that
+do not wait: they are silent, or they compute, or they are in code outside of this package. Before that, the plans are
+asked: a rank that went past an action without sending what the plan says has diverged, and so has one that sent a
+message under another tag or size than the receiver expects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from mpipipe.comm.flight import Account, Message
+from mpipipe.comm.watch.channel import Place
+from mpipipe.comm.watch.dump import Dump
+from mpipipe.comm.watch.neighbours import STATES
+
+LISTED = 8  # waits that a report lists, and ranks that it blames
+
+
+class Silent(NamedTuple):
+    """A rank that has not answered."""
+
+    rank: int  # in COMM_WORLD
+    place: Place
+    seconds: float
+
+
+class Culprit(NamedTuple):
+    """A rank that others wait for, and what it does, as text."""
+
+    rank: int
+    text: str
+
+
+class Verdict(NamedTuple):
+    """What was found.
+
+    Attributes
+    ----------
+    culprits : list of Culprit
+    waiting : list of str
+        Who waits for what.
+    """
+
+    culprits: list[Culprit]
+    waiting: list[str]
+
+    def lines(self) -> list[str]:
+        """Text for a person: the culprits first."""
+        more = [f"and {len(self.culprits) - LISTED} ranks more"] if len(self.culprits) > LISTED else []
+        waits = [f"and {len(self.waiting) - LISTED} waits more"] if len(self.waiting) > LISTED else []
+        return [*(c.text for c in self.culprits[:LISTED]), *more, *self.waiting[:LISTED], *waits]
+
+
+def judge(dumps: Mapping[int, Dump], silent: Sequence[Silent] = ()) -> Verdict:
+    """Compare the dumps of all ranks that have answered; keys are world ranks."""
+    blockers = {rank: _blockers(dump, dumps) for rank, dump in dumps.items()}
+    culprits = [Culprit(each.rank, _silence(each, dumps)) for each in silent]
+    lost: list[Culprit] = []
+    for rank, dump in dumps.items():
+        culprits += [Culprit(rank, text) for text in _skipped(dump)]
+    for dump in dumps.values():
+        _compare_message(dump, dumps, culprits, lost)
+    blamed, wanted = {each.rank for each in culprits}, _reachable(blockers)
+    for rank, dump in dumps.items():
+        if rank in wanted and rank not in blamed and not dump.waits:
+            culprits.append(Culprit(rank, _occupation(dump)))
+    if not culprits:
+        culprits = lost or [Culprit(rank, _circle(rank, blockers, dumps)) for rank in _first_circle(blockers)]
+    return Verdict(culprits, _waiting(dumps))
+
+
+def _blockers(dump: Dump, dumps: Mapping[int, Dump]) -> set[int]:
+    """The ranks that one rank waits for: of a meeting, those that have not come to it."""
+    found: set[int] = set()
+    for wait in dump.waits:
+        met = {
+            rank
+            for rank, other in dumps.items()
+            if wait.meeting is not None and any(each.meeting == wait.meeting for each in other.waits)
+        }
+        found |= set(wait.peers) - met - {dump.rank}
+    return found
+
+
+def _reachable(blockers: Mapping[int, set[int]]) -> set[int]:
+    """All ranks that some rank waits for, also through others."""
+    found: set[int] = set()
+    left = [peer for peers in blockers.values() for peer in peers]
+    while left:
+        rank = left.pop()
+        if rank not in found:
+            found.add(rank)
+            left += blockers.get(rank, ())
+    return found
+
+
+def _first_circle(blockers: Mapping[int, set[int]]) -> list[int]:
+    """Ranks of which each waits for the next one, and the last for the first; else all that wait."""
+    for start in sorted(blockers):
+        path = [start]
+        while nexts := sorted(blockers.get(path[-1], ())):
+            if nexts[0] in path:
+                return path[path.index(nexts[0]) :]
+            path.append(nexts[0])
+    return sorted(rank for rank, peers in blockers.items() if peers)
+
+
+# -- what is wrong, as text -------------------------------------------------------------------------------------------
+
+
+def _named(dump: Dump) -> str:
+    return f"rank {dump.rank} on {dump.host}"
+
+
+def _silence(silent: Silent, dumps: Mapping[int, Dump]) -> str:
+    place = silent.place
+    state = next((d.neighbours[silent.rank].state for d in dumps.values() if silent.rank in d.neighbours), "")
+    name = f"rank {silent.rank} on {place.host} (process {place.pid})"
+    if not place.threaded and state in ("", STATES["R"], STATES["S"]):
+        return f"{name} waits for no message; more is not known, since MPI was initialised without MPI_THREAD_MULTIPLE"
+    unknown = "nothing is known of its process: a slow node, a lost one, or one without a watchdog"
+    return f"{name} is silent: it has not answered for {silent.seconds:.0f} s; {state or unknown}"
+
+
+def _skipped(dump: Dump) -> Iterable[str]:
+    for account in dump.accounts:
+        for message in account.skipped[:1]:
+            yield (
+                f"{_named(dump)} diverged: it has not sent {message.text} to rank {message.peer} "
+                f"({_transfer(message)}), although it went past the action that makes it"
+            )
+
+
+def _compare_message(dump: Dump, dumps: Mapping[int, Dump], culprits: list[Culprit], lost: list[Culprit]) -> None:
+    """Look at the other end of each message that a rank waits for."""
+    for account in dump.accounts:
+        wanted = account.expects
+        if wanted is None or wanted.peer not in dumps:
+            continue
+        for sent in _sent_to(dumps[wanted.peer], account, dump.rank):
+            if sent.name != wanted.name:
+                continue
+            sizes = {sent.nbytes, wanted.nbytes} - {None}
+            if sent.tag != wanted.tag or len(sizes) > 1:
+                text = f"sent {sent.text} as {_transfer(sent)}; rank {dump.rank} expects {_transfer(wanted)}"
+                culprits.append(Culprit(wanted.peer, f"{_named(dumps[wanted.peer])} diverged: it {text}"))
+            else:
+                text = f"sent {sent.text} to rank {dump.rank} ({_transfer(sent)}), where it has not arrived"
+                lost.append(Culprit(wanted.peer, f"{_named(dumps[wanted.peer])} {text}"))
+
+
+def _sent_to(dump: Dump, account: Account, rank: int) -> Iterable[Message]:
+    for other in dump.accounts:
+        if other.key == account.key:
+            yield from (message for message in other.sent if message.peer == rank)
+
+
+def _transfer(message: Message) -> str:
+    size = "" if message.nbytes is None else f", {message.nbytes} bytes"
+    return f"channel {message.tag[0]}, tag {message.tag[1]}{size}"
+
+
+def _occupation(dump: Dump) -> str:
+    place = f", at {dump.where}" if dump.where else ""
+    if dump.ended:
+        return f"{_named(dump)} has come to the end of its program"
+    for account in dump.accounts:
+        if account.doing and account.computes:
+            return f"{_named(dump)} has been computing for {dump.quiet:.0f} s: {account.doing}{place}"
+    for account in dump.accounts:
+        if account.doing:
+            return f"{_named(dump)} has been in {account.doing} for {dump.quiet:.0f} s{place}"
+    return f"{_named(dump)} has been busy elsewhere for {dump.quiet:.0f} s{place}"
+
+
+def _circle(rank: int, blockers: Mapping[int, set[int]], dumps: Mapping[int, Dump]) -> str:
+    others = ", ".join(str(peer) for peer in sorted(blockers[rank])[:LISTED])
+    texts = "; ".join(wait.text for wait in dumps[rank].waits)
+    return f"{_named(dumps[rank])} waits for rank {others}, which waits too: {texts}"
+
+
+def _waiting(dumps: Mapping[int, Dump]) -> list[str]:
+    """Who waits for what, ranks with the same text in one line."""
+    ranks: dict[str, list[int]] = {}
+    for rank, dump in sorted(dumps.items()):
+        for wait in dump.waits:
+            doing = next((f", in {each.doing}" for each in dump.accounts if each.doing), "")
+            ranks.setdefault(f"for {wait.text}{doing}", []).append(rank)
+    return [
+        f"rank {listed(them)} waits {text}" if len(them) == 1 else f"ranks {listed(them)} wait {text}"
+        for text, them in ranks.items()
+    ]
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """Ascending numbers written short: "0-2, 5"."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

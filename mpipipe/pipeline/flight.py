@@ -1,0 +1,135 @@
+"""What the flight recorder knows of a pipeline: the plan of the call under way, and how far this rank has come in it.
+
+Nothing is noted for an action: the marks of the clock are there anyway, two for each action of the plan.
+
+    marks  0 . . 1 . . 2 . . 3        an even number: the next action waits for its message
+           |0F0 |     |0F1 |          an odd number: an action computes
+
+Of messages the mailbox keeps which it has sent. What the plan says must have left by now, and has not, was skipped.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from math import prod
+from threading import get_ident
+from time import perf_counter
+from typing import NamedTuple
+
+from mpipipe.comm.flight import Account, Message
+from mpipipe.comm.group import Group
+from mpipipe.comm.mailbox import Envelope
+from mpipipe.pipeline.executor import NAMES, Executor
+from mpipipe.pipeline.life import Life
+from mpipipe.pipeline.plan import Plan, PlannedAction
+
+KEPT_CALLS = 3
+LISTED = 16  # actions of a call that a dump lists
+SENT = 64  # messages of a call that a dump names
+
+
+class Call(NamedTuple):
+    """One call of a pipeline."""
+
+    name: str
+    plan: Plan
+    marks: list
+    sent: list[Envelope]
+    thread: int
+
+
+class PipelineFlight:
+    """The last calls of a pipeline on one rank.
+
+    Parameters
+    ----------
+    group : the ranks of the pipeline
+    executor : runs its calls
+    life : says whether a call is under way, and has not failed
+    """
+
+    def __init__(self, group: Group, executor: Executor, life: Life) -> None:
+        self.group, self.executor, self.life = group, executor, life
+        self.calls: deque[Call] = deque(maxlen=KEPT_CALLS)
+        self.begun = 0
+        self.running = False
+        group.process.keep_account(self)
+
+    def begin(self, call: str, number: int, plan: Plan) -> None:
+        """Begin a call whose messages are known, and whose actions are about to run."""
+        self.begun += 1
+        name = f"{call} (call {number}) of {self.life.name}"
+        self.calls.append(Call(name, plan, self.executor.marks, self.executor.messages.mailbox.sent, get_ident()))
+        self.running = True
+
+    def end(self) -> None:
+        """End the call."""
+        self.running = False
+
+    def sign(self) -> object:
+        """Something that is another thing after every progress."""
+        mailbox = self.executor.messages.mailbox
+        return self.begun, self.running, len(self.executor.marks), len(mailbox.sent), mailbox.polls
+
+    def account(self) -> Account:
+        """How far this rank has come in the call under way."""
+        call = self.calls[-1] if self.running and self.life.running else None
+        operations = [text for each in tuple(self.calls) for text in self._operations(each)]
+        idle = Account(self.group.key, operations=tuple(operations))
+        if call is None:
+            return idle
+        done, computes = divmod(len(call.marks), 2)
+        step = call.plan.steps[done] if done < len(call.plan.steps) else None
+        awaited = None if step is None or computes else step.receive
+        return idle._replace(
+            doing=f"{_described(step)}, in {call.name}" if step is not None else f"the end of {call.name}",
+            computes=bool(computes),
+            stage=None if step is None else step.stage,
+            microbatch=None if step is None else step.microbatch,
+            thread=call.thread,
+            expects=None if awaited is None else self._message(awaited),
+            sent=tuple(self._message(envelope) for envelope in call.sent[-SENT:]),
+            skipped=tuple(self._message(envelope) for envelope in self._skipped(call, done, bool(computes))),
+        )
+
+    def _skipped(self, call: Call, done: int, computes: bool) -> Iterator[Envelope]:
+        """Messages of actions that are over; the last of them may still be on its way into the mailbox."""
+        behind = done if computes or self.group.process.vigils else done - 1
+        sent = set(call.sent)
+        for step in call.plan.steps[: max(0, behind)]:
+            if step.send is not None and step.send not in sent:
+                yield step.send
+
+    def _message(self, envelope: Envelope) -> Message:
+        name = envelope.edge, envelope.microbatch, envelope.direction
+        peer = self.group.presence.members[envelope.peer]
+        return Message(name, envelope.subject, peer, envelope.data, self._bytes(envelope))
+
+    def _bytes(self, envelope: Envelope) -> int | None:
+        spec = self.executor.messages.specs.get((envelope.edge, envelope.microbatch))
+        if spec is None:
+            return None
+        leaves = spec.gradients if envelope.direction else spec.leaves
+        return sum(prod(shape) * kind.itemsize for shape, kind in leaves)
+
+    def _operations(self, call: Call) -> Iterator[str]:
+        """The last actions of a call, with the time since they ended where the host's clock knows it."""
+        yield call.name
+        done, now, sent = len(call.marks) // 2, perf_counter(), set(call.sent)
+        for index in range(max(0, done - LISTED), done):
+            step = call.plan.steps[index]
+            ended = "" if self.executor.clock.waits else f" {now - call.marks[2 * index + 1]:.3f} s ago"
+            messages = [] if step.receive is None else [f"received {self._transfer(step.receive, 'from')}"]
+            if step.send is not None:
+                messages.append(f"{'sent' if step.send in sent else 'has not sent'} {self._transfer(step.send, 'to')}")
+            yield "; ".join([f"  {step}: done{ended}", *messages])
+
+    def _transfer(self, envelope: Envelope, preposition: str) -> str:
+        message = self._message(envelope)
+        size = "" if message.nbytes is None else f", {message.nbytes} bytes"
+        return f"{preposition} rank {message.peer} (channel {message.tag[0]}, tag {message.tag[1]}{size})"
+
+
+def _described(step: PlannedAction) -> str:
+    return f"{NAMES[step.op]} of stage {step.stage}, micro-batch {step.microbatch}"
