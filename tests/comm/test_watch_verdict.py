@@ -139,6 +139,27 @@ def test_threads_hang_and_one_error_names_the_rank_that_computes(monkeypatch):
     assert "rank 0 waits for the gradient of micro-batch 0 over edge 1 from rank 1" in str(caught.value)
 
 
+def test_a_thread_that_is_busy_elsewhere_is_named_with_its_own_line(monkeypatch):
+    monkeypatch.setenv("MPIPIPE_WATCHDOG", "1")
+    wake = threading.Event()
+
+    def job(comm):
+        group = Group(comm)
+        if comm.rank == 1:
+            wake.wait(60)
+        if comm.rank < 2:
+            group.agree("a test")
+
+    try:
+        with pytest.raises(HangError) as caught:
+            inprocess.run(3, job)
+    finally:
+        wake.set()
+    assert "rank 1 on" in str(caught.value) and "test_watch_verdict.py" in str(caught.value), caught.value
+    assert "rank 2 on" in str(caught.value) and "has come to the end of its program" in str(caught.value)
+    assert "in job" in str(caught.value) and "inprocess.py" not in str(caught.value)
+
+
 def test_threads_that_wait_for_longer_than_the_limit_while_one_goes_on_are_left_alone(monkeypatch):
     monkeypatch.setenv("MPIPIPE_WATCHDOG", "1")
 
