@@ -89,11 +89,20 @@ def floors() -> str:
     rows = [
         ("6", [("cli", "commands")]),
         ("5", [("train", "config, data, loop"), ("models", "GPT")]),
-        ("4", [("pipeline", "plan, executor, Pipeline")]),
+        ("4", [("pipeline", "plan, executor, Pipeline"), ("checkpoint", "state as files")]),
         ("3", [("optim", "SGD, AdamW, scaling"), ("attention", "layouts, ring, kernels")]),
         ("2", [("schedules", "pure Python"), ("comm", "the room of MPI"), ("nn", "layers, stages, losses")]),
         ("1", [("arrays", "the door to CuPy and device memory")]),
-        ("0", [("errors", "one family"), ("even_split", "equal parts"), ("processor", "threads"), ("trace", "spans")]),
+        (
+            "0",
+            [
+                ("errors", "one family"),
+                ("even_split", "equal parts"),
+                ("files", "whole or absent"),
+                ("processor", "threads"),
+                ("trace", "spans"),
+            ],
+        ),
     ]
     picture = Picture(720, 412, "The floors of the package: a room imports only rooms below it")
     for place, (floor, rooms) in enumerate(rows):

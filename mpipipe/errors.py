@@ -14,7 +14,7 @@ class MpipipeError(Exception):
     message : str
         What went wrong, in one sentence.
     rank : int or str, optional
-        Where: the rank in the communicator that was handed in, or several, separated by commas.
+        Where: the rank in the communicator that was handed in, or several as in "0-3, 7".
     stage : int, optional
         Where: the logical stage.
     microbatch : int, optional
@@ -63,7 +63,8 @@ class MpipipeError(Exception):
         return _rebuild, (type(self), self.message, {name: _sendable(getattr(self, name)) for name in _FIELDS})
 
     def __str__(self) -> str:
-        names = (("rank", self.rank), ("stage", self.stage), ("micro-batch", self.microbatch))
+        ranks = "rank" if str(self.rank).isdigit() else "ranks"
+        names = ((ranks, self.rank), ("stage", self.stage), ("micro-batch", self.microbatch))
         place = ", ".join(f"{name} {value}" for name, value in names if value is not None)
         lines = [f"{place}: {self.message}" if place else self.message]
         details = (("found", self.found), ("expected", self.expected), ("remedy", self.remedy))

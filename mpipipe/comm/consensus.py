@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
 
 import numpy as np
 
+from mpipipe.comm import rank_list
 from mpipipe.comm.presence import Presence
 from mpipipe.comm.process import Failure
 from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, PeerError
@@ -171,14 +172,14 @@ def _first_problem(entries: list[Entry], message: str | None, remedy: str | None
         if problem is not None:
             if problem.rank is None:
                 same = [rank for rank, other in enumerate(entries) if str(other.error) == str(problem)]
-                problem.rank = ", ".join(map(str, same))
+                problem.rank = rank_list.numbers(same)
             return index, problem
     call, facts = entries[0].call, entries[0].facts
     odd = [rank for rank, entry in enumerate(entries) if entry.call[:2] != call[:2]]
     if odd:
         return 0, MismatchError(
             message or "ranks make different calls",
-            rank=_listed(odd),
+            rank=odd[0] if len(odd) == 1 else rank_list.numbers(odd),
             found=entries[odd[0]].call.text,
             expected=f"{call.text}, as on rank 0",
             remedy=remedy or "make the same calls in the same order on all ranks",
@@ -191,7 +192,7 @@ def _first_problem(entries: list[Entry], message: str | None, remedy: str | None
                 odd = [rank for rank, other in enumerate(entries) if repr(dict(other.facts).get(name)) != expected]
                 mismatch = MismatchError(
                     message or f"ranks differ in {name}",
-                    rank=_listed(odd),
+                    rank=odd[0] if len(odd) == 1 else rank_list.numbers(odd),
                     found=_shown(name, value, message),
                     expected=f"{_shown(name, known.get(name), message)}, as on rank 0",
                     remedy=remedy,
@@ -199,13 +200,6 @@ def _first_problem(entries: list[Entry], message: str | None, remedy: str | None
                 mismatch.fact = name
                 return 0, mismatch
     return 0, MismatchError("ranks disagree, and none can say in what", remedy="report this as a bug of mpipipe")
-
-
-def _listed(ranks: list[int]) -> int | str:
-    if len(ranks) == 1:
-        return ranks[0]
-    shown = ", ".join(map(str, ranks[:8]))
-    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
 
 
 def _shown(name: str, value: object, message: str | None) -> str:

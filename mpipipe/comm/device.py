@@ -6,7 +6,7 @@ import socket
 from typing import NoReturn
 
 from mpipipe import arrays
-from mpipipe.comm import communicators
+from mpipipe.comm import communicators, rank_list
 from mpipipe.comm.consensus import raise_on_all
 from mpipipe.comm.group import Group, group_of
 from mpipipe.comm.types import Communicator
@@ -71,7 +71,7 @@ def _in_turn(name: str, place: int) -> str:
 def _refuse(group: Group, without: list[int]) -> NoReturn:
     problem = MismatchError(
         "some ranks have a GPU, and some have none",
-        found=f"no GPU on rank(s) {', '.join(map(str, without))} of {group.size}",
+        found=f"no GPU on {rank_list.named(without)} of {group.size}",
         expected="the same kind of device on every rank",
         remedy="ask for GPUs on every node, or use the device 'cpu'",
     )

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpipipe.comm import exit_hooks, runtime
+from mpipipe.comm import exit_hooks, rank_list, runtime
 from mpipipe.comm.group import Group
 from mpipipe.comm.process import here
 from mpipipe.comm.report import AGREED, GRACE, INTERRUPTED, STAGGER, heading, write
@@ -86,7 +86,7 @@ def leave_together(world: World, end: End) -> int:
         return codes[0]
     speaker = says.index(max(says))
     if max(says) == Says.EXITED and Says.REPORTED_ELSEWHERE not in says:
-        listing = ", ".join(f"rank {rank}: {each}" for rank, each in enumerate(codes))
+        listing = "; ".join(rank_list.grouped((rank, str(each)) for rank, each in enumerate(codes)))
         report, code = f"mpipipe: ranks left with different exit codes ({listing})\n", max(codes)
     else:
         alike = refusals[0] != 0 and len(set(refusals)) == 1

@@ -13,11 +13,12 @@ Only long waits send the last three kinds, each once a call, so the notes are fe
 
 from __future__ import annotations
 
+from mpipipe.comm import rank_list
 from mpipipe.comm.notes import Kind, Note, Notes
 from mpipipe.comm.process import Failure, Process
 from mpipipe.comm.types import Communicator
 
-LISTED = 8  # ranks that a text names
+LISTED = 8  # different waits that a text names
 
 
 class Presence:
@@ -149,9 +150,14 @@ class Presence:
         if not missing:
             return ""
         others = self._who_waits_elsewhere()
-        waits = [others.get(self.members[rank]) for rank in missing]
-        listed = [f"rank {r}" + (f" (waits for {text})" if text else "") for r, text in zip(missing, waits)]
-        more = f" and {len(listed) - LISTED} more" if len(listed) > LISTED else ""
+        ranks_of: dict[str, list[int]] = {}
+        for rank in missing:
+            ranks_of.setdefault(others.get(self.members[rank], ""), []).append(rank)
+        listed = [
+            rank_list.named(ranks) + (f" (wait{'s' if len(ranks) == 1 else ''} for {text})" if text else "")
+            for text, ranks in ranks_of.items()
+        ]
+        more = f" and {sum(map(len, list(ranks_of.values())[LISTED:]))} more" if len(listed) > LISTED else ""
         return f"missing: {', '.join(listed[:LISTED])}{more}"
 
     def _who_waits_elsewhere(self) -> dict[int, str]:

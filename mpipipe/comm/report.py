@@ -6,12 +6,14 @@ import os
 import socket
 import sys
 import traceback
+from pathlib import Path
 
 from mpipipe.errors import MpipipeError, StageError
 
 GRACE = 3.0  # seconds: for peers to come to their end after an error, and for the rank with the cause to report first
 STAGGER = 0.2  # seconds between ranks that report in its place
 AGREED = 2  # exit code for an error that all ranks raise alike, and for wrong usage
+PACKAGE = str(Path(__file__).parents[1]) + os.sep
 INTERRUPTED = 130  # shells: 128 + SIGINT
 
 
@@ -21,12 +23,27 @@ def heading(rank: int, size: int) -> str:
 
 
 def describe(error: BaseException, heading: str) -> str:
-    """What went wrong and where; for an error that is not of this package, its traceback, too."""
+    """What went wrong and where; for an error that is not of this package, its traceback, too.
+
+    An interrupt is no error: who pressed Ctrl-C reads in three lines where the program was.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        return f"{heading}\n  KeyboardInterrupt{_with_colon(str(error))}\n{_place(error)}"
     text = f"{heading}\n  {type(error).__name__}: {error}\n"
     if isinstance(error, MpipipeError) and not isinstance(error, StageError):
         return text  # the message says it all
     cause = error.__cause__ if error.__cause__ is not None else error
     return text + "".join(traceback.format_exception(type(cause), cause, cause.__traceback__))
+
+
+def _with_colon(text: str) -> str:
+    return f": {text}" if text else ""
+
+
+def _place(error: BaseException) -> str:
+    """A line that names the innermost function outside of this package, or "" where there is none."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(PACKAGE)]
+    return f"  in {frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})\n" if frames else ""
 
 
 def write(text: str) -> None:

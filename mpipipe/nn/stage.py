@@ -14,7 +14,7 @@ from mpipipe.nn import kernels
 from mpipipe.nn.checks import checked_dtype
 from mpipipe.nn.inputs import accepted_input
 from mpipipe.nn.layers.containers import Sequential
-from mpipipe.nn.layers.layer import Layer
+from mpipipe.nn.layers.layer import Layer, first_leaf
 from mpipipe.nn.parameters import FlatBuffer, decay_ranges, drawn, memory_order
 from mpipipe.nn.position import Position
 from mpipipe.nn.rope_tables import RopeTables
@@ -85,8 +85,6 @@ class Stage:
     >>> stage = nn.Stage([nn.Linear(3, 4), nn.Gelu(), nn.Linear(4, 2)], seed=1)
     >>> y, saved = stage.forward(np.ones((5, 3), np.float32))
     >>> dx = stage.backward(np.ones_like(y), saved)
-    >>> y.shape, dx.shape
-    ((5, 2), (5, 3))
     >>> stage.gradients["2.bias"]
     array([5., 5.], dtype=float32)
     """
@@ -146,11 +144,16 @@ class Stage:
         self._replaced = replaced if self.knows_layers else []  # a user's layer may add to those of others first
         self._chain = Sequential(self.layers)
         self._chain.stage = self
-        self.first_layer = _first_leaf(self._chain)
+        self.first_layer = first_leaf(self._chain)
 
     def refresh(self) -> None:
         """Let layers compute with the parameters as they are now. A pipeline does this at the start of each call."""
-        if self.compute is not self.parameters and not self._keeps_compute and self.parameters.flat.size:
+        if not self._keeps_compute:
+            self.renew_compute()
+
+    def renew_compute(self) -> None:
+        """Do what `refresh` does, after `keep_compute` too: for whoever has set parameters nevertheless."""
+        if self.compute is not self.parameters and self.parameters.flat.size:
             self.kernels.cast(self.parameters.flat, self.compute.flat)
 
     def keep_compute(self) -> None:
@@ -284,9 +287,3 @@ class Stage:
             Gradient of the input; None for integers.
         """
         return self._chain.backward(dy, saved)
-
-
-def _first_leaf(layer: Layer) -> Layer:
-    while layer.children:
-        layer = next(iter(layer.children.values()))
-    return layer

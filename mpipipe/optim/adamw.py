@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from mpipipe import arrays
 from mpipipe.arrays import Array, DeviceArray
 from mpipipe.nn import Stage
+from mpipipe.optim.named import named
 
 
 class AdamW:
@@ -92,3 +93,29 @@ class AdamW:
                 ranges=stage.decay_ranges,
                 copy=stage.kept_copy,
             )
+
+    def named_state(self) -> dict[str, dict[str, Array]]:
+        """Return the state by kind and by the names of parameters: views, which may be read and set.
+
+        With `steps` this is all that an optimizer has to remember.
+
+        Returns
+        -------
+        dict of dict of array
+            The kinds are "first" and "second"; each array has the shape of its parameter. A tied parameter that
+            several places of this rank share has one state, under the name of each place.
+
+        Raises
+        ------
+        ArgumentError
+            Two stages have a parameter of the same name, or one is shared with a stage that is not here.
+
+        Examples
+        --------
+        >>> from mpipipe import nn, optim
+        >>> stage = nn.Stage([nn.RMSNorm(2)])
+        >>> optimizer = optim.AdamW([stage], lr=0.5)
+        >>> optimizer.named_state()["second"]
+        {'0.gain': array([0., 0.], dtype=float32)}
+        """
+        return named(self.stages, self.state)

@@ -229,6 +229,15 @@ class Pipeline:
         self.engine.executor.poll()
 
     @property
+    def steps_taken(self) -> int:
+        """Number of training steps so far, by which dropout draws its masks. Set it where a training is resumed."""
+        return self.engine.steps_taken
+
+    @steps_taken.setter
+    def steps_taken(self, steps: int) -> None:
+        self.engine.steps_taken = steps
+
+    @property
     def peak_activations(self) -> int:
         """Largest number of (stage, micro-batch) activations held at once in the last training step."""
         return self.engine.executor.peak

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
+from mpipipe import files
 from mpipipe.errors import ConfigError
-from mpipipe.train import files
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -59,7 +59,15 @@ class TrainConfig:
     """
 
     data: tuple[str, ...] = option((), "file or folder of text; repeatable; default: the standard library's source")
-    out: str | None = option(None, "new or empty folder for metrics.jsonl; default: runs/ and the time of the start")
+    out: str | None = option(
+        None, "new or empty folder for metrics, weights and checkpoints; default: runs/ and the time of the start"
+    )
+    save_every: int = option(0, "steps between two checkpoints, and one more at the end; 0: none", least=0)
+    keep: int = option(2, "newest checkpoints that stay", least=1)
+    resume: str = option(
+        "no", "auto: go on from the newest checkpoint in out, or begin there; or go on from this checkpoint; no: begin"
+    )
+    init: str | None = option(None, "checkpoint, or output folder of a training, whose weights to begin with")
 
     dim: int = option(128, "width of the model", least=1)
     layers: int = option(4, "transformer blocks", least=1)
@@ -121,6 +129,16 @@ class TrainConfig:
             raise ConfigError("watchdog is too short", found=self.watchdog, expected="0, or at least 1")
         if self.loss_scale is not None and 0 < self.loss_scale < 1:
             raise ConfigError("loss_scale shrinks gradients", found=self.loss_scale, expected="0, or at least 1")
+        if self.resume == "auto" and self.out is None:
+            raise ConfigError(
+                "resume = auto without out", expected="the folder in which to look", remedy="name it with --out"
+            )
+        if self.resume not in ("auto", "no") and self.init is not None:
+            raise ConfigError(
+                "resume and init are both given",
+                found=f"resume {self.resume}, init {self.init}",
+                expected="one of them: a checkpoint that is resumed has weights",
+            )
 
     @property
     def scales_dynamically(self) -> bool:

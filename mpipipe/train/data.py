@@ -10,7 +10,9 @@ Each split joins its pieces, and a window may cross from one piece into the next
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import sysconfig
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,9 +21,9 @@ from typing import TypeAlias
 
 import numpy as np
 
+from mpipipe import files
 from mpipipe.errors import DataError
 from mpipipe.nn import random
-from mpipipe.train import files
 from mpipipe.train.fingerprint import fingerprint
 from mpipipe.train.pieces import Piece, Text, forget_files
 
@@ -30,6 +32,41 @@ SNIFFED = 1024  # bytes read of a file to tell text from binary
 SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages"}
 Batch: TypeAlias = "tuple[np.ndarray, np.ndarray]"  # inputs and targets, int64 (rows, seq_len)
 REMEDY = "name readable text files, or folders that hold some, with --data"
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The files of a corpus, as one rank finds them and tells the others.
+
+    Attributes
+    ----------
+    entries : (number of the path that a file is at or below, its name from there, bytes) of each file
+    fingerprint : see `fingerprint.fingerprint`
+    """
+
+    entries: tuple[tuple[int, str, int], ...]
+    fingerprint: str
+
+    @classmethod
+    def of(cls, paths: Sequence[str | Path]) -> Listing:
+        """List the files of `paths` as `Corpus.open` takes them, and look into them. Raises DataError as that does."""
+        forget_files()
+        found = [find_files(Path(path)) for path in paths] if paths else [standard_library()]
+        entries = tuple(
+            (number, os.path.relpath(path, root), size)
+            for number, (root, below) in enumerate(zip(_roots(paths), found))
+            for path, size in below
+        )
+        return cls(entries, fingerprint([entry for below in found for entry in below]))
+
+    def found(self, paths: Sequence[str | Path]) -> list[tuple[Path, int]]:
+        """Return (file, bytes) of each file, where this rank has its folders. Nothing is read for it."""
+        roots = _roots(paths)
+        return [(roots[number] / name, size) for number, name, size in self.entries]
+
+
+def _roots(paths: Sequence[str | Path]) -> list[Path]:
+    return [Path(path) for path in paths] if paths else [Path(sysconfig.get_path("stdlib"))]
 
 
 @dataclass(frozen=True)
@@ -54,14 +91,21 @@ class Corpus:
         Raises DataError where a path is missing or unreadable, holds no text, or where a split is shorter than
         `seq_len` + 1 bytes.
         """
-        forget_files()
-        found = [entry for path in paths for entry in find_files(Path(path))] if paths else standard_library()
+        return cls.of(Listing.of(paths), paths, seq_len)
+
+    @classmethod
+    def of(cls, listing: Listing, paths: Sequence[str | Path], seq_len: int) -> Corpus:
+        """Make the corpus of files that this rank or another one has listed; none of them is opened before it is read.
+
+        Raises DataError where a split is shorter than `seq_len` + 1 bytes.
+        """
         train, validation = [], []
+        found = listing.found(paths)
         for path, size in found:
             held_out = size // HELD_OUT
             train.append(Piece(path, 0, size - held_out))
             validation.append(Piece(path, size - held_out, held_out))
-        corpus = cls(Text(train), Text(validation), fingerprint(found))
+        corpus = cls(Text(train), Text(validation), listing.fingerprint)
         if len(corpus.validation) <= seq_len:
             raise DataError(
                 "the data are too short for one sequence in training and one in validation",
@@ -117,8 +161,19 @@ def _walk(folder: Path) -> list[tuple[Path, int]]:
     for parent, folders, names in os.walk(folder, onerror=fail):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in SKIPPED_FOLDERS]
         paths = [Path(parent, name) for name in names if not name.startswith(".")]
-        found += [(path, path.stat().st_size) for path in paths if path.is_file()]
+        statuses = [(path, _status(path)) for path in paths]
+        found += [(path, status.st_size) for path, status in statuses if status and stat.S_ISREG(status.st_mode)]
     return sorted(found, key=lambda entry: entry[0].relative_to(folder).parts)
+
+
+def _status(path: Path) -> os.stat_result | None:
+    """Return the status of a file, None where a link leads nowhere."""
+    try:
+        return path.stat()
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return None
+        raise
 
 
 def _is_text(path: Path) -> bool:

@@ -72,20 +72,24 @@ def tell(text: str) -> None:
 
 
 class Lines:
-    """A new file of whole lines, each of which can be read as soon as it is written.
+    """A file of whole lines, each of which can be read as soon as it is written.
 
     A line that can be written in part only is cut off again. It waits for the next line, or for `close`. Standard
     error is told once.
 
     Parameters
     ----------
-    path : of the file. Raises FileExistsError where it exists, another OSError where it cannot be made.
+    path : of the file
+    goes_on : whether a file of whole lines may be there already, to which lines are added
+
+    Raises FileExistsError where the file exists and may not, another OSError where it cannot be made or opened.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, goes_on: bool = False) -> None:
         self.path = path
-        self.descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o666)
-        self.whole = 0  # bytes of whole lines in the file
+        new = 0 if goes_on else os.O_EXCL
+        self.descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | new | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        self.whole = os.fstat(self.descriptor).st_size  # bytes of whole lines in the file
         self.waiting: deque[bytes] = deque(maxlen=KEPT)
         self.lost = 0
         self.told = False
@@ -95,6 +99,11 @@ class Lines:
         self.lost += len(self.waiting) == KEPT
         self.waiting.append(f"{line}\n".encode())
         self._write()
+
+    def sync(self) -> None:
+        """Force the lines to the disk, as far as they could be written. Never raises OSError."""
+        with suppress(OSError):
+            os.fsync(self.descriptor)
 
     def close(self) -> None:
         """Try once more to write the lines that wait, and close the file. May be called twice."""

@@ -10,10 +10,10 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
+from mpipipe import files
 from mpipipe.comm.group import group_of
 from mpipipe.comm.types import Communicator
 from mpipipe.errors import ConfigError
-from mpipipe.train import files
 
 PATIENCE = 10.0  # seconds in which a network file system shows one host what another one wrote
 PAUSE = 0.1

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mpipipe import files
 from mpipipe.errors import DataError
-from mpipipe.train import files
 
 OPEN_FILES = 256  # descriptors kept
 REMEDY = "leave the data alone while a training reads them; train on a copy"
@@ -73,9 +73,7 @@ def read_bytes(path: Path, start: int, count: int) -> bytes:
         content = files.read_at(opened.descriptor, start, count)
         size = start + count if len(content) == count else os.fstat(opened.descriptor).st_size
     except OSError as error:
-        raise DataError(
-            f"data cannot be read: {error.strerror}", found=str(path), expected=files.REGULAR, remedy=REMEDY
-        ) from error
+        raise _unreadable(path, error) from error
     if len(content) < count:
         raise DataError(
             "a data file has become shorter since it was looked at",
@@ -84,6 +82,19 @@ def read_bytes(path: Path, start: int, count: int) -> bytes:
             remedy=REMEDY,
         )
     return content
+
+
+def size_of(path: Path) -> int:
+    """Return the bytes of a file. Raises DataError where it cannot be read."""
+    try:
+        opened = _opened(path)  # as in read_bytes
+        return os.fstat(opened.descriptor).st_size
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> DataError:
+    return DataError(f"data cannot be read: {error.strerror}", found=str(path), expected=files.REGULAR, remedy=REMEDY)
 
 
 def forget_files() -> None:

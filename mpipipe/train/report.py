@@ -86,6 +86,17 @@ COLUMNS = {
 }
 
 
+# How the last line of a training writes them.
+LAST = {"loss": "loss={:.4f}", "validation": "validation={:.4f}", "tokens_per_second": "tokens/s={:.0f}",
+        "bubble": "bubble={:.4f}", "predicted": "predicted={:.4f}"}  # fmt: skip
+
+
+def summary(record: Record) -> str:
+    """Return what the last line of a training says of a record."""
+    facts = record.facts()
+    return "".join(f" {form.format(facts[name])}" for name, form in LAST.items() if name in facts)
+
+
 class Reporter:
     """Shows progress on one rank: a bar and lines on a terminal, plain lines elsewhere. A context manager.
 
@@ -97,14 +108,17 @@ class Reporter:
     metrics : file to append one JSON object for each record to; made anew
     stream : where lines go; standard output by default
     terminal : whether a person watches `stream`
+    done : steps before this start; where it is not None, the metrics may be there and are gone on with
 
-    Raises OSError where the file cannot be made, FileExistsError where there is one.
+    Raises OSError where the file cannot be made, FileExistsError where there is one and `done` is None.
     """
 
-    def __init__(self, steps: int, metrics: Path, stream: TextIO | None = None, terminal: bool = False) -> None:
+    def __init__(
+        self, steps: int, metrics: Path, stream: TextIO | None = None, terminal: bool = False, done: int | None = None
+    ) -> None:
         self.steps, self.stream = steps, Outlet(stream or sys.stdout)
-        self.metrics = Lines(metrics)
-        self.bar = _bar(steps, self.stream) if terminal else None
+        self.metrics = Lines(metrics, goes_on=done is not None)
+        self.bar = _bar(steps, self.stream, done or 0) if terminal else None
 
     def say(self, text: str) -> None:
         """Write one or more lines, neither wrapped nor coloured. Characters that cannot be encoded are escaped."""
@@ -124,6 +138,10 @@ class Reporter:
         self.metrics.append(json.dumps(facts))
         cells = [f"{title} {form.format(facts[name])}" for name, (title, form) in COLUMNS.items() if name in facts]
         self.say(f"step {record.step:>{len(str(self.steps))}}/{self.steps}  " + "  ".join(cells))
+
+    def sync(self) -> None:
+        """Force the metrics to the disk: they must not end before a checkpoint does."""
+        self.metrics.sync()
 
     def __enter__(self) -> Reporter:
         if self.bar is not None:
@@ -148,6 +166,9 @@ class NullReporter:
     def record(self, record: Record) -> None:
         """Do nothing."""
 
+    def sync(self) -> None:
+        """Do nothing."""
+
     def __enter__(self) -> NullReporter:
         return self
 
@@ -164,11 +185,11 @@ def on_terminal() -> bool:
     return all(stream is not None and stream.isatty() for stream in (sys.stdout, sys.stderr))
 
 
-def _bar(steps: int, stream: Outlet) -> Progress:
+def _bar(steps: int, stream: Outlet, done: int) -> Progress:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     bar = Progress(*columns, console=Console(file=cast("IO[str]", stream), force_terminal=True), transient=True)
-    bar.add_task("training", total=steps)
+    bar.add_task("training", total=steps, completed=done)
     return bar

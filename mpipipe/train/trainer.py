@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mpipipe import arrays, nn, optim, schedules
+from mpipipe import arrays, checkpoint, nn, optim, schedules
 from mpipipe.attention import kernels
 from mpipipe.comm import runtime
 from mpipipe.comm.consensus import agreed_by
@@ -21,13 +21,14 @@ from mpipipe.comm.types import Communicator
 from mpipipe.comm.watch.membership import watching
 from mpipipe.errors import NonFiniteError
 from mpipipe.pipeline import Pipeline
-from mpipipe.train import output, weights
+from mpipipe.train import interrupt, output, resume, weights
 from mpipipe.train.architecture import Architecture
 from mpipipe.train.config import TrainConfig
 from mpipipe.train.data import Batch, Corpus, training_batch, validation_batch
 from mpipipe.train.decoder import build_decoder
-from mpipipe.train.preparation import PROMPT_BYTES, check_same_config, make_plan, open_corpus
-from mpipipe.train.report import NullReporter, Record, Reporter, on_terminal
+from mpipipe.train.preparation import PROMPT_BYTES, check_same_config, make_plan, make_reporter, open_corpus
+from mpipipe.train.progress import Progress
+from mpipipe.train.report import NullReporter, Record, Reporter, summary
 from mpipipe.train.sample import generate, readable
 from mpipipe.train.shard import Shard
 from mpipipe.train.step_times import StepTimes
@@ -38,8 +39,8 @@ def train(config: TrainConfig, architecture: Architecture, comm: Communicator | 
     """Train a model on bytes, on all ranks of a communicator; collective.
 
     Progress goes to the standard output of rank 0, and to metrics.jsonl in `config.out`. That folder must be new or
-    empty; a relative path begins in the working folder of rank 0. A standard output that is closed and metrics that
-    cannot be written do not end the training.
+    empty, unless the training is resumed; a relative path begins in the working folder of rank 0. A standard output
+    that is closed and metrics that cannot be written do not end the training. A checkpoint that cannot be written does.
 
     Parameters
     ----------
@@ -53,7 +54,7 @@ def train(config: TrainConfig, architecture: Architecture, comm: Communicator | 
     Returns
     -------
     Record
-        The state at the end of the training. Its speed and bubble are those of all steps.
+        The state at the end of the training. Its speed and bubble are those of all steps since it was started.
 
     Raises
     ------
@@ -94,8 +95,9 @@ def train(config: TrainConfig, architecture: Architecture, comm: Communicator | 
 
 def _train_on(device: str, config: TrainConfig, architecture: Architecture, mesh: Mesh, out: Path) -> Record:
     group = group_of(mesh.comm)
-    plan = make_plan(config, architecture, mesh, device, out)
-    corpus = open_corpus(config, plan, mesh)
+    plan = make_plan(config, architecture, mesh, device)
+    corpus, fingerprint = open_corpus(config, plan, mesh)
+    start = resume.find_start(config, plan, mesh, out, fingerprint)
     with group.together("train: the shards of sequences"):
         shard = Shard(mesh.seq, config.layout, config.seq_len)
     with group.together("train: the stages"):
@@ -107,19 +109,19 @@ def _train_on(device: str, config: TrainConfig, architecture: Architecture, mesh
         ) as pipeline,
         optim.GlobalNorm(stages, mesh.pipe, replicas=mesh.replicas) as norm,
     ):
-        output.make_folder(out, mesh.comm, writes=mesh.replicas.rank == 0)
+        progress = Progress(config, pipeline, mesh)
+        if start is not None:
+            progress.load(start)
+        elif config.init is not None:
+            resume.load_weights(config.init, mesh, stages)
+        output.make_folder(out, mesh.comm, writes=mesh.replicas.rank == 0 or config.save_every > 0)
         with group.together("train: the reporter"):
-            reporter = _reporter(config, out) if mesh.rank == 0 else NullReporter()
+            reporter = make_reporter(config, out, start) if mesh.rank == 0 else NullReporter()
         with reporter:
-            trainer = Trainer(config, mesh, plan, shard, pipeline, norm=norm, corpus=corpus, reporter=reporter, out=out)
-            return trainer.run()
-
-
-def _reporter(config: TrainConfig, out: Path) -> Reporter:
-    try:
-        return Reporter(config.steps, out / "metrics.jsonl", terminal=on_terminal())
-    except OSError as error:
-        raise output.unusable(out, error) from error
+            trainer = Trainer(config, mesh, plan, shard, progress, norm=norm, corpus=corpus, reporter=reporter, out=out)
+            trainer.facts = resume.facts_of(config, plan, fingerprint)
+            with interrupt.told(trainer.whereabouts):
+                return trainer.run()
 
 
 class Trainer:
@@ -128,7 +130,8 @@ class Trainer:
     Parameters
     ----------
     config : the same on every rank
-    mesh, plan, shard, pipeline : where this rank stands, and what it runs
+    mesh, plan, shard : where this rank stands, and what it runs
+    progress : how far the training has come, with its pipeline and optimizer
     norm : over which stages and ranks gradients are clipped
     corpus : the data, on the ranks of the first and the last stage; None elsewhere
     reporter : Reporter on rank 0, NullReporter elsewhere
@@ -141,19 +144,19 @@ class Trainer:
         mesh: Mesh,
         plan: TrainingPlan,
         shard: Shard,
-        pipeline: Pipeline,
+        progress: Progress,
         *,
         norm: optim.GlobalNorm,
         corpus: Corpus | None,
         reporter: Reporter | NullReporter,
         out: Path,
     ) -> None:
-        self.config, self.mesh, self.plan, self.shard = config, mesh, plan, shard
-        self.pipeline, self.norm, self.corpus, self.reporter, self.out = pipeline, norm, corpus, reporter, out
-        for stage in pipeline.stages:
+        self.config, self.mesh, self.plan, self.shard, self.progress = config, mesh, plan, shard, progress
+        self.norm, self.corpus, self.reporter, self.out = norm, corpus, reporter, out
+        self.pipeline, self.optimizer, self.scaler = progress.pipeline, progress.optimizer, progress.scaler
+        self.facts: dict[str, Any] = {}
+        for stage in self.pipeline.stages:
             stage.keep_compute()  # nobody but the optimizer changes parameters here
-        self.optimizer = _optimizer(config, pipeline.stages)
-        self.scaler = _scaler(config)
         self.first = mesh.pipe.rank == plan.schedule.placement[0]
         self.last = mesh.pipe.rank == plan.schedule.placement[-1]
         self.rows = slice(mesh.data.rank * plan.rows, (mesh.data.rank + 1) * plan.rows)  # of a batch, for this replica
@@ -161,29 +164,45 @@ class Trainer:
 
     def run(self) -> Record:
         """Train, validate, show a sample of text, and return the last record."""
-        config = self.config
+        config, progress = self.config, self.progress
         self._introduce()
-        record = Record(0, validation=self.validate())
-        self.reporter.record(record)
-        for step in range(config.steps):
+        if progress.step == 0:
+            self._report(Record(0, validation=self.validate()))
+        for step in range(progress.step, config.steps):
             loss, lr, norm = self.step(step)
-            done = step + 1
+            progress.step = done = step + 1
             validated = done % config.eval_every == 0 or done == config.steps
             if validated or done == 1 or done % config.log_every == 0:
                 validation = self.validate() if validated else None
                 speed = self._speed(self.since_record)
-                record = Record(done, loss, validation, lr, norm, **speed, **self._scaling())
-                self.reporter.record(record)
+                self._report(Record(done, loss, validation, lr, norm, **speed, **self._scaling()))
                 self.since_record = StepTimes()
-        model, schedule = self.plan.model, self.plan.schedule
-        weights.save(weights.folder_of(self.out), model, self.pipeline.stages, schedule, self.mesh)
+            if config.save_every and (done % config.save_every == 0 or done == config.steps):
+                self.reporter.sync()
+                progress.save(resume.checkpoints_of(self.out), self.facts, config.keep)
+        return self._end()
+
+    def _report(self, record: Record) -> None:
+        self.progress.record = record
+        self.reporter.record(record)
+
+    def _end(self) -> Record:
+        """Leave the weights, a sample, and the last line."""
+        record, model = self.progress.record, self.plan.model
+        if record.validation is None:  # a training that was resumed at its end, which was no end before
+            record = replace(record, step=self.progress.step, validation=self.validate())
+        weights.save(weights.folder_of(self.out), model, self.pipeline.stages, self.plan.schedule, self.mesh)
         self._show_sample()
-        record = replace(record, **self._speed(self.in_all))
-        self.reporter.say(
-            f"mpipipe: ok steps={record.step} loss={record.loss:.4f} validation={record.validation:.4f} "
-            f"tokens/s={record.tokens_per_second:.0f} bubble={record.bubble:.4f} predicted={record.predicted:.4f}"
-        )
+        if self.in_all.steps:
+            record = replace(record, **self._speed(self.in_all))
+        self.reporter.say(f"mpipipe: ok steps={record.step}{summary(record)}")
         return record
+
+    def whereabouts(self) -> str:
+        """Return what whoever interrupts this training wants to know."""
+        done, steps, saved = self.progress.step, self.config.steps, checkpoint.newest(resume.checkpoints_of(self.out))
+        rest = "nothing is saved to go on from" if saved is None else f"--resume auto goes on from {saved.name}"
+        return f"after step {done} of {steps}; metrics are in {self.out}, and {rest}"
 
     def step(self, step: int) -> tuple[float, float, float | None]:
         """Make one optimizer step, and return its loss, learning rate and gradient norm, the same on every rank.
@@ -253,6 +272,8 @@ class Trainer:
             f"mpipipe: {plan.model.parameters:,} parameters, {config.dtype} on {place}, batch {config.batch} x "
             f"{config.seq_len} bytes{text}; metrics in {self.out}"
         )
+        if self.progress.step:
+            self.reporter.say(f"mpipipe: goes on behind step {self.progress.step}")
 
     def _show_sample(self) -> None:
         config, plan = self.config, self.plan
@@ -275,15 +296,3 @@ class Trainer:
         for stage, trained in zip(stages, self.pipeline.stages):
             for name, values in weights.on_host(trained.parameters).items():
                 stage.parameters[name][...] = values
-
-
-def _optimizer(config: TrainConfig, stages: Sequence[nn.Stage]) -> optim.AdamW | optim.SGD:
-    if config.optimizer == "adamw":
-        return optim.AdamW(stages, config.lr, weight_decay=config.weight_decay)
-    return optim.SGD(stages, config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
-
-
-def _scaler(config: TrainConfig) -> optim.LossScaler:
-    if config.scales_dynamically:
-        return optim.LossScaler()
-    return optim.LossScaler(config.loss_scale or 1.0, dynamic=False)

@@ -17,25 +17,24 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
-from zlib import crc32
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save as serialized
 
-from mpipipe import arrays, nn
+from mpipipe import arrays, files, nn
 from mpipipe.arrays import Array
+from mpipipe.checkpoint import tensors
+from mpipipe.checkpoint.manifest import checksum_of
 from mpipipe.comm.group import group_of
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ArgumentError, NonFiniteError
 from mpipipe.nn.parameters import FlatBuffer
 from mpipipe.schedules import Schedule
-from mpipipe.train import files
 from mpipipe.train.architecture import Model
 
 DESCRIPTION = "model.json"
 MOST_BYTES = 64 << 20  # of it
-STORED = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # safetensors' names of dtypes
+STORED = {stored: dtype for dtype, stored in tensors.DTYPES.items()}  # by safetensors' names
 REMEDY = "build the model with the sizes and dtype of model.json"
 COPY_AGAIN = "copy the weights again from where they are whole, or train again"
 Places: TypeAlias = "dict[str, tuple[Any, Path]]"  # name of a parameter -> open file of safetensors, and its path
@@ -84,15 +83,14 @@ def save(folder: Path, model: Model, stages: Sequence[nn.Stage], schedule: Sched
             with _explained(folder):
                 folder.mkdir(parents=True, exist_ok=True)
                 for stage, number in zip(stages, schedule.stages_of(mesh.pipe.rank)):
-                    parameters = on_host(stage.parameters)
-                    sums.update({name: checksum(array) for name, array in parameters.items()})
-                    files.write_whole(folder / _file(number), serialized(parameters))
+                    written = tensors.write(folder / _file(number), stage.parameters)
+                    sums.update({name: entry.checksum for name, entry in written.arrays.items()})
     parts = group.gather("saving weights: the checksums", sums)
     sums = {name: text for part in parts for name, text in part.items()}
     with group.together("saving weights: their description"):
         if mesh.rank == 0:
             facts = asdict(Description(asdict(model), stages[0].parameters.flat.dtype.name, schedule.stages, sums))
-            facts["checksum"] = _checksum_of(facts)
+            facts["checksum"] = checksum_of(facts)
             with _explained(folder):
                 files.write_whole(folder / DESCRIPTION, (json.dumps(facts, indent=1) + "\n").encode())
 
@@ -118,10 +116,10 @@ def describe(folder: str | Path) -> Description:
         raise ArgumentError("the weights' description is wrong", found=f"{path}: {found}", remedy=remedy)
     if not isinstance(found.checksums, (dict, type(None))) or (written is None) != (found.checksums is None):
         raise ArgumentError("the checksums of the weights' description are wrong", found=str(path), remedy=COPY_AGAIN)
-    if written is not None and written != _checksum_of(facts):
+    if written is not None and written != checksum_of(facts):
         raise ArgumentError(
             "the weights' description is damaged",
-            found=f"checksum {_checksum_of(facts)} of {path}",
+            found=f"checksum {checksum_of(facts)} of {path}",
             expected=str(written),
             remedy=f"{COPY_AGAIN}; this file is not for editing",
         )
@@ -172,15 +170,6 @@ def on_host(parameters: FlatBuffer) -> dict[str, np.ndarray]:
     }
 
 
-def checksum(array: np.ndarray) -> str:
-    """Return the CRC-32 of the bytes of a contiguous host array, as eight hexadecimal digits."""
-    return f"{crc32(array.reshape(-1).view(np.uint8).data):08x}"
-
-
-def _checksum_of(facts: dict[str, Any]) -> str:
-    return f"{crc32(json.dumps(facts, sort_keys=True).encode()):08x}"
-
-
 def _read(places: Places, folder: Path, name: str, like: Array) -> np.ndarray:
     """Read the array called `name`. Its shape and dtype are compared with those of `like` before anything is read."""
     expected = f"{like.dtype.name}{list(like.shape)}"
@@ -206,7 +195,7 @@ def _read(places: Places, folder: Path, name: str, like: Array) -> np.ndarray:
 
 def _check_values(values: np.ndarray, name: str, path: Path, checksums: dict[str, str] | None) -> None:
     """Raise where values were damaged since they were saved, or are not finite."""
-    found, expected = checksum(values), None if checksums is None else checksums.get(name)
+    found, expected = tensors.checksum(values), None if checksums is None else checksums.get(name)
     if checksums is not None and found != expected:
         raise ArgumentError(
             f"parameter {name} is damaged: it is not what was saved",

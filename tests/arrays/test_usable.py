@@ -92,7 +92,7 @@ def test_ranks_with_and_without_a_gpu_are_refused_on_all_of_them(machine, comm):
         machine.devices = 0
     with pytest.raises(MismatchError, match="some ranks have a GPU, and some have none") as caught:
         select_device("auto", comm)
-    assert caught.value.found == f"no GPU on rank(s) 0 of {comm.size}"
+    assert caught.value.found == f"no GPU on rank 0 of {comm.size}"
     with pytest.raises(BackendError, match="this process sees no GPU"):
         select_device("cuda", comm)
 

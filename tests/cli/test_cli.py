@@ -71,7 +71,7 @@ def test_train_makes_a_new_folder_where_none_is_named(mpipipe, small):
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        (["--steps", "0"], "ConfigError: rank 0, 1: steps (optimizer steps) is out of range"),
+        (["--steps", "0"], "ConfigError: ranks 0-1: steps (optimizer steps) is out of range"),
         (["--config", "absent.toml"], "config file cannot be read"),
         (["--data", "absent"], "DataError"),
         (["--pipe", "3"], "mesh does not fill the communicator"),

@@ -65,7 +65,7 @@ def test_one_rank_in_the_way_keeps_nccl_out(changes, reason):
 def test_every_rank_in_the_way_is_named():
     with pytest.raises(BackendError) as caught:
         judge(ranks(3, setting={0: "on"}, gpu={1: "gpu 0"}, problem={2: "CuPy does not find libnccl"}))
-    assert caught.value.rank == "1, 2"
+    assert caught.value.rank == "1-2"
     assert caught.value.found == "rank 1: it shares GPU gpu 0 of a with rank 0; rank 2: CuPy does not find libnccl"
 
 

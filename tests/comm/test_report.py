@@ -26,6 +26,15 @@ def test_errors_of_this_package_say_it_all_and_others_bring_their_traceback():
     assert text.startswith(f"{heading}\n  StageError: a stage failed\n") and text.endswith("KeyError: 'paint'\n")
 
 
+def test_an_interrupt_is_told_in_three_lines_at_most():
+    heading = report.heading(2, 4)
+    text = report.describe(raised(KeyboardInterrupt("after step 3 of 9")), heading)
+    lines = text.splitlines()
+    assert lines[:2] == [heading, "  KeyboardInterrupt: after step 3 of 9"]
+    assert lines[2].startswith("  in raised (") and f"{__file__}:" in lines[2] and len(lines) == 3
+    assert report.describe(KeyboardInterrupt(), heading) == f"{heading}\n  KeyboardInterrupt\n"
+
+
 def test_any_text_can_be_written(capfd):
     report.write("caf\udce9\n")
     assert capfd.readouterr().err == "caf\\udce9\n"

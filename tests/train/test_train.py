@@ -139,8 +139,8 @@ def test_memory_stays_flat_over_a_thousand_steps(comm, config, monkeypatch):
 
 
 def test_only_the_ranks_of_the_first_and_last_stage_open_the_data(comm, config, monkeypatch):
-    opened, original = [], data.Corpus.open
-    monkeypatch.setattr(data.Corpus, "open", lambda *arguments: opened.append(1) or original(*arguments))
+    opened, original = [], data.Corpus.of
+    monkeypatch.setattr(data.Corpus, "of", lambda *arguments: opened.append(1) or original(*arguments))
     train(config(pipe=comm.size, steps=1), GPT, comm)
     assert len(opened) == (comm.rank in (0, comm.size - 1))
 
@@ -203,16 +203,47 @@ def test_ranks_with_different_settings_are_told(comm, config):
     assert "lr = 0.001" in str(caught.value) and "lr = 0.002, as on rank 0" in str(caught.value)
 
 
-def test_ranks_with_different_data_are_told(comm, config, monkeypatch):
+def test_ranks_without_the_data_of_rank_0_are_told(comm, config, monkeypatch, mpi_tmp_path):
     if comm.size == 1:
         pytest.skip("needs two ranks")
     chosen = config(data=[], pipe=comm.size)
-    if comm.rank == 0:
-        library = data.standard_library()
-        monkeypatch.setattr(data, "standard_library", lambda: library[:-1])
-    with pytest.raises(MismatchError, match="different data"):
+    if comm.rank == comm.size - 1:
+        monkeypatch.setattr(data, "_roots", lambda paths: [mpi_tmp_path / "elsewhere"])
+    with pytest.raises(DataError, match=f"rank {comm.size - 1}: data cannot be read"):
         train(chosen, GPT, comm)
     assert not Path(chosen.out).exists()
+
+
+def test_ranks_but_the_first_look_at_few_files_however_many_there_are(comm, config, monkeypatch, mpi_tmp_path):
+    looks = []
+    for count in (100, 400):
+        folder = mpi_tmp_path / str(count)
+        if comm.rank == 0:
+            folder.mkdir()
+            for number in range(count):
+                (folder / f"{number:04}.txt").write_text(f"{number} " * 40)
+        chosen = config(f"run-{count}", data=[str(folder)], pipe=comm.size, steps=1, eval_batches=1, batch=4)
+        names = []
+        with monkeypatch.context() as patch:
+            for name in ("stat", "open", "scandir"):
+                patch.setattr(os, name, _noting(names, folder, getattr(os, name)))
+            train(chosen, GPT, comm)
+        looks.append(len(names))
+    if comm.rank > 0:
+        assert max(looks) <= 2 * (16 + 2 * 2 * 4), (
+            "a glance, and the windows of two batches; each is a stat and an open"
+        )
+    else:
+        assert looks[1] > 4 * 300, "what is counted is what a look takes"
+
+
+def _noting(names, folder, call):
+    def noted(path, *arguments, **options):
+        if str(path).startswith(str(folder)):
+            names.append(path)
+        return call(path, *arguments, **options)
+
+    return noted
 
 
 def test_ranks_with_other_contents_of_the_same_name_and_size_are_told(comm, config, mpi_tmp_path):

@@ -15,12 +15,11 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from mpipipe import arrays
+from mpipipe import arrays, files
 from mpipipe.attention import kernels
 from mpipipe.cli.gpu_check import expectations
 from mpipipe.cli.gpu_check.check import Outcome
 from mpipipe.cli.versions import versions
-from mpipipe.train import files
 
 
 def write(folder: Path, outcomes: Sequence[Outcome]) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from mpipipe import arrays
-from mpipipe.comm import runtime
+from mpipipe.comm import rank_list, runtime
 from mpipipe.comm.consensus import Ballot
 from mpipipe.comm.group import Group
 from mpipipe.comm.settings import GPU_DIRECT, NCCL
@@ -146,8 +146,8 @@ def judge(everyone: Sequence[Facts]) -> Choice:
     if refusals and asked:
         raise BackendError(
             f"{NCCL.name}=on, and NCCL cannot be used",
-            rank=", ".join(str(rank) for rank, _ in refusals),
-            found="; ".join(f"rank {rank}: {reason}" for rank, reason in refusals),
+            rank=rank_list.numbers(rank for rank, _ in refusals),
+            found="; ".join(rank_list.grouped(refusals)),
             expected="NCCL, and a GPU of its own, on every rank",
             remedy=f"start one rank for each GPU, install what is missing, or set {NCCL.name}=auto",
         )

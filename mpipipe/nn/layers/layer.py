@@ -263,3 +263,10 @@ class Layer(Sums):
         yield name, self
         for key, child in self.children.items():
             yield from child.walk(f"{name}.{key}")
+
+
+def first_leaf(layer: Layer) -> Layer:
+    """Return the layer within this one that is called first and has none within itself."""
+    while layer.children:
+        layer = next(iter(layer.children.values()))
+    return layer

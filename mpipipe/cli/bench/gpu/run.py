@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from mpipipe import arrays
+from mpipipe import arrays, files
 from mpipipe.cli.bench.gpu import attention, executor, gpt, memory, products, ring, transport
 from mpipipe.cli.bench.gpu.rows import Row, show
 from mpipipe.cli.versions import versions
@@ -20,7 +20,6 @@ from mpipipe.comm import launcher, runtime
 from mpipipe.comm.device import select_device
 from mpipipe.comm.types import Communicator
 from mpipipe.errors import ArgumentError, BackendError
-from mpipipe.train import files
 
 
 class Part(Protocol):

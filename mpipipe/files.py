@@ -10,8 +10,10 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 KINDS = (
     (stat.S_ISDIR, "a folder"),
@@ -21,6 +23,7 @@ KINDS = (
     (stat.S_ISBLK, "a block device"),
 )
 REGULAR = "a readable regular file"  # what callers say that they expected
+PARTIAL = ".partial"  # behind the name of a file that is being written
 # without O_NONBLOCK the open of a FIFO that has just taken the file's place would wait for a writer
 FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
@@ -62,23 +65,54 @@ def read_at(descriptor: int, start: int, count: int) -> bytes:
     return content
 
 
+def read_into(descriptor: int, start: int, memory: memoryview) -> int:
+    """Fill writable bytes from position `start` of an open file; return how many there were."""
+    filled = 0
+    while filled < len(memory):  # one call may give less than there is
+        count = os.preadv(descriptor, [memory[filled:]], start + filled)
+        if not count:
+            break
+        filled += count
+    return filled
+
+
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file that appears as a whole: written beside `path`, forced to the disk, then renamed.
+    """Write a file that appears as a whole, as `whole_file` does."""
+    with whole_file(path) as file:
+        file.write(content)
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a file that appears as a whole: written beside `path`, forced to the disk, then renamed.
 
     Where that fails, a file that was there stays as it was, and the unfinished one is removed: a full disk gets its
     room back.
     """
-    partial = path.with_name(f"{path.name}.partial")
+    partial = path.with_name(f"{path.name}{PARTIAL}")
     try:
         with open(partial, "wb") as file:
-            file.write(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
+        sync_folder(path.parent)
     except BaseException:
         with suppress(OSError):
             partial.unlink()
         raise
+
+
+def sync_folder(folder: Path) -> None:
+    """Force the names in a folder to the disk, where its file system can."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # what file systems say that have no such thing
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def _checked(status: os.stat_result, path: str | Path) -> os.stat_result:

@@ -10,8 +10,9 @@ import stat
 
 import pytest
 
+from mpipipe import files
 from mpipipe.errors import ArgumentError, ConfigError, DataError
-from mpipipe.train import TrainConfig, files, weights
+from mpipipe.train import TrainConfig, weights
 from mpipipe.train.data import find_files
 
 

@@ -1,0 +1,16 @@
+"""The state of a training as files, saved by all ranks and loaded by any number of them.
+
+    RUN/checkpoints/step-00000100/part-0.safetensors    arrays by their names in the whole model
+                                  part-1.safetensors
+                                  manifest.json         step, state, sizes and checksums; written last
+
+A folder with a manifest is whole: each file is written under another name, forced to the disk, and then renamed, and
+the manifest comes last.
+"""
+
+from mpipipe.checkpoint.folders import newest, prune
+from mpipipe.checkpoint.loading import load, read
+from mpipipe.checkpoint.manifest import Checkpoint
+from mpipipe.checkpoint.saving import save
+
+__all__ = ["Checkpoint", "load", "newest", "prune", "read", "save"]

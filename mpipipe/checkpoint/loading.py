@@ -1,0 +1,173 @@
+"""Loading: rank 0 reads the manifest, and each rank the arrays that it has, wherever they were when they were saved."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from mpipipe.arrays import Array
+from mpipipe.checkpoint import folders, manifest
+from mpipipe.checkpoint.contents import PARAMETERS, Optimizer, Storable, contents_of
+from mpipipe.checkpoint.manifest import COPY_AGAIN, Checkpoint
+from mpipipe.checkpoint.tensors import DTYPES, Content, File
+from mpipipe.comm.group import group_of
+from mpipipe.comm.mesh import Mesh
+from mpipipe.errors import ArgumentError
+
+OTHER_MODEL = "build the model with the sizes and the dtype that it had when the checkpoint was saved"
+
+
+def load(path: str | Path, mesh: Mesh, stages: Sequence[Storable], optimizer: Optimizer | None = None) -> Checkpoint:
+    """Set parameters and the state of an optimizer from a checkpoint; collective over the mesh.
+
+    The mesh and the cut into stages may be others than those that saved it: arrays are found by their names, and each
+    rank reads those that it has. Checksums are compared. Nothing in a checkpoint is code, and nothing is unpickled.
+
+    Parameters
+    ----------
+    path : str or Path
+        A checkpoint, or a folder with some, of which the newest is taken. A relative path begins in the working folder
+        of rank 0.
+    mesh : Mesh
+        All ranks of the training.
+    stages : sequence of stages
+        This rank's stages, as for `save`. In half precision they also renew the copy that they compute with.
+    optimizer : AdamW, SGD or alike, optional
+        Its state and its `steps` are set. None reads parameters alone.
+
+    Returns
+    -------
+    Checkpoint
+        With `step`, `state`, `path`, the same on all ranks.
+
+    Raises
+    ------
+    ArgumentError
+        On every rank, with the name of the file: there is no checkpoint, it is damaged or of a newer format, or its
+        arrays are not those of the model or of the optimizer. The newest whole checkpoint beside it is named. After an
+        error the stages hold values of no use.
+    """
+    group = group_of(mesh.comm)
+    found = None
+    with group.together("checkpoint.load: the manifest"):
+        wanted = contents_of(stages, optimizer)
+        if mesh.rank == 0:
+            found = read(path)
+    found = group.broadcast("checkpoint.load: the manifest", found)
+    kinds = {PARAMETERS} if optimizer is None else {PARAMETERS, *optimizer.named_state()}
+    own = list(wanted) if mesh.replicas.rank == 0 else []
+    names = {name for part in group.gather("checkpoint.load: the names of all ranks", own) for name in part}
+    with group.together("checkpoint.load: the arrays"), _offering(found.path):
+        _check_names(found, names, kinds, optimizer)
+        _read(found, wanted)
+        if optimizer is not None:
+            optimizer.steps = found.optimizer_steps or 0
+        for stage in stages:
+            renew = getattr(stage, "renew_compute", None)  # a stage of your own has no such copy
+            if renew is not None:
+                renew()
+    return found
+
+
+def read(path: str | Path) -> Checkpoint:
+    """Read what a checkpoint is, without its arrays; one rank calls this.
+
+    Parameters
+    ----------
+    path : str or Path
+        A checkpoint, or a folder with some, of which the newest is taken.
+
+    Returns
+    -------
+    Checkpoint
+        Its step, the state that was saved with it, and its files.
+
+    Raises
+    ------
+    ArgumentError
+        There is no checkpoint, or its manifest is damaged or of a newer format.
+    """
+    folder = folders.locate(path)
+    with _offering(folder):
+        return manifest.read(folder)
+
+
+@contextmanager
+def _offering(path: Path) -> Iterator[None]:
+    """Let an error name the newest whole checkpoint beside this one."""
+    try:
+        yield
+    except ArgumentError as error:
+        other = folders.other_whole(path)
+        if other is not None:
+            error.remedy = f"{error.remedy or COPY_AGAIN}; the newest whole checkpoint beside it is {other}"
+        raise
+
+
+def _check_names(found: Checkpoint, wanted: set[str], kinds: set[str], optimizer: Optimizer | None) -> None:
+    """Raise ArgumentError unless the checkpoint has exactly what all ranks want, of the kinds that they want."""
+    held = {name for content in found.files.values() for name in content.arrays}
+    states = sorted({name.split("/", 1)[0] for name in held} - {PARAMETERS})
+    if optimizer is not None and (found.optimizer_steps is None or {PARAMETERS, *states} != kinds):
+        raise ArgumentError(
+            "the checkpoint has no state for this optimizer",
+            found=f"state {' and '.join(states) or 'of none'} in {found.path / manifest.MANIFEST}",
+            expected=f"{' and '.join(sorted(kinds - {PARAMETERS})) or 'an optimizer without state'}",
+            remedy="take the optimizer that was saved, with the same options, or load parameters alone",
+        )
+    for names, text in ((wanted - held, "has no array"), (held - wanted, "has an array that the model does not:")):
+        of_interest = sorted(name for name in names if name.split("/", 1)[0] in kinds)
+        if of_interest:
+            raise ArgumentError(
+                f"the checkpoint {text} {of_interest[0]}",
+                found=f"{len(held)} arrays in {found.path / manifest.MANIFEST}",
+                expected=f"the same names; {len(of_interest)} differ in this way",
+                remedy=OTHER_MODEL,
+            )
+
+
+def _read(found: Checkpoint, wanted: Mapping[str, Array]) -> None:
+    """Set the arrays of this rank. Shapes and dtypes are compared before anything is read."""
+    places = {name: file for file, content in found.files.items() for name in content.arrays if name in wanted}
+    for name, array in wanted.items():
+        entry = found.files[places[name]].arrays[name]
+        if (entry.dtype, entry.shape) != (DTYPES[array.dtype.name], array.shape):
+            raise ArgumentError(
+                f"{name} does not fit the model",
+                found=f"{entry.dtype}{list(entry.shape)} in {found.path / places[name]}",
+                expected=f"{DTYPES[array.dtype.name]}{list(array.shape)}",
+                remedy=OTHER_MODEL,
+            )
+    for file in dict.fromkeys(places.values()):
+        with _open(found.path / file, found.files[file]) as opened:
+            for name in (name for name, place in places.items() if place == file):
+                _set(opened, name, wanted[name])
+
+
+@contextmanager
+def _open(path: Path, content: Content) -> Iterator[File]:
+    try:
+        with File(path, content) as file:
+            yield file
+    except OSError as error:
+        raise ArgumentError(
+            f"a file of the checkpoint cannot be read: {error.strerror}",
+            found=f"{path} on {socket.gethostname()}",
+            expected="a readable regular file, on a file system that all ranks share",
+            remedy=COPY_AGAIN,
+        ) from error
+    except ValueError as error:
+        raise ArgumentError(
+            f"a file of the checkpoint is damaged: {error}",
+            found=str(path),
+            expected=f"what {manifest.MANIFEST} says",
+            remedy=COPY_AGAIN,
+        ) from error
+
+
+def _set(file: File, name: str, array: Array) -> None:
+    expected = file.content.arrays[name].checksum
+    if (checksum := file.read_into(name, array)) != expected:
+        raise ValueError(f"{name} has the checksum {checksum} and not {expected}")

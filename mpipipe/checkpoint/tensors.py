@@ -1,0 +1,171 @@
+"""Arrays in files of the safetensors format, written as a stream and read by position.
+
+    8 bytes   length of the header, little-endian
+    header    JSON: for each array its dtype, shape and place; filled up with spaces to a multiple of 8 bytes
+    arrays    one after the other, without gaps
+
+The library's own writer takes each array as one piece of host memory, and `save_file` forces nothing to the disk. Here
+an array is written in pieces, so that one on a GPU passes through little memory of the host, and each piece is added to
+a checksum on its way. What is written follows the format's description (github.com/huggingface/safetensors, "Format");
+the library reads it. Reading is by position and into the memory that is to have the values: a map of a file that is cut
+short would end the process by a signal.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+from zlib import crc32
+
+import numpy as np
+
+from mpipipe import arrays, files
+from mpipipe.arrays import Array
+from mpipipe.errors import ArgumentError
+
+PIECE_BYTES = 64 << 20  # of an array, at once
+# safetensors' names of dtypes
+DTYPES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
+    "int16": "I16", "int8": "I8", "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One array in a file.
+
+    Attributes
+    ----------
+    dtype : safetensors' name of it
+    shape : of the array
+    start : where its bytes begin in the file
+    checksum : CRC-32 of its bytes, as eight hexadecimal digits
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    checksum: str
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a file holds.
+
+    Attributes
+    ----------
+    bytes : its size
+    header : how many of them are in front of the arrays
+    checksum : CRC-32 of those
+    arrays : by name
+    """
+
+    bytes: int
+    header: int
+    checksum: str
+    arrays: dict[str, Entry]
+
+
+def check_storable(name: str, array: Array) -> None:
+    """Raise ArgumentError for an array that cannot be written or set in place."""
+    if array.dtype.name not in DTYPES or not array.flags.c_contiguous:
+        order = "C-contiguous" if array.flags.c_contiguous else "strided"
+        raise ArgumentError(
+            f"{name} cannot be saved",
+            found=f"{order} array of {array.dtype}",
+            expected=f"a C-contiguous array of {', '.join(DTYPES)}",
+        )
+
+
+def write(path: Path, content: Mapping[str, Array]) -> Content:
+    """Write arrays, of the host or of a GPU, into a file that appears as a whole. Raises OSError."""
+    names = sorted(content, key=lambda name: -content[name].dtype.itemsize)  # so each begins at a multiple of its size
+    ends = list(accumulate((content[name].nbytes for name in names), initial=0))
+    facts = {
+        name: {"dtype": DTYPES[content[name].dtype.name], "shape": list(content[name].shape), "data_offsets": span}
+        for name, span in zip(names, pairwise(ends))
+    }
+    text = json.dumps(facts, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    entries = {}
+    with files.whole_file(path) as file:
+        file.write(header)
+        for name, start in zip(names, ends):
+            array, total = content[name], 0
+            for piece in _pieces(array):
+                total = crc32(piece, total)
+                file.write(piece)
+            entries[name] = Entry(DTYPES[array.dtype.name], array.shape, len(header) + start, f"{total:08x}")
+    return Content(len(header) + ends[-1], len(header), f"{crc32(header):08x}", entries)
+
+
+def _pieces(array: Array) -> Iterator[memoryview]:
+    flat = array.reshape(-1)
+    for part in _cut(flat):
+        yield arrays.download(part).view(np.uint8).data
+
+
+def _cut(flat: Array) -> Iterator[Array]:
+    step = PIECE_BYTES // flat.dtype.itemsize
+    return (flat[start : start + step] for start in range(0, flat.size, step))
+
+
+def checksum(array: np.ndarray) -> str:
+    """Return the CRC-32 of the bytes of a contiguous host array, as eight hexadecimal digits."""
+    return f"{crc32(array.reshape(-1).view(np.uint8).data):08x}"
+
+
+class File:
+    """A file with this content, open for reading; a context manager.
+
+    Raises OSError where it cannot be opened or is no regular file, and ValueError where its size or header is not that
+    of the content.
+    """
+
+    def __init__(self, path: Path, content: Content) -> None:
+        self.path, self.content = path, content
+        self.descriptor = files.open_regular(path)
+        try:
+            self._check()
+        except BaseException:
+            self.close()
+            raise
+
+    def _check(self) -> None:
+        size, content = os.fstat(self.descriptor).st_size, self.content
+        if size != content.bytes:
+            raise ValueError(f"it has {size} bytes and not {content.bytes}")
+        found = crc32(files.read_at(self.descriptor, 0, content.header))
+        if f"{found:08x}" != content.checksum:
+            raise ValueError(f"its header has the checksum {found:08x} and not {content.checksum}")
+
+    def read_into(self, name: str, array: Array) -> str:
+        """Set an array of the size of the one called `name`, and return the checksum of what was read."""
+        position, total = self.content.arrays[name].start, 0
+        for part in _cut(array.reshape(-1)):
+            device = arrays.is_device(part)
+            host = np.empty(part.shape, part.dtype) if device else part
+            piece = host.view(np.uint8).data
+            if files.read_into(self.descriptor, position, piece) < len(piece):
+                raise ValueError(f"it ends before byte {position + len(piece)}")
+            total = crc32(piece, total)
+            if device:
+                arrays.upload(host, out=part)
+            position += len(piece)
+        return f"{total:08x}"
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self.descriptor)
+
+    def __enter__(self) -> File:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

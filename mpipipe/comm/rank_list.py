@@ -1,0 +1,52 @@
+"""Lists of ranks as messages write them: short, however many ranks there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+LISTED = 8  # runs of numbers that are written out
+
+
+def numbers(ranks: Iterable[int]) -> str:
+    """Return rank numbers in ascending order, those that follow each other as a run.
+
+    Parameters
+    ----------
+    ranks : at least one, in any order
+
+    Examples
+    --------
+    >>> from mpipipe.comm.rank_list import numbers
+    >>> numbers([7, 0, 1, 2, 3])
+    '0-3, 7'
+    >>> numbers(range(0, 4096, 2))
+    '0, 2, 4, 6, 8, 10, 12, 14 and 2040 more'
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    more = sum(map(len, runs[LISTED:]))
+    return ", ".join(texts[:LISTED]) + (f" and {more} more" if more else "")
+
+
+def named(ranks: Iterable[int]) -> str:
+    """Return `numbers` with the word before them: "rank 3", "ranks 0-3, 7"."""
+    ranks = set(ranks)
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {numbers(ranks)}"
+
+
+def grouped(texts: Iterable[tuple[int, str]]) -> list[str]:
+    """Return what each rank says as one text for all ranks that say the same: "ranks 0-2: done", "rank 3: lost".
+
+    Parameters
+    ----------
+    texts : pairs of a rank and what it says
+    """
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in texts:
+        ranks_of.setdefault(text, []).append(rank)
+    return [f"{named(ranks)}: {text}" for text, ranks in ranks_of.items()]

@@ -1,0 +1,108 @@
+"""How far a training has come: what it remembers besides its parameters, and how that is saved and found again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mpipipe import checkpoint, optim
+from mpipipe.checkpoint import Checkpoint
+from mpipipe.comm.group import group_of
+from mpipipe.comm.mesh import Mesh
+from mpipipe.errors import ArgumentError
+from mpipipe.pipeline import Pipeline
+from mpipipe.train.config import TrainConfig
+from mpipipe.train.outlet import tell
+from mpipipe.train.report import Record
+
+
+class Progress:
+    """The state of a training on this rank.
+
+    Batches follow from (seed, step), dropout masks from (seed, steps of the pipeline), and the sample from the seed. So
+    these numbers are the position in the data and the state of all random numbers.
+
+    Parameters
+    ----------
+    config : the same on every rank
+    pipeline : with this rank's stages
+    mesh : all ranks
+
+    Attributes
+    ----------
+    step : number of steps made
+    record : the last one
+    optimizer, scaler : of the training
+    """
+
+    def __init__(self, config: TrainConfig, pipeline: Pipeline, mesh: Mesh) -> None:
+        self.pipeline, self.mesh = pipeline, mesh
+        self.optimizer = _optimizer(config, pipeline)
+        self.scaler = _scaler(config)
+        self.step, self.record = 0, Record(0)
+
+    def save(self, root: Path, facts: Mapping[str, Any], keep: int) -> None:
+        """Save a checkpoint in `root` and remove old ones; collective. Raises ArgumentError on every rank.
+
+        Parameters
+        ----------
+        root : folder of the checkpoints
+        facts : what else to save, such as the configuration
+        keep : how many of the newest checkpoints stay
+        """
+        scaler = self.scaler
+        state = {
+            **facts,
+            "record": self.record.facts(),
+            "random": {"steps_taken": self.pipeline.steps_taken},
+            "loss_scale": {"scale": scaler.scale, "good": scaler.good, "skipped": scaler.skipped},
+        }
+        checkpoint.save(root, self.mesh, self.pipeline.stages, self.optimizer, step=self.step, state=state)
+        if self.mesh.rank == 0:
+            try:
+                checkpoint.prune(root, keep)
+            except ArgumentError as error:  # no reason to end a training
+                tell(f"mpipipe: {error}")
+
+    def load(self, found: Checkpoint) -> None:
+        """Go on behind a checkpoint; collective. Raises ArgumentError on every rank."""
+        checkpoint.load(found.path, self.mesh, self.pipeline.stages, self.optimizer)
+        with group_of(self.mesh.comm).together("train: the state in the checkpoint"):
+            try:
+                self._restore(found)
+            except (KeyError, TypeError, ValueError) as error:
+                raise ArgumentError(
+                    f"the state in the checkpoint is wrong: {type(error).__name__}: {error}",
+                    found=str(found.path),
+                    remedy="resume another checkpoint",
+                ) from error
+
+    def _restore(self, found: Checkpoint) -> None:
+        state = found.state
+        scale, record = state["loss_scale"], Record(**state["record"])
+        if any(type(value) not in (int, float) for value in record.facts().values()):
+            raise ValueError("the record has something else than numbers")
+        optim.LossScaler(initial=scale["scale"])  # raises where it is out of range
+        self.step, self.record = found.step, record
+        self.pipeline.steps_taken = _count(state["random"]["steps_taken"])
+        self.scaler.scale = float(scale["scale"])
+        self.scaler.good, self.scaler.skipped = _count(scale["good"]), _count(scale["skipped"])
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r:.40} is no count")
+    return value
+
+
+def _optimizer(config: TrainConfig, pipeline: Pipeline) -> optim.AdamW | optim.SGD:
+    if config.optimizer == "adamw":
+        return optim.AdamW(pipeline.stages, config.lr, weight_decay=config.weight_decay)
+    return optim.SGD(pipeline.stages, config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
+
+
+def _scaler(config: TrainConfig) -> optim.LossScaler:
+    if config.scales_dynamically:
+        return optim.LossScaler()
+    return optim.LossScaler(config.loss_scale or 1.0, dynamic=False)

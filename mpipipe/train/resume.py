@@ -1,0 +1,160 @@
+"""Where a training begins: anew, with the weights of another one, or behind a checkpoint of its own.
+
+What must stay the same over a resume decides which numbers come out. What may change (MAY_CHANGE) decides where and how
+fast they are computed, how many steps there are, and what is shown.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mpipipe import checkpoint, nn
+from mpipipe.checkpoint import Checkpoint, folders
+from mpipipe.comm.group import group_of
+from mpipipe.comm.mesh import Mesh
+from mpipipe.errors import ConfigError
+from mpipipe.files import PARTIAL
+from mpipipe.train import metrics, output, weights
+from mpipipe.train.config import TrainConfig
+from mpipipe.train.training_plan import TrainingPlan
+
+MAY_CHANGE = (
+    "pipe", "seq", "layout", "schedule", "chunks", "microbatches", "recompute", "device", "steps", "log_every",
+    "eval_every", "eval_batches", "sample_bytes", "temperature", "out", "save_every", "keep", "resume", "init",
+)  # fmt: skip
+BY_CONTENT = "data"  # the paths may change; what is compared is the fingerprint of the text
+
+
+def checkpoints_of(out: Path) -> Path:
+    """Return the folder for the checkpoints of the training with the output folder `out`."""
+    return out / "checkpoints"
+
+
+def facts_of(config: TrainConfig, plan: TrainingPlan, fingerprint: str) -> dict[str, Any]:
+    """Return what a checkpoint remembers of the training's configuration, as plain values."""
+    plain: dict[str, Any] = json.loads(json.dumps(vars(config)))  # tuples become lists
+    return {"configuration": plain, "model": asdict(plan.model), "fingerprint": fingerprint}
+
+
+def find_start(config: TrainConfig, plan: TrainingPlan, mesh: Mesh, out: Path, fingerprint: str) -> Checkpoint | None:
+    """Return the checkpoint behind which the training goes on, None where it begins; collective.
+
+    Raises, on every rank and before anything is written, ArgumentError for a checkpoint that is damaged or missing, and
+    ConfigError for one of another training, and for an output folder that this training may not go on in.
+    """
+    group, found = group_of(mesh.comm), None
+    with group.together("train: where to begin"):
+        if mesh.rank == 0:
+            found = _found(config, out)
+            if found is not None:
+                _check_same(found, facts_of(config, plan, fingerprint), config)
+            if config.resume == "no" or (found is not None and not _is_in(found, out)):
+                output.check_vacant(out)
+            else:
+                metrics.kept_records(out, 0 if found is None else found.step)  # raises where they are no metrics
+                if found is None:
+                    _check_unfinished(out)
+    return group.broadcast("train: where to begin", found)
+
+
+def _found(config: TrainConfig, out: Path) -> Checkpoint | None:
+    if config.resume == "no":
+        return None
+    if config.resume != "auto":
+        return checkpoint.read(config.resume)
+    newest = checkpoint.newest(checkpoints_of(out))
+    return None if newest is None else checkpoint.read(newest)
+
+
+def _is_in(found: Checkpoint, out: Path) -> bool:
+    return found.path.parent.resolve() == checkpoints_of(out).resolve()
+
+
+def _check_unfinished(out: Path) -> None:
+    """Raise ConfigError for a folder that holds more than a training leaves that ended before its first checkpoint."""
+    ours = {metrics.NAME, metrics.NAME + PARTIAL, checkpoints_of(out).name, output.MARKER}
+    weights_of = weights.folder_of(out)
+    if not (weights_of / weights.DESCRIPTION).exists():  # which is written last
+        ours.add(weights_of.name)
+    others = sorted(path.name for path in out.iterdir() if path.name not in ours) if out.is_dir() else []
+    if others:
+        raise ConfigError(
+            "there is no checkpoint to go on from, and the folder is not empty",
+            found=f"{', '.join(others[:5])} in {out}",
+            expected="checkpoints, or nothing but what a training leaves that ended before its first checkpoint",
+            remedy="choose another folder with --out, or move the old run away",
+        )
+
+
+def _check_same(found: Checkpoint, now: dict[str, Any], config: TrainConfig) -> None:
+    """Raise ConfigError unless this is a checkpoint of the same training, not yet past its end."""
+    place = str(found.path)
+    try:
+        before = _fixed({**vars(TrainConfig()), **found.state["configuration"]}, found.state["model"])
+        fingerprint = found.state["fingerprint"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            "the checkpoint is not one of `mpipipe train`", found=place, remedy="load it with mpipipe.checkpoint"
+        ) from error
+    after = _fixed(now["configuration"], now["model"])
+    different = [key for key in after if before.get(key) != after[key]]
+    if different:
+        raise ConfigError(
+            "the checkpoint is of a training with another configuration",
+            found=", ".join(f"{key} = {before.get(key)!r}"[:80] for key in different) + f" in {place}",
+            expected=", ".join(f"{key} = {after[key]!r}"[:80] for key in different),
+            remedy=f"what may change over a resume is {', '.join(MAY_CHANGE)}; give all else as it was, or begin a new "
+            "training with --init",
+        )
+    if fingerprint != now["fingerprint"]:
+        raise ConfigError(
+            "the checkpoint is of a training on other data",
+            found=f"fingerprint {now['fingerprint']}",
+            expected=f"{fingerprint!s:.80}, as in {place}",
+            remedy="give the same files with --data, or begin a new training with --init",
+        )
+    if found.step > config.steps:
+        raise ConfigError(
+            "the checkpoint is past the end of the training",
+            found=f"step {found.step} in {place}",
+            expected=f"at most steps = {config.steps}",
+            remedy="raise steps, or resume an earlier checkpoint",
+        )
+
+
+def _fixed(configuration: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
+    """Return what must stay the same. Sizes are those of the model, with what the configuration has left open."""
+    values = {**configuration, **model, "seq_len": model["seq"]}
+    return {key: value for key, value in values.items() if key not in (*MAY_CHANGE, BY_CONTENT)}
+
+
+def load_weights(source: str, mesh: Mesh, stages: Sequence[nn.Stage]) -> None:
+    """Set the parameters of this rank from a checkpoint or from the weights of a training that ended; collective."""
+    path = Path(output.shared_path(mesh.comm, source))
+    group, folder = group_of(mesh.comm), None
+    with group.together("train: the weights to begin with"):
+        if mesh.rank == 0:
+            places = (path, weights.folder_of(path))
+            folder = next((place for place in places if (place / weights.DESCRIPTION).exists()), None)
+    folder = group.broadcast("train: the weights to begin with", folder)
+    if folder is None:
+        checkpoint.load(path, mesh, stages)
+        return
+    with group.together("train: the weights to begin with"):
+        weights.load(folder, stages)
+
+
+def leave_behind(found: Checkpoint | None, out: Path) -> list[Path]:
+    """Rename the checkpoints in `out` behind the one that is resumed: else they would be found as the newest.
+
+    Rank 0 calls this. Returns what they are called now. Raises OSError.
+    """
+    if found is None or not _is_in(found, out):
+        return []
+    paths = folders.find(checkpoints_of(out))
+    names = [path.name for path in paths]
+    return [folders.set_aside(path) for path in paths[names.index(found.path.name) + 1 :]]

@@ -1,0 +1,350 @@
+"""Checkpoints: saved by any mesh and loaded by any other, whole or absent, bit by bit what was saved."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from mpipipe import Mesh, Pipeline, arrays, checkpoint, nn, optim, schedules
+from mpipipe.attention import Local
+from mpipipe.checkpoint import contents, folders, tensors
+from mpipipe.errors import ArgumentError, MismatchError
+from mpipipe.models import GPT
+
+MODEL = GPT(dim=8, layers=3, heads=2, kv_heads=1, hidden=12, seq=16, tied=True)
+HEAD = f"{2 * MODEL.layers + 1}.1.weight"  # the same as 0.weight
+STATE = {"loss": 0.1, "clip": float("inf"), "list": [1, None, True, "text \N{SNOWMAN}"], "nested": {"a": {}}}
+
+
+def cut(stages, numbers, seed=0, **keys):
+    """The stages with these numbers of the model cut into so many."""
+    layers, parts = MODEL.build(Local()), schedules.partition(MODEL.costs(), stages)
+    return [nn.Stage(layers[slice(*parts[n])], seed=seed, first=parts[n][0], **keys) for n in numbers]
+
+
+def fill(optimizer):
+    """Give each array of the state values that follow from its name alone."""
+    optimizer.steps = 7
+    for kind, states in optimizer.named_state().items():
+        for name, array in states.items():
+            source = "0.weight" if name == HEAD else name
+            values = np.random.default_rng([*kind.encode(), *source.encode()]).standard_normal(array.shape)
+            arrays.copy_into(array, _on(array, values))
+    return optimizer
+
+
+def _on(array, values):
+    values = values.astype(array.dtype)
+    return arrays.upload(values) if arrays.is_device(array) else values
+
+
+def trained(mesh, chunks=1, seed=5, kind=optim.AdamW, **keys):
+    """(stages, optimizer) of this rank, with tied parameters shared as a pipeline shares them."""
+    schedule = schedules.interleaved_1f1b(mesh.pipe.size, chunks, 4)
+    stages = cut(schedule.stages, schedule.stages_of(mesh.pipe.rank), seed, **keys)
+    with Pipeline(stages, schedule, mesh.pipe, loss=nn.softmax_cross_entropy, replicas=mesh.replicas):
+        pass
+    return stages, kind(stages, 0.1)
+
+
+def values(stages, optimizer):
+    """Everything by name, on the host."""
+    found = contents.contents_of(stages, optimizer)
+    return {name: np.array(arrays.download(array)) for name, array in found.items()}
+
+
+def saved(comm, root, pipe, step=3, **keys):
+    with Mesh(comm, pipe=pipe) as mesh:
+        stages, optimizer = trained(mesh, **keys)
+        return checkpoint.save(root, mesh, stages, fill(optimizer), step=step, state=STATE)
+
+
+def loaded(comm, path, pipe, parameters_alone=False, **keys):
+    """(values of this rank, what load returned, steps of the optimizer) after a load into a model of another seed."""
+    with Mesh(comm, pipe=pipe) as mesh:
+        stages, optimizer = trained(mesh, seed=9, **keys)
+        found = checkpoint.load(path, mesh, stages, None if parameters_alone else optimizer)
+        return values(stages, optimizer), found, optimizer.steps
+
+
+def expected(comm):
+    alone = comm.Split(comm.rank, 0)
+    try:
+        with Mesh(alone) as mesh:
+            stages, optimizer = trained(mesh)
+            return values(stages, fill(optimizer))
+    finally:
+        alone.Free()
+
+
+CUTS = [(1, 1), (1, 3), (2, 1), (2, 2), (4, 1), (4, 2)]
+
+
+@pytest.mark.parametrize(("pipe", "chunks"), CUTS)
+def test_any_mesh_loads_what_any_other_saved(comm, mpi_tmp_path, pipe, chunks):
+    """Parameters, moments and steps, with replicas that share the writing, and tied parameters in all places."""
+    if comm.size % pipe:
+        pytest.skip(f"needs a multiple of {pipe} ranks")
+    path = saved(comm, mpi_tmp_path, pipe, chunks=chunks)
+    assert path == Path(mpi_tmp_path) / "step-00000003"
+    names = {f"part-{rank}.safetensors" for rank in range(comm.size)}
+    assert set(os.listdir(path)) == {"manifest.json", *names}
+    right, seen = expected(comm), set()
+    for other in {1, 2, comm.size} & {1, 2, 4}:
+        if comm.size % other:
+            continue
+        for count in (1, 2):
+            got, found, steps = loaded(comm, mpi_tmp_path, other, chunks=count)
+            assert (found.step, found.state, found.path, steps) == (3, STATE, path, 7)
+            for name, array in got.items():
+                np.testing.assert_array_equal(array, right[name], name)
+                seen.add(name)
+    assert {name for names in comm.allgather(seen) for name in names} == set(right)
+
+
+def test_each_replica_writes_about_as_much_and_the_library_reads_it(comm, mpi_tmp_path):
+    path = saved(comm, mpi_tmp_path, 1)
+    sizes = [(path / f"part-{rank}.safetensors").stat().st_size for rank in range(comm.size)]
+    right, together = expected(comm), {}
+    largest = max(array.nbytes for array in right.values())
+    assert max(sizes) - min(sizes) <= largest + 4096  # of headers
+    for rank in range(comm.size):
+        together |= load_file(path / f"part-{rank}.safetensors")
+    assert together.keys() == right.keys()
+    for name, array in together.items():
+        np.testing.assert_array_equal(array, right[name], name)
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert manifest["step"] == 3 and manifest["format"] == 1 and manifest["optimizer_steps"] == 7
+
+
+def test_arrays_of_every_dtype_and_of_any_size_come_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(tensors, "PIECE_BYTES", 64)  # so that arrays go in pieces
+    rng = np.random.default_rng(0)
+    content = {
+        f"{dtype}/{shape}": (100 * rng.standard_normal(shape)).astype(
+            arrays.dtype(dtype) if "float" in dtype else dtype
+        )
+        for dtype in tensors.DTYPES
+        for shape in ((3, 5), (), (0, 4), (131,))
+    }
+    written = tensors.write(tmp_path / "part-0.safetensors", content)
+    assert written.bytes == (tmp_path / "part-0.safetensors").stat().st_size
+    with tensors.File(tmp_path / "part-0.safetensors", written) as file:
+        for name, array in content.items():
+            back = np.empty_like(array)
+            assert file.read_into(name, back) == written.arrays[name].checksum == tensors.checksum(array)
+            assert back.tobytes() == array.tobytes()
+            assert written.arrays[name].start % array.dtype.itemsize == 0
+    known = {name: array for name, array in content.items() if array.dtype != ml_dtypes.bfloat16}
+    os.rename(tmp_path / "part-0.safetensors", tmp_path / "all")
+    tensors.write(tmp_path / "part-1.safetensors", known)
+    for name, array in load_file(tmp_path / "part-1.safetensors").items():
+        np.testing.assert_array_equal(array, known[name], name)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gpu_loads_what_the_host_saved_and_back(gpu, comm, mpi_tmp_path, dtype, monkeypatch):
+    monkeypatch.setattr(tensors, "PIECE_BYTES", 256)
+    right = expected(comm)
+    saved(comm, mpi_tmp_path / "host", comm.size)
+    there, _, steps = loaded(comm, mpi_tmp_path / "host", comm.size, device="cuda", dtype=dtype)
+    saved(comm, mpi_tmp_path / "device", comm.size, device="cuda", dtype=dtype)
+    back, _, _ = loaded(comm, mpi_tmp_path / "device", comm.size, dtype=dtype)
+    assert steps == 7
+    for name in there:
+        np.testing.assert_array_equal(there[name], right[name], name)
+        np.testing.assert_array_equal(back[name], right[name], name)
+
+
+def test_layers_compute_with_what_was_loaded_also_where_only_optimizers_write(comm, mpi_tmp_path):
+    """In half precision the copy to compute with is renewed, though `refresh` does nothing after keep_compute."""
+    saved(comm, mpi_tmp_path, 1)
+    with Mesh(comm) as mesh:
+        (right,), _ = trained(mesh, dtype="bfloat16")
+        (stage,), _ = trained(mesh, seed=9, dtype="bfloat16")
+        stage.keep_compute()
+        checkpoint.load(mpi_tmp_path, mesh, [stage])
+    tokens = np.arange(16)[None]
+    np.testing.assert_array_equal(stage.forward(tokens)[0], right.forward(tokens)[0])
+
+
+def test_parameters_alone_are_loaded_without_an_optimizer_or_into_another_one(comm, mpi_tmp_path):
+    saved(comm, mpi_tmp_path, comm.size)
+    got, _, steps = loaded(comm, mpi_tmp_path, comm.size, parameters_alone=True)
+    right = expected(comm)
+    for name, array in got.items():
+        if name.startswith("parameters/"):
+            np.testing.assert_array_equal(array, right[name])
+        else:
+            assert not array.any()
+    assert steps == 0
+    with pytest.raises(ArgumentError, match="no state for this optimizer") as caught:
+        loaded(comm, mpi_tmp_path, comm.size, kind=lambda stages, lr: optim.SGD(stages, lr, momentum=0.9))
+    assert "first and second" in caught.value.found and caught.value.expected == "momentum"
+
+
+def test_sgd_with_momentum_and_without(comm, mpi_tmp_path):
+    for momentum in (0.9, 0.0):
+        keys = dict(kind=lambda stages, lr, momentum=momentum: optim.SGD(stages, lr, momentum=momentum))
+        saved(comm, mpi_tmp_path / str(momentum), comm.size, **keys)
+        got, _, steps = loaded(comm, mpi_tmp_path / str(momentum), comm.size, **keys)
+        assert steps == 7
+        assert {name.split("/")[0] for name in got} == {"parameters"} | ({"momentum"} if momentum else set())
+        assert all(array.any() for name, array in got.items() if name.startswith("momentum"))
+
+
+class Own:
+    """A stage without layers of this package."""
+
+    def __init__(self, name, value):
+        self.parameters = {name: np.full(3, value, np.float64), "counts." + name: np.full(2, value, np.int64)}
+
+
+def test_stages_of_ones_own_are_saved_too(comm, mpi_tmp_path):
+    with Mesh(comm, pipe=comm.size) as mesh:
+        checkpoint.save(mpi_tmp_path, mesh, [Own(f"own{comm.rank}", comm.rank)], step=0)
+        stage = Own(f"own{comm.rank}", -1)
+        checkpoint.load(mpi_tmp_path, mesh, [stage])
+    assert all((array == comm.rank).all() for array in stage.parameters.values())
+
+
+def test_old_checkpoints_are_removed_and_what_is_not_ours_stays(comm, mpi_tmp_path):
+    root = Path(mpi_tmp_path)
+    if comm.rank == 0:
+        for name in ("step-00000000", "mine", "aside-step-00000001"):
+            (root / name).mkdir()
+        (root / "step-00000000" / "part-0.safetensors.partial").write_text("a save that was cut short")
+        (root / "mine" / "manifest.json").write_text("")
+    comm.Barrier()
+    with Mesh(comm, pipe=comm.size) as mesh:
+        stages, optimizer = trained(mesh)
+        for step in (1, 2, 3):
+            if step == 2 and comm.rank == 0:
+                (root / "step-00000001" / "notes.txt").write_text("of a user")
+            checkpoint.save(root, mesh, stages, optimizer, step=step, keep=1)
+    comm.Barrier()
+    assert sorted(os.listdir(root)) == ["aside-step-00000001", "mine", "step-00000001", "step-00000003"]
+    assert os.listdir(root / "step-00000001") == ["notes.txt"]
+    assert checkpoint.newest(root) == root / "step-00000003"
+
+
+def test_a_checkpoint_that_is_removed_is_none_from_the_first_file_on(tmp_path, monkeypatch):
+    for name in ("manifest.json", "part-0.safetensors", "a.txt", "part-1.safetensors.partial"):
+        (tmp_path / name).write_text("")
+    removed, original = [], Path.unlink
+    monkeypatch.setattr(Path, "unlink", lambda path, **keys: removed.append(path.name) or original(path, **keys))
+    folders.clear(tmp_path)
+    assert removed[0] == "manifest.json" and os.listdir(tmp_path) == ["a.txt"]
+
+
+def test_a_save_of_the_same_step_replaces_one_of_more_ranks(comm, mpi_tmp_path):
+    saved(comm, mpi_tmp_path, comm.size)
+    alone = comm.Split(comm.rank, 0)
+    if comm.rank == 0:
+        saved(alone, mpi_tmp_path, 1)
+        assert sorted(os.listdir(mpi_tmp_path / "step-00000003")) == ["manifest.json", "part-0.safetensors"]
+    comm.Barrier()
+    alone.Free()
+    loaded(comm, mpi_tmp_path, comm.size)
+
+
+@pytest.mark.parametrize("at", ["part", "manifest"])
+def test_a_full_disk_leaves_the_older_checkpoint_whole_and_gets_its_room_back(comm, mpi_tmp_path, at):
+    root = Path(mpi_tmp_path)
+    first = saved(comm, root, comm.size)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    room = 1000 if at == "part" else max(path.stat().st_size for path in first.glob("part-*"))
+    try:
+        if comm.rank == (comm.size - 1 if at == "part" else 0):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+        with pytest.raises(ArgumentError, match="cannot be written") as caught:
+            with Mesh(comm, pipe=comm.size) as mesh:
+                stages, optimizer = trained(mesh)
+                big = {"text": "x" * room} if at == "manifest" else STATE
+                checkpoint.save(root, mesh, stages, optimizer, step=4, state=big, keep=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert str(first) in caught.value.remedy
+    comm.Barrier()
+    assert checkpoint.newest(root) == first
+    left = os.listdir(root / "step-00000004")
+    assert left == [] if at == "part" else "manifest.json" not in left and not any("partial" in name for name in left)
+    loaded(comm, root, comm.size)
+
+
+@pytest.mark.parametrize(
+    ("state", "match"),
+    [
+        ({1: 2}, "key of state is no string"),
+        ({"a": [{"b": (1, 2)}]}, r"state\['a'\]\[0\]\['b'\] is not plain"),
+        ({"a": np.float64(1)}, "not plain"),
+        ({"a": np.zeros(3)}, "not plain"),
+    ],
+)
+def test_a_state_that_would_not_come_back_is_refused(comm, mpi_tmp_path, state, match):
+    with Mesh(comm, pipe=comm.size) as mesh, pytest.raises(ArgumentError, match=match):
+        checkpoint.save(mpi_tmp_path, mesh, trained(mesh)[0], step=1, state=state)
+    assert os.listdir(mpi_tmp_path) == []
+
+
+def test_wrong_arguments_are_refused_on_every_rank_before_anything_is_written(comm, mpi_tmp_path):
+    with Mesh(comm, pipe=comm.size) as mesh:
+        stages = [nn.Stage([nn.Linear(2, 2)]), nn.Stage([nn.Linear(2, 2)])]
+        strided = Own("own", 1)
+        strided.parameters["own"] = np.zeros((4, 4))[:, :2]
+        for keys, match in (
+            (dict(stages=stages, step=1), "two stages of this rank have a parameter 0.weight"),
+            (dict(stages=[stages[0]], step=-1), "step"),
+            (dict(stages=[stages[0]], step=1, keep=0), "keep"),
+            (dict(stages=[strided], step=1), "strided"),
+        ):
+            with pytest.raises(ArgumentError, match=match):
+                checkpoint.save(mpi_tmp_path, mesh, **keys)
+        if comm.size > 1:
+            with pytest.raises(MismatchError, match="step"):
+                checkpoint.save(mpi_tmp_path, mesh, stages[:1], step=comm.rank)
+    assert os.listdir(mpi_tmp_path) == []
+
+
+def test_another_model_is_refused_with_the_array_that_differs(comm, mpi_tmp_path):
+    with Mesh(comm, pipe=comm.size) as mesh:
+        make = lambda width, layers=1: [nn.Stage([nn.Linear(4, width)] * layers, first=mesh.rank)]  # noqa: E731
+        checkpoint.save(mpi_tmp_path, mesh, make(4), step=1)
+        with pytest.raises(ArgumentError, match=r"parameters/\d.weight does not fit the model") as caught:
+            checkpoint.load(mpi_tmp_path, mesh, make(5))
+        assert "F32[4, 4]" in caught.value.found and "F32[5, 4]" in caught.value.expected
+        with pytest.raises(ArgumentError, match="has an array that the model does not: parameters"):
+            checkpoint.load(mpi_tmp_path, mesh, [nn.Stage([nn.Linear(4, 4, bias=False)], first=mesh.rank)])
+        with pytest.raises(ArgumentError, match="has no array parameters/"):
+            checkpoint.load(mpi_tmp_path, mesh, [nn.Stage([nn.Linear(4, 4)], first=mesh.rank + 1)])
+
+
+def test_there_is_none_where_none_was_finished(comm, mpi_tmp_path):
+    path = saved(comm, mpi_tmp_path, comm.size)
+    comm.Barrier()
+    if comm.rank == 0:
+        (path / "manifest.json").unlink()
+    comm.Barrier()
+    assert checkpoint.newest(mpi_tmp_path) is None
+    for place in (path, mpi_tmp_path, mpi_tmp_path / "absent"):
+        with pytest.raises(ArgumentError, match="no checkpoint is here"):
+            loaded(comm, place, comm.size)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_file_that_one_rank_does_not_see_is_named_with_its_host(comm, mpi_tmp_path):
+    path = saved(comm, mpi_tmp_path, comm.size)
+    comm.Barrier()
+    if comm.rank == 0:
+        (path / "part-1.safetensors").unlink()
+    comm.Barrier()
+    with pytest.raises(ArgumentError, match=r"cannot be read") as caught:
+        loaded(comm, path, comm.size)
+    assert f"{path / 'part-1.safetensors'} on {os.uname().nodename}" in caught.value.found

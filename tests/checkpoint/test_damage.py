@@ -1,0 +1,291 @@
+"""Damaged, foreign and hostile checkpoints: none is taken for a good one, and each error names a file and a remedy."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from mpipipe import Mesh, checkpoint, nn, optim
+from mpipipe.checkpoint import contents, folders, manifest
+from mpipipe.comm import inprocess
+from mpipipe.errors import ArgumentError
+
+FILES = ("manifest.json", "part-0.safetensors", "part-1.safetensors")
+# what a wrong or hostile manifest may hold anywhere
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 3), st.sampled_from([2**31, 2**62, 2**80, -(2**70)]), st.floats(),
+    st.sampled_from(["", "F32", "BF16", "X9", "00000000", "../../etc/passwd", "/etc/passwd", "part-0.safetensors"]),
+    st.lists(st.integers(-1, 2**70), max_size=3), st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
+)  # fmt: skip
+NAMES = st.sampled_from(
+    ["../part-0.safetensors", "/etc/passwd", "part-0.safetensors/../../x", "", ".", "part-0.bin", "part-\n.safetensors"]
+)
+
+
+def training(comm):
+    """(mesh, stages, optimizer) of one of the ranks that all have the same two layers."""
+    stages = [nn.Stage([nn.Linear(6, 5), nn.Linear(5, 3)], seed=1)]
+    optimizer = optim.AdamW(stages, 0.1)
+    for number, states in enumerate(optimizer.named_state().values()):
+        for array in states.values():
+            array[...] = np.random.default_rng(number).standard_normal(array.shape)
+    return Mesh(comm, pipe=1), stages, optimizer
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A folder with the checkpoints of steps 1 and 2."""
+    root = tmp_path_factory.mktemp("whole")
+
+    def save(comm):
+        mesh, stages, optimizer = training(comm)
+        with mesh:
+            for step in (1, 2):
+                checkpoint.save(root, mesh, stages, optimizer, step=step, state={"a": [1.5, "text"]})
+
+    inprocess.run(2, save)
+    return root
+
+
+def load(path):
+    """(what load returned, all arrays)"""
+
+    def work(comm):
+        mesh, stages, optimizer = training(comm)
+        for array in contents.contents_of(stages, optimizer).values():
+            array[...] = np.nan
+        with mesh:
+            found = checkpoint.load(path, mesh, stages, optimizer)
+        return found, contents.contents_of(stages, optimizer)
+
+    return inprocess.run(1, work)[0]
+
+
+@cache
+def right(root):
+    return load(root / "step-00000002")[1]
+
+
+def sealed(facts):
+    """The text of a manifest with the checksum that belongs to it, as somebody would write who knows the format."""
+    facts = {key: value for key, value in facts.items() if key != "checksum"}
+    return json.dumps({**facts, "checksum": manifest.checksum_of(facts)})
+
+
+def places(value, path=()):
+    """The path to everything in a tree of JSON."""
+    yield path
+    for key, part in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from places(part, (*path, key))
+
+
+@st.composite
+def damages(draw):
+    """(what is done, a function that does it to a folder)"""
+    kind = draw(st.sampled_from(["flip", "cut", "grow", "remove", "swap", "text", "value", "value", "value", "name"]))
+    name, share = draw(st.sampled_from(FILES)), draw(st.integers(0, 9999)) / 10_000
+
+    def on_bytes(change):
+        def damage(folder):
+            (folder / name).write_bytes(change((folder / name).read_bytes()))
+
+        return damage
+
+    if kind == "flip":
+        bit = draw(st.integers(0, 7))
+
+        def flip(content):
+            place = int(share * len(content))
+            return content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1 :]
+
+        return kind, on_bytes(flip)
+    if kind == "cut":
+        return kind, on_bytes(lambda content: content[: int(share * len(content))])
+    if kind == "grow":
+        return kind, on_bytes(lambda content: content + b"\0" * (1 + int(share * 100)))
+    if kind == "text":
+        text = draw(
+            st.sampled_from([b"", b"[]", b"null", b"{}", b"[" * 100_000, b"\xff", b'{"format": "1"}', b"1" * 5000])
+        )
+        return kind, lambda folder: (folder / "manifest.json").write_bytes(text)
+    if kind == "remove":
+        return kind, lambda folder: (folder / name).unlink()
+    if kind == "swap":
+
+        def swap(folder):
+            one, other = folder / FILES[1], folder / FILES[2]
+            one.rename(folder / "x"), other.rename(one), (folder / "x").rename(other)
+
+        return kind, swap
+    value, new_name = draw(VALUES), draw(NAMES)
+
+    def edit(folder):
+        facts = json.loads((folder / "manifest.json").read_text())
+        del facts["checksum"]
+        *path, last = [place for place in places(facts) if place][int(share * (len(list(places(facts))) - 1))]
+        part = facts
+        for key in path:
+            part = part[key]
+        if kind == "name":
+            file = facts["files"].pop(FILES[1])
+            facts["files"][new_name] = file
+        else:
+            part[last] = value
+        (folder / "manifest.json").write_text(sealed(facts))
+
+    return f"{kind} {value!r} {new_name!r}", edit
+
+
+def check_refused_or_right(whole, folder, damage):
+    """Load a damaged copy beside a whole one: refused, with names, or all arrays are right."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(whole, folder)
+    path = folder / "step-00000002"
+    damage(path)
+    try:
+        _, found = load(path)
+    except ArgumentError as error:
+        event("refused")
+        assert str(folder) in str(error.found) and error.remedy
+        if "no checkpoint is here" not in str(error):
+            assert "step-0000000" in error.remedy and "step-00000001" in error.remedy, error
+    else:
+        event("taken")
+        for name, array in right(whole).items():
+            np.testing.assert_array_equal(found[name], array, name)
+
+
+@settings(max_examples=60)
+@given(damage=damages())
+def test_what_is_damaged_is_refused_and_what_is_taken_is_right(whole, tmp_path, damage):
+    check_refused_or_right(whole, tmp_path / "copy", damage[1])
+
+
+@pytest.mark.slow
+@settings(max_examples=500)
+@given(damage=damages())
+def test_what_is_damaged_is_refused_and_what_is_taken_is_right_more_often(whole, tmp_path, damage):
+    check_refused_or_right(whole, tmp_path / "copy", damage[1])
+
+
+def flipped(place):
+    return lambda content: content[:place] + bytes([content[place] ^ 1]) + content[place:][1:]
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (flipped(0), "header has the checksum"),
+        (flipped(40), "header has the checksum"),
+        (flipped(-1), r"\w+/1\.\w+ has the checksum|0\.\w+ has the checksum"),
+        (lambda content: content[:-1], r"has \d+ bytes and not"),
+        (lambda content: content + b"\0", r"has \d+ bytes and not"),
+        (lambda content: b"", "has 0 bytes and not"),
+    ],
+)
+@pytest.mark.parametrize("name", FILES[1:])
+def test_damage_to_a_file_of_arrays_is_told_with_its_kind(whole, tmp_path, name, change, match):
+    shutil.copytree(whole, tmp_path / "copy")
+    path = tmp_path / "copy" / "step-00000002" / name
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(ArgumentError, match=f"file of the checkpoint is damaged: .*({match})") as caught:
+        load(path.parent)
+    assert caught.value.found == str(path)
+
+
+def test_no_bit_of_a_checkpoint_can_be_flipped_unseen(whole, tmp_path):
+    """Every 23rd byte of each file."""
+    shutil.copytree(whole, tmp_path / "copy")
+    for path in sorted((tmp_path / "copy" / "step-00000002").iterdir()):
+        content = path.read_bytes()
+        for place in range(path.name.count("a") % 23, len(content), 23):
+            path.write_bytes(flipped(place)(content))
+            try:
+                _, found = load(path.parent)
+            except ArgumentError:
+                continue
+            assert path.name == "manifest.json", place  # white space there means nothing
+            for name, array in right(whole).items():
+                np.testing.assert_array_equal(found[name], array, name)
+        path.write_bytes(content)
+
+
+def damaged(whole, folder, change):
+    """The path of a copy of step 2 whose manifest has been changed and sealed again."""
+    shutil.copytree(whole, folder)
+    path = folder / "step-00000002"
+    facts = json.loads((path / "manifest.json").read_text())
+    change(facts)
+    (path / "manifest.json").write_text(sealed(facts))
+    return path
+
+
+@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", "part-0.safetensors\n"])
+def test_a_file_outside_of_the_folder_is_never_opened(whole, tmp_path, name, monkeypatch):
+    def change(facts):
+        facts["files"][name] = facts["files"].pop("part-0.safetensors")
+
+    path = damaged(whole, tmp_path / "copy", change)
+    shutil.copy(path / "part-0.safetensors", path.parent / "secret.safetensors")
+    with pytest.raises(ArgumentError, match="is no name of a file of a checkpoint"):
+        load(path)
+
+
+def test_a_newer_format_is_refused_with_its_version_before_anything_else_is_looked_at(whole, tmp_path):
+    def change(facts):
+        facts.clear()
+        facts |= {"format": 2, "library": "9.1", "all": "new"}
+
+    with pytest.raises(ArgumentError, match="newer format") as caught:
+        load(damaged(whole, tmp_path / "copy", change))
+    assert "format 2 of mpipipe 9.1" in caught.value.found and "install" in caught.value.remedy
+
+
+@pytest.mark.parametrize("header", [7, 2**40, 2**61])
+def test_an_absurd_header_is_refused_before_memory_is_asked_for(whole, tmp_path, header):
+    """Also of a file that is as large as it says: a hole of a terabyte takes no room."""
+
+    def change(facts):
+        facts["files"]["part-0.safetensors"] |= {"header": header, "bytes": 2**41}
+        for entry in facts["files"]["part-0.safetensors"]["arrays"].values():
+            entry["start"] = 2**40
+
+    path = damaged(whole, tmp_path / "copy", change)
+    with open(path / "part-0.safetensors", "r+b") as file:
+        file.truncate(2**41)
+    with pytest.raises(ArgumentError, match="has a header of"):
+        load(path)
+
+
+def test_an_array_that_would_lie_behind_its_file_is_refused(whole, tmp_path):
+    def change(facts):
+        next(iter(facts["files"]["part-0.safetensors"]["arrays"].values()))["start"] = 10**6
+
+    with pytest.raises(ArgumentError, match="behind its file"):
+        load(damaged(whole, tmp_path / "copy", change))
+
+
+def test_a_fifo_in_place_of_a_file_is_not_waited_for(whole, tmp_path):
+    import os
+
+    path = damaged(whole, tmp_path / "copy", lambda facts: None)
+    (path / "part-0.safetensors").unlink()
+    os.mkfifo(path / "part-0.safetensors")
+    with pytest.raises(ArgumentError, match="FIFO"):
+        load(path)
+
+
+def test_only_a_whole_checkpoint_is_offered(whole, tmp_path):
+    path = damaged(whole, tmp_path / "copy", lambda facts: facts.update(step="x"))
+    shutil.copytree(path.with_name("step-00000001"), path.with_name("step-00000000"))
+    (path.with_name("step-00000001") / "part-0.safetensors").write_bytes(b"")
+    assert folders.other_whole(path) == path.with_name("step-00000000")
+    with pytest.raises(ArgumentError) as caught:
+        load(path.parent)
+    assert str(path.with_name("step-00000000")) in caught.value.remedy

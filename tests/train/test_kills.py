@@ -1,0 +1,100 @@
+"""A rank is killed again and again, at any moment, and the training goes on each time as if it had not been."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from mpipipe import checkpoint
+
+# a training of which one rank is killed at its n-th call of something that changes a file, or makes a step
+TRAINING = """
+import os, signal, sys
+from pathlib import Path
+from mpipipe.comm import runtime
+from mpipipe.comm.abort import run_or_abort
+from mpipipe.models import GPT
+from mpipipe.train import TrainConfig, train
+from mpipipe.train.trainer import Trainer
+
+text, out, victim, moment, pipe, steps = sys.argv[1:]
+comm, left = runtime.world(), [int(moment)]
+
+def watched(function):
+    def call(*arguments, **keys):
+        left[0] -= 1
+        if comm.rank == int(victim) and left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*arguments, **keys)
+    return call
+
+for name in ("replace", "fsync", "write", "rename", "mkdir", "unlink"):
+    setattr(os, name, watched(getattr(os, name)))
+Path.unlink, Path.mkdir = watched(Path.unlink), watched(Path.mkdir)
+Trainer.step = watched(Trainer.step)
+config = TrainConfig(data=[text], out=out, dim=16, layers=2, heads=2, hidden=32, seq_len=16, batch=8, microbatches=2,
+                     steps=int(steps), log_every=1, eval_every=4, eval_batches=1, sample_bytes=8, device="cpu",
+                     dropout=0.1, save_every=1, keep=2, resume="auto", pipe=int(pipe))
+sys.exit(run_or_abort(lambda: train(config, GPT)))
+"""
+NEVER = 10**9
+
+
+@pytest.fixture
+def train(launch, tmp_path):
+    """train(name, victim, moment): a job of two ranks in the folder `name`."""
+    script, text = tmp_path / "script.py", tmp_path / "text.txt"
+    script.write_text(TRAINING)
+    text.write_text("one two three four\n" * 200)
+
+    def start(name, pipe, steps, victim=0, moment=NEVER):
+        return launch(2, [str(arg) for arg in (script, text, tmp_path / name, victim, moment, pipe, steps)])
+
+    return start
+
+
+def outcome(run):
+    """All that a training leaves, but for what was measured by the clock; and its sample."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        for name in ("tokens_per_second", "bubble", "predicted"):
+            line.pop(name, None)
+    newest = checkpoint.newest(run)
+    files = [*sorted(newest.glob("part-*")), *sorted((run / "weights").iterdir())]
+    return lines, newest.name, {path.name: path.read_bytes() for path in files}
+
+
+def sample(job):
+    return job.stdout[job.stdout.index("--- sample") : job.stdout.rindex("---")]
+
+
+def check_kills(train, folder, kills, pipe):
+    steps = 8 * kills
+    right = train("whole", pipe, steps)
+    assert right.returncode == 0, right.stderr
+    random, killed = np.random.default_rng([kills, pipe]), 0
+    for _ in range(kills):
+        job = train("killed", pipe, steps, random.integers(2), random.integers(1, 40))
+        killed += job.returncode != 0
+        newest = checkpoint.newest(folder / "killed")
+        if newest is not None:
+            checkpoint.read(newest)  # a manifest that is there is whole
+    job = train("killed", pipe, steps)
+    assert job.returncode == 0, job.stderr
+    assert killed == kills
+    assert outcome(folder / "killed") == outcome(folder / "whole")
+    assert sample(job) == sample(right)
+    left = [path.name for path in (folder / "killed").rglob("*") if "partial" in path.name or "marker" in path.name]
+    assert left == []
+
+
+@pytest.mark.parametrize("pipe", [1, 2])
+def test_three_kills_change_nothing(train, tmp_path, pipe):
+    check_kills(train, tmp_path, 3, pipe)
+
+
+@pytest.mark.slow
+def test_twenty_kills_change_nothing(train, tmp_path):
+    check_kills(train, tmp_path, 20, 1)

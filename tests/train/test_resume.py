@@ -1,0 +1,375 @@
+"""A training that is cut short goes on as if nothing had been: on the same ranks to the bit, on others to rounding."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.tolerance import close
+from support.training_tolerance import curve, path
+
+from mpipipe import checkpoint, optim
+from mpipipe.comm.consensus import agreed_by
+from mpipipe.comm.group import group_of
+from mpipipe.errors import ArgumentError, ConfigError, NonFiniteError
+from mpipipe.models import GPT
+from mpipipe.train import TrainConfig, resume, train
+from mpipipe.train.trainer import Trainer
+
+SMALL = GPT(dim=16, layers=2, heads=2, hidden=32, seq=16)  # what `config` trains, with batches of 8
+LossScaler = optim.LossScaler
+MEASURED = ("tokens_per_second", "bubble", "predicted")
+
+
+@pytest.fixture
+def config(comm, mpi_tmp_path):
+    """config(name, **keys): a small training in the folder `name`."""
+    text = mpi_tmp_path / "text.txt"
+    if comm.rank == 0:
+        words = np.random.default_rng(0).choice(["one ", "two ", "three ", "four\n"], 1500)
+        text.write_text("".join(words))
+    comm.Barrier()
+
+    def make(name="run", **keys):
+        small = dict(
+            data=[str(text)], out=str(mpi_tmp_path / name), dim=16, layers=2, heads=2, hidden=32, seq_len=16, batch=8,
+            microbatches=2, steps=6, warmup=2, lr=1e-2, log_every=1, eval_every=3, eval_batches=1, sample_bytes=8,
+            device="cpu", save_every=2, pipe=comm.size,
+        )  # fmt: skip
+        return TrainConfig(**{**small, **keys})
+
+    return make
+
+
+@pytest.fixture
+def cut_short(monkeypatch):
+    """cut_short(config, comm, step): train until this step fails on all ranks."""
+
+    def run(config, comm, step):
+        def fail(self, number, original=Trainer.step):
+            if number == step:
+                raise agreed_by(NonFiniteError("cut short"), group_of(self.mesh.comm))
+            return original(self, number)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Trainer, "step", fail)
+            with pytest.raises(NonFiniteError, match="cut short"):
+                train(config, GPT, comm)
+        comm.Barrier()
+
+    return run
+
+
+def records(config):
+    """What is in metrics.jsonl, but for what was measured by the clock."""
+    lines = [json.loads(line) for line in Path(config.out, "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key not in MEASURED} for line in lines]
+
+
+def content(folder):
+    """Bytes of each file below a folder, by its path there."""
+    return {
+        file.relative_to(folder).as_posix(): file.read_bytes() for file in Path(folder).rglob("*") if file.is_file()
+    }
+
+
+def arrays_of(config):
+    """All files of the newest checkpoint but the manifest, whose configuration has other paths; and its other state."""
+    newest = checkpoint.read(config.out)
+    found = {name: data for name, data in content(newest.path).items() if name != "manifest.json"}
+    state = {key: value for key, value in newest.state.items() if key not in ("configuration", "record")}
+    return newest.step, newest.optimizer_steps, state, found
+
+
+def sample(text):
+    return text[text.index("--- sample") : text.rindex("---")] if "--- sample" in text else ""
+
+
+KINDS = {
+    "pipeline, dropout, tied": dict(dropout=0.2, tied=True),
+    "replicas, float16": dict(pipe=1, dtype="float16"),
+    "sgd, interleaved": dict(optimizer="sgd", schedule="interleaved_1f1b", chunks=2, layers=4),
+    "bfloat16, recomputed": dict(dtype="bfloat16", dropout=0.1, recompute=True),
+}
+
+
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_training_that_was_cut_short_ends_bit_by_bit_as_one_that_was_not(
+    comm, config, cut_short, capsys, monkeypatch, kind
+):
+    """Metrics, parameters, moments, loss scale, checkpoints, weights and sample."""
+    if "float16" in KINDS[kind].values():
+
+        def scaler(initial=2.0**26, **keys):  # too large, so that steps are skipped
+            return LossScaler(initial, interval=2, **keys)
+
+        monkeypatch.setattr(optim, "LossScaler", scaler)
+    whole, parts = config("whole", **KINDS[kind]), config("parts", resume="auto", **KINDS[kind])
+    expected = train(whole, GPT, comm)
+    right = sample(capsys.readouterr().out)
+    cut_short(parts, comm, 1)  # before the first checkpoint: it begins again
+    cut_short(parts, comm, 5)  # behind that of step 4, with the record of step 5 already there
+    assert checkpoint.newest(parts.out).name == "step-00000004"
+    capsys.readouterr()
+    found = train(parts, GPT, comm)
+    printed = capsys.readouterr().out
+    comm.Barrier()
+    assert sample(printed) == right and (right != "") == (comm.rank == 0)
+    assert records(parts) == records(whole)
+    assert [line["step"] for line in records(parts)] == list(range(7))
+    assert arrays_of(parts) == arrays_of(whole)
+    assert content(parts.out + "/weights") == content(whole.out + "/weights")
+    assert (found.loss, found.validation) == (expected.loss, expected.validation)
+    if kind == "replicas, float16":
+        assert records(parts)[-1]["skipped"] > 0  # a scale that was not restored would skip others
+
+
+def close_records(found, expected, dtype="float64"):
+    for key in ("loss", "validation", "grad_norm"):
+        one, other = ([line[key] for line in lines if key in line] for lines in (found, expected))
+        growth = curve(SMALL, 7, 1e-2)[[line["step"] for line in expected if key in line]]
+        close(one, other, path(SMALL, 8 * SMALL.seq), growth * np.abs(other), dtype=dtype)
+
+
+CUTS = {
+    "pipe 2 x data": dict(pipe=2),
+    "data": dict(pipe=1),
+    "two chunks": dict(pipe=2, schedule="interleaved_1f1b", chunks=2, microbatches=4),
+    "seq": dict(seq=2, pipe=None),
+}
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_checkpoint_is_resumed_on_another_mesh(comm, config, cut_short, cut):
+    whole, first = (config(name, dtype="float64", tied=True) for name in ("whole", "run"))
+    train(whole, GPT, comm)
+    cut_short(first, comm, 4)
+    other = config(dtype="float64", tied=True, resume="auto", **CUTS[cut])
+    train(other, GPT, comm)
+    assert [line["step"] for line in records(other)] == list(range(7))
+    close_records(records(other), records(whole))
+    assert records(other)[5]["loss"] != records(other)[4]["loss"]
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_checkpoint_of_all_ranks_is_resumed_on_one(comm, config, cut_short):
+    whole, first = (config(name, dtype="float64") for name in ("whole", "run"))
+    train(whole, GPT, comm)
+    cut_short(first, comm, 4)
+    alone = comm.Split(comm.rank, 0)
+    newest = checkpoint.newest(first.out)
+    own = config(f"own{comm.rank}", dtype="float64", resume=str(newest), pipe=1)
+    train(own, GPT, alone)
+    alone.Free()
+    close_records(records(own), records(whole)[5:])
+    comm.Barrier()
+    assert checkpoint.newest(first.out) == newest  # a training in another folder leaves this one alone
+
+
+def test_a_checkpoint_of_the_host_is_resumed_on_a_gpu(gpu, comm, config, cut_short):
+    whole, first = (config(name, dtype="float64") for name in ("whole", "run"))
+    train(whole, GPT, comm)
+    cut_short(first, comm, 4)
+    other = config(dtype="float64", resume="auto", device="cuda")
+    train(other, GPT, comm)
+    close_records(records(other), records(whole))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_training_on_a_gpu_is_resumed_to_the_bit(gpu, comm, config, cut_short, dtype):
+    whole, parts = (config(name, dtype=dtype, device="cuda", resume="auto") for name in ("whole", "parts"))
+    train(whole, GPT, comm)
+    cut_short(parts, comm, 5)
+    train(parts, GPT, comm)
+    comm.Barrier()
+    assert records(parts) == records(whole)
+    assert arrays_of(parts) == arrays_of(whole)
+
+
+def test_every_key_may_change_or_must_stay(comm, config, cut_short):
+    """A resume with another value of any key is refused, or gives a training."""
+    first = config()
+    cut_short(first, comm, 3)
+    before = content(first.out)
+    for key, value in {
+        "dim": 32, "layers": 3, "heads": 1, "kv_heads": 1, "hidden": 64, "seq_len": 15, "tied": True, "dropout": 0.1,
+        "rope_base": 100.0, "batch": 16, "optimizer": "sgd", "lr": 1e-3, "warmup": 3, "momentum": 0.5,
+        "weight_decay": 0.2, "clip": 2.0, "dtype": "float64", "loss_scale": 2.0, "seed": 1,
+    }.items():  # fmt: skip
+        with pytest.raises(ConfigError, match="another configuration") as caught:
+            train(config(resume="auto", **{key: value}), GPT, comm)
+        assert f"{key} = {value!r}" in caught.value.expected and f"{key} = " in caught.value.found
+        assert "microbatches" in caught.value.remedy and "--init" in caught.value.remedy
+    assert content(first.out) == before
+    changed = dict(
+        steps=4, microbatches=4, schedule="gpipe", recompute=True, log_every=3, eval_every=2, eval_batches=2,
+        sample_bytes=0, temperature=0.1, save_every=1, keep=1, layout="striped",
+    )  # fmt: skip
+    assert set(changed) <= set(resume.MAY_CHANGE)
+    assert train(config(resume="auto", **changed), GPT, comm).step == 4
+
+
+def test_keys_that_were_left_open_are_the_same_as_those_that_they_stand_for(comm, config, cut_short):
+    cut_short(config(hidden=None), comm, 3)
+    train(config(hidden=64, kv_heads=2, resume="auto"), GPT, comm)
+
+
+def damage_manifest(out):
+    path = out / "checkpoints" / "step-00000004" / "manifest.json"
+    path.write_text(path.read_text().replace('"step": 4', '"step": 5'))
+
+
+def damage_array(out):
+    path = out / "checkpoints" / "step-00000004" / "part-0.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\x55")
+
+
+def other_metrics(out):
+    (out / "metrics.jsonl").write_text("precious")
+
+
+@pytest.mark.parametrize(
+    ("keys", "change", "match"),
+    [
+        (dict(resume="auto", data="other"), None, "on other data"),
+        (dict(resume="auto", steps=3), None, "past the end"),
+        (dict(resume="no"), None, "not empty"),
+        (dict(resume="absent"), None, "no checkpoint is here"),
+        (dict(resume="auto"), damage_manifest, "manifest of a checkpoint is damaged"),
+        (dict(resume="auto"), damage_array, "file of the checkpoint is damaged"),
+        (dict(resume="auto"), other_metrics, "metrics of a training to go on with cannot be used"),
+        (dict(resume="checkpoint", out="elsewhere"), None, "not empty"),
+        (dict(init="absent", out="new"), None, "no checkpoint is here"),
+    ],
+)
+def test_what_cannot_be_resumed_is_refused_on_every_rank_and_nothing_is_changed(
+    comm, config, cut_short, mpi_tmp_path, keys, change, match
+):
+    first = config()
+    cut_short(first, comm, 5)
+    if comm.rank == 0:
+        (mpi_tmp_path / "other").write_text("five six seven\n" * 200)
+        (mpi_tmp_path / "elsewhere").mkdir()
+        (mpi_tmp_path / "elsewhere" / "mine").write_text("precious")
+        if change is not None:
+            change(Path(first.out))
+    comm.Barrier()
+    if keys.get("resume") == "checkpoint":
+        keys = {**keys, "resume": str(checkpoint.newest(first.out))}
+    keys = {**keys, **{key: str(mpi_tmp_path / keys[key]) for key in ("out", "init") if key in keys}}
+    keys = {**keys, **({"data": [str(mpi_tmp_path / "other")]} if "data" in keys else {})}
+    before = content(mpi_tmp_path)
+    comm.Barrier()
+    with pytest.raises(ArgumentError, match=match) as caught:
+        train(config(**keys), GPT, comm)
+    comm.Barrier()
+    assert content(mpi_tmp_path) == before
+    assert caught.value.remedy
+    if change in (damage_manifest, damage_array):
+        assert str(Path(first.out) / "checkpoints" / "step-00000002") in caught.value.remedy
+
+
+def test_a_checkpoint_of_a_users_own_loop_is_no_training(comm, config, mpi_tmp_path):
+    from mpipipe import Mesh, nn
+
+    with Mesh(comm, pipe=comm.size) as mesh:
+        checkpoint.save(mpi_tmp_path / "own", mesh, [nn.Stage([nn.Linear(2, 2)], first=mesh.rank)], step=1)
+    with pytest.raises(ConfigError, match="not one of `mpipipe train`"):
+        train(config(resume=str(mpi_tmp_path / "own")), GPT, comm)
+
+
+def test_an_older_checkpoint_is_resumed_and_those_behind_it_are_set_aside(comm, config, cut_short, capsys):
+    chosen = config()
+    cut_short(chosen, comm, 5)
+    older = checkpoint.newest(chosen.out).with_name("step-00000002")
+    cut_short(config(resume=str(older)), comm, 3)
+    root = resume.checkpoints_of(Path(chosen.out))
+    assert sorted(path.name for path in root.iterdir()) == ["aside-step-00000004", "step-00000002"]
+    assert ("is now called" in capsys.readouterr().out) == (comm.rank == 0)
+    train(config(resume="auto"), GPT, comm)
+    comm.Barrier()
+    whole = config("whole")
+    train(whole, GPT, comm)
+    assert records(chosen) == records(whole)
+    assert arrays_of(chosen) == arrays_of(whole)
+
+
+def test_a_training_that_has_ended_is_resumed_for_more_steps_or_for_none(comm, config, capsys):
+    train(config(), GPT, comm)
+    comm.Barrier()
+    before, said = records(config()), sample(capsys.readouterr().out)
+    record = train(config(resume="auto"), GPT, comm)
+    comm.Barrier()
+    assert records(config()) == before and record.step == 6 and record.loss == before[-1]["loss"]
+    printed = capsys.readouterr().out
+    assert sample(printed) == said and ("mpipipe: ok steps=6 loss=" in printed) == (comm.rank == 0)
+    train(config(resume="auto", steps=8), GPT, comm)
+    assert [line["step"] for line in records(config())] == list(range(9))
+
+
+def test_at_most_so_many_checkpoints_stay_and_none_without_the_option(comm, config):
+    chosen = config(save_every=1, keep=3)
+    train(chosen, GPT, comm)
+    names = sorted(path.name for path in resume.checkpoints_of(Path(chosen.out)).iterdir())
+    assert names == [f"step-{step:08d}" for step in (4, 5, 6)]
+    plain = config("plain", save_every=0)
+    train(plain, GPT, comm)
+    assert not resume.checkpoints_of(Path(plain.out)).exists()
+
+
+def test_auto_begins_in_a_new_folder_and_in_none_that_is_somebody_elses(comm, config):
+    chosen = config(resume="auto")
+    train(chosen, GPT, comm)
+    comm.Barrier()
+    for name in ("checkpoints", "weights"):  # what ended without checkpoints cannot be gone on with
+        if name == "weights" and comm.rank == 0:
+            shutil.rmtree(Path(chosen.out, "checkpoints"))
+            Path(chosen.out, "weights", "model.json").unlink()  # an end that was cut short
+        if name == "checkpoints" and comm.rank == 0:
+            Path(chosen.out, "checkpoints").rename(Path(chosen.out).parent / "kept")
+        comm.Barrier()
+        if name == "checkpoints":
+            with pytest.raises(ConfigError, match="no checkpoint to go on from, and the folder is not empty"):
+                train(chosen, GPT, comm)
+            comm.Barrier()
+            if comm.rank == 0:
+                (Path(chosen.out).parent / "kept").rename(Path(chosen.out, "checkpoints"))
+            comm.Barrier()
+    assert train(chosen, GPT, comm).step == 6
+    assert [line["step"] for line in records(chosen)] == list(range(7))
+
+
+@pytest.mark.parametrize("source", ["weights", "checkpoint", "run without weights"])
+def test_a_training_begins_with_the_weights_of_another_one(comm, config, source):
+    first = config("first")
+    train(first, GPT, comm)
+    comm.Barrier()
+    validation = records(first)[-1]["validation"]
+    if source == "run without weights" and comm.rank == 0:
+        shutil.rmtree(Path(first.out, "weights"))
+    comm.Barrier()
+    init = str(checkpoint.newest(first.out)) if source == "checkpoint" else first.out
+    chosen = config("second", init=init, steps=2, lr=2e-2, optimizer="sgd")
+    train(chosen, GPT, comm)
+    found = records(chosen)
+    assert [line["step"] for line in found] == [0, 1, 2]
+    assert found[0]["validation"] == validation and found[1]["lr"] == 1e-2
+
+
+@pytest.mark.parametrize(
+    ("keys", "match"),
+    [
+        (dict(keep=0), "keep"),
+        (dict(save_every=-1), "save_every"),
+        (dict(resume="auto"), "resume = auto without out"),
+        (dict(resume="a", init="b"), "resume and init are both given"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused(keys, match):
+    with pytest.raises(ConfigError, match=match):
+        TrainConfig(**keys)
