@@ -90,6 +90,7 @@ def run(
         except BaseException as error:
             errors[rank] = error
             world.broken = True
+        world.processes[rank].ended = True
 
     world.processes.update({rank: Process() for rank in range(ranks)})
     threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(ranks)]

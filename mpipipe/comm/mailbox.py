@@ -70,7 +70,7 @@ class Mailbox:
         self.next = 0
         self.moments: Mapping[Envelope, Any] | None = None  # of a call whose messages start in an order
         self.wanted: deque = deque()  # envelopes of that call that are still to be taken, as they are needed
-        self.sent: list[Envelope] = []  # in this call, for the flight recorder
+        self.sent: list[Envelope] = []  # in this call: one for each of the requests that were in `outgoing`
         self.polls = 0  # so far: a sign of progress
 
     def receive_schedule(self, envelopes: Sequence[Envelope], leaves: Sequence[Sequence[Leaf]]) -> list:
@@ -95,7 +95,8 @@ class Mailbox:
         moments : when each message is made, for transports that carry messages in an order
         repeated : whether, on all ranks alike, calls like this one have run so often that nothing in it is new
         """
-        self.incoming, self.next, self.sent = schedule, 0, []
+        self.incoming, self.next = schedule, 0
+        self.sent = self.sent[-len(self.outgoing) :] if self.outgoing else []
         self.moments = moments if moments and self.transport.begin_call(repeated) else None
         if self.moments is not None:
             self.wanted = deque(entry[0] for entry in schedule)
@@ -175,6 +176,7 @@ class Mailbox:
         header = np.zeros(HEADER_BYTES, np.uint8)
         header[: len(content)] = np.frombuffer(content, np.uint8)
         self.outgoing.append(self.transport.isend(header, envelope.peer, *envelope.header))
+        self.sent.append(envelope)
 
     def put(self, envelope: Envelope, arrays: Sequence[Array]) -> None:
         """Send C-contiguous arrays; they must not change until the step has ended. Never waits."""
@@ -186,7 +188,9 @@ class Mailbox:
             outgoing.popleft()
         for array in arrays:
             outgoing.append(self.transport.isend(array, peer, channel, tag))
-        self.sent.append(envelope)
+            self.sent.append(envelope)
+        if not arrays:
+            self.sent.append(envelope)
 
     def release(self, lease: Lease) -> None:
         """Give buffers back; on a device, work queued so far on the current stream may still read them."""
@@ -212,13 +216,8 @@ class Mailbox:
         while self.outgoing:
             request = self.outgoing[0]
             if not request.Test():
-                oldest = self.sent[-len(self.outgoing) :][0] if self.sent else None
-                what = (
-                    "a send to be received"
-                    if oldest is None
-                    else f"{oldest.subject} to be received by rank {oldest.peer}"
-                )
-                wait(request, what, self.group, peer=None if oldest is None else oldest.peer)
+                oldest = self.sent[-len(self.outgoing)]
+                wait(request, f"{oldest.subject} to be received by rank {oldest.peer}", self.group, peer=oldest.peer)
             self.outgoing.popleft()
         if self.moments is not None and not self.transport.settled():
             wait(Settled(self.transport), "the last messages to arrive", self.group)

@@ -98,6 +98,8 @@ class Process:
         Pipelines built, and groups made, so far.
     alone : bool
         Whether this rank is a thread.
+    thread : int
+        That thread, else the main one.
     patience, pause : float
         Seconds that a wait gives way to others before it sleeps, and that it then sleeps between two polls.
     flight : FlightRecorder
@@ -117,7 +119,7 @@ class Process:
         self.failures: list[Failure] = []
         self.left: dict[int, str] = {}
         self.pipelines = self.groups_named = 0
-        self.alone = False
+        self.alone, self.thread = False, threading.main_thread().ident
         self.patience, self.pause = YIELD_SECONDS, PAUSE_SECONDS
         if launcher.oversubscribed():
             self.patience, self.pause = CROWDED_YIELD_SECONDS, CROWDED_PAUSE_SECONDS
@@ -181,7 +183,7 @@ def here() -> Process:
 
 def adopt(process: Process) -> None:
     """Make the calling thread a rank of its own, with this state."""
-    process.alone = True
+    process.alone, process.thread = True, threading.get_ident()
     _local.process = process
 
 

@@ -112,7 +112,7 @@ class TrainConfig:
     seed: int = option(0, "seed of parameters, batches, dropout and sample", least=0, below=2**63)
 
     watchdog: float | None = option(
-        None, "seconds without progress after which a hang is reported; 0: never; default: MPIPIPE_WATCHDOG", least=0
+        None, "seconds without progress until a hang is reported; 0: never; default: MPIPIPE_WATCHDOG or 600", least=0
     )
     log_every: int = option(10, "steps between two lines of progress", least=1)
     eval_every: int = option(100, "steps between two validations; there is one more at the end", least=1)
@@ -126,7 +126,7 @@ class TrainConfig:
             _check_range(entry, value)
             object.__setattr__(self, entry.name, value)
         if self.watchdog is not None and 0 < self.watchdog < 1:
-            raise ConfigError("watchdog", found=self.watchdog, expected="0, or at least 1")
+            raise ConfigError("watchdog is too short", found=self.watchdog, expected="0, or at least 1")
         if self.loss_scale is not None and 0 < self.loss_scale < 1:
             raise ConfigError("loss_scale shrinks gradients", found=self.loss_scale, expected="0, or at least 1")
         if self.resume == "auto" and self.out is None:

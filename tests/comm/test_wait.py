@@ -13,7 +13,7 @@ import pytest
 from mpipipe.comm import inprocess, launcher, process
 from mpipipe.comm import wait as waiting
 from mpipipe.comm.group import Group
-from mpipipe.comm.mailbox import Envelope
+from mpipipe.comm.mailbox import Envelope, Mailbox
 from mpipipe.comm.wait import wait
 from mpipipe.errors import ArgumentError, MismatchError, PeerError, StallError
 
@@ -133,6 +133,23 @@ def test_a_limit_names_the_message(comm, monkeypatch):
         wait(request, NEVER)
     comm.Send(np.ones(1), comm.rank, 7)
     request.Wait()
+
+
+def test_a_send_that_nobody_receives_is_named(comm, monkeypatch):
+    class Transport:
+        def isend(self, *_):
+            return Never()
+
+        def begin_call(self, repeated):
+            return False
+
+    monkeypatch.setenv("MPIPIPE_TIMEOUT", "0.3")
+    mailbox = Mailbox(Transport())
+    mailbox.put(NEVER, [np.ones(1)])
+    mailbox.begin_call([], 1)
+    mailbox.put(NEVER._replace(microbatch=4), [np.ones(1), np.ones(1)])
+    with pytest.raises(StallError, match="activation of micro-batch 3 over edge 2 to be received by rank 1"):
+        mailbox.flush()
 
 
 def test_at_the_limit_rank_0_says_who_is_missing_and_the_others_hear_it(subcomm, monkeypatch):

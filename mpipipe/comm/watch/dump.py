@@ -87,7 +87,7 @@ def make_dump(
     """
     accounts = _patiently(lambda: tuple(each.account() for each in process.accountable))
     waits = _patiently(lambda: tuple(_waits_of(vigil) for vigil in tuple(process.vigils)))
-    busy = next((account.thread for account in accounts if account.doing), threading.main_thread().ident)
+    busy = next((account.thread for account in accounts if account.doing), process.thread)
     frames = sys._current_frames()
     return Dump(
         rank=rank,

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from mpipipe.comm.flight import Account, Message
+from mpipipe.comm.rank_list import named
 from mpipipe.comm.watch.channel import Place
 from mpipipe.comm.watch.dump import Dump
 from mpipipe.comm.watch.neighbours import STATES
@@ -177,9 +178,8 @@ def _occupation(dump: Dump) -> str:
 
 
 def _circle(rank: int, blockers: Mapping[int, set[int]], dumps: Mapping[int, Dump]) -> str:
-    others = ", ".join(str(peer) for peer in sorted(blockers[rank])[:LISTED])
     texts = "; ".join(wait.text for wait in dumps[rank].waits)
-    return f"{_named(dumps[rank])} waits for rank {others}, which waits too: {texts}"
+    return f"{_named(dumps[rank])} waits for {named(blockers[rank])}, which waits too: {texts}"
 
 
 def _waiting(dumps: Mapping[int, Dump]) -> list[str]:
@@ -189,18 +189,4 @@ def _waiting(dumps: Mapping[int, Dump]) -> list[str]:
         for wait in dump.waits:
             doing = next((f", in {each.doing}" for each in dump.accounts if each.doing), "")
             ranks.setdefault(f"for {wait.text}{doing}", []).append(rank)
-    return [
-        f"rank {listed(them)} waits {text}" if len(them) == 1 else f"ranks {listed(them)} wait {text}"
-        for text, them in ranks.items()
-    ]
-
-
-def listed(ranks: Sequence[int]) -> str:
-    """Ascending numbers written short: "0-2, 5"."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return [f"{named(them)} {'waits' if len(them) == 1 else 'wait'} {text}" for text, them in ranks.items()]
