@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
+from support import harness
 
 from mpipipe import Mesh, checkpoint, nn, optim
 from mpipipe.checkpoint import contents, folders, manifest
@@ -167,7 +168,7 @@ def test_what_is_damaged_is_refused_and_what_is_taken_is_right(whole, tmp_path, 
     check_refused_or_right(whole, tmp_path / "copy", damage[1])
 
 
-@pytest.mark.slow
+@harness.only_at_length
 @settings(max_examples=500)
 @given(damage=damages())
 def test_what_is_damaged_is_refused_and_what_is_taken_is_right_more_often(whole, tmp_path, damage):

@@ -68,6 +68,12 @@ def dealt(items, ranks, cores) -> list[list]:
     return [[items[index] for index in sorted(hand)] for hand in hands]
 
 
+# more turns of what a shorter test shows, for those who have the time
+only_at_length = pytest.mark.skipif(
+    os.environ.get("MPIPIPE_TEST_LONG") != "1", reason="takes long: MPIPIPE_TEST_LONG=1"
+)
+
+
 def _estimate(item) -> float:
     """Seconds that a test may take, roughly."""
     if item.get_closest_marker("slow") is not None:

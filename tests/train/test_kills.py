@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+from support import harness
 
 from mpipipe import checkpoint
 
@@ -95,6 +96,6 @@ def test_three_kills_change_nothing(train, tmp_path, pipe):
     check_kills(train, tmp_path, 3, pipe)
 
 
-@pytest.mark.slow
+@harness.only_at_length
 def test_twenty_kills_change_nothing(train, tmp_path):
     check_kills(train, tmp_path, 20, 1)
