@@ -85,7 +85,17 @@ def same_bits(first, second):
         assert first[name].tobytes() == second[name].tobytes(), name
 
 
-@pytest.mark.parametrize("name, chunks", [("one_f_one_b", 1), ("zero_bubble_h1", 1), ("interleaved_1f1b", 2)])
+STREAMS, ONE_QUEUE = False, True
+
+
+@pytest.mark.parametrize(
+    "own, name, chunks",
+    [
+        (STREAMS, "one_f_one_b", 1), (ONE_QUEUE, "one_f_one_b", 1), (STREAMS, "zero_bubble_h1", 1),
+        (ONE_QUEUE, "interleaved_1f1b", 2),
+    ],
+    indirect=["own"],
+)  # fmt: skip
 def test_graphs_are_recorded_before_messages_go_by_nccl(own, comm, monkeypatch, name, chunks):
     """A recording allocates, for which the host may have to wait for the device, and with it for other ranks."""
     schedule = dense.build(name, comm.size, chunks, 4)
@@ -108,7 +118,11 @@ def test_graphs_are_recorded_before_messages_go_by_nccl(own, comm, monkeypatch, 
 SCHEDULES = [("gpipe", 1), ("one_f_one_b", 1), ("interleaved_1f1b", 2), ("zero_bubble_h1", 1), ("looped_bfs", 2)]
 
 
-@pytest.mark.parametrize("name, chunks", SCHEDULES)
+@pytest.mark.parametrize(
+    "own, name, chunks",
+    [(ONE_QUEUE, *each) for each in SCHEDULES] + [(STREAMS, *each) for each in SCHEDULES[1:3]],
+    indirect=["own"],
+)
 def test_messages_by_nccl_give_the_bits_of_staged_ones(own, comm, monkeypatch, name, chunks):
     schedule = dense.build(name, comm.size, chunks, 4)
     expected, loss, *_ = run(own, comm, schedule, monkeypatch, "off", steps=1)

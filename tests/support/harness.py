@@ -69,9 +69,8 @@ def dealt(items, ranks, cores) -> list[list]:
 
 
 # more turns of what a shorter test shows, for those who have the time
-only_at_length = pytest.mark.skipif(
-    os.environ.get("MPIPIPE_TEST_LONG") != "1", reason="takes long: MPIPIPE_TEST_LONG=1"
-)
+AT_LENGTH = os.environ.get("MPIPIPE_TEST_LONG") == "1"
+only_at_length = pytest.mark.skipif(not AT_LENGTH, reason="takes long: MPIPIPE_TEST_LONG=1")
 
 
 def _estimate(item) -> float:

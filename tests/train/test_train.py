@@ -123,7 +123,7 @@ def test_learning_rate_and_clipping_reach_the_optimizer(comm, config, optimizer)
     assert min(abs(np.diff(losses))) > 1e-3  # the model hardly moves, so these are different batches
 
 
-def test_memory_stays_flat_over_a_thousand_steps(comm, config, monkeypatch):
+def test_memory_stays_flat_over_hundreds_of_steps(comm, config, monkeypatch):
     pages = []
 
     def measured(self, step, original=Trainer.step):
@@ -133,8 +133,8 @@ def test_memory_stays_flat_over_a_thousand_steps(comm, config, monkeypatch):
         return result
 
     monkeypatch.setattr(Trainer, "step", measured)
-    train(config(steps=1000, layers=1, seq_len=8, batch=2 * comm.size, log_every=100, eval_every=500), GPT, comm)
-    assert len(pages) == 980
+    train(config(steps=400, layers=1, seq_len=8, batch=2 * comm.size, log_every=100, eval_every=200), GPT, comm)
+    assert len(pages) == 380
     assert (max(pages) - pages[0]) * os.sysconf("SC_PAGE_SIZE") < 4 << 20
 
 
