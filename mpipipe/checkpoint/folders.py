@@ -67,11 +67,15 @@ def other_whole(path: Path) -> Path | None:
     return None
 
 
-def clear(folder: Path) -> None:
-    """Remove a checkpoint, the manifest first: from then on it is none. Other files stay. Raises OSError."""
-    names = [MANIFEST, *sorted(path.name for path in folder.iterdir() if _is_ours(path.name))]
-    for name in names:
+def clear(folder: Path) -> bool:
+    """Remove a checkpoint, the manifest first: from then on it is none. Other files stay. Raises OSError.
+
+    Returns whether there was anything to remove.
+    """
+    ours = sorted(path.name for path in folder.iterdir() if _is_ours(path.name))
+    for name in [MANIFEST, *ours]:
         (folder / name).unlink(missing_ok=True)
+    return bool(ours)
 
 
 def prune(root: str | Path, keep: int) -> None:
