@@ -28,7 +28,8 @@ from mpipipe import arrays, files
 from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
 
-PIECE_BYTES = 4 << 20  # of an array, at once: what is summed up is still in the cache when it is written
+PIECE_BYTES = 8 << 20  # of an array, at once: what is summed up is still in the cache when it is written
+AHEAD_BYTES = 64 << 20  # that the system is asked to read while what is there is summed up
 # safetensors' names of dtypes
 DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
@@ -161,6 +162,7 @@ class File:
         """Set an array of the size of the one called `name`, and return the checksum of what was read."""
         position, total = self.content.arrays[name].start, 0
         for part in _cut(array.reshape(-1)):
+            files.will_read(self.descriptor, position, AHEAD_BYTES)
             device = arrays.is_device(part)
             host = np.empty(part.shape, part.dtype) if device else part
             piece = host.view(np.uint8).data
