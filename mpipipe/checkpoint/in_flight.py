@@ -84,9 +84,9 @@ class Saving:
         device = any(map(arrays.is_device, share.values()))
         self._gpu = arrays.current_gpu() if device else None
         self._ready = arrays.record() if device else None  # behind the step that the checkpoint is of
+        self.task: Task[Any] = Task(lambda: self._write(share), THREAD)
         here().keep_account(self)
         atexit.register(self.give_up)  # in a program that ends without closing its saver
-        self.task: Task[Any] = Task(lambda: self._write(share), THREAD)
         if self.task.ended and self.task.error is not None:
             self.read.set()
 

@@ -1,13 +1,15 @@
 """Saving behind a training: a thread of each rank reads the arrays themselves while the next step computes.
 
-    rank 0   ... step 7 | save | forwards, backwards of step 8 | optimizer | step 9
-    thread                |read, write ........| fsync, rename |              | manifest |
-    rank 1   ... step 7 | save | forwards, backwards of step 8   : optimizer | step 9
+    rank 0   ... step 7 | save | forwards, backwards of step 8 | optimizer | poll | save | step 9
+    thread                |read, write ........| fsync, rename |            | manifest |
+    thread                                                                         |read, write
+    rank 1   ... step 7 | save | forwards, backwards of step 8   : optimizer | poll | save | step 9
     thread                |read, write .........................:| fsync, rename |
 
 Parameters and moments change in an optimizer's step alone, so nothing is copied. An optimizer that comes before its own
 rank has read everything waits for that (`:`), and for nothing else. The threads make no call of MPI: `poll` learns how
-far all ranks are, and lets rank 0 write the manifest once all files have their names.
+far all ranks are, and lets rank 0 write the manifest once all files have their names. The arrays of one checkpoint may
+be on their way while the manifest of the one before is written, and no more than that is in flight.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from mpipipe.checkpoint.in_flight import Place, Saving
 from mpipipe.comm.group import group_of
 from mpipipe.comm.local_wait import wait_locally
 from mpipipe.comm.mesh import Mesh
-from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, StorageError
+from mpipipe.errors import ArgumentError, MpipipeError, StorageError
+
+UNDER_WAY, ENDED, FAILED = range(3)  # a task of a rank
 
 
 class Saver:
@@ -84,7 +88,8 @@ class Saver:
         self.root, self.mesh, self.keep = Path(root), mesh, keep
         self.stages, self.optimizer = tuple(stages), optimizer
         self.waited = 0.0
-        self._saving: Saving | None = None
+        self._saving: Saving | None = None  # whose arrays are being written
+        self._sealing: Saving | None = None  # whose manifest is
         writers = [*self.stages] if optimizer is None else [*self.stages, optimizer]
         lists = [getattr(each, "before_write", None) for each in writers]  # a stage of your own may have none
         self._announced = optimizer is not None and None not in lists
@@ -95,12 +100,14 @@ class Saver:
     @property
     def in_flight(self) -> bool:
         """Whether a checkpoint is being written; the same on all ranks."""
-        return self._saving is not None
+        return self._saving is not None or self._sealing is not None
 
     def save(
         self, step: int, state: Mapping[str, Any] | None = None, *, beforehand: Callable[[], object] | None = None
     ) -> Path:
-        """Begin to save the training as it is now; collective over the mesh. It finishes an earlier save first.
+        """Begin to save the training as it is now; collective over the mesh.
+
+        It waits for the files of an earlier save that is still in flight, and for the manifest of the one before that.
 
         Parameters
         ----------
@@ -122,7 +129,7 @@ class Saver:
         ArgumentError, MismatchError
             As for `checkpoint.save`.
         """
-        self.finish()
+        self._make_room(step)
         group, rank = group_of(self.mesh.comm), self.mesh.rank
         steps = None if self.optimizer is None else self.optimizer.steps
         group.agree("checkpoint.save", (("step", step), ("steps of the optimizer", steps)))
@@ -157,36 +164,53 @@ class Saver:
             On every rank: one of them cannot write. This checkpoint is given up and its files are removed; older ones
             stay as they are.
         """
-        saving = self._saving
-        if saving is None:
+        if not self.in_flight:
             return None
-        group = group_of(self.mesh.comm)
+        group, whole = group_of(self.mesh.comm), None
+        sealing, saving = self._sealing, self._saving
         try:
-            task = saving.task
-            ended = group.agree("checkpoint.poll", values=[task.ended], error=task.problem)
-            if not ended.all():
-                return None
-            if saving.sealed:
-                self._saving = None
-                saving.leave()
-                return saving.place.folder
-            saving.sealed = True  # from here on rank 0 may write the manifest: no rank removes its file any more
-            parts = group.gather("checkpoint.poll: what was written", task.result)
-            saving.write_manifest({name: content for part in parts for name, content in part.items()})
-        except BaseException as error:
-            if group.agreed_on(error) and not isinstance(error, MismatchError):
-                saving.sealed = False  # rank 0 says itself that it has failed, so no manifest will be there
+            states = group.agree("checkpoint.poll", values=[_state(sealing), _state(saving)])
+            failed, ended = (states == FAILED).any(axis=0), (states == ENDED).all(axis=0)
+            if failed.any():
+                self._fail(sealing if failed[0] else None, saving if failed[1] else None)
+            if sealing is not None and ended[0]:
+                whole, self._sealing = sealing.place.folder, None
+                sealing.leave()
+            if saving is not None and ended[1] and self._sealing is None:
+                self._seal(saving)
+        except StorageError:
+            raise
+        except BaseException:
             self._give_up()
             raise
-        return None
+        return whole
+
+    def _fail(self, sealing: Saving | None, saving: Saving | None) -> None:
+        """Raise on all ranks why these cannot be saved; what else is in flight goes on."""
+        problems = [each.task.problem for each in (sealing, saving) if each is not None]
+        if sealing is not None:
+            sealing.sealed, self._sealing = False, None  # rank 0 has written no manifest, and will not
+            sealing.give_up()
+        if saving is not None:
+            self._saving = None
+            saving.give_up()
+        problem = next((each for each in problems if each is not None), None)
+        group_of(self.mesh.comm).agree("checkpoint.poll: what went wrong", error=problem)
+
+    def _seal(self, saving: Saving) -> None:
+        """Let rank 0 write the manifest; all files have their names."""
+        saving.sealed = True  # from here on rank 0 may do that: no rank removes its file any more
+        self._saving, self._sealing = None, saving
+        parts = group_of(self.mesh.comm).gather("checkpoint.poll: what was written", saving.task.result)
+        saving.write_manifest({name: content for part in parts for name, content in part.items()})
 
     def finish(self) -> Path | None:
-        """Wait until the checkpoint in flight is whole; collective over the mesh.
+        """Wait until every checkpoint in flight is whole; collective over the mesh.
 
         Returns
         -------
         Path or None
-            The checkpoint; None where none was in flight.
+            The newest of them; None where none was in flight.
 
         Raises
         ------
@@ -194,10 +218,23 @@ class Saver:
             As for `poll`.
         """
         whole = None
-        while self._saving is not None:
-            wait_locally(self._saving.task.wait, self._saving)
-            whole = self.poll()
+        while self.in_flight:
+            whole = self._advance() or whole
         return whole
+
+    def _make_room(self, step: int) -> None:
+        """Wait until all files in flight have their names; before a step that is no later one, until all is whole."""
+        while self._saving is not None:
+            self._advance()
+        if self._sealing is not None and not self._sealing.place.step < step:
+            self.finish()
+
+    def _advance(self) -> Path | None:
+        """Wait for the oldest task of this rank, and look how far the others are."""
+        oldest = self._sealing or self._saving
+        if oldest is not None:
+            wait_locally(oldest.task.wait, oldest)
+        return self.poll()
 
     def wait_until_read(self) -> None:
         """Return once this rank has read all arrays of the save in flight: from then on they may be written.
@@ -230,9 +267,10 @@ class Saver:
         self._lists = []
 
     def _give_up(self) -> None:
-        saving, self._saving = self._saving, None
-        if saving is not None:
-            saving.give_up()
+        for saving in (self._sealing, self._saving):
+            if saving is not None:
+                saving.give_up()
+        self._sealing = self._saving = None
 
     def __enter__(self) -> Saver:
         return self
@@ -247,3 +285,9 @@ class Saver:
                 self.finish()
         self._give_up()
         self._let_go()
+
+
+def _state(saving: Saving | None) -> int:
+    if saving is not None and not saving.task.ended:
+        return UNDER_WAY
+    return ENDED if saving is None or saving.task.problem is None else FAILED

@@ -12,7 +12,7 @@ import pytest
 from support.saved_model import trained, values
 
 from mpipipe import Mesh, arrays, checkpoint, nn, optim
-from mpipipe.checkpoint import tensors
+from mpipipe.checkpoint import contents, manifest, tensors
 from mpipipe.comm.consensus import agreed_by
 from mpipipe.comm.group import group_of
 from mpipipe.errors import ArgumentError, MismatchError, NonFiniteError, PeerError, StorageError
@@ -118,7 +118,8 @@ def check_bits(comm, root, kind, **more):
         with checkpoint.Saver(root, mesh, stages, optimizer) as saver:
             for step in range(1, 4):
                 change(stages, optimizer)
-                right[step] = values(stages, optimizer)
+                now = contents.contents_of(stages, optimizer)
+                right[step] = {name: arrays.copy(array) for name, array in now.items()}  # the host waits for no GPU
                 assert saver.save(step, {"step": step}) == Path(root) / f"step-{step:08d}"
                 assert saver.in_flight
                 change(stages, optimizer, 2)
@@ -129,7 +130,7 @@ def check_bits(comm, root, kind, **more):
             assert (found.step, found.state, other.steps) == (step, {"step": step}, 3 * step - 2)
             got = values(fresh, other)
             for name, array in expected.items():
-                np.testing.assert_array_equal(got[name], array, name)
+                np.testing.assert_array_equal(got[name], arrays.download(array), name)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -340,6 +341,8 @@ def test_a_rank_that_waits_for_its_disk_hears_of_the_failure_of_another(comm, mp
         stages, optimizer = trained(mesh)
         saver = checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer)
         saver.save(1)
+        assert reading.came.wait(PATIENCE)
+        comm.Barrier()
         if comm.rank == 1:
             error = ZeroDivisionError("of rank 1")
             group_of(comm).fail(error, "rank 1 divided by zero")
@@ -366,6 +369,39 @@ def test_a_manifest_that_cannot_be_written_takes_the_arrays_along(comm, mpi_tmp_
                     saver.finish()
             comm.Barrier()
             assert os.listdir(mpi_tmp_path) == []
+
+
+def test_a_save_that_fails_leaves_the_one_before_alone_whose_manifest_is_on_its_way(comm, mpi_tmp_path, monkeypatch):
+    gate, original = Gate(), manifest.write
+
+    def write(*arguments):
+        gate.wait()
+        original(*arguments)
+
+    def fail(*arguments):
+        raise OSError(122, "Disk quota exceeded")
+
+    monkeypatch.setattr(manifest, "write", write)
+    with Mesh(comm, pipe=comm.size) as mesh:
+        stages, optimizer = trained(mesh)
+        with checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer) as saver:
+            first = saver.save(1)
+            with monkeypatch.context() as patch:
+                if comm.rank == comm.size - 1:
+                    patch.setattr(
+                        tensors.files,
+                        "begin_writing",
+                        lambda file, *rest: fail() if first.name not in file.name else None,
+                    )
+                saver.save(2)  # the manifest of the first is on its way from here on
+                with pytest.raises(StorageError, match="Disk quota exceeded"):
+                    while saver.in_flight:
+                        saver.poll()
+            assert saver.in_flight and checkpoint.newest(mpi_tmp_path) is None
+            comm.Barrier()
+            gate.opened.set()
+            assert saver.finish() == first
+        assert os.listdir(mpi_tmp_path) == [first.name]
 
 
 def test_what_must_not_be_older_than_the_checkpoint_is_forced_to_the_disk_before_its_manifest(comm, mpi_tmp_path):
