@@ -78,7 +78,7 @@ def clear(folder: Path) -> bool:
     return bool(ours)
 
 
-def prune(root: str | Path, keep: int) -> None:
+def prune(root: str | Path, keep: int, just_saved: Path | None = None) -> None:
     """Remove all but the newest checkpoints in a folder, and what saves that were cut short have left before them.
 
     One rank calls this.
@@ -89,6 +89,8 @@ def prune(root: str | Path, keep: int) -> None:
         What was given to `save`.
     keep : int
         How many stay, at least 1.
+    just_saved : Path, optional
+        A checkpoint behind which saves may be under way: folders behind it that are no checkpoints yet stay.
 
     Raises
     ------
@@ -97,8 +99,11 @@ def prune(root: str | Path, keep: int) -> None:
     """
     check_keep(keep)
     whole = find(Path(root))
+    if not whole:
+        return
+    last = whole[-1] if just_saved is None else min(whole[-1], just_saved, key=_place)
     for path in _folders(Path(root)):
-        if path in whole[-keep:] or not whole or path > whole[-1]:
+        if path in whole[-keep:] or (path not in whole and _place(path) > _place(last)):
             continue
         try:
             clear(path)
@@ -129,7 +134,11 @@ def _folders(root: Path) -> list[Path]:
         found = [path for path in root.iterdir() if NAME.fullmatch(path.name)]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted(found, key=lambda path: (int(path.name[5:]), path.name))
+    return sorted(found, key=_place)
+
+
+def _place(path: Path) -> tuple[int, str]:
+    return int(path.name[5:]), path.name
 
 
 def _is_ours(name: str) -> bool:

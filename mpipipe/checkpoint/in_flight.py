@@ -144,7 +144,7 @@ class Saving:
         if self.keep is not None:
             self._doing = "removes old checkpoints"
             try:
-                folders.prune(place.folder.parent, self.keep)
+                folders.prune(place.folder.parent, self.keep, just_saved=place.folder)
             except (ArgumentError, OSError) as error:  # the new one is whole
                 logger.warning("mpipipe: %s", error)
 

@@ -23,10 +23,11 @@ from typing import Any
 from mpipipe.checkpoint import folders, storage
 from mpipipe.checkpoint.contents import Optimizer, Storable, contents_of, shares, state_of
 from mpipipe.checkpoint.in_flight import Place, Saving
+from mpipipe.comm import runtime
 from mpipipe.comm.group import group_of
 from mpipipe.comm.local_wait import wait_locally
 from mpipipe.comm.mesh import Mesh
-from mpipipe.errors import ArgumentError, MpipipeError, StorageError
+from mpipipe.errors import ArgumentError, StorageError
 
 UNDER_WAY, ENDED, FAILED = range(3)  # a task of a rank
 
@@ -275,14 +276,16 @@ class Saver:
     def __enter__(self) -> Saver:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        if kind is None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
             self.close()
             return
         group = group_of(self.mesh.comm)
-        if isinstance(error, MpipipeError) and group.agreed_on(error):  # all ranks come here
+        if group.agreed_on(error):  # all ranks come here
             with suppress(StorageError):  # the one that is under way comes first
                 self.finish()
+        elif self.in_flight:  # others may wait for their disks, where they hear of nothing but failures
+            group.fail(error, f"{runtime.whoami()} failed while it saved: {type(error).__name__}: {error}")
         self._give_up()
         self._let_go()
 

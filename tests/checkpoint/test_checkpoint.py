@@ -195,6 +195,17 @@ def test_old_checkpoints_are_removed_and_what_is_not_ours_stays(comm, mpi_tmp_pa
     assert checkpoint.newest(root) == root / "step-00000003"
 
 
+def test_what_is_being_saved_behind_a_checkpoint_is_not_taken_for_a_save_that_was_cut_short(tmp_path):
+    for name, files in (("1", 0), ("2", 1), ("3", 0), ("4", 0), ("9", 1)):
+        (tmp_path / f"step-0000000{name}").mkdir()
+        for file in ("part-0.safetensors", "manifest.json")[: 1 + files]:
+            (tmp_path / f"step-0000000{name}" / file).write_text("")
+    folders.prune(tmp_path, 2, just_saved=tmp_path / "step-00000002")
+    assert sorted(path.name[-1] for path in tmp_path.iterdir()) == ["2", "3", "4", "9"]
+    folders.prune(tmp_path, 1)
+    assert sorted(path.name[-1] for path in tmp_path.iterdir()) == ["9"]
+
+
 def test_a_checkpoint_that_is_removed_is_none_from_the_first_file_on(tmp_path, monkeypatch):
     for name in ("manifest.json", "part-0.safetensors", "a.txt", "part-1.safetensors.partial"):
         (tmp_path / name).write_text("")

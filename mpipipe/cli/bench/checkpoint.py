@@ -127,7 +127,7 @@ def _train(mesh: Mesh, place: Path, model: GPT, rows: int, microbatches: int, ho
     held: list[float] = []
     with (
         Pipeline(stages, schedule, mesh.pipe, loss=nn.softmax_cross_entropy) as pipeline,
-        checkpoint.Saver(place / "training", mesh, stages, optimizer, keep=1) as saver,
+        checkpoint.Saver(place / text.split()[0], mesh, stages, optimizer, keep=1) as saver,
     ):
         for turn in range(4 * repeats + 1):  # of `repeats` steps without, and so many with, twice
             saves = turn > 0 and (turn - 1) // repeats % 2 == 1
