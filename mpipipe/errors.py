@@ -84,6 +84,10 @@ class DataError(ArgumentError):
     """Training data is unreadable, empty or too short."""
 
 
+class StorageError(ArgumentError):
+    """Files cannot be written: the disk is full, a folder is gone or may not be written to."""
+
+
 class ScheduleError(ArgumentError):
     """A schedule is incomplete, not causal, or would deadlock; the text shows the grid with the cell marked."""
 

@@ -7,11 +7,13 @@ another file by then. Every function raises OSError, whose `strerror` says what 
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import BinaryIO
 
@@ -24,6 +26,7 @@ KINDS = (
 )
 REGULAR = "a readable regular file"  # what callers say that they expected
 PARTIAL = ".partial"  # behind the name of a file that is being written
+SYNC_FILE_RANGE_WRITE = 2  # of <fcntl.h>: begin to write dirty pages, without waiting for them
 # without O_NONBLOCK the open of a FIFO that has just taken the file's place would wait for a writer
 FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
@@ -101,6 +104,32 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         with suppress(OSError):
             partial.unlink()
         raise
+
+
+def begin_writing(file: BinaryIO, start: int, count: int) -> None:
+    """Let the system begin to write these bytes of an open file to the disk, where it can be asked to; an advice.
+
+    Else it would begin at the `fsync`, when all is in its cache (Linux: sync_file_range(2)).
+    """
+    function = _sync_file_range()
+    if function is not None:
+        function(file.fileno(), start, count, SYNC_FILE_RANGE_WRITE)
+
+
+@cache
+def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
+    try:
+        function = ctypes.CDLL(None).sync_file_range
+    except (AttributeError, OSError):
+        return None
+    function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+    return function
+
+
+def will_read(descriptor: int, start: int, count: int) -> None:
+    """Let the system begin to read these bytes of an open file into its cache, where it can be asked to; an advice."""
+    with suppress(AttributeError, OSError):  # the first: a system without it
+        os.posix_fadvise(descriptor, start, count, os.POSIX_FADV_WILLNEED)
 
 
 def sync_folder(folder: Path) -> None:

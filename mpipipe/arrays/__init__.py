@@ -38,6 +38,7 @@ from mpipipe.arrays.memory import (
     zeros_like,
 )
 from mpipipe.arrays.nccl import bus_id, multiprocessors, nccl, nccl_type
+from mpipipe.arrays.pieces import host_pieces
 from mpipipe.arrays.platform import check_computable, is_amd
 from mpipipe.arrays.shortage import Shortage, memory_shortage
 from mpipipe.arrays.streams import (
@@ -92,6 +93,7 @@ __all__ = [
     "empty_like",
     "graphs_refused",
     "hold",
+    "host_pieces",
     "is_amd",
     "is_array",
     "is_device",

@@ -67,14 +67,18 @@ def other_whole(path: Path) -> Path | None:
     return None
 
 
-def clear(folder: Path) -> None:
-    """Remove a checkpoint, the manifest first: from then on it is none. Other files stay. Raises OSError."""
-    names = [MANIFEST, *sorted(path.name for path in folder.iterdir() if _is_ours(path.name))]
-    for name in names:
+def clear(folder: Path) -> bool:
+    """Remove a checkpoint, the manifest first: from then on it is none. Other files stay. Raises OSError.
+
+    Returns whether there was anything to remove.
+    """
+    ours = sorted(path.name for path in folder.iterdir() if _is_ours(path.name))
+    for name in [MANIFEST, *ours]:
         (folder / name).unlink(missing_ok=True)
+    return bool(ours)
 
 
-def prune(root: str | Path, keep: int) -> None:
+def prune(root: str | Path, keep: int, just_saved: Path | None = None) -> None:
     """Remove all but the newest checkpoints in a folder, and what saves that were cut short have left before them.
 
     One rank calls this.
@@ -85,6 +89,8 @@ def prune(root: str | Path, keep: int) -> None:
         What was given to `save`.
     keep : int
         How many stay, at least 1.
+    just_saved : Path, optional
+        A checkpoint behind which saves may be under way: folders behind it that are no checkpoints yet stay.
 
     Raises
     ------
@@ -93,8 +99,11 @@ def prune(root: str | Path, keep: int) -> None:
     """
     check_keep(keep)
     whole = find(Path(root))
+    if not whole:
+        return
+    last = whole[-1] if just_saved is None else min(whole[-1], just_saved, key=_place)
     for path in _folders(Path(root)):
-        if path in whole[-keep:] or not whole or path > whole[-1]:
+        if path in whole[-keep:] or (path not in whole and _place(path) > _place(last)):
             continue
         try:
             clear(path)
@@ -125,7 +134,11 @@ def _folders(root: Path) -> list[Path]:
         found = [path for path in root.iterdir() if NAME.fullmatch(path.name)]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted(found, key=lambda path: (int(path.name[5:]), path.name))
+    return sorted(found, key=_place)
+
+
+def _place(path: Path) -> tuple[int, str]:
+    return int(path.name[5:]), path.name
 
 
 def _is_ours(name: str) -> bool:

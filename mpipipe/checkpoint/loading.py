@@ -61,6 +61,7 @@ def load(path: str | Path, mesh: Mesh, stages: Sequence[Storable], optimizer: Op
     names = {name for part in group.gather("checkpoint.load: the names of all ranks", own) for name in part}
     with group.together("checkpoint.load: the arrays"), _offering(found.path):
         _check_names(found, names, kinds, optimizer)
+        _announce(stages, optimizer)
         _read(found, wanted)
         if optimizer is not None:
             optimizer.steps = found.optimizer_steps or 0
@@ -104,6 +105,13 @@ def _offering(path: Path) -> Iterator[None]:
         if other is not None:
             error.remedy = f"{error.remedy or COPY_AGAIN}; the newest whole checkpoint beside it is {other}"
         raise
+
+
+def _announce(stages: Sequence[Storable], optimizer: Optimizer | None) -> None:
+    """Let whoever reads these arrays in the background finish first."""
+    for each in stages if optimizer is None else (*stages, optimizer):
+        for function in tuple(getattr(each, "before_write", ())):  # a stage of your own may have no such list
+            function()
 
 
 def _check_names(found: Checkpoint, wanted: set[str], kinds: set[str], optimizer: Optimizer | None) -> None:

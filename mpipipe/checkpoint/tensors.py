@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Protocol
 from zlib import crc32
 
 import numpy as np
@@ -27,7 +28,8 @@ from mpipipe import arrays, files
 from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
 
-PIECE_BYTES = 64 << 20  # of an array, at once
+PIECE_BYTES = 8 << 20  # of an array, at once: what is summed up is still in the cache when it is written
+AHEAD_BYTES = 64 << 20  # that the system is asked to read while what is there is summed up
 # safetensors' names of dtypes
 DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
@@ -82,7 +84,17 @@ def check_storable(name: str, array: Array) -> None:
         )
 
 
-def write(path: Path, content: Mapping[str, Array]) -> Content:
+class Listener(Protocol):
+    """Is told how far a write has come; it may end the write by raising."""
+
+    def about_to_read(self, nbytes: int) -> None:
+        """So many bytes of the arrays are about to be read and written."""
+
+    def has_read(self) -> None:
+        """All arrays have been read, and are not looked at again: what is left is between the file and the disk."""
+
+
+def write(path: Path, content: Mapping[str, Array], listener: Listener | None = None) -> Content:
     """Write arrays, of the host or of a GPU, into a file that appears as a whole. Raises OSError."""
     names = sorted(content, key=lambda name: -content[name].dtype.itemsize)  # so each begins at a multiple of its size
     ends = list(accumulate((content[name].nbytes for name in names), initial=0))
@@ -93,22 +105,23 @@ def write(path: Path, content: Mapping[str, Array]) -> Content:
     text = json.dumps(facts, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
-    entries = {}
+    sums = [0] * len(names)
     with files.whole_file(path) as file:
-        file.write(header)
-        for name, start in zip(names, ends):
-            array, total = content[name], 0
-            for piece in _pieces(array):
-                total = crc32(piece, total)
-                file.write(piece)
-            entries[name] = Entry(DTYPES[array.dtype.name], array.shape, len(header) + start, f"{total:08x}")
+        position = file.write(header)
+        for number, piece in arrays.host_pieces([content[name] for name in names], PIECE_BYTES):
+            if listener is not None:
+                listener.about_to_read(piece.nbytes)
+            sums[number] = crc32(piece.data, sums[number])
+            file.write(piece.data)
+            files.begin_writing(file, position, piece.nbytes)
+            position += piece.nbytes
+        if listener is not None:
+            listener.has_read()
+    entries = {
+        name: Entry(DTYPES[content[name].dtype.name], content[name].shape, len(header) + start, f"{total:08x}")
+        for name, start, total in zip(names, ends, sums)
+    }
     return Content(len(header) + ends[-1], len(header), f"{crc32(header):08x}", entries)
-
-
-def _pieces(array: Array) -> Iterator[memoryview]:
-    flat = array.reshape(-1)
-    for part in _cut(flat):
-        yield arrays.download(part).view(np.uint8).data
 
 
 def _cut(flat: Array) -> Iterator[Array]:
@@ -149,6 +162,7 @@ class File:
         """Set an array of the size of the one called `name`, and return the checksum of what was read."""
         position, total = self.content.arrays[name].start, 0
         for part in _cut(array.reshape(-1)):
+            files.will_read(self.descriptor, position, AHEAD_BYTES)
             device = arrays.is_device(part)
             host = np.empty(part.shape, part.dtype) if device else part
             piece = host.view(np.uint8).data

@@ -70,6 +70,8 @@ class Stage:
         (start, stop, decay) ranges of the flat buffers.
     index : int or None
         Logical stage number, set by the pipeline.
+    before_write : list of callable
+        Called without arguments before an optimizer or a load writes parameters (see nn.writing).
 
     Raises
     ------
@@ -108,6 +110,7 @@ class Stage:
         self.position = Position()
         self.poll: Callable[[], object] | None = None
         self.index: int | None = None
+        self.before_write: list[Callable[[], object]] = []
         self.tied_copies: set[str] = set()
         self.ties: dict[str, list[str]] = {}
         self.owners: dict[str, tuple[Stage, str]] = {}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from mpipipe import arrays
 from mpipipe.arrays import Array, DeviceArray
 from mpipipe.nn import Stage
+from mpipipe.nn.writing import announce_write
 from mpipipe.optim.named import named
 
 
@@ -34,6 +35,8 @@ class AdamW:
     ----------
     state : list of dict
         For each stage `{"first": flat array m, "second": flat array v}`.
+    before_write : list of callable
+        Called without arguments before a step writes anything; so are those of the stages.
     steps : int
         Number of steps made, t.
 
@@ -57,6 +60,7 @@ class AdamW:
     ):
         self.stages, self.lr, self.betas, self.eps, self.weight_decay = tuple(stages), lr, betas, eps, weight_decay
         self.steps = 0
+        self.before_write: list[Callable[[], object]] = []
         self.state: list[dict[str, Array]] = [
             {name: arrays.zeros_like(stage.parameters.flat) for name in ("first", "second")} for stage in self.stages
         ]
@@ -73,6 +77,7 @@ class AdamW:
             is NaN then, parameters and state stay as they are.
         """
         rate = self.lr if lr is None else lr
+        announce_write(self, *self.stages)
         self.steps += 1
         b1, b2 = self.betas
         for stage, state in zip(self.stages, self.state):

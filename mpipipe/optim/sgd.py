@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from mpipipe import arrays
 from mpipipe.arrays import Array, DeviceArray
 from mpipipe.nn import Stage
+from mpipipe.nn.writing import announce_write
 from mpipipe.optim.named import named
 
 
@@ -30,6 +31,8 @@ class SGD:
     ----------
     state : list of dict
         For each stage `{"momentum": flat array u}`, or `{}` without momentum.
+    before_write : list of callable
+        Called without arguments before a step writes anything; so are those of the stages.
     steps : int
         Number of steps made.
 
@@ -47,6 +50,7 @@ class SGD:
         self.stages, self.lr = tuple(stages), lr
         self.momentum, self.weight_decay = momentum, weight_decay
         self.steps = 0
+        self.before_write: list[Callable[[], object]] = []
         self.state: list[dict[str, Array]] = [
             {"momentum": arrays.zeros_like(stage.parameters.flat)} if momentum else {} for stage in self.stages
         ]
@@ -63,6 +67,7 @@ class SGD:
             is NaN then, parameters and state stay as they are.
         """
         rate = self.lr if lr is None else lr
+        announce_write(self, *self.stages)
         for stage, state in zip(self.stages, self.state):
             parameters = stage.parameters.flat
             stage.kernels.sgd(

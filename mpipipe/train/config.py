@@ -64,6 +64,11 @@ class TrainConfig:
     )
     save_every: int = option(0, "steps between two checkpoints, and one more at the end; 0: none", least=0)
     keep: int = option(2, "newest checkpoints that stay", least=1)
+    on_storage_error: str = option(
+        "end",
+        "a checkpoint that cannot be written ends the training, or it goes on without",
+        choices=("end", "continue"),
+    )
     resume: str = option(
         "no", "auto: go on from the newest checkpoint in out, or begin there; or go on from this checkpoint; no: begin"
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from mpipipe import checkpoint, optim
@@ -13,7 +12,6 @@ from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ArgumentError
 from mpipipe.pipeline import Pipeline
 from mpipipe.train.config import TrainConfig
-from mpipipe.train.outlet import tell
 from mpipipe.train.report import Record
 
 
@@ -42,28 +40,20 @@ class Progress:
         self.scaler = _scaler(config)
         self.step, self.record = 0, Record(0)
 
-    def save(self, root: Path, facts: Mapping[str, Any], keep: int) -> None:
-        """Save a checkpoint in `root` and remove old ones; collective. Raises ArgumentError on every rank.
+    def state(self, facts: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what a checkpoint remembers besides the arrays, as plain values.
 
         Parameters
         ----------
-        root : folder of the checkpoints
-        facts : what else to save, such as the configuration
-        keep : how many of the newest checkpoints stay
+        facts : what else, such as the configuration
         """
         scaler = self.scaler
-        state = {
+        return {
             **facts,
             "record": self.record.facts(),
             "random": {"steps_taken": self.pipeline.steps_taken},
             "loss_scale": {"scale": scaler.scale, "good": scaler.good, "skipped": scaler.skipped},
         }
-        checkpoint.save(root, self.mesh, self.pipeline.stages, self.optimizer, step=self.step, state=state)
-        if self.mesh.rank == 0:
-            try:
-                checkpoint.prune(root, keep)
-            except (ArgumentError, OSError) as error:  # no reason to end a training
-                tell(f"mpipipe: {error}")
 
     def load(self, found: Checkpoint) -> None:
         """Go on behind a checkpoint; collective. Raises ArgumentError on every rank."""

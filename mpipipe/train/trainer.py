@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 
-from mpipipe import arrays, checkpoint, nn, optim, schedules
+from mpipipe import arrays, checkpoint, optim, schedules
 from mpipipe.attention import kernels
 from mpipipe.comm import runtime
 from mpipipe.comm.consensus import agreed_by
@@ -23,6 +24,7 @@ from mpipipe.errors import NonFiniteError
 from mpipipe.pipeline import Pipeline
 from mpipipe.train import interrupt, output, resume, weights
 from mpipipe.train.architecture import Architecture
+from mpipipe.train.checkpoints import Checkpoints
 from mpipipe.train.config import TrainConfig
 from mpipipe.train.data import Batch, Corpus, training_batch, validation_batch
 from mpipipe.train.decoder import build_decoder
@@ -40,7 +42,8 @@ def train(config: TrainConfig, architecture: Architecture, comm: Communicator | 
 
     Progress goes to the standard output of rank 0, and to metrics.jsonl in `config.out`. That folder must be new or
     empty, unless the training is resumed; a relative path begins in the working folder of rank 0. A standard output
-    that is closed and metrics that cannot be written do not end the training. A checkpoint that cannot be written does.
+    that is closed and metrics that cannot be written do not end the training. A checkpoint that cannot be written does,
+    unless `config.on_storage_error` says otherwise.
 
     Parameters
     ----------
@@ -62,6 +65,8 @@ def train(config: TrainConfig, architecture: Architecture, comm: Communicator | 
         On every rank, before anything is written.
     BackendError
         On every rank, where the device is missing.
+    StorageError
+        On every rank, where a checkpoint cannot be written.
     NonFiniteError
         Where the loss is NaN or infinite. So is it where a gradient is, and no smaller loss scale can help.
 
@@ -120,7 +125,7 @@ def _train_on(device: str, config: TrainConfig, architecture: Architecture, mesh
         with reporter:
             trainer = Trainer(config, mesh, plan, shard, progress, norm=norm, corpus=corpus, reporter=reporter, out=out)
             trainer.facts = resume.facts_of(config, plan, fingerprint)
-            with interrupt.told(trainer.whereabouts):
+            with trainer.checkpoints, interrupt.told(trainer.whereabouts):
                 return trainer.run()
 
 
@@ -154,7 +159,8 @@ class Trainer:
         self.config, self.mesh, self.plan, self.shard, self.progress = config, mesh, plan, shard, progress
         self.norm, self.corpus, self.reporter, self.out = norm, corpus, reporter, out
         self.pipeline, self.optimizer, self.scaler = progress.pipeline, progress.optimizer, progress.scaler
-        self.facts: dict[str, Any] = {}
+        self.facts: dict[str, Any] = {}  # for checkpoints
+        self.checkpoints = Checkpoints(config, resume.checkpoints_of(out), progress, reporter)
         for stage in self.pipeline.stages:
             stage.keep_compute()  # nobody but the optimizer changes parameters here
         self.first = mesh.pipe.rank == plan.schedule.placement[0]
@@ -177,9 +183,7 @@ class Trainer:
                 speed = self._speed(self.since_record)
                 self._report(Record(done, loss, validation, lr, norm, **speed, **self._scaling()))
                 self.since_record = StepTimes()
-            if config.save_every and (done % config.save_every == 0 or done == config.steps):
-                self.reporter.sync()
-                progress.save(resume.checkpoints_of(self.out), self.facts, config.keep)
+            self.checkpoints.follow(self.facts)
         return self._end()
 
     def _report(self, record: Record) -> None:
@@ -188,6 +192,7 @@ class Trainer:
 
     def _end(self) -> Record:
         """Leave the weights, a sample, and the last line."""
+        self.checkpoints.finish()
         record, model = self.progress.record, self.plan.model
         if record.validation is None:  # a training that was resumed at its end, which was no end before
             record = replace(record, step=self.progress.step, validation=self.validate())
@@ -287,12 +292,8 @@ class Trainer:
         prompt = group_of(self.mesh.pipe).broadcast("train: the prompt of the sample", prompt, root)
         count = config.sample_bytes
         dtype = self.pipeline.stages[0].parameters.flat.dtype.name
-        with build_decoder(plan, self.mesh, dtype, len(prompt) + count, self._copy_weights) as decoding:
+        copy = partial(weights.copy, self.pipeline.stages)
+        with build_decoder(plan, self.mesh, dtype, len(prompt) + count, copy) as decoding:
             answer = generate(decoding, self.mesh, prompt, count, temperature=config.temperature, seed=config.seed)
         title = f"--- sample: {len(prompt)} bytes of validation text, {len(answer)} of the model's"
         self.reporter.say("\n".join([title, readable(prompt + answer), "---"]))
-
-    def _copy_weights(self, stages: Sequence[nn.Stage]) -> None:
-        for stage, trained in zip(stages, self.pipeline.stages):
-            for name, values in weights.on_host(trained.parameters).items():
-                stage.parameters[name][...] = values

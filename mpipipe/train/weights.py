@@ -29,6 +29,7 @@ from mpipipe.comm.group import group_of
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ArgumentError, NonFiniteError
 from mpipipe.nn.parameters import FlatBuffer
+from mpipipe.nn.writing import announce_write
 from mpipipe.schedules import Schedule
 from mpipipe.train.architecture import Model
 
@@ -151,6 +152,7 @@ def load(folder: str | Path, stages: Sequence[nn.Stage]) -> None:
                     remedy=COPY_AGAIN,
                 ) from error
             places.update({name: (file, path) for name in file.keys()})
+        announce_write(*stages)
         for stage in stages:
             for name, array in stage.parameters.items():
                 values = _read(places, folder, name, array)
@@ -168,6 +170,13 @@ def on_host(parameters: FlatBuffer) -> dict[str, np.ndarray]:
         name: flat[starts[name] :][: like.size].reshape(like.shape) if name in starts else arrays.download(like)
         for name, like in parameters.items()
     }
+
+
+def copy(trained: Sequence[nn.Stage], stages: Sequence[nn.Stage]) -> None:
+    """Set the parameters of `stages`, which are on the host, to those of others of the same cut."""
+    for source, stage in zip(trained, stages):
+        for name, values in on_host(source.parameters).items():
+            stage.parameters[name][...] = values
 
 
 def _read(places: Places, folder: Path, name: str, like: Array) -> np.ndarray:

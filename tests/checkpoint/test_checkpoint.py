@@ -11,53 +11,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from support.saved_model import fill, trained, values
 
-from mpipipe import Mesh, Pipeline, arrays, checkpoint, nn, optim, schedules
-from mpipipe.attention import Local
-from mpipipe.checkpoint import contents, folders, tensors
+from mpipipe import Mesh, arrays, checkpoint, nn, optim
+from mpipipe.checkpoint import folders, tensors
 from mpipipe.errors import ArgumentError, MismatchError
-from mpipipe.models import GPT
 
-MODEL = GPT(dim=8, layers=3, heads=2, kv_heads=1, hidden=12, seq=16, tied=True)
-HEAD = f"{2 * MODEL.layers + 1}.1.weight"  # the same as 0.weight
 STATE = {"loss": 0.1, "clip": float("inf"), "list": [1, None, True, "text \N{SNOWMAN}"], "nested": {"a": {}}}
-
-
-def cut(stages, numbers, seed=0, **keys):
-    """The stages with these numbers of the model cut into so many."""
-    layers, parts = MODEL.build(Local()), schedules.partition(MODEL.costs(), stages)
-    return [nn.Stage(layers[slice(*parts[n])], seed=seed, first=parts[n][0], **keys) for n in numbers]
-
-
-def fill(optimizer):
-    """Give each array of the state values that follow from its name alone."""
-    optimizer.steps = 7
-    for kind, states in optimizer.named_state().items():
-        for name, array in states.items():
-            source = "0.weight" if name == HEAD else name
-            values = np.random.default_rng([*kind.encode(), *source.encode()]).standard_normal(array.shape)
-            arrays.copy_into(array, _on(array, values))
-    return optimizer
-
-
-def _on(array, values):
-    values = values.astype(array.dtype)
-    return arrays.upload(values) if arrays.is_device(array) else values
-
-
-def trained(mesh, chunks=1, seed=5, kind=optim.AdamW, **keys):
-    """(stages, optimizer) of this rank, with tied parameters shared as a pipeline shares them."""
-    schedule = schedules.interleaved_1f1b(mesh.pipe.size, chunks, 4)
-    stages = cut(schedule.stages, schedule.stages_of(mesh.pipe.rank), seed, **keys)
-    with Pipeline(stages, schedule, mesh.pipe, loss=nn.softmax_cross_entropy, replicas=mesh.replicas):
-        pass
-    return stages, kind(stages, 0.1)
-
-
-def values(stages, optimizer):
-    """Everything by name, on the host."""
-    found = contents.contents_of(stages, optimizer)
-    return {name: np.array(arrays.download(array)) for name, array in found.items()}
 
 
 def saved(comm, root, pipe, step=3, **keys):
@@ -235,6 +195,17 @@ def test_old_checkpoints_are_removed_and_what_is_not_ours_stays(comm, mpi_tmp_pa
     assert checkpoint.newest(root) == root / "step-00000003"
 
 
+def test_what_is_being_saved_behind_a_checkpoint_is_not_taken_for_a_save_that_was_cut_short(tmp_path):
+    for name, files in (("1", 0), ("2", 1), ("3", 0), ("4", 0), ("9", 1)):
+        (tmp_path / f"step-0000000{name}").mkdir()
+        for file in ("part-0.safetensors", "manifest.json")[: 1 + files]:
+            (tmp_path / f"step-0000000{name}" / file).write_text("")
+    folders.prune(tmp_path, 2, just_saved=tmp_path / "step-00000002")
+    assert sorted(path.name[-1] for path in tmp_path.iterdir()) == ["2", "3", "4", "9"]
+    folders.prune(tmp_path, 1)
+    assert sorted(path.name[-1] for path in tmp_path.iterdir()) == ["9"]
+
+
 def test_a_checkpoint_that_is_removed_is_none_from_the_first_file_on(tmp_path, monkeypatch):
     for name in ("manifest.json", "part-0.safetensors", "a.txt", "part-1.safetensors.partial"):
         (tmp_path / name).write_text("")
@@ -274,8 +245,7 @@ def test_a_full_disk_leaves_the_older_checkpoint_whole_and_gets_its_room_back(co
     assert str(first) in caught.value.remedy
     comm.Barrier()
     assert checkpoint.newest(root) == first
-    left = os.listdir(root / "step-00000004")
-    assert left == [] if at == "part" else "manifest.json" not in left and not any("partial" in name for name in left)
+    assert os.listdir(root) == [first.name]
     loaded(comm, root, comm.size)
 
 

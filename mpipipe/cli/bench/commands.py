@@ -72,6 +72,23 @@ def train(
 
 
 @app.command()
+def checkpoint(
+    repeats: Repeats = 3,
+    gigabytes: Annotated[float, typer.Option(help="that all ranks save and load", min=1e-3)] = 1.0,
+    folder: Annotated[Path, typer.Option(help="on the disk to be measured; a new folder in it is removed")] = Path("."),
+    dim: int = 512,
+    layers: int = 8,
+    heads: int = 8,
+    seq_len: int = 256,
+) -> None:
+    """Saving and loading against dd, and a training that saves at every step (mpiexec -n 4 ... bench checkpoint)."""
+    from mpipipe.cli.bench.checkpoint import run
+    from mpipipe.models import GPT
+
+    _guarded(lambda: run(repeats, gigabytes, folder, GPT(dim=dim, layers=layers, heads=heads, seq=seq_len)))
+
+
+@app.command()
 def attention(
     repeats: Repeats = 5,
     seq_len: Annotated[int, typer.Option(help="on one rank, for the kernels")] = 4096,

@@ -14,12 +14,19 @@ from mpipipe.comm.types import Communicator
 Call: TypeAlias = "Callable[[], object]"  # what is measured
 
 
-def compare(comm: Communicator, candidates: Sequence[Call], repeats: int, warmup: int = 3) -> list[float]:
-    """Return the median seconds of each candidate. Of each turn the time of the slowest rank counts."""
+def compare(
+    comm: Communicator, candidates: Sequence[Call], repeats: int, warmup: int = 3, before: Call | None = None
+) -> list[float]:
+    """Return the median seconds of each candidate. Of each turn the time of the slowest rank counts.
+
+    What is called before each turn is not measured.
+    """
     group = group_of(comm)
     times: list[list[float]] = [[] for _ in candidates]
     for turn in range(warmup + repeats):
         for candidate, measured in zip(candidates, times):
+            if before is not None:
+                before()
             group.agree("bench: the start of a turn")
             start = perf_counter()
             candidate()

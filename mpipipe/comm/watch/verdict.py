@@ -1,7 +1,8 @@
 """What the dumps of all ranks mean together: who waits for whom, and which rank is to blame. Pure functions of data.
 
 A rank that waits is blocked by those that must come. Whoever follows these blocks from rank to rank comes to ranks that
-do not wait: they are silent, or they compute, or they are in code outside of this package. Before that, the plans are
+do not wait for others: they are silent, or they compute, or they are in code outside of this package, or they wait for
+something of their own, such as a disk. Before that, the plans are
 asked: a rank that went past an action without sending what the plan says has diverged, and so has one that sent a
 message under another tag or size than the receiver expects.
 """
@@ -66,7 +67,7 @@ def judge(dumps: Mapping[int, Dump], silent: Sequence[Silent] = ()) -> Verdict:
         _compare_message(dump, dumps, culprits, lost)
     blamed, wanted = {each.rank for each in culprits}, _reachable(blockers)
     for rank, dump in dumps.items():
-        if rank in wanted and rank not in blamed and not dump.waits:
+        if rank not in blamed and (_waits_for_nobody(dump) or (rank in wanted and not dump.waits)):
             culprits.append(Culprit(rank, _occupation(dump)))
     if not culprits:
         culprits = lost or [Culprit(rank, _circle(rank, blockers, dumps)) for rank in _first_circle(blockers)]
@@ -84,6 +85,11 @@ def _blockers(dump: Dump, dumps: Mapping[int, Dump]) -> set[int]:
         }
         found |= set(wait.peers) - met - {dump.rank}
     return found
+
+
+def _waits_for_nobody(dump: Dump) -> bool:
+    """Whether a rank waits, and for no other rank: for a disk, say."""
+    return bool(dump.waits) and not any(wait.peers for wait in dump.waits)
 
 
 def _reachable(blockers: Mapping[int, set[int]]) -> set[int]:
@@ -168,6 +174,10 @@ def _occupation(dump: Dump) -> str:
     place = f", at {dump.where}" if dump.where else ""
     if dump.ended:
         return f"{_named(dump)} has come to the end of its program"
+    if _waits_for_nobody(dump):
+        return (
+            f"{_named(dump)} has waited {dump.waits[0].seconds:.0f} s for {dump.waits[0].text}, and for no other rank"
+        )
     for account in dump.accounts:
         if account.doing and account.computes:
             return f"{_named(dump)} has been computing for {dump.quiet:.0f} s: {account.doing}{place}"

@@ -1,0 +1,186 @@
+"""One checkpoint on its way to the disk, as one rank sees it: its file, and on rank 0 the manifest at the end.
+
+    rank 0, replica 0   |part-0|                             |manifest.json|
+    rank 1, replica 1   |part-1|     = all are on the disk =
+    rank 2, replica 0   |part-2|
+    rank 3, replica 1   |part-3|
+
+A job that ends before the last file has its name leaves no manifest, and so no checkpoint.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+from mpipipe import arrays
+from mpipipe.arrays import Array
+from mpipipe.checkpoint import folders, manifest, storage, tensors
+from mpipipe.checkpoint.manifest import Checkpoint
+from mpipipe.checkpoint.task import Task
+from mpipipe.comm.flight import Account
+from mpipipe.comm.process import here, is_rank
+from mpipipe.errors import ArgumentError
+from mpipipe.files import sync_folder
+
+logger = logging.getLogger("mpipipe")
+PATIENCE = 1.0  # seconds that a rank which gives a save up waits for its thread
+THREAD = "mpipipe checkpoint"
+Written: TypeAlias = "dict[str, tensors.Content]"  # file -> what it holds
+
+
+class GivenUp(Exception):
+    """Ends the thread of a save that nobody wants any more."""
+
+
+class Place(NamedTuple):
+    """What is saved, but for the arrays.
+
+    Attributes
+    ----------
+    folder : of the checkpoint
+    rank : of the mesh
+    step, state, optimizer_steps : as in the manifest
+    """
+
+    folder: Path
+    rank: int
+    step: int
+    state: dict[str, Any]
+    optimizer_steps: int | None
+
+
+class Saving:
+    """A checkpoint that this rank writes its share of, in a thread.
+
+    Parameters
+    ----------
+    place : what is saved
+    share : the arrays that this rank writes; they must not change until `read` is set
+    keep : how many of the newest checkpoints stay
+    beforehand : called before the manifest is written
+
+    Attributes
+    ----------
+    task : what the thread of this rank does, or did last
+    read : set once no array is read any more
+    sealed : whether all ranks know that all files have their names
+    """
+
+    def __init__(
+        self, place: Place, share: Mapping[str, Array], keep: int | None, beforehand: Callable[[], object] | None
+    ) -> None:
+        self.place, self.keep, self.beforehand = place, keep, beforehand
+        self.read, self.sealed = threading.Event(), False
+        self._given_up = False
+        self._bytes, self._all_bytes = 0, sum(array.nbytes for array in share.values())
+        self._doing = "waits for its thread"
+        device = any(map(arrays.is_device, share.values()))
+        self._gpu = arrays.current_gpu() if device else None
+        self._ready = arrays.record() if device else None  # behind the step that the checkpoint is of
+        self.task: Task[Any] = Task(lambda: self._write(share), THREAD)
+        here().keep_account(self)
+        atexit.register(self.give_up)  # in a program that ends without closing its saver
+        if self.task.ended and self.task.error is not None:
+            self.read.set()
+
+    def _write(self, share: Mapping[str, Array]) -> Written:
+        folder, name = self.place.folder, storage.part_of(self.place.rank)
+        try:
+            if not share:
+                return {}
+            with storage.explained(folder), self._in_order():
+                return {name: tensors.write(folder / name, share, self)}
+        finally:
+            self.read.set()
+
+    @contextmanager
+    def _in_order(self) -> Iterator[None]:
+        """Let the copies from a GPU come behind the step that is saved, beside all later work."""
+        if self._gpu is None or self._ready is None:
+            yield
+            return
+        arrays.use_gpu(self._gpu)  # each thread has a current GPU of its own
+        with arrays.side_stream():
+            arrays.wait_for(self._ready)
+            yield
+
+    def about_to_read(self, nbytes: int) -> None:
+        """See tensors.Listener."""
+        if self._given_up:
+            raise GivenUp
+        self._doing = "writes its arrays"
+        self._bytes += nbytes
+
+    def has_read(self) -> None:
+        """See tensors.Listener."""
+        self._doing = "waits for the disk to have its file"
+        self.read.set()
+
+    def write_manifest(self, written: Written) -> None:
+        """On rank 0, begin to write the manifest; all files have their names."""
+        if self.place.rank == 0:
+            self.task = Task(lambda: self._seal(written), THREAD)
+
+    def _seal(self, written: Written) -> None:
+        place = self.place
+        self._doing = "writes the manifest"
+        if self.beforehand is not None:
+            self.beforehand()
+        with storage.explained(place.folder):
+            sync_folder(place.folder.parent)
+            facts = Checkpoint(place.folder, place.step, place.state, place.optimizer_steps, _version(), written)
+            try:
+                manifest.write(facts)
+            except BaseException:  # it may have its name already
+                storage.drop_manifest(place.folder)
+                raise
+        if self.keep is not None:
+            self._doing = "removes old checkpoints"
+            try:
+                folders.prune(place.folder.parent, self.keep, just_saved=place.folder)
+            except (ArgumentError, OSError) as error:  # the new one is whole
+                logger.warning("mpipipe: %s", error)
+
+    def give_up(self) -> None:
+        """End the thread where that is possible soon, and remove what this rank has written. Never raises OSError.
+
+        A file whose manifest rank 0 may have written stays.
+        """
+        self._given_up = True
+        self.leave()
+        if not is_rank():  # a process that was forked meanwhile
+            return
+        ended = self.task.wait(PATIENCE)
+        if not self.sealed:
+            storage.take_back(self.place.folder, self.place.rank)
+        elif self.place.rank == 0 and not ended:
+            storage.drop_manifest(self.place.folder)
+
+    def leave(self) -> None:
+        """Nothing needs to be given up any more."""
+        atexit.unregister(self.give_up)
+
+    # -- for the report of a hang -------------------------------------------------------------------------------
+
+    def sign(self) -> object:
+        """See comm.flight.Accountable: a disk that is slow makes progress."""
+        return self._bytes, self._doing, self.task.ended
+
+    def account(self) -> Account:
+        """See comm.flight.Accountable."""
+        return Account((-1, self.place.step), operations=(str(self),))
+
+    def __str__(self) -> str:
+        done = f"{self._bytes >> 20} of {self._all_bytes >> 20} MiB"
+        return f"the checkpoint to be written: {self.place.folder} (a thread {self._doing}, {done} begun)"
+
+
+def _version() -> str:
+    return str(sys.modules["mpipipe"].__version__)  # the package itself: above this room, so no import

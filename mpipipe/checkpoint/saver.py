@@ -1,0 +1,296 @@
+"""Saving behind a training: a thread of each rank reads the arrays themselves while the next step computes.
+
+    rank 0   ... step 7 | save | forwards, backwards of step 8 | optimizer | poll | save | step 9
+    thread                |read, write ........| fsync, rename |            | manifest |
+    thread                                                                         |read, write
+    rank 1   ... step 7 | save | forwards, backwards of step 8   : optimizer | poll | save | step 9
+    thread                |read, write .........................:| fsync, rename |
+
+Parameters and moments change in an optimizer's step alone, so nothing is copied. An optimizer that comes before its own
+rank has read everything waits for that (`:`), and for nothing else. The threads make no call of MPI: `poll` learns how
+far all ranks are, and lets rank 0 write the manifest once all files have their names. The arrays of one checkpoint may
+be on their way while the manifest of the one before is written, and no more than that is in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from mpipipe.checkpoint import folders, storage
+from mpipipe.checkpoint.contents import Optimizer, Storable, contents_of, shares, state_of
+from mpipipe.checkpoint.in_flight import Place, Saving
+from mpipipe.comm import runtime
+from mpipipe.comm.group import group_of
+from mpipipe.comm.local_wait import wait_locally
+from mpipipe.comm.mesh import Mesh
+from mpipipe.errors import ArgumentError, StorageError
+
+UNDER_WAY, ENDED, FAILED = range(3)  # a task of a rank
+
+
+class Saver:
+    """Saves checkpoints of one training while it goes on.
+
+    Between `save` and the next step of the optimizer nothing else may write to parameters. The optimizers of this
+    package, `checkpoint.load` and `weights.load` wait for that by themselves. Where nobody could tell (there is no
+    optimizer, or it or a stage has no list `before_write`), `save` returns only once everything has been read.
+
+    A context manager. Its end finishes the save in flight, which is collective. So it does after an error that all
+    ranks raise alike, such as a loss that is NaN. After any other error that save is given up, and what this rank has
+    written of it is removed.
+
+    Parameters
+    ----------
+    root, mesh, stages, optimizer, keep
+        As for `save`.
+
+    Attributes
+    ----------
+    waited : float
+        Seconds for which this rank has waited in all until arrays were read.
+
+    Raises
+    ------
+    ArgumentError
+        `keep` is not at least 1.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from mpipipe import Mesh, checkpoint, nn, optim
+    >>> from mpipipe.comm import inprocess
+    >>> folder = tempfile.mkdtemp()
+    >>> def train(comm):
+    ...     stage = nn.Stage([nn.Linear(4, 4)], seed=1, first=comm.rank)
+    ...     optimizer = optim.AdamW([stage], lr=0.01)
+    ...     with Mesh(comm, pipe=2) as mesh, checkpoint.Saver(folder, mesh, [stage], optimizer, keep=2) as saver:
+    ...         for step in range(1, 4):
+    ...             optimizer.step()
+    ...             saver.save(step)
+    >>> _ = inprocess.run(2, train)
+    >>> checkpoint.newest(folder).name
+    'step-00000003'
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        mesh: Mesh,
+        stages: Sequence[Storable],
+        optimizer: Optimizer | None = None,
+        *,
+        keep: int | None = None,
+    ) -> None:
+        folders.check_keep(keep)
+        self.root, self.mesh, self.keep = Path(root), mesh, keep
+        self.stages, self.optimizer = tuple(stages), optimizer
+        self.waited = 0.0
+        self._saving: Saving | None = None  # whose arrays are being written
+        self._sealing: Saving | None = None  # whose manifest is
+        writers = [*self.stages] if optimizer is None else [*self.stages, optimizer]
+        lists = [getattr(each, "before_write", None) for each in writers]  # a stage of your own may have none
+        self._announced = optimizer is not None and None not in lists
+        self._lists = [each for each in lists if each is not None]
+        for each in self._lists:
+            each.append(self.wait_until_read)
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a checkpoint is being written; the same on all ranks."""
+        return self._saving is not None or self._sealing is not None
+
+    def save(
+        self, step: int, state: Mapping[str, Any] | None = None, *, beforehand: Callable[[], object] | None = None
+    ) -> Path:
+        """Begin to save the training as it is now; collective over the mesh.
+
+        It waits for the files of an earlier save that is still in flight, and for the manifest of the one before that.
+
+        Parameters
+        ----------
+        step, state
+            As for `checkpoint.save`.
+        beforehand : callable, optional
+            Called on rank 0, in a thread, before the manifest is written: to force to the disk what must not be older
+            than the checkpoint.
+
+        Returns
+        -------
+        Path
+            The folder of the checkpoint. It is one only once `poll`, `finish` or `close` has said so.
+
+        Raises
+        ------
+        StorageError
+            On every rank: an earlier save in flight, or the folder for this one, cannot be written.
+        ArgumentError, MismatchError
+            As for `checkpoint.save`.
+        """
+        self._make_room(step)
+        group, rank = group_of(self.mesh.comm), self.mesh.rank
+        steps = None if self.optimizer is None else self.optimizer.steps
+        group.agree("checkpoint.save", (("step", step), ("steps of the optimizer", steps)))
+        folder = None
+        with group.together("checkpoint.save: what is to be saved"):
+            contents = contents_of(self.stages, self.optimizer)
+            plain = state_of(state)
+            if type(step) is not int or step < 0:
+                raise ArgumentError("step", found=repr(step), expected="an integer of at least 0")
+            if rank == 0:
+                folder = folders.folder_of(self.root.absolute(), step)
+                with storage.explained(folder):
+                    storage.begin(folder)
+        path: Path = group.broadcast("checkpoint.save: the folder", folder)
+        share = shares(contents, self.mesh.replicas.size)[self.mesh.replicas.rank]
+        self._saving = Saving(Place(path, rank, step, plain, steps), share, self.keep, beforehand)
+        if not self._announced:
+            self.wait_until_read()
+        return path
+
+    def poll(self) -> Path | None:
+        """Look how far all ranks are, without waiting for a disk; collective over the mesh, and cheap.
+
+        Returns
+        -------
+        Path or None
+            The checkpoint that is whole from now on; None where none is in flight, or it is not whole yet.
+
+        Raises
+        ------
+        StorageError
+            On every rank: one of them cannot write. This checkpoint is given up and its files are removed; older ones
+            stay as they are.
+        """
+        if not self.in_flight:
+            return None
+        group, whole = group_of(self.mesh.comm), None
+        sealing, saving = self._sealing, self._saving
+        try:
+            states = group.agree("checkpoint.poll", values=[_state(sealing), _state(saving)])
+            failed, ended = (states == FAILED).any(axis=0), (states == ENDED).all(axis=0)
+            if failed.any():
+                self._fail(sealing if failed[0] else None, saving if failed[1] else None)
+            if sealing is not None and ended[0]:
+                whole, self._sealing = sealing.place.folder, None
+                sealing.leave()
+            if saving is not None and ended[1] and self._sealing is None:
+                self._seal(saving)
+        except StorageError:
+            raise
+        except BaseException:
+            self._give_up()
+            raise
+        return whole
+
+    def _fail(self, sealing: Saving | None, saving: Saving | None) -> None:
+        """Raise on all ranks why these cannot be saved; what else is in flight goes on."""
+        problems = [each.task.problem for each in (sealing, saving) if each is not None]
+        if sealing is not None:
+            sealing.sealed, self._sealing = False, None  # rank 0 has written no manifest, and will not
+            sealing.give_up()
+        if saving is not None:
+            self._saving = None
+            saving.give_up()
+        problem = next((each for each in problems if each is not None), None)
+        group_of(self.mesh.comm).agree("checkpoint.poll: what went wrong", error=problem)
+
+    def _seal(self, saving: Saving) -> None:
+        """Let rank 0 write the manifest; all files have their names."""
+        saving.sealed = True  # from here on rank 0 may do that: no rank removes its file any more
+        self._saving, self._sealing = None, saving
+        parts = group_of(self.mesh.comm).gather("checkpoint.poll: what was written", saving.task.result)
+        saving.write_manifest({name: content for part in parts for name, content in part.items()})
+
+    def finish(self) -> Path | None:
+        """Wait until every checkpoint in flight is whole; collective over the mesh.
+
+        Returns
+        -------
+        Path or None
+            The newest of them; None where none was in flight.
+
+        Raises
+        ------
+        StorageError
+            As for `poll`.
+        """
+        whole = None
+        while self.in_flight:
+            whole = self._advance() or whole
+        return whole
+
+    def _make_room(self, step: int) -> None:
+        """Wait until all files in flight have their names; before a step that is no later one, until all is whole."""
+        while self._saving is not None:
+            self._advance()
+        if self._sealing is not None and not self._sealing.place.step < step:
+            self.finish()
+
+    def _advance(self) -> Path | None:
+        """Wait for the oldest task of this rank, and look how far the others are."""
+        oldest = self._sealing or self._saving
+        if oldest is not None:
+            wait_locally(oldest.task.wait, oldest)
+        return self.poll()
+
+    def wait_until_read(self) -> None:
+        """Return once this rank has read all arrays of the save in flight: from then on they may be written.
+
+        Optimizers of this package call this by themselves.
+        """
+        saving = self._saving
+        if saving is None or saving.read.is_set():
+            return
+        start = perf_counter()
+        wait_locally(saving.read.wait, saving)
+        self.waited += perf_counter() - start
+
+    def close(self) -> None:
+        """Finish the save in flight, and let go of stages and optimizer; collective, may be called twice.
+
+        Raises
+        ------
+        StorageError
+            As for `poll`.
+        """
+        try:
+            self.finish()
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        for each in self._lists:
+            each.remove(self.wait_until_read)
+        self._lists = []
+
+    def _give_up(self) -> None:
+        for saving in (self._sealing, self._saving):
+            if saving is not None:
+                saving.give_up()
+        self._sealing = self._saving = None
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self.close()
+            return
+        group = group_of(self.mesh.comm)
+        if group.agreed_on(error):  # all ranks come here
+            with suppress(StorageError):  # the one that is under way comes first
+                self.finish()
+        elif self.in_flight:  # others may wait for their disks, where they hear of nothing but failures
+            group.fail(error, f"{runtime.whoami()} failed while it saved: {type(error).__name__}: {error}")
+        self._give_up()
+        self._let_go()
+
+
+def _state(saving: Saving | None) -> int:
+    if saving is not None and not saving.task.ended:
+        return UNDER_WAY
+    return ENDED if saving is None or saving.task.problem is None else FAILED

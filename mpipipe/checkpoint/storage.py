@@ -1,0 +1,59 @@
+"""The folder of a checkpoint on the disk: made, cleaned up, and what its errors say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from mpipipe.checkpoint import folders
+from mpipipe.checkpoint.manifest import MANIFEST
+from mpipipe.errors import StorageError
+from mpipipe.files import PARTIAL, sync_folder
+
+
+def part_of(rank: int) -> str:
+    """Return the name of the file that a rank of the mesh writes."""
+    return f"part-{rank}.safetensors"
+
+
+def begin(folder: Path) -> None:
+    """Make the folder, without what an earlier save has left in it. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if folders.clear(folder):  # the old manifest must be gone before anything else in there changes
+        sync_folder(folder)
+
+
+def take_back(folder: Path, rank: int) -> None:
+    """Remove what one rank has written for a checkpoint without a manifest; the last rank removes the folder.
+
+    A thread may still be at work here: it cannot give its file a name that is gone.
+    """
+    for name in (part_of(rank) + PARTIAL, part_of(rank)):  # in this order: it may be renamed between the two
+        with suppress(OSError):
+            (folder / name).unlink()
+    with suppress(OSError):  # others have files in it
+        folder.rmdir()
+
+
+def drop_manifest(folder: Path) -> None:
+    """Remove a manifest, unfinished or not, so that its checkpoint is none."""
+    for name in (MANIFEST + PARTIAL, MANIFEST):
+        with suppress(OSError):
+            (folder / name).unlink()
+
+
+@contextmanager
+def explained(folder: Path) -> Iterator[None]:
+    """Turn an OSError into a StorageError with the remedy."""
+    try:
+        yield
+    except OSError as error:
+        other = folders.other_whole(folder)
+        raise StorageError(
+            f"the checkpoint cannot be written: {error}",
+            found=str(folder),
+            expected="a folder with room, on a file system that all ranks share",
+            remedy="make room, or choose another folder"
+            + ("" if other is None else f"; the newest whole checkpoint is {other}"),
+        ) from error

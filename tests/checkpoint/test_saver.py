@@ -1,0 +1,452 @@
+"""Checkpoints written behind a training: they hold the step at which `save` was called, to the bit, or are absent."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.saved_model import trained, values
+
+from mpipipe import Mesh, arrays, checkpoint, nn, optim
+from mpipipe.checkpoint import contents, manifest, tensors
+from mpipipe.comm.consensus import agreed_by
+from mpipipe.comm.group import group_of
+from mpipipe.errors import ArgumentError, MismatchError, NonFiniteError, PeerError, StorageError
+from mpipipe.train import weights
+
+PATIENCE = 60  # seconds: far more than anything here takes
+
+
+def momentum(stages, lr):
+    return optim.SGD(stages, lr, momentum=0.9)
+
+
+KINDS = {
+    "one stage a rank, tied": dict(pipe=0),
+    "two stages a rank, tied": dict(pipe=0, chunks=2),
+    "replicas": dict(pipe=1),
+    "replicas of two stages": dict(pipe=2, chunks=2),
+    "bfloat16": dict(pipe=0, dtype="bfloat16"),
+    "momentum": dict(pipe=1, kind=momentum),
+}
+
+
+def shape(comm, pipe=0, **keys):
+    """(extent of the mesh, keys of `trained`)"""
+    pipe = pipe or comm.size
+    if comm.size % pipe:
+        pytest.skip(f"needs a multiple of {pipe} ranks")
+    return pipe, keys
+
+
+def change(stages, optimizer, steps=1):
+    """Steps that change every array."""
+    for _ in range(steps):
+        for stage in stages:
+            host = np.random.default_rng(optimizer.steps).standard_normal(stage.gradients.flat.size)
+            wide = host.astype(stage.gradients.flat.dtype)
+            arrays.copy_into(stage.gradients.flat, arrays.upload(wide) if stage.device == "cuda" else wide)
+        optimizer.step()
+
+
+class Gate:
+    """Every piece that a thread is about to read, or each fsync, waits until the gate is open."""
+
+    def __init__(self):
+        self.opened, self.came = threading.Event(), threading.Event()
+
+    def wait(self):
+        if threading.current_thread() is not threading.main_thread():
+            self.came.set()
+            assert self.opened.wait(PATIENCE)
+
+    def open_soon(self):
+        threading.Timer(0.2, self.opened.set).start()
+
+
+@pytest.fixture
+def reading(monkeypatch):
+    """A gate before every piece that is read."""
+    gate, original = Gate(), tensors.crc32
+
+    def crc32(*arguments):
+        gate.wait()
+        return original(*arguments)
+
+    monkeypatch.setattr(tensors, "crc32", crc32)
+    yield gate
+    gate.opened.set()
+
+
+@pytest.fixture
+def forcing(monkeypatch):
+    """A gate before every fsync."""
+    gate, original = Gate(), os.fsync
+
+    def fsync(descriptor):
+        gate.wait()
+        original(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    yield gate
+    gate.opened.set()
+
+
+@pytest.fixture
+def slow_reads(monkeypatch):
+    """Reading takes far longer than a step."""
+    original = tensors.crc32
+
+    def crc32(*arguments):
+        time.sleep(2e-3)
+        return original(*arguments)
+
+    monkeypatch.setattr(tensors, "crc32", crc32)
+    monkeypatch.setattr(tensors, "PIECE_BYTES", 256)
+
+
+def check_bits(comm, root, kind, **more):
+    """Steps right behind each `save`, then a load of each checkpoint: it has the values of the moment of its save."""
+    pipe, keys = shape(comm, **{**KINDS[kind], **more})
+    right = {}
+    with Mesh(comm, pipe=pipe) as mesh:
+        stages, optimizer = trained(mesh, **keys)
+        with checkpoint.Saver(root, mesh, stages, optimizer) as saver:
+            for step in range(1, 4):
+                change(stages, optimizer)
+                now = contents.contents_of(stages, optimizer)
+                right[step] = {name: arrays.copy(array) for name, array in now.items()}  # the host waits for no GPU
+                assert saver.save(step, {"step": step}) == Path(root) / f"step-{step:08d}"
+                assert saver.in_flight
+                change(stages, optimizer, 2)
+        assert not saver.in_flight
+        for step, expected in right.items():
+            fresh, other = trained(mesh, **{**keys, "seed": 9})
+            found = checkpoint.load(Path(root) / f"step-{step:08d}", mesh, fresh, other)
+            assert (found.step, found.state, other.steps) == (step, {"step": step}, 3 * step - 2)
+            got = values(fresh, other)
+            for name, array in expected.items():
+                np.testing.assert_array_equal(got[name], arrays.download(array), name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_has_the_bits_of_the_moment_of_its_save_whenever_the_optimizer_comes(
+    comm, mpi_tmp_path, slow_reads, kind
+):
+    check_bits(comm, mpi_tmp_path, kind)
+
+
+@pytest.mark.parametrize("kind", ["one stage a rank, tied", "replicas of two stages", "bfloat16"])
+def test_from_a_gpu_too_whose_work_comes_late(gpu, comm, mpi_tmp_path, slow_reads, kind):
+    check_bits(comm, mpi_tmp_path, kind, device="cuda")
+
+
+def test_save_returns_before_anything_is_read_and_the_optimizer_waits_for_the_reading(comm, mpi_tmp_path, reading):
+    with Mesh(comm) as mesh:
+        stages, optimizer = trained(mesh)
+        with checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer) as saver:
+            saver.save(1)
+            assert saver.poll() is None and saver.waited == 0
+            assert not reading.opened.is_set()
+            reading.open_soon()
+            optimizer.step()
+            assert reading.opened.is_set() and saver.waited > 0
+
+
+def test_the_optimizer_does_not_wait_for_the_disk_and_poll_never_does(comm, mpi_tmp_path, forcing):
+    with Mesh(comm) as mesh:
+        stages, optimizer = trained(mesh)
+        with checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer) as saver:
+            path = saver.save(1)
+            for _ in range(3):
+                change(stages, optimizer)
+                assert saver.poll() is None
+            assert forcing.came.wait(PATIENCE) and not forcing.opened.is_set()
+            assert checkpoint.newest(mpi_tmp_path) is None and saver.in_flight
+            comm.Barrier()
+            forcing.opened.set()
+            assert saver.finish() == path == checkpoint.newest(mpi_tmp_path)
+
+
+class Plain:
+    """A stage and an optimizer of one's own, which nobody can tell of a save."""
+
+    def __init__(self, rank):
+        self.parameters = {f"own{rank}": np.zeros(100)}
+        self.steps = 0
+
+    def named_state(self):
+        return {}
+
+
+@pytest.mark.parametrize("own", ["no optimizer", "own optimizer", "own stage"])
+def test_where_nobody_could_tell_save_waits_until_all_is_read(comm, mpi_tmp_path, reading, own):
+    with Mesh(comm) as mesh:
+        stages, optimizer = trained(mesh)
+        if own == "own stage":
+            stages = [*stages, Plain(comm.rank)]
+        optimizer = {"no optimizer": None, "own optimizer": Plain(0), "own stage": optimizer}[own]
+        with checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer) as saver:
+            reading.open_soon()
+            saver.save(1)
+            assert reading.opened.is_set()
+
+
+@pytest.mark.parametrize("what", ["checkpoint", "parameters alone", "weights"])
+def test_a_load_into_what_is_being_saved_waits_until_it_is_read(comm, mpi_tmp_path, reading, what):
+    with Mesh(comm) as mesh:
+        stages, optimizer = trained(mesh)
+        reading.opened.set()
+        change(stages, optimizer)
+        checkpoint.save(mpi_tmp_path / "other", mesh, stages, optimizer, step=1)
+        if comm.rank == 0:
+            path = mpi_tmp_path / "weights" / "stage-0.safetensors"
+            path.parent.mkdir()
+            written = tensors.write(path, {name: a for stage in stages for name, a in stage.parameters.items()})
+            sums = {name: entry.checksum for name, entry in written.arrays.items()}
+            describe(path.parent, sums)
+        change(stages, optimizer)
+        right = values(stages, optimizer)
+        comm.Barrier()
+        reading.opened.clear()
+        with checkpoint.Saver(mpi_tmp_path / "run", mesh, stages, optimizer) as saver:
+            saver.save(2)
+            reading.open_soon()
+            if what == "weights":
+                weights.load(mpi_tmp_path / "weights", stages)
+            else:
+                checkpoint.load(mpi_tmp_path / "other", mesh, stages, optimizer if what == "checkpoint" else None)
+            assert reading.opened.is_set() and saver.waited > 0
+        fresh, other = trained(mesh, seed=9)
+        checkpoint.load(mpi_tmp_path / "run", mesh, fresh, other)
+        for name, array in values(fresh, other).items():
+            np.testing.assert_array_equal(array, right[name], name)
+
+
+def describe(folder, sums):
+    """A description of weights in one file."""
+    import json
+
+    from mpipipe.checkpoint.manifest import checksum_of
+
+    facts = {"model": {}, "dtype": "float32", "stages": 1, "checksums": sums}
+    (folder / weights.DESCRIPTION).write_text(json.dumps({**facts, "checksum": checksum_of(facts)}))
+
+
+def test_a_further_save_finishes_the_one_in_flight_first(comm, mpi_tmp_path, forcing):
+    with Mesh(comm) as mesh:
+        stages, optimizer = trained(mesh)
+        with checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer, keep=1) as saver:
+            first = saver.save(1)
+            forcing.open_soon()
+            second = saver.save(2)
+            assert forcing.opened.is_set() and checkpoint.newest(mpi_tmp_path) in (first, second)
+        assert os.listdir(mpi_tmp_path) == [second.name]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), MemoryError("none"), SystemExit(3)])
+def test_whatever_ends_a_thread_of_one_rank_is_raised_on_all_and_the_next_save_begins_anew(
+    comm, mpi_tmp_path, monkeypatch, error
+):
+    def write(file, start, count):
+        raise error
+
+    with Mesh(comm, pipe=comm.size) as mesh:
+        stages, optimizer = trained(mesh)
+        with checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer) as saver:
+            first = saver.save(1)
+            saver.finish()
+            with monkeypatch.context() as patch:
+                if comm.rank == comm.size - 1:
+                    patch.setattr(tensors.files, "begin_writing", write)
+                saver.save(2)
+                kind = StorageError if isinstance(error, OSError) else ArgumentError
+                with pytest.raises(kind, match=f"rank {comm.size - 1}: .*") as caught:
+                    while saver.in_flight:
+                        saver.poll()
+                        change(stages, optimizer)
+            assert caught.type is kind and str(error) in str(caught.value)
+            comm.Barrier()
+            assert os.listdir(mpi_tmp_path) == [first.name]
+            third = saver.save(3)
+            assert saver.finish() == third
+        assert sorted(os.listdir(mpi_tmp_path)) == [first.name, third.name]
+
+
+def test_a_thread_that_cannot_be_started_is_an_error_on_all_ranks(comm, mpi_tmp_path, monkeypatch):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    with Mesh(comm) as mesh:
+        stages, optimizer = trained(mesh)
+        saver = checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer)
+        with monkeypatch.context() as patch:
+            if comm.rank == 0:
+                patch.setattr(threading.Thread, "start", start)
+            saver.save(1)
+            optimizer.step()
+            with pytest.raises(ArgumentError, match="can't start new thread"):
+                saver.finish()
+        saver.close()
+        comm.Barrier()
+        assert os.listdir(mpi_tmp_path) == []
+
+
+@pytest.mark.parametrize("stuck", ["reading", "forcing"])
+def test_an_error_of_the_training_leaves_nothing_of_the_save_in_flight(comm, mpi_tmp_path, request, stuck):
+    """Also where the thread hangs: its file is gone, and cannot get its name later."""
+    gate = request.getfixturevalue(stuck)
+    with Mesh(comm, pipe=comm.size) as mesh:
+        stages, optimizer = trained(mesh)
+        gate.opened.set()
+        first = checkpoint.save(mpi_tmp_path, mesh, stages, optimizer, step=1)
+        comm.Barrier()
+        gate.opened.clear()
+        gate.came.clear()
+        with pytest.raises(ZeroDivisionError):
+            with checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer) as saver:
+                saver.save(2)
+                assert gate.came.wait(PATIENCE)
+                raise ZeroDivisionError
+        comm.Barrier()
+        assert os.listdir(mpi_tmp_path) == [first.name] and not saver.in_flight
+        gate.opened.set()
+        for thread in threading.enumerate():
+            if thread.name == "mpipipe checkpoint":
+                thread.join(PATIENCE)
+        assert os.listdir(mpi_tmp_path) == [first.name]
+        assert stages[0].before_write == optimizer.before_write == []
+        comm.Barrier()
+
+
+def test_an_error_that_all_ranks_raise_leaves_the_checkpoint_whole(comm, mpi_tmp_path, forcing):
+    with Mesh(comm) as mesh:
+        stages, optimizer = trained(mesh)
+        with pytest.raises(NonFiniteError):
+            with checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer) as saver:
+                path = saver.save(1)
+                forcing.open_soon()
+                raise agreed_by(NonFiniteError("the loss is NaN"), group_of(mesh.comm))
+        comm.Barrier()
+        assert checkpoint.newest(mpi_tmp_path) == path
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_rank_that_waits_for_its_disk_hears_of_the_failure_of_another(comm, mpi_tmp_path, reading):
+    with Mesh(comm) as mesh:
+        stages, optimizer = trained(mesh)
+        saver = checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer)
+        saver.save(1)
+        assert reading.came.wait(PATIENCE)
+        comm.Barrier()
+        if comm.rank == 1:
+            error = ZeroDivisionError("of rank 1")
+            group_of(comm).fail(error, "rank 1 divided by zero")
+            saver.__exit__(type(error), error, None)
+        else:
+            with pytest.raises(PeerError, match="rank 1 divided by zero") as caught:
+                with saver:
+                    optimizer.step()
+            assert caught.value.reported_elsewhere
+    assert not any(name.endswith("json") for _, _, names in os.walk(mpi_tmp_path) for name in names)
+
+
+def test_a_manifest_that_cannot_be_written_takes_the_arrays_along(comm, mpi_tmp_path, monkeypatch):
+    def write(checkpoint):
+        raise OSError(30, "Read-only file system")
+
+    with Mesh(comm, pipe=comm.size) as mesh:
+        stages, optimizer = trained(mesh)
+        with checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer) as saver:
+            saver.save(1)
+            with monkeypatch.context() as patch:
+                patch.setattr("mpipipe.checkpoint.manifest.write", write)
+                with pytest.raises(StorageError, match=r"rank 0: .*Read-only file system"):
+                    saver.finish()
+            comm.Barrier()
+            assert os.listdir(mpi_tmp_path) == []
+
+
+def test_a_save_that_fails_leaves_the_one_before_alone_whose_manifest_is_on_its_way(comm, mpi_tmp_path, monkeypatch):
+    gate, original = Gate(), manifest.write
+
+    def write(*arguments):
+        gate.wait()
+        original(*arguments)
+
+    def fail(*arguments):
+        raise OSError(122, "Disk quota exceeded")
+
+    monkeypatch.setattr(manifest, "write", write)
+    with Mesh(comm, pipe=comm.size) as mesh:
+        stages, optimizer = trained(mesh)
+        with checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer) as saver:
+            first = saver.save(1)
+            with monkeypatch.context() as patch:
+                if comm.rank == comm.size - 1:
+                    patch.setattr(
+                        tensors.files,
+                        "begin_writing",
+                        lambda file, *rest: fail() if first.name not in file.name else None,
+                    )
+                saver.save(2)  # the manifest of the first is on its way from here on
+                with pytest.raises(StorageError, match="Disk quota exceeded"):
+                    while saver.in_flight:
+                        saver.poll()
+            assert saver.in_flight and checkpoint.newest(mpi_tmp_path) is None
+            comm.Barrier()
+            gate.opened.set()
+            assert saver.finish() == first
+        assert os.listdir(mpi_tmp_path) == [first.name]
+
+
+def test_what_must_not_be_older_than_the_checkpoint_is_forced_to_the_disk_before_its_manifest(comm, mpi_tmp_path):
+    seen = []
+    with Mesh(comm) as mesh:
+        stages, optimizer = trained(mesh)
+        with checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer) as saver:
+            saver.save(1, beforehand=lambda: seen.append(checkpoint.newest(mpi_tmp_path)))
+    assert seen == ([None] if comm.rank == 0 else [])
+
+
+def test_ranks_that_save_other_steps_are_told(comm, mpi_tmp_path):
+    with Mesh(comm) as mesh:
+        stages, optimizer = trained(mesh)
+        with checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer) as saver:
+            if comm.size > 1:
+                with pytest.raises(MismatchError, match="step"):
+                    saver.save(comm.rank)
+            with pytest.raises(ArgumentError, match="not plain"):
+                saver.save(1, {"a": np.zeros(2)})
+            assert not saver.in_flight
+    with pytest.raises(ArgumentError, match="keep"):
+        checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer, keep=0)
+
+
+def test_old_checkpoints_that_cannot_be_removed_are_no_reason_to_fail(comm, mpi_tmp_path, monkeypatch, caplog):
+    def prune(root, keep):
+        raise ArgumentError("an old checkpoint cannot be removed: Permission denied")
+
+    with Mesh(comm) as mesh:
+        stages, optimizer = trained(mesh)
+        monkeypatch.setattr("mpipipe.checkpoint.folders.prune", prune)
+        checkpoint.save(mpi_tmp_path, mesh, stages, optimizer, step=1, keep=1)
+        assert ("cannot be removed: Permission denied" in caplog.text) == (comm.rank == 0)
+        assert checkpoint.newest(mpi_tmp_path).name == "step-00000001"
+
+
+def test_a_stage_of_half_precision_goes_on_while_its_parameters_are_saved(comm, mpi_tmp_path, reading):
+    """Layers compute with a copy; only the optimizer has to wait."""
+    with Mesh(comm) as mesh:
+        stage = nn.Stage([nn.Linear(8, 8)], dtype="bfloat16")
+        optimizer = optim.AdamW([stage], 0.1)
+        with checkpoint.Saver(mpi_tmp_path, mesh, [stage], optimizer) as saver:
+            saver.save(1)
+            stage.refresh()
+            y, _ = stage.forward(np.ones((2, 8), arrays.dtype("bfloat16")))
+            assert not reading.opened.is_set() and y.shape == (2, 8)
+            reading.open_soon()

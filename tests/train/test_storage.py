@@ -1,0 +1,163 @@
+"""Storage that fails under a training, for real where the rights allow: the training ends or goes on as configured."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from contextlib import suppress
+
+import pytest
+
+from mpipipe import checkpoint
+
+TRAINING = """
+import errno, os, subprocess, sys, time
+from pathlib import Path
+from mpipipe import files
+from mpipipe.comm import runtime
+from mpipipe.comm.abort import run_or_abort
+from mpipipe.models import GPT
+from mpipipe.train import TrainConfig, train
+from mpipipe.train.trainer import Trainer
+
+text, out, trouble, policy = sys.argv[1:]
+comm, place = runtime.world(), Path(out, "checkpoints")
+filler, original, begin_writing = place / "filler", Trainer.step, files.begin_writing
+
+def step(self, number):
+    if number in (3, 6):
+        self.checkpoints.finish()  # so that the disk may be mounted again
+    if comm.rank == 0 and number == 3:
+        begin()
+    if comm.rank == 0 and number == 6:
+        end()
+    comm.Barrier()
+    return original(self, number)
+
+def begin():
+    if trouble == "full":
+        with open(filler, "wb", buffering=0) as file:
+            try:
+                while True:
+                    file.write(bytes(4096))
+            except OSError as error:
+                assert error.errno == errno.ENOSPC
+    elif trouble == "read-only":
+        subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
+    elif trouble == "vanishes":
+        place.rename(place.with_name("gone"))
+        place.write_text("a file has taken its place")
+    elif trouble == "slow":
+        def slowly(*arguments):
+            time.sleep(0.2)
+            begin_writing(*arguments)
+        files.begin_writing = slowly
+
+def end():
+    if trouble == "full":
+        filler.unlink()
+    elif trouble == "read-only":
+        subprocess.run(["mount", "-o", "remount,rw", str(place)], check=True)
+    elif trouble == "vanishes":
+        place.unlink()
+
+Trainer.step = step
+config = TrainConfig(data=[text], out=out, dim=16, layers=2, heads=2, hidden=32, seq_len=16, batch=8, microbatches=2,
+                     steps=8, log_every=1, eval_batches=1, sample_bytes=4, device="cpu", save_every=1, keep=2,
+                     resume="auto", on_storage_error=policy)
+sys.exit(run_or_abort(lambda: train(config, GPT)))
+"""
+WORDS = {"full": "No space left on device", "read-only": "Read-only file system", "vanishes": "cannot be written"}
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """disk(folder): mount a small disk of its own there; skips without the right to."""
+    mounted = []
+
+    def mount(folder):
+        folder.mkdir(parents=True)
+        command = ["mount", "-t", "tmpfs", "-o", "size=1M", "tmpfs", str(folder)]
+        with suppress(FileNotFoundError):
+            if subprocess.run(command, capture_output=True).returncode == 0:
+                mounted.append(folder)
+        if not mounted:
+            pytest.skip("no right to mount a disk")
+
+    yield mount
+    for folder in mounted:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.fixture
+def train(launch, tmp_path, disk):
+    """train(name, trouble, policy): a job of two ranks; returns (job, output folder)."""
+    script, text = tmp_path / "script.py", tmp_path / "text.txt"
+    script.write_text(TRAINING)
+    text.write_text("one two three four\n" * 200)
+
+    def start(name, trouble="none", policy="end"):
+        out = tmp_path / name
+        if trouble in ("full", "read-only") and not out.exists():
+            disk(out / "checkpoints")
+        return launch(2, [str(script), str(text), str(out), trouble, policy]), out
+
+    return start
+
+
+def losses(out):
+    return [json.loads(line).get("loss") for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def arrays_of(out):
+    return {path.name: path.read_bytes() for path in sorted(checkpoint.newest(out).glob("part-*"))}
+
+
+def same(out, whole):
+    assert losses(out) == losses(whole) and len(losses(out)) == 9
+    assert checkpoint.newest(out).name == "step-00000008"
+    assert arrays_of(out) == arrays_of(whole)
+
+
+@pytest.mark.parametrize("trouble", ["full", "read-only", "vanishes"])
+def test_storage_that_fails_ends_the_training_and_the_last_checkpoint_is_gone_on_with(train, trouble):
+    _, whole = train("whole")
+    job, out = train("run", trouble)
+    assert job.returncode == 2, job.stderr
+    assert job.stderr.count("mpipipe: job ended by rank") == 1
+    assert "the checkpoint cannot be written" in job.stderr and WORDS[trouble] in job.stderr
+    if trouble == "vanishes":
+        (out / "checkpoints").unlink()
+        (out / "gone").rename(out / "checkpoints")
+    assert checkpoint.newest(out).name == "step-00000003"
+    if trouble == "full":
+        (out / "checkpoints" / "filler").unlink()
+    if trouble == "read-only":
+        subprocess.run(["mount", "-o", "remount,rw", str(out / "checkpoints")], check=True)
+    assert {path.name for path in (out / "checkpoints").rglob("*.partial")} == set()
+    job, _ = train("run")
+    assert job.returncode == 0, job.stderr
+    same(out, whole)
+
+
+@pytest.mark.parametrize("trouble", ["full", "read-only", "vanishes"])
+def test_storage_that_fails_for_a_while_is_told_of_and_the_training_goes_on(train, trouble):
+    _, whole = train("whole")
+    job, out = train("run", trouble, "continue")
+    assert job.returncode == 0, job.stderr
+    lines = job.stderr.splitlines()
+    assert len(lines) == 3, job.stderr  # one for each save that failed
+    for line in lines:
+        assert re.match(
+            r"mpipipe: step \d: the checkpoint cannot be written: .*; the training goes on, and tries", line
+        )
+    assert WORDS[trouble] in lines[0]
+    same(out, whole)
+
+
+def test_a_slow_disk_changes_nothing_but_the_time(train):
+    _, whole = train("whole")
+    job, out = train("run", "slow")
+    assert job.returncode == 0 and job.stderr == ""
+    same(out, whole)
