@@ -11,6 +11,7 @@ the manifest comes last.
 from mpipipe.checkpoint.folders import newest, prune
 from mpipipe.checkpoint.loading import load, read
 from mpipipe.checkpoint.manifest import Checkpoint
+from mpipipe.checkpoint.replicas import check_replicas
 from mpipipe.checkpoint.saving import save
 
-__all__ = ["Checkpoint", "load", "newest", "prune", "read", "save"]
+__all__ = ["Checkpoint", "check_replicas", "load", "newest", "prune", "read", "save"]

@@ -42,6 +42,11 @@ class Progress:
         self.scaler = _scaler(config)
         self.step, self.record = 0, Record(0)
 
+    def check_weights(self, every: int) -> None:
+        """Compare the replicas after each `every` steps, 0 for never; collective. Raises ReplicaError on every rank."""
+        if every and self.step % every == 0:
+            checkpoint.check_replicas(self.mesh, self.pipeline.stages, self.optimizer)
+
     def save(self, root: Path, facts: Mapping[str, Any], keep: int) -> None:
         """Save a checkpoint in `root` and remove old ones; collective. Raises ArgumentError on every rank.
 
