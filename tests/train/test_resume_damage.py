@@ -86,7 +86,7 @@ def test_a_state_of_nonsense_is_refused_or_harmless(run, damage):
 
 
 @harness.only_at_length
-@settings(max_examples=150)
+@settings(max_examples=300)
 @given(damage=damages() | damages(within=("state",)))
 def test_300_damaged_checkpoints_are_refused_or_harmless(allow_seconds, run, damage):
     allow_seconds(600)

@@ -114,7 +114,7 @@ nn.Stage.forward = narrow
     ),
     saving(
         "a parameter of one replica",
-        "keys.update(pipe=1, check_weights=1)\n"
+        "keys.update(pipe=1, microbatches=2, check_weights=1)\n"
         + on(
             "last",
             """
