@@ -26,7 +26,7 @@ PAUSES = (0.3, 3.0)  # seconds between two stops
 STOPS = (0.02, 1.5)  # seconds of a stop
 WATCHDOG = 10  # seconds: none of this may count as a hang
 EXACT = ("descriptors", "threads", "python threads", "communicators", "requests")
-MAY_GROW = {"memory": 4 << 20, "objects": 200}  # from the first to the last third: far less than a leak in each round
+MAY_GROW = {"memory": 8 << 20, "objects": 1000}  # from the first to the last third: far less than a leak in each round
 Samples = Sequence[Mapping[str, float]]
 
 

@@ -15,6 +15,8 @@ VALUES = st.one_of(
     st.sampled_from(["", "F32", "BF16", "X9", "00000000", "../../etc/passwd", "/etc/passwd", "part-0.safetensors"]),
     st.lists(st.integers(-1, 2**70), max_size=3), st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
 )  # fmt: skip
+KINDS = ("flip", "cut", "grow", "remove", "swap", "text", "value", "value", "value", "name")
+SEALED = ("value", "name")  # with a checksum that belongs to what is said: a newer, a foreign or a hostile manifest
 NAMES = st.sampled_from(
     ["../part-0.safetensors", "/etc/passwd", "part-0.safetensors/../../x", "", ".", "part-0.bin", "part-\n.safetensors"]
 )
@@ -34,9 +36,9 @@ def places(value, path=()):
 
 
 @st.composite
-def damages(draw, within=()):
+def damages(draw, within=(), kinds=KINDS):
     """(what is done, a function that does it to a folder); values are changed in this part of the manifest alone."""
-    kind = draw(st.sampled_from(["flip", "cut", "grow", "remove", "swap", "text", "value", "value", "value", "name"]))
+    kind = draw(st.sampled_from(kinds))
     name, share = draw(st.sampled_from(FILES)), draw(st.integers(0, 9999)) / 10_000
 
     def on_bytes(change):
