@@ -112,6 +112,10 @@ class NonFiniteError(MpipipeError, FloatingPointError):
     """A loss or a gradient is NaN or infinite."""
 
 
+class ReplicaError(MpipipeError, RuntimeError):
+    """Ranks that must hold the same parameters or optimizer state have different values in them."""
+
+
 class PeerError(MpipipeError, RuntimeError):
     """Another rank failed or left; its own report says why.
 

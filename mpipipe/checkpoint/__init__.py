@@ -11,7 +11,8 @@ the manifest comes last.
 from mpipipe.checkpoint.folders import newest, prune
 from mpipipe.checkpoint.loading import load, read
 from mpipipe.checkpoint.manifest import Checkpoint
+from mpipipe.checkpoint.replicas import check_replicas
 from mpipipe.checkpoint.saver import Saver
 from mpipipe.checkpoint.saving import save
 
-__all__ = ["Checkpoint", "Saver", "load", "newest", "prune", "read", "save"]
+__all__ = ["Checkpoint", "Saver", "check_replicas", "load", "newest", "prune", "read", "save"]

@@ -52,11 +52,13 @@ class Notes:
         note[: 8 * HEAD].view(np.int64)[:] = kind, self.comm.rank, call
         data = np.frombuffer(text.encode("utf-8", "backslashreplace")[: NOTE_BYTES - 8 * HEAD], np.uint8)
         note[8 * HEAD :][: data.size] = data
-        self.sending = [request for request in self.sending if not request.Test()]
+        self.all_sent()
         self.sending.append(own(self.comm.Isend(note, peer, 0)))
 
     def read(self) -> list[Note]:
         """All notes that have arrived; never waits."""
+        if self.sending:
+            self.all_sent()  # drops those that have left
         arrived = []
         while self.receiving is not None or self.comm.Iprobe():
             if self.receiving is None:

@@ -116,6 +116,9 @@ class TrainConfig:
     )
     seed: int = option(0, "seed of parameters, batches, dropout and sample", least=0, below=2**63)
 
+    check_weights: int = option(
+        0, "steps between two comparisons of parameters and optimizer state over replicas; 0: none", least=0
+    )
     watchdog: float | None = option(
         None, "seconds without progress until a hang is reported; 0: never; default: MPIPIPE_WATCHDOG or 600", least=0
     )

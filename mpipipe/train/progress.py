@@ -40,6 +40,11 @@ class Progress:
         self.scaler = _scaler(config)
         self.step, self.record = 0, Record(0)
 
+    def check_weights(self, every: int) -> None:
+        """Compare the replicas after each `every` steps, 0 for never; collective. Raises ReplicaError on every rank."""
+        if every and self.step % every == 0:
+            checkpoint.check_replicas(self.mesh, self.pipeline.stages, self.optimizer)
+
     def state(self, facts: Mapping[str, Any]) -> dict[str, Any]:
         """Return what a checkpoint remembers besides the arrays, as plain values.
 

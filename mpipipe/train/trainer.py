@@ -67,8 +67,8 @@ def train(config: TrainConfig, architecture: Architecture, comm: Communicator | 
         On every rank, where the device is missing.
     StorageError
         On every rank, where a checkpoint cannot be written.
-    NonFiniteError
-        Where the loss is NaN or infinite. So is it where a gradient is, and no smaller loss scale can help.
+    NonFiniteError, ReplicaError
+        Where the loss is NaN or infinite, or a gradient is and no smaller loss scale can help. Where replicas differ.
 
     Examples
     --------
@@ -177,6 +177,7 @@ class Trainer:
         for step in range(progress.step, config.steps):
             loss, lr, norm = self.step(step)
             progress.step = done = step + 1
+            progress.check_weights(config.check_weights)
             validated = done % config.eval_every == 0 or done == config.steps
             if validated or done == 1 or done % config.log_every == 0:
                 validation = self.validate() if validated else None

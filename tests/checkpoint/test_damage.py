@@ -4,29 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
 import pytest
 from hypothesis import event, given, settings
-from hypothesis import strategies as st
 from support import harness
+from support.damage import FILES, SEALED, damages, sealed
 
 from mpipipe import Mesh, checkpoint, nn, optim
-from mpipipe.checkpoint import contents, folders, manifest
+from mpipipe.checkpoint import contents, folders
 from mpipipe.comm import inprocess
 from mpipipe.errors import ArgumentError
-
-FILES = ("manifest.json", "part-0.safetensors", "part-1.safetensors")
-# what a wrong or hostile manifest may hold anywhere
-VALUES = st.one_of(
-    st.none(), st.booleans(), st.integers(-3, 3), st.sampled_from([2**31, 2**62, 2**80, -(2**70)]), st.floats(),
-    st.sampled_from(["", "F32", "BF16", "X9", "00000000", "../../etc/passwd", "/etc/passwd", "part-0.safetensors"]),
-    st.lists(st.integers(-1, 2**70), max_size=3), st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
-)  # fmt: skip
-NAMES = st.sampled_from(
-    ["../part-0.safetensors", "/etc/passwd", "part-0.safetensors/../../x", "", ".", "part-0.bin", "part-\n.safetensors"]
-)
 
 
 def training(comm):
@@ -70,77 +60,14 @@ def load(path):
 
 @cache
 def right(root):
-    return load(root / "step-00000002")[1]
+    """(facts, arrays) of the checkpoint that is damaged."""
+    found, held = load(root / "step-00000002")
+    return facts_of(found), held
 
 
-def sealed(facts):
-    """The text of a manifest with the checksum that belongs to it, as somebody would write who knows the format."""
-    facts = {key: value for key, value in facts.items() if key != "checksum"}
-    return json.dumps({**facts, "checksum": manifest.checksum_of(facts)})
-
-
-def places(value, path=()):
-    """The path to everything in a tree of JSON."""
-    yield path
-    for key, part in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
-        yield from places(part, (*path, key))
-
-
-@st.composite
-def damages(draw):
-    """(what is done, a function that does it to a folder)"""
-    kind = draw(st.sampled_from(["flip", "cut", "grow", "remove", "swap", "text", "value", "value", "value", "name"]))
-    name, share = draw(st.sampled_from(FILES)), draw(st.integers(0, 9999)) / 10_000
-
-    def on_bytes(change):
-        def damage(folder):
-            (folder / name).write_bytes(change((folder / name).read_bytes()))
-
-        return damage
-
-    if kind == "flip":
-        bit = draw(st.integers(0, 7))
-
-        def flip(content):
-            place = int(share * len(content))
-            return content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1 :]
-
-        return kind, on_bytes(flip)
-    if kind == "cut":
-        return kind, on_bytes(lambda content: content[: int(share * len(content))])
-    if kind == "grow":
-        return kind, on_bytes(lambda content: content + b"\0" * (1 + int(share * 100)))
-    if kind == "text":
-        text = draw(
-            st.sampled_from([b"", b"[]", b"null", b"{}", b"[" * 100_000, b"\xff", b'{"format": "1"}', b"1" * 5000])
-        )
-        return kind, lambda folder: (folder / "manifest.json").write_bytes(text)
-    if kind == "remove":
-        return kind, lambda folder: (folder / name).unlink()
-    if kind == "swap":
-
-        def swap(folder):
-            one, other = folder / FILES[1], folder / FILES[2]
-            one.rename(folder / "x"), other.rename(one), (folder / "x").rename(other)
-
-        return kind, swap
-    value, new_name = draw(VALUES), draw(NAMES)
-
-    def edit(folder):
-        facts = json.loads((folder / "manifest.json").read_text())
-        del facts["checksum"]
-        *path, last = [place for place in places(facts) if place][int(share * (len(list(places(facts))) - 1))]
-        part = facts
-        for key in path:
-            part = part[key]
-        if kind == "name":
-            file = facts["files"].pop(FILES[1])
-            facts["files"][new_name] = file
-        else:
-            part[last] = value
-        (folder / "manifest.json").write_text(sealed(facts))
-
-    return f"{kind} {value!r} {new_name!r}", edit
+def facts_of(found):
+    """All that a checkpoint says of itself, but where it is."""
+    return replace(found, path=None)
 
 
 def check_refused_or_right(whole, folder, damage):
@@ -148,9 +75,10 @@ def check_refused_or_right(whole, folder, damage):
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(whole, folder)
     path = folder / "step-00000002"
-    damage(path)
+    kind, act = damage
+    act(path)
     try:
-        _, found = load(path)
+        found, held = load(path)
     except ArgumentError as error:
         event("refused")
         assert str(folder) in str(error.found) and error.remedy
@@ -158,21 +86,26 @@ def check_refused_or_right(whole, folder, damage):
             assert "step-0000000" in error.remedy and "step-00000001" in error.remedy, error
     else:
         event("taken")
-        for name, array in right(whole).items():
-            np.testing.assert_array_equal(found[name], array, name)
+        check_right(whole, held)
+        assert kind.startswith(SEALED) or facts_of(found) == right(whole)[0]
+
+
+def check_right(whole, held):
+    for name, array in right(whole)[1].items():
+        np.testing.assert_array_equal(held[name], array, name)
 
 
 @settings(max_examples=60)
 @given(damage=damages())
 def test_what_is_damaged_is_refused_and_what_is_taken_is_right(whole, tmp_path, damage):
-    check_refused_or_right(whole, tmp_path / "copy", damage[1])
+    check_refused_or_right(whole, tmp_path / "copy", damage)
 
 
 @harness.only_at_length
 @settings(max_examples=500)
 @given(damage=damages())
 def test_what_is_damaged_is_refused_and_what_is_taken_is_right_more_often(whole, tmp_path, damage):
-    check_refused_or_right(whole, tmp_path / "copy", damage[1])
+    check_refused_or_right(whole, tmp_path / "copy", damage)
 
 
 def flipped(place):
@@ -208,12 +141,12 @@ def test_no_bit_of_a_checkpoint_can_be_flipped_unseen(whole, tmp_path):
         for place in range(path.name.count("a") % 23, len(content), 23):
             path.write_bytes(flipped(place)(content))
             try:
-                _, found = load(path.parent)
+                found, held = load(path.parent)
             except ArgumentError:
                 continue
             assert path.name == "manifest.json", place  # white space there means nothing
-            for name, array in right(whole).items():
-                np.testing.assert_array_equal(found[name], array, name)
+            check_right(whole, held)
+            assert facts_of(found) == right(whole)[0], place
         path.write_bytes(content)
 
 

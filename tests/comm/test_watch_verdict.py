@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -88,7 +92,8 @@ def test_what_neighbours_saw_of_a_silent_rank_is_told():
     assert verdict(dump(0, for_rank(2), neighbours={2: Seen("it is asleep", "")}), silent=[silent]).culprits[
         0
     ].text == (text + "it is asleep")
-    assert verdict(dump(0, for_rank(2)), silent=[silent]).culprits[0].text.startswith(text + "nothing is known")
+    (found,) = verdict(dump(0, for_rank(2)), silent=[silent]).culprits
+    assert found.text == text + ("nothing is known of its process: a slow node, a lost one, or one without a watchdog")
 
 
 def test_a_report_of_many_ranks_is_short():
@@ -100,6 +105,51 @@ def test_a_report_of_many_ranks_is_short():
 def test_a_process_that_has_ended_is_told_from_one_that_runs():
     assert state_of(2**22 + 1) == "its process has ended"
     assert state_of(1) != "its process has ended"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_process_that_is_stopped_is_told_from_one_that_has_died():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+
+    def comes_to(text):
+        stop = time.monotonic() + 20
+        while text not in state_of(child.pid) and time.monotonic() < stop:
+            time.sleep(0.01)
+        return text in state_of(child.pid)
+
+    try:
+        child.send_signal(signal.SIGSTOP)
+        assert comes_to("it is stopped by a signal (SIGSTOP)")
+        child.send_signal(signal.SIGCONT)
+        assert comes_to("it sleeps in a call")
+        child.kill()
+        assert comes_to("its process has ended")  # a zombie, whose parent has not looked
+    finally:
+        child.kill()
+        child.wait()
+    assert state_of(child.pid) == "its process has ended"
+
+
+@pytest.mark.parametrize(
+    ("status", "text"),
+    [
+        ("State:\tD (disk sleep)\nVmRSS:\t9000 kB", "it waits for a disk or a file system"),
+        (
+            "State:\tR (running)\nVmRSS:\t4000 kB\nVmSwap:\t204800 kB",
+            "it runs, but a call keeps its interpreter busy; 200 MiB of its memory are swapped out",
+        ),
+        (
+            "State:\tS (sleeping)\nVmRSS:\t990000 kB\nVmSwap:\t10000 kB",
+            "it sleeps in a call that keeps its interpreter busy",
+        ),
+    ],
+)
+def test_a_process_that_swaps_or_waits_for_a_disk_is_named_as_that(monkeypatch, status, text):
+    monkeypatch.setattr(Path, "read_text", lambda path: status if path == Path("/proc/77/status") else 1 / 0)
+    assert state_of(77) == text
+    silent = Silent(2, Place("node", 77, True, -1), 6.0)
+    (found,) = verdict(dump(0, for_rank(2), neighbours={2: Seen(state_of(77), "")}), silent=[silent]).culprits
+    assert found.text.endswith(f"it has not answered for 6 s; {text}") and "ended" not in found.text
 
 
 def test_the_recorder_keeps_the_last_operations_and_how_far_they_came():

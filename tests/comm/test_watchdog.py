@@ -195,6 +195,28 @@ print("finished", flush=True)
     )
 
 
+def test_a_rank_that_computes_in_a_ring_alone_is_told_from_those_that_wait_for_it(play):
+    """A ring without a pipeline, and without the runner."""
+    body = """
+from mpipipe.attention.kernels import host
+ring()
+head = host._forward_head
+def slow(*arguments):
+    if rank == 1:
+        time.sleep(1000)
+    return head(*arguments)
+host._forward_head = slow
+ring()
+print("finished", flush=True)
+"""
+    report = report_of(play(body, ranks=3, run=False))
+    assert re.search(
+        r"\n  rank 1 on \S+ has been computing for \d+ s: exchange \d+ of a ring, at \S+job.py:\d+ in slow\n", report
+    ), report
+    assert re.search(r"\n  rank 2 waits for message \d+ of the ring from rank 1 ", report), report
+    assert report.count("computing") == 1, report
+
+
 def test_ranks_with_a_communicator_of_their_own_watch_over_each_other(play):
     """Rank 0 is in no group, and so nobody waits for it."""
     body = """

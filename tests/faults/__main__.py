@@ -12,7 +12,7 @@ from pathlib import Path
 from faults.cases import all_cases, quick_cases
 from faults.fault import Case
 from faults.play import PASSED
-from faults.summary import last_line, play_all, table
+from faults.summary import last_line, play_all, rows, table
 
 
 def main() -> int:
@@ -27,6 +27,8 @@ def main() -> int:
         for name, verdict in results:
             if verdict.status != PASSED:
                 print(f"\n=== {name} {verdict}\n{verdict.output}")
+    if options.rows:
+        print(f"\n{rows(results)}")
     print(f"\n{table(results)}\n{last_line(results, len(jobs), start)}")
     return 0 if jobs and len(results) == len(jobs) and all(verdict.status == PASSED for _, verdict in results) else 1
 
@@ -41,6 +43,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--at-once", type=int, default=1, metavar="N", help="jobs at the same time")
     parser.add_argument("--limit", type=float, metavar="SECONDS", help="a job that takes longer counts as hung")
     parser.add_argument("--list", action="store_true", help="print the cases and run none")
+    parser.add_argument("--rows", action="store_true", help="print a row for each case, too")
     parser.add_argument("--verbose", action="store_true", help="print what failed jobs have printed")
     options = parser.parse_args()
     options.python = options.python or [("mpi", sys.executable)]

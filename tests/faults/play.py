@@ -20,17 +20,28 @@ PAUSE = 0.02  # seconds between two looks at a job
 LOOK_FOR_MEMORY = 0.2  # seconds between two looks at the shared memory of its processes
 OUTLIVES = 3.0  # seconds after its launcher in which the processes of a job must be gone
 SHARED_MEMORY = "/dev/shm/"
+OUTLIVE = "processes outlive the job"
+LACKS = " lacks "
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of one case: `status` is PASSED, HUNG, SILENT (nothing said what went wrong) or WRONG."""
+    """What came of one case.
+
+    Attributes
+    ----------
+    status : PASSED, HUNG, SILENT (nothing said what went wrong) or WRONG
+    problems : what differs from the table
+    output : what the job has printed
+    code : its exit code; None where it hung
+    """
 
     case: Case
     status: str
     problems: tuple[str, ...]
     seconds: float
     output: str
+    code: int | None = None
 
     def __str__(self) -> str:
         return f"{self.case} {self.status} after {self.seconds:.1f} s: {'; '.join(self.problems)}"
@@ -99,7 +110,7 @@ def _play_once(case: Case, python: str, limit: float | None) -> Verdict:
     output = f"{' '.join(job.command)}\nexit code {job.returncode}\n--- stdout\n{job.stdout}\n--- stderr\n{job.stderr}"
     if hung:
         return Verdict(case, HUNG, (f"still running, {_said(job)}",), seconds, output)
-    return Verdict(case, _status(problems, job, case), tuple(problems), seconds, output)
+    return Verdict(case, _status(problems, job, case), tuple(problems), seconds, output, job.returncode)
 
 
 def _watch(job: Job, case: Case, deadline: float) -> set[Path]:
@@ -148,8 +159,8 @@ def _judge(job: Job, case: Case, memory: set[Path]) -> list[str]:
     problems = []
     if not _matches(job.returncode, case.code):
         problems.append(f"exit code {job.returncode} instead of {case.code}")
-    problems += [f"stderr lacks {text!r}" for text in case.says if text not in stderr]
-    problems += [f"stdout lacks {text!r}" for text in fault.prints if text not in stdout]
+    problems += [f"stderr{LACKS}{text!r}" for text in case.says if text not in stderr]
+    problems += [f"stdout{LACKS}{text!r}" for text in fault.prints if text not in stdout]
     problems += [f"{text!r} must not be printed" for text in fault.never if text in stdout + stderr]
     counts = [(text, stdout.count(text), max(1, case.ranks)) for text in fault.by_all]
     problems += [f"{count} times {text!r} for {ranks} ranks" for text, count, ranks in counts if count != ranks]
@@ -161,7 +172,7 @@ def _judge(job: Job, case: Case, memory: set[Path]) -> list[str]:
         problems.append(f"stderr is not empty: {stderr[:80]!r}")
     left = job.outlived_by(OUTLIVES)
     if left:
-        problems.append(f"{len(left)} processes outlive the job")
+        problems.append(f"{len(left)} {OUTLIVE}")
         job.kill_processes()
     kept = [path.name for path in memory if path.exists()]
     if kept:

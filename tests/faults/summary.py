@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from faults.fault import Case
-from faults.play import HUNG, PASSED, SILENT, WRONG, Verdict, play
+from faults.play import HUNG, LACKS, OUTLIVE, PASSED, SILENT, WRONG, Verdict, play
 
 STATUSES = (PASSED, HUNG, SILENT, WRONG)
 
@@ -61,7 +61,30 @@ def table(results: Iterable[tuple[str, Verdict]]) -> str:
         groups.setdefault((name, "all"), []).append(verdict)
     titles = ("mpi", "class", "cases", *STATUSES, "median s", "worst s")
     order = sorted(groups, key=lambda key: (key[0], key[1] == "all", key[1]))
-    rows = [titles, *((*key, *_numbers(groups[key])) for key in order)]
+    return _aligned([titles, *((*key, *_numbers(groups[key])) for key in order)])
+
+
+def rows(results: Iterable[tuple[str, Verdict]]) -> str:
+    """One row for each case: seconds, exit code, whether the culprit is named, orphans, whether all checks passed.
+
+    What a case checks when its job is over, as that its last checkpoint can be loaded, is in the column `after`.
+    """
+    titles = ("fault", "mpi", "case", "seconds", "code", "says", "orphans", "after", "status")
+    return _aligned([titles, *sorted((_row(name, verdict) for name, verdict in results), key=lambda row: row[:3])])
+
+
+def _row(name: str, verdict: Verdict) -> tuple[str, ...]:
+    case, problems = verdict.case, verdict.problems
+    wanted = [*case.says, *case.fault.prints]
+    says = "-" if not wanted else "no" if any(LACKS in text for text in problems) else "yes"
+    orphans = next((text.split()[0] for text in problems if text.endswith(OUTLIVE)), "0")
+    after = "-" if not case.fault.after else "no" if any(text.startswith("python ") for text in problems) else "yes"
+    cells = (f"{verdict.seconds:.1f}", str(verdict.code), says, orphans, after, verdict.status)
+    return (f"{case.fault.kind}: {case.fault.name}", name, f"{case.ranks} {case.mode}", *cells)
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> str:
+    titles = rows[0]
     widths = [max(len(row[column]) for row in rows) for column in range(len(titles))]
     return "\n".join(
         "  ".join(

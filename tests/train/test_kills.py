@@ -10,9 +10,10 @@ from support import harness
 
 from mpipipe import checkpoint
 
-# a training of which one rank is killed at its n-th call of something that changes a file, or makes a step
+# a training of which one rank is killed: at its n-th call of something that changes a file or makes a step, or so many
+# milliseconds after its first step has begun, wherever it is then
 TRAINING = """
-import os, signal, sys
+import os, signal, sys, threading
 from pathlib import Path
 from mpipipe.comm import runtime
 from mpipipe.comm.abort import run_or_abort
@@ -20,14 +21,17 @@ from mpipipe.models import GPT
 from mpipipe.train import TrainConfig, train
 from mpipipe.train.trainer import Trainer
 
-text, out, victim, moment, pipe, steps = sys.argv[1:]
-comm, left = runtime.world(), [int(moment)]
+text, out, victim, how, moment, pipe, steps = sys.argv[1:]
+comm, left = runtime.world(), [int(moment) if how == "call" else 0]
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
 
 def watched(function):
     def call(*arguments, **keys):
         left[0] -= 1
         if comm.rank == int(victim) and left[0] == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
         return function(*arguments, **keys)
     return call
 
@@ -38,20 +42,32 @@ Trainer.step = watched(Trainer.step)
 config = TrainConfig(data=[text], out=out, dim=16, layers=2, heads=2, hidden=32, seq_len=16, batch=8, microbatches=2,
                      steps=int(steps), log_every=1, eval_every=4, eval_batches=1, sample_bytes=8, device="cpu",
                      dropout=0.1, save_every=1, keep=2, resume="auto", pipe=int(pipe))
+timer = threading.Timer(int(moment) / 1000, die)
+timer.daemon = True
+
+def step(self, number, original=Trainer.step):
+    if how == "time" and comm.rank == int(victim) and timer.ident is None:
+        timer.start()
+    return original(self, number)
+
+Trainer.step = step
 sys.exit(run_or_abort(lambda: train(config, GPT)))
 """
-NEVER = 10**9
+NEVER = "call", 10**9
+CALLS, MILLISECONDS = 40, 60  # within which a rank is killed
+STEPS = 12  # for each kill: more than a life makes that is so short
 
 
 @pytest.fixture
 def train(launch, tmp_path):
-    """train(name, victim, moment): a job of two ranks in the folder `name`."""
+    """train(name, ranks, pipe, steps, victim, how, moment): a job in the folder `name`."""
     script, text = tmp_path / "script.py", tmp_path / "text.txt"
     script.write_text(TRAINING)
     text.write_text("one two three four\n" * 200)
 
-    def start(name, pipe, steps, victim=0, moment=NEVER):
-        return launch(2, [str(arg) for arg in (script, text, tmp_path / name, victim, moment, pipe, steps)])
+    def start(name, ranks, pipe, steps, victim=0, how=NEVER[0], moment=NEVER[1]):
+        arguments = [str(arg) for arg in (script, text, tmp_path / name, victim, how, moment, pipe, steps)]
+        return launch(ranks, arguments, timeout=60 + steps)
 
     return start
 
@@ -71,18 +87,20 @@ def sample(job):
     return job.stdout[job.stdout.index("--- sample") : job.stdout.rindex("---")]
 
 
-def check_kills(train, folder, kills, pipe):
-    steps = 8 * kills
-    right = train("whole", pipe, steps)
+def check_kills(train, folder, kills, ranks, pipe):
+    """Kills in turn at a call, which may be one of the writer's, and at a time."""
+    steps = STEPS * kills
+    right = train("whole", ranks, pipe, steps)
     assert right.returncode == 0, right.stderr
-    random, killed = np.random.default_rng([kills, pipe]), 0
-    for _ in range(kills):
-        job = train("killed", pipe, steps, random.integers(2), random.integers(1, 40))
+    random, killed = np.random.default_rng([kills, ranks, pipe]), 0
+    for kill in range(kills):
+        how, most = ("time", MILLISECONDS) if kill % 2 else ("call", CALLS)
+        job = train("killed", ranks, pipe, steps, random.integers(ranks), how, random.integers(1, most))
         killed += job.returncode != 0
         newest = checkpoint.newest(folder / "killed")
         if newest is not None:
             checkpoint.read(newest)  # a manifest that is there is whole
-    job = train("killed", pipe, steps)
+    job = train("killed", ranks, pipe, steps)
     assert job.returncode == 0, job.stderr
     assert killed == kills
     assert outcome(folder / "killed") == outcome(folder / "whole")
@@ -93,9 +111,10 @@ def check_kills(train, folder, kills, pipe):
 
 @pytest.mark.parametrize("pipe", [1, 2])
 def test_three_kills_change_nothing(train, tmp_path, pipe):
-    check_kills(train, tmp_path, 3, pipe)
+    check_kills(train, tmp_path, 3, 2, pipe)
 
 
 @harness.only_at_length
-def test_twenty_kills_change_nothing(train, tmp_path):
-    check_kills(train, tmp_path, 20, 1)
+@pytest.mark.parametrize(("ranks", "pipe"), [(2, 1), (4, 2)])
+def test_fifty_kills_change_nothing(train, tmp_path, ranks, pipe):
+    check_kills(train, tmp_path, 50, ranks, pipe)

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from faults.cases import commands, exceptions, good, leaving, memory, mismatches, settings, signals, stuck, texts
+from faults.cases import (
+    commands,
+    exceptions,
+    good,
+    leaving,
+    memory,
+    mismatches,
+    saving,
+    settings,
+    signals,
+    stuck,
+    texts,
+)
 from faults.fault import Case, Fault
 
 FAULTS: tuple[Fault, ...] = tuple(
     fault
-    for module in (good, exceptions, texts, leaving, signals, mismatches, stuck, settings, commands, memory)
+    for module in (good, exceptions, texts, leaving, signals, mismatches, stuck, settings, commands, saving, memory)
     for fault in module.FAULTS
 )
 

@@ -1,0 +1,204 @@
+"""A comparison of what must be equal: parameters and optimizer state, over replicas and over places of tied ones.
+
+    rank 0   hash of each array  ->  one number  |                 all alike: go on
+    rank 1   hash of each array  ->  one number  |  one exchange
+    rank 2   hash of each array  ->  one number  |                 else: hashes by name, and an error with names
+
+A hash is BLAKE2b of 64 bits over the bytes of an array, with its dtype and shape: the standard library has it, it is
+the same on every machine, and two different arrays have one hash in 2^64 cases once. It is computed on the host. Arrays
+of a GPU are copied there in pieces, since copying takes less time than hashing.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import NamedTuple
+
+import numpy as np
+
+from mpipipe import arrays
+from mpipipe.arrays import Array, Shape
+from mpipipe.checkpoint.contents import Optimizer, Storable, contents_of
+from mpipipe.checkpoint.tensors import PIECE_BYTES
+from mpipipe.comm import rank_list
+from mpipipe.comm.consensus import raise_on_all
+from mpipipe.comm.group import group_of
+from mpipipe.comm.mesh import Mesh
+from mpipipe.errors import ReplicaError
+
+WHAT = "checkpoint.check_replicas"
+LISTED = 4  # arrays that an error writes out
+ABSENT = "absent"
+
+
+class Held(NamedTuple):
+    """What one rank holds.
+
+    Attributes
+    ----------
+    pipe : its place along the pipe: ranks with the same one have the same stages
+    host : where it runs
+    hashes : of each array, by its name
+    ties : names of the arrays that are one tied parameter, or its state, by kind and key
+    """
+
+    pipe: int
+    host: str
+    hashes: dict[str, str]
+    ties: dict[str, list[str]]
+
+
+class Difference(NamedTuple):
+    """One array, and which ranks have which hash of it."""
+
+    name: str
+    ranks: dict[str, list[int]]
+
+    @property
+    def odd(self) -> list[int]:
+        """The ranks that differ from most others; all of them where no value has a majority."""
+        everyone = sorted(rank for ranks in self.ranks.values() for rank in ranks)
+        most = max(self.ranks.values(), key=len)
+        return [rank for rank in everyone if rank not in most] if 2 * len(most) > len(everyone) else everyone
+
+    def __str__(self) -> str:
+        sides = sorted(self.ranks.items(), key=lambda side: (len(side[1]), side[1]))
+        return f"{self.name} is " + ", ".join(f"{value} on {rank_list.named(ranks)}" for value, ranks in sides)
+
+
+def check_replicas(mesh: Mesh, stages: Sequence[Storable], optimizer: Optimizer | None = None) -> None:
+    """Compare parameters and optimizer state over all ranks that must have the same; collective over the mesh.
+
+    Equal they are, to the bit, as long as nothing has gone wrong: replicas start equal, get the same sums of gradients
+    and make the same steps. So do the places of a tied parameter. A bit that flipped in the memory of one rank, a
+    faulty unit of a processor or a parameter that one rank has changed by itself is found here, and by nothing else.
+
+    Parameters
+    ----------
+    mesh : Mesh
+        All ranks of the training. Those of `mesh.replicas` must have the same.
+    stages : sequence of stages
+        This rank's stages, as for `save`.
+    optimizer : AdamW, SGD or alike, optional
+        Whose state and `steps` are compared, too.
+
+    Raises
+    ------
+    ReplicaError
+        On every rank, with the names of the arrays, the ranks that have each value, and the hosts of those that differ
+        from most others.
+    MismatchError
+        On every rank: the optimizers have made different numbers of steps.
+
+    Examples
+    --------
+    >>> from mpipipe import Mesh, checkpoint, nn
+    >>> from mpipipe.comm import inprocess
+    >>> def on_each_rank(comm):
+    ...     stage = nn.Stage([nn.Linear(4, 4)], seed=1)
+    ...     with Mesh(comm, pipe=1) as mesh:
+    ...         checkpoint.check_replicas(mesh, [stage])  # three equal replicas
+    ...         stage.parameters["0.weight"][2, 3] += comm.rank == 1
+    ...         checkpoint.check_replicas(mesh, [stage])
+    >>> inprocess.run(3, on_each_rank)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    mpipipe.errors.ReplicaError: rank 1: replicas differ in parameters/0.weight...
+    """
+    group = group_of(mesh.comm)
+    with group.together(f"{WHAT}: the hashes"):
+        held = _held(mesh, stages, optimizer)
+    steps = None if optimizer is None else optimizer.steps
+    table = group.agree(WHAT, (("steps of the optimizer", steps),), [_number(held.hashes), bool(held.ties)])
+    numbers: dict[int, set[int]] = {}
+    for rank, (number, _) in enumerate(table.tolist()):
+        numbers.setdefault(mesh.coords_of(rank).pipe, set()).add(number)
+    differ = {pipe for pipe, found in numbers.items() if len(found) > 1}
+    if not differ and not table[:, 1].any():
+        return
+    everyone = group.gather(f"{WHAT}: the names", held if held.pipe in differ else _tied(held))
+    differences = compare(everyone)
+    if differences:
+        raise_on_all(min(differences[0].odd), _error(differences, everyone), group)
+
+
+def compare(everyone: Sequence[Held]) -> list[Difference]:
+    """Find what differs between ranks with the same stages, and between places of a tied parameter."""
+    found: dict[str, Difference] = {}
+    for pipe in sorted({held.pipe for held in everyone}):
+        here = {rank: held.hashes for rank, held in enumerate(everyone) if held.pipe == pipe}
+        for name in sorted({name for hashes in here.values() for name in hashes}):
+            _add(found, name, {rank: hashes.get(name, ABSENT) for rank, hashes in here.items()})
+    for key in sorted({key for held in everyone for key in held.ties}):
+        names = sorted({name for held in everyone for name in held.ties.get(key, ())})
+        values = {
+            rank: " and ".join(sorted({held.hashes[name] for name in held.ties[key]}))
+            for rank, held in enumerate(everyone)
+            if key in held.ties
+        }
+        _add(found, " = ".join(names), values)
+    return sorted(found.values(), key=lambda difference: len(difference.odd))  # those that name few ranks first
+
+
+def _add(found: dict[str, Difference], name: str, values: Mapping[int, str]) -> None:
+    ranks: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        ranks.setdefault(value, []).append(rank)
+    if len(ranks) > 1:
+        found[name] = Difference(name, ranks)
+
+
+def _held(mesh: Mesh, stages: Sequence[Storable], optimizer: Optimizer | None) -> Held:
+    contents = contents_of(stages, optimizer)
+    known: dict[tuple[int, str, Shape], str] = {}  # a tied parameter is one array for all its places on a rank
+    hashes = {}
+    for name, array in contents.items():
+        place = arrays.address(array), array.dtype.name, array.shape
+        if place not in known:
+            known[place] = hash_of(array)
+        hashes[name] = known[place]
+    ties: dict[str, list[str]] = {}
+    kinds = dict.fromkeys(name.split("/", 1)[0] for name in contents)
+    for stage in stages:
+        tied: Mapping[str, Sequence[str]] = getattr(stage, "ties", {})  # a stage of your own has none
+        for key, names in tied.items():
+            for kind in kinds:
+                ties.setdefault(f"{kind}/{key}", []).extend(f"{kind}/{name}" for name in names)
+    return Held(mesh.coords.pipe, socket.gethostname(), hashes, ties)
+
+
+def hash_of(array: Array) -> str:
+    """Return the hash of an array's bytes, dtype and shape, as 16 hexadecimal digits."""
+    total = blake2b(f"{array.dtype.name}{list(array.shape)}".encode(), digest_size=8)
+    content = array.reshape(-1).view(np.uint8)
+    for start in range(0, content.size, PIECE_BYTES):
+        total.update(arrays.download(content[start : start + PIECE_BYTES]))
+    return total.hexdigest()
+
+
+def _number(hashes: Mapping[str, str]) -> int:
+    """Return a number from 0 to 2^63 - 1 for all hashes of a rank."""
+    text = "\n".join(f"{name} {value}" for name, value in sorted(hashes.items()))
+    return int.from_bytes(blake2b(text.encode("utf-8", "backslashreplace"), digest_size=8).digest(), "big") >> 1
+
+
+def _tied(held: Held) -> Held:
+    names = {name for some in held.ties.values() for name in some}
+    return held._replace(hashes={name: value for name, value in held.hashes.items() if name in names})
+
+
+def _error(differences: Sequence[Difference], everyone: Sequence[Held]) -> ReplicaError:
+    first, odd = differences[0], differences[0].odd
+    more = len(differences) - LISTED
+    texts = [*map(str, differences[:LISTED]), *([f"and {more} arrays more"] if more > 0 else [])]
+    hosts = rank_list.grouped((rank, everyone[rank].host) for rank in odd)
+    others = len(differences) - 1
+    return ReplicaError(
+        f"replicas differ in {first.name}" + (f" and {others} arrays more" if others else ""),
+        rank=odd[0] if len(odd) == 1 else rank_list.numbers(odd),
+        found="; ".join(texts),
+        expected="the same bytes on all ranks with the same stages, and in all places of a tied parameter",
+        remedy="go on from a checkpoint of before, and change parameters on all ranks alike; where nothing in the "
+        f"program does, test the memory and the processor of {'; '.join(hosts)}",
+    )

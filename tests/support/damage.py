@@ -1,0 +1,93 @@
+"""Ways to damage a checkpoint: its bytes, its files, and what its manifest says, with a checksum that belongs to it."""
+
+from __future__ import annotations
+
+import json
+
+from hypothesis import strategies as st
+
+from mpipipe.checkpoint import manifest
+
+FILES = ("manifest.json", "part-0.safetensors", "part-1.safetensors")
+# what a wrong or hostile manifest may hold anywhere
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 3), st.sampled_from([2**31, 2**62, 2**80, -(2**70)]), st.floats(),
+    st.sampled_from(["", "F32", "BF16", "X9", "00000000", "../../etc/passwd", "/etc/passwd", "part-0.safetensors"]),
+    st.lists(st.integers(-1, 2**70), max_size=3), st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
+)  # fmt: skip
+KINDS = ("flip", "cut", "grow", "remove", "swap", "text", "value", "value", "value", "name")
+SEALED = ("value", "name")  # with a checksum that belongs to what is said: a newer, a foreign or a hostile manifest
+NAMES = st.sampled_from(
+    ["../part-0.safetensors", "/etc/passwd", "part-0.safetensors/../../x", "", ".", "part-0.bin", "part-\n.safetensors"]
+)
+
+
+def sealed(facts):
+    """The text of a manifest with the checksum that belongs to it, as somebody would write who knows the format."""
+    facts = {key: value for key, value in facts.items() if key != "checksum"}
+    return json.dumps({**facts, "checksum": manifest.checksum_of(facts)})
+
+
+def places(value, path=()):
+    """The path to everything in a tree of JSON."""
+    yield path
+    for key, part in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from places(part, (*path, key))
+
+
+@st.composite
+def damages(draw, within=(), kinds=KINDS):
+    """(what is done, a function that does it to a folder); values are changed in this part of the manifest alone."""
+    kind = draw(st.sampled_from(kinds))
+    name, share = draw(st.sampled_from(FILES)), draw(st.integers(0, 9999)) / 10_000
+
+    def on_bytes(change):
+        def damage(folder):
+            (folder / name).write_bytes(change((folder / name).read_bytes()))
+
+        return damage
+
+    if kind == "flip":
+        bit = draw(st.integers(0, 7))
+
+        def flip(content):
+            place = int(share * len(content))
+            return content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1 :]
+
+        return kind, on_bytes(flip)
+    if kind == "cut":
+        return kind, on_bytes(lambda content: content[: int(share * len(content))])
+    if kind == "grow":
+        return kind, on_bytes(lambda content: content + b"\0" * (1 + int(share * 100)))
+    if kind == "text":
+        text = draw(
+            st.sampled_from([b"", b"[]", b"null", b"{}", b"[" * 100_000, b"\xff", b'{"format": "1"}', b"1" * 5000])
+        )
+        return kind, lambda folder: (folder / "manifest.json").write_bytes(text)
+    if kind == "remove":
+        return kind, lambda folder: (folder / name).unlink()
+    if kind == "swap":
+
+        def swap(folder):
+            one, other = folder / FILES[1], folder / FILES[2]
+            one.rename(folder / "x"), other.rename(one), (folder / "x").rename(other)
+
+        return kind, swap
+    value, new_name = draw(VALUES), draw(NAMES)
+
+    def edit(folder):
+        facts = json.loads((folder / "manifest.json").read_text())
+        del facts["checksum"]
+        inside = [place for place in places(facts) if place and place[: len(within)] == within]
+        *path, last = inside[int(share * len(inside))]
+        part = facts
+        for key in path:
+            part = part[key]
+        if kind == "name":
+            file = facts["files"].pop(FILES[1])
+            facts["files"][new_name] = file
+        else:
+            part[last] = value
+        (folder / "manifest.json").write_text(sealed(facts))
+
+    return f"{kind} {value!r} {new_name!r}", edit

@@ -1,0 +1,142 @@
+"""A training is to go on behind a damaged checkpoint: refused with an error of mpipipe, or it ends as it should."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from support import harness
+from support.damage import SEALED, damages
+
+from mpipipe import checkpoint
+from mpipipe.comm import inprocess
+from mpipipe.errors import MpipipeError
+from mpipipe.models import GPT
+from mpipipe.train import TrainConfig, train
+
+NEWEST = "step-00000002"
+KEPT = ("metrics.jsonl", "checkpoints/step-00000001/manifest.json")
+
+
+STATES = st.sampled_from(
+    [("state", name) for name in ("record", "random", "loss_scale", "configuration", "fingerprint")]
+)
+NONSENSE = STATES.flatmap(lambda within: damages(within, ("value",)))
+
+
+def go_on(folder):
+    """The last record of a training of three steps on two ranks of one process, which goes on where it was."""
+    small = dict(
+        data=(str(folder.parent / "text.txt"),), out=str(folder), dim=8, layers=1, heads=1, hidden=8, seq_len=8,
+        batch=4, microbatches=2, steps=3, log_every=1, eval_batches=1, sample_bytes=0, device="cpu", save_every=1,
+        keep=9, resume="auto",
+    )  # fmt: skip
+    return inprocess.run(2, lambda comm: train(TrainConfig(**small), GPT, comm))[0]
+
+
+class Run(NamedTuple):
+    """A training that ended behind its second step, and the one that made a third."""
+
+    two: Path
+    three: Path
+
+    @property
+    def right(self):
+        return outcome(self.three)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "text.txt").write_text("one two three four\n" * 200)
+    go_on(folder / "three")
+    shutil.copytree(folder / "three", folder / "two")
+    for name in ("checkpoints/step-00000003", "weights"):
+        shutil.rmtree(folder / "two" / name)
+    return Run(folder / "two", folder / "three")
+
+
+def outcome(folder):
+    found = checkpoint.read(folder)
+    return found.step, {path.name: path.read_bytes() for path in sorted(found.path.glob("part-*"))}
+
+
+def copy_of(run):
+    folder = run.two.parent / "copy"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(run.two, folder)
+    return folder
+
+
+def check(run, name, damage):
+    folder = copy_of(run)
+    damage(folder / "checkpoints" / NEWEST)
+    kept = [(folder / each).read_bytes() for each in KEPT]
+    try:
+        record = go_on(folder)
+    except MpipipeError as error:
+        event("refused")
+        assert error.remedy and str(folder) in f"{error.found} {error.expected} {error.remedy}"
+        assert [(folder / each).read_bytes() for each in KEPT] == kept
+        return
+    event("taken")
+    assert record.step == 3
+    if not name.startswith(SEALED):  # somebody who knows the format may say that the training was another one
+        assert outcome(folder) == run.right, name
+
+
+@settings(max_examples=15)
+@given(damage=damages())
+def test_a_damaged_checkpoint_is_refused_or_harmless(run, damage):
+    check(run, *damage)
+
+
+@settings(max_examples=25)
+@given(damage=NONSENSE)
+def test_a_state_of_nonsense_is_refused_or_harmless(run, damage):
+    check(run, *damage)
+
+
+@harness.only_at_length
+@settings(max_examples=300)
+@given(damage=damages() | NONSENSE)
+def test_300_damaged_checkpoints_are_refused_or_harmless(allow_seconds, run, damage):
+    allow_seconds(600)
+    check(run, *damage)
+
+
+@settings(max_examples=15)
+@given(share=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), cut=st.booleans())
+def test_damaged_metrics_are_refused_or_go_on(run, share, bit, cut):
+    """What is refused stays as it is; what is taken has one record for each step."""
+    folder = copy_of(run)
+    path = folder / "metrics.jsonl"
+    content = path.read_bytes()
+    place = int(share * len(content))
+    damaged = content[:place] + (b"" if cut else bytes([content[place] ^ 1 << bit]) + content[place + 1 :])
+    path.write_bytes(damaged)
+    try:
+        go_on(folder)
+    except MpipipeError as error:
+        event("refused")
+        assert str(path) in str(error.found) and path.read_bytes() == damaged
+        return
+    event("taken")
+    steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]
+    assert steps == sorted(set(steps)) and steps[-1] == 3
+    assert outcome(folder) == run.right
+
+
+def test_the_damage_is_where_it_is_to_be(run):
+    """A state that is of another training is found by what it says, and arrays that are not by their checksums."""
+    folder = copy_of(run)
+    path = folder / "checkpoints" / NEWEST / "part-1.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\x55")
+    with pytest.raises(MpipipeError, match="damaged") as caught:
+        go_on(folder)
+    assert "step-00000001" in caught.value.remedy and Path(folder, "checkpoints", NEWEST).exists()
