@@ -10,22 +10,24 @@ from typing import Any
 
 import numpy as np
 
-from mpipipe import arrays, checkpoint, nn, optim, schedules
+from mpipipe import arrays, nn, optim, schedules
 from mpipipe.attention import kernels
 from mpipipe.comm import runtime
 from mpipipe.comm.consensus import agreed_by
 from mpipipe.comm.device import select_device
 from mpipipe.comm.group import group_of
 from mpipipe.comm.mesh import Mesh
+from mpipipe.comm.preemption import Preemption
 from mpipipe.comm.types import Communicator
 from mpipipe.comm.watch.membership import watching
 from mpipipe.errors import NonFiniteError
 from mpipipe.pipeline import Pipeline
-from mpipipe.train import interrupt, output, resume, weights
+from mpipipe.train import interrupt, leaving, output, resume, weights
 from mpipipe.train.architecture import Architecture
 from mpipipe.train.config import TrainConfig
 from mpipipe.train.data import Batch, Corpus, training_batch, validation_batch
 from mpipipe.train.decoder import build_decoder
+from mpipipe.train.introduction import introduction
 from mpipipe.train.preparation import PROMPT_BYTES, check_same_config, make_plan, make_reporter, open_corpus
 from mpipipe.train.progress import Progress
 from mpipipe.train.report import NullReporter, Record, Reporter, summary
@@ -64,6 +66,8 @@ def train(config: TrainConfig, architecture: Architecture, comm: Communicator | 
         On every rank, where the device is missing.
     NonFiniteError
         Where the loss is NaN or infinite. So is it where a gradient is, and no smaller loss scale can help.
+    SystemExit
+        On every rank, with the code 75: a signal has come, or the time is over, and a checkpoint is saved.
 
     Examples
     --------
@@ -114,12 +118,15 @@ def _train_on(device: str, config: TrainConfig, architecture: Architecture, mesh
             progress.load(start)
         elif config.init is not None:
             resume.load_weights(config.init, mesh, stages)
-        output.make_folder(out, mesh.comm, writes=mesh.replicas.rank == 0 or config.save_every > 0)
+        output.make_folder(out, mesh.comm, writes=mesh.replicas.rank == 0 or leaving.may_save(config))
         with group.together("train: the reporter"):
             reporter = make_reporter(config, out, start) if mesh.rank == 0 else NullReporter()
-        with reporter:
-            trainer = Trainer(config, mesh, plan, shard, progress, norm=norm, corpus=corpus, reporter=reporter, out=out)
+        with reporter, leaving.preemption_of(config, mesh, reporter) as preemption:
+            trainer = Trainer(
+                config, mesh, plan, shard, progress, preemption, norm=norm, corpus=corpus, reporter=reporter, out=out
+            )
             trainer.facts = resume.facts_of(config, plan, fingerprint)
+            preemption.whereabouts = trainer.whereabouts
             with interrupt.told(trainer.whereabouts):
                 return trainer.run()
 
@@ -132,6 +139,7 @@ class Trainer:
     config : the same on every rank
     mesh, plan, shard : where this rank stands, and what it runs
     progress : how far the training has come, with its pipeline and optimizer
+    preemption : when the job has to leave
     norm : over which stages and ranks gradients are clipped
     corpus : the data, on the ranks of the first and the last stage; None elsewhere
     reporter : Reporter on rank 0, NullReporter elsewhere
@@ -145,6 +153,7 @@ class Trainer:
         plan: TrainingPlan,
         shard: Shard,
         progress: Progress,
+        preemption: Preemption,
         *,
         norm: optim.GlobalNorm,
         corpus: Corpus | None,
@@ -152,7 +161,7 @@ class Trainer:
         out: Path,
     ) -> None:
         self.config, self.mesh, self.plan, self.shard, self.progress = config, mesh, plan, shard, progress
-        self.norm, self.corpus, self.reporter, self.out = norm, corpus, reporter, out
+        self.norm, self.corpus, self.reporter, self.out, self.preemption = norm, corpus, reporter, out, preemption
         self.pipeline, self.optimizer, self.scaler = progress.pipeline, progress.optimizer, progress.scaler
         self.facts: dict[str, Any] = {}
         for stage in self.pipeline.stages:
@@ -165,7 +174,10 @@ class Trainer:
     def run(self) -> Record:
         """Train, validate, show a sample of text, and return the last record."""
         config, progress = self.config, self.progress
-        self._introduce()
+        place = "CPUs" if self.pipeline.stages[0].device == "cpu" else "GPUs"
+        self.reporter.say(introduction(config, self.plan, self.mesh, self.corpus, place, self.out))
+        if progress.step:
+            self.reporter.say(f"mpipipe: goes on behind step {progress.step}")
         if progress.step == 0:
             self._report(Record(0, validation=self.validate()))
         for step in range(progress.step, config.steps):
@@ -177,9 +189,13 @@ class Trainer:
                 speed = self._speed(self.since_record)
                 self._report(Record(done, loss, validation, lr, norm, **speed, **self._scaling()))
                 self.since_record = StepTimes()
-            if config.save_every and (done % config.save_every == 0 or done == config.steps):
-                self.reporter.sync()
-                progress.save(resume.checkpoints_of(self.out), self.facts, config.keep)
+            leaves = done < config.steps and self.preemption.due()
+            if leaves or (config.save_every and (done % config.save_every == 0 or done == config.steps)):
+                with self.preemption.saving():
+                    self.reporter.sync()
+                    progress.save(resume.checkpoints_of(self.out), self.facts, config.keep)
+            if leaves:
+                self.preemption.leave(self.whereabouts())
         return self._end()
 
     def _report(self, record: Record) -> None:
@@ -200,9 +216,7 @@ class Trainer:
 
     def whereabouts(self) -> str:
         """Return what whoever interrupts this training wants to know."""
-        done, steps, saved = self.progress.step, self.config.steps, checkpoint.newest(resume.checkpoints_of(self.out))
-        rest = "nothing is saved to go on from" if saved is None else f"--resume auto goes on from {saved.name}"
-        return f"after step {done} of {steps}; metrics are in {self.out}, and {rest}"
+        return leaving.whereabouts(self.progress.step, self.config.steps, self.out)
 
     def step(self, step: int) -> tuple[float, float, float | None]:
         """Make one optimizer step, and return its loss, learning rate and gradient norm, the same on every rank.
@@ -261,19 +275,6 @@ class Trainer:
     def _scaling(self) -> dict[str, Any]:
         scaler = self.scaler
         return {"loss_scale": scaler.scale, "skipped": scaler.skipped} if scaler.dynamic else {}
-
-    def _introduce(self) -> None:
-        config, plan, mesh = self.config, self.plan, self.mesh
-        text = "" if self.corpus is None else f", {len(self.corpus.train):,} bytes of text"
-        place = "CPUs" if self.pipeline.stages[0].device == "cpu" else "GPUs"
-        self.reporter.say(
-            f"mpipipe: {mesh.comm.size} ranks = pipe {mesh.pipe.size} x data {mesh.data.size} x seq {mesh.seq.size}; "
-            f"{plan.schedule.name}, {plan.schedule.stages} stages, {plan.schedule.microbatches} micro-batches\n"
-            f"mpipipe: {plan.model.parameters:,} parameters, {config.dtype} on {place}, batch {config.batch} x "
-            f"{config.seq_len} bytes{text}; metrics in {self.out}"
-        )
-        if self.progress.step:
-            self.reporter.say(f"mpipipe: goes on behind step {self.progress.step}")
 
     def _show_sample(self) -> None:
         config, plan = self.config, self.plan

@@ -1,0 +1,175 @@
+"""Signals that ask a job to leave, noticed at once: also while a rank computes, or waits inside MPI.
+
+    kernel -> Python's handler in C -> a byte in a pipe -> a thread      at once, whatever the main thread does
+                                    -> a function in Python              once the main thread runs Python again
+
+    first signal                       noted, and told by rank 0; the time of grace begins
+    more, within REPEAT_SECONDS        the same request: a launcher may hand on what the ranks have got themselves
+    one more, later                    the job ends at once
+    the time of grace is over          the job ends at once
+
+A process that was asked to leave stays under these rules until it ends. One that was not gets its handlers back.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+from mpipipe.errors import ArgumentError
+
+CATCHABLE = ("HUP", "INT", "QUIT", "USR1", "USR2", "ALRM", "TERM", "XCPU")
+REPEAT_SECONDS = 2.0
+LAUNCHER_SECONDS = 1.0  # between its SIGCONT and its SIGTERM, which are 0.25 s apart on an idle machine
+WAKE = b"\0"  # no signal has this number
+_active: list[StopSignals] = []  # the innermost last
+
+
+def parse_signals(names: str) -> tuple[signal.Signals, ...]:
+    """Return the signals of a list such as "USR2,TERM"; names may begin with SIG. "" and "none" are none.
+
+    Raises ArgumentError for a name that is none of CATCHABLE.
+    """
+    if names.strip().lower() in ("", "none"):
+        return ()
+    found = []
+    for name in names.split(","):
+        short = name.strip().upper().removeprefix("SIG")
+        if short not in CATCHABLE:
+            why = "a signal that cannot be caught" if short in ("KILL", "STOP") else "no signal that can ask to leave"
+            raise ArgumentError(why, found=repr(name.strip()), expected=f"none, or some of {', '.join(CATCHABLE)}")
+        found.append(signal.Signals[f"SIG{short}"])
+    return tuple(dict.fromkeys(found))
+
+
+class StopSignals:
+    """Catches some signals of this process from now on.
+
+    Parameters
+    ----------
+    numbers : iterable of signal.Signals
+    grace : float
+        Seconds from the first signal until the job ends at once; inf for no limit.
+    told : callable
+        Called by a thread with the name of the first signal.
+    end : callable
+        Called by a thread with a text and an exit code, to end the job at once.
+
+    Raises
+    ------
+    ArgumentError
+        In a thread that is not the main one: Python sets handlers there alone.
+    """
+
+    def __init__(
+        self,
+        numbers: Iterable[signal.Signals],
+        grace: float,
+        told: Callable[[str], object],
+        end: Callable[[str, int], object],
+    ) -> None:
+        self.numbers, self.grace, self._told, self._end = tuple(numbers), grace, told, end
+        self._first: signal.Signals | None = None
+        self._since = 0.0
+        self._continued = float("-inf")
+        self._closing = False
+        self._before: dict[int, Any] = {}
+        self._previous_fd = -1
+        if not self.numbers:
+            return
+        if threading.current_thread() is not threading.main_thread():
+            raise ArgumentError(
+                "signals are caught in the main thread only",
+                found=threading.current_thread().name,
+                remedy="make the object in the main thread, or give it no signals",
+            )
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._previous_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        for number in (*self.numbers, signal.SIGCONT):
+            self._before[number] = signal.signal(number, self._note)
+            signal.siginterrupt(number, False)  # libraries in C may not expect that a system call is cut short
+        _active.append(self)
+        self._thread = threading.Thread(target=self._listen, name="mpipipe stop signals", daemon=True)
+        self._thread.start()
+
+    @property
+    def first(self) -> signal.Signals | None:
+        """The first signal that has come, None before."""
+        return self._first
+
+    @property
+    def by_launcher(self) -> bool:
+        """Whether the first one came as SIGTERM shortly behind a SIGCONT: as from Open MPI's mpiexec, once it ends."""
+        return self._first == signal.SIGTERM and 0 < self._since - self._continued < LAUNCHER_SECONDS
+
+    def _note(self, number: int, frame: FrameType | None = None) -> None:
+        if number == signal.SIGCONT:
+            self._continued = time.monotonic()
+        elif self._first is None:
+            self._since = time.monotonic()
+            self._first = signal.Signals(number)
+
+    # -- the thread ---------------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        told = False
+        while not self._closing:
+            first = self._first
+            left = None if first is None else max(0.0, self.grace - (time.monotonic() - self._since))
+            ready = select.select([self._read], [], [], None if left is None or left > 1e6 else left)[0]
+            if not ready and first is not None:
+                self._end(f"{first.name}: the job had {self.grace:g} s to leave, which are over", 128 + first)
+                return
+            content = os.read(self._read, 64)
+            if self._previous_fd >= 0:  # of somebody who listens, too
+                with suppress(OSError):
+                    os.write(self._previous_fd, content.replace(WAKE, b""))
+            for number in content:
+                if number not in self._before:
+                    continue
+                self._note(number)
+                if number == signal.SIGCONT:
+                    continue
+                if not told:
+                    told = True
+                    with suppress(Exception):  # the thread has to live on
+                        self._told(signal.Signals(number).name)
+                elif time.monotonic() - self._since > REPEAT_SECONDS:
+                    self._end(f"{signal.Signals(number).name}: a second signal ends the job at once", 128 + number)
+                    return
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Give the handlers back that were there before, unless a signal has come. May be called twice."""
+        if self._closing or not self.numbers or self._first is not None:
+            return
+        self._closing = True
+        self._restore()
+        os.write(self._write, WAKE)
+        self._thread.join()
+        os.close(self._read)
+        os.close(self._write)
+
+    def _restore(self) -> None:
+        _active.remove(self)
+        signal.set_wakeup_fd(self._previous_fd)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+def _forget() -> None:
+    """In a process that a rank forked: it is no rank, and dies of a signal as it would without this package."""
+    while _active:
+        _active[-1]._restore()
+
+
+os.register_at_fork(after_in_child=_forget)
