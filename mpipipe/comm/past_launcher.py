@@ -12,21 +12,21 @@ from pathlib import Path
 LAUNCHERS = ("mpiexec", "mpirun", "prterun", "prte")  # prted, which starts ranks on other hosts, shows nothing
 
 
-def write_past_launcher(text: str) -> bool:
-    """Write to the standard error of Open MPI's launcher, where that is this process's parent; whether it was done."""
+def errors_of_open_mpi() -> Path | None:
+    """Return the path of the standard error of Open MPI's launcher, where that is the parent of this process."""
     if "OMPI_COMM_WORLD_RANK" not in os.environ:
-        return False
+        return None
     parent = Path(f"/proc/{os.getppid()}")
     try:
-        if (parent / "comm").read_text().strip() not in LAUNCHERS:
-            return False
-        descriptor = os.open(parent / "fd/2", os.O_WRONLY | os.O_APPEND | os.O_NOCTTY | os.O_NONBLOCK)
+        return parent / "fd/2" if (parent / "comm").read_text().strip() in LAUNCHERS else None
     except OSError:
-        return False
+        return None
+
+
+def write_past_launcher(errors: Path, text: str) -> None:
+    """Write a text there, without waiting. Raises OSError."""
+    descriptor = os.open(errors, os.O_WRONLY | os.O_APPEND | os.O_NOCTTY | os.O_NONBLOCK)
     try:
         os.write(descriptor, text.encode("utf-8", "backslashreplace"))
-        return True
-    except OSError:
-        return False
     finally:
         os.close(descriptor)

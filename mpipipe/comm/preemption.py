@@ -9,9 +9,11 @@ One small sum over all ranks is the question. Rank 0 alone looks at the clock, s
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
@@ -20,7 +22,7 @@ import numpy as np
 from mpipipe.comm import rank_list, runtime
 from mpipipe.comm.allreduce import AllReduce
 from mpipipe.comm.group import Group, group_of
-from mpipipe.comm.past_launcher import write_past_launcher
+from mpipipe.comm.past_launcher import errors_of_open_mpi, write_past_launcher
 from mpipipe.comm.report import heading, write
 from mpipipe.comm.stop_signals import StopSignals, parse_signals
 from mpipipe.comm.time_limit import TimeLimit, parse_duration
@@ -124,6 +126,7 @@ class Preemption:
         comm = runtime.resolve(comm)
         self.group = group_of(comm)
         self.reason = ""
+        self._closed = False
         self.whereabouts: Callable[[], str] | None = None
         self._say = _on_stderr if say is None else say
         with self.group.together("making a Preemption"):
@@ -134,7 +137,7 @@ class Preemption:
             self.time_limit = TimeLimit(None if time_limit is None else parse_duration(time_limit), margin)
             if runtime.in_process(comm):
                 numbers = ()
-            self._signals = StopSignals(numbers, grace, self._told, self._end_at_once)
+            self._signals = StopSignals(numbers, grace, self._told, self._end_at_once, self._hopeless)
 
     def due(self) -> bool:
         """Whether the job has to leave now; collective, after each step.
@@ -196,6 +199,7 @@ class Preemption:
         SystemExit
             With the code 75.
         """
+        self._signals.leave()
         if self.group.rank == 0:
             self._tell(f"mpipipe: {self.reason}: left {text}")
         raise Preempted(self.group)
@@ -205,6 +209,7 @@ class Preemption:
 
         A process that was asked to leave stays deaf to the signals until it ends, as far as `grace` allows.
         """
+        self._closed = True
         self._signals.close()
 
     def __enter__(self) -> Preemption:
@@ -216,16 +221,33 @@ class Preemption:
         self.close()
 
     def _tell(self, text: str) -> None:
-        if not (self._signals.by_launcher and write_past_launcher(f"{text}\n")):
-            self._say(text)
+        errors = self._dropped_by()
+        if errors is not None:
+            with suppress(OSError):
+                write_past_launcher(errors, f"{text}\n")
+                return
+        self._say(text)
+
+    def _dropped_by(self) -> Path | None:
+        """Where to write past the launcher, once that ends the ranks and drops what they write."""
+        return errors_of_open_mpi() if self._signals.behind_continue else None
 
     # -- called by a thread -------------------------------------------------------------------------------------
 
     def _told(self, name: str) -> None:
         if self.group.rank == 0:
             place = "has come" if self.whereabouts is None else self.whereabouts()
-            follows = KILLED if self._signals.by_launcher else FOLLOWS
+            follows = FOLLOWS if self._dropped_by() is None else KILLED
             self._tell(f"mpipipe: {name} {place}\nmpipipe: {follows}")
+
+    def _hopeless(self) -> str:
+        watchdog = self.group.process.watchdog
+        ended = set() if watchdog is None or self.reason or self._closed else watchdog.ended_neighbours()
+        return (
+            f"{rank_list.named(ended)} cannot take part in a step any more, since the process has ended"
+            if ended
+            else ""
+        )
 
     def _end_at_once(self, text: str, code: int) -> None:
         """End the job; the lowest rank that comes to it reports."""
@@ -235,9 +257,10 @@ class Preemption:
         size = runtime.world().size if usable else self.group.size
         write(f"{heading(world, size)}\n  {text}\n")
         time.sleep(FORWARD_SECONDS)
-        if usable:
-            runtime.world().Abort(code)
-        os._exit(code)
+        if not usable:
+            os._exit(code)
+        runtime.world().Abort(code)
+        os.kill(os.getpid(), signal.SIGKILL)  # under srun --mpi=pmi2 MPI_Abort of MPICH comes back
 
 
 def _on_stderr(text: str) -> None:

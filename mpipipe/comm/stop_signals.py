@@ -5,8 +5,9 @@
 
     first signal                       noted, and told by rank 0; the time of grace begins
     more, within REPEAT_SECONDS        the same request: a launcher may hand on what the ranks have got themselves
-    one more, later                    the job ends at once
+    one more, later                    the job ends at once, unless it is on its way out already
     the time of grace is over          the job ends at once
+    another rank has ended meanwhile   the job ends at once: none of its steps will be done
 
 A process that was asked to leave stays under these rules until it ends. One that was not gets its handlers back.
 """
@@ -28,6 +29,7 @@ from mpipipe.errors import ArgumentError
 CATCHABLE = ("HUP", "INT", "QUIT", "USR1", "USR2", "ALRM", "TERM", "XCPU")
 REPEAT_SECONDS = 2.0
 LAUNCHER_SECONDS = 1.0  # between its SIGCONT and its SIGTERM, which are 0.25 s apart on an idle machine
+LOOK_SECONDS = 0.5  # between two looks for ranks that have ended
 WAKE = b"\0"  # no signal has this number
 _active: list[StopSignals] = []  # the innermost last
 
@@ -61,6 +63,8 @@ class StopSignals:
         Called by a thread with the name of the first signal.
     end : callable
         Called by a thread with a text and an exit code, to end the job at once.
+    hopeless : callable
+        Called by a thread from the first signal on: says why no further step can be done, "" as long as one can.
 
     Raises
     ------
@@ -74,12 +78,14 @@ class StopSignals:
         grace: float,
         told: Callable[[str], object],
         end: Callable[[str, int], object],
+        hopeless: Callable[[], str],
     ) -> None:
         self.numbers, self.grace, self._told, self._end = tuple(numbers), grace, told, end
+        self._hopeless = hopeless
         self._first: signal.Signals | None = None
         self._since = 0.0
         self._continued = float("-inf")
-        self._closing = False
+        self._leaving = self._closing = False
         self._before: dict[int, Any] = {}
         self._previous_fd = -1
         if not self.numbers:
@@ -106,8 +112,8 @@ class StopSignals:
         return self._first
 
     @property
-    def by_launcher(self) -> bool:
-        """Whether the first one came as SIGTERM shortly behind a SIGCONT: as from Open MPI's mpiexec, once it ends."""
+    def behind_continue(self) -> bool:
+        """Whether the first one came as SIGTERM shortly behind a SIGCONT: so Open MPI's mpiexec does, once it ends."""
         return self._first == signal.SIGTERM and 0 < self._since - self._continued < LAUNCHER_SECONDS
 
     def _note(self, number: int, frame: FrameType | None = None) -> None:
@@ -122,35 +128,42 @@ class StopSignals:
     def _listen(self) -> None:
         told = False
         while not self._closing:
-            first = self._first
-            left = None if first is None else max(0.0, self.grace - (time.monotonic() - self._since))
-            ready = select.select([self._read], [], [], None if left is None or left > 1e6 else left)[0]
-            if not ready and first is not None:
-                self._end(f"{first.name}: the job had {self.grace:g} s to leave, which are over", 128 + first)
-                return
+            first, left = self._first, None
+            if first is not None:
+                left = self.grace - (time.monotonic() - self._since)
+                reason = f"the job had {self.grace:g} s to leave, which are over" if left <= 0 else self._hopeless()
+                if reason:
+                    self._end(f"{first.name}: {reason}", 128 + first)
+                    return
+                left = min(left, LOOK_SECONDS)
+            if not select.select([self._read], [], [], left)[0]:
+                continue
             content = os.read(self._read, 64)
             if self._previous_fd >= 0:  # of somebody who listens, too
                 with suppress(OSError):
                     os.write(self._previous_fd, content.replace(WAKE, b""))
-            for number in content:
-                if number not in self._before:
-                    continue
+            for number in filter(self._before.__contains__, content):
                 self._note(number)
-                if number == signal.SIGCONT:
+                if number == signal.SIGCONT or self._leaving:
                     continue
+                name = signal.Signals(number).name
                 if not told:
                     told = True
                     with suppress(Exception):  # the thread has to live on
-                        self._told(signal.Signals(number).name)
+                        self._told(name)
                 elif time.monotonic() - self._since > REPEAT_SECONDS:
-                    self._end(f"{signal.Signals(number).name}: a second signal ends the job at once", 128 + number)
+                    self._end(f"{name}: a second signal ends the job at once", 128 + number)
                     return
 
     # -- the end ------------------------------------------------------------------------------------------------
 
+    def leave(self) -> None:
+        """From now on no signal does anything: this process is on its way out, and launchers end who is slower."""
+        self._leaving = True
+
     def close(self) -> None:
-        """Give the handlers back that were there before, unless a signal has come. May be called twice."""
-        if self._closing or not self.numbers or self._first is not None:
+        """Give the handlers back that were there before, unless this process has to leave. May be called twice."""
+        if self._closing or not self.numbers or self._leaving or self._first is not None:
             return
         self._closing = True
         self._restore()
