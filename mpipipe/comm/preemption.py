@@ -3,7 +3,7 @@
     rank 0   step 7 | due()? no | step 8        | due()? yes | save | leave, exit code 75
     rank 1   step 7 | due()? no | step 8  USR2! | due()? yes | save | leave, exit code 75
 
-One small sum over all ranks is the question. Rank 0 alone looks at the clock, since clocks differ.
+One small agreement of all ranks is the question. Rank 0 alone looks at the clock, since clocks differ.
 """
 
 from __future__ import annotations
@@ -17,10 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-import numpy as np
-
 from mpipipe.comm import rank_list, runtime
-from mpipipe.comm.allreduce import AllReduce
 from mpipipe.comm.group import Group, group_of
 from mpipipe.comm.past_launcher import errors_of_open_mpi, write_past_launcher
 from mpipipe.comm.report import heading, write
@@ -149,21 +146,10 @@ class Preemption:
         """
         if not self.reason:
             over = self.group.rank == 0 and self.time_limit.is_over()
-            votes = np.array([self._signals.first is not None, over], np.float64)
-            self._sum(votes)
+            votes = self.group.agree(CALL, values=[self._signals.first is not None, over])
             if votes.any():
                 self.reason = self._why(over)
         return self.reason != ""
-
-    def _sum(self, votes: np.ndarray) -> None:
-        self.group.begin()
-        if self.group.size == 1:
-            return
-        flight = self.group.process.flight
-        number = flight.begin(CALL, nbytes=votes.nbytes)
-        with self.group.failing(CALL):
-            self.group.wait(AllReduce(self.group.comm, votes), CALL, everyone=True)
-        flight.end(number)
 
     def _why(self, over: bool) -> str:
         first = self._signals.first
