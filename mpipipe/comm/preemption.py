@@ -226,23 +226,20 @@ class Preemption:
             follows = FOLLOWS if self._dropped_by() is None else KILLED
             self._tell(f"mpipipe: {name} {place}\nmpipipe: {follows}")
 
-    def _hopeless(self) -> str:
+    def _hopeless(self) -> bool:
+        """Whether another rank has ended although none has left: its launcher then tells the others by a signal."""
         watchdog = self.group.process.watchdog
-        ended = set() if watchdog is None or self.reason or self._closed else watchdog.ended_neighbours()
-        return (
-            f"{rank_list.named(ended)} cannot take part in a step any more, since the process has ended"
-            if ended
-            else ""
-        )
+        return watchdog is not None and not self.reason and not self._closed and bool(watchdog.ended_neighbours())
 
     def _end_at_once(self, text: str, code: int) -> None:
-        """End the job; the lowest rank that comes to it reports."""
+        """End the job; the lowest rank that comes to it reports, where nobody else has."""
         world = self.group.world_rank
         time.sleep(min(MOST_STAGGER, STAGGER * world))
         usable = not runtime.finalized(self.group.comm) and threads_allowed()
         size = runtime.world().size if usable else self.group.size
-        write(f"{heading(world, size)}\n  {text}\n")
-        time.sleep(FORWARD_SECONDS)
+        if text:
+            write(f"{heading(world, size)}\n  {text}\n")
+            time.sleep(FORWARD_SECONDS)
         if not usable:
             os._exit(code)
         runtime.world().Abort(code)

@@ -62,9 +62,9 @@ class StopSignals:
     told : callable
         Called by a thread with the name of the first signal.
     end : callable
-        Called by a thread with a text and an exit code, to end the job at once.
+        Called by a thread with a text and an exit code, to end the job at once; "" where others have said why.
     hopeless : callable
-        Called by a thread from the first signal on: says why no further step can be done, "" as long as one can.
+        Called by a thread from the first signal on: whether no further step can be done.
 
     Raises
     ------
@@ -78,7 +78,7 @@ class StopSignals:
         grace: float,
         told: Callable[[str], object],
         end: Callable[[str, int], object],
-        hopeless: Callable[[], str],
+        hopeless: Callable[[], bool],
     ) -> None:
         self.numbers, self.grace, self._told, self._end = tuple(numbers), grace, told, end
         self._hopeless = hopeless
@@ -131,10 +131,15 @@ class StopSignals:
             first, left = self._first, None
             if first is not None:
                 left = self.grace - (time.monotonic() - self._since)
-                reason = f"the job had {self.grace:g} s to leave, which are over" if left <= 0 else self._hopeless()
-                if reason:
-                    self._end(f"{first.name}: {reason}", 128 + first)
+                hopeless = self._hopeless()
+                if left <= 0 or hopeless:
+                    over = f"{first.name}: the job had {self.grace:g} s to leave, which are over"
+                    self._end("" if hopeless else over, 128 + first)
                     return
+                if not told and not self._leaving:
+                    told = True
+                    with suppress(Exception):  # the thread has to live on
+                        self._told(first.name)
                 left = min(left, LOOK_SECONDS)
             if not select.select([self._read], [], [], left)[0]:
                 continue
@@ -144,14 +149,9 @@ class StopSignals:
                     os.write(self._previous_fd, content.replace(WAKE, b""))
             for number in filter(self._before.__contains__, content):
                 self._note(number)
-                if number == signal.SIGCONT or self._leaving:
-                    continue
-                name = signal.Signals(number).name
-                if not told:
-                    told = True
-                    with suppress(Exception):  # the thread has to live on
-                        self._told(name)
-                elif time.monotonic() - self._since > REPEAT_SECONDS:
+                late = time.monotonic() - self._since > REPEAT_SECONDS
+                if told and late and number != signal.SIGCONT and not self._leaving:
+                    name = signal.Signals(number).name
                     self._end(f"{name}: a second signal ends the job at once", 128 + number)
                     return
 
