@@ -3,8 +3,8 @@
 `import mpipipe` needs neither MPI nor a GPU; MPI is initialised when the first communicator is asked for.
 """
 
-from mpipipe.comm import Mesh, select_device
+from mpipipe.comm import Mesh, Preemption, select_device
 from mpipipe.pipeline import Pipeline, StepResult
 
 __version__ = "0.1.0"  # the one place: pyproject.toml reads it from here
-__all__ = ["Mesh", "Pipeline", "StepResult", "select_device"]
+__all__ = ["Mesh", "Pipeline", "Preemption", "StepResult", "select_device"]

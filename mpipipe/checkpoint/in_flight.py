@@ -78,7 +78,7 @@ class Saving:
     ) -> None:
         self.place, self.keep, self.beforehand = place, keep, beforehand
         self.read, self.sealed = threading.Event(), False
-        self._given_up = False
+        self._given_up, self._seconds = False, 0.0
         self._bytes, self._all_bytes = 0, sum(array.nbytes for array in share.values())
         self._doing = "waits for its thread"
         device = any(map(arrays.is_device, share.values()))
@@ -123,9 +123,15 @@ class Saving:
         self._doing = "waits for the disk to have its file"
         self.read.set()
 
+    @property
+    def seconds(self) -> float:
+        """How long the tasks of this rank have taken that have ended."""
+        return self._seconds + self.task.seconds
+
     def write_manifest(self, written: Written) -> None:
         """On rank 0, begin to write the manifest; all files have their names."""
         if self.place.rank == 0:
+            self._seconds = self.task.seconds
             self.task = Task(lambda: self._seal(written), THREAD)
 
     def _seal(self, written: Written) -> None:

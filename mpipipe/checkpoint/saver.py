@@ -52,6 +52,8 @@ class Saver:
     ----------
     waited : float
         Seconds for which this rank has waited in all until arrays were read.
+    seconds : float or None
+        What the newest whole checkpoint took on rank 0: its arrays and its manifest. None before there is one.
 
     Raises
     ------
@@ -89,6 +91,7 @@ class Saver:
         self.root, self.mesh, self.keep = Path(root), mesh, keep
         self.stages, self.optimizer = tuple(stages), optimizer
         self.waited = 0.0
+        self.seconds: float | None = None
         self._saving: Saving | None = None  # whose arrays are being written
         self._sealing: Saving | None = None  # whose manifest is
         writers = [*self.stages] if optimizer is None else [*self.stages, optimizer]
@@ -175,7 +178,7 @@ class Saver:
             if failed.any():
                 self._fail(sealing if failed[0] else None, saving if failed[1] else None)
             if sealing is not None and ended[0]:
-                whole, self._sealing = sealing.place.folder, None
+                whole, self._sealing, self.seconds = sealing.place.folder, None, sealing.seconds
                 sealing.leave()
             if saving is not None and ended[1] and self._sealing is None:
                 self._seal(saving)

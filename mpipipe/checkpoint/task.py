@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -20,6 +21,7 @@ class Task(Generic[Result]):
     Attributes
     ----------
     error : what ended the work, if it did not end well
+    seconds : how long the work took, once it has ended
     """
 
     def __init__(self, work: Callable[[], Result], name: str) -> None:
@@ -27,6 +29,7 @@ class Task(Generic[Result]):
         self._ended = threading.Event()
         self._results: list[Result] = []
         self.error: BaseException | None = None
+        self.seconds = 0.0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         try:
             self._thread.start()
@@ -35,11 +38,13 @@ class Task(Generic[Result]):
             self._ended.set()
 
     def _run(self) -> None:
+        start = time.monotonic()
         try:
             self._results.append(self._work())
         except BaseException as error:  # whatever it is, the ranks are to hear of it
             self.error = error
         finally:
+            self.seconds = time.monotonic() - start
             self._ended.set()
 
     @property

@@ -6,11 +6,13 @@ waiting                  wait, requests
 messages                 mailbox, tags, transport/, ring_exchange, allreduce, nccl/
 hangs                    flight, watch/
 the end of a job         abort, ending, excepthook, exit_hooks, report
+a job that is preempted  preemption, stop_signals, time_limit
 ranks without MPI        inprocess, inprocess_world
 names of types           types
 """
 
 from mpipipe.comm.device import select_device
 from mpipipe.comm.mesh import Mesh
+from mpipipe.comm.preemption import Preemption
 
-__all__ = ["Mesh", "select_device"]
+__all__ = ["Mesh", "Preemption", "select_device"]

@@ -76,6 +76,8 @@ class Attendant(Protocol):
     def attend(self) -> None:
         """Look around; called in long waits."""
 
+    def ended_neighbours(self) -> set[int]: ...
+
     def stop(self) -> None: ...
 
 

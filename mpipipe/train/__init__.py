@@ -2,6 +2,6 @@
 
 from mpipipe.train.config import TrainConfig
 from mpipipe.train.report import Record
-from mpipipe.train.trainer import train
+from mpipipe.train.setup import train
 
 __all__ = ["Record", "TrainConfig", "train"]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mpipipe import checkpoint
+from mpipipe.comm.preemption import Preemption
 from mpipipe.errors import StorageError
 from mpipipe.train.config import TrainConfig
 from mpipipe.train.outlet import tell
@@ -27,25 +28,37 @@ class Checkpoints:
     root : folder of the checkpoints
     progress : what is saved
     reporter : whose metrics must not end before a checkpoint does
+    preemption : is told how long a save takes
     """
 
-    def __init__(self, config: TrainConfig, root: Path, progress: Progress, reporter: Reporter | NullReporter) -> None:
-        self.config, self.progress, self.reporter = config, progress, reporter
+    def __init__(
+        self,
+        config: TrainConfig,
+        root: Path,
+        progress: Progress,
+        reporter: Reporter | NullReporter,
+        preemption: Preemption,
+    ) -> None:
+        self.config, self.progress, self.reporter, self.preemption = config, progress, reporter, preemption
         stages = progress.pipeline.stages
         self.saver = checkpoint.Saver(root, progress.mesh, stages, progress.optimizer, keep=config.keep)
 
-    def follow(self, facts: Mapping[str, Any]) -> None:
+    def follow(self, facts: Mapping[str, Any], leaves: bool) -> None:
         """After a step: look how far the checkpoint in flight is, and begin another one where it is time for one.
 
         Parameters
         ----------
         facts : what to save besides the progress, such as the configuration
+        leaves : whether the job leaves now: with a whole checkpoint of this step
         """
         with self._bearing():
-            self.saver.poll()
+            if self.saver.poll() is not None and self.saver.seconds is not None:
+                self.preemption.save_took(self.saver.seconds)
         config, step = self.config, self.progress.step
-        if config.save_every and (step % config.save_every == 0 or step == config.steps):
+        if leaves or (config.save_every and (step % config.save_every == 0 or step == config.steps)):
             self.save(facts)
+        if leaves:
+            self.finish()
 
     def save(self, facts: Mapping[str, Any]) -> None:
         """Begin to save a checkpoint; one that is still in flight is finished first."""

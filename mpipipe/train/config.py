@@ -8,12 +8,15 @@ import math
 import operator
 import sys
 import textwrap
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from mpipipe import files
-from mpipipe.errors import ConfigError
+from mpipipe.comm.stop_signals import parse_signals
+from mpipipe.comm.time_limit import parse_duration
+from mpipipe.errors import ArgumentError, ConfigError
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -74,6 +77,19 @@ class TrainConfig:
     )
     init: str | None = option(None, "checkpoint, or output folder of a training, whose weights to begin with")
 
+    preempt_signals: str = option(
+        "USR2,TERM",
+        "signals at which a checkpoint is saved and all ranks leave with exit code 75; none: no such signal",
+    )
+    preempt_grace: float = option(
+        600.0, "seconds from such a signal until the job ends at once, saved or not; inf for no limit", least=0
+    )
+    time_limit: str | None = option(
+        None,
+        "seconds or HH:MM:SS that the job may last; it saves before and leaves with 75; 0: no limit; default: what "
+        "SLURM gives the job",
+    )
+
     dim: int = option(128, "width of the model", least=1)
     layers: int = option(4, "transformer blocks", least=1)
     heads: int = option(4, "attention heads", least=1)
@@ -133,6 +149,8 @@ class TrainConfig:
             value = _typed(entry, getattr(self, entry.name))
             _check_range(entry, value)
             object.__setattr__(self, entry.name, value)
+        for name, parse in PARSED.items():
+            _check_parsed(name, getattr(self, name), parse)
         if self.watchdog is not None and 0 < self.watchdog < 1:
             raise ConfigError("watchdog is too short", found=self.watchdog, expected="0, or at least 1")
         if self.loss_scale is not None and 0 < self.loss_scale < 1:
@@ -204,6 +222,9 @@ if TrainConfig.__doc__:  # python -OO has none
 NOUNS = {int: "an integer", float: "a number", bool: "true or false", str: "a string", tuple: "a list of strings"}
 
 
+PARSED = {"preempt_signals": parse_signals, "time_limit": parse_duration}  # texts with a meaning of their own
+
+
 def _kind(hint: Any) -> type:
     if get_origin(hint) is tuple:
         return tuple
@@ -252,6 +273,13 @@ def _typed(entry: dataclasses.Field, value: Any) -> Any:
     if kind is not tuple and type(value) is kind:
         return value
     raise ConfigError(f"the type of {entry.name} is wrong", found=repr(value), expected=NOUNS[kind])
+
+
+def _check_parsed(name: str, value: Any, parse: Callable[[Any], object]) -> None:
+    try:
+        parse("0" if value is None else value)
+    except ArgumentError as error:
+        raise ConfigError(f"{name}: {error.message}", found=error.found, expected=error.expected) from None
 
 
 def _check_range(entry: dataclasses.Field, value: Any) -> None:

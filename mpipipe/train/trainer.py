@@ -11,122 +11,25 @@ from typing import Any
 
 import numpy as np
 
-from mpipipe import arrays, checkpoint, optim, schedules
-from mpipipe.attention import kernels
-from mpipipe.comm import runtime
+from mpipipe import optim, schedules
 from mpipipe.comm.consensus import agreed_by
-from mpipipe.comm.device import select_device
 from mpipipe.comm.group import group_of
 from mpipipe.comm.mesh import Mesh
-from mpipipe.comm.types import Communicator
-from mpipipe.comm.watch.membership import watching
+from mpipipe.comm.preemption import Preemption
 from mpipipe.errors import NonFiniteError
-from mpipipe.pipeline import Pipeline
-from mpipipe.train import interrupt, output, resume, weights
-from mpipipe.train.architecture import Architecture
+from mpipipe.train import leaving, resume, weights
 from mpipipe.train.checkpoints import Checkpoints
 from mpipipe.train.config import TrainConfig
 from mpipipe.train.data import Batch, Corpus, training_batch, validation_batch
 from mpipipe.train.decoder import build_decoder
-from mpipipe.train.preparation import PROMPT_BYTES, check_same_config, make_plan, make_reporter, open_corpus
+from mpipipe.train.introduction import introduction
+from mpipipe.train.preparation import PROMPT_BYTES
 from mpipipe.train.progress import Progress
 from mpipipe.train.report import NullReporter, Record, Reporter, summary
 from mpipipe.train.sample import generate, readable
 from mpipipe.train.shard import Shard
 from mpipipe.train.step_times import StepTimes
 from mpipipe.train.training_plan import TrainingPlan
-
-
-def train(config: TrainConfig, architecture: Architecture, comm: Communicator | None = None) -> Record:
-    """Train a model on bytes, on all ranks of a communicator; collective.
-
-    Progress goes to the standard output of rank 0, and to metrics.jsonl in `config.out`. That folder must be new or
-    empty, unless the training is resumed; a relative path begins in the working folder of rank 0. A standard output
-    that is closed and metrics that cannot be written do not end the training. A checkpoint that cannot be written does,
-    unless `config.on_storage_error` says otherwise.
-
-    Parameters
-    ----------
-    config : TrainConfig
-        The same on every rank.
-    architecture : callable
-        Makes the model from the sizes in `config`, such as `models.GPT`.
-    comm : communicator, optional
-        The ranks, COMM_WORLD by default. It is duplicated.
-
-    Returns
-    -------
-    Record
-        The state at the end of the training. Its speed and bubble are those of all steps since it was started.
-
-    Raises
-    ------
-    ConfigError, DataError, MismatchError, ArgumentError
-        On every rank, before anything is written.
-    BackendError
-        On every rank, where the device is missing.
-    StorageError
-        On every rank, where a checkpoint cannot be written.
-    NonFiniteError, ReplicaError
-        Where the loss is NaN or infinite, or a gradient is and no smaller loss scale can help. Where replicas differ.
-
-    Examples
-    --------
-    >>> import tempfile
-    >>> from mpipipe.comm import inprocess
-    >>> from mpipipe.models import GPT
-    >>> from mpipipe.train import TrainConfig, train
-    >>> config = TrainConfig(
-    ...     dim=8, layers=1, heads=1, seq_len=8, batch=4, steps=2, sample_bytes=0, device="cpu", out=tempfile.mkdtemp()
-    ... )
-    >>> records = inprocess.run(2, lambda comm: train(config, GPT, comm))  # doctest: +ELLIPSIS
-    mpipipe: 2 ranks = pipe 2 x data 1 x seq 1; one_f_one_b, 2 stages, 4 micro-batches
-    ...
-    mpipipe: ok steps=2 ...
-    >>> records[0].step
-    2
-    """
-    comm = runtime.resolve(comm)
-    check_same_config(group_of(comm), config)
-    out = Path(output.shared_path(comm, config.out))
-    with group_of(comm).together("train: the mesh"):
-        pipe = max(1, comm.size // config.seq) if config.pipe is None else config.pipe
-        mesh = Mesh(comm, pipe=pipe, seq=config.seq)
-    with watching(config.watchdog, out), mesh:
-        device = select_device(config.device, mesh.comm)
-        with arrays.own_stream(device):
-            return _train_on(device, config, architecture, mesh, out)
-
-
-def _train_on(device: str, config: TrainConfig, architecture: Architecture, mesh: Mesh, out: Path) -> Record:
-    group = group_of(mesh.comm)
-    plan = make_plan(config, architecture, mesh, device)
-    corpus, fingerprint = open_corpus(config, plan, mesh)
-    start = resume.find_start(config, plan, mesh, out, fingerprint)
-    with group.together("train: the shards of sequences"):
-        shard = Shard(mesh.seq, config.layout, config.seq_len)
-    with group.together("train: the stages"):
-        kernels.check_choice(device)
-        stages = plan.stages(mesh.pipe.rank, shard, config.dtype, config.seed, device)
-    with (
-        Pipeline(
-            stages, plan.schedule, mesh.pipe, loss=shard.loss, recompute=config.recompute, replicas=mesh.replicas
-        ) as pipeline,
-        optim.GlobalNorm(stages, mesh.pipe, replicas=mesh.replicas) as norm,
-    ):
-        progress = Progress(config, pipeline, mesh)
-        if start is not None:
-            progress.load(start)
-        elif config.init is not None:
-            resume.load_weights(config.init, mesh, stages)
-        output.make_folder(out, mesh.comm, writes=mesh.replicas.rank == 0 or config.save_every > 0)
-        with group.together("train: the reporter"):
-            reporter = make_reporter(config, out, start) if mesh.rank == 0 else NullReporter()
-        with reporter:
-            trainer = Trainer(config, mesh, plan, shard, progress, norm=norm, corpus=corpus, reporter=reporter, out=out)
-            trainer.facts = resume.facts_of(config, plan, fingerprint)
-            with trainer.checkpoints, interrupt.told(trainer.whereabouts):
-                return trainer.run()
 
 
 class Trainer:
@@ -137,6 +40,7 @@ class Trainer:
     config : the same on every rank
     mesh, plan, shard : where this rank stands, and what it runs
     progress : how far the training has come, with its pipeline and optimizer
+    preemption : when the job has to leave
     norm : over which stages and ranks gradients are clipped
     corpus : the data, on the ranks of the first and the last stage; None elsewhere
     reporter : Reporter on rank 0, NullReporter elsewhere
@@ -150,6 +54,7 @@ class Trainer:
         plan: TrainingPlan,
         shard: Shard,
         progress: Progress,
+        preemption: Preemption,
         *,
         norm: optim.GlobalNorm,
         corpus: Corpus | None,
@@ -157,10 +62,10 @@ class Trainer:
         out: Path,
     ) -> None:
         self.config, self.mesh, self.plan, self.shard, self.progress = config, mesh, plan, shard, progress
-        self.norm, self.corpus, self.reporter, self.out = norm, corpus, reporter, out
+        self.norm, self.corpus, self.reporter, self.out, self.preemption = norm, corpus, reporter, out, preemption
         self.pipeline, self.optimizer, self.scaler = progress.pipeline, progress.optimizer, progress.scaler
         self.facts: dict[str, Any] = {}  # for checkpoints
-        self.checkpoints = Checkpoints(config, resume.checkpoints_of(out), progress, reporter)
+        self.checkpoints = Checkpoints(config, resume.checkpoints_of(out), progress, reporter, preemption)
         for stage in self.pipeline.stages:
             stage.keep_compute()  # nobody but the optimizer changes parameters here
         self.first = mesh.pipe.rank == plan.schedule.placement[0]
@@ -171,7 +76,10 @@ class Trainer:
     def run(self) -> Record:
         """Train, validate, show a sample of text, and return the last record."""
         config, progress = self.config, self.progress
-        self._introduce()
+        place = "CPUs" if self.pipeline.stages[0].device == "cpu" else "GPUs"
+        self.reporter.say(introduction(config, self.plan, self.mesh, self.corpus, place, self.out))
+        if progress.step:
+            self.reporter.say(f"mpipipe: goes on behind step {progress.step}")
         if progress.step == 0:
             self._report(Record(0, validation=self.validate()))
         for step in range(progress.step, config.steps):
@@ -184,7 +92,10 @@ class Trainer:
                 speed = self._speed(self.since_record)
                 self._report(Record(done, loss, validation, lr, norm, **speed, **self._scaling()))
                 self.since_record = StepTimes()
-            self.checkpoints.follow(self.facts)
+            leaves = done < config.steps and self.preemption.due()
+            self.checkpoints.follow(self.facts, leaves)
+            if leaves:
+                self.preemption.leave(self.whereabouts())
         return self._end()
 
     def _report(self, record: Record) -> None:
@@ -206,9 +117,7 @@ class Trainer:
 
     def whereabouts(self) -> str:
         """Return what whoever interrupts this training wants to know."""
-        done, steps, saved = self.progress.step, self.config.steps, checkpoint.newest(resume.checkpoints_of(self.out))
-        rest = "nothing is saved to go on from" if saved is None else f"--resume auto goes on from {saved.name}"
-        return f"after step {done} of {steps}; metrics are in {self.out}, and {rest}"
+        return leaving.whereabouts(self.progress.step, self.config.steps, self.out)
 
     def step(self, step: int) -> tuple[float, float, float | None]:
         """Make one optimizer step, and return its loss, learning rate and gradient norm, the same on every rank.
@@ -267,19 +176,6 @@ class Trainer:
     def _scaling(self) -> dict[str, Any]:
         scaler = self.scaler
         return {"loss_scale": scaler.scale, "skipped": scaler.skipped} if scaler.dynamic else {}
-
-    def _introduce(self) -> None:
-        config, plan, mesh = self.config, self.plan, self.mesh
-        text = "" if self.corpus is None else f", {len(self.corpus.train):,} bytes of text"
-        place = "CPUs" if self.pipeline.stages[0].device == "cpu" else "GPUs"
-        self.reporter.say(
-            f"mpipipe: {mesh.comm.size} ranks = pipe {mesh.pipe.size} x data {mesh.data.size} x seq {mesh.seq.size}; "
-            f"{plan.schedule.name}, {plan.schedule.stages} stages, {plan.schedule.microbatches} micro-batches\n"
-            f"mpipipe: {plan.model.parameters:,} parameters, {config.dtype} on {place}, batch {config.batch} x "
-            f"{config.seq_len} bytes{text}; metrics in {self.out}"
-        )
-        if self.progress.step:
-            self.reporter.say(f"mpipipe: goes on behind step {self.progress.step}")
 
     def _show_sample(self) -> None:
         config, plan = self.config, self.plan

@@ -13,6 +13,7 @@ import time
 import pytest
 from mpi4py import MPI
 from support.launch import ROOT, job_environment
+from train.test_kills import outcome
 
 pytestmark = [
     pytest.mark.slow,
@@ -65,10 +66,10 @@ class Cluster:
         assert result.returncode == 0, result
         return result.stdout
 
-    def submit(self, script, *sbatch, options=(), flags=FITTING):
+    def submit(self, script, *sbatch, options=(), flags=FITTING, **variables):
         """The number of the job."""
         command = ["sbatch", "--parsable", *sbatch, f"jobs/{script}", *TINY, *options]
-        return self.ask(*command, MPIPIPE_SRUN_FLAGS=flags).strip()
+        return self.ask(*command, MPIPIPE_SRUN_FLAGS=flags, **variables).strip()
 
     def end_of(self, job):
         """(state, exit code of the script) of each job of an array, or of the one job, in one string."""
@@ -80,6 +81,18 @@ class Cluster:
                 return " ".join(f"{state} {code}" for state, code in ends)
             assert time.monotonic() < stop, (shown, self.printed(job))
             time.sleep(0.2)
+
+    def until(self, job, pattern):
+        """Wait until the job has printed a line like this."""
+        stop = time.monotonic() + SECONDS
+        while not re.search(pattern, self.printed(job), re.MULTILINE):
+            assert time.monotonic() < stop, self.printed(job)
+            time.sleep(0.1)
+
+    def task(self, job, number):
+        """The process of a task of the job's step."""
+        listed = self.ask("scontrol", "listpids", job)
+        return int(re.search(rf"^(\d+) +\S+ +\d+ +{number} ", listed, re.MULTILINE)[1])
 
     def printed(self, job):
         path = self.folder / f"slurm-{job}.out"
@@ -156,12 +169,57 @@ def test_ranks_that_do_not_see_each_other_are_refused(slurm):
 
 def test_a_killed_task_ends_the_job(slurm):
     job = slurm.submit("train.sbatch", "--ntasks=2", options=["--steps", "100000"])
-    stop = time.monotonic() + SECONDS
-    while not re.search(r"^step +1/", slurm.printed(job), re.MULTILINE):
-        assert time.monotonic() < stop, slurm.printed(job)
-        time.sleep(0.2)
-    task = re.search(r"^(\d+) +\S+ +0 +1 ", slurm.ask("scontrol", "listpids", job), re.MULTILINE)
-    os.kill(int(task[1]), signal.SIGKILL)
+    slurm.until(job, r"^step +1/")
+    os.kill(slurm.task(job, 1), signal.SIGKILL)
     assert slurm.end_of(job).startswith("FAILED"), slurm.printed(job)
     assert re.fullmatch(rf"mpipipe: job {job} failed exit=[1-9]\d* out=\S+", slurm.printed(job).splitlines()[-1])
     assert not (slurm.folder / "runs" / f"slurm-{job}" / "finished").exists()
+
+
+def test_a_job_that_is_preempted_killed_or_out_of_time_is_requeued_and_ends_with_the_same_bits(slurm):
+    """SIGUSR2 to all ranks; a task killed by SIGKILL, which leaves its node dirty; a time limit, seen by rank 0."""
+    options = "--steps 300 --log-every 10 --save-every 40 --dropout 0.1".split()
+    limit = slurm.folder / "limit.toml"
+    limit.write_text('time_limit = "4"')
+    disturbances = {
+        "USR2": lambda job: slurm.ask("scancel", "--signal=USR2", job),
+        "KILL": lambda job: os.kill(slurm.task(job, 1), signal.SIGKILL),
+        "limit": lambda job: (slurm.until(job, "the time limit, .* ahead: left after"), limit.write_text("")),
+    }
+    jobs, leaves = {}, {"USR2": 75, "KILL": 137, "limit": 75}
+    for how, disturb in disturbances.items():
+        more = ["--config", "limit.toml"] if how == "limit" else []
+        jobs[how] = slurm.submit("train_preemptable.sbatch", "--ntasks=2", options=[*options, *more])
+        slurm.until(jobs[how], r"^step +\d*[1-9]0/" if how != "limit" else r"^step +1/")
+        disturb(jobs[how])  # the job waits for its turn while the next one runs
+    whole = slurm.submit("train.sbatch", "--ntasks=2", options=options)
+    assert slurm.end_of(whole) == "COMPLETED 0", slurm.printed(whole)
+    for how, job in jobs.items():
+        assert slurm.end_of(job) == "COMPLETED 0", slurm.printed(job)
+        text, out = slurm.printed(job), slurm.folder / f"runs/slurm-{job}"
+        assert f"mpipipe: job {job} requeued exit={leaves[how]} out=" in text and "mpipipe: ok steps=300 " in text
+        assert "start 2" in text and (out / "finished").exists() and not out.with_suffix(".restarts").exists()
+        assert text.count("\nstep 300/300 ") == 1
+        assert outcome(out) == outcome(slurm.folder / f"runs/slurm-{whole}"), how
+
+
+def test_a_job_that_is_cancelled_saves_and_does_not_come_back(slurm):
+    job = slurm.submit("train_preemptable.sbatch", "--ntasks=2", options=["--steps", "100000"])
+    slurm.until(job, r"^step +1/")
+    slurm.ask("scancel", job)
+    assert slurm.end_of(job).startswith("CANCELLED"), slurm.printed(job)
+    text = slurm.printed(job)
+    assert "mpipipe: SIGTERM on ranks 0-1: left after step" in text and "requeued" not in text
+
+
+def test_a_job_that_fails_without_a_new_checkpoint_is_given_up(slurm):
+    job = slurm.submit("train_preemptable.sbatch", "--ntasks=2", flags=WRONG, MPIPIPE_RESTARTS="2")
+    assert slurm.end_of(job).startswith("FAILED"), slurm.printed(job)
+    assert slurm.printed(job).count("LaunchError: this process is alone in COMM_WORLD") == 2
+    assert "2 starts in a row have ended without a new checkpoint (newest: none)" in slurm.printed(job)
+
+
+def test_a_job_that_is_refused_is_not_requeued(slurm):
+    job = slurm.submit("train_preemptable.sbatch", "--ntasks=2", options=["--preempt-signals", "KILL"])
+    assert slurm.end_of(job) == "FAILED 2", slurm.printed(job)
+    assert slurm.printed(job).count("a signal that cannot be caught") == 1

@@ -40,6 +40,10 @@ class ThreadWatchdog:
     def stop(self) -> None:
         """There is no thread."""
 
+    def ended_neighbours(self) -> set[int]:
+        """None: a thread that has ended is known by its error."""
+        return set()
+
     def attend(self) -> None:
         """In a long wait: raise HangError where no rank has made progress for too long."""
         now = time.monotonic()

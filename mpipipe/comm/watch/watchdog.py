@@ -28,7 +28,7 @@ from mpipipe.comm.process import Process
 from mpipipe.comm.watch import report
 from mpipipe.comm.watch.channel import Channel, Kind, Letter
 from mpipipe.comm.watch.dump import Dump, make_dump
-from mpipipe.comm.watch.neighbours import look_at
+from mpipipe.comm.watch.neighbours import GONE, look_at, state_of
 from mpipipe.comm.watch.verdict import Silent, judge
 
 logger = logging.getLogger("mpipipe")
@@ -115,6 +115,15 @@ class Watchdog:
     def covers(self, members: tuple[int, ...]) -> bool:
         """Whether there is a channel with all of these ranks, or none can be made, for ranks of another job."""
         return -1 in members or any(set(members) <= set(channel.members) for channel in self._channels)
+
+    def ended_neighbours(self) -> set[int]:
+        """World ranks on this host whose process has ended."""
+        found = set()
+        for channel in self._channels:
+            for member, place in zip(channel.members, channel.places):
+                if place.host == channel.places[channel.rank].host and state_of(place.pid) == GONE:
+                    found.add(member)
+        return found
 
     def add(self, channel: Channel) -> None:
         """Watch over the ranks of one channel more."""

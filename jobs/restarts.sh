@@ -1,0 +1,42 @@
+# Sourced by jobs/slurm.sh and jobs/supervise.sh: whether a training that ended is worth another start.
+#
+#   MPIPIPE_RESTARTS     starts in a row that may end without a new checkpoint, 3 by default
+
+refused=2     # exit code of a job that all ranks refuse alike, as for a wrong option: it would be refused again
+preempted=75  # exit code of a job that was asked to leave, and has saved
+
+# option_of NAME DEFAULT OPTIONS...: the value of the last --NAME among the options
+option_of() {
+    local name=--$1 value=$2 previous="" option
+    shift 2
+    for option in "$@"; do
+        [ "$previous" != "$name" ] || value=$option
+        [ "${option#"$name="}" = "$option" ] || value=${option#"$name="}
+        previous=$option
+    done
+    echo "$value"
+}
+
+# newest_checkpoint FOLDER: the name of the newest whole one; nothing where there is none
+newest_checkpoint() {
+    local manifest found=""
+    for manifest in "$1"/step-*/manifest.json; do
+        [ ! -e "$manifest" ] || found=$manifest
+    done
+    [ -z "$found" ] || basename "$(dirname "$found")"
+}
+
+# worth_another_start STATUS FOLDER NOTES: after an end with that status; checkpoints are in FOLDER. The file NOTES
+# remembers, from one start to the next, the newest checkpoint and how many starts have ended without a newer one.
+worth_another_start() {
+    local status=$1 newest before="" idle=0
+    [ "$status" != 0 ] && [ "$status" != "$refused" ] || return 1
+    newest=$(newest_checkpoint "$2")
+    [ ! -e "$3" ] || read -r before idle < "$3"
+    if [ "${newest:-none}" = "$before" ] || [ -z "$newest" ]; then idle=$((idle + 1)); else idle=0; fi
+    echo "${newest:-none} $idle" > "$3"
+    if [ "$idle" -ge "${MPIPIPE_RESTARTS:-3}" ]; then
+        echo "mpipipe: $idle starts in a row have ended without a new checkpoint (newest: ${newest:-none}): no other one" >&2
+        return 1
+    fi
+}

@@ -1,0 +1,188 @@
+"""Signals that ask a job to leave, noticed at once: also while a rank computes, or waits inside MPI.
+
+    kernel -> Python's handler in C -> a byte in a pipe -> a thread      at once, whatever the main thread does
+                                    -> a function in Python              once the main thread runs Python again
+
+    first signal                       noted, and told by rank 0; the time of grace begins
+    more, within REPEAT_SECONDS        the same request: a launcher may hand on what the ranks have got themselves
+    one more, later                    the job ends at once, unless it is on its way out already
+    the time of grace is over          the job ends at once
+    another rank has ended meanwhile   the job ends at once: none of its steps will be done
+
+A process that was asked to leave stays under these rules until it ends. One that was not gets its handlers back.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+from mpipipe.errors import ArgumentError
+
+CATCHABLE = ("HUP", "INT", "QUIT", "USR1", "USR2", "ALRM", "TERM", "XCPU")
+REPEAT_SECONDS = 2.0
+LAUNCHER_SECONDS = 1.0  # between its SIGCONT and its SIGTERM, which are 0.25 s apart on an idle machine
+LOOK_SECONDS = 0.5  # between two looks for ranks that have ended
+WAKE = b"\0"  # no signal has this number
+_active: list[StopSignals] = []  # the innermost last
+
+
+def parse_signals(names: str) -> tuple[signal.Signals, ...]:
+    """Return the signals of a list such as "USR2,TERM"; names may begin with SIG. "" and "none" are none.
+
+    Raises ArgumentError for a name that is none of CATCHABLE.
+    """
+    if names.strip().lower() in ("", "none"):
+        return ()
+    found = []
+    for name in names.split(","):
+        short = name.strip().upper().removeprefix("SIG")
+        if short not in CATCHABLE:
+            why = "a signal that cannot be caught" if short in ("KILL", "STOP") else "no signal that can ask to leave"
+            raise ArgumentError(why, found=repr(name.strip()), expected=f"none, or some of {', '.join(CATCHABLE)}")
+        found.append(signal.Signals[f"SIG{short}"])
+    return tuple(dict.fromkeys(found))
+
+
+class StopSignals:
+    """Catches some signals of this process from now on.
+
+    Parameters
+    ----------
+    numbers : iterable of signal.Signals
+    grace : float
+        Seconds from the first signal until the job ends at once; inf for no limit.
+    told : callable
+        Called by a thread with the name of the first signal.
+    end : callable
+        Called by a thread with a text and an exit code, to end the job at once; "" where others have said why.
+    hopeless : callable
+        Called by a thread from the first signal on: whether no further step can be done.
+
+    Raises
+    ------
+    ArgumentError
+        In a thread that is not the main one: Python sets handlers there alone.
+    """
+
+    def __init__(
+        self,
+        numbers: Iterable[signal.Signals],
+        grace: float,
+        told: Callable[[str], object],
+        end: Callable[[str, int], object],
+        hopeless: Callable[[], bool],
+    ) -> None:
+        self.numbers, self.grace, self._told, self._end = tuple(numbers), grace, told, end
+        self._hopeless = hopeless
+        self._first: signal.Signals | None = None
+        self._since = 0.0
+        self._continued = float("-inf")
+        self._leaving = self._closing = False
+        self._before: dict[int, Any] = {}
+        self._previous_fd = -1
+        if not self.numbers:
+            return
+        if threading.current_thread() is not threading.main_thread():
+            raise ArgumentError(
+                "signals are caught in the main thread only",
+                found=threading.current_thread().name,
+                remedy="make the object in the main thread, or give it no signals",
+            )
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._previous_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        for number in (*self.numbers, signal.SIGCONT):
+            self._before[number] = signal.signal(number, self._note)
+            signal.siginterrupt(number, False)  # libraries in C may not expect that a system call is cut short
+        _active.append(self)
+        self._thread = threading.Thread(target=self._listen, name="mpipipe stop signals", daemon=True)
+        self._thread.start()
+
+    @property
+    def first(self) -> signal.Signals | None:
+        """The first signal that has come, None before."""
+        return self._first
+
+    @property
+    def behind_continue(self) -> bool:
+        """Whether the first one came as SIGTERM shortly behind a SIGCONT: so Open MPI's mpiexec does, once it ends."""
+        return self._first == signal.SIGTERM and 0 < self._since - self._continued < LAUNCHER_SECONDS
+
+    def _note(self, number: int, frame: FrameType | None = None) -> None:
+        if number == signal.SIGCONT:
+            self._continued = time.monotonic()
+        elif self._first is None:
+            self._since = time.monotonic()
+            self._first = signal.Signals(number)
+
+    # -- the thread ---------------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        told = False
+        while not self._closing:
+            first, left = self._first, None
+            if first is not None:
+                left = self.grace - (time.monotonic() - self._since)
+                hopeless = self._hopeless()
+                if left <= 0 or hopeless:
+                    over = f"{first.name}: the job had {self.grace:g} s to leave, which are over"
+                    self._end("" if hopeless else over, 128 + first)
+                    return
+                if not told and not self._leaving:
+                    told = True
+                    with suppress(Exception):  # the thread has to live on
+                        self._told(first.name)
+                left = min(left, LOOK_SECONDS)
+            if not select.select([self._read], [], [], left)[0]:
+                continue
+            content = os.read(self._read, 64)
+            if self._previous_fd >= 0:  # of somebody who listens, too
+                with suppress(OSError):
+                    os.write(self._previous_fd, content.replace(WAKE, b""))
+            for number in filter(self._before.__contains__, content):
+                self._note(number)
+                late = time.monotonic() - self._since > REPEAT_SECONDS
+                if told and late and number != signal.SIGCONT and not self._leaving:
+                    name = signal.Signals(number).name
+                    self._end(f"{name}: a second signal ends the job at once", 128 + number)
+                    return
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """From now on no signal does anything: this process is on its way out, and launchers end who is slower."""
+        self._leaving = True
+
+    def close(self) -> None:
+        """Give the handlers back that were there before, unless this process has to leave. May be called twice."""
+        if self._closing or not self.numbers or self._leaving or self._first is not None:
+            return
+        self._closing = True
+        self._restore()
+        os.write(self._write, WAKE)
+        self._thread.join()
+        os.close(self._read)
+        os.close(self._write)
+
+    def _restore(self) -> None:
+        _active.remove(self)
+        signal.set_wakeup_fd(self._previous_fd)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+def _forget() -> None:
+    """In a process that a rank forked: it is no rank, and dies of a signal as it would without this package."""
+    while _active:
+        _active[-1]._restore()
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,120 @@
+"""From a configuration to a trainer that runs: the mesh, the data, where to begin, the stages, the pipeline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mpipipe import arrays, optim
+from mpipipe.attention import kernels
+from mpipipe.comm import runtime
+from mpipipe.comm.device import select_device
+from mpipipe.comm.group import group_of
+from mpipipe.comm.mesh import Mesh
+from mpipipe.comm.types import Communicator
+from mpipipe.comm.watch.membership import watching
+from mpipipe.pipeline import Pipeline
+from mpipipe.train import interrupt, leaving, output, resume
+from mpipipe.train.architecture import Architecture
+from mpipipe.train.config import TrainConfig
+from mpipipe.train.preparation import check_same_config, make_plan, make_reporter, open_corpus
+from mpipipe.train.progress import Progress
+from mpipipe.train.report import NullReporter, Record
+from mpipipe.train.shard import Shard
+from mpipipe.train.trainer import Trainer
+
+
+def train(config: TrainConfig, architecture: Architecture, comm: Communicator | None = None) -> Record:
+    """Train a model on bytes, on all ranks of a communicator; collective.
+
+    Progress goes to the standard output of rank 0, and to metrics.jsonl in `config.out`. That folder must be new or
+    empty, unless the training is resumed; a relative path begins in the working folder of rank 0. A standard output
+    that is closed and metrics that cannot be written do not end the training. A checkpoint that cannot be written does,
+    unless `config.on_storage_error` says otherwise.
+
+    Parameters
+    ----------
+    config : TrainConfig
+        The same on every rank.
+    architecture : callable
+        Makes the model from the sizes in `config`, such as `models.GPT`.
+    comm : communicator, optional
+        The ranks, COMM_WORLD by default. It is duplicated.
+
+    Returns
+    -------
+    Record
+        The state at the end of the training. Its speed and bubble are those of all steps since it was started.
+
+    Raises
+    ------
+    ConfigError, DataError, MismatchError, ArgumentError
+        On every rank, before anything is written.
+    BackendError
+        On every rank, where the device is missing.
+    StorageError
+        On every rank, where a checkpoint cannot be written.
+    NonFiniteError, ReplicaError
+        Where the loss is NaN or infinite, or a gradient is and no smaller loss scale can help. Where replicas differ.
+    SystemExit
+        On every rank, with the code 75: a signal has come, or the time is over, and a checkpoint is saved.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from mpipipe.comm import inprocess
+    >>> from mpipipe.models import GPT
+    >>> from mpipipe.train import TrainConfig, train
+    >>> config = TrainConfig(
+    ...     dim=8, layers=1, heads=1, seq_len=8, batch=4, steps=2, sample_bytes=0, device="cpu", out=tempfile.mkdtemp()
+    ... )
+    >>> records = inprocess.run(2, lambda comm: train(config, GPT, comm))  # doctest: +ELLIPSIS
+    mpipipe: 2 ranks = pipe 2 x data 1 x seq 1; one_f_one_b, 2 stages, 4 micro-batches
+    ...
+    mpipipe: ok steps=2 ...
+    >>> records[0].step
+    2
+    """
+    comm = runtime.resolve(comm)
+    check_same_config(group_of(comm), config)
+    out = Path(output.shared_path(comm, config.out))
+    with group_of(comm).together("train: the mesh"):
+        pipe = max(1, comm.size // config.seq) if config.pipe is None else config.pipe
+        mesh = Mesh(comm, pipe=pipe, seq=config.seq)
+    with watching(config.watchdog, out), mesh:
+        device = select_device(config.device, mesh.comm)
+        with arrays.own_stream(device):
+            return _train_on(device, config, architecture, mesh, out)
+
+
+def _train_on(device: str, config: TrainConfig, architecture: Architecture, mesh: Mesh, out: Path) -> Record:
+    group = group_of(mesh.comm)
+    plan = make_plan(config, architecture, mesh, device)
+    corpus, fingerprint = open_corpus(config, plan, mesh)
+    start = resume.find_start(config, plan, mesh, out, fingerprint)
+    with group.together("train: the shards of sequences"):
+        shard = Shard(mesh.seq, config.layout, config.seq_len)
+    with group.together("train: the stages"):
+        kernels.check_choice(device)
+        stages = plan.stages(mesh.pipe.rank, shard, config.dtype, config.seed, device)
+    with (
+        Pipeline(
+            stages, plan.schedule, mesh.pipe, loss=shard.loss, recompute=config.recompute, replicas=mesh.replicas
+        ) as pipeline,
+        optim.GlobalNorm(stages, mesh.pipe, replicas=mesh.replicas) as norm,
+    ):
+        progress = Progress(config, pipeline, mesh)
+        if start is not None:
+            progress.load(start)
+        elif config.init is not None:
+            resume.load_weights(config.init, mesh, stages)
+        output.make_folder(out, mesh.comm, writes=mesh.replicas.rank == 0 or leaving.may_save(config))
+        with group.together("train: the reporter"):
+            reporter = make_reporter(config, out, start) if mesh.rank == 0 else NullReporter()
+        with reporter, leaving.preemption_of(config, mesh, reporter) as preemption:
+            trainer = Trainer(
+                config, mesh, plan, shard, progress, preemption, norm=norm, corpus=corpus, reporter=reporter, out=out
+            )
+            trainer.facts = resume.facts_of(config, plan, fingerprint)
+            preemption.whereabouts = trainer.whereabouts
+            with trainer.checkpoints, interrupt.told(trainer.whereabouts):
+                return trainer.run()

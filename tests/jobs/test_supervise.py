@@ -1,0 +1,106 @@
+"""jobs/supervise.sh: starts what failed again, as long as new checkpoints come, and stops when it is asked to."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from mpi4py import MPI
+from support.launch import ROOT, job_environment, mpiexec
+from train.test_kills import TRAINING, outcome
+
+pytestmark = [pytest.mark.jobs, pytest.mark.skipif(MPI.COMM_WORLD.size > 1, reason="it starts jobs of its own")]
+# a job that makes one checkpoint in each start, as `steps` says, and ends with a code of `codes`
+FAKE = """
+echo start >> starts
+n=$(wc -l < starts)
+step=$(sed -n ${n}p steps) code=$(sed -n ${n}p codes)
+folder=run/checkpoints/step-0000000$step
+if [ -n "$step" ]; then mkdir -p $folder; touch $folder/manifest.json; fi
+exit "$code"
+"""
+
+
+@pytest.fixture
+def fake(tmp_path):
+    """fake(steps, codes): the finished supervisor of such a job, and how many starts there were."""
+
+    def run(steps, codes, *options, **variables):
+        (tmp_path / "job.sh").write_text(FAKE)
+        (tmp_path / "steps").write_text("\n".join(steps) + "\n")
+        (tmp_path / "codes").write_text("\n".join(codes) + "\n")
+        command = ["bash", ROOT / "jobs/supervise.sh", "bash", "job.sh", "--resume", "auto", "--out=run", *options]
+        result = subprocess.run(
+            command, cwd=tmp_path, env=job_environment(variables), capture_output=True, text=True, timeout=60
+        )
+        starts = tmp_path / "starts"
+        return result, len(starts.read_text().splitlines()) if starts.exists() else 0
+
+    return run
+
+
+def test_failures_with_progress_are_followed_by_another_start(fake):
+    result, starts = fake(["1", "2", "3", ""], ["137", "1", "124", "0"], MPIPIPE_RESTARTS="1")
+    assert result.returncode == 0 and starts == 4, result
+    assert "exit code 137; start 2 goes on from step-00000001" in result.stderr
+
+
+def test_a_job_without_progress_is_given_up(fake):
+    result, starts = fake(["1", "", "", "", ""], ["9"] * 5)
+    assert result.returncode == 9 and starts == 4, result
+    assert "3 starts in a row have ended without a new checkpoint (newest: step-00000001)" in result.stderr
+
+
+def test_a_job_that_never_saves_is_given_up(fake):
+    result, starts = fake([""] * 5, ["1"] * 5, MPIPIPE_RESTARTS="2")
+    assert result.returncode == 1 and starts == 2, result
+    assert "start 2 begins anew" in result.stderr and "(newest: none)" in result.stderr
+
+
+@pytest.mark.parametrize("code", ["2", "75"])
+def test_a_job_that_is_refused_or_has_left_is_not_started_again(fake, code):
+    result, starts = fake(["1", "2"], [code, "0"])
+    assert result.returncode == int(code) and starts == 1, result
+
+
+@pytest.mark.parametrize("options", [["--resume", "no"], ["--resume=step-1"]])
+def test_a_job_that_would_begin_anew_each_time_is_refused(fake, options):
+    result, starts = fake([""], ["1"], *options)
+    assert result.returncode == 2 and starts == 0 and "--resume auto" in result.stderr
+
+
+def test_a_signal_is_passed_on_and_nothing_is_started_again(tmp_path):
+    """The job gets SIGTERM for SIGUSR2, since its launcher is not Open MPI's, and has time to save."""
+    (tmp_path / "job.sh").write_text(
+        "trap 'sleep 0.5; echo saved >> starts; exit 75' TERM; echo start >> starts; while :; do sleep 0.05; done"
+    )
+    command = ["bash", ROOT / "jobs/supervise.sh", "bash", "job.sh", "--resume", "auto", "--out", "run"]
+    job = subprocess.Popen(command, cwd=tmp_path, env=job_environment(), stderr=subprocess.PIPE, text=True)
+    stop = time.monotonic() + 20
+    while not (tmp_path / "starts").exists():
+        assert time.monotonic() < stop
+        time.sleep(0.02)
+    job.send_signal(signal.SIGUSR2)
+    error = job.communicate(timeout=20)[1]
+    assert job.returncode == 75 and (tmp_path / "starts").read_text() == "start\nsaved\n", error
+    assert "supervised job ended exit=75 on SIGUSR2" in error
+
+
+def test_a_killed_rank_costs_a_start_and_no_bit(launch, tmp_path):
+    (tmp_path / "script.py").write_text(TRAINING)
+    (tmp_path / "text.txt").write_text("one two three four\n" * 200)
+    whole = launch(
+        2, [str(each) for each in (tmp_path / "script.py", tmp_path / "text.txt", tmp_path / "whole", 0, 10**9, 2, 8)]
+    )
+    assert whole.returncode == 0, whole.stderr
+    (tmp_path / "job.sh").write_text(
+        'echo start >> starts; moment=1000000000; [ "$(wc -l < starts)" != 1 ] || moment=30\n'
+        f'exec "{mpiexec()}" -n 2 "{sys.executable}" script.py text.txt killed 1 $moment 2 8\n'
+    )
+    command, env = ["bash", ROOT / "jobs/supervise.sh", "bash", "job.sh"], {"CHECKPOINTS": "killed/checkpoints"}
+    job = subprocess.run(command, cwd=tmp_path, timeout=60, capture_output=True, text=True, env=job_environment(env))
+    assert job.returncode == 0 and (tmp_path / "starts").read_text() == "start\nstart\n", job
+    assert outcome(tmp_path / "killed") == outcome(tmp_path / "whole")

@@ -1,0 +1,110 @@
+"""A training that has to leave saves at once, ends with 75, and goes on as if it had not."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+import time
+
+import pytest
+from mpi4py import MPI
+from support.launch import ROOT, Job, mpiexec
+from train.test_kills import outcome
+
+from mpipipe import checkpoint
+from mpipipe.errors import ConfigError
+from mpipipe.train import TrainConfig
+
+TRAIN = """-m mpipipe train --steps 60 --log-every 5 --dim 16 --layers 2 --heads 2 --hidden 32 --seq-len 16 --batch 8
+--microbatches 2 --dropout 0.1 --sample-bytes 0 --eval-batches 1 --eval-every 20 --device cpu --data""".split()
+TRAIN += [str(ROOT / "README.md")]
+alone = pytest.mark.skipif(MPI.COMM_WORLD.size > 1, reason="one job at a time")
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"preempt_signals": "USR2,KILL"}, "preempt_signals: a signal that cannot be caught\n.*'KILL'"),
+        ({"preempt_signals": "STOP"}, "preempt_signals: a signal that cannot be caught"),
+        ({"time_limit": "an hour"}, "time_limit: no length of time\n.*'an hour'"),
+        ({"preempt_grace": -1.0}, "preempt_grace"),
+    ],
+)
+def test_options_without_a_meaning_are_refused(keys, says):
+    with pytest.raises(ConfigError, match=says):
+        TrainConfig(**keys)
+
+
+def started(folder, *options):
+    return Job([mpiexec(), "-n", "2", sys.executable, *TRAIN, *options], folder)
+
+
+def rank_of(job, rank):
+    """The process of this rank."""
+    for pid, env in job.processes().items():
+        if str(rank) == env.get("PMI_RANK", env.get("OMPI_COMM_WORLD_RANK")):
+            return pid
+    raise AssertionError(job.stderr)
+
+
+@pytest.mark.jobs
+@alone
+@pytest.mark.parametrize("pipe", ["1", "2"])
+def test_a_signal_to_one_rank_saves_and_the_end_is_bit_by_bit_that_of_a_training_without(tmp_path, launch, pipe):
+    """No checkpoint is configured; with pipe 1 each of two replicas writes a share."""
+    whole = launch(2, [*TRAIN, "--pipe", pipe, "--save-every", "60", "--out", str(tmp_path / "whole")])
+    assert whole.returncode == 0, whole.stderr
+    job = started(tmp_path, "--pipe", pipe, "--out", "parts")
+    try:
+        stop = time.monotonic() + 60
+        while not re.search(r"^step +5/", job.stdout, re.MULTILINE):
+            assert time.monotonic() < stop and job.returncode is None, job.stderr
+            time.sleep(0.005)
+        job.send(signal.SIGUSR2, rank_of(job, 1))
+        assert job.wait(30)
+    finally:
+        job.end()
+    assert job.returncode == 75, job.stderr
+    left = re.search(r"^mpipipe: SIGUSR2 on rank 1: left after step (\d+) of 60; --resume auto --out \S+/parts goes on "
+                     r"from step-000000(\d+)$", job.stdout, re.MULTILINE)  # fmt: skip
+    assert left and left[1].zfill(2) == left[2] and 5 <= int(left[1]) < 60
+    assert checkpoint.newest(tmp_path / "parts").name == f"step-000000{left[2]}"
+    assert not (tmp_path / "parts" / "weights").exists() and "Traceback" not in job.stderr
+    again = launch(
+        2, [*TRAIN, "--pipe", pipe, "--save-every", "60", "--resume", "auto", "--out", str(tmp_path / "parts")]
+    )
+    assert again.returncode == 0 and f"goes on behind step {left[1]}" in again.stdout, again.stderr
+    assert outcome(tmp_path / "parts") == outcome(tmp_path / "whole")
+
+
+def test_a_training_whose_time_is_over_makes_a_step_and_leaves(launch, tmp_path):
+    again = [*TRAIN, "--time-limit", "0.5", "--resume", "auto", "--out", str(tmp_path / "run")]
+    for step in (1, 2):
+        job = launch(2, again)
+        assert job.returncode == 75, job.stderr
+        assert f"mpipipe: the time limit, 0 s ahead: left after step {step} of 60; --resume auto" in job.stdout
+
+
+def test_the_last_step_is_followed_by_the_end_and_not_by_leaving(launch, tmp_path):
+    job = launch(2, [*TRAIN, "--steps", "1", "--time-limit", "0.5", "--out", str(tmp_path / "run")])
+    assert job.returncode == 0 and "mpipipe: ok steps=1 " in job.stdout, job.stderr
+
+
+def test_without_signals_a_training_dies_of_them(launch, tmp_path):
+    """And time has no end, even where SLURM names one."""
+    script = f"""
+import os, signal, sys, threading
+sys.argv = {["mpipipe", *TRAIN[2:], "--preempt-signals", "none", "--time-limit", "0", "--out", str(tmp_path / "run")]!r}
+from mpipipe.train.trainer import Trainer
+step = Trainer.step
+def killed(self, number):
+    if number == 4: os.kill(os.getpid(), signal.SIGUSR2)
+    return step(self, number)
+Trainer.step = killed
+from mpipipe.cli import main
+main()
+"""
+    job = launch(1, script, env={"SLURM_JOB_END_TIME": "1"})
+    assert job.returncode not in (0, 75)
+    assert "step  1/60" in job.stdout and checkpoint.newest(tmp_path / "run") is None
