@@ -137,7 +137,7 @@ class Preemption:
             self._signals = StopSignals(numbers, grace, self._told, self._end_at_once, self._hopeless)
 
     def due(self) -> bool:
-        """Whether the job has to leave now; collective, after each step.
+        """Find out on all ranks whether the job has to leave now; collective, after each step.
 
         Returns
         -------
@@ -245,6 +245,8 @@ class Preemption:
 
     def _end_at_once(self, text: str, code: int) -> None:
         """End the job; the lowest rank that comes to it reports, where nobody else has."""
+        if not text and self._dropped_by() is not None:
+            return  # it kills this process in a moment, and has said why
         world = self.group.world_rank
         time.sleep(min(MOST_STAGGER, STAGGER * world))
         usable = not runtime.finalized(self.group.comm) and threads_allowed()

@@ -186,7 +186,7 @@ def test_a_job_that_is_preempted_killed_or_out_of_time_is_requeued_and_ends_with
         "KILL": lambda job: os.kill(slurm.task(job, 1), signal.SIGKILL),
         "limit": lambda job: (slurm.until(job, "the time limit, .* ahead: left after"), limit.write_text("")),
     }
-    jobs, leaves = {}, {"USR2": 75, "KILL": 137, "limit": 75}
+    jobs, codes = {}, {"USR2": "75", "KILL": "1(37|43)", "limit": "75"}  # srun returns the highest one of the tasks
     for how, disturb in disturbances.items():
         more = ["--config", "limit.toml"] if how == "limit" else []
         jobs[how] = slurm.submit("train_preemptable.sbatch", "--ntasks=2", options=[*options, *more])
@@ -197,7 +197,9 @@ def test_a_job_that_is_preempted_killed_or_out_of_time_is_requeued_and_ends_with
     for how, job in jobs.items():
         assert slurm.end_of(job) == "COMPLETED 0", slurm.printed(job)
         text, out = slurm.printed(job), slurm.folder / f"runs/slurm-{job}"
-        assert f"mpipipe: job {job} requeued exit={leaves[how]} out=" in text and "mpipipe: ok steps=300 " in text
+        assert (
+            re.search(f"mpipipe: job {job} requeued exit={codes[how]} out=", text) and "mpipipe: ok steps=300 " in text
+        )
         assert "start 2" in text and (out / "finished").exists() and not out.with_suffix(".restarts").exists()
         assert text.count("\nstep 300/300 ") == 1
         assert outcome(out) == outcome(slurm.folder / f"runs/slurm-{whole}"), how
