@@ -1,4 +1,4 @@
-"""A process is killed around each call that changes a file, and between pieces of arrays: what is left is always whole."""
+"""A process is killed around each call that changes a file, and between pieces of arrays: what is left is whole."""
 
 from __future__ import annotations
 
