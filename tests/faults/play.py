@@ -22,6 +22,7 @@ OUTLIVES = 3.0  # seconds after its launcher in which the processes of a job mus
 SHARED_MEMORY = "/dev/shm/"
 OUTLIVE = "processes outlive the job"
 LACKS = " lacks "
+STEP = "\nstep "
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Verdict:
     problems : what differs from the table
     output : what the job has printed
     code : its exit code; None where it hung
+    ending : seconds from the last step that a training told of, where there is one, to the end of its job
     """
 
     case: Case
@@ -42,6 +44,7 @@ class Verdict:
     seconds: float
     output: str
     code: int | None = None
+    ending: float | None = None
 
     def __str__(self) -> str:
         return f"{self.case} {self.status} after {self.seconds:.1f} s: {'; '.join(self.problems)}"
@@ -100,8 +103,9 @@ def _play_once(case: Case, python: str, limit: float | None) -> Verdict:
             return Verdict(case, WRONG, tuple(problems), 0.0, "")
         job = Job(command_line(case, python, folder), folder, fault.env)
         start = time.monotonic()
-        memory = _watch(job, case, start + min(fault.limit, limit or fault.limit))
-        seconds = time.monotonic() - start
+        memory, stepped = _watch(job, case, start + min(fault.limit, limit or fault.limit))
+        end = time.monotonic()
+        seconds, ending = end - start, None if stepped is None else end - stepped
         hung = job.returncode is None
         if hung:
             job.end()
@@ -110,16 +114,23 @@ def _play_once(case: Case, python: str, limit: float | None) -> Verdict:
     output = f"{' '.join(job.command)}\nexit code {job.returncode}\n--- stdout\n{job.stdout}\n--- stderr\n{job.stderr}"
     if hung:
         return Verdict(case, HUNG, (f"still running, {_said(job)}",), seconds, output)
-    return Verdict(case, _status(problems, job, case), tuple(problems), seconds, output, job.returncode)
+    return Verdict(case, _status(problems, job, case), tuple(problems), seconds, output, job.returncode, ending)
 
 
-def _watch(job: Job, case: Case, deadline: float) -> set[Path]:
-    """Send the fault's signals until the job ends or the deadline passes; returns its shared memory."""
+def _watch(job: Job, case: Case, deadline: float) -> tuple[set[Path], float | None]:
+    """Send the fault's signals until the job ends or the deadline passes.
+
+    Returns its shared memory, and the time at which the last line of a step was seen.
+    """
     memory, due = set(), list(case.fault.sends)
     appeared, look = None, 0.0
+    stepped, steps = None, 0
     while job.returncode is None and time.monotonic() < deadline:
+        said = job.stdout
+        if (count := said.count(STEP)) != steps:
+            stepped, steps = time.monotonic(), count
         if due:
-            if appeared is None and due[0].at in job.stdout:
+            if appeared is None and due[0].at in said:
                 appeared = time.monotonic()
             if appeared is not None and time.monotonic() >= appeared + due[0].after:
                 send, appeared = due.pop(0), None
@@ -128,7 +139,7 @@ def _watch(job: Job, case: Case, deadline: float) -> set[Path]:
             memory |= _shared_memory(job)
             look = time.monotonic() + LOOK_FOR_MEMORY
         time.sleep(PAUSE)
-    return memory
+    return memory, stepped
 
 
 def _send(job, send):

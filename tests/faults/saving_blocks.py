@@ -82,7 +82,7 @@ def loads(least: int = BREAKS_AT) -> tuple[tuple[str, ...], ...]:
 
 def saving(name, body, *says, **options) -> Fault:
     """A training of a script that saves; one report that holds `says`, and the checkpoint of step 3 or a later one."""
-    options = {"code": 1, "never": ("finished",), "limit": 30, "modes": (RUN,), "before": (TEXT,), **options}
+    options = {"code": 1, "never": ("finished",), "limit": 60, "modes": (RUN,), "before": (TEXT,), **options}
     return Fault(f"{name} while it saves", KIND, OPENING + body + GO, says=says, after=loads(), **options)
 
 

@@ -65,11 +65,11 @@ def table(results: Iterable[tuple[str, Verdict]]) -> str:
 
 
 def rows(results: Iterable[tuple[str, Verdict]]) -> str:
-    """One row for each case: seconds, exit code, whether the culprit is named, orphans, whether all checks passed.
+    """One row for each case: seconds in all and from its last step, exit code, whether the culprit is named, orphans.
 
     What a case checks when its job is over, as that its last checkpoint can be loaded, is in the column `after`.
     """
-    titles = ("fault", "mpi", "case", "seconds", "code", "says", "orphans", "after", "status")
+    titles = ("fault", "mpi", "case", "seconds", "ending", "code", "says", "orphans", "after", "status")
     return _aligned([titles, *sorted((_row(name, verdict) for name, verdict in results), key=lambda row: row[:3])])
 
 
@@ -79,7 +79,8 @@ def _row(name: str, verdict: Verdict) -> tuple[str, ...]:
     says = "-" if not wanted else "no" if any(LACKS in text for text in problems) else "yes"
     orphans = next((text.split()[0] for text in problems if text.endswith(OUTLIVE)), "0")
     after = "-" if not case.fault.after else "no" if any(text.startswith("python ") for text in problems) else "yes"
-    cells = (f"{verdict.seconds:.1f}", str(verdict.code), says, orphans, after, verdict.status)
+    ending = "-" if verdict.ending is None else f"{verdict.ending:.1f}"
+    cells = (f"{verdict.seconds:.1f}", ending, str(verdict.code), says, orphans, after, verdict.status)
     return (f"{case.fault.kind}: {case.fault.name}", name, f"{case.ranks} {case.mode}", *cells)
 
 
