@@ -76,6 +76,9 @@ class Attendant(Protocol):
     def attend(self) -> None:
         """Look around; called in long waits."""
 
+    def forget(self) -> None:
+        """Watch over nobody: ranks have died, and the others make new groups."""
+
     def stop(self) -> None: ...
 
 
@@ -110,6 +113,8 @@ class Process:
         Watches for a hang, once there is a group of several ranks.
     ended : bool
         Whether the program of this rank is over.
+    lifeline : lifeline.Lifeline or None
+        Knows of ranks that have died, where MPI tells.
     """
 
     def __init__(self) -> None:
@@ -128,6 +133,7 @@ class Process:
         self.vigils_begun = 0
         self.watchdog: Attendant | None = None
         self.ended = False
+        self.lifeline: Any = None  # a lifeline.Lifeline, which is built on this module
         self._accountable: list[weakref.ref[Accountable]] = []
         self._known: set[int] = set()  # numbers of `failures`
 

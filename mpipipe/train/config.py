@@ -114,6 +114,9 @@ class TrainConfig:
     watchdog: float | None = option(
         None, "seconds without progress until a hang is reported; 0: never; default: MPIPIPE_WATCHDOG or 600", least=0
     )
+    survive: bool = option(
+        False, "go on with fewer replicas when ranks die: needs `mpiexec --with-ft ulfm` of Open MPI 5"
+    )
     log_every: int = option(10, "steps between two lines of progress", least=1)
     eval_every: int = option(100, "steps between two validations; there is one more at the end", least=1)
     eval_batches: int = option(4, "batches of a validation", least=1)

@@ -25,7 +25,7 @@ from mpipipe.train.training_plan import TrainingPlan
 MAY_CHANGE = (
     "pipe", "seq", "layout", "schedule", "chunks", "microbatches", "recompute", "device", "steps", "log_every",
     "eval_every", "eval_batches", "sample_bytes", "temperature", "out", "save_every", "keep", "resume", "init",
-    "watchdog",
+    "watchdog", "survive",
 )  # fmt: skip
 BY_CONTENT = "data"  # the paths may change; what is compared is the fingerprint of the text
 

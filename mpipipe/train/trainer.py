@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from mpipipe.errors import NonFiniteError
 from mpipipe.pipeline import Pipeline
 from mpipipe.train import interrupt, output, resume, weights
 from mpipipe.train.architecture import Architecture
+from mpipipe.train.commitment import Commitment
 from mpipipe.train.config import TrainConfig
 from mpipipe.train.data import Batch, Corpus, training_batch, validation_batch
 from mpipipe.train.decoder import build_decoder
@@ -32,7 +33,10 @@ from mpipipe.train.report import NullReporter, Record, Reporter, summary
 from mpipipe.train.sample import generate, readable
 from mpipipe.train.shard import Shard
 from mpipipe.train.step_times import StepTimes
+from mpipipe.train.survival import Crew
 from mpipipe.train.training_plan import TrainingPlan
+
+Outcome: TypeAlias = "tuple[float, float, float | None]"  # loss, learning rate, norm
 
 
 def train(config: TrainConfig, architecture: Architecture, comm: Communicator | None = None) -> Record:
@@ -84,20 +88,35 @@ def train(config: TrainConfig, architecture: Architecture, comm: Communicator | 
     comm = runtime.resolve(comm)
     check_same_config(group_of(comm), config)
     out = Path(output.shared_path(comm, config.out))
+    pipe = max(1, comm.size // config.seq) if config.pipe is None else config.pipe
+    if config.survive:
+        crew = Crew(config, comm, pipe, out)
+        with watching(config.watchdog, out):
+            return crew.train(lambda mesh: _train_on(config, architecture, mesh, out, crew))
     with group_of(comm).together("train: the mesh"):
-        pipe = max(1, comm.size // config.seq) if config.pipe is None else config.pipe
         mesh = Mesh(comm, pipe=pipe, seq=config.seq)
     with watching(config.watchdog, out), mesh:
-        device = select_device(config.device, mesh.comm)
-        with arrays.own_stream(device):
-            return _train_on(device, config, architecture, mesh, out)
+        return _train_on(config, architecture, mesh, out)
 
 
-def _train_on(device: str, config: TrainConfig, architecture: Architecture, mesh: Mesh, out: Path) -> Record:
+def _train_on(
+    config: TrainConfig, architecture: Architecture, mesh: Mesh, out: Path, crew: Crew | None = None
+) -> Record:
+    device = select_device(config.device, mesh.comm)
+    if crew is not None:
+        crew.check_device(device)
+    with arrays.own_stream(device):
+        return _train_by(device, config, architecture, mesh, out, crew)
+
+
+def _train_by(
+    device: str, config: TrainConfig, architecture: Architecture, mesh: Mesh, out: Path, crew: Crew | None
+) -> Record:
+    goes_on = crew is not None and crew.goes_on  # what ranks that have died had is in memory
     group = group_of(mesh.comm)
     plan = make_plan(config, architecture, mesh, device)
     corpus, fingerprint = open_corpus(config, plan, mesh)
-    start = resume.find_start(config, plan, mesh, out, fingerprint)
+    start = None if goes_on else resume.find_start(config, plan, mesh, out, fingerprint)
     with group.together("train: the shards of sequences"):
         shard = Shard(mesh.seq, config.layout, config.seq_len)
     with group.together("train: the stages"):
@@ -110,16 +129,23 @@ def _train_on(device: str, config: TrainConfig, architecture: Architecture, mesh
         optim.GlobalNorm(stages, mesh.pipe, replicas=mesh.replicas) as norm,
     ):
         progress = Progress(config, pipeline, mesh)
-        if start is not None:
+        if crew is not None and crew.goes_on:
+            crew.restore(progress)
+        elif start is not None:
             progress.load(start)
         elif config.init is not None:
             resume.load_weights(config.init, mesh, stages)
         output.make_folder(out, mesh.comm, writes=mesh.replicas.rank == 0 or config.save_every > 0)
         with group.together("train: the reporter"):
-            reporter = make_reporter(config, out, start) if mesh.rank == 0 else NullReporter()
+            if mesh.rank:
+                reporter: Reporter | NullReporter = NullReporter()
+            else:
+                reporter = crew.reporter() if crew is not None and goes_on else make_reporter(config, out, start)
         with reporter:
             trainer = Trainer(config, mesh, plan, shard, progress, norm=norm, corpus=corpus, reporter=reporter, out=out)
             trainer.facts = resume.facts_of(config, plan, fingerprint)
+            if crew is not None:
+                crew.enlist(trainer)
             with interrupt.told(trainer.whereabouts):
                 return trainer.run()
 
@@ -161,6 +187,11 @@ class Trainer:
         self.last = mesh.pipe.rank == plan.schedule.placement[-1]
         self.rows = slice(mesh.data.rank * plan.rows, (mesh.data.rank + 1) * plan.rows)  # of a batch, for this replica
         self.since_record, self.in_all = StepTimes(), StepTimes()
+        self.outcome: Outcome = 0.0, 0.0, None  # of the last step
+        self.reported = progress.step  # number of steps behind which nothing is left to do
+        self.commitment = Commitment(
+            self.optimizer, self.scaler, self.pipeline, group_of(mesh.comm), progress.step, config.survive
+        )
 
     def run(self) -> Record:
         """Train, validate, show a sample of text, and return the last record."""
@@ -168,19 +199,27 @@ class Trainer:
         self._introduce()
         if progress.step == 0:
             self._report(Record(0, validation=self.validate()))
+        elif self.reported < progress.step:  # ranks have died meanwhile
+            self._after_step()
         for step in range(progress.step, config.steps):
-            loss, lr, norm = self.step(step)
-            progress.step = done = step + 1
-            validated = done % config.eval_every == 0 or done == config.steps
-            if validated or done == 1 or done % config.log_every == 0:
-                validation = self.validate() if validated else None
-                speed = self._speed(self.since_record)
-                self._report(Record(done, loss, validation, lr, norm, **speed, **self._scaling()))
-                self.since_record = StepTimes()
-            if config.save_every and (done % config.save_every == 0 or done == config.steps):
-                self.reporter.sync()
-                progress.save(resume.checkpoints_of(self.out), self.facts, config.keep)
+            self.outcome = self.step(step)
+            progress.step = step + 1
+            self._after_step()
         return self._end()
+
+    def _after_step(self) -> None:
+        """Validate, report and save, where the step asks for it."""
+        config, done, (loss, lr, norm) = self.config, self.progress.step, self.outcome
+        validated = done % config.eval_every == 0 or done == config.steps
+        if validated or done == 1 or done % config.log_every == 0:
+            validation = self.validate() if validated else None
+            speed = self._speed(self.since_record) if self.since_record.steps else {}
+            self._report(Record(done, loss, validation, lr, norm, **speed, **self._scaling()))
+            self.since_record = StepTimes()
+        if config.save_every and (done % config.save_every == 0 or done == config.steps):
+            self.reporter.sync()
+            self.progress.save(resume.checkpoints_of(self.out), self.facts, config.keep)
+        self.reported = done
 
     def _report(self, record: Record) -> None:
         self.progress.record = record
@@ -210,6 +249,7 @@ class Trainer:
         The norm is None where the step was skipped.
         """
         config, start = self.config, perf_counter()
+        self.commitment.begin(step)
         shape = dict(batch=config.batch, seq_len=config.seq_len)
         inputs, targets = self._batch(
             lambda corpus: training_batch(corpus.train, seed=config.seed, step=step, rows=self.rows, **shape)
@@ -217,9 +257,11 @@ class Trainer:
         result = self.pipeline.step(inputs, targets, scale=self.scaler.scale)
         lr = optim.warmup_cosine(step, config.steps, config.lr, min(config.warmup, config.steps))
         try:
-            norm = optim.scaled_step(self.optimizer, self.scaler, config.clip, lr=lr, over=self.norm)
+            norm = optim.scaled_step(self.commitment, self.scaler, config.clip, lr=lr, over=self.norm)
         except NonFiniteError as error:  # the replicas have the same sums of gradients, so they raise it, too
             raise agreed_by(error, group_of(self.mesh.comm)) from None
+        if norm is None:
+            self.commitment.skip()
         seconds = perf_counter() - start
         for times in (self.since_record, self.in_all):
             times.add(seconds, self.pipeline.busy, self.pipeline.elapsed)
