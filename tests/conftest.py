@@ -106,13 +106,13 @@ def allow_seconds(collective, request):
 
 @pytest.fixture
 def launch(allow_seconds):
-    """launch(ranks, script text or arguments, timeout=60, env=None): the outcome of a job of its own.
+    """launch(ranks, script text or arguments, timeout=60, env=None, options=()): the outcome of a job of its own.
 
     Such a test runs on one rank, beside the tests of other ranks: see run_job.
     """
 
-    def start(ranks, what, timeout=60, env=None):
+    def start(ranks, what, timeout=60, env=None, options=()):
         allow_seconds(timeout + 30)
-        return run_job(ranks, what, timeout, env)
+        return run_job(ranks, what, timeout, env, options)
 
     return start

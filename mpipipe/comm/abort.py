@@ -19,11 +19,12 @@ from collections.abc import Callable
 from hashlib import blake2b
 from typing import NoReturn
 
-from mpipipe.comm import communicators, excepthook, launcher, runtime, settings
+from mpipipe.comm import communicators, excepthook, launcher, lifeline, runtime, settings
 from mpipipe.comm.ending import End, Says, World, leave_together, other_threads
 from mpipipe.comm.group import group_of
 from mpipipe.comm.process import is_rank
 from mpipipe.comm.report import AGREED, INTERRUPTED, describe, heading, write
+from mpipipe.comm.types import MpiCommunicator
 from mpipipe.errors import ArgumentError, BackendError, MpipipeError
 
 __all__ = ["Stop", "run_or_abort"]
@@ -90,12 +91,14 @@ def run_or_abort(main: Callable[[], object]) -> int:
             write(describe(error, "mpipipe: cannot start"))
         return 1
     _running.append(world)
+    lifeline.start()
     restore = _watch_os_exit(world)
     try:
         with excepthook.suspended():
             end = _run(main, world)
     finally:
         restore()
+        world = _running[-1]  # that of the survivors, where ranks have died
         _running.clear()
         _afterwards.clear()
     if not is_rank():  # forked by the program: it must not touch MPI
@@ -104,8 +107,14 @@ def run_or_abort(main: Callable[[], object]) -> int:
     return leave_together(world, end)
 
 
-def _world() -> World:
-    comm = runtime.world()
+def outlive(comm: MpiCommunicator) -> None:
+    """From now on the job ends together with the ranks of `comm`: all others have died. Collective over it."""
+    if _running:
+        _running[-1] = _world(comm)
+
+
+def _world(comm: MpiCommunicator | None = None) -> World:
+    comm = runtime.world() if comm is None else comm
     return World(group_of(comm), communicators.duplicate(comm), comm.rank, comm.size)
 
 
@@ -126,7 +135,7 @@ def _run(main: Callable[[], object], world: World) -> End:
     except Stop as stop:
         return End(stop.code, Says.CAUSE, stop.text)
     except BaseException as error:
-        return _end_of(error, world)
+        return _end_of(error, _running[-1])
 
 
 def _end_of(error: BaseException, world: World) -> End:
@@ -167,7 +176,7 @@ def _watch_os_exit(world: World) -> Callable[[], None]:
         if is_rank() and not runtime.finalized(world.end):
             write(f"{heading(world.rank, world.size)}\n  os._exit({status}) was called: the other ranks cannot go on\n")
             faulthandler.dump_traceback(all_threads=False)
-            world.end.Abort(status & 0xFF or 1)
+            lifeline.abort(world.end, status & 0xFF or 1)
         original(status)
 
     os._exit = exit_rank

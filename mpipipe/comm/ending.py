@@ -19,12 +19,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpipipe.comm import exit_hooks, rank_list, runtime
+from mpipipe.comm import exit_hooks, lifeline, rank_list, runtime
 from mpipipe.comm.group import Group
 from mpipipe.comm.process import here
 from mpipipe.comm.report import AGREED, GRACE, INTERRUPTED, STAGGER, heading, write
 from mpipipe.comm.requests import own
-from mpipipe.comm.types import MpiCommunicator
+from mpipipe.comm.types import MpiCommunicator, Request
+from mpipipe.errors import LostRankError
 
 QUIET = 0.2  # seconds that a rank without an error waits for its peers before it tells them that it has left
 FINALIZE = 20.0  # seconds for MPI_Finalize after an error
@@ -78,11 +79,17 @@ def leave_together(world: World, end: End) -> int:
         return end.code
     try:
         table = _all_ends(world, end)
+    except LostRankError as error:  # whoever has a cause says it; a job that was done stays done
+        write(end.report if end.says == Says.CAUSE else "" if end.code == 0 else f"mpipipe: {error}\n")
+        lifeline.leave(end.code)
     except KeyboardInterrupt:
         write(f"{heading(world.rank, world.size)}\n  KeyboardInterrupt while it waited for the other ranks to end\n")
-        world.end.Abort(INTERRUPTED)
+        lifeline.abort(world.end, INTERRUPTED)
+    outlived = here().lifeline is not None and bool(here().lifeline.lost)
     codes, says, refusals = (column.tolist() for column in table.T)
     if len(set(codes)) == 1 and says[0] in (Says.NOTHING, Says.EXITED) and len(set(says)) == 1:
+        if outlived:
+            lifeline.leave(codes[0])
         return codes[0]
     speaker = says.index(max(says))
     if max(says) == Says.EXITED and Says.REPORTED_ELSEWHERE not in says:
@@ -93,6 +100,8 @@ def leave_together(world: World, end: End) -> int:
         report, code = end.report, AGREED if alike else codes[speaker]
     if world.rank == speaker:
         write(report)
+    if outlived:
+        lifeline.leave(code)
     _finalize(code)
     return code
 
@@ -103,16 +112,30 @@ def _all_ends(world: World, end: End) -> np.ndarray:
     table = np.zeros((world.size, 3), np.int64)
     request = own(world.end.Iallgather(np.array([end.code, end.says, end.refusal], np.int64), table))
     start, told = time.monotonic(), False
-    while not request.Test():
+    line = here().lifeline
+    while not _is_complete(request, line):
         waited = time.monotonic() - start
         if not told and (end.code or waited > QUIET):
             told = True
             exit_hooks.say_farewell()
         if end.code and waited > _patience(world, end):
             write(end.report)
-            world.end.Abort(end.code)
+            lifeline.abort(world.end, end.code)
         time.sleep(PAUSE)
     return table
+
+
+def _is_complete(request: Request, line: lifeline.Lifeline | None) -> bool:
+    """Test a request; raises LostRankError where it cannot be completed, since a rank has died."""
+    if line is None:
+        return request.Test()
+    try:
+        line.look()
+        return request.Test()
+    except Exception as error:
+        if line.explains(error):
+            raise LostRankError(str(error)) from error
+        raise
 
 
 def _patience(world: World, end: End) -> float:

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from mpipipe.comm import exit_hooks
+from mpipipe.comm.process import here
 from mpipipe.comm.report import GRACE, INTERRUPTED, STAGGER, write
 
 _hooked: list[Callable[..., Any]] = []  # the hook that was there before ours
@@ -63,4 +64,7 @@ def _abort_after_exception(MPI: ModuleType) -> None:
     heard = getattr(error, "reported_elsewhere", False)
     time.sleep(2 * GRACE + STAGGER * rank if heard else 1.0 + min(1.0, 0.05 * rank))
     write(f"mpipipe: rank {rank} of {MPI.COMM_WORLD.size} died of {type(error).__name__}: the job ends here\n")
-    MPI.COMM_WORLD.Abort(INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
+    code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+    if here().lifeline is not None:
+        here().lifeline.end_job(code)
+    MPI.COMM_WORLD.Abort(code)

@@ -82,6 +82,8 @@ class Presence:
             self._send_all(Kind.LEFT, self.calls, text)
 
     def _send_all(self, kind: Kind, number: int, text: str) -> None:
+        if self.process.lifeline is not None and self.process.lifeline.is_broken:
+            return  # all hear of the death from MPI, and sending to the dead raises
         for peer in range(self.size):
             if peer != self.rank:
                 self.notes.send(peer, kind, number, text)

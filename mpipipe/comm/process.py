@@ -78,6 +78,9 @@ class Attendant(Protocol):
 
     def ended_neighbours(self) -> set[int]: ...
 
+    def forget(self) -> None:
+        """Watch over nobody: ranks have died, and the others make new groups."""
+
     def stop(self) -> None: ...
 
 
@@ -112,6 +115,8 @@ class Process:
         Watches for a hang, once there is a group of several ranks.
     ended : bool
         Whether the program of this rank is over.
+    lifeline : lifeline.Lifeline or None
+        Knows of ranks that have died, where MPI tells.
     """
 
     def __init__(self) -> None:
@@ -130,6 +135,7 @@ class Process:
         self.vigils_begun = 0
         self.watchdog: Attendant | None = None
         self.ended = False
+        self.lifeline: Any = None  # a lifeline.Lifeline, which is built on this module
         self._accountable: list[weakref.ref[Accountable]] = []
         self._known: set[int] = set()  # numbers of `failures`
 

@@ -11,6 +11,7 @@ No rank waits inside MPI, where it could neither hear of a failure nor give up. 
 - after TELL_SECONDS tells rank 0 of its group that it waits, so that rank 0 knows who is missing;
 - after WARNING_SECONDS logs what it waits for, and who is missing;
 - after MPIPIPE_TIMEOUT seconds, where that is set, raises StallError;
+- raises LostRankError where MPI has told that a rank has died (lifeline.py);
 - lets the watchdog look around, where that has no thread of its own (watch/watchdog.py).
 
 Every poll also lets this thread's engines advance (process.register_progress): the peer may be waiting for one of them.
@@ -169,6 +170,8 @@ class Vigil:
     def look(self) -> None:
         """Read notes; raise where they or the clock end the wait."""
         process, group = self.process, self.group
+        if process.lifeline is not None:
+            process.lifeline.look()
         if process.watchdog is not None:
             process.watchdog.attend()
         with process.lock:

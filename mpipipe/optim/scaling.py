@@ -11,18 +11,30 @@ after many good steps in a row.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from typing import Protocol
 
+from mpipipe.arrays import DeviceArray
 from mpipipe.comm.types import Communicator
 from mpipipe.errors import ArgumentError
-from mpipipe.optim.adamw import AdamW
+from mpipipe.nn import Stage
 from mpipipe.optim.checks import check_max_norm
 from mpipipe.optim.global_norm import GlobalNorm, resolved
 from mpipipe.optim.norm import measure
 from mpipipe.optim.on_device import NormOnDevice, Squares
-from mpipipe.optim.sgd import SGD
 
 SMALLEST, LARGEST = 1.0, 2.0**64  # scale
+
+
+class Stepping(Protocol):
+    """What a scaled step asks of an optimizer; AdamW and SGD have it."""
+
+    steps: int
+
+    @property
+    def stages(self) -> Sequence[Stage]: ...
+
+    def step(self, lr: float | None = None, scale: float | DeviceArray = 1.0) -> None: ...
 
 
 class LossScaler:
@@ -110,7 +122,7 @@ class LossScaler:
 
 
 def scaled_step(
-    optimizer: SGD | AdamW,
+    optimizer: Stepping,
     scaler: LossScaler,
     max_norm: float = math.inf,
     lr: float | None = None,
@@ -180,7 +192,7 @@ def scaled_step(
 
 
 def _step_on_device(
-    optimizer: SGD | AdamW,
+    optimizer: Stepping,
     scaler: LossScaler,
     max_norm: float,
     lr: float | None,

@@ -6,25 +6,15 @@ import dataclasses
 import difflib
 import math
 import operator
-import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from mpipipe import files
 from mpipipe.comm.stop_signals import parse_signals
 from mpipipe.comm.time_limit import parse_duration
 from mpipipe.errors import ArgumentError, ConfigError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
-
-MOST_BYTES = 1 << 20  # of a config file
 
 
 def option(
@@ -138,6 +128,9 @@ class TrainConfig:
     watchdog: float | None = option(
         None, "seconds without progress until a hang is reported; 0: never; default: MPIPIPE_WATCHDOG or 600", least=0
     )
+    survive: bool = option(
+        False, "go on with fewer replicas when ranks die: needs `mpiexec --with-ft ulfm` of Open MPI 5"
+    )
     log_every: int = option(10, "steps between two lines of progress", least=1)
     eval_every: int = option(100, "steps between two validations; there is one more at the end", least=1)
     eval_batches: int = option(4, "batches of a validation", least=1)
@@ -198,7 +191,7 @@ class TrainConfig:
         >>> TrainConfig.load(steps=100, lr=None).steps
         100
         """
-        keys = {} if path is None else _read(Path(path))
+        keys = {} if path is None else read_keys(Path(path))
         flags = {name: value for name, value in flags.items() if value is not None}
         for source, given in ((path, keys), ("the flags", flags)):
             for key in given:
@@ -233,20 +226,6 @@ def _kind(hint: Any) -> type:
 
 # Field name -> int, float, bool, str, or tuple (of strings); a field whose default is None also takes None.
 KINDS = {name: _kind(hint) for name, hint in get_type_hints(TrainConfig).items()}
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(files.read_text(path, MOST_BYTES))
-    except OSError as error:
-        raise ConfigError(
-            f"the config file cannot be read: {error.strerror}",
-            found=str(path),
-            expected=files.REGULAR,
-            remedy="name a TOML file with --config",
-        ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"the config file is not TOML: {error}", found=str(path)) from error
 
 
 def _check_known(key: str, source: str | None) -> None:

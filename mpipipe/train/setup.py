@@ -18,8 +18,9 @@ from mpipipe.train.architecture import Architecture
 from mpipipe.train.config import TrainConfig
 from mpipipe.train.preparation import check_same_config, make_plan, make_reporter, open_corpus
 from mpipipe.train.progress import Progress
-from mpipipe.train.report import NullReporter, Record
+from mpipipe.train.report import NullReporter, Record, Reporter
 from mpipipe.train.shard import Shard
+from mpipipe.train.survival import Crew
 from mpipipe.train.trainer import Trainer
 
 
@@ -77,20 +78,35 @@ def train(config: TrainConfig, architecture: Architecture, comm: Communicator | 
     comm = runtime.resolve(comm)
     check_same_config(group_of(comm), config)
     out = Path(output.shared_path(comm, config.out))
+    pipe = max(1, comm.size // config.seq) if config.pipe is None else config.pipe
+    if config.survive:
+        crew = Crew(config, comm, pipe, out)
+        with watching(config.watchdog, out):
+            return crew.train(lambda mesh: _train_on(config, architecture, mesh, out, crew))
     with group_of(comm).together("train: the mesh"):
-        pipe = max(1, comm.size // config.seq) if config.pipe is None else config.pipe
         mesh = Mesh(comm, pipe=pipe, seq=config.seq)
     with watching(config.watchdog, out), mesh:
-        device = select_device(config.device, mesh.comm)
-        with arrays.own_stream(device):
-            return _train_on(device, config, architecture, mesh, out)
+        return _train_on(config, architecture, mesh, out)
 
 
-def _train_on(device: str, config: TrainConfig, architecture: Architecture, mesh: Mesh, out: Path) -> Record:
+def _train_on(
+    config: TrainConfig, architecture: Architecture, mesh: Mesh, out: Path, crew: Crew | None = None
+) -> Record:
+    device = select_device(config.device, mesh.comm)
+    if crew is not None:
+        crew.check_device(device)
+    with arrays.own_stream(device):
+        return _train_by(device, config, architecture, mesh, out, crew)
+
+
+def _train_by(
+    device: str, config: TrainConfig, architecture: Architecture, mesh: Mesh, out: Path, crew: Crew | None
+) -> Record:
+    goes_on = crew is not None and crew.goes_on  # what ranks that have died had is in memory
     group = group_of(mesh.comm)
     plan = make_plan(config, architecture, mesh, device)
     corpus, fingerprint = open_corpus(config, plan, mesh)
-    start = resume.find_start(config, plan, mesh, out, fingerprint)
+    start = None if goes_on else resume.find_start(config, plan, mesh, out, fingerprint)
     with group.together("train: the shards of sequences"):
         shard = Shard(mesh.seq, config.layout, config.seq_len)
     with group.together("train: the stages"):
@@ -103,18 +119,25 @@ def _train_on(device: str, config: TrainConfig, architecture: Architecture, mesh
         optim.GlobalNorm(stages, mesh.pipe, replicas=mesh.replicas) as norm,
     ):
         progress = Progress(config, pipeline, mesh)
-        if start is not None:
+        if crew is not None and crew.goes_on:
+            crew.restore(progress)
+        elif start is not None:
             progress.load(start)
         elif config.init is not None:
             resume.load_weights(config.init, mesh, stages)
         output.make_folder(out, mesh.comm, writes=mesh.replicas.rank == 0 or leaving.may_save(config))
         with group.together("train: the reporter"):
-            reporter = make_reporter(config, out, start) if mesh.rank == 0 else NullReporter()
+            if mesh.rank:
+                reporter: Reporter | NullReporter = NullReporter()
+            else:
+                reporter = crew.reporter() if crew is not None and goes_on else make_reporter(config, out, start)
         with reporter, leaving.preemption_of(config, mesh, reporter) as preemption:
             trainer = Trainer(
                 config, mesh, plan, shard, progress, preemption, norm=norm, corpus=corpus, reporter=reporter, out=out
             )
             trainer.facts = resume.facts_of(config, plan, fingerprint)
+            if crew is not None:
+                crew.enlist(trainer)
             preemption.whereabouts = trainer.whereabouts
             with trainer.checkpoints, interrupt.told(trainer.whereabouts):
                 return trainer.run()

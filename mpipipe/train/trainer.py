@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from mpipipe.comm.preemption import Preemption
 from mpipipe.errors import NonFiniteError
 from mpipipe.train import leaving, resume, weights
 from mpipipe.train.checkpoints import Checkpoints
+from mpipipe.train.commitment import Commitment
 from mpipipe.train.config import TrainConfig
 from mpipipe.train.data import Batch, Corpus, training_batch, validation_batch
 from mpipipe.train.decoder import build_decoder
@@ -30,6 +31,8 @@ from mpipipe.train.sample import generate, readable
 from mpipipe.train.shard import Shard
 from mpipipe.train.step_times import StepTimes
 from mpipipe.train.training_plan import TrainingPlan
+
+Outcome: TypeAlias = "tuple[float, float, float | None]"  # loss, learning rate, norm
 
 
 class Trainer:
@@ -72,6 +75,11 @@ class Trainer:
         self.last = mesh.pipe.rank == plan.schedule.placement[-1]
         self.rows = slice(mesh.data.rank * plan.rows, (mesh.data.rank + 1) * plan.rows)  # of a batch, for this replica
         self.since_record, self.in_all = StepTimes(), StepTimes()
+        self.outcome: Outcome = 0.0, 0.0, None  # of the last step
+        self.reported = progress.step  # number of steps behind which nothing is left to do
+        self.commitment = Commitment(
+            self.optimizer, self.scaler, self.pipeline, group_of(mesh.comm), progress.step, config.survive
+        )
 
     def run(self) -> Record:
         """Train, validate, show a sample of text, and return the last record."""
@@ -82,21 +90,29 @@ class Trainer:
             self.reporter.say(f"mpipipe: goes on behind step {progress.step}")
         if progress.step == 0:
             self._report(Record(0, validation=self.validate()))
+        elif self.reported < progress.step:  # ranks have died meanwhile
+            self._after_step()
         for step in range(progress.step, config.steps):
-            loss, lr, norm = self.step(step)
-            progress.step = done = step + 1
-            progress.check_weights(config.check_weights)
-            validated = done % config.eval_every == 0 or done == config.steps
-            if validated or done == 1 or done % config.log_every == 0:
-                validation = self.validate() if validated else None
-                speed = self._speed(self.since_record)
-                self._report(Record(done, loss, validation, lr, norm, **speed, **self._scaling()))
-                self.since_record = StepTimes()
-            leaves = done < config.steps and self.preemption.due()
-            self.checkpoints.follow(self.facts, leaves)
-            if leaves:
-                self.preemption.leave(self.whereabouts())
+            self.outcome = self.step(step)
+            progress.step = step + 1
+            self._after_step()
         return self._end()
+
+    def _after_step(self) -> None:
+        """Compare replicas, validate, report, save and leave, where the step or somebody else asks for it."""
+        config, done, (loss, lr, norm) = self.config, self.progress.step, self.outcome
+        self.progress.check_weights(config.check_weights)
+        validated = done % config.eval_every == 0 or done == config.steps
+        if validated or done == 1 or done % config.log_every == 0:
+            validation = self.validate() if validated else None
+            speed = self._speed(self.since_record) if self.since_record.steps else {}
+            self._report(Record(done, loss, validation, lr, norm, **speed, **self._scaling()))
+            self.since_record = StepTimes()
+        leaves = done < config.steps and self.preemption.due()
+        self.checkpoints.follow(self.facts, leaves)
+        if leaves:
+            self.preemption.leave(self.whereabouts())
+        self.reported = done
 
     def _report(self, record: Record) -> None:
         self.progress.record = record
@@ -125,6 +141,7 @@ class Trainer:
         The norm is None where the step was skipped.
         """
         config, start = self.config, perf_counter()
+        self.commitment.begin(step)
         shape = dict(batch=config.batch, seq_len=config.seq_len)
         inputs, targets = self._batch(
             lambda corpus: training_batch(corpus.train, seed=config.seed, step=step, rows=self.rows, **shape)
@@ -132,9 +149,11 @@ class Trainer:
         result = self.pipeline.step(inputs, targets, scale=self.scaler.scale)
         lr = optim.warmup_cosine(step, config.steps, config.lr, min(config.warmup, config.steps))
         try:
-            norm = optim.scaled_step(self.optimizer, self.scaler, config.clip, lr=lr, over=self.norm)
+            norm = optim.scaled_step(self.commitment, self.scaler, config.clip, lr=lr, over=self.norm)
         except NonFiniteError as error:  # the replicas have the same sums of gradients, so they raise it, too
             raise agreed_by(error, group_of(self.mesh.comm)) from None
+        if norm is None:
+            self.commitment.skip()
         seconds = perf_counter() - start
         for times in (self.since_record, self.in_all):
             times.add(seconds, self.pipeline.busy, self.pipeline.elapsed)

@@ -139,7 +139,7 @@ def _text(file) -> str:
     return os.pread(file.fileno(), size, 0).decode(errors="replace")
 
 
-def run_job(ranks, what, timeout=60, env=None) -> subprocess.CompletedProcess:
+def run_job(ranks, what, timeout=60, env=None, options=()) -> subprocess.CompletedProcess:
     """Run `mpiexec -n ranks python ...` in an empty folder and return its exit status, stdout and stderr.
 
     Parameters
@@ -148,6 +148,7 @@ def run_job(ranks, what, timeout=60, env=None) -> subprocess.CompletedProcess:
     what : the text of a script, or a list of arguments for python
     timeout : seconds; JobTimeoutError when the job still runs then
     env : variables to set on top of a clean environment
+    options : more options for the launcher
     """
     with tempfile.TemporaryDirectory(prefix="mpipipe-job-") as folder:
         if isinstance(what, str):
@@ -156,7 +157,7 @@ def run_job(ranks, what, timeout=60, env=None) -> subprocess.CompletedProcess:
             what = [script]
         command = [sys.executable, *what]
         if ranks:
-            command = [mpiexec(), "-n", ranks, *command]
+            command = [mpiexec(), *options, "-n", ranks, *command]
         job = Job(command, folder, env)
         if not job.wait(timeout):
             job.end()

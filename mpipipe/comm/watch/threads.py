@@ -37,6 +37,9 @@ class ThreadWatchdog:
         """Set the limit in seconds, None for no watchdog; reports of ranks that are threads need no folder."""
         self.limit, self.folder = limit, folder
 
+    def forget(self) -> None:
+        """Ranks that are threads do not outlive each other."""
+
     def stop(self) -> None:
         """There is no thread."""
 

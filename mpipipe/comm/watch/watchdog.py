@@ -131,6 +131,12 @@ class Watchdog:
             self._channels.append(channel)
         self._start()
 
+    def forget(self) -> None:
+        """Watch over nobody, until there are new channels: a rank of those that there were has died."""
+        with self._lock:
+            self._channels, self._inquiry = [], None
+            self._held = self.quiet = self._again = 0.0
+
     def configure(self, limit: float | None, folder: Path | None) -> None:
         """Set the limit in seconds, None for no watchdog, and the folder of a report."""
         with self._lock:
@@ -170,8 +176,9 @@ class Watchdog:
             elapsed, self._now = min(now - self._now, max(MOST_SECONDS, 3 * self.period)), now
             self._look(elapsed)
         except Exception as error:  # of MPI where a peer has died, for example: others report that
-            logger.log(self._loudness, "the watchdog goes on after %s: %s", type(error).__name__, error)
-            self._loudness = logging.DEBUG
+            if self.process.lifeline is None or not self.process.lifeline.is_broken:  # else the waits meet the same
+                logger.log(self._loudness, "the watchdog goes on after %s: %s", type(error).__name__, error)
+                self._loudness = logging.DEBUG
         finally:
             self._lock.release()
 
@@ -290,4 +297,6 @@ class Watchdog:
             report.publish(verdict, dumps, self.quiet, self.folder, (mine.rank, world.size))
         finally:
             time.sleep(FORWARD_SECONDS)
+            if self.process.lifeline is not None:
+                self.process.lifeline.end_job(report.HUNG)
             world.Abort(report.HUNG)

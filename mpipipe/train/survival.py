@@ -1,0 +1,211 @@
+"""A training that goes on when ranks die, where MPI has ULFM: `mpipipe train --survive`.
+
+    pipe 2 x data 2        rank 0 | rank 1      a step:  ... sums of gradients, norm | all have them | optimizer
+                           rank 2 | rank 3                                           ^ one agreement
+    rank 1 dies            those that live find out, and come together (comm/lifeline.py)
+    pipe 2 x data 1        rank 2 | rank 3      go on, from what they have in memory; rank 0 waits as a spare
+
+No rank changes its parameters before all ranks have what they need for it. So after a death either no survivor has made
+the step that was under way, and it is made again by fewer replicas, or one has, and then all others can: their
+gradients and their norm are complete. Either way all that have a stage have the same state of it, to the bit.
+
+Any survivor can take any place: its replicas send it the state. Where nobody has the state of some stage, all leave
+with the exit code 75 (PREEMPTED), for a start from the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mpipipe import checkpoint, files
+from mpipipe.arrays import Array
+from mpipipe.comm import abort, lifeline
+from mpipipe.comm.group import Group, group_of
+from mpipipe.comm.mesh import Mesh
+from mpipipe.comm.preemption import PREEMPTED
+from mpipipe.comm.report import write
+from mpipipe.comm.requests import own
+from mpipipe.comm.types import Communicator
+from mpipipe.errors import ArgumentError, BackendError
+from mpipipe.train import metrics, resume
+from mpipipe.train.config import TrainConfig
+from mpipipe.train.places import Remains, Survivors
+from mpipipe.train.progress import Progress
+from mpipipe.train.report import Record, Reporter, on_terminal
+
+if TYPE_CHECKING:
+    from mpipipe.train.trainer import Trainer
+
+
+class Crew:
+    """One rank of a training that outlives ranks; the constructor is collective.
+
+    Parameters
+    ----------
+    config : the same on every rank
+    comm : all ranks of the job
+    pipe : ranks of one pipeline
+    out : the output folder
+
+    Attributes
+    ----------
+    goes_on : whether ranks have died, so that the state of the training is in memory
+    """
+
+    def __init__(self, config: TrainConfig, comm: Communicator, pipe: int, out: Path) -> None:
+        group = group_of(comm)
+        with group.together("train: --survive"):
+            self.line = lifeline.demand()
+            if comm.size != len(self.line.places):
+                raise ArgumentError("train: --survive on a part of the job", found=f"{comm.size} ranks")
+        self.config, self.pipe, self.out = config, pipe, out
+        self.everyone, self.active = comm, comm
+        self.takes_part, self.first, self.goes_on = True, 0, False
+        self.trainer: Trainer | None = None
+        self.remains: Remains | None = None
+        self.facts: dict[str, Any] = {}
+        self.line.revoke_on_loss(comm, group.comm)
+
+    def train(self, run: Callable[[Mesh], Record]) -> Record:
+        """Call `run(mesh)` until a mesh has come to the end of the training; return what it returned, on all ranks."""
+        found: Communicator | None = None
+        while True:
+            try:
+                if found is not None:
+                    self._divide(found)
+                record = self._take_part(run)
+                found = self.line.finish()
+                if found is None:
+                    return record
+            except Exception as error:
+                if not self.line.explains(error):
+                    raise
+                found = self.line.gather()
+
+    def check_device(self, device: str) -> None:
+        """Raise BackendError for GPUs, whose messages by NCCL do not end when a peer dies."""
+        if device != "cpu":
+            raise BackendError(
+                "a training on GPUs cannot outlive a rank: nothing of that has been tried",
+                found=f"device {device}",
+                expected="device cpu",
+                remedy="leave --survive out, and start again from checkpoints: --save-every, --resume auto",
+            )
+
+    # -- after a death ------------------------------------------------------------------------------------------
+
+    def _divide(self, everyone: Communicator) -> None:
+        """Give each survivor its place, and bring those that have a state to the same step."""
+        abort.outlive(everyone)  # type: ignore[arg-type]  # of MPI, since ranks have died
+        self.everyone, self.goes_on = everyone, True
+        group = group_of(everyone)
+        self.line.revoke_on_loss(everyone, group.comm)
+        if self.trainer is not None:
+            self.remains, self.trainer = _remains_of(self.trainer), None
+        told = None if self.remains is None else self.remains.told()
+        survivors = Survivors.of(group.gather("train: what survivors have", told), self.pipe, self.config)
+        text = f"mpipipe: {self.line.name(self.line.lost)}; {everyone.size} ranks are left"
+        if survivors.problem:
+            newest = checkpoint.newest(resume.checkpoints_of(self.out))
+            rest = "there is no checkpoint" if newest is None else f"the newest checkpoint is {newest}"
+            raise abort.Stop(f"{text}, {survivors.problem}; {rest}\n", PREEMPTED)
+        if self.remains is not None:
+            self.remains.catch_up(survivors.step)
+        self.facts, self.first = survivors.facts, survivors.order[0]
+        self.takes_part = group.rank in survivors.order
+        place = survivors.order.index(group.rank) if self.takes_part else group.rank
+        if group.rank == 0:
+            spare = everyone.size - len(survivors.order)
+            write(
+                f"{text}; {len(survivors.order)} of them go on behind step {survivors.step}"
+                + (f", {spare} more can take the places of others\n" if spare else "\n")
+            )
+        self.active = group.split(0 if self.takes_part else 1, place, "survivors")
+        self.line.revoke_on_loss(everyone, group.comm, self.active, group_of(self.active).comm)
+
+    def _take_part(self, run: Callable[[Mesh], Record]) -> Record:
+        record = None
+        if self.takes_part:
+            with Mesh(self.active, pipe=self.pipe, seq=self.config.seq) as mesh:
+                record = run(mesh)
+        end: Record = group_of(self.everyone).broadcast("train: the end", record, self.first)
+        return end
+
+    # -- what a trainer asks ------------------------------------------------------------------------------------
+
+    def restore(self, progress: Progress) -> None:
+        """Set the state of the training from that of the survivors; collective over the new mesh."""
+        facts, remains = self.facts, self.remains
+        group, targets = group_of(progress.mesh.replicas), _arrays_of(progress)
+        here = remains is not None and remains.pipe == progress.mesh.pipe.rank and remains.step == facts["step"]
+        steps = remains.optimizer_steps if remains is not None and here else 0
+        table = group.agree("train: who has the state", values=[int(here), steps])
+        root = int(table[:, 0].argmax())
+        if remains is not None and here:
+            for target, source in zip(targets, remains.arrays, strict=True):
+                target[...] = source
+        if not table[:, 0].all():
+            _send(group, targets, root)
+        progress.optimizer.steps = int(table[root, 1])
+        progress.step, progress.record = facts["step"], facts["record"]
+        scaler = progress.scaler
+        scaler.scale, scaler.good, scaler.skipped, progress.pipeline.steps_taken = facts["scalars"]
+        for stage in progress.pipeline.stages:
+            stage.renew_compute()
+
+    def reporter(self) -> Reporter:
+        """Make the reporter of rank 0, which goes on with the metrics that the old one has left."""
+        step, record = self.facts["step"], self.facts["record"]
+        missing = mend(self.out, step if self.facts["reported"] == step else step - 1, record)
+        reporter = Reporter(self.config.steps, self.out / metrics.NAME, terminal=on_terminal(), done=step)
+        if missing:
+            reporter.record(record)
+        return reporter
+
+    def enlist(self, trainer: Trainer) -> None:
+        """From now on the state of the training is that of `trainer`."""
+        if self.goes_on:
+            trainer.outcome, trainer.reported = self.facts["outcome"], self.facts["reported"]
+        self.trainer, self.remains = trainer, None
+
+
+def _remains_of(trainer: Trainer) -> Remains:
+    progress, commitment = trainer.progress, trainer.commitment
+    facts = {
+        "scalars": commitment.scalars(),
+        "outcome": trainer.outcome,
+        "reported": trainer.reported,
+        "record": progress.record,
+    }
+    pipe = progress.mesh.pipe.rank
+    return Remains(pipe, commitment, facts, _arrays_of(progress), progress.optimizer)
+
+
+def _arrays_of(progress: Progress) -> list[Array]:
+    """All that the optimizer changes, as flat arrays: parameters, and the state of the optimizer."""
+    found = []
+    for stage, state in zip(progress.pipeline.stages, progress.optimizer.state):
+        size = stage.parameters.flat.size
+        found += [stage.parameters.flat, *(state[kind][:size] for kind in sorted(state))]
+    return found
+
+
+def _send(group: Group, targets: Sequence[Array], root: int) -> None:
+    for target in targets:
+        what = "the state of a stage, for a rank that takes a new place"
+        with group.failing(what):
+            group.wait(own(group.comm.Ibcast(target, root)), what, everyone=True)
+
+
+def mend(out: Path, step: int, record: Record) -> bool:
+    """Cut off the metrics behind `step`, and a line that was not finished; whether the one of `record` is missing."""
+    path = out / metrics.NAME
+    text = files.read_text(path, metrics.MOST_BYTES) if path.exists() else ""
+    lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    kept = [line for line in lines if json.loads(line)["step"] <= step]
+    if "".join(kept) != text:
+        files.write_whole(path, "".join(kept).encode())
+    return record.step <= step and (not kept or json.loads(kept[-1])["step"] < record.step)

@@ -1,0 +1,222 @@
+"""Ranks are killed at any moment, and the others go on without a restart, where MPI has ULFM (Open MPI 5)."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+from support import harness
+
+from mpipipe import checkpoint
+from mpipipe.train import TrainConfig
+from mpipipe.train.places import Survivors, Told
+
+has_ulfm = pytest.mark.skipif(
+    not MPI.Get_library_version().startswith("Open MPI v5"), reason="ULFM is in Open MPI 5 alone"
+)
+FT = ("--with-ft", "ulfm")
+# each victim dies at its n-th event behind a step: an agreement, a poll, a step of the optimizer, before or after it
+TRAINING = """
+import json, os, signal, sys, time
+from mpipipe.comm import runtime
+from mpipipe.comm.abort import run_or_abort
+from mpipipe.comm.group import Group
+from mpipipe.comm.mailbox import Mailbox
+from mpipipe.models import GPT
+from mpipipe.optim import AdamW
+from mpipipe.train import TrainConfig, survival, train
+from mpipipe.train.trainer import Trainer
+
+text, out, kills, options = sys.argv[1:]
+comm = runtime.world()
+mine = {step: number for rank, step, number in json.loads(kills) if rank == comm.rank}
+left = [None]
+
+def say(what):
+    os.write(2, f"@{time.time():.4f} {what}\\n".encode())
+
+def event():
+    if left[0] is not None:
+        left[0] -= 1
+        if left[0] < 0:
+            say("killed")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+def watched(function):
+    def call(*arguments, **keys):
+        event()
+        found = function(*arguments, **keys)
+        event()
+        return found
+    return call
+
+for owner, name in ((Group, "exchange"), (Mailbox, "poll"), (AdamW, "step"), (Trainer, "validate")):
+    setattr(owner, name, watched(getattr(owner, name)))
+whole, written = Trainer.step, survival.write
+
+def step(self, number):
+    left[0] = mine.get(number, left[0])
+    found = whole(self, number)
+    if self.mesh.rank == 0:
+        say(f"made {number + 1}")
+    return found
+
+def write(message):
+    say("named")
+    written(message)
+
+Trainer.step, survival.write = step, write
+config = TrainConfig(**{**dict(
+    data=[text], out=out, dim=16, layers=2, heads=2, hidden=32, seq_len=16, batch=8, microbatches=2, steps=10,
+    log_every=1, eval_every=4, eval_batches=1, sample_bytes=0, device="cpu", dropout=0.1, save_every=3, keep=1000,
+    pipe=2,
+), **json.loads(options)})
+sys.exit(run_or_abort(lambda: train(config, GPT)))
+"""
+STEPS, RANKS = 10, 4
+
+
+@pytest.fixture
+def train(launch, tmp_path):
+    """train(name, ranks, kills, **options): a job in the folder `name`, with kills as (rank, step, event)."""
+    import json
+
+    script, text = tmp_path / "script.py", tmp_path / "text.txt"
+    script.write_text(TRAINING)
+    text.write_text("one two three four\n" * 200)
+
+    def start(name, ranks, kills=(), flags=FT, **options):
+        arguments = [script, text, tmp_path / name, json.dumps(kills), json.dumps(options)]
+        return launch(ranks, [str(each) for each in arguments], timeout=60, options=flags)
+
+    return start
+
+
+def state(run):
+    """Parameters and the state of the optimizer at the end, as bytes."""
+    newest = checkpoint.newest(run)
+    assert newest.name.endswith(f"{STEPS:08d}")
+    return {path.name: path.read_bytes() for path in newest.glob("part-*")}
+
+
+def times(job):
+    """(seconds until the death was named, seconds until the step that was lost was made)."""
+    marks = [(float(time), what) for time, what in re.findall(r"@([\d.]+) (.*)", job.stderr)]
+    killed = next(time for time, what in marks if what == "killed")
+    named = next(time for time, what in marks if what == "named")
+    made = next(time for time, what in marks if time > named and what.startswith("made"))
+    return named - killed, made - killed
+
+
+class Survived(SimpleNamespace):
+    """Behind which step a training went on, and the seconds of `times`."""
+
+
+def check_one_kill(train, folder, name, random):
+    """Kill one rank at a random moment; all that is left is that of a run with the same sequence of meshes."""
+    kill = [int(random.integers(RANKS)), int(random.integers(1, STEPS - 1)), int(random.integers(60))]
+    job = train(name, RANKS, [kill], survive=True)
+    assert job.returncode == 0, (kill, job.stderr)
+    assert f"rank {kill[0]} on " in job.stderr, job.stderr
+    behind = int(re.search(r"go on behind step (\d+)", job.stderr)[1])
+    assert kill[1] <= behind, kill  # no more than the step under way is lost
+    source = next((folder / "whole" / "checkpoints").glob(f"step-*{behind:08d}"))
+    again = train(f"{name}-planned", 2, flags=(), resume=str(source))
+    assert again.returncode == 0, again.stderr
+    assert state(folder / name) == state(folder / f"{name}-planned"), (kill, behind)
+    steps = [int(step) for step in re.findall(r'"step": (\d+)', (folder / name / "metrics.jsonl").read_text())]
+    assert steps == list(range(STEPS + 1))
+    named, made = times(job)
+    print(
+        f"rank {kill[0]} killed in step {kill[1]}: named after {named:.2f} s, went on behind {behind} in {made:.2f} s"
+    )
+    return Survived(kill=kill, behind=behind, named=named, made=made)
+
+
+def check_kills(train, folder, count):
+    whole = train("whole", RANKS, flags=(), save_every=1)
+    assert whole.returncode == 0, whole.stderr
+    random = np.random.default_rng(count)
+    return [check_one_kill(train, folder, f"killed-{number}", random) for number in range(count)]
+
+
+@has_ulfm
+def test_two_kills_lose_a_step_and_nothing_else(train, tmp_path):
+    check_kills(train, tmp_path, 2)
+
+
+@has_ulfm
+@harness.only_at_length
+def test_twenty_kills_lose_a_step_each_and_nothing_else(train, tmp_path):
+    check_kills(train, tmp_path, 20)
+
+
+@has_ulfm
+def test_where_nobody_has_a_stage_all_leave_to_be_requeued(train, tmp_path):
+    job = train("lost", 2, [[1, 5, 7]], survive=True)
+    assert job.returncode == 75, job.stderr
+    assert job.stderr.count("the newest checkpoint is") == 1
+    assert "step-00000003" in job.stderr
+
+
+@has_ulfm
+def test_without_survive_a_death_ends_the_job_with_its_name(train, tmp_path):
+    job = train("ended", RANKS, [[2, 3, 5]])
+    assert job.returncode not in (0, 75)
+    assert "rank 2 on " in job.stderr
+
+
+def test_survive_is_refused_where_ranks_cannot_outlive_each_other(train, tmp_path):
+    job = train("refused", 2, flags=(), survive=True)
+    assert job.returncode == 2
+    assert job.stderr.count("cannot outlive a rank") == 1
+    assert not (tmp_path / "refused").exists()
+
+
+# -- places, without any job ------------------------------------------------------------------------------------------
+
+
+def told(*ranks):
+    """Of each rank (place, steps, can follow) or None."""
+    return [None if each is None else Told(*each, {"from": number}) for number, each in enumerate(ranks)]
+
+
+def places(*ranks, pipe=2, **options):
+    return Survivors.of(told(*ranks), pipe, TrainConfig(**{"batch": 8, **options}))
+
+
+def test_ranks_keep_their_places_and_the_rest_are_spares():
+    found = places((0, 5, False), (0, 5, False), (1, 5, False))
+    assert (found.order, found.step, found.problem) == ((0, 2), 5, "")
+
+
+def test_a_spare_takes_a_place_whose_state_it_does_not_have():
+    found = places((0, 5, False), (0, 5, False), (0, 5, False), (1, 5, False))
+    assert found.order == (0, 1, 3, 2)
+
+
+def test_a_step_that_one_rank_has_made_is_made_by_those_that_can():
+    found = places((0, 6, False), (1, 5, True), (0, 5, True))
+    assert (found.step, found.order, found.facts["from"]) == (6, (0, 1), 0)
+
+
+def test_a_step_that_nobody_has_made_is_made_again():
+    assert places((0, 5, True), (1, 5, True)).step == 5
+
+
+def test_an_old_state_is_no_state():
+    assert "place 1 of 2" in places((0, 6, False), (1, 4, False), (1, 3, False)).problem
+
+
+def test_the_batch_must_divide_among_the_replicas():
+    ranks = [(place, 5, False) for place in (0, 0, 0, 1, 1, 1)]
+    assert len(places(*ranks, batch=8).order) == 4
+    assert len(places(*ranks, batch=9).order) == 6
+
+
+def test_too_few_ranks_cannot_go_on():
+    assert "too few" in places((0, 5, False), (1, 5, False), None, pipe=2, seq=2).problem
+    assert "no step" in places(None, None).problem
