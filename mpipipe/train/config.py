@@ -15,6 +15,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from mpipipe.comm.stop_signals import parse_signals
 from mpipipe.comm.time_limit import parse_duration
 from mpipipe.errors import ArgumentError, ConfigError
+from mpipipe.train.config_file import read_keys
 
 
 def option(
