@@ -22,14 +22,12 @@ from typing import Any
 
 from mpipipe.checkpoint import folders, storage
 from mpipipe.checkpoint.contents import Optimizer, Storable, contents_of, shares, state_of
-from mpipipe.checkpoint.in_flight import Place, Saving
+from mpipipe.checkpoint.in_flight import ENDED, FAILED, Place, Saving, outcome_of
 from mpipipe.comm import runtime
 from mpipipe.comm.group import group_of
 from mpipipe.comm.local_wait import wait_locally
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ArgumentError, StorageError
-
-UNDER_WAY, ENDED, FAILED = range(3)  # a task of a rank
 
 
 class Saver:
@@ -45,8 +43,16 @@ class Saver:
 
     Parameters
     ----------
-    root, mesh, stages, optimizer, keep
+    root : str or Path
+        Folder of the checkpoints, as for `save`.
+    mesh : Mesh
+        All ranks of the training.
+    stages : sequence of stages
+        This rank's, as for `save`.
+    optimizer : AdamW, SGD or alike, optional
         As for `save`.
+    keep : int, optional
+        How many of the newest checkpoints stay; by default all.
 
     Attributes
     ----------
@@ -115,8 +121,10 @@ class Saver:
 
         Parameters
         ----------
-        step, state
-            As for `checkpoint.save`.
+        step : int
+            Number of steps made, the same on all ranks.
+        state : dict, optional
+            What else the training has to remember, as for `checkpoint.save`.
         beforehand : callable, optional
             Called on rank 0, in a thread, before the manifest is written: to force to the disk what must not be older
             than the checkpoint.
@@ -173,7 +181,7 @@ class Saver:
         group, whole = group_of(self.mesh.comm), None
         sealing, saving = self._sealing, self._saving
         try:
-            states = group.agree("checkpoint.poll", values=[_state(sealing), _state(saving)])
+            states = group.agree("checkpoint.poll", values=[outcome_of(sealing), outcome_of(saving)])
             failed, ended = (states == FAILED).any(axis=0), (states == ENDED).all(axis=0)
             if failed.any():
                 self._fail(sealing if failed[0] else None, saving if failed[1] else None)
@@ -291,9 +299,3 @@ class Saver:
             group.fail(error, f"{runtime.whoami()} failed while it saved: {type(error).__name__}: {error}")
         self._give_up()
         self._let_go()
-
-
-def _state(saving: Saving | None) -> int:
-    if saving is not None and not saving.task.ended:
-        return UNDER_WAY
-    return ENDED if saving is None or saving.task.problem is None else FAILED

@@ -28,6 +28,7 @@ from mpipipe.comm.process import Process
 from mpipipe.comm.watch import report
 from mpipipe.comm.watch.channel import Channel, Kind, Letter
 from mpipipe.comm.watch.dump import Dump, make_dump
+from mpipipe.comm.watch.inquiry import Inquiry
 from mpipipe.comm.watch.neighbours import GONE, look_at, state_of
 from mpipipe.comm.watch.verdict import Silent, judge
 
@@ -44,29 +45,6 @@ def threads_allowed() -> bool:
     """Whether MPI takes calls from several threads at once."""
     MPI = runtime.mpi()
     return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
-
-
-class Inquiry:
-    """One question to all ranks of a channel, and their answers.
-
-    Attributes
-    ----------
-    name : (world rank that asks, its how many-th)
-    waited : seconds since the last question
-    quiet : rank -> seconds without progress
-    dumps : rank -> Dump, once dumps were asked for
-    silent : the ranks that have not answered; None before dumps were asked for
-    mine : those of them that this rank is to look at
-    """
-
-    def __init__(self, channel: Channel, number: int) -> None:
-        self.channel, self.name = channel, (channel.members[channel.rank], number)
-        self.others = [rank for rank in range(channel.size) if rank != channel.rank]
-        self.waited = 0.0
-        self.quiet: dict[int, float] = {}
-        self.dumps: dict[int, Dump] = {}
-        self.silent: list[Silent] | None = None
-        self.mine: list[Silent] = []
 
 
 class Watchdog:
