@@ -37,22 +37,21 @@ class Saver:
     package, `checkpoint.load` and `weights.load` wait for that by themselves. Where nobody could tell (there is no
     optimizer, or it or a stage has no list `before_write`), `save` returns only once everything has been read.
 
-    A context manager. Its end finishes the save in flight, which is collective. So it does after an error that all
-    ranks raise alike, such as a loss that is NaN. After any other error that save is given up, and what this rank has
-    written of it is removed.
+    A context manager. Its end finishes the save in flight, which is collective; also after an error that all ranks raise
+    alike. After any other error that save is given up, and what this rank has written of it is removed.
 
     Parameters
     ----------
     root : str or Path
         Folder of the checkpoints, as for `save`.
     mesh : Mesh
-        All ranks of the training.
+        All ranks.
     stages : sequence of stages
         This rank's, as for `save`.
     optimizer : AdamW, SGD or alike, optional
         As for `save`.
     keep : int, optional
-        How many of the newest checkpoints stay; by default all.
+        How many of the newest checkpoints stay, by default all.
 
     Attributes
     ----------
