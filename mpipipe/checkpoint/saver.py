@@ -22,14 +22,12 @@ from typing import Any
 
 from mpipipe.checkpoint import folders, storage
 from mpipipe.checkpoint.contents import Optimizer, Storable, contents_of, shares, state_of
-from mpipipe.checkpoint.in_flight import Place, Saving
+from mpipipe.checkpoint.in_flight import ENDED, FAILED, Place, Saving, progress_of
 from mpipipe.comm import runtime
 from mpipipe.comm.group import group_of
 from mpipipe.comm.local_wait import wait_locally
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ArgumentError, StorageError
-
-UNDER_WAY, ENDED, FAILED = range(3)  # a task of a rank
 
 
 class Saver:
@@ -45,8 +43,16 @@ class Saver:
 
     Parameters
     ----------
-    root, mesh, stages, optimizer, keep
-        As for `save`.
+    root : str or Path
+        As for `save`, and so are all others.
+    mesh : Mesh
+        All ranks of the training.
+    stages : sequence of stages
+        This rank's stages.
+    optimizer : AdamW, SGD or alike, optional
+        Whose state is saved.
+    keep : int, optional
+        How many of the newest checkpoints stay.
 
     Attributes
     ----------
@@ -112,8 +118,10 @@ class Saver:
 
         Parameters
         ----------
-        step, state
-            As for `checkpoint.save`.
+        step : int
+            Number of steps made, the same on all ranks.
+        state : dict, optional
+            What else the training has to remember, as for `checkpoint.save`.
         beforehand : callable, optional
             Called on rank 0, in a thread, before the manifest is written: to force to the disk what must not be older
             than the checkpoint.
@@ -170,7 +178,7 @@ class Saver:
         group, whole = group_of(self.mesh.comm), None
         sealing, saving = self._sealing, self._saving
         try:
-            states = group.agree("checkpoint.poll", values=[_state(sealing), _state(saving)])
+            states = group.agree("checkpoint.poll", values=[progress_of(sealing), progress_of(saving)])
             failed, ended = (states == FAILED).any(axis=0), (states == ENDED).all(axis=0)
             if failed.any():
                 self._fail(sealing if failed[0] else None, saving if failed[1] else None)
@@ -288,9 +296,3 @@ class Saver:
             group.fail(error, f"{runtime.whoami()} failed while it saved: {type(error).__name__}: {error}")
         self._give_up()
         self._let_go()
-
-
-def _state(saving: Saving | None) -> int:
-    if saving is not None and not saving.task.ended:
-        return UNDER_WAY
-    return ENDED if saving is None or saving.task.problem is None else FAILED
