@@ -32,7 +32,7 @@ from mpipipe.files import sync_folder
 logger = logging.getLogger("mpipipe")
 PATIENCE = 1.0  # seconds that a rank which gives a save up waits for its thread
 THREAD = "mpipipe checkpoint"
-UNDER_WAY, ENDED, FAILED = range(3)  # a task of a rank
+UNDER_WAY, ENDED, FAILED = range(3)  # the task of a rank
 Written: TypeAlias = "dict[str, tensors.Content]"  # file -> what it holds
 
 
@@ -189,8 +189,8 @@ class Saving:
         return f"the checkpoint to be written: {self.place.folder} (a thread {self._doing}, {done} begun)"
 
 
-def outcome_of(saving: Saving | None) -> int:
-    """Return UNDER_WAY, ENDED or FAILED for what this rank does for a checkpoint; ENDED where there is none."""
+def progress_of(saving: Saving | None) -> int:
+    """Return how far this rank is, as a number that all ranks can compare; ENDED where there is nothing to do."""
     if saving is not None and not saving.task.ended:
         return UNDER_WAY
     return ENDED if saving is None or saving.task.problem is None else FAILED

@@ -22,7 +22,7 @@ from typing import Any
 
 from mpipipe.checkpoint import folders, storage
 from mpipipe.checkpoint.contents import Optimizer, Storable, contents_of, shares, state_of
-from mpipipe.checkpoint.in_flight import ENDED, FAILED, Place, Saving, outcome_of
+from mpipipe.checkpoint.in_flight import ENDED, FAILED, Place, Saving, progress_of
 from mpipipe.comm import runtime
 from mpipipe.comm.group import group_of
 from mpipipe.comm.local_wait import wait_locally
@@ -37,21 +37,22 @@ class Saver:
     package, `checkpoint.load` and `weights.load` wait for that by themselves. Where nobody could tell (there is no
     optimizer, or it or a stage has no list `before_write`), `save` returns only once everything has been read.
 
-    A context manager. Its end finishes the save in flight, which is collective; also after an error that all ranks raise
-    alike. After any other error that save is given up, and what this rank has written of it is removed.
+    A context manager, made on all ranks together. Its end finishes the save in flight, which is collective. So it does
+    after an error that all ranks raise alike, such as a loss that is NaN. After any other error that save is given up,
+    the other ranks are told, and what this rank has written of it is removed.
 
     Parameters
     ----------
     root : str or Path
-        Folder of the checkpoints, as for `save`.
+        As for `save`, and so are all others.
     mesh : Mesh
-        All ranks.
+        All ranks of the training.
     stages : sequence of stages
-        This rank's, as for `save`.
+        This rank's stages.
     optimizer : AdamW, SGD or alike, optional
-        As for `save`.
+        Whose state is saved.
     keep : int, optional
-        How many of the newest checkpoints stay, by default all.
+        How many of the newest checkpoints stay.
 
     Attributes
     ----------
@@ -95,6 +96,7 @@ class Saver:
         folders.check_keep(keep)
         self.root, self.mesh, self.keep = Path(root), mesh, keep
         self.stages, self.optimizer = tuple(stages), optimizer
+        self._group = group_of(mesh.comm)  # kept: of one that has failed, another one would be made together
         self.waited = 0.0
         self.seconds: float | None = None
         self._saving: Saving | None = None  # whose arrays are being written
@@ -141,7 +143,7 @@ class Saver:
             As for `checkpoint.save`.
         """
         self._make_room(step)
-        group, rank = group_of(self.mesh.comm), self.mesh.rank
+        group, rank = self._group, self.mesh.rank
         steps = None if self.optimizer is None else self.optimizer.steps
         group.agree("checkpoint.save", (("step", step), ("steps of the optimizer", steps)))
         folder = None
@@ -177,10 +179,10 @@ class Saver:
         """
         if not self.in_flight:
             return None
-        group, whole = group_of(self.mesh.comm), None
+        group, whole = self._group, None
         sealing, saving = self._sealing, self._saving
         try:
-            states = group.agree("checkpoint.poll", values=[outcome_of(sealing), outcome_of(saving)])
+            states = group.agree("checkpoint.poll", values=[progress_of(sealing), progress_of(saving)])
             failed, ended = (states == FAILED).any(axis=0), (states == ENDED).all(axis=0)
             if failed.any():
                 self._fail(sealing if failed[0] else None, saving if failed[1] else None)
@@ -206,13 +208,13 @@ class Saver:
             self._saving = None
             saving.give_up()
         problem = next((each for each in problems if each is not None), None)
-        group_of(self.mesh.comm).agree("checkpoint.poll: what went wrong", error=problem)
+        self._group.agree("checkpoint.poll: what went wrong", error=problem)
 
     def _seal(self, saving: Saving) -> None:
         """Let rank 0 write the manifest; all files have their names."""
         saving.sealed = True  # from here on rank 0 may do that: no rank removes its file any more
         self._saving, self._sealing = None, saving
-        parts = group_of(self.mesh.comm).gather("checkpoint.poll: what was written", saving.task.result)
+        parts = self._group.gather("checkpoint.poll: what was written", saving.task.result)
         saving.write_manifest({name: content for part in parts for name, content in part.items()})
 
     def finish(self) -> Path | None:
@@ -290,8 +292,8 @@ class Saver:
         if error is None:
             self.close()
             return
-        group = group_of(self.mesh.comm)
-        if group.agreed_on(error):  # all ranks come here
+        group = self._group
+        if group.agreed_on(error) and group.failure is None:  # all ranks come here
             with suppress(StorageError):  # the one that is under way comes first
                 self.finish()
         elif self.in_flight:  # others may wait for their disks, where they hear of nothing but failures

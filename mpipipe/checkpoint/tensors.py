@@ -28,7 +28,8 @@ from mpipipe import arrays, files
 from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
 
-PIECE_BYTES = 8 << 20  # of an array, at once: what is summed up is still in the cache when it is written
+PIECE_BYTES = 8 << 20  # of an array, at once
+CACHED_BYTES = 256 << 10  # that are read at once: they are still in the cache of the core when they are summed up
 AHEAD_BYTES = 64 << 20  # that the system is asked to read while what is there is summed up
 # safetensors' names of dtypes
 DTYPES = {
@@ -124,8 +125,8 @@ def write(path: Path, content: Mapping[str, Array], listener: Listener | None = 
     return Content(len(header) + ends[-1], len(header), f"{crc32(header):08x}", entries)
 
 
-def _cut(flat: Array) -> Iterator[Array]:
-    step = PIECE_BYTES // flat.dtype.itemsize
+def _cut(flat: Array, nbytes: int) -> Iterator[Array]:
+    step = max(1, nbytes // flat.dtype.itemsize)
     return (flat[start : start + step] for start in range(0, flat.size, step))
 
 
@@ -160,18 +161,21 @@ class File:
 
     def read_into(self, name: str, array: Array) -> str:
         """Set an array of the size of the one called `name`, and return the checksum of what was read."""
-        position, total = self.content.arrays[name].start, 0
-        for part in _cut(array.reshape(-1)):
-            files.will_read(self.descriptor, position, AHEAD_BYTES)
-            device = arrays.is_device(part)
+        begin, total, advised = self.content.arrays[name].start, 0, 0
+        device = arrays.is_device(array)
+        done = 0
+        for part in _cut(array.reshape(-1), PIECE_BYTES if device else min(PIECE_BYTES, CACHED_BYTES)):
+            if advised < min(array.nbytes, done + AHEAD_BYTES // 2):
+                files.will_read(self.descriptor, begin + advised, done + AHEAD_BYTES - advised)
+                advised = done + AHEAD_BYTES
             host = np.empty(part.shape, part.dtype) if device else part
             piece = host.view(np.uint8).data
-            if files.read_into(self.descriptor, position, piece) < len(piece):
-                raise ValueError(f"it ends before byte {position + len(piece)}")
+            if files.read_into(self.descriptor, begin + done, piece) < len(piece):
+                raise ValueError(f"it ends before byte {begin + done + len(piece)}")
             total = crc32(piece, total)
             if device:
                 arrays.upload(host, out=part)
-            position += len(piece)
+            done += len(piece)
         return f"{total:08x}"
 
     def close(self) -> None:

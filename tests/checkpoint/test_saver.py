@@ -237,15 +237,21 @@ def describe(folder, sums):
     (folder / weights.DESCRIPTION).write_text(json.dumps({**facts, "checksum": checksum_of(facts)}))
 
 
-def test_a_further_save_finishes_the_one_in_flight_first(comm, mpi_tmp_path, forcing):
+def test_a_further_save_waits_for_the_files_of_the_one_before_and_for_the_manifest_of_the_one_before_that(
+    comm, mpi_tmp_path, forcing
+):
     with Mesh(comm) as mesh:
         stages, optimizer = trained(mesh)
         with checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer, keep=1) as saver:
             first = saver.save(1)
             forcing.open_soon()
-            second = saver.save(2)
-            assert forcing.opened.is_set() and checkpoint.newest(mpi_tmp_path) in (first, second)
-        assert os.listdir(mpi_tmp_path) == [second.name]
+            saver.save(2)
+            assert forcing.opened.is_set()
+            assert {f"part-{rank}.safetensors" for rank in range(comm.size)} <= set(os.listdir(first))
+            last = saver.save(3)
+            assert checkpoint.newest(mpi_tmp_path) is not None
+        comm.Barrier()
+        assert os.listdir(mpi_tmp_path) == [last.name]
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), MemoryError("none"), SystemExit(3)])
@@ -428,7 +434,7 @@ def test_ranks_that_save_other_steps_are_told(comm, mpi_tmp_path):
 
 
 def test_old_checkpoints_that_cannot_be_removed_are_no_reason_to_fail(comm, mpi_tmp_path, monkeypatch, caplog):
-    def prune(root, keep):
+    def prune(root, keep, **more):
         raise ArgumentError("an old checkpoint cannot be removed: Permission denied")
 
     with Mesh(comm) as mesh:

@@ -67,6 +67,15 @@ def test_ranks_that_wait_for_each_other_are_named_as_a_circle():
     ]
 
 
+def test_a_rank_that_waits_for_no_other_is_to_blame_also_where_nobody_waits_for_it():
+    disk = Waits("the disk", 7.0, (), None)
+    text = "has waited 7 s for the disk, and for no other rank"
+    found = verdict(dump(0, for_all(2)), dump(1, disk))
+    assert [(each.rank, each.text) for each in found.culprits] == [(1, f"rank 1 on node {text}")]
+    found = verdict(dump(0, disk), dump(1, disk))
+    assert [each.rank for each in found.culprits] == [0, 1]
+
+
 def test_a_message_is_lost_only_where_nobody_else_is_to_blame():
     wanted = Message((1, 2, 0), "the activation", 1, (0, 9), 100)
     receiver = dump(0, for_rank(1), accounts=[Account((9,), doing="f", expects=wanted)])

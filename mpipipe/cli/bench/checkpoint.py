@@ -157,5 +157,5 @@ def _train(mesh: Mesh, place: Path, model: GPT, rows: int, microbatches: int, ho
         f"{100 * median(held) / without:.2f} % of a step; {nbytes / with_saves / 1e6:.0f} MB/s, "
         f"dd {rate / 1e6:.0f} MB/s",
         with_saves / max(without, nbytes / rate),
-        "to a step, or to the time of dd where that is longer",
+        "to the longer one of a step and dd; held up for at most 1 % where the disk keeps up",
     )
