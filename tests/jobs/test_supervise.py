@@ -48,6 +48,11 @@ def test_failures_with_progress_are_followed_by_another_start(fake):
     assert "exit code 137; start 2 goes on from step-00000001" in result.stderr
 
 
+def test_a_new_checkpoint_forgives_the_starts_before_it(fake):
+    result, starts = fake(["1", "", "2", "", "3"], ["9", "9", "9", "9", "0"], MPIPIPE_RESTARTS="2")
+    assert result.returncode == 0 and starts == 5, result
+
+
 def test_a_job_without_progress_is_given_up(fake):
     result, starts = fake(["1", "", "", "", ""], ["9"] * 5)
     assert result.returncode == 9 and starts == 4, result
