@@ -61,7 +61,9 @@ class Difference(NamedTuple):
         """The ranks that differ from most others; all of them where no value has a majority."""
         everyone = sorted(rank for ranks in self.ranks.values() for rank in ranks)
         most = max(self.ranks.values(), key=len)
-        return [rank for rank in everyone if rank not in most] if 2 * len(most) > len(everyone) else everyone
+        return (
+            [rank for rank in everyone if rank not in most] or everyone if 2 * len(most) > len(everyone) else everyone
+        )
 
     def __str__(self) -> str:
         sides = sorted(self.ranks.items(), key=lambda side: (len(side[1]), side[1]))
@@ -129,23 +131,21 @@ def compare(everyone: Sequence[Held]) -> list[Difference]:
     for pipe in sorted({held.pipe for held in everyone}):
         here = {rank: held.hashes for rank, held in enumerate(everyone) if held.pipe == pipe}
         for name in sorted({name for hashes in here.values() for name in hashes}):
-            _add(found, name, {rank: hashes.get(name, ABSENT) for rank, hashes in here.items()})
+            _add(found, name, {rank: {hashes.get(name, ABSENT)} for rank, hashes in here.items()})
     for key in sorted({key for held in everyone for key in held.ties}):
         names = sorted({name for held in everyone for name in held.ties.get(key, ())})
-        values = {
-            rank: " and ".join(sorted({held.hashes[name] for name in held.ties[key]}))
-            for rank, held in enumerate(everyone)
-            if key in held.ties
-        }
+        holders = {rank: held for rank, held in enumerate(everyone) if key in held.ties}
+        values = {rank: {held.hashes[name] for name in held.ties[key]} for rank, held in holders.items()}
         _add(found, " = ".join(names), values)
     return sorted(found.values(), key=lambda difference: len(difference.odd))  # those that name few ranks first
 
 
-def _add(found: dict[str, Difference], name: str, values: Mapping[int, str]) -> None:
-    ranks: dict[str, list[int]] = {}
-    for rank, value in values.items():
-        ranks.setdefault(value, []).append(rank)
-    if len(ranks) > 1:
+def _add(found: dict[str, Difference], name: str, values: Mapping[int, set[str]]) -> None:
+    """Note a difference where the ranks have more than one hash of an array among them."""
+    if len(set().union(*values.values())) > 1:
+        ranks: dict[str, list[int]] = {}
+        for rank, hashes in values.items():
+            ranks.setdefault(" and ".join(sorted(hashes)), []).append(rank)
         found[name] = Difference(name, ranks)
 
 
@@ -164,7 +164,11 @@ def _held(mesh: Mesh, stages: Sequence[Storable], optimizer: Optimizer | None) -
         tied: Mapping[str, Sequence[str]] = getattr(stage, "ties", {})  # a stage of your own has none
         for key, names in tied.items():
             for kind in kinds:
-                ties.setdefault(f"{kind}/{key}", []).extend(f"{kind}/{name}" for name in names)
+                held = [
+                    f"{kind}/{name}" for name in names if f"{kind}/{name}" in contents
+                ]  # all optimizers have not all
+                if held:
+                    ties.setdefault(f"{kind}/{key}", []).extend(held)
     return Held(mesh.coords.pipe, socket.gethostname(), hashes, ties)
 
 

@@ -37,9 +37,8 @@ class Saver:
     package, `checkpoint.load` and `weights.load` wait for that by themselves. Where nobody could tell (there is no
     optimizer, or it or a stage has no list `before_write`), `save` returns only once everything has been read.
 
-    A context manager, made on all ranks together. Its end finishes the save in flight, which is collective. So it does
-    after an error that all ranks raise alike, such as a loss that is NaN. After any other error that save is given up,
-    the other ranks are told, and what this rank has written of it is removed.
+    A context manager, made on all ranks together. Its end finishes the save in flight; also after an error that all
+    ranks raise alike. After any other error that save is given up, and what this rank has written of it is removed.
 
     Parameters
     ----------
@@ -59,7 +58,7 @@ class Saver:
     waited : float
         Seconds for which this rank has waited in all until arrays were read.
     seconds : float or None
-        What the newest whole checkpoint took on rank 0: its arrays and its manifest. None before there is one.
+        What the newest whole checkpoint took on rank 0.
 
     Raises
     ------

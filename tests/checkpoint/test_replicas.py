@@ -114,6 +114,17 @@ def test_a_tied_parameter_that_differs_between_stages_is_named_with_both_places(
     assert "on rank 0, " in caught.value.found and f"on rank {comm.size - 1}" in caught.value.found
 
 
+def test_a_place_of_a_tied_parameter_that_no_optimizer_has_is_compared_without_state(comm):
+    layers = MODEL.build(Local())
+    stages = [nn.Stage(layers[:2], seed=1), nn.Stage(layers[2:], seed=1, first=2)]
+    with Mesh(comm) as mesh:
+        checkpoint.check_replicas(mesh, stages, optim.AdamW(stages[:1], 0.1))
+        stages[1].parameters[HEAD][0, 0] += 1
+        with pytest.raises(ReplicaError) as caught:
+            checkpoint.check_replicas(mesh, stages, optim.AdamW(stages[:1], 0.1))
+    assert caught.value.message == f"replicas differ in parameters/{EMBEDDING} = parameters/{HEAD}"
+
+
 @pytest.mark.mpi(min_size=2)
 def test_ranks_that_share_a_sequence_are_compared(comm):
     with Mesh(comm, seq=comm.size) as mesh:
