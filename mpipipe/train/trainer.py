@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
-from mpipipe import arrays, checkpoint, nn, optim, schedules
+from mpipipe import arrays, checkpoint, optim
 from mpipipe.attention import kernels
 from mpipipe.comm import runtime
 from mpipipe.comm.consensus import agreed_by
@@ -23,20 +24,19 @@ from mpipipe.errors import NonFiniteError
 from mpipipe.pipeline import Pipeline
 from mpipipe.train import interrupt, output, resume, weights
 from mpipipe.train.architecture import Architecture
-from mpipipe.train.commitment import Commitment
+from mpipipe.train.commitment import Commitment, Outcome
 from mpipipe.train.config import TrainConfig
 from mpipipe.train.data import Batch, Corpus, training_batch, validation_batch
 from mpipipe.train.decoder import build_decoder
+from mpipipe.train.introduction import introduction
 from mpipipe.train.preparation import PROMPT_BYTES, check_same_config, make_plan, make_reporter, open_corpus
 from mpipipe.train.progress import Progress
 from mpipipe.train.report import NullReporter, Record, Reporter, summary
 from mpipipe.train.sample import generate, readable
 from mpipipe.train.shard import Shard
-from mpipipe.train.step_times import StepTimes
+from mpipipe.train.step_times import StepTimes, shared_speed
 from mpipipe.train.survival import Crew
 from mpipipe.train.training_plan import TrainingPlan
-
-Outcome: TypeAlias = "tuple[float, float, float | None]"  # loss, learning rate, norm
 
 
 def train(config: TrainConfig, architecture: Architecture, comm: Communicator | None = None) -> Record:
@@ -92,24 +92,22 @@ def train(config: TrainConfig, architecture: Architecture, comm: Communicator | 
     if config.survive:
         crew = Crew(config, comm, pipe, out)
         with watching(config.watchdog, out):
-            return crew.train(lambda mesh: _train_on(config, architecture, mesh, out, crew))
+            return crew.train(lambda mesh: _train_in(mesh, config, architecture, out, crew))
     with group_of(comm).together("train: the mesh"):
         mesh = Mesh(comm, pipe=pipe, seq=config.seq)
     with watching(config.watchdog, out), mesh:
-        return _train_on(config, architecture, mesh, out)
+        return _train_in(mesh, config, architecture, out)
+
+
+def _train_in(
+    mesh: Mesh, config: TrainConfig, architecture: Architecture, out: Path, crew: Crew | None = None
+) -> Record:
+    device = select_device(config.device, mesh.comm)
+    with arrays.own_stream(device):
+        return _train_on(device, config, architecture, mesh, out, crew)
 
 
 def _train_on(
-    config: TrainConfig, architecture: Architecture, mesh: Mesh, out: Path, crew: Crew | None = None
-) -> Record:
-    device = select_device(config.device, mesh.comm)
-    if crew is not None:
-        crew.check_device(device)
-    with arrays.own_stream(device):
-        return _train_by(device, config, architecture, mesh, out, crew)
-
-
-def _train_by(
     device: str, config: TrainConfig, architecture: Architecture, mesh: Mesh, out: Path, crew: Crew | None
 ) -> Record:
     goes_on = crew is not None and crew.goes_on  # what ranks that have died had is in memory
@@ -137,10 +135,8 @@ def _train_by(
             resume.load_weights(config.init, mesh, stages)
         output.make_folder(out, mesh.comm, writes=mesh.replicas.rank == 0 or config.save_every > 0)
         with group.together("train: the reporter"):
-            if mesh.rank:
-                reporter: Reporter | NullReporter = NullReporter()
-            else:
-                reporter = crew.reporter() if crew is not None and goes_on else make_reporter(config, out, start)
+            make = crew.reporter if crew is not None and goes_on else partial(make_reporter, config, out, start)
+            reporter = make() if mesh.rank == 0 else NullReporter()
         with reporter:
             trainer = Trainer(config, mesh, plan, shard, progress, norm=norm, corpus=corpus, reporter=reporter, out=out)
             trainer.facts = resume.facts_of(config, plan, fingerprint)
@@ -189,14 +185,15 @@ class Trainer:
         self.since_record, self.in_all = StepTimes(), StepTimes()
         self.outcome: Outcome = 0.0, 0.0, None  # of the last step
         self.reported = progress.step  # number of steps behind which nothing is left to do
-        self.commitment = Commitment(
-            self.optimizer, self.scaler, self.pipeline, group_of(mesh.comm), progress.step, config.survive
-        )
+        self.commitment = Commitment(progress, group_of(mesh.comm), config.survive)
 
     def run(self) -> Record:
         """Train, validate, show a sample of text, and return the last record."""
         config, progress = self.config, self.progress
-        self._introduce()
+        place = "CPUs" if self.pipeline.stages[0].device == "cpu" else "GPUs"
+        self.reporter.say(introduction(config, self.plan, self.mesh, self.corpus, place, self.out))
+        if progress.step:
+            self.reporter.say(f"mpipipe: goes on behind step {progress.step}")
         if progress.step == 0:
             self._report(Record(0, validation=self.validate()))
         elif self.reported < progress.step:  # ranks have died meanwhile
@@ -213,7 +210,7 @@ class Trainer:
         validated = done % config.eval_every == 0 or done == config.steps
         if validated or done == 1 or done % config.log_every == 0:
             validation = self.validate() if validated else None
-            speed = self._speed(self.since_record) if self.since_record.steps else {}
+            speed = shared_speed(self.since_record, config, self.mesh, self.pipeline)
             self._report(Record(done, loss, validation, lr, norm, **speed, **self._scaling()))
             self.since_record = StepTimes()
         if config.save_every and (done % config.save_every == 0 or done == config.steps):
@@ -233,7 +230,7 @@ class Trainer:
         weights.save(weights.folder_of(self.out), model, self.pipeline.stages, self.plan.schedule, self.mesh)
         self._show_sample()
         if self.in_all.steps:
-            record = replace(record, **self._speed(self.in_all))
+            record = replace(record, **shared_speed(self.in_all, self.config, self.mesh, self.pipeline))
         self.reporter.say(f"mpipipe: ok steps={record.step}{summary(record)}")
         return record
 
@@ -288,34 +285,9 @@ class Trainer:
         cut = self.shard.cut
         return cut(inputs) if self.first else None, cut(targets) if self.last else None
 
-    def _speed(self, times: StepTimes) -> dict[str, Any]:
-        """Return tokens per second and the bubble of some steps, and the bubble that the stages' durations predict."""
-        costs = self.pipeline.durations()
-        everyone = group_of(self.mesh.comm).gather("train: the time of all ranks", times)
-        busy, elapsed = sum(each.busy for each in everyone), sum(each.elapsed for each in everyone)
-        tokens = times.steps * self.config.batch * self.config.seq_len
-        return {
-            "tokens_per_second": tokens / max(each.seconds for each in everyone),
-            "bubble": 1 - busy / elapsed,
-            "predicted": schedules.simulate(self.plan.schedule, costs).bubble_fraction,
-        }
-
     def _scaling(self) -> dict[str, Any]:
         scaler = self.scaler
         return {"loss_scale": scaler.scale, "skipped": scaler.skipped} if scaler.dynamic else {}
-
-    def _introduce(self) -> None:
-        config, plan, mesh = self.config, self.plan, self.mesh
-        text = "" if self.corpus is None else f", {len(self.corpus.train):,} bytes of text"
-        place = "CPUs" if self.pipeline.stages[0].device == "cpu" else "GPUs"
-        self.reporter.say(
-            f"mpipipe: {mesh.comm.size} ranks = pipe {mesh.pipe.size} x data {mesh.data.size} x seq {mesh.seq.size}; "
-            f"{plan.schedule.name}, {plan.schedule.stages} stages, {plan.schedule.microbatches} micro-batches\n"
-            f"mpipipe: {plan.model.parameters:,} parameters, {config.dtype} on {place}, batch {config.batch} x "
-            f"{config.seq_len} bytes{text}; metrics in {self.out}"
-        )
-        if self.progress.step:
-            self.reporter.say(f"mpipipe: goes on behind step {self.progress.step}")
 
     def _show_sample(self) -> None:
         config, plan = self.config, self.plan
@@ -329,12 +301,8 @@ class Trainer:
         prompt = group_of(self.mesh.pipe).broadcast("train: the prompt of the sample", prompt, root)
         count = config.sample_bytes
         dtype = self.pipeline.stages[0].parameters.flat.dtype.name
-        with build_decoder(plan, self.mesh, dtype, len(prompt) + count, self._copy_weights) as decoding:
+        copy = partial(weights.copy, self.pipeline.stages)
+        with build_decoder(plan, self.mesh, dtype, len(prompt) + count, copy) as decoding:
             answer = generate(decoding, self.mesh, prompt, count, temperature=config.temperature, seed=config.seed)
         title = f"--- sample: {len(prompt)} bytes of validation text, {len(answer)} of the model's"
         self.reporter.say("\n".join([title, readable(prompt + answer), "---"]))
-
-    def _copy_weights(self, stages: Sequence[nn.Stage]) -> None:
-        for stage, trained in zip(stages, self.pipeline.stages):
-            for name, values in weights.on_host(trained.parameters).items():
-                stage.parameters[name][...] = values

@@ -170,6 +170,13 @@ def on_host(parameters: FlatBuffer) -> dict[str, np.ndarray]:
     }
 
 
+def copy(trained: Sequence[nn.Stage], stages: Sequence[nn.Stage]) -> None:
+    """Set the parameters of `stages`, which are on the host, to those of others of the same cut."""
+    for source, stage in zip(trained, stages):
+        for name, values in on_host(source.parameters).items():
+            stage.parameters[name][...] = values
+
+
 def _read(places: Places, folder: Path, name: str, like: Array) -> np.ndarray:
     """Read the array called `name`. Its shape and dtype are compared with those of `like` before anything is read."""
     expected = f"{like.dtype.name}{list(like.shape)}"
