@@ -79,6 +79,11 @@ class Commitment:
         """Return what belongs to the number of steps that were made."""
         return self._before if self.made == self.step_begun else self._now()
 
+    def scaling(self) -> dict[str, Any]:
+        """Return what a record says of the loss scale, where that is dynamic."""
+        scaler = self.scaler
+        return {"loss_scale": scaler.scale, "skipped": scaler.skipped} if scaler.dynamic else {}
+
     def _now(self) -> Scalars:
         scaler = self.scaler
         return scaler.scale, scaler.good, scaler.skipped, self.pipeline.steps_taken

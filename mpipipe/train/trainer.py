@@ -99,22 +99,22 @@ def train(config: TrainConfig, architecture: Architecture, comm: Communicator | 
         return _train_in(mesh, config, architecture, out)
 
 
-def _train_in(
-    mesh: Mesh, config: TrainConfig, architecture: Architecture, out: Path, crew: Crew | None = None
-) -> Record:
+def _train_in(mesh: Mesh, config: TrainConfig, model: Architecture, out: Path, crew: Crew | None = None) -> Record:
     device = select_device(config.device, mesh.comm)
+    if crew is not None:
+        crew.check_device(device)
     with arrays.own_stream(device):
-        return _train_on(device, config, architecture, mesh, out, crew)
+        return _train_on(device, config, model, mesh, out, crew)
 
 
 def _train_on(
-    device: str, config: TrainConfig, architecture: Architecture, mesh: Mesh, out: Path, crew: Crew | None
+    device: str, config: TrainConfig, model: Architecture, mesh: Mesh, out: Path, crew: Crew | None
 ) -> Record:
-    goes_on = crew is not None and crew.goes_on  # what ranks that have died had is in memory
+    survivor = crew if crew is not None and crew.goes_on else None  # has the state of the training in memory
     group = group_of(mesh.comm)
-    plan = make_plan(config, architecture, mesh, device)
+    plan = make_plan(config, model, mesh, device)
     corpus, fingerprint = open_corpus(config, plan, mesh)
-    start = None if goes_on else resume.find_start(config, plan, mesh, out, fingerprint)
+    start = None if survivor else resume.find_start(config, plan, mesh, out, fingerprint)
     with group.together("train: the shards of sequences"):
         shard = Shard(mesh.seq, config.layout, config.seq_len)
     with group.together("train: the stages"):
@@ -127,15 +127,15 @@ def _train_on(
         optim.GlobalNorm(stages, mesh.pipe, replicas=mesh.replicas) as norm,
     ):
         progress = Progress(config, pipeline, mesh)
-        if crew is not None and crew.goes_on:
-            crew.restore(progress)
+        if survivor:
+            survivor.restore(progress)
         elif start is not None:
             progress.load(start)
         elif config.init is not None:
             resume.load_weights(config.init, mesh, stages)
         output.make_folder(out, mesh.comm, writes=mesh.replicas.rank == 0 or config.save_every > 0)
         with group.together("train: the reporter"):
-            make = crew.reporter if crew is not None and goes_on else partial(make_reporter, config, out, start)
+            make = survivor.reporter if survivor else partial(make_reporter, config, out, start)
             reporter = make() if mesh.rank == 0 else NullReporter()
         with reporter:
             trainer = Trainer(config, mesh, plan, shard, progress, norm=norm, corpus=corpus, reporter=reporter, out=out)
@@ -211,7 +211,7 @@ class Trainer:
         if validated or done == 1 or done % config.log_every == 0:
             validation = self.validate() if validated else None
             speed = shared_speed(self.since_record, config, self.mesh, self.pipeline)
-            self._report(Record(done, loss, validation, lr, norm, **speed, **self._scaling()))
+            self._report(Record(done, loss, validation, lr, norm, **speed, **self.commitment.scaling()))
             self.since_record = StepTimes()
         if config.save_every and (done % config.save_every == 0 or done == config.steps):
             self.reporter.sync()
@@ -267,15 +267,13 @@ class Trainer:
 
     def validate(self) -> float:
         """Return the mean loss over the validation windows, always the same ones; on every rank."""
-        return sum(map(self._validation_loss, range(self.config.eval_batches))) / self.config.eval_batches
+        config, count = self.config, self.config.eval_batches
 
-    def _validation_loss(self, index: int) -> float:
-        config = self.config
-        shape = dict(batches=config.eval_batches, batch=config.batch, seq_len=config.seq_len)
-        inputs, targets = self._batch(
-            lambda corpus: validation_batch(corpus.validation, index=index, rows=self.rows, **shape)
-        )
-        return self.pipeline.evaluate(inputs, targets)
+        def draw(corpus: Corpus, index: int) -> Batch:
+            shape = dict(index=index, batches=count, batch=config.batch, seq_len=config.seq_len)
+            return validation_batch(corpus.validation, rows=self.rows, **shape)
+
+        return sum(self.pipeline.evaluate(*self._batch(partial(draw, index=each))) for each in range(count)) / count
 
     def _batch(self, draw: Callable[[Corpus], Batch]) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Draw this replica's rows, and cut out this rank's share: inputs for the first stage, targets for the last."""
@@ -284,10 +282,6 @@ class Trainer:
         inputs, targets = draw(self.corpus)
         cut = self.shard.cut
         return cut(inputs) if self.first else None, cut(targets) if self.last else None
-
-    def _scaling(self) -> dict[str, Any]:
-        scaler = self.scaler
-        return {"loss_scale": scaler.scale, "skipped": scaler.skipped} if scaler.dynamic else {}
 
     def _show_sample(self) -> None:
         config, plan = self.config, self.plan
