@@ -109,6 +109,8 @@ run() {
     chmod +x "$home/agent"
     if "${mpiexec[0]}" --version 2>&1 | grep -q -i "open mpi\|openrte\|prrte"; then
         unset PRTE_MCA_rmaps_default_mapping_policy
+        # else the launcher waits for minutes for a host that is cut off
+        export PRTE_MCA_oob_tcp_keepalive_time=3 PRTE_MCA_oob_tcp_keepalive_intvl=1 PRTE_MCA_oob_tcp_keepalive_probes=3
         export OMPI_MCA_btl=tcp,self OMPI_MCA_btl_tcp_if_include=10.77.0.0/24 OMPI_MCA_pml=ob1
         on a "${mpiexec[@]}" --prtemca plm_ssh_agent "$home/agent" --prtemca prte_if_include 10.77.0.0/24 \
             --host "${address[a]}:$half,${address[b]}:$half" --map-by "ppr:$half:node:oversubscribe" -n "$ranks" "$@"

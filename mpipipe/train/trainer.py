@@ -107,19 +107,17 @@ def _train_in(mesh: Mesh, config: TrainConfig, model: Architecture, out: Path, c
         return _train_on(device, config, model, mesh, out, crew)
 
 
-def _train_on(
-    device: str, config: TrainConfig, model: Architecture, mesh: Mesh, out: Path, crew: Crew | None
-) -> Record:
+def _train_on(place: str, config: TrainConfig, model: Architecture, mesh: Mesh, out: Path, crew: Crew | None) -> Record:
     survivor = crew if crew is not None and crew.goes_on else None  # has the state of the training in memory
     group = group_of(mesh.comm)
-    plan = make_plan(config, model, mesh, device)
+    plan = make_plan(config, model, mesh, place)
     corpus, fingerprint = open_corpus(config, plan, mesh)
     start = None if survivor else resume.find_start(config, plan, mesh, out, fingerprint)
     with group.together("train: the shards of sequences"):
         shard = Shard(mesh.seq, config.layout, config.seq_len)
     with group.together("train: the stages"):
-        kernels.check_choice(device)
-        stages = plan.stages(mesh.pipe.rank, shard, config.dtype, config.seed, device)
+        kernels.check_choice(place)
+        stages = plan.stages(mesh.pipe.rank, shard, config.dtype, config.seed, place)
     with (
         Pipeline(
             stages, plan.schedule, mesh.pipe, loss=shard.loss, recompute=config.recompute, replicas=mesh.replicas
