@@ -79,9 +79,11 @@ def leave_together(world: World, end: End) -> int:
         return end.code
     try:
         table = _all_ends(world, end)
-    except LostRankError as error:  # whoever has a cause says it; a job that was done stays done
-        report = end.report if end.says == Says.CAUSE else ""
-        write(f"{report}mpipipe: {error}\n" if end.code else "")
+    except LostRankError as error:  # a job that was done stays done
+        if end.says == Says.CAUSE:
+            write(end.report)
+        elif end.code and world.rank == here().lifeline.lowest():
+            write(f"{heading(world.rank, world.size)}\n  {type(error).__name__}: {error}\n")
         lifeline.leave(end.code)
     except KeyboardInterrupt:
         write(f"{heading(world.rank, world.size)}\n  KeyboardInterrupt while it waited for the other ranks to end\n")
