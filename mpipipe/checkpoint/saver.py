@@ -43,7 +43,7 @@ class Saver:
     Parameters
     ----------
     root : str or Path
-        As for `save`, and so are all others.
+        As for `save`, like all others.
     mesh : Mesh
         All ranks of the training.
     stages : sequence of stages
@@ -55,10 +55,8 @@ class Saver:
 
     Attributes
     ----------
-    waited : float
-        Seconds for which this rank has waited in all until arrays were read.
-    seconds : float or None
-        What the newest whole checkpoint took on rank 0.
+    waited, seconds : float
+        For how long this rank has waited in all until arrays were read; what the newest whole checkpoint took on rank 0.
 
     Raises
     ------
@@ -97,7 +95,7 @@ class Saver:
         self.stages, self.optimizer = tuple(stages), optimizer
         self._group = group_of(mesh.comm)  # kept: of one that has failed, another one would be made together
         self.waited = 0.0
-        self.seconds: float | None = None
+        self.seconds = 0.0
         self._saving: Saving | None = None  # whose arrays are being written
         self._sealing: Saving | None = None  # whose manifest is
         writers = [*self.stages] if optimizer is None else [*self.stages, optimizer]

@@ -5,6 +5,7 @@ agreement                group, consensus, presence, notes, attributes, communic
 waiting                  wait, requests
 messages                 mailbox, tags, transport/, ring_exchange, allreduce, nccl/
 hangs                    flight, watch/
+dead ranks               lifeline
 the end of a job         abort, ending, excepthook, exit_hooks, report
 a job that is preempted  preemption, stop_signals, time_limit
 ranks without MPI        inprocess, inprocess_world

@@ -22,7 +22,7 @@ from typing import NoReturn
 from mpipipe.comm import communicators, excepthook, launcher, lifeline, runtime, settings
 from mpipipe.comm.ending import End, Says, World, leave_together, other_threads
 from mpipipe.comm.group import group_of
-from mpipipe.comm.process import is_rank
+from mpipipe.comm.process import here, is_rank
 from mpipipe.comm.report import AGREED, INTERRUPTED, describe, heading, write
 from mpipipe.comm.types import MpiCommunicator
 from mpipipe.errors import ArgumentError, BackendError, MpipipeError
@@ -144,7 +144,9 @@ def _end_of(error: BaseException, world: World) -> End:
         code = INTERRUPTED
     elif world.group.agreed_on(error):
         code = AGREED
-    says = Says.REPORTED_ELSEWHERE if getattr(error, "reported_elsewhere", False) else Says.CAUSE
+    line = here().lifeline
+    elsewhere = getattr(error, "reported_elsewhere", False) or (line is not None and line.explains(error))
+    says = Says.REPORTED_ELSEWHERE if elsewhere else Says.CAUSE
     return End(code, says, describe(error, heading(world.rank, world.size)), _refusal_of(error))
 
 

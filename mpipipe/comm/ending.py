@@ -79,8 +79,11 @@ def leave_together(world: World, end: End) -> int:
         return end.code
     try:
         table = _all_ends(world, end)
-    except LostRankError as error:  # whoever has a cause says it; a job that was done stays done
-        write(end.report if end.says == Says.CAUSE else "" if end.code == 0 else f"mpipipe: {error}\n")
+    except LostRankError as error:  # a job that was done stays done
+        if end.says == Says.CAUSE:
+            write(end.report)
+        elif end.code and world.rank == here().lifeline.lowest():
+            write(f"{heading(world.rank, world.size)}\n  {type(error).__name__}: {error}\n")
         lifeline.leave(end.code)
     except KeyboardInterrupt:
         write(f"{heading(world.rank, world.size)}\n  KeyboardInterrupt while it waited for the other ranks to end\n")
@@ -134,7 +137,7 @@ def _is_complete(request: Request, line: lifeline.Lifeline | None) -> bool:
         return request.Test()
     except Exception as error:
         if line.explains(error):
-            raise LostRankError(str(error)) from error
+            raise LostRankError(line.name(line.dead()) or str(error)) from error
         raise
 
 

@@ -90,6 +90,10 @@ class Lifeline:
         if dead != self.lost:
             raise LostRankError(self.name([rank for rank in dead if rank not in self.lost]))
 
+    def lowest(self) -> int:
+        """The lowest rank of COMM_WORLD that lives."""
+        return min(set(range(self.comm.size)).difference(self.dead()))
+
     def name(self, ranks: Sequence[int]) -> str:
         """Say in words that these ranks of COMM_WORLD have died, and where they were."""
         on: dict[str, list[int]] = {}

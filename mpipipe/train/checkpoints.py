@@ -52,7 +52,7 @@ class Checkpoints:
         leaves : whether the job leaves now: with a whole checkpoint of this step
         """
         with self._bearing():
-            if self.saver.poll() is not None and self.saver.seconds is not None:
+            if self.saver.poll() is not None:
                 self.preemption.save_took(self.saver.seconds)
         config, step = self.config, self.progress.step
         if leaves or (config.save_every and (step % config.save_every == 0 or step == config.steps)):

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
-from mpipipe import optim
 from mpipipe.arrays import DeviceArray
 from mpipipe.comm.group import Group
 from mpipipe.nn import Stage
-from mpipipe.pipeline import Pipeline
+from mpipipe.train.progress import Progress
 
-Scalars = tuple[float, int, int, int]  # of the loss scaler: scale, good, skipped; and steps of the pipeline
+Outcome: TypeAlias = "tuple[float, float, float | None]"  # of a step: loss, learning rate, norm
+Scalars: TypeAlias = tuple[float, int, int, int]  # of the loss scaler: scale, good, skipped; and steps of the pipeline
 
 
 class Commitment:
@@ -19,9 +19,8 @@ class Commitment:
 
     Parameters
     ----------
-    optimizer, scaler, pipeline : of the training
-    group : its ranks
-    step : number of steps made so far
+    progress : of the training: its optimizer, scaler and pipeline, and the number of steps made so far
+    group : all ranks
     together : whether ranks wait for each other; else each makes its step as soon as it can
 
     Attributes
@@ -30,18 +29,10 @@ class Commitment:
     pending : makes the step that all ranks may have come to; None while there is none
     """
 
-    def __init__(
-        self,
-        optimizer: optim.AdamW | optim.SGD,
-        scaler: optim.LossScaler,
-        pipeline: Pipeline,
-        group: Group,
-        step: int,
-        together: bool,
-    ) -> None:
-        self.together = together
-        self.optimizer, self.scaler, self.pipeline, self.group = optimizer, scaler, pipeline, group
-        self.step_begun, self.made = -1, step
+    def __init__(self, progress: Progress, group: Group, together: bool) -> None:
+        self.optimizer, self.scaler, self.pipeline = progress.optimizer, progress.scaler, progress.pipeline
+        self.group, self.together = group, together
+        self.step_begun, self.made = -1, progress.step
         self.pending: Callable[[], Any] | None = None
         self._before: Scalars = self._now()
 
@@ -87,6 +78,11 @@ class Commitment:
     def scalars(self) -> Scalars:
         """Return what belongs to the number of steps that were made."""
         return self._before if self.made == self.step_begun else self._now()
+
+    def scaling(self) -> dict[str, Any]:
+        """Return what a record says of the loss scale, where that is dynamic."""
+        scaler = self.scaler
+        return {"loss_scale": scaler.scale, "skipped": scaler.skipped} if scaler.dynamic else {}
 
     def _now(self) -> Scalars:
         scaler = self.scaler

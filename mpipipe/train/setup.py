@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from mpipipe import arrays, optim
@@ -18,7 +19,7 @@ from mpipipe.train.architecture import Architecture
 from mpipipe.train.config import TrainConfig
 from mpipipe.train.preparation import check_same_config, make_plan, make_reporter, open_corpus
 from mpipipe.train.progress import Progress
-from mpipipe.train.report import NullReporter, Record, Reporter
+from mpipipe.train.report import NullReporter, Record
 from mpipipe.train.shard import Shard
 from mpipipe.train.survival import Crew
 from mpipipe.train.trainer import Trainer
@@ -82,36 +83,32 @@ def train(config: TrainConfig, architecture: Architecture, comm: Communicator | 
     if config.survive:
         crew = Crew(config, comm, pipe, out)
         with watching(config.watchdog, out):
-            return crew.train(lambda mesh: _train_on(config, architecture, mesh, out, crew))
+            return crew.train(lambda mesh: _train_in(mesh, config, architecture, out, crew))
     with group_of(comm).together("train: the mesh"):
         mesh = Mesh(comm, pipe=pipe, seq=config.seq)
     with watching(config.watchdog, out), mesh:
-        return _train_on(config, architecture, mesh, out)
+        return _train_in(mesh, config, architecture, out)
 
 
-def _train_on(
-    config: TrainConfig, architecture: Architecture, mesh: Mesh, out: Path, crew: Crew | None = None
-) -> Record:
+def _train_in(mesh: Mesh, config: TrainConfig, model: Architecture, out: Path, crew: Crew | None = None) -> Record:
     device = select_device(config.device, mesh.comm)
     if crew is not None:
         crew.check_device(device)
     with arrays.own_stream(device):
-        return _train_by(device, config, architecture, mesh, out, crew)
+        return _train_on(device, config, model, mesh, out, crew)
 
 
-def _train_by(
-    device: str, config: TrainConfig, architecture: Architecture, mesh: Mesh, out: Path, crew: Crew | None
-) -> Record:
-    goes_on = crew is not None and crew.goes_on  # what ranks that have died had is in memory
+def _train_on(place: str, config: TrainConfig, model: Architecture, mesh: Mesh, out: Path, crew: Crew | None) -> Record:
+    survivor = crew if crew is not None and crew.goes_on else None  # has the state of the training in memory
     group = group_of(mesh.comm)
-    plan = make_plan(config, architecture, mesh, device)
+    plan = make_plan(config, model, mesh, place)
     corpus, fingerprint = open_corpus(config, plan, mesh)
-    start = None if goes_on else resume.find_start(config, plan, mesh, out, fingerprint)
+    start = None if survivor else resume.find_start(config, plan, mesh, out, fingerprint)
     with group.together("train: the shards of sequences"):
         shard = Shard(mesh.seq, config.layout, config.seq_len)
     with group.together("train: the stages"):
-        kernels.check_choice(device)
-        stages = plan.stages(mesh.pipe.rank, shard, config.dtype, config.seed, device)
+        kernels.check_choice(place)
+        stages = plan.stages(mesh.pipe.rank, shard, config.dtype, config.seed, place)
     with (
         Pipeline(
             stages, plan.schedule, mesh.pipe, loss=shard.loss, recompute=config.recompute, replicas=mesh.replicas
@@ -119,18 +116,16 @@ def _train_by(
         optim.GlobalNorm(stages, mesh.pipe, replicas=mesh.replicas) as norm,
     ):
         progress = Progress(config, pipeline, mesh)
-        if crew is not None and crew.goes_on:
-            crew.restore(progress)
+        if survivor:
+            survivor.restore(progress)
         elif start is not None:
             progress.load(start)
         elif config.init is not None:
             resume.load_weights(config.init, mesh, stages)
         output.make_folder(out, mesh.comm, writes=mesh.replicas.rank == 0 or leaving.may_save(config))
         with group.together("train: the reporter"):
-            if mesh.rank:
-                reporter: Reporter | NullReporter = NullReporter()
-            else:
-                reporter = crew.reporter() if crew is not None and goes_on else make_reporter(config, out, start)
+            make = survivor.reporter if survivor else partial(make_reporter, config, out, start)
+            reporter = make() if mesh.rank == 0 else NullReporter()
         with reporter, leaving.preemption_of(config, mesh, reporter) as preemption:
             trainer = Trainer(
                 config, mesh, plan, shard, progress, preemption, norm=norm, corpus=corpus, reporter=reporter, out=out

@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+from mpipipe import schedules
+from mpipipe.comm.group import group_of
+from mpipipe.comm.mesh import Mesh
+from mpipipe.pipeline import Pipeline
+from mpipipe.train.config import TrainConfig
 
 
 @dataclass
@@ -27,3 +34,21 @@ class StepTimes:
         self.seconds += seconds
         self.busy += busy
         self.elapsed += elapsed
+
+
+def shared_speed(times: StepTimes, config: TrainConfig, mesh: Mesh, pipeline: Pipeline) -> dict[str, Any]:
+    """Return tokens per second and the bubble of some steps, and the bubble that the stages' durations predict.
+
+    Collective over the mesh. Nothing is returned for no steps at all.
+    """
+    if times.steps == 0:
+        return {}
+    costs = pipeline.durations()
+    everyone = group_of(mesh.comm).gather("train: the time of all ranks", times)
+    busy, elapsed = sum(each.busy for each in everyone), sum(each.elapsed for each in everyone)
+    tokens = times.steps * config.batch * config.seq_len
+    return {
+        "tokens_per_second": tokens / max(each.seconds for each in everyone),
+        "bubble": 1 - busy / elapsed,
+        "predicted": schedules.simulate(pipeline.schedule, costs).bubble_fraction,
+    }

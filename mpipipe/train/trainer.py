@@ -7,11 +7,11 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
-from mpipipe import optim, schedules
+from mpipipe import optim
 from mpipipe.comm.consensus import agreed_by
 from mpipipe.comm.group import group_of
 from mpipipe.comm.mesh import Mesh
@@ -19,7 +19,7 @@ from mpipipe.comm.preemption import Preemption
 from mpipipe.errors import NonFiniteError
 from mpipipe.train import leaving, resume, weights
 from mpipipe.train.checkpoints import Checkpoints
-from mpipipe.train.commitment import Commitment
+from mpipipe.train.commitment import Commitment, Outcome
 from mpipipe.train.config import TrainConfig
 from mpipipe.train.data import Batch, Corpus, training_batch, validation_batch
 from mpipipe.train.decoder import build_decoder
@@ -29,10 +29,8 @@ from mpipipe.train.progress import Progress
 from mpipipe.train.report import NullReporter, Record, Reporter, summary
 from mpipipe.train.sample import generate, readable
 from mpipipe.train.shard import Shard
-from mpipipe.train.step_times import StepTimes
+from mpipipe.train.step_times import StepTimes, shared_speed
 from mpipipe.train.training_plan import TrainingPlan
-
-Outcome: TypeAlias = "tuple[float, float, float | None]"  # loss, learning rate, norm
 
 
 class Trainer:
@@ -77,9 +75,7 @@ class Trainer:
         self.since_record, self.in_all = StepTimes(), StepTimes()
         self.outcome: Outcome = 0.0, 0.0, None  # of the last step
         self.reported = progress.step  # number of steps behind which nothing is left to do
-        self.commitment = Commitment(
-            self.optimizer, self.scaler, self.pipeline, group_of(mesh.comm), progress.step, config.survive
-        )
+        self.commitment = Commitment(progress, group_of(mesh.comm), config.survive)
 
     def run(self) -> Record:
         """Train, validate, show a sample of text, and return the last record."""
@@ -105,8 +101,8 @@ class Trainer:
         validated = done % config.eval_every == 0 or done == config.steps
         if validated or done == 1 or done % config.log_every == 0:
             validation = self.validate() if validated else None
-            speed = self._speed(self.since_record) if self.since_record.steps else {}
-            self._report(Record(done, loss, validation, lr, norm, **speed, **self._scaling()))
+            speed = shared_speed(self.since_record, config, self.mesh, self.pipeline)
+            self._report(Record(done, loss, validation, lr, norm, **speed, **self.commitment.scaling()))
             self.since_record = StepTimes()
         leaves = done < config.steps and self.preemption.due()
         self.checkpoints.follow(self.facts, leaves)
@@ -127,7 +123,7 @@ class Trainer:
         weights.save(weights.folder_of(self.out), model, self.pipeline.stages, self.plan.schedule, self.mesh)
         self._show_sample()
         if self.in_all.steps:
-            record = replace(record, **self._speed(self.in_all))
+            record = replace(record, **shared_speed(self.in_all, self.config, self.mesh, self.pipeline))
         self.reporter.say(f"mpipipe: ok steps={record.step}{summary(record)}")
         return record
 
@@ -162,15 +158,13 @@ class Trainer:
 
     def validate(self) -> float:
         """Return the mean loss over the validation windows, always the same ones; on every rank."""
-        return sum(map(self._validation_loss, range(self.config.eval_batches))) / self.config.eval_batches
+        config, count = self.config, self.config.eval_batches
 
-    def _validation_loss(self, index: int) -> float:
-        config = self.config
-        shape = dict(batches=config.eval_batches, batch=config.batch, seq_len=config.seq_len)
-        inputs, targets = self._batch(
-            lambda corpus: validation_batch(corpus.validation, index=index, rows=self.rows, **shape)
-        )
-        return self.pipeline.evaluate(inputs, targets)
+        def draw(corpus: Corpus, index: int) -> Batch:
+            shape = dict(index=index, batches=count, batch=config.batch, seq_len=config.seq_len)
+            return validation_batch(corpus.validation, rows=self.rows, **shape)
+
+        return sum(self.pipeline.evaluate(*self._batch(partial(draw, index=each))) for each in range(count)) / count
 
     def _batch(self, draw: Callable[[Corpus], Batch]) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Draw this replica's rows, and cut out this rank's share: inputs for the first stage, targets for the last."""
@@ -179,22 +173,6 @@ class Trainer:
         inputs, targets = draw(self.corpus)
         cut = self.shard.cut
         return cut(inputs) if self.first else None, cut(targets) if self.last else None
-
-    def _speed(self, times: StepTimes) -> dict[str, Any]:
-        """Return tokens per second and the bubble of some steps, and the bubble that the stages' durations predict."""
-        costs = self.pipeline.durations()
-        everyone = group_of(self.mesh.comm).gather("train: the time of all ranks", times)
-        busy, elapsed = sum(each.busy for each in everyone), sum(each.elapsed for each in everyone)
-        tokens = times.steps * self.config.batch * self.config.seq_len
-        return {
-            "tokens_per_second": tokens / max(each.seconds for each in everyone),
-            "bubble": 1 - busy / elapsed,
-            "predicted": schedules.simulate(self.plan.schedule, costs).bubble_fraction,
-        }
-
-    def _scaling(self) -> dict[str, Any]:
-        scaler = self.scaler
-        return {"loss_scale": scaler.scale, "skipped": scaler.skipped} if scaler.dynamic else {}
 
     def _show_sample(self) -> None:
         config, plan = self.config, self.plan

@@ -28,9 +28,10 @@ from mpipipe.comm.mailbox import Mailbox
 from mpipipe.models import GPT
 from mpipipe.optim import AdamW
 from mpipipe.train import TrainConfig, survival, train
+from mpipipe.train.commitment import Commitment
 from mpipipe.train.trainer import Trainer
 
-text, out, kills, options = sys.argv[1:]
+text, out, kills, options = sys.argv[1:5]
 comm = runtime.world()
 mine = {step: number for rank, step, number in json.loads(kills) if rank == comm.rank}
 left = [None]
@@ -64,6 +65,24 @@ def step(self, number):
         say(f"made {number + 1}")
     return found
 
+if "--blind" in sys.argv[4:]:  # rank 0 does not see the end of an agreement behind which rank 3 dies
+    sys.argv.remove("--blind")
+    agreed = Commitment._commit
+
+    def commit(self, make):
+        if self.made != 5:
+            return agreed(self, make)
+        self.pending = make
+        self.group.agree("train: all ranks have the sums of gradients and their norm")
+        if comm.rank == 3:
+            say("killed")
+            os.kill(os.getpid(), signal.SIGKILL)
+        while comm.rank == 0:
+            self.group.wait(runtime.mpi().COMM_SELF.Irecv(bytearray(8)))
+        self.make()
+
+    Commitment._commit = commit
+
 def write(message):
     say("named")
     written(message)
@@ -88,8 +107,8 @@ def train(launch, tmp_path):
     script.write_text(TRAINING)
     text.write_text("one two three four\n" * 200)
 
-    def start(name, ranks, kills=(), flags=FT, **options):
-        arguments = [script, text, tmp_path / name, json.dumps(kills), json.dumps(options)]
+    def start(name, ranks, kills=(), flags=FT, blind=False, **options):
+        arguments = [script, text, tmp_path / name, json.dumps(kills), json.dumps(options), *["--blind"] * blind]
         return launch(ranks, [str(each) for each in arguments], timeout=60, options=flags)
 
     return start
@@ -152,6 +171,18 @@ def test_two_kills_lose_a_step_and_nothing_else(train, tmp_path):
 @harness.only_at_length
 def test_twenty_kills_lose_a_step_each_and_nothing_else(train, tmp_path):
     check_kills(train, tmp_path, 20)
+
+
+@has_ulfm
+def test_a_rank_that_missed_the_end_of_an_agreement_makes_the_step_too(train, tmp_path):
+    whole = train("whole", RANKS, flags=(), save_every=1)
+    assert whole.returncode == 0, whole.stderr
+    job = train("killed", RANKS, blind=True, survive=True)
+    assert job.returncode == 0, job.stderr
+    assert "go on behind step 6" in job.stderr  # rank 1 has made it, and rank 0 has all that it needs for it
+    again = train("planned", 2, flags=(), resume=str(tmp_path / "whole" / "checkpoints" / "step-00000006"))
+    assert again.returncode == 0, again.stderr
+    assert state(tmp_path / "killed") == state(tmp_path / "planned")
 
 
 @has_ulfm

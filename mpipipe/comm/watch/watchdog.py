@@ -112,8 +112,7 @@ class Watchdog:
     def forget(self) -> None:
         """Watch over nobody, until there are new channels: a rank of those that there were has died."""
         with self._lock:
-            self._channels, self._inquiry = [], None
-            self._held = self.quiet = self._again = 0.0
+            self._channels, self._inquiry, self._held, self.quiet, self._again = [], None, 0.0, 0.0, 0.0
 
     def configure(self, limit: float | None, folder: Path | None) -> None:
         """Set the limit in seconds, None for no watchdog, and the folder of a report."""
@@ -154,11 +153,14 @@ class Watchdog:
             elapsed, self._now = min(now - self._now, max(MOST_SECONDS, 3 * self.period)), now
             self._look(elapsed)
         except Exception as error:  # of MPI where a peer has died, for example: others report that
-            if self.process.lifeline is None or not self.process.lifeline.is_broken:  # else the waits meet the same
-                logger.log(self._loudness, "the watchdog goes on after %s: %s", type(error).__name__, error)
-                self._loudness = logging.DEBUG
+            self._say(error)
         finally:
             self._lock.release()
+
+    def _say(self, error: Exception) -> None:
+        if self.process.lifeline is None or not self.process.lifeline.is_broken:  # else the waits meet the same
+            logger.log(self._loudness, "the watchdog goes on after %s: %s", type(error).__name__, error)
+            self._loudness = logging.DEBUG
 
     def _look(self, elapsed: float) -> None:
         sign = self.process.sign()
@@ -168,7 +170,12 @@ class Watchdog:
             self.quiet += elapsed
         self._held = max(0.0, self._held - elapsed)
         for channel in self._channels:
-            for letter in channel.read():
+            try:
+                letters = channel.read()
+            except Exception as error:  # of a network that is gone: whoever does not answer is silent
+                self._say(error)
+                continue
+            for letter in letters:
                 self._take(channel, letter)
         if self._inquiry is not None:
             self._inquiry.waited += elapsed
