@@ -56,7 +56,7 @@ class Saver:
     Attributes
     ----------
     waited, seconds : float
-        For how long this rank has waited in all until arrays were read; what the newest whole checkpoint took on rank 0.
+        For how long this rank has waited until arrays were read; what the newest whole checkpoint took on rank 0.
 
     Raises
     ------
