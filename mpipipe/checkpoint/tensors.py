@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -30,6 +29,8 @@ from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
 
 PIECE_BYTES = 8 << 20  # of an array, at once
+CACHED_BYTES = 256 << 10  # that are read at once: they are still in the cache of the core when they are summed up
+AHEAD_BYTES = 64 << 20  # that the system is asked to read while what is there is summed up
 # safetensors' names of dtypes
 DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
@@ -134,11 +135,6 @@ def checksum(array: np.ndarray) -> str:
     return f"{crc32(array.reshape(-1).view(np.uint8).data):08x}"
 
 
-def _add(piece: memoryview, before: Future[int] | None) -> int:
-    """Return the CRC-32 of what came before and of this piece; the calls come in order, in one thread."""
-    return crc32(piece, 0 if before is None else before.result())
-
-
 class File:
     """A file with this content, open for reading; a context manager.
 
@@ -165,29 +161,22 @@ class File:
 
     def read_into(self, name: str, array: Array) -> str:
         """Set an array of the size of the one called `name`, and return the checksum of what was read."""
-        begin, done, total = self.content.arrays[name].start, 0, 0
-        if arrays.is_device(array):
-            for part in _cut(array.reshape(-1), PIECE_BYTES):
-                host = np.empty(part.shape, part.dtype)
-                total = crc32(self._fill(host, begin + done), total)
+        begin, total, advised = self.content.arrays[name].start, 0, 0
+        device = arrays.is_device(array)
+        done = 0
+        for part in _cut(array.reshape(-1), PIECE_BYTES if device else min(PIECE_BYTES, CACHED_BYTES)):
+            if advised < min(array.nbytes, done + AHEAD_BYTES // 2):
+                files.will_read(self.descriptor, begin + advised, done + AHEAD_BYTES - advised)
+                advised = done + AHEAD_BYTES
+            host = np.empty(part.shape, part.dtype) if device else part
+            piece = host.view(np.uint8).data
+            if files.read_into(self.descriptor, begin + done, piece) < len(piece):
+                raise ValueError(f"it ends before byte {begin + done + len(piece)}")
+            total = crc32(piece, total)
+            if device:
                 arrays.upload(host, out=part)
-                done += host.nbytes
-            return f"{total:08x}"
-        whole = array.reshape(-1).view(np.uint8) if array.size else np.empty(0, np.uint8)
-        with ThreadPoolExecutor(1, "mpipipe checksum") as summing:  # beside the reading: both take about as long
-            last: Future[int] | None = None
-            for part in _cut(whole, PIECE_BYTES):
-                files.will_read(self.descriptor, begin + done, 2 * PIECE_BYTES)
-                last = summing.submit(_add, self._fill(part, begin + done), last)
-                done += part.nbytes
-        return f"{0 if last is None else last.result():08x}"
-
-    def _fill(self, host: np.ndarray, position: int) -> memoryview:
-        """Read an array of the host from there on, and return its bytes."""
-        piece = host.view(np.uint8).data
-        if files.read_into(self.descriptor, position, piece) < len(piece):
-            raise ValueError(f"it ends before byte {position + len(piece)}")
-        return piece
+            done += len(piece)
+        return f"{total:08x}"
 
     def close(self) -> None:
         """Close the file."""
