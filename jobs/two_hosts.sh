@@ -18,7 +18,6 @@ set -euo pipefail
 
 home=${TWO_HOSTS:-${TMPDIR:-/tmp}/mpipipe-two-hosts}
 declare -A address=([a]=10.77.0.1 [b]=10.77.0.2)
-PATH="$PATH:/usr/sbin:/sbin"
 
 fail() {
     echo "two_hosts.sh: $*" >&2

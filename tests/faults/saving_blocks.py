@@ -6,7 +6,8 @@ from faults.blocks import NONZERO, RUN, TEXT, TRAIN, Fault, on
 from faults.fault import Send
 
 KIND = "checkpoint"
-BREAKS_AT = 3  # steps that are made, and saved, before anything goes wrong
+BREAKS_AT = 3  # steps that are made before anything goes wrong
+WHOLE = BREAKS_AT - 2  # of which step there is a whole checkpoint then: two are under way at most
 OPENING = """
 import os, resource, signal, sys, threading, time
 import numpy as np
@@ -76,12 +77,12 @@ assert step >= int(sys.argv[1]), f"the newest whole checkpoint is of step {step}
 BEFORE = (*TRAIN, "--out", "run", "--save-every", "1")  # a training that has ended, and saved
 
 
-def loads(least: int = BREAKS_AT) -> tuple[tuple[str, ...], ...]:
+def loads(least: int = WHOLE) -> tuple[tuple[str, ...], ...]:
     return (("-c", LOADS, str(least)),)
 
 
 def saving(name, body, *says, **options) -> Fault:
-    """A training of a script that saves; one report that holds `says`, and the checkpoint of step 3 or a later one."""
+    """A training of a script that saves; one report that holds `says`, and a whole checkpoint that is not too old."""
     options = {"code": 1, "never": ("finished",), "limit": 60, "modes": (RUN,), "before": (TEXT,), **options}
     return Fault(f"{name} while it saves", KIND, OPENING + body + GO, says=says, after=loads(), **options)
 
