@@ -126,13 +126,13 @@ class Saving:
 
     @property
     def seconds(self) -> float:
-        """How long the tasks of this rank have taken that have ended."""
+        """How long the files took on the slowest rank, as rank 0 knows, and the manifest."""
         return self._seconds + self.task.seconds
 
-    def write_manifest(self, written: Written) -> None:
-        """On rank 0, begin to write the manifest; all files have their names."""
+    def write_manifest(self, written: Written, seconds: float) -> None:
+        """On rank 0, begin to write the manifest; all files have their names, the last one after so many seconds."""
         if self.place.rank == 0:
-            self._seconds = self.task.seconds
+            self._seconds = seconds
             self.task = Task(lambda: self._seal(written), THREAD)
 
     def _seal(self, written: Written) -> None:
@@ -140,6 +140,8 @@ class Saving:
         self._doing = "writes the manifest"
         if self.beforehand is not None:
             self.beforehand()
+        if self._given_up:  # the folder may belong to another save by now
+            raise GivenUp
         with storage.explained(place.folder):
             sync_folder(place.folder.parent)
             facts = Checkpoint(place.folder, place.step, place.state, place.optimizer_steps, _version(), written)
