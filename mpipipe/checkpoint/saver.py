@@ -21,7 +21,7 @@ from typing import Any
 
 from mpipipe.checkpoint import folders, storage
 from mpipipe.checkpoint.contents import Optimizer, Storable, contents_of, shares, state_of
-from mpipipe.checkpoint.in_flight import ENDED, FAILED, Place, Saving, logger, progress_of
+from mpipipe.checkpoint.in_flight import ENDED, FAILED, Place, Saving, logger, progress_of, wait_for_given_up
 from mpipipe.comm import runtime
 from mpipipe.comm.group import group_of
 from mpipipe.comm.local_wait import wait_locally
@@ -138,6 +138,7 @@ class Saver:
             As for `checkpoint.save`.
         """
         self._make_room(step)
+        wait_for_given_up()
         group, rank = self._group, self.mesh.rank
         steps = None if self.optimizer is None else self.optimizer.steps
         group.agree("checkpoint.save", (("step", step), ("steps of the optimizer", steps)))
