@@ -39,7 +39,7 @@ train() {
         "start $((${SLURM_RESTART_COUNT:-0} + 1))"
     # MPICH names its shared memory by job and step. What a killed rank has left there stands in the way of the step with
     # the same number, so that each start of a job begins with a higher one.
-    for ((start = 0; start < ${SLURM_RESTART_COUNT:-0}; start++)); do srun --nodes=1 --ntasks=1 true; done
+    for ((start = 0; start < ${SLURM_RESTART_COUNT:-0}; start++)); do srun --nodes=1 --ntasks=1 true || true; done
     trap : TERM  # SLURM sends it to this shell, too: it has to outlive srun
     # a rank that fails must take the others along: without the first two flags they may wait for it until time is over
     srun --kill-on-bad-exit=1 --wait=30 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" ${flags[@]+"${flags[@]}"} \

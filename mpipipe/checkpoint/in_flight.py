@@ -25,6 +25,7 @@ from mpipipe.checkpoint import folders, manifest, storage, tensors
 from mpipipe.checkpoint.manifest import Checkpoint
 from mpipipe.checkpoint.task import Task
 from mpipipe.comm.flight import Account
+from mpipipe.comm.local_wait import wait_locally
 from mpipipe.comm.process import here, is_rank
 from mpipipe.errors import ArgumentError
 from mpipipe.files import sync_folder
@@ -33,6 +34,7 @@ logger = logging.getLogger("mpipipe")
 PATIENCE = 1.0  # seconds that a rank which gives a save up waits for its thread
 THREAD = "mpipipe checkpoint"
 UNDER_WAY, ENDED, FAILED = range(3)  # the task of a rank
+_stuck: list[Saving] = []  # given up, by ranks of this process, while a thread could not be ended
 Written: TypeAlias = "dict[str, tensors.Content]"  # file -> what it holds
 
 
@@ -126,13 +128,13 @@ class Saving:
 
     @property
     def seconds(self) -> float:
-        """How long the tasks of this rank have taken that have ended."""
+        """How long the files took on the slowest rank, as rank 0 knows, and the manifest."""
         return self._seconds + self.task.seconds
 
-    def write_manifest(self, written: Written) -> None:
-        """On rank 0, begin to write the manifest; all files have their names."""
+    def write_manifest(self, written: Written, seconds: float) -> None:
+        """On rank 0, begin to write the manifest; all files have their names, the last one after so many seconds."""
         if self.place.rank == 0:
-            self._seconds = self.task.seconds
+            self._seconds = seconds
             self.task = Task(lambda: self._seal(written), THREAD)
 
     def _seal(self, written: Written) -> None:
@@ -140,6 +142,8 @@ class Saving:
         self._doing = "writes the manifest"
         if self.beforehand is not None:
             self.beforehand()
+        if self._given_up:  # the folder may belong to another save by now
+            raise GivenUp
         with storage.explained(place.folder):
             sync_folder(place.folder.parent)
             facts = Checkpoint(place.folder, place.step, place.state, place.optimizer_steps, _version(), written)
@@ -165,6 +169,8 @@ class Saving:
         if not is_rank():  # a process that was forked meanwhile
             return
         ended = self.task.wait(PATIENCE)
+        if not ended:
+            _stuck.append(self)
         if not self.sealed:
             storage.take_back(self.place.folder, self.place.rank)
         elif self.place.rank == 0 and not ended:
@@ -187,6 +193,13 @@ class Saving:
     def __str__(self) -> str:
         done = f"{self._bytes >> 20} of {self._all_bytes >> 20} MiB"
         return f"the checkpoint to be written: {self.place.folder} (a thread {self._doing}, {done} begun)"
+
+
+def wait_for_given_up() -> None:
+    """Return once no thread of an earlier save is at work: it may have files of the same names."""
+    for saving in tuple(_stuck):
+        wait_locally(saving.task.wait, saving)
+    _stuck[:] = [saving for saving in _stuck if not saving.task.ended]
 
 
 def progress_of(saving: Saving | None) -> int:

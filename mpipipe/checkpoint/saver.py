@@ -15,14 +15,13 @@ be on their way while the manifest of the one before is written, and no more tha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from mpipipe.checkpoint import folders, storage
 from mpipipe.checkpoint.contents import Optimizer, Storable, contents_of, shares, state_of
-from mpipipe.checkpoint.in_flight import ENDED, FAILED, Place, Saving, progress_of
+from mpipipe.checkpoint.in_flight import ENDED, FAILED, Place, Saving, logger, progress_of, wait_for_given_up
 from mpipipe.comm import runtime
 from mpipipe.comm.group import group_of
 from mpipipe.comm.local_wait import wait_locally
@@ -56,7 +55,7 @@ class Saver:
     Attributes
     ----------
     waited, seconds : float
-        For how long this rank has waited until arrays were read; what the newest whole checkpoint took on rank 0.
+        For how long this rank has waited until arrays were read. On rank 0: what the newest whole checkpoint took.
 
     Raises
     ------
@@ -94,8 +93,7 @@ class Saver:
         self.root, self.mesh, self.keep = Path(root), mesh, keep
         self.stages, self.optimizer = tuple(stages), optimizer
         self._group = group_of(mesh.comm)  # kept: of one that has failed, another one would be made together
-        self.waited = 0.0
-        self.seconds = 0.0
+        self.waited = self.seconds = 0.0
         self._saving: Saving | None = None  # whose arrays are being written
         self._sealing: Saving | None = None  # whose manifest is
         writers = [*self.stages] if optimizer is None else [*self.stages, optimizer]
@@ -140,6 +138,7 @@ class Saver:
             As for `checkpoint.save`.
         """
         self._make_room(step)
+        wait_for_given_up()
         group, rank = self._group, self.mesh.rank
         steps = None if self.optimizer is None else self.optimizer.steps
         group.agree("checkpoint.save", (("step", step), ("steps of the optimizer", steps)))
@@ -211,8 +210,9 @@ class Saver:
         """Let rank 0 write the manifest; all files have their names."""
         saving.sealed = True  # from here on rank 0 may do that: no rank removes its file any more
         self._saving, self._sealing = None, saving
-        parts = self._group.gather("checkpoint.poll: what was written", saving.task.result)
-        saving.write_manifest({name: content for part in parts for name, content in part.items()})
+        parts = self._group.gather("checkpoint.poll: what was written", (saving.task.result, saving.task.seconds))
+        written = {name: content for part, _ in parts for name, content in part.items()}
+        saving.write_manifest(written, max(seconds for _, seconds in parts))
 
     def finish(self) -> Path | None:
         """Wait until every checkpoint in flight is whole; collective over the mesh.
@@ -247,10 +247,7 @@ class Saver:
         return self.poll()
 
     def wait_until_read(self) -> None:
-        """Return once this rank has read all arrays of the save in flight: from then on they may be written.
-
-        Optimizers of this package call this by themselves.
-        """
+        """Return once this rank has read all arrays of the save in flight: optimizers call this before they write."""
         saving = self._saving
         if saving is None or saving.read.is_set():
             return
@@ -277,9 +274,8 @@ class Saver:
         self._lists = []
 
     def _give_up(self) -> None:
-        for saving in (self._sealing, self._saving):
-            if saving is not None:
-                saving.give_up()
+        for saving in filter(None, (self._sealing, self._saving)):
+            saving.give_up()
         self._sealing = self._saving = None
 
     def __enter__(self) -> Saver:
@@ -289,11 +285,14 @@ class Saver:
         if error is None:
             self.close()
             return
-        group = self._group
-        if group.agreed_on(error) and group.failure is None:  # all ranks come here
-            with suppress(StorageError):  # the one that is under way comes first
+        try:
+            if self._group.agreed_on(error) and self._group.failure is None:  # all ranks come here
                 self.finish()
-        elif self.in_flight:  # others may wait for their disks, where they hear of nothing but failures
-            group.fail(error, f"{runtime.whoami()} failed while it saved: {type(error).__name__}: {error}")
-        self._give_up()
-        self._let_go()
+            elif self.in_flight:  # others may wait for their disks, where they hear of nothing but failures
+                self._group.fail(error, f"{runtime.whoami()} failed while it saved: {type(error).__name__}: {error}")
+        except StorageError as problem:  # the error that is under way comes first
+            if self.mesh.rank == 0:
+                logger.warning("mpipipe: %s", problem)
+        finally:
+            self._give_up()
+            self._let_go()

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from mpipipe.comm import rank_list, runtime
+from mpipipe.comm import lifeline, rank_list, runtime
 from mpipipe.comm.group import Group, group_of
 from mpipipe.comm.past_launcher import errors_of_open_mpi, write_past_launcher
 from mpipipe.comm.report import heading, write
@@ -136,8 +136,13 @@ class Preemption:
                 numbers = ()
             self._signals = StopSignals(numbers, grace, self._told, self._end_at_once, self._hopeless)
 
-    def due(self) -> bool:
+    def due(self, saving: bool = False) -> bool:
         """Find out on all ranks whether the job has to leave now; collective, after each step.
+
+        Parameters
+        ----------
+        saving : bool
+            Whether a save is under way beside the steps: the last one waits for it, and needs time of its own.
 
         Returns
         -------
@@ -145,7 +150,7 @@ class Preemption:
             The same on every rank. Once it is true, it stays so.
         """
         if not self.reason:
-            over = self.group.rank == 0 and self.time_limit.is_over()
+            over = self.group.rank == 0 and self.time_limit.is_over(saving)
             votes = self.group.agree(CALL, values=[self._signals.first is not None, over])
             if votes.any():
                 self.reason = self._why(over)
@@ -205,7 +210,8 @@ class Preemption:
     def close(self) -> None:
         """Give the handlers of signals back, unless a signal has come; may be called twice.
 
-        A process that was asked to leave stays deaf to the signals until it ends, as far as `grace` allows.
+        A process that was asked to leave stays deaf to the signals until it ends, as far as `grace` allows. A later
+        Preemption for the same signals is due at once.
         """
         self._closed = True
         self._signals.close()
@@ -241,6 +247,8 @@ class Preemption:
     def _hopeless(self) -> bool:
         """Whether another rank has ended although none has left: its launcher then tells the others by a signal."""
         watchdog = self.group.process.watchdog
+        if self.group.process.lifeline is not None:
+            return False  # MPI tells of the death, and the others may go on
         return watchdog is not None and not self.reason and not self._closed and bool(watchdog.ended_neighbours())
 
     def _end_at_once(self, text: str, code: int) -> None:
@@ -256,6 +264,8 @@ class Preemption:
             time.sleep(FORWARD_SECONDS)
         if not usable:
             os._exit(code)
+        if self.group.process.lifeline is not None:
+            lifeline.abort(runtime.world(), code)
         runtime.world().Abort(code)
         os.kill(os.getpid(), signal.SIGKILL)  # under srun --mpi=pmi2 MPI_Abort of MPICH comes back
 

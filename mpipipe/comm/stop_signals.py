@@ -9,7 +9,8 @@
     the time of grace is over          the job ends at once
     another rank has ended meanwhile   the job ends at once: none of its steps will be done
 
-A process that was asked to leave stays under these rules until it ends. One that was not gets its handlers back.
+A process that was asked to leave stays under these rules until it ends: whoever catches the same signals later finds it
+asked already. One that was not gets its handlers back.
 """
 
 from __future__ import annotations
@@ -85,6 +86,9 @@ class StopSignals:
         self._first: signal.Signals | None = None
         self._since = 0.0
         self._continued = float("-inf")
+        before = next((each for each in reversed(_active) if each.first in self.numbers), None)
+        if before is not None:  # this process was asked to leave, and has not: it still is
+            self._first, self._since, self._continued = before._first, before._since, before._continued
         self._leaving = self._closing = False
         self._before: dict[int, Any] = {}
         self._previous_fd = -1

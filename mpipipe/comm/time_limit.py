@@ -66,19 +66,26 @@ class TimeLimit:
         self.last_save: float | None = None
         self._mark: float | None = None
 
-    def is_over(self) -> bool:
-        """Whether one step more, and a save behind it, may not fit. Called after each step."""
+    def is_over(self, saving: bool = False) -> bool:
+        """Whether one step more, and a save behind it, may not fit; `saving`: behind the one that is under way.
+
+        Called after each step.
+        """
         now = time.monotonic()
         if self._mark is not None:
             self.longest_step = max(self.longest_step, now - self._mark)
         self._mark = now
-        return self.end is not None and now + self.lead > self.end
+        return self.end is not None and now + self.lead + (self.save if saving else 0.0) > self.end
 
     @property
     def lead(self) -> float:
-        """Seconds that one step more, a save and the margin take; before the first save it counts as a margin."""
-        save = self.margin if self.last_save is None else self.last_save
-        return self.longest_step + save + self.margin
+        """Seconds that one step more, a save and the margin take."""
+        return self.longest_step + self.save + self.margin
+
+    @property
+    def save(self) -> float:
+        """Seconds that a save takes, as far as is known; before the first one it counts as a margin."""
+        return self.margin if self.last_save is None else self.last_save
 
     @contextmanager
     def saving(self) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from mpipipe.train.config import TrainConfig
 from mpipipe.train.outlet import tell
 from mpipipe.train.progress import Progress
 from mpipipe.train.report import NullReporter, Reporter
+
+AGAIN = "the training goes on, and tries again at the next save"
 
 
 class Checkpoints:
@@ -29,6 +31,11 @@ class Checkpoints:
     progress : what is saved
     reporter : whose metrics must not end before a checkpoint does
     preemption : is told how long a save takes
+
+    Attributes
+    ----------
+    owed : whether a save was begun that is not known to be whole, or to have failed. Where ranks have died meanwhile,
+        `follow` begins another one
     """
 
     def __init__(
@@ -40,7 +47,7 @@ class Checkpoints:
         preemption: Preemption,
     ) -> None:
         self.config, self.progress, self.reporter, self.preemption = config, progress, reporter, preemption
-        stages = progress.pipeline.stages
+        stages, self.owed = progress.pipeline.stages, False
         self.saver = checkpoint.Saver(root, progress.mesh, stages, progress.optimizer, keep=config.keep)
 
     def follow(self, facts: Mapping[str, Any], leaves: bool) -> None:
@@ -51,41 +58,47 @@ class Checkpoints:
         facts : what to save besides the progress, such as the configuration
         leaves : whether the job leaves now: with a whole checkpoint of this step
         """
-        with self._bearing():
-            if self.saver.poll() is not None:
-                self.preemption.save_took(self.saver.seconds)
+        self._look(self.saver.poll, AGAIN)
         config, step = self.config, self.progress.step
-        if leaves or (config.save_every and (step % config.save_every == 0 or step == config.steps)):
-            self.save(facts)
+        lost = self.owed and not self.saver.in_flight
+        then = "the job leaves without it" if leaves else AGAIN
+        if leaves or lost or (config.save_every and (step % config.save_every == 0 or step == config.steps)):
+            self._save(facts, then)
         if leaves:
-            self.finish()
+            self.finish(then)
 
-    def save(self, facts: Mapping[str, Any]) -> None:
+    def _save(self, facts: Mapping[str, Any], then: str) -> None:
         """Begin to save a checkpoint; one that is still in flight is finished first."""
-        self.finish()
-        with self._bearing():
+        self.finish(AGAIN)
+        self.owed = True
+        with self._bearing(then):
             self.saver.save(self.progress.step, self.progress.state(facts), beforehand=self.reporter.sync)
 
-    def finish(self) -> None:
-        """Wait until nothing is in flight."""
-        with self._bearing():
-            self.saver.finish()
+    def finish(self, then: str = AGAIN) -> None:
+        """Wait until nothing is in flight; `then` is what the training does without a checkpoint that failed."""
+        self._look(self.saver.finish, then)
+
+    def _look(self, how: Callable[[], Path | None], then: str) -> None:
+        with self._bearing(then):
+            if how() is not None:
+                self.owed = False
+                self.preemption.save_took(self.saver.seconds)
 
     @contextmanager
-    def _bearing(self) -> Iterator[None]:
+    def _bearing(self, then: str) -> Iterator[None]:
         try:
             yield
         except StorageError as error:
+            self.owed = False
             if self.config.on_storage_error == "end":
                 raise
             if self.progress.mesh.rank == 0:
-                step = self.progress.step
-                tell(f"mpipipe: step {step}: {error.message}; the training goes on, and tries again at the next save")
+                tell(f"mpipipe: step {self.progress.step}: {error.message}; {then}")
 
     def __enter__(self) -> Checkpoints:
         self.saver.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        with self._bearing():
+        with self._bearing("the training ends without it"):
             self.saver.__exit__(*error)

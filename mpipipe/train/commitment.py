@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 from mpipipe.arrays import DeviceArray
 from mpipipe.comm.group import Group
 from mpipipe.nn import Stage
+from mpipipe.nn.writing import announce_write
 from mpipipe.train.progress import Progress
 
 Outcome: TypeAlias = "tuple[float, float, float | None]"  # of a step: loss, learning rate, norm
@@ -69,9 +70,10 @@ class Commitment:
         self.make()
 
     def make(self) -> None:
-        """Make the step that is pending."""
-        make, self.pending = self.pending, None
-        if make is not None:
+        """Make the step that is pending. It still is where the wait for readers of the arrays ends in an error."""
+        if self.pending is not None:
+            announce_write(self.optimizer, *self.stages)
+            make, self.pending = self.pending, None
             make()
             self.made += 1
 

@@ -66,9 +66,13 @@ class Remains:
         return Told(self.pipe, self.step, self.commitment.pending is not None, self.facts)
 
     def catch_up(self, step: int) -> None:
-        """Make the step that another rank has made, too, where this one can."""
+        """Make the step that another rank has made, too, where this one can; else nobody will make it any more.
+
+        Other ranks make the step after `step` from now on, and it is another one: with fewer replicas.
+        """
         if self.step == step - 1:
             self.commitment.make()
+        self.commitment.pending = None
 
 
 @dataclass(frozen=True)

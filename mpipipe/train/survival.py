@@ -16,7 +16,9 @@ with the exit code 75 (PREEMPTED), for a start from the newest checkpoint.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +27,10 @@ from mpipipe.arrays import Array
 from mpipipe.comm import abort, lifeline
 from mpipipe.comm.group import Group, group_of
 from mpipipe.comm.mesh import Mesh
-from mpipipe.comm.preemption import PREEMPTED
+from mpipipe.comm.preemption import PREEMPTED, Preempted
 from mpipipe.comm.report import write
 from mpipipe.comm.requests import own
+from mpipipe.comm.stop_signals import StopSignals, parse_signals
 from mpipipe.comm.types import Communicator
 from mpipipe.errors import ArgumentError, BackendError
 from mpipipe.train import metrics, resume
@@ -61,6 +64,9 @@ class Crew:
             self.line = lifeline.demand()
             if comm.size != len(self.line.places):
                 raise ArgumentError("train: --survive on a part of the job", found=f"{comm.size} ranks")
+            # between two meshes, and on a rank that waits for a place, a signal ends nothing; the next mesh hears of it
+            numbers = parse_signals(config.preempt_signals)
+            self._signals = StopSignals(numbers, math.inf, lambda name: None, lambda text, code: None, lambda: False)
         self.config, self.pipe, self.out = config, pipe, out
         self.everyone, self.active = comm, comm
         self.takes_part, self.first, self.goes_on = True, 0, False
@@ -72,18 +78,21 @@ class Crew:
     def train(self, run: Callable[[Mesh], Record]) -> Record:
         """Call `run(mesh)` until a mesh has come to the end of the training; return what it returned, on all ranks."""
         found: Communicator | None = None
-        while True:
-            try:
-                if found is not None:
-                    self._divide(found)
-                record = self._take_part(run)
-                found = self.line.finish()
-                if found is None:
-                    return record
-            except Exception as error:
-                if not self.line.explains(error):
-                    raise
-                found = self.line.gather()
+        try:
+            while True:
+                try:
+                    if found is not None:
+                        self._divide(found)
+                    record = self._take_part(run)
+                    found = self.line.finish()
+                    if found is None:
+                        return record
+                except Exception as error:
+                    if not self.line.explains(error):
+                        raise
+                    found = self.line.gather()
+        finally:
+            self._signals.close()
 
     def check_device(self, device: str) -> None:
         """Raise BackendError for GPUs, whose messages by NCCL do not end when a peer dies."""
@@ -129,9 +138,13 @@ class Crew:
     def _take_part(self, run: Callable[[Mesh], Record]) -> Record:
         record = None
         if self.takes_part:
-            with Mesh(self.active, pipe=self.pipe, seq=self.config.seq) as mesh:
+            with suppress(Preempted), Mesh(self.active, pipe=self.pipe, seq=self.config.seq) as mesh:
                 record = run(mesh)
-        end: Record = group_of(self.everyone).broadcast("train: the end", record, self.first)
+        group = group_of(self.everyone)
+        end: Record | None = group.broadcast("train: the end", record, self.first)
+        if end is None:  # all leave, also those that waited for a place
+            self._signals.leave()
+            raise Preempted(group)
         return end
 
     # -- what a trainer asks ------------------------------------------------------------------------------------
@@ -169,6 +182,7 @@ class Crew:
         """From now on the state of the training is that of `trainer`."""
         if self.goes_on:
             trainer.outcome, trainer.reported = self.facts["outcome"], self.facts["reported"]
+            trainer.checkpoints.owed = self.facts["owed"]
         self.trainer, self.remains = trainer, None
 
 
@@ -178,6 +192,7 @@ def _remains_of(trainer: Trainer) -> Remains:
         "scalars": commitment.scalars(),
         "outcome": trainer.outcome,
         "reported": trainer.reported,
+        "owed": trainer.checkpoints.owed,
         "record": progress.record,
     }
     pipe = progress.mesh.pipe.rank

@@ -74,7 +74,7 @@ class Trainer:
         self.rows = slice(mesh.data.rank * plan.rows, (mesh.data.rank + 1) * plan.rows)  # of a batch, for this replica
         self.since_record, self.in_all = StepTimes(), StepTimes()
         self.outcome: Outcome = 0.0, 0.0, None  # of the last step
-        self.reported = progress.step  # number of steps behind which nothing is left to do
+        self.reported = progress.step or -1  # number of steps behind which nothing is left to do
         self.commitment = Commitment(progress, group_of(mesh.comm), config.survive)
 
     def run(self) -> Record:
@@ -84,10 +84,13 @@ class Trainer:
         self.reporter.say(introduction(config, self.plan, self.mesh, self.corpus, place, self.out))
         if progress.step:
             self.reporter.say(f"mpipipe: goes on behind step {progress.step}")
-        if progress.step == 0:
+        if self.reported < 0:
             self._report(Record(0, validation=self.validate()))
+            self.reported = 0
         elif self.reported < progress.step:  # ranks have died meanwhile
             self._after_step()
+        elif self.checkpoints.owed:
+            self.checkpoints.follow(self.facts, leaves=False)
         for step in range(progress.step, config.steps):
             self.outcome = self.step(step)
             progress.step = step + 1
@@ -104,10 +107,10 @@ class Trainer:
             speed = shared_speed(self.since_record, config, self.mesh, self.pipeline)
             self._report(Record(done, loss, validation, lr, norm, **speed, **self.commitment.scaling()))
             self.since_record = StepTimes()
-        leaves = done < config.steps and self.preemption.due()
+        leaves = done < config.steps and self.preemption.due(self.checkpoints.saver.in_flight)
         self.checkpoints.follow(self.facts, leaves)
         if leaves:
-            self.preemption.leave(self.whereabouts())
+            self.preemption.leave(self.whereabouts() if self.mesh.rank == 0 else "")
         self.reported = done
 
     def _report(self, record: Record) -> None:
@@ -116,7 +119,7 @@ class Trainer:
 
     def _end(self) -> Record:
         """Leave the weights, a sample, and the last line."""
-        self.checkpoints.finish()
+        self.checkpoints.finish("the training ends without it")
         record, model = self.progress.record, self.plan.model
         if record.validation is None:  # a training that was resumed at its end, which was no end before
             record = replace(record, step=self.progress.step, validation=self.validate())

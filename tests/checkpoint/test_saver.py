@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support.saved_model import trained, values
 
-from mpipipe import Mesh, arrays, checkpoint, nn, optim
+from mpipipe import Mesh, Preemption, arrays, checkpoint, nn, optim
 from mpipipe.checkpoint import contents, manifest, tensors
 from mpipipe.comm.consensus import agreed_by
 from mpipipe.comm.group import group_of
@@ -459,3 +459,67 @@ def test_a_stage_of_half_precision_goes_on_while_its_parameters_are_saved(comm, 
             y, _ = stage.forward(np.ones((2, 8), arrays.dtype("bfloat16")))
             assert not reading.opened.is_set() and y.shape == (2, 8)
             reading.open_soon()
+
+
+def test_a_save_takes_as_long_as_its_slowest_rank(comm, mpi_tmp_path, monkeypatch):
+    original, pause = tensors.write, 0.3 * (comm.rank == comm.size - 1)
+
+    def write(*arguments):
+        time.sleep(pause)
+        return original(*arguments)
+
+    monkeypatch.setattr(tensors, "write", write)
+    with Mesh(comm) as mesh:
+        stages, optimizer = trained(mesh)
+        with checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer) as saver:
+            saver.save(1)
+            saver.finish()
+            assert comm.rank > 0 or saver.seconds > 0.3
+
+
+def test_a_last_save_that_fails_while_a_job_leaves_is_told_of(comm, mpi_tmp_path, monkeypatch, caplog):
+    def write(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tensors, "write", write)
+    with Mesh(comm) as mesh, Preemption(comm, signals="none", time_limit=1e-3, say=str) as preemption:
+        stages, optimizer = trained(mesh)
+        assert preemption.due()
+        with pytest.raises(SystemExit), checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer) as saver:
+            saver.save(1)
+            preemption.leave("as it says")
+    assert checkpoint.newest(mpi_tmp_path) is None
+    assert ("No space left on device" in caplog.text) == (comm.rank == 0)
+
+
+def test_a_save_into_the_folder_of_one_that_was_given_up_waits_for_its_thread(comm, mpi_tmp_path, monkeypatch):
+    """As where a rank dies behind the last step: the others save it again."""
+    original, opened, threads = os.fsync, threading.Event(), []
+
+    def fsync(descriptor):
+        here = threading.current_thread()
+        if here is not threading.main_thread():
+            threads.append(here)
+            if here is threads[0]:
+                assert opened.wait(PATIENCE)
+            elif len(set(threads)) == 2:
+                time.sleep(0.5)  # the first one would rename the file meanwhile
+        original(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with Mesh(comm) as mesh:
+        stages, optimizer = trained(mesh)
+        with pytest.raises(RuntimeError), checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer) as saver:
+            saver.save(1)
+            while not threads:
+                time.sleep(1e-3)
+            raise RuntimeError("on each rank for itself")
+        change(stages, optimizer)
+        expected = values(stages, optimizer)
+        threading.Timer(0.3, opened.set).start()
+        with checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer) as saver:
+            saver.save(1)
+        fresh, other = trained(mesh, seed=9)
+        checkpoint.load(mpi_tmp_path, mesh, fresh, other)
+        got = values(fresh, other)
+        assert all(np.array_equal(got[name], array) for name, array in expected.items())

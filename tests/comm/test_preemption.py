@@ -82,6 +82,13 @@ def test_a_job_leaves_while_one_step_more_and_a_save_still_fit(clock):
     assert limit.is_over()
 
 
+def test_a_save_under_way_beside_the_steps_needs_time_of_its_own_before_the_last_one(clock):
+    limit = TimeLimit(100.0, margin=2.0)
+    limit.save_took(20.0)
+    clock[0] += 60  # 20 + 2 of the 40 that are left
+    assert not limit.is_over() and limit.is_over(saving=True)
+
+
 def test_without_a_limit_time_is_never_over(clock, monkeypatch):
     monkeypatch.delenv(time_limit.END_TIME, raising=False)
     for seconds in (None, 0.0):
@@ -268,6 +275,22 @@ with Preemption(comm) as preemption:
 """
     job = launch(2, LOOP + script)
     assert job.returncode == 75 and "SIGTERM on ranks 0-1: left in order" in job.stderr, job.stderr
+
+
+def test_a_process_that_was_asked_to_leave_is_asked_by_whoever_catches_signals_later(launch):
+    """As in a training that goes on with fewer ranks."""
+    script = """
+with Preemption(comm) as first:
+    os.kill(os.getpid(), signal.SIGUSR2)
+    time.sleep(0.5)
+with Preemption(comm, signals="TERM") as other:
+    assert not other.due()  # it does not catch that one
+with Preemption(comm) as second:
+    assert second.due()
+    second.leave("in order")
+"""
+    job = launch(2, LOOP + script)
+    assert job.returncode == 75 and "SIGUSR2 on ranks 0-1: left in order" in job.stderr, job.stderr
 
 
 def test_a_rank_whose_neighbour_has_died_does_not_wait_for_the_end_of_grace(launch):

@@ -50,7 +50,7 @@ def begin():
         place.write_text("a file has taken its place")
     elif trouble == "slow":
         def slowly(*arguments):
-            time.sleep(0.2)
+            time.sleep(0.02)
             begin_writing(*arguments)
         files.begin_writing = slowly
 
