@@ -87,10 +87,11 @@ def timeline(schedule, costs=None, unit=22) -> str:
 def floors() -> str:
     """The rooms of the package by floor."""
     rows = [
-        ("6", [("cli", "commands")]),
-        ("5", [("train", "config, data, loop"), ("models", "GPT")]),
+        ("7", [("cli", "commands")]),
+        ("6", [("train", "config, data, loop, generation")]),
+        ("5", [("models", "GPT")]),
         ("4", [("pipeline", "plan, executor, Pipeline"), ("checkpoint", "state as files")]),
-        ("3", [("optim", "SGD, AdamW, scaling"), ("attention", "layouts, ring, kernels")]),
+        ("3", [("optim", "SGD, AdamW, scaling"), ("attention", "layouts, ring"), ("adapters", "PyTorch, JAX")]),
         ("2", [("schedules", "pure Python"), ("comm", "the room of MPI"), ("nn", "layers, stages, losses")]),
         ("1", [("arrays", "the door to CuPy and device memory")]),
         (
@@ -104,7 +105,7 @@ def floors() -> str:
             ],
         ),
     ]
-    picture = Picture(720, 412, "The floors of the package: a room imports only rooms below it")
+    picture = Picture(720, 468, "The floors of the package: a room imports only rooms below it")
     for place, (floor, rooms) in enumerate(rows):
         y, width = 10 + 56 * place, 630 / len(rooms)
         picture.text(8, y + 28, f"floor {floor}")

@@ -106,32 +106,48 @@ def causal_block(
 
 def attend_over_ranks(group: Group | None, kernel: AttentionKernel, block: Block) -> np.ndarray:
     """Attend to this rank's block, and merge the results of all ranks."""
-    batch, rows, heads, _ = block.q.shape
-    width = block.v.shape[3]
+
+    def attend(result: Result) -> None:
+        overwrite = mask.each_row_once(block.slices, block.q.shape[1])
+        if not overwrite:
+            nothing_yet(result)
+        kernel.forward(block, result, overwrite)
+
+    return merged_over_ranks(group, block.q, block.v.shape[3], attend)
+
+
+def merged_over_ranks(group: Group | None, q: np.ndarray, width: int, attend: Callable[[Result], object]) -> np.ndarray:
+    """Let `attend` set what queries find on this rank, and merge the results of all ranks.
+
+    Returns (batch, rows, heads, width) for queries (batch, rows, heads, head_dim), with the same bits on every rank.
+    """
+    batch, rows, heads, _ = q.shape
     split = batch * rows * heads * width
 
     def unpack(message: np.ndarray) -> Result:
         return Result(message[:split].reshape(batch, rows, heads, width), message[split:].reshape(batch, heads, rows))
 
-    sum_dtype = accumulator(block.q.dtype)
+    sum_dtype = accumulator(q.dtype)
     message = aligned_empty(split + batch * heads * rows, sum_dtype)
     result = unpack(message)
-    overwrite = mask.each_row_once(block.slices, rows)
-    if not overwrite:
-        result.out.fill(0)
-        result.lse.fill(-np.inf)
     if group is None:
-        kernel.forward(block, result, overwrite)
-        return cast(result.out, block.q.dtype)
+        attend(result)
+        return cast(result.out, q.dtype)
     parts = np.empty((group.size, message.size), sum_dtype)
     with group.failing("decode_attention"):
-        kernel.forward(block, result, overwrite)
+        attend(result)
         group.wait(own(group.comm.Iallgather(message, parts)), "the parts of attention", everyone=True)
     out, lse = unpack(parts[0])
     for part in parts[1:]:
         block_out, block_lse = unpack(part)
         merge(out, lse.swapaxes(1, 2), block_out, block_lse.swapaxes(1, 2))
-    return cast(out, block.q.dtype)
+    return cast(out, q.dtype)
+
+
+def nothing_yet(result: Result) -> None:
+    """Set a result to that of queries which have seen no key."""
+    result.out.fill(0)
+    result.lse.fill(-np.inf)
 
 
 def shared_facts(

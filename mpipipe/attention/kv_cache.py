@@ -101,6 +101,22 @@ class KVCache(Attend):
         """
         return np.arange(self.length, self.length + rows)
 
+    def advance(self, rows: int) -> None:
+        """Count new positions without keys and values, for a layer that asks for positions alone.
+
+        Parameters
+        ----------
+        rows : int
+            Number of rows.
+
+        Raises
+        ------
+        ArgumentError
+            If they exceed the capacity.
+        """
+        self._check_room(rows)
+        self.length += rows
+
     def forward(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, None]:
         """Append the keys and values of p new positions, and attend to all positions so far; collective.
 
@@ -163,13 +179,7 @@ class KVCache(Attend):
                 found=f"{q.shape[1]} queries, {k.shape[1]} keys",
                 expected="as many keys as queries",
             )
-        if self.length + k.shape[1] > self.capacity:
-            raise ArgumentError(
-                "the capacity of the cache is exceeded",
-                found=f"{self.length} positions and {k.shape[1]} more",
-                expected=f"{self.capacity} in all",
-                remedy="make the cache with a larger capacity, or clear() it before a new text",
-            )
+        self._check_room(k.shape[1])
         for name, x, kept in zip("kv", (k, v), self._kept):
             wanted = kept.shape[0], k.shape[1], kept.shape[2], kept.shape[3]
             if x.shape != wanted or x.dtype != kept.dtype:
@@ -180,6 +190,15 @@ class KVCache(Attend):
                     remedy="clear() the cache before a text of another kind",
                 )
         return facts | {"capacity": self.capacity}
+
+    def _check_room(self, rows: int) -> None:
+        if self.length + rows > self.capacity:
+            raise ArgumentError(
+                "the capacity of the cache is exceeded",
+                found=f"{self.length} positions and {rows} more",
+                expected=f"{self.capacity} in all",
+                remedy="make the cache with a larger capacity, or clear() it before a new text",
+            )
 
     def _append(self, k: np.ndarray, v: np.ndarray, end: int) -> list[np.ndarray]:
         """Keep this rank's part of positions length ... end - 1; returns views of all that it has."""

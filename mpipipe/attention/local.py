@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import NamedTuple
 
+import numpy as np
 from numpy.typing import ArrayLike
 
 from mpipipe import arrays
@@ -14,6 +16,14 @@ from mpipipe.attention.accumulate import attend_once
 from mpipipe.attention.checks import check_arrays
 from mpipipe.attention.kernels import Block, Gradients, Result, no_poll
 from mpipipe.attention.mask import PositionRange, Slice
+from mpipipe.attention.packed_rows import (
+    as_one_sequence,
+    by_rows,
+    documents_of_rows,
+    like,
+    offsets_in_one,
+    writable_as_one,
+)
 from mpipipe.errors import ArgumentError
 from mpipipe.nn.layers.attend import Attend
 
@@ -92,8 +102,10 @@ class Local(Attend):
         self.causal, self.scale, self.window, self.segments = causal, scale, window, segments
         self.poll: Callable[[], object] = no_poll
         self._planned: tuple[tuple[int, int], list[Slice]] | None = None  # lengths and slices of the last call
+        self._others: dict[int, Local] = {}  # by their windows
+        self._packed: tuple[bytes, int, list[Slice]] | None = None  # of the last segments by row
 
-    def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, LocalSaved]:
+    def forward(self, q: Array, k: Array, v: Array, segments: np.ndarray | None = None) -> tuple[Array, LocalSaved]:
         """Attend.
 
         Parameters
@@ -104,13 +116,17 @@ class Local(Attend):
             (batch, keys, kv_heads, head_dim). With g = heads / kv_heads, head h of q sees head h // g.
         v : array
             (batch, keys, kv_heads, value_dim).
+        segments : array of int, optional
+            (batch, seq): the document of each position of each row, equal numbers together. They stand in place of
+            those of the constructor.
 
         Returns
         -------
         out : array
             (batch, seq, heads, value_dim), C-contiguous, of the dtype of q. 0 where a row sees no key.
         saved : LocalSaved
-            For `backward`. `saved.lse` is the log-sum-exp of the scores, (batch, heads, seq).
+            For `backward`. `saved.lse` is the log-sum-exp of the scores, (batch, heads, seq); with `segments` the rows
+            stand one behind the other as one sequence in it, as in all arrays of `saved`.
 
         Raises
         ------
@@ -119,9 +135,14 @@ class Local(Attend):
         """
         check_arrays(q, k, v)
         scale = q.shape[3] ** -0.5 if self.scale is None else self.scale
-        slices = self._slices(q.shape[1], k.shape[1])
+        shape = (*q.shape[:3], v.shape[3])
+        if segments is None:
+            slices = self._slices(q.shape[1], k.shape[1])
+        else:
+            slices = self._packed_slices(segments, q, k)
+            q, k, v = map(as_one_sequence, (q, k, v))
         out, lse = attend_once(kernels.chosen(q, k, v), Block(q, k, v, scale, slices, self.poll))
-        return out, LocalSaved(q, k, v, out, lse, scale, slices)
+        return out.reshape(shape), LocalSaved(q, k, v, out, lse, scale, slices)
 
     def backward(self, dout: Array, saved: LocalSaved) -> Gradients:
         """Return the gradients of the inputs.
@@ -138,14 +159,39 @@ class Local(Attend):
         dq, dk, dv : array
             In the shapes and dtype of q, k and v, C-contiguous.
         """
-        return Local.backward_into(self, dout, saved, Gradients(*map(arrays.empty_like, saved[:3])))
+        room = Gradients(*(by_rows(arrays.empty_like(x), dout.shape[0]) for x in saved[:3]))
+        return Local.backward_into(self, dout, saved, room)
 
     def backward_into(self, dout: Array, saved: LocalSaved, room: tuple[Array, Array, Array]) -> Gradients:
         q, k, v, out, lse, scale, slices = saved
-        gradients = Gradients(*room)
-        block = Block(q, k, v, scale, slices, self.poll)
-        kernels.chosen(q, k, v).backward(block, dout, Result(out, lse), gradients, overwrite=True)
-        return gradients
+        block, result = Block(q, k, v, scale, slices, self.poll), Result(out, lse)
+        dout, targets, fits = like(dout, out), Gradients(*room), True
+        if room[0].shape != q.shape:  # the rows are one sequence
+            fits = all(map(writable_as_one, room))
+            targets = Gradients(*(map(as_one_sequence, room) if fits else map(arrays.empty_like, (q, k, v))))
+        kernels.chosen(q, k, v).backward(block, dout, result, targets, overwrite=True)
+        return Gradients(*(room if fits else (by_rows(x, room[0].shape[0]) for x in targets)))
+
+    def with_window(self, window: int) -> Local:
+        if window not in self._others:
+            mask.check_window(self.causal, window)
+            other = copy(self)
+            other.window, other._planned, other._packed, other._others = window, None, None, {}
+            self._others[window] = other
+        return self._others[window]
+
+    def _packed_slices(self, segments: np.ndarray, q: Array, k: Array) -> list[Slice]:
+        """The slices of the rows of a batch as one sequence."""
+        key, (batch, seq) = np.asarray(segments).tobytes(), q.shape[:2]
+        if self._packed is None or self._packed[:2] != (key, batch):
+            rows = documents_of_rows(segments, batch)
+            if k.shape[1] != seq or any(offsets[-1] != seq for offsets in rows):
+                found = f"segments of {rows[0][-1]}, {seq} queries, {k.shape[1]} keys"
+                raise ArgumentError("segments need queries and keys of one sequence", found=found)
+            all_rows = [PositionRange(0, batch * seq, 0, 1)]
+            slices = mask.mask_slices(all_rows, all_rows, self.causal, self.window, offsets_in_one(rows))
+            self._packed = key, batch, slices
+        return self._packed[2]
 
     def _slices(self, seq: int, keys: int) -> list[Slice]:
         if self._planned is None or self._planned[0] != (seq, keys):

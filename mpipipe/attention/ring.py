@@ -1,10 +1,11 @@
-"""Ring attention for users: a class with its options bound, and two functions. `ring_pass.py` has the algorithm."""
+"""Ring attention for users: a class with its options bound. `ring_pass.py` has the algorithm."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from copy import copy
 
+import numpy as np
 from numpy.typing import ArrayLike
 
 from mpipipe import arrays
@@ -12,28 +13,15 @@ from mpipipe.arrays import Array
 from mpipipe.attention import kernels
 from mpipipe.attention.accumulate import attend_once
 from mpipipe.attention.kernels import AttentionKernel, Block, Gradients, Result, no_poll
+from mpipipe.attention.packed_rows import as_one_sequence, by_rows, documents_of_rows, like
 from mpipipe.attention.ring_agreement import ring_agreement_of
 from mpipipe.attention.ring_pass import RingPass
-from mpipipe.attention.ring_plan import RingPlan
+from mpipipe.attention.ring_plan import RingOptions, RingPlan, RingSaved
 from mpipipe.comm import runtime, settings
 from mpipipe.comm.attributes import attributes
 from mpipipe.comm.ring_exchange import RingExchange
 from mpipipe.comm.types import Communicator
 from mpipipe.nn.layers.attend import Attend
-
-
-class RingSaved(NamedTuple):
-    """What the forward of `Ring` keeps for its backward."""
-
-    plan: RingPlan
-    call: int  # number of the forward
-    scale: float
-    q: Array
-    k: Array
-    v: Array
-    out: Array
-    lse: Array
-    message: Array | None  # keys and values of the last step's block; None in a ring of one step
 
 
 class Ring(Attend):
@@ -115,11 +103,16 @@ class Ring(Attend):
         self.group = self.agreement.group
         self.poll: Callable[[], object] = no_poll
         self.bytes_sent = 0
-        given = dict(causal=causal, layout=layout, window=window, segments=segments, scale=scale)
-        self.options = self.agreement.agree_on_options({**given, "seq_len": seq_len, "rotation": rotation})
+        self._given = dict(
+            causal=causal, layout=layout, window=window, segments=segments, scale=scale, seq_len=seq_len,
+            rotation=rotation,
+        )  # fmt: skip
+        self.options = self.agreement.agree_on_options(self._given)
         self._digest = self.options.digest
+        self._others: dict[int, Ring] = {}  # by their windows
+        self._packed: tuple[bytes, RingOptions, str] | None = None  # of the last segments by row
 
-    def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, RingSaved]:
+    def forward(self, q: Array, k: Array, v: Array, segments: np.ndarray | None = None) -> tuple[Array, RingSaved]:
         """Attend; collective.
 
         Parameters
@@ -130,13 +123,17 @@ class Ring(Attend):
             (batch, local keys, kv_heads, head_dim). With g = heads / kv_heads, head h of q sees head h // g.
         v : array
             (batch, local keys, kv_heads, value_dim).
+        segments : array of int, optional
+            (batch, seq) of the whole sequences: the document of each position of each row, equal numbers together. They
+            stand in place of those of the ring.
 
         Returns
         -------
         out : array
             (batch, local seq, heads, value_dim), C-contiguous, of the dtype of q. 0 where a row sees no key.
         saved : RingSaved
-            For `backward`. `saved.lse` is the log-sum-exp of the scores, (batch, heads, local seq).
+            For `backward`. `saved.lse` is the log-sum-exp of the scores, (batch, heads, local seq); with `segments` the
+            rows stand one behind the other as one sequence in it, as in all arrays of `saved`.
 
         Raises
         ------
@@ -145,7 +142,11 @@ class Ring(Attend):
         MismatchError
             If ranks make different calls, or give arrays of different sizes, dtypes or devices.
         """
-        plan, kernel, call = self.agreement.agree_on_forward(self.options, self._digest, q, k, v)
+        options, digest, error = self._options_for(segments, q)
+        plan, kernel, call = self.agreement.agree_on_forward(options, digest, q, k, v, error=error)
+        shape = (*q.shape[:3], v.shape[3])
+        if options.rows is not None:
+            q, k, v = map(as_one_sequence, (q, k, v))
         scale = q.shape[3] ** -0.5 if self.options.scale is None else self.options.scale
         with self.group.failing("the forward of a ring"):
             if plan.steps == 1:
@@ -155,7 +156,7 @@ class Ring(Attend):
                 run = self._run(plan, kernel)
                 (out, lse), message = run.forward(scale, q, k, v)
                 self.bytes_sent += run.bytes_sent
-            return out, RingSaved(plan, call, scale, q, k, v, out=out, lse=lse, message=message)
+            return out.reshape(shape), RingSaved(plan, call, scale, q, k, v, out=out, lse=lse, message=message)
 
     def backward(self, dout: Array, saved: RingSaved) -> Gradients:
         """Return the gradients of the inputs; collective.
@@ -183,18 +184,45 @@ class Ring(Attend):
 
     def backward_into(self, dout: Array, saved: RingSaved, room: tuple[Array, Array, Array] | None) -> Gradients:
         # a ring of several steps has gradients in its messages
+        batch, dout = dout.shape[0], like(dout, saved.out)
         self.agreement.agree_on_backward(saved.call, dout, saved.out)
         with self.group.failing("the backward of a ring"):
             given, result = (saved.q, saved.k, saved.v), Result(saved.out, saved.lse)
             block = Block(*given, saved.scale, saved.plan.slices[0], self.poll)
             if saved.message is None:
-                gradients = Gradients(*(room or map(arrays.empty_like, given)))
+                fits = room is not None and room[0].shape == saved.q.shape
+                gradients = Gradients(*(room if room is not None and fits else map(arrays.empty_like, given)))
                 kernels.chosen(*given).backward(block, dout, result, gradients, overwrite=True)
-                return gradients
-            run = self._run(saved.plan, kernels.chosen(*given))
-            gradients = run.backward(block, dout, result, saved.message)
-            self.bytes_sent += run.bytes_sent
-            return gradients
+            else:
+                run = self._run(saved.plan, kernels.chosen(*given))
+                gradients = run.backward(block, dout, result, saved.message)
+                self.bytes_sent += run.bytes_sent
+            return Gradients(*(by_rows(x, batch) for x in gradients))
+
+    def _options_for(self, segments: np.ndarray | None, q: Array) -> tuple[RingOptions, str, Exception | None]:
+        """The options of a forward, their digest, and why this rank cannot take these segments."""
+        if segments is None:
+            return self.options, self._digest, None
+        try:
+            key = np.asarray(segments).tobytes()
+            if self._packed is None or self._packed[0] != key or len(self._packed[1].rows or ()) != q.shape[0]:
+                rows = documents_of_rows(segments, q.shape[0])
+                options = self.options._replace(segments=None, rows=rows)
+                self._packed = key, options, options.digest
+            return self._packed[1], self._packed[2], None
+        except Exception as error:
+            return self.options, self._digest, error
+
+    def with_window(self, window: int) -> Ring:
+        # the first time for each window is collective
+        if window not in self._others:
+            other = copy(self)
+            other._given = {**self._given, "window": window}
+            other.options = self.agreement.agree_on_options(other._given)
+            other._digest, other._others, other.bytes_sent = other.options.digest, {}, 0
+            other._packed = None
+            self._others[window] = other
+        return self._others[window]
 
     def _exchange(self, device: str) -> RingExchange:
         """The one of all rings on the communicator with arrays on this device; collective the first time."""
@@ -205,96 +233,3 @@ class Ring(Attend):
 
     def _run(self, plan: RingPlan, kernel: AttentionKernel) -> RingPass:
         return RingPass(plan, kernel, self._exchange(plan.message.shapes.device), self.options.rotation, self.poll)
-
-
-def ring_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    comm: Communicator | None,
-    causal: bool = True,
-    layout: str = "zigzag",
-    window: int | None = None,
-    segments: ArrayLike | None = None,
-    scale: float | None = None,
-    seq_len: int | None = None,
-    rotation: str = "overlap",
-) -> tuple[Array, tuple[Ring, RingSaved]]:
-    """Attend over a sharded sequence; collective over `comm`.
-
-    Parameters
-    ----------
-    q, k, v : array
-        As for `Ring.forward`.
-    comm : mpi4py.MPI.Comm or None
-        The ranks that share a sequence. None: all ranks.
-    causal : bool
-        A query sees no later position.
-    layout : str
-        "contiguous", "zigzag" or "striped", as for `Ring`.
-    window : int, optional
-        A query sees itself and the window - 1 positions before it; needs `causal`.
-    segments : array_like of int, optional
-        Documents packed into the whole sequence, as for `Ring`.
-    scale : float, optional
-        Factor on the scores, finite and above 0; default 1 / sqrt(head_dim).
-    seq_len : int, optional
-        Length of the whole sequence of queries; default: the sum of what the ranks bring.
-    rotation : str
-        "overlap" or "sendrecv", as for `Ring`.
-
-    Returns
-    -------
-    out : array
-        (batch, local seq, heads, value_dim).
-    saved : tuple of Ring and RingSaved
-        For `ring_attention_backward`.
-
-    Raises
-    ------
-    ArgumentError, MismatchError
-        As `Ring` and `Ring.forward`.
-
-    Examples
-    --------
-    Two threads stand for two MPI ranks here:
-
-    >>> import numpy as np
-    >>> from mpipipe.attention import ring_attention, ring_attention_backward
-    >>> from mpipipe.comm import inprocess
-    >>> def on_each_rank(comm):
-    ...     rng = np.random.default_rng(comm.rank)
-    ...     q, k, v = rng.standard_normal((3, 1, 64, 4, 16))
-    ...     out, saved = ring_attention(q, k, v, comm, causal=True)
-    ...     dq, dk, dv = ring_attention_backward(np.ones_like(out), saved)
-    ...     return out.shape, dk.shape
-    >>> inprocess.run(2, on_each_rank)
-    [((1, 64, 4, 16), (1, 64, 4, 16)), ((1, 64, 4, 16), (1, 64, 4, 16))]
-    """
-    ring = Ring(comm, causal, layout, window, segments, scale=scale, seq_len=seq_len, rotation=rotation)
-    out, saved = ring.forward(q, k, v)
-    return out, (ring, saved)
-
-
-def ring_attention_backward(dout: Array, saved: tuple[Ring, RingSaved]) -> Gradients:
-    """Return the gradients of the inputs of `ring_attention`; collective over its ring.
-
-    Parameters
-    ----------
-    dout : array
-        Gradient of the output, in its shape and dtype.
-    saved : tuple of Ring and RingSaved
-        From `ring_attention`.
-
-    Returns
-    -------
-    dq, dk, dv : array
-        In the shapes and dtype of q, k and v.
-
-    Raises
-    ------
-    ArgumentError, MismatchError
-        As `Ring.backward`.
-    """
-    ring, inner = saved
-    return ring.backward(dout, inner)

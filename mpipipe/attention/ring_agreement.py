@@ -58,10 +58,11 @@ class RingAgreement:
         assert options is not None  # else the agreement has raised
         return options
 
-    def agree_on_forward(self, options: RingOptions, digest: str, q: Array, k: Array, v: Array) -> Agreed:
-        """Compare shapes and dtype. `digest` is that of the options."""
+    def agree_on_forward(
+        self, options: RingOptions, digest: str, q: Array, k: Array, v: Array, *, error: Exception | None = None
+    ) -> Agreed:
+        """Compare shapes and dtype. `digest` is that of the options, `error` why this rank has none."""
         self.calls += 1
-        error: Exception | None = None
         kernel: AttentionKernel | None = None
         shapes: RingShapes | None = None
         facts: tuple = ()
@@ -73,7 +74,7 @@ class RingAgreement:
             shapes = RingShapes(*sizes, q.dtype.name, arrays.device_of(q))
             facts, lengths = (*zip(shapes._fields, shapes), ("options", digest)), (q.shape[1], k.shape[1])
         except Exception as caught:
-            error = caught
+            error = error or caught
         ballot = Ballot("forward", facts, error, None, REMEDY, number=self.calls, where=" of a ring")
         rows, keys = ballot.cast(self.group, lengths).T.tolist()
         ballot.decide()

@@ -29,6 +29,7 @@ class RingOptions(NamedTuple):
     scale: float | None
     seq_len: int | None
     rotation: str
+    rows: tuple[tuple[int, ...], ...] | None = None  # in one forward, offsets of the documents of each row
 
     @classmethod
     def checked(
@@ -168,20 +169,51 @@ class RingPlan:
     message: KVMessage
 
 
+class RingSaved(NamedTuple):
+    """What the forward of `Ring` keeps for its backward."""
+
+    plan: RingPlan
+    call: int  # number of the forward
+    scale: float
+    q: Array
+    k: Array
+    v: Array
+    out: Array
+    lse: Array
+    message: Array | None  # keys and values of the last step's block; None in a ring of one step
+
+
 def make_plan(options: RingOptions, shapes: RingShapes, rank: int, rows: list[int], keys: list[int]) -> RingPlan:
     """The plan of a rank, from the numbers of rows and keys of all ranks; raises ArgumentError if they do not fit."""
     size = len(rows)
     queries = _layout(options.layout, rows, "queries", options.seq_len)
     others = queries if keys == rows else _layout(options.layout, keys, "keys")
-    documents = document_offsets(options.segments, queries.seq_len)
-    if documents is not None and others is not queries:
+    whole = document_offsets(options.segments, queries.seq_len)
+    documents = [whole] if options.rows is None else [list(offsets) for offsets in options.rows]
+    if (documents[0] is not None or options.rows is not None) and others is not queries:
         raise ArgumentError("segments need queries and keys of one sequence", found=f"rows {rows}, keys {keys}")
-    view = options.causal, options.window, documents, None if others is queries else others
-    steps = queries.steps(*view)
-    slices = tuple(queries.needs(rank, (rank - step) % size, *view) for step in range(steps))
+    if options.rows is not None and any(offsets[-1] != queries.seq_len for offsets in options.rows):
+        raise ArgumentError("segments of another sequence", found=options.rows[0][-1], expected=queries.seq_len)
+    views = [(options.causal, options.window, each, None if others is queries else others) for each in documents]
+    steps = max(queries.steps(*view) for view in views)
+    slices = tuple(
+        [
+            _moved(part, number * rows[rank], number * keys[(rank - step) % size])
+            for number, view in enumerate(views)
+            for part in queries.needs(rank, (rank - step) % size, *view)
+        ]
+        for step in range(steps)
+    )
     dtype = arrays.dtype(shapes.dtype)
-    message = KVMessage(shapes, tuple(keys), dtype, arrays.accumulator(dtype))
-    return RingPlan(steps, slices, each_row_once(slices[0], rows[rank]), message)
+    if options.rows is not None:  # the rows of the batch are one sequence
+        shapes = shapes._replace(batch=1)
+    message = KVMessage(shapes, tuple(len(views) * count for count in keys), dtype, arrays.accumulator(dtype))
+    return RingPlan(steps, slices, each_row_once(slices[0], len(views) * rows[rank]), message)
+
+
+def _moved(part: Slice, rows: int, keys: int) -> Slice:
+    """A slice of a later row of the batch."""
+    return Slice(part.q_start + rows, part.q_stop + rows, part.k_start + keys, part.k_stop + keys, part.low, part.high)
 
 
 def _layout(kind: str, rows: list[int], name: str, seq_len: int | None = None) -> Layout:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import heapq
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from mpipipe.arrays import Array
+from mpipipe.checkpoint.adapter import arrays_of
 from mpipipe.checkpoint.tensors import check_storable
 from mpipipe.errors import ArgumentError
 from mpipipe.optim.named import same_name
@@ -15,12 +16,12 @@ from mpipipe.optim.named import same_name
 PARAMETERS = "parameters"
 
 
-class Storable(Protocol):
-    """A stage as far as a checkpoint knows it: nn.Stage, or a stage of your own."""
+Storable: TypeAlias = Any
+"""A stage as far as a checkpoint knows it: nn.Stage, or a stage of your own.
 
-    @property
-    def parameters(self) -> Mapping[str, Array]:
-        """Arrays by their names in the whole model, to be set in place."""
+It has `parameters`, arrays by their names in the whole model, which are set in place; or, in their stead,
+`state_dict()`, which returns such arrays, and `load_state_dict(arrays)`, which takes them.
+"""
 
 
 class Optimizer(Protocol):
@@ -39,7 +40,7 @@ def contents_of(stages: Sequence[Storable], optimizer: Optimizer | None) -> dict
     """
     found: dict[str, Array] = {}
     for stage in stages:
-        for name, array in stage.parameters.items():
+        for name, array in arrays_of(stage).items():
             if f"{PARAMETERS}/{name}" in found:
                 raise same_name(name)
             found[f"{PARAMETERS}/{name}"] = array

@@ -7,8 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
+
+from mpipipe import arrays
 from mpipipe.arrays import Array
-from mpipipe.checkpoint import folders, manifest
+from mpipipe.checkpoint import folders, manifest, storage
+from mpipipe.checkpoint.adapter import announcements_of, renew_compute, set_arrays
 from mpipipe.checkpoint.contents import PARAMETERS, Optimizer, Storable, contents_of
 from mpipipe.checkpoint.manifest import COPY_AGAIN, Checkpoint
 from mpipipe.checkpoint.tensors import DTYPES, Content, File
@@ -52,23 +56,22 @@ def load(path: str | Path, mesh: Mesh, stages: Sequence[Storable], optimizer: Op
     group = group_of(mesh.comm)
     found = None
     with group.together("checkpoint.load: the manifest"):
-        wanted = contents_of(stages, optimizer)
+        wanted = {name: _writable(array) for name, array in contents_of(stages, optimizer).items()}
         if mesh.rank == 0:
             found = read(path)
     found = group.broadcast("checkpoint.load: the manifest", found)
     kinds = {PARAMETERS} if optimizer is None else {PARAMETERS, *optimizer.named_state()}
     own = list(wanted) if mesh.replicas.rank == 0 else []
     names = {name for part in group.gather("checkpoint.load: the names of all ranks", own) for name in part}
-    with group.together("checkpoint.load: the arrays"), _offering(found.path):
+    with group.together("checkpoint.load: the arrays"), storage.offering(found.path):
         _check_names(found, names, kinds, optimizer)
         _announce(stages, optimizer)
-        _read(found, wanted)
+        read_arrays(found, wanted)
         if optimizer is not None:
             optimizer.steps = found.optimizer_steps or 0
         for stage in stages:
-            renew = getattr(stage, "renew_compute", None)  # a stage of your own has no such copy
-            if renew is not None:
-                renew()
+            set_arrays(stage, lambda name: wanted[f"{PARAMETERS}/{name}"])
+            renew_compute(stage)
     return found
 
 
@@ -91,26 +94,19 @@ def read(path: str | Path) -> Checkpoint:
         There is no checkpoint, or its manifest is damaged or of a newer format.
     """
     folder = folders.locate(path)
-    with _offering(folder):
+    with storage.offering(folder):
         return manifest.read(folder)
 
 
-@contextmanager
-def _offering(path: Path) -> Iterator[None]:
-    """Let an error name the newest whole checkpoint beside this one."""
-    try:
-        yield
-    except ArgumentError as error:
-        other = folders.other_whole(path)
-        if other is not None:
-            error.remedy = f"{error.remedy or COPY_AGAIN}; the newest whole checkpoint beside it is {other}"
-        raise
+def _writable(array: Array) -> Array:
+    """The array itself, or a new one like it where a stage hands out what nobody may write to."""
+    return array if arrays.is_device(array) or array.flags.writeable else np.empty_like(array)
 
 
 def _announce(stages: Sequence[Storable], optimizer: Optimizer | None) -> None:
     """Let whoever reads these arrays in the background finish first."""
     for each in stages if optimizer is None else (*stages, optimizer):
-        for function in tuple(getattr(each, "before_write", ())):  # a stage of your own may have no such list
+        for function in tuple(announcements_of(each) or ()):
             function()
 
 
@@ -136,8 +132,11 @@ def _check_names(found: Checkpoint, wanted: set[str], kinds: set[str], optimizer
             )
 
 
-def _read(found: Checkpoint, wanted: Mapping[str, Array]) -> None:
-    """Set the arrays of this rank. Shapes and dtypes are compared before anything is read."""
+def read_arrays(found: Checkpoint, wanted: Mapping[str, Array]) -> None:
+    """Set arrays, by their names in a checkpoint. Shapes and dtypes are compared before anything is read.
+
+    Raises ArgumentError, with the name of the file. One rank may call this.
+    """
     places = {name: file for file, content in found.files.items() for name in content.arrays if name in wanted}
     for name, array in wanted.items():
         entry = found.files[places[name]].arrays[name]

@@ -16,10 +16,9 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import NamedTuple
 
-import numpy as np
-
 from mpipipe import arrays
 from mpipipe.arrays import Array, Shape
+from mpipipe.checkpoint.adapter import ties_of
 from mpipipe.checkpoint.contents import Optimizer, Storable, contents_of
 from mpipipe.checkpoint.tensors import PIECE_BYTES
 from mpipipe.comm import rank_list
@@ -61,9 +60,8 @@ class Difference(NamedTuple):
         """The ranks that differ from most others; all of them where no value has a majority."""
         everyone = sorted(rank for ranks in self.ranks.values() for rank in ranks)
         most = max(self.ranks.values(), key=len)
-        return (
-            [rank for rank in everyone if rank not in most] or everyone if 2 * len(most) > len(everyone) else everyone
-        )
+        others = [rank for rank in everyone if rank not in most]
+        return others if others and len(most) > len(others) else everyone
 
     def __str__(self) -> str:
         sides = sorted(self.ranks.items(), key=lambda side: (len(side[1]), side[1]))
@@ -161,13 +159,10 @@ def _held(mesh: Mesh, stages: Sequence[Storable], optimizer: Optimizer | None) -
     ties: dict[str, list[str]] = {}
     kinds = dict.fromkeys(name.split("/", 1)[0] for name in contents)
     for stage in stages:
-        tied: Mapping[str, Sequence[str]] = getattr(stage, "ties", {})  # a stage of your own has none
-        for key, names in tied.items():
+        for key, names in ties_of(stage).items():
             for kind in kinds:
-                held = [
-                    f"{kind}/{name}" for name in names if f"{kind}/{name}" in contents
-                ]  # all optimizers have not all
-                if held:
+                held = [f"{kind}/{name}" for name in names if f"{kind}/{name}" in contents]
+                if held:  # not every optimizer has every kind of state for every parameter
                     ties.setdefault(f"{kind}/{key}", []).extend(held)
     return Held(mesh.coords.pipe, socket.gethostname(), hashes, ties)
 
@@ -175,9 +170,8 @@ def _held(mesh: Mesh, stages: Sequence[Storable], optimizer: Optimizer | None) -
 def hash_of(array: Array) -> str:
     """Return the hash of an array's bytes, dtype and shape, as 16 hexadecimal digits."""
     total = blake2b(f"{array.dtype.name}{list(array.shape)}".encode(), digest_size=8)
-    content = array.reshape(-1).view(np.uint8)
-    for start in range(0, content.size, PIECE_BYTES):
-        total.update(arrays.download(content[start : start + PIECE_BYTES]))
+    for _, piece in arrays.host_pieces([array], PIECE_BYTES):
+        total.update(piece.data)
     return total.hexdigest()
 
 

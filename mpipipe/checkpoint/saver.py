@@ -8,8 +8,8 @@
 
 Parameters and moments change in an optimizer's step alone, so nothing is copied. An optimizer that comes before its own
 rank has read everything waits for that (`:`), and for nothing else. The threads make no call of MPI: `poll` learns how
-far all ranks are, and lets rank 0 write the manifest once all files have their names. The arrays of one checkpoint may
-be on their way while the manifest of the one before is written, and no more than that is in flight.
+far all ranks are, and lets rank 0 write the manifest once all files have their names. While
+the arrays of one checkpoint are on their way, the manifest of the one before may be written; no more is in flight.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from time import perf_counter
 from typing import Any
 
 from mpipipe.checkpoint import folders, storage
+from mpipipe.checkpoint.adapter import announcements_of, updates_all
+from mpipipe.checkpoint.beginning import begin_folder, check_names
 from mpipipe.checkpoint.contents import Optimizer, Storable, contents_of, shares, state_of
 from mpipipe.checkpoint.in_flight import ENDED, FAILED, Place, Saving, logger, progress_of, wait_for_given_up
 from mpipipe.comm import runtime
@@ -33,8 +35,8 @@ class Saver:
     """Saves checkpoints of one training while it goes on.
 
     Between `save` and the next step of the optimizer nothing else may write to parameters. The optimizers of this
-    package, `checkpoint.load` and `weights.load` wait for that by themselves. Where nobody could tell (there is no
-    optimizer, or it or a stage has no list `before_write`), `save` returns only once everything has been read.
+    package, `checkpoint.load` and `weights.load` wait for that by themselves. Where nobody could tell (a stage is none
+    of the optimizer's, or has no list `before_write`), `save` returns only once everything has been read.
 
     A context manager, made on all ranks together. Its end finishes the save in flight; also after an error that all
     ranks raise alike. After any other error that save is given up, and what this rank has written of it is removed.
@@ -94,11 +96,11 @@ class Saver:
         self.stages, self.optimizer = tuple(stages), optimizer
         self._group = group_of(mesh.comm)  # kept: of one that has failed, another one would be made together
         self.waited = self.seconds = 0.0
+        self._compared = False  # whether no two ranks have an array of one name
         self._saving: Saving | None = None  # whose arrays are being written
         self._sealing: Saving | None = None  # whose manifest is
-        writers = [*self.stages] if optimizer is None else [*self.stages, optimizer]
-        lists = [getattr(each, "before_write", None) for each in writers]  # a stage of your own may have none
-        self._announced = optimizer is not None and None not in lists
+        lists = [announcements_of(each) for each in (*self.stages, *([] if optimizer is None else [optimizer]))]
+        self._announced = optimizer is not None and None not in lists and updates_all(optimizer, self.stages)
         self._lists = [each for each in lists if each is not None]
         for each in self._lists:
             each.append(self.wait_until_read)
@@ -137,22 +139,20 @@ class Saver:
         ArgumentError, MismatchError
             As for `checkpoint.save`.
         """
-        self._make_room(step)
+        self.finish(room_for=step)
         wait_for_given_up()
         group, rank = self._group, self.mesh.rank
         steps = None if self.optimizer is None else self.optimizer.steps
         group.agree("checkpoint.save", (("step", step), ("steps of the optimizer", steps)))
-        folder = None
         with group.together("checkpoint.save: what is to be saved"):
             contents = contents_of(self.stages, self.optimizer)
             plain = state_of(state)
             if type(step) is not int or step < 0:
                 raise ArgumentError("step", found=repr(step), expected="an integer of at least 0")
-            if rank == 0:
-                folder = folders.folder_of(self.root.absolute(), step)
-                with storage.explained(folder):
-                    storage.begin(folder)
-        path: Path = group.broadcast("checkpoint.save: the folder", folder)
+        if not self._compared:
+            check_names(self.mesh, group, contents)
+            self._compared = True
+        path = begin_folder(self.mesh, group, self.root, step)
         share = shares(contents, self.mesh.replicas.size)[self.mesh.replicas.rank]
         self._saving = Saving(Place(path, rank, step, plain, steps), share, self.keep, beforehand)
         if not self._announced:
@@ -171,20 +171,19 @@ class Saver:
         ------
         StorageError
             On every rank: one of them cannot write. This checkpoint is given up and its files are removed; older ones
-            stay as they are.
+            stay as they are, and one in flight has become whole before.
         """
         if not self.in_flight:
             return None
-        group, whole = self._group, None
-        sealing, saving = self._sealing, self._saving
+        group, whole, sealing, saving = self._group, None, self._sealing, self._saving
         try:
             states = group.agree("checkpoint.poll", values=[progress_of(sealing), progress_of(saving)])
             failed, ended = (states == FAILED).any(axis=0), (states == ENDED).all(axis=0)
-            if failed.any():
-                self._fail(sealing if failed[0] else None, saving if failed[1] else None)
             if sealing is not None and ended[0]:
                 whole, self._sealing, self.seconds = sealing.place.folder, None, sealing.seconds
                 sealing.leave()
+            elif failed[0] or (failed[1] and sealing is None):  # a later one fails once the earlier one has ended
+                self._fail(sealing if failed[0] else None, saving if failed[1] else None)
             if saving is not None and ended[1] and self._sealing is None:
                 self._seal(saving)
         except StorageError:
@@ -195,15 +194,17 @@ class Saver:
         return whole
 
     def _fail(self, sealing: Saving | None, saving: Saving | None) -> None:
-        """Raise on all ranks why these cannot be saved; what else is in flight goes on."""
-        problems = [each.task.problem for each in (sealing, saving) if each is not None]
+        """Raise on all ranks why these cannot be saved; another one in flight goes on."""
+        failed = [each for each in (sealing, saving) if each is not None]
+        problem = next((each.task.problem for each in failed if each.task.problem is not None), None)
         if sealing is not None:
             sealing.sealed, self._sealing = False, None  # rank 0 has written no manifest, and will not
             sealing.give_up()
         if saving is not None:
             self._saving = None
             saving.give_up()
-        problem = next((each for each in problems if each is not None), None)
+        if isinstance(problem, StorageError):
+            storage.offer(problem, failed[0].place.folder)
         self._group.agree("checkpoint.poll: what went wrong", error=problem)
 
     def _seal(self, saving: Saving) -> None:
@@ -214,13 +215,18 @@ class Saver:
         written = {name: content for part, _ in parts for name, content in part.items()}
         saving.write_manifest(written, max(seconds for _, seconds in parts))
 
-    def finish(self) -> Path | None:
+    def finish(self, *, room_for: int | None = None) -> Path | None:
         """Wait until every checkpoint in flight is whole; collective over the mesh.
+
+        Parameters
+        ----------
+        room_for : int, optional
+            Wait only until a save of this step could begin.
 
         Returns
         -------
         Path or None
-            The newest of them; None where none was in flight.
+            The newest of those that have become whole meanwhile; None where none has.
 
         Raises
         ------
@@ -228,16 +234,13 @@ class Saver:
             As for `poll`.
         """
         whole = None
-        while self.in_flight:
+        while self._saving is not None or self._is_in_the_way(room_for):
             whole = self._advance() or whole
         return whole
 
-    def _make_room(self, step: int) -> None:
-        """Wait until all files in flight have their names; before a step that is no later one, until all is whole."""
-        while self._saving is not None:
-            self._advance()
-        if self._sealing is not None and not self._sealing.place.step < step:
-            self.finish()
+    def _is_in_the_way(self, step: int | None) -> bool:
+        sealing = self._sealing  # a later save of the same step, or an earlier one, would remove its files
+        return sealing is not None and (step is None or sealing.place.step >= step)
 
     def _advance(self) -> Path | None:
         """Wait for the oldest task of this rank, and look how far the others are."""
@@ -256,7 +259,7 @@ class Saver:
         self.waited += perf_counter() - start
 
     def close(self) -> None:
-        """Finish the save in flight, and let go of stages and optimizer; collective, may be called twice.
+        """Finish what is in flight, and let go of stages and optimizer; collective, may be called twice.
 
         Raises
         ------
@@ -283,8 +286,7 @@ class Saver:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
-            self.close()
-            return
+            return self.close()
         try:
             if self._group.agreed_on(error) and self._group.failure is None:  # all ranks come here
                 self.finish()

@@ -35,8 +35,9 @@ def save(
     mesh : Mesh
         All ranks of the training.
     stages : sequence of stages
-        This rank's stages: each an nn.Stage, or an object whose `parameters` are C-contiguous arrays by name. Names
-        are those in the whole model: `nn.Stage(layers, first=...)`.
+        This rank's stages: each an nn.Stage, or an object whose `parameters` are C-contiguous arrays by name, or one
+        with `state_dict()`, which returns such arrays, and `load_state_dict(arrays)`, which takes them. Names are
+        those in the whole model: `nn.Stage(layers, first=...)`.
     optimizer : AdamW, SGD or alike, optional
         Its `steps` and the arrays of its `named_state()`.
     step : int
@@ -59,7 +60,8 @@ def save(
         On every rank: a file cannot be written. What was written of this checkpoint is removed, and older ones stay as
         they are.
     ArgumentError
-        On every rank: two stages have a parameter of the same name; `state` is not plain; `keep` is not at least 1.
+        On every rank: two stages, on whichever ranks, have a parameter of the same name; `state` is not plain; `keep`
+        is not at least 1.
     MismatchError
         On every rank: ranks differ in `step` or in the steps of the optimizer.
 

@@ -7,8 +7,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mpipipe.checkpoint import folders
-from mpipipe.checkpoint.manifest import MANIFEST
-from mpipipe.errors import StorageError
+from mpipipe.checkpoint.manifest import COPY_AGAIN, MANIFEST
+from mpipipe.errors import ArgumentError, StorageError
 from mpipipe.files import PARTIAL, sync_folder
 
 
@@ -49,11 +49,26 @@ def explained(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        other = folders.other_whole(folder)
         raise StorageError(
             f"the checkpoint cannot be written: {error}",
             found=str(folder),
             expected="a folder with room, on a file system that all ranks share",
-            remedy="make room, or choose another folder"
-            + ("" if other is None else f"; the newest whole checkpoint is {other}"),
+            remedy="make room, or choose another folder",
         ) from error
+
+
+@contextmanager
+def offering(folder: Path) -> Iterator[None]:
+    """Let an error name the newest whole checkpoint beside this one."""
+    try:
+        yield
+    except ArgumentError as error:
+        offer(error, folder)
+        raise
+
+
+def offer(error: ArgumentError, folder: Path) -> None:
+    """Name the newest whole checkpoint beside `folder` in the remedy of an error that is about to be raised."""
+    other = folders.other_whole(folder)
+    if other is not None:
+        error.remedy = f"{error.remedy or COPY_AGAIN}; the newest whole checkpoint beside it is {other}"

@@ -1,4 +1,4 @@
-"""The command line (python -m mpipipe train | generate | info | run | bench.)."""
+"""The command line (python -m mpipipe train | tokenize | generate | evaluate | convert | info | run | bench.)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ import typer
 
 from mpipipe import __version__
 from mpipipe.cli.bench.commands import app as bench
+from mpipipe.cli.convert import convert
+from mpipipe.cli.evaluate import evaluate
 from mpipipe.cli.generate import generate
 from mpipipe.cli.info import info
 from mpipipe.cli.run import run
+from mpipipe.cli.tokenize import tokenize
 from mpipipe.cli.train import train
 from mpipipe.comm import launcher, runtime
 from mpipipe.comm.abort import Stop, run_or_abort
@@ -21,7 +24,10 @@ from mpipipe.errors import BackendError
 
 app = typer.Typer(name="mpipipe", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command()(train)
+app.command()(tokenize)
 app.command()(generate)
+app.command()(evaluate)
+app.command()(convert)
 app.command()(info)
 app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(run)
 app.add_typer(bench, name="bench")

@@ -1,74 +1,152 @@
-"""mpipipe generate: a trained model continues a text."""
+"""mpipipe generate: a model continues prompts."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
+from contextlib import ExitStack
+from functools import partial
 from typing import Annotated
 
 import typer
 
 from mpipipe import processor, schedules
+from mpipipe.cli.answers import Answers, Printed, Streamed, WrittenLines
 from mpipipe.comm import runtime
 from mpipipe.comm.abort import run_or_abort
 from mpipipe.comm.group import group_of
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ConfigError
-from mpipipe.models import GPT
-from mpipipe.train import limits, weights
+from mpipipe.train import limits
 from mpipipe.train.decoder import build_decoder
-from mpipipe.train.outlet import Outlet
-from mpipipe.train.output import shared_path
-from mpipipe.train.sample import generate as continuation
-from mpipipe.train.sample import readable
+from mpipipe.train.evaluation import IN_FLIGHT
+from mpipipe.train.generation import answers, check_prompts
+from mpipipe.train.model_folder import ModelFolder, Tokenizer, open_on_all
+from mpipipe.train.prompts import Prompts, parse_ids, read_prompts
+from mpipipe.train.sampling import Sampling
+from mpipipe.train.text_stream import Bytes
 from mpipipe.train.training_plan import TrainingPlan
+
+DTYPES = ("float32", "float64")
+AT_ONCE = 8  # prompts for each micro-batch in flight, by default
 
 
 def generate(
-    run: Annotated[str, typer.Argument(help="output folder of a training that ended", show_default=False)],
-    prompt: Annotated[str, typer.Option(help="text to continue; default: a line break", show_default=False)] = "\n",
-    count: Annotated[int, typer.Option("--bytes", min=1, help="bytes to generate")] = 200,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest byte")] = 0.8,
+    run: Annotated[str, typer.Argument(help="folder with a model: of a training, or a checkpoint", show_default=False)],
+    prompt: Annotated[
+        str | None, typer.Option(help="text to continue; default: a line break", show_default=False)
+    ] = None,
+    prompts: Annotated[
+        str | None,
+        typer.Option(help="file with a prompt on each line, as text or as JSON (.jsonl)", show_default=False),
+    ] = None,
+    tokens: Annotated[str | None, typer.Option(help="prompt as token ids: 5,17,9", show_default=False)] = None,
+    count: Annotated[int, typer.Option("--count", "--bytes", min=1, help="tokens of each answer, at most")] = 200,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token")] = 0.8,
+    top_k: Annotated[int, typer.Option(help="draw from so many likeliest tokens; 0: from all")] = 0,
+    top_p: Annotated[float, typer.Option(help="draw from the likeliest tokens that reach this probability")] = 1.0,
+    stop: Annotated[
+        str | None,
+        typer.Option(help="ids that end an answer: 0,2; none: ''; default: those of the model", show_default=False),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="of the draws")] = 0,
     seq: Annotated[int, typer.Option(min=1, help="ranks that share each cache of keys and values")] = 1,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="prompts at once; default: 8, or 32 per pipeline rank", show_default=False)
+    ] = None,
+    out: Annotated[
+        str | None, typer.Option(help="new file for the answers, as lines of JSON", show_default=False)
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="float32 or float64, to compute in; default: that of the model", show_default=False),
+    ] = None,
 ) -> None:
-    """Continue a text with a trained model (mpiexec -n 2 python -m mpipipe generate runs/first --prompt "def main(").
+    """Continue prompts with a model (mpiexec -n 2 python -m mpipipe generate runs/first --prompt "def main(").
 
     The ranks are pipe x seq, however the training was cut. A text may be longer than the sequences of the training.
-    Each layer then looks back over their length.
+    Each layer then looks back over their length. Many prompts go through the model at once; the answers come in their
+    order.
     """
 
     def work() -> None:
-        processor.limit_blas_threads()
+        processor.prepare_process()
         comm = runtime.world()
-        folder, start = weights.folder_of(shared_path(comm, run)), prompt.encode(errors="surrogateescape")
-        with group_of(comm).together("generate: the mesh"):
+        group, folder = group_of(comm), open_on_all(comm, run)
+        with group.together("generate: the mesh"):
             mesh = Mesh(comm, pipe=max(1, comm.size // seq), seq=seq)
-        with mesh:
-            plan, dtype = _prepare(folder, mesh)
-            capacity = len(start) + count
-            with build_decoder(plan, mesh, dtype, capacity, lambda stages: weights.load(folder, stages)) as pipeline:
-                answer = continuation(pipeline, mesh, start, count, temperature=temperature, seed=seed)
-            if mesh.rank == 0:
-                Outlet(sys.stdout).write(readable(start + answer) + "\n")
+        with mesh, ExitStack() as opened:
+            plan = make_plan(folder, mesh)
+            prepared, show = None, None
+            with group.together("generate: the prompts"):
+                check_dtype(dtype)
+                if mesh.rank == 0:
+                    vocab = folder.model.vocab
+                    tokenizer = tokenizer_of(folder, vocab)
+                    asked = read_prompts(prompt, prompts, tokens, tokenizer)
+                    check_prompts(asked.tokens, count, vocab)
+                    ids = stop_ids(stop, folder, tokenizer, vocab)
+                    prepared = asked.tokens, Sampling(temperature, top_k, top_p, seed, ids)
+                    show = opened.enter_context(output(asked, tokenizer, out, streams=prompts is None))
+            asked_tokens, sampling = group.broadcast("generate: the prompts", prepared)
+            capacity = max(map(len, asked_tokens)) + count
+            slots = min(len(asked_tokens), batch or AT_ONCE * plan.schedule.microbatches)
+            load = partial(folder.load, mesh=mesh)
+            with build_decoder(plan, mesh, dtype or folder.dtype, capacity, load, slots=slots) as decoder:
+                for drawn in answers(decoder, asked_tokens, count, sampling):
+                    if show is not None:
+                        show.take(drawn)
+            with group.together("generate: the end of the output"):
+                opened.close()
 
     raise typer.Exit(run_or_abort(work))
 
 
-def _prepare(folder: Path, mesh: Mesh) -> tuple[TrainingPlan, str]:
-    """Return the plan and the dtype that rank 0 finds in the folder. All ranks raise the same error."""
-    group = group_of(mesh.comm)
-    found: weights.Description | None = None
-    with group.together("generate: the description of the weights"):
-        if mesh.rank == 0:
-            found = weights.describe(folder)
-    description: weights.Description = group.broadcast("generate: the description of the weights", found)
-    with group.together("generate: the model"):
-        try:
-            model = GPT(**description.model)
-        except TypeError as error:
-            raise ConfigError(f"the sizes of the model are not those of a GPT: {error}", found=str(folder)) from error
-        limits.check_counts(model.layers, mesh.pipe.size, 1, 1)
-        schedule = schedules.forward_only(mesh.pipe.size, 1, 1)
-        layer_ranges = schedules.partition(model.costs(), schedule.stages)
-    return TrainingPlan(model, schedule, layer_ranges, rows=1), description.dtype
+def make_plan(folder: ModelFolder, mesh: Mesh) -> TrainingPlan:
+    """Return the plan of a decoder on these ranks. All ranks raise the same error."""
+    with group_of(mesh.comm).together("generate: the model"):
+        model, ranks = folder.model, mesh.pipe.size
+        microbatches = 1 if ranks == 1 else IN_FLIGHT * ranks
+        limits.check_counts(model.layers, ranks, 1, microbatches)
+        schedule = schedules.forward_only(ranks, 1, microbatches)
+        return TrainingPlan(model, schedule, schedules.partition(model.costs(), schedule.stages), rows=1)
+
+
+def check_dtype(dtype: str | None) -> None:
+    """Raise ConfigError for a type in which no model computes here."""
+    if dtype not in (None, *DTYPES):
+        raise ConfigError("--dtype", found=repr(dtype), expected=" or ".join(DTYPES))
+
+
+def tokenizer_of(folder: ModelFolder, vocab: int) -> Tokenizer | None:
+    """Return the tokenizer of a model, None where text is nothing that it knows. Raises ConfigError for another's."""
+    found = folder.tokenizer()
+    if found is None:
+        return Bytes() if vocab == Bytes.vocab else None
+    if found.vocab > vocab:
+        raise ConfigError(
+            "the tokenizer is one of another model",
+            found=f"{found.vocab} token ids in {folder.path}",
+            expected=f"at most {vocab}, which the model knows",
+        )
+    return found
+
+
+def stop_ids(text: str | None, folder: ModelFolder, tokenizer: Tokenizer | None, vocab: int) -> tuple[int, ...]:
+    """Return the ids that end an answer: those of --stop, else those that the folder names, or its tokenizer.
+
+    Raises ConfigError for ids that the model does not have.
+    """
+    if text is None:
+        return folder.ends or (() if tokenizer is None or tokenizer.end is None else (tokenizer.end,))
+    ids = tuple(parse_ids(text, "--stop")) if text else ()
+    if any(each >= vocab for each in ids):
+        raise ConfigError("--stop has an id that the model does not know", found=text, expected=f"ids below {vocab}")
+    return ids
+
+
+def output(asked: Prompts, tokenizer: Tokenizer | None, out: str | None, streams: bool) -> Answers:
+    """Return where the answers go."""
+    if out is not None:
+        return WrittenLines(asked, tokenizer, out)
+    if streams and tokenizer is not None and asked.texts[0] is not None:
+        return Streamed(asked.tokens[0], tokenizer)
+    return Printed(asked, tokenizer)

@@ -18,7 +18,7 @@ from mpipipe.train.config import KINDS
 
 
 def train(config: str | None = None, **flags: Any) -> None:
-    """Train a byte-level GPT on text (mpiexec -n 4 python -m mpipipe train --out runs/first).
+    """Train a GPT on text or tokens (mpiexec -n 4 python -m mpipipe train --out runs/first).
 
     The keys of the file given by --config are the flags without leading dashes, and with _ for -. Flags win over keys.
     """
@@ -34,7 +34,7 @@ def train(config: str | None = None, **flags: Any) -> None:
 
 def _flag(entry: dataclasses.Field) -> inspect.Parameter:
     """Return the command line parameter of one field. None, or an empty list, is a flag that was not given."""
-    name, kind = entry.name.replace("_", "-"), KINDS[entry.name]
+    name, kind = entry.name.rstrip("_").replace("_", "-"), KINDS[entry.name]
     text = entry.metadata["help"]
     if entry.default is not None and kind not in (tuple, bool):
         text += f"; default: {entry.default}"

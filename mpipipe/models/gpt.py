@@ -1,26 +1,29 @@
-"""A decoder-only transformer: RMSNorm before each part, rotary attention, SwiGLU.
+"""A decoder-only transformer from a description: one class for GPT-2, Llama and their kin.
 
-token ids -> Embedding -> layers * [x + SelfAttention(RMSNorm x), x + SwiGLU(RMSNorm x)] -> RMSNorm, head -> logits
+token ids -> Embedding (+ learned positions) -> layers * [x + SelfAttention(norm x), x + FeedForward(norm x)] -> norm,
+head -> logits
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from numpy.typing import ArrayLike
 
 from mpipipe import nn
 from mpipipe.attention import Local
-from mpipipe.errors import ArgumentError
-from mpipipe.nn.layers.attend import ForwardAndBackward
+from mpipipe.models.gpt_checks import check_heads, check_positions, check_sizes, checked_scaling, checked_windows
+from mpipipe.nn.layers.attend import ForwardAndBackward, as_attend
+from mpipipe.nn.rope_scaling import RopeScaling
 
 TIE = "tokens"  # key of the matrix that embedding and head share
+FILLED = ("kv_heads", "hidden", "head_dim")  # sizes that follow from others where they are not given
 
 
 @dataclass(frozen=True)
 class GPT:
-    """The sizes of a GPT, from which it is built layer by layer.
+    """The description of a GPT, from which it is built layer by layer.
 
     Parameters
     ----------
@@ -31,24 +34,50 @@ class GPT:
     layers : int
         Number of transformer blocks.
     heads : int
-        Number of attention heads; dim / heads is even.
+        Number of attention heads.
     kv_heads : int, optional
         Number of heads of keys and values, a divisor of heads; by default `heads`.
     hidden : int, optional
-        Inner width of SwiGLU; by default 8/3 dim, rounded up to a multiple of 64.
+        Inner width of the feed-forward layers; by default 8/3 dim for SwiGLU, rounded up to a multiple of 64, and 4 dim
+        for GELU.
     seq : int
         Length of the sequences, for `costs`.
     tied : bool
         Whether embedding and head are one matrix.
     dropout : float
-        Probability of dropout after attention and SwiGLU.
+        Probability of dropout after attention and feed-forward.
     rope_base : float
         Base of the rotary position embedding.
+    head_dim : int, optional
+        Width of a head, even for rotary positions; by default dim / heads.
+    norm : str
+        "rms": `nn.RMSNorm`. "layer": `nn.LayerNorm`.
+    eps : float
+        Epsilon of all norms.
+    positions : str
+        "rotary": queries and keys are turned. "learned": a table, whose rows are added to the embedding.
+    max_positions : int, optional
+        Rows of the learned table, at least `seq`, which is the default. None for rotary positions.
+    rope_scaling : RopeScaling, optional
+        `nn.LinearScaling`, `nn.Llama3Scaling` or `nn.YarnScaling`; also a mapping, as `dataclasses.asdict` makes one.
+    qkv_bias, out_bias : bool
+        Whether the projections to queries, keys and values have a bias, and the one behind attention.
+    qk_norm : bool
+        Whether each head of queries and of keys is normalised (`nn.RMSNorm`, with a gain of its own each) before it is
+        turned (Dehghani et al., "Scaling vision transformers to 22 billion parameters", 2023).
+    windows : tuple of (int or None), optional
+        For each layer how many positions a query sees, itself included; None: all before it.
+    feed_forward : str
+        "swiglu": `nn.SwiGLU`. "gelu": `nn.FeedForward`, with GELU in its tanh form.
+    feed_forward_bias : bool
+        Whether the products of the feed-forward layers have biases.
+    embedding_scale : float
+        Factor on the rows of the embedding, not on learned positions, and not on a tied head.
 
     Raises
     ------
     ArgumentError
-        The sizes do not fit together.
+        The sizes or options do not fit together.
 
     Examples
     --------
@@ -64,6 +93,13 @@ class GPT:
     >>> logits, saved = nn.Stage(layers).forward(np.zeros((1, 16), np.int64))
     >>> logits.shape
     (1, 16, 256)
+
+    The options of GPT-2, with small sizes:
+
+    >>> options = dict(norm="layer", eps=1e-5, positions="learned", qkv_bias=True, out_bias=True, tied=True)
+    >>> model = GPT(dim=64, layers=2, heads=4, **options, feed_forward="gelu", feed_forward_bias=True)
+    >>> model.hidden, model.max_positions
+    (256, 128)
     """
 
     vocab: int = 256
@@ -76,69 +112,119 @@ class GPT:
     tied: bool = False
     dropout: float = 0.0
     rope_base: float = 10000.0
+    head_dim: int = None  # type: ignore[assignment]  # filled in below
+    norm: str = "rms"
+    eps: float = 1e-6
+    positions: str = "rotary"
+    max_positions: int | None = None
+    rope_scaling: RopeScaling | None = None
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: bool = False
+    windows: tuple[int | None, ...] | None = None
+    feed_forward: str = "swiglu"
+    feed_forward_bias: bool = False
+    embedding_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.kv_heads is None:
-            object.__setattr__(self, "kv_heads", self.heads)
-        if self.hidden is None:
-            object.__setattr__(self, "hidden", -(-8 * self.dim // (3 * 64)) * 64)
-        for entry in fields(self):
-            value = getattr(self, entry.name)
-            if entry.name not in ("tied", "dropout", "rope_base") and (type(value) is not int or value < 1):
-                raise ArgumentError(f"{entry.name} of a GPT", found=repr(value), expected="an integer of at least 1")
-        if self.dim % (2 * self.heads):
-            raise ArgumentError(
-                "the heads do not divide the width of a GPT evenly",
-                found=f"dim {self.dim}, heads {self.heads}",
-                expected="dim a multiple of 2 x heads, since rotary positions turn pairs of elements",
-                remedy=f"for example dim = {-(-self.dim // (2 * self.heads)) * 2 * self.heads}",
-            )
-        if self.heads % self.kv_heads:
-            raise ArgumentError(
-                "kv_heads of a GPT is no divisor of heads", found=f"kv_heads {self.kv_heads}, heads {self.heads}"
-            )
+        given = vars(self)
+        check_sizes({name: value for name, value in given.items() if value is not None or name not in FILLED})
+        heads = self.heads if self.kv_heads is None else self.kv_heads
+        check_heads({**given, "kv_heads": heads})
+        check_positions(given)
+        self._fill("kv_heads", self.heads)
+        self._fill("hidden", 4 * self.dim if self.feed_forward == "gelu" else -(-8 * self.dim // (3 * 64)) * 64)
+        self._fill("head_dim", self.dim // self.heads)
+        if self.positions == "learned":
+            self._fill("max_positions", self.seq)
+        object.__setattr__(self, "windows", checked_windows(self.windows, self.layers))
+        object.__setattr__(self, "rope_scaling", checked_scaling(self.rope_scaling, self.rope_base))
+
+    def _fill(self, name: str, value: int) -> None:
+        if getattr(self, name) is None:
+            object.__setattr__(self, name, value)
 
     def build(
-        self, attend: ForwardAndBackward | Callable[[], ForwardAndBackward], positions: ArrayLike | None = None
+        self, attend: ForwardAndBackward | Callable[..., ForwardAndBackward], positions: ArrayLike | None = None
     ) -> list[nn.Layer]:
         """Build the layers, for stages to bind: integers (batch, seq) go in, logits (batch, seq, vocab) come out.
 
         Parameters
         ----------
         attend : object or callable
-            What `nn.SelfAttention` attends with, such as `attention.Local()`. A function of no arguments is called for
-            each layer, to make one of its own: `lambda: attention.Cached(capacity)`.
+            What `nn.SelfAttention` attends with, such as `attention.Local()`. Layers with a window of their own attend
+            with `attend.with_window(window)`, which Local and Ring have; a ring of each window is made by all its
+            ranks together. A function is called for each layer, to make an object of its own: without arguments, or,
+            where `windows` is set, as `attend(window=window)`, with None for a layer without a window. So
+            `lambda window=None: attention.Cached(capacity, window=window)` serves every model. Where positions are
+            learned, the function is called once more, first of all, for the layer that adds them.
         positions : 1-D integers, optional
             Positions of the rows in the whole sequence, if a rank holds a part of it; by default 0 ... seq - 1.
 
         Returns
         -------
         list of Layer
-            2 * `layers` + 2 layers: embedding, attention and SwiGLU in turn, norm with head.
+            2 * `layers` + 2 layers: embedding, attention and feed-forward in turn, norm with head. The first one is an
+            `nn.Embedding`, or an `nn.Sequential` of that and an `nn.LearnedPositions`.
         """
         tie = TIE if self.tied else None
         # The last matrix of each of the 2 * layers residual branches starts smaller, so that the sum of all branches
         # has the size of one (Radford et al., "Language models are unsupervised multitask learners", 2019).
         gain = (2 * self.layers) ** -0.5
-        layers: list[nn.Layer] = [nn.Embedding(self.vocab, self.dim, tie=tie)]
-        for _ in range(self.layers):
-            attention = nn.SelfAttention(
-                self.dim,
-                self.heads,
-                self.kv_heads,
-                attend() if callable(attend) else attend,
-                positions,
-                rope_base=self.rope_base,
-                gain=gain,
-            )
-            layers.append(self._residual(attention))
-            layers.append(self._residual(nn.SwiGLU(self.dim, self.hidden, gain=gain)))
-        head = nn.Linear(self.dim, self.vocab, bias=False, tie=tie)
-        layers.append(nn.Sequential([nn.RMSNorm(self.dim), head]))
+        attend_with = self._attend_with(attend)
+        layers: list[nn.Layer] = [self._embedding(tie, attend_with, positions)]
+        for window in self.windows or (None,) * self.layers:
+            layers.append(self._residual(self._attention(attend_with(window), positions, gain)))
+            layers.append(self._residual(self._feed_forward(gain)))
+        head = nn.Head(self.dim, self.vocab, tie=tie)
+        layers.append(nn.Sequential([self._norm(), head]))
         return layers
 
+    def _attend_with(
+        self, attend: ForwardAndBackward | Callable[..., ForwardAndBackward]
+    ) -> Callable[[int | None], ForwardAndBackward]:
+        """Return the function that gives the attend object of one layer, from the window of that layer."""
+        if not callable(attend):
+            return lambda window: attend if window is None else as_attend(attend).with_window(window)
+        if self.windows is None:
+            return lambda _: attend()
+        return lambda window: attend(window=window)
+
+    def _embedding(
+        self, tie: str | None, attend_with: Callable[[int | None], ForwardAndBackward], positions: ArrayLike | None
+    ) -> nn.Layer:
+        tokens = nn.Embedding(self.vocab, self.dim, tie=tie, scale=self.embedding_scale)
+        if self.max_positions is None:
+            return tokens
+        return nn.Sequential([tokens, nn.LearnedPositions(self.max_positions, self.dim, attend_with(None), positions)])
+
+    def _attention(self, attend: ForwardAndBackward, positions: ArrayLike | None, gain: float) -> nn.Layer:
+        return nn.SelfAttention(
+            self.dim,
+            self.heads,
+            self.kv_heads,
+            attend,
+            positions,
+            rope_base=self.rope_base if self.positions == "rotary" else None,
+            gain=gain,
+            head_dim=self.head_dim,
+            rope_scaling=self.rope_scaling,
+            qkv_bias=self.qkv_bias,
+            out_bias=self.out_bias,
+            qk_norm=self.qk_norm,
+            eps=self.eps,
+        )
+
+    def _feed_forward(self, gain: float) -> nn.Layer:
+        if self.feed_forward == "gelu":
+            return nn.FeedForward(self.dim, self.hidden, bias=self.feed_forward_bias, gain=gain)
+        return nn.SwiGLU(self.dim, self.hidden, gain=gain, bias=self.feed_forward_bias)
+
+    def _norm(self) -> nn.Layer:
+        return nn.LayerNorm(self.dim, self.eps) if self.norm == "layer" else nn.RMSNorm(self.dim, self.eps)
+
     def _residual(self, layer: nn.Layer) -> nn.Layer:
-        parts: list[nn.Layer] = [nn.RMSNorm(self.dim), layer]
+        parts: list[nn.Layer] = [self._norm(), layer]
         if self.dropout:
             parts.append(nn.Dropout(self.dropout))
         return nn.Residual(nn.Sequential(parts))
@@ -146,19 +232,24 @@ class GPT:
     def costs(self) -> list[float]:
         """Count the floating-point operations of each layer's forward per token, for `schedules.partition`.
 
-        A multiply-add counts as two. Causal scores reach half of the sequence on average, in two products. A look-up
-        in the embedding is counted as one operation an element.
+        A multiply-add counts as two. Causal scores reach half of the sequence on average, in two products; with a
+        window of w positions they reach w - w^2 / (2 seq). A look-up in a table is counted as one operation an element.
 
         Returns
         -------
         list of float
             One cost for each layer of `build`.
         """
-        projections = 2 * self.dim * (2 * self.dim + 2 * self.kv_heads * self.dim // self.heads)
-        scores = 2 * self.seq * self.dim
-        swiglu = 6 * self.dim * self.hidden
-        head = 2 * self.dim * self.vocab
-        return [float(self.dim), *[float(projections + scores), float(swiglu)] * self.layers, float(head)]
+        width = self.heads * self.head_dim
+        projections = 2 * self.dim * (2 * width + 2 * self.kv_heads * self.head_dim)
+        products = 4 if self.feed_forward == "gelu" else 6
+        blocks: list[float] = []
+        for window in self.windows or (None,) * self.layers:
+            seen = self.seq if window is None else min(window, self.seq)
+            scores = 2 * self.seq * width if seen == self.seq else 4 * width * (seen - seen**2 / (2 * self.seq))
+            blocks += [float(projections + scores), float(products * self.dim * self.hidden)]
+        tables = 1 if self.max_positions is None else 2
+        return [float(tables * self.dim), *blocks, float(2 * self.dim * self.vocab)]
 
     @property
     def parameters(self) -> int:

@@ -32,6 +32,8 @@ class Parameter:
     tie : str, optional
         Parameters with the same key, anywhere in the model, are one parameter. They start equal, because their initial
         values are drawn for the key and not for the name, and the pipeline sums their gradients.
+    frozen : bool
+        Whether the array stays as it is in a training: it has no gradient, and an optimizer does not see it.
 
     Examples
     --------
@@ -44,6 +46,7 @@ class Parameter:
     draw: Draw
     decay: bool = True
     tie: str | None = None
+    frozen: bool = False
 
     @property
     def size(self) -> int:
@@ -74,27 +77,44 @@ class FlatBuffer(Mapping[str, Any]):
 
     Parameters
     ----------
-    shapes : of the arrays, by name
-    dtype : of the buffer
-    device : where it is
-    narrowest : the narrowest dtype of the buffers that are to have the same offsets; default `dtype`
-    order : the names as they lie in memory; default that of `shapes`
+    shapes : mapping of str to tuple of int
+        Of the arrays, by name.
+    dtype : str or numpy.dtype
+        Of the buffer.
+    device : str
+        "cpu", or "cuda" for the current GPU.
+    narrowest : numpy.dtype, optional
+        The narrowest dtype of the buffers that are to have the same offsets; by default `dtype`.
+    order : iterable of str, optional
+        The names as they lie in memory; by default that of `shapes`.
 
     Attributes
     ----------
-    flat : the buffer
-    whole : the buffer as it was made, with what has been given up since
-    offsets : where each array starts in it, in the order of memory; without those that lie in another buffer
+    flat : array
+        The buffer, zero at the start.
+    whole : array
+        The buffer as it was made, with what has been given up since.
+    offsets : dict of str to int
+        Where each array starts in it, in the order of memory; without those that lie in another buffer.
+
+    Examples
+    --------
+    >>> from mpipipe import nn
+    >>> buffer = nn.FlatBuffer({"weight": (2, 3), "bias": (3,)}, "float32")
+    >>> buffer["bias"][...] = 1
+    >>> buffer.flat.sum(), buffer.offsets["bias"]
+    (np.float32(3.0), 16)
     """
 
     def __init__(
         self,
         shapes: Mapping[str, Shape],
-        dtype: np.dtype,
+        dtype: str | np.dtype,
         device: str = "cpu",
         narrowest: np.dtype | None = None,
         order: Iterable[str] | None = None,
     ):
+        dtype = arrays.dtype(dtype)
         step = ALIGNMENT // (dtype if narrowest is None else narrowest).itemsize
         self.offsets: dict[str, int] = {}
         end = 0
@@ -108,23 +128,66 @@ class FlatBuffer(Mapping[str, Any]):
         }
 
     def ends_with(self, name: str) -> bool:
-        """Whether the array called `name` is the last one of `flat`."""
+        """Tell whether an array is the last one of `flat`.
+
+        Parameters
+        ----------
+        name : str
+            Its name.
+
+        Returns
+        -------
+        bool
+            True for the last one.
+        """
         return name in self.offsets and self.offsets[name] == max(self.offsets.values())
 
     def give_up(self, name: str) -> Array:
-        """Let `flat` end before the array called `name`, which must be its last one, and return that array.
+        """Let `flat` end before one of its arrays, which must be the last one.
 
         Its memory stays allocated: to free it, all other arrays would have to move away from those who hold them.
+
+        Parameters
+        ----------
+        name : str
+            Of the array.
+
+        Returns
+        -------
+        array
+            That array.
         """
         self.flat = self.flat[: self.offsets.pop(name)]
         return self._views[name]
 
     def point(self, name: str, array: Array, offset: int | None) -> None:
-        """Let `name` be another name of `array`, which starts at `offset` of this buffer, or lies elsewhere (None)."""
+        """Let a name be another name of an array.
+
+        Parameters
+        ----------
+        name : str
+            The name.
+        array : array
+            What it names from now on.
+        offset : int or None
+            Where that starts in this buffer; None where it lies elsewhere.
+        """
         self._views[name] = array
         self.offsets.pop(name, None)
         if offset is not None:
             self.offsets[name] = offset
+
+    def adopt(self, other: Mapping[str, Array], order: Iterable[str]) -> None:
+        """Show the arrays of another buffer besides those of this one; `flat` stays as it is.
+
+        Parameters
+        ----------
+        other : mapping of str to array
+            Arrays by names that this buffer does not have.
+        order : iterable of str
+            All names, in the order in which they are to come.
+        """
+        self._views = {name: other[name] if name in other else self._views[name] for name in order}
 
     def __getitem__(self, name: str) -> Array:
         return self._views[name]

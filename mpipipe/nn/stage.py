@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,15 +12,18 @@ from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import kernels
 from mpipipe.nn.checks import checked_dtype
+from mpipipe.nn.freezing import frozen_names, make_buffers, mark_still
 from mpipipe.nn.inputs import accepted_input
 from mpipipe.nn.layers.containers import Sequential
 from mpipipe.nn.layers.layer import Layer, first_leaf
-from mpipipe.nn.parameters import FlatBuffer, decay_ranges, drawn, memory_order
+from mpipipe.nn.lora import copy_plain, merge
+from mpipipe.nn.parameters import FlatBuffer, decay_ranges
 from mpipipe.nn.position import Position
 from mpipipe.nn.rope_tables import RopeTables
+from mpipipe.nn.step_gradients import StepGradients
 
 
-class Stage:
+class Stage(StepGradients):
     """Layers, bound to flat buffers.
 
     Parameters
@@ -37,11 +40,20 @@ class Stage:
         "cpu", "cuda", "cuda:1", ... or "auto".
     first : int
         Index of layers[0] in the whole model; a parameter is named like "3.weight" or "3.layer.gain".
+    frozen : sequence of str
+        Patterns of the names of parameters that stay as they are, as for `fnmatch`: ``0.*``, ``*.gain``. The last one
+        that fits a name counts; one that begins with "!" keeps what it fits trained.
 
     Attributes
     ----------
     parameters, gradients : mapping of str to array
-        Views of one buffer `.flat` each; same names, same offsets.
+        Views of one buffer `.flat` each, with the same offsets. Frozen parameters lie elsewhere and have no gradient.
+    frozen : set of str
+        Names of the frozen ones.
+    adapted : dict of str to Layer
+        Names of matrices with adapters, and their layers. `merged` has the sums that these compute with; see nn.LoRA.
+    buffers : Buffers
+        Where all of them lie (see nn.freezing).
     compute : mapping of str to array
         The values that layers compute with: `parameters` itself, or its copy in a half dtype, which `refresh` makes.
     device : str
@@ -54,6 +66,8 @@ class Stage:
         Shared by the attention layers.
     position : Position
         Of the forward under way, or of the last one; read by random layers.
+    headless : bool
+        Whether a `Head` at the end leaves its product to a `HeadCrossEntropy` (set by the pipeline).
     poll : callable or None
         A function without arguments, called after each layer (to keep messages moving).
     ties : dict of str to list of str
@@ -98,6 +112,7 @@ class Stage:
         seed: int = 0,
         device: str = "cpu",
         first: int = 0,
+        frozen: Sequence[str] = (),
     ):
         self.device = arrays.check_device(device)
         self.gpu = arrays.current_gpu() if self.device == "cuda" else None
@@ -107,7 +122,7 @@ class Stage:
         self.tables = RopeTables(self.kernels, self.dtype, self.device)
         self._plain = np.ndarray if self.device == "cpu" else None  # inputs of this type need no further look
         self.layers, self.first, self.seed = tuple(layers), first, seed
-        self.position = Position()
+        self.position, self.headless = Position(), False
         self.poll: Callable[[], object] | None = None
         self.index: int | None = None
         self.before_write: list[Callable[[], object]] = []
@@ -116,10 +131,11 @@ class Stage:
         self.owners: dict[str, tuple[Stage, str]] = {}
         self.parts: dict[str, Array] = {}
         self.unwritten: set[str] = set()
-        self._keeps_compute = False
-        self._bind()
+        self._keeps_compute = self._written = False
+        self.merged: dict[str, Array] = {}
+        self._bind(tuple(frozen))
 
-    def _bind(self) -> None:
+    def _bind(self, patterns: Sequence[str]) -> None:
         for place, layer in enumerate(self.layers):
             if not isinstance(layer, Layer):
                 raise ArgumentError(
@@ -127,95 +143,85 @@ class Stage:
                 )
         named = [pair for i, layer in enumerate(self.layers) for pair in layer.walk(str(self.first + i))]
         declared = {f"{name}.{key}": p for name, layer in named for key, p in layer.declared.items()}
-        shapes = {name: p.shape for name, p in declared.items()}
-        layout: Any = {"narrowest": self.dtype, "order": memory_order(declared)}
-        wide = arrays.accumulator(self.dtype)
-        self.parameters = drawn(declared, wide, self.device, self.seed, layout)
-        self.gradients = FlatBuffer(shapes, wide, self.device, **layout)
-        self.compute = self.parameters if wide == self.dtype else FlatBuffer(shapes, self.dtype, self.device, **layout)
+        self.frozen = frozen_names(declared, patterns)
+        self.buffers = make_buffers(declared, self.frozen, self.dtype, self.device, self.seed)
+        self.parameters, self.gradients, self.compute = self.buffers[:3]
         for name, parameter in declared.items():
             if parameter.tie is not None:
                 self.ties.setdefault(parameter.tie, []).append(name)
         self.refresh()
-        decays = {name: p.decay for name, p in declared.items()}
+        decays = {name: p.decay for name, p in declared.items() if name in self.gradients}
         self.decay_ranges = decay_ranges(self.parameters.offsets, decays, self.parameters.flat.size)
         for name, layer in named:
             layer.bind(self, name)
-        self.layer_of = {f"{name}.{key}": (layer, key) for name, layer in named for key in layer.declared}
+        self._bind_adapted(named)
+        mark_still(named)
+        places = {f"{name}.{key}": (layer, key) for name, layer in named for key in layer.declared}
+        self.layer_of = {name: place for name, place in places.items() if name in self.gradients}
         replaced = [n for n, (layer, key) in self.layer_of.items() if key in vars(type(layer)).get("replaced", ())]
         self.knows_layers = all(type(layer).__module__.startswith("mpipipe.") for _, layer in named)
         self._replaced = replaced if self.knows_layers else []  # a user's layer may add to those of others first
         self._chain = Sequential(self.layers)
         self._chain.stage = self
         self.first_layer = first_leaf(self._chain)
+        self.end_backward(self.first_layer.uploads_integers)  # which have no gradient
+
+    def _bind_adapted(self, named: Sequence[tuple[str, Layer]]) -> None:
+        """Let layers with adapters compute with the sums of their matrices and adapters."""
+        self.adapted = {f"{name}.{key}": layer for name, layer in named for key in layer.adapters}
+        shapes = {name: self.parameters[name].shape for name in self.adapted}
+        halves = self.compute is not self.parameters  # in memory of their own then
+        apart = self.compute if halves else FlatBuffer(shapes, self.dtype, self.device)
+        self.merged = {name: apart[name] for name in shapes}
+        for name, layer in self.adapted.items():
+            setattr(layer, name.rpartition(".")[2], self.merged[name])
+        if self.adapted:
+            self.before_write.append(self._note_write)
+            self._merge_anew()
+
+    def _merge_anew(self) -> None:
+        copy_plain(self, self.merged)
+        merge(self, self.merged)
+
+    def _note_write(self) -> None:
+        self._written = True
 
     def refresh(self) -> None:
         """Let layers compute with the parameters as they are now. A pipeline does this at the start of each call."""
         if not self._keeps_compute:
             self.renew_compute()
+        elif self._written:
+            self._written = False
+            merge(self, self.merged)
 
     def renew_compute(self) -> None:
         """Do what `refresh` does, after `keep_compute` too: for whoever has set parameters nevertheless."""
-        if self.compute is not self.parameters and self.parameters.flat.size:
-            self.kernels.cast(self.parameters.flat, self.compute.flat)
+        held = self.buffers.held, self.buffers.held_compute
+        for wide, compute in ((self.parameters, self.compute), held):
+            if compute is not wide and wide.flat.size:
+                self.kernels.cast(wide.flat, compute.flat)
+        self._merge_anew()
 
     def keep_compute(self) -> None:
         """From now on let optimizers write `compute`, and `refresh` do nothing: nobody else may write parameters."""
         self.refresh()
-        self._keeps_compute = self.compute is not self.parameters
+        self._keeps_compute = self.compute is not self.parameters or bool(self.adapted)
 
     @property
     def kept_copy(self) -> Array | None:
         """What optimizers write besides the parameters: `compute.flat` after `keep_compute`."""
-        return self.compute.flat if self._keeps_compute else None
+        return self.compute.flat if self._keeps_compute and self.compute is not self.parameters else None
 
-    def begin_gradients(self) -> None:
-        """Begin gradients anew: those that their layers will replace stay as they are, all others become zero."""
-        self.unwritten = set(self._replaced)
-        for name, (layer, key) in self.layer_of.items():
-            if name not in self.unwritten:
-                arrays.set_zero(getattr(layer, f"{key}_grad"))
-
-    def use_parts(self, used: bool) -> None:
-        """Let layers add to the parts of shared gradients, or to the gradients. A pipeline does this around each step.
+    def end_backward(self, ends: bool) -> None:
+        """Let backwards end with the lowest layer that is trained, if nobody asks for the gradient of the input.
 
         Parameters
         ----------
-        used : bool
-            Whether to the parts, as within a step.
+        ends : bool
+            Whether nobody asks. From then on backwards return None for that gradient where they end early.
         """
-        source: Mapping[str, Array] = self.parts if used else self.gradients
-        for name in self.parts:
-            layer, key = self.layer_of[name]
-            setattr(layer, f"{key}_grad", source[name])
-
-    def end_gradients(self, names: Collection[str] | None = None) -> None:
-        """End gradients: those that no layer has written are zero.
-
-        Parameters
-        ----------
-        names : collection of str, optional
-            Of parameters; by default all.
-        """
-        ending = self.unwritten if names is None else self.unwritten.intersection(names)
-        for layer, key in map(self.layer_of.__getitem__, ending):
-            arrays.set_zero(getattr(layer, f"{key}_grad"))
-        self.unwritten = self.unwritten - ending
-
-    def tell(self, ended: Callable[[Layer], object] | None) -> None:
-        """Let a function be told of each layer that has ended its backward. A pipeline does this around the last one.
-
-        Parameters
-        ----------
-        ended : callable or None
-            Called as `ended(layer)` when one of `layers` has added its part to the gradients; None ends that.
-        """
-        self._chain.ended = ended
-
-    @property
-    def is_telling(self) -> bool:
-        """Whether somebody is told of layers that have added their parts."""
-        return self._chain.ended is not None
+        trained = [place for place, layer in enumerate(self.layers) if not layer.still]
+        self._chain.end_backward_at(trained[0] if ends and trained and self.frozen else 0)
 
     def forward(self, x: Array, position: Position | None = None) -> tuple[Array, Any]:
         """Compute the output of one micro-batch.

@@ -13,7 +13,9 @@ from typing import Protocol
 class Written(Protocol):
     """What has arrays that somebody may read in the background: a stage, an optimizer."""
 
-    before_write: list[Callable[[], object]]
+    @property
+    def before_write(self) -> list[Callable[[], object]]:
+        """Functions to be called before anything is written."""
 
 
 def announce_write(*several: Written) -> None:

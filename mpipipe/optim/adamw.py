@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from mpipipe import arrays
 from mpipipe.arrays import Array, DeviceArray
-from mpipipe.nn import Stage
 from mpipipe.nn.writing import announce_write
 from mpipipe.optim.named import named
+from mpipipe.optim.stages import updated
 
 
 class AdamW:
@@ -20,8 +21,9 @@ class AdamW:
 
     Parameters
     ----------
-    stages : sequence of Stage
-        The stages of this rank.
+    stages : sequence of stages
+        The stages of this rank: each an nn.Stage, or any object whose `parameters` and `gradients` have one flat array
+        `flat` each (see `nn.FlatBuffer`).
     lr : float
         Learning rate.
     betas : (float, float)
@@ -52,17 +54,18 @@ class AdamW:
 
     def __init__(
         self,
-        stages: Sequence[Stage],
+        stages: Sequence[Any],
         lr: float,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.1,
     ):
         self.stages, self.lr, self.betas, self.eps, self.weight_decay = tuple(stages), lr, betas, eps, weight_decay
+        self._updated = updated(self.stages)
         self.steps = 0
         self.before_write: list[Callable[[], object]] = []
         self.state: list[dict[str, Array]] = [
-            {name: arrays.zeros_like(stage.parameters.flat) for name in ("first", "second")} for stage in self.stages
+            {name: arrays.zeros_like(stage.parameters.flat) for name in ("first", "second")} for stage in self._updated
         ]
 
     def step(self, lr: float | None = None, scale: float | DeviceArray = 1.0) -> None:
@@ -77,10 +80,10 @@ class AdamW:
             is NaN then, parameters and state stay as they are.
         """
         rate = self.lr if lr is None else lr
-        announce_write(self, *self.stages)
+        announce_write(self, *self._updated)
         self.steps += 1
         b1, b2 = self.betas
-        for stage, state in zip(self.stages, self.state):
+        for stage, state in zip(self._updated, self.state):
             parameters = stage.parameters.flat
             stage.kernels.adamw(
                 parameters,
@@ -123,4 +126,4 @@ class AdamW:
         >>> optimizer.named_state()["second"]
         {'0.gain': array([0., 0.], dtype=float32)}
         """
-        return named(self.stages, self.state)
+        return named(self._updated, self.state)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from mpipipe.comm.types import Communicator
-from mpipipe.nn import Stage
 from mpipipe.nn.kernels.cuda.clipping import rescale
 from mpipipe.optim.checks import check_max_norm
 from mpipipe.optim.global_norm import GlobalNorm, resolved
 from mpipipe.optim.norm import measure
 from mpipipe.optim.on_device import NormOnDevice, Squares
+from mpipipe.optim.stages import measured
 
 
 def clip_by_global_norm(
-    stages: Sequence[Stage],
+    stages: Sequence[Any],
     max_norm: float,
     comm: Communicator | None = None,
     skip: Collection[str] = (),
@@ -27,8 +28,8 @@ def clip_by_global_norm(
 
     Parameters
     ----------
-    stages : sequence of Stage
-        The stages of this rank.
+    stages : sequence of stages
+        The stages of this rank, as for an optimizer.
     max_norm : float
         Above 0; infinity only measures.
     comm : communicator, optional
@@ -70,17 +71,17 @@ def clip_by_global_norm(
     if culprit is not None:
         culprit.refuse(comm)
     if norm > max_norm:
-        for stage in stages:
+        for stage in measured(stages):
             stage.kernels.scale(stage.gradients.flat, max_norm / norm, stage.gradients.flat)
     return norm
 
 
 def _clip_on_device(
-    stages: Sequence[Stage], max_norm: float, comm: Communicator | None, scale: float, squares: Squares
+    stages: Sequence[Any], max_norm: float, comm: Communicator | None, scale: float, squares: Squares
 ) -> float:
     asked = NormOnDevice(squares, scale, max_norm=max_norm, divisor=1.0)
     try:
-        for stage in stages:
+        for stage in measured(stages):
             rescale(stage.gradients.flat, asked.factor)  # not where it is NaN
     finally:  # after an error too: until then the device writes to memory of the host that others would get
         norm, culprit = asked.result()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from types import TracebackType
+from typing import Any
 
 from mpipipe.comm.group import Group, group_of
 from mpipipe.comm.nccl.choice import choose
 from mpipipe.comm.nccl.row import NcclRow
 from mpipipe.comm.types import Communicator
 from mpipipe.errors import ArgumentError
-from mpipipe.nn import Stage
 from mpipipe.optim.norm import Culprit, counted_pieces
 from mpipipe.optim.on_device import Squares, gpu_of, owners_of, squares_of_one
 
@@ -28,7 +28,7 @@ class GlobalNorm:
 
     Parameters
     ----------
-    stages : sequence of Stage
+    stages : sequence of stages
         The stages of this rank, those of the optimizer. Where they belong to a pipeline, it must have been built.
     comm : communicator, optional
         Over which the stages of the model are spread. None: all of them are here.
@@ -58,7 +58,7 @@ class GlobalNorm:
 
     def __init__(
         self,
-        stages: Sequence[Stage],
+        stages: Sequence[Any],
         comm: Communicator | None = None,
         skip: Collection[str] = (),
         replicas: Communicator | None = None,
@@ -87,7 +87,7 @@ class GlobalNorm:
         """Whether the norm stays on the device; the same on all ranks."""
         return self._row is not None or squares_of_one(self.stages, self.comm, self.skip) is not None
 
-    def _squares(self, stages: Sequence[Stage]) -> Squares | None:
+    def _squares(self, stages: Sequence[Any]) -> Squares | None:
         """The squares of these stages and those of other ranks, on the device; None where MPI is to gather them.
 
         Raises ArgumentError where the stages are not those of the constructor, or count other parameters than then.
@@ -99,7 +99,7 @@ class GlobalNorm:
         with self._group.failing(WHAT):
             return self._checked(stages)
 
-    def _checked(self, stages: Sequence[Stage]) -> Squares | None:
+    def _checked(self, stages: Sequence[Any]) -> Squares | None:
         if list(map(id, stages)) != list(map(id, self.stages)):
             raise ArgumentError(
                 "the stages of an optimizer are not those of the norm",
@@ -135,7 +135,7 @@ class GlobalNorm:
 
 
 def resolved(
-    stages: Sequence[Stage], comm: Communicator | None, skip: Collection[str], over: GlobalNorm | None
+    stages: Sequence[Any], comm: Communicator | None, skip: Collection[str], over: GlobalNorm | None
 ) -> tuple[Communicator | None, Collection[str], Squares | None]:
     """Return (comm, skip) of a norm, and the squares on the device; None where MPI, or this rank, is to gather them."""
     if over is None:

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
-from mpipipe.nn import Stage
+from mpipipe.optim.stages import Updated
 
 
-def named(stages: Sequence[Stage], states: Sequence[Mapping[str, Array]]) -> dict[str, dict[str, Array]]:
+def named(stages: Sequence[Updated], states: Sequence[Mapping[str, Array]]) -> dict[str, dict[str, Array]]:
     """Return views of flat state buffers: {kind: {name of a parameter: array of its shape}}.
 
     A tied parameter that several places of this rank share has one state, which appears under the name of each place.
@@ -24,7 +24,7 @@ def named(stages: Sequence[Stage], states: Sequence[Mapping[str, Array]]) -> dic
     buffers = {id(stage): state for stage, state in zip(stages, states)}
     found: dict[str, dict[str, Array]] = {kind: {} for state in states for kind in state}
     for stage in stages:
-        for name, like in stage.parameters.items():
+        for name, like in stage.gradients.items():
             owner, there = stage.owners.get(name, (stage, name))
             if id(owner) not in buffers:
                 raise ArgumentError(
@@ -40,10 +40,11 @@ def named(stages: Sequence[Stage], states: Sequence[Mapping[str, Array]]) -> dic
     return found
 
 
-def same_name(name: str) -> ArgumentError:
-    """Make the error for two parameters of one name."""
+def same_name(name: str, ranks: Sequence[int] = ()) -> ArgumentError:
+    """Make the error for two parameters of one name, on one rank or on these."""
+    where = f"on ranks {' and '.join(map(str, ranks))}" if ranks else "of this rank"
     return ArgumentError(
-        f"two stages of this rank have a parameter {name}",
+        f"two stages {where} have a parameter {name}",
         expected="names that are the parameters' own in the whole model",
-        remedy="give each nn.Stage its place in the model: first=0 for the first, and so on",
+        remedy="give each nn.Stage its place in the model: first=0 for the first, and so on; other stages a prefix",
     )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from mpipipe import arrays
 from mpipipe.comm.consensus import raise_on_all
 from mpipipe.comm.group import group_of
 from mpipipe.comm.types import Communicator
 from mpipipe.errors import NonFiniteError
-from mpipipe.nn import Stage
+from mpipipe.optim.stages import Updated, measured
 
 REMEDY = "lower the learning rate, lengthen the warm-up, or look for bad data in this step"
 
@@ -41,7 +41,7 @@ class _Report(NamedTuple):
 
 
 def gradient_norm(
-    stages: Sequence[Stage], comm: Communicator | None = None, skip: Collection[str] = (), scale: float = 1.0
+    stages: Sequence[Any], comm: Communicator | None = None, skip: Collection[str] = (), scale: float = 1.0
 ) -> float:
     """Return the norm of all gradients of the model.
 
@@ -50,8 +50,8 @@ def gradient_norm(
 
     Parameters
     ----------
-    stages : sequence of Stage
-        The stages of this rank.
+    stages : sequence of stages
+        The stages of this rank, as for an optimizer.
     comm : communicator, optional
         Over which the stages of the model are spread: a collective call. None: all of them are here.
     skip : collection of str
@@ -76,7 +76,7 @@ def gradient_norm(
 
 
 def measure(
-    stages: Sequence[Stage], comm: Communicator | None, skip: Collection[str], scale: float
+    stages: Sequence[Any], comm: Communicator | None, skip: Collection[str], scale: float
 ) -> tuple[float, Culprit | None]:
     """Return `gradient_norm`, and the first parameter that makes it infinite or NaN; both the same on all ranks."""
     reports = [_report(stages, skip)] if comm is None else _gathered_reports(comm, stages, skip)
@@ -87,13 +87,13 @@ def measure(
     return math.sqrt(math.fsum(squares)) / scale, None
 
 
-def _report(stages: Sequence[Stage], skip: Collection[str]) -> _Report:
+def _report(stages: Sequence[Any], skip: Collection[str]) -> _Report:
     squares = _squares(stages, skip)
     bad = next(((stage.index, name) for stage, name, square in squares if not math.isfinite(square)), None)
     return _Report([square for _, _, square in squares], bad)
 
 
-def _gathered_reports(comm: Communicator, stages: Sequence[Stage], skip: Collection[str]) -> list[_Report]:
+def _gathered_reports(comm: Communicator, stages: Sequence[Any], skip: Collection[str]) -> list[_Report]:
     """Return the reports of all ranks; an error on one is raised on all."""
     error = report = None
     try:
@@ -103,7 +103,7 @@ def _gathered_reports(comm: Communicator, stages: Sequence[Stage], skip: Collect
     return group_of(comm).gather("norm of the gradients", report, error)
 
 
-def _squares(stages: Sequence[Stage], skip: Collection[str]) -> list[tuple[Stage, str, float]]:
+def _squares(stages: Sequence[Any], skip: Collection[str]) -> list[tuple[Updated, str, float]]:
     """Return (stage, name, sum of squares) of each parameter that counts; wait for the device once, where one is."""
     counted = counted_pieces(stages, skip)
     sums = arrays.download_all([stage.kernels.sums_of_squares(stage.gradients.flat, at) for stage, _, at in counted])
@@ -115,14 +115,17 @@ def _squares(stages: Sequence[Stage], skip: Collection[str]) -> list[tuple[Stage
 
 
 def counted_pieces(
-    stages: Sequence[Stage], skip: Collection[str]
-) -> list[tuple[Stage, list[str], list[tuple[int, int]]]]:
+    stages: Sequence[Any], skip: Collection[str]
+) -> list[tuple[Updated, list[str], list[tuple[int, int]]]]:
     """Return (stage, names of parameters that count, where each starts and stops in the flat buffer)."""
-    counted = [(s, [name for name in s.gradients if name not in s.tied_copies and name not in skip]) for s in stages]
+    counted = [
+        (stage, [name for name in stage.gradients if name not in stage.tied_copies and name not in skip])
+        for stage in measured(stages)
+    ]
     return [(stage, names, _offsets(stage, names)) for stage, names in counted if names]
 
 
-def _offsets(stage: Stage, names: Sequence[str]) -> list[tuple[int, int]]:
+def _offsets(stage: Updated, names: Sequence[str]) -> list[tuple[int, int]]:
     """Return where each parameter starts and stops in the flat buffer."""
     starts = [stage.gradients.offsets[name] for name in names]
     return [(start, start + stage.gradients[name].size) for start, name in zip(starts, names)]

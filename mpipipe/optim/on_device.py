@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,9 +24,9 @@ from mpipipe import arrays
 from mpipipe.arrays import DeviceArray
 from mpipipe.comm.nccl.row import NcclRow
 from mpipipe.comm.types import Communicator
-from mpipipe.nn import Stage
 from mpipipe.nn.kernels.cuda.clipping import clip_factor
 from mpipipe.optim.norm import Culprit, counted_pieces
+from mpipipe.optim.stages import Updated, measured
 
 
 class Squares(NamedTuple):
@@ -44,13 +44,13 @@ class Squares(NamedTuple):
         Brings in those of other ranks; None where there are none.
     """
 
-    counted: list[tuple[Stage, list[str], list[tuple[int, int]]]]
+    counted: list[tuple[Updated, list[str], list[tuple[int, int]]]]
     owners: list[Culprit]
     start: int = 0
     row: NcclRow | None = None
 
 
-def squares_of_one(stages: Sequence[Stage], comm: Communicator | None, skip: Collection[str]) -> Squares | None:
+def squares_of_one(stages: Sequence[Any], comm: Communicator | None, skip: Collection[str]) -> Squares | None:
     """The row where all stages of the model are on one GPU of this rank and no other has a part; None elsewhere."""
     if gpu_of(stages) is None or (comm is not None and comm.size > 1):
         return None
@@ -58,13 +58,13 @@ def squares_of_one(stages: Sequence[Stage], comm: Communicator | None, skip: Col
     return Squares(counted, owners_of(counted, None if comm is None else comm.rank))
 
 
-def gpu_of(stages: Sequence[Stage]) -> int | None:
+def gpu_of(stages: Sequence[Any]) -> int | None:
     """The GPU that all these stages are on; None where there is not one."""
-    gpus = {stage.gpu for stage in stages}
+    gpus = {stage.gpu for stage in measured(stages)}
     return gpus.pop() if len(gpus) == 1 else None
 
 
-def owners_of(counted: Sequence[tuple[Stage, list[str], list[tuple[int, int]]]], rank: int | None) -> list[Culprit]:
+def owners_of(counted: Sequence[tuple[Updated, list[str], list[tuple[int, int]]]], rank: int | None) -> list[Culprit]:
     """Rank, stage and name of each number that a rank has a part with."""
     return [Culprit(rank, stage.index, name) for stage, names, _ in counted for name in names]
 

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from mpipipe.arrays import DeviceArray
 from mpipipe.comm.types import Communicator
 from mpipipe.errors import ArgumentError
-from mpipipe.nn import Stage
 from mpipipe.optim.checks import check_max_norm
 from mpipipe.optim.global_norm import GlobalNorm, resolved
 from mpipipe.optim.norm import measure
@@ -32,7 +31,7 @@ class Stepping(Protocol):
     steps: int
 
     @property
-    def stages(self) -> Sequence[Stage]: ...
+    def stages(self) -> Sequence[Any]: ...
 
     def step(self, lr: float | None = None, scale: float | DeviceArray = 1.0) -> None: ...
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from mpipipe import arrays
 from mpipipe.arrays import Array, DeviceArray
-from mpipipe.nn import Stage
 from mpipipe.nn.writing import announce_write
 from mpipipe.optim.named import named
+from mpipipe.optim.stages import updated
 
 
 class SGD:
@@ -18,8 +19,9 @@ class SGD:
 
     Parameters
     ----------
-    stages : sequence of Stage
-        The stages of this rank.
+    stages : sequence of stages
+        The stages of this rank: each an nn.Stage, or any object whose `parameters` and `gradients` have one flat array
+        `flat` each (see `nn.FlatBuffer`).
     lr : float
         Learning rate.
     momentum : float
@@ -46,13 +48,14 @@ class SGD:
     array([0.5, 0.5, 0.5], dtype=float32)
     """
 
-    def __init__(self, stages: Sequence[Stage], lr: float, momentum: float = 0.0, weight_decay: float = 0.0):
+    def __init__(self, stages: Sequence[Any], lr: float, momentum: float = 0.0, weight_decay: float = 0.0):
         self.stages, self.lr = tuple(stages), lr
         self.momentum, self.weight_decay = momentum, weight_decay
+        self._updated = updated(self.stages)
         self.steps = 0
         self.before_write: list[Callable[[], object]] = []
         self.state: list[dict[str, Array]] = [
-            {"momentum": arrays.zeros_like(stage.parameters.flat)} if momentum else {} for stage in self.stages
+            {"momentum": arrays.zeros_like(stage.parameters.flat)} if momentum else {} for stage in self._updated
         ]
 
     def step(self, lr: float | None = None, scale: float | DeviceArray = 1.0) -> None:
@@ -67,8 +70,8 @@ class SGD:
             is NaN then, parameters and state stay as they are.
         """
         rate = self.lr if lr is None else lr
-        announce_write(self, *self.stages)
-        for stage, state in zip(self.stages, self.state):
+        announce_write(self, *self._updated)
+        for stage, state in zip(self._updated, self.state):
             parameters = stage.parameters.flat
             stage.kernels.sgd(
                 parameters,
@@ -107,4 +110,4 @@ class SGD:
         >>> optimizer.named_state()
         {'momentum': {'0.gain': array([0., 0.], dtype=float32)}}
         """
-        return named(self.stages, self.state)
+        return named(self._updated, self.state)

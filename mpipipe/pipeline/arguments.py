@@ -66,6 +66,13 @@ def check_arguments(
     for number, stage in zip(numbers, adapters):
         try:
             stage.check(ops, replicas is not None and replicas.size > 1)
+            if not schedule.has_backward(number) and stage.has_parameters:
+                raise ArgumentError(
+                    "a stage has parameters to train, and the schedule has no backward for it",
+                    found=f"trained_from = {schedule.trained_from}",
+                    expected="stages before that whose parameters are all frozen",
+                    remedy="freeze them: nn.Stage(frozen=['*']), or give schedules.with_frozen the frozen stages",
+                )
         except ArgumentError as error:
             error.rank, error.stage = comm.rank, number
             raise

@@ -45,7 +45,7 @@ class BatchReader:
     def __init__(self, schedule: Schedule, rank: int, has_loss: bool):
         self.schedule, self.has_loss, self.rank = schedule, has_loss, rank
         self.first_rank, self.last_rank = schedule.placement[0], schedule.placement[-1]
-        self.trains = any(action.op != "F" for action in schedule.orders[rank])
+        self.trains = any(action.op != "F" for order in schedule.orders for action in order)
         self.signatures: dict[Any, int] = {}
 
     def read(self, call: str, inputs: Any, targets: Any) -> Batch:
@@ -78,7 +78,9 @@ class BatchReader:
 
     def _cut(self, call: str, batch: Any) -> tuple[list[Tree], list[int]]:
         microbatches = self.schedule.microbatches
-        if call != "step" and not isinstance(batch, list):
+        if call == "forward" and isinstance(batch, list):
+            microbatches = max(1, min(microbatches, len(batch)))
+        elif call != "step" and not isinstance(batch, list):
             microbatches = max(1, min(microbatches, rows_of(batch)))
         return split(batch, microbatches)
 

@@ -7,6 +7,8 @@ from contextlib import suppress
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from mpipipe.comm import runtime, settings
 from mpipipe.comm.attributes import attributes
 from mpipipe.comm.consensus import agreed_by, raise_for_partners, raise_on_all
@@ -181,8 +183,13 @@ def _agree_with_replicas(
         problem: MpipipeError = error or PeerError("some ranks of another pipeline were given no replicas")
         raise_for_partners(problem, problem.reported_elsewhere or error is None)
     facts: tuple = ()
+    problem_here: Exception | None = error
     if error is None:
-        shapes, values = _digests(stages)
+        try:
+            shapes, values = _digests(stages)
+        except Exception as caught:  # a stage of the user's own may not give its arrays
+            problem_here = caught
+    if problem_here is None:
         facts = (
             ("schedule", f"{schedule.name} {schedule.fingerprint:x}"),
             ("recompute", bool(recompute)),
@@ -192,7 +199,7 @@ def _agree_with_replicas(
         )
     remedy = "give the stages of all replicas the same seed and sizes, and all ranks the same schedule"
     try:
-        others.agree(f"{CALL}: replicas", facts, (), error, "the replicas of a pipeline differ", remedy)
+        others.agree(f"{CALL}: replicas", facts, (), problem_here, "the replicas of a pipeline differ", remedy)
     except MpipipeError as caught:
         if not caught.agreed:
             raise
@@ -212,5 +219,5 @@ def _digests(stages: Sequence[StageAdapter]) -> list[str]:
         text, flats = stage.parameter_facts()
         shapes.update(text.encode())
         for flat in flats:
-            values.update(flat.data)
+            values.update(flat.reshape(-1).view(np.uint8).data)  # bfloat16 is no type that hashes know
     return [shapes.hexdigest(), values.hexdigest()]

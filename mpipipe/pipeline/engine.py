@@ -6,6 +6,7 @@ import logging
 import math
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from time import perf_counter
 from typing import Any
 
@@ -21,7 +22,7 @@ from mpipipe.comm.tags import Tags, neighbours
 from mpipipe.comm.transport import gpu_aware
 from mpipipe.comm.transport.choose import make_transport
 from mpipipe.comm.transport.nccl import Pair
-from mpipipe.errors import ArgumentError
+from mpipipe.errors import ArgumentError, MpipipeError
 from mpipipe.nn import Position
 from mpipipe.pipeline.batch import Batch, BatchReader
 from mpipipe.pipeline.call_agreement import Agreed, Agreement
@@ -93,7 +94,7 @@ class Engine:
         )
         poll = mailbox.poll if self.sums is None else self.executor.poll
         for stage, number in zip(self.stages, numbers):
-            stage.attach(number, poll)
+            stage.attach(number, poll, ends=0 < number == schedule.trained_from)
             if device == "cuda" and settings.graphs():
                 stage.use_graphs(mailbox.waits_on_host)
         self.life = Life(self.name, self.rank, self.groups, self.executor)
@@ -157,6 +158,7 @@ class Engine:
         """Run the plan of a call."""
         plan = self._plan(call, agreed.microbatches)
         training, replica = call == "step", 0 if self.replicas is None else self.replicas.rank
+        loss = self.executor.loss
         inputs = CallInputs(
             training,
             batch.inputs or [],
@@ -172,12 +174,15 @@ class Engine:
         except Exception as error:
             short = memory_error(f"the start of {call}", error, self.stages, None, self.executor.recompute)
             if short is None:
+                if isinstance(error, MpipipeError) and error.rank is None:
+                    error.rank = self.rank
                 raise
             short.rank = self.rank
             raise short from error
         self.executor.marks = self.executor.clock.begin(plan.steps, training)
         self.flight.begin(call, self.agreement.count, plan)
-        state = self.executor.run(plan.steps, inputs)
+        with nullcontext() if loss is None or batch.targets is None else loss.taking_head():
+            state = self.executor.run(plan.steps, inputs)
         self.messages.end(agreed.signature)
         return state
 

@@ -163,7 +163,7 @@ class Executor:
             state.local[step.stage + 1, microbatch, "F"] = y
         elif not inputs.training:
             state.outputs[microbatch] = y
-        if inputs.training:
+        if inputs.training and step.keeps:
             state.saved[step.stage, microbatch] = (x if self.recompute else saved), lease
             state.alive += 1
             if state.alive > state.peak:
@@ -250,7 +250,9 @@ class Executor:
             dx = copy_if_aliased(dx, leases)
         if step.send is not None:
             self.messages.send_gradient(step.send, dx)
-        elif step.first:
+        elif step.ends:
+            if not step.first:
+                return
             state.input_gradients[step.microbatch] = _unscaled(dx, state.inputs.scale)
         else:
             state.local[step.stage, step.microbatch, "B"] = dx

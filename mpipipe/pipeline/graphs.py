@@ -140,7 +140,7 @@ class StageGraphs:
             self._buffers, self._kinds = buffers, {}
         x = stage.first_layer.upload(accepted_input(stage, x))
         kind = self._kind(x)
-        key = ("forward",)
+        key = ("forward", stage.headless)
         if kind is None or self._is_first(kind, key):
             return self._plain_forward(x, kind)
         slot = kind.take(x)

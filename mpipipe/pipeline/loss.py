@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from inspect import signature
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,8 @@ from mpipipe import arrays
 from mpipipe.arrays import Array, Tree
 from mpipipe.arrays.trees import flatten, unflatten
 from mpipipe.errors import ArgumentError, NonFiniteError
-from mpipipe.nn import kernels
+from mpipipe.nn import HeadCrossEntropy, kernels
+from mpipipe.pipeline.signatures import takes_parameter
 
 
 class Loss:
@@ -27,7 +28,12 @@ class Loss:
 
     def __init__(self, function: Callable[..., Any]):
         self.function = function
-        self.takes_factor = _takes_factor(function)
+        self.takes_factor = takes_parameter(function, "factor")
+        self.with_head = function if isinstance(function, HeadCrossEntropy) else None
+
+    def taking_head(self) -> AbstractContextManager[None]:
+        """Within this context the last stage leaves the product of its head to the function, if that is made for it."""
+        return nullcontext() if self.with_head is None else self.with_head.taking_over()
 
     def call(self, output: Tree, target: Tree, weight: float) -> Any:
         """Return what the function returns."""
@@ -91,13 +97,6 @@ def check_finite(value: Any) -> None:
             found=value,
             remedy="lower the learning rate, clip gradients, or look at this micro-batch's data",
         )
-
-
-def _takes_factor(loss: Callable[..., Any]) -> bool:
-    try:
-        return "factor" in signature(loss).parameters
-    except (TypeError, ValueError):  # no function, or one without a signature
-        return False
 
 
 def _alike(leaf: Array, like: Array) -> bool:

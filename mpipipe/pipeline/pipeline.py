@@ -89,7 +89,7 @@ class Pipeline:
     not use the memory of y or dx again within the step: they are sent from where they lie.
 
     To take part in replicas a stage has `gradients`: None, or an object whose `flat` is one contiguous array of all
-    gradients, zeroed at the start of each step and summed at its end.
+    gradients, the same in all steps: zeroed at the start of each, summed at its end. More of this: docs/stages.md.
 
     Examples
     --------
@@ -193,7 +193,7 @@ class Pipeline:
         Parameters
         ----------
         inputs : array, tuple or dict of arrays, list of such, or None
-            As for `step`.
+            As for `step`. A list of fewer than M micro-batches, and a batch of fewer than M rows, will do as well.
 
         Returns
         -------

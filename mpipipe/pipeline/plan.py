@@ -33,6 +33,8 @@ class PlannedAction(NamedTuple):
     send: Envelope | None
     completes: bool  # no later action adds to this stage's gradients
     moment: Moment  # when it ends, in an order of all actions of all ranks
+    keeps: bool  # a backward follows in a training step
+    ends: bool  # the backwards end here: no stage before has one
 
     def __str__(self) -> str:
         return f"{self.stage}{self.op}{self.microbatch}"
@@ -81,7 +83,7 @@ def _made(action: Action, stages: int, ends: Mapping[Action, float]) -> Moment:
 
 
 def _steps(schedule: Schedule, rank: int, tags: Tags, ends: Mapping[Action, float]) -> list[PlannedAction]:
-    placement, last_stage = schedule.placement, schedule.stages - 1
+    placement, last_stage, lowest = schedule.placement, schedule.stages - 1, schedule.trained_from
     chunk_of = {stage: chunk for chunk, stage in enumerate(schedule.stages_of(rank))}
     final = {action.stage: action for action in schedule.orders[rank] if action.op in "BW"}
 
@@ -100,10 +102,10 @@ def _steps(schedule: Schedule, rank: int, tags: Tags, ends: Mapping[Action, floa
             send = envelope(stage + 1, stage + 1, microbatch, FORWARD)
         elif op in "BI":
             receive = envelope(stage + 1, stage + 1, microbatch, BACKWARD)
-            send = envelope(stage, stage - 1, microbatch, BACKWARD)
+            send = envelope(stage, stage - 1, microbatch, BACKWARD) if stage > lowest else None
         facts = stage == 0, stage == last_stage, receive, send, final.get(stage) == action
-        moment = _moment(action, ends)
-        steps.append(PlannedAction(op, stage, chunk_of[stage], microbatch, *facts, moment=moment))
+        limits = schedule.has_backward(stage), stage == lowest
+        steps.append(PlannedAction(op, stage, chunk_of[stage], microbatch, *facts, _moment(action, ends), *limits))
     return steps
 
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from mpipipe import arrays, nn
 from mpipipe.arrays import Array, Tree
-from mpipipe.errors import ArgumentError
+from mpipipe.errors import ArgumentError, MpipipeError, StageError
 from mpipipe.nn import Position
+from mpipipe.nn.flat_view import FlatView, flat_if_any, flat_of
 from mpipipe.nn.writers import Writers, writers_of
 from mpipipe.pipeline.graphs import StageGraphs
+from mpipipe.pipeline.signatures import takes_parameter
 
 logger = logging.getLogger("mpipipe")
 
@@ -30,10 +32,21 @@ class UserStage(Protocol):
     """
 
     def forward(self, x: Tree) -> tuple[Tree, Any]:
-        """Return (output, whatever backward needs)."""
+        """Return (output, whatever backward needs). It may take a second parameter `position`, an nn.Position."""
 
     def backward(self, dy: Tree, saved: Any) -> Tree:
         """Add to the gradients of the parameters; return the gradient of x."""
+
+
+class ArrayFacts(NamedTuple):
+    """Where a flat array is, and what it is."""
+
+    address: int
+    size: int
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{self.size}] at {self.address:#x}"
 
 
 METHODS = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
@@ -47,7 +60,11 @@ class StageAdapter:
     device : "cpu" or "cuda", with or without a number; by default that of its inner stages, or "cpu"
     gpu : number of its GPU
     gradients : an object whose `flat` is one contiguous array of all gradients, or None where there are none
+    parameters : the same for the parameters; replicas are compared by it
     inner_stages : the nn.Stages that its functions call
+    refresh() : is called at the start of each call, before anything is computed
+    index : is set to the number of the stage
+    poll : is set to a function that lets messages move, to be called where the stage computes for long
 
     Attributes
     ----------
@@ -60,10 +77,14 @@ class StageAdapter:
     def __init__(self, given: Any):
         self.given, self.name = given, type(given).__name__
         self.computes: Any = given
+        self.is_model = isinstance(given, nn.Stage)
+        self.number: int | None = None
+        self._asked: tuple[Any, bool] = None, False  # a forward, and whether it takes a position
+        self._gradients: ArrayFacts | None = None  # as they were when the pipeline was built
         self._poll: Callable[[], object] | None = None
         self._owners: list[dict] = []
         inner = getattr(given, "inner_stages", ())
-        self.models: list[nn.Stage] = [given] if isinstance(given, nn.Stage) else list(inner)
+        self.models: list[nn.Stage] = [given] if self.is_model else list(inner)
         strange = [type(model).__name__ for model in self.models if not isinstance(model, nn.Stage)]
         if strange:
             raise ArgumentError("inner_stages of a stage", found=", ".join(strange), expected="a list of nn.Stage")
@@ -75,7 +96,16 @@ class StageAdapter:
         """Return what the stage's forward returns, with its layers at this position."""
         for model in self.models:
             model.position = position
-        return self.computes.forward(x)
+        forward = self.computes.forward
+        if self.is_model or not self._takes_position(forward):
+            return forward(x)
+        return forward(x, position=position)
+
+    def _takes_position(self, forward: Callable[..., Any]) -> bool:
+        """Whether a user's forward has a parameter `position`; it may be another function than at the last call."""
+        if self._asked[0] != forward:
+            self._asked = forward, takes_parameter(forward, "position")
+        return self._asked[1]
 
     def use_graphs(self, may_record: Callable[[], bool]) -> None:
         """Let the stage compute by CUDA graphs where it can."""
@@ -94,7 +124,8 @@ class StageAdapter:
         holder = getattr(self.given, "gradients", None)
         flats = [model.gradients.flat for model in self.models] if holder is None else [holder.flat]
         parts = [part.reshape(-1) for model in self.models for part in model.parts.values()]
-        return flats + [part for part in parts if not any(arrays.shares_memory(part, flat) for flat in flats)]
+        flats += [part for part in parts if not any(arrays.shares_memory(part, flat) for flat in flats)]
+        return [flat for flat in flats if flat.size]
 
     def writers(self) -> Writers | None:
         """Return which layer of an nn.Stage writes to which gradients; None where that is not known."""
@@ -103,29 +134,72 @@ class StageAdapter:
     def parameter_facts(self) -> tuple[str, list[np.ndarray]]:
         """Return (names, shapes and dtypes; values on the host) as far as known: what replicas must have in common."""
         if not self.models:
-            return "".join(f"{flat.dtype} {flat.shape}" for flat in self.gradients), []
+            return self._facts_of_own()
         lines = [
-            f"{name} {model.dtype} {array.dtype} {array.shape}"
+            f"{name} {model.dtype} {array.dtype} {array.shape} {'frozen' * (name in model.frozen)}"
             for model in self.models
             for name, array in model.parameters.items()
         ]
-        return "".join(lines), [arrays.download(model.parameters.flat) for model in self.models]
+        flats = [flat for model in self.models for flat in (model.parameters.flat, model.buffers.held.flat)]
+        return "".join(lines), [arrays.download(flat) for flat in flats]
 
-    def attach(self, number: int, poll: Callable[[], object]) -> None:
-        """Tell the stage its logical number, and what its layers call so that messages advance."""
+    def _facts_of_own(self) -> tuple[str, list[np.ndarray]]:
+        """The same of a stage of the user's own: its flat parameters, and what else `state_dict` gives as arrays."""
+        text = "".join(f"{flat.dtype} {flat.shape}" for flat in self.gradients)
+        holder, give = getattr(self.given, "parameters", None), getattr(self.given, "state_dict", dict)
+        view = None if flat_if_any(holder) is None else FlatView.of(holder)
+        trained: dict[str, Array] = dict(view or {})
+        rest = {name: array for name, array in give().items() if name not in trained and arrays.is_array(array)}
+        shapes = "".join(f"{name} {array.dtype} {array.shape}" for name, array in (trained | rest).items())
+        flats = [*([] if view is None else [view.flat]), *rest.values()]
+        return text + shapes, [arrays.download(flat) for flat in flats]
+
+    @property
+    def has_parameters(self) -> bool:
+        """Whether there is something to train in the stage, as far as known."""
+        return any(flat.size for flat in self.gradients)
+
+    def attach(self, number: int, poll: Callable[[], object], ends: bool) -> None:
+        """Tell the stage its logical number, what its layers call so that messages advance, and if it ends backwards.
+
+        `ends` is whether a stage before it exists that wants no gradient.
+        """
+        if type(self.given) is nn.Stage:
+            self.given.end_backward(ends or self.given.first_layer.uploads_integers)
+        self.number = number
         self._poll, self._owners = poll, [dict(model.owners) for model in self.models]
         for model in self.models:
             model.index, model.poll = number, poll
+        if not self.is_model:
+            for name, value in (("index", number), ("poll", poll)):
+                if hasattr(self.given, name):
+                    setattr(self.given, name, value)
+        self._gradients = self._gradient_facts()
 
     def detach(self) -> None:
         """Let go of what belongs to the pipeline, which is being closed."""
         self.computes = self.given
+        if type(self.given) is nn.Stage:
+            self.given.end_backward(self.given.first_layer.uploads_integers)
         for model in self.models:
             if model.poll == self._poll:  # or a later pipeline has the stage
                 model.poll = None
+        if not self.is_model and getattr(self.given, "poll", None) == self._poll:
+            self.given.poll = None
+
+    def _gradient_facts(self) -> ArrayFacts | None:
+        """Where the gradients of a user's stage are; None where there are none."""
+        holder = None if self.is_model else getattr(self.given, "gradients", None)
+        flat = flat_if_any(holder)
+        return None if flat is None else ArrayFacts(arrays.address(flat), flat.size, flat.dtype.name)
 
     def check_storage(self) -> None:
-        """Raise ArgumentError where a later pipeline has given tied parameters another storage."""
+        """Raise ArgumentError where parameters or gradients are not those that the pipeline was built with.
+
+        That is where a later pipeline has given tied parameters another storage, or where a user's stage has other
+        gradients now: what its backward adds to the old ones would be neither zeroed nor summed over the replicas.
+        """
+        self._check_gradients()
         for model, owners in zip(self.models, self._owners):
             if model.owners != owners:
                 raise ArgumentError(
@@ -136,10 +210,37 @@ class StageAdapter:
                     remedy="build this pipeline anew, or the later one of other stages",
                 )
 
+    def _check_gradients(self) -> None:
+        found, before = self._gradient_facts(), self._gradients
+        if found != before:
+            raise ArgumentError(
+                f"the gradients of {self.name} have been replaced since the pipeline was built",
+                stage=self.number,
+                found="None" if found is None else str(found),
+                expected="None" if before is None else f"{before}: the same array in all steps",
+                remedy="write into the array (gradients.flat[...] = 0), set nothing to None; or build it anew",
+            )
+
     def begin_call(self) -> None:
         """Make the stage compute with its parameters as they are now."""
         for model in self.models:
             model.refresh()
+        if not self.is_model:
+            self._refresh()
+
+    def _refresh(self) -> None:
+        refresh = getattr(self.given, "refresh", None)
+        try:
+            if refresh is not None:
+                refresh()
+        except MpipipeError as error:
+            error.stage = self.number if error.stage is None else error.stage
+            raise
+        except Exception as error:
+            if arrays.memory_shortage(error) is not None:
+                raise
+            text = f"refresh raised {type(error).__name__}: {error}"
+            raise StageError(text, stage=self.number) from error
 
     def begin_gradients(self) -> None:
         """Begin gradients anew: set them to zero, or let an nn.Stage replace them by the first that it has of each."""
@@ -153,6 +254,7 @@ class StageAdapter:
 
     def end_gradients(self) -> None:
         """End the gradients of a step: no later action adds to them."""
+        self._check_gradients()
         for model in self.models:
             if model.unwritten:
                 model.end_gradients()
@@ -173,21 +275,14 @@ class StageAdapter:
                 "a stage lacks methods that the schedule needs",
                 found=f"{self.name} without {', '.join(missing)}",
                 expected=", ".join(needed),
+                remedy="write them; a module of PyTorch becomes a stage by mpipipe.adapters.torch_stage(module)",
             )
         holder = getattr(self.given, "gradients", None)
-        if holder is not None and not _is_flat(getattr(holder, "flat", None)):
-            raise ArgumentError(
-                "the gradients of a stage",
-                found=f"{type(holder).__name__} without a one-dimensional contiguous array `flat`",
-                expected="an object with `flat`, or None for a stage without parameters",
-            )
+        if holder is not None:
+            flat_of(holder, "the gradients of a stage")
         if has_replicas and not self.models and not hasattr(self.given, "gradients"):
             raise ArgumentError(
                 "a stage whose gradients cannot be summed over the replicas",
                 found=f"{self.name} without the attribute `gradients`",
                 expected="an object with one contiguous array `flat` of all gradients, or None where there are none",
             )
-
-
-def _is_flat(flat: Any) -> bool:
-    return arrays.is_array(flat) and flat.ndim == 1 and flat.flags.c_contiguous

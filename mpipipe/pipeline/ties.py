@@ -27,6 +27,7 @@ from mpipipe.comm.transport.interface import Transport
 from mpipipe.comm.types import Testable
 from mpipipe.errors import ArgumentError, MismatchError
 from mpipipe.nn import kernels
+from mpipipe.nn.freezing import partly_frozen
 from mpipipe.nn.sharing import User, share
 from mpipipe.pipeline.stage import StageAdapter
 
@@ -39,6 +40,7 @@ class Place(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: str
+    frozen: bool = False
 
 
 Facts: TypeAlias = dict[str, list[Place]]  # tie key -> places on one rank, in the order of the stages
@@ -63,7 +65,10 @@ def tie_facts(stages: Sequence[StageAdapter], numbers: Sequence[int]) -> Facts:
                     )
             for key, names in model.ties.items():
                 copies = [(name, model.parameters[name]) for name in names]
-                places = [Place(number, inner, name, array.shape, array.dtype.name) for name, array in copies]
+                places = [
+                    Place(number, inner, name, array.shape, array.dtype.name, name in model.frozen)
+                    for name, array in copies
+                ]
                 facts.setdefault(key, []).extend(places)
     return facts
 
@@ -80,6 +85,8 @@ def check_ties(table: Sequence[Facts]) -> None:
                     found=f"{place.name}: {place.dtype}{list(place.shape)}",
                     expected=f"{first.dtype}{list(first.shape)}, as {first.name} of stage {first.stage}",
                 )
+            if place.frozen != first.frozen:
+                raise partly_frozen(key, [each.name for each in (first, place) if not each.frozen])
 
 
 class TiedPlace(NamedTuple):
@@ -116,7 +123,7 @@ class TieNames:
         for key in sorted({key for facts in table for key in facts}):
             found = [(rank, index, place) for rank, facts in enumerate(table) for index, place in
                      enumerate(facts.get(key, []))]  # fmt: skip
-            if len(found) < 2:
+            if len(found) < 2 or found[0][2].frozen:  # what stays as it is has no gradient to share
                 continue
             self.order[key] = []
             for rank, _, place in sorted(found, key=lambda entry: (entry[2].stage, entry[1])):

@@ -2,15 +2,20 @@
 
 from mpipipe.schedules.action import Action
 from mpipipe.schedules.advise import Advice, advise
+from mpipipe.schedules.bounds import lower_bound
+from mpipipe.schedules.building_blocks import v_half, v_min
 from mpipipe.schedules.classic import forward_only, gpipe, interleaved_1f1b, looped_bfs, one_f_one_b
 from mpipipe.schedules.csv_text import from_csv
 from mpipipe.schedules.draw import chrome_trace, grid, timeline
+from mpipipe.schedules.frozen import with_frozen
+from mpipipe.schedules.memory_limited import zero_bubble_2p
 from mpipipe.schedules.partition import partition
 from mpipipe.schedules.proof import check
 from mpipipe.schedules.registry import by_name
 from mpipipe.schedules.schedule import Schedule
 from mpipipe.schedules.simulate import Costs, Timeline, simulate
-from mpipipe.schedules.zero_bubble import zero_bubble_h1
+from mpipipe.schedules.v_shaped import dualpipe_v, zero_bubble_v
+from mpipipe.schedules.zero_bubble import interleaved_zero_bubble, zero_bubble_h1
 
 __all__ = [
     "Action",
@@ -22,15 +27,23 @@ __all__ = [
     "by_name",
     "check",
     "chrome_trace",
+    "dualpipe_v",
     "forward_only",
     "from_csv",
     "gpipe",
     "grid",
     "interleaved_1f1b",
+    "interleaved_zero_bubble",
     "looped_bfs",
+    "lower_bound",
     "one_f_one_b",
     "partition",
     "simulate",
     "timeline",
+    "v_half",
+    "v_min",
+    "with_frozen",
+    "zero_bubble_2p",
     "zero_bubble_h1",
+    "zero_bubble_v",
 ]

@@ -22,6 +22,7 @@ def from_csv(text: str) -> Schedule:
 
     Empty cells are idle slots and are skipped. Which rank a stage lies on, and how many stages and micro-batches
     there are, follows from the cells. `check` says whether the schedule can run; a Pipeline and `simulate` call it.
+    `trained_from` is not in the table: `dataclasses.replace(schedule, trained_from=...)` sets it.
 
     Parameters
     ----------

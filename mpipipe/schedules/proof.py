@@ -30,7 +30,7 @@ def check(schedule: Schedule) -> None:
 
     - every logical stage 0..S-1 lies on one rank, every rank has a stage, and every action is on its stage's rank;
     - every (stage, micro-batch) has exactly one F and, unless the whole schedule is F only, either one B, or one I
-      and one W;
+      and one W; stages before `trained_from` have F alone;
     - on its rank, F comes before B or I, and I before W;
     - the ranks can run their orders to the end although an F waits for the F of the stage before, and a B or I for
       the B or I of the stage after.
@@ -81,6 +81,12 @@ def check(schedule: Schedule) -> None:
 
 def _check_placement(schedule: Schedule) -> None:
     ranks, stages = schedule.ranks, schedule.stages
+    if type(schedule.trained_from) is not int or not 0 <= schedule.trained_from < stages:
+        raise ScheduleError(
+            "trained_from is no stage of the schedule",
+            found=repr(schedule.trained_from),
+            expected=f"a stage from 0 to {stages - 1}",
+        )
     if type(schedule.microbatches) is not int or schedule.microbatches < 1 or not ranks:
         raise ScheduleError(
             "a schedule needs at least one rank and one micro-batch",
@@ -127,11 +133,13 @@ def _misplaced(schedule: Schedule, rank: int, action: Action) -> tuple[str, str]
     """Tell (what is wrong, what is expected) if this is no action, or none that this rank can run."""
     if type(action) is not Action or action.op not in OPS:
         return "not an action", "Action(stage, op, microbatch) with op F, B, I or W"
-    stage, _, microbatch = action
+    stage, op, microbatch = action
     if type(stage) is not int or not 0 <= stage < schedule.stages:
         return f"there is no stage {stage!r}", f"a stage from 0 to {schedule.stages - 1}"
     if type(microbatch) is not int or not 0 <= microbatch < schedule.microbatches:
         return f"there is no micro-batch {microbatch!r}", f"a micro-batch from 0 to {schedule.microbatches - 1}"
+    if op != FORWARD and not schedule.has_backward(stage):
+        return f"stage {stage} has nothing to train", f"no backward before stage {schedule.trained_from}"
     if schedule.placement[stage] != rank:
         return f"stage {stage} does not lie on this rank", f"{action} on rank {schedule.placement[stage]}"
     return None
@@ -153,13 +161,16 @@ def _untimely(action: Action, state: int) -> tuple[str, str]:
 def _check_complete(schedule: Schedule, state: bytearray) -> None:
     """Refuse a (stage, micro-batch) that is not finished or, in a schedule of forwards only, not forwarded."""
     goal = FORWARDED if max(state) <= FORWARDED else FINISHED
-    if state.count(goal) == len(state):
+    untrained = schedule.trained_from * schedule.microbatches
+    goals = bytes([FORWARDED]) * untrained + bytes([goal]) * (len(state) - untrained)
+    if state == goals:
         return
-    index = next(index for index, reached in enumerate(state) if reached != goal)
+    index = next(index for index, reached in enumerate(state) if reached != goals[index])
+    goal = goals[index]
     stage, microbatch = divmod(index, schedule.microbatches)
     rank = schedule.placement[stage]
     absent = f"{stage}{ABSENT[state[index]]}{microbatch}"
-    missing = len(state) - state.count(goal)
+    missing = sum(reached != wanted for reached, wanted in zip(state, goals))
     raise ScheduleError(
         f"{absent} is missing from the schedule\n" + grid(schedule, missing=[(rank, f"{absent}?")]),
         rank=rank,

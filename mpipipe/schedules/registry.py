@@ -5,17 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from mpipipe.errors import ArgumentError
-from mpipipe.schedules import classic, zero_bubble
+from mpipipe.schedules import building_blocks, classic, memory_limited, v_shaped, zero_bubble
 from mpipipe.schedules.schedule import Schedule, at_least_one
 
 ONE_STAGE: dict[str, Callable[[int, int], Schedule]] = {  # per rank
     "gpipe": classic.gpipe,
     "one_f_one_b": classic.one_f_one_b,
     "zero_bubble_h1": zero_bubble.zero_bubble_h1,
+    "zero_bubble_2p": memory_limited.zero_bubble_2p,
+}
+TWO_STAGES: dict[str, Callable[[int, int], Schedule]] = {
+    "zero_bubble_v": v_shaped.zero_bubble_v,
+    "dualpipe_v": v_shaped.dualpipe_v,
+    "v_half": building_blocks.v_half,
+    "v_min": building_blocks.v_min,
 }
 SEVERAL_STAGES: dict[str, Callable[[int, int, int], Schedule]] = {
     "interleaved_1f1b": classic.interleaved_1f1b,
     "looped_bfs": classic.looped_bfs,
+    "interleaved_zero_bubble": zero_bubble.interleaved_zero_bubble,
     "forward_only": classic.forward_only,
 }
 
@@ -26,11 +34,12 @@ def by_name(name: str, *, ranks: int, microbatches: int, chunks: int = 1) -> Sch
     Parameters
     ----------
     name : str
-        gpipe, one_f_one_b, interleaved_1f1b, looped_bfs, forward_only or zero_bubble_h1.
+        gpipe, one_f_one_b, zero_bubble_h1, zero_bubble_2p; with chunks interleaved_1f1b, looped_bfs,
+        interleaved_zero_bubble, forward_only; with two chunks zero_bubble_v, dualpipe_v, v_half, v_min.
     ranks, microbatches : int
         P and M, at least 1.
     chunks : int, optional
-        V, stages per rank; 1 for a schedule with one stage per rank.
+        V, stages per rank; 1 for a schedule with one stage per rank, 2 for one on a V.
 
     Returns
     -------
@@ -40,7 +49,7 @@ def by_name(name: str, *, ranks: int, microbatches: int, chunks: int = 1) -> Sch
     Raises
     ------
     ArgumentError
-        The name is unknown, a count is below 1, or there are chunks where the schedule has none.
+        The name is unknown, a count is below 1, or the schedule has another number of chunks.
 
     Examples
     --------
@@ -51,6 +60,15 @@ def by_name(name: str, *, ranks: int, microbatches: int, chunks: int = 1) -> Sch
     """
     if name in SEVERAL_STAGES:
         return SEVERAL_STAGES[name](ranks, chunks, microbatches)
+    if name in TWO_STAGES:
+        if at_least_one("chunks", chunks) != 2:
+            raise ArgumentError(
+                f"the schedule {name} has two stages per rank",
+                found=f"chunks={chunks}",
+                expected="chunks=2",
+                remedy="one of them is on the way down a V, one on the way up",
+            )
+        return TWO_STAGES[name](ranks, microbatches)
     if name not in ONE_STAGE:
         raise ArgumentError("unknown schedule", found=f"name={name!r}", expected="one of " + ", ".join(_signatures()))
     if at_least_one("chunks", chunks) != 1:
@@ -64,5 +82,5 @@ def by_name(name: str, *, ranks: int, microbatches: int, chunks: int = 1) -> Sch
 
 
 def _signatures() -> Iterator[str]:
-    yield from (f"{name}(ranks, microbatches)" for name in ONE_STAGE)
+    yield from (f"{name}(ranks, microbatches)" for name in (*ONE_STAGE, *TWO_STAGES))
     yield from (f"{name}(ranks, chunks, microbatches)" for name in SEVERAL_STAGES)

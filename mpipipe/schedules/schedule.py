@@ -28,6 +28,8 @@ class Schedule:
         M, the number of micro-batches.
     orders : sequence of sequences of Action
         For each rank its actions in order.
+    trained_from : int
+        The first stage that has backwards: those before it have nothing to train (see `with_frozen`).
 
     Attributes
     ----------
@@ -47,6 +49,7 @@ class Schedule:
     placement: tuple[int, ...]
     microbatches: int
     orders: tuple[tuple[Action, ...], ...] = field(repr=False)
+    trained_from: int = 0
     proven: bool = field(default=False, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -73,6 +76,27 @@ class Schedule:
     def splits_backward(self) -> bool:
         """Whether any backward is split into I and W."""
         return any(action.op in (INPUT_GRAD, WEIGHT_GRAD) for order in self.orders for action in order)
+
+    def has_backward(self, stage: int) -> bool:
+        """Tell whether a stage has backwards in a training step.
+
+        Parameters
+        ----------
+        stage : int
+            The logical stage.
+
+        Returns
+        -------
+        bool
+            False for stages before `trained_from`.
+
+        Examples
+        --------
+        >>> from mpipipe import schedules
+        >>> schedules.with_frozen(schedules.gpipe(2, 1), {0}).has_backward(0)
+        False
+        """
+        return stage >= self.trained_from
 
     @cached_property
     def fingerprint(self) -> int:

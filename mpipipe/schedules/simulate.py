@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from numbers import Real
 
@@ -84,6 +84,32 @@ class Costs:
             )
         return costs
 
+    def average(self, stages: int) -> Costs:
+        """Give each cost as its mean over the stages.
+
+        Parameters
+        ----------
+        stages : int
+            Number of stages.
+
+        Returns
+        -------
+        Costs
+            Numbers, for any number of stages.
+
+        Raises
+        ------
+        ArgumentError
+            As for `per_stage`.
+
+        Examples
+        --------
+        >>> from mpipipe.schedules import Costs
+        >>> Costs(forward=[1, 2]).average(stages=2).forward
+        1.5
+        """
+        return Costs(*(math.fsum(self.per_stage(entry.name, stages)) / stages for entry in fields(self)))
+
 
 EQUAL_COSTS = Costs()  # a unit of time for each of F, I and W
 
@@ -109,6 +135,8 @@ class Timeline:
         For each op its time in each stage.
     starts : list of array
         For each rank the start times of its actions.
+    ends : list of float
+        For each rank the end of its last action.
     """
 
     schedule: Schedule
@@ -118,6 +146,7 @@ class Timeline:
     peak_activations: list[int]
     durations: dict[str, list[float]] = field(repr=False)
     starts: list[array[float]] = field(repr=False)
+    ends: list[float] = field(repr=False)
 
     @cached_property
     def spans(self) -> tuple[tuple[Span, ...], ...]:
@@ -164,8 +193,8 @@ def simulate(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> Timeline:
     starts, ends = replay(schedule, durations, costs.per_stage("transfer", schedule.stages))
     makespan = max(ends)
     # A checked schedule is complete: every stage runs every micro-batch forward and, if there are backwards, back.
-    ops = (FORWARD,) if _forwards_only(schedule) else (FORWARD, BACKWARD)
-    busy = schedule.microbatches * math.fsum(cost for op in ops for cost in durations[op])
+    backwards = () if _forwards_only(schedule) else durations[BACKWARD][schedule.trained_from :]
+    busy = schedule.microbatches * math.fsum((*durations[FORWARD], *backwards))
     # Rounding of the sums must not make a negative bubble where there is none.
     idle = max(0.0, schedule.ranks * makespan - busy)
     return Timeline(
@@ -176,6 +205,7 @@ def simulate(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> Timeline:
         peak_activations=peak_activations(schedule),
         durations=durations,
         starts=starts,
+        ends=ends,
     )
 
 
@@ -194,18 +224,18 @@ def peak_activations(schedule: Schedule) -> list[int]:
     """Count for each rank the chunk activations that its order holds at once, at most; independent of costs."""
     if _forwards_only(schedule):
         return [0] * schedule.ranks
-    return [_peak(order) for order in schedule.orders]
+    return [_peak(order, schedule.trained_from) for order in schedule.orders]
 
 
 def _forwards_only(schedule: Schedule) -> bool:
     return all(action.op == FORWARD for order in schedule.orders for action in order)
 
 
-def _peak(order: Iterable[Action]) -> int:
+def _peak(order: Iterable[Action], trained_from: int) -> int:
     alive = peak = 0
-    for _, op, _ in order:
+    for stage, op, _ in order:
         if op == FORWARD:
-            alive += 1
+            alive += stage >= trained_from
             peak = max(peak, alive)
         elif op != INPUT_GRAD:
             alive -= 1

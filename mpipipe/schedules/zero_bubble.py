@@ -1,10 +1,14 @@
 """Schedules with a split backward: the stage before waits for I, and nobody waits for W, which fills the bubble.
 
-In the picture time runs to the right, each action takes one cell, and dots are idle time.
+In the pictures time runs to the right, each action takes one cell, and dots are idle time. Small letters are a rank's
+second chunk.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from mpipipe.even_split import even_split
 from mpipipe.schedules.action import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action
 from mpipipe.schedules.classic import actions
 from mpipipe.schedules.schedule import Schedule, at_least_one, looped_placement
@@ -44,18 +48,61 @@ def zero_bubble_h1(ranks: int, microbatches: int) -> Schedule:
     0F0,0F1,0I0,0W0,0F2,0I1,0W1,0I2,0W2
     1F0,1I0,1F1,1I1,1W0,1F2,1I2,1W1,1W2
     """
-    ranks, microbatches = at_least_one("ranks", ranks), at_least_one("microbatches", microbatches)
-    orders = tuple(_order(rank, ranks, microbatches) for rank in range(ranks))
-    return Schedule("zero_bubble_h1", looped_placement(ranks, 1), microbatches, orders)
+    schedule = interleaved_zero_bubble(ranks, 1, microbatches)
+    return Schedule("zero_bubble_h1", schedule.placement, schedule.microbatches, schedule.orders)
 
 
-def _order(rank: int, ranks: int, microbatches: int) -> tuple[Action, ...]:
-    warmup = min(ranks - 1 - rank, microbatches)
-    order = actions(FORWARD, (rank,), range(warmup))
-    for microbatch in range(microbatches):
-        order += actions(FORWARD, (rank,), range(microbatches)[warmup + microbatch : warmup + microbatch + 1])
-        order.append(Action(rank, INPUT_GRAD, microbatch))
-        if microbatch >= rank:
-            order.append(Action(rank, WEIGHT_GRAD, microbatch - rank))
-    order += actions(WEIGHT_GRAD, (rank,), range(max(0, microbatches - rank), microbatches))
-    return tuple(order)
+#     rank 0  F0 F1 f0 f1 .  i0 w0 F2 i1 w1 F3 I0 W0 f2 I1 W1 f3 i2 w2 i3 w3 I2 W2 I3 W3
+#     rank 1  .  F0 F1 f0 i0 f1 i1 w0 F2 I0 w1 F3 I1 W0 f2 i2 W1 f3 i3 w2 I2 w3 I3 W2 W3
+def interleaved_zero_bubble(ranks: int, chunks: int, microbatches: int) -> Schedule:
+    """Build interleaved 1F1B with a split backward: ZB-H1 with several chunks per rank.
+
+    Rank r runs each W r I's after its own I. Let f, b, w be the times of F, I, W of a chunk, with w at most f and b.
+    The bubble is (P-1)(f+b-w) for M >= P. Every rank holds at most min(MV, (V-1)g + P) chunk activations, where g is
+    the size of the first group of micro-batches (see `interleaved_1f1b`).
+    Source: Qi et al. 2023, arXiv:2401.10241, on the chunks of Narayanan et al. 2021, arXiv:2104.04473.
+
+    Parameters
+    ----------
+    ranks, chunks, microbatches : int
+        P, V and M, at least 1.
+
+    Returns
+    -------
+    Schedule
+        Interleaved 1F1B with a split backward.
+
+    Raises
+    ------
+    ArgumentError
+        A count is below 1.
+
+    Examples
+    --------
+    >>> from mpipipe import schedules
+    >>> print(schedules.interleaved_zero_bubble(2, 2, 2).to_csv(), end="")
+    0F0,0F1,2F0,2F1,2I0,2W0,2I1,2W1,0I0,0W0,0I1,0W1
+    1F0,1F1,3F0,3I0,3F1,3I1,3W0,1I0,3W1,1I1,1W0,1W1
+    """
+    ranks, chunks = at_least_one("ranks", ranks), at_least_one("chunks", chunks)
+    microbatches = at_least_one("microbatches", microbatches)
+    groups = even_split(microbatches, max(1, microbatches // ranks))
+    orders = []
+    for rank in range(ranks):
+        stages = range(rank, chunks * ranks, ranks)
+        forwards = [action for group in groups for action in actions(FORWARD, stages, group)]
+        inputs = [action for group in groups for action in actions(INPUT_GRAD, reversed(stages), group)]
+        warmup = min((chunks - 1) * len(groups[0]) + ranks - 1 - rank, chunks * microbatches)
+        orders.append(_split(forwards, inputs, warmup, delay=rank))
+    return Schedule("interleaved_zero_bubble", looped_placement(ranks, chunks), microbatches, tuple(orders))
+
+
+def _split(forwards: Sequence[Action], inputs: Sequence[Action], warmup: int, delay: int) -> tuple[Action, ...]:
+    """Take `warmup` F's, then an F, an I and, `delay` I's later, its W in turn; at the end what is left."""
+    weights = [Action(stage, WEIGHT_GRAD, microbatch) for stage, _, microbatch in inputs]
+    order = [*forwards[:warmup]]
+    for done, action in enumerate(inputs):
+        order += [*forwards[warmup + done : warmup + done + 1], action]
+        if done >= delay:
+            order.append(weights[done - delay])
+    return (*order, *weights[max(0, len(weights) - delay) :])

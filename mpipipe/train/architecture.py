@@ -30,5 +30,6 @@ class Model(Protocol):
 
 
 # Makes a model from the sizes in a configuration, as the class `models.GPT` does: called with seq, dim, layers, heads,
-# kv_heads, hidden, tied, dropout and rope_base by name. None is the architecture's own choice.
+# kv_heads, hidden, tied, dropout and rope_base by name, and with vocab where the data are not bytes. None is the
+# architecture's own choice.
 Architecture: TypeAlias = Callable[..., Model]

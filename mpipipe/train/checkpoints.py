@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,8 @@ class Checkpoints:
             self.finish(then)
 
     def _save(self, facts: Mapping[str, Any], then: str) -> None:
-        """Begin to save a checkpoint; one that is still in flight is finished first."""
-        self.finish(AGAIN)
+        """Begin to save a checkpoint once there is room for it, also where an earlier one turns out to have failed."""
+        self._look(partial(self.saver.finish, room_for=self.progress.step), AGAIN)
         self.owed = True
         with self._bearing(then):
             self.saver.save(self.progress.step, self.progress.state(facts), beforehand=self.reporter.sync)
@@ -81,7 +82,7 @@ class Checkpoints:
     def _look(self, how: Callable[[], Path | None], then: str) -> None:
         with self._bearing(then):
             if how() is not None:
-                self.owed = False
+                self.owed = self.saver.in_flight
                 self.preemption.save_took(self.saver.seconds)
 
     @contextmanager
@@ -89,7 +90,7 @@ class Checkpoints:
         try:
             yield
         except StorageError as error:
-            self.owed = False
+            self.owed = self.saver.in_flight
             if self.config.on_storage_error == "end":
                 raise
             if self.progress.mesh.rank == 0:

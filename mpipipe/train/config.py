@@ -5,16 +5,15 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-import operator
 import textwrap
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from mpipipe.comm.stop_signals import parse_signals
 from mpipipe.comm.time_limit import parse_duration
-from mpipipe.errors import ArgumentError, ConfigError
+from mpipipe.errors import ConfigError
+from mpipipe.train.config_checks import NOUNS, check_parsed, check_range, check_together, typed
 from mpipipe.train.config_file import read_keys
 
 
@@ -52,7 +51,23 @@ class TrainConfig:
     0.003
     """
 
-    data: tuple[str, ...] = option((), "file or folder of text; repeatable; default: the standard library's source")
+    data: tuple[str, ...] = option(
+        (), "file or folder of text, or file of tokens; repeatable; default: the standard library's source"
+    )
+    tokenizer: str | None = option(
+        None, "folder of the tokenizer of the tokens, which is compared with theirs and shows them as text"
+    )
+    packing: str = option(
+        "none",
+        "what attention does at the ends of documents: none: it goes on across them; segments: it stays within each",
+        choices=("none", "segments"),
+    )
+    order: str = option(
+        "random",
+        "windows to train on: random: anywhere, with replacement; epoch: each once in an epoch, in a new order",
+        choices=("random", "epoch"),
+    )
+    vocab: int | None = option(None, "token ids of the model; default: those of the data, 256 for bytes", least=1)
     out: str | None = option(
         None, "new or empty folder for metrics, weights and checkpoints; default: runs/ and the time of the start"
     )
@@ -66,7 +81,32 @@ class TrainConfig:
     resume: str = option(
         "no", "auto: go on from the newest checkpoint in out, or begin there; or go on from this checkpoint; no: begin"
     )
-    init: str | None = option(None, "checkpoint, or output folder of a training, whose weights to begin with")
+    init: str | None = option(
+        None, "checkpoint, output folder of a training, or folder of Hugging Face, whose weights to begin with"
+    )
+    from_: str | None = option(None, "such a folder, whose architecture and weights to begin with")
+    save_as: str = option(
+        "mpipipe",
+        "format of the model at the end: mpipipe in weights/, huggingface in huggingface/",
+        choices=("mpipipe", "huggingface"),
+    )
+    save_dtype: str | None = option(
+        None,
+        "dtype of a model that is saved as huggingface: float32, bfloat16, float16 or float64; default: that of the "
+        "parameters",
+        choices=("float32", "bfloat16", "float16", "float64"),
+    )
+
+    freeze: tuple[str, ...] = option(
+        (),
+        "pattern of names of parameters that stay as they are, such as '0.*'; repeatable; the last that fits counts, "
+        "one with ! in front keeps trained",
+    )
+    lora: str | None = option(
+        None,
+        "train low-rank adapters alone: rank,alpha,target,... such as 8,16,q_proj,v_proj, or the folder of an adapter "
+        "of PEFT to go on with",
+    )
 
     preempt_signals: str = option(
         "USR2,TERM",
@@ -86,7 +126,7 @@ class TrainConfig:
     heads: int = option(4, "attention heads", least=1)
     kv_heads: int | None = option(None, "key and value heads; default: as many as heads", least=1)
     hidden: int | None = option(None, "inner width of SwiGLU; default: 8/3 dim, rounded up to 64", least=1)
-    seq_len: int = option(128, "bytes in a sequence", least=1)
+    seq_len: int = option(128, "bytes or tokens in a sequence", least=1)
     tied: bool = option(False, "one matrix for embedding and head")
     dropout: float = option(0.0, "probability of dropping a value after attention and SwiGLU", least=0, below=1)
     rope_base: float = option(10000.0, "base of the rotary position embedding", above=1)
@@ -94,7 +134,11 @@ class TrainConfig:
     pipe: int | None = option(None, "ranks of one pipeline; default: all that seq leaves", least=1)
     seq: int = option(1, "ranks that share each sequence, by ring attention; a replica has pipe x seq ranks", least=1)
     layout: str = option("zigzag", "which positions each of them holds", choices=("zigzag", "contiguous", "striped"))
-    schedule: str = option("one_f_one_b", "schedule; others: gpipe, interleaved_1f1b, looped_bfs, zero_bubble_h1")
+    schedule: str = option(
+        "one_f_one_b",
+        "schedule; others: gpipe, interleaved_1f1b, looped_bfs, zero_bubble_h1, zero_bubble_2p, "
+        "interleaved_zero_bubble; with chunks 2: zero_bubble_v, dualpipe_v, v_half, v_min",
+    )
     chunks: int = option(1, "stages on each rank", least=1)
     microbatches: int | None = option(None, "micro-batches of a step in each replica; default: 4 per rank", least=1)
     recompute: bool = option(False, "keep only stage inputs, and run each forward again before its backward")
@@ -135,30 +179,20 @@ class TrainConfig:
     log_every: int = option(10, "steps between two lines of progress", least=1)
     eval_every: int = option(100, "steps between two validations; there is one more at the end", least=1)
     eval_batches: int = option(4, "batches of a validation", least=1)
-    sample_bytes: int = option(200, "bytes of text to generate at the end", least=0)
-    temperature: float = option(0.8, "of the generated text; 0 takes the likeliest byte", least=0, below=math.inf)
+    sample_bytes: int = option(200, "bytes or tokens of text to generate at the end", least=0)
+    temperature: float = option(
+        0.8, "of the generated text; 0 takes the likeliest byte or token", least=0, below=math.inf
+    )
 
     def __post_init__(self) -> None:
         for entry in dataclasses.fields(self):
-            value = _typed(entry, getattr(self, entry.name))
-            _check_range(entry, value)
+            kind = KINDS[entry.name]
+            value = typed(entry, getattr(self, entry.name), kind)
+            check_range(entry, value, kind)
             object.__setattr__(self, entry.name, value)
         for name, parse in PARSED.items():
-            _check_parsed(name, getattr(self, name), parse)
-        if self.watchdog is not None and 0 < self.watchdog < 1:
-            raise ConfigError("watchdog is too short", found=self.watchdog, expected="0, or at least 1")
-        if self.loss_scale is not None and 0 < self.loss_scale < 1:
-            raise ConfigError("loss_scale shrinks gradients", found=self.loss_scale, expected="0, or at least 1")
-        if self.resume == "auto" and self.out is None:
-            raise ConfigError(
-                "resume = auto without out", expected="the folder in which to look", remedy="name it with --out"
-            )
-        if self.resume not in ("auto", "no") and self.init is not None:
-            raise ConfigError(
-                "resume and init are both given",
-                found=f"resume {self.resume}, init {self.init}",
-                expected="one of them: a checkpoint that is resumed has weights",
-            )
+            check_parsed(name, getattr(self, name), parse)
+        check_together(self)
 
     @property
     def scales_dynamically(self) -> bool:
@@ -192,12 +226,23 @@ class TrainConfig:
         >>> TrainConfig.load(steps=100, lr=None).steps
         100
         """
-        keys = {} if path is None else read_keys(Path(path))
-        flags = {name: value for name, value in flags.items() if value is not None}
+        keys = {
+            FIELDS.get(name, name): value for name, value in ({} if path is None else read_keys(Path(path))).items()
+        }
+        flags = {FIELDS.get(name, name): value for name, value in flags.items() if value is not None}
         for source, given in ((path, keys), ("the flags", flags)):
             for key in given:
                 _check_known(key, source)
-        return cls(**{**keys, **flags})
+        given = {**keys, **flags}
+        sizes = [name for name in FROM_FOLDER if name in given]
+        if given.get("from_") is not None and sizes:
+            raise ConfigError(
+                f"{sizes[0]} and from are both given",
+                found=f"{sizes[0]} = {given[sizes[0]]}, from {given['from_']}",
+                expected="one of them: the architecture comes from the folder",
+                remedy=f"leave out {' and '.join(sizes)}",
+            )
+        return cls(**given)
 
 
 def _parameters() -> str:
@@ -213,7 +258,17 @@ def _parameters() -> str:
 if TrainConfig.__doc__:  # python -OO has none
     TrainConfig.__doc__ = TrainConfig.__doc__.replace("    Raises\n", _parameters() + "    Raises\n", 1)
 
-NOUNS = {int: "an integer", float: "a number", bool: "true or false", str: "a string", tuple: "a list of strings"}
+FROM_FOLDER = (
+    "vocab",
+    "dim",
+    "layers",
+    "heads",
+    "kv_heads",
+    "hidden",
+    "tied",
+    "rope_base",
+)  # what a folder says, with `from`
+FIELDS = {"from": "from_"}  # names of keys that no field can have in Python
 
 
 PARSED = {"preempt_signals": parse_signals, "time_limit": parse_duration}  # texts with a meaning of their own
@@ -239,40 +294,3 @@ def _check_known(key: str, source: str | None) -> None:
         expected=" or ".join(near) if near else ", ".join(KINDS),
         remedy="keys stand at the top level of the file, without tables; `mpipipe train --help` explains each",
     )
-
-
-def _typed(entry: dataclasses.Field, value: Any) -> Any:
-    """Return `value` in the field's type. Only a list becomes a tuple, and an integer a float."""
-    kind = KINDS[entry.name]
-    if value is None and entry.default is None:
-        return None
-    if kind is tuple and isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value):
-        return tuple(value)
-    if kind is float and type(value) is int:
-        return float(value)
-    if kind is not tuple and type(value) is kind:
-        return value
-    raise ConfigError(f"the type of {entry.name} is wrong", found=repr(value), expected=NOUNS[kind])
-
-
-def _check_parsed(name: str, value: Any, parse: Callable[[Any], object]) -> None:
-    try:
-        parse("0" if value is None else value)
-    except ArgumentError as error:
-        raise ConfigError(f"{name}: {error.message}", found=error.found, expected=error.expected) from None
-
-
-def _check_range(entry: dataclasses.Field, value: Any) -> None:
-    limits, text = dict(entry.metadata), entry.metadata["help"]
-    if limits["choices"] is not None and value not in limits["choices"]:
-        raise ConfigError(f"{entry.name} ({text})", found=repr(value), expected=" or ".join(limits["choices"]))
-    if KINDS[entry.name] is int and limits["below"] is None:
-        limits["below"] = 2**63  # what numpy and MPI can count
-    bounds = [(sign, limits[name], holds) for name, (sign, holds) in LIMITS.items() if limits[name] is not None]
-    if value is not None and not all(holds(value, limit) for _, limit, holds in bounds):
-        words = " and ".join(f"{sign} {limit}" for sign, limit, _ in bounds)
-        raise ConfigError(f"{entry.name} ({text}) is out of range", found=repr(value), expected=words)
-
-
-# NaN fails each of these comparisons.
-LIMITS = {"least": ("at least", operator.ge), "above": ("above", operator.gt), "below": ("below", operator.lt)}

@@ -6,18 +6,33 @@ from pathlib import Path
 
 from mpipipe.comm.mesh import Mesh
 from mpipipe.train.config import TrainConfig
-from mpipipe.train.data import Corpus
+from mpipipe.train.data import Source
 from mpipipe.train.training_plan import TrainingPlan
 
 
 def introduction(
-    config: TrainConfig, plan: TrainingPlan, mesh: Mesh, corpus: Corpus | None, place: str, out: Path
+    config: TrainConfig, plan: TrainingPlan, mesh: Mesh, data: Source | None, unit: str, *, place: str, out: Path
 ) -> str:
-    """Return what is trained, on which ranks, and where metrics go; `place` is what computes: CPUs or GPUs."""
-    text = "" if corpus is None else f", {len(corpus.train):,} bytes of text"
+    """Return what is trained, on which ranks, and where metrics go.
+
+    `unit` is what a token is: bytes or tokens. `place` is what computes: CPUs or GPUs.
+    """
+    text = "" if data is None else f", {len(data.train):,} {unit} of text"
     return (
         f"mpipipe: {mesh.comm.size} ranks = pipe {mesh.pipe.size} x data {mesh.data.size} x seq {mesh.seq.size}; "
         f"{plan.schedule.name}, {plan.schedule.stages} stages, {plan.schedule.microbatches} micro-batches\n"
-        f"mpipipe: {plan.model.parameters:,} parameters, {config.dtype} on {place}, batch {config.batch} x "
-        f"{config.seq_len} bytes{text}; metrics in {out}"
+        f"mpipipe: {plan.model.parameters:,} parameters{_trained(plan)}, {config.dtype} on {place}, "
+        f"batch {config.batch} x {config.seq_len} {unit}{text}; metrics in {out}"
     )
+
+
+def _trained(plan: TrainingPlan) -> str:
+    """Return how many parameters are trained, where that is not all of them."""
+    tuning = plan.tuning
+    if tuning.lora is not None:
+        count = sum(entry.size for entry in tuning.trained(plan.model).values())
+        return f" and {count:,} of adapters, which alone are trained"
+    if tuning.freeze:
+        sizes = {entry.tie or name: entry.size for name, entry in tuning.trained(plan.model).items()}
+        return f" of which {sum(sizes.values()):,} are trained"
+    return ""

@@ -8,6 +8,7 @@ from mpipipe import checkpoint
 from mpipipe.comm.mesh import Mesh
 from mpipipe.comm.preemption import Preemption
 from mpipipe.comm.stop_signals import parse_signals
+from mpipipe.comm.time_limit import parse_duration
 from mpipipe.train import resume
 from mpipipe.train.config import TrainConfig
 from mpipipe.train.report import NullReporter, Reporter
@@ -26,7 +27,8 @@ def preemption_of(config: TrainConfig, mesh: Mesh, reporter: Reporter | NullRepo
 
 def may_save(config: TrainConfig) -> bool:
     """Whether this training may save a checkpoint: at steps that are configured, or where it has to leave."""
-    return config.save_every > 0 or bool(parse_signals(config.preempt_signals)) or config.time_limit != "0"
+    limited = config.time_limit is None or parse_duration(config.time_limit) > 0  # None: SLURM may set a limit
+    return config.save_every > 0 or bool(parse_signals(config.preempt_signals)) or limited
 
 
 def whereabouts(done: int, steps: int, out: Path) -> str:

@@ -1,10 +1,13 @@
-"""Refuses numbers of layers and actions that nobody can mean, before anything of such a size is built.
+"""Refuses numbers of layers, actions and positions that could not have run, before anything of such a size is built.
 
-The limits are generous: what they refuse could not have run.
+The limits of layers and actions are generous: nobody can mean more.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from mpipipe import nn
 from mpipipe.errors import ConfigError
 
 ACTIONS = 1 << 22  # of all ranks in a schedule: building and checking so many takes some seconds and 1 GB
@@ -25,4 +28,22 @@ def check_counts(layers: int, ranks: int, chunks: int, microbatches: int) -> Non
             f"{chunks:,} chunks each",
             expected=f"at most {ACTIONS:,}",
             remedy="lower microbatches or chunks",
+        )
+
+
+def longest_text(layers: Sequence[nn.Layer]) -> int | None:
+    """Return how many tokens a text may have for learned positions, None for a model without; the last is not read."""
+    tables = [layer.count for top in layers for _, layer in top.walk("") if isinstance(layer, nn.LearnedPositions)]
+    return min(tables) + 1 if tables else None
+
+
+def check_positions(layers: Sequence[nn.Layer], capacity: int) -> None:
+    """Raise ConfigError where a text of `capacity` tokens passes a learned table."""
+    longest = longest_text(layers)
+    if longest is not None and capacity > longest:
+        raise ConfigError(
+            "the text would be longer than the model's learned positions",
+            found=f"{capacity:,} tokens in all",
+            expected=f"at most {longest:,}: {longest - 1:,} positions, and one token more at the end",
+            remedy="generate fewer tokens, or give a shorter prompt",
         )

@@ -27,7 +27,7 @@ def check_training(config: TrainConfig, plan: TrainingPlan, rank: int, device: s
     each of its layers; for a GPU, parameters as they are drawn and the batch.
     """
     layers = own_layers(plan, rank)
-    count = parameters_of(layers)
+    count, trained = parameters_of(layers), plan.trained_parameters(rank)
     kind = arrays.dtype(config.dtype)
     wide = arrays.accumulator(kind).itemsize
     needs = {
@@ -35,26 +35,31 @@ def check_training(config: TrainConfig, plan: TrainingPlan, rank: int, device: s
         f"{count:,} parameters": count * wide,
     }
     if device == "cpu":
-        rows, length = -(-plan.rows // plan.schedule.microbatches), -(-config.seq_len // config.seq)
+        rows, length = plan.microbatch_rows, -(-config.seq_len // config.seq)
         needs |= {
-            f"gradients and state of {config.optimizer}": count * wide * (1 + STATES[config.optimizer]),
+            f"gradients and state of {config.optimizer}": trained * wide * (1 + STATES[config.optimizer]),
             "activations of one micro-batch": len(layers) * rows * length * config.dim * kind.itemsize,
         }
     _check_memory(f"training on pipeline rank {rank}", needs, "lower dim, hidden, layers, batch or seq_len, or use "
                   "more ranks for a pipeline")  # fmt: skip
 
 
-def check_decoding(plan: TrainingPlan, rank: int, dtype: str, capacity: int, ranks: int) -> None:
-    """As `check_training`, for the parameters of a decoder and its caches of `capacity` positions on `ranks` ranks."""
+def check_decoding(plan: TrainingPlan, rank: int, dtype: str, caches: tuple[int, int], ranks: int) -> None:
+    """As `check_training`, for the parameters of a decoder and its caches: (sequences, positions), on `ranks` ranks."""
+    slots, capacity = caches
     layers = own_layers(plan, rank)
     attentions = [layer for top in layers for _, layer in top.walk("") if isinstance(layer, nn.SelfAttention)]
     width = sum(2 * layer.kv_heads * layer.head_dim for layer in attentions)
     count, size = parameters_of(layers), arrays.dtype(dtype).itemsize
     needs = {
         f"{count:,} parameters": 2 * count * size,  # a stage has as many gradients
-        f"keys and values of {capacity:,} positions": -(-capacity // ranks) * width * size,
+        f"keys and values of {slots} x {capacity:,} positions": slots * -(-capacity // ranks) * width * size,
     }
-    _check_memory(f"generating text on pipeline rank {rank}", needs, "generate fewer bytes, or use more ranks")
+    _check_memory(
+        f"generating text on pipeline rank {rank}",
+        needs,
+        "generate fewer tokens, or answers to fewer prompts at once, or use more ranks",
+    )
 
 
 def own_layers(plan: TrainingPlan, rank: int) -> list[nn.Layer]:

@@ -25,15 +25,15 @@ class Record:
     step : int
         Number of steps that are done.
     loss : float, optional
-        Mean loss over the batch of the last step, in nats per byte.
+        Mean loss over the batch of the last step, in nats per token: a byte, where the data are no tokens.
     validation : float, optional
-        Mean loss over the validation windows, in nats per byte.
+        Mean loss over the validation windows, in nats per token.
     lr : float, optional
         Learning rate of the last step.
     grad_norm : float, optional
         Norm of all gradients of the last step, before clipping. None where they were not finite.
     tokens_per_second : float, optional
-        Bytes trained on per second since the last record, over all replicas.
+        Tokens trained on per second since the last record, over all replicas.
     bubble : float, optional
         Idle share of the ranks' time, measured since the last record.
     predicted : float, optional
@@ -42,6 +42,8 @@ class Record:
         Factor on the gradients of the next step, where it is dynamic.
     skipped : int, optional
         Steps skipped so far because the loss scale was too large, where it is dynamic.
+    bits_per_byte, validation_bits_per_byte : float, optional
+        The two losses in bits per byte of text, where it is known how many bytes the tokens stand for.
 
     Examples
     --------
@@ -60,6 +62,8 @@ class Record:
     predicted: float | None = None
     loss_scale: float | None = None
     skipped: int | None = None
+    bits_per_byte: float | None = None
+    validation_bits_per_byte: float | None = None
 
     def facts(self) -> dict[str, float]:
         """Return what was measured, by name.
@@ -83,6 +87,8 @@ COLUMNS = {
     "predicted": ("predicted", "{:.3f}"),
     "loss_scale": ("scale", "{:g}"),
     "skipped": ("skipped", "{}"),
+    "bits_per_byte": ("bits/byte", "{:.4f}"),
+    "validation_bits_per_byte": ("validation bits/byte", "{:.4f}"),
 }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,20 @@ from mpipipe.comm.group import group_of
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ConfigError
 from mpipipe.files import PARTIAL
+from mpipipe.models.huggingface.writing import FORMER
 from mpipipe.train import metrics, output, weights
+from mpipipe.train.architecture import Model
+from mpipipe.train.base import check_same_model
 from mpipipe.train.config import TrainConfig
+from mpipipe.train.fine_tuning import INSIDE as ADAPTER
+from mpipipe.train.huggingface_folder import INSIDE
+from mpipipe.train.model_folder import open_on_all
 from mpipipe.train.training_plan import TrainingPlan
 
 MAY_CHANGE = (
     "pipe", "seq", "layout", "schedule", "chunks", "microbatches", "recompute", "device", "steps", "log_every",
     "eval_every", "eval_batches", "sample_bytes", "temperature", "out", "save_every", "keep", "resume", "init",
+    "from_", "save_as", "save_dtype",
     "watchdog", "on_storage_error", "check_weights", "preempt_signals", "preempt_grace", "time_limit",
     "survive",
 )  # fmt: skip
@@ -38,8 +45,7 @@ def checkpoints_of(out: Path) -> Path:
 
 def facts_of(config: TrainConfig, plan: TrainingPlan, fingerprint: str) -> dict[str, Any]:
     """Return what a checkpoint remembers of the training's configuration, as plain values."""
-    plain: dict[str, Any] = json.loads(json.dumps(vars(config)))  # tuples become lists
-    return {"configuration": plain, "model": asdict(plan.model), "fingerprint": fingerprint}
+    return {"configuration": _plain(vars(config)), "model": _plain(asdict(plan.model)), "fingerprint": fingerprint}
 
 
 def find_start(config: TrainConfig, plan: TrainingPlan, mesh: Mesh, out: Path, fingerprint: str) -> Checkpoint | None:
@@ -53,7 +59,7 @@ def find_start(config: TrainConfig, plan: TrainingPlan, mesh: Mesh, out: Path, f
         if mesh.rank == 0:
             found = _found(config, out)
             if found is not None:
-                _check_same(found, facts_of(config, plan, fingerprint), config)
+                _check_same(found, facts_of(config, plan, fingerprint), config, plan.model)
             if config.resume == "no" or (found is not None and not _is_in(found, out)):
                 output.check_vacant(out)
             else:
@@ -78,7 +84,15 @@ def _is_in(found: Checkpoint, out: Path) -> bool:
 
 def _check_unfinished(out: Path) -> None:
     """Raise ConfigError for a folder that holds more than a training leaves that ended before its first checkpoint."""
-    ours = {metrics.NAME, metrics.NAME + PARTIAL, checkpoints_of(out).name, output.MARKER}
+    ours = {
+        INSIDE + PARTIAL,
+        INSIDE + FORMER,
+        ADAPTER + PARTIAL,
+        metrics.NAME,
+        metrics.NAME + PARTIAL,
+        checkpoints_of(out).name,
+        output.MARKER,
+    }
     weights_of = weights.folder_of(out)
     if not (weights_of / weights.DESCRIPTION).exists():  # which is written last
         ours.add(weights_of.name)
@@ -92,11 +106,13 @@ def _check_unfinished(out: Path) -> None:
         )
 
 
-def _check_same(found: Checkpoint, now: dict[str, Any], config: TrainConfig) -> None:
+def _check_same(found: Checkpoint, now: dict[str, Any], config: TrainConfig, model: Model) -> None:
     """Raise ConfigError unless this is a checkpoint of the same training, not yet past its end."""
     place = str(found.path)
     try:
-        before = _fixed({**vars(TrainConfig()), **found.state["configuration"]}, found.state["model"])
+        before = _fixed(
+            {**_plain(vars(TrainConfig())), **found.state["configuration"]}, _completed(model, found.state["model"])
+        )
         fingerprint = found.state["fingerprint"]
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
@@ -134,20 +150,28 @@ def _fixed(configuration: dict[str, Any], model: dict[str, Any]) -> dict[str, An
     return {key: value for key, value in values.items() if key not in (*MAY_CHANGE, BY_CONTENT)}
 
 
-def load_weights(source: str, mesh: Mesh, stages: Sequence[nn.Stage]) -> None:
-    """Set the parameters of this rank from a checkpoint or from the weights of a training that ended; collective."""
-    path = Path(output.shared_path(mesh.comm, source))
-    group, folder = group_of(mesh.comm), None
-    with group.together("train: the weights to begin with"):
-        if mesh.rank == 0:
-            places = (path, weights.folder_of(path))
-            folder = next((place for place in places if (place / weights.DESCRIPTION).exists()), None)
-    folder = group.broadcast("train: the weights to begin with", folder)
-    if folder is None:
-        checkpoint.load(path, mesh, stages)
-        return
-    with group.together("train: the weights to begin with"):
-        weights.load(folder, stages)
+def _completed(model: Model, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Return the sizes of a model as they were saved, with fields that it has had only since then at their defaults."""
+    known = {entry.name for entry in fields(model) if entry.init}
+    made: Model = type(model)(**{name: value for name, value in sizes.items() if name in known})
+    return {**_plain(asdict(made)), **sizes}
+
+
+def _plain(values: Any) -> Any:
+    """Return values as they come back from a file: tuples become lists."""
+    return json.loads(json.dumps(values))
+
+
+def load_weights(source: str, mesh: Mesh, stages: Sequence[nn.Stage], model: Model) -> None:
+    """Set the parameters of this rank, which are those of `model`, from the model in a folder; collective.
+
+    A folder of Hugging Face says more than shapes: where it describes another model, ConfigError is raised.
+    """
+    folder = open_on_all(mesh.comm, source)
+    with group_of(mesh.comm).together("train: the weights to begin with"):
+        if folder.kind == "huggingface":
+            check_same_model(folder, model)
+    folder.load(stages, mesh)
 
 
 def leave_behind(found: Checkpoint | None, out: Path) -> list[Path]:

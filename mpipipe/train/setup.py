@@ -13,20 +13,28 @@ from mpipipe.comm.group import group_of
 from mpipipe.comm.mesh import Mesh
 from mpipipe.comm.types import Communicator
 from mpipipe.comm.watch.membership import watching
+from mpipipe.nn.lora import without_adapters
 from mpipipe.pipeline import Pipeline
 from mpipipe.train import interrupt, leaving, output, resume
 from mpipipe.train.architecture import Architecture
+from mpipipe.train.base import Base, architecture_of, find_base
 from mpipipe.train.config import TrainConfig
-from mpipipe.train.preparation import check_same_config, make_plan, make_reporter, open_corpus
+from mpipipe.train.data import Source
+from mpipipe.train.fine_tuning import FineTuning, find_tuning
+from mpipipe.train.packing import Packing
+from mpipipe.train.preparation import check_same_config, find_data, make_plan, make_reporter, open_data
 from mpipipe.train.progress import Progress
 from mpipipe.train.report import NullReporter, Record
+from mpipipe.train.result import origin_of
 from mpipipe.train.shard import Shard
 from mpipipe.train.survival import Crew
 from mpipipe.train.trainer import Trainer
 
 
-def train(config: TrainConfig, architecture: Architecture, comm: Communicator | None = None) -> Record:
-    """Train a model on bytes, on all ranks of a communicator; collective.
+def train(
+    config: TrainConfig, architecture: Architecture, comm: Communicator | None = None, data: Source | None = None
+) -> Record:
+    """Train a model on bytes or tokens, on all ranks of a communicator; collective.
 
     Progress goes to the standard output of rank 0, and to metrics.jsonl in `config.out`. That folder must be new or
     empty, unless the training is resumed; a relative path begins in the working folder of rank 0. A standard output
@@ -41,6 +49,8 @@ def train(config: TrainConfig, architecture: Architecture, comm: Communicator | 
         Makes the model from the sizes in `config`, such as `models.GPT`.
     comm : communicator, optional
         The ranks, COMM_WORLD by default. It is duplicated.
+    data : Source, optional
+        What to read in place of `config.data`; the same on every rank. See `mpipipe.train.data.Source`.
 
     Returns
     -------
@@ -78,40 +88,69 @@ def train(config: TrainConfig, architecture: Architecture, comm: Communicator | 
     """
     comm = runtime.resolve(comm)
     check_same_config(group_of(comm), config)
+    config, base = find_base(config, comm)
+    tuning = find_tuning(config, comm)
+    architecture = architecture_of(base, architecture)
     out = Path(output.shared_path(comm, config.out))
     pipe = max(1, comm.size // config.seq) if config.pipe is None else config.pipe
     if config.survive:
         crew = Crew(config, comm, pipe, out)
         with watching(config.watchdog, out):
-            return crew.train(lambda mesh: _train_in(mesh, config, architecture, out, crew))
+            return crew.train(
+                lambda mesh: _train_in(mesh, config, architecture, base, data, out=out, tuning=tuning, crew=crew)
+            )
     with group_of(comm).together("train: the mesh"):
         mesh = Mesh(comm, pipe=pipe, seq=config.seq)
     with watching(config.watchdog, out), mesh:
-        return _train_in(mesh, config, architecture, out)
+        return _train_in(mesh, config, architecture, base, data, out=out, tuning=tuning)
 
 
-def _train_in(mesh: Mesh, config: TrainConfig, model: Architecture, out: Path, crew: Crew | None = None) -> Record:
+def _train_in(
+    mesh: Mesh,
+    config: TrainConfig,
+    model: Architecture,
+    base: Base | None,
+    data: Source | None,
+    *,
+    out: Path,
+    tuning: FineTuning,
+    crew: Crew | None = None,
+) -> Record:
     device = select_device(config.device, mesh.comm)
     if crew is not None:
         crew.check_device(device)
     with arrays.own_stream(device):
-        return _train_on(device, config, model, mesh, out, crew)
+        return _train_on(device, config, model, base, mesh, data, out=out, tuning=tuning, crew=crew)
 
 
-def _train_on(place: str, config: TrainConfig, model: Architecture, mesh: Mesh, out: Path, crew: Crew | None) -> Record:
+def _train_on(
+    place: str,
+    config: TrainConfig,
+    model: Architecture,
+    base: Base | None,
+    mesh: Mesh,
+    data: Source | None,
+    *,
+    out: Path,
+    tuning: FineTuning,
+    crew: Crew | None,
+) -> Record:
     survivor = crew if crew is not None and crew.goes_on else None  # has the state of the training in memory
     group = group_of(mesh.comm)
-    plan = make_plan(config, model, mesh, place)
-    corpus, fingerprint = open_corpus(config, plan, mesh)
-    start = None if survivor else resume.find_start(config, plan, mesh, out, fingerprint)
+    found = find_data(config, data, group)
+    plan = make_plan(config, model, base, mesh, place, found.vocab, tuning)
+    source, language = open_data(config, plan, mesh, found, base)
+    start = None if survivor else resume.find_start(config, plan, mesh, out, found.fingerprint)
     with group.together("train: the shards of sequences"):
-        shard = Shard(mesh.seq, config.layout, config.seq_len)
+        packing = Packing(plan.schedule.microbatches) if config.packing == "segments" else None
+        shard = Shard(mesh.seq, config.layout, config.seq_len, packing)
     with group.together("train: the stages"):
         kernels.check_choice(place)
         stages = plan.stages(mesh.pipe.rank, shard, config.dtype, config.seed, place)
+        loss = shard.loss_for(stages[-1], plan.microbatch_rows)
     with (
         Pipeline(
-            stages, plan.schedule, mesh.pipe, loss=shard.loss, recompute=config.recompute, replicas=mesh.replicas
+            stages, plan.schedule, mesh.pipe, loss=loss, recompute=config.recompute, replicas=mesh.replicas
         ) as pipeline,
         optim.GlobalNorm(stages, mesh.pipe, replicas=mesh.replicas) as norm,
     ):
@@ -121,16 +160,31 @@ def _train_on(place: str, config: TrainConfig, model: Architecture, mesh: Mesh, 
         elif start is not None:
             progress.load(start)
         elif config.init is not None:
-            resume.load_weights(config.init, mesh, stages)
+            resume.load_weights(config.init, mesh, without_adapters(stages, merged=False), plan.model)
+        elif base is not None:
+            base.folder.load(without_adapters(stages, merged=False), mesh)
+        if not survivor and start is None:
+            tuning.load(stages, plan.model, origin_of(config, base), mesh)
         output.make_folder(out, mesh.comm, writes=mesh.replicas.rank == 0 or leaving.may_save(config))
         with group.together("train: the reporter"):
             make = survivor.reporter if survivor else partial(make_reporter, config, out, start)
             reporter = make() if mesh.rank == 0 else NullReporter()
         with reporter, leaving.preemption_of(config, mesh, reporter) as preemption:
             trainer = Trainer(
-                config, mesh, plan, shard, progress, preemption, norm=norm, corpus=corpus, reporter=reporter, out=out
+                config,
+                mesh,
+                plan,
+                shard,
+                progress,
+                preemption,
+                norm=norm,
+                data=source,
+                language=language,
+                reporter=reporter,
+                out=out,
+                base=base,
             )
-            trainer.facts = resume.facts_of(config, plan, fingerprint)
+            trainer.facts = resume.facts_of(config, plan, found.fingerprint)
             if crew is not None:
                 crew.enlist(trainer)
             preemption.whereabouts = trainer.whereabouts

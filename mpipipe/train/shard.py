@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ from mpipipe.arrays import Array
 from mpipipe.attention import Layout, Local, Ring
 from mpipipe.comm.types import Communicator
 from mpipipe.errors import ConfigError
+from mpipipe.nn.head_loss import worth_tiles
+from mpipipe.train.packing import PackedAttend, Packing
 
 
 class Shard:
@@ -20,6 +23,7 @@ class Shard:
     ----------
     comm : the ranks that share a sequence; a single one has it all
     layout : "zigzag", "contiguous" or "striped"
+    packing : has the documents of each batch; None where attention goes across them
 
     Attributes
     ----------
@@ -29,7 +33,7 @@ class Shard:
     Raises ConfigError where a rank would have no position.
     """
 
-    def __init__(self, comm: Communicator, layout: str, seq_len: int) -> None:
+    def __init__(self, comm: Communicator, layout: str, seq_len: int, packing: Packing | None = None) -> None:
         self.layout, self.rank = Layout(layout, comm.size, seq_len), comm.rank
         if min(self.layout.length(rank) for rank in range(comm.size)) == 0:
             raise ConfigError(
@@ -39,7 +43,9 @@ class Shard:
                 remedy="raise seq_len, or lower seq",
             )
         self.ring = Ring(comm, causal=True, layout=layout, seq_len=seq_len) if comm.size > 1 else None
-        self.attend: Local | Ring = Local(causal=True) if self.ring is None else self.ring
+        whole = Local(causal=True) if self.ring is None else self.ring
+        self.packing = packing
+        self.attend: Local | Ring | PackedAttend = whole if packing is None else PackedAttend(whole, packing)
         self.positions = None if self.ring is None else self.layout.positions(self.rank)
         # the pipeline weighs by rows, of which all ranks of a ring have as many; their shares may differ by a position
         self.weight = self.layout.length(self.rank) * comm.size / seq_len
@@ -47,6 +53,12 @@ class Shard:
     def cut(self, array: np.ndarray) -> np.ndarray:
         """Return this rank's columns of an array (rows, seq_len)."""
         return array if self.ring is None else self.layout.shard(array, self.rank)
+
+    def loss_for(self, stage: nn.Stage, sequences: int) -> Callable[..., tuple[Any, Array | None]]:
+        """Return the loss behind a stage: with its head, in tiles, where logits of so many sequences are large."""
+        if worth_tiles(stage, sequences * self.layout.length(self.rank)):
+            return nn.HeadCrossEntropy(stage, weight=self.weight)
+        return self.loss
 
     def loss(self, output: Array, target: Array, factor: float = 1.0) -> tuple[Any, Array]:
         """Return softmax_cross_entropy over this rank's positions, and its gradient times `factor`.

@@ -15,14 +15,13 @@ with the exit code 75 (PREEMPTED), for a start from the newest checkpoint.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpipipe import checkpoint, files
+from mpipipe import checkpoint
 from mpipipe.arrays import Array
 from mpipipe.comm import abort, lifeline
 from mpipipe.comm.group import Group, group_of
@@ -172,9 +171,10 @@ class Crew:
     def reporter(self) -> Reporter:
         """Make the reporter of rank 0, which goes on with the metrics that the old one has left."""
         step, record = self.facts["step"], self.facts["record"]
-        missing = mend(self.out, step if self.facts["reported"] == step else step - 1, record)
+        done = step if self.facts["reported"] == step else step - 1  # behind which records are made again
+        last = metrics.cut(self.out, done)
         reporter = Reporter(self.config.steps, self.out / metrics.NAME, terminal=on_terminal(), done=step)
-        if missing:
+        if last < record.step <= done:
             reporter.record(record)
         return reporter
 
@@ -200,11 +200,11 @@ def _remains_of(trainer: Trainer) -> Remains:
 
 
 def _arrays_of(progress: Progress) -> list[Array]:
-    """All that the optimizer changes, as flat arrays: parameters, and the state of the optimizer."""
+    """All that is not drawn, as flat arrays: parameters, trained and frozen, and the state of the optimizer."""
     found = []
     for stage, state in zip(progress.pipeline.stages, progress.optimizer.state):
         size = stage.parameters.flat.size
-        found += [stage.parameters.flat, *(state[kind][:size] for kind in sorted(state))]
+        found += [stage.parameters.flat, stage.buffers.held.flat, *(state[kind][:size] for kind in sorted(state))]
     return found
 
 
@@ -213,14 +213,3 @@ def _send(group: Group, targets: Sequence[Array], root: int) -> None:
         what = "the state of a stage, for a rank that takes a new place"
         with group.failing(what):
             group.wait(own(group.comm.Ibcast(target, root)), what, everyone=True)
-
-
-def mend(out: Path, step: int, record: Record) -> bool:
-    """Cut off the metrics behind `step`, and a line that was not finished; whether the one of `record` is missing."""
-    path = out / metrics.NAME
-    text = files.read_text(path, metrics.MOST_BYTES) if path.exists() else ""
-    lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
-    kept = [line for line in lines if json.loads(line)["step"] <= step]
-    if "".join(kept) != text:
-        files.write_whole(path, "".join(kept).encode())
-    return record.step <= step and (not kept or json.loads(kept[-1])["step"] < record.step)

@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import numpy as np
-
 from mpipipe import optim
+from mpipipe.attention import Local
 from mpipipe.comm.consensus import agreed_by
 from mpipipe.comm.group import group_of
 from mpipipe.comm.mesh import Mesh
 from mpipipe.comm.preemption import Preemption
 from mpipipe.errors import NonFiniteError
-from mpipipe.train import leaving, resume, weights
+from mpipipe.nn.lora import without_adapters
+from mpipipe.train import leaving, limits, resume, weights
+from mpipipe.train.base import Base
+from mpipipe.train.batches import Batches
 from mpipipe.train.checkpoints import Checkpoints
 from mpipipe.train.commitment import Commitment, Outcome
 from mpipipe.train.config import TrainConfig
-from mpipipe.train.data import Batch, Corpus, training_batch, validation_batch
+from mpipipe.train.data import Source
 from mpipipe.train.decoder import build_decoder
 from mpipipe.train.introduction import introduction
+from mpipipe.train.language import Language
 from mpipipe.train.preparation import PROMPT_BYTES
 from mpipipe.train.progress import Progress
 from mpipipe.train.report import NullReporter, Record, Reporter, summary
-from mpipipe.train.sample import generate, readable
+from mpipipe.train.result import leave_model
+from mpipipe.train.sample import continued
 from mpipipe.train.shard import Shard
 from mpipipe.train.step_times import StepTimes, shared_speed
 from mpipipe.train.training_plan import TrainingPlan
@@ -43,9 +46,11 @@ class Trainer:
     progress : how far the training has come, with its pipeline and optimizer
     preemption : when the job has to leave
     norm : over which stages and ranks gradients are clipped
-    corpus : the data, on the ranks of the first and the last stage; None elsewhere
+    data : the data, on the ranks that read them; None elsewhere
+    language : what the data are
     reporter : Reporter on rank 0, NullReporter elsewhere
     out : the output folder
+    base : the model that it began from, if it did
     """
 
     def __init__(
@@ -58,20 +63,21 @@ class Trainer:
         preemption: Preemption,
         *,
         norm: optim.GlobalNorm,
-        corpus: Corpus | None,
+        data: Source | None,
+        language: Language,
         reporter: Reporter | NullReporter,
         out: Path,
+        base: Base | None = None,
     ) -> None:
         self.config, self.mesh, self.plan, self.shard, self.progress = config, mesh, plan, shard, progress
-        self.norm, self.corpus, self.reporter, self.out, self.preemption = norm, corpus, reporter, out, preemption
+        self.norm, self.data, self.reporter, self.out, self.preemption = norm, data, reporter, out, preemption
         self.pipeline, self.optimizer, self.scaler = progress.pipeline, progress.optimizer, progress.scaler
+        self.base, self.language = base, language
         self.facts: dict[str, Any] = {}  # for checkpoints
         self.checkpoints = Checkpoints(config, resume.checkpoints_of(out), progress, reporter, preemption)
         for stage in self.pipeline.stages:
             stage.keep_compute()  # nobody but the optimizer changes parameters here
-        self.first = mesh.pipe.rank == plan.schedule.placement[0]
-        self.last = mesh.pipe.rank == plan.schedule.placement[-1]
-        self.rows = slice(mesh.data.rank * plan.rows, (mesh.data.rank + 1) * plan.rows)  # of a batch, for this replica
+        self.batches = Batches(config, mesh, plan, shard, data)
         self.since_record, self.in_all = StepTimes(), StepTimes()
         self.outcome: Outcome = 0.0, 0.0, None  # of the last step
         self.reported = progress.step or -1  # number of steps behind which nothing is left to do
@@ -81,11 +87,16 @@ class Trainer:
         """Train, validate, show a sample of text, and return the last record."""
         config, progress = self.config, self.progress
         place = "CPUs" if self.pipeline.stages[0].device == "cpu" else "GPUs"
-        self.reporter.say(introduction(config, self.plan, self.mesh, self.corpus, place, self.out))
+        self.reporter.say(
+            introduction(config, self.plan, self.mesh, self.data, self.language.unit, place=place, out=self.out)
+        )
         if progress.step:
             self.reporter.say(f"mpipipe: goes on behind step {progress.step}")
+        elif self.base is not None:
+            self.reporter.say(f"mpipipe: begins with the model in {self.base.folder.path}")
         if self.reported < 0:
-            self._report(Record(0, validation=self.validate()))
+            validation = self.validate()
+            self._report(Record(0, validation=validation, **self.language.bits(None, validation)))
             self.reported = 0
         elif self.reported < progress.step:  # ranks have died meanwhile
             self._after_step()
@@ -104,8 +115,9 @@ class Trainer:
         validated = done % config.eval_every == 0 or done == config.steps
         if validated or done == 1 or done % config.log_every == 0:
             validation = self.validate() if validated else None
-            speed = shared_speed(self.since_record, config, self.mesh, self.pipeline)
-            self._report(Record(done, loss, validation, lr, norm, **speed, **self.commitment.scaling()))
+            more = shared_speed(self.since_record, config, self.mesh, self.pipeline)
+            more |= self.commitment.scaling() | self.language.bits(loss, validation)
+            self._report(Record(done, loss, validation, lr, norm, **more))
             self.since_record = StepTimes()
         leaves = done < config.steps and self.preemption.due(self.checkpoints.saver.in_flight)
         self.checkpoints.follow(self.facts, leaves)
@@ -120,14 +132,17 @@ class Trainer:
     def _end(self) -> Record:
         """Leave the weights, a sample, and the last line."""
         self.checkpoints.finish("the training ends without it")
-        record, model = self.progress.record, self.plan.model
+        record = self.progress.record
         if record.validation is None:  # a training that was resumed at its end, which was no end before
-            record = replace(record, step=self.progress.step, validation=self.validate())
-        weights.save(weights.folder_of(self.out), model, self.pipeline.stages, self.plan.schedule, self.mesh)
+            validation = self.validate()
+            record = replace(
+                record, step=self.progress.step, validation=validation, **self.language.bits(record.loss, validation)
+            )
+        leave_model(self.out, self.config, self.plan, self.pipeline.stages, self.mesh, self.base)
         self._show_sample()
         if self.in_all.steps:
             record = replace(record, **shared_speed(self.in_all, self.config, self.mesh, self.pipeline))
-        self.reporter.say(f"mpipipe: ok steps={record.step}{summary(record)}")
+        self.reporter.say(f"mpipipe: ok steps={record.step}{summary(record)}{self.language.summary(record)}")
         return record
 
     def whereabouts(self) -> str:
@@ -141,11 +156,7 @@ class Trainer:
         """
         config, start = self.config, perf_counter()
         self.commitment.begin(step)
-        shape = dict(batch=config.batch, seq_len=config.seq_len)
-        inputs, targets = self._batch(
-            lambda corpus: training_batch(corpus.train, seed=config.seed, step=step, rows=self.rows, **shape)
-        )
-        result = self.pipeline.step(inputs, targets, scale=self.scaler.scale)
+        result = self.pipeline.step(*self.batches.training(step), scale=self.scaler.scale)
         lr = optim.warmup_cosine(step, config.steps, config.lr, min(config.warmup, config.steps))
         try:
             norm = optim.scaled_step(self.commitment, self.scaler, config.clip, lr=lr, over=self.norm)
@@ -161,36 +172,28 @@ class Trainer:
 
     def validate(self) -> float:
         """Return the mean loss over the validation windows, always the same ones; on every rank."""
-        config, count = self.config, self.config.eval_batches
-
-        def draw(corpus: Corpus, index: int) -> Batch:
-            shape = dict(index=index, batches=count, batch=config.batch, seq_len=config.seq_len)
-            return validation_batch(corpus.validation, rows=self.rows, **shape)
-
-        return sum(self.pipeline.evaluate(*self._batch(partial(draw, index=each))) for each in range(count)) / count
-
-    def _batch(self, draw: Callable[[Corpus], Batch]) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """Draw this replica's rows, and cut out this rank's share: inputs for the first stage, targets for the last."""
-        if self.corpus is None:
-            return None, None
-        inputs, targets = draw(self.corpus)
-        cut = self.shard.cut
-        return cut(inputs) if self.first else None, cut(targets) if self.last else None
+        count = self.config.eval_batches
+        return sum(self.pipeline.evaluate(*self.batches.validation(each)) for each in range(count)) / count
 
     def _show_sample(self) -> None:
+        """Let the model continue validation text, and show that; collective."""
         config, plan = self.config, self.plan
         if config.sample_bytes == 0:
             return
+        room = limits.longest_text(plan.model.build(Local()))
         prompt = None
-        if self.first and self.corpus is not None:
-            text = self.corpus.validation
-            prompt = text.read(0, min(PROMPT_BYTES, len(text))).tobytes()
+        if self.batches.first and self.data is not None:
+            text = self.data.validation
+            prompt = text.read(0, min(PROMPT_BYTES, len(text), PROMPT_BYTES if room is None else room // 2)).tolist()
         root = plan.schedule.placement[0]
         prompt = group_of(self.mesh.pipe).broadcast("train: the prompt of the sample", prompt, root)
-        count = config.sample_bytes
+        count = config.sample_bytes if room is None else min(config.sample_bytes, room - len(prompt))
         dtype = self.pipeline.stages[0].parameters.flat.dtype.name
-        copy = partial(weights.copy, self.pipeline.stages)
-        with build_decoder(plan, self.mesh, dtype, len(prompt) + count, copy) as decoding:
-            answer = generate(decoding, self.mesh, prompt, count, temperature=config.temperature, seed=config.seed)
-        title = f"--- sample: {len(prompt)} bytes of validation text, {len(answer)} of the model's"
-        self.reporter.say("\n".join([title, readable(prompt + answer), "---"]))
+        copy = partial(weights.copy, without_adapters(self.pipeline.stages, merged=True))
+        alone = replace(plan, schedule=plan.schedule.forward_only_part(1))
+        with build_decoder(alone, self.mesh, dtype, len(prompt) + count, copy) as decoding:
+            answer = continued(
+                decoding, prompt, count, self.language.vocab, temperature=config.temperature, seed=config.seed
+            )
+        title = f"--- sample: {len(prompt)} {self.language.unit} of validation text, {len(answer)} of the model's"
+        self.reporter.say("\n".join([title, self.language.text(prompt + answer), "---"]))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 
 from mpipipe import nn, schedules
 from mpipipe.errors import ConfigError
 from mpipipe.train import limits
 from mpipipe.train.architecture import Architecture, Model
 from mpipipe.train.config import TrainConfig
+from mpipipe.train.fine_tuning import FineTuning
 from mpipipe.train.shard import Shard
+
+BYTES = 256  # token ids of a model of bytes, which an architecture makes without being told
 
 
 @dataclass(frozen=True)
@@ -22,16 +25,29 @@ class TrainingPlan:
     schedule : of the pipelines
     layer_ranges : (start, stop) of the layers of each logical stage
     rows : sequences of a step in each replica
+    tuning : what of the model is trained
     """
 
     model: Model
     schedule: schedules.Schedule
     layer_ranges: list[tuple[int, int]]
     rows: int
+    tuning: FineTuning = field(default_factory=FineTuning)
 
     @classmethod
-    def of(cls, config: TrainConfig, architecture: Architecture, pipe: int, replicas: int) -> TrainingPlan:
-        """Plan a training on `replicas` pipelines of `pipe` ranks.
+    def of(
+        cls,
+        config: TrainConfig,
+        architecture: Architecture,
+        pipe: int,
+        replicas: int,
+        vocab: int = BYTES,
+        tuning: FineTuning | None = None,
+    ) -> TrainingPlan:
+        """Plan a training on `replicas` pipelines of `pipe` ranks, with data of `vocab` token ids.
+
+        Stages of which nothing is trained have no weight gradients in the schedule, and no backward if nothing before
+        them is trained either.
 
         Raises ConfigError or ArgumentError where the configuration does not fit these numbers. For numbers of layers,
         chunks or micro-batches that nobody can mean (see `limits`) that happens before anything is built.
@@ -59,8 +75,28 @@ class TrainingPlan:
         if all(action.op == "F" for action in schedule.orders[0]):
             raise ConfigError("a schedule without backward passes cannot train", found=config.schedule)
         names = ("dim", "layers", "heads", "kv_heads", "hidden", "tied", "dropout", "rope_base")
-        model = architecture(seq=config.seq_len, **{name: getattr(config, name) for name in names})
-        return cls(model, schedule, schedules.partition(model.costs(), schedule.stages), rows)
+        sizes = {name: getattr(config, name) for name in names}
+        wanted = vocab if config.vocab is None else config.vocab
+        if wanted != BYTES:
+            sizes["vocab"] = wanted
+        model = architecture(seq=config.seq_len, **sizes)
+        has = asdict(model).get("vocab", vocab)
+        if has < vocab:
+            raise ConfigError(
+                "the data have more token ids than the model",
+                found=f"{vocab} token ids in the data, {has} in the model",
+                expected=f"a model of at least {vocab}",
+                remedy="tokenize the text with the tokenizer of the model, or leave out vocab",
+            )
+        tuning = tuning or FineTuning()
+        ranges = schedules.partition(tuning.costs(model), schedule.stages)
+        schedule = schedules.with_frozen(schedule, tuning.frozen_stages(model, ranges))
+        return cls(model, schedule, ranges, rows, tuning)
+
+    @property
+    def microbatch_rows(self) -> int:
+        """Number of sequences of the largest micro-batch."""
+        return -(-self.rows // self.schedule.microbatches)
 
     def ranges_of(self, rank: int) -> list[tuple[int, int]]:
         """Return (start, stop) of the layers of each stage of one rank of a pipeline."""
@@ -68,5 +104,14 @@ class TrainingPlan:
 
     def stages(self, rank: int, shard: Shard, dtype: str, seed: int, device: str = "cpu") -> list[nn.Stage]:
         """Make the stages of one rank of a pipeline that holds this shard of the sequences, with new parameters."""
-        layers = self.model.build(shard.attend, shard.positions)
-        return [nn.Stage(layers[start:stop], dtype, seed, device, first=start) for start, stop in self.ranges_of(rank)]
+        layers = self.tuning.layers(self.model.build(shard.attend, shard.positions))
+        return [
+            nn.Stage(layers[start:stop], dtype, seed, device, first=start, frozen=self.tuning.freeze)
+            for start, stop in self.ranges_of(rank)
+        ]
+
+    def trained_parameters(self, rank: int) -> int:
+        """Count the elements of all parameters that a rank of a pipeline trains."""
+        own = {layer for cut in self.ranges_of(rank) for layer in range(*cut)}
+        trained = self.tuning.trained(self.model)
+        return sum(entry.size for name, entry in trained.items() if int(name.partition(".")[0]) in own)

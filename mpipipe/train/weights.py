@@ -12,7 +12,7 @@ They find damage on the way to the disk and back, and files of two trainings tha
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ from mpipipe.checkpoint.manifest import checksum_of
 from mpipipe.comm.group import group_of
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ArgumentError, NonFiniteError
+from mpipipe.models.huggingface.origin import Origin
 from mpipipe.nn.parameters import FlatBuffer
 from mpipipe.nn.writing import announce_write
 from mpipipe.schedules import Schedule
@@ -64,7 +65,9 @@ def folder_of(run: str | Path) -> Path:
     return Path(run, "weights")
 
 
-def save(folder: Path, model: Model, stages: Sequence[nn.Stage], schedule: Schedule, mesh: Mesh) -> None:
+def save(
+    folder: Path, model: Model, stages: Sequence[nn.Stage], schedule: Schedule, mesh: Mesh, origin: Origin | None = None
+) -> None:
     """Write the parameters of a pipeline, and their description; collective over the mesh.
 
     Raises ArgumentError, on every rank, where a file cannot be written.
@@ -76,6 +79,7 @@ def save(folder: Path, model: Model, stages: Sequence[nn.Stage], schedule: Sched
     stages : this rank's stages of `schedule`; the ranks of the first replica write theirs
     schedule : of the pipelines
     mesh : all ranks
+    origin : where the model comes from, whose tokenizer goes along
     """
     sums: dict[str, str] = {}
     group = group_of(mesh.comm)
@@ -84,16 +88,24 @@ def save(folder: Path, model: Model, stages: Sequence[nn.Stage], schedule: Sched
             with _explained(folder):
                 folder.mkdir(parents=True, exist_ok=True)
                 for stage, number in zip(stages, schedule.stages_of(mesh.pipe.rank)):
-                    written = tensors.write(folder / _file(number), stage.parameters)
+                    written = tensors.write(folder / file_of(number), stage.parameters)
                     sums.update({name: entry.checksum for name, entry in written.arrays.items()})
     parts = group.gather("saving weights: the checksums", sums)
     sums = {name: text for part in parts for name, text in part.items()}
     with group.together("saving weights: their description"):
         if mesh.rank == 0:
-            facts = asdict(Description(asdict(model), stages[0].parameters.flat.dtype.name, schedule.stages, sums))
-            facts["checksum"] = checksum_of(facts)
             with _explained(folder):
-                files.write_whole(folder / DESCRIPTION, (json.dumps(facts, indent=1) + "\n").encode())
+                if origin is not None:
+                    origin.copy(folder, keep_config=True)
+                dtype = stages[0].parameters.flat.dtype.name
+                write_description(folder, Description(asdict(model), dtype, schedule.stages, sums))
+
+
+def write_description(folder: Path, description: Description) -> None:
+    """Write model.json, when all other files are there. Raises OSError."""
+    facts = asdict(description)
+    facts["checksum"] = checksum_of(facts)
+    files.write_whole(folder / DESCRIPTION, (json.dumps(facts, indent=1) + "\n").encode())
 
 
 def describe(folder: str | Path) -> Description:
@@ -127,10 +139,19 @@ def describe(folder: str | Path) -> Description:
     return found
 
 
-def load(folder: str | Path, stages: Sequence[nn.Stage]) -> None:
+def load(folder: str | Path, stages: Sequence[nn.Stage], casts: bool = False) -> None:
     """Set the parameters of `stages` from the files in `folder`, however the model was cut when they were saved.
 
-    Files are mapped. Only this rank's parameters are read, and compared with their checksums where there are any.
+    With `casts` the dtype of the stages may be another one than that of the files. Raises what `read_into` raises.
+    """
+    announce_write(*stages)
+    read_into(folder, {name: array for stage in stages for name, array in stage.parameters.items()}, casts)
+
+
+def read_into(folder: str | Path, parameters: Mapping[str, Array], casts: bool = False) -> None:
+    """Set arrays, by their names in the model, from the files in `folder`.
+
+    Files are mapped. Only these parameters are read, and compared with their checksums where there are any.
     Raises ArgumentError for a file that is missing or damaged, and for a parameter that is missing, damaged, or of
     another shape or dtype. Raises NonFiniteError for a parameter with values that are NaN or infinite.
     """
@@ -139,7 +160,7 @@ def load(folder: str | Path, stages: Sequence[nn.Stage]) -> None:
         description = describe(folder)
         places: Places = {}
         for number in range(description.stages):
-            path = folder / _file(number)
+            path = folder / file_of(number)
             try:
                 files.check_regular(path)  # opening a FIFO would wait for a writer
                 file = opened.enter_context(safe_open(path, framework="numpy"))
@@ -152,15 +173,14 @@ def load(folder: str | Path, stages: Sequence[nn.Stage]) -> None:
                     remedy=COPY_AGAIN,
                 ) from error
             places.update({name: (file, path) for name in file.keys()})
-        announce_write(*stages)
-        for stage in stages:
-            for name, array in stage.parameters.items():
-                values = _read(places, folder, name, array)
-                _check_values(values, name, places[name][1], description.checksums)
-                if arrays.is_device(array):
-                    arrays.upload(values, out=array)
-                else:
-                    array[...] = values
+        for name, array in parameters.items():
+            values = _read(places, folder, name, array, casts)
+            _check_values(values, name, places[name][1], description.checksums)
+            values = values.astype(array.dtype, copy=False)
+            if arrays.is_device(array):
+                arrays.upload(values, out=array)
+            else:
+                array[...] = values
 
 
 def on_host(parameters: FlatBuffer) -> dict[str, np.ndarray]:
@@ -173,13 +193,14 @@ def on_host(parameters: FlatBuffer) -> dict[str, np.ndarray]:
 
 
 def copy(trained: Sequence[nn.Stage], stages: Sequence[nn.Stage]) -> None:
-    """Set the parameters of `stages`, which are on the host, to those of others of the same cut."""
-    for source, stage in zip(trained, stages):
+    """Set the parameters of `stages`, which are on the host, to those of others with the same layers on this rank."""
+    for source in trained:
         for name, values in on_host(source.parameters).items():
-            stage.parameters[name][...] = values
+            places = [stage for stage in stages if name in stage.parameters]
+            places[0].parameters[name][...] = values
 
 
-def _read(places: Places, folder: Path, name: str, like: Array) -> np.ndarray:
+def _read(places: Places, folder: Path, name: str, like: Array, casts: bool) -> np.ndarray:
     """Read the array called `name`. Its shape and dtype are compared with those of `like` before anything is read."""
     expected = f"{like.dtype.name}{list(like.shape)}"
     if name not in places:
@@ -192,7 +213,8 @@ def _read(places: Places, folder: Path, name: str, like: Array) -> np.ndarray:
     file, path = places[name]
     stored = file.get_slice(name)
     kind, shape = stored.get_dtype(), stored.get_shape()
-    if STORED.get(kind) != like.dtype.name or tuple(shape) != like.shape:
+    fits = STORED.get(kind) in ("float32", "float64") if casts else STORED.get(kind) == like.dtype.name
+    if not fits or tuple(shape) != like.shape:
         raise ArgumentError(
             f"parameter {name} does not fit the model",
             found=f"{STORED.get(kind, kind)}{shape} in {path}",
@@ -233,5 +255,6 @@ def _explained(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _file(stage: int) -> str:
+def file_of(stage: int) -> str:
+    """Return the name of the file with the parameters of a stage."""
     return f"stage-{stage}.safetensors"

@@ -7,7 +7,7 @@ import pytest
 
 from mpipipe import attention, nn
 from mpipipe.comm import inprocess
-from mpipipe.errors import ArgumentError
+from mpipipe.errors import ArgumentError, MismatchError
 from mpipipe.nn.layers.attend import Attend, AttendAdapter, as_attend
 
 
@@ -80,3 +80,74 @@ def test_a_cache_has_no_backward():
     out, saved = cache.forward(x, x, x)
     with pytest.raises(ArgumentError, match="no backward"):
         cache.backward(out, saved)
+
+
+def test_local_with_another_window_is_made_once_and_keeps_all_else():
+    local = attention.Local(scale=0.5, segments=[5, 7])
+    q, k, v, dout = np.random.default_rng(1).normal(size=(4, 1, 12, 2, 8))
+    local.forward(q, k, v)  # it may remember what it planned for this length
+    other = local.with_window(3)
+    assert other is local.with_window(3) and other is not local.with_window(4)
+    expected = attention.Local(scale=0.5, segments=[5, 7], window=3)
+    same(expected.forward(q, k, v)[:1], other.forward(q, k, v)[:1])
+    same(attention.Local(scale=0.5, segments=[5, 7]).forward(q, k, v)[:1], local.forward(q, k, v)[:1])
+    same(expected.backward(dout, expected.forward(q, k, v)[1]), other.backward(dout, other.forward(q, k, v)[1]))
+    for window, refused in ((0, attention.Local()), (3, attention.Local(causal=False))):
+        with pytest.raises(ArgumentError, match="window"):
+            refused.with_window(window)
+
+
+def test_a_ring_with_another_window_is_made_by_all_its_ranks():
+    q, k, v, dout = np.random.default_rng(1).normal(size=(4, 1, 12, 2, 8))
+    cut = attention.Layout("striped", 2, 12)
+    found = {}
+
+    def on_each_rank(comm):
+        def through(ring):
+            out, saved = ring.forward(*(cut.shard(x, comm.rank) for x in (q, k, v)))
+            return out, *ring.backward(cut.shard(dout, comm.rank), saved)
+
+        ring = attention.Ring(comm, layout="striped", scale=0.5, seq_len=12)
+        found[comm.rank] = through(ring.with_window(3)), through(attention.Ring(comm, True, "striped", 3, scale=0.5))
+        assert ring.with_window(3) is ring.with_window(3)
+        through(ring)
+        assert ring.bytes_sent == ring.with_window(3).bytes_sent > 0  # each counts its own
+        with pytest.raises(MismatchError, match="differ in window"):
+            ring.with_window(4 + comm.rank)
+
+    inprocess.run(2, on_each_rank)
+    for ours, expected in found.values():
+        same(ours, expected)
+
+
+def test_users_objects_have_windows_and_count_rows_if_they_can():
+    class Windowed(Bare):
+        window, rows = None, 0
+
+        def with_window(self, window):
+            other = Windowed()
+            other.window = window
+            return other
+
+        def advance(self, rows):
+            self.rows += rows
+
+    mine = Windowed()
+    adapter = as_attend(mine)
+    assert adapter.with_window(5).inner.window == 5
+    adapter.advance(3)
+    assert mine.rows == 3
+    with pytest.raises(ArgumentError, match="Bare"):
+        as_attend(Bare()).with_window(5)
+    as_attend(Bare()).advance(3)  # nobody counts
+
+
+def test_positions_of_a_cache_go_on_without_keys_up_to_its_capacity():
+    cache = attention.Cached(4)
+    cache.advance(3)
+    assert cache.positions(1).tolist() == [3]
+    with pytest.raises(ArgumentError, match="capacity"):
+        cache.advance(2)
+    assert cache.length == 3
+    cache.clear()
+    assert cache.positions(2).tolist() == [0, 1]

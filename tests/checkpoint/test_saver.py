@@ -283,6 +283,28 @@ def test_whatever_ends_a_thread_of_one_rank_is_raised_on_all_and_the_next_save_b
         assert sorted(os.listdir(mpi_tmp_path)) == [first.name, third.name]
 
 
+def test_a_rank_whose_thread_was_given_up_is_not_the_one_that_is_blamed(subcomm, mpi_tmp_path, monkeypatch, slow_reads):
+    def write(file, start, count):
+        raise OSError(28, "No space left on device")
+
+    comm = subcomm(2)
+    if comm is None:
+        return
+    with Mesh(comm, pipe=2) as mesh:
+        stages, optimizer = trained(mesh)
+        with checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer) as saver:
+            if comm.rank == 1:
+                monkeypatch.setattr(tensors, "PIECE_BYTES", 1 << 20)  # it fails at once, and rank 0 is still reading
+                monkeypatch.setattr(tensors.files, "begin_writing", write)
+            saver.save(1)
+            if comm.rank == 1:
+                assert saver._saving.task.wait(PATIENCE)
+            comm.Barrier()
+            with pytest.raises(StorageError, match=r"rank 1: the checkpoint cannot be written: .*No space left"):
+                while saver.in_flight:
+                    saver.poll()
+
+
 def test_a_thread_that_cannot_be_started_is_an_error_on_all_ranks(comm, mpi_tmp_path, monkeypatch):
     def start(thread):
         raise RuntimeError("can't start new thread")
@@ -317,6 +339,7 @@ def test_an_error_of_the_training_leaves_nothing_of_the_save_in_flight(comm, mpi
             with checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer) as saver:
                 saver.save(2)
                 assert gate.came.wait(PATIENCE)
+                comm.Barrier()  # all have begun to save: else others hear of this error within `save`
                 raise ZeroDivisionError
         comm.Barrier()
         assert os.listdir(mpi_tmp_path) == [first.name] and not saver.in_flight
@@ -380,7 +403,7 @@ def test_a_manifest_that_cannot_be_written_takes_the_arrays_along(comm, mpi_tmp_
             assert os.listdir(mpi_tmp_path) == []
 
 
-def test_a_save_that_fails_leaves_the_one_before_alone_whose_manifest_is_on_its_way(comm, mpi_tmp_path, monkeypatch):
+def test_a_save_that_fails_is_told_of_once_the_one_before_it_is_whole(comm, mpi_tmp_path, monkeypatch):
     gate, original = Gate(), manifest.write
 
     def write(*arguments):
@@ -403,13 +426,15 @@ def test_a_save_that_fails_leaves_the_one_before_alone_whose_manifest_is_on_its_
                         lambda file, *rest: fail() if first.name not in file.name else None,
                     )
                 saver.save(2)  # the manifest of the first is on its way from here on
-                with pytest.raises(StorageError, match="Disk quota exceeded"):
-                    while saver.in_flight:
-                        saver.poll()
-            assert saver.in_flight and checkpoint.newest(mpi_tmp_path) is None
+                assert saver._saving.task.wait(PATIENCE)
+                assert saver.poll() is None and saver.poll() is None and saver.in_flight
+                assert checkpoint.newest(mpi_tmp_path) is None
             comm.Barrier()
             gate.opened.set()
-            assert saver.finish() == first
+            with pytest.raises(StorageError, match="Disk quota exceeded") as caught:
+                saver.finish()
+            assert caught.value.remedy.endswith(f"the newest whole checkpoint beside it is {first}")
+            assert not saver.in_flight
         assert os.listdir(mpi_tmp_path) == [first.name]
 
 

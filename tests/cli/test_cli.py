@@ -169,7 +169,7 @@ def test_generate_refuses_what_it_cannot_do_with_one_report(mpipipe, small, tmp_
 @pytest.mark.parametrize(
     ("description", "match"),
     [
-        (None, "no weights: No such file"),
+        (None, "no model is here"),
         ('{"model": {"width": 3}, "dtype": "float32", "stages": 1}', "not those of a GPT"),
         ('{"model": {"dim": 16}, "dtype": "float32", "stages": 1}', "a file of weights cannot be read"),
         ('{"model": {"dim": 16}, "dtype": "float99", "stages": 1}', "unknown dtype"),

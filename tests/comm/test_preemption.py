@@ -194,7 +194,9 @@ def later(seconds, *numbers):
         for number in numbers:
             time.sleep(seconds)
             os.kill(os.getpid(), number)
-    threading.Thread(target=send, daemon=True).start()
+    sender = threading.Thread(target=send, daemon=True)
+    sender.start()
+    return sender
 
 def stuck():
     print("stuck", flush=True)
@@ -268,9 +270,9 @@ def test_the_same_signal_twice_at_once_is_one_request(launch):
     """A launcher hands on what the ranks of its process group have got themselves."""
     script = """
 with Preemption(comm) as preemption:
-    later(0.2, signal.SIGTERM, signal.SIGTERM)
+    sender = later(0.2, signal.SIGTERM, signal.SIGTERM)
     while not preemption.due(): time.sleep(0.01)
-    time.sleep(0.5)
+    sender.join()
     preemption.leave("in order")
 """
     job = launch(2, LOOP + script)

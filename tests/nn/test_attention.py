@@ -70,6 +70,67 @@ def test_gradients_agree_with_finite_differences(heads, kv_heads, positions):
     check_stage(nn.Stage([layer], dtype="float64"), RANDOM.standard_normal((2, 3, 8)))
 
 
+OPTIONS = {
+    "width of a head": dict(head_dim=6),
+    "biases": dict(qkv_bias=True, out_bias=True),
+    "norms of heads": dict(qk_norm=True, eps=0.1),
+    "norms of heads that are not turned": dict(qk_norm=True, rope_base=None, head_dim=3),
+    "all of them": dict(head_dim=6, qkv_bias=True, out_bias=True, qk_norm=True, rope_scaling=nn.YarnScaling(4.0, 64)),
+}
+
+
+def stirred(layer):
+    """A stage of this layer alone, with biases and gains away from their neutral elements."""
+    stage = nn.Stage([layer], dtype="float64")
+    for name, array in stage.parameters.items():
+        if array.ndim == 1:
+            array += np.random.default_rng(len(name)).standard_normal(array.shape) * 0.3
+    return stage
+
+
+@pytest.mark.parametrize("attend", [attention.Local(), attention.Local(window=2)], ids=["full", "window"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_gradients_with_options_agree_with_finite_differences(name, attend):
+    layer = nn.SelfAttention(8, 4, 2, attend, **OPTIONS[name])
+    check_stage(stirred(layer), RANDOM.standard_normal((2, 3, 8)), operations=200)
+
+
+class Apart:
+    """An object of a user's, whose gradients are arrays of their own."""
+
+    def __init__(self):
+        inner = attention.Local()
+        self.forward, self.backward = inner.forward, inner.backward
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_gradients_of_a_users_object_are_the_same(name):
+    found, (x, dy) = [], RANDOM.standard_normal((2, 2, 5, 8))
+    for attend in (attention.Local(), Apart()):
+        stage = stirred(nn.SelfAttention(8, 4, 2, attend, **OPTIONS[name]))
+        found.append((stage.backward(dy, stage.forward(x)[1]), stage.gradients.flat))
+    for one, other in zip(*found):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_without_a_base_nothing_is_turned():
+    x = RANDOM.standard_normal((1, 4, 8))
+    stage = nn.Stage([nn.SelfAttention(8, 2, attend=attention.Local(causal=False), rope_base=None)], dtype="float64")
+    y = stage.forward(x)[0]
+    close(stage.forward(x[:, ::-1])[0], y[:, ::-1], *cost(x, y, 1))  # positions play no part
+
+
+def test_gains_begin_as_ones_and_biases_as_zeros_without_decay():
+    stage = nn.Stage([nn.SelfAttention(8, 4, 2, attention.Local(), **OPTIONS["all of them"])])
+    shapes = {name: array.shape for name, array in stage.parameters.items()}
+    assert shapes == {
+        "0.qkv": (48, 8), "0.out": (8, 24), "0.qkv_bias": (48,), "0.out_bias": (8,), "0.q_norm": (6,), "0.k_norm": (6,),
+    }  # fmt: skip
+    for name, value in (("qkv_bias", 0), ("out_bias", 0), ("q_norm", 1), ("k_norm", 1)):
+        assert (stage.parameters[f"0.{name}"] == value).all()
+    assert [decays for *_, decays in stage.decay_ranges] == [True, False]
+
+
 def test_scores_depend_on_relative_positions_only():
     x = RANDOM.standard_normal((1, 6, 8))
     results = []
@@ -99,6 +160,12 @@ def test_a_wrong_shape_is_named():
 def test_impossible_head_counts_are_refused(arguments):
     with pytest.raises(ArgumentError):
         nn.SelfAttention(*arguments, attend=attention.Local())
+
+
+@pytest.mark.parametrize("options", [dict(head_dim=5), dict(head_dim=0)])
+def test_impossible_widths_of_heads_are_refused(options):
+    with pytest.raises(ArgumentError, match="head"):
+        nn.SelfAttention(8, 2, attend=attention.Local(), **options)
 
 
 def test_attend_must_be_given():

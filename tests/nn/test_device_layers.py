@@ -33,6 +33,27 @@ LAYERS = {
     "SelfAttention with grouped heads and positions": lambda: [
         nn.SelfAttention(DIM, 4, 2, attend=Local(), positions=[3, 0, 7, 11, 5, 4, 900, 2, 1, 60, 61])
     ],
+    "FeedForward": lambda: [nn.FeedForward(DIM, 36)],
+    "SwiGLU with biases": lambda: [nn.SwiGLU(DIM, 36, bias=True)],
+    "LearnedPositions": lambda: [nn.LearnedPositions(70, DIM, positions=[3, 0, 7, 11, 5, 4, 69, 2, 1, 60, 61])],
+    "SelfAttention with biases and norms of heads": lambda: [
+        nn.SelfAttention(
+            DIM,
+            4,
+            2,
+            Local(window=4),
+            head_dim=8,
+            qkv_bias=True,
+            out_bias=True,
+            qk_norm=True,
+            rope_scaling=nn.YarnScaling(4.0, 64),
+        )
+    ],
+    "SelfAttention with norms and learned positions": lambda: [
+        nn.LearnedPositions(16, DIM, Local()),
+        nn.LayerNorm(DIM),
+        nn.SelfAttention(DIM, 4, attend=Local(), rope_base=None, qk_norm=True),
+    ],
     "Identity": lambda: [],
 }
 
@@ -110,7 +131,9 @@ def test_the_split_backward_has_the_bits_of_the_whole_and_accumulates(gpu, name,
     close(arrays.download(device.gradients.flat), 2 * whole, OPERATIONS, largest(whole))
 
 
-@pytest.mark.parametrize("name", ["Linear", "RMSNorm", "LayerNorm", "Gelu", "SwiGLU", "Dropout", "Residual"])
+@pytest.mark.parametrize(
+    "name", ["Linear", "RMSNorm", "LayerNorm", "Gelu", "SwiGLU", "Dropout", "Residual", "FeedForward"]
+)
 def test_no_rows_are_no_problem(gpu, name):
     _, device = twins(LAYERS[name], "float32")
     y, saved = device.forward(np.empty((0, DIM), np.float32))

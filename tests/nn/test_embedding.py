@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support.gradcheck import check_stage
-from support.tolerance import close
+from support.tolerance import close, largest
 
-from mpipipe import nn
+from mpipipe import arrays, nn
 from mpipipe.errors import ArgumentError
 
 RANDOM = np.random.default_rng(2)
@@ -53,3 +53,25 @@ def test_a_tied_head_starts_equal_but_apart():
     assert both.ties == {"tokens": ["0.weight", "1.weight"]}
     assert not np.shares_memory(both.parameters["0.weight"], both.parameters["1.weight"])
     assert not np.shares_memory(both.gradients["0.weight"], both.gradients["1.weight"])
+
+
+def test_rows_are_scaled_and_so_is_their_gradient():
+    plain, scaled = (nn.Stage([nn.Embedding(5, 3, scale=scale)], dtype="float64") for scale in (1.0, 4.0))
+    ids, dy = np.array([[3, 1, 3]]), np.random.default_rng(0).standard_normal((1, 3, 3))
+    (y, saved), (y_scaled, saved_scaled) = plain.forward(ids), scaled.forward(ids)
+    np.testing.assert_array_equal(y_scaled, 4 * y)
+    before = dy.copy()
+    assert plain.backward(dy, saved) is None and scaled.backward(dy, saved_scaled) is None
+    np.testing.assert_array_equal(scaled.gradients.flat, 4 * plain.gradients.flat)  # a power of two: no rounding
+    np.testing.assert_array_equal(dy, before)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_scaled_rows_are_the_same_on_the_device(gpu, dtype):
+    host, device = (nn.Stage([nn.Embedding(5, 8, scale=3.0)], dtype, device=where) for where in ("cpu", "cuda"))
+    ids = np.array([[3, 1, 3]])
+    (y, saved), (y_there, saved_there) = host.forward(ids), device.forward(ids)
+    np.testing.assert_array_equal(arrays.download(y_there), y)
+    host.backward(y, saved)
+    device.backward(y_there, saved_there)
+    close(arrays.download(device.gradients.flat), host.gradients.flat, 3, largest(host.gradients.flat))

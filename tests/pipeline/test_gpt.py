@@ -17,9 +17,11 @@ from mpipipe.schedules import gpipe, partition
 CUTS = [  # schedule, ranks, chunks
     ("gpipe", 1, 1), ("one_f_one_b", 1, 1), ("zero_bubble_h1", 1, 1), ("interleaved_1f1b", 1, 2), ("looped_bfs", 1, 3),
     ("gpipe", 2, 1), ("one_f_one_b", 2, 1), ("zero_bubble_h1", 2, 1), ("interleaved_1f1b", 2, 2), ("looped_bfs", 2, 2),
-    ("interleaved_1f1b", 2, 3), ("looped_bfs", 2, 3),
+    ("interleaved_1f1b", 2, 3), ("looped_bfs", 2, 3), ("interleaved_zero_bubble", 2, 2), ("zero_bubble_2p", 2, 1),
+    ("zero_bubble_v", 2, 2), ("dualpipe_v", 2, 2), ("v_half", 2, 2), ("v_min", 2, 2),
     ("gpipe", 4, 1), ("one_f_one_b", 4, 1), ("zero_bubble_h1", 4, 1), ("interleaved_1f1b", 4, 2), ("looped_bfs", 4, 2),
-    ("interleaved_1f1b", 4, 3), ("looped_bfs", 4, 3),
+    ("interleaved_1f1b", 4, 3), ("looped_bfs", 4, 3), ("interleaved_zero_bubble", 4, 3), ("zero_bubble_2p", 4, 1),
+    ("zero_bubble_v", 4, 2), ("dualpipe_v", 4, 2), ("v_half", 4, 2), ("v_min", 4, 2),
 ]  # fmt: skip
 
 
@@ -35,16 +37,16 @@ def test_gradients_have_the_same_bits_for_every_schedule_and_every_cut(comm, mic
     alone = parts_of(comm, 1)
     expected, loss = gradients(alone, gpipe(1, microbatches), steps=2, **options)
     alone.Free()
-    for name, ranks, chunks in CUTS:
+    for number, (name, ranks, chunks) in enumerate(CUTS):
         if comm.size % ranks:
             continue
         group = parts_of(comm, ranks)
-        for recompute in (False, True):
-            schedule = dense.build(name, ranks, chunks, microbatches)
-            found, found_loss = gradients(group, schedule, steps=2, recompute=recompute, **options)
-            assert found_loss == loss
-            for key, gradient in found.items():
-                assert gradient.tobytes() == expected[key].tobytes(), (name, ranks, chunks, recompute, key)
+        recompute = (number + microbatches) % 2 == 0  # each cut meets both, with other micro-batches
+        schedule = dense.build(name, ranks, chunks, microbatches)
+        found, found_loss = gradients(group, schedule, steps=2, recompute=recompute, **options)
+        assert found_loss == loss
+        for key, gradient in found.items():
+            assert gradient.tobytes() == expected[key].tobytes(), (name, ranks, chunks, recompute, key)
         group.Free()
 
 

@@ -83,6 +83,23 @@ def test_graphs_give_the_same_bits(comm, monkeypatch, name, chunks, recompute):
         )
 
 
+OPTIONS = {
+    "GPT-2": dict(
+        norm="layer", positions="learned", max_positions=16, qkv_bias=True, out_bias=True, feed_forward="gelu",
+        feed_forward_bias=True, tied=True, embedding_scale=2.0,
+    ),
+    "norms of heads and windows": dict(qk_norm=True, head_dim=8, windows=(3, None, 5), feed_forward_bias=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_graphs_record_the_options_of_a_gpt(comm, monkeypatch, options):
+    schedule = dense.build("zero_bubble_h1", comm.size, 1, 3)
+    for each in compare(comm, schedule, monkeypatch, **OPTIONS[options]):
+        assert not each.reason
+        assert set(recorded(each)) >= {"forward", "backward_input", "backward_weight"}
+
+
 def test_a_slot_for_each_activation_alive(comm, monkeypatch):
     """As many as the schedule holds at once, all of them free after the call."""
     schedule = one_f_one_b(comm.size, 6)

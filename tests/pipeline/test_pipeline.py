@@ -280,6 +280,25 @@ def test_forward_and_evaluate_take_fewer_rows_than_micro_batches(comm):
         within(out, output, allowed[3], "output")
 
 
+def test_forward_takes_a_list_of_fewer_micro_batches_and_step_does_not(comm):
+    schedule = one_f_one_b(comm.size, 6)
+    inputs, targets = dense.batch(5, schedule.stages)
+    _, _, _, output = dense.reference(schedule.stages, inputs, targets)
+    allowed = dense.bounds(schedule.stages, inputs, targets)[3]
+    pieces, aims = [inputs[:1], inputs[1:4], inputs[4:]], [targets[:1], targets[1:4], targets[4:]]
+    mine = dense.placed(schedule, comm.rank, pieces, aims)
+    with Pipeline(dense.model(schedule, comm.rank), schedule, comm, loss=dense.mean_squared) as pipeline:
+        for call in (pipeline.step, pipeline.evaluate):
+            with pytest.raises(ArgumentError, match="wrong length"):
+                call(*mine)
+        with pytest.raises(ArgumentError, match="wrong length"):
+            pipeline.forward(None if mine[0] is None else [inputs] * 7)
+        out = pipeline.forward(mine[0])
+    if out is not None:
+        assert [len(piece) for piece in out] == [1, 3, 1]
+        within(np.concatenate(out), output, allowed, "output")
+
+
 def test_bytes_are_counted_by_edge(comm):
     schedule = one_f_one_b(comm.size, 4)
     inputs, targets = dense.batch(8, schedule.stages)

@@ -17,7 +17,11 @@ GENERATED = (
     lambda ranks, chunks, microbatches: schedules.gpipe(ranks, microbatches, "lifo"),
     lambda ranks, chunks, microbatches: schedules.one_f_one_b(ranks, microbatches),
     lambda ranks, chunks, microbatches: schedules.zero_bubble_h1(ranks, microbatches),
+    lambda ranks, chunks, microbatches: schedules.zero_bubble_2p(ranks, microbatches),
+    lambda ranks, chunks, microbatches: schedules.zero_bubble_v(ranks, microbatches),
+    lambda ranks, chunks, microbatches: schedules.dualpipe_v(ranks, microbatches),
     schedules.interleaved_1f1b,
+    schedules.interleaved_zero_bubble,
     schedules.looped_bfs,
     schedules.forward_only,
 )

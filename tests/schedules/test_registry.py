@@ -9,12 +9,22 @@ from mpipipe import schedules
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules import advise, by_name, simulate
 
-NAMES = ["gpipe", "one_f_one_b", "interleaved_1f1b", "looped_bfs", "forward_only", "zero_bubble_h1"]
+ON_A_V = ["zero_bubble_v", "dualpipe_v", "v_half", "v_min"]
+NAMES = [
+    "gpipe", "one_f_one_b", "interleaved_1f1b", "looped_bfs", "forward_only", "zero_bubble_h1", "zero_bubble_2p",
+    "interleaved_zero_bubble", *ON_A_V,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_name_builds_the_schedule_of_that_name(name):
-    assert by_name(name, ranks=3, chunks=1, microbatches=4).name == name
+    assert by_name(name, ranks=3, chunks=2 if name in ON_A_V else 1, microbatches=4).name == name
+
+
+@pytest.mark.parametrize("name", ON_A_V)
+def test_a_schedule_on_a_v_has_two_stages_per_rank_and_no_other_number(name):
+    with pytest.raises(ArgumentError, match=f"{name} has two stages per rank"):
+        by_name(name, ranks=2, chunks=1, microbatches=4)
 
 
 def test_chunks_are_handed_to_the_schedules_that_have_them():

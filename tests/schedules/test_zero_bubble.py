@@ -1,4 +1,4 @@
-"""ZB-H1 against its published makespans and closed forms."""
+"""ZB-H1, and the same with several chunks, against its published makespans and closed forms."""
 
 from __future__ import annotations
 
@@ -44,3 +44,26 @@ def test_never_slower_than_1f1b(ranks, microbatches):
     costs = Costs(2, 2, 2)
     split = simulate(schedules.zero_bubble_h1(ranks, microbatches), costs)
     assert split.makespan <= simulate(schedules.one_f_one_b(ranks, microbatches), costs).makespan
+
+
+@given(
+    ranks=st.integers(1, 8),
+    chunks=st.integers(1, 4),
+    microbatches=st.integers(1, 25),
+    weight_grad=st.integers(0, 4),
+    more=st.tuples(st.integers(0, 3), st.integers(0, 3)),
+)
+def test_interleaved_bubble_and_peaks_have_their_closed_form(ranks, chunks, microbatches, weight_grad, more):
+    forward, input_grad = weight_grad + more[0], weight_grad + more[1]  # W is not above F or I
+    schedule = schedules.interleaved_zero_bubble(ranks, chunks, microbatches)
+    timeline = simulate(schedule, Costs(forward, input_grad, weight_grad))
+    groups = max(1, microbatches // ranks)
+    largest = -(-microbatches // groups)
+    assert max(timeline.peak_activations) <= min(microbatches * chunks, (chunks - 1) * largest + ranks)
+    if microbatches >= ranks:
+        busy = microbatches * chunks * (forward + input_grad + weight_grad)
+        assert timeline.makespan == busy + (ranks - 1) * (forward + input_grad - weight_grad)
+
+
+def test_with_one_chunk_it_is_zb_h1():
+    assert schedules.interleaved_zero_bubble(4, 1, 7).orders == schedules.zero_bubble_h1(4, 7).orders

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpipipe.errors import DataError
-from mpipipe.train import data, fingerprint
-from mpipipe.train.data import Corpus, Piece, Text, find_files, training_batch, validation_batch
+from mpipipe.train import data
+from mpipipe.train.data import Corpus, Piece, Text, find_files, fingerprint, training_batch, validation_batch
 
 
 @given(
@@ -55,10 +55,12 @@ def test_a_folder_gives_its_text_files_sorted_without_hidden_empty_and_binary_on
     assert found == [("a.txt", 3), ("b.txt", 1), ("sub/z.txt", 2), ("t.txt", 1)]
 
 
-def test_a_file_that_is_named_itself_is_taken_even_if_binary(tmp_path):
+def test_a_binary_file_that_is_named_itself_is_refused_with_what_to_do(tmp_path):
     path = tmp_path / "data.bin"
-    path.write_bytes(b"\x00" * 10)
-    assert find_files(path) == [(path, 10)]
+    path.write_bytes(np.arange(300, dtype=np.uint16).tobytes())
+    with pytest.raises(DataError, match="binary file without a header") as caught:
+        find_files(path)
+    assert str(path) in caught.value.found and "tokenize" in caught.value.remedy
 
 
 @pytest.mark.parametrize("what", ["missing", "empty file", "empty folder", "only binary"])
@@ -87,7 +89,7 @@ def test_data_shorter_than_a_sequence_are_refused(tmp_path):
 
 def test_training_and_validation_share_no_byte_and_miss_none(tmp_path):
     rng = np.random.default_rng(0)
-    contents = [rng.integers(0, 256, size, np.uint8).tobytes() for size in (1000, 37, 5, 400)]
+    contents = [rng.integers(1, 256, size, np.uint8).tobytes() for size in (1000, 37, 5, 400)]
     paths = []
     for index, content in enumerate(contents):
         paths.append(tmp_path / str(index))
@@ -137,7 +139,7 @@ def test_fingerprint_reads_little_of_big_files_and_of_many(tmp_path, monkeypatch
 
 def test_fingerprint_finds_two_halves_of_one_text(tmp_path):
     """What `head -c` and `tail -c` leave in files of one name."""
-    content = np.random.default_rng(1).integers(0, 256, 40 << 20, np.uint8)
+    content = np.random.default_rng(1).integers(1, 256, 40 << 20, np.uint8)
     prints = []
     for name, part in (("a", content[: 20 << 20]), ("b", content[20 << 20 :])):
         (tmp_path / name).mkdir()

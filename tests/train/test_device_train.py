@@ -66,6 +66,22 @@ def test_a_training_on_the_gpu_takes_the_steps_of_the_host(gpu, comm, config, dt
     close_curves(*curves, dtype)
 
 
+def test_packed_documents_on_the_gpu_give_the_steps_of_the_host(gpu, comm, config, mpi_tmp_path):
+    """Each line of the text is a file, and so a document."""
+    folder, curves = mpi_tmp_path / "lines", []
+    if comm.rank == 0:
+        folder.mkdir()
+        for number in range(60):
+            (folder / f"{number}.txt").write_text(f"line {number} of {number % 7 + 3}\n" * 4)
+    comm.Barrier()
+    for device in ("cpu", "cuda"):
+        keys = dict(packing="segments", order="epoch", seq_len=48, steps=2, layers=1)
+        chosen = config(device, device=device, data=[str(folder)], pipe=max(1, comm.size // 2), **keys)
+        train(chosen, GPT, comm)
+        curves.append([(entry["loss"], entry["grad_norm"]) for entry in metrics(chosen)[1:]])
+    close_curves(*curves, "float32")
+
+
 def test_auto_takes_the_gpu_that_every_rank_sees_and_says_so(gpu, comm, config, capsys, monkeypatch):
     seen = []
 

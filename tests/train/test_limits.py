@@ -7,10 +7,12 @@ import resource
 
 import pytest
 
-from mpipipe import schedules
+from mpipipe import Mesh, schedules
+from mpipipe.comm import inprocess
 from mpipipe.errors import ConfigError
 from mpipipe.models import GPT
 from mpipipe.train import TrainConfig, memory, train
+from mpipipe.train.decoder import build_decoder
 from mpipipe.train.training_plan import TrainingPlan
 
 ABSURD = [
@@ -56,6 +58,30 @@ def test_a_model_that_just_fits_is_not_refused(monkeypatch):
         memory.check_training(config, plan, rank, "cuda")  # there it is the GPU that must hold the rest
 
 
+@pytest.mark.parametrize("options", [
+    dict(head_dim=64, kv_heads=1, windows=(3, None)),
+    dict(positions="learned", max_positions=5000, qk_norm=True, qkv_bias=True, feed_forward="gelu"),
+])  # fmt: skip
+def test_every_array_of_a_description_is_counted(options, monkeypatch):
+    model = GPT(dim=16, layers=2, heads=2, seq=8, **options)
+    plan = TrainingPlan(model, schedules.forward_only(1, 1, 1), [(0, 6)], rows=4)
+    assert memory.parameters_of(memory.own_layers(plan, 0)) == model.parameters
+    caches = 2 * 2 * model.kv_heads * model.head_dim * 100 * 4  # keys and values of both blocks in float32
+
+    def build(room):
+        def on_the_rank(comm):
+            with Mesh(comm, pipe=1) as mesh, build_decoder(plan, mesh, "float32", 100, lambda stages: None):
+                pass
+
+        monkeypatch.setattr(memory, "machine_memory", lambda: room)
+        inprocess.run(1, on_the_rank)
+
+    needed = 2 * model.parameters * 4 + caches
+    build(needed)
+    with pytest.raises(ConfigError, match="does not fit into memory"):
+        build(needed - 1)
+
+
 def test_a_machine_that_does_not_say_how_much_memory_it_has_refuses_nothing(monkeypatch):
     plan = TrainingPlan(GPT(dim=10**7, heads=1), schedules.forward_only(1, 1, 1), [(0, 10)], rows=1)
     for answer in (-1, None):
@@ -67,7 +93,7 @@ def test_a_machine_that_does_not_say_how_much_memory_it_has_refuses_nothing(monk
 
         monkeypatch.setattr(memory.os, "sysconf", sysconf)
         assert memory.machine_memory() is None
-        memory.check_decoding(plan, 0, "float32", 10**12, 1)
+        memory.check_decoding(plan, 0, "float32", (1, 10**12), 1)
 
 
 def test_this_machine_says_how_much_memory_it_has():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from support.tolerance import close
 from support.training_tolerance import curve, path
 
-from mpipipe import checkpoint, optim
+from mpipipe import checkpoint, nn, optim
 from mpipipe.comm.consensus import agreed_by
 from mpipipe.comm.group import group_of
 from mpipipe.errors import ArgumentError, ConfigError, NonFiniteError
@@ -47,9 +48,9 @@ def config(comm, mpi_tmp_path):
 
 @pytest.fixture
 def cut_short(monkeypatch):
-    """cut_short(config, comm, step): train until this step fails on all ranks."""
+    """cut_short(config, comm, step, architecture=GPT): train until this step fails on all ranks."""
 
-    def run(config, comm, step):
+    def run(config, comm, step, architecture=GPT):
         def fail(self, number, original=Trainer.step):
             if number == step:
                 raise agreed_by(NonFiniteError("cut short"), group_of(self.mesh.comm))
@@ -58,7 +59,7 @@ def cut_short(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(Trainer, "step", fail)
             with pytest.raises(NonFiniteError, match="cut short"):
-                train(config, GPT, comm)
+                train(config, architecture, comm)
         comm.Barrier()
 
     return run
@@ -221,6 +222,36 @@ def test_keys_that_were_left_open_are_the_same_as_those_that_they_stand_for(comm
     train(config(hidden=64, kv_heads=2, resume="auto"), GPT, comm)
 
 
+def test_a_checkpoint_of_a_model_with_fewer_fields_is_the_same_training(comm, config, cut_short, monkeypatch):
+    """Fields that a model has had only since then count as their defaults, and nothing else does."""
+    first = config()
+    cut_short(first, comm, 3)
+    original = checkpoint.read
+
+    def of_before(path):
+        found = original(path)
+        for field in ("norm", "windows", "head_dim", "qk_norm", "rope_scaling"):
+            del found.state["model"][field]
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "read", of_before)
+        for field, value in (("norm", "layer"), ("windows", (3, None)), ("rope_scaling", nn.LinearScaling(2.0))):
+            with pytest.raises(ConfigError, match="another configuration") as caught:
+                train(config(resume="auto"), partial(GPT, **{field: value}), comm)
+            assert f"{field} = " in caught.value.found
+        assert train(config(resume="auto"), GPT, comm).step == 6
+
+
+def test_a_model_with_windows_and_a_scaling_goes_on(comm, config, cut_short):
+    """Its checkpoint holds lists and mappings where the model has tuples and objects."""
+    architecture = partial(GPT, windows=(3, None), rope_scaling=nn.YarnScaling(4.0, 16), norm="layer")
+    cut_short(config(), comm, 3, architecture)
+    with pytest.raises(ConfigError, match="another configuration"):
+        train(config(resume="auto"), GPT, comm)
+    assert train(config(resume="auto"), architecture, comm).step == 6
+
+
 def damage_manifest(out):
     path = out / "checkpoints" / "step-00000004" / "manifest.json"
     path.write_text(path.read_text().replace('"step": 4', '"step": 5'))
@@ -246,7 +277,7 @@ def other_metrics(out):
         (dict(resume="auto"), damage_array, "file of the checkpoint is damaged"),
         (dict(resume="auto"), other_metrics, "metrics of a training to go on with cannot be used"),
         (dict(resume="checkpoint", out="elsewhere"), None, "not empty"),
-        (dict(init="absent", out="new"), None, "no checkpoint is here"),
+        (dict(init="absent", out="new"), None, "no model is here"),
     ],
 )
 def test_what_cannot_be_resumed_is_refused_on_every_rank_and_nothing_is_changed(

@@ -9,6 +9,7 @@ from support.tolerance import close, largest
 from mpipipe import nn
 from mpipipe.attention import Local
 from mpipipe.errors import ConfigError
+from mpipipe.nn.head_loss import TILE_BYTES
 from mpipipe.train.shard import Shard
 
 
@@ -24,6 +25,20 @@ def test_losses_and_gradients_of_the_shards_are_those_of_the_whole(comm, layout,
     close(found / comm.size, shard.cut(gradient), 7 + 4, (1 + 2 * largest(output)) * largest(gradient))
     positions = np.arange(seq_len) if shard.positions is None else shard.positions
     np.testing.assert_array_equal(target[:, positions], shard.cut(target))
+
+
+@pytest.mark.parametrize("seq_len", [16, 29])
+def test_large_logits_are_made_in_tiles_with_the_same_loss(comm, monkeypatch, seq_len):
+    stage = nn.Stage([nn.Head(5, 9)], dtype="float64")
+    x, target = np.random.default_rng(0).normal(size=(3, seq_len, 5)), np.arange(3 * seq_len).reshape(3, -1) % 9
+    shard = Shard(comm, "zigzag", seq_len)
+    assert shard.loss_for(stage, 3) == shard.loss
+    monkeypatch.setitem(TILE_BYTES, "cpu", 4 * 9 * 8)
+    loss = shard.loss_for(stage, 3)
+    assert isinstance(loss, nn.HeadCrossEntropy)
+    value, _ = shard.loss(stage.forward(shard.cut(x))[0], shard.cut(target))
+    close(loss(shard.cut(x), shard.cut(target))[0], value, 9 + target.size, 8)
+    assert shard.loss_for(nn.Stage([nn.Linear(5, 9)]), 3) == shard.loss
 
 
 def test_one_rank_has_it_all(comm):

@@ -208,7 +208,7 @@ def test_ranks_without_the_data_of_rank_0_are_told(comm, config, monkeypatch, mp
         pytest.skip("needs two ranks")
     chosen = config(data=[], pipe=comm.size)
     if comm.rank == comm.size - 1:
-        monkeypatch.setattr(data, "_roots", lambda paths: [mpi_tmp_path / "elsewhere"])
+        monkeypatch.setattr(data.text, "_roots", lambda paths: [mpi_tmp_path / "elsewhere"])
     with pytest.raises(DataError, match=f"rank {comm.size - 1}: data cannot be read"):
         train(chosen, GPT, comm)
     assert not Path(chosen.out).exists()

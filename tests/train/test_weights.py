@@ -86,7 +86,7 @@ def test_a_training_leaves_the_weights_whose_loss_and_sample_it_reports(comm, mp
     with Mesh(comm) as alone:
         plan = TrainingPlan(GPT(**found.model), schedules.gpipe(1, 1), [(0, 6)], rows=1)
         with build_decoder(plan, alone, kept, 52, lambda own: weights.load(weights.folder_of(out), own)) as decoding:
-            answer = generate(decoding, alone, prompt, 20, temperature=config.temperature, seed=config.seed)
+            answer = generate(decoding, prompt, 20, temperature=config.temperature, seed=config.seed)
     assert (readable(prompt + answer) in printed) == (comm.rank == 0)
 
 

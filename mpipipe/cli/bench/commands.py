@@ -89,6 +89,19 @@ def checkpoint(
 
 
 @app.command()
+def tokenize(
+    text: Annotated[list[str], typer.Argument(help="files and folders of text", show_default=False)],
+    tokenizer: Annotated[str, typer.Option(help="folder with a tokenizer.json", show_default=False)],
+    repeats: Repeats = 5,
+    end_of_text: Annotated[str | None, typer.Option(help="token behind each document", show_default=False)] = None,
+) -> None:
+    """Tokenizing against the library alone (mpiexec -n 2 python -m mpipipe bench tokenize --tokenizer DIR TEXT)."""
+    from mpipipe.cli.bench.tokenize import run
+
+    _guarded(lambda: run(repeats, text, tokenizer, end_of_text))
+
+
+@app.command()
 def attention(
     repeats: Repeats = 5,
     seq_len: Annotated[int, typer.Option(help="on one rank, for the kernels")] = 4096,

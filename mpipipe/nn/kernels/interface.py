@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpipipe.arrays import Array, DeviceArray
+from mpipipe.nn.rope_scaling import RopeScaling
 
 
 class Kernels(Protocol):
@@ -103,12 +104,18 @@ class Kernels(Protocol):
     # -- rotary positions
 
     def rope_table(
-        self, positions: np.ndarray, head_dim: int, base: float, dtype: np.dtype, device: str = ...
+        self,
+        positions: np.ndarray,
+        head_dim: int,
+        base: float,
+        dtype: np.dtype,
+        device: str = ...,
+        scaling: RopeScaling | None = None,
     ) -> Array:
         """Return the factors for `apply_rope` on arrays of `dtype`, one row for each position, on the device."""
 
     def apply_rope(self, x: Array, table: Array, target: Array, inverse: bool = False) -> None:
-        """Target = each pair of neighbours of x turned by its factor, or back by it with `inverse`.
+        """Target = each pair of neighbours of x turned by its factor, or by its conjugate with `inverse`.
 
         x and target (batch, seq, heads, head_dim) of T may have any strides and be the same array; table has seq rows.
         """
@@ -143,10 +150,13 @@ class Kernels(Protocol):
     def mean_squared_error(self, output: Array, target: Array, factor: float = 1.0) -> tuple[Any, Array]:
         """Return (mean of (output - target)^2, factor * its gradient), with arrays of one shape and floating dtypes."""
 
-    def softmax_cross_entropy(self, logits: Array, ids: Array, factor: float = 1.0) -> tuple[Any, Array]:
+    def softmax_cross_entropy(
+        self, logits: Array, ids: Array, factor: float = 1.0, out: Array | None = None
+    ) -> tuple[Any, Array]:
         """Return (mean of -log softmax(logits)[id] over the rows, factor * its gradient).
 
         logits are (rows, vocab), ids integers (rows,). An id outside of 0 ... vocab - 1 makes the value NaN on a GPU.
+        The gradient is set in `out` where that is given: logits itself, or an array like it.
         """
 
     # -- optimizers: flat arrays of one dtype, float32 or float64

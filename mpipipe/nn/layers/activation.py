@@ -10,7 +10,8 @@ from mpipipe.arrays import Array
 from mpipipe.nn.cache_blocks import rows
 from mpipipe.nn.checks import check_features, check_positive
 from mpipipe.nn.layers.layer import Layer
-from mpipipe.nn.parameters import Parameter, normal
+from mpipipe.nn.layers.weight_gradients import Projection, projections_of_rows
+from mpipipe.nn.parameters import Parameter, normal, zeros
 
 
 class Gelu(Layer):
@@ -39,7 +40,7 @@ class Gelu(Layer):
 
 
 class SwiGLU(Layer):
-    """The gated feed-forward layer: y = (silu(x G^T) * (x U^T)) D^T, without biases, over the last axis of x.
+    """The gated feed-forward layer: y = (silu(x G^T) * (x U^T)) D^T over the last axis of x.
 
     silu(g) = g * sigmoid(g) (Shazeer, "GLU variants improve transformer", 2020). The parameter `gate_up` is G above U,
     (2 * hidden, dim), so that both are one product; `down` is D, (dim, hidden).
@@ -52,6 +53,9 @@ class SwiGLU(Layer):
         Inner width.
     gain : float
         `down` starts normal with standard deviation gain / sqrt(hidden).
+    bias : bool
+        Whether the products have biases: parameters `gate_up_bias` (2 * hidden,) and `down_bias` (dim,), of zeros at
+        the start.
 
     Raises
     ------
@@ -69,26 +73,38 @@ class SwiGLU(Layer):
 
     takes_integers = False
     recordable = True
-    replaced = ("gate_up", "down")
+    replaced = ("gate_up", "down", "gate_up_bias", "down_bias")
+    freezes_parts = True
 
     gate_up: np.ndarray
     gate_up_grad: np.ndarray
     down: np.ndarray
     down_grad: np.ndarray
+    gate_up_bias: np.ndarray | None = None
+    gate_up_bias_grad: np.ndarray | None = None
+    down_bias: np.ndarray | None = None
+    down_bias_grad: np.ndarray | None = None
 
-    def __init__(self, dim: int, hidden: int, gain: float = 1.0):
+    def __init__(self, dim: int, hidden: int, gain: float = 1.0, bias: bool = False):
         check_positive(dim=dim, hidden=hidden)
         self.dim, self.hidden = dim, hidden
         self.declared = {
             "gate_up": Parameter((2 * hidden, dim), normal(dim**-0.5)),
             "down": Parameter((dim, hidden), normal(gain * hidden**-0.5)),
         }
+        if bias:
+            self.declared["gate_up_bias"] = Parameter((2 * hidden,), zeros, decay=False)
+            self.declared["down_bias"] = Parameter((dim,), zeros, decay=False)
+
+    def projections(self) -> dict[str, Projection]:
+        halves = projections_of_rows("gate_up", {"gate_proj": self.hidden, "up_proj": self.hidden})
+        return {**halves, "down_proj": Projection("down", 0, self.dim)}
 
     def forward(self, x: Array) -> tuple[Array, Any]:
         check_features(self, x, self.dim)
         kernels, flat = self.stage.kernels, rows(x)
-        both = kernels.linear(flat, self.gate_up)
-        return kernels.linear(kernels.swiglu(both), self.down).reshape(x.shape), (flat, both)
+        both = kernels.linear(flat, self.gate_up, self.gate_up_bias)
+        return kernels.linear(kernels.swiglu(both), self.down, self.down_bias).reshape(x.shape), (flat, both)
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
         kernels, (x, both) = self.stage.kernels, saved
@@ -99,5 +115,7 @@ class SwiGLU(Layer):
 
     def backward_weight(self, pending: Any) -> None:
         x, dboth, dy, inner = pending
-        self.stage.kernels.linear_backward_weight(dboth, x, self.gate_up_grad, self.adds("gate_up"))
-        self.stage.kernels.linear_backward_weight(dy, inner, self.down_grad, self.adds("down"))
+        self.add_product("gate_up", dboth, x)
+        self.add_product("down", dy, inner)
+        self.add_rows("gate_up_bias", dboth)
+        self.add_rows("down_bias", dy)

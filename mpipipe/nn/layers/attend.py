@@ -8,7 +8,9 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from mpipipe.arrays import Array
+from mpipipe.errors import ArgumentError
 from mpipipe.nn.layers.redefined import keep_redefined
+from mpipipe.nn.position import Position
 
 
 @runtime_checkable
@@ -92,6 +94,46 @@ class Attend(Protocol):
         """
         return None
 
+    def advance(self, rows: int) -> None:
+        """Count rows as done, without their keys and values: said by a layer that asks for positions alone.
+
+        Parameters
+        ----------
+        rows : int
+            Number of rows.
+        """
+        return None
+
+    def begin(self, position: Position) -> None:
+        """Hear of what the next forward is: said by the layer before each.
+
+        Parameters
+        ----------
+        position : Position
+            Step and micro-batch.
+        """
+        return None
+
+    def with_window(self, window: int) -> Attend:
+        """Return what attends as this object does, but with another window; the same object for the same window.
+
+        Parameters
+        ----------
+        window : int
+            A query sees itself and the window - 1 positions before it.
+
+        Returns
+        -------
+        Attend
+            The object.
+
+        Raises
+        ------
+        ArgumentError
+            There is no such object.
+        """
+        raise _without_windows(self, window)
+
 
 class ForwardAndBackward(Protocol):
     """The least that a user's own object has."""
@@ -109,6 +151,30 @@ class HasPositions(Protocol):
 
     def positions(self, rows: int) -> np.ndarray | None:
         """As `Attend.positions`."""
+
+
+@runtime_checkable
+class HasAdvance(Protocol):
+    """An object that counts rows."""
+
+    def advance(self, rows: int) -> None:
+        """As `Attend.advance`."""
+
+
+@runtime_checkable
+class HasBegin(Protocol):
+    """An object that hears of positions."""
+
+    def begin(self, position: Position) -> None:
+        """As `Attend.begin`."""
+
+
+@runtime_checkable
+class HasWindows(Protocol):
+    """An object that makes others of its kind with other windows."""
+
+    def with_window(self, window: int) -> ForwardAndBackward:
+        """As `Attend.with_window`."""
 
 
 @runtime_checkable
@@ -136,6 +202,22 @@ class AttendAdapter(Attend):
         """As `Attend.positions`."""
         return self.inner.positions(rows) if isinstance(self.inner, HasPositions) else None
 
+    def advance(self, rows: int) -> None:
+        """As `Attend.advance`."""
+        if isinstance(self.inner, HasAdvance):
+            self.inner.advance(rows)
+
+    def begin(self, position: Position) -> None:
+        """As `Attend.begin`."""
+        if isinstance(self.inner, HasBegin):
+            self.inner.begin(position)
+
+    def with_window(self, window: int) -> Attend:
+        """As `Attend.with_window`."""
+        if not isinstance(self.inner, HasWindows):
+            raise _without_windows(self.inner, window)
+        return as_attend(self.inner.with_window(window))
+
     @property
     def poll(self) -> Callable[[], object]:
         """The inner object's poll, if it has one."""
@@ -150,6 +232,16 @@ class AttendAdapter(Attend):
 def as_attend(given: ForwardAndBackward) -> Attend:
     """Return the object itself if it is an `Attend`, else an adapter for it."""
     return given if isinstance(given, Attend) else AttendAdapter(given)
+
+
+def _without_windows(attend: ForwardAndBackward, window: int) -> ArgumentError:
+    return ArgumentError(
+        f"{type(attend).__name__} cannot be given a window for each layer",
+        found=f"window {window}",
+        expected="an object that has with_window, such as attention.Local or attention.Ring",
+        remedy="give the model a function that makes one for each layer, such as "
+        "lambda window=None: attention.Cached(capacity, window=window)",
+    )
 
 
 def _no_poll() -> None:

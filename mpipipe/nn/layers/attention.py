@@ -1,4 +1,4 @@
-"""Self-attention: projections, rotary positions, and an attend object that is handed in."""
+"""Self-attention: projections, norms of heads, rotary positions, and an attend object that is handed in."""
 
 from __future__ import annotations
 
@@ -14,21 +14,23 @@ from mpipipe.nn.cache_blocks import rows
 from mpipipe.nn.checks import check_features, check_positive
 from mpipipe.nn.layers.attend import ForwardAndBackward, as_attend
 from mpipipe.nn.layers.layer import Layer
-from mpipipe.nn.parameters import Parameter, normal
+from mpipipe.nn.layers.weight_gradients import Projection, projections_of_rows
+from mpipipe.nn.parameters import Parameter, normal, ones, zeros
+from mpipipe.nn.rope_scaling import RopeScaling
 
 
 class SelfAttention(Layer):
-    """Self-attention over x (batch, seq, dim), with rotary positions on queries and keys, without biases.
+    """Self-attention over x (batch, seq, dim), with rotary positions on queries and keys.
 
     The parameter `qkv` holds the three projections one above the other, ((heads + 2 kv_heads) head_dim, dim); `out` is
-    (dim, dim).
+    (dim, heads head_dim).
 
     Parameters
     ----------
     dim : int
         Size of the last axis of x and y.
     heads : int
-        Number of heads; dim / heads is the head dimension, and must be even.
+        Number of heads.
     kv_heads : int, optional
         Number of heads of keys and values, a divisor of heads (grouped-query attention); by default `heads`.
     attend : object
@@ -39,10 +41,22 @@ class SelfAttention(Layer):
     positions : 1-D integers, optional
         The position of each row of the sequence in the whole. By default `attend.positions(seq)` in each forward, where
         `attend` has that function as attention.Cached does, else 0 ... seq - 1.
-    rope_base : float
-        Base of the rotary frequencies.
+    rope_base : float or None
+        Base of the rotary frequencies; None: nothing is turned.
     gain : float
-        `out` starts normal with standard deviation gain / sqrt(dim).
+        `out` starts normal with standard deviation gain / sqrt(heads head_dim).
+    head_dim : int, optional
+        Width of a head, even where heads are turned; by default dim / heads.
+    rope_scaling : RopeScaling, optional
+        Scaling of the rotary frequencies, such as `nn.Llama3Scaling`.
+    qkv_bias, out_bias : bool
+        Whether there are parameters `qkv_bias` ((heads + 2 kv_heads) head_dim,) and `out_bias` (dim,), of zeros at the
+        start.
+    qk_norm : bool
+        Whether each head of queries and of keys is normalised as by `nn.RMSNorm`, before it is turned; the parameters
+        `q_norm` and `k_norm`, (head_dim,), are the gains.
+    eps : float
+        Epsilon of these norms.
 
     Raises
     ------
@@ -60,12 +74,21 @@ class SelfAttention(Layer):
 
     takes_integers = False
     recordable = True
-    replaced = ("qkv", "out")
+    replaced = ("qkv", "out", "qkv_bias", "out_bias", "q_norm", "k_norm")
+    freezes_parts = True
 
     qkv: np.ndarray
     qkv_grad: np.ndarray
     out: np.ndarray
     out_grad: np.ndarray
+    qkv_bias: np.ndarray | None = None
+    qkv_bias_grad: np.ndarray | None = None
+    out_bias: np.ndarray | None = None
+    out_bias_grad: np.ndarray | None = None
+    q_norm: np.ndarray | None = None
+    q_norm_grad: np.ndarray | None = None
+    k_norm: np.ndarray | None = None
+    k_norm_grad: np.ndarray | None = None
 
     def __init__(
         self,
@@ -74,29 +97,52 @@ class SelfAttention(Layer):
         kv_heads: int | None = None,
         attend: ForwardAndBackward | None = None,
         positions: ArrayLike | None = None,
-        rope_base: float = 10000.0,
+        rope_base: float | None = 10000.0,
         gain: float = 1.0,
+        *,
+        head_dim: int | None = None,
+        rope_scaling: RopeScaling | None = None,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+        qk_norm: bool = False,
+        eps: float = 1e-6,
     ):
         kv_heads = heads if kv_heads is None else kv_heads
         check_positive(dim=dim, heads=heads, kv_heads=kv_heads)
-        _check_heads(dim, heads, kv_heads)
+        if head_dim is None:
+            _check_width(dim, heads)
+            head_dim = dim // heads
+        _check_heads(head_dim, heads, kv_heads, rope_base is not None)
         if attend is None:
             raise ArgumentError(
                 "SelfAttention was given nothing to attend with", remedy="pass attend=mpipipe.attention.Local()"
             )
-        self.dim, self.heads, self.kv_heads, self.head_dim = dim, heads, kv_heads, dim // heads
+        self.dim, self.heads, self.kv_heads, self.head_dim = dim, heads, kv_heads, head_dim
         self.attend = attend
         self.positions = None if positions is None else np.asarray(positions)
-        self.rope_base = float(rope_base)
-        self._width = (heads + 2 * kv_heads) * self.head_dim
+        self.rope_base = None if rope_base is None else float(rope_base)
+        self.rope_scaling, self.eps = rope_scaling, eps
+        self._width = (heads + 2 * kv_heads) * head_dim
         self.declared = {
             "qkv": Parameter((self._width, dim), normal(dim**-0.5)),
-            "out": Parameter((dim, dim), normal(gain * dim**-0.5)),
+            "out": Parameter((dim, heads * head_dim), normal(gain * (heads * head_dim) ** -0.5)),
         }
+        if qkv_bias:
+            self.declared["qkv_bias"] = Parameter((self._width,), zeros, decay=False)
+        if out_bias:
+            self.declared["out_bias"] = Parameter((dim,), zeros, decay=False)
+        if qk_norm:
+            self.declared |= {name: Parameter((head_dim,), ones, decay=False) for name in ("q_norm", "k_norm")}
 
     def unrecordable(self) -> str:
         kind = type(self.attend)
         return "" if vars(kind).get("recordable", False) else f"{kind.__name__} does not say that it can be recorded"
+
+    def projections(self) -> dict[str, Projection]:
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        found = projections_of_rows("qkv", {"q_proj": queries, "k_proj": keys, "v_proj": keys})
+        out = Projection("out", 0, self.dim)
+        return {**found, "o_proj": out, "c_attn": Projection("qkv", 0, self._width), "c_proj": out}
 
     def bound(self) -> None:
         self._attend = as_attend(self.attend)
@@ -104,16 +150,21 @@ class SelfAttention(Layer):
     def forward(self, x: Array) -> tuple[Array, Any]:
         self._check_input(x)
         kernels, flat = self.stage.kernels, rows(x)
-        qkv = kernels.linear(flat, self.qkv).reshape(*x.shape[:2], -1, self.head_dim)
-        queries_and_keys = qkv[:, :, : self.heads + self.kv_heads]
-        kernels.apply_rope(queries_and_keys, self._rope_table(x.shape[1]), queries_and_keys)
+        qkv = kernels.linear(flat, self.qkv, self.qkv_bias).reshape(*x.shape[:2], -1, self.head_dim)
+        table = self._rope_table(x.shape[1])
+        q, k, v = self._split(qkv)
+        plain = [self._normalise(q, self.q_norm, table), self._normalise(k, self.k_norm, table)]
+        if self.q_norm is None and table is not None:
+            queries_and_keys = qkv[:, :, : self.heads + self.kv_heads]
+            kernels.apply_rope(queries_and_keys, table, queries_and_keys)
         self._share_poll()
-        y, saved = self._attend.forward(*self._split(qkv))
-        y = y.reshape(len(flat), self.dim)
-        return kernels.linear(y, self.out).reshape(x.shape), (flat, y, saved)
+        self._attend.begin(self.stage.position)
+        y, saved = self._attend.forward(q, k, v)
+        y = y.reshape(len(flat), self.heads * self.head_dim)
+        return kernels.linear(y, self.out, self.out_bias).reshape(x.shape), (flat, y, saved, plain)
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
-        kernels, (x, y, kept) = self.stage.kernels, saved
+        kernels, (x, y, kept, plain) = self.stage.kernels, saved
         dflat = rows(dy)
         dout = kernels.linear_backward_input(dflat, self.out).reshape(*dy.shape[:2], self.heads, self.head_dim)
         shape = (*dy.shape[:2], self._width // self.head_dim, self.head_dim)
@@ -122,21 +173,58 @@ class SelfAttention(Layer):
         dq, dk, dv = self._split(dqkv)
         turned_dq, turned_dk, given_dv = self._attend.backward_into(dout, kept, (dq, dk, dv))
         table = self._rope_table(dy.shape[1])
-        if turned_dq is dq:
+        parts: list[Array] = []
+        if self.q_norm is not None:
+            of_queries = self._normalise_backward(turned_dq, dq, plain[0], self.q_norm, table)
+            of_keys = self._normalise_backward(turned_dk, dk, plain[1], self.k_norm, table)
+            parts = [of_queries, of_keys]
+        elif turned_dq is dq:
             queries_and_keys = dqkv[:, :, : self.heads + self.kv_heads]
-            kernels.apply_rope(queries_and_keys, table, queries_and_keys, inverse=True)
+            self._turn(queries_and_keys, table, queries_and_keys, inverse=True)
         else:
-            kernels.apply_rope(turned_dq, table, dq, inverse=True)
-            kernels.apply_rope(turned_dk, table, dk, inverse=True)
+            self._turn(turned_dq, table, dq, inverse=True)
+            self._turn(turned_dk, table, dk, inverse=True)
+        if given_dv is not dv:
             kernels.copy(given_dv, dv)
-        dqkv = dqkv.reshape(len(x), -1)
+        dqkv = dqkv.reshape(len(x), self._width)
         dx = kernels.linear_backward_input(dqkv, self.qkv)
-        return dx.reshape(dy.shape), (x, dqkv, dflat, y)
+        return dx.reshape(dy.shape), (x, dqkv, dflat, y, parts)
 
     def backward_weight(self, pending: Any) -> None:
-        x, dqkv, dy, y = pending
-        self.stage.kernels.linear_backward_weight(dqkv, x, self.qkv_grad, self.adds("qkv"))
-        self.stage.kernels.linear_backward_weight(dy, y, self.out_grad, self.adds("out"))
+        x, dqkv, dy, y, parts = pending
+        self.add_product("qkv", dqkv, x)
+        self.add_product("out", dy, y)
+        self.add_rows("qkv_bias", dqkv)
+        self.add_rows("out_bias", dy)
+        for name, part in zip(("q_norm", "k_norm"), parts):
+            self.add_parts(name, part)
+
+    def _normalise(self, heads: Array, gain: Array | None, table: Array | None) -> Any:
+        """Normalise and turn heads in place; return what they were, as rows, and the scales of the rows."""
+        if gain is None:
+            return None
+        kernels = self.stage.kernels
+        plain = arrays.empty(heads.shape, heads.dtype, self.stage.device)
+        kernels.copy(heads, plain)
+        normal, scale = kernels.rms_norm(rows(plain), gain, self.eps)
+        self._turn(normal.reshape(heads.shape), table, heads)
+        return rows(plain), scale
+
+    def _normalise_backward(self, given: Array, room: Array, plain: Any, gain: Array, table: Array | None) -> Array:
+        """Set `room` to the gradient of heads from that of what attention saw; return the part of the gain."""
+        kernels, (x, scale) = self.stage.kernels, plain
+        turned = arrays.empty(given.shape, given.dtype, self.stage.device)
+        self._turn(given, table, turned, inverse=True)
+        dx, part = kernels.rms_norm_backward(rows(turned), x, scale, gain)
+        kernels.copy(dx.reshape(room.shape), room)
+        return part
+
+    def _turn(self, x: Array, table: Array | None, target: Array, inverse: bool = False) -> None:
+        """Target = x turned by the positions, or back; without rotary positions x itself."""
+        if table is not None:
+            self.stage.kernels.apply_rope(x, table, target, inverse)
+        elif x is not target:
+            self.stage.kernels.copy(x, target)
 
     def _share_poll(self) -> None:
         """Let the attend object keep messages moving between its tiles: attention may take long."""
@@ -147,14 +235,16 @@ class SelfAttention(Layer):
         first, second = self.heads, self.heads + self.kv_heads
         return qkv[:, :, :first], qkv[:, :, first:second], qkv[:, :, second:]
 
-    def _rope_table(self, seq: int) -> Array:
+    def _rope_table(self, seq: int) -> Array | None:
+        if self.rope_base is None:
+            return None
         positions = self.positions
         if positions is None:
             positions = self._attend.positions(seq)
         tables = self.stage.tables
         if positions is None:
-            return tables.first(seq, self.head_dim, self.rope_base)
-        return tables.of(positions, self.head_dim, self.rope_base)
+            return tables.first(seq, self.head_dim, self.rope_base, self.rope_scaling)
+        return tables.of(positions, self.head_dim, self.rope_base, self.rope_scaling)
 
     def _check_input(self, x: Array) -> None:
         check_features(self, x, self.dim)
@@ -168,12 +258,23 @@ class SelfAttention(Layer):
             )
 
 
-def _check_heads(dim: int, heads: int, kv_heads: int) -> None:
-    if dim % heads or (dim // heads) % 2:
+def _check_width(dim: int, heads: int) -> None:
+    if dim % heads:
         raise ArgumentError(
-            "dim must be an even multiple of heads (rotary positions turn pairs of elements)",
+            "dim must be a multiple of heads where no head_dim is given",
             found=f"dim={dim}, heads={heads}",
-            expected="dim / heads even",
+            expected="no remainder",
+            remedy="say head_dim",
+        )
+
+
+def _check_heads(head_dim: int, heads: int, kv_heads: int, turned: bool) -> None:
+    check_positive(head_dim=head_dim)
+    if turned and head_dim % 2:
+        raise ArgumentError(
+            "the width of a head must be even (rotary positions turn pairs of elements)",
+            found=f"head_dim={head_dim}",
+            expected="head_dim even; without an own one, dim an even multiple of heads",
         )
     if heads % kv_heads:
         raise ArgumentError(

@@ -27,12 +27,24 @@ class Sequential(Layer):
     """
 
     recordable = True
+    lowest = 0  # layers before it have no backward: nothing in them is trained, and nobody asks for their gradient
     ended: Callable[[Layer], object] | None = None  # told of each layer that has added its part to the gradients
 
     def __init__(self, layers: Sequence[Layer]):
         self.layers = tuple(layers)
         self.children = {str(i): layer for i, layer in enumerate(self.layers)}
         self._reversed = self.layers[::-1]
+
+    def end_backward_at(self, place: int) -> None:
+        """Let backwards end with the layer at this place, without a gradient of the input.
+
+        Parameters
+        ----------
+        place : int
+            0 for all layers, with a gradient of the input.
+        """
+        self.lowest = place
+        self._reversed = self.layers[place:][::-1]
 
     @property
     def leaves_sum(self) -> bool:  # type: ignore[override]  # a plain attribute in other layers
@@ -79,7 +91,7 @@ class Sequential(Layer):
             else:
                 _, x, kept = layer.forward_sum(x, more)
                 more = None
-            saved.append(kept)
+            saved.append(kept if place >= self.lowest else None)
         return x, more
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Any, Any]:
@@ -99,8 +111,8 @@ class Sequential(Layer):
                 dy, waiting = layer.backward_input_add(dy, kept, more)
             else:
                 dy, waiting = layer.backward_input(dy, kept)
-            pending.append(waiting)
-        return dy, pending
+            pending.append(None if layer.still else waiting)
+        return None if self.lowest else dy, pending
 
     def backward_weight(self, pending: Any) -> None:
         poll, ended = self.stage.poll, self.ended
@@ -108,7 +120,8 @@ class Sequential(Layer):
         for layer, waiting in zip(self._reversed, pending):
             if poll is not None and layer is not last:
                 poll()
-            layer.backward_weight(waiting)
+            if not layer.still:
+                layer.backward_weight(waiting)
             if ended is not None:
                 ended(layer)
 
@@ -125,13 +138,16 @@ class Sequential(Layer):
         for layer, kept in zip(self._reversed, reversed(saved)):
             if poll is not None and layer is not start:
                 poll()
-            if layer is last and more is not None:
+            if layer.still:
+                adds = layer is last and more is not None
+                dy, _ = layer.backward_input_add(dy, kept, more) if adds else layer.backward_input(dy, kept)
+            elif layer is last and more is not None:
                 dy = layer.backward_add(dy, kept, more)
             else:
                 dy = layer.backward(dy, kept)
             if ended is not None:
                 ended(layer)
-        return dy
+        return None if self.lowest else dy
 
 
 class Residual(Layer):

@@ -26,6 +26,8 @@ class Embedding(Layer):
         Key of `Parameter.tie`. A `Linear(dim, vocab, bias=False)` with the same key is the matching head.
     gain : float
         The table starts normal with standard deviation gain / sqrt(dim), as the weight of that Linear does.
+    scale : float
+        Factor on the rows that come out.
 
     Raises
     ------
@@ -48,14 +50,15 @@ class Embedding(Layer):
     weight: np.ndarray
     weight_grad: np.ndarray
 
-    def __init__(self, vocab: int, dim: int, tie: str | None = None, gain: float = 1.0):
+    def __init__(self, vocab: int, dim: int, tie: str | None = None, gain: float = 1.0, scale: float = 1.0):
         check_positive(vocab=vocab, dim=dim)
-        self.vocab, self.dim = vocab, dim
+        self.vocab, self.dim, self.scale = vocab, dim, scale
         self.declared = {"weight": Parameter((vocab, dim), normal(gain * dim**-0.5), tie=tie)}
 
     def forward(self, x: Array) -> tuple[Array, Any]:
         x = self.upload(x)
-        return self.stage.kernels.embed(self.weight, x), x
+        y = self.stage.kernels.embed(self.weight, x)
+        return (y if self.scale == 1 else self.stage.kernels.scale(y, self.scale, out=y)), x
 
     def upload(self, x: Array) -> Array:
         return checked_ids(x, self.vocab, f"layer {self.name} (Embedding): the input", self.stage.device)
@@ -65,4 +68,8 @@ class Embedding(Layer):
 
     def backward_weight(self, pending: Any) -> None:
         dy, x = pending
+        if self.weight_grad is None:
+            return
+        if self.scale != 1:
+            dy = self.stage.kernels.scale(dy, self.scale)
         self.stage.kernels.embed_backward(dy, x, self.weight_grad)

@@ -12,6 +12,7 @@ from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
 from mpipipe.nn.kernels.interface import Kernels
 from mpipipe.nn.layers.sums import Sums
+from mpipipe.nn.layers.weight_gradients import WeightGradients
 from mpipipe.nn.parameters import Parameter
 from mpipipe.nn.rope_tables import RopeTables
 
@@ -21,6 +22,8 @@ class StageOfLayer(Protocol):
 
     position: Any
 
+    @property
+    def headless(self) -> bool: ...
     @property
     def kernels(self) -> Kernels: ...
     @property
@@ -39,7 +42,7 @@ class StageOfLayer(Protocol):
     def unwritten(self) -> set[str]: ...
 
 
-class Layer(Sums):
+class Layer(Sums, WeightGradients):
     """Arrays in, arrays out. A layer holds parameters, but nothing of any micro-batch.
 
     A layer is a description until a `Stage` binds it. It says which arrays it needs in `declared` and which layers it
@@ -73,6 +76,11 @@ class Layer(Sums):
     replaced : tuple of str
         Names whose gradients the layer writes only as `adds` says. Subclasses do not inherit it: they may add to the
         gradients in other ways.
+    freezes_parts : bool
+        Whether the layer can do with some of its parameters frozen: it leaves out a gradient that is None. Subclasses
+        do not inherit it. A layer whose parameters are all frozen is never asked for `backward_weight`.
+    still : bool
+        Whether all parameters in it are frozen, set when it is bound.
     recordable : bool
         Whether CUDA graphs may record the layer: with inputs of the same shapes it does the same device work each time,
         and never lets the host wait for the device. Subclasses do not inherit it either.
@@ -105,6 +113,8 @@ class Layer(Sums):
     uploads_integers = False
     replaced: tuple[str, ...] = ()
     recordable = False
+    freezes_parts = False
+    still = False
 
     @abstractmethod
     def forward(self, x: Array) -> tuple[Array, Any]:
@@ -185,25 +195,6 @@ class Layer(Sums):
         self.backward_weight(pending)
         return dx
 
-    def adds(self, key: str) -> bool:
-        """Tell whether a gradient is to be added to; False for its first part in a step, which replaces what is there.
-
-        Parameters
-        ----------
-        key : str
-            Name of one of the arrays in `replaced`.
-
-        Returns
-        -------
-        bool
-            True, or False once after the pipeline has begun a step.
-        """
-        unwritten, name = self.stage.unwritten, f"{self.name}.{key}"
-        if name not in unwritten:
-            return True
-        unwritten.remove(name)
-        return False
-
     def unrecordable(self) -> str:
         """Return why CUDA graphs cannot record this layer, where its class says that they can.
 
@@ -244,7 +235,7 @@ class Layer(Sums):
         self.stage, self.name = stage, name
         for key in self.declared:
             setattr(self, key, stage.compute[f"{name}.{key}"])
-            setattr(self, f"{key}_grad", stage.gradients[f"{name}.{key}"])
+            setattr(self, f"{key}_grad", stage.gradients.get(f"{name}.{key}"))
         self.bound()
 
     def walk(self, name: str) -> Iterator[tuple[str, Layer]]:
@@ -269,4 +260,11 @@ def first_leaf(layer: Layer) -> Layer:
     """Return the layer within this one that is called first and has none within itself."""
     while layer.children:
         layer = next(iter(layer.children.values()))
+    return layer
+
+
+def last_leaf(layer: Layer) -> Layer:
+    """Return the layer within this one that is called last and has none within itself."""
+    while layer.children:
+        layer = list(layer.children.values())[-1]
     return layer

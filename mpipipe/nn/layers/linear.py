@@ -9,6 +9,7 @@ import numpy as np
 from mpipipe.arrays import Array
 from mpipipe.nn.checks import check_features, check_positive
 from mpipipe.nn.layers.layer import Layer
+from mpipipe.nn.layers.weight_gradients import Projection
 from mpipipe.nn.parameters import Parameter, normal, zeros
 
 
@@ -43,7 +44,8 @@ class Linear(Layer):
 
     takes_integers = False
     recordable = True
-    replaced = ("weight", "bias")
+    replaced: tuple[str, ...] = ("weight", "bias")
+    freezes_parts = True
 
     weight: np.ndarray
     weight_grad: np.ndarray
@@ -56,6 +58,9 @@ class Linear(Layer):
         self.declared = {"weight": Parameter((outputs, inputs), normal(gain * inputs**-0.5), tie=tie)}
         if bias:
             self.declared["bias"] = Parameter((outputs,), zeros, decay=False)
+
+    def projections(self) -> dict[str, Projection]:
+        return {"linear": Projection("weight", 0, self.outputs)}
 
     def forward(self, x: Array) -> tuple[Array, Any]:
         if x.ndim != 2:
@@ -75,7 +80,5 @@ class Linear(Layer):
 
     def backward_weight(self, pending: Any) -> None:
         dy, x = pending
-        kernels, first = self.stage.kernels, self.stage.unwritten  # empty after the first micro-batch
-        kernels.linear_backward_weight(dy, x, self.weight_grad, not first or self.adds("weight"))
-        if self.bias_grad is not None:
-            kernels.sum_rows(dy, self.bias_grad, not first or self.adds("bias"))
+        self.add_product("weight", dy, x)
+        self.add_rows("bias", dy)

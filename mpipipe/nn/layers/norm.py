@@ -74,7 +74,7 @@ class RMSNorm(Layer):
         return dx.reshape(dy.shape), parts
 
     def backward_weight(self, pending: Any) -> None:
-        self.stage.kernels.add_parts(pending, self.gain_grad, self.adds("gain"))
+        self.add_parts("gain", pending)
 
     def backward_add(self, dy: Array, saved: Any, more: Array) -> Array:
         dx, pending = self.backward_input_add(dy, saved, more)
@@ -112,6 +112,7 @@ class LayerNorm(Layer):
     takes_integers = False
     recordable = True
     replaced = ("gain", "bias")
+    freezes_parts = True
 
     gain: np.ndarray
     gain_grad: np.ndarray
@@ -146,8 +147,8 @@ class LayerNorm(Layer):
 
     def backward_weight(self, pending: Any) -> None:
         of_gain, of_bias = pending
-        self.stage.kernels.add_parts(of_gain, self.gain_grad, self.adds("gain"))
-        self.stage.kernels.add_parts(of_bias, self.bias_grad, self.adds("bias"))
+        self.add_parts("gain", of_gain)
+        self.add_parts("bias", of_bias)
 
     def backward_add(self, dy: Array, saved: Any, more: Array) -> Array:
         dx, pending = self.backward_input_add(dy, saved, more)

@@ -13,6 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <algorithm>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -101,8 +102,12 @@ struct Fiber {
     uint64_t value, result;
 };
 
-#define EMULATED static __attribute__((unused))
+// The compiler's checks are for the kernels; here they would take half of the time.
+#define EMULATED static __attribute__((unused, no_sanitize("undefined")))
+struct Warp { uint64_t alive, waiting; };  // lanes that have not ended, lanes in a warp function
+
 EMULATED Fiber fibers[MOST];
+EMULATED Warp warps[MOST / 32];
 EMULATED int threads, running, alive, at_barrier, free_stacks[MOST], free_count;
 EMULATED char* stacks;
 EMULATED void* scheduler_sp;
@@ -209,12 +214,14 @@ EMULATED void fiber_main() {
 
 EMULATED void release_warp(int first, uint64_t mask) {
     // Let the lanes of `mask` go on once all that still run have come to the same function.
+    Warp& whole = warps[first / warpSize];
+    if ((whole.waiting & mask) != (whole.alive & mask)) return;
     const int end = first + warpSize < threads ? first + warpSize : threads;
     Kind kind = SYNCWARP;
     bool some = false;
     for (int i = first; i < end; i++)
         if (mask >> (i - first) & 1 && fibers[i].state != DONE) {
-            if (fibers[i].state != WARP || fibers[i].mask != mask) return;
+            if (fibers[i].mask != mask) return;
             if (some && fibers[i].kind != kind) {
                 complain("the lanes of a warp are in different functions");
                 return;
@@ -237,6 +244,7 @@ EMULATED void release_warp(int first, uint64_t mask) {
     }
     for (int i = first; i < end; i++)
         if (mask >> (i - first) & 1 && fibers[i].state == WARP) fibers[i].state = READY;
+    whole.waiting &= ~mask;
 }
 
 EMULATED uint64_t warp(Kind kind, uint64_t mask, uint64_t value, int source = 0) {
@@ -306,14 +314,18 @@ EMULATED void run_fiber(int i) {
     threadIdx = fiber.index;
     switch_to(&scheduler_sp, fiber.sp);
     const int first = i & ~(warpSize - 1);
+    Warp& whole = warps[first / warpSize];
+    const uint64_t lane = 1ull << (i - first);
     if (fiber.state == DONE) {
         free_stacks[free_count++] = fiber.stack;
         alive--;
-        for (int j = first; j < first + warpSize && j < threads; j++)  // lanes may wait for this one alone
+        whole.alive &= ~lane;
+        for (int j = first; whole.waiting && j < first + warpSize && j < threads; j++)  // they may wait for this one alone
             if (fibers[j].state == WARP) release_warp(first, fibers[j].mask);
     } else if (fiber.state == BLOCK) {
         at_barrier++;
     } else {
+        whole.waiting |= lane;
         release_warp(first, fiber.mask);
     }
 }
@@ -331,21 +343,21 @@ EMULATED void run_block() {
                 fibers[count].state = READY;
                 fibers[count].stack = -1;
             }
+    for (int i = 0; i < threads; i += warpSize)
+        warps[i / warpSize] = {threads - i < warpSize ? (1ull << (threads - i)) - 1 : ~0ull >> (64 - warpSize), 0};
     alive = threads;
     at_barrier = 0;
     int order[MOST];
-    for (int i = 0; i < threads; i++) order[i] = i;
     while (alive && !problem[0]) {
         const unsigned way = draw() % 3;
-        for (int i = 0; i < threads; i++) order[i] = way == 1 ? threads - 1 - i : i;
+        int ready = 0;
+        for (int i = 0; i < threads; i++)
+            if (fibers[i].state == READY) order[ready++] = i;
+        if (way == 1) std::reverse(order, order + ready);
         if (way == 2)
-            for (int i = threads - 1; i > 0; i--) std::swap(order[i], order[draw() % (i + 1)]);
-        bool any = false;
-        for (int i = 0; i < threads && !problem[0]; i++)
-            while (fibers[order[i]].state == READY && !problem[0]) {
-                any = true;
-                run_fiber(order[i]);
-            }
+            for (int i = ready - 1; i > 0; i--) std::swap(order[i], order[(uint64_t)draw() * (i + 1) >> 31]);
+        for (int i = 0; i < ready && !problem[0]; i++)
+            while (fibers[order[i]].state == READY && !problem[0]) run_fiber(order[i]);
         if (alive && at_barrier == alive) {
             uint64_t total = 0;
             for (int i = 0; i < threads; i++) total += fibers[i].state == BLOCK && fibers[i].value;
@@ -355,7 +367,7 @@ EMULATED void run_block() {
                     fibers[i].state = READY;
                 }
             at_barrier = 0;
-        } else if (!any && !problem[0]) {
+        } else if (!ready && !problem[0]) {
             for (int i = 0; i < threads; i++)
                 if (fibers[i].state == WARP) {
                     threadIdx = fibers[i].index;

@@ -21,7 +21,8 @@ __device__ __forceinline__ A safe_max(A top) { return top == -A(INFINITY) ? A(0)
 
 // For each row of logits (rows, vocab), on one block: loss = log(sum of exp(l - top)) - (l[id] - top), NaN for an id
 // outside; gradient = factor (exp(l - top) / sum - onehot(id)). One pass finds top and sum together, and a second one
-// finds the row in the L2 cache. logits and gradient start alike within a word. Moves 2 T an element.
+// finds the row in the L2 cache. logits and gradient start alike within a word, and may be the same array: a thread
+// reads in both passes the elements that it writes, and no others. Moves 2 T an element.
 extern "C" __global__ void __launch_bounds__(512, 2)
     softmax_cross_entropy(const T* logits, const I* ids, T* gradient, double* losses, long long vocab,
                           A factor) {
@@ -54,12 +55,11 @@ extern "C" __global__ void __launch_bounds__(512, 2)
     }
     const A highest = largest(top, shared);
     sum = add_up(sum * exponential<T>(top - safe_max(highest)), shared);
-    const bool inside = id >= 0 && id < vocab;
-    if (threadIdx.x == 0)
-        losses[row] = inside ? log((double)sum) - ((double)widen(x.from[id]) - (double)highest) : (double)NAN;
+    if (threadIdx.x == 0 && (id < 0 || id >= vocab)) losses[row] = (double)NAN;
     const A share = factor / sum;
     T* to = gradient + row * vocab;
     auto gradient_of = [&](long long i, T value) {
+        if (i == id) losses[row] = log((double)sum) - ((double)widen(value) - (double)highest);
         const A p = exponential<T>(widen(value) - highest) * share;
         return narrow<T>(i == id ? p - factor : p);
     };

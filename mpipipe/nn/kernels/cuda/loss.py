@@ -23,19 +23,19 @@ PARTS = 2048  # blocks for a mean squared error
 
 
 def softmax_cross_entropy(
-    logits: DeviceArray, ids: DeviceArray, factor: float = 1.0
+    logits: DeviceArray, ids: DeviceArray, factor: float = 1.0, out: DeviceArray | None = None
 ) -> tuple[DeviceArray, DeviceArray]:
     """Return (mean of -log softmax(logits)[id] over the rows, factor * its gradient); NaN where an id is outside."""
     rows = len(logits)
-    gradient: DeviceArray = arrays.empty_like(logits)
+    gradient: DeviceArray = arrays.empty_like(logits) if out is None else out
     losses = arrays.empty((rows,), FLOAT64, "cuda")
-    _cross_entropy((logits, ids), (gradient, losses), (), (scalar_type(logits.dtype)(factor / rows),))
+    _cross_entropy((logits, ids, gradient), (losses,), (), (scalar_type(logits.dtype)(factor / rows),))
     return _mean(losses, rows), gradient
 
 
 def _pack_cross_entropy(logits: DeviceArray, ids: DeviceArray, gradient: DeviceArray, _: DeviceArray) -> Call:
     check_ids(ids)
-    check_contiguous("softmax_cross_entropy", logits, ids)
+    check_contiguous("softmax_cross_entropy", logits, ids, gradient)
     (rows, vocab), dtype = logits.shape, logits.dtype
     apart = (gradient.data.ptr - logits.data.ptr) % WORD  # rows start anywhere, but alike in both
     constants: dict[str, Any] = {"T": dtype, "I": ids.dtype, "V": 1 if apart else WORD // dtype.itemsize}

@@ -12,14 +12,24 @@ from mpipipe.arrays.launch import Call, bitwise_or, over, scalar_type, vector_wi
 from mpipipe.arrays.packed import Packed
 from mpipipe.arrays.strided import element_strides
 from mpipipe.nn.rope import angles
+from mpipipe.nn.rope_scaling import RopeScaling
 
 ROPE = Path(__file__).with_name("rope.cu")
 
 
-def rope_table(positions: np.ndarray, head_dim: int, base: float, dtype: np.dtype, device: str = "cuda") -> DeviceArray:
+def rope_table(
+    positions: np.ndarray,
+    head_dim: int,
+    base: float,
+    dtype: np.dtype,
+    device: str = "cuda",
+    scaling: RopeScaling | None = None,
+) -> DeviceArray:
     """Return cosine and sine (seq, head_dim / 2, 2) of the angle of each position and pair, on the device."""
-    turned = angles(positions, head_dim, base)
+    turned = angles(positions, head_dim, base, scaling)
     table = np.stack([np.cos(turned), np.sin(turned)], axis=-1)
+    if scaling is not None:
+        table *= scaling.amplitude
     return arrays.upload(table.astype(arrays.accumulator(np.dtype(dtype))))
 
 

@@ -93,11 +93,13 @@ def apply_rope(x: np.ndarray, table: np.ndarray, target: np.ndarray, inverse: bo
         cast(turned, target)
 
 
-def softmax_cross_entropy(logits: np.ndarray, ids: np.ndarray, factor: float = 1.0) -> tuple[float, np.ndarray]:
+def softmax_cross_entropy(
+    logits: np.ndarray, ids: np.ndarray, factor: float = 1.0, out: np.ndarray | None = None
+) -> tuple[float, np.ndarray]:
     """As full_precision.softmax_cross_entropy, upcasting a piece at a time: logits are the largest arrays of all."""
     if logits.dtype.itemsize != 2:
-        return full_precision.softmax_cross_entropy(logits, ids, factor)
-    gradient = np.empty_like(logits)
+        return full_precision.softmax_cross_entropy(logits, ids, factor, out)
+    gradient = np.empty_like(logits) if out is None else out
     total = 0.0
     for rows in blocks(*logits.shape):
         part = upcast(logits[rows])

@@ -20,6 +20,7 @@ from mpipipe.nn.kernels.host.norm import (
     rms_norm_backward,
 )
 from mpipipe.nn.kernels.host.optimizer import adamw, sgd, sums_of_squares
+from mpipipe.nn.rope_scaling import RopeScaling
 
 __all__ = [
     "accumulate",
@@ -145,9 +146,16 @@ def copy(source: np.ndarray, target: np.ndarray) -> None:
 # -- rotary positions -------------------------------------------------------------------------------------------------
 
 
-def rope_table(positions: np.ndarray, head_dim: int, base: float, dtype: np.dtype, device: str = "cpu") -> np.ndarray:
+def rope_table(
+    positions: np.ndarray,
+    head_dim: int,
+    base: float,
+    dtype: np.dtype,
+    device: str = "cpu",
+    scaling: RopeScaling | None = None,
+) -> np.ndarray:
     """Return the factors for `apply_rope`: complex (seq, 1, head_dim / 2)."""
-    return rope.rope_table(positions, head_dim, base, dtype)
+    return rope.rope_table(positions, head_dim, base, dtype, scaling)
 
 
 def apply_rope(x: np.ndarray, table: np.ndarray, target: np.ndarray, inverse: bool = False) -> None:

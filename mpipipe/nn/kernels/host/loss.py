@@ -26,9 +26,11 @@ def mean_squared_error(output: np.ndarray, target: np.ndarray, factor: float = 1
     return total / size, difference
 
 
-def softmax_cross_entropy(logits: np.ndarray, ids: np.ndarray, factor: float = 1.0) -> tuple[float, np.ndarray]:
+def softmax_cross_entropy(
+    logits: np.ndarray, ids: np.ndarray, factor: float = 1.0, out: np.ndarray | None = None
+) -> tuple[float, np.ndarray]:
     """Return (mean of -log softmax(logits)[id] over the rows, summed in float64; factor * its gradient)."""
-    gradient = np.empty(logits.shape, logits.dtype)
+    gradient = np.empty(logits.shape, logits.dtype) if out is None else out
     total = 0.0
     for at in blocks(*logits.shape):
         total += cross_entropy_block(logits[at], ids[at], len(logits) / factor, gradient[at])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from functools import lru_cache
 from itertools import accumulate
@@ -33,7 +33,7 @@ class Piece(NamedTuple):
 
 
 class Text:
-    """Pieces of files as one array of bytes.
+    """Pieces of files as one array of bytes: `source.Tokens`, whose documents are the pieces.
 
     Parameters
     ----------
@@ -46,6 +46,16 @@ class Text:
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Its length: a token is a byte."""
+        return len(self)
+
+    def starts(self, start: int, stop: int) -> np.ndarray:
+        """Return the positions in start ... stop - 1 at which pieces begin, int64, rising."""
+        ends = [0, *self._ends[:-1]]
+        return np.array(ends[bisect_left(ends, start) : bisect_left(ends, stop)], np.int64)
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Read the bytes start .. start + count into a new uint8 array.

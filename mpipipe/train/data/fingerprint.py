@@ -9,7 +9,7 @@ from __future__ import annotations
 from hashlib import blake2b
 from pathlib import Path
 
-from mpipipe.train.pieces import read_bytes, size_of
+from mpipipe.train.data.pieces import read_bytes, size_of
 
 BLOCK = 4096  # bytes
 BLOCKS = 4096  # in all, where there are fewer files than half of this

@@ -1,11 +1,10 @@
-"""The bytes of text to train on: which files, the split for validation, and the windows of each step.
+"""The bytes of text to train on: which files, and the split for validation.
 
     file a  |=================train=================|-val-|
     file b  |=============train=============|val|
     train      = a[:95 %] b[:95 %]          validation = a[95 %:] b[95 %:]
 
-Each split joins its pieces, and a window may cross from one piece into the next. The windows of a batch follow from
-(seed, step) alone, so all ranks that need them compute the same ones without a message.
+Each split joins its pieces, and a window may cross from one piece into the next.
 """
 
 from __future__ import annotations
@@ -14,23 +13,20 @@ import errno
 import os
 import stat
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
-
-import numpy as np
+from typing import BinaryIO, ClassVar
 
 from mpipipe import files
 from mpipipe.errors import DataError
-from mpipipe.nn import random
-from mpipipe.train.fingerprint import fingerprint
-from mpipipe.train.pieces import Piece, Text, forget_files
+from mpipipe.train.data.fingerprint import fingerprint
+from mpipipe.train.data.pieces import Piece, Text, forget_files
+from mpipipe.train.data.source import Source
 
 HELD_OUT = 20  # one byte in this many is for validation
 SNIFFED = 1024  # bytes read of a file to tell text from binary
 SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages"}
-Batch: TypeAlias = "tuple[np.ndarray, np.ndarray]"  # inputs and targets, int64 (rows, seq_len)
 REMEDY = "name readable text files, or folders that hold some, with --data"
 
 
@@ -44,6 +40,9 @@ class Listing:
     fingerprint : see `fingerprint.fingerprint`
     """
 
+    vocab: ClassVar[int] = 256
+    unit: ClassVar[str] = "bytes"
+    tokenizer: ClassVar[str | None] = None
     entries: tuple[tuple[int, str, int], ...]
     fingerprint: str
 
@@ -64,25 +63,30 @@ class Listing:
         roots = _roots(paths)
         return [(roots[number] / name, size) for number, name, size in self.entries]
 
+    def open(self, paths: Sequence[str | Path], seq_len: int) -> Corpus:
+        """As `Corpus.of`."""
+        return Corpus.of(self, paths, seq_len)
+
+    def whole(self, paths: Sequence[str | Path]) -> Text:
+        """Return all bytes, without a split; each file is a document."""
+        return Text([Piece(path, 0, size) for path, size in self.found(paths)])
+
 
 def _roots(paths: Sequence[str | Path]) -> list[Path]:
     return [Path(path) for path in paths] if paths else [Path(sysconfig.get_path("stdlib"))]
 
 
 @dataclass(frozen=True)
-class Corpus:
-    """The two texts that a training reads, which have no byte in common.
+class Corpus(Source):
+    """The two texts that a training reads, which have no byte in common; their documents are the files.
 
     Attributes
     ----------
+    vocab : 256
     train, validation : Text
     fingerprint : equal on two ranks that found the same file names, sizes and, as far as they are sampled, contents
         (see `fingerprint.fingerprint` for what it can miss)
     """
-
-    train: Text
-    validation: Text
-    fingerprint: str
 
     @classmethod
     def open(cls, paths: Sequence[str | Path], seq_len: int) -> Corpus:
@@ -105,7 +109,7 @@ class Corpus:
             held_out = size // HELD_OUT
             train.append(Piece(path, 0, size - held_out))
             validation.append(Piece(path, size - held_out, held_out))
-        corpus = cls(Text(train), Text(validation), listing.fingerprint)
+        corpus = cls(listing.vocab, Text(train), Text(validation), listing.fingerprint, listing.unit)
         if len(corpus.validation) <= seq_len:
             raise DataError(
                 "the data are too short for one sequence in training and one in validation",
@@ -119,15 +123,17 @@ class Corpus:
 def find_files(path: Path) -> list[tuple[Path, int]]:
     """List (file, bytes) of a file, or of all text files below a folder, sorted by path.
 
-    Below a folder, hidden, empty and binary files (a NUL byte early on) are skipped; a file that is named itself is
-    taken as it is.
+    Below a folder, hidden, empty and binary files (a NUL byte early on) are skipped. A binary file that is named itself
+    is refused.
     """
+    binary = False
     try:
         if path.is_dir():
             found = [entry for entry in _walk(path) if entry[1] and _is_text(entry[0])]
         else:
             with open(files.open_regular(path), "rb") as file:
                 found = [(path, os.fstat(file.fileno()).st_size)]
+                binary = _is_binary(file)
     except OSError as error:
         raise DataError(
             f"data cannot be read: {error.strerror}",
@@ -135,6 +141,14 @@ def find_files(path: Path) -> list[tuple[Path, int]]:
             expected=f"{files.REGULAR}, or a folder",
             remedy=REMEDY,
         ) from error
+    if binary:
+        raise DataError(
+            "a binary file without a header that is known",
+            found=f"a NUL byte in the first {SNIFFED} bytes of {path}",
+            expected="text, tokens that `mpipipe tokenize` wrote, a .npy file, or Megatron's .bin beside its .idx",
+            remedy="tokenize the text: python -m mpipipe tokenize --tokenizer DIR TEXT --out FILE; save bare token ids "
+            "with numpy.save; text in UTF-16 must become UTF-8 first",
+        )
     if not any(size for _, size in found):
         raise DataError(
             "no text in the data", found=str(path), expected="a text file, or a folder with one", remedy=REMEDY
@@ -178,35 +192,8 @@ def _status(path: Path) -> os.stat_result | None:
 
 def _is_text(path: Path) -> bool:
     with open(files.open_regular(path), "rb") as file:
-        return b"\0" not in file.read(SNIFFED)
+        return not _is_binary(file)
 
 
-def training_batch(text: Text, *, seed: int, step: int, batch: int, rows: slice, seq_len: int) -> Batch:
-    """Draw the rows `rows` of the batch of a step: windows of `text`, all equally likely, with replacement.
-
-    Returns
-    -------
-    inputs, targets : int64 (rows, seq_len); the target of a byte is the byte after it
-    """
-    starts = generator(seed, "training", step).integers(0, len(text) - seq_len, batch)
-    return _windows(text, starts[rows], seq_len)
-
-
-def validation_batch(text: Text, *, index: int, batches: int, batch: int, rows: slice, seq_len: int) -> Batch:
-    """Return the rows `rows` of validation batch `index` of `batches`: windows spread evenly, always the same ones.
-
-    Returns inputs and targets as `training_batch` does.
-    """
-    last = len(text) - seq_len - 1
-    numbers = range(index * batch, (index + 1) * batch)[rows]
-    return _windows(text, [number * last // max(1, batches * batch - 1) for number in numbers], seq_len)
-
-
-def _windows(text: Text, starts: Iterable[int], seq_len: int) -> Batch:
-    windows = np.stack([text.read(int(start), seq_len + 1) for start in starts]).astype(np.int64)
-    return np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])
-
-
-def generator(seed: int, purpose: str, step: int) -> np.random.Generator:
-    """Return the random numbers for one purpose in one step. They are counter-based: none depends on earlier ones."""
-    return np.random.Generator(np.random.Philox(key=random.key(purpose, seed), counter=[0, 0, 0, step]))
+def _is_binary(file: BinaryIO) -> bool:
+    return b"\0" in file.read(SNIFFED)

@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Compare with other libraries (PyTorch, transformers, PEFT, JAX) on MPI ranks of this machine: the tests marked `judges`.
+# They are installed into an environment of their own, .venv-judges, since the package itself needs none of them.
+#
+#   bash jobs/test_judges.sh [options of pytest]
+#   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu bash jobs/test_judges.sh     PyTorch for CPUs, which is smaller
+#   RANKS=2 MPI=openmpi bash jobs/test_judges.sh             (variables: see jobs/common.sh)
+set -euo pipefail
+. "$(dirname "$0")/common.sh"
+choose_mpi
+venv=$venv-judges
+install_package test judges
+configure_mpi
+keep_bytecode
+export MPIEXEC_TIMEOUT="${MPIEXEC_TIMEOUT:-2400}"  # seconds; the last resort, tests have a limit each
+
+status=0
+"$mpiexec" -n "${RANKS:=2}" "$python" -m pytest -m judges "$@" || status=$?
+if [ "$status" = 0 ]; then verdict=ok; else verdict=failed; fi
+echo "mpipipe: judges $verdict mpi=$MPI ranks=$RANKS exit=$status"
+exit "$status"

@@ -1,0 +1,163 @@
+"""Stages and losses from PyTorch and JAX. Either library is imported when it is asked for, and not before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from mpipipe import processor
+from mpipipe.errors import BackendError
+
+if TYPE_CHECKING:
+    from mpipipe.adapters.jax.loss import JaxLoss
+    from mpipipe.adapters.jax.stage import JaxStage
+    from mpipipe.adapters.pytorch.loss import TorchLoss
+    from mpipipe.adapters.pytorch.stage import TorchStage
+
+__all__ = ["jax_loss", "jax_stage", "torch_loss", "torch_stage"]
+
+
+def torch_stage(module: Any, *, prefix: str = "", seed: int = 0) -> TorchStage:
+    """Make a stage of a PyTorch module.
+
+    Its trainable parameters move into one flat array, and their gradients lie in another. They stay the module's own:
+    optimizers of `mpipipe.optim` and of `torch.optim` update them alike, and replicas sum their gradients.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        Its parameters have one floating dtype and lie on one device. Arguments and results are tensors, or a tuple or
+        dict of them; integers have no gradient. Modules with batch normalisation are refused.
+    prefix : str
+        In front of the names of parameters, so that they are unique in the whole model: for checkpoints.
+    seed : int
+        Of the random numbers that the module draws. They depend on it, on the number of the stage, and on step,
+        micro-batch and replica.
+
+    Returns
+    -------
+    TorchStage
+        A stage for `Pipeline`, with `parameters`, `gradients`, `state_dict` and `load_state_dict`.
+
+    Raises
+    ------
+    BackendError
+        PyTorch is not installed.
+    ArgumentError
+        The module cannot be a stage; the text says why.
+
+    Examples
+    --------
+    >>> import torch  # doctest: +SKIP
+    >>> from mpipipe import adapters, optim
+    >>> stage = adapters.torch_stage(torch.nn.Linear(2, 3))  # doctest: +SKIP
+    >>> optimizer = optim.AdamW([stage], lr=1e-3)  # doctest: +SKIP
+    """
+    made: TorchStage = _room("pytorch.stage", "torch", "PyTorch").TorchStage(module, prefix, seed)
+    return made
+
+
+def torch_loss(function: Callable[..., Any]) -> TorchLoss:
+    """Make the loss of a pipeline of a loss function of PyTorch.
+
+    Parameters
+    ----------
+    function : callable
+        `function(output, target)` returns a tensor of one number, the mean over the micro-batch:
+        `torch.nn.functional.cross_entropy`, for example.
+
+    Returns
+    -------
+    TorchLoss
+        A loss for `Pipeline`, for a last stage of any kind.
+
+    Raises
+    ------
+    BackendError
+        PyTorch is not installed.
+    """
+    made: TorchLoss = _room("pytorch.loss", "torch", "PyTorch").TorchLoss(function)
+    return made
+
+
+def jax_stage(function: Callable[..., Any], parameters: Any, *, prefix: str = "", seed: int = 0) -> JaxStage:
+    """Make a stage of a JAX function and its parameters.
+
+    The function is compiled, with its gradients, once for each shape of its input. The parameters are copied into one
+    flat array, which JAX computes with and optimizers of `mpipipe.optim` update in place.
+
+    Parameters
+    ----------
+    function : callable
+        `function(parameters, x)` returns y, without side effects. x and y are an array, or several: a tuple is given
+        as `function(parameters, a, b)`, a dict as `function(parameters, name=...)`. Integers have no gradient. A
+        function with a parameter `key` gets a key of `jax.random`, one with `training` whether this is a training.
+    parameters : tree of arrays
+        Any tree that JAX knows, of arrays of one floating dtype.
+    prefix : str
+        In front of the names of parameters, so that they are unique in the whole model: for checkpoints.
+    seed : int
+        Of the keys. They depend on it, on the number of the stage, and on step, micro-batch and replica.
+
+    Returns
+    -------
+    JaxStage
+        A stage for `Pipeline`, with `parameters`, `gradients` and `tree`.
+
+    Raises
+    ------
+    BackendError
+        JAX is not installed.
+    ArgumentError
+        The parameters have several dtypes, or are of 64 bits while JAX has these switched off.
+
+    Examples
+    --------
+    >>> import jax  # doctest: +SKIP
+    >>> from mpipipe import adapters, optim
+    >>> def scale(parameters, x):
+    ...     return x * parameters["gain"]
+    >>> stage = adapters.jax_stage(scale, {"gain": jax.numpy.ones(3)})  # doctest: +SKIP
+    >>> optimizer = optim.AdamW([stage], lr=1e-3)  # doctest: +SKIP
+    """
+    made: JaxStage = _room("jax.stage", "jax", "JAX").JaxStage(function, parameters, prefix, seed)
+    return made
+
+
+def jax_loss(function: Callable[..., Any]) -> JaxLoss:
+    """Make the loss of a pipeline of a loss function of JAX.
+
+    Parameters
+    ----------
+    function : callable
+        `function(output, target)` returns one number, the mean over the micro-batch. It is compiled.
+
+    Returns
+    -------
+    JaxLoss
+        A loss for `Pipeline`, for a last stage of any kind.
+
+    Raises
+    ------
+    BackendError
+        JAX is not installed.
+    """
+    made: JaxLoss = _room("jax.loss", "jax", "JAX").JaxLoss(function)
+    return made
+
+
+def _room(name: str, library: str, title: str) -> ModuleType:
+    """Return the module with the adapter; raises BackendError where its library is not installed."""
+    try:
+        module = import_module(f"mpipipe.adapters.{name}")
+    except ModuleNotFoundError as missing:
+        if missing.name != library:
+            raise
+        raise BackendError(
+            f"{title} was asked for, and is not installed",
+            remedy=f"pip install {library}, as its own pages say for your machine",
+        ) from None
+    processor.limit_blas_threads()
+    return module

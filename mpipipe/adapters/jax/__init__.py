@@ -1,0 +1,1 @@
+"""Functions and losses of JAX."""

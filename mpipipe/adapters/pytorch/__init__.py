@@ -1,0 +1,1 @@
+"""Modules and losses of PyTorch."""

@@ -1,0 +1,253 @@
+"""A module of PyTorch as a stage of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from mpipipe.adapters.pytorch.arrays import (
+    Tensor,
+    array_of,
+    device_of,
+    flatten_output,
+    on_stream,
+    tensor_of,
+    tensors_of,
+)
+from mpipipe.adapters.pytorch.checks import Buffers, check_module, inputs_unchanged, modules_for_hooks
+from mpipipe.adapters.pytorch.parameters import TorchGradients, TorchParameters
+from mpipipe.adapters.pytorch.saved import Saved, called, input_gradients, taking_part
+from mpipipe.adapters.pytorch.split import Graph, SplitBackward
+from mpipipe.arrays import Array, Tree
+from mpipipe.arrays.trees import unflatten
+from mpipipe.errors import ArgumentError
+from mpipipe.nn import Position, random
+from mpipipe.nn.parameters import FlatBuffer
+
+
+class TorchStage:
+    """See `mpipipe.adapters.torch_stage`, which makes it.
+
+    Attributes
+    ----------
+    module : torch.nn.Module
+        The module.
+    parameters, gradients : mapping of str to array, or None
+        Its trainable parameters and their gradients: views of one array `.flat` each, on the memory of the module's.
+    device : str
+        "cpu" or "cuda".
+    gpu : int or None
+        Number of the GPU.
+    index : int or None
+        Number of the stage, set by the pipeline.
+    poll : callable or None
+        Lets messages move; set by the pipeline, and called after each module within that has parameters.
+    before_write : list of callable
+        Called by optimizers of mpipipe before they write parameters.
+    """
+
+    def __init__(self, module: Any, prefix: str = "", seed: int = 0):
+        check_module(module)
+        self.module, self.prefix, self.seed = module, prefix, seed
+        self.index: int | None = None
+        self.poll: Callable[[], object] | None = None
+        self.before_write: list[Callable[[], object]] = []
+        places = {device_of(each) for each in (*module.parameters(), *module.buffers())} or {("cpu", None)}
+        if len(places) > 1:
+            raise ArgumentError(
+                "a module on several devices",
+                found=sorted(map(str, places)),
+                expected="one",
+                remedy="module.to(device)",
+            )
+        self.device, self.gpu = places.pop()
+        with on_stream(self.device):
+            self._trained = TorchParameters(module, prefix, self.device)
+        self._parameters = [piece.parameter for piece in self._trained.pieces]
+        self._buffers = Buffers(module)
+        self._looked = False  # whether a graph has been looked at for tensors that nobody would sum up
+        for each in modules_for_hooks(module):
+            each.register_forward_hook(self._move_messages)
+
+    @property
+    def parameters(self) -> FlatBuffer | None:
+        """The trainable parameters, or None."""
+        return self._trained.values
+
+    @property
+    def gradients(self) -> TorchGradients | None:
+        """Their gradients, or None."""
+        return self._trained.gradients
+
+    def refresh(self) -> None:
+        """Look whether the parameters are where they were. A pipeline does this at the start of each call."""
+        self._trained.check()
+
+    def forward(self, x: Tree, position: Position | None = None) -> tuple[Tree, Saved | None]:
+        """Compute the output of one micro-batch, and in a training step what its backward needs.
+
+        Parameters
+        ----------
+        x : array, or tuple or dict of arrays
+            One argument of the module; several; or several by their names.
+        position : Position, optional
+            Where the training stands: it says whether this is a training, and which random numbers are drawn.
+
+        Returns
+        -------
+        y : array, or tuple or dict of arrays
+            What the module returned.
+        saved : object
+            What `backward` takes; None in an evaluation.
+        """
+        position = Position() if position is None else position
+        with on_stream(self.device), self._random(position), torch.set_grad_enabled(position.training):
+            if self.module.training != position.training:
+                self.module.train(position.training)
+            inputs, structure = tensors_of(x)
+            for each in inputs:
+                each.requires_grad_(position.training and each.is_floating_point())
+            with inputs_unchanged(inputs), self._buffers.unchanged():
+                outputs, shape = flatten_output(called(self.module, inputs, structure))
+            y = unflatten([array_of(each) for each in outputs], shape)
+        if not position.training:
+            return y, None
+        saved = Saved(inputs, structure, outputs, shape)
+        if not self._looked:
+            self._look(saved)
+        return y, saved
+
+    def backward(self, dy: Tree, saved: Saved) -> Tree:
+        """Add to the gradients of the parameters, and return the gradient of the input.
+
+        Parameters
+        ----------
+        dy : array, or tuple or dict of arrays
+            Gradient of the output, None for integers in it.
+        saved : object
+            What `forward` saved.
+
+        Returns
+        -------
+        array, or tuple or dict of arrays
+            Gradient of the input, None for integers in it.
+        """
+        with on_stream(self.device):
+            self._trained.check_gradients()
+            outputs, gradients = taking_part(saved, dy)
+            inputs = saved.differentiable
+            if outputs:
+                torch.autograd.backward(outputs, gradients, inputs=[*inputs, *self._parameters])
+            return input_gradients(saved, [each.grad for each in inputs])
+
+    def backward_input(self, dy: Tree, saved: Saved) -> tuple[Tree, SplitBackward | None]:
+        """Return the gradient of the input, and what `backward_weight` needs.
+
+        Parameters
+        ----------
+        dy : array, or tuple or dict of arrays
+            Gradient of the output.
+        saved : object
+            What `forward` saved.
+
+        Returns
+        -------
+        dx : array, or tuple or dict of arrays
+            Gradient of the input.
+        pending : object
+            What `backward_weight` takes.
+        """
+        with on_stream(self.device):
+            outputs, gradients = taking_part(saved, dy)
+            if not outputs:
+                return input_gradients(saved, [None for _ in saved.differentiable]), None
+            split = SplitBackward(outputs, gradients, saved.differentiable, self._parameters)
+            return input_gradients(saved, split.input_gradients), split
+
+    def backward_weight(self, pending: SplitBackward | None) -> None:
+        """Add to the gradients of the parameters.
+
+        Parameters
+        ----------
+        pending : object
+            What `backward_input` returned.
+        """
+        with on_stream(self.device):
+            self._trained.check_gradients()
+            if pending is not None:
+                pending.finish(self._parameters)
+
+    def state_dict(self) -> dict[str, Array]:
+        """Return parameters and persistent buffers by the module's names, behind the prefix: views where they can be.
+
+        Returns
+        -------
+        dict of str to array
+            As the module's own `state_dict`, frozen parameters included.
+        """
+        return {
+            f"{self.prefix}{name}": array_of(_stored(name, each)) for name, each in self.module.state_dict().items()
+        }
+
+    def load_state_dict(self, values: Mapping[str, Array]) -> None:
+        """Set parameters and buffers.
+
+        Parameters
+        ----------
+        values : mapping of str to array
+            What `state_dict` gave, with other values.
+        """
+        for function in tuple(self.before_write):
+            function()
+        found = {name.removeprefix(self.prefix): tensor_of(array) for name, array in values.items()}
+        self.module.load_state_dict(found)
+
+    @contextmanager
+    def _random(self, position: Position) -> Iterator[None]:
+        """Draw the random numbers of this place within, whatever else is drawn before or at the same time."""
+        generator = torch.default_generator if self.gpu is None else torch.cuda.default_generators[self.gpu]
+        state = generator.get_state()
+        names = "torch", self.seed, self.index, position.step, position.microbatch, position.replica
+        generator.manual_seed(int(random.key(*names)[0]) >> 1)
+        try:
+            yield
+        finally:
+            generator.set_state(state)
+
+    def _move_messages(self, _module: Any, _inputs: Any, output: Any) -> None:
+        """Poll when a module has ended its forward, and when it begins its backward."""
+        if self.poll is not None:
+            self.poll()
+            if isinstance(output, torch.Tensor) and output.requires_grad:
+                output.register_hook(self._poll_backward)
+
+    def _poll_backward(self, _gradient: Tensor) -> None:
+        if self.poll is not None:
+            self.poll()
+
+    def _look(self, saved: Saved) -> None:
+        """Raise ArgumentError where the output depends on a tensor whose gradient nobody would sum up or use."""
+        outputs = [each for each in saved.outputs if each.requires_grad]
+        strange = Graph(outputs, saved.differentiable, self._parameters).strange
+        if strange:
+            raise ArgumentError(
+                "the output of a module depends on a tensor with a gradient that is none of its parameters",
+                found=", ".join(f"{each.dtype}{list(each.shape)}" for each in strange),
+                expected="parameters that the module had when the stage was made",
+                remedy="register it as torch.nn.Parameter before, or detach it",
+            )
+        self._looked = True
+
+
+def _stored(name: str, value: Any) -> Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise ArgumentError(
+            f"the state of a module is no tensor: {name}",
+            found=type(value).__name__,
+            expected="tensors alone: nothing else is written to checkpoints",
+            remedy="leave out get_extra_state, and keep such facts in the state of the checkpoint",
+        )
+    return value

@@ -1,0 +1,118 @@
+"""mpipipe evaluate: the loss of a model on tokens or text."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from mpipipe import arrays, files, processor
+from mpipipe.comm import runtime
+from mpipipe.comm.abort import run_or_abort
+from mpipipe.comm.device import select_device
+from mpipipe.comm.group import group_of
+from mpipipe.comm.mesh import Mesh
+from mpipipe.errors import ConfigError
+from mpipipe.train.evaluation import Evaluation, build_evaluator, perplexity
+from mpipipe.train.evaluation_data import open_tokens
+from mpipipe.train.model_folder import open_on_all
+from mpipipe.train.outlet import Outlet
+from mpipipe.train.windows import Windows
+
+
+def evaluate(
+    model: Annotated[str, typer.Argument(help="folder with a model", show_default=False)],
+    data: Annotated[
+        list[str] | None, typer.Option(help="file or folder of text, or file of tokens; repeatable", show_default=False)
+    ] = None,
+    seq_len: Annotated[
+        int | None, typer.Option(min=1, help="tokens of a window; default: the model's", show_default=False)
+    ] = None,
+    by_document: Annotated[
+        bool, typer.Option("--by-document", help="windows end with documents, and each is reported")
+    ] = False,
+    pipe: Annotated[
+        int | None, typer.Option(min=1, help="ranks of one pipeline; default: all that seq leaves", show_default=False)
+    ] = None,
+    seq: Annotated[int, typer.Option(min=1, help="ranks that share each window, by ring attention")] = 1,
+    layout: Annotated[
+        str, typer.Option(help="which positions each of them holds: zigzag, contiguous, striped")
+    ] = "zigzag",
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="windows of a micro-batch; default: 4096 tokens", show_default=False)
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="to compute in; default: that of the model", show_default=False)
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU for each rank where all see one")] = "auto",
+    out: Annotated[
+        str | None, typer.Option(help="new file for the results, as lines of JSON", show_default=False)
+    ] = None,
+) -> None:
+    """Compute loss, perplexity and bits per byte (mpiexec -n 4 python -m mpipipe evaluate runs/first --data book.txt).
+
+    Windows follow each other, and each token but the first is predicted once. The ranks are pipe x data x seq.
+    """
+
+    def work() -> None:
+        processor.prepare_process()
+        comm = runtime.world()
+        group, folder = group_of(comm), open_on_all(comm, model)
+        with group.together("evaluate: the output"):
+            if comm.rank == 0 and out is not None and Path(out).exists():
+                raise ConfigError("the file for results exists already", found=out, remedy="name another --out")
+        with group.together("evaluate: the mesh"):
+            mesh = Mesh(comm, pipe=pipe or max(1, comm.size // seq), seq=seq)
+        with mesh:
+            tokens, unit = open_tokens(folder, data or [], mesh)
+            place = select_device(device, comm)
+            with group.together("evaluate: the windows"):
+                length = folder.model.seq if seq_len is None else seq_len
+                windows = Windows.of(tokens, length, by_document)
+            options: Any = {"layout": layout, "rows": batch, "dtype": dtype or folder.dtype, "device": place}
+            with arrays.own_stream(place), build_evaluator(folder, mesh, length, **options) as evaluator:
+                for _ in evaluator.run(tokens, windows):
+                    pass
+                found = evaluator.result(by_document, None if tokens.nbytes is None else tokens.nbytes / len(tokens))
+            with group.together("evaluate: the results"):
+                if comm.rank == 0:
+                    report(found, unit, out)
+
+    raise typer.Exit(run_or_abort(work))
+
+
+def report(found: Evaluation, unit: str, out: str | None) -> None:
+    """Show an evaluation, and write it as lines of JSON. Raises ConfigError where they cannot be written."""
+    lines = [
+        {"document": number, "tokens": each.tokens, "loss": loss, "perplexity": perplexity(loss)}
+        for number, each in found.documents.items()
+        for loss in [each.nats / each.tokens]
+    ]
+    whole = {"tokens": found.tokens, "loss": found.loss, "perplexity": found.perplexity}
+    if found.bits_per_byte is not None:
+        whole["bits_per_byte"] = found.bits_per_byte
+    if out is not None:
+        content = "".join(json.dumps(line) + "\n" for line in [*lines, whole])
+        try:
+            files.write_whole(Path(out), content.encode())
+        except OSError as error:
+            raise ConfigError(f"the results cannot be written: {error.strerror}", found=out) from error
+    outlet = Outlet(sys.stdout)
+    for line in lines if out is None else ():
+        outlet.write(f"mpipipe: document {' '.join(f'{_name(key)}{_shown(value)}' for key, value in line.items())}\n")
+    bits = "" if found.bits_per_byte is None else f", {found.bits_per_byte:.6f} bits per byte"
+    outlet.write(f"mpipipe: {found.tokens:,} {unit} predicted{bits}\n")
+    outlet.write(
+        f"mpipipe: evaluated tokens={found.tokens} loss={found.loss:.8f} perplexity={_shown(found.perplexity)}\n"
+    )
+
+
+def _name(key: str) -> str:
+    return "" if key == "document" else f"{key}="
+
+
+def _shown(value: float) -> str:
+    return str(value) if type(value) is int else f"{value:.6f}"

@@ -1,0 +1,118 @@
+"""The options of a config.json: each one is read, known to have no effect, or refused by its name."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from mpipipe import files
+from mpipipe.errors import ConfigError
+
+CONFIG = "config.json"
+MOST_BYTES = 16 << 20  # of it
+REQUIRED = object()
+REMEDY = (
+    "docs/model-folders.md lists what is read of a model, and docs/finetuning.md of an adapter; one with other options "
+    "needs the library that it was made for"
+)
+
+
+def read_json(path: Path, remedy: str) -> dict[str, Any]:
+    """Read a JSON object. Raises ConfigError, which names the file, where it is missing or is none."""
+    try:
+        found = json.loads(files.read_text(path, MOST_BYTES))
+    except OSError as error:
+        raise ConfigError(
+            f"{path.name} of a model folder cannot be read: {error.strerror}",
+            found=str(path),
+            expected=files.REGULAR,
+            remedy=remedy,
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path.name} of a model folder is no JSON: {error}"[:300], found=str(path)) from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path.name} of a model folder is no JSON object", found=str(path))
+    return found
+
+
+class Options:
+    """What a config.json, or an object in it, says; every option has to be asked for, or `finish` refuses it.
+
+    Parameters
+    ----------
+    values : the options by name
+    path : of the file, for errors
+    inside : the name of the object that holds them; "" for the whole file
+    """
+
+    def __init__(self, values: dict[str, Any], path: Path, inside: str = "") -> None:
+        self.values, self.path, self.inside = values, path, inside
+        self.left = dict(values)
+
+    def error(self, key: str, expected: str, message: str = "has a value that cannot be used") -> ConfigError:
+        """Make the error for an option."""
+        name = f"{self.inside}.{key}" if self.inside else key
+        found = f"{name} = {self.values[key]!r:.120}" if key in self.values else f"no {name}"
+        return ConfigError(
+            f"the option {name} of a model folder {message}",
+            found=f"{found} in {self.path}",
+            expected=expected,
+            remedy=REMEDY,
+        )
+
+    def _take(self, key: str, default: Any) -> Any:
+        if key not in self.values and default is REQUIRED:
+            raise self.error(key, "a value", "is missing")
+        self.left.pop(key, None)
+        return self.values.get(key, default)
+
+    def count(self, key: str, default: Any = REQUIRED) -> Any:
+        """Return an integer of at least 1; `default` where the option is missing or, unless required, null."""
+        value = self._take(key, default)
+        if value is None and default is not REQUIRED:
+            return default
+        if value is not default and (type(value) is not int or not 1 <= value < 2**62):
+            raise self.error(key, "an integer of at least 1")
+        return value
+
+    def number(self, key: str, default: Any = REQUIRED, above: float = 0.0) -> Any:
+        """Return a finite number greater than `above`; `default` where the option is missing or null."""
+        value = self._take(key, default)
+        if value is None and default is not REQUIRED:
+            return default
+        if value is not default:
+            if type(value) not in (int, float) or not math.isfinite(value) or not value > above:
+                raise self.error(key, f"a number above {above:g}")
+            value = float(value)
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        """Return a boolean."""
+        value = self._take(key, default)
+        if type(value) is not bool:
+            raise self.error(key, "true or false")
+        return value
+
+    def only(self, key: str, *allowed: Any) -> None:
+        """Refuse any value but these; the option may be missing."""
+        value = self._take(key, allowed[0])
+        if not any(type(value) is type(other) and value == other for other in allowed):
+            words = " or ".join(json.dumps(other) for other in allowed)
+            raise self.error(key, words, "has a value that changes the result and that is not supported")
+
+    def take(self, key: str) -> Any:
+        """Return whatever an option has; None where it is missing."""
+        return self._take(key, None)
+
+    def ignore(self, keys: Iterable[str]) -> None:
+        """Pass over options without effect."""
+        for key in keys:
+            self.left.pop(key, None)
+
+    def finish(self, known_as: str) -> None:
+        """Refuse the first option that nobody has asked for."""
+        for key in self.left:
+            raise self.error(key, f"an option of {known_as} that is known here", "is not known")

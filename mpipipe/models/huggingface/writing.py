@@ -1,0 +1,284 @@
+"""A model written as a folder that `transformers` opens: by the ranks of a mesh, or by one process.
+
+    NAME.partial/model-00001-of-00003.safetensors    each rank writes the tensors of its own layers
+                 model-00002-of-00003.safetensors
+                 model-00003-of-00003.safetensors
+                 tokenizer.json, ...                 copied from the folder that the model comes from
+                 model.safetensors.index.json        by rank 0, when all files of tensors are there
+                 config.json                         the last
+    NAME                                             the folder gets its name when it is whole
+
+One file alone is called model.safetensors and has no index.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from mpipipe import arrays, files
+from mpipipe.arrays import Array
+from mpipipe.comm.group import group_of
+from mpipipe.comm.mesh import Mesh
+from mpipipe.errors import ArgumentError, StorageError
+from mpipipe.models.gpt import GPT
+from mpipipe.models.huggingface import shards
+from mpipipe.models.huggingface.families import Family, expressed
+from mpipipe.models.huggingface.folder import INDEX
+from mpipipe.models.huggingface.names import parts_of
+from mpipipe.models.huggingface.options import CONFIG
+from mpipipe.models.huggingface.origin import Origin
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+SHARD_BYTES = 5_000_000_000
+FORMER = ".former"  # behind the name of a folder that is being replaced
+NO_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # else the library takes ids of its own
+DROPOUT = {"gpt2": {"embd_pdrop": 0.0, "attn_pdrop": 0.0}}  # where their default is another one than 0
+
+
+def config_of(model: GPT, dtype: str, origin: Origin) -> tuple[Family, dict[str, Any]]:
+    """Find how a model is expressed in a config.json.
+
+    Parameters
+    ----------
+    model : GPT
+        The description.
+    dtype : str
+        Of the files.
+    origin : Origin
+        Where the model comes from; it is asked for its family, and for options without effect.
+
+    Returns
+    -------
+    family : Family
+        With the class in its `architecture` and the table of names.
+    options : dict
+        The content of config.json.
+
+    Raises
+    ------
+    ConfigError
+        No family can express the model.
+    """
+    family, options = expressed(model, origin.family)
+    dropout = {**DROPOUT["gpt2"], "resid_pdrop": model.dropout} if family.name == "gpt2" else {}
+    found = {
+        "architectures": [family.architecture],
+        "model_type": family.name,
+        **NO_TOKENS,
+        **dropout,
+        **origin.carried,
+        **options,
+        "torch_dtype": dtype,
+    }
+    longest = origin.config.get("max_position_embeddings")
+    if type(longest) is int and "max_position_embeddings" in options:
+        found["max_position_embeddings"] = max(longest, model.seq)
+    return family, found
+
+
+def save(
+    target: Path,
+    model: GPT,
+    parameters: Mapping[str, Array],
+    mesh: Mesh,
+    *,
+    dtype: str,
+    origin: Origin,
+    most: int = SHARD_BYTES,
+    replaces: bool = False,
+) -> None:
+    """Write a folder from the parameters that the ranks hold; collective over the mesh.
+
+    Parameters
+    ----------
+    target : Path
+        The folder, which must be new or empty unless it is to be replaced, on a file system that all hosts share.
+    model : GPT
+        The description.
+    parameters : mapping of str to array
+        Those of this rank by their names in the model; the ranks of the first replica write.
+    mesh : Mesh
+        All ranks.
+    dtype : str
+        Of the files: float32, bfloat16, float16 or float64.
+    origin : Origin
+        Where the model comes from: the options without effect, and the files that are copied.
+    most : int
+        Bytes of a file; a larger tensor has one for itself.
+    replaces : bool
+        Whether a folder that is there goes when the new one is whole.
+
+    Raises
+    ------
+    ArgumentError
+        On every rank: the target is not empty, or no family can express the model. Nothing is left after an error.
+    NonFiniteError
+        On every rank: a value is NaN or infinite, or too large for the dtype.
+    StorageError
+        On every rank: files cannot be written.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> from mpipipe import Mesh, attention, nn
+    >>> from mpipipe.comm import inprocess
+    >>> from mpipipe.models import GPT, huggingface
+    >>> model, folder = GPT(dim=16, layers=2, heads=2), Path(tempfile.mkdtemp(), "model")
+    >>> stage = nn.Stage(model.build(attention.Local()))
+    >>> def write(comm):
+    ...     with Mesh(comm) as mesh:
+    ...         origin = huggingface.Origin()
+    ...         huggingface.save(folder, model, stage.parameters, mesh, dtype="bfloat16", origin=origin)
+    >>> _ = inprocess.run(1, write)
+    >>> found = huggingface.open_folder(folder)
+    >>> found.family.architecture, found.model.layers
+    ('LlamaForCausalLM', 2)
+    >>> huggingface.read(found, stage.parameters)
+    35040
+    """
+    group, partial = group_of(mesh.comm), partial_of(target)
+    with group.together("saving a model folder: its place"):
+        family, config = config_of(model, dtype, origin)
+        if mesh.rank == 0:
+            begin(target, replaces)
+    try:
+        own = parameters if mesh.replicas.rank == 0 else {}
+        with group.together("saving a model folder: its files"):
+            parts = [part for part in parts_of(family.table, model) if part.ours in own]
+            kind = arrays.dtype(dtype)
+            mine = shards.cut(shards.outgoing(parts, lambda name: own[name].shape, model), kind.itemsize, most)
+        counts = group.gather("saving a model folder: its files", len(mine))
+        places: dict[str, tuple[str, int]] = {}
+        with group.together("saving a model folder: the tensors"), explained(target):
+            if mine:
+                partial.mkdir(parents=True, exist_ok=True)  # other hosts may not see it yet
+            for number, tensors in enumerate(mine, sum(counts[: mesh.rank])):
+                name = shards.file_name(number, sum(counts))
+                sizes = shards.write(partial / name, tensors, kind, own.__getitem__, model)
+                places.update({theirs: (name, size) for theirs, size in sizes.items()})
+        everywhere = group.gather("saving a model folder: the tensors", places)
+        with group.together("saving a model folder: its description"):
+            if mesh.rank == 0:
+                with explained(target):
+                    whole = {name: place for part in everywhere for name, place in part.items()}
+                    _describe(partial, config, whole, origin)
+                    name_folder(target)
+    except BaseException:
+        if mesh.rank == 0:
+            take_back(target)
+        raise
+
+
+def begin(target: Path, replaces: bool = False) -> None:
+    """Make the folder that gets its name in the end. Raises StorageError, and ArgumentError for one with files."""
+    with explained(target):
+        if not replaces and target.exists() and any(target.iterdir()):
+            raise ArgumentError(
+                "the folder for the model is not empty",
+                found=str(target),
+                expected="a new or empty folder",
+                remedy="choose another one, or move it away",
+            )
+        shutil.rmtree(partial_of(target), ignore_errors=True)  # what a save that was killed has left
+        partial_of(target).mkdir(parents=True)
+
+
+def _describe(folder: Path, config: dict[str, Any], places: Mapping[str, tuple[str, int]], origin: Origin) -> None:
+    """Write index and config.json, and copy what belongs to the model. Raises OSError."""
+    origin.copy(folder)
+    names = {name: file for name, (file, _) in places.items()}
+    if len(set(names.values())) > 1:
+        total = sum(size for _, size in places.values())
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": names})
+    _write_json(folder / CONFIG, config)
+
+
+def name_folder(target: Path) -> None:
+    """Give the folder its name; one that is there goes. Raises OSError."""
+    files.sync_folder(partial_of(target))
+    if target.exists():
+        shutil.rmtree(_former(target), ignore_errors=True)
+        target.rename(_former(target))
+    partial_of(target).rename(target)
+    shutil.rmtree(_former(target), ignore_errors=True)
+    files.sync_folder(target.parent)
+
+
+def take_back(target: Path) -> None:
+    """Remove what was written of a folder that has not got its name."""
+    with suppress(OSError):
+        shutil.rmtree(partial_of(target))
+
+
+def partial_of(target: Path) -> Path:
+    """Return the name that a folder has until it is whole."""
+    return target.with_name(f"{target.name}{files.PARTIAL}")
+
+
+def _former(target: Path) -> Path:
+    return target.with_name(f"{target.name}{FORMER}")
+
+
+def _write_json(path: Path, facts: Mapping[str, Any]) -> None:
+    files.write_whole(path, (json.dumps(facts, indent=2) + "\n").encode())
+
+
+@contextmanager
+def explained(target: Path) -> Iterator[None]:
+    """Turn an OSError into a StorageError with the remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"the model folder cannot be written: {error}",
+            found=str(target),
+            expected="a folder with room, on a file system that all ranks share",
+            remedy="make room, or choose another folder",
+        ) from error
+
+
+def write_alone(
+    target: Path, model: GPT, groups: Sequence[Mapping[str, tuple[int, ...]]], read: Any, *, dtype: str, origin: Origin
+) -> None:
+    """Write a folder from one process, group of parameters by group, so that few of them are in memory at once.
+
+    Parameters
+    ----------
+    target, model, dtype, origin : as in `save`
+    groups : names and shapes of parameters, each group a file
+    read : gives the arrays of a group
+    """
+    family, config = config_of(model, dtype, origin)
+    kind = arrays.dtype(dtype)
+    filled = [group for group in groups if any(part.ours in group for part in parts_of(family.table, model))]
+    with named_at_the_end(target) as partial, explained(target):
+        places: dict[str, tuple[str, int]] = {}
+        for number, group in enumerate(filled):
+            own, name = read(group), shards.file_name(number, len(filled))
+            parts = [part for part in parts_of(family.table, model) if part.ours in group]
+            tensors = shards.outgoing(parts, group.__getitem__, model)
+            sizes = shards.write(partial / name, tensors, kind, own.__getitem__, model)
+            places.update({theirs: (name, size) for theirs, size in sizes.items()})
+        _describe(partial, config, places, origin)
+
+
+@contextmanager
+def named_at_the_end(target: Path) -> Iterator[Path]:
+    """Give a folder to write into, which is called `target` at the end; where anything is raised, nothing is left.
+
+    Raises StorageError, and ArgumentError for a target that is not empty.
+    """
+    begin(target)
+    try:
+        yield partial_of(target)
+        with explained(target):
+            name_folder(target)
+    except BaseException:
+        take_back(target)
+        raise

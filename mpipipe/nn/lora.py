@@ -1,0 +1,233 @@
+"""Low-rank adapters: W + (alpha / rank) B A in place of W, where W stays as it is (Hu et al., "LoRA", 2021).
+
+    parameters   W (outputs, inputs) frozen,  A (rank, inputs),  B (outputs, rank): zeros at the start
+    compute      W + (alpha / rank) B A, made anew behind each step of the optimizer
+    gradients    dB = (alpha / rank) dy^T (x A^T),   dA = (alpha / rank) (dy B)^T x
+
+The sum is made once for all micro-batches, in the dtype of parameters, and rounded as a weight is. That is as much work
+as `rank` rows of a batch; to take each row through A and B apart would double it for every row and read x again. So
+forward and the gradient of the input are those of the layer without adapters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from mpipipe import arrays
+from mpipipe.arrays import Array, Shape
+from mpipipe.errors import ArgumentError
+from mpipipe.nn.kernels.interface import Kernels
+from mpipipe.nn.layers.layer import Layer
+from mpipipe.nn.layers.weight_gradients import LORA_A, LORA_B, Adapter
+from mpipipe.nn.parameters import Parameter, zeros
+
+PIECE = 1 << 16  # elements of a matrix that are summed at once on the host: they stay in a core's cache
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """Which projections get adapters, and of what rank.
+
+    Parameters
+    ----------
+    rank : int
+        Rank of each adapter, at least 1.
+    alpha : float
+        Above 0; an adapter counts alpha / rank times.
+    targets : sequence of str
+        Names of projections: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj; or, for stacked queries,
+        keys and values and a feed-forward layer without a gate, c_attn, c_proj, c_fc. `linear` is each `nn.Linear`.
+
+    Raises
+    ------
+    ArgumentError
+        The rank or alpha is out of range, or there is no target.
+
+    Examples
+    --------
+    >>> from mpipipe import attention, nn
+    >>> from mpipipe.models import GPT
+    >>> layers = GPT(dim=64, layers=1, heads=4).build(attention.Local())
+    >>> stage = nn.Stage(nn.LoRA(rank=4, alpha=8, targets=["q_proj", "v_proj"]).apply(layers))
+    >>> list(stage.gradients)
+    ['1.layer.1.q_proj.lora_A', '1.layer.1.q_proj.lora_B', '1.layer.1.v_proj.lora_A', '1.layer.1.v_proj.lora_B']
+    """
+
+    rank: int
+    alpha: float
+    targets: Sequence[str]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "targets", tuple(self.targets))
+        if type(self.rank) is not int or self.rank < 1 or not (0 < self.alpha < math.inf) or not self.targets:
+            raise ArgumentError(
+                "these are no adapters",
+                found=f"rank {self.rank!r}, alpha {self.alpha!r}, targets {list(self.targets)}",
+                expected="a rank of at least 1, a finite alpha above 0, and names of projections",
+            )
+
+    @property
+    def scale(self) -> float:
+        """Factor of B A."""
+        return self.alpha / self.rank
+
+    def apply(self, layers: Sequence[Layer]) -> list[Layer]:
+        """Give adapters to layers that no stage has bound, and freeze all other parameters.
+
+        Parameters
+        ----------
+        layers : sequence of Layer
+            Of the whole model, or a part.
+
+        Returns
+        -------
+        list of Layer
+            The same layers.
+
+        Raises
+        ------
+        ArgumentError
+            A target is in none of the layers, two targets have rows in common, or a layer has adapters or a stage.
+        """
+        inner = [each for top in layers for _, each in top.walk("")]
+        known = {name for layer in inner for name in layer.projections()}
+        unknown = [name for name in self.targets if name not in known]
+        if unknown:
+            raise ArgumentError(
+                "no layer has a projection of this name",
+                found=", ".join(unknown),
+                expected=" or ".join(sorted(known)) or "layers with projections",
+            )
+        for layer in inner:
+            self._adapt(layer)
+        return list(layers)
+
+    def _adapt(self, layer: Layer) -> None:
+        if layer.stage is not None or layer.adapters:
+            raise ArgumentError(f"{type(layer).__name__} has a stage or adapters already", remedy="build new layers")
+        declared = {key: replace(parameter, frozen=True) for key, parameter in layer.declared.items()}
+        found: dict[str, list[Adapter]] = {}
+        for target, (key, start, stop) in layer.projections().items():
+            if target not in self.targets:
+                continue
+            inputs, several = declared[key].shape[1], found.setdefault(key, [])
+            if any(start < other.stop and other.start < stop for other in several):
+                raise ArgumentError(
+                    "two targets are the same rows of a matrix", found=f"{target} and {several[0].target}"
+                )
+            several.append(Adapter(target, start, stop, self.scale))
+            declared[f"{target}.{LORA_A}"] = Parameter((self.rank, inputs), _uniform)
+            declared[f"{target}.{LORA_B}"] = Parameter((stop - start, self.rank), zeros)
+        if declared:
+            layer.declared = declared
+        if found:
+            layer.adapters = found
+
+
+def _uniform(generator: np.random.Generator, shape: Shape) -> np.ndarray:
+    """Draw as the library PEFT does: uniform in +- 1 / sqrt(inputs)."""
+    bound = shape[1] ** -0.5
+    return generator.uniform(-bound, bound, shape)
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a parameter is A or B of an adapter."""
+    return name.endswith((f".{LORA_A}", f".{LORA_B}"))
+
+
+class Adapted(Protocol):
+    """What is asked of a stage; see nn.Stage."""
+
+    @property
+    def parameters(self) -> Any: ...
+    @property
+    def kernels(self) -> Kernels: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def adapted(self) -> Mapping[str, Layer]: ...
+
+
+def merge_into(stage: Adapted, name: str, target: Array) -> None:
+    """Set the rows of `target` that have adapters to W + (alpha / rank) B A, for the matrix W called `name`.
+
+    W is read once, and each row of the target is written once: on the host piece by piece, while it is in cache.
+    """
+    layer, (prefix, _, key) = stage.adapted[name], name.rpartition(".")
+    parameters, kernels = stage.parameters, stage.kernels
+    for adapter in layer.adapters[key]:
+        a, b = (parameters[f"{prefix}.{adapter.target}.{part}"] for part in (LORA_A, LORA_B))
+        matrix, out = (array[adapter.start : adapter.stop] for array in (parameters[name], target))
+        turned = arrays.empty(b.shape[::-1], b.dtype, stage.device)
+        kernels.copy(b.T, turned)
+        kernels.scale(turned, adapter.scale, turned)
+        total = out if out.dtype == matrix.dtype else arrays.empty(matrix.shape, matrix.dtype, stage.device)
+        step = len(matrix) if stage.device == "cuda" else max(1, PIECE // matrix.shape[1])
+        for start in range(0, len(matrix), step):
+            piece = slice(start, start + step)
+            kernels.linear_backward_weight(turned[:, piece], a, total[piece], False)
+            kernels.accumulate(total[piece], matrix[piece])
+        if total is not out:
+            kernels.cast(total, out)
+
+
+def merge(stage: Adapted, merged: Mapping[str, Array]) -> None:
+    """Renew the rows with adapters of the matrices that a stage computes with."""
+    for name, target in merged.items():
+        merge_into(stage, name, target)
+
+
+def copy_plain(stage: Adapted, merged: Mapping[str, Array]) -> None:
+    """Set the matrices that a stage computes with to those without adapters."""
+    for name, target in merged.items():
+        (stage.kernels.copy if target.dtype == stage.parameters[name].dtype else stage.kernels.cast)(
+            stage.parameters[name], target
+        )
+
+
+class PlainParameters(Mapping[str, Any]):
+    """The parameters of a stage under the names that the model without adapters has.
+
+    Parameters
+    ----------
+    stage : with adapters or without
+    merged : whether matrices come with their adapters, as new arrays; else they are the frozen ones themselves
+    """
+
+    def __init__(self, stage: Any, merged: bool):
+        self.flat = stage.parameters.flat  # for its dtype; `offsets` tells that no array here is to be looked up in it
+        self.offsets: dict[str, int] = {}
+        self._views = {name: array for name, array in stage.parameters.items() if not is_adapter(name)}
+        for name in stage.adapted if merged else ():
+            wide = self._views[name]
+            self._views[name] = arrays.empty(wide.shape, wide.dtype, stage.device)
+            stage.kernels.copy(wide, self._views[name])
+            merge_into(stage, name, self._views[name])
+
+    def __getitem__(self, name: str) -> Array:
+        return self._views[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._views)
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+
+class PlainStage:
+    """A stage with adapters, as one that loads or saves a model sees it: with the parameters of the plain model."""
+
+    def __init__(self, stage: Any, merged: bool):
+        self.parameters = PlainParameters(stage, merged)
+        self.before_write, self.index = stage.before_write, stage.index
+        self.renew_compute = stage.renew_compute
+
+
+def without_adapters(stages: Iterable[Any], merged: bool) -> list[Any]:
+    """Return stages whose parameters are those of the plain model: frozen, to be loaded, or merged, to be saved."""
+    return [PlainStage(stage, merged) if stage.adapted else stage for stage in stages]

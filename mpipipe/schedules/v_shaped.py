@@ -1,0 +1,152 @@
+"""Schedules on a V: each rank has two stages, one on the way down and one on the way up, and the last rank the turn.
+
+    stage 0  rank 0        stage 2P-1  rank 0        rank 0 has the first and the last stage: the loss is known there
+    stage 1  rank 1        stage 2P-2  rank 1
+      ...                    ...
+    stage P-1  rank P-1    stage P  rank P-1         no message at the turn
+
+Down is the stage r of rank r, up is the stage 2P-1-r. In the pictures small letters are the stages on the way up, and
+whole backwards take two cells.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+
+from mpipipe.schedules.action import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action
+from mpipipe.schedules.filling import PATIENCES, fastest, filled
+from mpipipe.schedules.schedule import Schedule, at_least_one
+from mpipipe.schedules.simulate import EQUAL_COSTS, Costs
+
+
+def v_placement(ranks: int) -> tuple[int, ...]:
+    """Place stage l on rank l on the way down, and on rank 2P-1-l on the way up."""
+    return (*range(ranks), *reversed(range(ranks)))
+
+
+#     rank 0  F0 F1 F2 F3 F4 f0 i0 w0 f1 i1 w1 f2 i2 w2 I0 W0 f3 i3 w3 I1 W1 f4 i4 w4 I2 W2 I3 W3 I4 W4 .  .
+#     rank 1  .  F0 F1 F2 f0 F3 f1 i0 w0 f2 i1 w1 F4 I0 W0 f3 i2 w2 I1 W1 f4 i3 w3 I2 i4 I3 W2 I4 w4 W3 W4 .
+#     rank 2  .  .  F0 f0 F1 f1 F2 f2 i0 w0 F3 I0 W0 f3 i1 w1 F4 I1 W1 f4 i2 w2 I2 i3 I3 i4 I4 W2 w3 W3 w4 W4
+def zero_bubble_v(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS) -> Schedule:
+    """Build ZB-V: no rank waits between its first action and its last, in the memory of 1F1B.
+
+    Where F, I and W of a chunk take the same time f, the makespan is 6Mf + (P-1)f for M >= 2P: ranks begin one after
+    the other, and end so. A rank holds at most 2P chunk activations, which are P of a whole stage.
+    Source: Qi et al. 2024, arXiv:2405.15362, schedule V-ZB; first in Qi et al. 2023, arXiv:2401.10241. For other costs
+    the forwards and I's keep an order of theirs, and W's are put where ranks would wait.
+
+    Parameters
+    ----------
+    ranks, microbatches : int
+        P and M, at least 1.
+    costs : Costs, optional
+        Times of the 2P stages; by default one unit for each of F, I and W.
+
+    Returns
+    -------
+    Schedule
+        Two stages per rank, placed on a V.
+
+    Raises
+    ------
+    ArgumentError
+        A count is below 1, or the costs do not fit.
+
+    Examples
+    --------
+    >>> from mpipipe import schedules
+    >>> schedule = schedules.zero_bubble_v(4, 8)
+    >>> schedule.placement
+    (0, 1, 2, 3, 3, 2, 1, 0)
+    >>> timeline = schedules.simulate(schedule)
+    >>> timeline.makespan - 6 * 8, timeline.peak_activations
+    (3.0, [8, 8, 8, 8])
+    """
+    by_hand = _on_a_v("zero_bubble_v", ranks, microbatches, _zero_bubble, 1)
+    if costs == EQUAL_COSTS:
+        return by_hand
+    queues = [[[action for action in order if action.op != WEIGHT_GRAD]] for order in by_hand.orders]
+    others = (filled(by_hand, queues, costs, 2 * ranks, patience) for patience in PATIENCES)
+    return fastest([by_hand, *others], costs) or by_hand
+
+
+#     rank 0  F0 F1 F2 f0 i0 w0 f1 F3 b1-- f2 B0-- b2-- f3 .  B1-- b3-- I2 W2 I3 W3
+#     rank 1  .  F0 f0 F1 f1 F2 b0-- f2 B0-- F3 b1-- f3 B1-- b2-- B2-- i3 I3 w3 W3
+def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
+    """Build DualPipeV: in the middle each rank has one forward and one backward, of its two stages, in turn.
+
+    Where F, I and W of a chunk take the same time f, the makespan is 6Mf + (P-1)f for M >= 2P, as that of
+    `zero_bubble_v`; a rank holds at most 2P + 1 chunk activations. Most backwards are whole. The forward and the
+    backward of a pair are made to run at the same time on one device; here they run one after the other.
+    Source: DeepSeek-AI 2025, github.com/deepseek-ai/DualPipe.
+
+    Parameters
+    ----------
+    ranks, microbatches : int
+        P and M, at least 1.
+
+    Returns
+    -------
+    Schedule
+        Two stages per rank, placed on a V.
+
+    Raises
+    ------
+    ArgumentError
+        A count is below 1.
+
+    Examples
+    --------
+    >>> from mpipipe import schedules
+    >>> timeline = schedules.simulate(schedules.dualpipe_v(4, 8))
+    >>> timeline.makespan - 6 * 8, timeline.peak_activations
+    (3.0, [9, 9, 9, 9])
+    """
+    return _on_a_v("dualpipe_v", ranks, microbatches, _dualpipe, 0)
+
+
+def _on_a_v(name: str, ranks: int, microbatches: int, cells: Callable[[int, int, int], str], less: int) -> Schedule:
+    ranks, microbatches = at_least_one("ranks", ranks), at_least_one("microbatches", microbatches)
+    # A pipeline that is not filled has the order of one that is, without the micro-batches that are not there.
+    full = max(2 * ranks - less, microbatches)
+    orders = (_order(cells(rank, ranks, full), rank, 2 * ranks - 1 - rank) for rank in range(ranks))
+    kept = tuple(tuple(action for action in order if action.microbatch < microbatches) for order in orders)
+    return Schedule(name, v_placement(ranks), microbatches, kept)
+
+
+def _zero_bubble(rank: int, ranks: int, full: int) -> str:
+    rest = ranks - rank
+    filling = "F" * (2 * rest - 1) + "fF" * rank + "fiW" * rest
+    steady = "FIWfiW" * (full - (2 * rest - 1) - rank) + "IWfiW" * (rest - 1)
+    return filling + steady + "Ii" * rank + "IW" * rest + "W" * rank * 2
+
+
+def _dualpipe(rank: int, ranks: int, full: int) -> str:
+    rest = ranks - rank - 1
+    filling = "F" * 2 * rest + "Ff" * (rank + 1) + "iWf" * rest
+    steady = "FbfB" * (full - 2 * ranks + rank + 1) + "bfB" * rest
+    # The backwards of both stages alternate; from the middle of them on they are split, and their W's come last.
+    emptying = (
+        ("bB" * (rank + 1))[: rank + 1] + ("iI" if rank % 2 else "Ii") * ((rank + 1) // 2) + "I" * (rank % 2 == 0)
+    )
+    return filling + steady + emptying + "WI" * rest + "W" * (rank + 1)
+
+
+def _order(cells: str, down: int, up: int) -> tuple[Action, ...]:
+    """Write out an order: F, I, B of stage `down`, f, i, b of `up`, each of its next micro-batch, W of the oldest I."""
+    count: Counter[str] = Counter()
+    owed: deque[Action] = deque()
+    order = []
+    for cell in cells:
+        op, stage = cell.upper(), down if cell.isupper() else up
+        if op == WEIGHT_GRAD:
+            order.append(owed.popleft())
+            continue
+        chain = cell if op == FORWARD else cell.replace("b", "i").replace("B", "I")  # both are backwards
+        action = Action(stage, op, count[chain])
+        count[chain] += 1
+        order.append(action)
+        if op == INPUT_GRAD:
+            owed.append(Action(stage, WEIGHT_GRAD, action.microbatch))
+    return tuple(order)

@@ -1,0 +1,85 @@
+"""What a value of a configuration may be: its type, its range, and texts with a meaning of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from mpipipe.errors import ArgumentError, ConfigError
+
+NOUNS = {int: "an integer", float: "a number", bool: "true or false", str: "a string", tuple: "a list of strings"}
+
+
+def typed(entry: dataclasses.Field, value: Any, kind: type) -> Any:
+    """Return `value` in the field's type, which is `kind`. Only a list becomes a tuple, and an integer a float."""
+    if value is None and entry.default is None:
+        return None
+    if kind is tuple and isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value):
+        return tuple(value)
+    if kind is float and type(value) is int:
+        return float(value)
+    if kind is not tuple and type(value) is kind:
+        return value
+    raise ConfigError(f"the type of {_key(entry)} is wrong", found=repr(value), expected=NOUNS[kind])
+
+
+def check_parsed(name: str, value: Any, parse: Callable[[Any], object]) -> None:
+    """Raise ConfigError for a text that `parse` refuses."""
+    try:
+        parse("0" if value is None else value)
+    except ArgumentError as error:
+        raise ConfigError(f"{name}: {error.message}", found=error.found, expected=error.expected) from None
+
+
+def check_range(entry: dataclasses.Field, value: Any, kind: type) -> None:
+    """Raise ConfigError for a value that is none of the field's choices, or out of its range."""
+    limits, text = dict(entry.metadata), entry.metadata["help"]
+    if None not in (value, limits["choices"]) and value not in limits["choices"]:
+        raise ConfigError(f"{_key(entry)} ({text})", found=repr(value), expected=" or ".join(limits["choices"]))
+    if kind is int and limits["below"] is None:
+        limits["below"] = 2**63  # what numpy and MPI can count
+    bounds = [(sign, limits[name], holds) for name, (sign, holds) in LIMITS.items() if limits[name] is not None]
+    if value is not None and not all(holds(value, limit) for _, limit, holds in bounds):
+        words = " and ".join(f"{sign} {limit}" for sign, limit, _ in bounds)
+        raise ConfigError(f"{_key(entry)} ({text}) is out of range", found=repr(value), expected=words)
+
+
+# NaN fails each of these comparisons.
+LIMITS = {"least": ("at least", operator.ge), "above": ("above", operator.gt), "below": ("below", operator.lt)}
+
+
+def check_together(config: Any) -> None:
+    """Raise ConfigError for values of a TrainConfig that contradict each other, or that no range tells."""
+    if config.watchdog is not None and 0 < config.watchdog < 1:
+        raise ConfigError("watchdog is too short", found=config.watchdog, expected="0, or at least 1")
+    if config.loss_scale is not None and 0 < config.loss_scale < 1:
+        raise ConfigError("loss_scale shrinks gradients", found=config.loss_scale, expected="0, or at least 1")
+    if config.resume == "auto" and config.out is None:
+        raise ConfigError(
+            "resume = auto without out", expected="the folder in which to look", remedy="name it with --out"
+        )
+    if config.from_ is not None and config.init is not None:
+        raise ConfigError(
+            "from and init are both given",
+            found=f"from {config.from_}, init {config.init}",
+            expected="one of them: a folder that a training begins from has weights",
+        )
+    if config.save_dtype is not None and config.save_as == "mpipipe":
+        raise ConfigError(
+            "save_dtype without save_as = huggingface",
+            found=f"save_dtype {config.save_dtype}",
+            expected="none: mpipipe saves parameters as they are",
+        )
+    if config.resume not in ("auto", "no") and config.init is not None:
+        raise ConfigError(
+            "resume and init are both given",
+            found=f"resume {config.resume}, init {config.init}",
+            expected="one of them: a checkpoint that is resumed has weights",
+        )
+
+
+def _key(entry: dataclasses.Field) -> str:
+    """Return a field's name as users write it: a word of Python such as `from` ends with an underscore here."""
+    return entry.name.rstrip("_")

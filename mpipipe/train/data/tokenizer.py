@@ -1,0 +1,161 @@
+"""A tokenizer, as the library `tokenizers` reads it from a folder: text to token ids and back.
+
+    tokenizer.json            the tokenizer; its hash names it in files of tokens
+    tokenizer_config.json     says which token ends a text (eos_token); else special_tokens_map.json or config.json does
+
+The library is imported where a tokenizer is opened, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from mpipipe import files
+from mpipipe.errors import BackendError, DataError
+
+NAME = "tokenizer.json"
+MOST_BYTES = 1 << 28  # of it
+MOST_SMALL = 1 << 24  # of the files beside it
+REMEDY = "name the folder of a model that has a tokenizer.json, or that file"
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A tokenizer; `open_tokenizer` makes one.
+
+    Attributes
+    ----------
+    vocab : number of token ids, one more than the largest
+    end : id of the token that ends a text, None where the folder names none
+    hash : of tokenizer.json, 32 hexadecimal digits
+    before, behind : ids that the tokenizer puts around each text
+    library : the tokenizers.Tokenizer
+    """
+
+    vocab: int
+    end: int | None
+    hash: str
+    before: tuple[int, ...]
+    behind: tuple[int, ...]
+    library: Any = field(repr=False)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text that goes on: with what the tokenizer puts before it, and nothing behind it."""
+        return [*self.before, *self.library.encode(text, add_special_tokens=False).ids]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of ids, without special tokens."""
+        return str(self.library.decode([int(token) for token in tokens], skip_special_tokens=True))
+
+
+def open_tokenizer(folder: str | Path, end: str | None = None) -> Tokenizer:
+    """Open the tokenizer in a folder, or a tokenizer.json itself.
+
+    Raises DataError where there is none, it cannot be read, or has no such token; BackendError where the library is not
+    installed.
+
+    Parameters
+    ----------
+    folder : of a model
+    end : the token that ends a text, in place of the one that the folder names
+    """
+    path = path_of(folder)
+    kind = _library()
+    try:
+        text = files.read_text(path, MOST_BYTES)
+        library = kind.from_str(text)
+    except OSError as error:
+        raise DataError(
+            f"no tokenizer: {error.strerror}", found=str(path), expected=files.REGULAR, remedy=REMEDY
+        ) from error
+    except Exception as error:  # what the library raises is of no class of its own
+        raise DataError(f"the tokenizer cannot be read: {error}"[:500], found=str(path), remedy=REMEDY) from error
+    library.no_truncation()
+    library.no_padding()
+    vocab = 1 + max(library.get_vocab(with_added_tokens=True).values(), default=-1)
+    if vocab < 1:
+        raise DataError("the tokenizer has no tokens", found=str(path), remedy=REMEDY)
+    before, behind = _around(library)
+    return Tokenizer(vocab, _end_of_text(library, path, end, vocab), _hash(text), before, behind, library)
+
+
+def path_of(folder: str | Path) -> Path:
+    """Return the tokenizer.json of a folder, or the path itself where it is no folder."""
+    path = Path(folder)
+    return path / NAME if path.is_dir() else path
+
+
+def hash_of(folder: str | Path) -> str | None:
+    """Return the hash of the tokenizer in a folder, without the library; None where there is no tokenizer.json."""
+    try:
+        return _hash(files.read_text(path_of(folder), MOST_BYTES))
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _hash(text: str) -> str:
+    return blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _library() -> Any:
+    try:
+        from tokenizers import Tokenizer as kind
+    except ImportError as error:
+        raise BackendError(
+            f"the library tokenizers cannot be imported: {error}",
+            expected="it, to read a tokenizer.json",
+            remedy="pip install 'mpipipe[tokens]'",
+        ) from error
+    return kind
+
+
+def _around(library: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the ids that the tokenizer puts before and behind a text."""
+    bare, full = (library.encode("a", add_special_tokens=special).ids for special in (False, True))
+    added = len(full) - len(bare)
+    for count in range(added + 1):
+        if full[count : count + len(bare)] == bare:
+            return tuple(full[:count]), tuple(full[count + len(bare) :])
+    return (), ()
+
+
+def _end_of_text(library: Any, path: Path, given: str | None, vocab: int) -> int | None:
+    """Return the id of the token that ends a text: the one given, else the first that a file beside `path` names."""
+    names = ("tokenizer_config.json", "special_tokens_map.json", "config.json")
+    found: Any = given
+    source = "the command line"
+    for name in names if given is None else ():
+        facts = _facts(path.with_name(name))
+        found = facts.get("eos_token", facts.get("eos_token_id"))
+        found = found.get("content") if isinstance(found, dict) else found
+        found = found[0] if isinstance(found, list) and found else found
+        source = str(path.with_name(name))
+        if found is not None:
+            break
+    if found is None:
+        return None
+    number = found if type(found) is int else library.token_to_id(str(found))
+    if number is None or not 0 <= number < vocab:
+        raise DataError(
+            "the tokenizer does not have the token that ends a text",
+            found=f"{found!r} of {source}",
+            expected=f"a token of {path}",
+            remedy="name one that it has with --end-of-text",
+        )
+    return int(number)
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    """Return the content of a JSON file; nothing where there is none."""
+    try:
+        facts = json.loads(files.read_text(path, MOST_SMALL))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"a file beside the tokenizer cannot be read: {error}", found=str(path)) from error
+    return facts if isinstance(facts, dict) else {}

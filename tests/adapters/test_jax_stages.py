@@ -1,0 +1,293 @@
+"""Functions of JAX as stages: gradients are those of jax.grad, memory is shared, and traps are refused."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+from jax import numpy as jnp  # noqa: E402
+from support import dense, jax_models  # noqa: E402
+
+from mpipipe import Mesh, Pipeline, adapters, checkpoint, optim, schedules  # noqa: E402
+from mpipipe.adapters.jax import functions, split  # noqa: E402
+from mpipipe.comm import inprocess  # noqa: E402
+from mpipipe.errors import ArgumentError, PeerError, StageError  # noqa: E402
+from mpipipe.nn import Position  # noqa: E402
+
+pytestmark = pytest.mark.judges
+ENOUGH = 1e-10  # for sums of some hundred terms about 1 in float64
+CASES = [("one_f_one_b", 1), ("interleaved_1f1b", 2), ("zero_bubble_h1", 1)]
+
+
+def close(found, expected, what=""):
+    assert np.abs(np.asarray(found) - np.asarray(expected)).max(initial=0) <= ENOUGH, what
+
+
+def own_stages(schedule, rank, function=jax_models.layer):
+    made = jax_models.parameters(schedule.stages)
+    return [adapters.jax_stage(function, made[s], prefix=f"{s}.") for s in schedule.stages_of(rank)]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name, chunks", CASES)
+def test_gradients_are_those_of_jax(comm, name, chunks, recompute):
+    schedule, data = dense.build(name, comm.size, chunks, 4), jax_models.batch()
+    loss, gradients, dx = jax_models.reference(jax_models.parameters(schedule.stages), *data)
+    stages, square = own_stages(schedule, comm.rank), adapters.jax_loss(jax_models.squared_error)
+    with Pipeline(stages, schedule, comm, loss=square, recompute=recompute) as pipeline:
+        for _ in range(2):
+            result = pipeline.step(*dense.placed(schedule, comm.rank, *data))
+        close(pipeline.evaluate(*dense.placed(schedule, comm.rank, *data)), loss, "evaluation")
+    close(result.loss, loss, "loss")
+    for number, stage in zip(schedule.stages_of(comm.rank), stages):
+        for name, expected in jax_models.named(gradients[number], f"{number}.").items():
+            close(stage.gradients[name], expected, name)
+    if result.input_grads is not None:
+        close(np.concatenate(result.input_grads), dx, "dx")
+
+
+def test_steps_of_our_optimizer_are_seen_by_jax(comm):
+    """The memory is shared, so an update in place is the parameters' new value."""
+    schedule, data = dense.build("one_f_one_b", comm.size, 1, 2), jax_models.batch()
+    everything, (stage,) = jax_models.parameters(schedule.stages), own_stages(schedule, comm.rank)
+    optimizer = optim.SGD([stage], lr=0.1)
+    with Pipeline([stage], schedule, comm, loss=adapters.jax_loss(jax_models.squared_error)) as pipeline:
+        for _ in range(3):
+            loss, gradients, _ = jax_models.reference(everything, *data)
+            close(pipeline.step(*dense.placed(schedule, comm.rank, *data)).loss, loss, "loss")
+            norm = float(jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(gradients))))
+            close(optim.clip_by_global_norm([stage], 0.5, comm), norm, "norm")
+            optimizer.step()
+            everything = jax.tree.map(lambda p, g: p - 0.1 * min(1, 0.5 / norm) * g, everything, gradients)  # noqa: B023
+    for name, expected in jax_models.named(everything[comm.rank], f"{comm.rank}.").items():
+        close(stage.parameters[name], expected, name)
+
+
+def test_parameters_and_results_are_one_memory():
+    (stage,) = own_stages(schedules.gpipe(1, 1), 0)
+    assert not stage._renews
+    for value, own in zip(stage._values, stage.parameters.values()):
+        assert value.unsafe_buffer_pointer() == own.ctypes.data
+    assert np.shares_memory(stage.tree["up"]["bias"], stage.parameters.flat)
+    y, _ = stage.forward(np.ones((2, jax_models.WIDTH)))
+    assert not y.flags.writeable and y.flags.c_contiguous
+
+
+def test_where_jax_takes_no_memory_of_others_it_is_told_of_each_step(monkeypatch):
+    """XLA may refuse to share memory; then a call begins with the parameters as they are."""
+    monkeypatch.setattr("mpipipe.adapters.jax.stage.put", lambda array: jnp.array(array, copy=True))
+    stage = adapters.jax_stage(lambda p, x: x * p, np.ones(3))
+    x = np.ones((2, 3))
+
+    def job(comm):
+        with Pipeline([stage], schedules.gpipe(1, 2), comm, loss=adapters.jax_loss(jax_models.squared_error)) as pipe:
+            losses = []
+            for _ in range(3):
+                losses.append(pipe.step(x, np.zeros((2, 3))).loss)
+                stage.parameters.flat[:3] /= 2
+            return losses
+
+    assert inprocess.run(1, job) == [[1.0, 0.25, 0.0625]]
+
+
+def test_a_function_is_compiled_once_for_each_shape():
+    traced = []
+
+    def function(parameters, x):
+        traced.append(x.shape)
+        return x * parameters["gain"]
+
+    stage = adapters.jax_stage(function, {"gain": np.ones(3)})
+    for rows in (2, 2, 4, 2, 4):
+        for position in (Position(), Position(training=False)):
+            y, saved = stage.forward(np.ones((rows, 3)), position)
+        y, saved = stage.forward(np.ones((rows, 3)))
+        stage.backward(y, saved)
+    assert sorted(traced) == [(2, 3)] * 2 + [(4, 3)] * 2  # for training and for evaluation
+
+
+def test_several_inputs_and_outputs_and_integers():
+    def function(parameters, words, scale):
+        return {"y": parameters["table"][words] * scale, "words": words + 1}
+
+    table = np.random.default_rng(0).normal(size=(5, 3))
+    stage = adapters.jax_stage(function, {"table": table})
+    words, scale = np.array([[0, 4], [4, 4]], np.int32), np.array([[[2.0]], [[3.0]]])
+    for backward in (stage.backward, lambda dy, saved: halves(stage, dy, saved)):
+        stage.gradients.flat[...] = 0
+        y, saved = stage.forward((words, scale))
+        np.testing.assert_array_equal(y["y"], table[words] * scale)
+        np.testing.assert_array_equal(y["words"], words + 1)
+        dwords, dscale = backward({"y": np.ones((2, 2, 3)), "words": None}, saved)
+        assert dwords is None
+        np.testing.assert_allclose(dscale, table[words].sum((1, 2)).reshape(2, 1, 1), rtol=1e-14)
+        np.testing.assert_array_equal(stage.gradients["table"], [[2] * 3, [0] * 3, [0] * 3, [0] * 3, [8] * 3])
+    y, saved = stage.forward({"words": words, "scale": scale})
+    assert list(stage.backward({"y": np.ones((2, 2, 3)), "words": None}, saved)) == ["words", "scale"]
+
+
+def halves(stage, dy, saved):
+    before = stage.gradients.flat.copy()
+    dx, pending = stage.backward_input(dy, saved)
+    np.testing.assert_array_equal(stage.gradients.flat, before)
+    stage.backward_weight(pending)
+    return dx
+
+
+def scanned(parameters, x):
+    return jax.lax.scan(lambda y, gain: (jnp.tanh(y * gain), None), x, parameters["w"])[0]
+
+
+def shared(parameters, x):
+    w = parameters["w"]
+    return jnp.tanh(jnp.tanh(x @ w[:, :, None].sum(2)) @ w)
+
+
+FUNCTIONS = {
+    "layers": lambda p, x: jnp.tanh(jnp.tanh(x @ p["w"]) @ p["v"]),
+    "a loop": scanned,
+    "a function compiled by itself": jax.jit(shared),
+    "a matrix in two places": shared,
+    "a parameter alone": lambda p, x: p["w"] * 2 + 0 * x.sum(),
+    "no parameter": lambda p, x: jnp.tanh(x),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_halves_of_the_backward_are_the_whole(name):
+    parameters = dict(zip("vw", np.random.default_rng(0).normal(size=(2, 3, 3))))
+    stage = adapters.jax_stage(FUNCTIONS[name], parameters)
+    x, dy = np.random.default_rng(1).normal(size=(2, 3, 3))
+    _, pull = jax.vjp(FUNCTIONS[name], parameters, x)
+    expected, dx = pull(jnp.asarray(dy))
+    sizes = split.of_inputs._cache_size(), split.of_parameters._cache_size()
+    for calls in (1, 2):
+        _, saved = stage.forward(x)
+        np.testing.assert_allclose(halves(stage, dy, saved), dx, rtol=1e-13, atol=1e-13)
+        for key, gradient in expected.items():
+            np.testing.assert_allclose(stage.gradients[key], calls * gradient, rtol=1e-13, atol=1e-13)
+        assert split.of_inputs._cache_size() <= sizes[0] + 1  # compiled once, and not for each micro-batch
+        assert split.of_parameters._cache_size() <= sizes[1] + 1
+
+
+def test_nothing_is_computed_twice_by_the_halves():
+    def flops(function, *arguments):
+        return function.lower(*arguments).compile().cost_analysis()["flops"]
+
+    parameters = [jnp.ones((64, 64)) for _ in range(3)]
+    _, pull = jax.vjp(lambda p, x: (x[0] @ p[0] @ p[1] @ p[2],), parameters, [jnp.ones((32, 64))])
+    dy = (jnp.ones((32, 64)),)
+    both = flops(functions.both, pull, dy)
+    _, pending = split.of_inputs(pull, dy)
+    parts = flops(split.of_inputs, pull, dy), flops(split.of_parameters, pending)
+    assert both > 6 * 2 * 32 * 64 * 64 * 0.9  # six products
+    assert sum(parts) <= 1.01 * both and min(parts) > 0.45 * both
+
+
+def test_bfloat16_goes_in_and_out():
+    stage = adapters.jax_stage(lambda p, x: x * p.astype(x.dtype), np.arange(3, dtype=np.float32))
+    x = np.ones((2, 3), ml_dtypes.bfloat16)
+    y, saved = stage.forward(x)
+    assert y.dtype == x.dtype and halves(stage, y, saved).dtype == x.dtype
+    np.testing.assert_array_equal(stage.gradients.flat[:3], [0, 2, 4])
+
+
+def test_keys_depend_on_the_place_and_come_again_when_a_forward_is_made_anew():
+    def function(_parameters, x, key, training):
+        return x * jax.random.bernoulli(key, 0.5, x.shape) if training else x
+
+    def mask(**place):
+        return stage.forward(np.ones((4, 64)), Position(**place))[0]
+
+    stage = adapters.jax_stage(function, {})
+    first = mask()
+    np.testing.assert_array_equal(mask(), first)
+    others = [mask(step=1), mask(microbatch=1), mask(replica=1)]
+    stage.index = 1
+    for other in [*others, mask()]:
+        assert not np.array_equal(other, first)
+    np.testing.assert_array_equal(mask(training=False), 1)
+
+
+def test_dropout_is_replayed_by_a_recomputation(comm):
+    def dropped(parameters, x, key, training):
+        y = jax_models.layer(parameters, x)
+        return 2 * y * jax.random.bernoulli(key, 0.5, y.shape) if training else y
+
+    data, found = jax_models.batch(), []
+    for schedule, recompute in ((schedules.gpipe(comm.size, 4), True), (schedules.zero_bubble_h1(comm.size, 4), False)):
+        (stage,), square = own_stages(schedule, comm.rank, dropped), adapters.jax_loss(jax_models.squared_error)
+        with Pipeline([stage], schedule, comm, loss=square, recompute=recompute) as pipeline:
+            losses = pipeline.step(*dense.placed(schedule, comm.rank, *data)).losses
+        found.append((losses, stage.gradients.flat.copy()))
+    assert found[0][0] == found[1][0]
+    close(found[0][1], found[1][1])
+
+
+def test_replicas_and_checkpoints(subcomm, mpi_tmp_path):
+    pair = subcomm(2)
+    if pair is None:
+        return
+    data, schedule = jax_models.batch(), schedules.gpipe(1, 2)
+    loss, (gradients,), _ = jax_models.reference(jax_models.parameters(1), *data)
+    (stage,), square = own_stages(schedule, 0), adapters.jax_loss(jax_models.squared_error)
+    mine = [x[4 * pair.rank : 4 * pair.rank + 4] for x in data]
+    with Mesh(pair, pipe=1) as mesh:
+        with Pipeline([stage], schedule, mesh.pipe, loss=square, replicas=mesh.replicas) as pipeline:
+            close(pipeline.step(*mine).loss, loss)
+        for name, expected in jax_models.named(gradients, "0.").items():
+            close(stage.gradients[name], expected, name)
+        optimizer = optim.AdamW([stage], lr=0.1)
+        optimizer.step()
+        checkpoint.check_replicas(mesh, [stage], optimizer)
+        path = checkpoint.save(mpi_tmp_path, mesh, [stage], optimizer, step=1)
+        kept = stage.parameters.flat.copy()
+        stage.parameters.flat[...] = 0
+        checkpoint.load(path, mesh, [stage], optimizer)
+    np.testing.assert_array_equal(stage.parameters.flat, kept)
+    y, _ = stage.forward(mine[0])
+    np.testing.assert_allclose(y, jax_models.layer(stage.tree, mine[0]), rtol=1e-12)
+
+
+def test_64_bits_are_refused_where_jax_would_make_32_of_them():
+    stage = adapters.jax_stage(lambda p, x: x * p, np.ones(3, np.float32))
+    jax.config.update("jax_enable_x64", False)
+    try:
+        for make in (
+            lambda: adapters.jax_stage(lambda p, x: x * p, np.ones(3)),
+            lambda: stage.forward(np.ones((2, 3))),
+        ):
+            with pytest.raises(ArgumentError, match="64-bit numbers switched off") as caught:
+                make()
+            assert "jax_enable_x64" in caught.value.remedy
+    finally:
+        jax.config.update("jax_enable_x64", True)
+
+
+@pytest.mark.parametrize(
+    "parameters, match",
+    [({"a": np.ones(2), "b": np.ones(2, np.float32)}, "one dtype"), ({"a": np.ones(2, int)}, "one dtype")],
+)
+def test_parameters_of_several_dtypes_or_integers_are_refused(parameters, match):
+    with pytest.raises(ArgumentError, match=match):
+        adapters.jax_stage(lambda p, x: x, parameters)
+
+
+def test_an_error_in_a_function_names_rank_stage_and_micro_batch(subcomm):
+    pair = subcomm(2)
+    if pair is None:
+        return
+
+    def failing(parameters, x):
+        raise ValueError("no such thing")
+
+    schedule, data = schedules.one_f_one_b(2, 2), jax_models.batch()
+    (stage,) = own_stages(schedule, pair.rank, failing if pair.rank else jax_models.layer)
+    with (
+        pytest.raises((StageError, PeerError), match="no such thing") as caught,
+        Pipeline([stage], schedule, pair, loss=adapters.jax_loss(jax_models.squared_error)) as pipeline,
+    ):
+        pipeline.step(*dense.placed(schedule, pair.rank, *data))
+    assert "rank 1, stage 1, micro-batch 0" in str(caught.value)

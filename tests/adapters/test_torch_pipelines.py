@@ -1,0 +1,219 @@
+"""Stages of PyTorch in pipelines: gradients, losses and steps are those of PyTorch alone."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+from support import dense, torch_models  # noqa: E402
+
+from mpipipe import Mesh, Pipeline, adapters, checkpoint, optim, schedules  # noqa: E402
+
+pytestmark = pytest.mark.judges
+ENOUGH = (
+    1e-10  # of gradients about 1 in float64, by sums of some thousand terms: 1e3 * 2e-16 and room for the exponential
+)
+CASES = [("one_f_one_b", 1), ("interleaved_1f1b", 2), ("zero_bubble_h1", 1), ("zero_bubble_v", 2), ("gpipe", 1)]
+
+
+def close(found, expected, what=""):
+    assert np.abs(np.asarray(found) - np.asarray(expected)).max(initial=0) <= ENOUGH, what
+
+
+def own_stages(schedule, rank, **options):
+    modules = torch_models.parts(schedule.stages, **options)
+    return modules, [adapters.torch_stage(modules[s], prefix=f"{s}.") for s in schedule.stages_of(rank)]
+
+
+def step_of(comm, schedule, stages, data, calls=1, **options):
+    with Pipeline(stages, schedule, comm, loss=adapters.torch_loss(torch_models.cross_entropy), **options) as pipeline:
+        for _ in range(calls):
+            result = pipeline.step(*dense.placed(schedule, comm.rank, *data))
+    return result
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name, chunks", CASES)
+def test_gradients_are_those_of_autograd(comm, name, chunks, recompute):
+    """The second step has its receives posted, and begins with gradients of the first."""
+    schedule, data = dense.build(name, comm.size, chunks, 4), torch_models.batch()
+    loss, gradients = torch_models.reference(torch_models.parts(schedule.stages), *data)
+    _, stages = own_stages(schedule, comm.rank)
+    result = step_of(comm, schedule, stages, data, calls=2, recompute=recompute)
+    close(result.loss, loss, "loss")
+    for number, stage in zip(schedule.stages_of(comm.rank), stages):
+        assert set(stage.gradients) == {f"{number}.{name}" for name in gradients[number]}
+        for name, expected in gradients[number].items():
+            close(stage.gradients[f"{number}.{name}"], expected, name)
+            close(dict(stage.module.named_parameters())[name].grad, expected, name)
+
+
+def test_a_training_loop_of_pytorch_has_the_same_losses(subcomm):
+    """One rank, one micro-batch: to the bit."""
+    alone = subcomm(1)
+    if alone is None:
+        return
+    schedule, data = schedules.gpipe(1, 1), torch_models.batch()
+    (module,), (stage,) = own_stages(schedule, 0)
+    plain = copy.deepcopy(module)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    ours = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    words, following = map(torch.from_numpy, data)
+    with Pipeline([stage], schedule, alone, loss=adapters.torch_loss(torch_models.cross_entropy)) as pipeline:
+        for _ in range(6):
+            theirs.zero_grad()
+            loss = torch_models.cross_entropy(plain(words), following)
+            loss.backward()
+            theirs.step()
+            ours.zero_grad()
+            assert pipeline.step(*data).loss == loss.item()
+            ours.step()
+
+
+def test_an_optimizer_of_pytorch_clips_over_all_ranks(comm):
+    schedule, data = dense.build("one_f_one_b", comm.size, 1, 4), torch_models.batch()
+    _, (stage,) = own_stages(schedule, comm.rank)
+    whole = torch.nn.Sequential(*torch_models.parts(schedule.stages))
+    theirs = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
+    ours = torch.optim.SGD(stage.module.parameters(), lr=0.1, momentum=0.9)
+    words, following = map(torch.from_numpy, data)
+    with (
+        Pipeline([stage], schedule, comm, loss=adapters.torch_loss(torch_models.cross_entropy)) as pipeline,
+        optim.GlobalNorm([stage], comm) as over,
+    ):
+        for _ in range(3):
+            theirs.zero_grad()
+            loss = torch_models.cross_entropy(whole(words), following)
+            loss.backward()
+            norm = torch.nn.utils.get_total_norm([p.grad for p in whole.parameters()])
+            for parameter in whole.parameters():
+                parameter.grad *= 0.25 / norm  # clip_grad_norm_ divides by 1e-6 more
+            theirs.step()
+            ours.zero_grad()
+            close(pipeline.step(*dense.placed(schedule, comm.rank, *data)).loss, loss.item(), "loss")
+            close(optim.clip_by_global_norm([stage], 0.25, over=over), norm.item(), "norm")
+            ours.step()
+    for name, parameter in whole[comm.rank].named_parameters():
+        close(stage.parameters[f"{comm.rank}.{name}"], parameter.detach(), name)
+
+
+def test_our_adamw_on_a_module_is_that_of_pytorch(subcomm):
+    alone = subcomm(1)
+    if alone is None:
+        return
+    schedule, data = schedules.gpipe(1, 2), torch_models.batch()
+    (module,), (stage,) = own_stages(schedule, 0)
+    plain = copy.deepcopy(module)
+    decaying = [p for p in plain.parameters() if p.ndim > 1]
+    rest = [p for p in plain.parameters() if p.ndim < 2]
+    theirs = torch.optim.AdamW([{"params": decaying, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}],
+                               lr=1e-2, betas=(0.9, 0.95))  # fmt: skip
+    ours = optim.AdamW([stage], lr=1e-2)
+    with Pipeline([stage], schedule, alone, loss=adapters.torch_loss(torch_models.cross_entropy)) as pipeline:
+        for _ in range(4):
+            loss = torch_models.cross_entropy(*(f(torch.from_numpy(x)) for f, x in zip((plain, torch.asarray), data)))
+            theirs.zero_grad()
+            loss.backward()
+            theirs.step()
+            close(pipeline.step(*data).loss, loss.item(), "loss")
+            ours.step()
+    for (name, expected), found in zip(plain.named_parameters(), module.parameters()):
+        close(found.detach(), expected.detach(), name)
+
+
+@pytest.mark.parametrize("none", [False, True], ids=["gradients kept", "zero_grad() set them to None"])
+def test_replicas_are_summed(subcomm, none):
+    """Whatever a user did to .grad between steps."""
+    pair = subcomm(2)
+    if pair is None:
+        return
+    alone, schedule, data = pair.Split(pair.rank, 0), schedules.gpipe(1, 2), torch_models.batch()
+    loss, (gradients,) = torch_models.reference(torch_models.parts(1), *data)
+    _, (stage,) = own_stages(schedule, 0)
+    mine = [x[4 * pair.rank : 4 * pair.rank + 4] for x in data]
+    rate = adapters.torch_loss(torch_models.cross_entropy)
+    with Pipeline([stage], schedule, alone, loss=rate, replicas=pair) as pipeline:
+        for _ in range(2):
+            if none:
+                stage.module.zero_grad()
+            close(pipeline.step(*mine).loss, loss, "loss")
+    for name, parameter in stage.module.named_parameters():
+        close(parameter.grad, gradients[name], name)
+    alone.Free()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_dropout_is_the_same_for_every_schedule_and_off_in_an_evaluation(comm, recompute):
+    """Masks depend on step and micro-batch, so those of a recomputation are those of its forward."""
+    data = torch_models.batch()
+    found = []
+    for schedule in (schedules.gpipe(comm.size, 4), schedules.zero_bubble_h1(comm.size, 4)):
+        _, (stage,) = own_stages(schedule, comm.rank, dropout=0.4)
+        again = recompute and schedule.name == "gpipe"
+        state = torch.get_rng_state()
+        result = step_of(comm, schedule, [stage], data, calls=2, recompute=again)
+        assert torch.equal(torch.get_rng_state(), state)  # the user's own numbers go on as if nothing had been drawn
+        found.append((result.losses, stage.gradients.flat.copy()))
+    assert found[0][0] == found[1][0] and len(set(found[0][0])) == 4
+    close(found[0][1], found[1][1])
+    loss, _ = torch_models.reference(torch_models.parts(comm.size), *data)
+    assert abs(found[0][0][0] - loss) > 1e-6
+    with Pipeline([stage], schedule, comm, loss=adapters.torch_loss(torch_models.cross_entropy)) as pipeline:
+        close(pipeline.evaluate(*dense.placed(schedule, comm.rank, *data)), loss, "without dropout")
+        assert not stage.module.training
+        pipeline.step(*dense.placed(schedule, comm.rank, *data))
+        assert stage.module.training
+
+
+def test_masks_differ_by_micro_batch_step_and_stage():
+    def mask(stage, **place):
+        from mpipipe.nn import Position
+
+        return stage.forward(np.ones((4, 64)), Position(**place))[0]
+
+    stage = adapters.torch_stage(torch.nn.Dropout(0.5))
+    stage.index = 0
+    first = mask(stage)
+    np.testing.assert_array_equal(mask(stage), first)
+    others = [mask(stage, step=1), mask(stage, microbatch=1), mask(stage, replica=1)]
+    stage.index = 1
+    others += [mask(stage), mask(adapters.torch_stage(torch.nn.Dropout(0.5), seed=1))]
+    for number, other in enumerate(others):
+        assert not np.array_equal(other, first), number
+    np.testing.assert_array_equal(mask(stage, training=False), 1)
+
+
+def test_a_checkpoint_has_parameters_and_buffers_whatever_the_cut(subcomm, mpi_tmp_path):
+    pair = subcomm(2)
+    if pair is None:
+        return
+    made = torch_models.parts(2)
+    for number, module in enumerate(made):
+        module.register_buffer("table", torch.arange(3) + number)
+        module[0].requires_grad_(bool(number))
+    mine = adapters.torch_stage(made[pair.rank], prefix=f"{pair.rank}.")
+    optimizer = optim.AdamW([mine], lr=0.1)
+    mine.gradients.flat[...] = 1
+    optimizer.step()
+    with Mesh(pair, pipe=2) as mesh:
+        checkpoint.check_replicas(mesh, [mine], optimizer)
+        path = checkpoint.save(mpi_tmp_path, mesh, [mine], optimizer, step=1)
+    fresh = torch_models.parts(2)
+    for module in fresh:
+        module.register_buffer("table", torch.zeros(3, dtype=torch.int64))
+        for parameter in module.parameters():
+            parameter.data.zero_()
+        module[0].requires_grad_(module is fresh[1])
+    both = [adapters.torch_stage(module, prefix=f"{number}.") for number, module in enumerate(fresh)]
+    again = optim.AdamW(both, lr=0.1)
+    with Mesh(pair) as mesh:
+        checkpoint.load(path, mesh, both, again)
+    for name, value in made[pair.rank].state_dict().items():
+        assert torch.equal(fresh[pair.rank].state_dict()[name], value), name
+    loaded = again.named_state()["first"]
+    for name, value in optimizer.named_state()["first"].items():
+        np.testing.assert_array_equal(loaded[name], value)
+    assert not any(name.startswith("0.0.") for name in loaded)  # it is frozen

@@ -1,0 +1,448 @@
+"""One stage of PyTorch by itself: memory, structures, halves of the backward, and the traps."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+from support import torch_models  # noqa: E402
+
+from mpipipe import Pipeline, adapters, optim, schedules  # noqa: E402
+from mpipipe.comm import inprocess  # noqa: E402
+from mpipipe.errors import ArgumentError, StageError  # noqa: E402
+from mpipipe.nn import Position  # noqa: E402
+
+pytestmark = pytest.mark.judges
+EVALUATION = Position(training=False)
+
+
+class Of(torch.nn.Module):
+    """A module of a function, with a parameter."""
+
+    def __init__(self, function, shape=(3,), dtype=torch.float64):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.linspace(1, 2, int(np.prod(shape)), dtype=dtype).reshape(shape))
+        self.function = function
+
+    def forward(self, *x, **named):
+        return self.function(self, *x, **named)
+
+
+def plain(stage, x, dy):
+    """(y, gradient of x, gradients of the parameters) by autograd alone."""
+    leaf = torch.tensor(x, requires_grad=True)
+    y = stage.module(leaf)
+    found = torch.autograd.grad(y, [leaf, *stage.module.parameters()], torch.tensor(dy), allow_unused=True)
+    return y.detach().numpy(), *(None if each is None else each.numpy() for each in found)
+
+
+def alone(stage, data, calls=1, loss=None, schedule=None):
+    def job(comm):
+        with Pipeline([stage], schedule or schedules.gpipe(1, 2), comm, loss=loss or squared) as pipeline:
+            return [pipeline.step(*data) for _ in range(calls)][-1]
+
+    return inprocess.run(1, job)[0]
+
+
+def squared(output, target):
+    return float(np.mean((output - target) ** 2)), 2 * (output - target) / output.size
+
+
+def in_halves(stage, dy, saved):
+    dx, pending = stage.backward_input(dy, saved)
+    before = stage.gradients.flat.copy()
+    stage.backward_weight(pending)
+    return dx, before
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_arrays_and_tensors_are_one_memory():
+    module = torch.nn.Linear(3, 2, dtype=torch.float64)
+    before = [p.detach().clone() for p in module.parameters()]
+    theirs = torch.optim.SGD(module.parameters(), lr=1.0)  # made before the stage: parameters stay the same objects
+    stage = adapters.torch_stage(module)
+    for name, parameter, value in zip(("weight", "bias"), module.parameters(), before):
+        assert torch.equal(parameter, value)
+        assert np.shares_memory(parameter.detach().numpy(), stage.parameters.flat)
+        assert np.shares_memory(parameter.grad.numpy(), stage.gradients.flat)
+        assert stage.parameters[name].shape == tuple(parameter.shape)
+    stage.gradients.flat[...] = 1
+    theirs.step()
+    np.testing.assert_array_equal(stage.parameters["bias"], before[1].numpy() - 1)
+    x = np.ones((4, 3))
+    y, saved = stage.forward(x)
+    assert np.shares_memory(saved.inputs[0].detach().numpy(), x) and np.shares_memory(y, saved.outputs[0].detach())
+
+
+def test_a_batch_that_may_not_be_written_to_is_not_copied_unless_its_owner_may_not_either():
+    stage, owner = adapters.torch_stage(torch.nn.Identity()), np.ones((4, 3))
+    view = owner[:2]
+    view.flags.writeable = False
+    assert np.shares_memory(stage.forward(view)[0], owner)
+    owner.flags.writeable = False
+    assert not np.shares_memory(stage.forward(owner)[0], owner)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
+def test_half_precision_goes_in_and_out(kind):
+    """A module with float32 parameters that computes in half precision, as torch.autocast has it."""
+    half = getattr(torch, kind)
+    stage = adapters.torch_stage(Of(lambda m, x: x * m.weight.to(half), dtype=torch.float32))
+    x = np.arange(6, dtype=np.dtype(getattr(ml_dtypes, kind, kind))).reshape(2, 3)
+    y, saved = stage.forward(x)
+    assert y.dtype == x.dtype
+    np.testing.assert_array_equal(y.astype(np.float32), [[0, 1.5, 4], [3, 6, 10]])
+    assert stage.backward(y, saved).dtype == x.dtype and stage.gradients.flat.dtype == np.float32
+    whole = adapters.torch_stage(torch.nn.Linear(3, 2, dtype=half))
+    assert whole.parameters.flat.dtype == x.dtype
+    y, saved = whole.forward(x)
+    in_halves(whole, y, saved)
+    assert whole.gradients.flat.astype(np.float32).any() and optim.gradient_norm([whole]) > 0
+
+
+def test_none_of_zero_grad_is_zero_and_another_gradient_is_adopted():
+    stage = adapters.torch_stage(torch.nn.Linear(2, 2, dtype=torch.float64))
+    stage.gradients.flat[...] = 5
+    stage.module.zero_grad()
+    assert stage.module.bias.grad is None
+    assert not any(array.any() for array in stage.gradients.values())
+    stage.module.zero_grad()
+    stage.module(torch.ones(1, 2, dtype=torch.float64)).sum().backward()  # new tensors
+    np.testing.assert_array_equal(stage.gradients["bias"], 1)
+    assert np.shares_memory(stage.module.bias.grad.numpy(), stage.gradients.flat)
+
+
+# -- structures -------------------------------------------------------------------------------------------------------
+
+
+def test_several_inputs_and_outputs_by_place_and_by_name():
+    def function(module, a, ids, b=None):
+        return {"y": module.weight[ids] * a, "ids": ids + 1, "rest": None if b is None else b * 2}
+
+    stage = adapters.torch_stage(Of(function))
+    a, ids = np.arange(6.0).reshape(2, 3), np.array([[0, 1, 2], [2, 1, 0]])
+    y, saved = stage.forward({"a": a, "ids": ids, "b": a})
+    assert list(y) == ["y", "ids", "rest"] and y["ids"].dtype == ids.dtype
+    dx = stage.backward({"y": np.ones((2, 3)), "ids": None, "rest": np.ones((2, 3))}, saved)
+    assert list(dx) == ["a", "ids", "b"] and dx["ids"] is None
+    np.testing.assert_array_equal(dx["a"], stage.module.weight.detach().numpy()[ids])
+    np.testing.assert_array_equal(dx["b"], 2)
+    np.testing.assert_array_equal(stage.gradients["weight"], [0 + 5, 1 + 4, 2 + 3])
+    with pytest.raises(ArgumentError, match="output of a module"):
+        stage.forward((a, ids))  # one of the outputs is None
+
+
+def test_what_no_output_depends_on_has_a_gradient_of_zeros():
+    stage = adapters.torch_stage(Of(lambda module, a, b: (a * module.weight, torch.zeros(2))))
+    for backward in (stage.backward, lambda dy, saved: in_halves(stage, dy, saved)[0]):
+        _, saved = stage.forward((np.ones((2, 3)), np.ones((2, 5), np.float32)))
+        da, db = backward((np.ones((2, 3)), np.zeros(2, np.float32)), saved)
+        np.testing.assert_array_equal(da, [stage.module.weight.detach().numpy()] * 2)
+        assert db.dtype == np.float32 and db.shape == (2, 5) and not db.any()
+
+
+def test_trees_travel_between_stages(subcomm):
+    pair = subcomm(2)
+    if pair is None:
+        return
+    first = Of(lambda module, x: (x * module.weight, torch.arange(len(x)), x.to(torch.bfloat16)))
+    second = Of(lambda module, x, rows, half: x * module.weight + rows[:, None] + half)
+    stage = adapters.torch_stage((first, second)[pair.rank])
+    x, schedule = np.random.default_rng(0).normal(size=(4, 3)), schedules.zero_bubble_h1(2, 2)
+    with Pipeline([stage], schedule, pair, loss=squared) as pipeline:
+        for _ in range(2):
+            result = pipeline.step(x if pair.rank == 0 else None, np.zeros((4, 3)) if pair.rank else None)
+    w = torch.linspace(1, 2, 3, dtype=torch.float64)
+    a, b, leaf = w.clone().requires_grad_(), w.clone().requires_grad_(), torch.tensor(x, requires_grad=True)
+    rows = torch.tensor([0.0, 1, 0, 1])[:, None]  # of each micro-batch
+    ((leaf * a * b + rows + leaf.to(torch.bfloat16)) ** 2).mean().backward()
+    np.testing.assert_allclose(stage.gradients.flat[:3], (a, b)[pair.rank].grad, rtol=1e-14)
+    if pair.rank == 0:  # a part of the gradient passes through bfloat16, rounded at other places
+        np.testing.assert_allclose(np.concatenate(result.input_grads), leaf.grad, rtol=2**-7, atol=2**-7)
+
+
+# -- the split backward -----------------------------------------------------------------------------------------------
+
+TIED = torch.nn.Linear(3, 3, dtype=torch.float64)
+
+
+class Tied(torch.nn.Module):
+    """One matrix in two places, and one in a place of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared, self.own = (torch.nn.Linear(3, 3, dtype=torch.float64) for _ in range(2))
+
+    def forward(self, x):
+        return self.shared(torch.tanh(self.own(torch.tanh(self.shared(x)))))
+
+
+MODULES = {
+    "block": lambda: torch_models.Block(8, 2).double(),
+    "a parameter in two places": Tied,
+    "a branch with work of its own": lambda: Of(lambda m, x: torch.tanh(x) * torch.exp(m.weight).sum() * m.weight),
+    "the parameter alone": lambda: Of(lambda m, x: x.sum() * 0 + m.weight * 2),
+    "two ways to the input": lambda: Of(lambda m, x: torch.tanh(x * m.weight) + x * x),
+    "no parameter": lambda: Of(lambda m, x: torch.tanh(x)),
+    "in place": lambda: Of(lambda m, x: (x * m.weight).mul_(2).add_(m.weight)),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_halves_of_the_backward_are_the_whole(name):
+    torch.manual_seed(1)
+    stage = adapters.torch_stage(MODULES[name]())
+    x = np.random.default_rng(0).normal(size=(2, 3, 8) if name == "block" else (2, 3))
+    y, saved = stage.forward(x)
+    dy = np.random.default_rng(1).normal(size=y.shape)
+    expected = plain(stage, x, dy)
+    stage.gradients.flat[...] = 0
+    dx, before = in_halves(stage, dy, saved)
+    assert not before.any()  # the first half has left the parameters alone
+    np.testing.assert_allclose(dx, expected[1], rtol=1e-12, atol=1e-12)
+    for (key, _), gradient in zip(stage.module.named_parameters(), expected[2:]):
+        np.testing.assert_allclose(stage.gradients[key], 0 if gradient is None else gradient, rtol=1e-12, atol=1e-12)
+
+
+class Counted(torch.autograd.Function):
+    calls = 0
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, dy):
+        Counted.calls += 1
+        return dy * 2
+
+
+def test_no_node_without_a_parameter_is_gone_through_twice():
+    linear = torch.nn.Linear(3, 3, dtype=torch.float64)
+    stage = adapters.torch_stage(torch.nn.Sequential(linear, Of(lambda m, x: Counted.apply(Counted.apply(x)))))
+    y, saved = stage.forward(np.ones((2, 3)))
+    Counted.calls = 0
+    _, pending = stage.backward_input(y, saved)
+    assert Counted.calls == 2
+    stage.backward_weight(pending)
+    assert Counted.calls == 2
+
+
+class Scaled(torch.autograd.Function):
+    """A function with a parameter and a backward of its own, which computes both gradients whenever it is called."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, dy):
+        Counted.calls += 1
+        x, weight = ctx.saved_tensors
+        return dy * weight, (dy * x).sum(0)
+
+
+def test_a_function_with_a_backward_of_its_own_is_called_once():
+    linear = torch.nn.Linear(3, 3, dtype=torch.float64)
+    stage = adapters.torch_stage(torch.nn.Sequential(linear, Of(lambda m, x: Scaled.apply(x, m.weight))))
+    x, dy = np.random.default_rng(0).normal(size=(2, 2, 3))
+    expected = plain(stage, x, dy)
+    _, saved = stage.forward(x)
+    Counted.calls = 0
+    stage.gradients.flat[...] = 0
+    dx, before = in_halves(stage, dy, saved)
+    assert Counted.calls == 1 and not before.any()
+    np.testing.assert_allclose(dx, expected[1], rtol=1e-14)
+    for found, gradient in zip(stage.gradients.values(), expected[2:]):
+        np.testing.assert_allclose(found, gradient, rtol=1e-14)
+
+
+def test_a_compiled_module_is_a_stage():
+    """Its graph is one node, which frees what it has read."""
+    torch.manual_seed(3)
+    stage = adapters.torch_stage(torch.compile(torch_models.Block(8, 2).double(), backend="aot_eager"))
+    x, dy = np.random.default_rng(0).normal(size=(2, 2, 3, 8))
+    _, saved = stage.forward(x)
+    whole, gradients = stage.backward(dy, saved), stage.gradients.flat.copy()
+    _, saved = stage.forward(x)
+    dx, before = in_halves(stage, dy, saved)
+    np.testing.assert_array_equal(before, gradients)
+    np.testing.assert_array_equal(stage.gradients.flat, 2 * gradients)
+    np.testing.assert_array_equal(dx, whole)
+    stage.forward(x, EVALUATION)
+
+
+def test_integers_leave_all_work_to_the_second_half():
+    stage = adapters.torch_stage(torch.nn.Embedding(4, 3, dtype=torch.float64))
+    y, saved = stage.forward(np.array([0, 2, 2]))
+    dx, before = in_halves(stage, np.ones_like(y), saved)
+    assert dx is None and not before.any()
+    np.testing.assert_array_equal(stage.gradients["weight"], [[1] * 3, [0] * 3, [2] * 3, [0] * 3])
+
+
+# -- traps ------------------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "batch normalisation": (lambda: torch.nn.Sequential(torch.nn.BatchNorm1d(3)), "batch normalisation"),
+    "running statistics": (lambda: torch.nn.InstanceNorm1d(3, track_running_stats=True), "batch normalisation"),
+    "two dtypes": (lambda: torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).half()), "one dtype"),
+    "complex numbers": (lambda: torch.nn.Linear(2, 2, dtype=torch.complex64), "one dtype"),
+    "no shape yet": (lambda: torch.nn.LazyLinear(2), "without a shape"),
+    "no module": (lambda: torch.nn.functional.relu, "Module"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_a_stage_is_refused(case):
+    make, match = REFUSED[case]
+    with pytest.raises(ArgumentError, match=match):
+        adapters.torch_stage(make())
+
+
+def counting(module, x):
+    module.count += 1
+    return x * module.weight
+
+
+def averaging(module, x):
+    module.count = 0.5 * module.count + x.detach().mean()
+    return x * module.weight
+
+
+@pytest.mark.parametrize("function", [counting, averaging])
+@pytest.mark.parametrize("position", [Position(), EVALUATION])
+def test_a_buffer_that_a_forward_changes_is_refused(function, position):
+    module = Of(function)
+    module.register_buffer("count", torch.zeros((), dtype=torch.float64))
+    with pytest.raises(ArgumentError, match="changes its buffer count"):
+        adapters.torch_stage(module).forward(np.ones((2, 3)), position)
+
+
+def test_a_table_that_grows_is_no_count():
+    def growing(module, x):
+        module.table = torch.arange(x.shape[-1])
+        return x + module.table
+
+    module = Of(growing)
+    module.register_buffer("table", torch.zeros(0, dtype=torch.int64))
+    stage = adapters.torch_stage(module)
+    stage.forward(np.ones((2, 3)))
+    np.testing.assert_array_equal(stage.forward(np.ones((2, 3)))[0], [[1, 2, 3]] * 2)
+
+
+@pytest.mark.parametrize("position", [Position(), EVALUATION])
+@pytest.mark.parametrize("dtype", [np.float64, np.int64])
+def test_a_module_that_writes_to_its_input_is_refused(position, dtype):
+    stage = adapters.torch_stage(Of(lambda module, x: x.add_(1) * module.weight))
+    with pytest.raises(ArgumentError, match="input in place"):
+        stage.forward(np.ones((2, 3), dtype), position)
+
+
+def test_a_tensor_with_a_gradient_that_is_no_parameter_is_refused():
+    stray = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    stage = adapters.torch_stage(Of(lambda module, x: x * module.weight * stray))
+    with pytest.raises(ArgumentError, match="none of its parameters"):
+        stage.forward(np.ones((2, 3)))
+
+
+CHANGES = {
+    "assigned": (lambda m: m.load_state_dict({"weight": torch.zeros(3)}, assign=True), "replaced or frozen"),
+    "frozen": (lambda m: m.requires_grad_(False), "replaced or frozen"),
+    "another dtype": (lambda m: m.float(), "lies elsewhere"),
+    "another memory": (lambda m: setattr(m.weight, "data", m.weight.data.clone()), "lies elsewhere"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_parameters_that_left_the_flat_array_are_refused(change):
+    """By every way to the pipeline and to the optimizer."""
+    change, match = CHANGES[change]
+    stage = adapters.torch_stage(Of(lambda module, x: x * module.weight))
+    optimizer, x = optim.SGD([stage], lr=0.1), np.ones((4, 3))
+
+    def job(comm):
+        with Pipeline([stage], schedules.gpipe(1, 2), comm, loss=squared) as pipeline:
+            pipeline.step(x, x)
+            change(stage.module)
+            with pytest.raises(ArgumentError, match=match):
+                pipeline.step(x, x)
+            with pytest.raises(ArgumentError, match=match):
+                optimizer.step()
+
+    inprocess.run(1, job)
+
+
+def test_zero_grad_within_a_step_is_an_error():
+    """Otherwise what earlier micro-batches added would be lost without a word."""
+
+    def forgetful(module, x):
+        module.zero_grad()
+        return x * module.weight
+
+    stage = adapters.torch_stage(Of(forgetful))
+    with pytest.raises(ArgumentError, match="replaced within a step") as caught:
+        alone(stage, (np.ones((4, 3)), np.ones((4, 3))))
+    assert "rank 0, stage 0, micro-batch" in str(caught.value)
+
+
+@pytest.mark.parametrize("schedule", [schedules.gpipe(1, 2), schedules.zero_bubble_h1(1, 2)])
+def test_an_error_names_rank_stage_and_micro_batch(schedule):
+    def failing(module, x):
+        if x.sum() > 10:
+            raise ValueError("too much")
+        return x * module.weight
+
+    stage = adapters.torch_stage(Of(failing))
+    x = np.ones((4, 3))
+    x[2:] = 9
+    with pytest.raises(StageError, match="forward raised ValueError: too much") as caught:
+        alone(stage, (x, x), schedule=schedule)
+    assert "rank 0, stage 0, micro-batch 1" in str(caught.value)
+
+
+def test_frozen_parameters_are_in_no_flat_array():
+    module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)).double()
+    module[0].requires_grad_(False)
+    stage = adapters.torch_stage(module)
+    assert set(stage.parameters) == {"1.weight", "1.bias"} and "0.weight" in stage.state_dict()
+    before = module[0].weight.clone()
+    alone(stage, (np.ones((4, 3)), np.ones((4, 3))))
+    optim.AdamW([stage], lr=0.1).step()
+    assert torch.equal(module[0].weight, before)
+    bare = adapters.torch_stage(torch.nn.Tanh())
+    assert bare.parameters is None and bare.gradients is None
+    alone(bare, (np.ones((4, 3)), np.ones((4, 3))), schedule=schedules.zero_bubble_h1(1, 2))
+
+
+def test_messages_move_between_the_modules_of_a_stage():
+    stage = adapters.torch_stage(torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(4))))
+    polls = []
+    stage.poll = lambda: polls.append(1)
+    y, saved = stage.forward(np.ones((2, 3), np.float32))
+    assert len(polls) == 4
+    stage.backward(y, saved)
+    assert len(polls) == 8
+
+
+def test_a_loss_of_pytorch_multiplies_before_it_rounds():
+    loss = adapters.torch_loss(torch.nn.functional.mse_loss)
+    output, target = np.full((2, 2), 3.0, np.float16), np.ones((2, 2), np.float16)
+    value, gradient = loss(output, target)
+    assert value == 4 and gradient.dtype == np.float16
+    np.testing.assert_array_equal(gradient, 1)
+    np.testing.assert_array_equal(loss(output, target, factor=0.5)[1], 0.5)
+    tiny = np.full((2, 2), 1 + 2.0**-9, np.float16)  # its gradient is half of 2^-9; scaled down alone it would vanish
+    assert (loss(tiny, target, factor=2.0**13)[1] == 8).all()
+
+
+def test_a_loss_of_several_outputs():
+    loss = adapters.torch_loss(lambda output, target: (output["a"] * target).sum())
+    value, gradient = loss({"a": np.ones(3), "b": np.ones(2), "ids": np.ones(2, int)}, np.arange(3.0))
+    assert value == 3 and gradient["ids"] is None
+    np.testing.assert_array_equal(gradient["a"], [0, 1, 2])
+    np.testing.assert_array_equal(gradient["b"], 0)

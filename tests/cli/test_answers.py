@@ -1,0 +1,77 @@
+"""Answers come out in the order of their prompts, whenever they are complete."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mpipipe.cli.answers import Printed, Streamed, WrittenLines
+from mpipipe.errors import ConfigError
+from mpipipe.train.generation import Drawn
+from mpipipe.train.prompts import Prompts
+from mpipipe.train.text_stream import Bytes
+
+PROMPTS = Prompts([[97], [98, 99]], ["a", "bc"])
+DRAWN = [
+    Drawn(0, 120, None), Drawn(1, 121, None), Drawn(1, 0, "stop"), Drawn(0, 122, "count"),
+]  # fmt: skip
+
+
+def test_texts_are_printed_in_order_without_the_stop_token(capsys):
+    with Printed(PROMPTS, Bytes()) as shown:
+        for drawn in DRAWN[:-1]:
+            shown.take(drawn)
+        assert capsys.readouterr().out == ""
+        shown.take(DRAWN[-1])
+    assert capsys.readouterr().out == "--- prompt 0\naxz\n--- prompt 1\nbcy\n"
+
+
+def test_ids_are_printed_with_all_tokens(capsys):
+    with Printed(Prompts(PROMPTS.tokens, [None, None]), None) as shown:
+        for drawn in DRAWN:
+            shown.take(drawn)
+    assert capsys.readouterr().out == "mpipipe: tokens 97,120,122\nmpipipe: tokens 98,99,121,0\n"
+
+
+def test_one_answer_streams(capsys):
+    with Streamed([97], Bytes()) as shown:
+        shown.take(Drawn(0, 0xC3, None))
+        assert capsys.readouterr().out == ""  # half a character
+        shown.take(Drawn(0, 0xBC, None))
+        assert capsys.readouterr().out == "a\u00fc"
+        shown.take(Drawn(0, 27, None))
+        assert capsys.readouterr().out == "\ufffd"
+        shown.take(Drawn(0, 0, "stop"))
+        assert capsys.readouterr().out == "\n"
+
+
+def test_lines_of_json_appear_as_a_whole(tmp_path):
+    path = tmp_path / "answers.jsonl"
+    with WrittenLines(PROMPTS, Bytes(), str(path)) as shown:
+        for drawn in DRAWN:
+            shown.take(drawn)
+        assert not path.exists()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines == [
+        {"number": 0, "prompt_tokens": [97], "answer_tokens": [120, 122], "ended": "count", "prompt": "a",
+         "answer": "xz"},
+        {"number": 1, "prompt_tokens": [98, 99], "answer_tokens": [121, 0], "ended": "stop", "prompt": "bc",
+         "answer": "y"},
+    ]  # fmt: skip
+
+
+def test_nothing_is_left_of_answers_that_were_cut_short(tmp_path):
+    path = tmp_path / "answers.jsonl"
+    with pytest.raises(RuntimeError), WrittenLines(PROMPTS, None, str(path)) as shown:
+        shown.take(Drawn(0, 1, "count"))
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_is_there_or_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "there").write_text("mine")
+    for name, match in (("there", "exists already"), ("absent/file", "cannot be written")):
+        with pytest.raises(ConfigError, match=match):
+            WrittenLines(PROMPTS, None, str(tmp_path / name)).__enter__()
+    assert (tmp_path / "there").read_text() == "mine"

@@ -1,0 +1,76 @@
+"""Tokenizing and training on tokens as users start them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+
+import numpy as np
+import pytest
+from support.token_files import random_documents, write_tokens
+
+library = pytest.importorskip("tokenizers")
+SMALL = ["--dim", "16", "--layers", "2", "--heads", "2", "--seq-len", "16", "--batch", "8", "--microbatches", "2",
+         "--steps", "2", "--eval-batches", "1", "--sample-bytes", "6"]  # fmt: skip
+
+
+@pytest.fixture
+def mpipipe(launch):
+    """mpipipe(ranks, arguments): a job that runs `python -m mpipipe arguments`."""
+    return lambda ranks, *arguments, **options: launch(ranks, ["-m", "mpipipe", *arguments], **options)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The folder of a tokenizer of words, and a file of JSON lines."""
+    words = ["<end>", "<unk>", *(f"word{number}" for number in range(30))]
+    made = library.Tokenizer(library.models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="<unk>"))
+    made.pre_tokenizer = library.pre_tokenizers.WhitespaceSplit()
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    rng = np.random.default_rng(0)
+    texts = [" ".join(rng.choice(words[2:], 12)) for _ in range(300)]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return tmp_path
+
+
+def test_text_becomes_tokens_and_tokens_a_model(mpipipe, folder):
+    out, text = str(folder / "tokens"), str(folder / "texts.jsonl")
+    job = mpipipe(2, "tokenize", text, "--tokenizer", str(folder), "--out", out)
+    assert job.returncode == 0, job.stderr
+    lines = job.stdout.splitlines()
+    size = os.path.getsize(text)
+    assert lines[-2] == f"mpipipe: {size:,} of {size:,} bytes of text"
+    assert re.fullmatch(
+        r"mpipipe: tokenized files=1 documents=300 tokens=3900 bytes=\d+ vocabulary=32 end_of_text=0 MB/s=\d+\.\d\d "
+        rf"into {out}", lines[-1],
+    )  # fmt: skip
+    options = ("--data", out, "--tokenizer", str(folder), "--packing", "segments", "--order", "epoch")
+    job = mpipipe(2, "train", *options, *SMALL, "--out", str(folder / "run"))
+    assert job.returncode == 0, job.stderr
+    lines = job.stdout.splitlines()
+    assert re.search(r"bits/byte \d\.\d{4}  validation bits/byte \d\.\d{4}$", job.stdout, re.MULTILINE)
+    assert re.search(r" predicted=\d\.\d{4} bits/byte=\d\.\d{4}$", lines[-1])
+    assert "6 of the model's" in job.stdout and re.search(r"^word\d+ word\d+ ", job.stdout, re.MULTILINE)
+
+
+def test_a_line_without_text_is_one_report_and_leaves_no_file(mpipipe, folder):
+    with open(folder / "texts.jsonl", "a") as file:
+        file.write('{"words": "none"}\n')
+    job = mpipipe(
+        2, "tokenize", str(folder / "texts.jsonl"), "--tokenizer", str(folder), "--out", str(folder / "tokens")
+    )
+    assert job.returncode not in (0, None)
+    assert job.stderr.count("no JSON object with a text") == 1
+    assert f"line 301 of {folder / 'texts.jsonl'}" in job.stderr and "Traceback" not in job.stderr
+    assert not [name for name in os.listdir(folder) if name.startswith("tokens")]
+
+
+def test_an_id_out_of_range_ends_a_training_on_all_ranks_with_one_report(mpipipe, folder):
+    ids, starts, nbytes = random_documents(np.random.default_rng(0), 200)
+    ids[:] = 50
+    path = write_tokens(folder / "tokens", ids, starts, nbytes)
+    job = mpipipe(2, "train", "--data", str(path), *SMALL, "--out", str(folder / "run"))
+    assert job.returncode not in (0, None)
+    assert job.stderr.count("a token id is out of range") == 1 and f"of {path}" in job.stderr

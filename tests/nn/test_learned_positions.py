@@ -1,0 +1,99 @@
+"""Learned positions: which row is added where, on one rank and over a cache, and their gradients."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.gradcheck import check_stage
+from support.tolerance import close, largest
+
+from mpipipe import arrays, nn
+from mpipipe.attention import Cached, Local
+from mpipipe.errors import ArgumentError
+from mpipipe.nn.recording import unrecordable
+
+RANDOM = np.random.default_rng(9)
+
+
+def made(*arguments, **options):
+    return nn.Stage([nn.LearnedPositions(9, 4, *arguments, **options)], dtype="float64")
+
+
+@pytest.mark.parametrize("attend", [None, Local()])
+@pytest.mark.parametrize("positions", [None, [8, 0, 3]])
+def test_each_place_gets_the_row_of_its_position(attend, positions):
+    stage, x = made(attend, positions), RANDOM.standard_normal((2, 3, 4))
+    rows = stage.parameters["0.weight"][positions or [0, 1, 2]]
+    np.testing.assert_array_equal(stage.forward(x)[0], x + rows)
+
+
+def test_gradients_agree_with_finite_differences():
+    check_stage(made(positions=[8, 0, 3]), RANDOM.standard_normal((2, 3, 4)))
+    stage, x = made(), RANDOM.standard_normal((2, 3, 4))
+    stage.backward(x, stage.forward(x)[1])
+    np.testing.assert_array_equal(stage.gradients["0.weight"][3:], 0)
+    close(stage.gradients["0.weight"][:3], x.sum(0), 2, largest(x))
+
+
+def test_positions_go_on_with_a_cache():
+    stage, x = made(Cached(9)), RANDOM.standard_normal((1, 9, 4))
+    parts = [stage.forward(x[:, a:b])[0] for a, b in ((0, 5), (5, 6), (6, 9))]
+    np.testing.assert_array_equal(np.concatenate(parts, axis=1), made().forward(x)[0])
+
+
+def test_given_positions_are_not_asked_for():
+    cache = Cached(9)
+    made(cache, positions=[4, 5]).forward(np.zeros((1, 2, 4)))
+    assert cache.length == 0
+
+
+@pytest.mark.parametrize("positions, rows", [([0, 9], 2), ([-1, 0], 2), (None, 10)])
+def test_a_position_without_a_row_is_named(positions, rows):
+    with pytest.raises(ArgumentError, match=r"layer 0 .LearnedPositions.*no row") as caught:
+        made(positions=positions).forward(np.zeros((1, rows, 4)))
+    assert caught.value.expected == "0 ... 8" and "max_positions" in caught.value.remedy
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (2, 4, 4), (2, 3, 5)])
+def test_a_wrong_shape_is_named(shape):
+    with pytest.raises(ArgumentError, match="layer 0"):
+        made(positions=[0, 1, 2]).forward(np.zeros(shape))
+
+
+def test_the_sum_is_left_to_the_norm_behind_in_the_same_bits():
+    x = RANDOM.standard_normal((2, 3, 4))
+    chain = nn.Stage([nn.LearnedPositions(9, 4), nn.RMSNorm(4)], dtype="float64")
+    y, saved = chain.forward(x)
+    position, norm = (nn.Stage([layer], dtype="float64", first=i) for i, layer in enumerate(
+        [nn.LearnedPositions(9, 4), nn.RMSNorm(4)]))  # fmt: skip
+    middle, kept = position.forward(x)
+    np.testing.assert_array_equal(y, norm.forward(middle)[0])
+    np.testing.assert_array_equal(
+        chain.backward(y, saved), position.backward(norm.backward(y, norm.forward(middle)[1]), kept)
+    )
+
+
+def test_a_sum_that_comes_in_is_kept_and_left_again():
+    """Behind a residual layer, whose output comes as two arrays."""
+    stage = nn.Stage([nn.Residual(nn.Linear(4, 4)), nn.LearnedPositions(9, 4), nn.LayerNorm(4)], dtype="float64")
+    check_stage(stage, RANDOM.standard_normal((2, 3, 4)))
+    x = RANDOM.standard_normal((2, 3, 4))
+    p = stage.parameters
+    total = x + x @ p["0.layer.weight"].T + p["1.weight"][:3]
+    centred = total - total.mean(-1, keepdims=True)
+    expected = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
+    close(stage.forward(x)[0], expected, 40, largest(expected))
+
+
+def test_row_numbers_stay_on_the_device(gpu):
+    stage = nn.Stage([nn.LearnedPositions(9, 4)], device="cuda")
+    x = arrays.upload(np.zeros((2, 5, 4), np.float32))
+    _, (first,) = stage.forward(x)
+    _, (again,) = stage.forward(x)
+    assert first is again and arrays.is_device(first)
+
+
+def test_graphs_may_record_it_unless_positions_move():
+    assert not unrecordable(made()) and not unrecordable(made(Local()))
+    assert not unrecordable(made(Cached(9), positions=[1]))
+    assert "KVCache" in unrecordable(made(Cached(9)))

@@ -1,0 +1,176 @@
+"""Low-rank adapters: W + (alpha / rank) B A in dense numpy, exact gradients of A and B, and W as it was."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.gradcheck import check_split, near_numeric, numeric
+from support.tolerance import bound, close, eps, largest, within
+
+from mpipipe import arrays, nn, optim
+from mpipipe.attention import Local
+from mpipipe.errors import ArgumentError
+from mpipipe.models import GPT
+from mpipipe.nn.lora import without_adapters
+
+SIZES = dict(vocab=19, dim=8, layers=2, heads=2, kv_heads=1, hidden=12, seq=6)
+GPT2 = dict(SIZES, kv_heads=2, norm="layer", positions="learned", feed_forward="gelu", feed_forward_bias=True)
+LLAMA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+RANDOM = np.random.default_rng(4)
+IDS = RANDOM.integers(0, 19, (2, 6))
+
+
+def stage_of(targets, sizes=SIZES, dtype="float64", device="cpu", rank=3, first=0, last=None):
+    """A stage whose adapters are not their neutral elements."""
+    layers = nn.LoRA(rank, 6.0, targets).apply(GPT(**sizes).build(Local()))[first:last]
+    stage = nn.Stage(layers, dtype, seed=2, device=device, first=first)
+    for name in stage.gradients:
+        if name.endswith("lora_B"):
+            random = np.random.default_rng(len(name) + sum(map(ord, name)))
+            values = random.standard_normal(stage.parameters[name].shape).astype(stage.parameters[name].dtype) * 0.3
+            if device == "cpu":
+                stage.parameters[name][...] = values
+            else:
+                arrays.upload(values, out=stage.parameters[name])
+    stage.refresh()
+    return stage
+
+
+@pytest.mark.parametrize("targets", [["q_proj"], ["k_proj", "v_proj"], LLAMA_TARGETS])
+def test_forward_is_that_of_the_plain_model_with_the_sum_in_place_of_the_matrix(targets):
+    stage = stage_of(targets)
+    plain = nn.Stage(GPT(**SIZES).build(Local()), "float64", seed=2)
+    queries, keys, hidden = 8, 4, 12
+    rows = {
+        "q_proj": ("qkv", 0, queries), "k_proj": ("qkv", queries, queries + keys),
+        "v_proj": ("qkv", queries + keys, queries + 2 * keys), "o_proj": ("out", 0, 8),
+        "gate_proj": ("gate_up", 0, hidden), "up_proj": ("gate_up", hidden, 2 * hidden), "down_proj": ("down", 0, 8),
+    }  # fmt: skip
+    assert len(stage.gradients) == 2 * 2 * len(targets)
+    for target in targets:
+        key, start, stop = rows[target]
+        for layer in (1, 3) if key in ("qkv", "out") else (2, 4):
+            a, b = (stage.parameters[f"{layer}.layer.1.{target}.lora_{part}"] for part in "AB")
+            assert a.shape[0] == b.shape[1] == 3
+            plain.parameters[f"{layer}.layer.1.{key}"][start:stop] += 6.0 / 3 * b @ a
+    merged = without_adapters([stage], merged=True)[0].parameters
+    assert set(merged) == set(plain.parameters)
+    for name, array in plain.parameters.items():
+        close(merged[name], array, 3 + 2, 1 + largest(array))
+    y, expected = stage.forward(IDS)[0], plain.forward(IDS)[0]
+    close(y, expected, 2000, 1 + largest(expected))
+
+
+@pytest.mark.parametrize(
+    "targets, sizes", [(LLAMA_TARGETS, SIZES), (["c_attn", "c_proj", "c_fc"], GPT2), (["v_proj", "c_fc"], GPT2)]
+)
+def test_gradients_agree_with_finite_differences(targets, sizes):
+    stage = stage_of(targets, sizes, first=1, last=3)
+    x = RANDOM.standard_normal((2, 5, 8))
+    y, saved = stage.forward(x)
+    dy = RANDOM.standard_normal(y.shape)
+    size, terms = np.abs(y * dy).sum(), 300 + y.size
+
+    def value():
+        stage.refresh()
+        return float(np.sum(stage.forward(x)[0] * dy))
+
+    stage.gradients.flat.fill(0)
+    dx = stage.backward(dy, saved)
+    whole = stage.gradients.flat.copy()
+    near_numeric(dx, numeric(value, x), terms, size, "gradient of the input")
+    for name in stage.gradients:
+        near_numeric(stage.gradients[name], numeric(value, stage.parameters[name]), terms, size, name)
+        assert stage.gradients[name].any(), name
+    stage.refresh()
+    check_split(stage, dy, saved, dx, whole)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_matrices_stay_as_they_are_and_layers_follow_the_adapters(dtype):
+    stage = stage_of(["q_proj", "down_proj"], dtype=dtype)
+    before = {name: array.copy() for name, array in stage.parameters.items()}
+    optimizer = optim.AdamW([stage], 1e-2)
+    stage.keep_compute()
+    for _ in range(100):
+        y, saved = stage.forward(IDS)
+        stage.begin_gradients()
+        stage.backward(y, saved)
+        stage.end_gradients()
+        optimizer.step()
+        stage.refresh()
+    for name, array in stage.parameters.items():
+        assert (array.tobytes() == before[name].tobytes()) == ("lora" not in name), name
+    merged = without_adapters([stage], merged=True)[0].parameters
+    for name in stage.adapted:
+        expected = merged[name].astype(arrays.dtype(dtype))
+        layer, key = stage.adapted[name], name.rpartition(".")[2]
+        assert getattr(layer, key).tobytes() == expected.tobytes(), "layers compute with the adapters as they are now"
+        assert expected.tobytes() != before[name].astype(arrays.dtype(dtype)).tobytes()
+
+
+def test_at_the_start_the_model_is_the_plain_one():
+    layers = GPT(**SIZES).build(Local())
+    stage = nn.Stage(nn.LoRA(2, 4, LLAMA_TARGETS).apply(layers), "float32", seed=2)
+    plain = nn.Stage(GPT(**SIZES).build(Local()), "float32", seed=2)
+    assert stage.forward(IDS)[0].tobytes() == plain.forward(IDS)[0].tobytes()
+    assert all(stage.parameters[name].any() == name.endswith("lora_A") for name in stage.gradients)
+
+
+def test_a_loaded_model_goes_into_the_frozen_matrices():
+    stage = stage_of(["q_proj"])
+    (base,) = without_adapters([stage], merged=False)
+    assert base.parameters["1.layer.1.qkv"] is stage.parameters["1.layer.1.qkv"]
+    base.parameters["1.layer.1.qkv"][...] = 0
+    base.renew_compute()
+    a, b = (stage.parameters[f"1.layer.1.q_proj.lora_{part}"] for part in "AB")
+    close(stage.layers[1].layer.layers[1].qkv[:8], 2.0 * b @ a, 6)
+    assert without_adapters([other := nn.Stage([nn.Linear(2, 3)])], merged=True) == [other]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
+@pytest.mark.parametrize("targets, sizes", [(LLAMA_TARGETS, SIZES), (["c_attn", "c_proj", "c_fc"], GPT2)])
+def test_the_same_on_the_device(gpu, dtype, targets, sizes):
+    host, device = (stage_of(targets, sizes, dtype, where, first=1, last=3) for where in ("cpu", "cuda"))
+    x = RANDOM.standard_normal((2, 5, 8)).astype(arrays.dtype(dtype))
+    y, saved = host.forward(x)
+    host.backward(y, saved)
+    there, saved = device.forward(x)
+    device.backward(arrays.upload(y), saved)
+    wide = arrays.accumulator(arrays.dtype(dtype))
+    halves = 8 * eps(dtype) if dtype == "float16" else 0
+    within(arrays.download(there), y, bound(wide, 300, largest(y)) + halves * largest(y))
+    for name, expected in host.gradients.items():
+        size = largest(expected)
+        within(arrays.download(device.gradients[name]), expected, bound(wide, 300, size) + halves * size, name)
+    for name in device.frozen:
+        assert arrays.download(device.parameters[name]).tobytes() == host.parameters[name].tobytes()
+
+
+def test_a_linear_layer_is_its_formula():
+    stage = nn.Stage(nn.LoRA(2, 1.0, ["linear"]).apply([nn.Linear(5, 4)]), "float64")
+    x, dy = RANDOM.standard_normal((7, 5)), RANDOM.standard_normal((7, 4))
+    a, b = stage.parameters["0.linear.lora_A"], stage.parameters["0.linear.lora_B"]
+    b[...] = RANDOM.standard_normal(b.shape)
+    stage.refresh()
+    w = stage.parameters["0.weight"]
+    y, saved = stage.forward(x)
+    close(y, x @ w.T + 0.5 * x @ a.T @ b.T, 20, 20)
+    close(stage.backward(dy, saved), dy @ (w + 0.5 * b @ a), 20, 20)
+    close(stage.gradients["0.linear.lora_B"], 0.5 * dy.T @ (x @ a.T), 40, 40)
+    close(stage.gradients["0.linear.lora_A"], 0.5 * (dy @ b).T @ x, 40, 40)
+
+
+def test_wrong_adapters_are_refused():
+    with pytest.raises(ArgumentError, match="these are no adapters"):
+        nn.LoRA(0, 1.0, ["q_proj"])
+    with pytest.raises(ArgumentError, match="these are no adapters"):
+        nn.LoRA(1, float("nan"), ["q_proj"])
+    with pytest.raises(ArgumentError, match="projection of this name") as caught:
+        nn.LoRA(1, 1.0, ["q_proj", "query"]).apply(GPT(**SIZES).build(Local()))
+    assert "query" in str(caught.value) and "gate_proj" in str(caught.value)
+    with pytest.raises(ArgumentError, match="same rows of a matrix"):
+        nn.LoRA(1, 1.0, ["q_proj", "c_attn"]).apply(GPT(**SIZES).build(Local()))
+    layers = nn.LoRA(1, 1.0, ["q_proj"]).apply(GPT(**SIZES).build(Local()))
+    with pytest.raises(ArgumentError, match="adapters already"):
+        nn.LoRA(1, 1.0, ["v_proj"]).apply(layers)

@@ -1,0 +1,107 @@
+"""Scalings of rotary frequencies against the formulas written out pair by pair, and numbers that make no sense."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+from support import reference_rope
+from support.tolerance import bound, close, within
+
+from mpipipe import arrays, nn
+from mpipipe.errors import ArgumentError
+from mpipipe.nn import rope
+from mpipipe.nn.rope_scaling import scaling_of
+from mpipipe.nn.rope_tables import RopeTables
+
+SCALINGS = [
+    nn.LinearScaling(2.5),
+    nn.Llama3Scaling(8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_positions=8192),
+    nn.Llama3Scaling(32.0, low_freq_factor=0.5, high_freq_factor=2.0, original_positions=64),
+    nn.YarnScaling(4.0, original_positions=32768),
+    nn.YarnScaling(16.0, original_positions=4096, beta_fast=20.0, beta_slow=2.0, attention_factor=1.25),
+    nn.YarnScaling(2.0, original_positions=8, beta_fast=1.2),  # the ramp is one step
+]
+POSITIONS = np.array([0, 1, 5, 4095, 100000])
+
+
+@pytest.mark.parametrize("scaling", SCALINGS, ids=str)
+@pytest.mark.parametrize("head_dim, base", [(128, 1e6), (64, 5e5), (6, 1e4), (2, 1e4)])
+def test_frequencies_and_amplitude_are_the_formulas(scaling, head_dim, base):
+    expected, amplitude = reference_rope.frequencies(head_dim, base, scaling)
+    found = scaling.scaled(base ** (-np.arange(0, head_dim, 2) / head_dim), base)
+    close(found, expected, 20)
+    close(scaling.amplitude, amplitude, 5)
+    assert (found < reference_rope.frequencies(head_dim, base)[0]).any() or head_dim < 64
+
+
+def test_each_scaling_keeps_fast_pairs_and_divides_slow_ones_but_linear_divides_all():
+    plain = 1e6 ** (-np.arange(0, 128, 2) / 128)
+    ratios = {scaling.kind: scaling.scaled(plain, 1e6) / plain for scaling in SCALINGS[:4]}
+    close(ratios["linear"], np.full(64, 1 / 2.5), 3)
+    for kind, factor in (("llama3", 32.0), ("yarn", 4.0)):
+        ratio = ratios[kind]
+        assert ratio[0] == 1 and ratio[-1] == pytest.approx(1 / factor) and (np.diff(ratio) <= 1e-12).all()
+
+
+@pytest.mark.parametrize("scaling", SCALINGS, ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_tables_on_host_and_device_have_scaled_angles_and_amplitude(gpu, scaling, dtype):
+    kind = arrays.dtype(dtype)
+    wide = arrays.accumulator(kind)
+    host = RopeTables(nn.kernels.of("cpu", kind), kind, "cpu").of(POSITIONS, 6, 100.0, scaling)
+    device = RopeTables(nn.kernels.of("cuda"), kind, "cuda").of(POSITIONS, 6, 100.0, scaling)
+    frequencies, amplitude = reference_rope.frequencies(6, 100.0, scaling)
+    angles = POSITIONS[:, None] * frequencies
+    for part, turn, there in ((host.real, np.cos, 0), (host.imag, np.sin, 1)):
+        expected = amplitude * turn(angles)
+        allowed = bound(wide, 2, amplitude) + bound(np.float64, 20, amplitude * angles)
+        within(part[:, 0], expected, allowed)
+        within(arrays.download(device)[..., there], expected, allowed)
+
+
+def test_tables_of_other_scalings_are_other_tables():
+    tables = RopeTables(nn.kernels.of("cpu"), np.dtype(np.float64), "cpu")
+    kept = [tables.first(5, 8, 1e6, scaling) for scaling in (None, SCALINGS[0], *SCALINGS[2:])]
+    assert len({table.tobytes() for table in kept}) == len(kept)
+    assert tables.first(5, 8, 1e6, nn.LinearScaling(2.5)).base is kept[1].base
+
+
+def test_turning_back_is_the_adjoint_though_the_amplitude_is_not_one():
+    """<turned x, y> = <x, y turned back>, which a backward needs."""
+    table = rope.rope_table(POSITIONS, 8, 100.0, np.dtype(np.float64), SCALINGS[4])
+    x, y = np.random.default_rng(0).standard_normal((2, 2, 5, 3, 8))
+    there, back = np.empty_like(x), np.empty_like(y)
+    kernels = nn.kernels.of("cpu")
+    kernels.apply_rope(x, table, there)
+    kernels.apply_rope(y, table, back, inverse=True)
+    close((there * y).sum(), (x * back).sum(), x.size, np.abs(x * back).sum())
+    close((there**2).sum(), 1.25**2 * (x**2).sum(), x.size)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS, ids=str)
+def test_a_scaling_comes_back_from_its_numbers(scaling):
+    assert scaling_of(asdict(scaling)) == scaling
+
+
+@pytest.mark.parametrize(
+    "make, match",
+    [
+        (lambda: nn.LinearScaling(0.5), "factor"),
+        (lambda: nn.LinearScaling(float("inf")), "factor"),
+        (lambda: nn.LinearScaling("2"), "factor"),
+        (lambda: nn.Llama3Scaling(8.0, 4.0, 1.0, 8192), "low_freq_factor"),
+        (lambda: nn.Llama3Scaling(8.0, 0.0, 1.0, 8192), "low_freq_factor"),
+        (lambda: nn.Llama3Scaling(8.0, 1.0, 4.0, 8192.0), "original_positions"),
+        (lambda: nn.YarnScaling(4.0, 0), "original_positions"),
+        (lambda: nn.YarnScaling(4.0, 64, beta_fast=1.0, beta_slow=1.0), "beta_fast"),
+        (lambda: nn.YarnScaling(4.0, 64, attention_factor=0), "attention_factor"),
+        (lambda: scaling_of({"factor": 2.0}), "unknown"),
+        (lambda: scaling_of({"kind": "yarn", "factor": 2.0}), "original_positions"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused_by_name(make, match):
+    with pytest.raises(ArgumentError, match=match) as caught:
+        make()
+    assert caught.value.found

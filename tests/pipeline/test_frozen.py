@@ -1,0 +1,178 @@
+"""Pipelines with frozen stages: all others have the gradients they had, and nothing is sent for the frozen ones."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support import dense
+from support.small_gpt import MODEL, parts_of, text
+
+from mpipipe import Mesh, Pipeline, arrays, nn, optim
+from mpipipe.attention import Local
+from mpipipe.errors import ArgumentError, MismatchError
+from mpipipe.models import GPT
+from mpipipe.schedules import gpipe, partition, simulate, with_frozen
+
+LAYERS = 2 * MODEL["layers"] + 2
+
+
+def build(schedule, rank, patterns, **sizes):
+    model = GPT(**MODEL, **sizes)
+    layers, parts = model.build(Local(causal=True)), partition(model.costs(), schedule.stages)
+    cuts = [parts[number] for number in schedule.stages_of(rank)]
+    return [nn.Stage(layers[a:b], "float32", seed=3, first=a, frozen=patterns) for a, b in cuts], parts
+
+
+def run(comm, schedule, patterns, rows=5, recompute=False, **sizes):
+    """({name: gradient}, loss, pipeline) of this rank after a step."""
+    stages, _ = build(schedule, comm.rank, patterns, **sizes)
+    mine = dense.placed(schedule, comm.rank, *text(rows))
+    with Pipeline(stages, schedule, comm, loss=nn.softmax_cross_entropy, recompute=recompute) as pipeline:
+        result = pipeline.step(*mine)
+    return {name: stage.gradients[name] for stage in stages for name in stage.gradients}, result.loss, pipeline
+
+
+def patterns_of(parts, frozen):
+    return [f"{layer}.*" for stage in frozen for layer in range(*parts[stage])]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", ["one_f_one_b", "zero_bubble_h1", "interleaved_1f1b", "looped_bfs", "zero_bubble_v"])
+def test_gradients_of_trained_stages_have_the_bits_they_have_without_frozen_ones(comm, name, recompute):
+    ranks = min(comm.size, 4)
+    group = parts_of(comm, ranks)
+    schedule = dense.build(name, ranks, 1 if name in ("one_f_one_b", "zero_bubble_h1") else 2, 3)
+    expected, loss, _ = run(group, schedule, [], recompute=recompute)
+    last = schedule.stages - 1
+    for frozen in {(0,), (last,), tuple(range(last)), (0, last // 2)}:
+        if len(set(frozen)) == schedule.stages:
+            continue
+        _, parts = build(schedule, group.rank, [])
+        plan = with_frozen(schedule, set(frozen))
+        found, found_loss, pipeline = run(group, plan, patterns_of(parts, frozen), recompute=recompute)
+        assert found_loss == loss
+        mine = {stage for stage in schedule.stages_of(group.rank) if stage not in frozen}
+        assert {int(key.partition(".")[0]) for key in found} == {n for stage in mine for n in range(*parts[stage])}
+        for key, gradient in found.items():
+            assert gradient.tobytes() == expected[key].tobytes(), (frozen, key)
+        low = min(set(range(schedule.stages)) - set(frozen))
+        sent = {edge for edge, way in pipeline.bytes_per_edge if way == "backward"}
+        assert all(edge > low for edge in sent), "no gradient goes to stages without a backward"
+    group.Free()
+
+
+def test_the_peak_of_activations_is_the_simulated_one(comm):
+    schedule = dense.build("one_f_one_b", comm.size, 1, 4)
+    _, parts = build(schedule, comm.rank, [])
+    frozen = set(range(comm.size - 1))
+    plan = with_frozen(schedule, frozen)
+    _, _, pipeline = run(comm, plan, patterns_of(parts, frozen))
+
+    assert pipeline.peak_activations == simulate(plan).peak_activations[comm.rank]
+    assert pipeline.peak_activations == (1 if comm.rank == comm.size - 1 else 0)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_replicas_sum_what_is_trained_and_nothing_else(comm):
+    with Mesh(comm, pipe=comm.size // 2) as mesh:
+        schedule = dense.build("one_f_one_b", mesh.pipe.size, 1, 2)
+        patterns = ["0.*", "*.gain", "1.layer.1.out"]
+        stages, _ = build(schedule, mesh.pipe.rank, patterns)
+        inputs, targets = text(8)
+        rows = slice(4 * mesh.data.rank, 4 * mesh.data.rank + 4)
+        mine = dense.placed(schedule, mesh.pipe.rank, inputs[rows], targets[rows])
+        optimizer = optim.AdamW(stages, 1e-2)
+        before = {name: stage.parameters[name].copy() for stage in stages for name in stage.frozen}
+        with Pipeline(stages, schedule, mesh.pipe, loss=nn.softmax_cross_entropy, replicas=mesh.replicas) as pipeline:
+            pipeline.step(*mine)
+            sums = [sum(each.size for each in adapter.gradients) for adapter in pipeline.engine.stages]
+            optim.clip_by_global_norm(stages, 1.0, mesh.pipe)
+            optimizer.step()
+        for stage, size in zip(stages, sums):
+            assert size == stage.gradients.flat.size < sum(a.size for a in stage.parameters.values())
+            flats = mesh.replicas.allgather(stage.parameters.flat)
+            assert all(flat.tobytes() == flats[0].tobytes() for flat in flats)
+        for stage in stages:
+            for name in stage.frozen:
+                assert stage.parameters[name].tobytes() == before[name].tobytes(), name
+
+
+@pytest.mark.mpi(min_size=2)
+def test_replicas_that_freeze_differently_are_refused(comm):
+    with Mesh(comm, pipe=1) as mesh:
+        stages, _ = build(gpipe(1, 1), 0, ["0.*"] if mesh.rank else [])
+        with pytest.raises(MismatchError, match="names, shapes and dtypes"):
+            Pipeline(stages, gpipe(1, 1), mesh.pipe, loss=nn.softmax_cross_entropy, replicas=mesh.replicas)
+
+
+def test_embedding_and_head_that_are_tied_stay_equal_when_frozen(comm):
+    schedule = dense.build("gpipe", comm.size, 1, 2)
+    head = f"{LAYERS - 1}.1.weight"
+    found, _, pipeline = run(comm, schedule, ["0.weight", head], tied=True)
+    assert not {"0.weight", head} & set(found)
+    if comm.size > 1 and comm.rank in (0, comm.size - 1):
+        own = pipeline.stages[0].parameters["0.weight" if comm.rank == 0 else head]
+        pair = comm.Split(0, comm.rank)
+        others = pair.allgather(own)
+        assert others[0].tobytes() == others[-1].tobytes()
+        pair.Free()
+    elif comm.size > 1:
+        comm.Split(1, comm.rank).Free()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_one_place_frozen_and_the_other_trained_is_refused_on_all_ranks(comm):
+    schedule = dense.build("gpipe", comm.size, 1, 2)
+    stages, _ = build(schedule, comm.rank, ["0.weight"], tied=True)
+    with pytest.raises(ArgumentError, match="frozen in some of its places only"):
+        Pipeline(stages, schedule, comm, loss=nn.softmax_cross_entropy)
+
+
+def test_a_stage_that_trains_needs_a_backward(comm):
+    schedule = dense.build("looped_bfs", comm.size, 2, 2)
+    stages, _ = build(schedule, comm.rank, [])
+    with pytest.raises(ArgumentError, match="no backward for it"):
+        Pipeline(stages, with_frozen(schedule, {0}), comm, loss=nn.softmax_cross_entropy)
+
+
+def test_the_gradient_of_the_input_comes_back_from_a_frozen_stage(comm):
+    alone = parts_of(comm, 1)
+    found = []
+    for frozen in ((), ("0.*",)):
+        stage = nn.Stage([nn.Linear(3, 4), nn.Gelu(), nn.Linear(4, 2)], "float64", frozen=frozen)
+        with Pipeline([stage], gpipe(1, 2), alone, loss=nn.mean_squared_error) as pipeline:
+            found.append(np.concatenate(pipeline.step(np.ones((4, 3)), np.zeros((4, 2))).input_grads))
+    assert found[0].tobytes() == found[1].tobytes()
+    alone.Free()
+
+
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "zero_bubble_h1"])
+@pytest.mark.parametrize("adapters", [False, True])
+def test_graphs_of_frozen_stages_and_of_adapters_have_the_bits_of_plain_calls(
+    comm, gpu, monkeypatch, schedule, adapters
+):
+    alone, found = parts_of(comm, 1), []
+    model = GPT(**{**MODEL, "layers": 2, "dim": 8, "heads": 2, "kv_heads": 1})
+    for graphs in "01":
+        monkeypatch.setenv("MPIPIPE_GRAPHS", graphs)
+        with arrays.own_stream():
+            layers = model.build(Local())
+            if adapters:
+                nn.LoRA(2, 4.0, ["q_proj", "v_proj", "down_proj"]).apply(layers)
+            stage = nn.Stage(layers, seed=3, device="cuda", frozen=["0.*", "*.gain", "1.*"])
+            optimizer, losses = optim.AdamW([stage], 1e-2), []
+            frozen = {name: arrays.download(stage.parameters[name]) for name in stage.frozen}
+            with Pipeline([stage], dense.build(schedule, 1, 1, 2), alone, loss=nn.softmax_cross_entropy) as pipeline:
+                stage.keep_compute()
+                for number in range(4):
+                    losses.append(pipeline.step(*text(2, seed=number)).loss)
+                    optimizer.step()
+                if graphs == "1":
+                    kinds = pipeline.engine.stages[0].computes._kinds.values()
+                    assert any(slot.graphs for kind in kinds for slot in kind.free.values())
+            found.append((losses, arrays.download(stage.parameters.flat).tobytes()))
+            for name, before in frozen.items():
+                assert arrays.download(stage.parameters[name]).tobytes() == before.tobytes(), name
+    assert found[0] == found[1]
+    assert len(set(found[0][0])) == 4
+    alone.Free()

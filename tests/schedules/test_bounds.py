@@ -1,0 +1,111 @@
+"""The bound on the time of any schedule: no schedule beats it, and small exact searches come close to it."""
+
+from __future__ import annotations
+
+import random
+from functools import lru_cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpipipe import schedules
+from mpipipe.errors import ArgumentError
+from mpipipe.schedules import Costs, lower_bound, simulate
+
+COSTS = st.builds(Costs, *[st.integers(1, 5)] * 3, transfer=st.integers(0, 3))
+
+
+def fastest_time(ranks, microbatches, costs, limit):
+    """The least makespan of one stage per rank, by search through all orders in which no rank waits needlessly."""
+    times = [costs.per_stage(name, ranks) for name in ("forward", "input_grad", "weight_grad")]
+    hop = costs.per_stage("transfer", ranks)
+    never = float("inf")
+
+    @lru_cache(None)
+    def least(clocks, ran, ends):
+        # ran[rank]: how many F's, I's and W's; ends[rank]: of the F's and I's that the neighbours may wait for
+        if all(counts == (microbatches,) * 3 for counts in ran):
+            return max(clocks)
+        best = never
+        for rank in range(ranks):
+            f, i, w = ran[rank]
+            choices = []
+            if f < microbatches and f - w < limit:
+                if rank == 0:
+                    choices.append((0, clocks[rank]))
+                elif ran[rank - 1][0] > f:
+                    choices.append((0, max(clocks[rank], ends[rank - 1][0][f] + hop[rank])))
+            if i < f:
+                if rank == ranks - 1:
+                    choices.append((1, clocks[rank]))
+                elif ran[rank + 1][1] > i:
+                    choices.append((1, max(clocks[rank], ends[rank + 1][1][i] + hop[rank + 1])))
+            if w < i:
+                choices.append((2, clocks[rank]))
+            for kind, start in choices:
+                end = start + times[kind][rank]
+                counts = tuple(n + (k == kind) for k, n in enumerate(ran[rank]))
+                own = tuple((*old, end) if k == kind else old for k, old in enumerate(ends[rank]))
+                states = [list(clocks), list(ran), list(ends)]
+                states[0][rank], states[1][rank], states[2][rank] = end, counts, own
+                best = min(best, least(*map(tuple, states)))
+        return best
+
+    return least((0.0,) * ranks, ((0, 0, 0),) * ranks, (((), ()),) * ranks)
+
+
+@settings(max_examples=10)
+@given(costs=COSTS, limit=st.integers(1, 3))
+def test_no_order_of_two_ranks_beats_the_bound(costs, limit):
+    form = schedules.zero_bubble_h1(2, 3)
+    exact = fastest_time(2, 3, costs, limit)
+    assert lower_bound(form, costs, limit) <= exact + 1e-9
+    built = schedules.zero_bubble_2p(2, 3, costs, limit)
+    assert exact <= simulate(built, costs).makespan + 1e-9
+
+
+@given(
+    make=st.sampled_from(
+        [
+            lambda ranks, microbatches: schedules.one_f_one_b(ranks, microbatches),
+            lambda ranks, microbatches: schedules.zero_bubble_h1(ranks, microbatches),
+            lambda ranks, microbatches: schedules.interleaved_1f1b(ranks, 3, microbatches),
+            lambda ranks, microbatches: schedules.interleaved_zero_bubble(ranks, 2, microbatches),
+            lambda ranks, microbatches: schedules.zero_bubble_v(ranks, microbatches),
+            lambda ranks, microbatches: schedules.dualpipe_v(ranks, microbatches),
+        ]
+    ),
+    ranks=st.integers(1, 5),
+    microbatches=st.integers(1, 12),
+    seed=st.integers(0, 1000),
+)
+def test_no_schedule_beats_the_bound_for_its_memory(make, ranks, microbatches, seed):
+    draw = random.Random(seed)
+    schedule = make(ranks, microbatches)
+    costs = Costs(*[[draw.randint(1, 5) for _ in schedule.placement] for _ in range(4)])
+    timeline = simulate(schedule, costs)
+    assert lower_bound(schedule, costs) <= lower_bound(schedule, costs, max(timeline.peak_activations))
+    assert lower_bound(schedule, costs, max(timeline.peak_activations)) <= timeline.makespan + 1e-9
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_the_bound_is_reached_where_no_rank_waits(ranks):
+    for schedule, work in (
+        (schedules.zero_bubble_2p(ranks, 4 * ranks), 3),
+        (schedules.zero_bubble_v(ranks, 4 * ranks), 6),
+    ):
+        assert lower_bound(schedule) == simulate(schedule).makespan == work * 4 * ranks + ranks - 1
+
+
+def test_full_memory_is_part_of_the_bound():
+    """Eight ranks whose W's are short: with few activations, many W's run before the last I can leave the last rank."""
+    costs = Costs(forward=185, input_grad=181, weight_grad=93, transfer=6)
+    schedule = schedules.zero_bubble_2p(8, 24, costs, 12)
+    free, tight = lower_bound(schedule, costs), lower_bound(schedule, costs, 12)
+    assert free < tight <= simulate(schedule, costs).makespan <= 1.01 * tight
+
+
+def test_a_limit_below_one_is_refused():
+    with pytest.raises(ArgumentError, match="memory limit"):
+        lower_bound(schedules.one_f_one_b(2, 2), memory_limit=0)
