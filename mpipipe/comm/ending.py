@@ -84,6 +84,8 @@ def leave_together(world: World, end: End) -> int:
             write(end.report)
         elif end.code and world.rank == here().lifeline.lowest():
             write(f"{heading(world.rank, world.size)}\n  {type(error).__name__}: {error}\n")
+        elif end.code:
+            here().lifeline.let_leave_first(here().lifeline.lowest(), GRACE)
         lifeline.leave(end.code)
     except KeyboardInterrupt:
         write(f"{heading(world.rank, world.size)}\n  KeyboardInterrupt while it waited for the other ranks to end\n")

@@ -34,6 +34,7 @@ from mpipipe.errors import BackendError, LostRankError, PeerError
 
 ENABLED = "OMPI_MCA_mpi_ft_enable"  # set by `mpiexec --with-ft ulfm`
 PATIENCE = 2.0  # seconds in which a rank that had an error of MPI hears that another one has died
+ELSEWHERE = 1.0  # seconds for a rank of another host to report and leave
 DEADLINE = 60.0  # seconds for the survivors to come together, where there is no watchdog to say another limit
 REMEDY = "start the job with Open MPI 5 and `mpiexec --with-ft ulfm`, or leave --survive out and use checkpoints"
 
@@ -164,6 +165,19 @@ class Lifeline:
                     raise
 
     # -- the end ------------------------------------------------------------------------------------------------
+
+    def let_leave_first(self, rank: int, seconds: float) -> None:
+        """Wait until a rank of COMM_WORLD, which reports a failure, has left; at most so many seconds.
+
+        Once one rank has left with a code the launcher may end the others, and lose a report that is being written. MPI
+        does not tell in time who has left. So this looks for the process, which it can on one host alone.
+        """
+        host, pid = self.places[rank]
+        stop = time.monotonic() + (seconds if host == self.places[self.comm.rank][0] else min(seconds, ELSEWHERE))
+        with suppress(OSError):  # that there is no such process
+            while time.monotonic() < stop:
+                os.kill(pid, 0)
+                time.sleep(1e-2)
 
     def end_job(self, code: int) -> NoReturn:
         """End all ranks of this host, and this one with `code`. Those of other hosts find that it has died."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import signal
@@ -18,8 +19,10 @@ ROOT = Path(__file__).resolve().parents[2]
 # families of variables that hold settings too; a job of a test sees none of the caller's
 SETTINGS = ("OMPI_", "PRTE_", "SLURM_")
 FAST_START = {"OMPI_MCA_btl": "^ofi"}  # probing libfabric costs Open MPI a second at every start
+SESSIONS = "PRTE_MCA_prte_tmpdir_base"  # where Open MPI's launcher keeps its files
 MARK = "TEST_JOB_MARK"  # a variable that every process of a job inherits
 POLITE_SECONDS = 5  # that a launcher gets to take its ranks along
+_sessions: tuple[int, str] | None = None  # this process, and the folder of all its session folders
 
 
 class JobTimeoutError(AssertionError):
@@ -31,7 +34,20 @@ def job_environment(extra=None) -> dict:
     env = environment_of_own_job(os.environ, SETTINGS) | FAST_START
     env.pop("PYTHONUNBUFFERED", None)  # whole lines: the launcher mixes what the ranks write
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
-    return {**env, **(extra or {})}
+    return {**env, SESSIONS: session_folder(), **(extra or {})}
+
+
+def session_folder() -> str:
+    """A new folder for what Open MPI's launcher keeps while it runs.
+
+    It names its files by its process id and leaves them behind where it is killed. In a shared folder a later launcher
+    that gets the same process id does not start ("The PMIx server's listener thread failed to start").
+    """
+    global _sessions
+    if _sessions is None or _sessions[0] != os.getpid():
+        _sessions = os.getpid(), tempfile.mkdtemp(prefix="mpipipe-sessions-")
+        atexit.register(shutil.rmtree, _sessions[1], ignore_errors=True)
+    return tempfile.mkdtemp(dir=_sessions[1])
 
 
 def mpiexec(python=sys.executable) -> str:
