@@ -1,7 +1,9 @@
 """How fast any schedule can be: a time that none can beat with these stages on these ranks, and this memory.
 
-The backward may be split. Where the schedule has R actions, the bound is that of schedules which recompute the same
-forwards: an activation that is recomputed need not be held until then, so memory is no argument any more. Four arguments give a bound each, and the largest counts.
+The backward may be split. Where the schedule has R actions, the bound is for schedules which recompute the same
+forwards. Memory is no argument then, since an activation that is recomputed is not held all the time.
+
+Four arguments give a bound each, and the largest counts.
 
     one micro-batch    its F's through all stages, its I's back through all of them, and a last W
     a busy rank        work that cannot begin before the first F has come to this rank, and behind whose last action
@@ -108,8 +110,8 @@ def _stages(schedule: Schedule, costs: Costs) -> list[_Stage]:
         input_begins.append(input_begins[-1] + input_grad[stage + 1] + hop[stage + 1])
         forward_follow.append(forward_follow[-1] + hop[stage + 1] + forward[stage + 1])
     again = Counter(stage for stage, _ in schedule.recomputed)
-    columns = (forward, input_grad, weight_grad, forward_begins, input_begins[::-1], forward_follow[::-1], input_follow)
-    return [_Stage(*row, again[stage]) for stage, row in enumerate(zip(*columns))]
+    times = (forward, input_grad, weight_grad, forward_begins, input_begins[::-1], forward_follow[::-1], input_follow)
+    return [_Stage(*row) for row in zip(*times, map(again.__getitem__, range(count)))]
 
 
 def _busy(own: Sequence[_Stage], microbatches: int) -> Iterator[float]:

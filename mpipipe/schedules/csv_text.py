@@ -13,7 +13,7 @@ from mpipipe.schedules.schedule import Schedule
 CELL = re.compile(r"([0-9]+)([FBIWR])([0-9]+)")
 TRANSPORT = re.compile(r"[0-9]+(SEND_F|RECV_F|SEND_B|RECV_B)[0-9]*")
 SHARDING = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*")
-# PyTorch writes a pair of actions that overlap in one cell: _Action.__repr__ in torch/distributed/pipelining/schedules.py
+# a pair of actions that overlap, in one cell: `_Action.__repr__` in torch/distributed/pipelining/schedules.py
 OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 EXPECTED = (
     "<stage><op><micro-batch> with op F, B (full backward), I (input gradient), W (weight gradient) or "

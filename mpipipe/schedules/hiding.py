@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import operator
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 
 from mpipipe.schedules.action import FORWARD, RECOMPUTE, Action
 from mpipipe.schedules.memory import held
+from mpipipe.schedules.replay import replay
 from mpipipe.schedules.schedule import Schedule
-from mpipipe.schedules.simulate import Costs, Timeline, simulate
+from mpipipe.schedules.simulate import Costs, action_times
 
 SHARES = (1.0, 0.5, 0.01)  # an R is moved into a wait that is at least this share of it
 MOST_PASSES = 8  # each of which simulates; few find anything after the second
@@ -18,16 +21,16 @@ MOST_PASSES = 8  # each of which simulates; few find anything after the second
 #     after    F1 R0 .... F2  B0           its activation is held for longer
 def hidden_in_waits(
     schedule: Schedule, costs: Costs, limits: Sequence[float], whole: Sequence[float], kept: Sequence[float]
-) -> Schedule:
-    """Return the fastest schedule that is found by moving R's ahead into waits; never a slower one than the given.
+) -> tuple[Schedule, float]:
+    """Return the fastest schedule that is found by moving R's ahead into waits, and its makespan.
 
-    Where an R fits into a wait, no action has to start later for it. So moves of that kind alone cannot make the schedule
-    slower. Where it does not, the simulation decides.
+    Where an R fits into a wait, no action has to start later for it, so that alone cannot make the schedule slower.
+    Where it does not, the simulation decides.
 
     Parameters
     ----------
     schedule : Schedule
-        With R's.
+        One that runs, with R's.
     costs : Costs
         From which the waits follow.
     limits : sequence of float
@@ -35,62 +38,89 @@ def hidden_in_waits(
     whole, kept : sequence of float
         Sizes of an activation and of an input of each stage.
     """
-    best = simulate(schedule, costs)
+    durations = action_times(costs, schedule.stages)
+    transfer = costs.per_stage("transfer", schedule.stages)
+    starts, ends = replay(schedule, durations, transfer)
     for share in SHARES:
         for _ in range(MOST_PASSES if schedule.recomputed else 0):
-            orders = [
-                _moved(best, rank, share, list(held(best.schedule, order, whole, kept)), limit, (whole, kept))
-                for (rank, order), limit in zip(enumerate(best.schedule.orders), limits)
-            ]
-            if all(order is None for order in orders):
+            orders = list(schedule.orders)
+            for rank, order in enumerate(orders):
+                line = _Line(order, starts[rank], [durations[op][stage] for stage, op, _ in order])
+                places = line.places(share)
+                if places:
+                    memory = list(held(schedule, order, whole, kept))
+                    more = {slot: whole[order[slot].stage] - kept[order[slot].stage] for slot in places}
+                    orders[rank] = line.moved(share, places, memory, more, limits[rank])
+            changed = replace(schedule, orders=tuple(orders))
+            if changed.orders == schedule.orders:
                 break
-            changed = tuple(new or old for new, old in zip(orders, best.schedule.orders))
-            found = simulate(replace(best.schedule, orders=changed), costs)
-            if found.makespan >= best.makespan:
+            began, ended = replay(changed, durations, transfer)
+            if max(ended) >= max(ends):
                 break
-            best = found
-    return best.schedule
+            schedule, starts, ends = changed, began, ended
+    return schedule, max(ends)
 
 
-def _moved(
-    timeline: Timeline, rank: int, share: float, memory: list[float], limit: float, sizes: tuple
-) -> tuple[Action, ...] | None:
-    """Return the order of a rank with R's moved into its waits; None where none can move.
+class _Line:
+    """The actions of one rank on the line of time.
 
-    `memory` is what the rank holds during each of its actions.
+    Parameters
+    ----------
+    order : of the rank
+    starts, seconds : when each action starts, and how long it takes
     """
-    order, starts, durations = timeline.schedule.orders[rank], timeline.starts[rank], timeline.durations
-    whole, kept = sizes
-    ends = [start + durations[action.op][action.stage] for action, start in zip(order, starts)]
-    waits = [start - end for start, end in zip(starts, [0.0, *ends])]
-    forwards = {(action.stage, action.microbatch): slot for slot, action in enumerate(order) if action.op == FORWARD}
-    # R's that cost time: the wait behind them is shorter than they are
-    movable = [
-        slot
-        for slot, action in enumerate(order)
-        if action.op == RECOMPUTE and 0 <= waits[slot + 1] < durations[RECOMPUTE][action.stage]
-    ]
-    ahead: dict[int, list[Action]] = {}  # slot -> R's that are moved to before it
-    gone: set[int] = set()
-    next_movable = 0
-    for slot, wait in enumerate(waits):
-        while next_movable < len(movable) and movable[next_movable] <= slot:
-            next_movable += 1
-        if wait <= 0:
-            continue
-        for source in movable[next_movable:]:
-            stage, _, microbatch = order[source]
-            seconds, more = durations[RECOMPUTE][stage], whole[stage] - kept[stage]
-            if source in gone or forwards[stage, microbatch] >= slot:
+
+    def __init__(self, order: Sequence[Action], starts: Sequence[float], seconds: Sequence[float]) -> None:
+        self.order, self.seconds = order, seconds
+        ends = [0.0, *map(operator.add, starts, seconds)]
+        self.waits = list(map(operator.sub, starts, ends))  # before each action
+
+    def places(self, share: float) -> dict[int, int]:
+        """Find the R's that cost time and that a wait ahead might take: slot -> slot of the forward.
+
+        One that is followed by a wait at least as long as itself costs none.
+        """
+        order, waits, seconds = self.order, self.waits, self.seconds
+        waiting = [slot for slot, wait in enumerate(waits) if wait > 0]
+        forwards: dict[tuple[int, int], int] = {}
+        found = {}
+        for slot, (stage, op, microbatch) in enumerate(order):
+            if op == FORWARD:
+                forwards[stage, microbatch] = slot
+            elif op == RECOMPUTE and waits[slot + 1] < seconds[slot]:
+                begin = forwards[stage, microbatch]
+                between = waiting[bisect_right(waiting, begin) : bisect_left(waiting, slot)]
+                if any(waits[wait] >= share * seconds[slot] for wait in between):
+                    found[slot] = begin
+        return found
+
+    def moved(
+        self, share: float, places: dict[int, int], memory: list[float], more: dict[int, float], limit: float
+    ) -> tuple[Action, ...]:
+        """Return the order with R's moved into the waits, the next ones first, as far as memory allows.
+
+        Parameters
+        ----------
+        share : of an R that a wait must be
+        places : slots of R's and of their forwards
+        memory : what the rank holds during each action
+        more : what each of the R's brings back
+        limit : what the rank may hold
+        """
+        ahead: dict[int, list[Action]] = {}  # slot -> R's that are moved to before it
+        left = dict(places)
+        for slot, wait in enumerate(self.waits):
+            if wait <= 0:
                 continue
-            if wait < share * seconds or max(memory[slot:source]) + more > limit:
-                break
-            wait -= seconds
-            ahead.setdefault(slot, []).append(order[source])
-            gone.add(source)
-            memory[slot:source] = [held + more for held in memory[slot:source]]
-    if not gone:
-        return None
-    return tuple(
-        one for slot, action in enumerate(order) for one in (*ahead.get(slot, ()), *(() if slot in gone else (action,)))
-    )
+            for source, forward in [*left.items()]:
+                if not forward < slot < source:
+                    continue
+                if wait < share * self.seconds[source] or max(memory[slot:source]) + more[source] > limit:
+                    break
+                wait -= self.seconds[source]
+                ahead.setdefault(slot, []).append(self.order[source])
+                del left[source]
+                memory[slot:source] = [amount + more[source] for amount in memory[slot:source]]
+        gone = {slot for slot in places if slot not in left}
+        kept = [() if slot in gone else (action,) for slot, action in enumerate(self.order)]
+        return tuple(one for slot, own in enumerate(kept) for one in (*ahead.get(slot, ()), *own))

@@ -37,8 +37,8 @@ def peak_memory(
 ) -> list[float]:
     """Sum up for each rank what its order holds at once for backwards, at most.
 
-    Where an R follows, F leaves the input of the stage alone, and R brings the activation back. While such an F runs, its
-    whole activation is there.
+    Where an R follows, F leaves the input of the stage alone, and R brings the activation back. While such an F runs,
+    its whole activation is there.
 
     Parameters
     ----------
@@ -93,9 +93,7 @@ def sizes_per_stage(
     return whole, kept
 
 
-def held(
-    schedule: Schedule, order: Iterable[Action], whole: Sequence[float], kept: Sequence[float]
-) -> Iterator[float]:
+def held(schedule: Schedule, order: Iterable[Action], whole: Sequence[float], kept: Sequence[float]) -> Iterator[float]:
     """Yield what a rank holds during each action of its order."""
     now = 0.0
     for stage, op, microbatch in order:

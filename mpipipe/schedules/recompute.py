@@ -1,7 +1,7 @@
 """Recomputation put into a schedule: which forwards are run again, so that memory suffices, and when.
 
-    1F1B, each forward again just before its backward      rank 0  0F0 0F1 ....0R0 ........0B0---- 0R1 0B1----
-                                                           rank 1  ....1F0 1R0 1B0---- 1F1 1R1 1B1----
+    rank 0 0F0 0F1 0R0 ........0B0---- 0F2 0R1 0B1---- 0R2 ....0B2----
+    rank 1 ....1F0 1R0 1B0---- 1F1 1R1 1B1---- 1F2 1R2 1B2----
 
 An R needs no message. So it fills the wait in front of its backward, wherever there is one.
 """
@@ -9,7 +9,7 @@ An R needs no message. So it fills the wait in front of its backward, wherever t
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
 from typing import NamedTuple, TypeAlias
@@ -46,9 +46,9 @@ def with_recompute(
     costs : Costs, optional
         Times of the actions, from which waits follow; R takes as long as F.
     memory_limit : float, optional
-        What a rank may hold at once, as `peak_memory` counts it. As few forwards are run again as that needs, those
-        first that cost the least time. Without a limit all are, and an R is moved ahead as long as its rank holds
-        no more than one activation more than it must.
+        What a rank may hold at once, as `peak_memory` counts it. Those forwards are run again that bring a rank below it
+        in the least time, of the choices that are tried; where two are equal, the fewer ones. Without a limit all are,
+        and an R is moved ahead as long as its rank holds no more than one activation more than it must.
     activation, kept_input : float or sequence of float, optional
         What a forward leaves for its backward, and how much of it is the input; see `peak_memory`. By default the unit
         is one activation, and inputs are free.
@@ -70,7 +70,7 @@ def with_recompute(
     >>> from mpipipe import schedules
     >>> schedule = schedules.one_f_one_b(3, 4)
     >>> print(schedules.with_recompute(schedule, memory_limit=2).to_csv(), end="")
-    0F0,0F1,0F2,0R0,0B0,0F3,0R1,0B1,0B2,0B3
+    0F0,0F1,0F2,0B0,0F3,0R1,0B1,0B2,0R3,0B3
     1F0,1F1,1B0,1F2,1B1,1F3,1B2,1B3
     2F0,2B0,2F1,2B1,2F2,2B2,2F3,2B3
     """
@@ -84,16 +84,16 @@ def with_recompute(
     if memory_limit is None:
         more = [max(whole[stage] for stage in schedule.stages_of(rank)) for rank in range(schedule.ranks)]
         limits = [(peak + size) * (1 + ROUNDING) for peak, size in zip(least, more)]
-        return hidden_in_waits(everything, costs, limits, whole, kept)
+        return hidden_in_waits(everything, costs, limits, whole, kept)[0]
     limit = _checked(memory_limit, least)
     timeline = simulate(plain, costs)
+    lives = [_lives(timeline, rank, whole, kept) for rank in range(schedule.ranks)]
     found = []
     for preference in PREFERENCES:
-        chosen: set[Pair] = set()
-        for rank in range(schedule.ranks):
-            chosen |= _chosen(_lives(timeline, rank), plain.orders[rank], limit, (whole, kept), preference)
+        of_ranks = (_given_up(order, own, whole, limit, preference) for order, own in zip(plain.orders, lives))
+        chosen = set().union(*of_ranks)
         found.append(hidden_in_waits(before_backwards(plain, chosen), costs, [limit] * schedule.ranks, whole, kept))
-    return min(found, key=lambda each: (simulate(each, costs).makespan, len(each.recomputed)))
+    return min(found, key=lambda each: (each[1], len(each[0].recomputed)))[0]
 
 
 def without_recompute(schedule: Schedule) -> Schedule:
@@ -106,12 +106,11 @@ def without_recompute(schedule: Schedule) -> Schedule:
 
 def before_backwards(schedule: Schedule, pairs: Collection[Pair] | None = None) -> Schedule:
     """Put an R just before the backward of these pairs, of all if there are none; R's that are there stay."""
-    wanted: Collection[Pair] | None = pairs
 
     def with_its(action: Action) -> Iterator[Action]:
         stage, op, microbatch = action
         pair = stage, microbatch
-        if op in (BACKWARD, INPUT_GRAD) and (wanted is None or pair in wanted) and pair not in schedule.recomputed:
+        if op in (BACKWARD, INPUT_GRAD) and (pairs is None or pair in pairs) and pair not in schedule.recomputed:
             yield Action(stage, RECOMPUTE, microbatch)
         yield action
 
@@ -137,60 +136,62 @@ def _checked(memory_limit: float, least: Sequence[float]) -> float:
 
 
 class _Life(NamedTuple):
-    """One activation of a rank: slots of its forward and its backward, and how much time an R of it would add."""
+    """One activation of a rank: slots of its forward and its backward, how much time an R adds, and what it frees."""
 
     begin: int
     end: int
     price: float
-
-
-def _lives(timeline: Timeline, rank: int) -> dict[Pair, _Life]:
-    """The activations of a rank. The time of an R is what the wait before the backward does not hide."""
-    begins: dict[Pair, int] = {}
-    lives: dict[Pair, _Life] = {}
-    before = 0.0
-    for slot, (action, start, end) in enumerate(timeline.spans[rank]):
-        stage, op, microbatch = action
-        if op == FORWARD:
-            begins[stage, microbatch] = slot
-        elif op in (BACKWARD, INPUT_GRAD):
-            price = max(0.0, timeline.durations[RECOMPUTE][stage] - (start - before))
-            lives[stage, microbatch] = _Life(begins[stage, microbatch], slot, price)
-        before = end
-    return lives
+    freed: float
 
 
 # What is given up first: the smallest of these. The first is the rule that needs the fewest where all activations are
 # alike: the one whose backward is the furthest (Belady, IBM Systems Journal 5, 1966).
-PREFERENCES = (
-    lambda life, size: (-life.end, life.price),
-    lambda life, size: (life.price, -life.end),
-    lambda life, size: (life.price / (size * (life.end - life.begin)) if size else math.inf, -life.end),
+PREFERENCES: tuple[Callable[[_Life], tuple[float, float]], ...] = (
+    lambda life: (-life.end, life.price),
+    lambda life: (life.price, -life.end),
+    lambda life: (life.price / (life.freed * (life.end - life.begin)) if life.freed else math.inf, -life.end),
 )
 
 
-def _chosen(lives: dict[Pair, _Life], order: Sequence[Action], limit: float, sizes: tuple, preference) -> set[Pair]:
+def _lives(timeline: Timeline, rank: int, whole: Sequence[float], kept: Sequence[float]) -> dict[Pair, _Life]:
+    """The activations of a rank. The time of an R is what the wait before the backward does not hide."""
+    begins: dict[Pair, int] = {}
+    lives: dict[Pair, _Life] = {}
+    before = 0.0
+    for slot, ((stage, op, microbatch), start, end) in enumerate(timeline.spans[rank]):
+        if op == FORWARD:
+            begins[stage, microbatch] = slot
+        elif op in (BACKWARD, INPUT_GRAD):
+            price = max(0.0, timeline.durations[RECOMPUTE][stage] - (start - before))
+            lives[stage, microbatch] = _Life(begins[stage, microbatch], slot, price, whole[stage] - kept[stage])
+        before = end
+    return lives
+
+
+def _given_up(
+    order: Sequence[Action],
+    lives: Mapping[Pair, _Life],
+    whole: Sequence[float],
+    limit: float,
+    preference: Callable[[_Life], tuple[float, float]],
+) -> set[Pair]:
     """Walk through an order; where it holds more than the limit, give up activations that can be recomputed."""
-    whole, kept = sizes
     now = 0.0
-    given_up: set[Pair] = set()
-    waiting: list[tuple] = []  # activations that may be given up, the first one first
-    done: set[Pair] = set()
-    for stage, op, microbatch in order:
+    found: set[Pair] = set()
+    waiting: list[tuple[tuple[float, float], Pair]] = []  # for their backwards; the first to be given up comes first
+    for slot, (stage, op, microbatch) in enumerate(order):
         pair = stage, microbatch
         if op == FORWARD and pair in lives:
             now += whole[stage]
-        elif op in (BACKWARD, INPUT_GRAD):
-            done.add(pair)
-            if pair in given_up:
-                now += whole[stage] - kept[stage]
+        elif op in (BACKWARD, INPUT_GRAD) and pair in found:
+            now += lives[pair].freed
         while now > limit:
-            _, victim = heappop(waiting)
-            if victim not in done:
-                given_up.add(victim)
-                now -= whole[victim[0]] - kept[victim[0]]
+            _, other = heappop(waiting)
+            if lives[other].end > slot:
+                found.add(other)
+                now -= lives[other].freed
         if op == FORWARD and pair in lives:
-            heappush(waiting, (preference(lives[pair], whole[stage] - kept[stage]), pair))
+            heappush(waiting, (preference(lives[pair]), pair))
         elif op in (BACKWARD, WEIGHT_GRAD):
             now -= whole[stage]
-    return given_up
+    return found
