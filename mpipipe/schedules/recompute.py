@@ -46,9 +46,9 @@ def with_recompute(
     costs : Costs, optional
         Times of the actions, from which waits follow; R takes as long as F.
     memory_limit : float, optional
-        What a rank may hold at once, as `peak_memory` counts it. Those forwards are run again that bring a rank below it
-        in the least time, of the choices that are tried; where two are equal, the fewer ones. Without a limit all are,
-        and an R is moved ahead as long as its rank holds no more than one activation more than it must.
+        What a rank may hold at once, as `peak_memory` counts it. Those forwards are run again that keep it in the least
+        time, of the choices that are tried; of equal choices the one with the fewest. Without a limit all are, and an R
+        is moved ahead as long as its rank holds no more than one activation more than it must.
     activation, kept_input : float or sequence of float, optional
         What a forward leaves for its backward, and how much of it is the input; see `peak_memory`. By default the unit
         is one activation, and inputs are free.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -107,7 +108,7 @@ def can_run(schedule):
     if len(set(cells)) < len(cells):
         return False
     trains = any(action.op != "F" for order in schedule.orders for action in order)
-    needs = {cell: {before} for row in rows for before, cell in zip(row, row[1:])}
+    needs = {cell: {before} for row in rows for before, cell in pairwise(row)}
     for rank, order in enumerate(schedule.orders):
         for stage, op, m in order:
             mine = needs.setdefault(f"{stage}{op}{m}", set())

@@ -93,13 +93,11 @@ def all_choices(schedule, rank, limit, kept):
             rows = [list(order)]
             for stage, m in chosen:
                 begin = Action(stage, "F", m)
+                backs = Action(stage, "B", m), Action(stage, "I", m)
                 rows = [
-                    row[:slot] + [Action(stage, "R", m)] + row[slot:]
+                    [*row[:slot], Action(stage, "R", m), *row[slot:]]
                     for row in rows
-                    for end in [
-                        next(i for i, a in enumerate(row) if a.op in "BI" and (a.stage, a.microbatch) == (stage, m))
-                    ]
-                    for slot in range(row.index(begin) + 1, end + 1)
+                    for slot in range(row.index(begin) + 1, [action in backs for action in row].index(True) + 1)
                 ]
             for row in rows:
                 changed = replace(schedule, orders=[row if r == rank else o for r, o in enumerate(schedule.orders)])
