@@ -105,7 +105,7 @@ def without_recompute(schedule: Schedule) -> Schedule:
 
 
 def before_backwards(schedule: Schedule, pairs: Collection[Pair] | None = None) -> Schedule:
-    """Put an R just before the backward of these pairs, of all if there are none; R's that are there stay."""
+    """Put an R just before the backward of these pairs, of all for None; R's that are there stay."""
 
     def with_its(action: Action) -> Iterator[Action]:
         stage, op, microbatch = action
