@@ -37,11 +37,12 @@ class CallState:
 
     Attributes
     ----------
-    saved : (stage, micro-batch) -> (what backward needs, lease), from forward until backward
+    saved : (stage, micro-batch) -> (what backward needs, lease), from forward until backward; the input until an R
     pending : the same from input gradient until weight gradient
     local : (stage, micro-batch, "F" or "B") -> tree for an action on this rank
     loss_gradients : micro-batch -> gradient of the loss
-    alive, peak : activations (stage, micro-batch) held now, and at most
+    alive, peak : whole activations (stage, micro-batch) held now, and at most
+    under_way, peak_under_way : the same with those of which the input alone is kept, for an R
     losses_underway : (micro-batches, copies of their losses to the host), once the device was asked for all losses
     losses, outputs, input_gradients : results, by micro-batch; empty where they do not arise
     """
@@ -53,7 +54,19 @@ class CallState:
     loss_gradients: dict[int, Tree] = field(default_factory=dict)
     alive: int = 0
     peak: int = 0
+    under_way: int = 0
+    peak_under_way: int = 0
     losses_underway: tuple[list[int], Download] | None = None
     losses: dict[int, Any] = field(default_factory=dict)
     outputs: dict[int, Tree] = field(default_factory=dict)
     input_gradients: dict[int, Tree] = field(default_factory=dict)
+
+    def count_activation(self) -> None:
+        """One more whole activation is held."""
+        self.alive += 1
+        self.peak = max(self.peak, self.alive)
+
+    def drop_activation(self) -> None:
+        """The last backward of an activation has ended."""
+        self.alive -= 1
+        self.under_way -= 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from time import perf_counter
 from typing import Any
@@ -38,6 +38,7 @@ from mpipipe.pipeline.plan import Plan
 from mpipipe.pipeline.shortage import memory_error
 from mpipipe.pipeline.ties import TieNames, Ties
 from mpipipe.schedules import Schedule
+from mpipipe.schedules.recompute import before_backwards
 
 logger = logging.getLogger("mpipipe")
 
@@ -48,7 +49,7 @@ class Engine:
     Parameters
     ----------
     partners : the ranks that the pipeline is built with, and this rank's stages
-    schedule, loss, recompute : as for Pipeline
+    schedule, loss, recompute : as for Pipeline; recomputation is a schedule of its own, with an R before each backward
 
     Attributes
     ----------
@@ -65,7 +66,8 @@ class Engine:
     ) -> None:
         self.pipe, self.replicas, self.stages = partners.pipe, partners.replicas, partners.stages
         self.groups = partners.groups
-        self.comm, self.rank, self.schedule = self.pipe.comm, self.pipe.rank, schedule
+        self.comm, self.rank, self.recompute = self.pipe.comm, self.pipe.rank, recompute
+        self.schedule = schedule
         self.comm.Set_name("mpipipe pipeline")
         self.pipe.process.pipelines += 1
         self.name = f"pipeline {self.pipe.process.pipelines} ({schedule.name})"  # the how many-th of this rank
@@ -88,7 +90,7 @@ class Engine:
             self.stages,
             self.messages,
             loss=None if loss is None else Loss(loss),
-            recompute=recompute,
+            recompute=recompute or _recomputes_all(schedule, numbers),
             sums=self.sums,
             device=device,
         )
@@ -100,7 +102,8 @@ class Engine:
         self.life = Life(self.name, self.rank, self.groups, self.executor)
         self.flight = PipelineFlight(self.pipe, self.executor, self.life)
         self.batches = BatchReader(schedule, self.rank, loss is not None)
-        self.plans: dict[str | int, Plan] = {"step": Plan(schedule, self.rank, self.tags)}
+        running = before_backwards(schedule) if recompute else schedule
+        self.plans: dict[str | int, Plan] = {"step": Plan(running, self.rank, self.tags)}
         self.steps_taken = 0
         self.started = self.host_elapsed = 0.0
         watched = weakref.ref(self.agreement)  # a pipeline that nobody closed can be freed, if its groups cannot
@@ -228,14 +231,27 @@ class Engine:
             self.replicas.wait(AllReduce(self.replicas.comm, total), "the loss of the replicas", everyone=True)
         return float(total[0]), table[:-1].tolist()
 
+    @property
+    def peak(self) -> int:
+        """Most activations of the last training step: those that the simulation of the user's schedule counts.
+
+        It knows no R where all forwards are run again for `recompute`: kept inputs count as activations there.
+        """
+        return self.executor.peak_under_way if self.recompute else self.executor.peak
+
     def share_durations(self) -> np.ndarray:
-        """Return the mean seconds of forward, input gradient and weight gradient of each stage, (3, stages)."""
+        """Return the mean seconds of forward, input gradient and weight gradient of each stage, (3, stages).
+
+        An R is a forward. Where all forwards are run again for `recompute`, that is a part of the input gradient: the
+        user's schedule knows no R.
+        """
+        names = {"F": "F", "B": "B", "I": "B", "W": "W", "R": "B" if self.recompute else "F"}
         totals, counts = np.zeros((2, 3, self.schedule.stages))
         self.executor.clock.settle()
         for (op, stage), (total, count) in self.executor.clock.totals.items():
-            place = "FBW".index("B" if op == "I" else op), stage  # a stage may have both: some backwards in one piece
+            place = "FBW".index(names[op]), stage  # a stage may have B and I: some backwards in one piece
             totals[place] += total
-            counts[place] += count
+            counts[place] += 0 if op == "R" and self.recompute else count
         mine = totals / np.maximum(counts, 1)
         everyone = np.zeros((self.pipe.size, *mine.shape))
         with self.life:
@@ -253,6 +269,13 @@ class Engine:
         self.messages.mailbox.transport.close()
         for group in self.groups:
             group.close()
+
+
+def _recomputes_all(schedule: Schedule, stages: Sequence[int]) -> bool:
+    """Whether every forward of these stages that has a backward is run again."""
+    trained = [stage for stage in stages if schedule.has_backward(stage)]
+    again = sum(stage in trained for stage, _ in schedule.recomputed)
+    return bool(trained) and again == len(trained) * schedule.microbatches
 
 
 def _count(agreement: Callable[[], Agreement | None]) -> int:

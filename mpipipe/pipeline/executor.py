@@ -1,7 +1,7 @@
 """Runs the steps of a plan: takes what an action needs, calls the stage, hands on what it made.
 
 There is one loop for every schedule. What a forward saved is held until the backward that needs it; the buffers of
-received arrays go back to the mailbox then.
+received arrays go back to the mailbox then. Where the forward is run again, its input alone is held until then.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mpipipe.pipeline.plan import PlannedAction
 from mpipipe.pipeline.shortage import memory_error
 from mpipipe.pipeline.stage import StageAdapter
 
-NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "R": "recomputation"}
 
 
 class Executor:
@@ -38,14 +38,15 @@ class Executor:
     stages : of this rank
     messages : activations and gradients from and to other ranks
     loss : of the last stage, or None
-    recompute : keep only the input of each stage, and run its forward again before its backward
+    recompute : whether every forward with a backward is run again, for errors
     sums : of gradients over the replicas, or None
     device : "cpu" or "cuda", where the stages compute
 
     Attributes
     ----------
     state : of the call under way, or of one that has failed: kernels and messages may still touch its arrays
-    peak : largest number of (stage, micro-batch) activations alive at once, in the last training step
+    peak : largest number of whole (stage, micro-batch) activations alive at once, in the last training step
+    peak_under_way : the same with those of which the input alone is kept
     clock : how long the actions took
     place : where this rank is, for the report of an interruption
     """
@@ -67,13 +68,14 @@ class Executor:
             "B": self._backward,
             "I": self._input_gradient,
             "W": self._weight_gradient,
+            "R": self._recompute,
         }
         self.on_gpu = device == "cuda"
         self.clock = DeviceClock() if self.on_gpu else HostClock()
         self.now = self.clock.now
         self.marks: list = []
         self.place = f"rank {rank}"
-        self.peak = 0
+        self.peak = self.peak_under_way = 0
         self.state: CallState | None = None
 
     def run(self, steps: Sequence[PlannedAction], inputs: CallInputs) -> CallState:
@@ -104,7 +106,7 @@ class Executor:
             raise
         self.clock.end()
         if inputs.training:
-            self.peak = state.peak
+            self.peak, self.peak_under_way = state.peak, state.peak_under_way
         return state
 
     def _annotated(self) -> dict[str, Callable[[PlannedAction, CallState], None]]:
@@ -164,10 +166,11 @@ class Executor:
         elif not inputs.training:
             state.outputs[microbatch] = y
         if inputs.training and step.keeps:
-            state.saved[step.stage, microbatch] = (x if self.recompute else saved), lease
-            state.alive += 1
-            if state.alive > state.peak:
-                state.peak = state.alive
+            state.saved[step.stage, microbatch] = (x if step.recomputed else saved), lease
+            state.under_way += 1
+            state.peak_under_way = max(state.peak_under_way, state.under_way)
+            if not step.recomputed:
+                state.count_activation()
         elif lease:
             self.messages.mailbox.release(lease)
 
@@ -203,6 +206,16 @@ class Executor:
                     raise
         return [found[microbatch] for microbatch in range(len(found))]
 
+    def _recompute(self, step: PlannedAction, state: CallState) -> None:
+        """Run the forward again, at the same position and so with the same random numbers. Nothing is sent."""
+        key = step.stage, step.microbatch
+        x, lease = state.saved[key]
+        self.marks.append(self.now())
+        saved = self.stages[step.chunk].forward(x, state.inputs.positions[step.microbatch])[1]
+        self.marks.append(self.now())
+        state.saved[key] = saved, lease
+        state.count_activation()
+
     def _backward(self, step: PlannedAction, state: CallState) -> None:
         stage = self.stages[step.chunk].computes
         dy, saved, leases = self._begin_backward(step, state)
@@ -211,7 +224,7 @@ class Executor:
         self._send_gradient(step, state, dx, leases)
         if leases:
             self.messages.mailbox.release(leases)
-        state.alive -= 1
+        state.drop_activation()
 
     def _input_gradient(self, step: PlannedAction, state: CallState) -> None:
         stage = self.stages[step.chunk].computes
@@ -227,7 +240,7 @@ class Executor:
         self.stages[step.chunk].computes.backward_weight(pending)
         self.marks.append(self.now())
         self.messages.mailbox.release(leases)
-        state.alive -= 1
+        state.drop_activation()
 
     def _begin_backward(self, step: PlannedAction, state: CallState) -> tuple[Tree, Any, Lease]:
         """Return (gradient of the output, what the forward saved, leases on the arrays of both)."""
@@ -241,8 +254,6 @@ class Executor:
             dy, lease = self.messages.receive_gradient(envelope)
         saved, kept = state.saved.pop((step.stage, microbatch))
         self.marks.append(self.now())
-        if self.recompute:
-            saved = self.stages[step.chunk].forward(saved, state.inputs.positions[microbatch])[1]
         return dy, saved, (*lease, *kept) if lease and kept else lease or kept
 
     def _send_gradient(self, step: PlannedAction, state: CallState, dx: Tree, leases: Lease) -> None:

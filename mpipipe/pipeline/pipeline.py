@@ -58,7 +58,7 @@ class Pipeline:
         micro-batch, `doutput` its gradient, shaped as the output. A loss with a parameter `factor` multiplies doutput
         by it before rounding: by the share of the micro-batch in the batch, and the `scale` of the step.
     recompute : bool
-        Keep only the input of each stage, and run its forward again before its backward.
+        Keep only the input of each stage, and run its forward again: an R before each backward of the schedule.
     replicas : mpi4py.MPI.Intracomm, optional
         Communicator of the ranks with the same stages and parameters, over which gradients are summed; by default this
         is a single pipeline.
@@ -239,8 +239,8 @@ class Pipeline:
 
     @property
     def peak_activations(self) -> int:
-        """Largest number of (stage, micro-batch) activations held at once in the last training step."""
-        return self.engine.executor.peak
+        """Most (stage, micro-batch) activations held at once in the last training step, as `simulate` counts."""
+        return self.engine.peak
 
     @property
     def busy(self) -> float:

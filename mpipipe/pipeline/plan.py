@@ -23,7 +23,7 @@ class PlannedAction(NamedTuple):
     `receive` and `send` name its messages; None where data stays on this rank or enters or leaves the pipeline.
     """
 
-    op: str  # F, B (full backward), I (input gradient), W (weight gradient)
+    op: str  # F, B (full backward), I (input gradient), W (weight gradient), R (the forward again)
     stage: int  # logical
     chunk: int  # index among this rank's stages
     microbatch: int
@@ -34,6 +34,7 @@ class PlannedAction(NamedTuple):
     completes: bool  # no later action adds to this stage's gradients
     moment: Moment  # when it ends, in an order of all actions of all ranks
     keeps: bool  # a backward follows in a training step
+    recomputed: bool  # an R stands between the F and the backward
     ends: bool  # the backwards end here: no stage before has one
 
     def __str__(self) -> str:
@@ -104,7 +105,8 @@ def _steps(schedule: Schedule, rank: int, tags: Tags, ends: Mapping[Action, floa
             receive = envelope(stage + 1, stage + 1, microbatch, BACKWARD)
             send = envelope(stage, stage - 1, microbatch, BACKWARD) if stage > lowest else None
         facts = stage == 0, stage == last_stage, receive, send, final.get(stage) == action
-        limits = schedule.has_backward(stage), stage == lowest
+        again = (stage, microbatch) in schedule.recomputed
+        limits = schedule.has_backward(stage), again, stage == lowest
         steps.append(PlannedAction(op, stage, chunk_of[stage], microbatch, *facts, _moment(action, ends), *limits))
     return steps
 

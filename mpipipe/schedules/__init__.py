@@ -8,9 +8,11 @@ from mpipipe.schedules.classic import forward_only, gpipe, interleaved_1f1b, loo
 from mpipipe.schedules.csv_text import from_csv
 from mpipipe.schedules.draw import chrome_trace, grid, timeline
 from mpipipe.schedules.frozen import with_frozen
+from mpipipe.schedules.memory import peak_memory
 from mpipipe.schedules.memory_limited import zero_bubble_2p
 from mpipipe.schedules.partition import partition
 from mpipipe.schedules.proof import check
+from mpipipe.schedules.recompute import with_recompute
 from mpipipe.schedules.registry import by_name
 from mpipipe.schedules.schedule import Schedule
 from mpipipe.schedules.simulate import Costs, Timeline, simulate
@@ -38,11 +40,13 @@ __all__ = [
     "lower_bound",
     "one_f_one_b",
     "partition",
+    "peak_memory",
     "simulate",
     "timeline",
     "v_half",
     "v_min",
     "with_frozen",
+    "with_recompute",
     "zero_bubble_2p",
     "zero_bubble_h1",
     "zero_bubble_v",

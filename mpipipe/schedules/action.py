@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD = "F", "B", "I", "W"
-OPS = (FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD)
+FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD, RECOMPUTE = "F", "B", "I", "W", "R"
+OPS = (FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD, RECOMPUTE)
 
 
 class Action(NamedTuple):
@@ -16,7 +16,8 @@ class Action(NamedTuple):
     stage : int
         Logical stage; 0 is the first.
     op : str
-        ``F`` forward, ``B`` full backward, ``I`` gradient of the input, ``W`` gradient of the weights; B = I + W.
+        ``F`` forward, ``B`` full backward, ``I`` gradient of the input, ``W`` gradient of the weights; B = I + W. ``R``
+        is the forward once more: its F kept the input of the stage alone, from which R makes what the backward needs.
     microbatch : int
         Index of the micro-batch.
 

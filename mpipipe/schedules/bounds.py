@@ -1,10 +1,13 @@
 """How fast any schedule can be: a time that none can beat with these stages on these ranks, and this memory.
 
-The backward may be split. Four arguments give a bound each, and the largest counts.
+The backward may be split. Where the schedule has R actions, the bound is for schedules which recompute the same
+forwards. Memory is no argument then, since an activation that is recomputed is not held all the time.
+
+Four arguments give a bound each, and the largest counts.
 
     one micro-batch    its F's through all stages, its I's back through all of them, and a last W
     a busy rank        work that cannot begin before the first F has come to this rank, and behind whose last action
-                       an I still has to travel to stage 0; for every set of a rank's F's, I's and W's
+                       an I still has to travel to stage 0; for every set of a rank's F's, I's, W's and R's
     full memory        with K activations, N - K of N W's come before a rank's last F, and so before its last I
     a round trip       an activation lives from its F until its W at least as long as a micro-batch is away; K of them
                        at once
@@ -13,6 +16,7 @@ The backward may be split. Four arguments give a bound each, and the largest cou
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -25,7 +29,7 @@ from mpipipe.schedules.simulate import EQUAL_COSTS, Costs
 def lower_bound(schedule: Schedule, costs: Costs = EQUAL_COSTS, memory_limit: float | None = None) -> float:
     """Return a time that no schedule with the same stages on the same ranks, and as many micro-batches, can beat.
 
-    The orders of `schedule` do not count, only its placement and its micro-batches.
+    The orders of `schedule` do not count, only its placement, its micro-batches, and which forwards are recomputed.
 
     Parameters
     ----------
@@ -34,7 +38,8 @@ def lower_bound(schedule: Schedule, costs: Costs = EQUAL_COSTS, memory_limit: fl
     costs : Costs, optional
         Times of the actions; by default one unit for each of F, I and W.
     memory_limit : float, optional
-        Chunk activations that a rank may hold at once, at least 1; by default there is no limit.
+        Chunk activations that a rank may hold at once, at least 1; by default there is no limit. It does not count
+        where the schedule recomputes anything.
 
     Returns
     -------
@@ -57,7 +62,9 @@ def lower_bound(schedule: Schedule, costs: Costs = EQUAL_COSTS, memory_limit: fl
     limit = math.inf if memory_limit is None else memory_limit
     if not limit >= 1:
         raise ArgumentError("no schedule keeps this memory limit", found=f"memory_limit={limit}", expected="at least 1")
-    stages = _stages(schedule.placement, costs)
+    if schedule.recomputed:
+        limit = math.inf
+    stages = _stages(schedule, costs)
     found = [stages[0].input_begins + stages[0].input_grad + stages[0].weight_grad]
     for rank in set(schedule.placement):
         own = [stage for stage, home in zip(stages, schedule.placement) if home == rank]
@@ -74,6 +81,7 @@ class _Stage(NamedTuple):
     forward, input_grad, weight_grad : of F, I and W
     forward_begins, input_begins : not earlier than this
     forward_follow, input_follow : how long other actions take that wait for the end of this F, of this I
+    recomputations : number of R's
     """
 
     forward: float
@@ -83,10 +91,11 @@ class _Stage(NamedTuple):
     input_begins: float
     forward_follow: float
     input_follow: float
+    recomputations: int
 
 
-def _stages(placement: Sequence[int], costs: Costs) -> list[_Stage]:
-    count = len(placement)
+def _stages(schedule: Schedule, costs: Costs) -> list[_Stage]:
+    placement, count = schedule.placement, schedule.stages
     forward, input_grad = costs.per_stage("forward", count), costs.per_stage("input_grad", count)
     weight_grad, transfer = costs.per_stage("weight_grad", count), costs.per_stage("transfer", count)
     same = (here == there for here, there in pairwise(placement))
@@ -100,20 +109,24 @@ def _stages(placement: Sequence[int], costs: Costs) -> list[_Stage]:
     for stage in range(count - 2, -1, -1):
         input_begins.append(input_begins[-1] + input_grad[stage + 1] + hop[stage + 1])
         forward_follow.append(forward_follow[-1] + hop[stage + 1] + forward[stage + 1])
-    columns = (forward, input_grad, weight_grad, forward_begins, input_begins[::-1], forward_follow[::-1], input_follow)
-    return [_Stage(*row) for row in zip(*columns)]
+    again = Counter(stage for stage, _ in schedule.recomputed)
+    times = (forward, input_grad, weight_grad, forward_begins, input_begins[::-1], forward_follow[::-1], input_follow)
+    return [_Stage(*row) for row in zip(*times, map(again.__getitem__, range(count)))]
 
 
 def _busy(own: Sequence[_Stage], microbatches: int) -> Iterator[float]:
     """Yield earliest begin + work + what follows, of the actions that begin and are followed no less than some."""
-    kinds = [(each.forward_begins, each.forward, each.forward_follow) for each in own]
-    kinds += [(each.input_begins, each.input_grad, each.input_follow) for each in own]
-    kinds += [(each.input_begins + each.input_grad, each.weight_grad, 0.0) for each in own]
+    kinds = [(each.forward_begins, microbatches * each.forward, each.forward_follow) for each in own]
+    kinds += [(each.input_begins, microbatches * each.input_grad, each.input_follow) for each in own]
+    kinds += [(each.input_begins + each.input_grad, microbatches * each.weight_grad, 0.0) for each in own]
+    for each in own:
+        work = each.recomputations * each.forward
+        kinds.append((each.forward_begins + each.forward, work, each.input_grad + each.input_follow))
     for begin in {kind[0] for kind in kinds}:
         for follow in {kind[2] for kind in kinds}:
             chosen = [work for begins, work, follows in kinds if begins >= begin and follows >= follow]
             if chosen:
-                yield begin + microbatches * math.fsum(chosen) + follow
+                yield begin + math.fsum(chosen) + follow
 
 
 def _short_of_memory(own: Sequence[_Stage], microbatches: int, limit: float) -> Iterator[float]:

@@ -10,17 +10,22 @@ from mpipipe.errors import ScheduleError
 from mpipipe.schedules.action import Action
 from mpipipe.schedules.schedule import Schedule
 
-CELL = re.compile(r"([0-9]+)([FBIW])([0-9]+)")
+CELL = re.compile(r"([0-9]+)([FBIWR])([0-9]+)")
 TRANSPORT = re.compile(r"[0-9]+(SEND_F|RECV_F|SEND_B|RECV_B)[0-9]*")
 SHARDING = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*")
-OVERLAP = re.compile(r"\(.*\)OVERLAP_F_B")
-EXPECTED = "<stage><op><micro-batch> with op F, B (full backward), I (input gradient) or W (weight gradient), as in 2F0"
+# a pair of actions that overlap, in one cell: `_Action.__repr__` in torch/distributed/pipelining/schedules.py
+OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
+EXPECTED = (
+    "<stage><op><micro-batch> with op F, B (full backward), I (input gradient), W (weight gradient) or "
+    "R (recomputation), as in 2F0"
+)
 
 
 def from_csv(text: str) -> Schedule:
-    r"""Read a schedule: one row per rank, one cell ``2F0``, ``3I1``, ``3W1``, ``2B0`` per action, in order.
+    r"""Read a schedule: one row per rank, one cell ``2F0``, ``3I1``, ``3W1``, ``2B0``, ``0R3`` per action, in order.
 
-    Empty cells are idle slots and are skipped. Which rank a stage lies on, and how many stages and micro-batches
+    Empty cells are idle slots and are skipped. A cell ``(0F3;3B1)OVERLAP_F_B`` of PyTorch's DualPipeV has two actions:
+    they run one after the other here, in that order. Which rank a stage lies on, and how many stages and micro-batches
     there are, follows from the cells. `check` says whether the schedule can run; a Pipeline and `simulate` call it.
     `trained_from` is not in the table: `dataclasses.replace(schedule, trained_from=...)` sets it.
 
@@ -67,7 +72,9 @@ def _actions(rank: int, row: Sequence[str]) -> Iterator[Action]:
     for column, cell in enumerate(row, 1):
         cell = cell.strip()
         if cell:
-            yield _action(rank, column, cell)
+            pair = OVERLAP.fullmatch(cell)
+            for part in pair[1].split(";") if pair else [cell]:
+                yield _action(rank, column, part.strip())
 
 
 def _action(rank: int, column: int, cell: str) -> Action:
@@ -79,8 +86,6 @@ def _action(rank: int, column: int, cell: str) -> Action:
         what, remedy = "sends and receives are not written down", "leave it out: messages follow from the actions"
     elif SHARDING.fullmatch(cell):
         what, remedy = "parameters are not sharded by the schedule", "leave it out"
-    elif OVERLAP.fullmatch(cell):
-        what, remedy = "actions run one after the other", "write the actions inside the brackets as cells of their own"
     else:
         what, remedy = "not an action", "correct the cell"
     raise ScheduleError(

@@ -6,20 +6,23 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from mpipipe.errors import ScheduleError
-from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, OPS, WEIGHT_GRAD, Action
+from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, OPS, RECOMPUTE, WEIGHT_GRAD, Action
 from mpipipe.schedules.grid import grid
 from mpipipe.schedules.replay import replay
 from mpipipe.schedules.schedule import Schedule
 
 # the states of one (stage, micro-batch), and the state that each op leads to
-NOTHING, FORWARDED, INPUT_DONE, FINISHED = range(4)
+NOTHING, FORWARDED, RECOMPUTED, INPUT_DONE, FINISHED = range(5)
 NEXT = {
     (NOTHING, FORWARD): FORWARDED,
+    (FORWARDED, RECOMPUTE): RECOMPUTED,
     (FORWARDED, BACKWARD): FINISHED,
     (FORWARDED, INPUT_GRAD): INPUT_DONE,
+    (RECOMPUTED, BACKWARD): FINISHED,
+    (RECOMPUTED, INPUT_GRAD): INPUT_DONE,
     (INPUT_DONE, WEIGHT_GRAD): FINISHED,
 }
-ABSENT = {NOTHING: "F", FORWARDED: "B", INPUT_DONE: "W"}
+ABSENT = {NOTHING: "F", FORWARDED: "B", RECOMPUTED: "B", INPUT_DONE: "W"}
 LISTED_RANKS = 6  # most ranks of a wait cycle that the error lists
 
 
@@ -31,9 +34,10 @@ def check(schedule: Schedule) -> None:
     - every logical stage 0..S-1 lies on one rank, every rank has a stage, and every action is on its stage's rank;
     - every (stage, micro-batch) has exactly one F and, unless the whole schedule is F only, either one B, or one I
       and one W; stages before `trained_from` have F alone;
-    - on its rank, F comes before B or I, and I before W;
+    - every (stage, micro-batch) with a backward has one R at most; those of one stage may differ in that;
+    - on its rank, F comes before B or I, and I before W; R comes after F, and before B or I;
     - the ranks can run their orders to the end although an F waits for the F of the stage before, and a B or I for
-      the B or I of the stage after.
+      the B or I of the stage after. An R and a W wait for nobody.
 
     The last point excludes deadlock even if every send is synchronous (a rendezvous). It holds for an executor that
     posts each receive at the latest when it reaches the action that needs the message, and that never waits for a send
@@ -132,7 +136,7 @@ def _check_cells(schedule: Schedule) -> bytearray:
 def _misplaced(schedule: Schedule, rank: int, action: Action) -> tuple[str, str] | None:
     """Tell (what is wrong, what is expected) if this is no action, or none that this rank can run."""
     if type(action) is not Action or action.op not in OPS:
-        return "not an action", "Action(stage, op, microbatch) with op F, B, I or W"
+        return "not an action", "Action(stage, op, microbatch) with op F, B, I, W or R"
     stage, op, microbatch = action
     if type(stage) is not int or not 0 <= stage < schedule.stages:
         return f"there is no stage {stage!r}", f"a stage from 0 to {schedule.stages - 1}"
@@ -152,7 +156,11 @@ def _untimely(action: Action, state: int) -> tuple[str, str]:
         return "the forward comes twice", f"one {stage}F{microbatch}"
     if state == NOTHING:
         return f"{op} before its forward", f"{stage}F{microbatch} earlier on this rank"
-    if state == FORWARDED:
+    if op == RECOMPUTE:
+        if state == RECOMPUTED:
+            return "the recomputation comes twice", f"one {stage}R{microbatch} at most"
+        return "R after its backward", f"{stage}R{microbatch} between {stage}F{microbatch} and its backward"
+    if state in (FORWARDED, RECOMPUTED):
         return "W before its I", f"{stage}I{microbatch} earlier on this rank"
     once = f"one {stage}B{microbatch}, or one {stage}I{microbatch} and one {stage}W{microbatch}"
     return "the weight gradient comes twice" if op == WEIGHT_GRAD else "the input gradient comes twice", once

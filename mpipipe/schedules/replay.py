@@ -6,7 +6,7 @@ import itertools
 from array import array
 from collections.abc import Mapping, Sequence
 
-from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD
+from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, RECOMPUTE, WEIGHT_GRAD
 from mpipipe.schedules.schedule import Schedule
 
 
@@ -15,8 +15,8 @@ def replay(
 ) -> tuple[list[array[float]], list[float]]:
     """Run every rank's order; an action starts when its rank is free and its input is there.
 
-    F needs the F of the stage before, B and I need the B or I of the stage after. Sends cost the sender nothing and
-    never block. An action whose input never comes stops its rank for good.
+    F needs the F of the stage before, B and I need the B or I of the stage after; W and R need no other rank. Sends
+    cost the sender nothing and never block. An action whose input never comes stops its rank for good.
 
     Parameters
     ----------
@@ -41,6 +41,7 @@ def replay(
     hop = _hops(schedule.placement, transfer)
     forward, backward = durations[FORWARD], durations[BACKWARD]
     input_grad, weight_grad = durations[INPUT_GRAD], durations[WEIGHT_GRAD]
+    recompute = durations[RECOMPUTE]
     starts = [array("d") for _ in schedule.orders]
     ends = [0.0] * schedule.ranks
     sleepers: dict[int, int] = {}  # what a stopped rank waits for -> the rank; F as its index, B and I as ~index
@@ -65,6 +66,8 @@ def replay(
                     ready.append(sleepers.pop(index))
             elif op == WEIGHT_GRAD:
                 now = start + weight_grad[stage]
+            elif op == RECOMPUTE:
+                now = start + recompute[stage]
             else:
                 if stage < last:
                     sent = backward_done[index + microbatches]

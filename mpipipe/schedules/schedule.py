@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
+from numbers import Real
 from typing import SupportsIndex
 
 from mpipipe.errors import ArgumentError
-from mpipipe.schedules.action import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action
+from mpipipe.schedules.action import FORWARD, INPUT_GRAD, RECOMPUTE, WEIGHT_GRAD, Action
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,17 @@ class Schedule:
     def splits_backward(self) -> bool:
         """Whether any backward is split into I and W."""
         return any(action.op in (INPUT_GRAD, WEIGHT_GRAD) for order in self.orders for action in order)
+
+    @cached_property
+    def recomputed(self) -> frozenset[tuple[int, int]]:
+        """Every (stage, micro-batch) whose forward is run again, by an R."""
+        actions = (action for order in self.orders for action in order if action.op == RECOMPUTE)
+        return frozenset((action.stage, action.microbatch) for action in actions)
+
+    @cached_property
+    def forwards_only(self) -> bool:
+        """Whether there is no backward at all."""
+        return all(action.op == FORWARD for order in self.orders for action in order)
 
     def has_backward(self, stage: int) -> bool:
         """Tell whether a stage has backwards in a training step.
@@ -205,6 +218,21 @@ def at_least_one(name: str, value: SupportsIndex) -> int:
             remedy=f"pass {name} >= 1",
         )
     return number
+
+
+def one_per_stage(what: str, name: str, value: float | Sequence[float], stages: int) -> list[float]:
+    """Give `value`, a number or one for each stage, as one float for each; refuse what is negative or not finite."""
+    try:
+        numbers = [float(value)] * stages if isinstance(value, Real) else [float(one) for one in value]  # type: ignore
+    except (TypeError, ValueError):
+        numbers = []
+    if len(numbers) != stages or not all(0 <= number < math.inf for number in numbers):
+        raise ArgumentError(
+            f"{what} does not fit the schedule",
+            found=f"{name}={value!r}",
+            expected=f"a finite number of at least 0, or {stages} of them, one per stage",
+        )
+    return numbers
 
 
 def _row(order: Iterable[Action]) -> str:

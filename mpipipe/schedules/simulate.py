@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from numbers import Real
 
-from mpipipe.errors import ArgumentError
-from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action
+from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, RECOMPUTE, WEIGHT_GRAD, Action
+from mpipipe.schedules.memory import peak_activations
 from mpipipe.schedules.proof import check
 from mpipipe.schedules.replay import replay
-from mpipipe.schedules.schedule import Schedule
+from mpipipe.schedules.schedule import Schedule, one_per_stage
 
 Span = tuple[Action, float, float]  # action, start, end
 
@@ -25,7 +24,7 @@ class Costs:
     Parameters
     ----------
     forward : float or sequence of float, optional
-        Time of F.
+        Time of F, and of R.
     input_grad, weight_grad : float or sequence of float, optional
         Times of I and W. B takes both.
     transfer : float or sequence of float, optional
@@ -71,18 +70,7 @@ class Costs:
         >>> Costs(forward=2).per_stage("forward", stages=3)
         [2.0, 2.0, 2.0]
         """
-        value = getattr(self, name)
-        try:
-            costs = [float(value)] * stages if isinstance(value, Real) else [float(cost) for cost in value]
-        except (TypeError, ValueError):
-            costs = []
-        if len(costs) != stages or not all(0 <= cost < math.inf for cost in costs):
-            raise ArgumentError(
-                f"the cost {name} does not fit the schedule",
-                found=f"{name}={value!r}",
-                expected=f"a finite number of at least 0, or {stages} of them, one per stage",
-            )
-        return costs
+        return one_per_stage(f"the cost {name}", name, getattr(self, name), stages)
 
     def average(self, stages: int) -> Costs:
         """Give each cost as its mean over the stages.
@@ -130,7 +118,8 @@ class Timeline:
         Idle time / busy time: the (P-1)/M of the literature.
     peak_activations : list of int
         For each rank the largest number of chunk activations alive at once. An activation is alive from F until B (or
-        W where the backward is split), both ends included. A schedule of forwards only keeps none.
+        W where the backward is split), both ends included; one that is recomputed from R on. A schedule of forwards
+        only keeps none. `peak_memory` counts the inputs too that are kept for an R.
     durations : dict of str to list of float
         For each op its time in each stage.
     starts : list of array
@@ -193,8 +182,9 @@ def simulate(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> Timeline:
     starts, ends = replay(schedule, durations, costs.per_stage("transfer", schedule.stages))
     makespan = max(ends)
     # A checked schedule is complete: every stage runs every micro-batch forward and, if there are backwards, back.
-    backwards = () if _forwards_only(schedule) else durations[BACKWARD][schedule.trained_from :]
+    backwards = () if schedule.forwards_only else durations[BACKWARD][schedule.trained_from :]
     busy = schedule.microbatches * math.fsum((*durations[FORWARD], *backwards))
+    busy += math.fsum(durations[RECOMPUTE][stage] for stage, _ in schedule.recomputed)
     # Rounding of the sums must not make a negative bubble where there is none.
     idle = max(0.0, schedule.ranks * makespan - busy)
     return Timeline(
@@ -212,31 +202,11 @@ def simulate(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> Timeline:
 def action_times(costs: Costs, stages: int) -> dict[str, list[float]]:
     """Give for each op its time in each stage."""
     input_grad, weight_grad = costs.per_stage("input_grad", stages), costs.per_stage("weight_grad", stages)
+    forward = costs.per_stage("forward", stages)
     return {
-        FORWARD: costs.per_stage("forward", stages),
+        FORWARD: forward,
         BACKWARD: [first + second for first, second in zip(input_grad, weight_grad)],
         INPUT_GRAD: input_grad,
         WEIGHT_GRAD: weight_grad,
+        RECOMPUTE: forward,
     }
-
-
-def peak_activations(schedule: Schedule) -> list[int]:
-    """Count for each rank the chunk activations that its order holds at once, at most; independent of costs."""
-    if _forwards_only(schedule):
-        return [0] * schedule.ranks
-    return [_peak(order, schedule.trained_from) for order in schedule.orders]
-
-
-def _forwards_only(schedule: Schedule) -> bool:
-    return all(action.op == FORWARD for order in schedule.orders for action in order)
-
-
-def _peak(order: Iterable[Action], trained_from: int) -> int:
-    alive = peak = 0
-    for stage, op, _ in order:
-        if op == FORWARD:
-            alive += stage >= trained_from
-            peak = max(peak, alive)
-        elif op != INPUT_GRAD:
-            alive -= 1
-    return peak

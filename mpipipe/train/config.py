@@ -142,6 +142,9 @@ class TrainConfig:
     chunks: int = option(1, "stages on each rank", least=1)
     microbatches: int | None = option(None, "micro-batches of a step in each replica; default: 4 per rank", least=1)
     recompute: bool = option(False, "keep only stage inputs, and run each forward again before its backward")
+    recompute_limit: int | None = option(
+        None, "activations of stages that a rank may hold; as many forwards as that needs are run again", least=1
+    )
 
     steps: int = option(300, "optimizer steps", least=1)
     batch: int = option(32, "sequences of a step, over all replicas", least=1)

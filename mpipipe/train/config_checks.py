@@ -72,6 +72,12 @@ def check_together(config: Any) -> None:
             found=f"save_dtype {config.save_dtype}",
             expected="none: mpipipe saves parameters as they are",
         )
+    if config.recompute and config.recompute_limit is not None:
+        raise ConfigError(
+            "recompute and recompute_limit are both given",
+            found=f"recompute_limit {config.recompute_limit}",
+            expected="one of them: recompute runs all forwards again, recompute_limit some",
+        )
     if config.resume not in ("auto", "no") and config.init is not None:
         raise ConfigError(
             "resume and init are both given",

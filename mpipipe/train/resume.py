@@ -29,9 +29,9 @@ from mpipipe.train.model_folder import open_on_all
 from mpipipe.train.training_plan import TrainingPlan
 
 MAY_CHANGE = (
-    "pipe", "seq", "layout", "schedule", "chunks", "microbatches", "recompute", "device", "steps", "log_every",
-    "eval_every", "eval_batches", "sample_bytes", "temperature", "out", "save_every", "keep", "resume", "init",
-    "from_", "save_as", "save_dtype",
+    "pipe", "seq", "layout", "schedule", "chunks", "microbatches", "recompute", "recompute_limit", "device", "steps",
+    "log_every", "eval_every", "eval_batches", "sample_bytes", "temperature", "out", "save_every", "keep", "resume",
+    "init", "from_", "save_as", "save_dtype",
     "watchdog", "on_storage_error", "check_weights", "preempt_signals", "preempt_grace", "time_limit",
     "survive",
 )  # fmt: skip

@@ -91,6 +91,8 @@ class TrainingPlan:
         tuning = tuning or FineTuning()
         ranges = schedules.partition(tuning.costs(model), schedule.stages)
         schedule = schedules.with_frozen(schedule, tuning.frozen_stages(model, ranges))
+        if config.recompute_limit is not None:
+            schedule = schedules.with_recompute(schedule, memory_limit=config.recompute_limit)
         return cls(model, schedule, ranges, rows, tuning)
 
     @property

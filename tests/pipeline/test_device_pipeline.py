@@ -17,7 +17,7 @@ from mpipipe.comm import inprocess
 from mpipipe.comm.transport import gpu_aware
 from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, NonFiniteError
 from mpipipe.models import GPT
-from mpipipe.schedules import gpipe, partition
+from mpipipe.schedules import gpipe, partition, with_recompute
 from mpipipe.trace import Recorder
 
 SMALL = dict(vocab=32, dim=16, layers=3, heads=4, kv_heads=2, hidden=24, seq=12)
@@ -72,8 +72,9 @@ def test_gradients_on_the_device_equal_those_on_the_host(gpu, sending, comm, nam
 def test_recomputation_and_two_runs_have_the_same_bits_on_the_device(gpu, sending, comm):
     schedule = dense.build("one_f_one_b", comm.size, 1, 4)
     first, _ = gradients(comm, schedule, dtype="float32", dropout=0.25)
-    for recompute in (False, True):
-        again, _ = gradients(comm, schedule, dtype="float32", dropout=0.25, recompute=recompute)
+    some = with_recompute(schedule, memory_limit=max(2, comm.size - 1))
+    for plan, recompute in ((schedule, False), (schedule, True), (with_recompute(schedule), False), (some, False)):
+        again, _ = gradients(comm, plan, dtype="float32", dropout=0.25, recompute=recompute)
         assert all(again[key].tobytes() == first[key].tobytes() for key in first)
 
 

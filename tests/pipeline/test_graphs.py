@@ -17,7 +17,7 @@ from mpipipe.attention import Local
 from mpipipe.errors import ArgumentError, BackendError, MismatchError, StageError
 from mpipipe.models import GPT
 from mpipipe.nn.recording import unrecordable
-from mpipipe.schedules import gpipe, looped_bfs, one_f_one_b, partition
+from mpipipe.schedules import Costs, gpipe, looped_bfs, one_f_one_b, partition, peak_memory, simulate, with_recompute
 
 SIZES = dict(vocab=32, dim=8, layers=3, heads=2, kv_heads=1, hidden=8, seq=12)  # 8 parts, for 4 ranks of 2 stages
 STEPS = 3  # the first meets actions and records some, the second records what comes once in a step
@@ -81,6 +81,23 @@ def test_graphs_give_the_same_bits(comm, monkeypatch, name, chunks, recompute):
         assert set(recorded(each)) >= (
             {"forward", "backward_input", "backward_weight"} if split else {"forward", "backward"}
         )
+
+
+@pytest.mark.parametrize("name, chunks", [("one_f_one_b", 1), ("zero_bubble_v", 2)])
+def test_a_slot_is_free_until_the_forward_is_run_again(comm, monkeypatch, name, chunks):
+    """Some forwards are run again, ahead of their backwards where costs are uneven; a graph repeats each of them."""
+    schedule = dense.build(name, comm.size, chunks, 4)
+    costs = Costs(forward=[1 + stage % 3 for stage in range(schedule.stages)])
+    least = max(peak_memory(with_recompute(schedule)))
+    again = with_recompute(schedule, costs, memory_limit=max(least, max(peak_memory(schedule)) - 1))
+    assert comm.size < 3 or again.recomputed
+    expected, losses, _ = train(comm, schedule, monkeypatch, False)
+    found, same, computes = train(comm, again, monkeypatch, True)
+    assert same == losses and all(found[key].tobytes() == expected[key].tobytes() for key in expected)
+    for each in computes:
+        assert not each.reason
+        for kind in each._kinds.values():
+            assert len(kind.free) == kind.made <= simulate(again).peak_activations[comm.rank] + 1
 
 
 OPTIONS = {

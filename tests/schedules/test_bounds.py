@@ -109,3 +109,12 @@ def test_full_memory_is_part_of_the_bound():
 def test_a_limit_below_one_is_refused():
     with pytest.raises(ArgumentError, match="memory limit"):
         lower_bound(schedules.one_f_one_b(2, 2), memory_limit=0)
+
+
+@pytest.mark.parametrize("ranks, microbatches", [(2, 4), (4, 8), (3, 7)])
+def test_forwards_that_are_run_again_count_as_work(ranks, microbatches):
+    """All forwards again, on the busiest rank of a schedule that has no other bubble than that before it."""
+    schedule = schedules.zero_bubble_h1(ranks, microbatches)
+    again = schedules.with_recompute(schedule)
+    assert lower_bound(again) == simulate(again).makespan == lower_bound(schedule) + microbatches
+    assert lower_bound(again, memory_limit=1) == lower_bound(again)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.random_schedules import runnable_schedules
 
 from mpipipe import schedules
 from mpipipe.errors import ScheduleError
@@ -47,6 +48,23 @@ def test_placement_follows_from_the_cells_also_in_a_v():
     check(schedule)
 
 
+def test_a_pair_that_overlaps_in_pytorch_is_two_actions_in_that_order():
+    """A cell as torch.distributed.pipelining writes it for DualPipeV."""
+    apart = "0F0,0F1,3F0,3F1,3B0,0B0,3B1,0B1\n1F0,2F0,1F1,2F1,2B0,1B0,2B1,1B1\n"
+    together = apart.replace("3F1,3B0", "(3F1;3B0)OVERLAP_F_B").replace("2F1,2B0", "(2F1; 2B0)OVERLAP_F_B")
+    assert together != apart and from_csv(together) == from_csv(apart)
+    check(from_csv(together))
+
+
+@given(schedule=runnable_schedules())
+def test_recomputations_are_written_and_read_back(schedule):
+    again = from_csv(schedule.to_csv())
+    assert again.orders == schedule.orders and again.fingerprint == schedule.fingerprint
+    pairs = {(a.stage, a.microbatch) for order in schedule.orders for a in order if a.op == "R"}
+    assert again.recomputed == pairs
+    assert all(f"{stage}R{microbatch}" in schedule.to_csv() for stage, microbatch in pairs)
+
+
 @pytest.mark.parametrize(
     "text, where",
     [
@@ -60,7 +78,10 @@ def test_placement_follows_from_the_cells_also_in_a_v():
         ("0F-1\n", "row 1, column 1: not an action"),
         ("0F0,0SEND_F0\n", "row 1, column 2: sends and receives"),
         ("0UNSHARD,0F0\n", "row 1, column 1: parameters are not sharded"),
-        ("0F0,(0F1;0B0)OVERLAP_F_B\n", "row 1, column 2: actions run one after the other"),
+        ("0F0,(0F1;0SEND_F0)OVERLAP_F_B\n", "row 1, column 2: sends and receives"),
+        ("0F0,()OVERLAP_F_B\n", "row 1, column 2: not an action"),
+        ("0F0,(0F1;0B0)\n", "row 1, column 2: not an action"),
+        ("0F0,0R\n", "row 1, column 2: not an action"),
         ("0F0,1B0\n1F0,0B0\n", "row 2: 1F0 is on another rank"),
         ("0F0,0B0\n2F0,2B0\n", "stage 1 has no actions"),
         ("99999999999999999999F0\n", "stage 0 has no actions"),

@@ -33,6 +33,19 @@ def test_a_very_long_timeline_is_squeezed_to_a_terminal():
     assert set(lines[0][7:]) <= set("FB.")
 
 
+def test_recomputations_are_drawn():
+    schedule = schedules.with_recompute(schedules.one_f_one_b(2, 2))
+    assert timeline(schedule).splitlines() == [
+        "rank 0 0F0 0F1 0R0 ........0B0---- 0R1 ....0B1----",
+        "rank 1 ....1F0 1R0 1B0---- 1F1 1R1 1B1---- ........",
+    ]
+    assert ">0R0<" in grid(schedule, mark=(0, 2))
+    (event,) = [event for event in chrome_trace(simulate(schedule)) if event["name"] == "0R1"]
+    assert (event["cat"], event["pid"], event["dur"]) == ("R", 0, 1e6)
+    long = timeline(schedules.with_recompute(schedules.one_f_one_b(2, 50))).splitlines()
+    assert set(long[0][7:]) <= set("FRB.") and "R" in long[1]
+
+
 def test_uneven_durations_never_cut_a_name():
     text = timeline(schedules.gpipe(2, 3), Costs(1.1, 0.7, 0.9, 0.2))
     for action in (action for order in schedules.gpipe(2, 3).orders for action in order):

@@ -8,6 +8,7 @@ from graphlib import CycleError, TopologicalSorter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.random_schedules import runnable_schedules
 
 from mpipipe import schedules
 from mpipipe.errors import ScheduleError
@@ -48,8 +49,11 @@ def has_cycle(schedule):
             needs = {before} if before else set()
             if op == "F" and stage > 0:
                 needs.add(Action(stage - 1, "F", microbatch))
-            if op in "BI":
+            if op in "BIR":
                 needs.add(Action(stage, "F", microbatch))
+            if op in "BI":
+                if (stage, microbatch) in schedule.recomputed:
+                    needs.add(Action(stage, "R", microbatch))
                 if stage < schedule.stages - 1:
                     needs.add(backward[stage + 1, microbatch])
             if op == "W":
@@ -60,6 +64,9 @@ def has_cycle(schedule):
     except CycleError:
         return True
     return False
+
+
+any_schedule = st.one_of(any_schedule, any_schedule.map(schedules.with_recompute), runnable_schedules())
 
 
 @given(schedule=any_schedule)
@@ -93,7 +100,9 @@ def test_a_lost_or_doubled_action_is_found(schedule, data):
     with pytest.raises(ScheduleError):
         check(with_orders(schedule, doubled))
     left = [action for order in lost for action in order]
-    if len(left) > 1 or left == [Action(0, "B", 0)]:  # one F alone is a whole schedule of forwards
+    if orders[rank][slot].op == "R":  # no R is ever due
+        check(with_orders(schedule, lost))
+    elif len(left) > 1 or left == [Action(0, "B", 0)]:  # one F alone is a whole schedule of forwards
         with pytest.raises(ScheduleError):
             check(with_orders(schedule, lost))
 
@@ -110,6 +119,13 @@ def test_a_lost_or_doubled_action_is_found(schedule, data):
         ("0F0,0F0,0B0\n1F0,1B0", ">0F0<", "the forward comes twice", 0, 0, 0),
         ("0F0,0F1,0B0\n1F0,1F1,1B0,1B1", ">0B1?<", "0B1 is missing", 0, 0, 1),
         ("0F0,0F1,0I0,0W0,0I1\n1F0,1F1,1B0,1B1", ">0W1?<", "0W1 is missing", 0, 0, 1),
+        ("0F0,0R0,0R0,0B0\n1F0,1B0", ">0R0<", "the recomputation comes twice", 0, 0, 0),
+        ("0R0,0F0,0B0\n1F0,1B0", ">0R0<", "R before its forward", 0, 0, 0),
+        ("0F0,0B0\n1F0,1B0,1R0", ">1R0<", "R after its backward", 1, 1, 0),
+        ("0F0,0I0,0R0,0W0\n1F0,1B0", ">0R0<", "R after its backward", 0, 0, 0),
+        ("0F0,0R0,0W0,0I0\n1F0,1B0", ">0W0<", "W before its I", 0, 0, 0),
+        ("0F0,0R0\n1F0,1B0", ">0B0?<", "0B0 is missing", 0, 0, 0),
+        ("0F0,0R0,0B0,0F1,0B1\n1F0,1F1,1R0,1B0,1B1", ">0B0<", "deadlock", 0, 0, 0),
         ("0F0,0F1\n1F0", ">1F1?<", "1F1 is missing", 1, 1, 1),
         ("1F0,0F0,0B0,1B0", ">1F0<", "rank 0 at 1F0 waits for 0F0, later on rank 0", 0, 1, 0),
     ],

@@ -8,11 +8,12 @@ from graphlib import TopologicalSorter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.random_schedules import runnable_schedules
 from support.tolerance import close
 
 from mpipipe import schedules
 from mpipipe.errors import ArgumentError, ScheduleError
-from mpipipe.schedules import Action, Costs, Schedule, simulate
+from mpipipe.schedules import Action, Costs, simulate
 
 
 def longest_path(schedule, costs):
@@ -23,6 +24,7 @@ def longest_path(schedule, costs):
         "F": lambda stage: costs.forward[stage],
         "I": lambda stage: costs.input_grad[stage],
         "W": lambda stage: costs.weight_grad[stage],
+        "R": lambda stage: costs.forward[stage],
         "B": lambda stage: costs.input_grad[stage] + costs.weight_grad[stage],
     }
     edges = {}  # action -> {predecessor: time on the way}
@@ -44,37 +46,6 @@ def longest_path(schedule, costs):
     return ends
 
 
-@st.composite
-def runnable_schedules(draw):
-    """Any placement, backwards split or not, the actions in a random order that respects all data edges."""
-    ranks = draw(st.integers(1, 4))
-    extra = draw(st.lists(st.integers(0, ranks - 1), max_size=4))
-    placement = draw(st.permutations([*range(ranks), *extra]))
-    stages, microbatches = len(placement), draw(st.integers(1, 4))
-    needs = {}
-    for microbatch in range(microbatches):
-        ready = None
-        chain = [Action(stage, "F", microbatch) for stage in range(stages)]
-        for stage in reversed(range(stages)):
-            split = draw(st.booleans())
-            chain.append(Action(stage, "I" if split else "B", microbatch))
-            if split:
-                needs[Action(stage, "W", microbatch)] = {chain[-1]}
-        for action in chain:
-            needs[action] = {ready} if ready else set()
-            ready = action
-    orders = [[] for _ in range(ranks)]
-    sorter = TopologicalSorter(needs)
-    sorter.prepare()
-    pool = []
-    while sorter.is_active():
-        pool.extend(sorter.get_ready())
-        action = pool.pop(draw(st.integers(0, len(pool) - 1)))
-        orders[placement[action.stage]].append(action)
-        sorter.done(action)
-    return Schedule("random", placement, microbatches, orders)
-
-
 @given(schedule=runnable_schedules(), data=st.data())
 def test_every_action_ends_at_its_longest_path(schedule, data):
     times = st.lists(st.integers(0, 6), min_size=schedule.stages, max_size=schedule.stages)
@@ -94,7 +65,8 @@ def test_peak_is_the_largest_number_of_open_intervals(schedule):
     expected = []
     for order in schedule.orders:
         slot_of = {action: slot for slot, action in enumerate(order)}
-        opened = [(slot_of[a], a.stage, a.microbatch) for a in order if a.op == "F"]
+        opens = {(a.stage, a.microbatch): slot_of[a] for a in order if a.op in "FR"}  # an R comes after its F
+        opened = [(slot, stage, microbatch) for (stage, microbatch), slot in opens.items()]
         closes = {(a.stage, a.microbatch): slot_of[a] for a in order if a.op in "BW"}
         spans = [(start, closes[stage, microbatch]) for start, stage, microbatch in opened]
         expected.append(max(sum(start <= slot <= end for start, end in spans) for slot in range(len(order))))

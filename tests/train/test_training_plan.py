@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from mpipipe import schedules
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.models import GPT
 from mpipipe.train import TrainConfig
@@ -79,3 +80,13 @@ def test_what_does_not_fit_is_refused_as_configuration(pipe, replicas, keys, mat
 def test_what_other_rooms_refuse_passes_through(pipe, keys, match):
     with pytest.raises(ArgumentError, match=match):
         plan(pipe, **keys)
+
+
+def test_as_many_forwards_are_run_again_as_the_limit_needs():
+    without, made = plan(4, microbatches=8), plan(4, microbatches=8, recompute_limit=2)
+    assert max(schedules.peak_memory(without.schedule)) == 4 and max(schedules.peak_memory(made.schedule)) == 2
+    assert 0 < len(made.schedule.recomputed) < 4 * 8
+    with pytest.raises(ArgumentError, match="keeps this memory limit"):
+        plan(4, schedule="zero_bubble_h1", microbatches=8, recompute_limit=3)
+    with pytest.raises(ConfigError, match="both given"):
+        plan(4, recompute=True, recompute_limit=2)

@@ -1,0 +1,197 @@
+"""Recomputation put into a schedule: which forwards are run again, so that memory suffices, and when.
+
+    rank 0 0F0 0F1 0R0 ........0B0---- 0F2 0R1 0B1---- 0R2 ....0B2----
+    rank 1 ....1F0 1R0 1B0---- 1F1 1R1 1B1---- 1F2 1R2 1B2----
+
+An R needs no message. So it fills the wait in front of its backward, wherever there is one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from heapq import heappop, heappush
+from typing import NamedTuple, TypeAlias
+
+from mpipipe.errors import ArgumentError
+from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, RECOMPUTE, WEIGHT_GRAD, Action
+from mpipipe.schedules.hiding import hidden_in_waits
+from mpipipe.schedules.memory import held, sizes_per_stage
+from mpipipe.schedules.proof import check
+from mpipipe.schedules.schedule import Schedule
+from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, Timeline, simulate
+
+Pair: TypeAlias = "tuple[int, int]"  # stage, micro-batch
+ROUNDING = 1e-9  # sums of sizes may be off by this share of the limit
+
+
+def with_recompute(
+    schedule: Schedule,
+    costs: Costs = EQUAL_COSTS,
+    memory_limit: float | None = None,
+    *,
+    activation: float | Sequence[float] = 1.0,
+    kept_input: float | Sequence[float] = 0.0,
+) -> Schedule:
+    """Put R actions into a schedule, and leave the order of all else.
+
+    An R stands just before its backward, or further ahead where its rank would idle, as far as memory allows. The
+    result is never slower than with each of its R's just before the backward.
+
+    Parameters
+    ----------
+    schedule : Schedule
+        A schedule with backwards. R's that it has are placed anew.
+    costs : Costs, optional
+        Times of the actions, from which waits follow; R takes as long as F.
+    memory_limit : float, optional
+        What a rank may hold at once, as `peak_memory` counts it. Those forwards are run again that keep it in the least
+        time, of the choices that are tried; of equal choices the one with the fewest. Without a limit all are, and an R
+        is moved ahead as long as its rank holds no more than one activation more than it must.
+    activation, kept_input : float or sequence of float, optional
+        What a forward leaves for its backward, and how much of it is the input; see `peak_memory`. By default the unit
+        is one activation, and inputs are free.
+
+    Returns
+    -------
+    Schedule
+        The schedule with its R actions; the same one where nothing has to be recomputed.
+
+    Raises
+    ------
+    ArgumentError
+        No choice keeps the limit, or a cost or size does not fit.
+    ScheduleError
+        The schedule cannot run.
+
+    Examples
+    --------
+    >>> from mpipipe import schedules
+    >>> schedule = schedules.one_f_one_b(3, 4)
+    >>> print(schedules.with_recompute(schedule, memory_limit=2).to_csv(), end="")
+    0F0,0F1,0F2,0B0,0F3,0R1,0B1,0B2,0R3,0B3
+    1F0,1F1,1B0,1F2,1B1,1F3,1B2,1B3
+    2F0,2B0,2F1,2B1,2F2,2B2,2F3,2B3
+    """
+    check(schedule)
+    whole, kept = sizes_per_stage(schedule, activation, kept_input)
+    plain = without_recompute(schedule)
+    if schedule.forwards_only:
+        return plain
+    everything = before_backwards(plain)
+    least = [max(held(everything, order, whole, kept)) for order in everything.orders]
+    if memory_limit is None:
+        more = [max(whole[stage] for stage in schedule.stages_of(rank)) for rank in range(schedule.ranks)]
+        limits = [(peak + size) * (1 + ROUNDING) for peak, size in zip(least, more)]
+        return hidden_in_waits(everything, costs, limits, whole, kept)[0]
+    limit = _checked(memory_limit, least)
+    timeline = simulate(plain, costs)
+    lives = [_lives(timeline, rank, whole, kept) for rank in range(schedule.ranks)]
+    found = []
+    for preference in PREFERENCES:
+        of_ranks = (_given_up(order, own, whole, limit, preference) for order, own in zip(plain.orders, lives))
+        chosen = set().union(*of_ranks)
+        found.append(hidden_in_waits(before_backwards(plain, chosen), costs, [limit] * schedule.ranks, whole, kept))
+    return min(found, key=lambda each: (each[1], len(each[0].recomputed)))[0]
+
+
+def without_recompute(schedule: Schedule) -> Schedule:
+    """Take all R's out."""
+    if not schedule.recomputed:
+        return schedule
+    orders = tuple(tuple(action for action in order if action.op != RECOMPUTE) for order in schedule.orders)
+    return replace(schedule, orders=orders)
+
+
+def before_backwards(schedule: Schedule, pairs: Collection[Pair] | None = None) -> Schedule:
+    """Put an R just before the backward of these pairs, of all for None; R's that are there stay."""
+
+    def with_its(action: Action) -> Iterator[Action]:
+        stage, op, microbatch = action
+        pair = stage, microbatch
+        if op in (BACKWARD, INPUT_GRAD) and (pairs is None or pair in pairs) and pair not in schedule.recomputed:
+            yield Action(stage, RECOMPUTE, microbatch)
+        yield action
+
+    return replace(
+        schedule, orders=tuple(tuple(one for action in order for one in with_its(action)) for order in schedule.orders)
+    )
+
+
+def _checked(memory_limit: float, least: Sequence[float]) -> float:
+    try:
+        limit = float(memory_limit) * (1 + ROUNDING)
+    except (TypeError, ValueError):
+        limit = math.nan
+    most = max(least)
+    if not limit >= most:
+        raise ArgumentError(
+            "no choice of forwards to run again keeps this memory limit",
+            found=f"memory_limit={memory_limit!r}",
+            expected=f"at least {most:g}, which rank {least.index(most)} needs where it runs all of them again",
+            remedy="raise the limit, or take a schedule that holds less, such as v_half or v_min",
+        )
+    return limit
+
+
+class _Life(NamedTuple):
+    """One activation of a rank: slots of its forward and its backward, how much time an R adds, and what it frees."""
+
+    begin: int
+    end: int
+    price: float
+    freed: float
+
+
+# What is given up first: the smallest of these. The first is the rule that needs the fewest where all activations are
+# alike: the one whose backward is the furthest (Belady, IBM Systems Journal 5, 1966).
+PREFERENCES: tuple[Callable[[_Life], tuple[float, float]], ...] = (
+    lambda life: (-life.end, life.price),
+    lambda life: (life.price, -life.end),
+    lambda life: (life.price / (life.freed * (life.end - life.begin)) if life.freed else math.inf, -life.end),
+)
+
+
+def _lives(timeline: Timeline, rank: int, whole: Sequence[float], kept: Sequence[float]) -> dict[Pair, _Life]:
+    """The activations of a rank. The time of an R is what the wait before the backward does not hide."""
+    begins: dict[Pair, int] = {}
+    lives: dict[Pair, _Life] = {}
+    before = 0.0
+    for slot, ((stage, op, microbatch), start, end) in enumerate(timeline.spans[rank]):
+        if op == FORWARD:
+            begins[stage, microbatch] = slot
+        elif op in (BACKWARD, INPUT_GRAD):
+            price = max(0.0, timeline.durations[RECOMPUTE][stage] - (start - before))
+            lives[stage, microbatch] = _Life(begins[stage, microbatch], slot, price, whole[stage] - kept[stage])
+        before = end
+    return lives
+
+
+def _given_up(
+    order: Sequence[Action],
+    lives: Mapping[Pair, _Life],
+    whole: Sequence[float],
+    limit: float,
+    preference: Callable[[_Life], tuple[float, float]],
+) -> set[Pair]:
+    """Walk through an order; where it holds more than the limit, give up activations that can be recomputed."""
+    now = 0.0
+    found: set[Pair] = set()
+    waiting: list[tuple[tuple[float, float], Pair]] = []  # for their backwards; the first to be given up comes first
+    for slot, (stage, op, microbatch) in enumerate(order):
+        pair = stage, microbatch
+        if op == FORWARD and pair in lives:
+            now += whole[stage]
+        elif op in (BACKWARD, INPUT_GRAD) and pair in found:
+            now += lives[pair].freed
+        while now > limit:
+            _, other = heappop(waiting)
+            if lives[other].end > slot:
+                found.add(other)
+                now -= lives[other].freed
+        if op == FORWARD and pair in lives:
+            heappush(waiting, (preference(lives[pair]), pair))
+        elif op in (BACKWARD, WEIGHT_GRAD):
+            now -= whole[stage]
+    return found

@@ -1,0 +1,183 @@
+"""Schedules drawn at random: whatever has no cycle runs, and gives the gradients of the model; nothing else starts."""
+
+from __future__ import annotations
+
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import dense
+from support.random_schedules import runnable_schedules
+
+from mpipipe import Pipeline
+from mpipipe.comm import inprocess
+from mpipipe.comm.mailbox import Mailbox
+from mpipipe.errors import ScheduleError
+from mpipipe.nn import Position
+from mpipipe.schedules import Action, Schedule, check, from_csv, simulate
+
+WIDTH, ROWS = 3, 2
+
+
+class Whole:
+    """y = max(0, x W) * mask, in whole numbers: sums of them are exact in any order, so gradients have the same bits.
+
+    The mask is drawn from the position, as dropout is.
+    """
+
+    def __init__(self, number):
+        self.number = number
+        self.weight = np.random.default_rng(number).integers(-1, 2, (WIDTH, WIDTH)).astype(float) + np.eye(WIDTH)
+        self.gradient = np.zeros((WIDTH, WIDTH))
+        self.forwards = 0
+
+    def forward(self, x, position):
+        self.forwards += 1
+        place = (self.number, position.microbatch, position.step)
+        mask = np.random.default_rng(place).integers(0, 2, x.shape)
+        y = np.maximum(0, x @ self.weight) * mask
+        return y, (x, y > 0)
+
+    def backward_input(self, dy, saved):
+        x, passed = saved
+        return (dy * passed) @ self.weight.T, (x, dy * passed)
+
+    def backward_weight(self, pending):
+        x, dy = pending
+        self.gradient += x.T @ dy
+
+    def backward(self, dy, saved):
+        dx, pending = self.backward_input(dy, saved)
+        self.backward_weight(pending)
+        return dx
+
+
+def loss(output, target, factor):
+    """Its gradient is in whole numbers: the share of a micro-batch in the mean, `factor`, is left out."""
+    return float((output * target).sum()), target
+
+
+def batch(microbatches):
+    return np.random.default_rng(microbatches).integers(-2, 3, (2, ROWS * microbatches, WIDTH)).astype(float)
+
+
+def expected_of(schedule):
+    """Gradients of all stages, micro-batch by micro-batch and stage by stage, without a pipeline."""
+    stages = [Whole(number) for number in range(schedule.stages)]
+    inputs, targets = batch(schedule.microbatches)
+    for m in range(schedule.microbatches):
+        x, kept = inputs[m * ROWS : (m + 1) * ROWS], []
+        for stage in stages:
+            x, saved = stage.forward(x, Position(0, m, 0, True))
+            kept.append(saved)
+        dy = targets[m * ROWS : (m + 1) * ROWS]
+        for stage, saved in zip(stages[::-1], kept[::-1]):
+            dy = stage.backward(dy, saved)
+    return [stage.gradient for stage in stages]
+
+
+@settings(max_examples=40)
+@given(schedule=runnable_schedules(), synchronous=st.booleans(), seed=st.integers(0, 99))
+def test_every_schedule_without_a_cycle_runs_and_gives_the_same_gradients(schedule, synchronous, seed):
+    inputs, targets = batch(schedule.microbatches)
+
+    def job(comm):
+        stages = [Whole(number) for number in schedule.stages_of(comm.rank)]
+        with Pipeline(stages, schedule, comm, loss=loss) as pipeline:
+            pipeline.step(*dense.placed(schedule, comm.rank, inputs, targets))
+            return stages, pipeline.peak_activations
+
+    expected = expected_of(schedule)
+    check(schedule)
+    found = inprocess.run(schedule.ranks, job, synchronous=synchronous, seed=seed)
+    for rank, (stages, peak) in enumerate(found):
+        assert peak == simulate(schedule).peak_activations[rank]
+        for stage in stages:
+            assert stage.gradient.tobytes() == expected[stage.number].tobytes()
+            again = sum(action.op == "R" and action.stage == stage.number for action in schedule.orders[rank])
+            assert stage.forwards == schedule.microbatches + again
+
+
+def can_run(schedule):
+    """Whether each action is there once on its rank, and order and data close no cycle, by the standard library."""
+    rows = [[str(action) for action in order] for order in schedule.orders]
+    cells = [cell for row in rows for cell in row]
+    if len(set(cells)) < len(cells):
+        return False
+    trains = any(action.op != "F" for order in schedule.orders for action in order)
+    needs = {cell: {before} for row in rows for before, cell in pairwise(row)}
+    for rank, order in enumerate(schedule.orders):
+        for stage, op, m in order:
+            mine = needs.setdefault(f"{stage}{op}{m}", set())
+            if schedule.placement[stage] != rank:
+                return False
+            back = f"{stage}I{m}" if f"{stage}I{m}" in cells else f"{stage}B{m}"
+            if op == "F" and stage:
+                mine.add(f"{stage - 1}F{m}")
+            elif op in "RBI":
+                mine.add(f"{stage}F{m}")
+            elif op == "W":
+                mine.add(f"{stage}I{m}")
+            if op in "BI":
+                mine |= {f"{stage}R{m}"} & set(cells)
+                if stage < schedule.stages - 1:
+                    mine.add(f"{stage + 1}I{m}" if f"{stage + 1}I{m}" in cells else f"{stage + 1}B{m}")
+            complete = {f"{stage}F{m}", back} | ({f"{stage}W{m}"} if "I" in back else set()) if trains else set()
+            if not complete <= set(cells) or {f"{stage}B{m}", f"{stage}I{m}"} <= set(cells):
+                return False
+    try:
+        TopologicalSorter(needs).prepare()
+    except CycleError:
+        return False
+    return True
+
+
+@st.composite
+def changed_schedules(draw):
+    """A schedule with one action dropped, doubled, or on a wrong rank, or two swapped."""
+    schedule = draw(runnable_schedules())
+    orders = [list(order) for order in schedule.orders]
+    rank = draw(st.integers(0, schedule.ranks - 1))
+    order = orders[rank]
+    slot, other = (draw(st.integers(0, len(order) - 1)) for _ in range(2))
+    change = draw(st.sampled_from(["dropped", "doubled", "swapped", "wrong rank"]))
+    if change == "dropped":
+        del order[slot]
+    elif change == "doubled":
+        order.insert(other, order[slot])
+    elif change == "swapped":
+        order[slot], order[other] = order[other], order[slot]
+    else:
+        target = orders[draw(st.integers(0, schedule.ranks - 1))]
+        target.insert(draw(st.integers(0, len(target))), order.pop(slot))
+    return Schedule("changed", schedule.placement, schedule.microbatches, orders)
+
+
+@settings(max_examples=60)
+@given(schedule=changed_schedules())
+def test_a_changed_schedule_is_refused_before_a_message_or_runs(schedule):
+    if can_run(schedule):
+        check(schedule)
+        return
+    made, make = [], Mailbox.__init__
+
+    def job(comm):
+        stages = [Whole(number) for number in schedule.stages_of(comm.rank)]
+        with pytest.raises(ScheduleError):
+            Pipeline(stages, schedule, comm, loss=loss)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Mailbox, "__init__", lambda *given, **options: made.append(given) or make(*given, **options))
+        inprocess.run(schedule.ranks, job)
+    assert not made  # what carries messages was never there
+
+
+def test_the_reference_refuses_what_it_should():
+    good = "0F0,0R0,0B0\n1F0,1I0,1W0"
+    assert can_run(from_csv(good))
+    for bad in ("0F0,0B0,0R0\n1F0,1I0,1W0", "0F0,0R0,0B0\n1F0,1W0,1I0", "0F0,0R0\n1F0,1I0,1W0", "0F0,0R0,0B0\n1F0,1I0"):
+        assert not can_run(from_csv(bad))
+    assert Action(0, "R", 0) in from_csv(good).orders[0]

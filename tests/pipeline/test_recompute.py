@@ -1,0 +1,199 @@
+"""Forwards that are run again: the bits of those that are not, what is held meanwhile, and where a failure is."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from support import dense
+from support.small_gpt import gradients, parts_of
+from support.tolerance import within
+
+from mpipipe import Pipeline, nn, schedules
+from mpipipe.comm import inprocess
+from mpipipe.comm.tags import Tags
+from mpipipe.errors import StageError
+from mpipipe.pipeline.plan import Plan
+from mpipipe.schedules import Action, Costs, from_csv, one_f_one_b, simulate, with_recompute
+from mpipipe.trace import Recorder
+
+CASES = [  # schedule, chunks, memory limit as a share of its peak; None: all are run again
+    ("gpipe", 1, 0.5),
+    ("one_f_one_b", 1, None),
+    ("one_f_one_b", 1, 0.75),
+    ("interleaved_1f1b", 2, 0.7),
+    ("zero_bubble_h1", 1, None),
+    ("interleaved_zero_bubble", 2, 0.8),
+    ("zero_bubble_v", 2, 0.9),
+    ("v_half", 2, None),
+]
+UNEVEN = [1, 3, 2, 1, 2]
+
+
+def recomputed(name, ranks, chunks, microbatches, share):
+    """A schedule with R's, some of them away from their backwards where costs are uneven."""
+    schedule = dense.build(name, ranks, chunks, microbatches)
+    costs = Costs(forward=[UNEVEN[stage % 5] for stage in range(schedule.stages)])
+    if share is None:
+        return with_recompute(schedule, costs)
+    least = max(schedules.peak_memory(with_recompute(schedule)))
+    return with_recompute(schedule, costs, max(least, share * max(schedules.peak_memory(schedule))))
+
+
+@pytest.mark.parametrize("name, chunks, share", CASES)
+def test_gradients_have_the_bits_of_1f1b_on_1_2_and_4_ranks(comm, name, chunks, share):
+    options = dict(rows=6, steps=2, dropout=0.25, tied=True, dtype="float32")
+    alone = parts_of(comm, 1)
+    expected, loss = gradients(alone, one_f_one_b(1, 5), **options)
+    alone.Free()
+    for ranks in (1, 2, 4):
+        if comm.size % ranks:
+            continue
+        group = parts_of(comm, ranks)
+        schedule = recomputed(name, ranks, chunks, 5, share)
+        assert ranks == 1 or schedule.recomputed
+        found, found_loss = gradients(group, schedule, **options)
+        assert found_loss == loss
+        for key, gradient in found.items():
+            assert gradient.tobytes() == expected[key].tobytes(), (name, ranks, key)
+        group.Free()
+
+
+@pytest.mark.parametrize("synchronous", [0, 1])
+@pytest.mark.parametrize("name, chunks, share", CASES)
+def test_the_measured_peak_is_the_simulated_one(comm, monkeypatch, name, chunks, share, synchronous):
+    monkeypatch.setenv("MPIPIPE_SYNC_SENDS", str(synchronous))
+    schedule = recomputed(name, comm.size, chunks, 7, share)
+    inputs, targets = dense.batch(7, schedule.stages)
+    loss, expected, _, _ = dense.reference(schedule.stages, inputs, targets)
+    allowed = dense.bounds(schedule.stages, inputs, targets)
+    stages = dense.model(schedule, comm.rank)
+    mine = dense.placed(schedule, comm.rank, inputs, targets)
+    with Pipeline(stages, schedule, comm, loss=dense.mean_squared) as pipeline:
+        for _ in range(2):
+            for stage in stages:
+                stage.gradient.fill(0)
+            within(pipeline.step(*mine).loss, loss, allowed[0], "loss")
+            assert pipeline.peak_activations == simulate(schedule).peak_activations[comm.rank]
+            for stage, number in zip(stages, schedule.stages_of(comm.rank)):
+                within(stage.gradient, expected[number], allowed[1][number], f"gradient of stage {number}")
+        within(pipeline.evaluate(*mine), loss, allowed[0], "loss")
+
+
+class Counted(nn.Stage):
+    """Counts what its forwards have saved and nobody has dropped yet, at each of its calls."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.alive, self.seen = Counter(), []
+
+    def forward(self, x):
+        self.seen.append(("forward", self.alive["saved"]))
+        y, saved = super().forward(x)
+        return y, Saved(saved, self.alive)
+
+    def backward(self, dy, saved):
+        self.seen.append(("backward", self.alive["saved"]))
+        return super().backward(dy, saved.inner)
+
+
+class Saved:
+    def __init__(self, inner, alive):
+        self.inner, self.alive = inner, alive
+        alive["saved"] += 1
+
+    def __del__(self):
+        self.alive["saved"] -= 1
+
+
+def seen_by(schedule, **options):
+    """What a stage of one rank sees in a step: which call, and how many saved activations there are."""
+
+    def job(comm):
+        stage = Counted([nn.Linear(4, 4)])
+        x = np.ones((3, 4), np.float32)
+        with Pipeline([stage], schedule, comm, loss=nn.mean_squared_error, **options) as pipeline:
+            pipeline.step(x, x)
+            return stage.seen, pipeline.peak_activations
+
+    return inprocess.run(1, job)[0]
+
+
+def test_nothing_but_the_input_is_held_until_the_forward_is_run_again():
+    seen, peak = seen_by(from_csv("0F0,0F1,0F2,0R1,0R2,0B0,0B1,0B2"))
+    kinds = ["forward"] * 5 + ["backward"] * 3
+    assert seen == list(zip(kinds, [0, 1, 1, 1, 2, 3, 2, 1])) and peak == 3
+
+
+def test_recompute_is_a_schedule_with_an_r_before_each_backward():
+    given, peak = seen_by(schedules.gpipe(1, 3), recompute=True)
+    written, whole = seen_by(from_csv("0F0,0F1,0F2,0R0,0B0,0R1,0B1,0R2,0B2"))
+    assert given == written and (peak, whole) == (3, 1)  # the schedule that was handed in holds 3
+    assert simulate(schedules.gpipe(1, 3)).peak_activations == [3]
+    mixed, _ = seen_by(from_csv("0F0,0F1,0F2,0R2,0B0,0B1,0B2"), recompute=True)
+    assert [kind for kind, _ in mixed] == [*["forward"] * 5, "backward", "forward", "backward", "backward"]
+
+
+def durations_of(schedule, recompute):
+    """Measured durations, and what the recorder saw."""
+
+    def job(comm):
+        stage = nn.Stage([nn.Linear(4, 4)], first=comm.rank)
+        x = np.ones((4, 4), np.float32)
+        with Pipeline([stage], schedule, comm, loss=nn.mean_squared_error, recompute=recompute) as pipeline:
+            pipeline.recorder = Recorder()
+            pipeline.step(*dense.placed(schedule, comm.rank, x, x))
+            totals = pipeline.engine.executor.clock.totals
+            return pipeline.durations(), dict(totals), [span.name for span in pipeline.recorder.spans]
+
+    return inprocess.run(2, job)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_durations_and_traces_know_recomputations(recompute):
+    """An R counts as a forward, or, where the user's schedule knows none, as a part of the backward."""
+    plain = one_f_one_b(2, 4)
+    shown = with_recompute(plain)
+    for rank, (costs, totals, names) in enumerate(durations_of(plain if recompute else shown, recompute)):
+        assert names == [str(action) for action in shown.orders[rank]]
+        spent = {op: totals[op, rank] for op in "FRB"}
+        assert {op: count for op, (_, count) in spent.items()} == {"F": 4, "R": 4, "B": 4}
+        seconds = {op: total for op, (total, _) in spent.items()}
+        expected = (seconds["F"] / 4, (seconds["B"] + seconds["R"]) / 4)
+        if not recompute:
+            expected = (seconds["F"] + seconds["R"]) / 8, seconds["B"] / 4
+        assert (costs.forward[rank], costs.input_grad[rank]) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_failure_and_an_account_name_the_recomputation():
+    def job(comm):
+        stage, calls, found = nn.Stage([nn.Linear(4, 4)]), iter(range(100)), []
+        forward = stage.forward
+        with pytest.raises(StageError) as caught:
+            with Pipeline([stage], with_recompute(schedules.gpipe(1, 2)), comm, nn.mean_squared_error) as pipeline:
+
+                def breaks(x):
+                    found.append(pipeline.engine.flight.account())
+                    if next(calls) == 3:
+                        raise ValueError("wet paint")
+                    return forward(x)
+
+                stage.forward = breaks
+                pipeline.step(np.ones((4, 4), np.float32), np.ones((4, 4), np.float32))
+        return caught.value, found
+
+    ((error, accounts),) = inprocess.run(1, job)
+    assert str(error).startswith("rank 0, stage 0, micro-batch 1: recomputation raised ValueError: wet paint")
+    assert accounts[2].doing.startswith("recomputation of stage 0, micro-batch 0, in step") and accounts[2].computes
+    assert [line.split(":")[0].strip() for line in accounts[3].operations[1:]] == ["0F0", "0F1", "0R0", "0B0"]
+
+
+def test_an_r_sends_and_receives_nothing():
+    schedule = with_recompute(schedules.zero_bubble_h1(2, 3))
+    for rank in range(2):
+        steps = Plan(schedule, rank, Tags(schedule.placement, 3, 32767)).steps
+        again = [step for step in steps if step.op == "R"]
+        assert len(again) == 3 and all(step.receive is step.send is None and not step.completes for step in again)
+        assert all(step.recomputed for step in steps)
+        assert Action(rank, "R", 0) in schedule.orders[rank]
