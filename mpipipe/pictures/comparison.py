@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from mpipipe.errors import ArgumentError
 from mpipipe.pictures.colours import INK, PALE, SERIES, YELLOW, darker
-from mpipipe.pictures.sheet import MARGIN, SMALL, TEXT, WIDTH, Sheet, draw, is_number
+from mpipipe.pictures.sheet import MARGIN, SMALL, TEXT, WIDTH, Sheet, counted, draw, is_number
 from mpipipe.pictures.spread import spread
 from mpipipe.schedules import Costs, Timeline, by_name, simulate
 from mpipipe.schedules.registry import ONE_STAGE, SEVERAL_STAGES, TWO_STAGES
@@ -74,7 +74,7 @@ def simulate_all(
     >>> from mpipipe import pictures
     >>> found = pictures.simulate_all(4, [4, 8], names=["gpipe", "zero_bubble_v"])
     >>> [(timeline.schedule.name, timeline.makespan) for timeline in found]
-    [('gpipe', 21.0), ('gpipe', 33.0), ('zero_bubble_v', 14.5), ('zero_bubble_v', 25.5)]
+    [('gpipe', 21.0), ('gpipe', 33.0), ('zero_bubble_v', 15.0), ('zero_bubble_v', 25.5)]
     """
     for entry in fields(costs):
         if not is_number(getattr(costs, entry.name)):
@@ -162,7 +162,7 @@ def _sorted(found: Mapping[str, Mapping[int, float]]) -> Points:
 def _sheet(panels: Sequence[Panel], ranks: int) -> Sheet:
     sheet, top = Sheet(), TOP
     names = list(panels[0].points)
-    sheet.title(f"{len(names)} schedule{'s' if len(names) > 1 else ''} on {ranks} ranks")
+    sheet.title(f"{counted(len(names), 'schedule')} on {counted(ranks, 'rank')}")
     room = LEADER + MARGIN + max(map(sheet.width_of_words, names))
     height = max(PANEL, APART * (len(names) + 1))
     for panel in panels:
@@ -191,7 +191,7 @@ def _scale(axes: Any, panel: Panel, width: float) -> None:
         axes.set_xscale("log", base=2)
         axes.set_xlim(few / (many / few) ** BESIDE, many)
     else:
-        axes.set_xlim(few - BESIDE * max(1, many - few), max(many, few + 1))
+        axes.set_xlim(few - (BESIDE * (many - few) or 1), many)
     kept: list[int] = []
     for count in counts:
         places = axes.transData.transform([(count, 1), (kept[-1] if kept else count, 1)])[:, 0]

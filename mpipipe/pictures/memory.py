@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from mpipipe.pictures.colours import BLUE, PALE, SKY_BLUE
 from mpipipe.pictures.rows import AXIS, add_rows, check_boxes, height_of_row, name_time
-from mpipipe.pictures.sheet import LINE, MARGIN, WIDTH, Sheet, draw
+from mpipipe.pictures.sheet import LINE, MARGIN, WIDTH, Sheet, draw, subject
 from mpipipe.schedules import Timeline
 from mpipipe.schedules.action import BACKWARD, FORWARD, WEIGHT_GRAD
 
@@ -82,10 +82,7 @@ def _sheet(timeline: Timeline) -> Sheet:
     schedule, peaks = timeline.schedule, timeline.peak_activations
     row = height_of_row(schedule.ranks, ROW)
     sheet = Sheet()
-    sheet.title(
-        f"{schedule.name}: {schedule.ranks} ranks, {schedule.microbatches} micro-batches",
-        f"largest peak {max(peaks)}, smallest {min(peaks)}",
-    )
+    sheet.title(subject(schedule), f"largest peak {max(peaks)}, smallest {min(peaks)}")
     part = "" if schedule.chunks == 1 else f", each of one chunk of {schedule.chunks}"
     sheet.text(MARGIN, TOP + LINE / 2, f"activations that each rank holds{part}; dotted: the largest peak of all ranks")
     top = TOP + LINE + 4
@@ -95,8 +92,10 @@ def _sheet(timeline: Timeline) -> Sheet:
         times, counts = profile(timeline, rank)
         heights = [rank + 1 - scale * count for count in counts]
         axes.fill_between(times, heights, rank + 1, step="post", color=SKY_BLUE, linewidth=0)
-        axes.plot(times, heights, drawstyle="steps-post", color=BLUE, linewidth=1.0, label=f"rank {rank}")
-        axes.axhline(rank + 1 - FULL, color=PALE, linewidth=0.8, linestyle=":", zorder=0)
+        axes.plot(
+            times, heights, drawstyle="steps-post", color=BLUE, linewidth=min(1.0, row / 10), label=f"rank {rank}"
+        )
+        axes.axhline(rank + 1 - FULL, color=PALE, linewidth=min(0.8, row / 20), linestyle=":", zorder=0)
         if row >= 10 or rank % int(-(-10 // row)) == 0:
             sheet.text(WIDTH - RIGHT + 6, top + (rank + 0.55) * row, f"peak {peak}")
     name_time(axes)

@@ -13,6 +13,7 @@ from typing import Any
 from mpipipe import files
 from mpipipe.errors import ArgumentError, BackendError, StorageError
 from mpipipe.pictures.colours import INK, Look, shade
+from mpipipe.schedules import Schedule
 
 WIDTH, MARGIN = 548.0, 8.0  # points; the width of a page of documentation
 TITLE, TEXT, SMALL = 10.5, 9.0, 8.0  # sizes of fonts
@@ -31,6 +32,7 @@ SETTINGS = {
     "ytick.color": INK,
     "axes.linewidth": 0.8,
     "hatch.linewidth": 0.6,
+    "text.parse_math": False,  # a dollar in a name is a dollar
     "svg.fonttype": "none",  # text stays text: it can be searched, and read aloud
     "svg.hashsalt": "mpipipe",  # the same picture has the same names inside
 }
@@ -51,6 +53,7 @@ class Sheet:
         from matplotlib.figure import Figure
 
         self.name = ""
+        self.widths: dict[str, float] = {}  # of words, once they were measured
         self.figure = Figure(facecolor="white")
         self.places: list[tuple[Any, float, float, float, float]] = []
         self.ink = self.figure.add_axes((0, 0, 1, 1), facecolor="none")
@@ -88,10 +91,11 @@ class Sheet:
 
     def width_of_words(self, words: str) -> float:
         """Return the width that `text` gives to words."""
-        text = self.text(0, 0, words)
-        width = self.width_of(text)
-        text.remove()
-        return width
+        if words not in self.widths:
+            text = self.text(0, 0, words)
+            self.widths[words] = self.width_of(text)
+            text.remove()
+        return self.widths[words]
 
     def key(self, top: float, looks: Sequence[Look], chunks: int = 1, notes: Sequence[str] = ()) -> float:
         """Write what the colours mean, and return where it ends; a look has a swatch in the shade of each chunk."""
@@ -122,7 +126,7 @@ def draw(path: str | os.PathLike[str], make: Callable[[], Sheet]) -> None:
     style = _library()
     with style.context(["default", SETTINGS]):  # whatever the user's matplotlibrc says
         sheet, content = make(), io.BytesIO()
-        metadata = {"Title": sheet.name}
+        metadata: dict[str, str | None] = {"Title": sheet.name}
         metadata |= {"Date": None, "Creator": "mpipipe"} if kind == "svg" else {"Software": "mpipipe"}
         sheet.figure.savefig(content, format=kind, dpi=DOTS, metadata=metadata)
     try:
@@ -175,6 +179,17 @@ def _target(path: str | os.PathLike[str]) -> tuple[Path, str]:
     if not os.access(target.parent, os.W_OK):
         raise _unwritable(target, "the folder may not be written to")
     return target, kind
+
+
+def counted(count: int, thing: str) -> str:
+    """Return a count with its noun."""
+    ending = "" if count == 1 else "es" if thing.endswith("ch") else "s"
+    return f"{count} {thing}{ending}"
+
+
+def subject(schedule: Schedule) -> str:
+    """Return what a picture of one schedule is called."""
+    return f"{schedule.name}: {counted(schedule.ranks, 'rank')}, {counted(schedule.microbatches, 'micro-batch')}"
 
 
 def is_number(value: object) -> bool:

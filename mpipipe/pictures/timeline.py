@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 from mpipipe.errors import ArgumentError
 from mpipipe.pictures.colours import INK, PALE, WHITE, Look, ink_on, looks_of_ops, shade
 from mpipipe.pictures.rows import AXIS, LEFT, RIGHT, add_rows, check_boxes, height_of_row, hide_time, name_time
-from mpipipe.pictures.sheet import MARGIN, WIDTH, Sheet, draw, is_number
+from mpipipe.pictures.sheet import MARGIN, WIDTH, Sheet, draw, is_number, subject
 from mpipipe.schedules import Schedule, Timeline
 
 ROW, BOX = 22.0, 0.84  # points from one rank to the next, and the part of them that is a box
 TOP, NAME = 24.0, 16.0  # points above the key, and above a panel that has a name
+FRAMED = 6.0  # points of a row below which frames would hide what they frame
 DIGIT = 0.64  # width of a digit, in sizes of its font
 SIZES = (9.0, 8.0, 7.0, 6.0)  # of the numbers in boxes
 
@@ -102,10 +103,7 @@ def _sheet(timeline: Timeline, panels: Sequence[Boxes]) -> Sheet:
     if schedule.chunks > 1:
         notes.append("lighter: later chunk")
     sheet = Sheet()
-    sheet.title(
-        f"{schedule.name}: {schedule.ranks} ranks, {schedule.microbatches} micro-batches",
-        f"makespan {timeline.makespan:.4g}, bubble {timeline.bubble_fraction:.1%}",
-    )
+    sheet.title(subject(schedule), f"makespan {timeline.makespan:.4g}, bubble {timeline.bubble_fraction:.1%}")
     top = sheet.key(TOP, list(looks.values()), schedule.chunks, notes) + 4
     ends = [max((box.end for boxes in panel for box in boxes), default=0.0) for panel in panels]
     longest = max(timeline.makespan, *ends)
@@ -129,12 +127,13 @@ def _fill(axes: Any, panel: Boxes, schedule: Schedule, looks: dict[str, Look], r
     points = (WIDTH - LEFT - RIGHT) / axes.get_xlim()[1]  # of one unit of time
     boxes = [box for rank in panel for box in rank if box.end > box.start]
     narrowest = min((points * (box.end - box.start) for box in boxes), default=0.0)
-    line = 0.6 if narrowest > 5 else 0.25 if narrowest > 2 else 0.0
+    least = min(narrowest, row)
+    line = 0.6 if least > 5 else 0.25 if least > 2 else 0.0
     size = _size(boxes, points, row)
+    frame, high = (0.6, BOX) if row >= FRAMED else (0.0, 1.0)
     for rank, found in enumerate(panel):
-        axes.broken_barh(
-            [(0, end)], (rank + (1 - BOX) / 2, BOX), facecolor=WHITE, edgecolor=PALE, linewidth=0.6, clip_on=False
-        )
+        place = rank + (1 - high) / 2, high
+        axes.broken_barh([(0, end)], place, facecolor=WHITE, edgecolor=PALE, linewidth=frame, clip_on=False)
         chunks: dict[int | None, int] = {stage: chunk for chunk, stage in enumerate(schedule.stages_of(rank))}
         groups: dict[tuple[str, int], list[Measured]] = defaultdict(list)
         for box in found:
@@ -144,7 +143,7 @@ def _fill(axes: Any, panel: Boxes, schedule: Schedule, looks: dict[str, Look], r
             fill = shade(looks[op].colour, chunk, schedule.chunks)
             axes.broken_barh(
                 [(box.start, box.end - box.start) for box in same],
-                (rank + (1 - BOX) / 2, BOX),
+                place,
                 facecolor=fill,
                 edgecolor=INK,
                 linewidth=line,
@@ -195,6 +194,10 @@ def _checked(measured: Sequence[Iterable[Measured]], schedule: Schedule) -> Boxe
                     expected="pictures.Measured(op, stage, microbatch, start, end), finite times, start <= end",
                 )
         panel.append([Measured(*box) for box in row])
+    if not any(panel):
+        raise ArgumentError(
+            "nothing was measured", found="no box on any rank", expected="what the ranks did", remedy="leave it out"
+        )
     return panel
 
 

@@ -65,7 +65,10 @@ def test_the_api_page_has_every_public_room():
     text = (DOCS / "api.md").read_text()
     for name in (
         "mpipipe",
-        *(f"mpipipe.{room}" for room in ("schedules", "nn", "attention", "optim", "adapters", "checkpoint", "models", "pictures")),
+        *(
+            f"mpipipe.{room}"
+            for room in ("schedules", "nn", "attention", "optim", "adapters", "checkpoint", "models", "pictures")
+        ),
     ):
         assert importlib.import_module(name).__all__
         assert f".. automodule:: {name}\n" in text

@@ -24,7 +24,7 @@ def test_every_schedule_has_the_same_work_on_a_rank():
 
 
 def test_names_stand_in_the_order_of_the_ends_of_their_lines(tmp_path):
-    names, path = ["gpipe", "one_f_one_b", "interleaved_1f1b", "zero_bubble_v"], tmp_path / "comparison.svg"
+    names, path = ["gpipe", "one_f_one_b", "interleaved_1f1b", "v_half"], tmp_path / "comparison.svg"
     found = pictures.simulate_all(4, [4, 8, 16], names)
     pictures.draw_comparison(found, path)
     written = [text for text in texts(path) if text.words in names]

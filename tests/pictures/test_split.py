@@ -41,6 +41,12 @@ def test_low_rows_have_a_key_instead(tmp_path):
     assert len(shapes(tmp_path / "split.svg", "#009e73")) == 31  # with that of the key
 
 
+def test_more_names_than_have_room_have_a_key_instead(tmp_path):
+    pictures.draw_split([{f"part number {place}": 1.0 for place in range(20)}], tmp_path / "split.svg")
+    words = [text.words for text in texts(tmp_path / "split.svg")]
+    assert [word for word in words if word.startswith("part")] == [f"part number {place}" for place in range(20)]
+
+
 @pytest.mark.parametrize(
     "rows, match",
     [
@@ -69,3 +75,8 @@ def test_labels_that_are_spread_do_not_touch_and_stay_near():
         assert all(size / 2 - 1e-9 <= place <= 100 - size / 2 + 1e-9 for place, size in zip(places, sizes))
     assert spread([20, 50], [10, 10], 0, 100) == [20, 50]  # nothing moves without need
     assert spread([50, 50], [10, 10], 0, 100) == [45, 55]
+
+
+def test_a_name_is_no_formula(tmp_path):
+    pictures.draw_split([{"a$_{b}$": 1.0}], tmp_path / "split.svg")
+    assert "a$_{b}$ 100%" in [text.words for text in texts(tmp_path / "split.svg")]

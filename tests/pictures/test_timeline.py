@@ -92,6 +92,7 @@ def test_recomputation_has_its_own_colour(tmp_path):
     "measured, match",
     [
         ([[]], "another number of ranks"),
+        ([[], []], "nothing was measured"),
         ([[], [("F", 0, 0, 1.0)]], "no box of a timeline"),
         ([[], [("F", 0, 0, 2.0, 1.0)]], "no box of a timeline"),
         ([[], [("F", 0, 0, float("nan"), 1.0)]], "no box of a timeline"),
