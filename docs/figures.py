@@ -8,11 +8,10 @@ from __future__ import annotations
 from html import escape
 from pathlib import Path
 
-from mpipipe import schedules
+from mpipipe import pictures, schedules
 from mpipipe.attention import Layout
 
 FOLDER = Path(__file__).with_name("figures")
-FILLS = {"F": "#9ec5e8", "B": "#a8d5a2", "I": "#a8d5a2", "W": "#f3c98b"}
 RANKS = ("#9ec5e8", "#a8d5a2", "#f3c98b", "#d9b3dd")
 INK, PAPER, PALE = "#22313f", "#ffffff", "#eef2f5"
 RANK_COUNT, MICROBATCHES = 4, 8
@@ -58,32 +57,6 @@ class Picture:
         return "\n".join([*self.parts, "</svg>", ""])
 
 
-def timeline(schedule, costs=None, unit=22) -> str:
-    """A schedule as `simulate` runs it: a row for each rank, time to the right."""
-    found = schedules.simulate(schedule, costs or schedules.Costs())
-    left, row = 62, 30
-    width, height = max(680, int(left + unit * found.makespan + 12)), row * schedule.ranks + 40
-    picture = Picture(width, height, f"{schedule.name} on {schedule.ranks} ranks")
-    for rank, spans in enumerate(found.spans):
-        y = 8 + rank * row
-        picture.text(8, y + 17, f"rank {rank}")
-        picture.box(left, y, unit * found.makespan, row - 6, fill=PAPER)
-        for action, start, end in spans:
-            label = str(action.microbatch) if schedule.chunks == 1 else f"{action.stage}.{action.microbatch}"
-            fill = FILLS[action.op]
-            picture.box(left + unit * start, y, unit * (end - start), row - 6, label, fill, 11 if unit > 20 else 8)
-    ops = [op for op in "FBIW" if any(action.op == op for order in schedule.orders for action in order)]
-    words = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
-    x = left
-    for op in ops:
-        picture.box(x, height - 26, 14, 14, fill=FILLS[op])
-        picture.text(x + 20, height - 14, words[op], size=12)
-        x += 36 + 8 * len(words[op])
-    numbers = "micro-batch" if schedule.chunks == 1 else "stage.micro-batch"
-    picture.text(x, height - 14, f"numbers: {numbers}; white: bubble", size=12)
-    return picture.svg()
-
-
 def floors() -> str:
     """The rooms of the package by floor."""
     rows = [
@@ -91,7 +64,15 @@ def floors() -> str:
         ("6", [("train", "config, data, loop, generation")]),
         ("5", [("models", "GPT")]),
         ("4", [("pipeline", "plan, executor, Pipeline"), ("checkpoint", "state as files")]),
-        ("3", [("optim", "SGD, AdamW, scaling"), ("attention", "layouts, ring"), ("adapters", "PyTorch, JAX")]),
+        (
+            "3",
+            [
+                ("optim", "SGD, AdamW, scaling"),
+                ("attention", "layouts, ring"),
+                ("adapters", "PyTorch, JAX"),
+                ("pictures", "by matplotlib"),
+            ],
+        ),
         ("2", [("schedules", "pure Python"), ("comm", "the room of MPI"), ("nn", "layers, stages, losses")]),
         ("1", [("arrays", "the door to CuPy and device memory")]),
         (
@@ -121,8 +102,8 @@ def microbatch() -> str:
         picture.box(x, 10, 320, 310, fill=PAPER)
         picture.text(x + 12, 30, f"rank {rank}, stage {stage}", size=14)
         picture.box(x + 20, 45, 280, 34, "plan: 0F0 0F1 0B0 0B1" if rank == 0 else "plan: 1F0 1B0 1F1 1B1")
-        picture.box(x + 20, 110, 130, 50, "stage.forward\n(y, saved)", FILLS["F"])
-        picture.box(x + 170, 110, 130, 50, "stage.backward\ndx", FILLS["B"])
+        picture.box(x + 20, 110, 130, 50, "stage.forward\n(y, saved)", RANKS[0])
+        picture.box(x + 170, 110, 130, 50, "stage.backward\ndx", RANKS[1])
         picture.box(x + 60, 185, 200, 30, "saved, per micro-batch")
         picture.box(x + 20, 250, 280, 50, "mailbox\nreceives posted ahead, sends never wait")
         picture.arrow((x + 85, 79), (x + 85, 108))
@@ -195,22 +176,36 @@ def mesh() -> str:
 
 
 def drawn() -> dict[str, str]:
-    """Every picture by the name of its file."""
-    half = schedules.Costs(forward=0.5, input_grad=0.5, weight_grad=0.5)  # two chunks share a rank's layers
+    """Every picture that is made here, by the name of its file."""
     return {
         "floors.svg": floors(),
         "microbatch.svg": microbatch(),
         "ring.svg": ring(),
         "layouts.svg": layouts(),
         "mesh.svg": mesh(),
-        "gpipe.svg": timeline(schedules.gpipe(RANK_COUNT, MICROBATCHES)),
-        "one_f_one_b.svg": timeline(schedules.one_f_one_b(RANK_COUNT, MICROBATCHES)),
-        "interleaved_1f1b.svg": timeline(schedules.interleaved_1f1b(RANK_COUNT, 2, MICROBATCHES // 2), half, unit=44),
-        "zero_bubble_h1.svg": timeline(schedules.zero_bubble_h1(RANK_COUNT, MICROBATCHES)),
     }
+
+
+def draw_schedules(folder: Path) -> None:
+    """Draw the pictures that `mpipipe.pictures` makes. Their bytes depend on the version of matplotlib."""
+    half = schedules.Costs(forward=0.5, input_grad=0.5, weight_grad=0.5)  # two chunks share a rank's layers
+    timelines = {
+        "gpipe": schedules.simulate(schedules.gpipe(RANK_COUNT, MICROBATCHES)),
+        "one_f_one_b": schedules.simulate(schedules.one_f_one_b(RANK_COUNT, MICROBATCHES)),
+        "interleaved_1f1b": schedules.simulate(schedules.interleaved_1f1b(RANK_COUNT, 2, MICROBATCHES // 2), half),
+        "zero_bubble_h1": schedules.simulate(schedules.zero_bubble_h1(RANK_COUNT, MICROBATCHES)),
+        "v_half": schedules.simulate(schedules.v_half(RANK_COUNT, MICROBATCHES), half),
+    }
+    for name, timeline in timelines.items():
+        pictures.draw_timeline(timeline, folder / f"{name}.svg")
+    for name in ("one_f_one_b", "v_half"):
+        pictures.draw_memory(timelines[name], folder / f"memory_{name}.svg")
+    counts = [RANK_COUNT * factor for factor in (1, 2, 4, 8)]
+    pictures.draw_comparison(pictures.simulate_all(RANK_COUNT, counts), folder / "comparison.svg")
 
 
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
     for name, svg in drawn().items():
         (FOLDER / name).write_text(svg)
+    draw_schedules(FOLDER)

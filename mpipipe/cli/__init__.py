@@ -1,4 +1,4 @@
-"""The command line (python -m mpipipe train | tokenize | generate | evaluate | convert | info | run | bench.)."""
+"""The command line (python -m mpipipe train | tokenize | generate | evaluate | convert | draw | info | run | bench)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import typer
 from mpipipe import __version__
 from mpipipe.cli.bench.commands import app as bench
 from mpipipe.cli.convert import convert
+from mpipipe.cli.draw import app as draw
 from mpipipe.cli.evaluate import evaluate
 from mpipipe.cli.generate import generate
 from mpipipe.cli.info import info
@@ -30,6 +31,7 @@ app.command()(evaluate)
 app.command()(convert)
 app.command()(info)
 app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(run)
+app.add_typer(draw, name="draw")
 app.add_typer(bench, name="bench")
 
 UsageError: Any = typer.BadParameter.__base__  # click's own, wherever this version of typer keeps it

@@ -27,6 +27,7 @@ ROOMS = [
     "mpipipe.models.huggingface",
     "mpipipe.nn",
     "mpipipe.optim",
+    "mpipipe.pictures",
     "mpipipe.schedules",
     "mpipipe.train",
 ]

@@ -1,0 +1,136 @@
+"""mpipipe draw: pictures of schedules, without MPI."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mpipipe import pictures, schedules
+from mpipipe.comm import launcher
+from mpipipe.comm.abort import Stop
+from mpipipe.comm.report import describe
+from mpipipe.errors import ConfigError, MpipipeError
+from mpipipe.schedules import Costs, Timeline
+
+REFUSED = 2  # exit code, as of a configuration that cannot be used
+app = typer.Typer(help="Draw a schedule, or compare several, as PNG or SVG; one process.", no_args_is_help=True)
+
+Name = Annotated[str, typer.Option(help="a name that schedules.by_name knows", show_default=False)]
+Ranks = Annotated[int, typer.Option(help="P, ranks of the pipeline", show_default=False)]
+Microbatches = Annotated[int, typer.Option(help="M, micro-batches of a step", show_default=False)]
+Chunks = Annotated[int, typer.Option(help="V, stages on each rank")]
+Out = Annotated[str, typer.Option(help="new file that ends in .png or .svg", show_default=False)]
+# of a chunk, each a number, or one for each stage with commas between them
+Forward = Annotated[str, typer.Option(help="time of F in a stage, or a,b,... with one for each stage")]
+InputGrad = Annotated[str, typer.Option(help="time of I, likewise; B takes I and W")]
+WeightGrad = Annotated[str, typer.Option(help="time of W, likewise")]
+Transfer = Annotated[str, typer.Option(help="time of a message into a stage, likewise")]
+
+
+@app.command()
+def timeline(
+    schedule: Name,
+    ranks: Ranks,
+    microbatches: Microbatches,
+    out: Out,
+    chunks: Chunks = 1,
+    forward: Forward = "1",
+    input_grad: InputGrad = "1",
+    weight_grad: WeightGrad = "1",
+    transfer: Transfer = "0",
+) -> None:
+    """Draw who computes what at which time (draw timeline --schedule gpipe --ranks 4 --microbatches 8 --out a.svg)."""
+
+    def work() -> None:
+        times = {"forward": forward, "input-grad": input_grad, "weight-grad": weight_grad, "transfer": transfer}
+        pictures.draw_timeline(_simulated(schedule, ranks, chunks, microbatches, times), out)
+
+    _drawn(out, work)
+
+
+@app.command()
+def memory(
+    schedule: Name,
+    ranks: Ranks,
+    microbatches: Microbatches,
+    out: Out,
+    chunks: Chunks = 1,
+    forward: Forward = "1",
+    input_grad: InputGrad = "1",
+    weight_grad: WeightGrad = "1",
+    transfer: Transfer = "0",
+) -> None:
+    """Draw how many activations each rank holds at which time."""
+
+    def work() -> None:
+        times = {"forward": forward, "input-grad": input_grad, "weight-grad": weight_grad, "transfer": transfer}
+        pictures.draw_memory(_simulated(schedule, ranks, chunks, microbatches, times), out)
+
+    _drawn(out, work)
+
+
+@app.command()
+def compare(
+    ranks: Ranks,
+    microbatches: Annotated[str, typer.Option(help="numbers of micro-batches, as in 4,8,16", show_default=False)],
+    out: Out,
+    schedule: Annotated[
+        list[str] | None,
+        typer.Option(help="a schedule to draw; several may be given; default: all", show_default=False),
+    ] = None,
+    chunks: Annotated[int, typer.Option(help="V of the schedules that take any")] = 2,
+    forward: Annotated[float, typer.Option(help="time of F in all stages of a rank together")] = 1,
+    input_grad: Annotated[float, typer.Option(help="time of I, likewise; B takes I and W")] = 1,
+    weight_grad: Annotated[float, typer.Option(help="time of W, likewise")] = 1,
+    transfer: Annotated[float, typer.Option(help="time of a message between two ranks")] = 0,
+) -> None:
+    """Draw bubble and peak memory over the number of micro-batches, of all schedules with the same work on a rank."""
+
+    def work() -> None:
+        counts = [int(count) for count in _numbers("microbatches", microbatches, int)]
+        costs = Costs(forward, input_grad, weight_grad, transfer)
+        pictures.draw_comparison(pictures.simulate_all(ranks, counts, schedule, chunks, costs), out)
+
+    _drawn(out, work)
+
+
+def _drawn(out: str, work: Callable[[], None]) -> None:
+    """Do the work in one process, and say where the picture is."""
+    started = launcher.launcher_size(os.environ)
+    try:
+        if started is not None:
+            raise ConfigError(
+                "draw is for one process", found=f"{started[1]} ranks", remedy="start it without mpiexec or srun"
+            )
+        if Path(out).exists():
+            raise ConfigError(
+                "there is a file or folder of this name already",
+                found=out,
+                expected="a new file",
+                remedy="choose another one with --out, or move the old one away",
+            )
+        pictures.check_can_draw(out)
+        work()
+    except MpipipeError as error:
+        raise Stop(describe(error, "mpipipe: nothing is drawn"), REFUSED) from error
+    typer.echo(f"mpipipe: drawn into {out}")
+
+
+def _simulated(name: str, ranks: int, chunks: int, microbatches: int, times: dict[str, str]) -> Timeline:
+    built = schedules.by_name(name, ranks=ranks, chunks=chunks, microbatches=microbatches)
+    costs = [_numbers(option, text, float) for option, text in times.items()]
+    return schedules.simulate(built, Costs(*(cost if len(cost) > 1 else cost[0] for cost in costs)))
+
+
+def _numbers(option: str, text: str, kind: Callable[[str], int | float]) -> list[int | float]:
+    """Read numbers with commas between them."""
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(
+            f"--{option} is no list of numbers", found=repr(text), expected="a number, or several as in 4,8,16"
+        ) from error

@@ -1,0 +1,206 @@
+"""A schedule as a timeline: a row for each rank, time to the right, and what was measured below what was predicted."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from mpipipe.errors import ArgumentError
+from mpipipe.pictures.colours import INK, PALE, WHITE, Look, ink_on, looks_of_ops, shade
+from mpipipe.pictures.rows import AXIS, LEFT, RIGHT, add_rows, check_boxes, height_of_row, hide_time, name_time
+from mpipipe.pictures.sheet import MARGIN, WIDTH, Sheet, draw, is_number, subject
+from mpipipe.schedules import Schedule, Timeline
+
+ROW, BOX = 22.0, 0.84  # points from one rank to the next, and the part of them that is a box
+TOP, NAME = 24.0, 16.0  # points above the key, and above a panel that has a name
+FRAMED = 6.0  # points of a row below which frames would hide what they frame
+DIGIT = 0.64  # width of a digit, in sizes of its font
+SIZES = (9.0, 8.0, 7.0, 6.0)  # of the numbers in boxes
+
+
+class Measured(NamedTuple):
+    """Something that a rank did, as a box of a timeline.
+
+    Parameters
+    ----------
+    op : str
+        ``F``, ``B``, ``I``, ``W`` or ``R``; any other text is shown in the key as it is.
+    stage, microbatch : int or None
+        Logical stage and micro-batch; None for what belongs to none.
+    start, end : float
+        Times in the unit of the costs, on one clock for all ranks.
+
+    Examples
+    --------
+    >>> from mpipipe import pictures
+    >>> pictures.Measured("F", stage=0, microbatch=3, start=0.5, end=1.5).microbatch
+    3
+    """
+
+    op: str
+    stage: int | None
+    microbatch: int | None
+    start: float
+    end: float
+
+
+Boxes = Sequence[Sequence[Measured]]  # for each rank
+
+
+def draw_timeline(
+    timeline: Timeline, path: str | os.PathLike[str], measured: Sequence[Iterable[Measured]] | None = None
+) -> None:
+    """Draw a row of boxes for each rank, with the numbers of micro-batches where they have room.
+
+    A colour is an op, and its shade the chunk: the first stage of a rank has the darkest. White is the bubble. The
+    colours are those of Okabe and Ito (2008), https://jfly.uni-koeln.de/color/.
+
+    Parameters
+    ----------
+    timeline : Timeline
+        What `schedules.simulate` returns.
+    path : str or path
+        A file that ends in .png or .svg. One that is there is replaced.
+    measured : sequence of iterables of Measured, optional
+        For each rank what it did in a step. It is drawn below, on the same axis, from its earliest start on.
+
+    Raises
+    ------
+    ArgumentError
+        The name of the file ends otherwise, there are more boxes than a picture can show, or `measured` has another
+        number of ranks, or times that are no numbers or run backwards.
+    BackendError
+        Matplotlib (extra ``[plot]``) is not installed.
+    StorageError
+        The file cannot be written.
+
+    Examples
+    --------
+    >>> import os, tempfile
+    >>> from mpipipe import pictures, schedules
+    >>> timeline = schedules.simulate(schedules.one_f_one_b(ranks=2, microbatches=3))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     pictures.draw_timeline(timeline, f"{folder}/1f1b.svg")
+    ...     os.listdir(folder)
+    ['1f1b.svg']
+    """
+    schedule = timeline.schedule
+    panels: list[Boxes] = [[[Measured(a.op, a.stage, a.microbatch, s, e) for a, s, e in row] for row in timeline.spans]]
+    if measured is not None:
+        panels.append(_from_zero(_checked(measured, schedule)))
+    check_boxes(sum(len(row) for panel in panels for row in panel))
+    draw(path, lambda: _sheet(timeline, panels))
+
+
+def _sheet(timeline: Timeline, panels: Sequence[Boxes]) -> Sheet:
+    schedule = timeline.schedule
+    row = height_of_row(schedule.ranks * len(panels), ROW)
+    name = NAME if len(panels) > 1 else 0.0
+    looks = looks_of_ops(box.op for panel in panels for boxes in panel for box in boxes)
+    notes = ["white: bubble"]
+    if schedule.chunks > 1:
+        notes.append("lighter: later chunk")
+    sheet = Sheet()
+    sheet.title(subject(schedule), f"makespan {timeline.makespan:.4g}, bubble {timeline.bubble_fraction:.1%}")
+    top = sheet.key(TOP, list(looks.values()), schedule.chunks, notes) + 4
+    ends = [max((box.end for boxes in panel for box in boxes), default=0.0) for panel in panels]
+    longest = max(timeline.makespan, *ends)
+    for place, (panel, end) in enumerate(zip(panels, ends)):
+        if name:
+            more = f", {end / timeline.makespan - 1:+.1%}" if timeline.makespan else ""
+            words = f"measured: {end:.4g}{more}" if place else f"predicted: {end:.4g}"
+            sheet.text(MARGIN, top + name / 2, words, fontweight="bold")
+        axes = add_rows(sheet, top + name, schedule.ranks, row, longest)
+        _fill(axes, panel, schedule, looks, row, end)
+        top += name + schedule.ranks * row + 6
+        if place < len(panels) - 1:
+            hide_time(axes)
+    name_time(axes)
+    sheet.end_at(top - 6 + AXIS)
+    return sheet
+
+
+def _fill(axes: Any, panel: Boxes, schedule: Schedule, looks: dict[str, Look], row: float, end: float) -> None:
+    """Draw the boxes of all ranks."""
+    points = (WIDTH - LEFT - RIGHT) / axes.get_xlim()[1]  # of one unit of time
+    boxes = [box for rank in panel for box in rank if box.end > box.start]
+    narrowest = min((points * (box.end - box.start) for box in boxes), default=0.0)
+    least = min(narrowest, row)
+    line = 0.6 if least > 5 else 0.25 if least > 2 else 0.0
+    size = _size(boxes, points, row)
+    frame, high = (0.6, BOX) if row >= FRAMED else (0.0, 1.0)
+    for rank, found in enumerate(panel):
+        place = rank + (1 - high) / 2, high
+        axes.broken_barh([(0, end)], place, facecolor=WHITE, edgecolor=PALE, linewidth=frame, clip_on=False)
+        chunks: dict[int | None, int] = {stage: chunk for chunk, stage in enumerate(schedule.stages_of(rank))}
+        groups: dict[tuple[str, int], list[Measured]] = defaultdict(list)
+        for box in found:
+            if box.end > box.start:
+                groups[box.op, chunks.get(box.stage, 0)].append(box)
+        for (op, chunk), same in groups.items():
+            fill = shade(looks[op].colour, chunk, schedule.chunks)
+            axes.broken_barh(
+                [(box.start, box.end - box.start) for box in same],
+                place,
+                facecolor=fill,
+                edgecolor=INK,
+                linewidth=line,
+                hatch=looks[op].hatch,
+                clip_on=False,  # else the last edge would be half as wide
+                label=f"rank {rank} {op} chunk {chunk}",
+            )
+            for box in same:
+                if box.microbatch is not None and _needed(box, size) <= points * (box.end - box.start):
+                    middle = (box.start + box.end) / 2, rank + 0.53
+                    axes.text(*middle, str(box.microbatch), color=ink_on(fill), fontsize=size, ha="center", va="center")
+
+
+def _size(boxes: Iterable[Measured], points: float, row: float) -> float:
+    """Return the largest size at which every number has room in its box, or else one for boxes that have room."""
+    sizes = [size for size in SIZES if size <= 0.75 * BOX * row]
+    if not sizes:
+        return float("inf")  # no number has room in so low a row
+    numbered = [box for box in boxes if box.microbatch is not None]
+    for size in sizes:
+        if all(_needed(box, size) <= points * (box.end - box.start) for box in numbered):
+            return size
+    return sizes[-1]
+
+
+def _needed(box: Measured, size: float) -> float:
+    return DIGIT * size * len(str(box.microbatch)) + 3.0
+
+
+def _checked(measured: Sequence[Iterable[Measured]], schedule: Schedule) -> Boxes:
+    """Return what was measured; raises ArgumentError where it does not belong to the schedule."""
+    if len(measured) != schedule.ranks:
+        raise ArgumentError(
+            "what was measured is of another number of ranks",
+            found=f"{len(measured)} ranks",
+            expected=f"{schedule.ranks}, as in the schedule",
+            remedy="pass one list for each rank; an empty one for a rank that did nothing",
+        )
+    panel = []
+    for rank, boxes in enumerate(measured):
+        row = list(boxes)
+        for box in row:
+            if len(box) != 5 or not is_number(box[3]) or not is_number(box[4]) or not box[3] <= box[4]:
+                raise ArgumentError(
+                    "what was measured is no box of a timeline",
+                    rank=rank,
+                    found=repr(box),
+                    expected="pictures.Measured(op, stage, microbatch, start, end), finite times, start <= end",
+                )
+        panel.append([Measured(*box) for box in row])
+    if not any(panel):
+        raise ArgumentError(
+            "nothing was measured", found="no box on any rank", expected="what the ranks did", remedy="leave it out"
+        )
+    return panel
+
+
+def _from_zero(panel: Boxes) -> Boxes:
+    first = min((box.start for row in panel for box in row), default=0.0)
+    return [[box._replace(start=box.start - first, end=box.end - first) for box in row] for row in panel]

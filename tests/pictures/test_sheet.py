@@ -1,0 +1,128 @@
+"""What all pictures have in common: text that is legible, files as they are asked for, and what may be missing."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+from itertools import combinations
+
+import pytest
+from support.launch import job_environment
+
+from mpipipe import files, pictures, schedules
+from mpipipe.errors import ArgumentError, BackendError, StorageError
+from mpipipe.pictures.colours import OPS, ink_on, looks_of_series, shade
+
+HALF = schedules.Costs(0.5, 0.5, 0.5)
+PARTS = ["compute", "bubble", "imbalance", "late sender", "transfer", "sums", "optimizer", "overhead"]
+DRAWN = {
+    "timeline": lambda path: pictures.draw_timeline(schedules.simulate(schedules.dualpipe_v(4, 10), HALF), path),
+    "memory": lambda path: pictures.draw_memory(schedules.simulate(schedules.one_f_one_b(12, 12)), path),
+    "comparison": lambda path: pictures.draw_comparison(pictures.simulate_all(4, [3, 4, 5, 16]), path),
+    "split": lambda path: pictures.draw_split([dict.fromkeys(PARTS, 0.05) | {"compute": 2.0}] * 4, path),
+}
+
+
+@pytest.mark.parametrize("kind", DRAWN)
+def test_no_text_lies_on_another_or_beyond_the_edge(kind, tmp_path, monkeypatch):
+    from matplotlib.text import Text
+
+    boxes, sizes, sheets, draw = [], [], [], Text.draw
+
+    def look(text, renderer):
+        if text.get_text().strip():
+            boxes.append((text.get_text(), text.get_window_extent(renderer)))
+            sizes.append(text.get_fontsize())
+            sheets.append(text.get_figure().bbox.frozen())
+        draw(text, renderer)
+
+    monkeypatch.setattr(Text, "draw", look)
+    DRAWN[kind](tmp_path / "a.png")
+    sheet = sheets[0]
+    for text, box in boxes:
+        assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= sheet.x1 and box.y1 <= sheet.y1, text
+    for (text, one), (other, two) in combinations(boxes, 2):
+        wide = min(one.x1, two.x1) - max(one.x0, two.x0)
+        high = min(one.y1, two.y1) - max(one.y0, two.y0)
+        assert wide <= 0.5 or high <= 4, (text, other)  # lines of text may be as close as their descenders
+    assert min(sizes) >= 6
+
+
+def test_png_and_svg_by_the_ending_and_twice_the_same(tmp_path):
+    found = schedules.simulate(schedules.gpipe(2, 2))
+    for name, head in (("a.png", b"\x89PNG"), ("b.PNG", b"\x89PNG"), ("c.svg", b"<?xml"), ("d.svg", b"<?xml")):
+        pictures.draw_timeline(found, tmp_path / name)
+        assert (tmp_path / name).read_bytes().startswith(head)
+    assert (tmp_path / "c.svg").read_bytes() == (tmp_path / "d.svg").read_bytes()
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.PNG").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["a.pdf", "a", "svg"])
+def test_other_endings_are_refused(name, tmp_path):
+    with pytest.raises(ArgumentError, match=r"ends in \.png or \.svg"):
+        pictures.draw_memory(schedules.simulate(schedules.gpipe(1, 1)), tmp_path / name)
+
+
+def test_places_where_no_file_can_be_are_refused(tmp_path):
+    found = schedules.simulate(schedules.gpipe(1, 1))
+    (tmp_path / "folder.png").mkdir()
+    (tmp_path / "file").write_text("")
+    for path, match in (
+        ("absent/a.png", "no such folder"),
+        ("file/a.png", "no such folder"),
+        ("folder.png", "a folder"),
+    ):
+        with pytest.raises(StorageError, match=match):
+            pictures.draw_timeline(found, tmp_path / path)
+
+
+def test_a_full_disk_is_one_error(tmp_path, monkeypatch):
+    def full(path, content):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files, "write_whole", full)
+    with pytest.raises(StorageError, match="No space left on device"):
+        pictures.draw_timeline(schedules.simulate(schedules.gpipe(1, 1)), tmp_path / "a.svg")
+
+
+def test_without_matplotlib_one_error_names_the_extra_and_text_is_still_drawn(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    schedule = schedules.one_f_one_b(2, 2)
+    with pytest.raises(BackendError, match=r"pip install 'mpipipe\[plot\]'; schedules.timeline"):
+        pictures.draw_timeline(schedules.simulate(schedule), tmp_path / "a.png")
+    assert "0F0" in schedules.timeline(schedule)
+
+
+def test_matplotlib_is_imported_by_nothing_but_a_picture():
+    program = "import sys, mpipipe.cli, mpipipe.pictures; assert not {'matplotlib', 'mpi4py.MPI'} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], env=job_environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_settings_of_the_user_change_nothing(tmp_path):
+    import matplotlib
+
+    found = schedules.simulate(schedules.gpipe(1, 2))
+    pictures.draw_timeline(found, tmp_path / "a.svg")
+    with matplotlib.rc_context({"font.size": 30, "axes.facecolor": "black", "svg.fonttype": "path"}):
+        pictures.draw_timeline(found, tmp_path / "b.svg")
+        assert matplotlib.rcParams["font.size"] == 30
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+
+
+def test_numbers_can_be_read_on_every_colour():
+    def light(colour):
+        parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    colours = [colour for _, colour in OPS.values()] + [look.colour for look in looks_of_series("abcdefgh").values()]
+    for colour in {shade(colour, chunk, 3) for colour in colours for chunk in range(3)}:
+        one, two = sorted((light(colour), light(ink_on(colour))))
+        assert (two + 0.05) / (one + 0.05) >= 4.5, colour  # what WCAG 2 asks for text
+
+
+def test_colours_that_come_again_differ_by_their_hatches():
+    looks = list(looks_of_series(map(str, range(20))).values())
+    assert len({(look.colour, look.hatch) for look in looks}) == 20

@@ -1,0 +1,119 @@
+"""Timelines: each box against the simulation, in its place, its colour and with its number."""
+
+from __future__ import annotations
+
+import pytest
+from support.svg import shapes, texts
+
+from mpipipe import pictures, schedules
+from mpipipe.errors import ArgumentError
+from mpipipe.pictures import Measured
+from mpipipe.schedules import Costs
+
+# Okabe and Ito's colours; the second chunk has 55 % of white in its own
+FIRST = {"F": "#56b4e9", "B": "#009e73", "I": "#cc79a7", "W": "#e69f00"}
+SECOND = {"F": "#b3ddf5", "B": "#8cd3c0", "I": "#e8c3d7", "W": "#f4d48c"}
+CASES = {
+    "uneven": (schedules.one_f_one_b(3, 4), Costs([1, 2, 1.5], 1, [0.5, 1, 1], 0.25)),
+    "two chunks": (schedules.interleaved_zero_bubble(2, 2, 3), Costs()),
+}
+
+
+def boxes_of(path, fill):
+    """Boxes of rows; those of the key are higher up and as narrow as 6 points."""
+    return [shape for shape in shapes(path, fill) if shape.bottom - shape.top > 15]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_action_is_a_box_in_its_place_with_its_number(case, tmp_path):
+    schedule, costs = CASES[case]
+    found, path = schedules.simulate(schedule, costs), tmp_path / "timeline.svg"
+    pictures.draw_timeline(found, path)
+    drawn = {fill: boxes_of(path, fill) for fill in (*FIRST.values(), *SECOND.values())}
+    left = min(box.left for boxes in drawn.values() for box in boxes)
+    unit = (max(box.right for boxes in drawn.values() for box in boxes) - left) / found.makespan
+    tops = sorted({box.top for boxes in drawn.values() for box in boxes})
+    assert len(tops) == schedule.ranks
+    for rank, spans in enumerate(found.spans):
+        for action, start, end in spans:
+            colours = FIRST if action.stage < schedule.ranks else SECOND
+            place = (left + unit * start, tops[rank], left + unit * end)
+            same = [box for box in drawn[colours[action.op]] if box[1:4] == pytest.approx(place, abs=0.01)]
+            assert len(same) == 1, action
+            inside = [text.words for text in texts(path) if same[0].left < text.x < same[0].right
+                      and same[0].top < text.y < same[0].bottom]  # fmt: skip
+            assert inside == [str(action.microbatch)]
+    assert sum(map(len, drawn.values())) == sum(map(len, schedule.orders))
+
+
+def test_the_words_say_what_was_simulated(tmp_path):
+    path = tmp_path / "timeline.svg"
+    pictures.draw_timeline(schedules.simulate(schedules.one_f_one_b(4, 8)), path)
+    words = [text.words for text in texts(path)]
+    assert words[:2] == ["one_f_one_b: 4 ranks, 8 micro-batches", "makespan 33, bubble 27.3%"]
+    assert words[2:5] == ["forward", "backward", "white: bubble"]
+    assert [word for word in words if word.startswith("rank")] == [f"rank {rank}" for rank in range(4)]
+
+
+def test_boxes_without_room_have_no_number(tmp_path):
+    path = tmp_path / "timeline.svg"
+    pictures.draw_timeline(schedules.simulate(schedules.one_f_one_b(2, 150)), path)
+    assert len(boxes_of(path, FIRST["F"])) == len(boxes_of(path, FIRST["B"])) == 300
+    assert not [text for text in texts(path) if text.words == "149"]
+
+
+def test_measured_boxes_stand_below_on_the_same_axis(tmp_path):
+    found, path = schedules.simulate(schedules.gpipe(2, 2)), tmp_path / "timeline.svg"
+    measured = [  # twice as slow, on a clock that began long ago, with an optimizer at the end
+        [Measured(a.op, a.stage, a.microbatch, 1e3 + 2 * s, 1e3 + 2 * e) for a, s, e in spans]
+        + [Measured("optimizer", None, None, 1018.0, 1020.0)]
+        for spans in found.spans
+    ]
+    pictures.draw_timeline(found, path, measured)
+    boxes = boxes_of(path, FIRST["F"])
+    assert len(boxes) == 8
+    rows = sorted({box.top for box in boxes})
+    first = [[box for box in boxes if box.top == top] for top in rows]
+    assert first[2][0].left == pytest.approx(first[0][0].left)
+    assert first[2][0].right - first[2][0].left == pytest.approx(2 * (first[0][0].right - first[0][0].left))
+    assert len([shape for shape in shapes(path, "#f0e442") if shape.bottom - shape.top > 15]) == 2
+    words = [text.words for text in texts(path)]
+    assert {"predicted: 9", "measured: 20, +122.2%", "optimizer"} <= set(words)
+
+
+def test_recomputation_has_its_own_colour(tmp_path):
+    found, path = schedules.simulate(schedules.gpipe(1, 1)), tmp_path / "timeline.svg"
+    pictures.draw_timeline(found, path, [[Measured("R", 0, 0, 0, 1)]])
+    assert len(boxes_of(path, "#595959")) == 1
+    assert "recomputation" in [text.words for text in texts(path)]
+
+
+@pytest.mark.parametrize(
+    "measured, match",
+    [
+        ([[]], "another number of ranks"),
+        ([[], []], "nothing was measured"),
+        ([[], [("F", 0, 0, 1.0)]], "no box of a timeline"),
+        ([[], [("F", 0, 0, 2.0, 1.0)]], "no box of a timeline"),
+        ([[], [("F", 0, 0, float("nan"), 1.0)]], "no box of a timeline"),
+        ([[], [("F", 0, 0, "0", 1.0)]], "no box of a timeline"),
+    ],
+)
+def test_what_does_not_belong_to_the_schedule_is_refused(measured, match, tmp_path):
+    with pytest.raises(ArgumentError, match=match):
+        pictures.draw_timeline(schedules.simulate(schedules.gpipe(2, 1)), tmp_path / "a.svg", measured)
+    assert not list(tmp_path.iterdir())
+
+
+def test_more_actions_than_a_picture_shows_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("mpipipe.pictures.rows.MOST_BOXES", 7)
+    found = schedules.simulate(schedules.gpipe(2, 2))
+    for draw in (pictures.draw_timeline, pictures.draw_memory):
+        with pytest.raises(ArgumentError, match="more actions than a picture can show"):
+            draw(found, tmp_path / "a.svg")
+
+
+def test_free_actions_leave_rows_empty(tmp_path):
+    path = tmp_path / "timeline.svg"
+    pictures.draw_timeline(schedules.simulate(schedules.gpipe(2, 1), Costs(0, 0, 0)), path)
+    assert not boxes_of(path, FIRST["F"])
