@@ -38,6 +38,7 @@ from mpipipe.pipeline.plan import Plan
 from mpipipe.pipeline.shortage import memory_error
 from mpipipe.pipeline.ties import TieNames, Ties
 from mpipipe.schedules import Schedule
+from mpipipe.trace import Recorder
 
 logger = logging.getLogger("mpipipe")
 
@@ -137,6 +138,8 @@ class Engine:
         """Check this rank's arguments of a call, and agree with the peers that all ranks make it."""
         self.life.check(call)
         self.started = perf_counter()
+        if call == "step" and self.recorder is not None:
+            self.recorder.begin_step()
         error, batch = None, Batch()
         try:
             if call in ("step", "evaluate", "forward"):
@@ -200,6 +203,8 @@ class Engine:
             for stage in self.stages:
                 stage.leave_step()
         self.steps_taken += 1
+        if self.recorder is not None:
+            self.recorder.end_step()
         return state, loss, losses
 
     def end(self) -> None:
@@ -207,6 +212,23 @@ class Engine:
         self.host_elapsed = perf_counter() - self.started
         self.executor.state = None
         self.flight.end()
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """What notes actions, messages, waits and steps of this rank; None for nobody."""
+        return self.executor.clock.recorder
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Let `recorder` note them from now on."""
+        clock, recorders = self.executor.clock, self.pipe.process.recorders
+        clock.settle()
+        if self.recorder is not None:
+            recorders.remove(self.recorder)
+        if recorder is not None:
+            recorders.append(recorder)
+        clock.recorder = self.messages.mailbox.recorder = recorder
+        if not clock.waits:  # marks are read from the host's clock
+            self.executor.now = clock.now if recorder is None else recorder.now
 
     def _plan(self, call: str, microbatches: int) -> Plan:
         key = "step" if call == "step" else microbatches
@@ -245,6 +267,7 @@ class Engine:
     def close(self) -> None:
         """Free the communicators."""
         self.agree("close")
+        self.record(None)
         self.life.state = "closed"
         for stage in self.stages:
             stage.detach()
