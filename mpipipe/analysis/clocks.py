@@ -21,7 +21,7 @@ def on_one_clock(records: Sequence[RankRecord]) -> list[RankRecord]:
     """Return the records with all times by the clock of rank 0."""
     moved = [_moved(record, _clock(record)) for record in records]
     shifts = _shifts(moved)
-    return [_moved(record, lambda time, shift=shift: time + shift) for record, shift in zip(moved, shifts)]
+    return [_moved(record, _ahead(shift)) for record, shift in zip(moved, shifts)]
 
 
 def _moved(record: RankRecord, clock: Callable[[float], float]) -> RankRecord:
@@ -32,6 +32,10 @@ def _clock(record: RankRecord) -> Callable[[float], float]:
     (first, ahead), (last, ahead_then) = record.clock
     drift = (ahead_then - ahead) / (last - first) if last > first else 0.0
     return lambda time: time + ahead + drift * (time - first)
+
+
+def _ahead(seconds: float) -> Callable[[float], float]:
+    return lambda time: time + seconds
 
 
 def _shifts(records: Sequence[RankRecord]) -> list[float]:

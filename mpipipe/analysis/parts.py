@@ -8,8 +8,8 @@ overhead     what is none of this: agreement of the ranks, bookkeeping, copies
 
 What is left are waits for others who were not there yet. Each second of them belongs to one of three:
 
-bubble       as long as the rank would idle were all stages like the mean stage, with no time for messages; but no longer
-             than it would idle with the mean costs of each stage
+bubble       as long as the rank would idle were all stages like the mean stage, with no time for messages; but no
+             longer than it would idle with the mean costs of each stage
 imbalance    as much longer as it would idle with the mean costs of each stage
 late sender  the rest: a rank that came late, actions that did not last as long as others of their kind, overhead of the
              sender

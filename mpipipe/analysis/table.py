@@ -13,7 +13,7 @@ WIDTH = 110
 
 
 def table(parts: Mapping[int, Mapping[str, float]]) -> str:
-    """Return a table of {rank: {part: seconds}}, in milliseconds a step and percent of it, without a final newline.
+    """Return a table of {rank: {part: seconds}}: milliseconds of a step, and percent of it; without a final newline.
 
     Of more than 16 ranks, those with the most and the least compute are shown.
     """
@@ -22,7 +22,7 @@ def table(parts: Mapping[int, Mapping[str, float]]) -> str:
     from rich.table import Table
 
     drawn = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for title in ("rank", "step ms", *(f"{part} %" for part in PARTS)):
+    for title in ("rank", "step", *PARTS):
         drawn.add_column(title, justify="right")
     for rank in shown(parts):
         drawn.add_row(str(rank), *_cells(parts[rank]))
@@ -44,4 +44,4 @@ def shown(parts: Mapping[int, Mapping[str, float]]) -> list[int]:
 
 def _cells(parts: Mapping[str, float]) -> list[str]:
     whole = sum(parts.values())
-    return [f"{whole * 1e3:.2f}", *(f"{100 * parts[part] / whole:.1f}" if whole else "" for part in PARTS)]
+    return [f"{whole * 1e3:.1f} ms", *(f"{100 * parts[part] / whole:.1f} %" if whole else "" for part in PARTS)]

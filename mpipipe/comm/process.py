@@ -118,7 +118,7 @@ class Process:
         Whether the program of this rank is over.
     lifeline : lifeline.Lifeline or None
         Knows of ranks that have died, where MPI tells.
-    recorders : list of trace.Recorder
+    recorders : set of trace.Recorder
         Those that note the waits of this rank.
     """
 
@@ -139,7 +139,7 @@ class Process:
         self.watchdog: Attendant | None = None
         self.ended = False
         self.lifeline: Any = None  # a lifeline.Lifeline, which is built on this module
-        self.recorders: list[Recorder] = []
+        self.recorders: set[Recorder] = set()
         self._accountable: list[weakref.ref[Accountable]] = []
         self._known: set[int] = set()  # numbers of `failures`
 

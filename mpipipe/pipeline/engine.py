@@ -223,9 +223,9 @@ class Engine:
         clock, recorders = self.executor.clock, self.pipe.process.recorders
         clock.settle()
         if self.recorder is not None:
-            recorders.remove(self.recorder)
+            recorders.discard(self.recorder)
         if recorder is not None:
-            recorders.append(recorder)
+            recorders.add(recorder)
         clock.recorder = self.messages.mailbox.recorder = recorder
         if not clock.waits:  # marks are read from the host's clock
             self.executor.now = clock.now if recorder is None else recorder.now

@@ -176,6 +176,9 @@ class TrainConfig:
     survive: bool = option(
         False, "go on with fewer replicas when ranks die: needs `mpiexec --with-ft ulfm` of Open MPI 5"
     )
+    trace: str | None = option(
+        None, "new folder for a trace of the 2nd to the 17th step: where their time went; needs the extra [trace]"
+    )
     log_every: int = option(10, "steps between two lines of progress", least=1)
     eval_every: int = option(100, "steps between two validations; there is one more at the end", least=1)
     eval_batches: int = option(4, "batches of a validation", least=1)

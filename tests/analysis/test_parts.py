@@ -6,7 +6,8 @@ import random
 from statistics import fmean
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 from support.made_records import made
 
 from mpipipe import schedules

@@ -109,7 +109,7 @@ def test_recording_is_off_outside_and_needs_a_step():
                     raise RuntimeError("before a step")
             return pipeline.recorder, pipeline.engine.pipe.process.recorders
 
-    assert inprocess.run(2, job) == [(None, [])] * 2
+    assert inprocess.run(2, job) == [(None, set())] * 2
 
 
 def test_what_is_written_is_read_by_other_tools(tmp_path):

@@ -18,9 +18,7 @@ def made(schedule, seconds, *, latency=None, late=None, optimizer=0.0, overhead=
     for step in range(steps):
         start = [time + late.get(rank, 0.0) for rank, time in enumerate(now)]
         met = max(start)
-        found = [
-            StepRecord(time, 0.0, [], [Waited(AGREE[1], time, met, None, AGREE[0])], [], [], []) for time in start
-        ]
+        found = [StepRecord(time, 0.0, [], [Waited(AGREE[1], time, met, None, AGREE[0])], [], [], []) for time in start]
         now = [met + overhead] * schedule.ranks
         _run(schedule, found, now, lambda action, step=step: seconds(action, step), latency)
         met = max(now)
