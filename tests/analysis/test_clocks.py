@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import numpy as np
@@ -84,6 +85,21 @@ def check_comparison(rank, wrong, error, texts, size):
 def test_offsets_are_found_within_the_error_that_is_told():
     for rank, found in enumerate(inprocess.run(3, comparison)):
         check_comparison(rank, *found, 3)
+
+
+def test_an_answer_is_taken_to_come_from_the_middle_of_its_question():
+    """A clock that both ranks read, and that each reading moves on by one: rank 0 reads between two of rank 1."""
+    ticks = itertools.count()
+
+    def job(comm):
+        group = group_of(comm)
+        private = group.split(0, group.rank, "test")
+        found = clock_offset(group, private, lambda: float(next(ticks)))
+        group.agree("test: the end")
+        private.Free()
+        return found
+
+    assert inprocess.run(2, job)[1] == (1.0, 0.0, 1.0)
 
 
 def test_offsets_are_found_by_mpi(comm):

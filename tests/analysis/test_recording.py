@@ -122,7 +122,7 @@ def test_what_is_written_is_read_by_other_tools(tmp_path):
     assert {int(rank): parts for rank, parts in summary["parts"].items()} == found.parts()
     assert summary["advice"] == found.advice() and tuple(summary["parts"]["0"]) == PARTS
     check_events(json.loads((folder / "trace.json").read_text()), found)
-    check_archive(folder / "otf2" / "traces.otf2")
+    check_archive(folder / "otf2" / "traces.otf2", found)
     if shutil.which("otf2-print"):
         check_printed(folder / "otf2" / "traces.otf2")
 
@@ -142,7 +142,7 @@ def check_events(events, found):
     assert all(ends[number]["ts"] >= start["ts"] for number, start in starts.items())
 
 
-def check_archive(anchor):
+def check_archive(anchor, found):
     """By the package's reader: regions are nested, times rise, each send has its receive and none comes before it."""
     otf2 = pytest.importorskip("otf2")
     sends, receives, open_regions, last = {}, {}, {}, {}
@@ -166,6 +166,11 @@ def check_archive(anchor):
     for name, sent in sends.items():
         assert len(sent) == STEPS
         assert all(a[0] <= b[0] and a[1] == b[1] for a, b in zip(sent, receives[name], strict=True))
+    zero = min(record.steps[0].start for record in found.records)
+    ticks = [sorted(time for events in each.values() for time, _ in events) for each in (sends, receives)]
+    for numbers, name in zip(ticks, ("sent", "received")):
+        times = sorted(getattr(each, name) for each in deliveries(found.records))
+        assert numbers == [round((time - zero) * 1e9) for time in times]
 
 
 def check_printed(anchor):
