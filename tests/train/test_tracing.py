@@ -13,7 +13,7 @@ from mpipipe.comm import inprocess
 from mpipipe.comm.preemption import Preemption
 from mpipipe.errors import ArgumentError, BackendError, ConfigError
 from mpipipe.models import GPT
-from mpipipe.train import TrainConfig, train, tracing
+from mpipipe.train import TrainConfig, tracing, train
 
 pytest.importorskip("otf2")
 
