@@ -60,9 +60,10 @@ class Picture:
 def floors() -> str:
     """The rooms of the package by floor."""
     rows = [
-        ("7", [("cli", "commands")]),
-        ("6", [("train", "config, data, loop, generation")]),
-        ("5", [("models", "GPT")]),
+        ("8", [("cli", "commands")]),
+        ("7", [("train", "config, data, loop, generation")]),
+        ("6", [("models", "GPT")]),
+        ("5", [("analysis", "where the time went")]),
         ("4", [("pipeline", "plan, executor, Pipeline"), ("checkpoint", "state as files")]),
         (
             "3",
@@ -86,7 +87,7 @@ def floors() -> str:
             ],
         ),
     ]
-    picture = Picture(720, 468, "The floors of the package: a room imports only rooms below it")
+    picture = Picture(720, 524, "The floors of the package: a room imports only rooms below it")
     for place, (floor, rooms) in enumerate(rows):
         y, width = 10 + 56 * place, 630 / len(rooms)
         picture.text(8, y + 28, f"floor {floor}")

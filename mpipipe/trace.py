@@ -2,23 +2,127 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import perf_counter
 from typing import NamedTuple
 
 
 class Span(NamedTuple):
-    """Something that lasted; times in seconds of time.perf_counter()."""
+    """Something that lasted; times in seconds of the recorder's clock."""
 
     name: str
     start: float
     end: float
 
 
-class Recorder:
-    """Spans in the order in which they ended. Set `pipeline.recorder = Recorder()` to switch recording on."""
+class Wait(NamedTuple):
+    """A wait for other ranks.
 
-    def __init__(self) -> None:
+    Attributes
+    ----------
+    what : object
+        What the rank waited for: the Envelope of a message, or a text.
+    start, end : float
+        Seconds of the recorder's clock.
+    group : tuple of int or None
+        The key of the group whose ranks all had to come; None where one rank had to.
+    """
+
+    what: object
+    start: float
+    end: float
+    group: tuple[int, ...] | None
+
+
+class Sent(NamedTuple):
+    """A message that was handed over to be sent.
+
+    Attributes
+    ----------
+    message : tuple of int
+        Its name: edge, micro-batch, and direction (0 for an activation, 1 for a gradient).
+    peer : int
+        The rank of the pipeline that it goes to.
+    nbytes : int
+        Its size.
+    time : float
+        Seconds of the recorder's clock.
+    """
+
+    message: tuple[int, int, int]
+    peer: int
+    nbytes: int
+    time: float
+
+
+class Recorder:
+    """What one rank did: `pipeline.recorder = Recorder()` switches recording on, None off.
+
+    Parameters
+    ----------
+    now : callable
+        The clock, in seconds.
+
+    Attributes
+    ----------
+    spans : list of Span
+        Actions, starts of sums over replicas, and the optimizer, in the order in which they ended.
+    waits : list of Wait
+        Waits within steps, and within `optimizer`.
+    sent : list of Sent
+        Messages, in the order in which they were sent.
+    steps : list of Span
+        Training steps that have ended, with the optimizer behind them.
+    """
+
+    def __init__(self, now: Callable[[], float] = perf_counter) -> None:
+        self.now = now
         self.spans: list[Span] = []
+        self.waits: list[Wait] = []
+        self.sent: list[Sent] = []
+        self.steps: list[Span] = []
+        self._begun = 0.0
+        self._thread: int | None = None  # the one whose waits count, while they do
 
     def add(self, name: str, start: float, end: float) -> None:
         """Note something that lasted."""
         self.spans.append(Span(name, start, end))
+
+    def begin_step(self) -> None:
+        """Note that a training step begins on this thread."""
+        self._begun, self._thread = self.now(), threading.get_ident()
+
+    def end_step(self) -> None:
+        """Note that it has ended."""
+        self.steps.append(Span("step", self._begun, self.now()))
+        self._thread = None
+
+    @contextmanager
+    def optimizer(self) -> Iterator[None]:
+        """Note that the block is the optimizer of the last step, which lasts until the end of the block."""
+        start, self._thread = self.now(), threading.get_ident()
+        try:
+            yield
+        finally:
+            end, self._thread = self.now(), None
+            self.add("optimizer", start, end)
+            if self.steps:
+                self.steps[-1] = self.steps[-1]._replace(end=end)
+
+    @contextmanager
+    def waiting(self, what: object, group: tuple[int, ...] | None) -> Iterator[None]:
+        """Note that the block is a wait; outside of steps, and on other threads, nothing is noted."""
+        if self._thread != threading.get_ident():
+            yield
+            return
+        start = self.now()
+        try:
+            yield
+        finally:
+            self.waits.append(Wait(what, start, self.now(), group))
+
+    def send(self, message: tuple[int, int, int], peer: int, nbytes: int) -> None:
+        """Note that a message is about to leave."""
+        self.sent.append(Sent(message, peer, nbytes, self.now()))

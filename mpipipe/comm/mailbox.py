@@ -21,6 +21,7 @@ from mpipipe.comm.group import Group
 from mpipipe.comm.requests import own
 from mpipipe.comm.wait import wait
 from mpipipe.errors import ArgumentError
+from mpipipe.trace import Recorder
 
 HEADER_BYTES = 4096
 Leaf: TypeAlias = "tuple[Shape, np.dtype]"
@@ -36,6 +37,11 @@ class Envelope(NamedTuple):
     direction: int
     header: tuple[int, int]
     data: tuple[int, int]
+
+    @property
+    def name(self) -> tuple[int, int, int]:
+        """Edge, micro-batch and direction, the same at both ends."""
+        return self.edge, self.microbatch, self.direction
 
     @property
     def subject(self) -> str:
@@ -59,6 +65,10 @@ class Mailbox:
 
     A received array is a buffer that is used again: the lease that comes with it must go back through `release` once
     nothing reads the array any more.
+
+    Attributes
+    ----------
+    recorder : notes what is sent; None for nobody
     """
 
     def __init__(self, transport: Any, group: Group | None = None):
@@ -72,6 +82,7 @@ class Mailbox:
         self.wanted: deque = deque()  # envelopes of that call that are still to be taken, as they are needed
         self.sent: list[Envelope] = []  # in this call: one for each of the requests that were in `outgoing`
         self.polls = 0  # so far: a sign of progress
+        self.recorder: Recorder | None = None
 
     def receive_schedule(self, envelopes: Sequence[Envelope], leaves: Sequence[Sequence[Leaf]]) -> list:
         """Return what `begin_call` takes: each envelope, in order, with the buffers that its arrays need."""
@@ -186,6 +197,8 @@ class Mailbox:
         outgoing = self.outgoing
         while outgoing and outgoing[0].Test():
             outgoing.popleft()
+        if self.recorder is not None:
+            self.recorder.send(envelope.name, peer, sum(array.nbytes for array in arrays))
         for array in arrays:
             outgoing.append(self.transport.isend(array, peer, channel, tag))
             self.sent.append(envelope)

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Protocol
 from mpipipe.comm import launcher
 from mpipipe.comm.flight import Accountable, FlightRecorder
 from mpipipe.comm.types import Engine
+from mpipipe.trace import Recorder
 
 YIELD_SECONDS = 2e-2  # how long a wait gives way to others before it sleeps: the time of a large message
 PAUSE_SECONDS = 5e-5  # how long it then sleeps between two polls: short beside any real stage
@@ -117,6 +118,8 @@ class Process:
         Whether the program of this rank is over.
     lifeline : lifeline.Lifeline or None
         Knows of ranks that have died, where MPI tells.
+    recorders : set of trace.Recorder
+        Those that note the waits of this rank.
     """
 
     def __init__(self) -> None:
@@ -136,6 +139,7 @@ class Process:
         self.watchdog: Attendant | None = None
         self.ended = False
         self.lifeline: Any = None  # a lifeline.Lifeline, which is built on this module
+        self.recorders: set[Recorder] = set()
         self._accountable: list[weakref.ref[Accountable]] = []
         self._known: set[int] = set()  # numbers of `failures`
 

@@ -23,6 +23,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from typing import Protocol
 
 from mpipipe.comm import runtime, settings
@@ -94,6 +95,17 @@ def wait(
         After MPIPIPE_TIMEOUT seconds, where that is set.
     """
     process = here() if group is None else group.process
+    if not process.recorders:
+        return _wait(request, what, group, everyone, peer, process)
+    with ExitStack() as stack:
+        for recorder in process.recorders:
+            stack.enter_context(recorder.waiting(what, group.key if everyone and group is not None else None))
+        _wait(request, what, group, everyone, peer, process)
+
+
+def _wait(
+    request: Testable, what: object, group: WaitingGroup | None, everyone: bool, peer: int | None, process: Process
+) -> None:
     test = _driving(process, request.Test) if process.engines else request.Test
     for _ in range(SPIN_POLLS):
         if test():

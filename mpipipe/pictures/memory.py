@@ -11,7 +11,6 @@ from mpipipe.pictures.sheet import LINE, MARGIN, WIDTH, Sheet, draw, subject
 from mpipipe.schedules import Timeline
 from mpipipe.schedules.action import BACKWARD, FORWARD, RECOMPUTE, WEIGHT_GRAD
 
-
 ROW, TOP, RIGHT = 34.0, 24.0, 54.0  # points: from one rank to the next; above the note; for the peaks
 FULL = 0.86  # of a row's height, for the largest peak of all ranks
 

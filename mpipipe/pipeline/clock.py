@@ -70,8 +70,12 @@ class HostClock:
             if self.recorder is not None and not self.waits:
                 self.settle()
 
+    def host_seconds(self) -> float:
+        """What the recorder's clock shows, if there is one."""
+        return perf_counter() if self.recorder is None else self.recorder.now()
+
     def add(self, name: str, start: float, end: float) -> None:
-        """Note something besides the actions, for the recorder; times of time.perf_counter()."""
+        """Note something besides the actions, for the recorder; times of `host_seconds`."""
         if self.recorder is not None and self.running is not None:
             self.running.others.append((name, start, end))
 
@@ -88,7 +92,7 @@ class HostClock:
         return None
 
     def _seconds(self, start: Any, marks: list) -> np.ndarray:
-        """Seconds of time.perf_counter() of each mark."""
+        """Seconds of the host's clock of each mark."""
         return np.array(marks)
 
     def _kinds(self, steps: Sequence[PlannedAction]) -> tuple[list[tuple[str, int]], np.ndarray]:
@@ -131,7 +135,7 @@ class DeviceClock(HostClock):
         return not call.marks or arrays.is_done(call.marks[-1])
 
     def _start(self) -> Any:
-        return perf_counter(), self.now()
+        return self.host_seconds(), self.now()
 
     def _seconds(self, start: Any, marks: list) -> np.ndarray:
         self.span = 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from time import perf_counter
 from typing import Any
@@ -34,11 +34,12 @@ from mpipipe.pipeline.gradient_sums import GradientSums
 from mpipipe.pipeline.life import Life
 from mpipipe.pipeline.loss import Loss
 from mpipipe.pipeline.messages import StageMessages
-from mpipipe.pipeline.plan import Plan
+from mpipipe.pipeline.plan import Plan, recomputes_all
 from mpipipe.pipeline.shortage import memory_error
 from mpipipe.pipeline.ties import TieNames, Ties
 from mpipipe.schedules import Schedule
 from mpipipe.schedules.recompute import before_backwards
+from mpipipe.trace import Recorder
 
 logger = logging.getLogger("mpipipe")
 
@@ -90,7 +91,7 @@ class Engine:
             self.stages,
             self.messages,
             loss=None if loss is None else Loss(loss),
-            recompute=recompute or _recomputes_all(schedule, numbers),
+            recompute=recompute or recomputes_all(schedule, numbers),
             sums=self.sums,
             device=device,
         )
@@ -140,6 +141,8 @@ class Engine:
         """Check this rank's arguments of a call, and agree with the peers that all ranks make it."""
         self.life.check(call)
         self.started = perf_counter()
+        if call == "step" and self.recorder is not None:
+            self.recorder.begin_step()
         error, batch = None, Batch()
         try:
             if call in ("step", "evaluate", "forward"):
@@ -203,6 +206,8 @@ class Engine:
             for stage in self.stages:
                 stage.leave_step()
         self.steps_taken += 1
+        if self.recorder is not None:
+            self.recorder.end_step()
         return state, loss, losses
 
     def end(self) -> None:
@@ -210,6 +215,23 @@ class Engine:
         self.host_elapsed = perf_counter() - self.started
         self.executor.state = None
         self.flight.end()
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """What notes actions, messages, waits and steps of this rank; None for nobody."""
+        return self.executor.clock.recorder
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Let `recorder` note them from now on."""
+        clock, recorders = self.executor.clock, self.pipe.process.recorders
+        clock.settle()
+        if self.recorder is not None:
+            recorders.discard(self.recorder)
+        if recorder is not None:
+            recorders.add(recorder)
+        clock.recorder = self.messages.mailbox.recorder = recorder
+        if not clock.waits:  # marks are read from the host's clock
+            self.executor.now = clock.now if recorder is None else recorder.now
 
     def _plan(self, call: str, microbatches: int) -> Plan:
         key = "step" if call == "step" else microbatches
@@ -261,6 +283,7 @@ class Engine:
     def close(self) -> None:
         """Free the communicators."""
         self.agree("close")
+        self.record(None)
         self.life.state = "closed"
         for stage in self.stages:
             stage.detach()
@@ -269,13 +292,6 @@ class Engine:
         self.messages.mailbox.transport.close()
         for group in self.groups:
             group.close()
-
-
-def _recomputes_all(schedule: Schedule, stages: Sequence[int]) -> bool:
-    """Whether every forward of these stages that has a backward is run again."""
-    trained = [stage for stage in stages if schedule.has_backward(stage)]
-    again = sum(stage in trained for stage, _ in schedule.recomputed)
-    return bool(trained) and again == len(trained) * schedule.microbatches
 
 
 def _count(agreement: Callable[[], Agreement | None]) -> int:

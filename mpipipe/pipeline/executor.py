@@ -7,7 +7,6 @@ received arrays go back to the mailbox then. Where the forward is run again, its
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from time import perf_counter
 from typing import Any
 
 from mpipipe import arrays
@@ -271,9 +270,9 @@ class Executor:
     # -- sums over replicas, progress ---------------------------------------------------------------------------
 
     def _start_sums(self, sums: GradientSums, step: PlannedAction) -> None:
-        start = perf_counter()
+        start = self.clock.host_seconds()
         sums.complete(step)
-        self.clock.add(f"all-reduce {step.stage}", start, perf_counter())
+        self.clock.add(f"all-reduce {step.stage}", start, self.clock.host_seconds())
 
     def poll(self) -> None:
         """Let messages and sums advance; stages call this between layers."""

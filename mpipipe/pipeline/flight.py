@@ -102,9 +102,8 @@ class PipelineFlight:
                 yield step.send
 
     def _message(self, envelope: Envelope) -> Message:
-        name = envelope.edge, envelope.microbatch, envelope.direction
         peer = self.group.presence.members[envelope.peer]
-        return Message(name, envelope.subject, peer, envelope.data, self._bytes(envelope))
+        return Message(envelope.name, envelope.subject, peer, envelope.data, self._bytes(envelope))
 
     def _bytes(self, envelope: Envelope) -> int | None:
         spec = self.executor.messages.specs.get((envelope.edge, envelope.microbatch))

@@ -73,6 +73,8 @@ class Life:
         text = f"{self.executor.place} ({runtime.whoami()}) failed: {type(error).__name__}: {error}"
         for group in self.groups:
             group.fail(error, text)
+        if self.executor.clock.recorder is not None:  # its step does not end: later waits are none of it
+            self.groups[0].process.recorders.discard(self.executor.clock.recorder)
         self.executor.messages.mailbox.cancel()
         if self.executor.sums is not None:
             for pending in self.executor.sums.underway:

@@ -266,14 +266,13 @@ class Pipeline:
 
     @property
     def recorder(self) -> Recorder | None:
-        """A trace.Recorder that notes when each action ran, or None."""
+        """A trace.Recorder that notes what this rank does, or None."""
         self.engine.executor.clock.settle()
-        return self.engine.executor.clock.recorder
+        return self.engine.recorder
 
     @recorder.setter
     def recorder(self, recorder: Recorder | None) -> None:
-        self.engine.executor.clock.settle()
-        self.engine.executor.clock.recorder = recorder
+        self.engine.record(recorder)
 
     # -- end ----------------------------------------------------------------------------------------------------
 

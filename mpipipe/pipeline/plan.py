@@ -138,3 +138,10 @@ def _producer(action: Action, stages: int) -> tuple[int, str, int] | None:
     if op in "BI":
         return (stage + 1, op, microbatch) if stage < stages - 1 else None
     return None
+
+
+def recomputes_all(schedule: Schedule, stages: Sequence[int]) -> bool:
+    """Whether every forward of these stages that has a backward is run again."""
+    trained = [stage for stage in stages if schedule.has_backward(stage)]
+    again = sum(stage in trained for stage, _ in schedule.recomputed)
+    return bool(trained) and again == len(trained) * schedule.microbatches

@@ -179,6 +179,9 @@ class TrainConfig:
     survive: bool = option(
         False, "go on with fewer replicas when ranks die: needs `mpiexec --with-ft ulfm` of Open MPI 5"
     )
+    trace: str | None = option(
+        None, "new folder for a trace of the 2nd to the 17th step: where their time went; needs the extra [trace]"
+    )
     log_every: int = option(10, "steps between two lines of progress", least=1)
     eval_every: int = option(100, "steps between two validations; there is one more at the end", least=1)
     eval_batches: int = option(4, "batches of a validation", least=1)
@@ -261,16 +264,8 @@ def _parameters() -> str:
 if TrainConfig.__doc__:  # python -OO has none
     TrainConfig.__doc__ = TrainConfig.__doc__.replace("    Raises\n", _parameters() + "    Raises\n", 1)
 
-FROM_FOLDER = (
-    "vocab",
-    "dim",
-    "layers",
-    "heads",
-    "kv_heads",
-    "hidden",
-    "tied",
-    "rope_base",
-)  # what a folder says, with `from`
+# what a folder says, with `from`
+FROM_FOLDER = ("vocab", "dim", "layers", "heads", "kv_heads", "hidden", "tied", "rope_base")
 FIELDS = {"from": "from_"}  # names of keys that no field can have in Python
 
 

@@ -32,7 +32,7 @@ MAY_CHANGE = (
     "pipe", "seq", "layout", "schedule", "chunks", "microbatches", "recompute", "recompute_limit", "device", "steps",
     "log_every", "eval_every", "eval_batches", "sample_bytes", "temperature", "out", "save_every", "keep", "resume",
     "init", "from_", "save_as", "save_dtype",
-    "watchdog", "on_storage_error", "check_weights", "preempt_signals", "preempt_grace", "time_limit",
+    "watchdog", "trace", "on_storage_error", "check_weights", "preempt_signals", "preempt_grace", "time_limit",
     "survive",
 )  # fmt: skip
 BY_CONTENT = "data"  # the paths may change; what is compared is the fingerprint of the text

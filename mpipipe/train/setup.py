@@ -28,6 +28,7 @@ from mpipipe.train.report import NullReporter, Record
 from mpipipe.train.result import origin_of
 from mpipipe.train.shard import Shard
 from mpipipe.train.survival import Crew
+from mpipipe.train.tracing import trace_folder
 from mpipipe.train.trainer import Trainer
 
 
@@ -92,17 +93,20 @@ def train(
     tuning = find_tuning(config, comm)
     architecture = architecture_of(base, architecture)
     out = Path(output.shared_path(comm, config.out))
+    trace = trace_folder(comm, config.trace, out)
     pipe = max(1, comm.size // config.seq) if config.pipe is None else config.pipe
     if config.survive:
         crew = Crew(config, comm, pipe, out)
         with watching(config.watchdog, out):
             return crew.train(
-                lambda mesh: _train_in(mesh, config, architecture, base, data, out=out, tuning=tuning, crew=crew)
+                lambda mesh: _train_in(
+                    mesh, config, architecture, base, data, out=out, trace=trace, tuning=tuning, crew=crew
+                )
             )
     with group_of(comm).together("train: the mesh"):
         mesh = Mesh(comm, pipe=pipe, seq=config.seq)
     with watching(config.watchdog, out), mesh:
-        return _train_in(mesh, config, architecture, base, data, out=out, tuning=tuning)
+        return _train_in(mesh, config, architecture, base, data, out=out, trace=trace, tuning=tuning)
 
 
 def _train_in(
@@ -113,6 +117,7 @@ def _train_in(
     data: Source | None,
     *,
     out: Path,
+    trace: Path | None,
     tuning: FineTuning,
     crew: Crew | None = None,
 ) -> Record:
@@ -120,7 +125,7 @@ def _train_in(
     if crew is not None:
         crew.check_device(device)
     with arrays.own_stream(device):
-        return _train_on(device, config, model, base, mesh, data, out=out, tuning=tuning, crew=crew)
+        return _train_on(device, config, model, base, mesh, data, out=out, trace=trace, tuning=tuning, crew=crew)
 
 
 def _train_on(
@@ -132,6 +137,7 @@ def _train_on(
     data: Source | None,
     *,
     out: Path,
+    trace: Path | None,
     tuning: FineTuning,
     crew: Crew | None,
 ) -> Record:
@@ -183,6 +189,7 @@ def _train_on(
                 reporter=reporter,
                 out=out,
                 base=base,
+                trace=None if survivor else trace,
             )
             trainer.facts = resume.facts_of(config, plan, found.fingerprint)
             if crew is not None:

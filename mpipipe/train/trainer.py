@@ -33,6 +33,7 @@ from mpipipe.train.result import leave_model
 from mpipipe.train.sample import continued
 from mpipipe.train.shard import Shard
 from mpipipe.train.step_times import StepTimes, shared_speed
+from mpipipe.train.tracing import Tracing
 from mpipipe.train.training_plan import TrainingPlan
 
 
@@ -51,6 +52,7 @@ class Trainer:
     reporter : Reporter on rank 0, NullReporter elsewhere
     out : the output folder
     base : the model that it began from, if it did
+    trace : where to write a trace of some steps, if at all
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Trainer:
         reporter: Reporter | NullReporter,
         out: Path,
         base: Base | None = None,
+        trace: Path | None = None,
     ) -> None:
         self.config, self.mesh, self.plan, self.shard, self.progress = config, mesh, plan, shard, progress
         self.norm, self.data, self.reporter, self.out, self.preemption = norm, data, reporter, out, preemption
@@ -82,6 +85,7 @@ class Trainer:
         self.outcome: Outcome = 0.0, 0.0, None  # of the last step
         self.reported = progress.step or -1  # number of steps behind which nothing is left to do
         self.commitment = Commitment(progress, group_of(mesh.comm), config.survive)
+        self.tracing = Tracing(trace, self.pipeline, mesh, reporter.say)
 
     def run(self) -> Record:
         """Train, validate, show a sample of text, and return the last record."""
@@ -105,6 +109,7 @@ class Trainer:
         for step in range(progress.step, config.steps):
             self.outcome = self.step(step)
             progress.step = step + 1
+            self.tracing.end_step()
             self._after_step()
         return self._end()
 
@@ -122,6 +127,7 @@ class Trainer:
         leaves = done < config.steps and self.preemption.due(self.checkpoints.saver.in_flight)
         self.checkpoints.follow(self.facts, leaves)
         if leaves:
+            self.tracing.finish()
             self.preemption.leave(self.whereabouts() if self.mesh.rank == 0 else "")
         self.reported = done
 
@@ -131,6 +137,7 @@ class Trainer:
 
     def _end(self) -> Record:
         """Leave the weights, a sample, and the last line."""
+        self.tracing.finish()
         self.checkpoints.finish("the training ends without it")
         record = self.progress.record
         if record.validation is None:  # a training that was resumed at its end, which was no end before
@@ -156,19 +163,25 @@ class Trainer:
         """
         config, start = self.config, perf_counter()
         self.commitment.begin(step)
+        self.tracing.begin_step(config.steps - step)
         result = self.pipeline.step(*self.batches.training(step), scale=self.scaler.scale)
         lr = optim.warmup_cosine(step, config.steps, config.lr, min(config.warmup, config.steps))
-        try:
-            norm = optim.scaled_step(self.commitment, self.scaler, config.clip, lr=lr, over=self.norm)
-        except NonFiniteError as error:  # the replicas have the same sums of gradients, so they raise it, too
-            raise agreed_by(error, group_of(self.mesh.comm)) from None
-        if norm is None:
-            self.commitment.skip()
+        with self.tracing.optimizer():
+            norm = self._optimize(lr)
         seconds = perf_counter() - start
         for times in (self.since_record, self.in_all):
             times.add(seconds, self.pipeline.busy, self.pipeline.elapsed)
         self.reporter.advance()
         return result.loss, lr, norm
+
+    def _optimize(self, lr: float) -> float | None:
+        try:
+            norm = optim.scaled_step(self.commitment, self.scaler, self.config.clip, lr=lr, over=self.norm)
+        except NonFiniteError as error:  # the replicas have the same sums of gradients, so they raise it, too
+            raise agreed_by(error, group_of(self.mesh.comm)) from None
+        if norm is None:
+            self.commitment.skip()
+        return norm
 
     def validate(self) -> float:
         """Return the mean loss over the validation windows, always the same ones; on every rank."""

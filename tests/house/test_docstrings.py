@@ -14,6 +14,7 @@ from support.public_face import main, members, public_face
 ROOMS = [
     "mpipipe",
     "mpipipe.adapters",
+    "mpipipe.analysis",
     "mpipipe.arrays",
     "mpipipe.attention",
     "mpipipe.checkpoint",

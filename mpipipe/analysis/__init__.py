@@ -1,0 +1,7 @@
+"""Where the time of recorded steps went: which part of it, why, and what to change first."""
+
+from mpipipe.analysis.efficiency import Efficiencies
+from mpipipe.analysis.recording import Recording, recording
+from mpipipe.analysis.trace import Trace
+
+__all__ = ["Efficiencies", "Recording", "Trace", "recording"]

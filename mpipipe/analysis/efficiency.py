@@ -1,0 +1,102 @@
+"""The efficiencies of the POP project, and what to change first.
+
+The POP Standard Metrics (https://co-design.pop-coe.eu/metrics) divide the share of time in which ranks compute
+into factors, each at most 1, with C the time that a rank computes and T that of the whole:
+
+    parallel      mean C / T                             = load balance x serialisation x transfer
+    load balance  mean C / max C
+    serialisation max C / T on an ideal network          waits that no faster network would shorten
+    transfer      T on an ideal network / T
+
+On an ideal network messages take no time. T there is taken as T less the part "transfer" of the rank that has most of
+it; no less than max C.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import fmean
+from typing import NamedTuple
+
+from mpipipe.analysis.parts import PARTS
+from mpipipe.schedules import Costs, Schedule
+
+ENOUGH = 0.95  # of the time: nothing is worth changing
+
+
+class Efficiencies(NamedTuple):
+    """Shares between 0 and 1.
+
+    Attributes
+    ----------
+    parallel : float
+        The share of all ranks' time in which they compute; the product of the other three.
+    load_balance : float
+        Computing time of the mean rank by that of the busiest.
+    serialisation : float
+        Computing time of the busiest rank by the time of a step on a network that takes no time.
+    transfer : float
+        Time of a step on such a network by that of a step.
+    """
+
+    parallel: float
+    load_balance: float
+    serialisation: float
+    transfer: float
+
+
+def efficiencies(parts: Mapping[int, Mapping[str, float]]) -> Efficiencies:
+    """Compute the efficiencies of {rank: {part: seconds}}."""
+    compute = [each["compute"] for each in parts.values()]
+    whole = max(sum(each.values()) for each in parts.values())
+    ideal = max(whole - max(each["transfer"] for each in parts.values()), *compute)
+    most = max(compute)
+    if most == 0:
+        return Efficiencies(0.0, 1.0, 0.0, ideal / whole)
+    return Efficiencies(fmean(compute) / whole, fmean(compute) / most, most / ideal, ideal / whole)
+
+
+def advice(parts: Mapping[int, Mapping[str, float]], schedule: Schedule, costs: Costs) -> str:
+    """Say in one sentence what to change first."""
+    mean = {part: fmean(each[part] for each in parts.values()) for part in PARTS}
+    whole = sum(mean.values())
+    if mean["compute"] >= ENOUGH * whole:
+        return f"Nothing: the ranks compute {mean['compute'] / whole:.0%} of the time."
+    part = max(PARTS[1:], key=lambda name: mean[name])
+    what = {
+        "bubble": f"take more micro-batches than {schedule.microbatches}, or a schedule with less bubble than "
+        f"{schedule.name}",
+        "imbalance": _slowest(schedule, costs),
+        "late sender": _awaited(parts),
+        "transfer": _slowest_edge(costs, schedule.stages),
+        "sums": "take larger batches, with more micro-batches in a step, or fewer replicas",
+        "optimizer": "take larger batches, so that there are fewer steps of the optimizer",
+        "overhead": "take larger micro-batches, so that there is more work in each action",
+    }[part]
+    title = "the schedule's bubble" if part == "bubble" else part
+    return f"{what[0].upper()}{what[1:]}: {title} costs {mean[part] / whole:.0%} of the time."
+
+
+def _slowest(schedule: Schedule, costs: Costs) -> str:
+    names = ("forward", "input_grad", "weight_grad")
+    each = [sum(column) for column in zip(*(costs.per_stage(name, schedule.stages) for name in names))]
+    stage = max(range(schedule.stages), key=lambda number: each[number])
+    return f"give stage {stage} less to do, which takes {each[stage] / fmean(each):.2f} x the mean stage"
+
+
+def _slowest_edge(costs: Costs, stages: int) -> str:
+    times = costs.per_stage("transfer", stages)
+    edge = max(range(stages), key=lambda number: times[number])
+    return (
+        f"speed up the messages between stages {edge - 1} and {edge}, which take {times[edge] * 1e3:.3g} ms, or send "
+        "less in each"
+    )
+
+
+def _awaited(parts: Mapping[int, Mapping[str, float]]) -> str:
+    """The rank that waits least for others who are late is the one whom they wait for, if there is one."""
+    late = {rank: each["late sender"] for rank, each in parts.items()}
+    rank = min(late, key=lambda number: late[number])
+    if len(late) > 1 and late[rank] < 0.5 * fmean(late.values()):
+        return f"find out why rank {rank} comes late, which the others wait for"
+    return "find out why actions of one kind do not all last as long: other programs, clock rates, garbage collection"

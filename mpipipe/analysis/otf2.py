@@ -1,0 +1,116 @@
+"""A trace as an archive in the Open Trace Format 2, which Vampir, Scalasca and otf2-print read.
+
+Each rank is a location. Its steps are regions, and so are the pieces within them: "forward of stage 2", "late",
+"optimizer". A message is sent at the moment it was handed over, and received when it was there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from mpipipe.analysis.deliveries import deliveries
+from mpipipe.analysis.record import RankRecord, StepRecord
+from mpipipe.analysis.segments import Segment
+from mpipipe.errors import BackendError
+
+RESOLUTION = 1_000_000_000  # ticks in a second
+NAME = "traces"
+OPS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+Event: TypeAlias = "tuple[float, int, str, tuple]"  # time, order of those at one time, kind, what it is about
+
+
+def library() -> Any:
+    """Return the package otf2; raises BackendError where it is missing."""
+    try:
+        import otf2
+    except ImportError as error:
+        raise BackendError(
+            f"the library otf2 cannot be imported: {error}",
+            expected="it, to write a trace",
+            remedy="pip install 'mpipipe[trace]'",
+        ) from error
+    return otf2
+
+
+def write(folder: Path, records: Sequence[RankRecord], pieces: Sequence[Sequence[Sequence[Segment]]]) -> None:
+    """Write the archive into a new folder.
+
+    Parameters
+    ----------
+    folder : to be made
+    records : of all ranks, on one clock
+    pieces : of their steps, as `segments` gives them
+    """
+    otf2 = library()
+    zero = min((step.start for record in records for step in record.steps), default=0.0)
+    with otf2.writer.open(str(folder), NAME, timer_resolution=RESOLUTION) as trace:
+        definitions = trace.definitions
+        node = definitions.system_tree_node("job")
+        locations = [
+            definitions.location(
+                f"rank {record.rank}",
+                type=otf2.LocationType.CPU_THREAD,
+                group=definitions.location_group(
+                    f"rank {record.rank}", location_group_type=otf2.LocationGroupType.PROCESS, system_tree_parent=node
+                ),
+            )
+            for record in records
+        ]
+        comm = _communicator(otf2, definitions, locations)
+        regions: dict[str, Any] = {}
+        for location, found in zip(locations, _events(records, pieces)):
+            writer = trace.event_writer_from_location(location)
+            for time, _, kind, about in found:
+                ticks = max(0, round((time - zero) * RESOLUTION))
+                if kind in ("enter", "leave"):
+                    (name,) = about
+                    if name not in regions:
+                        regions[name] = definitions.region(name, region_role=otf2.RegionRole.FUNCTION)
+                    getattr(writer, kind)(ticks, regions[name])
+                else:
+                    peer, tag, nbytes = about
+                    (writer.mpi_send if kind == "send" else writer.mpi_recv)(ticks, peer, comm, tag, nbytes)
+
+
+def _communicator(otf2: Any, definitions: Any, locations: Sequence[Any]) -> Any:
+    """All ranks: numbers of ranks in events are those of this communicator."""
+    mpi = otf2.Paradigm.MPI
+    definitions.group("all", group_type=otf2.GroupType.COMM_LOCATIONS, paradigm=mpi, members=tuple(locations))
+    group = definitions.group(
+        "job", group_type=otf2.GroupType.COMM_GROUP, paradigm=mpi, members=tuple(range(len(locations)))
+    )
+    return definitions.comm("job", group=group)
+
+
+def _events(records: Sequence[RankRecord], pieces: Sequence[Sequence[Sequence[Segment]]]) -> list[list[Event]]:
+    """The events of each rank in the order of time; those at one time so that regions stay nested."""
+    found = [
+        [list(_of_regions(step, parts)) for step, parts in zip(record.steps, steps)]
+        for record, steps in zip(records, pieces)
+    ]
+    delivered = deliveries(records)
+    microbatches = max((each.message[1] + 1 for each in delivered), default=1)
+    for each in delivered:
+        edge, microbatch, direction = each.message
+        tag = (edge * microbatches + microbatch) * 2 + direction
+        found[each.source][each.step].append((each.sent, 2, "send", (each.target, tag, each.nbytes)))
+        found[each.target][each.step].append((each.received, 2, "receive", (each.source, tag, each.nbytes)))
+    return [[event for step in rank for event in sorted(step, key=lambda event: event[:2])] for rank in found]
+
+
+def _of_regions(step: StepRecord, pieces: Sequence[Segment]) -> Iterable[Event]:
+    yield step.start, 0, "enter", ("step",)
+    for piece in pieces:
+        if piece.part != "overhead":
+            name = _region(piece)
+            yield piece.start, 3, "enter", (name,)
+            yield piece.end, 1, "leave", (name,)
+    yield step.end, 4, "leave", ("step",)
+
+
+def _region(piece: Segment) -> str:
+    if piece.action is None:
+        return piece.part
+    return f"{OPS.get(piece.action.op, piece.action.op)} of stage {piece.action.stage}"

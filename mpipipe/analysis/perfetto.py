@@ -1,0 +1,70 @@
+"""A trace as events for Perfetto (https://ui.perfetto.dev) and chrome://tracing: measured and predicted, side by side.
+
+Each rank is a process with two rows: what was measured, and what `schedules.simulate` makes of the measured costs, each
+step beginning where the measured one does. Arrows lead from the sending of a message to its arrival.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from mpipipe.analysis.deliveries import deliveries
+from mpipipe.analysis.record import RankRecord
+from mpipipe.analysis.segments import Segment
+from mpipipe.schedules import Timeline
+
+MEASURED, PREDICTED = 0, 1  # rows
+MICRO = 1e6  # Chrome counts in microseconds
+
+
+def events(
+    records: Sequence[RankRecord], pieces: Sequence[Sequence[Sequence[Segment]]], predicted: Timeline
+) -> list[dict[str, Any]]:
+    """Return the events: json.dumps of the list is what the viewers read.
+
+    Parameters
+    ----------
+    records : of all ranks, on one clock
+    pieces : of their steps, as `segments` gives them
+    predicted : a step of the pipeline
+    """
+    zero = min((step.start for record in records for step in record.steps), default=0.0)
+    found = list(_names(records))
+    for record, steps in zip(records, pieces):
+        for number, (step, parts) in enumerate(zip(record.steps, steps)):
+            for piece in parts:
+                place = (record.rank, MEASURED, zero)
+                found.append(_span(piece.name, piece.part, (piece.start, piece.end), place, step=number))
+            first = min((start for _, start, _ in step.actions), default=step.start)
+            origin = first - predicted.starts[record.position][0]
+            for action, start, end in predicted.spans[record.position]:
+                place = (record.rank, PREDICTED, zero)
+                found.append(_span(str(action), action.op, (origin + start, origin + end), place, step=number))
+    return found + list(_arrows(records, zero))
+
+
+def _names(records: Sequence[RankRecord]) -> Iterable[dict[str, Any]]:
+    for record in records:
+        name = f"rank {record.rank}"
+        yield {"ph": "M", "name": "process_name", "pid": record.rank, "tid": 0, "args": {"name": name}}
+        for row, title in ((MEASURED, "measured"), (PREDICTED, "predicted")):
+            yield {"ph": "M", "name": "thread_name", "pid": record.rank, "tid": row, "args": {"name": title}}
+
+
+def _span(
+    name: str, kind: str, times: tuple[float, float], place: tuple[int, int, float], **facts: Any
+) -> dict[str, Any]:
+    start, end = times
+    rank, row, zero = place
+    event = {"ph": "X", "name": name, "cat": kind, "pid": rank, "tid": row, "args": facts}
+    return {**event, "ts": (start - zero) * MICRO, "dur": (end - start) * MICRO}
+
+
+def _arrows(records: Sequence[RankRecord], zero: float) -> Iterable[dict[str, Any]]:
+    for number, each in enumerate(deliveries(records)):
+        arrow = {"name": "message", "cat": "message", "id": number, "tid": MEASURED}
+        start, end = records[each.source].rank, records[each.target].rank
+        facts = {"bytes": each.nbytes}
+        yield {**arrow, "ph": "s", "pid": start, "ts": (each.sent - zero) * MICRO, "args": facts}
+        yield {**arrow, "ph": "f", "bp": "e", "pid": end, "ts": (each.received - zero) * MICRO}

@@ -1,0 +1,106 @@
+"""What all ranks did in the recorded steps, as plain data.
+
+A message is named by (edge, micro-batch, direction). Edge e joins stages e - 1 and e; the direction is 0 for an
+activation and 1 for a gradient. Within a step of one pipeline no name comes twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+from mpipipe.schedules import Action
+
+Interval: TypeAlias = tuple[float, float]  # start and end, in seconds
+Message: TypeAlias = tuple[int, int, int]
+
+
+class Waited(NamedTuple):
+    """A wait for other ranks.
+
+    Attributes
+    ----------
+    what : what for
+    start, end : seconds
+    message : the message that it was for, or None
+    group : key of the group whose ranks all had to come, or None
+    sums : whether it is a sum over replicas
+    """
+
+    what: str
+    start: float
+    end: float
+    message: Message | None = None
+    group: tuple[int, ...] | None = None
+    sums: bool = False
+
+
+class Handed(NamedTuple):
+    """A message that was sent: its name, the receiver's rank in its pipeline, bytes, and when."""
+
+    message: Message
+    peer: int
+    nbytes: int
+    time: float
+
+
+class StepRecord(NamedTuple):
+    """One step of one rank: its start and end, actions, waits, starts of sums, optimizer, messages sent."""
+
+    start: float
+    end: float
+    actions: list[tuple[Action, float, float]]
+    waits: list[Waited]
+    sums: list[Interval]
+    optimizer: list[Interval]
+    sent: list[Handed]
+
+    def moved(self, clock: Callable[[float], float]) -> StepRecord:
+        """The same by another clock."""
+
+        def both(pair: Interval) -> Interval:
+            return clock(pair[0]), clock(pair[1])
+
+        return StepRecord(
+            clock(self.start),
+            clock(self.end),
+            [(action, clock(start), clock(end)) for action, start, end in self.actions],
+            [wait._replace(start=clock(wait.start), end=clock(wait.end)) for wait in self.waits],
+            list(map(both, self.sums)),
+            list(map(both, self.optimizer)),
+            [sent._replace(time=clock(sent.time)) for sent in self.sent],
+        )
+
+    def received(self) -> dict[Message, float]:
+        """When each message was there: when the wait for it ended, else at the start of the action that takes it."""
+        times = {taken_by(action): start for action, start, _ in self.actions}
+        for wait in self.waits:
+            if wait.message in times:
+                times[wait.message] = min(wait.end, times[wait.message])
+        return {message: time for message, time in times.items() if message is not None}
+
+
+class RankRecord(NamedTuple):
+    """What one rank did.
+
+    Attributes
+    ----------
+    rank : its number among all that were recorded
+    position : its rank in its pipeline
+    replica : number of that pipeline
+    clock : two comparisons with the clock of rank 0: (when, by this rank's clock; seconds that rank 0 is ahead)
+    steps : those that were recorded
+    """
+
+    rank: int
+    position: int
+    replica: int
+    clock: tuple[tuple[float, float], tuple[float, float]]
+    steps: list[StepRecord]
+
+
+def taken_by(action: Action) -> Message | None:
+    """The message that an action takes, if its input comes from another rank."""
+    if action.op == "F":
+        return action.stage, action.microbatch, 0
+    return (action.stage + 1, action.microbatch, 1) if action.op in "BI" else None

@@ -1,0 +1,200 @@
+"""Recording the steps of a pipeline on all its ranks, and bringing the records together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+from mpipipe.analysis.record import Handed, Interval, RankRecord, StepRecord, Waited
+from mpipipe.analysis.trace import Trace
+from mpipipe.comm.clock_offset import Offset, clock_offset
+from mpipipe.comm.collect import collect
+from mpipipe.comm.group import group_of
+from mpipipe.comm.mailbox import Envelope
+from mpipipe.comm.types import Communicator
+from mpipipe.pipeline import Pipeline
+from mpipipe.pipeline.plan import PlannedAction
+from mpipipe.schedules import Action
+from mpipipe.trace import Recorder, Span, Wait
+
+ACTION = re.compile(r"(\d+)([A-Z])(\d+)")
+
+
+class Recording:
+    """A recording under way on this rank: begin it, make steps, and end it; both are collective.
+
+    Parameters
+    ----------
+    pipeline : Pipeline
+        Whose training steps are recorded.
+    comm : communicator, optional
+        All ranks that are recorded; by default those of the pipeline. With replicas: those of all replicas.
+    recorder : Recorder, optional
+        What notes the steps.
+
+    Attributes
+    ----------
+    trace : Trace or None
+        On rank 0 the result, once the recording has ended.
+    """
+
+    def __init__(self, pipeline: Pipeline, comm: Communicator | None = None, recorder: Recorder | None = None) -> None:
+        self.pipeline = pipeline
+        self.trace: Trace | None = None
+        self.recorder = Recorder() if recorder is None else recorder
+        self._group = pipeline.engine.pipe if comm is None else group_of(comm)
+        self._comm = self._group.split(0, self._group.rank, "trace")
+        self._before = self._offset()
+        pipeline.recorder = self.recorder
+
+    def optimizer(self) -> AbstractContextManager[None]:
+        """Mark the optimizer: the block belongs to the last step, and counts as part "optimizer".
+
+        Returns
+        -------
+        context manager
+            Around the block.
+        """
+        return self.recorder.optimizer()
+
+    def end(self) -> None:
+        """Stop recording, and bring the records of all ranks together on rank 0."""
+        self.pipeline.recorder = None
+        record = self._record(self._before, self._offset())
+        found = collect(self._group, self._comm, record)
+        self._group.agree("the end of a recording")
+        self._comm.Free()
+        with self._group.together("the analysis of a recording"):
+            if found is not None:
+                self.trace = Trace(self.pipeline.schedule, found)
+
+    def _offset(self) -> Offset:
+        return clock_offset(self._group, self._comm, self.recorder.now)
+
+    def _record(self, before: Offset, after: Offset) -> RankRecord:
+        engine = self.pipeline.engine
+        replicas = engine.replicas
+        sums = None if replicas is None else replicas.key
+        planned = engine.plans["step"].steps if engine.executor.clock.waits else None
+        steps = steps_of(self.recorder, sums, planned)
+        replica = 0 if replicas is None else replicas.rank
+        clock = (before.at, before.ahead), (after.at, after.ahead)
+        return RankRecord(self._group.rank, self.pipeline.rank, replica, clock, steps)
+
+
+@contextmanager
+def recording(
+    pipeline: Pipeline, comm: Communicator | None = None, recorder: Recorder | None = None
+) -> Iterator[Recording]:
+    """Record the training steps that are made in the block; collective at both ends.
+
+    What it needs grows with the number of steps: record some, not thousands. After an error in the block nothing
+    collective is done, and there is no trace.
+
+    Parameters
+    ----------
+    pipeline : Pipeline
+        Whose training steps are recorded.
+    comm : communicator, optional
+        All ranks that are recorded; by default those of the pipeline. With replicas: those of all replicas.
+    recorder : Recorder, optional
+        What notes the steps: one with a clock of your own.
+
+    Yields
+    ------
+    Recording
+        Behind the block its `trace` is a Trace on rank 0, None elsewhere.
+
+    Raises
+    ------
+    ArgumentError
+        On every rank: no training step was made in the block.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpipipe import Pipeline, analysis, nn, optim, schedules
+    >>> from mpipipe.comm import inprocess
+    >>> def on_one_rank(comm):
+    ...     stage = nn.Stage([nn.Linear(3, 3)])
+    ...     optimizer = optim.SGD([stage], lr=0.1)
+    ...     x, target = np.ones((2, 4, 3), np.float32)
+    ...     with Pipeline([stage], schedules.gpipe(1, 2), comm, loss=nn.mean_squared_error) as pipe:
+    ...         with analysis.recording(pipe) as record:
+    ...             for step in range(3):
+    ...                 pipe.step(x, target)
+    ...                 with record.optimizer():
+    ...                     optimizer.step()
+    ...     return record.trace
+    >>> (trace,) = inprocess.run(1, on_one_rank)
+    >>> trace.summary()["steps"], list(trace.parts()[0])[:3]
+    (3, ['compute', 'bubble', 'imbalance'])
+    """
+    found = Recording(pipeline, comm, recorder)
+    try:
+        yield found
+    except BaseException:
+        pipeline.engine.record(None)
+        raise
+    found.end()
+
+
+def steps_of(
+    recorder: Recorder, sums: tuple[int, ...] | None, planned: Sequence[PlannedAction] | None = None
+) -> list[StepRecord]:
+    """Put what a recorder has noted in order, step by step.
+
+    Parameters
+    ----------
+    recorder : has noted it
+    sums : key of the group of replicas, whose waits are sums
+    planned : the actions of a step where they run on a device. There the host runs ahead, and its waits say nothing of
+        messages: a gap on the device before an action that takes a message is a wait for it, and a message is sent at
+        the end of the action that makes it
+    """
+    found = []
+    for step in recorder.steps:
+        inside = [span for span in recorder.spans if step.start <= span.start <= step.end]
+        actions = [(parsed, span.start, span.end) for span in inside if (parsed := _action(span)) is not None]
+        waits = [_waited(wait, sums) for wait in recorder.waits if step.start <= wait.start <= step.end]
+        sent = [
+            Handed(each.message, each.peer, each.nbytes, each.time)
+            for each in recorder.sent
+            if step.start <= each.time <= step.end
+        ]
+        if planned is not None:
+            waits = [wait for wait in waits if wait.message is None] + _gaps(actions, planned)
+            ends = {each.send.name: end for each, (_, _, end) in zip(planned, actions) if each.send is not None}
+            sent = [each._replace(time=ends.get(each.message, each.time)) for each in sent]
+        found.append(
+            StepRecord(
+                step.start, step.end, actions, waits, _named("all-reduce", inside), _named("optimizer", inside), sent
+            )
+        )
+    return found
+
+
+def _action(span: Span) -> Action | None:
+    match = ACTION.fullmatch(span.name)
+    return None if match is None else Action(int(match[1]), match[2], int(match[3]))
+
+
+def _named(start: str, spans: Sequence[Span]) -> list[Interval]:
+    return [(span.start, span.end) for span in spans if span.name.startswith(start)]
+
+
+def _waited(wait: Wait, sums: tuple[int, ...] | None) -> Waited:
+    what = wait.what
+    message = what.name if isinstance(what, Envelope) else None
+    text = what.subject if isinstance(what, Envelope) else str(what)
+    return Waited(text, wait.start, wait.end, message, wait.group, wait.group is not None and wait.group == sums)
+
+
+def _gaps(actions: Sequence[tuple[Action, float, float]], planned: Sequence[PlannedAction]) -> list[Waited]:
+    found, end = [], None
+    for each, (_, start, stop) in zip(planned, actions):
+        if each.receive is not None and end is not None and end < start:
+            found.append(Waited(each.receive.subject, end, start, each.receive.name))
+        end = stop
+    return found

@@ -1,0 +1,199 @@
+"""Trace: what all ranks did in some steps, where their time went, and how to look at it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mpipipe.analysis import efficiency, otf2, perfetto, table
+from mpipipe.analysis.clocks import on_one_clock
+from mpipipe.analysis.costs import measured_costs
+from mpipipe.analysis.efficiency import Efficiencies
+from mpipipe.analysis.parts import mean_parts, parts_of_steps
+from mpipipe.analysis.record import RankRecord
+from mpipipe.analysis.segments import segments
+from mpipipe.errors import ArgumentError
+from mpipipe.schedules import Costs, Schedule, simulate
+
+
+class Trace:
+    """What all ranks did in some steps; `recording` makes one.
+
+    Parameters
+    ----------
+    schedule : Schedule
+        Of the pipeline.
+    records : sequence of RankRecord
+        What each rank did, by its own clock; at least one step.
+
+    Attributes
+    ----------
+    schedule : Schedule
+        The same.
+    records : list of RankRecord
+        The records by the clock of rank 0.
+    costs : schedules.Costs
+        Mean costs of each stage in the recorded steps, and median times of messages: what `schedules.simulate` takes.
+
+    Raises
+    ------
+    ArgumentError
+        There is no step that all ranks have recorded.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpipipe import Pipeline, analysis, nn, schedules
+    >>> from mpipipe.comm import inprocess
+    >>> def on_each_rank(comm):
+    ...     stage = nn.Stage([nn.Linear(3, 3)], first=comm.rank)
+    ...     x = np.ones((8, 3), np.float32) if comm.rank == 0 else None
+    ...     target = np.zeros((8, 3), np.float32) if comm.rank == 1 else None
+    ...     schedule = schedules.one_f_one_b(ranks=2, microbatches=4)
+    ...     with Pipeline([stage], schedule, comm, loss=nn.mean_squared_error) as pipe:
+    ...         with analysis.recording(pipe) as record:
+    ...             pipe.step(x, target)
+    ...     return record.trace
+    >>> trace, _ = inprocess.run(2, on_each_rank)
+    >>> step = trace.records[1].steps[0]
+    >>> abs(sum(trace.parts()[1].values()) - (step.end - step.start)) < 1e-9
+    True
+    """
+
+    def __init__(self, schedule: Schedule, records: Sequence[RankRecord]) -> None:
+        steps = min(len(record.steps) for record in records)
+        if steps == 0:
+            raise ArgumentError(
+                "there is no step that all ranks have recorded",
+                found=", ".join(f"{len(record.steps)} of rank {record.rank}" for record in records[:8]),
+                expected="at least one training step",
+            )
+        self.schedule = schedule
+        self.records = on_one_clock([record._replace(steps=record.steps[:steps]) for record in records])
+        self.costs: Costs = measured_costs(self.records, schedule.stages)
+        self._pieces = segments(self.records)
+        self._parts = parts_of_steps(self.records, self._pieces, schedule, self.costs)
+
+    def parts(self) -> dict[int, dict[str, float]]:
+        """Divide the time of the mean step.
+
+        Returns
+        -------
+        dict
+            For each rank the seconds of each part, which add up to the time of the mean step: compute, bubble,
+            imbalance, late sender, transfer, sums, optimizer, overhead.
+        """
+        return {record.rank: mean_parts(steps) for record, steps in zip(self.records, self._parts)}
+
+    def parts_of_steps(self) -> dict[int, list[dict[str, float]]]:
+        """Divide the time of each step.
+
+        Returns
+        -------
+        dict
+            For each rank a list of the seconds of each part, by step.
+        """
+        return {record.rank: steps for record, steps in zip(self.records, self._parts)}
+
+    def efficiencies(self) -> Efficiencies:
+        """Compute the efficiencies of the POP project.
+
+        Returns
+        -------
+        Efficiencies
+            parallel = load_balance * serialisation * transfer.
+        """
+        return efficiency.efficiencies(self.parts())
+
+    def advice(self) -> str:
+        """Say what to change first.
+
+        Returns
+        -------
+        str
+            One sentence.
+        """
+        return efficiency.advice(self.parts(), self.schedule, self.costs)
+
+    def table(self) -> str:
+        """Draw a table of the parts, with the efficiencies and the advice below it.
+
+        Returns
+        -------
+        str
+            Lines without a final newline.
+        """
+        found = self.efficiencies()
+        below = (
+            f"parallel efficiency {found.parallel:.3f} = load balance {found.load_balance:.3f} x serialisation "
+            f"{found.serialisation:.3f} x transfer {found.transfer:.3f}"
+        )
+        return "\n".join([table.table(self.parts()), below, self.advice()])
+
+    def events(self) -> list[dict[str, Any]]:
+        """Turn the trace into events for Perfetto and chrome://tracing, with predicted spans beside the measured ones.
+
+        Returns
+        -------
+        list of dict
+            ``json.dumps`` of it is what they read.
+        """
+        return perfetto.events(self.records, self._pieces, simulate(self.schedule, self.costs))
+
+    def summary(self) -> dict[str, Any]:
+        """Put the results together as plain values.
+
+        Returns
+        -------
+        dict
+            schedule, steps, parts, parts of each step, efficiencies and advice.
+        """
+        return {
+            "schedule": self.schedule.name,
+            "steps": len(self.records[0].steps),
+            "parts": self.parts(),
+            "parts_of_steps": self.parts_of_steps(),
+            "efficiencies": self.efficiencies()._asdict(),
+            "advice": self.advice(),
+        }
+
+    def write(self, folder: str | Path) -> None:
+        """Write the trace into a new folder.
+
+        summary.json has what `summary` gives, trace.json is for Perfetto, and otf2/traces.otf2 for Vampir, Scalasca and
+        otf2-print.
+
+        Parameters
+        ----------
+        folder : str or Path
+            A folder that does not exist.
+
+        Raises
+        ------
+        ArgumentError
+            The folder exists.
+        BackendError
+            The library otf2 is missing (extra ``[trace]``).
+        OSError
+            The folder cannot be written.
+        """
+        check_new(folder)
+        otf2.library()
+        folder = Path(folder)
+        folder.mkdir(parents=True)
+        (folder / "summary.json").write_text(json.dumps(self.summary(), indent=1) + "\n")
+        (folder / "trace.json").write_text(json.dumps(self.events()))
+        otf2.write(folder / "otf2", self.records, self._pieces)
+
+
+def check_new(folder: str | Path) -> None:
+    """Raise ArgumentError for a folder that exists: no trace overwrites another."""
+    if Path(folder).exists() or Path(folder).is_symlink():
+        raise ArgumentError(
+            "the folder for a trace exists",
+            found=str(folder),
+            expected="the name of a new folder",
+            remedy="choose another one, or move the old trace away",
+        )

@@ -1,0 +1,90 @@
+"""`train --trace DIR`: a few early steps are recorded, and written once they are made.
+
+Recorded are the second step since the training was started and the 15 behind it, as far as there are so many; a start
+with one step to make records that one. The first step is unlike the others: memory is allocated and shapes are agreed
+on. Between recorded steps validation and checkpoints go on as ever; they belong to no step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+from mpipipe.analysis import Recording, Trace
+from mpipipe.analysis.otf2 import library
+from mpipipe.analysis.trace import check_new
+from mpipipe.comm.group import group_of
+from mpipipe.comm.mesh import Mesh
+from mpipipe.comm.types import Communicator
+from mpipipe.errors import ArgumentError, ConfigError
+from mpipipe.pipeline import Pipeline
+from mpipipe.train import output
+
+RECORDED = 16  # steps
+
+
+def trace_folder(comm: Communicator, trace: str | None, out: Path) -> Path | None:
+    """Return where a trace will be written; collective. Raises the same error on every rank where it cannot be."""
+    if trace is None:
+        return None
+    folder = Path(output.shared_path(comm, trace))
+    with group_of(comm).together("train: the folder of the trace"):
+        if comm.rank == 0:
+            check_new(folder)
+            if folder == out:
+                raise ConfigError(
+                    "out and trace are the same folder", found=str(out), expected="a folder of its own for the trace"
+                )
+            library()
+    return folder
+
+
+class Tracing:
+    """Records some steps of a training.
+
+    Parameters
+    ----------
+    folder : to write to, on rank 0; None to record nothing
+    pipeline : of the training
+    mesh : all ranks
+    say : tells what was found
+    """
+
+    def __init__(self, folder: Path | None, pipeline: Pipeline, mesh: Mesh, say: Callable[[str], None]) -> None:
+        self.folder, self.pipeline, self.mesh, self.say = folder, pipeline, mesh, say
+        self.recording: Recording | None = None
+        self.made = 0
+
+    def begin_step(self, left: int) -> None:
+        """Begin to record with this step if it is time for that; collective. `left` steps are left, with this one."""
+        if self.folder is not None and (self.made == 1 or (self.made == 0 and left == 1)):
+            self.recording = Recording(self.pipeline, self.mesh.comm)
+
+    def optimizer(self) -> AbstractContextManager[None]:
+        """Mark the optimizer of the step under way."""
+        return nullcontext() if self.recording is None else self.recording.optimizer()
+
+    def end_step(self) -> None:
+        """Write the trace once enough steps are recorded; collective."""
+        self.made += 1
+        if self.recording is not None and len(self.recording.recorder.steps) >= RECORDED:
+            self.finish()
+
+    def finish(self) -> None:
+        """Write the trace of the steps recorded so far; collective. Nothing is done where it is written."""
+        recording, self.recording = self.recording, None
+        if recording is not None:
+            recording.end()
+            if recording.trace is not None and self.folder is not None:
+                self._write(recording.trace, self.folder)
+
+    def _write(self, trace: Trace, folder: Path) -> None:
+        steps = len(trace.records[0].steps)
+        self.say(f"mpipipe: where the time of {steps} step{'s' * (steps > 1)} went\n{trace.table()}")
+        try:
+            trace.write(folder)
+        except (OSError, ArgumentError) as error:  # no reason to lose a training
+            self.say(f"mpipipe: the trace cannot be written: {error}")
+        else:
+            self.say(f"mpipipe: the trace is in {folder}")

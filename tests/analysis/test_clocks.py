@@ -1,0 +1,118 @@
+"""Clocks that differ: records come onto one clock, and no message arrives before it was sent."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import numpy as np
+import pytest
+from support.made_records import made
+
+from mpipipe import schedules
+from mpipipe.analysis import Trace
+from mpipipe.analysis.deliveries import deliveries
+from mpipipe.comm import inprocess
+from mpipipe.comm.clock_offset import clock_offset
+from mpipipe.comm.collect import collect
+from mpipipe.comm.group import group_of
+
+SKEW, DRIFT = 0.050, 100e-6  # of rank r: r times as much
+
+
+def skewed(rank):
+    """The clock of a rank, as a function of the true time."""
+    return lambda true: true * (1 + rank * DRIFT) + rank * SKEW
+
+
+def even(action, step):
+    return 0.002
+
+
+def test_skewed_clocks_give_the_times_of_true_ones():
+    schedule = schedules.one_f_one_b(4, 8)
+    causes = dict(latency={1: 0.001}, late={2: 0.003}, optimizer=0.001, steps=3)
+    true = Trace(schedule, made(schedule, even, **causes))
+    found = Trace(schedule, made(schedule, even, **causes, clock=skewed))
+    for one, other in zip(true.records, found.records):
+        for step, same in zip(one.steps, other.steps):
+            assert same.end == pytest.approx(step.end, abs=1e-9)
+            assert same.received() == pytest.approx(step.received(), abs=1e-9)
+    for rank, parts in true.parts().items():
+        assert found.parts()[rank] == pytest.approx(parts, abs=1e-8)
+
+
+def test_errors_of_comparisons_are_taken_out_where_messages_contradict_them():
+    """Rank 1 believes rank 0 to be 3 ms behind, so that all that rank 0 sends comes before it left."""
+    schedule = schedules.gpipe(3, 2)
+    records = made(schedule, even)
+    records[1] = records[1]._replace(clock=((0, -0.003), (1, -0.003)))
+    wrong = [each.sent - each.received for each in deliveries(records_by_their_clocks(records))]
+    assert max(wrong) == pytest.approx(0.003)
+    trace = Trace(schedule, records)
+    assert max(each.sent - each.received for each in deliveries(trace.records)) <= 1e-12
+    moved = trace.records[1].steps[0].start - records[1].steps[0].start
+    assert moved == pytest.approx(0, abs=1e-9)  # messages that arrive at once, both ways, leave no other choice
+
+
+def records_by_their_clocks(records):
+    """The records moved by the comparisons alone."""
+    return [
+        record._replace(steps=[step.moved(lambda time, by=record.clock[0][1]: time + by) for step in record.steps])
+        for record in records
+    ]
+
+
+def comparison(comm):
+    clock = skewed(comm.rank)
+    group = group_of(comm)
+    private = group.split(0, group.rank, "test")
+    offset = clock_offset(group, private, lambda: clock(time.perf_counter()))
+    texts = collect(group, private, "x" * 1000 * comm.rank)
+    group.agree("test: the end")
+    private.Free()
+    true = (offset.at - comm.rank * SKEW) / (1 + comm.rank * DRIFT) - offset.at  # the clock of rank 0 less this one
+    return abs(offset.ahead - true), offset.error, texts
+
+
+def check_comparison(rank, wrong, error, texts, size):
+    """The true offset is within the error that is told: however long messages take, and on a busy machine, too."""
+    assert wrong <= error * (1 + 1e-3) + 1e-9
+    assert (error == 0) == (rank == 0)
+    assert texts == (["x" * 1000 * peer for peer in range(size)] if rank == 0 else None)
+
+
+def test_offsets_are_found_within_the_error_that_is_told():
+    for rank, found in enumerate(inprocess.run(3, comparison)):
+        check_comparison(rank, *found, 3)
+
+
+def test_an_answer_is_taken_to_come_from_the_middle_of_its_question():
+    """A clock that both ranks read, and that each reading moves on by one: rank 0 reads between two of rank 1."""
+    ticks = itertools.count()
+
+    def job(comm):
+        group = group_of(comm)
+        private = group.split(0, group.rank, "test")
+        found = clock_offset(group, private, lambda: float(next(ticks)))
+        group.agree("test: the end")
+        private.Free()
+        return found
+
+    assert inprocess.run(2, job)[1] == (1.0, 0.0, 1.0)
+
+
+def test_offsets_are_found_by_mpi(comm):
+    check_comparison(comm.rank, *comparison(comm), comm.size)
+
+
+def test_large_things_are_collected_on_rank_0(comm):
+    group = group_of(comm)
+    private = group.split(0, group.rank, "test")
+    found = collect(group, private, np.full(100_000, comm.rank))
+    group.agree("test: the end")
+    private.Free()
+    if comm.rank == 0:
+        assert [int(array.sum()) for array in found] == [100_000 * rank for rank in range(comm.size)]
+    else:
+        assert found is None

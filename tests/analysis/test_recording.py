@@ -1,0 +1,190 @@
+"""Steps that really run, recorded by skewed clocks: the parts add up, and what is written can be read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import time
+
+import numpy as np
+import pytest
+from support import dense
+
+from mpipipe import Pipeline, analysis, nn, optim, schedules, trace
+from mpipipe.analysis.deliveries import deliveries
+from mpipipe.analysis.parts import PARTS
+from mpipipe.comm import inprocess
+from mpipipe.comm.group import group_of
+from mpipipe.errors import ArgumentError, BackendError
+
+STEPS, MICROBATCHES = 3, 4
+
+
+def skewed(rank):
+    """A recorder whose clock is 50 ms and 100 ppm off for each rank."""
+    return trace.Recorder(lambda: time.perf_counter() * (1 + rank * 100e-6) + rank * 0.050)
+
+
+def recorded(comm, chunks=1, steps=STEPS):
+    """The Trace of some steps with an optimizer and a norm, on rank 0; None elsewhere."""
+    name = "one_f_one_b" if chunks == 1 else "interleaved_1f1b"
+    schedule = schedules.by_name(name, ranks=comm.size, chunks=chunks, microbatches=MICROBATCHES)
+    numbers = schedule.stages_of(comm.rank)
+    stages = [nn.Stage([nn.Linear(16, 16)], first=number) for number in numbers]
+    inputs, targets = np.ones((2, 8, 16), np.float32)
+    optimizer, scaler = optim.SGD(stages, lr=0.1), optim.LossScaler(1.0)
+    with Pipeline(stages, schedule, comm, loss=nn.mean_squared_error) as pipeline:
+        mine = dense.placed(schedule, comm.rank, inputs, targets)
+        pipeline.step(*mine)
+        with analysis.recording(pipeline, recorder=skewed(comm.rank)) as record:
+            for _ in range(steps):
+                pipeline.step(*mine)
+                with record.optimizer():
+                    optim.scaled_step(optimizer, scaler, 1.0, comm=comm)
+        pipeline.step(*mine)  # is not recorded
+    return record.trace
+
+
+def check(found, ranks, chunks=1):
+    """All that must hold of a trace, whatever the machine did meanwhile."""
+    assert sorted(found.parts()) == list(range(ranks))
+    for record, steps in zip(found.records, found.parts_of_steps().values()):
+        assert len(steps) == STEPS
+        for step, parts in zip(record.steps, steps):
+            assert sum(parts.values()) == pytest.approx(step.end - step.start, rel=1e-9)
+            assert min(parts.values()) >= 0 < parts["compute"]
+            assert parts["optimizer"] > 0
+            assert [str(action) for action, _, _ in step.actions] == [
+                str(action) for action in found.schedule.orders[record.position]
+            ]
+    messages = deliveries(found.records)
+    edges = found.schedule.stages - 1 if ranks > 1 else 0
+    assert len(messages) == 2 * edges * MICROBATCHES * STEPS
+    assert all(each.sent <= each.received for each in messages)
+    assert all(each.nbytes == 2 * 16 * 4 for each in messages)
+
+
+def test_ranks_that_are_threads():
+    found = inprocess.run(2, recorded)
+    assert found[1] is None
+    check(found[0], 2)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_ranks_of_mpi(comm, chunks):
+    found = recorded(comm, chunks)
+    assert (found is None) == (comm.rank > 0)
+    with group_of(comm).together("the checks"):
+        if found is not None:
+            check(found, comm.size, chunks)
+
+
+def test_sums_over_replicas_are_recorded_with_all_of_them(comm):
+    schedule = schedules.gpipe(1, 2)
+    stage = nn.Stage([nn.Linear(256, 256)])
+    alone = comm.Split(comm.rank, 0)
+    inputs, targets = np.ones((2, 8, 256), np.float32)
+    with Pipeline([stage], schedule, alone, loss=nn.mean_squared_error, replicas=comm) as pipeline:
+        with analysis.recording(pipeline, comm) as record:
+            pipeline.step(inputs, targets)
+    with group_of(comm).together("the checks"):
+        if comm.rank == 0:
+            assert [each.replica for each in record.trace.records] == list(range(comm.size))
+            for parts in record.trace.parts().values():
+                assert parts["sums"] > 0 or comm.size == 1
+                assert parts["transfer"] == parts["bubble"] == 0
+    alone.Free()
+
+
+def test_recording_is_off_outside_and_needs_a_step():
+    def job(comm):
+        stage = nn.Stage([nn.Linear(4, 4)], first=comm.rank)
+        with Pipeline([stage], schedules.gpipe(2, 2), comm, loss=nn.mean_squared_error) as pipeline:
+            with pytest.raises(ArgumentError, match="no step that all ranks have recorded"):
+                with analysis.recording(pipeline):
+                    pass
+            with pytest.raises(RuntimeError):
+                with analysis.recording(pipeline):
+                    raise RuntimeError("before a step")
+            return pipeline.recorder, pipeline.engine.pipe.process.recorders
+
+    assert inprocess.run(2, job) == [(None, set())] * 2
+
+
+def test_what_is_written_is_read_by_other_tools(tmp_path):
+    found = inprocess.run(2, recorded)[0]
+    folder = tmp_path / "new" / "trace"
+    found.write(folder)
+    with pytest.raises(ArgumentError, match="the folder for a trace exists"):
+        found.write(folder)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert {int(rank): parts for rank, parts in summary["parts"].items()} == found.parts()
+    assert summary["advice"] == found.advice() and tuple(summary["parts"]["0"]) == PARTS
+    check_events(json.loads((folder / "trace.json").read_text()), found)
+    check_archive(folder / "otf2" / "traces.otf2", found)
+    if shutil.which("otf2-print"):
+        check_printed(folder / "otf2" / "traces.otf2")
+
+
+def check_events(events, found):
+    """Measured and predicted actions of both ranks, all with a duration, and an arrow for each message."""
+    spans = [event for event in events if event["ph"] == "X"]
+    assert all(event["dur"] >= 0 and event["ts"] >= -1e-6 for event in spans if event["tid"] == 0)
+    for rank, order in enumerate(found.schedule.orders):
+        names = [str(action) for action in order] * STEPS
+        for row, kinds in ((0, {"compute"}), (1, {"F", "B"})):
+            rows = [event for event in spans if (event["pid"], event["tid"]) == (rank, row) and event["cat"] in kinds]
+            assert [event["name"] for event in rows] == names
+    starts = {event["id"]: event for event in events if event["ph"] == "s"}
+    ends = {event["id"]: event for event in events if event["ph"] == "f"}
+    assert len(starts) == len(ends) == 2 * MICROBATCHES * STEPS
+    assert all(ends[number]["ts"] >= start["ts"] for number, start in starts.items())
+
+
+def check_archive(anchor, found):
+    """By the package's reader: regions are nested, times rise, each send has its receive and none comes before it."""
+    otf2 = pytest.importorskip("otf2")
+    sends, receives, open_regions, last = {}, {}, {}, {}
+    with otf2.reader.open(str(anchor)) as archive:
+        assert archive.timer_resolution == 1_000_000_000
+        ranks = {location: number for number, location in enumerate(archive.definitions.locations)}
+        for location, event in archive.events:
+            rank = ranks[location]
+            assert event.time >= last.get(rank, 0)
+            last[rank] = event.time
+            if isinstance(event, otf2.events.Enter):
+                open_regions.setdefault(rank, []).append(event.region.name)
+            elif isinstance(event, otf2.events.Leave):
+                assert open_regions[rank].pop() == event.region.name
+            elif isinstance(event, otf2.events.MpiSend):
+                sends.setdefault((rank, event.receiver, event.msg_tag), []).append((event.time, event.msg_length))
+            elif isinstance(event, otf2.events.MpiRecv):
+                receives.setdefault((event.sender, rank, event.msg_tag), []).append((event.time, event.msg_length))
+    assert not any(open_regions.values())
+    assert sends.keys() == receives.keys() and len(sends) == 2 * MICROBATCHES
+    for name, sent in sends.items():
+        assert len(sent) == STEPS
+        assert all(a[0] <= b[0] and a[1] == b[1] for a, b in zip(sent, receives[name], strict=True))
+    zero = min(record.steps[0].start for record in found.records)
+    ticks = [sorted(time for events in each.values() for time, _ in events) for each in (sends, receives)]
+    for numbers, name in zip(ticks, ("sent", "received")):
+        times = sorted(getattr(each, name) for each in deliveries(found.records))
+        assert numbers == [round((time - zero) * 1e9) for time in times]
+
+
+def check_printed(anchor):
+    """By Debian's otf2-tools, where they are installed."""
+    done = subprocess.run(["otf2-print", str(anchor)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    for kind in ("MPI_SEND ", "MPI_RECV "):
+        assert sum(line.startswith(kind) for line in done.stdout.splitlines()) == 2 * MICROBATCHES * STEPS
+
+
+def test_a_missing_library_is_one_clear_error(tmp_path, monkeypatch):
+    found = inprocess.run(1, recorded)[0]
+    monkeypatch.setitem(__import__("sys").modules, "otf2", None)
+    with pytest.raises(BackendError, match="otf2 cannot be imported") as error:
+        found.write(tmp_path / "trace")
+    assert error.value.remedy == "pip install 'mpipipe[trace]'"
+    assert not (tmp_path / "trace").exists()

@@ -1,0 +1,101 @@
+"""Training with a trace: which steps are in it, what is said, and what is refused before anything runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mpipipe.comm import inprocess
+from mpipipe.comm.preemption import Preemption
+from mpipipe.errors import ArgumentError, BackendError, ConfigError
+from mpipipe.models import GPT
+from mpipipe.train import TrainConfig, tracing, train
+
+pytest.importorskip("otf2")
+
+
+@pytest.fixture
+def small(tmp_path):
+    """small(**keys): a small training in the folder `run`, with a trace in the folder `trace`."""
+    words = np.random.default_rng(0).choice(["one ", "two ", "three ", "four\n"], 1500)
+    (tmp_path / "text.txt").write_text("".join(words))
+    keys = dict(
+        data=[str(tmp_path / "text.txt")], out=str(tmp_path / "run"), trace=str(tmp_path / "trace"), dim=16, layers=2,
+        heads=2, hidden=32, seq_len=16, batch=8, microbatches=2, steps=4, warmup=2, eval_every=2, eval_batches=1,
+        sample_bytes=0, device="cpu",
+    )  # fmt: skip
+    return lambda **more: TrainConfig(**{**keys, **more})
+
+
+def run(config, ranks=2):
+    return inprocess.run(ranks, lambda comm: train(config, GPT, comm))
+
+
+def summary(config):
+    return json.loads(Path(config.trace, "summary.json").read_text())
+
+
+@pytest.mark.parametrize("steps, recorded", [(1, 1), (4, 3), (7, 4)])
+def test_the_steps_behind_the_first_one_are_recorded(small, capsys, monkeypatch, steps, recorded):
+    monkeypatch.setattr(tracing, "RECORDED", 4)
+    config = small(steps=steps)
+    plain = run(small(steps=steps, trace=None, out=config.out + "2"))
+    assert run(config)[0].loss == plain[0].loss
+    found = summary(config)
+    assert found["steps"] == recorded and found["schedule"] == "one_f_one_b"
+    for parts in found["parts"].values():
+        assert parts["compute"] > 0 and parts["optimizer"] > 0
+    said = capsys.readouterr().out
+    assert f"mpipipe: where the time of {recorded} step{'s' * (recorded > 1)} went\n" in said
+    assert "\nparallel efficiency 0." in said and found["advice"] in said
+    assert f"mpipipe: the trace is in {config.trace}\n" in said
+    assert Path(config.trace, "otf2", "traces.otf2").exists()
+
+
+def test_replicas_and_rings_are_in_one_trace(small):
+    config = small(pipe=2, seq=2, chunks=1)
+    run(config, ranks=8)
+    found = summary(config)
+    assert sorted(map(int, found["parts"])) == list(range(8))
+    assert all(parts["sums"] > 0 for parts in found["parts"].values())
+
+
+def test_a_training_that_has_to_leave_writes_what_it_has(small, monkeypatch):
+    asked = []
+    monkeypatch.setattr(Preemption, "due", lambda *_: len(asked.append(1) or asked) == 3)
+    config = small(steps=50)
+    with pytest.raises(SystemExit) as left:
+        run(config, ranks=1)
+    assert left.value.code == 75
+    assert summary(config)["steps"] == 2
+
+
+def test_a_folder_that_exists_is_refused_before_anything_runs(small):
+    config = small()
+    Path(config.trace).mkdir()
+    with pytest.raises(ArgumentError, match="the folder for a trace exists"):
+        run(config)
+    assert not Path(config.out).exists()
+
+
+def test_the_folder_of_the_training_is_refused(small):
+    with pytest.raises(ConfigError, match="out and trace are the same folder"):
+        run(small(trace=small().out))
+
+
+def test_a_missing_library_is_told_before_anything_runs(small, monkeypatch):
+    monkeypatch.setitem(sys.modules, "otf2", None)
+    with pytest.raises(BackendError, match="otf2 cannot be imported"):
+        run(small())
+    assert not Path(small().out).exists()
+
+
+def test_a_trace_that_cannot_be_written_ends_no_training(small, capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    config = small(trace=str(tmp_path / "file" / "trace"))
+    assert run(config)[0].step == 4
+    assert "mpipipe: the trace cannot be written: " in capsys.readouterr().out
