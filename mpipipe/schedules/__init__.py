@@ -8,11 +8,13 @@ from mpipipe.schedules.classic import forward_only, gpipe, interleaved_1f1b, loo
 from mpipipe.schedules.csv_text import from_csv
 from mpipipe.schedules.draw import chrome_trace, grid, timeline
 from mpipipe.schedules.frozen import with_frozen
+from mpipipe.schedules.gap import Gap, gap
 from mpipipe.schedules.memory_limited import zero_bubble_2p
 from mpipipe.schedules.partition import partition
 from mpipipe.schedules.proof import check
 from mpipipe.schedules.registry import by_name
 from mpipipe.schedules.schedule import Schedule
+from mpipipe.schedules.search import search
 from mpipipe.schedules.simulate import Costs, Timeline, simulate
 from mpipipe.schedules.v_shaped import dualpipe_v, zero_bubble_v
 from mpipipe.schedules.zero_bubble import interleaved_zero_bubble, zero_bubble_h1
@@ -21,6 +23,7 @@ __all__ = [
     "Action",
     "Advice",
     "Costs",
+    "Gap",
     "Schedule",
     "Timeline",
     "advise",
@@ -30,6 +33,7 @@ __all__ = [
     "dualpipe_v",
     "forward_only",
     "from_csv",
+    "gap",
     "gpipe",
     "grid",
     "interleaved_1f1b",
@@ -38,6 +42,7 @@ __all__ = [
     "lower_bound",
     "one_f_one_b",
     "partition",
+    "search",
     "simulate",
     "timeline",
     "v_half",
