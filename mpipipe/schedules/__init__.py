@@ -7,6 +7,7 @@ from mpipipe.schedules.building_blocks import v_half, v_min
 from mpipipe.schedules.classic import forward_only, gpipe, interleaved_1f1b, looped_bfs, one_f_one_b
 from mpipipe.schedules.csv_text import from_csv
 from mpipipe.schedules.draw import chrome_trace, grid, timeline
+from mpipipe.schedules.exact import Optimum, optimum
 from mpipipe.schedules.frozen import with_frozen
 from mpipipe.schedules.gap import Gap, gap
 from mpipipe.schedules.memory_limited import zero_bubble_2p
@@ -24,6 +25,7 @@ __all__ = [
     "Advice",
     "Costs",
     "Gap",
+    "Optimum",
     "Schedule",
     "Timeline",
     "advise",
@@ -41,6 +43,7 @@ __all__ = [
     "looped_bfs",
     "lower_bound",
     "one_f_one_b",
+    "optimum",
     "partition",
     "search",
     "simulate",
