@@ -1,4 +1,4 @@
-"""The command line (python -m mpipipe train | tokenize | generate | evaluate | convert | simulate | info | run | bench.)."""
+"""The command line (python -m mpipipe train | tokenize | generate | evaluate | convert | simulate | info | ...)."""
 
 from __future__ import annotations
 

@@ -30,7 +30,9 @@ def simulate(
     forward: Cost = "1",
     input_grad: Cost = "1",
     weight_grad: Cost = "1",
-    transfer: Annotated[str, typer.Option(help="time of a message between stages: a number, or one for each stage")] = "0",
+    transfer: Annotated[
+        str, typer.Option(help="time of a message between stages: a number, or one for each stage")
+    ] = "0",
     memory_limit: Annotated[
         float | None, typer.Option(help="chunk activations that a rank may hold at once", show_default=False)
     ] = None,
@@ -55,7 +57,7 @@ def simulate(
         if out is not None and (out.exists() or schedule == "all"):
             raise ConfigError("no order can be written there", found=str(out), expected="a new file, for one schedule")
         if schedule == "all":
-            lines = _table(ranks, chunks, microbatches, costs, memory_limit)
+            lines = [*_table(ranks, chunks, microbatches, costs, memory_limit)]
         else:
             if csv is not None:
                 made = schedules.from_csv(_text(csv))
@@ -72,9 +74,9 @@ def simulate(
                     costs=costs,
                     memory_limit=memory_limit,
                 )
-            lines = _one(made, costs, memory_limit)
+            lines = [*_one(made, costs, memory_limit)]
             if out is not None:
-                lines = [*lines, _written(made, out)]
+                lines.append(_written(made, out))
         for line in lines:
             typer.echo(line)
     except MpipipeError as error:
@@ -120,9 +122,7 @@ def _one(made: Schedule, costs: Costs, memory_limit: float | None) -> Iterator[s
         yield schedules.timeline(made, costs)
 
 
-def _table(
-    ranks: int, chunks: int, microbatches: int, costs: Costs, memory_limit: float | None
-) -> Iterator[str]:
+def _table(ranks: int, chunks: int, microbatches: int, costs: Costs, memory_limit: float | None) -> Iterator[str]:
     yield f"{'schedule':<24}{'makespan':>10}{'bubble':>8}{'activations':>12}{'bound':>10}{'gap':>8}"
     for name in names(chunks):
         made = schedules.by_name(

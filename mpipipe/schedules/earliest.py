@@ -1,7 +1,7 @@
-"""How early each action of each micro-batch can be, in any schedule; read backwards: how much time follows it at least.
+"""How early each action of each micro-batch can be, in any schedule; backwards: how much time follows it at least.
 
-Each kind runs in the order of micro-batches (see `kinds`). Then four things hold for the start of action k of a kind, and
-the latest one counts.
+Each kind runs in the order of micro-batches (see `kinds`). Then four things hold for the start of action k of a kind,
+and the latest one counts.
 
     chain       what it waits for has ended, and the message has come; so has action k-1 of its kind
     memory      in n stages of the rank (k+1)n activations have been opened by then, at least; all but as many as the

@@ -137,7 +137,9 @@ class _Model:
         model, lives, runs = self.model, [], []
         for stage in own:
             for kind in range(3 * stage, 3 * stage + 3):
-                runs += [model.new_fixed_size_interval_var(start, self.seconds[kind], "") for start in self.starts[kind]]
+                runs += [
+                    model.new_fixed_size_interval_var(start, self.seconds[kind], "") for start in self.starts[kind]
+                ]
             for opened, closed in zip(self.starts[3 * stage], self.starts[3 * stage + 2]):
                 size = model.new_int_var(0, self.horizon, "")
                 lives.append(model.new_interval_var(opened, size, closed + self.seconds[3 * stage + 2], ""))

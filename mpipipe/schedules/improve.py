@@ -2,7 +2,7 @@
 
     first      orders that are given, and priorities by rule: backwards before forwards by so much, later stages of a
                rank before earlier ones, or not
-    vary       of some priorities that are good, change those of one kind or of some micro-batches; keep what is no worse
+    vary       of some good priorities change those of one kind or of some micro-batches; keep what is no worse
     rearrange  move actions of the best orders along the critical path; a worse one is taken now and then (annealing)
 
 The priority of an action is the time at which it is meant to run: kinds at even distances are a repeated block.
@@ -69,7 +69,9 @@ class Improvement:
         for ends in self.take_all(given):
             self.learn(ends)
         several = max(map(len, self.form.own)) > 1
-        for rule in product(PATIENCES, EAGER, LATER_FIRST if several else (0.0,), (True, False) if several else (True,)):
+        for rule in product(
+            PATIENCES, EAGER, LATER_FIRST if several else (0.0,), (True, False) if several else (True,)
+        ):
             if self.is_done():
                 return
             self._try(self._by_rule(*rule))

@@ -1,7 +1,7 @@
 """Orders made better by moves: an action of the critical path goes ahead of others of its rank.
 
-The critical path is the chain of actions that makes the schedule as long as it is: each one begins when the one before it
-ends, on its rank or by a message. No order is faster unless two of its actions on one rank change places.
+The critical path is the chain of actions that makes the schedule as long as it is: each one begins when the one before
+it ends, on its rank or by a message. No order is faster unless two of its actions on one rank change places.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def critical_moves(form: Form, orders: Orders, ends: Ends) -> list[Move]:
             slot -= 1
             continue
         before = form.waits_for[kind]
-        if before < 0 or not slot and not start:
+        if before < 0 or (not slot and not start):
             return moves
         rank, slot = form.rank[before], place[before][k]
 

@@ -1,12 +1,12 @@
 """Orders from priorities: a rank takes of the actions whose input is there the one with the smallest number.
 
-It runs a weight gradient where that has the smallest number, where it would wait for long, and where its memory is full.
-Time is that of `simulate`.
+It runs a weight gradient where that has the smallest number, where it would wait for long, and where its memory is
+full. Time is that of `simulate`.
 """
 
 from __future__ import annotations
 
-from heapq import heappush, heappop
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 from mpipipe.schedules.kinds import NEVER, Ends, Form, Orders

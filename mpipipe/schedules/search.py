@@ -118,10 +118,12 @@ def _placements(placement: int | Sequence[int], chunks: int) -> list[tuple[int, 
         ranks, chunks = at_least_one("ranks", placement), at_least_one("chunks", chunks)
         looped = looped_placement(ranks, chunks)
         return list(dict.fromkeys([looped, v_shaped.v_placement(ranks)])) if chunks == 2 else [looped]
-    ranks = set(placement)
-    if not ranks or ranks != set(range(len(ranks))):
+    named = set(placement)
+    if not named or named != set(range(len(named))):
         raise ArgumentError(
-            "the placement does not name ranks from 0 without a gap", found=f"{placement}", expected="as in (0, 1, 1, 0)"
+            "the placement does not name ranks from 0 without a gap",
+            found=f"{placement}",
+            expected="as in (0, 1, 1, 0)",
         )
     return [tuple(placement)]
 

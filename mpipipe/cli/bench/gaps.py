@@ -64,12 +64,7 @@ def run(seconds: float, shapes: tuple[Shape, ...] = SHAPES) -> None:
         for name, costs in cost_sets(shape.ranks * shape.chunks):
             begin = perf_counter()
             found = schedules.search(
-                shape.ranks,
-                shape.microbatches,
-                costs,
-                chunks=shape.chunks,
-                memory_limit=shape.limit,
-                seconds=seconds,
+                shape.ranks, shape.microbatches, costs, chunks=shape.chunks, memory_limit=shape.limit, seconds=seconds
             )
             took = perf_counter() - begin
             share, makespan, bound = schedules.gap(found, costs, shape.limit)
