@@ -25,8 +25,8 @@ EAGER = (0.0, 0.5, 1.0, 2.0, 4.0, 16.0)  # busy times by which a backward is put
 LATER_FIRST = (0.0, 1.0, -1.0, 3.0)  # busy times by which a later stage of a rank is put before its time
 FAR = 1e6  # busy times by which a weight gradient is put off: it only fills
 KEPT = 5  # good priorities that are varied
-ROUNDS = 3
-VARIED = 0.6  # share of a round
+ROUNDS = 2
+VARIED = 0.7  # share of a round
 SOME = 0.5  # share of changes to some micro-batches only, behind the first round
 WARM = 0.01  # busy times: how much longer a schedule may be that is taken on the way
 
@@ -140,7 +140,8 @@ class Improvement:
     def _vary(self, until: float, some: float) -> None:
         draw, form = self.random, self.form
         while self.good and not self.is_done() and self.budget.spent() < until:
-            number = min(int(draw.expovariate(0.8)), len(self.good) - 1)
+            # at first all of them by turns: one that is stuck may be the best for long
+            number = min(int(draw.expovariate(0.8)) if some else draw.randrange(KEPT), len(self.good) - 1)
             worst, (numbers, patience, ahead, reserved) = self.good[number]
             numbers = list(numbers)
             for _ in range(draw.choice((1, 1, 2, 3))):

@@ -126,7 +126,7 @@ def test_forwards_alone_have_a_bound_of_their_own(schedule):
 
 
 def test_stages_that_train_nothing_have_no_backwards_in_the_bound():
-    whole = schedules.one_f_one_b(3, 6)
+    whole = schedules.one_f_one_b(3, 2)
     frozen = schedules.with_frozen(whole, {0, 1})
     assert lower_bound(frozen) <= simulate(frozen).makespan
     assert lower_bound(frozen) < lower_bound(whole)
