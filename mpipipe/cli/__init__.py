@@ -1,4 +1,4 @@
-"""The command line (python -m mpipipe train | tokenize | generate | evaluate | convert | draw | info | run | bench)."""
+"""The command line (python -m mpipipe train | tokenize | generate | evaluate | convert | simulate | draw | ...)."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from mpipipe.cli.evaluate import evaluate
 from mpipipe.cli.generate import generate
 from mpipipe.cli.info import info
 from mpipipe.cli.run import run
+from mpipipe.cli.simulate import simulate
 from mpipipe.cli.tokenize import tokenize
 from mpipipe.cli.train import train
 from mpipipe.comm import launcher, runtime
@@ -29,6 +30,7 @@ app.command()(tokenize)
 app.command()(generate)
 app.command()(evaluate)
 app.command()(convert)
+app.command()(simulate)
 app.command()(info)
 app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(run)
 app.add_typer(draw, name="draw")

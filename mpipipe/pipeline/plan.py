@@ -7,7 +7,7 @@ Envelope, and finds how far ahead receives must be posted.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from mpipipe.comm.mailbox import Envelope

@@ -7,7 +7,9 @@ from mpipipe.schedules.building_blocks import v_half, v_min
 from mpipipe.schedules.classic import forward_only, gpipe, interleaved_1f1b, looped_bfs, one_f_one_b
 from mpipipe.schedules.csv_text import from_csv
 from mpipipe.schedules.draw import chrome_trace, grid, timeline
+from mpipipe.schedules.exact import Optimum, optimum
 from mpipipe.schedules.frozen import with_frozen
+from mpipipe.schedules.gap import Gap, gap
 from mpipipe.schedules.memory import peak_memory
 from mpipipe.schedules.memory_limited import zero_bubble_2p
 from mpipipe.schedules.partition import partition
@@ -15,6 +17,7 @@ from mpipipe.schedules.proof import check
 from mpipipe.schedules.recompute import with_recompute
 from mpipipe.schedules.registry import by_name
 from mpipipe.schedules.schedule import Schedule
+from mpipipe.schedules.search import search
 from mpipipe.schedules.simulate import Costs, Timeline, simulate
 from mpipipe.schedules.v_shaped import dualpipe_v, zero_bubble_v
 from mpipipe.schedules.zero_bubble import interleaved_zero_bubble, zero_bubble_h1
@@ -23,6 +26,8 @@ __all__ = [
     "Action",
     "Advice",
     "Costs",
+    "Gap",
+    "Optimum",
     "Schedule",
     "Timeline",
     "advise",
@@ -32,6 +37,7 @@ __all__ = [
     "dualpipe_v",
     "forward_only",
     "from_csv",
+    "gap",
     "gpipe",
     "grid",
     "interleaved_1f1b",
@@ -39,8 +45,10 @@ __all__ = [
     "looped_bfs",
     "lower_bound",
     "one_f_one_b",
+    "optimum",
     "partition",
     "peak_memory",
+    "search",
     "simulate",
     "timeline",
     "v_half",

@@ -3,25 +3,30 @@
 The backward may be split. Where the schedule has R actions, the bound is for schedules which recompute the same
 forwards. Memory is no argument then, since an activation that is recomputed is not held all the time.
 
-Four arguments give a bound each, and the largest counts.
+Five arguments give a bound each, and the largest counts.
 
     one micro-batch    its F's through all stages, its I's back through all of them, and a last W
     a busy rank        work that cannot begin before the first F has come to this rank, and behind whose last action
                        an I still has to travel to stage 0; for every set of a rank's F's, I's, W's and R's
-    full memory        with K activations, N - K of N W's come before a rank's last F, and so before its last I
+    full memory        before a micro-batch is back for the first time, a rank can only have done what its activations
+                       allow; so it is after one has gone for the last time; the rest of its work lies between
     a round trip       an activation lives from its F until its W at least as long as a micro-batch is away; K of them
                        at once
+    each action        how early each action can be, and what must follow it: see `earliest`; left out for schedules so
+                       large that it takes more than seconds
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from mpipipe.errors import ArgumentError
+from mpipipe.schedules.action import FORWARD
+from mpipipe.schedules.earliest import earliest_bound, is_affordable
+from mpipipe.schedules.kinds import Form, hops, whole_limit
 from mpipipe.schedules.schedule import Schedule
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs
 
@@ -29,7 +34,8 @@ from mpipipe.schedules.simulate import EQUAL_COSTS, Costs
 def lower_bound(schedule: Schedule, costs: Costs = EQUAL_COSTS, memory_limit: float | None = None) -> float:
     """Return a time that no schedule with the same stages on the same ranks, and as many micro-batches, can beat.
 
-    The orders of `schedule` do not count, only its placement, its micro-batches, and which forwards are recomputed.
+    The orders of `schedule` do not count, only its placement, its micro-batches, which stages have backwards, and
+    which forwards are recomputed.
 
     Parameters
     ----------
@@ -38,8 +44,8 @@ def lower_bound(schedule: Schedule, costs: Costs = EQUAL_COSTS, memory_limit: fl
     costs : Costs, optional
         Times of the actions; by default one unit for each of F, I and W.
     memory_limit : float, optional
-        Chunk activations that a rank may hold at once, at least 1; by default there is no limit. It does not count
-        where the schedule recomputes anything.
+        Chunk activations that a rank may hold at once, at least its number of stages; by default there is no limit. It
+        does not count where the schedule recomputes anything.
 
     Returns
     -------
@@ -49,7 +55,7 @@ def lower_bound(schedule: Schedule, costs: Costs = EQUAL_COSTS, memory_limit: fl
     Raises
     ------
     ArgumentError
-        A cost does not fit, or the limit is below 1.
+        A cost does not fit, or no schedule keeps the limit.
 
     Examples
     --------
@@ -59,18 +65,46 @@ def lower_bound(schedule: Schedule, costs: Costs = EQUAL_COSTS, memory_limit: fl
     >>> least, schedules.simulate(schedule).makespan
     (27.0, 27.0)
     """
-    limit = math.inf if memory_limit is None else memory_limit
-    if not limit >= 1:
-        raise ArgumentError("no schedule keeps this memory limit", found=f"memory_limit={limit}", expected="at least 1")
-    if schedule.recomputed:
-        limit = math.inf
-    stages = _stages(schedule, costs)
-    found = [stages[0].input_begins + stages[0].input_grad + stages[0].weight_grad]
-    for rank in set(schedule.placement):
-        own = [stage for stage, home in zip(stages, schedule.placement) if home == rank]
-        found += _busy(own, schedule.microbatches)
-        found += _short_of_memory(own, schedule.microbatches, limit)
+    placement, microbatches, trained_from = schedule.placement, schedule.microbatches, _first_trained(schedule)
+    if not schedule.recomputed:
+        return least_time(placement, microbatches, costs, memory_limit, trained_from)
+    whole_limit(placement, microbatches, memory_limit)
+    again = Counter(stage for stage, _ in schedule.recomputed)
+    return least_time(placement, microbatches, costs, None, trained_from, again)
+
+
+def least_time(
+    placement: Sequence[int],
+    microbatches: int,
+    costs: Costs,
+    memory_limit: float | None,
+    trained_from: int = 0,
+    recomputations: Mapping[int, int] | None = None,
+) -> float:
+    """Return the bound for stages on ranks; stages before `trained_from` have forwards alone.
+
+    `recomputations` gives the number of R's of a stage. Only without a limit of memory do they count.
+    """
+    limit = whole_limit(placement, microbatches, memory_limit)
+    stages = _stages(placement, costs, trained_from, recomputations or {})
+    found = [stages[-1].forward_begins + stages[-1].forward + stages[-1].forward_follow]
+    for rank in set(placement):
+        own = [stage for stage, home in zip(stages, placement) if home == rank]
+        found += _busy(own, microbatches)
+        trained = [stage for stage in own if stage.is_trained]
+        if trained:
+            found += _round_trip(trained, microbatches, limit)
+            found += _ramps(trained, microbatches, limit)
+    if trained_from == 0:
+        form = Form(placement, microbatches, costs, memory_limit)
+        if is_affordable(form):
+            found.append(earliest_bound(form))
     return max(found)
+
+
+def _first_trained(schedule: Schedule) -> int:
+    forwards_only = any(schedule.orders) and all(op == FORWARD for order in schedule.orders for _, op, _ in order)
+    return schedule.stages if forwards_only else schedule.trained_from
 
 
 class _Stage(NamedTuple):
@@ -78,12 +112,14 @@ class _Stage(NamedTuple):
 
     Attributes
     ----------
+    is_trained : whether it has I and W
     forward, input_grad, weight_grad : of F, I and W
     forward_begins, input_begins : not earlier than this
     forward_follow, input_follow : how long other actions take that wait for the end of this F, of this I
     recomputations : number of R's
     """
 
+    is_trained: bool
     forward: float
     input_grad: float
     weight_grad: float
@@ -94,32 +130,41 @@ class _Stage(NamedTuple):
     recomputations: int
 
 
-def _stages(schedule: Schedule, costs: Costs) -> list[_Stage]:
-    placement, count = schedule.placement, schedule.stages
-    forward, input_grad = costs.per_stage("forward", count), costs.per_stage("input_grad", count)
-    weight_grad, transfer = costs.per_stage("weight_grad", count), costs.per_stage("transfer", count)
-    same = (here == there for here, there in pairwise(placement))
-    hop = [0.0, *(0.0 if near else cost for near, cost in zip(same, transfer[1:]))]
+def _stages(
+    placement: Sequence[int], costs: Costs, trained_from: int, recomputations: Mapping[int, int]
+) -> list[_Stage]:
+    count = len(placement)
+    trained = [stage >= trained_from for stage in range(count)]
+    forward = costs.per_stage("forward", count)
+    input_grad, weight_grad = (
+        [cost * backward for cost, backward in zip(costs.per_stage(name, count), trained)]
+        for name in ("input_grad", "weight_grad")
+    )
+    hop = hops(placement, costs)
     forward_begins, input_follow = [0.0], [weight_grad[0]]
     for stage in range(1, count):
         forward_begins.append(forward_begins[-1] + forward[stage - 1] + hop[stage])
-        input_follow.append(max(weight_grad[stage], hop[stage] + input_grad[stage - 1] + input_follow[-1]))
+        travels = hop[stage] + input_grad[stage - 1] + input_follow[-1] if trained[stage - 1] else 0.0
+        input_follow.append(max(weight_grad[stage], travels))
     input_begins = [forward_begins[-1] + forward[-1]]
     forward_follow = [input_grad[-1] + input_follow[-1]]
     for stage in range(count - 2, -1, -1):
         input_begins.append(input_begins[-1] + input_grad[stage + 1] + hop[stage + 1])
         forward_follow.append(forward_follow[-1] + hop[stage + 1] + forward[stage + 1])
-    again = Counter(stage for stage, _ in schedule.recomputed)
     times = (forward, input_grad, weight_grad, forward_begins, input_begins[::-1], forward_follow[::-1], input_follow)
-    return [_Stage(*row) for row in zip(*times, map(again.__getitem__, range(count)))]
+    return [_Stage(*row) for row in zip(trained, *times, [recomputations.get(stage, 0) for stage in range(count)])]
 
 
 def _busy(own: Sequence[_Stage], microbatches: int) -> Iterator[float]:
-    """Yield earliest begin + work + what follows, of the actions that begin and are followed no less than some."""
+    """Yield earliest begin + work + what follows, of the actions that begin and are followed no less than some.
+
+    Valid since all of that work is on one rank, after the earliest of these begins and before the latest of its ends.
+    """
+    trained = [each for each in own if each.is_trained]
     kinds = [(each.forward_begins, microbatches * each.forward, each.forward_follow) for each in own]
-    kinds += [(each.input_begins, microbatches * each.input_grad, each.input_follow) for each in own]
-    kinds += [(each.input_begins + each.input_grad, microbatches * each.weight_grad, 0.0) for each in own]
-    for each in own:
+    kinds += [(each.input_begins, microbatches * each.input_grad, each.input_follow) for each in trained]
+    kinds += [(each.input_begins + each.input_grad, microbatches * each.weight_grad, 0.0) for each in trained]
+    for each in trained:
         work = each.recomputations * each.forward
         kinds.append((each.forward_begins + each.forward, work, each.input_grad + each.input_follow))
     for begin in {kind[0] for kind in kinds}:
@@ -129,17 +174,79 @@ def _busy(own: Sequence[_Stage], microbatches: int) -> Iterator[float]:
                 yield begin + math.fsum(chosen) + follow
 
 
-def _short_of_memory(own: Sequence[_Stage], microbatches: int, limit: float) -> Iterator[float]:
+def _round_trip(own: Sequence[_Stage], microbatches: int, limit: int) -> Iterator[float]:
+    """Yield the time that all activations live, over the limit: no more than that many live at any moment.
+
+    With one stage each limit-th F waits for the W of a micro-batch that has been away in between.
+    """
     begin = min(each.forward_begins for each in own)
     follow = min(each.input_follow for each in own)
-    weights = sorted(each.weight_grad for each in own for _ in range(microbatches))
-    early = weights[: max(0, len(weights) - math.floor(limit))] if limit < math.inf else []
-    yield begin + microbatches * math.fsum(each.forward + each.input_grad for each in own) + math.fsum(early) + follow
     away = math.fsum(each.input_begins - each.forward_begins + each.input_grad for each in own)
     yield begin + microbatches * away / limit + follow
     yield begin + microbatches * (away + math.fsum(each.weight_grad for each in own)) / limit
-    if len(own) == 1 and limit < math.inf:
+    if len(own) == 1:
         (only,) = own
-        rounds = (microbatches - 1) // math.floor(limit)
         trip = only.input_begins - only.forward_begins + only.input_grad + only.weight_grad
-        yield begin + rounds * trip + only.forward + only.forward_follow
+        yield begin + (microbatches - 1) // limit * trip + only.forward + only.forward_follow
+
+
+class _Step(NamedTuple):
+    """One of the F's and I's of a micro-batch on a rank.
+
+    Attributes
+    ----------
+    begins, follow : not earlier than this; how long other actions take behind it
+    before, behind : work on the rank of what comes before it, with W's that may; of what must come behind it
+    held : activations of the micro-batch that are alive when it has ended, at least
+    """
+
+    begins: float
+    follow: float
+    before: float
+    behind: float
+    held: int
+
+
+def _ramps(own: Sequence[_Stage], microbatches: int, limit: int) -> Iterator[float]:
+    """Yield earliest begin of a step + the work that must come after it and before another's last end + what follows.
+
+    Before the first action of a step begins, a micro-batch has come to some step before it and holds the activations
+    of that one; so all of them have done no more than the most that the limit allows. After the last action of a step
+    has ended, those that are alive are the only ones with work left. Where more work than both is left, the begin lies
+    before the end, and that work between them.
+    """
+    steps = _steps(own)
+    total = microbatches * math.fsum(each.forward + each.input_grad + each.weight_grad for each in own)
+    weights = [each.weight_grad for each in own]
+    early = [microbatches * step.before for step in steps]
+    late = [microbatches * (step.behind + math.fsum(weights)) for step in steps]
+    if limit < len(own) * microbatches:
+        came = [(before.held, after.before) for before, after in pairwise(steps)]
+        owing = [(step.held, step.behind) for step in steps[:-1]]
+        for number in range(len(steps)):
+            early[number] = min(early[number], _most(came[:number], limit))
+            late[number] = min(late[number], _most([*owing[number:], (1, max(weights))], limit))
+    for begun, done in zip(steps, early):
+        for ended, left in zip(steps, late):
+            if total - done - left > 0:
+                yield begun.begins + total - done - left + ended.follow
+
+
+def _steps(own: Sequence[_Stage]) -> list[_Step]:
+    kinds = [(each.forward_begins, each.forward_follow, each.forward, 0.0, 1) for each in own]
+    kinds += [(each.input_begins, each.input_follow, each.input_grad, each.weight_grad, -1) for each in reversed(own)]
+    behind = math.fsum(each.forward + each.input_grad + each.weight_grad for each in own)
+    before, held, steps = 0.0, 0, []
+    for begins, follow, work, weight, opened in kinds:
+        behind, held = behind - work - weight, held + opened
+        steps.append(_Step(begins, follow, before, behind, held))
+        before += work + weight
+    return steps
+
+
+def _most(items: Sequence[tuple[int, float]], limit: int) -> float:
+    """Return the most work of any number of items (activations, work), with no more activations than the limit."""
+    most = [0.0]
+    for room in range(1, limit + 1):
+        most.append(max([most[-1], *(most[room - size] + work for size, work in items if size <= room)]))
+    return most[-1]

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules import building_blocks, classic, memory_limited, v_shaped, zero_bubble
 from mpipipe.schedules.schedule import Schedule, at_least_one
+from mpipipe.schedules.simulate import EQUAL_COSTS, Costs
 
-ONE_STAGE: dict[str, Callable[[int, int], Schedule]] = {  # per rank
+ONE_STAGE: dict[str, Callable[..., Schedule]] = {  # per rank
     "gpipe": classic.gpipe,
     "one_f_one_b": classic.one_f_one_b,
     "zero_bubble_h1": zero_bubble.zero_bubble_h1,
     "zero_bubble_2p": memory_limited.zero_bubble_2p,
 }
-TWO_STAGES: dict[str, Callable[[int, int], Schedule]] = {
+TWO_STAGES: dict[str, Callable[..., Schedule]] = {
     "zero_bubble_v": v_shaped.zero_bubble_v,
     "dualpipe_v": v_shaped.dualpipe_v,
     "v_half": building_blocks.v_half,
@@ -26,9 +28,18 @@ SEVERAL_STAGES: dict[str, Callable[[int, int, int], Schedule]] = {
     "interleaved_zero_bubble": zero_bubble.interleaved_zero_bubble,
     "forward_only": classic.forward_only,
 }
+WITH_COSTS = {"zero_bubble_2p", "zero_bubble_v", "v_half", "v_min"}  # their order follows from the costs
 
 
-def by_name(name: str, *, ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
+def by_name(
+    name: str,
+    *,
+    ranks: int,
+    microbatches: int,
+    chunks: int = 1,
+    costs: Costs = EQUAL_COSTS,
+    memory_limit: float | None = None,
+) -> Schedule:
     """Build the schedule that the function called `name` builds.
 
     Parameters
@@ -40,6 +51,10 @@ def by_name(name: str, *, ranks: int, microbatches: int, chunks: int = 1) -> Sch
         P and M, at least 1.
     chunks : int, optional
         V, stages per rank; 1 for a schedule with one stage per rank, 2 for one on a V.
+    costs : Costs, optional
+        Times of the stages, for zero_bubble_2p, zero_bubble_v, v_half and v_min; the others do not depend on them.
+    memory_limit : float, optional
+        Activations that a rank may hold at once, for zero_bubble_2p; the memory of the others is their own.
 
     Returns
     -------
@@ -68,7 +83,7 @@ def by_name(name: str, *, ranks: int, microbatches: int, chunks: int = 1) -> Sch
                 expected="chunks=2",
                 remedy="one of them is on the way down a V, one on the way up",
             )
-        return TWO_STAGES[name](ranks, microbatches)
+        return TWO_STAGES[name](ranks, microbatches, **_costs(name, costs, memory_limit))
     if name not in ONE_STAGE:
         raise ArgumentError("unknown schedule", found=f"name={name!r}", expected="one of " + ", ".join(_signatures()))
     if at_least_one("chunks", chunks) != 1:
@@ -78,7 +93,19 @@ def by_name(name: str, *, ranks: int, microbatches: int, chunks: int = 1) -> Sch
             expected="chunks=1",
             remedy="take one with chunks: " + ", ".join(SEVERAL_STAGES),
         )
-    return ONE_STAGE[name](ranks, microbatches)
+    return ONE_STAGE[name](ranks, microbatches, **_costs(name, costs, memory_limit))
+
+
+def names(chunks: int) -> list[str]:
+    """List the schedules of training with so many stages per rank."""
+    several = [name for name in SEVERAL_STAGES if name != "forward_only"]
+    return [*(ONE_STAGE if chunks == 1 else ()), *several, *(TWO_STAGES if chunks == 2 else ())]
+
+
+def _costs(name: str, costs: Costs, memory_limit: float | None) -> dict[str, Any]:
+    """Give the arguments that a schedule takes beside its counts."""
+    given: dict[str, Any] = {"costs": costs} if name in WITH_COSTS else {}
+    return {**given, "memory_limit": memory_limit} if name == "zero_bubble_2p" else given
 
 
 def _signatures() -> Iterator[str]:

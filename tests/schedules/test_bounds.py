@@ -106,11 +106,6 @@ def test_full_memory_is_part_of_the_bound():
     assert free < tight <= simulate(schedule, costs).makespan <= 1.01 * tight
 
 
-def test_a_limit_below_one_is_refused():
-    with pytest.raises(ArgumentError, match="memory limit"):
-        lower_bound(schedules.one_f_one_b(2, 2), memory_limit=0)
-
-
 @pytest.mark.parametrize("ranks, microbatches", [(2, 4), (4, 8), (3, 7)])
 def test_forwards_that_are_run_again_count_as_work(ranks, microbatches):
     """All forwards again, on the busiest rank of a schedule that has no other bubble than that before it."""
@@ -118,3 +113,41 @@ def test_forwards_that_are_run_again_count_as_work(ranks, microbatches):
     again = schedules.with_recompute(schedule)
     assert lower_bound(again) == simulate(again).makespan == lower_bound(schedule) + microbatches
     assert lower_bound(again, memory_limit=1) == lower_bound(again)
+
+
+@pytest.mark.parametrize(
+    "schedule, least",
+    [(schedules.one_f_one_b(2, 2), 1), (schedules.looped_bfs(2, 3, 2), 3), (schedules.v_min(2, 4), 2)],
+)
+@pytest.mark.parametrize("limit", [-1, 0, 0.5, float("nan")])
+def test_a_limit_that_no_schedule_keeps_is_refused_with_the_least_that_works(schedule, least, limit):
+    with pytest.raises(ArgumentError, match="memory limit") as caught:
+        lower_bound(schedule, memory_limit=limit)
+    assert f"at least {least}" in str(caught.value)
+    lower_bound(schedule, memory_limit=least)
+
+
+@pytest.mark.parametrize("schedule", [schedules.forward_only(3, 1, 5), schedules.forward_only(2, 3, 4)])
+def test_forwards_alone_have_a_bound_of_their_own(schedule):
+    found = schedules.gap(schedule, Costs(transfer=0.25))
+    assert found.bound <= found.makespan == simulate(schedule, Costs(transfer=0.25)).makespan
+    assert found.share < 0.2
+
+
+def test_stages_that_train_nothing_have_no_backwards_in_the_bound():
+    whole = schedules.one_f_one_b(3, 2)
+    frozen = schedules.with_frozen(whole, {0, 1})
+    assert lower_bound(frozen) <= simulate(frozen).makespan
+    assert lower_bound(frozen) < lower_bound(whole)
+
+
+def test_the_gap_is_a_share_of_the_bound():
+    found = schedules.gap(schedules.one_f_one_b(4, 8), memory_limit=4)
+    assert (found.makespan, found.bound) == (33, 27)
+    assert found.share == 6 / 27
+
+
+def test_a_schedule_above_the_limit_has_no_gap():
+    with pytest.raises(ArgumentError, match="does not keep the memory limit") as caught:
+        schedules.gap(schedules.gpipe(2, 8), memory_limit=4)
+    assert "8 activations on rank 0" in str(caught.value)

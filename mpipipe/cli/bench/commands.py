@@ -56,6 +56,14 @@ def schedules() -> None:
 
 
 @app.command()
+def gaps(seconds: Annotated[float, typer.Option(help="to search for each set of costs")] = 60.0) -> None:
+    """How far searched schedules are from the best, for many sets of costs (python -m mpipipe bench gaps)."""
+    from mpipipe.cli.bench.gaps import run
+
+    run(seconds)
+
+
+@app.command()
 def train(
     repeats: Repeats = 3,
     dim: int = 512,

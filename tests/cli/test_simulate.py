@@ -1,0 +1,93 @@
+"""mpipipe simulate: what it prints, writes and refuses, without MPI."""
+
+from __future__ import annotations
+
+import pytest
+
+from mpipipe import schedules
+from mpipipe.cli.simulate import simulate
+from mpipipe.comm.abort import Stop
+from mpipipe.schedules.registry import names
+
+
+@pytest.fixture
+def printed(capsys):
+    """printed(schedule=..., ...): the lines of the command."""
+
+    def run(**options):
+        simulate(**options)
+        return capsys.readouterr().out.splitlines()
+
+    return run
+
+
+def test_a_schedule_is_shown_with_its_distance_from_the_best(printed):
+    lines = printed(schedule="one_f_one_b", ranks=4, microbatches=8)
+    assert lines[:6] == [
+        "schedule    one_f_one_b: 4 ranks, 4 stages, 8 micro-batches",
+        "makespan    33",
+        "bubble      0.2727 of all time, 0.3750 of busy time",
+        "activations 4 3 2 1 on each rank, in chunks, at most",
+        "bound       27: no schedule of these stages is faster with 4 activations on each rank",
+        "gap         22.22% of the bound: the best one is no farther away",
+    ]
+    assert lines[6:] == schedules.timeline(schedules.one_f_one_b(4, 8)).splitlines()
+
+
+def test_a_large_schedule_has_no_timeline(printed):
+    assert len(printed(schedule="gpipe", ranks=2, microbatches=100)) == 6
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_all_are_listed_with_those_above_the_limit_marked(printed, chunks):
+    lines = printed(schedule="all", ranks=3, chunks=chunks, microbatches=9, memory_limit=3 * chunks)
+    assert [line.split()[0] for line in lines] == ["schedule", *names(chunks)]
+    marked = {line.split()[0] for line in lines if "above the limit" in line}
+    for name in names(chunks):
+        made = schedules.by_name(name, ranks=3, chunks=chunks, microbatches=9, memory_limit=3 * chunks)
+        assert (max(schedules.simulate(made).peak_activations) > 3 * chunks) == (name in marked)
+
+
+def test_a_searched_order_is_written_and_read_again(printed, tmp_path):
+    path = tmp_path / "order.csv"
+    options = dict(forward="1,2,1", transfer="0.5", memory_limit=3.0)
+    first = printed(schedule="search", ranks=3, microbatches=6, seconds=0.3, out=path, **options)
+    assert first[-1] == f"order       {path}"
+    again = printed(csv=path, **options)
+    assert again[1:6] == first[1:6]
+
+
+def test_costs_of_the_command_reach_the_order(printed):
+    costs = schedules.Costs(18.5, 18.1, 9.3, 0.6)
+    times = dict(forward="18.5", input_grad="18.1", weight_grad="9.3", transfer="0.6")
+    lines = printed(schedule="zero_bubble_2p", ranks=4, microbatches=12, memory_limit=6.0, **times)
+    made = schedules.zero_bubble_2p(4, 12, costs, 6)
+    assert float(lines[1].split()[1]) == pytest.approx(schedules.simulate(made, costs).makespan, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (dict(), "either --schedule or --csv"),
+        (dict(schedule="gpipe", csv="order.csv"), "either --schedule or --csv"),
+        (dict(schedule="unheard_of"), "unknown schedule"),
+        (dict(schedule="gpipe", forward="one"), "a cost is no number"),
+        (dict(schedule="gpipe", forward="nan"), "the cost forward does not fit"),
+        (dict(schedule="gpipe", weight_grad="-1"), "the cost weight_grad does not fit"),
+        (dict(schedule="gpipe", transfer="1,2"), "the cost transfer does not fit"),
+        (dict(schedule="gpipe", memory_limit=2.0), "does not keep the memory limit"),
+        (dict(schedule="search", chunks=2, memory_limit=1.0), "at least 2"),
+        (dict(schedule="search", seconds=0.0), "no time to search"),
+        (dict(schedule="gpipe", chunks=2), "one stage per rank"),
+        (dict(csv="nowhere.csv"), "cannot be read"),
+        (dict(schedule="gpipe", out="."), "no order can be written there"),
+    ],
+)
+def test_what_cannot_be_is_one_error_before_anything_is_printed(printed, capsys, tmp_path, monkeypatch, options, words):
+    monkeypatch.chdir(tmp_path)
+    paths = {name: tmp_path / options[name] for name in ("csv", "out") if name in options}
+    with pytest.raises(Stop) as caught:
+        printed(**{**options, **paths})
+    assert caught.value.code == 2
+    assert words in caught.value.text
+    assert capsys.readouterr().out == ""
