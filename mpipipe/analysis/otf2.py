@@ -17,7 +17,7 @@ from mpipipe.errors import BackendError
 
 RESOLUTION = 1_000_000_000  # ticks in a second
 NAME = "traces"
-OPS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+OPS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "R": "recomputation"}
 Event: TypeAlias = "tuple[float, int, str, tuple]"  # time, order of those at one time, kind, what it is about
 
 

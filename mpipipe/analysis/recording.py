@@ -13,9 +13,11 @@ from mpipipe.comm.collect import collect
 from mpipipe.comm.group import group_of
 from mpipipe.comm.mailbox import Envelope
 from mpipipe.comm.types import Communicator
+from mpipipe.errors import ArgumentError
 from mpipipe.pipeline import Pipeline
 from mpipipe.pipeline.plan import PlannedAction
 from mpipipe.schedules import Action
+from mpipipe.schedules.recompute import before_backwards
 from mpipipe.trace import Recorder, Span, Wait
 
 ACTION = re.compile(r"(\d+)([A-Z])(\d+)")
@@ -44,6 +46,16 @@ class Recording:
         self.trace: Trace | None = None
         self.recorder = Recorder() if recorder is None else recorder
         self._group = pipeline.engine.pipe if comm is None else group_of(comm)
+        with self._group.together("the begin of a recording"):
+            if pipeline.recorder is not None:
+                raise ArgumentError(
+                    "the pipeline is being recorded already",
+                    found=f"pipeline.recorder = {pipeline.recorder!r}",
+                    expected="None",
+                    remedy="end that recording first, or set pipeline.recorder = None",
+                )
+        engine = pipeline.engine
+        self._schedule = before_backwards(engine.schedule) if engine.recompute else engine.schedule  # as it is run
         self._comm = self._group.split(0, self._group.rank, "trace")
         self._before = self._offset()
         pipeline.recorder = self.recorder
@@ -67,7 +79,7 @@ class Recording:
         self._comm.Free()
         with self._group.together("the analysis of a recording"):
             if found is not None:
-                self.trace = Trace(self.pipeline.schedule, found)
+                self.trace = Trace(self._schedule, found)
 
     def _offset(self) -> Offset:
         return clock_offset(self._group, self._comm, self.recorder.now)
@@ -109,7 +121,7 @@ def recording(
     Raises
     ------
     ArgumentError
-        On every rank: no training step was made in the block.
+        On every rank: the pipeline is being recorded already, or no training step was made in the block.
 
     Examples
     --------

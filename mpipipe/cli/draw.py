@@ -121,9 +121,10 @@ def _drawn(out: str, work: Callable[[], None]) -> None:
 
 
 def _simulated(name: str, ranks: int, chunks: int, microbatches: int, times: dict[str, str]) -> Timeline:
-    built = schedules.by_name(name, ranks=ranks, chunks=chunks, microbatches=microbatches)
-    costs = [_numbers(option, text, float) for option, text in times.items()]
-    return schedules.simulate(built, Costs(*(cost if len(cost) > 1 else cost[0] for cost in costs)))
+    numbers = [_numbers(option, text, float) for option, text in times.items()]
+    costs = Costs(*(each if len(each) > 1 else each[0] for each in numbers))
+    built = schedules.by_name(name, ranks=ranks, chunks=chunks, microbatches=microbatches, costs=costs)
+    return schedules.simulate(built, costs)
 
 
 def _numbers(option: str, text: str, kind: Callable[[str], int | float]) -> list[int | float]:

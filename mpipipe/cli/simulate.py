@@ -115,7 +115,10 @@ def _one(made: Schedule, costs: Costs, memory_limit: float | None) -> Iterator[s
     yield f"makespan    {makespan:.6g}"
     yield f"bubble      {found.bubble_fraction:.4f} of all time, {found.bubble_ratio:.4f} of busy time"
     yield f"activations {' '.join(map(str, found.peak_activations))} on each rank, in chunks, at most"
-    room = "" if limit is None else f" with {limit:g} activations on each rank"
+    if made.recomputed:
+        room = " that runs as many forwards again"
+    else:
+        room = "" if limit is None else f" with {limit:g} activations on each rank"
     yield f"bound       {bound:.6g}: no schedule of these stages is faster{room}"
     yield f"gap         {share:.2%} of the bound: the best one is no farther away"
     if made.ranks <= SMALL_RANKS and max(map(len, made.orders)) <= SMALL_ORDER:

@@ -87,10 +87,11 @@ def simulate_all(
     found, counts = [], list(microbatches)
     for name in known if names is None else names:
         stages = 2 if name in TWO_STAGES else 1 if name in ONE_STAGE else chunks
+        of_rank = {kind: getattr(costs, kind) for kind in ("forward", "input_grad", "weight_grad")}
+        of_stage = replace(costs, **{kind: time / stages for kind, time in of_rank.items()})
         for count in counts:
-            schedule = by_name(name, ranks=ranks, microbatches=count, chunks=stages)
-            of_stage = {name: getattr(costs, name) / stages for name in ("forward", "input_grad", "weight_grad")}
-            found.append(simulate(schedule, replace(costs, **of_stage)))
+            schedule = by_name(name, ranks=ranks, microbatches=count, chunks=stages, costs=of_stage)
+            found.append(simulate(schedule, of_stage))
     return found
 
 

@@ -24,11 +24,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+from mpipipe.errors import ArgumentError
 from mpipipe.schedules.action import FORWARD
 from mpipipe.schedules.earliest import earliest_bound, is_affordable
 from mpipipe.schedules.kinds import Form, hops, whole_limit
 from mpipipe.schedules.schedule import Schedule
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs
+
+ROUNDING = 1e-9  # share of a sum of times: what is less may be the rounding of the sum
 
 
 def lower_bound(schedule: Schedule, costs: Costs = EQUAL_COSTS, memory_limit: float | None = None) -> float:
@@ -44,8 +47,8 @@ def lower_bound(schedule: Schedule, costs: Costs = EQUAL_COSTS, memory_limit: fl
     costs : Costs, optional
         Times of the actions; by default one unit for each of F, I and W.
     memory_limit : float, optional
-        Chunk activations that a rank may hold at once, at least its number of stages; by default there is no limit. It
-        does not count where the schedule recomputes anything.
+        Chunk activations that a rank may hold at once, at least its number of stages with backwards; by default there
+        is no limit. It does not count where the schedule recomputes anything.
 
     Returns
     -------
@@ -68,7 +71,8 @@ def lower_bound(schedule: Schedule, costs: Costs = EQUAL_COSTS, memory_limit: fl
     placement, microbatches, trained_from = schedule.placement, schedule.microbatches, _first_trained(schedule)
     if not schedule.recomputed:
         return least_time(placement, microbatches, costs, memory_limit, trained_from)
-    whole_limit(placement, microbatches, memory_limit)
+    if memory_limit is not None and not memory_limit > 0:
+        raise ArgumentError("no schedule keeps this memory limit", found=f"memory_limit={memory_limit}")
     again = Counter(stage for stage, _ in schedule.recomputed)
     return least_time(placement, microbatches, costs, None, trained_from, again)
 
@@ -85,7 +89,7 @@ def least_time(
 
     `recomputations` gives the number of R's of a stage. Only without a limit of memory do they count.
     """
-    limit = whole_limit(placement, microbatches, memory_limit)
+    limit = whole_limit(placement[trained_from:], microbatches, memory_limit)
     stages = _stages(placement, costs, trained_from, recomputations or {})
     found = [stages[-1].forward_begins + stages[-1].forward + stages[-1].forward_follow]
     for rank in set(placement):
@@ -228,7 +232,7 @@ def _ramps(own: Sequence[_Stage], microbatches: int, limit: int) -> Iterator[flo
             late[number] = min(late[number], _most([*owing[number:], (1, max(weights))], limit))
     for begun, done in zip(steps, early):
         for ended, left in zip(steps, late):
-            if total - done - left > 0:
+            if total - done - left > ROUNDING * total:
                 yield begun.begins + total - done - left + ended.follow
 
 

@@ -65,14 +65,14 @@ class Improvement:
         self.good: list[tuple[float, Priorities]] = []
 
     def start(self, given: Iterable[Orders]) -> None:
-        """Take orders, and priorities by rule."""
+        """Take orders, and priorities by rule: at least one, which keeps the limit, and more while there is time."""
         for ends in self.take_all(given):
             self.learn(ends)
         several = max(map(len, self.form.own)) > 1
         for rule in product(
             PATIENCES, EAGER, LATER_FIRST if several else (0.0,), (True, False) if several else (True,)
         ):
-            if self.is_done():
+            if self.is_done() or (self.orders and self.budget.spent() >= 1):
                 return
             self._try(self._by_rule(*rule))
 
@@ -192,6 +192,6 @@ class Improvement:
             if changed is None:
                 continue
             longer = form.replay(changed)[0] - makespan
-            if longer <= 0 or draw.random() < math.exp(-longer / (WARM * form.busy)):
+            if longer <= 0 or draw.random() < math.exp(-longer / (WARM * (form.busy or 1.0))):
                 orders, makespan, moves = changed, makespan + longer, None
                 self._take(makespan, orders)

@@ -143,6 +143,8 @@ def _searched(form: Form, costs: Costs, found: Improvement, until: float) -> Imp
         few.improve(begin + REPEATING * (until - begin))
         found.take_all(given)
         found.learn(_repeated(form, part, few.orders))
+        if not found.orders:  # none of all these keeps the limit
+            found.start(())
     found.improve(until)
     return found
 

@@ -93,7 +93,7 @@ def train(
     tuning = find_tuning(config, comm)
     architecture = architecture_of(base, architecture)
     out = Path(output.shared_path(comm, config.out))
-    trace = trace_folder(comm, config.trace, out)
+    trace = trace_folder(comm, config.trace, out, resumes=config.resume != "no")
     pipe = max(1, comm.size // config.seq) if config.pipe is None else config.pipe
     if config.survive:
         crew = Crew(config, comm, pipe, out)

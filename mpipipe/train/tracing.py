@@ -24,20 +24,27 @@ from mpipipe.train import output
 RECORDED = 16  # steps
 
 
-def trace_folder(comm: Communicator, trace: str | None, out: Path) -> Path | None:
-    """Return where a trace will be written; collective. Raises the same error on every rank where it cannot be."""
+def trace_folder(comm: Communicator, trace: str | None, out: Path, resumes: bool = False) -> Path | None:
+    """Return where a trace will be written; collective. Raises the same error on every rank where it cannot be.
+
+    A training that `resumes` was perhaps traced before it was ended: nothing is recorded then where the folder exists.
+    """
     if trace is None:
         return None
     folder = Path(output.shared_path(comm, trace))
     with group_of(comm).together("train: the folder of the trace"):
         if comm.rank == 0:
-            check_new(folder)
-            if folder == out:
+            if folder == out or folder in out.parents or out in folder.parents:
                 raise ConfigError(
-                    "out and trace are the same folder", found=str(out), expected="a folder of its own for the trace"
+                    "one of out and trace is inside the other",
+                    found=f"out {out}, trace {folder}",
+                    expected="a folder of its own for the trace",
                 )
+            if not (resumes and folder.exists()):
+                check_new(folder)
             library()
-    return folder
+    is_there = group_of(comm).gather("train: whether there is a trace", comm.rank == 0 and folder.exists())[0]
+    return None if is_there else folder
 
 
 class Tracing:

@@ -151,3 +151,31 @@ def test_a_schedule_above_the_limit_has_no_gap():
     with pytest.raises(ArgumentError, match="does not keep the memory limit") as caught:
         schedules.gap(schedules.gpipe(2, 8), memory_limit=4)
     assert "8 activations on rank 0" in str(caught.value)
+
+
+@given(
+    make=st.sampled_from([schedules.interleaved_1f1b, schedules.looped_bfs]),
+    ranks=st.integers(1, 4),
+    microbatches=st.integers(1, 5),
+    seed=st.integers(0, 10**6),
+)
+def test_rounding_is_no_work_where_weights_cost_nothing(make, ranks, microbatches, seed):
+    """As in fine-tuning with LoRA: sums of the same times in another order leave a rest."""
+    draw = random.Random(seed)
+    forward, input_grad = ([round(draw.uniform(0.5, 3), 2) for _ in range(2 * ranks)] for _ in range(2))
+    costs, schedule = Costs(forward, input_grad, 0), make(ranks, 2, microbatches)
+    timeline = simulate(schedule, costs)
+    assert lower_bound(schedule, costs) <= timeline.makespan * (1 + 1e-9)
+    assert lower_bound(schedule, costs, max(timeline.peak_activations)) <= timeline.makespan * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        schedules.with_recompute(schedules.interleaved_1f1b(2, 2, 2)),
+        schedules.with_frozen(schedules.looped_bfs(2, 2, 1), {0, 1}),
+    ],
+    ids=["recomputed", "frozen"],
+)
+def test_what_a_schedule_holds_itself_is_a_limit_for_it(schedule):
+    assert schedules.gap(schedule, memory_limit=max(simulate(schedule).peak_activations)).share >= 0

@@ -107,3 +107,21 @@ def test_with_two_chunks_a_v_is_tried_as_well():
 def test_what_cannot_be_searched_is_refused(arguments, words):
     with pytest.raises(ArgumentError, match=words):
         search(**{"microbatches": 2, **arguments})
+
+
+@pytest.mark.parametrize("ranks, microbatches, limit", [(2, 9, 2), (4, 17, 4)])
+def test_many_microbatches_fit_into_the_least_memory(ranks, microbatches, limit):
+    found = search(ranks, microbatches, chunks=2, memory_limit=limit, seconds=PLENTY, steps=STEPS)
+    assert max(simulate(found).peak_activations) <= limit
+
+
+def test_without_time_the_first_order_is_taken():
+    found = search(4, 16, Costs(transfer=0.3), chunks=2, memory_limit=8, seconds=PLENTY, steps=1)
+    assert max(simulate(found).peak_activations) <= 8
+
+
+def test_stages_that_take_no_time_are_searched_too():
+    found = search(
+        (0, 1, 1, 0, 0, 1), 12, Costs(0, 0, 0, [0, 1, 2, 3, 1, 1]), memory_limit=3, seconds=PLENTY, steps=400
+    )
+    assert max(simulate(found).peak_activations) <= 3

@@ -82,9 +82,24 @@ def test_a_folder_that_exists_is_refused_before_anything_runs(small):
     assert not Path(config.out).exists()
 
 
-def test_the_folder_of_the_training_is_refused(small):
-    with pytest.raises(ConfigError, match="out and trace are the same folder"):
-        run(small(trace=small().out))
+@pytest.mark.parametrize("trace", [".", "..", "trace"])
+def test_folders_of_training_and_trace_within_each_other_are_refused(small, trace):
+    with pytest.raises(ConfigError, match="one of out and trace is inside the other"):
+        run(small(trace=str((Path(small().out) / trace).resolve())))
+
+
+def test_a_training_that_goes_on_leaves_the_trace_that_is_there(small):
+    run(small(steps=4, save_every=2))
+    before = summary(small())
+    assert run(small(steps=8, save_every=2, resume="auto"))[0].step == 8
+    assert summary(small()) == before
+
+
+def test_a_trace_of_recomputation_has_its_actions(small):
+    config = small(recompute=True)
+    run(config)
+    names = [each["name"] for each in json.loads(Path(config.trace, "trace.json").read_text())]
+    assert names.count("0R0") == 2 * 3  # in each recorded step: as it was, and as it is predicted
 
 
 def test_a_missing_library_is_told_before_anything_runs(small, monkeypatch):
