@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +9,7 @@ from typing import Annotated
 import typer
 
 from mpipipe import pictures, schedules
-from mpipipe.comm import launcher
+from mpipipe.cli.one_process import check_one_process
 from mpipipe.comm.abort import Stop
 from mpipipe.comm.report import describe
 from mpipipe.errors import ConfigError, MpipipeError
@@ -100,12 +99,8 @@ def compare(
 
 def _drawn(out: str, work: Callable[[], None]) -> None:
     """Do the work in one process, and say where the picture is."""
-    started = launcher.launcher_size(os.environ)
     try:
-        if started is not None:
-            raise ConfigError(
-                "draw is for one process", found=f"{started[1]} ranks", remedy="start it without mpiexec or srun"
-            )
+        check_one_process("draw")
         if Path(out).exists():
             raise ConfigError(
                 "there is a file or folder of this name already",

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from mpipipe import schedules
+from mpipipe.cli.one_process import check_one_process
 from mpipipe.comm.abort import Stop
 from mpipipe.comm.report import describe
 from mpipipe.errors import ConfigError, MpipipeError
@@ -47,6 +48,7 @@ def simulate(
     than it does itself.
     """
     try:
+        check_one_process("simulate")
         costs = Costs(*map(_times, (forward, input_grad, weight_grad, transfer)))
         if (schedule is None) == (csv is None):
             raise ConfigError(
@@ -54,8 +56,12 @@ def simulate(
                 found=f"schedule={schedule}, csv={csv}",
                 expected="either --schedule or --csv",
             )
-        if out is not None and (out.exists() or schedule == "all"):
-            raise ConfigError("no order can be written there", found=str(out), expected="a new file, for one schedule")
+        if out is not None and (out.exists() or not out.parent.is_dir() or schedule == "all"):
+            raise ConfigError(
+                "no order can be written there",
+                found=str(out),
+                expected="a new file in a folder that exists, for one schedule",
+            )
         if schedule == "all":
             lines = [*_table(ranks, chunks, microbatches, costs, memory_limit)]
         else:

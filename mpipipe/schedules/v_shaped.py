@@ -64,7 +64,7 @@ def zero_bubble_v(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS) -> 
     (3.0, [8, 8, 8, 8])
     """
     by_hand = _on_a_v("zero_bubble_v", ranks, microbatches, _zero_bubble, 1)
-    if costs == EQUAL_COSTS:
+    if _are_alike(costs, 2 * ranks):
         return by_hand
     queues = [[[action for action in order if action.op != WEIGHT_GRAD]] for order in by_hand.orders]
     others = (filled(by_hand, queues, costs, 2 * ranks, patience) for patience in PATIENCES)
@@ -104,6 +104,14 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     (3.0, [9, 9, 9, 9])
     """
     return _on_a_v("dualpipe_v", ranks, microbatches, _dualpipe, 0)
+
+
+def _are_alike(costs: Costs, stages: int) -> bool:
+    """Whether all F's, I's and W's take the same time, whatever it is, and messages none."""
+    names = ("forward", "input_grad", "weight_grad")
+    return len({time for name in names for time in costs.per_stage(name, stages)}) == 1 and not any(
+        costs.per_stage("transfer", stages)
+    )
 
 
 def _on_a_v(name: str, ranks: int, microbatches: int, cells: Callable[[int, int, int], str], less: int) -> Schedule:

@@ -6,13 +6,16 @@ import pytest
 
 from mpipipe import schedules
 from mpipipe.cli.simulate import simulate
+from mpipipe.comm import launcher
 from mpipipe.comm.abort import Stop
 from mpipipe.schedules.registry import names
 
 
 @pytest.fixture
-def printed(capsys):
+def printed(capsys, monkeypatch):
     """printed(schedule=..., ...): the lines of the command."""
+
+    monkeypatch.setattr(launcher, "launcher_size", lambda environment: None)  # the tests may run under mpiexec
 
     def run(**options):
         simulate(**options)
@@ -81,6 +84,7 @@ def test_costs_of_the_command_reach_the_order(printed):
         (dict(schedule="gpipe", chunks=2), "one stage per rank"),
         (dict(csv="nowhere.csv"), "cannot be read"),
         (dict(schedule="gpipe", out="."), "no order can be written there"),
+        (dict(schedule="search", out="absent/order.csv", seconds=1e9), "no order can be written there"),
     ],
 )
 def test_what_cannot_be_is_one_error_before_anything_is_printed(printed, capsys, tmp_path, monkeypatch, options, words):
@@ -91,3 +95,10 @@ def test_what_cannot_be_is_one_error_before_anything_is_printed(printed, capsys,
     assert caught.value.code == 2
     assert words in caught.value.text
     assert capsys.readouterr().out == ""
+
+
+def test_several_ranks_are_refused(printed, monkeypatch):
+    monkeypatch.setattr(launcher, "launcher_size", lambda environment: ("mpiexec", 4))
+    with pytest.raises(Stop) as caught:
+        printed(schedule="gpipe")
+    assert "simulate is for one process" in caught.value.text and "4 ranks" in caught.value.text

@@ -79,3 +79,10 @@ def test_other_costs_put_weight_gradients_elsewhere_and_are_never_slower_for_it(
 def test_many_ranks_keep_the_memory_too(ranks, extra, build):
     limit = 2 * ((ranks + 2) // 2) if build is schedules.v_half else 2 * ((ranks + 4) // 3)
     assert max(simulate(build(ranks, ranks // 2 + extra)).peak_activations) <= limit
+
+
+@pytest.mark.parametrize("microbatches", [2, 4, 8])
+def test_the_unit_of_time_does_not_count(microbatches):
+    in_seconds = Costs(0.5, 0.5, [0.5] * 8)
+    for build in (schedules.zero_bubble_v, schedules.v_half, schedules.v_min):
+        assert build(4, microbatches, in_seconds).orders == build(4, microbatches).orders
