@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from typing import Annotated
 
-import typer
-
+from mpipipe.cli.flags import Flag, Operand
 from mpipipe.comm import launcher
 from mpipipe.comm.abort import Stop
 from mpipipe.comm.report import describe
@@ -18,12 +17,10 @@ REFUSED = 2  # exit code, as of a configuration that cannot be used
 
 
 def convert(
-    source: Annotated[str, typer.Argument(metavar="FROM", help="folder with a model", show_default=False)],
-    target: Annotated[str, typer.Argument(metavar="TO", help="new or empty folder", show_default=False)],
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16, float16 or float64; default: as in FROM", show_default=False)
-    ] = None,
-    shard_bytes: Annotated[int, typer.Option(min=1, help="most bytes of a file")] = SHARD_BYTES,
+    source: Annotated[str, Operand("folder with a model", metavar="FROM")],
+    target: Annotated[str, Operand("new or empty folder", metavar="TO")],
+    dtype: Annotated[str | None, Flag("float32, bfloat16, float16 or float64; default: as in FROM")] = None,
+    shard_bytes: Annotated[int, Flag("most bytes of a file", least=1)] = SHARD_BYTES,
 ) -> None:
     """Turn a model folder of Hugging Face into weights of this package, or the other way round.
 
@@ -39,4 +36,4 @@ def convert(
         done = convert_folder(source, target, dtype, shard_bytes)
     except MpipipeError as error:
         raise Stop(describe(error, "mpipipe: nothing is converted"), REFUSED) from error
-    typer.echo(f"mpipipe: {done}")
+    print(f"mpipipe: {done}")

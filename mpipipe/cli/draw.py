@@ -6,9 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from mpipipe import pictures, schedules
+from mpipipe.cli.flags import Flag
 from mpipipe.cli.one_process import check_one_process
 from mpipipe.comm.abort import Stop
 from mpipipe.comm.report import describe
@@ -16,21 +15,19 @@ from mpipipe.errors import ConfigError, MpipipeError
 from mpipipe.schedules import Costs, Timeline
 
 REFUSED = 2  # exit code, as of a configuration that cannot be used
-app = typer.Typer(help="Draw a schedule, or compare several, as PNG or SVG; one process.", no_args_is_help=True)
 
-Name = Annotated[str, typer.Option(help="a name that schedules.by_name knows", show_default=False)]
-Ranks = Annotated[int, typer.Option(help="P, ranks of the pipeline", show_default=False)]
-Microbatches = Annotated[int, typer.Option(help="M, micro-batches of a step", show_default=False)]
-Chunks = Annotated[int, typer.Option(help="V, stages on each rank")]
-Out = Annotated[str, typer.Option(help="new file that ends in .png or .svg", show_default=False)]
+Name = Annotated[str, Flag("a name that schedules.by_name knows")]
+Ranks = Annotated[int, Flag("P, ranks of the pipeline")]
+Microbatches = Annotated[int, Flag("M, micro-batches of a step")]
+Chunks = Annotated[int, Flag("V, stages on each rank")]
+Out = Annotated[str, Flag("new file that ends in .png or .svg")]
 # of a chunk, each a number, or one for each stage with commas between them
-Forward = Annotated[str, typer.Option(help="time of F in a stage, or a,b,... with one for each stage")]
-InputGrad = Annotated[str, typer.Option(help="time of I, likewise; B takes I and W")]
-WeightGrad = Annotated[str, typer.Option(help="time of W, likewise")]
-Transfer = Annotated[str, typer.Option(help="time of a message into a stage, likewise")]
+Forward = Annotated[str, Flag("time of F in a stage, or a,b,... with one for each stage")]
+InputGrad = Annotated[str, Flag("time of I, likewise; B takes I and W")]
+WeightGrad = Annotated[str, Flag("time of W, likewise")]
+Transfer = Annotated[str, Flag("time of a message into a stage, likewise")]
 
 
-@app.command()
 def timeline(
     schedule: Name,
     ranks: Ranks,
@@ -51,7 +48,6 @@ def timeline(
     _drawn(out, work)
 
 
-@app.command()
 def memory(
     schedule: Name,
     ranks: Ranks,
@@ -72,20 +68,16 @@ def memory(
     _drawn(out, work)
 
 
-@app.command()
 def compare(
     ranks: Ranks,
-    microbatches: Annotated[str, typer.Option(help="numbers of micro-batches, as in 4,8,16", show_default=False)],
+    microbatches: Annotated[str, Flag("numbers of micro-batches, as in 4,8,16")],
     out: Out,
-    schedule: Annotated[
-        list[str] | None,
-        typer.Option(help="a schedule to draw; several may be given; default: all", show_default=False),
-    ] = None,
-    chunks: Annotated[int, typer.Option(help="V of the schedules that take any")] = 2,
-    forward: Annotated[float, typer.Option(help="time of F in all stages of a rank together")] = 1,
-    input_grad: Annotated[float, typer.Option(help="time of I, likewise; B takes I and W")] = 1,
-    weight_grad: Annotated[float, typer.Option(help="time of W, likewise")] = 1,
-    transfer: Annotated[float, typer.Option(help="time of a message between two ranks")] = 0,
+    schedule: Annotated[list[str] | None, Flag("a schedule to draw; several may be given; default: all")] = None,
+    chunks: Annotated[int, Flag("V of the schedules that take any")] = 2,
+    forward: Annotated[float, Flag("time of F in all stages of a rank together")] = 1,
+    input_grad: Annotated[float, Flag("time of I, likewise; B takes I and W")] = 1,
+    weight_grad: Annotated[float, Flag("time of W, likewise")] = 1,
+    transfer: Annotated[float, Flag("time of a message between two ranks")] = 0,
 ) -> None:
     """Draw bubble and peak memory over the number of micro-batches, of all schedules with the same work on a rank."""
 
@@ -112,7 +104,7 @@ def _drawn(out: str, work: Callable[[], None]) -> None:
         work()
     except MpipipeError as error:
         raise Stop(describe(error, "mpipipe: nothing is drawn"), REFUSED) from error
-    typer.echo(f"mpipipe: drawn into {out}")
+    print(f"mpipipe: drawn into {out}")
 
 
 def _simulated(name: str, ranks: int, chunks: int, microbatches: int, times: dict[str, str]) -> Timeline:

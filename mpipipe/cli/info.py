@@ -8,11 +8,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from mpipipe import __version__, arrays
 from mpipipe.attention import kernels
 from mpipipe.cli import probe as probing
+from mpipipe.cli.flags import Flag
 from mpipipe.comm import describe, device, runtime
 from mpipipe.comm.group import group_of
 from mpipipe.comm.types import Communicator
@@ -22,9 +21,7 @@ NARROW_KERNELS = ("Haswell", "Zen")  # OpenBLAS's names for its AVX2 kernels
 
 
 def info(
-    probe: Annotated[
-        bool, typer.Option("--probe", help="also try to send device memory, in a job of its own, which may crash")
-    ] = False,
+    probe: Annotated[bool, Flag("also try to send device memory, in a job of its own, which may crash")] = False,
 ) -> None:
     """Show MPI, launcher, ranks, hosts, threads, GPUs and versions (mpiexec -n 2 python -m mpipipe info)."""
     facts = {"mpipipe": __version__, "python": f"{platform.python_version()} ({sys.executable})"}

@@ -7,17 +7,16 @@ import runpy
 import sys
 from typing import Annotated
 
-import typer
-
 from mpipipe import processor
+from mpipipe.cli.flags import Flag, Operand
 from mpipipe.comm.abort import run_or_abort
 
 
 def run(
-    target: Annotated[str, typer.Argument(help="script, or module with -m", show_default=False)],
-    arguments: Annotated[list[str] | None, typer.Argument(help="for the script", show_default=False)] = None,
-    module: Annotated[bool, typer.Option("-m", help="TARGET is a module, as for python -m")] = False,
-) -> None:
+    target: Annotated[str, Operand("script, or module with -m")],
+    arguments: Annotated[list[str] | None, Operand("for the script", rest=True)] = None,
+    module: Annotated[bool, Flag("TARGET is a module, as for python -m", names=("-m",))] = False,
+) -> int:
     """Run a Python script on every rank (mpiexec -n 4 python -m mpipipe run script.py).
 
     An exception, an exit or an interrupt on one rank ends the whole job within seconds. One report names the rank and
@@ -34,4 +33,4 @@ def run(
             sys.path[0] = os.path.dirname(os.path.abspath(target))
             runpy.run_path(target, run_name="__main__")
 
-    raise typer.Exit(run_or_abort(work))
+    return run_or_abort(work)

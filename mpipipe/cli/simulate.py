@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from mpipipe import schedules
+from mpipipe.cli.flags import Flag
 from mpipipe.cli.one_process import check_one_process
 from mpipipe.comm.abort import Stop
 from mpipipe.comm.report import describe
@@ -18,29 +17,23 @@ from mpipipe.schedules.registry import names
 
 REFUSED = 2  # exit code, as of a configuration that cannot be used
 SMALL_RANKS, SMALL_ORDER = 16, 60  # of larger ones no timeline is shown
-Cost = Annotated[str, typer.Option(help="time in each stage: a number, or one for each stage with commas between")]
+Cost = Annotated[str, Flag("time in each stage: a number, or one for each stage with commas between")]
 
 
 def simulate(
-    schedule: Annotated[
-        str | None, typer.Option(help="a name; all: a table of them; search: look for the best", show_default=False)
-    ] = None,
-    ranks: Annotated[int, typer.Option(help="P")] = 4,
-    chunks: Annotated[int, typer.Option(help="V, stages on each rank")] = 1,
-    microbatches: Annotated[int, typer.Option(help="M")] = 16,
+    schedule: Annotated[str | None, Flag("a name; all: a table of them; search: look for the best")] = None,
+    ranks: Annotated[int, Flag("P")] = 4,
+    chunks: Annotated[int, Flag("V, stages on each rank")] = 1,
+    microbatches: Annotated[int, Flag("M")] = 16,
     forward: Cost = "1",
     input_grad: Cost = "1",
     weight_grad: Cost = "1",
-    transfer: Annotated[
-        str, typer.Option(help="time of a message between stages: a number, or one for each stage")
-    ] = "0",
-    memory_limit: Annotated[
-        float | None, typer.Option(help="chunk activations that a rank may hold at once", show_default=False)
-    ] = None,
-    seconds: Annotated[float, typer.Option(help="of --schedule search")] = 10.0,
-    seed: Annotated[int, typer.Option(help="of --schedule search")] = 0,
-    csv: Annotated[Path | None, typer.Option(help="read the order from this file", show_default=False)] = None,
-    out: Annotated[Path | None, typer.Option(help="write the order to this new file", show_default=False)] = None,
+    transfer: Annotated[str, Flag("time of a message between stages: a number, or one for each stage")] = "0",
+    memory_limit: Annotated[float | None, Flag("chunk activations that a rank may hold at once")] = None,
+    seconds: Annotated[float, Flag("of --schedule search")] = 10.0,
+    seed: Annotated[int, Flag("of --schedule search")] = 0,
+    csv: Annotated[Path | None, Flag("read the order from this file")] = None,
+    out: Annotated[Path | None, Flag("write the order to this new file")] = None,
 ) -> None:
     """Simulate a schedule: time, bubble, memory, distance from the best (python -m mpipipe simulate --schedule all).
 
@@ -84,7 +77,7 @@ def simulate(
             if out is not None:
                 lines.append(_written(made, out))
         for line in lines:
-            typer.echo(line)
+            print(line)
     except MpipipeError as error:
         raise Stop(describe(error, "mpipipe: nothing is simulated"), REFUSED) from error
 
