@@ -121,9 +121,7 @@ def _layers(schedule: Schedule, ranges: Sequence[tuple[int, int]], rank: int) ->
     return [layer for stage in schedule.stages_of(rank) for layer in range(*ranges[stage])]
 
 
-def _costs(
-    profile: Profile, schedule: Schedule, ranges: Sequence[tuple[int, int]], size: int, share: float
-) -> Costs:
+def _costs(profile: Profile, schedule: Schedule, ranges: Sequence[tuple[int, int]], size: int, share: float) -> Costs:
     """Return the costs of stages. `share` is what the mean micro-batch has of one of `size` sequences."""
     ranks, last = profile.costs[size], schedule.stages - 1
     splits = {action.stage for order in schedule.orders for action in order if action.op == INPUT_GRAD}
@@ -152,9 +150,7 @@ def _link(profile: Profile, schedule: Schedule, edge: int, size: int) -> Link:
     return profile.links[size][low if high == low + 1 else high]
 
 
-def _activations(
-    profile: Profile, schedule: Schedule, ranges: Sequence[tuple[int, int]], size: int
-) -> Sequence[float]:
+def _activations(profile: Profile, schedule: Schedule, ranges: Sequence[tuple[int, int]], size: int) -> Sequence[float]:
     sizes = profile.sizes[size]
     splits = {action.stage for order in schedule.orders for action in order if action.op == INPUT_GRAD}
     whole = []

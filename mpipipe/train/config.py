@@ -5,26 +5,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from mpipipe.comm.stop_signals import parse_signals
-from mpipipe.comm.time_limit import parse_duration
 from mpipipe.errors import ConfigError
-from mpipipe.planning import parse_bytes
-from mpipipe.train.config_checks import (
-    NOUNS,
-    PLANNED,
-    check_parsed,
-    check_range,
-    check_together,
-    parse_partition,
-    typed,
-)
+from mpipipe.train.config_checks import NOUNS, PARSED, PLANNED, check_parsed, check_range, check_together, typed
 from mpipipe.train.config_file import read_keys
-from mpipipe.train.config_option import option
+from mpipipe.train.config_option import option, parameters_of
 
 
 @dataclass(frozen=True)
@@ -264,30 +252,12 @@ class TrainConfig:
         return cls(**given)
 
 
-def _parameters() -> str:
-    """Return the section Parameters of TrainConfig's docstring, from the help texts of its fields."""
-    lines = ["Parameters", "----------"]
-    for entry in dataclasses.fields(TrainConfig):
-        default = "" if entry.default is None else f", default {entry.default!r}"
-        kind = str(entry.type).replace(" | None", ", optional")
-        lines += [f"{entry.name} : {kind}{default}", f"    {entry.metadata['help']}"]
-    return textwrap.indent("\n".join(lines), "    ") + "\n\n"
-
-
 if TrainConfig.__doc__:  # python -OO has none
-    TrainConfig.__doc__ = TrainConfig.__doc__.replace("    Raises\n", _parameters() + "    Raises\n", 1)
+    TrainConfig.__doc__ = TrainConfig.__doc__.replace("    Raises\n", parameters_of(TrainConfig) + "    Raises\n", 1)
 
 # what a folder says, with `from`
 FROM_FOLDER = ("vocab", "dim", "layers", "heads", "kv_heads", "hidden", "tied", "rope_base")
 FIELDS = {"from": "from_"}  # names of keys that no field can have in Python
-
-
-PARSED = {  # texts with a meaning of their own
-    "preempt_signals": parse_signals,
-    "time_limit": parse_duration,
-    "memory_limit": parse_bytes,
-    "partition": parse_partition,
-}
 
 
 def _kind(hint: Any) -> type:

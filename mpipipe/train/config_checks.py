@@ -7,7 +7,10 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+from mpipipe.comm.stop_signals import parse_signals
+from mpipipe.comm.time_limit import parse_duration
 from mpipipe.errors import ArgumentError, ConfigError
+from mpipipe.planning import parse_bytes
 
 # what a plan decides
 PLANNED = ("schedule", "chunks", "microbatches", "partition", "recompute", "recompute_limit")
@@ -43,6 +46,14 @@ def parse_partition(text: str) -> tuple[int, ...]:
             "no partition", found=repr(text), expected="numbers of layers with commas between, such as 3,2,2,3"
         )
     return tuple(map(int, counts))
+
+
+PARSED = {  # texts with a meaning of their own
+    "preempt_signals": parse_signals,
+    "time_limit": parse_duration,
+    "memory_limit": parse_bytes,
+    "partition": parse_partition,
+}
 
 
 def check_range(entry: dataclasses.Field, value: Any, kind: type) -> None:
