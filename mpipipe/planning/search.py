@@ -209,12 +209,17 @@ def _rank(plan: Plan) -> tuple[float, int]:
 
 
 def _plans(profile: Profile, space: Space, memory_limit: int | None) -> Iterator[Plan | None]:
+    seen = set()  # some schedules are the same with one stage on each rank
     for microbatches in space.microbatches:
         size = -(-space.rows // microbatches)
         for name, chunks in space.forms:
             partition = space.fixed.get("partition") or cut_by_time(profile, size, chunks * space.ranks)
             choice = Choice(name, chunks, microbatches, tuple(partition), **(space.recomputation or {}))
             plan = _predicted(profile, space, choice)
+            key = None if plan is None else (plan.prediction.schedule.placement, plan.prediction.schedule.orders)
+            if key is not None and key in seen:
+                continue
+            seen.add(key)
             if plan is None or memory_limit is None or plan.prediction.peak <= memory_limit:
                 yield plan
             elif space.recomputation is not None:

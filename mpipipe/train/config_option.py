@@ -21,10 +21,10 @@ def option(
     return field(default=default, metadata={"help": text, **limits})
 
 
-def parameters_of(kind: type) -> str:
+def parameters_of(config: type) -> str:
     """Return the section Parameters of the docstring of a dataclass, from the help texts of its fields."""
     lines = ["Parameters", "----------"]
-    for entry in fields(kind):
+    for entry in fields(config):
         default = "" if entry.default is None else f", default {entry.default!r}"
         kind = str(entry.type).replace(" | None", ", optional")
         lines += [f"{entry.name} : {kind}{default}", f"    {entry.metadata['help']}"]
