@@ -9,6 +9,7 @@ from typing import Any
 from mpipipe import schedules
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.planning.choice import Choice
+from mpipipe.planning.cuts import cuts_by_time
 from mpipipe.planning.predict import Prediction, predict
 from mpipipe.planning.profile import Profile
 from mpipipe.planning.sizes import shown_bytes
@@ -213,9 +214,7 @@ def _plans(profile: Profile, space: Space, memory_limit: int | None) -> Iterator
     for microbatches in space.microbatches:
         size = -(-space.rows // microbatches)
         for name, chunks in space.forms:
-            partition = space.fixed.get("partition") or cut_by_time(profile, size, chunks * space.ranks)
-            choice = Choice(name, chunks, microbatches, tuple(partition), **(space.recomputation or {}))
-            plan = _predicted(profile, space, choice)
+            plan = _first(profile, space, Choice(name, chunks, microbatches, (), **(space.recomputation or {})), size)
             key = None if plan is None else (plan.prediction.schedule.placement, plan.prediction.schedule.orders)
             if key is not None and key in seen:
                 continue
@@ -226,6 +225,14 @@ def _plans(profile: Profile, space: Space, memory_limit: int | None) -> Iterator
                 yield plan
             else:
                 yield from _recomputing(profile, space, plan, memory_limit)
+
+
+def _first(profile: Profile, space: Space, choice: Choice, size: int) -> Plan | None:
+    """Return the faster one of the cuts by time; None where no recomputation keeps the limit of activations."""
+    partition = space.fixed.get("partition")
+    cuts = [partition] if partition is not None else cuts_by_time(profile, size, choice.placement(space.ranks))
+    plans = [_predicted(profile, space, replace(choice, partition=tuple(cut))) for cut in cuts]
+    return min((plan for plan in plans if plan is not None), key=_rank, default=None)
 
 
 def _recomputing(profile: Profile, space: Space, plan: Plan, memory_limit: int) -> Iterator[Plan | None]:
@@ -248,14 +255,6 @@ def _predicted(profile: Profile, space: Space, choice: Choice) -> Plan | None:
         if choice.recompute_limit is None:
             raise
         return None
-
-
-def cut_by_time(profile: Profile, size: int, stages: int) -> tuple[int, ...]:
-    """Cut the layers into stages, such that the slowest one is as fast as possible on the mean rank."""
-    ranks = profile.costs[size]
-    times = [sum(rank.layers[kind].forward + rank.layers[kind].backward for rank in ranks) for kind in profile.kinds]
-    times[-1] += sum(rank.loss for rank in ranks)
-    return tuple(stop - start for start, stop in schedules.partition(times, stages))
 
 
 def _refined(profile: Profile, space: Space, plan: Plan, memory_limit: int | None) -> Plan:

@@ -85,11 +85,11 @@ def plan(
     configurations: Annotated[int, typer.Option(help="plans drawn at random", min=1)] = 40,
     repeats: Repeats = 5,
     seed: Annotated[int, typer.Option(help="of the drawing")] = 0,
-    dim: int = 256,
+    dim: int = 128,
     layers: int = 6,
     heads: int = 8,
     seq_len: int = 128,
-    batch: Annotated[int, typer.Option(help="sequences in a step")] = 32,
+    batch: Annotated[int, typer.Option(help="sequences in a step")] = 16,
 ) -> None:
     """Predicted steps of plans against real ones (mpiexec -n 2 python -m mpipipe bench plan)."""
     from mpipipe.cli.bench.plan import run

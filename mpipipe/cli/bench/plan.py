@@ -18,14 +18,14 @@ from mpipipe.comm.mesh import Mesh
 from mpipipe.comm.types import Communicator
 from mpipipe.models import GPT
 from mpipipe.planning import Choice, Profile, Space, predict
-from mpipipe.planning.search import cut_by_time
+from mpipipe.planning.cuts import cuts_by_time
 from mpipipe.planning.table import in_words, shown_seconds
 from mpipipe.train import TrainConfig
 from mpipipe.train.fine_tuning import FineTuning
 from mpipipe.train.planner import Found, Scene, find
 from mpipipe.train.planner.rehearsal import rehearse
 
-STEPS = 4  # of each turn
+STEPS = 3  # of each turn
 MOVED = 2  # layers that may lie elsewhere than in the cut by time
 
 
@@ -62,7 +62,8 @@ def draw(found: Found, space: Space, count: int, random: Random) -> list[Choice]
 def _drawn(profile: Profile, space: Space, random: Random) -> Choice:
     name, chunks = random.choice(space.forms)
     microbatches = random.choice(space.microbatches)
-    partition = list(cut_by_time(profile, -(-space.rows // microbatches), chunks * space.ranks))
+    size, placement = -(-space.rows // microbatches), Choice(name, chunks, microbatches, ()).placement(space.ranks)
+    partition = list(random.choice(cuts_by_time(profile, size, placement)))
     for _ in range(random.randint(0, MOVED)):
         giver, taker = random.choice(range(len(partition))), random.choice(range(len(partition)))
         if abs(giver - taker) == 1 and partition[giver] > 1:
