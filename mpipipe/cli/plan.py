@@ -71,7 +71,7 @@ def make_plans(config: TrainConfig, comm: Communicator) -> tuple[Found, dict[str
     with mesh:
         place = select_device(config.device, comm)
         vocab = find_data(config, None, group_of(comm)).vocab
-        scene = Scene(config, architecture_of(base, GPT), mesh, vocab, tuning)
+        scene = Scene.of(config, architecture_of(base, GPT), mesh, vocab, tuning)
         return find(scene, place), {"pipe": pipe, "seq": config.seq}
 
 

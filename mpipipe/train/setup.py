@@ -145,7 +145,9 @@ def _train_on(
     survivor = crew if crew is not None and crew.goes_on else None  # has the state of the training in memory
     group = group_of(mesh.comm)
     found = find_data(config, data, group)
-    config, chosen = planned(Scene(config, model, mesh, found.vocab, tuning), place)
+    chosen = ""
+    if config.plan == "auto":
+        config, chosen = planned(Scene.of(config, model, mesh, found.vocab, tuning), place)
     plan = make_plan(config, model, base, mesh, place, found.vocab, tuning)
     source, language = open_data(config, plan, mesh, found, base)
     start = None if survivor else resume.find_start(config, plan, mesh, out, found.fingerprint)

@@ -157,7 +157,7 @@ def test_what_is_fixed_stays():
 
 
 def test_the_limit_is_kept_by_running_forwards_again_and_the_least_one_works():
-    given, space = profile(), Space(2, 6, ROWS)
+    given, space = profile(), Space(2, 6, ROWS, {"microbatches": 4})
     free = find_plans(given, space)
     limit = min(plan.prediction.peak for plan in free) - 1
     kept = find_plans(given, space, limit)

@@ -21,7 +21,6 @@ from mpipipe.planning import Choice, Profile, Space, predict
 from mpipipe.planning.cuts import cuts_by_time
 from mpipipe.planning.table import in_words, shown_seconds
 from mpipipe.train import TrainConfig
-from mpipipe.train.fine_tuning import FineTuning
 from mpipipe.train.planner import Found, Scene, find
 from mpipipe.train.planner.rehearsal import rehearse
 
@@ -33,7 +32,7 @@ def run(configurations: int, repeats: int, seed: int, config: TrainConfig) -> No
     """Print each plan, the errors of predictions, and whether the chosen plan is the fastest of all."""
     comm = runtime.world()
     with Mesh(comm, pipe=comm.size) as mesh:
-        scene = Scene(config, GPT, mesh, GPT().vocab, FineTuning())
+        scene = Scene.of(config, GPT, mesh, GPT().vocab)
         found = find(scene, "cpu")
         drawn = [] if comm.rank else draw(found, scene.space, configurations, Random(seed))
         choices = group_of(comm).broadcast("bench: the plans", drawn)

@@ -24,7 +24,8 @@ from mpipipe.train.planner.scene import Scene
 from mpipipe.train.planner.stopwatch import METHODS, Stopwatch
 from mpipipe.train.progress import Progress
 
-SECONDS = 0.5  # for each size of micro-batch and each way to go backwards
+ROUNDS = 3  # in which all sizes of micro-batches take turns, so that all of them see the same machine
+SECONDS = 0.2  # in a round, for each size and each way to go backwards
 REPEATS = (3, 25)  # at least, at most
 ALIKE = 2  # layers of a kind that are measured
 UNDER_WAY = 2  # micro-batches, so that what one has saved is not in the cache any more when it is needed
@@ -53,12 +54,14 @@ def measure_layers(scene: Scene) -> Measured:
     picked = _picked(scene.kinds)
     found = Measured({}, {}, 0.0, 0.0)
     optimizers, sums = [], []
-    for size in scene.space.sizes:
-        probe = _Probe(scene, group, alone, picked, size)
-        found.costs[size] = probe.costs()
-        found.sizes[size] = probe.sizes()
-        optimizers.append(probe.optimizer)
-        sums.append(probe.sums)
+    probes = {size: _Probe(scene, group, alone, picked, size) for size in scene.space.sizes}
+    for _ in range(ROUNDS):
+        for probe in probes.values():
+            probe.run()
+    for size, probe in probes.items():
+        found.costs[size], found.sizes[size] = probe.costs(), probe.sizes()
+        optimizers += probe.optimizers
+        sums += probe.sums
     found.optimizer, found.sums = median(optimizers), median(sums)
     group.agree("plan: all ranks have measured the layers")
     alone.Free()
@@ -78,7 +81,8 @@ class _Probe:
     def __init__(self, scene: Scene, group: Group, alone: Communicator, picked: list[int], size: int) -> None:
         self.scene, self.group, self.alone, self.picked, self.size = scene, group, alone, picked, size
         self.watch = Stopwatch()
-        self.optimizer = self.sums = 0.0
+        self.optimizers: list[float] = []
+        self.sums: list[float] = []
 
     def _stage(self) -> nn.Stage:
         scene, layers = self.scene, self.scene.layers()
@@ -90,10 +94,13 @@ class _Probe:
         picked = [layers[place] for place in self.picked]
         return nn.Stage(picked, scene.config.dtype, scene.config.seed, frozen=frozen)
 
+    def run(self) -> None:
+        """Measure whole backwards, and split ones."""
+        self._run("gpipe", "FB")
+        self._run("zero_bubble_h1", "FIW")
+
     def costs(self) -> RankCosts:
-        """Measure whole backwards and split ones."""
-        for name in ("gpipe", "zero_bubble_h1"):
-            self._run(name)
+        """Return what was measured so far."""
         watch, kinds = self.watch, self.scene.kinds
         by_kind: dict[int, list[LayerCosts]] = {}
         for place in self.picked:
@@ -103,7 +110,7 @@ class _Probe:
         inside = sum(watch.median(place, "F") for place in self.picked)
         return RankCosts(layers, watch.median("loss", "F"), max(0.0, watch.median("stage", "F") - inside))
 
-    def _run(self, name: str) -> None:
+    def _run(self, name: str, words: str) -> None:
         scene, stage = self.scene, self._stage()
         schedule = schedules.by_name(name, ranks=1, microbatches=UNDER_WAY)
         loss = scene.shard.loss_for(stage, self.size)
@@ -111,13 +118,19 @@ class _Probe:
         with Pipeline([stage], schedule, self.alone, loss=loss, replicas=scene.mesh.replicas) as pipeline:
             progress = Progress(scene.config, pipeline, scene.mesh)
             stage.keep_compute()
-            _step(pipeline, progress, batch)  # the first one is unlike the others: memory is allocated
-            seconds = max(self.group.gather("plan: the seconds of a step", sum(_step(pipeline, progress, batch))))
+            _step(
+                pipeline, progress, batch, scene.config.clip
+            )  # the first one is unlike the others: memory is allocated
+            seconds = max(
+                self.group.gather(
+                    "plan: the seconds of a step", sum(_step(pipeline, progress, batch, scene.config.clip))
+                )
+            )
             repeats = min(max(REPEATS[0], int(SECONDS / max(seconds, 1e-9))), REPEATS[1])
             self._watch(stage, pipeline)
             self.group.agree("plan: all ranks begin to measure")
-            times = [_step(pipeline, progress, batch) for _ in range(repeats)]
-            self._conclude(stage, times)
+            times = [_step(pipeline, progress, batch, scene.config.clip) for _ in range(repeats)]
+            self._conclude(stage, times, words)
 
     def _watch(self, stage: nn.Stage, pipeline: Pipeline) -> None:
         self.watch.watch("stage", stage, {name: METHODS[name] for name in METHODS if hasattr(stage, name)})
@@ -125,12 +138,15 @@ class _Probe:
         for place, layer in zip(self.picked, stage.layers):
             self.watch.watch(place, layer, METHODS)
 
-    def _conclude(self, stage: nn.Stage, times: list[tuple[float, float]]) -> None:
+    def _conclude(self, stage: nn.Stage, times: list[tuple[float, float]], words: str) -> None:
         count = max(1, stage.gradients.flat.size)
-        self.optimizer = median(seconds for _, seconds in times) / count
+        self.optimizers.append(median(seconds for _, seconds in times) / count)
         if self.scene.mesh.replicas.size > 1:
-            busy = sum(self.watch.median("stage", word) for word in "FB") + self.watch.median("loss", "F")
-            self.sums = max(0.0, median(seconds for seconds, _ in times) - UNDER_WAY * busy) / count
+            busy = sum(self.watch.median("stage", word) for word in words) + self.watch.median("loss", "F")
+            seconds = median(seconds for seconds, _ in times)
+            self.sums.append(max(0.0, seconds - UNDER_WAY * busy) / count)
+        else:
+            self.sums.append(0.0)
 
     def sizes(self) -> Sizes:
         """Count what one micro-batch of several keeps, but not what they share, such as parameters and tables."""
@@ -177,9 +193,9 @@ def _new_bytes(things: Sequence[Any], shared: set[int]) -> list[int]:
     return found
 
 
-def _step(pipeline: Pipeline, progress: Progress, batch: tuple[Any, Any]) -> tuple[float, float]:
+def _step(pipeline: Pipeline, progress: Progress, batch: tuple[Any, Any], clip: float) -> tuple[float, float]:
     """Make a step; return the seconds of the pipeline and of clipping and optimizer."""
     pipeline.step(*batch, scale=progress.scaler.scale)
     start = perf_counter()
-    optim.scaled_step(progress.optimizer, progress.scaler, 1.0, lr=progress.optimizer.lr)
+    optim.scaled_step(progress.optimizer, progress.scaler, clip, lr=progress.optimizer.lr)
     return pipeline.elapsed, perf_counter() - start

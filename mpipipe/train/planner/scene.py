@@ -39,6 +39,7 @@ class Scene:
     mesh : the ranks
     vocab : token ids in the data
     tuning : what is trained
+    shard : the share of sequences that this rank has
     """
 
     config: TrainConfig
@@ -46,6 +47,17 @@ class Scene:
     mesh: Mesh
     vocab: int
     tuning: FineTuning
+    shard: Shard
+
+    @classmethod
+    def of(
+        cls, config: TrainConfig, architecture: Architecture, mesh: Mesh, vocab: int, tuning: FineTuning | None = None
+    ) -> Scene:
+        """Make a scene with its shard; collective over all ranks. Raises the same error on every rank."""
+        with group_of(mesh.comm).together("plan: the shards of sequences"):
+            packing = Packing(1) if config.packing == "segments" else None
+            shard = Shard(mesh.seq, config.layout, config.seq_len, packing)
+        return cls(config, architecture, mesh, vocab, tuning or FineTuning(), shard)
 
     @cached_property
     def model(self) -> Model:
@@ -77,13 +89,6 @@ class Scene:
         kept = {name: value for name, value in fixed.items() if value is not None or name == "recompute_limit"}
         trained = frozenset(int(name.partition(".")[0]) for name in self.tuning.trained(self.model))
         return Space(self.mesh.pipe.size, len(self.model.costs()), self.rows, kept, trained)
-
-    @cached_property
-    def shard(self) -> Shard:
-        """The share of sequences that this rank has; collective over the ranks that share them."""
-        config = self.config
-        packing = Packing(1) if config.packing == "segments" else None
-        return Shard(self.mesh.seq, config.layout, config.seq_len, packing)
 
     def planned(self, choice: Choice) -> TrainConfig:
         """Return the configuration with this choice."""

@@ -43,8 +43,6 @@ def find(scene: Scene, place: str) -> Found:
     with group.together("plan: what is asked for"):
         scene.check_place(place)
         space = scene.space
-    with group.together("plan: the shards of sequences"):
-        scene.message_shape(1)  # all ranks make them together
     crowd = scene.crowd()
     profile = measure(scene)
     plans: list[Plan] = []
@@ -65,12 +63,7 @@ def find(scene: Scene, place: str) -> Found:
 
 
 def planned(scene: Scene, place: str) -> tuple[TrainConfig, str]:
-    """Return the configuration with the best plan, and in a line what it is; collective over all ranks.
-
-    Where none is asked for, that is the configuration as it is, and no line.
-    """
-    if scene.config.plan == "no":
-        return scene.config, ""
+    """Return the configuration with the best plan, and in a line what it is; collective over all ranks."""
     found = find(scene, place)
     line = ""
     if found.plans:
