@@ -48,7 +48,12 @@ def scene_of(comm, architecture=GPT, pipe=None, **keys):
 
 
 def plans_on(ranks, architecture=GPT, pipe=None, **keys):
-    return inprocess.run(ranks, lambda comm: find(scene_of(comm, architecture, pipe, **keys), "cpu"))
+    def on_each_rank(comm):
+        scene = scene_of(comm, architecture, pipe, **keys)
+        with scene.mesh:
+            return find(scene, "cpu")
+
+    return inprocess.run(ranks, on_each_rank)
 
 
 @pytest.mark.parametrize(("ranks", "keys"), [(1, {}), (2, {}), (3, {"fixed": ("schedule",)}), (2, {"seq": 2}),
@@ -163,8 +168,9 @@ def test_links_are_found_from_the_three_chains(monkeypatch):
 
     def on_each_rank(comm):
         scene = scene_of(comm)
-        found = links.measure_links(scene, links.measure_action(scene))
-        return links.measure_action(scene), found, links.measure_step(scene, action, found)
+        with scene.mesh:
+            found = links.measure_links(scene, links.measure_action(scene))
+            return links.measure_action(scene), found, links.measure_step(scene, action, found)
 
     for measured, found, rest in inprocess.run(3, on_each_rank):
         assert measured == action and rest == pytest.approx(step)
@@ -230,8 +236,9 @@ def test_the_command_shows_ten_plans_and_what_real_steps_say(tmp_path, capsys):
 )
 def test_what_cannot_be_is_refused_on_all_ranks(ranks, keys, text):
     def on_each_rank(comm):
-        with pytest.raises(ConfigError, match=text):
-            find(scene_of(comm, **keys), "cpu")
+        scene = scene_of(comm, **keys)
+        with scene.mesh, pytest.raises(ConfigError, match=text):
+            find(scene, "cpu")
 
     inprocess.run(ranks, on_each_rank)
 
@@ -255,8 +262,9 @@ def test_wrong_options_are_refused(keys, text):
 
 def test_a_gpu_is_refused():
     def on_each_rank(comm):
-        with pytest.raises(ConfigError, match="a plan is made on the CPU only"):
-            find(scene_of(comm), "cuda")
+        scene = scene_of(comm)
+        with scene.mesh, pytest.raises(ConfigError, match="a plan is made on the CPU only"):
+            find(scene, "cuda")
 
     inprocess.run(2, on_each_rank)
 
