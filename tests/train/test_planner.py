@@ -70,6 +70,14 @@ def test_a_plan_is_made_on_any_mesh(ranks, keys):
     assert not any(each.plans for each in found[1:])
 
 
+def test_a_plan_is_made_over_mpi(comm):
+    scene = scene_of(comm, fixed=("schedule", "microbatches"), microbatches=2, layers=4)
+    with scene.mesh:
+        found = find(scene, "cpu")
+    assert sum(found.choice.partition) == 10 and found.choice.schedule == "one_f_one_b"
+    assert found.profile.ranks == comm.size and (comm.rank == 0) == bool(found.plans)
+
+
 def test_the_kinds_of_layers():
     (found,) = inprocess.run(1, lambda comm: scene_of(comm).kinds)
     assert found == (0, 1, 2, 1, 2, 3)
