@@ -22,15 +22,31 @@ def numbers(ranks: Iterable[int]) -> str:
     >>> numbers(range(0, 4096, 2))
     '0, 2, 4, 6, 8, 10, 12, 14 and 2040 more'
     """
-    runs: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    more = sum(map(len, runs[LISTED:]))
+    ranks = set(ranks)
+    texts = runs(ranks)
+    more = len(ranks) - sum(map(_length, texts[:LISTED]))
     return ", ".join(texts[:LISTED]) + (f" and {more} more" if more else "")
+
+
+def runs(numbers: Iterable[int]) -> list[str]:
+    """Return numbers in ascending order, those that follow each other as one text: "0-3".
+
+    Parameters
+    ----------
+    numbers : not negative, in any order
+    """
+    found: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if found and number == found[-1][-1] + 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in found]
+
+
+def _length(run: str) -> int:
+    first, _, last = run.partition("-")
+    return int(last or first) - int(first) + 1
 
 
 def named(ranks: Iterable[int]) -> str:
