@@ -15,6 +15,7 @@ from mpipipe.comm.time_limit import parse_duration
 from mpipipe.errors import ConfigError
 from mpipipe.train.config_checks import NOUNS, check_parsed, check_range, check_together, typed
 from mpipipe.train.config_file import read_keys
+from mpipipe.train.sinks import parse_names
 
 
 def option(
@@ -182,6 +183,9 @@ class TrainConfig:
     trace: str | None = option(
         None, "new folder for a trace of the 2nd to the 17th step: where their time went; needs the extra [trace]"
     )
+    metrics_to: str = option(
+        "none", "where metrics go besides metrics.jsonl: csv, tensorboard, wandb, with commas between several; none"
+    )
     log_every: int = option(10, "steps between two lines of progress", least=1)
     eval_every: int = option(100, "steps between two validations; there is one more at the end", least=1)
     eval_batches: int = option(4, "batches of a validation", least=1)
@@ -269,7 +273,11 @@ FROM_FOLDER = ("vocab", "dim", "layers", "heads", "kv_heads", "hidden", "tied", 
 FIELDS = {"from": "from_"}  # names of keys that no field can have in Python
 
 
-PARSED = {"preempt_signals": parse_signals, "time_limit": parse_duration}  # texts with a meaning of their own
+PARSED = {
+    "preempt_signals": parse_signals,
+    "time_limit": parse_duration,
+    "metrics_to": parse_names,
+}  # texts with a meaning of their own
 
 
 def _kind(hint: Any) -> type:

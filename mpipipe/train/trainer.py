@@ -146,6 +146,7 @@ class Trainer:
                 record, step=self.progress.step, validation=validation, **self.language.bits(record.loss, validation)
             )
         leave_model(self.out, self.config, self.plan, self.pipeline.stages, self.mesh, self.base)
+        self.reporter.draw_losses()
         self._show_sample()
         if self.in_all.steps:
             record = replace(record, **shared_speed(self.in_all, self.config, self.mesh, self.pipeline))
