@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from mpipipe.comm.mesh import Mesh
@@ -18,14 +17,13 @@ def introduction(
 
     `unit` is what a token is: bytes or tokens. `place` is what computes: CPUs or GPUs.
     """
-    shown = min(str(out), os.path.relpath(out), key=len)
     text = "" if data is None else f", {len(data.train):,} {unit} of text"
     return (
         f"mpipipe: {mesh.comm.size} ranks = pipe {mesh.pipe.size} x data {mesh.data.size} x seq {mesh.seq.size}; "
         f"{plan.schedule.name}, {plan.schedule.stages} stages, {plan.schedule.microbatches} micro-batches\n"
         f"mpipipe: {plan.model.parameters:,} parameters{_trained(plan)}, {config.dtype} on {place}, "
         f"batch {config.batch} x {config.seq_len} {unit}{text}\n"
-        f"mpipipe: metrics and log in {shown}"
+        f"mpipipe: metrics in {out}"
     )
 
 

@@ -132,7 +132,7 @@ def bubble_explained(record: Record, crowded: str | None) -> list[str]:
     `crowded` says that ranks share cores, if they do.
     """
     bubble, predicted = record.bubble or 0.0, record.predicted or 0.0
-    if bubble < SMALL:
+    if bubble < SMALL or predicted == 0:  # the second: pipelines of one rank have none
         return []
     text = f"mpipipe: bubble {bubble:.0%} (ranks idle)"
     if crowded is not None:

@@ -19,8 +19,10 @@ from pathlib import Path
 from time import monotonic
 from typing import TextIO
 
+from mpipipe.comm import past_launcher
+
 COLUMNS = 100  # that lines of progress have at most
-LAUNCHERS = ("mpiexec", "mpirun", "mpiexec.hydra", "mpirun.hydra", "prterun", "orterun", "prte")
+LAUNCHERS = (*past_launcher.LAUNCHERS, "mpiexec.hydra", "mpirun.hydra", "orterun")
 AGAIN = 0.2  # seconds between two pictures of a bar
 AFTER_TEXT = (
     0.5  # seconds in which a line of text comes through the launcher: a bar in its way would stay on the screen
