@@ -6,30 +6,16 @@ import dataclasses
 import difflib
 import math
 import textwrap
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from mpipipe.comm.stop_signals import parse_signals
 from mpipipe.comm.time_limit import parse_duration
 from mpipipe.errors import ConfigError
-from mpipipe.train.config_checks import NOUNS, check_parsed, check_range, check_together, typed
+from mpipipe.train.config_checks import NOUNS, check_parsed, check_range, check_together, option, typed
 from mpipipe.train.config_file import read_keys
 from mpipipe.train.sinks import parse_names
-
-
-def option(
-    default: Any,
-    text: str,
-    *,
-    least: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-    choices: tuple[str, ...] | None = None,
-) -> Any:
-    """Return a field with its help `text` and its range. `least` is in the range; `above` and `below` are not."""
-    limits = {"least": least, "above": above, "below": below, "choices": choices}
-    return field(default=default, metadata={"help": text, **limits})
 
 
 @dataclass(frozen=True)

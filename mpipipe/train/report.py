@@ -135,11 +135,10 @@ def bubble_explained(record: Record, crowded: str | None) -> list[str]:
     if bubble < SMALL or predicted == 0:  # the second: pipelines of one rank have none
         return []
     text = f"mpipipe: bubble {bubble:.0%} (ranks idle)"
-    if crowded is not None:
-        return [f"{text}; {crowded}: the bubble is mostly that"]
     if bubble <= predicted + SMALL:
         return [f"{text}, as the schedule has it; more micro-batches make it smaller"]
-    return [f"{text}, of which the schedule makes {predicted:.0%}, and waiting for messages the rest"]
+    why = "by waiting for messages" if crowded is None else f"mostly since {crowded}"
+    return [f"{text}: {predicted:.0%} by the schedule, {bubble - predicted:.0%} {why}"]
 
 
 class Reporter:

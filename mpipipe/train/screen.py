@@ -14,6 +14,7 @@ import os
 import stat
 import sys
 import termios
+import textwrap
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic
@@ -28,6 +29,43 @@ AFTER_TEXT = (
     0.5  # seconds in which a line of text comes through the launcher: a bar in its way would stay on the screen
 )
 CELLS = 24  # of a full bar
+
+
+def folded(text: str) -> str:
+    """Break lines that are longer than COLUMNS, between words where there are any.
+
+    Parameters
+    ----------
+    text : str
+        Any lines.
+
+    Returns
+    -------
+    str
+        The same with more line ends, and nothing left out.
+
+    Examples
+    --------
+    >>> from mpipipe.train.screen import folded
+    >>> [len(line) for line in folded("short\\n" + "word " * 25).splitlines()]
+    [5, 100, 25]
+    """
+    lines = []
+    for line in text.split("\n"):
+        fits = len(line) <= COLUMNS
+        lines += (
+            [line]
+            if fits
+            else textwrap.wrap(
+                line,
+                COLUMNS,
+                expand_tabs=False,
+                replace_whitespace=False,
+                drop_whitespace=False,
+                break_on_hyphens=False,
+            )
+        )
+    return "\n".join(lines)
 
 
 class Bar:

@@ -61,10 +61,11 @@ def test_only_what_does_not_fit_is_left_out():
 @pytest.mark.parametrize(
     ("bubble", "predicted", "crowded", "text"),
     [
-        (0.64, 0.3, "4 ranks share 2 cores", "; 4 ranks share 2 cores: the bubble is mostly that"),
-        (0.2, 0.19, None, ", as the schedule has it; more micro-batches make it smaller"),
-        (0.3, 0.19, None, ", of which the schedule makes 19%, and waiting for messages the rest"),
-        (0.01, 0.0, "4 ranks share 2 cores", None),
+        (0.64, 0.3, "4 ranks share 2 cores", ": 30% by the schedule, 34% mostly since 4 ranks share 2 cores"),
+        (0.2, 0.19, "4 ranks share 2 cores", ", as the schedule has it; more micro-batches make it smaller"),
+        (0.3, 0.19, None, ": 19% by the schedule, 11% by waiting for messages"),
+        (0.3, 0.0, None, None),  # one stage: what makes it is not the pipeline
+        (0.01, 0.005, "4 ranks share 2 cores", None),
     ],
 )  # fmt: skip
 def test_the_bubble_is_explained_by_what_makes_it(bubble, predicted, crowded, text):

@@ -9,6 +9,8 @@ import termios
 from contextlib import suppress
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mpipipe.train import screen
 from mpipipe.train.pace import Pace, duration
@@ -110,6 +112,15 @@ def test_the_terminal_of_a_launcher_is_found_through_its_pipe(terminal, tmp_path
     expected = os.ttyname(own) if name == "mpiexec" and to_terminal else "none"
     if name == "mpiexec" or screen._launcher_output() is None:  # else the launcher of these tests is found
         assert job.stderr.strip() == expected
+
+
+@given(st.text(st.sampled_from("ab -\t\n"), max_size=400))
+def test_folding_breaks_lines_and_changes_nothing_else(text):
+    found = screen.folded(text)
+    assert max(map(len, found.split("\n"))) <= screen.COLUMNS
+    assert found.replace("\n", "") == text.replace("\n", "")
+    if max(map(len, text.split("\n"))) <= screen.COLUMNS:
+        assert found == text
 
 
 @pytest.mark.parametrize(
