@@ -13,8 +13,9 @@ from typing import Any, get_args, get_origin, get_type_hints
 from mpipipe.comm.stop_signals import parse_signals
 from mpipipe.comm.time_limit import parse_duration
 from mpipipe.errors import ConfigError
-from mpipipe.train.config_checks import NOUNS, check_parsed, check_range, check_together, option, typed
+from mpipipe.train.config_checks import NOUNS, check_parsed, check_range, check_together, typed
 from mpipipe.train.config_file import read_keys
+from mpipipe.train.config_option import option
 from mpipipe.train.sinks import parse_names
 
 

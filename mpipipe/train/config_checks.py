@@ -1,4 +1,4 @@
-"""What a value of a configuration may be: an option with its range, its type, and texts with a meaning of their own."""
+"""What a value of a configuration may be: its type, its range, and texts with a meaning of their own."""
 
 from __future__ import annotations
 
@@ -10,20 +10,6 @@ from typing import Any
 from mpipipe.errors import ArgumentError, ConfigError
 
 NOUNS = {int: "an integer", float: "a number", bool: "true or false", str: "a string", tuple: "a list of strings"}
-
-
-def option(
-    default: Any,
-    text: str,
-    *,
-    least: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-    choices: tuple[str, ...] | None = None,
-) -> Any:
-    """Return a field with its help `text` and its range. `least` is in the range; `above` and `below` are not."""
-    limits = {"least": least, "above": above, "below": below, "choices": choices}
-    return dataclasses.field(default=default, metadata={"help": text, **limits})
 
 
 def typed(entry: dataclasses.Field, value: Any, kind: type) -> Any:
