@@ -181,6 +181,9 @@ class TrainConfig:
     trace: str | None = option(
         None, "new folder for a trace of the 2nd to the 17th step: where their time went; needs the extra [trace]"
     )
+    metrics_to: str = option(
+        "none", "where metrics go besides metrics.jsonl: csv, tensorboard, wandb, with commas between several; none"
+    )
     log_every: int = option(10, "steps between two lines of progress", least=1)
     eval_every: int = option(100, "steps between two validations; there is one more at the end", least=1)
     eval_batches: int = option(4, "batches of a validation", least=1)

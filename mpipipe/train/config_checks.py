@@ -11,6 +11,7 @@ from mpipipe.comm.stop_signals import parse_signals
 from mpipipe.comm.time_limit import parse_duration
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.planning import parse_bytes
+from mpipipe.train.sinks import parse_names
 
 # what a plan decides
 PLANNED = ("schedule", "chunks", "microbatches", "partition", "recompute", "recompute_limit")
@@ -53,6 +54,7 @@ PARSED = {  # texts with a meaning of their own
     "time_limit": parse_duration,
     "memory_limit": parse_bytes,
     "partition": parse_partition,
+    "metrics_to": parse_names,
 }
 
 

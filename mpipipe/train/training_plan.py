@@ -92,6 +92,7 @@ class TrainingPlan:
             )
         tuning = tuning or FineTuning()
         costs = tuning.costs(model)
+        _check_pieces(model, len(costs), schedule.stages)
         ranges = given_ranges(config, len(costs), schedule.stages) or schedules.partition(costs, schedule.stages)
         schedule = schedules.with_frozen(schedule, tuning.frozen_stages(model, ranges))
         if config.recompute_limit is not None:
@@ -135,3 +136,19 @@ def given_ranges(config: TrainConfig, layers: int, stages: int) -> list[tuple[in
             remedy="count embedding, attention, feed-forward and head as a layer each, or leave partition out",
         )
     return list(pairwise(accumulate(counts, initial=0)))
+
+
+def _check_pieces(model: Model, pieces: int, stages: int) -> None:
+    """Raise ConfigError where the model cannot be cut into so many stages."""
+    if pieces >= stages:
+        return
+    layers, found, remedy = asdict(model).get("layers"), f"{pieces} pieces", "use fewer ranks or chunks"
+    if layers is not None and pieces == 2 * layers + 2:  # attention and feed-forward of each; embedding, and head
+        found = f"{layers} layer{'s are' if layers > 1 else ' is'} {pieces} pieces (2 x {layers} + 2)"
+        remedy += f", or at least {-(-(stages - 2) // 2)} layers"
+    raise ConfigError(
+        "the model has too few pieces for so many stages",
+        found=f"{found} and cannot fill {stages} stages",
+        expected="at least one piece for each stage",
+        remedy=remedy,
+    )

@@ -201,7 +201,7 @@ def test_a_job_that_is_preempted_killed_or_out_of_time_is_requeued_and_ends_with
             re.search(f"mpipipe: job {job} requeued exit={codes[how]} out=", text) and "mpipipe: ok steps=300 " in text
         )
         assert "start 2" in text and (out / "finished").exists() and not out.with_suffix(".restarts").exists()
-        assert text.count("\nstep 300/300 ") == 1
+        assert text.count("\nstep 300/300  loss ") == 1
         assert outcome(out) == outcome(slurm.folder / f"runs/slurm-{whole}"), how
 
 
@@ -211,7 +211,7 @@ def test_a_job_that_is_cancelled_saves_and_does_not_come_back(slurm):
     slurm.ask("scancel", job)
     assert slurm.end_of(job).startswith("CANCELLED"), slurm.printed(job)
     text = slurm.printed(job)
-    assert "mpipipe: SIGTERM on ranks 0-1: left after step" in text and "requeued" not in text
+    assert "mpipipe: SIGTERM on all 2 ranks: left after step" in text and "requeued" not in text
 
 
 def test_a_job_that_fails_without_a_new_checkpoint_is_given_up(slurm):

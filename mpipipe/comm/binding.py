@@ -1,0 +1,114 @@
+"""Which cores each rank may run on, and whether ranks share them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mpipipe.comm import rank_list
+
+
+def own_cores() -> str:
+    """Return the cores that this process may run on; empty where the system does not say.
+
+    Returns
+    -------
+    str
+        As `cores_text` writes them.
+
+    Examples
+    --------
+    >>> from mpipipe.comm import binding
+    >>> len(binding.parse_cores(binding.own_cores())) >= 1
+    True
+    """
+    return cores_text(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ""
+
+
+def crowded(binding: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return a sentence where more ranks than cores share cores, such as "4 ranks share 2 cores"; else None.
+
+    Of several such places the one with the most ranks on a core is named.
+
+    Parameters
+    ----------
+    binding : sequence of mappings
+        `rank`, `host` and `cores` of each rank, as in what `gather` returns.
+
+    Returns
+    -------
+    str or None
+        With the host and the ranks, where that is not every rank.
+
+    Examples
+    --------
+    >>> from mpipipe.comm.binding import crowded
+    >>> crowded([{"rank": rank, "host": "n1", "cores": "0-1"} for rank in range(4)])
+    '4 ranks share 2 cores'
+    >>> crowded([{"rank": rank, "host": "n1", "cores": cores} for rank, cores in enumerate(["0", "0", "1-7"])])
+    'ranks 0-1 share 1 core on n1'
+    >>> crowded([{"rank": rank, "host": "n1", "cores": str(rank)} for rank in range(4)])
+    """
+    worst: tuple[float, list[int], int, str] = 1.0, [], 0, ""
+    for host in sorted({place["host"] for place in binding}):
+        here = {place["rank"]: parse_cores(place["cores"]) for place in binding if place["host"] == host}
+        for cores in {frozenset().union(*here.values()), *here.values()}:
+            ranks = [rank for rank, own in here.items() if own and own <= cores]
+            if cores and len(ranks) / len(cores) > worst[0]:
+                worst = len(ranks) / len(cores), ranks, len(cores), host
+    _, ranks, count, host = worst
+    if not ranks:
+        return None
+    text = f"share {count} core{'s' if count > 1 else ''}"
+    if len(ranks) == len(binding):
+        return f"{len(ranks)} ranks {text}"
+    return f"{rank_list.named(ranks)} {text} on {host}"
+
+
+def cores_text(cores: Sequence[int]) -> str:
+    """Write numbers of cores as Linux does.
+
+    Parameters
+    ----------
+    cores : sequence of int
+        In any order.
+
+    Returns
+    -------
+    str
+        Runs, with commas between them.
+
+    Examples
+    --------
+    >>> from mpipipe.comm.binding import cores_text
+    >>> cores_text([8, 0, 1, 2, 3])
+    '0-3,8'
+    """
+    return ",".join(rank_list.runs(cores))
+
+
+def parse_cores(text: str) -> frozenset[int]:
+    """Return the numbers that `cores_text` has written.
+
+    Parameters
+    ----------
+    text : str
+        Such as "0-3,8".
+
+    Returns
+    -------
+    frozenset of int
+        The cores.
+
+    Examples
+    --------
+    >>> from mpipipe.comm.binding import parse_cores
+    >>> sorted(parse_cores("0-3,8"))
+    [0, 1, 2, 3, 8]
+    """
+    found: set[int] = set()
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        found |= set(range(int(first), int(last or first) + 1))
+    return frozenset(found)
