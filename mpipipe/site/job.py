@@ -99,7 +99,11 @@ class Job:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ArgumentError(f"{what} is no count", found=f"{what}={value!r}", expected="1 or more")
         _fits("name", self.job_name, NAME, "a letter, then letters, digits and any of _.+-")
-        for what, word in (("account", self.account), ("queue", self.queue), *(("module", each) for each in self.modules)):
+        for what, word in (
+            ("account", self.account),
+            ("queue", self.queue),
+            *(("module", each) for each in self.modules),
+        ):
             if word is not None:
                 _fits(what, word, WORD, "one word without quotes, backslashes, $ and #")
         self._check_time()
@@ -140,7 +144,9 @@ class Job:
 
     def _check_time(self) -> None:
         if self.seconds < 60:
-            raise ArgumentError("the limit of time is too short", found=f"time={self.time!r}", expected="a minute or more")
+            raise ArgumentError(
+                "the limit of time is too short", found=f"time={self.time!r}", expected="a minute or more"
+            )
         if self.preemptable and self.notice >= self.seconds:
             raise ArgumentError(
                 "the notice is longer than the job", found=f"notice={self.notice}", expected=f"below {self.seconds} s"

@@ -10,7 +10,12 @@ from mpipipe.site.directives import directives
 from mpipipe.site.job import Job
 
 LIBRARY = Path(__file__).with_name("job.sh")
-SUBMIT = {"slurm": "sbatch FILE [OPTIONS]", "pbs": "qsub FILE", "lsf": "bsub < FILE", "flux": "flux batch FILE [OPTIONS]"}
+SUBMIT = {
+    "slurm": "sbatch FILE [OPTIONS]",
+    "pbs": "qsub FILE",
+    "lsf": "bsub < FILE",
+    "flux": "flux batch FILE [OPTIONS]",
+}
 CHAIN = {"pbs": "qsub -W depend=afterany:JOBID FILE", "flux": "flux batch --dependency=afterany:JOBID FILE"}
 FOLDER = {"slurm": "${SLURM_SUBMIT_DIR:-.}", "pbs": "${PBS_O_WORKDIR:-.}", "lsf": "${LS_SUBCWD:-.}", "flux": "."}
 SEED = {"slurm": "SLURM_ARRAY_TASK_ID", "pbs": "PBS_ARRAY_INDEX", "lsf": "LSB_JOBINDEX"}
@@ -57,10 +62,11 @@ def job_script(job: Job) -> str:
 
 def _notes(job: Job) -> list[str]:
     """Return what a reader of the script has to know."""
-    lines = [f"{job.ranks} ranks of mpipipe on {job.nodes} node{'s' * (job.nodes > 1)}; submit it with: {SUBMIT[job.scheduler]}"]
+    size = f"{job.ranks} ranks of mpipipe on {job.nodes} node{'s' * (job.nodes > 1)}"
+    lines = [f"{size}; submit it with: {SUBMIT[job.scheduler]}"]
     if job.scheduler in ("slurm", "flux"):
         lines.append("OPTIONS are those of `mpipipe train`, and win over those below.")
-    if job.scheduler not in ("slurm",):
+    if job.scheduler != "slurm":
         lines.append("Where you change the sizes in the head, change those below, too.")
     if job.preemptable and job.scheduler in CHAIN:
         lines += [
@@ -74,7 +80,7 @@ def _notes(job: Job) -> list[str]:
 
 
 def _folder_of_chain(job: Job) -> str:
-    """Return the line that names one folder for all jobs of a chain; empty where a job that starts again is the same."""
+    """Return the line that names one folder for all jobs of a chain; empty where there is no chain."""
     if not job.preemptable or job.scheduler not in CHAIN:
         return ""
     return f"out=runs/{job.job_name}" + (f"_${SEED[job.scheduler]}\n" if job.array else "\n")
