@@ -62,7 +62,7 @@ def job_script(job: Job) -> str:
 
 def _notes(job: Job) -> list[str]:
     """Return what a reader of the script has to know."""
-    size = f"{job.ranks} ranks of mpipipe on {job.nodes} node{'s' * (job.nodes > 1)}"
+    size = f"{job.ranks} rank{'s' * (job.ranks > 1)} of mpipipe on {job.nodes} node{'s' * (job.nodes > 1)}"
     lines = [f"{size}; submit it with: {SUBMIT[job.scheduler]}"]
     if job.scheduler in ("slurm", "flux"):
         lines.append("OPTIONS are those of `mpipipe train`, and win over those below.")
