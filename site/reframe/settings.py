@@ -7,9 +7,7 @@ site_configuration = {
             "name": "here",
             "descr": "this machine, by the mpiexec on PATH",
             "hostnames": [".*"],
-            "partitions": [
-                {"name": "local", "scheduler": "local", "launcher": "mpiexec", "environs": ["site"]},
-            ],
+            "partitions": [{"name": "local", "scheduler": "local", "launcher": "mpiexec", "environs": ["site"]}],
         },
         {
             "name": "cluster",
@@ -24,7 +22,7 @@ site_configuration = {
                     "environs": ["site"],
                     "max_jobs": 4,
                     "env_vars": [["SLURM_MPI_TYPE", "pmi2"]],
-                },
+                }
             ],
         },
     ],

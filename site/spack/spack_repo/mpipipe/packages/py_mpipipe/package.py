@@ -1,13 +1,15 @@
-# A package of Spack 1.0 or later. No release is on a server yet, so there is no `url` and no checksum: it is installed
-# from a checkout, whose folder you name.
+# A package of Spack 1.0 or later. No release is on a server yet, so there is neither a `url` nor a checksum: it is
+# installed from a checkout, whose folder you name, in an environment of Spack.
 #
-#   spack repo add site/spack
-#   spack install py-mpipipe@main dev_path=/path/to/checkout ^openmpi
+#   spack repo add site/spack/spack_repo/mpipipe
+#   spack add py-mpipipe@main ^openmpi
+#   spack develop --path "$PWD" py-mpipipe@main
+#   spack install
 #
-# `depends_on("mpi")` comes with py-mpi4py, which is built with the mpicc of the MPI that you choose, also of an external one.
-from spack_repo.builtin.build_systems.python import PythonPackage
-
+# MPI comes with py-mpi4py, which Spack builds with the compiler wrapper of the MPI that you choose, an external one,
+# too.
 from spack.package import *
+from spack_repo.builtin.build_systems.python import PythonPackage
 
 
 class PyMpipipe(PythonPackage):
@@ -33,6 +35,6 @@ class PyMpipipe(PythonPackage):
         depends_on("py-rich")
         depends_on("py-safetensors")
         depends_on("py-tomli", when="^python@:3.10")
-        depends_on("py-cupy@14: +all", when="+cuda")
+        depends_on("py-cupy@14:14", when="+cuda")
         depends_on("py-tokenizers@0.20:", when="+tokens")
         depends_on("py-matplotlib@3.8:", when="+plot")
