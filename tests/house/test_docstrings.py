@@ -30,6 +30,7 @@ ROOMS = [
     "mpipipe.optim",
     "mpipipe.pictures",
     "mpipipe.schedules",
+    "mpipipe.site",
     "mpipipe.train",
 ]
 
