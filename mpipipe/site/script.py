@@ -40,8 +40,8 @@ def job_script(job: Job) -> str:
     --------
     >>> from mpipipe.site import Job, job_script
     >>> text = job_script(Job("slurm", nodes=2, ranks_per_node=4, mpi="openmpi"))
-    >>> [line for line in text.splitlines() if "node" in line][:2]
-    ['#SBATCH --nodes=2', '#SBATCH --ntasks-per-node=4']
+    >>> [line for line in text.splitlines() if line.startswith("#SBATCH --n")]
+    ['#SBATCH --nodes=2', '#SBATCH --ntasks-per-node=4', '#SBATCH --no-requeue']
     """
     template = Template(Path(__file__).with_name("job_script.template").read_text())
     sizes = f"nodes={job.nodes} ranks={job.ranks} threads={job.threads}"
