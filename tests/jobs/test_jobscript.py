@@ -125,6 +125,7 @@ def test_bash_and_shellcheck_find_nothing(tmp_path):
     assert found.returncode == 0, found.stdout[:2000]
 
 
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two ranks are bound to a core each")
 @pytest.mark.parametrize("scheduler", ["pbs", "lsf"])
 def test_a_printed_script_starts_ranks_by_mpiexec_and_a_finished_chain_ends_at_once(tmp_path, scheduler):
     mine = {"pbs": {"PBS_JOBID": "17.host", "PBS_O_WORKDIR": str(tmp_path)}, "lsf": {"LSB_JOBID": "17"}}[scheduler]
