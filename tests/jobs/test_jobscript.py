@@ -19,11 +19,11 @@ from mpi4py import MPI
 from support.launch import ROOT, job_environment, mpiexec
 
 from mpipipe.cli.jobscript import jobscript
+from mpipipe.comm import launcher
 from mpipipe.comm.abort import Stop
 from mpipipe.errors import ArgumentError
 from mpipipe.site import ARRAYS, LIBRARY, MPIS, SCHEDULERS, Job, job_script
 
-pytestmark = pytest.mark.skipif(MPI.COMM_WORLD.size > 1, reason="one process prints them")
 FAMILY = "openmpi" if MPI.get_vendor()[0] == "Open MPI" else "mpich"
 TINY = "--data README.md --steps 3 --dim 16 --layers 2 --heads 2 --seq-len 16 --batch 8 --sample-bytes 0".split()
 CONFIG = ("--config", "jobs/gpt2_small.toml")
@@ -125,6 +125,7 @@ def test_bash_and_shellcheck_find_nothing(tmp_path):
     assert found.returncode == 0, found.stdout[:2000]
 
 
+@pytest.mark.jobs
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two ranks are bound to a core each")
 @pytest.mark.parametrize("scheduler", ["pbs", "lsf"])
 def test_a_printed_script_starts_ranks_by_mpiexec_and_a_finished_chain_ends_at_once(tmp_path, scheduler):
@@ -258,7 +259,14 @@ def test_what_cannot_be_is_refused_before_anything_is_printed(wrong, said):
         Job(**{"scheduler": "slurm", **wrong})
 
 
-def test_the_command_prints_a_script_for_its_own_python_and_mpi(capsys):
+@pytest.fixture
+def alone(monkeypatch):
+    """No sign of a launcher: this rank is to look like a process of its own."""
+    for name in launcher.SIZE_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_the_command_prints_a_script_for_its_own_python_and_mpi(alone, capsys):
     jobscript("slurm", ["--steps", "5"], nodes=2, ranks_per_node=3, threads=4, module=["mpi"])
     text = capsys.readouterr().out
     job = Job("slurm", 2, 3, 4, mpi=FAMILY, python=sys.executable, modules=("mpi",), options=("--steps", "5"))
@@ -268,7 +276,13 @@ def test_the_command_prints_a_script_for_its_own_python_and_mpi(capsys):
 
 
 @pytest.mark.parametrize("does", ["echo MPL 9", "echo no library >&2; exit 1", "exit 1"])
-def test_an_interpreter_that_does_not_say_its_mpi_is_an_error_that_names_the_option(tmp_path, does):
+def test_an_interpreter_that_does_not_say_its_mpi_is_an_error_that_names_the_option(alone, tmp_path, does):
     stand_in(tmp_path, "python", does)
     with pytest.raises(Stop, match=r"remedy: name it with --mpi: mpich, openmpi, cray"):
         jobscript("slurm", python=str(tmp_path / "python"))
+
+
+def test_ranks_of_a_job_print_nothing(monkeypatch):
+    monkeypatch.setenv("PMI_SIZE", "4")
+    with pytest.raises(Stop, match="jobscript is for one process"):
+        jobscript("slurm", mpi="mpich")

@@ -14,13 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from mpi4py import MPI
 from support.launch import ROOT, job_environment, mpiexec
 
 import mpipipe
 from mpipipe.train.config_file import tomllib
 
-pytestmark = pytest.mark.skipif(MPI.COMM_WORLD.size > 1, reason="one process reads files")
 SITE = ROOT / "site"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 REQUIRED = {re.match(r"[\w-]+", line)[0]: re.search(r">=([\d.]+)", line) for line in PROJECT["dependencies"]}
