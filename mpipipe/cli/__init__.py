@@ -16,6 +16,7 @@ from mpipipe.cli.draw import app as draw
 from mpipipe.cli.evaluate import evaluate
 from mpipipe.cli.generate import generate
 from mpipipe.cli.info import info
+from mpipipe.cli.jobscript import jobscript
 from mpipipe.cli.plan import plan
 from mpipipe.cli.run import run
 from mpipipe.cli.simulate import simulate
@@ -34,6 +35,7 @@ app.command()(evaluate)
 app.command()(convert)
 app.command()(simulate)
 app.command()(info)
+app.command()(jobscript)
 app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(run)
 app.add_typer(draw, name="draw")
 app.add_typer(bench, name="bench")

@@ -31,6 +31,7 @@ ROOMS = [
     "mpipipe.pictures",
     "mpipipe.planning",
     "mpipipe.schedules",
+    "mpipipe.site",
     "mpipipe.train",
 ]
 

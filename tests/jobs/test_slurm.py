@@ -225,3 +225,15 @@ def test_a_job_that_is_refused_is_not_requeued(slurm):
     job = slurm.submit("train_preemptable.sbatch", "--ntasks=2", options=["--preempt-signals", "KILL"])
     assert slurm.end_of(job) == "FAILED 2", slurm.printed(job)
     assert slurm.printed(job).count("a signal that cannot be caught") == 1
+
+
+@pytest.mark.parametrize(("ranks", "wanted"), [(2, ["--preemptable"]), (4, ["--gpus", "--array", "7-7"])])
+def test_a_printed_script_trains_to_the_end(slurm, ranks, wanted):
+    printed = [sys.executable, "-m", "mpipipe", "jobscript", "slurm", f"--ranks-per-node={ranks}", *wanted, "--", *TINY]
+    (slurm.folder / "printed.sbatch").write_text(slurm.ask(*printed))  # the plugin is found, too
+    job = slurm.ask("sbatch", "--parsable", "printed.sbatch", *ON_CPU, "--layers", "4").strip()
+    assert slurm.end_of(job) == "COMPLETED 0", slurm.printed(job)
+    name = f"{job}_7" if "--array" in wanted else job
+    text = slurm.printed(name)
+    assert f"mpipipe: {ranks} ranks = pipe {ranks} x data 1 x seq 1;" in text and "mpipipe: ok steps=3 " in text
+    assert text.splitlines()[-1] == f"mpipipe: job {name} finished out=runs/slurm-{name}"
