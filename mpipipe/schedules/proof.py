@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Iterable, Sequence
+from typing import NoReturn, TypeAlias
 
 from mpipipe.errors import ScheduleError
 from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, OPS, RECOMPUTE, WEIGHT_GRAD, Action
 from mpipipe.schedules.grid import grid
+from mpipipe.schedules.needs import source
 from mpipipe.schedules.replay import replay
 from mpipipe.schedules.schedule import Schedule
 
@@ -77,13 +78,14 @@ def check(schedule: Schedule) -> None:
     """
     if schedule.proven:
         return
-    _check_placement(schedule)
-    _check_complete(schedule, _check_cells(schedule))
+    check_placement(schedule)
+    states = [state for rank, order in enumerate(schedule.orders) for state in check_cells(schedule, rank, order)]
+    check_complete(schedule, states, forwards_only=all(max(state) <= FORWARDED for _, state in states))
     _check_progress(schedule)
     object.__setattr__(schedule, "proven", True)  # stays true, since the schedule cannot change
 
 
-def _check_placement(schedule: Schedule) -> None:
+def check_placement(schedule: Schedule) -> None:
     ranks, stages = schedule.ranks, schedule.stages
     if type(schedule.trained_from) is not int or not 0 <= schedule.trained_from < stages:
         raise ScheduleError(
@@ -116,21 +118,23 @@ def _check_placement(schedule: Schedule) -> None:
         )
 
 
-def _check_cells(schedule: Schedule) -> bytearray:
-    """Walk through every order; return the state of each (stage, micro-batch) at stage * M + micro-batch."""
-    state = bytearray(schedule.stages * schedule.microbatches)
-    for rank, order in enumerate(schedule.orders):
-        for slot, action in enumerate(order):
-            wrong = _misplaced(schedule, rank, action)
-            if wrong:
-                _refuse(schedule, rank, slot, *wrong)
-            index = action.stage * schedule.microbatches + action.microbatch
-            after = NEXT.get((state[index], action.op))
-            if after is None:
-                _refuse(schedule, rank, slot, *_untimely(action, state[index]))
-            else:
-                state[index] = after
-    return state
+State: TypeAlias = "tuple[int, bytearray]"  # a stage, and the state of each of its micro-batches
+
+
+def check_cells(schedule: Schedule, rank: int, order: Sequence[Action]) -> list[State]:
+    """Walk through the order of a rank, and return the states of its stages at the end."""
+    states = {stage: bytearray(schedule.microbatches) for stage in schedule.stages_of(rank)}
+    for slot, action in enumerate(order):
+        wrong = _misplaced(schedule, rank, action)
+        if wrong:
+            _refuse(schedule, rank, slot, *wrong)
+        state = states[action.stage]
+        after = NEXT.get((state[action.microbatch], action.op))
+        if after is None:
+            _refuse(schedule, rank, slot, *_untimely(action, state[action.microbatch]))
+        else:
+            state[action.microbatch] = after
+    return list(states.items())
 
 
 def _misplaced(schedule: Schedule, rank: int, action: Action) -> tuple[str, str] | None:
@@ -166,25 +170,28 @@ def _untimely(action: Action, state: int) -> tuple[str, str]:
     return "the weight gradient comes twice" if op == WEIGHT_GRAD else "the input gradient comes twice", once
 
 
-def _check_complete(schedule: Schedule, state: bytearray) -> None:
-    """Refuse a (stage, micro-batch) that is not finished or, in a schedule of forwards only, not forwarded."""
-    goal = FORWARDED if max(state) <= FORWARDED else FINISHED
-    untrained = schedule.trained_from * schedule.microbatches
-    goals = bytes([FORWARDED]) * untrained + bytes([goal]) * (len(state) - untrained)
-    if state == goals:
+def check_complete(schedule: Schedule, states: Iterable[State], forwards_only: bool) -> None:
+    """Refuse a (stage, micro-batch) that is not finished or, where there is no backward, not forwarded."""
+    count = schedule.microbatches
+    wrong = [
+        (stage, microbatch, state[microbatch], goal)
+        for stage, state in sorted(states)
+        for goal in [FORWARDED if forwards_only or not schedule.has_backward(stage) else FINISHED]
+        if state.count(goal) < count
+        for microbatch in range(count)
+        if state[microbatch] != goal
+    ]
+    if not wrong:
         return
-    index = next(index for index, reached in enumerate(state) if reached != goals[index])
-    goal = goals[index]
-    stage, microbatch = divmod(index, schedule.microbatches)
+    stage, microbatch, reached, goal = wrong[0]
     rank = schedule.placement[stage]
-    absent = f"{stage}{ABSENT[state[index]]}{microbatch}"
-    missing = sum(reached != wanted for reached, wanted in zip(state, goals))
+    absent = f"{stage}{ABSENT[reached]}{microbatch}"
     raise ScheduleError(
         f"{absent} is missing from the schedule\n" + grid(schedule, missing=[(rank, f"{absent}?")]),
         rank=rank,
         stage=stage,
         microbatch=microbatch,
-        found=f"{missing} of {len(state)} pairs (stage, micro-batch) are incomplete",
+        found=f"{len(wrong)} of {schedule.stages * count} pairs (stage, micro-batch) are incomplete",
         expected="one F" if goal == FORWARDED else "one F, and either one B, or one I and one W",
         remedy=f"add {absent} to the order of rank {rank}",
     )
@@ -224,9 +231,10 @@ def _wait_cycle(schedule: Schedule, stopped: Sequence[int], rank: int) -> tuple[
 
 def _awaited(schedule: Schedule, action: Action) -> Action:
     """Find the action that the stopped `action` waits for."""
+    stage = source(action.stage, action.op, schedule.stages)
+    assert stage is not None  # an action that waits for nobody does not stop
     if action.op == FORWARD:
-        return Action(action.stage - 1, FORWARD, action.microbatch)
-    stage = action.stage + 1
+        return Action(stage, FORWARD, action.microbatch)
     full = Action(stage, BACKWARD, action.microbatch)
     whole = full in schedule.orders[schedule.placement[stage]]
     return full if whole else Action(stage, INPUT_GRAD, action.microbatch)

@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 
 from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, RECOMPUTE, WEIGHT_GRAD
+from mpipipe.schedules.needs import sources
 from mpipipe.schedules.schedule import Schedule
 
 
@@ -15,8 +16,8 @@ def replay(
 ) -> tuple[list[array[float]], list[float]]:
     """Run every rank's order; an action starts when its rank is free and its input is there.
 
-    F needs the F of the stage before, B and I need the B or I of the stage after; W and R need no other rank. Sends
-    cost the sender nothing and never block. An action whose input never comes stops its rank for good.
+    What an action needs of another stage is what `needs.source` says; W and R need no other rank. Sends cost the sender
+    nothing and never block. An action whose input never comes stops its rank for good.
 
     Parameters
     ----------
@@ -34,31 +35,35 @@ def replay(
     ends : list of float
         For each rank the time at which it is done.
     """
-    microbatches, last = schedule.microbatches, schedule.stages - 1
+    microbatches = schedule.microbatches
+    forward_source, backward_source = (sources(op, schedule.stages) for op in (FORWARD, BACKWARD))
     # The time at which the F (the B or I) of a stage and micro-batch was done, at stage * M + microbatch; -1: not yet.
     forward_done = array("d", [-1.0]) * (schedule.stages * microbatches)
     backward_done = array("d", forward_done)
-    hop = _hops(schedule.placement, transfer)
+    hop = hops(schedule.placement, transfer)
     forward, backward = durations[FORWARD], durations[BACKWARD]
     input_grad, weight_grad = durations[INPUT_GRAD], durations[WEIGHT_GRAD]
     recompute = durations[RECOMPUTE]
-    starts = [array("d") for _ in schedule.orders]
+    orders = tuple(schedule.orders)  # each one is looked at again and again
+    starts = [array("d") for _ in orders]
     ends = [0.0] * schedule.ranks
     sleepers: dict[int, int] = {}  # what a stopped rank waits for -> the rank; F as its index, B and I as ~index
     ready = list(range(schedule.ranks))
     while ready:
         rank = ready.pop()
         now, began = ends[rank], starts[rank]
-        order = schedule.orders[rank]
+        order = orders[rank]
         for slot in range(len(began), len(order)):
             stage, op, microbatch = order[slot]
             index = stage * microbatches + microbatch
             start = now
             if op == FORWARD:
-                if stage > 0:
-                    sent = forward_done[index - microbatches]
+                before = forward_source[stage]
+                if before >= 0:
+                    needed = before * microbatches + microbatch
+                    sent = forward_done[needed]
                     if sent < 0:
-                        sleepers[index - microbatches] = rank
+                        sleepers[needed] = rank
                         break
                     start = max(now, sent + hop[stage])
                 forward_done[index] = now = start + forward[stage]
@@ -69,12 +74,14 @@ def replay(
             elif op == RECOMPUTE:
                 now = start + recompute[stage]
             else:
-                if stage < last:
-                    sent = backward_done[index + microbatches]
+                after = backward_source[stage]
+                if after >= 0:
+                    needed = after * microbatches + microbatch
+                    sent = backward_done[needed]
                     if sent < 0:
-                        sleepers[~(index + microbatches)] = rank
+                        sleepers[~needed] = rank
                         break
-                    start = max(now, sent + hop[stage + 1])
+                    start = max(now, sent + hop[after])
                 backward_done[index] = now = start + (backward if op == BACKWARD else input_grad)[stage]
                 if ~index in sleepers:
                     ready.append(sleepers.pop(~index))
@@ -83,7 +90,7 @@ def replay(
     return starts, ends
 
 
-def _hops(placement: Sequence[int], transfer: Sequence[float]) -> list[float]:
+def hops(placement: Sequence[int], transfer: Sequence[float]) -> list[float]:
     """Give the time from stage l-1 to stage l or back: nothing where both lie on one rank."""
     pairs = itertools.pairwise(placement)
     return [0.0] + [cost if here != there else 0.0 for (here, there), cost in zip(pairs, transfer[1:])]
