@@ -86,6 +86,7 @@ def check(schedule: Schedule) -> None:
 
 
 def check_placement(schedule: Schedule) -> None:
+    """Refuse a schedule with a stage on no rank, or a rank without a stage."""
     ranks, stages = schedule.ranks, schedule.stages
     if type(schedule.trained_from) is not int or not 0 <= schedule.trained_from < stages:
         raise ScheduleError(
