@@ -119,7 +119,9 @@ class Links:
         [0.0, 3.0, 0.0]
         """
         if not isinstance(message_bytes, Real) or not 0 <= message_bytes < math.inf:
-            raise ArgumentError("no length of a message", found=f"message_bytes={message_bytes!r}", expected="bytes >= 0")
+            raise ArgumentError(
+                "no length of a message", found=f"message_bytes={message_bytes!r}", expected="bytes >= 0"
+            )
         outside = self.latency + message_bytes / self.bandwidth
         inside = self.inside_latency + message_bytes / self.inside_bandwidth
         nodes = [rank // self.node_size for rank in placement]

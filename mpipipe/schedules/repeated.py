@@ -153,21 +153,21 @@ class _Measure:
             node = links.node_size
             times[3:] = {*links.times((0, node), message_bytes), *links.times((0, 1), message_bytes)}
         self.unit = 2.0 ** (math.frexp(max(times))[1] - BITS) if max(times) else 1.0
-        self.costs = Costs(*map(self._whole, times[:3]), self._whole(given["transfer"]))
+        self.own = [self._whole(given[each]) for each in ("forward", "input_grad", "weight_grad")]
+        self.transfer = self._whole(given["transfer"])
         self.sizes: dict[tuple[int, int], tuple[int, int]] = {}
 
-    def _whole(self, time: float) -> float:
-        return float(round(float(time) / self.unit))
+    def _whole(self, time: float) -> int:
+        return round(float(time) / self.unit)
 
     def __call__(self, ranks: int, microbatches: int) -> tuple[int, int]:
         """Return the makespan in units, and the largest peak."""
         if (ranks, microbatches) not in self.sizes:
             schedule = self._schedule(ranks, microbatches)
-            costs = self.costs
+            hops: int | list[int] = self.transfer
             if self.links is not None:
-                hops = map(self._whole, self.links.times(schedule.placement, self.message_bytes))
-                costs = Costs(costs.forward, costs.input_grad, costs.weight_grad, [*hops])
-            timeline = simulate(schedule, costs)
+                hops = [*map(self._whole, self.links.times(schedule.placement, self.message_bytes))]
+            timeline = simulate(schedule, Costs(*self.own, hops))
             self.sizes[ranks, microbatches] = int(timeline.makespan), max(timeline.peak_activations)
         return self.sizes[ranks, microbatches]
 
@@ -176,9 +176,8 @@ class _Measure:
 
     def result(self, ranks: int, microbatches: int, makespan: int, peak: int) -> Repetition:
         """Add what follows from the makespan."""
-        own = [self.costs.forward, self.costs.input_grad, self.costs.weight_grad]
-        work = own[:1] if self.name == "forward_only" else own
-        busy = ranks * self.chunks * microbatches * sum(int(time) for time in work)  # type: ignore[arg-type]  # numbers
+        work = self.own[:1] if self.name == "forward_only" else self.own
+        busy = ranks * self.chunks * microbatches * sum(work)
         idle, whole = ranks * makespan - busy, ranks * makespan
         return Repetition(
             makespan * self.unit,

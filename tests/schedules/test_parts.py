@@ -104,7 +104,9 @@ def ranks_that_wait_for_each_other(rank):
 
 
 def test_a_deadlock_names_its_cycle(divided):
-    schedule = Schedule("stuck", (0, 1), 2, OrdersOnDemand(2, ranks_that_wait_for_each_other, partial(grouped, 2, 1, 2, 1)))
+    schedule = Schedule(
+        "stuck", (0, 1), 2, OrdersOnDemand(2, ranks_that_wait_for_each_other, partial(grouped, 2, 1, 2, 1))
+    )
     with pytest.raises(ScheduleError, match="deadlock: rank 0 at 0B0 waits for 1B0"):
         for rank in range(2):
             check_part(schedule, rank)
