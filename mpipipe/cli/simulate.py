@@ -165,7 +165,7 @@ def _repeated(found: Repetition) -> Iterator[str]:
     yield f"bubble      {found.bubble_fraction:.4f} of all time, {found.bubble_ratio:.4f} of busy time"
     yield f"activations {found.peak_activations} on a rank, in chunks, at most"
     ranks, microbatches = found.sizes[-1]
-    yield f"simulated   {len(found.sizes)} sizes up to {ranks} ranks, {microbatches} micro-batches: time repeats from there"
+    yield f"simulated   {len(found.sizes)} sizes to {ranks} ranks, {microbatches} micro-batches, and the rest repeats"
 
 
 def _times(text: str) -> float | list[float]:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
-from numbers import Real
 
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules.schedule import at_least_one
@@ -50,7 +49,7 @@ class Links:
         at_least_one("node_size", self.node_size)
         for entry in fields(self):
             value, speed = getattr(self, entry.name), entry.name.endswith("bandwidth")
-            if not isinstance(value, Real) or not (value > 0 if speed else 0 <= value < math.inf):
+            if not isinstance(value, (int, float)) or not (value > 0 if speed else 0 <= value < math.inf):
                 raise ArgumentError(
                     f"{entry.name} does not describe a link",
                     found=f"{entry.name}={value!r}",
@@ -86,7 +85,10 @@ class Links:
         try:
             if len(parts) not in (2, 3, 5):
                 raise ValueError(text)
-            return cls(*map(float, parts[:2]), *map(int, parts[2:3]), *map(float, parts[3:]))
+            latency, bandwidth, inside_latency, inside_bandwidth = map(
+                float, [*parts[:2], *(parts[3:] or (0, math.inf))]
+            )
+            return cls(latency, bandwidth, int(parts[2]) if parts[2:] else 1, inside_latency, inside_bandwidth)
         except ValueError as error:
             if isinstance(error, ArgumentError):
                 raise
@@ -118,7 +120,7 @@ class Links:
         >>> Links(latency=1, bandwidth=10).times((0, 1, 1), message_bytes=20)
         [0.0, 3.0, 0.0]
         """
-        if not isinstance(message_bytes, Real) or not 0 <= message_bytes < math.inf:
+        if not isinstance(message_bytes, (int, float)) or not 0 <= message_bytes < math.inf:
             raise ArgumentError(
                 "no length of a message", found=f"message_bytes={message_bytes!r}", expected="bytes >= 0"
             )

@@ -1,12 +1,12 @@
 """Schedules too large to run on paper: their time, bubble and memory by the part of them that repeats.
 
-    ranks x micro-batches      2 x 1    4 x 2    8 x 4    16 x 8   32 x 16  ...   16384 x 8192
-    makespan                   9        18       36       72       144            73728
-    of one unit more           +9       +9       +9       +9       +9
+    ranks x micro-batches   4 x 2   6 x 3     8 x 4   10 x 5     16 x 8   18 x 9    ...    16384 x 8192
+    makespan of 1F1B         15      24        33       42         69       78                73725
+    of one step more             +9                +9                  +9
 
-A schedule grows along a line: ranks and micro-batches by the same factor, or micro-batches alone. Sizes on that line are
-simulated one after the other, each twice as large as the last, and with each of them the next on the line. Once time
-and memory of four in a row lie on one straight line, the whole schedule does.
+A schedule grows along a line: ranks and micro-batches by the same factor, or micro-batches alone. Sizes on that line
+are simulated one after the other, each twice as large as the last, and with each of them the next on the line. Once
+time and memory of four in a row lie on one straight line, the whole schedule does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mpipipe.schedules.schedule import Schedule, at_least_one
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, simulate
 
 # F's and backwards of a schedule that is simulated here: more than enough of them only until a repetition is found
-ENOUGH, LARGEST = 1 << 16, 1 << 18
+ENOUGH, LARGEST = 1 << 15, 1 << 18
 AGREEING = 4  # sizes in a row that must lie on one line
 BITS = 30  # of a cost: sums of so many are exact
 
@@ -74,8 +74,9 @@ def simulate_repeated(
     """Simulate a schedule of any size by its repeated part.
 
     The result is that of `simulate` where the line that was found goes on. Four sizes in a row, each twice as large as
-    the last, and the next size to each, have to lie on it exactly, up to 2^16 actions, or to 2^18 where it takes so many.
-    Costs are rounded to 30 bits of the largest, so that sums are exact; whole numbers are not rounded.
+    the last, and the next size to each, have to lie on it exactly, up to 2^15 actions, or 2^18 where it takes so many.
+    That is evidence and no proof: a second line which is steeper by almost nothing may take over behind them. Costs are
+    rounded to 30 bits of the largest, so that sums are exact; whole numbers below 2^30 are not rounded.
 
     Parameters
     ----------
@@ -167,7 +168,8 @@ class _Measure:
             hops: int | list[int] = self.transfer
             if self.links is not None:
                 hops = [*map(self._whole, self.links.times(schedule.placement, self.message_bytes))]
-            timeline = simulate(schedule, Costs(*self.own, hops))
+            forward, input_grad, weight_grad = self.own
+            timeline = simulate(schedule, Costs(forward, input_grad, weight_grad, hops))
             self.sizes[ranks, microbatches] = int(timeline.makespan), max(timeline.peak_activations)
         return self.sizes[ranks, microbatches]
 
