@@ -16,7 +16,10 @@ OP_WIDTH, OP_BITS = 3, 7
 
 
 def replay(
-    schedule: Schedule, durations: Mapping[str, Sequence[float]], transfer: Sequence[float]
+    schedule: Schedule,
+    durations: Mapping[str, Sequence[float]],
+    transfer: Sequence[float],
+    orders: Sequence[array[int]] | None = None,
 ) -> tuple[list[array[float]], list[float]]:
     """Run every rank's order; an action starts when its rank is free and its input is there.
 
@@ -31,6 +34,9 @@ def replay(
         For each op its time in each stage.
     transfer : sequence of float
         Entry l is the time of a message between stages l-1 and l, in either direction, where their ranks differ.
+
+    orders : sequence of array, optional
+        The orders of the schedule, packed, for callers that have them.
 
     Returns
     -------
@@ -48,7 +54,8 @@ def replay(
     forward, backward = durations[FORWARD], durations[BACKWARD]
     input_grad, weight_grad = durations[INPUT_GRAD], durations[WEIGHT_GRAD]
     recompute = durations[RECOMPUTE]
-    orders = [_packed(order, microbatches) for order in schedule.orders]
+    if orders is None:
+        orders = [packed(order, microbatches) for order in schedule.orders]
     starts = [array("d") for _ in orders]
     ends = [0.0] * schedule.ranks
     sleepers: dict[int, int] = {}  # what a stopped rank waits for -> the rank; F as its index, B and I as ~index
@@ -99,7 +106,7 @@ def replay(
     return starts, ends
 
 
-def _packed(order: Iterable[Action], microbatches: int) -> array[int]:
+def packed(order: Iterable[Action], microbatches: int) -> array[int]:
     """Write an order as whole numbers: millions of actions as objects take 1 GB, and time to collect garbage."""
     return array("q", [(stage * microbatches + m) << OP_WIDTH | NUMBER[op] for stage, op, m in order])
 
