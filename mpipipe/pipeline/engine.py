@@ -91,7 +91,7 @@ class Engine:
             self.stages,
             self.messages,
             loss=None if loss is None else Loss(loss),
-            recompute=recompute or recomputes_all(schedule, numbers),
+            recompute=recompute or recomputes_all(schedule, self.rank),
             sums=self.sums,
             device=device,
         )

@@ -9,7 +9,7 @@ An R needs no message. So it fills the wait in front of its backward, wherever t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
 from typing import NamedTuple, TypeAlias
@@ -18,6 +18,7 @@ from mpipipe.errors import ArgumentError
 from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, RECOMPUTE, WEIGHT_GRAD, Action
 from mpipipe.schedules.hiding import hidden_in_waits
 from mpipipe.schedules.memory import held, sizes_per_stage
+from mpipipe.schedules.on_demand import changed
 from mpipipe.schedules.proof import check
 from mpipipe.schedules.schedule import Schedule
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, Timeline, simulate
@@ -100,23 +101,26 @@ def without_recompute(schedule: Schedule) -> Schedule:
     """Take all R's out."""
     if not schedule.recomputed:
         return schedule
-    orders = tuple(tuple(action for action in order if action.op != RECOMPUTE) for order in schedule.orders)
-    return replace(schedule, orders=orders)
+    return replace(schedule, orders=changed(schedule.orders, _without_recompute))
 
 
 def before_backwards(schedule: Schedule, pairs: Collection[Pair] | None = None) -> Schedule:
     """Put an R just before the backward of these pairs, of all for None; R's that are there stay."""
+    return replace(schedule, orders=changed(schedule.orders, _before_backwards, pairs))
 
-    def with_its(action: Action) -> Iterator[Action]:
+
+def _without_recompute(order: Iterable[Action]) -> Iterator[Action]:
+    return (action for action in order if action.op != RECOMPUTE)
+
+
+def _before_backwards(pairs: Collection[Pair] | None, order: Sequence[Action]) -> Iterator[Action]:
+    there = {(stage, microbatch) for stage, op, microbatch in order if op == RECOMPUTE}
+    for action in order:
         stage, op, microbatch = action
         pair = stage, microbatch
-        if op in (BACKWARD, INPUT_GRAD) and (pairs is None or pair in pairs) and pair not in schedule.recomputed:
+        if op in (BACKWARD, INPUT_GRAD) and (pairs is None or pair in pairs) and pair not in there:
             yield Action(stage, RECOMPUTE, microbatch)
         yield action
-
-    return replace(
-        schedule, orders=tuple(tuple(one for action in order for one in with_its(action)) for order in schedule.orders)
-    )
 
 
 def _checked(memory_limit: float, least: Sequence[float]) -> float:
