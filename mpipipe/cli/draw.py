@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from mpipipe import pictures, schedules
+from mpipipe.cli.number_list import numbers, one_or_more
 from mpipipe.cli.one_process import check_one_process
 from mpipipe.comm.abort import Stop
 from mpipipe.comm.report import describe
@@ -90,7 +91,7 @@ def compare(
     """Draw bubble and peak memory over the number of micro-batches, of all schedules with the same work on a rank."""
 
     def work() -> None:
-        counts = [int(count) for count in _numbers("microbatches", microbatches, int)]
+        counts = numbers("microbatches", microbatches, int)
         costs = Costs(forward, input_grad, weight_grad, transfer)
         pictures.draw_comparison(pictures.simulate_all(ranks, counts, schedule, chunks, costs), out)
 
@@ -116,17 +117,6 @@ def _drawn(out: str, work: Callable[[], None]) -> None:
 
 
 def _simulated(name: str, ranks: int, chunks: int, microbatches: int, times: dict[str, str]) -> Timeline:
-    numbers = [_numbers(option, text, float) for option, text in times.items()]
-    costs = Costs(*(each if len(each) > 1 else each[0] for each in numbers))
+    costs = Costs(*(one_or_more(option, text) for option, text in times.items()))
     built = schedules.by_name(name, ranks=ranks, chunks=chunks, microbatches=microbatches, costs=costs)
     return schedules.simulate(built, costs)
-
-
-def _numbers(option: str, text: str, kind: Callable[[str], int | float]) -> list[int | float]:
-    """Read numbers with commas between them."""
-    try:
-        return [kind(part) for part in text.split(",")]
-    except ValueError as error:
-        raise ConfigError(
-            f"--{option} is no list of numbers", found=repr(text), expected="a number, or several as in 4,8,16"
-        ) from error

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
 from mpipipe import schedules
+from mpipipe.cli.number_list import one_or_more
 from mpipipe.cli.one_process import check_one_process
 from mpipipe.comm.abort import Stop
 from mpipipe.comm.report import describe
@@ -18,6 +19,7 @@ from mpipipe.schedules.registry import names
 
 REFUSED = 2  # exit code, as of a configuration that cannot be used
 SMALL_RANKS, SMALL_ORDER = 16, 60  # of larger ones no timeline is shown
+Number = TypeVar("Number", int, float)
 Cost = Annotated[str, typer.Option(help="time in each stage: a number, or one for each stage with commas between")]
 
 
@@ -25,9 +27,9 @@ def simulate(
     schedule: Annotated[
         str | None, typer.Option(help="a name; all: a table of them; search: look for the best", show_default=False)
     ] = None,
-    ranks: Annotated[int, typer.Option(help="P")] = 4,
-    chunks: Annotated[int, typer.Option(help="V, stages on each rank")] = 1,
-    microbatches: Annotated[int, typer.Option(help="M")] = 16,
+    ranks: Annotated[int | None, typer.Option(help="P; default: 4", show_default=False)] = None,
+    chunks: Annotated[int | None, typer.Option(help="V, stages on each rank; default: 1", show_default=False)] = None,
+    microbatches: Annotated[int | None, typer.Option(help="M; default: 16", show_default=False)] = None,
     forward: Cost = "1",
     input_grad: Cost = "1",
     weight_grad: Cost = "1",
@@ -37,8 +39,8 @@ def simulate(
     memory_limit: Annotated[
         float | None, typer.Option(help="chunk activations that a rank may hold at once", show_default=False)
     ] = None,
-    seconds: Annotated[float, typer.Option(help="of --schedule search")] = 10.0,
-    seed: Annotated[int, typer.Option(help="of --schedule search")] = 0,
+    seconds: Annotated[float | None, typer.Option(help="of --schedule search; default: 10", show_default=False)] = None,
+    seed: Annotated[int | None, typer.Option(help="of --schedule search; default: 0", show_default=False)] = None,
     csv: Annotated[Path | None, typer.Option(help="read the order from this file", show_default=False)] = None,
     out: Annotated[Path | None, typer.Option(help="write the order to this new file", show_default=False)] = None,
 ) -> None:
@@ -49,13 +51,19 @@ def simulate(
     """
     try:
         check_one_process("simulate")
-        costs = Costs(*map(_times, (forward, input_grad, weight_grad, transfer)))
+        times = {"forward": forward, "input-grad": input_grad, "weight-grad": weight_grad, "transfer": transfer}
+        costs = Costs(*(one_or_more(option, text) for option, text in times.items()))
         if (schedule is None) == (csv is None):
             raise ConfigError(
                 "what to simulate is not clear",
                 found=f"schedule={schedule}, csv={csv}",
                 expected="either --schedule or --csv",
             )
+        if csv is not None:
+            _refuse("--csv, whose order says it", ranks=ranks, chunks=chunks, microbatches=microbatches)
+        if schedule != "search":
+            _refuse("anything but --schedule search", seconds=seconds, seed=seed)
+        ranks, chunks, microbatches = _filled(ranks, 4), _filled(chunks, 1), _filled(microbatches, 16)
         if out is not None and (out.exists() or not out.parent.is_dir() or schedule == "all"):
             raise ConfigError(
                 "no order can be written there",
@@ -69,7 +77,13 @@ def simulate(
                 made = schedules.from_csv(_text(csv))
             elif schedule == "search":
                 made = schedules.search(
-                    ranks, microbatches, costs, chunks=chunks, memory_limit=memory_limit, seconds=seconds, seed=seed
+                    ranks,
+                    microbatches,
+                    costs,
+                    chunks=chunks,
+                    memory_limit=memory_limit,
+                    seconds=_filled(seconds, 10.0),
+                    seed=_filled(seed, 0),
                 )
             else:
                 made = schedules.by_name(
@@ -89,12 +103,17 @@ def simulate(
         raise Stop(describe(error, "mpipipe: nothing is simulated"), REFUSED) from error
 
 
-def _times(text: str) -> float | list[float]:
-    try:
-        times = [float(part) for part in text.split(",")]
-    except ValueError as error:
-        raise ConfigError("a cost is no number", found=repr(text), expected="as in 1.5, or 1,1,2 for stages") from error
-    return times[0] if len(times) == 1 else times
+def _refuse(beside: str, **options: float | None) -> None:
+    """Raise ConfigError where one of these options is given."""
+    given = [f"--{name} {value}" for name, value in options.items() if value is not None]
+    if given:
+        raise ConfigError(
+            f"{given[0].split()[0]} does not go with {beside}", found=", ".join(given), remedy="leave it out"
+        )
+
+
+def _filled(value: Number | None, default: Number) -> Number:
+    return default if value is None else value
 
 
 def _text(path: Path) -> str:

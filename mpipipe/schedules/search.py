@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from random import Random
 
 from mpipipe.errors import ArgumentError
-from mpipipe.schedules import building_blocks, classic, memory_limited, v_shaped, zero_bubble
+from mpipipe.schedules import building_blocks, classic, given, memory_limited, v_shaped, zero_bubble
 from mpipipe.schedules.bounds import least_time
 from mpipipe.schedules.improve import Budget, Improvement
 from mpipipe.schedules.kinds import Ends, Form, Orders, kinds_of
@@ -78,7 +78,7 @@ def search(
     True
     """
     microbatches = at_least_one("microbatches", microbatches)
-    if not 0 < seconds < math.inf:
+    if not 0 < given.number("seconds", seconds) < math.inf:
         raise ArgumentError("no time to search", found=f"seconds={seconds}", expected="a finite number above 0")
     budget, random = Budget(seconds, None if steps is None else at_least_one("steps", steps)), Random(seed)
     best: Improvement | None = None
@@ -130,10 +130,10 @@ def _placements(placement: int | Sequence[int], chunks: int) -> list[tuple[int, 
 
 def _searched(form: Form, costs: Costs, found: Improvement, until: float) -> Improvement:
     """Search one placement: as it is, or with few micro-batches first."""
-    given = [kinds_of(each) for each in published(form.placement, form.microbatches, costs, form.limit)]
+    orders = [kinds_of(each) for each in published(form.placement, form.microbatches, costs, form.limit)]
     ranks = len(form.own)
     if form.microbatches <= MANY * ranks:
-        found.start(given)
+        found.start(orders)
     else:
         part = Form(form.placement, FEW * ranks, costs, form.limit)
         bound = least_time(form.placement, FEW * ranks, costs, form.limit)
@@ -141,7 +141,7 @@ def _searched(form: Form, costs: Costs, found: Improvement, until: float) -> Imp
         begin = found.budget.spent()
         few.start(kinds_of(each) for each in published(form.placement, FEW * ranks, costs, form.limit))
         few.improve(begin + REPEATING * (until - begin))
-        found.take_all(given)
+        found.take_all(orders)
         found.learn(_repeated(form, part, few.orders))
         if not found.orders:  # none of all these keeps the limit
             found.start(())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import subprocess
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from support import dense
 from mpipipe import Pipeline, analysis, nn, optim, schedules, trace
 from mpipipe.analysis.deliveries import deliveries
 from mpipipe.analysis.parts import PARTS
+from mpipipe.analysis.record import RankRecord, StepRecord
 from mpipipe.comm import inprocess
 from mpipipe.comm.group import group_of
 from mpipipe.errors import ArgumentError, BackendError
@@ -110,6 +113,43 @@ def test_recording_is_off_outside_and_needs_a_step():
             return pipeline.recorder, pipeline.engine.pipe.process.recorders
 
     assert inprocess.run(2, job) == [(None, set())] * 2
+
+
+def test_a_recorded_pipeline_that_nobody_closed_leaves_no_recorder_behind():
+    def job(comm):
+        stage = nn.Stage([nn.Linear(4, 4)], first=comm.rank)
+        pipeline = Pipeline([stage], schedules.gpipe(2, 2), comm, loss=nn.mean_squared_error)
+        pipeline.recorder = kept = trace.Recorder()
+        process, freed = pipeline.engine.pipe.process, weakref.ref(pipeline.engine)
+        there = set(process.recorders)
+        del pipeline
+        gc.collect()
+        return freed() is None, there == {kept}, process.recorders
+
+    assert inprocess.run(2, job) == [(True, True, set())] * 2
+
+
+def test_ranks_of_several_pipelines_that_are_no_replicas_are_refused():
+    def job(comm):
+        alone = comm.Split(comm.rank, 0)
+        pipeline = Pipeline([nn.Stage([nn.Linear(4, 4)])], schedules.gpipe(1, 2), alone, loss=nn.mean_squared_error)
+        with pytest.raises(ArgumentError, match="not those of whole pipelines") as refusal:
+            with analysis.recording(pipeline, comm):
+                pass
+        pipeline.close()
+        return pipeline.recorder, refusal.value.found
+
+    assert inprocess.run(2, job) == [(None, "rank 0 of replica 0 is there 2 times")] * 2
+
+
+def test_a_trace_needs_every_rank_of_a_pipeline_once():
+    schedule = schedules.gpipe(2, 2)
+    step = StepRecord(0.0, 1.0, [], [], [], [], [])
+    for positions, found in (([0], "1 ranks of 1 pipelines"), ([0, 0], "rank 0 of replica 0 is there 2 times")):
+        records = [RankRecord(n, position, 0, ((0, 0), (1, 0)), [step]) for n, position in enumerate(positions)]
+        with pytest.raises(ArgumentError) as refusal:
+            analysis.Trace(schedule, records)
+        assert refusal.value.found == found
 
 
 def test_what_is_written_is_read_by_other_tools(tmp_path):
