@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mpipipe.analysis import efficiency, otf2, perfetto, table
+from mpipipe.analysis import efficiency, otf2, perfetto, table, written
 from mpipipe.analysis.clocks import on_one_clock
 from mpipipe.analysis.costs import measured_costs
 from mpipipe.analysis.efficiency import Efficiencies
@@ -150,8 +150,10 @@ class Trace:
         Returns
         -------
         dict
-            schedule, steps, parts, parts of each step, efficiencies and advice.
+            schedule, steps, parts, parts of each step, efficiencies and advice; order of actions, costs, and the
+            replica and place of each rank, with which `read_trace` shows it again.
         """
+        places = {record.rank: (record.replica, record.position) for record in self.records}
         return {
             "schedule": self.schedule.name,
             "steps": len(self.records[0].steps),
@@ -159,6 +161,7 @@ class Trace:
             "parts_of_steps": self.parts_of_steps(),
             "efficiencies": self.efficiencies()._asdict(),
             "advice": self.advice(),
+            **written.facts(self.schedule, self.costs, places),
         }
 
     def write(self, folder: str | Path) -> None:
@@ -185,8 +188,8 @@ class Trace:
         otf2.library()
         folder = Path(folder)
         folder.mkdir(parents=True)
-        (folder / "summary.json").write_text(json.dumps(self.summary(), indent=1) + "\n")
-        (folder / "trace.json").write_text(json.dumps(self.events()))
+        (folder / written.SUMMARY).write_text(json.dumps(self.summary(), indent=1) + "\n")
+        (folder / written.EVENTS).write_text(json.dumps(self.events()))
         otf2.write(folder / "otf2", self.records, self._pieces)
 
 

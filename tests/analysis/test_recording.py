@@ -12,6 +12,7 @@ import weakref
 import numpy as np
 import pytest
 from support import dense
+from support.tolerance import close
 
 from mpipipe import Pipeline, analysis, nn, optim, schedules, trace
 from mpipipe.analysis.deliveries import deliveries
@@ -162,9 +163,23 @@ def test_what_is_written_is_read_by_other_tools(tmp_path):
     assert {int(rank): parts for rank, parts in summary["parts"].items()} == found.parts()
     assert summary["advice"] == found.advice() and tuple(summary["parts"]["0"]) == PARTS
     check_events(json.loads((folder / "trace.json").read_text()), found)
+    check_read(analysis.read_trace(folder), found)
     check_archive(folder / "otf2" / "traces.otf2", found)
     if shutil.which("otf2-print"):
         check_printed(folder / "otf2" / "traces.otf2")
+
+
+def check_read(again, found):
+    """What was written is what was there, times to the microsecond's last digits."""
+    assert again.schedule == found.schedule and again.costs == found.costs
+    assert again.parts == found.parts() and again.parts_of_steps == found.parts_of_steps()
+    zero = min(step.start for record in found.records for step in record.steps)
+    for record in found.records:
+        for step, actions in zip(record.steps, again.actions[record.rank]):
+            assert [action for action, _, _ in actions] == [action for action, _, _ in step.actions]
+            times = [time - zero for _, start, end in step.actions for time in (start, end)]
+            close([time for _, start, end in actions for time in (start, end)], times, 1e4)
+    assert again.pipeline(1) == [again.actions[rank][1] for rank in range(2)]
 
 
 def check_events(events, found):
