@@ -41,6 +41,9 @@ def simulate(
     ] = None,
     seconds: Annotated[float | None, typer.Option(help="of --schedule search; default: 10", show_default=False)] = None,
     seed: Annotated[int | None, typer.Option(help="of --schedule search; default: 0", show_default=False)] = None,
+    recompute: Annotated[
+        bool, typer.Option("--recompute", help="run forwards again, as many as --memory-limit needs; without it, all")
+    ] = False,
     csv: Annotated[Path | None, typer.Option(help="read the order from this file", show_default=False)] = None,
     out: Annotated[Path | None, typer.Option(help="write the order to this new file", show_default=False)] = None,
 ) -> None:
@@ -63,6 +66,12 @@ def simulate(
             _refuse("--csv, whose order says it", ranks=ranks, chunks=chunks, microbatches=microbatches)
         if schedule != "search":
             _refuse("anything but --schedule search", seconds=seconds, seed=seed)
+        if recompute and (schedule == "all" or (schedule == "search" and memory_limit is None)):
+            raise ConfigError(
+                "--recompute has nothing to keep",
+                found=f"--schedule {schedule}, without a limit of its own",
+                expected="a schedule, or --schedule search with --memory-limit",
+            )
         ranks, chunks, microbatches = _filled(ranks, 4), _filled(chunks, 1), _filled(microbatches, 16)
         if out is not None and (out.exists() or not out.parent.is_dir() or schedule == "all"):
             raise ConfigError(
@@ -76,15 +85,9 @@ def simulate(
             if csv is not None:
                 made = schedules.from_csv(_text(csv))
             elif schedule == "search":
-                made = schedules.search(
-                    ranks,
-                    microbatches,
-                    costs,
-                    chunks=chunks,
-                    memory_limit=memory_limit,
-                    seconds=_filled(seconds, 10.0),
-                    seed=_filled(seed, 0),
-                )
+                options = {"chunks": chunks, "seconds": _filled(seconds, 10.0), "seed": _filled(seed, 0)}
+                search = schedules.search_with_recompute if recompute else schedules.search
+                made = search(ranks, microbatches, costs, memory_limit=memory_limit, **options)  # type: ignore[arg-type]
             else:
                 made = schedules.by_name(
                     str(schedule),
@@ -92,8 +95,10 @@ def simulate(
                     chunks=chunks,
                     microbatches=microbatches,
                     costs=costs,
-                    memory_limit=memory_limit,
+                    memory_limit=None if recompute else memory_limit,
                 )
+            if recompute and schedule != "search":
+                made = schedules.with_recompute(made, costs, memory_limit)
             lines = [*_one(made, costs, memory_limit)]
             if out is not None:
                 lines.append(_written(made, out))

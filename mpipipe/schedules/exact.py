@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from mpipipe.errors import ArgumentError, BackendError
+from mpipipe.errors import BackendError
 from mpipipe.schedules import given
 from mpipipe.schedules.bounds import least_time
 from mpipipe.schedules.kinds import OPS, Form, Orders
@@ -84,8 +84,7 @@ def optimum(
     microbatches = at_least_one("microbatches", microbatches)
     if not isinstance(placement, Sequence):
         placement = looped_placement(at_least_one("ranks", placement), 1)
-    if not 0 < given.number("seconds", seconds) < math.inf:
-        raise ArgumentError("no time to search", found=f"seconds={seconds}", expected="a finite number above 0")
+    given.check_time(seconds)
     cp_model = _solver()
     quick = search(placement, microbatches, costs, memory_limit=memory_limit, seconds=seconds / 2, steps=STEPS)
     model = _Model(Form(placement, microbatches, costs, memory_limit), cp_model, simulate(quick, costs))

@@ -42,6 +42,11 @@ class Budget:
         """Return the share that is used up."""
         return max((perf_counter() - self.begin) / self.seconds, self.used / self.steps)
 
+    def goes_on(self) -> bool:
+        """Use one step; whether there was one left."""
+        self.used += 1
+        return self.used <= self.steps and self.spent() < 1
+
 
 class Improvement:
     """The best orders of a form so far.

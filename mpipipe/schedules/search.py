@@ -7,7 +7,6 @@ kept (Lin et al. 2023, Tessel, arXiv:2311.15269).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from random import Random
 
@@ -78,11 +77,10 @@ def search(
     True
     """
     microbatches = at_least_one("microbatches", microbatches)
-    if not 0 < given.number("seconds", seconds) < math.inf:
-        raise ArgumentError("no time to search", found=f"seconds={seconds}", expected="a finite number above 0")
+    given.check_time(seconds)
     budget, random = Budget(seconds, None if steps is None else at_least_one("steps", steps)), Random(seed)
     best: Improvement | None = None
-    places = _placements(placement, chunks)
+    places = placements(placement, chunks)
     for number, place in enumerate(places):
         bound = least_time(place, microbatches, costs, memory_limit)
         if best is None or bound < best.makespan:
@@ -113,7 +111,8 @@ def published(placement: Sequence[int], microbatches: int, costs: Costs, limit: 
             yield build(ranks, microbatches)
 
 
-def _placements(placement: int | Sequence[int], chunks: int) -> list[tuple[int, ...]]:
+def placements(placement: int | Sequence[int], chunks: int) -> list[tuple[int, ...]]:
+    """Return the placements to search, for a number of ranks or the ranks of stages."""
     if not isinstance(placement, Sequence):
         ranks, chunks = at_least_one("ranks", placement), at_least_one("chunks", chunks)
         looped = looped_placement(ranks, chunks)
