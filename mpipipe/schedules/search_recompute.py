@@ -82,7 +82,7 @@ def search_with_recompute(
     >>> plain = schedules.with_recompute(schedules.one_f_one_b(4, 8), memory_limit=2)
     >>> found = schedules.search_with_recompute(4, 8, memory_limit=2, seconds=60, steps=100)
     >>> schedules.simulate(plain).makespan, schedules.simulate(found).makespan < 35
-    (39.0, True)
+    (35.0, True)
     """
     microbatches, limit = at_least_one("microbatches", microbatches), given.number("memory_limit", memory_limit)
     given.check_time(seconds)
