@@ -42,7 +42,7 @@ class Form:
 
     def __init__(self, placement: Sequence[int], microbatches: int, costs: Costs, memory_limit: float | None) -> None:
         stages = len(placement)
-        self.placement, self.microbatches = tuple(placement), microbatches
+        self.placement, self.microbatches, self.costs = tuple(placement), microbatches, costs
         self.own = [[s for s in range(stages) if placement[s] == rank] for rank in range(max(placement) + 1)]
         self.limit = whole_limit(placement, microbatches, memory_limit)
         times = [costs.per_stage(name, stages) for name in ("forward", "input_grad", "weight_grad")]

@@ -80,15 +80,15 @@ def search(
     given.check_time(seconds)
     budget, random = Budget(seconds, None if steps is None else at_least_one("steps", steps)), Random(seed)
     best: Improvement | None = None
-    places = placements(placement, chunks)
-    for number, place in enumerate(places):
-        bound = least_time(place, microbatches, costs, memory_limit)
+    bounds = [(least_time(place, microbatches, costs, memory_limit), place) for place in placements(placement, chunks)]
+    for number, (bound, place) in enumerate(sorted(bounds)):
         if best is None or bound < best.makespan:
             form = Form(place, microbatches, costs, memory_limit)
-            found = _searched(form, costs, Improvement(form, bound, budget, random), (number + 1) / len(places))
+            found = _searched(form, costs, Improvement(form, bound, budget, random), (number + 1) / len(bounds))
             if best is None or found.makespan < best.makespan:
                 best = found
     assert best is not None
+    best.improve(1.0)  # with what is left where a placement cannot be faster
     return best.form.schedule("search", best.orders)
 
 
