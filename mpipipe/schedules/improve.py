@@ -28,7 +28,7 @@ LATER_FIRST = (0.0, 1.0, -1.0, 3.0)  # busy times by which a later stage of a ra
 FAR = 1e6  # busy times by which a weight gradient is put off: it only fills
 KEPT = 5  # good priorities that are varied
 FIRST = 0.3  # share of the budget in which orders are varied and rearranged at first
-REPEATED, BLOCKS = 0.5, 2  # share in which repeated blocks are searched, and how many
+REPEATED = 0.5  # share in which a repeated block is searched
 NEAR = 0.01  # share of the bound by which a schedule may be longer without that
 FEW = 2  # micro-batches per rank for that
 VARIED = 0.7  # share of a round
@@ -99,7 +99,7 @@ class Improvement:
     def improve(self, until: float) -> None:
         """Vary and rearrange until so much of the budget is used up, or the bound is reached; twice.
 
-        In between blocks are searched where the bound is still far.
+        In between a repeated block is searched where the bound is still far.
         """
         begin = self.budget.spent()
         if self.is_done() or begin >= until:
@@ -198,24 +198,19 @@ class Improvement:
         return row
 
     def _repeat(self, until: float) -> None:
-        """Search for a repeated block with few micro-batches, several times; take and learn each that is found."""
+        """Search for a repeated block with few micro-batches; take and learn what it gives for all of them."""
         form, begin = self.form, self.budget.spent()
         few = min(form.microbatches, FEW * len(form.own))
         part = Block(Form(form.placement, few, form.costs, form.limit), self.random)
-        whole = Block(form, self.random)
-        for turn in range(BLOCKS):
-            start, end = self.budget.spent(), begin + (turn + 1) / BLOCKS * (until - begin)
 
-            def share(start: float = start, end: float = end) -> float:
-                self.budget.used += 1
-                return (self.budget.spent() - start) / (end - start) if end > start else 1.0
+        def share() -> float:
+            self.budget.used += 1
+            return (self.budget.spent() - begin) / (until - begin) if until > begin else 1.0
 
-            times = part.search(part.earliest(), share)
-            if times is not None:
-                for ends in self.take_all([whole.orders(times)]):
-                    self.learn(ends)
-            if self.is_done():
-                return
+        times = part.search(part.earliest(), share)
+        if times is not None:
+            for ends in self.take_all([Block(form, self.random).orders(times)]):
+                self.learn(ends)
 
     def _rearrange(self, until: float) -> None:
         draw, form = self.random, self.form
