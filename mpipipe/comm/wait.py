@@ -98,7 +98,7 @@ def wait(
     if not process.recorders:
         return _wait(request, what, group, everyone, peer, process)
     with ExitStack() as stack:
-        for recorder in process.recorders:
+        for recorder in process.recorders.copy():  # a pipeline may be freed meanwhile
             stack.enter_context(recorder.waiting(what, group.key if everyone and group is not None else None))
         _wait(request, what, group, everyone, peer, process)
 

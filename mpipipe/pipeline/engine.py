@@ -105,8 +105,8 @@ class Engine:
         self.batches = BatchReader(schedule, self.rank, loss is not None)
         running = before_backwards(schedule) if recompute else schedule
         self.plans: dict[str | int, Plan] = {"step": Plan(running, self.rank, self.tags)}
-        self.steps_taken = 0
-        self.started = self.host_elapsed = 0.0
+        self.steps_taken, self.started, self.host_elapsed = 0, 0.0, 0.0
+        self._forget: Callable[[], object] = lambda: None  # takes the recorder out of the process
         watched = weakref.ref(self.agreement)  # a pipeline that nobody closed can be freed, if its groups cannot
         for group in self.groups:
             group.progress = lambda name=self.name: f"call {_count(watched)} of {name}"
@@ -225,10 +225,10 @@ class Engine:
         """Let `recorder` note them from now on."""
         clock, recorders = self.executor.clock, self.pipe.process.recorders
         clock.settle()
-        if self.recorder is not None:
-            recorders.discard(self.recorder)
+        self._forget()
         if recorder is not None:
             recorders.add(recorder)
+            self._forget = weakref.finalize(self, recorders.discard, recorder)  # nobody may close this pipeline
         clock.recorder = self.messages.mailbox.recorder = recorder
         if not clock.waits:  # marks are read from the host's clock
             self.executor.now = clock.now if recorder is None else recorder.now

@@ -121,10 +121,13 @@ class TrainConfig:
     schedule: str = option(
         "one_f_one_b",
         "schedule; others: gpipe, interleaved_1f1b, looped_bfs, zero_bubble_h1, zero_bubble_2p, "
-        "interleaved_zero_bubble; with chunks 2: zero_bubble_v, dualpipe_v, v_half, v_min",
+        "interleaved_zero_bubble; with chunks 2: zero_bubble_v, dualpipe_v, v_half, v_min; or FILE.csv with an order, "
+        "such as simulate --out writes",
     )
     chunks: int = option(1, "stages on each rank", least=1)
-    microbatches: int | None = option(None, "micro-batches of a step in each replica; default: 4 per rank", least=1)
+    microbatches: int | None = option(
+        None, "micro-batches of a step in each replica; default: 4 per rank, or those of FILE.csv", least=1
+    )
     partition: str | None = option(
         None, "layers of each stage, such as 3,2,2,3; default: stages with an even share of the operations"
     )

@@ -58,7 +58,7 @@ def find_start(config: TrainConfig, plan: TrainingPlan, mesh: Mesh, out: Path, f
     group, found = group_of(mesh.comm), None
     with group.together("train: where to begin"):
         if mesh.rank == 0:
-            found = _found(config, out)
+            found = checkpoint_of(config, out)
             if found is not None:
                 _check_same(found, facts_of(config, plan, fingerprint), config, plan.model)
             if config.resume == "no" or (found is not None and not _is_in(found, out)):
@@ -70,7 +70,8 @@ def find_start(config: TrainConfig, plan: TrainingPlan, mesh: Mesh, out: Path, f
     return group.broadcast("train: where to begin", found)
 
 
-def _found(config: TrainConfig, out: Path) -> Checkpoint | None:
+def checkpoint_of(config: TrainConfig, out: Path) -> Checkpoint | None:
+    """Return the checkpoint that the configuration wants to go on from, None where the training begins."""
     if config.resume == "no":
         return None
     if config.resume != "auto":

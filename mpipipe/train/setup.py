@@ -21,6 +21,7 @@ from mpipipe.train.base import Base, architecture_of, find_base
 from mpipipe.train.config import TrainConfig
 from mpipipe.train.data import Source
 from mpipipe.train.fine_tuning import FineTuning, find_tuning
+from mpipipe.train.order_file import with_order
 from mpipipe.train.packing import Packing
 from mpipipe.train.planner import Scene, planned
 from mpipipe.train.preparation import check_same_config, find_data, make_plan, make_reporter, open_data
@@ -97,6 +98,7 @@ def train(
     tuning = find_tuning(config, comm)
     architecture = architecture_of(base, architecture)
     out = Path(output.shared_path(comm, config.out))
+    config = with_order(config, comm, out)
     trace = trace_folder(comm, config.trace, out, resumes=config.resume != "no")
     pipe = max(1, comm.size // config.seq) if config.pipe is None else config.pipe
     if config.survive:

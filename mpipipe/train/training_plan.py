@@ -12,6 +12,7 @@ from mpipipe.train.architecture import Architecture, Model
 from mpipipe.train.config import TrainConfig
 from mpipipe.train.config_checks import parse_partition
 from mpipipe.train.fine_tuning import FineTuning
+from mpipipe.train.order import fitting, is_table
 from mpipipe.train.shard import Shard
 
 BYTES = 256  # token ids of a model of bytes, which an architecture makes without being told
@@ -62,7 +63,10 @@ class TrainingPlan:
                 expected=f"a multiple of {replicas}",
                 remedy=f"for example batch = {(rows + 1) * replicas}",
             )
-        microbatches = config.microbatches
+        order = None
+        if is_table(config.schedule):
+            order = fitting(config.schedule, pipe, config.chunks, config.microbatches)
+        microbatches = config.microbatches if order is None else order.microbatches
         if microbatches is None:
             microbatches = min(rows, schedules.advise(pipe, config.chunks).microbatches)
         if rows < microbatches:
@@ -73,9 +77,11 @@ class TrainingPlan:
                 remedy="raise batch, or lower microbatches",
             )
         limits.check_counts(config.layers, config.schedule, pipe, config.chunks, microbatches)
-        schedule = schedules.by_name(config.schedule, ranks=pipe, microbatches=microbatches, chunks=config.chunks)
+        schedule = order or schedules.by_name(
+            config.schedule, ranks=pipe, microbatches=microbatches, chunks=config.chunks
+        )
         if all(action.op == "F" for action in schedule.orders[0]):
-            raise ConfigError("a schedule without backward passes cannot train", found=config.schedule)
+            raise ConfigError("a schedule without backward passes cannot train", found=schedule.name)
         names = ("dim", "layers", "heads", "kv_heads", "hidden", "tied", "dropout", "rope_base")
         sizes = {name: getattr(config, name) for name in names}
         wanted = vocab if config.vocab is None else config.vocab
