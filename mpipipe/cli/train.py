@@ -11,6 +11,7 @@ import typer
 from mpipipe import processor
 from mpipipe.comm.abort import run_or_abort
 from mpipipe.comm.group import group_of
+from mpipipe.comm.threads import share_of_cores
 from mpipipe.models import GPT
 from mpipipe.train import TrainConfig
 from mpipipe.train import train as run_training
@@ -24,7 +25,7 @@ def train(config: str | None = None, **flags: Any) -> None:
     """
 
     def work() -> None:
-        processor.prepare_process()
+        processor.prepare_process(share_of_cores())
         with group_of().together("train: reading the configuration"):
             chosen = TrainConfig.load(config, **{name: value for name, value in flags.items() if value != []})
         run_training(chosen, GPT)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from mpipipe import arrays, nn
 from mpipipe.attention import Local
@@ -80,6 +81,15 @@ def machine_memory() -> int | None:
     except (ValueError, OSError):
         return None
     return pages * size if pages > 0 and size > 0 else None
+
+
+def resident() -> int:
+    """Return the bytes of memory that this process has now, 0 where the operating system does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _check_memory(what: str, needs: Mapping[str, int], remedy: str) -> None:

@@ -130,6 +130,8 @@ class Rehearsal:
         """
         kinds = self.kinds[start:stop]
         key = tuple(kinds), x.shape, x.dtype.name, ends, stop == len(self.kinds), self._frozen_names(start, stop)
+        if not self._known:  # what the first use of anything leaves behind is no part of a stage
+            self._measure([start], x[:1], targets[:1], ends)
         if key not in self._known:
             run = longest_run(kinds)
             behind = start + run.start + run.period * run.count
