@@ -12,7 +12,7 @@ from __future__ import annotations
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +20,7 @@ import numpy as np
 from mpipipe import nn
 from mpipipe.arrays import Array
 from mpipipe.nn import Position
+from mpipipe.nn.freezing import is_frozen
 from mpipipe.pipeline.loss import Loss
 
 
@@ -112,8 +113,8 @@ class Rehearsal:
         frozen: Sequence[str],
         loss_for: Callable[[nn.Stage], Callable[..., Any]],
     ) -> None:
-        self.build, self.dtype, self.frozen, self.loss_for = build, dtype, frozen, loss_for
-        self.kinds = [kind_of(layer) for layer in build()]
+        self.make, self.dtype, self.frozen, self.loss_for = build, dtype, frozen, loss_for
+        self.kinds = [kind_of(layer) for layer in self.build()]
         self._known: dict[tuple, tuple[StageBytes, tuple[int, ...]]] = {}
 
     def stage(
@@ -129,26 +130,29 @@ class Rehearsal:
         ends : whether nobody wants the gradient of the input
         """
         kinds = self.kinds[start:stop]
-        key = tuple(kinds), x.shape, x.dtype.name, ends, stop == len(self.kinds), self._frozen_names(start, stop)
+        key = tuple(kinds), x.shape, x.dtype.name, ends, stop == len(self.kinds)
+        if key in self._known:
+            return self._known[key]
+        run = longest_run(kinds)
+        times = (1, 2) if run.count > 2 else (run.count,)
+        behind = start + run.start + run.period * run.count
+        cuts = [[*range(start, start + run.start + run.period * count), *range(behind, stop)] for count in times]
         if not self._known:  # what the first use of anything leaves behind is no part of a stage
-            self._measure([start], x[:1], targets[:1], ends)
-        if key not in self._known:
-            run = longest_run(kinds)
-            behind = start + run.start + run.period * run.count
-            if run.count <= 2:
-                self._known[key] = self._measure([*range(start, stop)], x, targets, ends)
-            else:
-                short, long = (
-                    self._measure(
-                        [*range(start, start + run.start + run.period * times), *range(behind, stop)], x, targets, ends
-                    )
-                    for times in (1, 2)
-                )
-                self._known[key] = short[0].longer(long[0], run.count - 1), short[1]
+            self._measure(cuts[0], x[:1], targets[:1], ends)
+        (short, shape), *more = [self._measure(cut, x, targets, ends) for cut in cuts]
+        self._known[key] = (short.longer(more[0][0], run.count - 1) if more else short), shape
         return self._known[key]
 
-    def _frozen_names(self, start: int, stop: int) -> tuple:
-        return (start, stop) if self.frozen else ()
+    def build(self) -> list[nn.Layer]:
+        """Return all layers, whose parameters say themselves whether they are frozen: a shorter stage renames them."""
+        layers = self.make()
+        for place, top in enumerate(layers):
+            for name, layer in top.walk(str(place)):
+                layer.declared = {
+                    key: replace(entry, frozen=entry.frozen or is_frozen(f"{name}.{key}", self.frozen))
+                    for key, entry in layer.declared.items()
+                }
+        return layers
 
     def _measure(
         self, places: Sequence[int], x: np.ndarray, targets: np.ndarray, ends: bool
@@ -158,7 +162,7 @@ class Rehearsal:
             chosen = [layers[place] for place in places]
             del layers
             before = _now()
-            stage = nn.Stage(chosen, self.dtype, first=places[0], frozen=self.frozen)
+            stage = nn.Stage(chosen, self.dtype)
             drawing, buffers = _peak() - before, _now() - before
             drawing -= buffers
             stage.keep_compute()
