@@ -90,12 +90,7 @@ def gather(comm: Communicator | None = None, gpus: bool = True) -> dict[str, Any
     first, promise = everyone[0], launcher_size(os.environ)
     shares = fair_shares([(each["host"]["host"], each["single_cores"]) for each in everyone])
     binding = [
-        {
-            "rank": rank,
-            "host": each["host"]["host"],
-            "cores": each["cores"],
-            "threads": each["chosen_threads"] or share,
-        }
+        {"rank": rank, "host": each["host"]["host"], "cores": each["cores"], "threads": each["chosen_threads"] or share}
         for rank, (each, share) in enumerate(zip(everyone, shares))
     ]
     return {

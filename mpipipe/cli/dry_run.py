@@ -1,4 +1,4 @@
-"""What `train --dry-run` shows: the plan of a training, and the memory of each rank, in lines of at most 100 columns."""
+"""What `train --dry-run` shows: the plan of a training, and the memory of each rank."""
 
 from __future__ import annotations
 
@@ -98,10 +98,7 @@ def described(found: Forecast) -> str:
 
 
 def _sizes(each: RankBytes) -> str:
-    parts = {
-        "scratch": each.scratch + each.tables + each.batch,
-        "sample": max(0, each.sample - each.step),
-    }
+    parts = {"scratch": each.scratch + each.tables + each.batch, "sample": max(0, each.sample - each.step)}
     sizes = [parts.get(name, getattr(each, name)) for name in COLUMNS]
     return "  ".join(f"{size / 1e6:>{max(7, len(name))}.1f}" for name, size in zip(COLUMNS, sizes))
 

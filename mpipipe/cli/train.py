@@ -18,7 +18,6 @@ from mpipipe.train import TrainConfig
 from mpipipe.train import train as run_training
 from mpipipe.train.config import KINDS
 
-
 DRY_RUN = typer.Option(
     "--dry-run", help="train nothing: show the plan, and the memory of each rank", show_default=False
 )

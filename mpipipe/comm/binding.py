@@ -85,8 +85,8 @@ def crowded_threads(binding: Sequence[Mapping[str, Any]]) -> str | None:
     Examples
     --------
     >>> from mpipipe.comm.binding import crowded_threads
-    >>> crowded_threads([{"rank": rank, "host": "n1", "cores": str(rank), "threads": 1 + 3 * rank} for rank in range(2)])
-    'rank 1 has 4 BLAS threads on 1 core of n1'
+    >>> crowded_threads([{"rank": 0, "host": "n1", "cores": "0", "threads": 4}])
+    'rank 0 has 4 BLAS threads on 1 core of n1'
     >>> crowded_threads([{"rank": rank, "host": "n1", "cores": "0-7", "threads": 4} for rank in range(4)])
     'ranks 0-3 have 16 BLAS threads on 8 cores of n1'
     """

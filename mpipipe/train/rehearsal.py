@@ -56,11 +56,11 @@ class StageBytes:
 
 
 class Run(NamedTuple):
-    """Layers that repeat: `count` times the `period` layers from `start` on."""
+    """Layers that repeat: `times` times the `period` layers from `start` on."""
 
     start: int
     period: int
-    count: int
+    times: int
 
 
 def longest_run(kinds: Sequence[Any]) -> Run:
@@ -70,7 +70,7 @@ def longest_run(kinds: Sequence[Any]) -> Run:
     --------
     >>> from mpipipe.train.rehearsal import longest_run
     >>> longest_run("EAFAFAFAFH")
-    Run(start=1, period=2, count=4)
+    Run(start=1, period=2, times=4)
     """
     best = Run(0, len(kinds), 1)
     for period in range(1, len(kinds) // 3 + 1):
@@ -80,7 +80,7 @@ def longest_run(kinds: Sequence[Any]) -> Run:
             if holds:
                 continue
             count = (place - start) // period + 1
-            if count > 2 and (count - 2) * period > max(0, best.count - 2) * best.period:
+            if count > 2 and (count - 2) * period > max(0, best.times - 2) * best.period:
                 best = Run(start, period, count)
             start = place + 1
     return best
@@ -134,13 +134,13 @@ class Rehearsal:
         if key in self._known:
             return self._known[key]
         run = longest_run(kinds)
-        times = (1, 2) if run.count > 2 else (run.count,)
-        behind = start + run.start + run.period * run.count
+        times = (1, 2) if run.times > 2 else (run.times,)
+        behind = start + run.start + run.period * run.times
         cuts = [[*range(start, start + run.start + run.period * count), *range(behind, stop)] for count in times]
         if not self._known:  # what the first use of anything leaves behind is no part of a stage
             self._measure(cuts[0], x[:1], targets[:1], ends)
         (short, shape), *more = [self._measure(cut, x, targets, ends) for cut in cuts]
-        self._known[key] = (short.longer(more[0][0], run.count - 1) if more else short), shape
+        self._known[key] = (short.longer(more[0][0], run.times - 1) if more else short), shape
         return self._known[key]
 
     def build(self) -> list[nn.Layer]:
@@ -218,9 +218,9 @@ class _MicroBatch:
             start = _now()
             saved, dy, output = self.forward()
             held = _now()
-            dx, waiting = self.stage.backward_input(dy, saved)
+            waiting = self.stage.backward_input(dy, saved)[1]
             input_grad = _peak() - held
-            saved = dy = dx = None
+            saved = dy = None
             pending = _now() - start
             held = _now()
             self.stage.backward_weight(waiting)

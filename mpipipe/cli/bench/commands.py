@@ -80,9 +80,7 @@ def train(
 
 
 @app.command("dry-run")
-def dry_run(
-    config: Annotated[Path, typer.Argument(help="TOML file with keys of train", show_default=False)],
-) -> None:
+def dry_run(config: Annotated[Path, typer.Argument(help="TOML file with keys of train", show_default=False)]) -> None:
     """Memory foreseen by train --dry-run against a training (mpiexec -n 4 python -m mpipipe bench dry-run job.toml)."""
     from mpipipe.cli.bench.dry_run import run
     from mpipipe.comm.group import group_of
