@@ -19,7 +19,7 @@ from mpipipe.train.dry_run import Forecast, RankBytes, foresee
 
 MOST_RANKS = 1 << 16
 REFUSED = 2  # exit code, as of a configuration that cannot be used
-COLUMNS = ("parameters", "gradients", "moments", "activations", "messages", "scratch", "sample", "process", "total")
+COLUMNS = ("parameters", "gradients", "moments", "activations", "messages", "scratch", "later", "process", "total")
 
 
 def foretell(load: Callable[[], TrainConfig], ranks: int | None) -> None:
@@ -98,9 +98,12 @@ def described(found: Forecast) -> str:
 
 
 def _sizes(each: RankBytes) -> str:
-    parts = {"scratch": each.scratch + each.tables + each.batch, "sample": max(0, each.sample - each.step)}
-    sizes = [parts.get(name, getattr(each, name)) for name in COLUMNS]
-    return "  ".join(f"{size / 1e6:>{max(7, len(name))}.1f}" for name, size in zip(COLUMNS, sizes))
+    sizes = vars(each) | {
+        "scratch": each.scratch + each.tables + each.batch,
+        "later": max(0, each.sample - each.step, each.sums - each.step),
+        "total": each.total,
+    }
+    return "  ".join(f"{sizes[name] / 1e6:>{max(7, len(name))}.1f}" for name in COLUMNS)
 
 
 def _bubble(found: Forecast) -> float:

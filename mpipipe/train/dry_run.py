@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from mpipipe.train.base import architecture_of, find_base
 from mpipipe.train.config import TrainConfig
 from mpipipe.train.data import find
 from mpipipe.train.fine_tuning import find_tuning
-from mpipipe.train.footprint import Held, peak_of_step
+from mpipipe.train.footprint import peak_of_step
 from mpipipe.train.memory import STATES, own_layers, parameters_of, resident
 from mpipipe.train.rehearsal import Rehearsal, StageBytes
 from mpipipe.train.ring_memory import with_ring
@@ -27,6 +28,7 @@ from mpipipe.train.training_plan import TrainingPlan
 # What a process takes once it trains, whatever the model: modules that are imported late, buffers of MPI and of BLAS,
 # and gaps between arrays. Measured with `bench dry-run` under MPICH 4.3 and Open MPI 5: 8 to 18 MB.
 SETTLED = 13_000_000
+SUMMED = 2  # MPI sums gradients with a buffer as large, of which MPICH touches a half on two ranks, and Open MPI all
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class RankBytes:
     batch : inputs and targets
     start : what drawing the initial values takes, beside parameters and gradients
     sample : what a step has taken, with parameters and gradients of the decoder that writes the sample at the end
+    sums : what a step has taken, with what MPI takes for sums over replicas; 0 without replicas
     process : Python with its libraries, and what they keep for themselves once a training runs
     """
 
@@ -61,12 +64,13 @@ class RankBytes:
     batch: int
     start: int
     sample: int
+    sums: int
     process: int
 
     @property
     def total(self) -> int:
         """The most that the rank holds at once: in a step, while initial values are drawn, or for the sample."""
-        state = self.moments + self.tables + max(self.step, self.sample)
+        state = self.moments + self.tables + max(self.step, self.sample, self.sums)
         return self.process + self.parameters + self.gradients + max(self.start, state)
 
     @property
@@ -106,6 +110,14 @@ def foresee(config: TrainConfig, architecture: Architecture, ranks: int) -> Fore
     return inprocess.run(1, lambda comm: _foresee(config, architecture, ranks, process, comm))[0]
 
 
+class _Rehearsed(NamedTuple):
+    """What runs, with the bytes of each stage and of its input."""
+
+    schedule: schedules.Schedule
+    stages: list[StageBytes]
+    inputs: list[int]
+
+
 def _foresee(config: TrainConfig, architecture: Architecture, ranks: int, process: int, comm: Communicator) -> Forecast:
     config, base = find_base(config, comm)
     tuning = find_tuning(config, comm)
@@ -134,7 +146,8 @@ def _foresee(config: TrainConfig, architecture: Architecture, ranks: int, proces
             found = with_ring(found, plan.model.build(shard.attend)[start:stop], rows * length, config.dtype)
         stages.append(found)
         x = np.zeros(shape, arrays.dtype(config.dtype))
-    of_ranks = [_rank(config, plan, schedule, rank, stages, inputs, process) for rank in range(pipe)]
+    rehearsed = _Rehearsed(schedule, stages, inputs)
+    of_ranks = [_rank(config, plan, rehearsed, rank, process, data * config.seq) for rank in range(pipe)]
     return Forecast(config, plan, pipe, data, config.seq, of_ranks)
 
 
@@ -152,21 +165,16 @@ def _mesh(config: TrainConfig, ranks: int) -> tuple[int, int]:
 
 
 def _rank(
-    config: TrainConfig,
-    plan: TrainingPlan,
-    schedule: schedules.Schedule,
-    rank: int,
-    stages: list[StageBytes],
-    inputs: list[int],
-    process: int,
+    config: TrainConfig, plan: TrainingPlan, rehearsed: _Rehearsed, rank: int, process: int, replicas: int
 ) -> RankBytes:
+    schedule, stages, inputs = rehearsed
     own = [stages[number] for number in schedule.stages_of(rank)]
     kind = arrays.dtype(config.dtype)
     wide = arrays.accumulator(kind).itemsize
     layers = plan.model.build(Local())
     sizes = [parameters_of(layers[start:stop]) for start, stop in plan.ranges_of(rank)]
     count, trained = parameters_of(own_layers(plan, rank)), plan.trained_parameters(rank)
-    held: Held = peak_of_step(schedule, rank, stages, inputs)
+    held = peak_of_step(schedule, rank, stages, inputs)
     length = -(-config.seq_len // config.seq)
     ends = (rank == schedule.placement[0]) + (rank == schedule.placement[-1])
     step = round(held.total) + ends * 16 * plan.rows * length
@@ -184,18 +192,19 @@ def _rank(
         scratch=round(held.scratch),
         batch=ends * 16 * plan.rows * length,
         start=max(0, round(max(each.drawing for each in own))),
-        sample=_with_decoder(step, [size * wide for size in sizes]) if config.sample_bytes else 0,
+        sample=_with_buffers(step, [size * wide for size in (*sizes, *sizes)]) if config.sample_bytes else 0,
+        sums=_with_buffers(step, [size * wide // SUMMED for size in sizes]) if replicas > 1 else 0,
         process=process,
     )
 
 
-def _with_decoder(step: int, buffers: list[int]) -> int:
-    """Return what a step has taken and what a decoder with these buffers takes, parameters and gradients of each.
+def _with_buffers(step: int, buffers: list[int]) -> int:
+    """Return what a step has taken and what these buffers take behind it.
 
     Memory that a step has taken stays with the process. A buffer that fits into it takes no more.
     """
     room, more = step, 0
-    for size in sorted((*buffers, *buffers), reverse=True):
+    for size in sorted(buffers, reverse=True):
         if size <= room:
             room -= size
         else:

@@ -1,7 +1,7 @@
 """The memory of one rank in a training step, action by action: what it holds, and what the action takes on top.
 
-F  saved stays until B, or until I, which leaves pending until W      x of an F stays as long, in a buffer of messages
-R  the same for an F of which only x was kept
+F  leaves `saved` until B, or until I, which leaves `pending` until W
+R  leaves it where F has kept its input alone, which stays as long, in a buffer of messages
 """
 
 from __future__ import annotations

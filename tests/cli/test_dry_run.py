@@ -1,4 +1,4 @@
-"""`train --dry-run` as users start it: without MPI for any number of ranks, and under a launcher for those there are."""
+"""`train --dry-run` as users start it: without MPI for any ranks, under a launcher for those there are."""
 
 from __future__ import annotations
 

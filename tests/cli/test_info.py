@@ -8,22 +8,21 @@ import sys
 import pytest
 
 from mpipipe import arrays, environment
-from mpipipe.cli import info as command
+from mpipipe.cli.info import described, info
 from mpipipe.comm import inprocess
+from mpipipe.comm.binding import crowded, crowded_threads
 from mpipipe.errors import BackendError
 
 
 def surroundings(cores, threads=1, host_cores=8):
     binding = [{"rank": rank, "host": "n1", "cores": own, "threads": threads} for rank, own in enumerate(cores)]
     hosts = [{"host": "n1", "cores": host_cores, "memory": 64 << 30, "free_memory": 48 << 30}]
-    from mpipipe.comm.binding import crowded, crowded_threads
-
     warnings = {"crowded": crowded(binding), "crowded_threads": crowded_threads(binding)}
     return {"binding": binding, "hosts": hosts, **warnings}
 
 
 def test_ranks_with_the_same_cores_stand_together():
-    facts = command.described(surroundings(["0-3", "0-3", "4-7", "4-7"], threads=2))
+    facts = described(surroundings(["0-3", "0-3", "4-7", "4-7"], threads=2))
     assert facts["cores"] == "ranks 0-1: 0-3 on n1\nranks 2-3: 4-7 on n1"
     assert facts["threads"] == "ranks 0-3: 2 of BLAS in train"
     assert facts["free memory"] == "n1: 48.0 of 64.0 GiB"
@@ -39,11 +38,11 @@ def test_ranks_with_the_same_cores_stand_together():
     ],
 )
 def test_a_bad_placement_is_warned_of(cores, threads, text):
-    assert text in command.described(surroundings(cores, threads))["warning"]
+    assert text in described(surroundings(cores, threads))["warning"]
 
 
 def test_ranks_that_fill_a_host_one_by_one_are_no_reason_to_warn():
-    assert "warning" not in command.described(surroundings([str(core) for core in range(8)]))
+    assert "warning" not in described(surroundings([str(core) for core in range(8)]))
 
 
 def test_json_is_what_train_writes(launch):
@@ -70,7 +69,7 @@ def amd(emulated_gpu, monkeypatch):
 
 
 def test_gpus_of_amd_are_named_and_no_error_of_a_compiler(amd, capsys):
-    command.info()
+    info()
     lines = capsys.readouterr().out.splitlines()
     (line,) = [line for line in lines if line.startswith("GPU toolkit")]
     assert "AMD's GPUs are not supported yet" in line
