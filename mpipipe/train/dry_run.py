@@ -28,7 +28,6 @@ from mpipipe.train.training_plan import TrainingPlan
 # What a process takes once it trains, whatever the model: modules that are imported late, buffers of MPI and of BLAS,
 # and gaps between arrays. Measured with `bench dry-run` under MPICH 4.3 and Open MPI 5: 8 to 18 MB.
 SETTLED = 13_000_000
-SUMMED = 2  # MPI sums gradients with a buffer as large, of which MPICH touches a half on two ranks, and Open MPI all
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class RankBytes:
     batch : inputs and targets
     start : what drawing the initial values takes, beside parameters and gradients
     sample : what a step has taken, with parameters and gradients of the decoder that writes the sample at the end
-    sums : what a step has taken, with what MPI takes for sums over replicas; 0 without replicas
+    sums : what MPI takes for sums over replicas; 0 without replicas
     process : Python with its libraries, and what they keep for themselves once a training runs
     """
 
@@ -193,7 +192,7 @@ def _rank(
         batch=ends * 16 * plan.rows * length,
         start=max(0, round(max(each.drawing for each in own))),
         sample=_with_buffers(step, [size * wide for size in (*sizes, *sizes)]) if config.sample_bytes else 0,
-        sums=_with_buffers(step, [size * wide // SUMMED for size in sizes]) if replicas > 1 else 0,
+        sums=trained * wide if replicas > 1 else 0,  # MPI sums with a buffer as large, where a step has been
         process=process,
     )
 

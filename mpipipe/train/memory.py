@@ -63,6 +63,16 @@ def check_decoding(plan: TrainingPlan, rank: int, dtype: str, caches: tuple[int,
     )
 
 
+def check_rehearsal(layers: Sequence[nn.Layer], dtype: str, input_bytes: int) -> None:
+    """As `check_training`, for a dry run that tries these layers with one micro-batch on this machine."""
+    count, wide = parameters_of(layers), arrays.accumulator(arrays.dtype(dtype)).itemsize
+    needs = {
+        f"{count:,} parameters and their gradients": 2 * count * wide,
+        "inputs of the layers": len(layers) * input_bytes,
+    }
+    _check_memory("rehearsing a stage for the dry run", needs, "run it on a machine with more memory")
+
+
 def own_layers(plan: TrainingPlan, rank: int) -> list[nn.Layer]:
     """Return the unbound layers of a rank of the pipeline; they hold no arrays."""
     layers = plan.model.build(Local())

@@ -22,6 +22,7 @@ from mpipipe.arrays import Array
 from mpipipe.nn import Position
 from mpipipe.nn.freezing import is_frozen
 from mpipipe.pipeline.loss import Loss
+from mpipipe.train import memory
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,7 @@ class Rehearsal:
             layers = self.build()
             chosen = [layers[place] for place in places]
             del layers
+            memory.check_rehearsal(chosen, self.dtype, x.nbytes)
             before = _now()
             stage = nn.Stage(chosen, self.dtype)
             drawing, buffers = _peak() - before, _now() - before
