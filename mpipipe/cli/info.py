@@ -21,7 +21,7 @@ from mpipipe.comm.group import group_of
 from mpipipe.comm.types import Communicator
 from mpipipe.errors import BackendError, MismatchError, MpipipeError
 
-REPORT = "With a bug report send these lines, the command, the whole error, and config.toml of the run."
+REPORT = "Send these lines, the command, the whole error, and config.toml of the run."
 NARROW_KERNELS = ("Haswell", "Zen")  # OpenBLAS's names for its AVX2 kernels
 
 
@@ -55,8 +55,7 @@ def info(
     if root and probe:
         facts["probe"] = _probe()
     if root and surroundings is not None:
-        _show(facts | described(surroundings))
-        print(REPORT)
+        _show(facts | described(surroundings) | {"bug report": REPORT})
 
 
 def _print_json() -> None:
