@@ -72,6 +72,7 @@ def floors() -> str:
                 ("attention", "layouts, ring"),
                 ("adapters", "PyTorch, JAX"),
                 ("pictures", "by matplotlib"),
+                ("site", "job scripts"),
             ],
         ),
         ("2", [("schedules", "pure Python"), ("comm", "the room of MPI"), ("nn", "layers, stages, losses")]),

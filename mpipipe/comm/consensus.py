@@ -172,7 +172,7 @@ def _first_problem(entries: list[Entry], message: str | None, remedy: str | None
         if problem is not None:
             if problem.rank is None:
                 same = [rank for rank, other in enumerate(entries) if str(other.error) == str(problem)]
-                problem.rank = rank_list.numbers(same)
+                problem.rank = rank_list.numbers(same, len(entries))
             return index, problem
     call, facts = entries[0].call, entries[0].facts
     odd = [rank for rank, entry in enumerate(entries) if entry.call[:2] != call[:2]]

@@ -31,6 +31,7 @@ from mpipipe.train.progress import Progress
 from mpipipe.train.report import NullReporter, Record, Reporter, summary
 from mpipipe.train.result import leave_model
 from mpipipe.train.sample import continued
+from mpipipe.train.screen import folded
 from mpipipe.train.shard import Shard
 from mpipipe.train.step_times import StepTimes, shared_speed
 from mpipipe.train.tracing import Tracing
@@ -146,6 +147,7 @@ class Trainer:
                 record, step=self.progress.step, validation=validation, **self.language.bits(record.loss, validation)
             )
         leave_model(self.out, self.config, self.plan, self.pipeline.stages, self.mesh, self.base)
+        self.reporter.draw_losses()
         self._show_sample()
         if self.in_all.steps:
             record = replace(record, **shared_speed(self.in_all, self.config, self.mesh, self.pipeline))
@@ -209,4 +211,4 @@ class Trainer:
                 decoding, prompt, count, self.language.vocab, temperature=config.temperature, seed=config.seed
             )
         title = f"--- sample: {len(prompt)} {self.language.unit} of validation text, {len(answer)} of the model's"
-        self.reporter.say("\n".join([title, self.language.text(prompt + answer), "---"]))
+        self.reporter.say("\n".join([title, folded(self.language.text(prompt + answer)), "---"]))

@@ -67,7 +67,7 @@ def test_the_api_page_has_every_public_room():
         "mpipipe",
         *(
             f"mpipipe.{room}"
-            for room in ("schedules", "nn", "attention", "optim", "adapters", "checkpoint", "models", "pictures")
+            for room in "schedules nn attention optim adapters checkpoint models pictures site".split()
         ),
     ):
         assert importlib.import_module(name).__all__
