@@ -17,13 +17,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from mpipipe import __version__, arrays
+from mpipipe import __version__, arrays, processor
 from mpipipe.comm import runtime
-from mpipipe.comm.binding import cores_text, crowded, own_cores
+from mpipipe.comm.binding import cores_text, crowded, crowded_threads, own_cores, parse_cores
 from mpipipe.comm.collect import collect
 from mpipipe.comm.describe import thread_level
 from mpipipe.comm.group import group_of
 from mpipipe.comm.launcher import launcher_size
+from mpipipe.comm.threads import cores_of, fair_shares
 from mpipipe.comm.types import Communicator
 
 PACKAGES = (
@@ -64,7 +65,8 @@ def gather(comm: Communicator | None = None, gpus: bool = True) -> dict[str, Any
         there is none. `mpi`: library, standard and thread level; None where the ranks are threads. `launcher`: the
         variable that promises the ranks, and their number; or None. `job`: numbers of the batch system. `ranks`: their
         number. `hosts`: name, processor, cores, memory, GPUs and ranks of each host; memory in bytes. `binding`: rank,
-        host and the cores that it may run on, such as "0-3,8". `crowded`: a sentence where ranks share cores, or None.
+        host, the cores that it may run on, such as "0-3,8", and the BLAS threads with which it would train. `crowded`
+        and `crowded_threads`: a sentence where ranks, or their threads, are more than their cores, or None.
         `blas`: each library of numpy with its kernels and threads. `variables`: those of this package, of threads, of
         GPUs and of MPI that are set. `different`: what of all this other ranks have in another way.
 
@@ -86,8 +88,10 @@ def gather(comm: Communicator | None = None, gpus: bool = True) -> dict[str, Any
     if everyone is None:
         return None
     first, promise = everyone[0], launcher_size(os.environ)
+    shares = fair_shares([(each["host"]["host"], each["single_cores"]) for each in everyone])
     binding = [
-        {"rank": rank, "host": each["host"]["host"], "cores": each["cores"]} for rank, each in enumerate(everyone)
+        {"rank": rank, "host": each["host"]["host"], "cores": each["cores"], "threads": each["chosen_threads"] or share}
+        for rank, (each, share) in enumerate(zip(everyone, shares))
     ]
     return {
         "mpipipe": first["mpipipe"],
@@ -105,6 +109,7 @@ def gather(comm: Communicator | None = None, gpus: bool = True) -> dict[str, Any
         "hosts": _hosts(everyone),
         "binding": binding,
         "crowded": crowded(binding),
+        "crowded_threads": crowded_threads(binding),
         "blas": first["blas"],
         "variables": first["variables"],
         "different": _different(everyone),
@@ -194,6 +199,8 @@ def _here(gpus: bool) -> dict[str, Any]:
             "gpus": arrays.describe_gpus() if gpus else [],
         },
         "cores": own_cores(),
+        "single_cores": sorted(cores_of(parse_cores(own_cores()))),
+        "chosen_threads": processor.chosen_threads(),
         "blas": blas(),
         "variables": {
             name: value

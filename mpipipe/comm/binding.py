@@ -66,6 +66,47 @@ def crowded(binding: Sequence[Mapping[str, Any]]) -> str | None:
     return f"{rank_list.named(ranks)} {text} on {host}"
 
 
+def crowded_threads(binding: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return a sentence where ranks have more BLAS threads than cores; else None.
+
+    Of several such places the one with the most threads on a core is named. Where each rank has one thread, `crowded`
+    says all there is to say.
+
+    Parameters
+    ----------
+    binding : sequence of mappings
+        `rank`, `host`, `cores` and `threads` of each rank, as in what `environment.gather` returns.
+
+    Returns
+    -------
+    str or None
+        With the ranks and the host.
+
+    Examples
+    --------
+    >>> from mpipipe.comm.binding import crowded_threads
+    >>> crowded_threads([{"rank": 0, "host": "n1", "cores": "0", "threads": 4}])
+    'rank 0 has 4 BLAS threads on 1 core of n1'
+    >>> crowded_threads([{"rank": rank, "host": "n1", "cores": "0-7", "threads": 4} for rank in range(4)])
+    'ranks 0-3 have 16 BLAS threads on 8 cores of n1'
+    """
+    worst: tuple[float, list[int], int, int, str] = 1.0, [], 0, 0, ""
+    for host in sorted({place["host"] for place in binding}):
+        here = {place["rank"]: place for place in binding if place["host"] == host}
+        own = {rank: parse_cores(place["cores"]) for rank, place in here.items()}
+        for cores in {frozenset().union(*own.values()), *own.values()}:
+            ranks = [rank for rank, allowed in own.items() if allowed and allowed <= cores]
+            several = [rank for rank in ranks if here[rank]["threads"] > 1]
+            threads = sum(here[rank]["threads"] for rank in ranks)
+            if several and cores and threads / len(cores) > worst[0]:
+                worst = threads / len(cores), ranks, threads, len(cores), host
+    _, ranks, threads, count, host = worst
+    if not ranks:
+        return None
+    verb = "has" if len(ranks) == 1 else "have"
+    return f"{rank_list.named(ranks)} {verb} {threads} BLAS threads on {count} core{'s' if count > 1 else ''} of {host}"
+
+
 def cores_text(cores: Sequence[int]) -> str:
     """Write numbers of cores as Linux does.
 

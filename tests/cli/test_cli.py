@@ -45,7 +45,8 @@ def small(tmp_path):
 
 
 def test_every_field_of_the_configuration_is_a_flag():
-    assert set(SIGNATURE.parameters) == {"config", *(entry.name for entry in dataclasses.fields(TrainConfig))}
+    fields = {entry.name for entry in dataclasses.fields(TrainConfig)}
+    assert set(SIGNATURE.parameters) == {"config", "dry_run", "ranks", *fields}
 
 
 def test_train_ends_with_the_line_that_programs_read(mpipipe, small, tmp_path):

@@ -80,6 +80,21 @@ def train(
     _guarded(lambda: run(repeats, dim, layers, heads, seq_len, microbatches, rows))
 
 
+@app.command("dry-run")
+def dry_run(config: Annotated[Path, typer.Argument(help="TOML file with keys of train", show_default=False)]) -> None:
+    """Memory foreseen by train --dry-run against a training (mpiexec -n 4 python -m mpipipe bench dry-run job.toml)."""
+    from mpipipe.cli.bench.dry_run import run
+    from mpipipe.comm.group import group_of
+    from mpipipe.train import TrainConfig
+
+    def work() -> None:
+        with group_of().together("bench: reading the configuration"):
+            chosen = TrainConfig.load(str(config))
+        run(chosen)
+
+    _guarded(work)
+
+
 @app.command()
 def plan(
     configurations: Annotated[int, typer.Option(help="plans drawn at random", min=1)] = 40,
