@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import weakref
 from collections.abc import Callable
@@ -13,19 +12,15 @@ from typing import Any
 import numpy as np
 
 from mpipipe.comm import runtime, settings
-from mpipipe.comm.mailbox import Mailbox
-from mpipipe.comm.nccl.choice import Choice, choose
 from mpipipe.comm.nccl.sums import NcclSums
 from mpipipe.comm.requests import own
 from mpipipe.comm.tags import Tags, neighbours
-from mpipipe.comm.transport import gpu_aware
-from mpipipe.comm.transport.choose import make_transport
-from mpipipe.comm.transport.nccl import Pair
 from mpipipe.errors import ArgumentError, MpipipeError
 from mpipipe.nn import Position
 from mpipipe.pipeline.batch import Batch, BatchReader
 from mpipipe.pipeline.call_agreement import TRAINS, Agreed, Agreement
 from mpipipe.pipeline.call_state import CallInputs, CallState
+from mpipipe.pipeline.carriers import choose_nccl, make_mailbox
 from mpipipe.pipeline.construction import Partners
 from mpipipe.pipeline.durations import mean_durations
 from mpipipe.pipeline.executor import Executor
@@ -42,8 +37,6 @@ from mpipipe.pipeline.ties import TieNames, Ties
 from mpipipe.schedules import Schedule
 from mpipipe.schedules.recompute import before_backwards
 from mpipipe.trace import Recorder
-
-logger = logging.getLogger("mpipipe")
 
 
 class Engine:
@@ -80,11 +73,12 @@ class Engine:
         device = partners.devices[self.rank]
         names = TieNames(partners.ties, self.tags.channels, self.tags.base)
         pairs = sorted({*neighbours(schedule.placement), *names.pairs})
-        self.nccl = self._choose_nccl(device, partners.devices, pairs)
+        self.nccl = choose_nccl(self.pipe, self.replicas, device, partners.devices, pairs)
         self.nccl_sums = NcclSums(self.replicas) if self.nccl.sums and self.replicas is not None else None
         channels = self.tags.channels + names.channels
         rehearsals = 2 if settings.graphs() else 1  # one is run as ever, in the next one graphs are recorded
-        self.messages = StageMessages(self._make_mailbox(channels, device, partners.devices, pairs), rehearsals)
+        carried = pairs if self.nccl.messages else ()
+        self.messages = StageMessages(make_mailbox(self.pipe, channels, device, partners.devices, carried), rehearsals)
         self.agreement = Agreement(self.pipe, self.replicas, self.name)
         mailbox, numbers = self.messages.mailbox, schedule.stages_of(self.rank)
         self.ties = Ties(self.pipe, mailbox.transport, self.stages, numbers, names)
@@ -117,29 +111,6 @@ class Engine:
         for group in self.groups:
             group.progress = lambda name=self.name: f"call {_count(watched)} of {name}"
             group.related = self.groups
-
-    def _make_mailbox(self, channels: int, device: str, devices: list[str], pairs: list[Pair]) -> Mailbox:
-        verdict = gpu_aware.detect(self.comm, self.pipe) if "cuda" in devices else None
-        transport = make_transport(
-            self.comm,
-            channels,
-            settings.synchronous_sends(),
-            device,
-            verdict,
-            group=self.pipe,
-            pairs=pairs if self.nccl.messages else (),
-        )
-        return Mailbox(transport, self.pipe)
-
-    def _choose_nccl(self, device: str, devices: list[str], pairs: list[Pair]) -> Choice:
-        """Whether NCCL is used; where there are no replicas and no GPU, nobody is asked."""
-        if self.replicas is None and "cuda" not in devices and not settings.nccl_is_demanded():
-            return Choice(False, False, "the ranks compute on the CPU")
-        mine = sum(self.rank in pair for pair in pairs)
-        choice = choose(self.groups, device, mine)
-        if device == "cuda" and self.rank == 0:
-            logger.info("NCCL: %s", choice)
-        return choice
 
     # -- one call -----------------------------------------------------------------------------------------------
 

@@ -55,7 +55,7 @@ class SharedLoss:
 
     def wait(self) -> None:
         """Wait until they have."""
-        if not self.is_here():
+        if self._request is not None:
             self.pipe.wait(self._request, self.what, everyone=True)
             self._request = None
 
