@@ -121,9 +121,10 @@ def begin_step(
     check_max_norm(max_norm)
     scaler = LossScaler(1.0, dynamic=False) if scaler is None else scaler
     stages = optimizer.stages
-    if squares_of_one(stages, comm, skip) is not None if over is None else over.on_device:
+    if _on_device(stages, comm, skip, over):
         return PendingUpdate(partial(scaled_step, optimizer, scaler, max_norm, lr, comm, skip, over))
-    comm, skip, _ = resolved(stages, comm, skip, over)
+    if over is not None:
+        comm, skip, _ = resolved(stages, comm, skip, over)
     measured = _begin(stages, comm, skip, scaler.scale)
 
     def end() -> float | None:
@@ -131,6 +132,18 @@ def begin_step(
         return step_with_norm(optimizer, scaler, max_norm, lr, comm, norm, culprit)
 
     return PendingUpdate(end)
+
+
+def _on_device(
+    stages: Sequence[Any], comm: Communicator | None, skip: Collection[str], over: GlobalNorm | None
+) -> bool:
+    """Whether the norm stays on GPUs."""
+    if over is not None:
+        return over.on_device
+    try:
+        return squares_of_one(stages, comm, skip) is not None
+    except Exception:  # `measure` meets it again, and tells the others
+        return False
 
 
 def _begin(
@@ -157,9 +170,9 @@ def _row(stages: Sequence[Any], skip: Collection[str]) -> list[int]:
     """What this rank says: how many parts its sum of squares has, and these, as integers of the same bits."""
     try:
         squares = local_squares(stages, skip)
+        parts = expansion(squares) if all(map(math.isfinite, squares)) else None
     except Exception:  # `measure` meets it again, and tells the others
-        return [UNKNOWN] + [0] * PARTS
-    parts = expansion(squares) if all(map(math.isfinite, squares)) else []
-    if not all(map(math.isfinite, [*squares, *parts])) or len(parts) > PARTS:
+        parts = None
+    if parts is None or len(parts) > PARTS:
         return [UNKNOWN] + [0] * PARTS
     return [len(parts), *np.array(parts + [0.0] * (PARTS - len(parts))).view(np.int64).tolist()]

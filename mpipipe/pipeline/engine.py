@@ -259,8 +259,9 @@ class Engine:
         """Free the communicators, once the losses of launched steps are here: then no message is left on them."""
         self.agree("close")
         with self.life:
-            for shared in self.losses_underway:
-                shared.wait()
+            while self.losses_underway:
+                self.losses_underway[0].wait()
+                del self.losses_underway[0]
         self.record(None)
         self.life.state = "closed"
         for stage in self.stages:
