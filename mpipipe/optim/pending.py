@@ -33,7 +33,13 @@ UNKNOWN = -1  # in place of their number: ask for all squares
 
 
 class PendingUpdate:
-    """What `begin_step` returns: an optimizer step that `finish` ends."""
+    """What `begin_step` returns: an optimizer step that `finish` ends.
+
+    Parameters
+    ----------
+    end : callable
+        Waits for the norm, makes the step, and returns the norm.
+    """
 
     def __init__(self, end: Callable[[], float | None]) -> None:
         self._end: Callable[[], float | None] | None = end
@@ -122,7 +128,7 @@ def begin_step(
     scaler = LossScaler(1.0, dynamic=False) if scaler is None else scaler
     stages = optimizer.stages
     if _on_device(stages, comm, skip, over):
-        return PendingUpdate(partial(scaled_step, optimizer, scaler, max_norm, lr, comm, skip, over))
+        return PendingUpdate(partial(scaled_step, optimizer, scaler, max_norm, lr=lr, comm=comm, skip=skip, over=over))
     if over is not None:
         comm, skip, _ = resolved(stages, comm, skip, over)
     measured = _begin(stages, comm, skip, scaler.scale)

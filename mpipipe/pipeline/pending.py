@@ -31,6 +31,15 @@ class StepResult:
 class PendingStep:
     """What `Pipeline.launch` returns: the step, whose loss may still be on its way to this rank.
 
+    Parameters
+    ----------
+    shared : SharedLoss
+        The losses on their way.
+    life : Life
+        Of the pipeline.
+    input_grads : list or None
+        As in StepResult.
+
     Examples
     --------
     A loop that asks for the loss of a step while the next one is under way:

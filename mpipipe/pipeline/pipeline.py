@@ -149,8 +149,10 @@ class Pipeline:
 
         Parameters
         ----------
-        inputs, targets, scale
-            As for `step`. Behind a `step` or a `launch`, a batch of the same shapes and dtypes as there.
+        inputs, targets : array, tuple or dict of arrays, list of such, or None
+            As for `step`; behind a `step` or a `launch`, of the same shapes and dtypes as there.
+        scale : float
+            As for `step`.
 
         Returns
         -------
