@@ -144,8 +144,8 @@ class Pipeline:
         """Make a training step as `step` does, and go on as soon as this rank's part of it is done.
 
         When it returns, the gradients of this rank's stages are whole, and their optimizer may run; the loss may still
-        be on its way. Launched steps behind each other have no barrier between them: a rank begins the next one while
-        others are at the end of this one. Gradients and losses have the same bits as those of `step`.
+        be on its way. Launched steps have no barrier between them: a rank begins the next one while others are at the
+        end of this one. Gradients and losses have the same bits as those of `step`.
 
         Parameters
         ----------
@@ -162,8 +162,7 @@ class Pipeline:
         Raises
         ------
         ArgumentError, MismatchError, StageError, NonFiniteError, PeerError
-            As for `step`. Unlike there an error in the arguments ends the life of the pipeline, too, except in its
-            first training step: the other ranks have begun this one.
+            As for `step`. An error in the arguments ends the life of the pipeline, too, except in its first step.
         """
         return self.engine.train("launch", inputs, targets, scale)
 

@@ -1,8 +1,8 @@
 """`bench steps`: what it is worth that no barrier stands between steps.
 
-A loop of steps with their optimizer, by `step` and by `launch`, takes turns in one run. Each chunk is one float32 linear
-stage, 512 wide, with 16 rows in a micro-batch: so AdamW takes as long as some actions do. Without clipping no rank needs
-another one for its update, so that the ends of steps overlap with the begins of the next ones; with clipping the ranks
+A loop of steps with their optimizer, by `step` and by `launch`, takes turns in one run. Each chunk is one float32
+linear stage, 512 wide, with 16 rows in a micro-batch: so AdamW takes as long as some actions do. Without clipping no
+rank needs another one for its update, and ends of steps overlap with begins of the next ones; with clipping the ranks
 meet at the norm.
 """
 
