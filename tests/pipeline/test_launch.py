@@ -49,6 +49,8 @@ def train(comm, name, chunks, how, *, replicas=1, recompute=False, tied=False):
                 optim.scaled_step(optimizer, optim.LossScaler(1.0, dynamic=False), 0.5, comm=pipe)
                 continue
             results.append(pipeline.launch(*mine))
+            groups = [group for group in (pipeline.engine.pipe, pipeline.engine.replicas) if group is not None]
+            assert all(group.vote is None for group in groups)  # gradients are of ranks that agree
             update = optim.begin_step(optimizer, 0.5, comm=pipe)
             if how == "launch, ask late" and step:
                 results[-2] = results[-2].result()
