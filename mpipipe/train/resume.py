@@ -29,7 +29,8 @@ from mpipipe.train.model_folder import open_on_all
 from mpipipe.train.training_plan import TrainingPlan
 
 MAY_CHANGE = (
-    "pipe", "seq", "layout", "schedule", "chunks", "microbatches", "recompute", "recompute_limit", "device", "steps",
+    "pipe", "seq", "layout", "schedule", "chunks", "microbatches", "recompute", "recompute_limit", "partition", "plan",
+    "memory_limit", "fixed", "device", "steps",
     "log_every", "eval_every", "eval_batches", "sample_bytes", "temperature", "out", "save_every", "keep", "resume",
     "init", "from_", "save_as", "save_dtype",
     "watchdog", "trace", "on_storage_error", "check_weights", "preempt_signals", "preempt_grace", "time_limit",

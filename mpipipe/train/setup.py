@@ -22,6 +22,7 @@ from mpipipe.train.config import TrainConfig
 from mpipipe.train.data import Source
 from mpipipe.train.fine_tuning import FineTuning, find_tuning
 from mpipipe.train.packing import Packing
+from mpipipe.train.planner import Scene, planned
 from mpipipe.train.preparation import check_same_config, find_data, make_plan, make_reporter, open_data
 from mpipipe.train.progress import Progress
 from mpipipe.train.report import NullReporter, Record
@@ -144,6 +145,9 @@ def _train_on(
     survivor = crew if crew is not None and crew.goes_on else None  # has the state of the training in memory
     group = group_of(mesh.comm)
     found = find_data(config, data, group)
+    chosen = ""
+    if config.plan == "auto":
+        config, chosen = planned(Scene.of(config, model, mesh, found.vocab, tuning), place)
     plan = make_plan(config, model, base, mesh, place, found.vocab, tuning)
     source, language = open_data(config, plan, mesh, found, base)
     start = None if survivor else resume.find_start(config, plan, mesh, out, found.fingerprint)
@@ -195,5 +199,7 @@ def _train_on(
             if crew is not None:
                 crew.enlist(trainer)
             preemption.whereabouts = trainer.whereabouts
+            if chosen:
+                reporter.say(chosen)
             with trainer.checkpoints, interrupt.told(trainer.whereabouts):
                 return trainer.run()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate, pairwise
 
 from mpipipe import nn, schedules
 from mpipipe.errors import ConfigError
 from mpipipe.train import limits
 from mpipipe.train.architecture import Architecture, Model
 from mpipipe.train.config import TrainConfig
+from mpipipe.train.config_checks import parse_partition
 from mpipipe.train.fine_tuning import FineTuning
 from mpipipe.train.shard import Shard
 
@@ -89,7 +91,8 @@ class TrainingPlan:
                 remedy="tokenize the text with the tokenizer of the model, or leave out vocab",
             )
         tuning = tuning or FineTuning()
-        ranges = schedules.partition(tuning.costs(model), schedule.stages)
+        costs = tuning.costs(model)
+        ranges = given_ranges(config, len(costs), schedule.stages) or schedules.partition(costs, schedule.stages)
         schedule = schedules.with_frozen(schedule, tuning.frozen_stages(model, ranges))
         if config.recompute_limit is not None:
             schedule = schedules.with_recompute(schedule, memory_limit=config.recompute_limit)
@@ -117,3 +120,18 @@ class TrainingPlan:
         own = {layer for cut in self.ranges_of(rank) for layer in range(*cut)}
         trained = self.tuning.trained(self.model)
         return sum(entry.size for name, entry in trained.items() if int(name.partition(".")[0]) in own)
+
+
+def given_ranges(config: TrainConfig, layers: int, stages: int) -> list[tuple[int, int]]:
+    """Return (start, stop) of the layers of each stage as the configuration says it; nothing where it does not."""
+    if config.partition is None:
+        return []
+    counts = parse_partition(config.partition)
+    if len(counts) != stages or sum(counts) != layers:
+        raise ConfigError(
+            "the partition does not fit",
+            found=f"{len(counts)} stages with {sum(counts)} layers in {config.partition}",
+            expected=f"{stages} stages with {layers} layers",
+            remedy="count embedding, attention, feed-forward and head as a layer each, or leave partition out",
+        )
+    return list(pairwise(accumulate(counts, initial=0)))

@@ -29,6 +29,7 @@ ROOMS = [
     "mpipipe.nn",
     "mpipipe.optim",
     "mpipipe.pictures",
+    "mpipipe.planning",
     "mpipipe.schedules",
     "mpipipe.train",
 ]
