@@ -57,6 +57,8 @@ DRAW = Commands(
         timeline="Who computes what at which time",
         memory="How many activations each rank holds at which time",
         compare="Bubble and memory of schedules beside each other",
+        split="Where the time of each rank went in a training",
+        trace="A step of a training below what its schedule predicts",
     ),
 )
 BENCH = Commands(
@@ -65,10 +67,13 @@ BENCH = Commands(
     _of(
         "mpipipe.cli.bench.commands",
         pipeline="Cost of the machinery on tiny stages",
+        steps="Launched steps against one after the other",
         transport="Mailbox against bare Isend and Irecv",
         schedules="Building, checking and simulating large schedules",
         gaps="How far searched schedules are from the best",
         train="A GPT's step against its simulation",
+        plan="Predicted steps of plans against real ones",
+        dry_run="Memory that a dry run foresees against a training",
         checkpoint="Saving and loading against dd",
         tokenize="Tokenizing against the library alone",
         attention="Attention kernels beside PyTorch, a ring beside one rank",
@@ -80,6 +85,7 @@ ALL = Commands(
     "Pipeline parallelism and ring attention over MPI.",
     (
         Command("train", "mpipipe.cli.train:train", "Train a GPT on text or tokens"),
+        Command("plan", "mpipipe.cli.plan:plan", "Measure, and find the fastest way to train a model"),
         Command("tokenize", "mpipipe.cli.tokenize:tokenize", "Turn text into a file of tokens"),
         Command("generate", "mpipipe.cli.generate:generate", "Let a model continue prompts"),
         Command("evaluate", "mpipipe.cli.evaluate:evaluate", "Compute the loss of a model"),
@@ -88,6 +94,7 @@ ALL = Commands(
         DRAW,
         BENCH,
         Command("info", "mpipipe.cli.info:info", "Show what a run finds on this machine"),
+        Command("jobscript", "mpipipe.cli.jobscript:jobscript", "Print a job script for SLURM, PBS, LSF or Flux"),
         Command("run", "mpipipe.cli.run:run", "Run a script on every rank; an error ends the whole job"),
         Command("completion", "mpipipe.cli.completion:completion", "Print what completes commands in a shell"),
     ),

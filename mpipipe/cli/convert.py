@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from typing import Annotated
 
 from mpipipe.cli.flags import Flag, Operand
-from mpipipe.comm import launcher
-from mpipipe.comm.abort import Stop
-from mpipipe.comm.report import describe
-from mpipipe.errors import ConfigError, MpipipeError
+from mpipipe.cli.one_process import check_one_process
+from mpipipe.cli.refusal import refusing
 from mpipipe.models.huggingface.writing import SHARD_BYTES
 from mpipipe.train.conversion import convert as convert_folder
-
-REFUSED = 2  # exit code, as of a configuration that cannot be used
 
 
 def convert(
@@ -27,13 +22,7 @@ def convert(
     One process does it, without MPI (python -m mpipipe convert runs/first/weights first-model). The tokenizer goes
     along. Llama, Mistral, Qwen2, Qwen3, SmolLM and GPT-2 are known.
     """
-    started = launcher.launcher_size(os.environ)
-    try:
-        if started is not None:
-            raise ConfigError(
-                "convert is for one process", found=f"{started[1]} ranks", remedy="start it without mpiexec or srun"
-            )
+    with refusing("nothing is converted"):
+        check_one_process("convert")
         done = convert_folder(source, target, dtype, shard_bytes)
-    except MpipipeError as error:
-        raise Stop(describe(error, "mpipipe: nothing is converted"), REFUSED) from error
     print(f"mpipipe: {done}")

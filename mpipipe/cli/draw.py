@@ -1,4 +1,4 @@
-"""mpipipe draw: pictures of schedules, without MPI."""
+"""mpipipe draw: pictures of schedules and of traces, without MPI."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ from pathlib import Path
 from typing import Annotated
 
 from mpipipe import pictures, schedules
+from mpipipe.analysis.written import number_in, read_trace
 from mpipipe.cli.flags import Flag
+from mpipipe.cli.number_list import numbers, one_or_more
 from mpipipe.cli.one_process import check_one_process
-from mpipipe.comm.abort import Stop
-from mpipipe.comm.report import describe
-from mpipipe.errors import ConfigError, MpipipeError
+from mpipipe.cli.refusal import refusing
+from mpipipe.errors import ConfigError
 from mpipipe.schedules import Costs, Timeline
 
-REFUSED = 2  # exit code, as of a configuration that cannot be used
+MILLISECONDS = 1e3  # of a second
 
 Name = Annotated[str, Flag("a name that schedules.by_name knows")]
 Ranks = Annotated[int, Flag("P, ranks of the pipeline")]
 Microbatches = Annotated[int, Flag("M, micro-batches of a step")]
 Chunks = Annotated[int, Flag("V, stages on each rank")]
 Out = Annotated[str, Flag("new file that ends in .png or .svg")]
+Folder = Annotated[Path, Flag("folder that train --trace has written", names=("--trace",))]
+Step = Annotated[int | None, Flag("number of a recorded step, from 0")]
 # of a chunk, each a number, or one for each stage with commas between them
 Forward = Annotated[str, Flag("time of F in a stage, or a,b,... with one for each stage")]
 InputGrad = Annotated[str, Flag("time of I, likewise; B takes I and W")]
@@ -82,16 +85,55 @@ def compare(
     """Draw bubble and peak memory over the number of micro-batches, of all schedules with the same work on a rank."""
 
     def work() -> None:
-        counts = [int(count) for count in _numbers("microbatches", microbatches, int)]
+        counts = numbers("microbatches", microbatches, int)
         costs = Costs(forward, input_grad, weight_grad, transfer)
         pictures.draw_comparison(pictures.simulate_all(ranks, counts, schedule, chunks, costs), out)
 
     _drawn(out, work)
 
 
+def split(folder: Folder, out: Out, step: Step = None) -> None:
+    """Draw where the time of each rank went in a training (draw split --trace runs/trace --out split.svg)."""
+    _drawn(out, lambda: draw_parts(folder, out, step))
+
+
+def trace(
+    folder: Folder, out: Out, step: Step = None, replica: Annotated[int, Flag("number of the pipeline, from 0")] = 0
+) -> None:
+    """Draw a step of a training below what its schedule predicts (draw trace --trace runs/trace --out step.svg).
+
+    The prediction is simulated with the costs that were measured. Without --step it is the step of median time.
+    """
+    _drawn(out, lambda: draw_step(folder, out, step, replica))
+
+
+def draw_parts(folder: Path, out: str | Path, step: int | None = None) -> None:
+    """Draw the parts of the time in the folder of a trace: those of one step, or of the mean step."""
+    found = read_trace(folder)
+    if step is not None:
+        number_in("step", step, found.steps)
+    parts = found.parts if step is None else {rank: steps[step] for rank, steps in found.parts_of_steps.items()}
+    pictures.draw_split([parts[rank] for rank in sorted(parts)], out)
+
+
+def draw_step(folder: Path, out: str | Path, step: int | None = None, replica: int = 0) -> None:
+    """Draw what one pipeline did in one step, below the prediction; in milliseconds."""
+    found = read_trace(folder)
+    measured = [
+        [
+            pictures.Measured(op, stage, microbatch, start * MILLISECONDS, end * MILLISECONDS)
+            for (stage, op, microbatch), start, end in actions
+        ]
+        for actions in found.pipeline(found.middle_step() if step is None else step, replica)
+    ]
+    names = ("forward", "input_grad", "weight_grad", "transfer")
+    times = ([MILLISECONDS * time for time in found.costs.per_stage(name, found.schedule.stages)] for name in names)
+    pictures.draw_timeline(schedules.simulate(found.schedule, Costs(*times)), out, measured, unit="ms")
+
+
 def _drawn(out: str, work: Callable[[], None]) -> None:
     """Do the work in one process, and say where the picture is."""
-    try:
+    with refusing("nothing is drawn"):
         check_one_process("draw")
         if Path(out).exists():
             raise ConfigError(
@@ -102,23 +144,10 @@ def _drawn(out: str, work: Callable[[], None]) -> None:
             )
         pictures.check_can_draw(out)
         work()
-    except MpipipeError as error:
-        raise Stop(describe(error, "mpipipe: nothing is drawn"), REFUSED) from error
     print(f"mpipipe: drawn into {out}")
 
 
 def _simulated(name: str, ranks: int, chunks: int, microbatches: int, times: dict[str, str]) -> Timeline:
-    numbers = [_numbers(option, text, float) for option, text in times.items()]
-    costs = Costs(*(each if len(each) > 1 else each[0] for each in numbers))
+    costs = Costs(*(one_or_more(option, text) for option, text in times.items()))
     built = schedules.by_name(name, ranks=ranks, chunks=chunks, microbatches=microbatches, costs=costs)
     return schedules.simulate(built, costs)
-
-
-def _numbers(option: str, text: str, kind: Callable[[str], int | float]) -> list[int | float]:
-    """Read numbers with commas between them."""
-    try:
-        return [kind(part) for part in text.split(",")]
-    except ValueError as error:
-        raise ConfigError(
-            f"--{option} is no list of numbers", found=repr(text), expected="a number, or several as in 4,8,16"
-        ) from error

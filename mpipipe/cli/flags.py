@@ -14,7 +14,8 @@ REQUIRED = inspect.Parameter.empty
 class Flag:
     """A parameter that has a name on the command line: `--seq-len 8`.
 
-    A bool is a pair of flags, `--tied` and `--no-tied`. A list is a flag that may be repeated.
+    A bool that is False by default is one flag, `--quick`; any other a pair, `--tied` and `--no-tied`. A list is a flag
+    that may be repeated.
 
     Parameters
     ----------

@@ -13,6 +13,7 @@ from mpipipe.comm import runtime
 from mpipipe.comm.abort import run_or_abort
 from mpipipe.comm.group import group_of
 from mpipipe.comm.mesh import Mesh
+from mpipipe.comm.threads import share_of_cores
 from mpipipe.errors import ConfigError
 from mpipipe.train import limits
 from mpipipe.train.decoder import build_decoder
@@ -52,7 +53,7 @@ def generate(
     """
 
     def work() -> None:
-        processor.prepare_process()
+        processor.prepare_process(share_of_cores())
         comm = runtime.world()
         group, folder = group_of(comm), open_on_all(comm, run)
         with group.together("generate: the mesh"):
@@ -89,7 +90,7 @@ def make_plan(folder: ModelFolder, mesh: Mesh) -> TrainingPlan:
     with group_of(mesh.comm).together("generate: the model"):
         model, ranks = folder.model, mesh.pipe.size
         microbatches = 1 if ranks == 1 else IN_FLIGHT * ranks
-        limits.check_counts(model.layers, ranks, 1, microbatches)
+        limits.check_counts(model.layers, "forward_only", ranks, 1, microbatches)
         schedule = schedules.forward_only(ranks, 1, microbatches)
         return TrainingPlan(model, schedule, schedules.partition(model.costs(), schedule.stages), rows=1)
 

@@ -125,8 +125,7 @@ def _flag(entry: Parameter, flag: Flag) -> dict[str, Any]:
     if entry.default is REQUIRED:
         options["required"] = True
     if entry.kind is bool:
-        one_name = flag.names and not flag.names[0].startswith("--")
-        return options | {"action": "store_true" if one_name else argparse.BooleanOptionalAction}
+        return options | {"action": "store_true" if entry.default is False else argparse.BooleanOptionalAction}
     if entry.many:
         options["action"] = "append"
     if flag.choices:

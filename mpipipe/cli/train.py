@@ -6,10 +6,12 @@ import dataclasses
 from typing import Any
 
 from mpipipe import processor
+from mpipipe.cli.dry_run import check_alone, foretell
 from mpipipe.cli.flags import Flag, Parameter
 from mpipipe.cli.refusal import refusing
 from mpipipe.comm.abort import run_or_abort
 from mpipipe.comm.group import group_of
+from mpipipe.comm.threads import share_of_cores
 from mpipipe.models import GPT
 from mpipipe.train import TrainConfig
 from mpipipe.train import train as run_training
@@ -18,26 +20,24 @@ from mpipipe.train.config_checks import range_words
 from mpipipe.train.options.aliases import near
 
 
-def train(config: str | None = None, **flags: Any) -> int:
+def train(config: str | None = None, dry_run: bool = False, ranks: int | None = None, **flags: Any) -> int:
     """Train a GPT on text or tokens (mpiexec -n 4 python -m mpipipe train --out runs/first).
 
     The keys of the file given by --config are the flags without leading dashes, and with _ for -. Flags win over keys.
     """
 
     def work() -> None:
-        processor.prepare_process()
-        run_training(_configuration(config, flags), GPT)
+        processor.prepare_process(share_of_cores())
+        group, chosen = group_of(), None
+        with refusing("the training cannot begin"), group.together("train: reading the configuration"):
+            check_alone(ranks)
+            if group.rank == 0:
+                chosen = TrainConfig.load(config, **flags)
+        run_training(group.broadcast("train: the configuration", chosen), GPT)
 
+    if dry_run:
+        return foretell(lambda: TrainConfig.load(config, **flags), ranks)
     return run_or_abort(work)
-
-
-def _configuration(path: str | None, flags: dict[str, Any]) -> TrainConfig:
-    """Return the configuration that rank 0 has read, on every rank."""
-    group, chosen = group_of(), None
-    with refusing("the training cannot begin"), group.together("train: reading the configuration"):
-        if group.rank == 0:
-            chosen = TrainConfig.load(path, **flags)
-    return group.broadcast("train: the configuration", chosen)
 
 
 def _parameter(entry: dataclasses.Field) -> Parameter:
@@ -52,7 +52,9 @@ def _parameter(entry: dataclasses.Field) -> Parameter:
     return Parameter(entry.name, str if kind is tuple else kind, kind is tuple, None, flag)
 
 
-FILE = Parameter("config", str, False, None, Flag("TOML file with any of the keys below", metavar="FILE"))
-PARAMETERS = [FILE, *map(_parameter, dataclasses.fields(TrainConfig))]
-train.parameters = PARAMETERS  # type: ignore[attr-defined]
+CONFIG = Parameter("config", str, False, None, Flag("TOML file with any of the keys below", metavar="FILE"))
+DRY_RUN = Parameter("dry_run", bool, False, False, Flag("train nothing: show the plan, and the memory of each rank"))
+RANKS = Parameter("ranks", int, False, None, Flag("of a dry run in one process; default: 1"))
+FIELDS = [_parameter(entry) for entry in dataclasses.fields(TrainConfig)]
+train.parameters = [CONFIG, DRY_RUN, RANKS, *FIELDS]  # type: ignore[attr-defined]
 train.suggest = near  # type: ignore[attr-defined]

@@ -9,7 +9,8 @@ from mpipipe import arrays
 from mpipipe.comm.types import Communicator
 from mpipipe.errors import ArgumentError
 from mpipipe.pipeline.stage import StageAdapter
-from mpipipe.schedules import Schedule, check
+from mpipipe.schedules import Schedule
+from mpipipe.schedules.parts import check_part
 
 
 def device_of(stages: Sequence[StageAdapter]) -> str:
@@ -50,7 +51,7 @@ def check_arguments(
             expected=f"{comm.size}, the size of the communicator",
             remedy="build the schedule for this communicator, or split the communicator with mpipipe.Mesh",
         )
-    check(schedule)
+    check_part(schedule, comm.rank)
     numbers = schedule.stages_of(comm.rank)
     if not isinstance(stages, (list, tuple)) or len(stages) != len(numbers):
         count = len(stages) if isinstance(stages, (list, tuple)) else type(stages).__name__

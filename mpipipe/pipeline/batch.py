@@ -10,6 +10,7 @@ from mpipipe.arrays.trees import flatten
 from mpipipe.errors import ArgumentError
 from mpipipe.pipeline.microbatches import rows_of, split
 from mpipipe.schedules import Schedule
+from mpipipe.schedules.parts import trains
 
 KEPT_SIGNATURES = 64
 
@@ -45,7 +46,7 @@ class BatchReader:
     def __init__(self, schedule: Schedule, rank: int, has_loss: bool):
         self.schedule, self.has_loss, self.rank = schedule, has_loss, rank
         self.first_rank, self.last_rank = schedule.placement[0], schedule.placement[-1]
-        self.trains = any(action.op != "F" for order in schedule.orders for action in order)
+        self.trains = trains(schedule)
         self.signatures: dict[Any, int] = {}
 
     def read(self, call: str, inputs: Any, targets: Any) -> Batch:

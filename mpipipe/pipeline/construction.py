@@ -20,6 +20,7 @@ from mpipipe.pipeline.arguments import check_arguments, device_of
 from mpipipe.pipeline.stage import StageAdapter
 from mpipipe.pipeline.ties import Place, check_ties, tie_facts
 from mpipipe.schedules import Schedule
+from mpipipe.schedules.parts import digest
 
 CALL = "construction of a Pipeline"
 REPLICAS = "pipeline"  # name of the fact whether there are replicas
@@ -132,7 +133,7 @@ def _agree_in_pipe(
         largest_tag = runtime.tag_upper_bound(pipe.comm)
         Tags(schedule.placement, schedule.microbatches, largest_tag)
         facts = (
-            ("schedule", f"{schedule.name} {schedule.fingerprint:x}"),
+            ("schedule", f"{schedule.name} {digest(schedule)}"),
             ("number of micro-batches", schedule.microbatches),
             ("recompute", bool(recompute)),
             (REPLICAS, "with replicas" if replicas is not None else "without replicas"),
@@ -191,7 +192,7 @@ def _agree_with_replicas(
             problem_here = caught
     if problem_here is None:
         facts = (
-            ("schedule", f"{schedule.name} {schedule.fingerprint:x}"),
+            ("schedule", f"{schedule.name} {digest(schedule)}"),
             ("recompute", bool(recompute)),
             ("setting MPIPIPE_GRAPHS", settings.graphs()),
             ("parameters' names, shapes and dtypes", shapes),

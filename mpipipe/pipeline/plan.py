@@ -7,14 +7,17 @@ Envelope, and finds how far ahead receives must be posted.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
 from mpipipe.comm.mailbox import Envelope
 from mpipipe.comm.tags import BACKWARD, DATA, FORWARD, HEADER, Tags
 from mpipipe.schedules import Action, Schedule, simulate
+from mpipipe.schedules.needs import source
+from mpipipe.schedules.parts import moments_of, recomputed_on
 
-Moment: TypeAlias = tuple[float, int, str, int]  # (end by simulation, stage, op, micro-batch): no two are equal
+Moment: TypeAlias = tuple[float, int, str, int]  # (time, stage, op, micro-batch): no two are equal
+AHEAD = 8  # receives of a large schedule that are kept posted
 
 
 class PlannedAction(NamedTuple):
@@ -51,42 +54,71 @@ class Plan:
     sends : Envelope of every message that this rank sends, in the order in which its steps make them
     moments : Envelope -> Moment of the end of the action that makes the message: an order of all messages of all ranks,
         by which each action comes after the messages that it needs
-    window : number of receives kept posted ahead: the smallest number for which, with stages of equal cost, each
-        receive is posted before its message is sent
+    window : number of receives kept posted ahead, see `receive_window`
     """
 
     def __init__(self, schedule: Schedule, rank: int, tags: Tags):
-        spans = simulate(schedule).spans
-        ends = {action: end for row in spans for action, _, end in row}
-        self.steps = _steps(schedule, rank, tags, ends)
+        clock = _clock(schedule, rank)
+        self.steps = _steps(schedule, rank, tags, clock)
         self.moments = {step.send: step.moment for step in self.steps if step.send is not None}
         for step in self.steps:
             if step.receive is not None:
-                self.moments[step.receive] = _made(Action(step.stage, step.op, step.microbatch), schedule.stages, ends)
+                needed = source(step.stage, step.op, schedule.stages)
+                assert needed is not None  # or it would receive nothing
+                self.moments[step.receive] = clock(Action(needed, step.op, step.microbatch))
         self.receives = [step.receive for step in self.steps if step.receive is not None]
         self.sends = [step.send for step in self.steps if step.send is not None]
         self.window = receive_window(schedule, rank) if self.receives else 0
 
 
-def _moment(action: Action, ends: Mapping[Action, float]) -> Moment:
-    stage, op, microbatch = action
-    return ends[action], stage, op, microbatch
+def _clock(schedule: Schedule, rank: int) -> Callable[[Action], Moment]:
+    """Tell the moment of an action: of all of this rank, and of those of other ranks that make its messages.
+
+    The moments by which ranks divide the proof of a large schedule are an order, too. They leave out W and R, which
+    follow the action before them here.
+    """
+    moment = moments_of(schedule)
+    if moment is None:
+        ends = _ends(schedule)
+
+        def simulated(action: Action) -> Moment:
+            action = action if action in ends else _split_otherwise(action)
+            return ends[action], *action
+
+        return simulated
+    order, later, before, behind = schedule.orders[rank], {}, 0, 0
+    for action in order:
+        stage, op, microbatch = action
+        if op in "WR":
+            behind += 1
+            later[action] = before + behind / (len(order) + 1)
+        else:
+            before, behind = moment(stage, op != "F", microbatch), 0
+
+    def proven(action: Action) -> Moment:
+        stage, op, microbatch = action
+        if op in "WR":
+            return later[action], stage, op, microbatch
+        # one name for B and I: a rank does not know which of them its neighbour has
+        return moment(stage, op != "F", microbatch), stage, "F" if op == "F" else "B", microbatch
+
+    return proven
 
 
-def _made(action: Action, stages: int, ends: Mapping[Action, float]) -> Moment:
-    """When the message is made that an action needs."""
-    producer = _producer(action, stages)
-    assert producer is not None  # an action without one receives no message
-    stage, op, microbatch = producer
-    if producer not in ends:  # the neighbour does not split its backward where this rank does, or the reverse
-        op = "B" if op == "I" else "I"
-    return _moment(Action(stage, op, microbatch), ends)
+def _ends(schedule: Schedule) -> dict[Action, float]:
+    return {action: end for row in simulate(schedule).spans for action, _, end in row}
 
 
-def _steps(schedule: Schedule, rank: int, tags: Tags, ends: Mapping[Action, float]) -> list[PlannedAction]:
+def _split_otherwise(action: Action) -> Action:
+    """The action of a neighbour that does not split its backward where this rank does, or the reverse."""
+    return action._replace(op="B" if action.op == "I" else "I")
+
+
+def _steps(schedule: Schedule, rank: int, tags: Tags, clock: Callable[[Action], Moment]) -> list[PlannedAction]:
     placement, last_stage, lowest = schedule.placement, schedule.stages - 1, schedule.trained_from
     chunk_of = {stage: chunk for chunk, stage in enumerate(schedule.stages_of(rank))}
-    final = {action.stage: action for action in schedule.orders[rank] if action.op in "BW"}
+    order, recomputed = schedule.orders[rank], recomputed_on(schedule, rank)
+    final = {action.stage: action for action in order if action.op in "BW"}
 
     def envelope(edge: int, neighbour: int, microbatch: int, direction: int) -> Envelope | None:
         if not 0 <= neighbour <= last_stage or placement[neighbour] == rank:
@@ -95,7 +127,7 @@ def _steps(schedule: Schedule, rank: int, tags: Tags, ends: Mapping[Action, floa
         return Envelope(placement[neighbour], edge, microbatch, direction, *names)
 
     steps = []
-    for action in schedule.orders[rank]:
+    for action in order:
         stage, op, microbatch = action
         receive = send = None
         if op == "F":
@@ -105,43 +137,34 @@ def _steps(schedule: Schedule, rank: int, tags: Tags, ends: Mapping[Action, floa
             receive = envelope(stage + 1, stage + 1, microbatch, BACKWARD)
             send = envelope(stage, stage - 1, microbatch, BACKWARD) if stage > lowest else None
         facts = stage == 0, stage == last_stage, receive, send, final.get(stage) == action
-        again = (stage, microbatch) in schedule.recomputed
+        again = (stage, microbatch) in recomputed
         limits = schedule.has_backward(stage), again, stage == lowest
-        steps.append(PlannedAction(op, stage, chunk_of[stage], microbatch, *facts, _moment(action, ends), *limits))
+        steps.append(PlannedAction(op, stage, chunk_of[stage], microbatch, *facts, clock(action), *limits))
     return steps
 
 
 def receive_window(schedule: Schedule, rank: int) -> int:
-    """Receives to keep posted so that each is there before its message is sent, for stages of equal cost."""
-    placement = schedule.placement
-    spans = simulate(schedule).spans
-    ends = {action: end for row in spans for action, _, end in row}
+    """Receives to keep posted so that each is there before its message is sent, for stages of equal cost.
+
+    A rank of a large schedule does not simulate the whole. It posts each receive some messages ahead of its use, so
+    that the message has the time of several actions for its way.
+    """
+    if moments_of(schedule) is not None:
+        return AHEAD
+    placement, ends = schedule.placement, _ends(schedule)
     needed = []  # (start of the action that receives, time at which the message is sent)
-    for action, start, _ in spans[rank]:
-        producer = _producer(action, schedule.stages)
-        if producer is not None and placement[producer[0]] != rank:
-            sent = ends.get(Action(*producer))
-            if sent is None:  # the neighbour does not split its backward where this rank does, or the reverse
-                stage, op, microbatch = producer
-                sent = ends[Action(stage, "B" if op == "I" else "I", microbatch)]
-            needed.append((start, sent))
+    for action, start, _ in simulate(schedule).spans[rank]:
+        stage = source(action.stage, action.op, schedule.stages)
+        if stage is not None and placement[stage] != rank:
+            made = action._replace(stage=stage)
+            needed.append((start, ends[made] if made in ends else ends[_split_otherwise(made)]))
     starts = [start for start, _ in needed]
     ahead = [index - bisect_right(starts, sent) + 1 for index, (_, sent) in enumerate(needed)]
     return max([1, *ahead])
 
 
-def _producer(action: Action, stages: int) -> tuple[int, str, int] | None:
-    """(stage, op, microbatch) of the action on another stage whose result `action` needs, or None."""
-    stage, op, microbatch = action
-    if op == "F":
-        return (stage - 1, "F", microbatch) if stage > 0 else None
-    if op in "BI":
-        return (stage + 1, op, microbatch) if stage < stages - 1 else None
-    return None
-
-
-def recomputes_all(schedule: Schedule, stages: Sequence[int]) -> bool:
-    """Whether every forward of these stages that has a backward is run again."""
-    trained = [stage for stage in stages if schedule.has_backward(stage)]
-    again = sum(stage in trained for stage, _ in schedule.recomputed)
+def recomputes_all(schedule: Schedule, rank: int) -> bool:
+    """Whether every forward of this rank that has a backward is run again."""
+    trained = [stage for stage in schedule.stages_of(rank) if schedule.has_backward(stage)]
+    again = sum(stage in trained for stage, _ in recomputed_on(schedule, rank))
     return bool(trained) and again == len(trained) * schedule.microbatches

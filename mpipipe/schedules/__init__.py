@@ -10,14 +10,17 @@ from mpipipe.schedules.draw import chrome_trace, grid, timeline
 from mpipipe.schedules.exact import Optimum, optimum
 from mpipipe.schedules.frozen import with_frozen
 from mpipipe.schedules.gap import Gap, gap
+from mpipipe.schedules.links import Links
 from mpipipe.schedules.memory import peak_memory
 from mpipipe.schedules.memory_limited import zero_bubble_2p
 from mpipipe.schedules.partition import partition
 from mpipipe.schedules.proof import check
 from mpipipe.schedules.recompute import with_recompute
 from mpipipe.schedules.registry import by_name
+from mpipipe.schedules.repeated import Repetition, simulate_repeated
 from mpipipe.schedules.schedule import Schedule
 from mpipipe.schedules.search import search
+from mpipipe.schedules.search_recompute import search_with_recompute
 from mpipipe.schedules.simulate import Costs, Timeline, simulate
 from mpipipe.schedules.v_shaped import dualpipe_v, zero_bubble_v
 from mpipipe.schedules.zero_bubble import interleaved_zero_bubble, zero_bubble_h1
@@ -27,7 +30,9 @@ __all__ = [
     "Advice",
     "Costs",
     "Gap",
+    "Links",
     "Optimum",
+    "Repetition",
     "Schedule",
     "Timeline",
     "advise",
@@ -49,7 +54,9 @@ __all__ = [
     "partition",
     "peak_memory",
     "search",
+    "search_with_recompute",
     "simulate",
+    "simulate_repeated",
     "timeline",
     "v_half",
     "v_min",

@@ -11,12 +11,15 @@ f and b, the times of the forward and of the full backward of one chunk.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain, repeat
 
 from mpipipe.errors import ArgumentError
 from mpipipe.even_split import even_split
+from mpipipe.schedules import moments
 from mpipipe.schedules.action import BACKWARD, FORWARD, Action
+from mpipipe.schedules.on_demand import OrdersOnDemand
 from mpipipe.schedules.schedule import Schedule, at_least_one, looped_placement
 
 
@@ -57,9 +60,7 @@ def gpipe(ranks: int, microbatches: int, backward: str = "fifo") -> Schedule:
     if backward not in ("fifo", "lifo"):
         raise ArgumentError("unknown order of backwards", found=f"backward={backward!r}", expected="'fifo' or 'lifo'")
     ranks, microbatches = at_least_one("ranks", ranks), at_least_one("microbatches", microbatches)
-    ascending = range(microbatches)
-    order = ascending if backward == "fifo" else ascending[::-1]
-    orders = tuple((*actions(FORWARD, (rank,), ascending), *actions(BACKWARD, (rank,), order)) for rank in range(ranks))
+    orders = _breadth_first(ranks, 1, microbatches, backward == "lifo")
     return Schedule("gpipe", looped_placement(ranks, 1), microbatches, orders)
 
 
@@ -96,13 +97,8 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     1F0,1B0,1F1,1B1,1F2,1B2
     """
     ranks, microbatches = at_least_one("ranks", ranks), at_least_one("microbatches", microbatches)
-    orders = tuple(
-        alternate(
-            actions(FORWARD, (rank,), range(microbatches)),
-            actions(BACKWARD, (rank,), range(microbatches)),
-            warmup=min(ranks - 1 - rank, microbatches),
-        )
-        for rank in range(ranks)
+    orders = OrdersOnDemand(
+        ranks, partial(_one_f_one_b, ranks, microbatches), partial(moments.grouped, ranks, 1, microbatches, 1)
     )
     return Schedule("one_f_one_b", looped_placement(ranks, 1), microbatches, orders)
 
@@ -141,15 +137,12 @@ def interleaved_1f1b(ranks: int, chunks: int, microbatches: int) -> Schedule:
     """
     ranks, chunks = at_least_one("ranks", ranks), at_least_one("chunks", chunks)
     microbatches = at_least_one("microbatches", microbatches)
-    groups = even_split(microbatches, max(1, microbatches // ranks))
-    orders = []
-    for rank in range(ranks):
-        stages = range(rank, chunks * ranks, ranks)
-        forwards = [action for group in groups for action in actions(FORWARD, stages, group)]
-        backwards = [action for group in groups for action in actions(BACKWARD, reversed(stages), group)]
-        warmup = min((chunks - 1) * len(groups[0]) + 2 * (ranks - 1 - rank), chunks * microbatches)
-        orders.append(alternate(forwards, backwards, warmup))
-    return Schedule("interleaved_1f1b", looped_placement(ranks, chunks), microbatches, tuple(orders))
+    orders = OrdersOnDemand(
+        ranks,
+        partial(_interleaved_1f1b, ranks, chunks, microbatches),
+        partial(moments.grouped, ranks, chunks, microbatches, 2),
+    )
+    return Schedule("interleaved_1f1b", looped_placement(ranks, chunks), microbatches, orders)
 
 
 #     rank 0  F0 F1 F2 F3 f0 f1 f2 f3 .  .  .  b0--- b1--- b2--- b3--- B0--- B1--- B2--- B3---
@@ -185,12 +178,8 @@ def looped_bfs(ranks: int, chunks: int, microbatches: int) -> Schedule:
     """
     ranks, chunks = at_least_one("ranks", ranks), at_least_one("chunks", chunks)
     microbatches = at_least_one("microbatches", microbatches)
-    orders = []
-    for rank in range(ranks):
-        stages = range(rank, chunks * ranks, ranks)
-        forwards = actions(FORWARD, stages, range(microbatches))
-        orders.append((*forwards, *actions(BACKWARD, reversed(stages), range(microbatches))))
-    return Schedule("looped_bfs", looped_placement(ranks, chunks), microbatches, tuple(orders))
+    orders = _breadth_first(ranks, chunks, microbatches, lifo=False)
+    return Schedule("looped_bfs", looped_placement(ranks, chunks), microbatches, orders)
 
 
 #     rank 0  F0 F1 f0 f1 F2 F3 f2 f3 .
@@ -224,12 +213,46 @@ def forward_only(ranks: int, chunks: int, microbatches: int) -> Schedule:
     """
     ranks, chunks = at_least_one("ranks", ranks), at_least_one("chunks", chunks)
     microbatches = at_least_one("microbatches", microbatches)
-    groups = even_split(microbatches, max(1, microbatches // ranks))
-    orders = tuple(
-        tuple(action for group in groups for action in actions(FORWARD, range(rank, chunks * ranks, ranks), group))
-        for rank in range(ranks)
+    orders = OrdersOnDemand(
+        ranks,
+        partial(_forward_only, ranks, chunks, microbatches),
+        partial(moments.grouped, ranks, chunks, microbatches, 1),
     )
     return Schedule("forward_only", looped_placement(ranks, chunks), microbatches, orders)
+
+
+def _breadth_first(ranks: int, chunks: int, microbatches: int, lifo: bool) -> OrdersOnDemand:
+    given = ranks, chunks, microbatches, lifo
+    return OrdersOnDemand(ranks, partial(_breadth_first_order, *given), partial(moments.breadth_first, *given))
+
+
+def _breadth_first_order(ranks: int, chunks: int, microbatches: int, lifo: bool, rank: int) -> Iterator[Action]:
+    stages, ascending = range(rank, chunks * ranks, ranks), range(microbatches)
+    yield from actions(FORWARD, stages, ascending)
+    yield from actions(BACKWARD, reversed(stages), ascending[::-1] if lifo else ascending)
+
+
+def _one_f_one_b(ranks: int, microbatches: int, rank: int) -> tuple[Action, ...]:
+    forwards, backwards = (actions(op, (rank,), range(microbatches)) for op in (FORWARD, BACKWARD))
+    return alternate(forwards, backwards, warmup=min(ranks - 1 - rank, microbatches))
+
+
+def _interleaved_1f1b(ranks: int, chunks: int, microbatches: int, rank: int) -> tuple[Action, ...]:
+    stages, groups = range(rank, chunks * ranks, ranks), groups_of(microbatches, ranks)
+    forwards = [action for group in groups for action in actions(FORWARD, stages, group)]
+    backwards = [action for group in groups for action in actions(BACKWARD, reversed(stages), group)]
+    warmup = min((chunks - 1) * len(groups[0]) + 2 * (ranks - 1 - rank), chunks * microbatches)
+    return alternate(forwards, backwards, warmup)
+
+
+def _forward_only(ranks: int, chunks: int, microbatches: int, rank: int) -> Iterator[Action]:
+    for group in groups_of(microbatches, ranks):
+        yield from actions(FORWARD, range(rank, chunks * ranks, ranks), group)
+
+
+def groups_of(microbatches: int, ranks: int) -> list[range]:
+    """Split the micro-batches into groups of P or more, or into one; the bigger ones come first."""
+    return even_split(microbatches, max(1, microbatches // ranks))
 
 
 def actions(op: str, stages: Iterable[int], microbatches: Iterable[int]) -> list[Action]:

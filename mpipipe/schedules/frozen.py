@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action
+from mpipipe.schedules.on_demand import changed
 from mpipipe.schedules.schedule import Schedule
 
 
@@ -55,13 +56,14 @@ def with_frozen(schedule: Schedule, frozen: Collection[int]) -> Schedule:
         )
     first = trained[0]
 
-    def left(action: Action) -> Action | None:
+    orders = changed(schedule.orders, _left, first, tuple(sorted(frozen)))
+    return Schedule(schedule.name, schedule.placement, schedule.microbatches, orders, trained_from=first)
+
+
+def _left(first: int, frozen: Collection[int], order: Iterable[Action]) -> Iterator[Action]:
+    for action in order:
         stage, op, microbatch = action
         if op == FORWARD or (stage >= first and stage not in frozen):
-            return action
-        if stage < first or op == WEIGHT_GRAD:
-            return None
-        return Action(stage, BACKWARD, microbatch) if op == INPUT_GRAD else action
-
-    orders = tuple(tuple(kept for kept in map(left, order) if kept is not None) for order in schedule.orders)
-    return Schedule(schedule.name, schedule.placement, schedule.microbatches, orders, trained_from=first)
+            yield action
+        elif stage >= first and op != WEIGHT_GRAD:
+            yield Action(stage, BACKWARD, microbatch) if op == INPUT_GRAD else action

@@ -39,11 +39,17 @@ def grid(
     rank 1  1F0  1B0 >1F1< 1B1
     """
     marks = [mark] if isinstance(mark, tuple) else list(mark or ())
-    rows: list[list[object]] = [list(order) for order in schedule.orders]
+    absent: dict[int, list[str]] = {}
     for rank, text in missing:
-        marks.append((rank, len(rows[rank])))
-        rows[rank].append(text)
-    ranks, slots = _window(rows, marks)
+        texts = absent.setdefault(rank, [])
+        marks.append((rank, len(schedule.orders[rank]) + len(texts)))
+        texts.append(text)
+    ranks = range(schedule.ranks)
+    if marks:
+        ranks = _around(marks[0][0], WINDOW_RANKS, ranks)
+    rows: dict[int, list[object]] = {rank: [*schedule.orders[rank], *absent.get(rank, ())] for rank in ranks}
+    longest = max(map(len, rows.values()), default=0)
+    slots = _around(marks[0][1], WINDOW_SLOTS, range(longest)) if marks else range(longest)
     marked = set(marks)
 
     def cell(rank: int, slot: int) -> str:
@@ -56,19 +62,9 @@ def grid(
     table = [head] + [[f"rank {rank} ", *(cell(rank, slot) for slot in slots)] for rank in ranks]
     widths = [max(map(len, column)) for column in zip(*table)]
     lines = ["".join(text.ljust(width) for text, width in zip(row, widths)).rstrip() for row in table]
-    longest = max(map(len, rows), default=0)
-    if len(ranks) < len(rows) or len(slots) < longest:
-        lines.append(f"(shown: {len(ranks)} of {len(rows)} ranks, {len(slots)} of {longest} slots)")
+    if len(ranks) < schedule.ranks or len(slots) < longest:
+        lines.append(f"(shown: {len(ranks)} of {schedule.ranks} ranks, {len(slots)} of {longest} slots)")
     return "\n".join(lines)
-
-
-def _window(rows: list[list[object]], marks: list[tuple[int, int]]) -> tuple[range, range]:
-    """Choose the ranks and slots to show: all, or those around the first mark."""
-    ranks, slots = range(len(rows)), range(max(map(len, rows), default=0))
-    if not marks:
-        return ranks, slots
-    rank, slot = marks[0]
-    return _around(rank, WINDOW_RANKS, ranks), _around(slot, WINDOW_SLOTS, slots)
 
 
 def _around(place: int, width: int, whole: range) -> range:

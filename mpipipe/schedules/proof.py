@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NoReturn
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import NoReturn, TypeAlias
 
 from mpipipe.errors import ScheduleError
 from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, OPS, RECOMPUTE, WEIGHT_GRAD, Action
 from mpipipe.schedules.grid import grid
-from mpipipe.schedules.replay import replay
+from mpipipe.schedules.needs import source
+from mpipipe.schedules.replay import packed, replay
 from mpipipe.schedules.schedule import Schedule
 
 # the states of one (stage, micro-batch), and the state that each op leads to
@@ -77,13 +79,19 @@ def check(schedule: Schedule) -> None:
     """
     if schedule.proven:
         return
-    _check_placement(schedule)
-    _check_complete(schedule, _check_cells(schedule))
-    _check_progress(schedule)
+    check_placement(schedule)
+    states: list[State] = []
+    orders = []
+    for rank, order in enumerate(schedule.orders):  # made once, where they are made on demand
+        states += check_cells(schedule, rank, order)
+        orders.append(packed(order, schedule.microbatches))
+    check_complete(schedule, states, forwards_only=all(max(state) <= FORWARDED for _, state in states))
+    _check_progress(schedule, orders)
     object.__setattr__(schedule, "proven", True)  # stays true, since the schedule cannot change
 
 
-def _check_placement(schedule: Schedule) -> None:
+def check_placement(schedule: Schedule) -> None:
+    """Refuse a schedule with a stage on no rank, or a rank without a stage."""
     ranks, stages = schedule.ranks, schedule.stages
     if type(schedule.trained_from) is not int or not 0 <= schedule.trained_from < stages:
         raise ScheduleError(
@@ -116,21 +124,26 @@ def _check_placement(schedule: Schedule) -> None:
         )
 
 
-def _check_cells(schedule: Schedule) -> bytearray:
-    """Walk through every order; return the state of each (stage, micro-batch) at stage * M + micro-batch."""
-    state = bytearray(schedule.stages * schedule.microbatches)
-    for rank, order in enumerate(schedule.orders):
-        for slot, action in enumerate(order):
-            wrong = _misplaced(schedule, rank, action)
-            if wrong:
-                _refuse(schedule, rank, slot, *wrong)
-            index = action.stage * schedule.microbatches + action.microbatch
-            after = NEXT.get((state[index], action.op))
-            if after is None:
-                _refuse(schedule, rank, slot, *_untimely(action, state[index]))
-            else:
-                state[index] = after
-    return state
+State: TypeAlias = "tuple[int, bytearray]"  # a stage, and the state of each of its micro-batches
+
+
+def check_cells(schedule: Schedule, rank: int, order: Sequence[Action]) -> list[State]:
+    """Walk through the order of a rank, and return the states of its stages at the end."""
+    states = {stage: bytearray(schedule.microbatches) for stage in schedule.stages_of(rank)}
+    count, trained_from = schedule.microbatches, schedule.trained_from
+    for slot, action in enumerate(order):
+        if type(action) is Action:
+            stage, op, microbatch = action
+            known = type(stage) is type(microbatch) is int and type(op) is str and 0 <= microbatch < count
+            state = states.get(stage) if known else None
+            if state is not None:
+                after = NEXT.get((state[microbatch], op))
+                if after is not None and (after == FORWARDED or stage >= trained_from):
+                    state[microbatch] = after
+                    continue
+        wrong = _misplaced(schedule, rank, action)
+        _refuse(schedule, rank, slot, *(wrong or _untimely(action, states[action.stage][action.microbatch])))
+    return list(states.items())
 
 
 def _misplaced(schedule: Schedule, rank: int, action: Action) -> tuple[str, str] | None:
@@ -166,36 +179,39 @@ def _untimely(action: Action, state: int) -> tuple[str, str]:
     return "the weight gradient comes twice" if op == WEIGHT_GRAD else "the input gradient comes twice", once
 
 
-def _check_complete(schedule: Schedule, state: bytearray) -> None:
-    """Refuse a (stage, micro-batch) that is not finished or, in a schedule of forwards only, not forwarded."""
-    goal = FORWARDED if max(state) <= FORWARDED else FINISHED
-    untrained = schedule.trained_from * schedule.microbatches
-    goals = bytes([FORWARDED]) * untrained + bytes([goal]) * (len(state) - untrained)
-    if state == goals:
+def check_complete(schedule: Schedule, states: Iterable[State], forwards_only: bool) -> None:
+    """Refuse a (stage, micro-batch) that is not finished or, where there is no backward, not forwarded."""
+    count = schedule.microbatches
+    wrong = [
+        (stage, microbatch, state[microbatch], goal)
+        for stage, state in sorted(states)
+        for goal in [FORWARDED if forwards_only or not schedule.has_backward(stage) else FINISHED]
+        if state.count(goal) < count
+        for microbatch in range(count)
+        if state[microbatch] != goal
+    ]
+    if not wrong:
         return
-    index = next(index for index, reached in enumerate(state) if reached != goals[index])
-    goal = goals[index]
-    stage, microbatch = divmod(index, schedule.microbatches)
+    stage, microbatch, reached, goal = wrong[0]
     rank = schedule.placement[stage]
-    absent = f"{stage}{ABSENT[state[index]]}{microbatch}"
-    missing = sum(reached != wanted for reached, wanted in zip(state, goals))
+    absent = f"{stage}{ABSENT[reached]}{microbatch}"
     raise ScheduleError(
         f"{absent} is missing from the schedule\n" + grid(schedule, missing=[(rank, f"{absent}?")]),
         rank=rank,
         stage=stage,
         microbatch=microbatch,
-        found=f"{missing} of {len(state)} pairs (stage, micro-batch) are incomplete",
+        found=f"{len(wrong)} of {schedule.stages * count} pairs (stage, micro-batch) are incomplete",
         expected="one F" if goal == FORWARDED else "one F, and either one B, or one I and one W",
         remedy=f"add {absent} to the order of rank {rank}",
     )
 
 
-def _check_progress(schedule: Schedule) -> None:
+def _check_progress(schedule: Schedule, orders: Sequence[array[int]]) -> None:
     """Replay the orders; if ranks stand still, name the cycle in which they wait for each other."""
     ones = [1.0] * schedule.stages
-    starts, _ = replay(schedule, dict.fromkeys(OPS, ones), ones)
+    starts, _ = replay(schedule, dict.fromkeys(OPS, ones), ones, orders)
     stopped = [len(began) for began in starts]
-    stuck = [rank for rank, slot in enumerate(stopped) if slot < len(schedule.orders[rank])]
+    stuck = [rank for rank, slot in enumerate(stopped) if slot < len(orders[rank])]
     if not stuck:
         return
     cycle, awaited = _wait_cycle(schedule, stopped, stuck[0])
@@ -224,9 +240,10 @@ def _wait_cycle(schedule: Schedule, stopped: Sequence[int], rank: int) -> tuple[
 
 def _awaited(schedule: Schedule, action: Action) -> Action:
     """Find the action that the stopped `action` waits for."""
+    stage = source(action.stage, action.op, schedule.stages)
+    assert stage is not None  # an action that waits for nobody does not stop
     if action.op == FORWARD:
-        return Action(action.stage - 1, FORWARD, action.microbatch)
-    stage = action.stage + 1
+        return Action(stage, FORWARD, action.microbatch)
     full = Action(stage, BACKWARD, action.microbatch)
     whole = full in schedule.orders[schedule.placement[stage]]
     return full if whole else Action(stage, INPUT_GRAD, action.microbatch)

@@ -9,15 +9,17 @@ An R needs no message. So it fills the wait in front of its backward, wherever t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
 from typing import NamedTuple, TypeAlias
 
 from mpipipe.errors import ArgumentError
+from mpipipe.schedules import given
 from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, RECOMPUTE, WEIGHT_GRAD, Action
 from mpipipe.schedules.hiding import hidden_in_waits
 from mpipipe.schedules.memory import held, sizes_per_stage
+from mpipipe.schedules.on_demand import changed
 from mpipipe.schedules.proof import check
 from mpipipe.schedules.schedule import Schedule
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, Timeline, simulate
@@ -75,6 +77,7 @@ def with_recompute(
     2F0,2B0,2F1,2B1,2F2,2B2,2F3,2B3
     """
     check(schedule)
+    given.limit(memory_limit)
     whole, kept = sizes_per_stage(schedule, activation, kept_input)
     plain = without_recompute(schedule)
     if schedule.forwards_only:
@@ -100,30 +103,30 @@ def without_recompute(schedule: Schedule) -> Schedule:
     """Take all R's out."""
     if not schedule.recomputed:
         return schedule
-    orders = tuple(tuple(action for action in order if action.op != RECOMPUTE) for order in schedule.orders)
-    return replace(schedule, orders=orders)
+    return replace(schedule, orders=changed(schedule.orders, _without_recompute))
 
 
 def before_backwards(schedule: Schedule, pairs: Collection[Pair] | None = None) -> Schedule:
     """Put an R just before the backward of these pairs, of all for None; R's that are there stay."""
+    return replace(schedule, orders=changed(schedule.orders, _before_backwards, pairs))
 
-    def with_its(action: Action) -> Iterator[Action]:
+
+def _without_recompute(order: Iterable[Action]) -> Iterator[Action]:
+    return (action for action in order if action.op != RECOMPUTE)
+
+
+def _before_backwards(pairs: Collection[Pair] | None, order: Sequence[Action]) -> Iterator[Action]:
+    there = {(stage, microbatch) for stage, op, microbatch in order if op == RECOMPUTE}
+    for action in order:
         stage, op, microbatch = action
         pair = stage, microbatch
-        if op in (BACKWARD, INPUT_GRAD) and (pairs is None or pair in pairs) and pair not in schedule.recomputed:
+        if op in (BACKWARD, INPUT_GRAD) and (pairs is None or pair in pairs) and pair not in there:
             yield Action(stage, RECOMPUTE, microbatch)
         yield action
 
-    return replace(
-        schedule, orders=tuple(tuple(one for action in order for one in with_its(action)) for order in schedule.orders)
-    )
-
 
 def _checked(memory_limit: float, least: Sequence[float]) -> float:
-    try:
-        limit = float(memory_limit) * (1 + ROUNDING)
-    except (TypeError, ValueError):
-        limit = math.nan
+    limit = memory_limit * (1 + ROUNDING)
     most = max(least)
     if not limit >= most:
         raise ArgumentError(

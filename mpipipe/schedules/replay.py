@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, RECOMPUTE, WEIGHT_GRAD
+from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, OPS, RECOMPUTE, WEIGHT_GRAD, Action
+from mpipipe.schedules.needs import sources
 from mpipipe.schedules.schedule import Schedule
+
+NUMBER = {op: number for number, op in enumerate(OPS)}  # of an op in an order that is packed
+F, B, W, R = (NUMBER[op] for op in (FORWARD, BACKWARD, WEIGHT_GRAD, RECOMPUTE))
+OP_WIDTH, OP_BITS = 3, 7
 
 
 def replay(
-    schedule: Schedule, durations: Mapping[str, Sequence[float]], transfer: Sequence[float]
+    schedule: Schedule,
+    durations: Mapping[str, Sequence[float]],
+    transfer: Sequence[float],
+    orders: Sequence[array[int]] | None = None,
 ) -> tuple[list[array[float]], list[float]]:
     """Run every rank's order; an action starts when its rank is free and its input is there.
 
-    F needs the F of the stage before, B and I need the B or I of the stage after; W and R need no other rank. Sends
-    cost the sender nothing and never block. An action whose input never comes stops its rank for good.
+    What an action needs of another stage is what `needs.source` says; W and R need no other rank. Sends cost the sender
+    nothing and never block. An action whose input never comes stops its rank for good.
 
     Parameters
     ----------
@@ -27,6 +35,9 @@ def replay(
     transfer : sequence of float
         Entry l is the time of a message between stages l-1 and l, in either direction, where their ranks differ.
 
+    orders : sequence of array, optional
+        The orders of the schedule, packed, for callers that have them.
+
     Returns
     -------
     starts : list of array
@@ -34,48 +45,60 @@ def replay(
     ends : list of float
         For each rank the time at which it is done.
     """
-    microbatches, last = schedule.microbatches, schedule.stages - 1
+    microbatches = schedule.microbatches
+    forward_source, backward_source = (sources(op, schedule.stages) for op in (FORWARD, BACKWARD))
     # The time at which the F (the B or I) of a stage and micro-batch was done, at stage * M + microbatch; -1: not yet.
     forward_done = array("d", [-1.0]) * (schedule.stages * microbatches)
     backward_done = array("d", forward_done)
-    hop = _hops(schedule.placement, transfer)
+    hop = hops(schedule.placement, transfer)
     forward, backward = durations[FORWARD], durations[BACKWARD]
     input_grad, weight_grad = durations[INPUT_GRAD], durations[WEIGHT_GRAD]
     recompute = durations[RECOMPUTE]
-    starts = [array("d") for _ in schedule.orders]
+    if orders is None:
+        orders = [packed(order, microbatches) for order in schedule.orders]
+    starts = [array("d") for _ in orders]
     ends = [0.0] * schedule.ranks
     sleepers: dict[int, int] = {}  # what a stopped rank waits for -> the rank; F as its index, B and I as ~index
     ready = list(range(schedule.ranks))
     while ready:
         rank = ready.pop()
         now, began = ends[rank], starts[rank]
-        order = schedule.orders[rank]
+        order = orders[rank]
         for slot in range(len(began), len(order)):
-            stage, op, microbatch = order[slot]
-            index = stage * microbatches + microbatch
+            code = order[slot]
+            op, index = code & OP_BITS, code >> OP_WIDTH
+            stage = index // microbatches
             start = now
-            if op == FORWARD:
-                if stage > 0:
-                    sent = forward_done[index - microbatches]
+            if op == F:
+                before = forward_source[stage]
+                if before >= 0:
+                    needed = index + (before - stage) * microbatches
+                    sent = forward_done[needed]
                     if sent < 0:
-                        sleepers[index - microbatches] = rank
+                        sleepers[needed] = rank
                         break
-                    start = max(now, sent + hop[stage])
+                    sent += hop[stage]
+                    if sent > now:
+                        start = sent
                 forward_done[index] = now = start + forward[stage]
                 if index in sleepers:
                     ready.append(sleepers.pop(index))
-            elif op == WEIGHT_GRAD:
+            elif op == W:
                 now = start + weight_grad[stage]
-            elif op == RECOMPUTE:
+            elif op == R:
                 now = start + recompute[stage]
             else:
-                if stage < last:
-                    sent = backward_done[index + microbatches]
+                after = backward_source[stage]
+                if after >= 0:
+                    needed = index + (after - stage) * microbatches
+                    sent = backward_done[needed]
                     if sent < 0:
-                        sleepers[~(index + microbatches)] = rank
+                        sleepers[~needed] = rank
                         break
-                    start = max(now, sent + hop[stage + 1])
-                backward_done[index] = now = start + (backward if op == BACKWARD else input_grad)[stage]
+                    sent += hop[after]
+                    if sent > now:
+                        start = sent
+                backward_done[index] = now = start + (backward if op == B else input_grad)[stage]
                 if ~index in sleepers:
                     ready.append(sleepers.pop(~index))
             began.append(start)
@@ -83,7 +106,12 @@ def replay(
     return starts, ends
 
 
-def _hops(placement: Sequence[int], transfer: Sequence[float]) -> list[float]:
+def packed(order: Iterable[Action], microbatches: int) -> array[int]:
+    """Write an order as whole numbers: millions of actions as objects take 1 GB, and time to collect garbage."""
+    return array("q", [(stage * microbatches + m) << OP_WIDTH | NUMBER[op] for stage, op, m in order])
+
+
+def hops(placement: Sequence[int], transfer: Sequence[float]) -> list[float]:
     """Give the time from stage l-1 to stage l or back: nothing where both lie on one rank."""
     pairs = itertools.pairwise(placement)
     return [0.0] + [cost if here != there else 0.0 for (here, there), cost in zip(pairs, transfer[1:])]

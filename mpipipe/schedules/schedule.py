@@ -14,6 +14,7 @@ from typing import SupportsIndex
 
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules.action import FORWARD, INPUT_GRAD, RECOMPUTE, WEIGHT_GRAD, Action
+from mpipipe.schedules.on_demand import Order, OrdersOnDemand, changed
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,8 @@ class Schedule:
     microbatches : int
         M, the number of micro-batches.
     orders : sequence of sequences of Action
-        For each rank its actions in order.
+        For each rank its actions in order. Those of schedules with a formula are made when they are asked for: hold on
+        to an order, as in ``order = schedule.orders[rank]``, rather than ask for it again and again.
     trained_from : int
         The first stage that has backwards: those before it have nothing to train (see `with_frozen`).
 
@@ -50,14 +52,15 @@ class Schedule:
     name: str
     placement: tuple[int, ...]
     microbatches: int
-    orders: tuple[tuple[Action, ...], ...] = field(repr=False)
+    orders: Sequence[Order] = field(repr=False)
     trained_from: int = 0
     proven: bool = field(default=False, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         # frozen all the way down: `check` and `fingerprint` remember their result
         object.__setattr__(self, "placement", tuple(self.placement))
-        object.__setattr__(self, "orders", tuple(map(tuple, self.orders)))
+        if not isinstance(self.orders, OrdersOnDemand):
+            object.__setattr__(self, "orders", tuple(map(tuple, self.orders)))
 
     @property
     def ranks(self) -> int:
@@ -176,11 +179,7 @@ class Schedule:
                 expected=f"1 to {self.microbatches}",
                 remedy="build a schedule with more micro-batches",
             )
-        orders = tuple(
-            tuple(action for action in order if action.op == FORWARD and action.microbatch < count)
-            for order in self.orders
-        )
-        return Schedule("forward", self.placement, count, orders)
+        return Schedule("forward", self.placement, count, changed(self.orders, _first_forwards, count))
 
     def to_csv(self) -> str:
         r"""Write one row per rank, one cell ``2F0`` per action: the table of PyTorch's pipeline schedules.
@@ -233,6 +232,10 @@ def one_per_stage(what: str, name: str, value: float | Sequence[float], stages: 
             expected=f"a finite number of at least 0, or {stages} of them, one per stage",
         )
     return numbers
+
+
+def _first_forwards(count: int, order: Iterable[Action]) -> Iterable[Action]:
+    return (action for action in order if action.op == FORWARD and action.microbatch < count)
 
 
 def _row(order: Iterable[Action]) -> str:

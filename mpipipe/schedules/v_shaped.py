@@ -11,13 +11,19 @@ whole backwards take two cells.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
+from typing import TypeAlias
 
 from mpipipe.schedules.action import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action
 from mpipipe.schedules.filling import PATIENCES, fastest, filled
+from mpipipe.schedules.on_demand import OrdersOnDemand
 from mpipipe.schedules.schedule import Schedule, at_least_one
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs
+
+Cells: TypeAlias = Callable[[int, int, int], str]  # (rank, ranks, micro-batches) -> its actions, one letter each
 
 
 def v_placement(ranks: int) -> tuple[int, ...]:
@@ -114,13 +120,37 @@ def _are_alike(costs: Costs, stages: int) -> bool:
     )
 
 
-def _on_a_v(name: str, ranks: int, microbatches: int, cells: Callable[[int, int, int], str], less: int) -> Schedule:
+def _on_a_v(name: str, ranks: int, microbatches: int, cells: Cells, less: int) -> Schedule:
     ranks, microbatches = at_least_one("ranks", ranks), at_least_one("microbatches", microbatches)
     # A pipeline that is not filled has the order of one that is, without the micro-batches that are not there.
     full = max(2 * ranks - less, microbatches)
-    orders = (_order(cells(rank, ranks, full), rank, 2 * ranks - 1 - rank) for rank in range(ranks))
-    kept = tuple(tuple(action for action in order if action.microbatch < microbatches) for order in orders)
-    return Schedule(name, v_placement(ranks), microbatches, kept)
+    orders = OrdersOnDemand(
+        ranks, partial(_kept, cells, ranks, full, microbatches), partial(_moment, cells, ranks, full)
+    )
+    return Schedule(name, v_placement(ranks), microbatches, orders)
+
+
+def _kept(cells: Cells, ranks: int, full: int, microbatches: int, rank: int) -> Iterator[Action]:
+    return (action for action in _of_rank(cells, ranks, full, rank) if action.microbatch < microbatches)
+
+
+def _of_rank(cells: Cells, ranks: int, full: int, rank: int) -> tuple[Action, ...]:
+    return _order(cells(rank, ranks, full), rank, 2 * ranks - 1 - rank)
+
+
+def _moment(cells: Cells, ranks: int, full: int, stage: int, backward: bool, microbatch: int) -> int:
+    return _moments(cells, ranks, full, min(stage, 2 * ranks - 1 - stage))[stage, backward][microbatch]
+
+
+@lru_cache(maxsize=4)  # of a rank and its neighbours
+def _moments(cells: Cells, ranks: int, full: int, rank: int) -> dict[tuple[int, bool], array[int]]:
+    """Give for both stages of a rank the place of each F, and of each B or I, counted on from the rank's number."""
+    both = rank, 2 * ranks - 1 - rank
+    found = {(stage, backward): array("q", bytes(8 * full)) for stage in both for backward in (False, True)}
+    for place, (stage, op, microbatch) in enumerate(_of_rank(cells, ranks, full, rank), rank):
+        if op != WEIGHT_GRAD:
+            found[stage, op != FORWARD][microbatch] = place
+    return found
 
 
 def _zero_bubble(rank: int, ranks: int, full: int) -> str:

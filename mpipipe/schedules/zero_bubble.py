@@ -7,10 +7,12 @@ second chunk.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
-from mpipipe.even_split import even_split
+from mpipipe.schedules import moments
 from mpipipe.schedules.action import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action
-from mpipipe.schedules.classic import actions
+from mpipipe.schedules.classic import actions, groups_of
+from mpipipe.schedules.on_demand import OrdersOnDemand
 from mpipipe.schedules.schedule import Schedule, at_least_one, looped_placement
 
 
@@ -86,15 +88,18 @@ def interleaved_zero_bubble(ranks: int, chunks: int, microbatches: int) -> Sched
     """
     ranks, chunks = at_least_one("ranks", ranks), at_least_one("chunks", chunks)
     microbatches = at_least_one("microbatches", microbatches)
-    groups = even_split(microbatches, max(1, microbatches // ranks))
-    orders = []
-    for rank in range(ranks):
-        stages = range(rank, chunks * ranks, ranks)
-        forwards = [action for group in groups for action in actions(FORWARD, stages, group)]
-        inputs = [action for group in groups for action in actions(INPUT_GRAD, reversed(stages), group)]
-        warmup = min((chunks - 1) * len(groups[0]) + ranks - 1 - rank, chunks * microbatches)
-        orders.append(_split(forwards, inputs, warmup, delay=rank))
-    return Schedule("interleaved_zero_bubble", looped_placement(ranks, chunks), microbatches, tuple(orders))
+    orders = OrdersOnDemand(
+        ranks, partial(_order, ranks, chunks, microbatches), partial(moments.grouped, ranks, chunks, microbatches, 1)
+    )
+    return Schedule("interleaved_zero_bubble", looped_placement(ranks, chunks), microbatches, orders)
+
+
+def _order(ranks: int, chunks: int, microbatches: int, rank: int) -> tuple[Action, ...]:
+    stages, groups = range(rank, chunks * ranks, ranks), groups_of(microbatches, ranks)
+    forwards = [action for group in groups for action in actions(FORWARD, stages, group)]
+    inputs = [action for group in groups for action in actions(INPUT_GRAD, reversed(stages), group)]
+    warmup = min((chunks - 1) * len(groups[0]) + ranks - 1 - rank, chunks * microbatches)
+    return _split(forwards, inputs, warmup, delay=rank)
 
 
 def _split(forwards: Sequence[Action], inputs: Sequence[Action], warmup: int, delay: int) -> tuple[Action, ...]:

@@ -6,20 +6,18 @@ Its fields are in options/, a class for each heading of `mpipipe train --help`.
 from __future__ import annotations
 
 import dataclasses
-import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from mpipipe.comm.stop_signals import parse_signals
-from mpipipe.comm.time_limit import parse_duration
 from mpipipe.errors import ConfigError
-from mpipipe.train.config_checks import NOUNS, check_parsed, check_range, check_together, typed
+from mpipipe.train.config_checks import NOUNS, PARSED, PLANNED, check_parsed, check_range, check_together, typed
 from mpipipe.train.config_file import read_keys
 from mpipipe.train.options.aliases import near
 from mpipipe.train.options.cluster import ClusterOptions
 from mpipipe.train.options.data import DataOptions
 from mpipipe.train.options.model import ModelOptions
+from mpipipe.train.options.option import parameters_of
 from mpipipe.train.options.output import OutputOptions
 from mpipipe.train.options.parallel import ParallelOptions
 from mpipipe.train.options.training import TrainingOptions
@@ -95,6 +93,8 @@ class TrainConfig(ClusterOptions, OutputOptions, TrainingOptions, ParallelOption
             for key in given:
                 _check_known(key, source)
         given = {**keys, **flags}
+        if given.get("plan") == "auto":
+            given["fixed"] = (*given.get("fixed", ()), *(name for name in PLANNED if name in given))
         sizes = [name for name in FROM_FOLDER if name in given]
         if given.get("from_") is not None and sizes:
             raise ConfigError(
@@ -106,25 +106,12 @@ class TrainConfig(ClusterOptions, OutputOptions, TrainingOptions, ParallelOption
         return cls(**given)
 
 
-def _parameters() -> str:
-    """Return the section Parameters of TrainConfig's docstring, from the help texts of its fields."""
-    lines = ["Parameters", "----------"]
-    for entry in dataclasses.fields(TrainConfig):
-        default = "" if entry.default is None else f", default {entry.default!r}"
-        kind = str(entry.type).replace(" | None", ", optional")
-        lines += [f"{entry.name} : {kind}{default}", f"    {entry.metadata['help']}"]
-    return textwrap.indent("\n".join(lines), "    ") + "\n\n"
-
-
 if TrainConfig.__doc__:  # python -OO has none
-    TrainConfig.__doc__ = TrainConfig.__doc__.replace("    Raises\n", _parameters() + "    Raises\n", 1)
+    TrainConfig.__doc__ = TrainConfig.__doc__.replace("    Raises\n", parameters_of(TrainConfig) + "    Raises\n", 1)
 
 # what a folder says, with `from`
 FROM_FOLDER = ("vocab", "dim", "layers", "heads", "kv_heads", "hidden", "tied", "rope_base")
 FIELDS = {"from": "from_"}  # names of keys that no field can have in Python
-
-
-PARSED = {"preempt_signals": parse_signals, "time_limit": parse_duration}  # texts with a meaning of their own
 
 
 def heading_of(name: str) -> str:

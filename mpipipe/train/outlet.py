@@ -19,7 +19,7 @@ KEPT = 10_000  # lines that wait for room on the disk; of more, the oldest are g
 class Outlet:
     """A stream of text that falls silent, for good, once it cannot be written to.
 
-    It has the methods that rich asks of a file. Characters that cannot be encoded are escaped.
+    Characters that cannot be encoded are escaped.
 
     Parameters
     ----------

@@ -11,6 +11,7 @@ from mpipipe import processor
 from mpipipe.cli.flags import Flag, Operand
 from mpipipe.comm import inprocess
 from mpipipe.comm.abort import run_or_abort
+from mpipipe.comm.group import group_of
 from mpipipe.comm.types import Communicator
 from mpipipe.errors import MpipipeError
 
@@ -34,6 +35,13 @@ def pipeline(repeats: Repeats = 100) -> int:
     return _guarded(lambda: run(repeats))
 
 
+def steps(repeats: Repeats = 30, microbatches: int = 4) -> int:
+    """Steps with their optimizer, launched against one after the other (mpiexec -n 2 python -m mpipipe bench steps)."""
+    from mpipipe.cli.bench.steps import run
+
+    return _guarded(lambda: run(repeats, microbatches))
+
+
 def transport(repeats: Repeats = 50) -> int:
     """Mailbox against bare Isend and Irecv (mpiexec -n 2 python -m mpipipe bench transport)."""
     from mpipipe.cli.bench.transport import run
@@ -42,7 +50,7 @@ def transport(repeats: Repeats = 50) -> int:
 
 
 def schedules() -> None:
-    """Building, checking and simulating a large schedule (python -m mpipipe bench schedules)."""
+    """Building, checking and simulating large schedules (python -m mpipipe bench schedules)."""
     from mpipipe.cli.bench.schedules import run
 
     run()
@@ -68,6 +76,44 @@ def train(
     from mpipipe.cli.bench.train import run
 
     return _guarded(lambda: run(repeats, dim, layers, heads, seq_len, microbatches, rows))
+
+
+def dry_run(config: Annotated[Path, Operand("TOML file with keys of train")]) -> int:
+    """Memory foreseen by train --dry-run against a training (mpiexec -n 4 python -m mpipipe bench dry-run job.toml)."""
+    from mpipipe.cli.bench.dry_run import run
+    from mpipipe.comm.group import group_of
+    from mpipipe.train import TrainConfig
+
+    def work() -> None:
+        with group_of().together("bench: reading the configuration"):
+            chosen = TrainConfig.load(str(config))
+        run(chosen)
+
+    return _guarded(work)
+
+
+def plan(
+    configurations: Annotated[int, Flag("plans drawn at random", least=1)] = 40,
+    repeats: Repeats = 5,
+    seed: Annotated[int, Flag("of the drawing")] = 0,
+    dim: int = 128,
+    layers: int = 6,
+    heads: int = 8,
+    seq_len: int = 128,
+    batch: Annotated[int, Flag("sequences in a step")] = 16,
+) -> int:
+    """Predicted steps of plans against real ones (mpiexec -n 2 python -m mpipipe bench plan)."""
+    from mpipipe.cli.bench.plan import run
+    from mpipipe.train import TrainConfig
+
+    def work() -> None:
+        with group_of().together("bench: the configuration"):
+            config = TrainConfig(
+                dim=dim, layers=layers, heads=heads, seq_len=seq_len, batch=batch, plan="auto", device="cpu"
+            )
+        run(configurations, repeats, seed, config)
+
+    return _guarded(work)
 
 
 def checkpoint(

@@ -1,4 +1,4 @@
-"""Options of a training: the text or tokens of a training."""
+"""Options of a training: text or tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mpipipe.train.options.option import option
 
 @dataclass(frozen=True)
 class DataOptions:
-    """The text or tokens of a training."""
+    """Text or tokens."""
 
     data: tuple[str, ...] = option(
         (), "file or folder of text, or file of tokens; repeatable; default: the standard library's source"

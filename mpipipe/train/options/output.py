@@ -41,6 +41,9 @@ class OutputOptions:
     temperature: float = option(
         0.8, "of the generated text; 0 takes the likeliest byte or token", least=0, below=math.inf
     )
+    metrics_to: str = option(
+        "none", "where metrics go besides metrics.jsonl: csv, tensorboard, wandb, with commas between several; none"
+    )
     trace: str | None = option(
         None, "new folder for a trace of the 2nd to the 17th step: where their time went; needs the extra [trace]"
     )

@@ -1,0 +1,64 @@
+"""mpipipe jobscript: a job script for the scheduler of a cluster, on paper."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Annotated
+
+from mpipipe.cli.flags import Flag, Operand
+from mpipipe.cli.one_process import check_one_process
+from mpipipe.cli.refusal import refusing
+from mpipipe.errors import BackendError
+from mpipipe.site import MPIS, SCHEDULERS, Job, job_script
+
+# asks an interpreter for its MPI without initialising it: on a login node that may not be allowed
+VENDOR = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.get_vendor()[0])"
+FAMILIES = {"Open MPI": "openmpi", "Cray": "cray", "MPICH": "mpich", "MVAPICH": "mpich", "Intel": "mpich"}
+
+
+def jobscript(
+    scheduler: Annotated[str, Operand(" | ".join(SCHEDULERS))],
+    options: Annotated[list[str] | None, Operand("options of `train` for the script, behind --", rest=True)] = None,
+    nodes: Annotated[int, Flag("nodes of the job")] = 1,
+    ranks_per_node: Annotated[int, Flag("ranks on each node")] = 1,
+    threads: Annotated[int, Flag("cores of each rank, and threads of its matrix products")] = 1,
+    gpus: Annotated[bool, Flag("a GPU for each rank")] = False,
+    time: Annotated[str, Flag("limit of the job: seconds, MM:SS, HH:MM:SS or D-HH:MM:SS")] = "00:30:00",
+    preemptable: Annotated[bool, Flag("save and leave before the end, and start again until it is done")] = False,
+    notice: Annotated[int, Flag("seconds before the end at which a preemptable job is told")] = 120,
+    array: Annotated[str | None, Flag("numbers of a job array as in 0-3, each a seed")] = None,
+    long_context: Annotated[bool, Flag("the ranks of a node share each sequence of 65 536")] = False,
+    account: Annotated[str | None, Flag("account, project or bank")] = None,
+    queue: Annotated[str | None, Flag("queue or partition", names=("--queue", "--partition"))] = None,
+    name: Annotated[str | None, Flag("name of the job")] = None,
+    mpi: Annotated[str | None, Flag("mpich | openmpi | cray; default: that of mpi4py")] = None,
+    launcher: Annotated[str, Flag("under LSF: mpiexec | jsrun")] = "mpiexec",
+    python: Annotated[str | None, Flag("interpreter of the job; default: this one")] = None,
+    module: Annotated[list[str] | None, Flag("environment module to load; several may be given")] = None,
+) -> None:
+    """Print a job script that trains, fit to edit (jobscript slurm --nodes 2 --ranks-per-node 4 -- --steps 1000)."""
+    with refusing("no script is printed"):
+        check_one_process("jobscript")
+        job = Job(
+            scheduler, nodes, ranks_per_node, threads,
+            gpus=gpus, time=time, preemptable=preemptable, notice=notice, array=array, long_context=long_context,
+            account=account, queue=queue, name=name, mpi=mpi or _mpi_of(python or sys.executable), launcher=launcher,
+            python=python or sys.executable, modules=tuple(module or ()), options=tuple(options or ()),
+        )  # fmt: skip
+        print(job_script(job), end="")
+
+
+def _mpi_of(python: str) -> str:
+    """Return which of MPIS that interpreter has."""
+    remedy = f"name it with --mpi: {', '.join(MPIS)}"
+    try:
+        asked = subprocess.run([python, "-c", VENDOR], capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+        raise BackendError(f"{python} does not say which MPI it has", found=lines[-1], remedy=remedy) from error
+    vendor = asked.stdout.strip()
+    for words, family in FAMILIES.items():
+        if words in vendor:
+            return family
+    raise BackendError("which words its launcher wants is not known of this MPI", found=vendor, remedy=remedy)

@@ -1,0 +1,108 @@
+"""The orders of all ranks, each one made when it is asked for: nobody needs all of a large schedule at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeAlias, overload
+
+from mpipipe.schedules.action import Action
+
+Order: TypeAlias = "tuple[Action, ...]"
+Moment: TypeAlias = Callable[[int, bool, int], int]  # (stage, whether backward, micro-batch)
+
+
+class OrdersOnDemand(Sequence[Order]):
+    """A tuple of orders to look at; the one asked for last is kept, and the others are made anew.
+
+    Parameters
+    ----------
+    ranks : int
+        How many orders there are.
+    make : callable
+        `make(rank)` gives the actions of a rank: a function of a module, or a `functools.partial` of one. The same
+        function with the same arguments makes the same orders in every process.
+    moment : callable, optional
+        `moment(stage, backward, microbatch)` gives a whole number for each F (`backward` is false) and each B or I. It
+        rises along every order, and from each action to those that wait for it. `check_part` proves that.
+
+    Examples
+    --------
+    >>> from mpipipe import schedules
+    >>> orders = schedules.one_f_one_b(ranks=1024, microbatches=4096).orders
+    >>> len(orders), len(orders[7]), str(orders[7][0])
+    (1024, 8192, '7F0')
+    """
+
+    def __init__(self, ranks: int, make: Callable[[int], Iterable[Action]], moment: Moment | None = None) -> None:
+        self.ranks, self.make, self.moment = ranks, make, moment
+        self._kept: tuple[int, Order] | None = None
+
+    def __len__(self) -> int:
+        return self.ranks
+
+    @overload
+    def __getitem__(self, rank: int) -> Order: ...
+
+    @overload
+    def __getitem__(self, rank: slice) -> tuple[Order, ...]: ...
+
+    def __getitem__(self, rank: int | slice) -> Order | tuple[Order, ...]:
+        which = range(self.ranks)[rank]
+        if isinstance(which, range):
+            return tuple(map(self._order, which))
+        kept = self._kept  # read once: threads may share a schedule
+        if kept is None or kept[0] != which:
+            self._kept = kept = which, self._order(which)
+        return kept[1]
+
+    def __iter__(self) -> Iterator[Order]:
+        return map(self._order, range(self.ranks))
+
+    def _order(self, rank: int) -> Order:
+        return tuple(self.make(rank))
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, OrdersOnDemand) and repr(self) == repr(other):
+            return True
+        if not isinstance(other, (tuple, OrdersOnDemand)) or len(self) != len(other):
+            return False
+        return all(mine == theirs for mine, theirs in zip(self, other))
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))  # of what it equals
+
+    def __repr__(self) -> str:
+        return f"orders of {self.ranks} ranks by {_text(self.make)}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrdersOnDemand, (self.ranks, self.make, self.moment)
+
+
+def changed(
+    orders: Sequence[Order], change: Callable[..., Iterable[Action]], *arguments: object
+) -> tuple[Order, ...] | OrdersOnDemand:
+    """Give `change(*arguments, order)` for each order; those that are made on demand are changed on demand.
+
+    The moments stay: whoever uses them proves that they suit.
+    """
+    each = partial(change, *arguments)
+    if isinstance(orders, OrdersOnDemand):
+        return OrdersOnDemand(len(orders), partial(_changed, each, orders.make), orders.moment)
+    return tuple(tuple(each(order)) for order in orders)
+
+
+def _changed(
+    change: Callable[..., Iterable[Action]], make: Callable[[int], Iterable[Action]], rank: int
+) -> Iterable[Action]:
+    return change(tuple(make(rank)))
+
+
+def _text(value: object) -> str:
+    """Write a function and its arguments so that equal texts make equal orders."""
+    if isinstance(value, partial):
+        given = [*map(_text, value.args), *(f"{name}={_text(each)}" for name, each in sorted(value.keywords.items()))]
+        return f"{_text(value.func)}({', '.join(given)})"
+    if callable(value):
+        return f"{value.__module__}.{value.__qualname__}"  # type: ignore[attr-defined]  # as every function has them
+    return repr(sorted(value) if isinstance(value, (set, frozenset)) else value)
