@@ -91,10 +91,15 @@ class Request:
             placement = _placement(self.schedule, self.csv, self.sizes["ranks"], self.sizes["chunks"])
             costs = replace(costs, transfer=self.network.times(placement, self.message_bytes))
         if self.schedule == "search":
-            search = schedules.search_with_recompute if self.recompute else schedules.search
             sizes = dict(self.sizes)
             ranks, microbatches = sizes.pop("ranks"), sizes.pop("microbatches")
-            return search(ranks, microbatches, costs, memory_limit=limit, **sizes, **self.search), costs
+            if self.recompute and limit is not None:
+                made = schedules.search_with_recompute(
+                    ranks, microbatches, costs, memory_limit=limit, **sizes, **self.search
+                )
+            else:
+                made = schedules.search(ranks, microbatches, costs, memory_limit=limit, **sizes, **self.search)
+            return made, costs
         if self.csv is not None:
             made = schedules.from_csv(_text(self.csv))
         else:
