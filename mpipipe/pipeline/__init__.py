@@ -1,5 +1,6 @@
 """The pipeline: a checked schedule, stages, and a mailbox, run step by step."""
 
-from mpipipe.pipeline.pipeline import Pipeline, StepResult
+from mpipipe.pipeline.pending import PendingStep, StepResult
+from mpipipe.pipeline.pipeline import Pipeline
 
-__all__ = ["Pipeline", "StepResult"]
+__all__ = ["PendingStep", "Pipeline", "StepResult"]

@@ -166,19 +166,21 @@ class Trainer:
         config, start = self.config, perf_counter()
         self.commitment.begin(step)
         self.tracing.begin_step(config.steps - step)
-        result = self.pipeline.step(*self.batches.training(step), scale=self.scaler.scale)
+        pending = self.pipeline.launch(*self.batches.training(step), scale=self.scaler.scale)
         lr = optim.warmup_cosine(step, config.steps, config.lr, min(config.warmup, config.steps))
         with self.tracing.optimizer():
             norm = self._optimize(lr)
+        loss = pending.result().loss  # on its way since the backward ended: the norm has taken as long
         seconds = perf_counter() - start
         for times in (self.since_record, self.in_all):
             times.add(seconds, self.pipeline.busy, self.pipeline.elapsed)
         self.reporter.advance()
-        return result.loss, lr, norm
+        return loss, lr, norm
 
     def _optimize(self, lr: float) -> float | None:
         try:
-            norm = optim.scaled_step(self.commitment, self.scaler, self.config.clip, lr=lr, over=self.norm)
+            update = optim.begin_step(self.commitment, self.config.clip, scaler=self.scaler, lr=lr, over=self.norm)
+            norm = update.finish()
         except NonFiniteError as error:  # the replicas have the same sums of gradients, so they raise it, too
             raise agreed_by(error, group_of(self.mesh.comm)) from None
         if norm is None:

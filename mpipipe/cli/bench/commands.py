@@ -41,6 +41,14 @@ def pipeline(repeats: Repeats = 100) -> None:
 
 
 @app.command()
+def steps(repeats: Repeats = 30, microbatches: int = 4) -> None:
+    """Steps with their optimizer, launched against one after the other (mpiexec -n 2 python -m mpipipe bench steps)."""
+    from mpipipe.cli.bench.steps import run
+
+    _guarded(lambda: run(repeats, microbatches))
+
+
+@app.command()
 def transport(repeats: Repeats = 50) -> None:
     """Mailbox against bare Isend and Irecv (mpiexec -n 2 python -m mpipipe bench transport)."""
     from mpipipe.cli.bench.transport import run
