@@ -11,6 +11,7 @@ from mpipipe.comm.stop_signals import parse_signals
 from mpipipe.comm.time_limit import parse_duration
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.planning import parse_bytes
+from mpipipe.train.order import is_path, is_table
 from mpipipe.train.sinks import parse_names
 
 # what a plan decides
@@ -107,20 +108,50 @@ def check_together(config: Any) -> None:
             found=f"recompute_limit {config.recompute_limit}",
             expected="one of them: recompute runs all forwards again, recompute_limit some",
         )
-    strange = [name for name in config.fixed if name not in PLANNED]
-    if strange:
-        raise ConfigError("fixed names what no plan decides", found=strange[0], expected=" or ".join(PLANNED))
-    if config.plan == "auto" and config.survive:
-        raise ConfigError(
-            "plan = auto and survive are both given",
-            expected="one of them: a plan is made for a number of ranks, and survive changes that",
-            remedy="make a plan with `mpipipe plan`, and give its file to the training",
-        )
+    _check_plan(config)
     if config.resume not in ("auto", "no") and config.init is not None:
         raise ConfigError(
             "resume and init are both given",
             found=f"resume {config.resume}, init {config.init}",
             expected="one of them: a checkpoint that is resumed has weights",
+        )
+
+
+def _check_plan(config: Any) -> None:
+    """Raise ConfigError where options of a plan have no effect, or leave it nothing to decide."""
+    strange = [name for name in config.fixed if name not in PLANNED]
+    if strange:
+        raise ConfigError("fixed names what no plan decides", found=strange[0], expected=" or ".join(PLANNED))
+    if config.plan != "auto":
+        alone = [name for name in ("memory_limit", "fixed") if getattr(config, name)]
+        if alone:
+            raise ConfigError(
+                f"{alone[0]} without plan = auto",
+                found=f"{alone[0]} {getattr(config, alone[0])}",
+                expected="none: it says which plans may be chosen",
+                remedy="give plan = auto, too, or leave it out; recompute_limit limits the memory of a given schedule",
+            )
+        return
+    open_ = [name for name in ("microbatches", "partition") if name in config.fixed and getattr(config, name) is None]
+    if open_:
+        raise ConfigError(
+            f"fixed names {open_[0]}, which has no value",
+            found=f"fixed {', '.join(config.fixed)}",
+            expected="options with a value, which a plan leaves as it is",
+            remedy=f"give {open_[0]} a value, or leave it out of fixed",
+        )
+    if is_path(config.schedule) or is_table(config.schedule):
+        raise ConfigError(
+            "plan = auto and an order of a schedule are both given",
+            found=f"schedule {config.schedule}" if is_path(config.schedule) else "a table of actions as schedule",
+            expected="one of them: an order is made for its own ranks, chunks and micro-batches",
+            remedy="leave out plan, or name a schedule that the package makes",
+        )
+    if config.survive:
+        raise ConfigError(
+            "plan = auto and survive are both given",
+            expected="one of them: a plan is made for a number of ranks, and survive changes that",
+            remedy="make a plan with `mpipipe plan`, and give its file to the training",
         )
 
 

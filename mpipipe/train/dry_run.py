@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ from mpipipe.train.data import find
 from mpipipe.train.fine_tuning import find_tuning
 from mpipipe.train.footprint import peak_of_step
 from mpipipe.train.memory import STATES, own_layers, parameters_of, resident
+from mpipipe.train.order_file import with_order
 from mpipipe.train.rehearsal import Rehearsal, StageBytes
 from mpipipe.train.ring_memory import with_ring
 from mpipipe.train.shard import Shard
@@ -118,8 +120,16 @@ class _Rehearsed(NamedTuple):
 
 
 def _foresee(config: TrainConfig, architecture: Architecture, ranks: int, process: int, comm: Communicator) -> Forecast:
+    if config.plan == "auto":
+        raise ConfigError(
+            "a dry run cannot foresee what a plan chooses",
+            found="plan auto",
+            expected="no: a plan is made of measurements on the ranks of the training",
+            remedy="make a plan with `mpipipe plan --out FILE`, and give that file to the dry run by --config",
+        )
     config, base = find_base(config, comm)
     tuning = find_tuning(config, comm)
+    config = with_order(config, comm, Path(config.out or "."))
     pipe, data = _mesh(config, ranks)
     plan = TrainingPlan.of(
         config, architecture_of(base, architecture), pipe, data, find(config.data, config.vocab).vocab, tuning

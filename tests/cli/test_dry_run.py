@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from mpipipe import schedules
 from mpipipe.cli.dry_run import described
 from mpipipe.models import GPT
 from mpipipe.train import TrainConfig
@@ -31,6 +32,14 @@ def test_every_rank_has_a_line_whose_parts_are_its_total(keys):
     assert f"{max(each.total for each in found.ranks):,} bytes" in lines[-1]
 
 
+def test_an_order_from_a_file_is_foreseen_like_its_schedule(tmp_path):
+    (tmp_path / "order.csv").write_text(schedules.gpipe(2, 2).to_csv())
+    first, second = (foresee(TrainConfig(**SIZES, schedule=name), GPT, 2)
+                     for name in (str(tmp_path / "order.csv"), "gpipe"))  # fmt: skip
+    assert first.plan.schedule.orders == second.plan.schedule.orders
+    assert [each.stages for each in first.ranks] == [each.stages for each in second.ranks]
+
+
 def test_a_dry_run_needs_no_mpi_and_writes_nothing(launch, tmp_path):
     out = tmp_path / "run"
     job = launch(
@@ -54,6 +63,7 @@ def test_a_dry_run_under_a_launcher_is_of_its_ranks_and_shown_once(launch):
         (0, ["--dry-run", "--ranks", "0"], "--ranks is out of range"),
         (0, ["--dry-run", "--ranks", "3", "--pipe", "2"], "the mesh does not fit the ranks"),
         (0, ["--dry-run", "--lr", "nan"], "lr (learning rate"),
+        (0, ["--dry-run", "--plan", "auto"], "a dry run cannot foresee what a plan chooses"),
         (0, ["--ranks", "4"], "--ranks without --dry-run"),
         (2, ["--dry-run", "--ranks", "4"], "--ranks is for a dry run in one process"),
     ],

@@ -190,11 +190,14 @@ def test_links_are_found_from_the_three_chains(monkeypatch):
 def test_a_training_takes_the_plan_and_says_so(tmp_path, capsys):
     (tmp_path / "text.txt").write_text("one two three\n" * 200)
     keys = dict(data=[str(tmp_path / "text.txt")], schedule="gpipe", recompute=True, microbatches=2)
-    config = TrainConfig.load(**{**SMALL, **keys, "out": str(tmp_path / "run")})
+    config = TrainConfig.load(**{**SMALL, **keys, "out": str(tmp_path / "run"), "memory_limit": "1G"})
     assert config.fixed == ("schedule", "microbatches", "recompute")
     records = inprocess.run(2, lambda comm: train(config, GPT, comm))
     said = capsys.readouterr().out
     assert "mpipipe: plan: gpipe, 1 chunk, 2 micro-batches, layers " in said and "forwards run again: all" in said
+    again = TrainConfig.load(str(tmp_path / "run" / "config.toml"))  # which has the plan, and makes no other one
+    assert (again.plan, again.memory_limit, again.fixed) == ("no", None, ())
+    assert f"layers {again.partition}, " in said and again.recompute
     plain = TrainConfig.load(**{**SMALL, **keys, "out": str(tmp_path / "plain"), "plan": "no"})
     assert inprocess.run(2, lambda comm: train(plain, GPT, comm))[0].loss == pytest.approx(records[0].loss, rel=1e-5)
 
@@ -261,6 +264,11 @@ def test_what_cannot_be_is_refused_on_all_ranks(ranks, keys, text):
         ({"fixed": ("dim",)}, "fixed names what no plan decides"),
         ({"plan": "yes"}, "no or auto"),
         ({"survive": True}, "plan = auto and survive"),
+        ({"schedule": "order.csv"}, "plan = auto and an order of a schedule"),
+        ({"schedule": "0F0,0B0\n"}, "plan = auto and an order of a schedule"),
+        ({"fixed": ("partition",)}, "fixed names partition, which has no value"),
+        ({"plan": "no", "memory_limit": "1G"}, "memory_limit without plan"),
+        ({"plan": "no", "fixed": ("chunks",)}, "fixed without plan"),
     ],
 )
 def test_wrong_options_are_refused(keys, text):

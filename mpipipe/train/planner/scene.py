@@ -65,7 +65,7 @@ class Scene:
         name, microbatches = ONE
         plain = replace(
             self.config, schedule=name, chunks=1, microbatches=microbatches, recompute=False, recompute_limit=None,
-            partition=None,
+            partition=None, plan="no", memory_limit=None, fixed=(),
         )  # fmt: skip
         return TrainingPlan.of(plain, self.architecture, 1, self.mesh.data.size, self.vocab, self.tuning).model
 
@@ -91,9 +91,12 @@ class Scene:
         return Space(self.mesh.pipe.size, len(self.model.costs()), self.rows, kept, trained)
 
     def planned(self, choice: Choice) -> TrainConfig:
-        """Return the configuration with this choice."""
+        """Return the configuration with this choice, which leaves nothing to plan."""
         return replace(
             self.config,
+            plan="no",
+            memory_limit=None,
+            fixed=(),
             schedule=choice.schedule,
             chunks=choice.chunks,
             microbatches=choice.microbatches,
