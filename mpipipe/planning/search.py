@@ -105,6 +105,11 @@ class Space:
                 expected=f"at most {self.rows}, the sequences in each replica",
                 remedy="raise batch, or lower microbatches",
             )
+        known = {name for chunks in range(1, CHUNKS + 1) for name in names(chunks)}
+        if self.fixed.get("schedule", "gpipe") not in known:
+            raise ConfigError(
+                "unknown schedule", found=str(self.fixed["schedule"]), expected="one of " + ", ".join(sorted(known))
+            )
         if not self.forms:
             raise ConfigError(
                 "no schedule fits the options that were given",

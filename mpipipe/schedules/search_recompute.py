@@ -86,6 +86,7 @@ def search_with_recompute(
     """
     microbatches, limit = at_least_one("microbatches", microbatches), given.number("memory_limit", memory_limit)
     given.check_time(seconds)
+    steps = None if steps is None else at_least_one("steps", steps)
     places = placements(placement, chunks)
     fewest = max(max(map(place.count, set(place))) for place in places)
     goal = (1 + 1e-9) * min(least_time(place, microbatches, costs, None) for place in places)

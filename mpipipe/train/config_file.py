@@ -16,7 +16,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-MOST_BYTES = 1 << 20  # of a file
+MOST_BYTES = 1 << 27  # of a file: the order of a schedule may be in it
 
 
 def read_keys(path: Path) -> dict[str, Any]:

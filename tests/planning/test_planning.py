@@ -186,6 +186,7 @@ def test_no_two_plans_are_the_same_schedule():
         (dict(fixed={"partition": (1, 2)}), "does not have the layers"),
         (dict(fixed={"schedule": "gpipe", "chunks": 2}), "no schedule fits"),
         (dict(fixed={"chunks": 4}), "no schedule fits"),
+        (dict(fixed={"schedule": "gpip"}), "unknown schedule(.|\n)*one of .*gpipe"),
         (dict(fixed={"partition": (2, 2, 2)}), "no schedule fits"),
     ],
 )

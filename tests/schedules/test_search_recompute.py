@@ -94,6 +94,7 @@ def test_the_times_of_the_annealing_are_those_of_the_simulation(seed, microbatch
         (dict(memory_limit="2"), "memory_limit is no number"),
         (dict(kept_input=2), "part of its activation"),
         (dict(seconds=0), "no time to search"),
+        (dict(steps=0), "steps is not a count"),
     ],
 )
 def test_what_cannot_be_is_refused(change, words):

@@ -14,6 +14,7 @@ from mpipipe.comm import inprocess
 from mpipipe.errors import ConfigError, ScheduleError
 from mpipipe.models import GPT
 from mpipipe.train import TrainConfig, train
+from mpipipe.train.config_file import toml_line
 from mpipipe.train.training_plan import TrainingPlan
 
 RANKS, CHUNKS, MICROBATCHES = 2, 2, 3
@@ -148,3 +149,9 @@ def test_a_file_that_is_no_table_is_refused_on_all_ranks(config, tmp_path, conte
         return str(refusal.value)
 
     assert len(set(inprocess.run(RANKS, job))) == 1
+
+
+def test_an_order_of_several_megabytes_is_read_back_from_a_configuration(tmp_path):
+    table = schedules.gpipe(1, 100_000).to_csv()
+    (tmp_path / "config.toml").write_text(toml_line("schedule", table))
+    assert TrainConfig.load(str(tmp_path / "config.toml")).schedule == table
