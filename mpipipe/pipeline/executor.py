@@ -16,9 +16,11 @@ from mpipipe.comm.mailbox import Lease
 from mpipipe.errors import ArgumentError, MpipipeError, PeerError, StageError
 from mpipipe.nn import kernels
 from mpipipe.pipeline.aliases import copy_if_aliased
+from mpipipe.pipeline.branches import Branches, parted
 from mpipipe.pipeline.call_state import CallInputs, CallState
 from mpipipe.pipeline.clock import DeviceClock, HostClock
 from mpipipe.pipeline.gradient_sums import GradientSums
+from mpipipe.pipeline.handover import Handover
 from mpipipe.pipeline.loss import Loss, check_finite
 from mpipipe.pipeline.messages import StageMessages
 from mpipipe.pipeline.plan import PlannedAction
@@ -61,6 +63,7 @@ class Executor:
         device: str = "cpu",
     ):
         self.rank, self.stages, self.messages, self.loss = rank, stages, messages, loss
+        self.handover = Handover(messages)
         self.recompute, self.sums = recompute, sums
         self.actions: dict[str, Callable[[PlannedAction, CallState], None]] = {
             "F": self._forward,
@@ -135,14 +138,12 @@ class Executor:
     # -- actions ------------------------------------------------------------------------------------------------
 
     def _forward(self, step: PlannedAction, state: CallState) -> None:
-        inputs, microbatch, envelope = state.inputs, step.microbatch, step.receive
+        inputs, microbatch = state.inputs, step.microbatch
         lease: Lease = ()
         if step.first:
             x = inputs.inputs[microbatch]
-        elif envelope is None:
-            x = state.local.pop((step.stage, microbatch, "F"))
         else:
-            x, lease = self.messages.receive_activation(envelope)
+            x, lease = self.handover.take(step, state)
         self.marks.append(self.now())
         result = self.stages[step.chunk].forward(x, inputs.positions[microbatch])
         if type(result) is not tuple or len(result) != 2:
@@ -153,17 +154,16 @@ class Executor:
                 remedy="return (y, None) where nothing is saved",
             )
         y, saved = result
+        skips: dict[str, Tree] = {}
+        if step.gives or type(y) is Branches:
+            y, skips = parted(y, step.gives, NAMES["F"])
         if step.last and inputs.targets is not None:
             self._evaluate_loss(step, state, y, inputs.targets[microbatch])
         self.marks.append(self.now())
-        if lease:
-            y = copy_if_aliased(y, lease)
-        if step.send is not None:
-            self.messages.send_activation(step.send, y)
-        elif not step.last:
-            state.local[step.stage + 1, microbatch, "F"] = y
+        if not step.last:
+            self.handover.give(step, state, y, skips, lease)
         elif not inputs.training:
-            state.outputs[microbatch] = y
+            state.outputs[microbatch] = copy_if_aliased(y, lease) if lease else y
         if inputs.training and step.keeps:
             state.saved[step.stage, microbatch] = (x if step.recomputed else saved), lease
             state.under_way += 1
@@ -243,29 +243,24 @@ class Executor:
 
     def _begin_backward(self, step: PlannedAction, state: CallState) -> tuple[Tree, Any, Lease]:
         """Return (gradient of the output, what the forward saved, leases on the arrays of both)."""
-        microbatch, envelope = step.microbatch, step.receive
         lease: Lease = ()
         if step.last:
-            dy = state.loss_gradients.pop(microbatch)
-        elif envelope is None:
-            dy = state.local.pop((step.stage + 1, microbatch, "B"))
+            dy = state.loss_gradients.pop(step.microbatch)
         else:
-            dy, lease = self.messages.receive_gradient(envelope)
-        saved, kept = state.saved.pop((step.stage, microbatch))
+            dy, lease = self.handover.take(step, state)
+        saved, kept = state.saved.pop((step.stage, step.microbatch))
         self.marks.append(self.now())
         return dy, saved, (*lease, *kept) if lease and kept else lease or kept
 
     def _send_gradient(self, step: PlannedAction, state: CallState, dx: Tree, leases: Lease) -> None:
-        if leases:
-            dx = copy_if_aliased(dx, leases)
-        if step.send is not None:
-            self.messages.send_gradient(step.send, dx)
-        elif step.ends:
-            if not step.first:
-                return
+        skips: dict[str, Tree] = {}
+        if step.gives or type(dx) is Branches:
+            dx, skips = parted(dx, step.gives, NAMES[step.op])
+        if not step.ends:
+            self.handover.give(step, state, dx, skips, leases)
+        elif step.first:
+            dx = copy_if_aliased(dx, leases) if leases else dx
             state.input_gradients[step.microbatch] = _unscaled(dx, state.inputs.scale)
-        else:
-            state.local[step.stage, step.microbatch, "B"] = dx
 
     # -- sums over replicas, progress ---------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from mpipipe.schedules.registry import by_name
 from mpipipe.schedules.schedule import Schedule
 from mpipipe.schedules.search import search
 from mpipipe.schedules.simulate import Costs, Timeline, simulate
+from mpipipe.schedules.skips import Skip, with_skips
 from mpipipe.schedules.v_shaped import dualpipe_v, zero_bubble_v
 from mpipipe.schedules.zero_bubble import interleaved_zero_bubble, zero_bubble_h1
 
@@ -29,6 +30,7 @@ __all__ = [
     "Gap",
     "Optimum",
     "Schedule",
+    "Skip",
     "Timeline",
     "advise",
     "by_name",
@@ -55,6 +57,7 @@ __all__ = [
     "v_min",
     "with_frozen",
     "with_recompute",
+    "with_skips",
     "zero_bubble_2p",
     "zero_bubble_h1",
     "zero_bubble_v",
