@@ -94,5 +94,6 @@ def _check_skips(schedule: Schedule, number: int, stage: StageAdapter) -> None:
             "a stage with skips whose forward knows nothing of them",
             found=f"{stage.name} at {', '.join(own)}",
             expected="a stage of your own, which takes or returns mpipipe.Branches",
-            remedy="call this one in the forward and backward of your own, and list an nn.Stage in inner_stages",
+            remedy="call an nn.Stage in the forward and backward of your own, and list it in inner_stages; or take a "
+            "subclass that does so, with takes_branches = True",
         )
