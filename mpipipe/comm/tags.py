@@ -1,9 +1,9 @@
 """Which MPI tag a message travels under: one function, used by both ends.
 
 A message is named by the edge between two neighbouring logical stages, the micro-batch, the direction (activation
-forward, gradient backward) and the part (header, data). Edge e joins stage e-1 to stage e. Behind these S-1 edges of the
-chain come the skips: edge S+i joins the two stages of skip i, of S stages. The edges that one pair of ranks shares are
-counted 0, 1, ..., so that the code
+forward, gradient backward) and the part (header, data). Edge e joins stage e-1 to stage e. Behind these S-1 edges of
+the chain come the skips: edge S+i joins the two stages of skip i, of S stages. The edges that one pair of ranks shares
+are counted 0, 1, ..., so that the code
 
     code = ((edge index * M + micro-batch) * 2 + direction) * 2 + part
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mpipipe.arrays import Array, Tree
+from mpipipe.arrays import Tree
 from mpipipe.errors import StageError
 from mpipipe.pipeline.plan import Port
 

@@ -43,9 +43,7 @@ class Handover:
             if port.wanted:
                 self._give(step, state, port.edge, port.message, skips[port.name], lease)
 
-    def _take(
-        self, step: PlannedAction, state: CallState, edge: int, message: Envelope | None
-    ) -> tuple[Tree, Lease]:
+    def _take(self, step: PlannedAction, state: CallState, edge: int, message: Envelope | None) -> tuple[Tree, Lease]:
         if message is None:
             return state.local.pop((edge, step.microbatch, "F" if step.op == "F" else "B")), ()
         receive = self.messages.receive_activation if step.op == "F" else self.messages.receive_gradient

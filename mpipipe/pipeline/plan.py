@@ -170,7 +170,8 @@ def _steps(schedule: Schedule, rank: int, tags: Tags, clock: Callable[[Action], 
     for action in order:
         stage, op, microbatch = action
         receive = send = None
-        takes = gives = ()
+        takes: tuple[Port, ...] = ()
+        gives: tuple[Port, ...] = ()
         if schedule.skips and op in "FBI":
             takes, gives = ports(stage, microbatch, FORWARD if op == "F" else BACKWARD)
         if op == "F":
