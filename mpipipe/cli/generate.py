@@ -105,7 +105,7 @@ def make_plan(folder: ModelFolder, mesh: Mesh) -> TrainingPlan:
     with group_of(mesh.comm).together("generate: the model"):
         model, ranks = folder.model, mesh.pipe.size
         microbatches = 1 if ranks == 1 else IN_FLIGHT * ranks
-        limits.check_counts(model.layers, ranks, 1, microbatches)
+        limits.check_counts(model.layers, "forward_only", ranks, 1, microbatches)
         schedule = schedules.forward_only(ranks, 1, microbatches)
         return TrainingPlan(model, schedule, schedules.partition(model.costs(), schedule.stages), rows=1)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -13,10 +15,12 @@ from mpipipe.cli.one_process import check_one_process
 from mpipipe.comm.abort import Stop
 from mpipipe.comm.report import describe
 from mpipipe.errors import ConfigError, MpipipeError
-from mpipipe.schedules import Costs, Schedule
-from mpipipe.schedules.registry import names
+from mpipipe.schedules import Costs, Links, Repetition, Schedule
+from mpipipe.schedules.links import FORM
+from mpipipe.schedules.registry import names, placement_of
 
 REFUSED = 2  # exit code, as of a configuration that cannot be used
+WHOLE = 1 << 21  # most forwards of a schedule that is simulated as a whole: it takes some seconds and 1 GB
 SMALL_RANKS, SMALL_ORDER = 16, 60  # of larger ones no timeline is shown
 Cost = Annotated[str, typer.Option(help="time in each stage: a number, or one for each stage with commas between")]
 
@@ -34,6 +38,12 @@ def simulate(
     transfer: Annotated[
         str, typer.Option(help="time of a message between stages: a number, or one for each stage")
     ] = "0",
+    transfer_model: Annotated[
+        str | None, typer.Option(help=f"in place of --transfer, in s and bytes/s: {FORM}", show_default=False)
+    ] = None,
+    message_bytes: Annotated[
+        float, typer.Option(help="of one micro-batch between two stages, for --transfer-model")
+    ] = 0,
     memory_limit: Annotated[
         float | None, typer.Option(help="chunk activations that a rank may hold at once", show_default=False)
     ] = None,
@@ -45,7 +55,7 @@ def simulate(
     """Simulate a schedule: time, bubble, memory, distance from the best (python -m mpipipe simulate --schedule all).
 
     One process does it, without MPI. Without --memory-limit a schedule is compared with those that need no more memory
-    than it does itself.
+    than it does itself. Of very large schedules the part that repeats is simulated.
     """
     try:
         check_one_process("simulate")
@@ -62,9 +72,31 @@ def simulate(
                 found=str(out),
                 expected="a new file in a folder that exists, for one schedule",
             )
-        if schedule == "all":
-            lines = [*_table(ranks, chunks, microbatches, costs, memory_limit)]
+        network = _network(transfer_model, message_bytes, costs)
+        if csv is None and ranks * chunks * microbatches > WHOLE:
+            if schedule in ("all", "search") or memory_limit is not None or out is not None:
+                raise ConfigError(
+                    "a schedule of this size is never made as a whole",
+                    found=f"{ranks} ranks x {chunks} chunks x {microbatches} micro-batches",
+                    expected=f"at most {WHOLE:,} forwards for --schedule all and search, --memory-limit and --out",
+                )
+            found = schedules.simulate_repeated(
+                str(schedule),
+                ranks=ranks,
+                chunks=chunks,
+                microbatches=microbatches,
+                costs=costs,
+                links=network,
+                message_bytes=message_bytes,
+            )
+            lines = [f"schedule    {schedule}: {ranks} ranks, {ranks * chunks} stages, {microbatches} micro-batches"]
+            lines += _repeated(found)
+        elif schedule == "all":
+            lines = [*_table(ranks, chunks, microbatches, costs, memory_limit, network, message_bytes)]
         else:
+            if network is not None:
+                placement = _placement(schedule, csv, ranks, chunks, network)
+                costs = replace(costs, transfer=network.times(placement, message_bytes))
             if csv is not None:
                 made = schedules.from_csv(_text(csv))
             elif schedule == "search":
@@ -87,6 +119,53 @@ def simulate(
             typer.echo(line)
     except MpipipeError as error:
         raise Stop(describe(error, "mpipipe: nothing is simulated"), REFUSED) from error
+
+
+def _network(text: str | None, message_bytes: float, costs: Costs) -> Links | None:
+    """Give the links that --transfer-model names."""
+    if text is None:
+        if message_bytes:
+            raise ConfigError(
+                "the length of a message says nothing without a model of the links",
+                found=f"--message-bytes={message_bytes:g}",
+                remedy="pass --transfer-model latency,bandwidth as well",
+            )
+        return None
+    if costs.transfer != 0:
+        raise ConfigError(
+            "messages have two costs",
+            found=f"--transfer={costs.transfer} and --transfer-model={text}",
+            expected="one of them",
+        )
+    network = Links.read(text)
+    if not message_bytes and math.isfinite(network.bandwidth):
+        raise ConfigError(
+            "a bandwidth says nothing without the length of a message",
+            found=f"--transfer-model={text}",
+            expected="--message-bytes, or the bandwidth inf",
+        )
+    return network
+
+
+def _placement(schedule: str | None, csv: Path | None, ranks: int, chunks: int, network: Links) -> tuple[int, ...]:
+    """Say where stages lie, so that hops can have their times."""
+    if csv is not None:
+        return schedules.from_csv(_text(csv)).placement
+    if schedule == "search" and chunks > 1:
+        raise ConfigError(
+            "a search chooses where stages lie, and their hops are not known before",
+            found=f"--transfer-model with --schedule search and {chunks} chunks",
+            remedy="give the time of each hop: --transfer",
+        )
+    return placement_of(str(schedule), ranks, chunks)
+
+
+def _repeated(found: Repetition) -> Iterator[str]:
+    yield f"makespan    {found.makespan:.6g}"
+    yield f"bubble      {found.bubble_fraction:.4f} of all time, {found.bubble_ratio:.4f} of busy time"
+    yield f"activations {found.peak_activations} on a rank, in chunks, at most"
+    ranks, microbatches = found.sizes[-1]
+    yield f"simulated   {len(found.sizes)} sizes to {ranks} ranks, {microbatches} micro-batches, and the rest repeats"
 
 
 def _times(text: str) -> float | list[float]:
@@ -131,9 +210,19 @@ def _one(made: Schedule, costs: Costs, memory_limit: float | None) -> Iterator[s
         yield schedules.timeline(made, costs)
 
 
-def _table(ranks: int, chunks: int, microbatches: int, costs: Costs, memory_limit: float | None) -> Iterator[str]:
+def _table(
+    ranks: int,
+    chunks: int,
+    microbatches: int,
+    costs: Costs,
+    memory_limit: float | None,
+    network: Links | None,
+    message_bytes: float,
+) -> Iterator[str]:
     yield f"{'schedule':<24}{'makespan':>10}{'bubble':>8}{'activations':>12}{'bound':>10}{'gap':>8}"
     for name in names(chunks):
+        if network is not None:
+            costs = replace(costs, transfer=network.times(placement_of(name, ranks, chunks), message_bytes))
         made = schedules.by_name(
             name, ranks=ranks, chunks=chunks, microbatches=microbatches, costs=costs, memory_limit=memory_limit
         )

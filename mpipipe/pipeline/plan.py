@@ -190,8 +190,8 @@ def _steps(schedule: Schedule, rank: int, tags: Tags, clock: Callable[[Action], 
 def receive_window(schedule: Schedule, rank: int) -> int:
     """Receives to keep posted so that each is there before its message is sent, for stages of equal cost.
 
-    A rank of a large schedule does not simulate the whole. It posts each receive some messages ahead of its use, so that
-    the message has the time of several actions for its way.
+    A rank of a large schedule does not simulate the whole. It posts each receive some messages ahead of its use, so
+    that the message has the time of several actions for its way.
     """
     if moments_of(schedule) is not None:
         return AHEAD

@@ -10,12 +10,14 @@ from mpipipe.schedules.draw import chrome_trace, grid, timeline
 from mpipipe.schedules.exact import Optimum, optimum
 from mpipipe.schedules.frozen import with_frozen
 from mpipipe.schedules.gap import Gap, gap
+from mpipipe.schedules.links import Links
 from mpipipe.schedules.memory import peak_memory
 from mpipipe.schedules.memory_limited import zero_bubble_2p
 from mpipipe.schedules.partition import partition
 from mpipipe.schedules.proof import check
 from mpipipe.schedules.recompute import with_recompute
 from mpipipe.schedules.registry import by_name
+from mpipipe.schedules.repeated import Repetition, simulate_repeated
 from mpipipe.schedules.schedule import Schedule
 from mpipipe.schedules.search import search
 from mpipipe.schedules.simulate import Costs, Timeline, simulate
@@ -28,7 +30,9 @@ __all__ = [
     "Advice",
     "Costs",
     "Gap",
+    "Links",
     "Optimum",
+    "Repetition",
     "Schedule",
     "Skip",
     "Timeline",
@@ -52,6 +56,7 @@ __all__ = [
     "peak_memory",
     "search",
     "simulate",
+    "simulate_repeated",
     "timeline",
     "v_half",
     "v_min",

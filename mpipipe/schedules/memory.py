@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, RECOMPUTE, WEIGHT_GRAD, Action
 from mpipipe.schedules.schedule import Schedule, one_per_stage
 
 
-def peak_activations(schedule: Schedule) -> list[int]:
-    """Count for each rank the chunk activations that its order holds at once, at most."""
+def peak_of(schedule: Schedule, order: Sequence[Action]) -> int:
+    """Count the chunk activations that an order holds at once, at most."""
     if schedule.forwards_only:
-        return [0] * schedule.ranks
-    return [_peak(order, schedule.trained_from, schedule.recomputed) for order in schedule.orders]
-
-
-def _peak(order: Iterable[Action], trained_from: int, recomputed: Collection[tuple[int, int]]) -> int:
+        return 0
+    trained_from = schedule.trained_from
+    recomputed = {(stage, microbatch) for stage, op, microbatch in order if op == RECOMPUTE}
     alive = peak = 0
     for stage, op, microbatch in order:
         if op == FORWARD:

@@ -11,9 +11,7 @@ rank to rank. A group of fewer than P micro-batches leaves gaps, as if it had P.
 from __future__ import annotations
 
 
-def grouped(
-    ranks: int, chunks: int, microbatches: int, step: int, stage: int, backward: bool, microbatch: int
-) -> int:
+def grouped(ranks: int, chunks: int, microbatches: int, step: int, stage: int, backward: bool, microbatch: int) -> int:
     """Give the moment in a schedule that takes groups of micro-batches through the chunks of a rank."""
     chunk, rank = divmod(stage, ranks)
     size, longer = divmod(microbatches, max(1, microbatches // ranks))  # as even_split: the longer ones come first

@@ -1,8 +1,7 @@
 """What one rank of a large schedule does without knowing the whole: its part of the proof, and what it compares.
 
-    rank 0   makes order 0, proves it    |
-    rank 1   makes order 1, proves it    |  all compare how their orders are made, and hear of any error
-    ...                                  |
+rank 0   makes order 0 and proves it |
+rank 1   makes order 1 and proves it |  then all compare how their orders are made, and hear of any error
 """
 
 from __future__ import annotations

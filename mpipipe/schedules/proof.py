@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from typing import NoReturn, TypeAlias
 
@@ -9,7 +10,7 @@ from mpipipe.errors import ScheduleError
 from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, OPS, RECOMPUTE, WEIGHT_GRAD, Action
 from mpipipe.schedules.grid import grid
 from mpipipe.schedules.needs import source
-from mpipipe.schedules.replay import replay
+from mpipipe.schedules.replay import packed, replay
 from mpipipe.schedules.schedule import Schedule
 from mpipipe.schedules.skips import check_skips
 
@@ -87,13 +88,18 @@ def check(schedule: Schedule) -> None:
     if schedule.proven:
         return
     check_placement(schedule)
-    states = [state for rank, order in enumerate(schedule.orders) for state in check_cells(schedule, rank, order)]
+    states: list[State] = []
+    orders = []
+    for rank, order in enumerate(schedule.orders):  # made once, where they are made on demand
+        states += check_cells(schedule, rank, order)
+        orders.append(packed(order, schedule.microbatches))
     check_complete(schedule, states, forwards_only=all(max(state) <= FORWARDED for _, state in states))
-    _check_progress(schedule)
+    _check_progress(schedule, orders)
     object.__setattr__(schedule, "proven", True)  # stays true, since the schedule cannot change
 
 
 def check_placement(schedule: Schedule) -> None:
+    """Refuse a schedule with a stage on no rank, or a rank without a stage."""
     ranks, stages = schedule.ranks, schedule.stages
     if type(schedule.trained_from) is not int or not 0 <= schedule.trained_from < stages:
         raise ScheduleError(
@@ -133,16 +139,19 @@ State: TypeAlias = "tuple[int, bytearray]"  # a stage, and the state of each of 
 def check_cells(schedule: Schedule, rank: int, order: Sequence[Action]) -> list[State]:
     """Walk through the order of a rank, and return the states of its stages at the end."""
     states = {stage: bytearray(schedule.microbatches) for stage in schedule.stages_of(rank)}
+    count, trained_from = schedule.microbatches, schedule.trained_from
     for slot, action in enumerate(order):
+        if type(action) is Action:
+            stage, op, microbatch = action
+            known = type(stage) is type(microbatch) is int and type(op) is str and 0 <= microbatch < count
+            state = states.get(stage) if known else None
+            if state is not None:
+                after = NEXT.get((state[microbatch], op))
+                if after is not None and (after == FORWARDED or stage >= trained_from):
+                    state[microbatch] = after
+                    continue
         wrong = _misplaced(schedule, rank, action)
-        if wrong:
-            _refuse(schedule, rank, slot, *wrong)
-        state = states[action.stage]
-        after = NEXT.get((state[action.microbatch], action.op))
-        if after is None:
-            _refuse(schedule, rank, slot, *_untimely(action, state[action.microbatch]))
-        else:
-            state[action.microbatch] = after
+        _refuse(schedule, rank, slot, *(wrong or _untimely(action, states[action.stage][action.microbatch])))
     return list(states.items())
 
 
@@ -206,12 +215,12 @@ def check_complete(schedule: Schedule, states: Iterable[State], forwards_only: b
     )
 
 
-def _check_progress(schedule: Schedule) -> None:
+def _check_progress(schedule: Schedule, orders: Sequence[array[int]]) -> None:
     """Replay the orders; if ranks stand still, name the cycle in which they wait for each other."""
     ones = [1.0] * schedule.stages
-    starts, _ = replay(schedule, dict.fromkeys(OPS, ones), ones)
+    starts, _ = replay(schedule, dict.fromkeys(OPS, ones), ones, orders)
     stopped = [len(began) for began in starts]
-    stuck = [rank for rank, slot in enumerate(stopped) if slot < len(schedule.orders[rank])]
+    stuck = [rank for rank, slot in enumerate(stopped) if slot < len(orders[rank])]
     if not stuck:
         return
     cycle, awaited = _wait_cycle(schedule, stopped, stuck[0])

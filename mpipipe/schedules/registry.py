@@ -7,7 +7,7 @@ from typing import Any
 
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules import building_blocks, classic, memory_limited, v_shaped, zero_bubble
-from mpipipe.schedules.schedule import Schedule, at_least_one
+from mpipipe.schedules.schedule import Schedule, at_least_one, looped_placement
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs
 
 ONE_STAGE: dict[str, Callable[..., Schedule]] = {  # per rank
@@ -94,6 +94,11 @@ def by_name(
             remedy="take one with chunks: " + ", ".join(SEVERAL_STAGES),
         )
     return ONE_STAGE[name](ranks, microbatches, **_costs(name, costs, memory_limit))
+
+
+def placement_of(name: str, ranks: int, chunks: int) -> tuple[int, ...]:
+    """Give the rank of each logical stage of a schedule by its name."""
+    return v_shaped.v_placement(ranks) if name in TWO_STAGES else looped_placement(ranks, chunks)
 
 
 def names(chunks: int) -> list[str]:

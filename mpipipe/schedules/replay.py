@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, RECOMPUTE, WEIGHT_GRAD
+from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, OPS, RECOMPUTE, WEIGHT_GRAD, Action
 from mpipipe.schedules.needs import sources
 from mpipipe.schedules.schedule import Schedule
 
+NUMBER = {op: number for number, op in enumerate(OPS)}  # of an op in an order that is packed
+F, B, W, R = (NUMBER[op] for op in (FORWARD, BACKWARD, WEIGHT_GRAD, RECOMPUTE))
+OP_WIDTH, OP_BITS = 3, 7
+
 
 def replay(
-    schedule: Schedule, durations: Mapping[str, Sequence[float]], transfer: Sequence[float]
+    schedule: Schedule,
+    durations: Mapping[str, Sequence[float]],
+    transfer: Sequence[float],
+    orders: Sequence[array[int]] | None = None,
 ) -> tuple[list[array[float]], list[float]]:
     """Run every rank's order; an action starts when its rank is free and its input is there.
 
@@ -27,6 +34,9 @@ def replay(
         For each op its time in each stage.
     transfer : sequence of float
         Entry l is the time of a message between stages l-1 and l, in either direction, where their ranks differ.
+
+    orders : sequence of array, optional
+        The orders of the schedule, packed, for callers that have them.
 
     Returns
     -------
@@ -44,7 +54,8 @@ def replay(
     forward, backward = durations[FORWARD], durations[BACKWARD]
     input_grad, weight_grad = durations[INPUT_GRAD], durations[WEIGHT_GRAD]
     recompute = durations[RECOMPUTE]
-    orders = tuple(schedule.orders)  # each one is looked at again and again
+    if orders is None:
+        orders = [packed(order, microbatches) for order in schedule.orders]
     starts = [array("d") for _ in orders]
     ends = [0.0] * schedule.ranks
     sleepers: dict[int, int] = {}  # what a stopped rank waits for -> the rank; F as its index, B and I as ~index
@@ -54,40 +65,50 @@ def replay(
         now, began = ends[rank], starts[rank]
         order = orders[rank]
         for slot in range(len(began), len(order)):
-            stage, op, microbatch = order[slot]
-            index = stage * microbatches + microbatch
+            code = order[slot]
+            op, index = code & OP_BITS, code >> OP_WIDTH
+            stage = index // microbatches
             start = now
-            if op == FORWARD:
+            if op == F:
                 before = forward_source[stage]
                 if before >= 0:
-                    needed = before * microbatches + microbatch
+                    needed = index + (before - stage) * microbatches
                     sent = forward_done[needed]
                     if sent < 0:
                         sleepers[needed] = rank
                         break
-                    start = max(now, sent + hop[stage])
+                    sent += hop[stage]
+                    if sent > now:
+                        start = sent
                 forward_done[index] = now = start + forward[stage]
                 if index in sleepers:
                     ready.append(sleepers.pop(index))
-            elif op == WEIGHT_GRAD:
+            elif op == W:
                 now = start + weight_grad[stage]
-            elif op == RECOMPUTE:
+            elif op == R:
                 now = start + recompute[stage]
             else:
                 after = backward_source[stage]
                 if after >= 0:
-                    needed = after * microbatches + microbatch
+                    needed = index + (after - stage) * microbatches
                     sent = backward_done[needed]
                     if sent < 0:
                         sleepers[~needed] = rank
                         break
-                    start = max(now, sent + hop[after])
-                backward_done[index] = now = start + (backward if op == BACKWARD else input_grad)[stage]
+                    sent += hop[after]
+                    if sent > now:
+                        start = sent
+                backward_done[index] = now = start + (backward if op == B else input_grad)[stage]
                 if ~index in sleepers:
                     ready.append(sleepers.pop(~index))
             began.append(start)
         ends[rank] = now
     return starts, ends
+
+
+def packed(order: Iterable[Action], microbatches: int) -> array[int]:
+    """Write an order as whole numbers: millions of actions as objects take 1 GB, and time to collect garbage."""
+    return array("q", [(stage * microbatches + m) << OP_WIDTH | NUMBER[op] for stage, op, m in order])
 
 
 def hops(placement: Sequence[int], transfer: Sequence[float]) -> list[float]:

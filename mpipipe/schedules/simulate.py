@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 
 from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, RECOMPUTE, WEIGHT_GRAD, Action
-from mpipipe.schedules.memory import peak_activations
+from mpipipe.schedules.memory import peak_of
 from mpipipe.schedules.proof import check
-from mpipipe.schedules.replay import replay
+from mpipipe.schedules.replay import packed, replay
 from mpipipe.schedules.schedule import Schedule, one_per_stage
 
 Span = tuple[Action, float, float]  # action, start, end
@@ -179,7 +179,12 @@ def simulate(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> Timeline:
     """
     check(schedule)
     durations = action_times(costs, schedule.stages)
-    starts, ends = replay(schedule, durations, costs.per_stage("transfer", schedule.stages))
+    transfer = costs.per_stage("transfer", schedule.stages)
+    orders, peaks = [], []
+    for order in schedule.orders:  # made once, where they are made on demand
+        orders.append(packed(order, schedule.microbatches))
+        peaks.append(peak_of(schedule, order))
+    starts, ends = replay(schedule, durations, transfer, orders)
     makespan = max(ends)
     # A checked schedule is complete: every stage runs every micro-batch forward and, if there are backwards, back.
     backwards = () if schedule.forwards_only else durations[BACKWARD][schedule.trained_from :]
@@ -192,7 +197,7 @@ def simulate(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> Timeline:
         makespan,
         bubble_fraction=idle / (schedule.ranks * makespan) if makespan else 0.0,
         bubble_ratio=idle / busy if busy else math.inf if idle else 0.0,
-        peak_activations=peak_activations(schedule),
+        peak_activations=peaks,
         durations=durations,
         starts=starts,
         ends=ends,

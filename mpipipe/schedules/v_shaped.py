@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from typing import TypeAlias
 
-from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action
+from mpipipe.schedules.action import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action
 from mpipipe.schedules.filling import PATIENCES, fastest, filled
 from mpipipe.schedules.on_demand import OrdersOnDemand
 from mpipipe.schedules.schedule import Schedule, at_least_one
@@ -144,14 +144,12 @@ def _moment(cells: Cells, ranks: int, full: int, stage: int, backward: bool, mic
 
 @lru_cache(maxsize=4)  # of a rank and its neighbours
 def _moments(cells: Cells, ranks: int, full: int, rank: int) -> dict[tuple[int, bool], array[int]]:
-    """Give for both stages of a rank when each F, and each B or I, begins: no rank waits once it has begun."""
-    found = {(stage, back): array("q", bytes(8 * full)) for stage in (rank, 2 * ranks - 1 - rank)
-             for back in (False, True)}  # fmt: skip
-    now = rank
-    for stage, op, microbatch in _of_rank(cells, ranks, full, rank):
+    """Give for both stages of a rank the place of each F, and of each B or I, counted on from the rank's number."""
+    both = rank, 2 * ranks - 1 - rank
+    found = {(stage, backward): array("q", bytes(8 * full)) for stage in both for backward in (False, True)}
+    for place, (stage, op, microbatch) in enumerate(_of_rank(cells, ranks, full, rank), rank):
         if op != WEIGHT_GRAD:
-            found[stage, op != FORWARD][microbatch] = now
-        now += 2 if op == BACKWARD else 1
+            found[stage, op != FORWARD][microbatch] = place
     return found
 
 

@@ -228,7 +228,7 @@ def build_evaluator(
                 expected=f"at most {model.seq}, the length of its sequences",
             )
         microbatches = 1 if ranks == 1 else IN_FLIGHT * ranks
-        limits.check_counts(model.layers, ranks, 1, microbatches)
+        limits.check_counts(model.layers, "forward_only", ranks, 1, microbatches)
         schedule = schedules.forward_only(ranks, 1, microbatches)
         at_once = rows or max(1, TOKENS // length)
         plan = TrainingPlan(model, schedule, schedules.partition(model.costs(), schedule.stages), rows=at_once)

@@ -9,24 +9,30 @@ from collections.abc import Sequence
 
 from mpipipe import nn
 from mpipipe.errors import ConfigError
+from mpipipe.schedules.registry import WITH_COSTS
 
-ACTIONS = 1 << 22  # of all ranks in a schedule: building and checking so many takes some seconds and 1 GB
+WHOLE_ACTIONS = 1 << 22  # of all ranks in a schedule that each rank makes as a whole: it takes some seconds and 1 GB
+ACTIONS = 1 << 20  # of one rank of a schedule
 LAYERS = 4096  # transformer blocks: cutting so many into stages takes some seconds
 
 
-def check_counts(layers: int, ranks: int, chunks: int, microbatches: int) -> None:
-    """Raise ConfigError where the model would have more than LAYERS blocks, or the schedule more than ACTIONS."""
+def check_counts(layers: int, name: str, ranks: int, chunks: int, microbatches: int) -> None:
+    """Raise ConfigError where the model would have more than LAYERS blocks, or the schedule called `name` more actions.
+
+    A rank makes its own order alone, unless the schedule is searched for its costs: then it makes them all.
+    """
     if layers > LAYERS:
         raise ConfigError(
             "too many layers", found=f"layers = {layers:,}", expected=f"at most {LAYERS:,}", remedy="lower layers"
         )
-    actions = 2 * ranks * chunks * microbatches
-    if actions > ACTIONS:
+    own = 2 * chunks * microbatches
+    actions, most, where = (own * ranks, WHOLE_ACTIONS, "all ranks") if name in WITH_COSTS else (own, ACTIONS, "a rank")
+    if actions > most:
         raise ConfigError(
             "the schedule would be too long",
-            found=f"{actions:,} actions: forward and backward of {microbatches:,} micro-batches on {ranks} ranks with "
-            f"{chunks:,} chunks each",
-            expected=f"at most {ACTIONS:,}",
+            found=f"{actions:,} actions on {where}: forward and backward of {microbatches:,} micro-batches, and "
+            f"{chunks:,} chunks on each of {ranks} ranks",
+            expected=f"at most {most:,}",
             remedy="lower microbatches or chunks",
         )
 

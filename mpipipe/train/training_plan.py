@@ -70,7 +70,7 @@ class TrainingPlan:
                 expected=f"at least {microbatches}, the number of micro-batches",
                 remedy="raise batch, or lower microbatches",
             )
-        limits.check_counts(config.layers, pipe, config.chunks, microbatches)
+        limits.check_counts(config.layers, config.schedule, pipe, config.chunks, microbatches)
         schedule = schedules.by_name(config.schedule, ranks=pipe, microbatches=microbatches, chunks=config.chunks)
         if all(action.op == "F" for action in schedule.orders[0]):
             raise ConfigError("a schedule without backward passes cannot train", found=config.schedule)

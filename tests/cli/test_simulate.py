@@ -68,9 +68,43 @@ def test_costs_of_the_command_reach_the_order(printed):
     assert float(lines[1].split()[1]) == pytest.approx(schedules.simulate(made, costs).makespan, rel=1e-5)
 
 
+def test_a_very_large_schedule_is_simulated_by_its_repeated_part(printed):
+    lines = printed(schedule="one_f_one_b", ranks=16384, microbatches=8192, transfer_model="0.5,8,4", message_bytes=4.0)
+    network = schedules.Links(0.5, 8, 4)
+    found = schedules.simulate_repeated("one_f_one_b", ranks=16384, microbatches=8192, links=network, message_bytes=4.0)
+    assert lines[0] == "schedule    one_f_one_b: 16384 ranks, 16384 stages, 8192 micro-batches"
+    assert float(lines[1].split()[1]) == pytest.approx(found.makespan, rel=1e-5)
+    assert lines[3] == "activations 8192 on a rank, in chunks, at most"
+    assert len(lines) == 5
+
+
+@pytest.mark.parametrize("name, chunks", [("one_f_one_b", 1), ("interleaved_1f1b", 2), ("dualpipe_v", 2), ("all", 2)])
+def test_hops_have_the_times_of_their_links(printed, name, chunks):
+    """Stage by stage: 0.5 + 4 / 8 between nodes of two ranks, nothing within."""
+    size = dict(schedule=name, ranks=4, chunks=chunks, microbatches=8)
+    lines = printed(**size, transfer_model="0.5,8,2", message_bytes=4.0)
+    looped, on_a_v = "0,0,1,0,1,0,1,0", "0,0,1,0,0,0,1,0"
+    if name != "all":
+        assert lines == printed(**size, transfer=(on_a_v if name == "dualpipe_v" else looped)[: 8 * chunks - 1])
+        return
+    for row in lines[1:]:
+        own = row.split()[0]
+        transfer = looped if own in ("interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble") else on_a_v
+        assert row in printed(**size, transfer=transfer), own
+
+
 @pytest.mark.parametrize(
     "options, words",
     [
+        (dict(schedule="gpipe", transfer_model="1"), "no model of links"),
+        (dict(schedule="gpipe", transfer_model="1,-2"), "does not describe a link"),
+        (dict(schedule="gpipe", transfer_model="1,2"), "says nothing without the length"),
+        (dict(schedule="gpipe", transfer_model="1,inf", transfer="1"), "messages have two costs"),
+        (dict(schedule="gpipe", message_bytes=1.0), "without a model of the links"),
+        (dict(schedule="gpipe", transfer_model="1,2", message_bytes=-1.0), "no length of a message"),
+        (dict(schedule="search", chunks=2, transfer_model="1,inf"), "a search chooses where stages lie"),
+        (dict(schedule="all", ranks=10**5, microbatches=10**5), "is never made as a whole"),
+        (dict(schedule="v_half", chunks=2, ranks=2**12, microbatches=2**12), "searched for its costs"),
         (dict(), "either --schedule or --csv"),
         (dict(schedule="gpipe", csv="order.csv"), "either --schedule or --csv"),
         (dict(schedule="unheard_of"), "unknown schedule"),

@@ -49,7 +49,7 @@ def transport(repeats: Repeats = 50) -> None:
 
 @app.command()
 def schedules() -> None:
-    """Building, checking and simulating a large schedule (python -m mpipipe bench schedules)."""
+    """Building, checking and simulating large schedules (python -m mpipipe bench schedules)."""
     from mpipipe.cli.bench.schedules import run
 
     run()

@@ -16,11 +16,11 @@ A kernel of NCCL waits for its other end, and holds its place meanwhile. Everyth
 where the GPU maps several streams to one queue of its hardware, everything behind it there. So nothing is assumed of
 streams but that what was issued first may have to end first. The rules:
 
-1. All messages of a call, of all ranks, have one order: by the moment at which the schedule's simulation ends the
-   action that makes them (Plan.moments). Sums over replicas stand in it as well: all buckets of a stage at the moment
-   of the action that completes its gradients, one after the other in an order on which the replicas have agreed. Each
-   rank issues its sends, receives and buckets in that order: receives that come before a send or a bucket are issued
-   before it (Mailbox.start_before).
+1. All messages of a call, of all ranks, have one order: by the moment at which the action that makes them ends, in the
+   schedule's simulation or, for large schedules, by a formula (Plan.moments). Sums over replicas stand in it as well:
+   all buckets of a stage at the moment of the action that completes its gradients, one after the other in an order on
+   which the replicas have agreed. Each rank issues its sends, receives and buckets in that order: receives that come
+   before a send or a bucket are issued before it (Mailbox.start_before).
 2. What an operation waits for on its own device was issued before it: producers, the last readers of a buffer.
 3. The host waits for the device only for messages that it has taken before, in the one loop of wait.py.
 4. NCCL's kernels that can wait at once take less than half of a GPU (nccl/choice.py).

@@ -1,0 +1,53 @@
+"""What constructing a Pipeline costs one rank of a large job, without MPI: all its parts that grow with the job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mpipipe.comm.tags import Tags, neighbours
+from mpipipe.pipeline.batch import BatchReader
+from mpipipe.pipeline.plan import Plan
+from mpipipe.pipeline.ties import TieNames
+from mpipipe.schedules import Schedule
+from mpipipe.schedules.parts import check_part, digest
+
+PROMISED_TAG_UB = 32767  # what every MPI offers
+
+
+def rehearse(build: Callable[[], Schedule], rank: int) -> Plan:
+    """Build a schedule, and do what rank `rank` does with it in the constructor of a Pipeline.
+
+    Parameters
+    ----------
+    build : callable
+        Returns the schedule.
+    rank : int
+        The rank.
+
+    Returns
+    -------
+    Plan
+        Of a training step on this rank.
+
+    Raises
+    ------
+    ScheduleError
+        This rank finds that the schedule cannot run.
+    ArgumentError
+        The messages of two ranks do not fit the tags.
+
+    Examples
+    --------
+    >>> from mpipipe import schedules
+    >>> from mpipipe.pipeline.rehearsal import rehearse
+    >>> len(rehearse(lambda: schedules.one_f_one_b(ranks=1024, microbatches=4096), rank=7).steps)
+    8192
+    """
+    schedule = build()
+    check_part(schedule, rank)
+    digest(schedule)
+    tags = Tags(schedule.placement, schedule.microbatches, PROMISED_TAG_UB)
+    TieNames([{} for _ in range(schedule.ranks)], tags.channels, tags.base)
+    neighbours(schedule.placement)
+    BatchReader(schedule, rank, has_loss=True)
+    return Plan(schedule, rank, tags)

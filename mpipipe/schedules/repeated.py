@@ -1,0 +1,228 @@
+"""Schedules too large to run on paper: their time, bubble and memory by the part of them that repeats.
+
+    ranks x micro-batches   4 x 2   6 x 3     8 x 4   10 x 5     16 x 8   18 x 9    ...    16384 x 8192
+    makespan of 1F1B         15      24        33       42         69       78                73725
+    of one step more             +9                +9                  +9
+
+A schedule grows along a line: ranks and micro-batches by the same factor, or micro-batches alone. Sizes on that line
+are simulated one after the other, each twice as large as the last, and with each of them the next on the line. Once
+time and memory of four in a row lie on one straight line, the whole schedule does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from numbers import Real
+from typing import NamedTuple
+
+from mpipipe.errors import ArgumentError
+from mpipipe.schedules.links import Links
+from mpipipe.schedules.registry import SEVERAL_STAGES, WITH_COSTS, by_name, names
+from mpipipe.schedules.schedule import Schedule, at_least_one
+from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, simulate
+
+# F's and backwards of a schedule that is simulated here: more than enough of them only until a repetition is found
+ENOUGH, LARGEST = 1 << 15, 1 << 18
+AGREEING = 4  # sizes in a row that must lie on one line
+BITS = 30  # of a cost: sums of so many are exact
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """The result of `simulate_repeated`.
+
+    Attributes
+    ----------
+    makespan, bubble_fraction, bubble_ratio : float
+        As of a `Timeline`.
+    peak_activations : int
+        The largest number of chunk activations that any rank holds at once.
+    sizes : tuple of (int, int)
+        Ranks and micro-batches of each schedule that was simulated.
+    """
+
+    makespan: float
+    bubble_fraction: float
+    bubble_ratio: float
+    peak_activations: int
+    sizes: tuple[tuple[int, int], ...]
+
+
+class _Line(NamedTuple):
+    """Sizes (first + i * step) of ranks and micro-batches, i = 0, 1, ...; the last one is the schedule itself."""
+
+    first: tuple[int, int]
+    step: tuple[int, int]
+    last: int
+
+    def at(self, index: int) -> tuple[int, int]:
+        return self.first[0] + index * self.step[0], self.first[1] + index * self.step[1]
+
+
+def simulate_repeated(
+    name: str,
+    *,
+    ranks: int,
+    microbatches: int,
+    chunks: int = 1,
+    costs: Costs = EQUAL_COSTS,
+    links: Links | None = None,
+    message_bytes: float = 0,
+) -> Repetition:
+    """Simulate a schedule of any size by its repeated part.
+
+    The result is that of `simulate` where the line that was found goes on. Four sizes in a row, each twice as large as
+    the last, and the next size to each, have to lie on it exactly, up to 2^15 actions, or 2^18 where it takes so many.
+    That is evidence and no proof: a second line which is steeper by almost nothing may take over behind them. Costs are
+    rounded to 30 bits of the largest, so that sums are exact; whole numbers below 2^30 are not rounded.
+
+    Parameters
+    ----------
+    name : str
+        A schedule of `by_name` whose order does not depend on costs.
+    ranks, microbatches : int
+        P and M, at least 1.
+    chunks : int, optional
+        V, stages per rank.
+    costs : Costs, optional
+        A number for each: the same for all stages.
+    links : Links, optional
+        Gives the times of messages, in place of `costs.transfer`.
+    message_bytes : float, optional
+        Bytes of one micro-batch's activation between two stages, for `links`.
+
+    Returns
+    -------
+    Repetition
+        Makespan, bubble and peak memory.
+
+    Raises
+    ------
+    ArgumentError
+        No repetition was found, costs differ from stage to stage, or an argument does not fit.
+
+    Examples
+    --------
+    >>> from mpipipe import schedules
+    >>> found = schedules.simulate_repeated("interleaved_1f1b", ranks=16384, chunks=2, microbatches=8192)
+    >>> found.makespan, found.peak_activations
+    (98301.0, 16384)
+    """
+    ranks, microbatches = at_least_one("ranks", ranks), at_least_one("microbatches", microbatches)
+    chunks = at_least_one("chunks", chunks)
+    measure = _Measure(name, chunks, costs, links, message_bytes)
+    for line in _lines(name, ranks, microbatches, chunks, 1 if links is None else links.node_size):
+        found = _along(line, measure)
+        if found is not None:
+            makespan, peak = found
+            return measure.result(ranks, microbatches, makespan, peak)
+    raise ArgumentError(
+        f"no part of the schedule {name} was found to repeat",
+        found=f"{ranks} ranks, {microbatches} micro-batches",
+        expected="ranks and micro-batches with a large common factor, such as powers of 2",
+        remedy=f"take {max(1, round(microbatches / ranks)) * ranks} micro-batches; or simulate it as a whole, by "
+        "schedules.simulate",
+    )
+
+
+class _Measure:
+    """Simulates one schedule in several sizes, with times in whole units."""
+
+    def __init__(self, name: str, chunks: int, costs: Costs, links: Links | None, message_bytes: float) -> None:
+        if name in WITH_COSTS:
+            known = [each for each in [*names(chunks), "forward_only"] if each not in WITH_COSTS]
+            raise ArgumentError(
+                f"the orders of {name} are searched for its costs, and need not repeat",
+                found=name,
+                expected="one of " + ", ".join(known),
+            )
+        given = {each: getattr(costs, each) for each in ("forward", "input_grad", "weight_grad", "transfer")}
+        for each, value in given.items():
+            if not isinstance(value, Real):
+                raise ArgumentError(
+                    "a schedule repeats where all stages have the same costs",
+                    found=f"{each}={value!r}",
+                    expected="a number",
+                    remedy="take the mean: costs.average(stages)",
+                )
+            costs.per_stage(each, 1)  # refuses what is no cost
+        self.name, self.chunks, self.links, self.message_bytes = name, chunks, links, message_bytes
+        times = [float(value) for value in given.values()]
+        if links is not None:
+            node = links.node_size
+            times[3:] = {*links.times((0, node), message_bytes), *links.times((0, 1), message_bytes)}
+        self.unit = 2.0 ** (math.frexp(max(times))[1] - BITS) if max(times) else 1.0
+        self.own = [self._whole(given[each]) for each in ("forward", "input_grad", "weight_grad")]
+        self.transfer = self._whole(given["transfer"])
+        self.sizes: dict[tuple[int, int], tuple[int, int]] = {}
+
+    def _whole(self, time: float) -> int:
+        return round(float(time) / self.unit)
+
+    def __call__(self, ranks: int, microbatches: int) -> tuple[int, int]:
+        """Return the makespan in units, and the largest peak."""
+        if (ranks, microbatches) not in self.sizes:
+            schedule = self._schedule(ranks, microbatches)
+            hops: int | list[int] = self.transfer
+            if self.links is not None:
+                hops = [*map(self._whole, self.links.times(schedule.placement, self.message_bytes))]
+            forward, input_grad, weight_grad = self.own
+            timeline = simulate(schedule, Costs(forward, input_grad, weight_grad, hops))
+            self.sizes[ranks, microbatches] = int(timeline.makespan), max(timeline.peak_activations)
+        return self.sizes[ranks, microbatches]
+
+    def _schedule(self, ranks: int, microbatches: int) -> Schedule:
+        return by_name(self.name, ranks=ranks, chunks=self.chunks, microbatches=microbatches)
+
+    def result(self, ranks: int, microbatches: int, makespan: int, peak: int) -> Repetition:
+        """Add what follows from the makespan."""
+        work = self.own[:1] if self.name == "forward_only" else self.own
+        busy = ranks * self.chunks * microbatches * sum(work)
+        idle, whole = ranks * makespan - busy, ranks * makespan
+        return Repetition(
+            makespan * self.unit,
+            idle / whole if whole else 0.0,
+            idle / busy if busy else math.inf if idle else 0.0,
+            peak,
+            tuple(self.sizes),
+        )
+
+
+def _lines(name: str, ranks: int, microbatches: int, chunks: int, node_size: int) -> Iterator[_Line]:
+    """Yield the lines that end at a size, along which the groups of micro-batches and the last node keep their form."""
+    unit = math.gcd(ranks, microbatches)
+    each = ranks // unit, microbatches // unit
+    groups = max(1, microbatches // ranks)
+    step = math.lcm(node_size // math.gcd(node_size, each[0]), groups // math.gcd(groups, each[1]))
+    last, rest = divmod(unit - 1, step)
+    first = rest + 1
+    yield _Line((first * each[0], first * each[1]), (step * each[0], step * each[1]), last)
+    grouped = name in SEVERAL_STAGES and name != "looped_bfs" and chunks > 1
+    if not grouped or microbatches % ranks == 0:
+        last, rest = divmod(microbatches - 1, ranks)
+        yield _Line((ranks, rest + 1), (0, ranks), last)
+
+
+def _along(line: _Line, measure: _Measure) -> tuple[int, int] | None:
+    """Return makespan and peak at the end of a line; None where they follow no straight line."""
+
+    def size(index: int) -> int:
+        ranks, microbatches = line.at(index)
+        return 2 * measure.chunks * ranks * microbatches
+
+    if size(line.last) <= ENOUGH:
+        return measure(*line.at(line.last))
+    agreeing, index = 0, 1
+    before: tuple[int, ...] = ()  # value at 0, and slope, of makespan and of peak
+    while size(index + 1) <= (LARGEST if agreeing < AGREEING else ENOUGH):
+        here, there = measure(*line.at(index)), measure(*line.at(index + 1))
+        straight = tuple(
+            number for low, high in zip(here, there) for number in (low - index * (high - low), high - low)
+        )
+        agreeing = agreeing + 1 if straight == before else 1
+        before, index = straight, 2 * index
+    if agreeing < AGREEING:
+        return None
+    return before[0] + line.last * before[1], before[2] + line.last * before[3]
