@@ -108,7 +108,7 @@ def simulate_repeated(
     >>> from mpipipe import schedules
     >>> found = schedules.simulate_repeated("interleaved_1f1b", ranks=16384, chunks=2, microbatches=8192)
     >>> found.makespan, found.peak_activations
-    (98301.0, 16384)
+    (122877.0, 16384)
     """
     ranks, microbatches = at_least_one("ranks", ranks), at_least_one("microbatches", microbatches)
     chunks = at_least_one("chunks", chunks)
