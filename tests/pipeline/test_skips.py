@@ -334,3 +334,37 @@ def test_reports_and_traces_name_the_skip():
     names = {each.message for each in deliveries(found[0][1].records)}
     assert {(3, m, way) for m in (0, 1) for way in (0, 1)} <= names
     assert len(names) == 3 * 2 * 2
+
+
+class Through:
+    """Hands on what it gets as it is, so that what it sends lies in buffers that are used again."""
+
+    def __init__(self, gives=(), takes=()):
+        self.gives, self.takes = gives, takes
+
+    def forward(self, x):
+        main = x.main + sum(x[name] for name in self.takes) if self.takes else x
+        return Branches(main, **dict.fromkeys(self.gives, main)) if self.gives else main, None
+
+    def backward(self, dy, saved):
+        main = dy.main + sum(dy[name] for name in self.gives) if self.gives else dy
+        return Branches(main, **dict.fromkeys(self.takes, main)) if self.takes else main
+
+
+def test_received_arrays_that_are_handed_on_are_copied():
+    """Output: x over the chain, once more to stage 3, and the sum of both twice at stage 4, by x from stage 2."""
+    schedule = with_skips(schedules.one_f_one_b(5, 8), {"a": (1, 3), "b": (2, 4)})
+    ends = [Through(), Through(["a"]), Through(["b"]), Through(takes=["a"]), Through(takes=["b"])]
+    inputs, _ = batch(16, 5)
+
+    def job(comm):
+        own = dense.placed(schedule, comm.rank, inputs, np.zeros_like(inputs))
+        with Pipeline([ends[comm.rank]], schedule, comm, loss=dense.mean_squared) as pipeline:
+            for _ in range(2):
+                result, output = pipeline.step(*own), pipeline.forward(own[0])
+        return result.input_grads, output
+
+    for seed in range(3):
+        found = inprocess.run(5, job, synchronous=True, seed=seed, delay=0.002)
+        np.testing.assert_allclose(found[4][1], 3 * inputs)
+        np.testing.assert_allclose(np.concatenate(found[0][0]), 3 * 2 * 3 * inputs / inputs.size)
