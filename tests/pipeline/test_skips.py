@@ -14,7 +14,7 @@ from mpipipe.analysis.deliveries import deliveries
 from mpipipe.comm import inprocess
 from mpipipe.comm.mailbox import Mailbox
 from mpipipe.errors import ArgumentError, MismatchError, ScheduleError, StageError
-from mpipipe.schedules import Schedule, Skip, simulate, with_frozen, with_recompute, with_skips
+from mpipipe.schedules import Schedule, Skip, parts, simulate, with_frozen, with_recompute, with_skips
 
 NETS = {  # stages -> skips: side by side, one within the other, crossing, several of one stage
     3: {"near": (0, 2), "again": (0, 2)},
@@ -51,8 +51,7 @@ def run(comm, schedule, inputs, targets, recompute=False, steps=2):
     return stages, result, pipeline, (evaluated, output)
 
 
-@pytest.mark.parametrize("synchronous", [0, 1])
-@pytest.mark.parametrize("recomputed", ["no", "some", "all"])
+@pytest.mark.parametrize("recomputed, synchronous", [("no", 0), ("no", 1), ("some", 1), ("all", 0)])
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_those_of_the_whole_network(comm, monkeypatch, name, recomputed, synchronous):
     monkeypatch.setenv("MPIPIPE_SYNC_SENDS", str(synchronous))
@@ -352,7 +351,7 @@ class Through:
 
 
 def test_received_arrays_that_are_handed_on_are_copied():
-    """Output: x over the chain, once more to stage 3, and the sum of both twice at stage 4, by x from stage 2."""
+    """Stage 3 adds x from stage 1 to x, and stage 4 adds x from stage 2 to that."""
     schedule = with_skips(schedules.one_f_one_b(5, 8), {"a": (1, 3), "b": (2, 4)})
     ends = [Through(), Through(["a"]), Through(["b"]), Through(takes=["a"]), Through(takes=["b"])]
     inputs, _ = batch(16, 5)
@@ -368,3 +367,46 @@ def test_received_arrays_that_are_handed_on_are_copied():
         found = inprocess.run(5, job, synchronous=True, seed=seed, delay=0.002)
         np.testing.assert_allclose(found[4][1], 3 * inputs)
         np.testing.assert_allclose(np.concatenate(found[0][0]), 3 * 2 * 3 * inputs / inputs.size)
+
+
+def test_ranks_that_divide_the_proof_know_the_messages_over_skips(monkeypatch):
+    """As for a large schedule: each rank proves its own order, and finds the moments of messages by a formula."""
+    monkeypatch.setattr(parts, "WHOLE", 0)
+    schedule = with_skips(schedules.interleaved_1f1b(2, 2, 5), NETS[4])
+    assert parts.moments_of(schedule) is not None
+    inputs, targets = batch(10, 3)
+    expected = skip_nets.reference(schedule, inputs, targets)
+    for stages, *_ in inprocess.run(2, lambda comm: run(comm, schedule, inputs, targets), synchronous=True):
+        skip_nets.assert_equal_to(expected, stages)
+
+
+class Merging(nn.Stage):
+    """A subclass that knows Branches."""
+
+    takes_branches = True
+
+    def forward(self, x):
+        y, saved = super().forward(x.main + x["a"])
+        return y, saved
+
+    def backward(self, dy, saved):
+        dx = super().backward(dy, saved)
+        return Branches(dx, a=dx)
+
+
+def test_a_subclass_of_nn_stage_may_know_branches():
+    schedule = with_skips(schedules.interleaved_1f1b(1, 3, 2), {"a": (0, 2)})
+    inputs, targets = batch(4, 3)
+
+    def job(comm):
+        stages = [Through(["a"]), Through(), Merging([nn.Linear(3, 3)], "float64", seed=1)]
+        alone = nn.Stage([nn.Linear(3, 3)], "float64", seed=1)
+        with Pipeline(stages, schedule, comm, loss=nn.mean_squared_error) as pipeline:
+            found = pipeline.step(inputs, targets).loss
+        y, saved = alone.forward(2 * inputs)
+        expected, dy = nn.mean_squared_error(y, targets)
+        alone.backward(dy, saved)
+        skip_nets.near(found, expected)
+        skip_nets.near(stages[2].gradients.flat, alone.gradients.flat)
+
+    inprocess.run(1, job)
