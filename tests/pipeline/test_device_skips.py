@@ -15,7 +15,10 @@ SKIPS = {4: {"outer": (0, 3), "low": (0, 2), "high": (1, 3)}, 8: {"outer": (0, 7
 
 
 class Around:
-    """An nn.Stage whose input is the sum of all that comes in, and whose output goes over all skips out of it."""
+    """An nn.Stage whose input is the sum of what comes in, and whose output goes on, and over all skips out of it.
+
+    Over skips it goes in halves, and a quarter of them is added: so no two messages of an action are alike.
+    """
 
     def __init__(self, schedule, number, device):
         self.inner = nn.Stage([nn.Linear(WIDTH, WIDTH), nn.Gelu()], "float64", seed=3, first=2 * number, device=device)
@@ -23,25 +26,25 @@ class Around:
         self.gives = [skip.name for skip in schedule.skips if skip.source == number]
         self.takes = [skip.name for skip in schedule.skips if skip.target == number]
 
-    def _sum(self, tree, names):
-        total = tree.main if names else tree
+    def _sum(self, tree, names, factor):
+        total, kernels = tree.main if names else tree, self.inner.kernels
         for name in names:
-            total = self.inner.kernels.add(total, tree[name])
+            total = kernels.add(total, kernels.scale(tree[name], factor))
         return total
 
-    def forward(self, x):
-        y, saved = self.inner.forward(self._sum(x, self.takes))
-        return Branches(y, **dict.fromkeys(self.gives, y)) if self.gives else y, saved
+    def _shared(self, tree, names, factor):
+        return Branches(tree, **{name: self.inner.kernels.scale(tree, factor) for name in names}) if names else tree
 
-    def _parted(self, dx):
-        return Branches(dx, **dict.fromkeys(self.takes, dx)) if self.takes else dx
+    def forward(self, x):
+        y, saved = self.inner.forward(self._sum(x, self.takes, 0.25))
+        return self._shared(y, self.gives, 0.5), saved
 
     def backward(self, dy, saved):
-        return self._parted(self.inner.backward(self._sum(dy, self.gives), saved))
+        return self._shared(self.inner.backward(self._sum(dy, self.gives, 0.5), saved), self.takes, 0.25)
 
     def backward_input(self, dy, saved):
-        dx, pending = self.inner.backward_input(self._sum(dy, self.gives), saved)
-        return self._parted(dx), pending
+        dx, pending = self.inner.backward_input(self._sum(dy, self.gives, 0.5), saved)
+        return self._shared(dx, self.takes, 0.25), pending
 
     def backward_weight(self, pending):
         self.inner.backward_weight(pending)

@@ -410,3 +410,25 @@ def test_a_subclass_of_nn_stage_may_know_branches():
         skip_nets.near(stages[2].gradients.flat, alone.gradients.flat)
 
     inprocess.run(1, job)
+
+
+@pytest.mark.parametrize("name", ["interleaved_1f1b", "interleaved_zero_bubble"])
+def test_all_buffers_of_messages_over_skips_are_used_again(name):
+    schedule = with_skips(dense.build(name, 2, 2, 4), {"outer": (0, 3), "other": (0, 3)})
+    inputs, targets = batch(8, 3)
+
+    def job(comm):
+        stages, made = skip_nets.model(schedule, comm.rank, 3), []
+        own = dense.placed(schedule, comm.rank, inputs, targets)
+        with Pipeline(stages, schedule, comm, loss=dense.mean_squared) as pipeline:
+            for _ in range(2):
+                pipeline.step(*own)
+                pipeline.evaluate(*own)
+            transport = pipeline.engine.messages.mailbox.transport
+            empty = transport.empty
+            transport.empty = lambda *given: made.append(given) or empty(*given)
+            pipeline.step(*own)
+            pipeline.evaluate(*own)
+        return made
+
+    assert inprocess.run(2, job) == [[], []]
