@@ -1,17 +1,26 @@
 """Draw the pictures of these pages from the code that they show: python docs/figures.py writes docs/figures/*.svg.
 
-A test draws them again and compares, so that no picture can show what the code no longer does.
+A test draws them again and compares, so that no picture can show what the code no longer does. Those of a training
+are drawn from docs/figures/trace, which python docs/figures.py --record makes anew.
 """
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from html import escape
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from mpipipe import pictures, schedules
+from mpipipe.analysis.written import EVENTS, SUMMARY
 from mpipipe.attention import Layout
+from mpipipe.cli.draw import draw_parts, draw_step
 
 FOLDER = Path(__file__).with_name("figures")
+TRACE = FOLDER / "trace"
+TRAINING = "--pipe 4 --layers 4 --dim 192 --microbatches 8 --steps 4 --eval-batches 1 --sample-bytes 0"
 RANKS = ("#9ec5e8", "#a8d5a2", "#f3c98b", "#d9b3dd")
 INK, PAPER, PALE = "#22313f", "#ffffff", "#eef2f5"
 RANK_COUNT, MICROBATCHES = 4, 8
@@ -72,6 +81,7 @@ def floors() -> str:
                 ("attention", "layouts, ring"),
                 ("adapters", "PyTorch, JAX"),
                 ("pictures", "by matplotlib"),
+                ("site", "job scripts"),
             ],
         ),
         ("2", [("schedules", "pure Python"), ("comm", "the room of MPI"), ("nn", "layers, stages, losses")]),
@@ -205,8 +215,31 @@ def draw_schedules(folder: Path) -> None:
     pictures.draw_comparison(pictures.simulate_all(RANK_COUNT, counts), folder / "comparison.svg")
 
 
+def draw_training(folder: Path) -> None:
+    """Draw the recorded training, as `mpipipe draw split` and `mpipipe draw trace` do."""
+    draw_parts(TRACE, folder / "split.svg")
+    draw_step(TRACE, folder / "trace.svg")
+
+
+def record() -> None:
+    """Train with four ranks, and keep of the trace what the pictures need."""
+    with TemporaryDirectory() as folder:
+        train = [sys.executable, "-m", "mpipipe", "train", *TRAINING.split()]
+        subprocess.run(
+            ["mpiexec", "-n", "4", *train, "--out", f"{folder}/out", "--trace", f"{folder}/trace"], check=True
+        )
+        TRACE.mkdir(parents=True, exist_ok=True)
+        (TRACE / SUMMARY).write_text((Path(folder) / "trace" / SUMMARY).read_text())
+        events = json.loads((Path(folder) / "trace" / EVENTS).read_text())
+    kept = [event for event in events if event["ph"] == "X" and event["tid"] == 0 and event["cat"] == "compute"]
+    (TRACE / EVENTS).write_text("[\n" + ",\n".join(map(json.dumps, kept)) + "\n]\n")
+
+
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
+    if "--record" in sys.argv:
+        record()
     for name, svg in drawn().items():
         (FOLDER / name).write_text(svg)
     draw_schedules(FOLDER)
+    draw_training(FOLDER)

@@ -11,7 +11,7 @@
 # INT, TERM, USR1 and USR2 end the training, and nothing is started again. All but INT let it save: it gets the signal
 # that its launcher hands on, USR2 for Open MPI's mpiexec, TERM for the others.
 set -euo pipefail
-. "$(dirname "${BASH_SOURCE[0]}")/restarts.sh"
+. "$(dirname "${BASH_SOURCE[0]}")/../mpipipe/site/restarts.sh"
 
 [ "$#" -gt 0 ] || { echo "usage: bash jobs/supervise.sh COMMAND..." >&2; exit 2; }
 out=$(option_of out "" "$@")

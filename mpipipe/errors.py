@@ -14,7 +14,7 @@ class MpipipeError(Exception):
     message : str
         What went wrong, in one sentence.
     rank : int or str, optional
-        Where: the rank in the communicator that was handed in, or several as in "0-3, 7".
+        Where: the rank in the communicator that was handed in, or several as in "0-3, 7" or "all 12".
     stage : int, optional
         Where: the logical stage.
     microbatch : int, optional
@@ -63,9 +63,9 @@ class MpipipeError(Exception):
         return _rebuild, (type(self), self.message, {name: _sendable(getattr(self, name)) for name in _FIELDS})
 
     def __str__(self) -> str:
-        ranks = "rank" if str(self.rank).isdigit() else "ranks"
-        names = ((ranks, self.rank), ("stage", self.stage), ("micro-batch", self.microbatch))
-        place = ", ".join(f"{name} {value}" for name, value in names if value is not None)
+        names = (("stage", self.stage), ("micro-batch", self.microbatch))
+        parts = [] if self.rank is None else [_named(str(self.rank))]
+        place = ", ".join([*parts, *(f"{name} {value}" for name, value in names if value is not None)])
         lines = [f"{place}: {self.message}" if place else self.message]
         details = (("found", self.found), ("expected", self.expected), ("remedy", self.remedy))
         lines += [f"  {name}: {value}" for name, value in details if value is not None]
@@ -149,6 +149,12 @@ class LaunchError(BackendError):
 
 
 _FIELDS = ("rank", "stage", "microbatch", "found", "expected", "remedy")
+
+
+def _named(ranks: str) -> str:
+    if ranks.startswith("all "):
+        return f"{ranks} ranks"
+    return f"{'rank' if ranks.isdigit() else 'ranks'} {ranks}"
 
 
 def _rebuild(kind: type[MpipipeError], message: str, fields: dict[str, Any]) -> MpipipeError:

@@ -9,28 +9,42 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 
 
-def prepare_process() -> None:
-    """Make the settings of this module: what `train`, `run` and `bench` do first."""
-    limit_blas_threads()
+def prepare_process(threads: int = 1) -> None:
+    """Make the settings of this module: what `train`, `run` and `bench` do first.
+
+    Parameters
+    ----------
+    threads : for BLAS, unless the user says something else
+    """
+    limit_blas_threads(threads)
     keep_freed_memory()
 
 
-def limit_blas_threads() -> None:
-    """Use one BLAS thread per rank, unless the user set a number of threads (OMP_NUM_THREADS and its kin).
+def limit_blas_threads(threads: int = 1) -> None:
+    """Use so many BLAS threads, unless the user set a number of threads (OMP_NUM_THREADS and its kin).
 
     A number is a positive integer, or OpenMP's list of one for each level of nesting ("4,2"). BLAS libraries ignore
     anything else, such as an empty text, and take all cores: so there is a limit then, too.
     """
-    if any(_sets_threads(os.environ.get(name, "")) for name in THREAD_VARIABLES):
+    if chosen_threads() is not None:
         return
     from threadpoolctl import threadpool_limits
 
-    threadpool_limits(1)
+    threadpool_limits(threads)
 
 
-def _sets_threads(text: str) -> bool:
+def chosen_threads() -> int | None:
+    """Return the most threads that a variable asks for, None where none does."""
+    found = [count for name in THREAD_VARIABLES for count in _threads(os.environ.get(name, ""))]
+    return max(found, default=None)
+
+
+def _threads(text: str) -> list[int]:
+    """Return the number that a variable says, and nothing where it says none."""
     counts = [count.strip() for count in text.split(",")]
-    return all(count.isascii() and count.isdigit() and count.strip("0") for count in counts)
+    if all(count.isascii() and count.isdigit() and count.strip("0") for count in counts):
+        return [int(counts[0])]
+    return []
 
 
 def keep_freed_memory() -> None:

@@ -3,5 +3,6 @@
 from mpipipe.analysis.efficiency import Efficiencies
 from mpipipe.analysis.recording import Recording, recording
 from mpipipe.analysis.trace import Trace
+from mpipipe.analysis.written import WrittenTrace, read_trace
 
-__all__ = ["Efficiencies", "Recording", "Trace", "recording"]
+__all__ = ["Efficiencies", "Recording", "Trace", "WrittenTrace", "read_trace", "recording"]

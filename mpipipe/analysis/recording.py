@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 from mpipipe.analysis.record import Handed, Interval, RankRecord, StepRecord, Waited
-from mpipipe.analysis.trace import Trace
+from mpipipe.analysis.trace import Trace, check_places
 from mpipipe.comm.clock_offset import Offset, clock_offset
 from mpipipe.comm.collect import collect
 from mpipipe.comm.group import group_of
@@ -55,6 +55,10 @@ class Recording:
                     remedy="end that recording first, or set pipeline.recorder = None",
                 )
         engine = pipeline.engine
+        replica = 0 if engine.replicas is None else engine.replicas.rank
+        places = self._group.gather("the begin of a recording", (replica, pipeline.rank))
+        with self._group.together("the begin of a recording"):
+            check_places(places, engine.schedule.ranks)
         self._schedule = before_backwards(engine.schedule) if engine.recompute else engine.schedule  # as it is run
         self._comm = self._group.split(0, self._group.rank, "trace")
         self._before = self._offset()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mpipipe.analysis import efficiency, otf2, perfetto, table
+from mpipipe.analysis import efficiency, otf2, perfetto, table, written
 from mpipipe.analysis.clocks import on_one_clock
 from mpipipe.analysis.costs import measured_costs
 from mpipipe.analysis.efficiency import Efficiencies
@@ -40,7 +41,7 @@ class Trace:
     Raises
     ------
     ArgumentError
-        There is no step that all ranks have recorded.
+        There is no step that all ranks have recorded, or the records are not those of whole pipelines.
 
     Examples
     --------
@@ -63,6 +64,7 @@ class Trace:
     """
 
     def __init__(self, schedule: Schedule, records: Sequence[RankRecord]) -> None:
+        check_places([(record.replica, record.position) for record in records], schedule.ranks)
         steps = min(len(record.steps) for record in records)
         if steps == 0:
             raise ArgumentError(
@@ -148,8 +150,10 @@ class Trace:
         Returns
         -------
         dict
-            schedule, steps, parts, parts of each step, efficiencies and advice.
+            schedule, steps, parts, parts of each step, efficiencies and advice; order of actions, costs, and the
+            replica and place of each rank, with which `read_trace` shows it again.
         """
+        places = {record.rank: (record.replica, record.position) for record in self.records}
         return {
             "schedule": self.schedule.name,
             "steps": len(self.records[0].steps),
@@ -157,6 +161,7 @@ class Trace:
             "parts_of_steps": self.parts_of_steps(),
             "efficiencies": self.efficiencies()._asdict(),
             "advice": self.advice(),
+            **written.facts(self.schedule, self.costs, places),
         }
 
     def write(self, folder: str | Path) -> None:
@@ -183,9 +188,25 @@ class Trace:
         otf2.library()
         folder = Path(folder)
         folder.mkdir(parents=True)
-        (folder / "summary.json").write_text(json.dumps(self.summary(), indent=1) + "\n")
-        (folder / "trace.json").write_text(json.dumps(self.events()))
+        (folder / written.SUMMARY).write_text(json.dumps(self.summary(), indent=1) + "\n")
+        (folder / written.EVENTS).write_text(json.dumps(self.events()))
         otf2.write(folder / "otf2", self.records, self._pieces)
+
+
+def check_places(places: Sequence[tuple[int, int]], ranks: int) -> None:
+    """Raise ArgumentError unless these (replica, rank in its pipeline) are all ranks of some pipelines, each once."""
+    replicas = {replica for replica, _ in places}
+    if sorted(places) != [(replica, rank) for replica in sorted(replicas) for rank in range(ranks)]:
+        counts = Counter(places)
+        (replica, rank), count = counts.most_common(1)[0]
+        twice = f"rank {rank} of replica {replica} is there {count} times"
+        raise ArgumentError(
+            "the recorded ranks are not those of whole pipelines",
+            found=twice if count > 1 else f"{len(places)} ranks of {len(replicas)} pipelines",
+            expected=f"each of the {ranks} ranks of every pipeline once",
+            remedy="hand in the communicator of one pipeline, or of all replicas of pipelines that were made with "
+            "replicas=",
+        )
 
 
 def check_new(folder: str | Path) -> None:

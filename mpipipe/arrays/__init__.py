@@ -39,7 +39,7 @@ from mpipipe.arrays.memory import (
 )
 from mpipipe.arrays.nccl import bus_id, multiprocessors, nccl, nccl_type
 from mpipipe.arrays.pieces import host_pieces
-from mpipipe.arrays.platform import check_computable, is_amd
+from mpipipe.arrays.platform import AMD_UNTRIED, check_computable, is_amd
 from mpipipe.arrays.shortage import Shortage, memory_shortage
 from mpipipe.arrays.streams import (
     annotated,
@@ -56,6 +56,7 @@ from mpipipe.arrays.types import Array, DeviceArray, Event, Shape, Stream, Tree
 from mpipipe.arrays.usable import check_device, missing_parts
 
 __all__ = [
+    "AMD_UNTRIED",
     "COMPUTE_DTYPES",
     "Array",
     "DeviceArray",

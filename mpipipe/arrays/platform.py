@@ -11,6 +11,8 @@ import numpy as np
 from mpipipe.arrays.devices import cupy
 from mpipipe.errors import BackendError
 
+AMD_UNTRIED = "AMD's GPUs are not supported yet: nothing of this package has run on one"
+
 
 def is_amd() -> bool:
     """Return whether CuPy computes on AMD's GPUs.

@@ -16,6 +16,7 @@ import numpy as np
 
 from mpipipe.arrays.cuda import cuda_function
 from mpipipe.arrays.devices import cupy, device_count, use_gpu
+from mpipipe.arrays.platform import AMD_UNTRIED
 from mpipipe.errors import BackendError
 
 PROBE = Path(__file__).with_name("fill.cu")  # a short one; common.cuh in front of it includes all headers
@@ -92,8 +93,9 @@ def missing_parts() -> list[str]:
 def _check_toolkit() -> None:
     missing = _looked_for(cupy(), cupy().cuda.runtime.getDevice())
     if missing:
+        untried = f". {AMD_UNTRIED}" if cupy().cuda.runtime.is_hip else ""
         raise BackendError(
-            "device 'cuda' was asked for, and parts of the GPU's toolkit that CuPy needs cannot be used",
+            f"device 'cuda' was asked for, and parts of the GPU's toolkit that CuPy needs cannot be used{untried}",
             found="".join(f"\n    {line}" for line in missing),
             remedy=_remedy(cupy().cuda.runtime),
         )

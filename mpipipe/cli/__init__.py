@@ -1,4 +1,4 @@
-"""The command line (python -m mpipipe train | tokenize | generate | evaluate | convert | simulate | draw | ...)."""
+"""The command line (python -m mpipipe train | plan | tokenize | generate | evaluate | convert | simulate | ...)."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from mpipipe.cli.draw import app as draw
 from mpipipe.cli.evaluate import evaluate
 from mpipipe.cli.generate import generate
 from mpipipe.cli.info import info
+from mpipipe.cli.jobscript import jobscript
+from mpipipe.cli.plan import plan
 from mpipipe.cli.run import run
 from mpipipe.cli.simulate import simulate
 from mpipipe.cli.tokenize import tokenize
@@ -26,12 +28,14 @@ from mpipipe.errors import BackendError
 
 app = typer.Typer(name="mpipipe", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command()(train)
+app.command()(plan)
 app.command()(tokenize)
 app.command()(generate)
 app.command()(evaluate)
 app.command()(convert)
 app.command()(simulate)
 app.command()(info)
+app.command()(jobscript)
 app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(run)
 app.add_typer(draw, name="draw")
 app.add_typer(bench, name="bench")

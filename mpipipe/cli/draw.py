@@ -1,4 +1,4 @@
-"""mpipipe draw: pictures of schedules, without MPI."""
+"""mpipipe draw: pictures of schedules and of traces, without MPI."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Annotated
 import typer
 
 from mpipipe import pictures, schedules
+from mpipipe.analysis.written import number_in, read_trace
+from mpipipe.cli.number_list import numbers, one_or_more
 from mpipipe.cli.one_process import check_one_process
 from mpipipe.comm.abort import Stop
 from mpipipe.comm.report import describe
@@ -16,13 +18,18 @@ from mpipipe.errors import ConfigError, MpipipeError
 from mpipipe.schedules import Costs, Timeline
 
 REFUSED = 2  # exit code, as of a configuration that cannot be used
-app = typer.Typer(help="Draw a schedule, or compare several, as PNG or SVG; one process.", no_args_is_help=True)
+MILLISECONDS = 1e3  # of a second
+app = typer.Typer(
+    help="Draw a schedule, compare several, or draw a trace, as PNG or SVG; one process.", no_args_is_help=True
+)
 
 Name = Annotated[str, typer.Option(help="a name that schedules.by_name knows", show_default=False)]
 Ranks = Annotated[int, typer.Option(help="P, ranks of the pipeline", show_default=False)]
 Microbatches = Annotated[int, typer.Option(help="M, micro-batches of a step", show_default=False)]
 Chunks = Annotated[int, typer.Option(help="V, stages on each rank")]
 Out = Annotated[str, typer.Option(help="new file that ends in .png or .svg", show_default=False)]
+Folder = Annotated[Path, typer.Option("--trace", help="folder that train --trace has written", show_default=False)]
+Step = Annotated[int | None, typer.Option(help="number of a recorded step, from 0", show_default=False)]
 # of a chunk, each a number, or one for each stage with commas between them
 Forward = Annotated[str, typer.Option(help="time of F in a stage, or a,b,... with one for each stage")]
 InputGrad = Annotated[str, typer.Option(help="time of I, likewise; B takes I and W")]
@@ -90,11 +97,55 @@ def compare(
     """Draw bubble and peak memory over the number of micro-batches, of all schedules with the same work on a rank."""
 
     def work() -> None:
-        counts = [int(count) for count in _numbers("microbatches", microbatches, int)]
+        counts = numbers("microbatches", microbatches, int)
         costs = Costs(forward, input_grad, weight_grad, transfer)
         pictures.draw_comparison(pictures.simulate_all(ranks, counts, schedule, chunks, costs), out)
 
     _drawn(out, work)
+
+
+@app.command()
+def split(folder: Folder, out: Out, step: Step = None) -> None:
+    """Draw where the time of each rank went in a training (draw split --trace runs/trace --out split.svg)."""
+    _drawn(out, lambda: draw_parts(folder, out, step))
+
+
+@app.command()
+def trace(
+    folder: Folder,
+    out: Out,
+    step: Step = None,
+    replica: Annotated[int, typer.Option(help="number of the pipeline, from 0")] = 0,
+) -> None:
+    """Draw a step of a training below what its schedule predicts (draw trace --trace runs/trace --out step.svg).
+
+    The prediction is simulated with the costs that were measured. Without --step it is the step of median time.
+    """
+    _drawn(out, lambda: draw_step(folder, out, step, replica))
+
+
+def draw_parts(folder: Path, out: str | Path, step: int | None = None) -> None:
+    """Draw the parts of the time in the folder of a trace: those of one step, or of the mean step."""
+    found = read_trace(folder)
+    if step is not None:
+        number_in("step", step, found.steps)
+    parts = found.parts if step is None else {rank: steps[step] for rank, steps in found.parts_of_steps.items()}
+    pictures.draw_split([parts[rank] for rank in sorted(parts)], out)
+
+
+def draw_step(folder: Path, out: str | Path, step: int | None = None, replica: int = 0) -> None:
+    """Draw what one pipeline did in one step, below the prediction; in milliseconds."""
+    found = read_trace(folder)
+    measured = [
+        [
+            pictures.Measured(op, stage, microbatch, start * MILLISECONDS, end * MILLISECONDS)
+            for (stage, op, microbatch), start, end in actions
+        ]
+        for actions in found.pipeline(found.middle_step() if step is None else step, replica)
+    ]
+    names = ("forward", "input_grad", "weight_grad", "transfer")
+    times = ([MILLISECONDS * time for time in found.costs.per_stage(name, found.schedule.stages)] for name in names)
+    pictures.draw_timeline(schedules.simulate(found.schedule, Costs(*times)), out, measured, unit="ms")
 
 
 def _drawn(out: str, work: Callable[[], None]) -> None:
@@ -116,17 +167,6 @@ def _drawn(out: str, work: Callable[[], None]) -> None:
 
 
 def _simulated(name: str, ranks: int, chunks: int, microbatches: int, times: dict[str, str]) -> Timeline:
-    numbers = [_numbers(option, text, float) for option, text in times.items()]
-    costs = Costs(*(each if len(each) > 1 else each[0] for each in numbers))
+    costs = Costs(*(one_or_more(option, text) for option, text in times.items()))
     built = schedules.by_name(name, ranks=ranks, chunks=chunks, microbatches=microbatches, costs=costs)
     return schedules.simulate(built, costs)
-
-
-def _numbers(option: str, text: str, kind: Callable[[str], int | float]) -> list[int | float]:
-    """Read numbers with commas between them."""
-    try:
-        return [kind(part) for part in text.split(",")]
-    except ValueError as error:
-        raise ConfigError(
-            f"--{option} is no list of numbers", found=repr(text), expected="a number, or several as in 4,8,16"
-        ) from error

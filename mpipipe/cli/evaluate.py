@@ -15,6 +15,7 @@ from mpipipe.comm.abort import run_or_abort
 from mpipipe.comm.device import select_device
 from mpipipe.comm.group import group_of
 from mpipipe.comm.mesh import Mesh
+from mpipipe.comm.threads import share_of_cores
 from mpipipe.errors import ConfigError
 from mpipipe.train.evaluation import Evaluation, build_evaluator, perplexity
 from mpipipe.train.evaluation_data import open_tokens
@@ -58,7 +59,7 @@ def evaluate(
     """
 
     def work() -> None:
-        processor.prepare_process()
+        processor.prepare_process(share_of_cores())
         comm = runtime.world()
         group, folder = group_of(comm), open_on_all(comm, model)
         with group.together("evaluate: the output"):

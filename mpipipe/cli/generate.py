@@ -14,6 +14,7 @@ from mpipipe.comm import runtime
 from mpipipe.comm.abort import run_or_abort
 from mpipipe.comm.group import group_of
 from mpipipe.comm.mesh import Mesh
+from mpipipe.comm.threads import share_of_cores
 from mpipipe.errors import ConfigError
 from mpipipe.train import limits
 from mpipipe.train.decoder import build_decoder
@@ -68,7 +69,7 @@ def generate(
     """
 
     def work() -> None:
-        processor.prepare_process()
+        processor.prepare_process(share_of_cores())
         comm = runtime.world()
         group, folder = group_of(comm), open_on_all(comm, run)
         with group.together("generate: the mesh"):

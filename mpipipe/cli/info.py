@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import sys
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from mpipipe import __version__, arrays
+from mpipipe import __version__, arrays, environment
 from mpipipe.attention import kernels
 from mpipipe.cli import probe as probing
-from mpipipe.comm import describe, device, runtime
+from mpipipe.comm import describe, device, inprocess, rank_list, runtime
+from mpipipe.comm.binding import parse_cores
 from mpipipe.comm.group import group_of
 from mpipipe.comm.types import Communicator
 from mpipipe.errors import BackendError, MismatchError, MpipipeError
 
+REPORT = "Send these lines, the command, the whole error, and config.toml of the run."
 NARROW_KERNELS = ("Haswell", "Zen")  # OpenBLAS's names for its AVX2 kernels
 
 
@@ -25,8 +29,14 @@ def info(
     probe: Annotated[
         bool, typer.Option("--probe", help="also try to send device memory, in a job of its own, which may crash")
     ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="print what train writes as environment.json, and nothing else")
+    ] = False,
 ) -> None:
-    """Show MPI, launcher, ranks, hosts, threads, GPUs and versions (mpiexec -n 2 python -m mpipipe info)."""
+    """Show MPI, launcher, ranks, hosts, cores, threads, GPUs and versions (mpiexec -n 2 python -m mpipipe info)."""
+    if as_json:
+        _print_json()
+        return
     facts = {"mpipipe": __version__, "python": f"{platform.python_version()} ({sys.executable})"}
     root = True
     placement: list[str] = []
@@ -35,15 +45,66 @@ def info(
         root = runtime.mpi().COMM_WORLD.rank == 0
         placement = _placement(runtime.world())
         facts |= {"NCCL": describe.nccl(runtime.world()), "CUDA graphs": describe.graphs()}
+        surroundings = environment.gather(gpus=False)
     except MpipipeError as error:
         facts["MPI"] = f"{facts.get('MPI', '')}\n{error}".strip()
+        surroundings = _alone(gpus=False)
     facts |= {"numpy": metadata.version("numpy"), "BLAS": _blas()}
     facts["devices"] = "\n".join(["cpu", *arrays.describe_gpus(), *placement])
     facts |= {"CuPy": _cupy(), "GPU toolkit": _toolkit(), "attention by": kernels.describe()}
     if root and probe:
         facts["probe"] = _probe()
-    if root:
-        _show(facts)
+    if root and surroundings is not None:
+        _show(facts | described(surroundings) | {"bug report": REPORT})
+
+
+def _print_json() -> None:
+    """Print the environment of this job, or of this process where there is no MPI, on rank 0."""
+    try:
+        found = environment.gather()
+    except MpipipeError:
+        found = _alone()
+    if found is not None:
+        print(json.dumps(found, indent=2))
+
+
+def _alone(gpus: bool = True) -> dict[str, Any] | None:
+    """Return the environment of this process, without MPI."""
+    return inprocess.run(1, lambda comm: environment.gather(comm, gpus))[0]
+
+
+def described(surroundings: Mapping[str, Any]) -> dict[str, str]:
+    """Return cores, threads and free memory in words, and warnings where the placement of ranks is bad."""
+    binding = surroundings["binding"]
+    cores = [(place["rank"], f"{place['cores'] or 'not known'} on {place['host']}") for place in binding]
+    threads = [(place["rank"], f"{place['threads']} of BLAS in train") for place in binding]
+    memory = [
+        f"{host['host']}: {host['free_memory'] / 2**30:.1f} of {host['memory'] / 2**30:.1f} GiB"
+        for host in surroundings["hosts"]
+        if host["free_memory"] is not None and host["memory"] is not None
+    ]
+    facts = {
+        "cores": "\n".join(rank_list.grouped(cores)),
+        "threads": "\n".join(rank_list.grouped(threads)),
+        "free memory": "\n".join(memory) or "not known",
+    }
+    warnings = list(filter(None, [surroundings["crowded"], surroundings["crowded_threads"], _idle(surroundings)]))
+    if warnings:
+        facts["warning"] = "\n".join(warnings)
+    return facts
+
+
+def _idle(surroundings: Mapping[str, Any]) -> str | None:
+    """Return a sentence where ranks are pinned to one core each, and a host has more than twice as many cores."""
+    for host in surroundings["hosts"]:
+        here = [parse_cores(place["cores"]) for place in surroundings["binding"] if place["host"] == host["host"]]
+        used = frozenset().union(*here)
+        if all(len(own) == 1 for own in here) and 2 * len(used) <= (host["cores"] or 0):
+            return (
+                f"each rank on {host['host']} is pinned to one core, and of {host['cores']} cores {len(used)} "
+                f"{'is' if len(used) == 1 else 'are'} used: see --cpus-per-task of srun, --bind-to of mpiexec"
+            )
+    return None
 
 
 def _placement(comm: Communicator) -> list[str]:
@@ -81,6 +142,8 @@ def _toolkit() -> str:
     """Describe the parts of CUDA that kernels need: found, or a line for each that is missing."""
     if not arrays.device_count():
         return "not looked for: no GPU"
+    if arrays.is_amd():
+        return arrays.AMD_UNTRIED
     return "\n".join(arrays.missing_parts()) or "compiler, headers and cuBLAS work"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import runpy
 import sys
@@ -10,7 +11,7 @@ from typing import Annotated
 import typer
 
 from mpipipe import processor
-from mpipipe.comm.abort import run_or_abort
+from mpipipe.comm.abort import Stop, run_or_abort
 
 
 def run(
@@ -25,13 +26,26 @@ def run(
     """
 
     def work() -> None:
+        sys.path[0] = os.getcwd() if module else os.path.dirname(os.path.abspath(target))
+        _check_there(target, module)
         processor.prepare_process()
         sys.argv = [target, *(arguments or [])]
         if module:
-            sys.path[0] = os.getcwd()
             runpy.run_module(target, run_name="__main__", alter_sys=True)
         else:
-            sys.path[0] = os.path.dirname(os.path.abspath(target))
             runpy.run_path(target, run_name="__main__")
 
     raise typer.Exit(run_or_abort(work))
+
+
+def _check_there(target: str, module: bool) -> None:
+    """Raise Stop, with one line, where there is nothing to run."""
+    try:
+        if not module:
+            os.stat(target)
+            return
+        why = "" if importlib.util.find_spec(target.partition(".")[0]) else "no such module"
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+    if why:
+        raise Stop(f"mpipipe: cannot run {target}: {why}\n", 2)

@@ -6,11 +6,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
 from mpipipe import schedules
+from mpipipe.cli.number_list import one_or_more
 from mpipipe.cli.one_process import check_one_process
 from mpipipe.comm.abort import Stop
 from mpipipe.comm.report import describe
@@ -22,6 +23,7 @@ from mpipipe.schedules.registry import names, placement_of
 REFUSED = 2  # exit code, as of a configuration that cannot be used
 WHOLE = 1 << 21  # most forwards of a schedule that is simulated as a whole: it takes some seconds and 1 GB
 SMALL_RANKS, SMALL_ORDER = 16, 60  # of larger ones no timeline is shown
+Number = TypeVar("Number", int, float)
 Cost = Annotated[str, typer.Option(help="time in each stage: a number, or one for each stage with commas between")]
 
 
@@ -29,9 +31,9 @@ def simulate(
     schedule: Annotated[
         str | None, typer.Option(help="a name; all: a table of them; search: look for the best", show_default=False)
     ] = None,
-    ranks: Annotated[int, typer.Option(help="P")] = 4,
-    chunks: Annotated[int, typer.Option(help="V, stages on each rank")] = 1,
-    microbatches: Annotated[int, typer.Option(help="M")] = 16,
+    ranks: Annotated[int | None, typer.Option(help="P; default: 4", show_default=False)] = None,
+    chunks: Annotated[int | None, typer.Option(help="V, stages on each rank; default: 1", show_default=False)] = None,
+    microbatches: Annotated[int | None, typer.Option(help="M; default: 16", show_default=False)] = None,
     forward: Cost = "1",
     input_grad: Cost = "1",
     weight_grad: Cost = "1",
@@ -47,8 +49,11 @@ def simulate(
     memory_limit: Annotated[
         float | None, typer.Option(help="chunk activations that a rank may hold at once", show_default=False)
     ] = None,
-    seconds: Annotated[float, typer.Option(help="of --schedule search")] = 10.0,
-    seed: Annotated[int, typer.Option(help="of --schedule search")] = 0,
+    seconds: Annotated[float | None, typer.Option(help="of --schedule search; default: 10", show_default=False)] = None,
+    seed: Annotated[int | None, typer.Option(help="of --schedule search; default: 0", show_default=False)] = None,
+    recompute: Annotated[
+        bool, typer.Option("--recompute", help="run forwards again, as many as --memory-limit needs; without it, all")
+    ] = False,
     csv: Annotated[Path | None, typer.Option(help="read the order from this file", show_default=False)] = None,
     out: Annotated[Path | None, typer.Option(help="write the order to this new file", show_default=False)] = None,
 ) -> None:
@@ -59,13 +64,25 @@ def simulate(
     """
     try:
         check_one_process("simulate")
-        costs = Costs(*map(_times, (forward, input_grad, weight_grad, transfer)))
+        times = {"forward": forward, "input-grad": input_grad, "weight-grad": weight_grad, "transfer": transfer}
+        costs = Costs(*(one_or_more(option, text) for option, text in times.items()))
         if (schedule is None) == (csv is None):
             raise ConfigError(
                 "what to simulate is not clear",
                 found=f"schedule={schedule}, csv={csv}",
                 expected="either --schedule or --csv",
             )
+        if csv is not None:
+            _refuse("--csv, whose order says it", ranks=ranks, chunks=chunks, microbatches=microbatches)
+        if schedule != "search":
+            _refuse("anything but --schedule search", seconds=seconds, seed=seed)
+        if recompute and (schedule == "all" or (schedule == "search" and memory_limit is None)):
+            raise ConfigError(
+                "--recompute has nothing to keep",
+                found=f"--schedule {schedule}, without a limit of its own",
+                expected="a schedule, or --schedule search with --memory-limit",
+            )
+        ranks, chunks, microbatches = _filled(ranks, 4), _filled(chunks, 1), _filled(microbatches, 16)
         if out is not None and (out.exists() or not out.parent.is_dir() or schedule == "all"):
             raise ConfigError(
                 "no order can be written there",
@@ -74,11 +91,11 @@ def simulate(
             )
         network = _network(transfer_model, message_bytes, costs)
         if csv is None and ranks * chunks * microbatches > WHOLE:
-            if schedule in ("all", "search") or memory_limit is not None or out is not None:
+            if schedule in ("all", "search") or memory_limit is not None or recompute or out is not None:
                 raise ConfigError(
                     "a schedule of this size is never made as a whole",
                     found=f"{ranks} ranks x {chunks} chunks x {microbatches} micro-batches",
-                    expected=f"at most {WHOLE:,} forwards for --schedule all and search, --memory-limit and --out",
+                    expected=f"at most {WHOLE:,} forwards for all, search, --memory-limit, --recompute and --out",
                 )
             found = schedules.simulate_repeated(
                 str(schedule),
@@ -100,9 +117,9 @@ def simulate(
             if csv is not None:
                 made = schedules.from_csv(_text(csv))
             elif schedule == "search":
-                made = schedules.search(
-                    ranks, microbatches, costs, chunks=chunks, memory_limit=memory_limit, seconds=seconds, seed=seed
-                )
+                options = {"chunks": chunks, "seconds": _filled(seconds, 10.0), "seed": _filled(seed, 0)}
+                search = schedules.search_with_recompute if recompute else schedules.search
+                made = search(ranks, microbatches, costs, memory_limit=memory_limit, **options)  # type: ignore[arg-type]
             else:
                 made = schedules.by_name(
                     str(schedule),
@@ -110,8 +127,10 @@ def simulate(
                     chunks=chunks,
                     microbatches=microbatches,
                     costs=costs,
-                    memory_limit=memory_limit,
+                    memory_limit=None if recompute else memory_limit,
                 )
+            if recompute and schedule != "search":
+                made = schedules.with_recompute(made, costs, memory_limit)
             lines = [*_one(made, costs, memory_limit)]
             if out is not None:
                 lines.append(_written(made, out))
@@ -168,12 +187,17 @@ def _repeated(found: Repetition) -> Iterator[str]:
     yield f"simulated   {len(found.sizes)} sizes to {ranks} ranks, {microbatches} micro-batches, and the rest repeats"
 
 
-def _times(text: str) -> float | list[float]:
-    try:
-        times = [float(part) for part in text.split(",")]
-    except ValueError as error:
-        raise ConfigError("a cost is no number", found=repr(text), expected="as in 1.5, or 1,1,2 for stages") from error
-    return times[0] if len(times) == 1 else times
+def _refuse(beside: str, **options: float | None) -> None:
+    """Raise ConfigError where one of these options is given."""
+    given = [f"--{name} {value}" for name, value in options.items() if value is not None]
+    if given:
+        raise ConfigError(
+            f"{given[0].split()[0]} does not go with {beside}", found=", ".join(given), remedy="leave it out"
+        )
+
+
+def _filled(value: Number | None, default: Number) -> Number:
+    return default if value is None else value
 
 
 def _text(path: Path) -> str:

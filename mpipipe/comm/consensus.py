@@ -95,6 +95,11 @@ class Ballot:
 
     def cast(self, group: Voters, values: Sequence[int] = ()) -> np.ndarray:
         """Everybody's values, int64 (size, values); collective, whatever this rank has found so far."""
+        row = self.row(group, values)
+        return self.count(group.exchange(row, self.text), len(values))
+
+    def row(self, group: Voters, values: Sequence[int]) -> list[int]:
+        """What this rank says in an exchange of the group."""
         if len(values) > VALUES:
             raise ArgumentError("too many values in an agreement", found=len(values), expected=f"at most {VALUES}")
         self.groups.append(group)
@@ -106,10 +111,13 @@ class Ballot:
                 code = self.code or digest(self.call, self.facts)
             except Exception as error:
                 self.refuse(ArgumentError(f"facts that have no text: {type(error).__name__}: {error}"))
-        table = group.exchange([code, number, *values], self.text)
-        if code == REFUSED or not _alike(table):
+        return [code, number, *values]
+
+    def count(self, table: np.ndarray, values: int) -> np.ndarray:
+        """The values in what all ranks have said, (size, values); notes whether they agree."""
+        if not _alike(table):
             self.failed = True
-        return table[:, 2 : 2 + len(values)]
+        return table[:, 2 : 2 + values]
 
     def refuse(self, error: MpipipeError) -> None:
         """Add an error that this rank has found in the values of the others."""
@@ -172,7 +180,7 @@ def _first_problem(entries: list[Entry], message: str | None, remedy: str | None
         if problem is not None:
             if problem.rank is None:
                 same = [rank for rank, other in enumerate(entries) if str(other.error) == str(problem)]
-                problem.rank = rank_list.numbers(same)
+                problem.rank = rank_list.numbers(same, len(entries))
             return index, problem
     call, facts = entries[0].call, entries[0].facts
     odd = [rank for rank, entry in enumerate(entries) if entry.call[:2] != call[:2]]

@@ -26,12 +26,6 @@ def describe() -> dict[str, str]:
     hosts = group.gather("info: the hosts", MPI.Get_processor_name())
     import mpi4py
 
-    levels = {
-        MPI.THREAD_SINGLE: "single",
-        MPI.THREAD_FUNNELED: "funneled",
-        MPI.THREAD_SERIALIZED: "serialized",
-        MPI.THREAD_MULTIPLE: "multiple",
-    }
     promise = launcher_size(os.environ)
     return {
         "MPI": MPI.Get_library_version().splitlines()[0].strip().rstrip("\x00"),
@@ -40,11 +34,23 @@ def describe() -> dict[str, str]:
         "ranks": str(comm.size),
         "launcher": "none seen" if promise is None else f"promises {promise[1]} ranks ({promise[0]})",
         "hosts": ", ".join(f"{host} x {hosts.count(host)}" for host in sorted(set(hosts))),
-        "thread level": levels[MPI.Query_thread()],
+        "thread level": thread_level(),
         "largest tag": str(tag_upper_bound(comm)),
         "GPU-aware MPI": _gpu_awareness(comm, group),
         "python": sys.version.split()[0],
     }
+
+
+def thread_level() -> str:
+    """The level of threads that MPI grants this process. Raises BackendError without MPI."""
+    MPI = mpi()
+    levels = {
+        MPI.THREAD_SINGLE: "single",
+        MPI.THREAD_FUNNELED: "funneled",
+        MPI.THREAD_SERIALIZED: "serialized",
+        MPI.THREAD_MULTIPLE: "multiple",
+    }
+    return levels[MPI.Query_thread()]
 
 
 def nccl(comm: Communicator) -> str:

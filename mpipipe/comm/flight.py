@@ -85,6 +85,7 @@ class Account(NamedTuple):
     Attributes
     ----------
     key : the same for this object on all ranks
+    call : number of the call under way, or of the last one, the same on all ranks; messages have names within it
     doing : the action under way, in words; "" between calls
     computes : whether that action runs code of the user, or of a layer, rather than waits for a message
     stage, microbatch : of that action
@@ -105,6 +106,7 @@ class Account(NamedTuple):
     sent: tuple[Message, ...] = ()
     skipped: tuple[Message, ...] = ()
     operations: tuple[str, ...] = ()
+    call: int = 0
 
 
 class Accountable(Protocol):

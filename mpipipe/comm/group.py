@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
 
 from mpipipe.comm import communicators, runtime
 from mpipipe.comm.attributes import attributes
-from mpipipe.comm.consensus import VALUES, Ballot, Entry, Facts, dumps_anyhow, heard
+from mpipipe.comm.consensus import Ballot, Entry, Facts, dumps_anyhow, heard
+from mpipipe.comm.exchange import Exchange, OpenVote
 from mpipipe.comm.presence import Presence
 from mpipipe.comm.process import Failure, failure_of, here, is_rank
 from mpipipe.comm.requests import own
@@ -63,6 +64,8 @@ class Group:
         Names this group on all its ranks alike.
     related : list of Group
         Other groups of the same object, whose failure is this one's too.
+    vote : OpenVote or None
+        An agreement whose outcome is not known yet (vote.py): nothing else begins on `comm` before it is.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -74,6 +77,7 @@ class Group:
         self.progress: Callable[[], str] | None = None
         self.closed = self.left = False
         self.related: list[Group] = []
+        self.vote: OpenVote | None = None
         self.key = enrol(self.process, self.comm, members)
         self.process.groups.append(self)
 
@@ -164,26 +168,16 @@ class Group:
 
     def exchange(self, row: Sequence[int], what: str) -> np.ndarray:
         """The rows of all ranks, int64 of shape (size, 2 + VALUES); the base of every agreement. Begins a call."""
-        self.begin()
-        mine = np.zeros(2 + VALUES, np.int64)
-        mine[: len(row)] = row
-        if self.size == 1:
-            return mine[None]
-        table = np.empty((self.size, mine.size), np.int64)
-        number = self.process.flight.begin(what, nbytes=mine.nbytes)
-        try:
-            wait(own(self.comm.Iallgather(mine, table)), what, self, everyone=True)
-        except BaseException as error:
-            self._fail_because(error, what)
-            raise
-        self.process.flight.end(number)
-        return table
+        return Exchange(self, row, what).result()
 
     def explain(self, entries: list[Entry], what: str) -> list[Entry]:
         """The entries of all ranks, in rank order; for calls in which all know that something is wrong."""
         content = dumps_anyhow(entries)
         sizes = self.exchange([len(content)], what)[:, 0].tolist()
-        return [entry for block in self._spread(content, sizes, what) for entry in block]
+        found = [entry for block in self._spread(content, sizes, what) for entry in block]
+        with suppress(PeerError):  # a rank that ends over this must not be heard of before all know what it is about
+            self.exchange([], what)
+        return found
 
     def _spread(self, content: bytes, sizes: list[int], what: str) -> list[Any]:
         """What every rank has pickled, where all know the `sizes` in bytes."""
@@ -207,7 +201,13 @@ class Group:
             )
         if self.failure is not None:
             raise heard(self.failure, remedy="start the job anew: an earlier call of these ranks has failed")
+        self.settle()
         self.presence.calls += 1
+
+    def settle(self) -> None:
+        """Wait for the outcome of an agreement that is open, and raise what it is; before any other use of `comm`."""
+        if self.vote is not None:
+            self.vote.settle()
 
     def wait(self, request: Testable, what: object = None, everyone: bool = False, peer: int | None = None) -> None:
         """Wait for a request that belongs to the call under way; `everyone` and `peer` say who must come for it."""
@@ -228,10 +228,11 @@ class Group:
         try:
             yield
         except BaseException as error:
-            self._fail_because(error, what)
+            self.fail_because(error, what)
             raise
 
-    def _fail_because(self, error: BaseException, what: str) -> None:
+    def fail_because(self, error: BaseException, what: str) -> None:
+        """Tell every other rank that an error in `what` keeps this one from going on."""
         self.fail(error, f"{runtime.whoami()} failed in {what}: {type(error).__name__}: {error}")
 
     def fail(self, error: BaseException, text: str) -> None:
@@ -257,6 +258,8 @@ class Group:
             self.presence.leave(f"rank {self.rank} ({runtime.whoami()}) left the job after {calls}")
 
     def _detach(self) -> None:
+        if self.vote is not None:
+            self.vote.abandon()
         with self.process.lock:
             if self in self.process.groups:
                 self.process.groups.remove(self)

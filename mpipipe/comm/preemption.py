@@ -164,7 +164,8 @@ class Preemption:
             if text:
                 ranks_of.setdefault(text, []).append(rank)
         return "; ".join(
-            text if " " in text else f"{text} on {rank_list.named(ranks)}" for text, ranks in ranks_of.items()
+            text if " " in text else f"{text} on {rank_list.named(ranks, self.group.size)}"
+            for text, ranks in ranks_of.items()
         )
 
     def saving(self) -> AbstractContextManager[None]:

@@ -62,6 +62,9 @@ class WaitingGroup(OpenGroup, Protocol):
     @property
     def key(self) -> tuple[int, ...]: ...
 
+    @property
+    def vote(self) -> object | None: ...
+
 
 def wait(
     request: Testable,
@@ -98,7 +101,7 @@ def wait(
     if not process.recorders:
         return _wait(request, what, group, everyone, peer, process)
     with ExitStack() as stack:
-        for recorder in process.recorders:
+        for recorder in process.recorders.copy():  # a pipeline may be freed meanwhile
             stack.enter_context(recorder.waiting(what, group.key if everyone and group is not None else None))
         _wait(request, what, group, everyone, peer, process)
 
@@ -217,10 +220,15 @@ class Vigil:
                     raise heard(each.failure)
 
     def _tell_others(self, group: WaitingGroup) -> None:
-        if self.everyone:
+        if self._concerns_all:
             group.presence.tell_leader(str(self.what))
         if self.process.single_threaded:
             self._look_for_a_circle(group)
+
+    @property
+    def _concerns_all(self) -> bool:
+        """Whether all ranks of the group must come before the call of this wait can end: its vote may be open."""
+        return self.everyone or (self.group is not None and self.group.vote is not None)
 
     def _look_for_a_circle(self, mine: WaitingGroup) -> None:
         """Raise MismatchError where this rank and another wait for each other in different groups.
@@ -233,7 +241,7 @@ class Vigil:
             if group is mine:
                 continue
             there: Presence = group.presence
-            if self.everyone:
+            if self._concerns_all:
                 there.tell_who_waits_here(mine.presence, str(self.what))
             note = there.elsewhere
             if note is not None and note.call > there.calls:

@@ -7,6 +7,7 @@ from mpipipe.optim.clipping import clip_by_global_norm
 from mpipipe.optim.curves import warmup_cosine
 from mpipipe.optim.global_norm import GlobalNorm
 from mpipipe.optim.norm import gradient_norm
+from mpipipe.optim.pending import PendingUpdate, begin_step
 from mpipipe.optim.scaling import LossScaler, scaled_step
 from mpipipe.optim.sgd import SGD
 
@@ -15,6 +16,8 @@ __all__ = [
     "AdamW",
     "GlobalNorm",
     "LossScaler",
+    "PendingUpdate",
+    "begin_step",
     "clip_by_global_norm",
     "gradient_norm",
     "scaled_step",

@@ -114,6 +114,11 @@ def _squares(stages: Sequence[Any], skip: Collection[str]) -> list[tuple[Updated
     ]
 
 
+def local_squares(stages: Sequence[Any], skip: Collection[str]) -> list[float]:
+    """Return the sum of squares of each parameter of this rank that counts."""
+    return [square for _, _, square in _squares(stages, skip)]
+
+
 def counted_pieces(
     stages: Sequence[Any], skip: Collection[str]
 ) -> list[tuple[Updated, list[str], list[tuple[int, int]]]]:

@@ -19,7 +19,7 @@ from mpipipe.comm.types import Communicator
 from mpipipe.errors import ArgumentError
 from mpipipe.optim.checks import check_max_norm
 from mpipipe.optim.global_norm import GlobalNorm, resolved
-from mpipipe.optim.norm import measure
+from mpipipe.optim.norm import Culprit, measure
 from mpipipe.optim.on_device import NormOnDevice, Squares
 
 SMALLEST, LARGEST = 1.0, 2.0**64  # scale
@@ -179,6 +179,19 @@ def scaled_step(
     if squares is not None:
         return _step_on_device(optimizer, scaler, max_norm, lr, comm, squares)
     norm, culprit = measure(optimizer.stages, comm, skip, scaler.scale)
+    return step_with_norm(optimizer, scaler, max_norm, lr, comm, norm, culprit)
+
+
+def step_with_norm(
+    optimizer: Stepping,
+    scaler: LossScaler,
+    max_norm: float,
+    lr: float | None,
+    comm: Communicator | None,
+    norm: float,
+    culprit: Culprit | None,
+) -> float | None:
+    """Do what `scaled_step` does once the norm is known, or the parameter whose gradient is not finite."""
     if culprit is not None and not scaler.can_shrink:
         culprit.refuse(comm)
     clipping = max_norm / norm if norm > max_norm else 1.0

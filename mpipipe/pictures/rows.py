@@ -46,9 +46,9 @@ def add_rows(
     return axes
 
 
-def name_time(axes: Any) -> None:
+def name_time(axes: Any, unit: str = "the unit of the costs") -> None:
     """Name the axis of time."""
-    axes.set_xlabel("time, in the unit of the costs", fontsize=TEXT, labelpad=2)
+    axes.set_xlabel(f"time, in {unit}", fontsize=TEXT, labelpad=2)
 
 
 def hide_time(axes: Any) -> None:

@@ -50,7 +50,11 @@ Boxes = Sequence[Sequence[Measured]]  # for each rank
 
 
 def draw_timeline(
-    timeline: Timeline, path: str | os.PathLike[str], measured: Sequence[Iterable[Measured]] | None = None
+    timeline: Timeline,
+    path: str | os.PathLike[str],
+    measured: Sequence[Iterable[Measured]] | None = None,
+    *,
+    unit: str = "the unit of the costs",
 ) -> None:
     """Draw a row of boxes for each rank, with the numbers of micro-batches where they have room.
 
@@ -65,6 +69,8 @@ def draw_timeline(
         A file that ends in .png or .svg. One that is there is replaced.
     measured : sequence of iterables of Measured, optional
         For each rank what it did in a step. It is drawn below, on the same axis, from its earliest start on.
+    unit : str, optional
+        What stands at the axis of time, such as "ms".
 
     Raises
     ------
@@ -91,10 +97,10 @@ def draw_timeline(
     if measured is not None:
         panels.append(_from_zero(_checked(measured, schedule)))
     check_boxes(sum(len(row) for panel in panels for row in panel))
-    draw(path, lambda: _sheet(timeline, panels))
+    draw(path, lambda: _sheet(timeline, panels, unit))
 
 
-def _sheet(timeline: Timeline, panels: Sequence[Boxes]) -> Sheet:
+def _sheet(timeline: Timeline, panels: Sequence[Boxes], unit: str) -> Sheet:
     schedule = timeline.schedule
     row = height_of_row(schedule.ranks * len(panels), ROW)
     name = NAME if len(panels) > 1 else 0.0
@@ -117,7 +123,7 @@ def _sheet(timeline: Timeline, panels: Sequence[Boxes]) -> Sheet:
         top += name + schedule.ranks * row + 6
         if place < len(panels) - 1:
             hide_time(axes)
-    name_time(axes)
+    name_time(axes, unit)
     sheet.end_at(top - 6 + AXIS)
     return sheet
 

@@ -1,4 +1,18 @@
-"""What the ranks of a pipeline, and of its replicas, agree on at the start of each call."""
+"""What the ranks of a pipeline, and of its replicas, agree on at the start of each call.
+
+Most calls wait for the agreement before they begin. A launched step that follows a training step presumes what was
+agreed on for that one, and begins at once:
+
+    rank 0   agreed: step 7 | 7 | vote: launch 8 ...... 8 ....... settle | vote: launch 9 .........
+    rank 3   agreed: step 7 ....... 7 ........ | vote: launch 8 .... 8 ... settle | vote: launch 9
+
+What it presumes is true where every rank launches with the same scale, and each with a batch as it had before: inputs
+and targets of the same shapes. The last part each rank can tell of itself; where it is not so, or an argument is wrong,
+the rank raises at once, and its failure reaches the others as any failure inside a step does. The first part is what
+the vote finds out. It is settled before the step has ended on any rank, so that gradients which are handed out are
+those of ranks that agree. No rank waits longer for that than for the step itself: a backward needs forwards of all
+ranks, and each rank has voted before its forwards.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +20,12 @@ from typing import NamedTuple
 
 from mpipipe.comm.consensus import Ballot, digest
 from mpipipe.comm.group import Group
-from mpipipe.errors import MismatchError, MpipipeError
+from mpipipe.comm.vote import Vote
+from mpipipe.errors import ArgumentError, MismatchError, MpipipeError
 from mpipipe.pipeline.batch import BatchFacts
 
-CALLS = ("step", "evaluate", "forward", "durations", "close")
+CALLS = ("step", "launch", "evaluate", "forward", "durations", "close")
+TRAINS = ("step", "launch")
 DIFFERENT = "ranks call different methods of a pipeline, or with different scales"
 REMEDY = f"call {', '.join(CALLS[:-1])} and {CALLS[-1]} on all ranks, in the same order and with the same scale"
 
@@ -24,7 +40,7 @@ class Agreed(NamedTuple):
 
 
 class Agreement:
-    """The collective at the start of each call.
+    """The collective at the start of each call, or behind it.
 
     Parameters
     ----------
@@ -35,12 +51,14 @@ class Agreement:
     Attributes
     ----------
     count : calls so far
+    trained : facts of this rank in the last training step, and what was agreed on for it
     """
 
     def __init__(self, pipe: Group, replicas: Group | None, name: str) -> None:
         self.pipe, self.replicas, self.where = pipe, replicas, f" of {name}"
         self.count = 0
         self.codes: dict[tuple[str, tuple], int] = {}
+        self.trained: tuple[BatchFacts, Agreed] | None = None
 
     def reach(
         self, call: str, batch: BatchFacts, error: Exception | None, scale: float = 1.0
@@ -53,11 +71,7 @@ class Agreement:
         self.count += 1
         if isinstance(error, MpipipeError) and error.rank is None:
             error.rank = self.pipe.rank
-        facts = (("scale", float(scale)),)
-        if (call, facts) not in self.codes:
-            self.codes = {(call, facts): digest(call, facts)}  # of the last call: nearly always that of the next one
-        code = self.codes[call, facts]
-        ballot = Ballot(call, facts, error, DIFFERENT, REMEDY, number=self.count, where=self.where, code=code)
+        ballot = self._ballot(call, scale, error)
         table = ballot.cast(self.pipe, batch)
         signature, rows, target_rows, microbatches, listed = table.max(0).tolist()
         if not ballot.failed and target_rows not in (0, rows):
@@ -78,4 +92,46 @@ class Agreement:
             if not problem.agreed:
                 raise
             return agreed, problem
+        if call in TRAINS:
+            self.trained = batch, agreed
         return agreed, None
+
+    def presume(self, batch: BatchFacts, scale: float) -> Agreed:
+        """Begin the vote on a launched step, and return what was agreed on for the training step before it.
+
+        Raises ArgumentError, on this rank alone, where it knows that this step is not like that one.
+        """
+        assert self.trained is not None  # else the ranks must agree first
+        before, agreed = self.trained
+        self.count += 1
+        if batch != before:
+            raise ArgumentError(
+                "launch was called with another batch than the step before it had",
+                rank=self.pipe.rank,
+                found=_described(batch),
+                expected=f"{_described(before)}, in arrays of the same shapes and dtypes",
+                remedy="make this step with `step`, which agrees on the shapes before it begins; then launch again",
+            )
+        Vote(self.pipe, self._ballot("launch", scale), batch)
+        if self.replicas is not None:
+            Vote(self.replicas, self._ballot("launch", scale), [batch.rows])
+        return agreed
+
+    def settle(self) -> None:
+        """Wait for the votes of a launched step; raises what they have found, on all ranks that disagree."""
+        self.pipe.settle()
+        if self.replicas is not None:
+            self.replicas.settle()
+
+    def _ballot(self, call: str, scale: float, error: Exception | None = None) -> Ballot:
+        facts = (("scale", float(scale)),)
+        if (call, facts) not in self.codes:
+            self.codes = {(call, facts): digest(call, facts)}  # of the last call: nearly always that of the next one
+        code = self.codes[call, facts]
+        return Ballot(call, facts, error, DIFFERENT, REMEDY, number=self.count, where=self.where, code=code)
+
+
+def _described(batch: BatchFacts) -> str:
+    rows = [f"{rows} rows of {what}" for rows, what in ((batch.rows, "inputs"), (batch.target_rows, "targets")) if rows]
+    pieces = f" in a list of {batch.microbatches}" if batch.listed else ""
+    return (" and ".join(rows) or "nothing") + pieces

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import weakref
 from collections.abc import Callable
@@ -13,35 +12,31 @@ from typing import Any
 import numpy as np
 
 from mpipipe.comm import runtime, settings
-from mpipipe.comm.allreduce import AllReduce
-from mpipipe.comm.mailbox import Mailbox
-from mpipipe.comm.nccl.choice import Choice, choose
 from mpipipe.comm.nccl.sums import NcclSums
 from mpipipe.comm.requests import own
 from mpipipe.comm.tags import Tags, neighbours
-from mpipipe.comm.transport import gpu_aware
-from mpipipe.comm.transport.choose import make_transport
-from mpipipe.comm.transport.nccl import Pair
 from mpipipe.errors import ArgumentError, MpipipeError
 from mpipipe.nn import Position
 from mpipipe.pipeline.batch import Batch, BatchReader
-from mpipipe.pipeline.call_agreement import Agreed, Agreement
+from mpipipe.pipeline.call_agreement import TRAINS, Agreed, Agreement
 from mpipipe.pipeline.call_state import CallInputs, CallState
+from mpipipe.pipeline.carriers import choose_nccl, make_mailbox
 from mpipipe.pipeline.construction import Partners
+from mpipipe.pipeline.durations import mean_durations
 from mpipipe.pipeline.executor import Executor
 from mpipipe.pipeline.flight import PipelineFlight
 from mpipipe.pipeline.gradient_sums import GradientSums
 from mpipipe.pipeline.life import Life
 from mpipipe.pipeline.loss import Loss
 from mpipipe.pipeline.messages import StageMessages
+from mpipipe.pipeline.pending import PendingStep
 from mpipipe.pipeline.plan import Plan, recomputes_all
+from mpipipe.pipeline.shared_loss import SharedLoss
 from mpipipe.pipeline.shortage import memory_error
 from mpipipe.pipeline.ties import TieNames, Ties
 from mpipipe.schedules import Schedule
 from mpipipe.schedules.recompute import before_backwards
 from mpipipe.trace import Recorder
-
-logger = logging.getLogger("mpipipe")
 
 
 class Engine:
@@ -59,6 +54,8 @@ class Engine:
     name : of the pipeline, for errors
     life : whether the pipeline is open
     nccl : whether NCCL carries sums over replicas and messages, and why or why not
+    runs_ahead : whether a launched step begins before the ranks have agreed on it; GPUs wait, as in any call
+    losses_underway : of launched steps
     host_elapsed : seconds of the last call, by the host's clock
     """
 
@@ -76,11 +73,12 @@ class Engine:
         device = partners.devices[self.rank]
         names = TieNames(partners.ties, self.tags.channels, self.tags.base)
         pairs = sorted({*neighbours(placement, skips), *names.pairs})
-        self.nccl = self._choose_nccl(device, partners.devices, pairs)
+        self.nccl = choose_nccl(self.pipe, self.replicas, device, partners.devices, pairs)
         self.nccl_sums = NcclSums(self.replicas) if self.nccl.sums and self.replicas is not None else None
         channels = self.tags.channels + names.channels
         rehearsals = 2 if settings.graphs() else 1  # one is run as ever, in the next one graphs are recorded
-        self.messages = StageMessages(self._make_mailbox(channels, device, partners.devices, pairs), rehearsals)
+        carried = pairs if self.nccl.messages else ()
+        self.messages = StageMessages(make_mailbox(self.pipe, channels, device, partners.devices, carried), rehearsals)
         self.agreement = Agreement(self.pipe, self.replicas, self.name)
         mailbox, numbers = self.messages.mailbox, schedule.stages_of(self.rank)
         self.ties = Ties(self.pipe, mailbox.transport, self.stages, numbers, names)
@@ -105,49 +103,31 @@ class Engine:
         self.batches = BatchReader(schedule, self.rank, loss is not None)
         running = before_backwards(schedule) if recompute else schedule
         self.plans: dict[str | int, Plan] = {"step": Plan(running, self.rank, self.tags)}
-        self.steps_taken = 0
-        self.started = self.host_elapsed = 0.0
+        self.steps_taken, self.started, self.host_elapsed = 0, 0.0, 0.0
+        self._forget: Callable[[], object] = lambda: None  # takes the recorder out of the process
+        self.runs_ahead = "cuda" not in partners.devices
+        self.losses_underway: list[SharedLoss] = []
         watched = weakref.ref(self.agreement)  # a pipeline that nobody closed can be freed, if its groups cannot
         for group in self.groups:
             group.progress = lambda name=self.name: f"call {_count(watched)} of {name}"
             group.related = self.groups
 
-    def _make_mailbox(self, channels: int, device: str, devices: list[str], pairs: list[Pair]) -> Mailbox:
-        verdict = gpu_aware.detect(self.comm, self.pipe) if "cuda" in devices else None
-        transport = make_transport(
-            self.comm,
-            channels,
-            settings.synchronous_sends(),
-            device,
-            verdict,
-            group=self.pipe,
-            pairs=pairs if self.nccl.messages else (),
-        )
-        return Mailbox(transport, self.pipe)
-
-    def _choose_nccl(self, device: str, devices: list[str], pairs: list[Pair]) -> Choice:
-        """Whether NCCL is used; where there are no replicas and no GPU, nobody is asked."""
-        if self.replicas is None and "cuda" not in devices and not settings.nccl_is_demanded():
-            return Choice(False, False, "the ranks compute on the CPU")
-        mine = sum(self.rank in pair for pair in pairs)
-        choice = choose(self.groups, device, mine)
-        if device == "cuda" and self.rank == 0:
-            logger.info("NCCL: %s", choice)
-        return choice
-
     # -- one call -----------------------------------------------------------------------------------------------
 
     def agree(self, call: str, inputs: Any = None, targets: Any = None, scale: Any = 1.0) -> tuple[Batch, Agreed]:
-        """Check this rank's arguments of a call, and agree with the peers that all ranks make it."""
+        """Check this rank's arguments of a call, and agree with the peers that all ranks make it.
+
+        A launch behind a training step does not wait for the peers: see call_agreement.
+        """
         self.life.check(call)
         self.started = perf_counter()
-        if call == "step" and self.recorder is not None:
+        if call in TRAINS and self.recorder is not None:
             self.recorder.begin_step()
         error, batch = None, Batch()
         try:
-            if call in ("step", "evaluate", "forward"):
-                batch = self.batches.read(call, inputs, targets)
-            if call == "step":
+            if call in (*TRAINS, "evaluate", "forward"):
+                batch = self.batches.read("step" if call in TRAINS else call, inputs, targets)
+            if call in TRAINS:
                 for stage in self.stages:
                     stage.check_storage()
             if not isinstance(scale, (int, float, np.number)) or not (scale > 0 and math.isfinite(scale)):
@@ -155,6 +135,10 @@ class Engine:
         except Exception as caught:
             error, scale = caught, 1.0
         with self.life:
+            if call == "launch" and self.runs_ahead and self.agreement.trained is not None:
+                if error is not None:
+                    raise _of_this_rank(error, self.rank)
+                return batch, self.agreement.presume(batch.facts, scale)
             agreed, problem = self.agreement.reach(call, batch.facts, error, scale)
         if problem is not None:
             raise problem
@@ -163,7 +147,7 @@ class Engine:
     def run(self, call: str, batch: Batch, agreed: Agreed, scale: float = 1.0) -> CallState:
         """Run the plan of a call."""
         plan = self._plan(call, agreed.microbatches)
-        training, replica = call == "step", 0 if self.replicas is None else self.replicas.rank
+        training, replica = call in TRAINS, 0 if self.replicas is None else self.replicas.rank
         loss = self.executor.loss
         inputs = CallInputs(
             training,
@@ -192,23 +176,31 @@ class Engine:
         self.messages.end(agreed.signature)
         return state
 
-    def train(self, batch: Batch, agreed: Agreed, scale: float) -> tuple[CallState, float, list[float]]:
-        """Run a training step; return what it gave, the mean loss of all replicas, and the losses of this pipeline."""
-        try:
-            for stage in self.stages:
-                stage.begin_gradients()
-            state = self.run("step", batch, agreed, scale)
-            if self.sums is not None:  # before losses are fetched: the device must wait for no rank that may fail
-                self.sums.finish()
-            loss, losses = self.share_losses(state, agreed.microbatches)
-            self.ties.sum_gradients()
-        finally:
-            for stage in self.stages:
-                stage.leave_step()
-        self.steps_taken += 1
-        if self.recorder is not None:
-            self.recorder.end_step()
-        return state, loss, losses
+    def train(self, call: str, inputs: Any, targets: Any, scale: Any) -> PendingStep:
+        """Make a training step, "step" or "launch", up to its loss; only that of a step has to be here then."""
+        batch, agreed = self.agree(call, inputs, targets, scale)
+        with self.life:
+            try:
+                for stage in self.stages:
+                    stage.begin_gradients()
+                state = self.run(call, batch, agreed, scale)
+                if self.sums is not None:  # before losses are fetched: the device must wait for no rank that may fail
+                    self.sums.finish()
+                self.agreement.settle()  # whatever comes now is for gradients that all ranks agree on
+                shared = self.share_losses(call, state, agreed.microbatches)
+                self.ties.sum_gradients()
+            finally:
+                for stage in self.stages:
+                    stage.leave_step()
+            if call == "step":
+                shared.wait()
+            self.losses_underway = [each for each in (*self.losses_underway, shared) if not each.is_here()]
+            self.steps_taken += 1
+            if self.recorder is not None:
+                self.recorder.end_step()
+        self.end()
+        found = state.input_gradients
+        return PendingStep(shared, self.life, [found[m] for m in range(agreed.microbatches)] if found else None)
 
     def end(self) -> None:
         """Note how long the call took, and let go of its arrays."""
@@ -225,33 +217,26 @@ class Engine:
         """Let `recorder` note them from now on."""
         clock, recorders = self.executor.clock, self.pipe.process.recorders
         clock.settle()
-        if self.recorder is not None:
-            recorders.discard(self.recorder)
+        self._forget()
         if recorder is not None:
             recorders.add(recorder)
+            self._forget = weakref.finalize(self, recorders.discard, recorder)  # nobody may close this pipeline
         clock.recorder = self.messages.mailbox.recorder = recorder
         if not clock.waits:  # marks are read from the host's clock
             self.executor.now = clock.now if recorder is None else recorder.now
 
     def _plan(self, call: str, microbatches: int) -> Plan:
-        key = "step" if call == "step" else microbatches
+        key = "step" if call in TRAINS else microbatches
         if key not in self.plans:
             self.plans[key] = Plan(self.schedule.forward_only_part(microbatches), self.rank, self.tags)
         return self.plans[key]
 
-    def share_losses(self, state: CallState, microbatches: int) -> tuple[float, list[float]]:
-        """Return (mean loss over all replicas, losses of this pipeline's micro-batches), on every rank."""
-        table = np.zeros(microbatches + 1)
-        if state.inputs.targets is not None:
-            losses = self.executor.losses(state, self.schedule.stages - 1)
-            table[:-1] = losses
-            table[-1] = sum(weight * loss for weight, loss in zip(state.inputs.weights, losses))
-        if self.pipe.size > 1:
-            self.pipe.wait(own(self.comm.Ibcast(table, self.schedule.placement[-1])), "the loss", everyone=True)
-        total = table[-1:].copy()
-        if self.replicas is not None:
-            self.replicas.wait(AllReduce(self.replicas.comm, total), "the loss of the replicas", everyone=True)
-        return float(total[0]), table[:-1].tolist()
+    def share_losses(self, call: str, state: CallState, microbatches: int) -> SharedLoss:
+        """Begin to tell all ranks the losses of a call."""
+        last, has_loss = self.schedule.stages - 1, state.inputs.targets is not None
+        losses = self.executor.losses(state, last) if has_loss else None
+        root, name = self.schedule.placement[-1], f"{call} (call {self.agreement.count}) of {self.name}"
+        return SharedLoss(self.pipe, self.replicas, root, microbatches, losses, state.inputs.weights, call=name)
 
     @property
     def peak(self) -> int:
@@ -262,27 +247,21 @@ class Engine:
         return self.executor.peak_under_way if self.recompute else self.executor.peak
 
     def share_durations(self) -> np.ndarray:
-        """Return the mean seconds of forward, input gradient and weight gradient of each stage, (3, stages).
-
-        An R is a forward. Where all forwards are run again for `recompute`, that is a part of the input gradient: the
-        user's schedule knows no R.
-        """
-        names = {"F": "F", "B": "B", "I": "B", "W": "W", "R": "B" if self.recompute else "F"}
-        totals, counts = np.zeros((2, 3, self.schedule.stages))
+        """Return the mean seconds of forward, input gradient and weight gradient of each stage, (3, stages)."""
         self.executor.clock.settle()
-        for (op, stage), (total, count) in self.executor.clock.totals.items():
-            place = "FBW".index(names[op]), stage  # a stage may have B and I: some backwards in one piece
-            totals[place] += total
-            counts[place] += 0 if op == "R" and self.recompute else count
-        mine = totals / np.maximum(counts, 1)
+        mine = mean_durations(self.executor.clock.totals, self.schedule.stages, self.recompute)
         everyone = np.zeros((self.pipe.size, *mine.shape))
         with self.life:
             self.pipe.wait(own(self.comm.Iallgather(mine, everyone)), "the durations of all stages", everyone=True)
         return everyone.sum(0)
 
     def close(self) -> None:
-        """Free the communicators."""
+        """Free the communicators, once the losses of launched steps are here: then no message is left on them."""
         self.agree("close")
+        with self.life:
+            while self.losses_underway:
+                self.losses_underway[0].wait()
+                del self.losses_underway[0]
         self.record(None)
         self.life.state = "closed"
         for stage in self.stages:
@@ -292,6 +271,13 @@ class Engine:
         self.messages.mailbox.transport.close()
         for group in self.groups:
             group.close()
+
+
+def _of_this_rank(error: Exception, rank: int) -> MpipipeError:
+    """An error in the arguments of a call, as one that names the rank."""
+    found = error if isinstance(error, MpipipeError) else ArgumentError(f"{type(error).__name__}: {error}")
+    found.rank = rank if found.rank is None else found.rank
+    return found
 
 
 def _count(agreement: Callable[[], Agreement | None]) -> int:

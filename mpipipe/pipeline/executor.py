@@ -99,7 +99,8 @@ class Executor:
         except PeerError:
             raise
         except MpipipeError as error:
-            self._complete(error, step)
+            if not error.agreed:  # what ranks find out about each other belongs to no action
+                self._complete(error, step)
             raise
         except Exception as error:
             raise self._stage_error(NAMES[step.op], step, error) from error

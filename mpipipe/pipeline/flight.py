@@ -33,6 +33,7 @@ class Call(NamedTuple):
     """One call of a pipeline."""
 
     name: str
+    number: int
     plan: Plan
     marks: list
     sent: list[Envelope]
@@ -60,7 +61,9 @@ class PipelineFlight:
         """Begin a call whose messages are known, and whose actions are about to run."""
         self.begun += 1
         name = f"{call} (call {number}) of {self.life.name}"
-        self.calls.append(Call(name, plan, self.executor.marks, self.executor.messages.mailbox.sent, get_ident()))
+        self.calls.append(
+            Call(name, number, plan, self.executor.marks, self.executor.messages.mailbox.sent, get_ident())
+        )
         self.running = True
 
     def end(self) -> None:
@@ -83,6 +86,7 @@ class PipelineFlight:
         step = call.plan.steps[done] if done < len(call.plan.steps) else None
         awaited = None if step is None or computes else self._awaited(call, step)
         return idle._replace(
+            call=call.number,
             doing=f"{_described(step)}, in {call.name}" if step is not None else f"the end of {call.name}",
             computes=bool(computes),
             stage=None if step is None else step.stage,

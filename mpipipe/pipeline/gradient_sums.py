@@ -136,6 +136,7 @@ class GradientSums:
     def _start(self, gradients: Array) -> Sum:
         if self.nccl is not None and self.nccl.takes(gradients):
             return self.nccl.start(gradients)
+        self.replicas.settle()  # whether they make this step, too
         return AllReduce(self.replicas.comm, gradients)
 
     def finish(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeAlias
 
@@ -14,36 +13,17 @@ from mpipipe.errors import MpipipeError
 from mpipipe.pipeline.construction import agree_on_construction, end_groups
 from mpipipe.pipeline.engine import Engine
 from mpipipe.pipeline.microbatches import merge
+from mpipipe.pipeline.pending import PendingStep, StepResult
 from mpipipe.schedules import Costs, Schedule
 from mpipipe.trace import Recorder
 
 Batched: TypeAlias = "Tree | list[Tree] | None"  # a batch, its micro-batches, or nothing on this rank
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """What a training step gives.
-
-    Attributes
-    ----------
-    loss : float
-        Mean loss over the batch of all replicas, each micro-batch weighted by its rows; on every rank.
-    losses : list of float
-        Loss of each micro-batch of this pipeline, in order; on every rank.
-    input_grads : list or None
-        On the rank of stage 0, the gradient of `loss` with respect to the inputs of each micro-batch, in order (None
-        for integer inputs); elsewhere None.
-    """
-
-    loss: float
-    losses: list[float]
-    input_grads: list | None
-
-
 class Pipeline:
     """Stages on the ranks of a communicator, run by a schedule.
 
-    The constructor, `step`, `evaluate`, `forward`, `durations` and `close` are collective.
+    The constructor, `step`, `launch`, `evaluate`, `forward`, `durations` and `close` are collective.
 
     Parameters
     ----------
@@ -158,13 +138,33 @@ class Pipeline:
         StageError, NonFiniteError, PeerError
             A failure inside the step, which ends the life of the pipeline.
         """
-        engine = self.engine
-        batch, agreed = engine.agree("step", inputs, targets, scale)
-        with engine.life:
-            state, loss, losses = engine.train(batch, agreed, scale)
-        engine.end()
-        gradients = state.input_gradients
-        return StepResult(loss, losses, [gradients[m] for m in range(agreed.microbatches)] if gradients else None)
+        return self.engine.train("step", inputs, targets, scale).result()
+
+    def launch(self, inputs: Batched, targets: Batched, scale: float = 1.0) -> PendingStep:
+        """Make a training step as `step` does, and go on as soon as this rank's part of it is done.
+
+        When it returns, the gradients of this rank's stages are whole, and their optimizer may run; the loss may still
+        be on its way. Launched steps have no barrier between them: a rank begins the next one while others are at the
+        end of this one. Gradients and losses have the same bits as those of `step`.
+
+        Parameters
+        ----------
+        inputs, targets : array, tuple or dict of arrays, list of such, or None
+            As for `step`; behind a `step` or a `launch`, of the same shapes and dtypes as there.
+        scale : float
+            As for `step`.
+
+        Returns
+        -------
+        PendingStep
+            Whose `result()` waits for the loss.
+
+        Raises
+        ------
+        ArgumentError, MismatchError, StageError, NonFiniteError, PeerError
+            As for `step`. An error in the arguments ends the life of the pipeline, too, except in its first step.
+        """
+        return self.engine.train("launch", inputs, targets, scale)
 
     def evaluate(self, inputs: Batched, targets: Batched) -> float:
         """Compute the mean loss of a batch; no gradients are computed.
@@ -183,9 +183,10 @@ class Pipeline:
         batch, agreed = engine.agree("evaluate", inputs, targets)
         with engine.life:
             state = engine.run("evaluate", batch, agreed)
-            loss, _ = engine.share_losses(state, agreed.microbatches)
+            shared = engine.share_losses("evaluate", state, agreed.microbatches)
+            shared.wait()
         engine.end()
-        return loss
+        return shared.mean
 
     def forward(self, inputs: Batched) -> Batched:
         """Compute the outputs of the last stage for a batch.

@@ -20,6 +20,7 @@ from mpipipe.schedules.registry import by_name
 from mpipipe.schedules.repeated import Repetition, simulate_repeated
 from mpipipe.schedules.schedule import Schedule
 from mpipipe.schedules.search import search
+from mpipipe.schedules.search_recompute import search_with_recompute
 from mpipipe.schedules.simulate import Costs, Timeline, simulate
 from mpipipe.schedules.skips import Skip, with_skips
 from mpipipe.schedules.v_shaped import dualpipe_v, zero_bubble_v
@@ -55,6 +56,7 @@ __all__ = [
     "partition",
     "peak_memory",
     "search",
+    "search_with_recompute",
     "simulate",
     "simulate_repeated",
     "timeline",

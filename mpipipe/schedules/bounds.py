@@ -25,6 +25,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from mpipipe.errors import ArgumentError
+from mpipipe.schedules import given
 from mpipipe.schedules.action import FORWARD
 from mpipipe.schedules.earliest import earliest_bound, is_affordable
 from mpipipe.schedules.kinds import Form, hops, whole_limit
@@ -71,6 +72,7 @@ def lower_bound(schedule: Schedule, costs: Costs = EQUAL_COSTS, memory_limit: fl
     placement, microbatches, trained_from = schedule.placement, schedule.microbatches, _first_trained(schedule)
     if not schedule.recomputed:
         return least_time(placement, microbatches, costs, memory_limit, trained_from)
+    memory_limit = given.limit(memory_limit)
     if memory_limit is not None and not memory_limit > 0:
         raise ArgumentError("no schedule keeps this memory limit", found=f"memory_limit={memory_limit}")
     again = Counter(stage for stage, _ in schedule.recomputed)

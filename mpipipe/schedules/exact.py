@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from mpipipe.errors import BackendError
+from mpipipe.schedules import given
 from mpipipe.schedules.bounds import least_time
 from mpipipe.schedules.kinds import OPS, Form, Orders
 from mpipipe.schedules.schedule import Schedule, at_least_one, looped_placement
@@ -83,6 +84,7 @@ def optimum(
     microbatches = at_least_one("microbatches", microbatches)
     if not isinstance(placement, Sequence):
         placement = looped_placement(at_least_one("ranks", placement), 1)
+    given.check_time(seconds)
     cp_model = _solver()
     quick = search(placement, microbatches, costs, memory_limit=memory_limit, seconds=seconds / 2, steps=STEPS)
     model = _Model(Form(placement, microbatches, costs, memory_limit), cp_model, simulate(quick, costs))

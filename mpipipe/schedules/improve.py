@@ -2,6 +2,7 @@
 
     first      orders that are given, and priorities by rule: backwards before forwards by so much, later stages of a
                rank before earlier ones, or not
+    repeat     search for a block that is repeated; see `repeated`
     vary       of some good priorities change those of one kind or of some micro-batches; keep what is no worse
     rearrange  move actions of the best orders along the critical path; a worse one is taken now and then (annealing)
 
@@ -19,15 +20,19 @@ from time import perf_counter
 from mpipipe.schedules.kinds import NEVER, Ends, Form, Orders
 from mpipipe.schedules.moves import critical_moves, moved
 from mpipipe.schedules.priorities import Priorities, decide
+from mpipipe.schedules.repeated_block import Block
 
 PATIENCES = (0.01, 0.5, 1.0)
 EAGER = (0.0, 0.5, 1.0, 2.0, 4.0, 16.0)  # busy times by which a backward is put before its time
 LATER_FIRST = (0.0, 1.0, -1.0, 3.0)  # busy times by which a later stage of a rank is put before its time
 FAR = 1e6  # busy times by which a weight gradient is put off: it only fills
 KEPT = 5  # good priorities that are varied
-ROUNDS = 2
+FIRST = 0.3  # share of the budget in which orders are varied and rearranged at first
+REPEATED = 0.5  # share in which a repeated block is searched
+NEAR = 0.01  # share of the bound by which a schedule may be longer without that
+FEW = 2  # micro-batches per rank for that
 VARIED = 0.7  # share of a round
-SOME = 0.5  # share of changes to some micro-batches only, behind the first round
+SOME = 0.5  # share of changes to some micro-batches only, at the second time
 WARM = 0.01  # busy times: how much longer a schedule may be that is taken on the way
 
 
@@ -41,6 +46,11 @@ class Budget:
     def spent(self) -> float:
         """Return the share that is used up."""
         return max((perf_counter() - self.begin) / self.seconds, self.used / self.steps)
+
+    def goes_on(self) -> bool:
+        """Use one step; whether there was one left."""
+        self.used += 1
+        return self.used <= self.steps and self.spent() < 1
 
 
 class Improvement:
@@ -87,12 +97,20 @@ class Improvement:
         return found
 
     def improve(self, until: float) -> None:
-        """Vary and rearrange until so much of the budget is used up, or the bound is reached."""
+        """Vary and rearrange until so much of the budget is used up, or the bound is reached; twice.
+
+        In between a repeated block is searched where the bound is still far.
+        """
         begin = self.budget.spent()
-        for turn in range(ROUNDS):
-            share = (until - begin) / ROUNDS
-            self._vary(begin + (turn + VARIED) * share, SOME * (turn > 0))
-            self._rearrange(begin + (turn + 1) * share)
+        if self.is_done() or begin >= until:
+            return
+        far = begin + FIRST * (until - begin)
+        for turn, (start, end) in enumerate(((begin, far), (far, until))):
+            if turn and self.makespan > (1 + NEAR) * self.goal:
+                start += REPEATED * (until - begin)
+                self._repeat(start)
+            self._vary(start + VARIED * (end - start), SOME * (turn > 0))
+            self._rearrange(end)
             if self.is_done():
                 return
             self.learn(self.form.replay(self.orders)[1])
@@ -178,6 +196,21 @@ class Improvement:
             for k in those:
                 row[k] += shift
         return row
+
+    def _repeat(self, until: float) -> None:
+        """Search for a repeated block with few micro-batches; take and learn what it gives for all of them."""
+        form, begin = self.form, self.budget.spent()
+        few = min(form.microbatches, FEW * len(form.own))
+        part = Block(Form(form.placement, few, form.costs, form.limit), self.random)
+
+        def share() -> float:
+            self.budget.used += 1
+            return (self.budget.spent() - begin) / (until - begin) if until > begin else 1.0
+
+        times = part.search(part.earliest(), share)
+        if times is not None:
+            for ends in self.take_all([Block(form, self.random).orders(times)]):
+                self.learn(ends)
 
     def _rearrange(self, until: float) -> None:
         draw, form = self.random, self.form

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from mpipipe.errors import ArgumentError
+from mpipipe.schedules import given
 from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action
 from mpipipe.schedules.schedule import Schedule
 from mpipipe.schedules.simulate import Costs
@@ -41,7 +42,7 @@ class Form:
 
     def __init__(self, placement: Sequence[int], microbatches: int, costs: Costs, memory_limit: float | None) -> None:
         stages = len(placement)
-        self.placement, self.microbatches = tuple(placement), microbatches
+        self.placement, self.microbatches, self.costs = tuple(placement), microbatches, costs
         self.own = [[s for s in range(stages) if placement[s] == rank] for rank in range(max(placement) + 1)]
         self.limit = whole_limit(placement, microbatches, memory_limit)
         times = [costs.per_stage(name, stages) for name in ("forward", "input_grad", "weight_grad")]
@@ -140,6 +141,7 @@ def hops(placement: Sequence[int], costs: Costs) -> list[float]:
 def whole_limit(placement: Sequence[int], microbatches: int, memory_limit: float | None) -> int:
     """Give a limit as a number of activations, no more than there are; refuse one that no schedule keeps."""
     least = max(map(list(placement).count, set(placement)), default=1)
+    memory_limit = given.limit(memory_limit)
     if memory_limit is not None and not memory_limit >= least:
         raise ArgumentError(
             "no schedule keeps this memory limit",

@@ -17,6 +17,7 @@ from itertools import product
 from typing import NamedTuple
 
 from mpipipe.errors import ArgumentError
+from mpipipe.schedules import given
 from mpipipe.schedules.action import FORWARD, INPUT_GRAD
 from mpipipe.schedules.classic import actions, alternate
 from mpipipe.schedules.filling import PATIENCES, Score, fastest, filled, score
@@ -85,10 +86,10 @@ def zero_bubble_2p(
     (3.0, [8, 8, 8, 8])
     """
     ranks, microbatches = at_least_one("ranks", ranks), at_least_one("microbatches", microbatches)
-    limit = 2 * ranks if memory_limit is None else memory_limit
+    limit = 2 * ranks if memory_limit is None else given.number("memory_limit", memory_limit)
     if not limit >= 1:
         raise ArgumentError("no schedule keeps this memory limit", found=f"memory_limit={limit}", expected="at least 1")
-    if not 0 <= kept <= 1:
+    if not 0 <= given.number("kept", kept) <= 1:
         raise ArgumentError("kept is no share", found=f"kept={kept}", expected="0 to 1")
     small = min(ranks, MANY)
     few = Schedule("zero_bubble_2p", looped_placement(small, 1), min(microbatches, 3 * small), orders=())
@@ -120,7 +121,7 @@ def _made(form: Schedule, choice: Choice, costs: Costs, limit: float, kept: floa
     else:
         behind = _away(costs, form.stages) if choice.rule == "time" else range(form.stages - 1, -1, -1)
         ahead = [math.ceil(choice.slope * away - 1e-9) + 1 + choice.more for away in behind]
-        most = max(1, min(int(limit), form.microbatches))
+        most = max(1, int(min(limit, form.microbatches)))
         # `alternate` begins its turns with an F: one of those that are ahead
         queues = [[[*alternate(of_f, of_i, min(n, most) - 1)]] for of_f, of_i, n in zip(forwards, inputs, ahead)]
     return filled(form, queues, costs, max(1, limit), choice.patience, kept)

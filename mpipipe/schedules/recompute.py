@@ -15,6 +15,7 @@ from heapq import heappop, heappush
 from typing import NamedTuple, TypeAlias
 
 from mpipipe.errors import ArgumentError
+from mpipipe.schedules import given
 from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, RECOMPUTE, WEIGHT_GRAD, Action
 from mpipipe.schedules.hiding import hidden_in_waits
 from mpipipe.schedules.memory import held, sizes_per_stage
@@ -76,6 +77,7 @@ def with_recompute(
     2F0,2B0,2F1,2B1,2F2,2B2,2F3,2B3
     """
     check(schedule)
+    given.limit(memory_limit)
     whole, kept = sizes_per_stage(schedule, activation, kept_input)
     plain = without_recompute(schedule)
     if schedule.forwards_only:
@@ -124,10 +126,7 @@ def _before_backwards(pairs: Collection[Pair] | None, order: Sequence[Action]) -
 
 
 def _checked(memory_limit: float, least: Sequence[float]) -> float:
-    try:
-        limit = float(memory_limit) * (1 + ROUNDING)
-    except (TypeError, ValueError):
-        limit = math.nan
+    limit = memory_limit * (1 + ROUNDING)
     most = max(least)
     if not limit >= most:
         raise ArgumentError(

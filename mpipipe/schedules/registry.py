@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from mpipipe.errors import ArgumentError
-from mpipipe.schedules import building_blocks, classic, memory_limited, v_shaped, zero_bubble
+from mpipipe.schedules import building_blocks, classic, given, memory_limited, v_shaped, zero_bubble
 from mpipipe.schedules.schedule import Schedule, at_least_one, looped_placement
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs
 
@@ -64,7 +64,8 @@ def by_name(
     Raises
     ------
     ArgumentError
-        The name is unknown, a count is below 1, or the schedule has another number of chunks.
+        The name is unknown, a count is below 1, `memory_limit` is no number, or the schedule has another number of
+        chunks.
 
     Examples
     --------
@@ -73,6 +74,7 @@ def by_name(
     >>> schedule.stages, schedule.chunks
     (8, 2)
     """
+    memory_limit = given.limit(memory_limit)
     if name in SEVERAL_STAGES:
         return SEVERAL_STAGES[name](ranks, chunks, microbatches)
     if name in TWO_STAGES:
@@ -109,8 +111,8 @@ def names(chunks: int) -> list[str]:
 
 def _costs(name: str, costs: Costs, memory_limit: float | None) -> dict[str, Any]:
     """Give the arguments that a schedule takes beside its counts."""
-    given: dict[str, Any] = {"costs": costs} if name in WITH_COSTS else {}
-    return {**given, "memory_limit": memory_limit} if name == "zero_bubble_2p" else given
+    found: dict[str, Any] = {"costs": costs} if name in WITH_COSTS else {}
+    return {**found, "memory_limit": memory_limit} if name == "zero_bubble_2p" else found
 
 
 def _signatures() -> Iterator[str]:

@@ -7,12 +7,11 @@ kept (Lin et al. 2023, Tessel, arXiv:2311.15269).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from random import Random
 
 from mpipipe.errors import ArgumentError
-from mpipipe.schedules import building_blocks, classic, memory_limited, v_shaped, zero_bubble
+from mpipipe.schedules import building_blocks, classic, given, memory_limited, v_shaped, zero_bubble
 from mpipipe.schedules.bounds import least_time
 from mpipipe.schedules.improve import Budget, Improvement
 from mpipipe.schedules.kinds import Ends, Form, Orders, kinds_of
@@ -78,19 +77,18 @@ def search(
     True
     """
     microbatches = at_least_one("microbatches", microbatches)
-    if not 0 < seconds < math.inf:
-        raise ArgumentError("no time to search", found=f"seconds={seconds}", expected="a finite number above 0")
+    given.check_time(seconds)
     budget, random = Budget(seconds, None if steps is None else at_least_one("steps", steps)), Random(seed)
     best: Improvement | None = None
-    places = _placements(placement, chunks)
-    for number, place in enumerate(places):
-        bound = least_time(place, microbatches, costs, memory_limit)
+    bounds = [(least_time(place, microbatches, costs, memory_limit), place) for place in placements(placement, chunks)]
+    for number, (bound, place) in enumerate(sorted(bounds)):
         if best is None or bound < best.makespan:
             form = Form(place, microbatches, costs, memory_limit)
-            found = _searched(form, costs, Improvement(form, bound, budget, random), (number + 1) / len(places))
+            found = _searched(form, costs, Improvement(form, bound, budget, random), (number + 1) / len(bounds))
             if best is None or found.makespan < best.makespan:
                 best = found
     assert best is not None
+    best.improve(1.0)  # with what is left where a placement cannot be faster
     return best.form.schedule("search", best.orders)
 
 
@@ -113,7 +111,8 @@ def published(placement: Sequence[int], microbatches: int, costs: Costs, limit: 
             yield build(ranks, microbatches)
 
 
-def _placements(placement: int | Sequence[int], chunks: int) -> list[tuple[int, ...]]:
+def placements(placement: int | Sequence[int], chunks: int) -> list[tuple[int, ...]]:
+    """Return the placements to search, for a number of ranks or the ranks of stages."""
     if not isinstance(placement, Sequence):
         ranks, chunks = at_least_one("ranks", placement), at_least_one("chunks", chunks)
         looped = looped_placement(ranks, chunks)
@@ -130,10 +129,10 @@ def _placements(placement: int | Sequence[int], chunks: int) -> list[tuple[int, 
 
 def _searched(form: Form, costs: Costs, found: Improvement, until: float) -> Improvement:
     """Search one placement: as it is, or with few micro-batches first."""
-    given = [kinds_of(each) for each in published(form.placement, form.microbatches, costs, form.limit)]
+    orders = [kinds_of(each) for each in published(form.placement, form.microbatches, costs, form.limit)]
     ranks = len(form.own)
     if form.microbatches <= MANY * ranks:
-        found.start(given)
+        found.start(orders)
     else:
         part = Form(form.placement, FEW * ranks, costs, form.limit)
         bound = least_time(form.placement, FEW * ranks, costs, form.limit)
@@ -141,7 +140,7 @@ def _searched(form: Form, costs: Costs, found: Improvement, until: float) -> Imp
         begin = found.budget.spent()
         few.start(kinds_of(each) for each in published(form.placement, FEW * ranks, costs, form.limit))
         few.improve(begin + REPEATING * (until - begin))
-        found.take_all(given)
+        found.take_all(orders)
         found.learn(_repeated(form, part, few.orders))
         if not found.orders:  # none of all these keeps the limit
             found.start(())

@@ -5,30 +5,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-import textwrap
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from mpipipe.comm.stop_signals import parse_signals
-from mpipipe.comm.time_limit import parse_duration
 from mpipipe.errors import ConfigError
-from mpipipe.train.config_checks import NOUNS, check_parsed, check_range, check_together, typed
+from mpipipe.train.config_checks import NOUNS, PARSED, PLANNED, check_parsed, check_range, check_together, typed
 from mpipipe.train.config_file import read_keys
-
-
-def option(
-    default: Any,
-    text: str,
-    *,
-    least: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-    choices: tuple[str, ...] | None = None,
-) -> Any:
-    """Return a field with its help `text` and its range. `least` is in the range; `above` and `below` are not."""
-    limits = {"least": least, "above": above, "below": below, "choices": choices}
-    return field(default=default, metadata={"help": text, **limits})
+from mpipipe.train.config_option import option, parameters_of
 
 
 @dataclass(frozen=True)
@@ -137,13 +121,31 @@ class TrainConfig:
     schedule: str = option(
         "one_f_one_b",
         "schedule; others: gpipe, interleaved_1f1b, looped_bfs, zero_bubble_h1, zero_bubble_2p, "
-        "interleaved_zero_bubble; with chunks 2: zero_bubble_v, dualpipe_v, v_half, v_min",
+        "interleaved_zero_bubble; with chunks 2: zero_bubble_v, dualpipe_v, v_half, v_min; or FILE.csv with an order, "
+        "such as simulate --out writes",
     )
     chunks: int = option(1, "stages on each rank", least=1)
-    microbatches: int | None = option(None, "micro-batches of a step in each replica; default: 4 per rank", least=1)
+    microbatches: int | None = option(
+        None, "micro-batches of a step in each replica; default: 4 per rank, or those of FILE.csv", least=1
+    )
+    partition: str | None = option(
+        None, "layers of each stage, such as 3,2,2,3; default: stages with an even share of the operations"
+    )
     recompute: bool = option(False, "keep only stage inputs, and run each forward again before its backward")
     recompute_limit: int | None = option(
         None, "activations of stages that a rank may hold; as many forwards as that needs are run again", least=1
+    )
+
+    plan: str = option(
+        "no",
+        "auto: measure for a moment, and take the fastest schedule, chunks, micro-batches, partition and recomputation",
+        choices=("no", "auto"),
+    )
+    memory_limit: str | None = option(
+        None, "with a plan: bytes that a rank may need for parameters, optimizer and activations, such as 900M or 1.5G"
+    )
+    fixed: tuple[str, ...] = option(
+        (), "option that a plan leaves as it is, such as schedule; repeatable; those that are given stay anyway"
     )
 
     steps: int = option(300, "optimizer steps", least=1)
@@ -181,6 +183,9 @@ class TrainConfig:
     )
     trace: str | None = option(
         None, "new folder for a trace of the 2nd to the 17th step: where their time went; needs the extra [trace]"
+    )
+    metrics_to: str = option(
+        "none", "where metrics go besides metrics.jsonl: csv, tensorboard, wandb, with commas between several; none"
     )
     log_every: int = option(10, "steps between two lines of progress", least=1)
     eval_every: int = option(100, "steps between two validations; there is one more at the end", least=1)
@@ -240,6 +245,8 @@ class TrainConfig:
             for key in given:
                 _check_known(key, source)
         given = {**keys, **flags}
+        if given.get("plan") == "auto":
+            given["fixed"] = (*given.get("fixed", ()), *(name for name in PLANNED if name in given))
         sizes = [name for name in FROM_FOLDER if name in given]
         if given.get("from_") is not None and sizes:
             raise ConfigError(
@@ -251,25 +258,12 @@ class TrainConfig:
         return cls(**given)
 
 
-def _parameters() -> str:
-    """Return the section Parameters of TrainConfig's docstring, from the help texts of its fields."""
-    lines = ["Parameters", "----------"]
-    for entry in dataclasses.fields(TrainConfig):
-        default = "" if entry.default is None else f", default {entry.default!r}"
-        kind = str(entry.type).replace(" | None", ", optional")
-        lines += [f"{entry.name} : {kind}{default}", f"    {entry.metadata['help']}"]
-    return textwrap.indent("\n".join(lines), "    ") + "\n\n"
-
-
 if TrainConfig.__doc__:  # python -OO has none
-    TrainConfig.__doc__ = TrainConfig.__doc__.replace("    Raises\n", _parameters() + "    Raises\n", 1)
+    TrainConfig.__doc__ = TrainConfig.__doc__.replace("    Raises\n", parameters_of(TrainConfig) + "    Raises\n", 1)
 
 # what a folder says, with `from`
 FROM_FOLDER = ("vocab", "dim", "layers", "heads", "kv_heads", "hidden", "tied", "rope_base")
 FIELDS = {"from": "from_"}  # names of keys that no field can have in Python
-
-
-PARSED = {"preempt_signals": parse_signals, "time_limit": parse_duration}  # texts with a meaning of their own
 
 
 def _kind(hint: Any) -> type:

@@ -7,8 +7,14 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+from mpipipe.comm.stop_signals import parse_signals
+from mpipipe.comm.time_limit import parse_duration
 from mpipipe.errors import ArgumentError, ConfigError
+from mpipipe.planning import parse_bytes
+from mpipipe.train.sinks import parse_names
 
+# what a plan decides
+PLANNED = ("schedule", "chunks", "microbatches", "partition", "recompute", "recompute_limit")
 NOUNS = {int: "an integer", float: "a number", bool: "true or false", str: "a string", tuple: "a list of strings"}
 
 
@@ -31,6 +37,25 @@ def check_parsed(name: str, value: Any, parse: Callable[[Any], object]) -> None:
         parse("0" if value is None else value)
     except ArgumentError as error:
         raise ConfigError(f"{name}: {error.message}", found=error.found, expected=error.expected) from None
+
+
+def parse_partition(text: str) -> tuple[int, ...]:
+    """Read the numbers of layers of stages. Raises ArgumentError for anything else; "0" stands for no partition."""
+    counts = [part.strip() for part in str(text).split(",")]
+    if not all(count.isascii() and count.isdigit() and 0 < int(count[:9]) for count in counts) and text != "0":
+        raise ArgumentError(
+            "no partition", found=repr(text), expected="numbers of layers with commas between, such as 3,2,2,3"
+        )
+    return tuple(map(int, counts))
+
+
+PARSED = {  # texts with a meaning of their own
+    "preempt_signals": parse_signals,
+    "time_limit": parse_duration,
+    "memory_limit": parse_bytes,
+    "partition": parse_partition,
+    "metrics_to": parse_names,
+}
 
 
 def check_range(entry: dataclasses.Field, value: Any, kind: type) -> None:
@@ -77,6 +102,15 @@ def check_together(config: Any) -> None:
             "recompute and recompute_limit are both given",
             found=f"recompute_limit {config.recompute_limit}",
             expected="one of them: recompute runs all forwards again, recompute_limit some",
+        )
+    strange = [name for name in config.fixed if name not in PLANNED]
+    if strange:
+        raise ConfigError("fixed names what no plan decides", found=strange[0], expected=" or ".join(PLANNED))
+    if config.plan == "auto" and config.survive:
+        raise ConfigError(
+            "plan = auto and survive are both given",
+            expected="one of them: a plan is made for a number of ranks, and survive changes that",
+            remedy="make a plan with `mpipipe plan`, and give its file to the training",
         )
     if config.resume not in ("auto", "no") and config.init is not None:
         raise ConfigError(

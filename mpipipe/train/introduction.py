@@ -22,7 +22,8 @@ def introduction(
         f"mpipipe: {mesh.comm.size} ranks = pipe {mesh.pipe.size} x data {mesh.data.size} x seq {mesh.seq.size}; "
         f"{plan.schedule.name}, {plan.schedule.stages} stages, {plan.schedule.microbatches} micro-batches\n"
         f"mpipipe: {plan.model.parameters:,} parameters{_trained(plan)}, {config.dtype} on {place}, "
-        f"batch {config.batch} x {config.seq_len} {unit}{text}; metrics in {out}"
+        f"batch {config.batch} x {config.seq_len} {unit}{text}\n"
+        f"mpipipe: metrics in {out}"
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from mpipipe import arrays, nn
 from mpipipe.attention import Local
@@ -62,6 +63,16 @@ def check_decoding(plan: TrainingPlan, rank: int, dtype: str, caches: tuple[int,
     )
 
 
+def check_rehearsal(layers: Sequence[nn.Layer], dtype: str, input_bytes: int) -> None:
+    """As `check_training`, for a dry run that tries these layers with one micro-batch on this machine."""
+    count, wide = parameters_of(layers), arrays.accumulator(arrays.dtype(dtype)).itemsize
+    needs = {
+        f"{count:,} parameters and their gradients": 2 * count * wide,
+        "inputs of the layers": len(layers) * input_bytes,
+    }
+    _check_memory("rehearsing a stage for the dry run", needs, "run it on a machine with more memory")
+
+
 def own_layers(plan: TrainingPlan, rank: int) -> list[nn.Layer]:
     """Return the unbound layers of a rank of the pipeline; they hold no arrays."""
     layers = plan.model.build(Local())
@@ -80,6 +91,15 @@ def machine_memory() -> int | None:
     except (ValueError, OSError):
         return None
     return pages * size if pages > 0 and size > 0 else None
+
+
+def resident() -> int:
+    """Return the bytes of memory that this process has now, 0 where the operating system does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _check_memory(what: str, needs: Mapping[str, int], remedy: str) -> None:

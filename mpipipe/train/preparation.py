@@ -20,7 +20,7 @@ from mpipipe.train.data import Found, Given, Source, find
 from mpipipe.train.data.fingerprint import glance
 from mpipipe.train.fine_tuning import FineTuning
 from mpipipe.train.language import BytesPerToken, Language, find_tokenizer
-from mpipipe.train.report import Reporter, on_terminal
+from mpipipe.train.report import Reporter
 from mpipipe.train.result import check_can_leave
 from mpipipe.train.training_plan import TrainingPlan
 
@@ -129,14 +129,17 @@ def open_data(
     return source, Language(found.vocab, found.unit, known, tokenizer)
 
 
-def make_reporter(config: TrainConfig, out: Path, start: Checkpoint | None) -> Reporter:
-    """Make the reporter of rank 0, with metrics that go on behind the checkpoint `start`, if there is one."""
+def make_reporter(config: TrainConfig, out: Path, start: Checkpoint | None, unit: str, crowded: str | None) -> Reporter:
+    """Make the reporter of rank 0, with metrics that go on behind the checkpoint `start`, if there is one.
+
+    For `unit` and `crowded` see Reporter.
+    """
     step = 0 if start is None else start.step
     try:
         aside = resume.leave_behind(start, out)
         metrics.cut(out, step)
         goes_on = None if config.resume == "no" else step
-        reporter = Reporter(config.steps, out / metrics.NAME, terminal=on_terminal(), done=goes_on)
+        reporter = Reporter(config.steps, out, unit=unit, crowded=crowded, done=goes_on)
     except OSError as error:
         raise output.unusable(out, error) from error
     for path in aside:

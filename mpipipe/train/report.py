@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, TextIO, cast
+from typing import Any, TextIO
 
-from mpipipe.train.outlet import Lines, Outlet
+from mpipipe.train import loss_curve, metrics
+from mpipipe.train.outlet import Lines, Outlet, tell
+from mpipipe.train.pace import Pace
+from mpipipe.train.screen import COLUMNS, Bar, find_terminal
+from mpipipe.train.sinks import Run, Sinks
 
-if TYPE_CHECKING:
-    from rich.progress import Progress  # imported where a bar is made: it takes time
+LOG = "train.log"
+SMALL = 0.05  # a share of the time that asks for no explanation
+EXPLAINED = 2  # the record with a bubble that explains it: the first one has the step in which memory is allocated
 
 
 @dataclass(frozen=True)
@@ -76,21 +82,12 @@ class Record:
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
-# How a line of progress names and writes each field of a Record.
-COLUMNS = {
-    "loss": ("loss", "{:.4f}"),
-    "validation": ("validation", "{:.4f}"),
-    "lr": ("lr", "{:.2e}"),
-    "grad_norm": ("norm", "{:.3f}"),
-    "tokens_per_second": ("tokens/s", "{:.0f}"),
-    "bubble": ("bubble", "{:.3f}"),
-    "predicted": ("predicted", "{:.3f}"),
-    "loss_scale": ("scale", "{:g}"),
-    "skipped": ("skipped", "{}"),
-    "bits_per_byte": ("bits/byte", "{:.4f}"),
-    "validation_bits_per_byte": ("validation bits/byte", "{:.4f}"),
-}
-
+# How a line of progress names and writes each field of a Record, and in which order fields are left out of a line that
+# would be too long: all of them are in metrics.jsonl.
+CELLS = {"loss": "loss {:.4f}", "bits_per_byte": "bits/byte {:.4f}", "lr": "lr {:.1e}", "grad_norm": "norm {:.3f}",
+         "tokens_per_second": "{:.0f} {unit}/s", "loss_scale": "scale {:g}", "skipped": "skipped {}"}  # fmt: skip
+LEFT_OUT = ("lr", "skipped", "grad_norm", "loss_scale", "bits_per_byte")
+VALIDATION = {"validation": "validation {:.4f}", "validation_bits_per_byte": "bits/byte {:.4f}"}
 
 # How the last line of a training writes them.
 LAST = {"loss": "loss={:.4f}", "validation": "validation={:.4f}", "tokens_per_second": "tokens/s={:.0f}",
@@ -103,61 +100,145 @@ def summary(record: Record) -> str:
     return "".join(f" {form.format(facts[name])}" for name, form in LAST.items() if name in facts)
 
 
+def lines_of(record: Record, steps: int, unit: str, timing: str) -> list[str]:
+    """Return the lines of a record: one of the step, one of the validation, whatever there is; COLUMNS long at most.
+
+    Parameters
+    ----------
+    steps : of the whole training
+    unit : what a token is: bytes or tokens
+    timing : time gone and left, in words; empty where that is not known
+    """
+    facts, place = record.facts(), f"step {record.step:>{len(str(steps))}}/{steps}"
+    lines = []
+    if record.loss is not None:
+        cells = {name: form.format(facts[name], unit=unit) for name, form in CELLS.items() if name in facts}
+        for name in (*LEFT_OUT, None):
+            line = "  ".join([place, *cells.values(), *([timing] if timing else [])])
+            if len(line) <= COLUMNS or name is None:
+                break
+            cells.pop(name, None)
+        lines.append(line)
+    if record.validation is not None:
+        lines.append(
+            "  ".join([place, *(form.format(facts[name]) for name, form in VALIDATION.items() if name in facts)])
+        )
+    return lines
+
+
+def bubble_explained(record: Record, crowded: str | None) -> list[str]:
+    """Return what the bubble of a record is, and what makes it, in one line; none for a small one.
+
+    `crowded` says that ranks share cores, if they do.
+    """
+    bubble, predicted = record.bubble or 0.0, record.predicted or 0.0
+    if bubble < SMALL or predicted == 0:  # the second: pipelines of one rank have none
+        return []
+    text = f"mpipipe: bubble {bubble:.0%} (ranks idle)"
+    if bubble <= predicted + SMALL:
+        return [f"{text}, as the schedule has it; more micro-batches make it smaller"]
+    why = "by waiting for messages" if crowded is None else f"mostly since {crowded}"
+    return [f"{text}: {predicted:.0%} by the schedule, {bubble - predicted:.0%} {why}"]
+
+
 class Reporter:
-    """Shows progress on one rank: a bar and lines on a terminal, plain lines elsewhere. A context manager.
+    """Shows progress on one rank: lines of text, and a bar where somebody watches. A context manager.
 
     Once it is made, it can write or not, but the training goes on: see `outlet`.
 
     Parameters
     ----------
     steps : of the whole training
-    metrics : file to append one JSON object for each record to; made anew
+    out : the folder for the metrics, to which one JSON object is appended for each record, and for the log
     stream : where lines go; standard output by default
-    terminal : whether a person watches `stream`
+    unit : what a token is: bytes or tokens
+    crowded : a sentence where ranks share cores; see `comm.binding`
     done : steps before this start; where it is not None, the metrics may be there and are gone on with
 
-    Raises OSError where the file cannot be made, FileExistsError where there is one and `done` is None.
+    Raises OSError where a file cannot be made, FileExistsError where there are metrics and `done` is None.
     """
 
     def __init__(
-        self, steps: int, metrics: Path, stream: TextIO | None = None, terminal: bool = False, done: int | None = None
+        self,
+        steps: int,
+        out: Path,
+        stream: TextIO | None = None,
+        *,
+        unit: str = "tokens",
+        crowded: str | None = None,
+        done: int | None = None,
     ) -> None:
-        self.steps, self.stream = steps, Outlet(stream or sys.stdout)
-        self.metrics = Lines(metrics, goes_on=done is not None)
-        self.bar = _bar(steps, self.stream, done or 0) if terminal else None
+        self.steps, self.stream, self.unit, self.crowded = steps, Outlet(stream or sys.stdout), unit, crowded
+        self.metrics = Lines(out / metrics.NAME, goes_on=done is not None)
+        self.log = Lines(out / LOG, goes_on=True)
+        self.out, self.sinks = out, Sinks((), Run(out, 0, (), {}), self.warn)
+        terminal = find_terminal(stream)
+        self.bar = None if terminal is None else Bar(terminal, steps)
+        self.pace = Pace(steps, done or 0)
+        self.measured, self.explained = 0, False  # records with a bubble, and whether one was explained
+
+    def open_sinks(self, names: Sequence[str], configuration: Mapping[str, Any]) -> None:
+        """Hand records to these sinks from now on; those of earlier starts are in the metrics."""
+        columns = (*(entry.name for entry in fields(Record)), "time", "seconds")
+        self.sinks = Sinks(names, Run(self.out, self.pace.before, columns, configuration), self.warn)
 
     def say(self, text: str) -> None:
-        """Write one or more lines, neither wrapped nor coloured. Characters that cannot be encoded are escaped."""
+        """Write one or more lines, to the log as well. Characters that cannot be encoded are escaped."""
         if self.bar is not None:
-            self.bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        else:
-            self.stream.write(text + "\n")
+            self.bar.clear()
+        self.stream.write(text + "\n")
+        self.log.append(text)
+
+    def warn(self, text: str) -> None:
+        """Write a line to standard error and to the log."""
+        if self.bar is not None:
+            self.bar.clear()
+        tell(text)
+        self.log.append(text)
 
     def advance(self) -> None:
         """Count one more step."""
+        self.pace.advance()
         if self.bar is not None:
-            self.bar.advance(self.bar.task_ids[0])
+            self.bar.draw(self.pace.done, self.pace.rate(), self.pace.timing())
 
     def record(self, record: Record) -> None:
-        """Append a record to the metrics, and show it as a line."""
-        facts = record.facts()
+        """Append a record to the metrics and hand it to the sinks, and show it as a line or two."""
+        facts = record.facts() | self.pace.stamp()
         self.metrics.append(json.dumps(facts))
-        cells = [f"{title} {form.format(facts[name])}" for name, (title, form) in COLUMNS.items() if name in facts]
-        self.say(f"step {record.step:>{len(str(self.steps))}}/{self.steps}  " + "  ".join(cells))
+        self.sinks.write(facts)
+        for line in lines_of(record, self.steps, self.unit, self.pace.timing() if self.pace.done else ""):
+            self.say(line)
+        self.measured += record.bubble is not None and record.predicted is not None
+        if self.measured == EXPLAINED and not self.explained:
+            self.explained = True
+            for line in bubble_explained(record, self.crowded):
+                self.say(line)
+
+    def draw_losses(self) -> None:
+        """Show the losses of the whole training as a picture, and leave it as loss.png where matplotlib is there."""
+        try:
+            points = loss_curve.read_points(self.out, self.steps)
+            if points is not None:
+                self.say(loss_curve.in_characters(points))
+                loss_curve.draw_png(points, self.out / loss_curve.NAME)
+        except Exception as error:  # a library raises what it likes
+            self.warn(f"mpipipe: the losses cannot be drawn: {error}; the training goes on")
 
     def sync(self) -> None:
         """Force the metrics to the disk: they must not end before a checkpoint does."""
         self.metrics.sync()
 
     def __enter__(self) -> Reporter:
-        if self.bar is not None:
-            self.bar.start()
+        self.pace.begin()
         return self
 
     def __exit__(self, *error: object) -> None:
         if self.bar is not None:
-            self.bar.stop()
+            self.bar.close()
+        self.sinks.close()
         self.metrics.close()
+        self.log.close()
 
 
 class NullReporter:
@@ -175,27 +256,11 @@ class NullReporter:
     def sync(self) -> None:
         """Do nothing."""
 
+    def draw_losses(self) -> None:
+        """Do nothing."""
+
     def __enter__(self) -> NullReporter:
         return self
 
     def __exit__(self, *error: object) -> None:
         return None
-
-
-def on_terminal() -> bool:
-    """Whether standard output and standard error are both terminals.
-
-    Standard output alone tells nothing: Open MPI gives each rank a terminal of its own, and passes its text on to
-    where mpiexec writes.
-    """
-    return all(stream is not None and stream.isatty() for stream in (sys.stdout, sys.stderr))
-
-
-def _bar(steps: int, stream: Outlet, done: int) -> Progress:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
-
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    bar = Progress(*columns, console=Console(file=cast("IO[str]", stream), force_terminal=True), transient=True)
-    bar.add_task("training", total=steps, completed=done)
-    return bar

@@ -19,7 +19,7 @@ from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ConfigError
 from mpipipe.files import PARTIAL
 from mpipipe.models.huggingface.writing import FORMER
-from mpipipe.train import metrics, output, weights
+from mpipipe.train import metrics, output, run_folder, weights
 from mpipipe.train.architecture import Model
 from mpipipe.train.base import check_same_model
 from mpipipe.train.config import TrainConfig
@@ -29,9 +29,10 @@ from mpipipe.train.model_folder import open_on_all
 from mpipipe.train.training_plan import TrainingPlan
 
 MAY_CHANGE = (
-    "pipe", "seq", "layout", "schedule", "chunks", "microbatches", "recompute", "recompute_limit", "device", "steps",
+    "pipe", "seq", "layout", "schedule", "chunks", "microbatches", "recompute", "recompute_limit", "partition", "plan",
+    "memory_limit", "fixed", "device", "steps",
     "log_every", "eval_every", "eval_batches", "sample_bytes", "temperature", "out", "save_every", "keep", "resume",
-    "init", "from_", "save_as", "save_dtype",
+    "init", "from_", "save_as", "save_dtype", "metrics_to",
     "watchdog", "trace", "on_storage_error", "check_weights", "preempt_signals", "preempt_grace", "time_limit",
     "survive",
 )  # fmt: skip
@@ -57,7 +58,7 @@ def find_start(config: TrainConfig, plan: TrainingPlan, mesh: Mesh, out: Path, f
     group, found = group_of(mesh.comm), None
     with group.together("train: where to begin"):
         if mesh.rank == 0:
-            found = _found(config, out)
+            found = checkpoint_of(config, out)
             if found is not None:
                 _check_same(found, facts_of(config, plan, fingerprint), config, plan.model)
             if config.resume == "no" or (found is not None and not _is_in(found, out)):
@@ -69,7 +70,8 @@ def find_start(config: TrainConfig, plan: TrainingPlan, mesh: Mesh, out: Path, f
     return group.broadcast("train: where to begin", found)
 
 
-def _found(config: TrainConfig, out: Path) -> Checkpoint | None:
+def checkpoint_of(config: TrainConfig, out: Path) -> Checkpoint | None:
+    """Return the checkpoint that the configuration wants to go on from, None where the training begins."""
     if config.resume == "no":
         return None
     if config.resume != "auto":
@@ -96,7 +98,11 @@ def _check_unfinished(out: Path) -> None:
     weights_of = weights.folder_of(out)
     if not (weights_of / weights.DESCRIPTION).exists():  # which is written last
         ours.add(weights_of.name)
-    others = sorted(path.name for path in out.iterdir() if path.name not in ours) if out.is_dir() else []
+    others = (
+        sorted(path.name for path in out.iterdir() if path.name not in ours and not run_folder.is_ours(path.name))
+        if out.is_dir()
+        else []
+    )
     if others:
         raise ConfigError(
             "there is no checkpoint to go on from, and the folder is not empty",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from mpipipe import arrays, optim
+from mpipipe import arrays, environment, optim
 from mpipipe.attention import kernels
 from mpipipe.comm import runtime
 from mpipipe.comm.device import select_device
@@ -15,16 +15,18 @@ from mpipipe.comm.types import Communicator
 from mpipipe.comm.watch.membership import watching
 from mpipipe.nn.lora import without_adapters
 from mpipipe.pipeline import Pipeline
-from mpipipe.train import interrupt, leaving, output, resume
+from mpipipe.train import interrupt, leaving, output, resume, run_folder, sinks
 from mpipipe.train.architecture import Architecture
 from mpipipe.train.base import Base, architecture_of, find_base
 from mpipipe.train.config import TrainConfig
 from mpipipe.train.data import Source
 from mpipipe.train.fine_tuning import FineTuning, find_tuning
+from mpipipe.train.order_file import with_order
 from mpipipe.train.packing import Packing
+from mpipipe.train.planner import Scene, planned
 from mpipipe.train.preparation import check_same_config, find_data, make_plan, make_reporter, open_data
 from mpipipe.train.progress import Progress
-from mpipipe.train.report import NullReporter, Record
+from mpipipe.train.report import NullReporter, Record, Reporter
 from mpipipe.train.result import origin_of
 from mpipipe.train.shard import Shard
 from mpipipe.train.survival import Crew
@@ -89,10 +91,14 @@ def train(
     """
     comm = runtime.resolve(comm)
     check_same_config(group_of(comm), config)
+    with group_of(comm).together("train: where metrics go"):
+        if comm.rank == 0:
+            sinks.check_installed(sinks.parse_names(config.metrics_to))
     config, base = find_base(config, comm)
     tuning = find_tuning(config, comm)
     architecture = architecture_of(base, architecture)
     out = Path(output.shared_path(comm, config.out))
+    config = with_order(config, comm, out)
     trace = trace_folder(comm, config.trace, out, resumes=config.resume != "no")
     pipe = max(1, comm.size // config.seq) if config.pipe is None else config.pipe
     if config.survive:
@@ -144,6 +150,9 @@ def _train_on(
     survivor = crew if crew is not None and crew.goes_on else None  # has the state of the training in memory
     group = group_of(mesh.comm)
     found = find_data(config, data, group)
+    chosen = ""
+    if config.plan == "auto":
+        config, chosen = planned(Scene.of(config, model, mesh, found.vocab, tuning), place)
     plan = make_plan(config, model, base, mesh, place, found.vocab, tuning)
     source, language = open_data(config, plan, mesh, found, base)
     start = None if survivor else resume.find_start(config, plan, mesh, out, found.fingerprint)
@@ -172,9 +181,16 @@ def _train_on(
         if not survivor and start is None:
             tuning.load(stages, plan.model, origin_of(config, base), mesh)
         output.make_folder(out, mesh.comm, writes=mesh.replicas.rank == 0 or leaving.may_save(config))
+        surroundings = environment.gather(mesh.comm, gpus=place != "cpu")
         with group.together("train: the reporter"):
             make = survivor.reporter if survivor else partial(make_reporter, config, out, start)
-            reporter = make() if mesh.rank == 0 else NullReporter()
+            reporter: Reporter | NullReporter = NullReporter()
+            if surroundings is not None:  # on rank 0
+                given = None if data is None else found.fingerprint
+                reporter = make(language.unit, surroundings["crowded"])
+                run_folder.describe(
+                    reporter, config, plan, surroundings, device=place, pipe=mesh.pipe.size, given=given
+                )
         with reporter, leaving.preemption_of(config, mesh, reporter) as preemption:
             trainer = Trainer(
                 config,
@@ -195,5 +211,7 @@ def _train_on(
             if crew is not None:
                 crew.enlist(trainer)
             preemption.whereabouts = trainer.whereabouts
+            if chosen:
+                reporter.say(chosen)
             with trainer.checkpoints, interrupt.told(trainer.whereabouts):
                 return trainer.run()

@@ -36,7 +36,7 @@ from mpipipe.train import metrics, resume
 from mpipipe.train.config import TrainConfig
 from mpipipe.train.places import Remains, Survivors
 from mpipipe.train.progress import Progress
-from mpipipe.train.report import Record, Reporter, on_terminal
+from mpipipe.train.report import Record, Reporter
 
 if TYPE_CHECKING:
     from mpipipe.train.trainer import Trainer
@@ -168,12 +168,12 @@ class Crew:
         for stage in progress.pipeline.stages:
             stage.renew_compute()
 
-    def reporter(self) -> Reporter:
+    def reporter(self, unit: str, crowded: str | None) -> Reporter:
         """Make the reporter of rank 0, which goes on with the metrics that the old one has left."""
         step, record = self.facts["step"], self.facts["record"]
         done = step if self.facts["reported"] == step else step - 1  # behind which records are made again
         last = metrics.cut(self.out, done)
-        reporter = Reporter(self.config.steps, self.out / metrics.NAME, terminal=on_terminal(), done=step)
+        reporter = Reporter(self.config.steps, self.out, unit=unit, crowded=crowded, done=step)
         if last < record.step <= done:
             reporter.record(record)
         return reporter

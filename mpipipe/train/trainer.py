@@ -31,6 +31,7 @@ from mpipipe.train.progress import Progress
 from mpipipe.train.report import NullReporter, Record, Reporter, summary
 from mpipipe.train.result import leave_model
 from mpipipe.train.sample import continued
+from mpipipe.train.screen import folded
 from mpipipe.train.shard import Shard
 from mpipipe.train.step_times import StepTimes, shared_speed
 from mpipipe.train.tracing import Tracing
@@ -146,6 +147,7 @@ class Trainer:
                 record, step=self.progress.step, validation=validation, **self.language.bits(record.loss, validation)
             )
         leave_model(self.out, self.config, self.plan, self.pipeline.stages, self.mesh, self.base)
+        self.reporter.draw_losses()
         self._show_sample()
         if self.in_all.steps:
             record = replace(record, **shared_speed(self.in_all, self.config, self.mesh, self.pipeline))
@@ -164,19 +166,21 @@ class Trainer:
         config, start = self.config, perf_counter()
         self.commitment.begin(step)
         self.tracing.begin_step(config.steps - step)
-        result = self.pipeline.step(*self.batches.training(step), scale=self.scaler.scale)
+        pending = self.pipeline.launch(*self.batches.training(step), scale=self.scaler.scale)
         lr = optim.warmup_cosine(step, config.steps, config.lr, min(config.warmup, config.steps))
         with self.tracing.optimizer():
             norm = self._optimize(lr)
+        loss = pending.result().loss  # on its way since the backward ended: the norm has taken as long
         seconds = perf_counter() - start
         for times in (self.since_record, self.in_all):
             times.add(seconds, self.pipeline.busy, self.pipeline.elapsed)
         self.reporter.advance()
-        return result.loss, lr, norm
+        return loss, lr, norm
 
     def _optimize(self, lr: float) -> float | None:
         try:
-            norm = optim.scaled_step(self.commitment, self.scaler, self.config.clip, lr=lr, over=self.norm)
+            update = optim.begin_step(self.commitment, self.config.clip, scaler=self.scaler, lr=lr, over=self.norm)
+            norm = update.finish()
         except NonFiniteError as error:  # the replicas have the same sums of gradients, so they raise it, too
             raise agreed_by(error, group_of(self.mesh.comm)) from None
         if norm is None:
@@ -209,4 +213,4 @@ class Trainer:
                 decoding, prompt, count, self.language.vocab, temperature=config.temperature, seed=config.seed
             )
         title = f"--- sample: {len(prompt)} {self.language.unit} of validation text, {len(answer)} of the model's"
-        self.reporter.say("\n".join([title, self.language.text(prompt + answer), "---"]))
+        self.reporter.say("\n".join([title, folded(self.language.text(prompt + answer)), "---"]))

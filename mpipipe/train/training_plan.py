@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate, pairwise
 
 from mpipipe import nn, schedules
 from mpipipe.errors import ConfigError
 from mpipipe.train import limits
 from mpipipe.train.architecture import Architecture, Model
 from mpipipe.train.config import TrainConfig
+from mpipipe.train.config_checks import parse_partition
 from mpipipe.train.fine_tuning import FineTuning
+from mpipipe.train.order import fitting, is_table
 from mpipipe.train.shard import Shard
 
 BYTES = 256  # token ids of a model of bytes, which an architecture makes without being told
@@ -60,7 +63,10 @@ class TrainingPlan:
                 expected=f"a multiple of {replicas}",
                 remedy=f"for example batch = {(rows + 1) * replicas}",
             )
-        microbatches = config.microbatches
+        order = None
+        if is_table(config.schedule):
+            order = fitting(config.schedule, pipe, config.chunks, config.microbatches)
+        microbatches = config.microbatches if order is None else order.microbatches
         if microbatches is None:
             microbatches = min(rows, schedules.advise(pipe, config.chunks).microbatches)
         if rows < microbatches:
@@ -71,9 +77,11 @@ class TrainingPlan:
                 remedy="raise batch, or lower microbatches",
             )
         limits.check_counts(config.layers, config.schedule, pipe, config.chunks, microbatches)
-        schedule = schedules.by_name(config.schedule, ranks=pipe, microbatches=microbatches, chunks=config.chunks)
+        schedule = order or schedules.by_name(
+            config.schedule, ranks=pipe, microbatches=microbatches, chunks=config.chunks
+        )
         if all(action.op == "F" for action in schedule.orders[0]):
-            raise ConfigError("a schedule without backward passes cannot train", found=config.schedule)
+            raise ConfigError("a schedule without backward passes cannot train", found=schedule.name)
         names = ("dim", "layers", "heads", "kv_heads", "hidden", "tied", "dropout", "rope_base")
         sizes = {name: getattr(config, name) for name in names}
         wanted = vocab if config.vocab is None else config.vocab
@@ -89,7 +97,9 @@ class TrainingPlan:
                 remedy="tokenize the text with the tokenizer of the model, or leave out vocab",
             )
         tuning = tuning or FineTuning()
-        ranges = schedules.partition(tuning.costs(model), schedule.stages)
+        costs = tuning.costs(model)
+        _check_pieces(model, len(costs), schedule.stages)
+        ranges = given_ranges(config, len(costs), schedule.stages) or schedules.partition(costs, schedule.stages)
         schedule = schedules.with_frozen(schedule, tuning.frozen_stages(model, ranges))
         if config.recompute_limit is not None:
             schedule = schedules.with_recompute(schedule, memory_limit=config.recompute_limit)
@@ -117,3 +127,34 @@ class TrainingPlan:
         own = {layer for cut in self.ranges_of(rank) for layer in range(*cut)}
         trained = self.tuning.trained(self.model)
         return sum(entry.size for name, entry in trained.items() if int(name.partition(".")[0]) in own)
+
+
+def given_ranges(config: TrainConfig, layers: int, stages: int) -> list[tuple[int, int]]:
+    """Return (start, stop) of the layers of each stage as the configuration says it; nothing where it does not."""
+    if config.partition is None:
+        return []
+    counts = parse_partition(config.partition)
+    if len(counts) != stages or sum(counts) != layers:
+        raise ConfigError(
+            "the partition does not fit",
+            found=f"{len(counts)} stages with {sum(counts)} layers in {config.partition}",
+            expected=f"{stages} stages with {layers} layers",
+            remedy="count embedding, attention, feed-forward and head as a layer each, or leave partition out",
+        )
+    return list(pairwise(accumulate(counts, initial=0)))
+
+
+def _check_pieces(model: Model, pieces: int, stages: int) -> None:
+    """Raise ConfigError where the model cannot be cut into so many stages."""
+    if pieces >= stages:
+        return
+    layers, found, remedy = asdict(model).get("layers"), f"{pieces} pieces", "use fewer ranks or chunks"
+    if layers is not None and pieces == 2 * layers + 2:  # attention and feed-forward of each; embedding, and head
+        found = f"{layers} layer{'s are' if layers > 1 else ' is'} {pieces} pieces (2 x {layers} + 2)"
+        remedy += f", or at least {-(-(stages - 2) // 2)} layers"
+    raise ConfigError(
+        "the model has too few pieces for so many stages",
+        found=f"{found} and cannot fill {stages} stages",
+        expected="at least one piece for each stage",
+        remedy=remedy,
+    )

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import subprocess
 import time
+import weakref
 
 import numpy as np
 import pytest
 from support import dense
+from support.tolerance import close
 
 from mpipipe import Pipeline, analysis, nn, optim, schedules, trace
 from mpipipe.analysis.deliveries import deliveries
 from mpipipe.analysis.parts import PARTS
+from mpipipe.analysis.record import RankRecord, StepRecord
 from mpipipe.comm import inprocess
 from mpipipe.comm.group import group_of
 from mpipipe.errors import ArgumentError, BackendError
@@ -112,6 +116,43 @@ def test_recording_is_off_outside_and_needs_a_step():
     assert inprocess.run(2, job) == [(None, set())] * 2
 
 
+def test_a_recorded_pipeline_that_nobody_closed_leaves_no_recorder_behind():
+    def job(comm):
+        stage = nn.Stage([nn.Linear(4, 4)], first=comm.rank)
+        pipeline = Pipeline([stage], schedules.gpipe(2, 2), comm, loss=nn.mean_squared_error)
+        pipeline.recorder = kept = trace.Recorder()
+        process, freed = pipeline.engine.pipe.process, weakref.ref(pipeline.engine)
+        there = set(process.recorders)
+        del pipeline
+        gc.collect()
+        return freed() is None, there == {kept}, process.recorders
+
+    assert inprocess.run(2, job) == [(True, True, set())] * 2
+
+
+def test_ranks_of_several_pipelines_that_are_no_replicas_are_refused():
+    def job(comm):
+        alone = comm.Split(comm.rank, 0)
+        pipeline = Pipeline([nn.Stage([nn.Linear(4, 4)])], schedules.gpipe(1, 2), alone, loss=nn.mean_squared_error)
+        with pytest.raises(ArgumentError, match="not those of whole pipelines") as refusal:
+            with analysis.recording(pipeline, comm):
+                pass
+        pipeline.close()
+        return pipeline.recorder, refusal.value.found
+
+    assert inprocess.run(2, job) == [(None, "rank 0 of replica 0 is there 2 times")] * 2
+
+
+def test_a_trace_needs_every_rank_of_a_pipeline_once():
+    schedule = schedules.gpipe(2, 2)
+    step = StepRecord(0.0, 1.0, [], [], [], [], [])
+    for positions, found in (([0], "1 ranks of 1 pipelines"), ([0, 0], "rank 0 of replica 0 is there 2 times")):
+        records = [RankRecord(n, position, 0, ((0, 0), (1, 0)), [step]) for n, position in enumerate(positions)]
+        with pytest.raises(ArgumentError) as refusal:
+            analysis.Trace(schedule, records)
+        assert refusal.value.found == found
+
+
 def test_what_is_written_is_read_by_other_tools(tmp_path):
     found = inprocess.run(2, recorded)[0]
     folder = tmp_path / "new" / "trace"
@@ -122,9 +163,23 @@ def test_what_is_written_is_read_by_other_tools(tmp_path):
     assert {int(rank): parts for rank, parts in summary["parts"].items()} == found.parts()
     assert summary["advice"] == found.advice() and tuple(summary["parts"]["0"]) == PARTS
     check_events(json.loads((folder / "trace.json").read_text()), found)
+    check_read(analysis.read_trace(folder), found)
     check_archive(folder / "otf2" / "traces.otf2", found)
     if shutil.which("otf2-print"):
         check_printed(folder / "otf2" / "traces.otf2")
+
+
+def check_read(again, found):
+    """What was written is what was there, times to the microsecond's last digits."""
+    assert again.schedule == found.schedule and again.costs == found.costs
+    assert again.parts == found.parts() and again.parts_of_steps == found.parts_of_steps()
+    zero = min(step.start for record in found.records for step in record.steps)
+    for record in found.records:
+        for step, actions in zip(record.steps, again.actions[record.rank]):
+            assert [action for action, _, _ in actions] == [action for action, _, _ in step.actions]
+            times = [time - zero for _, start, end in step.actions for time in (start, end)]
+            close([time for _, start, end in actions for time in (start, end)], times, 1e4)
+    assert again.pipeline(1) == [again.actions[rank][1] for rank in range(2)]
 
 
 def check_events(events, found):

@@ -45,7 +45,8 @@ def small(tmp_path):
 
 
 def test_every_field_of_the_configuration_is_a_flag():
-    assert set(SIGNATURE.parameters) == {"config", *(entry.name for entry in dataclasses.fields(TrainConfig))}
+    fields = {entry.name for entry in dataclasses.fields(TrainConfig)}
+    assert set(SIGNATURE.parameters) == {"config", "dry_run", "ranks", *fields}
 
 
 def test_train_ends_with_the_line_that_programs_read(mpipipe, small, tmp_path):
@@ -58,7 +59,7 @@ def test_train_ends_with_the_line_that_programs_read(mpipipe, small, tmp_path):
         job.stdout.splitlines()[-1],
     )
     assert "4 ranks = pipe 2 x data 2" in job.stdout.splitlines()[0]
-    assert job.stdout.count("step 5/5") == 1  # rank 0 alone reports
+    assert job.stdout.count("step 5/5  loss") == 1  # rank 0 alone reports
     assert [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()] == [0, 1, 5]
 
 
@@ -71,11 +72,14 @@ def test_train_makes_a_new_folder_where_none_is_named(mpipipe, small):
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        (["--steps", "0"], "ConfigError: ranks 0-1: steps (optimizer steps) is out of range"),
+        (["--steps", "0"], "ConfigError: all 2 ranks: steps (optimizer steps) is out of range"),
         (["--config", "absent.toml"], "config file cannot be read"),
         (["--data", "absent"], "DataError"),
         (["--pipe", "3"], "mesh does not fill the communicator"),
-        (["--layers", "1", "--chunks", "9", "--schedule", "looped_bfs"], "fewer layers than stages"),
+        (
+            ["--layers", "1", "--chunks", "9", "--schedule", "looped_bfs"],
+            "found: 1 layer is 4 pieces (2 x 1 + 2) and cannot fill 18 stages",
+        ),
     ],
 )
 def test_bad_settings_end_the_job_with_one_report(mpipipe, arguments, match):
@@ -319,4 +323,6 @@ def test_run_gives_a_script_the_surroundings_that_python_gives_it(mpipipe, tmp_p
 
 def test_run_ends_the_job_when_the_script_is_missing(mpipipe):
     job = mpipipe(2, "run", "absent.py")
-    assert job.returncode != 0 and "absent.py" in job.stderr
+    assert job.returncode == 2
+    assert job.stderr.splitlines()[0] == "mpipipe: cannot run absent.py: No such file or directory"
+    assert "Traceback" not in job.stderr

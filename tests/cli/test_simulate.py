@@ -60,6 +60,15 @@ def test_a_searched_order_is_written_and_read_again(printed, tmp_path):
     assert again[1:6] == first[1:6]
 
 
+def test_forwards_are_run_again_to_keep_the_limit(printed):
+    lines = printed(schedule="one_f_one_b", ranks=4, microbatches=8, memory_limit=2.0, recompute=True)
+    made = schedules.with_recompute(schedules.one_f_one_b(4, 8), memory_limit=2)
+    assert lines[1] == f"makespan    {schedules.simulate(made).makespan:g}"
+    assert lines[4].endswith("that runs as many forwards again")
+    searched = printed(schedule="search", ranks=2, microbatches=4, memory_limit=1.0, recompute=True, seconds=0.5)
+    assert searched[3].startswith("activations 1 1 ")
+
+
 def test_costs_of_the_command_reach_the_order(printed):
     costs = schedules.Costs(18.5, 18.1, 9.3, 0.6)
     times = dict(forward="18.5", input_grad="18.1", weight_grad="9.3", transfer="0.6")
@@ -108,7 +117,7 @@ def test_hops_have_the_times_of_their_links(printed, name, chunks):
         (dict(), "either --schedule or --csv"),
         (dict(schedule="gpipe", csv="order.csv"), "either --schedule or --csv"),
         (dict(schedule="unheard_of"), "unknown schedule"),
-        (dict(schedule="gpipe", forward="one"), "a cost is no number"),
+        (dict(schedule="gpipe", forward="one"), "--forward is no list of numbers"),
         (dict(schedule="gpipe", forward="nan"), "the cost forward does not fit"),
         (dict(schedule="gpipe", weight_grad="-1"), "the cost weight_grad does not fit"),
         (dict(schedule="gpipe", transfer="1,2"), "the cost transfer does not fit"),
@@ -116,7 +125,14 @@ def test_hops_have_the_times_of_their_links(printed, name, chunks):
         (dict(schedule="search", chunks=2, memory_limit=1.0), "at least 2"),
         (dict(schedule="search", seconds=0.0), "no time to search"),
         (dict(schedule="gpipe", chunks=2), "one stage per rank"),
+        (dict(schedule="search", recompute=True), "--recompute has nothing to keep"),
+        (dict(schedule="all", recompute=True), "--recompute has nothing to keep"),
+        (dict(schedule="gpipe", recompute=True, memory_limit=0.5), "no choice of forwards"),
         (dict(csv="nowhere.csv"), "cannot be read"),
+        (dict(csv="order.csv", ranks=4), "--ranks does not go with --csv"),
+        (dict(csv="order.csv", chunks=1, microbatches=8), "--chunks 1, --microbatches 8"),
+        (dict(csv="order.csv", seed=0), "--seed does not go with anything but --schedule search"),
+        (dict(schedule="gpipe", seconds=1.0), "--seconds does not go with anything but --schedule search"),
         (dict(schedule="gpipe", out="."), "no order can be written there"),
         (dict(schedule="search", out="absent/order.csv", seconds=1e9), "no order can be written there"),
     ],

@@ -50,7 +50,8 @@ def test_text_becomes_tokens_and_tokens_a_model(mpipipe, folder):
     job = mpipipe(2, "train", *options, *SMALL, "--out", str(folder / "run"))
     assert job.returncode == 0, job.stderr
     lines = job.stdout.splitlines()
-    assert re.search(r"bits/byte \d\.\d{4}  validation bits/byte \d\.\d{4}$", job.stdout, re.MULTILINE)
+    assert re.search(r"^step \d+/\d+  loss \d\.\d{4}  bits/byte \d\.\d{4}  ", job.stdout, re.MULTILINE)
+    assert re.search(r"^step \d+/\d+  validation \d\.\d{4}  bits/byte \d\.\d{4}$", job.stdout, re.MULTILINE)
     assert re.search(r" predicted=\d\.\d{4} bits/byte=\d\.\d{4}$", lines[-1])
     assert "6 of the model's" in job.stdout and re.search(r"^word\d+ word\d+ ", job.stdout, re.MULTILINE)
 

@@ -31,6 +31,13 @@ def test_ranks_that_follow_each_other_are_one_run(ranks, text):
     assert rank_list.named(ranks) == text
 
 
+def test_several_ranks_that_are_all_of_them_are_named_as_such():
+    assert rank_list.named(range(12), 12) == "all 12 ranks"
+    assert rank_list.named(range(11), 12) == "ranks 0-10"
+    assert rank_list.named([0], 1) == "rank 0"
+    assert rank_list.grouped([(0, "lost"), (1, "lost")], 2) == ["all 2 ranks: lost"]
+
+
 @given(st.sets(st.integers(0, 60), min_size=1))
 def test_every_rank_is_written_or_counted(ranks):
     text = rank_list.numbers(ranks)
@@ -58,7 +65,7 @@ def test_errors_of_many_ranks_name_them_in_short():
         return str(caught.value).splitlines()[0], str(differs.value).splitlines()[0], str(group_of(comm).rank)
 
     for refused, differing, _ in run(12, refuse):
-        assert refused == "ranks 0-11: no paint" and differing == "ranks 3-11: ranks differ in colour"
+        assert refused == "all 12 ranks: no paint" and differing == "ranks 3-11: ranks differ in colour"
 
 
 def test_the_ranks_that_miss_a_call_are_named_in_short():

@@ -29,7 +29,9 @@ ROOMS = [
     "mpipipe.nn",
     "mpipipe.optim",
     "mpipipe.pictures",
+    "mpipipe.planning",
     "mpipipe.schedules",
+    "mpipipe.site",
     "mpipipe.train",
 ]
 

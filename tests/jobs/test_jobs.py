@@ -41,6 +41,7 @@ def run(command, cwd, **variables):
 def checkout(tmp_path):
     """A copy of the job scripts whose environments hold stand-ins: python that does nothing, mpiexec that echoes."""
     shutil.copytree(ROOT / "jobs", tmp_path / "jobs")
+    (tmp_path / "mpipipe").symlink_to(ROOT / "mpipipe")  # whose shell functions the job scripts share
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     for venv in (".venv", ".venv-openmpi"):
         executable(tmp_path / venv / "bin" / "python", 'echo "python $*" >> calls.txt')
@@ -125,7 +126,7 @@ def test_batch_job_looks_for_the_weights_where_the_options_say(submit, checkout,
 @pytest.mark.parametrize(
     ("script", "options"),
     [
-        ("train_gpu.sbatch", ""),
+        ("train_gpu.sbatch", " --pipe 6"),
         ("train_gpu_nodes.sbatch", " --pipe 2"),
         ("train_long_context.sbatch", " --seq-len 65536 --batch 8 --recompute --seq 3 --pipe 2"),
     ],

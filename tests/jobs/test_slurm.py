@@ -201,7 +201,7 @@ def test_a_job_that_is_preempted_killed_or_out_of_time_is_requeued_and_ends_with
             re.search(f"mpipipe: job {job} requeued exit={codes[how]} out=", text) and "mpipipe: ok steps=300 " in text
         )
         assert "start 2" in text and (out / "finished").exists() and not out.with_suffix(".restarts").exists()
-        assert text.count("\nstep 300/300 ") == 1
+        assert text.count("\nstep 300/300  loss ") == 1
         assert outcome(out) == outcome(slurm.folder / f"runs/slurm-{whole}"), how
 
 
@@ -211,7 +211,7 @@ def test_a_job_that_is_cancelled_saves_and_does_not_come_back(slurm):
     slurm.ask("scancel", job)
     assert slurm.end_of(job).startswith("CANCELLED"), slurm.printed(job)
     text = slurm.printed(job)
-    assert "mpipipe: SIGTERM on ranks 0-1: left after step" in text and "requeued" not in text
+    assert "mpipipe: SIGTERM on all 2 ranks: left after step" in text and "requeued" not in text
 
 
 def test_a_job_that_fails_without_a_new_checkpoint_is_given_up(slurm):
@@ -225,3 +225,15 @@ def test_a_job_that_is_refused_is_not_requeued(slurm):
     job = slurm.submit("train_preemptable.sbatch", "--ntasks=2", options=["--preempt-signals", "KILL"])
     assert slurm.end_of(job) == "FAILED 2", slurm.printed(job)
     assert slurm.printed(job).count("a signal that cannot be caught") == 1
+
+
+@pytest.mark.parametrize(("ranks", "wanted"), [(2, ["--preemptable"]), (4, ["--gpus", "--array", "7-7"])])
+def test_a_printed_script_trains_to_the_end(slurm, ranks, wanted):
+    printed = [sys.executable, "-m", "mpipipe", "jobscript", "slurm", f"--ranks-per-node={ranks}", *wanted, "--", *TINY]
+    (slurm.folder / "printed.sbatch").write_text(slurm.ask(*printed))  # the plugin is found, too
+    job = slurm.ask("sbatch", "--parsable", "printed.sbatch", *ON_CPU, "--layers", "4").strip()
+    assert slurm.end_of(job) == "COMPLETED 0", slurm.printed(job)
+    name = f"{job}_7" if "--array" in wanted else job
+    text = slurm.printed(name)
+    assert f"mpipipe: {ranks} ranks = pipe {ranks} x data 1 x seq 1;" in text and "mpipipe: ok steps=3 " in text
+    assert text.splitlines()[-1] == f"mpipipe: job {name} finished out=runs/slurm-{name}"

@@ -303,7 +303,7 @@ def test_a_skip_carries_dicts_and_integers_which_have_no_gradient():
     np.testing.assert_allclose(np.concatenate(gradients), expected)
 
 
-def test_reports_and_traces_name_the_skip():
+def test_reports_and_traces_name_the_skip(tmp_path):
     schedule = with_skips(schedules.one_f_one_b(3, 2), {"residual": (0, 2)})
     inputs, targets = batch(4, 3)
     seen = []
@@ -333,6 +333,8 @@ def test_reports_and_traces_name_the_skip():
     names = {each.message for each in deliveries(found[0][1].records)}
     assert {(3, m, way) for m in (0, 1) for way in (0, 1)} <= names
     assert len(names) == 3 * 2 * 2
+    found[0][1].write(tmp_path / "trace")
+    assert analysis.read_trace(tmp_path / "trace").schedule == schedule
 
 
 class Through:

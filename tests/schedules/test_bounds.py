@@ -119,7 +119,7 @@ def test_forwards_that_are_run_again_count_as_work(ranks, microbatches):
     "schedule, least",
     [(schedules.one_f_one_b(2, 2), 1), (schedules.looped_bfs(2, 3, 2), 3), (schedules.v_min(2, 4), 2)],
 )
-@pytest.mark.parametrize("limit", [-1, 0, 0.5, float("nan")])
+@pytest.mark.parametrize("limit", [-1, 0, 0.5])
 def test_a_limit_that_no_schedule_keeps_is_refused_with_the_least_that_works(schedule, least, limit):
     with pytest.raises(ArgumentError, match="memory limit") as caught:
         lower_bound(schedule, memory_limit=limit)

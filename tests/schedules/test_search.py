@@ -95,7 +95,6 @@ def test_with_two_chunks_a_v_is_tried_as_well():
         (dict(placement=()), "without a gap"),
         (dict(placement=2, microbatches=0), "microbatches is not a count"),
         (dict(placement=2, chunks=2, memory_limit=1), "at least 2"),
-        (dict(placement=2, memory_limit=float("nan")), "at least 1"),
         (dict(placement=2, costs=Costs(forward=float("nan"))), "the cost forward"),
         (dict(placement=2, costs=Costs(transfer=[1])), "the cost transfer"),
         (dict(placement=2, costs=Costs(weight_grad=-1)), "the cost weight_grad"),

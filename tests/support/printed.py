@@ -6,6 +6,7 @@ import re
 
 NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[+-]?\d+)?(?![\w])")
 ANYTHING = "..."
+MARK = "\0"  # stands for a number; no text has it
 
 
 def check_printed(printed: str, promised: str):
@@ -29,19 +30,19 @@ def _lines(text: str) -> list[str]:
 
 
 def _same(found: str, expected: str) -> bool:
-    parts = [re.escape(NUMBER.sub("#", part)).replace(r"\#", "#") for part in expected.split(ANYTHING)]
+    parts = [re.escape(NUMBER.sub(MARK, part)) for part in expected.split(ANYTHING)]
     numbers = NUMBER.findall(expected.replace(ANYTHING, " "))
-    pattern = "(.*)".join(part.replace("#", f"({NUMBER.pattern})") for part in parts)
+    pattern = "(.*)".join(part.replace(MARK, f"({NUMBER.pattern})") for part in parts)
     match = re.fullmatch(pattern, found)
     if match is None:
         return False
-    held = [text for text, group in zip(match.groups(), _kinds(parts)) if group == "#"]
+    held = [text for text, group in zip(match.groups(), _kinds(parts)) if group == MARK]
     return all(_close(text, number) for text, number in zip(held, numbers, strict=True))
 
 
 def _kinds(parts) -> str:
-    """For each group of the pattern "#" (a number) or "*" (anything)."""
-    return "*".join("#" * part.count("#") for part in parts)
+    """For each group of the pattern MARK (a number) or "*" (anything)."""
+    return "*".join(MARK * part.count(MARK) for part in parts)
 
 
 def _close(found: str, expected: str) -> bool:

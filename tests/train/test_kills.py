@@ -76,7 +76,7 @@ def outcome(run):
     """All that a training leaves, but for what was measured by the clock; and its sample."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
-        for name in ("tokens_per_second", "bubble", "predicted"):
+        for name in ("tokens_per_second", "bubble", "predicted", "time", "seconds"):
             line.pop(name, None)
     newest = checkpoint.newest(run)
     files = [*sorted(newest.glob("part-*")), *sorted((run / "weights").iterdir())]

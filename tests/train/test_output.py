@@ -43,7 +43,7 @@ def test_a_relative_folder_is_that_of_rank_0(comm, own_folder, config, capsys):
     comm.Barrier()
     out = own_folder.parent / "rank-0" / "runs" / "a"
     names = {f"stage-{number}.safetensors" for number in range(comm.size)}
-    assert set(os.listdir(out)) == {"metrics.jsonl", "weights"}
+    assert set(os.listdir(out)) == {"metrics.jsonl", "weights", "config.toml", "environment.json", "train.log"}
     assert set(os.listdir(out / "weights")) == {"model.json", *names}
     assert comm.rank == 0 or os.listdir(own_folder) == []
     if comm.rank == 0:

@@ -4,52 +4,103 @@ from __future__ import annotations
 
 import io
 import json
+import re
 
 import pytest
 
-from mpipipe.train.report import Record, Reporter
+from mpipipe.train.report import COLUMNS, Record, Reporter, bubble_explained, lines_of
+
+FULL = Record(
+    100_000, 12.3456, 12.5, 1e-3, 1234.567, 1_234_567.8, 0.25, 0.2, loss_scale=2.0**40, skipped=123,
+    bits_per_byte=17.8111, validation_bits_per_byte=18.0337,
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("terminal", [False, True])
-def test_a_record_is_one_line_and_one_json_object(tmp_path, terminal):
-    stream, path = io.StringIO(), tmp_path / "metrics.jsonl"
-    with Reporter(20, path, stream, terminal) as reporter:
+def clocked(line):
+    """A record without the clock, and the clock."""
+    record = json.loads(line)
+    return record, (record.pop("time"), record.pop("seconds"))
+
+
+def test_a_record_is_one_json_object_and_a_line_for_the_step_and_the_validation(tmp_path):
+    stream = io.StringIO()
+    with Reporter(20, tmp_path, stream, unit="bytes") as reporter:
         reporter.record(Record(0, validation=5.5))
         for _ in range(10):
             reporter.advance()
         reporter.record(Record(10, 2.0, 2.5, 1e-3, 0.75, 1234.5, 0.25, 0.2))
         reporter.record(Record(11, 2.0, grad_norm=None, loss_scale=32768.0, skipped=3))
         reporter.say("[bold]text[/bold] " + "x" * 200)
-    first, second, third = map(json.loads, path.read_text().splitlines())
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    (first, _), (second, (time, seconds)), (third, (later, _)) = map(clocked, lines)
     assert first == {"step": 0, "validation": 5.5}
     assert list(second) == ["step", "loss", "validation", "lr", "grad_norm", "tokens_per_second", "bubble", "predicted"]
     assert third == {"step": 11, "loss": 2.0, "loss_scale": 32768.0, "skipped": 3}
-    lines = stream.getvalue()
-    assert ("\x1b" in lines) == terminal
-    assert "step  0/20  validation 5.5000\n" in lines
-    assert "step 10/20  loss 2.0000  validation 2.5000  lr 1.00e-03  norm 0.750  tokens/s 1234  bubble 0.250" in lines
-    assert "step 11/20  loss 2.0000  scale 32768  skipped 3\n" in lines
-    assert "[bold]text[/bold] " + "x" * 200 + "\n" in lines
+    assert later >= time > 1.6e9 and seconds >= 0  # seconds since 1970, and since the record before
+    shown = stream.getvalue()
+    assert "step  0/20  validation 5.5000\n" in shown
+    assert re.search(r"step 10/20  loss 2.0000  lr 1.0e-03  norm 0.750  1234 bytes/s  \d+s, \d+s left\n", shown)
+    assert "step 10/20  validation 2.5000\n" in shown
+    assert re.search(r"step 11/20  loss 2.0000  scale 32768  skipped 3  \d+s, \d+s left\n", shown)
+    assert "[bold]text[/bold] " + "x" * 200 + "\n" in shown
+    assert (tmp_path / "train.log").read_text() == shown
+
+
+def test_no_line_of_a_record_wraps_and_the_clock_is_always_there():
+    step, validation = lines_of(FULL, 300_000, "tokens", "12d03h, 120d04h left")
+    assert len(step) <= COLUMNS and len(validation) <= COLUMNS
+    assert step.startswith("step 100000/300000  loss 12.3456  ") and step.endswith("tokens/s  12d03h, 120d04h left")
+    assert validation == "step 100000/300000  validation 12.5000  bits/byte 18.0337"
+
+
+def test_only_what_does_not_fit_is_left_out():
+    line, _ = lines_of(FULL, 300_000, "bytes", "1s")
+    assert "lr" not in line and "bits/byte 17.8111" in line
+
+
+@pytest.mark.parametrize(
+    ("bubble", "predicted", "crowded", "text"),
+    [
+        (0.64, 0.3, "4 ranks share 2 cores", ": 30% by the schedule, 34% mostly since 4 ranks share 2 cores"),
+        (0.2, 0.19, "4 ranks share 2 cores", ", as the schedule has it; more micro-batches make it smaller"),
+        (0.3, 0.19, None, ": 19% by the schedule, 11% by waiting for messages"),
+        (0.3, 0.0, None, None),  # one stage: what makes it is not the pipeline
+        (0.01, 0.005, "4 ranks share 2 cores", None),
+    ],
+)  # fmt: skip
+def test_the_bubble_is_explained_by_what_makes_it(bubble, predicted, crowded, text):
+    found = bubble_explained(Record(1, bubble=bubble, predicted=predicted), crowded)
+    assert found == ([] if text is None else [f"mpipipe: bubble {bubble:.0%} (ranks idle){text}"])
+    assert all(len(line) <= COLUMNS for line in found)
+
+
+def test_the_bubble_is_explained_once_and_not_by_the_first_step(tmp_path):
+    stream = io.StringIO()
+    with Reporter(9, tmp_path, stream) as reporter:
+        for step in range(5):
+            reporter.record(Record(step, loss=1.0, bubble=0.9 if step == 1 else 0.5, predicted=0.5 if step else None))
+    assert stream.getvalue().count("bubble") == 1
+    assert "bubble 50%" in stream.getvalue().partition("step 2/9")[2].partition("step 3/9")[0]
 
 
 def test_metrics_can_be_read_while_the_training_goes_on(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    with Reporter(5, path, io.StringIO()) as reporter:
+    with Reporter(5, tmp_path, io.StringIO()) as reporter:
         reporter.record(Record(1, loss=1.0))
-        assert json.loads(path.read_text()) == {"step": 1, "loss": 1.0}
+        assert clocked((tmp_path / "metrics.jsonl").read_text())[0] == {"step": 1, "loss": 1.0}
 
 
 def test_metrics_of_another_run_are_never_overwritten(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("precious")
     with pytest.raises(FileExistsError):
-        Reporter(5, path, io.StringIO())
+        Reporter(5, tmp_path, io.StringIO())
     assert path.read_text() == "precious"
 
 
 def test_what_the_stream_cannot_show_is_escaped(tmp_path):
     written = io.BytesIO()
     stream = io.TextIOWrapper(written, encoding="ascii")
-    with Reporter(5, tmp_path / "metrics.jsonl", stream) as reporter:
+    with Reporter(5, tmp_path, stream) as reporter:
         reporter.say("gr\u00fcn")
     assert written.getvalue() == b"gr\\xfcn\n"
+    assert (tmp_path / "train.log").read_text() == "gr\u00fcn\n"

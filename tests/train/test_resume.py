@@ -23,7 +23,7 @@ from mpipipe.train.trainer import Trainer
 
 SMALL = GPT(dim=16, layers=2, heads=2, hidden=32, seq=16)  # what `config` trains, with batches of 8
 LossScaler = optim.LossScaler
-MEASURED = ("tokens_per_second", "bubble", "predicted")
+MEASURED = ("tokens_per_second", "bubble", "predicted", "time", "seconds")
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from mpipipe.train.packing import PackedAttend, Packing
 
 VOCAB = 37
 SMALL = GPT(vocab=VOCAB, dim=16, layers=2, heads=2, hidden=32, seq=16)  # what `config` trains, with batches of 8
-TIMES = ("tokens_per_second", "bubble", "predicted")
+TIMES = ("tokens_per_second", "bubble", "predicted", "time", "seconds")
 
 
 @pytest.fixture

@@ -68,10 +68,25 @@ def test_what_does_not_fit_is_refused_as_configuration(pipe, replicas, keys, mat
 
 
 @pytest.mark.parametrize(
+    ("pipe", "keys", "found", "layers"),
+    [
+        (9, {"layers": 3}, "3 layers are 8 pieces (2 x 3 + 2) and cannot fill 9 stages", 4),
+        (12, {"layers": 4}, "4 layers are 10 pieces (2 x 4 + 2) and cannot fill 12 stages", 5),
+        (2, {"layers": 3, "chunks": 5, "schedule": "interleaved_1f1b"}, "cannot fill 10 stages", 4),
+    ],
+)
+def test_too_few_layers_are_told_in_pieces_with_how_many_would_do(pipe, keys, found, layers):
+    with pytest.raises(ConfigError, match="too few pieces") as caught:
+        plan(pipe, 1, **keys)
+    assert str(caught.value.found).endswith(found) and f"at least {layers} layers" in caught.value.remedy
+    assert len(plan(pipe, 1, **{**keys, "layers": layers}).layer_ranges) == pipe * keys.get("chunks", 1)
+    with pytest.raises(ConfigError, match="too few pieces"):
+        plan(pipe, 1, **{**keys, "layers": layers - 1})
+
+
+@pytest.mark.parametrize(
     ("pipe", "keys", "match"),
     [
-        (9, {}, "fewer layers than stages"),
-        (2, {"chunks": 5, "schedule": "interleaved_1f1b"}, "fewer layers than stages"),
         (2, {"chunks": 2}, "one stage per rank"),
         (1, {"schedule": "1f1b"}, "unknown schedule"),
         (1, {"heads": 3}, "heads"),

@@ -12,6 +12,7 @@ import typer
 from mpipipe import processor
 from mpipipe.comm import inprocess
 from mpipipe.comm.abort import run_or_abort
+from mpipipe.comm.group import group_of
 from mpipipe.comm.types import Communicator
 from mpipipe.errors import MpipipeError
 
@@ -37,6 +38,14 @@ def pipeline(repeats: Repeats = 100) -> None:
     from mpipipe.cli.bench.pipeline import run
 
     _guarded(lambda: run(repeats))
+
+
+@app.command()
+def steps(repeats: Repeats = 30, microbatches: int = 4) -> None:
+    """Steps with their optimizer, launched against one after the other (mpiexec -n 2 python -m mpipipe bench steps)."""
+    from mpipipe.cli.bench.steps import run
+
+    _guarded(lambda: run(repeats, microbatches))
 
 
 @app.command()
@@ -77,6 +86,46 @@ def train(
     from mpipipe.cli.bench.train import run
 
     _guarded(lambda: run(repeats, dim, layers, heads, seq_len, microbatches, rows))
+
+
+@app.command("dry-run")
+def dry_run(config: Annotated[Path, typer.Argument(help="TOML file with keys of train", show_default=False)]) -> None:
+    """Memory foreseen by train --dry-run against a training (mpiexec -n 4 python -m mpipipe bench dry-run job.toml)."""
+    from mpipipe.cli.bench.dry_run import run
+    from mpipipe.comm.group import group_of
+    from mpipipe.train import TrainConfig
+
+    def work() -> None:
+        with group_of().together("bench: reading the configuration"):
+            chosen = TrainConfig.load(str(config))
+        run(chosen)
+
+    _guarded(work)
+
+
+@app.command()
+def plan(
+    configurations: Annotated[int, typer.Option(help="plans drawn at random", min=1)] = 40,
+    repeats: Repeats = 5,
+    seed: Annotated[int, typer.Option(help="of the drawing")] = 0,
+    dim: int = 128,
+    layers: int = 6,
+    heads: int = 8,
+    seq_len: int = 128,
+    batch: Annotated[int, typer.Option(help="sequences in a step")] = 16,
+) -> None:
+    """Predicted steps of plans against real ones (mpiexec -n 2 python -m mpipipe bench plan)."""
+    from mpipipe.cli.bench.plan import run
+    from mpipipe.train import TrainConfig
+
+    def work() -> None:
+        with group_of().together("bench: the configuration"):
+            config = TrainConfig(
+                dim=dim, layers=layers, heads=heads, seq_len=seq_len, batch=batch, plan="auto", device="cpu"
+            )
+        run(configurations, repeats, seed, config)
+
+    _guarded(work)
 
 
 @app.command()

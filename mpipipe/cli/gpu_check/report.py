@@ -19,7 +19,7 @@ from mpipipe import arrays, files
 from mpipipe.attention import kernels
 from mpipipe.cli.gpu_check import expectations
 from mpipipe.cli.gpu_check.check import Outcome
-from mpipipe.cli.versions import versions
+from mpipipe.environment import versions
 
 
 def write(folder: Path, outcomes: Sequence[Outcome]) -> int:

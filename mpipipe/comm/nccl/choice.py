@@ -146,8 +146,8 @@ def judge(everyone: Sequence[Facts]) -> Choice:
     if refusals and asked:
         raise BackendError(
             f"{NCCL.name}=on, and NCCL cannot be used",
-            rank=rank_list.numbers(rank for rank, _ in refusals),
-            found="; ".join(rank_list.grouped(refusals)),
+            rank=rank_list.numbers((rank for rank, _ in refusals), len(everyone)),
+            found="; ".join(rank_list.grouped(refusals, len(everyone))),
             expected="NCCL, and a GPU of its own, on every rank",
             remedy=f"start one rank for each GPU, install what is missing, or set {NCCL.name}=auto",
         )

@@ -161,7 +161,7 @@ def _compare_message(dump: Dump, dumps: Mapping[int, Dump], culprits: list[Culpr
 
 def _sent_to(dump: Dump, account: Account, rank: int) -> Iterable[Message]:
     for other in dump.accounts:
-        if other.key == account.key:
+        if other.key == account.key and other.call == account.call:  # ranks may be a step apart
             yield from (message for message in other.sent if message.peer == rank)
 
 

@@ -15,10 +15,10 @@ from typing import Any, NoReturn, Protocol
 from mpipipe import arrays, files
 from mpipipe.cli.bench.gpu import attention, executor, gpt, memory, products, ring, transport
 from mpipipe.cli.bench.gpu.rows import Row, show
-from mpipipe.cli.versions import versions
 from mpipipe.comm import launcher, runtime
 from mpipipe.comm.device import select_device
 from mpipipe.comm.types import Communicator
+from mpipipe.environment import versions
 from mpipipe.errors import ArgumentError, BackendError
 
 

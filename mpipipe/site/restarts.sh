@@ -1,4 +1,4 @@
-# Sourced by jobs/slurm.sh and jobs/supervise.sh: whether a training that ended is worth another start.
+# Sourced by job.sh beside it, and by jobs/supervise.sh: whether a training that ended is worth another start.
 #
 #   MPIPIPE_RESTARTS     starts in a row that may end without a new checkpoint, 3 by default
 

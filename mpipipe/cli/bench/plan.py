@@ -1,0 +1,101 @@
+"""`bench plan`: predicted steps against real ones, for plans drawn at random.
+
+The plans take turns, so that all of them see the same machine; of each plan the median over its turns counts. Noise is
+how far the turns of one plan are apart: half of the plans have a smaller spread.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+from statistics import median
+
+from mpipipe.comm import runtime
+from mpipipe.comm.group import group_of
+from mpipipe.comm.mesh import Mesh
+from mpipipe.comm.types import Communicator
+from mpipipe.models import GPT
+from mpipipe.planning import Choice, Profile, Space, predict
+from mpipipe.planning.cuts import cuts_by_time
+from mpipipe.planning.table import in_words, shown_seconds
+from mpipipe.train import TrainConfig
+from mpipipe.train.planner import Found, Scene, find
+from mpipipe.train.planner.rehearsal import rehearse
+
+STEPS = 3  # of each turn
+MOVED = 2  # layers that may lie elsewhere than in the cut by time
+
+
+def run(configurations: int, repeats: int, seed: int, config: TrainConfig) -> None:
+    """Print each plan, the errors of predictions, and whether the chosen plan is the fastest of all."""
+    comm = runtime.world()
+    with Mesh(comm, pipe=comm.size) as mesh:
+        scene = Scene.of(config, GPT, mesh, GPT().vocab)
+        found = find(scene, "cpu")
+        drawn = [] if comm.rank else draw(found, scene.space, configurations, Random(seed))
+        choices = group_of(comm).broadcast("bench: the plans", drawn)
+        order = Random(seed)
+        turns: dict[Choice, list[float]] = {choice: [] for choice in choices}
+        for _ in range(repeats):
+            for choice in order.sample(choices, len(choices)):
+                turns[choice].append(median(rehearse(scene, choice, STEPS)))
+        if comm.rank == 0:
+            predicted = [predict(found.profile, each, scene.rows, scene.space.trained).seconds for each in choices]
+            _report(comm, found, choices, predicted, [turns[choice] for choice in choices])
+
+
+def draw(found: Found, space: Space, count: int, random: Random) -> list[Choice]:
+    """Return the chosen plan, and others drawn at random, no two alike."""
+    drawn = [found.choice]
+    for _ in range(100 * count):
+        if len(drawn) > count:
+            break
+        choice = _drawn(found.profile, space, random)
+        if choice not in drawn:
+            drawn.append(choice)
+    return drawn
+
+
+def _drawn(profile: Profile, space: Space, random: Random) -> Choice:
+    name, chunks = random.choice(space.forms)
+    microbatches = random.choice(space.microbatches)
+    size, placement = -(-space.rows // microbatches), Choice(name, chunks, microbatches, ()).placement(space.ranks)
+    partition = list(random.choice(cuts_by_time(profile, size, placement)))
+    for _ in range(random.randint(0, MOVED)):
+        giver, taker = random.choice(range(len(partition))), random.choice(range(len(partition)))
+        if abs(giver - taker) == 1 and partition[giver] > 1:
+            partition[giver] -= 1
+            partition[taker] += 1
+    choice = Choice(name, chunks, microbatches, tuple(partition))
+    return replace(choice, recompute=True) if random.random() < 0.2 else choice
+
+
+def _report(
+    comm: Communicator, found: Found, choices: Sequence[Choice], predicted: Sequence[float], turns: list[list[float]]
+) -> None:
+    measured = [median(each) for each in turns]
+    errors = [abs(guess / real - 1) for guess, real in zip(predicted, measured)]
+    spreads = [(max(each) - min(each)) / median(each) for each in turns]
+    noise = median(spreads)
+    lines = []
+    for place in sorted(range(len(choices)), key=lambda each: measured[each]):
+        choice, guess, real = choices[place], predicted[place], measured[place]
+        lines.append(
+            f"plan {choice.schedule} x {choice.chunks}, {choice.microbatches} micro-batches, layers "
+            f"{','.join(map(str, choice.partition))}, run again {choice.recomputation}: {shown_seconds(real)} a step, "
+            f"predicted {shown_seconds(guess)}, error {guess / real - 1:+.1%}, spread {spreads[place]:.1%}"
+        )
+    behind = measured[0] / min(measured) - 1
+    verdict = "the fastest" if behind == 0 else "within noise of the fastest" if behind <= noise else "not the fastest"
+    lines += [
+        f"plan: {len(choices)} configurations on {comm.size} ranks: error {median(errors):.1%} median, "
+        f"{max(errors):.1%} worst (2 % and 4 % with a core for each rank); noise {noise:.1%}",
+        f"plan: chosen {in_words(found.plans[0])}",
+        f"plan: measured {shown_seconds(measured[0])}, {behind:.1%} behind the fastest: {verdict}",
+    ]
+    if found.crowd:
+        lines.append(f"plan: {found.crowd}")
+    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.flush()

@@ -1,0 +1,114 @@
+"""What `train --dry-run` shows: the plan of a training, and the memory of each rank."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import typer
+
+from mpipipe import processor, schedules
+from mpipipe.comm.abort import Stop, run_or_abort
+from mpipipe.comm.group import group_of
+from mpipipe.comm.launcher import launcher_size
+from mpipipe.comm.report import describe
+from mpipipe.errors import ConfigError, MpipipeError
+from mpipipe.models import GPT
+from mpipipe.train import TrainConfig
+from mpipipe.train.dry_run import Forecast, RankBytes, foresee
+
+MOST_RANKS = 1 << 16
+REFUSED = 2  # exit code, as of a configuration that cannot be used
+COLUMNS = ("parameters", "gradients", "moments", "activations", "messages", "scratch", "later", "process", "total")
+
+
+def foretell(load: Callable[[], TrainConfig], ranks: int | None) -> None:
+    """Show what a training would be: on `ranks` ranks in one process, or on the ranks of this job, by its rank 0.
+
+    In one process nothing asks for MPI. In a job every rank raises the same error.
+    """
+    if launcher_size(os.environ) is not None:
+        raise typer.Exit(run_or_abort(lambda: _in_job(load, ranks)))
+    try:
+        if ranks is not None and not 1 <= ranks <= MOST_RANKS:
+            raise ConfigError("--ranks is out of range", found=ranks, expected=f"at least 1, at most {MOST_RANKS:,}")
+        _show(load(), ranks or 1)
+    except MpipipeError as error:
+        raise Stop(describe(error, "mpipipe: nothing is foreseen"), REFUSED) from error
+
+
+def _in_job(load: Callable[[], TrainConfig], ranks: int | None) -> None:
+    group = group_of()
+    with group.together("train: the dry run"):
+        if ranks not in (None, group.size):
+            raise ConfigError(
+                "--ranks is for a dry run in one process",
+                found=f"--ranks {ranks}, {group.size} ranks in this job",
+                expected=f"none, or {group.size}",
+                remedy="start it without mpiexec or srun",
+            )
+        config = load()
+        if group.rank == 0:
+            _show(config, group.size)
+
+
+def _show(config: TrainConfig, ranks: int) -> None:
+    processor.prepare_process()
+    print(described(foresee(config, GPT, ranks)), flush=True)
+
+
+def check_alone(ranks: int | None) -> None:
+    """Raise ConfigError where --ranks is given to a training that really runs."""
+    if ranks is not None:
+        raise ConfigError(
+            "--ranks without --dry-run",
+            found=f"--ranks {ranks}",
+            remedy="a training runs on the ranks that mpiexec or srun starts; --dry-run shows one on so many ranks",
+        )
+
+
+def described(found: Forecast) -> str:
+    """Return all lines."""
+    config, plan = found.config, found.plan
+    schedule = plan.schedule
+    count, total = found.pipe * found.data * found.seq, sum(each.total for each in found.ranks)
+    rows, length = plan.microbatch_rows, -(-config.seq_len // found.seq)
+    lines = [
+        f"mpipipe: nothing is trained. {count} ranks = pipe {found.pipe} x data {found.data} x seq {found.seq}; "
+        f"{schedule.name}, {schedule.stages} stages, {schedule.microbatches} micro-batches",
+        f"mpipipe: {plan.model.parameters:,} parameters, {config.dtype}, {config.optimizer}; "
+        f"a micro-batch is {rows} x {length} on each rank",
+        f"mpipipe: bubble {_bubble(found):.3f} if a layer takes as long as its operations are many",
+        "",
+        "MB (1,000,000 bytes) of each rank of a pipeline at its peak",
+    ]
+    cuts = [" ".join(f"{start}-{stop - 1}" for start, stop in each.stages.values()) for each in found.ranks]
+    width = max(map(len, ["layers", *cuts]))
+    lines.append(f"rank  {'layers':<{width}}  " + "  ".join(f"{name:>7}" for name in COLUMNS))
+    lines += [f"{each.rank:>4}  {cut:<{width}}  {_sizes(each)}" for each, cut in zip(found.ranks, cuts)]
+    worst = max(found.ranks, key=lambda each: each.total)
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"rank {worst.rank} takes most: {worst.total:,} bytes; all {count} ranks: "
+            f"{total * found.data * found.seq:,} bytes",
+        ]
+    )
+
+
+def _sizes(each: RankBytes) -> str:
+    sizes = vars(each) | {
+        "scratch": each.scratch + each.tables + each.batch,
+        "later": max(0, each.sample - each.step, each.sums - each.step),
+        "total": each.total,
+    }
+    return "  ".join(f"{sizes[name] / 1e6:>{max(7, len(name))}.1f}" for name in COLUMNS)
+
+
+def _bubble(found: Forecast) -> float:
+    """Return the bubble of the schedule where a stage takes as long as its operations are many."""
+    plan = found.plan
+    costs = plan.tuning.costs(plan.model)
+    times = [sum(costs[start:stop]) for start, stop in plan.layer_ranges]
+    return schedules.simulate(plan.schedule, schedules.Costs(times, times, times)).bubble_fraction

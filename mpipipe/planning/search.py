@@ -1,0 +1,287 @@
+"""The search for the plan with the fastest step, among all that keep a limit of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mpipipe import schedules
+from mpipipe.errors import ArgumentError, ConfigError
+from mpipipe.planning.choice import Choice
+from mpipipe.planning.cuts import cuts_by_time
+from mpipipe.planning.predict import Prediction, predict
+from mpipipe.planning.profile import Profile
+from mpipipe.planning.sizes import shown_bytes
+from mpipipe.schedules.registry import names
+
+CHUNKS = 4  # most stages on a rank that are tried
+MOST_PER_RANK = 16  # micro-batches: more of them hardly make the bubble smaller
+COUNTS = 5  # numbers of micro-batches that are tried
+LIMITS = 4  # limits of recomputation that are tried for one schedule
+REFINED = 6  # plans whose partition is improved
+MOVES = 60  # changes of a partition that are tried for each of them
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A choice, and what is predicted for it.
+
+    Parameters
+    ----------
+    choice : Choice
+        What is decided.
+    prediction : Prediction
+        Its time and memory.
+
+    Examples
+    --------
+    >>> from mpipipe.planning import Plan
+    >>> sorted(Plan.__dataclass_fields__)
+    ['choice', 'prediction']
+    """
+
+    choice: Choice
+    prediction: Prediction
+
+
+@dataclass(frozen=True)
+class Space:
+    """The plans to search among.
+
+    Parameters
+    ----------
+    ranks : int
+        Of a pipeline.
+    layers : int
+        Of the model.
+    rows : int
+        Sequences of a step in each replica.
+    fixed : mapping of str to object
+        Fields of a Choice that stay as they are.
+    trained : frozenset of int, optional
+        Layers with something to train; by default all.
+
+    Raises
+    ------
+    ConfigError
+        There are more ranks than layers, or more micro-batches than sequences, or no schedule fits what is fixed.
+
+    Examples
+    --------
+    >>> from mpipipe.planning import Space
+    >>> space = Space(ranks=2, layers=6, rows=8, fixed={"chunks": 1})
+    >>> space.microbatches
+    [2, 4, 8]
+    >>> space.forms[0]
+    ('gpipe', 1)
+    """
+
+    ranks: int
+    layers: int
+    rows: int
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    trained: frozenset[int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.ranks > self.layers:
+            raise ConfigError(
+                "the pipeline has more ranks than the model has layers",
+                found=f"{self.ranks} ranks, {self.layers} layers",
+                expected="at least one layer on each rank",
+                remedy="lower pipe, or start fewer ranks",
+            )
+        partition = self.fixed.get("partition")
+        if partition is not None and sum(partition) != self.layers:
+            raise ConfigError(
+                "the partition does not have the layers of the model",
+                found=f"{sum(partition)} layers in {','.join(map(str, partition))}",
+                expected=f"{self.layers} layers",
+            )
+        if self.fixed.get("microbatches", 1) > self.rows:
+            raise ConfigError(
+                "fewer sequences than micro-batches",
+                found=f"{self.fixed['microbatches']} micro-batches",
+                expected=f"at most {self.rows}, the sequences in each replica",
+                remedy="raise batch, or lower microbatches",
+            )
+        if not self.forms:
+            raise ConfigError(
+                "no schedule fits the options that were given",
+                found=", ".join(f"{name} = {value}" for name, value in self.fixed.items()),
+                expected=f"chunks from 1 to {self.layers // self.ranks}, and a schedule with so many",
+                remedy="leave out one of them",
+            )
+
+    @property
+    def microbatches(self) -> list[int]:
+        """Numbers of micro-batches to try: divisors of the sequences, from one micro-batch for each rank on."""
+        if "microbatches" in self.fixed:
+            return [self.fixed["microbatches"]]
+        most = min(self.rows, MOST_PER_RANK * self.ranks)
+        found = [count for count in range(min(self.ranks, self.rows), most + 1) if self.rows % count == 0] or [most]
+        if len(found) <= COUNTS:
+            return found
+        return [found[round(place * (len(found) - 1) / (COUNTS - 1))] for place in range(COUNTS)]
+
+    @property
+    def forms(self) -> list[tuple[str, int]]:
+        """(schedule, chunks) to try."""
+        most = min(CHUNKS, self.layers // self.ranks)
+        partition = self.fixed.get("partition")
+        if partition is not None:
+            tried = [len(partition) // self.ranks] if len(partition) % self.ranks == 0 else []
+        else:
+            tried = [self.fixed["chunks"]] if "chunks" in self.fixed else [*range(1, most + 1)]
+        return [
+            (name, chunks)
+            for chunks in tried
+            if chunks * self.ranks <= self.layers and chunks == self.fixed.get("chunks", chunks)
+            for name in names(chunks)
+            if name == self.fixed.get("schedule", name)
+        ]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Sequences of a micro-batch, for each number of them."""
+        return sorted({-(-self.rows // count) for count in self.microbatches})
+
+    @property
+    def recomputation(self) -> dict[str, Any] | None:
+        """What is fixed of recomputation; None where nothing is."""
+        found = {name: self.fixed[name] for name in ("recompute", "recompute_limit") if name in self.fixed}
+        return found or None
+
+
+def find_plans(profile: Profile, space: Space, memory_limit: int | None = None) -> list[Plan]:
+    """Find the plans with the fastest steps.
+
+    For each schedule and number of micro-batches the layers are cut by their measured time. The fastest plans are
+    improved by moving a layer from a stage to its neighbour, as long as that helps.
+
+    Parameters
+    ----------
+    profile : Profile
+        What was measured, for all of `space.sizes`.
+    space : Space
+        The plans to search among.
+    memory_limit : int, optional
+        Bytes that a rank may need. Where a schedule needs more, forwards are run again, as few as that takes.
+
+    Returns
+    -------
+    list of Plan
+        One for each schedule, number of chunks and number of micro-batches that keeps the limit; the fastest first.
+
+    Raises
+    ------
+    ConfigError
+        No plan keeps the limit.
+
+    Examples
+    --------
+    >>> from mpipipe.planning import LayerCosts, Link, Profile, RankCosts, Sizes, Space, find_plans
+    >>> rank = RankCosts((LayerCosts(1.0, 2.0, 1.0, 1.0),))
+    >>> profile = Profile(
+    ...     kinds=(0, 0), costs={1: (rank, rank)}, links={1: (Link(), Link())}, sizes={1: Sizes((100,), (100,), 10)},
+    ...     states=(8, 8), trained=(1, 1), optimizer=(0.0, 0.0), sums=(0.0, 0.0),
+    ... )
+    >>> best = find_plans(profile, Space(ranks=2, layers=2, rows=4, fixed={"microbatches": 4}))[0]
+    >>> best.choice.schedule, best.prediction.seconds
+    ('zero_bubble_h1', 13.0)
+    """
+    found = [plan for plan in _plans(profile, space, memory_limit) if plan is not None]
+    kept = [plan for plan in found if memory_limit is None or plan.prediction.peak <= memory_limit]
+    if not kept:
+        least = min((plan.prediction.peak for plan in found), default=None)
+        raise ConfigError(
+            "no plan keeps this memory limit",
+            found=f"memory_limit {shown_bytes(memory_limit or 0)} on each rank",
+            expected="a plan that exists" if least is None else f"at least {shown_bytes(least)} ({least} bytes)",
+            remedy="raise the limit, use more ranks for a pipeline, or lower batch, seq_len or the sizes of the model",
+        )
+    kept.sort(key=_rank)
+    refined = [_refined(profile, space, plan, memory_limit) for plan in kept[:REFINED]]
+    return sorted([*refined, *kept[REFINED:]], key=_rank)
+
+
+def _rank(plan: Plan) -> tuple[float, int]:
+    return plan.prediction.seconds, plan.prediction.peak
+
+
+def _plans(profile: Profile, space: Space, memory_limit: int | None) -> Iterator[Plan | None]:
+    seen = set()  # some schedules are the same with one stage on each rank
+    for microbatches in space.microbatches:
+        size = -(-space.rows // microbatches)
+        for name, chunks in space.forms:
+            plan = _first(profile, space, Choice(name, chunks, microbatches, (), **(space.recomputation or {})), size)
+            key = None if plan is None else (plan.prediction.schedule.placement, plan.prediction.schedule.orders)
+            if key is not None and key in seen:
+                continue
+            seen.add(key)
+            if plan is None or memory_limit is None or plan.prediction.peak <= memory_limit:
+                yield plan
+            elif space.recomputation is not None:
+                yield plan
+            else:
+                yield from _recomputing(profile, space, plan, memory_limit)
+
+
+def _first(profile: Profile, space: Space, choice: Choice, size: int) -> Plan | None:
+    """Return the faster one of the cuts by time; None where no recomputation keeps the limit of activations."""
+    partition = space.fixed.get("partition")
+    cuts = [partition] if partition is not None else cuts_by_time(profile, size, choice.placement(space.ranks))
+    plans = [_predicted(profile, space, replace(choice, partition=tuple(cut))) for cut in cuts]
+    return min((plan for plan in plans if plan is not None), key=_rank, default=None)
+
+
+def _recomputing(profile: Profile, space: Space, plan: Plan, memory_limit: int) -> Iterator[Plan | None]:
+    """Yield the plan with as many forwards run again as the limit asks for."""
+    held = max(schedules.simulate(plan.prediction.schedule).peak_activations)
+    limits = sorted({held * part // (LIMITS + 1) for part in range(1, LIMITS + 1)} - {0, held}, reverse=True)
+    for limit in limits:
+        tried = _predicted(profile, space, replace(plan.choice, recompute_limit=limit))
+        if tried is not None and tried.prediction.peak <= memory_limit:
+            yield tried
+            return
+    yield _predicted(profile, space, replace(plan.choice, recompute=True))
+
+
+def _predicted(profile: Profile, space: Space, choice: Choice) -> Plan | None:
+    """Return a plan; None where no recomputation keeps the limit of activations."""
+    try:
+        return Plan(choice, predict(profile, choice, space.rows, space.trained))
+    except ArgumentError:
+        if choice.recompute_limit is None:
+            raise
+        return None
+
+
+def _refined(profile: Profile, space: Space, plan: Plan, memory_limit: int | None) -> Plan:
+    """Move layers between neighbouring stages, as long as that makes the step faster."""
+    if "partition" in space.fixed:
+        return plan
+    left, improved = MOVES, True
+    while improved and left > 0:
+        improved = False
+        for partition in _neighbours(plan.choice.partition):
+            left -= 1
+            other = _predicted(profile, space, replace(plan.choice, partition=partition))
+            keeps = other is not None and (memory_limit is None or other.prediction.peak <= memory_limit)
+            if other is not None and keeps and other.prediction.seconds < plan.prediction.seconds:
+                plan, improved = other, True
+                break
+            if left <= 0:
+                break
+    return plan
+
+
+def _neighbours(partition: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Yield the partitions in which one stage has given a layer to the next or to the one before."""
+    for place in range(len(partition) - 1):
+        for giver, taker in ((place, place + 1), (place + 1, place)):
+            if partition[giver] > 1:
+                moved = list(partition)
+                moved[giver] -= 1
+                moved[taker] += 1
+                yield tuple(moved)

@@ -1,0 +1,130 @@
+"""The text of a job script: head, environment, and one line that starts the ranks."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from string import Template
+
+from mpipipe.site.directives import directives
+from mpipipe.site.job import Job
+
+LIBRARY = Path(__file__).with_name("job.sh")
+SUBMIT = {
+    "slurm": "sbatch FILE [OPTIONS]",
+    "pbs": "qsub FILE",
+    "lsf": "bsub < FILE",
+    "flux": "flux batch FILE [OPTIONS]",
+}
+CHAIN = {"pbs": "qsub -W depend=afterany:JOBID FILE", "flux": "flux batch --dependency=afterany:JOBID FILE"}
+FOLDER = {"slurm": "${SLURM_SUBMIT_DIR:-.}", "pbs": "${PBS_O_WORKDIR:-.}", "lsf": "${LS_SUBCWD:-.}", "flux": "."}
+SEED = {"slurm": "SLURM_ARRAY_TASK_ID", "pbs": "PBS_ARRAY_INDEX", "lsf": "LSB_JOBINDEX"}
+PLUGIN = {"mpich": "pmi2", "openmpi": "pmix", "cray": "cray_shasta"}  # of srun, for each MPI
+SIZES_OF_SLURM = "nodes=$SLURM_JOB_NUM_NODES ranks=$SLURM_NTASKS threads=$SLURM_CPUS_PER_TASK"
+
+
+def job_script(job: Job) -> str:
+    """Return the text of a script for `job`, which its scheduler takes as it is, and which is fit to edit.
+
+    Parameters
+    ----------
+    job : Job
+        What is asked for.
+
+    Returns
+    -------
+    str
+        A script of bash.
+
+    Examples
+    --------
+    >>> from mpipipe.site import Job, job_script
+    >>> text = job_script(Job("slurm", nodes=2, ranks_per_node=4, mpi="openmpi"))
+    >>> [line for line in text.splitlines() if line.startswith("#SBATCH --n")]
+    ['#SBATCH --nodes=2', '#SBATCH --ntasks-per-node=4', '#SBATCH --no-requeue']
+    """
+    template = Template(Path(__file__).with_name("job_script.template").read_text())
+    sizes = f"nodes={job.nodes} ranks={job.ranks} threads={job.threads}"
+    return template.substitute(
+        notes="\n".join(f"# {line}".rstrip() for line in _notes(job)),
+        directives="\n".join(directives(job)),
+        folder=FOLDER[job.scheduler],
+        modules="\n".join(f"module load {module}" for module in job.modules) or "# module load python openmpi",
+        python=shlex.quote(job.python),
+        scheduler=job.scheduler,
+        sizes=SIZES_OF_SLURM if job.scheduler == "slurm" else sizes,
+        requeue="yes" if job.preemptable else "",
+        out=_folder_of_chain(job),
+        launcher=" ".join(_launcher(job)),
+        options=" \\\n    ".join(_options(job)),
+    )
+
+
+def _notes(job: Job) -> list[str]:
+    """Return what a reader of the script has to know."""
+    size = f"{job.ranks} rank{'s' * (job.ranks > 1)} of mpipipe on {job.nodes} node{'s' * (job.nodes > 1)}"
+    lines = [f"{size}; submit it with: {SUBMIT[job.scheduler]}"]
+    if job.scheduler in ("slurm", "flux"):
+        lines.append("OPTIONS are those of `mpipipe train`, and win over those below.")
+    if job.scheduler != "slurm":
+        lines.append("Where you change the sizes in the head, change those below, too.")
+    if job.preemptable and job.scheduler in CHAIN:
+        lines += [
+            "It saves before its time is over and leaves with 75. Submit it several times, each job after the last:",
+            f"  {CHAIN[job.scheduler]}",
+            "Each goes on where the one before it left, and one that finds the training finished ends at once.",
+        ]
+    elif job.preemptable:
+        lines.append("It saves before its time is over, leaves with 75, and comes back until it is done.")
+    return lines
+
+
+def _folder_of_chain(job: Job) -> str:
+    """Return the line that names one folder for all jobs of a chain; empty where there is no chain."""
+    if not job.preemptable or job.scheduler not in CHAIN:
+        return ""
+    return f"out=runs/{job.job_name}" + (f"_${SEED[job.scheduler]}\n" if job.array else "\n")
+
+
+def _launcher(job: Job) -> list[str]:
+    """Return the words that start the ranks, in front of Python."""
+    per_node = job.ranks_per_node
+    if job.scheduler == "slurm":
+        gpus = ["--gpu-bind=none"] if job.gpus else []
+        plugin = f"--mpi={PLUGIN[job.mpi]}"
+        # a rank that fails must take the others along: else they may wait for it until time is over
+        return ["srun", "--kill-on-bad-exit=1", "--wait=30", '--cpus-per-task="$threads"', *gpus, plugin]
+    if job.scheduler == "flux":
+        gpus = ["--gpus-per-task=1"] if job.gpus else []
+        placed = ["-o", "cpu-affinity=per-task", "-o", "exit-on-error"]
+        return ["flux", "run", '--nodes="$nodes"', '--ntasks="$ranks"', '--cores-per-task="$threads"', *gpus, *placed]
+    if job.launcher == "jsrun":  # one resource set for each node: one with a single GPU hides the others
+        gpus = ["-g", str(per_node)] if job.gpus else []
+        cores = str(per_node * job.threads)
+        return ["jsrun", "-n", '"$nodes"', "-a", str(per_node), "-c", cores, *gpus, "-b", 'packed:"$threads"']
+    return ["mpiexec", "-n", '"$ranks"', *_placed(job)]
+
+
+def _placed(job: Job) -> list[str]:
+    """Return what the mpiexec of each MPI calls ranks for each node, and cores for each rank."""
+    per_node = str(job.ranks_per_node)
+    if job.mpi == "openmpi":
+        return ["--map-by", f'ppr:{per_node}:node:PE="$threads"', "--bind-to", "core"]
+    if job.mpi == "cray":
+        return ["--ppn", per_node, "--depth", '"$threads"', "--cpu-bind", "depth"]
+    return ["-ppn", per_node, "-bind-to", 'core:"$threads"']
+
+
+def _options(job: Job) -> list[str]:
+    """Return the options of `mpipipe train`, a line each."""
+    pipe = '--pipe "$nodes"' if job.nodes > 1 or job.long_context else '--pipe "$ranks"'
+    lines = [f"--seq {job.ranks_per_node} {pipe} --seq-len 65536 --batch 8 --recompute" if job.long_context else pipe]
+    if job.array:
+        lines.append(f'--seed "${SEED[job.scheduler]}"')
+    if job.preemptable:
+        lines.append("--save-every 100 --resume auto")
+    if job.scheduler != "slurm":  # which alone says when the time is over
+        lines.append(f'--time-limit "$(({job.seconds} - SECONDS))"')
+    if job.options:
+        lines.append(" ".join(map(shlex.quote, job.options)))
+    return [*lines, '"$@"']

@@ -1,0 +1,211 @@
+"""What a training would be on so many ranks, without one: its plan, and the memory of each rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from mpipipe import arrays, schedules
+from mpipipe.attention import Local
+from mpipipe.comm import inprocess
+from mpipipe.comm.types import Communicator
+from mpipipe.errors import ConfigError
+from mpipipe.schedules.recompute import before_backwards
+from mpipipe.train.architecture import Architecture
+from mpipipe.train.base import architecture_of, find_base
+from mpipipe.train.config import TrainConfig
+from mpipipe.train.data import find
+from mpipipe.train.fine_tuning import find_tuning
+from mpipipe.train.footprint import peak_of_step
+from mpipipe.train.memory import STATES, own_layers, parameters_of, resident
+from mpipipe.train.rehearsal import Rehearsal, StageBytes
+from mpipipe.train.ring_memory import with_ring
+from mpipipe.train.shard import Shard
+from mpipipe.train.training_plan import TrainingPlan
+
+# What a process takes once it trains, whatever the model: modules that are imported late, buffers of MPI and of BLAS,
+# and gaps between arrays. Measured with `bench dry-run` under MPICH 4.3 and Open MPI 5: 8 to 18 MB.
+SETTLED = 13_000_000
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """Memory of one rank of a pipeline, in bytes.
+
+    Attributes
+    ----------
+    rank : of the pipeline
+    stages : its stages, each with (start, stop) of its layers
+    count : elements of its parameters
+    parameters : with the copy that a narrower dtype computes with
+    gradients, moments : of what is trained
+    tables : what is made once, such as rotary tables
+    activations, messages, scratch : at the peak of a step
+    batch : inputs and targets
+    start : what drawing the initial values takes, beside parameters and gradients
+    sample : what a step has taken, with parameters and gradients of the decoder that writes the sample at the end
+    sums : what MPI takes for sums over replicas; 0 without replicas
+    process : Python with its libraries, and what they keep for themselves once a training runs
+    """
+
+    rank: int
+    stages: dict[int, tuple[int, int]]
+    count: int
+    parameters: int
+    gradients: int
+    moments: int
+    tables: int
+    activations: int
+    messages: int
+    scratch: int
+    batch: int
+    start: int
+    sample: int
+    sums: int
+    process: int
+
+    @property
+    def total(self) -> int:
+        """The most that the rank holds at once: in a step, while initial values are drawn, or for the sample."""
+        state = self.moments + self.tables + max(self.step, self.sample, self.sums)
+        return self.process + self.parameters + self.gradients + max(self.start, state)
+
+    @property
+    def step(self) -> int:
+        """What a step takes beside parameters, gradients and moments."""
+        return self.activations + self.messages + self.scratch + self.batch
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a training would be.
+
+    Attributes
+    ----------
+    config : with what a folder to begin from says
+    plan : model, schedule, and the layers of each stage
+    pipe, data, seq : shape of the mesh
+    ranks : memory of each rank of a pipeline; all replicas are alike
+    """
+
+    config: TrainConfig
+    plan: TrainingPlan
+    pipe: int
+    data: int
+    seq: int
+    ranks: list[RankBytes]
+
+
+def foresee(config: TrainConfig, architecture: Architecture, ranks: int) -> Forecast:
+    """Return what a training would be on so many ranks; for one process, without MPI.
+
+    It rehearses one micro-batch on the processor, on stages with at most two repetitions of the layers that repeat.
+
+    Raises ConfigError, DataError or ArgumentError, as the training would.
+    """
+    process = resident() + SETTLED  # before the rehearsal
+    return inprocess.run(1, lambda comm: _foresee(config, architecture, ranks, process, comm))[0]
+
+
+class _Rehearsed(NamedTuple):
+    """What runs, with the bytes of each stage and of its input."""
+
+    schedule: schedules.Schedule
+    stages: list[StageBytes]
+    inputs: list[int]
+
+
+def _foresee(config: TrainConfig, architecture: Architecture, ranks: int, process: int, comm: Communicator) -> Forecast:
+    config, base = find_base(config, comm)
+    tuning = find_tuning(config, comm)
+    pipe, data = _mesh(config, ranks)
+    plan = TrainingPlan.of(
+        config, architecture_of(base, architecture), pipe, data, find(config.data, config.vocab).vocab, tuning
+    )
+    length = -(-config.seq_len // config.seq)
+    shard = Shard(comm, "contiguous", length)
+    rows = plan.microbatch_rows
+    schedule = before_backwards(plan.schedule) if config.recompute else plan.schedule
+    rehearsal = Rehearsal(
+        lambda: tuning.layers(plan.model.build(shard.attend)),
+        config.dtype,
+        tuning.freeze,
+        lambda stage: shard.loss_for(stage, rows),
+    )
+    stages: list[StageBytes] = []
+    inputs: list[int] = []
+    x = targets = np.zeros((rows, length), np.int64)
+    for number, (start, stop) in enumerate(plan.layer_ranges):
+        inputs.append(x.nbytes)
+        ends = 0 < number == schedule.trained_from
+        found, shape = rehearsal.stage(start, stop, x, targets, ends)
+        if config.seq > 1:
+            found = with_ring(found, plan.model.build(shard.attend)[start:stop], rows * length, config.dtype)
+        stages.append(found)
+        x = np.zeros(shape, arrays.dtype(config.dtype))
+    rehearsed = _Rehearsed(schedule, stages, inputs)
+    of_ranks = [_rank(config, plan, rehearsed, rank, process, data * config.seq) for rank in range(pipe)]
+    return Forecast(config, plan, pipe, data, config.seq, of_ranks)
+
+
+def _mesh(config: TrainConfig, ranks: int) -> tuple[int, int]:
+    """Return the ranks of a pipeline, and the number of replicas."""
+    pipe = max(1, ranks // config.seq) if config.pipe is None else config.pipe
+    data, rest = divmod(ranks, pipe * config.seq)
+    if rest or not data:
+        raise ConfigError(
+            "the mesh does not fit the ranks",
+            found=f"{ranks} ranks, pipe {pipe}, seq {config.seq}",
+            expected=f"a multiple of {pipe * config.seq}",
+        )
+    return pipe, data
+
+
+def _rank(
+    config: TrainConfig, plan: TrainingPlan, rehearsed: _Rehearsed, rank: int, process: int, replicas: int
+) -> RankBytes:
+    schedule, stages, inputs = rehearsed
+    own = [stages[number] for number in schedule.stages_of(rank)]
+    kind = arrays.dtype(config.dtype)
+    wide = arrays.accumulator(kind).itemsize
+    layers = plan.model.build(Local())
+    sizes = [parameters_of(layers[start:stop]) for start, stop in plan.ranges_of(rank)]
+    count, trained = parameters_of(own_layers(plan, rank)), plan.trained_parameters(rank)
+    held = peak_of_step(schedule, rank, stages, inputs)
+    length = -(-config.seq_len // config.seq)
+    ends = (rank == schedule.placement[0]) + (rank == schedule.placement[-1])
+    step = round(held.total) + ends * 16 * plan.rows * length
+    states = STATES[config.optimizer] if config.optimizer == "adamw" or config.momentum else 0
+    return RankBytes(
+        rank=rank,
+        stages=dict(zip(schedule.stages_of(rank), plan.ranges_of(rank))),
+        count=count,
+        parameters=count * (wide + (kind.itemsize if kind.itemsize != wide else 0)),
+        gradients=trained * wide,
+        moments=trained * wide * states,
+        tables=max(0, round(sum(each.tables for each in own))),
+        activations=round(held.activations),
+        messages=round(held.messages),
+        scratch=round(held.scratch),
+        batch=ends * 16 * plan.rows * length,
+        start=max(0, round(max(each.drawing for each in own))),
+        sample=_with_buffers(step, [size * wide for size in (*sizes, *sizes)]) if config.sample_bytes else 0,
+        sums=trained * wide if replicas > 1 else 0,  # MPI sums with a buffer as large, where a step has been
+        process=process,
+    )
+
+
+def _with_buffers(step: int, buffers: list[int]) -> int:
+    """Return what a step has taken and what these buffers take behind it.
+
+    Memory that a step has taken stays with the process. A buffer that fits into it takes no more.
+    """
+    room, more = step, 0
+    for size in sorted(buffers, reverse=True):
+        if size <= room:
+            room -= size
+        else:
+            more += size
+    return step + more

@@ -1,0 +1,143 @@
+"""What an output folder says of its training besides the metrics: config.toml and environment.json.
+
+config.toml is the configuration with all that it left open filled in, so that `train --config` makes the same numbers
+again. environment.json is what the numbers and their times depend on besides. Both are of the newest start; what an
+earlier start of the same training had in another way is kept beside them, as config.1.toml and so on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from mpipipe import files
+from mpipipe.train.config import FROM_FOLDER, TrainConfig
+from mpipipe.train.report import Reporter
+from mpipipe.train.sinks import parse_names
+from mpipipe.train.training_plan import TrainingPlan
+
+CONFIG, ENVIRONMENT = "config.toml", "environment.json"
+# whatever a training may have written here before its first checkpoint, besides metrics.jsonl
+OURS = re.compile(
+    r"(config(\.\d+)?\.toml|environment(\.\d+)?\.json|metrics\.csv|loss\.png|train\.log)(\.partial)?|tensorboard|wandb"
+)
+PATHS = ("tokenizer", "init", "from_", "resume")  # of files and folders; `data` is a list of them
+MOST_BYTES = 1 << 24
+# what is another at each start, though nothing has changed
+PASSING = ("time", "command", "job", "hosts")
+
+
+def is_ours(name: str) -> bool:
+    """Whether a file or folder of this name in an output folder is one of those that describe a training."""
+    return OURS.fullmatch(name) is not None
+
+
+def resolved(config: TrainConfig, plan: TrainingPlan, device: str, pipe: int) -> dict[str, Any]:
+    """Return the configuration as keys of a file, with what it left open as this training has it.
+
+    Paths are absolute, so that the file holds in any working folder. The output folder, and that the training was
+    resumed in it, are left out: a training with these keys begins anew.
+
+    Parameters
+    ----------
+    config : of the training
+    plan : of the training, which knows the sizes of the model
+    device : what computes: cpu or cuda
+    pipe : ranks of one pipeline
+    """
+    values = {entry.name: getattr(config, entry.name) for entry in fields(config)}
+    values |= {"device": device, "pipe": pipe, "microbatches": plan.schedule.microbatches}
+    if config.from_ is None:
+        values |= {key: size for key, size in asdict(plan.model).items() if key in FROM_FOLDER}
+    values["data"] = tuple(map(os.path.abspath, config.data))
+    for name in PATHS:
+        if values[name] is not None and os.path.exists(values[name]):
+            values[name] = os.path.abspath(values[name])
+    if config.lora is not None and os.path.isdir(config.lora):
+        values["lora"] = os.path.abspath(config.lora)
+    if values["resume"] in ("auto", "no"):
+        del values["resume"]
+    return {name.rstrip("_"): value for name, value in values.items() if value is not None and name != "out"}
+
+
+def describe(
+    reporter: Reporter,
+    config: TrainConfig,
+    plan: TrainingPlan,
+    surroundings: Mapping[str, Any],
+    *,
+    device: str,
+    pipe: int,
+    given: str | None,
+) -> None:
+    """Write both files, and open the sinks of the reporter, on rank 0. Files that cannot be written are warned of.
+
+    Parameters
+    ----------
+    reporter : of the training, whose output folder it is
+    config, plan, device, pipe : see `resolved`
+    surroundings : of `mpipipe.environment.gather`
+    given : see `write`
+    """
+    keys = resolved(config, plan, device, pipe)
+    try:
+        write(reporter.out, keys, surroundings, given)
+    except OSError as error:
+        reporter.warn(f"mpipipe: {error.filename} cannot be written: {error.strerror}; the training goes on")
+    reporter.open_sinks(parse_names(config.metrics_to), keys)
+
+
+def write(out: Path, keys: Mapping[str, Any], environment: Mapping[str, Any], given: str | None = None) -> None:
+    """Write both files into the output folder, on rank 0. Raises OSError.
+
+    Parameters
+    ----------
+    out : the folder, which is there
+    keys : of `resolved`
+    environment : of `mpipipe.environment.gather`
+    given : the fingerprint of data that the caller of `train` handed over, of which no key can tell
+    """
+    command = f"mpiexec -n {environment['ranks']} python -m mpipipe train --config {shlex.quote(str(out / CONFIG))}"
+    lines = ["# This training as it was resolved. Train it again:", f"#   {command} --out NEW"]
+    if given is not None:
+        lines.append(f"# but for the data, which the caller of train handed over: fingerprint {given}")
+    lines += [f"{name} = {_toml(value)}" for name, value in keys.items()]
+    text = json.dumps(environment, indent=1)
+    _replace(out / CONFIG, "\n".join(lines) + "\n", lambda content: content)
+    _replace(out / ENVIRONMENT, text + "\n", _lasting)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, str):  # JSON's strings are TOML's, but for this character, which JSON takes as it is
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def _replace(path: Path, text: str, lasting: Any) -> None:
+    """Write a file; one that says something else is kept under the first free number."""
+    try:
+        before = files.read_text(path, MOST_BYTES)
+    except (OSError, UnicodeDecodeError):
+        before = None
+    if before is not None and lasting(before) != lasting(text):
+        number = 1
+        while (former := path.with_suffix(f".{number}{path.suffix}")).exists():
+            number += 1
+        os.replace(path, former)
+    files.write_whole(path, text.encode(errors="surrogateescape"))  # a path may be no text
+
+
+def _lasting(text: str) -> Any:
+    try:
+        facts = json.loads(text)
+    except ValueError:
+        return text
+    return {name: value for name, value in facts.items() if name not in PASSING} if isinstance(facts, dict) else text

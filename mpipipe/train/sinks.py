@@ -1,0 +1,200 @@
+"""Where metrics go besides metrics.jsonl (--metrics-to): a table in CSV, TensorBoard, Weights & Biases, or several.
+
+A sink takes the facts of each record. One that fails is left out from then on, with one warning: no training ends
+because its metrics cannot be shown.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import io
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from mpipipe import files
+from mpipipe.errors import ArgumentError, BackendError
+from mpipipe.train import metrics
+
+Facts = Mapping[str, float]  # of a record, by name; "step" is always there
+
+
+class Sink(Protocol):
+    """Takes the metrics of a training; rank 0 has it. Any method may raise any Exception."""
+
+    def write(self, facts: Facts) -> None:
+        """Take one record."""
+
+    def close(self) -> None:
+        """Write what is left; nothing comes any more."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a sink may know of a training when it is opened.
+
+    Attributes
+    ----------
+    out : the output folder
+    done : steps before this start, whose records are in metrics.jsonl; 0 where the training begins
+    columns : the names that facts can have
+    configuration : as plain values
+    """
+
+    out: Path
+    done: int
+    columns: tuple[str, ...]
+    configuration: Mapping[str, Any]
+
+
+class Csv:
+    """metrics.csv: one row for each record, one column for each name; a cell is empty where nothing was measured.
+
+    The rows of records before this start are made from metrics.jsonl again.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.columns = run.columns
+        text = self._row(dict(zip(run.columns, run.columns)))
+        path = run.out / "metrics.csv"
+        kept, _ = metrics.kept_records(run.out, run.done)
+        files.write_whole(path, (text + "".join(map(self._row, map(json.loads, kept.splitlines())))).encode())
+        self.descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+
+    def _row(self, facts: Mapping[str, Any]) -> str:
+        text = io.StringIO()
+        csv.DictWriter(text, self.columns, extrasaction="ignore", lineterminator="\n").writerow(facts)
+        return text.getvalue()
+
+    def write(self, facts: Facts) -> None:
+        row = self._row(facts).encode()
+        if os.write(self.descriptor, row) < len(row):
+            raise OSError("the disk is full")
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+
+class TensorBoard:
+    """tensorboard/: scalars for TensorBoard. What an earlier start wrote behind this one's beginning is hidden."""
+
+    def __init__(self, run: Run) -> None:
+        from tensorboardX import SummaryWriter
+
+        folder = str(run.out / "tensorboard")
+        if run.done:  # the name of a file has whole seconds: that of an earlier start must not be the same
+            self.writer = SummaryWriter(folder, purge_step=run.done + 1, filename_suffix=f".{run.done}")
+        else:
+            self.writer = SummaryWriter(folder)
+
+    def write(self, facts: Facts) -> None:
+        step, time = int(facts["step"]), facts["time"]
+        for name, value in facts.items():
+            if name not in ("step", "time"):
+                self.writer.add_scalar(name, value, step, walltime=time)
+        self.writer.flush()
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class WeightsAndBiases:
+    """wandb/: a run for Weights & Biases, which is only sent when somebody calls `wandb sync`.
+
+    Neither the network nor an account is asked for. Each start of a training is a run of its own, in one group.
+    """
+
+    def __init__(self, run: Run) -> None:
+        import wandb
+
+        settings = wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True, x_disable_stats=True)
+        self.run = wandb.init(
+            project="mpipipe",
+            dir=str(run.out),
+            mode="offline",
+            group=run.out.name,
+            config=dict(run.configuration),
+            settings=settings,
+        )
+
+    def write(self, facts: Facts) -> None:
+        self.run.log({name: value for name, value in facts.items() if name != "step"}, step=int(facts["step"]))
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+KINDS: dict[str, Callable[[Run], Sink]] = {"csv": Csv, "tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+LIBRARIES = {"tensorboard": "tensorboardX", "wandb": "wandb"}  # that a sink needs; the extras are called as the sinks
+
+
+def parse_names(text: str) -> tuple[str, ...]:
+    """Return the sinks that `--metrics-to` names, with commas between them; "none" is no sink.
+
+    Raises ArgumentError for a name that is none, or that comes twice.
+    """
+    names = tuple(name.strip() for name in text.split(",")) if text != "none" else ()
+    for name in names:
+        if name not in KINDS or names.count(name) > 1:
+            raise ArgumentError(
+                "no such sink of metrics" if name not in KINDS else "a sink of metrics is named twice",
+                found=repr(text),
+                expected=f"some of {', '.join(KINDS)} with commas between them, or none",
+            )
+    return names
+
+
+def check_installed(names: Sequence[str]) -> None:
+    """Raise BackendError for a sink whose library is not installed."""
+    for name in names:
+        library = LIBRARIES.get(name)
+        if library is not None and importlib.util.find_spec(library) is None:
+            raise BackendError(
+                f"metrics_to names {name}, which needs the package {library}",
+                found="it is not installed",
+                remedy=f"in a checkout of mpipipe `pip install '.[{name}]'`, or leave {name} out",
+            )
+
+
+class Sinks:
+    """Several sinks, none of which can end the training.
+
+    Parameters
+    ----------
+    names : of sinks to open
+    run : what they are told
+    warn : tells that one has failed
+    """
+
+    def __init__(self, names: Sequence[str], run: Run, warn: Callable[[str], None]) -> None:
+        self.open: dict[str, Sink] = {}
+        self.warn = warn
+        for name in names:
+            self._try(name, partial(self._open, name, run))
+
+    def write(self, facts: Facts) -> None:
+        """Hand a record to each sink that is left."""
+        for name, sink in list(self.open.items()):
+            self._try(name, partial(sink.write, facts))
+
+    def close(self) -> None:
+        """Close the sinks that are left. May be called twice."""
+        for name, sink in list(self.open.items()):
+            self._try(name, sink.close)
+        self.open.clear()
+
+    def _open(self, name: str, run: Run) -> None:
+        self.open[name] = KINDS[name](run)
+
+    def _try(self, name: str, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except Exception as error:  # a library raises what it likes
+            self.open.pop(name, None)
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            self.warn(f"mpipipe: no more metrics go to {name}: {reason}; the training goes on")

@@ -1,0 +1,31 @@
+"""Systems on which ReFrame runs site/reframe/checks.py: this machine, and an example of a cluster. Write your own."""
+
+ENVIRONMENT = {"name": "site", "features": ["mpi"]}  # add `modules` of your site
+site_configuration = {
+    "systems": [
+        {
+            "name": "here",
+            "descr": "this machine, by the mpiexec on PATH",
+            "hostnames": [".*"],
+            "partitions": [{"name": "local", "scheduler": "local", "launcher": "mpiexec", "environs": ["site"]}],
+        },
+        {
+            "name": "cluster",
+            "descr": "a cluster with SLURM; `access` is what sbatch needs there, and srun takes the plugin of its MPI",
+            "hostnames": ["^login"],
+            "partitions": [
+                {
+                    "name": "cpu",
+                    "scheduler": "squeue",
+                    "launcher": "srun",
+                    "access": [],
+                    "environs": ["site"],
+                    "max_jobs": 4,
+                    "env_vars": [["SLURM_MPI_TYPE", "pmi2"]],
+                }
+            ],
+        },
+    ],
+    "environments": [ENVIRONMENT],
+    "general": [{"check_search_recursive": False, "report_file": "reframe-report.json"}],
+}

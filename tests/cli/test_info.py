@@ -1,0 +1,81 @@
+"""`info` in words: cores, threads, free memory, bad placements, and AMD's GPUs by name."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from mpipipe import arrays, environment
+from mpipipe.cli.info import described, info
+from mpipipe.comm import inprocess
+from mpipipe.comm.binding import crowded, crowded_threads
+from mpipipe.errors import BackendError
+
+
+def surroundings(cores, threads=1, host_cores=8):
+    binding = [{"rank": rank, "host": "n1", "cores": own, "threads": threads} for rank, own in enumerate(cores)]
+    hosts = [{"host": "n1", "cores": host_cores, "memory": 64 << 30, "free_memory": 48 << 30}]
+    warnings = {"crowded": crowded(binding), "crowded_threads": crowded_threads(binding)}
+    return {"binding": binding, "hosts": hosts, **warnings}
+
+
+def test_ranks_with_the_same_cores_stand_together():
+    facts = described(surroundings(["0-3", "0-3", "4-7", "4-7"], threads=2))
+    assert facts["cores"] == "ranks 0-1: 0-3 on n1\nranks 2-3: 4-7 on n1"
+    assert facts["threads"] == "ranks 0-3: 2 of BLAS in train"
+    assert facts["free memory"] == "n1: 48.0 of 64.0 GiB"
+    assert "warning" not in facts
+
+
+@pytest.mark.parametrize(
+    ("cores", "threads", "text"),
+    [
+        (["3", "3"], 1, "2 ranks share 1 core"),
+        (["0", "1"], 4, "ranks 0-1 have 8 BLAS threads on 2 cores of n1"),
+        (["0", "1"], 1, "each rank on n1 is pinned to one core, and of 8 cores 2 are used"),
+    ],
+)
+def test_a_bad_placement_is_warned_of(cores, threads, text):
+    assert text in described(surroundings(cores, threads))["warning"]
+
+
+def test_ranks_that_fill_a_host_one_by_one_are_no_reason_to_warn():
+    assert "warning" not in described(surroundings([str(core) for core in range(8)]))
+
+
+def test_json_is_what_train_writes(launch):
+    job = launch(2, ["-m", "mpipipe", "info", "--json"])
+    assert job.returncode == 0, job.stderr
+    found = json.loads(job.stdout)
+    (mine,) = inprocess.run(1, lambda comm: environment.gather(comm, gpus=False))
+    assert list(found) == list(mine)
+    assert found["ranks"] == 2 and [place["rank"] for place in found["binding"]] == [0, 1]
+    assert found["mpi"] is not None
+
+
+def test_json_without_mpi_is_of_one_process(launch):
+    job = launch(0, ["-m", "mpipipe", "info", "--json"], env={"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"})
+    assert job.returncode == 0, job.stderr
+    assert json.loads(job.stdout)["mpi"] is None
+
+
+@pytest.fixture
+def amd(emulated_gpu, monkeypatch):
+    """A CuPy that is built for ROCm, on which nothing compiles."""
+    monkeypatch.setattr(sys.modules["cupy.cuda.runtime"], "is_hip", True)
+    emulated_gpu.machine.faults |= {"headers", "cublas"}
+
+
+def test_gpus_of_amd_are_named_and_no_error_of_a_compiler(amd, capsys):
+    info()
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = [line for line in lines if line.startswith("GPU toolkit")]
+    assert "AMD's GPUs are not supported yet" in line
+    assert "bug report" in lines[-1]
+
+
+def test_an_error_on_gpus_of_amd_says_so(amd):
+    with pytest.raises(BackendError, match="AMD's GPUs are not supported yet"):
+        arrays.check_device("cuda")

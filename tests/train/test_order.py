@@ -1,0 +1,150 @@
+"""`schedule = FILE.csv`: an order of the user's own trains as the schedule of a name does, and a resume finds it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mpipipe import checkpoint, schedules
+from mpipipe.comm import inprocess
+from mpipipe.errors import ConfigError, ScheduleError
+from mpipipe.models import GPT
+from mpipipe.train import TrainConfig, train
+from mpipipe.train.training_plan import TrainingPlan
+
+RANKS, CHUNKS, MICROBATCHES = 2, 2, 3
+SMALL = dict(
+    dim=8, layers=4, heads=2, hidden=16, seq_len=8, batch=6, steps=4, warmup=1, eval_every=2, eval_batches=1,
+    log_every=1, sample_bytes=0, device="cpu", save_every=2, pipe=RANKS, chunks=CHUNKS,
+)  # fmt: skip
+MEASURED = ("tokens_per_second", "bubble", "predicted")
+
+
+@pytest.fixture
+def config(tmp_path):
+    """config(**keys): a small training on two ranks with two stages each, in a folder of its own."""
+    (tmp_path / "text.txt").write_text("one two three four\n" * 400)
+    keys = {**SMALL, "data": [str(tmp_path / "text.txt")]}
+    return lambda **more: TrainConfig(**{**keys, "out": str(tmp_path / "run"), **more})
+
+
+@pytest.fixture
+def order(tmp_path):
+    """The path of an order on a V with split backwards, which no schedule of the package has."""
+    made = schedules.search((0, 1, 1, 0), MICROBATCHES, schedules.Costs(1, 1, [1, 2, 1, 3]), seconds=60, steps=30)
+    path = tmp_path / "order.csv"
+    path.write_text(made.to_csv())
+    return path
+
+
+def run(config):
+    return inprocess.run(RANKS, lambda comm: train(config, GPT, comm))
+
+
+def records(config):
+    lines = [json.loads(line) for line in Path(config.out, "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key not in MEASURED} for line in lines]
+
+
+def test_an_order_trains_to_the_same_bits_as_a_schedule_with_a_name(config, order, tmp_path, capsys):
+    by_name = config(schedule="zero_bubble_v", microbatches=MICROBATCHES, out=str(tmp_path / "named"))
+    of_file = config(schedule=str(order))
+    run(by_name)
+    capsys.readouterr()
+    run(of_file)
+    assert "; order " in capsys.readouterr().out.splitlines()[0]
+    assert records(of_file) == records(by_name)
+    saved = checkpoint.read(of_file.out).state["configuration"]["schedule"]
+    assert saved == order.read_text()
+
+
+def test_a_resume_finds_the_order_where_its_file_is_gone_or_another_one(config, order, caplog):
+    first = config(schedule=str(order), steps=2)
+    run(first)
+    table = order.read_text()
+    order.unlink()
+    with caplog.at_level(logging.WARNING, "mpipipe"):
+        run(replace(first, resume="auto", steps=3))
+    assert "is gone: order" in caplog.text and len(records(first)) == 4
+    assert checkpoint.read(first.out).state["configuration"]["schedule"] == table
+    caplog.clear()
+    other = schedules.zero_bubble_v(RANKS, MICROBATCHES).to_csv()
+    order.write_text(other)
+    with caplog.at_level(logging.WARNING, "mpipipe"):
+        run(replace(first, resume="auto", steps=4))
+    assert "is now order" in caplog.text
+    assert checkpoint.read(first.out).state["configuration"]["schedule"] == other != table
+    order.unlink()
+    with pytest.raises(ConfigError, match="cannot be read"):
+        run(replace(first, out=first.out + "-new"))
+
+
+def plan(table, **keys):
+    keys = {**SMALL, "schedule": table, **keys}
+    return TrainingPlan.of(TrainConfig(**keys), GPT, keys["pipe"], 1)
+
+
+def test_the_plan_takes_the_placement_and_the_microbatches_of_the_order():
+    table = schedules.v_half(RANKS, MICROBATCHES).to_csv()
+    made = plan(table).schedule
+    assert (made.placement, made.microbatches, made.to_csv()) == ((0, 1, 1, 0), MICROBATCHES, table)
+    assert (
+        made.name.startswith("order ")
+        and made.name != plan(schedules.v_min(RANKS, MICROBATCHES).to_csv()).schedule.name
+    )
+
+
+@pytest.mark.parametrize(
+    "keys, match",
+    [
+        (dict(pipe=4), "not of pipe = 4"),
+        (dict(chunks=1), "not of chunks = 1"),
+        (dict(microbatches=6), "not of microbatches = 6"),
+        (dict(batch=2), "fewer sequences than micro-batches"),
+    ],
+)
+def test_an_order_of_other_sizes_is_refused(keys, match):
+    with pytest.raises(ConfigError, match=match) as refusal:
+        plan(schedules.v_half(RANKS, MICROBATCHES).to_csv(), **keys)
+    assert str(MICROBATCHES) in refusal.value.found or "2 sequences" in refusal.value.found
+
+
+def test_ranks_with_different_numbers_of_stages_are_refused():
+    table = "0F0,2F0,2B0,0B0\n1F0,1B0\n"
+    with pytest.raises(ConfigError, match="not of chunks = 2") as refusal:
+        plan(table)
+    assert "2 ranks with 1 or 2 stages each" in refusal.value.found
+
+
+@pytest.mark.parametrize(
+    "table, error, match",
+    [
+        ("0F0,1F0\n1B0,0B0\n", ScheduleError, "is on another rank"),
+        ("0F0,3F0,0B0,3B0\n1F0,2F0,2B0,1B0\n", ScheduleError, "wait|before"),
+        ("0F0,3F0\n1F0,2F0\n", ConfigError, "without backward passes"),
+    ],
+)
+def test_an_order_that_cannot_train_is_refused_before_anything_is_written(config, order, table, error, match):
+    order.write_text(table)
+    chosen = config(schedule=str(order))
+    with pytest.raises(error, match=match):
+        run(chosen)
+    assert not Path(chosen.out).exists()
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe", b""], ids=repr)
+def test_a_file_that_is_no_table_is_refused_on_all_ranks(config, tmp_path, content):
+    path = tmp_path / "some.CSV"
+    if content is not None:
+        path.write_bytes(content)
+
+    def job(comm):
+        with pytest.raises((ConfigError, ScheduleError)) as refusal:
+            train(config(schedule=str(path)), GPT, comm)
+        return str(refusal.value)
+
+    assert len(set(inprocess.run(RANKS, job))) == 1

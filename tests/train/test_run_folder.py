@@ -1,0 +1,112 @@
+"""A run folder explains itself: what it holds makes the same numbers again."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mpipipe.comm import inprocess
+from mpipipe.errors import ConfigError
+from mpipipe.models import GPT
+from mpipipe.train import TrainConfig, run_folder, train
+from mpipipe.train.config_file import read_keys
+
+CLOCKED = ("time", "seconds", "tokens_per_second", "bubble", "predicted")
+SMALL = dict(
+    dim=8, layers=2, heads=1, seq_len=8, batch=4, steps=4, warmup=2, log_every=1, eval_every=2, eval_batches=1,
+    sample_bytes=0,
+)  # fmt: skip
+
+
+@pytest.fixture
+def text(tmp_path):
+    words = np.random.default_rng(0).choice(["one ", "two ", "three "], 400)
+    (tmp_path / "text.txt").write_text("".join(words))
+    return tmp_path / "text.txt"
+
+
+def trained(ranks, config):
+    inprocess.run(ranks, lambda comm: train(config, GPT, comm))
+    lines = Path(config.out, "metrics.jsonl").read_text().splitlines()
+    return [{name: value for name, value in json.loads(line).items() if name not in CLOCKED} for line in lines]
+
+
+def test_the_saved_configuration_gives_bit_equal_metrics(text, tmp_path, monkeypatch):
+    """From another working folder, with all that was left open."""
+    monkeypatch.chdir(tmp_path)
+    chosen = TrainConfig(**SMALL, data=[text.name], out="first", seed=3, lr=0.1 + 0.2, dropout=0.25)
+    first = trained(2, chosen)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    again = TrainConfig.load("../first/config.toml", out="second")
+    assert trained(2, again) == first and len(first) == 5
+    assert (again.device, again.pipe, again.microbatches, again.vocab) == ("cpu", 2, 4, 256)
+    assert again.data == (str(text),)
+    assert read_keys(Path("second/config.toml")) == read_keys(tmp_path / "first/config.toml")
+
+
+def test_the_folder_says_where_it_was_trained_and_what_was_shown(text, tmp_path, capfd):
+    trained(2, TrainConfig(**SMALL, data=[str(text)], out=str(tmp_path / "out"), device="cpu"))
+    environment = json.loads((tmp_path / "out/environment.json").read_text())
+    assert environment["ranks"] == 2 and environment["packages"]["numpy"] == np.__version__
+    assert (tmp_path / "out/train.log").read_text() == capfd.readouterr().out
+
+
+def test_metrics_go_where_they_were_sent_in_a_training(text, tmp_path):
+    pytest.importorskip("tensorboardX")
+    config = TrainConfig(**SMALL, data=[str(text)], out=str(tmp_path / "out"), metrics_to="csv,tensorboard")
+    records = trained(1, config)
+    assert len((tmp_path / "out/metrics.csv").read_text().splitlines()) == len(records) + 1
+    assert list((tmp_path / "out/tensorboard").iterdir())
+
+
+def test_another_configuration_of_an_earlier_start_is_kept(text, tmp_path):
+    config = TrainConfig(**SMALL, data=[str(text)], out=str(tmp_path / "out"), save_every=2, device="cpu")
+    trained(1, config)
+    config = TrainConfig.load(**{**vars(config), "steps": 6, "resume": "auto"})
+    trained(2, config)  # with a rank more
+    assert read_keys(tmp_path / "out/config.1.toml")["steps"] == 4
+    assert read_keys(tmp_path / "out/config.toml")["steps"] == 6
+    assert [
+        json.loads((tmp_path / "out" / name).read_text())["ranks"]
+        for name in ("environment.1.json", "environment.json")
+    ] == [1, 2]
+    trained(2, config)  # as before: nothing more is kept
+    assert not list((tmp_path / "out").glob("*.2.*"))
+
+
+def test_a_training_that_ended_before_its_first_checkpoint_can_begin_again_in_its_folder(text, tmp_path):
+    config = TrainConfig(**SMALL, data=[str(text)], out=str(tmp_path / "out"), metrics_to="csv", resume="auto")
+    first = trained(1, config)
+    for path in (tmp_path / "out/weights").iterdir():
+        path.unlink()
+    assert trained(1, config) == first
+
+
+def test_values_come_back_from_the_file_as_they_were(tmp_path):
+    odd = 'a "quoted" \\ path\x7f\n\t\u00fc\U0001f600'
+    keys = {"text": odd, "list": ("a", odd), "no": False, "count": 2**62, "small": 1e-300, "large": float("inf")}
+    run_folder.write(tmp_path, keys, {"ranks": 1}, given="abc\u00fc")
+    found = read_keys(tmp_path / "config.toml")
+    assert found == {**keys, "list": list(keys["list"])}
+    assert "abc\u00fc" in (tmp_path / "config.toml").read_text()
+
+
+def test_a_path_that_is_no_text_is_written_as_it_is(tmp_path):
+    run_folder.write(tmp_path, {"data": (os.fsdecode(b"/data/\xff"),)}, {"ranks": 1})
+    assert b'data = ["/data/\xff"]' in (tmp_path / "config.toml").read_bytes()
+    with pytest.raises(ConfigError, match="not TOML"):
+        read_keys(tmp_path / "config.toml")
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [("config.toml", True), ("config.12.toml", True), ("environment.json.partial", True), ("train.log", True),
+     ("wandb", True), ("metrics.csv", True), ("loss.png", True), ("thesis.tex", False), ("config.toml.old", False)],
+)  # fmt: skip
+def test_files_of_others_are_not_taken_for_those_of_a_training(name, ours):
+    assert run_folder.is_ours(name) == ours
