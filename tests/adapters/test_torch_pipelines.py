@@ -10,9 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from support import dense, torch_models  # noqa: E402
 
-from mpipipe import Branches, Mesh, Pipeline, adapters, checkpoint, optim, schedules  # noqa: E402
-from mpipipe.adapters.pytorch.stage import TorchStage  # noqa: E402
-from mpipipe.comm import inprocess  # noqa: E402
+from mpipipe import Mesh, Pipeline, adapters, checkpoint, optim, schedules  # noqa: E402
 
 pytestmark = pytest.mark.judges
 ENOUGH = (
@@ -219,63 +217,3 @@ def test_a_checkpoint_has_parameters_and_buffers_whatever_the_cut(subcomm, mpi_t
     for name, value in optimizer.named_state()["first"].items():
         np.testing.assert_array_equal(loaded[name], value)
     assert not any(name.startswith("0.0.") for name in loaded)  # it is frozen
-
-
-class Giving(TorchStage):
-    """A module with two results, of which the second goes over skip "a"."""
-
-    takes_branches = True
-
-    def forward(self, x, position=None):
-        (y, more), saved = super().forward(x, position)
-        return Branches(y, a=more), saved
-
-    def backward(self, dy, saved):
-        return super().backward((dy.main, dy["a"]), saved)
-
-
-class Taking(TorchStage):
-    """A module with two arguments, of which the second comes over skip "a"."""
-
-    takes_branches = True
-
-    def forward(self, x, position=None):
-        return super().forward((x.main, x["a"]), position)
-
-    def backward(self, dy, saved):
-        dx, da = super().backward(dy, saved)
-        return Branches(dx, a=da)
-
-
-class Two(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = (torch.nn.Linear(4, 4, dtype=torch.float64) for _ in range(2))
-
-    def forward(self, x, y=None):
-        return (self.first(x), self.second(x)) if y is None else self.first(x) * self.second(y)
-
-
-def test_modules_hand_data_over_skips():
-    torch.manual_seed(0)
-    modules = [Two(), torch.nn.Linear(4, 4, dtype=torch.float64), Two()]
-    alone = copy.deepcopy(modules)
-    x, target = np.random.default_rng(0).normal(size=(2, 6, 4))
-    schedule = schedules.with_skips(schedules.one_f_one_b(3, 2), {"a": (0, 2)})
-
-    def job(comm):
-        make = (Giving, TorchStage, Taking)[comm.rank]
-        mine = dense.placed(schedule, comm.rank, x, target)
-        with Pipeline(
-            [make(modules[comm.rank])], schedule, comm, loss=adapters.torch_loss(torch.nn.functional.mse_loss)
-        ) as pipeline:
-            return pipeline.step(*mine).loss
-
-    losses = inprocess.run(3, job)
-    y, more = alone[0](torch.from_numpy(x))
-    expected = torch.nn.functional.mse_loss(alone[2](alone[1](y), more), torch.from_numpy(target))
-    expected.backward()
-    close(losses, expected.item())
-    for found, wanted in zip(modules, alone):
-        for one, other in zip(found.parameters(), wanted.parameters()):
-            close(one.grad, other.grad)
