@@ -13,7 +13,7 @@ from mpipipe import Branches, Pipeline, analysis, nn, schedules
 from mpipipe.analysis.deliveries import deliveries
 from mpipipe.comm import inprocess
 from mpipipe.comm.mailbox import Mailbox
-from mpipipe.errors import ArgumentError, MismatchError, ScheduleError, StageError
+from mpipipe.errors import ArgumentError, MismatchError, PeerError, ScheduleError, StageError
 from mpipipe.schedules import Schedule, Skip, parts, simulate, with_frozen, with_recompute, with_skips
 
 NETS = {  # stages -> skips: side by side, one within the other, crossing, several of one stage
@@ -434,3 +434,34 @@ def test_all_buffers_of_messages_over_skips_are_used_again(name):
         return made
 
     assert inprocess.run(2, job) == [[], []]
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("synchronous", [0, 1])
+@pytest.mark.parametrize("method", ["forward", "backward"])
+def test_a_failure_at_an_end_of_a_skip_ends_all_ranks(comm, monkeypatch, method, synchronous):
+    """Messages over skips are under way then, some of them large; nobody waits for them."""
+    monkeypatch.setenv("MPIPIPE_SYNC_SENDS", str(synchronous))
+    schedule = built("interleaved_1f1b", comm.size)
+    if schedule is None:
+        return
+    inputs, targets = batch(128 * schedule.microbatches)
+    stages, last = skip_nets.model(schedule, comm.rank, WIDTH), schedule.stages - 1
+    for stage in stages:
+        if stage.number == (0 if method == "forward" else last):
+            before = getattr(stage, method)
+            count = iter(range(100))
+
+            def fails_late(*given, before=before, count=count):
+                found = before(*given)
+                late = next(count) == schedule.microbatches + 1  # in the second step
+                return (missing(found) if method == "backward" else (missing(found[0]), found[1])) if late else found
+
+            setattr(stage, method, fails_late)
+    own = dense.placed(schedule, comm.rank, inputs, targets)
+    with (
+        pytest.raises((StageError, PeerError), match="does not give what its skips want"),
+        Pipeline(stages, schedule, comm, loss=dense.mean_squared) as pipeline,
+    ):
+        for _ in range(2):
+            pipeline.step(*own)
