@@ -137,7 +137,7 @@ def read_trace(folder: str | Path) -> WrittenTrace:
     try:
         read = from_csv(summary["order"])
         named = replace(read, name=str(summary["schedule"]), trained_from=summary["trained_from"])
-        schedule = with_skips(named, summary["skips"])
+        schedule = with_skips(named, summary.get("skips", {}))
         check(schedule)
         costs = Costs(**summary["costs"])
         for name in asdict(costs):
