@@ -5,7 +5,7 @@
 #   bash jobs/gpu_check.sh
 #   QUICK=1          the first look, in three minutes: versions, cuDNN, tests of arrays, libraries and kernels, smallest
 #                    benches
-#   PYTHON=python3   interpreter with numpy, cupy, mpi4py, ml_dtypes, threadpoolctl, typer, rich, safetensors, pytest and
+#   PYTHON=python3   interpreter with numpy, cupy, mpi4py, ml_dtypes, threadpoolctl, safetensors, pytest and
 #                    hypothesis; mpipipe is taken from this source tree
 #   MPIEXEC=...      launcher of the MPI that mpi4py uses; by default the one beside PYTHON, or the one on PATH
 #   RESULTS=folder   for gpu_check.json, gpu_check.md and logs; by default a new one below results/. All of it comes in

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from io import StringIO
 from statistics import fmean
 
 from mpipipe.analysis.parts import PARTS
+from mpipipe.text_table import text_table
 
 MOST = 16  # ranks with a row of their own
-WIDTH = 110
 
 
 def table(parts: Mapping[int, Mapping[str, float]]) -> str:
@@ -17,21 +16,10 @@ def table(parts: Mapping[int, Mapping[str, float]]) -> str:
 
     Of more than 16 ranks, those with the most and the least compute are shown.
     """
-    from rich.box import SIMPLE_HEAD  # imported where a table is made: it takes time
-    from rich.console import Console
-    from rich.table import Table
-
-    drawn = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for title in ("rank", "step", *PARTS):
-        drawn.add_column(title, justify="right")
-    for rank in shown(parts):
-        drawn.add_row(str(rank), *_cells(parts[rank]))
+    rows = [[str(rank), *_cells(parts[rank])] for rank in shown(parts)]
     if len(parts) > 1:
-        drawn.add_section()
-        drawn.add_row("mean", *_cells({part: fmean(each[part] for each in parts.values()) for part in PARTS}))
-    text = StringIO()
-    Console(file=text, width=WIDTH, color_system=None).print(drawn)
-    return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
+        rows.append(["mean", *_cells({part: fmean(each[part] for each in parts.values()) for part in PARTS})])
+    return "\n".join(text_table(["rank", "step", *PARTS], rows, left=()))
 
 
 def shown(parts: Mapping[int, Mapping[str, float]]) -> list[int]:

@@ -1,61 +1,36 @@
-"""The command line (python -m mpipipe train | plan | tokenize | generate | evaluate | convert | simulate | ...)."""
+"""The command line: python -m mpipipe train | tokenize | generate | evaluate | simulate | draw | bench | info | run."""
 
 from __future__ import annotations
 
-import io
+import difflib
+import logging
 import os
 import sys
-from typing import Annotated, Any
-
-import typer
+from typing import Any, NamedTuple
 
 from mpipipe import __version__
-from mpipipe.cli.bench.commands import app as bench
-from mpipipe.cli.convert import convert
-from mpipipe.cli.draw import app as draw
-from mpipipe.cli.evaluate import evaluate
-from mpipipe.cli.generate import generate
-from mpipipe.cli.info import info
-from mpipipe.cli.jobscript import jobscript
-from mpipipe.cli.plan import plan
-from mpipipe.cli.run import run
-from mpipipe.cli.simulate import simulate
-from mpipipe.cli.tokenize import tokenize
-from mpipipe.cli.train import train
+from mpipipe.cli.commands import ALL, Command, Commands
 from mpipipe.comm import launcher, runtime
 from mpipipe.comm.abort import Stop, run_or_abort
+from mpipipe.comm.group import group_of
 from mpipipe.errors import BackendError
 
-app = typer.Typer(name="mpipipe", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-app.command()(train)
-app.command()(plan)
-app.command()(tokenize)
-app.command()(generate)
-app.command()(evaluate)
-app.command()(convert)
-app.command()(simulate)
-app.command()(info)
-app.command()(jobscript)
-app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(run)
-app.add_typer(draw, name="draw")
-app.add_typer(bench, name="bench")
-
-UsageError: Any = typer.BadParameter.__base__  # click's own, wherever this version of typer keeps it
+WRONG_USAGE = 2  # exit code
+WIDTH = 12  # of the longest name of a command, and two spaces
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        print(f"mpipipe {__version__}")
-        raise typer.Exit
+class Chosen(NamedTuple):
+    """A command by its names, and what it was given."""
+
+    names: tuple[str, ...]
+    given: dict[str, Any]
 
 
-@app.callback()
-def options(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
-    ] = False,
-) -> None:
-    """Pipeline parallelism over MPI. Start it with mpiexec or srun (mpiexec -n 4 python -m mpipipe train)."""
+class Refused(NamedTuple):
+    """What is shown in place of a command, and the exit code."""
+
+    text: str
+    code: int
 
 
 def main() -> None:
@@ -64,12 +39,20 @@ def main() -> None:
     Wrong usage exits with 2, and one rank reports it.
     """
     if _is_job():
-        sys.exit(run_or_abort(_command))
+        sys.exit(run_or_abort(_command_of_job))
     try:
-        _command()
+        sys.exit(execute(sys.argv[1:]))
     except Stop as stop:
         sys.stderr.write(stop.text)
         sys.exit(stop.code)
+
+
+def execute(words: list[str]) -> int:
+    """Run the command that `words` name, in this process alone; return its exit code.
+
+    Raises Stop for wrong usage and for what a command refuses, and SystemExit where the help was asked for.
+    """
+    return _run(_chosen(words))
 
 
 def _is_job() -> bool:
@@ -82,13 +65,77 @@ def _is_job() -> bool:
         return False
 
 
-def _command() -> None:
-    command = typer.main.get_command(app)
-    try:
-        code = command.main(prog_name="python -m mpipipe", standalone_mode=False)
-    except UsageError as error:
-        text = io.StringIO()
-        error.show(file=text)
-        raise Stop(text.getvalue(), error.exit_code) from error
+def _command_of_job() -> None:
+    """Rank 0 reads the command line; the others do what it has read, where theirs is the same."""
+    words, group = sys.argv[1:], group_of()
+    outcome = (words, _outcome(words)) if group.rank == 0 else None
+    read, found = group.broadcast("reading the command line", outcome)
+    if read != words:
+        found = _outcome(words)
+    if isinstance(found, Refused):
+        raise Stop(found.text, found.code)
+    code = 0 if found is None else _run(found)
     if code:
         sys.exit(code)
+
+
+def _outcome(words: list[str]) -> Chosen | Refused | None:
+    """What a command line says; None where all that it asks for has been shown."""
+    try:
+        return _chosen(words)
+    except Stop as stop:
+        return Refused(stop.text, stop.code)
+    except SystemExit:  # the help has been shown
+        return None
+
+
+def _chosen(words: list[str]) -> Chosen:
+    """Read the command line. Raises Stop for wrong usage, and SystemExit where help or version were asked for."""
+    from mpipipe.cli.parser import parser_of, program, wrong_usage  # on the rank that reads alone
+
+    names: tuple[str, ...] = ()
+    commands = ALL
+    while True:
+        prog = " ".join([program(), *names])
+        if not words:
+            raise Stop(_listing(prog, commands), WRONG_USAGE)
+        name, *words = words
+        if name in ("-h", "--help"):
+            print(_listing(prog, commands), end="")
+            raise SystemExit(0)
+        if name == "--version" and not names:
+            print(f"mpipipe {__version__}")
+            raise SystemExit(0)
+        found = commands.find(name)
+        if found is None:
+            known = [command.name for command in commands.commands]
+            raise wrong_usage(prog, f"there is no command {name}", difflib.get_close_matches(name, known))
+        names = (*names, name)
+        if isinstance(found, Command):
+            return Chosen(names, parser_of(f"{prog} {name}", found.load()).parse(words))
+        commands = found
+
+
+def _listing(prog: str, commands: Commands) -> str:
+    """Return what there is under a name."""
+    lines = [f"usage: {prog} COMMAND [options]", "", commands.summary, ""]
+    lines += [f"  {command.name:<{WIDTH}}{command.summary}" for command in commands.commands]
+    lines += ["", f"`{prog} COMMAND --help` explains one."]
+    if not commands.name:
+        lines += ["Start it with mpiexec or srun: mpiexec -n 4 python -m mpipipe train", "--version shows the version."]
+    return "\n".join(lines) + "\n"
+
+
+def _run(chosen: Chosen) -> int:
+    """Run a command; return its exit code."""
+    names, given = chosen.names, dict(chosen.given)
+    found: Command | Commands | None = ALL
+    for name in names:
+        assert isinstance(found, Commands)
+        found = found.find(name)
+    assert isinstance(found, Command)
+    level = given.pop("log_level", None)
+    if level is not None:
+        logging.basicConfig(format="%(name)s: %(levelname)s: %(message)s")
+        logging.getLogger("mpipipe").setLevel(level.upper())
+    return int(found.load()(**given) or 0)

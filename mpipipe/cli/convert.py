@@ -2,41 +2,27 @@
 
 from __future__ import annotations
 
-import os
 from typing import Annotated
 
-import typer
-
-from mpipipe.comm import launcher
-from mpipipe.comm.abort import Stop
-from mpipipe.comm.report import describe
-from mpipipe.errors import ConfigError, MpipipeError
+from mpipipe.cli.flags import Flag, Operand
+from mpipipe.cli.one_process import check_one_process
+from mpipipe.cli.refusal import refusing
 from mpipipe.models.huggingface.writing import SHARD_BYTES
 from mpipipe.train.conversion import convert as convert_folder
 
-REFUSED = 2  # exit code, as of a configuration that cannot be used
-
 
 def convert(
-    source: Annotated[str, typer.Argument(metavar="FROM", help="folder with a model", show_default=False)],
-    target: Annotated[str, typer.Argument(metavar="TO", help="new or empty folder", show_default=False)],
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16, float16 or float64; default: as in FROM", show_default=False)
-    ] = None,
-    shard_bytes: Annotated[int, typer.Option(min=1, help="most bytes of a file")] = SHARD_BYTES,
+    source: Annotated[str, Operand("folder with a model", metavar="FROM")],
+    target: Annotated[str, Operand("new or empty folder", metavar="TO")],
+    dtype: Annotated[str | None, Flag("float32, bfloat16, float16 or float64; default: as in FROM")] = None,
+    shard_bytes: Annotated[int, Flag("most bytes of a file", least=1)] = SHARD_BYTES,
 ) -> None:
     """Turn a model folder of Hugging Face into weights of this package, or the other way round.
 
     One process does it, without MPI (python -m mpipipe convert runs/first/weights first-model). The tokenizer goes
     along. Llama, Mistral, Qwen2, Qwen3, SmolLM and GPT-2 are known.
     """
-    started = launcher.launcher_size(os.environ)
-    try:
-        if started is not None:
-            raise ConfigError(
-                "convert is for one process", found=f"{started[1]} ranks", remedy="start it without mpiexec or srun"
-            )
+    with refusing("nothing is converted"):
+        check_one_process("convert")
         done = convert_folder(source, target, dtype, shard_bytes)
-    except MpipipeError as error:
-        raise Stop(describe(error, "mpipipe: nothing is converted"), REFUSED) from error
-    typer.echo(f"mpipipe: {done}")
+    print(f"mpipipe: {done}")

@@ -6,38 +6,31 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from mpipipe import pictures, schedules
 from mpipipe.analysis.written import number_in, read_trace
+from mpipipe.cli.flags import Flag
 from mpipipe.cli.number_list import numbers, one_or_more
 from mpipipe.cli.one_process import check_one_process
-from mpipipe.comm.abort import Stop
-from mpipipe.comm.report import describe
-from mpipipe.errors import ConfigError, MpipipeError
+from mpipipe.cli.refusal import refusing
+from mpipipe.errors import ConfigError
 from mpipipe.schedules import Costs, Timeline
 
-REFUSED = 2  # exit code, as of a configuration that cannot be used
 MILLISECONDS = 1e3  # of a second
-app = typer.Typer(
-    help="Draw a schedule, compare several, or draw a trace, as PNG or SVG; one process.", no_args_is_help=True
-)
 
-Name = Annotated[str, typer.Option(help="a name that schedules.by_name knows", show_default=False)]
-Ranks = Annotated[int, typer.Option(help="P, ranks of the pipeline", show_default=False)]
-Microbatches = Annotated[int, typer.Option(help="M, micro-batches of a step", show_default=False)]
-Chunks = Annotated[int, typer.Option(help="V, stages on each rank")]
-Out = Annotated[str, typer.Option(help="new file that ends in .png or .svg", show_default=False)]
-Folder = Annotated[Path, typer.Option("--trace", help="folder that train --trace has written", show_default=False)]
-Step = Annotated[int | None, typer.Option(help="number of a recorded step, from 0", show_default=False)]
+Name = Annotated[str, Flag("a name that schedules.by_name knows")]
+Ranks = Annotated[int, Flag("P, ranks of the pipeline")]
+Microbatches = Annotated[int, Flag("M, micro-batches of a step")]
+Chunks = Annotated[int, Flag("V, stages on each rank")]
+Out = Annotated[str, Flag("new file that ends in .png or .svg")]
+Folder = Annotated[Path, Flag("folder that train --trace has written", names=("--trace",))]
+Step = Annotated[int | None, Flag("number of a recorded step, from 0")]
 # of a chunk, each a number, or one for each stage with commas between them
-Forward = Annotated[str, typer.Option(help="time of F in a stage, or a,b,... with one for each stage")]
-InputGrad = Annotated[str, typer.Option(help="time of I, likewise; B takes I and W")]
-WeightGrad = Annotated[str, typer.Option(help="time of W, likewise")]
-Transfer = Annotated[str, typer.Option(help="time of a message into a stage, likewise")]
+Forward = Annotated[str, Flag("time of F in a stage, or a,b,... with one for each stage")]
+InputGrad = Annotated[str, Flag("time of I, likewise; B takes I and W")]
+WeightGrad = Annotated[str, Flag("time of W, likewise")]
+Transfer = Annotated[str, Flag("time of a message into a stage, likewise")]
 
 
-@app.command()
 def timeline(
     schedule: Name,
     ranks: Ranks,
@@ -58,7 +51,6 @@ def timeline(
     _drawn(out, work)
 
 
-@app.command()
 def memory(
     schedule: Name,
     ranks: Ranks,
@@ -79,20 +71,16 @@ def memory(
     _drawn(out, work)
 
 
-@app.command()
 def compare(
     ranks: Ranks,
-    microbatches: Annotated[str, typer.Option(help="numbers of micro-batches, as in 4,8,16", show_default=False)],
+    microbatches: Annotated[str, Flag("numbers of micro-batches, as in 4,8,16")],
     out: Out,
-    schedule: Annotated[
-        list[str] | None,
-        typer.Option(help="a schedule to draw; several may be given; default: all", show_default=False),
-    ] = None,
-    chunks: Annotated[int, typer.Option(help="V of the schedules that take any")] = 2,
-    forward: Annotated[float, typer.Option(help="time of F in all stages of a rank together")] = 1,
-    input_grad: Annotated[float, typer.Option(help="time of I, likewise; B takes I and W")] = 1,
-    weight_grad: Annotated[float, typer.Option(help="time of W, likewise")] = 1,
-    transfer: Annotated[float, typer.Option(help="time of a message between two ranks")] = 0,
+    schedule: Annotated[list[str] | None, Flag("a schedule to draw; several may be given; default: all")] = None,
+    chunks: Annotated[int, Flag("V of the schedules that take any")] = 2,
+    forward: Annotated[float, Flag("time of F in all stages of a rank together")] = 1,
+    input_grad: Annotated[float, Flag("time of I, likewise; B takes I and W")] = 1,
+    weight_grad: Annotated[float, Flag("time of W, likewise")] = 1,
+    transfer: Annotated[float, Flag("time of a message between two ranks")] = 0,
 ) -> None:
     """Draw bubble and peak memory over the number of micro-batches, of all schedules with the same work on a rank."""
 
@@ -104,18 +92,13 @@ def compare(
     _drawn(out, work)
 
 
-@app.command()
 def split(folder: Folder, out: Out, step: Step = None) -> None:
     """Draw where the time of each rank went in a training (draw split --trace runs/trace --out split.svg)."""
     _drawn(out, lambda: draw_parts(folder, out, step))
 
 
-@app.command()
 def trace(
-    folder: Folder,
-    out: Out,
-    step: Step = None,
-    replica: Annotated[int, typer.Option(help="number of the pipeline, from 0")] = 0,
+    folder: Folder, out: Out, step: Step = None, replica: Annotated[int, Flag("number of the pipeline, from 0")] = 0
 ) -> None:
     """Draw a step of a training below what its schedule predicts (draw trace --trace runs/trace --out step.svg).
 
@@ -150,7 +133,7 @@ def draw_step(folder: Path, out: str | Path, step: int | None = None, replica: i
 
 def _drawn(out: str, work: Callable[[], None]) -> None:
     """Do the work in one process, and say where the picture is."""
-    try:
+    with refusing("nothing is drawn"):
         check_one_process("draw")
         if Path(out).exists():
             raise ConfigError(
@@ -161,9 +144,7 @@ def _drawn(out: str, work: Callable[[], None]) -> None:
             )
         pictures.check_can_draw(out)
         work()
-    except MpipipeError as error:
-        raise Stop(describe(error, "mpipipe: nothing is drawn"), REFUSED) from error
-    typer.echo(f"mpipipe: drawn into {out}")
+    print(f"mpipipe: drawn into {out}")
 
 
 def _simulated(name: str, ranks: int, chunks: int, microbatches: int, times: dict[str, str]) -> Timeline:

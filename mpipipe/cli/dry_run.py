@@ -5,36 +5,33 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-import typer
-
 from mpipipe import processor, schedules
-from mpipipe.comm.abort import Stop, run_or_abort
+from mpipipe.cli.refusal import refusing
+from mpipipe.comm.abort import run_or_abort
 from mpipipe.comm.group import group_of
 from mpipipe.comm.launcher import launcher_size
-from mpipipe.comm.report import describe
-from mpipipe.errors import ConfigError, MpipipeError
+from mpipipe.errors import ConfigError
 from mpipipe.models import GPT
+from mpipipe.text_table import text_table
 from mpipipe.train import TrainConfig
 from mpipipe.train.dry_run import Forecast, RankBytes, foresee
 
 MOST_RANKS = 1 << 16
-REFUSED = 2  # exit code, as of a configuration that cannot be used
 COLUMNS = ("parameters", "gradients", "moments", "activations", "messages", "scratch", "later", "process", "total")
 
 
-def foretell(load: Callable[[], TrainConfig], ranks: int | None) -> None:
+def foretell(load: Callable[[], TrainConfig], ranks: int | None) -> int:
     """Show what a training would be: on `ranks` ranks in one process, or on the ranks of this job, by its rank 0.
 
     In one process nothing asks for MPI. In a job every rank raises the same error.
     """
     if launcher_size(os.environ) is not None:
-        raise typer.Exit(run_or_abort(lambda: _in_job(load, ranks)))
-    try:
+        return run_or_abort(lambda: _in_job(load, ranks))
+    with refusing("nothing is foreseen"):
         if ranks is not None and not 1 <= ranks <= MOST_RANKS:
             raise ConfigError("--ranks is out of range", found=ranks, expected=f"at least 1, at most {MOST_RANKS:,}")
         _show(load(), ranks or 1)
-    except MpipipeError as error:
-        raise Stop(describe(error, "mpipipe: nothing is foreseen"), REFUSED) from error
+    return 0
 
 
 def _in_job(load: Callable[[], TrainConfig], ranks: int | None) -> None:
@@ -83,9 +80,8 @@ def described(found: Forecast) -> str:
         "MB (1,000,000 bytes) of each rank of a pipeline at its peak",
     ]
     cuts = [" ".join(f"{start}-{stop - 1}" for start, stop in each.stages.values()) for each in found.ranks]
-    width = max(map(len, ["layers", *cuts]))
-    lines.append(f"rank  {'layers':<{width}}  " + "  ".join(f"{name:>7}" for name in COLUMNS))
-    lines += [f"{each.rank:>4}  {cut:<{width}}  {_sizes(each)}" for each, cut in zip(found.ranks, cuts)]
+    cells = [[str(each.rank), cut, *_sizes(each)] for each, cut in zip(found.ranks, cuts)]
+    lines += text_table(["rank", "layers", *COLUMNS], cells, left=(1,))
     worst = max(found.ranks, key=lambda each: each.total)
     return "\n".join(
         [
@@ -97,13 +93,13 @@ def described(found: Forecast) -> str:
     )
 
 
-def _sizes(each: RankBytes) -> str:
+def _sizes(each: RankBytes) -> list[str]:
     sizes = vars(each) | {
         "scratch": each.scratch + each.tables + each.batch,
         "later": max(0, each.sample - each.step, each.sums - each.step),
         "total": each.total,
     }
-    return "  ".join(f"{sizes[name] / 1e6:>{max(7, len(name))}.1f}" for name in COLUMNS)
+    return [f"{sizes[name] / 1e6:.1f}" for name in COLUMNS]
 
 
 def _bubble(found: Forecast) -> float:

@@ -7,9 +7,8 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from mpipipe import arrays, files, processor
+from mpipipe.cli.flags import Flag, Operand
 from mpipipe.comm import runtime
 from mpipipe.comm.abort import run_or_abort
 from mpipipe.comm.device import select_device
@@ -25,34 +24,18 @@ from mpipipe.train.windows import Windows
 
 
 def evaluate(
-    model: Annotated[str, typer.Argument(help="folder with a model", show_default=False)],
-    data: Annotated[
-        list[str] | None, typer.Option(help="file or folder of text, or file of tokens; repeatable", show_default=False)
-    ] = None,
-    seq_len: Annotated[
-        int | None, typer.Option(min=1, help="tokens of a window; default: the model's", show_default=False)
-    ] = None,
-    by_document: Annotated[
-        bool, typer.Option("--by-document", help="windows end with documents, and each is reported")
-    ] = False,
-    pipe: Annotated[
-        int | None, typer.Option(min=1, help="ranks of one pipeline; default: all that seq leaves", show_default=False)
-    ] = None,
-    seq: Annotated[int, typer.Option(min=1, help="ranks that share each window, by ring attention")] = 1,
-    layout: Annotated[
-        str, typer.Option(help="which positions each of them holds: zigzag, contiguous, striped")
-    ] = "zigzag",
-    batch: Annotated[
-        int | None, typer.Option(min=1, help="windows of a micro-batch; default: 4096 tokens", show_default=False)
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="to compute in; default: that of the model", show_default=False)
-    ] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU for each rank where all see one")] = "auto",
-    out: Annotated[
-        str | None, typer.Option(help="new file for the results, as lines of JSON", show_default=False)
-    ] = None,
-) -> None:
+    model: Annotated[str, Operand("folder with a model")],
+    data: Annotated[list[str] | None, Flag("file or folder of text, or file of tokens; repeatable")] = None,
+    seq_len: Annotated[int | None, Flag("tokens of a window; default: the model's", least=1)] = None,
+    by_document: Annotated[bool, Flag("windows end with documents, and each is reported")] = False,
+    pipe: Annotated[int | None, Flag("ranks of one pipeline; default: all that seq leaves", least=1)] = None,
+    seq: Annotated[int, Flag("ranks that share each window, by ring attention", least=1)] = 1,
+    layout: Annotated[str, Flag("which positions each of them holds: zigzag, contiguous, striped")] = "zigzag",
+    batch: Annotated[int | None, Flag("windows of a micro-batch; default: 4096 tokens", least=1)] = None,
+    dtype: Annotated[str | None, Flag("to compute in; default: that of the model")] = None,
+    device: Annotated[str, Flag("cpu, cuda, or auto: a GPU for each rank where all see one")] = "auto",
+    out: Annotated[str | None, Flag("new file for the results, as lines of JSON")] = None,
+) -> int:
     """Compute loss, perplexity and bits per byte (mpiexec -n 4 python -m mpipipe evaluate runs/first --data book.txt).
 
     Windows follow each other, and each token but the first is predicted once. The ranks are pipe x data x seq.
@@ -82,7 +65,7 @@ def evaluate(
                 if comm.rank == 0:
                     report(found, unit, out)
 
-    raise typer.Exit(run_or_abort(work))
+    return run_or_abort(work)
 
 
 def report(found: Evaluation, unit: str, out: str | None) -> None:

@@ -6,10 +6,9 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Annotated
 
-import typer
-
 from mpipipe import processor, schedules
 from mpipipe.cli.answers import Answers, Printed, Streamed, WrittenLines
+from mpipipe.cli.flags import Flag, Operand
 from mpipipe.comm import runtime
 from mpipipe.comm.abort import run_or_abort
 from mpipipe.comm.group import group_of
@@ -31,36 +30,21 @@ AT_ONCE = 8  # prompts for each micro-batch in flight, by default
 
 
 def generate(
-    run: Annotated[str, typer.Argument(help="folder with a model: of a training, or a checkpoint", show_default=False)],
-    prompt: Annotated[
-        str | None, typer.Option(help="text to continue; default: a line break", show_default=False)
-    ] = None,
-    prompts: Annotated[
-        str | None,
-        typer.Option(help="file with a prompt on each line, as text or as JSON (.jsonl)", show_default=False),
-    ] = None,
-    tokens: Annotated[str | None, typer.Option(help="prompt as token ids: 5,17,9", show_default=False)] = None,
-    count: Annotated[int, typer.Option("--count", "--bytes", min=1, help="tokens of each answer, at most")] = 200,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token")] = 0.8,
-    top_k: Annotated[int, typer.Option(help="draw from so many likeliest tokens; 0: from all")] = 0,
-    top_p: Annotated[float, typer.Option(help="draw from the likeliest tokens that reach this probability")] = 1.0,
-    stop: Annotated[
-        str | None,
-        typer.Option(help="ids that end an answer: 0,2; none: ''; default: those of the model", show_default=False),
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="of the draws")] = 0,
-    seq: Annotated[int, typer.Option(min=1, help="ranks that share each cache of keys and values")] = 1,
-    batch: Annotated[
-        int | None, typer.Option(min=1, help="prompts at once; default: 8, or 32 per pipeline rank", show_default=False)
-    ] = None,
-    out: Annotated[
-        str | None, typer.Option(help="new file for the answers, as lines of JSON", show_default=False)
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="float32 or float64, to compute in; default: that of the model", show_default=False),
-    ] = None,
-) -> None:
+    run: Annotated[str, Operand("folder with a model: of a training, or a checkpoint")],
+    prompt: Annotated[str | None, Flag("text to continue; default: a line break")] = None,
+    prompts: Annotated[str | None, Flag("file with a prompt on each line, as text or as JSON (.jsonl)")] = None,
+    tokens: Annotated[str | None, Flag("prompt as token ids: 5,17,9")] = None,
+    count: Annotated[int, Flag("tokens of each answer, at most", names=("--count", "--bytes"), least=1)] = 200,
+    temperature: Annotated[float, Flag("0 takes the likeliest token")] = 0.8,
+    top_k: Annotated[int, Flag("draw from so many likeliest tokens; 0: from all")] = 0,
+    top_p: Annotated[float, Flag("draw from the likeliest tokens that reach this probability")] = 1.0,
+    stop: Annotated[str | None, Flag("ids that end an answer: 0,2; none: ''; default: those of the model")] = None,
+    seed: Annotated[int, Flag("of the draws", least=0, most=2**63 - 1)] = 0,
+    seq: Annotated[int, Flag("ranks that share each cache of keys and values", least=1)] = 1,
+    batch: Annotated[int | None, Flag("prompts at once; default: 8, or 32 per pipeline rank", least=1)] = None,
+    out: Annotated[str | None, Flag("new file for the answers, as lines of JSON")] = None,
+    dtype: Annotated[str | None, Flag("float32 or float64, to compute in; default: that of the model")] = None,
+) -> int:
     """Continue prompts with a model (mpiexec -n 2 python -m mpipipe generate runs/first --prompt "def main(").
 
     The ranks are pipe x seq, however the training was cut. A text may be longer than the sequences of the training.
@@ -98,7 +82,7 @@ def generate(
             with group.together("generate: the end of the output"):
                 opened.close()
 
-    raise typer.Exit(run_or_abort(work))
+    return run_or_abort(work)
 
 
 def make_plan(folder: ModelFolder, mesh: Mesh) -> TrainingPlan:

@@ -10,11 +10,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from mpipipe import __version__, arrays, environment
 from mpipipe.attention import kernels
 from mpipipe.cli import probe as probing
+from mpipipe.cli.flags import Flag
 from mpipipe.comm import describe, device, inprocess, rank_list, runtime
 from mpipipe.comm.binding import parse_cores
 from mpipipe.comm.group import group_of
@@ -26,11 +25,9 @@ NARROW_KERNELS = ("Haswell", "Zen")  # OpenBLAS's names for its AVX2 kernels
 
 
 def info(
-    probe: Annotated[
-        bool, typer.Option("--probe", help="also try to send device memory, in a job of its own, which may crash")
-    ] = False,
+    probe: Annotated[bool, Flag("also try to send device memory, in a job of its own, which may crash")] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="print what train writes as environment.json, and nothing else")
+        bool, Flag("print what train writes as environment.json, and nothing else", names=("--json",))
     ] = False,
 ) -> None:
     """Show MPI, launcher, ranks, hosts, cores, threads, GPUs and versions (mpiexec -n 2 python -m mpipipe info)."""

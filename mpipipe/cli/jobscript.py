@@ -6,58 +6,39 @@ import subprocess
 import sys
 from typing import Annotated
 
-import typer
-
+from mpipipe.cli.flags import Flag, Operand
 from mpipipe.cli.one_process import check_one_process
-from mpipipe.comm.abort import Stop
-from mpipipe.comm.report import describe
-from mpipipe.errors import BackendError, MpipipeError
+from mpipipe.cli.refusal import refusing
+from mpipipe.errors import BackendError
 from mpipipe.site import MPIS, SCHEDULERS, Job, job_script
 
 # asks an interpreter for its MPI without initialising it: on a login node that may not be allowed
 VENDOR = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.get_vendor()[0])"
 FAMILIES = {"Open MPI": "openmpi", "Cray": "cray", "MPICH": "mpich", "MVAPICH": "mpich", "Intel": "mpich"}
-REFUSED = 2  # exit code, as of a configuration that cannot be used
 
 
 def jobscript(
-    scheduler: Annotated[str, typer.Argument(help=" | ".join(SCHEDULERS), show_default=False)],
-    options: Annotated[
-        list[str] | None, typer.Argument(help="options of `train` for the script, behind --", show_default=False)
-    ] = None,
-    nodes: Annotated[int, typer.Option(help="nodes of the job")] = 1,
-    ranks_per_node: Annotated[int, typer.Option(help="ranks on each node")] = 1,
-    threads: Annotated[int, typer.Option(help="cores of each rank, and threads of its matrix products")] = 1,
-    gpus: Annotated[bool, typer.Option("--gpus", help="a GPU for each rank")] = False,
-    time: Annotated[str, typer.Option(help="limit of the job: seconds, MM:SS, HH:MM:SS or D-HH:MM:SS")] = "00:30:00",
-    preemptable: Annotated[
-        bool, typer.Option("--preemptable", help="save and leave before the end, and start again until it is done")
-    ] = False,
-    notice: Annotated[int, typer.Option(help="seconds before the end at which a preemptable job is told")] = 120,
-    array: Annotated[
-        str | None, typer.Option(help="numbers of a job array as in 0-3, each a seed", show_default=False)
-    ] = None,
-    long_context: Annotated[
-        bool, typer.Option("--long-context", help="the ranks of a node share each sequence of 65 536")
-    ] = False,
-    account: Annotated[str | None, typer.Option(help="account, project or bank", show_default=False)] = None,
-    queue: Annotated[
-        str | None, typer.Option("--queue", "--partition", help="queue or partition", show_default=False)
-    ] = None,
-    name: Annotated[str | None, typer.Option(help="name of the job", show_default=False)] = None,
-    mpi: Annotated[
-        str | None, typer.Option(help="mpich | openmpi | cray; default: that of mpi4py", show_default=False)
-    ] = None,
-    launcher: Annotated[str, typer.Option(help="under LSF: mpiexec | jsrun")] = "mpiexec",
-    python: Annotated[
-        str | None, typer.Option(help="interpreter of the job; default: this one", show_default=False)
-    ] = None,
-    module: Annotated[
-        list[str] | None, typer.Option(help="environment module to load; several may be given", show_default=False)
-    ] = None,
+    scheduler: Annotated[str, Operand(" | ".join(SCHEDULERS))],
+    options: Annotated[list[str] | None, Operand("options of `train` for the script, behind --", rest=True)] = None,
+    nodes: Annotated[int, Flag("nodes of the job")] = 1,
+    ranks_per_node: Annotated[int, Flag("ranks on each node")] = 1,
+    threads: Annotated[int, Flag("cores of each rank, and threads of its matrix products")] = 1,
+    gpus: Annotated[bool, Flag("a GPU for each rank")] = False,
+    time: Annotated[str, Flag("limit of the job: seconds, MM:SS, HH:MM:SS or D-HH:MM:SS")] = "00:30:00",
+    preemptable: Annotated[bool, Flag("save and leave before the end, and start again until it is done")] = False,
+    notice: Annotated[int, Flag("seconds before the end at which a preemptable job is told")] = 120,
+    array: Annotated[str | None, Flag("numbers of a job array as in 0-3, each a seed")] = None,
+    long_context: Annotated[bool, Flag("the ranks of a node share each sequence of 65 536")] = False,
+    account: Annotated[str | None, Flag("account, project or bank")] = None,
+    queue: Annotated[str | None, Flag("queue or partition", names=("--queue", "--partition"))] = None,
+    name: Annotated[str | None, Flag("name of the job")] = None,
+    mpi: Annotated[str | None, Flag("mpich | openmpi | cray; default: that of mpi4py")] = None,
+    launcher: Annotated[str, Flag("under LSF: mpiexec | jsrun")] = "mpiexec",
+    python: Annotated[str | None, Flag("interpreter of the job; default: this one")] = None,
+    module: Annotated[list[str] | None, Flag("environment module to load; several may be given")] = None,
 ) -> None:
     """Print a job script that trains, fit to edit (jobscript slurm --nodes 2 --ranks-per-node 4 -- --steps 1000)."""
-    try:
+    with refusing("no script is printed"):
         check_one_process("jobscript")
         job = Job(
             scheduler, nodes, ranks_per_node, threads,
@@ -65,9 +46,7 @@ def jobscript(
             account=account, queue=queue, name=name, mpi=mpi or _mpi_of(python or sys.executable), launcher=launcher,
             python=python or sys.executable, modules=tuple(module or ()), options=tuple(options or ()),
         )  # fmt: skip
-        typer.echo(job_script(job), nl=False)
-    except MpipipeError as error:
-        raise Stop(describe(error, "mpipipe: no script is printed"), REFUSED) from error
+        print(job_script(job), end="")
 
 
 def _mpi_of(python: str) -> str:

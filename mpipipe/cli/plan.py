@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
-import json
-import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from mpipipe import files, processor
-from mpipipe.cli.train import SIGNATURE as TRAINING
+from mpipipe.cli.flags import Flag, Parameter
+from mpipipe.cli.train import CONFIG, FIELDS
 from mpipipe.comm import runtime
 from mpipipe.comm.abort import run_or_abort
 from mpipipe.comm.device import select_device
@@ -26,8 +22,9 @@ from mpipipe.planning.table import table
 from mpipipe.train import TrainConfig
 from mpipipe.train.base import architecture_of, find_base
 from mpipipe.train.config_checks import PLANNED
-from mpipipe.train.config_file import read_keys
+from mpipipe.train.config_file import read_keys, toml_line
 from mpipipe.train.fine_tuning import find_tuning
+from mpipipe.train.options.aliases import near
 from mpipipe.train.outlet import Outlet
 from mpipipe.train.planner import Found, Scene, find
 from mpipipe.train.preparation import check_same_config, find_data
@@ -35,7 +32,7 @@ from mpipipe.train.preparation import check_same_config, find_data
 NOT_WRITTEN = ("plan", "memory_limit", "fixed", "config")
 
 
-def plan(config: str | None = None, out: str | None = None, **flags: Any) -> None:
+def plan(config: str | None = None, out: str | None = None, **flags: Any) -> int:
     """Find the fastest schedule, chunks, micro-batches, partition and recomputation for a training (mpiexec -n 4 ...).
 
     Takes the flags of train. What is given stays as it is; all else is chosen by measurements with all ranks at work.
@@ -46,8 +43,8 @@ def plan(config: str | None = None, out: str | None = None, **flags: Any) -> Non
         comm = runtime.world()
         given: dict[str, Any] = {}
         with group_of(comm).together("plan: reading the configuration"):
-            given = {**({} if config is None else read_keys(Path(config))), **_given(flags)}
-            chosen = TrainConfig.load(config, **{**_given(flags), "plan": "auto"})
+            given = {**({} if config is None else read_keys(Path(config))), **flags}
+            chosen = TrainConfig.load(config, **{**flags, "plan": "auto"})
             if comm.rank == 0 and out is not None:
                 check_new(Path(out))
         found, mesh_sizes = make_plans(chosen, comm)
@@ -57,7 +54,7 @@ def plan(config: str | None = None, out: str | None = None, **flags: Any) -> Non
                 if out is not None:
                     write(Path(out), {**given, **mesh_sizes}, found)
 
-    raise typer.Exit(run_or_abort(work))
+    return run_or_abort(work)
 
 
 def make_plans(config: TrainConfig, comm: Communicator) -> tuple[Found, dict[str, int]]:
@@ -111,7 +108,7 @@ def write(path: Path, given: Mapping[str, Any], found: Found) -> None:
         keys["recompute"] = True
     if choice.recompute_limit is not None:
         keys["recompute_limit"] = choice.recompute_limit
-    content = "".join(f"{name} = {in_toml(value)}\n" for name, value in keys.items())
+    content = "".join(toml_line(*key) for key in keys.items())
     try:
         files.write_whole(path, content.encode())
     except OSError as error:
@@ -119,30 +116,10 @@ def write(path: Path, given: Mapping[str, Any], found: Found) -> None:
     Outlet(sys.stdout).write(f"mpipipe: the plan is in {path}: python -m mpipipe train --config {path}\n")
 
 
-def in_toml(value: Any) -> str:
-    """Return a value of a configuration as TOML has it, whose strings are those of JSON."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)  # inf, nan
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(in_toml, value))}]"
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _given(flags: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in flags.items() if value not in (None, [])}
-
-
-def _signature() -> inspect.Signature:
-    """Return the flags of train, with a file for --out and without --plan."""
-    option = typer.Option("--out", help="new file for the best plan, which train --config takes", show_default=False)
-    own = inspect.Parameter(
-        "out", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, option]
-    )
-    given = (entry for entry in TRAINING.parameters.values() if entry.name != "plan")
-    return inspect.Signature([own if entry.name == "out" else entry for entry in given])
-
-
-# typer reads a command's flags from here
-SIGNATURE = _signature()
-plan.__signature__ = SIGNATURE  # type: ignore[attr-defined]
-plan.__annotations__ = {name: entry.annotation for name, entry in SIGNATURE.parameters.items()}
+OUT = Parameter("out", str, False, None, Flag("new file for the best plan, which train --config takes", metavar="FILE"))
+plan.parameters = [  # type: ignore[attr-defined]
+    CONFIG,
+    OUT,
+    *(entry for entry in FIELDS if entry.name not in ("out", "plan")),
+]
+plan.suggest = near  # type: ignore[attr-defined]

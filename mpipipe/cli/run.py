@@ -8,17 +8,16 @@ import runpy
 import sys
 from typing import Annotated
 
-import typer
-
 from mpipipe import processor
+from mpipipe.cli.flags import Flag, Operand
 from mpipipe.comm.abort import Stop, run_or_abort
 
 
 def run(
-    target: Annotated[str, typer.Argument(help="script, or module with -m", show_default=False)],
-    arguments: Annotated[list[str] | None, typer.Argument(help="for the script", show_default=False)] = None,
-    module: Annotated[bool, typer.Option("-m", help="TARGET is a module, as for python -m")] = False,
-) -> None:
+    target: Annotated[str, Operand("script, or module with -m")],
+    arguments: Annotated[list[str] | None, Operand("for the script", rest=True)] = None,
+    module: Annotated[bool, Flag("TARGET is a module, as for python -m", names=("-m",))] = False,
+) -> int:
     """Run a Python script on every rank (mpiexec -n 4 python -m mpipipe run script.py).
 
     An exception, an exit or an interrupt on one rank ends the whole job within seconds. One report names the rank and
@@ -35,7 +34,7 @@ def run(
         else:
             runpy.run_path(target, run_name="__main__")
 
-    raise typer.Exit(run_or_abort(work))
+    return run_or_abort(work)
 
 
 def _check_there(target: str, module: bool) -> None:

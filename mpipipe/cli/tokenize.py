@@ -6,8 +6,7 @@ import sys
 from time import monotonic
 from typing import Annotated
 
-import typer
-
+from mpipipe.cli.flags import Flag, Operand
 from mpipipe.comm import runtime
 from mpipipe.comm.abort import run_or_abort
 from mpipipe.train.data.tokenize import tokenize as run_tokenize
@@ -17,16 +16,13 @@ SECONDS = 5.0  # between two lines of progress
 
 
 def tokenize(
-    text: Annotated[
-        list[str], typer.Argument(help="files of text or JSON lines (*.jsonl), folders of such", show_default=False)
-    ],
-    tokenizer: Annotated[str, typer.Option(help="folder with a tokenizer.json", show_default=False)],
-    out: Annotated[str, typer.Option(help="new file for the tokens", show_default=False)],
+    text: Annotated[list[str], Operand("files of text or JSON lines (*.jsonl), folders of such")],
+    tokenizer: Annotated[str, Flag("folder with a tokenizer.json")],
+    out: Annotated[str, Flag("new file for the tokens")],
     end_of_text: Annotated[
-        str | None,
-        typer.Option(help="token behind each document; default: what the tokenizer's folder says", show_default=False),
+        str | None, Flag("token behind each document; default: what the tokenizer's folder says")
     ] = None,
-) -> None:
+) -> int:
     """Tokenize text (mpiexec -n 4 python -m mpipipe tokenize --tokenizer DIR text/ --out tokens).
 
     A text file is a document, and so is each line of a file of JSON lines, which has its text in the field "text".
@@ -53,4 +49,4 @@ def tokenize(
                 f"into {done.path}\n"
             )
 
-    raise typer.Exit(run_or_abort(work))
+    return run_or_abort(work)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from mpipipe.planning.search import Plan
 from mpipipe.planning.sizes import shown_bytes
+from mpipipe.text_table import text_table
 
 SHOWN = 10
 WIDEST = 32  # characters of a partition
@@ -16,11 +17,7 @@ def table(plans: Sequence[Plan]) -> Iterator[str]:
     rows = [_row(plan, plans[0]) for plan in plans[:SHOWN]]
     heads = ("schedule", "chunks", "micro-batches", "layers of stages", "run again", "step", "bubble", "memory",
              "slower", "gap")  # fmt: skip
-    widths = [max(len(row[place]) for row in (heads, *rows)) for place in range(len(heads))]
-    for row in (heads, *rows):
-        words = (word.ljust(width) if place in (0, 3, 4) else word.rjust(width)
-                 for place, (word, width) in enumerate(zip(row, widths)))  # fmt: skip
-        yield "  ".join(words).rstrip()
+    yield from text_table(heads, rows, left=(0, 3, 4))
 
 
 def in_words(plan: Plan) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules import building_blocks, classic, given, memory_limited, v_shaped, zero_bubble
+from mpipipe.schedules.other_names import near
 from mpipipe.schedules.schedule import Schedule, at_least_one, looped_placement
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs
 
@@ -87,7 +88,13 @@ def by_name(
             )
         return TWO_STAGES[name](ranks, microbatches, **_costs(name, costs, memory_limit))
     if name not in ONE_STAGE:
-        raise ArgumentError("unknown schedule", found=f"name={name!r}", expected="one of " + ", ".join(_signatures()))
+        meant = near(name, (*ONE_STAGE, *SEVERAL_STAGES, *TWO_STAGES))
+        raise ArgumentError(
+            "unknown schedule",
+            found=f"name={name!r}",
+            expected="one of " + ", ".join(_signatures()),
+            remedy=f"did you mean {' or '.join(meant)}?" if meant else None,
+        )
     if at_least_one("chunks", chunks) != 1:
         raise ArgumentError(
             f"the schedule {name} has one stage per rank",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mpipipe.comm.stop_signals import parse_signals
@@ -65,10 +65,14 @@ def check_range(entry: dataclasses.Field, value: Any, kind: type) -> None:
         raise ConfigError(f"{_key(entry)} ({text})", found=repr(value), expected=" or ".join(limits["choices"]))
     if kind is int and limits["below"] is None:
         limits["below"] = 2**63  # what numpy and MPI can count
-    bounds = [(sign, limits[name], holds) for name, (sign, holds) in LIMITS.items() if limits[name] is not None]
-    if value is not None and not all(holds(value, limit) for _, limit, holds in bounds):
-        words = " and ".join(f"{sign} {limit}" for sign, limit, _ in bounds)
-        raise ConfigError(f"{_key(entry)} ({text}) is out of range", found=repr(value), expected=words)
+    bounds = [(limits[name], holds) for name, (_, holds) in LIMITS.items() if limits[name] is not None]
+    if value is not None and not all(holds(value, limit) for limit, holds in bounds):
+        raise ConfigError(f"{_key(entry)} ({text}) is out of range", found=repr(value), expected=range_words(limits))
+
+
+def range_words(limits: Mapping[str, Any]) -> str:
+    """Return a range in words, such as "at least 0 and below 1"; empty where there is none."""
+    return " and ".join(f"{sign} {limits[name]}" for name, (sign, _) in LIMITS.items() if limits[name] is not None)
 
 
 # NaN fails each of these comparisons.

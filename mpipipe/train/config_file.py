@@ -1,7 +1,9 @@
-"""A configuration as a file in TOML."""
+"""A configuration as a file in TOML: read, and written."""
 
 from __future__ import annotations
 
+import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,3 +32,17 @@ def read_keys(path: Path) -> dict[str, Any]:
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"the config file is not TOML: {error}", found=str(path)) from error
+
+
+def toml_line(key: str, value: Any) -> str:
+    """Return one key of a configuration and its value as a line of TOML."""
+    return f"{key} = {_toml(value)}\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # inf, nan
+    # strings and numbers of JSON are TOML's, but for this character, which JSON takes as it is
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -19,7 +19,7 @@ KEPT = 10_000  # lines that wait for room on the disk; of more, the oldest are g
 class Outlet:
     """A stream of text that falls silent, for good, once it cannot be written to.
 
-    It has the methods that rich asks of a file. Characters that cannot be encoded are escaped.
+    Characters that cannot be encoded are escaped.
 
     Parameters
     ----------
@@ -30,7 +30,7 @@ class Outlet:
         self.stream = stream
         self.encoding = getattr(stream, "encoding", None) or "utf-8"
 
-    def write(self, text: str) -> int:
+    def write(self, text: str) -> None:
         """Write the text and flush the stream."""
         if self.stream is not None:
             try:
@@ -38,20 +38,6 @@ class Outlet:
                 self.stream.flush()
             except (OSError, ValueError) as error:  # ValueError: the stream is closed
                 self._fall_silent(self.stream, error)
-        return len(text)
-
-    def flush(self) -> None:
-        """Do nothing: `write` flushes."""
-
-    def isatty(self) -> bool:
-        """Whether the stream is a terminal."""
-        return self.stream is not None and self.stream.isatty()
-
-    def fileno(self) -> int:
-        """Return the stream's descriptor. Raises OSError where the stream is silent."""
-        if self.stream is None:
-            raise OSError("a silent stream has no descriptor")
-        return self.stream.fileno()
 
     def _fall_silent(self, stream: TextIO, error: Exception) -> None:
         self.stream = None

@@ -18,6 +18,7 @@ from typing import Any
 
 from mpipipe import files
 from mpipipe.train.config import FROM_FOLDER, TrainConfig
+from mpipipe.train.config_file import toml_line
 from mpipipe.train.report import Reporter
 from mpipipe.train.sinks import parse_names
 from mpipipe.train.training_plan import TrainingPlan
@@ -107,18 +108,10 @@ def write(out: Path, keys: Mapping[str, Any], environment: Mapping[str, Any], gi
     lines = ["# This training as it was resolved. Train it again:", f"#   {command} --out NEW"]
     if given is not None:
         lines.append(f"# but for the data, which the caller of train handed over: fingerprint {given}")
-    lines += [f"{name} = {_toml(value)}" for name, value in keys.items()]
+    content = "".join([*(f"{line}\n" for line in lines), *(toml_line(*key) for key in keys.items())])
     text = json.dumps(environment, indent=1)
-    _replace(out / CONFIG, "\n".join(lines) + "\n", lambda content: content)
+    _replace(out / CONFIG, content, lambda content: content)
     _replace(out / ENVIRONMENT, text + "\n", _lasting)
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(_toml, value))}]"
-    if isinstance(value, str):  # JSON's strings are TOML's, but for this character, which JSON takes as it is
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def _replace(path: Path, text: str, lasting: Any) -> None:

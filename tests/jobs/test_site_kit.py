@@ -48,7 +48,7 @@ def test_easybuild_reads_the_easyconfig_and_it_has_every_dependency(tmp_path):
     name, version, easyblock, toolchain, modules, extensions = json.loads(result.stdout.splitlines()[-1])
     assert (name, version, easyblock) == ("mpipipe", mpipipe.__version__, "PythonBundle")
     assert path.name == f"{name}-{version}-{toolchain['name']}-{toolchain['version']}.eb"
-    bundles = {"numpy": "SciPy-bundle", "rich": "Python-bundle-PyPI", "threadpoolctl": "Python-bundle-PyPI"}
+    bundles = {"numpy": "SciPy-bundle", "threadpoolctl": "Python-bundle-PyPI"}
     there = {module.lower() for module, _ in modules} | {extension[0].lower() for extension in extensions}
     for package in REQUIRED:
         if package != "tomli":  # part of the Python that it takes

@@ -7,7 +7,8 @@ from support.tolerance import close
 
 from mpipipe import schedules
 from mpipipe.errors import ArgumentError
-from mpipipe.schedules import advise, by_name, simulate
+from mpipipe.schedules import advise, by_name, registry, simulate
+from mpipipe.schedules.other_names import OTHER_NAMES
 
 ON_A_V = ["zero_bubble_v", "dualpipe_v", "v_half", "v_min"]
 NAMES = [
@@ -57,3 +58,14 @@ def test_advice_is_four_microbatches_per_rank_with_the_bubble_that_simulation_fi
     assert advice.microbatches == 4 * ranks
     schedule = by_name("interleaved_1f1b", ranks=ranks, chunks=chunks, microbatches=advice.microbatches)
     close(advice.bubble_fraction, simulate(schedule).bubble_fraction, 4)
+
+
+@pytest.mark.parametrize(("name", "meant"), [("1F1B", "one_f_one_b"), ("zb-h1", "zero_bubble_h1"), ("gpip", "gpipe")])
+def test_an_unknown_name_comes_with_what_may_have_been_meant(name, meant):
+    with pytest.raises(ArgumentError) as refusal:
+        by_name(name, ranks=2, microbatches=4)
+    assert refusal.value.remedy == f"did you mean {meant}?"
+
+
+def test_what_others_call_a_schedule_leads_to_one_that_exists():
+    assert set(OTHER_NAMES.values()) <= {*registry.ONE_STAGE, *registry.TWO_STAGES, *registry.SEVERAL_STAGES}

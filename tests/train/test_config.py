@@ -14,6 +14,7 @@ from support import harness
 from mpipipe.errors import ConfigError
 from mpipipe.train import TrainConfig
 from mpipipe.train.config import KINDS
+from mpipipe.train.options.aliases import ALIASES
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -207,3 +208,14 @@ def test_a_damaged_config_is_refused_or_means_what_it_says(tmp_path, content):
 @given(content=configurations())
 def test_300_damaged_configs_are_refused_or_mean_what_they_say(tmp_path, content):
     check_refused_or_as_written(tmp_path / "job.toml", content)
+
+
+@pytest.mark.parametrize(("key", "meant"), [("learning_rate", "lr"), ("Batch-Size", "batch"), ("stpes", "steps")])
+def test_an_unknown_key_comes_with_what_may_have_been_meant(key, meant):
+    with pytest.raises(ConfigError) as caught:
+        TrainConfig.load(**{key: 1})
+    assert caught.value.expected.split(" or ")[0] == meant
+
+
+def test_what_others_call_an_option_leads_to_one_that_exists():
+    assert set(ALIASES.values()) <= {name.rstrip("_") for name in KINDS} and not set(ALIASES) & set(KINDS)

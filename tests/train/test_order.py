@@ -21,7 +21,7 @@ SMALL = dict(
     dim=8, layers=4, heads=2, hidden=16, seq_len=8, batch=6, steps=4, warmup=1, eval_every=2, eval_batches=1,
     log_every=1, sample_bytes=0, device="cpu", save_every=2, pipe=RANKS, chunks=CHUNKS,
 )  # fmt: skip
-MEASURED = ("tokens_per_second", "bubble", "predicted")
+MEASURED = ("tokens_per_second", "bubble", "predicted", "time", "seconds")
 
 
 @pytest.fixture

@@ -6,6 +6,8 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import TextIO
 
+from mpipipe.text_table import text_table
+
 
 @dataclass(frozen=True)
 class Row:
@@ -42,17 +44,16 @@ class Row:
 
 def show(title: str, rows: list[Row], notes: list[str], stream: TextIO | None = None) -> None:
     """Print the rows as a table, and below it a line for each note."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    for name in ("measured", "value", "beside", "value", "ratio", "goal"):
-        table.add_column(name, justify="right" if name in ("value", "ratio") else "left", overflow="fold")
-    for row in rows:
-        ratio = "" if row.ratio is None else f"{row.ratio:.3f}"
-        beside = "" if row.peer_value is None else f"{row.peer_value:.4g}"
-        table.add_row(row.what, f"{row.value:.4g} {row.unit}", row.peer, beside, ratio, row.goal)
-    console = Console(file=stream or sys.stdout, width=None if sys.stdout.isatty() else 150)
-    console.print(table)
-    for note in notes:
-        console.print(note, markup=False, highlight=False, soft_wrap=True)
+    heads = ("measured", "value", "beside", "value", "ratio", "goal")
+    cells = [
+        (
+            row.what,
+            f"{row.value:.4g} {row.unit}",
+            row.peer,
+            "" if row.peer_value is None else f"{row.peer_value:.4g}",
+            "" if row.ratio is None else f"{row.ratio:.3f}",
+            row.goal,
+        )
+        for row in rows
+    ]
+    print(title, *text_table(heads, cells, left=(0, 2, 5)), *notes, sep="\n", file=stream or sys.stdout)

@@ -31,8 +31,6 @@ class PyMpipipe(PythonPackage):
         depends_on("py-mpi4py@4.1:")
         depends_on("py-ml-dtypes")
         depends_on("py-threadpoolctl")
-        depends_on("py-typer")
-        depends_on("py-rich")
         depends_on("py-safetensors")
         depends_on("py-tomli", when="^python@:3.10")
         depends_on("py-cupy@14:14", when="+cuda")

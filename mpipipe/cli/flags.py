@@ -1,0 +1,92 @@
+"""What a command takes: the parameters of its function, whose annotations say the rest."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+REQUIRED = inspect.Parameter.empty
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A parameter that has a name on the command line: `--seq-len 8`.
+
+    A bool that is False by default is one flag, `--quick`; any other a pair, `--tied` and `--no-tied`. A list is a flag
+    that may be repeated.
+
+    Parameters
+    ----------
+    text : what it means, for the help
+    names : its names, in place of the parameter's with dashes in front
+    least, most : range of a number
+    choices : all values that there are
+    metavar : what stands for the value in the help
+    group : heading under which the help lists it
+    """
+
+    text: str = ""
+    names: tuple[str, ...] = ()
+    least: float | None = None
+    most: float | None = None
+    choices: tuple[str, ...] | None = None
+    metavar: str | None = None
+    group: str = "options"
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A parameter that is known by its place. A list takes one or more, or any number where it has a default.
+
+    Parameters
+    ----------
+    text : what it means, for the help
+    metavar : its name in the help; by default that of the parameter in capitals
+    rest : take all that follows, flags too
+    """
+
+    text: str
+    metavar: str | None = None
+    rest: bool = False
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a command.
+
+    Parameters
+    ----------
+    name : of the function's parameter
+    kind : str, int, float, bool or Path; of a list, the kind of its elements
+    many : whether it is a list
+    default : what the function takes where it is not given, or REQUIRED
+    flag : how it is given
+    """
+
+    name: str
+    kind: type
+    many: bool
+    default: Any
+    flag: Flag | Operand
+
+
+def parameters_of(command: Callable[..., Any]) -> list[Parameter]:
+    """Return the parameters of a command: those in its attribute `parameters`, or those of the function itself."""
+    listed = getattr(command, "parameters", None)
+    if listed is not None:
+        return list(listed)
+    hints = get_type_hints(command, include_extras=True)
+    return [_parameter(entry, hints[entry.name]) for entry in inspect.signature(command).parameters.values()]
+
+
+def _parameter(entry: inspect.Parameter, hint: Any) -> Parameter:
+    flag: Flag | Operand = Flag()
+    if get_origin(hint) is Annotated:
+        hint, flag = get_args(hint)[:2]
+    parts = [part for part in get_args(hint) if part is not type(None)] if get_origin(hint) is not list else []
+    if parts:  # X | None: None where it is not given
+        hint = parts[0]
+    many = get_origin(hint) is list
+    return Parameter(entry.name, get_args(hint)[0] if many else hint, many, entry.default, flag)

@@ -1,0 +1,181 @@
+"""The parser of a command: argparse, with the house's words for wrong usage and in its help."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import inspect
+import math
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from mpipipe.cli.flags import REQUIRED, Flag, Operand, Parameter, parameters_of
+from mpipipe.comm.abort import Stop
+
+WRONG_USAGE = 2  # exit code
+LOG_LEVELS = ("debug", "info", "warning", "error")
+WIDEST = 100  # columns of the help
+NOUNS: dict[type, str] = {int: "an integer", float: "a number"}
+
+
+def program() -> str:
+    """Return how this program was started, for its messages."""
+    return "mpipipe" if Path(sys.argv[0]).name == "mpipipe" else "python -m mpipipe"
+
+
+def wrong_usage(prog: str, problem: str, near: Iterable[str] = ()) -> Stop:
+    """Return the error that ends a program whose arguments cannot be understood."""
+    found = list(near)
+    hint = f"  did you mean: {' or '.join(found)}\n" if found else ""
+    return Stop(f"{prog}: {problem}\n{hint}  remedy: `{prog} --help` explains what there is\n", WRONG_USAGE)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that raises Stop for wrong usage, and knows what the user may have meant."""
+
+    def __init__(self, prog: str, **options: Any) -> None:
+        super().__init__(prog=prog, formatter_class=_Help, allow_abbrev=False, add_help=False, **options)
+        self.headings: dict[str, Any] = {}
+        self.suggest: Callable[[str, Iterable[str]], list[str]] | None = None  # names that are near to one
+
+    def under(self, heading: str) -> Any:
+        """Return the group of flags that the help lists under `heading`."""
+        if heading not in self.headings:
+            self.headings[heading] = self.add_argument_group(heading)
+        return self.headings[heading]
+
+    def parse(self, words: list[str]) -> dict[str, Any]:
+        """Return what was given, by the name of the parameter."""
+        given, unknown = self.parse_known_args(words)
+        if unknown:
+            name = unknown[0].partition("=")[0]
+            if not name.startswith("-"):
+                raise wrong_usage(self.prog, f"there is no place for {name}")
+            raise wrong_usage(self.prog, f"there is no option {name}", self.near(name))
+        return vars(given)
+
+    def near(self, name: str) -> list[str]:
+        """Return the flags that the user may have meant with `name`."""
+        known = [option for action in self._actions for option in action.option_strings]
+        if self.suggest is not None:
+            words = {option[2:].replace("-", "_"): option for option in known}
+            return [words[word] for word in self.suggest(name.lstrip("-"), words)]
+        return difflib.get_close_matches(name.replace("_", "-"), known, n=3)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise Stop with what argparse says."""
+        raise wrong_usage(self.prog, message.removeprefix("argument "))
+
+
+class _Help(argparse.HelpFormatter):
+    """Paragraphs stay paragraphs, and lines are no wider than a page."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28, width=min(WIDEST, shutil.get_terminal_size().columns - 2))
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n\n".join(textwrap.fill(" ".join(part.split()), width) for part in text.split("\n\n"))
+
+
+def parser_of(prog: str, command: Callable[..., Any]) -> Parser:
+    """Return the parser of a command."""
+    parser = Parser(prog, description=inspect.getdoc(command))
+    add_parameters(parser, command)
+    return parser
+
+
+def add_parameters(parser: Parser, command: Callable[..., Any]) -> None:
+    """Give a parser the parameters of a command, and the flags that every command has."""
+    parameters = parameters_of(command)
+    parser.suggest = getattr(command, "suggest", None)
+    operands = [entry for entry in parameters if isinstance(entry.flag, Operand)]
+    parser.usage = " ".join([parser.prog.replace("%", "%%"), "[options]", *map(_operand_usage, operands)])
+    for entry in parameters:
+        if isinstance(entry.flag, Operand):
+            parser.under("arguments").add_argument(entry.name, **_operand(entry, entry.flag))
+        else:
+            names = entry.flag.names or (f"--{entry.name.rstrip('_').replace('_', '-')}",)
+            parser.under(entry.flag.group).add_argument(*names, **_flag(entry, entry.flag))
+    general = parser.under("general")
+    general.add_argument("-h", "--help", action="help", help="show this and exit")
+    general.add_argument(
+        "--log-level", choices=LOG_LEVELS, default=argparse.SUPPRESS, help="least severe messages to show"
+    )
+
+
+def _operand(entry: Parameter, operand: Operand) -> dict[str, Any]:
+    options: dict[str, Any] = {"help": _escaped(operand.text), "metavar": _name(entry), "type": _converter(entry)}
+    if operand.rest:
+        options["nargs"] = argparse.REMAINDER
+    elif entry.many:
+        options["nargs"] = "+" if entry.default is REQUIRED else "*"
+    elif entry.default is not REQUIRED:
+        options["nargs"] = "?"
+    if entry.default is not REQUIRED:
+        options["default"] = argparse.SUPPRESS
+    return options
+
+
+def _flag(entry: Parameter, flag: Flag) -> dict[str, Any]:
+    options: dict[str, Any] = {"help": _help(entry, flag), "dest": entry.name, "default": argparse.SUPPRESS}
+    if entry.default is REQUIRED:
+        options["required"] = True
+    if entry.kind is bool:
+        return options | {"action": "store_true" if entry.default is False else argparse.BooleanOptionalAction}
+    if entry.many:
+        options["action"] = "append"
+    if flag.choices:
+        options["choices"] = flag.choices
+    else:
+        options["metavar"] = flag.metavar or (NOUNS.get(entry.kind, "text").split()[-1].upper())
+    return options | {"type": _converter(entry)}
+
+
+def _help(entry: Parameter, flag: Flag) -> str:
+    parts = [flag.text] if flag.text else []
+    if flag.least is not None and flag.most is None:
+        parts.append(f"at least {flag.least:g}")
+    elif flag.least is not None and flag.most is not None:
+        parts.append(f"{flag.least:g} to {flag.most:g}")
+    if entry.default is not REQUIRED and entry.default is not None and not isinstance(entry.default, (bool, list)):
+        parts.append(f"default: {entry.default}")
+    return _escaped("; ".join(parts))
+
+
+def _converter(entry: Parameter) -> Callable[[str], Any]:
+    """Return a function that reads a value, and refuses it in plain words."""
+
+    def read(text: str) -> Any:
+        try:
+            value = entry.kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {NOUNS.get(entry.kind, 'usable')}") from None
+        if isinstance(entry.flag, Flag):
+            low = -math.inf if entry.flag.least is None else entry.flag.least
+            high = math.inf if entry.flag.most is None else entry.flag.most
+            if entry.kind in NOUNS and (low, high) != (-math.inf, math.inf) and not low <= value <= high:
+                words = f"at least {low:g}" if high == math.inf else f"{low:g} to {high:g}"
+                raise argparse.ArgumentTypeError(f"{text} is out of range: expected {words}")
+        return value
+
+    return read
+
+
+def _operand_usage(entry: Parameter) -> str:
+    name = _name(entry).replace("%", "%%")
+    if entry.many:
+        name += " ..."
+    return name if entry.default is REQUIRED else f"[{name}]"
+
+
+def _name(entry: Parameter) -> str:
+    metavar = entry.flag.metavar
+    return entry.name.upper().replace("_", "-") if metavar is None else metavar
+
+
+def _escaped(text: str) -> str:
+    return text.replace("%", "%%")

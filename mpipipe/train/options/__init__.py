@@ -1,0 +1,1 @@
+"""The options of a training, by what they are about."""

@@ -1,0 +1,187 @@
+"""The command line itself: what it reads, refuses, suggests and completes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import pytest
+from support.command_line import invoke
+
+from mpipipe.cli.commands import ALL, Command, Commands
+from mpipipe.cli.flags import Flag, Operand, parameters_of
+from mpipipe.cli.parser import parser_of
+from mpipipe.comm.abort import Stop
+
+
+def sample(
+    source: Annotated[str, Operand("from where")],
+    out: Annotated[Path, Flag("to where", metavar="FILE")],
+    others: Annotated[list[str] | None, Operand("more of it")] = None,
+    count: Annotated[int, Flag("how many", names=("--count", "--number"), least=1, most=9)] = 3,
+    share: Annotated[float | None, Flag("of 100 %", least=0)] = None,
+    kinds: Annotated[list[str] | None, Flag("which", choices=("a", "b"))] = None,
+    fast: bool = True,
+    short: Annotated[bool, Flag("less", names=("-s",))] = False,
+) -> int:
+    """Do something.
+
+    A second paragraph of the text.
+    """
+    return 0
+
+
+def read(*words: str) -> dict:
+    return parser_of("prog sample", sample).parse(list(words))
+
+
+def commands_below(commands: Commands) -> list[Command]:
+    return [
+        each
+        for entry in commands.commands
+        for each in (commands_below(entry) if isinstance(entry, Commands) else [entry])
+    ]
+
+
+def test_only_what_was_given_is_returned_in_its_type():
+    assert read("here", "--out", "x") == {"source": "here", "out": Path("x")}
+    assert read("here", "and", "there", "--out=x", "--number", "4", "--share", "1e-3", "--no-fast", "-s") == {
+        "source": "here",
+        "others": ["and", "there"],
+        "out": Path("x"),
+        "count": 4,
+        "share": 0.001,
+        "fast": False,
+        "short": True,
+    }
+    assert read("here", "--out", "x", "--kinds", "a", "--kinds", "b")["kinds"] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "the following arguments are required: SOURCE, --out"),
+        (["here", "--out", "x", "--count", "ten"], "'ten' is not an integer"),
+        (["here", "--out", "x", "--count", "0"], "0 is out of range: expected 1 to 9"),
+        (["here", "--out", "x", "--count", "10"], "10 is out of range"),
+        (["here", "--out", "x", "--share", "nan"], "nan is out of range: expected at least 0"),
+        (["here", "--out", "x", "--kinds", "c"], "choose from"),
+        (["here", "--out", "x", "--coutn", "3"], "there is no option --coutn\n  did you mean: --count"),
+        (["here", "--out", "x", "--coun=3"], "there is no option --coun\n  did you mean: --count"),
+    ],
+)
+def test_wrong_usage_is_one_message_with_exit_code_2(words, message):
+    with pytest.raises(Stop) as caught:
+        read(*words)
+    assert message in caught.value.text and caught.value.code == 2
+    assert caught.value.text.startswith("prog sample: ") and "`prog sample --help`" in caught.value.text
+
+
+def test_the_help_has_paragraphs_groups_ranges_and_defaults(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    text = parser_of("prog sample", sample).format_help()
+    assert text.startswith("usage: prog sample [options] SOURCE [OTHERS ...]\n\nDo something.\n\nA second paragraph")
+    assert "how many; 1 to 9; default: 3" in text and "of 100 %; at least 0" in text and "{a,b}" in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("command", commands_below(ALL), ids=lambda command: command.place)
+def test_every_command_is_there_and_has_a_help(command):
+    function = command.load()
+    assert function.__doc__ and command.summary and parameters_of(function) is not None
+    text = parser_of("x", function).format_help()
+    assert "--help" in text and "--log-level" in text
+
+
+def test_the_flags_of_a_training_are_listed_under_headings():
+    from mpipipe.cli.train import train
+
+    lines = parser_of("x", train).format_help().splitlines()
+    headings = [line for line in lines if line.endswith(":") and not line.startswith(" ")]
+    assert headings == ["options:", "data:", "model:", "parallel:", "training:", "output:", "cluster:", "general:"]
+    for flag, heading in (("--dim", "model:"), ("--chunks", "parallel:"), ("--lr", "training:"), ("--out", "output:")):
+        place = next(number for number, line in enumerate(lines) if line.startswith(f"  {flag} "))
+        assert next(line for line in reversed(lines[:place]) if line in headings) == heading
+
+
+@pytest.mark.parametrize(
+    ("words", "near"),
+    [
+        (["trian"], "train"),
+        (["bench", "atention"], "attention"),
+        (["train", "--learning_rate", "1"], "--lr"),
+        (["train", "--seq_len", "1"], "--seq-len"),
+    ],
+)
+def test_what_may_have_been_meant_is_said(words, near):
+    ended = invoke(*words)
+    assert ended.code == 2 and f"did you mean: {near}" in ended.report
+
+
+def test_a_name_of_several_commands_lists_them():
+    ended = invoke("draw")
+    assert ended.code == 2 and all(name in ended.report for name in ("timeline", "memory", "compare"))
+
+
+def test_the_completion_of_a_shell_knows_commands_flags_and_choices(capsys, tmp_path):
+    assert invoke("completion", "bash").code == 0
+    script = tmp_path / "completion.sh"
+    script.write_text(capsys.readouterr().out)
+    ask = (
+        'source "$1"; shift; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); '
+        "$(complete -p mpipipe | sed 's/.*-F \\([^ ]*\\).*/\\1/'); echo \"${COMPREPLY[@]}\""
+    )
+
+    def completed(*words: str) -> list[str]:
+        done = subprocess.run(["bash", "-c", ask, "bash", script, "mpipipe", *words], capture_output=True, text=True)
+        return done.stdout.split()
+
+    assert completed("be") == ["bench"]
+    assert completed("bench", "tr") == ["transport", "train"]
+    assert completed("train", "--sched") == ["--schedule"]
+    assert completed("train", "--packing", "") == ["none", "segments"]
+
+
+@pytest.mark.parametrize(("shell", "words"), [("fish", "no completion for 'fish'"), ("bash", "pip install")])
+def test_no_completion_is_one_report(monkeypatch, shell, words):
+    if shell == "bash":
+        monkeypatch.setitem(sys.modules, "shtab", None)
+    ended = invoke("completion", shell)
+    assert ended.code == 2 and words in ended.report
+
+
+RANKS = """
+import sys
+from mpipipe.comm import runtime
+if runtime.world().rank == 1:
+    sys.argv[1:] = {other}
+from mpipipe.cli import main
+main()
+"""
+
+
+def _script(folder: Path, other: str) -> str:
+    path = folder / "ranks.py"
+    path.write_text(RANKS.format(other=other))
+    return str(path)
+
+
+def test_one_rank_reads_for_all(launch, tmp_path):
+    job = launch(2, [_script(tmp_path, "sys.argv[1:]"), *["train", "--help"]])
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.count("usage: ") == 1
+
+
+def test_a_rank_with_other_arguments_reads_its_own(launch, tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.py").write_text(f"print('script {name}', flush=True)")
+    job = launch(2, [_script(tmp_path, f"['run', {str(tmp_path / 'b.py')!r}]"), *["run", str(tmp_path / "a.py")]])
+    assert job.returncode == 0, job.stderr
+    assert sorted(job.stdout.splitlines()) == ["script a", "script b"]
+
+
+def test_a_level_of_messages_can_be_chosen(launch):
+    job = launch(0, ["-m", "mpipipe", "simulate", "--schedule", "gpipe", "--log-level", "loud"])
+    assert job.returncode == 2 and "--log-level" in job.stderr
