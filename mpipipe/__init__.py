@@ -4,7 +4,7 @@
 """
 
 from mpipipe.comm import Mesh, Preemption, select_device
-from mpipipe.pipeline import PendingStep, Pipeline, StepResult
+from mpipipe.pipeline import Branches, PendingStep, Pipeline, StepResult
 
 __version__ = "0.1.0"  # the one place: pyproject.toml reads it from here
-__all__ = ["Mesh", "PendingStep", "Pipeline", "Preemption", "StepResult", "select_device"]
+__all__ = ["Branches", "Mesh", "PendingStep", "Pipeline", "Preemption", "StepResult", "select_device"]

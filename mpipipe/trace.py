@@ -42,7 +42,8 @@ class Sent(NamedTuple):
     Attributes
     ----------
     message : tuple of int
-        Its name: edge, micro-batch, and direction (0 for an activation, 1 for a gradient).
+        Its name: edge, micro-batch, and direction (0 for an activation, 1 for a gradient). Of S stages, edge e below S
+        joins stages e - 1 and e, and edge S + i is skip i of the schedule.
     peer : int
         The rank of the pipeline that it goes to.
     nbytes : int

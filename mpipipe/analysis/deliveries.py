@@ -32,7 +32,7 @@ class Delivery(NamedTuple):
 def deliveries(records: Sequence[RankRecord]) -> list[Delivery]:
     """Return all messages whose sending and arrival were recorded."""
     index = {(record.replica, record.position): number for number, record in enumerate(records)}
-    received = [[step.received() for step in record.steps] for record in records]
+    received = [[step.received(record.skips) for step in record.steps] for record in records]
     found = []
     for source, record in enumerate(records):
         for number, step in enumerate(record.steps):

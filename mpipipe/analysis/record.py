@@ -1,18 +1,19 @@
 """What all ranks did in the recorded steps, as plain data.
 
-A message is named by (edge, micro-batch, direction). Edge e joins stages e - 1 and e; the direction is 0 for an
-activation and 1 for a gradient. Within a step of one pipeline no name comes twice.
+A message is named by (edge, micro-batch, direction). Edge e joins stages e - 1 and e; further edges are skips. The
+direction is 0 for an activation and 1 for a gradient. Within a step of one pipeline no name comes twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
 from mpipipe.schedules import Action
 
 Interval: TypeAlias = tuple[float, float]  # start and end, in seconds
 Message: TypeAlias = tuple[int, int, int]
+SkipEdge: TypeAlias = tuple[int, int, int]  # number of the edge, and the stages that it joins
 
 
 class Waited(NamedTuple):
@@ -71,13 +72,13 @@ class StepRecord(NamedTuple):
             [sent._replace(time=clock(sent.time)) for sent in self.sent],
         )
 
-    def received(self) -> dict[Message, float]:
+    def received(self, skips: Sequence[SkipEdge] = ()) -> dict[Message, float]:
         """When each message was there: when the wait for it ended, else at the start of the action that takes it."""
-        times = {taken_by(action): start for action, start, _ in self.actions}
+        times = {message: start for action, start, _ in self.actions for message in taken_by(action, skips)}
         for wait in self.waits:
             if wait.message in times:
                 times[wait.message] = min(wait.end, times[wait.message])
-        return {message: time for message, time in times.items() if message is not None}
+        return times
 
 
 class RankRecord(NamedTuple):
@@ -90,6 +91,7 @@ class RankRecord(NamedTuple):
     replica : number of that pipeline
     clock : two comparisons with the clock of rank 0: (when, by this rank's clock; seconds that rank 0 is ahead)
     steps : those that were recorded
+    skips : of the schedule
     """
 
     rank: int
@@ -97,10 +99,14 @@ class RankRecord(NamedTuple):
     replica: int
     clock: tuple[tuple[float, float], tuple[float, float]]
     steps: list[StepRecord]
+    skips: Sequence[SkipEdge] = ()
 
 
-def taken_by(action: Action) -> Message | None:
-    """The message that an action takes, if its input comes from another rank."""
-    if action.op == "F":
-        return action.stage, action.microbatch, 0
-    return (action.stage + 1, action.microbatch, 1) if action.op in "BI" else None
+def taken_by(action: Action, skips: Sequence[SkipEdge] = ()) -> list[Message]:
+    """The messages that an action takes, as far as they come from other ranks."""
+    stage, op, microbatch = action
+    if op == "F":
+        edges = [stage, *(edge for edge, _, target in skips if target == stage)]
+        return [(edge, microbatch, 0) for edge in edges]
+    edges = [stage + 1, *(edge for edge, source, _ in skips if source == stage)] if op in "BI" else []
+    return [(edge, microbatch, 1) for edge in edges]

@@ -96,7 +96,8 @@ class Recording:
         steps = steps_of(self.recorder, sums, planned)
         replica = 0 if replicas is None else replicas.rank
         clock = (before.at, before.ahead), (after.at, after.ahead)
-        return RankRecord(self._group.rank, self.pipeline.rank, replica, clock, steps)
+        skips = [(edge, *ends) for edge, ends in enumerate(engine.schedule.skip_ends, engine.schedule.stages)]
+        return RankRecord(self._group.rank, self.pipeline.rank, replica, clock, steps, skips)
 
 
 @contextmanager
@@ -181,7 +182,7 @@ def steps_of(
         ]
         if planned is not None:
             waits = [wait for wait in waits if wait.message is None] + _gaps(actions, planned)
-            ends = {each.send.name: end for each, (_, _, end) in zip(planned, actions) if each.send is not None}
+            ends = {sent.name: end for each, (_, _, end) in zip(planned, actions) for sent in each.sends}
             sent = [each._replace(time=ends.get(each.message, each.time)) for each in sent]
         found.append(
             StepRecord(
@@ -210,7 +211,8 @@ def _waited(wait: Wait, sums: tuple[int, ...] | None) -> Waited:
 def _gaps(actions: Sequence[tuple[Action, float, float]], planned: Sequence[PlannedAction]) -> list[Waited]:
     found, end = [], None
     for each, (_, start, stop) in zip(planned, actions):
-        if each.receive is not None and end is not None and end < start:
-            found.append(Waited(each.receive.subject, end, start, each.receive.name))
+        if each.receives and end is not None and end < start:
+            message = each.receives[0]  # that of the chain is made last
+            found.append(Waited(message.subject, end, start, message.name))
         end = stop
     return found

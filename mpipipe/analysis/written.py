@@ -12,7 +12,7 @@ from typing import Any
 
 from mpipipe import files
 from mpipipe.errors import ArgumentError
-from mpipipe.schedules import Action, Costs, Schedule, check, from_csv
+from mpipipe.schedules import Action, Costs, Schedule, check, from_csv, with_skips
 
 SUMMARY, EVENTS = "summary.json", "trace.json"
 MOST_BYTES = 1 << 30  # of a file
@@ -101,6 +101,7 @@ def facts(schedule: Schedule, costs: Costs, places: Mapping[int, tuple[int, int]
     return {
         "order": schedule.to_csv(),
         "trained_from": schedule.trained_from,
+        "skips": {skip.name: (skip.source, skip.target) for skip in schedule.skips},
         "costs": asdict(costs),
         "places": {rank: list(place) for rank, place in places.items()},
     }
@@ -135,7 +136,8 @@ def read_trace(folder: str | Path) -> WrittenTrace:
     summary, events = (_json(folder / name) for name in (SUMMARY, EVENTS))
     try:
         read = from_csv(summary["order"])
-        schedule = replace(read, name=str(summary["schedule"]), trained_from=summary["trained_from"])
+        named = replace(read, name=str(summary["schedule"]), trained_from=summary["trained_from"])
+        schedule = with_skips(named, summary.get("skips", {}))
         check(schedule)
         costs = Costs(**summary["costs"])
         for name in asdict(costs):

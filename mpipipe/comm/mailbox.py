@@ -37,6 +37,7 @@ class Envelope(NamedTuple):
     direction: int
     header: tuple[int, int]
     data: tuple[int, int]
+    skip: str = ""  # its name, where the edge is no edge of the chain of stages
 
     @property
     def name(self) -> tuple[int, int, int]:
@@ -46,9 +47,8 @@ class Envelope(NamedTuple):
     @property
     def subject(self) -> str:
         """What the message holds, the same at both ends."""
-        return (
-            f"the {('activation', 'gradient')[self.direction]} of micro-batch {self.microbatch} over edge {self.edge}"
-        )
+        edge = f"skip {self.skip!r}" if self.skip else f"edge {self.edge}"
+        return f"the {('activation', 'gradient')[self.direction]} of micro-batch {self.microbatch} over {edge}"
 
     def __str__(self) -> str:
         channel, tag = self.data
@@ -82,6 +82,7 @@ class Mailbox:
         self.wanted: deque = deque()  # envelopes of that call that are still to be taken, as they are needed
         self.sent: list[Envelope] = []  # in this call: one for each of the requests that were in `outgoing`
         self.polls = 0  # so far: a sign of progress
+        self.taken = 0  # messages of this call
         self.recorder: Recorder | None = None
 
     def receive_schedule(self, envelopes: Sequence[Envelope], leaves: Sequence[Sequence[Leaf]]) -> list:
@@ -106,7 +107,7 @@ class Mailbox:
         moments : when each message is made, for transports that carry messages in an order
         repeated : whether, on all ranks alike, calls like this one have run so often that nothing in it is new
         """
-        self.incoming, self.next = schedule, 0
+        self.incoming, self.next, self.taken = schedule, 0, 0
         self.sent = self.sent[-len(self.outgoing) :] if self.outgoing else []
         self.moments = moments if moments and self.transport.begin_call(repeated) else None
         if self.moments is not None:
@@ -158,6 +159,7 @@ class Mailbox:
             if not request.Test():
                 wait(request, envelope, self.group, peer=envelope.peer)
         self.posted.popleft()
+        self.taken += 1
         if self.moments is None:
             self._post_next()
         return arrays, lease

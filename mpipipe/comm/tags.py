@@ -1,8 +1,9 @@
 """Which MPI tag a message travels under: one function, used by both ends.
 
 A message is named by the edge between two neighbouring logical stages, the micro-batch, the direction (activation
-forward, gradient backward) and the part (header, data). Edge e joins stage e-1 to stage e. The edges that one pair of
-ranks shares are counted 0, 1, ..., so that the code
+forward, gradient backward) and the part (header, data). Edge e joins stage e-1 to stage e. Behind these S-1 edges of
+the chain come the skips: edge S+i joins the two stages of skip i, of S stages. The edges that one pair of ranks shares
+are counted 0, 1, ..., so that the code
 
     code = ((edge index * M + micro-batch) * 2 + direction) * 2 + part
 
@@ -34,6 +35,8 @@ class Tags:
         M.
     tag_ub : int
         The largest tag that the communicator takes.
+    skips : sequence of (int, int)
+        The two stages of each skip.
 
     Attributes
     ----------
@@ -41,10 +44,12 @@ class Tags:
         How many communicators the tags need.
     """
 
-    def __init__(self, placement: Sequence[int], microbatches: int, tag_ub: int) -> None:
+    def __init__(
+        self, placement: Sequence[int], microbatches: int, tag_ub: int, skips: Sequence[tuple[int, int]] = ()
+    ) -> None:
         self.microbatches = microbatches
         self.base = tag_ub + 1
-        self.index = _edge_indices(placement)
+        self.index = _edge_indices(placement, skips)
         edges = max(self.index.values(), default=-1) + 1
         self.channels = max(1, -(-edges * microbatches * 4 // self.base))
         if self.channels > MAX_CHANNELS:
@@ -52,27 +57,29 @@ class Tags:
                 "the messages of one pair of ranks do not fit the tags that this MPI offers",
                 found=f"{edges} edges x {microbatches} micro-batches x 4 = {edges * microbatches * 4} tags",
                 expected=f"at most {MAX_CHANNELS} x {self.base}",
-                remedy="use fewer micro-batches or fewer chunks",
+                remedy="use fewer micro-batches, chunks or skips",
             )
 
     def of(self, edge: int, microbatch: int, direction: int, part: int) -> tuple[int, int]:
-        """(channel, tag) of one message; edge e joins stage e-1 to stage e, which lie on different ranks."""
+        """(channel, tag) of one message; the two stages of the edge lie on different ranks."""
         code = ((self.index[edge] * self.microbatches + microbatch) * 2 + direction) * 2 + part
         return divmod(code, self.base)
 
 
-def neighbours(placement: Sequence[int]) -> list[tuple[int, int]]:
+def neighbours(placement: Sequence[int], skips: Sequence[tuple[int, int]] = ()) -> list[tuple[int, int]]:
     """The ordered pairs of different ranks of which one sends to the other: activations one way, gradients back."""
-    joined = {pair for pair in pairwise(placement) if pair[0] != pair[1]}
+    ends = [*pairwise(placement), *((placement[source], placement[target]) for source, target in skips)]
+    joined = {pair for pair in ends if pair[0] != pair[1]}
     return sorted(joined | {(after, before) for before, after in joined})
 
 
-def _edge_indices(placement: Sequence[int]) -> dict[int, int]:
+def _edge_indices(placement: Sequence[int], skips: Sequence[tuple[int, int]]) -> dict[int, int]:
     """For each edge between different ranks: how many edges before it join the same two ranks."""
     counts: dict[tuple[int, int], int] = {}
     indices = {}
-    for edge in range(1, len(placement)):
-        low, high = sorted((placement[edge - 1], placement[edge]))
+    stages = [*pairwise(range(len(placement))), *skips]
+    for edge, (source, target) in enumerate(stages, 1):
+        low, high = sorted((placement[source], placement[target]))
         if low != high:
             indices[edge] = counts.get((low, high), 0)
             counts[low, high] = indices[edge] + 1

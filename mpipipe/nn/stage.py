@@ -105,6 +105,8 @@ class Stage(StepGradients):
     array([5., 5.], dtype=float32)
     """
 
+    takes_branches = False  # one tree in, one tree out: a stage with skips is another one around it, or a subclass
+
     def __init__(
         self,
         layers: Sequence[Layer],

@@ -67,6 +67,7 @@ def check_arguments(
     for number, stage in zip(numbers, adapters):
         try:
             stage.check(ops, replicas is not None and replicas.size > 1)
+            _check_skips(schedule, number, stage)
             if not schedule.has_backward(number) and stage.has_parameters:
                 raise ArgumentError(
                     "a stage has parameters to train, and the schedule has no backward for it",
@@ -83,3 +84,16 @@ def check_arguments(
             "loss", found=type(loss).__name__, expected="a function (output, target) -> (value, doutput)"
         )
     return adapters
+
+
+def _check_skips(schedule: Schedule, number: int, stage: StageAdapter) -> None:
+    """Refuse a stage that has skips and takes one tree alone; a class says so by `takes_branches`."""
+    own = [skip.name for skip in schedule.skips if number in (skip.source, skip.target)]
+    if own and not getattr(stage.given, "takes_branches", True):
+        raise ArgumentError(
+            "a stage with skips whose forward knows nothing of them",
+            found=f"{stage.name} at {', '.join(own)}",
+            expected="a stage of your own, which takes or returns mpipipe.Branches",
+            remedy="call an nn.Stage in the forward and backward of your own, and list it in inner_stages; or take a "
+            "subclass that does so, with takes_branches = True",
+        )

@@ -39,7 +39,7 @@ class CallState:
     ----------
     saved : (stage, micro-batch) -> (what backward needs, lease), from forward until backward; the input until an R
     pending : the same from input gradient until weight gradient
-    local : (stage, micro-batch, "F" or "B") -> tree for an action on this rank
+    local : (edge, micro-batch, "F" or "B") -> tree for an action on this rank
     loss_gradients : micro-batch -> gradient of the loss
     alive, peak : whole activations (stage, micro-batch) held now, and at most
     under_way, peak_under_way : the same with those of which the input alone is kept, for an R

@@ -131,7 +131,7 @@ def _agree_in_pipe(
             runtime.resolve(replicas)
         adapters = check_arguments(stages, schedule, loss, pipe.comm, replicas)
         largest_tag = runtime.tag_upper_bound(pipe.comm)
-        Tags(schedule.placement, schedule.microbatches, largest_tag)
+        Tags(schedule.placement, schedule.microbatches, largest_tag, schedule.skip_ends)
         facts = (
             ("schedule", f"{schedule.name} {digest(schedule)}"),
             ("number of micro-batches", schedule.microbatches),

@@ -63,16 +63,16 @@ class Engine:
         self, partners: Partners, schedule: Schedule, loss: Callable[..., Any] | None, recompute: bool
     ) -> None:
         self.pipe, self.replicas, self.stages = partners.pipe, partners.replicas, partners.stages
-        self.groups = partners.groups
+        self.groups, self.schedule = partners.groups, schedule
         self.comm, self.rank, self.recompute = self.pipe.comm, self.pipe.rank, recompute
-        self.schedule = schedule
         self.comm.Set_name("mpipipe pipeline")
         self.pipe.process.pipelines += 1
         self.name = f"pipeline {self.pipe.process.pipelines} ({schedule.name})"  # the how many-th of this rank
-        self.tags = Tags(schedule.placement, schedule.microbatches, runtime.tag_upper_bound(self.comm))
+        placement, skips = schedule.placement, schedule.skip_ends
+        self.tags = Tags(placement, schedule.microbatches, runtime.tag_upper_bound(self.comm), skips)
         device = partners.devices[self.rank]
         names = TieNames(partners.ties, self.tags.channels, self.tags.base)
-        pairs = sorted({*neighbours(schedule.placement), *names.pairs})
+        pairs = sorted({*neighbours(placement, skips), *names.pairs})
         self.nccl = choose_nccl(self.pipe, self.replicas, device, partners.devices, pairs)
         self.nccl_sums = NcclSums(self.replicas) if self.nccl.sums and self.replicas is not None else None
         channels = self.tags.channels + names.channels

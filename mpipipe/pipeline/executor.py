@@ -11,15 +11,15 @@ from typing import Any
 
 from mpipipe import arrays
 from mpipipe.arrays import Tree
-from mpipipe.arrays.trees import flatten, unflatten
 from mpipipe.comm.mailbox import Lease
 from mpipipe.errors import ArgumentError, MpipipeError, PeerError, StageError
-from mpipipe.nn import kernels
 from mpipipe.pipeline.aliases import copy_if_aliased
+from mpipipe.pipeline.branches import Branches, parted
 from mpipipe.pipeline.call_state import CallInputs, CallState
 from mpipipe.pipeline.clock import DeviceClock, HostClock
 from mpipipe.pipeline.gradient_sums import GradientSums
-from mpipipe.pipeline.loss import Loss, check_finite
+from mpipipe.pipeline.handover import Handover
+from mpipipe.pipeline.loss import Loss, check_finite, unscaled
 from mpipipe.pipeline.messages import StageMessages
 from mpipipe.pipeline.plan import PlannedAction
 from mpipipe.pipeline.shortage import memory_error
@@ -61,6 +61,7 @@ class Executor:
         device: str = "cpu",
     ):
         self.rank, self.stages, self.messages, self.loss = rank, stages, messages, loss
+        self.handover = Handover(messages)
         self.recompute, self.sums = recompute, sums
         self.actions: dict[str, Callable[[PlannedAction, CallState], None]] = {
             "F": self._forward,
@@ -144,6 +145,8 @@ class Executor:
             x = state.local.pop((step.stage, microbatch, "F"))
         else:
             x, lease = self.messages.receive_activation(envelope)
+        if step.takes:
+            x, lease = self.handover.join(step, state, x, lease)
         self.marks.append(self.now())
         result = self.stages[step.chunk].forward(x, inputs.positions[microbatch])
         if type(result) is not tuple or len(result) != 2:
@@ -154,6 +157,9 @@ class Executor:
                 remedy="return (y, None) where nothing is saved",
             )
         y, saved = result
+        skips: dict[str, Tree] | None = None
+        if step.gives or type(y) is Branches:
+            y, skips = parted(y, step.gives, NAMES["F"])
         if step.last and inputs.targets is not None:
             self._evaluate_loss(step, state, y, inputs.targets[microbatch])
         self.marks.append(self.now())
@@ -165,6 +171,8 @@ class Executor:
             state.local[step.stage + 1, microbatch, "F"] = y
         elif not inputs.training:
             state.outputs[microbatch] = y
+        if skips:
+            self.handover.give(step, state, skips, lease)
         if inputs.training and step.keeps:
             state.saved[step.stage, microbatch] = (x if step.recomputed else saved), lease
             state.under_way += 1
@@ -252,21 +260,26 @@ class Executor:
             dy = state.local.pop((step.stage + 1, microbatch, "B"))
         else:
             dy, lease = self.messages.receive_gradient(envelope)
+        if step.takes:
+            dy, lease = self.handover.join(step, state, dy, lease)
         saved, kept = state.saved.pop((step.stage, microbatch))
         self.marks.append(self.now())
         return dy, saved, (*lease, *kept) if lease and kept else lease or kept
 
     def _send_gradient(self, step: PlannedAction, state: CallState, dx: Tree, leases: Lease) -> None:
+        skips: dict[str, Tree] | None = None
+        if step.gives or type(dx) is Branches:
+            dx, skips = parted(dx, step.gives, NAMES[step.op])
         if leases:
             dx = copy_if_aliased(dx, leases)
         if step.send is not None:
             self.messages.send_gradient(step.send, dx)
-        elif step.ends:
-            if not step.first:
-                return
-            state.input_gradients[step.microbatch] = _unscaled(dx, state.inputs.scale)
-        else:
+        elif not step.ends:
             state.local[step.stage, step.microbatch, "B"] = dx
+        elif step.first:
+            state.input_gradients[step.microbatch] = unscaled(dx, state.inputs.scale)
+        if skips:
+            self.handover.give(step, state, skips, leases)
 
     # -- sums over replicas, progress ---------------------------------------------------------------------------
 
@@ -280,11 +293,3 @@ class Executor:
         self.messages.mailbox.poll()
         if self.sums is not None:
             self.sums.progress()
-
-
-def _unscaled(tree: Tree, scale: float) -> Tree:
-    """Input gradients without the factor that all gradients of the step carry."""
-    if tree is None or scale == 1:
-        return tree
-    leaves, structure = flatten(tree)
-    return unflatten([None if x is None else kernels.of_array(x).scale(x, 1 / scale) for x in leaves], structure)

@@ -84,7 +84,7 @@ class PipelineFlight:
             return idle
         done, computes = divmod(len(call.marks), 2)
         step = call.plan.steps[done] if done < len(call.plan.steps) else None
-        awaited = None if step is None or computes else step.receive
+        awaited = None if step is None or computes else self._awaited(call, step)
         return idle._replace(
             call=call.number,
             doing=f"{_described(step)}, in {call.name}" if step is not None else f"the end of {call.name}",
@@ -97,13 +97,18 @@ class PipelineFlight:
             skipped=tuple(self._message(envelope) for envelope in self._skipped(call, done, bool(computes))),
         )
 
+    def _awaited(self, call: Call, step: PlannedAction) -> Envelope | None:
+        """The message that an action waits for: the first of its own that was not taken."""
+        taken, own = self.executor.messages.mailbox.taken, step.receives
+        found = call.plan.receives[taken] if taken < len(call.plan.receives) else None
+        return found if found in own else None
+
     def _skipped(self, call: Call, done: int, computes: bool) -> Iterator[Envelope]:
         """Messages of actions that are over; the last of them may still be on its way into the mailbox."""
         behind = done if computes or self.group.process.vigils else done - 1
         sent = set(call.sent)
         for step in call.plan.steps[: max(0, behind)]:
-            if step.send is not None and step.send not in sent:
-                yield step.send
+            yield from (message for message in step.sends if message not in sent)
 
     def _message(self, envelope: Envelope) -> Message:
         peer = self.group.presence.members[envelope.peer]
@@ -123,9 +128,9 @@ class PipelineFlight:
         for index in range(max(0, done - LISTED), done):
             step = call.plan.steps[index]
             ended = "" if self.executor.clock.waits else f" {now - call.marks[2 * index + 1]:.3f} s ago"
-            messages = [] if step.receive is None else [f"received {self._transfer(step.receive, 'from')}"]
-            if step.send is not None:
-                messages.append(f"{'sent' if step.send in sent else 'has not sent'} {self._transfer(step.send, 'to')}")
+            messages = [f"received {self._transfer(each, 'from')}" for each in step.receives]
+            for each in step.sends:
+                messages.append(f"{'sent' if each in sent else 'has not sent'} {self._transfer(each, 'to')}")
             yield "; ".join([f"  {step}: done{ended}", *messages])
 
     def _transfer(self, envelope: Envelope, preposition: str) -> str:

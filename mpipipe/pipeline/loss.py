@@ -110,3 +110,11 @@ def _alike(leaf: Array, like: Array) -> bool:
 
 def _described(array: Array) -> str:
     return f"{array.dtype.name}{list(array.shape)} on {arrays.device_of(array)}"
+
+
+def unscaled(tree: Tree, scale: float) -> Tree:
+    """Input gradients without the factor that all gradients of the step carry."""
+    if tree is None or scale == 1:
+        return tree
+    leaves, structure = flatten(tree)
+    return unflatten([None if x is None else kernels.of_array(x).scale(x, 1 / scale) for x in leaves], structure)

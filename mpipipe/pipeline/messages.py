@@ -162,14 +162,17 @@ class StageMessages:
         self.mailbox.drop_buffers()
 
     @property
-    def bytes_per_edge(self) -> dict[tuple[int, str], int]:
-        """Bytes that the last call sent, by (edge, "forward" or "backward"); of a failed call, those of a whole one."""
-        totals: dict[tuple[int, str], int] = {}
+    def bytes_per_edge(self) -> dict[tuple[int | str, str], int]:
+        """Bytes that the last call sent, by (edge or name of a skip, "forward" or "backward").
+
+        Of a failed call, those of a whole one.
+        """
+        totals: dict[tuple[int | str, str], int] = {}
         for envelope in () if self.plan is None else self.plan.sends:
             spec = self.specs.get((envelope.edge, envelope.microbatch))
             if spec is not None:
                 leaves = spec.gradients if envelope.direction else spec.leaves
-                key = envelope.edge, ("forward", "backward")[envelope.direction]
+                key = envelope.skip or envelope.edge, ("forward", "backward")[envelope.direction]
                 totals[key] = totals.get(key, 0) + sum(prod(shape) * kind.itemsize for shape, kind in leaves)
         return totals
 

@@ -261,8 +261,8 @@ class Pipeline:
         return sum(self.bytes_per_edge.values())
 
     @property
-    def bytes_per_edge(self) -> dict[tuple[int, str], int]:
-        """The bytes of `bytes_sent` by (edge, "forward" or "backward"); edge e joins stage e - 1 to stage e."""
+    def bytes_per_edge(self) -> dict[tuple[int | str, str], int]:
+        """`bytes_sent` by (edge or name of a skip, "forward" or "backward"); edge e joins stage e - 1 to stage e."""
         return self.engine.messages.bytes_per_edge
 
     @property

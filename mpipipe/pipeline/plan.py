@@ -20,10 +20,20 @@ Moment: TypeAlias = tuple[float, int, str, int]  # (time, stage, op, micro-batch
 AHEAD = 8  # receives of a large schedule that are kept posted
 
 
+class Port(NamedTuple):
+    """One end of a skip, where an action takes what comes over it or gives what goes over it."""
+
+    name: str
+    edge: int
+    message: Envelope | None  # None where data stays on this rank
+    wanted: bool = True  # False for a gradient that nobody wants, since the stage at the other end has no backward
+
+
 class PlannedAction(NamedTuple):
     """One action of this rank.
 
-    `receive` and `send` name its messages; None where data stays on this rank or enters or leaves the pipeline.
+    `receive` and `send` name its messages; None where data stays on this rank or enters or leaves the pipeline. Those
+    over skips are in `takes` and `gives`.
     """
 
     op: str  # F, B (full backward), I (input gradient), W (weight gradient), R (the forward again)
@@ -39,6 +49,18 @@ class PlannedAction(NamedTuple):
     keeps: bool  # a backward follows in a training step
     recomputed: bool  # an R stands between the F and the backward
     ends: bool  # the backwards end here: no stage before has one
+    takes: tuple[Port, ...] = ()
+    gives: tuple[Port, ...] = ()
+
+    @property
+    def receives(self) -> list[Envelope]:
+        """All messages that it needs, in the order in which they are taken."""
+        return [each for each in (self.receive, *(port.message for port in self.takes)) if each is not None]
+
+    @property
+    def sends(self) -> list[Envelope]:
+        """All messages that it makes, in the order in which they are sent."""
+        return [each for each in (self.send, *(port.message for port in self.gives)) if each is not None]
 
     def __str__(self) -> str:
         return f"{self.stage}{self.op}{self.microbatch}"
@@ -52,23 +74,30 @@ class Plan:
     steps : list of PlannedAction
     receives : Envelope of every message that this rank receives, in the order in which its steps need them
     sends : Envelope of every message that this rank sends, in the order in which its steps make them
-    moments : Envelope -> Moment of the end of the action that makes the message: an order of all messages of all ranks,
-        by which each action comes after the messages that it needs
+    moments : Envelope -> (Moment of the end of the action that makes the message, edge): an order of all messages of
+        all ranks, by which each action comes after the messages that it needs
     window : number of receives kept posted ahead, see `receive_window`
     """
 
     def __init__(self, schedule: Schedule, rank: int, tags: Tags):
         clock = _clock(schedule, rank)
         self.steps = _steps(schedule, rank, tags, clock)
-        self.moments = {step.send: step.moment for step in self.steps if step.send is not None}
+        self.moments = {sent: (*step.moment, sent.edge) for step in self.steps for sent in step.sends}
         for step in self.steps:
-            if step.receive is not None:
-                needed = source(step.stage, step.op, schedule.stages)
-                assert needed is not None  # or it would receive nothing
-                self.moments[step.receive] = clock(Action(needed, step.op, step.microbatch))
-        self.receives = [step.receive for step in self.steps if step.receive is not None]
-        self.sends = [step.send for step in self.steps if step.send is not None]
+            for received in step.receives:
+                maker = Action(_maker(schedule, received), step.op, step.microbatch)
+                self.moments[received] = (*clock(maker), received.edge)
+        self.receives = [received for step in self.steps for received in step.receives]
+        self.sends = [sent for step in self.steps for sent in step.sends]
         self.window = receive_window(schedule, rank) if self.receives else 0
+
+
+def _maker(schedule: Schedule, message: Envelope) -> int:
+    """The stage that makes a message."""
+    ends = message.edge - 1, message.edge
+    if message.skip:
+        ends = schedule.skip_ends[message.edge - schedule.stages]
+    return ends[message.direction]
 
 
 def _clock(schedule: Schedule, rank: int) -> Callable[[Action], Moment]:
@@ -120,16 +149,31 @@ def _steps(schedule: Schedule, rank: int, tags: Tags, clock: Callable[[Action], 
     order, recomputed = schedule.orders[rank], recomputed_on(schedule, rank)
     final = {action.stage: action for action in order if action.op in "BW"}
 
-    def envelope(edge: int, neighbour: int, microbatch: int, direction: int) -> Envelope | None:
+    def envelope(edge: int, neighbour: int, microbatch: int, direction: int, skip: str = "") -> Envelope | None:
         if not 0 <= neighbour <= last_stage or placement[neighbour] == rank:
             return None
-        names = (tags.of(edge, microbatch, direction, part) for part in (HEADER, DATA))
-        return Envelope(placement[neighbour], edge, microbatch, direction, *names)
+        header, data = (tags.of(edge, microbatch, direction, part) for part in (HEADER, DATA))
+        return Envelope(placement[neighbour], edge, microbatch, direction, header, data, skip)
+
+    def ports(stage: int, microbatch: int, direction: int) -> tuple[tuple[Port, ...], tuple[Port, ...]]:
+        """(Those over which the stage takes, those over which it gives)."""
+        found: tuple[list[Port], list[Port]] = [], []
+        for edge, (name, *ends) in enumerate(schedule.skips, schedule.stages):
+            if stage in ends:
+                wanted = direction == FORWARD or ends[0] >= lowest
+                there = ends[1 - ends.index(stage)]
+                message = envelope(edge, there, microbatch, direction, name) if wanted else None
+                found[stage == ends[direction]].append(Port(name, edge, message, wanted))
+        return tuple(found[0]), tuple(found[1])
 
     steps = []
     for action in order:
         stage, op, microbatch = action
         receive = send = None
+        takes: tuple[Port, ...] = ()
+        gives: tuple[Port, ...] = ()
+        if schedule.skips and op in "FBI":
+            takes, gives = ports(stage, microbatch, FORWARD if op == "F" else BACKWARD)
         if op == "F":
             receive = envelope(stage, stage - 1, microbatch, FORWARD)
             send = envelope(stage + 1, stage + 1, microbatch, FORWARD)
@@ -138,7 +182,7 @@ def _steps(schedule: Schedule, rank: int, tags: Tags, clock: Callable[[Action], 
             send = envelope(stage, stage - 1, microbatch, BACKWARD) if stage > lowest else None
         facts = stage == 0, stage == last_stage, receive, send, final.get(stage) == action
         again = (stage, microbatch) in recomputed
-        limits = schedule.has_backward(stage), again, stage == lowest
+        limits = schedule.has_backward(stage), again, stage == lowest, takes, gives
         steps.append(PlannedAction(op, stage, chunk_of[stage], microbatch, *facts, clock(action), *limits))
     return steps
 
@@ -154,13 +198,23 @@ def receive_window(schedule: Schedule, rank: int) -> int:
     placement, ends = schedule.placement, _ends(schedule)
     needed = []  # (start of the action that receives, time at which the message is sent)
     for action, start, _ in simulate(schedule).spans[rank]:
-        stage = source(action.stage, action.op, schedule.stages)
-        if stage is not None and placement[stage] != rank:
-            made = action._replace(stage=stage)
-            needed.append((start, ends[made] if made in ends else ends[_split_otherwise(made)]))
+        for stage in _makers(schedule, action):
+            if placement[stage] != rank:
+                made = action._replace(stage=stage)
+                needed.append((start, ends[made] if made in ends else ends[_split_otherwise(made)]))
     starts = [start for start, _ in needed]
     ahead = [index - bisect_right(starts, sent) + 1 for index, (_, sent) in enumerate(needed)]
     return max([1, *ahead])
+
+
+def _makers(schedule: Schedule, action: Action) -> list[int]:
+    """The stages whose outputs an action takes: first that of the chain."""
+    stage = source(action.stage, action.op, schedule.stages)
+    if stage is None:
+        return []
+    forward = action.op == "F"
+    skips = [ends if forward else ends[::-1] for ends in schedule.skip_ends]
+    return [stage, *(maker for maker, taker in skips if taker == action.stage)]
 
 
 def recomputes_all(schedule: Schedule, rank: int) -> bool:

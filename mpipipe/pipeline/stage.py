@@ -65,6 +65,7 @@ class StageAdapter:
     refresh() : is called at the start of each call, before anything is computed
     index : is set to the number of the stage
     poll : is set to a function that lets messages move, to be called where the stage computes for long
+    takes_branches : False where its functions know nothing of Branches, so that it can have no skips; by default True
 
     Attributes
     ----------

@@ -22,6 +22,7 @@ from mpipipe.schedules.schedule import Schedule
 from mpipipe.schedules.search import search
 from mpipipe.schedules.search_recompute import search_with_recompute
 from mpipipe.schedules.simulate import Costs, Timeline, simulate
+from mpipipe.schedules.skips import Skip, with_skips
 from mpipipe.schedules.v_shaped import dualpipe_v, zero_bubble_v
 from mpipipe.schedules.zero_bubble import interleaved_zero_bubble, zero_bubble_h1
 
@@ -34,6 +35,7 @@ __all__ = [
     "Optimum",
     "Repetition",
     "Schedule",
+    "Skip",
     "Timeline",
     "advise",
     "by_name",
@@ -62,6 +64,7 @@ __all__ = [
     "v_min",
     "with_frozen",
     "with_recompute",
+    "with_skips",
     "zero_bubble_2p",
     "zero_bubble_h1",
     "zero_bubble_v",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
 
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action
@@ -17,7 +18,8 @@ def with_frozen(schedule: Schedule, frozen: Collection[int]) -> Schedule:
     """Take out of a schedule what frozen stages do not need, and leave the order of all else.
 
     A frozen stage has nothing to train. Its W actions vanish, and its I actions are backwards in one piece, B, at the
-    same place. The frozen stages before the first one that is trained have no backward at all.
+    same place. The frozen stages before the first one that is trained have no backward at all, and no gradient comes to
+    them over skips.
 
     Parameters
     ----------
@@ -57,7 +59,7 @@ def with_frozen(schedule: Schedule, frozen: Collection[int]) -> Schedule:
     first = trained[0]
 
     orders = changed(schedule.orders, _left, first, tuple(sorted(frozen)))
-    return Schedule(schedule.name, schedule.placement, schedule.microbatches, orders, trained_from=first)
+    return replace(schedule, orders=orders, trained_from=first)
 
 
 def _left(first: int, frozen: Collection[int], order: Iterable[Action]) -> Iterator[Action]:

@@ -38,7 +38,8 @@ def check_part(schedule: Schedule, rank: int) -> None:
     moments rise along its own order, and that each of its actions has a later moment than the one whose output it waits
     for. It needs no other order for that. Whatever waits for whom, waits along the order of its rank or for an output,
     and one rank has looked at it. So moments rise along every chain of waits, no chain comes back to where it began,
-    and the ranks never stand still (see `check`). An R or a W waits for its own rank alone.
+    and the ranks never stand still (see `check`). An R or a W waits for its own rank alone. What comes over a skip was
+    made further up the same chain, so it adds no wait.
 
     The formula need not be trusted: one that is wrong does not rise somewhere, and a rank finds that. But all ranks
     must prove parts of the same schedule, so they compare `digest` before they rely on this.
@@ -104,5 +105,5 @@ def digest(schedule: Schedule) -> str:
     """Give a short text that differs where schedules do: of all orders, or of how large ones are made."""
     if moments_of(schedule) is None:
         return f"{schedule.fingerprint:x}"
-    text = f"{schedule.placement} {schedule.microbatches} {schedule.trained_from} {schedule.orders!r}"
+    text = f"{schedule.placement} {schedule.microbatches} {schedule.trained_from} {schedule.skips} {schedule.orders!r}"
     return blake2b(text.encode(), digest_size=8).hexdigest()

@@ -12,6 +12,7 @@ from mpipipe.schedules.grid import grid
 from mpipipe.schedules.needs import source
 from mpipipe.schedules.replay import packed, replay
 from mpipipe.schedules.schedule import Schedule
+from mpipipe.schedules.skips import check_skips
 
 # the states of one (stage, micro-batch), and the state that each op leads to
 NOTHING, FORWARDED, RECOMPUTED, INPUT_DONE, FINISHED = range(5)
@@ -38,6 +39,7 @@ def check(schedule: Schedule) -> None:
       and one W; stages before `trained_from` have F alone;
     - every (stage, micro-batch) with a backward has one R at most; those of one stage may differ in that;
     - on its rank, F comes before B or I, and I before W; R comes after F, and before B or I;
+    - every skip has a name of its own, and leads past a stage at least;
     - the ranks can run their orders to the end although an F waits for the F of the stage before, and a B or I for
       the B or I of the stage after. An R and a W wait for nobody.
 
@@ -49,6 +51,12 @@ def check(schedule: Schedule) -> None:
     that makes its input has ended, so the send has begun. The send matches that receive by its tag, whatever else is
     under way, and completes. So the action starts, a contradiction. Conversely, where the replay stops, the ranks that
     it names wait for each other in every executor.
+
+    Skips need no replay. The F of stage s waits for the F of every stage before it already, each by the next one. So
+    the F of k, which makes what a skip brings from k to s, comes before it in the order that the replay found, and has
+    ended by the argument above. Its send has begun: to k's own executor it is one more send that nobody waits for. It
+    is received at the latest when the F of s is reached, under a tag that no other message has, so it completes. The
+    same holds backwards, where the B or I of k waits for that of s through all stages between.
 
     Parameters
     ----------
@@ -113,6 +121,7 @@ def check_placement(schedule: Schedule) -> None:
                 found=f"placement[{stage}]={rank!r}",
                 expected=f"a rank from 0 to {ranks - 1}",
             )
+    check_skips(schedule.skips, stages)
     idle = sorted(set(range(ranks)) - set(schedule.placement))
     if idle:
         raise ScheduleError(

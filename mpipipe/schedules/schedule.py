@@ -15,6 +15,7 @@ from typing import SupportsIndex
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules.action import FORWARD, INPUT_GRAD, RECOMPUTE, WEIGHT_GRAD, Action
 from mpipipe.schedules.on_demand import Order, OrdersOnDemand, changed
+from mpipipe.schedules.skips import Skip
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class Schedule:
         to an order, as in ``order = schedule.orders[rank]``, rather than ask for it again and again.
     trained_from : int
         The first stage that has backwards: those before it have nothing to train (see `with_frozen`).
+    skips : sequence of Skip
+        What stages hand to others than the next one (see `with_skips`).
 
     Attributes
     ----------
@@ -54,11 +57,13 @@ class Schedule:
     microbatches: int
     orders: Sequence[Order] = field(repr=False)
     trained_from: int = 0
+    skips: tuple[Skip, ...] = ()
     proven: bool = field(default=False, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         # frozen all the way down: `check` and `fingerprint` remember their result
         object.__setattr__(self, "placement", tuple(self.placement))
+        object.__setattr__(self, "skips", tuple(self.skips))
         if not isinstance(self.orders, OrdersOnDemand):
             object.__setattr__(self, "orders", tuple(map(tuple, self.orders)))
 
@@ -93,6 +98,11 @@ class Schedule:
         """Whether there is no backward at all."""
         return all(action.op == FORWARD for order in self.orders for action in order)
 
+    @property
+    def skip_ends(self) -> list[tuple[int, int]]:
+        """The two stages of each skip."""
+        return [(skip.source, skip.target) for skip in self.skips]
+
     def has_backward(self, stage: int) -> bool:
         """Tell whether a stage has backwards in a training step.
 
@@ -118,9 +128,10 @@ class Schedule:
     def fingerprint(self) -> int:
         """A hash of 63 bits: the same in every process for the same placement, micro-batches and orders.
 
-        The name does not count: a schedule read back from its CSV runs together with the one that wrote it.
+        The name does not count: a schedule read back from its CSV runs together with the one that wrote it. Skips do.
         """
-        content = blake2b(f"{self.placement} {self.microbatches}\n".encode(), digest_size=8)
+        skips = f" {[*map(tuple, self.skips)]}" if self.skips else ""
+        content = blake2b(f"{self.placement} {self.microbatches}{skips}\n".encode(), digest_size=8)
         for order in self.orders:
             content.update(_row(order).encode())
         return int.from_bytes(content.digest(), "big") >> 1
@@ -157,7 +168,7 @@ class Schedule:
         Returns
         -------
         Schedule
-            A schedule of forwards, with the name "forward".
+            A schedule of forwards, with the name "forward" and the same skips.
 
         Raises
         ------
@@ -179,10 +190,13 @@ class Schedule:
                 expected=f"1 to {self.microbatches}",
                 remedy="build a schedule with more micro-batches",
             )
-        return Schedule("forward", self.placement, count, changed(self.orders, _first_forwards, count))
+        orders = changed(self.orders, _first_forwards, count)
+        return Schedule("forward", self.placement, count, orders, skips=self.skips)
 
     def to_csv(self) -> str:
         r"""Write one row per rank, one cell ``2F0`` per action: the table of PyTorch's pipeline schedules.
+
+        Skips and `trained_from` are not in it.
 
         Returns
         -------

@@ -10,8 +10,9 @@ jax = pytest.importorskip("jax")
 from jax import numpy as jnp  # noqa: E402
 from support import dense, jax_models  # noqa: E402
 
-from mpipipe import Mesh, Pipeline, adapters, checkpoint, optim, schedules  # noqa: E402
+from mpipipe import Branches, Mesh, Pipeline, adapters, checkpoint, optim, schedules  # noqa: E402
 from mpipipe.adapters.jax import functions, split  # noqa: E402
+from mpipipe.adapters.jax.stage import JaxStage  # noqa: E402
 from mpipipe.comm import inprocess  # noqa: E402
 from mpipipe.errors import ArgumentError, PeerError, StageError  # noqa: E402
 from mpipipe.nn import Position  # noqa: E402
@@ -291,3 +292,74 @@ def test_an_error_in_a_function_names_rank_stage_and_micro_batch(subcomm):
     ):
         pipeline.step(*dense.placed(schedule, pair.rank, *data))
     assert "rank 1, stage 1, micro-batch 0" in str(caught.value)
+
+
+class Giving(JaxStage):
+    """A function with two results, of which the second goes over skip "a"."""
+
+    takes_branches = True
+
+    def forward(self, x, position=None):
+        (y, more), saved = super().forward(x, position)
+        return Branches(y, a=more), saved
+
+    def backward(self, dy, saved):
+        return super().backward((dy.main, dy["a"]), saved)
+
+
+class Taking(JaxStage):
+    """A function with two arguments, of which the second comes over skip "a"."""
+
+    takes_branches = True
+
+    def forward(self, x, position=None):
+        return super().forward((x.main, x["a"]), position)
+
+    def backward(self, dy, saved):
+        dx, da = super().backward(dy, saved)
+        return Branches(dx, a=da)
+
+
+def first(parameters, x):
+    return jnp.tanh(x @ parameters["w"]), jnp.sin(x @ parameters["v"])
+
+
+def middle(parameters, x):
+    return jnp.tanh(x @ parameters["w"])
+
+
+def last(parameters, x, more):
+    return (x @ parameters["w"]) * (more @ parameters["v"])
+
+
+def test_functions_hand_data_over_skips():
+    draw = np.random.default_rng(0).normal
+    functions, values = (first, middle, last), [{name: draw(size=(4, 4)) for name in "wv"} for _ in range(3)]
+    x, target = draw(size=(2, 6, 4))
+    schedule = schedules.with_skips(schedules.one_f_one_b(3, 2), {"a": (0, 2)})
+    stages = [make(*given) for make, given in zip((Giving, JaxStage, Taking), zip(functions, values))]
+
+    def whole(values):
+        y, more = first(values[0], x)
+        return jnp.mean((last(values[2], middle(values[1], y), more) - target) ** 2)
+
+    def job(comm):
+        with Pipeline([stages[comm.rank]], schedule, comm, loss=adapters.jax_loss(jax_models.squared_error)) as pipe:
+            return pipe.step(*dense.placed(schedule, comm.rank, x, target)).loss
+
+    loss, gradients = jax.value_and_grad(whole)(values)
+    close(inprocess.run(3, job), loss, "loss")
+    for stage, expected in zip(stages, gradients):
+        for name in "wv":
+            close(stage.gradients[name], expected[name], name)
+
+
+def test_a_function_alone_is_refused_at_the_end_of_a_skip():
+    schedule = schedules.with_skips(schedules.interleaved_1f1b(1, 3, 1), {"a": (0, 2)})
+    stages = own_stages(schedule, 0)
+
+    def job(comm):
+        with pytest.raises(ArgumentError, match="knows nothing of them"):
+            Pipeline(stages, schedule, comm, loss=adapters.jax_loss(jax_models.squared_error))
+
+    inprocess.run(1, job)

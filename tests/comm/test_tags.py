@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpipipe.comm.tags import Tags
+from mpipipe.comm.tags import Tags, neighbours
 from mpipipe.errors import ArgumentError
 
 
@@ -16,16 +16,23 @@ from mpipipe.errors import ArgumentError
     microbatches=st.integers(1, 9),
     tag_ub=st.integers(15, 200),
     v_shaped=st.booleans(),
+    data=st.data(),
 )
-def test_no_two_messages_of_a_pair_share_a_tag(ranks, chunks, microbatches, tag_ub, v_shaped):
+def test_no_two_messages_of_a_pair_share_a_tag(ranks, chunks, microbatches, tag_ub, v_shaped, data):
     placement = []
     for chunk in range(chunks):
         leg = list(range(ranks))
         placement += leg[::-1] if v_shaped and chunk % 2 else leg
-    tags = Tags(placement, microbatches, tag_ub)
+    stages = len(placement)
+    ends = st.lists(st.integers(0, stages - 1), min_size=2, max_size=2, unique=True).map(sorted)
+    skips = data.draw(st.lists(ends.map(tuple), max_size=6)) if stages > 1 else []
+    tags = Tags(placement, microbatches, tag_ub, skips)
+    joined = set(neighbours(placement, skips))
     seen: dict = {}
-    for edge in range(1, len(placement)):
-        pair = frozenset(placement[edge - 1 : edge + 1])
+    for edge in range(1, stages + len(skips)):
+        source, target = skips[edge - stages] if edge >= stages else (edge - 1, edge)
+        pair = frozenset((placement[source], placement[target]))
+        assert len(pair) == 1 or {tuple(pair), tuple(pair)[::-1]} <= joined
         if len(pair) == 1:
             continue
         for microbatch in range(microbatches):

@@ -58,6 +58,8 @@ class JaxStage:
         Called by optimizers of mpipipe before they write parameters.
     """
 
+    takes_branches = False  # one tree in, one tree out: a stage with skips is another one around it, or a subclass
+
     def __init__(self, function: Callable[..., Any], parameters: Any, prefix: str = "", seed: int = 0):
         if not callable(function):
             raise ArgumentError("jax_stage", found=type(function).__name__, expected="a function (parameters, x) -> y")

@@ -49,6 +49,8 @@ class TorchStage:
         Called by optimizers of mpipipe before they write parameters.
     """
 
+    takes_branches = False  # one tree in, one tree out: a stage with skips is another one around it, or a subclass
+
     def __init__(self, module: Any, prefix: str = "", seed: int = 0):
         check_module(module)
         self.module, self.prefix, self.seed = module, prefix, seed

@@ -1,0 +1,51 @@
+"""What an action takes and gives over skips, besides what it takes and gives over the chain of stages."""
+
+from __future__ import annotations
+
+from mpipipe.arrays import Tree
+from mpipipe.comm.mailbox import Lease
+from mpipipe.pipeline.aliases import copy_if_aliased
+from mpipipe.pipeline.branches import Branches
+from mpipipe.pipeline.call_state import CallState
+from mpipipe.pipeline.messages import StageMessages
+from mpipipe.pipeline.plan import PlannedAction
+
+
+class Handover:
+    """Trees on their way over skips, between ranks or on this one.
+
+    Parameters
+    ----------
+    messages : activations and gradients from and to other ranks
+    """
+
+    def __init__(self, messages: StageMessages) -> None:
+        self.messages = messages
+
+    def join(self, step: PlannedAction, state: CallState, main: Tree, lease: Lease) -> tuple[Branches, Lease]:
+        """Put what came over the chain together with what comes over skips; the lease is that of all of it."""
+        way = "F" if step.op == "F" else "B"
+        receive = self.messages.receive_activation if way == "F" else self.messages.receive_gradient
+        skips: dict[str, Tree] = {}
+        for port in step.takes:
+            if port.message is None:
+                skips[port.name] = state.local.pop((port.edge, step.microbatch, way))
+            else:
+                skips[port.name], more = receive(port.message)
+                lease = (*lease, *more)
+        return Branches(main, **skips), lease
+
+    def give(self, step: PlannedAction, state: CallState, skips: dict[str, Tree], lease: Lease) -> None:
+        """Hand on what an action made of arrays with this lease, behind what went over the chain.
+
+        Messages of one action have this order at both ends.
+        """
+        way = "F" if step.op == "F" else "B"
+        send = self.messages.send_activation if way == "F" else self.messages.send_gradient
+        for port in step.gives:
+            if port.wanted:
+                tree = copy_if_aliased(skips[port.name], lease) if lease else skips[port.name]
+                if port.message is None:
+                    state.local[port.edge, step.microbatch, way] = tree
+                else:
+                    send(port.message, tree)

@@ -1,0 +1,467 @@
+"""Skips: stages that hand data past others give the gradients of the whole network, by every schedule."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import dense, skip_nets
+from support.random_schedules import runnable_schedules
+
+from mpipipe import Branches, Pipeline, analysis, nn, schedules
+from mpipipe.analysis.deliveries import deliveries
+from mpipipe.comm import inprocess
+from mpipipe.comm.mailbox import Mailbox
+from mpipipe.errors import ArgumentError, MismatchError, PeerError, ScheduleError, StageError
+from mpipipe.schedules import Schedule, Skip, parts, simulate, with_frozen, with_recompute, with_skips
+
+NETS = {  # stages -> skips: side by side, one within the other, crossing, several of one stage
+    3: {"near": (0, 2), "again": (0, 2)},
+    4: {"outer": (0, 3), "low": (0, 2), "high": (1, 3)},
+    8: {"outer": (0, 7), "inner": (1, 6), "short": (2, 4), "wide": (0, 5), "last": (4, 7)},
+}
+WIDTH = 64  # 128 rows of a micro-batch are 64 kB
+CASES = ["gpipe", "one_f_one_b", "interleaved_1f1b", "zero_bubble_h1", "interleaved_zero_bubble", "zero_bubble_v"]
+
+
+def built(name, ranks, microbatches=4):
+    """A schedule with skips, or None where it has too few stages on so many ranks."""
+    several = name in ("interleaved_1f1b", "interleaved_zero_bubble")
+    chunks = {1: 4, 2: 2}.get(ranks, 2) if several else 2 if name == "zero_bubble_v" else 1
+    schedule = dense.build(name, ranks, chunks, microbatches)
+    return with_skips(schedule, NETS[schedule.stages]) if schedule.stages in NETS else None
+
+
+def batch(rows, width=WIDTH):
+    return np.random.default_rng(rows).normal(size=(2, rows, width))
+
+
+def run(comm, schedule, inputs, targets, recompute=False, steps=2):
+    """(stages, result of the last step, pipeline) on this rank; the first step sends headers, later ones none."""
+    stages = skip_nets.model(schedule, comm.rank, inputs.shape[1])
+    own = dense.placed(schedule, comm.rank, inputs, targets)
+    with Pipeline(stages, schedule, comm, loss=dense.mean_squared, recompute=recompute) as pipeline:
+        for _ in range(steps):
+            for stage in stages:
+                for gradient in (stage.gradient, *stage.other_gradients.values()):
+                    gradient[...] = 0
+            result = pipeline.step(*own)
+        evaluated, output = pipeline.evaluate(*own), pipeline.forward(own[0])
+    return stages, result, pipeline, (evaluated, output)
+
+
+@pytest.mark.parametrize("recomputed, synchronous", [("no", 0), ("no", 1), ("some", 1), ("all", 0)])
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_those_of_the_whole_network(comm, monkeypatch, name, recomputed, synchronous):
+    monkeypatch.setenv("MPIPIPE_SYNC_SENDS", str(synchronous))
+    schedule = built(name, comm.size)
+    if schedule is None:
+        return
+    if recomputed == "some":
+        least = max(simulate(with_recompute(schedule)).peak_activations)
+        schedule = with_recompute(schedule, memory_limit=max(least, max(simulate(schedule).peak_activations) - 1))
+    inputs, targets = batch(128 * schedule.microbatches)
+    expected = skip_nets.reference(schedule, inputs, targets)
+    stages, result, pipeline, (evaluated, output) = run(comm, schedule, inputs, targets, recomputed == "all")
+    skip_nets.assert_equal_to(expected, stages)
+    loss, _, _, of_inputs, last = expected
+    skip_nets.near(result.loss, loss)
+    skip_nets.near(evaluated, loss)
+    if result.input_grads is not None:
+        skip_nets.near(np.concatenate(result.input_grads), of_inputs)
+    if output is not None:
+        skip_nets.near(output, last)
+    assert pipeline.peak_activations == simulate(schedule).peak_activations[comm.rank]
+
+
+def test_the_reference_agrees_with_difference_quotients():
+    schedule = built("interleaved_1f1b", 1)
+    inputs, targets = batch(2, 3)
+    _, gradients, of_skips, of_inputs, _ = skip_nets.reference(schedule, inputs, targets)
+    weights = matrices, others = skip_nets.weights_of(schedule.skips, schedule.stages, 3)
+    pairs = [*zip(matrices, gradients), *((others[name], of_skips[name]) for name in others), (inputs, of_inputs)]
+    for array, gradient in pairs:
+        for place in ((0, 0), (1, 2)):
+            values = []
+            for change in (1e-6, -2e-6):
+                array[place] += change
+                values.append(skip_nets.loss_of(weights, schedule.skips, inputs, targets)[0])
+            array[place] += 1e-6
+            assert (values[0] - values[1]) / 2e-6 == pytest.approx(gradient[place], rel=1e-5, abs=1e-9)
+
+
+def test_bytes_go_over_skips_between_ranks_and_over_none_within_one(comm):
+    schedule = built("zero_bubble_v", comm.size)
+    if schedule is None:
+        return
+    inputs, targets = batch(16 * schedule.microbatches)
+    with Pipeline(skip_nets.model(schedule, comm.rank, WIDTH), schedule, comm, loss=dense.mean_squared) as pipeline:
+        pipeline.step(*dense.placed(schedule, comm.rank, inputs, targets))
+        found = {key: count for key, count in pipeline.bytes_per_edge.items() if isinstance(key[0], str)}
+    expected = {}
+    for name, source, target in schedule.skips:
+        ends = schedule.placement[source], schedule.placement[target]
+        for rank, way in zip(ends, ("forward", "backward")):
+            if ends[0] != ends[1] and rank == comm.rank:
+                expected[name, way] = inputs.nbytes
+    assert found == expected
+
+
+@st.composite
+def random_nets(draw):
+    schedule = draw(runnable_schedules())
+    pairs = [(a, b) for a in range(schedule.stages) for b in range(a + 2, schedule.stages)]
+    drawn = draw(st.lists(st.sampled_from(pairs), max_size=5)) if pairs else []
+    return with_skips(schedule, {f"skip{number}": pair for number, pair in enumerate(drawn)})
+
+
+@settings(max_examples=25)
+@given(schedule=random_nets(), synchronous=st.booleans(), seed=st.integers(0, 99))
+def test_every_network_runs_by_every_schedule(schedule, synchronous, seed):
+    inputs, targets = batch(2 * schedule.microbatches, 3)
+    expected = skip_nets.reference(schedule, inputs, targets)
+    found = inprocess.run(
+        schedule.ranks, lambda comm: run(comm, schedule, inputs, targets), synchronous=synchronous, seed=seed
+    )
+    for stages, result, *_ in found:
+        skip_nets.assert_equal_to(expected, stages)
+        skip_nets.near(result.loss, expected[0])
+
+
+BAD = {
+    "unknown stage": [Skip("a", 0, 4)],
+    "negative": [Skip("a", -1, 3)],
+    "backwards": [Skip("a", 3, 0)],
+    "to itself": [Skip("a", 1, 1)],
+    "to the next": [Skip("a", 1, 2)],
+    "twice": [Skip("a", 0, 2), Skip("a", 1, 3)],
+    "no string": [Skip(3, 0, 2)],
+    "no identifier": [Skip("a b", 0, 2)],
+    "keyword": [Skip("lambda", 0, 2)],
+    "bool": [Skip("a", False, 2)],
+    "no skip": [("a", 0, 2)],
+}
+
+
+@pytest.mark.parametrize("skips", BAD.values(), ids=BAD)
+def test_wrong_skips_are_refused_before_a_message(skips, monkeypatch):
+    good = schedules.interleaved_1f1b(2, 2, 3)
+    schedule = Schedule(good.name, good.placement, 3, good.orders, skips=skips)
+    made, make = [], Mailbox.__init__
+    monkeypatch.setattr(Mailbox, "__init__", lambda *given, **options: made.append(given) or make(*given, **options))
+
+    def job(comm):
+        with pytest.raises(ScheduleError):
+            Pipeline(skip_nets.model(good, comm.rank, 3), schedule, comm, loss=dense.mean_squared)
+
+    inprocess.run(2, job)
+    assert not made
+
+
+def test_ranks_with_other_skips_are_refused():
+    def job(comm):
+        schedule = with_skips(schedules.interleaved_1f1b(2, 2, 3), {"a": (0, 2 + comm.rank)})
+        with pytest.raises(MismatchError, match="schedule"):
+            Pipeline(skip_nets.model(schedule, comm.rank, 3), schedule, comm, loss=dense.mean_squared)
+
+    inprocess.run(2, job)
+
+
+def test_a_stage_of_layers_alone_is_refused_at_the_end_of_a_skip():
+    schedule = with_skips(schedules.interleaved_1f1b(1, 3, 1), {"a": (0, 2)})
+
+    def job(comm):
+        given = [nn.Stage([nn.Linear(2, 2)], first=number) for number in range(3)]
+        with pytest.raises(ArgumentError, match="knows nothing of them") as caught:
+            Pipeline(given, schedule, comm, loss=nn.mean_squared_error)
+        assert "stage 0" in str(caught.value) and "Stage at a" in str(caught.value)
+
+    inprocess.run(1, job)
+
+
+def missing(tree):
+    return tree.main
+
+
+def unknown(tree):
+    return Branches(tree.main, **tree.skips, other=tree.main)
+
+
+def renamed(tree):
+    return Branches(tree.main, **{f"{name}2": skip for name, skip in tree.skips.items()})
+
+
+FOUND = {missing: ["ndarray"], unknown: ["Branches with residual, other"], renamed: ["Branches with residual2"]}
+
+
+@pytest.mark.parametrize("change", FOUND)
+@pytest.mark.parametrize("method, stage", [("forward", 0), ("backward", 3), ("backward_input", 3)])
+def test_a_missing_or_unknown_branch_names_its_place(change, method, stage):
+    name = "interleaved_1f1b" if method != "backward_input" else "interleaved_zero_bubble"
+    schedule = with_skips(dense.build(name, 1, 4, 3), {"residual": (0, 3)})
+    inputs, targets = batch(6, 3)
+
+    def job(comm):
+        stages = skip_nets.model(schedule, comm.rank, 3)
+        before = getattr(stages[stage], method)
+
+        def after(*given):
+            found = before(*given)
+            return change(found) if method == "backward" else (change(found[0]), found[1])
+
+        setattr(stages[stage], method, after)
+        with pytest.raises(StageError) as caught, Pipeline(stages, schedule, comm, loss=dense.mean_squared) as pipeline:
+            pipeline.step(inputs, targets)
+        return caught.value
+
+    (error,) = inprocess.run(1, job)
+    assert (error.stage, error.microbatch, error.rank) == (stage, 0, 0)
+    assert error.expected == "mpipipe.Branches with residual" and error.found in FOUND[change]
+
+
+def test_branches_without_a_skip_are_refused():
+    class Stage(dense.TanhStage):
+        def forward(self, x):
+            y, saved = super().forward(x)
+            return Branches(y, residual=y), saved
+
+    def job(comm):
+        x, t = dense.batch(2, 1)
+        with (
+            pytest.raises(StageError, match="no skips") as caught,
+            Pipeline([Stage(0, *dense.widths(1))], schedules.gpipe(1, 1), comm, loss=dense.mean_squared) as pipeline,
+        ):
+            pipeline.step(x, t)
+        assert "Branches with residual" in str(caught.value)
+
+    inprocess.run(1, job)
+
+
+@pytest.mark.parametrize("frozen", [{0}, {0, 1}, {1}, {3}])
+def test_no_gradient_goes_over_skips_to_stages_without_a_backward(frozen):
+    """The others have the gradients that they have without frozen stages."""
+    plain = with_skips(schedules.interleaved_zero_bubble(2, 2, 3), NETS[4])
+    schedule = with_frozen(plain, frozen)
+    inputs, targets = batch(6, 3)
+    expected = skip_nets.reference(plain, inputs, targets)
+
+    def job(comm):
+        stages, _, pipeline, _ = run(comm, schedule, inputs, targets)
+        return [stage for stage in stages if stage.number not in frozen], pipeline.engine.plans["step"].sends
+
+    for stages, sends in inprocess.run(2, job):
+        skip_nets.assert_equal_to(expected, stages)
+        back = [schedule.skips[each.edge - 4].source for each in sends if each.skip and each.direction]
+        assert all(schedule.has_backward(stage) for stage in back)
+
+
+def test_a_skip_carries_dicts_and_integers_which_have_no_gradient():
+    """Stage 0 gives {h, rows}; the last stage picks by the integers."""
+
+    class First:
+        def forward(self, x):
+            return Branches(2 * x, picked={"rows": np.arange(len(x))[::-1].copy(), "h": 3 * x}), None
+
+        def backward(self, dy, saved):
+            assert dy["picked"]["rows"] is None
+            return 2 * dy.main + 3 * dy["picked"]["h"]
+
+    class Middle:
+        def forward(self, x):
+            return x + 1, None
+
+        def backward(self, dy, saved):
+            return dy
+
+    class Last:
+        def forward(self, x):
+            rows = x["picked"]["rows"].copy()
+            return x.main + x["picked"]["h"][rows], rows
+
+        def backward(self, dy, rows):
+            dh = np.zeros_like(dy)
+            dh[rows] = dy
+            return Branches(dy, picked={"rows": None, "h": dh})
+
+    schedule = with_skips(schedules.one_f_one_b(3, 2), {"picked": (0, 2)})
+    inputs, _ = batch(6, 3)
+
+    def job(comm):
+        stage = (First, Middle, Last)[comm.rank]()
+        own = dense.placed(schedule, comm.rank, inputs, np.zeros_like(inputs))
+        with Pipeline([stage], schedule, comm, loss=dense.mean_squared) as pipeline:
+            pipeline.step(*own)
+            return pipeline.step(*own).input_grads, pipeline.forward(own[0])
+
+    (gradients, _), _, (_, output) = inprocess.run(3, job)
+    parts = [inputs[:3], inputs[3:]]
+    y = np.concatenate([2 * part + 1 + 3 * part[::-1] for part in parts])
+    np.testing.assert_allclose(output, y)
+    dy = 2 * y / y.size
+    expected = np.concatenate([2 * part + 3 * part[::-1] for part in (dy[:3], dy[3:])])
+    np.testing.assert_allclose(np.concatenate(gradients), expected)
+
+
+def test_reports_and_traces_name_the_skip(tmp_path):
+    schedule = with_skips(schedules.one_f_one_b(3, 2), {"residual": (0, 2)})
+    inputs, targets = batch(4, 3)
+    seen = []
+
+    def job(comm):
+        stages = skip_nets.model(schedule, comm.rank, 3)
+        own = dense.placed(schedule, comm.rank, inputs, targets)
+        with Pipeline(stages, schedule, comm, loss=dense.mean_squared) as pipeline:
+            pipeline.step(*own)
+            flight, mailbox = pipeline.engine.flight, pipeline.engine.messages.mailbox
+            if comm.rank == 2:
+                take = mailbox.take
+
+                def noted():
+                    seen.append(flight.account().expects.text)
+                    return take()
+
+                mailbox.take = noted
+            with analysis.recording(pipeline) as record:
+                pipeline.step(*own)
+            return flight.account().operations, record.trace
+
+    found = inprocess.run(3, job)
+    over = [f"the activation of micro-batch {m} over {edge}" for m in (0, 1) for edge in ("edge 2", "skip 'residual'")]
+    assert seen == over
+    assert any("0F0" in line and line.count("sent to rank") == 2 for line in found[0][0])
+    names = {each.message for each in deliveries(found[0][1].records)}
+    assert {(3, m, way) for m in (0, 1) for way in (0, 1)} <= names
+    assert len(names) == 3 * 2 * 2
+    found[0][1].write(tmp_path / "trace")
+    assert analysis.read_trace(tmp_path / "trace").schedule == schedule
+
+
+class Through:
+    """Hands on what it gets as it is, so that what it sends lies in buffers that are used again."""
+
+    def __init__(self, gives=(), takes=()):
+        self.gives, self.takes = gives, takes
+
+    def forward(self, x):
+        main = x.main + sum(x[name] for name in self.takes) if self.takes else x
+        return Branches(main, **dict.fromkeys(self.gives, main)) if self.gives else main, None
+
+    def backward(self, dy, saved):
+        main = dy.main + sum(dy[name] for name in self.gives) if self.gives else dy
+        return Branches(main, **dict.fromkeys(self.takes, main)) if self.takes else main
+
+
+def test_received_arrays_that_are_handed_on_are_copied():
+    """Stage 3 adds x from stage 1 to x, and stage 4 adds x from stage 2 to that."""
+    schedule = with_skips(schedules.one_f_one_b(5, 8), {"a": (1, 3), "b": (2, 4)})
+    ends = [Through(), Through(["a"]), Through(["b"]), Through(takes=["a"]), Through(takes=["b"])]
+    inputs, _ = batch(16, 5)
+
+    def job(comm):
+        own = dense.placed(schedule, comm.rank, inputs, np.zeros_like(inputs))
+        with Pipeline([ends[comm.rank]], schedule, comm, loss=dense.mean_squared) as pipeline:
+            for _ in range(2):
+                result, output = pipeline.step(*own), pipeline.forward(own[0])
+        return result.input_grads, output
+
+    for seed in range(3):
+        found = inprocess.run(5, job, synchronous=True, seed=seed, delay=0.002)
+        np.testing.assert_allclose(found[4][1], 3 * inputs)
+        np.testing.assert_allclose(np.concatenate(found[0][0]), 3 * 2 * 3 * inputs / inputs.size)
+
+
+def test_ranks_that_divide_the_proof_know_the_messages_over_skips(monkeypatch):
+    """As for a large schedule: each rank proves its own order, and finds the moments of messages by a formula."""
+    monkeypatch.setattr(parts, "WHOLE", 0)
+    schedule = with_skips(schedules.interleaved_1f1b(2, 2, 5), NETS[4])
+    assert parts.moments_of(schedule) is not None
+    inputs, targets = batch(10, 3)
+    expected = skip_nets.reference(schedule, inputs, targets)
+    for stages, *_ in inprocess.run(2, lambda comm: run(comm, schedule, inputs, targets), synchronous=True):
+        skip_nets.assert_equal_to(expected, stages)
+
+
+class Merging(nn.Stage):
+    """A subclass that knows Branches."""
+
+    takes_branches = True
+
+    def forward(self, x):
+        y, saved = super().forward(x.main + x["a"])
+        return y, saved
+
+    def backward(self, dy, saved):
+        dx = super().backward(dy, saved)
+        return Branches(dx, a=dx)
+
+
+def test_a_subclass_of_nn_stage_may_know_branches():
+    schedule = with_skips(schedules.interleaved_1f1b(1, 3, 2), {"a": (0, 2)})
+    inputs, targets = batch(4, 3)
+
+    def job(comm):
+        stages = [Through(["a"]), Through(), Merging([nn.Linear(3, 3)], "float64", seed=1)]
+        alone = nn.Stage([nn.Linear(3, 3)], "float64", seed=1)
+        with Pipeline(stages, schedule, comm, loss=nn.mean_squared_error) as pipeline:
+            found = pipeline.step(inputs, targets).loss
+        y, saved = alone.forward(2 * inputs)
+        expected, dy = nn.mean_squared_error(y, targets)
+        alone.backward(dy, saved)
+        skip_nets.near(found, expected)
+        skip_nets.near(stages[2].gradients.flat, alone.gradients.flat)
+
+    inprocess.run(1, job)
+
+
+@pytest.mark.parametrize("name", ["interleaved_1f1b", "interleaved_zero_bubble"])
+def test_all_buffers_of_messages_over_skips_are_used_again(name):
+    schedule = with_skips(dense.build(name, 2, 2, 4), {"outer": (0, 3), "other": (0, 3)})
+    inputs, targets = batch(8, 3)
+
+    def job(comm):
+        stages, made = skip_nets.model(schedule, comm.rank, 3), []
+        own = dense.placed(schedule, comm.rank, inputs, targets)
+        with Pipeline(stages, schedule, comm, loss=dense.mean_squared) as pipeline:
+            for _ in range(2):
+                pipeline.step(*own)
+                pipeline.evaluate(*own)
+            transport = pipeline.engine.messages.mailbox.transport
+            empty = transport.empty
+            transport.empty = lambda *given: made.append(given) or empty(*given)
+            pipeline.step(*own)
+            pipeline.evaluate(*own)
+        return made
+
+    assert inprocess.run(2, job) == [[], []]
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("synchronous", [0, 1])
+@pytest.mark.parametrize("method", ["forward", "backward"])
+def test_a_failure_at_an_end_of_a_skip_ends_all_ranks(comm, monkeypatch, method, synchronous):
+    """Messages over skips are under way then, some of them large; nobody waits for them."""
+    monkeypatch.setenv("MPIPIPE_SYNC_SENDS", str(synchronous))
+    schedule = built("interleaved_1f1b", comm.size)
+    if schedule is None:
+        return
+    inputs, targets = batch(128 * schedule.microbatches)
+    stages, last = skip_nets.model(schedule, comm.rank, WIDTH), schedule.stages - 1
+    for stage in stages:
+        if stage.number == (0 if method == "forward" else last):
+            before = getattr(stage, method)
+            count = iter(range(100))
+
+            def fails_late(*given, before=before, count=count):
+                found = before(*given)
+                late = next(count) == schedule.microbatches + 1  # in the second step
+                return (missing(found) if method == "backward" else (missing(found[0]), found[1])) if late else found
+
+            setattr(stage, method, fails_late)
+    own = dense.placed(schedule, comm.rank, inputs, targets)
+    with (
+        pytest.raises((StageError, PeerError), match="does not give what its skips want"),
+        Pipeline(stages, schedule, comm, loss=dense.mean_squared) as pipeline,
+    ):
+        for _ in range(2):
+            pipeline.step(*own)
