@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -219,7 +220,8 @@ def _plans(profile: Profile, space: Space, memory_limit: int | None) -> Iterator
     for microbatches in space.microbatches:
         size = -(-space.rows // microbatches)
         for name, chunks in space.forms:
-            plan = _first(profile, space, Choice(name, chunks, microbatches, (), **(space.recomputation or {})), size)
+            choice = Choice(name, chunks, microbatches, (), **(space.recomputation or {}))
+            plan = _first(profile, space, choice, size, memory_limit)
             key = None if plan is None else (plan.prediction.schedule.placement, plan.prediction.schedule.orders)
             if key is not None and key in seen:
                 continue
@@ -232,12 +234,17 @@ def _plans(profile: Profile, space: Space, memory_limit: int | None) -> Iterator
                 yield from _recomputing(profile, space, plan, memory_limit)
 
 
-def _first(profile: Profile, space: Space, choice: Choice, size: int) -> Plan | None:
-    """Return the faster one of the cuts by time; None where no recomputation keeps the limit of activations."""
+def _first(profile: Profile, space: Space, choice: Choice, size: int, memory_limit: int | None) -> Plan | None:
+    """Return the fastest cut by time, first of those that keep the limit of memory.
+
+    None where no recomputation keeps the limit of activations.
+    """
     partition = space.fixed.get("partition")
     cuts = [partition] if partition is not None else cuts_by_time(profile, size, choice.placement(space.ranks))
     plans = [_predicted(profile, space, replace(choice, partition=tuple(cut))) for cut in cuts]
-    return min((plan for plan in plans if plan is not None), key=_rank, default=None)
+    most = math.inf if memory_limit is None else memory_limit
+    found = [plan for plan in plans if plan is not None]
+    return min(found, key=lambda plan: (plan.prediction.peak > most, *_rank(plan)), default=None)
 
 
 def _recomputing(profile: Profile, space: Space, plan: Plan, memory_limit: int) -> Iterator[Plan | None]:

@@ -172,6 +172,15 @@ def test_the_limit_is_kept_by_running_forwards_again_and_the_least_one_works():
         find_plans(given, space, least - 1)
 
 
+def test_a_slower_cut_that_keeps_the_limit_is_taken():
+    fixed = {"schedule": "one_f_one_b", "microbatches": 4, "recompute": False}
+    given, space = profile(speeds=(1.0, 4.0)), Space(2, 6, ROWS, fixed)
+    uneven = find_plans(given, space)[0]
+    even = predict(given, Choice("one_f_one_b", 1, 4, (3, 3)), ROWS)
+    assert uneven.choice.partition == (5, 1) and even.peak < uneven.prediction.peak
+    assert find_plans(given, space, even.peak)[0].prediction.peak <= even.peak
+
+
 def test_no_two_plans_are_the_same_schedule():
     plans = find_plans(profile(), Space(2, 6, ROWS))
     orders = [(plan.prediction.schedule.placement, plan.prediction.schedule.orders) for plan in plans]
