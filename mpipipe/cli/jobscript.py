@@ -38,7 +38,10 @@ def jobscript(
     python: Annotated[str | None, Flag("interpreter of the job; default: this one")] = None,
     module: Annotated[list[str] | None, Flag("environment module to load; several may be given")] = None,
 ) -> None:
-    """Print a job script that trains, fit to edit (jobscript slurm --nodes 2 --ranks-per-node 4 -- --steps 1000)."""
+    """Print a job script that trains, fit to edit.
+
+    An example: python -m mpipipe jobscript slurm --nodes 2 --ranks-per-node 4 -- --steps 1000
+    """
     with refusing("no script is printed"):
         check_one_process("jobscript")
         _check_options(options or [])
