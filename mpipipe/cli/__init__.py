@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import os
+import signal
 import sys
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from mpipipe.comm.group import group_of
 from mpipipe.errors import BackendError
 
 WRONG_USAGE = 2  # exit code
+READER_LEFT = 128 + signal.SIGPIPE  # the same, as of a program that the signal ends
 WIDTH = 12  # of the longest name of a command, and two spaces
 
 
@@ -41,10 +43,18 @@ def main() -> None:
     if _is_job():
         sys.exit(run_or_abort(_command_of_job))
     try:
-        sys.exit(execute(sys.argv[1:]))
+        try:
+            code = execute(sys.argv[1:])
+        finally:  # the help ends with SystemExit
+            if sys.stdout is not None:
+                sys.stdout.flush()
     except Stop as stop:
         sys.stderr.write(stop.text)
-        sys.exit(stop.code)
+        code = stop.code
+    except BrokenPipeError:  # the reader has left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at its end
+        code = READER_LEFT
+    sys.exit(code)
 
 
 def execute(words: list[str]) -> int:

@@ -42,7 +42,10 @@ def timeline(
     weight_grad: WeightGrad = "1",
     transfer: Transfer = "0",
 ) -> None:
-    """Draw who computes what at which time (draw timeline --schedule gpipe --ranks 4 --microbatches 8 --out a.svg)."""
+    """Draw who computes what at which time.
+
+    An example: python -m mpipipe draw timeline --schedule gpipe --ranks 4 --microbatches 8 --out a.svg
+    """
 
     def work() -> None:
         times = {"forward": forward, "input-grad": input_grad, "weight-grad": weight_grad, "transfer": transfer}
@@ -93,14 +96,19 @@ def compare(
 
 
 def split(folder: Folder, out: Out, step: Step = None) -> None:
-    """Draw where the time of each rank went in a training (draw split --trace runs/trace --out split.svg)."""
+    """Draw where the time of each rank went in a training.
+
+    An example: python -m mpipipe draw split --trace runs/trace --out split.svg
+    """
     _drawn(out, lambda: draw_parts(folder, out, step))
 
 
 def trace(
     folder: Folder, out: Out, step: Step = None, replica: Annotated[int, Flag("number of the pipeline, from 0")] = 0
 ) -> None:
-    """Draw a step of a training below what its schedule predicts (draw trace --trace runs/trace --out step.svg).
+    """Draw a step of a training below what its schedule predicts.
+
+    An example: python -m mpipipe draw trace --trace runs/trace --out step.svg
 
     The prediction is simulated with the costs that were measured. Without --step it is the step of median time.
     """

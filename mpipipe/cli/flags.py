@@ -45,11 +45,13 @@ class Operand:
     text : what it means, for the help
     metavar : its name in the help; by default that of the parameter in capitals
     rest : take all that follows, flags too
+    behind_dashes : take what stands behind --, and that alone
     """
 
     text: str
     metavar: str | None = None
     rest: bool = False
+    behind_dashes: bool = False
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from mpipipe.cli.flags import Flag, Operand
 from mpipipe.cli.one_process import check_one_process
+from mpipipe.cli.parser import parser_of, program
 from mpipipe.cli.refusal import refusing
 from mpipipe.errors import BackendError
 from mpipipe.site import MPIS, SCHEDULERS, Job, job_script
@@ -19,7 +20,7 @@ FAMILIES = {"Open MPI": "openmpi", "Cray": "cray", "MPICH": "mpich", "MVAPICH": 
 
 def jobscript(
     scheduler: Annotated[str, Operand(" | ".join(SCHEDULERS))],
-    options: Annotated[list[str] | None, Operand("options of `train` for the script, behind --", rest=True)] = None,
+    options: Annotated[list[str] | None, Operand("options of `train` for the script", behind_dashes=True)] = None,
     nodes: Annotated[int, Flag("nodes of the job")] = 1,
     ranks_per_node: Annotated[int, Flag("ranks on each node")] = 1,
     threads: Annotated[int, Flag("cores of each rank, and threads of its matrix products")] = 1,
@@ -37,9 +38,13 @@ def jobscript(
     python: Annotated[str | None, Flag("interpreter of the job; default: this one")] = None,
     module: Annotated[list[str] | None, Flag("environment module to load; several may be given")] = None,
 ) -> None:
-    """Print a job script that trains, fit to edit (jobscript slurm --nodes 2 --ranks-per-node 4 -- --steps 1000)."""
+    """Print a job script that trains, fit to edit.
+
+    An example: python -m mpipipe jobscript slurm --nodes 2 --ranks-per-node 4 -- --steps 1000
+    """
     with refusing("no script is printed"):
         check_one_process("jobscript")
+        _check_options(options or [])
         job = Job(
             scheduler, nodes, ranks_per_node, threads,
             gpus=gpus, time=time, preemptable=preemptable, notice=notice, array=array, long_context=long_context,
@@ -47,6 +52,14 @@ def jobscript(
             python=python or sys.executable, modules=tuple(module or ()), options=tuple(options or ()),
         )  # fmt: skip
         print(job_script(job), end="")
+
+
+def _check_options(words: list[str]) -> None:
+    """Raise Stop where `train` would not understand these words: now, and not when the job begins."""
+    if words:
+        from mpipipe.cli.train import train  # numpy and all
+
+        parser_of(f"{program()} train", train).parse(words)
 
 
 def _mpi_of(python: str) -> str:

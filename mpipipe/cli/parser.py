@@ -40,6 +40,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, prog: str, **options: Any) -> None:
         super().__init__(prog=prog, formatter_class=_Help, allow_abbrev=False, add_help=False, **options)
         self.headings: dict[str, Any] = {}
+        self.behind_dashes: str | None = None  # the parameter that takes what stands behind --
         self.suggest: Callable[[str, Iterable[str]], list[str]] | None = None  # names that are near to one
 
     def under(self, heading: str) -> Any:
@@ -50,13 +51,18 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, words: list[str]) -> dict[str, Any]:
         """Return what was given, by the name of the parameter."""
+        behind: dict[str, Any] = {}
+        if self.behind_dashes is not None and "--" in words:
+            cut = words.index("--")
+            words, behind = words[:cut], {self.behind_dashes: words[cut + 1 :]}
         given, unknown = self.parse_known_args(words)
         if unknown:
             name = unknown[0].partition("=")[0]
             if not name.startswith("-"):
                 raise wrong_usage(self.prog, f"there is no place for {name}")
-            raise wrong_usage(self.prog, f"there is no option {name}", self.near(name))
-        return vars(given)
+            place = "" if self.behind_dashes is None else " before --"
+            raise wrong_usage(self.prog, f"there is no option {name}{place}", self.near(name))
+        return vars(given) | behind
 
     def near(self, name: str) -> list[str]:
         """Return the flags that the user may have meant with `name`."""
@@ -96,7 +102,10 @@ def add_parameters(parser: Parser, command: Callable[..., Any]) -> None:
     parser.usage = " ".join([parser.prog.replace("%", "%%"), "[options]", *map(_operand_usage, operands)])
     for entry in parameters:
         if isinstance(entry.flag, Operand):
-            parser.under("arguments").add_argument(entry.name, **_operand(entry, entry.flag))
+            if entry.flag.behind_dashes:
+                parser.behind_dashes = entry.name
+            operand = parser.under("arguments").add_argument(entry.name, **_operand(entry, entry.flag))
+            operand.required = entry.default is REQUIRED  # as Python < 3.12 does not say of argparse.REMAINDER
         else:
             names = entry.flag.names or (f"--{entry.name.rstrip('_').replace('_', '-')}",)
             parser.under(entry.flag.group).add_argument(*names, **_flag(entry, entry.flag))
@@ -109,7 +118,9 @@ def add_parameters(parser: Parser, command: Callable[..., Any]) -> None:
 
 def _operand(entry: Parameter, operand: Operand) -> dict[str, Any]:
     options: dict[str, Any] = {"help": _escaped(operand.text), "metavar": _name(entry), "type": _converter(entry)}
-    if operand.rest:
+    if operand.behind_dashes:
+        options |= {"nargs": "*", "metavar": f"-- {_name(entry)} ...", "type": _before_dashes}
+    elif operand.rest:
         options["nargs"] = argparse.REMAINDER
     elif entry.many:
         options["nargs"] = "+" if entry.default is REQUIRED else "*"
@@ -165,10 +176,16 @@ def _converter(entry: Parameter) -> Callable[[str], Any]:
     return read
 
 
+def _before_dashes(text: str) -> NoReturn:
+    raise argparse.ArgumentTypeError(f"{text!r} does not stand behind --")
+
+
 def _operand_usage(entry: Parameter) -> str:
     name = _name(entry).replace("%", "%%")
     if entry.many:
         name += " ..."
+    if isinstance(entry.flag, Operand) and entry.flag.behind_dashes:
+        name = f"-- {name}"
     return name if entry.default is REQUIRED else f"[{name}]"
 
 

@@ -136,7 +136,7 @@ def bubble_explained(record: Record, crowded: str | None) -> list[str]:
         return []
     text = f"mpipipe: bubble {bubble:.0%} (ranks idle)"
     if bubble <= predicted + SMALL:
-        return [f"{text}, as the schedule has it; more micro-batches make it smaller"]
+        return [f"{text}, by schedule and stages; more micro-batches or evener stages help"]
     why = "by waiting for messages" if crowded is None else f"mostly since {crowded}"
     return [f"{text}: {predicted:.0%} by the schedule, {bubble - predicted:.0%} {why}"]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ from support.command_line import invoke
 from mpipipe.cli.commands import ALL, Command, Commands
 from mpipipe.cli.flags import Flag, Operand, parameters_of
 from mpipipe.cli.parser import parser_of
+from mpipipe.comm import launcher
 from mpipipe.comm.abort import Stop
 
 
@@ -30,6 +33,22 @@ def sample(
 
     A second paragraph of the text.
     """
+    return 0
+
+
+def relay(
+    target: Annotated[str, Operand("what")], words: Annotated[list[str] | None, Operand("for it", rest=True)] = None
+) -> int:
+    """Hand words on."""
+    return 0
+
+
+def ordered(
+    kind: Annotated[str, Operand("which")],
+    words: Annotated[list[str] | None, Operand("for another program", behind_dashes=True)] = None,
+    count: Annotated[int, Flag("how many")] = 1,
+) -> int:
+    """Take words behind --."""
     return 0
 
 
@@ -79,6 +98,30 @@ def test_wrong_usage_is_one_message_with_exit_code_2(words, message):
     assert caught.value.text.startswith("prog sample: ") and "`prog sample --help`" in caught.value.text
 
 
+def test_all_words_behind_a_script_are_its_own():
+    parser = parser_of("prog relay", relay)
+    assert parser.parse(["a", "--log-level", "x", "--", "b"]) == {
+        "target": "a",
+        "words": ["--log-level", "x", "--", "b"],
+    }
+    with pytest.raises(Stop, match="are required: TARGET\n"):
+        parser.parse([])
+
+
+def test_words_behind_dashes_are_apart_from_flags_before_them():
+    parser = parser_of("prog ordered", ordered)
+    assert "usage: prog ordered [options] KIND [-- WORDS ...]" in parser.format_help()
+    for words in (["a", "--count", "3"], ["--count", "3", "a"]):
+        assert parser.parse(words) == {"kind": "a", "count": 3}
+        behind = ["--count", "4", "--", "b"]
+        assert parser.parse([*words, "--", *behind]) == {"kind": "a", "count": 3, "words": behind}
+    assert parser.parse(["a", "--"])["words"] == []
+    with pytest.raises(Stop, match="there is no option --steps before --"):
+        parser.parse(["a", "--steps", "3"])
+    with pytest.raises(Stop, match="'b' does not stand behind --"):
+        parser.parse(["a", "b"])
+
+
 def test_the_help_has_paragraphs_groups_ranges_and_defaults(monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
     text = parser_of("prog sample", sample).format_help()
@@ -118,6 +161,19 @@ def test_the_flags_of_a_training_are_listed_under_headings():
 def test_what_may_have_been_meant_is_said(words, near):
     ended = invoke(*words)
     assert ended.code == 2 and f"did you mean: {near}" in ended.report
+
+
+@pytest.mark.parametrize("words", ["--help", "simulate --schedule gpipe", "info --help"])
+def test_a_reader_that_leaves_is_no_error(words):
+    reader, writer = os.pipe()
+    os.close(reader)
+    alone = {name: value for name, value in os.environ.items() if name not in launcher.SIZE_VARIABLES}
+    done = subprocess.run(
+        [sys.executable, "-m", "mpipipe", *words.split()], stdout=writer, stderr=subprocess.PIPE, text=True, env=alone
+    )
+    os.close(writer)
+    assert done.stderr == ""
+    assert done.returncode in (128 + signal.SIGPIPE, 0)  # 0: argparse passes over it where Python does not buffer
 
 
 def test_a_name_of_several_commands_lists_them():

@@ -16,6 +16,7 @@ from unittest.mock import MagicMock
 
 import pytest
 from mpi4py import MPI
+from support.command_line import invoke
 from support.launch import ROOT, job_environment, mpiexec
 
 from mpipipe.cli.jobscript import jobscript
@@ -273,6 +274,22 @@ def test_the_command_prints_a_script_for_its_own_python_and_mpi(alone, capsys):
     assert text == job_script(job)
     with pytest.raises(Stop, match=r"no script is printed[\s\S]*found: 'sge'"):
         jobscript("sge", mpi="mpich")
+
+
+def test_the_command_line_reads_its_own_options_before_those_of_the_training(alone, capsys):
+    words = "jobscript slurm --nodes 2 --mpi openmpi --preemptable --partition long -- --partition 3,2 --steps 5"
+    assert invoke(*words.split()).code == 0
+    options = ("--partition", "3,2", "--steps", "5")
+    job = Job("slurm", 2, preemptable=True, queue="long", mpi="openmpi", python=sys.executable, options=options)
+    assert capsys.readouterr().out == job_script(job)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"), [("--stepz 5", "no option --stepz\n  did you mean: --steps"), ("--steps x", "not an integer")]
+)
+def test_options_that_the_training_would_refuse_are_refused_now(alone, options, said):
+    ended = invoke("jobscript", "slurm", "--mpi", "mpich", "--", *options.split())
+    assert ended.code == 2 and said in ended.report
 
 
 @pytest.mark.parametrize("does", ["echo MPL 9", "echo no library >&2; exit 1", "exit 1"])

@@ -62,7 +62,7 @@ def test_only_what_does_not_fit_is_left_out():
     ("bubble", "predicted", "crowded", "text"),
     [
         (0.64, 0.3, "4 ranks share 2 cores", ": 30% by the schedule, 34% mostly since 4 ranks share 2 cores"),
-        (0.2, 0.19, "4 ranks share 2 cores", ", as the schedule has it; more micro-batches make it smaller"),
+        (0.2, 0.19, "4 ranks share 2 cores", ", by schedule and stages; more micro-batches or evener stages help"),
         (0.3, 0.19, None, ": 19% by the schedule, 11% by waiting for messages"),
         (0.3, 0.0, None, None),  # one stage: what makes it is not the pipeline
         (0.01, 0.005, "4 ranks share 2 cores", None),

@@ -35,6 +35,6 @@ class ModelOptions:
     )
     dtype: str = option(
         "float32",
-        "type of activations and products, others: float64, bfloat16, float16; the last two keep parameters in float32",
+        "type of activations and products; bfloat16 and float16 keep parameters in float32",
         choices=("float32", "float64", "bfloat16", "float16"),
     )
