@@ -92,8 +92,7 @@ def by_name(
         raise ArgumentError(
             "unknown schedule",
             found=f"name={name!r}",
-            expected="one of " + ", ".join(_signatures()),
-            remedy=f"did you mean {' or '.join(meant)}?" if meant else None,
+            expected=" or ".join(meant) if meant else "one of " + ", ".join(_signatures()),
         )
     if at_least_one("chunks", chunks) != 1:
         raise ArgumentError(

@@ -29,7 +29,7 @@ def shared_path(comm: Communicator, path: str | None) -> str:
     with group.together("the path of a folder"):
         if comm.rank == 0:
             try:
-                absolute = os.path.abspath(f"runs/{datetime.now():%Y%m%d-%H%M%S}" if path is None else path)
+                absolute = os.path.abspath(_free(f"runs/{datetime.now():%Y%m%d-%H%M%S}") if path is None else path)
             except OSError as error:
                 raise ConfigError(
                     f"the working folder is gone: {error.strerror}",
@@ -38,6 +38,15 @@ def shared_path(comm: Communicator, path: str | None) -> str:
                     remedy="start the job in a folder that exists, or name an absolute path",
                 ) from error
     return group.broadcast("the path of a folder", absolute)
+
+
+def _free(path: str) -> str:
+    """Return `path`, or where it exists the first of path-2, path-3, ... that does not: two jobs may begin at once."""
+    numbered, number = path, 1
+    while os.path.lexists(numbered):
+        number += 1
+        numbered = f"{path}-{number}"
+    return numbered
 
 
 def check_vacant(out: Path) -> None:

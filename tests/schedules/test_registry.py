@@ -41,7 +41,7 @@ def test_chunks_are_refused_where_a_schedule_has_none():
 
 def test_an_unknown_name_is_refused_with_all_known_ones_and_their_arguments():
     with pytest.raises(ArgumentError, match="unknown schedule") as refusal:
-        by_name("1f1b", ranks=2, microbatches=4)
+        by_name("any", ranks=2, microbatches=4)
     assert all(f"{name}(ranks" in str(refusal.value) for name in NAMES)
 
 
@@ -64,7 +64,7 @@ def test_advice_is_four_microbatches_per_rank_with_the_bubble_that_simulation_fi
 def test_an_unknown_name_comes_with_what_may_have_been_meant(name, meant):
     with pytest.raises(ArgumentError) as refusal:
         by_name(name, ranks=2, microbatches=4)
-    assert refusal.value.remedy == f"did you mean {meant}?"
+    assert refusal.value.expected == meant
 
 
 def test_what_others_call_a_schedule_leads_to_one_that_exists():

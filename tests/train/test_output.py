@@ -57,6 +57,13 @@ def test_the_default_is_a_new_folder_below_that_of_rank_0(comm, own_folder):
     assert comm.allgather(path) == [path] * comm.size
 
 
+def test_two_jobs_that_begin_in_the_same_second_have_folders_of_their_own(tmp_path):
+    taken = str(tmp_path / "20261231-235959")
+    for expected in (taken, f"{taken}-2", f"{taken}-3"):
+        assert output._free(taken) == expected
+        os.mkdir(expected)
+
+
 def test_a_working_folder_that_is_gone_is_refused_on_every_rank(comm, own_folder):
     if comm.rank == 0:
         own_folder.rmdir()

@@ -23,7 +23,6 @@ ALIASES = {
     "max_norm": "clip",
     "max_steps": "steps",
     "micro_batches": "microbatches",
-    "model": "from",
     "n_heads": "heads",
     "n_layers": "layers",
     "num_heads": "heads",
