@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from mpipipe import schedules
-from mpipipe.errors import ConfigError
-from mpipipe.schedules import Costs, Links, Schedule
+from mpipipe.errors import ArgumentError, ConfigError
+from mpipipe.schedules import Costs, Links, Repetition, Schedule
 from mpipipe.schedules.registry import names, placement_of
+from mpipipe.text_table import text_table
 
 WHOLE = 1 << 21  # most forwards of a schedule that is simulated as a whole: it takes some seconds and 1 GB
 SMALL_RANKS, SMALL_ORDER = 16, 60  # of larger ones no timeline is shown
@@ -63,17 +64,19 @@ class Request:
                 found=str(out),
                 expected="a new file in a folder that exists, for one schedule",
             )
-        whole = self.schedule in ("all", "search") or self.memory_limit is not None or self.recompute
+        whole = self.schedule == "search" or self.memory_limit is not None or self.recompute
         if self.large and (whole or out is not None):
             raise ConfigError(
                 "a schedule of this size is never made as a whole",
                 found=" x ".join(f"{count} {name}" for name, count in self.sizes.items()),
-                expected=f"at most {WHOLE:,} forwards for all, search, --memory-limit, --recompute and --out",
+                expected=f"at most {WHOLE:,} forwards for search, --memory-limit, --recompute and --out",
             )
 
     def answer(self) -> Iterator[str]:
         """Yield the lines that are shown."""
-        if self.large:
+        if self.large and self.schedule == "all":
+            yield from self._all_repeated()
+        elif self.large:
             yield from self._repeated()
         elif self.schedule == "all":
             sizes = self.sizes["ranks"], self.sizes["chunks"], self.sizes["microbatches"]
@@ -107,11 +110,28 @@ class Request:
             made = schedules.by_name(str(self.schedule), **self.sizes, costs=costs, memory_limit=own)
         return schedules.with_recompute(made, costs, limit) if self.recompute else made, costs
 
+    def _repetition(self, name: str) -> Repetition:
+        return schedules.simulate_repeated(
+            name, **self.sizes, costs=self.costs, links=self.network, message_bytes=self.message_bytes
+        )
+
+    def _all_repeated(self) -> Iterator[str]:
+        """Yield a table of all schedules that are too large, the fastest first."""
+        rows, without = [], []
+        for name in names(self.sizes["chunks"]):
+            try:
+                found = self._repetition(name)
+            except ArgumentError as error:
+                without.append(f"{name}: {error.message}")
+            else:
+                numbers = f"{found.makespan:.6g}", f"{found.bubble_fraction:.4f}", str(found.peak_activations)
+                rows.append((found.makespan, (name, *numbers)))
+        yield from text_table(("schedule", "makespan", "bubble", "activations"), [row for _, row in sorted(rows)])
+        yield from without
+
     def _repeated(self) -> Iterator[str]:
         """Yield the lines for a schedule that is too large."""
-        found = schedules.simulate_repeated(
-            str(self.schedule), **self.sizes, costs=self.costs, links=self.network, message_bytes=self.message_bytes
-        )
+        found = self._repetition(str(self.schedule))
         ranks, microbatches = self.sizes["ranks"], self.sizes["microbatches"]
         stages = ranks * self.sizes["chunks"]
         yield f"schedule    {self.schedule}: {ranks} ranks, {stages} stages, {microbatches} micro-batches"
