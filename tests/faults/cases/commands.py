@@ -44,7 +44,7 @@ def _usage(name, *arguments, **options):
 
 
 FAULTS = (
-    _usage("an unknown flag", *TRAIN, "--bogus", once=("No such option",), quick=(2, "command")),
+    _usage("an unknown flag", *TRAIN, "--bogus", once=("there is no option",), quick=(2, "command")),
     _usage("an unknown command", "-m", "mpipipe", "tarin", once=("No such command",)),
     _usage("a flag without a value", *TRAIN, "--out", once=("requires an argument",)),
     _usage("a word for a number", *TRAIN, "--dim", "wide", once=("--dim",)),
@@ -58,7 +58,7 @@ FAULTS = (
         *TRAIN,
         before=(TEXT,),
         arguments_of={1: (*TRAIN, "--bogus")},
-        says=("No such option",),
+        says=("there is no option",),
         code=NONZERO,
         reports=None,
         quick=(2, "command"),
@@ -69,7 +69,7 @@ FAULTS = (
         *TRAIN,
         before=(TEXT,),
         arguments_of={0: (*TRAIN, "--bogus")},
-        says=("No such option",),
+        says=("there is no option",),
         code=NONZERO,
         reports=None,
     ),
