@@ -28,7 +28,7 @@ from mpipipe.train.shard import Shard
 from mpipipe.train.training_plan import TrainingPlan
 
 # What a process takes once it trains, whatever the model: modules that are imported late, buffers of MPI and of BLAS,
-# and gaps between arrays. Measured with `bench dry-run` under MPICH 4.3 and Open MPI 5: 8 to 18 MB.
+# and gaps between arrays. Measured with `bench dry-run` under MPICH 5.0 and Open MPI 5.0: 8 to 18 MB.
 SETTLED = 13_000_000
 
 

@@ -336,9 +336,13 @@ class Collective:
         """Fail when a message was sent and never received; the exchange before this one was the barrier."""
         comms = [comm for comm in self.comms if comm != MPI.COMM_NULL]
         self.comms = []
-        process.here().groups.clear()  # a note that nobody has read yet must not end a wait of the next test
-        if item.stash[DIRTY]:
-            return report  # and never use these communicators again
+        try:
+            # never use the communicators of a test again that has left them in disorder
+            return report if item.stash[DIRTY] else self._freed(item, report, comms)
+        finally:  # a note that nobody has read yet must not end a wait of the next test, but it may end this freeing
+            process.here().groups.clear()
+
+    def _freed(self, item, report, comms):
         status, found = MPI.Status(), []
         for comm in comms:
             if any(comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status) for _ in range(3)):
