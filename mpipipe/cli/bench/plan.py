@@ -1,8 +1,8 @@
 """`bench plan`: predicted steps against real ones, for plans drawn at random.
 
-The speed of a shared machine changes from second to second. So the steps of each plan alternate with those of the chosen
-plan, and their ratio is measured. The time of a plan is its median ratio, times the median step of the chosen plan in
-the whole run. Noise is how far the turns of one plan are apart: half of the plans have a smaller spread.
+The speed of a shared machine changes from second to second. So the steps of each plan alternate with those of the
+chosen plan, and their ratio is measured. The time of a plan is its median ratio, times the median step of the chosen
+plan in the whole run. Noise is how far the turns of one plan are apart: half of the plans have a smaller spread.
 """
 
 from __future__ import annotations

@@ -99,6 +99,7 @@ def measure(scene: Scene) -> Profile:
         optimizer=tuple(each.optimizer for each in ranks),
         sums=tuple(each.sums for each in ranks),
         step=max(step for _, _, step in everyone),
+        alone=mine.alone,
     )
 
 
