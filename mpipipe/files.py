@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TextIO
 
 KINDS = (
     (stat.S_ISDIR, "a folder"),
@@ -130,6 +130,14 @@ def will_read(descriptor: int, start: int, count: int) -> None:
     """Let the system begin to read these bytes of an open file into its cache, where it can be asked to; an advice."""
     with suppress(AttributeError, OSError):  # the first: a system without it
         os.posix_fadvise(descriptor, start, count, os.POSIX_FADV_WILLNEED)
+
+
+def silence(stream: TextIO) -> None:
+    """Let a stream that cannot be written to end in /dev/null: Python flushes it at its end, and would fail again."""
+    with suppress(OSError, ValueError):
+        descriptor = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(descriptor, stream.fileno())
+        os.close(descriptor)
 
 
 def sync_folder(folder: Path) -> None:

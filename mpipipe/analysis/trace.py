@@ -16,6 +16,7 @@ from mpipipe.analysis.parts import mean_parts, parts_of_steps
 from mpipipe.analysis.record import RankRecord
 from mpipipe.analysis.segments import segments
 from mpipipe.errors import ArgumentError
+from mpipipe.plural import counted
 from mpipipe.schedules import Costs, Schedule, simulate
 
 
@@ -202,7 +203,7 @@ def check_places(places: Sequence[tuple[int, int]], ranks: int) -> None:
         twice = f"rank {rank} of replica {replica} is there {count} times"
         raise ArgumentError(
             "the recorded ranks are not those of whole pipelines",
-            found=twice if count > 1 else f"{len(places)} ranks of {len(replicas)} pipelines",
+            found=twice if count > 1 else f"{counted(len(places), 'rank')} of {counted(len(replicas), 'pipeline')}",
             expected=f"each of the {ranks} ranks of every pipeline once",
             remedy="hand in the communicator of one pipeline, or of all replicas of pipelines that were made with "
             "replicas=",

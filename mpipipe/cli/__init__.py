@@ -5,19 +5,19 @@ from __future__ import annotations
 import difflib
 import logging
 import os
-import signal
 import sys
 from typing import Any, NamedTuple
 
 from mpipipe import __version__
 from mpipipe.cli.commands import ALL, Command, Commands
+from mpipipe.cli.stdout import show
 from mpipipe.comm import launcher, runtime
 from mpipipe.comm.abort import Stop, run_or_abort
 from mpipipe.comm.group import group_of
+from mpipipe.comm.report import write
 from mpipipe.errors import BackendError
 
 WRONG_USAGE = 2  # exit code
-READER_LEFT = 128 + signal.SIGPIPE  # the same, as of a program that the signal ends
 WIDTH = 12  # of the longest name of a command, and two spaces
 
 
@@ -43,17 +43,11 @@ def main() -> None:
     if _is_job():
         sys.exit(run_or_abort(_command_of_job))
     try:
-        try:
-            code = execute(sys.argv[1:])
-        finally:  # the help ends with SystemExit
-            if sys.stdout is not None:
-                sys.stdout.flush()
+        code = execute(sys.argv[1:])
+        show("")  # what was written without it is flushed
     except Stop as stop:
-        sys.stderr.write(stop.text)
+        write(stop.text)
         code = stop.code
-    except BrokenPipeError:  # the reader has left, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at its end
-        code = READER_LEFT
     sys.exit(code)
 
 
@@ -111,14 +105,14 @@ def _chosen(words: list[str]) -> Chosen:
             raise Stop(_listing(prog, commands), WRONG_USAGE)
         name, *words = words
         if name in ("-h", "--help"):
-            print(_listing(prog, commands), end="")
+            show(_listing(prog, commands))
             raise SystemExit(0)
         if name == "--version" and not names:
-            print(f"mpipipe {__version__}")
+            show(f"mpipipe {__version__}\n")
             raise SystemExit(0)
         found = commands.find(name)
         if found is None:
-            known = [command.name for command in commands.commands]
+            known = [*(command.name for command in commands.commands), "--help", *([] if names else ["--version"])]
             raise wrong_usage(prog, f"there is no command {name}", difflib.get_close_matches(name, known))
         names = (*names, name)
         if isinstance(found, Command):

@@ -6,9 +6,11 @@ from typing import Annotated
 
 from mpipipe.cli.commands import ALL, Command, Commands
 from mpipipe.cli.flags import Operand
+from mpipipe.cli.one_process import check_one_process
 from mpipipe.cli.parser import Parser, add_parameters
-from mpipipe.cli.refusal import REFUSED
-from mpipipe.comm.abort import Stop
+from mpipipe.cli.refusal import refusing
+from mpipipe.cli.stdout import show
+from mpipipe.errors import BackendError, ConfigError
 
 SHELLS = ("bash", "zsh", "tcsh")
 
@@ -18,15 +20,22 @@ def completion(shell: Annotated[str, Operand("bash, zsh or tcsh")]) -> int:
 
     It completes the program `mpipipe`, which installing the package makes. It needs the extra [completion].
     """
-    try:
-        import shtab
-    except ImportError:
-        raise Stop("mpipipe: completion needs shtab\n  remedy: pip install 'mpipipe[completion]'\n", REFUSED) from None
-    if shell not in SHELLS:
-        raise Stop(f"mpipipe: no completion for {shell!r}\n  expected: {', '.join(SHELLS)}\n", REFUSED)
-    parser = Parser("mpipipe")
-    _add(parser, ALL)
-    print(shtab.complete(parser, shell))
+    with refusing():
+        check_one_process("completion")
+        if shell not in SHELLS:
+            raise ConfigError("no completion for this shell", found=shell, expected=", ".join(SHELLS))
+        try:
+            import shtab
+        except ImportError as error:
+            raise BackendError(
+                "the library shtab cannot be imported",
+                expected="it, to complete commands",
+                remedy="pip install 'mpipipe[completion]'",
+            ) from error
+        parser = Parser("mpipipe")
+        _add(parser, ALL)
+        script = shtab.complete(parser, shell)
+    show(f"{script}\n")
     return 0
 
 

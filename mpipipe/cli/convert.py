@@ -7,6 +7,7 @@ from typing import Annotated
 from mpipipe.cli.flags import Flag, Operand
 from mpipipe.cli.one_process import check_one_process
 from mpipipe.cli.refusal import refusing
+from mpipipe.cli.stdout import show
 from mpipipe.models.huggingface.writing import SHARD_BYTES
 from mpipipe.train.conversion import convert as convert_folder
 
@@ -22,7 +23,7 @@ def convert(
     One process does it, without MPI (python -m mpipipe convert runs/first/weights first-model). The tokenizer goes
     along. Llama, Mistral, Qwen2, Qwen3, SmolLM and GPT-2 are known.
     """
-    with refusing("nothing is converted"):
+    with refusing():
         check_one_process("convert")
         done = convert_folder(source, target, dtype, shard_bytes)
-    print(f"mpipipe: {done}")
+    show(f"mpipipe: {done}\n")

@@ -12,6 +12,7 @@ from mpipipe.cli.flags import Flag
 from mpipipe.cli.number_list import numbers, one_or_more
 from mpipipe.cli.one_process import check_one_process
 from mpipipe.cli.refusal import refusing
+from mpipipe.cli.stdout import show
 from mpipipe.errors import ConfigError
 from mpipipe.schedules import Costs, Timeline
 
@@ -141,7 +142,7 @@ def draw_step(folder: Path, out: str | Path, step: int | None = None, replica: i
 
 def _drawn(out: str, work: Callable[[], None]) -> None:
     """Do the work in one process, and say where the picture is."""
-    with refusing("nothing is drawn"):
+    with refusing():
         check_one_process("draw")
         if Path(out).exists():
             raise ConfigError(
@@ -152,7 +153,7 @@ def _drawn(out: str, work: Callable[[], None]) -> None:
             )
         pictures.check_can_draw(out)
         work()
-    print(f"mpipipe: drawn into {out}")
+    show(f"mpipipe: drawn into {out}\n")
 
 
 def _simulated(name: str, ranks: int, chunks: int, microbatches: int, times: dict[str, str]) -> Timeline:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mpipipe import processor, schedules
 from mpipipe.cli.refusal import refusing
+from mpipipe.cli.stdout import show
 from mpipipe.comm.abort import run_or_abort
 from mpipipe.comm.group import group_of
 from mpipipe.comm.launcher import launcher_size
@@ -15,6 +16,7 @@ from mpipipe.errors import ConfigError
 from mpipipe.models import GPT
 from mpipipe.planning import SavedProfile
 from mpipipe.planning.table import shown_seconds
+from mpipipe.plural import counted
 from mpipipe.text_table import text_table
 from mpipipe.train import TrainConfig
 from mpipipe.train.dry_run import Forecast, RankBytes, foresee
@@ -32,10 +34,11 @@ def foretell(load: Callable[[], TrainConfig], ranks: int | None, profile: str | 
     """
     if launcher_size(os.environ) is not None:
         return run_or_abort(lambda: _in_job(load, ranks, profile))
-    with refusing("nothing is foreseen"):
+    with refusing():
         if ranks is not None and not 1 <= ranks <= MOST_RANKS:
             raise ConfigError("--ranks is out of range", found=ranks, expected=f"at least 1, at most {MOST_RANKS:,}")
-        _show(load(), ranks or 1, profile)
+        config = load()
+        _show(config, ranks or (config.pipe or 1) * config.seq, profile)
     return 0
 
 
@@ -45,7 +48,7 @@ def _in_job(load: Callable[[], TrainConfig], ranks: int | None, profile: str | N
         if ranks not in (None, group.size):
             raise ConfigError(
                 "--ranks is for a dry run in one process",
-                found=f"--ranks {ranks}, {group.size} ranks in this job",
+                found=f"--ranks {ranks}, {counted(group.size, 'rank')} in this job",
                 expected=f"none, or {group.size}",
                 remedy="start it without mpiexec or srun",
             )
@@ -63,9 +66,9 @@ def _show(config: TrainConfig, ranks: int, profile: str | None) -> None:
         seconds = predict_on_paper(found, GPT, saved).seconds
         lines.append(
             f"a step takes {shown_seconds(seconds)}, {config.batch * config.seq_len / seconds:,.0f} tokens/s, "
-            f"by {profile} (measured on {saved.ranks} rank{'s' * (saved.ranks != 1)})"
+            f"by {profile} (measured on {counted(saved.ranks, 'rank')})"
         )
-    print(*lines, sep="\n", flush=True)
+    show("".join(f"{line}\n" for line in lines))
 
 
 def check_alone(ranks: int | None, profile: str | None) -> None:
@@ -87,8 +90,9 @@ def described(found: Forecast) -> str:
     count, total = found.pipe * found.data * found.seq, sum(each.total for each in found.ranks)
     rows, length = plan.microbatch_rows, -(-config.seq_len // found.seq)
     lines = [
-        f"mpipipe: nothing is trained. {count} ranks = pipe {found.pipe} x data {found.data} x seq {found.seq}; "
-        f"{schedule.name}, {schedule.stages} stages, {schedule.microbatches} micro-batches",
+        f"mpipipe: nothing is trained. {counted(count, 'rank')} = "
+        f"pipe {found.pipe} x data {found.data} x seq {found.seq}; "
+        f"{schedule.name}, {counted(schedule.stages, 'stage')}, {counted(schedule.microbatches, 'micro-batch')}",
         f"mpipipe: {plan.model.parameters:,} parameters, {config.dtype}, {config.optimizer}; "
         f"a micro-batch is {rows} x {length} on each rank",
         f"mpipipe: bubble {_bubble(found):.3f} if a layer takes as long as its operations are many",
@@ -103,8 +107,8 @@ def described(found: Forecast) -> str:
         [
             *lines,
             "",
-            f"rank {worst.rank} takes most: {worst.total:,} bytes; all {count} ranks: "
-            f"{total * found.data * found.seq:,} bytes",
+            f"rank {worst.rank} takes most: {worst.total:,} bytes"
+            + (f"; all {count} ranks: {total * found.data * found.seq:,} bytes" if count > 1 else ""),
         ]
     )
 

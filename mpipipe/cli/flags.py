@@ -25,6 +25,7 @@ class Flag:
     choices : all values that there are
     metavar : what stands for the value in the help
     group : heading under which the help lists it
+    empty : whether an empty text means something; else it is refused, as a variable of a shell that is not set
     """
 
     text: str = ""
@@ -34,6 +35,7 @@ class Flag:
     choices: tuple[str, ...] | None = None
     metavar: str | None = None
     group: str = "options"
+    empty: bool = False
 
 
 @dataclass(frozen=True)

@@ -31,14 +31,16 @@ AT_ONCE = 8  # prompts for each micro-batch in flight, by default
 
 def generate(
     run: Annotated[str, Operand("folder with a model: of a training, or a checkpoint")],
-    prompt: Annotated[str | None, Flag("text to continue; default: a line break")] = None,
+    prompt: Annotated[str | None, Flag("text to continue; default: a line break", empty=True)] = None,
     prompts: Annotated[str | None, Flag("file with a prompt on each line, as text or as JSON (.jsonl)")] = None,
     tokens: Annotated[str | None, Flag("prompt as token ids: 5,17,9")] = None,
     count: Annotated[int, Flag("tokens of each answer, at most", names=("--count", "--bytes"), least=1)] = 200,
     temperature: Annotated[float, Flag("0 takes the likeliest token")] = 0.8,
     top_k: Annotated[int, Flag("draw from so many likeliest tokens; 0: from all")] = 0,
     top_p: Annotated[float, Flag("draw from the likeliest tokens that reach this probability")] = 1.0,
-    stop: Annotated[str | None, Flag("ids that end an answer: 0,2; none: ''; default: those of the model")] = None,
+    stop: Annotated[
+        str | None, Flag("ids that end an answer: 0,2; none: ''; default: those of the model", empty=True)
+    ] = None,
     seed: Annotated[int, Flag("of the draws", least=0, most=2**63 - 1)] = 0,
     seq: Annotated[int, Flag("ranks that share each cache of keys and values", least=1)] = 1,
     batch: Annotated[int | None, Flag("prompts at once; default: 8, or 32 per pipeline rank", least=1)] = None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import sys
+import textwrap
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -14,12 +15,15 @@ from mpipipe import __version__, arrays, environment
 from mpipipe.attention import kernels
 from mpipipe.cli import probe as probing
 from mpipipe.cli.flags import Flag
+from mpipipe.cli.stdout import show
 from mpipipe.comm import describe, device, inprocess, rank_list, runtime
 from mpipipe.comm.binding import parse_cores
 from mpipipe.comm.group import group_of
 from mpipipe.comm.types import Communicator
 from mpipipe.errors import BackendError, MismatchError, MpipipeError
+from mpipipe.plural import counted
 
+COLUMNS = 100  # of a terminal that is wide enough for all lines
 REPORT = "Send these lines, the command, the whole error, and config.toml of the run."
 NARROW_KERNELS = ("Haswell", "Zen")  # OpenBLAS's names for its AVX2 kernels
 
@@ -62,7 +66,7 @@ def _print_json() -> None:
     except MpipipeError:
         found = _alone()
     if found is not None:
-        print(json.dumps(found, indent=2))
+        show(json.dumps(found, indent=2) + "\n")
 
 
 def _alone(gpus: bool = True) -> dict[str, Any] | None:
@@ -150,7 +154,10 @@ def _blas() -> str:
     from threadpoolctl import threadpool_info
 
     pools = [pool for pool in threadpool_info() if pool["user_api"] == "blas"]
-    texts = [f"{p['internal_api']} {p['version']} ({p.get('architecture')}), {p['num_threads']} threads" for p in pools]
+    texts = [
+        f"{p['internal_api']} {p['version']} ({p.get('architecture')}), {counted(p['num_threads'], 'thread')}"
+        for p in pools
+    ]
     if any(pool.get("architecture") in NARROW_KERNELS for pool in pools) and _has_avx512():
         texts.append("this processor has AVX-512: try OPENBLAS_CORETYPE=SkylakeX, set before Python starts")
     return ", ".join(texts)
@@ -164,6 +171,15 @@ def _has_avx512() -> bool:
 
 
 def _show(facts: dict[str, str]) -> None:
-    width = max(map(len, facts))
+    """Show names and values in two columns; a value that is too long goes on below itself."""
+    width = max(map(len, facts)) + 2
+    lines = []
     for name, value in facts.items():
-        print(name.ljust(width), str(value).replace("\n", "\n" + " " * (width + 2)), sep="  ")
+        parts = [part for line in str(value).split("\n") for part in _folded(line, COLUMNS - width)]
+        lines += [f"{head:<{width}}{part}" for head, part in zip((name, *[""] * len(parts)), parts)]
+    show("".join(f"{line}\n" for line in lines))
+
+
+def _folded(line: str, columns: int) -> list[str]:
+    """Cut a line between words; a word stays whole, so that a path can be copied."""
+    return textwrap.wrap(line, columns, break_long_words=False, break_on_hyphens=False) or [""]

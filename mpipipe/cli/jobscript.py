@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
 import subprocess
 import sys
+from collections.abc import Iterable
 from typing import Annotated
 
 from mpipipe.cli.flags import Flag, Operand
 from mpipipe.cli.one_process import check_one_process
 from mpipipe.cli.parser import parser_of, program
 from mpipipe.cli.refusal import refusing
+from mpipipe.cli.stdout import show
 from mpipipe.errors import BackendError
 from mpipipe.site import MPIS, SCHEDULERS, Job, job_script
 
@@ -31,7 +34,7 @@ def jobscript(
     array: Annotated[str | None, Flag("numbers of a job array as in 0-3, each a seed")] = None,
     long_context: Annotated[bool, Flag("the ranks of a node share each sequence of 65 536")] = False,
     account: Annotated[str | None, Flag("account, project or bank")] = None,
-    queue: Annotated[str | None, Flag("queue or partition", names=("--queue", "--partition"))] = None,
+    queue: Annotated[str | None, Flag("queue, which SLURM calls a partition")] = None,
     name: Annotated[str | None, Flag("name of the job")] = None,
     mpi: Annotated[str | None, Flag("mpich | openmpi | cray; default: that of mpi4py")] = None,
     launcher: Annotated[str, Flag("under LSF: mpiexec | jsrun")] = "mpiexec",
@@ -42,7 +45,7 @@ def jobscript(
 
     An example: python -m mpipipe jobscript slurm --nodes 2 --ranks-per-node 4 -- --steps 1000
     """
-    with refusing("no script is printed"):
+    with refusing():
         check_one_process("jobscript")
         _check_options(options or [])
         job = Job(
@@ -51,7 +54,16 @@ def jobscript(
             account=account, queue=queue, name=name, mpi=mpi or _mpi_of(python or sys.executable), launcher=launcher,
             python=python or sys.executable, modules=tuple(module or ()), options=tuple(options or ()),
         )  # fmt: skip
-        print(job_script(job), end="")
+        script = job_script(job)
+    show(script)
+
+
+def near(name: str, known: Iterable[str]) -> list[str]:
+    """Return the options that may have been meant: SLURM calls a queue a partition."""
+    return ["queue"] if name.replace("-", "_") == "partition" else difflib.get_close_matches(name, list(known), n=3)
+
+
+jobscript.suggest = near  # type: ignore[attr-defined]
 
 
 def _check_options(words: list[str]) -> None:

@@ -6,6 +6,7 @@ import os
 
 from mpipipe.comm import launcher
 from mpipipe.errors import ConfigError
+from mpipipe.plural import counted
 
 
 def check_one_process(command: str) -> None:
@@ -13,5 +14,7 @@ def check_one_process(command: str) -> None:
     started = launcher.launcher_size(os.environ)
     if started is not None:
         raise ConfigError(
-            f"{command} is for one process", found=f"{started[1]} ranks", remedy="start it without mpiexec or srun"
+            f"{command} is for one process",
+            found=counted(started[1], "rank"),
+            remedy="start it without mpiexec or srun",
         )

@@ -6,6 +6,7 @@ import argparse
 import difflib
 import inspect
 import math
+import re
 import shutil
 import sys
 import textwrap
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mpipipe.cli.flags import REQUIRED, Flag, Operand, Parameter, parameters_of
+from mpipipe.cli.stdout import show
 from mpipipe.comm.abort import Stop
 
 WRONG_USAGE = 2  # exit code
@@ -59,7 +61,8 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             name = unknown[0].partition("=")[0]
             if not name.startswith("-"):
-                raise wrong_usage(self.prog, f"there is no place for {name}")
+                file = [f"--config {name}"] if name.endswith(".toml") and self.near("--config") == ["--config"] else []
+                raise wrong_usage(self.prog, f"there is no place for {name}", file)
             place = "" if self.behind_dashes is None else " before --"
             raise wrong_usage(self.prog, f"there is no option {name}{place}", self.near(name))
         return vars(given) | behind
@@ -72,9 +75,16 @@ class Parser(argparse.ArgumentParser):
             return [words[word] for word in self.suggest(name.lstrip("-"), words)]
         return difflib.get_close_matches(name.replace("_", "-"), known, n=3)
 
+    def print_help(self, file: Any = None) -> None:
+        """Show the help, and end with an error where it cannot be written, which argparse passes over."""
+        show(self.format_help())
+
     def error(self, message: str) -> NoReturn:
         """Raise Stop with what argparse says."""
-        raise wrong_usage(self.prog, message.removeprefix("argument "))
+        text = message.removeprefix("argument ")
+        raise wrong_usage(
+            self.prog, re.sub("ignored explicit argument (.*)", r"it takes no value, but \1 is given", text)
+        )
 
 
 class _Help(argparse.HelpFormatter):
@@ -159,8 +169,12 @@ def _help(entry: Parameter, flag: Flag) -> str:
 
 def _converter(entry: Parameter) -> Callable[[str], Any]:
     """Return a function that reads a value, and refuses it in plain words."""
+    flag = entry.flag
+    empty = flag.empty if isinstance(flag, Flag) else flag.rest  # the words for a script are its own
 
     def read(text: str) -> Any:
+        if not text and not empty and entry.kind not in NOUNS:
+            raise argparse.ArgumentTypeError("it is empty")
         try:
             value = entry.kind(text)
         except ValueError:

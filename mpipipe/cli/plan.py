@@ -22,6 +22,7 @@ from mpipipe.errors import ConfigError
 from mpipipe.models import GPT
 from mpipipe.planning import Choice, SavedProfile
 from mpipipe.planning.table import table
+from mpipipe.plural import counted
 from mpipipe.schedules import Links
 from mpipipe.schedules.links import FORM
 from mpipipe.train import TrainConfig
@@ -53,7 +54,7 @@ def plan(
     """
     keys = {**flags, "plan": "auto"}
     if profile is not None:
-        with refusing("nothing is planned"):
+        with refusing():
             check_one_process("plan --profile")
             if save_profile is not None:
                 raise ConfigError("nothing is measured with --profile", found=f"--save-profile {save_profile}")
@@ -117,17 +118,13 @@ def _on_paper(
     for line in table(plans):
         _say(line)
     _say(
-        f"on paper: {_ranks(ranks)}, from measurements on {_ranks(saved.ranks)}; "
+        f"on paper: {counted(ranks, 'rank')}, from measurements on {counted(saved.ranks, 'rank')}; "
         f"{path} says that real steps take {saved.scale:.3f} of what they add up to"
     )
     if subject.replicas > 1 and not saved.sums:
         _say(f"not counted: the sums over {subject.replicas} replicas, which were not measured")
     if out is not None:
         write(Path(out), {**given, "pipe": subject.ranks, "seq": config.seq}, plans[0].choice)
-
-
-def _ranks(count: int) -> str:
-    return f"{count} rank{'s' * (count != 1)}"
 
 
 def make_plans(config: TrainConfig, comm: Communicator) -> tuple[Found, Scene]:

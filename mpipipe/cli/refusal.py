@@ -1,4 +1,4 @@
-"""How a command ends that cannot do what it was asked for: one report, and the exit code of wrong usage."""
+"""How a command on paper ends that cannot do what it was asked for: one report, and the exit code of wrong usage."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from mpipipe.comm.abort import Stop
-from mpipipe.comm.report import describe
+from mpipipe.comm.report import describe, heading
 from mpipipe.errors import MpipipeError
 
 REFUSED = 2  # exit code
 
 
 @contextmanager
-def refusing(outcome: str) -> Iterator[None]:
-    """End the program with a report for an error inside the block; `outcome` says what was not done."""
+def refusing() -> Iterator[None]:
+    """End the program for an error inside the block, with the report that ends a training on one rank."""
     try:
         yield
     except MpipipeError as error:
-        raise Stop(describe(error, f"mpipipe: {outcome}"), REFUSED) from error
+        raise Stop(describe(error, heading(0, 1)), REFUSED) from error

@@ -11,6 +11,7 @@ from mpipipe.cli.number_list import one_or_more
 from mpipipe.cli.one_process import check_one_process
 from mpipipe.cli.refusal import refusing
 from mpipipe.cli.simulation import Request
+from mpipipe.cli.stdout import show
 from mpipipe.errors import ConfigError
 from mpipipe.schedules import Costs, Links
 from mpipipe.schedules.links import FORM
@@ -42,13 +43,14 @@ def simulate(
     One process does it, without MPI. Without --memory-limit a schedule is compared with those that need no more memory
     than it does itself. Of very large schedules the part that repeats is simulated.
     """
-    with refusing("nothing is simulated"):
+    with refusing():
         check_one_process("simulate")
         if (schedule is None) == (csv is None):
             raise ConfigError(
                 "what to simulate is not clear",
-                found=f"schedule={schedule}, csv={csv}",
-                expected="either --schedule or --csv",
+                found="neither --schedule nor --csv" if schedule is None else "--schedule and --csv",
+                expected="one of them",
+                remedy="for example --schedule all, which compares all that the package makes",
             )
         if csv is not None:
             _refuse("--csv, whose order says it", ranks=ranks, chunks=chunks, microbatches=microbatches)
@@ -70,7 +72,7 @@ def simulate(
         )
         asked.check()
         lines = [*asked.answer()]
-    print(*lines, sep="\n")
+    show("".join(f"{line}\n" for line in lines))
 
 
 def _network(text: str | None, message_bytes: float, costs: Costs) -> Links | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from mpipipe import schedules
 from mpipipe.errors import ArgumentError, ConfigError
+from mpipipe.plural import counted
 from mpipipe.schedules import Costs, Links, Repetition, Schedule
 from mpipipe.schedules.registry import names, placement_of
 from mpipipe.text_table import text_table
@@ -134,12 +135,16 @@ class Request:
         found = self._repetition(str(self.schedule))
         ranks, microbatches = self.sizes["ranks"], self.sizes["microbatches"]
         stages = ranks * self.sizes["chunks"]
-        yield f"schedule    {self.schedule}: {ranks} ranks, {stages} stages, {microbatches} micro-batches"
+        yield f"schedule    {self.schedule}: {_sizes(ranks, stages, microbatches)}"
         yield f"makespan    {found.makespan:.6g}"
         yield f"bubble      {found.bubble_fraction:.4f} of all time, {found.bubble_ratio:.4f} of busy time"
         yield f"activations {found.peak_activations} on a rank, in chunks, at most"
-        largest = "{} ranks, {} micro-batches".format(*found.sizes[-1])
+        largest = "{}, {}".format(*map(counted, found.sizes[-1], ("rank", "micro-batch")))
         yield f"simulated   {len(found.sizes)} sizes to {largest}, and the rest repeats"
+
+
+def _sizes(ranks: int, stages: int, microbatches: int) -> str:
+    return f"{counted(ranks, 'rank')}, {counted(stages, 'stage')}, {counted(microbatches, 'micro-batch')}"
 
 
 def _placement(schedule: str | None, csv: Path | None, ranks: int, chunks: int) -> tuple[int, ...]:
@@ -149,7 +154,7 @@ def _placement(schedule: str | None, csv: Path | None, ranks: int, chunks: int) 
     if schedule == "search" and chunks > 1:
         raise ConfigError(
             "a search chooses where stages lie, and their hops are not known before",
-            found=f"--transfer-model with --schedule search and {chunks} chunks",
+            found=f"--transfer-model with --schedule search and {counted(chunks, 'chunk')}",
             remedy="give the time of each hop: --transfer",
         )
     return placement_of(str(schedule), ranks, chunks)
@@ -175,14 +180,14 @@ def _one(made: Schedule, costs: Costs, memory_limit: float | None) -> Iterator[s
     held = max(found.peak_activations)
     limit = memory_limit if memory_limit is not None else held or None
     share, makespan, bound = schedules.gap(made, costs, limit)
-    yield f"schedule    {made.name}: {made.ranks} ranks, {made.stages} stages, {made.microbatches} micro-batches"
+    yield f"schedule    {made.name}: {_sizes(made.ranks, made.stages, made.microbatches)}"
     yield f"makespan    {makespan:.6g}"
     yield f"bubble      {found.bubble_fraction:.4f} of all time, {found.bubble_ratio:.4f} of busy time"
     yield f"activations {' '.join(map(str, found.peak_activations))} on each rank, in chunks, at most"
     if made.recomputed:
         room = " that runs as many forwards again"
     else:
-        room = "" if limit is None else f" with {limit:g} activations on each rank"
+        room = "" if limit is None else f" with {limit:g} {'activation' if limit == 1 else 'activations'} on each rank"
     yield f"bound       {bound:.6g}: no schedule of these stages is faster{room}"
     yield f"gap         {share:.2%} of the bound: the best one is no farther away"
     if made.ranks <= SMALL_RANKS and max(map(len, made.orders)) <= SMALL_ORDER:

@@ -8,7 +8,6 @@ from typing import Any
 from mpipipe import processor
 from mpipipe.cli.dry_run import check_alone, foretell
 from mpipipe.cli.flags import Flag, Parameter
-from mpipipe.cli.refusal import refusing
 from mpipipe.comm.abort import run_or_abort
 from mpipipe.comm.group import group_of
 from mpipipe.comm.threads import share_of_cores
@@ -31,7 +30,7 @@ def train(
     def work() -> None:
         processor.prepare_process(share_of_cores())
         group, chosen = group_of(), None
-        with refusing("the training cannot begin"), group.together("train: reading the configuration"):
+        with group.together("train: reading the configuration"):
             check_alone(ranks, profile)
             if group.rank == 0:
                 chosen = TrainConfig.load(config, **flags)
@@ -56,7 +55,7 @@ def _parameter(entry: dataclasses.Field) -> Parameter:
 
 CONFIG = Parameter("config", str, False, None, Flag("TOML file with any of the keys below", metavar="FILE"))
 DRY_RUN = Parameter("dry_run", bool, False, False, Flag("train nothing: show the plan, and the memory of each rank"))
-RANKS = Parameter("ranks", int, False, None, Flag("of a dry run in one process; default: 1"))
+RANKS = Parameter("ranks", int, False, None, Flag("of a dry run in one process; default: those of one replica"))
 PROFILE = Parameter(
     "profile", str, False, None, Flag("of `plan --save-profile`: a dry run says how long a step takes", metavar="FILE")
 )

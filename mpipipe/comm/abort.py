@@ -88,7 +88,7 @@ def run_or_abort(main: Callable[[], object]) -> int:
         world = _world()
     except MpipipeError as error:
         if launcher.launcher_rank(os.environ) == 0:  # each of the lone processes finds the same
-            write(describe(error, "mpipipe: cannot start"))
+            write(describe(error, heading(0, 1)))
         return 1
     _running.append(world)
     lifeline.start()
@@ -127,7 +127,7 @@ def _run(main: Callable[[], object], world: World) -> End:
             _afterwards.pop(0)()
         for thread in other_threads():  # as the interpreter does: they may still use the other ranks
             thread.join()
-        return End(0)
+        return End(1, Says.CAUSE) if here().unwritten else End(0)
     except SystemExit as leaving:
         code = _exit_code(leaving)
         text = f"{heading(world.rank, world.size)}\n  exited with code {code} while other ranks were still running\n"

@@ -178,7 +178,7 @@ def _first_problem(entries: list[Entry], message: str | None, remedy: str | None
     for index, entry in enumerate(entries):
         problem = entry.error
         if problem is not None:
-            if problem.rank is None:
+            if problem.rank is None and len(entries) > 1:
                 same = [rank for rank, other in enumerate(entries) if str(other.error) == str(problem)]
                 problem.rank = rank_list.numbers(same, len(entries))
             return index, problem

@@ -14,6 +14,7 @@ from mpipipe.comm.runtime import mpi, tag_upper_bound
 from mpipipe.comm.transport import gpu_aware
 from mpipipe.comm.types import Communicator
 from mpipipe.errors import BackendError
+from mpipipe.plural import counted
 
 NEIGHBOURS = 4  # messages that a rank in the middle of a pipeline has under way: with two ranks, both ways
 
@@ -32,7 +33,7 @@ def describe() -> dict[str, str]:
         "MPI standard": ".".join(map(str, MPI.Get_version())),
         "mpi4py": mpi4py.__version__,
         "ranks": str(comm.size),
-        "launcher": "none seen" if promise is None else f"promises {promise[1]} ranks ({promise[0]})",
+        "launcher": "none seen" if promise is None else f"promises {counted(promise[1], 'rank')} ({promise[0]})",
         "hosts": ", ".join(f"{host} x {hosts.count(host)}" for host in sorted(set(hosts))),
         "thread level": thread_level(),
         "largest tag": str(tag_upper_bound(comm)),

@@ -8,6 +8,7 @@ from mpipipe.comm import communicators
 from mpipipe.comm.group import Group, group_of
 from mpipipe.comm.types import Communicator
 from mpipipe.errors import ArgumentError, MpipipeError
+from mpipipe.plural import counted
 
 __all__ = ["Coordinates", "Mesh"]
 
@@ -168,10 +169,10 @@ def _extents(size: int, pipe: int, seq: int, data: int | None) -> Coordinates:
     if pipe * data * seq != size:
         raise ArgumentError(
             "the mesh does not fill the communicator",
-            found=f"{size} ranks",
+            found=counted(size, "rank"),
             expected=f"a multiple of pipe {pipe} x seq {seq}"
             if data == 0 or size % (pipe * seq)
-            else f"pipe {pipe} x data {data} x seq {seq} = {pipe * data * seq} ranks",
+            else f"pipe {pipe} x data {data} x seq {seq} = {counted(pipe * data * seq, 'rank')}",
             remedy="start another number of ranks, or choose other extents",
         )
     return Coordinates(pipe, data, seq)

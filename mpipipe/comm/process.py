@@ -116,6 +116,8 @@ class Process:
         Watches for a hang, once there is a group of several ranks.
     ended : bool
         Whether the program of this rank is over.
+    unwritten : bool
+        Whether some of the program's output could not be written: its exit code is 1 then.
     lifeline : lifeline.Lifeline or None
         Knows of ranks that have died, where MPI tells.
     recorders : set of trace.Recorder
@@ -137,7 +139,7 @@ class Process:
         self.vigils: list[Any] = []  # of wait.Vigil, which is built on this module
         self.vigils_begun = 0
         self.watchdog: Attendant | None = None
-        self.ended = False
+        self.ended = self.unwritten = False
         self.lifeline: Any = None  # a lifeline.Lifeline, which is built on this module
         self.recorders: set[Recorder] = set()
         self._accountable: list[weakref.ref[Accountable]] = []

@@ -18,7 +18,9 @@ INTERRUPTED = 130  # shells: 128 + SIGINT
 
 
 def heading(rank: int, size: int) -> str:
-    """The first line of every report."""
+    """The first line of every report. One process alone has neither a job nor a rank to speak of."""
+    if size == 1:
+        return "mpipipe: stopped:"
     return f"mpipipe: job ended by rank {rank} of {size} on {socket.gethostname()}:"
 
 

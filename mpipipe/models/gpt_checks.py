@@ -8,9 +8,11 @@ from typing import Any
 
 from mpipipe.errors import ArgumentError
 from mpipipe.nn.rope_scaling import KINDS, RopeScaling, scaling_of
+from mpipipe.plural import counted
 
 SIZES = ("vocab", "dim", "layers", "heads", "kv_heads", "hidden", "seq", "head_dim")
 CHOICES = {"norm": ("rms", "layer"), "positions": ("rotary", "learned"), "feed_forward": ("swiglu", "gelu")}
+NEAR = 1000  # numbers of heads that are tried for a remedy
 SWITCHES = ("qkv_bias", "out_bias", "qk_norm", "feed_forward_bias")
 
 
@@ -43,7 +45,7 @@ def check_heads(values: dict[str, Any]) -> None:
             expected="dim a multiple of 2 x heads, since rotary positions turn pairs of elements"
             if rotary
             else "dim a multiple of heads",
-            remedy=f"for example dim = {-(-dim // step) * step}, or say head_dim",
+            remedy=f"for example dim = {-(-dim // step) * step}{_or_heads(dim, heads, 2 if rotary else 1)}",
         )
     if head_dim is not None and rotary and head_dim % 2:
         raise ArgumentError(
@@ -53,6 +55,13 @@ def check_heads(values: dict[str, Any]) -> None:
         raise ArgumentError(
             "kv_heads of a GPT is no divisor of heads", found=f"kv_heads {values['kv_heads']}, heads {heads}"
         )
+
+
+def _or_heads(dim: int, heads: int, unit: int) -> str:
+    """Return the number of heads below `heads` that fits, as a remedy; nothing where there is none."""
+    near = range(heads - 1, max(0, heads - NEAR), -1)
+    found = next((number for number in near if dim % (unit * number) == 0), None)
+    return "" if found is None else f", or heads = {found}"
 
 
 def check_positions(values: dict[str, Any]) -> None:
@@ -93,7 +102,7 @@ def checked_windows(windows: Any, layers: int) -> tuple[int | None, ...] | None:
     if windows is None:
         return None
     if type(windows) not in (tuple, list) or len(windows) != layers:
-        raise _wrong("windows", windows, f"a tuple of {layers} windows, one for each layer")
+        raise _wrong("windows", windows, f"a tuple of {counted(layers, 'window')}, one for each layer")
     for window in windows:
         if window is not None and not _is_size(window):
             raise _wrong("windows", windows, "for each layer an integer of at least 1, or None")

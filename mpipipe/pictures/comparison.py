@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 from mpipipe.errors import ArgumentError
 from mpipipe.pictures.colours import INK, PALE, SERIES, YELLOW, darker
-from mpipipe.pictures.sheet import MARGIN, SMALL, TEXT, WIDTH, Sheet, counted, draw, is_number
+from mpipipe.pictures.sheet import MARGIN, SMALL, TEXT, WIDTH, Sheet, draw, is_number
 from mpipipe.pictures.spread import spread
+from mpipipe.plural import counted
 from mpipipe.schedules import Costs, Timeline, by_name, simulate
 from mpipipe.schedules.registry import ONE_STAGE, SEVERAL_STAGES, TWO_STAGES
 from mpipipe.schedules.simulate import EQUAL_COSTS
@@ -143,7 +144,7 @@ def draw_comparison(timelines: Iterable[Timeline], path: str | os.PathLike[str])
         if schedule.microbatches in bubbles[schedule.name]:
             raise ArgumentError(
                 "two timelines are for one point of the picture",
-                found=f"{schedule.name} with {schedule.microbatches} micro-batches, twice",
+                found=f"{schedule.name} with {counted(schedule.microbatches, 'micro-batch')}, twice",
                 expected="one timeline for each name and number of micro-batches",
                 remedy="give one of them another name: dataclasses.replace(schedule, name=...)",
             )

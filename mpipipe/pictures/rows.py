@@ -6,6 +6,7 @@ from typing import Any
 
 from mpipipe.errors import ArgumentError
 from mpipipe.pictures.sheet import SMALL, TEXT, WIDTH, Sheet
+from mpipipe.plural import counted
 
 LEFT, RIGHT = 54.0, 14.0  # points: for the names of ranks, and for the last number of the axis
 TALLEST = 720.0  # points of all rows
@@ -19,7 +20,7 @@ def check_boxes(count: int) -> None:
     if count > MOST_BOXES:
         raise ArgumentError(
             "there are more actions than a picture can show",
-            found=f"{count} actions",
+            found=counted(count, "action"),
             expected=f"at most {MOST_BOXES}",
             remedy="draw fewer ranks or micro-batches: a schedule repeats itself; or take schedules.chrome_trace",
         )

@@ -11,6 +11,7 @@ from mpipipe.errors import ArgumentError
 from mpipipe.pictures.colours import INK, PALE, WHITE, Look, ink_on, looks_of_ops, shade
 from mpipipe.pictures.rows import AXIS, LEFT, RIGHT, add_rows, check_boxes, height_of_row, hide_time, name_time
 from mpipipe.pictures.sheet import MARGIN, WIDTH, Sheet, draw, is_number, subject
+from mpipipe.plural import counted
 from mpipipe.schedules import Schedule, Timeline
 
 ROW, BOX = 22.0, 0.84  # points from one rank to the next, and the part of them that is a box
@@ -184,7 +185,7 @@ def _checked(measured: Sequence[Iterable[Measured]], schedule: Schedule) -> Boxe
     if len(measured) != schedule.ranks:
         raise ArgumentError(
             "what was measured is of another number of ranks",
-            found=f"{len(measured)} ranks",
+            found=counted(len(measured), "rank"),
             expected=f"{schedule.ranks}, as in the schedule",
             remedy="pass one list for each rank; an empty one for a rank that did nothing",
         )

@@ -9,6 +9,7 @@ from mpipipe import arrays
 from mpipipe.comm.types import Communicator
 from mpipipe.errors import ArgumentError
 from mpipipe.pipeline.stage import StageAdapter
+from mpipipe.plural import counted
 from mpipipe.schedules import Schedule
 from mpipipe.schedules.parts import check_part
 
@@ -47,7 +48,7 @@ def check_arguments(
     if schedule.ranks != comm.size:
         raise ArgumentError(
             "the schedule has another number of ranks than the communicator",
-            found=f"{schedule.ranks} ranks in the schedule",
+            found=f"{counted(schedule.ranks, 'rank')} in the schedule",
             expected=f"{comm.size}, the size of the communicator",
             remedy="build the schedule for this communicator, or split the communicator with mpipipe.Mesh",
         )

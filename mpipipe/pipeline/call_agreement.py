@@ -23,6 +23,7 @@ from mpipipe.comm.group import Group
 from mpipipe.comm.vote import Vote
 from mpipipe.errors import ArgumentError, MismatchError, MpipipeError
 from mpipipe.pipeline.batch import BatchFacts
+from mpipipe.plural import counted
 
 CALLS = ("step", "launch", "evaluate", "forward", "durations", "close")
 TRAINS = ("step", "launch")
@@ -78,7 +79,7 @@ class Agreement:
             ballot.refuse(
                 MismatchError(
                     "inputs and targets have different numbers of rows",
-                    found=f"{target_rows} rows of targets",
+                    found=f"{counted(target_rows, 'row')} of targets",
                     expected=f"{rows}, as the inputs have",
                 )
             )
@@ -132,6 +133,10 @@ class Agreement:
 
 
 def _described(batch: BatchFacts) -> str:
-    rows = [f"{rows} rows of {what}" for rows, what in ((batch.rows, "inputs"), (batch.target_rows, "targets")) if rows]
+    rows = [
+        f"{counted(rows, 'row')} of {what}"
+        for rows, what in ((batch.rows, "inputs"), (batch.target_rows, "targets"))
+        if rows
+    ]
     pieces = f" in a list of {batch.microbatches}" if batch.listed else ""
     return (" and ".join(rows) or "nothing") + pieces

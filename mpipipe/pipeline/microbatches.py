@@ -12,6 +12,7 @@ from mpipipe.arrays.trees import flatten, unflatten
 from mpipipe.comm.transport.sendable import check_sendable
 from mpipipe.errors import ArgumentError
 from mpipipe.even_split import even_split
+from mpipipe.plural import counted
 
 
 def rows_of(tree: Tree) -> int:
@@ -53,7 +54,7 @@ def split(batch: Tree | list[Tree], microbatches: int) -> tuple[list[Tree], list
     if rows < microbatches:
         raise ArgumentError(
             "the batch is smaller than the number of micro-batches",
-            found=f"{rows} rows",
+            found=counted(rows, "row"),
             expected=f"at least {microbatches}",
             remedy="use a bigger batch, or a schedule with fewer micro-batches",
         )

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from mpipipe.errors import ScheduleError
+from mpipipe.plural import counted
 from mpipipe.schedules.action import Action
 from mpipipe.schedules.schedule import Schedule
 
@@ -115,7 +116,7 @@ def _placement(orders: Sequence[Sequence[Action]]) -> tuple[int, ...]:
         raise ScheduleError(
             f"stage {absent} has no actions",
             stage=absent,
-            found=f"{stages} stages, the highest is {max(home)}",
+            found=f"{counted(stages, 'stage')}, the highest is {max(home)}",
             expected=f"stages 0 to {max(home)} without a gap",
             remedy="number the stages from 0",
         )

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
 from mpipipe.errors import ArgumentError
+from mpipipe.plural import counted
 from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action
 from mpipipe.schedules.on_demand import changed
 from mpipipe.schedules.schedule import Schedule
@@ -52,7 +53,7 @@ def with_frozen(schedule: Schedule, frozen: Collection[int]) -> Schedule:
     if strange or not trained:
         raise ArgumentError(
             "frozen stages do not fit the schedule",
-            found=f"frozen {sorted(frozen)} of {schedule.stages} stages",
+            found=f"frozen {sorted(frozen)} of {counted(schedule.stages, 'stage')}",
             expected="some of the stages, and not all of them",
             remedy="leave something to train",
         )

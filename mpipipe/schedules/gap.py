@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from mpipipe.errors import ArgumentError
+from mpipipe.plural import counted
 from mpipipe.schedules.bounds import lower_bound
 from mpipipe.schedules.schedule import Schedule
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, simulate
@@ -66,7 +67,7 @@ def gap(schedule: Schedule, costs: Costs = EQUAL_COSTS, memory_limit: float | No
     if memory_limit is not None and held > memory_limit:
         raise ArgumentError(
             "the schedule does not keep the memory limit",
-            found=f"{held} activations on rank {timeline.peak_activations.index(held)}",
+            found=f"{counted(held, 'activation')} on rank {timeline.peak_activations.index(held)}",
             expected=f"at most {memory_limit}",
             remedy=f"memory_limit={held}, or another schedule",
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from mpipipe.plural import counted
 from mpipipe.schedules.schedule import Schedule
 
 WINDOW_RANKS, WINDOW_SLOTS = 16, 12  # what of a large table is shown around a marked cell: fits a terminal
@@ -63,7 +64,7 @@ def grid(
     widths = [max(map(len, column)) for column in zip(*table)]
     lines = ["".join(text.ljust(width) for text, width in zip(row, widths)).rstrip() for row in table]
     if len(ranks) < schedule.ranks or len(slots) < longest:
-        lines.append(f"(shown: {len(ranks)} of {schedule.ranks} ranks, {len(slots)} of {longest} slots)")
+        lines.append(f"(shown: {len(ranks)} of {counted(schedule.ranks, 'rank')}, {len(slots)} of {longest} slots)")
     return "\n".join(lines)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeAlias, overload
 
+from mpipipe.plural import counted
 from mpipipe.schedules.action import Action
 
 Order: TypeAlias = "tuple[Action, ...]"
@@ -73,7 +74,7 @@ class OrdersOnDemand(Sequence[Order]):
         return hash(tuple(self))  # of what it equals
 
     def __repr__(self) -> str:
-        return f"orders of {self.ranks} ranks by {_text(self.make)}"
+        return f"orders of {counted(self.ranks, 'rank')} by {_text(self.make)}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OrdersOnDemand, (self.ranks, self.make, self.moment)

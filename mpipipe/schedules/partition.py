@@ -10,6 +10,7 @@ from itertools import accumulate, pairwise
 from numbers import Rational
 
 from mpipipe.errors import ArgumentError
+from mpipipe.plural import counted
 from mpipipe.schedules.schedule import at_least_one
 
 
@@ -50,7 +51,7 @@ def partition(costs: Iterable[float | Fraction], stages: int) -> list[tuple[int,
     if len(units) < stages:
         raise ArgumentError(
             "fewer layers than stages",
-            found=f"{len(units)} layers for {stages} stages",
+            found=f"{counted(len(units), 'layer')} for {counted(stages, 'stage')}",
             expected="at least one layer per stage",
             remedy="use fewer ranks or chunks, or more layers",
         )

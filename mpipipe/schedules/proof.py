@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NoReturn, TypeAlias
 
 from mpipipe.errors import ScheduleError
+from mpipipe.plural import counted
 from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, OPS, RECOMPUTE, WEIGHT_GRAD, Action
 from mpipipe.schedules.grid import grid
 from mpipipe.schedules.needs import source
@@ -110,7 +111,7 @@ def check_placement(schedule: Schedule) -> None:
     if type(schedule.microbatches) is not int or schedule.microbatches < 1 or not ranks:
         raise ScheduleError(
             "a schedule needs at least one rank and one micro-batch",
-            found=f"{ranks} ranks, microbatches={schedule.microbatches!r}",
+            found=f"{counted(ranks, 'rank')}, microbatches={schedule.microbatches!r}",
             expected="at least 1 of each",
         )
     for stage, rank in enumerate(schedule.placement):
@@ -127,7 +128,7 @@ def check_placement(schedule: Schedule) -> None:
         raise ScheduleError(
             "a rank has no stage",
             rank=idle[0],
-            found=f"placement of {stages} stages on {ranks} ranks: {schedule.placement}",
+            found=f"placement of {counted(stages, 'stage')} on {counted(ranks, 'rank')}: {schedule.placement}",
             expected="at least one stage on every rank",
             remedy="use fewer ranks or more stages",
         )

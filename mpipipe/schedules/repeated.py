@@ -18,6 +18,7 @@ from numbers import Real
 from typing import NamedTuple
 
 from mpipipe.errors import ArgumentError
+from mpipipe.plural import counted
 from mpipipe.schedules.links import Links
 from mpipipe.schedules.registry import SEVERAL_STAGES, WITH_COSTS, by_name, names
 from mpipipe.schedules.schedule import Schedule, at_least_one
@@ -118,12 +119,12 @@ def simulate_repeated(
         if found is not None:
             makespan, peak = found
             return measure.result(ranks, microbatches, makespan, peak)
+    near = max(1, round(microbatches / ranks)) * ranks
     raise ArgumentError(
         f"no part of the schedule {name} was found to repeat",
-        found=f"{ranks} ranks, {microbatches} micro-batches",
+        found=f"{counted(ranks, 'rank')}, {counted(microbatches, 'micro-batch')}",
         expected="ranks and micro-batches with a large common factor, such as powers of 2",
-        remedy=f"take {max(1, round(microbatches / ranks)) * ranks} micro-batches; or simulate it as a whole, by "
-        "schedules.simulate",
+        remedy=f"take {counted(near, 'micro-batch')}; or simulate it as a whole, by schedules.simulate",
     )
 
 

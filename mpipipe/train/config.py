@@ -138,5 +138,5 @@ def _check_known(key: str, source: str | None) -> None:
         f"unknown key in {source}",
         found=key,
         expected=" or ".join(meant) if meant else ", ".join(KINDS),
-        remedy="keys stand at the top level of the file, without tables; `mpipipe train --help` explains each",
+        remedy="`mpipipe train --help` explains each",
     )

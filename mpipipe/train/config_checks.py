@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,6 +24,13 @@ def typed(entry: dataclasses.Field, value: Any, kind: type) -> Any:
     """Return `value` in the field's type, which is `kind`. Only a list becomes a tuple, and an integer a float."""
     if value is None and entry.default is None:
         return None
+    if value == "" or (kind is tuple and isinstance(value, (list, tuple)) and "" in value):
+        raise ConfigError(
+            f"{_key(entry)} is empty",
+            found=repr(value),
+            expected="a text, or no such key",
+            remedy="a variable of the shell may have no value",
+        )
     if kind is tuple and isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value):
         return tuple(value)
     if kind is float and type(value) is int:
@@ -73,7 +81,17 @@ def check_range(entry: dataclasses.Field, value: Any, kind: type) -> None:
 
 def range_words(limits: Mapping[str, Any]) -> str:
     """Return a range in words, such as "at least 0 and below 1"; empty where there is none."""
-    return " and ".join(f"{sign} {limits[name]}" for name, (sign, _) in LIMITS.items() if limits[name] is not None)
+    return " and ".join(
+        "finite" if limits[name] == math.inf else f"{sign} {_shown(limits[name])}"
+        for name, (sign, _) in LIMITS.items()
+        if limits[name] is not None
+    )
+
+
+def _shown(limit: float) -> str:
+    """Show a limit; one that is a large power of two as that."""
+    power = round(math.log2(limit)) if limit >= 2**32 else 0
+    return f"2^{power}" if power and limit == 2**power else str(limit)
 
 
 # NaN fails each of these comparisons.

@@ -20,9 +20,12 @@ MOST_BYTES = 1 << 27  # of a file: the order of a schedule may be in it
 
 
 def read_keys(path: Path) -> dict[str, Any]:
-    """Return the keys of a TOML file and their values. Raises ConfigError where it cannot be read or is not TOML."""
+    """Return the keys of a TOML file and their values.
+
+    Raises ConfigError where it cannot be read, is not TOML, or has a table.
+    """
     try:
-        return tomllib.loads(files.read_text(path, MOST_BYTES))
+        keys = tomllib.loads(files.read_text(path, MOST_BYTES))
     except OSError as error:
         raise ConfigError(
             f"the config file cannot be read: {error.strerror}",
@@ -32,6 +35,16 @@ def read_keys(path: Path) -> dict[str, Any]:
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"the config file is not TOML: {error}", found=str(path)) from error
+    for name, value in keys.items():
+        if isinstance(value, dict):
+            known = f"{next(iter(value))} is" if value else "keys are"
+            raise ConfigError(
+                "the config file has a table",
+                found=f"[{name}] in {path}",
+                expected="keys at the top level, without tables",
+                remedy=f"leave out the line [{name}]: {known} known without it",
+            )
+    return keys
 
 
 def toml_line(key: str, value: Any) -> str:

@@ -13,6 +13,7 @@ from mpipipe.attention import Local
 from mpipipe.comm import inprocess
 from mpipipe.comm.types import Communicator
 from mpipipe.errors import ConfigError
+from mpipipe.plural import counted
 from mpipipe.schedules.recompute import before_backwards
 from mpipipe.train.architecture import Architecture
 from mpipipe.train.base import architecture_of, find_base
@@ -167,7 +168,7 @@ def mesh_of(config: TrainConfig, ranks: int) -> tuple[int, int]:
     if rest or not data:
         raise ConfigError(
             "the mesh does not fit the ranks",
-            found=f"{ranks} ranks, pipe {pipe}, seq {config.seq}",
+            found=f"{counted(ranks, 'rank')}, pipe {pipe}, seq {config.seq}",
             expected=f"a multiple of {pipe * config.seq}",
         )
     return pipe, data

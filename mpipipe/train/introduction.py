@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mpipipe.comm.mesh import Mesh
+from mpipipe.plural import counted
 from mpipipe.train.config import TrainConfig
 from mpipipe.train.data import Source
 from mpipipe.train.training_plan import TrainingPlan
@@ -17,10 +18,12 @@ def introduction(
 
     `unit` is what a token is: bytes or tokens. `place` is what computes: CPUs or GPUs.
     """
+    schedule = plan.schedule
     text = "" if data is None else f", {len(data.train):,} {unit} of text"
     return (
-        f"mpipipe: {mesh.comm.size} ranks = pipe {mesh.pipe.size} x data {mesh.data.size} x seq {mesh.seq.size}; "
-        f"{plan.schedule.name}, {plan.schedule.stages} stages, {plan.schedule.microbatches} micro-batches\n"
+        f"mpipipe: {counted(mesh.comm.size, 'rank')} = "
+        f"pipe {mesh.pipe.size} x data {mesh.data.size} x seq {mesh.seq.size}; "
+        f"{schedule.name}, {counted(schedule.stages, 'stage')}, {counted(schedule.microbatches, 'micro-batch')}\n"
         f"mpipipe: {plan.model.parameters:,} parameters{_trained(plan)}, {config.dtype} on {place}, "
         f"batch {config.batch} x {config.seq_len} {unit}{text}\n"
         f"mpipipe: metrics in {out}"

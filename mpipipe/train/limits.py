@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from mpipipe import nn
 from mpipipe.errors import ConfigError
+from mpipipe.plural import counted
 from mpipipe.schedules.registry import WITH_COSTS
 
 WHOLE_ACTIONS = 1 << 22  # of all ranks in a schedule that each rank makes as a whole: it takes some seconds and 1 GB
@@ -31,7 +32,7 @@ def check_counts(layers: int, name: str, ranks: int, chunks: int, microbatches: 
         raise ConfigError(
             "the schedule would be too long",
             found=f"{actions:,} actions on {where}: forward and backward of {microbatches:,} micro-batches, and "
-            f"{chunks:,} chunks on each of {ranks} ranks",
+            f"{chunks:,} chunks on each of {counted(ranks, 'rank')}",
             expected=f"at most {most:,}",
             remedy="lower microbatches or chunks",
         )

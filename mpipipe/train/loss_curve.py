@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from mpipipe.plural import counted
 from mpipipe.train import metrics
 
 LEAST = 8  # losses of training, of which there is a curve to see
@@ -66,7 +67,7 @@ def in_characters(points: Points) -> str:
             grid[row][column] = mark
     labels = {0: f"{high:>7.4f}", HEIGHT - 1: f"{low:>7.4f}"}
     lines = [f"{labels.get(row, ''):>7} |{''.join(cells).rstrip()}" for row, cells in enumerate(grid)]
-    return "\n".join([f"--- loss of training (*) and of validation (o) over {last} steps", *lines])
+    return "\n".join([f"--- loss of training (*) and of validation (o) over {counted(last, 'step')}", *lines])
 
 
 def draw_png(points: Points, path: Path) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from mpipipe import schedules
 from mpipipe.errors import ConfigError
+from mpipipe.plural import counted
 from mpipipe.schedules import Schedule
 
 SUFFIX = ".csv"
@@ -46,8 +47,8 @@ def fitting(table: str, pipe: int, chunks: int, microbatches: int | None) -> Sch
         if wanted is not None and found != wanted:
             raise ConfigError(
                 f"the order of the schedule is not of {key} = {wanted}",
-                found=f"{schedule.ranks} ranks with {' or '.join(map(str, sorted(stages)))} stages each, "
-                f"{schedule.microbatches} micro-batches",
+                found=f"{counted(schedule.ranks, 'rank')} with {' or '.join(map(str, sorted(stages)))} stages each, "
+                f"{counted(schedule.microbatches, 'micro-batch')}",
                 expected=f"{key} = {wanted}, as the configuration and the job say",
                 remedy=f"give {key} = {found}, or make an order of these sizes with `mpipipe simulate`"
                 if found

@@ -13,12 +13,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
+from mpipipe import files
+from mpipipe.comm.process import here
+from mpipipe.plural import counted
+
 KEPT = 10_000  # lines that wait for room on the disk; of more, the oldest are given up
 
 
 class Outlet:
     """A stream of text that falls silent, for good, once it cannot be written to.
 
+    The program's exit code will be 1 then, unless the reader has left.
     Characters that cannot be encoded are escaped.
 
     Parameters
@@ -41,13 +46,11 @@ class Outlet:
 
     def _fall_silent(self, stream: TextIO, error: Exception) -> None:
         self.stream = None
-        if not isinstance(error, (BrokenPipeError, ValueError)):  # a reader that left, as `head` does, is no surprise
-            tell(f"mpipipe: nothing more is shown, since the output cannot be written: {error}; the work goes on")
-        # Python flushes the stream at its end: what it still holds would fail there again, with a traceback
-        with suppress(OSError, ValueError):
-            descriptor = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(descriptor, stream.fileno())
-            os.close(descriptor)
+        if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):  # a reader may leave, as `head` does
+            here().unwritten = True
+            reason = error.strerror or str(error)
+            tell(f"mpipipe: the output cannot be written: {reason}; the work goes on, and its exit code will be 1")
+        files.silence(stream)
 
 
 def tell(text: str) -> None:
@@ -100,7 +103,7 @@ class Lines:
             os.close(self.descriptor)
         self.descriptor = -1
         if self.waiting or self.lost:
-            tell(f"mpipipe: {len(self.waiting) + self.lost} lines of {self.path} could not be written")
+            tell(f"mpipipe: {counted(len(self.waiting) + self.lost, 'line')} of {self.path} could not be written")
 
     def _write(self) -> None:
         try:

@@ -9,6 +9,7 @@ from typing import Any
 
 from mpipipe import files
 from mpipipe.errors import ConfigError, DataError
+from mpipipe.plural import counted
 from mpipipe.train.model_folder import Tokenizer
 
 MOST_BYTES = 1 << 30  # of a file of prompts
@@ -50,7 +51,7 @@ def read_prompts(prompt: str | None, path: str | None, ids: str | None, tokenize
     if tokenizer is None and any(text is not None for text in texts):
         raise ConfigError(
             "the model has no tokenizer, so it takes no text",
-            found=f"{sum(text is not None for text in texts)} prompts of text",
+            found=f"{counted(sum(text is not None for text in texts), 'prompt')} of text",
             expected="prompts of token ids",
             remedy='give ids with --tokens 5,17,9, or with lines {"tokens": [5, 17, 9]} in a file .jsonl',
         )

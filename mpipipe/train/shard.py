@@ -13,6 +13,7 @@ from mpipipe.attention import Layout, Local, Ring
 from mpipipe.comm.types import Communicator
 from mpipipe.errors import ConfigError
 from mpipipe.nn.head_loss import worth_tiles
+from mpipipe.plural import counted
 from mpipipe.train.packing import PackedAttend, Packing
 
 
@@ -38,7 +39,7 @@ class Shard:
         if min(self.layout.length(rank) for rank in range(comm.size)) == 0:
             raise ConfigError(
                 "a rank would hold no part of the sequence",
-                found=f"seq_len {seq_len} on {comm.size} ranks, {layout}",
+                found=f"seq_len {seq_len} on {counted(comm.size, 'rank')}, {layout}",
                 expected="at least one position a rank, two for zigzag",
                 remedy="raise seq_len, or lower seq",
             )

@@ -32,6 +32,7 @@ from mpipipe.comm.requests import own
 from mpipipe.comm.stop_signals import StopSignals, parse_signals
 from mpipipe.comm.types import Communicator
 from mpipipe.errors import ArgumentError, BackendError
+from mpipipe.plural import counted
 from mpipipe.train import metrics, resume
 from mpipipe.train.config import TrainConfig
 from mpipipe.train.places import Remains, Survivors
@@ -62,7 +63,7 @@ class Crew:
         with group.together("train: --survive"):
             self.line = lifeline.demand()
             if comm.size != len(self.line.places):
-                raise ArgumentError("train: --survive on a part of the job", found=f"{comm.size} ranks")
+                raise ArgumentError("train: --survive on a part of the job", found=counted(comm.size, "rank"))
             # between two meshes, and on a rank that waits for a place, a signal ends nothing; the next mesh hears of it
             numbers = parse_signals(config.preempt_signals)
             self._signals = StopSignals(numbers, math.inf, lambda name: None, lambda text, code: None, lambda: False)
@@ -115,7 +116,8 @@ class Crew:
             self.remains, self.trainer = _remains_of(self.trainer), None
         told = None if self.remains is None else self.remains.told()
         survivors = Survivors.of(group.gather("train: what survivors have", told), self.pipe, self.config)
-        text = f"mpipipe: {self.line.name(self.line.lost)}; {everyone.size} ranks are left"
+        left = counted(everyone.size, "rank")
+        text = f"mpipipe: {self.line.name(self.line.lost)}; {left} {'is' if everyone.size == 1 else 'are'} left"
         if survivors.problem:
             newest = checkpoint.newest(resume.checkpoints_of(self.out))
             rest = "there is no checkpoint" if newest is None else f"the newest checkpoint is {newest}"

@@ -7,6 +7,7 @@ from itertools import accumulate, pairwise
 
 from mpipipe import nn, schedules
 from mpipipe.errors import ConfigError
+from mpipipe.plural import counted
 from mpipipe.train import limits
 from mpipipe.train.architecture import Architecture, Model
 from mpipipe.train.config import TrainConfig
@@ -59,7 +60,7 @@ class TrainingPlan:
         if rest:
             raise ConfigError(
                 "the batch does not divide among the replicas",
-                found=f"batch {config.batch}, {replicas} replicas",
+                found=f"batch {config.batch}, {counted(replicas, 'replica')}",
                 expected=f"a multiple of {replicas}",
                 remedy=f"for example batch = {(rows + 1) * replicas}",
             )
@@ -72,7 +73,7 @@ class TrainingPlan:
         if rows < microbatches:
             raise ConfigError(
                 "fewer sequences than micro-batches",
-                found=f"{rows} sequences in each of {replicas} replicas",
+                found=f"{counted(rows, 'sequence')} in each of {counted(replicas, 'replica')}",
                 expected=f"at least {microbatches}, the number of micro-batches",
                 remedy="raise batch, or lower microbatches",
             )
@@ -137,8 +138,8 @@ def given_ranges(config: TrainConfig, layers: int, stages: int) -> list[tuple[in
     if len(counts) != stages or sum(counts) != layers:
         raise ConfigError(
             "the partition does not fit",
-            found=f"{len(counts)} stages with {sum(counts)} layers in {config.partition}",
-            expected=f"{stages} stages with {layers} layers",
+            found=f"{counted(len(counts), 'stage')} with {counted(sum(counts), 'layer')} in {config.partition}",
+            expected=f"{counted(stages, 'stage')} with {counted(layers, 'layer')}",
             remedy="count embedding, attention, feed-forward and head as a layer each, or leave partition out",
         )
     return list(pairwise(accumulate(counts, initial=0)))
@@ -150,11 +151,11 @@ def _check_pieces(model: Model, pieces: int, stages: int) -> None:
         return
     layers, found, remedy = asdict(model).get("layers"), f"{pieces} pieces", "use fewer ranks or chunks"
     if layers is not None and pieces == 2 * layers + 2:  # attention and feed-forward of each; embedding, and head
-        found = f"{layers} layer{'s are' if layers > 1 else ' is'} {pieces} pieces (2 x {layers} + 2)"
-        remedy += f", or at least {-(-(stages - 2) // 2)} layers"
+        found = f"{counted(layers, 'layer')} {'is' if layers == 1 else 'are'} {pieces} pieces (2 x {layers} + 2)"
+        remedy += f", or at least {counted(-(-(stages - 2) // 2), 'layer')}"
     raise ConfigError(
         "the model has too few pieces for so many stages",
-        found=f"{found} and cannot fill {stages} stages",
+        found=f"{found} and cannot fill {counted(stages, 'stage')}",
         expected="at least one piece for each stage",
         remedy=remedy,
     )

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpipipe.errors import DataError
+from mpipipe.plural import counted
 from mpipipe.train.data import Tokens
 
 
@@ -39,7 +40,7 @@ class Windows:
         if not len(self):
             raise DataError(
                 "the data are too short for one window",
-                found=f"{self._starts[-1]} tokens in {len(predicted)} documents",
+                found=f"{counted(self._starts[-1], 'token')} in {counted(len(predicted), 'document')}",
                 expected="a document of two tokens" if short else f"at least {length + 1} tokens",
                 remedy="give more data, or a shorter --seq-len",
             )

@@ -271,7 +271,7 @@ def test_whatever_ends_a_thread_of_one_rank_is_raised_on_all_and_the_next_save_b
                     patch.setattr(tensors.files, "begin_writing", write)
                 saver.save(2)
                 kind = StorageError if isinstance(error, OSError) else ArgumentError
-                with pytest.raises(kind, match=f"rank {comm.size - 1}: .*") as caught:
+                with pytest.raises(kind, match=f"rank {comm.size - 1}: " if comm.size > 1 else None) as caught:
                     while saver.in_flight:
                         saver.poll()
                         change(stages, optimizer)
@@ -397,7 +397,7 @@ def test_a_manifest_that_cannot_be_written_takes_the_arrays_along(comm, mpi_tmp_
             saver.save(1)
             with monkeypatch.context() as patch:
                 patch.setattr("mpipipe.checkpoint.manifest.write", write)
-                with pytest.raises(StorageError, match=r"rank 0: .*Read-only file system"):
+                with pytest.raises(StorageError, match="Read-only file system"):
                     saver.finish()
             comm.Barrier()
             assert os.listdir(mpi_tmp_path) == []

@@ -47,7 +47,7 @@ def small(tmp_path):
 
 def test_every_field_of_the_configuration_is_a_flag():
     fields = [entry.name for entry in dataclasses.fields(TrainConfig)]
-    assert [entry.name for entry in parameters_of(train)] == ["config", "dry_run", "ranks", *fields]
+    assert [entry.name for entry in parameters_of(train)] == ["config", "dry_run", "ranks", "profile", *fields]
 
 
 def test_train_ends_with_the_line_that_programs_read(mpipipe, small, tmp_path):
@@ -99,7 +99,7 @@ def test_bad_settings_end_the_job_with_one_report(mpipipe, arguments, match):
 def test_a_configuration_that_cannot_be_used_is_one_report_and_exit_code_2(mpipipe, arguments, match):
     job = mpipipe(2, "train", *arguments)
     assert job.returncode == 2
-    assert job.stderr.count(match) == 1 and job.stderr.startswith("mpipipe: the training cannot begin\n"), job.stderr
+    assert job.stderr.count(match) == 1 and job.stderr.startswith("mpipipe: job ended by rank 0 of 2 on "), job.stderr
     assert "Traceback" not in job.stderr and job.stdout == ""
 
 

@@ -181,7 +181,13 @@ def test_a_name_of_several_commands_lists_them():
     assert ended.code == 2 and all(name in ended.report for name in ("timeline", "memory", "compare"))
 
 
-def test_the_completion_of_a_shell_knows_commands_flags_and_choices(capsys, tmp_path):
+@pytest.fixture
+def alone(monkeypatch):
+    """A process that no launcher has started."""
+    monkeypatch.setattr(launcher, "launcher_size", lambda environment: None)
+
+
+def test_the_completion_of_a_shell_knows_commands_flags_and_choices(alone, capsys, tmp_path):
     assert invoke("completion", "bash").code == 0
     script = tmp_path / "completion.sh"
     script.write_text(capsys.readouterr().out)
@@ -200,8 +206,10 @@ def test_the_completion_of_a_shell_knows_commands_flags_and_choices(capsys, tmp_
     assert completed("train", "--packing", "") == ["none", "segments"]
 
 
-@pytest.mark.parametrize(("shell", "words"), [("fish", "no completion for 'fish'"), ("bash", "pip install")])
-def test_no_completion_is_one_report(monkeypatch, shell, words):
+@pytest.mark.parametrize(
+    ("shell", "words"), [("fish", "no completion for this shell\n  found: fish"), ("bash", "pip install")]
+)
+def test_no_completion_is_one_report(alone, monkeypatch, shell, words):
     if shell == "bash":
         monkeypatch.setitem(sys.modules, "shtab", None)
     ended = invoke("completion", shell)

@@ -163,7 +163,7 @@ def test_events_that_are_none_are_one_report(draw, recorded, text):
 def test_what_cannot_be_drawn_is_one_report_and_no_file(draw, change, match, tmp_path):
     done = draw("timeline", "--schedule", "gpipe", *TWO, "--out", "a.svg", *change)
     assert (done.code, match in done.report) == (2, True), done.report
-    assert done.report.startswith("mpipipe: nothing is drawn\n")
+    assert done.report.startswith("mpipipe: stopped:\n")
     assert not list(tmp_path.iterdir())
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 RUN, PLAIN, COMMAND = "run", "plain", "command"
-HEADING = "mpipipe: job ended by"  # of every report
+HEADING, ALONE = "mpipipe: job ended by", "mpipipe: stopped:"  # of every report: of several ranks, and of one
 NONZERO = "not 0"
 ANY = "any"
 AGREED = (0, 2, 75, 130)  # exit codes of jobs that end in order
@@ -61,7 +61,7 @@ class Fault:
     by_all : tuple of str
         Texts that stdout must hold once for each rank.
     reports : int or None
-        Number of lines with HEADING in modes RUN and COMMAND; None for any.
+        Number of lines with HEADING or ALONE in modes RUN and COMMAND; None for any.
     quiet : bool
         Whether stderr must be empty.
     clean : bool or None

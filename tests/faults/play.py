@@ -12,7 +12,7 @@ from pathlib import Path
 
 from support.launch import Job, job_environment, mpiexec
 
-from faults.fault import ANY, COMMAND, HEADING, NONZERO, RUN, Case
+from faults.fault import ALONE, ANY, COMMAND, HEADING, NONZERO, RUN, Case
 from mpipipe.comm.launcher import RANK_VARIABLES
 
 PASSED, HUNG, SILENT, WRONG = "passed", "hung", "silent", "wrong"
@@ -176,8 +176,9 @@ def _judge(job: Job, case: Case, memory: set[Path]) -> list[str]:
     counts = [(text, stdout.count(text), max(1, case.ranks)) for text in fault.by_all]
     problems += [f"{count} times {text!r} for {ranks} ranks" for text, count, ranks in counts if count != ranks]
     if case.mode in (RUN, COMMAND):
-        if fault.reports is not None and stderr.count(HEADING) != fault.reports:
-            problems.append(f"{stderr.count(HEADING)} reports instead of {fault.reports}")
+        reports = stderr.count(HEADING) + stderr.count(ALONE)
+        if fault.reports is not None and reports != fault.reports:
+            problems.append(f"{reports} reports instead of {fault.reports}")
         problems += [f"{stderr.count(text)} times {text!r}" for text in fault.once if stderr.count(text) != 1]
     if fault.quiet and stderr:
         problems.append(f"stderr is not empty: {stderr[:80]!r}")
@@ -203,7 +204,7 @@ def _status(problems: list[str], job: Job, case: Case) -> str:
     if not problems:
         return PASSED
     wanted = [*case.says, *(case.fault.once if case.mode != "plain" else ())]
-    told = HEADING in job.stderr or any(text in job.stderr for text in wanted)
+    told = HEADING in job.stderr or ALONE in job.stderr or any(text in job.stderr for text in wanted)
     return WRONG if told or not wanted else SILENT
 
 

@@ -272,12 +272,12 @@ def test_the_command_prints_a_script_for_its_own_python_and_mpi(alone, capsys):
     text = capsys.readouterr().out
     job = Job("slurm", 2, 3, 4, mpi=FAMILY, python=sys.executable, modules=("mpi",), options=("--steps", "5"))
     assert text == job_script(job)
-    with pytest.raises(Stop, match=r"no script is printed[\s\S]*found: 'sge'"):
+    with pytest.raises(Stop, match=r"mpipipe: stopped:\n[\s\S]*found: 'sge'"):
         jobscript("sge", mpi="mpich")
 
 
 def test_the_command_line_reads_its_own_options_before_those_of_the_training(alone, capsys):
-    words = "jobscript slurm --nodes 2 --mpi openmpi --preemptable --partition long -- --partition 3,2 --steps 5"
+    words = "jobscript slurm --nodes 2 --mpi openmpi --preemptable --queue long -- --partition 3,2 --steps 5"
     assert invoke(*words.split()).code == 0
     options = ("--partition", "3,2", "--steps", "5")
     job = Job("slurm", 2, preemptable=True, queue="long", mpi="openmpi", python=sys.executable, options=options)

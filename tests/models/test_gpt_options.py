@@ -242,7 +242,7 @@ def test_parameters_are_counted():
         ({"qkv_bias": 1}, "qkv_bias"),
         ({"head_dim": 5}, "head_dim"),
         ({"head_dim": 0}, "head_dim"),
-        ({"heads": 3}, "head_dim"),
+        ({"heads": 3}, "or heads = 2"),
         ({"windows": (3,)}, "windows"),
         ({"windows": (3, 0)}, "windows"),
         ({"windows": 3}, "windows"),

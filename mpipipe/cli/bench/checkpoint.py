@@ -23,6 +23,7 @@ from mpipipe.comm.group import group_of
 from mpipipe.comm.types import Communicator
 from mpipipe.errors import BackendError
 from mpipipe.models import GPT
+from mpipipe.plural import counted
 
 ARRAYS = 8  # of each rank
 BLOCK = "8M"
@@ -95,7 +96,7 @@ def _beside_dd(mesh: Mesh, place: Path, nbytes: int, repeats: int) -> float:
 def _tell(comm: Communicator, what: str, nbytes: int, ours: float, theirs: float) -> None:
     rates = [nbytes / seconds / 1e6 for seconds in (ours, theirs)]
     measured = f"{nbytes / 1e9:.2f} GB in {ours:.2f} s, {rates[0]:.0f} MB/s; dd {rates[1]:.0f} MB/s"
-    report(comm, f"checkpoint {what}, {comm.size} ranks", measured, rates[0] / rates[1], "at least 0.8")
+    report(comm, f"checkpoint {what}, {counted(comm.size, 'rank')}", measured, rates[0] / rates[1], "at least 0.8")
 
 
 def _dd(*arguments: str) -> None:
@@ -152,7 +153,7 @@ def _train(mesh: Mesh, place: Path, model: GPT, rows: int, microbatches: int, ho
     with_saves, without = median(saved), median(plain)
     report(
         comm,
-        f"checkpoint at every step, {text}, {comm.size} ranks, {nbytes / 1e6:.0f} MB",
+        f"checkpoint at every step, {text}, {counted(comm.size, 'rank')}, {nbytes / 1e6:.0f} MB",
         f"{with_saves:.3f} s a step, without {without:.3f} s; held up for {median(held):.4f} s, "
         f"{100 * median(held) / without:.2f} % of a step; {nbytes / with_saves / 1e6:.0f} MB/s, "
         f"dd {rate / 1e6:.0f} MB/s",

@@ -11,6 +11,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+from mpipipe.cli.stdout import show
 from mpipipe.comm import runtime
 from mpipipe.comm.group import group_of
 from mpipipe.errors import BackendError
@@ -43,10 +44,9 @@ def run(config: TrainConfig) -> None:
         for rank, measured in enumerate(grown):
             pipe_rank = rank // (found.data * found.seq)
             foreseen = found.ranks[pipe_rank].total - before
-            print(
+            show(
                 f"dry run, rank {rank}: foreseen {foreseen / 1e6:.1f} MB, measured {measured / 1e6:.1f} MB, "
-                f"ratio {foreseen / measured:.3f} (within 0.9 ... 1.1)",
-                flush=True,
+                f"ratio {foreseen / measured:.3f} (within 0.9 ... 1.1)\n"
             )
     group.agree("bench: the end")
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Iterator
 from statistics import median
 from time import perf_counter
 from typing import NamedTuple
 
 from mpipipe import schedules
+from mpipipe.cli.stdout import show
 from mpipipe.schedules import Costs
 
 # F, I, W and a message in ms, from profiles of GPT models: Qi et al. 2023, arXiv:2401.10241, appendix
@@ -70,13 +70,12 @@ def run(seconds: float, shapes: tuple[Shape, ...] = SHAPES) -> None:
             share, makespan, bound = schedules.gap(found, costs, shape.limit)
             shares.append(share)
             place = "on a V" if shape.chunks == 2 and found.placement[-1] == 0 else "looped"
-            sys.stdout.write(
+            show(
                 f"gaps P={shape.ranks} V={shape.chunks} M={shape.microbatches}, {shape.limit} activations, {name}:"
                 f" {share:.2%} (makespan {makespan:.6g}, bound {bound:.6g}, {place}), {took:.1f} s\n"
             )
-            sys.stdout.flush()
     reached = sum(share <= GOAL for share in shares)
-    sys.stdout.write(
+    show(
         f"gaps: {reached} of {len(shares)} sets within {GOAL:.0%},"
         f" median {median(shares):.2%}, largest {max(shares):.2%}\n"
     )

@@ -15,6 +15,7 @@ from mpipipe.cli.bench.timing import compare, report
 from mpipipe.comm import runtime
 from mpipipe.comm.types import Communicator, MpiCommunicator
 from mpipipe.errors import ArgumentError
+from mpipipe.plural import counted
 
 WIDTH, ROWS, MICROBATCHES = 64, 4, 32
 
@@ -23,7 +24,7 @@ def run(repeats: int = 30) -> None:
     """Print a line for each schedule: microseconds per micro-batch (forward + backward), and the ratio."""
     comm = runtime.world()
     if comm.size != 2:
-        raise ArgumentError("bench pipeline", found=f"{comm.size} ranks", expected="2 ranks")
+        raise ArgumentError("bench pipeline", found=counted(comm.size, "rank"), expected="2 ranks")
     for schedule in (schedules.one_f_one_b(2, MICROBATCHES), schedules.interleaved_1f1b(2, 2, MICROBATCHES)):
         ours, hand = _PipelineStep(comm, schedule), _HandWrittenStep(comm, schedule)
         times = compare(comm, [ours, hand], repeats)

@@ -9,7 +9,9 @@ from functools import partial
 from time import perf_counter
 
 from mpipipe import schedules
+from mpipipe.cli.stdout import show
 from mpipipe.pipeline.rehearsal import rehearse
+from mpipipe.plural import counted
 from mpipipe.schedules import Links, Schedule
 from mpipipe.schedules.registry import names
 
@@ -35,8 +37,8 @@ def run() -> None:
 
 
 def _say(name: str, ranks: int, chunks: int, microbatches: int, rest: str) -> None:
-    size = f"{chunks} chunks x {ranks} ranks x {microbatches} micro-batches"
-    sys.stdout.write(f"schedules {name}: {size}: {rest}\n")
+    size = f"{counted(chunks, 'chunk')} x {counted(ranks, 'rank')} x {counted(microbatches, 'micro-batch')}"
+    show(f"schedules {name}: {size}: {rest}\n")
     sys.stdout.flush()
 
 

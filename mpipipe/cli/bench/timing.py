@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from statistics import median
 from time import perf_counter
 from typing import TypeAlias
 
+from mpipipe.cli.stdout import show
 from mpipipe.comm.group import group_of
 from mpipipe.comm.types import Communicator
 
@@ -40,5 +40,4 @@ def report(comm: Communicator, name: str, measured: str, ratio: float | None = N
     """Print a line on rank 0: what was measured, and its ratio to its peer."""
     if comm.rank == 0:
         tail = "" if ratio is None else f"; ratio {ratio:.2f} ({goal})"
-        sys.stdout.write(f"{name}: {measured}{tail}\n")
-        sys.stdout.flush()
+        show(f"{name}: {measured}{tail}\n")

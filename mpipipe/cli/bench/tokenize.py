@@ -16,6 +16,7 @@ from time import process_time
 from mpipipe.cli.bench.timing import compare, report
 from mpipipe.comm import runtime
 from mpipipe.comm.group import group_of
+from mpipipe.plural import counted
 from mpipipe.train.data.tokenize import THREADS, chunks_of, found_texts, share_threads, tokenize
 from mpipipe.train.data.tokenizer import open_tokenizer
 from mpipipe.train.data.units import Texts, units_of
@@ -57,7 +58,7 @@ def run(repeats: int, texts: list[str], tokenizer: str, end: str | None) -> None
     everyone = group.gather("bench: the processors' time", spent)
     library, whole = (sum(each[name] for each in everyone) / (WARMUP + repeats) for name in ("library", "tokenize"))
     size = sum(entry[1] for entry in found) / 1e6
-    name = f"tokenize, {comm.size} ranks x {os.environ.get(THREADS, 'all')} threads, {size:.1f} MB"
+    name = f"tokenize, {counted(comm.size, 'rank')} x {os.environ.get(THREADS, 'all')} threads, {size:.1f} MB"
     rates = f"{size / seconds[1]:.2f} MB/s, library alone {size / seconds[0]:.2f} MB/s"
     report(comm, name, rates, seconds[0] / seconds[1], "at least 0.9")
     report(comm, f"{name}, by the processors' time", f"{whole:.2f} s, library alone {library:.2f} s", library / whole)

@@ -17,6 +17,7 @@ from mpipipe.comm import runtime
 from mpipipe.comm.group import group_of
 from mpipipe.comm.types import Communicator
 from mpipipe.models import GPT
+from mpipipe.plural import counted
 
 WARMUP = 1
 
@@ -31,7 +32,7 @@ def run(repeats: int, dim: int, layers: int, heads: int, seq_len: int, microbatc
         tokens = microbatches * rows * seq_len
         report(
             comm,
-            f"train {name} x {chunks}, {comm.size} ranks, {model.parameters:,} parameters",
+            f"train {name} x {chunks}, {counted(comm.size, 'rank')}, {model.parameters:,} parameters",
             f"{seconds:.3f} s a step, {tokens / seconds:.0f} tokens/s, simulated {predicted:.3f} s",
             seconds / predicted,
             "at most 1.05",

@@ -16,6 +16,7 @@ from mpipipe.comm.transport.device import DeviceTransport
 from mpipipe.comm.transport.host import HostTransport
 from mpipipe.comm.types import Communicator, MpiCommunicator
 from mpipipe.errors import ArgumentError
+from mpipipe.plural import counted
 
 SIZES = (8, 1 << 10, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
 
@@ -24,7 +25,7 @@ def run(repeats: int = 50) -> None:
     """Print a line for each size: microseconds a message, GB/s, and the ratio of bandwidths."""
     comm = runtime.world()
     if comm.size != 2:
-        raise ArgumentError("bench transport", found=f"{comm.size} ranks", expected="2 ranks")
+        raise ArgumentError("bench transport", found=counted(comm.size, "rank"), expected="2 ranks")
     transport = HostTransport(comm)
     for size in SIZES:
         count = max(2, min(200, (1 << 23) // size))

@@ -17,6 +17,7 @@ from mpipipe.comm.rank_list import named
 from mpipipe.comm.watch.channel import Place
 from mpipipe.comm.watch.dump import Dump
 from mpipipe.comm.watch.neighbours import STATES
+from mpipipe.plural import counted
 
 LISTED = 8  # waits that a report lists, and ranks that it blames
 
@@ -51,8 +52,8 @@ class Verdict(NamedTuple):
 
     def lines(self) -> list[str]:
         """Text for a person: the culprits first."""
-        more = [f"and {len(self.culprits) - LISTED} ranks more"] if len(self.culprits) > LISTED else []
-        waits = [f"and {len(self.waiting) - LISTED} waits more"] if len(self.waiting) > LISTED else []
+        more = [f"and {counted(len(self.culprits) - LISTED, 'rank')} more"] if len(self.culprits) > LISTED else []
+        waits = [f"and {counted(len(self.waiting) - LISTED, 'wait')} more"] if len(self.waiting) > LISTED else []
         return [*(c.text for c in self.culprits[:LISTED]), *more, *self.waiting[:LISTED], *waits]
 
 

@@ -38,6 +38,7 @@ from mpipipe.models.huggingface.reading import FLOATS
 from mpipipe.models.huggingface.shards import METADATA
 from mpipipe.models.huggingface.writing import begin, explained, name_folder, partial_of, take_back
 from mpipipe.nn.layers.weight_gradients import LORA_A, LORA_B
+from mpipipe.plural import counted
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -182,7 +183,8 @@ def read_adapter(folder: AdapterFolder, family: Family, model: GPT, parameters: 
             raise ArgumentError(
                 f"the adapter has a tensor {strange[0]} that does not belong to the model",
                 found=f"{len(strange)} such tensors in {file.path}",
-                expected=f"those of {family.architecture} with {model.layers} layers, for the targets of its config",
+                expected=f"those of {family.architecture} with {counted(model.layers, 'layer')}, for the targets of "
+                "its config",
                 remedy=REMEDY,
             )
         for part in parts:

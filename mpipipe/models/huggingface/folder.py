@@ -26,6 +26,7 @@ from mpipipe.models.gpt import GPT
 from mpipipe.models.huggingface.families import FAMILIES, Family, read_config
 from mpipipe.models.huggingface.names import parts_of
 from mpipipe.models.huggingface.options import CONFIG, read_json
+from mpipipe.plural import counted
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "consolidated.00.pth")
@@ -163,7 +164,7 @@ def _known(
             raise ArgumentError(
                 f"the model folder has no tensor {name}",
                 found=f"{len(stored)} others in {folder}",
-                expected=f"all tensors of {family.architecture} with {model.layers} layers",
+                expected=f"all tensors of {family.architecture} with {counted(model.layers, 'layer')}",
                 remedy=NOT_THESE,
             )
         known[part.theirs] = (left.pop(name), name)
@@ -173,7 +174,7 @@ def _known(
         raise ArgumentError(
             f"the model folder has a tensor {others[0]} that the model has not",
             found=f"{len(others)} such tensors, the first in {folder / left[others[0]]}",
-            expected=f"those of {family.architecture} with {model.layers} layers alone",
+            expected=f"those of {family.architecture} with {counted(model.layers, 'layer')} alone",
             remedy=NOT_THESE,
         )
     return known, None if spare is None else (spare, HEAD)

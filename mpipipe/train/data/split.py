@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpipipe.errors import DataError
+from mpipipe.plural import counted
 from mpipipe.train.data.file_tokens import FileTokens
 
 HELD_OUT = 20  # one token in this many is for validation
@@ -107,7 +108,7 @@ def split(files: Sequence[FileTokens], seq_len: int) -> tuple[Parts, Parts]:
     if min(map(len, parts)) <= seq_len:
         raise DataError(
             "the data are too short for one sequence in training and one in validation",
-            found=f"{sum(map(len, files))} tokens in {', '.join(str(tokens.path) for tokens in files[:5])}",
+            found=f"{counted(sum(map(len, files)), 'token')} in {', '.join(str(tokens.path) for tokens in files[:5])}",
             expected=f"about {HELD_OUT * (seq_len + 1)} tokens or more for sequences of {seq_len}",
             remedy="give more data, or a shorter seq_len",
         )

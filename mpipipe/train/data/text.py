@@ -20,6 +20,7 @@ from typing import BinaryIO, ClassVar
 
 from mpipipe import files
 from mpipipe.errors import DataError
+from mpipipe.plural import counted
 from mpipipe.train.data.fingerprint import fingerprint
 from mpipipe.train.data.pieces import Piece, Text, forget_files
 from mpipipe.train.data.source import Source
@@ -113,7 +114,7 @@ class Corpus(Source):
         if len(corpus.validation) <= seq_len:
             raise DataError(
                 "the data are too short for one sequence in training and one in validation",
-                found=f"{sum(size for _, size in found)} bytes in {len(found)} files",
+                found=f"{counted(sum(size for _, size in found), 'byte')} in {counted(len(found), 'file')}",
                 expected=f"about {HELD_OUT * (seq_len + 1)} bytes or more for sequences of {seq_len}",
                 remedy="give more data, or a shorter seq_len",
             )

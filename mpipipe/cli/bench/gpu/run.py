@@ -20,6 +20,7 @@ from mpipipe.comm.device import select_device
 from mpipipe.comm.types import Communicator
 from mpipipe.environment import versions
 from mpipipe.errors import ArgumentError, BackendError
+from mpipipe.plural import counted
 
 
 class Part(Protocol):
@@ -117,7 +118,7 @@ def without_mpi() -> str | None:
 def _chosen(names: Sequence[str], ranks: int) -> dict[str, Part]:
     fitting = ALONE if ranks == 1 else TOGETHER if ranks == 2 else {}
     if not fitting:
-        raise ArgumentError("bench gpu", found=f"{ranks} ranks", expected="1 rank, or 2 for the transports")
+        raise ArgumentError("bench gpu", found=counted(ranks, "rank"), expected="1 rank, or 2 for the transports")
     for name in names:
         if name not in fitting:
             needed = "1 rank" if name in ALONE else "2 ranks" if name in TOGETHER else ""

@@ -1,0 +1,180 @@
+"""What a command refuses reads the same everywhere, and names what the user gave."""
+
+from __future__ import annotations
+
+import pytest
+from support.command_line import invoke
+
+from mpipipe.cli import dry_run
+from mpipipe.cli.info import _show
+from mpipipe.comm import launcher
+from mpipipe.comm.inprocess import run
+from mpipipe.comm.report import heading
+from mpipipe.errors import ArgumentError, ConfigError
+from mpipipe.models import GPT
+from mpipipe.train import TrainConfig
+from mpipipe.train.introduction import introduction
+from mpipipe.train.training_plan import TrainingPlan
+
+
+def test_one_process_alone_has_neither_a_job_nor_a_rank():
+    assert heading(0, 1) == "mpipipe: stopped:"
+    assert heading(2, 4).startswith("mpipipe: job ended by rank 2 of 4 on ")
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """A process that no launcher has started."""
+    for module in (launcher, dry_run):
+        monkeypatch.setattr(module, "launcher_size", lambda environment: None)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "train --dry-run --dim 30",
+        "simulate --schedule gpip",
+        "draw timeline --schedule gpip --ranks 2 --microbatches 2 --out x.svg",
+        "completion fish",
+        "jobscript sge",
+        "convert absent new",
+    ],
+)
+def test_a_refusal_on_paper_has_one_form(alone, capsys, words):
+    ended = invoke(*words.split())
+    assert ended.code == 2 and capsys.readouterr().out == ""
+    _check_form(ended.report)
+
+
+def test_a_refusal_of_a_training_on_one_rank_has_the_same(launch):
+    job = launch(0, ["-m", "mpipipe", "train", "--dim", "30"])
+    assert (job.returncode, job.stdout) == (2, "")
+    _check_form(job.stderr)
+
+
+def _check_form(report: str) -> None:
+    first, second, *_ = report.splitlines()
+    assert first == "mpipipe: stopped:" and second.startswith("  ") and "Error: " in second
+    assert "rank 0" not in report
+
+
+def test_completion_is_refused_in_a_job(launch):
+    job = launch(2, ["-m", "mpipipe", "completion", "bash"])
+    assert job.returncode == 2
+    assert job.stderr.count("is for one process\n  found: 2 ranks") == 1 and job.stdout == ""
+
+
+def test_an_error_of_the_only_rank_names_no_rank():
+    def refuse(comm):
+        from mpipipe.comm.group import group_of
+
+        with pytest.raises(ArgumentError) as caught, group_of(comm).together("a call"):
+            raise ArgumentError("no")
+        return str(caught.value)
+
+    assert run(1, refuse) == ["no"]
+    assert run(2, refuse) == ["all 2 ranks: no"] * 2
+
+
+@pytest.mark.parametrize(
+    ("dim", "heads", "remedy"),
+    [(30, 4, "dim = 32, or heads = 3"), (31, 4, "dim = 32"), (12, 5, "dim = 20, or heads = 3"), (7, 1, "dim = 8")],
+)
+def test_heads_that_do_not_fit_are_mended_with_options_that_there_are(dim, heads, remedy):
+    with pytest.raises(ArgumentError) as caught:
+        TrainingPlan.of(TrainConfig(dim=dim, heads=heads), GPT, 1, 1)
+    assert caught.value.found == f"dim {dim}, heads {heads}"
+    assert caught.value.remedy == f"for example {remedy}"
+    for text in remedy.split(", or "):
+        name, number = text.split(" = ")
+        TrainingPlan.of(TrainConfig(**{"dim": dim, "heads": heads, name: int(number)}), GPT, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("content", "table", "remedy"),
+    [
+        ("steps = 3\n[model]\ndim = 64\n", "[model]", "leave out the line [model]: dim is known without it"),
+        ("[parallel]\n", "[parallel]", "leave out the line [parallel]: keys are known without it"),
+        ("training.lr = 0.1\n", "[training]", "leave out the line [training]: lr is known without it"),
+    ],
+)
+def test_a_table_in_a_configuration_is_named(tmp_path, content, table, remedy):
+    path = tmp_path / "job.toml"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match="the config file has a table") as caught:
+        TrainConfig.load(str(path))
+    assert caught.value.found == f"{table} in {path}" and caught.value.remedy == remedy
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "--out", ""],
+        ["train", "--data", "", "--data", "here"],
+        ["train", "--config="],
+        ["generate", ""],
+        ["generate", "here", "--out", ""],
+        ["evaluate", "here", "--data", ""],
+        ["draw", "split", "--trace", "", "--out", "a.svg"],
+        ["jobscript", "slurm", "--account", ""],
+        ["run", ""],
+    ],
+)
+def test_an_empty_text_is_refused_before_anything_runs(words):
+    ended = invoke(*words)
+    assert ended.code == 2 and ": it is empty\n" in ended.report
+
+
+@pytest.mark.parametrize("keys", [{"out": ""}, {"data": ("here", "")}, {"from_": ""}, {"trace": ""}])
+def test_an_empty_text_in_a_configuration_is_refused(keys):
+    with pytest.raises(ConfigError, match="is empty"):
+        TrainConfig(**keys)
+
+
+def test_the_partition_of_slurm_is_a_queue():
+    ended = invoke("jobscript", "slurm", "--partition", "long")
+    assert ended.code == 2 and "did you mean: --queue" in ended.report
+
+
+class Place:
+    """A communicator of one rank, as far as a training introduces itself."""
+
+    size = 1
+
+
+class OneRank:
+    """A mesh of one rank, likewise."""
+
+    comm = pipe = data = seq = Place
+
+
+def test_one_rank_introduces_itself_in_the_singular():
+    config = TrainConfig(dim=16, layers=1, heads=2, microbatches=1)
+    plan = TrainingPlan.of(config, GPT, 1, 1)
+    text = introduction(config, plan, OneRank, None, "bytes", place="CPUs", out="here")
+    first = text.splitlines()[0]
+    assert first == "mpipipe: 1 rank = pipe 1 x data 1 x seq 1; one_f_one_b, 1 stage, 1 micro-batch"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train", "job.toml"], "there is no place for job.toml\n  did you mean: --config job.toml\n"),
+        (["train", "job"], "there is no place for job\n  remedy: "),
+        (["train", "--tied=yes"], "it takes no value, but 'yes' is given"),
+        (["version"], "did you mean: --version"),
+        (["help"], "did you mean: --help"),
+        (["train", "--seed", "-1", "--dry-run"], "expected: at least 0 and below 2^63"),
+        (["train", "--lr", "0", "--dry-run"], "expected: above 0 and finite"),
+    ],
+)
+def test_what_a_newcomer_types_is_answered_in_plain_words(alone, words, said):
+    ended = invoke(*words)
+    assert ended.code == 2 and said in ended.report
+
+
+def test_the_facts_of_this_machine_fit_a_terminal(capsys):
+    _show({"attention by": f"host, as there is no GPU {'word ' * 40}", "devices": "cpu\nGPU 0", "path": "/long" * 40})
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 100 for line in lines[:-1]) and lines[-1].endswith("/long" * 40)
+    assert lines[1].startswith(" " * 14 + "word") and "devices       cpu" in lines and "              GPU 0" in lines

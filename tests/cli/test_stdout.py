@@ -1,0 +1,85 @@
+"""A standard output that cannot be written is one line and an exit code, for every command."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from support.command_line import invoke
+
+from mpipipe.cli import dry_run
+from mpipipe.cli.stdout import READER_LEFT, show
+from mpipipe.comm import launcher
+from mpipipe.comm.abort import Stop
+
+FULL = "mpipipe: the standard output cannot be written: No space left on device\n"
+ON_A_FULL_DISK = """
+import os, sys
+os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+from mpipipe.cli import main
+sys.argv = ["mpipipe", *{words}]
+main()
+"""
+SIZES = "--dim 16 --layers 1 --heads 2 --seq-len 16 --batch 8 --steps 2 --sample-bytes 0 --device cpu".split()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--help",
+        "--version",
+        "info --help",
+        "simulate --schedule gpipe --ranks 2 --microbatches 2",
+        "completion bash",
+        "jobscript slurm --mpi openmpi",
+        "train --dry-run --dim 16 --layers 1 --seq-len 16 --batch 4",
+    ],
+)
+def test_a_full_disk_is_one_line_and_a_failure(monkeypatch, words):
+    for module in (launcher, dry_run):  # as if no launcher had started this process
+        monkeypatch.setattr(module, "launcher_size", lambda environment: None)
+    with open("/dev/full", "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        ended = invoke(*words.split())
+    assert (ended.code, ended.report) == (1, FULL)
+
+
+def test_the_end_of_the_interpreter_adds_nothing(launch):
+    job = launch(0, ON_A_FULL_DISK.format(words=["info"]))
+    assert (job.returncode, job.stderr) == (1, FULL)
+
+
+def test_a_training_on_a_full_disk_is_done_and_says_that_something_is_missing(launch, tmp_path):
+    (tmp_path / "text.txt").write_text("one two three four\n" * 200)
+    out = tmp_path / "run"
+    words = ["train", "--data", str(tmp_path / "text.txt"), "--out", str(out), *SIZES]
+    job = launch(0, ON_A_FULL_DISK.format(words=words))
+    assert job.returncode == 1
+    line = (
+        "mpipipe: the output cannot be written: No space left on device; the work goes on, and its exit code will be 1"
+    )
+    assert job.stderr == f"{line}\n"
+    assert (out / "weights" / "model.json").exists()
+    assert "mpipipe: ok steps=2" in (out / "train.log").read_text()
+
+
+class Broken:
+    """A standard output whose reader has left."""
+
+    def write(self, text):
+        raise BrokenPipeError(32, "Broken pipe")
+
+    def fileno(self):
+        raise OSError("it is no file")
+
+
+def test_a_reader_that_has_left_ends_a_command_without_a_word(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", Broken())
+    with pytest.raises(Stop) as caught:
+        show("text")
+    assert (caught.value.text, caught.value.code) == ("", READER_LEFT)
+
+
+def test_no_standard_output_is_no_error(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    show("text")
