@@ -29,6 +29,7 @@ AFTER_TEXT = (
     0.5  # seconds in which a line of text comes through the launcher: a bar in its way would stay on the screen
 )
 CELLS = 24  # of a full bar
+LEAST_CELLS = 4  # of a bar that is worth its room
 
 
 def folded(text: str) -> str:
@@ -68,6 +69,45 @@ def folded(text: str) -> str:
     return "\n".join(lines)
 
 
+def bar_line(done: int, steps: int, rate: float, timing: str, width: int) -> str:
+    """Write how far a training is, with a bar of the room that is left.
+
+    In a narrow window the bar shrinks and goes first, then the rate. The step and the time stay longest.
+
+    Parameters
+    ----------
+    done, steps : int
+        Steps made, and all of them.
+    rate : float
+        Steps in a second.
+    timing : str
+        Time gone and left, in words.
+    width : int
+        Characters that the line may have.
+
+    Returns
+    -------
+    str
+        One line.
+
+    Examples
+    --------
+    >>> from mpipipe.train.screen import bar_line
+    >>> for width in (70, 50, 40):
+    ...     print(bar_line(150, 300, 2.5, "1m00s, 1m00s left", width))
+    step 150/300 [############............] 2.5 steps/s  1m00s, 1m00s left
+    step 150/300 [##..] 2.5 steps/s  1m00s, 1m00s left
+    step 150/300  1m00s, 1m00s left
+    """
+    place, speed = f"step {done}/{steps}", f"{rate:.3g} steps/s"
+    cells = min(CELLS, width - len(f"{place} [] {speed}  {timing}"))
+    if cells >= LEAST_CELLS:
+        full = cells * done // steps
+        return f"{place} [{'#' * full}{'.' * (cells - full)}] {speed}  {timing}"
+    whole = f"{place}  {speed}  {timing}"
+    return whole if len(whole) <= width else f"{place}  {timing}"[: max(width, 0)]
+
+
 class Bar:
     """One line on a terminal, drawn over again: steps, a bar, steps per second, time gone and time left.
 
@@ -95,9 +135,8 @@ class Bar:
         """
         if monotonic() < self.next:
             return
-        full = CELLS * done // self.steps
-        text = f"step {done}/{self.steps} [{'#' * full}{'.' * (CELLS - full)}] {rate:.3g} steps/s  {timing}"
-        self._write("\r" + text[: _width(self.descriptor) - 1] + "\x1b[K\r")
+        text = bar_line(done, self.steps, rate, timing, _width(self.descriptor) - 1)
+        self._write(f"\r{text}\x1b[K\r")
         self.next, self.drawn = monotonic() + AGAIN, True
 
     def clear(self) -> None:
