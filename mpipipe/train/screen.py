@@ -111,7 +111,8 @@ def bar_line(done: int, steps: int, rate: float, timing: str, width: int) -> str
 class Bar:
     """One line on a terminal, drawn over again: steps, a bar, steps per second, time gone and time left.
 
-    A terminal that takes no more text at once, or is closed, is left alone: drawing never waits and never fails.
+    A terminal that takes no more text at once, or is closed, is left alone: drawing never waits and never fails. The line
+    is as wide as the terminal, so that what a launcher writes meanwhile, as on Ctrl-C, begins a new line.
 
     Parameters
     ----------
@@ -135,8 +136,9 @@ class Bar:
         """
         if monotonic() < self.next:
             return
-        text = bar_line(done, self.steps, rate, timing, _width(self.descriptor) - 1)
-        self._write(f"\r{text}\x1b[K\r")
+        width = _width(self.descriptor)
+        text = bar_line(done, self.steps, rate, timing, width - 1)
+        self._write(f"\r{text:<{width}}")
         self.next, self.drawn = monotonic() + AGAIN, True
 
     def clear(self) -> None:

@@ -7,7 +7,15 @@ site_configuration = {
             "name": "here",
             "descr": "this machine, by the mpiexec on PATH",
             "hostnames": [".*"],
-            "partitions": [{"name": "local", "scheduler": "local", "launcher": "mpiexec", "environs": ["site"]}],
+            "partitions": [
+                {
+                    "name": "local",
+                    "scheduler": "local",
+                    "launcher": "mpiexec",
+                    "environs": ["site"],
+                    "max_jobs": 1,  # checks beside each other would slow each other down
+                }
+            ],
         },
         {
             "name": "cluster",
