@@ -111,8 +111,8 @@ def bar_line(done: int, steps: int, rate: float, timing: str, width: int) -> str
 class Bar:
     """One line on a terminal, drawn over again: steps, a bar, steps per second, time gone and time left.
 
-    A terminal that takes no more text at once, or is closed, is left alone: drawing never waits and never fails. The line
-    is as wide as the terminal, so that what a launcher writes meanwhile, as on Ctrl-C, begins a new line.
+    A terminal that takes no more text at once, or is closed, is left alone: drawing never waits and never fails. The
+    line is as wide as the terminal, so that what a launcher writes meanwhile, as on Ctrl-C, begins a new line.
 
     Parameters
     ----------
