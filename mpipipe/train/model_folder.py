@@ -24,7 +24,7 @@ from mpipipe.errors import ArgumentError
 from mpipipe.models import GPT
 from mpipipe.train.adapter_folder import AdaptedFolder
 from mpipipe.train.huggingface_folder import HuggingFaceFolder
-from mpipipe.train.output import shared_path
+from mpipipe.train.output_folder import shared_path
 from mpipipe.train.trained_folder import CheckpointFolder, WeightsFolder
 
 

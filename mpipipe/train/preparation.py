@@ -12,7 +12,7 @@ from mpipipe.comm.consensus import raise_on_all
 from mpipipe.comm.group import Group, group_of
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ConfigError, MismatchError
-from mpipipe.train import memory, metrics, output, resume
+from mpipipe.train import memory, metrics, output_folder, resume
 from mpipipe.train.architecture import Architecture
 from mpipipe.train.base import Base
 from mpipipe.train.config import TrainConfig
@@ -141,7 +141,7 @@ def make_reporter(config: TrainConfig, out: Path, start: Checkpoint | None, unit
         goes_on = None if config.resume == "no" else step
         reporter = Reporter(config.steps, out, unit=unit, crowded=crowded, done=goes_on)
     except OSError as error:
-        raise output.unusable(out, error) from error
+        raise output_folder.unusable(out, error) from error
     for path in aside:
         reporter.say(f"mpipipe: a checkpoint behind the one that is resumed is now called {path}")
     return reporter

@@ -15,7 +15,7 @@ from mpipipe.comm.types import Communicator
 from mpipipe.comm.watch.membership import watching
 from mpipipe.nn.lora import without_adapters
 from mpipipe.pipeline import Pipeline
-from mpipipe.train import interrupt, leaving, output, resume, run_folder, sinks
+from mpipipe.train import interrupt, leaving, output_folder, provenance, resume, sinks
 from mpipipe.train.architecture import Architecture
 from mpipipe.train.base import Base, architecture_of, find_base
 from mpipipe.train.config import TrainConfig
@@ -97,7 +97,7 @@ def train(
     config, base = find_base(config, comm)
     tuning = find_tuning(config, comm)
     architecture = architecture_of(base, architecture)
-    out = Path(output.shared_path(comm, config.out))
+    out = Path(output_folder.shared_path(comm, config.out))
     config = with_order(config, comm, out)
     trace = trace_folder(comm, config.trace, out, resumes=config.resume != "no")
     pipe = max(1, comm.size // config.seq) if config.pipe is None else config.pipe
@@ -180,7 +180,7 @@ def _train_on(
             base.folder.load(without_adapters(stages, merged=False), mesh)
         if not survivor and start is None:
             tuning.load(stages, plan.model, origin_of(config, base), mesh)
-        output.make_folder(out, mesh.comm, writes=mesh.replicas.rank == 0 or leaving.may_save(config))
+        output_folder.make_folder(out, mesh.comm, writes=mesh.replicas.rank == 0 or leaving.may_save(config))
         surroundings = environment.gather(mesh.comm, gpus=place != "cpu")
         with group.together("train: the reporter"):
             make = survivor.reporter if survivor else partial(make_reporter, config, out, start)
@@ -188,7 +188,7 @@ def _train_on(
             if surroundings is not None:  # on rank 0
                 given = None if data is None else found.fingerprint
                 reporter = make(language.unit, surroundings["crowded"])
-                run_folder.describe(
+                provenance.describe(
                     reporter, config, plan, surroundings, device=place, pipe=mesh.pipe.size, given=given
                 )
         with reporter, leaving.preemption_of(config, mesh, reporter) as preemption:

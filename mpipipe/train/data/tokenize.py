@@ -24,7 +24,7 @@ import numpy as np
 from mpipipe.comm.group import Group, group_of
 from mpipipe.comm.types import Communicator
 from mpipipe.errors import ConfigError, DataError
-from mpipipe.train import output
+from mpipipe.train import output_folder
 from mpipipe.train.data.parts import Chunk, Counts, PartWriter, assemble
 from mpipipe.train.data.pieces import forget_files
 from mpipipe.train.data.text import find_files
@@ -85,11 +85,11 @@ def tokenize(
     BackendError
         Without the library.
     """
-    group, path = group_of(comm), Path(output.shared_path(comm, out))
+    group, path = group_of(comm), Path(output_folder.shared_path(comm, out))
     with group.together("tokenize: the output"):
         if comm.rank == 0:
             _check_new(path)
-    output.make_folder(path.parent, comm, writes=True)
+    output_folder.make_folder(path.parent, comm, writes=True)
     share_threads(group)
     with group.together("tokenize: the tokenizer"):
         encoder = Encoder(open_tokenizer(tokenizer, end))
