@@ -11,7 +11,7 @@ from mpipipe.pipeline.messages import StageMessages
 from mpipipe.pipeline.plan import PlannedAction
 
 
-class Handover:
+class SkipMessages:
     """Trees on their way over skips, between ranks or on this one.
 
     Parameters
