@@ -10,7 +10,7 @@ from mpipipe.comm.types import Communicator
 from mpipipe.errors import ArgumentError
 from mpipipe.pipeline.stage import StageAdapter
 from mpipipe.schedules import Schedule
-from mpipipe.schedules.parts import check_part
+from mpipipe.schedules.distributed_proof import check_part
 
 
 def device_of(stages: Sequence[StageAdapter]) -> str:

@@ -10,7 +10,7 @@ from mpipipe.arrays.trees import flatten
 from mpipipe.errors import ArgumentError
 from mpipipe.pipeline.microbatches import rows_of, split
 from mpipipe.schedules import Schedule
-from mpipipe.schedules.parts import trains
+from mpipipe.schedules.distributed_proof import trains
 
 KEPT_SIGNATURES = 64
 

@@ -76,9 +76,9 @@ class Engine:
         self.nccl = choose_nccl(self.pipe, self.replicas, device, partners.devices, pairs)
         self.nccl_sums = NcclSums(self.replicas) if self.nccl.sums and self.replicas is not None else None
         channels = self.tags.channels + names.channels
-        rehearsals = 2 if settings.graphs() else 1  # one is run as ever, in the next one graphs are recorded
+        warmup = 2 if settings.graphs() else 1  # the second one records graphs
         carried = pairs if self.nccl.messages else ()
-        self.messages = StageMessages(make_mailbox(self.pipe, channels, device, partners.devices, carried), rehearsals)
+        self.messages = StageMessages(make_mailbox(self.pipe, channels, device, partners.devices, carried), warmup)
         self.agreement = Agreement(self.pipe, self.replicas, self.name)
         mailbox, numbers = self.messages.mailbox, schedule.stages_of(self.rank)
         self.ties = Ties(self.pipe, mailbox.transport, self.stages, numbers, names)

@@ -114,14 +114,14 @@ class StageMessages:
     Parameters
     ----------
     mailbox : carries the arrays
-    rehearsals : calls of one kind after which the stages neither compile nor allocate anything any more
+    warmup_calls : calls of one kind after which the stages neither compile nor allocate anything any more
 
     A received tree comes with a lease on its buffers, which must go back through `mailbox.release` once nothing reads
     the tree any more.
     """
 
-    def __init__(self, mailbox: Mailbox, rehearsals: int = 1):
-        self.mailbox, self.rehearsals = mailbox, rehearsals
+    def __init__(self, mailbox: Mailbox, warmup_calls: int = 1):
+        self.mailbox, self.warmup_calls = mailbox, warmup_calls
         self.known = False  # whether this call's specs were kept by an earlier one
         self.specs: dict[tuple[int, int], MessageSpec] = {}  # of this call, by (edge, micro-batch)
         self.kept: dict[int, dict[tuple[int, int], MessageSpec]] = {}  # by signature of the inputs
@@ -136,7 +136,9 @@ class StageMessages:
             self._drop_shapes()
         self.plan, self.specs = plan, self.kept.get(signature, {})
         schedule = self._receive_schedule(plan, signature) if self.known else []
-        self.mailbox.begin_call(schedule, plan.window, plan.moments, self.ended[signature, id(plan)] >= self.rehearsals)
+        self.mailbox.begin_call(
+            schedule, plan.window, plan.order_keys, self.ended[signature, id(plan)] >= self.warmup_calls
+        )
 
     def end(self, signature: int) -> None:
         """Wait until everything sent has left, and keep the specs."""

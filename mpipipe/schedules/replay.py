@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 
 from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, OPS, RECOMPUTE, WEIGHT_GRAD, Action
-from mpipipe.schedules.needs import sources
+from mpipipe.schedules.dependencies import sources
 from mpipipe.schedules.schedule import Schedule
 
 NUMBER = {op: number for number, op in enumerate(OPS)}  # of an op in an order that is packed

@@ -28,7 +28,7 @@ def source(stage: int, op: str, stages: int) -> int | None:
 
     Examples
     --------
-    >>> from mpipipe.schedules.needs import source
+    >>> from mpipipe.schedules.dependencies import source
     >>> source(2, "F", stages=4), source(2, "I", stages=4), source(2, "W", stages=4), source(0, "F", stages=4)
     (1, 3, None, None)
     """

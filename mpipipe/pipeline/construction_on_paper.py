@@ -9,12 +9,12 @@ from mpipipe.pipeline.batch import BatchReader
 from mpipipe.pipeline.plan import Plan
 from mpipipe.pipeline.ties import TieNames
 from mpipipe.schedules import Schedule
-from mpipipe.schedules.parts import check_part, digest
+from mpipipe.schedules.distributed_proof import check_part, digest
 
 PROMISED_TAG_UB = 32767  # what every MPI offers
 
 
-def rehearse(build: Callable[[], Schedule], rank: int) -> Plan:
+def construct_on_paper(build: Callable[[], Schedule], rank: int) -> Plan:
     """Build a schedule, and do what rank `rank` does with it in the constructor of a Pipeline.
 
     Parameters
@@ -39,8 +39,8 @@ def rehearse(build: Callable[[], Schedule], rank: int) -> Plan:
     Examples
     --------
     >>> from mpipipe import schedules
-    >>> from mpipipe.pipeline.rehearsal import rehearse
-    >>> len(rehearse(lambda: schedules.one_f_one_b(ranks=1024, microbatches=4096), rank=7).steps)
+    >>> from mpipipe.pipeline.construction_on_paper import construct_on_paper
+    >>> len(construct_on_paper(lambda: schedules.one_f_one_b(ranks=1024, microbatches=4096), rank=7).steps)
     8192
     """
     schedule = build()
