@@ -14,8 +14,8 @@ REQUIRED = inspect.Parameter.empty
 class Flag:
     """A parameter that is given by name: `--seq-len 8`.
 
-    A bool whose default is False is one flag, `--quick`. Any other bool is a pair, `--tied` and `--no-tied`. A list is a
-    flag that may be repeated.
+    A bool whose default is False is one flag, `--quick`. Any other bool is a pair, `--tied` and `--no-tied`. A list is
+    a flag that may be repeated.
 
     Parameters
     ----------
