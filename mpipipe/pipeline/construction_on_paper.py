@@ -1,4 +1,7 @@
-"""What constructing a Pipeline costs one rank of a large job, without MPI: all its parts that grow with the job."""
+"""The construction of a Pipeline on one rank of a large job, without MPI: all that grows with the size of the job.
+
+`bench schedules` measures its time and memory.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ PROMISED_TAG_UB = 32767  # what every MPI offers
 
 
 def construct_on_paper(build: Callable[[], Schedule], rank: int) -> Plan:
-    """Build a schedule, and do what rank `rank` does with it in the constructor of a Pipeline.
+    """Build a schedule, and do with it what one rank does in the constructor of a Pipeline.
 
     Parameters
     ----------
@@ -27,12 +30,12 @@ def construct_on_paper(build: Callable[[], Schedule], rank: int) -> Plan:
     Returns
     -------
     Plan
-        Of a training step on this rank.
+        The plan of a training step on this rank.
 
     Raises
     ------
     ScheduleError
-        This rank finds that the schedule cannot run.
+        The part of the proof that belongs to this rank fails.
     ArgumentError
         The messages of two ranks do not fit the tags.
 
