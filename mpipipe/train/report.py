@@ -16,8 +16,8 @@ from mpipipe.train.screen import COLUMNS, Bar, find_terminal
 from mpipipe.train.sinks import Run, Sinks
 
 LOG = "train.log"
-SMALL = 0.05  # a share of the time that asks for no explanation
-EXPLAINED = 2  # the record with a bubble that explains it: the first one has the step in which memory is allocated
+SMALL = 0.05  # share of the time: a bubble below it is not explained
+EXPLAINED = 2  # the bubble is explained at its second record: the first one includes the step that allocates memory
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ class Record:
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
-# How a line of progress names and writes each field of a Record, and in which order fields are left out of a line that
-# would be too long: all of them are in metrics.jsonl.
+# How a line of progress names and writes the fields of a Record. LEFT_OUT is the order in which a line that would be too
+# long leaves fields out; metrics.jsonl has all of them.
 CELLS = {"loss": "loss {:.4f}", "bits_per_byte": "bits/byte {:.4f}", "lr": "lr {:.1e}", "grad_norm": "norm {:.3f}",
          "tokens_per_second": "{:.0f} {unit}/s", "loss_scale": "scale {:g}", "skipped": "skipped {}"}  # fmt: skip
 LEFT_OUT = ("lr", "skipped", "grad_norm", "loss_scale", "bits_per_byte")
@@ -101,7 +101,7 @@ def summary(record: Record) -> str:
 
 
 def lines_of(record: Record, steps: int, unit: str, timing: str) -> list[str]:
-    """Return the lines of a record: one of the step, one of the validation, whatever there is; COLUMNS long at most.
+    """Return the lines of a record, one of its step and one of its validation, of at most COLUMNS characters.
 
     Parameters
     ----------
@@ -127,12 +127,12 @@ def lines_of(record: Record, steps: int, unit: str, timing: str) -> list[str]:
 
 
 def bubble_explained(record: Record, crowded: str | None) -> list[str]:
-    """Return what the bubble of a record is, and what makes it, in one line; none for a small one.
+    """Return one line that says how large the bubble of a record is and where it comes from; none for a small bubble.
 
-    `crowded` says that ranks share cores, if they do.
+    `crowded` is a sentence if ranks share cores.
     """
     bubble, predicted = record.bubble or 0.0, record.predicted or 0.0
-    if bubble < SMALL or predicted == 0:  # the second: pipelines of one rank have none
+    if bubble < SMALL or predicted == 0:  # 0: a pipeline of one rank has no bubble
         return []
     text = f"mpipipe: bubble {bubble:.0%} (ranks idle)"
     if bubble <= predicted + SMALL:
@@ -142,9 +142,9 @@ def bubble_explained(record: Record, crowded: str | None) -> list[str]:
 
 
 class Reporter:
-    """Shows progress on one rank: lines of text, and a bar where somebody watches. A context manager.
+    """Shows progress on rank 0: lines of text, and a bar on a terminal. A context manager.
 
-    Once it is made, it can write or not, but the training goes on: see `outlet`.
+    Once it exists, a failed write does not end the training: see `outlet`.
 
     Parameters
     ----------
@@ -152,10 +152,10 @@ class Reporter:
     out : the folder for the metrics, to which one JSON object is appended for each record, and for the log
     stream : where lines go; standard output by default
     unit : what a token is: bytes or tokens
-    crowded : a sentence where ranks share cores; see `comm.binding`
-    done : steps before this start; where it is not None, the metrics may be there and are gone on with
+    crowded : a sentence if ranks share cores; see `comm.binding`
+    done : steps before this start; None for a new training, which finds no metrics in the folder
 
-    Raises OSError where a file cannot be made, FileExistsError where there are metrics and `done` is None.
+    Raises OSError if a file cannot be made, and FileExistsError if there are metrics and `done` is None.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class Reporter:
         self.measured, self.explained = 0, False  # records with a bubble, and whether one was explained
 
     def open_sinks(self, names: Sequence[str], configuration: Mapping[str, Any]) -> None:
-        """Hand records to these sinks from now on; those of earlier starts are in the metrics."""
+        """Hand records to these sinks from now on. The sinks find the records of earlier starts in metrics.jsonl."""
         columns = (*(entry.name for entry in fields(Record)), "time", "seconds")
         self.sinks = Sinks(names, Run(self.out, self.pace.before, columns, configuration), self.warn)
 
@@ -216,7 +216,7 @@ class Reporter:
                 self.say(line)
 
     def draw_losses(self) -> None:
-        """Show the losses of the whole training as a picture, and leave it as loss.png where matplotlib is there."""
+        """Show the losses of the whole training as text, and draw loss.png if matplotlib is installed."""
         try:
             points = loss_curve.read_points(self.out, self.steps)
             if points is not None:
@@ -226,7 +226,7 @@ class Reporter:
             self.warn(f"mpipipe: the losses cannot be drawn: {error}; the training goes on")
 
     def sync(self) -> None:
-        """Force the metrics to the disk: they must not end before a checkpoint does."""
+        """Force the metrics to the disk: they must reach as far as the checkpoint that is about to be saved."""
         self.metrics.sync()
 
     def __enter__(self) -> Reporter:
