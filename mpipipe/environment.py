@@ -61,8 +61,8 @@ def gather(comm: Communicator | None = None, gpus: bool = True) -> dict[str, Any
     -------
     dict or None
         `mpipipe`, `python`, `packages` and `system`: versions. `time`, `command` and `folder`: the start of this
-        process. `git`: the commit of the working folder, and whether files that git knows are changed; None where
-        there is none. `mpi`: library, standard and thread level; None where the ranks are threads. `launcher`: the
+        process. `git`: the commit of the working folder, and whether files that git knows are changed; None if
+        there is none. `mpi`: library, standard and thread level; None if the ranks are threads. `launcher`: the
         variable that promises the ranks, and their number; or None. `job`: numbers of the batch system. `ranks`: their
         number. `hosts`: name, processor, cores, memory, GPUs and ranks of each host; memory in bytes. `binding`: rank,
         host, the cores that it may run on, such as "0-3,8", and the BLAS threads with which it would train. `crowded`
@@ -150,7 +150,7 @@ def git_commit(folder: str = ".") -> dict[str, Any] | None:
     Returns
     -------
     dict or None
-        `commit`, and `changed`: whether files that git knows differ from it, None where git did not say in time. None
+        `commit`, and `changed`: whether files that git knows differ from it, None if git did not say in time. None
         where the folder belongs to no commit, or git is not there.
 
     Examples
@@ -274,13 +274,13 @@ def _folder() -> str | None:
 
 
 def _kibibytes(name: str) -> int | None:
-    """Return a line of /proc/meminfo in bytes, None where there is no such thing."""
+    """Return a line of /proc/meminfo in bytes, None if there is no such thing."""
     text = _line_of("/proc/meminfo", name).split()
     return int(text[0]) * 1024 if text else None
 
 
 def _line_of(path: str, name: str) -> str:
-    """Return what stands behind `name:` in a file of /proc; empty where there is no such thing."""
+    """Return what stands behind `name:` in a file of /proc; empty if there is no such thing."""
     try:
         lines = Path(path).read_text().splitlines()
     except OSError:

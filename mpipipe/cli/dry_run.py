@@ -55,7 +55,7 @@ def _show(config: TrainConfig, ranks: int) -> None:
 
 
 def check_alone(ranks: int | None) -> None:
-    """Raise ConfigError where --ranks is given to a training that really runs."""
+    """Raise ConfigError if --ranks is given to a training that really runs."""
     if ranks is not None:
         raise ConfigError(
             "--ranks without --dry-run",

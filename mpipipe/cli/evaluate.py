@@ -69,7 +69,7 @@ def evaluate(
 
 
 def report(found: Evaluation, unit: str, out: str | None) -> None:
-    """Show an evaluation, and write it as lines of JSON. Raises ConfigError where they cannot be written."""
+    """Show an evaluation, and write it as lines of JSON. Raises ConfigError if they cannot be written."""
     lines = [
         {"document": number, "tokens": each.tokens, "loss": loss, "perplexity": perplexity(loss)}
         for number, each in found.documents.items()

@@ -102,7 +102,7 @@ def check_dtype(dtype: str | None) -> None:
 
 
 def tokenizer_of(folder: ModelFolder, vocab: int) -> Tokenizer | None:
-    """Return the tokenizer of a model, None where text is nothing that it knows. Raises ConfigError for another's."""
+    """Return the tokenizer of a model, None if text is nothing that it knows. Raises ConfigError for another's."""
     found = folder.tokenizer()
     if found is None:
         return Bytes() if vocab == Bytes.vocab else None

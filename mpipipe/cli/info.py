@@ -105,7 +105,7 @@ def _idle(surroundings: Mapping[str, Any]) -> str | None:
 
 
 def _placement(comm: Communicator) -> list[str]:
-    """List the GPU that each rank would take, or why they cannot; empty where no rank sees one."""
+    """List the GPU that each rank would take, or why they cannot; empty if no rank sees one."""
     group = group_of(comm)
     if not group.agree("info: the GPUs", values=[arrays.device_count()]).any():
         return []

@@ -84,7 +84,7 @@ def show(found: Found) -> None:
 
 
 def check_new(path: Path) -> None:
-    """Raise ConfigError where no new file can be written."""
+    """Raise ConfigError if no new file can be written."""
     if path.exists() or not path.parent.is_dir():
         raise ConfigError(
             "no plan can be written there",
@@ -95,7 +95,7 @@ def check_new(path: Path) -> None:
 
 
 def write(path: Path, given: Mapping[str, Any], found: Found) -> None:
-    """Write a configuration with the best plan, for `train --config`. Raises ConfigError where it cannot be."""
+    """Write a configuration with the best plan, for `train --config`. Raises ConfigError if it cannot be."""
     choice = found.choice
     keys = {name.rstrip("_"): value for name, value in given.items() if name not in (*NOT_WRITTEN, *PLANNED)}
     keys |= {

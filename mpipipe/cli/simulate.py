@@ -100,7 +100,7 @@ def _network(text: str | None, message_bytes: float, costs: Costs) -> Links | No
 
 
 def _refuse(beside: str, **options: float | None) -> None:
-    """Raise ConfigError where one of these options is given."""
+    """Raise ConfigError if one of these options is given."""
     given = [f"--{name} {value}" for name, value in options.items() if value is not None]
     if given:
         raise ConfigError(

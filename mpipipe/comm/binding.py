@@ -10,7 +10,7 @@ from mpipipe.comm import rank_list
 
 
 def own_cores() -> str:
-    """Return the cores that this process may run on; empty where the system does not say.
+    """Return the cores that this process may run on; empty if the system does not say.
 
     Returns
     -------

@@ -76,7 +76,7 @@ class Message(NamedTuple):
     text: str
     peer: int  # rank in COMM_WORLD at the other end
     tag: tuple[int, int]  # channel, tag
-    nbytes: int | None  # None where it is not known
+    nbytes: int | None  # None if it is not known
 
 
 class Account(NamedTuple):

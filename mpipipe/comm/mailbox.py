@@ -61,7 +61,7 @@ class Mailbox:
     Parameters
     ----------
     transport : how arrays travel (see comm.transport)
-    group : the Group whose calls the messages belong to, for waits; None where there is none
+    group : the Group whose calls the messages belong to, for waits; None if there is none
 
     A received array is a buffer that is used again: the lease that comes with it must go back through `release` once
     nothing reads the array any more.

@@ -28,7 +28,7 @@ class Variable:
     default : str
         What holds where it is not set, in words.
     accepts : callable, optional
-        Says of a text whether it is one of `values`. None where the code that reads the variable refuses the rest.
+        Says of a text whether it is one of `values`. None if the code that reads the variable refuses the rest.
     """
 
     name: str
@@ -158,12 +158,12 @@ def check_settings() -> None:
 
 
 def timeout() -> float | None:
-    """MPIPIPE_TIMEOUT in seconds; None where there is no limit, and for a value that `check_settings` refuses."""
+    """MPIPIPE_TIMEOUT in seconds; None if there is no limit, and for a value that `check_settings` refuses."""
     return _seconds(os.environ.get(TIMEOUT.name) or "0")
 
 
 def watchdog() -> float | None:
-    """MPIPIPE_WATCHDOG in seconds; None where it is switched off, and for a value that `check_settings` refuses."""
+    """MPIPIPE_WATCHDOG in seconds; None if it is switched off, and for a value that `check_settings` refuses."""
     return _seconds(os.environ.get(WATCHDOG.name) or WATCHDOG.default)
 
 

@@ -11,7 +11,7 @@ No rank waits inside MPI, where it could neither hear of a failure nor give up. 
 - after TELL_SECONDS tells rank 0 of its group that it waits, so that rank 0 knows who is missing;
 - after WARNING_SECONDS logs what it waits for, and who is missing;
 - after MPIPIPE_TIMEOUT seconds, where that is set, raises StallError;
-- raises LostRankError where MPI has told that a rank has died (lifeline.py);
+- raises LostRankError if MPI has told that a rank has died (lifeline.py);
 - lets the watchdog look around, where that has no thread of its own (watch/watchdog.py).
 
 Every poll also lets this thread's engines advance (process.register_progress): the peer may be waiting for one of them.
@@ -231,7 +231,7 @@ class Vigil:
         return self.everyone or (self.group is not None and self.group.vote is not None)
 
     def _look_for_a_circle(self, mine: WaitingGroup) -> None:
-        """Raise MismatchError where this rank and another wait for each other in different groups.
+        """Raise MismatchError if this rank and another wait for each other in different groups.
 
         With one thread each they would wait for ever. Rank 0 of group A knows who waits in A. While rank 0 itself
         waits in group B, it tells one of those ranks so, by a note in B. If that rank has not come to this call of B,

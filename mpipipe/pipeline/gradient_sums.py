@@ -81,7 +81,7 @@ class GradientSums:
         ]
 
     def by_layers(self, chunk: int) -> ByLayers | None:
-        """How the sums of a stage start as its layers end; None where they start behind its last backward."""
+        """How the sums of a stage start as its layers end; None if they start behind its last backward."""
         found = self._by_layers[chunk]
         return found if found is not None and found.is_current else None
 

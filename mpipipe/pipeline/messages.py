@@ -43,7 +43,7 @@ class MessageSpec:
 
     @classmethod
     def of(cls, tree: Tree) -> MessageSpec:
-        """Return the spec of `tree`; raises ArgumentError where a leaf cannot be sent."""
+        """Return the spec of `tree`; raises ArgumentError if a leaf cannot be sent."""
         leaves, structure = flatten(tree)
         for leaf in leaves:
             check_sendable(leaf)
@@ -81,14 +81,14 @@ class MessageSpec:
         return cls(structure, [(tuple(shape), arrays.dtype(name)) for name, shape in leaves])
 
     def gradient_tree(self, received: Sequence[Array]) -> Tree:
-        """Return received gradients in the structure of the activation, None where a leaf has none."""
+        """Return received gradients in the structure of the activation, None if a leaf has none."""
         if self.structure is None and received:
             return received[0]
         source = iter(received)
         return unflatten([next(source) if floating else None for floating in self.floating], self.structure)
 
     def gradient_leaves(self, tree: Tree) -> list:
-        """Return the arrays to send back for this activation; raises ArgumentError where shape or dtype differ."""
+        """Return the arrays to send back for this activation; raises ArgumentError if shape or dtype differ."""
         if self.structure is None and self.gradients and self.matches(tree):
             return [tree]
         leaves, structure = ([tree], None) if tree is None else flatten(tree)
@@ -201,7 +201,7 @@ class StageMessages:
         return spec.gradient_tree(leaves), lease
 
     def send_activation(self, envelope: Envelope, tree: Tree) -> None:
-        """Start sending; raises ArgumentError where the shapes are not those of earlier calls with the same inputs."""
+        """Start sending; raises ArgumentError if the shapes are not those of earlier calls with the same inputs."""
         key = envelope.edge, envelope.microbatch
         if not self.known:
             self.specs[key] = spec = MessageSpec.of(tree)

@@ -25,14 +25,14 @@ class Port(NamedTuple):
 
     name: str
     edge: int
-    message: Envelope | None  # None where data stays on this rank
+    message: Envelope | None  # None if data stays on this rank
     wanted: bool = True  # False for a gradient that nobody wants, since the stage at the other end has no backward
 
 
 class PlannedAction(NamedTuple):
     """One action of this rank.
 
-    `receive` and `send` name its messages; None where data stays on this rank or enters or leaves the pipeline. Those
+    `receive` and `send` name its messages; None if data stays on this rank or enters or leaves the pipeline. Those
     over skips are in `takes` and `gives`.
     """
 

@@ -21,7 +21,7 @@ WHOLE = 1 << 14  # pairs (stage, micro-batch): up to so many, every rank proves 
 
 
 def logical_time_of(schedule: Schedule) -> LogicalTime | None:
-    """Return the logical time by which ranks divide the proof of a large schedule; None where each rank proves all.
+    """Return the logical time by which ranks divide the proof of a large schedule; None if each rank proves all.
 
     A rank proves all of a small schedule, and of one that was searched or read: it has all orders of such a one anyway.
     """

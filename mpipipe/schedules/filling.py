@@ -17,7 +17,7 @@ Queues: TypeAlias = "Sequence[Sequence[Sequence[Action]]]"  # of each rank: see 
 def filled(
     form: Schedule, queues: Queues, costs: Costs, limit: float, patience: float, kept: float = 1.0
 ) -> Schedule | None:
-    """Return the schedule that comes of these queues; None where that much memory does not let it end.
+    """Return the schedule that comes of these queues; None if that much memory does not let it end.
 
     Parameters
     ----------
@@ -45,5 +45,5 @@ def score(schedule: Schedule, costs: Costs) -> Score:
 
 
 def fastest(candidates: Iterable[Schedule | None], costs: Costs) -> Schedule | None:
-    """Return the candidate with the best score, of equal ones the first; None where there is none."""
+    """Return the candidate with the best score, of equal ones the first; None if there is none."""
     return min((each for each in candidates if each is not None), key=lambda each: score(each, costs), default=None)

@@ -112,6 +112,6 @@ def packed(order: Iterable[Action], microbatches: int) -> array[int]:
 
 
 def hops(placement: Sequence[int], transfer: Sequence[float]) -> list[float]:
-    """Give the time from stage l-1 to stage l or back: nothing where both lie on one rank."""
+    """Give the time from stage l-1 to stage l or back: nothing if both lie on one rank."""
     pairs = itertools.pairwise(placement)
     return [0.0] + [cost if here != there else 0.0 for (here, there), cost in zip(pairs, transfer[1:])]

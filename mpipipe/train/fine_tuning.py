@@ -66,7 +66,7 @@ class FineTuning:
     def trained(self, model: Model) -> dict[str, Parameter]:
         """Return the parameters that are trained.
 
-        Raises ConfigError where nothing is, and for a pattern that fits no parameter; ArgumentError for a target that
+        Raises ConfigError if nothing is, and for a pattern that fits no parameter; ArgumentError for a target that
         no layer has, and a tied parameter that is frozen in some of its places only.
         """
         declared = self.declared(model)

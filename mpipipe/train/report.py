@@ -37,7 +37,7 @@ class Record:
     lr : float, optional
         Learning rate of the last step.
     grad_norm : float, optional
-        Norm of all gradients of the last step, before clipping. None where they were not finite.
+        Norm of all gradients of the last step, before clipping. None if they were not finite.
     tokens_per_second : float, optional
         Tokens trained on per second since the last record, over all replicas.
     bubble : float, optional
@@ -82,8 +82,8 @@ class Record:
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
-# How a line of progress names and writes the fields of a Record. LEFT_OUT is the order in which a line that would be too
-# long leaves fields out; metrics.jsonl has all of them.
+# How a line of progress names and writes the fields of a Record. LEFT_OUT is the order in which a line that would be
+# too long leaves fields out; metrics.jsonl has all of them.
 CELLS = {"loss": "loss {:.4f}", "bits_per_byte": "bits/byte {:.4f}", "lr": "lr {:.1e}", "grad_norm": "norm {:.3f}",
          "tokens_per_second": "{:.0f} {unit}/s", "loss_scale": "scale {:g}", "skipped": "skipped {}"}  # fmt: skip
 LEFT_OUT = ("lr", "skipped", "grad_norm", "loss_scale", "bits_per_byte")
@@ -107,7 +107,7 @@ def lines_of(record: Record, steps: int, unit: str, timing: str) -> list[str]:
     ----------
     steps : of the whole training
     unit : what a token is: bytes or tokens
-    timing : time gone and left, in words; empty where that is not known
+    timing : time gone and left, in words; empty if that is not known
     """
     facts, place = record.facts(), f"step {record.step:>{len(str(steps))}}/{steps}"
     lines = []

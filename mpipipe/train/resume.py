@@ -50,7 +50,7 @@ def facts_of(config: TrainConfig, plan: TrainingPlan, fingerprint: str) -> dict[
 
 
 def find_start(config: TrainConfig, plan: TrainingPlan, mesh: Mesh, out: Path, fingerprint: str) -> Checkpoint | None:
-    """Return the checkpoint behind which the training goes on, None where it begins; collective.
+    """Return the checkpoint behind which the training goes on, None if it begins; collective.
 
     Raises, on every rank and before anything is written, ArgumentError for a checkpoint that is damaged or missing, and
     ConfigError for one of another training, and for an output folder that this training may not go on in.
@@ -71,7 +71,7 @@ def find_start(config: TrainConfig, plan: TrainingPlan, mesh: Mesh, out: Path, f
 
 
 def checkpoint_of(config: TrainConfig, out: Path) -> Checkpoint | None:
-    """Return the checkpoint that the configuration wants to go on from, None where the training begins."""
+    """Return the checkpoint that the configuration wants to go on from, None if the training begins."""
     if config.resume == "no":
         return None
     if config.resume != "auto":

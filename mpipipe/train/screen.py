@@ -25,9 +25,7 @@ from mpipipe.comm import past_launcher
 COLUMNS = 100  # most characters in a line of progress
 LAUNCHERS = (*past_launcher.LAUNCHERS, "mpiexec.hydra", "mpirun.hydra", "orterun")
 AGAIN = 0.2  # seconds between two drawings of the bar
-AFTER_TEXT = (
-    0.5  # seconds without a bar after a line of text, which the launcher delays: it would be drawn over the bar
-)
+AFTER_TEXT = 0.5  # seconds without a bar after a line of text: the launcher delays the line, which must not meet a bar
 CELLS = 24  # characters of a full bar
 
 
