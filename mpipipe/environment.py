@@ -19,7 +19,7 @@ from typing import Any
 
 from mpipipe import __version__, arrays, processor
 from mpipipe.comm import runtime
-from mpipipe.comm.binding import cores_text, crowded, crowded_threads, own_cores, parse_cores
+from mpipipe.comm.binding import cores_text, oversubscribed, oversubscribed_threads, own_cores, parse_cores
 from mpipipe.comm.collect import collect
 from mpipipe.comm.describe import thread_level
 from mpipipe.comm.group import group_of
@@ -65,8 +65,9 @@ def gather(comm: Communicator | None = None, gpus: bool = True) -> dict[str, Any
         there is none. `mpi`: library, standard and thread level; None if the ranks are threads. `launcher`: the
         variable that promises the ranks, and their number; or None. `job`: numbers of the batch system. `ranks`: their
         number. `hosts`: name, processor, cores, memory, GPUs and ranks of each host; memory in bytes. `binding`: rank,
-        host, the cores that it may run on, such as "0-3,8", and the BLAS threads with which it would train. `crowded`
-        and `crowded_threads`: a sentence where ranks, or their threads, are more than their cores, or None.
+        host, the cores that it may run on, such as "0-3,8", and the BLAS threads with which it would train.
+        `oversubscribed` and `oversubscribed_threads`: a sentence if ranks, or their threads, are more than their cores;
+        else None.
         `blas`: each library of numpy with its kernels and threads. `variables`: those of this package, of threads, of
         GPUs and of MPI that are set. `different`: what of all this other ranks have in another way.
 
@@ -108,8 +109,8 @@ def gather(comm: Communicator | None = None, gpus: bool = True) -> dict[str, Any
         "ranks": comm.size,
         "hosts": _hosts(everyone),
         "binding": binding,
-        "crowded": crowded(binding),
-        "crowded_threads": crowded_threads(binding),
+        "oversubscribed": oversubscribed(binding),
+        "oversubscribed_threads": oversubscribed_threads(binding),
         "blas": first["blas"],
         "variables": first["variables"],
         "different": _different(everyone),

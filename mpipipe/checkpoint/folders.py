@@ -68,7 +68,7 @@ def other_whole(path: Path) -> Path | None:
 
 
 def clear(folder: Path) -> bool:
-    """Remove a checkpoint, the manifest first: from then on it is none. Other files stay. Raises OSError.
+    """Remove a checkpoint, its manifest first: without it the rest is no checkpoint. Other files stay. Raises OSError.
 
     Returns whether there was anything to remove.
     """

@@ -62,10 +62,10 @@ class Content:
 
     Attributes
     ----------
-    bytes : its size
-    header : how many of them are in front of the arrays
-    checksum : CRC-32 of those
-    arrays : by name
+    bytes : size of the file
+    header : size of the part in front of the arrays
+    checksum : CRC-32 of that part
+    arrays : arrays by name
     """
 
     bytes: int

@@ -18,9 +18,9 @@ from mpipipe.comm.threads import share_of_cores
 from mpipipe.errors import ConfigError
 from mpipipe.train.evaluation import Evaluation, build_evaluator, perplexity
 from mpipipe.train.evaluation_data import open_tokens
+from mpipipe.train.evaluation_windows import Windows
 from mpipipe.train.model_folder import open_on_all
 from mpipipe.train.outlet import Outlet
-from mpipipe.train.windows import Windows
 
 
 def evaluate(

@@ -85,7 +85,8 @@ def described(surroundings: Mapping[str, Any]) -> dict[str, str]:
         "threads": "\n".join(rank_list.grouped(threads)),
         "free memory": "\n".join(memory) or "not known",
     }
-    warnings = list(filter(None, [surroundings["crowded"], surroundings["crowded_threads"], _idle(surroundings)]))
+    found = surroundings["oversubscribed"], surroundings["oversubscribed_threads"], _idle(surroundings)
+    warnings = list(filter(None, found))
     if warnings:
         facts["warning"] = "\n".join(warnings)
     return facts

@@ -27,7 +27,7 @@ from mpipipe.trace import Recorder
 YIELD_SECONDS = 2e-2  # how long a wait gives way to others before it sleeps: the time of a large message
 PAUSE_SECONDS = 5e-5  # how long it then sleeps between two polls: short beside any real stage
 # the same where ranks share cores, and another rank has better use for this one
-CROWDED_YIELD_SECONDS, CROWDED_PAUSE_SECONDS = 1e-3, 5e-4
+OVERSUBSCRIBED_YIELD_SECONDS, OVERSUBSCRIBED_PAUSE_SECONDS = 1e-3, 5e-4
 
 
 class Failure(NamedTuple):
@@ -119,7 +119,7 @@ class Process:
     lifeline : lifeline.Lifeline or None
         Knows of ranks that have died, where MPI tells.
     recorders : set of trace.Recorder
-        Those that note the waits of this rank.
+        Recorders that note the waits of this rank.
     """
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ class Process:
         self.alone, self.thread = False, threading.main_thread().ident
         self.patience, self.pause = YIELD_SECONDS, PAUSE_SECONDS
         if launcher.oversubscribed():
-            self.patience, self.pause = CROWDED_YIELD_SECONDS, CROWDED_PAUSE_SECONDS
+            self.patience, self.pause = OVERSUBSCRIBED_YIELD_SECONDS, OVERSUBSCRIBED_PAUSE_SECONDS
         self.flight = FlightRecorder()
         self.vigils: list[Any] = []  # of wait.Vigil, which is built on this module
         self.vigils_begun = 0
@@ -150,18 +150,18 @@ class Process:
             self.failures.append(failure)
 
     def keep_account(self, thing: Accountable) -> None:
-        """From now on ask `thing` for an account where a dump is made, as long as it lives."""
+        """Ask `thing` for an account at every dump from now on, as long as it lives."""
         self._accountable = [each for each in self._accountable if each() is not None]
         self._accountable.append(weakref.ref(thing))
 
     @property
     def accountable(self) -> list[Accountable]:
-        """Those that live."""
+        """The things that are asked for an account and still live."""
         found = [each() for each in self._accountable]
         return [thing for thing in found if thing is not None]
 
     def sign(self) -> tuple[object, ...]:
-        """Something that is another thing after every progress of this rank."""
+        """Return a value that changes with every progress of this rank."""
         calls = sum(group.presence.calls for group in tuple(self.groups))
         return calls, self.flight.count, self.vigils_begun, self.ended, *(t.sign() for t in self.accountable)
 

@@ -177,7 +177,7 @@ class Engine:
         return state
 
     def train(self, call: str, inputs: Any, targets: Any, scale: Any) -> PendingStep:
-        """Make a training step, "step" or "launch", up to its loss; only that of a step has to be here then."""
+        """Make a training step, by the call "step" or "launch". The loss of a launched step may still be on its way."""
         batch, agreed = self.agree(call, inputs, targets, scale)
         with self.life:
             try:
@@ -240,9 +240,9 @@ class Engine:
 
     @property
     def peak(self) -> int:
-        """Most activations of the last training step: those that the simulation of the user's schedule counts.
+        """Peak of activations in the last training step, counted as the simulation of the user's schedule counts them.
 
-        It knows no R where all forwards are run again for `recompute`: kept inputs count as activations there.
+        With `recompute` that schedule has no R's, so each kept input counts as an activation.
         """
         return self.executor.peak_under_way if self.recompute else self.executor.peak
 

@@ -28,10 +28,10 @@ from mpipipe.errors import ConfigError, DataError, NonFiniteError
 from mpipipe.pipeline import Pipeline
 from mpipipe.train import limits
 from mpipipe.train.data import Tokens
+from mpipipe.train.evaluation_windows import Window, Windows
 from mpipipe.train.model_folder import ModelFolder
 from mpipipe.train.shard import Shard
 from mpipipe.train.training_plan import TrainingPlan
-from mpipipe.train.windows import Window, Windows
 
 TOKENS = 4096  # of a micro-batch, by default
 IN_FLIGHT = 4  # micro-batches for each rank of a pipeline: one alone leaves all ranks but one waiting

@@ -126,10 +126,10 @@ def lines_of(record: Record, steps: int, unit: str, timing: str) -> list[str]:
     return lines
 
 
-def bubble_explained(record: Record, crowded: str | None) -> list[str]:
+def bubble_explained(record: Record, oversubscribed: str | None) -> list[str]:
     """Return one line that says how large the bubble of a record is and where it comes from; none for a small bubble.
 
-    `crowded` is a sentence if ranks share cores.
+    `oversubscribed` is a sentence if ranks share cores.
     """
     bubble, predicted = record.bubble or 0.0, record.predicted or 0.0
     if bubble < SMALL or predicted == 0:  # 0: a pipeline of one rank has no bubble
@@ -137,7 +137,7 @@ def bubble_explained(record: Record, crowded: str | None) -> list[str]:
     text = f"mpipipe: bubble {bubble:.0%} (ranks idle)"
     if bubble <= predicted + SMALL:
         return [f"{text}, by schedule and stages; more micro-batches or evener stages help"]
-    why = "by waiting for messages" if crowded is None else f"mostly since {crowded}"
+    why = "by waiting for messages" if oversubscribed is None else f"mostly since {oversubscribed}"
     return [f"{text}: {predicted:.0%} by the schedule, {bubble - predicted:.0%} {why}"]
 
 
@@ -152,7 +152,7 @@ class Reporter:
     out : the folder for the metrics, to which one JSON object is appended for each record, and for the log
     stream : where lines go; standard output by default
     unit : what a token is: bytes or tokens
-    crowded : a sentence if ranks share cores; see `comm.binding`
+    oversubscribed : a sentence if ranks share cores; see `comm.binding`
     done : steps before this start; None for a new training, which finds no metrics in the folder
 
     Raises OSError if a file cannot be made, and FileExistsError if there are metrics and `done` is None.
@@ -165,10 +165,11 @@ class Reporter:
         stream: TextIO | None = None,
         *,
         unit: str = "tokens",
-        crowded: str | None = None,
+        oversubscribed: str | None = None,
         done: int | None = None,
     ) -> None:
-        self.steps, self.stream, self.unit, self.crowded = steps, Outlet(stream or sys.stdout), unit, crowded
+        self.steps, self.stream = steps, Outlet(stream or sys.stdout)
+        self.unit, self.oversubscribed = unit, oversubscribed
         self.metrics = Lines(out / metrics.NAME, goes_on=done is not None)
         self.log = Lines(out / LOG, goes_on=True)
         self.out, self.sinks = out, Sinks((), Run(out, 0, (), {}), self.warn)
@@ -212,7 +213,7 @@ class Reporter:
         self.measured += record.bubble is not None and record.predicted is not None
         if self.measured == EXPLAINED and not self.explained:
             self.explained = True
-            for line in bubble_explained(record, self.crowded):
+            for line in bubble_explained(record, self.oversubscribed):
                 self.say(line)
 
     def draw_losses(self) -> None:

@@ -149,7 +149,7 @@ def _reporter(
     with group_of(mesh.comm).together("train: the reporter"):
         if surroundings is None:  # not on rank 0
             return NullReporter()
-        reporter = make(surroundings["crowded"])
+        reporter = make(surroundings["oversubscribed"])
         provenance.describe(reporter, config, plan, surroundings, device=device, pipe=mesh.pipe.size, given=given)
         return reporter
 
