@@ -42,7 +42,7 @@ class Presence:
     elsewhere : Note or None
         From rank 0, which waits for this rank in a call that this rank may not have come to.
     closing : bool
-        Whether the exchange of notes about waits has ended.
+        Whether the group closes, so that no rank sends notes about waits any more.
     left : dict
         Rank -> (calls, text) of each rank whose script has ended.
     sent, answers : int
