@@ -239,7 +239,7 @@ def _forget_groups() -> None:
     process = here()
     with process.lock:
         process.groups.clear()
-        process.engines.clear()
+        process.advancing.clear()
         process.failures.clear()
         process.left.clear()
     watchdog = process.watchdog

@@ -1,12 +1,13 @@
-"""What one rank knows, whichever of its threads asks: its groups, failures of other ranks, and its engines.
+"""The state of one rank, for all of its threads: its groups, failures of other ranks, and what its waits advance.
 
 A rank is a process. In `comm.inprocess` it is a thread, which says so by `adopt`. `here()` finds the state of the
 calling rank in both cases.
 
-    groups     every wait of this rank reads the notes of all of them
-    failures   what was heard of failures so far; a wait looks for news at the end of this list
-    engines    what advances only while somebody calls it; every wait calls the engines of its own thread
-    flight     what this rank has done last; vigils, its waits under way
+    groups      open groups; every wait of this rank reads the notes of all of them
+    failures    failures that this rank has heard of; a wait looks for news at the end of this list
+    advancing   things that advance only while somebody calls them; every wait calls those of its own thread
+    flight      the last operations of this rank
+    vigils      its long waits
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 
 from mpipipe.comm import launcher
 from mpipipe.comm.flight import Accountable, FlightRecorder
-from mpipipe.comm.types import Engine
+from mpipipe.comm.types import Advancing
 from mpipipe.trace import Recorder
 
 YIELD_SECONDS = 2e-2  # how long a wait gives way to others before it sleeps: the time of a large message
@@ -94,18 +95,18 @@ class Process:
         Held while notes are read.
     groups : list of group.Group
         The open groups.
-    engines : dict
-        Engine -> the thread that uses it.
+    advancing : dict
+        Thing that waits advance -> the thread that has registered it.
     failures : list of Failure
-        Those heard of, in that order, each once.
+        Failures that this rank has heard of, in that order, each once.
     left : dict
-        World rank -> text, of the ranks whose script has ended.
+        World rank -> text, for each rank whose script has ended.
     pipelines, groups_named : int
         Pipelines built, and groups made, so far.
     alone : bool
         Whether this rank is a thread.
     thread : int
-        That thread, else the main one.
+        The thread that is this rank; the main thread if the rank is a process.
     patience, pause : float
         Seconds that a wait gives way to others before it sleeps, and that it then sleeps between two polls.
     flight : FlightRecorder
@@ -125,7 +126,7 @@ class Process:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.groups: list[OpenGroup] = []
-        self.engines: dict[Engine, int] = {}
+        self.advancing: dict[Advancing, int] = {}
         self.failures: list[Failure] = []
         self.left: dict[int, str] = {}
         self.pipelines = self.groups_named = 0
@@ -165,12 +166,12 @@ class Process:
         calls = sum(group.presence.calls for group in tuple(self.groups))
         return calls, self.flight.count, self.vigils_begun, self.ended, *(t.sign() for t in self.accountable)
 
-    def drive(self) -> None:
-        """Let the engines of this thread advance."""
+    def advance(self) -> None:
+        """Advance what this thread has registered."""
         thread = threading.get_ident()
-        for engine, owner in tuple(self.engines.items()):
+        for thing, owner in tuple(self.advancing.items()):
             if owner == thread:
-                engine.progress()
+                thing.progress()
 
     @property
     def single_threaded(self) -> bool:
@@ -207,11 +208,11 @@ def is_rank() -> bool:
 _pid = os.getpid()
 
 
-def register_progress(engine: Engine) -> None:
-    """Call `engine.progress()` in every wait of this thread, until `unregister_progress`: a peer may depend on it."""
-    here().engines[engine] = threading.get_ident()
+def register_progress(thing: Advancing) -> None:
+    """Call `thing.progress()` in every wait of this thread, until `unregister_progress`: a peer may depend on it."""
+    here().advancing[thing] = threading.get_ident()
 
 
-def unregister_progress(engine: Engine) -> None:
+def unregister_progress(thing: Advancing) -> None:
     """End `register_progress`."""
-    here().engines.pop(engine, None)
+    here().advancing.pop(thing, None)

@@ -54,7 +54,7 @@ class Vote:
     def settle(self) -> np.ndarray:
         """Wait for the outcome, and return the values of all ranks; if ranks disagree, all raise the same error."""
         if self._values is None:
-            self.group.process.engines.pop(self, None)  # the wait below would come back to this vote
+            self.group.process.advancing.pop(self, None)  # the wait below would come back to this vote
             self._exchange.result()
             self._close()
         if self._error is not None:
@@ -65,7 +65,7 @@ class Vote:
     def abandon(self) -> None:
         """Drop the vote, because its group is closed or has failed, or because its outcome is there."""
         self.group.vote = None
-        self.group.process.engines.pop(self, None)
+        self.group.process.advancing.pop(self, None)
 
     def _close(self) -> None:
         """Take the outcome, which is there."""
