@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mpipipe.comm import rank_list
+from mpipipe.wording import counted
 
 
 def own_cores() -> str:
@@ -60,7 +61,7 @@ def oversubscribed(binding: Sequence[Mapping[str, Any]]) -> str | None:
     _, ranks, count, host = worst
     if not ranks:
         return None
-    text = f"share {count} core{'s' if count > 1 else ''}"
+    text = f"share {counted(count, 'core')}"
     if len(ranks) == len(binding):
         return f"{len(ranks)} ranks {text}"
     return f"{rank_list.named(ranks)} {text} on {host}"
@@ -103,7 +104,7 @@ def oversubscribed_threads(binding: Sequence[Mapping[str, Any]]) -> str | None:
     if not ranks:
         return None
     verb = "has" if len(ranks) == 1 else "have"
-    return f"{rank_list.named(ranks)} {verb} {threads} BLAS threads on {count} core{'s' if count > 1 else ''} of {host}"
+    return f"{rank_list.named(ranks)} {verb} {threads} BLAS threads on {counted(count, 'core')} of {host}"
 
 
 def cores_text(cores: Sequence[int]) -> str:
