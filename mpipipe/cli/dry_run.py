@@ -69,7 +69,7 @@ def _show(config: TrainConfig, ranks: int, profile: str | None) -> None:
 
 
 def check_alone(ranks: int | None, profile: str | None) -> None:
-    """Raise ConfigError where --ranks or --profile is given to a training that really runs."""
+    """Raise ConfigError if --ranks or --profile is given to a training that really runs."""
     if profile is not None:
         raise ConfigError("--profile without --dry-run", found=f"--profile {profile}", remedy="add --dry-run")
     if ranks is not None:

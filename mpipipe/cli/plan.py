@@ -160,7 +160,7 @@ def _say(line: str) -> None:
 
 
 def check_new(path: Path) -> None:
-    """Raise ConfigError where no new file can be written."""
+    """Raise ConfigError if no new file can be written."""
     if path.exists() or not path.parent.is_dir():
         raise ConfigError(
             "no plan can be written there",
@@ -171,7 +171,7 @@ def check_new(path: Path) -> None:
 
 
 def write(path: Path, given: Mapping[str, Any], choice: Choice) -> None:
-    """Write a configuration with the best plan, for `train --config`. Raises ConfigError where it cannot be."""
+    """Write a configuration with the best plan, for `train --config`. Raises ConfigError if it cannot be."""
     keys = {name.rstrip("_"): value for name, value in given.items() if name not in (*NOT_WRITTEN, *PLANNED)}
     keys |= {
         "schedule": choice.schedule,
