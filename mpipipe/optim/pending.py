@@ -21,6 +21,7 @@ from mpipipe.comm.consensus import VALUES, Ballot
 from mpipipe.comm.group import group_of
 from mpipipe.comm.types import Communicator
 from mpipipe.comm.vote import Vote
+from mpipipe.nn.unfinished import check_finished, mark_begun, mark_finished
 from mpipipe.optim.checks import check_max_norm
 from mpipipe.optim.exact_sum import expansion
 from mpipipe.optim.global_norm import GlobalNorm, resolved
@@ -39,9 +40,13 @@ class PendingUpdate:
     ----------
     end : callable
         Waits for the norm, makes the step, and returns the norm.
+    stages : sequence
+        Those of the optimizer. Until the end no training step may change their gradients.
     """
 
-    def __init__(self, end: Callable[[], float | None]) -> None:
+    def __init__(self, end: Callable[[], float | None], stages: Sequence[Any] = ()) -> None:
+        mark_begun(stages)
+        self._stages = stages
         self._end: Callable[[], float | None] | None = end
         self._norm: float | None = None
 
@@ -61,6 +66,7 @@ class PendingUpdate:
         """
         end, self._end = self._end, None
         if end is not None:
+            mark_finished(self._stages)
             self._norm = end()
         return self._norm
 
@@ -79,7 +85,7 @@ def begin_step(
 
     With `finish` this is `scaled_step`, to the bit. Without `max_norm` and `scaler` no rank needs another one: the step
     is made at once, as by `optimizer.step`. Between the two calls gradients and parameters must be left alone, and
-    `finish` must come before the next `Pipeline.launch`.
+    `finish` must come before the next training step of a pipeline, which refuses to begin otherwise.
 
     Parameters
     ----------
@@ -106,7 +112,8 @@ def begin_step(
     Raises
     ------
     ArgumentError
-        `max_norm` is not above 0, or `over` comes with `comm` or `skip`, or is of other stages.
+        `max_norm` is not above 0, or `over` comes with `comm` or `skip`, or is of other stages; or another step of
+        these stages has not ended.
 
     Examples
     --------
@@ -120,6 +127,8 @@ def begin_step(
     >>> stage.parameters["0.gain"]
     array([0.75, 0.75, 0.75, 0.75], dtype=float32)
     """
+    for stage in optimizer.stages:
+        check_finished(stage, getattr(stage, "index", None))
     if max_norm is None and scaler is None:
         optimizer.step(lr=lr)
         return PendingUpdate(lambda: None)
@@ -128,7 +137,8 @@ def begin_step(
     scaler = LossScaler(1.0, dynamic=False) if scaler is None else scaler
     stages = optimizer.stages
     if _on_device(stages, comm, skip, over):
-        return PendingUpdate(partial(scaled_step, optimizer, scaler, max_norm, lr=lr, comm=comm, skip=skip, over=over))
+        end_all = partial(scaled_step, optimizer, scaler, max_norm, lr=lr, comm=comm, skip=skip, over=over)
+        return PendingUpdate(end_all, stages)
     if over is not None:
         comm, skip, _ = resolved(stages, comm, skip, over)
     measured = _begin(stages, comm, skip, scaler.scale)
@@ -137,7 +147,7 @@ def begin_step(
         norm, culprit = measured()
         return step_with_norm(optimizer, scaler, max_norm, lr, comm, norm, culprit)
 
-    return PendingUpdate(end)
+    return PendingUpdate(end, stages)
 
 
 def _on_device(

@@ -77,7 +77,7 @@ def simulate_all(
     [('gpipe', 21.0), ('gpipe', 33.0), ('zero_bubble_v', 15.0), ('zero_bubble_v', 25.5)]
     """
     for entry in fields(costs):
-        if not is_number(getattr(costs, entry.name)):
+        if getattr(costs, entry.name) is not None and not is_number(getattr(costs, entry.name)):
             raise ArgumentError(
                 f"the cost {entry.name} is no number",
                 found=repr(getattr(costs, entry.name)),
