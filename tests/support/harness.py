@@ -57,12 +57,13 @@ def starts_jobs(item) -> bool:
 def dealt(items, ranks, cores) -> list[list]:
     """The tests of each rank, in the order of `items`, for about equal times.
 
-    Tests that start jobs go to no more ranks than there are cores, so that no more jobs run at once.
+    Tests that start jobs go to one rank more than there are cores, so that no more jobs run at once: half of their time
+    is that of jobs which wait for a limit.
     """
     hands, load = [[] for _ in range(ranks)], [0.0] * ranks
     seconds = [_estimate(item) for item in items]
     for index in sorted(range(len(items)), key=lambda index: -seconds[index]):
-        able = range(max(1, min(ranks, cores))) if starts_jobs(items[index]) else range(ranks)
+        able = range(min(ranks, cores + 1)) if starts_jobs(items[index]) else range(ranks)
         rank = min(able, key=load.__getitem__)
         hands[rank].append(index)
         load[rank] += seconds[index]
@@ -76,8 +77,9 @@ only_at_length = pytest.mark.skipif(not AT_LENGTH, reason="takes long: MPIPIPE_T
 
 def _estimate(item) -> float:
     """Seconds that a test may take, roughly."""
-    if item.get_closest_marker("slow") is not None:
-        return 8.0
+    slow = item.get_closest_marker("slow")
+    if slow is not None:
+        return slow.kwargs.get("seconds", 8.0)
     return 2.0 if starts_jobs(item) else 0.1
 
 
