@@ -227,7 +227,7 @@ def test_what_is_written_is_a_configuration_with_the_choice(tmp_path, capsys):
     choice = Choice("v_half", 2, 4, (2, 1, 1, 2), recompute_limit=3)
     given = {"dim": 16, "preempt_grace": float("inf"), "data": ['a "b"\n', "c\\ü"], "plan": "auto",
              "schedule": "gpipe", "tied": True}  # fmt: skip
-    write(tmp_path / "plan.toml", {**given, "pipe": 2}, SimpleNamespace(choice=choice))
+    write(tmp_path / "plan.toml", {**given, "pipe": 2}, choice)
     config = TrainConfig.load(str(tmp_path / "plan.toml"))
     assert (config.schedule, config.chunks, config.microbatches) == ("v_half", 2, 4)
     assert (config.partition, config.recompute_limit, config.pipe, config.plan) == ("2,1,1,2", 3, 2, "no")
@@ -245,12 +245,12 @@ def test_the_command_shows_ten_plans_and_what_real_steps_say(tmp_path, capsys):
     config = TrainConfig.load(**SMALL, data=[str(tmp_path / "text.txt")], recompute=False, microbatches=2)
 
     def on_each_rank(comm):
-        found, sizes = make_plans(config, comm)
+        found, scene = make_plans(config, comm)
         if comm.rank == 0:
             show(found)
-        return sizes
+        return scene.ranks, scene.replicas
 
-    assert inprocess.run(2, on_each_rank) == [{"pipe": 2, "seq": 1}] * 2
+    assert inprocess.run(2, on_each_rank) == [(2, 1)] * 2
     said = capsys.readouterr().out.splitlines()
     assert said[0].split()[0] == "schedule" and len(said) >= 12
     assert any(line.startswith("real steps take ") for line in said)
