@@ -18,7 +18,7 @@ Score: TypeAlias = "tuple[float, float, int]"
 
 
 class Filled(NamedTuple):
-    """A schedule, and what is to be small: the longest time from a rank's first action to its last, makespan, memory."""
+    """A schedule, and what is to be small: the longest time from a rank's begin to its end, makespan, memory."""
 
     score: Score
     schedule: Schedule
