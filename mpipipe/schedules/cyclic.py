@@ -54,26 +54,31 @@ class Cycle:
         """
         tries = [(self.shortest * (1 + slack), packed) for slack in SLACK for packed in (True, False)]
         for number, (period, packed) in enumerate(tries):
-            begin = number / len(tries)
-            first = self._fit(period, packed, lambda begin=begin: (share() - begin) * len(tries))  # type: ignore
+            first = self._fit(period, packed, share, (number / len(tries), (number + 1) / len(tries)))
             if first is not None:
                 return Times(first, period)
         return None
 
-    def _fit(self, period: float, packed: bool, share: Callable[[], float]) -> list[float] | None:
-        """Return the times of the shortest block of this period that was found, None where all of them collide."""
+    def _fit(
+        self, period: float, packed: bool, share: Callable[[], float], those: tuple[float, float]
+    ) -> list[float] | None:
+        """Return the times of the shortest block of this period that was found, None where all of them collide.
+
+        `those` are the shares of the budget between which it is searched.
+        """
+        begin, end = those
         draw, best, least = self.random, None, math.inf
         first = self.packed(period) if packed else list(self.earliest)
         costs = [self._cost(rank, first, period) for rank in range(len(self.kinds))]
         energy = sum(costs) + self._length(first)
-        while (used := share()) < 1:
+        while (used := share()) < end:
             trial = self._changed(first, period)
             changed = {self.form.rank[kind] for kind, (old, new) in enumerate(zip(first, trial)) if old != new}
             more = list(costs)
             for rank in changed:
                 more[rank] = self._cost(rank, trial, period)
             worse = sum(more) + self._length(trial) - energy
-            warm = self.busy * HOT * (COLD / HOT) ** max(0.0, used)
+            warm = self.busy * HOT * (COLD / HOT) ** max(0.0, (used - begin) / (end - begin))
             if worse <= 0 or draw.random() < math.exp(-worse / warm):
                 first, costs, energy = trial, more, energy + worse
                 if energy < least and sum(costs) <= TINY * self.busy:

@@ -74,3 +74,8 @@ def test_no_period_is_shorter_than_memory_allows():
     times = found(Form((0, 1), 6, Costs(transfer=2), 1))
     assert times is not None
     assert times.period >= 2 * 2 + 5
+
+
+def test_it_ends_where_nothing_is_left_to_use():
+    form = Form((0, 1), 6, Costs(0, 0, 0, transfer=1), 1)
+    assert Cycle(form, random.Random(0)).search(lambda: 1.0) is None
