@@ -7,7 +7,7 @@ from typing import Annotated
 from mpipipe.cli.commands import ALL, Command, Commands
 from mpipipe.cli.flags import Operand
 from mpipipe.cli.parser import Parser, add_parameters
-from mpipipe.cli.refusal import REFUSED
+from mpipipe.cli.refusal import WRONG_USAGE
 from mpipipe.comm.abort import Stop
 
 SHELLS = ("bash", "zsh", "tcsh")
@@ -21,9 +21,11 @@ def completion(shell: Annotated[str, Operand("bash, zsh or tcsh")]) -> int:
     try:
         import shtab
     except ImportError:
-        raise Stop("mpipipe: completion needs shtab\n  remedy: pip install 'mpipipe[completion]'\n", REFUSED) from None
+        raise Stop(
+            "mpipipe: completion needs shtab\n  remedy: pip install 'mpipipe[completion]'\n", WRONG_USAGE
+        ) from None
     if shell not in SHELLS:
-        raise Stop(f"mpipipe: no completion for {shell!r}\n  expected: {', '.join(SHELLS)}\n", REFUSED)
+        raise Stop(f"mpipipe: no completion for {shell!r}\n  expected: {', '.join(SHELLS)}\n", WRONG_USAGE)
     parser = Parser("mpipipe")
     _add(parser, ALL)
     print(shtab.complete(parser, shell))

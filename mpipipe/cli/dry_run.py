@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 from mpipipe import processor, schedules
 from mpipipe.cli.refusal import refusing
@@ -12,29 +13,33 @@ from mpipipe.comm.group import group_of
 from mpipipe.comm.launcher import launcher_size
 from mpipipe.errors import ConfigError
 from mpipipe.models import GPT
+from mpipipe.planning import SavedProfile
+from mpipipe.planning.table import shown_seconds
 from mpipipe.text_table import text_table
 from mpipipe.train import TrainConfig
 from mpipipe.train.dry_run import Forecast, RankBytes, foresee
+from mpipipe.train.planner import predict_on_paper
 
 MOST_RANKS = 1 << 16
 COLUMNS = ("parameters", "gradients", "moments", "activations", "messages", "scratch", "later", "process", "total")
 
 
-def foretell(load: Callable[[], TrainConfig], ranks: int | None) -> int:
+def foretell(load: Callable[[], TrainConfig], ranks: int | None, profile: str | None = None) -> int:
     """Show what a training would be: on `ranks` ranks in one process, or on the ranks of this job, by its rank 0.
 
-    In one process nothing asks for MPI. In a job every rank raises the same error.
+    With a profile, which `mpipipe plan --save-profile` has written, also how long a step would take. In one process
+    nothing asks for MPI. In a job every rank raises the same error.
     """
     if launcher_size(os.environ) is not None:
-        return run_or_abort(lambda: _in_job(load, ranks))
+        return run_or_abort(lambda: _in_job(load, ranks, profile))
     with refusing("nothing is foreseen"):
         if ranks is not None and not 1 <= ranks <= MOST_RANKS:
             raise ConfigError("--ranks is out of range", found=ranks, expected=f"at least 1, at most {MOST_RANKS:,}")
-        _show(load(), ranks or 1)
+        _show(load(), ranks or 1, profile)
     return 0
 
 
-def _in_job(load: Callable[[], TrainConfig], ranks: int | None) -> None:
+def _in_job(load: Callable[[], TrainConfig], ranks: int | None, profile: str | None) -> None:
     group = group_of()
     with group.together("train: the dry run"):
         if ranks not in (None, group.size):
@@ -46,16 +51,27 @@ def _in_job(load: Callable[[], TrainConfig], ranks: int | None) -> None:
             )
         config = load()
         if group.rank == 0:
-            _show(config, group.size)
+            _show(config, group.size, profile)
 
 
-def _show(config: TrainConfig, ranks: int) -> None:
+def _show(config: TrainConfig, ranks: int, profile: str | None) -> None:
     processor.prepare_process()
-    print(described(foresee(config, GPT, ranks)), flush=True)
+    saved = None if profile is None else SavedProfile.read(Path(profile))
+    found = foresee(config, GPT, ranks)
+    lines = [described(found)]
+    if saved is not None:
+        seconds = predict_on_paper(found, GPT, saved).seconds
+        lines.append(
+            f"a step takes {shown_seconds(seconds)}, {config.batch * config.seq_len / seconds:,.0f} tokens/s, "
+            f"by {profile} (measured on {saved.ranks} rank{'s' * (saved.ranks != 1)})"
+        )
+    print(*lines, sep="\n", flush=True)
 
 
-def check_alone(ranks: int | None) -> None:
-    """Raise ConfigError where --ranks is given to a training that really runs."""
+def check_alone(ranks: int | None, profile: str | None) -> None:
+    """Raise ConfigError if --ranks or --profile is given to a training that really runs."""
+    if profile is not None:
+        raise ConfigError("--profile without --dry-run", found=f"--profile {profile}", remedy="add --dry-run")
     if ranks is not None:
         raise ConfigError(
             "--ranks without --dry-run",

@@ -85,7 +85,8 @@ def described(surroundings: Mapping[str, Any]) -> dict[str, str]:
         "threads": "\n".join(rank_list.grouped(threads)),
         "free memory": "\n".join(memory) or "not known",
     }
-    warnings = list(filter(None, [surroundings["crowded"], surroundings["crowded_threads"], _idle(surroundings)]))
+    found = surroundings["oversubscribed"], surroundings["oversubscribed_threads"], _idle(surroundings)
+    warnings = list(filter(None, found))
     if warnings:
         facts["warning"] = "\n".join(warnings)
     return facts
@@ -105,7 +106,7 @@ def _idle(surroundings: Mapping[str, Any]) -> str | None:
 
 
 def _placement(comm: Communicator) -> list[str]:
-    """List the GPU that each rank would take, or why they cannot; empty where no rank sees one."""
+    """List the GPU that each rank would take, or why they cannot; empty if no rank sees one."""
     group = group_of(comm)
     if not group.agree("info: the GPUs", values=[arrays.device_count()]).any():
         return []

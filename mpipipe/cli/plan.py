@@ -9,6 +9,8 @@ from typing import Any
 
 from mpipipe import files, processor
 from mpipipe.cli.flags import Flag, Parameter
+from mpipipe.cli.one_process import check_one_process
+from mpipipe.cli.refusal import refusing
 from mpipipe.cli.train import CONFIG, FIELDS
 from mpipipe.comm import runtime
 from mpipipe.comm.abort import run_or_abort
@@ -18,7 +20,10 @@ from mpipipe.comm.mesh import Mesh
 from mpipipe.comm.types import Communicator
 from mpipipe.errors import ConfigError
 from mpipipe.models import GPT
+from mpipipe.planning import Choice, SavedProfile
 from mpipipe.planning.table import table
+from mpipipe.schedules import Links
+from mpipipe.schedules.links import FORM
 from mpipipe.train import TrainConfig
 from mpipipe.train.base import architecture_of, find_base
 from mpipipe.train.config_checks import PLANNED
@@ -26,39 +31,107 @@ from mpipipe.train.config_file import read_keys, toml_line
 from mpipipe.train.fine_tuning import find_tuning
 from mpipipe.train.options.aliases import near
 from mpipipe.train.outlet import Outlet
-from mpipipe.train.planner import Found, Scene, find
+from mpipipe.train.planner import Found, Scene, find, plan_on_paper
 from mpipipe.train.preparation import check_same_config, find_data
 
 NOT_WRITTEN = ("plan", "memory_limit", "fixed", "config")
 
 
-def plan(config: str | None = None, out: str | None = None, **flags: Any) -> int:
+def plan(
+    config: str | None = None,
+    out: str | None = None,
+    save_profile: str | None = None,
+    profile: str | None = None,
+    ranks: int | None = None,
+    transfer_model: str | None = None,
+    **flags: Any,
+) -> int:
     """Find the fastest schedule, chunks, micro-batches, partition and recomputation for a training (mpiexec -n 4 ...).
 
     Takes the flags of train. What is given stays as it is; all else is chosen by measurements with all ranks at work.
+    With --profile nothing is measured: one process plans for --ranks, without MPI.
     """
+    keys = {**flags, "plan": "auto"}
+    if profile is not None:
+        with refusing("nothing is planned"):
+            check_one_process("plan --profile")
+            if save_profile is not None:
+                raise ConfigError("nothing is measured with --profile", found=f"--save-profile {save_profile}")
+            _check_outputs(out)
+            given = {**_keys_of(config), **flags}
+            _on_paper(TrainConfig.load(config, **keys), given, Path(profile), ranks or 1, transfer_model, out)
+        return 0
 
     def work() -> None:
         processor.prepare_process()
         comm = runtime.world()
         given: dict[str, Any] = {}
         with group_of(comm).together("plan: reading the configuration"):
-            given = {**({} if config is None else read_keys(Path(config))), **flags}
-            chosen = TrainConfig.load(config, **{**flags, "plan": "auto"})
-            if comm.rank == 0 and out is not None:
-                check_new(Path(out))
-        found, mesh_sizes = make_plans(chosen, comm)
+            _check_measured(ranks, transfer_model)
+            given = {**_keys_of(config), **flags}
+            chosen = TrainConfig.load(config, **keys)
+            if comm.rank == 0:
+                _check_outputs(out, save_profile)
+        found, scene = make_plans(chosen, comm)
         with group_of(comm).together("plan: the result"):
             if comm.rank == 0:
                 show(found)
                 if out is not None:
-                    write(Path(out), {**given, **mesh_sizes}, found)
+                    write(Path(out), {**given, "pipe": scene.ranks, "seq": scene.config.seq}, found.choice)
+                if save_profile is not None:
+                    SavedProfile.of(found.profile, scene.signatures, scene.facts).save(Path(save_profile))
+                    _say(f"mpipipe: the measurements are in {save_profile}: plan --profile, train --dry-run --profile")
 
     return run_or_abort(work)
 
 
-def make_plans(config: TrainConfig, comm: Communicator) -> tuple[Found, dict[str, int]]:
-    """Return the plans of a training on these ranks, and the sizes of the mesh; collective."""
+def _keys_of(config: str | None) -> dict[str, Any]:
+    return {} if config is None else read_keys(Path(config))
+
+
+def _check_outputs(*paths: str | None) -> None:
+    for path in paths:
+        if path is not None:
+            check_new(Path(path))
+
+
+def _check_measured(ranks: int | None, transfer_model: str | None) -> None:
+    """Refuse what is for plans on paper alone."""
+    for name, value in (("--ranks", ranks), ("--transfer-model", transfer_model)):
+        if value is not None:
+            raise ConfigError(
+                f"{name} is for plans on paper",
+                found=f"{name} {value}, without --profile",
+                expected="a plan is made of measurements, on the ranks that mpiexec or srun starts",
+                remedy="measure with --save-profile FILE on few ranks, then plan with --profile FILE for many; "
+                "`mpipipe simulate --schedule all --ranks N` compares schedules without any measurement",
+            )
+
+
+def _on_paper(
+    config: TrainConfig, given: Mapping[str, Any], path: Path, ranks: int, transfer_model: str | None, out: str | None
+) -> None:
+    saved = SavedProfile.read(path)
+    links = None if transfer_model is None else Links.read(transfer_model)
+    subject, plans = plan_on_paper(config, GPT, ranks, saved, links)
+    for line in table(plans):
+        _say(line)
+    _say(
+        f"on paper: {_ranks(ranks)}, from measurements on {_ranks(saved.ranks)}; "
+        f"{path} says that real steps take {saved.scale:.3f} of what they add up to"
+    )
+    if subject.replicas > 1 and not saved.sums:
+        _say(f"not counted: the sums over {subject.replicas} replicas, which were not measured")
+    if out is not None:
+        write(Path(out), {**given, "pipe": subject.ranks, "seq": config.seq}, plans[0].choice)
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' * (count != 1)}"
+
+
+def make_plans(config: TrainConfig, comm: Communicator) -> tuple[Found, Scene]:
+    """Return the plans of a training on these ranks, and what was measured where; collective."""
     check_same_config(group_of(comm), config)
     config, base = find_base(config, comm)
     tuning = find_tuning(config, comm)
@@ -69,22 +142,25 @@ def make_plans(config: TrainConfig, comm: Communicator) -> tuple[Found, dict[str
         place = select_device(config.device, comm)
         vocab = find_data(config, None, group_of(comm)).vocab
         scene = Scene.of(config, architecture_of(base, GPT), mesh, vocab, tuning)
-        return find(scene, place), {"pipe": pipe, "seq": config.seq}
+        return find(scene, place), scene
 
 
 def show(found: Found) -> None:
     """Write the best plans to the standard output."""
-    outlet = Outlet(sys.stdout)
     for line in table(found.plans):
-        outlet.write(f"{line}\n")
+        _say(line)
     scale = found.profile.scale
-    outlet.write(f"real steps take {scale:.3f} of what measured layers and messages add up to; that is counted above\n")
+    _say(f"real steps take {scale:.3f} of what measured layers and messages add up to; that is counted above")
     if found.crowd:
-        outlet.write(f"{found.crowd}\n")
+        _say(found.crowd)
+
+
+def _say(line: str) -> None:
+    Outlet(sys.stdout).write(f"{line}\n")
 
 
 def check_new(path: Path) -> None:
-    """Raise ConfigError where no new file can be written."""
+    """Raise ConfigError if no new file can be written."""
     if path.exists() or not path.parent.is_dir():
         raise ConfigError(
             "no plan can be written there",
@@ -94,9 +170,8 @@ def check_new(path: Path) -> None:
         )
 
 
-def write(path: Path, given: Mapping[str, Any], found: Found) -> None:
-    """Write a configuration with the best plan, for `train --config`. Raises ConfigError where it cannot be."""
-    choice = found.choice
+def write(path: Path, given: Mapping[str, Any], choice: Choice) -> None:
+    """Write a configuration with the best plan, for `train --config`. Raises ConfigError if it cannot be."""
     keys = {name.rstrip("_"): value for name, value in given.items() if name not in (*NOT_WRITTEN, *PLANNED)}
     keys |= {
         "schedule": choice.schedule,
@@ -113,13 +188,23 @@ def write(path: Path, given: Mapping[str, Any], found: Found) -> None:
         files.write_whole(path, content.encode())
     except OSError as error:
         raise ConfigError(f"the plan cannot be written: {error.strerror}", found=str(path)) from error
-    Outlet(sys.stdout).write(f"mpipipe: the plan is in {path}: python -m mpipipe train --config {path}\n")
+    _say(f"mpipipe: the plan is in {path}: python -m mpipipe train --config {path}")
 
 
 OUT = Parameter("out", str, False, None, Flag("new file for the best plan, which train --config takes", metavar="FILE"))
+SAVE = Parameter("save_profile", str, False, None, Flag("new file for what was measured", metavar="FILE"))
+PROFILE = Parameter("profile", str, False, None, Flag("file of --save-profile: measure nothing", metavar="FILE"))
+RANKS = Parameter("ranks", int, False, None, Flag("with --profile: ranks to plan for; default: 1", least=1))
+LINKS = Parameter(
+    "transfer_model", str, False, None, Flag(f"with --profile: links between them, in s and bytes/s: {FORM}")
+)
 plan.parameters = [  # type: ignore[attr-defined]
     CONFIG,
     OUT,
+    SAVE,
+    PROFILE,
+    RANKS,
+    LINKS,
     *(entry for entry in FIELDS if entry.name not in ("out", "plan")),
 ]
 plan.suggest = near  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""How a command ends that cannot do what it was asked for: one report, and the exit code of wrong usage."""
+"""How a command ends when it cannot do what was asked: one report, and the exit code of wrong usage."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from mpipipe.comm.abort import Stop
-from mpipipe.comm.report import describe
+from mpipipe.comm.report import AGREED, describe
 from mpipipe.errors import MpipipeError
 
-REFUSED = 2  # exit code
+WRONG_USAGE = AGREED  # exit code: all ranks of a job end with the same error
 
 
 @contextmanager
 def refusing(outcome: str) -> Iterator[None]:
-    """End the program with a report for an error inside the block; `outcome` says what was not done."""
+    """Report an error inside the block, and end the program; `outcome` says what was not done."""
     try:
         yield
     except MpipipeError as error:
-        raise Stop(describe(error, f"mpipipe: {outcome}"), REFUSED) from error
+        raise Stop(describe(error, f"mpipipe: {outcome}"), WRONG_USAGE) from error

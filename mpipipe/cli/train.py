@@ -20,7 +20,9 @@ from mpipipe.train.config_checks import range_words
 from mpipipe.train.options.aliases import near
 
 
-def train(config: str | None = None, dry_run: bool = False, ranks: int | None = None, **flags: Any) -> int:
+def train(
+    config: str | None = None, dry_run: bool = False, ranks: int | None = None, profile: str | None = None, **flags: Any
+) -> int:
     """Train a GPT on text or tokens (mpiexec -n 4 python -m mpipipe train --out runs/first).
 
     The keys of the file given by --config are the flags without leading dashes, and with _ for -. Flags win over keys.
@@ -30,13 +32,13 @@ def train(config: str | None = None, dry_run: bool = False, ranks: int | None = 
         processor.prepare_process(share_of_cores())
         group, chosen = group_of(), None
         with refusing("the training cannot begin"), group.together("train: reading the configuration"):
-            check_alone(ranks)
+            check_alone(ranks, profile)
             if group.rank == 0:
                 chosen = TrainConfig.load(config, **flags)
         run_training(group.broadcast("train: the configuration", chosen), GPT)
 
     if dry_run:
-        return foretell(lambda: TrainConfig.load(config, **flags), ranks)
+        return foretell(lambda: TrainConfig.load(config, **flags), ranks, profile)
     return run_or_abort(work)
 
 
@@ -55,6 +57,9 @@ def _parameter(entry: dataclasses.Field) -> Parameter:
 CONFIG = Parameter("config", str, False, None, Flag("TOML file with any of the keys below", metavar="FILE"))
 DRY_RUN = Parameter("dry_run", bool, False, False, Flag("train nothing: show the plan, and the memory of each rank"))
 RANKS = Parameter("ranks", int, False, None, Flag("of a dry run in one process; default: 1"))
+PROFILE = Parameter(
+    "profile", str, False, None, Flag("of `plan --save-profile`: a dry run says how long a step takes", metavar="FILE")
+)
 FIELDS = [_parameter(entry) for entry in dataclasses.fields(TrainConfig)]
-train.parameters = [CONFIG, DRY_RUN, RANKS, *FIELDS]  # type: ignore[attr-defined]
+train.parameters = [CONFIG, DRY_RUN, RANKS, PROFILE, *FIELDS]  # type: ignore[attr-defined]
 train.suggest = near  # type: ignore[attr-defined]

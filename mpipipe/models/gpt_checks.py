@@ -32,7 +32,7 @@ def check_sizes(values: dict[str, Any]) -> None:
 
 
 def check_heads(values: dict[str, Any]) -> None:
-    """Raise ArgumentError unless the heads go together; `head_dim` is None where it is to follow from the width."""
+    """Raise ArgumentError unless the heads go together; `head_dim` is None if it is to follow from the width."""
     dim, heads, head_dim = values["dim"], values["heads"], values["head_dim"]
     rotary = values["positions"] == "rotary"
     if head_dim is None and dim % (2 * heads if rotary else heads):
@@ -89,7 +89,7 @@ def checked_scaling(scaling: Any, base: Any) -> RopeScaling | None:
 
 
 def checked_windows(windows: Any, layers: int) -> tuple[int | None, ...] | None:
-    """Return a window for each layer, or None where no layer has one."""
+    """Return a window for each layer, or None if no layer has one."""
     if windows is None:
         return None
     if type(windows) not in (tuple, list) or len(windows) != layers:

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 from mpipipe.errors import ArgumentError
 from mpipipe.pictures.colours import INK, PALE, SERIES, YELLOW, darker
-from mpipipe.pictures.sheet import MARGIN, SMALL, TEXT, WIDTH, Sheet, counted, draw, is_number
+from mpipipe.pictures.sheet import MARGIN, SMALL, TEXT, WIDTH, Sheet, draw, is_number
 from mpipipe.pictures.spread import spread
 from mpipipe.schedules import Costs, Timeline, by_name, simulate
 from mpipipe.schedules.registry import ONE_STAGE, SEVERAL_STAGES, TWO_STAGES
 from mpipipe.schedules.simulate import EQUAL_COSTS
+from mpipipe.wording import counted
 
 TOP, LEFT, PANEL, NAME, BETWEEN = 24.0, 40.0, 180.0, 20.0, 22.0  # points
 APART, LEADER, NUMBERS_APART = 11.5, 34.0, 18.0  # points: names of two lines; from a line to its name; of the axis
@@ -77,7 +78,7 @@ def simulate_all(
     [('gpipe', 21.0), ('gpipe', 33.0), ('zero_bubble_v', 15.0), ('zero_bubble_v', 25.5)]
     """
     for entry in fields(costs):
-        if not is_number(getattr(costs, entry.name)):
+        if getattr(costs, entry.name) is not None and not is_number(getattr(costs, entry.name)):
             raise ArgumentError(
                 f"the cost {entry.name} is no number",
                 found=repr(getattr(costs, entry.name)),

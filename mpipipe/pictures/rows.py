@@ -15,7 +15,7 @@ MOST_BOXES = 100_000  # more than a picture has room for; drawing them takes sev
 
 
 def check_boxes(count: int) -> None:
-    """Raise ArgumentError where there are more actions than a picture can show."""
+    """Raise ArgumentError if there are more actions than a picture can show."""
     if count > MOST_BOXES:
         raise ArgumentError(
             "there are more actions than a picture can show",

@@ -14,6 +14,7 @@ from mpipipe import files
 from mpipipe.errors import ArgumentError, BackendError, StorageError
 from mpipipe.pictures.colours import INK, Look, shade
 from mpipipe.schedules import Schedule
+from mpipipe.wording import counted
 
 WIDTH, MARGIN = 548.0, 8.0  # points; the width of a page of documentation
 TITLE, TEXT, SMALL = 10.5, 9.0, 8.0  # sizes of fonts
@@ -179,12 +180,6 @@ def _target(path: str | os.PathLike[str]) -> tuple[Path, str]:
     if not os.access(target.parent, os.W_OK):
         raise _unwritable(target, "the folder may not be written to")
     return target, kind
-
-
-def counted(count: int, thing: str) -> str:
-    """Return a count with its noun."""
-    ending = "" if count == 1 else "es" if thing.endswith("ch") else "s"
-    return f"{count} {thing}{ending}"
 
 
 def subject(schedule: Schedule) -> str:

@@ -180,7 +180,7 @@ def _needed(box: Measured, size: float) -> float:
 
 
 def _checked(measured: Sequence[Iterable[Measured]], schedule: Schedule) -> Boxes:
-    """Return what was measured; raises ArgumentError where it does not belong to the schedule."""
+    """Return what was measured; raises ArgumentError if it does not belong to the schedule."""
     if len(measured) != schedule.ranks:
         raise ArgumentError(
             "what was measured is of another number of ranks",

@@ -15,7 +15,7 @@ from mpipipe.even_split import even_split
 
 
 def rows_of(tree: Tree) -> int:
-    """Return the extent of the first axis, which all leaves share; raises ArgumentError where they do not."""
+    """Return the extent of the first axis, which all leaves share; raises ArgumentError if they do not."""
     leaves = [tree] if type(tree) is np.ndarray else flatten(tree)[0]
     for leaf in leaves:
         check_sendable(leaf)

@@ -17,6 +17,7 @@ from mpipipe.arrays import Array, Tree
 from mpipipe.errors import ArgumentError, MpipipeError, StageError
 from mpipipe.nn import Position
 from mpipipe.nn.flat_view import FlatView, flat_if_any, flat_of
+from mpipipe.nn.unfinished import check_finished
 from mpipipe.nn.writers import Writers, writers_of
 from mpipipe.pipeline.graphs import StageGraphs
 from mpipipe.pipeline.signatures import takes_parameter
@@ -198,8 +199,11 @@ class StageAdapter:
         """Raise ArgumentError where parameters or gradients are not those that the pipeline was built with.
 
         That is where a later pipeline has given tied parameters another storage, or where a user's stage has other
-        gradients now: what its backward adds to the old ones would be neither zeroed nor summed over the replicas.
+        gradients now: what its backward adds to the old ones would be neither zeroed nor summed over the replicas. Nor
+        may an optimizer step that has begun still need the gradients.
         """
+        for each in (self.given, *self.models):
+            check_finished(each, self.number)
         self._check_gradients()
         for model, owners in zip(self.models, self._owners):
             if model.owners != owners:

@@ -3,6 +3,7 @@
 from mpipipe.planning.choice import Choice
 from mpipipe.planning.predict import Prediction, predict
 from mpipipe.planning.profile import LayerCosts, Link, Profile, RankCosts, Sizes
+from mpipipe.planning.saved import SavedProfile
 from mpipipe.planning.search import Plan, Space, find_plans
 from mpipipe.planning.sizes import parse_bytes, shown_bytes
 
@@ -14,6 +15,7 @@ __all__ = [
     "Prediction",
     "Profile",
     "RankCosts",
+    "SavedProfile",
     "Sizes",
     "Space",
     "find_plans",

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from mpipipe import schedules
 from mpipipe.planning.choice import Choice
 from mpipipe.planning.profile import Link, Profile
-from mpipipe.schedules import Costs, Schedule
-from mpipipe.schedules.action import INPUT_GRAD
+from mpipipe.schedules import Costs, Schedule, Timeline
+from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, RECOMPUTE
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ def predict(profile: Profile, choice: Choice, rows: int, trained: Collection[int
 
     A step lasts as long as the simulated schedule, then the sums over replicas that are under way, clipping and
     optimizer, and what `Profile.step` has besides. An action lasts as long as its layers, and the time for which its
-    messages keep the rank from computing.
+    messages keep the rank from computing. Where ranks share memory bandwidth or cores, each computes faster while
+    others are idle: the schedule is shorter by what that saves the busiest rank.
 
     Parameters
     ----------
@@ -102,9 +104,10 @@ def predict(profile: Profile, choice: Choice, rows: int, trained: Collection[int
     size = -(-rows // choice.microbatches)
     costs = _costs(profile, schedule, choice.ranges, size, rows / (size * choice.microbatches))
     timeline = schedules.simulate(schedule, costs)
+    faster = _speed(timeline, profile.alone)
     own = [_layers(schedule, choice.ranges, rank) for rank in range(profile.ranks)]
     counts = [sum(profile.trained[layer] for layer in layers) for layers in own]
-    summed = max(end + count * each for end, count, each in zip(timeline.ends, counts, profile.sums))
+    summed = max(faster * end + count * each for end, count, each in zip(timeline.ends, counts, profile.sums))
     updated = max(count * each for count, each in zip(counts, profile.optimizer))
     activations = _activations(profile, schedule, choice.ranges, size)
     states = [sum(profile.states[layer] for layer in layers) for layers in own]
@@ -117,6 +120,22 @@ def predict(profile: Profile, choice: Choice, rows: int, trained: Collection[int
     )
 
 
+def _speed(timeline: Timeline, alone: float) -> float:
+    """Return the time of the busiest rank's actions as a share of what it is while all ranks compute."""
+    schedule, times = timeline.schedule, timeline.durations
+    if schedule.ranks < 2 or not timeline.makespan:
+        return 1.0
+    busy = [0.0] * schedule.ranks
+    for stage, rank in enumerate(schedule.placement):
+        backward = times[BACKWARD][stage] if stage >= schedule.trained_from else 0.0
+        busy[rank] += schedule.microbatches * (times[FORWARD][stage] + backward)
+    for stage, _ in schedule.recomputed:
+        busy[schedule.placement[stage]] += times[RECOMPUTE][stage]
+    others = sorted(busy)[:-1]
+    idle = 1 - math.fsum(others) / (len(others) * timeline.makespan)
+    return 1 - (1 - alone) * max(0.0, idle)
+
+
 def _layers(schedule: Schedule, ranges: Sequence[tuple[int, int]], rank: int) -> list[int]:
     return [layer for stage in schedule.stages_of(rank) for layer in range(*ranges[stage])]
 
@@ -126,7 +145,7 @@ def _costs(profile: Profile, schedule: Schedule, ranges: Sequence[tuple[int, int
     ranks, last = profile.costs[size], schedule.stages - 1
     splits = {action.stage for order in schedule.orders for action in order if action.op == INPUT_GRAD}
     links = [_link(profile, schedule, stage, size) for stage in range(schedule.stages)]
-    forward, input_grad, weight_grad = [], [], []
+    forward, input_grad, weight_grad, recompute = [], [], [], []
     for stage, rank in enumerate(schedule.placement):
         mine = ranks[rank]
         layers = [mine.layers[profile.kinds[layer]] for layer in range(*ranges[stage])]
@@ -139,7 +158,8 @@ def _costs(profile: Profile, schedule: Schedule, ranges: Sequence[tuple[int, int
         first = share * sum(each.input_grad for each in layers) if stage in splits else whole
         input_grad.append(first + more)
         weight_grad.append(second)
-    return Costs(forward, input_grad, weight_grad, [link.transfer for link in links])
+        recompute.append(share * sum(each.forward if each.again is None else each.again for each in layers))
+    return Costs(forward, input_grad, weight_grad, [link.transfer for link in links], recompute)
 
 
 def _link(profile: Profile, schedule: Schedule, edge: int, size: int) -> Link:

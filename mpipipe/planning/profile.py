@@ -13,11 +13,14 @@ class LayerCosts:
     Parameters
     ----------
     forward : float
-        Of the forward, and so of running it again.
+        Of the forward.
     backward : float
         Of both gradients in one go.
     input_grad, weight_grad : float
         Of each by itself.
+    again : float, optional
+        What is added where the forward is run again right before the backward; by default the forward. It may be less:
+        what the backward needs is then still in a cache.
 
     Examples
     --------
@@ -30,6 +33,7 @@ class LayerCosts:
     backward: float
     input_grad: float
     weight_grad: float
+    again: float | None = None
 
 
 @dataclass(frozen=True)
@@ -133,6 +137,8 @@ class Profile:
         Seconds of a step besides all that: the agreement of the ranks, and the loss that all of them learn.
     scale : float
         By which real steps last longer than what is predicted without it.
+    alone : float
+        Time of an action while no other rank computes, as a share of what it is in `costs`, while all of them do.
 
     Examples
     --------
@@ -156,6 +162,7 @@ class Profile:
     sums: tuple[float, ...]
     step: float = 0.0
     scale: float = 1.0
+    alone: float = 1.0
 
     @property
     def ranks(self) -> int:

@@ -122,7 +122,7 @@ class _Stage(NamedTuple):
     forward, input_grad, weight_grad : of F, I and W
     forward_begins, input_begins : not earlier than this
     forward_follow, input_follow : how long other actions take that wait for the end of this F, of this I
-    recomputations : number of R's
+    recomputations : time of R's
     """
 
     is_trained: bool
@@ -133,7 +133,7 @@ class _Stage(NamedTuple):
     input_begins: float
     forward_follow: float
     input_follow: float
-    recomputations: int
+    recomputations: float
 
 
 def _stages(
@@ -158,7 +158,8 @@ def _stages(
         input_begins.append(input_begins[-1] + input_grad[stage + 1] + hop[stage + 1])
         forward_follow.append(forward_follow[-1] + hop[stage + 1] + forward[stage + 1])
     times = (forward, input_grad, weight_grad, forward_begins, input_begins[::-1], forward_follow[::-1], input_follow)
-    return [_Stage(*row) for row in zip(trained, *times, [recomputations.get(stage, 0) for stage in range(count)])]
+    again = [recomputations.get(stage, 0) * time for stage, time in enumerate(costs.per_stage("recompute", count))]
+    return [_Stage(*row) for row in zip(trained, *times, again)]
 
 
 def _busy(own: Sequence[_Stage], microbatches: int) -> Iterator[float]:
@@ -171,7 +172,7 @@ def _busy(own: Sequence[_Stage], microbatches: int) -> Iterator[float]:
     kinds += [(each.input_begins, microbatches * each.input_grad, each.input_follow) for each in trained]
     kinds += [(each.input_begins + each.input_grad, microbatches * each.weight_grad, 0.0) for each in trained]
     for each in trained:
-        work = each.recomputations * each.forward
+        work = each.recomputations
         kinds.append((each.forward_begins + each.forward, work, each.input_grad + each.input_follow))
     for begin in {kind[0] for kind in kinds}:
         for follow in {kind[2] for kind in kinds}:

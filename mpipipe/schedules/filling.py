@@ -1,4 +1,4 @@
-"""Where the W's go: given an order of F's and I's, they fill the waits that the costs make, as far as memory allows."""
+"""The places of W's in an order of F's and I's: they fill the waits that follow from the costs, if memory allows it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from mpipipe.schedules.list_scheduler import ListScheduler
 from mpipipe.schedules.schedule import Schedule
 from mpipipe.schedules.simulate import Costs, simulate
 
-PATIENCES = (0.01, 0.5, 1.0, 2.0)  # shares of a W: a rank with less than that to wait does not begin one
-Queues: TypeAlias = "Sequence[Sequence[Sequence[Action]]]"  # of each rank: see ListScheduler.run
+PATIENCES = (0.01, 0.5, 1.0, 2.0)  # shares of a W's time: a rank that would wait for less than that begins no W
+Queues: TypeAlias = "Sequence[Sequence[Sequence[Action]]]"  # the queues of each rank: see ListScheduler.run
 
 
 Score: TypeAlias = "tuple[float, float, int]"
@@ -34,12 +34,12 @@ def filled(
     *,
     prompt: bool = False,
 ) -> Filled | None:
-    """Return the schedule that comes of these queues; None where that much memory does not let it end.
+    """Return the schedule that follows from these queues; None if it cannot end within the memory limit.
 
     Parameters
     ----------
     form : Schedule
-        Whose name, placement and micro-batches it gets.
+        Has the name, the placement and the number of micro-batches.
     limit : float
         Activations that a rank may hold at once.
     patience, kept, prompt : float, float, bool
@@ -64,6 +64,6 @@ def simulated(schedule: Schedule, costs: Costs) -> Filled:
 
 
 def fastest(candidates: Iterable[Filled | None]) -> Schedule | None:
-    """Return the candidate with the best score, of equal ones the first; None where there is none."""
+    """Return the first candidate with the best score; None if all candidates are None."""
     found = min((each for each in candidates if each is not None), key=lambda each: each.score, default=None)
     return None if found is None else found.schedule

@@ -47,7 +47,7 @@ class Annealing:
         self.schedule, self.random = schedule, random
         self.limit = limit * (1 + 1e-9)
         self.whole, self.kept = sizes_per_stage(schedule, 1.0, kept_input)
-        names = {FORWARD: "forward", INPUT_GRAD: "input_grad", WEIGHT_GRAD: "weight_grad", RECOMPUTE: "forward"}
+        names = {FORWARD: "forward", INPUT_GRAD: "input_grad", WEIGHT_GRAD: "weight_grad", RECOMPUTE: "recompute"}
         self.seconds = {op: costs.per_stage(name, schedule.stages) for op, name in names.items()}
         self.hop = hops(schedule.placement, costs)
         self.orders = [[each for action in order for each in _split(action)] for order in schedule.orders]

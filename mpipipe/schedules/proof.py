@@ -8,8 +8,8 @@ from typing import NoReturn, TypeAlias
 
 from mpipipe.errors import ScheduleError
 from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, OPS, RECOMPUTE, WEIGHT_GRAD, Action
+from mpipipe.schedules.dependencies import source
 from mpipipe.schedules.grid import grid
-from mpipipe.schedules.needs import source
 from mpipipe.schedules.replay import packed, replay
 from mpipipe.schedules.schedule import Schedule
 from mpipipe.schedules.skips import check_skips

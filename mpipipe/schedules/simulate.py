@@ -24,12 +24,14 @@ class Costs:
     Parameters
     ----------
     forward : float or sequence of float, optional
-        Time of F, and of R.
+        Time of F.
     input_grad, weight_grad : float or sequence of float, optional
         Times of I and W. B takes both.
     transfer : float or sequence of float, optional
         Time of one message between stages l-1 and l, in either direction, where they lie on different ranks. In a
         sequence entry l is the hop between stages l-1 and l, and entry 0 is not used.
+    recompute : float or sequence of float, optional
+        Time of R, which runs a forward again; by default that of F.
 
     Examples
     --------
@@ -43,6 +45,7 @@ class Costs:
     input_grad: float | Sequence[float] = 1
     weight_grad: float | Sequence[float] = 1
     transfer: float | Sequence[float] = 0
+    recompute: float | Sequence[float] | None = None
 
     def per_stage(self, name: str, stages: int) -> list[float]:
         """Give the cost `name` as one float for each stage.
@@ -50,7 +53,7 @@ class Costs:
         Parameters
         ----------
         name : str
-            forward, input_grad, weight_grad or transfer.
+            forward, input_grad, weight_grad, transfer or recompute.
         stages : int
             Number of stages.
 
@@ -70,7 +73,8 @@ class Costs:
         >>> Costs(forward=2).per_stage("forward", stages=3)
         [2.0, 2.0, 2.0]
         """
-        return one_per_stage(f"the cost {name}", name, getattr(self, name), stages)
+        given = "forward" if name == "recompute" and self.recompute is None else name
+        return one_per_stage(f"the cost {given}", given, getattr(self, given), stages)
 
     def average(self, stages: int) -> Costs:
         """Give each cost as its mean over the stages.
@@ -207,11 +211,10 @@ def simulate(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> Timeline:
 def action_times(costs: Costs, stages: int) -> dict[str, list[float]]:
     """Give for each op its time in each stage."""
     input_grad, weight_grad = costs.per_stage("input_grad", stages), costs.per_stage("weight_grad", stages)
-    forward = costs.per_stage("forward", stages)
     return {
-        FORWARD: forward,
+        FORWARD: costs.per_stage("forward", stages),
         BACKWARD: [first + second for first, second in zip(input_grad, weight_grad)],
         INPUT_GRAD: input_grad,
         WEIGHT_GRAD: weight_grad,
-        RECOMPUTE: forward,
+        RECOMPUTE: costs.per_stage("recompute", stages),
     }

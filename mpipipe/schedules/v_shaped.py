@@ -122,10 +122,10 @@ def _are_alike(costs: Costs, stages: int) -> bool:
 
 def _on_a_v(name: str, ranks: int, microbatches: int, cells: Cells, less: int) -> Schedule:
     ranks, microbatches = at_least_one("ranks", ranks), at_least_one("microbatches", microbatches)
-    # A pipeline that is not filled has the order of one that is, without the micro-batches that are not there.
+    # too few micro-batches to fill the pipeline: the order of a full one, without the micro-batches that are missing
     full = max(2 * ranks - less, microbatches)
     orders = OrdersOnDemand(
-        ranks, partial(_kept, cells, ranks, full, microbatches), partial(_moment, cells, ranks, full)
+        ranks, partial(_kept, cells, ranks, full, microbatches), partial(_logical_time, cells, ranks, full)
     )
     return Schedule(name, v_placement(ranks), microbatches, orders)
 
@@ -138,13 +138,16 @@ def _of_rank(cells: Cells, ranks: int, full: int, rank: int) -> tuple[Action, ..
     return _order(cells(rank, ranks, full), rank, 2 * ranks - 1 - rank)
 
 
-def _moment(cells: Cells, ranks: int, full: int, stage: int, backward: bool, microbatch: int) -> int:
-    return _moments(cells, ranks, full, min(stage, 2 * ranks - 1 - stage))[stage, backward][microbatch]
+def _logical_time(cells: Cells, ranks: int, full: int, stage: int, backward: bool, microbatch: int) -> int:
+    return _logical_times(cells, ranks, full, min(stage, 2 * ranks - 1 - stage))[stage, backward][microbatch]
 
 
-@lru_cache(maxsize=4)  # of a rank and its neighbours
-def _moments(cells: Cells, ranks: int, full: int, rank: int) -> dict[tuple[int, bool], array[int]]:
-    """Give for both stages of a rank the place of each F, and of each B or I, counted on from the rank's number."""
+@lru_cache(maxsize=4)  # a rank asks for its own times and for those of its neighbours
+def _logical_times(cells: Cells, ranks: int, full: int, rank: int) -> dict[tuple[int, bool], array[int]]:
+    """Return the logical times of the F's, and of the B's and I's, of both stages of a rank.
+
+    The first action of rank r has time r, the second one r + 1, and so on.
+    """
     both = rank, 2 * ranks - 1 - rank
     found = {(stage, backward): array("q", bytes(8 * full)) for stage in both for backward in (False, True)}
     for place, (stage, op, microbatch) in enumerate(_of_rank(cells, ranks, full, rank), rank):

@@ -20,7 +20,7 @@ MOST_BYTES = 1 << 27  # of a file: the order of a schedule may be in it
 
 
 def read_keys(path: Path) -> dict[str, Any]:
-    """Return the keys of a TOML file and their values. Raises ConfigError where it cannot be read or is not TOML."""
+    """Return the keys of a TOML file and their values. Raises ConfigError if it cannot be read or is not TOML."""
     try:
         return tomllib.loads(files.read_text(path, MOST_BYTES))
     except OSError as error:

@@ -130,7 +130,7 @@ def _foresee(config: TrainConfig, architecture: Architecture, ranks: int, proces
     config, base = find_base(config, comm)
     tuning = find_tuning(config, comm)
     config = with_order(config, comm, Path(config.out or "."))
-    pipe, data = _mesh(config, ranks)
+    pipe, data = mesh_of(config, ranks)
     plan = TrainingPlan.of(
         config, architecture_of(base, architecture), pipe, data, find(config.data, config.vocab).vocab, tuning
     )
@@ -160,7 +160,7 @@ def _foresee(config: TrainConfig, architecture: Architecture, ranks: int, proces
     return Forecast(config, plan, pipe, data, config.seq, of_ranks)
 
 
-def _mesh(config: TrainConfig, ranks: int) -> tuple[int, int]:
+def mesh_of(config: TrainConfig, ranks: int) -> tuple[int, int]:
     """Return the ranks of a pipeline, and the number of replicas."""
     pipe = max(1, ranks // config.seq) if config.pipe is None else config.pipe
     data, rest = divmod(ranks, pipe * config.seq)

@@ -68,7 +68,7 @@ class Lines:
     path : of the file
     goes_on : whether a file of whole lines may be there already, to which lines are added
 
-    Raises FileExistsError where the file exists and may not, another OSError where it cannot be made or opened.
+    Raises FileExistsError if the file exists and may not, another OSError if it cannot be made or opened.
     """
 
     def __init__(self, path: Path, goes_on: bool = False) -> None:

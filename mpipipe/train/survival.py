@@ -168,12 +168,12 @@ class Crew:
         for stage in progress.pipeline.stages:
             stage.renew_compute()
 
-    def reporter(self, unit: str, crowded: str | None) -> Reporter:
+    def reporter(self, unit: str, oversubscribed: str | None) -> Reporter:
         """Make the reporter of rank 0, which goes on with the metrics that the old one has left."""
         step, record = self.facts["step"], self.facts["record"]
         done = step if self.facts["reported"] == step else step - 1  # behind which records are made again
         last = metrics.cut(self.out, done)
-        reporter = Reporter(self.config.steps, self.out, unit=unit, crowded=crowded, done=step)
+        reporter = Reporter(self.config.steps, self.out, unit=unit, oversubscribed=oversubscribed, done=step)
         if last < record.step <= done:
             reporter.record(record)
         return reporter

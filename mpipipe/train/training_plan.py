@@ -52,7 +52,7 @@ class TrainingPlan:
         Stages of which nothing is trained have no weight gradients in the schedule, and no backward if nothing before
         them is trained either.
 
-        Raises ConfigError or ArgumentError where the configuration does not fit these numbers. For numbers of layers,
+        Raises ConfigError or ArgumentError if the configuration does not fit these numbers. For numbers of layers,
         chunks or micro-batches that nobody can mean (see `limits`) that happens before anything is built.
         """
         rows, rest = divmod(config.batch, replicas)
@@ -130,7 +130,7 @@ class TrainingPlan:
 
 
 def given_ranges(config: TrainConfig, layers: int, stages: int) -> list[tuple[int, int]]:
-    """Return (start, stop) of the layers of each stage as the configuration says it; nothing where it does not."""
+    """Return (start, stop) of the layers of each stage as the configuration says it; nothing if it does not."""
     if config.partition is None:
         return []
     counts = parse_partition(config.partition)
@@ -145,7 +145,7 @@ def given_ranges(config: TrainConfig, layers: int, stages: int) -> list[tuple[in
 
 
 def _check_pieces(model: Model, pieces: int, stages: int) -> None:
-    """Raise ConfigError where the model cannot be cut into so many stages."""
+    """Raise ConfigError if the model cannot be cut into so many stages."""
     if pieces >= stages:
         return
     layers, found, remedy = asdict(model).get("layers"), f"{pieces} pieces", "use fewer ranks or chunks"

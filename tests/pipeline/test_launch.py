@@ -10,7 +10,7 @@ from support import dense
 
 from mpipipe import Pipeline, nn, optim, schedules
 from mpipipe.comm import inprocess
-from mpipipe.errors import ArgumentError
+from mpipipe.errors import ArgumentError, MpipipeError
 from mpipipe.trace import Recorder
 
 STEPS, MICROBATCHES, WIDTH = 4, 6, 8
@@ -188,3 +188,41 @@ def test_schedules_that_do_not_train_cannot_launch(comm):
     with Pipeline(dense.model(schedule, comm.rank), schedule, comm, dense.mean_squared) as pipeline:
         with pytest.raises(ArgumentError, match="cannot train"):
             pipeline.launch(*dense.placed(schedule, comm.rank, *dense.batch(4, schedule.stages)))
+
+
+def test_no_training_step_begins_before_the_update_of_the_last_one_has_ended(comm):
+    """Its gradients would be of two steps; a validation may."""
+    schedule = dense.build("one_f_one_b", comm.size, 1, MICROBATCHES)
+    stages = [nn.Stage(layers(s, 0), first=2 * s) for s in schedule.stages_of(comm.rank)]
+    mine = batch(0, schedule, comm.rank)
+    with Pipeline(stages, schedule, comm, nn.mean_squared_error) as pipeline:
+        optimizer = optim.AdamW(stages, lr=0.01)
+        pipeline.step(*mine)
+        update = optim.begin_step(optimizer, 0.5, comm=comm)
+        before = pipeline.evaluate(*mine)
+        with pytest.raises(ArgumentError, match=r"(?s)has begun, and not ended.*call finish\(\)"):
+            pipeline.step(*mine)
+        with pytest.raises(ArgumentError, match="has begun, and not ended"):
+            optim.begin_step(optimizer, 0.5, comm=comm)
+        update.finish()
+        assert pipeline.step(*mine).loss != before
+
+
+def test_a_rank_that_forgets_its_update_ends_the_launch_on_all():
+    """Where ranks run ahead, too."""
+
+    def forgetful(comm):
+        schedule = schedules.one_f_one_b(comm.size, MICROBATCHES)
+        stages = [nn.Stage(layers(s, 0), first=2 * s) for s in schedule.stages_of(comm.rank)]
+        mine = batch(0, schedule, comm.rank)
+        pipeline = Pipeline(stages, schedule, comm, nn.mean_squared_error)
+        pipeline.launch(*mine)
+        update = optim.begin_step(optim.AdamW(stages, lr=0.01), 0.5, comm=comm)
+        if comm.rank:
+            update.finish()
+        with pytest.raises(MpipipeError):
+            pipeline.launch(*mine).result()
+            pipeline.launch(*mine).result()
+        return update
+
+    inprocess.run(2, forgetful)

@@ -169,6 +169,15 @@ def test_rounding_is_no_work_where_weights_cost_nothing(make, ranks, microbatche
     assert lower_bound(schedule, costs, max(timeline.peak_activations)) <= timeline.makespan * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("recompute", [0.25, 2.0])
+def test_a_forward_that_is_run_again_counts_with_its_own_time(recompute):
+    """One rank is busy all the time, whatever running a forward again costs."""
+    schedule = schedules.with_recompute(schedules.gpipe(1, 3))
+    costs = Costs(forward=1, input_grad=2, weight_grad=3, recompute=recompute)
+    expected = 3 * 6 + len(schedule.recomputed) * recompute
+    assert simulate(schedule, costs).makespan == lower_bound(schedule, costs) == expected > 18
+
+
 @pytest.mark.parametrize(
     "schedule",
     [

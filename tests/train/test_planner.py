@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,7 +20,7 @@ from mpipipe.planning import Choice
 from mpipipe.train import TrainConfig, train
 from mpipipe.train.config_file import read_keys
 from mpipipe.train.fine_tuning import FineTuning
-from mpipipe.train.planner import Scene, find, finding, layers, links, rehearsal
+from mpipipe.train.planner import Scene, find, finding, layers, links, probe, rehearsal
 from mpipipe.train.planner.kept import buffers
 from mpipipe.train.planner.stopwatch import METHODS, Stopwatch
 
@@ -32,10 +33,11 @@ SMALL = dict(
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch):
     """As few measurements as there can be."""
-    for module in (layers, links):
+    for module in (probe, links):
         monkeypatch.setattr(module, "SECONDS", 0)
         monkeypatch.setattr(module, "REPEATS", (1, 1))
     monkeypatch.setattr(layers, "ROUNDS", 1)
+    monkeypatch.setattr(probe, "TURNS", 1)
     monkeypatch.setattr(links, "MANY", 2)
     monkeypatch.setattr(rehearsal, "WARMUP", 0)
     monkeypatch.setattr(finding, "STEPS", 1)
@@ -82,6 +84,25 @@ def test_the_kinds_of_layers():
     (found,) = inprocess.run(1, lambda comm: scene_of(comm).kinds)
     assert found == (0, 1, 2, 1, 2, 3)
     assert layers._picked((0, 1, 2, 1, 2, 1, 2, 3)) == [0, 1, 2, 3, 4, 7]
+
+
+@pytest.mark.parametrize(("ranks", "expected"), [(1, 1.0), (2, 0.4), (4, 0.1)])
+def test_what_ranks_save_alone_is_measured_with_every_other_one_idle(ranks, expected):
+    """Of four ranks one of the three others is at work all the same: two thirds of what there is to save are seen."""
+
+    def on_each_rank(comm):
+        tried = probe.Probe(scene_of(comm), comm, [0], 4)
+        calls = iter([1.0, 1.0, 0.4])  # before; with all others; without every other one
+
+        @contextmanager
+        def steps(way, replicas):
+            assert (way, replicas) == ("whole", None)  # replicas that wait for each other would hang
+            yield lambda: next(calls)
+
+        tried._pipeline = steps
+        return tried.alone()
+
+    assert inprocess.run(ranks, on_each_rank) == [pytest.approx(expected)] * ranks
 
 
 def test_frozen_parameters_make_another_kind_and_have_no_state():
@@ -206,7 +227,7 @@ def test_what_is_written_is_a_configuration_with_the_choice(tmp_path, capsys):
     choice = Choice("v_half", 2, 4, (2, 1, 1, 2), recompute_limit=3)
     given = {"dim": 16, "preempt_grace": float("inf"), "data": ['a "b"\n', "c\\ü"], "plan": "auto",
              "schedule": "gpipe", "tied": True}  # fmt: skip
-    write(tmp_path / "plan.toml", {**given, "pipe": 2}, SimpleNamespace(choice=choice))
+    write(tmp_path / "plan.toml", {**given, "pipe": 2}, choice)
     config = TrainConfig.load(str(tmp_path / "plan.toml"))
     assert (config.schedule, config.chunks, config.microbatches) == ("v_half", 2, 4)
     assert (config.partition, config.recompute_limit, config.pipe, config.plan) == ("2,1,1,2", 3, 2, "no")
@@ -224,12 +245,12 @@ def test_the_command_shows_ten_plans_and_what_real_steps_say(tmp_path, capsys):
     config = TrainConfig.load(**SMALL, data=[str(tmp_path / "text.txt")], recompute=False, microbatches=2)
 
     def on_each_rank(comm):
-        found, sizes = make_plans(config, comm)
+        found, scene = make_plans(config, comm)
         if comm.rank == 0:
             show(found)
-        return sizes
+        return scene.ranks, scene.replicas
 
-    assert inprocess.run(2, on_each_rank) == [{"pipe": 2, "seq": 1}] * 2
+    assert inprocess.run(2, on_each_rank) == [(2, 1)] * 2
     said = capsys.readouterr().out.splitlines()
     assert said[0].split()[0] == "schedule" and len(said) >= 12
     assert any(line.startswith("real steps take ") for line in said)
@@ -285,10 +306,10 @@ def test_a_gpu_is_refused():
     inprocess.run(2, on_each_rank)
 
 
-@pytest.mark.parametrize("place", ["layers", "links", "rehearsal"])
+@pytest.mark.parametrize("place", ["probe", "links", "rehearsal"])
 def test_a_failure_on_one_rank_while_it_measures_ends_all(monkeypatch, place):
-    names = {"layers": "_step", "links": "_link", "rehearsal": "Commitment"}
-    module = {"layers": layers, "links": links, "rehearsal": rehearsal}[place]
+    names = {"probe": "Progress", "links": "_link", "rehearsal": "Commitment"}
+    module = {"probe": probe, "links": links, "rehearsal": rehearsal}[place]
     real, here = getattr(module, names[place]), threading.local()
 
     def broken(*arguments, **named):

@@ -1,7 +1,8 @@
 """`bench plan`: predicted steps against real ones, for plans drawn at random.
 
-The plans take turns, so that all of them see the same machine; of each plan the median over its turns counts. Noise is
-how far the turns of one plan are apart: half of the plans have a smaller spread.
+The speed of a shared machine changes from second to second. So the steps of each plan alternate with those of the
+chosen plan, and their ratio is measured. The time of a plan is its median ratio, times the median step of the chosen
+plan in the whole run. Noise is how far the turns of one plan are apart: half of the plans have a smaller spread.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from random import Random
-from statistics import median
+from statistics import mean, median
 
 from mpipipe.comm import runtime
 from mpipipe.comm.group import group_of
@@ -22,9 +24,10 @@ from mpipipe.planning.cuts import cuts_by_time
 from mpipipe.planning.table import in_words, shown_seconds
 from mpipipe.train import TrainConfig
 from mpipipe.train.planner import Found, Scene, find
-from mpipipe.train.planner.rehearsal import rehearse
+from mpipipe.train.planner.rehearsal import Rehearsal, rehearsal
 
-STEPS = 3  # of each turn
+PAIRS = 3  # in each turn of a plan: its steps, between those of the chosen plan
+STEPS = 2  # in a row
 MOVED = 2  # layers that may lie elsewhere than in the cut by time
 
 
@@ -36,14 +39,39 @@ def run(configurations: int, repeats: int, seed: int, config: TrainConfig) -> No
         found = find(scene, "cpu")
         drawn = [] if comm.rank else draw(found, scene.space, configurations, Random(seed))
         choices = group_of(comm).broadcast("bench: the plans", drawn)
-        order = Random(seed)
-        turns: dict[Choice, list[float]] = {choice: [] for choice in choices}
-        for _ in range(repeats):
-            for choice in order.sample(choices, len(choices)):
-                turns[choice].append(median(rehearse(scene, choice, STEPS)))
+        turns = measure(scene, choices, repeats, Random(seed))
         if comm.rank == 0:
             predicted = [predict(found.profile, each, scene.rows, scene.space.trained).seconds for each in choices]
-            _report(comm, found, choices, predicted, [turns[choice] for choice in choices])
+            _report(comm, found, choices, predicted, turns)
+
+
+def measure(scene: Scene, choices: Sequence[Choice], repeats: int, random: Random) -> list[list[float]]:
+    """Return seconds of a step for each plan and turn; the first plan is the one that all others alternate with."""
+    ratios: dict[Choice, list[float]] = {choice: [] for choice in choices[1:]}
+    seconds: list[float] = []
+    with rehearsal(scene, choices[0]) as first:
+        for _ in range(repeats):
+            for choice in random.sample(choices[1:], len(choices) - 1):
+                with rehearsal(scene, choice) as other:
+                    before, between = _alternate(first, other)
+                ratios[choice].append(median(b / a for a, b in zip(_pairwise_means(before), between)))
+                seconds += before
+    typical = median(seconds)
+    return [[typical], *([ratio * typical for ratio in ratios[choice]] for choice in choices[1:])]
+
+
+def _alternate(first: Rehearsal, other: Rehearsal) -> tuple[list[float], list[float]]:
+    """Return the seconds of a step of `first`, which has one turn more, and of `other`, in each of their turns."""
+    before, between = [mean(first.steps(STEPS))], []
+    for _ in range(PAIRS):
+        between.append(mean(other.steps(STEPS)))
+        before.append(mean(first.steps(STEPS)))
+    return before, between
+
+
+def _pairwise_means(numbers: Sequence[float]) -> list[float]:
+    """Return the mean of each number and the next."""
+    return [(a + b) / 2 for a, b in pairwise(numbers)]
 
 
 def draw(found: Found, space: Space, count: int, random: Random) -> list[Choice]:

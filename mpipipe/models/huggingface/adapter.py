@@ -226,7 +226,7 @@ def save_adapter(
     Where each tensor lies in the file follows from the model alone, so each rank of the first replica writes its own
     into the one file. A folder that is there goes when the new one is whole.
 
-    Raises, on every rank, ConfigError where no family has the model or a target, NonFiniteError, and StorageError.
+    Raises, on every rank, ConfigError if no family has the model or a target, NonFiniteError, and StorageError.
     """
     group = group_of(mesh.comm)
     with group.together("saving an adapter: its place"), explained(target):

@@ -153,7 +153,7 @@ def _known(
 ) -> tuple[dict[str, tuple[str, str]], tuple[str, str] | None]:
     """Find the tensors of the model among those that are stored; and a head beside a tied one.
 
-    Raises ArgumentError where one is missing, and for one that the model has not.
+    Raises ArgumentError if one is missing, and for one that the model has not.
     """
     bare = not any(name.startswith(family.prefix) for name in stored)  # files of the decoder without a head
     left, known = dict(stored), {}

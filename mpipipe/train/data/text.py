@@ -92,7 +92,7 @@ class Corpus(Source):
     def open(cls, paths: Sequence[str | Path], seq_len: int) -> Corpus:
         """Open the corpus of `paths`, files and folders; an empty list means the standard library's source.
 
-        Raises DataError where a path is missing or unreadable, holds no text, or where a split is shorter than
+        Raises DataError if a path is missing or unreadable, holds no text, or where a split is shorter than
         `seq_len` + 1 bytes.
         """
         return cls.of(Listing.of(paths), paths, seq_len)
@@ -101,7 +101,7 @@ class Corpus(Source):
     def of(cls, listing: Listing, paths: Sequence[str | Path], seq_len: int) -> Corpus:
         """Make the corpus of files that this rank or another one has listed; none of them is opened before it is read.
 
-        Raises DataError where a split is shorter than `seq_len` + 1 bytes.
+        Raises DataError if a split is shorter than `seq_len` + 1 bytes.
         """
         train, validation = [], []
         found = listing.found(paths)
@@ -181,7 +181,7 @@ def _walk(folder: Path) -> list[tuple[Path, int]]:
 
 
 def _status(path: Path) -> os.stat_result | None:
-    """Return the status of a file, None where a link leads nowhere."""
+    """Return the status of a file, None if a link leads nowhere."""
     try:
         return path.stat()
     except OSError as error:

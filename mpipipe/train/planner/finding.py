@@ -12,7 +12,7 @@ from mpipipe.planning.table import in_words
 from mpipipe.train.config import TrainConfig
 from mpipipe.train.planner.layers import Measured, measure_layers
 from mpipipe.train.planner.links import measure_action, measure_links, measure_step
-from mpipipe.train.planner.rehearsal import rehearse
+from mpipipe.train.planner.rehearsal import rehearsal
 from mpipipe.train.planner.scene import Scene
 
 REAL = 3  # plans of which real steps are made
@@ -50,7 +50,10 @@ def find(scene: Scene, place: str) -> Found:
         if group.rank == 0:
             plans = find_plans(profile, space, scene.memory_limit)
     tried = group.broadcast("plan: what is compared with real steps", _different(plans))
-    measured = [median(rehearse(scene, choice, STEPS)) for choice in tried]
+    measured = []
+    for choice in tried:
+        with rehearsal(scene, choice) as rehearsed:
+            measured.append(median(rehearsed.steps(STEPS)))
     if group.rank == 0:
         predicted = {plan.choice: plan.prediction.seconds for plan in plans}
         scales = [
@@ -96,6 +99,7 @@ def measure(scene: Scene) -> Profile:
         optimizer=tuple(each.optimizer for each in ranks),
         sums=tuple(each.sums for each in ranks),
         step=max(step for _, _, step in everyone),
+        alone=mine.alone,
     )
 
 

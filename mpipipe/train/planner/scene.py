@@ -1,52 +1,36 @@
-"""Where and for which training a plan is made."""
+"""The ranks on which a training is measured, and their share of it."""
 
 from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
-from mpipipe import arrays, nn
-from mpipipe.attention import Local
+from mpipipe import nn
 from mpipipe.comm.group import group_of
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ConfigError
-from mpipipe.planning import Choice, Space, parse_bytes
-from mpipipe.train.architecture import Architecture, Model
+from mpipipe.train.architecture import Architecture
 from mpipipe.train.config import TrainConfig
-from mpipipe.train.config_checks import parse_partition
 from mpipipe.train.fine_tuning import FineTuning
-from mpipipe.train.memory import STATES
 from mpipipe.train.packing import Packing
+from mpipipe.train.planner.subject import Subject
 from mpipipe.train.shard import Shard
-from mpipipe.train.training_plan import TrainingPlan
-
-ONE = ("one_f_one_b", 1)  # a schedule and micro-batches with which any model and batch makes a plan on one rank
 
 
 @dataclass(frozen=True)
-class Scene:
+class Scene(Subject):
     """A training that is to be planned, and this rank's place in it.
 
     Parameters
     ----------
-    config : of the training; what it fixes stays
-    architecture : makes the model
     mesh : the ranks
-    vocab : token ids in the data
-    tuning : what is trained
     shard : the share of sequences that this rank has
     """
 
-    config: TrainConfig
-    architecture: Architecture
     mesh: Mesh
-    vocab: int
-    tuning: FineTuning
     shard: Shard
 
     @classmethod
@@ -57,52 +41,8 @@ class Scene:
         with group_of(mesh.comm).together("plan: the shards of sequences"):
             packing = Packing(1) if config.packing == "segments" else None
             shard = Shard(mesh.seq, config.layout, config.seq_len, packing)
-        return cls(config, architecture, mesh, vocab, tuning or FineTuning(), shard)
-
-    @cached_property
-    def model(self) -> Model:
-        """The model; raises where it, or the batch, cannot be."""
-        name, microbatches = ONE
-        plain = replace(
-            self.config, schedule=name, chunks=1, microbatches=microbatches, recompute=False, recompute_limit=None,
-            partition=None, plan="no", memory_limit=None, fixed=(),
-        )  # fmt: skip
-        return TrainingPlan.of(plain, self.architecture, 1, self.mesh.data.size, self.vocab, self.tuning).model
-
-    @property
-    def rows(self) -> int:
-        """Sequences of a step in each replica."""
-        return self.config.batch // self.mesh.data.size
-
-    @property
-    def memory_limit(self) -> int | None:
-        """Bytes that a rank may need."""
-        return None if self.config.memory_limit is None else parse_bytes(self.config.memory_limit)
-
-    @cached_property
-    def space(self) -> Space:
-        """The plans to search among; raises where there are none."""
-        config = self.config
-        fixed: dict[str, Any] = {name: getattr(config, name) for name in config.fixed}
-        if fixed.get("partition") is not None:
-            fixed["partition"] = parse_partition(fixed["partition"])
-        kept = {name: value for name, value in fixed.items() if value is not None or name == "recompute_limit"}
-        trained = frozenset(int(name.partition(".")[0]) for name in self.tuning.trained(self.model))
-        return Space(self.mesh.pipe.size, len(self.model.costs()), self.rows, kept, trained)
-
-    def planned(self, choice: Choice) -> TrainConfig:
-        """Return the configuration with this choice, which leaves nothing to plan."""
-        return replace(
-            self.config,
-            plan="no",
-            memory_limit=None,
-            fixed=(),
-            schedule=choice.schedule,
-            chunks=choice.chunks,
-            microbatches=choice.microbatches,
-            partition=",".join(map(str, choice.partition)),
-            recompute=choice.recompute,
-            recompute_limit=choice.recompute_limit,
+        return cls(
+            config, architecture, vocab, tuning or FineTuning(), mesh.pipe.size, mesh.data.size, mesh=mesh, shard=shard
         )
 
     def tokens(self, rows: int, microbatches: int) -> tuple[np.ndarray, np.ndarray]:
@@ -122,37 +62,6 @@ class Scene:
     def layers(self) -> list[nn.Layer]:
         """Make the layers of the model."""
         return self.tuning.layers(self.model.build(self.shard.attend, self.shard.positions))
-
-    @cached_property
-    def kinds(self) -> tuple[int, ...]:
-        """The kind of each layer: those of one kind have the same parts, shapes and operations."""
-        trained = self.tuning.trained(self.model)
-        found: dict[Any, int] = {}
-        kinds = []
-        layers = self.tuning.layers(self.model.build(Local()))
-        for place, (layer, cost) in enumerate(zip(layers, self.tuning.costs(self.model))):
-            parts = [
-                (name, type(part).__name__, key, entry.shape, f"{place}{name}.{key}" in trained)
-                for name, part in layer.walk("")
-                for key, entry in part.declared.items()
-            ]
-            kinds.append(found.setdefault((tuple(parts), cost), len(found)))
-        return tuple(kinds)
-
-    @cached_property
-    def trained_counts(self) -> tuple[int, ...]:
-        """Number of trained parameters of each layer."""
-        return _per_layer(self.tuning.trained(self.model), len(self.kinds))
-
-    @cached_property
-    def states(self) -> tuple[int, ...]:
-        """Bytes of parameters, gradients and the optimizer's state of each layer."""
-        kind = arrays.dtype(self.config.dtype)
-        wide = arrays.accumulator(kind).itemsize
-        half = kind.itemsize if kind.itemsize < wide else 0
-        everything = _per_layer(self.tuning.declared(self.model), len(self.kinds))
-        more = wide * (1 + STATES[self.config.optimizer])
-        return tuple(count * (wide + half) + trained * more for count, trained in zip(everything, self.trained_counts))
 
     def check_place(self, place: str) -> None:
         """Refuse a GPU, on which the host's clock says nothing of a layer."""
@@ -177,10 +86,3 @@ class Scene:
         if not crowded:
             return ""
         return f"{'; '.join(crowded)}: times depend on who waits meanwhile, and predictions are rough"
-
-
-def _per_layer(parameters: Any, layers: int) -> tuple[int, ...]:
-    counts = [0] * layers
-    for name, entry in parameters.items():
-        counts[int(name.partition(".")[0])] += entry.size
-    return tuple(counts)

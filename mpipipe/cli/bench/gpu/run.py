@@ -106,7 +106,7 @@ def run(
 
 
 def without_mpi() -> str | None:
-    """Return why this process has no MPI. None where it has, and where it is one of several ranks."""
+    """Return why this process has no MPI. None if it has, and where it is one of several ranks."""
     try:
         runtime.mpi()
     except BackendError as error:

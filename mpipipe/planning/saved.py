@@ -1,0 +1,272 @@
+"""Measurements kept in a file: what one rank and one link cost in the mean, to predict other numbers of ranks with."""
+
+from __future__ import annotations
+
+import json
+import math
+from bisect import bisect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from statistics import fmean
+from typing import Any, TypeVar
+
+from mpipipe import files
+from mpipipe.errors import ConfigError
+from mpipipe.planning.profile import LayerCosts, Link, Profile, RankCosts, Sizes
+from mpipipe.schedules import Links
+
+MOST = 64 << 20  # bytes of a file
+FORMAT = "mpipipe profile 1"
+
+Record = TypeVar("Record")
+
+
+@dataclass(frozen=True)
+class SavedProfile:
+    """What was measured, as means over ranks and links. Sequences of a micro-batch are the keys of mappings.
+
+    Parameters
+    ----------
+    facts : mapping of str to object
+        What the times hold for, besides the layers: a training with other facts has to be measured anew.
+    layers : tuple of str
+        What each kind of layer is.
+    ranks : int
+        On how many it was measured.
+    costs : mapping of int to RankCosts
+        Mean over the ranks.
+    links : mapping of int to Link
+        Mean over the links.
+    sizes : mapping of int to Sizes
+        Bytes.
+    optimizer, sums, step, scale, alone : float
+        As in a Profile; the first two as means over the ranks.
+
+    Examples
+    --------
+    >>> from mpipipe.planning import LayerCosts, Link, RankCosts, SavedProfile, Sizes
+    >>> rank = RankCosts((LayerCosts(1.0, 2.0, 1.0, 1.0),))
+    >>> saved = SavedProfile({}, ("linear",), 2, {2: rank}, {2: Link()}, {2: Sizes((100,), (100,), 10)}, 0.5, 0.0)
+    >>> made = saved.profile(4, ["linear"] * 8, [1, 4], states=(8,) * 8, trained=(1,) * 8)
+    >>> made.ranks, made.costs[4][0].layers[0].forward, made.sizes[1].message
+    (4, 2.0, 5)
+    """
+
+    facts: Mapping[str, Any]
+    layers: tuple[str, ...]
+    ranks: int
+    costs: Mapping[int, RankCosts]
+    links: Mapping[int, Link]
+    sizes: Mapping[int, Sizes]
+    optimizer: float
+    sums: float
+    step: float = 0.0
+    scale: float = 1.0
+    alone: float = 1.0
+
+    @classmethod
+    def of(cls, profile: Profile, signatures: Sequence[str], facts: Mapping[str, Any]) -> SavedProfile:
+        """Take the means of a profile.
+
+        Parameters
+        ----------
+        profile : Profile
+            What was measured.
+        signatures : sequence of str
+            What each layer of the model is; equal ones are of one kind.
+        facts : mapping of str to object
+            What the times hold for, besides the layers.
+
+        Returns
+        -------
+        SavedProfile
+            For any number of ranks.
+        """
+        real = slice(0, max(1, profile.ranks - 1))  # the link from the last rank to the first is there for chunks alone
+        return cls(
+            facts=dict(facts),
+            layers=tuple(dict.fromkeys(signatures)),
+            ranks=profile.ranks,
+            costs={size: _combined(fmean, *ranks) for size, ranks in profile.costs.items()},
+            links={size: _combined(fmean, *links[real]) for size, links in profile.links.items()},
+            sizes=profile.sizes,
+            optimizer=fmean(profile.optimizer),
+            sums=fmean(profile.sums),
+            step=profile.step,
+            scale=profile.scale,
+            alone=profile.alone,
+        )
+
+    def check(self, facts: Mapping[str, Any], signatures: Iterable[str]) -> None:
+        """Raise ConfigError where a training has other facts, or a layer that was not measured.
+
+        Parameters
+        ----------
+        facts, signatures : as for `of`
+            Of the training.
+        """
+        remedy = "measure this training: mpiexec -n 2 python -m mpipipe plan ... --save-profile FILE"
+        for name, value in facts.items():
+            if self.facts.get(name) != value:
+                raise ConfigError(
+                    "the profile is of another training",
+                    found=f"{name} = {self.facts.get(name)}",
+                    expected=f"{name} = {value}",
+                    remedy=remedy,
+                )
+        for place, each in enumerate(signatures):
+            if each not in self.layers:
+                raise ConfigError(
+                    "a layer of this model was not measured for the profile",
+                    found=f"layer {place}: {each}",
+                    expected="one of those that were measured, such as "
+                    + get_close_matches(each, self.layers, 1, 0)[0],
+                    remedy=remedy,
+                )
+
+    def profile(
+        self,
+        ranks: int,
+        signatures: Sequence[str],
+        sizes: Iterable[int],
+        *,
+        states: tuple[int, ...],
+        trained: tuple[int, ...],
+        links: Links | None = None,
+        stride: int = 1,
+    ) -> Profile:
+        """Give the profile of a pipeline of so many ranks, each of which is like the mean of the measured ones.
+
+        Parameters
+        ----------
+        ranks : int
+            Of the pipeline.
+        signatures : sequence of str
+            What each layer of the model is.
+        sizes : iterable of int
+            Sequences of a micro-batch. Costs of those that were not measured lie on the line through the nearest two.
+        states, trained : tuple of int
+            As in a Profile.
+        links : Links, optional
+            Between ranks; by default each is like the mean of the measured ones.
+        stride : int
+            From a rank of the pipeline to the next, in the numbering of nodes.
+
+        Returns
+        -------
+        Profile
+            For `predict` and `find_plans`.
+        """
+        wanted = sorted({*sizes})
+        bytes_ = {size: _at(self.sizes, size) for size in wanted}
+        between = {size: [_at(self.links, size)] * ranks for size in wanted}
+        if links is not None:
+            pairs = [(rank * stride, (rank + 1) % ranks * stride) for rank in range(ranks)]
+            for size in wanted:
+                times = [links.times(pair, bytes_[size].message)[1] for pair in pairs]
+                between[size] = [Link(each.message, time) for each, time in zip(between[size], times)]
+        return Profile(
+            kinds=tuple(self.layers.index(each) for each in signatures),
+            costs={size: (_at(self.costs, size),) * ranks for size in wanted},
+            links={size: tuple(each) for size, each in between.items()},
+            sizes=bytes_,
+            states=states,
+            trained=trained,
+            optimizer=(self.optimizer,) * ranks,
+            sums=(self.sums,) * ranks,
+            step=self.step,
+            scale=self.scale,
+            alone=self.alone,
+        )
+
+    def save(self, path: Path) -> None:
+        """Write the file, whole or not at all; raises ConfigError where it cannot be.
+
+        Parameters
+        ----------
+        path : Path
+            Where.
+        """
+        content = json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
+        try:
+            files.write_whole(path, content.encode())
+        except OSError as error:
+            raise ConfigError(f"the profile cannot be written: {error.strerror}", found=str(path)) from error
+
+    @classmethod
+    def read(cls, path: Path) -> SavedProfile:
+        """Read what `save` has written.
+
+        Parameters
+        ----------
+        path : Path
+            Of the file.
+
+        Returns
+        -------
+        SavedProfile
+            As it was saved.
+
+        Raises
+        ------
+        ConfigError
+            There is no such file, or it is none of `save`.
+        """
+        try:
+            given = json.loads(files.read_text(path, MOST))
+            if given.pop("format") != FORMAT:
+                raise ValueError("another format")
+            for each in given["costs"].values():
+                each["layers"] = [LayerCosts(**one) for one in each["layers"]]
+            for name, kind in (("costs", RankCosts), ("links", Link), ("sizes", Sizes)):
+                read = {int(size): kind(**values) for size, values in given[name].items()}
+                given[name] = {size: _combined(_checked, each) for size, each in read.items()}
+            found = cls(**{**given, "layers": tuple(given["layers"])})
+            if not found.costs or not found.costs.keys() == found.links.keys() == found.sizes.keys():
+                raise ValueError("sizes are missing")
+            _combined(_checked, (found.optimizer, found.sums, found.step, found.scale, found.alone))
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ConfigError(
+                "no profile can be read there",
+                found=f"{path}: {getattr(error, 'strerror', None) or error}",
+                expected="a file that `mpipipe plan --save-profile FILE` has written",
+            ) from error
+        return found
+
+
+def _at(measured: Mapping[int, Record], size: int) -> Record:
+    """Return the record of micro-batches of `size` sequences, on the line through the nearest measured ones."""
+    if size in measured:
+        return measured[size]
+    known = [0, *sorted(measured)]  # nothing takes no time
+    place = min(bisect(known, size), len(known) - 1)
+    low, high = known[place - 1], known[place]
+    share = (size - low) / (high - low)
+
+    def on_line(ends: Sequence[float]) -> float:
+        start, end = (0.0, ends[0]) if len(ends) == 1 else ends
+        found = max(0.0, start + (end - start) * share)
+        return round(found) if isinstance(end, int) else found
+
+    return _combined(on_line, *(measured[each] for each in (low, high) if each))
+
+
+def _combined(function: Callable[[Sequence[Any]], Any], *records: Any) -> Any:
+    """Return a record like these, each number of which is a function of theirs."""
+    first = records[0]
+    if is_dataclass(first):
+        kind: Any = type(first)
+        names = [entry.name for entry in fields(first)]
+        return kind(**{name: _combined(function, *(getattr(each, name) for each in records)) for name in names})
+    if isinstance(first, (tuple, list)):
+        return tuple(_combined(function, *each) for each in zip(*records))
+    return None if first is None else function(records)
+
+
+def _checked(numbers: Sequence[Any]) -> Any:
+    (number,) = numbers
+    if not isinstance(number, (int, float)) or not 0 <= number < math.inf:
+        raise ValueError(f"{number!r} is no number of at least 0")
+    return number

@@ -1,0 +1,51 @@
+"""Plans and dry runs for ranks that are not there, from measurements on others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mpipipe.cli.plan import make_plans, plan
+from mpipipe.cli.train import train as command_train
+from mpipipe.comm import inprocess
+from mpipipe.comm.abort import Stop
+from mpipipe.planning import SavedProfile
+from mpipipe.train import TrainConfig
+from mpipipe.train.config_file import read_keys
+from mpipipe.train.planner import finding, layers, links, probe, rehearsal
+
+SMALL = dict(dim=16, layers=2, heads=2, hidden=32, seq_len=8, batch=4, steps=2, sample_bytes=0, device="cpu")
+
+
+def hasty(monkeypatch):
+    """As few measurements as there can be."""
+    for module in (probe, links):
+        monkeypatch.setattr(module, "REPEATS", (1, 1))
+    for module, name, value in ((probe, "TURNS", 1), (layers, "ROUNDS", 1), (links, "MANY", 2), (finding, "STEPS", 1)):
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(rehearsal, "WARMUP", 0)
+
+
+def test_measurements_of_two_ranks_plan_for_others(tmp_path, capsys, monkeypatch):
+    """The command on paper, and the dry run of what it has written."""
+    (tmp_path / "text.txt").write_text("one two three\n" * 200)
+    small = {**SMALL, "data": [str(tmp_path / "text.txt")]}
+
+    def on_each_rank(comm):
+        found, scene = make_plans(TrainConfig.load(**small, plan="auto"), comm)
+        return SavedProfile.of(found.profile, scene.signatures, scene.facts)
+
+    file, out = str(tmp_path / "profile.json"), tmp_path / "plan.toml"
+    hasty(monkeypatch)
+    inprocess.run(2, on_each_rank)[0].save(Path(file))
+    deeper = {**small, "layers": 6, "batch": 8}
+    assert plan(profile=file, ranks=4, transfer_model="1e-6,1e9,2", out=str(out), pipe=2, **deeper) == 0
+    said = capsys.readouterr().out
+    assert "on paper: 4 ranks, from measurements on 2 ranks" in said and "not counted: the sums over 2 replicas" in said
+    assert read_keys(out)["pipe"] == 2 and len(read_keys(out)["partition"].split(",")) % 2 == 0
+    assert command_train(str(out), dry_run=True, ranks=4, profile=file) == 0
+    assert f"tokens/s, by {file} (measured on 2 ranks)" in capsys.readouterr().out
+    for wrong in ({"seq_len": 16}, {"dim": 32}):
+        with pytest.raises(Stop, match=r"expected: seq_len = 16|a layer of this model was not measured"):
+            plan(profile=file, ranks=4, **{**deeper, **wrong})
