@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from mpipipe.schedules.action import FORWARD, INPUT_GRAD, Action
-from mpipipe.schedules.filling import PATIENCES, Queues, filled, score
+from mpipipe.schedules.filling import PATIENCES, Queues, filled
 from mpipipe.schedules.schedule import Schedule, at_least_one
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs
 from mpipipe.schedules.v_shaped import v_placement
@@ -147,12 +147,12 @@ def _repeated(
         for patience in PATIENCES:
             made = filled(few, _queues(few, block), average, limit(small), patience)
             if made is not None:
-                tried.append((score(made, average), block, patience))
+                tried.append((made.score, block, patience))
     whole = _form(name, ranks, microbatches)
     for _, block, patience in sorted(tried):
         made = filled(whole, _queues(whole, block), costs, limit(ranks), patience)
         if made is not None:
-            return made
+            return made.schedule
     raise AssertionError(f"{name} on {ranks} ranks: no block fits {limit(ranks)} activations")
 
 

@@ -18,7 +18,7 @@ from functools import lru_cache, partial
 from typing import TypeAlias
 
 from mpipipe.schedules.action import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action
-from mpipipe.schedules.filling import PATIENCES, fastest, filled
+from mpipipe.schedules.filling import PATIENCES, fastest, filled, simulated
 from mpipipe.schedules.on_demand import OrdersOnDemand
 from mpipipe.schedules.schedule import Schedule, at_least_one
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs
@@ -74,7 +74,7 @@ def zero_bubble_v(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS) -> 
         return by_hand
     queues = [[[action for action in order if action.op != WEIGHT_GRAD]] for order in by_hand.orders]
     others = (filled(by_hand, queues, costs, 2 * ranks, patience) for patience in PATIENCES)
-    return fastest([by_hand, *others], costs) or by_hand
+    return fastest([simulated(by_hand, costs), *others]) or by_hand
 
 
 #     rank 0  F0 F1 F2 f0 i0 w0 f1 F3 b1-- f2 B0-- b2-- f3 .  B1-- b3-- I2 W2 I3 W3
