@@ -19,7 +19,7 @@ from typing import Any
 
 from mpipipe import __version__, arrays, processor
 from mpipipe.comm import runtime
-from mpipipe.comm.binding import cores_text, crowded, crowded_threads, own_cores, parse_cores
+from mpipipe.comm.binding import cores_text, oversubscribed, oversubscribed_threads, own_cores, parse_cores
 from mpipipe.comm.collect import collect
 from mpipipe.comm.describe import thread_level
 from mpipipe.comm.group import group_of
@@ -61,12 +61,13 @@ def gather(comm: Communicator | None = None, gpus: bool = True) -> dict[str, Any
     -------
     dict or None
         `mpipipe`, `python`, `packages` and `system`: versions. `time`, `command` and `folder`: the start of this
-        process. `git`: the commit of the working folder, and whether files that git knows are changed; None where
-        there is none. `mpi`: library, standard and thread level; None where the ranks are threads. `launcher`: the
+        process. `git`: the commit of the working folder, and whether files that git knows are changed; None if
+        there is none. `mpi`: library, standard and thread level; None if the ranks are threads. `launcher`: the
         variable that promises the ranks, and their number; or None. `job`: numbers of the batch system. `ranks`: their
         number. `hosts`: name, processor, cores, memory, GPUs and ranks of each host; memory in bytes. `binding`: rank,
-        host, the cores that it may run on, such as "0-3,8", and the BLAS threads with which it would train. `crowded`
-        and `crowded_threads`: a sentence where ranks, or their threads, are more than their cores, or None.
+        host, the cores that it may run on, such as "0-3,8", and the BLAS threads with which it would train.
+        `oversubscribed` and `oversubscribed_threads`: a sentence if ranks, or their threads, are more than their cores;
+        else None.
         `blas`: each library of numpy with its kernels and threads. `variables`: those of this package, of threads, of
         GPUs and of MPI that are set. `different`: what of all this other ranks have in another way.
 
@@ -108,8 +109,8 @@ def gather(comm: Communicator | None = None, gpus: bool = True) -> dict[str, Any
         "ranks": comm.size,
         "hosts": _hosts(everyone),
         "binding": binding,
-        "crowded": crowded(binding),
-        "crowded_threads": crowded_threads(binding),
+        "oversubscribed": oversubscribed(binding),
+        "oversubscribed_threads": oversubscribed_threads(binding),
         "blas": first["blas"],
         "variables": first["variables"],
         "different": _different(everyone),
@@ -150,7 +151,7 @@ def git_commit(folder: str = ".") -> dict[str, Any] | None:
     Returns
     -------
     dict or None
-        `commit`, and `changed`: whether files that git knows differ from it, None where git did not say in time. None
+        `commit`, and `changed`: whether files that git knows differ from it, None if git did not say in time. None
         where the folder belongs to no commit, or git is not there.
 
     Examples
@@ -274,13 +275,13 @@ def _folder() -> str | None:
 
 
 def _kibibytes(name: str) -> int | None:
-    """Return a line of /proc/meminfo in bytes, None where there is no such thing."""
+    """Return a line of /proc/meminfo in bytes, None if there is no such thing."""
     text = _line_of("/proc/meminfo", name).split()
     return int(text[0]) * 1024 if text else None
 
 
 def _line_of(path: str, name: str) -> str:
-    """Return what stands behind `name:` in a file of /proc; empty where there is no such thing."""
+    """Return what stands behind `name:` in a file of /proc; empty if there is no such thing."""
     try:
         lines = Path(path).read_text().splitlines()
     except OSError:

@@ -11,7 +11,7 @@ def even_split(length: int, parts: int) -> list[range]:
     length : int
         Number of items, at least 0.
     parts : int
-        Number of ranges, at least 1. Ranges are empty where there are more parts than items.
+        Number of ranges, at least 1. Ranges are empty if there are more parts than items.
 
     Returns
     -------

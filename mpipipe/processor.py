@@ -34,13 +34,13 @@ def limit_blas_threads(threads: int = 1) -> None:
 
 
 def chosen_threads() -> int | None:
-    """Return the most threads that a variable asks for, None where none does."""
+    """Return the most threads that a variable asks for, None if none does."""
     found = [count for name in THREAD_VARIABLES for count in _threads(os.environ.get(name, ""))]
     return max(found, default=None)
 
 
 def _threads(text: str) -> list[int]:
-    """Return the number that a variable says, and nothing where it says none."""
+    """Return the number that a variable says, and nothing if it says none."""
     counts = [count.strip() for count in text.split(",")]
     if all(count.isascii() and count.isdigit() and count.strip("0") for count in counts):
         return [int(counts[0])]

@@ -27,7 +27,7 @@ class Wait(NamedTuple):
     start, end : float
         Seconds of the recorder's clock.
     group : tuple of int or None
-        The key of the group whose ranks all had to come; None where one rank had to.
+        The key of the group whose ranks all had to come; None if one rank had to.
     """
 
     what: object

@@ -149,7 +149,7 @@ def jax_loss(function: Callable[..., Any]) -> JaxLoss:
 
 
 def _room(name: str, library: str, title: str) -> ModuleType:
-    """Return the module with the adapter; raises BackendError where its library is not installed."""
+    """Return the module with the adapter; raises BackendError if its library is not installed."""
     try:
         module = import_module(f"mpipipe.adapters.{name}")
     except ModuleNotFoundError as missing:

@@ -10,7 +10,7 @@ from mpipipe.errors import ArgumentError
 def leaves_like(tree: Tree | None, structure: Structure) -> list[Array | None]:
     """Return the arrays of a tree of gradients in the order of `structure`, whatever the order of its keys.
 
-    Raises ArgumentError where it has another structure. One array without a gradient is None.
+    Raises ArgumentError if it has another structure. One array without a gradient is None.
     """
     if tree is None:
         found: list[Array | None] = [None]

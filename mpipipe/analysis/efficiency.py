@@ -33,11 +33,11 @@ class Efficiencies(NamedTuple):
     parallel : float
         The share of all ranks' time in which they compute; the product of the other three.
     load_balance : float
-        Computing time of the mean rank by that of the busiest.
+        Computing time of the mean rank, divided by that of the busiest rank.
     serialisation : float
-        Computing time of the busiest rank by the time of a step on a network that takes no time.
+        Computing time of the busiest rank, divided by the time of a step on a network that takes no time.
     transfer : float
-        Time of a step on such a network by that of a step.
+        Time of a step on such a network, divided by the real time of a step.
     """
 
     parallel: float

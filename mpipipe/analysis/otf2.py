@@ -22,7 +22,7 @@ Event: TypeAlias = "tuple[float, int, str, tuple]"  # time, order of those at on
 
 
 def library() -> Any:
-    """Return the package otf2; raises BackendError where it is missing."""
+    """Return the package otf2; raises BackendError if it is missing."""
     try:
         import otf2
     except ImportError as error:

@@ -90,8 +90,8 @@ class RankRecord(NamedTuple):
     position : its rank in its pipeline
     replica : number of that pipeline
     clock : two comparisons with the clock of rank 0: (when, by this rank's clock; seconds that rank 0 is ahead)
-    steps : those that were recorded
-    skips : of the schedule
+    steps : the recorded steps
+    skips : the skips of the schedule
     """
 
     rank: int

@@ -16,8 +16,8 @@ from mpipipe.analysis.parts import mean_parts, parts_of_steps
 from mpipipe.analysis.record import RankRecord
 from mpipipe.analysis.segments import segments
 from mpipipe.errors import ArgumentError
-from mpipipe.plural import counted
 from mpipipe.schedules import Costs, Schedule, simulate
+from mpipipe.wording import counted
 
 
 class Trace:

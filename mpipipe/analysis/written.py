@@ -28,15 +28,15 @@ class WrittenTrace:
     Attributes
     ----------
     schedule : Schedule
-        As it was run.
+        The schedule of the recorded steps.
     costs : schedules.Costs
-        Those that were measured, in seconds.
+        The measured costs, in seconds.
     parts : mapping of int to mapping of str to float
         For each rank the seconds of each part of the mean step.
     parts_of_steps : mapping of int to sequence of mappings
-        The same of each step.
+        The same for each recorded step.
     places : mapping of int to pair of int
-        For each rank its replica, and its rank in the pipeline of that.
+        For each rank the number of its replica, and its rank in the pipeline of that replica.
     actions : mapping of int to sequence of sequences
         For each rank, for each step, what it computed: (action, start, end), in seconds on one clock.
     """

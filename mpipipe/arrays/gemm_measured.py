@@ -67,7 +67,7 @@ class _Product(NamedTuple):
 
 @cache
 def _known() -> dict[tuple, _Product | None]:
-    """What has been chosen by now, by device, sizes and alignments; None where cublasLt has no algorithm."""
+    """What has been chosen by now, by device, sizes and alignments; None if cublasLt has no algorithm."""
     return {}
 
 
@@ -140,7 +140,7 @@ def _chosen(
     zero_and_one: tuple[int, int],
     device: int,
 ) -> _Product | None:
-    """Describe a product to cublasLt, and choose among its proposals; None where there are none."""
+    """Describe a product to cublasLt, and choose among its proposals; None if there are none."""
     lt = _bindings()
     number_of_scale = DOUBLE if sizes.result[0] == DOUBLE else 0
     operation = lt.matmul_desc_create(sizes.compute, number_of_scale)

@@ -28,7 +28,7 @@ FUNCTIONS = {  # of cublas_api.h; each begins with the handle
 
 @cache
 def _library() -> ctypes.CDLL:
-    """The library that CuPy has loaded; raises BackendError where it cannot be found."""
+    """The library that CuPy has loaded; raises BackendError if it cannot be found."""
     try:
         from cuda import pathfinder  # a dependency of CuPy, which finds the library in the same way
 

@@ -26,7 +26,7 @@ WORKSPACE_BYTES = 32 << 20  # what cuBLAS's manual recommends for Hopper, the mo
 class _Recording(threading.local):
     """What the graph that this thread records needs besides its own memory.
 
-    held : what the graph keeps alive; None where none is recorded
+    held : what the graph keeps alive; None if none is recorded
     workspaces : memory for libraries, by CuPy's module, GPU and stream; the graphs of one stream run one by one
     """
 

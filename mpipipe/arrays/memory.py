@@ -241,7 +241,7 @@ def shares_memory(first: Array, second: Array) -> bool:
     Returns
     -------
     bool
-        Exact for C-contiguous device arrays. For others it may be True where they only lie between each other.
+        Exact for C-contiguous device arrays. For others it may be True if they only lie between each other.
     """
     if isinstance(first, np.ndarray) or isinstance(second, np.ndarray):
         return isinstance(first, np.ndarray) and isinstance(second, np.ndarray) and np.may_share_memory(first, second)

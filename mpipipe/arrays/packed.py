@@ -30,7 +30,7 @@ class Packed(Generic[C]):
     Parameters
     ----------
     pack : callable
-        Takes the arrays of a launch and its options, checks them, and returns the Call; None where there is nothing to
+        Takes the arrays of a launch and its options, checks them, and returns the Call; None if there is nothing to
         do. It is asked once for each combination of facts, options and GPU, so it must look at nothing else. What it
         raises is raised again the next time.
     """

@@ -20,7 +20,7 @@ def is_amd() -> bool:
     Returns
     -------
     bool
-        True where CuPy is built for ROCm; False for CUDA, and without CuPy.
+        True if CuPy is built for ROCm; False for CUDA, and without CuPy.
     """
     try:
         return bool(cupy().cuda.runtime.is_hip)

@@ -18,7 +18,7 @@ class Shortage(NamedTuple):
     Attributes
     ----------
     asked : int or None
-        Bytes asked for; None where the library that asked does not say.
+        Bytes asked for; None if the library that asked does not say.
     free : int
         Bytes that nobody uses, in CuPy's pool and beyond it.
     total : int
@@ -41,7 +41,7 @@ def memory_shortage(error: BaseException) -> Shortage | None:
     Returns
     -------
     Shortage or None
-        None where the error is of another kind.
+        None if the error is of another kind.
 
     Examples
     --------

@@ -80,7 +80,7 @@ def missing_parts() -> list[str]:
     Returns
     -------
     list of str
-        A line for each part: what it is, what CuPy said. Empty where nothing is missing.
+        A line for each part: what it is, what CuPy said. Empty if nothing is missing.
 
     Raises
     ------
@@ -154,7 +154,7 @@ def _headers() -> str:
 
 
 def _versions(library: ModuleType) -> str:
-    """Return the versions in words where the compiler is of another CUDA than CuPy; empty where it is not."""
+    """Return the versions in words where the compiler is of another CUDA than CuPy; empty if it is not."""
     if library.cuda.runtime.is_hip:
         return ""
     built = library.cuda.runtime.runtimeGetVersion() // 1000

@@ -61,7 +61,7 @@ class RingAgreement:
     def agree_on_forward(
         self, options: RingOptions, digest: str, q: Array, k: Array, v: Array, *, error: Exception | None = None
     ) -> Agreed:
-        """Compare shapes and dtype. `digest` is that of the options, `error` why this rank has none."""
+        """Compare shapes and dtype. `digest` is the hash of the options; `error` tells why this rank has no options."""
         self.calls += 1
         kernel: AttentionKernel | None = None
         shapes: RingShapes | None = None

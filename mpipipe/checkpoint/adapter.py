@@ -11,7 +11,7 @@ Announcements: TypeAlias = "list[Callable[[], object]]"  # called before anythin
 
 
 def announcements_of(thing: Any) -> Announcements | None:
-    """Return the list `before_write` of a stage or an optimizer; None where it does not tell of its writes."""
+    """Return the list `before_write` of a stage or an optimizer; None if it does not tell of its writes."""
     found: Announcements | None = getattr(thing, "before_write", None)
     return found
 
@@ -42,7 +42,7 @@ def set_arrays(stage: Any, values: Callable[[str], Array]) -> None:
 
 
 def ties_of(stage: Any) -> Mapping[str, Sequence[str]]:
-    """Return the names of the parameters that a stage shares, by the key of what is shared; none where it has none."""
+    """Return the names of the parameters that a stage shares, by the key of what is shared; none if it has none."""
     found: Mapping[str, Sequence[str]] = getattr(stage, "ties", {})
     return found
 

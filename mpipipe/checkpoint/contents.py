@@ -82,7 +82,7 @@ def check_plain(value: Any, place: str = "state") -> None:
 
 
 def state_of(state: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a copy of the caller's plain state. Raises ArgumentError where it is not plain."""
+    """Return a copy of the caller's plain state. Raises ArgumentError if it is not plain."""
     copied = dict(state or {})
     check_plain(copied)
     result: dict[str, Any] = json.loads(json.dumps(copied))

@@ -21,7 +21,7 @@ def folder_of(root: Path, step: int) -> Path:
 
 
 def find(root: Path) -> list[Path]:
-    """List the checkpoints in `root` that have a manifest, by rising step; none where there is no such folder."""
+    """List the checkpoints in `root` that have a manifest, by rising step; none if there is no such folder."""
     return [path for path in _folders(root) if (path / MANIFEST).is_file()]
 
 
@@ -36,14 +36,14 @@ def newest(root: str | Path) -> Path | None:
     Returns
     -------
     Path or None
-        A checkpoint that was saved to its end; None where there is none.
+        A checkpoint that was saved to its end; None if there is none.
     """
     root = Path(root)
     return next(reversed(find(root) or find(root / INSIDE)), None)
 
 
 def locate(path: str | Path) -> Path:
-    """Return a checkpoint: `path` itself, or the newest one in it. Raises ArgumentError where there is none."""
+    """Return a checkpoint: `path` itself, or the newest one in it. Raises ArgumentError if there is none."""
     path = Path(path).absolute()
     found = path if (path / MANIFEST).is_file() else newest(path)
     if found is None:
@@ -68,7 +68,7 @@ def other_whole(path: Path) -> Path | None:
 
 
 def clear(folder: Path) -> bool:
-    """Remove a checkpoint, the manifest first: from then on it is none. Other files stay. Raises OSError.
+    """Remove a checkpoint, its manifest first: without it the rest is no checkpoint. Other files stay. Raises OSError.
 
     Returns whether there was anything to remove.
     """

@@ -52,7 +52,7 @@ class Stored:
 class ForeignFile:
     """A file of the safetensors format, open for reading; a context manager.
 
-    Raises OSError where it cannot be opened or is no regular file, and ValueError, which names the entry, where its
+    Raises OSError if it cannot be opened or is no regular file, and ValueError, which names the entry, where its
     header is wrong or the file is shorter or longer than its header says.
 
     Attributes
@@ -95,7 +95,7 @@ class ForeignFile:
     def read_into(self, name: str, first: int, array: np.ndarray) -> None:
         """Set a contiguous array to the bytes of the one called `name`, from its byte `first` on.
 
-        Raises ValueError where the file ends before.
+        Raises ValueError if the file ends before.
         """
         begin, memory = self.arrays[name].start + first, array.reshape(-1).view(np.uint8).data
         count = files.read_into(self.descriptor, begin, memory)

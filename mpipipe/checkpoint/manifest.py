@@ -40,7 +40,7 @@ class Checkpoint:
     state : dict
         What was given to `save` as `state`.
     optimizer_steps : int or None
-        Number of steps that the optimizer had made; None where no optimizer was saved.
+        Number of steps that the optimizer had made; None if no optimizer was saved.
     library : str
         The version of mpipipe that wrote it.
     files : dict

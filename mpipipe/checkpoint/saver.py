@@ -165,7 +165,7 @@ class Saver:
         Returns
         -------
         Path or None
-            The checkpoint that is whole from now on; None where none is in flight, or it is not whole yet.
+            The checkpoint that is whole from now on; None if none is in flight, or it is not whole yet.
 
         Raises
         ------
@@ -226,7 +226,7 @@ class Saver:
         Returns
         -------
         Path or None
-            The newest of those that have become whole meanwhile; None where none has.
+            The newest of those that have become whole meanwhile; None if none has.
 
         Raises
         ------

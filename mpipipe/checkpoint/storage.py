@@ -37,7 +37,7 @@ def take_back(folder: Path, rank: int) -> None:
 
 
 def drop_manifest(folder: Path) -> None:
-    """Remove a manifest, unfinished or not, so that its checkpoint is none."""
+    """Remove a manifest, finished or not: without it the folder is no checkpoint."""
     for name in (MANIFEST + PARTIAL, MANIFEST):
         with suppress(OSError):
             (folder / name).unlink()

@@ -62,10 +62,10 @@ class Content:
 
     Attributes
     ----------
-    bytes : its size
-    header : how many of them are in front of the arrays
-    checksum : CRC-32 of those
-    arrays : by name
+    bytes : size of the file
+    header : size of the part in front of the arrays
+    checksum : CRC-32 of that part
+    arrays : arrays by name
     """
 
     bytes: int
@@ -138,7 +138,7 @@ def checksum(array: np.ndarray) -> str:
 class File:
     """A file with this content, open for reading; a context manager.
 
-    Raises OSError where it cannot be opened or is no regular file, and ValueError where its size or header is not that
+    Raises OSError if it cannot be opened or is no regular file, and ValueError if its size or header is not that
     of the content.
     """
 

@@ -1,4 +1,7 @@
-"""The command line: python -m mpipipe train | tokenize | generate | evaluate | simulate | draw | bench | info | run."""
+"""The command line `python -m mpipipe`: which command it names, and how the ranks of a job agree on it.
+
+commands.py lists the commands. Each one is a function, whose parameters are its flags (flags.py). parser.py reads them.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import Any, NamedTuple
 
 from mpipipe import __version__
 from mpipipe.cli.commands import ALL, Command, Commands
+from mpipipe.cli.refusal import WRONG_USAGE
 from mpipipe.cli.stdout import show
 from mpipipe.comm import launcher, runtime
 from mpipipe.comm.abort import Stop, run_or_abort
@@ -17,19 +21,18 @@ from mpipipe.comm.group import group_of
 from mpipipe.comm.report import write
 from mpipipe.errors import BackendError
 
-WRONG_USAGE = 2  # exit code
 WIDTH = 12  # of the longest name of a command, and two spaces
 
 
 class Chosen(NamedTuple):
-    """A command by its names, and what it was given."""
+    """A command by its names, such as draw timeline, and the arguments that it was given."""
 
     names: tuple[str, ...]
     given: dict[str, Any]
 
 
 class Refused(NamedTuple):
-    """What is shown in place of a command, and the exit code."""
+    """What is shown in place of running a command, and the exit code."""
 
     text: str
     code: int
@@ -60,7 +63,7 @@ def execute(words: list[str]) -> int:
 
 
 def _is_job() -> bool:
-    """Whether this process is one rank of several, so that nothing may end it alone, not even wrong usage."""
+    """Whether this process is one rank of several: then nothing may end it alone, not even wrong usage."""
     if launcher.launcher_size(os.environ) is None:
         return False
     try:
@@ -70,7 +73,7 @@ def _is_job() -> bool:
 
 
 def _command_of_job() -> None:
-    """Rank 0 reads the command line; the others do what it has read, where theirs is the same."""
+    """Read the command line on rank 0, and run the command on all ranks. A rank with other words reads its own."""
     words, group = sys.argv[1:], group_of()
     outcome = (words, _outcome(words)) if group.rank == 0 else None
     read, found = group.broadcast("reading the command line", outcome)
@@ -84,7 +87,7 @@ def _command_of_job() -> None:
 
 
 def _outcome(words: list[str]) -> Chosen | Refused | None:
-    """What a command line says; None where all that it asks for has been shown."""
+    """Return the command that a command line names, or why it is refused; None if it asked for help, now shown."""
     try:
         return _chosen(words)
     except Stop as stop:
@@ -121,7 +124,7 @@ def _chosen(words: list[str]) -> Chosen:
 
 
 def _listing(prog: str, commands: Commands) -> str:
-    """Return what there is under a name."""
+    """Return the help of a group of commands: their names and what they do."""
     lines = [f"usage: {prog} COMMAND [options]", "", commands.summary, ""]
     lines += [f"  {command.name:<{WIDTH}}{command.summary}" for command in commands.commands]
     lines += ["", f"`{prog} COMMAND --help` explains one."]

@@ -92,7 +92,7 @@ class Printed(InOrder):
 class WrittenLines(InOrder):
     """A file with one line of JSON for each prompt, which appears when all are there.
 
-    Raises ConfigError where the file exists already, or cannot be written.
+    Raises ConfigError if the file exists already, or cannot be written.
     """
 
     def __init__(self, prompts: Prompts, tokenizer: Tokenizer | None, path: str) -> None:

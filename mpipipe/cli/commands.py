@@ -1,4 +1,4 @@
-"""The commands that there are, and where each one is. Only the one that is chosen is imported."""
+"""The list of all commands, and where each one is. Only the chosen one is imported."""
 
 from __future__ import annotations
 

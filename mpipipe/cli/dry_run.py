@@ -16,11 +16,11 @@ from mpipipe.errors import ConfigError
 from mpipipe.models import GPT
 from mpipipe.planning import SavedProfile
 from mpipipe.planning.table import shown_seconds
-from mpipipe.plural import counted
 from mpipipe.text_table import text_table
 from mpipipe.train import TrainConfig
 from mpipipe.train.dry_run import Forecast, RankBytes, foresee
 from mpipipe.train.planner import predict_on_paper
+from mpipipe.wording import counted
 
 MOST_RANKS = 1 << 16
 COLUMNS = ("parameters", "gradients", "moments", "activations", "messages", "scratch", "later", "process", "total")
@@ -72,7 +72,7 @@ def _show(config: TrainConfig, ranks: int, profile: str | None) -> None:
 
 
 def check_alone(ranks: int | None, profile: str | None) -> None:
-    """Raise ConfigError where --ranks or --profile is given to a training that really runs."""
+    """Raise ConfigError if --ranks or --profile is given to a training that really runs."""
     if profile is not None:
         raise ConfigError("--profile without --dry-run", found=f"--profile {profile}", remedy="add --dry-run")
     if ranks is not None:

@@ -18,9 +18,9 @@ from mpipipe.comm.threads import share_of_cores
 from mpipipe.errors import ConfigError
 from mpipipe.train.evaluation import Evaluation, build_evaluator, perplexity
 from mpipipe.train.evaluation_data import open_tokens
+from mpipipe.train.evaluation_windows import Windows
 from mpipipe.train.model_folder import open_on_all
 from mpipipe.train.outlet import Outlet
-from mpipipe.train.windows import Windows
 
 
 def evaluate(
@@ -69,7 +69,7 @@ def evaluate(
 
 
 def report(found: Evaluation, unit: str, out: str | None) -> None:
-    """Show an evaluation, and write it as lines of JSON. Raises ConfigError where they cannot be written."""
+    """Show an evaluation, and write it as lines of JSON. Raises ConfigError if they cannot be written."""
     lines = [
         {"document": number, "tokens": each.tokens, "loss": loss, "perplexity": perplexity(loss)}
         for number, each in found.documents.items()

@@ -1,4 +1,4 @@
-"""What a command takes: the parameters of its function, whose annotations say the rest."""
+"""The parameters of a command, which are those of its function; `Flag` and `Operand` annotate them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ REQUIRED = inspect.Parameter.empty
 
 @dataclass(frozen=True)
 class Flag:
-    """A parameter that has a name on the command line: `--seq-len 8`.
+    """A parameter that is given by name: `--seq-len 8`.
 
-    A bool that is False by default is one flag, `--quick`; any other a pair, `--tied` and `--no-tied`. A list is a flag
-    that may be repeated.
+    A bool whose default is False is one flag, `--quick`. Any other bool is a pair, `--tied` and `--no-tied`. A list is
+    a flag that may be repeated.
 
     Parameters
     ----------
     text : what it means, for the help
-    names : its names, in place of the parameter's with dashes in front
+    names : names of the flag; by default one, made of the parameter's name: `seq_len` is `--seq-len`
     least, most : range of a number
-    choices : all values that there are
+    choices : all values that it can have
     metavar : what stands for the value in the help
     group : heading under which the help lists it
     empty : whether an empty text means something; else it is refused, as a variable of a shell that is not set
@@ -40,14 +40,14 @@ class Flag:
 
 @dataclass(frozen=True)
 class Operand:
-    """A parameter that is known by its place. A list takes one or more, or any number where it has a default.
+    """A parameter that is given by position. A list takes one or more values, or any number if it has a default.
 
     Parameters
     ----------
     text : what it means, for the help
     metavar : its name in the help; by default that of the parameter in capitals
     rest : take all that follows, flags too
-    behind_dashes : take what stands behind --, and that alone
+    behind_dashes : take what follows `--`, and nothing else
     """
 
     text: str
@@ -65,7 +65,7 @@ class Parameter:
     name : of the function's parameter
     kind : str, int, float, bool or Path; of a list, the kind of its elements
     many : whether it is a list
-    default : what the function takes where it is not given, or REQUIRED
+    default : value of the function if it is not given, or REQUIRED
     flag : how it is given
     """
 
@@ -77,7 +77,7 @@ class Parameter:
 
 
 def parameters_of(command: Callable[..., Any]) -> list[Parameter]:
-    """Return the parameters of a command: those in its attribute `parameters`, or those of the function itself."""
+    """Return the parameters of a command: those of the function, or those that its attribute `parameters` lists."""
     listed = getattr(command, "parameters", None)
     if listed is not None:
         return list(listed)
@@ -90,7 +90,7 @@ def _parameter(entry: inspect.Parameter, hint: Any) -> Parameter:
     if get_origin(hint) is Annotated:
         hint, flag = get_args(hint)[:2]
     parts = [part for part in get_args(hint) if part is not type(None)] if get_origin(hint) is not list else []
-    if parts:  # X | None: None where it is not given
+    if parts:  # X | None
         hint = parts[0]
     many = get_origin(hint) is list
     return Parameter(entry.name, get_args(hint)[0] if many else hint, many, entry.default, flag)

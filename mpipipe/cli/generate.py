@@ -104,7 +104,7 @@ def check_dtype(dtype: str | None) -> None:
 
 
 def tokenizer_of(folder: ModelFolder, vocab: int) -> Tokenizer | None:
-    """Return the tokenizer of a model, None where text is nothing that it knows. Raises ConfigError for another's."""
+    """Return the tokenizer of a model, None if text is nothing that it knows. Raises ConfigError for another's."""
     found = folder.tokenizer()
     if found is None:
         return Bytes() if vocab == Bytes.vocab else None
@@ -118,7 +118,7 @@ def tokenizer_of(folder: ModelFolder, vocab: int) -> Tokenizer | None:
 
 
 def stop_ids(text: str | None, folder: ModelFolder, tokenizer: Tokenizer | None, vocab: int) -> tuple[int, ...]:
-    """Return the ids that end an answer: those of --stop, else those that the folder names, or its tokenizer.
+    """Return the ids that end an answer, as --stop names them, or else the folder, or else its tokenizer.
 
     Raises ConfigError for ids that the model does not have.
     """

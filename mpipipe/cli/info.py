@@ -21,7 +21,7 @@ from mpipipe.comm.binding import parse_cores
 from mpipipe.comm.group import group_of
 from mpipipe.comm.types import Communicator
 from mpipipe.errors import BackendError, MismatchError, MpipipeError
-from mpipipe.plural import counted
+from mpipipe.wording import counted
 
 COLUMNS = 100  # of a terminal that is wide enough for all lines
 REPORT = "Send these lines, the command, the whole error, and config.toml of the run."
@@ -89,7 +89,8 @@ def described(surroundings: Mapping[str, Any]) -> dict[str, str]:
         "threads": "\n".join(rank_list.grouped(threads)),
         "free memory": "\n".join(memory) or "not known",
     }
-    warnings = list(filter(None, [surroundings["crowded"], surroundings["crowded_threads"], _idle(surroundings)]))
+    found = surroundings["oversubscribed"], surroundings["oversubscribed_threads"], _idle(surroundings)
+    warnings = list(filter(None, found))
     if warnings:
         facts["warning"] = "\n".join(warnings)
     return facts
@@ -109,7 +110,7 @@ def _idle(surroundings: Mapping[str, Any]) -> str | None:
 
 
 def _placement(comm: Communicator) -> list[str]:
-    """List the GPU that each rank would take, or why they cannot; empty where no rank sees one."""
+    """List the GPU that each rank would take, or why they cannot; empty if no rank sees one."""
     group = group_of(comm)
     if not group.agree("info: the GPUs", values=[arrays.device_count()]).any():
         return []

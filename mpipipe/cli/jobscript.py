@@ -67,7 +67,7 @@ jobscript.suggest = near  # type: ignore[attr-defined]
 
 
 def _check_options(words: list[str]) -> None:
-    """Raise Stop where `train` would not understand these words: now, and not when the job begins."""
+    """Raise Stop if `train` would not understand these words: now, and not when the job begins."""
     if words:
         from mpipipe.cli.train import train  # numpy and all
 

@@ -9,7 +9,7 @@ from mpipipe.errors import ConfigError
 
 
 def numbers(option: str, text: str, kind: Callable[[str], Any] = float) -> list[Any]:
-    """Read the numbers of an option; raises ConfigError where they are none."""
+    """Read the numbers of an option; raises ConfigError if they are none."""
     try:
         return [kind(part) for part in text.split(",")]
     except ValueError as error:

@@ -6,7 +6,7 @@ import os
 
 from mpipipe.comm import launcher
 from mpipipe.errors import ConfigError
-from mpipipe.plural import counted
+from mpipipe.wording import counted
 
 
 def check_one_process(command: str) -> None:

@@ -1,4 +1,4 @@
-"""The parser of a command: argparse, with the house's words for wrong usage and in its help."""
+"""The parser of a command: argparse with our own error messages and layout of the help."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mpipipe.cli.flags import REQUIRED, Flag, Operand, Parameter, parameters_of
+from mpipipe.cli.refusal import WRONG_USAGE
 from mpipipe.cli.stdout import show
 from mpipipe.comm.abort import Stop
 
-WRONG_USAGE = 2  # exit code
 LOG_LEVELS = ("debug", "info", "warning", "error")
 WIDEST = 100  # columns of the help
 NOUNS: dict[type, str] = {int: "an integer", float: "a number"}
 
 
 def program() -> str:
-    """Return how this program was started, for its messages."""
+    """Return how this program was started, for messages: `mpipipe` or `python -m mpipipe`."""
     return "mpipipe" if Path(sys.argv[0]).name == "mpipipe" else "python -m mpipipe"
 
 
@@ -43,16 +43,16 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog=prog, formatter_class=_Help, allow_abbrev=False, add_help=False, **options)
         self.headings: dict[str, Any] = {}
         self.behind_dashes: str | None = None  # the parameter that takes what stands behind --
-        self.suggest: Callable[[str, Iterable[str]], list[str]] | None = None  # names that are near to one
+        self.suggest: Callable[[str, Iterable[str]], list[str]] | None = None  # (name, known names) -> similar names
 
     def under(self, heading: str) -> Any:
-        """Return the group of flags that the help lists under `heading`."""
+        """Return argparse's group of the flags that the help lists under `heading`."""
         if heading not in self.headings:
             self.headings[heading] = self.add_argument_group(heading)
         return self.headings[heading]
 
     def parse(self, words: list[str]) -> dict[str, Any]:
-        """Return what was given, by the name of the parameter."""
+        """Return the arguments that were given, by parameter name."""
         behind: dict[str, Any] = {}
         if self.behind_dashes is not None and "--" in words:
             cut = words.index("--")
@@ -88,7 +88,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Help(argparse.HelpFormatter):
-    """Paragraphs stay paragraphs, and lines are no wider than a page."""
+    """Help that keeps paragraphs, in lines of at most WIDEST columns."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=28, width=min(WIDEST, shutil.get_terminal_size().columns - 2))

@@ -22,7 +22,6 @@ from mpipipe.errors import ConfigError
 from mpipipe.models import GPT
 from mpipipe.planning import Choice, SavedProfile
 from mpipipe.planning.table import table
-from mpipipe.plural import counted
 from mpipipe.schedules import Links
 from mpipipe.schedules.links import FORM
 from mpipipe.train import TrainConfig
@@ -34,6 +33,7 @@ from mpipipe.train.options.aliases import near
 from mpipipe.train.outlet import Outlet
 from mpipipe.train.planner import Found, Scene, find, plan_on_paper
 from mpipipe.train.preparation import check_same_config, find_data
+from mpipipe.wording import counted
 
 NOT_WRITTEN = ("plan", "memory_limit", "fixed", "config")
 
@@ -157,7 +157,7 @@ def _say(line: str) -> None:
 
 
 def check_new(path: Path) -> None:
-    """Raise ConfigError where no new file can be written."""
+    """Raise ConfigError if no new file can be written."""
     if path.exists() or not path.parent.is_dir():
         raise ConfigError(
             "no plan can be written there",
@@ -168,7 +168,7 @@ def check_new(path: Path) -> None:
 
 
 def write(path: Path, given: Mapping[str, Any], choice: Choice) -> None:
-    """Write a configuration with the best plan, for `train --config`. Raises ConfigError where it cannot be."""
+    """Write a configuration with the best plan, for `train --config`. Raises ConfigError if it cannot be."""
     keys = {name.rstrip("_"): value for name, value in given.items() if name not in (*NOT_WRITTEN, *PLANNED)}
     keys |= {
         "schedule": choice.schedule,

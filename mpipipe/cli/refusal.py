@@ -1,4 +1,4 @@
-"""How a command on paper ends that cannot do what it was asked for: one report, and the exit code of wrong usage."""
+"""How a command ends when it cannot do what was asked: one report, and the exit code of wrong usage."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from mpipipe.comm.abort import Stop
-from mpipipe.comm.report import describe, heading
+from mpipipe.comm.report import AGREED, describe, heading
 from mpipipe.errors import MpipipeError
 
-REFUSED = 2  # exit code
+WRONG_USAGE = AGREED  # exit code: all ranks of a job end with the same error
 
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """End the program for an error inside the block, with the report that ends a training on one rank."""
+    """Report an error inside the block as that of a training on one rank, and end the program."""
     try:
         yield
     except MpipipeError as error:
-        raise Stop(describe(error, heading(0, 1)), REFUSED) from error
+        raise Stop(describe(error, heading(0, 1)), WRONG_USAGE) from error

@@ -40,8 +40,8 @@ def simulate(
 ) -> None:
     """Simulate a schedule: time, bubble, memory, distance from the best (python -m mpipipe simulate --schedule all).
 
-    One process does it, without MPI. Without --memory-limit a schedule is compared with those that need no more memory
-    than it does itself. Of very large schedules the part that repeats is simulated.
+    It runs in one process, without MPI. Without --memory-limit a schedule is compared with schedules that need no more
+    memory than it does. Of a very large schedule only the part that repeats is simulated.
     """
     with refusing():
         check_one_process("simulate")
@@ -102,7 +102,7 @@ def _network(text: str | None, message_bytes: float, costs: Costs) -> Links | No
 
 
 def _refuse(beside: str, **options: float | None) -> None:
-    """Raise ConfigError where one of these options is given."""
+    """Raise ConfigError if one of these options is given."""
     given = [f"--{name} {value}" for name, value in options.items() if value is not None]
     if given:
         raise ConfigError(

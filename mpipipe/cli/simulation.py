@@ -10,10 +10,10 @@ from typing import Any
 
 from mpipipe import schedules
 from mpipipe.errors import ArgumentError, ConfigError
-from mpipipe.plural import counted
 from mpipipe.schedules import Costs, Links, Repetition, Schedule
 from mpipipe.schedules.registry import names, placement_of
 from mpipipe.text_table import text_table
+from mpipipe.wording import counted
 
 WHOLE = 1 << 21  # most forwards of a schedule that is simulated as a whole: it takes some seconds and 1 GB
 SMALL_RANKS, SMALL_ORDER = 16, 60  # of larger ones no timeline is shown

@@ -104,13 +104,13 @@ class _Queue:
     Attributes
     ----------
     unstarted : deque of _Sum
-        Of which collectives are still to be started, in the order of the calls.
+        Sums some of whose collectives are still to be started, in the order of the calls.
     active : list of _DeviceSum
-        Those that are not back.
+        Sums whose results are not back on the device.
     free : list
         Buffers that nobody uses.
     returning : deque
-        (event, buffer) of those on their way to the device.
+        (event, buffer) of each buffer whose content is on its way to the device.
     buffers : int
         How many there are.
     """

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mpipipe.comm import rank_list
+from mpipipe.wording import counted
 
 
 def own_cores() -> str:
-    """Return the cores that this process may run on; empty where the system does not say.
+    """Return the cores that this process may run on; empty if the system does not say.
 
     Returns
     -------
@@ -26,10 +27,10 @@ def own_cores() -> str:
     return cores_text(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ""
 
 
-def crowded(binding: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return a sentence where more ranks than cores share cores, such as "4 ranks share 2 cores"; else None.
+def oversubscribed(binding: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return a sentence if more ranks than cores share cores, such as "4 ranks share 2 cores"; else None.
 
-    Of several such places the one with the most ranks on a core is named.
+    It names the cores with the most ranks on each.
 
     Parameters
     ----------
@@ -39,16 +40,16 @@ def crowded(binding: Sequence[Mapping[str, Any]]) -> str | None:
     Returns
     -------
     str or None
-        With the host and the ranks, where that is not every rank.
+        It has the host and the ranks, unless it is about all ranks.
 
     Examples
     --------
-    >>> from mpipipe.comm.binding import crowded
-    >>> crowded([{"rank": rank, "host": "n1", "cores": "0-1"} for rank in range(4)])
+    >>> from mpipipe.comm.binding import oversubscribed
+    >>> oversubscribed([{"rank": rank, "host": "n1", "cores": "0-1"} for rank in range(4)])
     '4 ranks share 2 cores'
-    >>> crowded([{"rank": rank, "host": "n1", "cores": cores} for rank, cores in enumerate(["0", "0", "1-7"])])
+    >>> oversubscribed([{"rank": rank, "host": "n1", "cores": cores} for rank, cores in enumerate(["0", "0", "1-7"])])
     'ranks 0-1 share 1 core on n1'
-    >>> crowded([{"rank": rank, "host": "n1", "cores": str(rank)} for rank in range(4)])
+    >>> oversubscribed([{"rank": rank, "host": "n1", "cores": str(rank)} for rank in range(4)])
     """
     worst: tuple[float, list[int], int, str] = 1.0, [], 0, ""
     for host in sorted({place["host"] for place in binding}):
@@ -60,17 +61,16 @@ def crowded(binding: Sequence[Mapping[str, Any]]) -> str | None:
     _, ranks, count, host = worst
     if not ranks:
         return None
-    text = f"share {count} core{'s' if count > 1 else ''}"
+    text = f"share {counted(count, 'core')}"
     if len(ranks) == len(binding):
         return f"{len(ranks)} ranks {text}"
     return f"{rank_list.named(ranks)} {text} on {host}"
 
 
-def crowded_threads(binding: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return a sentence where ranks have more BLAS threads than cores; else None.
+def oversubscribed_threads(binding: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return a sentence if ranks have more BLAS threads than cores; else None.
 
-    Of several such places the one with the most threads on a core is named. Where each rank has one thread, `crowded`
-    says all there is to say.
+    It names the cores with the most threads on each. Ranks with one thread each are the business of `oversubscribed`.
 
     Parameters
     ----------
@@ -84,10 +84,10 @@ def crowded_threads(binding: Sequence[Mapping[str, Any]]) -> str | None:
 
     Examples
     --------
-    >>> from mpipipe.comm.binding import crowded_threads
-    >>> crowded_threads([{"rank": 0, "host": "n1", "cores": "0", "threads": 4}])
+    >>> from mpipipe.comm.binding import oversubscribed_threads
+    >>> oversubscribed_threads([{"rank": 0, "host": "n1", "cores": "0", "threads": 4}])
     'rank 0 has 4 BLAS threads on 1 core of n1'
-    >>> crowded_threads([{"rank": rank, "host": "n1", "cores": "0-7", "threads": 4} for rank in range(4)])
+    >>> oversubscribed_threads([{"rank": rank, "host": "n1", "cores": "0-7", "threads": 4} for rank in range(4)])
     'ranks 0-3 have 16 BLAS threads on 8 cores of n1'
     """
     worst: tuple[float, list[int], int, int, str] = 1.0, [], 0, 0, ""
@@ -104,7 +104,7 @@ def crowded_threads(binding: Sequence[Mapping[str, Any]]) -> str | None:
     if not ranks:
         return None
     verb = "has" if len(ranks) == 1 else "have"
-    return f"{rank_list.named(ranks)} {verb} {threads} BLAS threads on {count} core{'s' if count > 1 else ''} of {host}"
+    return f"{rank_list.named(ranks)} {verb} {threads} BLAS threads on {counted(count, 'core')} of {host}"
 
 
 def cores_text(cores: Sequence[int]) -> str:

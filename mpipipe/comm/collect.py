@@ -1,4 +1,4 @@
-"""What all ranks have to tell, on rank 0 alone: large things of many ranks, which no other rank has room for."""
+"""A gather to rank 0 alone, for objects that are too large to be on all ranks, as `Group.gather` would have them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from mpipipe.comm.types import Communicator
 
 
 def collect(group: Group, comm: Communicator, value: Any) -> list[Any] | None:
-    """Return every rank's `value`, any picklable object, in rank order on rank 0, and None elsewhere; collective.
+    """Return the values of all ranks in rank order on rank 0, and None on the others; collective.
 
     Parameters
     ----------
     group : the ranks
     comm : a communicator of the same ranks, on which no other messages are under way
-    value : of this rank
+    value : any picklable object of this rank
     """
     content = np.frombuffer(pickle.dumps(value), np.uint8)
     sizes = group.agree("collecting what all ranks have", values=[content.size])[:, 0].tolist()

@@ -23,13 +23,13 @@ from mpipipe.comm.presence import Presence
 from mpipipe.comm.process import Failure
 from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, PeerError
 
-VALUES = 14  # most values of one rank in an agreement; what is longer is gathered
-REFUSED = -1  # in place of the number of the facts, by a rank that has an error
+VALUES = 14  # most values of one rank in an agreement; Group.gather takes anything larger
+REFUSED = -1  # sent by a rank that has an error, in place of the number of its facts
 Facts: TypeAlias = tuple[tuple[str, Any], ...]  # ((name, value), ...)
 
 
 class Voters(Protocol):
-    """What an agreement asks of a group; comm.group.Group is one."""
+    """What an agreement needs of a group; comm.group.Group has it."""
 
     @property
     def presence(self) -> Presence: ...
@@ -46,7 +46,7 @@ class Voters(Protocol):
 
 
 class Call(NamedTuple):
-    """A call as errors name it: what, which in the order of calls, and both in words."""
+    """A call as errors name it: its name, its number in the order of calls, and both in words."""
 
     name: str
     number: int | None
@@ -70,11 +70,11 @@ class Ballot:
     call, facts, error, message, remedy
         As for Group.agree.
     number : int, optional
-        Of the call, where the callers count; else the group does.
+        Number of the call, if the callers count their calls; by default the group counts them.
     where : str
-        What errors add to the name of the call, such as the object that it is made on.
+        Text that errors add to the name of the call, such as the object that it is made on.
     code : int
-        `digest(call, facts)`, from callers that make the same call again and again; 0: to be computed.
+        `digest(call, facts)`, from callers that repeat a call; 0: it is computed here.
     """
 
     def __init__(
@@ -94,12 +94,12 @@ class Ballot:
         self.failed = error is not None
 
     def cast(self, group: Voters, values: Sequence[int] = ()) -> np.ndarray:
-        """Everybody's values, int64 (size, values); collective, whatever this rank has found so far."""
+        """Return the values of all ranks, int64 (size, values); collective, even for a rank that has an error."""
         row = self.row(group, values)
         return self.count(group.exchange(row, self.text), len(values))
 
     def row(self, group: Voters, values: Sequence[int]) -> list[int]:
-        """What this rank says in an exchange of the group."""
+        """Return the row that this rank sends in an exchange of the group."""
         if len(values) > VALUES:
             raise ArgumentError("too many values in an agreement", found=len(values), expected=f"at most {VALUES}")
         self.groups.append(group)
@@ -114,13 +114,13 @@ class Ballot:
         return [code, number, *values]
 
     def count(self, table: np.ndarray, values: int) -> np.ndarray:
-        """The values in what all ranks have said, (size, values); notes whether they agree."""
+        """Return the values in the rows of all ranks, (size, values), and note whether the ranks agree."""
         if not _alike(table):
             self.failed = True
         return table[:, 2 : 2 + values]
 
     def refuse(self, error: MpipipeError) -> None:
-        """Add an error that this rank has found in the values of the others."""
+        """Add an error that this rank has found in the values of other ranks."""
         self.error = self.error or error
         self.failed = True
 
@@ -130,7 +130,7 @@ class Ballot:
         return f"{self.call} (call {self.number}){self.where}"
 
     def decide(self) -> None:
-        """Return where all ranks agree; else raise the same error on all of them, which one of them is to report."""
+        """Raise the same error on all ranks if they do not agree; one of them is to report it."""
         if not self.failed:
             return
         error = self.error
@@ -174,7 +174,7 @@ def heard(failure: Failure, remedy: str | None = None) -> PeerError:
 
 
 def _first_problem(entries: list[Entry], message: str | None, remedy: str | None) -> tuple[int, MpipipeError]:
-    """(rank that reports, error) from what every rank says."""
+    """Return (rank that reports, error), from the entries of all ranks."""
     for index, entry in enumerate(entries):
         problem = entry.error
         if problem is not None:
@@ -217,16 +217,16 @@ def _shown(name: str, value: object, message: str | None) -> str:
 
 
 def _alike(table: np.ndarray) -> bool:
-    """Whether all ranks sent the same code and number, and none has refused."""
+    """Return whether all ranks have sent the same code and number, and none has refused."""
     heads = table[:, :2].tolist()
     first = heads[0]
     return first[0] != REFUSED and heads.count(first) == len(heads)
 
 
 def dumps_anyhow(entries: list[Entry]) -> bytes:
-    """What ranks tell each other of a disagreement, as bytes.
+    """Return entries as bytes, even if an error or a fact cannot be pickled.
 
-    An error that cannot be pickled becomes an ArgumentError with its text, and facts become texts then.
+    In that case errors become ArgumentErrors with the same text, and facts become text.
     """
     try:
         return pickle.dumps(entries)
@@ -241,6 +241,6 @@ def _in_words(entry: Entry) -> Entry:
 
 
 def digest(call: str, facts: Facts) -> int:
-    """A number from 0 to 2^63 - 1 for a call and its facts, the same in every process."""
+    """Return a hash from 0 to 2^63 - 1 of a call and its facts, the same in every process."""
     content = repr((call, facts)).encode("utf-8", "backslashreplace")
     return int.from_bytes(blake2b(content, digest_size=8).digest(), "big") >> 1

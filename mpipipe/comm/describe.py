@@ -14,7 +14,7 @@ from mpipipe.comm.runtime import mpi, tag_upper_bound
 from mpipipe.comm.transport import gpu_aware
 from mpipipe.comm.types import Communicator
 from mpipipe.errors import BackendError
-from mpipipe.plural import counted
+from mpipipe.wording import counted
 
 NEIGHBOURS = 4  # messages that a rank in the middle of a pipeline has under way: with two ranks, both ways
 

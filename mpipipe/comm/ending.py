@@ -131,7 +131,7 @@ def _all_ends(world: World, end: End) -> np.ndarray:
 
 
 def _is_complete(request: Request, line: lifeline.Lifeline | None) -> bool:
-    """Test a request; raises LostRankError where it cannot be completed, since a rank has died."""
+    """Test a request; raises LostRankError if it cannot be completed, since a rank has died."""
     if line is None:
         return request.Test()
     try:

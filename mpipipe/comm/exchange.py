@@ -1,4 +1,4 @@
-"""An exchange: a row of numbers of every rank of a group, brought to all of them. Every agreement is made of these."""
+"""An exchange: an all-gather of one row of numbers from each rank of a group. Every agreement is made of exchanges."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpipipe.comm.wait import WaitingGroup, wait
 
 
 class ExchangingGroup(WaitingGroup, Protocol):
-    """What an exchange asks of its group; comm.group.Group is one."""
+    """What an exchange needs of its group; comm.group.Group has it."""
 
     @property
     def comm(self) -> Communicator: ...
@@ -28,7 +28,7 @@ class ExchangingGroup(WaitingGroup, Protocol):
 
 
 class OpenVote(Protocol):
-    """What a group asks of an agreement whose outcome is not known yet; comm.vote.Vote is one."""
+    """What a group needs of an agreement whose outcome is not known yet; comm.vote.Vote has it."""
 
     def settle(self) -> np.ndarray: ...
 
@@ -36,13 +36,13 @@ class OpenVote(Protocol):
 
 
 class Exchange:
-    """The rows of all ranks, on their way; the constructor begins a call of the group, and does not wait.
+    """One exchange; the constructor begins it as a call of the group, and does not wait.
 
     Parameters
     ----------
-    group : whose ranks exchange
-    row : of this rank, at most 2 + VALUES integers
-    what : names the call
+    group : the ranks that take part
+    row : at most 2 + VALUES integers of this rank
+    what : names the call, for errors
 
     Attributes
     ----------
@@ -61,7 +61,7 @@ class Exchange:
             self._request = own(group.comm.Iallgather(mine, self.table))
 
     def Test(self) -> bool:
-        """Whether all rows are here; never waits."""
+        """Return whether all rows are here; never waits."""
         if self._request is None:
             return True
         if not self._request.Test():
@@ -71,7 +71,7 @@ class Exchange:
         return True
 
     def result(self) -> np.ndarray:
-        """Wait for the rows of all ranks; a wait that ends in an error ends the life of the group."""
+        """Wait for the rows of all ranks, and return them. An error during the wait ends the life of the group."""
         if self._request is not None:
             try:
                 wait(self, self.what, self.group, everyone=True)

@@ -1,7 +1,8 @@
 """The flight recorder: the last operations of a rank, which are read only when a job hangs.
 
-What a plan tells is not written down again: whoever follows a plan keeps how far it has come, and gives an `Account` of
-that when it is asked for one (pipeline/flight.py, ring_exchange.py). For all else there is a ring of slots, made once:
+Operations that a plan names are not written down again. An object that follows a plan knows how far it has come, and
+gives an `Account` of that when it is asked (pipeline/flight.py, ring_exchange.py). All other operations go into a ring
+of slots, which is made once:
 
     slot   0                1                          ...   255
            what, peer, tag, what, peer, tag,                 each new operation takes the oldest slot
@@ -76,7 +77,7 @@ class Message(NamedTuple):
     text: str
     peer: int  # rank in COMM_WORLD at the other end
     tag: tuple[int, int]  # channel, tag
-    nbytes: int | None  # None where it is not known
+    nbytes: int | None  # None if it is not known
 
 
 class Account(NamedTuple):
@@ -113,7 +114,7 @@ class Accountable(Protocol):
     """An object that follows a plan."""
 
     def sign(self) -> object:
-        """Something that is another thing after every progress; called often, from any thread."""
+        """Return a value that changes with every progress; called often, from any thread."""
 
     def account(self) -> Account:
         """How far it has come; called from any thread, while it runs."""

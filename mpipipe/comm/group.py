@@ -119,7 +119,7 @@ class Group:
         error : Exception, optional
             Why this rank cannot take part; all ranks raise it then.
         message, remedy : str, optional
-            Of the MismatchError where ranks differ.
+            Of the MismatchError if ranks differ.
 
         Returns
         -------

@@ -53,7 +53,7 @@ def run(
     delay : float
         Each message becomes visible after a random time of up to this many seconds; order is kept as in MPI.
     seed : int
-        Of those random times.
+        Seed of the random times of `delay`.
     tag_ub : int
         The largest tag.
 

@@ -35,7 +35,7 @@ def oversubscribed() -> bool:
 
 
 def refuse_singleton(environment: Mapping[str, str]) -> None:
-    """Raise LaunchError where a launcher promised several ranks; for a process that is alone in COMM_WORLD."""
+    """Raise LaunchError if a launcher promised several ranks; for a process that is alone in COMM_WORLD."""
     promise = launcher_size(environment)
     if promise is None:
         return

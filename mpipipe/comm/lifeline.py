@@ -86,7 +86,7 @@ class Lifeline:
         return self.dead() != self.lost
 
     def look(self) -> None:
-        """Raise LostRankError where a rank has died since the survivors last came together."""
+        """Raise LostRankError if a rank has died since the survivors last came together."""
         dead = self.dead()
         if dead != self.lost:
             raise LostRankError(self.name([rank for rank in dead if rank not in self.lost]))
@@ -141,7 +141,7 @@ class Lifeline:
             return self._shrink()
 
     def finish(self) -> Communicator | None:
-        """At the end of the work: None where all that live have come here, else what `gather` returns."""
+        """At the end of the work: None if all that live have come here, else what `gather` returns."""
         with _Deadline(self):
             if self._agree(1):
                 return None
@@ -199,7 +199,7 @@ def start() -> Lifeline | None:
 
 
 def demand() -> Lifeline:
-    """As `start`; raises BackendError where the job cannot outlive a rank."""
+    """As `start`; raises BackendError if the job cannot outlive a rank."""
     if here().alone:
         raise BackendError("ranks that are threads cannot outlive each other", remedy=REMEDY)
     found = start()
@@ -239,7 +239,7 @@ def _forget_groups() -> None:
     process = here()
     with process.lock:
         process.groups.clear()
-        process.engines.clear()
+        process.advancing.clear()
         process.failures.clear()
         process.left.clear()
     watchdog = process.watchdog

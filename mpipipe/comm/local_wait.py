@@ -30,5 +30,5 @@ def wait_locally(ended: Callable[[float], bool], what: object) -> None:
     process = here()
     with Vigil(process, what) as vigil:
         while not ended(LOOK_SECONDS):
-            process.drive()
+            process.advance()
             vigil.look()

@@ -4,8 +4,8 @@ The name of a message, not its order, decides what arrives where. There are two 
 all messages are known (`begin_call`), buffers are posted ahead of their data, at most `window` of them. Where they are
 not known, a small header comes first (`take_header`, then `take_unknown`).
 
-Some transports carry messages in an order (comm/transport/nccl.py). Then the sends and the receives of a rank are
-started together in the order of their moments, which is one for all messages of all ranks.
+Some transports need one order of all messages of all ranks (comm/transport/nccl.py). Then a rank starts its sends and
+receives in that order, by their order keys (Plan.order_keys).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Mailbox:
     Parameters
     ----------
     transport : how arrays travel (see comm.transport)
-    group : the Group whose calls the messages belong to, for waits; None where there is none
+    group : the Group whose calls the messages belong to, for waits; None if there is none
 
     A received array is a buffer that is used again: the lease that comes with it must go back through `release` once
     nothing reads the array any more.
@@ -78,7 +78,7 @@ class Mailbox:
         self.posted: deque = deque()  # (arrays, lease, requests, envelope), in the order of `incoming`
         self.incoming: list = []
         self.next = 0
-        self.moments: Mapping[Envelope, Any] | None = None  # of a call whose messages start in an order
+        self.order_keys: Mapping[Envelope, Any] | None = None  # of a call whose messages start in an order
         self.wanted: deque = deque()  # envelopes of that call that are still to be taken, as they are needed
         self.sent: list[Envelope] = []  # in this call: one for each of the requests that were in `outgoing`
         self.polls = 0  # so far: a sign of progress
@@ -94,25 +94,25 @@ class Mailbox:
 
     def waits_on_host(self) -> bool:
         """Whether messages of this call hold nothing up on the device, so that the host may wait for it."""
-        return self.moments is None
+        return self.order_keys is None
 
     def begin_call(
-        self, schedule: list, window: int, moments: Mapping[Envelope, Any] | None = None, repeated: bool = False
+        self, schedule: list, window: int, order_keys: Mapping[Envelope, Any] | None = None, repeated: bool = False
     ) -> None:
         """Begin a step whose incoming messages are known; the first `window` receives are posted at once.
 
         Parameters
         ----------
         schedule, window : what `receive_schedule` returned, and how many receives to keep posted
-        moments : when each message is made, for transports that carry messages in an order
+        order_keys : where each message stands in the one order of all messages, for transports that need that order
         repeated : whether, on all ranks alike, calls like this one have run so often that nothing in it is new
         """
         self.incoming, self.next, self.taken = schedule, 0, 0
         self.sent = self.sent[-len(self.outgoing) :] if self.outgoing else []
-        self.moments = moments if moments and self.transport.begin_call(repeated) else None
-        if self.moments is not None:
+        self.order_keys = order_keys if order_keys and self.transport.begin_call(repeated) else None
+        if self.order_keys is not None:
             self.wanted = deque(entry[0] for entry in schedule)
-            self.incoming = sorted(schedule, key=self._moment_of)
+            self.incoming = sorted(schedule, key=self._order_key_of)
             return
         for _ in range(min(window, len(schedule))):
             self._post_next()
@@ -131,15 +131,15 @@ class Mailbox:
             requests.append(transport.irecv(array, peer, channel, tag))
         self.posted.append((arrays, lease, requests, envelope))
 
-    def _moment_of(self, entry: tuple) -> Any:
-        assert self.moments is not None  # where order does not matter nobody asks
-        return self.moments[entry[0]]
+    def _order_key_of(self, entry: tuple) -> Any:
+        assert self.order_keys is not None  # where order does not matter nobody asks
+        return self.order_keys[entry[0]]
 
-    def start_before(self, moment: Any) -> None:
-        """Where order matters, start the receives of all messages that are made before a moment."""
-        if self.moments is None:
+    def start_before(self, order_key: Any) -> None:
+        """Where order matters, start the receives of all messages that stand before `order_key`."""
+        if self.order_keys is None:
             return
-        while self.next < len(self.incoming) and self._moment_of(self.incoming[self.next]) < moment:
+        while self.next < len(self.incoming) and self._order_key_of(self.incoming[self.next]) < order_key:
             self._post_next()
 
     def _bring_forward(self) -> None:
@@ -152,7 +152,7 @@ class Mailbox:
 
     def take(self) -> tuple[list, Lease]:
         """Return the arrays of the next expected message, and their lease."""
-        if self.moments is not None:
+        if self.order_keys is not None:
             self._bring_forward()
         arrays, lease, requests, envelope = self.posted[0]
         for request in requests:
@@ -160,7 +160,7 @@ class Mailbox:
                 wait(request, envelope, self.group, peer=envelope.peer)
         self.posted.popleft()
         self.taken += 1
-        if self.moments is None:
+        if self.order_keys is None:
             self._post_next()
         return arrays, lease
 
@@ -194,8 +194,8 @@ class Mailbox:
     def put(self, envelope: Envelope, arrays: Sequence[Array]) -> None:
         """Send C-contiguous arrays; they must not change until the step has ended. Never waits."""
         peer, (channel, tag) = envelope[0], envelope[5]
-        if self.moments is not None:
-            self.start_before(self.moments[envelope])
+        if self.order_keys is not None:
+            self.start_before(self.order_keys[envelope])
         outgoing = self.outgoing
         while outgoing and outgoing[0].Test():
             outgoing.popleft()
@@ -234,7 +234,7 @@ class Mailbox:
                 oldest = self.sent[-len(self.outgoing)]
                 wait(request, f"{oldest.subject} to be received by rank {oldest.peer}", self.group, peer=oldest.peer)
             self.outgoing.popleft()
-        if self.moments is not None and not self.transport.settled():
+        if self.order_keys is not None and not self.transport.settled():
             wait(Settled(self.transport), "the last messages to arrive", self.group)
 
     def drop_buffers(self) -> None:

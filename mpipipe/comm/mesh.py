@@ -8,7 +8,7 @@ from mpipipe.comm import communicators
 from mpipipe.comm.group import Group, group_of
 from mpipipe.comm.types import Communicator
 from mpipipe.errors import ArgumentError, MpipipeError
-from mpipipe.plural import counted
+from mpipipe.wording import counted
 
 __all__ = ["Coordinates", "Mesh"]
 

@@ -191,12 +191,13 @@ class Preemption:
         self.time_limit.save_took(seconds)
 
     def leave(self, text: str) -> NoReturn:
-        """End the program of every rank with exit code 75; rank 0 writes one line. Call it on all ranks.
+        """End the program of every rank with exit code 75; rank 0 says why and where. Call it on all ranks.
 
         Parameters
         ----------
         text : str
-            Where the job has come to and what it has saved, as in "after step 7, saved as step-00000007".
+            Where the job has come to and what it has saved, as in "after step 7, saved as step-00000007". Each line of
+            it becomes one of what rank 0 writes.
 
         Raises
         ------
@@ -205,7 +206,7 @@ class Preemption:
         """
         self._signals.leave()
         if self.group.rank == 0:
-            self._tell(f"mpipipe: {self.reason}: left {text}")
+            self._tell(f"{self.reason}: left {text}")
         raise Preempted(self.group)
 
     def close(self) -> None:
@@ -226,12 +227,13 @@ class Preemption:
         self.close()
 
     def _tell(self, text: str) -> None:
+        marked = "\n".join(f"mpipipe: {line}" for line in text.split("\n"))
         errors = self._dropped_by()
         if errors is not None:
             with suppress(OSError):
-                write_past_launcher(errors, f"{text}\n")
+                write_past_launcher(errors, f"{marked}\n")
                 return
-        self._say(text)
+        self._say(marked)
 
     def _dropped_by(self) -> Path | None:
         """Where to write past the launcher, once that ends the ranks and drops what they write."""
@@ -243,7 +245,7 @@ class Preemption:
         if self.group.rank == 0:
             place = "has come" if self.whereabouts is None else self.whereabouts()
             follows = FOLLOWS if self._dropped_by() is None else KILLED
-            self._tell(f"mpipipe: {name} {place}\nmpipipe: {follows}")
+            self._tell(f"{name} {place}\n{follows}")
 
     def _hopeless(self) -> bool:
         """Whether another rank has ended although none has left: its launcher then tells the others by a signal."""

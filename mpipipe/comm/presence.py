@@ -42,17 +42,17 @@ class Presence:
     elsewhere : Note or None
         From rank 0, which waits for this rank in a call that this rank may not have come to.
     closing : bool
-        Whether notes of who waits are over.
+        Whether the group closes, so that no rank sends notes about waits any more.
     left : dict
         Rank -> (calls, text) of each rank whose script has ended.
     sent, answers : int
         Notes WAITING that this rank has sent to rank 0, and its answers.
     received : int
-        On rank 0: notes WAITING of all others.
+        On rank 0: number of notes WAITING from all other ranks.
     waiting : dict
-        On rank 0: rank -> (call, text) of the last of these.
+        On rank 0: rank -> (call, text) of the last note WAITING from that rank.
     unanswered : dict
-        On rank 0: rank -> call, of those still to be answered.
+        On rank 0: rank -> call of each note WAITING that has no answer yet.
     """
 
     def __init__(self, comm: Communicator, members: tuple[int, ...], process: Process) -> None:

@@ -1,12 +1,13 @@
-"""What one rank knows, whichever of its threads asks: its groups, failures of other ranks, and its engines.
+"""The state of one rank, for all of its threads: its groups, failures of other ranks, and what its waits advance.
 
 A rank is a process. In `comm.inprocess` it is a thread, which says so by `adopt`. `here()` finds the state of the
 calling rank in both cases.
 
-    groups     every wait of this rank reads the notes of all of them
-    failures   what was heard of failures so far; a wait looks for news at the end of this list
-    engines    what advances only while somebody calls it; every wait calls the engines of its own thread
-    flight     what this rank has done last; vigils, its waits under way
+    groups      open groups; every wait of this rank reads the notes of all of them
+    failures    failures that this rank has heard of; a wait looks for news at the end of this list
+    advancing   things that advance only while somebody calls them; every wait calls those of its own thread
+    flight      the last operations of this rank
+    vigils      its long waits
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from typing import Any, NamedTuple, Protocol
 
 from mpipipe.comm import launcher
 from mpipipe.comm.flight import Accountable, FlightRecorder
-from mpipipe.comm.types import Engine
+from mpipipe.comm.types import Advancing
 from mpipipe.trace import Recorder
 
 YIELD_SECONDS = 2e-2  # how long a wait gives way to others before it sleeps: the time of a large message
 PAUSE_SECONDS = 5e-5  # how long it then sleeps between two polls: short beside any real stage
 # the same where ranks share cores, and another rank has better use for this one
-CROWDED_YIELD_SECONDS, CROWDED_PAUSE_SECONDS = 1e-3, 5e-4
+OVERSUBSCRIBED_YIELD_SECONDS, OVERSUBSCRIBED_PAUSE_SECONDS = 1e-3, 5e-4
 
 
 class Failure(NamedTuple):
@@ -94,18 +95,18 @@ class Process:
         Held while notes are read.
     groups : list of group.Group
         The open groups.
-    engines : dict
-        Engine -> the thread that uses it.
+    advancing : dict
+        Thing that waits advance -> the thread that has registered it.
     failures : list of Failure
-        Those heard of, in that order, each once.
+        Failures that this rank has heard of, in that order, each once.
     left : dict
-        World rank -> text, of the ranks whose script has ended.
+        World rank -> text, for each rank whose script has ended.
     pipelines, groups_named : int
         Pipelines built, and groups made, so far.
     alone : bool
         Whether this rank is a thread.
     thread : int
-        That thread, else the main one.
+        The thread that is this rank; the main thread if the rank is a process.
     patience, pause : float
         Seconds that a wait gives way to others before it sleeps, and that it then sleeps between two polls.
     flight : FlightRecorder
@@ -121,20 +122,20 @@ class Process:
     lifeline : lifeline.Lifeline or None
         Knows of ranks that have died, where MPI tells.
     recorders : set of trace.Recorder
-        Those that note the waits of this rank.
+        Recorders that note the waits of this rank.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.groups: list[OpenGroup] = []
-        self.engines: dict[Engine, int] = {}
+        self.advancing: dict[Advancing, int] = {}
         self.failures: list[Failure] = []
         self.left: dict[int, str] = {}
         self.pipelines = self.groups_named = 0
         self.alone, self.thread = False, threading.main_thread().ident
         self.patience, self.pause = YIELD_SECONDS, PAUSE_SECONDS
         if launcher.oversubscribed():
-            self.patience, self.pause = CROWDED_YIELD_SECONDS, CROWDED_PAUSE_SECONDS
+            self.patience, self.pause = OVERSUBSCRIBED_YIELD_SECONDS, OVERSUBSCRIBED_PAUSE_SECONDS
         self.flight = FlightRecorder()
         self.vigils: list[Any] = []  # of wait.Vigil, which is built on this module
         self.vigils_begun = 0
@@ -152,27 +153,27 @@ class Process:
             self.failures.append(failure)
 
     def keep_account(self, thing: Accountable) -> None:
-        """From now on ask `thing` for an account where a dump is made, as long as it lives."""
+        """Ask `thing` for an account at every dump from now on, as long as it lives."""
         self._accountable = [each for each in self._accountable if each() is not None]
         self._accountable.append(weakref.ref(thing))
 
     @property
     def accountable(self) -> list[Accountable]:
-        """Those that live."""
+        """The things that are asked for an account and still live."""
         found = [each() for each in self._accountable]
         return [thing for thing in found if thing is not None]
 
     def sign(self) -> tuple[object, ...]:
-        """Something that is another thing after every progress of this rank."""
+        """Return a value that changes with every progress of this rank."""
         calls = sum(group.presence.calls for group in tuple(self.groups))
         return calls, self.flight.count, self.vigils_begun, self.ended, *(t.sign() for t in self.accountable)
 
-    def drive(self) -> None:
-        """Let the engines of this thread advance."""
+    def advance(self) -> None:
+        """Advance what this thread has registered."""
         thread = threading.get_ident()
-        for engine, owner in tuple(self.engines.items()):
+        for thing, owner in tuple(self.advancing.items()):
             if owner == thread:
-                engine.progress()
+                thing.progress()
 
     @property
     def single_threaded(self) -> bool:
@@ -209,11 +210,11 @@ def is_rank() -> bool:
 _pid = os.getpid()
 
 
-def register_progress(engine: Engine) -> None:
-    """Call `engine.progress()` in every wait of this thread, until `unregister_progress`: a peer may depend on it."""
-    here().engines[engine] = threading.get_ident()
+def register_progress(thing: Advancing) -> None:
+    """Call `thing.progress()` in every wait of this thread, until `unregister_progress`: a peer may depend on it."""
+    here().advancing[thing] = threading.get_ident()
 
 
-def unregister_progress(engine: Engine) -> None:
+def unregister_progress(thing: Advancing) -> None:
     """End `register_progress`."""
-    here().engines.pop(engine, None)
+    here().advancing.pop(thing, None)

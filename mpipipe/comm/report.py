@@ -27,10 +27,11 @@ def heading(rank: int, size: int) -> str:
 def describe(error: BaseException, heading: str) -> str:
     """What went wrong and where; for an error that is not of this package, its traceback, too.
 
-    An interrupt is no error: who pressed Ctrl-C reads in three lines where the program was.
+    An interrupt is no error: who pressed Ctrl-C reads in a few lines where the program was.
     """
     if isinstance(error, KeyboardInterrupt):
-        return f"{heading}\n  KeyboardInterrupt{_with_colon(str(error))}\n{_place(error)}"
+        said = _with_colon(str(error)).replace("\n", "\n  ")
+        return f"{heading}\n  KeyboardInterrupt{said}\n{_place(error)}"
     text = f"{heading}\n  {type(error).__name__}: {error}\n"
     if isinstance(error, MpipipeError) and not isinstance(error, StageError):
         return text  # the message says it all

@@ -1,7 +1,7 @@
-"""The environment variables of this package, as one table, and the values of those that this room reads.
+"""The environment variables of this package in one table, and functions that read those which `comm` needs.
 
-A variable that is empty counts as not set. `check_settings` refuses a value without a meaning, at a place where all
-ranks can hear of it; so the functions that read a variable in the middle of a wait need not.
+An empty variable counts as not set. `check_settings` refuses values without a meaning, where all ranks can hear of it.
+So a function that reads a variable in the middle of a wait need not check it again.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Variable:
     values : str
         What it may be set to, in words.
     default : str
-        What holds where it is not set, in words.
+        What holds if it is not set, in words.
     accepts : callable, optional
-        Says of a text whether it is one of `values`. None where the code that reads the variable refuses the rest.
+        Tells whether a text is one of `values`. None if the code that reads the variable checks its value.
     """
 
     name: str
@@ -158,12 +158,12 @@ def check_settings() -> None:
 
 
 def timeout() -> float | None:
-    """MPIPIPE_TIMEOUT in seconds; None where there is no limit, and for a value that `check_settings` refuses."""
+    """MPIPIPE_TIMEOUT in seconds; None if there is no limit, and for a value that `check_settings` refuses."""
     return _seconds(os.environ.get(TIMEOUT.name) or "0")
 
 
 def watchdog() -> float | None:
-    """MPIPIPE_WATCHDOG in seconds; None where it is switched off, and for a value that `check_settings` refuses."""
+    """MPIPIPE_WATCHDOG in seconds; None if it is switched off, and for a value that `check_settings` refuses."""
     return _seconds(os.environ.get(WATCHDOG.name) or WATCHDOG.default)
 
 

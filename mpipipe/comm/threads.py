@@ -1,4 +1,4 @@
-"""How many BLAS threads each rank takes, so that all cores of a host compute and none has two threads."""
+"""How many threads each rank takes, so that all cores of a host compute and none has two threads."""
 
 from __future__ import annotations
 
@@ -8,27 +8,31 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from mpipipe.comm.binding import own_cores, parse_cores
-from mpipipe.comm.group import group_of
+from mpipipe.comm.group import Group, group_of
 from mpipipe.comm.launcher import launcher_size
 
 TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
 def share_of_cores() -> int:
-    """Return how many threads this rank can take; collective over COMM_WORLD where a launcher promises several ranks.
+    """Return how many BLAS threads this rank can take; collective over COMM_WORLD if a launcher promises several ranks.
 
     Two hardware threads of a core count as one: products of matrices keep a core busy with one.
     """
-    mine = sorted(cores_of(parse_cores(own_cores())))
+    mine = cores_of(parse_cores(own_cores()))
     if launcher_size(os.environ) is None:
         return max(1, len(mine))
-    group = group_of()
-    places = group.gather("the cores of all ranks", (socket.gethostname(), mine))
+    return fair_share(group_of(), mine)
+
+
+def fair_share(group: Group, cores: Collection[int]) -> int:
+    """Return this rank's part, at least one, of the cores that it shares with other ranks of the group; collective."""
+    places = group.gather("the cores of all ranks", (socket.gethostname(), sorted(cores)))
     return fair_shares(places)[group.rank]
 
 
 def cores_of(threads: Collection[int], topology: Path = TOPOLOGY) -> frozenset[int]:
-    """Return the cores that hardware threads belong to, each by its first thread; the threads where nobody says."""
+    """Return the cores of hardware threads, each named by its first thread; a thread itself if its core is unknown."""
     return frozenset(_first_sibling(thread, topology) for thread in threads)
 
 
@@ -41,11 +45,11 @@ def _first_sibling(thread: int, topology: Path) -> int:
 
 
 def fair_shares(places: Sequence[tuple[str, Collection[int]]]) -> list[int]:
-    """Return the threads of each rank: its part of the cores that it shares with other ranks, at least one.
+    """Return for each rank its part of the cores that it shares with other ranks, at least one.
 
     Parameters
     ----------
-    places : host of each rank, and the cores that it may run on; none where the system does not say
+    places : host of each rank, and the cores that it may run on; no cores if they are not known
 
     Examples
     --------

@@ -32,8 +32,8 @@ class Sum(Request, Protocol):
         """Let it advance; the current stream waits for nothing."""
 
 
-class Engine(Protocol):
-    """What advances only while somebody calls it: see process.register_progress."""
+class Advancing(Protocol):
+    """Something that advances only while somebody calls it: see process.register_progress."""
 
     def progress(self) -> object:
         """Let everything under way advance; never waits."""

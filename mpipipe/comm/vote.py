@@ -1,16 +1,16 @@
-"""A vote: an agreement that a rank begins and does not wait for. It goes on with what it presumes the outcome to be.
+"""A vote: an agreement that a rank begins without waiting for its outcome, which it presumes to be "all agree".
 
     rank 0   begin | what does not need the outcome, or can still be thrown away ... | settle: all agree
     rank 1           begin | ........................................................ | settle: all agree
 
-A vote is one exchange like that of any agreement. So a rank that makes another call of the same group is met in it, and
-all ranks find out. While a vote is open
+A vote is one exchange, the same as in any agreement. So it also meets a rank that makes another call of the same group,
+and all ranks find out. While a vote is open:
 
-- nothing else begins on the communicator: collectives are matched by their order there, and ranks that do not agree
-  have different ones in mind. `Group.begin` settles the vote first;
-- every wait of this rank looks at it (process.register_progress): where ranks disagree, the messages that this rank
-  waits for may never come, and the others wait for its part in the explanation;
-- a failure of the group ends it: it is neither tested nor waited for any more.
+- Nothing else begins on the communicator. MPI matches collectives by their order, and ranks that disagree would begin
+  different ones. So `Group.begin` settles the vote first.
+- Every wait of this rank tests the vote (process.register_progress). If ranks disagree, the messages that this rank
+  waits for may never come, and the other ranks wait for its part in the explanation.
+- A failure of the group ends the vote: nobody tests it or waits for it any more.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from mpipipe.errors import MpipipeError
 
 
 class Vote:
-    """One vote under way on this rank; the constructor does not wait.
+    """One vote of a group; the constructor does not wait for the other ranks.
 
     Parameters
     ----------
-    group : whose ranks agree; no two votes of a group are open at once
-    ballot : call and facts of this rank, cast nowhere else
+    group : the ranks that agree; a group has at most one open vote
+    ballot : call and facts of this rank; it is used for this vote alone
     values : at most consensus.VALUES integers of this rank
     """
 
     def __init__(self, group: Group, ballot: Ballot, values: Sequence[int] = ()) -> None:
         self.group, self.ballot, self._count = group, ballot, len(values)
-        group.settle()  # before the ballot takes the number of the call
+        group.settle()  # first the vote before: then the ballot can take the number of its call
         self._exchange = Exchange(group, ballot.row(group, values), ballot.text)
         self._values: np.ndarray | None = None
         self._error: MpipipeError | None = None
@@ -47,14 +47,14 @@ class Vote:
             register_progress(self)
 
     def progress(self) -> None:
-        """Look whether the outcome is there; never waits where ranks agree, and raises the error where they do not."""
+        """Test whether the outcome is there. Never waits if ranks agree; raises the common error if they do not."""
         if self._exchange.Test():
             self._close()
 
     def settle(self) -> np.ndarray:
-        """Wait for the outcome, and return everybody's values; raises the same error on all ranks that disagree."""
+        """Wait for the outcome, and return the values of all ranks; if ranks disagree, all raise the same error."""
         if self._values is None:
-            self.group.process.engines.pop(self, None)  # the wait below would come back to this vote
+            self.group.process.advancing.pop(self, None)  # the wait below would come back to this vote
             self._exchange.result()
             self._close()
         if self._error is not None:
@@ -63,12 +63,12 @@ class Vote:
         return self._values
 
     def abandon(self) -> None:
-        """Look at the vote no more: its group is closed, or has failed."""
+        """Drop the vote, because its group is closed or has failed, or because its outcome is there."""
         self.group.vote = None
-        self.group.process.engines.pop(self, None)
+        self.group.process.advancing.pop(self, None)
 
     def _close(self) -> None:
-        """Take the outcome, once it is there."""
+        """Take the outcome, which is there."""
         self.abandon()
         self._values = self.ballot.count(self._exchange.table, self._count)
         try:

@@ -11,10 +11,10 @@ No rank waits inside MPI, where it could neither hear of a failure nor give up. 
 - after TELL_SECONDS tells rank 0 of its group that it waits, so that rank 0 knows who is missing;
 - after WARNING_SECONDS logs what it waits for, and who is missing;
 - after MPIPIPE_TIMEOUT seconds, where that is set, raises StallError;
-- raises LostRankError where MPI has told that a rank has died (lifeline.py);
+- raises LostRankError if MPI has told that a rank has died (lifeline.py);
 - lets the watchdog look around, where that has no thread of its own (watch/watchdog.py).
 
-Every poll also lets this thread's engines advance (process.register_progress): the peer may be waiting for one of them.
+Every poll also advances what this thread has registered (process.register_progress): the peer may wait for it.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def wait(
 def _wait(
     request: Testable, what: object, group: WaitingGroup | None, everyone: bool, peer: int | None, process: Process
 ) -> None:
-    test = _driving(process, request.Test) if process.engines else request.Test
+    test = _advancing_first(process, request.Test) if process.advancing else request.Test
     for _ in range(SPIN_POLLS):
         if test():
             return
@@ -124,14 +124,14 @@ def _wait(
             time.sleep(process.pause)
 
 
-def _driving(process: Process, test: Callable[[], bool]) -> Callable[[], bool]:
-    """`test`, with the progress of this thread's engines before it."""
+def _advancing_first(process: Process, test: Callable[[], bool]) -> Callable[[], bool]:
+    """Return `test`, preceded by a call that advances what this thread has registered."""
 
-    def drive_and_test() -> bool:
-        process.drive()
+    def advance_and_test() -> bool:
+        process.advance()
         return test()
 
-    return drive_and_test
+    return advance_and_test
 
 
 class Vigil:
@@ -231,7 +231,7 @@ class Vigil:
         return self.everyone or (self.group is not None and self.group.vote is not None)
 
     def _look_for_a_circle(self, mine: WaitingGroup) -> None:
-        """Raise MismatchError where this rank and another wait for each other in different groups.
+        """Raise MismatchError if this rank and another wait for each other in different groups.
 
         With one thread each they would wait for ever. Rank 0 of group A knows who waits in A. While rank 0 itself
         waits in group B, it tells one of those ranks so, by a note in B. If that rank has not come to this call of B,
@@ -287,7 +287,7 @@ def wait_for_ranks(request: Testable, what: str, members: Iterable[int], grace: 
     of these ranks says in another group that its script has ended. Then the wait ends after `grace` seconds.
     """
     process = here()
-    test = _driving(process, request.Test) if process.engines else request.Test
+    test = _advancing_first(process, request.Test) if process.advancing else request.Test
     with Vigil(process, what, absent=members, grace=grace) as vigil:
         while not test():
             if time.perf_counter() - vigil.start < process.patience:

@@ -8,7 +8,7 @@ from typing import Any
 
 from mpipipe.errors import ArgumentError
 from mpipipe.nn.rope_scaling import KINDS, RopeScaling, scaling_of
-from mpipipe.plural import counted
+from mpipipe.wording import counted
 
 SIZES = ("vocab", "dim", "layers", "heads", "kv_heads", "hidden", "seq", "head_dim")
 CHOICES = {"norm": ("rms", "layer"), "positions": ("rotary", "learned"), "feed_forward": ("swiglu", "gelu")}
@@ -34,7 +34,7 @@ def check_sizes(values: dict[str, Any]) -> None:
 
 
 def check_heads(values: dict[str, Any]) -> None:
-    """Raise ArgumentError unless the heads go together; `head_dim` is None where it is to follow from the width."""
+    """Raise ArgumentError unless the heads go together; `head_dim` is None if it is to follow from the width."""
     dim, heads, head_dim = values["dim"], values["heads"], values["head_dim"]
     rotary = values["positions"] == "rotary"
     if head_dim is None and dim % (2 * heads if rotary else heads):
@@ -98,7 +98,7 @@ def checked_scaling(scaling: Any, base: Any) -> RopeScaling | None:
 
 
 def checked_windows(windows: Any, layers: int) -> tuple[int | None, ...] | None:
-    """Return a window for each layer, or None where no layer has one."""
+    """Return a window for each layer, or None if no layer has one."""
     if windows is None:
         return None
     if type(windows) not in (tuple, list) or len(windows) != layers:

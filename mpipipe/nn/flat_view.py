@@ -30,7 +30,7 @@ class FlatView(Mapping[str, Array]):
     def of(cls, holder: Any) -> FlatView:
         """Return the view of a user's `parameters`: an object with `flat`, and a mapping of names where it has any.
 
-        Raises ArgumentError where `flat` is no flat array, or a named array lies elsewhere.
+        Raises ArgumentError if `flat` is no flat array, or a named array lies elsewhere.
         """
         flat = flat_of(holder, "the parameters of a stage")
         if not isinstance(holder, Mapping) or not holder:
@@ -81,7 +81,7 @@ def flat_if_any(holder: Any) -> Array | None:
 
 
 def flat_of(holder: Any, what: str) -> Array:
-    """Return `holder.flat`; raises ArgumentError where that is no flat array."""
+    """Return `holder.flat`; raises ArgumentError if that is no flat array."""
     flat = flat_if_any(holder)
     if flat is None:
         raise ArgumentError(

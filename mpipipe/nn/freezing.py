@@ -27,7 +27,7 @@ def is_frozen(name: str, patterns: Sequence[str]) -> bool:
 
 
 def frozen_names(declared: Mapping[str, Parameter], patterns: Sequence[str]) -> set[str]:
-    """Return the names of frozen parameters; raise ArgumentError where only some places of a tied one are frozen."""
+    """Return the names of frozen parameters; raise ArgumentError if only some places of a tied one are frozen."""
     frozen = {name for name, parameter in declared.items() if parameter.frozen or is_frozen(name, patterns)}
     places: dict[str, list[str]] = {}
     for name, parameter in declared.items():

@@ -123,7 +123,7 @@ class HeadCrossEntropy:
         value : float, or cupy.ndarray without axes
             As from `softmax_cross_entropy`.
         gradient : array or None
-            Of the shape and dtype of `output`; None where the stage is not in a training step: then the gradient of the
+            Of the shape and dtype of `output`; None if the stage is not in a training step: then the gradient of the
             head stays as it is, too.
 
         Raises

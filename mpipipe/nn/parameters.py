@@ -170,7 +170,7 @@ class FlatBuffer(Mapping[str, Any]):
         array : array
             What it names from now on.
         offset : int or None
-            Where that starts in this buffer; None where it lies elsewhere.
+            Where that starts in this buffer; None if it lies elsewhere.
         """
         self._views[name] = array
         self.offsets.pop(name, None)

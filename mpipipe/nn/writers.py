@@ -51,7 +51,7 @@ class Writers(NamedTuple):
 
 
 def writers_of(stage: Stage) -> Writers | None:
-    """Return the writers of a stage's gradients within a step; None where they are not known.
+    """Return the writers of a stage's gradients within a step; None if they are not known.
 
     That is for a `Stage` itself: a class derived from it may write to gradients in ways of its own.
     """

@@ -88,9 +88,9 @@ class GlobalNorm:
         return self._row is not None or squares_of_one(self.stages, self.comm, self.skip) is not None
 
     def _squares(self, stages: Sequence[Any]) -> Squares | None:
-        """The squares of these stages and those of other ranks, on the device; None where MPI is to gather them.
+        """The squares of these stages and those of other ranks, on the device; None if MPI is to gather them.
 
-        Raises ArgumentError where the stages are not those of the constructor, or count other parameters than then.
+        Raises ArgumentError if the stages are not those of the constructor, or count other parameters than then.
         The other ranks are told, since they will wait for this one.
         """
         if self._group is None:
@@ -137,7 +137,7 @@ class GlobalNorm:
 def resolved(
     stages: Sequence[Any], comm: Communicator | None, skip: Collection[str], over: GlobalNorm | None
 ) -> tuple[Communicator | None, Collection[str], Squares | None]:
-    """Return (comm, skip) of a norm, and the squares on the device; None where MPI, or this rank, is to gather them."""
+    """Return (comm, skip) of a norm, and the squares on the device; None if MPI, or this rank, is to gather them."""
     if over is None:
         return comm, skip, squares_of_one(stages, comm, skip)
     if comm is not None or skip:

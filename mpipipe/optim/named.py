@@ -19,7 +19,7 @@ def named(stages: Sequence[Updated], states: Sequence[Mapping[str, Array]]) -> d
     stages : of an optimizer
     states : for each of them its buffers by kind, with the offsets of the stage's parameters
 
-    Raises ArgumentError where two stages have a parameter of the same name, or share one with a stage that is not here.
+    Raises ArgumentError if two stages have a parameter of the same name, or share one with a stage that is not here.
     """
     buffers = {id(stage): state for stage, state in zip(stages, states)}
     found: dict[str, dict[str, Array]] = {kind: {} for state in states for kind in state}

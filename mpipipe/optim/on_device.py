@@ -41,7 +41,7 @@ class Squares(NamedTuple):
     start : int
         Where the numbers of this rank start.
     row : NcclRow or None
-        Brings in those of other ranks; None where there are none.
+        Brings in those of other ranks; None if there are none.
     """
 
     counted: list[tuple[Updated, list[str], list[tuple[int, int]]]]
@@ -59,7 +59,7 @@ def squares_of_one(stages: Sequence[Any], comm: Communicator | None, skip: Colle
 
 
 def gpu_of(stages: Sequence[Any]) -> int | None:
-    """The GPU that all these stages are on; None where there is not one."""
+    """The GPU that all these stages are on; None if there is not one."""
     gpus = {stage.gpu for stage in measured(stages)}
     return gpus.pop() if len(gpus) == 1 else None
 

@@ -1,11 +1,11 @@
-"""An optimizer step that is begun when the gradients of this rank are whole, and ended when their norm is known.
+"""An optimizer step in two parts: begun when the gradients of this rank are complete, ended when their norm is known.
 
     rank 0   gradients whole | begin: squares -->           ... log, fetch data ... | end: norm, update
     rank 3             gradients whole | begin: squares --> ................ | end: norm, update
 
-Between the two nothing waits. All that the ranks tell each other is one row of numbers of fixed length: the sum of the
-squares of a rank, exactly (exact_sum.py). So the norm has the bits that it has by `gradient_norm`, which gathers the
-squares of all parameters. Where a gradient is not finite, that is done here, too, to name it.
+No rank waits between the two. The ranks exchange one row of numbers of fixed length: each sends the exact sum of its
+squares (exact_sum.py). So the norm has the same bits as that of `gradient_norm`, which gathers the squares of all
+parameters. If a gradient is not finite, all squares are gathered here, too, so that an error can name the parameter.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from mpipipe.optim.norm import Culprit, local_squares, measure
 from mpipipe.optim.on_device import squares_of_one
 from mpipipe.optim.scaling import LossScaler, Stepping, scaled_step, step_with_norm
 
-PARTS = VALUES - 1  # of the sum of one rank: enough for 700 binary digits
-UNKNOWN = -1  # in place of their number: ask for all squares
+PARTS = VALUES - 1  # numbers that hold the exact sum of one rank: enough for 700 binary digits
+UNKNOWN = -1  # sent in place of how many parts there are: then all squares are gathered
 
 
 class PendingUpdate:
@@ -41,7 +41,7 @@ class PendingUpdate:
     end : callable
         Waits for the norm, makes the step, and returns the norm.
     stages : sequence
-        Those of the optimizer. Until the end no training step may change their gradients.
+        Stages of the optimizer. Until the end no training step may change their gradients.
     """
 
     def __init__(self, end: Callable[[], float | None], stages: Sequence[Any] = ()) -> None:
@@ -153,19 +153,19 @@ def begin_step(
 def _on_device(
     stages: Sequence[Any], comm: Communicator | None, skip: Collection[str], over: GlobalNorm | None
 ) -> bool:
-    """Whether the norm stays on GPUs."""
+    """Return whether the norm is computed on GPUs."""
     if over is not None:
         return over.on_device
     try:
         return squares_of_one(stages, comm, skip) is not None
-    except Exception:  # `measure` meets it again, and tells the others
+    except Exception:  # `measure` will raise it again, on all ranks
         return False
 
 
 def _begin(
     stages: Sequence[Any], comm: Communicator | None, skip: Collection[str], scale: float
 ) -> Callable[[], tuple[float, Culprit | None]]:
-    """Begin what `norm.measure` does; the function that is returned waits for it."""
+    """Begin what `norm.measure` does, and return a function that waits for the result."""
     if comm is None:
         return partial(measure, stages, comm, skip, scale)
     group = group_of(comm)
@@ -183,11 +183,11 @@ def _begin(
 
 
 def _row(stages: Sequence[Any], skip: Collection[str]) -> list[int]:
-    """What this rank says: how many parts its sum of squares has, and these, as integers of the same bits."""
+    """Return the row of this rank: the number of parts of its sum of squares, and their bits as integers."""
     try:
         squares = local_squares(stages, skip)
         parts = expansion(squares) if all(map(math.isfinite, squares)) else None
-    except Exception:  # `measure` meets it again, and tells the others
+    except Exception:  # `measure` will raise it again, on all ranks
         parts = None
     if parts is None or len(parts) > PARTS:
         return [UNKNOWN] + [0] * PARTS

@@ -153,7 +153,7 @@ def scaled_step(
     Returns
     -------
     float or None
-        The norm of the gradients, without scale and before clipping; None where no step was made.
+        The norm of the gradients, without scale and before clipping; None if no step was made.
 
     Raises
     ------

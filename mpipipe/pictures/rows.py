@@ -6,7 +6,7 @@ from typing import Any
 
 from mpipipe.errors import ArgumentError
 from mpipipe.pictures.sheet import SMALL, TEXT, WIDTH, Sheet
-from mpipipe.plural import counted
+from mpipipe.wording import counted
 
 LEFT, RIGHT = 54.0, 14.0  # points: for the names of ranks, and for the last number of the axis
 TALLEST = 720.0  # points of all rows
@@ -16,7 +16,7 @@ MOST_BOXES = 100_000  # more than a picture has room for; drawing them takes sev
 
 
 def check_boxes(count: int) -> None:
-    """Raise ArgumentError where there are more actions than a picture can show."""
+    """Raise ArgumentError if there are more actions than a picture can show."""
     if count > MOST_BOXES:
         raise ArgumentError(
             "there are more actions than a picture can show",

@@ -13,8 +13,8 @@ from typing import Any
 from mpipipe import files
 from mpipipe.errors import ArgumentError, BackendError, StorageError
 from mpipipe.pictures.colours import INK, Look, shade
-from mpipipe.plural import counted
 from mpipipe.schedules import Schedule
+from mpipipe.wording import counted
 
 WIDTH, MARGIN = 548.0, 8.0  # points; the width of a page of documentation
 TITLE, TEXT, SMALL = 10.5, 9.0, 8.0  # sizes of fonts

@@ -11,7 +11,7 @@ from mpipipe.pictures.colours import INK, Look, ink_on, looks_of_series
 from mpipipe.pictures.rows import AXIS, LEFT, add_rows, height_of_row
 from mpipipe.pictures.sheet import MARGIN, SMALL, TEXT, WIDTH, Sheet, draw, is_number
 from mpipipe.pictures.spread import spread
-from mpipipe.plural import counted
+from mpipipe.wording import counted
 
 ROW, TOP, RIGHT = 40.0, 26.0, 14.0  # points
 NAMED_BAR, BAR, GAP = 0.5, 0.84, 0.08  # of the height of a row: with names of narrow parts above it, without; below it
@@ -64,7 +64,7 @@ def draw_split(ranks: Sequence[Mapping[str, float]], path: str | os.PathLike[str
     if not parts:
         raise ArgumentError(
             "there is no time to divide",
-            found=f"{counted(len(ranks), 'rank')} without a part",
+            found=f"{len(ranks)} ranks without a part",
             expected="for each rank the seconds of each part",
         )
     for rank, times in enumerate(ranks):

@@ -11,8 +11,8 @@ from mpipipe.errors import ArgumentError
 from mpipipe.pictures.colours import INK, PALE, WHITE, Look, ink_on, looks_of_ops, shade
 from mpipipe.pictures.rows import AXIS, LEFT, RIGHT, add_rows, check_boxes, height_of_row, hide_time, name_time
 from mpipipe.pictures.sheet import MARGIN, WIDTH, Sheet, draw, is_number, subject
-from mpipipe.plural import counted
 from mpipipe.schedules import Schedule, Timeline
+from mpipipe.wording import counted
 
 ROW, BOX = 22.0, 0.84  # points from one rank to the next, and the part of them that is a box
 TOP, NAME = 24.0, 16.0  # points above the key, and above a panel that has a name
@@ -181,7 +181,7 @@ def _needed(box: Measured, size: float) -> float:
 
 
 def _checked(measured: Sequence[Iterable[Measured]], schedule: Schedule) -> Boxes:
-    """Return what was measured; raises ArgumentError where it does not belong to the schedule."""
+    """Return what was measured; raises ArgumentError if it does not belong to the schedule."""
     if len(measured) != schedule.ranks:
         raise ArgumentError(
             "what was measured is of another number of ranks",

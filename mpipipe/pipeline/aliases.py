@@ -1,4 +1,8 @@
-"""What a stage returns may share memory with what it received; such memory is used again, so its content is copied."""
+"""Copies of results that share memory with a received array.
+
+A stage may return what it has received, or a view of it. The mailbox uses the buffers of received arrays again, so such
+a result is copied before it is kept or sent.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +17,8 @@ from mpipipe.comm.mailbox import Lease
 
 
 def copy_if_aliased(tree: Tree, leases: Lease) -> Tree:
-    """Return `tree` with a copy of each leaf that shares memory with a received array, whose buffer is used again."""
-    if type(tree) is np.ndarray and tree.base is None:  # owns its memory, as no received array on the host does
+    """Return `tree`, with a copy in place of each leaf that shares memory with an array of `leases`."""
+    if type(tree) is np.ndarray and tree.base is None:  # it owns its memory, and a received array on the host does not
         return tree
     if tree is None:
         return None

@@ -9,15 +9,15 @@ from mpipipe import arrays
 from mpipipe.comm.types import Communicator
 from mpipipe.errors import ArgumentError
 from mpipipe.pipeline.stage import StageAdapter
-from mpipipe.plural import counted
 from mpipipe.schedules import Schedule
-from mpipipe.schedules.parts import check_part
+from mpipipe.schedules.distributed_proof import check_part
+from mpipipe.wording import counted
 
 
 def device_of(stages: Sequence[StageAdapter]) -> str:
     """Where the stages of this rank compute: "cpu" or "cuda", by their attribute `device`; "cpu" for those without.
 
-    Raises ArgumentError where they differ.
+    Raises ArgumentError if they differ.
     """
     devices = [stage.device for stage in stages]
     kinds = {device.partition(":")[0] for device in devices}

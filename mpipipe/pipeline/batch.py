@@ -10,7 +10,7 @@ from mpipipe.arrays.trees import flatten
 from mpipipe.errors import ArgumentError
 from mpipipe.pipeline.microbatches import rows_of, split
 from mpipipe.schedules import Schedule
-from mpipipe.schedules.parts import trains
+from mpipipe.schedules.distributed_proof import trains
 
 KEPT_SIGNATURES = 64
 
@@ -26,7 +26,7 @@ class BatchFacts(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Inputs and targets of this rank, by micro-batch; None where it holds none. `rows`: of each target."""
+    """Inputs and targets of this rank, by micro-batch; None if it holds none. `rows`: of each target."""
 
     facts: BatchFacts = BatchFacts()
     inputs: list[Tree] | None = None
@@ -50,7 +50,7 @@ class BatchReader:
         self.signatures: dict[Any, int] = {}
 
     def read(self, call: str, inputs: Any, targets: Any) -> Batch:
-        """Return the batch of a call ("step", "evaluate" or "forward"); raises ArgumentError where it is wrong."""
+        """Return the batch of a call ("step", "evaluate" or "forward"); raises ArgumentError if it is wrong."""
         if call == "step" and not self.trains:
             raise ArgumentError(
                 "a schedule without backward passes cannot train",

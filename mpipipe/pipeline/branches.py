@@ -53,7 +53,7 @@ class Branches:
 def parted(result: Tree | Branches, ports: Sequence[Port], what: str) -> tuple[Tree, dict[str, Tree]]:
     """Take what a stage returned apart: (tree for the chain, name -> tree for each skip that wants one).
 
-    Raises StageError where one of these is missing, or one is there that the stage does not have.
+    Raises StageError if one of these is missing, or one is there that the stage does not have.
 
     Parameters
     ----------

@@ -1,17 +1,18 @@
 """What the ranks of a pipeline, and of its replicas, agree on at the start of each call.
 
-Most calls wait for the agreement before they begin. A launched step that follows a training step presumes what was
-agreed on for that one, and begins at once:
+Most calls wait for the agreement before they begin. A launched step does not wait. It presumes what was agreed on for
+the training step before it, and begins a vote that tests it:
 
     rank 0   agreed: step 7 | 7 | vote: launch 8 ...... 8 ....... settle | vote: launch 9 .........
     rank 3   agreed: step 7 ....... 7 ........ | vote: launch 8 .... 8 ... settle | vote: launch 9
 
-What it presumes is true where every rank launches with the same scale, and each with a batch as it had before: inputs
-and targets of the same shapes. The last part each rank can tell of itself; where it is not so, or an argument is wrong,
-the rank raises at once, and its failure reaches the others as any failure inside a step does. The first part is what
-the vote finds out. It is settled before the step has ended on any rank, so that gradients which are handed out are
-those of ranks that agree. No rank waits longer for that than for the step itself: a backward needs forwards of all
-ranks, and each rank has voted before its forwards.
+Two things must hold for that to be right.
+
+1. Each rank has a batch as it had before: inputs and targets of the same shapes. A rank sees that by itself. If it is
+   not so, or an argument is wrong, the rank raises at once, and the others hear of it as of any failure in a step.
+2. Every rank launches, with the same scale. The vote finds that out. It is settled before the step ends on any rank, so
+   gradients are handed out only by ranks that agree. No rank waits longer for the vote than for the step itself: a
+   backward needs the forwards of all ranks, and each rank votes before its forwards.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from mpipipe.comm.group import Group
 from mpipipe.comm.vote import Vote
 from mpipipe.errors import ArgumentError, MismatchError, MpipipeError
 from mpipipe.pipeline.batch import BatchFacts
-from mpipipe.plural import counted
+from mpipipe.wording import counted
 
 CALLS = ("step", "launch", "evaluate", "forward", "durations", "close")
 TRAINS = ("step", "launch")
@@ -41,7 +42,7 @@ class Agreed(NamedTuple):
 
 
 class Agreement:
-    """The collective at the start of each call, or behind it.
+    """The agreements of one pipeline: waited for by most calls, voted on by launched steps.
 
     Parameters
     ----------
@@ -52,7 +53,7 @@ class Agreement:
     Attributes
     ----------
     count : calls so far
-    trained : facts of this rank in the last training step, and what was agreed on for it
+    trained : this rank's facts of the last training step, and what was agreed on for that step
     """
 
     def __init__(self, pipe: Group, replicas: Group | None, name: str) -> None:
@@ -64,10 +65,11 @@ class Agreement:
     def reach(
         self, call: str, batch: BatchFacts, error: Exception | None, scale: float = 1.0
     ) -> tuple[Agreed, MpipipeError | None]:
-        """What was agreed, and the error that every rank is to raise, or None.
+        """Return what was agreed on, and the error that every rank is to raise, or None; collective.
 
-        An error that some rank brings, calls of different methods, and inputs and targets of different rows are such
-        errors; the ranks are in step after them. Anything else that is raised here means that they are not.
+        All ranks get the same error if a rank brings one, if they call different methods, or if inputs and targets have
+        different numbers of rows. They can go on together after such an error. They cannot after an error that is
+        raised here.
         """
         self.count += 1
         if isinstance(error, MpipipeError) and error.rank is None:
@@ -100,7 +102,7 @@ class Agreement:
     def presume(self, batch: BatchFacts, scale: float) -> Agreed:
         """Begin the vote on a launched step, and return what was agreed on for the training step before it.
 
-        Raises ArgumentError, on this rank alone, where it knows that this step is not like that one.
+        Raises ArgumentError, on this rank alone, if its batch is not like the one of that step.
         """
         assert self.trained is not None  # else the ranks must agree first
         before, agreed = self.trained
@@ -127,7 +129,7 @@ class Agreement:
     def _ballot(self, call: str, scale: float, error: Exception | None = None) -> Ballot:
         facts = (("scale", float(scale)),)
         if (call, facts) not in self.codes:
-            self.codes = {(call, facts): digest(call, facts)}  # of the last call: nearly always that of the next one
+            self.codes = {(call, facts): digest(call, facts)}  # the next call nearly always has the same
         code = self.codes[call, facts]
         return Ballot(call, facts, error, DIFFERENT, REMEDY, number=self.count, where=self.where, code=code)
 

@@ -17,7 +17,7 @@ class CallInputs(NamedTuple):
     ----------
     training : whether backwards follow
     inputs : inputs of each micro-batch, on the rank of stage 0; else empty
-    targets : targets of each micro-batch, on the rank of the last stage; None where no loss is wanted
+    targets : targets of each micro-batch, on the rank of the last stage; None if no loss is wanted
     weights : weight of each micro-batch in the loss, on that rank too
     scale : factor on all gradients
     positions : Position of each micro-batch, for layers that draw random numbers
@@ -44,7 +44,7 @@ class CallState:
     alive, peak : whole activations (stage, micro-batch) held now, and at most
     under_way, peak_under_way : the same with those of which the input alone is kept, for an R
     losses_underway : (micro-batches, copies of their losses to the host), once the device was asked for all losses
-    losses, outputs, input_gradients : results, by micro-batch; empty where they do not arise
+    losses, outputs, input_gradients : results, by micro-batch; empty if they do not arise
     """
 
     inputs: CallInputs

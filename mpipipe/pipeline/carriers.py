@@ -1,4 +1,4 @@
-"""What carries the messages and sums of a pipeline: MPI, or NCCL between GPUs; chosen alike on all ranks."""
+"""The choice of what carries the messages and sums of a pipeline: MPI, or NCCL between GPUs; the same on all ranks."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ logger = logging.getLogger("mpipipe")
 def choose_nccl(
     pipe: Group, replicas: Group | None, device: str, devices: Sequence[str], pairs: Sequence[Pair]
 ) -> Choice:
-    """Whether NCCL is used; where there are no replicas and no GPU, nobody is asked.
+    """Return whether NCCL carries messages and sums; collective if there are replicas or GPUs.
 
     Parameters
     ----------
-    pipe, replicas : groups of the pipeline, and of its replicas or None
-    device, devices : of this rank, and of all ranks of the pipeline
+    pipe, replicas : group of the pipeline's ranks, and group of the replicas or None
+    device, devices : "cpu" or "cuda": of this rank, and of all ranks of the pipeline
     pairs : ranks that exchange messages
     """
     if replicas is None and "cuda" not in devices and not settings.nccl_is_demanded():
@@ -37,7 +37,7 @@ def choose_nccl(
 
 
 def make_mailbox(pipe: Group, channels: int, device: str, devices: Sequence[str], pairs: Sequence[Pair]) -> Mailbox:
-    """The mailbox of one rank; `pairs` of ranks exchange their messages by NCCL. Collective."""
+    """Return the mailbox of this rank; `pairs` are the ranks whose messages go by NCCL. Collective."""
     verdict = gpu_aware.detect(pipe.comm, pipe) if "cuda" in devices else None
     synchronous = settings.synchronous_sends()
     return Mailbox(make_transport(pipe.comm, channels, synchronous, device, verdict, group=pipe, pairs=pairs), pipe)

@@ -20,7 +20,7 @@ from mpipipe.pipeline.arguments import check_arguments, device_of
 from mpipipe.pipeline.stage import StageAdapter
 from mpipipe.pipeline.ties import Place, check_ties, tie_facts
 from mpipipe.schedules import Schedule
-from mpipipe.schedules.parts import digest
+from mpipipe.schedules.distributed_proof import digest
 
 CALL = "construction of a Pipeline"
 REPLICAS = "pipeline"  # name of the fact whether there are replicas

@@ -1,4 +1,4 @@
-"""How long the stages of one rank take, as `schedules.simulate` wants to know it."""
+"""Mean times of the stages of one rank, in the form that `schedules.simulate` takes."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import numpy as np
 def mean_durations(totals: Mapping[tuple[str, int], Sequence], stages: int, recompute: bool) -> np.ndarray:
     """Return mean seconds of forward, input gradient and weight gradient, (3, stages); 0 for stages of other ranks.
 
-    An R is a forward. Where all forwards are run again for `recompute`, that is a part of the input gradient: the
-    user's schedule knows no R.
+    The time of an R counts as that of a forward. With `recompute` it counts as a part of the input gradient, since the
+    user's schedule has no R.
 
     Parameters
     ----------
     totals : (op, stage) -> (seconds, count), of this rank
-    stages : how many there are on all ranks
-    recompute : whether all forwards are run again
+    stages : number of stages on all ranks
+    recompute : whether the pipeline runs all forwards again
     """
     names = {"F": "F", "B": "B", "I": "B", "W": "W", "R": "B" if recompute else "F"}
     seconds, counts = np.zeros((2, 3, stages))
     for (op, stage), (total, count) in totals.items():
-        place = "FBW".index(names[op]), stage  # a stage may have B and I: some backwards in one piece
+        place = "FBW".index(names[op]), stage  # a stage may have both B and I, since it may split some backwards only
         seconds[place] += total
         counts[place] += 0 if op == "R" and recompute else count
     return seconds / np.maximum(counts, 1)

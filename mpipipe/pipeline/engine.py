@@ -76,9 +76,9 @@ class Engine:
         self.nccl = choose_nccl(self.pipe, self.replicas, device, partners.devices, pairs)
         self.nccl_sums = NcclSums(self.replicas) if self.nccl.sums and self.replicas is not None else None
         channels = self.tags.channels + names.channels
-        rehearsals = 2 if settings.graphs() else 1  # one is run as ever, in the next one graphs are recorded
+        warmup = 2 if settings.graphs() else 1  # the second one records graphs
         carried = pairs if self.nccl.messages else ()
-        self.messages = StageMessages(make_mailbox(self.pipe, channels, device, partners.devices, carried), rehearsals)
+        self.messages = StageMessages(make_mailbox(self.pipe, channels, device, partners.devices, carried), warmup)
         self.agreement = Agreement(self.pipe, self.replicas, self.name)
         mailbox, numbers = self.messages.mailbox, schedule.stages_of(self.rank)
         self.ties = Ties(self.pipe, mailbox.transport, self.stages, numbers, names)
@@ -177,7 +177,7 @@ class Engine:
         return state
 
     def train(self, call: str, inputs: Any, targets: Any, scale: Any) -> PendingStep:
-        """Make a training step, "step" or "launch", up to its loss; only that of a step has to be here then."""
+        """Make a training step, by the call "step" or "launch". The loss of a launched step may still be on its way."""
         batch, agreed = self.agree(call, inputs, targets, scale)
         with self.life:
             try:
@@ -240,9 +240,9 @@ class Engine:
 
     @property
     def peak(self) -> int:
-        """Most activations of the last training step: those that the simulation of the user's schedule counts.
+        """Peak of activations in the last training step, counted as the simulation of the user's schedule counts them.
 
-        It knows no R where all forwards are run again for `recompute`: kept inputs count as activations there.
+        With `recompute` that schedule has no R's, so each kept input counts as an activation.
         """
         return self.executor.peak_under_way if self.recompute else self.executor.peak
 

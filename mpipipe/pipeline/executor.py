@@ -18,11 +18,11 @@ from mpipipe.pipeline.branches import Branches, parted
 from mpipipe.pipeline.call_state import CallInputs, CallState
 from mpipipe.pipeline.clock import DeviceClock, HostClock
 from mpipipe.pipeline.gradient_sums import GradientSums
-from mpipipe.pipeline.handover import Handover
 from mpipipe.pipeline.loss import Loss, check_finite, unscaled
 from mpipipe.pipeline.messages import StageMessages
 from mpipipe.pipeline.plan import PlannedAction
 from mpipipe.pipeline.shortage import memory_error
+from mpipipe.pipeline.skip_messages import SkipMessages
 from mpipipe.pipeline.stage import StageAdapter
 
 NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "R": "recomputation"}
@@ -61,7 +61,7 @@ class Executor:
         device: str = "cpu",
     ):
         self.rank, self.stages, self.messages, self.loss = rank, stages, messages, loss
-        self.handover = Handover(messages)
+        self.skip_messages = SkipMessages(messages)
         self.recompute, self.sums = recompute, sums
         self.actions: dict[str, Callable[[PlannedAction, CallState], None]] = {
             "F": self._forward,
@@ -146,7 +146,7 @@ class Executor:
         else:
             x, lease = self.messages.receive_activation(envelope)
         if step.takes:
-            x, lease = self.handover.join(step, state, x, lease)
+            x, lease = self.skip_messages.join(step, state, x, lease)
         self.marks.append(self.now())
         result = self.stages[step.chunk].forward(x, inputs.positions[microbatch])
         if type(result) is not tuple or len(result) != 2:
@@ -172,7 +172,7 @@ class Executor:
         elif not inputs.training:
             state.outputs[microbatch] = y
         if skips:
-            self.handover.give(step, state, skips, lease)
+            self.skip_messages.give(step, state, skips, lease)
         if inputs.training and step.keeps:
             state.saved[step.stage, microbatch] = (x if step.recomputed else saved), lease
             state.under_way += 1
@@ -261,7 +261,7 @@ class Executor:
         else:
             dy, lease = self.messages.receive_gradient(envelope)
         if step.takes:
-            dy, lease = self.handover.join(step, state, dy, lease)
+            dy, lease = self.skip_messages.join(step, state, dy, lease)
         saved, kept = state.saved.pop((step.stage, microbatch))
         self.marks.append(self.now())
         return dy, saved, (*lease, *kept) if lease and kept else lease or kept
@@ -279,7 +279,7 @@ class Executor:
         elif step.first:
             state.input_gradients[step.microbatch] = unscaled(dx, state.inputs.scale)
         if skips:
-            self.handover.give(step, state, skips, leases)
+            self.skip_messages.give(step, state, skips, leases)
 
     # -- sums over replicas, progress ---------------------------------------------------------------------------
 

@@ -1,11 +1,12 @@
-"""What the flight recorder knows of a pipeline: the plan of the call under way, and how far this rank has come in it.
+"""The part of the flight recorder that follows a pipeline: the plan of the running call, and how far this rank is.
 
-Nothing is noted for an action: the marks of the clock are there anyway, two for each action of the plan.
+Nothing extra is noted for an action. The clock makes two marks for each action of the plan anyway:
 
     marks  0 . . 1 . . 2 . . 3        an even number: the next action waits for its message
            |0F0 |     |0F1 |          an odd number: an action computes
 
-Of messages the mailbox keeps which it has sent. What the plan says must have left by now, and has not, was skipped.
+The mailbox keeps which messages it has sent. A message that must have left by now, according to the plan, and has not,
+was skipped.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class PipelineFlight:
     ----------
     group : the ranks of the pipeline
     executor : runs its calls
-    life : says whether a call is under way, and has not failed
+    life : tells whether a call is running, and has not failed
     """
 
     def __init__(self, group: Group, executor: Executor, life: Life) -> None:
@@ -58,7 +59,7 @@ class PipelineFlight:
         group.process.keep_account(self)
 
     def begin(self, call: str, number: int, plan: Plan) -> None:
-        """Begin a call whose messages are known, and whose actions are about to run."""
+        """Note that a call begins: its messages are known, and its actions are about to run."""
         self.begun += 1
         name = f"{call} (call {number}) of {self.life.name}"
         self.calls.append(
@@ -67,16 +68,16 @@ class PipelineFlight:
         self.running = True
 
     def end(self) -> None:
-        """End the call."""
+        """Note that the call has ended."""
         self.running = False
 
     def sign(self) -> object:
-        """Something that is another thing after every progress."""
+        """Return a value that changes with every progress."""
         mailbox = self.executor.messages.mailbox
         return self.begun, self.running, len(self.executor.marks), len(mailbox.sent), mailbox.polls
 
     def account(self) -> Account:
-        """How far this rank has come in the call under way."""
+        """Return how far this rank has come in the running call."""
         call = self.calls[-1] if self.running and self.life.running else None
         operations = [text for each in tuple(self.calls) for text in self._operations(each)]
         idle = Account(self.group.key, operations=tuple(operations))
@@ -98,13 +99,13 @@ class PipelineFlight:
         )
 
     def _awaited(self, call: Call, step: PlannedAction) -> Envelope | None:
-        """The message that an action waits for: the first of its own that was not taken."""
+        """Return the message that an action waits for: the first of its messages that was not taken."""
         taken, own = self.executor.messages.mailbox.taken, step.receives
         found = call.plan.receives[taken] if taken < len(call.plan.receives) else None
         return found if found in own else None
 
     def _skipped(self, call: Call, done: int, computes: bool) -> Iterator[Envelope]:
-        """Messages of actions that are over; the last of them may still be on its way into the mailbox."""
+        """Yield messages of ended actions that were not sent. The last action may not have sent all of its own yet."""
         behind = done if computes or self.group.process.vigils else done - 1
         sent = set(call.sent)
         for step in call.plan.steps[: max(0, behind)]:
@@ -122,7 +123,7 @@ class PipelineFlight:
         return sum(prod(shape) * kind.itemsize for shape, kind in leaves)
 
     def _operations(self, call: Call) -> Iterator[str]:
-        """The last actions of a call, with the time since they ended where the host's clock knows it."""
+        """Yield the last actions of a call as text, with the time since their end if the host's clock knows it."""
         yield call.name
         done, now, sent = len(call.marks) // 2, perf_counter(), set(call.sent)
         for index in range(max(0, done - LISTED), done):

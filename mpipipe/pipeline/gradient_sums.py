@@ -10,9 +10,9 @@ replicas, which they agree on. All other sums start when the last backward of th
 In calls whose messages do not go by NCCL, while sums do, all sums start when the last message of the rank has ended. A
 message that the host moves on piece by piece might come to stand behind a sum otherwise, which waits for another rank.
 
-In the one order of sums and messages that comm/transport/nccl.py argues for, all buckets of a stage have the moment of
-the action that completes its gradients. Those that a layer completes early come before the message that this action
-makes. What the first layer completes comes behind the message, for which another rank waits.
+Sums and messages have one order (see comm/transport/nccl.py). In it, all buckets of a stage stand where the action ends
+that completes its gradients. Buckets that are complete before this action ends come before its message. The bucket
+that the first layer completes comes behind the message, since another rank waits for the message.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class GradientSums:
         ]
 
     def by_layers(self, chunk: int) -> ByLayers | None:
-        """How the sums of a stage start as its layers end; None where they start behind its last backward."""
+        """How the sums of a stage start as its layers end; None if they start behind its last backward."""
         found = self._by_layers[chunk]
         return found if found is not None and found.is_current else None
 
@@ -122,14 +122,14 @@ class GradientSums:
             found.model.tell(None)
             self._start_until(step, found, 0)
             return
-        self.mailbox.start_before(step.moment)
+        self.mailbox.start_before(step.order_key)
         for gradients in self.stages[step.chunk].gradients:
             self.underway.append(self._start(gradients))
 
     def _start_until(self, step: PlannedAction, found: ByLayers, place: int) -> None:
         """Start the sums of the buckets that are complete when the layer at `place` has ended."""
         while self._left and self._left[0].place >= place:
-            self.mailbox.start_before(step.moment)
+            self.mailbox.start_before(step.order_key)
             bucket = self._left.popleft()
             self.underway.append(self._start(found.writers.arrays[bucket.array].array[bucket.start : bucket.stop]))
 

@@ -89,8 +89,8 @@ class Saved:
     Attributes
     ----------
     saved : what the stage saved
-    kind : of the micro-batch; None where graphs are out of the question
-    slot : of the micro-batch; None where its forward ran without a graph
+    kind : of the micro-batch; None if graphs are out of the question
+    slot : of the micro-batch; None if its forward ran without a graph
     pending : what the input gradient left for the weight gradient
     pending_key : of the recorded input gradient that writes `pending` each time; None without a graph
     """
@@ -208,7 +208,7 @@ class StageGraphs:
         return first
 
     def _recorded_for(self, kept: Saved, key: Key, dy: Array, work: Callable[[Array], Any]) -> Recorded | None:
-        """Return the graph of a backward with dy in its place, or None where it has to run without one."""
+        """Return the graph of a backward with dy in its place, or None if it has to run without one."""
         kind, slot = kept.kind, kept.slot
         if kind is None or self._is_first(kind, key) or slot is None:
             return None
@@ -225,7 +225,7 @@ class StageGraphs:
         return recorded
 
     def _recorded(self, slot: Slot, key: Key, work: Callable[[], Any]) -> Recorded | None:
-        """Return the graph of an action, recorded now if it is not yet; None where that is impossible."""
+        """Return the graph of an action, recorded now if it is not yet; None if that is impossible."""
         if self.stage.is_telling:  # of each layer as it ends: a graph has no such places
             return None
         found = slot.graphs.get(key)

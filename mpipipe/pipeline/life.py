@@ -13,7 +13,7 @@ from mpipipe.pipeline.executor import Executor
 
 
 class Life:
-    """The state of a pipeline. In `with life:`, any error ends the pipeline, and the other ranks are told.
+    """The state of a pipeline. Any error inside `with life:` ends the pipeline, and the other ranks are told.
 
     Parameters
     ----------
@@ -38,7 +38,7 @@ class Life:
         return self.state == "open"
 
     def check(self, call: str) -> None:
-        """Raise ArgumentError where a call cannot begin."""
+        """Raise ArgumentError if a call cannot begin."""
         if not self.is_open:
             raise ArgumentError(
                 f"the pipeline is {self.state}",
@@ -63,17 +63,17 @@ class Life:
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks, once, and give up.
+        """End the pipeline, and tell the other ranks.
 
-        What the executor holds stays: messages and kernels of the broken call may still touch it.
+        What the executor holds is kept: messages and kernels of the broken call may still touch it.
         """
         self.state = "failed"
-        if not is_rank():  # a process that a stage forked ends: MPI is none of its business
+        if not is_rank():  # a process that a stage has forked must not call MPI
             return
         text = f"{self.executor.place} ({runtime.whoami()}) failed: {type(error).__name__}: {error}"
         for group in self.groups:
             group.fail(error, text)
-        if self.executor.clock.recorder is not None:  # its step does not end: later waits are none of it
+        if self.executor.clock.recorder is not None:  # the step never ends, so later waits do not belong to it
             self.groups[0].process.recorders.discard(self.executor.clock.recorder)
         self.executor.messages.mailbox.cancel()
         if self.executor.sums is not None:

@@ -40,7 +40,7 @@ class Loss:
         return self.function(output, target, factor=weight) if self.takes_factor else self.function(output, target)
 
     def checked(self, result: Any) -> tuple[Any, Tree]:
-        """Return (value, gradient) of a result; raises ArgumentError where it is none."""
+        """Return (value, gradient) of a result; raises ArgumentError if it is none."""
         if type(result) is not tuple or len(result) != 2:
             raise ArgumentError(
                 "a loss returns (value, gradient of the output)", found=type(result).__name__, expected="a tuple of two"
@@ -59,7 +59,7 @@ class Loss:
         return value, gradient
 
     def weighted(self, gradient: Tree, weight: float, output: Tree) -> Tree:
-        """Return the gradient times the weight; raises ArgumentError where it does not fit the output."""
+        """Return the gradient times the weight; raises ArgumentError if it does not fit the output."""
         weight = 1.0 if self.takes_factor else weight
         if weight == 1 and type(gradient) is type(output) is np.ndarray:  # the common case, on the hot path
             if gradient.shape == output.shape and gradient.dtype == output.dtype and output.dtype.kind == "f":

@@ -43,7 +43,7 @@ class MessageSpec:
 
     @classmethod
     def of(cls, tree: Tree) -> MessageSpec:
-        """Return the spec of `tree`; raises ArgumentError where a leaf cannot be sent."""
+        """Return the spec of `tree`; raises ArgumentError if a leaf cannot be sent."""
         leaves, structure = flatten(tree)
         for leaf in leaves:
             check_sendable(leaf)
@@ -81,14 +81,14 @@ class MessageSpec:
         return cls(structure, [(tuple(shape), arrays.dtype(name)) for name, shape in leaves])
 
     def gradient_tree(self, received: Sequence[Array]) -> Tree:
-        """Return received gradients in the structure of the activation, None where a leaf has none."""
+        """Return received gradients in the structure of the activation, None if a leaf has none."""
         if self.structure is None and received:
             return received[0]
         source = iter(received)
         return unflatten([next(source) if floating else None for floating in self.floating], self.structure)
 
     def gradient_leaves(self, tree: Tree) -> list:
-        """Return the arrays to send back for this activation; raises ArgumentError where shape or dtype differ."""
+        """Return the arrays to send back for this activation; raises ArgumentError if shape or dtype differ."""
         if self.structure is None and self.gradients and self.matches(tree):
             return [tree]
         leaves, structure = ([tree], None) if tree is None else flatten(tree)
@@ -114,14 +114,14 @@ class StageMessages:
     Parameters
     ----------
     mailbox : carries the arrays
-    rehearsals : calls of one kind after which the stages neither compile nor allocate anything any more
+    warmup_calls : calls of one kind after which the stages neither compile nor allocate anything any more
 
     A received tree comes with a lease on its buffers, which must go back through `mailbox.release` once nothing reads
     the tree any more.
     """
 
-    def __init__(self, mailbox: Mailbox, rehearsals: int = 1):
-        self.mailbox, self.rehearsals = mailbox, rehearsals
+    def __init__(self, mailbox: Mailbox, warmup_calls: int = 1):
+        self.mailbox, self.warmup_calls = mailbox, warmup_calls
         self.known = False  # whether this call's specs were kept by an earlier one
         self.specs: dict[tuple[int, int], MessageSpec] = {}  # of this call, by (edge, micro-batch)
         self.kept: dict[int, dict[tuple[int, int], MessageSpec]] = {}  # by signature of the inputs
@@ -136,7 +136,9 @@ class StageMessages:
             self._drop_shapes()
         self.plan, self.specs = plan, self.kept.get(signature, {})
         schedule = self._receive_schedule(plan, signature) if self.known else []
-        self.mailbox.begin_call(schedule, plan.window, plan.moments, self.ended[signature, id(plan)] >= self.rehearsals)
+        self.mailbox.begin_call(
+            schedule, plan.window, plan.order_keys, self.ended[signature, id(plan)] >= self.warmup_calls
+        )
 
     def end(self, signature: int) -> None:
         """Wait until everything sent has left, and keep the specs."""
@@ -199,7 +201,7 @@ class StageMessages:
         return spec.gradient_tree(leaves), lease
 
     def send_activation(self, envelope: Envelope, tree: Tree) -> None:
-        """Start sending; raises ArgumentError where the shapes are not those of earlier calls with the same inputs."""
+        """Start sending; raises ArgumentError if the shapes are not those of earlier calls with the same inputs."""
         key = envelope.edge, envelope.microbatch
         if not self.known:
             self.specs[key] = spec = MessageSpec.of(tree)

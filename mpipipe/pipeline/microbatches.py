@@ -12,11 +12,11 @@ from mpipipe.arrays.trees import flatten, unflatten
 from mpipipe.comm.transport.sendable import check_sendable
 from mpipipe.errors import ArgumentError
 from mpipipe.even_split import even_split
-from mpipipe.plural import counted
+from mpipipe.wording import counted
 
 
 def rows_of(tree: Tree) -> int:
-    """Return the extent of the first axis, which all leaves share; raises ArgumentError where they do not."""
+    """Return the extent of the first axis, which all leaves share; raises ArgumentError if they do not."""
     leaves = [tree] if type(tree) is np.ndarray else flatten(tree)[0]
     for leaf in leaves:
         check_sendable(leaf)

@@ -1,7 +1,7 @@
 """What one rank does in a step: its actions in the order of the schedule, each with its messages.
 
-A plan is data. `Plan(schedule, rank, tags)` turns the actions of one rank into Steps, names every message with its
-Envelope, and finds how far ahead receives must be posted.
+A plan is data. `Plan(schedule, rank, tags)` turns the actions of one rank into PlannedActions, names every message with
+its Envelope, and finds how far ahead receives must be posted.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import NamedTuple, TypeAlias
 from mpipipe.comm.mailbox import Envelope
 from mpipipe.comm.tags import BACKWARD, DATA, FORWARD, HEADER, Tags
 from mpipipe.schedules import Action, Schedule, simulate
-from mpipipe.schedules.needs import source
-from mpipipe.schedules.parts import moments_of, recomputed_on
+from mpipipe.schedules.dependencies import source
+from mpipipe.schedules.distributed_proof import logical_time_of, recomputed_on
 
-Moment: TypeAlias = tuple[float, int, str, int]  # (time, stage, op, micro-batch): no two are equal
+OrderKey: TypeAlias = tuple[float, int, str, int]  # (time of the end, stage, op, micro-batch): no two are equal
 AHEAD = 8  # receives of a large schedule that are kept posted
 
 
@@ -25,14 +25,14 @@ class Port(NamedTuple):
 
     name: str
     edge: int
-    message: Envelope | None  # None where data stays on this rank
+    message: Envelope | None  # None if data stays on this rank
     wanted: bool = True  # False for a gradient that nobody wants, since the stage at the other end has no backward
 
 
 class PlannedAction(NamedTuple):
     """One action of this rank.
 
-    `receive` and `send` name its messages; None where data stays on this rank or enters or leaves the pipeline. Those
+    `receive` and `send` name its messages; None if data stays on this rank or enters or leaves the pipeline. Those
     over skips are in `takes` and `gives`.
     """
 
@@ -45,7 +45,7 @@ class PlannedAction(NamedTuple):
     receive: Envelope | None
     send: Envelope | None
     completes: bool  # no later action adds to this stage's gradients
-    moment: Moment  # when it ends, in an order of all actions of all ranks
+    order_key: OrderKey  # its end in the one order of the actions of all ranks
     keeps: bool  # a backward follows in a training step
     recomputed: bool  # an R stands between the F and the backward
     ends: bool  # the backwards end here: no stage before has one
@@ -74,19 +74,19 @@ class Plan:
     steps : list of PlannedAction
     receives : Envelope of every message that this rank receives, in the order in which its steps need them
     sends : Envelope of every message that this rank sends, in the order in which its steps make them
-    moments : Envelope -> (Moment of the end of the action that makes the message, edge): an order of all messages of
-        all ranks, by which each action comes after the messages that it needs
+    order_keys : Envelope -> (OrderKey of the action that makes the message, edge). They put the messages of all ranks
+        into one order, in which each action comes after the messages that it needs.
     window : number of receives kept posted ahead, see `receive_window`
     """
 
     def __init__(self, schedule: Schedule, rank: int, tags: Tags):
         clock = _clock(schedule, rank)
         self.steps = _steps(schedule, rank, tags, clock)
-        self.moments = {sent: (*step.moment, sent.edge) for step in self.steps for sent in step.sends}
+        self.order_keys = {sent: (*step.order_key, sent.edge) for step in self.steps for sent in step.sends}
         for step in self.steps:
             for received in step.receives:
                 maker = Action(_maker(schedule, received), step.op, step.microbatch)
-                self.moments[received] = (*clock(maker), received.edge)
+                self.order_keys[received] = (*clock(maker), received.edge)
         self.receives = [received for step in self.steps for received in step.receives]
         self.sends = [sent for step in self.steps for sent in step.sends]
         self.window = receive_window(schedule, rank) if self.receives else 0
@@ -100,17 +100,18 @@ def _maker(schedule: Schedule, message: Envelope) -> int:
     return ends[message.direction]
 
 
-def _clock(schedule: Schedule, rank: int) -> Callable[[Action], Moment]:
-    """Tell the moment of an action: of all of this rank, and of those of other ranks that make its messages.
+def _clock(schedule: Schedule, rank: int) -> Callable[[Action], OrderKey]:
+    """Return a function from an action to its OrderKey.
 
-    The moments by which ranks divide the proof of a large schedule are an order, too. They leave out W and R, which
-    follow the action before them here.
+    It knows the actions of this rank, and those of other ranks that make messages for it. The times are those of a
+    simulation. For a large schedule they are the logical times by which the ranks divide the proof. A W or an R has
+    none: it follows the action before it on its rank.
     """
-    moment = moments_of(schedule)
-    if moment is None:
+    logical_time = logical_time_of(schedule)
+    if logical_time is None:
         ends = _ends(schedule)
 
-        def simulated(action: Action) -> Moment:
+        def simulated(action: Action) -> OrderKey:
             action = action if action in ends else _split_otherwise(action)
             return ends[action], *action
 
@@ -122,14 +123,14 @@ def _clock(schedule: Schedule, rank: int) -> Callable[[Action], Moment]:
             behind += 1
             later[action] = before + behind / (len(order) + 1)
         else:
-            before, behind = moment(stage, op != "F", microbatch), 0
+            before, behind = logical_time(stage, op != "F", microbatch), 0
 
-    def proven(action: Action) -> Moment:
+    def proven(action: Action) -> OrderKey:
         stage, op, microbatch = action
         if op in "WR":
             return later[action], stage, op, microbatch
         # one name for B and I: a rank does not know which of them its neighbour has
-        return moment(stage, op != "F", microbatch), stage, "F" if op == "F" else "B", microbatch
+        return logical_time(stage, op != "F", microbatch), stage, "F" if op == "F" else "B", microbatch
 
     return proven
 
@@ -143,7 +144,7 @@ def _split_otherwise(action: Action) -> Action:
     return action._replace(op="B" if action.op == "I" else "I")
 
 
-def _steps(schedule: Schedule, rank: int, tags: Tags, clock: Callable[[Action], Moment]) -> list[PlannedAction]:
+def _steps(schedule: Schedule, rank: int, tags: Tags, clock: Callable[[Action], OrderKey]) -> list[PlannedAction]:
     placement, last_stage, lowest = schedule.placement, schedule.stages - 1, schedule.trained_from
     chunk_of = {stage: chunk for chunk, stage in enumerate(schedule.stages_of(rank))}
     order, recomputed = schedule.orders[rank], recomputed_on(schedule, rank)
@@ -188,12 +189,12 @@ def _steps(schedule: Schedule, rank: int, tags: Tags, clock: Callable[[Action], 
 
 
 def receive_window(schedule: Schedule, rank: int) -> int:
-    """Receives to keep posted so that each is there before its message is sent, for stages of equal cost.
+    """The smallest number of receives kept posted by which each is there before its message is sent.
 
-    A rank of a large schedule does not simulate the whole. It posts each receive some messages ahead of its use, so
-    that the message has the time of several actions for its way.
+    That is simulated for stages of equal cost. A rank of a large schedule does not simulate the whole: it keeps AHEAD
+    receives posted, so that a message may take as long as several actions.
     """
-    if moments_of(schedule) is not None:
+    if logical_time_of(schedule) is not None:
         return AHEAD
     placement, ends = schedule.placement, _ends(schedule)
     needed = []  # (start of the action that receives, time at which the message is sent)

@@ -44,7 +44,7 @@ class Held(NamedTuple):
 def memory_error(
     what: str, error: Exception, stages: Sequence[StageAdapter], state: CallState | None, recompute: bool, **place: int
 ) -> StageError | None:
-    """Return the error that explains a lack of device memory, None where `error` is of another kind.
+    """Return the error that explains a lack of device memory, None if `error` is of another kind.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What a user's function can be given: parameters that it may have, and need not."""
+"""Optional parameters of a user's functions: a function is given only those that it has."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 
 def takes_parameter(function: Callable[..., Any], name: str) -> bool:
-    """Whether a function has a parameter of this name; no for one without a signature."""
+    """Whether a function has a parameter of this name; False for a function without a signature."""
     try:
         return name in signature(function).parameters
-    except (TypeError, ValueError):  # no function, or one without a signature
+    except (TypeError, ValueError):  # not a function, or a function without a signature
         return False

@@ -74,7 +74,7 @@ def tie_facts(stages: Sequence[StageAdapter], numbers: Sequence[int]) -> Facts:
 
 
 def check_ties(table: Sequence[Facts]) -> None:
-    """Raise MismatchError where places of one parameter differ in shape or dtype; `table` has every rank's facts."""
+    """Raise MismatchError if places of one parameter differ in shape or dtype; `table` has every rank's facts."""
     for key in sorted({key for facts in table for key in facts}):
         first, *others = sorted(place for facts in table for place in facts.get(key, []))
         for place in others:
@@ -181,7 +181,7 @@ def _shared(names: TieNames, owner: Owner, rank: int) -> Iterator[tuple[User, Us
 
 
 def _counted(first: TiedPlace, owner: Owner, rank: int) -> tuple[nn.Stage, str] | None:
-    """Return the array by which this rank counts a parameter in norms, or None where another rank counts it."""
+    """Return the array by which this rank counts a parameter in norms, or None if another rank counts it."""
     if first.rank != rank:
         return None
     user = User(owner[first.place.stage, first.place.inner], first.place.name)

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from mpipipe.schedules.action import FORWARD, INPUT_GRAD, Action
-from mpipipe.schedules.filling import PATIENCES, Queues, filled, score
+from mpipipe.schedules.filling import PATIENCES, Queues, filled
 from mpipipe.schedules.schedule import Schedule, at_least_one
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs
 from mpipipe.schedules.v_shaped import v_placement
@@ -29,7 +29,7 @@ PERIOD = 6
 
 
 class Block(NamedTuple):
-    """The way of one micro-batch.
+    """The way of one micro-batch through the ranks, in cells of time.
 
     Attributes
     ----------
@@ -42,8 +42,8 @@ class Block(NamedTuple):
 
 
 SHORT, MIDDLE = (1, 1, 1, 1), (1, 2, 1, 2)
-BLOCKS = 12  # that are tried
-TRIED = 8  # micro-batches on which they are tried, more than ranks
+BLOCKS = 12  # number of blocks that are tried
+TRIED = 8  # they are tried on so many micro-batches more than ranks
 
 
 #     rank 0  F0 F1 .  .  .  .  .  f0 i0 F2 w0 .  .  f1 i1 I0 w1 F3 W0 f2 i2 I1 w2 W1 .  f3 i3 I2 w3 W2 .  .  .  I3 W3
@@ -138,8 +138,8 @@ def _repeated(
     steps: tuple[int, int, int, int],
     limit: Callable[[int], int],
 ) -> Schedule:
-    """Repeat the best of some blocks, which are tried on few micro-batches, and on fewer ranks where there are many."""
-    small = ranks if ranks < 2 * PERIOD else PERIOD + ranks % PERIOD  # the same cells of the six
+    """Try some blocks on few micro-batches, and on fewer ranks if there are many; then repeat the best one."""
+    small = ranks if ranks < 2 * PERIOD else PERIOD + ranks % PERIOD  # its actions fall on the same cells of the six
     average = costs if small == ranks else costs.average(2 * ranks)
     few = _form(name, small, min(microbatches, small + TRIED))
     tried = []
@@ -147,12 +147,12 @@ def _repeated(
         for patience in PATIENCES:
             made = filled(few, _queues(few, block), average, limit(small), patience)
             if made is not None:
-                tried.append((score(made, average), block, patience))
+                tried.append((made.score, block, patience))
     whole = _form(name, ranks, microbatches)
     for _, block, patience in sorted(tried):
         made = filled(whole, _queues(whole, block), costs, limit(ranks), patience)
         if made is not None:
-            return made
+            return made.schedule
     raise AssertionError(f"{name} on {ranks} ranks: no block fits {limit(ranks)} activations")
 
 

@@ -17,7 +17,7 @@ from itertools import chain, repeat
 
 from mpipipe.errors import ArgumentError
 from mpipipe.even_split import even_split
-from mpipipe.schedules import moments
+from mpipipe.schedules import logical_time
 from mpipipe.schedules.action import BACKWARD, FORWARD, Action
 from mpipipe.schedules.on_demand import OrdersOnDemand
 from mpipipe.schedules.schedule import Schedule, at_least_one, looped_placement
@@ -98,7 +98,7 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     """
     ranks, microbatches = at_least_one("ranks", ranks), at_least_one("microbatches", microbatches)
     orders = OrdersOnDemand(
-        ranks, partial(_one_f_one_b, ranks, microbatches), partial(moments.grouped, ranks, 1, microbatches, 1)
+        ranks, partial(_one_f_one_b, ranks, microbatches), partial(logical_time.grouped, ranks, 1, microbatches, 1)
     )
     return Schedule("one_f_one_b", looped_placement(ranks, 1), microbatches, orders)
 
@@ -140,7 +140,7 @@ def interleaved_1f1b(ranks: int, chunks: int, microbatches: int) -> Schedule:
     orders = OrdersOnDemand(
         ranks,
         partial(_interleaved_1f1b, ranks, chunks, microbatches),
-        partial(moments.grouped, ranks, chunks, microbatches, 2),
+        partial(logical_time.grouped, ranks, chunks, microbatches, 2),
     )
     return Schedule("interleaved_1f1b", looped_placement(ranks, chunks), microbatches, orders)
 
@@ -216,14 +216,14 @@ def forward_only(ranks: int, chunks: int, microbatches: int) -> Schedule:
     orders = OrdersOnDemand(
         ranks,
         partial(_forward_only, ranks, chunks, microbatches),
-        partial(moments.grouped, ranks, chunks, microbatches, 1),
+        partial(logical_time.grouped, ranks, chunks, microbatches, 1),
     )
     return Schedule("forward_only", looped_placement(ranks, chunks), microbatches, orders)
 
 
 def _breadth_first(ranks: int, chunks: int, microbatches: int, lifo: bool) -> OrdersOnDemand:
     given = ranks, chunks, microbatches, lifo
-    return OrdersOnDemand(ranks, partial(_breadth_first_order, *given), partial(moments.breadth_first, *given))
+    return OrdersOnDemand(ranks, partial(_breadth_first_order, *given), partial(logical_time.breadth_first, *given))
 
 
 def _breadth_first_order(ranks: int, chunks: int, microbatches: int, lifo: bool, rank: int) -> Iterator[Action]:

@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterator, Sequence
 
 from mpipipe.errors import ScheduleError
-from mpipipe.plural import counted
 from mpipipe.schedules.action import Action
 from mpipipe.schedules.schedule import Schedule
+from mpipipe.wording import counted
 
 CELL = re.compile(r"([0-9]+)([FBIWR])([0-9]+)")
 TRANSPORT = re.compile(r"[0-9]+(SEND_F|RECV_F|SEND_B|RECV_B)[0-9]*")

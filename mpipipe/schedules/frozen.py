@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
 from mpipipe.errors import ArgumentError
-from mpipipe.plural import counted
 from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action
 from mpipipe.schedules.on_demand import changed
 from mpipipe.schedules.schedule import Schedule
+from mpipipe.wording import counted
 
 
 #     stage 0  frozen     F0 F1 F2 .  .  .              nothing below it is trained: no backward

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from mpipipe.errors import ArgumentError
-from mpipipe.plural import counted
 from mpipipe.schedules.bounds import lower_bound
 from mpipipe.schedules.schedule import Schedule
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, simulate
+from mpipipe.wording import counted
 
 
 class Gap(NamedTuple):

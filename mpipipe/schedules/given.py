@@ -17,11 +17,11 @@ def number(name: str, value: Any) -> Any:
 
 
 def limit(memory_limit: Any) -> Any:
-    """Return a limit of memory, None where there is none; refuse what is no number."""
+    """Return a limit of memory, None if there is none; refuse what is no number."""
     return None if memory_limit is None else number("memory_limit", memory_limit)
 
 
 def check_time(seconds: Any) -> None:
-    """Raise ArgumentError where there is no time to search."""
+    """Raise ArgumentError if there is no time to search."""
     if not 0 < number("seconds", seconds) < math.inf:
         raise ArgumentError("no time to search", found=f"seconds={seconds}", expected="a finite number above 0")

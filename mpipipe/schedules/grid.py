@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from mpipipe.plural import counted
 from mpipipe.schedules.schedule import Schedule
+from mpipipe.wording import counted
 
 WINDOW_RANKS, WINDOW_SLOTS = 16, 12  # what of a large table is shown around a marked cell: fits a terminal
 

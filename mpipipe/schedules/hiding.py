@@ -13,8 +13,8 @@ from mpipipe.schedules.replay import replay
 from mpipipe.schedules.schedule import Schedule
 from mpipipe.schedules.simulate import Costs, action_times
 
-SHARES = (1.0, 0.5, 0.01)  # an R is moved into a wait that is at least this share of it
-MOST_PASSES = 8  # each of which simulates; few find anything after the second
+SHARES = (1.0, 0.5, 0.01)  # an R is moved into a wait that is at least this share of its time
+MOST_PASSES = 8  # each pass simulates; few passes after the second find anything
 
 
 #     before   F1 ....... F2  R0 B0        an R that costs time, and a wait of its rank before that
@@ -24,19 +24,19 @@ def hidden_in_waits(
 ) -> tuple[Schedule, float]:
     """Return the fastest schedule that is found by moving R's ahead into waits, and its makespan.
 
-    Where an R fits into a wait, no action has to start later for it, so that alone cannot make the schedule slower.
-    Where it does not, the simulation decides.
+    An R that fits into a wait delays no action, so moving it cannot make the schedule slower. If it does not fit, the
+    simulation decides.
 
     Parameters
     ----------
     schedule : Schedule
-        One that runs, with R's.
+        A schedule with R's that can run.
     costs : Costs
-        From which the waits follow.
+        Times of the actions and messages, from which the waits follow.
     limits : sequence of float
-        What each rank may hold.
+        Memory that each rank may hold.
     whole, kept : sequence of float
-        Sizes of an activation and of an input of each stage.
+        Sizes of an activation, and of the input in it, for each stage.
     """
     durations = action_times(costs, schedule.stages)
     transfer = costs.per_stage("transfer", schedule.stages)
@@ -76,9 +76,9 @@ class _Line:
         self.waits = list(map(operator.sub, starts, ends))  # before each action
 
     def places(self, share: float) -> dict[int, int]:
-        """Find the R's that cost time and that a wait ahead might take: slot -> slot of the forward.
+        """Find R's that cost time and might move into an earlier wait: slot of the R -> slot of its forward.
 
-        One that is followed by a wait at least as long as itself costs none.
+        An R costs no time if a wait at least as long follows it.
         """
         order, waits, seconds = self.order, self.waits, self.seconds
         waiting = [slot for slot, wait in enumerate(waits) if wait > 0]
@@ -101,11 +101,11 @@ class _Line:
 
         Parameters
         ----------
-        share : of an R that a wait must be
-        places : slots of R's and of their forwards
-        memory : what the rank holds during each action
-        more : what each of the R's brings back
-        limit : what the rank may hold
+        share : a wait must be at least this share of the time of an R
+        places : slot of each R -> slot of its forward
+        memory : memory that the rank holds during each action
+        more : slot of each R -> memory that it adds
+        limit : memory that the rank may hold
         """
         ahead: dict[int, list[Action]] = {}  # slot -> R's that are moved to before it
         left = dict(places)

@@ -2,7 +2,7 @@
 
     first      orders that are given, and priorities by rule: backwards before forwards by so much, later stages of a
                rank before earlier ones, or not
-    repeat     search for a block that is repeated; see `repeated`
+    repeat     search for a block that is repeated; see `cyclic` and `repeated_block`
     vary       of some good priorities change those of one kind or of some micro-batches; keep what is no worse
     rearrange  move actions of the best orders along the critical path; a worse one is taken now and then (annealing)
 
@@ -12,15 +12,16 @@ The priority of an action is the time at which it is meant to run: kinds at even
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import product
 from random import Random
 from time import perf_counter
 
+from mpipipe.schedules.cyclic import Cycle
 from mpipipe.schedules.kinds import NEVER, Ends, Form, Orders
 from mpipipe.schedules.moves import critical_moves, moved
 from mpipipe.schedules.priorities import Priorities, decide
-from mpipipe.schedules.repeated_block import Block
+from mpipipe.schedules.repeated_block import Block, Times
 
 PATIENCES = (0.01, 0.5, 1.0)
 EAGER = (0.0, 0.5, 1.0, 2.0, 4.0, 16.0)  # busy times by which a backward is put before its time
@@ -30,7 +31,9 @@ KEPT = 5  # good priorities that are varied
 FIRST = 0.3  # share of the budget in which orders are varied and rearranged at first
 REPEATED = 0.5  # share in which a repeated block is searched
 NEAR = 0.01  # share of the bound by which a schedule may be longer without that
-FEW = 2  # micro-batches per rank for that
+CYCLIC = 0.5  # share of that in which blocks of a given period are searched
+CHANGE = 0.05  # steps that a change of such a block counts
+FEW = 2  # micro-batches per rank for the others
 VARIED = 0.7  # share of a round
 SOME = 0.5  # share of changes to some micro-batches only, at the second time
 WARM = 0.01  # busy times: how much longer a schedule may be that is taken on the way
@@ -41,7 +44,7 @@ class Budget:
 
     def __init__(self, seconds: float, steps: int | None = None) -> None:
         self.seconds, self.steps = seconds, math.inf if steps is None else steps
-        self.begin, self.used = perf_counter(), 0
+        self.begin, self.used = perf_counter(), 0.0
 
     def spent(self) -> float:
         """Return the share that is used up."""
@@ -198,18 +201,27 @@ class Improvement:
         return row
 
     def _repeat(self, until: float) -> None:
-        """Search for a repeated block with few micro-batches; take and learn what it gives for all of them."""
+        """Search for repeated blocks, by a period and by how long few micro-batches take; take and learn them."""
         form, begin = self.form, self.budget.spent()
+        middle = begin + CYCLIC * (until - begin)
+        self._take_block(Cycle(form, self.random).search(self._share_until(middle, CHANGE)))
         few = min(form.microbatches, FEW * len(form.own))
         part = Block(Form(form.placement, few, form.costs, form.limit), self.random)
+        self._take_block(part.search(part.earliest(), self._share_until(until, 1)))
+
+    def _share_until(self, until: float, step: float) -> Callable[[], float]:
+        """Return what uses a step, and tells how much is used up of what is left now."""
+        begin = self.budget.spent()
 
         def share() -> float:
-            self.budget.used += 1
+            self.budget.used += step
             return (self.budget.spent() - begin) / (until - begin) if until > begin else 1.0
 
-        times = part.search(part.earliest(), share)
+        return share
+
+    def _take_block(self, times: Times | None) -> None:
         if times is not None:
-            for ends in self.take_all([Block(form, self.random).orders(times)]):
+            for ends in self.take_all([Block(self.form, self.random).orders(times)]):
                 self.learn(ends)
 
     def _rearrange(self, until: float) -> None:

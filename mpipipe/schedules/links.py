@@ -1,4 +1,4 @@
-"""How long messages take: by latency, bandwidth, and which ranks share a node."""
+"""How long messages take, by latency, bandwidth and size of a node."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ FORM = "latency,bandwidth[,node-size[,latency inside,bandwidth inside]]"
 class Links:
     """The links between ranks: a message of n bytes takes latency + n / bandwidth.
 
-    Ranks fill one node after the other: r and s share a node where r // node_size == s // node_size.
+    Ranks fill one node after the other: ranks r and s share a node if r // node_size == s // node_size.
 
     Parameters
     ----------
     latency : float
-        Seconds that a message takes between nodes, however short it is.
+        Seconds that a message without content takes between nodes.
     bandwidth : float
-        Bytes per second between nodes; inf for messages whose length does not matter.
+        Bytes per second between nodes; inf if the length of a message does not matter.
     node_size : int, optional
-        Ranks on a node; by default each rank has one of its own.
+        Ranks on a node; by default each rank has a node of its own.
     inside_latency, inside_bandwidth : float, optional
-        The same within a node; by default a message takes no time there.
+        Latency and bandwidth within a node; by default a message takes no time there.
 
     Examples
     --------
@@ -58,7 +58,7 @@ class Links:
 
     @classmethod
     def read(cls, text: str) -> Links:
-        """Read numbers with commas between them: latency,bandwidth[,node-size[,latency inside,bandwidth inside]].
+        """Read links from text: latency,bandwidth[,node-size[,latency inside,bandwidth inside]].
 
         Parameters
         ----------
@@ -73,7 +73,7 @@ class Links:
         Raises
         ------
         ArgumentError
-            The text is another one, or a number describes no link.
+            The text has another form, or a number describes no link.
 
         Examples
         --------
@@ -95,19 +95,19 @@ class Links:
             raise ArgumentError("no model of links", found=repr(text), expected=f"{FORM}, as in 5e-6,25e9,8") from error
 
     def times(self, placement: Sequence[int], message_bytes: float) -> list[float]:
-        """Give the seconds of a message over each hop, as `Costs.transfer` takes them.
+        """Return the seconds of a message over each hop, as `Costs.transfer` takes them.
 
         Parameters
         ----------
         placement : sequence of int
             Rank of each logical stage.
         message_bytes : float
-            Bytes of one micro-batch's activation between two stages; its gradient has as many.
+            Bytes of the activation of one micro-batch between two stages. Its gradient has as many bytes.
 
         Returns
         -------
         list of float
-            Entry l is the hop between stages l-1 and l; entry 0 is 0, and so are hops on one rank.
+            Entry l is the time between stages l-1 and l. Entry 0 is 0, and so is a hop between stages of one rank.
 
         Raises
         ------

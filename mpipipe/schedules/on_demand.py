@@ -1,4 +1,4 @@
-"""The orders of all ranks, each one made when it is asked for: nobody needs all of a large schedule at once."""
+"""The orders of all ranks, each one made when it is asked for: no rank needs all orders of a large schedule at once."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeAlias, overload
 
-from mpipipe.plural import counted
 from mpipipe.schedules.action import Action
+from mpipipe.wording import counted
 
 Order: TypeAlias = "tuple[Action, ...]"
-Moment: TypeAlias = Callable[[int, bool, int], int]  # (stage, whether backward, micro-batch)
+LogicalTime: TypeAlias = Callable[[int, bool, int], int]  # of (stage, whether backward, micro-batch)
 
 
 class OrdersOnDemand(Sequence[Order]):
-    """A tuple of orders to look at; the one asked for last is kept, and the others are made anew.
+    """The orders of all ranks as a sequence. It keeps the order that was asked for last, and makes any other one anew.
 
     Parameters
     ----------
     ranks : int
         How many orders there are.
     make : callable
-        `make(rank)` gives the actions of a rank: a function of a module, or a `functools.partial` of one. The same
-        function with the same arguments makes the same orders in every process.
-    moment : callable, optional
-        `moment(stage, backward, microbatch)` gives a whole number for each F (`backward` is false) and each B or I. It
-        rises along every order, and from each action to those that wait for it. `check_part` proves that.
+        `make(rank)` gives the actions of a rank. It is a function of a module, or a `functools.partial` of one: the
+        same function with the same arguments makes the same orders in every process.
+    logical_time : callable, optional
+        `logical_time(stage, backward, microbatch)` gives the logical time of an F (`backward` is false) or of a B or I
+        (see logical_time.py). `check_part` proves that it rises as it has to.
 
     Examples
     --------
@@ -35,8 +35,10 @@ class OrdersOnDemand(Sequence[Order]):
     (1024, 8192, '7F0')
     """
 
-    def __init__(self, ranks: int, make: Callable[[int], Iterable[Action]], moment: Moment | None = None) -> None:
-        self.ranks, self.make, self.moment = ranks, make, moment
+    def __init__(
+        self, ranks: int, make: Callable[[int], Iterable[Action]], logical_time: LogicalTime | None = None
+    ) -> None:
+        self.ranks, self.make, self.logical_time = ranks, make, logical_time
         self._kept: tuple[int, Order] | None = None
 
     def __len__(self) -> int:
@@ -71,25 +73,25 @@ class OrdersOnDemand(Sequence[Order]):
         return all(mine == theirs for mine, theirs in zip(self, other))
 
     def __hash__(self) -> int:
-        return hash(tuple(self))  # of what it equals
+        return hash(tuple(self))  # it equals that tuple
 
     def __repr__(self) -> str:
         return f"orders of {counted(self.ranks, 'rank')} by {_text(self.make)}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return OrdersOnDemand, (self.ranks, self.make, self.moment)
+        return OrdersOnDemand, (self.ranks, self.make, self.logical_time)
 
 
 def changed(
     orders: Sequence[Order], change: Callable[..., Iterable[Action]], *arguments: object
 ) -> tuple[Order, ...] | OrdersOnDemand:
-    """Give `change(*arguments, order)` for each order; those that are made on demand are changed on demand.
+    """Return `change(*arguments, order)` for each order. Orders that are made on demand are changed on demand.
 
-    The moments stay: whoever uses them proves that they suit.
+    Their logical times stay as they are. Whoever relies on them proves first that they fit (`check_part`).
     """
     each = partial(change, *arguments)
     if isinstance(orders, OrdersOnDemand):
-        return OrdersOnDemand(len(orders), partial(_changed, each, orders.make), orders.moment)
+        return OrdersOnDemand(len(orders), partial(_changed, each, orders.make), orders.logical_time)
     return tuple(tuple(each(order)) for order in orders)
 
 

@@ -10,8 +10,8 @@ from itertools import accumulate, pairwise
 from numbers import Rational
 
 from mpipipe.errors import ArgumentError
-from mpipipe.plural import counted
 from mpipipe.schedules.schedule import at_least_one
+from mpipipe.wording import counted
 
 
 def partition(costs: Iterable[float | Fraction], stages: int) -> list[tuple[int, int]]:

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 from typing import NoReturn, TypeAlias
 
 from mpipipe.errors import ScheduleError
-from mpipipe.plural import counted
 from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, OPS, RECOMPUTE, WEIGHT_GRAD, Action
+from mpipipe.schedules.dependencies import source
 from mpipipe.schedules.grid import grid
-from mpipipe.schedules.needs import source
 from mpipipe.schedules.replay import packed, replay
 from mpipipe.schedules.schedule import Schedule
 from mpipipe.schedules.skips import check_skips
+from mpipipe.wording import counted
 
 # the states of one (stage, micro-batch), and the state that each op leads to
 NOTHING, FORWARDED, RECOMPUTED, INPUT_DONE, FINISHED = range(5)

@@ -1,12 +1,13 @@
-"""Schedules too large to run on paper: their time, bubble and memory by the part of them that repeats.
+"""Time, bubble and memory of schedules that are too large to simulate: found in smaller ones, by the part that repeats.
 
     ranks x micro-batches   4 x 2   6 x 3     8 x 4   10 x 5     16 x 8   18 x 9    ...    16384 x 8192
     makespan of 1F1B         15      24        33       42         69       78                73725
     of one step more             +9                +9                  +9
 
-A schedule grows along a line: ranks and micro-batches by the same factor, or micro-batches alone. Sizes on that line
-are simulated one after the other, each twice as large as the last, and with each of them the next on the line. Once
-time and memory of four in a row lie on one straight line, the whole schedule does.
+Sizes of a schedule form a line: its ranks and micro-batches grow by the same factor, or its micro-batches alone. The
+search simulates pairs of neighbours on that line, each pair about twice as large as the pair before. A pair gives a
+straight line through its makespans, and another through its peaks. Once four pairs in a row give the same lines, the
+whole schedule is taken to lie on them.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from numbers import Real
 from typing import NamedTuple
 
 from mpipipe.errors import ArgumentError
-from mpipipe.plural import counted
 from mpipipe.schedules.links import Links
 from mpipipe.schedules.registry import SEVERAL_STAGES, WITH_COSTS, by_name, names
 from mpipipe.schedules.schedule import Schedule, at_least_one
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, simulate
+from mpipipe.wording import counted
 
-# F's and backwards of a schedule that is simulated here: more than enough of them only until a repetition is found
-ENOUGH, LARGEST = 1 << 15, 1 << 18
-AGREEING = 4  # sizes in a row that must lie on one line
-BITS = 30  # of a cost: sums of so many are exact
+ENOUGH = 1 << 15  # F's and backwards of the largest schedule that is simulated, if a repetition is found by then
+LARGEST = 1 << 18  # and of the largest one if not
+AGREEING = 4  # pairs of sizes in a row that must give the same straight lines
+BITS = 30  # of a cost: then sums of costs are exact
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Repetition:
 
 
 class _Line(NamedTuple):
-    """Sizes (first + i * step) of ranks and micro-batches, i = 0, 1, ...; the last one is the schedule itself."""
+    """Sizes first + i * step, i = 0 ... last, of (ranks, micro-batches); the last one is that of the whole schedule."""
 
     first: tuple[int, int]
     step: tuple[int, int]
@@ -74,10 +75,10 @@ def simulate_repeated(
 ) -> Repetition:
     """Simulate a schedule of any size by its repeated part.
 
-    The result is that of `simulate` where the line that was found goes on. Four sizes in a row, each twice as large as
-    the last, and the next size to each, have to lie on it exactly, up to 2^15 actions, or 2^18 where it takes so many.
-    That is evidence and no proof: a second line which is steeper by almost nothing may take over behind them. Costs are
-    rounded to 30 bits of the largest, so that sums are exact; whole numbers below 2^30 are not rounded.
+    Smaller sizes of the schedule are simulated, in pairs of neighbours, until four pairs in a row lie exactly on one
+    straight line. They have up to 2^15 actions, or up to 2^18 if no line shows before. The result is that of `simulate`
+    if the line goes on. That is evidence and no proof: another line, steeper by very little, may take over later. Costs
+    are rounded to 30 bits of the largest one, so that sums are exact. Whole numbers below 2^30 are not rounded.
 
     Parameters
     ----------
@@ -88,9 +89,9 @@ def simulate_repeated(
     chunks : int, optional
         V, stages per rank.
     costs : Costs, optional
-        A number for each: the same for all stages.
+        Times of the actions. Each is one number, the same for all stages.
     links : Links, optional
-        Gives the times of messages, in place of `costs.transfer`.
+        Times of messages, in place of `costs.transfer`.
     message_bytes : float, optional
         Bytes of one micro-batch's activation between two stages, for `links`.
 
@@ -129,7 +130,7 @@ def simulate_repeated(
 
 
 class _Measure:
-    """Simulates one schedule in several sizes, with times in whole units."""
+    """Simulates one schedule in several sizes. Times are whole numbers of a unit, so that sums are exact."""
 
     def __init__(self, name: str, chunks: int, costs: Costs, links: Links | None, message_bytes: float) -> None:
         if name in WITH_COSTS:
@@ -192,7 +193,10 @@ class _Measure:
 
 
 def _lines(name: str, ranks: int, microbatches: int, chunks: int, node_size: int) -> Iterator[_Line]:
-    """Yield the lines that end at a size, along which the groups of micro-batches and the last node keep their form."""
+    """Yield the lines that end at the size of the whole schedule.
+
+    Along a line the groups of micro-batches keep their sizes, and the last node keeps its number of ranks.
+    """
     unit = math.gcd(ranks, microbatches)
     each = ranks // unit, microbatches // unit
     groups = max(1, microbatches // ranks)
@@ -207,7 +211,7 @@ def _lines(name: str, ranks: int, microbatches: int, chunks: int, node_size: int
 
 
 def _along(line: _Line, measure: _Measure) -> tuple[int, int] | None:
-    """Return makespan and peak at the end of a line; None where they follow no straight line."""
+    """Return makespan and peak at the end of a line; None if no straight line was found."""
 
     def size(index: int) -> int:
         ranks, microbatches = line.at(index)
@@ -216,7 +220,7 @@ def _along(line: _Line, measure: _Measure) -> tuple[int, int] | None:
     if size(line.last) <= ENOUGH:
         return measure(*line.at(line.last))
     agreeing, index = 0, 1
-    before: tuple[int, ...] = ()  # value at 0, and slope, of makespan and of peak
+    before: tuple[int, ...] = ()  # of the last pair: makespan at index 0 and its slope, peak at index 0 and its slope
     while size(index + 1) <= (LARGEST if agreeing < AGREEING else ENOUGH):
         here, there = measure(*line.at(index)), measure(*line.at(index + 1))
         straight = tuple(

@@ -7,10 +7,10 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 
 from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, OPS, RECOMPUTE, WEIGHT_GRAD, Action
-from mpipipe.schedules.needs import sources
+from mpipipe.schedules.dependencies import sources
 from mpipipe.schedules.schedule import Schedule
 
-NUMBER = {op: number for number, op in enumerate(OPS)}  # of an op in an order that is packed
+NUMBER = {op: number for number, op in enumerate(OPS)}  # what stands for an op in a packed order
 F, B, W, R = (NUMBER[op] for op in (FORWARD, BACKWARD, WEIGHT_GRAD, RECOMPUTE))
 OP_WIDTH, OP_BITS = 3, 7
 
@@ -23,7 +23,7 @@ def replay(
 ) -> tuple[list[array[float]], list[float]]:
     """Run every rank's order; an action starts when its rank is free and its input is there.
 
-    What an action needs of another stage is what `needs.source` says; W and R need no other rank. Sends cost the sender
+    Which output an action waits for says `dependencies.source`; W and R wait for no other rank. Sends cost the sender
     nothing and never block. An action whose input never comes stops its rank for good.
 
     Parameters
@@ -33,8 +33,7 @@ def replay(
     durations : mapping of str to sequence of float
         For each op its time in each stage.
     transfer : sequence of float
-        Entry l is the time of a message between stages l-1 and l, in either direction, where their ranks differ.
-
+        Entry l is the time of a message between stages l-1 and l, in either direction, if their ranks differ.
     orders : sequence of array, optional
         The orders of the schedule, packed, for callers that have them.
 
@@ -47,7 +46,7 @@ def replay(
     """
     microbatches = schedule.microbatches
     forward_source, backward_source = (sources(op, schedule.stages) for op in (FORWARD, BACKWARD))
-    # The time at which the F (the B or I) of a stage and micro-batch was done, at stage * M + microbatch; -1: not yet.
+    # at index stage * M + microbatch: when the F, and when the B or I, was done; -1 if it was not done yet
     forward_done = array("d", [-1.0]) * (schedule.stages * microbatches)
     backward_done = array("d", forward_done)
     hop = hops(schedule.placement, transfer)
@@ -107,11 +106,11 @@ def replay(
 
 
 def packed(order: Iterable[Action], microbatches: int) -> array[int]:
-    """Write an order as whole numbers: millions of actions as objects take 1 GB, and time to collect garbage."""
+    """Return an order as whole numbers. Millions of Action objects would take 1 GB, and slow the garbage collector."""
     return array("q", [(stage * microbatches + m) << OP_WIDTH | NUMBER[op] for stage, op, m in order])
 
 
 def hops(placement: Sequence[int], transfer: Sequence[float]) -> list[float]:
-    """Give the time from stage l-1 to stage l or back: nothing where both lie on one rank."""
+    """Return for each stage l the time of a message between stages l-1 and l: 0 if both lie on one rank."""
     pairs = itertools.pairwise(placement)
     return [0.0] + [cost if here != there else 0.0 for (here, there), cost in zip(pairs, transfer[1:])]

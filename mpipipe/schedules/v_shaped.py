@@ -18,7 +18,7 @@ from functools import lru_cache, partial
 from typing import TypeAlias
 
 from mpipipe.schedules.action import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action
-from mpipipe.schedules.filling import PATIENCES, fastest, filled
+from mpipipe.schedules.filling import PATIENCES, fastest, filled, simulated
 from mpipipe.schedules.on_demand import OrdersOnDemand
 from mpipipe.schedules.schedule import Schedule, at_least_one
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs
@@ -74,7 +74,7 @@ def zero_bubble_v(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS) -> 
         return by_hand
     queues = [[[action for action in order if action.op != WEIGHT_GRAD]] for order in by_hand.orders]
     others = (filled(by_hand, queues, costs, 2 * ranks, patience) for patience in PATIENCES)
-    return fastest([by_hand, *others], costs) or by_hand
+    return fastest([simulated(by_hand, costs), *others]) or by_hand
 
 
 #     rank 0  F0 F1 F2 f0 i0 w0 f1 F3 b1-- f2 B0-- b2-- f3 .  B1-- b3-- I2 W2 I3 W3
@@ -122,10 +122,10 @@ def _are_alike(costs: Costs, stages: int) -> bool:
 
 def _on_a_v(name: str, ranks: int, microbatches: int, cells: Cells, less: int) -> Schedule:
     ranks, microbatches = at_least_one("ranks", ranks), at_least_one("microbatches", microbatches)
-    # A pipeline that is not filled has the order of one that is, without the micro-batches that are not there.
+    # too few micro-batches to fill the pipeline: the order of a full one, without the micro-batches that are missing
     full = max(2 * ranks - less, microbatches)
     orders = OrdersOnDemand(
-        ranks, partial(_kept, cells, ranks, full, microbatches), partial(_moment, cells, ranks, full)
+        ranks, partial(_kept, cells, ranks, full, microbatches), partial(_logical_time, cells, ranks, full)
     )
     return Schedule(name, v_placement(ranks), microbatches, orders)
 
@@ -138,13 +138,16 @@ def _of_rank(cells: Cells, ranks: int, full: int, rank: int) -> tuple[Action, ..
     return _order(cells(rank, ranks, full), rank, 2 * ranks - 1 - rank)
 
 
-def _moment(cells: Cells, ranks: int, full: int, stage: int, backward: bool, microbatch: int) -> int:
-    return _moments(cells, ranks, full, min(stage, 2 * ranks - 1 - stage))[stage, backward][microbatch]
+def _logical_time(cells: Cells, ranks: int, full: int, stage: int, backward: bool, microbatch: int) -> int:
+    return _logical_times(cells, ranks, full, min(stage, 2 * ranks - 1 - stage))[stage, backward][microbatch]
 
 
-@lru_cache(maxsize=4)  # of a rank and its neighbours
-def _moments(cells: Cells, ranks: int, full: int, rank: int) -> dict[tuple[int, bool], array[int]]:
-    """Give for both stages of a rank the place of each F, and of each B or I, counted on from the rank's number."""
+@lru_cache(maxsize=4)  # a rank asks for its own times and for those of its neighbours
+def _logical_times(cells: Cells, ranks: int, full: int, rank: int) -> dict[tuple[int, bool], array[int]]:
+    """Return the logical times of the F's, and of the B's and I's, of both stages of a rank.
+
+    The first action of rank r has time r, the second one r + 1, and so on.
+    """
     both = rank, 2 * ranks - 1 - rank
     found = {(stage, backward): array("q", bytes(8 * full)) for stage in both for backward in (False, True)}
     for place, (stage, op, microbatch) in enumerate(_of_rank(cells, ranks, full, rank), rank):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from mpipipe.schedules import moments
+from mpipipe.schedules import logical_time
 from mpipipe.schedules.action import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action
 from mpipipe.schedules.classic import actions, groups_of
 from mpipipe.schedules.on_demand import OrdersOnDemand
@@ -89,7 +89,9 @@ def interleaved_zero_bubble(ranks: int, chunks: int, microbatches: int) -> Sched
     ranks, chunks = at_least_one("ranks", ranks), at_least_one("chunks", chunks)
     microbatches = at_least_one("microbatches", microbatches)
     orders = OrdersOnDemand(
-        ranks, partial(_order, ranks, chunks, microbatches), partial(moments.grouped, ranks, chunks, microbatches, 1)
+        ranks,
+        partial(_order, ranks, chunks, microbatches),
+        partial(logical_time.grouped, ranks, chunks, microbatches, 1),
     )
     return Schedule("interleaved_zero_bubble", looped_placement(ranks, chunks), microbatches, orders)
 

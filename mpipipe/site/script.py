@@ -80,7 +80,7 @@ def _notes(job: Job) -> list[str]:
 
 
 def _folder_of_chain(job: Job) -> str:
-    """Return the line that names one folder for all jobs of a chain; empty where there is no chain."""
+    """Return the line that names one folder for all jobs of a chain; empty if there is no chain."""
     if not job.preemptable or job.scheduler not in CHAIN:
         return ""
     return f"out=runs/{job.job_name}" + (f"_${SEED[job.scheduler]}\n" if job.array else "\n")

@@ -38,7 +38,7 @@ class AdaptedFolder:
 
     @classmethod
     def open(cls, folder: Path) -> AdaptedFolder:
-        """Read the descriptions of the adapter and of its model. Raises ConfigError where the model is not there."""
+        """Read the descriptions of the adapter and of its model. Raises ConfigError if the model is not there."""
         adapter = open_adapter(folder)
         name = read_json(folder / CONFIG, "").get(BASE)
         for kind in BASES if type(name) is str else ():

@@ -12,11 +12,11 @@ GENERATION = "generation_config.json"
 
 
 def ends_in(folder: Path, config: Mapping[str, Any], vocab: int) -> tuple[int, ...]:
-    """Return the ids of `eos_token_id`, one or several, of those below `vocab`; none where nobody says it.
+    """Return the ids of `eos_token_id`, one or several, of those below `vocab`; none if nobody says it.
 
     generation_config.json in the folder says it, or else `config`, the model's own description.
 
-    Raises ConfigError where that file cannot be read.
+    Raises ConfigError if that file cannot be read.
     """
     path = folder / GENERATION
     facts = read_json(path, "copy the folder again, or leave that file out") if path.exists() else config

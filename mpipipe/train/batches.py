@@ -13,7 +13,7 @@ from mpipipe.train.data.windows import read_windows, segments, training_starts, 
 from mpipipe.train.shard import Shard
 from mpipipe.train.training_plan import TrainingPlan
 
-Share: TypeAlias = "tuple[np.ndarray | None, np.ndarray | None]"  # inputs and targets, None where they do not belong
+Share: TypeAlias = "tuple[np.ndarray | None, np.ndarray | None]"  # inputs and targets, None if they do not belong
 
 
 class Batches:

@@ -27,7 +27,7 @@ class Commitment:
     Attributes
     ----------
     made : number of steps made
-    pending : makes the step that all ranks may have come to; None while there is none
+    pending : function that makes the step to which all ranks may have come; None if no step is pending
     """
 
     def __init__(self, progress: Progress, group: Group, together: bool) -> None:
@@ -39,7 +39,7 @@ class Commitment:
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """Those of the optimizer."""
+        """The stages of the optimizer."""
         return self.optimizer.stages
 
     @property
@@ -70,7 +70,7 @@ class Commitment:
         self.make()
 
     def make(self) -> None:
-        """Make the step that is pending. It still is where the wait for readers of the arrays ends in an error."""
+        """Make the pending step. It stays pending if the wait for readers of the arrays ends in an error."""
         if self.pending is not None:
             announce_write(self.optimizer, *self.stages)
             make, self.pending = self.pending, None

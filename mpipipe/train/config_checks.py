@@ -80,7 +80,7 @@ def check_range(entry: dataclasses.Field, value: Any, kind: type) -> None:
 
 
 def range_words(limits: Mapping[str, Any]) -> str:
-    """Return a range in words, such as "at least 0 and below 1"; empty where there is none."""
+    """Return a range in words, such as "at least 0 and below 1"; empty if there is none."""
     return " and ".join(
         "finite" if limits[name] == math.inf else f"{sign} {_shown(limits[name])}"
         for name, (sign, _) in LIMITS.items()
@@ -136,7 +136,7 @@ def check_together(config: Any) -> None:
 
 
 def _check_plan(config: Any) -> None:
-    """Raise ConfigError where options of a plan have no effect, or leave it nothing to decide."""
+    """Raise ConfigError if options of a plan have no effect, or leave it nothing to decide."""
     strange = [name for name in config.fixed if name not in PLANNED]
     if strange:
         raise ConfigError("fixed names what no plan decides", found=strange[0], expected=" or ".join(PLANNED))

@@ -99,7 +99,7 @@ def build_decoder(
     where that is shorter. Up to that length this is the model as it was trained. Beyond it, no distance occurs that the
     rotary positions did not have in training.
 
-    Collective over the mesh. An error of `load_weights` is raised on every rank, and so is ConfigError where parameters
+    Collective over the mesh. An error of `load_weights` is raised on every rank, and so is ConfigError if parameters
     and caches cannot fit into memory, and where learned positions are fewer than `capacity` - 1. The caller closes the
     decoder.
 

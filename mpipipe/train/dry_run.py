@@ -13,7 +13,6 @@ from mpipipe.attention import Local
 from mpipipe.comm import inprocess
 from mpipipe.comm.types import Communicator
 from mpipipe.errors import ConfigError
-from mpipipe.plural import counted
 from mpipipe.schedules.recompute import before_backwards
 from mpipipe.train.architecture import Architecture
 from mpipipe.train.base import architecture_of, find_base
@@ -27,6 +26,7 @@ from mpipipe.train.rehearsal import Rehearsal, StageBytes
 from mpipipe.train.ring_memory import with_ring
 from mpipipe.train.shard import Shard
 from mpipipe.train.training_plan import TrainingPlan
+from mpipipe.wording import counted
 
 # What a process takes once it trains, whatever the model: modules that are imported late, buffers of MPI and of BLAS,
 # and gaps between arrays. Measured with `bench dry-run` under MPICH 5.0 and Open MPI 5.0: 8 to 18 MB.

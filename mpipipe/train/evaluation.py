@@ -28,10 +28,10 @@ from mpipipe.errors import ConfigError, DataError, NonFiniteError
 from mpipipe.pipeline import Pipeline
 from mpipipe.train import limits
 from mpipipe.train.data import Tokens
+from mpipipe.train.evaluation_windows import Window, Windows
 from mpipipe.train.model_folder import ModelFolder
 from mpipipe.train.shard import Shard
 from mpipipe.train.training_plan import TrainingPlan
-from mpipipe.train.windows import Window, Windows
 
 TOKENS = 4096  # of a micro-batch, by default
 IN_FLIGHT = 4  # micro-batches for each rank of a pipeline: one alone leaves all ranks but one waiting
@@ -52,7 +52,7 @@ class Evaluation:
     ----------
     tokens : number of tokens predicted
     loss : their mean cross-entropy in nats
-    bits_per_byte : of the text, None where its bytes are not known
+    bits_per_byte : of the text, None if its bytes are not known
     documents : of each document in which a token was predicted, by its number; empty unless asked for
     """
 
@@ -97,7 +97,7 @@ class WindowLosses(nn.HeadCrossEntropy):
         self._noted.append((document, ids.size, value))
 
     def settle(self) -> None:
-        """Add up what was noted; waits for a GPU. Raises NonFiniteError where a loss is NaN or infinite."""
+        """Add up what was noted; waits for a GPU. Raises NonFiniteError if a loss is NaN or infinite."""
         for document, count, value in self._noted:
             mean = float(arrays.download(value)) if arrays.is_device(value) else float(value)
             if not math.isfinite(mean):

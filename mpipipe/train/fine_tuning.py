@@ -29,7 +29,7 @@ from mpipipe.nn.parameters import Parameter
 from mpipipe.nn.writing import announce_write
 from mpipipe.train.architecture import Model
 from mpipipe.train.config import TrainConfig
-from mpipipe.train.output import shared_path
+from mpipipe.train.output_folder import shared_path
 
 INSIDE = "adapter"  # the folder in which a training leaves its adapters
 FORM = "rank,alpha,target,target,... such as 8,16,q_proj,v_proj, or the folder of an adapter"
@@ -66,7 +66,7 @@ class FineTuning:
     def trained(self, model: Model) -> dict[str, Parameter]:
         """Return the parameters that are trained.
 
-        Raises ConfigError where nothing is, and for a pattern that fits no parameter; ArgumentError for a target that
+        Raises ConfigError if nothing is, and for a pattern that fits no parameter; ArgumentError for a target that
         no layer has, and a tied parameter that is frozen in some of its places only.
         """
         declared = self.declared(model)

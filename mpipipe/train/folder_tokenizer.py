@@ -8,5 +8,5 @@ from mpipipe.train.data.tokenizer import NAME, Tokenizer, open_tokenizer
 
 
 def tokenizer_in(folder: Path) -> Tokenizer | None:
-    """Open the tokenizer in a folder, None where there is none. Raises DataError or BackendError."""
+    """Open the tokenizer in a folder, None if there is none. Raises DataError or BackendError."""
     return open_tokenizer(folder) if (folder / NAME).exists() else None

@@ -88,7 +88,7 @@ def answers(decoder: Decoder, prompts: Sequence[Sequence[int]], count: int, samp
     count : tokens of an answer at most
     sampling : how to draw
 
-    Raises, on every rank, NonFiniteError where the model gives logits that are NaN or infinite.
+    Raises, on every rank, NonFiniteError if the model gives logits that are NaN or infinite.
     """
     group = group_of(decoder.mesh.comm)
     waiting = deque(enumerate(prompts))

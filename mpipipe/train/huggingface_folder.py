@@ -66,10 +66,10 @@ class HuggingFaceFolder:
     def ends(self) -> tuple[int, ...]:
         """What generation_config.json says, else config.json: `eos_token_id`, one or several; of those that there are.
 
-        Raises ArgumentError where the first cannot be read.
+        Raises ArgumentError if the first cannot be read.
         """
         return ends_in(self.path, self.folder.config, self.model.vocab)
 
     def tokenizer(self) -> Tokenizer | None:
-        """Return the tokenizer in the folder, None where there is none. Raises DataError or BackendError."""
+        """Return the tokenizer in the folder, None if there is none. Raises DataError or BackendError."""
         return tokenizer_in(self.path)

@@ -12,7 +12,7 @@ def told(whereabouts: Callable[[], str]) -> Iterator[None]:
 
     Parameters
     ----------
-    whereabouts : returns one line; called once, after the interrupt
+    whereabouts : returns a line or more; called once, after the interrupt
     """
     try:
         yield

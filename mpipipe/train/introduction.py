@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from mpipipe.comm.mesh import Mesh
-from mpipipe.plural import counted
 from mpipipe.train.config import TrainConfig
 from mpipipe.train.data import Source
 from mpipipe.train.training_plan import TrainingPlan
+from mpipipe.wording import counted
 
 
 def introduction(

@@ -16,7 +16,7 @@ from mpipipe.train.sample import readable, shown
 
 
 class BytesPerToken(NamedTuple):
-    """Mean bytes of text of a token; None where they are not known."""
+    """Mean bytes of text of a token; None if they are not known."""
 
     train: float | None = None
     validation: float | None = None
@@ -66,9 +66,9 @@ class Language:
 
 
 def find_tokenizer(found: Found, named: str | None, model: Path | None) -> Tokenizer | None:
-    """Return the tokenizer of the data, None where there is none; one rank calls this.
+    """Return the tokenizer of the data, None if there is none; one rank calls this.
 
-    Raises ConfigError where the data are not of this tokenizer, DataError where it cannot be read. Without the library
+    Raises ConfigError if the data are not of this tokenizer, DataError if it cannot be read. Without the library
     BackendError is raised where the tokenizer was named; that of a model is then used for its name alone.
 
     Parameters

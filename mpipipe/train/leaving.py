@@ -32,8 +32,8 @@ def may_save(config: TrainConfig) -> bool:
 
 
 def whereabouts(done: int, steps: int, out: Path) -> str:
-    """Return in one line after which step the training is, and how to go on from what is saved."""
+    """Return after which step the training is, and in a second line how to go on: with the folder it may be long."""
     saved, place = checkpoint.newest(resume.checkpoints_of(out)), f"after step {done} of {steps}"
     if saved is None:
-        return f"{place}; metrics are in {out}, and nothing is saved to go on from"
-    return f"{place}; --resume auto --out {out} goes on from {saved.name}"
+        return f"{place}; nothing is saved to go on from\nmetrics are in {out}"
+    return f"{place}\n--resume auto --out {out} goes on from {saved.name}"

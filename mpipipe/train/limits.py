@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from mpipipe import nn
 from mpipipe.errors import ConfigError
-from mpipipe.plural import counted
 from mpipipe.schedules.registry import WITH_COSTS
+from mpipipe.wording import counted
 
 WHOLE_ACTIONS = 1 << 22  # of all ranks in a schedule that each rank makes as a whole: it takes some seconds and 1 GB
 ACTIONS = 1 << 20  # of one rank of a schedule
@@ -18,7 +18,7 @@ LAYERS = 4096  # transformer blocks: cutting so many into stages takes some seco
 
 
 def check_counts(layers: int, name: str, ranks: int, chunks: int, microbatches: int) -> None:
-    """Raise ConfigError where the model would have more than LAYERS blocks, or the schedule called `name` more actions.
+    """Raise ConfigError if the model would have more than LAYERS blocks, or the schedule called `name` more actions.
 
     A rank makes its own order alone, unless the schedule is searched for its costs: then it makes them all.
     """
@@ -45,7 +45,7 @@ def longest_text(layers: Sequence[nn.Layer]) -> int | None:
 
 
 def check_positions(layers: Sequence[nn.Layer], capacity: int) -> None:
-    """Raise ConfigError where a text of `capacity` tokens passes a learned table."""
+    """Raise ConfigError if a text of `capacity` tokens passes a learned table."""
     longest = longest_text(layers)
     if longest is not None and capacity > longest:
         raise ConfigError(

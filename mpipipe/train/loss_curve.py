@@ -8,8 +8,8 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mpipipe.plural import counted
 from mpipipe.train import metrics
+from mpipipe.wording import counted
 
 LEAST = 8  # losses of training, of which there is a curve to see
 WIDTH, HEIGHT = 72, 12  # characters of the picture, without its axes
@@ -20,9 +20,9 @@ Points = Mapping[str, Sequence[tuple[int, float]]]  # (step, loss), by the name 
 
 
 def read_points(out: Path, step: int) -> Points | None:
-    """Return the losses in the metrics of an output folder up to a step; None where they are too few for a curve.
+    """Return the losses in the metrics of an output folder up to a step; None if they are too few for a curve.
 
-    Raises ConfigError where the metrics cannot be read.
+    Raises ConfigError if the metrics cannot be read.
     """
     kept, _ = metrics.kept_records(out, step)
     records = [json.loads(line) for line in kept.splitlines()]

@@ -22,7 +22,7 @@ STATES = {"adamw": 2, "sgd": 1}  # arrays as big as the parameters that an optim
 
 
 def check_training(config: TrainConfig, plan: TrainingPlan, rank: int, device: str) -> None:
-    """Raise ConfigError where what a rank of the pipeline surely needs for training exceeds this machine's memory.
+    """Raise ConfigError if what a rank of the pipeline surely needs for training exceeds this machine's memory.
 
     On the host that is its parameters, gradients and state of the optimizer, the batch, and one micro-batch's input of
     each of its layers; for a GPU, parameters as they are drawn and the batch.
@@ -85,7 +85,7 @@ def parameters_of(layers: Sequence[nn.Layer]) -> int:
 
 
 def machine_memory() -> int | None:
-    """Return the bytes of memory of this machine, None where the operating system does not say."""
+    """Return the bytes of memory of this machine, None if the operating system does not say."""
     try:
         pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):

@@ -15,7 +15,7 @@ MOST_BYTES = 1 << 30
 def kept_records(out: Path, step: int) -> tuple[str, bool]:
     """Read the lines of the records up to `step`, none for 0, and whether there are others.
 
-    A last line without an end is what a killed training leaves, and counts as another one. Raises ConfigError where the
+    A last line without an end is what a killed training leaves, and counts as another one. Raises ConfigError if the
     file cannot be read, or holds something else.
     """
     path = out / NAME

@@ -24,7 +24,7 @@ from mpipipe.errors import ArgumentError
 from mpipipe.models import GPT
 from mpipipe.train.adapter_folder import AdaptedFolder
 from mpipipe.train.huggingface_folder import HuggingFaceFolder
-from mpipipe.train.output import shared_path
+from mpipipe.train.output_folder import shared_path
 from mpipipe.train.trained_folder import CheckpointFolder, WeightsFolder
 
 
@@ -37,7 +37,7 @@ class Tokenizer(Protocol):
 
     @property
     def end(self) -> int | None:
-        """Id of the token behind a document, None where there is none."""
+        """Id of the token behind a document, None if there is none."""
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, with what the tokenizer puts before it."""
@@ -63,7 +63,7 @@ class ModelFolder(Protocol):
 
     @property
     def model(self) -> GPT:
-        """The description of the model. Raises ConfigError where the folder has sizes that no GPT has."""
+        """The description of the model. Raises ConfigError if the folder has sizes that no GPT has."""
 
     @property
     def dtype(self) -> str: ...
@@ -76,12 +76,12 @@ class ModelFolder(Protocol):
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Ids of the tokens at which the folder says that an answer ends; none where it does not say so."""
+        """Ids of the tokens at which the folder says that an answer ends; none if it does not say so."""
 
     def tokenizer(self) -> Tokenizer | None:
         """Return the tokenizer that is in the folder, None for a model of bytes; one rank calls this.
 
-        Raises ArgumentError where it cannot be read.
+        Raises ArgumentError if it cannot be read.
         """
 
 
@@ -89,7 +89,7 @@ class Kind(Protocol):
     """A class of model folders."""
 
     def find(self, path: Path) -> Path | None:
-        """Return the folder of this kind that is at `path` or below it, None where there is none. Nothing is read."""
+        """Return the folder of this kind that is at `path` or below it, None if there is none. Nothing is read."""
 
     def open(self, folder: Path) -> ModelFolder:
         """Read the description in a folder that `find` has found. Raises ArgumentError."""
@@ -101,7 +101,7 @@ KINDS: tuple[Kind, ...] = (WeightsFolder, HuggingFaceFolder, CheckpointFolder, A
 def open_model(path: str | Path) -> ModelFolder:
     """Open the model at `path`; one rank calls this.
 
-    Raises ArgumentError where there is no folder with a model, or its description is damaged.
+    Raises ArgumentError if there is no folder with a model, or its description is damaged.
     """
     path = Path(path)
     for kind in KINDS:

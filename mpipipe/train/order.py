@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from mpipipe import schedules
 from mpipipe.errors import ConfigError
-from mpipipe.plural import counted
 from mpipipe.schedules import Schedule
+from mpipipe.wording import counted
 
 SUFFIX = ".csv"
 
@@ -36,7 +36,7 @@ def fingerprint(table: str) -> str:
 
 
 def fitting(table: str, pipe: int, chunks: int, microbatches: int | None) -> Schedule:
-    """Read a table for pipelines of `pipe` ranks; raises ConfigError where it is of other sizes."""
+    """Read a table for pipelines of `pipe` ranks; raises ConfigError if it is of other sizes."""
     schedule = named(table)
     stages = set(Counter(schedule.placement).values())
     for key, found, wanted in (

@@ -60,7 +60,7 @@ def _read(config: TrainConfig, out: Path) -> str:
 
 
 def _saved(config: TrainConfig, out: Path) -> str | None:
-    """Return the table in the checkpoint behind which the training goes on, None where there is none."""
+    """Return the table in the checkpoint behind which the training goes on, None if there is none."""
     found = resume.checkpoint_of(config, out)
     configuration = None if found is None else found.state.get("configuration")
     schedule = configuration.get("schedule") if isinstance(configuration, dict) else None

@@ -15,7 +15,7 @@ from typing import TextIO
 
 from mpipipe import files
 from mpipipe.comm.process import here
-from mpipipe.plural import counted
+from mpipipe.wording import counted
 
 KEPT = 10_000  # lines that wait for room on the disk; of more, the oldest are given up
 
@@ -71,7 +71,7 @@ class Lines:
     path : of the file
     goes_on : whether a file of whole lines may be there already, to which lines are added
 
-    Raises FileExistsError where the file exists and may not, another OSError where it cannot be made or opened.
+    Raises FileExistsError if the file exists and may not, another OSError if it cannot be made or opened.
     """
 
     def __init__(self, path: Path, goes_on: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""How fast a training goes: time gone and left, steps per second, and the clock in its records."""
+"""The pace of a training: elapsed time and time left, steps per second, and the clock in its records."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import time
 
 
 class Pace:
-    """The steps of one start of a training, by the clock.
+    """Counts the steps of one start of a training, and times them.
 
     Parameters
     ----------
-    steps : of the whole training
-    done : of them before this start
+    steps : steps of the whole training
+    done : steps before this start
 
     Attributes
     ----------
@@ -35,11 +35,11 @@ class Pace:
         return time.monotonic() - self.start
 
     def rate(self) -> float:
-        """Steps per second since this start, all that happens between steps included; 0 before the first."""
+        """Steps per second since this start, including the time between steps; 0 before the first step."""
         return (self.done - self.before) / max(self.gone(), 1e-9)
 
     def timing(self) -> str:
-        """Say in words how much time has gone since this start, and how much is left."""
+        """Return the time since this start and the time left, in words."""
         rate, gone = self.rate(), duration(self.gone())
         left = self.steps - self.done
         return f"{gone}, {duration(left / rate)} left" if rate and left else gone

@@ -44,7 +44,7 @@ class Packing:
         self._parts = [segments[part.start : part.stop] for part in even_split(len(segments), self.microbatches)]
 
     def of(self, microbatch: int) -> np.ndarray:
-        """Return the segments of a micro-batch. Raises ArgumentError where no batch was begun."""
+        """Return the segments of a micro-batch. Raises ArgumentError if no batch was begun."""
         if microbatch >= len(self._parts):
             raise ArgumentError(
                 "the documents of a micro-batch are not known",

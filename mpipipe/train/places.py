@@ -1,4 +1,4 @@
-"""Who takes which place in the mesh of those that are left, and behind which step they go on; pure functions."""
+"""After a death: which survivor takes which place in the new mesh, and behind which step all go on; pure functions."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Told(NamedTuple):
     ----------
     pipe : its place in its pipeline, and so which stages it has
     step : number of steps that it has made
-    can_follow : whether it can make one more, as soon as it knows that another rank has
-    facts : what else belongs to `step`
+    can_follow : whether it can make one more step, once it knows that another rank has made that step
+    facts : what else belongs to the state after `step`
     """
 
     pipe: int

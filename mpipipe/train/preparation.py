@@ -12,7 +12,7 @@ from mpipipe.comm.consensus import raise_on_all
 from mpipipe.comm.group import Group, group_of
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ConfigError, MismatchError
-from mpipipe.train import memory, metrics, output, resume
+from mpipipe.train import memory, metrics, output_folder, resume
 from mpipipe.train.architecture import Architecture
 from mpipipe.train.base import Base
 from mpipipe.train.config import TrainConfig
@@ -95,10 +95,10 @@ def find_data(config: TrainConfig, given: Source | None, group: Group) -> Found:
 def open_data(
     config: TrainConfig, plan: TrainingPlan, mesh: Mesh, found: Found, base: Base | None
 ) -> tuple[Source | None, Language]:
-    """Open the data where they are read, and return them there, None elsewhere; and what they are.
+    """Open the data. Return them on the ranks that read them, None on the others, and on all ranks what they are.
 
-    The ranks of the first and the last stage read them, and all ranks where attention stays within documents. All ranks
-    raise the same error. Those that read see for themselves that a few of the files are those that rank 0 has listed.
+    The ranks of the first and of the last stage read data; all ranks do if attention stays within documents. A rank
+    that reads checks that a few of its files are the files that rank 0 has listed. All ranks raise the same error.
     """
     placement = plan.schedule.placement
     reads = mesh.pipe.rank in (placement[0], placement[-1]) or config.packing == "segments"
@@ -129,19 +129,21 @@ def open_data(
     return source, Language(found.vocab, found.unit, known, tokenizer)
 
 
-def make_reporter(config: TrainConfig, out: Path, start: Checkpoint | None, unit: str, crowded: str | None) -> Reporter:
+def make_reporter(
+    config: TrainConfig, out: Path, start: Checkpoint | None, unit: str, oversubscribed: str | None
+) -> Reporter:
     """Make the reporter of rank 0, with metrics that go on behind the checkpoint `start`, if there is one.
 
-    For `unit` and `crowded` see Reporter.
+    For `unit` and `oversubscribed` see Reporter.
     """
     step = 0 if start is None else start.step
     try:
         aside = resume.leave_behind(start, out)
         metrics.cut(out, step)
         goes_on = None if config.resume == "no" else step
-        reporter = Reporter(config.steps, out, unit=unit, crowded=crowded, done=goes_on)
+        reporter = Reporter(config.steps, out, unit=unit, oversubscribed=oversubscribed, done=goes_on)
     except OSError as error:
-        raise output.unusable(out, error) from error
+        raise output_folder.unusable(out, error) from error
     for path in aside:
         reporter.say(f"mpipipe: a checkpoint behind the one that is resumed is now called {path}")
     return reporter

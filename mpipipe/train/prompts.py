@@ -9,8 +9,8 @@ from typing import Any
 
 from mpipipe import files
 from mpipipe.errors import ConfigError, DataError
-from mpipipe.plural import counted
 from mpipipe.train.model_folder import Tokenizer
+from mpipipe.wording import counted
 
 MOST_BYTES = 1 << 30  # of a file of prompts
 REMEDY = (
@@ -25,7 +25,7 @@ class Prompts:
     Attributes
     ----------
     tokens : ids of each prompt
-    texts : of each prompt, None where ids were given
+    texts : of each prompt, None if ids were given
     """
 
     tokens: list[list[int]]
@@ -64,7 +64,7 @@ def read_prompts(prompt: str | None, path: str | None, ids: str | None, tokenize
 
 
 def parse_ids(text: str, name: str) -> list[int]:
-    """Return the ids in a text such as "5,17,9". Raises ConfigError where it is none."""
+    """Return the ids in a text such as "5,17,9". Raises ConfigError if it is none."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() for part in parts) or max(map(len, parts)) > 18:
         raise ConfigError(f"{name} are no token ids", found=repr(text[:80]), expected="numbers such as 5,17,9")

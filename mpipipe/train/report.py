@@ -16,8 +16,8 @@ from mpipipe.train.screen import COLUMNS, Bar, find_terminal
 from mpipipe.train.sinks import Run, Sinks
 
 LOG = "train.log"
-SMALL = 0.05  # a share of the time that asks for no explanation
-EXPLAINED = 2  # the record with a bubble that explains it: the first one has the step in which memory is allocated
+SMALL = 0.05  # share of the time: a bubble below it is not explained
+EXPLAINED = 2  # the bubble is explained at its second record: the first one includes the step that allocates memory
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Record:
     lr : float, optional
         Learning rate of the last step.
     grad_norm : float, optional
-        Norm of all gradients of the last step, before clipping. None where they were not finite.
+        Norm of all gradients of the last step, before clipping. None if they were not finite.
     tokens_per_second : float, optional
         Tokens trained on per second since the last record, over all replicas.
     bubble : float, optional
@@ -82,8 +82,8 @@ class Record:
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
-# How a line of progress names and writes each field of a Record, and in which order fields are left out of a line that
-# would be too long: all of them are in metrics.jsonl.
+# How a line of progress names and writes the fields of a Record. LEFT_OUT is the order in which a line that would be
+# too long leaves fields out; metrics.jsonl has all of them.
 CELLS = {"loss": "loss {:.4f}", "bits_per_byte": "bits/byte {:.4f}", "lr": "lr {:.1e}", "grad_norm": "norm {:.3f}",
          "tokens_per_second": "{:.0f} {unit}/s", "loss_scale": "scale {:g}", "skipped": "skipped {}"}  # fmt: skip
 LEFT_OUT = ("lr", "skipped", "grad_norm", "loss_scale", "bits_per_byte")
@@ -101,13 +101,13 @@ def summary(record: Record) -> str:
 
 
 def lines_of(record: Record, steps: int, unit: str, timing: str) -> list[str]:
-    """Return the lines of a record: one of the step, one of the validation, whatever there is; COLUMNS long at most.
+    """Return the lines of a record, one of its step and one of its validation, of at most COLUMNS characters.
 
     Parameters
     ----------
     steps : of the whole training
     unit : what a token is: bytes or tokens
-    timing : time gone and left, in words; empty where that is not known
+    timing : time gone and left, in words; empty if that is not known
     """
     facts, place = record.facts(), f"step {record.step:>{len(str(steps))}}/{steps}"
     lines = []
@@ -126,25 +126,25 @@ def lines_of(record: Record, steps: int, unit: str, timing: str) -> list[str]:
     return lines
 
 
-def bubble_explained(record: Record, crowded: str | None) -> list[str]:
-    """Return what the bubble of a record is, and what makes it, in one line; none for a small one.
+def bubble_explained(record: Record, oversubscribed: str | None) -> list[str]:
+    """Return one line that says how large the bubble of a record is and where it comes from; none for a small bubble.
 
-    `crowded` says that ranks share cores, if they do.
+    `oversubscribed` is a sentence if ranks share cores.
     """
     bubble, predicted = record.bubble or 0.0, record.predicted or 0.0
-    if bubble < SMALL or predicted == 0:  # the second: pipelines of one rank have none
+    if bubble < SMALL or predicted == 0:  # 0: a pipeline of one rank has no bubble
         return []
     text = f"mpipipe: bubble {bubble:.0%} (ranks idle)"
     if bubble <= predicted + SMALL:
         return [f"{text}, by schedule and stages; more micro-batches or evener stages help"]
-    why = "by waiting for messages" if crowded is None else f"mostly since {crowded}"
+    why = "by waiting for messages" if oversubscribed is None else f"mostly since {oversubscribed}"
     return [f"{text}: {predicted:.0%} by the schedule, {bubble - predicted:.0%} {why}"]
 
 
 class Reporter:
-    """Shows progress on one rank: lines of text, and a bar where somebody watches. A context manager.
+    """Shows progress on rank 0: lines of text, and a bar on a terminal. A context manager.
 
-    Once it is made, it can write or not, but the training goes on: see `outlet`.
+    Once it exists, a failed write does not end the training: see `outlet`.
 
     Parameters
     ----------
@@ -152,10 +152,10 @@ class Reporter:
     out : the folder for the metrics, to which one JSON object is appended for each record, and for the log
     stream : where lines go; standard output by default
     unit : what a token is: bytes or tokens
-    crowded : a sentence where ranks share cores; see `comm.binding`
-    done : steps before this start; where it is not None, the metrics may be there and are gone on with
+    oversubscribed : a sentence if ranks share cores; see `comm.binding`
+    done : steps before this start; None for a new training, which finds no metrics in the folder
 
-    Raises OSError where a file cannot be made, FileExistsError where there are metrics and `done` is None.
+    Raises OSError if a file cannot be made, and FileExistsError if there are metrics and `done` is None.
     """
 
     def __init__(
@@ -165,10 +165,11 @@ class Reporter:
         stream: TextIO | None = None,
         *,
         unit: str = "tokens",
-        crowded: str | None = None,
+        oversubscribed: str | None = None,
         done: int | None = None,
     ) -> None:
-        self.steps, self.stream, self.unit, self.crowded = steps, Outlet(stream or sys.stdout), unit, crowded
+        self.steps, self.stream = steps, Outlet(stream or sys.stdout)
+        self.unit, self.oversubscribed = unit, oversubscribed
         self.metrics = Lines(out / metrics.NAME, goes_on=done is not None)
         self.log = Lines(out / LOG, goes_on=True)
         self.out, self.sinks = out, Sinks((), Run(out, 0, (), {}), self.warn)
@@ -178,7 +179,7 @@ class Reporter:
         self.measured, self.explained = 0, False  # records with a bubble, and whether one was explained
 
     def open_sinks(self, names: Sequence[str], configuration: Mapping[str, Any]) -> None:
-        """Hand records to these sinks from now on; those of earlier starts are in the metrics."""
+        """Hand records to these sinks from now on. The sinks find the records of earlier starts in metrics.jsonl."""
         columns = (*(entry.name for entry in fields(Record)), "time", "seconds")
         self.sinks = Sinks(names, Run(self.out, self.pace.before, columns, configuration), self.warn)
 
@@ -212,11 +213,11 @@ class Reporter:
         self.measured += record.bubble is not None and record.predicted is not None
         if self.measured == EXPLAINED and not self.explained:
             self.explained = True
-            for line in bubble_explained(record, self.crowded):
+            for line in bubble_explained(record, self.oversubscribed):
                 self.say(line)
 
     def draw_losses(self) -> None:
-        """Show the losses of the whole training as a picture, and leave it as loss.png where matplotlib is there."""
+        """Show the losses of the whole training as text, and draw loss.png if matplotlib is installed."""
         try:
             points = loss_curve.read_points(self.out, self.steps)
             if points is not None:
@@ -226,7 +227,7 @@ class Reporter:
             self.warn(f"mpipipe: the losses cannot be drawn: {error}; the training goes on")
 
     def sync(self) -> None:
-        """Force the metrics to the disk: they must not end before a checkpoint does."""
+        """Force the metrics to the disk: they must reach as far as the checkpoint that is about to be saved."""
         self.metrics.sync()
 
     def __enter__(self) -> Reporter:

@@ -19,7 +19,7 @@ from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ConfigError
 from mpipipe.files import PARTIAL
 from mpipipe.models.huggingface.writing import FORMER
-from mpipipe.train import metrics, output, run_folder, weights
+from mpipipe.train import metrics, output_folder, provenance, weights
 from mpipipe.train.architecture import Model
 from mpipipe.train.base import check_same_model
 from mpipipe.train.config import TrainConfig
@@ -50,7 +50,7 @@ def facts_of(config: TrainConfig, plan: TrainingPlan, fingerprint: str) -> dict[
 
 
 def find_start(config: TrainConfig, plan: TrainingPlan, mesh: Mesh, out: Path, fingerprint: str) -> Checkpoint | None:
-    """Return the checkpoint behind which the training goes on, None where it begins; collective.
+    """Return the checkpoint behind which the training goes on, None if it begins; collective.
 
     Raises, on every rank and before anything is written, ArgumentError for a checkpoint that is damaged or missing, and
     ConfigError for one of another training, and for an output folder that this training may not go on in.
@@ -62,7 +62,7 @@ def find_start(config: TrainConfig, plan: TrainingPlan, mesh: Mesh, out: Path, f
             if found is not None:
                 _check_same(found, facts_of(config, plan, fingerprint), config, plan.model)
             if config.resume == "no" or (found is not None and not _is_in(found, out)):
-                output.check_vacant(out)
+                output_folder.check_vacant(out)
             else:
                 metrics.kept_records(out, 0 if found is None else found.step)  # raises where they are no metrics
                 if found is None:
@@ -71,7 +71,7 @@ def find_start(config: TrainConfig, plan: TrainingPlan, mesh: Mesh, out: Path, f
 
 
 def checkpoint_of(config: TrainConfig, out: Path) -> Checkpoint | None:
-    """Return the checkpoint that the configuration wants to go on from, None where the training begins."""
+    """Return the checkpoint that the configuration wants to go on from, None if the training begins."""
     if config.resume == "no":
         return None
     if config.resume != "auto":
@@ -93,13 +93,13 @@ def _check_unfinished(out: Path) -> None:
         metrics.NAME,
         metrics.NAME + PARTIAL,
         checkpoints_of(out).name,
-        output.MARKER,
+        output_folder.MARKER,
     }
     weights_of = weights.folder_of(out)
     if not (weights_of / weights.DESCRIPTION).exists():  # which is written last
         ours.add(weights_of.name)
     others = (
-        sorted(path.name for path in out.iterdir() if path.name not in ours and not run_folder.is_ours(path.name))
+        sorted(path.name for path in out.iterdir() if path.name not in ours and not provenance.is_ours(path.name))
         if out.is_dir()
         else []
     )

@@ -22,7 +22,7 @@ def generate(decoder: Decoder, prompt: bytes, count: int, *, temperature: float,
     seed : of the draws
 
     Raises, on every rank, ArgumentError for an empty prompt and a temperature that is below 0 or not finite, and
-    NonFiniteError where the model gives logits that are NaN or infinite.
+    NonFiniteError if the model gives logits that are NaN or infinite.
     """
     return bytes(continued(decoder, prompt, count, 256, temperature=temperature, seed=seed))
 

@@ -61,7 +61,7 @@ def generator(seed: int, prompt: int, position: int) -> np.random.Generator:
 def draw(logits: np.ndarray, sampling: Sampling, uniform: Uniform) -> int:
     """Draw an id from softmax(logits / temperature), (vocab,), restricted by top-k and then by top-p.
 
-    Where logits are equal, lower ids count as likelier. Raises NonFiniteError where a logit is NaN or infinite.
+    Where logits are equal, lower ids count as likelier. Raises NonFiniteError if a logit is NaN or infinite.
     """
     finite = np.isfinite(logits)
     if not finite.all():

@@ -1,11 +1,11 @@
-"""A line that is drawn over again on the terminal where somebody watches a training.
+"""A progress bar on the terminal from which a training was started, also under mpiexec.
 
     the shell's terminal  <--  mpiexec  <--  pipe  <--  standard output of rank 0
            ^                                                    |
            +--------------- the bar is drawn here --------------+  (/proc/<mpiexec>/fd/1)
 
-A rank has no terminal: its launcher takes what it writes, and passes it on. But where the launcher runs on the same
-host and writes to a terminal, rank 0 finds that one and draws on it. Lines of text go to standard output as ever.
+A rank has no terminal: its launcher takes what it writes, and passes it on. If the launcher runs on the same host and
+writes to a terminal, rank 0 finds that terminal and draws the bar on it. Lines of text go to standard output.
 """
 
 from __future__ import annotations
@@ -22,17 +22,16 @@ from typing import TextIO
 
 from mpipipe.comm import past_launcher
 
-COLUMNS = 100  # that lines of progress have at most
+COLUMNS = 100  # most characters in a line of progress
 LAUNCHERS = (*past_launcher.LAUNCHERS, "mpiexec.hydra", "mpirun.hydra", "orterun")
-AGAIN = 0.2  # seconds between two pictures of a bar
-AFTER_TEXT = (
-    0.5  # seconds in which a line of text comes through the launcher: a bar in its way would stay on the screen
-)
-CELLS = 24  # of a full bar
+AGAIN = 0.2  # seconds between two drawings of the bar
+AFTER_TEXT = 0.5  # seconds without a bar after a line of text: the launcher delays the line, which must not meet a bar
+CELLS = 24  # characters of a full bar
+LEAST_CELLS = 4  # fewer are not worth their room
 
 
 def folded(text: str) -> str:
-    """Break lines that are longer than COLUMNS, between words where there are any.
+    """Break lines that are longer than COLUMNS, between words if possible.
 
     Parameters
     ----------
@@ -42,7 +41,7 @@ def folded(text: str) -> str:
     Returns
     -------
     str
-        The same with more line ends, and nothing left out.
+        The same text with more line ends.
 
     Examples
     --------
@@ -68,15 +67,55 @@ def folded(text: str) -> str:
     return "\n".join(lines)
 
 
-class Bar:
-    """One line on a terminal, drawn over again: steps, a bar, steps per second, time gone and time left.
+def bar_line(done: int, steps: int, rate: float, timing: str, width: int) -> str:
+    """Write how far a training is, with a bar of the room that is left.
 
-    A terminal that takes no more text at once, or is closed, is left alone: drawing never waits and never fails.
+    In a narrow window the bar shrinks and goes first, then the rate. The step and the time stay longest.
 
     Parameters
     ----------
-    descriptor : of the terminal, open for writing without waiting; it is closed by `close`
-    steps : of the whole training
+    done, steps : int
+        Steps made, and all of them.
+    rate : float
+        Steps in a second.
+    timing : str
+        Time gone and left, in words.
+    width : int
+        Characters that the line may have.
+
+    Returns
+    -------
+    str
+        One line.
+
+    Examples
+    --------
+    >>> from mpipipe.train.screen import bar_line
+    >>> for width in (70, 50, 40):
+    ...     print(bar_line(150, 300, 2.5, "1m00s, 1m00s left", width))
+    step 150/300 [############............] 2.5 steps/s  1m00s, 1m00s left
+    step 150/300 [##..] 2.5 steps/s  1m00s, 1m00s left
+    step 150/300  1m00s, 1m00s left
+    """
+    place, speed = f"step {done}/{steps}", f"{rate:.3g} steps/s"
+    cells = min(CELLS, width - len(f"{place} [] {speed}  {timing}"))
+    if cells >= LEAST_CELLS:
+        full = cells * done // steps
+        return f"{place} [{'#' * full}{'.' * (cells - full)}] {speed}  {timing}"
+    whole = f"{place}  {speed}  {timing}"
+    return whole if len(whole) <= width else f"{place}  {timing}"[: max(width, 0)]
+
+
+class Bar:
+    """One line on a terminal, drawn again and again: steps, a bar, steps per second, elapsed time and time left.
+
+    Drawing never waits and never fails: if the terminal takes no more text or is closed, nothing is drawn. The line is
+    as wide as the terminal, so that what a launcher writes meanwhile, as on Ctrl-C, begins a new line.
+
+    Parameters
+    ----------
+    descriptor : file descriptor of the terminal, opened for writing without waiting; `close` closes it
+    steps : steps of the whole training
     """
 
     def __init__(self, descriptor: int, steps: int) -> None:
@@ -85,29 +124,29 @@ class Bar:
         self.drawn = False
 
     def draw(self, done: int, rate: float, timing: str) -> None:
-        """Draw the line, unless that was a moment ago.
+        """Draw the line, unless it was drawn less than AGAIN seconds ago.
 
         Parameters
         ----------
-        done : steps made
-        rate : of them in a second
-        timing : time gone and left, in words
+        done : steps made so far
+        rate : steps per second
+        timing : elapsed time and time left, in words
         """
         if monotonic() < self.next:
             return
-        full = CELLS * done // self.steps
-        text = f"step {done}/{self.steps} [{'#' * full}{'.' * (CELLS - full)}] {rate:.3g} steps/s  {timing}"
-        self._write("\r" + text[: _width(self.descriptor) - 1] + "\x1b[K\r")
+        width = _width(self.descriptor)
+        text = bar_line(done, self.steps, rate, timing, width - 1)
+        self._write(f"\r{text:<{width}}")
         self.next, self.drawn = monotonic() + AGAIN, True
 
     def clear(self) -> None:
-        """Take the line away, for a line of text."""
+        """Remove the line, before a line of text."""
         if self.drawn:
             self._write("\r\x1b[K")
         self.next, self.drawn = monotonic() + AFTER_TEXT, False
 
     def close(self) -> None:
-        """Take the line away for good. May be called twice."""
+        """Remove the line for good. May be called twice."""
         self.clear()
         if self.descriptor >= 0:
             os.close(self.descriptor)
@@ -126,9 +165,9 @@ def _width(descriptor: int) -> int:
 
 
 def find_terminal(stream: TextIO | None = None) -> int | None:
-    """Open the terminal on which `stream` is shown, for a bar; None where there is none.
+    """Open the terminal on which `stream` is shown; None without a terminal.
 
-    That is the terminal which the stream is. For a rank it is the one to which its launcher writes, on the same host.
+    The stream may be that terminal itself. For a rank it is the terminal of its launcher, on the same host.
 
     Parameters
     ----------
@@ -148,7 +187,7 @@ def find_terminal(stream: TextIO | None = None) -> int | None:
 
 
 def _launcher_output() -> str | None:
-    """Return the standard output of the launcher that this process descends from, as a path; None without one."""
+    """Return the path of the standard output of the launcher that has started this process; None without a launcher."""
     process = os.getppid()
     with suppress(OSError, ValueError, IndexError):
         while process > 1:
@@ -160,7 +199,7 @@ def _launcher_output() -> str | None:
 
 
 def _open(path: str) -> int | None:
-    """Open a terminal for drawing, so that no write can wait or stop this process."""
+    """Open a terminal so that no write can wait or stop this process; None if that is not possible."""
     if os.environ.get("TERM", "dumb") == "dumb":
         return None
     try:
@@ -170,9 +209,9 @@ def _open(path: str) -> int | None:
     except OSError:
         return None
     try:
-        if termios.tcgetattr(descriptor)[3] & termios.TOSTOP == 0:  # else a job in the background would be stopped
+        if termios.tcgetattr(descriptor)[3] & termios.TOSTOP == 0:  # TOSTOP stops a background job that writes
             return descriptor
-    except termios.error:  # no terminal
+    except termios.error:  # not a terminal
         pass
     os.close(descriptor)
     return None

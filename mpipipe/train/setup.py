@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from mpipipe import arrays, environment, optim
+from mpipipe import arrays, environment, nn, optim
 from mpipipe.attention import kernels
 from mpipipe.comm import runtime
 from mpipipe.comm.device import select_device
@@ -15,7 +16,7 @@ from mpipipe.comm.types import Communicator
 from mpipipe.comm.watch.membership import watching
 from mpipipe.nn.lora import without_adapters
 from mpipipe.pipeline import Pipeline
-from mpipipe.train import interrupt, leaving, output, resume, run_folder, sinks
+from mpipipe.train import interrupt, leaving, output_folder, provenance, resume, sinks
 from mpipipe.train.architecture import Architecture
 from mpipipe.train.base import Base, architecture_of, find_base
 from mpipipe.train.config import TrainConfig
@@ -32,6 +33,7 @@ from mpipipe.train.shard import Shard
 from mpipipe.train.survival import Crew
 from mpipipe.train.tracing import trace_folder
 from mpipipe.train.trainer import Trainer
+from mpipipe.train.training_plan import TrainingPlan
 
 
 def train(
@@ -97,7 +99,7 @@ def train(
     config, base = find_base(config, comm)
     tuning = find_tuning(config, comm)
     architecture = architecture_of(base, architecture)
-    out = Path(output.shared_path(comm, config.out))
+    out = Path(output_folder.shared_path(comm, config.out))
     config = with_order(config, comm, out)
     trace = trace_folder(comm, config.trace, out, resumes=config.resume != "no")
     pipe = max(1, comm.size // config.seq) if config.pipe is None else config.pipe
@@ -113,6 +115,43 @@ def train(
         mesh = Mesh(comm, pipe=pipe, seq=config.seq)
     with watching(config.watchdog, out), mesh:
         return _train_in(mesh, config, architecture, base, data, out=out, trace=trace, tuning=tuning)
+
+
+def _load_weights(
+    config: TrainConfig,
+    plan: TrainingPlan,
+    base: Base | None,
+    tuning: FineTuning,
+    stages: Sequence[nn.Stage],
+    mesh: Mesh,
+) -> None:
+    """Load the weights from which a new training begins, if it begins from any; collective."""
+    if config.init is not None:
+        resume.load_weights(config.init, mesh, without_adapters(stages, merged=False), plan.model)
+    elif base is not None:
+        base.folder.load(without_adapters(stages, merged=False), mesh)
+    tuning.load(stages, plan.model, origin_of(config, base), mesh)
+
+
+def _reporter(
+    config: TrainConfig,
+    plan: TrainingPlan,
+    mesh: Mesh,
+    device: str,
+    make: Callable[[str | None], Reporter],
+    given: str | None,
+) -> Reporter | NullReporter:
+    """Make the reporter, and write down what the training depends on; collective.
+
+    `make` is called on rank 0, with a sentence if ranks share cores. For `given` see `provenance.write`.
+    """
+    surroundings = environment.gather(mesh.comm, gpus=device != "cpu")
+    with group_of(mesh.comm).together("train: the reporter"):
+        if surroundings is None:  # not on rank 0
+            return NullReporter()
+        reporter = make(surroundings["oversubscribed"])
+        provenance.describe(reporter, config, plan, surroundings, device=device, pipe=mesh.pipe.size, given=given)
+        return reporter
 
 
 def _train_in(
@@ -135,7 +174,7 @@ def _train_in(
 
 
 def _train_on(
-    place: str,
+    device: str,
     config: TrainConfig,
     model: Architecture,
     base: Base | None,
@@ -152,16 +191,16 @@ def _train_on(
     found = find_data(config, data, group)
     chosen = ""
     if config.plan == "auto":
-        config, chosen = planned(Scene.of(config, model, mesh, found.vocab, tuning), place)
-    plan = make_plan(config, model, base, mesh, place, found.vocab, tuning)
+        config, chosen = planned(Scene.of(config, model, mesh, found.vocab, tuning), device)
+    plan = make_plan(config, model, base, mesh, device, found.vocab, tuning)
     source, language = open_data(config, plan, mesh, found, base)
     start = None if survivor else resume.find_start(config, plan, mesh, out, found.fingerprint)
     with group.together("train: the shards of sequences"):
         packing = Packing(plan.schedule.microbatches) if config.packing == "segments" else None
         shard = Shard(mesh.seq, config.layout, config.seq_len, packing)
     with group.together("train: the stages"):
-        kernels.check_choice(place)
-        stages = plan.stages(mesh.pipe.rank, shard, config.dtype, config.seed, place)
+        kernels.check_choice(device)
+        stages = plan.stages(mesh.pipe.rank, shard, config.dtype, config.seed, device)
         loss = shard.loss_for(stages[-1], plan.microbatch_rows)
     with (
         Pipeline(
@@ -174,23 +213,12 @@ def _train_on(
             survivor.restore(progress)
         elif start is not None:
             progress.load(start)
-        elif config.init is not None:
-            resume.load_weights(config.init, mesh, without_adapters(stages, merged=False), plan.model)
-        elif base is not None:
-            base.folder.load(without_adapters(stages, merged=False), mesh)
-        if not survivor and start is None:
-            tuning.load(stages, plan.model, origin_of(config, base), mesh)
-        output.make_folder(out, mesh.comm, writes=mesh.replicas.rank == 0 or leaving.may_save(config))
-        surroundings = environment.gather(mesh.comm, gpus=place != "cpu")
-        with group.together("train: the reporter"):
-            make = survivor.reporter if survivor else partial(make_reporter, config, out, start)
-            reporter: Reporter | NullReporter = NullReporter()
-            if surroundings is not None:  # on rank 0
-                given = None if data is None else found.fingerprint
-                reporter = make(language.unit, surroundings["crowded"])
-                run_folder.describe(
-                    reporter, config, plan, surroundings, device=place, pipe=mesh.pipe.size, given=given
-                )
+        else:
+            _load_weights(config, plan, base, tuning, stages, mesh)
+        output_folder.make_folder(out, mesh.comm, writes=mesh.replicas.rank == 0 or leaving.may_save(config))
+        make = survivor.reporter if survivor else partial(make_reporter, config, out, start)
+        given = None if data is None else found.fingerprint
+        reporter = _reporter(config, plan, mesh, device, partial(make, language.unit), given)
         with reporter, leaving.preemption_of(config, mesh, reporter) as preemption:
             trainer = Trainer(
                 config,

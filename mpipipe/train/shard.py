@@ -13,8 +13,8 @@ from mpipipe.attention import Layout, Local, Ring
 from mpipipe.comm.types import Communicator
 from mpipipe.errors import ConfigError
 from mpipipe.nn.head_loss import worth_tiles
-from mpipipe.plural import counted
 from mpipipe.train.packing import PackedAttend, Packing
+from mpipipe.wording import counted
 
 
 class Shard:
@@ -24,14 +24,14 @@ class Shard:
     ----------
     comm : the ranks that share a sequence; a single one has it all
     layout : "zigzag", "contiguous" or "striped"
-    packing : has the documents of each batch; None where attention goes across them
+    packing : has the documents of each batch; None if attention goes across them
 
     Attributes
     ----------
     attend : for nn.SelfAttention
     positions : for nn.SelfAttention; None for 0 ... seq_len - 1
 
-    Raises ConfigError where a rank would have no position.
+    Raises ConfigError if a rank would have no position.
     """
 
     def __init__(self, comm: Communicator, layout: str, seq_len: int, packing: Packing | None = None) -> None:

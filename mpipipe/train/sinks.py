@@ -1,7 +1,7 @@
 """Where metrics go besides metrics.jsonl (--metrics-to): a table in CSV, TensorBoard, Weights & Biases, or several.
 
-A sink takes the facts of each record. One that fails is left out from then on, with one warning: no training ends
-because its metrics cannot be shown.
+A sink takes the facts of each record. If a sink fails, it gets no further records, and one warning says so: no training
+ends because its metrics cannot be shown.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from mpipipe import files
 from mpipipe.errors import ArgumentError, BackendError
 from mpipipe.train import metrics
 
-Facts = Mapping[str, float]  # of a record, by name; "step" is always there
+Facts = Mapping[str, float]  # the numbers of a record by name; "step" is always among them
 
 
 class Sink(Protocol):
-    """Takes the metrics of a training; rank 0 has it. Any method may raise any Exception."""
+    """Takes the metrics of a training, on rank 0. Any method may raise any Exception."""
 
     def write(self, facts: Facts) -> None:
         """Take one record."""
 
     def close(self) -> None:
-        """Write what is left; nothing comes any more."""
+        """Write what is left. No further record comes."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a sink may know of a training when it is opened.
+    """What a sink is told of a training when it is opened.
 
     Attributes
     ----------
     out : the output folder
-    done : steps before this start, whose records are in metrics.jsonl; 0 where the training begins
-    columns : the names that facts can have
-    configuration : as plain values
+    done : steps before this start, whose records are in metrics.jsonl; 0 if the training begins
+    columns : all names that facts can have
+    configuration : the options of the training, as plain values
     """
 
     out: Path
@@ -53,9 +53,9 @@ class Run:
 
 
 class Csv:
-    """metrics.csv: one row for each record, one column for each name; a cell is empty where nothing was measured.
+    """metrics.csv: one row for each record, one column for each name. A cell is empty if its number was not measured.
 
-    The rows of records before this start are made from metrics.jsonl again.
+    Rows of earlier starts are made again from metrics.jsonl.
     """
 
     def __init__(self, run: Run) -> None:
@@ -81,13 +81,13 @@ class Csv:
 
 
 class TensorBoard:
-    """tensorboard/: scalars for TensorBoard. What an earlier start wrote behind this one's beginning is hidden."""
+    """tensorboard/: scalars for TensorBoard. It hides records of earlier starts for steps that this start repeats."""
 
     def __init__(self, run: Run) -> None:
         from tensorboardX import SummaryWriter
 
         folder = str(run.out / "tensorboard")
-        if run.done:  # the name of a file has whole seconds: that of an earlier start must not be the same
+        if run.done:  # file names have whole seconds: without a suffix two starts might share a file
             self.writer = SummaryWriter(folder, purge_step=run.done + 1, filename_suffix=f".{run.done}")
         else:
             self.writer = SummaryWriter(folder)
@@ -130,13 +130,13 @@ class WeightsAndBiases:
 
 
 KINDS: dict[str, Callable[[Run], Sink]] = {"csv": Csv, "tensorboard": TensorBoard, "wandb": WeightsAndBiases}
-LIBRARIES = {"tensorboard": "tensorboardX", "wandb": "wandb"}  # that a sink needs; the extras are called as the sinks
+LIBRARIES = {"tensorboard": "tensorboardX", "wandb": "wandb"}  # library of a sink; its extra has the name of the sink
 
 
 def parse_names(text: str) -> tuple[str, ...]:
-    """Return the sinks that `--metrics-to` names, with commas between them; "none" is no sink.
+    """Return the sinks that `--metrics-to` names, separated by commas; "none" means no sink.
 
-    Raises ArgumentError for a name that is none, or that comes twice.
+    Raises ArgumentError for an unknown name, and for a name that comes twice.
     """
     names = tuple(name.strip() for name in text.split(",")) if text != "none" else ()
     for name in names:
@@ -166,9 +166,9 @@ class Sinks:
 
     Parameters
     ----------
-    names : of sinks to open
-    run : what they are told
-    warn : tells that one has failed
+    names : names of the sinks to open
+    run : what the sinks are told
+    warn : called with a warning if a sink fails
     """
 
     def __init__(self, names: Sequence[str], run: Run, warn: Callable[[str], None]) -> None:
@@ -178,12 +178,12 @@ class Sinks:
             self._try(name, partial(self._open, name, run))
 
     def write(self, facts: Facts) -> None:
-        """Hand a record to each sink that is left."""
+        """Hand a record to every sink that has not failed."""
         for name, sink in list(self.open.items()):
             self._try(name, partial(sink.write, facts))
 
     def close(self) -> None:
-        """Close the sinks that are left. May be called twice."""
+        """Close all sinks that have not failed. May be called twice."""
         for name, sink in list(self.open.items()):
             self._try(name, sink.close)
         self.open.clear()

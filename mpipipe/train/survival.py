@@ -32,12 +32,12 @@ from mpipipe.comm.requests import own
 from mpipipe.comm.stop_signals import StopSignals, parse_signals
 from mpipipe.comm.types import Communicator
 from mpipipe.errors import ArgumentError, BackendError
-from mpipipe.plural import counted
 from mpipipe.train import metrics, resume
 from mpipipe.train.config import TrainConfig
 from mpipipe.train.places import Remains, Survivors
 from mpipipe.train.progress import Progress
 from mpipipe.train.report import Record, Reporter
+from mpipipe.wording import counted
 
 if TYPE_CHECKING:
     from mpipipe.train.trainer import Trainer
@@ -170,12 +170,12 @@ class Crew:
         for stage in progress.pipeline.stages:
             stage.renew_compute()
 
-    def reporter(self, unit: str, crowded: str | None) -> Reporter:
+    def reporter(self, unit: str, oversubscribed: str | None) -> Reporter:
         """Make the reporter of rank 0, which goes on with the metrics that the old one has left."""
         step, record = self.facts["step"], self.facts["record"]
         done = step if self.facts["reported"] == step else step - 1  # behind which records are made again
         last = metrics.cut(self.out, done)
-        reporter = Reporter(self.config.steps, self.out, unit=unit, crowded=crowded, done=step)
+        reporter = Reporter(self.config.steps, self.out, unit=unit, oversubscribed=oversubscribed, done=step)
         if last < record.step <= done:
             reporter.record(record)
         return reporter

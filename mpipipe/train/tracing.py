@@ -19,7 +19,7 @@ from mpipipe.comm.mesh import Mesh
 from mpipipe.comm.types import Communicator
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.pipeline import Pipeline
-from mpipipe.train import output
+from mpipipe.train import output_folder
 
 RECORDED = 16  # steps
 
@@ -31,7 +31,7 @@ def trace_folder(comm: Communicator, trace: str | None, out: Path, resumes: bool
     """
     if trace is None:
         return None
-    folder = Path(output.shared_path(comm, trace))
+    folder = Path(output_folder.shared_path(comm, trace))
     with group_of(comm).together("train: the folder of the trace"):
         if comm.rank == 0:
             if folder == out or folder in out.parents or out in folder.parents:

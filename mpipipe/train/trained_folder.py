@@ -44,7 +44,7 @@ class WeightsFolder:
 
     @property
     def model(self) -> GPT:
-        """The model of these sizes. Raises ConfigError where they are not those of a GPT."""
+        """The model of these sizes. Raises ConfigError if they are not those of a GPT."""
         return model_of(self.sizes, self.path)
 
     def load(self, stages: Sequence[nn.Stage], mesh: Mesh) -> None:
@@ -54,7 +54,7 @@ class WeightsFolder:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """What the files that came along with the model say; none where it came from no folder of Hugging Face."""
+        """What the files that came along with the model say; none if it came from no folder of Hugging Face."""
         return ends_in(self.path, huggingface.Origin.of(self.path).config, self.model.vocab)
 
     def tokenizer(self) -> Tokenizer | None:
@@ -103,7 +103,7 @@ class CheckpointFolder:
 
     @property
     def model(self) -> GPT:
-        """The model of these sizes. Raises ConfigError where they are not those of a GPT."""
+        """The model of these sizes. Raises ConfigError if they are not those of a GPT."""
         return model_of(self.sizes, self.path)
 
     def load(self, stages: Sequence[nn.Stage], mesh: Mesh) -> None:

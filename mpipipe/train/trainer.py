@@ -161,7 +161,7 @@ class Trainer:
     def step(self, step: int) -> tuple[float, float, float | None]:
         """Make one optimizer step, and return its loss, learning rate and gradient norm, the same on every rank.
 
-        The norm is None where the step was skipped.
+        The norm is None if the step was skipped.
         """
         config, start = self.config, perf_counter()
         self.commitment.begin(step)

@@ -7,7 +7,6 @@ from itertools import accumulate, pairwise
 
 from mpipipe import nn, schedules
 from mpipipe.errors import ConfigError
-from mpipipe.plural import counted
 from mpipipe.train import limits
 from mpipipe.train.architecture import Architecture, Model
 from mpipipe.train.config import TrainConfig
@@ -15,6 +14,7 @@ from mpipipe.train.config_checks import parse_partition
 from mpipipe.train.fine_tuning import FineTuning
 from mpipipe.train.order import fitting, is_table
 from mpipipe.train.shard import Shard
+from mpipipe.wording import counted
 
 BYTES = 256  # token ids of a model of bytes, which an architecture makes without being told
 
@@ -53,7 +53,7 @@ class TrainingPlan:
         Stages of which nothing is trained have no weight gradients in the schedule, and no backward if nothing before
         them is trained either.
 
-        Raises ConfigError or ArgumentError where the configuration does not fit these numbers. For numbers of layers,
+        Raises ConfigError or ArgumentError if the configuration does not fit these numbers. For numbers of layers,
         chunks or micro-batches that nobody can mean (see `limits`) that happens before anything is built.
         """
         rows, rest = divmod(config.batch, replicas)
@@ -131,7 +131,7 @@ class TrainingPlan:
 
 
 def given_ranges(config: TrainConfig, layers: int, stages: int) -> list[tuple[int, int]]:
-    """Return (start, stop) of the layers of each stage as the configuration says it; nothing where it does not."""
+    """Return (start, stop) of the layers of each stage as the configuration says it; nothing if it does not."""
     if config.partition is None:
         return []
     counts = parse_partition(config.partition)
@@ -146,7 +146,7 @@ def given_ranges(config: TrainConfig, layers: int, stages: int) -> list[tuple[in
 
 
 def _check_pieces(model: Model, pieces: int, stages: int) -> None:
-    """Raise ConfigError where the model cannot be cut into so many stages."""
+    """Raise ConfigError if the model cannot be cut into so many stages."""
     if pieces >= stages:
         return
     layers, found, remedy = asdict(model).get("layers"), f"{pieces} pieces", "use fewer ranks or chunks"

@@ -109,7 +109,7 @@ def write_description(folder: Path, description: Description) -> None:
 
 
 def describe(folder: str | Path) -> Description:
-    """Read model.json. Raises ArgumentError where it is missing, or is not what `save` wrote.
+    """Read model.json. Raises ArgumentError if it is missing, or is not what `save` wrote.
 
     A file without checksums, from before they were added, is accepted as it is.
     """

@@ -97,6 +97,7 @@ def test_the_watchdog_names_the_rank_whose_disk_hangs_and_what_it_waits_for(laun
     ), job.stderr
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_slow_and_goes_on_is_no_hang(launch, tmp_path):
     """Each piece takes half of what the watchdog allows, and all of them far more."""
     body = """

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 # a fork for each moment; it saves over a copy of a whole checkpoint, and ends at that moment without cleaning up
 SCRIPT = """
 import os, shutil, sys, threading
@@ -82,6 +84,7 @@ print("moments", moment, "steps", *seen)
 """
 
 
+@pytest.mark.slow
 def test_a_save_that_is_killed_at_any_moment_leaves_a_whole_checkpoint(launch):
     job = launch(0, SCRIPT)
     assert job.returncode == 0, job.stderr

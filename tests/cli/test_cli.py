@@ -170,6 +170,7 @@ def test_generate_writes_the_same_text_on_any_number_of_ranks(mpipipe, small, tm
     assert job.stdout != texts[0]
 
 
+@pytest.mark.slow
 def test_generate_refuses_what_it_cannot_do_with_one_report(mpipipe, small, tmp_path):
     out = str(tmp_path / "run")
     assert mpipipe(1, "train", "--config", small, "--out", out, "--steps", "1").returncode == 0

@@ -10,14 +10,14 @@ import pytest
 from mpipipe import arrays, environment
 from mpipipe.cli.info import described, info
 from mpipipe.comm import describe, inprocess
-from mpipipe.comm.binding import crowded, crowded_threads
+from mpipipe.comm.binding import oversubscribed, oversubscribed_threads
 from mpipipe.errors import BackendError
 
 
 def surroundings(cores, threads=1, host_cores=8):
     binding = [{"rank": rank, "host": "n1", "cores": own, "threads": threads} for rank, own in enumerate(cores)]
     hosts = [{"host": "n1", "cores": host_cores, "memory": 64 << 30, "free_memory": 48 << 30}]
-    warnings = {"crowded": crowded(binding), "crowded_threads": crowded_threads(binding)}
+    warnings = {"oversubscribed": oversubscribed(binding), "oversubscribed_threads": oversubscribed_threads(binding)}
     return {"binding": binding, "hosts": hosts, **warnings}
 
 

@@ -20,10 +20,10 @@ def placed(allowed, host="n1"):
 
 
 @given(st.lists(st.sampled_from(SETS), min_size=1, max_size=7))
-def test_ranks_are_crowded_where_some_cores_have_more_ranks_than_cores(allowed):
+def test_ranks_are_oversubscribed_where_some_cores_have_more_ranks_than_cores(allowed):
     """Hall's theorem over all sets of cores: each rank has a core of its own if and only if no set is too small."""
     too_small = any(sum(own <= cores for own in allowed) > len(cores) for cores in SETS)
-    found = binding.crowded(placed(allowed))
+    found = binding.oversubscribed(placed(allowed))
     unions = {frozenset().union(*allowed), *map(frozenset, allowed)}
     if any(sum(own <= cores for own in allowed) > len(cores) for cores in unions):
         assert found is not None
@@ -43,13 +43,15 @@ def test_ranks_are_crowded_where_some_cores_have_more_ranks_than_cores(allowed):
     ],
 )
 def test_the_sentence_names_ranks_and_cores(cores, text):
-    assert binding.crowded([{"rank": rank, "host": "n1", "cores": own} for rank, own in enumerate(cores)]) == text
+    assert (
+        binding.oversubscribed([{"rank": rank, "host": "n1", "cores": own} for rank, own in enumerate(cores)]) == text
+    )
 
 
 def test_cores_of_two_hosts_are_not_the_same_cores():
     there = [{**place, "rank": place["rank"] + 2} for place in placed([{0}, {1}], "n2")]
-    assert binding.crowded([*placed([{0}, {1}]), *there]) is None
-    assert binding.crowded([*placed([{0}, {1}]), *there, {"rank": 4, "host": "n2", "cores": "0-1"}]) == (
+    assert binding.oversubscribed([*placed([{0}, {1}]), *there]) is None
+    assert binding.oversubscribed([*placed([{0}, {1}]), *there, {"rank": 4, "host": "n2", "cores": "0-1"}]) == (
         "ranks 2-4 share 2 cores on n2"
     )
 

@@ -248,6 +248,7 @@ with Preemption(comm, say=lambda text: seen.append((time.monotonic(), text))) as
     assert "rank 0 due True" in job.stdout and "rank 1 due True" in job.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "code", "says"),
     [
@@ -270,9 +271,9 @@ def test_the_same_signal_twice_at_once_is_one_request(launch):
     """A launcher hands on what the ranks of its process group have got themselves."""
     script = """
 with Preemption(comm) as preemption:
-    sender = later(0.2, signal.SIGTERM, signal.SIGTERM)
+    later(0.2, signal.SIGTERM, signal.SIGTERM).join()
+    comm.Barrier()  # both have got theirs
     while not preemption.due(): time.sleep(0.01)
-    sender.join()
     preemption.leave("in order")
 """
     job = launch(2, LOOP + script)

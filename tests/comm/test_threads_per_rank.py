@@ -68,7 +68,7 @@ def placed(cores, counts):
     ("cores", "counts", "text"),
     [
         (["0", "1"], [1, 1], None),
-        (["0", "0"], [1, 1], None),  # `crowded` says it
+        (["0", "0"], [1, 1], None),  # `oversubscribed` says it
         (["0-3", "4-7"], [4, 4], None),
         (["0", "1"], [1, 4], "rank 1 has 4 BLAS threads on 1 core of n1"),
         (["0-7"] * 4, [4] * 4, "ranks 0-3 have 16 BLAS threads on 8 cores of n1"),
@@ -77,4 +77,4 @@ def placed(cores, counts):
     ],
 )
 def test_threads_that_are_more_than_cores_are_named(cores, counts, text):
-    assert binding.crowded_threads(placed(cores, counts)) == text
+    assert binding.oversubscribed_threads(placed(cores, counts)) == text

@@ -106,6 +106,7 @@ def test_a_rank_in_an_endless_loop_outside_of_any_call_is_named_with_its_line(pl
     assert re.search(r"\n  rank 1 waits for step \(call 2\) of pipeline 1", report), report
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_for_good_is_silent(play):
     body = "def breaking(_):\n    if rank == 0: os.kill(os.getpid(), signal.SIGSTOP)" + TWO_STEPS
     report = report_of(play(body, ranks=3))
@@ -114,6 +115,7 @@ def test_a_rank_that_is_stopped_for_good_is_silent(play):
     ), report
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="stacks of others are read from /proc")
 def test_a_rank_whose_interpreter_is_busy_is_silent_and_its_stack_is_read_from_outside(play, tmp_path):
     body = "import re\ndef breaking(_):\n    if rank == 1: re.match('(a+)+$', 'a' * 60 + 'b')" + TWO_STEPS
@@ -138,6 +140,7 @@ def test_a_rank_that_is_stopped_for_a_while_goes_on(play):
     healthy(play(body, watchdog=3))
 
 
+@pytest.mark.slow
 def test_a_job_that_is_stopped_as_a_whole_goes_on(play):
     def stop_and_go_on(job):
         deadline = time.monotonic() + 30
@@ -159,6 +162,7 @@ def breaking(_):
     healthy(play(body + TWO_STEPS, watchdog=3, meanwhile=stop_and_go_on))
 
 
+@pytest.mark.slow
 def test_actions_that_are_longer_than_the_limit_and_poll_between_layers_are_no_hang(play):
     """Each forward takes 2.4 s, each layer 0.3 s, and the limit is 1 s."""
     body = """
@@ -258,6 +262,7 @@ train(config, GPT)
     assert "rank-0.txt" in files_of(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_where_mpi_takes_one_thread_only_the_waits_watch(play):
     opening = "import mpi4py\nmpi4py.rc.thread_level = 'serialized'\n" + OPENING
     body = "def breaking(_):\n    if rank == 1: breaks('forward', lambda: time.sleep(1000))" + TWO_STEPS

@@ -10,6 +10,13 @@ from support.pages import RUN, SHOWN, Block, Reader, blocks_of, read_page
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 WITH_CODE = [page for page in PAGES if any(block.language not in SHOWN for block in blocks_of(page))]
+COMMAND = re.compile(r"^ *(?:mpiexec|python -m mpipipe|bash jobs)", re.MULTILINE)
+
+
+def with_seconds(page):
+    """The page as a parameter, and about how long a reader takes for it."""
+    commands = sum(len(COMMAND.findall(block.text)) for block in blocks_of(page) if block.language == "bash")
+    return pytest.param(page, id=page.stem, marks=pytest.mark.slow(seconds=2 + 2.5 * commands))
 
 
 def test_readme_and_the_guide_have_code():
@@ -17,7 +24,7 @@ def test_readme_and_the_guide_have_code():
     assert {"README", "start", "schedules", "ring-attention", "stages", "clusters", "contributing"} <= names
 
 
-@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", map(with_seconds, WITH_CODE))
 def test_blocks_run_in_order(allow_seconds, tmp_path, page):
     allow_seconds(300)
     assert read_page(page, tmp_path / "checkout") > 0

@@ -42,6 +42,7 @@ def outcomes(job):
     return {name: [outcome for outcome, other in lines if other == name] for _, name in lines}
 
 
+@pytest.mark.slow
 def test_all_ranks_passing_make_one_green_report(session):
     job = session("""
 def test_sum(comm):
@@ -157,6 +158,7 @@ def test_expected_on_one(comm):
     assert "2 skipped" in job.stdout
 
 
+@pytest.mark.slow
 def test_failing_example_stops_all_ranks_alike(session):
     job = session("""
 @given(st.integers(0, 1000))

@@ -219,6 +219,7 @@ def test_no_file_of_the_package_is_longer_than_300_lines():
     refuse([f"{name} ({length} lines)" for name, length in lengths.items() if length > 300])
 
 
+@pytest.mark.slow
 def test_imports_form_no_circle():
     """Not even one hidden in functions; imports for types alone, below `if TYPE_CHECKING`, do not count."""
     refuse(list(cycles(import_graph(dict(sources())))))  # each as importer:line -> imported:line -> ...

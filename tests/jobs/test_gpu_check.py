@@ -280,6 +280,14 @@ def test_a_process_without_mpi_measures_alone_unless_it_is_one_of_several(monkey
         assert calls[0][:5] == (["memory"], None, None, False, True) and calls[0][5].size == 1
 
 
+def test_a_process_without_mpi_refuses_a_part_as_every_command_refuses(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    for name in launcher.SIZE_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    outcome = invoke("bench", "gpu", "--part", "nonsense")
+    assert outcome.code == 2 and "mpipipe: nothing is measured\n  ArgumentError: no part of bench gpu" in outcome.report
+
+
 def test_messages_between_two_ranks_on_one_gpu(gpu, subcomm):
     comm = subcomm(2)
     if comm is not None:

@@ -123,10 +123,12 @@ def test_reframe_runs_its_checks_and_finds_tokens_per_second(tmp_path):
     env = {**job_environment(), "PATH": path, "HOME": str(tmp_path)}
     checks = ["-C", SITE / "reframe" / "settings.py", "-c", SITE / "reframe" / "checks.py"]
     choice = ["-n", "TrainingCheck.*ranks=2", "-S", f"python={sys.executable}", "-S", "TrainingCheck.steps=10"]
-    options = ["--prefix", tmp_path, "--performance-report", "-r"]
+    options = ["--performance-report", "-r"]
     result = subprocess.run(
         [reframe, *checks, *choice, *options], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100
     )
     assert result.returncode == 0, result
     assert "Ran 1/1 test case(s)" in result.stdout
     assert re.search(r"P: tokens_per_second: [1-9][\d.]* tokens/s", result.stdout), result.stdout
+    assert (tmp_path / "results/reframe/report.json").exists()
+    assert {path.name for path in tmp_path.iterdir()} <= {"results", ".reframe"}  # HOME is here, too

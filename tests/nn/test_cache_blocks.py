@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from mpipipe.nn.cache_blocks import ELEMENTS, blocks, rows
 
 
+@pytest.mark.slow
 @given(st.integers(0, 4 * ELEMENTS), st.integers(0, 2 * ELEMENTS))
 def test_blocks_cut_all_rows_in_order_and_none_is_too_large(count, width):
     cut = blocks(count, width)

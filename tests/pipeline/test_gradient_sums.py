@@ -191,7 +191,7 @@ def test_buckets_are_put_while_earlier_layers_are_still_to_come(own, mesh, monke
 
 @pytest.mark.parametrize("name, chunks", [("one_f_one_b", 1), ("interleaved_1f1b", 2), ("zero_bubble_h1", 1)])
 def test_all_replicas_put_the_same_buckets_in_one_order_with_messages(own, mesh, comm, monkeypatch, name, chunks):
-    """Every rank issues receives, sends and sums by the moments of the schedule's simulation."""
+    """Every rank issues receives, sends and sums by the order keys of the schedule's simulation."""
     schedule = dense.build(name, mesh.pipe.size, chunks, 4)
     stages = build(schedule, mesh.pipe.rank)
     mine, issued, put, now = rows_of(mesh, schedule), [], [], []
@@ -199,12 +199,12 @@ def test_all_replicas_put_the_same_buckets_in_one_order_with_messages(own, mesh,
 
     def posting(self):
         if self.next < len(self.incoming):
-            issued.append((self._moment_of(self.incoming[self.next])[:-1], "receive"))  # without the edge
+            issued.append((self._order_key_of(self.incoming[self.next])[:-1], "receive"))  # without the edge
         post(self)
 
     def sending(self, envelope, content):
         send(self, envelope, content)
-        issued.append((self.moments[envelope][:-1], "send"))
+        issued.append((self.order_keys[envelope][:-1], "send"))
 
     def starting(self, part):
         issued.append((now[-1], "sum"))
@@ -214,7 +214,7 @@ def test_all_replicas_put_the_same_buckets_in_one_order_with_messages(own, mesh,
         return start(self, part)
 
     def noting(original, self, step):
-        now.append(step.moment)
+        now.append(step.order_key)
         original(self, step)
 
     with pipeline_of(mesh, schedule, stages) as pipeline:
@@ -226,12 +226,12 @@ def test_all_replicas_put_the_same_buckets_in_one_order_with_messages(own, mesh,
         for name in ("watch", "complete"):
             monkeypatch.setattr(GradientSums, name, partialmethod(partial(noting, getattr(GradientSums, name))))
         pipeline.step(*mine)
-        messages = pipeline.engine.plans["step"].moments
-    moments = [moment for moment, _ in issued]
-    assert moments == sorted(moments)
+        messages = pipeline.engine.plans["step"].order_keys
+    keys = [key for key, _ in issued]
+    assert keys == sorted(keys)
     assert len(issued) == len(messages) + len(put)
-    for moment in now:  # what the first layer completes comes behind the message of the action
-        kinds = [kind for when, kind in issued if when == moment]
+    for key in now:  # what the first layer completes comes behind the message of the action
+        kinds = [kind for when, kind in issued if when == key]
         assert kinds[0] == kinds[-1] == "sum" and set(kinds) <= {"sum", "send"}
     assert sum(nbytes for *_, nbytes in put) == sum(stage.gradients.flat.nbytes for stage in stages)
     assert len(put) > 3 * len(stages)

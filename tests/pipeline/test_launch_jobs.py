@@ -25,6 +25,7 @@ print("end", flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "act, max_norm, says",
     [("os._exit(3)", "1.0", ""), ("sys.exit(0)", "None", "left the job"), ("sys.exit(0)", "1.0", "left the job")],

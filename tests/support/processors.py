@@ -1,9 +1,10 @@
 """Processors as which this one can compute: `python tests/support/processors.py` prints a line for each.
 
-    name VARIABLE=value architecture        the kernels that OpenBLAS then takes; "-" where it is not asked for others
+    name kernels VARIABLE=value ...     the kernels that OpenBLAS then takes; "-" where numpy has another BLAS
 
-OpenBLAS takes the kernels of OPENBLAS_CORETYPE whether the processor has their instructions or not, so those that it
-lacks are left out. A build may hold fewer kernels than there are processors: two names may give one architecture.
+Each has the kernels that OpenBLAS has for it, and those loops of numpy that it can run. OpenBLAS takes the kernels of
+OPENBLAS_CORETYPE whether the processor has their instructions or not, so those that it lacks are left out. A build may
+hold fewer kernels than there are processors: two names may give one architecture.
 """
 
 from __future__ import annotations
@@ -13,6 +14,13 @@ import subprocess
 import sys
 
 NEEDS = {"Prescott": (), "Haswell": ("X86_V3", "AVX2"), "Zen": ("X86_V3", "AVX2"), "SkylakeX": ("X86_V4", "AVX512_SKX")}
+NEWER = {  # beginnings of the names of instructions that came after it
+    "Prescott": ("",),
+    "Haswell": ("AVX512", "X86_V4"),
+    "Zen": ("AVX512", "X86_V4"),
+    "SkylakeX": (),
+    "any": ("",),
+}
 
 
 def features() -> dict[str, bool]:
@@ -33,16 +41,23 @@ def architectures() -> set[str]:
     return {library["architecture"] for library in threadpool_info() if library["internal_api"] == "openblas"}
 
 
+def without(name: str, here: set[str]) -> list[str]:
+    """The setting that leaves out what this processor has and that one has not, where there is something."""
+    newer = sorted(feature for feature in here if feature.startswith(NEWER[name]))
+    return [f"NPY_DISABLE_CPU_FEATURES={','.join(newer)}"] if newer else []
+
+
 def main():
     here = {name for name, taken in features().items() if taken}
-    for name, one_of in NEEDS.items() if architectures() else ():
+    if not architectures():
+        print("any", "-", *without("any", here))
+        return
+    for name, one_of in NEEDS.items():
         if not one_of or here & set(one_of):
             told = {**os.environ, "OPENBLAS_CORETYPE": name}
             ask = [sys.executable, __file__, "architecture"]
             found = subprocess.run(ask, env=told, stdout=subprocess.PIPE, text=True).stdout.strip()
-            print(name, f"OPENBLAS_CORETYPE={name}", found or "failed")
-    if here:
-        print("any", f"NPY_DISABLE_CPU_FEATURES={','.join(sorted(here))}", "-")
+            print(name, found or "failed", f"OPENBLAS_CORETYPE={name}", *without(name, here))
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ from mpipipe.models import GPT
 from mpipipe.train import weights
 from mpipipe.train.data import Array
 from mpipipe.train.evaluation import build_evaluator
+from mpipipe.train.evaluation_windows import Windows
 from mpipipe.train.model_folder import open_on_all
-from mpipipe.train.windows import Windows
 
 MODEL = GPT(vocab=40, dim=16, layers=3, heads=4, kv_heads=2, hidden=24, seq=12, tied=True)
 LENGTHS = (31, 1, 2, 13, 12, 40)  # of documents: 99 tokens

@@ -66,8 +66,9 @@ def test_a_signal_to_one_rank_saves_and_the_end_is_bit_by_bit_that_of_a_training
     finally:
         job.end()
     assert job.returncode == 75, job.stderr
-    left = re.search(r"^mpipipe: SIGUSR2 on rank 1: left after step (\d+) of 60; --resume auto --out \S+/parts goes on "
-                     r"from step-000000(\d+)$", job.stdout, re.MULTILINE)  # fmt: skip
+    left = re.search(r"^mpipipe: SIGUSR2 on rank 1: left after step (\d+) of 60\n"
+                     r"mpipipe: --resume auto --out \S+/parts goes on from step-000000(\d+)$",
+                     job.stdout, re.MULTILINE)  # fmt: skip
     assert left and left[1].zfill(2) == left[2] and 5 <= int(left[1]) < 60
     assert checkpoint.newest(tmp_path / "parts").name == f"step-000000{left[2]}"
     assert not (tmp_path / "parts" / "weights").exists() and "Traceback" not in job.stderr
@@ -83,7 +84,7 @@ def test_a_training_whose_time_is_over_makes_a_step_and_leaves(launch, tmp_path)
     for step in (1, 2):
         job = launch(2, again)
         assert job.returncode == 75, job.stderr
-        assert f"mpipipe: the time limit, 0 s ahead: left after step {step} of 60; --resume auto" in job.stdout
+        assert f"mpipipe: the time limit, 0 s ahead: left after step {step} of 60\nmpipipe: --resume auto" in job.stdout
 
 
 def test_the_last_step_is_followed_by_the_end_and_not_by_leaving(launch, tmp_path):

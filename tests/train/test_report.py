@@ -59,7 +59,7 @@ def test_only_what_does_not_fit_is_left_out():
 
 
 @pytest.mark.parametrize(
-    ("bubble", "predicted", "crowded", "text"),
+    ("bubble", "predicted", "oversubscribed", "text"),
     [
         (0.64, 0.3, "4 ranks share 2 cores", ": 30% by the schedule, 34% mostly since 4 ranks share 2 cores"),
         (0.2, 0.19, "4 ranks share 2 cores", ", by schedule and stages; more micro-batches or evener stages help"),
@@ -68,8 +68,8 @@ def test_only_what_does_not_fit_is_left_out():
         (0.01, 0.005, "4 ranks share 2 cores", None),
     ],
 )  # fmt: skip
-def test_the_bubble_is_explained_by_what_makes_it(bubble, predicted, crowded, text):
-    found = bubble_explained(Record(1, bubble=bubble, predicted=predicted), crowded)
+def test_the_bubble_is_explained_by_what_makes_it(bubble, predicted, oversubscribed, text):
+    found = bubble_explained(Record(1, bubble=bubble, predicted=predicted), oversubscribed)
     assert found == ([] if text is None else [f"mpipipe: bubble {bubble:.0%} (ranks idle){text}"])
     assert all(len(line) <= COLUMNS for line in found)
 

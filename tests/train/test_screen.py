@@ -43,7 +43,7 @@ def test_the_bar_fits_its_terminal_and_is_taken_away_for_text(terminal):
     bar.draw(150, 2.5, "1m00s, 1m00s left")
     drawn = seen(shown)
     if hasattr(termios, "tcsetwinsize"):
-        assert drawn == "\r" + "step 150/300 [############............] 2"[:39] + "\x1b[K\r"
+        assert drawn == "\r" + "step 150/300  1m00s, 1m00s left".ljust(40)
     bar.draw(151, 2.5, "1m00s, 59s left")  # a moment later
     assert seen(shown) == ""
     bar.clear()
@@ -112,6 +112,16 @@ def test_the_terminal_of_a_launcher_is_found_through_its_pipe(terminal, tmp_path
     expected = os.ttyname(own) if name == "mpiexec" and to_terminal else "none"
     if name == "mpiexec" or screen._launcher_output() is None:  # else the launcher of these tests is found
         assert job.stderr.strip() == expected
+
+
+@given(st.integers(-5, 120), st.integers(0, 10**6), st.integers(1, 10**6), st.floats(0, 1e6))
+def test_a_narrow_window_takes_the_bar_and_the_rate_before_the_step_and_the_time(width, done, steps, rate):
+    done, timing = min(done, steps), "1m00s, 12m00s left"
+    line = screen.bar_line(done, steps, rate, timing, width)
+    assert len(line) <= max(width, 0)
+    assert line.startswith(f"step {done}/{steps}"[: max(width, 0)])
+    assert line.endswith(timing) or width < len(f"step {done}/{steps}  {timing}")
+    assert "steps/s" in line or width < len(f"step {done}/{steps}  {rate:.3g} steps/s  {timing}")
 
 
 @given(st.text(st.sampled_from("ab -\t\n"), max_size=400))

@@ -162,6 +162,7 @@ def check_kills(train, folder, count):
     return [check_one_kill(train, folder, f"killed-{number}", random) for number in range(count)]
 
 
+@pytest.mark.slow
 @has_ulfm
 def test_two_kills_lose_a_step_and_nothing_else(train, tmp_path):
     check_kills(train, tmp_path, 2)

@@ -89,7 +89,7 @@ before("step", trouble)
     job = train(body)
     assert job.returncode == 75, job.stderr
     assert re.search(
-        r"SIGUSR2 on rank 0: left after step 5 of 6; --resume auto .* goes on from step-00000005", job.stdout
+        r"SIGUSR2 on rank 0: left after step 5 of 6\nmpipipe: --resume auto .* goes on from step-00000005", job.stdout
     )
     assert steps_of(tmp_path) == list(range(STEPS))
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from mpipipe.comm import inprocess
+from mpipipe.comm.group import group_of
 from mpipipe.errors import BackendError, ConfigError, DataError, StorageError
 from mpipipe.train import data
 from mpipipe.train.data import parts, tokenize, units
@@ -197,6 +198,16 @@ def test_a_folder_without_a_good_tokenizer_is_refused_by_name(tmp_path, folder, 
     with pytest.raises(DataError, match=match) as caught:
         run(2, [texts[0]], str(folder), str(tmp_path / "tokens"))
     assert "tokenizer" in caught.value.found
+
+
+@pytest.mark.parametrize(("cores", "chosen", "threads"), [("0-5", None, "3"), ("0-5", "7", "7"), ("", None, None)])
+def test_ranks_divide_the_cores_that_they_share(monkeypatch, cores, chosen, threads):
+    monkeypatch.setattr(tokenize, "own_cores", lambda: cores)
+    monkeypatch.delenv(tokenize.THREADS)
+    if chosen is not None:
+        monkeypatch.setenv(tokenize.THREADS, chosen)
+    inprocess.run(2, lambda comm: tokenize.share_threads(group_of(comm)))
+    assert os.environ.get(tokenize.THREADS) == threads
 
 
 def test_without_the_library_the_error_says_what_to_install(tmp_path, folder, texts, monkeypatch):

@@ -60,7 +60,7 @@ class Buffers:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Raise ArgumentError where a buffer was written to within, or replaced by one of the same shape."""
+        """Raise ArgumentError if a buffer was written to within, or replaced by one of the same shape."""
         before = [(owner._buffers.get(key), _version(owner._buffers.get(key))) for _, owner, key in self._places]
         yield
         for (name, owner, key), (old, version) in zip(self._places, before):
@@ -84,7 +84,7 @@ def _version(tensor: Tensor | None) -> int:
 
 @contextmanager
 def inputs_unchanged(inputs: Sequence[Tensor]) -> Iterator[None]:
-    """Raise ArgumentError where one of the tensors is written to within."""
+    """Raise ArgumentError if one of the tensors is written to within."""
     versions = [_version(each) for each in inputs]
     try:
         yield

@@ -82,7 +82,7 @@ class TorchParameters:
 
     Attributes
     ----------
-    values, gradients : mappings with an array `flat`; None where nothing is trained
+    values, gradients : mappings with an array `flat`; None if nothing is trained
     pieces : the parameters
     """
 
@@ -119,7 +119,7 @@ class TorchParameters:
             piece.parameter.grad = piece.gradient
 
     def check(self) -> None:
-        """Raise ArgumentError where a parameter is no longer in the flat array."""
+        """Raise ArgumentError if a parameter is no longer in the flat array."""
         for name, owner, key, parameter, address, _ in self.pieces:
             if owner._parameters.get(key) is not parameter or not parameter.requires_grad:
                 raise ArgumentError(
@@ -136,7 +136,7 @@ class TorchParameters:
                 )
 
     def check_gradients(self) -> None:
-        """Raise ArgumentError where a gradient has been replaced within a step: its sum would miss what comes now."""
+        """Raise ArgumentError if a gradient has been replaced within a step: its sum would miss what comes now."""
         for piece in self.pieces:
             if piece.parameter.grad is not piece.gradient:
                 found = piece.parameter.grad
@@ -149,7 +149,7 @@ class TorchParameters:
 
 
 def _one_dtype(trained: Mapping[str, Tensor]) -> str:
-    """The dtype of all parameters; raises ArgumentError where there are several, or none that arrays know."""
+    """The dtype of all parameters; raises ArgumentError if there are several, or none that arrays know."""
     uninitialised = [name for name, each in trained.items() if torch.nn.parameter.is_lazy(each)]
     if uninitialised:
         raise ArgumentError(

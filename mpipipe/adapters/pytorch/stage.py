@@ -231,7 +231,7 @@ class TorchStage:
             self.poll()
 
     def _look(self, saved: Saved) -> None:
-        """Raise ArgumentError where the output depends on a tensor whose gradient nobody would sum up or use."""
+        """Raise ArgumentError if the output depends on a tensor whose gradient nobody would sum up or use."""
         outputs = [each for each in saved.outputs if each.requires_grad]
         strange = Graph(outputs, saved.differentiable, self._parameters).strange
         if strange:

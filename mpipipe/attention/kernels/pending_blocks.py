@@ -80,7 +80,7 @@ class PendingBlocks:
         if rows:
             dtypes = dict(T=self._dtype, O=out.dtype, A=self._sum_dtype)
             vector_width = 4 if dim % 4 == 0 and dim >= 128 else 2 if dim % 2 == 0 else 1
-            # the kernel takes BLOCKS blocks: those of no rows, and a sum that is none, it does not look at
+            # the kernel always takes BLOCKS blocks; it reads no block without rows, and no sum that is missing
             nothing = _Pending(arrays.empty((1,), self._dtype, "cuda"), lse, np.int32(0), np.int32(0))
             given = [x for block in [*self._blocks, *[nothing] * (BLOCKS - len(self._blocks))] for x in block]
             kernel = arrays.cuda_function(MERGE, "merge", **dtypes, V=vector_width)

@@ -23,7 +23,7 @@ from mpipipe.comm.group import group_of
 from mpipipe.comm.types import Communicator
 from mpipipe.errors import BackendError
 from mpipipe.models import GPT
-from mpipipe.plural import counted
+from mpipipe.wording import counted
 
 ARRAYS = 8  # of each rank
 BLOCK = "8M"

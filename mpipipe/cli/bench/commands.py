@@ -9,11 +9,11 @@ from typing import Annotated
 
 from mpipipe import processor
 from mpipipe.cli.flags import Flag, Operand
+from mpipipe.cli.refusal import refusing
 from mpipipe.comm import inprocess
 from mpipipe.comm.abort import run_or_abort
 from mpipipe.comm.group import group_of
 from mpipipe.comm.types import Communicator
-from mpipipe.errors import MpipipeError
 
 Repeats = Annotated[int, Flag("measured turns of each candidate; medians are shown", least=1)]
 
@@ -177,8 +177,6 @@ def gpu(
         return _guarded(work)
     print(f"mpipipe: on one rank without MPI: {reason}", file=sys.stderr)
     processor.prepare_process()
-    try:
+    with refusing():
         inprocess.run(1, work)
-    except MpipipeError as error:
-        raise SystemExit(f"mpipipe: {type(error).__name__}: {error}") from None
     return 0

@@ -52,7 +52,7 @@ def run(config: TrainConfig) -> None:
 
 
 def begin_peak() -> None:
-    """Let the peak of resident memory begin anew. Raises BackendError where the system has no such thing."""
+    """Let the peak of resident memory begin anew. Raises BackendError if the system has no such thing."""
     try:
         RESET.write_text("5")
     except OSError as error:

@@ -15,7 +15,7 @@ from mpipipe.cli.bench.timing import compare, report
 from mpipipe.comm import runtime
 from mpipipe.comm.types import Communicator, MpiCommunicator
 from mpipipe.errors import ArgumentError
-from mpipipe.plural import counted
+from mpipipe.wording import counted
 
 WIDTH, ROWS, MICROBATCHES = 64, 4, 32
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import resource
-import sys
 import tracemalloc
 from functools import partial
 from time import perf_counter
 
 from mpipipe import schedules
 from mpipipe.cli.stdout import show
-from mpipipe.pipeline.rehearsal import rehearse
-from mpipipe.plural import counted
+from mpipipe.pipeline.construction_on_paper import construct_on_paper
 from mpipipe.schedules import Links, Schedule
 from mpipipe.schedules.registry import names
+from mpipipe.wording import counted
 
 RANKS, MICROBATCHES, CHUNKS = 64, 128, (4, 2, 1)  # of the table of all schedules
 LARGE = (("one_f_one_b", 1024, 1, 4096),)
@@ -39,7 +38,6 @@ def run() -> None:
 def _say(name: str, ranks: int, chunks: int, microbatches: int, rest: str) -> None:
     size = f"{counted(chunks, 'chunk')} x {counted(ranks, 'rank')} x {counted(microbatches, 'micro-batch')}"
     show(f"schedules {name}: {size}: {rest}\n")
-    sys.stdout.flush()
 
 
 def _whole(name: str, ranks: int, chunks: int, microbatches: int) -> None:
@@ -58,18 +56,18 @@ def _whole(name: str, ranks: int, chunks: int, microbatches: int) -> None:
 def _rank(name: str, ranks: int, chunks: int, microbatches: int) -> None:
     """One rank in the middle, which has two neighbours."""
     build = partial(schedules.by_name, name, ranks=ranks, chunks=chunks, microbatches=microbatches)
-    seconds, _ = _rehearsed(build, ranks // 2)
+    seconds, _ = _construction_cost(build, ranks // 2)
     tracemalloc.start()
     try:
-        _, held = _rehearsed(build, ranks // 2)
+        _, held = _construction_cost(build, ranks // 2)
     finally:
         tracemalloc.stop()
     _say(name, ranks, chunks, microbatches, f"one rank of a job: {seconds:.2f} s, {held / 2**20:.1f} MiB")
 
 
-def _rehearsed(build: partial[Schedule], rank: int) -> tuple[float, int]:
+def _construction_cost(build: partial[Schedule], rank: int) -> tuple[float, int]:
     start = perf_counter()
-    rehearse(build, rank)
+    construct_on_paper(build, rank)
     return perf_counter() - start, tracemalloc.get_traced_memory()[1]
 
 

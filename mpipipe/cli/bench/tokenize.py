@@ -16,10 +16,10 @@ from time import process_time
 from mpipipe.cli.bench.timing import compare, report
 from mpipipe.comm import runtime
 from mpipipe.comm.group import group_of
-from mpipipe.plural import counted
 from mpipipe.train.data.tokenize import THREADS, chunks_of, found_texts, share_threads, tokenize
 from mpipipe.train.data.tokenizer import open_tokenizer
 from mpipipe.train.data.units import Texts, units_of
+from mpipipe.wording import counted
 
 WARMUP = 1
 

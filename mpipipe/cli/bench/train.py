@@ -17,7 +17,7 @@ from mpipipe.comm import runtime
 from mpipipe.comm.group import group_of
 from mpipipe.comm.types import Communicator
 from mpipipe.models import GPT
-from mpipipe.plural import counted
+from mpipipe.wording import counted
 
 WARMUP = 1
 

@@ -16,7 +16,7 @@ from mpipipe.comm.transport.device import DeviceTransport
 from mpipipe.comm.transport.host import HostTransport
 from mpipipe.comm.types import Communicator, MpiCommunicator
 from mpipipe.errors import ArgumentError
-from mpipipe.plural import counted
+from mpipipe.wording import counted
 
 SIZES = (8, 1 << 10, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
 

@@ -98,7 +98,7 @@ def _counts_tests(line: str) -> bool:
 
 
 def _run_limited(command: Sequence[str], limit: float, log: Path, variables: Mapping[str, str]) -> int | None:
-    """Return the exit code of a command, or None where it was ended at its limit with all processes of its group."""
+    """Return the exit code of a command, or None if it was ended at its limit with all processes of its group."""
     with open(log, "wb") as output:
         try:
             job = subprocess.Popen(

@@ -28,7 +28,7 @@ class Interpreter:
     path: str
 
     def require_gpu(self) -> None:
-        """Raise CannotStartError where the interpreter cannot use a GPU through CuPy, or lacks parts of CUDA."""
+        """Raise CannotStartError if the interpreter cannot use a GPU through CuPy, or lacks parts of CUDA."""
         answer = self._ask("import mpipipe.arrays as a; a.check_device('cuda')", timeout=None)
         if answer is None or answer.returncode:
             lines = [] if answer is None else answer.stderr.splitlines()
@@ -37,7 +37,7 @@ class Interpreter:
             raise CannotStartError("\n".join([*lines, f"this check needs a GPU that {self.path} can use through CuPy"]))
 
     def mpi_error(self) -> str | None:
-        """Return why MPI cannot be loaded: the line that names the exception, else the last line. None where it can."""
+        """Return why MPI cannot be loaded: the line that names the exception, else the last line. None if it can."""
         answer = self._ask("from mpi4py import MPI", timeout=None)
         if answer is None:
             return f"{self.path} cannot be started"
@@ -80,7 +80,7 @@ class Interpreter:
 
 
 def _run(command: list[str], timeout: float | None) -> subprocess.CompletedProcess[str] | None:
-    """Return the outcome of a command, or None where it does not start or does not end in time."""
+    """Return the outcome of a command, or None if it does not start or does not end in time."""
     try:
         return subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=timeout

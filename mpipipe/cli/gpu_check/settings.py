@@ -82,7 +82,7 @@ class Settings:
         return cls(interpreter, mpiexec, Path(results), quick, limits, tests=tests, processes=processes)
 
     def make_folder(self) -> None:
-        """Make the folder for results. Raises CannotStartError where that is impossible."""
+        """Make the folder for results. Raises CannotStartError if that is impossible."""
         try:
             self.results.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -57,7 +57,7 @@ class Channel:
             return arrays.record()
 
     def check(self) -> None:
-        """Raise BackendError where NCCL has noticed a failure; never waits."""
+        """Raise BackendError if NCCL has noticed a failure; never waits."""
         if self.ended:
             return
         try:

@@ -40,7 +40,7 @@ def make_transport(
     group : Group, optional
         In which the ranks agree; by default that of `comm`.
     pairs : collection of (int, int)
-        Ranks of which one sends to the other by NCCL, the same on all ranks; none where they have not chosen NCCL.
+        Ranks of which one sends to the other by NCCL, the same on all ranks; none if they have not chosen NCCL.
     """
     group = group_of(comm) if group is None else group
     everyone = group.gather("making a transport", (device, verdict))

@@ -130,7 +130,7 @@ def judge(
     maps_text : str
         /proc/self/maps, which names the libraries that are loaded.
     query : int or None
-        What the library said about this platform; None where it was not asked.
+        What the library said about this platform; None if it was not asked.
     kinds : str
         Value of the info key mpi_memory_alloc_kinds; "" without one.
     async_pool : bool

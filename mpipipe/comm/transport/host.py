@@ -30,7 +30,7 @@ class HostTransport:
     piece_bytes : int
         A longer array travels as several messages under one tag, which MPI keeps in order.
     typed : bool
-        Whether to send what MPI has a type for as such; False where a peer sends all as bytes.
+        Whether to send what MPI has a type for as such; False if a peer sends all as bytes.
     """
 
     def __init__(

@@ -16,11 +16,11 @@ A kernel of NCCL waits for its other end, and holds its place meanwhile. Everyth
 where the GPU maps several streams to one queue of its hardware, everything behind it there. So nothing is assumed of
 streams but that what was issued first may have to end first. The rules:
 
-1. All messages of a call, of all ranks, have one order: by the moment at which the action that makes them ends, in the
-   schedule's simulation or, for large schedules, by a formula (Plan.moments). Sums over replicas stand in it as well:
-   all buckets of a stage at the moment of the action that completes its gradients, one after the other in an order on
-   which the replicas have agreed. Each rank issues its sends, receives and buckets in that order: receives that come
-   before a send or a bucket are issued before it (Mailbox.start_before).
+1. All messages of a call, of all ranks, have one order (Plan.order_keys). A message stands where the action that makes
+   it ends: in the schedule's simulation or, for large schedules, by a formula. Sums over replicas stand in the order as
+   well. All buckets of a stage stand where the action ends that completes its gradients, one after the other in an
+   order on which the replicas have agreed. Each rank issues its sends, receives and buckets in that order: receives
+   that come before a send or a bucket are issued before it (Mailbox.start_before).
 2. What an operation waits for on its own device was issued before it: producers, the last readers of a buffer.
 3. The host waits for the device only for messages that it has taken before, in the one loop of wait.py.
 4. NCCL's kernels that can wait at once take less than half of a GPU (nccl/choice.py).
@@ -41,7 +41,7 @@ of m run, since there is room (rule 4), and m ends. The same holds for a bucket 
 Where replicas are joined by sums, the order of each pipeline is the same, for they have the same schedule.
 
 A bucket may be issued while its action goes on (pipeline/gradient_sums.py). Nothing above changes: all messages that
-the action needs come before its moment, so they have been issued; what else the bucket waits for on its device, the
+the action needs come before its end, so they have been issued; what else the bucket waits for on its device, the
 layers that have ended, was issued too (rule 2); and what is left of the action waits, in a single queue, for buckets
 that were issued before it. Whether the message of the same action comes before or behind a bucket does not matter to
 the order: it belongs to one pipeline, and its receiver has nothing else at this moment.

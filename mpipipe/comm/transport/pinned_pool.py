@@ -35,7 +35,7 @@ class PinnedPool:
         self.free: dict[int, list[np.ndarray]] = defaultdict(list)
 
     def take(self, nbytes: int, first: bool) -> np.ndarray | None:
-        """A buffer of at least `nbytes`; None where it is not its message's `first` and the limit is reached."""
+        """A buffer of at least `nbytes`; None if it is not its message's `first` and the limit is reached."""
         size = max(SMALLEST, 1 << (nbytes - 1).bit_length())
         if not first and self.used + size > self.limit:
             return None

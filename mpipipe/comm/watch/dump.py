@@ -31,7 +31,7 @@ class Waits(NamedTuple):
     text : what for
     seconds : how long
     peers : world ranks that must come, each of which may be the reason
-    meeting : the same for all ranks that wait for each other in this; None where one peer must come
+    meeting : the same for all ranks that wait for each other in this; None if one peer must come
     """
 
     text: str

@@ -48,7 +48,7 @@ class ThreadWatchdog:
         return set()
 
     def attend(self) -> None:
-        """In a long wait: raise HangError where no rank has made progress for too long."""
+        """In a long wait: raise HangError if no rank has made progress for too long."""
         now = time.monotonic()
         if self.limit is None or now - self._now < self.limit / 20:
             return

@@ -17,7 +17,7 @@ from mpipipe.comm.rank_list import named
 from mpipipe.comm.watch.channel import Place
 from mpipipe.comm.watch.dump import Dump
 from mpipipe.comm.watch.neighbours import STATES
-from mpipipe.plural import counted
+from mpipipe.wording import counted
 
 LISTED = 8  # waits that a report lists, and ranks that it blames
 

@@ -53,7 +53,7 @@ class Watchdog:
     Attributes
     ----------
     limit : float or None
-        Seconds without progress of any rank; None where nothing is watched.
+        Seconds without progress of any rank; None if nothing is watched.
     folder : Path or None
         Where a report goes; None for the working folder.
     quiet : float

@@ -38,7 +38,7 @@ from mpipipe.models.huggingface.reading import FLOATS
 from mpipipe.models.huggingface.shards import METADATA
 from mpipipe.models.huggingface.writing import begin, explained, name_folder, partial_of, take_back
 from mpipipe.nn.layers.weight_gradients import LORA_A, LORA_B
-from mpipipe.plural import counted
+from mpipipe.wording import counted
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -228,7 +228,7 @@ def save_adapter(
     Where each tensor lies in the file follows from the model alone, so each rank of the first replica writes its own
     into the one file. A folder that is there goes when the new one is whole.
 
-    Raises, on every rank, ConfigError where no family has the model or a target, NonFiniteError, and StorageError.
+    Raises, on every rank, ConfigError if no family has the model or a target, NonFiniteError, and StorageError.
     """
     group = group_of(mesh.comm)
     with group.together("saving an adapter: its place"), explained(target):

@@ -186,7 +186,7 @@ def expressed(model: GPT, first: Family | None = None) -> tuple[Family, dict[str
     A family can where its options, read again, describe the same model; but for `seq`, a number that no family has
     where positions are learned, and dropout, which belongs to a training.
 
-    Raises ConfigError where none can.
+    Raises ConfigError if none can.
     """
     for family in dict.fromkeys(([] if first is None else [first]) + list(FAMILIES.values())):
         try:

@@ -26,7 +26,7 @@ from mpipipe.models.gpt import GPT
 from mpipipe.models.huggingface.families import FAMILIES, Family, read_config
 from mpipipe.models.huggingface.names import parts_of
 from mpipipe.models.huggingface.options import CONFIG, read_json
-from mpipipe.plural import counted
+from mpipipe.wording import counted
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "consolidated.00.pth")
@@ -154,7 +154,7 @@ def _known(
 ) -> tuple[dict[str, tuple[str, str]], tuple[str, str] | None]:
     """Find the tensors of the model among those that are stored; and a head beside a tied one.
 
-    Raises ArgumentError where one is missing, and for one that the model has not.
+    Raises ArgumentError if one is missing, and for one that the model has not.
     """
     bare = not any(name.startswith(family.prefix) for name in stored)  # files of the decoder without a head
     left, known = dict(stored), {}

@@ -104,7 +104,7 @@ class Options:
             raise self.error(key, words, "has a value that changes the result and that is not supported")
 
     def take(self, key: str) -> Any:
-        """Return whatever an option has; None where it is missing."""
+        """Return whatever an option has; None if it is missing."""
         return self._take(key, None)
 
     def ignore(self, keys: Iterable[str]) -> None:

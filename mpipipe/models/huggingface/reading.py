@@ -72,7 +72,7 @@ class _Targets:
         self.on_host: dict[str, np.ndarray] = {}
 
     def expect(self, wanted: Sequence[Part]) -> None:
-        """Be told which tensors will be read. Raises ArgumentError where an array has none."""
+        """Be told which tensors will be read. Raises ArgumentError if an array has none."""
         self.left = Counter(part.ours for part in wanted)
         missing = sorted(set(self.names) - set(self.left))
         if missing:

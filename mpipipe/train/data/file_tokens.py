@@ -53,7 +53,7 @@ class Integers(Sequence[int]):
         return int(self.read(index, 1)[0])
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Read the entries start ... start + count - 1. Raises DataError where the file has become shorter."""
+        """Read the entries start ... start + count - 1. Raises DataError if the file has become shorter."""
         size = np.dtype(self.dtype).itemsize
         content = read_bytes(self.path, self.offset + start * size, count * size)
         return np.frombuffer(content, self.dtype)
@@ -83,7 +83,7 @@ class FileTokens:
     ----------
     ids : the token ids
     vocab : all ids must be at least 0 and below it
-    documents : None where nothing is known of them
+    documents : None if nothing is known of them
     """
 
     ids: Integers
@@ -100,7 +100,7 @@ class FileTokens:
 
     @property
     def nbytes(self) -> int | None:
-        """Bytes of the text that the tokens stand for; None where that is not known."""
+        """Bytes of the text that the tokens stand for; None if that is not known."""
         return self.bytes_of(0, len(self))
 
     def read(self, start: int, count: int) -> np.ndarray:
@@ -114,7 +114,7 @@ class FileTokens:
         return found
 
     def starts(self, start: int, stop: int) -> np.ndarray | None:
-        """Return where documents begin in start ... stop - 1, int64, rising; None where nothing is known of them."""
+        """Return where documents begin in start ... stop - 1, int64, rising; None if nothing is known of them."""
         if self.documents is None:
             return None
         starts = self.documents.starts

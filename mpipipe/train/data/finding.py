@@ -33,7 +33,7 @@ class Found(Protocol):
         """Return (file, bytes) of each file, where this rank has the paths."""
 
     def open(self, paths: Sequence[str | Path], seq_len: int) -> Source:
-        """Split the data into training and validation. Raises DataError where one is shorter than `seq_len` + 1."""
+        """Split the data into training and validation. Raises DataError if one is shorter than `seq_len` + 1."""
 
     def whole(self, paths: Sequence[str | Path]) -> Tokens:
         """Return all tokens, without a split."""
@@ -76,7 +76,7 @@ class Given:
 def find(paths: Sequence[str | Path], vocab: int | None = None) -> Found:
     """Look at the data: what kind they are, and how much.
 
-    Raises DataError where they cannot be used, and where their token ids do not fit into a vocabulary of this size.
+    Raises DataError if they cannot be used, and where their token ids do not fit into a vocabulary of this size.
     """
     tokens = [path for path in map(Path, paths) if is_token_file(path)]
     if tokens and len(tokens) < len(paths):

@@ -26,7 +26,7 @@ def fingerprint(found: list[tuple[Path, int]]) -> str:
     This can miss a change in a big file outside of the sampled blocks, a change in a file that was not sampled, and
     another folder: only the names of the files themselves count.
 
-    Raises DataError where a file is shorter than its entry says, or cannot be read.
+    Raises DataError if a file is shorter than its entry says, or cannot be read.
     """
     content = blake2b(digest_size=16)
     for path, size in found:
@@ -45,7 +45,7 @@ def glance(found: list[tuple[Path, int]]) -> str:
 
     At most `GLANCED` files are looked at, however many there are: at their sizes, and at their first and last block.
 
-    Raises DataError where one of them cannot be read.
+    Raises DataError if one of them cannot be read.
     """
     content = blake2b(digest_size=16)
     for index in spread(len(found), GLANCED):

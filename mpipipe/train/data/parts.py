@@ -106,7 +106,7 @@ def assemble(
 ) -> tuple[Header, int]:
     """Write the file of tokens from the parts of all ranks; return its header, and the number of chunks.
 
-    Chunk c is the next one in the part of rank c modulo the number of ranks. Raises StorageError, and DataError where
+    Chunk c is the next one in the part of rank c modulo the number of ranks. Raises StorageError, and DataError if
     a part is not all there.
     """
     ranks = len(counts)

@@ -60,7 +60,7 @@ class Text:
     def read(self, start: int, count: int) -> np.ndarray:
         """Read the bytes start .. start + count into a new uint8 array.
 
-        Raises IndexError outside of the text, and DataError where a file has become shorter or cannot be read.
+        Raises IndexError outside of the text, and DataError if a file has become shorter or cannot be read.
         """
         if not 0 <= start <= start + count <= len(self):
             raise IndexError(f"bytes {start} to {start + count} of a text of {len(self)}")
@@ -77,7 +77,7 @@ class Text:
 
 
 def read_bytes(path: Path, start: int, count: int) -> bytes:
-    """Read the bytes start .. start + count of a file. Raises DataError where it has fewer, or cannot be read."""
+    """Read the bytes start .. start + count of a file. Raises DataError if it has fewer, or cannot be read."""
     try:
         opened = _opened(path)  # this reference keeps it open, also where another thread forgets all files
         content = files.read_at(opened.descriptor, start, count)
@@ -95,7 +95,7 @@ def read_bytes(path: Path, start: int, count: int) -> bytes:
 
 
 def size_of(path: Path) -> int:
-    """Return the bytes of a file. Raises DataError where it cannot be read."""
+    """Return the bytes of a file. Raises DataError if it cannot be read."""
     try:
         opened = _opened(path)  # as in read_bytes
         return os.fstat(opened.descriptor).st_size

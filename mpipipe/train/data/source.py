@@ -23,12 +23,12 @@ class Tokens(Protocol):
     Attributes
     ----------
     nbytes : int or None
-        Bytes of the text that they stand for; None where that is not known.
+        Bytes of the text that they stand for; None if that is not known.
     """
 
     @property
     def nbytes(self) -> int | None:
-        """Bytes of the text that they stand for; None where that is not known."""
+        """Bytes of the text that they stand for; None if that is not known."""
 
     def __len__(self) -> int: ...
 
@@ -59,7 +59,7 @@ class Tokens(Protocol):
         Returns
         -------
         numpy.ndarray or None
-            Positions of the first token of each of these documents, int64, rising; None where nothing is known of
+            Positions of the first token of each of these documents, int64, rising; None if nothing is known of
             documents.
         """
 

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from mpipipe.errors import DataError
-from mpipipe.plural import counted
 from mpipipe.train.data.file_tokens import FileTokens
+from mpipipe.wording import counted
 
 HELD_OUT = 20  # one token in this many is for validation
 SECTIONS = 32
@@ -51,7 +51,7 @@ class Parts:
 
     @property
     def nbytes(self) -> int | None:
-        """Bytes of the text that they stand for; None where that is not known."""
+        """Bytes of the text that they stand for; None if that is not known."""
         counts = [tokens.bytes_of(start, stop) for tokens, start, stop in self.parts]
         known = [count for count in counts if count is not None]
         return sum(known) if len(known) == len(counts) else None
@@ -64,7 +64,7 @@ class Parts:
         return pieces[0] if len(pieces) == 1 else np.concatenate([np.zeros(0, np.int64), *pieces]).astype(np.int64)
 
     def starts(self, start: int, stop: int) -> np.ndarray | None:
-        """Return where documents begin in start ... stop - 1, int64, rising; None where a file does not say so."""
+        """Return where documents begin in start ... stop - 1, int64, rising; None if a file does not say so."""
         found = []
         for part, first, last, shift in self._within(start, stop):
             inside = part.tokens.starts(first, last)
@@ -93,7 +93,7 @@ def whole(files: Sequence[FileTokens]) -> Parts:
 def split(files: Sequence[FileTokens], seq_len: int) -> tuple[Parts, Parts]:
     """Return the tokens for training and those for validation, which have none in common.
 
-    Raises DataError where one of them is shorter than `seq_len` + 1 tokens.
+    Raises DataError if one of them is shorter than `seq_len` + 1 tokens.
     """
     train, validation = [], []
     for tokens in files:
@@ -116,7 +116,7 @@ def split(files: Sequence[FileTokens], seq_len: int) -> tuple[Parts, Parts]:
 
 
 def _by_documents(tokens: FileTokens) -> list[Part]:
-    """Return what is held out of a file, between starts of documents; nothing where that cannot be about 5 %."""
+    """Return what is held out of a file, between starts of documents; nothing if that cannot be about 5 %."""
     if tokens.documents is None:
         return []
     count = max(1, min(SECTIONS, len(tokens.documents.starts) // DOCUMENTS))

@@ -20,10 +20,10 @@ from typing import BinaryIO, ClassVar
 
 from mpipipe import files
 from mpipipe.errors import DataError
-from mpipipe.plural import counted
 from mpipipe.train.data.fingerprint import fingerprint
 from mpipipe.train.data.pieces import Piece, Text, forget_files
 from mpipipe.train.data.source import Source
+from mpipipe.wording import counted
 
 HELD_OUT = 20  # one byte in this many is for validation
 SNIFFED = 1024  # bytes read of a file to tell text from binary
@@ -93,7 +93,7 @@ class Corpus(Source):
     def open(cls, paths: Sequence[str | Path], seq_len: int) -> Corpus:
         """Open the corpus of `paths`, files and folders; an empty list means the standard library's source.
 
-        Raises DataError where a path is missing or unreadable, holds no text, or where a split is shorter than
+        Raises DataError if a path is missing or unreadable, holds no text, or where a split is shorter than
         `seq_len` + 1 bytes.
         """
         return cls.of(Listing.of(paths), paths, seq_len)
@@ -102,7 +102,7 @@ class Corpus(Source):
     def of(cls, listing: Listing, paths: Sequence[str | Path], seq_len: int) -> Corpus:
         """Make the corpus of files that this rank or another one has listed; none of them is opened before it is read.
 
-        Raises DataError where a split is shorter than `seq_len` + 1 bytes.
+        Raises DataError if a split is shorter than `seq_len` + 1 bytes.
         """
         train, validation = [], []
         found = listing.found(paths)
@@ -182,7 +182,7 @@ def _walk(folder: Path) -> list[tuple[Path, int]]:
 
 
 def _status(path: Path) -> os.stat_result | None:
-    """Return the status of a file, None where a link leads nowhere."""
+    """Return the status of a file, None if a link leads nowhere."""
     try:
         return path.stat()
     except OSError as error:

@@ -37,7 +37,7 @@ class Header:
     Attributes
     ----------
     vocab : number of token ids
-    end : id of the end-of-text token, None where there is none
+    end : id of the end-of-text token, None if there is none
     tokens, documents, nbytes : numbers of tokens, documents, and bytes of text
     tokenizer : hash of the tokenizer, 32 hexadecimal digits
     """
@@ -96,7 +96,7 @@ class StoredDocuments:
 
 
 def read_header(path: Path) -> Header:
-    """Read the header of a file that begins with `MAGIC`; raises DataError where it or the file is damaged."""
+    """Read the header of a file that begins with `MAGIC`; raises DataError if it or the file is damaged."""
     size = size_of(path)
     if size < HEADER_BYTES:
         raise _damaged(path, f"{size} bytes", f"at least {HEADER_BYTES}")
@@ -140,7 +140,7 @@ def _damaged(path: Path, found: str, expected: str) -> DataError:
 
 
 def same_tokenizer(headers: Sequence[tuple[Path, Header]]) -> None:
-    """Raise DataError where files were made by different tokenizers."""
+    """Raise DataError if files were made by different tokenizers."""
     for path, header in headers[1:]:
         first, other = headers[0]
         if (header.tokenizer, header.vocab) != (other.tokenizer, other.vocab):

@@ -26,7 +26,7 @@ class TokenListing:
     sizes : (file, bytes) of each file that is read
     vocab : number of token ids
     fingerprint : see `fingerprint.fingerprint`
-    tokenizer : hash of the tokenizer that made them, None where that is not known
+    tokenizer : hash of the tokenizer that made them, None if that is not known
     """
 
     opened: tuple[FileTokens, ...]
@@ -59,7 +59,7 @@ def is_token_file(path: Path) -> bool:
 def list_tokens(paths: Sequence[Path], vocab: int | None) -> TokenListing:
     """Open files of tokens for a vocabulary, by default what they say, or one more than their largest id.
 
-    Raises DataError where a file is damaged or of another tokenizer than the others.
+    Raises DataError if a file is damaged or of another tokenizer than the others.
     """
     forget_files()
     opened: list[FileTokens] = []

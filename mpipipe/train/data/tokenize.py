@@ -11,7 +11,6 @@ them all, and all know how far they are.
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from itertools import chain, islice
@@ -21,10 +20,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpipipe.comm.binding import own_cores, parse_cores
 from mpipipe.comm.group import Group, group_of
+from mpipipe.comm.threads import fair_share
 from mpipipe.comm.types import Communicator
 from mpipipe.errors import ConfigError, DataError
-from mpipipe.train import output
+from mpipipe.train import output_folder
 from mpipipe.train.data.parts import Chunk, Counts, PartWriter, assemble
 from mpipipe.train.data.pieces import forget_files
 from mpipipe.train.data.text import find_files
@@ -85,11 +86,11 @@ def tokenize(
     BackendError
         Without the library.
     """
-    group, path = group_of(comm), Path(output.shared_path(comm, out))
+    group, path = group_of(comm), Path(output_folder.shared_path(comm, out))
     with group.together("tokenize: the output"):
         if comm.rank == 0:
             _check_new(path)
-    output.make_folder(path.parent, comm, writes=True)
+    output_folder.make_folder(path.parent, comm, writes=True)
     share_threads(group)
     with group.together("tokenize: the tokenizer"):
         encoder = Encoder(open_tokenizer(tokenizer, end))
@@ -224,10 +225,11 @@ def _assembled(path: Path, counts: Sequence[Sequence[Counts]], tokenizer: Tokeni
 
 
 def share_threads(group: Group) -> None:
-    """Let the library use this rank's share of the cores, unless the user has set a number of threads."""
-    here = socket.gethostname(), sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
-    everyone = group.gather("tokenize: the hosts", here)
-    if THREADS in os.environ or here[1] is None:
-        return
-    local = [cores for host, cores in everyone if host == here[0]]
-    os.environ[THREADS] = str(max(1, len(set().union(*local)) // len(local)))
+    """Let the library use this rank's share of the cores, unless the user has set a number of threads; collective.
+
+    Hardware threads count as cores, as the library counts them.
+    """
+    own = parse_cores(own_cores())
+    share = fair_share(group, own)
+    if own and THREADS not in os.environ:
+        os.environ[THREADS] = str(share)

@@ -31,7 +31,7 @@ class Tokenizer:
     Attributes
     ----------
     vocab : number of token ids, one more than the largest
-    end : id of the token that ends a text, None where the folder names none
+    end : id of the token that ends a text, None if the folder names none
     hash : of tokenizer.json, 32 hexadecimal digits
     before, behind : ids that the tokenizer puts around each text
     library : the tokenizers.Tokenizer
@@ -56,7 +56,7 @@ class Tokenizer:
 def open_tokenizer(folder: str | Path, end: str | None = None) -> Tokenizer:
     """Open the tokenizer in a folder, or a tokenizer.json itself.
 
-    Raises DataError where there is none, it cannot be read, or has no such token; BackendError where the library is not
+    Raises DataError if there is none, it cannot be read, or has no such token; BackendError if the library is not
     installed.
 
     Parameters
@@ -91,7 +91,7 @@ def path_of(folder: str | Path) -> Path:
 
 
 def hash_of(folder: str | Path) -> str | None:
-    """Return the hash of the tokenizer in a folder, without the library; None where there is no tokenizer.json."""
+    """Return the hash of the tokenizer in a folder, without the library; None if there is no tokenizer.json."""
     try:
         return _hash(files.read_text(path_of(folder), MOST_BYTES))
     except (OSError, UnicodeDecodeError):
@@ -151,7 +151,7 @@ def _end_of_text(library: Any, path: Path, given: str | None, vocab: int) -> int
 
 
 def _facts(path: Path) -> dict[str, Any]:
-    """Return the content of a JSON file; nothing where there is none."""
+    """Return the content of a JSON file; nothing if there is none."""
     try:
         facts = json.loads(files.read_text(path, MOST_SMALL))
     except FileNotFoundError:

@@ -108,7 +108,7 @@ class Texts:
         yield Text(text, begin == 0, end == size, size)
 
     def _cut(self, path: Path, size: int, place: int) -> int | None:
-        """Return where the text is cut at or soon behind a place; None where it is not."""
+        """Return where the text is cut at or soon behind a place; None if it is not."""
         if place <= 0 or place >= size:
             return 0 if place <= 0 else size
         first = place - CONTEXT

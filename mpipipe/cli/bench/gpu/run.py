@@ -20,7 +20,7 @@ from mpipipe.comm.device import select_device
 from mpipipe.comm.types import Communicator
 from mpipipe.environment import versions
 from mpipipe.errors import ArgumentError, BackendError
-from mpipipe.plural import counted
+from mpipipe.wording import counted
 
 
 class Part(Protocol):
@@ -107,7 +107,7 @@ def run(
 
 
 def without_mpi() -> str | None:
-    """Return why this process has no MPI. None where it has, and where it is one of several ranks."""
+    """Return why this process has no MPI. None if it has, and where it is one of several ranks."""
     try:
         runtime.mpi()
     except BackendError as error:

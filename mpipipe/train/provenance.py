@@ -1,8 +1,8 @@
-"""What an output folder says of its training besides the metrics: config.toml and environment.json.
+"""Where the numbers of a training come from: config.toml and environment.json in its output folder.
 
-config.toml is the configuration with all that it left open filled in, so that `train --config` makes the same numbers
-again. environment.json is what the numbers and their times depend on besides. Both are of the newest start; what an
-earlier start of the same training had in another way is kept beside them, as config.1.toml and so on.
+config.toml is the configuration with every open option filled in, so `train --config` makes the same numbers again.
+environment.json is what else the numbers and their times depend on. Both files describe the newest start. If an earlier
+start of the same training was different, its file is kept as config.1.toml, environment.1.json and so on.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from mpipipe.train.sinks import parse_names
 from mpipipe.train.training_plan import TrainingPlan
 
 CONFIG, ENVIRONMENT = "config.toml", "environment.json"
-# whatever a training may have written here before its first checkpoint, besides metrics.jsonl
+# every file that a training may write before its first checkpoint, except metrics.jsonl
 OURS = re.compile(
     r"(config(\.\d+)?\.toml|environment(\.\d+)?\.json|metrics\.csv|loss\.png|train\.log)(\.partial)?|tensorboard|wandb"
 )
 PATHS = ("tokenizer", "init", "from_", "resume")  # of files and folders; `data` is a list of them
 MOST_BYTES = 1 << 24
-# what is another at each start, though nothing has changed
+# facts that differ from start to start even if nothing has changed
 PASSING = ("time", "command", "job", "hosts")
 
 
 def is_ours(name: str) -> bool:
-    """Whether a file or folder of this name in an output folder is one of those that describe a training."""
+    """Return whether a file or folder of this name in an output folder describes a training."""
     return OURS.fullmatch(name) is not None
 
 
 def resolved(config: TrainConfig, plan: TrainingPlan, device: str, pipe: int) -> dict[str, Any]:
-    """Return the configuration as keys of a file, with what it left open as this training has it.
+    """Return the configuration as keys of a file, in which open options have the values of this training.
 
-    Paths are absolute, so that the file holds in any working folder. The output folder, and that the training was
-    resumed in it, are left out: a training with these keys begins anew.
+    Paths are absolute, so that the file works in any working folder. A training with these keys begins anew: `out` is
+    left out, and so is `resume = "auto"`.
 
     Parameters
     ----------
-    config : of the training
-    plan : of the training, which knows the sizes of the model
-    device : what computes: cpu or cuda
+    config : configuration of the training
+    plan : its plan, which has the sizes of the model
+    device : cpu or cuda
     pipe : ranks of one pipeline
     """
     values = {entry.name: getattr(config, entry.name) for entry in fields(config)}
@@ -77,13 +77,13 @@ def describe(
     pipe: int,
     given: str | None,
 ) -> None:
-    """Write both files, and open the sinks of the reporter, on rank 0. Files that cannot be written are warned of.
+    """Write both files, and open the sinks of the reporter, on rank 0. A file that cannot be written is a warning.
 
     Parameters
     ----------
-    reporter : of the training, whose output folder it is
+    reporter : reporter of the training, which knows its output folder
     config, plan, device, pipe : see `resolved`
-    surroundings : of `mpipipe.environment.gather`
+    surroundings : result of `mpipipe.environment.gather`
     given : see `write`
     """
     keys = resolved(config, plan, device, pipe)
@@ -99,10 +99,10 @@ def write(out: Path, keys: Mapping[str, Any], environment: Mapping[str, Any], gi
 
     Parameters
     ----------
-    out : the folder, which is there
-    keys : of `resolved`
-    environment : of `mpipipe.environment.gather`
-    given : the fingerprint of data that the caller of `train` handed over, of which no key can tell
+    out : the folder, which exists
+    keys : result of `resolved`
+    environment : result of `mpipipe.environment.gather`
+    given : fingerprint of the data, if the caller of `train` has handed them over; no key can name such data
     """
     command = f"mpiexec -n {environment['ranks']} python -m mpipipe train --config {shlex.quote(str(out / CONFIG))}"
     lines = ["# This training as it was resolved. Train it again:", f"#   {command} --out NEW"]
@@ -115,7 +115,10 @@ def write(out: Path, keys: Mapping[str, Any], environment: Mapping[str, Any], gi
 
 
 def _replace(path: Path, text: str, lasting: Any) -> None:
-    """Write a file; one that says something else is kept under the first free number."""
+    """Write a file. If one with other facts is there already, it is renamed to the first free number.
+
+    `lasting` returns the facts of a text that count.
+    """
     try:
         before = files.read_text(path, MOST_BYTES)
     except (OSError, UnicodeDecodeError):

@@ -12,7 +12,7 @@ import pytest
 from mpipipe.comm import inprocess
 from mpipipe.errors import ConfigError
 from mpipipe.models import GPT
-from mpipipe.train import TrainConfig, run_folder, train
+from mpipipe.train import TrainConfig, provenance, train
 from mpipipe.train.config_file import read_keys
 
 CLOCKED = ("time", "seconds", "tokens_per_second", "bubble", "predicted")
@@ -90,14 +90,14 @@ def test_a_training_that_ended_before_its_first_checkpoint_can_begin_again_in_it
 def test_values_come_back_from_the_file_as_they_were(tmp_path):
     odd = 'a "quoted" \\ path\x7f\n\t\u00fc\U0001f600'
     keys = {"text": odd, "list": ("a", odd), "no": False, "count": 2**62, "small": 1e-300, "large": float("inf")}
-    run_folder.write(tmp_path, keys, {"ranks": 1}, given="abc\u00fc")
+    provenance.write(tmp_path, keys, {"ranks": 1}, given="abc\u00fc")
     found = read_keys(tmp_path / "config.toml")
     assert found == {**keys, "list": list(keys["list"])}
     assert "abc\u00fc" in (tmp_path / "config.toml").read_text()
 
 
 def test_a_path_that_is_no_text_is_written_as_it_is(tmp_path):
-    run_folder.write(tmp_path, {"data": (os.fsdecode(b"/data/\xff"),)}, {"ranks": 1})
+    provenance.write(tmp_path, {"data": (os.fsdecode(b"/data/\xff"),)}, {"ranks": 1})
     assert b'data = ["/data/\xff"]' in (tmp_path / "config.toml").read_bytes()
     with pytest.raises(ConfigError, match="not TOML"):
         read_keys(tmp_path / "config.toml")
@@ -109,4 +109,4 @@ def test_a_path_that_is_no_text_is_written_as_it_is(tmp_path):
      ("wandb", True), ("metrics.csv", True), ("loss.png", True), ("thesis.tex", False), ("config.toml.old", False)],
 )  # fmt: skip
 def test_files_of_others_are_not_taken_for_those_of_a_training(name, ours):
-    assert run_folder.is_ours(name) == ours
+    assert provenance.is_ours(name) == ours

@@ -16,9 +16,9 @@ from mpipipe.comm import inprocess
 from mpipipe.comm.mailbox import Mailbox
 from mpipipe.comm.tags import Tags
 from mpipipe.errors import MismatchError, ScheduleError
+from mpipipe.pipeline.construction_on_paper import construct_on_paper
 from mpipipe.pipeline.plan import AHEAD, Plan
-from mpipipe.pipeline.rehearsal import rehearse
-from mpipipe.schedules import Schedule, parts
+from mpipipe.schedules import Schedule, distributed_proof
 from mpipipe.schedules.on_demand import OrdersOnDemand
 
 NAMES = [("gpipe", 1), ("one_f_one_b", 1), ("zero_bubble_h1", 1), ("interleaved_1f1b", 2), ("looped_bfs", 2),
@@ -28,7 +28,7 @@ NAMES = [("gpipe", 1), ("one_f_one_b", 1), ("zero_bubble_h1", 1), ("interleaved_
 @pytest.fixture
 def divided(monkeypatch):
     """Small schedules are proven in parts, too; nobody simulates one."""
-    monkeypatch.setattr(parts, "WHOLE", 0)
+    monkeypatch.setattr(distributed_proof, "WHOLE", 0)
 
 
 @pytest.mark.parametrize("name, chunks, microbatches", [
@@ -38,7 +38,7 @@ def test_a_rank_of_a_large_job_needs_little_memory(name, chunks, microbatches):
     build = partial(schedules.by_name, name, ranks=1024, chunks=chunks, microbatches=microbatches)
     tracemalloc.start()
     try:
-        plan = rehearse(build, 511)
+        plan = construct_on_paper(build, 511)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -48,24 +48,26 @@ def test_a_rank_of_a_large_job_needs_little_memory(name, chunks, microbatches):
 
 @settings(max_examples=40)
 @given(case=st.sampled_from(NAMES), ranks=st.integers(2, 5), microbatches=st.integers(1, 12))
-def test_moments_of_large_schedules_order_all_messages(case, ranks, microbatches):
-    """Each rank ends its actions in their order, after the messages that they need; both ends name the same moment."""
+def test_keys_of_large_schedules_order_all_messages(case, ranks, microbatches):
+    """Each rank ends its actions in their order, after the messages that they need; both ends name the same key."""
     name, chunks = case
     schedule = schedules.by_name(name, ranks=ranks, chunks=chunks, microbatches=microbatches)
     tags = Tags(schedule.placement, microbatches, 32767)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts, "WHOLE", 0)
+        patch.setattr(distributed_proof, "WHOLE", 0)
         plans = [Plan(schedule, rank, tags) for rank in range(ranks)]
-    sent = {(rank, each.peer, *each[1:]): plan.moments[each] for rank, plan in enumerate(plans) for each in plan.sends}
+    sent = {
+        (rank, each.peer, *each[1:]): plan.order_keys[each] for rank, plan in enumerate(plans) for each in plan.sends
+    }
     assert len(set(sent.values())) == len(sent)
     for rank, plan in enumerate(plans):
         assert plan.window == (AHEAD if plan.receives else 0)
-        moments = [step.moment for step in plan.steps]
-        assert moments == sorted(set(moments))
+        keys = [step.order_key for step in plan.steps]
+        assert keys == sorted(set(keys))
         for step in plan.steps:
             if step.receive is not None:
                 made = sent.pop((step.receive.peer, rank, *step.receive[1:]))
-                assert made == plan.moments[step.receive] < step.moment
+                assert made == plan.order_keys[step.receive] < step.order_key
     assert not sent
 
 
@@ -105,7 +107,7 @@ def backwards(schedule, wrong, rank):
 @pytest.mark.parametrize("change", [without_the_last, backwards])
 def test_what_is_wrong_on_one_rank_is_refused_on_all_before_a_message(divided, monkeypatch, wrong, change):
     good = schedules.one_f_one_b(3, 4)
-    orders = OrdersOnDemand(3, partial(change, good, wrong), good.orders.moment)
+    orders = OrdersOnDemand(3, partial(change, good, wrong), good.orders.logical_time)
     schedule = Schedule("changed", good.placement, 4, orders)
     made, make = [], Mailbox.__init__
     monkeypatch.setattr(Mailbox, "__init__", lambda *given, **options: made.append(given) or make(*given, **options))

@@ -23,7 +23,7 @@ MARKER = ".mpipipe-marker"
 def shared_path(comm: Communicator, path: str | None) -> str:
     """Return, on every rank, the absolute path that `path` is on rank 0; None is runs/ and the time. Collective.
 
-    The ranks may have different working folders. Raises ConfigError where the working folder of rank 0 is gone.
+    The ranks may have different working folders. Raises ConfigError if the working folder of rank 0 is gone.
     """
     absolute, group = None, group_of(comm)
     with group.together("the path of a folder"):
@@ -77,7 +77,7 @@ def unusable(out: Path, error: OSError) -> ConfigError:
 def make_folder(out: Path, comm: Communicator, writes: bool) -> None:
     """Make the folder on rank 0, and check on each rank that writes that it sees the same one; collective.
 
-    Raises ConfigError on every rank where the folder cannot be made. So it does where a rank that writes sees another
+    Raises ConfigError on every rank if the folder cannot be made. So it does where a rank that writes sees another
     folder or none, as with a disk that each host has for itself: weights would be lost or scattered.
 
     Parameters

@@ -9,7 +9,7 @@ import pytest
 
 from mpipipe.errors import ConfigError
 from mpipipe.models import GPT
-from mpipipe.train import TrainConfig, output, train, weights
+from mpipipe.train import TrainConfig, output_folder, train, weights
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_a_relative_folder_is_that_of_rank_0(comm, own_folder, config, capsys):
 
 
 def test_the_default_is_a_new_folder_below_that_of_rank_0(comm, own_folder):
-    path = output.shared_path(comm, None)
+    path = output_folder.shared_path(comm, None)
     assert Path(path).parent == own_folder.parent / "rank-0" / "runs"
     assert comm.allgather(path) == [path] * comm.size
 
@@ -60,7 +60,7 @@ def test_the_default_is_a_new_folder_below_that_of_rank_0(comm, own_folder):
 def test_two_jobs_that_begin_in_the_same_second_have_folders_of_their_own(tmp_path):
     taken = str(tmp_path / "20261231-235959")
     for expected in (taken, f"{taken}-2", f"{taken}-3"):
-        assert output._free(taken) == expected
+        assert output_folder._free(taken) == expected
         os.mkdir(expected)
 
 
@@ -68,14 +68,14 @@ def test_a_working_folder_that_is_gone_is_refused_on_every_rank(comm, own_folder
     if comm.rank == 0:
         own_folder.rmdir()
     with pytest.raises(ConfigError, match="working folder is gone"):
-        output.shared_path(comm, "run")
+        output_folder.shared_path(comm, "run")
     os.chdir(own_folder.parent)
 
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.skipif(not os.path.exists("/proc/self/cwd"), reason="needs /proc, where a path is another one by process")
 def test_a_folder_that_each_rank_has_for_itself_is_refused_before_training(comm, own_folder, config, monkeypatch):
-    monkeypatch.setattr(output, "PATIENCE", 0.3)
+    monkeypatch.setattr(output_folder, "PATIENCE", 0.3)
     with pytest.raises(ConfigError, match="not there on this rank") as caught:
         train(config(out="/proc/self/cwd/run"), GPT, comm)
     assert "file system that all hosts share" in caught.value.remedy
@@ -91,7 +91,7 @@ def test_a_folder_that_each_rank_has_for_itself_is_refused_before_training(comm,
 
 
 def test_no_marker_is_left(comm, mpi_tmp_path):
-    output.make_folder(mpi_tmp_path / "run", comm, writes=True)
+    output_folder.make_folder(mpi_tmp_path / "run", comm, writes=True)
     comm.Barrier()
     assert os.listdir(mpi_tmp_path / "run") == []
 

@@ -1,4 +1,4 @@
-"""Which action's output an action waits for: the one place that knows the edges between stages."""
+"""Dependencies between actions of different stages: whose output an action waits for. No other file states them."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD
 #                          |
 #     B, I     B <-- B <-- B      R and W wait for nobody
 def source(stage: int, op: str, stages: int) -> int | None:
-    """Give the stage whose F an F waits for, or whose B or I a B or I waits for, of the same micro-batch.
+    """Return the stage for whose output an action waits: an F for an F, a B or I for a B or I, of its micro-batch.
 
     Parameters
     ----------
     stage : int
-        The logical stage of the action that waits.
+        The logical stage of the waiting action.
     op : str
-        Its op.
+        The op of the waiting action.
     stages : int
         The number of logical stages.
 
     Returns
     -------
     int or None
-        The stage; None for an action that waits for no other stage.
+        The stage, or None if the action waits for no other stage.
 
     Examples
     --------
-    >>> from mpipipe.schedules.needs import source
+    >>> from mpipipe.schedules.dependencies import source
     >>> source(2, "F", stages=4), source(2, "I", stages=4), source(2, "W", stages=4), source(0, "F", stages=4)
     (1, 3, None, None)
     """
@@ -40,6 +40,6 @@ def source(stage: int, op: str, stages: int) -> int | None:
 
 
 def sources(op: str, stages: int) -> list[int]:
-    """List `source` of every stage; -1 for None."""
+    """Return `source` of every stage as a list, with -1 in place of None."""
     found = (source(stage, op, stages) for stage in range(stages))
     return [-1 if stage is None else stage for stage in found]

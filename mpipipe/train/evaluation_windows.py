@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 
 from mpipipe.errors import DataError
-from mpipipe.plural import counted
 from mpipipe.train.data import Tokens
+from mpipipe.wording import counted
 
 
 class Window(NamedTuple):
@@ -47,7 +47,7 @@ class Windows:
 
     @classmethod
     def of(cls, tokens: Tokens, length: int, by_document: bool) -> Windows:
-        """Return the windows of all tokens as one text, or of each document; raises DataError where there are none."""
+        """Return the windows of all tokens as one text, or of each document; raises DataError if there are none."""
         if not by_document:
             return cls(np.array([0, len(tokens)]), length, short=False)
         starts = tokens.starts(0, len(tokens))

@@ -1,4 +1,7 @@
-"""What constructing a Pipeline costs one rank of a large job, without MPI: all its parts that grow with the job."""
+"""The construction of a Pipeline on one rank of a large job, without MPI: all that grows with the size of the job.
+
+`bench schedules` measures its time and memory.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,13 @@ from mpipipe.pipeline.batch import BatchReader
 from mpipipe.pipeline.plan import Plan
 from mpipipe.pipeline.ties import TieNames
 from mpipipe.schedules import Schedule
-from mpipipe.schedules.parts import check_part, digest
+from mpipipe.schedules.distributed_proof import check_part, digest
 
 PROMISED_TAG_UB = 32767  # what every MPI offers
 
 
-def rehearse(build: Callable[[], Schedule], rank: int) -> Plan:
-    """Build a schedule, and do what rank `rank` does with it in the constructor of a Pipeline.
+def construct_on_paper(build: Callable[[], Schedule], rank: int) -> Plan:
+    """Build a schedule, and do with it what one rank does in the constructor of a Pipeline.
 
     Parameters
     ----------
@@ -27,20 +30,20 @@ def rehearse(build: Callable[[], Schedule], rank: int) -> Plan:
     Returns
     -------
     Plan
-        Of a training step on this rank.
+        The plan of a training step on this rank.
 
     Raises
     ------
     ScheduleError
-        This rank finds that the schedule cannot run.
+        The part of the proof that belongs to this rank fails.
     ArgumentError
         The messages of two ranks do not fit the tags.
 
     Examples
     --------
     >>> from mpipipe import schedules
-    >>> from mpipipe.pipeline.rehearsal import rehearse
-    >>> len(rehearse(lambda: schedules.one_f_one_b(ranks=1024, microbatches=4096), rank=7).steps)
+    >>> from mpipipe.pipeline.construction_on_paper import construct_on_paper
+    >>> len(construct_on_paper(lambda: schedules.one_f_one_b(ranks=1024, microbatches=4096), rank=7).steps)
     8192
     """
     schedule = build()

@@ -1,4 +1,4 @@
-"""What an action takes and gives over skips, besides what it takes and gives over the chain of stages."""
+"""Data on skips: what an action takes and gives over them, besides what it exchanges with the next stages."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from mpipipe.pipeline.messages import StageMessages
 from mpipipe.pipeline.plan import PlannedAction
 
 
-class Handover:
-    """Trees on their way over skips, between ranks or on this one.
+class SkipMessages:
+    """Takes and gives trees over skips, by messages to other ranks or within this rank.
 
     Parameters
     ----------
@@ -23,7 +23,7 @@ class Handover:
         self.messages = messages
 
     def join(self, step: PlannedAction, state: CallState, main: Tree, lease: Lease) -> tuple[Branches, Lease]:
-        """Put what came over the chain together with what comes over skips; the lease is that of all of it."""
+        """Return what came from the next stage together with what comes over skips, and the lease of all of it."""
         way = "F" if step.op == "F" else "B"
         receive = self.messages.receive_activation if way == "F" else self.messages.receive_gradient
         skips: dict[str, Tree] = {}
@@ -36,9 +36,9 @@ class Handover:
         return Branches(main, **skips), lease
 
     def give(self, step: PlannedAction, state: CallState, skips: dict[str, Tree], lease: Lease) -> None:
-        """Hand on what an action made of arrays with this lease, behind what went over the chain.
+        """Hand on what an action gives over skips, after what it has sent to the next stage.
 
-        Messages of one action have this order at both ends.
+        Both ends keep this order of the messages of one action. `lease` is that of the arrays which the action took.
         """
         way = "F" if step.op == "F" else "B"
         send = self.messages.send_activation if way == "F" else self.messages.send_gradient

@@ -1,7 +1,8 @@
-"""Moments of the actions of schedules that loop over the ranks: whole numbers that prove them free of deadlock.
+"""Logical times of actions: whole numbers by which each rank proves that its own order cannot deadlock.
 
-A moment rises along the order of each rank, and from each action to the one that waits for its output. Only F, and B or
-I, have one. A formula gives it, so a rank proves its own order without knowing all the others.
+A logical time (Lamport 1978, "Time, Clocks, and the Ordering of Events") rises along the order of each rank, and from
+each action to the action that waits for its output. F, B and I have one; R and W wait for their own rank alone and need
+none. The formulas below give it for schedules that loop over the ranks, so that no rank needs the orders of the others.
 
 Let a group of G micro-batches pass V chunks on P ranks. Rank r runs the k-th F of all groups at 2k + dr, and the k-th
 backward d(P-1-r) places behind the F that stands before it. Here d is 1, or 2 where the warm-up shrinks by two F's from
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 
 def grouped(ranks: int, chunks: int, microbatches: int, step: int, stage: int, backward: bool, microbatch: int) -> int:
-    """Give the moment in a schedule that takes groups of micro-batches through the chunks of a rank."""
+    """Return the logical time in a schedule that takes micro-batches in groups through the chunks of a rank."""
     chunk, rank = divmod(stage, ranks)
     size, longer = divmod(microbatches, max(1, microbatches // ranks))  # as even_split: the longer ones come first
     first = max(ranks, size + (longer > 0))
@@ -30,7 +31,7 @@ def grouped(ranks: int, chunks: int, microbatches: int, step: int, stage: int, b
 def breadth_first(
     ranks: int, chunks: int, microbatches: int, lifo: bool, stage: int, backward: bool, microbatch: int
 ) -> int:
-    """Give the moment in a schedule in which each chunk takes all micro-batches, forward and then back."""
+    """Return the logical time in a schedule whose chunks take all micro-batches forward, and then all of them back."""
     chunk, rank = divmod(stage, ranks)
     width = max(ranks, microbatches)
     if not backward:

@@ -1,4 +1,4 @@
-"""The proof of large schedules in parts: moments that rise, and wrong orders that are refused."""
+"""The proof of large schedules in parts: logical times that rise, and wrong orders that are refused."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from mpipipe import schedules
 from mpipipe.errors import ScheduleError
-from mpipipe.schedules import Schedule, parts
-from mpipipe.schedules.moments import grouped
+from mpipipe.schedules import Schedule, distributed_proof
+from mpipipe.schedules.distributed_proof import check_part, digest, logical_time_of, recomputed_on, trains
+from mpipipe.schedules.logical_time import grouped
 from mpipipe.schedules.on_demand import OrdersOnDemand
-from mpipipe.schedules.parts import check_part, digest, moments_of, recomputed_on, trains
 from mpipipe.schedules.recompute import before_backwards
 
 ON_A_V = ["zero_bubble_v", "dualpipe_v"]
@@ -34,16 +34,16 @@ any_schedule = st.builds(
 @pytest.fixture
 def divided(monkeypatch):
     """Small schedules are proven in parts, too."""
-    monkeypatch.setattr(parts, "WHOLE", 0)
+    monkeypatch.setattr(distributed_proof, "WHOLE", 0)
 
 
 def falls_back(schedule, rank):
-    raise AssertionError(f"the moments of {schedule} do not rise on rank {rank}")
+    raise AssertionError(f"the logical times of {schedule} do not rise on rank {rank}")
 
 
 @settings(max_examples=300)
 @given(schedule=any_schedule, change=st.sampled_from(["none", "R", "frozen", "forward"]), data=st.data())
-def test_the_moments_of_every_schedule_rise(schedule, change, data):
+def test_the_logical_times_of_every_schedule_rise(schedule, change, data):
     if change == "R":
         schedule = before_backwards(schedule)
     elif change == "frozen" and schedule.stages > 1:
@@ -52,9 +52,9 @@ def test_the_moments_of_every_schedule_rise(schedule, change, data):
     elif change == "forward":
         schedule = schedule.forward_only_part(data.draw(st.integers(1, schedule.microbatches)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts, "WHOLE", 0)
-        patch.setattr(parts, "check", lambda schedule: falls_back(schedule, rank))
-        assert moments_of(schedule) is not None
+        patch.setattr(distributed_proof, "WHOLE", 0)
+        patch.setattr(distributed_proof, "check", lambda schedule: falls_back(schedule, rank))
+        assert logical_time_of(schedule) is not None
         for rank in range(schedule.ranks):
             check_part(schedule, rank)
             assert recomputed_on(schedule, rank) == {pair for pair in schedule.recomputed
@@ -80,11 +80,11 @@ def test_a_wrong_schedule_is_refused_on_a_rank_with_the_error_of_the_whole_proof
     slot = st.integers(0, len(schedule.orders[wrong]) - 1)
     slots = data.draw(st.one_of(st.none(), st.tuples(slot, slot)))
     orders = OrdersOnDemand(
-        schedule.ranks, partial(changed_order, schedule, wrong, slots), moment=schedule.orders.moment
+        schedule.ranks, partial(changed_order, schedule, wrong, slots), logical_time=schedule.orders.logical_time
     )
     mutated = Schedule("mutated", schedule.placement, schedule.microbatches, orders)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts, "WHOLE", 0)
+        patch.setattr(distributed_proof, "WHOLE", 0)
         refused = []
         for rank in range(schedule.ranks):
             try:
@@ -96,7 +96,7 @@ def test_a_wrong_schedule_is_refused_on_a_rank_with_the_error_of_the_whole_proof
     except ScheduleError as error:
         assert refused and (slots is None or str(error) in refused)
     else:
-        assert all("does not rise" in text for text in refused)  # it can run, in an order that the moments do not know
+        assert all("does not rise" in text for text in refused)  # it can run, in another order
 
 
 def ranks_that_wait_for_each_other(rank):
@@ -129,7 +129,7 @@ def test_ranks_compare_how_large_schedules_are_made(divided):
 
 def test_small_schedules_are_proven_and_compared_as_a_whole():
     schedule = schedules.one_f_one_b(4, 8)
-    assert moments_of(schedule) is None and digest(schedule) == f"{schedule.fingerprint:x}"
+    assert logical_time_of(schedule) is None and digest(schedule) == f"{schedule.fingerprint:x}"
     check_part(schedule, 2)
     assert schedule.proven
 
