@@ -148,8 +148,8 @@ def show(found: Found) -> None:
         _say(line)
     scale = found.profile.scale
     _say(f"real steps take {scale:.3f} of what measured layers and messages add up to; that is counted above")
-    if found.crowd:
-        _say(found.crowd)
+    if found.oversubscribed:
+        _say(found.oversubscribed)
 
 
 def _say(line: str) -> None:

@@ -15,6 +15,7 @@ from mpipipe.planning.predict import Prediction, predict
 from mpipipe.planning.profile import Profile
 from mpipipe.planning.sizes import shown_bytes
 from mpipipe.schedules.registry import names
+from mpipipe.wording import counted
 
 CHUNKS = 4  # most stages on a rank that are tried
 MOST_PER_RANK = 16  # micro-batches: more of them hardly make the bubble smaller
@@ -88,7 +89,7 @@ class Space:
         if self.ranks > self.layers:
             raise ConfigError(
                 "the pipeline has more ranks than the model has layers",
-                found=f"{self.ranks} ranks, {self.layers} layers",
+                found=f"{counted(self.ranks, 'rank')}, {counted(self.layers, 'layer')}",
                 expected="at least one layer on each rank",
                 remedy="lower pipe, or start fewer ranks",
             )
@@ -96,13 +97,13 @@ class Space:
         if partition is not None and sum(partition) != self.layers:
             raise ConfigError(
                 "the partition does not have the layers of the model",
-                found=f"{sum(partition)} layers in {','.join(map(str, partition))}",
-                expected=f"{self.layers} layers",
+                found=f"{counted(sum(partition), 'layer')} in {','.join(map(str, partition))}",
+                expected=counted(self.layers, "layer"),
             )
         if self.fixed.get("microbatches", 1) > self.rows:
             raise ConfigError(
                 "fewer sequences than micro-batches",
-                found=f"{self.fixed['microbatches']} micro-batches",
+                found=counted(self.fixed["microbatches"], "micro-batch"),
                 expected=f"at most {self.rows}, the sequences in each replica",
                 remedy="raise batch, or lower microbatches",
             )

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from mpipipe.planning.search import Plan
 from mpipipe.planning.sizes import shown_bytes
 from mpipipe.text_table import text_table
+from mpipipe.wording import counted
 
 SHOWN = 10
 WIDEST = 32  # characters of a partition
@@ -25,7 +26,7 @@ def in_words(plan: Plan) -> str:
     choice, found = plan.choice, plan.prediction
     again = "" if choice.recomputation == "-" else f", forwards run again: {choice.recomputation}"
     return (
-        f"{choice.schedule}, {choice.chunks} chunk{'s' * (choice.chunks > 1)}, {choice.microbatches} micro-batches, "
+        f"{choice.schedule}, {counted(choice.chunks, 'chunk')}, {counted(choice.microbatches, 'micro-batch')}, "
         f"layers {','.join(map(str, choice.partition))}{again}: {shown_seconds(found.seconds)} a step, bubble "
         f"{found.bubble:.1%}, {shown_bytes(found.peak)} on a rank"
     )

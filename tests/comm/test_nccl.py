@@ -105,10 +105,8 @@ def test_info_says_whether_and_why(emulated_gpu, launch):
     own = {**emulated_gpu.environment, "MPIPIPE_TEST_GPU_OWN": "1"}
     job = launch(2, ["-m", "mpipipe", "info"], env=own)
     assert job.returncode == 0, job.stderr
-    line = next(line for line in job.stdout.splitlines() if line.startswith("NCCL"))
-    assert line.split(None, 1)[1] == (
-        "sums over replicas and messages: each of the 2 ranks has a GPU of its own and NCCL 2.27.7"
-    )
+    said = " ".join(job.stdout.split())  # its lines are folded
+    assert "NCCL sums over replicas and messages: each of the 2 ranks has a GPU of its own and NCCL 2.27.7 " in said
     job = launch(2, ["-m", "mpipipe", "info"], env={**own, "MPIPIPE_TEST_GPU_OWN": "", "MPIPIPE_NCCL": "on"})
     assert job.returncode == 0, job.stderr
     assert "rank 1: it shares GPU 0000:01:00.0" in job.stdout

@@ -285,7 +285,7 @@ def test_a_process_without_mpi_refuses_a_part_as_every_command_refuses(monkeypat
     for name in launcher.SIZE_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     outcome = invoke("bench", "gpu", "--part", "nonsense")
-    assert outcome.code == 2 and "mpipipe: nothing is measured\n  ArgumentError: no part of bench gpu" in outcome.report
+    assert outcome.code == 2 and "mpipipe: stopped:\n  ArgumentError: no part of bench gpu" in outcome.report
 
 
 def test_messages_between_two_ranks_on_one_gpu(gpu, subcomm):

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from mpipipe.cli import dry_run
 from mpipipe.cli.plan import make_plans, plan
 from mpipipe.cli.train import train as command_train
-from mpipipe.comm import inprocess
+from mpipipe.comm import inprocess, launcher
 from mpipipe.comm.abort import Stop
 from mpipipe.planning import SavedProfile
 from mpipipe.train import TrainConfig
@@ -19,7 +20,9 @@ SMALL = dict(dim=16, layers=2, heads=2, hidden=32, seq_len=8, batch=4, steps=2, 
 
 
 def hasty(monkeypatch):
-    """As few measurements as there can be."""
+    """As few measurements as there can be, in one process, even if the tests run under mpiexec."""
+    monkeypatch.setattr(launcher, "launcher_size", lambda environment: None)
+    monkeypatch.setattr(dry_run, "launcher_size", lambda environment: None)
     for module in (probe, links):
         monkeypatch.setattr(module, "REPEATS", (1, 1))
     for module, name, value in ((probe, "TURNS", 1), (layers, "ROUNDS", 1), (links, "MANY", 2), (finding, "STEPS", 1)):

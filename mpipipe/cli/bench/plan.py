@@ -123,7 +123,7 @@ def _report(
         f"plan: chosen {in_words(found.plans[0])}",
         f"plan: measured {shown_seconds(measured[0])}, {behind:.1%} behind the fastest: {verdict}",
     ]
-    if found.crowd:
-        lines.append(f"plan: {found.crowd}")
+    if found.oversubscribed:
+        lines.append(f"plan: {found.oversubscribed}")
     sys.stdout.write("\n".join(lines) + "\n")
     sys.stdout.flush()

@@ -28,13 +28,13 @@ class Found:
     plans : the fastest first; on rank 0, elsewhere empty
     choice : of the first one; on every rank
     profile : what was measured
-    crowd : where ranks share cores; "" where none do
+    oversubscribed : which ranks share cores; "" where none do
     """
 
     plans: Sequence[Plan]
     choice: Choice
     profile: Profile
-    crowd: str
+    oversubscribed: str
 
 
 def find(scene: Scene, place: str) -> Found:
@@ -43,7 +43,7 @@ def find(scene: Scene, place: str) -> Found:
     with group.together("plan: what is asked for"):
         scene.check_place(place)
         space = scene.space
-    crowd = scene.crowd()
+    oversubscribed = scene.oversubscribed()
     profile = measure(scene)
     plans: list[Plan] = []
     with group.together("plan: the search"):
@@ -62,7 +62,7 @@ def find(scene: Scene, place: str) -> Found:
         ]
         profile = replace(profile, scale=median(scales))
         plans = [_scaled(plan, profile) for plan in plans]
-    return Found(plans, tried[0], group.broadcast("plan: the measurements", profile), crowd)
+    return Found(plans, tried[0], group.broadcast("plan: the measurements", profile), oversubscribed)
 
 
 def planned(scene: Scene, place: str) -> tuple[TrainConfig, str]:
@@ -70,7 +70,8 @@ def planned(scene: Scene, place: str) -> tuple[TrainConfig, str]:
     found = find(scene, place)
     line = ""
     if found.plans:
-        line = f"mpipipe: plan: {in_words(found.plans[0])}" + (f" ({found.crowd})" if found.crowd else "")
+        rough = f" ({found.oversubscribed})" if found.oversubscribed else ""
+        line = f"mpipipe: plan: {in_words(found.plans[0])}{rough}"
     return scene.planned(found.choice), line
 
 

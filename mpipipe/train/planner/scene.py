@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from dataclasses import dataclass
 
 import numpy as np
 
 from mpipipe import nn
+from mpipipe.comm.binding import oversubscribed, own_cores
 from mpipipe.comm.group import group_of
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ConfigError
@@ -72,17 +72,9 @@ class Scene(Subject):
                 remedy="choose schedule, chunks and microbatches by hand, with --device cpu make a plan of the CPU's",
             )
 
-    def crowd(self) -> str:
-        """Say where ranks share cores, "" where none do; collective."""
-        mine = socket.gethostname(), sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
-        hosts: dict[str, list[list[int] | None]] = {}
-        for name, cores in group_of(self.mesh.comm).gather("plan: the cores", mine):
-            hosts.setdefault(name, []).append(cores)
-        crowded = []
-        for name, all_cores in hosts.items():
-            count = len({core for cores in all_cores for core in cores or ()})
-            if 0 < count < len(all_cores):
-                crowded.append(f"{len(all_cores)} ranks share {count} core{'s' * (count > 1)} of {name}")
-        if not crowded:
-            return ""
-        return f"{'; '.join(crowded)}: times depend on who waits meanwhile, and predictions are rough"
+    def oversubscribed(self) -> str:
+        """Say which ranks share cores, "" where none do; collective."""
+        comm = self.mesh.comm
+        mine = {"rank": comm.rank, "host": socket.gethostname(), "cores": own_cores()}
+        found = oversubscribed(group_of(comm).gather("plan: the cores", mine))
+        return f"{found}: times depend on who waits meanwhile, and predictions are rough" if found else ""
