@@ -18,7 +18,7 @@ from mpipipe.cli.stdout import show
 from mpipipe.comm import launcher, runtime
 from mpipipe.comm.abort import Stop, run_or_abort
 from mpipipe.comm.group import group_of
-from mpipipe.comm.report import write
+from mpipipe.comm.report import INTERRUPTED, write
 from mpipipe.errors import BackendError
 
 WIDTH = 12  # of the longest name of a command, and two spaces
@@ -51,6 +51,9 @@ def main() -> None:
     except Stop as stop:
         write(stop.text)
         code = stop.code
+    except KeyboardInterrupt:
+        write("mpipipe: interrupted\n")
+        code = INTERRUPTED
     sys.exit(code)
 
 

@@ -66,8 +66,9 @@ def _show(config: TrainConfig, ranks: int, profile: str | None) -> None:
         seconds = predict_on_paper(found, GPT, saved).seconds
         lines.append(
             f"a step takes {shown_seconds(seconds)}, {config.batch * config.seq_len / seconds:,.0f} tokens/s, "
-            f"by {profile} (measured on {counted(saved.ranks, 'rank')})"
+            f"by {profile} (measured on a pipeline of {counted(saved.ranks, 'rank')})"
         )
+        lines += saved.doubts(found.pipe, found.data * found.seq, found.plan.microbatch_rows, linked=False)
     show("".join(f"{line}\n" for line in lines))
 
 

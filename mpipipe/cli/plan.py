@@ -17,6 +17,7 @@ from mpipipe.comm.abort import run_or_abort
 from mpipipe.comm.device import select_device
 from mpipipe.comm.group import group_of
 from mpipipe.comm.mesh import Mesh
+from mpipipe.comm.process import here
 from mpipipe.comm.types import Communicator
 from mpipipe.errors import ConfigError
 from mpipipe.models import GPT
@@ -58,10 +59,10 @@ def plan(
             check_one_process("plan --profile")
             if save_profile is not None:
                 raise ConfigError("nothing is measured with --profile", found=f"--save-profile {save_profile}")
-            _check_outputs(out)
+            check_outputs(out)
             given = {**_keys_of(config), **flags}
-            _on_paper(TrainConfig.load(config, **keys), given, Path(profile), ranks or 1, transfer_model, out)
-        return 0
+            _on_paper(TrainConfig.load(config, **keys), given, Path(profile), ranks, transfer_model, out)
+        return int(here().unwritten)
 
     def work() -> None:
         processor.prepare_process()
@@ -72,7 +73,7 @@ def plan(
             given = {**_keys_of(config), **flags}
             chosen = TrainConfig.load(config, **keys)
             if comm.rank == 0:
-                _check_outputs(out, save_profile)
+                check_outputs(out, save_profile)
         found, scene = make_plans(chosen, comm)
         with group_of(comm).together("plan: the result"):
             if comm.rank == 0:
@@ -90,10 +91,17 @@ def _keys_of(config: str | None) -> dict[str, Any]:
     return {} if config is None else read_keys(Path(config))
 
 
-def _check_outputs(*paths: str | None) -> None:
-    for path in paths:
-        if path is not None:
-            check_new(Path(path))
+def check_outputs(*paths: str | None) -> None:
+    """Raise ConfigError where one of the files is not new, or two are the same."""
+    given = [Path(path) for path in paths if path is not None]
+    for path in given:
+        check_new(path)
+    if len({path.resolve() for path in given}) < len(given):
+        raise ConfigError(
+            "the plan and the measurements cannot be one file",
+            found=f"--out and --save-profile {given[0]}",
+            expected="two new files",
+        )
 
 
 def _check_measured(ranks: int | None, transfer_model: str | None) -> None:
@@ -110,19 +118,26 @@ def _check_measured(ranks: int | None, transfer_model: str | None) -> None:
 
 
 def _on_paper(
-    config: TrainConfig, given: Mapping[str, Any], path: Path, ranks: int, transfer_model: str | None, out: str | None
+    config: TrainConfig,
+    given: Mapping[str, Any],
+    path: Path,
+    ranks: int | None,
+    transfer_model: str | None,
+    out: str | None,
 ) -> None:
     saved = SavedProfile.read(path)
     links = None if transfer_model is None else Links.read(transfer_model)
-    subject, plans = plan_on_paper(config, GPT, ranks, saved, links)
+    count = (config.pipe or 1) * config.seq if ranks is None else ranks
+    subject, plans = plan_on_paper(config, GPT, count, saved, links)
     for line in table(plans):
         _say(line)
     _say(
-        f"on paper: {counted(ranks, 'rank')}, from measurements on {counted(saved.ranks, 'rank')}; "
+        f"on paper: {counted(count, 'rank')}, from measurements on a pipeline of {counted(saved.ranks, 'rank')}; "
         f"{path} says that real steps take {saved.scale:.3f} of what they add up to"
     )
-    if subject.replicas > 1 and not saved.sums:
-        _say(f"not counted: the sums over {subject.replicas} replicas, which were not measured")
+    rows = subject.rows // plans[0].choice.microbatches
+    for line in saved.doubts(subject.ranks, subject.replicas * config.seq, rows, links is not None):
+        _say(line)
     if out is not None:
         write(Path(out), {**given, "pipe": subject.ranks, "seq": config.seq}, plans[0].choice)
 
@@ -191,7 +206,7 @@ def write(path: Path, given: Mapping[str, Any], choice: Choice) -> None:
 OUT = Parameter("out", str, False, None, Flag("new file for the best plan, which train --config takes", metavar="FILE"))
 SAVE = Parameter("save_profile", str, False, None, Flag("new file for what was measured", metavar="FILE"))
 PROFILE = Parameter("profile", str, False, None, Flag("file of --save-profile: measure nothing", metavar="FILE"))
-RANKS = Parameter("ranks", int, False, None, Flag("with --profile: ranks to plan for; default: 1", least=1))
+RANKS = Parameter("ranks", int, False, None, Flag("with --profile: ranks to plan for; default: one replica", least=1))
 LINKS = Parameter(
     "transfer_model", str, False, None, Flag(f"with --profile: links between them, in s and bytes/s: {FORM}")
 )

@@ -23,7 +23,8 @@ def show(text: str) -> None:
     if stream is None:
         return
     try:
-        stream.write(text)
+        encoding = getattr(stream, "encoding", None) or "utf-8"
+        stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
         stream.flush()
     except BrokenPipeError:
         files.silence(stream)

@@ -21,7 +21,7 @@ from mpipipe.comm.consensus import VALUES, Ballot
 from mpipipe.comm.group import group_of
 from mpipipe.comm.types import Communicator
 from mpipipe.comm.vote import Vote
-from mpipipe.nn.unfinished import check_finished, mark_begun, mark_finished
+from mpipipe.nn.unfinished import check_finished, mark_begun
 from mpipipe.optim.checks import check_max_norm
 from mpipipe.optim.exact_sum import expansion
 from mpipipe.optim.global_norm import GlobalNorm, resolved
@@ -45,10 +45,14 @@ class PendingUpdate:
     """
 
     def __init__(self, end: Callable[[], float | None], stages: Sequence[Any] = ()) -> None:
-        mark_begun(stages)
-        self._stages = stages
         self._end: Callable[[], float | None] | None = end
         self._norm: float | None = None
+        mark_begun(stages, self)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether `finish` was called."""
+        return self._end is None
 
     def finish(self) -> float | None:
         """Wait for the norm, and make the step; collective where the norm is. A second call does nothing more.
@@ -66,7 +70,6 @@ class PendingUpdate:
         """
         end, self._end = self._end, None
         if end is not None:
-            mark_finished(self._stages)
             self._norm = end()
         return self._norm
 

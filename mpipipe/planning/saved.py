@@ -126,6 +126,32 @@ class SavedProfile:
                     remedy=remedy,
                 )
 
+    def doubts(self, ranks: int, replicas: int, rows: int, linked: bool) -> list[str]:
+        """Say what a prediction leaves out, or takes from far away, a line each.
+
+        Parameters
+        ----------
+        ranks, replicas : int
+            Of the pipeline.
+        rows : int
+            Sequences of a micro-batch.
+        linked : bool
+            Whether a model of the links is given.
+
+        Returns
+        -------
+        list of str
+            Lines; none where all was measured.
+        """
+        lines, largest = [], max(self.costs)
+        if ranks > 1 and self.ranks == 1 and not linked:
+            lines.append("not counted: messages, since the measured pipeline had one rank; give --transfer-model")
+        if replicas > 1 and not self.sums:
+            lines.append(f"not counted: the sums over {replicas} replicas, which were not measured")
+        if rows > 2 * largest:
+            lines.append(f"far from what was measured: micro-batches of {rows} sequences, the largest had {largest}")
+        return lines
+
     def profile(
         self,
         ranks: int,
@@ -146,7 +172,8 @@ class SavedProfile:
         signatures : sequence of str
             What each layer of the model is.
         sizes : iterable of int
-            Sequences of a micro-batch. Costs of those that were not measured lie on the line through the nearest two.
+            Sequences of a micro-batch. Costs between two measured sizes lie on the line through them; above the
+            largest one and below the smallest one they are in proportion to the sequences.
         states, trained : tuple of int
             As in a Profile.
         links : Links, optional
@@ -216,18 +243,19 @@ class SavedProfile:
         """
         try:
             given = json.loads(files.read_text(path, MOST))
-            if given.pop("format") != FORMAT:
+            if given.pop("format") != FORMAT or not isinstance(given["facts"], dict):
                 raise ValueError("another format")
+            if not given["layers"] or not all(isinstance(each, str) for each in given["layers"]):
+                raise ValueError("no layers")
             for each in given["costs"].values():
                 each["layers"] = [LayerCosts(**one) for one in each["layers"]]
             for name, kind in (("costs", RankCosts), ("links", Link), ("sizes", Sizes)):
                 read = {int(size): kind(**values) for size, values in given[name].items()}
                 given[name] = {size: _combined(_checked, each) for size, each in read.items()}
             found = cls(**{**given, "layers": tuple(given["layers"])})
-            if not found.costs or not found.costs.keys() == found.links.keys() == found.sizes.keys():
-                raise ValueError("sizes are missing")
+            _check_sizes(found)
             _combined(_checked, (found.optimizer, found.sums, found.step, found.scale, found.alone))
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
             raise ConfigError(
                 "no profile can be read there",
                 found=f"{path}: {getattr(error, 'strerror', None) or error}",
@@ -240,9 +268,12 @@ def _at(measured: Mapping[int, Record], size: int) -> Record:
     """Return the record of micro-batches of `size` sequences, on the line through the nearest measured ones."""
     if size in measured:
         return measured[size]
-    known = [0, *sorted(measured)]  # nothing takes no time
-    place = min(bisect(known, size), len(known) - 1)
-    low, high = known[place - 1], known[place]
+    known = sorted(measured)
+    place = bisect(known, size)
+    if place in (0, len(known)):  # in proportion: on a line through two sizes, noise would grow with the distance
+        low, high = 0, known[max(0, place - 1)]
+    else:
+        low, high = known[place - 1], known[place]
     share = (size - low) / (high - low)
 
     def on_line(ends: Sequence[float]) -> float:
@@ -258,15 +289,28 @@ def _combined(function: Callable[[Sequence[Any]], Any], *records: Any) -> Any:
     first = records[0]
     if is_dataclass(first):
         kind: Any = type(first)
-        names = [entry.name for entry in fields(first)]
+        names = [entry.name for entry in fields(first) if getattr(first, entry.name) is not None]  # `again` may be
         return kind(**{name: _combined(function, *(getattr(each, name) for each in records)) for name in names})
     if isinstance(first, (tuple, list)):
         return tuple(_combined(function, *each) for each in zip(*records))
-    return None if first is None else function(records)
+    return function(records)
+
+
+def _check_sizes(found: SavedProfile) -> None:
+    """Raise ValueError where something is missing, or no count."""
+    kinds = len(found.layers)
+    if not found.costs or not found.costs.keys() == found.links.keys() == found.sizes.keys() or min(found.costs) < 1:
+        raise ValueError("sizes of micro-batches are missing")
+    lengths = {len(each.layers) for each in found.costs.values()}
+    lengths |= {len(each) for sizes in found.sizes.values() for each in (sizes.activation, sizes.split)}
+    if lengths != {kinds}:
+        raise ValueError(f"{kinds} layers, and numbers of {sorted(lengths)}")
+    if type(found.ranks) is not int or found.ranks < 1 or not 0 < found.scale < math.inf or not 0 <= found.alone <= 1:
+        raise ValueError("ranks, scale or alone out of range")
 
 
 def _checked(numbers: Sequence[Any]) -> Any:
     (number,) = numbers
-    if not isinstance(number, (int, float)) or not 0 <= number < math.inf:
+    if type(number) not in (int, float) or not 0 <= float(number) < math.inf:
         raise ValueError(f"{number!r} is no number of at least 0")
     return number

@@ -204,6 +204,7 @@ def test_no_training_step_begins_before_the_update_of_the_last_one_has_ended(com
             pipeline.step(*mine)
         with pytest.raises(ArgumentError, match="has begun, and not ended"):
             optim.begin_step(optimizer, 0.5, comm=comm)
+        assert all(stage.update_begun is update for stage in stages)  # for who has lost it
         update.finish()
         assert pipeline.step(*mine).loss != before
 

@@ -69,10 +69,10 @@ def test_even_ranks_are_predicted_as_if_they_were_measured():
 
 
 @pytest.mark.parametrize(
-    ("rows", "forward", "kept"), [(1, 1.5, 100), (2, 3, 200), (3, 4, 300), (4, 5, 400), (10, 11, 1000)]
+    ("rows", "forward", "kept"), [(1, 1.5, 100), (2, 3, 200), (3, 4, 300), (4, 5, 400), (10, 12.5, 1000)]
 )
 def test_other_sizes_lie_on_the_line_through_the_measured_ones(rows, forward, kept):
-    """Below the smallest one on the line from nothing: half the rows, half the time."""
+    """Below the smallest one and above the largest one in proportion: half the rows, half the time."""
     found = on(saved_of(measured(1)), 3, [rows])
     assert found.costs[rows][0].layers[0].forward == pytest.approx(forward)
     assert found.sizes[rows].activation[0] == kept
@@ -108,6 +108,7 @@ def changed(change):
     return write
 
 
+TABLES = ("costs", "links", "sizes")
 WRONG = {
     "nothing there": lambda path: None,
     "a folder": lambda path: path.mkdir(),
@@ -120,6 +121,15 @@ WRONG = {
     "without links": changed(lambda given: given["links"].clear()),
     "without sums": changed(lambda given: given.pop("sums")),
     "no layers": changed(lambda given: given.update(costs={})),
+    "null": changed(lambda given: given.update(scale=None)),
+    "huge": changed(lambda given: given.update(step=10**400)),
+    "deep": lambda path: path.write_text("[" * 100_000),
+    "fewer layers": changed(lambda given: given["costs"]["4"]["layers"].pop()),
+    "no facts": changed(lambda given: given.update(facts=None)),
+    "no rank": changed(lambda given: given.update(ranks=0)),
+    "no sequences": changed(lambda given: [given[name].update({"0": given[name]["2"]}) for name in TABLES]),
+    "alone above all": changed(lambda given: given.update(alone=5)),
+    "true": changed(lambda given: given.update(step=True)),
     "an unknown key": changed(lambda given: given.update(speed=3)),
 }
 
@@ -129,3 +139,11 @@ def test_another_file_is_refused(tmp_path, case):
     WRONG[case](tmp_path / "profile.json")
     with pytest.raises(ConfigError, match="no profile can be read there"):
         SavedProfile.read(tmp_path / "profile.json")
+
+
+def test_what_a_prediction_leaves_out_is_said():
+    one, two = saved_of(measured(1)), saved_of(measured())
+    assert two.doubts(4, 1, 8, linked=False) == [] and one.doubts(1, 1, 8, linked=False) == []
+    assert "messages" in one.doubts(4, 1, 8, linked=False)[0] and not one.doubts(4, 1, 8, linked=True)
+    assert "2 replicas" in two.doubts(4, 2, 8, linked=False)[0]
+    assert "micro-batches of 9 sequences, the largest had 4" in two.doubts(4, 1, 9, linked=False)[0]

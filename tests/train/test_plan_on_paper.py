@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from mpipipe.cli import dry_run
-from mpipipe.cli.plan import make_plans, plan
+from mpipipe.cli.plan import check_outputs, make_plans, plan
 from mpipipe.cli.train import train as command_train
 from mpipipe.comm import inprocess, launcher
 from mpipipe.comm.abort import Stop
+from mpipipe.errors import ConfigError
 from mpipipe.planning import SavedProfile
 from mpipipe.train import TrainConfig
 from mpipipe.train.config_file import read_keys
@@ -45,10 +46,19 @@ def test_measurements_of_two_ranks_plan_for_others(tmp_path, capsys, monkeypatch
     deeper = {**small, "layers": 6, "batch": 8}
     assert plan(profile=file, ranks=4, transfer_model="1e-6,1e9,2", out=str(out), pipe=2, **deeper) == 0
     said = capsys.readouterr().out
-    assert "on paper: 4 ranks, from measurements on 2 ranks" in said and "not counted: the sums over 2 replicas" in said
+    assert (
+        "on paper: 4 ranks, from measurements on a pipeline of 2 ranks" in said
+        and "not counted: the sums over 2 replicas" in said
+    )
     assert read_keys(out)["pipe"] == 2 and len(read_keys(out)["partition"].split(",")) % 2 == 0
     assert command_train(str(out), dry_run=True, ranks=4, profile=file) == 0
-    assert f"tokens/s, by {file} (measured on 2 ranks)" in capsys.readouterr().out
+    assert f"tokens/s, by {file} (measured on a pipeline of 2 ranks)" in capsys.readouterr().out
     for wrong in ({"seq_len": 16}, {"dim": 32}):
         with pytest.raises(Stop, match=r"expected: seq_len = 16|a layer of this model was not measured"):
             plan(profile=file, ranks=4, **{**deeper, **wrong})
+
+
+def test_plan_and_measurements_are_two_files(tmp_path):
+    check_outputs(str(tmp_path / "plan.toml"), str(tmp_path / "profile.json"))
+    with pytest.raises(ConfigError, match="cannot be one file"):
+        check_outputs(str(tmp_path / "same"), f"{tmp_path}/./same")

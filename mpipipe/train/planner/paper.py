@@ -59,6 +59,8 @@ def _subject(config: TrainConfig, architecture: Architecture, ranks: int, comm: 
 
 
 def _profile(subject: Subject, saved: SavedProfile, sizes: list[int], links: Links | None) -> Profile:
+    if subject.config.device == "cuda":
+        raise ConfigError("a profile is of the CPU", found="device cuda", expected="cpu: GPUs are not measured")
     saved.check(subject.facts, subject.signatures)
     return saved.profile(
         subject.ranks,

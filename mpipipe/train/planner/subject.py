@@ -111,8 +111,9 @@ class Subject:
     @property
     def facts(self) -> Mapping[str, Any]:
         """What measured times hold for, besides the layers."""
-        names = ("dtype", "seq_len", "seq", "layout", "packing", "heads", "kv_heads", "dropout", "optimizer", "device")
-        return {"vocab": self.vocab, **{name: getattr(self.config, name) for name in names}}
+        names = ("dtype", "seq_len", "seq", "layout", "packing", "heads", "tied", "dropout", "optimizer")
+        heads = {"kv_heads": self.config.kv_heads or self.config.heads}
+        return {"vocab": self.vocab, **heads, **{name: getattr(self.config, name) for name in names}}
 
     @cached_property
     def trained_counts(self) -> tuple[int, ...]:
