@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import json
 import math
-from bisect import bisect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any
 
 from mpipipe import files
 from mpipipe.errors import ConfigError
 from mpipipe.planning.profile import LayerCosts, Link, Profile, RankCosts, Sizes
+from mpipipe.planning.records import checked, combined, record_at
 from mpipipe.schedules import Links
 
 MOST = 64 << 20  # bytes of a file
 FORMAT = "mpipipe profile 1"
-
-Record = TypeVar("Record")
 
 
 @dataclass(frozen=True)
@@ -89,8 +87,8 @@ class SavedProfile:
             facts=dict(facts),
             layers=tuple(dict.fromkeys(signatures)),
             ranks=profile.ranks,
-            costs={size: _combined(fmean, *ranks) for size, ranks in profile.costs.items()},
-            links={size: _combined(fmean, *links[real]) for size, links in profile.links.items()},
+            costs={size: combined(fmean, *ranks) for size, ranks in profile.costs.items()},
+            links={size: combined(fmean, *links[real]) for size, links in profile.links.items()},
             sizes=profile.sizes,
             optimizer=fmean(profile.optimizer),
             sums=fmean(profile.sums),
@@ -187,8 +185,8 @@ class SavedProfile:
             For `predict` and `find_plans`.
         """
         wanted = sorted({*sizes})
-        bytes_ = {size: _at(self.sizes, size) for size in wanted}
-        between = {size: [_at(self.links, size)] * ranks for size in wanted}
+        bytes_ = {size: record_at(self.sizes, size) for size in wanted}
+        between = {size: [record_at(self.links, size)] * ranks for size in wanted}
         if links is not None:
             pairs = [(rank * stride, (rank + 1) % ranks * stride) for rank in range(ranks)]
             for size in wanted:
@@ -196,7 +194,7 @@ class SavedProfile:
                 between[size] = [Link(each.message, time) for each, time in zip(between[size], times)]
         return Profile(
             kinds=tuple(self.layers.index(each) for each in signatures),
-            costs={size: (_at(self.costs, size),) * ranks for size in wanted},
+            costs={size: (record_at(self.costs, size),) * ranks for size in wanted},
             links={size: tuple(each) for size, each in between.items()},
             sizes=bytes_,
             states=states,
@@ -251,10 +249,10 @@ class SavedProfile:
                 each["layers"] = [LayerCosts(**one) for one in each["layers"]]
             for name, kind in (("costs", RankCosts), ("links", Link), ("sizes", Sizes)):
                 read = {int(size): kind(**values) for size, values in given[name].items()}
-                given[name] = {size: _combined(_checked, each) for size, each in read.items()}
+                given[name] = {size: combined(checked, each) for size, each in read.items()}
             found = cls(**{**given, "layers": tuple(given["layers"])})
             _check_sizes(found)
-            _combined(_checked, (found.optimizer, found.sums, found.step, found.scale, found.alone))
+            combined(checked, (found.optimizer, found.sums, found.step, found.scale, found.alone))
         except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
             raise ConfigError(
                 "no profile can be read there",
@@ -262,38 +260,6 @@ class SavedProfile:
                 expected="a file that `mpipipe plan --save-profile FILE` has written",
             ) from error
         return found
-
-
-def _at(measured: Mapping[int, Record], size: int) -> Record:
-    """Return the record of micro-batches of `size` sequences, on the line through the nearest measured ones."""
-    if size in measured:
-        return measured[size]
-    known = sorted(measured)
-    place = bisect(known, size)
-    if place in (0, len(known)):  # in proportion: on a line through two sizes, noise would grow with the distance
-        low, high = 0, known[max(0, place - 1)]
-    else:
-        low, high = known[place - 1], known[place]
-    share = (size - low) / (high - low)
-
-    def on_line(ends: Sequence[float]) -> float:
-        start, end = (0.0, ends[0]) if len(ends) == 1 else ends
-        found = max(0.0, start + (end - start) * share)
-        return round(found) if isinstance(end, int) else found
-
-    return _combined(on_line, *(measured[each] for each in (low, high) if each))
-
-
-def _combined(function: Callable[[Sequence[Any]], Any], *records: Any) -> Any:
-    """Return a record like these, each number of which is a function of theirs."""
-    first = records[0]
-    if is_dataclass(first):
-        kind: Any = type(first)
-        names = [entry.name for entry in fields(first) if getattr(first, entry.name) is not None]  # `again` may be
-        return kind(**{name: _combined(function, *(getattr(each, name) for each in records)) for name in names})
-    if isinstance(first, (tuple, list)):
-        return tuple(_combined(function, *each) for each in zip(*records))
-    return function(records)
 
 
 def _check_sizes(found: SavedProfile) -> None:
@@ -307,10 +273,3 @@ def _check_sizes(found: SavedProfile) -> None:
         raise ValueError(f"{kinds} layers, and numbers of {sorted(lengths)}")
     if type(found.ranks) is not int or found.ranks < 1 or not 0 < found.scale < math.inf or not 0 <= found.alone <= 1:
         raise ValueError("ranks, scale or alone out of range")
-
-
-def _checked(numbers: Sequence[Any]) -> Any:
-    (number,) = numbers
-    if type(number) not in (int, float) or not 0 <= float(number) < math.inf:
-        raise ValueError(f"{number!r} is no number of at least 0")
-    return number
