@@ -1,6 +1,11 @@
-"""Counts in words, as messages and pictures write them."""
+"""Pieces of sentences that messages share: counts, sizes, names that may have been meant, what to install."""
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+
+BYTES = (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10))  # with their powers of two
 
 
 def counted(count: int, noun: str) -> str:
@@ -26,3 +31,80 @@ def counted(count: int, noun: str) -> str:
     """
     ending = "" if count == 1 else "es" if noun.endswith("ch") else "s"
     return f"{count} {noun}{ending}"
+
+
+def shown_bytes(count: float) -> str:
+    """Return a number of bytes in the largest unit of which there is one.
+
+    Parameters
+    ----------
+    count : float
+        Bytes.
+
+    Returns
+    -------
+    str
+        With three digits.
+
+    Examples
+    --------
+    >>> from mpipipe.wording import shown_bytes
+    >>> shown_bytes(1536), shown_bytes(900), shown_bytes(2**43)
+    ('1.5 KiB', '900 bytes', '8 TiB')
+    """
+    for unit, power in BYTES:
+        if count >= 2**power:
+            digits = ".0f" if count >= 1000 * 2**power else ".3g"
+            return f"{count / 2**power:{digits}} {unit}"
+    return counted(round(count), "byte")
+
+
+def near(name: str, known: Iterable[str], other_names: Mapping[str, str] | None = None) -> list[str]:
+    """Return the names that may have been meant by one that is not known.
+
+    Parameters
+    ----------
+    name : str
+        What somebody wrote; case, and "-" for "_", are overlooked.
+    known : iterable of str
+        The names that exist.
+    other_names : mapping of str to str, optional
+        What others call them: from their name to the one that exists.
+
+    Returns
+    -------
+    list of str
+        The one that others call so; else at most three that look alike, the nearest first.
+
+    Examples
+    --------
+    >>> from mpipipe.wording import near
+    >>> near("step", ["steps", "seed"]), near("partition", ["queue", "name"], {"partition": "queue"})
+    (['steps'], ['queue'])
+    """
+    names = {each.replace("-", "_"): each for each in known}
+    word = name.replace("-", "_").lower()
+    meant = (other_names or {}).get(word)
+    return [names[meant]] if meant in names else [names[each] for each in difflib.get_close_matches(word, names, n=3)]
+
+
+def how_to_install(extra: str) -> str:
+    """Return how to install the libraries of an extra of this package.
+
+    Parameters
+    ----------
+    extra : str
+        Its name, as in pyproject.toml.
+
+    Returns
+    -------
+    str
+        A remedy.
+
+    Examples
+    --------
+    >>> from mpipipe.wording import how_to_install
+    >>> how_to_install("plot")
+    "in a checkout of mpipipe `pip install '.[plot]'`"
+    """
+    return f"in a checkout of mpipipe `pip install '.[{extra}]'`"

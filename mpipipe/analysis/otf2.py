@@ -14,6 +14,7 @@ from mpipipe.analysis.deliveries import deliveries
 from mpipipe.analysis.record import RankRecord, StepRecord
 from mpipipe.analysis.segments import Segment
 from mpipipe.errors import BackendError
+from mpipipe.wording import how_to_install
 
 RESOLUTION = 1_000_000_000  # ticks in a second
 NAME = "traces"
@@ -29,7 +30,7 @@ def library() -> Any:
         raise BackendError(
             f"the library otf2 cannot be imported: {error}",
             expected="it, to write a trace",
-            remedy="pip install 'mpipipe[trace]'",
+            remedy=how_to_install("trace"),
         ) from error
     return otf2
 

@@ -7,9 +7,10 @@ from types import ModuleType
 from typing import Any
 
 from mpipipe.errors import BackendError
+from mpipipe.wording import how_to_install
 
 INSTALL = (
-    "in a checkout of mpipipe `pip install '.[cuda13]'` (or [cuda12], as the driver has it: nvidia-smi tells; "
+    f"{how_to_install('cuda13')} (or [cuda12], as the driver has it: nvidia-smi tells; "
     "[rocm] for AMD's GPUs), "
     "or use device='cpu'"
 )

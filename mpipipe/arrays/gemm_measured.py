@@ -22,6 +22,7 @@ from mpipipe.arrays.memory import address, empty
 from mpipipe.arrays.streams import record, seconds_between, stream
 from mpipipe.arrays.types import DeviceArray
 from mpipipe.errors import BackendError
+from mpipipe.wording import how_to_install
 
 WORKSPACE = 32 << 20  # bytes that an algorithm may ask for: what NVIDIA's page on cuBLAS advises for Hopper
 PROPOSALS = 8
@@ -29,7 +30,7 @@ RUNS = 5  # of one proposal, after one that does not count
 MOST = 1024  # products that are measured; what comes later is left to cuBLAS
 ALIGNED = 256  # bytes; cublasLt asks for no more
 DOUBLE = 1  # CUDA_R_64F, the type of the factors 0 and 1 of float64; that of all others is CUDA_R_32F
-INSTALL = "in a checkout of mpipipe `pip install '.[cublaslt]'`, or unset MPIPIPE_PRODUCTS"
+INSTALL = f"{how_to_install('cublaslt')}, or unset MPIPIPE_PRODUCTS"
 
 
 class Sizes(NamedTuple):

@@ -5,7 +5,6 @@ commands.py lists the commands. Each one is a function, whose parameters are its
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
 import sys
@@ -20,6 +19,7 @@ from mpipipe.comm.abort import Stop, run_or_abort
 from mpipipe.comm.group import group_of
 from mpipipe.comm.report import INTERRUPTED, write
 from mpipipe.errors import BackendError
+from mpipipe.wording import near
 
 WIDTH = 12  # of the longest name of a command, and two spaces
 
@@ -119,7 +119,7 @@ def _chosen(words: list[str]) -> Chosen:
         found = commands.find(name)
         if found is None:
             known = [*(command.name for command in commands.commands), "--help", *([] if names else ["--version"])]
-            raise wrong_usage(prog, f"there is no command {name}", difflib.get_close_matches(name, known))
+            raise wrong_usage(prog, f"there is no command {name}", near(name, known))
         names = (*names, name)
         if isinstance(found, Command):
             return Chosen(names, parser_of(f"{prog} {name}", found.load()).parse(words))

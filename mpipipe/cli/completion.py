@@ -11,6 +11,7 @@ from mpipipe.cli.parser import Parser, add_parameters
 from mpipipe.cli.refusal import refusing
 from mpipipe.cli.stdout import show
 from mpipipe.errors import BackendError, ConfigError
+from mpipipe.wording import how_to_install
 
 SHELLS = ("bash", "zsh", "tcsh")
 
@@ -30,7 +31,7 @@ def completion(shell: Annotated[str, Operand("bash, zsh or tcsh")]) -> int:
             raise BackendError(
                 "the library shtab cannot be imported",
                 expected="it, to complete commands",
-                remedy="pip install 'mpipipe[completion]'",
+                remedy=how_to_install("completion"),
             ) from error
         parser = Parser("mpipipe")
         _add(parser, ALL)

@@ -20,7 +20,7 @@ from mpipipe.text_table import text_table
 from mpipipe.train import TrainConfig
 from mpipipe.train.dry_run import Forecast, RankBytes, foresee
 from mpipipe.train.planner import predict_on_paper
-from mpipipe.wording import counted
+from mpipipe.wording import counted, shown_bytes
 
 MOST_RANKS = 1 << 16
 COLUMNS = ("parameters", "gradients", "moments", "activations", "messages", "scratch", "later", "process", "total")
@@ -98,7 +98,7 @@ def described(found: Forecast) -> str:
         f"a micro-batch is {rows} x {length} on each rank",
         f"mpipipe: bubble {_bubble(found):.3f} if a layer takes as long as its operations are many",
         "",
-        "MB (1,000,000 bytes) of each rank of a pipeline at its peak",
+        "MiB (2^20 bytes) of each rank of a pipeline at its peak",
     ]
     cuts = [" ".join(f"{start}-{stop - 1}" for start, stop in each.stages.values()) for each in found.ranks]
     cells = [[str(each.rank), cut, *_sizes(each)] for each, cut in zip(found.ranks, cuts)]
@@ -108,8 +108,8 @@ def described(found: Forecast) -> str:
         [
             *lines,
             "",
-            f"rank {worst.rank} takes most: {worst.total:,} bytes"
-            + (f"; all {count} ranks: {total * found.data * found.seq:,} bytes" if count > 1 else ""),
+            f"rank {worst.rank} takes most: {shown_bytes(worst.total)}"
+            + (f"; all {count} ranks: {shown_bytes(total * found.data * found.seq)}" if count > 1 else ""),
         ]
     )
 
@@ -120,7 +120,7 @@ def _sizes(each: RankBytes) -> list[str]:
         "later": max(0, each.sample - each.step, each.sums - each.step),
         "total": each.total,
     }
-    return [f"{sizes[name] / 1e6:.1f}" for name in COLUMNS]
+    return [f"{sizes[name] / 2**20:.1f}" for name in COLUMNS]
 
 
 def _bubble(found: Forecast) -> float:

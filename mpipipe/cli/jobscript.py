@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import subprocess
 import sys
-from collections.abc import Iterable
 from typing import Annotated
 
 from mpipipe.cli.flags import Flag, Operand
@@ -58,12 +56,7 @@ def jobscript(
     show(script)
 
 
-def near(name: str, known: Iterable[str]) -> list[str]:
-    """Return the options that may have been meant: SLURM calls a queue a partition."""
-    return ["queue"] if name.replace("-", "_") == "partition" else difflib.get_close_matches(name, list(known), n=3)
-
-
-jobscript.suggest = near  # type: ignore[attr-defined]
+jobscript.other_names = {"partition": "queue"}  # type: ignore[attr-defined]  # as SLURM calls it
 
 
 def _check_options(words: list[str]) -> None:

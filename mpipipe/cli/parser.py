@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import inspect
 import math
 import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,6 +17,7 @@ from mpipipe.cli.flags import REQUIRED, Flag, Operand, Parameter, parameters_of
 from mpipipe.cli.refusal import WRONG_USAGE
 from mpipipe.cli.stdout import show
 from mpipipe.comm.abort import Stop
+from mpipipe.wording import near
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 WIDEST = 100  # columns of the help
@@ -43,7 +43,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog=prog, formatter_class=_Help, allow_abbrev=False, add_help=False, **options)
         self.headings: dict[str, Any] = {}
         self.behind_dashes: str | None = None  # the parameter that takes what stands behind --
-        self.suggest: Callable[[str, Iterable[str]], list[str]] | None = None  # (name, known names) -> similar names
+        self.other_names: Mapping[str, str] = {}  # what others call a flag: from their name to ours, without --
 
     def under(self, heading: str) -> Any:
         """Return argparse's group of the flags that the help lists under `heading`."""
@@ -69,11 +69,9 @@ class Parser(argparse.ArgumentParser):
 
     def near(self, name: str) -> list[str]:
         """Return the flags that the user may have meant with `name`."""
-        known = [option for action in self._actions for option in action.option_strings]
-        if self.suggest is not None:
-            words = {option[2:].replace("-", "_"): option for option in known}
-            return [words[word] for word in self.suggest(name.lstrip("-"), words)]
-        return difflib.get_close_matches(name.replace("_", "-"), known, n=3)
+        options = [option for action in self._actions for option in action.option_strings]
+        known = [option.removeprefix("--") for option in options if option.startswith("--")]
+        return [f"--{each}" for each in near(name.lstrip("-"), known, self.other_names)]
 
     def print_help(self, file: Any = None) -> None:
         """Show the help, and end with an error where it cannot be written, which argparse passes over."""
@@ -107,7 +105,7 @@ def parser_of(prog: str, command: Callable[..., Any]) -> Parser:
 def add_parameters(parser: Parser, command: Callable[..., Any]) -> None:
     """Give a parser the parameters of a command, and the flags that every command has."""
     parameters = parameters_of(command)
-    parser.suggest = getattr(command, "suggest", None)
+    parser.other_names = getattr(command, "other_names", {})
     operands = [entry for entry in parameters if isinstance(entry.flag, Operand)]
     parser.usage = " ".join([parser.prog.replace("%", "%%"), "[options]", *map(_operand_usage, operands)])
     for entry in parameters:

@@ -30,7 +30,7 @@ from mpipipe.train.base import architecture_of, find_base
 from mpipipe.train.config_checks import PLANNED
 from mpipipe.train.config_file import read_keys, toml_line
 from mpipipe.train.fine_tuning import find_tuning
-from mpipipe.train.options.aliases import near
+from mpipipe.train.options.other_names import OTHER_NAMES
 from mpipipe.train.outlet import Outlet
 from mpipipe.train.planner import Found, Scene, find, plan_on_paper
 from mpipipe.train.preparation import check_same_config, find_data
@@ -81,7 +81,8 @@ def plan(
                 if out is not None:
                     write(Path(out), {**given, "pipe": scene.ranks, "seq": scene.config.seq}, found.choice)
                 if save_profile is not None:
-                    SavedProfile.of(found.profile, scene.signatures, scene.facts).save(Path(save_profile))
+                    saved = SavedProfile.of(found.profile, scene.signatures, scene.facts, found.oversubscribed)
+                    saved.save(Path(save_profile))
                     _say(f"mpipipe: the measurements are in {save_profile}: plan --profile, train --dry-run --profile")
 
     return run_or_abort(work)
@@ -219,4 +220,4 @@ plan.parameters = [  # type: ignore[attr-defined]
     LINKS,
     *(entry for entry in FIELDS if entry.name not in ("out", "plan")),
 ]
-plan.suggest = near  # type: ignore[attr-defined]
+plan.other_names = OTHER_NAMES  # type: ignore[attr-defined]

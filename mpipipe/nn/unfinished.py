@@ -33,3 +33,9 @@ def check_finished(stage: Any, number: int | None) -> None:
             expected="the update finished before the next one, and before the next training step",
             remedy="call finish() of what optim.begin_step has returned; the stage has it as update_begun",
         )
+
+
+def check_all_finished(stages: Iterable[Any]) -> None:
+    """Raise ArgumentError where an optimizer step of any of these stages has not ended."""
+    for stage in stages:
+        check_finished(stage, getattr(stage, "index", None))

@@ -21,7 +21,7 @@ from mpipipe.comm.consensus import VALUES, Ballot
 from mpipipe.comm.group import group_of
 from mpipipe.comm.types import Communicator
 from mpipipe.comm.vote import Vote
-from mpipipe.nn.unfinished import check_finished, mark_begun
+from mpipipe.nn.unfinished import check_all_finished, mark_begun
 from mpipipe.optim.checks import check_max_norm
 from mpipipe.optim.exact_sum import expansion
 from mpipipe.optim.global_norm import GlobalNorm, resolved
@@ -88,7 +88,8 @@ def begin_step(
 
     With `finish` this is `scaled_step`, to the bit. Without `max_norm` and `scaler` no rank needs another one: the step
     is made at once, as by `optimizer.step`. Between the two calls gradients and parameters must be left alone, and
-    `finish` must come before the next training step of a pipeline, which refuses to begin otherwise.
+    `finish` must come first: until then no training step of a pipeline and no other step of an optimizer of these
+    stages begins.
 
     Parameters
     ----------
@@ -130,8 +131,7 @@ def begin_step(
     >>> stage.parameters["0.gain"]
     array([0.75, 0.75, 0.75, 0.75], dtype=float32)
     """
-    for stage in optimizer.stages:
-        check_finished(stage, getattr(stage, "index", None))
+    check_all_finished(optimizer.stages)
     if max_norm is None and scaler is None:
         optimizer.step(lr=lr)
         return PendingUpdate(lambda: None)

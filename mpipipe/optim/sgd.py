@@ -7,6 +7,7 @@ from typing import Any
 
 from mpipipe import arrays
 from mpipipe.arrays import Array, DeviceArray
+from mpipipe.nn.unfinished import check_all_finished
 from mpipipe.nn.writing import announce_write
 from mpipipe.optim.named import named
 from mpipipe.optim.stages import updated
@@ -68,7 +69,13 @@ class SGD:
         scale : float or cupy.ndarray
             Factor of the gradients. They stay as they are. For stages on a GPU it may be there, () of float64; where it
             is NaN then, parameters and state stay as they are.
+
+        Raises
+        ------
+        ArgumentError
+            A step that `begin_step` has begun with these stages has not ended.
         """
+        check_all_finished(self.stages)
         rate = self.lr if lr is None else lr
         announce_write(self, *self._updated)
         for stage, state in zip(self._updated, self.state):

@@ -14,7 +14,7 @@ from mpipipe import files
 from mpipipe.errors import ArgumentError, BackendError, StorageError
 from mpipipe.pictures.colours import INK, Look, shade
 from mpipipe.schedules import Schedule
-from mpipipe.wording import counted
+from mpipipe.wording import counted, how_to_install
 
 WIDTH, MARGIN = 548.0, 8.0  # points; the width of a page of documentation
 TITLE, TEXT, SMALL = 10.5, 9.0, 8.0  # sizes of fonts
@@ -199,7 +199,7 @@ def _library() -> Any:
         raise BackendError(
             f"the library matplotlib cannot be imported: {error}",
             expected="it, to draw pictures",
-            remedy="pip install 'mpipipe[plot]'; schedules.timeline draws a schedule as text without it",
+            remedy=f"{how_to_install('plot')}; schedules.timeline draws a schedule as text without it",
         ) from error
     return style
 

@@ -5,7 +5,7 @@ from mpipipe.planning.predict import Prediction, predict
 from mpipipe.planning.profile import LayerCosts, Link, Profile, RankCosts, Sizes
 from mpipipe.planning.saved import SavedProfile
 from mpipipe.planning.search import Plan, Space, find_plans
-from mpipipe.planning.sizes import parse_bytes, shown_bytes
+from mpipipe.planning.sizes import parse_bytes
 
 __all__ = [
     "Choice",
@@ -21,5 +21,4 @@ __all__ = [
     "find_plans",
     "parse_bytes",
     "predict",
-    "shown_bytes",
 ]

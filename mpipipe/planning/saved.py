@@ -41,6 +41,8 @@ class SavedProfile:
         Bytes.
     optimizer, sums, step, scale, alone : float
         As in a Profile; the first two as means over the ranks.
+    oversubscribed : str
+        Which ranks shared cores meanwhile, in a sentence; "" where none did.
 
     Examples
     --------
@@ -63,9 +65,12 @@ class SavedProfile:
     step: float = 0.0
     scale: float = 1.0
     alone: float = 1.0
+    oversubscribed: str = ""
 
     @classmethod
-    def of(cls, profile: Profile, signatures: Sequence[str], facts: Mapping[str, Any]) -> SavedProfile:
+    def of(
+        cls, profile: Profile, signatures: Sequence[str], facts: Mapping[str, Any], oversubscribed: str = ""
+    ) -> SavedProfile:
         """Take the means of a profile.
 
         Parameters
@@ -76,6 +81,8 @@ class SavedProfile:
             What each layer of the model is; equal ones are of one kind.
         facts : mapping of str to object
             What the times hold for, besides the layers.
+        oversubscribed : str
+            Which ranks shared cores, in a sentence; "" where none did.
 
         Returns
         -------
@@ -95,6 +102,7 @@ class SavedProfile:
             step=profile.step,
             scale=profile.scale,
             alone=profile.alone,
+            oversubscribed=oversubscribed,
         )
 
     def check(self, facts: Mapping[str, Any], signatures: Iterable[str]) -> None:
@@ -125,7 +133,7 @@ class SavedProfile:
                 )
 
     def doubts(self, ranks: int, replicas: int, rows: int, linked: bool) -> list[str]:
-        """Say what a prediction leaves out, or takes from far away, a line each.
+        """Say what a prediction leaves out, takes from far away or from rough times, a line each.
 
         Parameters
         ----------
@@ -148,6 +156,8 @@ class SavedProfile:
             lines.append(f"not counted: the sums over {replicas} replicas, which were not measured")
         if rows > 2 * largest:
             lines.append(f"far from what was measured: micro-batches of {rows} sequences, the largest had {largest}")
+        if self.oversubscribed:
+            lines.append(f"measured where {self.oversubscribed}")
         return lines
 
     def profile(
@@ -273,3 +283,5 @@ def _check_sizes(found: SavedProfile) -> None:
         raise ValueError(f"{kinds} layers, and numbers of {sorted(lengths)}")
     if type(found.ranks) is not int or found.ranks < 1 or not 0 < found.scale < math.inf or not 0 <= found.alone <= 1:
         raise ValueError("ranks, scale or alone out of range")
+    if not isinstance(found.oversubscribed, str):
+        raise ValueError("no sentence about cores")

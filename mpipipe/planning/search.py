@@ -13,9 +13,8 @@ from mpipipe.planning.choice import Choice
 from mpipipe.planning.cuts import cuts_by_time
 from mpipipe.planning.predict import Prediction, predict
 from mpipipe.planning.profile import Profile
-from mpipipe.planning.sizes import shown_bytes
 from mpipipe.schedules.registry import names
-from mpipipe.wording import counted
+from mpipipe.wording import counted, shown_bytes
 
 CHUNKS = 4  # most stages on a rank that are tried
 MOST_PER_RANK = 16  # micro-batches: more of them hardly make the bubble smaller

@@ -15,7 +15,7 @@ def parse_bytes(text: str) -> int:
     Parameters
     ----------
     text : str
-        A number of at least 0, and perhaps K, M, G or T: 2^10, 2^20, 2^30 or 2^40 bytes.
+        A number of at least 0, and perhaps K, M, G or T, or KiB, MiB, GiB or TiB: 2^10, 2^20, 2^30 or 2^40 bytes.
 
     Returns
     -------
@@ -33,7 +33,7 @@ def parse_bytes(text: str) -> int:
     >>> parse_bytes("1.5K")
     1536
     """
-    short = str(text).strip().upper()
+    short = str(text).strip().upper().removesuffix("IB")
     unit = short[-1:] if short[-1:] in UNITS and short[-1:] else ""
     try:
         count = float(short.removesuffix(unit))
@@ -44,28 +44,3 @@ def parse_bytes(text: str) -> int:
             "no number of bytes", found=repr(text), expected="a finite number of at least 0, such as 900M or 1.5G"
         )
     return int(count * 2 ** UNITS[unit])
-
-
-def shown_bytes(count: float) -> str:
-    """Show a number of bytes in the largest unit of which there is one.
-
-    Parameters
-    ----------
-    count : float
-        Bytes.
-
-    Returns
-    -------
-    str
-        With three digits, such as 1.5G.
-
-    Examples
-    --------
-    >>> from mpipipe.planning import shown_bytes
-    >>> shown_bytes(1536), shown_bytes(900)
-    ('1.5K', '900')
-    """
-    for unit, power in reversed(UNITS.items()):
-        if count >= 2**power:
-            return f"{count / 2**power:.0f}{unit}" if count >= 1000 * 2**power else f"{count / 2**power:.3g}{unit}"
-    return f"{count:.3g}"

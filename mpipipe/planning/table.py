@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from mpipipe.planning.search import Plan
-from mpipipe.planning.sizes import shown_bytes
 from mpipipe.text_table import text_table
-from mpipipe.wording import counted
+from mpipipe.wording import counted, shown_bytes
 
 SHOWN = 10
 WIDEST = 32  # characters of a partition

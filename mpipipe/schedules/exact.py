@@ -13,6 +13,7 @@ from mpipipe.schedules.kinds import OPS, Form, Orders
 from mpipipe.schedules.schedule import Schedule, at_least_one, looped_placement
 from mpipipe.schedules.search import search
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, Timeline, simulate
+from mpipipe.wording import how_to_install
 
 STEPS = 200  # of the search whose result it begins with
 UNITS = tuple(10**digits for digits in range(7))  # in a unit of time: the first one that makes all costs whole
@@ -102,7 +103,7 @@ def _solver() -> Any:
     except ImportError as error:
         raise BackendError(
             "OR-Tools is not installed, which finds the fastest schedule of all",
-            remedy="pip install 'mpipipe[search]', or schedules.search, which needs nothing",
+            remedy=f"{how_to_install('search')}, or schedules.search, which needs nothing",
         ) from error
     return cp_model
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
-
 OTHER_NAMES = {
     "1f1b": "one_f_one_b",
     "afab": "gpipe",
@@ -27,11 +24,3 @@ OTHER_NAMES = {
     "zbv": "zero_bubble_v",
     "zero_bubble": "zero_bubble_h1",
 }
-
-
-def near(name: object, known: Iterable[str]) -> list[str]:
-    """Return the schedules that are called like `name`, or that others call so."""
-    word = str(name).lower().replace("-", "_").removeprefix("schedule")
-    if word in OTHER_NAMES:
-        return [OTHER_NAMES[word]]
-    return difflib.get_close_matches(word, list(known), n=2)

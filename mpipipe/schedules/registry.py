@@ -7,9 +7,10 @@ from typing import Any
 
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules import building_blocks, classic, given, memory_limited, v_shaped, zero_bubble
-from mpipipe.schedules.other_names import near
+from mpipipe.schedules.other_names import OTHER_NAMES
 from mpipipe.schedules.schedule import Schedule, at_least_one, looped_placement
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs
+from mpipipe.wording import near
 
 ONE_STAGE: dict[str, Callable[..., Schedule]] = {  # per rank
     "gpipe": classic.gpipe,
@@ -88,7 +89,8 @@ def by_name(
             )
         return TWO_STAGES[name](ranks, microbatches, **_costs(name, costs, memory_limit))
     if name not in ONE_STAGE:
-        meant = near(name, (*ONE_STAGE, *SEVERAL_STAGES, *TWO_STAGES))
+        word = str(name).lower().removeprefix("schedule")  # PyTorch's classes are ScheduleGPipe, Schedule1F1B
+        meant = near(word, (*ONE_STAGE, *SEVERAL_STAGES, *TWO_STAGES), OTHER_NAMES)
         raise ArgumentError(
             "unknown schedule",
             found=f"name={name!r}",

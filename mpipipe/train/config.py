@@ -13,14 +13,15 @@ from typing import Any, get_args, get_origin, get_type_hints
 from mpipipe.errors import ConfigError
 from mpipipe.train.config_checks import NOUNS, PARSED, PLANNED, check_parsed, check_range, check_together, typed
 from mpipipe.train.config_file import read_keys
-from mpipipe.train.options.aliases import near
 from mpipipe.train.options.cluster import ClusterOptions
 from mpipipe.train.options.data import DataOptions
 from mpipipe.train.options.model import ModelOptions
 from mpipipe.train.options.option import parameters_of
+from mpipipe.train.options.other_names import OTHER_NAMES
 from mpipipe.train.options.output import OutputOptions
 from mpipipe.train.options.parallel import ParallelOptions
 from mpipipe.train.options.training import TrainingOptions
+from mpipipe.wording import near
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ KINDS = {name: _kind(hint) for name, hint in get_type_hints(TrainConfig).items()
 def _check_known(key: str, source: str | None) -> None:
     if key in KINDS:
         return
-    meant = near(key, [name.rstrip("_") for name in KINDS])
+    meant = near(key, [name.rstrip("_") for name in KINDS], OTHER_NAMES)
     raise ConfigError(
         f"unknown key in {source}",
         found=key,

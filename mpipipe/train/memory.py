@@ -17,6 +17,7 @@ from mpipipe.attention import Local
 from mpipipe.errors import ConfigError
 from mpipipe.train.config import TrainConfig
 from mpipipe.train.training_plan import TrainingPlan
+from mpipipe.wording import shown_bytes
 
 STATES = {"adamw": 2, "sgd": 1}  # arrays as big as the parameters that an optimizer keeps
 
@@ -106,14 +107,10 @@ def _check_memory(what: str, needs: Mapping[str, int], remedy: str) -> None:
     total, memory = sum(needs.values()), machine_memory()
     if memory is None or total <= memory:
         return
-    listed = ", ".join(f"{_gib(size)} for {name}" for name, size in needs.items())
+    listed = ", ".join(f"{shown_bytes(size)} for {name}" for name, size in needs.items())
     raise ConfigError(
         f"{what} does not fit into memory",
-        found=f"at least {_gib(total)}: {listed}",
-        expected=f"at most {_gib(memory)}, all that {socket.gethostname()} has",
+        found=f"at least {shown_bytes(total)}: {listed}",
+        expected=f"at most {shown_bytes(memory)}, all that {socket.gethostname()} has",
         remedy=remedy,
     )
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.3g} GiB"

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from mpipipe import files
 from mpipipe.errors import ArgumentError, BackendError
 from mpipipe.train import metrics
+from mpipipe.wording import how_to_install
 
 Facts = Mapping[str, float]  # the numbers of a record by name; "step" is always among them
 
@@ -157,7 +158,7 @@ def check_installed(names: Sequence[str]) -> None:
             raise BackendError(
                 f"metrics_to names {name}, which needs the package {library}",
                 found="it is not installed",
-                remedy=f"in a checkout of mpipipe `pip install '.[{name}]'`, or leave {name} out",
+                remedy=f"{how_to_install(name)}, or leave {name} out",
             )
 
 

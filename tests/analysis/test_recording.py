@@ -21,6 +21,7 @@ from mpipipe.analysis.record import RankRecord, StepRecord
 from mpipipe.comm import inprocess
 from mpipipe.comm.group import group_of
 from mpipipe.errors import ArgumentError, BackendError
+from mpipipe.wording import how_to_install
 
 STEPS, MICROBATCHES = 3, 4
 
@@ -241,5 +242,5 @@ def test_a_missing_library_is_one_clear_error(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "otf2", None)
     with pytest.raises(BackendError, match="otf2 cannot be imported") as error:
         found.write(tmp_path / "trace")
-    assert error.value.remedy == "pip install 'mpipipe[trace]'"
+    assert error.value.remedy == how_to_install("trace")
     assert not (tmp_path / "trace").exists()

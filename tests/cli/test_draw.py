@@ -178,7 +178,7 @@ def test_without_matplotlib_nothing_is_simulated(draw, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr("mpipipe.pictures.simulate_all", None)
     done = draw("compare", "--ranks", "2", "--microbatches", "2", "--out", "a.svg")
-    assert "pip install 'mpipipe[plot]'" in done.report
+    assert "pip install '.[plot]'" in done.report
 
 
 def test_several_ranks_are_refused(draw, monkeypatch):

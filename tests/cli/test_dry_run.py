@@ -11,6 +11,7 @@ from mpipipe.cli.dry_run import described
 from mpipipe.models import GPT
 from mpipipe.train import TrainConfig
 from mpipipe.train.dry_run import foresee
+from mpipipe.wording import shown_bytes
 
 SIZES = dict(dim=16, layers=2, heads=2, seq_len=16, batch=8, microbatches=2, device="cpu")
 FLAGS = [part for name, value in SIZES.items() for part in (f"--{name.replace('_', '-')}", str(value))]
@@ -27,9 +28,9 @@ def test_every_rank_has_a_line_whose_parts_are_its_total(keys):
         *parts, total = (float(number) for number in re.findall(r"\d+\.\d", row))
         assert row.split()[0] == str(rank) and len(parts) == 8
         assert sum(parts) == pytest.approx(total, abs=0.5)
-        assert total == pytest.approx(found.ranks[rank].total / 1e6, abs=0.06)
+        assert total == pytest.approx(found.ranks[rank].total / 2**20, abs=0.06)
     assert all(len(line) <= 110 for line in lines)
-    assert f"{max(each.total for each in found.ranks):,} bytes" in lines[-1]
+    assert f"takes most: {shown_bytes(max(each.total for each in found.ranks))}" in lines[-1]
 
 
 def test_an_order_from_a_file_is_foreseen_like_its_schedule(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -202,8 +203,16 @@ def test_no_training_step_begins_before_the_update_of_the_last_one_has_ended(com
         before = pipeline.evaluate(*mine)
         with pytest.raises(ArgumentError, match=r"(?s)has begun, and not ended.*call finish\(\)"):
             pipeline.step(*mine)
-        with pytest.raises(ArgumentError, match="has begun, and not ended"):
-            optim.begin_step(optimizer, 0.5, comm=comm)
+        scaler = optim.LossScaler(1.0, dynamic=False)
+        for step in (
+            partial(optim.begin_step, optimizer, 0.5, comm=comm),
+            partial(optim.scaled_step, optimizer, scaler, 0.5, comm=comm),
+            optimizer.step,
+            optim.SGD(stages, lr=0.1).step,
+        ):
+            with pytest.raises(ArgumentError, match="has begun, and not ended"):
+                step()
+        assert optimizer.steps == 0
         assert all(stage.update_begun is update for stage in stages)  # for who has lost it
         update.finish()
         assert pipeline.step(*mine).loss != before

@@ -20,7 +20,6 @@ from mpipipe.planning import (
     find_plans,
     parse_bytes,
     predict,
-    shown_bytes,
 )
 from mpipipe.planning.table import in_words, table
 from mpipipe.train import TrainConfig
@@ -240,10 +239,6 @@ def test_bytes_are_read(text, count):
 def test_what_is_no_number_of_bytes_is_refused(text):
     with pytest.raises(ArgumentError, match="no number of bytes"):
         parse_bytes(text)
-
-
-def test_bytes_are_shown():
-    assert [shown_bytes(count) for count in (0, 999, 1536, 1 << 20, 3 << 30)] == ["0", "999", "1.5K", "1M", "3G"]
 
 
 def test_the_table_has_ten_rows_and_the_best_is_not_behind_itself():

@@ -129,6 +129,7 @@ WRONG = {
     "no rank": changed(lambda given: given.update(ranks=0)),
     "no sequences": changed(lambda given: [given[name].update({"0": given[name]["2"]}) for name in TABLES]),
     "alone above all": changed(lambda given: given.update(alone=5)),
+    "cores": changed(lambda given: given.update(oversubscribed=4)),
     "true": changed(lambda given: given.update(step=True)),
     "an unknown key": changed(lambda given: given.update(speed=3)),
 }
@@ -147,3 +148,10 @@ def test_what_a_prediction_leaves_out_is_said():
     assert "messages" in one.doubts(4, 1, 8, linked=False)[0] and not one.doubts(4, 1, 8, linked=True)
     assert "2 replicas" in two.doubts(4, 2, 8, linked=False)[0]
     assert "micro-batches of 9 sequences, the largest had 4" in two.doubts(4, 1, 9, linked=False)[0]
+
+
+def test_times_of_ranks_that_shared_cores_are_said_to_be_rough(tmp_path):
+    saved = SavedProfile.of(measured(), SIGNATURES, FACTS, "4 ranks share 2 cores: predictions are rough")
+    saved.save(tmp_path / "profile.json")
+    read = SavedProfile.read(tmp_path / "profile.json")
+    assert read.doubts(4, 1, 4, linked=False) == ["measured where 4 ranks share 2 cores: predictions are rough"]

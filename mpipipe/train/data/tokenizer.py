@@ -17,6 +17,7 @@ from typing import Any
 
 from mpipipe import files
 from mpipipe.errors import BackendError, DataError
+from mpipipe.wording import how_to_install
 
 NAME = "tokenizer.json"
 MOST_BYTES = 1 << 28  # of it
@@ -109,7 +110,7 @@ def _library() -> Any:
         raise BackendError(
             f"the library tokenizers cannot be imported: {error}",
             expected="it, to read a tokenizer.json",
-            remedy="pip install 'mpipipe[tokens]'",
+            remedy=how_to_install("tokens"),
         ) from error
     return kind
 

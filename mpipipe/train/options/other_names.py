@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
-
-ALIASES = {
+OTHER_NAMES = {
     "attention_heads": "heads",
     "batch_size": "batch",
     "checkpoint_every": "save_every",
@@ -39,10 +36,3 @@ ALIASES = {
     "vocab_size": "vocab",
     "warmup_steps": "warmup",
 }
-
-
-def near(key: str, known: Iterable[str]) -> list[str]:
-    """Return the options that are called like `key`, or that other programs call so."""
-    known, key = list(known), key.replace("-", "_").lower()
-    meant = ALIASES.get(key)
-    return [meant] if meant in known else difflib.get_close_matches(key, known, n=3)

@@ -1,0 +1,54 @@
+"""Pieces of sentences that messages share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import mpipipe
+from mpipipe.planning import parse_bytes
+from mpipipe.schedules.other_names import OTHER_NAMES as SCHEDULES
+from mpipipe.schedules.registry import names
+from mpipipe.train.config import KINDS
+from mpipipe.train.config_file import tomllib
+from mpipipe.train.options.other_names import OTHER_NAMES as OPTIONS
+from mpipipe.wording import counted, how_to_install, near, shown_bytes
+
+
+def test_bytes_are_shown_in_the_largest_unit_of_which_there_is_one():
+    shown = [shown_bytes(count) for count in (0, 1, 999, 1536, 1 << 20, (1 << 30) - 1, 3 << 30, 5000 << 40)]
+    assert shown == ["0 bytes", "1 byte", "999 bytes", "1.5 KiB", "1 MiB", "1024 MiB", "3 GiB", "5000 TiB"]
+
+
+@pytest.mark.parametrize("count", [0, 1536, 5 << 20, 3 << 30, 7 << 40])
+def test_what_is_shown_is_read_as_a_limit(count):
+    assert parse_bytes(shown_bytes(count).removesuffix(" bytes")) == count
+
+
+def test_a_name_that_others_use_is_found_before_one_that_looks_alike():
+    known = ["queue", "partitions"]
+    assert near("partition", known) == ["partitions"]
+    assert near("Partition", known, {"partition": "queue"}) == ["queue"]
+    assert near("partition", ["partitions"], {"partition": "queue"}) == ["partitions"]  # that name does not exist here
+
+
+def test_names_come_back_as_they_are_written():
+    assert near("log_levle", ["log-level", "out"]) == ["log-level"]
+    assert near("nothing like it", ["log-level", "out"]) == []
+
+
+def test_each_other_name_leads_to_one_that_exists():
+    assert set(SCHEDULES.values()) <= {*names(1), *names(2)}
+    assert set(OPTIONS.values()) <= {name.rstrip("_") for name in KINDS}
+
+
+def test_counts():
+    assert [counted(0, "rank"), counted(1, "batch"), counted(2, "batch")] == ["0 ranks", "1 batch", "2 batches"]
+
+
+@pytest.mark.parametrize("extra", ["plot", "search", "tokens", "completion", "trace", "cublaslt", "cuda13", "mpich"])
+def test_what_an_error_says_to_install_is_an_extra(extra):
+    project = tomllib.loads(Path(mpipipe.__file__).parents[1].joinpath("pyproject.toml").read_text())
+    assert extra in project["project"]["optional-dependencies"]
+    assert f"'.[{extra}]'" in how_to_install(extra)
