@@ -14,7 +14,7 @@ from support import harness
 from mpipipe.errors import ConfigError
 from mpipipe.train import TrainConfig
 from mpipipe.train.config import KINDS
-from mpipipe.train.options.aliases import ALIASES
+from mpipipe.train.options.other_names import OTHER_NAMES
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -214,4 +214,4 @@ def test_an_unknown_key_comes_with_what_may_have_been_meant(key, meant):
 
 
 def test_what_others_call_an_option_leads_to_one_that_exists():
-    assert set(ALIASES.values()) <= {name.rstrip("_") for name in KINDS} and not set(ALIASES) & set(KINDS)
+    assert set(OTHER_NAMES.values()) <= {name.rstrip("_") for name in KINDS} and not set(OTHER_NAMES) & set(KINDS)
