@@ -89,7 +89,7 @@ def test_a_full_disk_is_one_error(tmp_path, monkeypatch):
 def test_without_matplotlib_one_error_names_the_extra_and_text_is_still_drawn(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     schedule = schedules.one_f_one_b(2, 2)
-    with pytest.raises(BackendError, match=r"pip install 'mpipipe\[plot\]'; schedules.timeline"):
+    with pytest.raises(BackendError, match=r"pip install '.\[plot\]'`; schedules.timeline"):
         pictures.draw_timeline(schedules.simulate(schedule), tmp_path / "a.png")
     assert "0F0" in schedules.timeline(schedule)
 
