@@ -24,7 +24,7 @@ def test_readme_and_the_guide_have_code():
     assert {"README", "start", "schedules", "ring-attention", "stages", "clusters", "contributing"} <= names
 
 
-@pytest.mark.parametrize("page", map(with_seconds, WITH_CODE))
+@pytest.mark.parametrize("page", [with_seconds(page) for page in WITH_CODE])
 def test_blocks_run_in_order(allow_seconds, tmp_path, page):
     allow_seconds(300)
     assert read_page(page, tmp_path / "checkout") > 0

@@ -24,7 +24,7 @@ LESS = """
 case "$*" in
     "-m mpipipe plan --dim 64 --layers 3"*) exec "$PYTHON" "$@" --batch 4 ;;
     "-m mpipipe train --plan auto"*)
-        exec "$PYTHON" "$@" --steps 2 --eval-batches 1 --sample-bytes 0 --seq-len 16 --batch 4 --data "$DATA" ;;
+        exec "$PYTHON" "$@" --steps 2 --eval-batches 1 --sample-bytes 0 --seq-len 16 --batch 8 --data "$DATA" ;;
     "-m mpipipe train"*) exec "$PYTHON" "$@" --steps 2 --eval-batches 1 --sample-bytes 0 --seq-len 32 --data "$DATA" ;;
     "-m mpipipe generate"*) exec "$PYTHON" "$@" --bytes 20 ;;
     "-m pytest -q -p no:cacheprovider test_"*) exec "$PYTHON" -c "$ALONE" "$@" ;;
