@@ -19,8 +19,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from mpipipe.schedules.action import FORWARD, INPUT_GRAD, Action
 from mpipipe.schedules.filling import PATIENCES, Queues, filled
+from mpipipe.schedules.kinds import Form
 from mpipipe.schedules.schedule import Schedule, at_least_one
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs
 from mpipipe.schedules.v_shaped import v_placement
@@ -141,23 +141,19 @@ def _repeated(
     """Try some blocks on few micro-batches, and on fewer ranks if there are many; then repeat the best one."""
     small = ranks if ranks < 2 * PERIOD else PERIOD + ranks % PERIOD  # its actions fall on the same cells of the six
     average = costs if small == ranks else costs.average(2 * ranks)
-    few = _form(name, small, min(microbatches, small + TRIED))
+    few = Form(v_placement(small), min(microbatches, small + TRIED), average, None)
     tried = []
     for block in _blocks(small, steps):
         for patience in PATIENCES:
-            made = filled(few, _queues(few, block), average, limit(small), patience)
+            made = filled(few, _queues(few, block), limit(small), patience)
             if made is not None:
                 tried.append((made.score, block, patience))
-    whole = _form(name, ranks, microbatches)
+    whole = Form(v_placement(ranks), microbatches, costs, None)
     for _, block, patience in sorted(tried):
-        made = filled(whole, _queues(whole, block), costs, limit(ranks), patience)
+        made = filled(whole, _queues(whole, block), limit(ranks), patience)
         if made is not None:
-            return made.schedule
+            return whole.schedule(name, made.orders)
     raise AssertionError(f"{name} on {ranks} ranks: no block fits {limit(ranks)} activations")
-
-
-def _form(name: str, ranks: int, microbatches: int) -> Schedule:
-    return Schedule(name, v_placement(ranks), microbatches, orders=())
 
 
 def _blocks(ranks: int, steps: tuple[int, int, int, int]) -> list[Block]:
@@ -171,29 +167,29 @@ def _is_free(ranks: int, block: Block) -> bool:
     return all(len({cell % PERIOD for cell, _ in _cells(ranks, rank, block)}) == 4 for rank in range(ranks))
 
 
-def _cells(ranks: int, rank: int, block: Block) -> list[tuple[int, tuple[int, str]]]:
-    """List (cell, (stage, op)) of one micro-batch on a rank."""
+def _cells(ranks: int, rank: int, block: Block) -> list[tuple[int, int]]:
+    """List (cell, kind) of one micro-batch on a rank; see kinds.py."""
     down, up, input_down, input_up = block.steps
     last = ranks - 1
     turn = last * down + block.turns[0]  # f on the last rank
     loss = turn + last * up + block.turns[1]  # i on rank 0
     end = loss + last * input_down + block.turns[2]  # I on the last rank
+    forward_down, forward_up = 3 * rank, 3 * (2 * ranks - 1 - rank)
     return [
-        (rank * down, (rank, FORWARD)),
-        (turn + (last - rank) * up, (2 * ranks - 1 - rank, FORWARD)),
-        (loss + rank * input_down, (2 * ranks - 1 - rank, INPUT_GRAD)),
-        (end + (last - rank) * input_up, (rank, INPUT_GRAD)),
+        (rank * down, forward_down),
+        (turn + (last - rank) * up, forward_up),
+        (loss + rank * input_down, forward_up + 1),
+        (end + (last - rank) * input_up, forward_down + 1),
     ]
 
 
-def _queues(form: Schedule, block: Block) -> Queues:
-    ranks = form.stages // 2
+def _queues(form: Form, block: Block) -> Queues:
     queues = []
-    for rank in range(ranks):
+    for rank in range(len(form.own)):
         cells = sorted(
-            (cell + PERIOD * microbatch, Action(*what, microbatch))
-            for cell, what in _cells(ranks, rank, block)
+            (cell + PERIOD * microbatch, kind)
+            for cell, kind in _cells(len(form.own), rank, block)
             for microbatch in range(form.microbatches)
         )
-        queues.append([[action for _, action in cells]])
+        queues.append([[kind for _, kind in cells]])
     return queues

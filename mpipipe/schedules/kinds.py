@@ -9,9 +9,11 @@ least a time after a_k, the k-th smallest b comes at least that time after the k
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise, repeat
 
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules import given
@@ -110,15 +112,23 @@ class Form:
 
     def schedule(self, name: str, orders: Orders) -> Schedule:
         """Write the kinds out as actions."""
-        ran = [0] * len(self.seconds)
-        written = []
-        for order in orders:
-            row = []
-            for kind in order:
-                row.append(Action(kind // 3, OPS[kind % 3], ran[kind]))
-                ran[kind] += 1
-            written.append(tuple(row))
-        return Schedule(name, self.placement, self.microbatches, tuple(written))
+        every = list(range(self.microbatches))  # large schedules share these numbers
+        of_kind = [map(Action, repeat(kind // 3), repeat(OPS[kind % 3]), every) for kind in range(len(self.seconds))]
+        with _collector_paused():
+            written = tuple(tuple([next(of_kind[kind]) for kind in order]) for order in orders)
+        return Schedule(name, self.placement, self.microbatches, written)
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Keep Python from looking for cycles among millions of new actions again and again: they have none."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def kinds_of(schedule: Schedule) -> Orders:

@@ -1,25 +1,23 @@
 """A list scheduler: each rank takes the first action that is ready, and fills its waits with weight gradients.
 
-    queues of a rank       I: 0I0 0I1 0I2 ...     F: 0F0 0F1 0F2 ...        the first one whose head is ready goes on
+    queues of a rank       I: I I I ...     F: F F F ...        the first one whose head is ready goes on
     weight gradients       of the I's that are done, oldest first            where nothing is ready, or memory is full
 
-Time is that of `simulate`. A rank decides when it is free, and knows then what all ranks have begun. The result is an
-order for each rank, and how long it takes; other costs may be put on the same orders.
+An action is given by its kind (see kinds.py): the k-th of a kind is that of micro-batch k. Time is that of `simulate`.
+A rank decides when it is free, and knows then what all ranks have begun. The result is an order for each rank, and how
+long it takes; other costs may be put on the same orders.
 """
 
 from __future__ import annotations
 
-from array import array
+from collections import deque
 from collections.abc import Sequence
-from heapq import heappop, heappush
-from itertools import pairwise
+from heapq import heappop, heappush, heapreplace
 from typing import NamedTuple
 
-from mpipipe.schedules.action import FORWARD, WEIGHT_GRAD, Action
-from mpipipe.schedules.simulate import Costs
+from mpipipe.schedules.kinds import NEVER, Form, Orders
 
-Queue = Sequence[Action]  # F's and I's in the order in which they may run
-NEVER = float("inf")
+Queue = Sequence[int]  # F's and I's, by their kinds, in the order in which they may run
 
 
 class Run(NamedTuple):
@@ -27,12 +25,12 @@ class Run(NamedTuple):
 
     Attributes
     ----------
-    orders : for each rank its actions
+    orders : for each rank the kinds of its actions
     starts, ends : for each rank the begin of its first action and the end of its last one
     peaks : for each rank the most activations that are alive at once, from F until W
     """
 
-    orders: list[list[Action]]
+    orders: Orders
     starts: list[float]
     ends: list[float]
     peaks: list[int]
@@ -43,14 +41,10 @@ class ListScheduler:
 
     Parameters
     ----------
-    placement : sequence of int
-        Rank of each stage.
-    microbatches : int
-        M.
-    costs : Costs
-        Times of F, I, W and transfers.
-    limits : sequence of float
-        For each rank the activations that it may hold at once.
+    form : Form
+        Stages, micro-batches and times; its limit is not used.
+    limit : float
+        Activations that a rank may hold at once.
     patience : float
         A rank that knows its next action to be ready soon runs a W before it only where the wait is at least this
         share of the W.
@@ -62,25 +56,9 @@ class ListScheduler:
     """
 
     def __init__(
-        self,
-        placement: Sequence[int],
-        microbatches: int,
-        costs: Costs,
-        *,
-        limits: Sequence[float],
-        patience: float = 1.0,
-        kept: float = 1.0,
-        prompt: bool = False,
+        self, form: Form, *, limit: float, patience: float = 1.0, kept: float = 1.0, prompt: bool = False
     ) -> None:
-        stages = len(placement)
-        self.placement, self.microbatches = placement, microbatches
-        self.limits, self.patience, self.kept, self.prompt = limits, patience, kept, prompt
-        self.forward = costs.per_stage("forward", stages)
-        self.input_grad = costs.per_stage("input_grad", stages)
-        self.weight_grad = costs.per_stage("weight_grad", stages)
-        transfer = costs.per_stage("transfer", stages)
-        near = [0] + [int(here == there) for here, there in pairwise(placement)]
-        self.hop = [0.0 if same else cost for same, cost in zip(near, transfer)] + [0.0]
+        self.form, self.limit, self.patience, self.kept, self.prompt = form, limit, patience, kept, prompt
 
     def run(self, queues: Sequence[Sequence[Queue]]) -> Run | None:
         """Return the orders; None where the ranks come to a standstill, since memory is full of what cannot go on.
@@ -90,81 +68,128 @@ class ListScheduler:
         queues : sequence of sequences of Queue
             For each rank its queues, the most urgent first. Together they have its F's and I's.
         """
-        placement, last, step = self.placement, len(self.placement) - 1, self.microbatches
-        forward, input_grad, weight_grad, hop = self.forward, self.input_grad, self.weight_grad, self.hop
-        kept, patience, room = self.kept, self.patience, [limit - 1 + 1e-9 for limit in self.limits]
-        # when an F or I ends, once it has begun, at stage * M + micro-batch; there is an F before the first stage
-        forward_done = array("d", [NEVER]) * ((last + 1) * step)
-        input_done = array("d", forward_done)
-        count = len(queues)
-        heads = [[0] * len(of_rank) for of_rank in queues]
-        left = [sum(map(len, of_rank)) for of_rank in queues]
-        held, open_now, peaks = [0.0] * count, [0] * count, [0] * count
-        owed: list[list[Action]] = [[] for _ in queues]  # I's whose weight gradients can run
-        paid, starts, ends = [0] * count, [NEVER] * count, [0.0] * count
-        orders: list[list[Action]] = [[] for _ in queues]
-        free = [(0.0, rank) for rank in range(count)]
+        progress = _Progress(self, queues)
+        free = [(0.0, number) for number in range(len(queues))]
         asleep: dict[int, float] = {}  # ranks for which nothing is known to become ready, and since when
         while free:
-            now, rank = heappop(free)
-            soonest, best, full = NEVER, -1, False
-            for number, queue in enumerate(queues[rank]):
-                head = heads[rank][number]
-                if head == len(queue):
-                    continue
-                stage, op, microbatch = queue[head]
-                index = stage * step + microbatch
-                if op == FORWARD:
-                    if held[rank] > room[rank]:
-                        full = True
-                        continue
-                    ready = forward_done[index - step] + hop[stage] if stage else 0.0
-                else:
-                    ready = forward_done[index]
-                    if stage != last:
-                        ready = max(ready, input_done[index + step] + hop[stage + 1])
-                if ready < soonest:
-                    soonest, best = ready, number
-                    if ready <= now:
-                        soonest = now
-                        break
-            if soonest > now and paid[rank] < len(owed[rank]):
-                stage, _, microbatch = owed[rank][paid[rank]]
-                least = patience
-                if self.prompt and left[rank] == 1 and placement[0] != rank:
-                    least = max(1.0, patience)
-                if full or soonest - now >= least * weight_grad[stage]:
-                    paid[rank] += 1
-                    held[rank] -= kept
-                    open_now[rank] -= 1
-                    orders[rank].append(Action(stage, WEIGHT_GRAD, microbatch))
-                    ends[rank] = now + weight_grad[stage]
-                    heappush(free, (ends[rank], rank))
-                    continue
-            if best < 0:
-                asleep[rank] = now
-                continue
-            action = queues[rank][best][heads[rank][best]]
-            heads[rank][best] += 1
-            left[rank] -= 1
-            stage, op, microbatch = action
-            if op == FORWARD:
-                starts[rank] = min(starts[rank], soonest)
-                end = soonest + forward[stage]
-                forward_done[stage * step + microbatch] = end
-                held[rank] += 1
-                open_now[rank] += 1
-                peaks[rank] = max(peaks[rank], open_now[rank])
-                other = placement[min(stage + 1, last)]
+            now, number = free[0]
+            rank = progress.ranks[number]
+            place, when, full = progress.first_ready(rank, now)
+            if when > now and progress.runs_weight_gradient(rank, when - now, full):
+                heapreplace(free, (progress.begin_weight_gradient(rank, now), number))
+            elif place < 0:
+                heappop(free)
+                asleep[number] = now
             else:
-                end = soonest + input_grad[stage]
-                input_done[stage * step + microbatch] = end
-                held[rank] -= 1 - kept
-                owed[rank].append(action)
-                other = placement[max(stage - 1, 0)]
-            orders[rank].append(action)
-            ends[rank] = end
-            heappush(free, (end, rank))
-            if other in asleep:  # it may be news for that rank
-                heappush(free, (max(asleep.pop(other), soonest), other))
-        return None if any(left) else Run(orders, starts, ends, peaks)
+                other = progress.begin(rank, place, when)
+                heapreplace(free, (rank.end, number))
+                if other in asleep:  # it may be news for that rank
+                    heappush(free, (max(asleep.pop(other), when), other))
+        return progress.result()
+
+
+class _Rank:
+    """A rank in a run: what it has still to do, what it holds, and what it has done.
+
+    Attributes
+    ----------
+    heads : next kind of each queue, -1 where there is none
+    rests : what comes behind it
+    left : F's and I's that have not begun
+    first : whether it has the first stage
+    room : activations that it may hold where an F begins
+    held, alive : activations, a part of one between its I and its W; the same as whole ones
+    owed : W's whose I has begun, oldest first
+    order, start, end, peak : as in Run
+    """
+
+    __slots__ = ("alive", "end", "first", "heads", "held", "left", "order", "owed", "peak", "rests", "room", "start")
+
+    def __init__(self, queues: Sequence[Queue], first: bool, limit: float) -> None:
+        self.rests = [iter(queue) for queue in queues]
+        self.heads = [next(rest, -1) for rest in self.rests]
+        self.left = sum(map(len, queues))
+        self.first, self.room = first, limit - 1 + 1e-9
+        self.held, self.alive, self.peak = 0.0, 0, 0
+        self.owed: deque[int] = deque()
+        self.order: list[int] = []
+        self.start, self.end = NEVER, 0.0
+
+
+class _Progress:
+    """How far all ranks have come in a run."""
+
+    def __init__(self, given: ListScheduler, queues: Sequence[Sequence[Queue]]) -> None:
+        form = given.form
+        self.seconds, self.lag, self.heard_by, self.rank_of = form.seconds, form.lag, form.heard_by, form.rank
+        self.kept, self.patience, self.prompt = given.kept, given.patience, given.prompt
+        self.ranks = [_Rank(queue, form.rank[0] == number, given.limit) for number, queue in enumerate(queues)]
+        # of each F and I: when the next ones may begin, as far as that is known
+        self.coming: list[deque[float]] = [deque() for _ in form.seconds]
+        self.coming[0].extend([0.0] * form.microbatches)
+
+    def first_ready(self, rank: _Rank, now: float) -> tuple[int, float, bool]:
+        """Find the first queue whose head is ready, or the one that is ready soonest.
+
+        Returns its place, when it is ready, and whether an F had to be left since memory is full.
+        """
+        best, soonest, full = -1, NEVER, False
+        for place, kind in enumerate(rank.heads):
+            if kind < 0:
+                continue
+            if kind % 3 == 0 and rank.held > rank.room:
+                full = True
+                continue
+            coming = self.coming[kind]
+            if coming and coming[0] < soonest:
+                best, soonest = place, coming[0]
+                if soonest <= now:
+                    return best, now, full
+        return best, soonest, full
+
+    def runs_weight_gradient(self, rank: _Rank, wait: float, full: bool) -> bool:
+        """Return whether the rank runs a weight gradient while it would wait."""
+        if not rank.owed:
+            return False
+        share = self.patience
+        if self.prompt and rank.left == 1 and not rank.first:
+            share = max(1.0, share)
+        return full or wait >= share * self.seconds[rank.owed[0]]
+
+    def begin_weight_gradient(self, rank: _Rank, now: float) -> float:
+        """Begin the oldest weight gradient that can run, and return when it ends."""
+        kind = rank.owed.popleft()
+        rank.held -= self.kept
+        rank.alive -= 1
+        rank.order.append(kind)
+        rank.end = now + self.seconds[kind]
+        return rank.end
+
+    def begin(self, rank: _Rank, place: int, now: float) -> int:
+        """Begin the head of a queue, and return the rank for which that is news."""
+        kind = rank.heads[place]
+        rank.heads[place] = next(rank.rests[place], -1)
+        rank.left -= 1
+        rank.order.append(kind)
+        self.coming[kind].popleft()
+        rank.end = end = now + self.seconds[kind]
+        if kind % 3 == 0:
+            rank.start = min(rank.start, now)
+            rank.held += 1
+            rank.alive += 1
+            rank.peak = max(rank.peak, rank.alive)
+        else:
+            rank.held -= 1 - self.kept
+            rank.owed.append(kind + 1)
+        news = self.heard_by[kind]
+        if news < 0:
+            return -1
+        self.coming[news].append(end + self.lag[news])
+        return self.rank_of[news]
+
+    def result(self) -> Run | None:
+        """Return what comes of the run; None where something is left."""
+        if any(rank.left for rank in self.ranks):
+            return None
+        starts, ends = [rank.start for rank in self.ranks], [rank.end for rank in self.ranks]
+        return Run([rank.order for rank in self.ranks], starts, ends, [rank.peak for rank in self.ranks])

@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules import given
-from mpipipe.schedules.action import FORWARD, INPUT_GRAD
-from mpipipe.schedules.classic import actions, alternate
+from mpipipe.schedules.bounds import ROUNDING, least_time
 from mpipipe.schedules.filling import PATIENCES, Filled, Queues, Score, fastest, filled
+from mpipipe.schedules.kinds import Form
 from mpipipe.schedules.schedule import Schedule, at_least_one, looped_placement
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs
 
@@ -95,76 +95,85 @@ def zero_bubble_2p(
         raise ArgumentError("no schedule keeps this memory limit", found=f"memory_limit={limit}", expected="at least 1")
     if not 0 <= given.number("kept", kept) <= 1:
         raise ArgumentError("kept is no share", found=f"kept={kept}", expected="0 to 1")
+    whole = _Tries(ranks, microbatches, costs, limit, kept)
     small = min(ranks, MANY)
-    few = _Form(small, min(microbatches, 3 * small))
     average, share = (costs, limit) if small == ranks else (costs.average(ranks), limit * small / ranks)
-    best = _best(few, average, share, kept)
-    if (few.ranks, few.microbatches) == (ranks, microbatches):
-        form, finalists = few, best[:1]  # H1 is among those that were tried
+    few = _Tries(small, min(microbatches, 3 * small), average, share, kept)
+    finalists = few.best()
+    if (small, few.form.microbatches) == (ranks, microbatches):
+        finalists = finalists[:1]  # H1 is among those that were tried
     else:
-        form = _Form(ranks, microbatches)
-        finalists = [*best[: max(1, min(FINALISTS, AFFORDABLE // (3 * ranks * microbatches)))], H1]
-    found = fastest(form.made(choice, costs, limit, kept) for choice in dict.fromkeys(finalists))
+        finalists = [*finalists[: max(1, min(FINALISTS, AFFORDABLE // (3 * ranks * microbatches)))], H1]
+    found = fastest(map(whole.made, dict.fromkeys(finalists)), whole.least())
     assert found is not None, f"no order keeps {limit} activations"
-    return found
+    return whole.form.schedule("zero_bubble_2p", found.orders)
 
 
-def _best(form: _Form, costs: Costs, limit: float, kept: float) -> list[Choice]:
-    """Try choices, and those beside the best of them; return those that end, the fastest first."""
-    tried: dict[Choice, Score] = {}
-    scores: dict[tuple[object, ...], Score] = {}  # of choices that are the same on so few ranks
+class _Tries:
+    """Choices are tried on these stages and micro-batches."""
 
-    def add(choices: Iterable[Choice]) -> list[Choice]:
-        for choice in choices:
-            same = (form.ahead(choice, costs, limit) or choice.rule, choice.patience, choice.prompt)
-            if same not in scores:
-                made = form.made(choice, costs, limit, kept)
-                scores[same] = NO_SCORE if made is None else made.score
-            tried[choice] = scores[same]
-        return [choice for score, choice in sorted(zip(tried.values(), tried)) if score != NO_SCORE]
+    def __init__(self, ranks: int, microbatches: int, costs: Costs, limit: float, kept: float) -> None:
+        self.form = Form(looped_placement(ranks, 1), microbatches, costs, None)
+        self.limit, self.kept = max(1, limit), kept
+        self.away = _away(costs, ranks)
 
-    rules = [("I", 0.0), ("F", 0.0), *product(("ranks", "time"), SLOPES)]
-    coarse = add(Choice(*rule, 0, patience) for rule in rules for patience in PATIENCES)
-    near = {(best.rule, best.slope + step) for best in coarse[:2] if best.slope for step in (-FINE, 0, FINE)}
-    return add(
-        Choice(*rule, more, patience, prompt)
-        for rule in sorted(near)
-        for more, prompt in ((0, False), (0, True), (1, False))
-        for patience in PATIENCES
-    )
+    def best(self) -> list[Choice]:
+        """Try choices, and those beside the best of them; return those that end, the fastest first."""
+        tried: dict[Choice, Score] = {}
+        scores: dict[tuple[object, ...], Score] = {}  # of choices that are the same on so few ranks
 
+        def add(choices: Iterable[Choice]) -> list[Choice]:
+            for choice in choices:
+                same = (self.ahead(choice) or choice.rule, choice.patience, choice.prompt)
+                if same not in scores:
+                    made = self.made(choice)
+                    scores[same] = NO_SCORE if made is None else made.score
+                tried[choice] = scores[same]
+            return [choice for score, choice in sorted(zip(tried.values(), tried)) if score != NO_SCORE]
 
-class _Form:
-    """The ranks and micro-batches, and their F's and I's."""
+        rules = [("I", 0.0), ("F", 0.0), *product(("ranks", "time"), SLOPES)]
+        coarse = add(Choice(*rule, 0, patience) for rule in rules for patience in PATIENCES)
+        near = {(best.rule, best.slope + step) for best in coarse[:2] if best.slope for step in (-FINE, 0, FINE)}
+        return add(
+            Choice(*rule, more, patience, prompt)
+            for rule in sorted(near)
+            for more, prompt in ((0, False), (0, True), (1, False))
+            for patience in PATIENCES
+        )
 
-    def __init__(self, ranks: int, microbatches: int) -> None:
-        every = range(microbatches)
-        self.ranks, self.microbatches = ranks, microbatches
-        self.schedule = Schedule("zero_bubble_2p", looped_placement(ranks, 1), microbatches, orders=())
-        self.forwards = [actions(FORWARD, (rank,), every) for rank in range(ranks)]
-        self.inputs = [actions(INPUT_GRAD, (rank,), every) for rank in range(ranks)]
-
-    def made(self, choice: Choice, costs: Costs, limit: float, kept: float) -> Filled | None:
+    def made(self, choice: Choice) -> Filled | None:
         """Return what comes of a choice, None where the memory does not let it end."""
-        ahead = self.ahead(choice, costs, limit)
-        pairs = zip(self.forwards, self.inputs)
+        ranks, every = range(len(self.form.own)), self.form.microbatches
+        ahead = self.ahead(choice)
         queues: Queues
-        if ahead:  # `alternate` begins its turns with an F: one of those that are ahead
-            queues = [[alternate(*pair, number - 1)] for pair, number in zip(pairs, ahead)]
+        if ahead:
+            queues = [[_in_turn(3 * rank, number, every)] for rank, number in zip(ranks, ahead)]
         else:
-            queues = [[of_i, of_f] if choice.rule == "I" else [of_f, of_i] for of_f, of_i in pairs]
-        return filled(self.schedule, queues, costs, max(1, limit), choice.patience, kept, prompt=choice.prompt)
+            preferred = (1, 0) if choice.rule == "I" else (0, 1)  # I's first, or F's
+            queues = [[[3 * rank + op] * every for op in preferred] for rank in ranks]
+        return filled(self.form, queues, self.limit, choice.patience, self.kept, prompt=choice.prompt)
 
-    def ahead(self, choice: Choice, costs: Costs, limit: float) -> tuple[int, ...]:
+    def ahead(self, choice: Choice) -> tuple[int, ...]:
         """Return how many forwards each rank runs before its first I; nothing where that is not chosen."""
         if choice.rule == "time":
-            counts = [math.floor(choice.slope / 2 * away + 1e-9) for away in _away(costs, self.ranks)]
+            counts = [math.floor(choice.slope / 2 * away + 1e-9) for away in self.away]
         elif choice.rule == "ranks":
-            counts = [math.ceil(choice.slope * behind - 1e-9) for behind in range(self.ranks - 1, -1, -1)]
+            counts = [math.ceil(choice.slope * behind - 1e-9) for behind in reversed(range(len(self.form.own)))]
         else:
             return ()
-        most = max(1, int(min(limit, self.microbatches)))
+        most = max(1, int(min(self.limit, self.form.microbatches)))
         return tuple(min(count + 1 + choice.more, most) for count in counts)
+
+    def least(self) -> tuple[float, float]:
+        """Return a span and a makespan that no orders can beat, but for rounding."""
+        span = self.form.busy * self.form.microbatches
+        makespan = least_time(self.form.placement, self.form.microbatches, self.form.costs, None)
+        return span * (1 + ROUNDING), makespan * (1 + ROUNDING)
+
+
+def _in_turn(forward: int, ahead: int, every: int) -> list[int]:
+    """List the kinds of a rank's F's and I's: so many F's first, then an I and an F in turn, then the I's left."""
+    return [forward] * ahead + [forward + 1, forward] * (every - ahead) + [forward + 1] * ahead
 
 
 def _away(costs: Costs, stages: int) -> list[float]:

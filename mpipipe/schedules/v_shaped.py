@@ -18,7 +18,8 @@ from functools import lru_cache, partial
 from typing import TypeAlias
 
 from mpipipe.schedules.action import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action
-from mpipipe.schedules.filling import PATIENCES, fastest, filled, simulated
+from mpipipe.schedules.filling import PATIENCES, fastest, filled, score_of
+from mpipipe.schedules.kinds import Form, kinds_of
 from mpipipe.schedules.on_demand import OrdersOnDemand
 from mpipipe.schedules.schedule import Schedule, at_least_one
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs
@@ -72,9 +73,12 @@ def zero_bubble_v(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS) -> 
     by_hand = _on_a_v("zero_bubble_v", ranks, microbatches, _zero_bubble, 1)
     if _are_alike(costs, 2 * ranks):
         return by_hand
-    queues = [[[action for action in order if action.op != WEIGHT_GRAD]] for order in by_hand.orders]
-    others = (filled(by_hand, queues, costs, 2 * ranks, patience) for patience in PATIENCES)
-    return fastest([simulated(by_hand, costs), *others]) or by_hand
+    form = Form(by_hand.placement, by_hand.microbatches, costs, None)
+    queues = [[[kind for kind in order if kind % 3 != 2]] for order in kinds_of(by_hand)]
+    best = fastest(filled(form, queues, 2 * ranks, patience) for patience in PATIENCES)
+    if best is None or score_of(by_hand, costs) <= best.score:
+        return by_hand
+    return form.schedule(by_hand.name, best.orders)
 
 
 #     rank 0  F0 F1 F2 f0 i0 w0 f1 F3 b1-- f2 B0-- b2-- f3 .  B1-- b3-- I2 W2 I3 W3
