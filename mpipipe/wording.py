@@ -44,7 +44,7 @@ def shown_bytes(count: float) -> str:
     Returns
     -------
     str
-        With three digits.
+        With three digits, and with four from 1000 to 1023 of a unit.
 
     Examples
     --------
@@ -54,9 +54,14 @@ def shown_bytes(count: float) -> str:
     """
     for unit, power in BYTES:
         if count >= 2**power:
-            digits = ".0f" if count >= 1000 * 2**power else ".3g"
+            digits = ".0f" if count >= 999.5 * 2**power else ".3g"
             return f"{count / 2**power:{digits}} {unit}"
     return counted(round(count), "byte")
+
+
+def exact_bytes(count: int) -> str:
+    """Return a number of bytes as `shown_bytes` does, and exactly, for numbers that are compared."""
+    return f"{shown_bytes(count)} ({count} bytes)" if count >= 1024 else shown_bytes(count)
 
 
 def near(name: str, known: Iterable[str], other_names: Mapping[str, str] | None = None) -> list[str]:
@@ -82,10 +87,15 @@ def near(name: str, known: Iterable[str], other_names: Mapping[str, str] | None 
     >>> near("step", ["steps", "seed"]), near("partition", ["queue", "name"], {"partition": "queue"})
     (['steps'], ['queue'])
     """
-    names = {each.replace("-", "_"): each for each in known}
-    word = name.replace("-", "_").lower()
+    names = {as_word(each): each for each in known}
+    word = as_word(name)
     meant = (other_names or {}).get(word)
     return [names[meant]] if meant in names else [names[each] for each in difflib.get_close_matches(word, names, n=3)]
+
+
+def as_word(name: str) -> str:
+    """Return a name as tables of names have it: in small letters, with "_" for "-"."""
+    return name.replace("-", "_").lower()
 
 
 def how_to_install(extra: str) -> str:

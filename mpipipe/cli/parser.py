@@ -17,7 +17,7 @@ from mpipipe.cli.flags import REQUIRED, Flag, Operand, Parameter, parameters_of
 from mpipipe.cli.refusal import WRONG_USAGE
 from mpipipe.cli.stdout import show
 from mpipipe.comm.abort import Stop
-from mpipipe.wording import near
+from mpipipe.wording import as_word, near
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 WIDEST = 100  # columns of the help
@@ -29,11 +29,12 @@ def program() -> str:
     return "mpipipe" if Path(sys.argv[0]).name == "mpipipe" else "python -m mpipipe"
 
 
-def wrong_usage(prog: str, problem: str, near: Iterable[str] = ()) -> Stop:
+def wrong_usage(prog: str, problem: str, near: Iterable[str] = (), remedy: str | None = None) -> Stop:
     """Return the error that ends a program whose arguments cannot be understood."""
     found = list(near)
     hint = f"  did you mean: {' or '.join(found)}\n" if found else ""
-    return Stop(f"{prog}: {problem}\n{hint}  remedy: `{prog} --help` explains what there is\n", WRONG_USAGE)
+    remedy = f"`{prog} --help` explains what there is" if remedy is None else remedy
+    return Stop(f"{prog}: {problem}\n{hint}  remedy: {remedy}\n", WRONG_USAGE)
 
 
 class Parser(argparse.ArgumentParser):
@@ -44,6 +45,7 @@ class Parser(argparse.ArgumentParser):
         self.headings: dict[str, Any] = {}
         self.behind_dashes: str | None = None  # the parameter that takes what stands behind --
         self.other_names: Mapping[str, str] = {}  # what others call a flag: from their name to ours, without --
+        self.follows: Mapping[str, str] = {}  # what others have a flag for, and what to do here
 
     def under(self, heading: str) -> Any:
         """Return argparse's group of the flags that the help lists under `heading`."""
@@ -64,7 +66,8 @@ class Parser(argparse.ArgumentParser):
                 file = [f"--config {name}"] if name.endswith(".toml") and self.near("--config") == ["--config"] else []
                 raise wrong_usage(self.prog, f"there is no place for {name}", file)
             place = "" if self.behind_dashes is None else " before --"
-            raise wrong_usage(self.prog, f"there is no option {name}{place}", self.near(name))
+            problem, instead = f"there is no option {name}{place}", self.follows.get(as_word(name.lstrip("-")))
+            raise wrong_usage(self.prog, problem, self.near(name) if instead is None else (), instead)
         return vars(given) | behind
 
     def near(self, name: str) -> list[str]:
@@ -105,7 +108,7 @@ def parser_of(prog: str, command: Callable[..., Any]) -> Parser:
 def add_parameters(parser: Parser, command: Callable[..., Any]) -> None:
     """Give a parser the parameters of a command, and the flags that every command has."""
     parameters = parameters_of(command)
-    parser.other_names = getattr(command, "other_names", {})
+    parser.other_names, parser.follows = getattr(command, "other_names", {}), getattr(command, "follows", {})
     operands = [entry for entry in parameters if isinstance(entry.flag, Operand)]
     parser.usage = " ".join([parser.prog.replace("%", "%%"), "[options]", *map(_operand_usage, operands)])
     for entry in parameters:

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from mpipipe.comm import exit_hooks
+from mpipipe.comm.mpi_abort import mpi_abort
 from mpipipe.comm.process import here
 from mpipipe.comm.report import GRACE, INTERRUPTED, STAGGER, write
 
@@ -67,4 +68,4 @@ def _abort_after_exception(MPI: ModuleType) -> None:
     code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
     if here().lifeline is not None:
         here().lifeline.end_job(code)
-    MPI.COMM_WORLD.Abort(code)
+    mpi_abort(MPI.COMM_WORLD, code)

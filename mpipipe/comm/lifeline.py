@@ -27,6 +27,7 @@ from typing import NoReturn
 
 from mpipipe.comm import communicators, exit_hooks, rank_list, runtime
 from mpipipe.comm.group import group_of
+from mpipipe.comm.mpi_abort import mpi_abort
 from mpipipe.comm.process import here
 from mpipipe.comm.report import write
 from mpipipe.comm.types import Communicator, MpiCommunicator
@@ -218,8 +219,7 @@ def abort(comm: MpiCommunicator, code: int) -> NoReturn:
     line = here().lifeline
     if line is not None:
         line.end_job(code)
-    comm.Abort(code)
-    os._exit(code)
+    mpi_abort(comm, code)
 
 
 def leave(code: int) -> NoReturn:

@@ -9,7 +9,6 @@ One small agreement of all ranks is the question. Rank 0 alone looks at the cloc
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
@@ -19,6 +18,7 @@ from typing import NoReturn
 
 from mpipipe.comm import lifeline, rank_list, runtime
 from mpipipe.comm.group import Group, group_of
+from mpipipe.comm.mpi_abort import mpi_abort
 from mpipipe.comm.past_launcher import errors_of_open_mpi, write_past_launcher
 from mpipipe.comm.report import heading, write
 from mpipipe.comm.stop_signals import StopSignals, parse_signals
@@ -269,8 +269,7 @@ class Preemption:
             os._exit(code)
         if self.group.process.lifeline is not None:
             lifeline.abort(runtime.world(), code)
-        runtime.world().Abort(code)
-        os.kill(os.getpid(), signal.SIGKILL)  # under srun --mpi=pmi2 MPI_Abort of MPICH comes back
+        mpi_abort(runtime.world(), code)
 
 
 def _on_stderr(text: str) -> None:

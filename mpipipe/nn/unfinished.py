@@ -1,4 +1,4 @@
-"""The optimizer step that a stage is in: until its end no training step may change the stage's gradients."""
+"""The optimizer step that a stage is in: until its end no training step and no other optimizer step may begin."""
 
 from __future__ import annotations
 

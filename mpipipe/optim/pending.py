@@ -41,7 +41,7 @@ class PendingUpdate:
     end : callable
         Waits for the norm, makes the step, and returns the norm.
     stages : sequence
-        Stages of the optimizer. Until the end no training step may change their gradients.
+        Stages of the optimizer. Until the end no training step and no other optimizer step of them may begin.
     """
 
     def __init__(self, end: Callable[[], float | None], stages: Sequence[Any] = ()) -> None:

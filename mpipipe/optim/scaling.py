@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from mpipipe.arrays import DeviceArray
 from mpipipe.comm.types import Communicator
 from mpipipe.errors import ArgumentError
+from mpipipe.nn.unfinished import check_all_finished
 from mpipipe.optim.checks import check_max_norm
 from mpipipe.optim.global_norm import GlobalNorm, resolved
 from mpipipe.optim.norm import Culprit, measure
@@ -161,7 +162,8 @@ def scaled_step(
         A gradient is infinite or NaN, and no smaller scale can help: the scale is 1 already, or not dynamic. All ranks
         raise it, and it names rank, stage and parameter.
     ArgumentError
-        `max_norm` is not above 0, or `over` comes with `comm` or `skip`, or is of other stages.
+        `max_norm` is not above 0, or `over` comes with `comm` or `skip`, or is of other stages; or another step of
+        these stages has not ended (see `begin_step`). The scaler is as it was.
 
     Examples
     --------
@@ -174,6 +176,7 @@ def scaled_step(
     >>> stage.parameters["0.gain"]
     array([0.5, 0.5, 0.5, 0.5], dtype=float32)
     """
+    check_all_finished(optimizer.stages)
     check_max_norm(max_norm)
     comm, skip, squares = resolved(optimizer.stages, comm, skip, over)
     if squares is not None:

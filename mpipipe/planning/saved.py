@@ -42,7 +42,8 @@ class SavedProfile:
     optimizer, sums, step, scale, alone : float
         As in a Profile; the first two as means over the ranks.
     oversubscribed : str
-        Which ranks shared cores meanwhile, in a sentence; "" where none did.
+        How many ranks shared how many cores meanwhile, and what follows for the times, as `mpipipe info` says it; ""
+        where none did.
 
     Examples
     --------
@@ -82,7 +83,7 @@ class SavedProfile:
         facts : mapping of str to object
             What the times hold for, besides the layers.
         oversubscribed : str
-            Which ranks shared cores, in a sentence; "" where none did.
+            How many ranks shared how many cores, and what follows for the times; "" where none did.
 
         Returns
         -------

@@ -14,7 +14,7 @@ from mpipipe.planning.cuts import cuts_by_time
 from mpipipe.planning.predict import Prediction, predict
 from mpipipe.planning.profile import Profile
 from mpipipe.schedules.registry import names
-from mpipipe.wording import counted, shown_bytes
+from mpipipe.wording import counted, exact_bytes
 
 CHUNKS = 4  # most stages on a rank that are tried
 MOST_PER_RANK = 16  # micro-batches: more of them hardly make the bubble smaller
@@ -202,8 +202,8 @@ def find_plans(profile: Profile, space: Space, memory_limit: int | None = None) 
         least = min((plan.prediction.peak for plan in found), default=None)
         raise ConfigError(
             "no plan keeps this memory limit",
-            found=f"memory_limit {shown_bytes(memory_limit or 0)} on each rank",
-            expected="a plan that exists" if least is None else f"at least {shown_bytes(least)} ({least} bytes)",
+            found=f"memory_limit {exact_bytes(memory_limit or 0)} on each rank",
+            expected="a plan that exists" if least is None else f"at least {exact_bytes(least)}",
             remedy="raise the limit, use more ranks for a pipeline, or lower batch, seq_len or the sizes of the model",
         )
     kept.sort(key=_rank)

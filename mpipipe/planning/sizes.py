@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 from mpipipe.errors import ArgumentError
 
@@ -33,7 +34,7 @@ def parse_bytes(text: str) -> int:
     >>> parse_bytes("1.5K")
     1536
     """
-    short = str(text).strip().upper().removesuffix("IB")
+    short = re.sub("(?<=[KMGT])IB$", "", str(text).strip().upper())
     unit = short[-1:] if short[-1:] in UNITS and short[-1:] else ""
     try:
         count = float(short.removesuffix(unit))

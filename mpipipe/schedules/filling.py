@@ -31,6 +31,10 @@ def filled(
 
     Parameters
     ----------
+    form : Form
+        Stages, micro-batches and times; its limit is not used.
+    queues : Queues
+        For each rank its F's and I's: see ListScheduler.run.
     limit : float
         Activations that a rank may hold at once.
     patience, kept, prompt : float, float, bool
@@ -56,7 +60,8 @@ def fastest(candidates: Iterable[Filled | None], least: tuple[float, float] = (0
     Parameters
     ----------
     least : tuple of two floats
-        A span and a makespan that none can beat: no candidate is made after one that is as fast.
+        A span and a makespan that none can beat. After a candidate that is as fast no other one is made, though it
+        might hold less.
     """
     best: Filled | None = None
     for each in candidates:

@@ -99,12 +99,13 @@ def zero_bubble_2p(
     small = min(ranks, MANY)
     average, share = (costs, limit) if small == ranks else (costs.average(ranks), limit * small / ranks)
     few = _Tries(small, min(microbatches, 3 * small), average, share, kept)
-    finalists = few.best()
+    best = few.best()
     if (small, few.form.microbatches) == (ranks, microbatches):
-        finalists = finalists[:1]  # H1 is among those that were tried
+        found = whole.made(best[0])  # H1 is among those that were tried
     else:
-        finalists = [*finalists[: max(1, min(FINALISTS, AFFORDABLE // (3 * ranks * microbatches)))], H1]
-    found = fastest(map(whole.made, dict.fromkeys(finalists)), whole.least())
+        number = max(1, min(FINALISTS, AFFORDABLE // (3 * ranks * microbatches)))
+        finalists = dict.fromkeys([*best[:number], H1])
+        found = fastest(map(whole.made, finalists), whole.least() if number == 1 else (0.0, 0.0))
     assert found is not None, f"no order keeps {limit} activations"
     return whole.form.schedule("zero_bubble_2p", found.orders)
 

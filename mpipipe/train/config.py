@@ -17,11 +17,11 @@ from mpipipe.train.options.cluster import ClusterOptions
 from mpipipe.train.options.data import DataOptions
 from mpipipe.train.options.model import ModelOptions
 from mpipipe.train.options.option import parameters_of
-from mpipipe.train.options.other_names import OTHER_NAMES
+from mpipipe.train.options.other_names import FOLLOWS, OTHER_NAMES
 from mpipipe.train.options.output import OutputOptions
 from mpipipe.train.options.parallel import ParallelOptions
 from mpipipe.train.options.training import TrainingOptions
-from mpipipe.wording import near
+from mpipipe.wording import as_word, near
 
 
 @dataclass(frozen=True)
@@ -134,10 +134,11 @@ KINDS = {name: _kind(hint) for name, hint in get_type_hints(TrainConfig).items()
 def _check_known(key: str, source: str | None) -> None:
     if key in KINDS:
         return
-    meant = near(key, [name.rstrip("_") for name in KINDS], OTHER_NAMES)
+    instead = FOLLOWS.get(as_word(key))
+    meant = near(key, [name.rstrip("_") for name in KINDS], OTHER_NAMES) if instead is None else []
     raise ConfigError(
         f"unknown key in {source}",
         found=key,
         expected=" or ".join(meant) if meant else ", ".join(KINDS),
-        remedy="`mpipipe train --help` explains each",
+        remedy=instead or "`mpipipe train --help` explains each",
     )

@@ -17,7 +17,7 @@ from mpipipe.attention import Local
 from mpipipe.errors import ConfigError
 from mpipipe.train.config import TrainConfig
 from mpipipe.train.training_plan import TrainingPlan
-from mpipipe.wording import shown_bytes
+from mpipipe.wording import exact_bytes, shown_bytes
 
 STATES = {"adamw": 2, "sgd": 1}  # arrays as big as the parameters that an optimizer keeps
 
@@ -110,7 +110,7 @@ def _check_memory(what: str, needs: Mapping[str, int], remedy: str) -> None:
     listed = ", ".join(f"{shown_bytes(size)} for {name}" for name, size in needs.items())
     raise ConfigError(
         f"{what} does not fit into memory",
-        found=f"at least {shown_bytes(total)}: {listed}",
-        expected=f"at most {shown_bytes(memory)}, all that {socket.gethostname()} has",
+        found=f"at least {exact_bytes(total)}: {listed}",
+        expected=f"at most {exact_bytes(memory)}, all that {socket.gethostname()} has",
         remedy=remedy,
     )

@@ -166,3 +166,17 @@ def test_a_stage_that_cannot_be_measured_is_an_error_everywhere(comm):
 def test_a_wrong_limit_is_refused(bad):
     with pytest.raises(ArgumentError, match="max_norm"):
         optim.begin_step(optim.SGD([model(0)], lr=0.1), bad)
+
+
+@pytest.mark.parametrize("gradient", [8.0, math.inf])
+def test_a_step_that_is_refused_leaves_the_scaler_as_it_was(gradient):
+    """What `finish` divides by is the scale that is in the gradients."""
+    stage = nn.Stage([nn.RMSNorm(4)])
+    optimizer, scaler = optim.SGD([stage], lr=0.5), optim.LossScaler(initial=8.0, interval=1)
+    stage.gradients["0.gain"][...] = gradient
+    update = optim.begin_step(optimizer, scaler=scaler)
+    with pytest.raises(ArgumentError, match="has begun, and not ended"):
+        optim.scaled_step(optimizer, scaler)
+    assert scaler.scale == 8.0
+    update.finish()
+    np.testing.assert_array_equal(stage.parameters["0.gain"], 0.5 if math.isfinite(gradient) else 1.0)

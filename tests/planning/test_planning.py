@@ -235,7 +235,7 @@ def test_bytes_are_read(text, count):
     assert parse_bytes(text) == count
 
 
-@pytest.mark.parametrize("text", ["", "G", "nan", "-1", "inf", "1 000", "5Q", "1e400"])
+@pytest.mark.parametrize("text", ["", "G", "nan", "-1", "inf", "1 000", "5Q", "1e400", "5iB", "5 iB"])
 def test_what_is_no_number_of_bytes_is_refused(text):
     with pytest.raises(ArgumentError, match="no number of bytes"):
         parse_bytes(text)

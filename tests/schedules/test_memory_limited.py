@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mpipipe import schedules
 from mpipipe.errors import ArgumentError
-from mpipipe.schedules import Costs, simulate
+from mpipipe.schedules import Costs, memory_limited, simulate
 
 
 def waiting_share(schedule, costs, busy):
@@ -49,3 +49,20 @@ def test_a_limit_that_no_schedule_keeps_is_refused(arguments):
     with pytest.raises(ArgumentError) as caught:
         schedules.zero_bubble_2p(4, 8, **arguments)
     assert "at least 1" in str(caught.value) or "0 to 1" in str(caught.value)
+
+
+@pytest.mark.parametrize(("transfer", "tries"), [(0, 1), (0.5, 2)])
+def test_of_a_large_schedule_no_second_choice_is_made_where_the_first_is_as_fast_as_any(monkeypatch, transfer, tries):
+    """Where messages take time, some rank waits: another choice might be faster."""
+    made, fill = [], memory_limited.filled
+
+    def counted(form, *rest, **options):
+        made.append(form.microbatches)
+        return fill(form, *rest, **options)
+
+    monkeypatch.setattr(memory_limited, "AFFORDABLE", 0)  # every schedule is large
+    monkeypatch.setattr(memory_limited, "filled", counted)
+    timeline = simulate(schedules.zero_bubble_2p(4, 40, Costs(1, 1, 1, transfer)), Costs(1, 1, 1, transfer))
+    assert made.count(40) == tries
+    waits = max(end - starts[0] for starts, end in zip(timeline.starts, timeline.ends)) - 3 * 40
+    assert (waits == 0) == (tries == 1)

@@ -11,6 +11,8 @@ import time
 
 from mpi4py import MPI
 
+from mpipipe.comm.mpi_abort import mpi_abort
+
 LIMIT = float(os.environ.get("MPIPIPE_TEST_TIMEOUT", "120"))  # seconds for one test on one rank; 0: no limit
 GRACE = min(10.0, LIMIT / 2 or 10.0)  # seconds that a failed rank waits for its peers
 TICK = 0.25  # seconds between two looks at the deadline
@@ -84,7 +86,7 @@ class Watchdog:
             except ProcessLookupError:
                 self.say("  gone\n")
             time.sleep(0.3)  # keeps the stacks apart
-        MPI.COMM_WORLD.Abort(1)
+        mpi_abort(MPI.COMM_WORLD, 1)
 
     def say(self, text):
         os.write(self.stderr, text.encode(errors="replace"))

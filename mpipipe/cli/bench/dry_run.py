@@ -22,6 +22,7 @@ from mpipipe.train.memory import resident
 
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 STEPS = 2
+MIB = 2**20
 
 
 def run(config: TrainConfig) -> None:
@@ -45,7 +46,7 @@ def run(config: TrainConfig) -> None:
             pipe_rank = rank // (found.data * found.seq)
             foreseen = found.ranks[pipe_rank].total - before
             show(
-                f"dry run, rank {rank}: foreseen {foreseen / 1e6:.1f} MB, measured {measured / 1e6:.1f} MB, "
+                f"dry run, rank {rank}: foreseen {foreseen / MIB:.1f} MiB, measured {measured / MIB:.1f} MiB, "
                 f"ratio {foreseen / measured:.3f} (within 0.9 ... 1.1)\n"
             )
     group.agree("bench: the end")

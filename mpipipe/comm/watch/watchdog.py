@@ -24,6 +24,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from mpipipe.comm import runtime, settings
+from mpipipe.comm.mpi_abort import mpi_abort
 from mpipipe.comm.process import Process
 from mpipipe.comm.watch import report
 from mpipipe.comm.watch.channel import Channel, Kind, Letter
@@ -284,4 +285,4 @@ class Watchdog:
             time.sleep(FORWARD_SECONDS)
             if self.process.lifeline is not None:
                 self.process.lifeline.end_job(report.HUNG)
-            world.Abort(report.HUNG)
+            mpi_abort(world, report.HUNG)

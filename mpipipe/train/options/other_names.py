@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-# a replica has pipe x seq ranks: their number follows from `pipe`
 OTHER_NAMES = {
     "accumulation_steps": "microbatches",
     "attention_heads": "heads",
@@ -17,10 +16,7 @@ OTHER_NAMES = {
     "cp": "seq",
     "cp_size": "seq",
     "d_model": "dim",
-    "data_parallel": "pipe",
-    "data_parallel_size": "pipe",
     "data_path": "data",
-    "dp": "pipe",
     "fp16": "dtype",
     "global_batch_size": "batch",
     "grad_clip": "clip",
@@ -51,7 +47,6 @@ OTHER_NAMES = {
     "pp": "pipe",
     "pp_size": "pipe",
     "precision": "dtype",
-    "replicas": "pipe",
     "ring": "seq",
     "rope_theta": "rope_base",
     "sequence_length": "seq_len",
@@ -62,4 +57,25 @@ OTHER_NAMES = {
     "virtual_stages": "chunks",
     "vocab_size": "vocab",
     "warmup_steps": "warmup",
+}
+
+_REPLICAS = "the replicas are all ranks divided by pipe x seq: give pipe and seq"
+_ROWS = "a micro-batch has batch / (replicas x microbatches) sequences: give batch and microbatches"
+_TENSOR = "layers are not divided over ranks: give pipe for large models, and seq for long sequences"
+# what follows from other options, or does not exist: what to say of it
+FOLLOWS = {
+    "data_parallel": _REPLICAS,
+    "data_parallel_size": _REPLICAS,
+    "dp": _REPLICAS,
+    "dp_size": _REPLICAS,
+    "micro_batch_size": _ROWS,
+    "microbatch_size": _ROWS,
+    "per_device_batch_size": _ROWS,
+    "per_device_train_batch_size": _ROWS,
+    "replicas": _REPLICAS,
+    "tensor_model_parallel_size": _TENSOR,
+    "tensor_parallel": _TENSOR,
+    "tensor_parallel_size": _TENSOR,
+    "tp": _TENSOR,
+    "tp_size": _TENSOR,
 }
