@@ -60,7 +60,24 @@ def shown_bytes(count: float) -> str:
 
 
 def exact_bytes(count: int) -> str:
-    """Return a number of bytes as `shown_bytes` does, and exactly, for numbers that are compared."""
+    """Return a number of bytes for people who compare it with another one: in a unit, and exactly.
+
+    Parameters
+    ----------
+    count : int
+        Bytes.
+
+    Returns
+    -------
+    str
+        As `shown_bytes`, and from 1 KiB on the number itself.
+
+    Examples
+    --------
+    >>> from mpipipe.wording import exact_bytes
+    >>> exact_bytes(1536)
+    '1.5 KiB (1536 bytes)'
+    """
     return f"{shown_bytes(count)} ({count} bytes)" if count >= 1024 else shown_bytes(count)
 
 
@@ -94,7 +111,24 @@ def near(name: str, known: Iterable[str], other_names: Mapping[str, str] | None 
 
 
 def as_word(name: str) -> str:
-    """Return a name as tables of names have it: in small letters, with "_" for "-"."""
+    """Return a name as tables of names have it: in small letters, with "_" for "-".
+
+    Parameters
+    ----------
+    name : str
+        What somebody wrote, without dashes before it.
+
+    Returns
+    -------
+    str
+        Such as "batch_size".
+
+    Examples
+    --------
+    >>> from mpipipe.wording import as_word
+    >>> as_word("Batch-Size")
+    'batch_size'
+    """
     return name.replace("-", "_").lower()
 
 

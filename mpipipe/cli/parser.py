@@ -45,7 +45,7 @@ class Parser(argparse.ArgumentParser):
         self.headings: dict[str, Any] = {}
         self.behind_dashes: str | None = None  # the parameter that takes what stands behind --
         self.other_names: Mapping[str, str] = {}  # what others call a flag: from their name to ours, without --
-        self.follows: Mapping[str, str] = {}  # what others have a flag for, and what to do here
+        self.instead: Mapping[str, str] = {}  # what has no flag here, and what to do instead
 
     def under(self, heading: str) -> Any:
         """Return argparse's group of the flags that the help lists under `heading`."""
@@ -66,7 +66,7 @@ class Parser(argparse.ArgumentParser):
                 file = [f"--config {name}"] if name.endswith(".toml") and self.near("--config") == ["--config"] else []
                 raise wrong_usage(self.prog, f"there is no place for {name}", file)
             place = "" if self.behind_dashes is None else " before --"
-            problem, instead = f"there is no option {name}{place}", self.follows.get(as_word(name.lstrip("-")))
+            problem, instead = f"there is no option {name}{place}", self.instead.get(as_word(name.lstrip("-")))
             raise wrong_usage(self.prog, problem, self.near(name) if instead is None else (), instead)
         return vars(given) | behind
 
@@ -108,7 +108,7 @@ def parser_of(prog: str, command: Callable[..., Any]) -> Parser:
 def add_parameters(parser: Parser, command: Callable[..., Any]) -> None:
     """Give a parser the parameters of a command, and the flags that every command has."""
     parameters = parameters_of(command)
-    parser.other_names, parser.follows = getattr(command, "other_names", {}), getattr(command, "follows", {})
+    parser.other_names, parser.instead = getattr(command, "other_names", {}), getattr(command, "instead", {})
     operands = [entry for entry in parameters if isinstance(entry.flag, Operand)]
     parser.usage = " ".join([parser.prog.replace("%", "%%"), "[options]", *map(_operand_usage, operands)])
     for entry in parameters:

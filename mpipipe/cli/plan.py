@@ -30,7 +30,7 @@ from mpipipe.train.base import architecture_of, find_base
 from mpipipe.train.config_checks import PLANNED
 from mpipipe.train.config_file import read_keys, toml_line
 from mpipipe.train.fine_tuning import find_tuning
-from mpipipe.train.options.other_names import FOLLOWS, OTHER_NAMES
+from mpipipe.train.options.other_names import INSTEAD, OTHER_NAMES
 from mpipipe.train.outlet import Outlet
 from mpipipe.train.planner import Found, Scene, find, plan_on_paper
 from mpipipe.train.preparation import check_same_config, find_data
@@ -220,4 +220,4 @@ plan.parameters = [  # type: ignore[attr-defined]
     LINKS,
     *(entry for entry in FIELDS if entry.name not in ("out", "plan")),
 ]
-plan.other_names, plan.follows = OTHER_NAMES, FOLLOWS  # type: ignore[attr-defined]
+plan.other_names, plan.instead = OTHER_NAMES, INSTEAD  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ from mpipipe.train import TrainConfig
 from mpipipe.train import train as run_training
 from mpipipe.train.config import KINDS, heading_of
 from mpipipe.train.config_checks import range_words
-from mpipipe.train.options.other_names import FOLLOWS, OTHER_NAMES
+from mpipipe.train.options.other_names import INSTEAD, OTHER_NAMES
 
 
 def train(
@@ -61,4 +61,4 @@ PROFILE = Parameter(
 )
 FIELDS = [_parameter(entry) for entry in dataclasses.fields(TrainConfig)]
 train.parameters = [CONFIG, DRY_RUN, RANKS, PROFILE, *FIELDS]  # type: ignore[attr-defined]
-train.other_names, train.follows = OTHER_NAMES, FOLLOWS  # type: ignore[attr-defined]
+train.other_names, train.instead = OTHER_NAMES, INSTEAD  # type: ignore[attr-defined]

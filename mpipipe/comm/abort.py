@@ -22,6 +22,7 @@ from typing import NoReturn
 from mpipipe.comm import communicators, excepthook, launcher, lifeline, runtime, settings
 from mpipipe.comm.ending import End, Says, World, leave_together, other_threads
 from mpipipe.comm.group import group_of
+from mpipipe.comm.mpi_abort import abort_job
 from mpipipe.comm.process import here, is_rank
 from mpipipe.comm.report import AGREED, INTERRUPTED, describe, heading, write
 from mpipipe.comm.types import MpiCommunicator
@@ -178,7 +179,7 @@ def _watch_os_exit(world: World) -> Callable[[], None]:
         if is_rank() and not runtime.finalized(world.end):
             write(f"{heading(world.rank, world.size)}\n  os._exit({status}) was called: the other ranks cannot go on\n")
             faulthandler.dump_traceback(all_threads=False)
-            lifeline.abort(world.end, status & 0xFF or 1)
+            abort_job(world.end, status & 0xFF or 1)
         original(status)
 
     os._exit = exit_rank

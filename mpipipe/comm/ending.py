@@ -21,6 +21,7 @@ import numpy as np
 
 from mpipipe.comm import exit_hooks, lifeline, rank_list, runtime
 from mpipipe.comm.group import Group
+from mpipipe.comm.mpi_abort import abort_job
 from mpipipe.comm.process import here
 from mpipipe.comm.report import AGREED, GRACE, INTERRUPTED, STAGGER, heading, write
 from mpipipe.comm.requests import own
@@ -89,7 +90,7 @@ def leave_together(world: World, end: End) -> int:
         lifeline.leave(end.code)
     except KeyboardInterrupt:
         write(f"{heading(world.rank, world.size)}\n  KeyboardInterrupt while it waited for the other ranks to end\n")
-        lifeline.abort(world.end, INTERRUPTED)
+        abort_job(world.end, INTERRUPTED)
     outlived = here().lifeline is not None and bool(here().lifeline.lost)
     codes, says, refusals = (column.tolist() for column in table.T)
     if len(set(codes)) == 1 and says[0] in (Says.NOTHING, Says.EXITED) and len(set(says)) == 1:
@@ -125,7 +126,7 @@ def _all_ends(world: World, end: End) -> np.ndarray:
             exit_hooks.say_farewell()
         if end.code and waited > _patience(world, end):
             write(end.report)
-            lifeline.abort(world.end, end.code)
+            abort_job(world.end, end.code)
         time.sleep(PAUSE)
     return table
 

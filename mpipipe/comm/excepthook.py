@@ -14,8 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from mpipipe.comm import exit_hooks
-from mpipipe.comm.mpi_abort import mpi_abort
-from mpipipe.comm.process import here
+from mpipipe.comm.mpi_abort import abort_job
 from mpipipe.comm.report import GRACE, INTERRUPTED, STAGGER, write
 
 _hooked: list[Callable[..., Any]] = []  # the hook that was there before ours
@@ -66,6 +65,4 @@ def _abort_after_exception(MPI: ModuleType) -> None:
     time.sleep(2 * GRACE + STAGGER * rank if heard else 1.0 + min(1.0, 0.05 * rank))
     write(f"mpipipe: rank {rank} of {MPI.COMM_WORLD.size} died of {type(error).__name__}: the job ends here\n")
     code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
-    if here().lifeline is not None:
-        here().lifeline.end_job(code)
-    mpi_abort(MPI.COMM_WORLD, code)
+    abort_job(MPI.COMM_WORLD, code)

@@ -27,7 +27,6 @@ from typing import NoReturn
 
 from mpipipe.comm import communicators, exit_hooks, rank_list, runtime
 from mpipipe.comm.group import group_of
-from mpipipe.comm.mpi_abort import mpi_abort
 from mpipipe.comm.process import here
 from mpipipe.comm.report import write
 from mpipipe.comm.types import Communicator, MpiCommunicator
@@ -212,14 +211,6 @@ def demand() -> Lifeline:
             remedy=REMEDY,
         )
     return found
-
-
-def abort(comm: MpiCommunicator, code: int) -> NoReturn:
-    """End the job, by MPI_Abort where that works."""
-    line = here().lifeline
-    if line is not None:
-        line.end_job(code)
-    mpi_abort(comm, code)
 
 
 def leave(code: int) -> NoReturn:

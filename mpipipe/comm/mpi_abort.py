@@ -1,4 +1,4 @@
-"""MPI_Abort, which does not end every process that calls it."""
+"""The end of a whole job at once, by MPI_Abort, which does not end every process that calls it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import os
 import signal
 from typing import NoReturn
 
+from mpipipe.comm.process import Process, here
 from mpipipe.comm.types import MpiCommunicator
 
 
-def mpi_abort(comm: MpiCommunicator, code: int) -> NoReturn:
-    """End the job by MPI_Abort, and this process by a signal where that call returns.
+def abort_job(comm: MpiCommunicator, code: int, process: Process | None = None) -> NoReturn:
+    """End the job: by the lifeline where this rank (`process`, by default the calling one) has one, else by MPI_Abort.
 
-    MPICH's returns under `srun --mpi=pmi2`, and was seen to do so under its own launcher on a busy machine.
+    MPICH's MPI_Abort returns under `srun --mpi=pmi2`, and was seen to do so under its own launcher on a busy machine.
+    This process then ends by a signal.
     """
+    line = (here() if process is None else process).lifeline
+    if line is not None:
+        line.end_job(code)
     comm.Abort(code)
     os.kill(os.getpid(), signal.SIGKILL)
     raise SystemExit(code)  # the signal comes first

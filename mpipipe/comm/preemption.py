@@ -16,9 +16,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from mpipipe.comm import lifeline, rank_list, runtime
+from mpipipe.comm import rank_list, runtime
 from mpipipe.comm.group import Group, group_of
-from mpipipe.comm.mpi_abort import mpi_abort
+from mpipipe.comm.mpi_abort import abort_job
 from mpipipe.comm.past_launcher import errors_of_open_mpi, write_past_launcher
 from mpipipe.comm.report import heading, write
 from mpipipe.comm.stop_signals import StopSignals, parse_signals
@@ -267,9 +267,7 @@ class Preemption:
             time.sleep(FORWARD_SECONDS)
         if not usable:
             os._exit(code)
-        if self.group.process.lifeline is not None:
-            lifeline.abort(runtime.world(), code)
-        mpi_abort(runtime.world(), code)
+        abort_job(runtime.world(), code, self.group.process)
 
 
 def _on_stderr(text: str) -> None:

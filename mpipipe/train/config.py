@@ -17,7 +17,7 @@ from mpipipe.train.options.cluster import ClusterOptions
 from mpipipe.train.options.data import DataOptions
 from mpipipe.train.options.model import ModelOptions
 from mpipipe.train.options.option import parameters_of
-from mpipipe.train.options.other_names import FOLLOWS, OTHER_NAMES
+from mpipipe.train.options.other_names import INSTEAD, OTHER_NAMES
 from mpipipe.train.options.output import OutputOptions
 from mpipipe.train.options.parallel import ParallelOptions
 from mpipipe.train.options.training import TrainingOptions
@@ -134,7 +134,7 @@ KINDS = {name: _kind(hint) for name, hint in get_type_hints(TrainConfig).items()
 def _check_known(key: str, source: str | None) -> None:
     if key in KINDS:
         return
-    instead = FOLLOWS.get(as_word(key))
+    instead = INSTEAD.get(as_word(key))
     meant = near(key, [name.rstrip("_") for name in KINDS], OTHER_NAMES) if instead is None else []
     raise ConfigError(
         f"unknown key in {source}",

@@ -7,14 +7,14 @@ import subprocess
 import sys
 
 TEXT = """
-from mpipipe.comm.mpi_abort import mpi_abort
+from mpipipe.comm.mpi_abort import abort_job
 
 class Returns:
     def Abort(self, code):
         print("called with", code, flush=True)
 
 try:
-    mpi_abort(Returns(), 7)
+    abort_job(Returns(), 7)
 finally:
     print("went on")
 """

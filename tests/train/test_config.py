@@ -14,7 +14,7 @@ from support import harness
 from mpipipe.errors import ConfigError
 from mpipipe.train import TrainConfig
 from mpipipe.train.config import KINDS
-from mpipipe.train.options.other_names import FOLLOWS, OTHER_NAMES
+from mpipipe.train.options.other_names import INSTEAD, OTHER_NAMES
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -215,7 +215,7 @@ def test_an_unknown_key_comes_with_what_may_have_been_meant(key, meant):
 
 def test_what_others_call_an_option_leads_to_one_that_exists():
     assert set(OTHER_NAMES.values()) <= {name.rstrip("_") for name in KINDS}
-    assert not {*OTHER_NAMES, *FOLLOWS} & set(KINDS) and not set(OTHER_NAMES) & set(FOLLOWS)
+    assert not {*OTHER_NAMES, *INSTEAD} & set(KINDS) and not set(OTHER_NAMES) & set(INSTEAD)
 
 
 def test_what_follows_from_other_options_comes_with_how_and_not_with_a_likely_name():

@@ -24,7 +24,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from mpipipe.comm import runtime, settings
-from mpipipe.comm.mpi_abort import mpi_abort
+from mpipipe.comm.mpi_abort import abort_job
 from mpipipe.comm.process import Process
 from mpipipe.comm.watch import report
 from mpipipe.comm.watch.channel import Channel, Kind, Letter
@@ -283,6 +283,4 @@ class Watchdog:
             report.publish(verdict, dumps, self.quiet, self.folder, (mine.rank, world.size))
         finally:
             time.sleep(FORWARD_SECONDS)
-            if self.process.lifeline is not None:
-                self.process.lifeline.end_job(report.HUNG)
-            mpi_abort(world, report.HUNG)
+            abort_job(world, report.HUNG, self.process)

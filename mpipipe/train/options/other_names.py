@@ -62,8 +62,8 @@ OTHER_NAMES = {
 _REPLICAS = "the replicas are all ranks divided by pipe x seq: give pipe and seq"
 _ROWS = "a micro-batch has batch / (replicas x microbatches) sequences: give batch and microbatches"
 _TENSOR = "layers are not divided over ranks: give pipe for large models, and seq for long sequences"
-# what follows from other options, or does not exist: what to say of it
-FOLLOWS = {
+# what has no option here, and what to do instead
+INSTEAD = {
     "data_parallel": _REPLICAS,
     "data_parallel_size": _REPLICAS,
     "dp": _REPLICAS,
