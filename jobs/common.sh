@@ -26,21 +26,24 @@ choose_mpi() {
     esac
 }
 
-# install_package NAME...: this package with these extras and the MPI, once for each content of pyproject.toml
+# install_package NAME...: this package with these extras and the MPI, once for each content of pyproject.toml and of this
+# file. By `compat` the root of the checkout is on Python's path; by the default way a folder named mpipipe, such as the
+# checkout seen from the folder above it, would hide the package.
 install_package() {
     local extras name stamp wanted
     extras=$(IFS=,; echo "$*")
     [ "$MPI" = site ] || extras="$MPI${extras:+,$extras}"
     [ -x "$venv/bin/pip" ] || "${PYTHON:-python3}" -m venv "$venv" || fail "cannot make $venv: is python3-venv there?"
     stamp="$venv/installed-${extras:-none}"
-    wanted="$(pwd) $(cksum < pyproject.toml)"
+    wanted="$(pwd) $(cat pyproject.toml jobs/common.sh | cksum)"
     if [ "$(cat "$stamp" 2> /dev/null)" != "$wanted" ]; then
         echo "installing mpipipe${extras:+[$extras]} into $venv"
         if [ "$MPI" = site ]; then  # a wheel, or one cached for another MPI, would load the wrong library
             MPICC="${MPICC:-mpicc -shared}" "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
                 --no-cache-dir --no-binary=mpi4py "mpi4py>=4.1"
         fi
-        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --editable ".${extras:+[$extras]}"
+        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --config-settings editable_mode=compat \
+            --editable ".${extras:+[$extras]}"
         echo "$wanted" > "$stamp"
         for name in "" "$@"; do  # each of them is there for the jobs that want it alone
             extras=$name

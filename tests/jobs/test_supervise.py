@@ -8,11 +8,10 @@ import sys
 import time
 
 import pytest
-from mpi4py import MPI
 from support.launch import ROOT, job_environment, mpiexec
-from train.test_kills import TRAINING, outcome
+from train.test_kills import NEVER, TRAINING, outcome
 
-pytestmark = [pytest.mark.jobs, pytest.mark.skipif(MPI.COMM_WORLD.size > 1, reason="it starts jobs of its own")]
+pytestmark = pytest.mark.jobs
 # a job that makes one checkpoint in each start, as `steps` says, and ends with a code of `codes`
 FAKE = """
 echo start >> starts
@@ -97,13 +96,12 @@ def test_a_signal_is_passed_on_and_nothing_is_started_again(tmp_path):
 def test_a_killed_rank_costs_a_start_and_no_bit(launch, tmp_path):
     (tmp_path / "script.py").write_text(TRAINING)
     (tmp_path / "text.txt").write_text("one two three four\n" * 200)
-    whole = launch(
-        2, [str(each) for each in (tmp_path / "script.py", tmp_path / "text.txt", tmp_path / "whole", 0, 10**9, 2, 8)]
-    )
+    arguments = tmp_path / "script.py", tmp_path / "text.txt", tmp_path / "whole", 0, *NEVER, 2, 8
+    whole = launch(2, [str(each) for each in arguments])
     assert whole.returncode == 0, whole.stderr
     (tmp_path / "job.sh").write_text(
         'echo start >> starts; moment=1000000000; [ "$(wc -l < starts)" != 1 ] || moment=30\n'
-        f'exec "{mpiexec()}" -n 2 "{sys.executable}" script.py text.txt killed 1 $moment 2 8\n'
+        f'exec "{mpiexec()}" -n 2 "{sys.executable}" script.py text.txt killed 1 call $moment 2 8\n'
     )
     command, env = ["bash", ROOT / "jobs/supervise.sh", "bash", "job.sh"], {"CHECKPOINTS": "killed/checkpoints"}
     job = subprocess.run(command, cwd=tmp_path, timeout=60, capture_output=True, text=True, env=job_environment(env))

@@ -85,7 +85,8 @@ class Reader:
         script(venv / "mpiexec", f'exec {mpiexec()} "$@"\n')
         script(venv / "pip", "exit 1\n")  # nothing is left to install
         (venv / "activate").write_text(f'export PATH="{venv}:$PATH"\n')
-        stamp = subprocess.run("cksum < pyproject.toml", shell=True, cwd=folder, capture_output=True, text=True).stdout
+        sums = "cat pyproject.toml jobs/common.sh | cksum"  # as jobs/common.sh itself
+        stamp = subprocess.run(sums, shell=True, cwd=folder, capture_output=True, text=True).stdout
         for extras in ("mpich", "mpich,test", "mpich,docs"):
             (folder / ".venv" / f"installed-{extras}").write_text(f"{folder} {stamp}")
         self.env = job_environment(
