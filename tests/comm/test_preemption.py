@@ -324,7 +324,6 @@ print(ends)
 
 
 @pytest.mark.jobs
-@pytest.mark.skipif(MPI.COMM_WORLD.size > 1, reason="one job at a time")
 def test_a_script_that_asked_for_nothing_dies_of_sigterm_as_ever(tmp_path):
     script = tmp_path / "loop.py"
     script.write_text(LOOP + "print('up', flush=True)\ntime.sleep(60)")

@@ -26,7 +26,6 @@ def test_an_interrupt_says_where_and_other_exceptions_stay_what_they_are():
 
 @pytest.mark.jobs
 @pytest.mark.parametrize("to", ["launcher", "group"])
-@pytest.mark.skipif(MPI.COMM_WORLD.size > 1, reason="one job at a time")
 def test_ctrl_c_leaves_at_most_six_lines_below_the_last_loss(tmp_path, to):
     job = Job([mpiexec(), "-n", "2", sys.executable, *TRAIN, ROOT / "README.md"], tmp_path)
     try:

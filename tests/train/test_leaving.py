@@ -8,7 +8,6 @@ import sys
 import time
 
 import pytest
-from mpi4py import MPI
 from support.launch import ROOT, Job, mpiexec
 from train.test_kills import outcome
 
@@ -19,7 +18,6 @@ from mpipipe.train import TrainConfig
 TRAIN = """-m mpipipe train --steps 60 --log-every 5 --dim 16 --layers 2 --heads 2 --hidden 32 --seq-len 16 --batch 8
 --microbatches 2 --dropout 0.1 --sample-bytes 0 --eval-batches 1 --eval-every 20 --device cpu --data""".split()
 TRAIN += [str(ROOT / "README.md")]
-alone = pytest.mark.skipif(MPI.COMM_WORLD.size > 1, reason="one job at a time")
 
 
 @pytest.mark.parametrize(
@@ -49,7 +47,6 @@ def rank_of(job, rank):
 
 
 @pytest.mark.jobs
-@alone
 @pytest.mark.parametrize("pipe", ["1", "2"])
 def test_a_signal_to_one_rank_saves_and_the_end_is_bit_by_bit_that_of_a_training_without(tmp_path, launch, pipe):
     """No checkpoint is configured; with pipe 1 each of two replicas writes a share."""
