@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import array
+import fcntl
 import os
 import socket
+import stat
 import sys
+import termios
+import time
 import traceback
 from pathlib import Path
 
@@ -12,6 +17,8 @@ from mpipipe.errors import MpipipeError, StageError
 
 GRACE = 3.0  # seconds: for peers to come to their end after an error, and for the rank with the cause to report first
 STAGGER = 0.2  # seconds between ranks that report in its place
+TAKEN_SECONDS = 2.0  # for the launcher to read what this rank has written: it may be stopped
+FORWARD_SECONDS = 0.5  # for the launcher to show it: with srun there is a network between
 AGREED = 2  # exit code for an error that all ranks raise alike, and for wrong usage
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
 INTERRUPTED = 130  # shells: 128 + SIGINT
@@ -63,3 +70,26 @@ def write(text: str) -> None:
         os.write(2, text.encode("utf-8", "backslashreplace"))
     except OSError:
         pass
+
+
+def wait_for_launcher() -> None:
+    """Return when the launcher has had the time to show what this rank has written.
+
+    A launcher reads the output of its ranks from pipes. One that hears of MPI_Abort ends at once, and what it has not
+    read by then is lost: seen with MPICH's on a busy machine.
+    """
+    stop = time.monotonic() + TAKEN_SECONDS
+    while any(_unread(descriptor) for descriptor in (1, 2)) and time.monotonic() < stop:
+        time.sleep(5e-3)
+    time.sleep(FORWARD_SECONDS)
+
+
+def _unread(descriptor: int) -> int:
+    """How many bytes of this pipe nobody has read yet; 0 for all that is not a pipe."""
+    count = array.array("i", [0])
+    try:
+        if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+            fcntl.ioctl(descriptor, termios.FIONREAD, count)
+    except OSError:
+        pass  # closed
+    return count[0]
