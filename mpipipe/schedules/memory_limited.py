@@ -1,13 +1,16 @@
 """ZB-2P: as little waiting as a limit of memory allows, for costs that are given.
 
-    rank 0  F0 F1 F2 F3 F4 I0 F5 I1 W0 I2 W1 I3 W2 I4 W3 I5 W4 W5      more F's than 1F1B before the first I
-    rank 1  .  F0 F1 F2 I0 F3 I1 F4 I2 F5 I3 W0 I4 W1 I5 W2 W3 W4 W5   W's late: some are left for the end,
-    rank 2  .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 F5 I5 W0 W1 W2 W3 W4 W5    where I's travel through all ranks
+    rank 0  F0 F1 F2 F3 .  I0 W0 I1 F4 I2 W1 I3 F5 W2 W3 I4 W4 I5 W5       more F's than 1F1B before the first I
+    rank 1  .  F0 F1 F2 I0 F3 I1 W0 I2 F4 I3 W1 .  F5 I4 W2 I5 W3 W4 W5    W's late: some are left for the end,
+    rank 2  .  .  F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 W3 W4 W5    where I's travel through all ranks
+
+The picture is that of a limit of 4 activations.
 
 Each rank begins with some forwards, then takes an I and an F in turn. Their number is a slope times the ranks behind,
 as in 1F1B, where the slope is 1. Or it is a share of those that fit into the time until the first micro-batch is back.
 Several slopes are tried, and the two orders that ranks find by themselves when they prefer I's, or F's. The fastest is
-taken.
+taken. Nothing is tried where all F's, I's and W's take the same time and the orders of ZB-H2 fit into the memory: no
+rank waits in those.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ from mpipipe.schedules.bounds import ROUNDING, least_time
 from mpipipe.schedules.filling import PATIENCES, Filled, Queues, Score, fastest, filled
 from mpipipe.schedules.kinds import Form
 from mpipipe.schedules.schedule import Schedule, at_least_one, looped_placement
-from mpipipe.schedules.simulate import EQUAL_COSTS, Costs
+from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, are_alike
+from mpipipe.schedules.zero_bubble import zero_bubble_h2
 
 SLOPES, FINE = (0.8, 1.0, 1.2, 1.4, 1.6, 1.8, 2.0), 0.1  # and the step to those beside the best of them
 MANY = 16  # ranks: for more, choices are tried on so many
@@ -87,7 +91,7 @@ def zero_bubble_2p(
     >>> from mpipipe import schedules
     >>> timeline = schedules.simulate(schedules.zero_bubble_2p(4, 8))
     >>> timeline.makespan - 3 * 8, timeline.peak_activations
-    (3.0, [8, 8, 8, 8])
+    (3.0, [7, 7, 7, 7])
     """
     ranks, microbatches = at_least_one("ranks", ranks), at_least_one("microbatches", microbatches)
     limit = 2 * ranks if memory_limit is None else given.number("memory_limit", memory_limit)
@@ -95,6 +99,9 @@ def zero_bubble_2p(
         raise ArgumentError("no schedule keeps this memory limit", found=f"memory_limit={limit}", expected="at least 1")
     if not 0 <= given.number("kept", kept) <= 1:
         raise ArgumentError("kept is no share", found=f"kept={kept}", expected="0 to 1")
+    if are_alike(costs, ranks) and min(limit, microbatches) >= 2 * ranks - 1:
+        orders = zero_bubble_h2(ranks, microbatches)
+        return Schedule("zero_bubble_2p", looped_placement(ranks, 1), microbatches, orders)
     whole = _Tries(ranks, microbatches, costs, limit, kept)
     small = min(ranks, MANY)
     average, share = (costs, limit) if small == ranks else (costs.average(ranks), limit * small / ranks)

@@ -106,6 +106,12 @@ class Costs:
 EQUAL_COSTS = Costs()  # a unit of time for each of F, I and W
 
 
+def are_alike(costs: Costs, stages: int) -> bool:
+    """Whether all F's, I's and W's take the same time, whatever it is, and messages none."""
+    times = {time for name in ("forward", "input_grad", "weight_grad") for time in costs.per_stage(name, stages)}
+    return len(times) == 1 and not any(costs.per_stage("transfer", stages))
+
+
 @dataclass(frozen=True)
 class Timeline:
     """The result of `simulate`.

@@ -22,7 +22,7 @@ from mpipipe.schedules.filling import PATIENCES, fastest, filled, score_of
 from mpipipe.schedules.kinds import Form, kinds_of
 from mpipipe.schedules.on_demand import OrdersOnDemand
 from mpipipe.schedules.schedule import Schedule, at_least_one
-from mpipipe.schedules.simulate import EQUAL_COSTS, Costs
+from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, are_alike
 
 Cells: TypeAlias = Callable[[int, int, int], str]  # (rank, ranks, micro-batches) -> its actions, one letter each
 
@@ -71,7 +71,7 @@ def zero_bubble_v(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS) -> 
     (3.0, [8, 8, 8, 8])
     """
     by_hand = _on_a_v("zero_bubble_v", ranks, microbatches, _zero_bubble, 1)
-    if _are_alike(costs, 2 * ranks):
+    if are_alike(costs, 2 * ranks):
         return by_hand
     form = Form(by_hand.placement, by_hand.microbatches, costs, None)
     queues = [[[kind for kind in order if kind % 3 != 2]] for order in kinds_of(by_hand)]
@@ -114,14 +114,6 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     (3.0, [9, 9, 9, 9])
     """
     return _on_a_v("dualpipe_v", ranks, microbatches, _dualpipe, 0)
-
-
-def _are_alike(costs: Costs, stages: int) -> bool:
-    """Whether all F's, I's and W's take the same time, whatever it is, and messages none."""
-    names = ("forward", "input_grad", "weight_grad")
-    return len({time for name in names for time in costs.per_stage(name, stages)}) == 1 and not any(
-        costs.per_stage("transfer", stages)
-    )
 
 
 def _on_a_v(name: str, ranks: int, microbatches: int, cells: Cells, less: int) -> Schedule:

@@ -88,20 +88,38 @@ def interleaved_zero_bubble(ranks: int, chunks: int, microbatches: int) -> Sched
     """
     ranks, chunks = at_least_one("ranks", ranks), at_least_one("chunks", chunks)
     microbatches = at_least_one("microbatches", microbatches)
-    orders = OrdersOnDemand(
-        ranks,
-        partial(_order, ranks, chunks, microbatches),
-        partial(logical_time.grouped, ranks, chunks, microbatches, 1),
-    )
+    orders = _orders(ranks, chunks, microbatches, 1)
     return Schedule("interleaved_zero_bubble", looped_placement(ranks, chunks), microbatches, orders)
 
 
-def _order(ranks: int, chunks: int, microbatches: int, rank: int) -> tuple[Action, ...]:
+#     rank 0  F0 F1 F2 F3 F4 I0 W0 F5 I1 W1 I2 W2 I3 W3 I4 W4 I5 W5
+#     rank 1  .  F0 F1 F2 I0 F3 I1 F4 I2 W0 F5 I3 W1 I4 W2 I5 W3 W4 W5
+#     rank 2  .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 F5 I5 W1 W2 W3 W4 W5
+def zero_bubble_h2(ranks: int, microbatches: int) -> OrdersOnDemand:
+    """Make the orders of ZB-H2: no rank waits between its first action and its last, in twice the memory of 1F1B.
+
+    That holds where F, I and W take the same time f, messages take none, and M is 2P - 1 or more. The makespan is then
+    3Mf + (P-1)f. Every rank holds 2P - 1 activations.
+    Source: Qi et al. 2023, arXiv:2401.10241, schedule ZB-H2.
+    """
+    return _orders(ranks, 1, microbatches, 2)
+
+
+def _orders(ranks: int, chunks: int, microbatches: int, step: int) -> OrdersOnDemand:
+    """Make orders whose warm-up shrinks by `step` F's from rank to rank, while W's come `step` I's later."""
+    return OrdersOnDemand(
+        ranks,
+        partial(_order, ranks, chunks, microbatches, step),
+        partial(logical_time.grouped, ranks, chunks, microbatches, step),
+    )
+
+
+def _order(ranks: int, chunks: int, microbatches: int, step: int, rank: int) -> tuple[Action, ...]:
     stages, groups = range(rank, chunks * ranks, ranks), groups_of(microbatches, ranks)
     forwards = [action for group in groups for action in actions(FORWARD, stages, group)]
     inputs = [action for group in groups for action in actions(INPUT_GRAD, reversed(stages), group)]
-    warmup = min((chunks - 1) * len(groups[0]) + ranks - 1 - rank, chunks * microbatches)
-    return _split(forwards, inputs, warmup, delay=rank)
+    warmup = min((chunks - 1) * len(groups[0]) + step * (ranks - 1 - rank), chunks * microbatches)
+    return _split(forwards, inputs, warmup, delay=step * rank)
 
 
 def _split(forwards: Sequence[Action], inputs: Sequence[Action], warmup: int, delay: int) -> tuple[Action, ...]:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from mpipipe import schedules
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules import Costs, memory_limited, simulate
+from mpipipe.schedules.on_demand import OrdersOnDemand
 
 
 def waiting_share(schedule, costs, busy):
@@ -26,6 +27,20 @@ def test_no_rank_waits_where_two_pipelines_full_of_activations_fit(ranks):
             assert timeline.makespan == 3 * microbatches + ranks - 1
             assert waiting_share(schedule, Costs(), 3 * microbatches) == 0
             assert max(timeline.peak_activations) <= (limit or 2 * ranks)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_the_orders_of_h2_are_written_out_where_they_are_the_best(ranks):
+    """Otherwise orders are searched: where memory, micro-batches or costs are others."""
+    most, many, costs = 2 * ranks - 1, 4 * ranks, Costs(0.5, [0.5] * ranks, 0.5)
+
+    def written(*arguments):
+        return isinstance(schedules.zero_bubble_2p(ranks, *arguments).orders, OrdersOnDemand)
+
+    assert written(most, costs, most) and written(many, costs)
+    assert not written(many, Costs(0.5, 0.5, 0.6)) and not written(many, Costs(1, 1, 1, 0.1))
+    if ranks > 1:
+        assert not written(most - 1, costs) and not written(many, costs, most - 1)
 
 
 @settings(max_examples=30)
@@ -62,7 +77,8 @@ def test_of_a_large_schedule_no_second_choice_is_made_where_the_first_is_as_fast
 
     monkeypatch.setattr(memory_limited, "AFFORDABLE", 0)  # every schedule is large
     monkeypatch.setattr(memory_limited, "filled", counted)
-    timeline = simulate(schedules.zero_bubble_2p(4, 40, Costs(1, 1, 1, transfer)), Costs(1, 1, 1, transfer))
+    costs = Costs(1, 1, 2, transfer)
+    timeline = simulate(schedules.zero_bubble_2p(4, 40, costs), costs)
     assert made.count(40) == tries
-    waits = max(end - starts[0] for starts, end in zip(timeline.starts, timeline.ends)) - 3 * 40
+    waits = max(end - starts[0] for starts, end in zip(timeline.starts, timeline.ends)) - 4 * 40
     assert (waits == 0) == (tries == 1)

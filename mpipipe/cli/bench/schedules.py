@@ -17,7 +17,7 @@ from mpipipe.wording import counted
 RANKS, MICROBATCHES, CHUNKS = 64, 128, (4, 2, 1)  # of the table of all schedules
 LARGE = (("one_f_one_b", 1024, 1, 4096), ("zero_bubble_2p", 1024, 1, 4096))
 JOB = (("one_f_one_b", 1024, 1, 4096), ("interleaved_1f1b", 1024, 2, 4096), ("zero_bubble_h1", 1024, 1, 4096),
-       ("dualpipe_v", 1024, 2, 4096))  # fmt: skip
+       ("zero_bubble_2p", 1024, 1, 4096), ("dualpipe_v", 1024, 2, 4096))  # fmt: skip
 REPEATED = (("one_f_one_b", 16384, 1, 8192), ("interleaved_1f1b", 16384, 2, 8192), ("zero_bubble_h1", 16384, 1, 8192),
             ("interleaved_zero_bubble", 16384, 2, 8192), ("dualpipe_v", 16384, 2, 8192))  # fmt: skip
 
