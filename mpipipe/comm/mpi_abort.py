@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from typing import NoReturn
 
 from mpipipe.comm.process import Process, here
@@ -14,14 +15,17 @@ from mpipipe.comm.types import MpiCommunicator
 def abort_job(comm: MpiCommunicator, code: int, process: Process | None = None) -> NoReturn:
     """End the job: by the lifeline where this rank (`process`, by default the calling one) has one, else by MPI_Abort.
 
-    What was written before is shown, and no Ctrl-C stops this function.
+    The main thread first waits until the launcher has read what was written, and no Ctrl-C keeps it from the end. Any
+    other thread ends the job at once, for the program would go on meanwhile.
 
     MPICH's MPI_Abort returns under `srun --mpi=pmi2`, and was seen to do so under its own launcher on a busy machine.
     This process then ends by a signal.
     """
     line = (here() if process is None else process).lifeline
     try:
-        wait_for_launcher()
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            wait_for_launcher()
     finally:
         if line is not None:
             line.end_job(code)

@@ -20,11 +20,11 @@ from mpipipe.comm import rank_list, runtime
 from mpipipe.comm.group import Group, group_of
 from mpipipe.comm.mpi_abort import abort_job
 from mpipipe.comm.past_launcher import errors_of_open_mpi, write_past_launcher
-from mpipipe.comm.report import heading, wait_for_launcher, write
+from mpipipe.comm.report import heading, write
 from mpipipe.comm.stop_signals import StopSignals, parse_signals
 from mpipipe.comm.time_limit import TimeLimit, parse_duration
 from mpipipe.comm.types import Communicator
-from mpipipe.comm.watch.watchdog import threads_allowed
+from mpipipe.comm.watch.watchdog import FORWARD_SECONDS, threads_allowed
 from mpipipe.errors import ArgumentError
 
 PREEMPTED = 75  # exit code: EX_TEMPFAIL of sysexits.h, "try again later"
@@ -264,8 +264,8 @@ class Preemption:
         size = runtime.world().size if usable else self.group.size
         if text:
             write(f"{heading(world, size)}\n  {text}\n")
+            time.sleep(FORWARD_SECONDS)
         if not usable:
-            wait_for_launcher()
             os._exit(code)
         abort_job(runtime.world(), code, self.group.process)
 

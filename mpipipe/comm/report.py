@@ -18,7 +18,6 @@ from mpipipe.errors import MpipipeError, StageError
 GRACE = 3.0  # seconds: for peers to come to their end after an error, and for the rank with the cause to report first
 STAGGER = 0.2  # seconds between ranks that report in its place
 TAKEN_SECONDS = 2.0  # for the launcher to read what this rank has written: it may be stopped
-FORWARD_SECONDS = 0.5  # for the launcher to show it: with srun there is a network between
 AGREED = 2  # exit code for an error that all ranks raise alike, and for wrong usage
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
 INTERRUPTED = 130  # shells: 128 + SIGINT
@@ -61,11 +60,7 @@ def write(text: str) -> None:
 
     Never raises, whatever the text, and even where nobody reads it.
     """
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError, AttributeError):
-            pass  # closed, or never opened
+    _flush()
     try:
         os.write(2, text.encode("utf-8", "backslashreplace"))
     except OSError:
@@ -73,15 +68,24 @@ def write(text: str) -> None:
 
 
 def wait_for_launcher() -> None:
-    """Return when the launcher has had the time to show what this rank has written.
+    """Return when the launcher has read what this process has written; a stopped one is not waited for for long.
 
     A launcher reads the output of its ranks from pipes. One that hears of MPI_Abort ends at once, and what it has not
-    read by then is lost: seen with MPICH's on a busy machine.
+    read by then is lost: seen with MPICH's on a busy machine. There is no pause after it has read: other ranks would
+    report meanwhile.
     """
+    _flush()
     stop = time.monotonic() + TAKEN_SECONDS
     while any(_unread(descriptor) for descriptor in (1, 2)) and time.monotonic() < stop:
-        time.sleep(5e-3)
-    time.sleep(FORWARD_SECONDS)
+        time.sleep(1e-3)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):
+            pass  # closed, or never opened
 
 
 def _unread(descriptor: int) -> int:

@@ -9,8 +9,8 @@ The picture is that of a limit of 4 activations.
 Each rank begins with some forwards, then takes an I and an F in turn. Their number is a slope times the ranks behind,
 as in 1F1B, where the slope is 1. Or it is a share of those that fit into the time until the first micro-batch is back.
 Several slopes are tried, and the two orders that ranks find by themselves when they prefer I's, or F's. The fastest is
-taken. Nothing is tried where all F's, I's and W's take the same time and the orders of ZB-H2 fit into the memory: no
-rank waits in those.
+taken. Nothing is tried where all F's, I's and W's take the same time, messages take none, and there are memory and
+micro-batches for the orders of ZB-H2: no rank waits in those.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mpipipe.schedules.filling import PATIENCES, Filled, Queues, Score, fastest,
 from mpipipe.schedules.kinds import Form
 from mpipipe.schedules.schedule import Schedule, at_least_one, looped_placement
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, are_alike
-from mpipipe.schedules.zero_bubble import zero_bubble_h2
+from mpipipe.schedules.zero_bubble import h2_orders
 
 SLOPES, FINE = (0.8, 1.0, 1.2, 1.4, 1.6, 1.8, 2.0), 0.1  # and the step to those beside the best of them
 MANY = 16  # ranks: for more, choices are tried on so many
@@ -61,8 +61,9 @@ def zero_bubble_2p(
 ) -> Schedule:
     """Build ZB-2P: a split backward with more forwards ahead, within a limit of memory.
 
-    Where F, I and W take the same time f, the limit is 2P - 1 or more and M >= 2P, no rank waits between its first
-    action and its last: the makespan is 3Mf + (P-1)f. With a limit of P it is not slower than `zero_bubble_h1`.
+    Where F, I and W take the same time f, messages take none, and the limit and M are 2P - 1 or more, no rank waits
+    between its first action and its last: the makespan is 3Mf + (P-1)f. With a limit of P it is not slower than
+    `zero_bubble_h1`.
     Source: Qi et al. 2023, arXiv:2401.10241, schedules ZB-H2 and ZB-2p.
 
     Parameters
@@ -100,7 +101,7 @@ def zero_bubble_2p(
     if not 0 <= given.number("kept", kept) <= 1:
         raise ArgumentError("kept is no share", found=f"kept={kept}", expected="0 to 1")
     if are_alike(costs, ranks) and min(limit, microbatches) >= 2 * ranks - 1:
-        orders = zero_bubble_h2(ranks, microbatches)
+        orders = h2_orders(ranks, microbatches)
         return Schedule("zero_bubble_2p", looped_placement(ranks, 1), microbatches, orders)
     whole = _Tries(ranks, microbatches, costs, limit, kept)
     small = min(ranks, MANY)

@@ -136,7 +136,7 @@ class _Measure:
         if name in WITH_COSTS:
             known = [each for each in [*names(chunks), "forward_only"] if each not in WITH_COSTS]
             raise ArgumentError(
-                f"the orders of {name} are searched for its costs, and need not repeat",
+                f"the orders of {name} follow from its costs, and need not repeat",
                 found=name,
                 expected="one of " + ", ".join(known),
             )

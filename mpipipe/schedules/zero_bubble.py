@@ -88,24 +88,24 @@ def interleaved_zero_bubble(ranks: int, chunks: int, microbatches: int) -> Sched
     """
     ranks, chunks = at_least_one("ranks", ranks), at_least_one("chunks", chunks)
     microbatches = at_least_one("microbatches", microbatches)
-    orders = _orders(ranks, chunks, microbatches, 1)
+    orders = _on_demand(ranks, chunks, microbatches, 1)
     return Schedule("interleaved_zero_bubble", looped_placement(ranks, chunks), microbatches, orders)
 
 
 #     rank 0  F0 F1 F2 F3 F4 I0 W0 F5 I1 W1 I2 W2 I3 W3 I4 W4 I5 W5
 #     rank 1  .  F0 F1 F2 I0 F3 I1 F4 I2 W0 F5 I3 W1 I4 W2 I5 W3 W4 W5
 #     rank 2  .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 F5 I5 W1 W2 W3 W4 W5
-def zero_bubble_h2(ranks: int, microbatches: int) -> OrdersOnDemand:
+def h2_orders(ranks: int, microbatches: int) -> OrdersOnDemand:
     """Make the orders of ZB-H2: no rank waits between its first action and its last, in twice the memory of 1F1B.
 
     That holds where F, I and W take the same time f, messages take none, and M is 2P - 1 or more. The makespan is then
     3Mf + (P-1)f. Every rank holds 2P - 1 activations.
     Source: Qi et al. 2023, arXiv:2401.10241, schedule ZB-H2.
     """
-    return _orders(ranks, 1, microbatches, 2)
+    return _on_demand(ranks, 1, microbatches, 2)
 
 
-def _orders(ranks: int, chunks: int, microbatches: int, step: int) -> OrdersOnDemand:
+def _on_demand(ranks: int, chunks: int, microbatches: int, step: int) -> OrdersOnDemand:
     """Make orders whose warm-up shrinks by `step` F's from rank to rank, while W's come `step` I's later."""
     return OrdersOnDemand(
         ranks,

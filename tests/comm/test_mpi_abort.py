@@ -7,7 +7,11 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
+import pytest
+
+from mpipipe.comm import report
 from tests.support.launch import job_environment
 
 TEXT = """
@@ -52,10 +56,50 @@ def test_a_process_ends_where_mpi_abort_returns():
 
 def test_a_report_is_read_before_the_job_ends():
     """A launcher that is told of an abort loses what it has not read: this one comes late."""
-    aborted, read = outcome(1.0)
+    aborted, read = outcome(report.TAKEN_SECONDS / 2)
     assert aborted > read
 
 
 def test_a_launcher_that_never_reads_is_not_waited_for():
-    aborted, read = outcome(5.0)
+    aborted, read = outcome(report.TAKEN_SECONDS + 3.0)
     assert aborted < read
+
+
+def test_nothing_is_waited_for_once_all_is_read(monkeypatch):
+    """Other ranks would report meanwhile: they are only some hundredths of a second behind."""
+    read, write = os.pipe()
+    descriptor = os.dup(2)
+    os.dup2(write, 2)
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: os.read(read, 1000))
+    monkeypatch.setattr(report, "time", clock)
+    try:
+        report.wait_for_launcher()
+        report.write("wet paint")
+        report.wait_for_launcher()
+        os.set_blocking(read, False)
+        with pytest.raises(BlockingIOError):
+            os.read(read, 1)
+    finally:
+        os.dup2(descriptor, 2)
+        for each in (read, write, descriptor):
+            os.close(each)
+
+
+THREAD = """
+import os, threading, time
+from mpipipe.comm import runtime
+from mpipipe.comm.abort import run_or_abort
+
+def program():
+    runtime.world().Barrier()
+    if runtime.world().rank == 1:
+        threading.Thread(target=os._exit, args=[3]).start()
+    time.sleep(0.2)
+
+run_or_abort(program)
+"""
+
+
+def test_a_thread_that_leaves_by_os_exit_ends_the_job_before_the_program_ends(launch):
+    job = launch(2, THREAD)
+    assert job.returncode != 0 and "os._exit(3) was called" in job.stderr, job

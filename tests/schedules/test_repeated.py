@@ -73,7 +73,7 @@ def test_transfers_between_nodes_alone_take_time():
 @pytest.mark.parametrize(
     "name, options, match",
     [
-        ("v_half", {"chunks": 2}, "searched for its costs"),
+        ("v_half", {"chunks": 2}, "follow from its costs"),
         ("one_f_one_b", {"costs": Costs(forward=[1, 2])}, "same costs"),
         ("one_f_one_b", {"costs": Costs(forward=-1)}, "forward"),
         ("one_f_one_b", {"costs": Costs(forward=float("nan"))}, "forward"),

@@ -38,6 +38,7 @@ STAGGER = 0.2  # seconds between ranks: the lowest that waits asks first
 MOST_STAGGERED = 25
 JOIN_SECONDS = 2.0
 MOST_SECONDS = 0.3  # that one look counts for, or three periods: this process may have been stopped meanwhile
+FORWARD_SECONDS = 1.0  # for the launcher to hand the report on: it may lose what comes just before an abort
 HASTE_SECONDS = 0.02  # between two looks while somebody asks: a long answer needs several
 
 
@@ -281,4 +282,5 @@ class Watchdog:
             verdict = judge(dict(sorted(dumps.items())), silent)
             report.publish(verdict, dumps, self.quiet, self.folder, (mine.rank, world.size))
         finally:
+            time.sleep(FORWARD_SECONDS)
             abort_job(world, report.HUNG, self.process)
