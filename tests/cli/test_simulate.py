@@ -128,7 +128,7 @@ def test_hops_have_the_times_of_their_links(printed, name, chunks):
         (dict(schedule="gpipe", transfer_model="1,2", message_bytes=-1.0), "no length of a message"),
         (dict(schedule="search", chunks=2, transfer_model="1,inf"), "a search chooses where stages lie"),
         (dict(schedule="search", ranks=10**5, microbatches=10**5), "is never made as a whole"),
-        (dict(schedule="v_half", chunks=2, ranks=2**12, microbatches=2**12), "searched for its costs"),
+        (dict(schedule="v_half", chunks=2, ranks=2**12, microbatches=2**12), "follow from its costs"),
         (dict(), "found: neither --schedule nor --csv"),
         (dict(schedule="gpipe", csv="order.csv"), "found: --schedule and --csv"),
         (dict(schedule="unheard_of"), "unknown schedule"),
