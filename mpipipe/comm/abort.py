@@ -179,7 +179,7 @@ def _watch_os_exit(world: World) -> Callable[[], None]:
         if is_rank() and not runtime.finalized(world.end):
             write(f"{heading(world.rank, world.size)}\n  os._exit({status}) was called: the other ranks cannot go on\n")
             faulthandler.dump_traceback(all_threads=False)
-            abort_job(world.end, status & 0xFF or 1)
+            abort_job(runtime.world(), status & 0xFF or 1)
         original(status)
 
     os._exit = exit_rank

@@ -90,7 +90,7 @@ def leave_together(world: World, end: End) -> int:
         lifeline.leave(end.code)
     except KeyboardInterrupt:
         write(f"{heading(world.rank, world.size)}\n  KeyboardInterrupt while it waited for the other ranks to end\n")
-        abort_job(world.end, INTERRUPTED)
+        abort_job(runtime.world(), INTERRUPTED)
     outlived = here().lifeline is not None and bool(here().lifeline.lost)
     codes, says, refusals = (column.tolist() for column in table.T)
     if len(set(codes)) == 1 and says[0] in (Says.NOTHING, Says.EXITED) and len(set(says)) == 1:
@@ -126,7 +126,7 @@ def _all_ends(world: World, end: End) -> np.ndarray:
             exit_hooks.say_farewell()
         if end.code and waited > _patience(world, end):
             write(end.report)
-            abort_job(world.end, end.code)
+            abort_job(runtime.world(), end.code)
         time.sleep(PAUSE)
     return table
 
