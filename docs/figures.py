@@ -85,7 +85,10 @@ def floors() -> str:
             ],
         ),
         ("2", [("schedules", "pure Python"), ("comm", "the room of MPI"), ("nn", "layers, stages, losses")]),
-        ("1", [("arrays", "the door to CuPy and device memory")]),
+        (
+            "1",
+            [("arrays", "the door to CuPy"), ("ended", "the proof of a job's end"), ("stop_signals", "asked to leave")],
+        ),
         (
             "0",
             [

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Check and measure mpipipe on the GPU of this machine, in at most nine minutes, without installing or fetching anything:
-# cuDNN's attention, the tests of device code on one rank, `bench gpu`, and the tests on 2 and 4 ranks that share the GPU.
+# cuDNN's attention, CUDA graphs, NCCL, the tests of device code on one rank, `bench gpu`, and the tests on 2 and 4 ranks that share the GPU.
 #
 #   bash jobs/gpu_check.sh
 #   QUICK=1          the first look, in three minutes: versions, cuDNN, tests of arrays, libraries and kernels, smallest

@@ -1,5 +1,5 @@
 # Sourced by jobs/*.sbatch: which Python of this checkout, and one `srun` that ends with its first dead rank. How a job
-# ends is in mpipipe/site/job.sh.
+# ends, and what proves that it has ended well, is in mpipipe/site/job.sh.
 #
 #   MPIPIPE_PYTHON       python that has mpipipe; by default the first of .venv-site, .venv, or the one on PATH
 #   MPIPIPE_SRUN_FLAGS   what your SLURM and your nodes need, e.g. --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH)

@@ -7,11 +7,15 @@
 #
 # CHECKPOINTS is where they appear, by default `checkpoints` in the folder that --out names. It ends with the exit code of
 # the last start: 0 once the training is done; 2 where it is refused; 75 where it was asked to leave; else that of the
-# failure, after MPIPIPE_RESTARTS starts in a row without a new checkpoint (3 by default).
+# failure, after MPIPIPE_RESTARTS starts in a row without a new checkpoint (3 by default). Each start is one of
+# `mpipipe launch`: a 0 without the proof that all ranks have come to their end is a failure. That takes any Python from
+# 3.10 on, MPIPIPE_PYTHON or python3, and a working folder that the node of rank 0 sees.
 # INT, TERM, USR1 and USR2 end the training, and nothing is started again. All but INT let it save: it gets the signal
-# that its launcher hands on, USR2 for Open MPI's mpiexec, TERM for the others.
+# that its launcher hands on, USR2 for Open MPI's mpiexec, TERM for the others, and for a script of your own around them.
 set -euo pipefail
-. "$(dirname "${BASH_SOURCE[0]}")/../mpipipe/site/restarts.sh"
+root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+. "$root/mpipipe/site/restarts.sh"
+python=${MPIPIPE_PYTHON:-python3}
 
 [ "$#" -gt 0 ] || { echo "usage: bash jobs/supervise.sh COMMAND..." >&2; exit 2; }
 out=$(option_of out "" "$@")
@@ -24,8 +28,24 @@ fi
 notes=$(mktemp)
 trap 'rm -f "$notes"' EXIT
 
+# of_open_mpi COMMAND: whether it is Open MPI's launcher, as its name and its neighbours say: it is not run to find out
+of_open_mpi() {
+    local file
+    file=$(readlink -f -- "$(type -P -- "$1")") || return 1
+    case ${file##*/} in
+        orterun | prterun | *openmpi*) ;;
+        mpiexec | mpirun) [ -x "$(dirname -- "$file")/prterun" ] ;;
+        *) return 1 ;;
+    esac
+}
 polite=TERM
-if "$1" --version 2> /dev/null | grep -q -e "Open MPI" -e "PRRTE" -e prterun; then polite=USR2; fi
+if of_open_mpi "$1"; then polite=USR2; fi
+
+# proven COMMAND...: `mpipipe launch` of this checkout, which need not be installed in that Python
+proven() {
+    exec "$python" -c 'import sys; sys.path.insert(0, sys.argv.pop(1)); from mpipipe.cli import main; main()' \
+        "$root" launch -- "$@"
+}
 asked="" child="" signals=0
 pass_on() {
     asked=$1 signals=$((signals + 1))
@@ -37,7 +57,7 @@ for name in INT TERM USR1 USR2; do trap "pass_on $name" "$name"; done
 start=1
 while [ -z "$asked" ]; do
     set -m  # a process group of its own: Ctrl-C comes here alone, and is passed on once
-    "$@" < /dev/null &
+    proven "$@" < /dev/null &
     child=$!
     set +m
     while seen=$signals status=0; do

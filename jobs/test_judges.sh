@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Compare with other libraries (PyTorch, transformers, PEFT, JAX) on MPI ranks of this machine: the tests marked `judges`.
+# Compare with other libraries (PyTorch, transformers, PEFT, JAX, CuPy) on MPI ranks of this machine: the tests marked `judges`.
 # They are installed into an environment of their own, .venv-judges, since the package itself needs none of them.
 #
 #   bash jobs/test_judges.sh [options of pytest]

@@ -61,4 +61,5 @@ if "$bin/python" -m mypy "$work/source/tests/jobs/package/wrong_user.py" > types
 cat types.log
 grep -q '"one_f_one_b" has incompatible type "str"; expected "int"' types.log
 grep -q 'got "float", expected "str"' types.log
+grep -q 'no attribute "Pipelin"' types.log
 say "ok mpi=$MPI: its types are seen"

@@ -1,10 +1,40 @@
 """Pipeline parallelism and ring attention over MPI, on plain arrays: numpy on CPUs, CuPy on GPUs.
 
-`import mpipipe` needs neither MPI nor a GPU; MPI is initialised when the first communicator is asked for.
+`import mpipipe` needs neither MPI nor a GPU; MPI is initialised when the first communicator is asked for. Names and
+rooms are imported when they are first used, so that a command which computes nothing starts at once.
 """
 
-from mpipipe.comm import Mesh, Preemption, select_device
-from mpipipe.pipeline import Branches, PendingStep, Pipeline, StepResult
+from __future__ import annotations
+
+from importlib import import_module
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from mpipipe.comm import Mesh, Preemption, select_device
+    from mpipipe.pipeline import Branches, PendingStep, Pipeline, StepResult
 
 __version__ = "0.1.0"  # the one place: pyproject.toml reads it from here
 __all__ = ["Branches", "Mesh", "PendingStep", "Pipeline", "Preemption", "StepResult", "select_device"]
+_OF_COMM = ("Mesh", "Preemption", "select_device")
+
+if not TYPE_CHECKING:  # else a checker of types takes each wrong name for an object
+
+    def __getattr__(name: str) -> object:
+        """Import what is asked for: a name of `__all__`, or a room such as `mpipipe.optim`."""
+        if name in __all__:
+            import_module(f"{__name__}.pipeline")  # for each name: threads that ask at once wait for one import
+            value = getattr(import_module(f"{__name__}.{'comm' if name in _OF_COMM else 'pipeline'}"), name)
+            globals()[name] = value
+            return value
+        if not name.startswith("_"):
+            room = f"{__name__}.{name}"
+            try:
+                return import_module(room)
+            except ModuleNotFoundError as error:
+                if error.name != room:
+                    raise
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

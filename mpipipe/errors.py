@@ -88,6 +88,10 @@ class StorageError(ArgumentError):
     """Files cannot be written: the disk is full, a folder is gone or may not be written to."""
 
 
+class OwnerError(ArgumentError):
+    """Another job owns the folder that this one would write to."""
+
+
 class ScheduleError(ArgumentError):
     """A schedule is incomplete, not causal, or would deadlock; the text shows the grid with the cell marked."""
 

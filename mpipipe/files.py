@@ -2,7 +2,8 @@
 
 Opening a FIFO waits for a writer, reading /dev/zero never ends, and opening some devices has effects of its own. So the
 kind of a file is checked before it is opened. It is checked again on the open descriptor, since the name may stand for
-another file by then. Every function raises OSError, whose `strerror` says what was found.
+another file by then. A file of absurd size is refused before it is read, and what has a zero byte is no text. Every
+function raises OSError, whose `strerror` says what was found.
 """
 
 from __future__ import annotations
@@ -28,12 +29,30 @@ REGULAR = "a readable regular file"  # what callers say that they expected
 PARTIAL = ".partial"  # behind the name of a file that is being written
 SYNC_FILE_RANGE_WRITE = 2  # of <fcntl.h>: begin to write dirty pages, without waiting for them
 # without O_NONBLOCK the open of a FIFO that has just taken the file's place would wait for a writer
+BLOCK = 1 << 20  # bytes of a text that are read together
 FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
 def check_regular(path: str | Path) -> os.stat_result:
     """Return the status of `path`; raises OSError unless it is a regular file, or a link to one."""
-    return _checked(os.stat(path), path)
+    try:
+        status = os.stat(path)
+    except ValueError as error:  # a zero byte, or a character that the file system's encoding does not have
+        raise OSError(errno.EINVAL, f"no file has such a name: {error}", str(path)) from error
+    return _checked(status, path)
+
+
+def exists(path: str | Path) -> bool:
+    """Whether there is a file or folder of this name; False for a name that none can have, as one of 5000 letters.
+
+    Before Python 3.14 `Path.exists` and `Path.is_dir` raise OSError for such a name.
+    """
+    return os.path.exists(path)
+
+
+def is_folder(path: str | Path) -> bool:
+    """Whether there is a folder of this name; False for a name that none can have."""
+    return os.path.isdir(path)
 
 
 def open_regular(path: str | Path) -> int:
@@ -49,10 +68,20 @@ def open_regular(path: str | Path) -> int:
 
 
 def read_text(path: str | Path, most: int) -> str:
-    """Read the UTF-8 text of a regular file. Raises OSError, where it has more than `most` bytes too."""
+    """Read the UTF-8 text of a regular file.
+
+    Raises UnicodeDecodeError for another encoding, and OSError, also where the file has more than `most` bytes, or a
+    zero byte: a disk that was full leaves those.
+    """
+    content = bytearray()
     with open(open_regular(path), "rb") as file:
-        content = file.read(most + 1)
-    if len(content) > most:
+        size = os.fstat(file.fileno()).st_size
+        while size <= most and (block := file.read(BLOCK)):
+            if (place := block.find(0)) >= 0:
+                raise OSError(errno.EINVAL, f"it is no text: byte {len(content) + place} is 0", str(path))
+            content += block
+            size = max(size, len(content))  # it may have grown
+    if size > most:
         raise OSError(errno.EFBIG, f"it has more than {most} bytes", str(path))
     return content.decode()
 
@@ -79,30 +108,43 @@ def read_into(descriptor: int, start: int, memory: memoryview) -> int:
     return filled
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def write_whole(path: Path, content: bytes, before_naming: Callable[[], object] | None = None) -> None:
     """Write a file that appears as a whole, as `whole_file` does."""
-    with whole_file(path) as file:
+    with whole_file(path, before_naming) as file:
         file.write(content)
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
+def whole_file(path: Path, before_naming: Callable[[], object] | None = None) -> Iterator[BinaryIO]:
     """Open a file that appears as a whole: written beside `path`, forced to the disk, then renamed.
 
     Where that fails, a file that was there stays as it was, and the unfinished one is removed: a full disk gets its
-    room back.
+    room back. One that a killed process has left is removed, too: no two processes write into one file, and no link is
+    followed.
+
+    Parameters
+    ----------
+    path : name of the file
+    before_naming : called before the file gets its name; what it raises leaves another process's unfinished file alone
     """
     partial = path.with_name(f"{path.name}{PARTIAL}")
+    status = None
     try:
-        with open(partial, "wb") as file:
+        with suppress(FileNotFoundError):
+            partial.unlink()
+        with open(partial, "xb") as file:
+            status = os.fstat(file.fileno())
             yield file
             file.flush()
             os.fsync(file.fileno())
+        if before_naming is not None:
+            before_naming()
         os.replace(partial, path)
         sync_folder(path.parent)
     except BaseException:
         with suppress(OSError):
-            partial.unlink()
+            if status is not None and os.path.samestat(os.lstat(partial), status):
+                partial.unlink()
         raise
 
 

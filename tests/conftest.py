@@ -81,7 +81,8 @@ def gpu():
     """The GPU of this machine, or else the emulated one, for this test: see emulator/fixture.py.
 
     Device arrays are made by arrays.upload and read by arrays.download. MPIPIPE_TEST_GPU=emulator takes the emulated
-    one in any case, MPIPIPE_TEST_GPU=amd one of AMD's, MPIPIPE_TEST_GPU_SEED another order of its streams.
+    one in any case, MPIPIPE_TEST_GPU=amd one of AMD's, MPIPIPE_TEST_GPU=pretend the emulated one as if it were real,
+    MPIPIPE_TEST_GPU_SEED another order of its streams.
     """
     with a_gpu() as device:
         yield device

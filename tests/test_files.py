@@ -50,6 +50,36 @@ def test_a_fifo_that_takes_the_place_of_a_file_is_not_waited_for(tmp_path, monke
     assert not before or len(os.listdir("/proc/self/fd")) == before
 
 
+def test_a_text_of_absurd_size_is_refused_before_it_is_read(tmp_path, monkeypatch):
+    path = tmp_path / "text"
+    path.write_text("text")
+    os.truncate(path, 1 << 42)
+    monkeypatch.setattr(files, "BLOCK", None)  # nothing can be read
+    with pytest.raises(OSError, match="more than 1000 bytes") as caught:
+        files.read_text(path, 1000)
+    assert caught.value.filename == str(path)
+
+
+def test_zeros_end_the_reading_of_a_text_where_they_begin(tmp_path):
+    path = tmp_path / "text"
+    path.write_text("text")
+    os.truncate(path, 1 << 36)
+    with pytest.raises(OSError, match="byte 4 is 0") as caught:
+        files.read_text(path, 1 << 40)
+    assert caught.value.filename == str(path)
+    path.write_text("text")
+    assert files.read_text(path, 4) == "text"
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "\ud800"], ids=["long", "zero byte", "half a character"])
+def test_a_name_that_no_file_can_have_is_not_there(tmp_path, name):
+    path = tmp_path / name
+    assert not files.exists(path) and not files.is_folder(path)
+    with pytest.raises(OSError) as caught:  # the words are the system's
+        files.read_text(path, 10)
+    assert caught.value.filename == str(path)
+
+
 def test_a_config_file_that_is_none_is_refused(odd):
     path, kind = odd
     with pytest.raises(ConfigError, match=f"config file cannot be read: .*{kind}") as caught:

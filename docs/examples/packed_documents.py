@@ -40,7 +40,7 @@ random = np.random.default_rng(0)
 q, k, v = random.standard_normal((3, 1, seq_len, 2, 16))
 layout = attention.Layout("zigzag", comm.size, seq_len)
 mine = [layout.shard(array, comm.rank) for array in (q, k, v)]
-out, _ = attention.ring_attention(*mine, comm, layout="zigzag", segments=LENGTHS)
+out, _ = attention.ring_attention(*mine, comm, layout=layout, segments=LENGTHS)
 
 shards = comm.gather(out)
 if comm.rank == 0:

@@ -27,7 +27,7 @@ k, v = random.standard_normal((2, BATCH, SEQ, KV_HEADS, DIM))
 
 layout = attention.Layout("zigzag", comm.size, SEQ)
 mine = [layout.shard(array, comm.rank) for array in (q, k, v, dout)]
-ring = attention.Ring(comm, causal=True, layout="zigzag")
+ring = attention.Ring(comm, causal=True, layout=layout)
 out, saved = ring.forward(*mine[:3])
 sent = ring.bytes_sent
 gradients = ring.backward(mine[3], saved)

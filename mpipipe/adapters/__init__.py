@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from mpipipe import processor
 from mpipipe.errors import BackendError
+from mpipipe.wording import how_to_install
 
 if TYPE_CHECKING:
     from mpipipe.adapters.jax.loss import JaxLoss
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
 __all__ = ["jax_loss", "jax_stage", "torch_loss", "torch_stage"]
 
 
-def torch_stage(module: Any, *, prefix: str = "", seed: int = 0) -> TorchStage:
+def torch_stage(
+    module: Any, *, prefix: str = "", seed: int = 0, gives: Sequence[str] = (), takes: Sequence[str] = ()
+) -> TorchStage:
     """Make a stage of a PyTorch module.
 
     Its trainable parameters move into one flat array, and their gradients lie in another. They stay the module's own:
@@ -28,13 +31,17 @@ def torch_stage(module: Any, *, prefix: str = "", seed: int = 0) -> TorchStage:
     Parameters
     ----------
     module : torch.nn.Module
-        Its parameters have one floating dtype and lie on one device. Arguments and results are tensors, or a tuple or
-        dict of them; integers have no gradient. Modules with batch normalisation are refused.
+        Its parameters have one floating or complex dtype and lie on one device. Arguments and results are tensors, or a
+        tuple or dict of them; integers have no gradient. Modules with batch normalisation are refused.
     prefix : str
         In front of the names of parameters, so that they are unique in the whole model: for checkpoints.
     seed : int
         Of the random numbers that the module draws. They depend on it, on the number of the stage, and on step,
         micro-batch and replica.
+    gives : sequence of str
+        Names of the skips (`schedules.with_skips`) that begin here: the module returns (y, one tree for each).
+    takes : sequence of str
+        Names of the skips that end here: the module is called with one argument more for each, after those of x.
 
     Returns
     -------
@@ -55,7 +62,7 @@ def torch_stage(module: Any, *, prefix: str = "", seed: int = 0) -> TorchStage:
     >>> stage = adapters.torch_stage(torch.nn.Linear(2, 3))  # doctest: +SKIP
     >>> optimizer = optim.AdamW([stage], lr=1e-3)  # doctest: +SKIP
     """
-    made: TorchStage = _room("pytorch.stage", "torch", "PyTorch").TorchStage(module, prefix, seed)
+    made: TorchStage = _room("pytorch.stage", "torch", "PyTorch").TorchStage(module, prefix, seed, gives, takes)
     return made
 
 
@@ -82,7 +89,15 @@ def torch_loss(function: Callable[..., Any]) -> TorchLoss:
     return made
 
 
-def jax_stage(function: Callable[..., Any], parameters: Any, *, prefix: str = "", seed: int = 0) -> JaxStage:
+def jax_stage(
+    function: Callable[..., Any],
+    parameters: Any,
+    *,
+    prefix: str = "",
+    seed: int = 0,
+    gives: Sequence[str] = (),
+    takes: Sequence[str] = (),
+) -> JaxStage:
     """Make a stage of a JAX function and its parameters.
 
     The function is compiled, with its gradients, once for each shape of its input. The parameters are copied into one
@@ -95,11 +110,15 @@ def jax_stage(function: Callable[..., Any], parameters: Any, *, prefix: str = ""
         as `function(parameters, a, b)`, a dict as `function(parameters, name=...)`. Integers have no gradient. A
         function with a parameter `key` gets a key of `jax.random`, one with `training` whether this is a training.
     parameters : tree of arrays
-        Any tree that JAX knows, of arrays of one floating dtype.
+        Any tree that JAX knows, of arrays of one floating or complex dtype.
     prefix : str
         In front of the names of parameters, so that they are unique in the whole model: for checkpoints.
     seed : int
         Of the keys. They depend on it, on the number of the stage, and on step, micro-batch and replica.
+    gives : sequence of str
+        Names of the skips (`schedules.with_skips`) that begin here: the function returns (y, one tree for each).
+    takes : sequence of str
+        Names of the skips that end here: the function is called with one argument more for each, after those of x.
 
     Returns
     -------
@@ -122,7 +141,7 @@ def jax_stage(function: Callable[..., Any], parameters: Any, *, prefix: str = ""
     >>> stage = adapters.jax_stage(scale, {"gain": jax.numpy.ones(3)})  # doctest: +SKIP
     >>> optimizer = optim.AdamW([stage], lr=1e-3)  # doctest: +SKIP
     """
-    made: JaxStage = _room("jax.stage", "jax", "JAX").JaxStage(function, parameters, prefix, seed)
+    made: JaxStage = _room("jax.stage", "jax", "JAX").JaxStage(function, parameters, prefix, seed, gives, takes)
     return made
 
 
@@ -157,7 +176,7 @@ def _room(name: str, library: str, title: str) -> ModuleType:
             raise
         raise BackendError(
             f"{title} was asked for, and is not installed",
-            remedy=f"pip install {library}, as its own pages say for your machine",
+            remedy=f"{how_to_install(library)}; for a GPU first as its own pages say",
         ) from None
     processor.limit_blas_threads()
     return module

@@ -6,6 +6,7 @@ Each rank is a location. Its steps are regions, and so are the pieces within the
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -13,7 +14,7 @@ from typing import Any, TypeAlias
 from mpipipe.analysis.deliveries import deliveries
 from mpipipe.analysis.record import RankRecord, StepRecord
 from mpipipe.analysis.segments import Segment
-from mpipipe.errors import BackendError
+from mpipipe.errors import ArgumentError, BackendError
 from mpipipe.wording import how_to_install
 
 RESOLUTION = 1_000_000_000  # ticks in a second
@@ -35,6 +36,19 @@ def library() -> Any:
     return otf2
 
 
+def name_of(folder: str | Path) -> str:
+    """Return the name of a folder as the library takes it; raises ArgumentError for one whose bytes are not UTF-8."""
+    try:
+        return os.fsencode(folder).decode()
+    except UnicodeDecodeError as error:
+        raise ArgumentError(
+            "the library otf2 takes no such name of a folder",
+            found=str(folder),
+            expected="a name in UTF-8",
+            remedy="choose another folder for the trace",
+        ) from error
+
+
 def write(folder: Path, records: Sequence[RankRecord], pieces: Sequence[Sequence[Sequence[Segment]]]) -> None:
     """Write the archive into a new folder.
 
@@ -46,7 +60,7 @@ def write(folder: Path, records: Sequence[RankRecord], pieces: Sequence[Sequence
     """
     otf2 = library()
     zero = min((step.start for record in records for step in record.steps), default=0.0)
-    with otf2.writer.open(str(folder), NAME, timer_resolution=RESOLUTION) as trace:
+    with otf2.writer.open(name_of(folder), NAME, timer_resolution=RESOLUTION) as trace:
         definitions = trace.definitions
         node = definitions.system_tree_node("job")
         locations = [

@@ -20,7 +20,7 @@ from mpipipe.schedules import Action
 from mpipipe.schedules.recompute import before_backwards
 from mpipipe.trace import Recorder, Span, Wait
 
-ACTION = re.compile(r"(\d+)([A-Z])(\d+)")
+ACTION = re.compile(r"([0-9]+)([A-Z])([0-9]+)")
 
 
 class Recording:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mpipipe import files
 from mpipipe.analysis import efficiency, otf2, perfetto, table, written
 from mpipipe.analysis.clocks import on_one_clock
 from mpipipe.analysis.costs import measured_costs
@@ -211,8 +212,9 @@ def check_places(places: Sequence[tuple[int, int]], ranks: int) -> None:
 
 
 def check_new(folder: str | Path) -> None:
-    """Raise ArgumentError for a folder that exists: no trace overwrites another."""
-    if Path(folder).exists() or Path(folder).is_symlink():
+    """Raise ArgumentError for a folder that exists: no trace overwrites another; and for a name that cannot be used."""
+    otf2.name_of(folder)
+    if files.exists(folder) or Path(folder).is_symlink():
         raise ArgumentError(
             "the folder for a trace exists",
             found=str(folder),

@@ -16,7 +16,7 @@ from mpipipe.schedules import Action, Costs, Schedule, check, from_csv, with_ski
 
 SUMMARY, EVENTS = "summary.json", "trace.json"
 MOST_BYTES = 1 << 30  # of a file
-ACTION = re.compile(r"(\d+)([A-Z])(\d+)")
+ACTION = re.compile(r"([0-9]+)([A-Z])([0-9]+)")
 MICRO = 1e6  # times of events are in microseconds
 Span = tuple[Action, float, float]  # with its start and end, in seconds
 
@@ -134,6 +134,7 @@ def read_trace(folder: str | Path) -> WrittenTrace:
     """
     folder = Path(folder)
     summary, events = (_json(folder / name) for name in (SUMMARY, EVENTS))
+    place = folder / SUMMARY
     try:
         read = from_csv(summary["order"])
         named = replace(read, name=str(summary["schedule"]), trained_from=summary["trained_from"])
@@ -148,11 +149,12 @@ def read_trace(folder: str | Path) -> WrittenTrace:
         counts = {len(steps) for steps in of_steps.values()}
         if not parts or not set(parts) == set(of_steps) == set(places) or len(counts) != 1 or 0 in counts:
             raise ValueError("ranks or steps are missing")
+        place = folder / EVENTS
         return WrittenTrace(schedule, costs, parts, of_steps, places, _actions(events, places, counts.pop()))
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
         raise ArgumentError(
             f"the folder holds no trace: {type(error).__name__}: {error}",
-            found=str(folder),
+            found=str(place),
             expected="what `train --trace DIR` of this version writes",
         ) from error
 

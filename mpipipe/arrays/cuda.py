@@ -74,8 +74,8 @@ def cuda_function(path: Path, name: str, **constants: np.dtype | int) -> Callabl
     Returns
     -------
     callable
-        Takes `(grid, block, arguments)`, or `(grid, block, arguments, shared)` with the bytes of dynamic shared memory.
-        `grid` and `block` are tuples of integers. `arguments` is a tuple of device arrays and numpy scalars, whose
+        Takes `(grid, block, arguments)`, and by keyword `shared_mem`, the bytes of dynamic shared memory. `grid` and
+        `block` are tuples of integers. `arguments` is a tuple of device arrays and numpy scalars, whose
         dtypes must be the C types of the parameters.
 
     Raises

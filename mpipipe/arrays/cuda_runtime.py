@@ -34,10 +34,10 @@ def load_cuda_runtime() -> str:
 
 @lru_cache(maxsize=8)
 def _loaded(library: ModuleType) -> str:
-    from cuda import pathfinder  # a dependency of CuPy
-
     wanted = f"libcudart.so.{library.cuda.runtime.runtimeGetVersion() // 1000}"
     try:
+        from cuda import pathfinder  # a dependency of CuPy's wheels; other builds may come without it
+
         found = str(pathfinder.load_nvidia_dynamic_lib("cudart").abs_path)
     except Exception as error:
         lines = str(error).splitlines() or [type(error).__name__]

@@ -14,6 +14,9 @@ INSTALL = (
     "[rocm] for AMD's GPUs), "
     "or use device='cpu'"
 )
+OLDEST = (
+    14  # 13 hands a kernel's None to the driver as the argument's address, and NCCL's identities are signed numbers
+)
 
 
 @cache
@@ -28,8 +31,22 @@ def cupy() -> Any:
     Raises
     ------
     BackendError
-        CuPy cannot be imported; the text has the remedy.
+        CuPy cannot be imported, or is too old; the text has the remedy.
     """
+    library = _any_cupy()
+    if int(library.__version__.partition(".")[0]) < OLDEST:
+        raise BackendError(
+            "a GPU was asked for, and CuPy is too old",
+            found=f"CuPy {library.__version__}",
+            expected=f"CuPy {OLDEST} or newer",
+            remedy=f"{INSTALL}; other packages of CuPy (pip list) have to be uninstalled first",
+        )
+    return library
+
+
+@cache
+def _any_cupy() -> Any:
+    """Return the module cupy, whatever its version."""
     try:
         import cupy
     except Exception as error:  # a broken installation raises what it likes
@@ -39,15 +56,24 @@ def cupy() -> Any:
 
 
 def device_count() -> int:
-    """Return the number of GPUs that this process sees.
+    """Return the number of GPUs that this process can use.
 
     Returns
     -------
     int
-        0 without CuPy or without a driver.
+        0 without CuPy, with one that is too old, or without a driver.
     """
     try:
-        return cupy().cuda.runtime.getDeviceCount()
+        cupy()
+    except BackendError:
+        return 0
+    return visible_gpus()
+
+
+def visible_gpus() -> int:
+    """Return the number of GPUs that CuPy sees, also where it is too old for this package."""
+    try:
+        return _any_cupy().cuda.runtime.getDeviceCount()
     except (BackendError, RuntimeError):
         return 0
 

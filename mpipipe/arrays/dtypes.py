@@ -183,6 +183,33 @@ def is_floating(kind: np.dtype) -> bool:
     return kind.kind in "fc" or kind.name == "bfloat16"
 
 
+def as_reals(array: Array) -> Array:
+    """Return complex numbers as pairs of real ones.
+
+    Parameters
+    ----------
+    array : numpy.ndarray or cupy.ndarray
+        An array of any dtype; a complex one is C-contiguous.
+
+    Returns
+    -------
+    numpy.ndarray or cupy.ndarray
+        Of a complex array (...) the real array (..., 2) of real and imaginary parts, on the same memory. Any other
+        array as it is.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpipipe import arrays
+    >>> arrays.as_reals(np.array([1 + 2j, 3]))
+    array([[1., 2.],
+           [3., 0.]])
+    """
+    if array.dtype.kind != "c":
+        return array
+    return array.reshape(-1).view(array.dtype.char.lower()).reshape(*array.shape, 2)
+
+
 def is_half(kind: np.dtype) -> bool:
     """Return whether this dtype is float16 or bfloat16.
 

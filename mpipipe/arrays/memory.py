@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from mpipipe.arrays.devices import cupy
-from mpipipe.arrays.dtypes import device_of
+from mpipipe.arrays.dtypes import device_of, plain
 from mpipipe.arrays.streams import stream
 from mpipipe.arrays.types import Array, DeviceArray, Shape
 from mpipipe.errors import ArgumentError
@@ -228,6 +228,39 @@ def address(array: Array) -> int:
         The address in bytes.
     """
     return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
+
+
+def read_only(array: Array) -> Array:
+    """Return a view that cannot be written to; a device array as it is, since nothing can protect it.
+
+    Parameters
+    ----------
+    array : numpy.ndarray or cupy.ndarray
+        An array of any shape and dtype.
+
+    Returns
+    -------
+    numpy.ndarray or cupy.ndarray
+        The same memory; of numpy.ndarray itself where the array is of a subclass.
+
+    Raises
+    ------
+    ArgumentError
+        The array is masked.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpipipe import arrays
+    >>> x = np.zeros(3)
+    >>> arrays.read_only(x).flags.writeable, x.flags.writeable
+    (False, True)
+    """
+    if not isinstance(array, np.ndarray):
+        return array
+    view = array.view() if type(array) is np.ndarray else plain(array).view()
+    view.setflags(write=False)
+    return view
 
 
 def shares_memory(first: Array, second: Array) -> bool:

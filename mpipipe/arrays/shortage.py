@@ -22,7 +22,7 @@ class Shortage(NamedTuple):
     free : int
         Bytes that nobody uses, in CuPy's pool and beyond it.
     total : int
-        Bytes of the GPU.
+        Bytes of the GPU, or those that CuPy's pool is limited to.
     """
 
     asked: int | None
@@ -57,5 +57,8 @@ def memory_shortage(error: BaseException) -> Shortage | None:
         return None
     asked = re.search(r"allocating ([\d,]+) bytes", str(error))
     free, total = library.cuda.runtime.memGetInfo()
-    pooled = library.get_default_memory_pool().free_bytes()
-    return Shortage(int(asked[1].replace(",", "")) if asked else None, free + pooled, total)
+    pool = library.get_default_memory_pool()
+    limit = pool.get_limit()  # CUPY_GPU_MEMORY_LIMIT, or what the program has set; 0 without one
+    if limit:
+        free, total = min(free, max(0, limit - pool.total_bytes())), min(total, limit)
+    return Shortage(int(asked[1].replace(",", "")) if asked else None, free + pool.free_bytes(), total)

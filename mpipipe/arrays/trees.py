@@ -1,13 +1,18 @@
 """Arrays, tuples and dicts of arrays ("trees"): taken apart into their arrays ("leaves"), and put together again.
 
 The structure of a tree is None for one array, the number of entries for a tuple, and the tuple of keys for a dict.
+A stage with skips has several trees, as Branches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
+import numpy as np
+
+from mpipipe.arrays import memory
 from mpipipe.arrays.dtypes import is_array
 from mpipipe.arrays.types import Array, Tree
 from mpipipe.errors import ArgumentError
@@ -33,6 +38,26 @@ def flatten(tree: Tree) -> tuple[list, Structure]:
     )
 
 
+def read_only(tree: Any) -> Any:
+    """Return the tree with views in place of its host arrays that cannot be written to; anything else as it is."""
+    if type(tree) is np.ndarray:  # the common case, on the hot path
+        view = tree.view()
+        view.setflags(False)
+        return view
+    if type(tree) is np.ndarray:  # the common case, on the hot path
+        view = tree.view()
+        view.setflags(write=False)
+        return view
+    if isinstance(tree, np.ndarray):
+        return memory.read_only(tree)
+    if isinstance(tree, dict):
+        return {key: read_only(leaf) for key, leaf in tree.items()}
+    if isinstance(tree, tuple):
+        leaves = map(read_only, tree)
+        return tree._make(leaves) if hasattr(tree, "_make") else tuple(leaves)  # a loss may know its output as named
+    return tree
+
+
 def unflatten(leaves: Sequence[Array | None], structure: Structure) -> Tree:
     """Return the tree with these leaves."""
     if structure is None:
@@ -40,3 +65,43 @@ def unflatten(leaves: Sequence[Array | None], structure: Structure) -> Tree:
     if isinstance(structure, int):
         return tuple(leaves)
     return dict(zip(structure, leaves))
+
+
+@dataclass(init=False, slots=True, eq=False)
+class Branches:
+    """Several results, or several arguments, of a stage with skips (`schedules.with_skips`).
+
+    The forward of a stage that gives over skips returns one, and its backward gets one, with the gradients. The forward
+    of a stage that takes over skips gets one, and its backward returns one.
+
+    Parameters
+    ----------
+    main : array, tuple or dict of arrays
+        What goes to the next stage, or comes from the one before; of gradients the other way.
+    **skips : array, tuple or dict of arrays
+        For each skip of the stage what goes over it, by its name.
+
+    Attributes
+    ----------
+    main : array, tuple or dict of arrays
+        The same.
+    skips : dict of str to array, tuple or dict of arrays
+        The same; `branches["residual"]` is short for `branches.skips["residual"]`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpipipe import Branches
+    >>> branches = Branches(np.ones(3), residual=np.zeros(2))
+    >>> branches.main, branches["residual"]
+    (array([1., 1., 1.]), array([0., 0.]))
+    """
+
+    main: Tree
+    skips: dict[str, Tree]
+
+    def __init__(self, main: Tree, /, **skips: Tree) -> None:
+        self.main, self.skips = main, skips
+
+    def __getitem__(self, name: str) -> Tree:
+        return self.skips[name]

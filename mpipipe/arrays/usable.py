@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from mpipipe.arrays.cuda import cuda_function
-from mpipipe.arrays.devices import cupy, device_count, use_gpu
+from mpipipe.arrays.devices import cupy, use_gpu, visible_gpus
 from mpipipe.arrays.platform import AMD_UNTRIED
 from mpipipe.errors import BackendError
 
@@ -55,7 +55,7 @@ def check_device(device: str) -> str:
     if name not in ("cpu", "cuda", "auto") or (colon and (name != "cuda" or not number.isdigit())):
         raise BackendError("unknown device", found=repr(device), expected="'cpu', 'cuda', 'cuda:N' or 'auto'")
     if name == "auto":
-        name = "cuda" if device_count() else "cpu"
+        name = "cuda" if visible_gpus() else "cpu"  # a CuPy that is too old is no reason to take the CPU in silence
     if name == "cuda":
         _check_gpu()
         if number:

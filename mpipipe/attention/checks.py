@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
@@ -42,3 +44,22 @@ def check_arrays(q: Array, k: Array, v: Array) -> None:
             expected="q (batch, seq, heads, head_dim); k and v (batch, keys, kv_heads, head_dim), with kv_heads a "
             "divisor of heads; one dtype",
         )
+
+
+def check_positions(found: np.ndarray, expected: np.ndarray, layout: str, rank: int) -> None:
+    """Raise ArgumentError unless a layer has the positions of its rows that a ring attends by."""
+    if not np.array_equal(found, expected):
+        raise ArgumentError(
+            "a layer and its ring differ in the positions of this rank's rows",
+            rank=rank,
+            found=_listed(found),
+            expected=f"{_listed(expected)}, the {layout} shard that the ring attends by",
+            remedy="use one Layout for all: layout.shard(x, rank), Ring(comm, layout=layout), layout.positions(rank)",
+        )
+
+
+def _listed(positions: np.ndarray) -> str:
+    """The first positions, and how many there are."""
+    numbers = positions.reshape(-1)
+    more = f" ... ({numbers.size} in all)" if numbers.size > 8 else ""
+    return " ".join(map(str, numbers[:8].tolist())) + more

@@ -95,6 +95,22 @@ class Layout:
         """
         return sum(part.rows for part in self._ranges[rank])
 
+    def weight(self, rank: int) -> int:
+        """Return the weight of a rank's shard of one sequence in a mean over all positions: how many it holds.
+
+        Parameters
+        ----------
+        rank : int
+            From 0 to `ranks`, exclusive.
+
+        Returns
+        -------
+        int
+            `length(rank)`. A loss that is a mean over the positions of some sequences returns as its weight their
+            number times this; see `Pipeline`.
+        """
+        return self.length(rank)
+
     def positions(self, rank: int) -> np.ndarray:
         """Return the position of each row of a rank in the whole sequence.
 

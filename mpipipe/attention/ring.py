@@ -12,16 +12,20 @@ from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.attention import kernels
 from mpipipe.attention.accumulate import attend_once
+from mpipipe.attention.checks import check_positions
 from mpipipe.attention.kernels import AttentionKernel, Block, Gradients, Result, no_poll
+from mpipipe.attention.layout import Layout
 from mpipipe.attention.packed_rows import as_one_sequence, by_rows, documents_of_rows, like
 from mpipipe.attention.ring_agreement import ring_agreement_of
 from mpipipe.attention.ring_pass import RingPass
 from mpipipe.attention.ring_plan import RingOptions, RingPlan, RingSaved
 from mpipipe.comm import runtime, settings
-from mpipipe.comm.attributes import attributes
+from mpipipe.comm.attributes import cached
 from mpipipe.comm.ring_exchange import RingExchange
 from mpipipe.comm.types import Communicator
+from mpipipe.errors import ArgumentError
 from mpipipe.nn.layers.attend import Attend
+from mpipipe.wording import counted
 
 
 class Ring(Attend):
@@ -38,8 +42,9 @@ class Ring(Attend):
         The ranks that share a sequence. None: all ranks.
     causal : bool
         A query sees no later position.
-    layout : str
-        "contiguous", "zigzag" or "striped": how the sequence is cut, see `Layout`.
+    layout : Layout or str
+        How the sequence is cut: best the `Layout` that cut it, since then its length and the positions of layers are
+        compared with it. Or the name alone, "contiguous", "zigzag" or "striped".
     window : int, optional
         A query sees itself and the window - 1 positions before it; needs `causal`.
     segments : array_like of int, optional
@@ -48,7 +53,7 @@ class Ring(Attend):
     scale : float, optional
         Factor on the scores, finite and above 0; default 1 / sqrt(head_dim).
     seq_len : int, optional
-        Length of the whole sequence of queries; default: the sum of what the ranks bring.
+        Length of the whole sequence of queries; default: that of the Layout, or the sum of what the ranks bring.
     rotation : str
         "overlap": messages travel while tiles are computed. "sendrecv": one exchange before each step. The results
         have the same bits.
@@ -78,7 +83,7 @@ class Ring(Attend):
     >>> q, k, v, dout = rng.standard_normal((4, 1, 12, 2, 8))
     >>> layout = Layout("zigzag", ranks=2, seq_len=12)
     >>> def on_each_rank(comm):
-    ...     ring = Ring(comm, causal=True, layout="zigzag")
+    ...     ring = Ring(comm, causal=True, layout=layout)
     ...     out, saved = ring.forward(*(layout.shard(x, comm.rank) for x in (q, k, v)))
     ...     dq, dk, dv = ring.backward(layout.shard(dout, comm.rank), saved)
     ...     return out
@@ -91,7 +96,7 @@ class Ring(Attend):
         self,
         comm: Communicator | None,
         causal: bool = True,
-        layout: str = "zigzag",
+        layout: Layout | str = "contiguous",
         window: int | None = None,
         segments: ArrayLike | None = None,
         scale: float | None = None,
@@ -109,6 +114,11 @@ class Ring(Attend):
         )  # fmt: skip
         self.options = self.agreement.agree_on_options(self._given)
         self._digest = self.options.digest
+        length, size = self.options.seq_len, self.group.size
+        self._positions = (
+            None if length is None else Layout(self.options.layout, size, length).positions(self.group.rank)
+        )
+        self._expected: np.ndarray | None = None  # what a layer takes for the positions of the next forward
         self._others: dict[int, Ring] = {}  # by their windows
         self._packed: tuple[bytes, RingOptions, str] | None = None  # of the last segments by row
 
@@ -148,7 +158,11 @@ class Ring(Attend):
         if options.rows is not None:
             q, k, v = map(as_one_sequence, (q, k, v))
         scale = q.shape[3] ** -0.5 if self.options.scale is None else self.options.scale
+        expected, self._expected = self._expected, None
         with self.group.failing("the forward of a ring"):
+            if expected is not None and segments is None:
+                rank = self.group.rank
+                check_positions(expected, plan.layout.positions(rank), options.layout, rank)
             if plan.steps == 1:
                 message = None
                 out, lse = attend_once(kernel, Block(q, k, v, scale, plan.slices[0], self.poll))
@@ -213,6 +227,36 @@ class Ring(Attend):
         except Exception as error:
             return self.options, self._digest, error
 
+    def positions(self, rows: int) -> np.ndarray | None:
+        if self.group.size == 1:
+            return None
+        options, rank = self.options, self.group.rank
+        if self._positions is None:
+            raise ArgumentError(
+                "a layer asks a ring for positions, and the ring does not know how long the sequence is",
+                rank=rank,
+                found=f"layout={options.layout!r}",
+                expected="a Layout, which has a length",
+                remedy="Ring(comm, layout=attention.Layout(...)), or positions=layout.positions(rank) for the layer",
+            )
+        if len(self._positions) != rows:
+            raise ArgumentError(
+                "the rows of a rank are not its shard of the sequence",
+                rank=rank,
+                found=counted(rows, "row"),
+                expected=f"{len(self._positions)}, the {options.layout} shard of {options.seq_len} positions",
+                remedy="cut the sequence with attention.Layout(...).shard",
+            )
+        return self._positions
+
+    def check_positions(self, positions: np.ndarray) -> None:
+        if self.options.segments is not None:
+            return  # they may begin anew in each document
+        if self._positions is None:
+            self._expected = positions  # the length is known within the forward
+        else:
+            check_positions(positions, self._positions, self.options.layout, self.group.rank)
+
     def with_window(self, window: int) -> Ring:
         # the first time for each window is collective
         if window not in self._others:
@@ -220,16 +264,14 @@ class Ring(Attend):
             other._given = {**self._given, "window": window}
             other.options = self.agreement.agree_on_options(other._given)
             other._digest, other._others, other.bytes_sent = other.options.digest, {}, 0
-            other._packed = None
+            other._packed = other._expected = None
             self._others[window] = other
         return self._others[window]
 
     def _exchange(self, device: str) -> RingExchange:
         """The one of all rings on the communicator with arrays on this device; collective the first time."""
-        kept, key = attributes(self._comm), ("ring", device)
-        if key not in kept or kept[key].group.failure is not None:
-            kept[key] = RingExchange(self._comm, settings.synchronous_sends(), device)
-        return kept[key]
+        comm = self._comm
+        return cached(comm, ("ring", device), lambda: RingExchange(comm, settings.synchronous_sends(), device))
 
     def _run(self, plan: RingPlan, kernel: AttentionKernel) -> RingPass:
         return RingPass(plan, kernel, self._exchange(plan.message.shapes.device), self.options.rotation, self.poll)

@@ -10,7 +10,7 @@ from mpipipe.attention import kernels
 from mpipipe.attention.checks import check_arrays
 from mpipipe.attention.kernels import AttentionKernel
 from mpipipe.attention.ring_plan import RingOptions, RingPlan, RingShapes, make_plan
-from mpipipe.comm.attributes import attributes
+from mpipipe.comm.attributes import cached
 from mpipipe.comm.consensus import Ballot, raise_on_all
 from mpipipe.comm.group import group_of
 from mpipipe.comm.types import Communicator
@@ -50,7 +50,7 @@ class RingAgreement:
         error: Exception | None = None
         options: RingOptions | None = None
         try:
-            options = RingOptions.checked(**given)
+            options = RingOptions.checked(**given, ranks=self.group.size)
         except Exception as caught:
             error = caught
         facts = () if options is None else options.facts
@@ -110,10 +110,7 @@ class RingAgreement:
 
 def ring_agreement_of(comm: Communicator) -> RingAgreement:
     """The one for all rings on a communicator; collective the first time."""
-    kept = attributes(comm)
-    if "ring agreement" not in kept or kept["ring agreement"].group.failure is not None:
-        kept["ring agreement"] = RingAgreement(comm)
-    return kept["ring agreement"]
+    return cached(comm, "ring agreement", lambda: RingAgreement(comm))
 
 
 def _described(x: Any) -> str:

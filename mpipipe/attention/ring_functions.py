@@ -6,6 +6,7 @@ from numpy.typing import ArrayLike
 
 from mpipipe.arrays import Array
 from mpipipe.attention.kernels import Gradients
+from mpipipe.attention.layout import Layout
 from mpipipe.attention.ring import Ring
 from mpipipe.attention.ring_plan import RingSaved
 from mpipipe.comm.types import Communicator
@@ -17,7 +18,7 @@ def ring_attention(
     v: Array,
     comm: Communicator | None,
     causal: bool = True,
-    layout: str = "zigzag",
+    layout: Layout | str = "contiguous",
     window: int | None = None,
     segments: ArrayLike | None = None,
     scale: float | None = None,
@@ -34,8 +35,8 @@ def ring_attention(
         The ranks that share a sequence. None: all ranks.
     causal : bool
         A query sees no later position.
-    layout : str
-        "contiguous", "zigzag" or "striped", as for `Ring`.
+    layout : Layout or str
+        How the sequence is cut, as for `Ring`.
     window : int, optional
         A query sees itself and the window - 1 positions before it; needs `causal`.
     segments : array_like of int, optional
@@ -43,7 +44,7 @@ def ring_attention(
     scale : float, optional
         Factor on the scores, finite and above 0; default 1 / sqrt(head_dim).
     seq_len : int, optional
-        Length of the whole sequence of queries; default: the sum of what the ranks bring.
+        Length of the whole sequence of queries; default: that of the Layout, or the sum of what the ranks bring.
     rotation : str
         "overlap" or "sendrecv", as for `Ring`.
 

@@ -15,6 +15,7 @@ from mpipipe.attention.layout import KINDS, Layout
 from mpipipe.attention.mask import Slice, check_scale, check_window, document_offsets, each_row_once
 from mpipipe.comm.ring_exchange import ROTATIONS
 from mpipipe.errors import ArgumentError
+from mpipipe.wording import counted
 
 BYTES = np.dtype(np.uint8)
 
@@ -36,18 +37,29 @@ class RingOptions(NamedTuple):
         cls,
         *,
         causal: bool,
-        layout: str,
+        layout: Layout | str,
         window: int | None,
         segments: Any,
         scale: float | None,
         seq_len: int | None,
         rotation: str,
+        ranks: int,
     ) -> RingOptions:
-        """The options as the user gave them; raises ArgumentError for one that makes no sense."""
+        """The options as the user gave them, in a ring of `ranks`; raises ArgumentError for one without sense."""
+        if isinstance(layout, Layout):
+            given = ranks, layout.seq_len if seq_len is None else seq_len
+            if given != (layout.ranks, layout.seq_len):
+                raise ArgumentError(
+                    "the layout of a ring has another number of ranks, or another length",
+                    found=f"a Layout of {counted(layout.ranks, 'rank')} and seq_len {layout.seq_len}",
+                    expected=f"{counted(ranks, 'rank')}, as in the communicator, and seq_len {given[1]}",
+                    remedy="give Ring the Layout that cuts its data, and no seq_len",
+                )
+            seq_len, layout = layout.seq_len, layout.kind
         check_window(causal, window)
         check_scale(scale)
         for name, value, known in (("layout", layout, KINDS), ("rotation", rotation, ROTATIONS)):
-            if value not in known:
+            if not isinstance(value, str) or value not in known:
                 raise ArgumentError(f"unknown {name}", found=repr(value), expected=" or ".join(known))
         if segments is not None:
             segments = tuple(np.asarray(segments).tolist()) if np.ndim(segments) == 1 else segments
@@ -161,12 +173,14 @@ class RingPlan:
     slices : for each ring step t, what this rank's queries need of the keys of rank r - t
     overwrite : whether each row of queries lies in exactly one slice of the first step
     message : how keys, values and their gradients travel
+    layout : of the queries
     """
 
     steps: int
     slices: tuple[list[Slice], ...]
     overwrite: bool
     message: KVMessage
+    layout: Layout
 
 
 class RingSaved(NamedTuple):
@@ -208,7 +222,7 @@ def make_plan(options: RingOptions, shapes: RingShapes, rank: int, rows: list[in
     if options.rows is not None:  # the rows of the batch are one sequence
         shapes = shapes._replace(batch=1)
     message = KVMessage(shapes, tuple(len(views) * count for count in keys), dtype, arrays.accumulator(dtype))
-    return RingPlan(steps, slices, each_row_once(slices[0], len(views) * rows[rank]), message)
+    return RingPlan(steps, slices, each_row_once(slices[0], len(views) * rows[rank]), message, queries)
 
 
 def _moved(part: Slice, rows: int, keys: int) -> Slice:

@@ -27,6 +27,13 @@ def updates_all(optimizer: Any, stages: Sequence[Any]) -> bool:
     return not any(stage.gradients.flat.size for stage in rest)
 
 
+def announced_by(stages: Sequence[Any], optimizer: Any) -> tuple[list[Announcements], bool]:
+    """Return the lists of all that tell of their writes, and whether no write goes untold."""
+    lists = [announcements_of(each) for each in (*stages, *([] if optimizer is None else [optimizer]))]
+    known = [each for each in lists if each is not None]
+    return known, optimizer is not None and len(known) == len(lists) and updates_all(optimizer, stages)
+
+
 def arrays_of(stage: Any) -> Mapping[str, Array]:
     """Return what a checkpoint holds of a stage, by name: its `state_dict()` if it has one, else `parameters`."""
     give = getattr(stage, "state_dict", None)
@@ -38,7 +45,8 @@ def set_arrays(stage: Any, values: Callable[[str], Array]) -> None:
     """Let a stage with `load_state_dict` take the values by name; those of any other stage have been set in place."""
     take = getattr(stage, "load_state_dict", None)
     if take is not None:
-        take({name: values(name) for name in arrays_of(stage)})
+        own = arrays_of(stage)  # complex ones were read as pairs of real ones
+        take({name: values(name).view(array.dtype).reshape(array.shape) for name, array in own.items()})
 
 
 def ties_of(stage: Any) -> Mapping[str, Sequence[str]]:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
+from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.checkpoint.adapter import arrays_of
 from mpipipe.checkpoint.tensors import check_storable
@@ -36,7 +37,8 @@ class Optimizer(Protocol):
 def contents_of(stages: Sequence[Storable], optimizer: Optimizer | None) -> dict[str, Array]:
     """Return all arrays of this rank as "parameters/0.weight", "first/0.weight", ...
 
-    Raises ArgumentError for two of one name, and for arrays that cannot be stored.
+    Complex ones are pairs of real ones, (..., 2). Raises ArgumentError for two of one name, and for arrays that cannot
+    be stored.
     """
     found: dict[str, Array] = {}
     for stage in stages:
@@ -47,7 +49,9 @@ def contents_of(stages: Sequence[Storable], optimizer: Optimizer | None) -> dict
     for kind, states in {} if optimizer is None else optimizer.named_state().items():
         found.update({f"{kind}/{name}": array for name, array in states.items()})
     for name, array in found.items():
-        check_storable(name, array)
+        if array.flags.c_contiguous:
+            found[name] = arrays.as_reals(array)
+        check_storable(name, found[name])
     return found
 
 

@@ -11,7 +11,7 @@ from mpipipe.checkpoint import manifest
 from mpipipe.checkpoint.manifest import FILE, MANIFEST
 from mpipipe.errors import ArgumentError
 
-NAME = re.compile(r"step-(\d{8,18})")
+NAME = re.compile(r"step-([0-9]{8,18})")
 INSIDE = "checkpoints"  # the folder of a training that has them
 
 
@@ -45,7 +45,7 @@ def newest(root: str | Path) -> Path | None:
 def locate(path: str | Path) -> Path:
     """Return a checkpoint: `path` itself, or the newest one in it. Raises ArgumentError if there is none."""
     path = Path(path).absolute()
-    found = path if (path / MANIFEST).is_file() else newest(path)
+    found = path if files.exists(path / MANIFEST) else newest(path)
     if found is None:
         raise ArgumentError(
             "no checkpoint is here",
@@ -130,15 +130,22 @@ def set_aside(path: Path) -> Path:
 
 
 def _folders(root: Path) -> list[Path]:
+    if not files.is_folder(root):
+        return []
     try:
         found = [path for path in root.iterdir() if NAME.fullmatch(path.name)]
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError):  # it has gone since
         return []
     return sorted(found, key=_place)
 
 
+def step_of(path: Path) -> int:
+    """Return the step in the name of a checkpoint that `find` has found."""
+    return int(path.name[5:])
+
+
 def _place(path: Path) -> tuple[int, str]:
-    return int(path.name[5:]), path.name
+    return step_of(path), path.name
 
 
 def _is_ours(name: str) -> bool:

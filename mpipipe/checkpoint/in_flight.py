@@ -23,11 +23,12 @@ from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.checkpoint import folders, manifest, storage, tensors
 from mpipipe.checkpoint.manifest import Checkpoint
+from mpipipe.checkpoint.owner import covering
 from mpipipe.checkpoint.task import Task
 from mpipipe.comm.flight import Account
 from mpipipe.comm.local_wait import wait_locally
 from mpipipe.comm.process import here, is_rank
-from mpipipe.errors import ArgumentError
+from mpipipe.errors import ArgumentError, OwnerError
 from mpipipe.files import sync_folder
 
 logger = logging.getLogger("mpipipe")
@@ -80,6 +81,7 @@ class Saving:
         self, place: Place, share: Mapping[str, Array], keep: int | None, beforehand: Callable[[], object] | None
     ) -> None:
         self.place, self.keep, self.beforehand = place, keep, beforehand
+        self._owner = covering(place.folder)  # asked here: threads are no ranks
         self.read, self.sealed = threading.Event(), False
         self._given_up, self._seconds = False, 0.0
         self._bytes, self._all_bytes = 0, sum(array.nbytes for array in share.values())
@@ -99,7 +101,7 @@ class Saving:
             if not share:
                 return {}
             with storage.explained(folder), self._in_order():
-                return {name: tensors.write(folder / name, share, self)}
+                return {name: tensors.write(folder / name, share, self, self._check_owner)}
         finally:
             self.read.set()
 
@@ -113,6 +115,11 @@ class Saving:
         with arrays.side_stream():
             arrays.wait_for(self._ready)
             yield
+
+    def _check_owner(self) -> None:
+        """Raise OwnerError where another job has taken the folder: this rank was stopped, and must not write there."""
+        if self._owner is not None:
+            self._owner.check()
 
     def about_to_read(self, nbytes: int) -> None:
         """See tensors.Listener."""
@@ -148,7 +155,9 @@ class Saving:
             sync_folder(place.folder.parent)
             facts = Checkpoint(place.folder, place.step, place.state, place.optimizer_steps, _version(), written)
             try:
-                manifest.write(facts)
+                manifest.write(facts, self._check_owner)
+            except OwnerError:  # what has that name by now is another job's
+                raise
             except BaseException:  # it may have its name already
                 storage.drop_manifest(place.folder)
                 raise
@@ -171,6 +180,8 @@ class Saving:
         ended = self.task.wait(PATIENCE)
         if not ended:
             _stuck.append(self)
+        if self._owner is not None and self._owner.lost():
+            return  # files of these names are another job's
         if not self.sealed:
             storage.take_back(self.place.folder, self.place.rank)
         elif self.place.rank == 0 and not ended:

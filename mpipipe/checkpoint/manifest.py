@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from mpipipe.errors import ArgumentError
 MANIFEST = "manifest.json"
 FORMAT = 1
 MOST_BYTES = 64 << 20  # of a manifest, and of the header of a file
-FILE = re.compile(r"part-\d{1,10}\.safetensors")
+FILE = re.compile(r"part-[0-9]{1,10}\.safetensors")
 CHECKSUM = re.compile(r"[0-9a-f]{8}")
 COPY_AGAIN = "copy the checkpoint again from where it is whole, or take another one"
 
@@ -55,12 +55,12 @@ class Checkpoint:
     files: dict[str, Content]
 
 
-def write(checkpoint: Checkpoint) -> None:
+def write(checkpoint: Checkpoint, before_naming: Callable[[], object] | None = None) -> None:
     """Write the manifest of a checkpoint whose files are there. Raises OSError."""
     facts = {**asdict(checkpoint), "format": FORMAT}
     del facts["path"]
     content = json.dumps({**facts, "checksum": checksum_of(facts)}, indent=1) + "\n"
-    files.write_whole(checkpoint.path / MANIFEST, content.encode())
+    files.write_whole(checkpoint.path / MANIFEST, content.encode(), before_naming)
 
 
 def checksum_of(facts: Mapping[str, Any]) -> str:

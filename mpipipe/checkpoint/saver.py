@@ -19,16 +19,16 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from mpipipe.checkpoint import folders, storage
-from mpipipe.checkpoint.adapter import announcements_of, updates_all
-from mpipipe.checkpoint.beginning import begin_folder, check_names
-from mpipipe.checkpoint.contents import Optimizer, Storable, contents_of, shares, state_of
+from mpipipe.checkpoint import folders, owner, storage
+from mpipipe.checkpoint.adapter import announced_by
+from mpipipe.checkpoint.beginning import begin_folder, check_names, checked_contents
+from mpipipe.checkpoint.contents import Optimizer, Storable, shares
 from mpipipe.checkpoint.in_flight import ENDED, FAILED, Place, Saving, logger, progress_of, wait_for_given_up
 from mpipipe.comm import runtime
 from mpipipe.comm.group import group_of
 from mpipipe.comm.local_wait import wait_locally
 from mpipipe.comm.mesh import Mesh
-from mpipipe.errors import ArgumentError, StorageError
+from mpipipe.errors import StorageError
 
 
 class Saver:
@@ -94,14 +94,13 @@ class Saver:
         folders.check_keep(keep)
         self.root, self.mesh, self.keep = Path(root), mesh, keep
         self.stages, self.optimizer = tuple(stages), optimizer
-        self._group = group_of(mesh.comm)  # kept: of one that has failed, another one would be made together
+        self._group = group_of(mesh.comm)
         self.waited = self.seconds = 0.0
         self._compared = False  # whether no two ranks have an array of one name
         self._saving: Saving | None = None  # whose arrays are being written
         self._sealing: Saving | None = None  # whose manifest is
-        lists = [announcements_of(each) for each in (*self.stages, *([] if optimizer is None else [optimizer]))]
-        self._announced = optimizer is not None and None not in lists and updates_all(optimizer, self.stages)
-        self._lists = [each for each in lists if each is not None]
+        self._owners: list[owner.Owner] = []  # one, once a checkpoint has been begun
+        self._lists, self._announced = announced_by(self.stages, optimizer)
         for each in self._lists:
             each.append(self.wait_until_read)
 
@@ -136,7 +135,7 @@ class Saver:
         ------
         StorageError
             On every rank: an earlier save in flight, or the folder for this one, cannot be written.
-        ArgumentError, MismatchError
+        ArgumentError, MismatchError, OwnerError
             As for `checkpoint.save`.
         """
         self.finish(room_for=step)
@@ -145,13 +144,12 @@ class Saver:
         steps = None if self.optimizer is None else self.optimizer.steps
         group.agree("checkpoint.save", (("step", step), ("steps of the optimizer", steps)))
         with group.together("checkpoint.save: what is to be saved"):
-            contents = contents_of(self.stages, self.optimizer)
-            plain = state_of(state)
-            if type(step) is not int or step < 0:
-                raise ArgumentError("step", found=repr(step), expected="an integer of at least 0")
+            contents, plain = checked_contents(self.stages, self.optimizer, step, state)
         if not self._compared:
             check_names(self.mesh, group, contents)
             self._compared = True
+        if not self._owners:
+            self._owners.append(owner.share(self.root, group, storage.unwritable))
         path = begin_folder(self.mesh, group, self.root, step)
         share = shares(contents, self.mesh.replicas.size)[self.mesh.replicas.rank]
         self._saving = Saving(Place(path, rank, step, plain, steps), share, self.keep, beforehand)
@@ -275,6 +273,8 @@ class Saver:
         for each in self._lists:
             each.remove(self.wait_until_read)
         self._lists = []
+        while self._owners:
+            self._owners.pop().release()
 
     def _give_up(self) -> None:
         for saving in filter(None, (self._sealing, self._saving)):

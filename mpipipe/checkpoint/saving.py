@@ -64,6 +64,8 @@ def save(
         is not at least 1.
     MismatchError
         On every rank: ranks differ in `step` or in the steps of the optimizer.
+    OwnerError
+        On every rank: another job saves into `root`, or has taken it from this one.
 
     Examples
     --------

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from mpipipe.checkpoint import folders
+from mpipipe.checkpoint import folders, owner
 from mpipipe.checkpoint.manifest import COPY_AGAIN, MANIFEST
 from mpipipe.errors import ArgumentError, StorageError
 from mpipipe.files import PARTIAL, sync_folder
@@ -49,12 +49,18 @@ def explained(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageError(
-            f"the checkpoint cannot be written: {error}",
-            found=str(folder),
-            expected="a folder with room, on a file system that all ranks share",
-            remedy="make room, or choose another folder",
-        ) from error
+        owner.check(folder)  # another job may have removed what this one was writing
+        raise unwritable(folder, error) from error
+
+
+def unwritable(folder: Path, error: OSError) -> StorageError:
+    """Make the error for a folder that cannot be written to."""
+    return StorageError(
+        f"the checkpoint cannot be written: {error}",
+        found=str(folder),
+        expected="a folder with room, on a file system that all ranks share",
+        remedy="make room, or choose another folder",
+    )
 
 
 @contextmanager

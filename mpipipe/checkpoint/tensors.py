@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -95,7 +95,12 @@ class Listener(Protocol):
         """All arrays have been read, and are not looked at again: what is left is between the file and the disk."""
 
 
-def write(path: Path, content: Mapping[str, Array], listener: Listener | None = None) -> Content:
+def write(
+    path: Path,
+    content: Mapping[str, Array],
+    listener: Listener | None = None,
+    before_naming: Callable[[], object] | None = None,
+) -> Content:
     """Write arrays, of the host or of a GPU, into a file that appears as a whole. Raises OSError."""
     names = sorted(content, key=lambda name: -content[name].dtype.itemsize)  # so each begins at a multiple of its size
     ends = list(accumulate((content[name].nbytes for name in names), initial=0))
@@ -107,7 +112,7 @@ def write(path: Path, content: Mapping[str, Array], listener: Listener | None = 
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
     sums = [0] * len(names)
-    with files.whole_file(path) as file:
+    with files.whole_file(path, before_naming) as file:
         position = file.write(header)
         for number, piece in arrays.host_pieces([content[name] for name in names], PIECE_BYTES):
             if listener is not None:

@@ -101,7 +101,7 @@ class WrittenLines(InOrder):
         self.file: BinaryIO | None = None
 
     def __enter__(self) -> WrittenLines:
-        if self.path.exists():
+        if files.exists(self.path):
             raise ConfigError("the file for answers exists already", found=str(self.path), remedy="name another --out")
         try:
             self.file = self.opened.enter_context(files.whole_file(self.path))

@@ -96,6 +96,7 @@ ALL = Commands(
         Command("info", "mpipipe.cli.info:info", "Show what a run finds on this machine"),
         Command("jobscript", "mpipipe.cli.jobscript:jobscript", "Print a job script for SLURM, PBS, LSF or Flux"),
         Command("run", "mpipipe.cli.run:run", "Run a script on every rank; an error ends the whole job"),
+        Command("launch", "mpipipe.cli.launch:launch", "Start a job, and believe its exit code 0 with a proof alone"),
         Command("completion", "mpipipe.cli.completion:completion", "Print what completes commands in a shell"),
     ),
 )

@@ -9,13 +9,15 @@ import json
 import sys
 from pathlib import Path
 
+from mpipipe import files
+from mpipipe.train.metrics import MOST_BYTES, NAME
+
 LARGEST = 1e-4  # relative difference: rounding, after a few steps
 
 
 def losses(run: Path) -> list[float]:
     """Return the losses in the metrics.jsonl of an output folder, of training and of validation, in order."""
-    with open(run / "metrics.jsonl") as lines:
-        records = [json.loads(line) for line in lines]
+    records = [json.loads(line) for line in files.read_text(run / NAME, MOST_BYTES).splitlines()]
     return [record[key] for record in records for key in ("loss", "validation") if key in record]
 
 

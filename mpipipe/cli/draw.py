@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
-from mpipipe import pictures, schedules
+from mpipipe import files, pictures, schedules
 from mpipipe.analysis.written import number_in, read_trace
 from mpipipe.cli.flags import Flag
 from mpipipe.cli.number_list import numbers, one_or_more
@@ -15,14 +15,15 @@ from mpipipe.cli.refusal import refusing
 from mpipipe.cli.stdout import show
 from mpipipe.errors import ConfigError
 from mpipipe.schedules import Costs, Timeline
+from mpipipe.schedules.csv_text import from_file, is_path
 
 MILLISECONDS = 1e3  # of a second
 
-Name = Annotated[str, Flag("a name that schedules.by_name knows")]
-Ranks = Annotated[int, Flag("P, ranks of the pipeline")]
-Microbatches = Annotated[int, Flag("M, micro-batches of a step")]
-Chunks = Annotated[int, Flag("V, stages on each rank")]
-Out = Annotated[str, Flag("new file that ends in .png or .svg")]
+Name = Annotated[str, Flag("a name that schedules.by_name knows, or FILE.csv, whose order says its own sizes")]
+Ranks = Annotated[int | None, Flag("P, ranks of the pipeline")]
+Microbatches = Annotated[int | None, Flag("M, micro-batches of a step")]
+Chunks = Annotated[int | None, Flag("V, stages on each rank; default: 1")]
+Out = Annotated[str, Flag("new file that ends in .png or .svg", metavar="FILE")]
 Folder = Annotated[Path, Flag("folder that train --trace has written", names=("--trace",))]
 Step = Annotated[int | None, Flag("number of a recorded step, from 0")]
 # of a chunk, each a number, or one for each stage with commas between them
@@ -34,10 +35,10 @@ Transfer = Annotated[str, Flag("time of a message into a stage, likewise")]
 
 def timeline(
     schedule: Name,
-    ranks: Ranks,
-    microbatches: Microbatches,
     out: Out,
-    chunks: Chunks = 1,
+    ranks: Ranks = None,
+    microbatches: Microbatches = None,
+    chunks: Chunks = None,
     forward: Forward = "1",
     input_grad: InputGrad = "1",
     weight_grad: WeightGrad = "1",
@@ -50,17 +51,19 @@ def timeline(
 
     def work() -> None:
         times = {"forward": forward, "input-grad": input_grad, "weight-grad": weight_grad, "transfer": transfer}
-        pictures.draw_timeline(_simulated(schedule, ranks, chunks, microbatches, times), out)
+        pictures.draw_timeline(
+            _simulated(schedule, {"ranks": ranks, "microbatches": microbatches, "chunks": chunks}, times), out
+        )
 
     _drawn(out, work)
 
 
 def memory(
     schedule: Name,
-    ranks: Ranks,
-    microbatches: Microbatches,
     out: Out,
-    chunks: Chunks = 1,
+    ranks: Ranks = None,
+    microbatches: Microbatches = None,
+    chunks: Chunks = None,
     forward: Forward = "1",
     input_grad: InputGrad = "1",
     weight_grad: WeightGrad = "1",
@@ -70,13 +73,15 @@ def memory(
 
     def work() -> None:
         times = {"forward": forward, "input-grad": input_grad, "weight-grad": weight_grad, "transfer": transfer}
-        pictures.draw_memory(_simulated(schedule, ranks, chunks, microbatches, times), out)
+        pictures.draw_memory(
+            _simulated(schedule, {"ranks": ranks, "microbatches": microbatches, "chunks": chunks}, times), out
+        )
 
     _drawn(out, work)
 
 
 def compare(
-    ranks: Ranks,
+    ranks: Annotated[int, Flag("P, ranks of the pipeline")],
     microbatches: Annotated[str, Flag("numbers of micro-batches, as in 4,8,16")],
     out: Out,
     schedule: Annotated[list[str] | None, Flag("a schedule to draw; several may be given; default: all")] = None,
@@ -144,7 +149,7 @@ def _drawn(out: str, work: Callable[[], None]) -> None:
     """Do the work in one process, and say where the picture is."""
     with refusing():
         check_one_process("draw")
-        if Path(out).exists():
+        if files.exists(out):
             raise ConfigError(
                 "there is a file or folder of this name already",
                 found=out,
@@ -156,7 +161,22 @@ def _drawn(out: str, work: Callable[[], None]) -> None:
     show(f"mpipipe: drawn into {out}\n")
 
 
-def _simulated(name: str, ranks: int, chunks: int, microbatches: int, times: dict[str, str]) -> Timeline:
+def _simulated(name: str, sizes: dict[str, int | None], times: dict[str, str]) -> Timeline:
+    """Simulate a schedule that has a name, or that a file has."""
     costs = Costs(*(one_or_more(option, text) for option, text in times.items()))
-    built = schedules.by_name(name, ranks=ranks, chunks=chunks, microbatches=microbatches, costs=costs)
-    return schedules.simulate(built, costs)
+    given = {size: count for size, count in sizes.items() if count is not None}
+    if is_path(name):
+        if given:
+            raise ConfigError(
+                f"--{next(iter(given))} does not go with a file, whose order says it",
+                found=f"--schedule {name}",
+                remedy="leave it out",
+            )
+        return schedules.simulate(from_file(name), costs)
+    if not given.keys() >= {"ranks", "microbatches"}:
+        raise ConfigError(
+            "a schedule has no sizes of its own",
+            found=f"--schedule {name}",
+            expected="--ranks and --microbatches, or --schedule FILE.csv",
+        )
+    return schedules.simulate(schedules.by_name(name, **{"chunks": 1, **given}, costs=costs), costs)

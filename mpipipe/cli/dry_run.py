@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Timer
 
 from mpipipe import processor, schedules
 from mpipipe.cli.refusal import refusing
@@ -19,10 +21,12 @@ from mpipipe.planning.table import shown_seconds
 from mpipipe.text_table import text_table
 from mpipipe.train import TrainConfig
 from mpipipe.train.dry_run import Forecast, RankBytes, foresee
+from mpipipe.train.outlet import tell
 from mpipipe.train.planner import predict_on_paper
 from mpipipe.wording import counted, shown_bytes
 
 MOST_RANKS = 1 << 16
+ANNOUNCED = 2.0  # seconds of silence
 COLUMNS = ("parameters", "gradients", "moments", "activations", "messages", "scratch", "later", "process", "total")
 
 
@@ -60,7 +64,8 @@ def _in_job(load: Callable[[], TrainConfig], ranks: int | None, profile: str | N
 def _show(config: TrainConfig, ranks: int, profile: str | None) -> None:
     processor.prepare_process()
     saved = None if profile is None else SavedProfile.read(Path(profile))
-    found = foresee(config, GPT, ranks)
+    with _announced(ranks):
+        found = foresee(config, GPT, ranks)
     lines = [described(found)]
     if saved is not None:
         seconds = predict_on_paper(found, GPT, saved).seconds
@@ -70,6 +75,19 @@ def _show(config: TrainConfig, ranks: int, profile: str | None) -> None:
         )
         lines += saved.doubts(found.pipe, found.data * found.seq, found.plan.microbatch_rows, linked=False)
     show("".join(f"{line}\n" for line in lines))
+
+
+@contextmanager
+def _announced(ranks: int) -> Iterator[None]:
+    """Say what is going on, where the work inside takes long: many ranks have long orders."""
+    line = f"mpipipe: a step of {counted(ranks, 'rank')} is being rehearsed on paper; with thousands it takes minutes"
+    timer = Timer(ANNOUNCED, tell, [line])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def check_alone(ranks: int | None, profile: str | None) -> None:

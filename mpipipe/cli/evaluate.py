@@ -46,7 +46,7 @@ def evaluate(
         comm = runtime.world()
         group, folder = group_of(comm), open_on_all(comm, model)
         with group.together("evaluate: the output"):
-            if comm.rank == 0 and out is not None and Path(out).exists():
+            if comm.rank == 0 and out is not None and files.exists(out):
                 raise ConfigError("the file for results exists already", found=out, remedy="name another --out")
         with group.together("evaluate: the mesh"):
             mesh = Mesh(comm, pipe=pipe or max(1, comm.size // seq), seq=seq)

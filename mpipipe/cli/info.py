@@ -134,7 +134,7 @@ def _cupy() -> str:
         library = arrays.cupy()
         library.cuda.runtime.getDeviceCount()
     except BackendError as error:
-        return str(error.__context__)
+        return str(error.__context__ or error)
     except RuntimeError as error:
         return f"{library.__version__}, and no GPU can be used ({error})"
     return library.__version__

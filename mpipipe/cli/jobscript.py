@@ -21,7 +21,9 @@ FAMILIES = {"Open MPI": "openmpi", "Cray": "cray", "MPICH": "mpich", "MVAPICH": 
 
 def jobscript(
     scheduler: Annotated[str, Operand(" | ".join(SCHEDULERS))],
-    options: Annotated[list[str] | None, Operand("options of `train` for the script", behind_dashes=True)] = None,
+    options: Annotated[
+        list[str] | None, Operand("options of `train`, or run SCRIPT and its arguments", behind_dashes=True)
+    ] = None,
     nodes: Annotated[int, Flag("nodes of the job")] = 1,
     ranks_per_node: Annotated[int, Flag("ranks on each node")] = 1,
     threads: Annotated[int, Flag("cores of each rank, and threads of its matrix products")] = 1,
@@ -39,32 +41,43 @@ def jobscript(
     python: Annotated[str | None, Flag("interpreter of the job; default: this one")] = None,
     module: Annotated[list[str] | None, Flag("environment module to load; several may be given")] = None,
 ) -> None:
-    """Print a job script that trains, fit to edit.
+    """Print a job script that trains, or runs a script of your own, fit to edit.
 
-    An example: python -m mpipipe jobscript slurm --nodes 2 --ranks-per-node 4 -- --steps 1000
+    python -m mpipipe jobscript slurm --nodes 2 --ranks-per-node 4 -- --steps 1000
+
+    python -m mpipipe jobscript slurm --ranks-per-node 4 -- run script.py --its-own arguments
     """
     with refusing():
         check_one_process("jobscript")
-        _check_options(options or [])
+        script, options = _split(options or [])
         job = Job(
             scheduler, nodes, ranks_per_node, threads,
             gpus=gpus, time=time, preemptable=preemptable, notice=notice, array=array, long_context=long_context,
             account=account, queue=queue, name=name, mpi=mpi or _mpi_of(python or sys.executable), launcher=launcher,
-            python=python or sys.executable, modules=tuple(module or ()), options=tuple(options or ()),
+            python=python or sys.executable, modules=tuple(module or ()), options=tuple(options), script=tuple(script),
         )  # fmt: skip
-        script = job_script(job)
-    show(script)
+        text = job_script(job)
+    show(text)
 
 
 jobscript.other_names = {"partition": "queue"}  # type: ignore[attr-defined]  # as SLURM calls it
 
 
-def _check_options(words: list[str]) -> None:
-    """Raise Stop if `train` would not understand these words: now, and not when the job begins."""
+def _split(words: list[str]) -> tuple[list[str], list[str]]:
+    """Return the words for `run` and the options of `train`, one of them empty.
+
+    Raises Stop if the command would not understand them: now, and not when the job begins.
+    """
+    if words[:1] == ["run"]:
+        from mpipipe.cli.run import run
+
+        parser_of(f"{program()} run", run).parse(words[1:])
+        return words[1:], []
     if words:
         from mpipipe.cli.train import train  # numpy and all
 
         parser_of(f"{program()} train", train).parse(words)
+    return [], words
 
 
 def _mpi_of(python: str) -> str:

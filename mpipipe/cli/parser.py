@@ -153,7 +153,8 @@ def _flag(entry: Parameter, flag: Flag) -> dict[str, Any]:
     if flag.choices:
         options["choices"] = flag.choices
     else:
-        options["metavar"] = flag.metavar or (NOUNS.get(entry.kind, "text").split()[-1].upper())
+        noun = "path" if entry.kind is Path else NOUNS.get(entry.kind, "text").split()[-1]
+        options["metavar"] = flag.metavar or noun.upper()
     return options | {"type": _converter(entry)}
 
 

@@ -174,7 +174,7 @@ def _say(line: str) -> None:
 
 def check_new(path: Path) -> None:
     """Raise ConfigError if no new file can be written."""
-    if path.exists() or not path.parent.is_dir():
+    if files.exists(path) or not files.is_folder(path.parent):
         raise ConfigError(
             "no plan can be written there",
             found=str(path),
@@ -198,7 +198,7 @@ def write(path: Path, given: Mapping[str, Any], choice: Choice) -> None:
         keys["recompute_limit"] = choice.recompute_limit
     content = "".join(toml_line(*key) for key in keys.items())
     try:
-        files.write_whole(path, content.encode())
+        files.write_whole(path, content.encode(errors="surrogateescape"))  # a path may be no text
     except OSError as error:
         raise ConfigError(f"the plan cannot be written: {error.strerror}", found=str(path)) from error
     _say(f"mpipipe: the plan is in {path}: python -m mpipipe train --config {path}")

@@ -14,6 +14,7 @@ from mpipipe.cli.simulation import Request
 from mpipipe.cli.stdout import show
 from mpipipe.errors import ConfigError
 from mpipipe.schedules import Costs, Links
+from mpipipe.schedules.csv_text import is_path
 from mpipipe.schedules.links import FORM
 
 Number = TypeVar("Number", int, float)
@@ -21,7 +22,7 @@ Cost = Annotated[str, Flag("time in each stage: a number, or one for each stage 
 
 
 def simulate(
-    schedule: Annotated[str | None, Flag("a name; all: a table of them; search: look for the best")] = None,
+    schedule: Annotated[str | None, Flag("a name; all: a table of them; search: look for the best; FILE.csv")] = None,
     ranks: Annotated[int | None, Flag("P; default: 4")] = None,
     chunks: Annotated[int | None, Flag("V, stages on each rank; default: 1")] = None,
     microbatches: Annotated[int | None, Flag("M; default: 16")] = None,
@@ -35,7 +36,7 @@ def simulate(
     seconds: Annotated[float | None, Flag("of --schedule search; default: 10")] = None,
     seed: Annotated[int | None, Flag("of --schedule search; default: 0")] = None,
     recompute: Annotated[bool, Flag("run forwards again, as many as --memory-limit needs; without it, all")] = False,
-    csv: Annotated[Path | None, Flag("read the order from this file")] = None,
+    csv: Annotated[Path | None, Flag("read the order from this file, which may have any name")] = None,
     out: Annotated[Path | None, Flag("write the order to this new file")] = None,
 ) -> None:
     """Simulate a schedule: time, bubble, memory, distance from the best (python -m mpipipe simulate --schedule all).
@@ -52,8 +53,11 @@ def simulate(
                 expected="one of them",
                 remedy="for example --schedule all, which compares all that the package makes",
             )
+        source = "--csv"
+        if schedule is not None and is_path(schedule):
+            source, csv, schedule = f"--schedule {schedule}", Path(schedule), None
         if csv is not None:
-            _refuse("--csv, whose order says it", ranks=ranks, chunks=chunks, microbatches=microbatches)
+            _refuse(f"{source}, whose order says it", ranks=ranks, chunks=chunks, microbatches=microbatches)
         if schedule != "search":
             _refuse("anything but --schedule search", seconds=seconds, seed=seed)
         times = {"forward": forward, "input-grad": input_grad, "weight-grad": weight_grad, "transfer": transfer}

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mpipipe import schedules
+from mpipipe import files, schedules
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.schedules import Costs, Links, Repetition, Schedule
+from mpipipe.schedules.csv_text import from_file
 from mpipipe.schedules.registry import names, placement_of
 from mpipipe.text_table import text_table
 from mpipipe.wording import counted
@@ -59,7 +60,7 @@ class Request:
                 expected="a schedule, or --schedule search with --memory-limit",
             )
         out = self.out
-        if out is not None and (out.exists() or not out.parent.is_dir() or self.schedule == "all"):
+        if out is not None and (files.exists(out) or not files.is_folder(out.parent) or self.schedule == "all"):
             raise ConfigError(
                 "no order can be written there",
                 found=str(out),
@@ -105,7 +106,7 @@ class Request:
                 made = schedules.search(ranks, microbatches, costs, memory_limit=limit, **sizes, **self.search)
             return made, costs
         if self.csv is not None:
-            made = schedules.from_csv(_text(self.csv))
+            made = from_file(self.csv)
         else:
             own = None if self.recompute else limit
             made = schedules.by_name(str(self.schedule), **self.sizes, costs=costs, memory_limit=own)
@@ -150,7 +151,7 @@ def _sizes(ranks: int, stages: int, microbatches: int) -> str:
 def _placement(schedule: str | None, csv: Path | None, ranks: int, chunks: int) -> tuple[int, ...]:
     """Say where stages lie, so that hops can have their times."""
     if csv is not None:
-        return schedules.from_csv(_text(csv)).placement
+        return from_file(csv).placement
     if schedule == "search" and chunks > 1:
         raise ConfigError(
             "a search chooses where stages lie, and their hops are not known before",
@@ -158,13 +159,6 @@ def _placement(schedule: str | None, csv: Path | None, ranks: int, chunks: int) 
             remedy="give the time of each hop: --transfer",
         )
     return placement_of(str(schedule), ranks, chunks)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("the order cannot be read", found=f"{path}: {error}", expected="a table of text") from error
 
 
 def _written(made: Schedule, path: Path) -> str:
@@ -189,7 +183,7 @@ def _one(made: Schedule, costs: Costs, memory_limit: float | None) -> Iterator[s
     else:
         room = "" if limit is None else f" with {limit:g} {'activation' if limit == 1 else 'activations'} on each rank"
     yield f"bound       {bound:.6g}: no schedule of these stages is faster{room}"
-    yield f"gap         {share:.2%} of the bound: the best one is no farther away"
+    yield f"gap         {share:.2%}: it is at most so much slower than the best one"
     if made.ranks <= SMALL_RANKS and max(map(len, made.orders)) <= SMALL_ORDER:
         yield schedules.timeline(made, costs)
 

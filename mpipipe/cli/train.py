@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from mpipipe import processor
+from mpipipe import processor, stop_signals
 from mpipipe.cli.dry_run import check_alone, foretell
 from mpipipe.cli.flags import Flag, Parameter
 from mpipipe.comm.abort import run_or_abort
@@ -34,7 +34,9 @@ def train(
             check_alone(ranks, profile)
             if group.rank == 0:
                 chosen = TrainConfig.load(config, **flags)
-        run_training(group.broadcast("train: the configuration", chosen), GPT)
+        chosen = group.broadcast("train: the configuration", chosen)
+        stop_signals.change(chosen.preempt_signals)
+        run_training(chosen, GPT)
 
     if dry_run:
         return foretell(lambda: TrainConfig.load(config, **flags), ranks, profile)
@@ -49,7 +51,9 @@ def _parameter(entry: dataclasses.Field) -> Parameter:
     limits = range_words(entry.metadata)
     if limits:
         text += f"; {limits}"
-    flag = Flag(text, choices=entry.metadata["choices"], group=heading_of(entry.name))
+    flag = Flag(
+        text, choices=entry.metadata["choices"], metavar=entry.metadata["metavar"], group=heading_of(entry.name)
+    )
     return Parameter(entry.name, str if kind is tuple else kind, kind is tuple, None, flag)
 
 

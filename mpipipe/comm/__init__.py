@@ -7,7 +7,7 @@ messages                 mailbox, tags, transport/, ring_exchange, allreduce, nc
 hangs                    flight, watch/
 dead ranks               lifeline
 the end of a job         abort, ending, excepthook, exit_hooks, report
-a job that is preempted  preemption, stop_signals, time_limit
+a job that is preempted  preemption, time_limit
 ranks without MPI        inprocess, inprocess_world
 names of types           types
 """

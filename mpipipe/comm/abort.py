@@ -15,18 +15,21 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import time
 from collections.abc import Callable
 from hashlib import blake2b
 from typing import NoReturn
 
+from mpipipe import ended, stop_signals
 from mpipipe.comm import communicators, excepthook, launcher, lifeline, runtime, settings
 from mpipipe.comm.ending import End, Says, World, leave_together, other_threads
 from mpipipe.comm.group import group_of
 from mpipipe.comm.mpi_abort import abort_job
 from mpipipe.comm.process import here, is_rank
-from mpipipe.comm.report import AGREED, INTERRUPTED, describe, heading, write
+from mpipipe.comm.report import AGREED, GRACE, INTERRUPTED, describe, heading, write
 from mpipipe.comm.types import MpiCommunicator
 from mpipipe.errors import ArgumentError, BackendError, MpipipeError
+from mpipipe.wording import counted
 
 __all__ = ["Stop", "run_or_abort"]
 
@@ -90,7 +93,9 @@ def run_or_abort(main: Callable[[], object]) -> int:
     except MpipipeError as error:
         if launcher.launcher_rank(os.environ) == 0:  # each of the lone processes finds the same
             write(describe(error, heading(0, 1)))
-        return 1
+        else:  # a launcher may end the others as soon as one has left
+            time.sleep(GRACE)
+        return 1 if runtime.limit_error() is None else AGREED
     _running.append(world)
     lifeline.start()
     restore = _watch_os_exit(world)
@@ -99,6 +104,7 @@ def run_or_abort(main: Callable[[], object]) -> int:
             end = _run(main, world)
     finally:
         restore()
+        stop_signals.ignore()
         world = _running[-1]  # that of the survivors, where ranks have died
         _running.clear()
         _afterwards.clear()
@@ -123,9 +129,14 @@ def _run(main: Callable[[], object], world: World) -> End:
     try:
         with world.group.together("the start of the program"):
             settings.check_settings()
-        main()
+            ended.begin(world.rank == 0, counted(world.size, "rank"))
+        _afterwards.insert(0, main)
         while _afterwards:
-            _afterwards.pop(0)()
+            try:
+                _afterwards.pop(0)()
+            except SystemExit as leaving:
+                if leaving.code or not _afterwards:  # else it is `sys.exit(run_or_abort(main))` of a script
+                    raise
         for thread in other_threads():  # as the interpreter does: they may still use the other ranks
             thread.join()
         return End(1, Says.CAUSE) if here().unwritten else End(0)

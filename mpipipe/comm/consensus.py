@@ -160,6 +160,13 @@ def agreed_by(problem: MpipipeError, group: Voters) -> MpipipeError:
     return problem
 
 
+def found_by_all(problem: MpipipeError, groups: Sequence[Voters]) -> MpipipeError:
+    """Return the error, as one that all ranks of the groups have found in the same numbers; their ranks 0 report it."""
+    problem.reported_elsewhere = any(group.rank for group in groups)
+    problem.agreed = frozenset(rank for group in groups for rank in group.presence.members)
+    return problem
+
+
 def _raise(problem: MpipipeError, reported_elsewhere: bool, ranks: Iterable[int]) -> NoReturn:
     problem.reported_elsewhere, problem.agreed = reported_elsewhere, frozenset(ranks)
     raise problem

@@ -14,11 +14,13 @@ import os
 import sys
 import threading
 import time
+from contextlib import suppress
 from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
 
+from mpipipe import ended
 from mpipipe.comm import exit_hooks, lifeline, rank_list, runtime
 from mpipipe.comm.group import Group
 from mpipipe.comm.mpi_abort import abort_job
@@ -77,6 +79,8 @@ def leave_together(world: World, end: End) -> int:
     if runtime.finalized(world.end):
         if end.report and end.code:
             write(end.report)
+        if end.code == 0 and world.rank == 0:  # MPI_Finalize is collective: no rank was missing
+            _prove()
         return end.code
     try:
         table = _all_ends(world, end)
@@ -87,6 +91,8 @@ def leave_together(world: World, end: End) -> int:
             write(f"{heading(world.rank, world.size)}\n  {type(error).__name__}: {error}\n")
         elif end.code:
             here().lifeline.let_leave_first(here().lifeline.lowest(), GRACE)
+        elif world.rank == here().lifeline.lowest():
+            _prove()
         lifeline.leave(end.code)
     except KeyboardInterrupt:
         write(f"{heading(world.rank, world.size)}\n  KeyboardInterrupt while it waited for the other ranks to end\n")
@@ -94,6 +100,8 @@ def leave_together(world: World, end: End) -> int:
     outlived = here().lifeline is not None and bool(here().lifeline.lost)
     codes, says, refusals = (column.tolist() for column in table.T)
     if len(set(codes)) == 1 and says[0] in (Says.NOTHING, Says.EXITED) and len(set(says)) == 1:
+        if codes[0] == 0 and world.rank == 0:
+            _prove()
         if outlived:
             lifeline.leave(codes[0])
         return codes[0]
@@ -110,6 +118,14 @@ def leave_together(world: World, end: End) -> int:
         lifeline.leave(code)
     _finalize(code)
     return code
+
+
+def _prove() -> None:
+    """Leave the proof that this job has ended well, for whoever waits for one."""
+    try:
+        ended.end()
+    except OSError as error:
+        write(f"mpipipe: the proof of this job's end cannot be written: {error.strerror}\n")
 
 
 def _all_ends(world: World, end: End) -> np.ndarray:
@@ -163,14 +179,17 @@ def _finalize(code: int) -> None:
     timer = threading.Timer(FINALIZE, os._exit, (code,))
     timer.daemon = True
     timer.start()
-    stderr, silence = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(silence, 2)
     here().groups.clear()
     exit_hooks.stop_watching()
+    stderr = None
+    with suppress(OSError):  # of a process that can open no more files
+        stderr = os.dup(2)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     try:
         runtime.mpi().Finalize()
     finally:
-        os.dup2(stderr, 2)
+        if stderr is not None:
+            os.dup2(stderr, 2)
         timer.cancel()
     if other_threads():  # the interpreter would wait for them, and they for other ranks
         os._exit(code)

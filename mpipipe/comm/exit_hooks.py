@@ -16,7 +16,7 @@ _last: list[Callable[[], None]] = []
 def say_farewell() -> None:
     """Tell the other ranks of all groups that this rank leaves; each group is told once."""
     if is_rank():
-        for group in tuple(here().groups):
+        for group in (*here().groups, *here().failed):
             group.leave()
 
 

@@ -7,14 +7,14 @@ A group brings four things together, each in a file of its own: a private commun
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
 
 from mpipipe.comm import communicators, runtime
-from mpipipe.comm.attributes import attributes
+from mpipipe.comm.attributes import cached
 from mpipipe.comm.consensus import Ballot, Entry, Facts, dumps_anyhow, heard
 from mpipipe.comm.exchange import Exchange, OpenVote
 from mpipipe.comm.presence import Presence
@@ -29,13 +29,11 @@ from mpipipe.errors import ArgumentError, PeerError
 def group_of(comm: Communicator | None = None) -> Group:
     """The group of a user's communicator, for all calls that have none of their own; None means COMM_WORLD.
 
-    Collective the first time, and after a failure of the group. The group is closed when `comm` is freed.
+    Collective the first time. The group is closed when `comm` is freed. One that has failed is never made anew: ranks
+    that learn of the failure in a later call than others would not come to that.
     """
-    comm = runtime.resolve(comm)
-    kept = attributes(comm)
-    if "group" not in kept or kept["group"].failure is not None:
-        kept["group"] = Group(comm)
-    return kept["group"]
+    users = runtime.resolve(comm)
+    return cached(users, "group", lambda: Group(users))
 
 
 class Group:
@@ -235,10 +233,10 @@ class Group:
         """Tell every other rank that an error in `what` keeps this one from going on."""
         self.fail(error, f"{runtime.whoami()} failed in {what}: {type(error).__name__}: {error}")
 
-    def fail(self, error: BaseException, text: str) -> None:
+    def fail(self, error: BaseException, text: str, making: bool = False) -> None:
         """Tell every other rank, once, that `error` keeps this one from going on. Returns without waiting."""
         if is_rank() and not self.closed and not runtime.finalized(self.comm):
-            self.presence.fail(failure_of(error, text, self.world_rank))
+            self.presence.fail(failure_of(error, text, self.world_rank, making))
         self._detach()
 
     def read_notes(self) -> None:
@@ -248,14 +246,16 @@ class Group:
             self._detach()
 
     def leave(self) -> None:
-        """At the end of the script: peers that still call must not wait for this rank. Returns without waiting.
-
-        Once only. The rank goes on listening: other threads of it may not have ended.
-        """
-        if self.failure is None and not self.closed and not self.left and not runtime.finalized(self.comm):
+        """Tell peers, once, that the script ends, so that they do not wait for this rank. Returns without waiting."""
+        if not self.closed and not self.left and not runtime.finalized(self.comm):
             self.left = True
             calls = f"collective call {self.presence.calls}" if self.progress is None else self.progress()
             self.presence.leave(f"rank {self.rank} ({runtime.whoami()}) left the job after {calls}")
+
+    def withdraw(self, members: Container[int], failure: Failure) -> None:
+        """Tell the world ranks `members` that this one makes no communicator with them any more; never waits."""
+        if not self.closed and not runtime.finalized(self.comm):
+            self.presence.withdraw(members, failure)
 
     def _detach(self) -> None:
         if self.vote is not None:
@@ -263,6 +263,8 @@ class Group:
         with self.process.lock:
             if self in self.process.groups:
                 self.process.groups.remove(self)
+                if self.failure is not None:
+                    self.process.keep_failed(self)
 
     def close(self) -> None:
         """Free the communicator; collective, may be called twice. After a failure it is kept for notes under way."""
@@ -280,10 +282,8 @@ class Group:
 
 def _pickled(value: Any, error: Exception | None) -> tuple[bytes, Exception | None]:
     """(`value` in bytes, error). No bytes where there is an error; an error where the value cannot be pickled."""
-    if error is not None:
-        return b"", error
     try:
-        return pickle.dumps(value), None
+        return (pickle.dumps(value), None) if error is None else (b"", error)
     except Exception as caught:
         return b"", caught
 

@@ -230,6 +230,8 @@ def _forget_groups() -> None:
     process = here()
     with process.lock:
         process.groups.clear()
+        process.failed.clear()
+        process.withdrawn.clear()
         process.advancing.clear()
         process.failures.clear()
         process.left.clear()

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from mpipipe.arrays import Array, Shape
+from mpipipe.arrays import Array, Shape, read_only
 from mpipipe.comm.group import Group
 from mpipipe.comm.requests import own
 from mpipipe.comm.wait import wait
@@ -25,7 +25,10 @@ from mpipipe.trace import Recorder
 
 HEADER_BYTES = 4096
 Leaf: TypeAlias = "tuple[Shape, np.dtype]"
-Lease: TypeAlias = "Sequence[tuple[list, Array]]"  # (where the buffer belongs, buffer) of each array of a message
+Buffer: TypeAlias = (
+    "tuple[Array, Array]"  # to receive into, and the view of it that is handed out, read-only on the host
+)
+Lease: TypeAlias = "Sequence[tuple[list, Buffer]]"  # (where the buffer belongs, buffer) of each array of a message
 
 
 class Envelope(NamedTuple):
@@ -73,7 +76,7 @@ class Mailbox:
 
     def __init__(self, transport: Any, group: Group | None = None):
         self.transport, self.group = transport, group
-        self.slots: dict[Leaf, list] = defaultdict(list)  # (shape, dtype) -> free buffers
+        self.slots: dict[Leaf, list[Buffer]] = defaultdict(list)  # (shape, dtype) -> free buffers
         self.outgoing: deque = deque()  # requests of sends, oldest first; each keeps its array alive
         self.posted: deque = deque()  # (arrays, lease, requests, envelope), in the order of `incoming`
         self.incoming: list = []
@@ -122,14 +125,18 @@ class Mailbox:
             return
         envelope, peer, channel, tag, leaves = self.incoming[self.next]
         self.next += 1
-        arrays, lease, requests = [], [], []
+        received, lease, requests = [], [], []
         transport = self.transport
         for free, shape, kind in leaves:
-            array = free.pop() if free else transport.empty(shape, kind)
-            arrays.append(array)
-            lease.append((free, array))
-            requests.append(transport.irecv(array, peer, channel, tag))
-        self.posted.append((arrays, lease, requests, envelope))
+            if free:
+                buffer = free.pop()
+            else:
+                array = transport.empty(shape, kind)
+                buffer = array, read_only(array)
+            received.append(buffer[1])
+            lease.append((free, buffer))
+            requests.append(transport.irecv(buffer[0], peer, channel, tag))
+        self.posted.append((received, lease, requests, envelope))
 
     def _order_key_of(self, entry: tuple) -> Any:
         assert self.order_keys is not None  # where order does not matter nobody asks
@@ -210,9 +217,9 @@ class Mailbox:
     def release(self, lease: Lease) -> None:
         """Give buffers back; on a device, work queued so far on the current stream may still read them."""
         retire = self.transport.retire
-        for free, array in lease:
-            retire(array)
-            free.append(array)
+        for free, buffer in lease:
+            retire(buffer[0])
+            free.append(buffer)
 
     def poll(self) -> None:
         """Let MPI move data: large messages advance only inside MPI calls, and one call advances them all."""

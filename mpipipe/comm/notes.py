@@ -27,6 +27,7 @@ class Kind(IntEnum):
     WAITING = 2  # the sender waits for all ranks in `call`; goes to rank 0, which answers each with HERE
     HERE = 3  # rank 0 has come to `call`, too
     ELSEWHERE = 4  # the sender waits for the receiver in `call` of this group, and the receiver waits in another group
+    WITHDRAWN = 5  # the sender makes no communicator with the receiver any more; `call` is the number of a failure
 
 
 class Note(NamedTuple):

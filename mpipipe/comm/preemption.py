@@ -21,16 +21,17 @@ from mpipipe.comm.group import Group, group_of
 from mpipipe.comm.mpi_abort import abort_job
 from mpipipe.comm.past_launcher import errors_of_open_mpi, write_past_launcher
 from mpipipe.comm.report import heading, write
-from mpipipe.comm.stop_signals import StopSignals, parse_signals
 from mpipipe.comm.time_limit import TimeLimit, parse_duration
 from mpipipe.comm.types import Communicator
-from mpipipe.comm.watch.watchdog import FORWARD_SECONDS, threads_allowed
+from mpipipe.comm.watch.channel import threads_allowed
+from mpipipe.comm.watch.watchdog import FORWARD_SECONDS
 from mpipipe.errors import ArgumentError
+from mpipipe.stop_signals import StopSignals, parse_signals
 
 PREEMPTED = 75  # exit code: EX_TEMPFAIL of sysexits.h, "try again later"
-CALL = "Preemption.due"
+CALL, ASKED = "Preemption.due", "Preemption.asked"
 GRACE = 600.0
-FOLLOWS = "the job leaves behind the step under way; a second signal ends it at once"
+FOLLOWS = "the job leaves after the step under way; a second signal ends it at once"
 KILLED = "mpiexec kills its ranks 0.2 s later, saved or not; SIGUSR2 to it would let them save first"
 STAGGER, MOST_STAGGER = 0.2, 3.0  # seconds between ranks that end the job at once: the lowest one reports
 
@@ -154,6 +155,20 @@ class Preemption:
             votes = self.group.agree(CALL, values=[self._signals.first is not None, over])
             if votes.any():
                 self.reason = self._why(over)
+        return self.reason != ""
+
+    def asked(self) -> bool:
+        """Find out on all ranks whether a signal has come; collective, before the first step.
+
+        The time limit does not count here: a job makes a step in each start, however short that is.
+
+        Returns
+        -------
+        bool
+            The same on every rank. Once it is true, `due()` is, too.
+        """
+        if not self.reason and self.group.agree(ASKED, values=[self._signals.first is not None]).any():
+            self.reason = self._why(False)
         return self.reason != ""
 
     def _why(self, over: bool) -> str:

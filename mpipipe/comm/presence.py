@@ -6,12 +6,15 @@ names the call that it is about, so the receiver can compare it with its own cou
 - LEFT after call 7: a receiver in call 7 goes on, one in call 8 would wait for ever, and fails;
 - WAITING in call 8, sent to rank 0: rank 0 answers HERE once it has come to call 8. So rank 0 knows who is there, and
   the others know whether rank 0 is. Whoever has not said WAITING is missing;
-- ELSEWHERE: see wait.Vigil, which finds two ranks that wait for each other in different groups.
+- ELSEWHERE: see wait.Vigil, which finds two ranks that wait for each other in different groups;
+- WITHDRAWN: see wait.wait_for_ranks, in which a rank has failed while it made a communicator with the receiver.
 
 Only long waits send the last three kinds, each once a call, so the notes are few.
 """
 
 from __future__ import annotations
+
+from collections.abc import Container
 
 from mpipipe.comm import rank_list
 from mpipipe.comm.notes import Kind, Note, Notes
@@ -81,11 +84,16 @@ class Presence:
         with self.process.lock:
             self._send_all(Kind.LEFT, self.calls, text)
 
-    def _send_all(self, kind: Kind, number: int, text: str) -> None:
+    def withdraw(self, members: Container[int], failure: Failure) -> None:
+        """Tell the world ranks `members` of this group that this rank makes no communicator with them."""
+        with self.process.lock:
+            self._send_all(Kind.WITHDRAWN, failure.number, failure.text, members)
+
+    def _send_all(self, kind: Kind, number: int, text: str, members: Container[int] | None = None) -> None:
         if self.process.lifeline is not None and self.process.lifeline.is_broken:
             return  # all hear of the death from MPI, and sending to the dead raises
-        for peer in range(self.size):
-            if peer != self.rank:
+        for peer, member in enumerate(self.members):
+            if peer != self.rank and (members is None or (member in members and member not in self.process.left)):
                 self.notes.send(peer, kind, number, text)
 
     def read(self) -> None:
@@ -104,12 +112,14 @@ class Presence:
 
     def _take(self, note: Note) -> None:
         if note.kind == Kind.FAILED:
-            failed = Failure(note.call, note.text)
-            self.failure = self.failure or failed
-            self.process.hear(failed)
+            if self.failure is None:  # else this rank has raised what ended the group, and may have gone on since
+                self.failure = Failure(note.call, note.text)
+                self.process.hear(self.failure)
         elif note.kind == Kind.LEFT:
             self.left[note.source] = note.call, note.text
             self.process.left[self.members[note.source]] = note.text
+        elif note.kind == Kind.WITHDRAWN:
+            self.process.withdrawn[self.members[note.source]] = Failure(note.call, note.text)
         elif note.kind == Kind.WAITING:
             self.received += 1
             self.waiting[note.source] = note.call, note.text

@@ -4,6 +4,7 @@ A rank is a process. In `comm.inprocess` it is a thread, which says so by `adopt
 calling rank in both cases.
 
     groups      open groups; every wait of this rank reads the notes of all of them
+    failed      groups that have failed; their notes still say who has left, or has withdrawn
     failures    failures that this rank has heard of; a wait looks for news at the end of this list
     advancing   things that advance only while somebody calls them; every wait calls those of its own thread
     flight      the last operations of this rank
@@ -16,6 +17,7 @@ import itertools
 import os
 import threading
 import weakref
+from collections.abc import Collection, Container
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -34,24 +36,26 @@ OVERSUBSCRIBED_YIELD_SECONDS, OVERSUBSCRIBED_PAUSE_SECONDS = 1e-3, 5e-4
 class Failure(NamedTuple):
     """Why a rank could not go on; `number` is the same wherever it is heard of.
 
-    The number is positive for an error, and -1 minus the world rank for a rank that has left.
+    The number is positive for an error, and -1 minus the world rank for a rank that has left. It has the bit MAKING
+    where all ranks come out of the same constructor by it, so that they can make what they want anew.
     """
 
     number: int
     text: str
 
 
-def failure_of(error: BaseException, text: str, world_rank: int) -> Failure:
+def failure_of(error: BaseException, text: str, world_rank: int, making: bool = False) -> Failure:
     """The failure that an exception stands for: the one that was heard of, or a new one of this rank."""
     known = getattr(error, "failure", None)
     if not isinstance(known, Failure):
-        known = Failure((world_rank + 1 << 32) + next(_count), text)
+        known = Failure((world_rank + 1 << 32) + next(_count) + making * MAKING, text)
         with suppress(Exception):  # some classes of exceptions take no attributes
             error.failure = known  # type: ignore[attr-defined]  # any exception may carry it to the next group
     return known
 
 
 _count = itertools.count(1)
+MAKING = 1 << 62
 
 
 class OpenGroup(Protocol):
@@ -62,9 +66,14 @@ class OpenGroup(Protocol):
 
     def read_notes(self) -> None: ...
 
-    def fail(self, error: BaseException, text: str) -> None: ...
+    def fail(self, error: BaseException, text: str, making: bool = False) -> None: ...
 
     def leave(self) -> None: ...
+
+    def withdraw(self, members: Container[int], failure: Failure) -> None: ...
+
+    @property
+    def world_rank(self) -> int: ...
 
 
 class Attendant(Protocol):
@@ -95,12 +104,16 @@ class Process:
         Held while notes are read.
     groups : list of group.Group
         The open groups.
+    failed : list of group.Group
+        The last groups of each set of ranks that have failed.
     advancing : dict
         Thing that waits advance -> the thread that has registered it.
     failures : list of Failure
         Failures that this rank has heard of, in that order, each once.
     left : dict
         World rank -> text, for each rank whose script has ended.
+    withdrawn : dict
+        World rank -> Failure, for each rank with which this one makes no communicator any more.
     pipelines, groups_named : int
         Pipelines built, and groups made, so far.
     alone : bool
@@ -123,14 +136,18 @@ class Process:
         Knows of ranks that have died, where MPI tells.
     recorders : set of trace.Recorder
         Recorders that note the waits of this rank.
+    owners : list of checkpoint.owner.Owner
+        Folders that the job of this rank owns.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.groups: list[OpenGroup] = []
+        self.failed: list[OpenGroup] = []
         self.advancing: dict[Advancing, int] = {}
         self.failures: list[Failure] = []
         self.left: dict[int, str] = {}
+        self.withdrawn: dict[int, Failure] = {}
         self.pipelines = self.groups_named = 0
         self.alone, self.thread = False, threading.main_thread().ident
         self.patience, self.pause = YIELD_SECONDS, PAUSE_SECONDS
@@ -143,6 +160,7 @@ class Process:
         self.ended = self.unwritten = False
         self.lifeline: Any = None  # a lifeline.Lifeline, which is built on this module
         self.recorders: set[Recorder] = set()
+        self.owners: list[Any] = []  # of checkpoint.owner.Owner, which is built on this module
         self._accountable: list[weakref.ref[Accountable]] = []
         self._known: set[int] = set()  # numbers of `failures`
 
@@ -151,6 +169,25 @@ class Process:
         if failure.number not in self._known:
             self._known.add(failure.number)
             self.failures.append(failure)
+
+    def withdraw(self, members: Collection[int], error: BaseException) -> None:
+        """Make no communicator with the world ranks `members` any more, since an error ended the making of one.
+
+        They are told in all groups, also those that have failed. That one of them has left is known without this.
+        """
+        groups, number = (*self.groups, *self.failed), getattr(getattr(error, "failure", None), "number", 0)
+        if not groups or not is_rank() or number < 0 or number & MAKING:
+            return
+        own = groups[0].world_rank
+        failure = failure_of(error, f"world rank {own} made no communicator: {type(error).__name__}: {error}", own)
+        self.withdrawn.update((member, failure) for member in members if member != own)
+        for group in groups:
+            group.withdraw(members, failure)
+
+    def keep_failed(self, group: OpenGroup) -> None:
+        """Read the notes of a failed group from now on; of groups of the same ranks, the last two are enough."""
+        same = [other for other in self.failed if other.presence.members == group.presence.members]
+        self.failed = [other for other in self.failed if other not in same[:-1]] + [group]
 
     def keep_account(self, thing: Accountable) -> None:
         """Ask `thing` for an account at every dump from now on, as long as it lives."""

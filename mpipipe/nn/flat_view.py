@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from copy import copy
 from typing import Any
 
 from mpipipe import arrays
@@ -13,18 +14,25 @@ WHOLE = "flat"  # name of all parameters together, where their stage gives them 
 
 
 class FlatView(Mapping[str, Array]):
-    """A flat array as named arrays.
+    """A flat array as named arrays. One of complex numbers is seen as pairs of real ones, with an axis more.
 
     Parameters
     ----------
     flat : one-dimensional and contiguous
     offsets : where each named array starts in it
     shapes : of the named arrays
+
+    Attributes
+    ----------
+    parts : numbers in `flat` for one of the given array: 2 for complex ones
     """
 
     def __init__(self, flat: Array, offsets: Mapping[str, int], shapes: Mapping[str, arrays.Shape]):
-        self.flat, self.offsets = flat, dict(offsets)
-        self._shapes = dict(shapes)
+        pair = (2,) if flat.dtype.kind == "c" else ()
+        self._given = flat.dtype, flat.size
+        self.flat, self.parts = arrays.as_reals(flat).reshape(-1), 1 + len(pair)
+        self.offsets = {name: self.parts * start for name, start in offsets.items()}
+        self._shapes = {name: (*shape, *pair) for name, shape in shapes.items()}
 
     @classmethod
     def of(cls, holder: Any) -> FlatView:
@@ -41,19 +49,21 @@ class FlatView(Mapping[str, Array]):
     def like(self, holder: Any) -> FlatView:
         """Return the view of a user's `gradients`, which lie in their flat array as the parameters do in theirs."""
         flat = flat_of(holder, "the gradients of a stage")
-        if (flat.dtype, flat.size) != (self.flat.dtype, self.flat.size):
+        if (flat.dtype, flat.size) != self._given:
             raise ArgumentError(
                 "parameters and gradients of a stage differ",
                 found=f"gradients.flat: {flat.dtype}[{flat.size}]",
-                expected=f"{self.flat.dtype}[{self.flat.size}], as parameters.flat is",
+                expected="{}[{}], as parameters.flat is".format(*self._given),
             )
-        return FlatView(flat, self.offsets, self._shapes)
+        view = copy(self)
+        view.flat = arrays.as_reals(flat).reshape(-1)
+        return view
 
     @property
     def decay_ranges(self) -> list[tuple[int, int, bool]]:
         """(start, stop, decay) of the flat array: matrices decay and vectors do not; without names all of it does."""
         places = sorted(
-            (start, len(self._shapes[name]) > 1 or name == WHOLE)
+            (start, len(self._shapes[name]) > self.parts or name == WHOLE)
             for name, start in self.offsets.items()
             if self[name].size
         )

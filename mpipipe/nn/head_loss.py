@@ -54,8 +54,6 @@ class HeadCrossEntropy:
         The last stage; its last layer is a `Head`, perhaps within a `Sequential`.
     tile : int, optional
         Rows of a tile; by default as many as fit 64 MiB of logits on the host, or 512 MiB on a GPU.
-    weight : float
-        Factor on loss and gradients, for ranks that have different shares of each sequence.
 
     Raises
     ------
@@ -78,7 +76,9 @@ class HeadCrossEntropy:
     (True, (2, 6, 50))
     """
 
-    def __init__(self, stage: Stage, tile: int | None = None, weight: float = 1.0):
+    mean_over_entries = True
+
+    def __init__(self, stage: Stage, tile: int | None = None):
         head = last_leaf(stage.layers[-1]) if stage.layers else None
         if not isinstance(head, Head):
             raise ArgumentError(
@@ -89,7 +89,7 @@ class HeadCrossEntropy:
             )
         if tile is not None:
             check_positive(tile=tile)
-        self.stage, self.head, self.tile, self.weight = stage, head, tile, weight
+        self.stage, self.head, self.tile = stage, head, tile
 
     @contextmanager
     def taking_over(self) -> Iterator[None]:
@@ -142,12 +142,11 @@ class HeadCrossEntropy:
         ids = checked_ids(target, head.outputs, "HeadCrossEntropy: the target", device).reshape(-1)
         x = rows(output)
         tile = self.tile or tile_rows(head.outputs, x.dtype.itemsize, device)
-        factor *= self.weight
         if tile >= len(x):
             value, dx = self._tile(x, ids, factor)
         else:
             value, dx = self._tiles(x, ids, factor, tile)
-        return self._scaled(value, self.weight), None if dx is None else dx.reshape(output.shape)
+        return value, None if dx is None else dx.reshape(output.shape)
 
     def _tiles(self, x: Array, ids: Array, factor: float, tile: int) -> tuple[Any, Array | None]:
         """Go through all rows tile by tile."""

@@ -40,7 +40,9 @@ def accepted_input(stage: AcceptingStage, x: Array) -> Array:
             stage=stage.index,
             found=str(x.dtype),
             expected=f"{stage.dtype}, or integers for an Embedding",
-            remedy=f"convert it with astype({str(stage.dtype)!r}) or build the stage with dtype={str(x.dtype)!r}",
+            remedy="hand over real and imaginary parts as features, or let a stage of your own compute with them"
+            if x.dtype.kind == "c"
+            else f"convert it with astype({str(stage.dtype)!r}) or build the stage with dtype={str(x.dtype)!r}",
         )
     if device == "cuda" and not x.flags.c_contiguous:
         raise ArgumentError(

@@ -1,8 +1,13 @@
-"""Losses: loss(output, target) -> (value, gradient of the output); the value is a mean over the micro-batch."""
+"""Losses: loss(output, target) -> (value, gradient of the output); the value is a mean over the micro-batch.
+
+That mean is over all entries of the target. The losses say so by `mean_over_entries`, and a pipeline weighs each
+micro-batch by its entries.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -13,14 +18,23 @@ from mpipipe.nn import kernels
 from mpipipe.nn.cache_blocks import rows
 from mpipipe.nn.checks import checked_ids
 
+F = TypeVar("F", bound=Callable[..., Any])
 
+
+def _over_entries(loss: F) -> F:
+    """Mark a loss whose value is a mean over all entries of the target."""
+    vars(loss)["mean_over_entries"] = True
+    return loss
+
+
+@_over_entries
 def mean_squared_error(output: Array, target: Array, factor: float = 1.0) -> tuple[Any, Array]:
-    """Return the mean of (output - target)^2 over all elements, and its gradient.
+    """Return the mean of abs(output - target)**2 over all elements, and its gradient.
 
     Parameters
     ----------
     output : array
-        Of any shape and a floating dtype, on the host or a GPU.
+        Of any shape and a floating or complex dtype, on the host or a GPU.
     target : array
         Of the same shape. For an output on a GPU it may be on the host: it is uploaded.
     factor : float
@@ -31,7 +45,7 @@ def mean_squared_error(output: Array, target: Array, factor: float = 1.0) -> tup
     value : float, or cupy.ndarray without axes
         The mean, summed in float64. It stays on the GPU where the output is there.
     gradient : array
-        `factor` * 2 (output - target) / size, of the shape and dtype of `output`.
+        `factor` * 2 (output - target) / size, of the shape and dtype of `output`: for complex numbers dRe + i dIm.
 
     Raises
     ------
@@ -53,9 +67,16 @@ def mean_squared_error(output: Array, target: Array, factor: float = 1.0) -> tup
         )
     if not isinstance(output, np.ndarray) or not isinstance(target, np.ndarray):
         target = _beside(output, target)
+    if output.dtype.kind == "c":  # twice as many squares, of real numbers
+        target = target if target.dtype == output.dtype else target.astype(output.dtype)
+        parts = arrays.as_reals(output), arrays.as_reals(target)
+        value, gradient = kernels.of_array(output).mean_squared_error(*parts, 2 * factor)
+        value = 2 * value if type(value) is float else kernels.of_array(value).scale(value, 2.0)
+        return value, gradient.view(output.dtype).reshape(output.shape)
     return kernels.of_array(output).mean_squared_error(output, target, factor)
 
 
+@_over_entries
 def softmax_cross_entropy(output: Array, target: Array, factor: float = 1.0) -> tuple[Any, Array]:
     """Return the mean of -log softmax(output)[target] over all rows, in nats, and its gradient.
 

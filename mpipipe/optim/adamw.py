@@ -9,6 +9,7 @@ from mpipipe import arrays
 from mpipipe.arrays import Array, DeviceArray
 from mpipipe.nn.unfinished import check_all_finished
 from mpipipe.nn.writing import announce_write
+from mpipipe.optim.groups import Group, checked, pieces
 from mpipipe.optim.named import named
 from mpipipe.optim.stages import updated
 
@@ -33,6 +34,9 @@ class AdamW:
         Keeps the denominator away from 0.
     weight_decay : float
         Decay of the parameters whose `Parameter.decay` is set.
+    groups : sequence of Group
+        Parameters with another learning rate or weight decay; where several match, the first counts. A pattern may
+        match nothing here: other ranks have other parameters.
 
     Attributes
     ----------
@@ -60,9 +64,10 @@ class AdamW:
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.1,
+        groups: Sequence[Group] = (),
     ):
         self.stages, self.lr, self.betas, self.eps, self.weight_decay = tuple(stages), lr, betas, eps, weight_decay
-        self._updated = updated(self.stages)
+        self._updated, self.groups = updated(self.stages), checked(groups)
         self.steps = 0
         self.before_write: list[Callable[[], object]] = []
         self.state: list[dict[str, Array]] = [
@@ -91,23 +96,24 @@ class AdamW:
         self.steps += 1
         b1, b2 = self.betas
         for stage, state in zip(self._updated, self.state):
-            parameters = stage.parameters.flat
-            stage.kernels.adamw(
-                parameters,
-                stage.gradients.flat,
-                state["first"][: parameters.size],  # a pipeline may have shortened the buffers since the start
-                state["second"][: parameters.size],
-                b1=b1,
-                b2=b2,
-                eps=self.eps,
-                rate=rate,
-                correction1=1 - b1**self.steps,
-                correction2=1 - b2**self.steps,
-                shrink=1 - rate * self.weight_decay,
-                g_scale=scale,
-                ranges=stage.decay_ranges,
-                copy=stage.kept_copy,
-            )
+            parameters, gradients, copy = stage.parameters.flat, stage.gradients.flat, stage.kept_copy
+            for at, factor, decay, ranges in pieces(stage, self.groups):
+                stage.kernels.adamw(
+                    parameters[at],
+                    gradients[at],
+                    state["first"][at],  # by places: a pipeline may have shortened the parameters since the start
+                    state["second"][at],
+                    b1=b1,
+                    b2=b2,
+                    eps=self.eps,
+                    rate=rate * factor,
+                    correction1=1 - b1**self.steps,
+                    correction2=1 - b2**self.steps,
+                    shrink=1 - rate * factor * (self.weight_decay if decay is None else decay),
+                    g_scale=scale,
+                    ranges=ranges,
+                    copy=None if copy is None else copy[at],
+                )
 
     def named_state(self) -> dict[str, dict[str, Array]]:
         """Return the state by kind and by the names of parameters: views, which may be read and set.

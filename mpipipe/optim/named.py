@@ -46,5 +46,6 @@ def same_name(name: str, ranks: Sequence[int] = ()) -> ArgumentError:
     return ArgumentError(
         f"two stages {where} have a parameter {name}",
         expected="names that are the parameters' own in the whole model",
-        remedy="give each nn.Stage its place in the model: first=0 for the first, and so on; other stages a prefix",
+        remedy="give each nn.Stage its place in the model: first=0 for the first, and so on; torch_stage and jax_stage "
+        "a prefix; and the arrays of a stage of your own names with its number in front",
     )

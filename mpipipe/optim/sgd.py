@@ -9,6 +9,7 @@ from mpipipe import arrays
 from mpipipe.arrays import Array, DeviceArray
 from mpipipe.nn.unfinished import check_all_finished
 from mpipipe.nn.writing import announce_write
+from mpipipe.optim.groups import Group, checked, pieces
 from mpipipe.optim.named import named
 from mpipipe.optim.stages import updated
 
@@ -29,6 +30,9 @@ class SGD:
         Factor of u from step to step; with 0 no u is kept.
     weight_decay : float
         Decay of the parameters whose `Parameter.decay` is set.
+    groups : sequence of Group
+        Parameters with another learning rate or weight decay; where several match, the first counts. A pattern may
+        match nothing here: other ranks have other parameters.
 
     Attributes
     ----------
@@ -49,10 +53,17 @@ class SGD:
     array([0.5, 0.5, 0.5], dtype=float32)
     """
 
-    def __init__(self, stages: Sequence[Any], lr: float, momentum: float = 0.0, weight_decay: float = 0.0):
+    def __init__(
+        self,
+        stages: Sequence[Any],
+        lr: float,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        groups: Sequence[Group] = (),
+    ):
         self.stages, self.lr = tuple(stages), lr
         self.momentum, self.weight_decay = momentum, weight_decay
-        self._updated = updated(self.stages)
+        self._updated, self.groups = updated(self.stages), checked(groups)
         self.steps = 0
         self.before_write: list[Callable[[], object]] = []
         self.state: list[dict[str, Array]] = [
@@ -79,18 +90,19 @@ class SGD:
         rate = self.lr if lr is None else lr
         announce_write(self, *self._updated)
         for stage, state in zip(self._updated, self.state):
-            parameters = stage.parameters.flat
-            stage.kernels.sgd(
-                parameters,
-                stage.gradients.flat,
-                state["momentum"][: parameters.size] if state else None,  # a pipeline may have shortened the buffers
-                momentum=self.momentum,
-                decay=self.weight_decay,
-                rate=rate,
-                g_scale=scale,
-                ranges=stage.decay_ranges,
-                copy=stage.kept_copy,
-            )
+            parameters, gradients, copy = stage.parameters.flat, stage.gradients.flat, stage.kept_copy
+            for at, factor, decay, ranges in pieces(stage, self.groups):
+                stage.kernels.sgd(
+                    parameters[at],
+                    gradients[at],
+                    state["momentum"][at] if state else None,  # a pipeline may have shortened the parameters
+                    momentum=self.momentum,
+                    decay=self.weight_decay if decay is None else decay,
+                    rate=rate * factor,
+                    g_scale=scale,
+                    ranges=ranges,
+                    copy=None if copy is None else copy[at],
+                )
         self.steps += 1
 
     def named_state(self) -> dict[str, dict[str, Array]]:

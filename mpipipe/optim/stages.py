@@ -55,6 +55,8 @@ class Updated(Protocol):
 class FlatStage:
     """A stage of a user's own whose `parameters` and `gradients` have an array `flat` each; see FlatView for names.
 
+    Complex parameters are seen as pairs of real ones: gradients are dRe + i dIm, so each part has its own.
+
     It may have `index`, `decay_ranges` and `before_write` as an nn.Stage has. Both buffers are asked for each time.
     """
 
@@ -105,7 +107,8 @@ class FlatStage:
     @property
     def decay_ranges(self) -> list[tuple[int, int, bool]]:
         found: list[tuple[int, int, bool]] | None = getattr(self.given, "decay_ranges", None)
-        return self.parameters.decay_ranges if found is None else found
+        own = self.parameters
+        return own.decay_ranges if found is None else [(own.parts * a, own.parts * b, decay) for a, b, decay in found]
 
     @property
     def kept_copy(self) -> None:

@@ -173,9 +173,9 @@ def _target(path: str | os.PathLike[str]) -> tuple[Path, str]:
             expected="a name that ends in .png or .svg",
             remedy="choose such a name",
         )
-    if not target.parent.is_dir():
+    if not files.is_folder(target.parent):
         raise _unwritable(target, "there is no such folder")
-    if target.is_dir():
+    if files.is_folder(target):
         raise _unwritable(target, "it is a folder")
     if not os.access(target.parent, os.W_OK):
         raise _unwritable(target, "the folder may not be written to")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -18,6 +19,7 @@ ROW, BOX = 22.0, 0.84  # points from one rank to the next, and the part of them 
 TOP, NAME = 24.0, 16.0  # points above the key, and above a panel that has a name
 FRAMED = 6.0  # points of a row below which frames would hide what they frame
 DIGIT = 0.64  # width of a digit, in sizes of its font
+TIGHT = 1.0  # points around the number in a narrow box
 SIZES = (9.0, 8.0, 7.0, 6.0)  # of the numbers in boxes
 
 
@@ -133,9 +135,6 @@ def _fill(axes: Any, panel: Boxes, schedule: Schedule, looks: dict[str, Look], r
     """Draw the boxes of all ranks."""
     points = (WIDTH - LEFT - RIGHT) / axes.get_xlim()[1]  # of one unit of time
     boxes = [box for rank in panel for box in rank if box.end > box.start]
-    narrowest = min((points * (box.end - box.start) for box in boxes), default=0.0)
-    least = min(narrowest, row)
-    line = 0.6 if least > 5 else 0.25 if least > 2 else 0.0
     size = _size(boxes, points, row)
     frame, high = (0.6, BOX) if row >= FRAMED else (0.0, 1.0)
     for rank, found in enumerate(panel):
@@ -153,31 +152,37 @@ def _fill(axes: Any, panel: Boxes, schedule: Schedule, looks: dict[str, Look], r
                 place,
                 facecolor=fill,
                 edgecolor=INK,
-                linewidth=line,
+                linewidth=[_border(min(points * (box.end - box.start), row)) for box in same],
                 hatch=looks[op].hatch,
                 clip_on=False,  # else the last edge would be half as wide
                 label=f"rank {rank} {op} chunk {chunk}",
             )
             for box in same:
-                if box.microbatch is not None and _needed(box, size) <= points * (box.end - box.start):
+                if box.microbatch is None:
+                    continue
+                own = size if _needed(box, size) <= points * (box.end - box.start) else SIZES[-1]
+                if own <= size < math.inf and _needed(box, own, TIGHT) <= points * (box.end - box.start):
                     middle = (box.start + box.end) / 2, rank + 0.53
-                    axes.text(*middle, str(box.microbatch), color=ink_on(fill), fontsize=size, ha="center", va="center")
+                    axes.text(*middle, str(box.microbatch), color=ink_on(fill), fontsize=own, ha="center", va="center")
+
+
+def _border(least: float) -> float:
+    """Return the width of the border of a box whose shorter side has so many points."""
+    return 0.6 if least > 5 else 0.25 if least > 2 else 0.0
 
 
 def _size(boxes: Iterable[Measured], points: float, row: float) -> float:
-    """Return the largest size at which every number has room in its box, or else one for boxes that have room."""
+    """Return the largest size at which every number has room in its box; boxes too narrow for any do not count."""
     sizes = [size for size in SIZES if size <= 0.75 * BOX * row]
     if not sizes:
-        return float("inf")  # no number has room in so low a row
-    numbered = [box for box in boxes if box.microbatch is not None]
-    for size in sizes:
-        if all(_needed(box, size) <= points * (box.end - box.start) for box in numbered):
-            return size
-    return sizes[-1]
+        return math.inf  # no number has room in so low a row
+    widths = [(box, points * (box.end - box.start)) for box in boxes if box.microbatch is not None]
+    roomy = [(box, width) for box, width in widths if _needed(box, sizes[-1]) <= width]
+    return next(size for size in sizes if size == sizes[-1] or all(_needed(box, size) <= width for box, width in roomy))
 
 
-def _needed(box: Measured, size: float) -> float:
-    return DIGIT * size * len(str(box.microbatch)) + 3.0
+def _needed(box: Measured, size: float, around: float = 3.0) -> float:
+    return DIGIT * size * len(str(box.microbatch)) + around
 
 
 def _checked(measured: Sequence[Iterable[Measured]], schedule: Schedule) -> Boxes:

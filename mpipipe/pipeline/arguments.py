@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import combinations
 from typing import Any
 
 from mpipipe import arrays
@@ -80,11 +81,26 @@ def check_arguments(
             error.rank, error.stage = comm.rank, number
             raise
     device_of(adapters)
+    if replicas is not None and replicas.size > 1:
+        _check_own_gradients(numbers, adapters)
     if loss is not None and not callable(loss):
         raise ArgumentError(
             "loss", found=type(loss).__name__, expected="a function (output, target) -> (value, doutput)"
         )
     return adapters
+
+
+def _check_own_gradients(numbers: Sequence[int], stages: Sequence[StageAdapter]) -> None:
+    """Refuse stages with gradients in one memory: replicas sum those of each stage, one stage after the other."""
+    for (number, stage), (other, beside) in combinations(zip(numbers, stages), 2):
+        if any(arrays.shares_memory(flat, there) for flat in stage.gradients for there in beside.gradients):
+            raise ArgumentError(
+                "two stages of a rank have their gradients in the same memory, which replicas would sum twice",
+                stage=other,
+                found=f"{beside.name} with gradients of stage {number}",
+                expected="gradients of its own",
+                remedy="give each an array of its own; nn.Stage ties a parameter of several stages (tie=...)",
+            )
 
 
 def _check_skips(schedule: Schedule, number: int, stage: StageAdapter) -> None:
@@ -95,6 +111,6 @@ def _check_skips(schedule: Schedule, number: int, stage: StageAdapter) -> None:
             "a stage with skips whose forward knows nothing of them",
             found=f"{stage.name} at {', '.join(own)}",
             expected="a stage of your own, which takes or returns mpipipe.Branches",
-            remedy="call an nn.Stage in the forward and backward of your own, and list it in inner_stages; or take a "
-            "subclass that does so, with takes_branches = True",
+            remedy="call an nn.Stage in the forward and backward of your own, and list it in inner_stages; give "
+            "torch_stage and jax_stage the names of the skips: gives=(...), takes=(...)",
         )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from hashlib import blake2b
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from mpipipe.arrays import Tree
 from mpipipe.arrays.trees import flatten
@@ -13,6 +16,7 @@ from mpipipe.schedules import Schedule
 from mpipipe.schedules.distributed_proof import trains
 
 KEPT_SIGNATURES = 64
+UNSAID, ROWS, ENTRIES = 0, 1, 2
 
 
 class BatchFacts(NamedTuple):
@@ -20,18 +24,22 @@ class BatchFacts(NamedTuple):
 
     signature: int = 0  # the same for inputs of the same shapes
     rows: int = 0
-    target_rows: int = 0
     microbatches: int = 0
     listed: int = 0  # whether the inputs came as a list of micro-batches
+    target_rows: int = 0
+    entries: int = 0  # of the arrays of all targets
+    mean_over: int = 0  # what the loss is a mean over: UNSAID, ROWS or ENTRIES
+    uneven: int = 0  # whether rows of one micro-batch have more entries than those of another
+    bare: int = 0  # whether a stage does not show its gradients
 
 
 class Batch(NamedTuple):
-    """Inputs and targets of this rank, by micro-batch; None if it holds none. `rows`: of each target."""
+    """Inputs and targets of this rank, by micro-batch; None if it holds none. `counts`: rows or entries of each."""
 
     facts: BatchFacts = BatchFacts()
     inputs: list[Tree] | None = None
     targets: list[Tree] | None = None
-    rows: list[int] | None = None
+    counts: list[int] | None = None
 
 
 class BatchReader:
@@ -40,11 +48,16 @@ class BatchReader:
     Parameters
     ----------
     schedule, rank : which say where inputs and targets belong
-    has_loss : whether this rank was given a loss
+    loss : of this rank, or None. Where its attribute `mean_over_entries` is true, targets count by their entries,
+        else by their rows.
+    bare : whether a stage of this rank has a backward and does not show its gradients
     """
 
-    def __init__(self, schedule: Schedule, rank: int, has_loss: bool):
-        self.schedule, self.has_loss, self.rank = schedule, has_loss, rank
+    def __init__(self, schedule: Schedule, rank: int, loss: Callable[..., Any] | None, bare: bool = False):
+        self.schedule, self.has_loss, self.rank = schedule, loss is not None, rank
+        said = getattr(loss, "mean_over_entries", None)
+        self.mean_over = UNSAID if said is None else ENTRIES if said else ROWS
+        self.bare = bare
         self.first_rank, self.last_rank = schedule.placement[0], schedule.placement[-1]
         self.trains = trains(schedule)
         self.signatures: dict[Any, int] = {}
@@ -68,14 +81,25 @@ class BatchReader:
                 stage=self.schedule.stages - 1,
                 remedy="pass loss=... to Pipeline, for example mpipipe.nn.mean_squared_error",
             )
-        facts, cut_inputs, cut_targets, target_rows = BatchFacts(), None, None, None
+        cut_inputs, cut_targets, counts, of_inputs, of_targets = None, None, None, (0, 0, 0, 0), (0, 0, 0, 0)
         if holds_inputs:
             cut_inputs, rows = self._cut(call, inputs)
-            facts = BatchFacts(self._signature(inputs), sum(rows), 0, len(rows), isinstance(inputs, list))
+            of_inputs = self._signature(inputs), sum(rows), len(rows), isinstance(inputs, list)
         if holds_targets:
-            cut_targets, target_rows = self._cut(call, targets)
-            facts = facts._replace(target_rows=sum(target_rows))
-        return Batch(facts, cut_inputs, cut_targets, target_rows)
+            cut_targets, rows = self._cut(call, targets)
+            counts, entries, uneven = self._count(targets, rows)
+            of_targets = sum(rows), entries, self.mean_over, uneven
+        return Batch(BatchFacts(*of_inputs, *of_targets, self.bare), cut_inputs, cut_targets, counts)
+
+    def _count(self, targets: Any, rows: list[int]) -> tuple[list[int], int, bool]:
+        """Return (what each micro-batch counts, number of all entries, whether rows differ in how many they have)."""
+        if isinstance(targets, list):
+            entries = [_entries(target) for target in targets]
+            uneven = any(size * rows[0] != entries[0] * count for size, count in zip(entries, rows))
+            return (entries if self.mean_over == ENTRIES else rows), sum(entries), uneven
+        size = _entries(targets)
+        width = size // sum(rows)
+        return ([width * count for count in rows] if self.mean_over == ENTRIES else rows), size, False
 
     def _cut(self, call: str, batch: Any) -> tuple[list[Tree], list[int]]:
         microbatches = self.schedule.microbatches
@@ -100,6 +124,11 @@ class BatchReader:
             number = int.from_bytes(blake2b(content, digest_size=8).digest(), "big")
             self.signatures[key] = number % (1 << 62) + 1
         return self.signatures[key]
+
+
+def _entries(tree: Tree) -> int:
+    """How many numbers the arrays of a tree have."""
+    return tree.size if type(tree) is np.ndarray else sum(leaf.size for leaf in flatten(tree)[0])
 
 
 def check_present(name: str, value: Any, wanted: bool, where: str) -> None:

@@ -17,13 +17,14 @@ Two things must hold for that to be right.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from mpipipe.comm.consensus import Ballot, digest
 from mpipipe.comm.group import Group
 from mpipipe.comm.vote import Vote
 from mpipipe.errors import ArgumentError, MismatchError, MpipipeError
-from mpipipe.pipeline.batch import BatchFacts
+from mpipipe.pipeline.batch import ENTRIES, BatchFacts
 from mpipipe.wording import counted
 
 CALLS = ("step", "launch", "evaluate", "forward", "durations", "close")
@@ -38,7 +39,11 @@ class Agreed(NamedTuple):
     signature: int
     microbatches: int
     listed: bool
-    total_rows: int  # over all replicas
+    total: int  # rows of all replicas, or entries of their targets: what the loss is a mean over
+    entries: int  # of the targets of all replicas
+    mean_over: int  # what the loss is a mean over: UNSAID, ROWS or ENTRIES
+    uneven: bool  # whether rows somewhere have more entries than elsewhere
+    bare: bool  # whether a stage somewhere does not show its gradients
 
 
 class Agreement:
@@ -76,7 +81,8 @@ class Agreement:
             error.rank = self.pipe.rank
         ballot = self._ballot(call, scale, error)
         table = ballot.cast(self.pipe, batch)
-        signature, rows, target_rows, microbatches, listed = table.max(0).tolist()
+        whole = BatchFacts(*table.max(0).tolist())
+        rows, target_rows = whole.rows, whole.target_rows
         if not ballot.failed and target_rows not in (0, rows):
             ballot.refuse(
                 MismatchError(
@@ -85,10 +91,19 @@ class Agreement:
                     expected=f"{rows}, as the inputs have",
                 )
             )
-        total = rows
+        targets: tuple[tuple[int, ...], ...] = (_of_replica(whole),)
         if self.replicas is not None:
-            total = int(ballot.cast(self.replicas, [rows]).sum())
-        agreed = Agreed(signature, microbatches, bool(listed), total)
+            targets = tuple(map(tuple, ballot.cast(self.replicas, targets[0]).tolist()))
+            if not ballot.failed and len({mean_over for _, _, mean_over, _ in targets}) > 1:
+                ballot.refuse(
+                    MismatchError(
+                        "the losses of replicas are means over different things",
+                        found="mean_over_entries differs",
+                        expected="the same on all replicas",
+                        remedy="give the same loss to all replicas",
+                    )
+                )
+        agreed = _agreed(whole, targets)
         try:
             ballot.decide()
         except MpipipeError as problem:
@@ -117,7 +132,7 @@ class Agreement:
             )
         Vote(self.pipe, self._ballot("launch", scale), batch)
         if self.replicas is not None:
-            Vote(self.replicas, self._ballot("launch", scale), [batch.rows])
+            Vote(self.replicas, self._ballot("launch", scale), _of_replica(batch))
         return agreed
 
     def settle(self) -> None:
@@ -132,6 +147,36 @@ class Agreement:
             self.codes = {(call, facts): digest(call, facts)}  # the next call nearly always has the same
         code = self.codes[call, facts]
         return Ballot(call, facts, error, DIFFERENT, REMEDY, number=self.count, where=self.where, code=code)
+
+
+def _of_replica(facts: BatchFacts) -> tuple[int, ...]:
+    """What the replicas add up or compare."""
+    return facts.rows, facts.entries, facts.mean_over, facts.uneven
+
+
+@lru_cache(maxsize=64)  # the next step nearly always has the same
+def _agreed(facts: BatchFacts, replicas: tuple[tuple[int, ...], ...]) -> Agreed:
+    """What is agreed on, from what one pipeline and then all replicas know."""
+    first_rows, first_entries, mean_over, _ = replicas[0]
+    uneven = any(uneven or size * first_rows != first_entries * rows for rows, size, _, uneven in replicas)
+    entries = sum(each[1] for each in replicas)
+    return Agreed(
+        facts.signature,
+        facts.microbatches,
+        bool(facts.listed),
+        total=entries if mean_over == ENTRIES else sum(each[0] for each in replicas),
+        entries=entries,
+        mean_over=mean_over,
+        uneven=uneven,
+        bare=bool(facts.bare),
+    )
+
+
+def of_this_rank(error: Exception, rank: int) -> MpipipeError:
+    """An error in the arguments of a call, as one that names the rank."""
+    found = error if isinstance(error, MpipipeError) else ArgumentError(f"{type(error).__name__}: {error}")
+    found.rank = rank if found.rank is None else found.rank
+    return found
 
 
 def _described(batch: BatchFacts) -> str:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from mpipipe.arrays import Download, Tree
 from mpipipe.comm.mailbox import Lease
 from mpipipe.nn import Position
+from mpipipe.pipeline.weighing import Weighing
 
 
 class CallInputs(NamedTuple):
@@ -18,7 +19,7 @@ class CallInputs(NamedTuple):
     training : whether backwards follow
     inputs : inputs of each micro-batch, on the rank of stage 0; else empty
     targets : targets of each micro-batch, on the rank of the last stage; None if no loss is wanted
-    weights : weight of each micro-batch in the loss, on that rank too
+    weighing : share of each micro-batch in the loss, on that rank
     scale : factor on all gradients
     positions : Position of each micro-batch, for layers that draw random numbers
     """
@@ -26,7 +27,7 @@ class CallInputs(NamedTuple):
     training: bool
     inputs: list[Tree]
     targets: list[Tree] | None
-    weights: list[float]
+    weighing: Weighing
     scale: float
     positions: list[Position]
 

@@ -17,7 +17,7 @@ logger = logging.getLogger("mpipipe")
 
 
 def choose_nccl(
-    pipe: Group, replicas: Group | None, device: str, devices: Sequence[str], pairs: Sequence[Pair]
+    pipe: Group, replicas: Group | None, device: str, devices: Sequence[str], pairs: Sequence[Pair], check: bool = False
 ) -> Choice:
     """Return whether NCCL carries messages and sums; collective if there are replicas or GPUs.
 
@@ -26,7 +26,10 @@ def choose_nccl(
     pipe, replicas : group of the pipeline's ranks, and group of the replicas or None
     device, devices : "cpu" or "cuda": of this rank, and of all ranks of the pipeline
     pairs : ranks that exchange messages
+    check : whether the host looks at all arrays: it would wait for a device that waits for another rank
     """
+    if check:
+        return Choice(False, False, "check mode looks at arrays on the host")
     if replicas is None and "cuda" not in devices and not settings.nccl_is_demanded():
         return Choice(False, False, "the ranks compute on the CPU")
     groups = [pipe] if replicas is None else [pipe, replicas]

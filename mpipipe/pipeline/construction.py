@@ -15,7 +15,7 @@ from mpipipe.comm.consensus import agreed_by, raise_for_partners, raise_on_all
 from mpipipe.comm.group import Group
 from mpipipe.comm.tags import Tags
 from mpipipe.comm.types import Communicator
-from mpipipe.errors import MismatchError, MpipipeError, PeerError
+from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, PeerError
 from mpipipe.pipeline.arguments import check_arguments, device_of
 from mpipipe.pipeline.stage import StageAdapter
 from mpipipe.pipeline.ties import Place, check_ties, tie_facts
@@ -36,6 +36,7 @@ class Partners(NamedTuple):
     ties : tie facts of each rank of the pipe
     devices : "cpu" or "cuda", of each rank of the pipe
     stages : of this rank
+    check : whether all ranks look at all arrays
     """
 
     pipe: Group
@@ -43,6 +44,7 @@ class Partners(NamedTuple):
     ties: list[dict[str, list[Place]]]
     devices: list[str]
     stages: list[StageAdapter]
+    check: bool
 
     @property
     def groups(self) -> list[Group]:
@@ -51,7 +53,13 @@ class Partners(NamedTuple):
 
 
 def agree_on_construction(
-    comm: Communicator, replicas: Communicator | None, stages: Any, schedule: Any, loss: Any, recompute: bool
+    comm: Communicator,
+    replicas: Communicator | None,
+    stages: Any,
+    schedule: Any,
+    loss: Any,
+    recompute: bool,
+    check: bool,
 ) -> Partners:
     """Check the arguments of a Pipeline on every rank; raises the same error on all of them where one is wrong.
 
@@ -61,11 +69,11 @@ def agree_on_construction(
     replicas : the user's communicator of the ranks with the same stages, or None
     """
     known = attributes(comm).get("group")
-    if known is not None and known.failure is None:  # it can say who is missing, which a new communicator cannot
+    if known is not None:  # it can say who is missing, which a new communicator cannot
         known.agree(CALL)
     groups = [Group(comm)]
     try:
-        return _agree(groups, replicas, stages, schedule, loss, recompute)
+        return _agree(groups, replicas, stages, schedule, loss, recompute, check)
     except BaseException as error:
         end_groups(groups, error, "a pipeline could not be built")
         raise
@@ -82,11 +90,18 @@ def end_groups(groups: Sequence[Group], error: BaseException, what: str) -> None
             with suppress(PeerError):
                 group.close()
         else:
-            group.fail(error, f"{what}: {error}" if isinstance(error, MpipipeError) else f"{what}: {error!r}")
+            told = f"{what}: {error}" if isinstance(error, MpipipeError) else f"{what}: {error!r}"
+            group.fail(error, told, making=True)
 
 
 def _agree(
-    groups: list[Group], replicas: Communicator | None, stages: Any, schedule: Any, loss: Any, recompute: bool
+    groups: list[Group],
+    replicas: Communicator | None,
+    stages: Any,
+    schedule: Any,
+    loss: Any,
+    recompute: bool,
+    check: bool,
 ) -> Partners:
     (pipe,) = groups
     error: MpipipeError | None = None
@@ -94,7 +109,7 @@ def _agree(
     devices: list[str] = []
     adapters: list[StageAdapter] = []
     try:
-        ties, devices, adapters = _agree_in_pipe(pipe, replicas, stages, schedule, loss, recompute)
+        ties, devices, adapters = _agree_in_pipe(pipe, replicas, stages, schedule, loss, recompute, check)
     except MpipipeError as caught:
         if not caught.agreed:
             raise
@@ -102,11 +117,11 @@ def _agree(
     if replicas is None or _size(replicas) == 1:
         if error is not None:
             raise error
-        return Partners(pipe, None, ties, devices, adapters)
+        return Partners(pipe, None, ties, devices, adapters, check)
     others = Group(replicas)
     groups.insert(0, others)
-    _agree_with_replicas(pipe, others, adapters, schedule, recompute, error)
-    return Partners(pipe, others, ties, devices, adapters)
+    _agree_with_replicas(pipe, others, adapters, schedule, recompute, check, error)
+    return Partners(pipe, others, ties, devices, adapters, check)
 
 
 def _size(replicas: Communicator) -> int:
@@ -118,7 +133,7 @@ def _size(replicas: Communicator) -> int:
 
 
 def _agree_in_pipe(
-    pipe: Group, replicas: Communicator | None, stages: Any, schedule: Any, loss: Any, recompute: bool
+    pipe: Group, replicas: Communicator | None, stages: Any, schedule: Any, loss: Any, recompute: bool, check: bool
 ) -> tuple[list[dict[str, list[Place]]], list[str], list[StageAdapter]]:
     """Return (tie facts of each rank, device of each rank, stages of this rank)."""
     error: Exception | None = None
@@ -127,6 +142,7 @@ def _agree_in_pipe(
     mine = None
     try:
         settings.check_settings()
+        _check_carrier(check)
         if replicas is not None:
             runtime.resolve(replicas)
         adapters = check_arguments(stages, schedule, loss, pipe.comm, replicas)
@@ -136,6 +152,7 @@ def _agree_in_pipe(
             ("schedule", f"{schedule.name} {digest(schedule)}"),
             ("number of micro-batches", schedule.microbatches),
             ("recompute", bool(recompute)),
+            ("check", check),
             (REPLICAS, "with replicas" if replicas is not None else "without replicas"),
             ("setting MPIPIPE_TAG_UB", largest_tag),
             ("setting MPIPIPE_NCCL=on", settings.nccl_is_demanded()),
@@ -160,12 +177,24 @@ def _agree_in_pipe(
     return ties, devices, adapters
 
 
+def _check_carrier(check: bool) -> None:
+    """Refuse check mode where messages must go by NCCL: the host would wait for a device that waits for other ranks."""
+    if check and settings.nccl_is_demanded():
+        raise ArgumentError(
+            "check mode looks at arrays on the host, between messages",
+            found="MPIPIPE_NCCL=on",
+            expected="messages and sums by MPI",
+            remedy="MPIPIPE_NCCL=auto, which leaves NCCL out in check mode; or check=False",
+        )
+
+
 def _agree_with_replicas(
     pipe: Group,
     others: Group,
     stages: Sequence[StageAdapter],
     schedule: Schedule,
     recompute: bool,
+    check: bool,
     error: MpipipeError | None,
 ) -> None:
     """Raise an error on all ranks of all pipes, or on none.
@@ -194,6 +223,7 @@ def _agree_with_replicas(
         facts = (
             ("schedule", f"{schedule.name} {digest(schedule)}"),
             ("recompute", bool(recompute)),
+            ("check", check),
             ("setting MPIPIPE_GRAPHS", settings.graphs()),
             ("parameters' names, shapes and dtypes", shapes),
             ("parameters' values", values),

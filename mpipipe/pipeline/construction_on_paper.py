@@ -52,5 +52,5 @@ def construct_on_paper(build: Callable[[], Schedule], rank: int) -> Plan:
     tags = Tags(schedule.placement, schedule.microbatches, PROMISED_TAG_UB, schedule.skip_ends)
     TieNames([{} for _ in range(schedule.ranks)], tags.channels, tags.base)
     neighbours(schedule.placement, schedule.skip_ends)
-    BatchReader(schedule, rank, has_loss=True)
+    BatchReader(schedule, rank, loss=None)
     return Plan(schedule, rank, tags)

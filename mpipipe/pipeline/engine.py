@@ -18,22 +18,25 @@ from mpipipe.comm.tags import Tags, neighbours
 from mpipipe.errors import ArgumentError, MpipipeError
 from mpipipe.nn import Position
 from mpipipe.pipeline.batch import Batch, BatchReader
-from mpipipe.pipeline.call_agreement import TRAINS, Agreed, Agreement
+from mpipipe.pipeline.call_agreement import TRAINS, Agreed, Agreement, of_this_rank
 from mpipipe.pipeline.call_state import CallInputs, CallState
 from mpipipe.pipeline.carriers import choose_nccl, make_mailbox
+from mpipipe.pipeline.check import Checks
+from mpipipe.pipeline.checked import CheckedLoss, CheckedMessages, attach
 from mpipipe.pipeline.construction import Partners
 from mpipipe.pipeline.durations import mean_durations
 from mpipipe.pipeline.executor import Executor
 from mpipipe.pipeline.flight import PipelineFlight
 from mpipipe.pipeline.gradient_sums import GradientSums
 from mpipipe.pipeline.life import Life
-from mpipipe.pipeline.loss import Loss
+from mpipipe.pipeline.loss import Loss, unscaled
 from mpipipe.pipeline.messages import StageMessages
 from mpipipe.pipeline.pending import PendingStep
 from mpipipe.pipeline.plan import Plan, recomputes_all
 from mpipipe.pipeline.shared_loss import SharedLoss
 from mpipipe.pipeline.shortage import memory_error
 from mpipipe.pipeline.ties import TieNames, Ties
+from mpipipe.pipeline.weighing import Weighing
 from mpipipe.schedules import Schedule
 from mpipipe.schedules.recompute import before_backwards
 from mpipipe.trace import Recorder
@@ -73,14 +76,16 @@ class Engine:
         device = partners.devices[self.rank]
         names = TieNames(partners.ties, self.tags.channels, self.tags.base)
         pairs = sorted({*neighbours(placement, skips), *names.pairs})
-        self.nccl = choose_nccl(self.pipe, self.replicas, device, partners.devices, pairs)
+        self.nccl = choose_nccl(self.pipe, self.replicas, device, partners.devices, pairs, partners.check)
         self.nccl_sums = NcclSums(self.replicas) if self.nccl.sums and self.replicas is not None else None
         channels = self.tags.channels + names.channels
         warmup = 2 if settings.graphs() else 1  # the second one records graphs
         carried = pairs if self.nccl.messages else ()
-        self.messages = StageMessages(make_mailbox(self.pipe, channels, device, partners.devices, carried), warmup)
+        mailbox = make_mailbox(self.pipe, channels, device, partners.devices, carried)
+        self.checks = checks = Checks(self.rank, schedule.stages - 1, mailbox) if partners.check else None
+        self.messages = StageMessages(mailbox, warmup) if checks is None else CheckedMessages(mailbox, warmup, checks)
         self.agreement = Agreement(self.pipe, self.replicas, self.name)
-        mailbox, numbers = self.messages.mailbox, schedule.stages_of(self.rank)
+        numbers = schedule.stages_of(self.rank)
         self.ties = Ties(self.pipe, mailbox.transport, self.stages, numbers, names)
         replicas, stages = self.replicas, self.stages
         self.sums = None if replicas is None else GradientSums(replicas, self.nccl_sums, mailbox, stages)
@@ -88,7 +93,7 @@ class Engine:
             self.rank,
             self.stages,
             self.messages,
-            loss=None if loss is None else Loss(loss),
+            loss=None if loss is None else Loss(loss) if checks is None else CheckedLoss(loss, checks),
             recompute=recompute or recomputes_all(schedule, self.rank),
             sums=self.sums,
             device=device,
@@ -96,11 +101,15 @@ class Engine:
         poll = mailbox.poll if self.sums is None else self.executor.poll
         for stage, number in zip(self.stages, numbers):
             stage.attach(number, poll, ends=0 < number == schedule.trained_from)
-            if device == "cuda" and settings.graphs():
+            if checks is not None:
+                attach(checks, stage)
+            elif device == "cuda" and settings.graphs():
                 stage.use_graphs(mailbox.waits_on_host)
         self.life = Life(self.name, self.rank, self.groups, self.executor)
         self.flight = PipelineFlight(self.pipe, self.executor, self.life)
-        self.batches = BatchReader(schedule, self.rank, loss is not None)
+        bare = any(schedule.has_backward(n) and not s.shows_gradients for n, s in zip(numbers, self.stages))
+        self.batches = BatchReader(schedule, self.rank, loss, bare)
+        self.weighing = Weighing(self.pipe, self.replicas)
         running = before_backwards(schedule) if recompute else schedule
         self.plans: dict[str | int, Plan] = {"step": Plan(running, self.rank, self.tags)}
         self.steps_taken, self.started, self.host_elapsed = 0, 0.0, 0.0
@@ -137,7 +146,7 @@ class Engine:
         with self.life:
             if call == "launch" and self.runs_ahead and self.agreement.trained is not None:
                 if error is not None:
-                    raise _of_this_rank(error, self.rank)
+                    raise of_this_rank(error, self.rank)
                 return batch, self.agreement.presume(batch.facts, scale)
             agreed, problem = self.agreement.reach(call, batch.facts, error, scale)
         if problem is not None:
@@ -149,11 +158,12 @@ class Engine:
         plan = self._plan(call, agreed.microbatches)
         training, replica = call in TRAINS, 0 if self.replicas is None else self.replicas.rank
         loss = self.executor.loss
+        self.weighing.begin(agreed, batch.counts or [])
         inputs = CallInputs(
             training,
             batch.inputs or [],
             batch.targets,
-            weights=[] if batch.rows is None else [rows / agreed.total_rows for rows in batch.rows],
+            weighing=self.weighing,
             scale=scale,
             positions=[Position(self.steps_taken, m, replica, training) for m in range(agreed.microbatches)],
         )
@@ -169,11 +179,15 @@ class Engine:
                 raise
             short.rank = self.rank
             raise short from error
+        if self.checks is not None:
+            self.checks.begin(inputs)
         self.executor.marks = self.executor.clock.begin(plan.steps, training)
         self.flight.begin(call, self.agreement.count, plan)
         with nullcontext() if loss is None or batch.targets is None else loss.taking_head():
             state = self.executor.run(plan.steps, inputs)
         self.messages.end(agreed.signature)
+        if self.checks is not None:
+            self.checks.end()
         return state
 
     def train(self, call: str, inputs: Any, targets: Any, scale: Any) -> PendingStep:
@@ -189,24 +203,28 @@ class Engine:
                 self.agreement.settle()  # whatever comes now is for gradients that all ranks agree on
                 shared = self.share_losses(call, state, agreed.microbatches)
                 self.ties.sum_gradients()
+                if self.checks is not None:
+                    self.checks.look_at_sums()
             finally:
                 for stage in self.stages:
                     stage.leave_step()
-            if call == "step":
-                shared.wait()
+            total, problem = self.weighing.settle(shared, self.stages, wait=call == "step")
             self.losses_underway = [each for each in (*self.losses_underway, shared) if not each.is_here()]
             self.steps_taken += 1
             if self.recorder is not None:
                 self.recorder.end_step()
-        self.end()
+        self.end(problem)
         found = state.input_gradients
-        return PendingStep(shared, self.life, [found[m] for m in range(agreed.microbatches)] if found else None)
+        grads = [unscaled(found[m], total) for m in range(agreed.microbatches)] if found else None
+        return PendingStep(shared, self.life, grads)
 
-    def end(self) -> None:
-        """Note how long the call took, and let go of its arrays."""
+    def end(self, problem: MpipipeError | None = None) -> None:
+        """Note how long the call took, and let go of its arrays; raise what all ranks have found wrong."""
         self.host_elapsed = perf_counter() - self.started
         self.executor.state = None
         self.flight.end()
+        if problem is not None:
+            raise problem
 
     @property
     def recorder(self) -> Recorder | None:
@@ -236,7 +254,8 @@ class Engine:
         last, has_loss = self.schedule.stages - 1, state.inputs.targets is not None
         losses = self.executor.losses(state, last) if has_loss else None
         root, name = self.schedule.placement[-1], f"{call} (call {self.agreement.count}) of {self.name}"
-        return SharedLoss(self.pipe, self.replicas, root, microbatches, losses, state.inputs.weights, call=name)
+        shares, gives = self.weighing.shares, bool(self.weighing.given)
+        return SharedLoss(self.pipe, self.replicas, root, microbatches, losses, shares, gives, call=name)
 
     @property
     def peak(self) -> int:
@@ -271,13 +290,6 @@ class Engine:
         self.messages.mailbox.transport.close()
         for group in self.groups:
             group.close()
-
-
-def _of_this_rank(error: Exception, rank: int) -> MpipipeError:
-    """An error in the arguments of a call, as one that names the rank."""
-    found = error if isinstance(error, MpipipeError) else ArgumentError(f"{type(error).__name__}: {error}")
-    found.rank = rank if found.rank is None else found.rank
-    return found
 
 
 def _count(agreement: Callable[[], Agreement | None]) -> int:

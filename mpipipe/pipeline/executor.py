@@ -11,9 +11,10 @@ from typing import Any
 
 from mpipipe import arrays
 from mpipipe.arrays import Tree
+from mpipipe.arrays.trees import read_only
 from mpipipe.comm.mailbox import Lease
 from mpipipe.errors import ArgumentError, MpipipeError, PeerError, StageError
-from mpipipe.pipeline.aliases import copy_if_aliased
+from mpipipe.pipeline.aliases import copy_if_aliased, remedy_of
 from mpipipe.pipeline.branches import Branches, parted
 from mpipipe.pipeline.call_state import CallInputs, CallState
 from mpipipe.pipeline.clock import DeviceClock, HostClock
@@ -124,7 +125,7 @@ class Executor:
 
     def _stage_error(self, what: str, step: PlannedAction, error: Exception) -> StageError:
         short = memory_error(what, error, self.stages, self.state, self.recompute)
-        found = short or StageError(f"{what} raised {type(error).__name__}: {error}")
+        found = short or StageError(f"{what} raised {type(error).__name__}: {error}", remedy=remedy_of(error))
         self._complete(found, step)
         return found
 
@@ -161,14 +162,14 @@ class Executor:
         if step.gives or type(y) is Branches:
             y, skips = parted(y, step.gives, NAMES["F"])
         if step.last and inputs.targets is not None:
-            self._evaluate_loss(step, state, y, inputs.targets[microbatch])
+            self._evaluate_loss(step, state, read_only(y), inputs.targets[microbatch])
         self.marks.append(self.now())
         if lease:
             y = copy_if_aliased(y, lease)
         if step.send is not None:
             self.messages.send_activation(step.send, y)
         elif not step.last:
-            state.local[step.stage + 1, microbatch, "F"] = y
+            state.local[step.stage + 1, microbatch, "F"] = read_only(y)
         elif not inputs.training:
             state.outputs[microbatch] = y
         if skips:
@@ -185,17 +186,21 @@ class Executor:
     def _evaluate_loss(self, step: PlannedAction, state: CallState, y: Tree, target: Tree) -> None:
         assert self.loss is not None  # agreed at the start of the call
         inputs, microbatch = state.inputs, step.microbatch
-        weight = inputs.weights[microbatch] * inputs.scale if inputs.training else 1.0
+        weighing = inputs.weighing
+        factor = weighing.shares[microbatch] * inputs.scale if inputs.training else 1.0
         try:
-            result = self.loss.call(y, target, weight)
+            result = self.loss.call(y, target, factor)
         except MpipipeError:
             raise
         except Exception as error:  # an error of the loss is not blamed on the stage
             raise self._stage_error("the loss", step, error) from error
-        state.losses[microbatch], gradient = self.loss.checked(result)
+        state.losses[microbatch], gradient, weight = self.loss.checked(result)
+        known = weight is None and weighing.known
+        change = 1.0 if known else weighing.take(microbatch, weight, inputs.training)
         if inputs.training:
-            state.loss_gradients[microbatch] = self.loss.weighted(gradient, weight, y)
-        if len(state.losses) == len(inputs.weights):  # the backwards to come need not be done when these are wanted
+            left = change if self.loss.takes_factor else change * factor
+            state.loss_gradients[microbatch] = self.loss.scaled(gradient, left, y)
+        if len(state.losses) == len(weighing.shares):  # the backwards to come need not be done when these are wanted
             waiting = [m for m, value in state.losses.items() if type(value) is not float and arrays.is_device(value)]
             if waiting:
                 state.losses_underway = waiting, arrays.Download([state.losses[m] for m in waiting])
@@ -275,7 +280,7 @@ class Executor:
         if step.send is not None:
             self.messages.send_gradient(step.send, dx)
         elif not step.ends:
-            state.local[step.stage, step.microbatch, "B"] = dx
+            state.local[step.stage, step.microbatch, "B"] = read_only(dx)
         elif step.first:
             state.input_gradients[step.microbatch] = unscaled(dx, state.inputs.scale)
         if skips:

@@ -130,6 +130,11 @@ class StageGraphs:
     def __str__(self) -> str:
         return f"CUDA graphs: stage {self.stage.index} {f'has none: {self.reason}' if self.reason else 'has them'}"
 
+    @property
+    def recorded(self) -> int:
+        """Number of graphs of the slots that no micro-batch has: of all slots between two calls."""
+        return sum(len(slot.graphs) for kind in self._kinds.values() for slot in kind.free.values())
+
     def forward(self, x: Array) -> tuple[Array, Saved]:
         """As nn.Stage.forward."""
         stage = self.stage

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from mpipipe.comm import runtime
 from mpipipe.comm.group import Group
 from mpipipe.comm.process import is_rank
-from mpipipe.errors import ArgumentError
+from mpipipe.errors import ArgumentError, MpipipeError
 from mpipipe.pipeline.executor import Executor
 
 
@@ -79,6 +79,18 @@ class Life:
         if self.executor.sums is not None:
             for pending in self.executor.sums.underway:
                 pending.Cancel()
+
+    def leave(self, error: BaseException | None, close: Callable[[], object]) -> None:
+        """End a with-block: close the pipeline, or let it fail for an error that not all ranks raise."""
+        if error is None:
+            close()
+        elif self.is_open and self.agreed_on(error):
+            try:  # all ranks raise this error, so they may all come here
+                close()
+            except MpipipeError:
+                self.fail(error)
+        elif self.is_open:
+            self.fail(error)
 
     def agreed_on(self, error: BaseException | None) -> bool:
         """Whether all ranks of all groups raise this same error."""

@@ -1,8 +1,9 @@
-"""The loss of the last stage: what it returns, checked, with its gradient times the weight of the micro-batch."""
+"""The loss of the last stage: what it returns, checked, with its gradient times the share of the micro-batch."""
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -22,8 +23,9 @@ class Loss:
 
     Parameters
     ----------
-    function : `function(output, target) -> (value, gradient of the output)`. A function with a parameter `factor`
-        multiplies the gradient by it before rounding; for others it is multiplied afterwards.
+    function : `function(output, target) -> (value, gradient of the output)`, with a weight as a third value or without.
+        A function with a parameter `factor` multiplies the gradient by it before rounding; for others it is multiplied
+        afterwards.
     """
 
     def __init__(self, function: Callable[..., Any]):
@@ -35,37 +37,56 @@ class Loss:
         """Within this context the last stage leaves the product of its head to the function, if that is made for it."""
         return nullcontext() if self.with_head is None else self.with_head.taking_over()
 
-    def call(self, output: Tree, target: Tree, weight: float) -> Any:
+    def call(self, output: Tree, target: Tree, factor: float) -> Any:
         """Return what the function returns."""
-        return self.function(output, target, factor=weight) if self.takes_factor else self.function(output, target)
+        return self.function(output, target, factor=factor) if self.takes_factor else self.function(output, target)
 
-    def checked(self, result: Any) -> tuple[Any, Tree]:
-        """Return (value, gradient) of a result; raises ArgumentError if it is none."""
-        if type(result) is not tuple or len(result) != 2:
+    def checked(self, result: Any) -> tuple[Any, Tree, float | None]:
+        """Return (value, gradient, weight or None) of a result; raises ArgumentError if it is none.
+
+        Where the weight is 0, there is no value: it is NaN here.
+        """
+        if type(result) is not tuple or len(result) not in (2, 3):
             raise ArgumentError(
-                "a loss returns (value, gradient of the output)", found=type(result).__name__, expected="a tuple of two"
+                "a loss returns (value, gradient of the output), or (value, gradient of the output, weight)",
+                found=f"a tuple of {len(result)}" if type(result) is tuple else type(result).__name__,
+                expected="a tuple of two or three",
             )
-        value, gradient = result
+        value, gradient, weight = result[0], result[1], None
+        if len(result) == 3:
+            weight = checked_weight(result[2])
+            if weight == 0:
+                return math.nan, gradient, weight
         if type(value) is not float:
             if getattr(value, "size", 1) != 1:
                 raise ArgumentError(
                     "the value of a loss", found=f"an array of shape {value.shape}", expected="one number"
                 )
-            if arrays.is_device(value):  # looked at when the step has ended
-                return value, gradient
-            if isinstance(value, np.ndarray):
+            if isinstance(value, (np.ndarray, np.generic)):
                 value = value.item()
+            on_device = arrays.is_device(value)
+            if isinstance(value, complex) or (on_device and value.dtype.kind == "c"):
+                raise ArgumentError(
+                    "the value of a loss is complex",
+                    found="a complex number",
+                    expected="one real number",
+                    remedy="the mean of abs(x) ** 2, or of x.real",
+                )
+            if on_device:  # looked at when the step has ended
+                return value, gradient, weight
         check_finite(value)
-        return value, gradient
+        return value, gradient, weight
 
-    def weighted(self, gradient: Tree, weight: float, output: Tree) -> Tree:
-        """Return the gradient times the weight; raises ArgumentError if it does not fit the output."""
-        weight = 1.0 if self.takes_factor else weight
-        if weight == 1 and type(gradient) is type(output) is np.ndarray:  # the common case, on the hot path
+    def scaled(self, gradient: Tree, factor: float, output: Tree) -> Tree:
+        """Return the gradient times a factor; raises ArgumentError if it does not fit the output.
+
+        For the factor 0 the gradient is not looked at.
+        """
+        if factor == 1 and type(gradient) is type(output) is np.ndarray:  # the common case, on the hot path
             if gradient.shape == output.shape and gradient.dtype == output.dtype and output.dtype.kind == "f":
                 return gradient
-        leaves, structure = flatten(gradient)
         outputs, expected = flatten(output)
+        leaves, structure = flatten(gradient) if factor else (list(map(_zeros_like, outputs)), expected)
         if structure != expected:
             raise ArgumentError(
                 "the gradient of the loss has another structure than the output", found=structure, expected=expected
@@ -81,8 +102,23 @@ class Loss:
                     found=_described(leaf) if arrays.is_array(leaf) else type(leaf).__name__,
                     expected=_described(like),
                 )
-            scaled.append(leaf if weight == 1 else kernels.of_array(leaf).scale(leaf, weight))
+            scaled.append(leaf if factor in (0, 1) else kernels.of_array(leaf).scale(leaf, factor))
         return unflatten(scaled, structure)
+
+
+def checked_weight(weight: Any) -> float:
+    """Return the weight of a loss as a float; raises ArgumentError unless it is a finite number of at least 0."""
+    if isinstance(weight, (np.ndarray, np.generic)) and weight.ndim == 0:
+        weight = weight.item()
+    is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
+    if not is_number or not 0 <= weight <= sys.float_info.max:
+        raise ArgumentError(
+            "the weight of a loss",
+            found=repr(weight) if is_number else type(weight).__name__,
+            expected="a finite number of at least 0",
+            remedy="return how many things the value is a mean over, such as target.size or float(mask.sum())",
+        )
+    return float(weight)
 
 
 def check_finite(value: Any) -> None:
@@ -97,6 +133,12 @@ def check_finite(value: Any) -> None:
             found=value,
             remedy="lower the learning rate, clip gradients, or look at this micro-batch's data",
         )
+
+
+def _zeros_like(array: Array) -> Array:
+    zeros = arrays.empty_like(array)
+    arrays.set_zero(zeros)
+    return zeros
 
 
 def _alike(leaf: Array, like: Array) -> bool:

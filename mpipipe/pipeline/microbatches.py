@@ -7,8 +7,8 @@ from functools import lru_cache
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.arrays import Array, Tree
-from mpipipe.arrays.trees import flatten, unflatten
+from mpipipe.arrays import Tree
+from mpipipe.arrays.trees import flatten, read_only, unflatten
 from mpipipe.comm.transport.sendable import check_sendable
 from mpipipe.errors import ArgumentError
 from mpipipe.even_split import even_split
@@ -49,7 +49,7 @@ def split(batch: Tree | list[Tree], microbatches: int) -> tuple[list[Tree], list
         counts = [rows_of(tree) for tree in batch]
         if min(counts, default=1) < 1:
             raise ArgumentError("an empty micro-batch", found="0 rows", expected="at least 1")
-        return [_read_only_tree(tree) for tree in batch], counts
+        return [read_only(tree) for tree in batch], counts
     rows = rows_of(batch)
     if rows < microbatches:
         raise ArgumentError(
@@ -60,9 +60,9 @@ def split(batch: Tree | list[Tree], microbatches: int) -> tuple[list[Tree], list
         )
     counts, ranges = _ranges(rows, microbatches)
     if type(batch) is np.ndarray:
-        view = _read_only(batch)
+        view = arrays.read_only(batch)
         return [view[at] for at in ranges], counts
-    leaves, structure = flatten(_read_only_tree(batch))
+    leaves, structure = flatten(read_only(batch))
     if structure is None:
         return [leaves[0][at] for at in ranges], counts
     return [unflatten([leaf[at] for leaf in leaves], structure) for at in ranges], counts
@@ -81,18 +81,3 @@ def merge(pieces: list[Tree]) -> Tree:
     structure = flat[0][1]
     columns = zip(*(leaves for leaves, _ in flat))
     return unflatten([arrays.concatenate(column) for column in columns], structure)
-
-
-def _read_only_tree(tree: Tree) -> Tree:
-    """Views that a stage or loss can read and not write to: the arrays are the user's.
-
-    Device arrays come back as they are, since they cannot be protected.
-    """
-    leaves, structure = flatten(tree)
-    return unflatten([leaf if arrays.is_device(leaf) else _read_only(leaf) for leaf in leaves], structure)
-
-
-def _read_only(array: Array) -> Array:
-    view = arrays.plain(array).view()
-    view.flags.writeable = False
-    return view

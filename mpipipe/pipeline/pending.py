@@ -15,9 +15,10 @@ class StepResult:
     Attributes
     ----------
     loss : float
-        Mean loss over the batch of all replicas, each micro-batch weighted by its rows; on every rank.
+        Mean loss over the batch of all replicas, each micro-batch weighted by what the loss says, or its rows; on every
+        rank.
     losses : list of float
-        Loss of each micro-batch of this pipeline, in order; on every rank.
+        Loss of each micro-batch of this pipeline, in order; on every rank. NaN where the weight is 0.
     input_grads : list or None
         On the rank of stage 0, the gradient of `loss` with respect to the inputs of each micro-batch, in order (None
         for integer inputs); elsewhere None.

@@ -7,9 +7,8 @@ from types import TracebackType
 from typing import Any, TypeAlias
 
 from mpipipe.arrays import Tree
-from mpipipe.comm import runtime
+from mpipipe.comm import runtime, settings
 from mpipipe.comm.types import Communicator
-from mpipipe.errors import MpipipeError
 from mpipipe.pipeline.construction import agree_on_construction, end_groups
 from mpipipe.pipeline.engine import Engine
 from mpipipe.pipeline.microbatches import merge
@@ -34,14 +33,18 @@ class Pipeline:
     comm : mpi4py.MPI.Intracomm, optional
         Communicator with one rank for each rank of the schedule; by default COMM_WORLD. It is duplicated.
     loss : callable, optional
-        `loss(output, target) -> (value, doutput)`, needed on the rank of the last stage. `value` is the mean over the
-        micro-batch, `doutput` its gradient, shaped as the output. A loss with a parameter `factor` multiplies doutput
-        by it before rounding: by the share of the micro-batch in the batch, and the `scale` of the step.
+        `loss(output, target) -> (value, doutput)` or `(value, doutput, weight)`, needed on the rank of the last stage.
+        `value` is a mean, `doutput` its gradient, shaped as the output, `weight` over how many things: a finite number;
+        with 0 the others are not looked at. Without it a micro-batch counts by its rows, or by its target entries where
+        `loss.mean_over_entries`, as in `nn`. A parameter `factor` multiplies doutput before it is rounded.
     recompute : bool
         Keep only the input of each stage, and run its forward again: an R before each backward of the schedule.
     replicas : mpi4py.MPI.Intracomm, optional
         Communicator of the ranks with the same stages and parameters, over which gradients are summed; by default this
         is a single pipeline.
+    check : bool, optional
+        Look at all arrays for NaN, infinity and forbidden writes, and raise where the first is; the same on all ranks.
+        By default what MPIPIPE_CHECK says. Costs time and memory: docs/sharp-bits.md.
 
     Attributes
     ----------
@@ -65,8 +68,8 @@ class Pipeline:
     -----
     A stage, such as `nn.Stage`, has `forward(x) -> (y, saved)` and `backward(dy, saved) -> dx`. Schedules that split
     the backward need `backward_input(dy, saved) -> (dx, pending)` and `backward_weight(pending)` as well. x and y are
-    an array, or a tuple or dict of arrays. A stage may keep x until its backward, must not write to x or dy, and must
-    not use the memory of y or dx again within the step: they are sent from where they lie.
+    an array, or a tuple or dict of arrays. A stage may keep x until its backward, must not write to x or dy (on the
+    host they are read-only), nor use the memory of y or dx again within the step: they are sent from where they lie.
 
     To take part in replicas a stage has `gradients`: None, or an object whose `flat` is one contiguous array of all
     gradients, the same in all steps: zeroed at the start of each, summed at its end. More of this: docs/stages.md.
@@ -98,9 +101,11 @@ class Pipeline:
         loss: Callable[..., Any] | None = None,
         recompute: bool = False,
         replicas: Communicator | None = None,
+        check: bool | None = None,
     ):
         comm = runtime.resolve(comm)
-        partners = agree_on_construction(comm, replicas, stages, schedule, loss, recompute)
+        check = settings.check() if check is None else bool(check)
+        partners = agree_on_construction(comm, replicas, stages, schedule, loss, recompute, check)
         try:
             self.engine = Engine(partners, schedule, loss, recompute)
         except BaseException as error:
@@ -113,7 +118,7 @@ class Pipeline:
     def step(self, inputs: Batched, targets: Batched, scale: float = 1.0) -> StepResult:
         """Run forward and backward of one batch, and leave its gradients in the stages.
 
-        Gradients are zeroed first, and are those of the mean loss over all rows of all replicas.
+        Gradients are zeroed first, and are those of the mean loss over all micro-batches of all replicas.
 
         Parameters
         ----------
@@ -144,8 +149,8 @@ class Pipeline:
         """Make a training step as `step` does, and go on as soon as this rank's part of it is done.
 
         When it returns, the gradients of this rank's stages are whole, and their optimizer may run; the loss may still
-        be on its way. Launched steps have no barrier between them: a rank begins the next one while others are at the
-        end of this one. Gradients and losses have the same bits as those of `step`.
+        be on its way, unless it gives weights. Launched steps have no barrier between them: a rank begins the next one
+        while others are at the end of this one. Gradients and losses have the same bits as those of `step`.
 
         Parameters
         ----------
@@ -177,15 +182,15 @@ class Pipeline:
         Returns
         -------
         float
-            The mean loss over the batch of all replicas, on every rank.
+            The mean loss over the batch of all replicas, on every rank; means are weighted as in `step`.
         """
         engine = self.engine
         batch, agreed = engine.agree("evaluate", inputs, targets)
         with engine.life:
             state = engine.run("evaluate", batch, agreed)
             shared = engine.share_losses("evaluate", state, agreed.microbatches)
-            shared.wait()
-        engine.end()
+            _, problem = engine.weighing.settle(shared, wait=True)
+        engine.end(problem)
         return shared.mean
 
     def forward(self, inputs: Batched) -> Batched:
@@ -222,8 +227,7 @@ class Pipeline:
             rank: what `schedules.simulate` takes.
         """
         self.engine.agree("durations")
-        forward, input_grad, weight_grad = self.engine.share_durations().tolist()
-        return Costs(forward=forward, input_grad=input_grad, weight_grad=weight_grad)
+        return Costs(*self.engine.share_durations().tolist())  # forward, input_grad, weight_grad
 
     def poll(self) -> None:
         """Let messages move. A stage of your own that computes for long calls this now and then."""
@@ -288,13 +292,4 @@ class Pipeline:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        life = self.engine.life
-        if error is None:
-            self.close()
-        elif life.is_open and life.agreed_on(error):
-            try:  # all ranks raise this error, so they may all come here
-                self.close()
-            except MpipipeError:
-                life.fail(error)
-        elif life.is_open:
-            life.fail(error)
+        self.engine.life.leave(error, self.close)

@@ -189,23 +189,35 @@ def _steps(schedule: Schedule, rank: int, tags: Tags, clock: Callable[[Action], 
 
 
 def receive_window(schedule: Schedule, rank: int) -> int:
-    """The smallest number of receives kept posted by which each is there before its message is sent.
+    """The window of one rank; see `receive_windows`."""
+    return receive_windows(schedule)(rank)
+
+
+def receive_windows(schedule: Schedule) -> Callable[[int], int]:
+    """Return a function of the rank, for which the schedule is simulated once.
+
+    It gives the smallest number of receives kept posted by which each is there before its message is sent.
 
     That is simulated for stages of equal cost. A rank of a large schedule does not simulate the whole: it keeps AHEAD
     receives posted, so that a message may take as long as several actions.
     """
     if logical_time_of(schedule) is not None:
-        return AHEAD
-    placement, ends = schedule.placement, _ends(schedule)
-    needed = []  # (start of the action that receives, time at which the message is sent)
-    for action, start, _ in simulate(schedule).spans[rank]:
-        for stage in _makers(schedule, action):
-            if placement[stage] != rank:
-                made = action._replace(stage=stage)
-                needed.append((start, ends[made] if made in ends else ends[_split_otherwise(made)]))
-    starts = [start for start, _ in needed]
-    ahead = [index - bisect_right(starts, sent) + 1 for index, (_, sent) in enumerate(needed)]
-    return max([1, *ahead])
+        return lambda rank: AHEAD
+    placement, spans = schedule.placement, simulate(schedule).spans
+    ends = {action: end for row in spans for action, _, end in row}
+
+    def window(rank: int) -> int:
+        needed = []  # (start of the action that receives, time at which the message is sent)
+        for action, start, _ in spans[rank]:
+            for stage in _makers(schedule, action):
+                if placement[stage] != rank:
+                    made = action._replace(stage=stage)
+                    needed.append((start, ends[made] if made in ends else ends[_split_otherwise(made)]))
+        starts = [start for start, _ in needed]
+        ahead = [index - bisect_right(starts, sent) + 1 for index, (_, sent) in enumerate(needed)]
+        return max([1, *ahead])
+
+    return window
 
 
 def _makers(schedule: Schedule, action: Action) -> list[int]:

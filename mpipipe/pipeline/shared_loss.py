@@ -1,4 +1,8 @@
-"""The losses of a call, on their way from the rank of the last stage to all ranks of its pipeline."""
+"""The losses of a call, on their way from the rank of the last stage to all ranks of its pipeline.
+
+table    losses of this pipeline's micro-batches | sum of share x loss | sum of shares | replicas with weights |
+                                                   these three are sums over all replicas
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,9 @@ class SharedLoss:
     replicas : group of the ranks with the same stages, or None
     root : the rank of the last stage
     microbatches : how many losses there are
-    losses, weights : of each micro-batch, on rank `root`; None, or empty, where there is no loss
+    losses, shares : of each micro-batch, on rank `root`; None, or empty, where there is no loss. What has no share has
+        no loss either.
+    gives : whether the shares are weights that the loss gave
     call : which call it is, for errors
     """
 
@@ -34,17 +40,20 @@ class SharedLoss:
         root: int,
         microbatches: int,
         losses: Sequence[float] | None,
-        weights: Sequence[float],
+        shares: Sequence[float],
+        gives: bool,
         *,
         call: str,
     ) -> None:
         self.pipe, self.what = pipe, f"the loss of {call}"
-        self.table = np.zeros(microbatches + 1)
+        self.table = np.zeros(microbatches + 3)
         if losses is not None:
-            self.table[:-1] = losses
-            self.table[-1] = sum(weight * loss for weight, loss in zip(weights, losses))
+            self.table[:-3] = losses
+            self.table[-3] = sum(share * loss for share, loss in zip(shares, losses) if share)
+            if gives:
+                self.table[-2:] = sum(shares), 1
         if replicas is not None and pipe.rank == root:
-            replicas.wait(AllReduce(replicas.comm, self.table[-1:]), f"{self.what} of the replicas", everyone=True)
+            replicas.wait(AllReduce(replicas.comm, self.table[-3:]), f"{self.what} of the replicas", everyone=True)
         self._request = own(pipe.comm.Ibcast(self.table, root)) if pipe.size > 1 else None
 
     def is_here(self) -> bool:
@@ -62,9 +71,19 @@ class SharedLoss:
     @property
     def mean(self) -> float:
         """Mean loss over all replicas."""
-        return float(self.table[-1])
+        return float(self.table[-3] / self.total if self.givers else self.table[-3])
+
+    @property
+    def total(self) -> float:
+        """Sum of the shares of all micro-batches of all replicas."""
+        return float(self.table[-2])
+
+    @property
+    def givers(self) -> int:
+        """How many replicas have a loss that gave weights."""
+        return int(self.table[-1])
 
     @property
     def losses(self) -> list[float]:
         """Losses of the micro-batches of this pipeline."""
-        return self.table[:-1].tolist()
+        return self.table[:-3].tolist()

@@ -14,6 +14,7 @@ from mpipipe import arrays
 from mpipipe.arrays import Shortage
 from mpipipe.errors import StageError
 from mpipipe.pipeline.call_state import CallState
+from mpipipe.pipeline.graphs import StageGraphs
 from mpipipe.pipeline.stage import StageAdapter
 
 
@@ -76,7 +77,7 @@ def held_by(stages: Sequence[StageAdapter], state: CallState | None) -> Held:
     if state is None:
         return Held(parameters, idle, 0, 0, 0)
     kept = [*state.saved.values(), *state.pending.values()]
-    leases = [array for _, lease in kept for _, array in lease]
+    leases = [view for _, lease in kept for _, (_, view) in lease]
     first = [state.inputs.inputs[m] for stage, m in state.saved if stage == 0]
     saved = _covered([*own, *_spans([saved for saved, _ in kept]), *_spans(leases)]) - parameters
     inputs = _covered([*_spans(leases), *_spans(first)])
@@ -93,7 +94,7 @@ def _idle(held: Held) -> str:
 
 def _graphs(stages: Sequence[StageAdapter]) -> str:
     """A remedy where stages have CUDA graphs."""
-    used = any(stage.computes is not stage.given for stage in stages)
+    used = any(isinstance(stage.computes, StageGraphs) for stage in stages)
     return "MPIPIPE_GRAPHS=0: without the temporary arrays that each CUDA graph keeps; " if used else ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mpipipe.arrays import Tree
+from mpipipe.arrays.trees import read_only
 from mpipipe.comm.mailbox import Lease
 from mpipipe.pipeline.aliases import copy_if_aliased
 from mpipipe.pipeline.branches import Branches
@@ -46,6 +47,6 @@ class SkipMessages:
             if port.wanted:
                 tree = copy_if_aliased(skips[port.name], lease) if lease else skips[port.name]
                 if port.message is None:
-                    state.local[port.edge, step.microbatch, way] = tree
+                    state.local[port.edge, step.microbatch, way] = read_only(tree)
                 else:
                     send(port.message, tree)

@@ -71,7 +71,7 @@ class StageAdapter:
     Attributes
     ----------
     given : the user's stage
-    computes : what has its forward and backward: the stage itself, or its CUDA graphs
+    computes : what has its forward and backward: the stage itself, its CUDA graphs, or in check mode a CheckedStage
     models : the nn.Stage itself, or the inner stages
     name : of the type of the stage, for errors
     """
@@ -264,6 +264,11 @@ class StageAdapter:
             if model.unwritten:
                 model.end_gradients()
 
+    @property
+    def shows_gradients(self) -> bool:
+        """Whether all gradients are known, so that they can be summed over replicas, or divided by a sum of weights."""
+        return bool(self.models) or hasattr(self.given, "gradients")
+
     def leave_step(self) -> None:
         """Let backwards outside of a step, or after one that has failed, add to the gradients that the stage shows."""
         for model in self.models:
@@ -285,7 +290,7 @@ class StageAdapter:
         holder = getattr(self.given, "gradients", None)
         if holder is not None:
             flat_of(holder, "the gradients of a stage")
-        if has_replicas and not self.models and not hasattr(self.given, "gradients"):
+        if has_replicas and not self.shows_gradients:
             raise ArgumentError(
                 "a stage whose gradients cannot be summed over the replicas",
                 found=f"{self.name} without the attribute `gradients`",

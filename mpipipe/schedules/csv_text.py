@@ -5,13 +5,19 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
-from mpipipe.errors import ScheduleError
+from mpipipe.errors import ConfigError, ScheduleError
+from mpipipe.files import REGULAR, read_text
 from mpipipe.schedules.action import Action
+from mpipipe.schedules.proof import check
 from mpipipe.schedules.schedule import Schedule
 from mpipipe.wording import counted
 
-CELL = re.compile(r"([0-9]+)([FBIWR])([0-9]+)")
+SUFFIX = ".csv"
+LISTED = 1 << 20  # actions; of so many `check` says which one is missing
+MOST_BYTES = 1 << 26  # of a file: more than a schedule has that is simulated as a whole
+CELL = re.compile(r"([0-9]{1,99})([FBIWR])([0-9]{1,99})")
 TRANSPORT = re.compile(r"[0-9]+(SEND_F|RECV_F|SEND_B|RECV_B)[0-9]*")
 SHARDING = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*")
 # a pair of actions that overlap, in one cell: `_Action.__repr__` in torch/distributed/pipelining/schedules.py
@@ -53,14 +59,59 @@ def from_csv(text: str) -> Schedule:
     >>> schedule.ranks, schedule.microbatches
     (2, 2)
     """
-    rows = list(csv.reader(text.splitlines(), skipinitialspace=True))
-    while rows and not any(cell.strip() for cell in rows[-1]):
-        rows.pop()  # blank lines at the end
-    if not rows:
+    orders = tuple(_orders(text))
+    if not orders:
         raise ScheduleError("the schedule is empty", expected="one row per rank, one cell like 2F0 per action")
-    orders = tuple(tuple(_actions(rank, row)) for rank, row in enumerate(rows))
     microbatches = 1 + max(action.microbatch for order in orders for action in order)
-    return Schedule("csv", _placement(orders), microbatches, orders)
+    placement, actions = _placement(orders), sum(map(len, orders))
+    if (needed := len(placement) * microbatches) > max(actions, LISTED):  # before each of them takes memory
+        raise ScheduleError(
+            "most actions of the schedule are missing",
+            found=f"{counted(actions, 'action')}, the highest micro-batch is {microbatches - 1}",
+            expected=f"at least {needed}: an F of each micro-batch on each of {counted(len(placement), 'stage')}",
+            remedy="number the micro-batches from 0",
+        )
+    return Schedule("csv", placement, microbatches, orders)
+
+
+def is_path(schedule: str) -> bool:
+    """Whether what a user calls a schedule is the name of a file with a table."""
+    return schedule.lower().endswith(SUFFIX)
+
+
+def from_file(path: str | Path) -> Schedule:
+    """Read a schedule from a file, and prove it.
+
+    Raises ConfigError where it cannot be read, and ScheduleError, which names it, where it has no order that runs.
+    """
+    try:
+        schedule = from_csv(read_text(path, MOST_BYTES))
+        check(schedule)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"the order of the schedule cannot be read: {getattr(error, 'strerror', None) or error}",
+            found=str(path),
+            expected=f"{REGULAR} with a table, as `mpipipe simulate --out` writes it",
+        ) from error
+    except ScheduleError as error:
+        error.message = f"{path}: {error.message}"
+        raise
+    return schedule
+
+
+def _orders(text: str) -> Iterator[tuple[Action, ...]]:
+    """Yield the order of each rank; of a text that is none only the beginning is looked at."""
+    rows = csv.reader(text.splitlines(), skipinitialspace=True)
+    blank: list[tuple[int, list[str]]] = []  # rows with their numbers; those at the end do not count
+    try:
+        for rank, row in enumerate(rows):
+            if not any(cell.strip() for cell in row):
+                blank.append((rank, row))
+                continue
+            for number, each in (*blank, (rank, row)):
+                yield tuple(_actions(number, each))
+    except csv.Error as error:
+        raise ScheduleError(f"row {rows.line_num}: {error}", expected=EXPECTED) from error
 
 
 def _actions(rank: int, row: Sequence[str]) -> Iterator[Action]:
@@ -91,7 +142,7 @@ def _action(rank: int, column: int, cell: str) -> Action:
     else:
         what, remedy = "not an action", "correct the cell"
     raise ScheduleError(
-        f"row {rank + 1}, column {column}: {what}", rank=rank, found=repr(cell), expected=EXPECTED, remedy=remedy
+        f"row {rank + 1}, column {column}: {what}", rank=rank, found=f"{cell!r:.80}", expected=EXPECTED, remedy=remedy
     )
 
 

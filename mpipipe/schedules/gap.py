@@ -17,7 +17,7 @@ class Gap(NamedTuple):
     Attributes
     ----------
     share : float
-        (makespan - bound) / bound: the best schedule is faster by no more than this share of its time.
+        (makespan - bound) / bound: 0.4 says that the schedule is at most 40 % slower than the best one.
     makespan : float
         Time of the schedule.
     bound : float

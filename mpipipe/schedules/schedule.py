@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -16,6 +15,8 @@ from mpipipe.errors import ArgumentError
 from mpipipe.schedules.action import FORWARD, INPUT_GRAD, RECOMPUTE, WEIGHT_GRAD, Action
 from mpipipe.schedules.on_demand import Order, OrdersOnDemand, changed
 from mpipipe.schedules.skips import Skip
+
+LARGEST = 1e100  # time of an action: sums of times are numbers, too
 
 
 @dataclass(frozen=True)
@@ -234,16 +235,16 @@ def at_least_one(name: str, value: SupportsIndex) -> int:
 
 
 def one_per_stage(what: str, name: str, value: float | Sequence[float], stages: int) -> list[float]:
-    """Give `value`, a number or one for each stage, as one float for each; refuse what is negative or not finite."""
+    """Give `value`, a number or one for each stage, as one float for each; refuse others than 0 to `LARGEST`."""
     try:
         numbers = [float(value)] * stages if isinstance(value, Real) else [float(one) for one in value]  # type: ignore
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         numbers = []
-    if len(numbers) != stages or not all(0 <= number < math.inf for number in numbers):
+    if len(numbers) != stages or not all(0 <= number <= LARGEST for number in numbers):
         raise ArgumentError(
             f"{what} does not fit the schedule",
             found=f"{name}={value!r}",
-            expected=f"a finite number of at least 0, or {stages} of them, one per stage",
+            expected=f"a number from 0 to {LARGEST:g}, or {stages} of them, one per stage",
         )
     return numbers
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from dataclasses import dataclass
 
 from mpipipe.comm.time_limit import parse_duration
@@ -12,14 +13,15 @@ SCHEDULERS = ("slurm", "pbs", "lsf", "flux")
 ARRAYS = ("slurm", "pbs", "lsf")  # the schedulers that have job arrays
 MPIS = ("mpich", "openmpi", "cray")
 LAUNCHERS = ("mpiexec", "jsrun")  # of LSF
-INDICES = re.compile(r"(\d+)-(\d+)")
-NAME = re.compile(r"[A-Za-z_][\w.+-]*")
-WORD = re.compile(r"[^\s'\"\\$`#]+")  # stands in a directive, where no shell reads it
+INDICES = re.compile(r"([0-9]+)-([0-9]+)")
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.+-]*")
+WORD = re.compile(r"(?!-)[A-Za-z0-9_.,:/@%+=~^-]+")  # in a directive, which the scheduler reads and no shell
+MODULE = re.compile(r"(?!-)[^\s'\"\\$`#]+")
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a job script asks its scheduler for, and what it trains.
+    """What a job script asks its scheduler for, and what it trains or runs.
 
     Parameters
     ----------
@@ -53,6 +55,8 @@ class Job:
         Environment modules to load.
     options : tuple of str
         Further options of `mpipipe train`.
+    script : tuple of str
+        The words behind `mpipipe run`: a script with its arguments, which runs in place of a training.
 
     Raises
     ------
@@ -89,6 +93,7 @@ class Job:
     python: str = "python3"
     modules: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
+    script: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _one_of("scheduler", self.scheduler, SCHEDULERS)
@@ -99,19 +104,23 @@ class Job:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ArgumentError(f"{what} is no count", found=f"{what}={value!r}", expected="1 or more")
         _fits("name", self.job_name, NAME, "a letter, then letters, digits and any of _.+-")
-        for what, word in (
-            ("account", self.account),
-            ("queue", self.queue),
-            *(("module", each) for each in self.modules),
-        ):
+        for what, word in (("account", self.account), ("queue", self.queue)):
             if word is not None:
-                _fits(what, word, WORD, "one word without quotes, backslashes, $ and #")
+                _fits(what, word, WORD, "one word of letters, digits and any of _.,:/@%+=~^-")
+        for module in self.modules:
+            _fits("module", module, MODULE, "one word without quotes, backslashes, $ and #")
         self._check_time()
         self._check_array()
         if self.launcher == "jsrun" and self.scheduler != "lsf":
             raise ArgumentError("jsrun is a launcher of LSF", found=f"scheduler={self.scheduler!r}", expected="lsf")
-        if "\n" in self.python + "".join(self.options):
-            raise ArgumentError("an option of the training has more than one line", found=repr(self.options))
+        for text in (self.python, *self.modules, *self.options, *self.script):
+            _check_printed(text)
+        if self.script and (self.options or self.long_context):
+            raise ArgumentError(
+                "a script of your own has no options of `mpipipe train`",
+                found="long_context" if self.long_context else repr(self.options),
+                expected="its own arguments alone",
+            )
 
     @property
     def ranks(self) -> int:
@@ -133,7 +142,7 @@ class Job:
         """Return the name that was given, or one that says what the job is."""
         kinds = {"gpu": self.gpus, "long-context": self.long_context, "preemptable": self.preemptable}
         words = [kind for kind, wanted in kinds.items() if wanted] + (["array"] if self.array else [])
-        return self.name or "-".join(["mpipipe", *(words or ["train"])])
+        return self.name or "-".join(["mpipipe", *(words or ["run" if self.script else "train"])])
 
     @property
     def indices(self) -> tuple[int, int]:
@@ -165,6 +174,16 @@ class Job:
             raise ArgumentError("no numbers of a job array", found=repr(self.array), expected="first-last, as in 0-3")
         if self.scheduler == "lsf" and self.indices[0] == 0:
             raise ArgumentError("LSF counts the jobs of an array from 1", found=repr(self.array), expected="as in 1-4")
+
+
+def _check_printed(text: str) -> None:
+    """Raise ArgumentError for a word that a line of a script cannot hold, however it is quoted."""
+    if len(text.splitlines()) > 1 or any(unicodedata.category(each) in ("Cc", "Cs") for each in text):
+        raise ArgumentError(
+            "a word for the script has more than one line, or a character that no text has",
+            found=ascii(text),
+            expected="one line of text in UTF-8",
+        )
 
 
 def _one_of(what: str, value: str, known: tuple[str, ...]) -> None:

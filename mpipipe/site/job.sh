@@ -1,8 +1,8 @@
-# Sourced by the job scripts that `mpipipe jobscript` prints, and by jobs/*.sbatch: `launch` starts one training, proves
-# that all went well, and ends the script. The script sets before:
+# Sourced by the job scripts that `mpipipe jobscript` prints, and by jobs/*.sbatch: `launch` starts one training, or one
+# script, by `mpipipe launch`, which proves that all went well, and ends the job script. That sets before:
 #
 #   scheduler        slurm, pbs, lsf or flux
-#   python           with which the ranks are started, for the record
+#   python           with which the ranks are started
 #   ranks, threads   how many ranks, and cores of each
 #   requeue=yes      a job that has left or failed starts again, as long as new checkpoints come; empty for none
 #
@@ -32,9 +32,10 @@ esac
 out=runs/$scheduler-$name
 
 # launch COMMAND...: run a training on all ranks of the job, into $out unless an --out is among the words of the command.
-# Ends the script: with the status of the command, or with 1 where it ended well but the trained weights are missing.
+# Ends the script: with the status of the command, or with 1 where that is 0 and no rank has left the proof of the end,
+# which lies next to $out meanwhile. Checkpoints are in $out/checkpoints, or in the folder that CHECKPOINTS names.
 launch() {
-    local status=0 start=""
+    local status=0 start="" around
     out=$(option_of out "$out" "$@")
     if [ -n "${requeue:-}" ] && [ -e "$out/finished" ]; then
         echo "mpipipe: job $name has nothing to do: $out is finished"
@@ -44,18 +45,17 @@ launch() {
     echo "job $name: $ranks tasks on ${SLURM_JOB_NODELIST:-this node}, $threads threads each," \
         "$python, commit $(git rev-parse --short HEAD 2> /dev/null || echo unknown)$start"
     [ "$scheduler" != slurm ] || pass_dirty_steps
-    trap : TERM USR2  # the scheduler sends them to this shell, too: it has to outlive the launcher
-    "$@" || status=$?
-    # a rank that ends without a word may look like success to a launcher; the model is the last that a training writes
-    if [ "$status" = 0 ] && [ ! -f "$out/weights/model.json" ] && [ ! -f "$out/huggingface/config.json" ]; then
-        echo "$1 ended well, but $out/weights/model.json is missing" >&2
-        status=1
-    fi
+    unset SLURM_EXPORT_ENV  # set by sbatch --export=NONE: srun would hand on nothing of what is set here
+    trap : TERM USR2  # the scheduler sends them to this shell, too: it has to outlive the job
+    around=$(dirname -- "$out")
+    mkdir -p -- "$around"
+    "$python" -m mpipipe launch --marker-folder "$around" -- "$@" || status=$?
     if [ "$status" = 0 ]; then
+        mkdir -p -- "$out"
         date -u +%FT%TZ > "$out/finished"
-        rm -f "$out.restarts"
+        rm -f -- "$out.restarts"
         echo "mpipipe: job $name finished out=$out"
-    elif [ -n "${requeue:-}" ] && worth_another_start "$status" "$out/checkpoints" "$out.restarts" && is_wanted; then
+    elif [ -n "${requeue:-}" ] && worth_another_start "$status" "${CHECKPOINTS:-$out/checkpoints}" "$out.restarts" && is_wanted; then
         start_again "$status"
     elif [ "$status" = "$preempted" ]; then
         echo "mpipipe: job $name left exit=$status out=$out"

@@ -1,7 +1,15 @@
 # Sourced by job.sh beside it, and by jobs/supervise.sh: whether a training that ended is worth another start.
 #
-#   MPIPIPE_RESTARTS     starts in a row that may end without a new checkpoint, 3 by default
+#   MPIPIPE_RESTARTS     starts in a row that may end without a new checkpoint, 1 to 999999, 3 by default
 
+case ${MPIPIPE_RESTARTS:=3} in
+    0* | *[!0123456789]* | ???????*)
+        echo "mpipipe: MPIPIPE_RESTARTS is no number of starts" >&2
+        echo "  found: '$MPIPIPE_RESTARTS'" >&2
+        echo "  expected: a whole number from 1 to 999999, or no such variable, which is 3" >&2
+        exit 2
+        ;;
+esac
 refused=2     # exit code of a job that all ranks refuse alike, as for a wrong option: it would be refused again
 preempted=75  # exit code of a job that was asked to leave, and has saved
 
@@ -23,7 +31,7 @@ newest_checkpoint() {
     for manifest in "$1"/step-*/manifest.json; do
         [ ! -e "$manifest" ] || found=$manifest
     done
-    [ -z "$found" ] || basename "$(dirname "$found")"
+    [ -z "$found" ] || basename -- "$(dirname -- "$found")"
 }
 
 # worth_another_start STATUS FOLDER NOTES: after an end with that status; checkpoints are in FOLDER. The file NOTES
@@ -35,7 +43,7 @@ worth_another_start() {
     [ ! -e "$3" ] || read -r before idle < "$3"
     if [ "${newest:-none}" = "$before" ] || [ -z "$newest" ]; then idle=$((idle + 1)); else idle=0; fi
     echo "${newest:-none} $idle" > "$3"
-    if [ "$idle" -ge "${MPIPIPE_RESTARTS:-3}" ]; then
+    if [ "$idle" -ge "$MPIPIPE_RESTARTS" ]; then
         echo "mpipipe: $idle starts in a row have ended without a new checkpoint (newest: ${newest:-none}): no other one" >&2
         return 1
     fi

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from string import Template
 
@@ -49,14 +50,15 @@ def job_script(job: Job) -> str:
         notes="\n".join(f"# {line}".rstrip() for line in _notes(job)),
         directives="\n".join(directives(job)),
         folder=FOLDER[job.scheduler],
-        modules="\n".join(f"module load {module}" for module in job.modules) or "# module load python openmpi",
+        modules="\n".join(f"module load {shlex.quote(module)}" for module in job.modules)
+        or "# module load python openmpi",
         python=shlex.quote(job.python),
         scheduler=job.scheduler,
         sizes=SIZES_OF_SLURM if job.scheduler == "slurm" else sizes,
         requeue="yes" if job.preemptable else "",
         out=_folder_of_chain(job),
         launcher=" ".join(_launcher(job)),
-        options=" \\\n    ".join(_options(job)),
+        program=" \\\n    ".join(_program(job)),
     )
 
 
@@ -65,9 +67,15 @@ def _notes(job: Job) -> list[str]:
     size = f"{job.ranks} rank{'s' * (job.ranks > 1)} of mpipipe on {job.nodes} node{'s' * (job.nodes > 1)}"
     lines = [f"{size}; submit it with: {SUBMIT[job.scheduler]}"]
     if job.scheduler in ("slurm", "flux"):
-        lines.append("OPTIONS are those of `mpipipe train`, and win over those below.")
+        what = "more arguments of the script." if job.script else "those of `mpipipe train`, and win over those below."
+        lines.append(f"OPTIONS are {what}")
     if job.scheduler != "slurm":
         lines.append("Where you change the sizes in the head, change those below, too.")
+    if job.preemptable and job.script:
+        lines += [
+            "The script has to save before its time is over, to leave with 75 (mpipipe.Preemption), and to go on from",
+            "what is in $out/checkpoints, or in the folder that the variable CHECKPOINTS names.",
+        ]
     if job.preemptable and job.scheduler in CHAIN:
         lines += [
             "It saves before its time is over and leaves with 75. Submit it several times, each job after the last:",
@@ -115,6 +123,20 @@ def _placed(job: Job) -> list[str]:
     return ["-ppn", per_node, "-bind-to", 'core:"$threads"']
 
 
+def _program(job: Job) -> list[str]:
+    """Return the words for Python, a line each: a training and its options, or a script and its arguments.
+
+    No line begins with a word that a user gives: Flux takes a line for a directive that begins with flux: in quotes.
+    """
+    if job.script:
+        return [f"-m mpipipe run {_quoted(job.script)}", '"$@"']
+    return ['-m mpipipe train --out "$out"', *_options(job), '"$@"']
+
+
+def _quoted(words: Sequence[str]) -> str:
+    return " ".join(map(shlex.quote, words))
+
+
 def _options(job: Job) -> list[str]:
     """Return the options of `mpipipe train`, a line each."""
     pipe = '--pipe "$nodes"' if job.nodes > 1 or job.long_context else '--pipe "$ranks"'
@@ -126,5 +148,5 @@ def _options(job: Job) -> list[str]:
     if job.scheduler != "slurm":  # which alone says when the time is over
         lines.append(f'--time-limit "$(({job.seconds} - SECONDS))"')
     if job.options:
-        lines.append(" ".join(map(shlex.quote, job.options)))
-    return [*lines, '"$@"']
+        lines[-1] += f" {_quoted(job.options)}"
+    return lines

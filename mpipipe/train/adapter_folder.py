@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpipipe import nn
+from mpipipe.checkpoint.whole_folder import standing
 from mpipipe.comm.group import group_of
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ConfigError
@@ -34,7 +35,7 @@ class AdaptedFolder:
     @classmethod
     def find(cls, path: Path) -> Path | None:
         """Return `path` if an adapter is there."""
-        return path if is_adapter_folder(path) else None
+        return standing(path) if is_adapter_folder(standing(path)) else None
 
     @classmethod
     def open(cls, folder: Path) -> AdaptedFolder:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mpipipe.comm.stop_signals import parse_signals
 from mpipipe.comm.time_limit import parse_duration
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.planning import parse_bytes
+from mpipipe.stop_signals import parse_signals
 from mpipipe.train.order import is_path, is_table
 from mpipipe.train.sinks import parse_names
 
 # what a plan decides
 PLANNED = ("schedule", "chunks", "microbatches", "partition", "recompute", "recompute_limit")
+PARTITION = re.compile(r"0*[1-9][0-9]{0,8}")  # a number of layers
 NOUNS = {int: "an integer", float: "a number", bool: "true or false", str: "a string", tuple: "a list of strings"}
 
 
@@ -31,6 +33,8 @@ def typed(entry: dataclasses.Field, value: Any, kind: type) -> Any:
             expected="a text, or no such key",
             remedy="a variable of the shell may have no value",
         )
+    if any("\0" in item for item in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(item, str)):
+        raise ConfigError(f"{_key(entry)} has a zero byte", found=f"{value!r:.80}", expected="a text without one")
     if kind is tuple and isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value):
         return tuple(value)
     if kind is float and type(value) is int:
@@ -51,9 +55,9 @@ def check_parsed(name: str, value: Any, parse: Callable[[Any], object]) -> None:
 def parse_partition(text: str) -> tuple[int, ...]:
     """Read the numbers of layers of stages. Raises ArgumentError for anything else; "0" stands for no partition."""
     counts = [part.strip() for part in str(text).split(",")]
-    if not all(count.isascii() and count.isdigit() and 0 < int(count[:9]) for count in counts) and text != "0":
+    if not all(PARTITION.fullmatch(count) for count in counts) and text != "0":
         raise ArgumentError(
-            "no partition", found=repr(text), expected="numbers of layers with commas between, such as 3,2,2,3"
+            "no partition", found=f"{text!r:.80}", expected="numbers of layers with commas between, such as 3,2,2,3"
         )
     return tuple(map(int, counts))
 

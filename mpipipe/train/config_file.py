@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ def read_keys(path: Path) -> dict[str, Any]:
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"the config file is not TOML: {error}", found=str(path)) from error
+    keys = {name: _as_given(value) for name, value in keys.items()}
     for name, value in keys.items():
         if isinstance(value, dict):
             known = f"{next(iter(value))} is" if value else "keys are"
@@ -45,6 +47,13 @@ def read_keys(path: Path) -> dict[str, Any]:
                 remedy=f"leave out the line [{name}]: {known} known without it",
             )
     return keys
+
+
+def _as_given(value: Any) -> Any:
+    """Return a value as the command line would have given it: a name of a file in the encoding of the file system."""
+    if isinstance(value, list):
+        return [_as_given(each) for each in value]
+    return os.fsdecode(value.encode()) if isinstance(value, str) else value
 
 
 def toml_line(key: str, value: Any) -> str:

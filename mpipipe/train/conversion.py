@@ -19,6 +19,7 @@ from mpipipe.attention import Local
 from mpipipe.checkpoint import tensors
 from mpipipe.checkpoint.contents import PARAMETERS
 from mpipipe.checkpoint.loading import read_arrays
+from mpipipe.checkpoint.whole_folder import named_at_the_end
 from mpipipe.errors import ConfigError
 from mpipipe.models import GPT, huggingface
 from mpipipe.models.huggingface import writing
@@ -132,7 +133,7 @@ def _empty(shapes: Shapes, dtype: str) -> dict[str, np.ndarray]:
 def _to_weights(folder: huggingface.Folder, target: Path, dtype: str, most: int) -> None:
     """Write the weights folder of a model of Hugging Face."""
     groups = groups_of(folder.model, most, arrays.dtype(dtype).itemsize)
-    with writing.named_at_the_end(target) as partial, writing.explained(target):
+    with named_at_the_end(target, writing.explained) as partial, writing.explained(target):
         sums: dict[str, str] = {}
         for number, shapes in enumerate(groups):
             found = _read_theirs(folder, _empty(shapes, dtype))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from mpipipe.attention import Local
 from mpipipe.comm import inprocess
 from mpipipe.comm.types import Communicator
 from mpipipe.errors import ConfigError
+from mpipipe.pipeline.plan import receive_windows
 from mpipipe.schedules.recompute import before_backwards
 from mpipipe.train.architecture import Architecture
 from mpipipe.train.base import architecture_of, find_base
@@ -113,11 +115,12 @@ def foresee(config: TrainConfig, architecture: Architecture, ranks: int) -> Fore
 
 
 class _Rehearsed(NamedTuple):
-    """What runs, with the bytes of each stage and of its input."""
+    """What runs, with the bytes of each stage and of its input, and the window of receives of each rank."""
 
     schedule: schedules.Schedule
     stages: list[StageBytes]
     inputs: list[int]
+    windows: Callable[[int], int]
 
 
 def _foresee(config: TrainConfig, architecture: Architecture, ranks: int, process: int, comm: Communicator) -> Forecast:
@@ -156,7 +159,7 @@ def _foresee(config: TrainConfig, architecture: Architecture, ranks: int, proces
             found = with_ring(found, plan.model.build(shard.attend)[start:stop], rows * length, config.dtype)
         stages.append(found)
         x = np.zeros(shape, arrays.dtype(config.dtype))
-    rehearsed = _Rehearsed(schedule, stages, inputs)
+    rehearsed = _Rehearsed(schedule, stages, inputs, receive_windows(schedule))
     of_ranks = [_rank(config, plan, rehearsed, rank, process, data * config.seq) for rank in range(pipe)]
     return Forecast(config, plan, pipe, data, config.seq, of_ranks)
 
@@ -177,14 +180,14 @@ def mesh_of(config: TrainConfig, ranks: int) -> tuple[int, int]:
 def _rank(
     config: TrainConfig, plan: TrainingPlan, rehearsed: _Rehearsed, rank: int, process: int, replicas: int
 ) -> RankBytes:
-    schedule, stages, inputs = rehearsed
+    schedule, stages, inputs, windows = rehearsed
     own = [stages[number] for number in schedule.stages_of(rank)]
     kind = arrays.dtype(config.dtype)
     wide = arrays.accumulator(kind).itemsize
     layers = plan.model.build(Local())
     sizes = [parameters_of(layers[start:stop]) for start, stop in plan.ranges_of(rank)]
     count, trained = parameters_of(own_layers(plan, rank)), plan.trained_parameters(rank)
-    held = peak_of_step(schedule, rank, stages, inputs)
+    held = peak_of_step(schedule, rank, stages, inputs, windows)
     length = -(-config.seq_len // config.seq)
     ends = (rank == schedule.placement[0]) + (rank == schedule.placement[-1])
     step = round(held.total) + ends * 16 * plan.rows * length

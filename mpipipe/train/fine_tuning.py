@@ -9,6 +9,7 @@ from typing import cast
 
 from mpipipe import nn
 from mpipipe.attention import Local
+from mpipipe.checkpoint.whole_folder import standing
 from mpipipe.comm.group import group_of
 from mpipipe.comm.mesh import Mesh
 from mpipipe.comm.types import Communicator
@@ -145,8 +146,9 @@ def find_tuning(config: TrainConfig, comm: Communicator) -> FineTuning:
     path = shared_path(comm, text)
     with group.together("train: the adapters"):
         if comm.rank == 0:
-            if is_adapter_folder(Path(path)):
-                start = open_adapter(Path(path))
+            folder = standing(Path(path))
+            if is_adapter_folder(folder):
+                start = open_adapter(folder)
                 found = FineTuning(freeze, start.lora, start)
             else:
                 found = FineTuning(freeze, parse_lora(text))

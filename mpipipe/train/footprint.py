@@ -6,10 +6,10 @@ R  leaves it where F has kept its input alone, which stays as long, in a buffer 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from mpipipe.pipeline.plan import receive_window
+from mpipipe.pipeline.plan import receive_windows
 from mpipipe.schedules import Schedule
 from mpipipe.train.rehearsal import StageBytes
 
@@ -27,7 +27,13 @@ class Held(NamedTuple):
         return sum(self)
 
 
-def peak_of_step(schedule: Schedule, rank: int, stages: Sequence[StageBytes], inputs: Sequence[int]) -> Held:
+def peak_of_step(
+    schedule: Schedule,
+    rank: int,
+    stages: Sequence[StageBytes],
+    inputs: Sequence[int],
+    windows: Callable[[int], int] | None = None,
+) -> Held:
     """Walk through the order of a rank, and return what it holds at the peak.
 
     Parameters
@@ -36,9 +42,10 @@ def peak_of_step(schedule: Schedule, rank: int, stages: Sequence[StageBytes], in
     rank : of the pipeline
     stages : bytes of all stages
     inputs : bytes of the input of a micro-batch, for all stages
+    windows : `receive_windows` of the schedule, for those who ask for more than one rank
     """
     placement, last = schedule.placement, schedule.stages - 1
-    window = receive_window(schedule, rank) if schedule.ranks > 1 else 0
+    window = (windows or receive_windows(schedule))(rank) if schedule.ranks > 1 else 0
     waiting = sum(_receives(schedule, rank, *action[:2]) for action in schedule.orders[rank])
     largest = max((inputs[stage + 1] for stage in schedule.stages_of(rank) if stage < last), default=0)
     largest = max([largest, *(inputs[stage] for stage in schedule.stages_of(rank) if stage)])

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpipipe import nn
+from mpipipe import files, nn
+from mpipipe.checkpoint.whole_folder import check_same, identity, standing
 from mpipipe.comm.group import group_of
 from mpipipe.comm.mesh import Mesh
 from mpipipe.models import GPT, huggingface
@@ -26,17 +27,20 @@ class HuggingFaceFolder:
 
     folder: huggingface.Folder
     kind: str = "huggingface"
+    inode: int | None = None  # of the folder when it was opened
 
     @classmethod
     def find(cls, path: Path) -> Path | None:
         """Return `path` or the folder huggingface/ in it, whichever has a config.json, or tensors without one."""
         names = (CONFIG, SINGLE, INDEX, *PICKLES)
-        return next((at for at in (path, path / INSIDE) if any((at / name).exists() for name in names)), None)
+        places = (standing(path), standing(path / INSIDE))
+        return next((at for at in places if any(files.exists(at / name) for name in names)), None)
 
     @classmethod
     def open(cls, folder: Path) -> HuggingFaceFolder:
         """Read config.json and the names of the tensors. Raises ArgumentError, which names file and entry."""
-        return cls(huggingface.open_folder(folder))
+        inode = identity(folder)
+        return cls(huggingface.open_folder(folder), inode=inode)
 
     @property
     def path(self) -> Path:
@@ -56,11 +60,15 @@ class HuggingFaceFolder:
 
     def load(self, stages: Sequence[nn.Stage], mesh: Mesh) -> None:
         """Set the parameters of this rank's stages; collective over the mesh."""
-        with group_of(mesh.comm).together("loading the model folder"):
+        group = group_of(mesh.comm)
+        with group.together("loading the model folder"):
             announce_write(*stages)
             huggingface.read(self.folder, {name: array for each in stages for name, array in each.parameters.items()})
             for stage in stages:
                 stage.renew_compute()
+        with group.together("loading the model folder: whether it is one model"):
+            if group.rank == 0:  # which has opened the folder
+                check_same(self.path, self.inode)
 
     @property
     def ends(self) -> tuple[int, ...]:

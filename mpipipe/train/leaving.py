@@ -7,8 +7,8 @@ from pathlib import Path
 from mpipipe import checkpoint
 from mpipipe.comm.mesh import Mesh
 from mpipipe.comm.preemption import Preemption
-from mpipipe.comm.stop_signals import parse_signals
 from mpipipe.comm.time_limit import parse_duration
+from mpipipe.stop_signals import parse_signals
 from mpipipe.train import resume
 from mpipipe.train.config import TrainConfig
 from mpipipe.train.report import NullReporter, Reporter
@@ -34,6 +34,8 @@ def may_save(config: TrainConfig) -> bool:
 def whereabouts(done: int, steps: int, out: Path) -> str:
     """Return after which step the training is, and in a second line how to go on: with the folder it may be long."""
     saved, place = checkpoint.newest(resume.checkpoints_of(out)), f"after step {done} of {steps}"
+    if saved is None and done == 0:
+        return f"before step 1 of {steps}; there is nothing to save\n--resume auto --out {out} begins"
     if saved is None:
         return f"{place}; nothing is saved to go on from\nmetrics are in {out}"
     return f"{place}\n--resume auto --out {out} goes on from {saved.name}"

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from mpipipe import nn
+from mpipipe import files, nn
 from mpipipe.comm.group import group_of
 from mpipipe.comm.mesh import Mesh
 from mpipipe.comm.types import Communicator
@@ -110,7 +110,7 @@ def open_model(path: str | Path) -> ModelFolder:
             return kind.open(folder)
     raise ArgumentError(
         "no model is here",
-        found=f"{path}, {'a folder without one' if path.is_dir() else 'no folder'}",
+        found=f"{path}, {'a folder without one' if files.is_folder(path) else 'no folder'}",
         expected="the output folder of a training, one of its checkpoints, or a folder of Hugging Face",
         remedy="name the --out folder of a training that ended; its weights are written at the end",
     )

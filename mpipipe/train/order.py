@@ -8,14 +8,8 @@ from dataclasses import replace
 from mpipipe import schedules
 from mpipipe.errors import ConfigError
 from mpipipe.schedules import Schedule
+from mpipipe.schedules.csv_text import is_path
 from mpipipe.wording import counted
-
-SUFFIX = ".csv"
-
-
-def is_path(schedule: str) -> bool:
-    """Whether the value of `schedule` is the name of a file with a table."""
-    return schedule.lower().endswith(SUFFIX)
 
 
 def is_table(schedule: str) -> bool:

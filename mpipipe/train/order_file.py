@@ -9,15 +9,14 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
-from mpipipe import files
 from mpipipe.comm.group import group_of
 from mpipipe.comm.types import Communicator
 from mpipipe.errors import ConfigError
+from mpipipe.schedules.csv_text import from_file
 from mpipipe.train import resume
 from mpipipe.train.config import TrainConfig
-from mpipipe.train.order import fingerprint, is_path, is_table, named
+from mpipipe.train.order import fingerprint, is_path, is_table
 
-MOST_BYTES = 1 << 26  # of a file: what check_counts allows, and more
 logger = logging.getLogger("mpipipe")
 
 
@@ -39,16 +38,12 @@ def with_order(config: TrainConfig, comm: Communicator, out: Path) -> TrainConfi
 def _read(config: TrainConfig, out: Path) -> str:
     saved = _saved(config, out)
     try:
-        table = named(files.read_text(config.schedule, MOST_BYTES)).to_csv()
-    except (OSError, UnicodeDecodeError) as error:
-        if isinstance(error, FileNotFoundError) and saved is not None:
+        table = from_file(config.schedule).to_csv()
+    except ConfigError as error:
+        if isinstance(error.__cause__, FileNotFoundError) and saved is not None:
             logger.warning("%s is gone: order %s of the checkpoint is taken", config.schedule, fingerprint(saved))
             return saved
-        raise ConfigError(
-            f"the order of the schedule cannot be read: {error}",
-            found=config.schedule,
-            expected=f"{files.REGULAR} with a table, as `mpipipe simulate --out` writes it",
-        ) from error
+        raise
     if saved is not None and saved != table:
         logger.warning(
             "%s is now order %s; the checkpoint was made with %s",

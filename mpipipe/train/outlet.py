@@ -86,7 +86,7 @@ class Lines:
     def append(self, line: str) -> None:
         """Write a line after those that wait. Never raises OSError."""
         self.lost += len(self.waiting) == KEPT
-        self.waiting.append(f"{line}\n".encode())
+        self.waiting.append(f"{line}\n".encode(errors="backslashreplace"))  # the name of a file may be no text
         self._write()
 
     def sync(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import socket
@@ -11,6 +12,7 @@ from datetime import datetime
 from pathlib import Path
 
 from mpipipe import files
+from mpipipe.checkpoint import owner, whole_folder
 from mpipipe.comm.group import group_of
 from mpipipe.comm.types import Communicator
 from mpipipe.errors import ConfigError
@@ -18,6 +20,7 @@ from mpipipe.errors import ConfigError
 PATIENCE = 10.0  # seconds in which a network file system shows one host what another one wrote
 PAUSE = 0.1
 MARKER = ".mpipipe-marker"
+MODELS = ("weights", "huggingface", "adapter")  # folders that a training replaces at its end
 
 
 def shared_path(comm: Communicator, path: str | None) -> str:
@@ -29,7 +32,7 @@ def shared_path(comm: Communicator, path: str | None) -> str:
     with group.together("the path of a folder"):
         if comm.rank == 0:
             try:
-                absolute = os.path.abspath(_free(f"runs/{datetime.now():%Y%m%d-%H%M%S}") if path is None else path)
+                absolute = os.path.abspath(f"runs/{datetime.now():%Y%m%d-%H%M%S}" if path is None else path)
             except OSError as error:
                 raise ConfigError(
                     f"the working folder is gone: {error.strerror}",
@@ -37,22 +40,64 @@ def shared_path(comm: Communicator, path: str | None) -> str:
                     expected="an absolute path",
                     remedy="start the job in a folder that exists, or name an absolute path",
                 ) from error
+            if path is None:
+                absolute = _new(absolute)
     return group.broadcast("the path of a folder", absolute)
 
 
-def _free(path: str) -> str:
-    """Return `path`, or where it exists the first of path-2, path-3, ... that does not: two jobs may begin at once."""
+def _new(path: str) -> str:
+    """Make the folder `path`, or the first of path-2, path-3, ... that another job has not made in the same second."""
     numbered, number = path, 1
-    while os.path.lexists(numbered):
-        number += 1
-        numbered = f"{path}-{number}"
-    return numbered
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        while True:
+            with suppress(FileExistsError):
+                os.mkdir(numbered)
+                return numbered
+            number += 1
+            numbered = f"{path}-{number}"
+    except OSError as error:
+        raise unusable(Path(numbered), error) from error
+
+
+def own(comm: Communicator, path: str | None) -> owner.Owner:
+    """Make the output folder this job's, and mend what a job that was killed has left there; collective.
+
+    For `path` see `shared_path`. Raises what `owner.take` raises; ConfigError for a folder that cannot be used.
+    """
+    group, out = group_of(comm), Path(shared_path(comm, path))
+    owned = owner.take(out, group, unusable)
+    if path is None:
+        owned.made.insert(0, out)
+    try:
+        with group.together("train: what a killed job has left"):
+            if comm.rank == 0:
+                _mend(out)
+    except BaseException:
+        owned.release()
+        raise
+    return owned
+
+
+def _mend(out: Path) -> None:
+    try:
+        for name in MODELS:
+            whole_folder.restore(out / name)
+        for marker in out.glob(f"{MARKER}-*"):
+            marker.unlink()
+    except OSError as error:
+        raise unusable(out, error) from error
+
+
+def is_ours(name: str) -> bool:
+    """Whether a job has a file or folder of this name in its output folder, whatever it has done there so far."""
+    return owner.is_ours(name) or name.startswith(MARKER)
 
 
 def check_vacant(out: Path) -> None:
     """Raise ConfigError for a folder that holds anything: no run overwrites another."""
     try:
-        vacant = not out.exists() or not any(out.iterdir())
+        vacant = not out.exists() or all(is_ours(path.name) for path in out.iterdir())
     except OSError as error:
         raise unusable(out, error) from error
     if not vacant:
@@ -88,14 +133,17 @@ def make_folder(out: Path, comm: Communicator, writes: bool) -> None:
     """
     group = group_of(comm)
     token = group.broadcast("the marker of the output folder", secrets.token_hex(16) if comm.rank == 0 else None)
-    marker = out / MARKER
+    marker = out / f"{MARKER}-{token}"
     with group.together("making the output folder"):
         if comm.rank == 0:
             try:
                 out.mkdir(parents=True, exist_ok=True)
-                marker.write_text(token)
+                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+                with open(os.open(marker, flags, 0o644), "w") as file:
+                    file.write(token)
             except OSError as error:
                 raise unusable(out, error) from error
+            owner.keep(out)
     try:
         with group.together("looking at the output folder"):
             if writes and not _sees(marker, token):
@@ -115,9 +163,14 @@ def _sees(marker: Path, token: str) -> bool:
     """Whether this rank reads the token in the marker, and may write beside the marker."""
     stop = time.monotonic() + PATIENCE
     while True:
-        with suppress(OSError, UnicodeDecodeError):
+        try:
             if files.read_text(marker, len(token)) == token and os.access(marker.parent, os.W_OK):
                 return True
+        except UnicodeDecodeError:
+            pass
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # of this process, not of the folder
+                raise unusable(marker.parent, error) from error
         if time.monotonic() > stop:
             return False
         time.sleep(PAUSE)

@@ -194,8 +194,8 @@ class _MicroBatch:
             if self.dy is None:
                 self.dy = np.zeros(y.shape, y.dtype)
             return saved, self.dy, y.nbytes
-        _, gradient = self.loss.checked(self.loss.call(y, self.targets, 1.0))
-        return saved, self.loss.weighted(gradient, 1.0, y), y.nbytes
+        _, gradient, _ = self.loss.checked(self.loss.call(y, self.targets, 1.0))
+        return saved, self.loss.scaled(gradient, 1.0, y), y.nbytes
 
     def whole(self) -> None:
         """Run all once, so that what is made once is there."""

@@ -18,13 +18,10 @@ from mpipipe.comm.group import group_of
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ConfigError
 from mpipipe.files import PARTIAL
-from mpipipe.models.huggingface.writing import FORMER
 from mpipipe.train import metrics, output_folder, provenance, weights
 from mpipipe.train.architecture import Model
 from mpipipe.train.base import check_same_model
 from mpipipe.train.config import TrainConfig
-from mpipipe.train.fine_tuning import INSIDE as ADAPTER
-from mpipipe.train.huggingface_folder import INSIDE
 from mpipipe.train.model_folder import open_on_all
 from mpipipe.train.training_plan import TrainingPlan
 
@@ -86,20 +83,12 @@ def _is_in(found: Checkpoint, out: Path) -> bool:
 
 def _check_unfinished(out: Path) -> None:
     """Raise ConfigError for a folder that holds more than a training leaves that ended before its first checkpoint."""
-    ours = {
-        INSIDE + PARTIAL,
-        INSIDE + FORMER,
-        ADAPTER + PARTIAL,
-        metrics.NAME,
-        metrics.NAME + PARTIAL,
-        checkpoints_of(out).name,
-        output_folder.MARKER,
-    }
+    ours = {metrics.NAME, metrics.NAME + PARTIAL, checkpoints_of(out).name}
     weights_of = weights.folder_of(out)
     if not (weights_of / weights.DESCRIPTION).exists():  # which is written last
         ours.add(weights_of.name)
     others = (
-        sorted(path.name for path in out.iterdir() if path.name not in ours and not provenance.is_ours(path.name))
+        sorted(path.name for path in out.iterdir() if path.name not in ours and not _is_known(path.name))
         if out.is_dir()
         else []
     )
@@ -112,6 +101,10 @@ def _check_unfinished(out: Path) -> None:
         )
 
 
+def _is_known(name: str) -> bool:
+    return output_folder.is_ours(name) or provenance.is_ours(name)
+
+
 def _check_same(found: Checkpoint, now: dict[str, Any], config: TrainConfig, model: Model) -> None:
     """Raise ConfigError unless this is a checkpoint of the same training, not yet past its end."""
     place = str(found.path)
@@ -120,7 +113,7 @@ def _check_same(found: Checkpoint, now: dict[str, Any], config: TrainConfig, mod
             {**_plain(vars(TrainConfig())), **found.state["configuration"]}, _completed(model, found.state["model"])
         )
         fingerprint = found.state["fingerprint"]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
             "the checkpoint is not one of `mpipipe train`", found=place, remedy="load it with mpipipe.checkpoint"
         ) from error
@@ -187,6 +180,5 @@ def leave_behind(found: Checkpoint | None, out: Path) -> list[Path]:
     """
     if found is None or not _is_in(found, out):
         return []
-    paths = folders.find(checkpoints_of(out))
-    names = [path.name for path in paths]
-    return [folders.set_aside(path) for path in paths[names.index(found.path.name) + 1 :]]
+    later = [path for path in folders.find(checkpoints_of(out)) if folders.step_of(path) >= found.step]
+    return [folders.set_aside(path) for path in later if path.name != found.path.name]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mpipipe import arrays, environment, nn, optim
 from mpipipe.attention import kernels
+from mpipipe.checkpoint.owner import released_at_end
 from mpipipe.comm import runtime
 from mpipipe.comm.device import select_device
 from mpipipe.comm.group import group_of
@@ -66,6 +67,8 @@ def train(
     ------
     ConfigError, DataError, MismatchError, ArgumentError
         On every rank, before anything is written.
+    OwnerError
+        On every rank: another job owns the folder, or has taken it from this one. See docs/checkpoints.md.
     BackendError
         On every rank, where the device is missing.
     StorageError
@@ -99,7 +102,21 @@ def train(
     config, base = find_base(config, comm)
     tuning = find_tuning(config, comm)
     architecture = architecture_of(base, architecture)
-    out = Path(output_folder.shared_path(comm, config.out))
+    owned = output_folder.own(comm, config.out)
+    with released_at_end(owned, None if config.survive else group_of(comm)):
+        return _train_owned(comm, config, architecture, base, data, out=owned.folder, tuning=tuning)
+
+
+def _train_owned(
+    comm: Communicator,
+    config: TrainConfig,
+    architecture: Architecture,
+    base: Base | None,
+    data: Source | None,
+    *,
+    out: Path,
+    tuning: FineTuning,
+) -> Record:
     config = with_order(config, comm, out)
     trace = trace_folder(comm, config.trace, out, resumes=config.resume != "no")
     pipe = max(1, comm.size // config.seq) if config.pipe is None else config.pipe

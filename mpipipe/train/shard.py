@@ -1,4 +1,4 @@
-"""The part of every sequence that this rank has: its attention, its positions, and the weight of its loss."""
+"""The part of every sequence that this rank has: its attention and its positions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpipipe import arrays, nn
+from mpipipe import nn
 from mpipipe.arrays import Array
 from mpipipe.attention import Layout, Local, Ring
 from mpipipe.comm.types import Communicator
@@ -43,13 +43,11 @@ class Shard:
                 expected="at least one position a rank, two for zigzag",
                 remedy="raise seq_len, or lower seq",
             )
-        self.ring = Ring(comm, causal=True, layout=layout, seq_len=seq_len) if comm.size > 1 else None
+        self.ring = Ring(comm, causal=True, layout=self.layout) if comm.size > 1 else None
         whole = Local(causal=True) if self.ring is None else self.ring
         self.packing = packing
         self.attend: Local | Ring | PackedAttend = whole if packing is None else PackedAttend(whole, packing)
         self.positions = None if self.ring is None else self.layout.positions(self.rank)
-        # the pipeline weighs by rows, of which all ranks of a ring have as many; their shares may differ by a position
-        self.weight = self.layout.length(self.rank) * comm.size / seq_len
 
     def cut(self, array: np.ndarray) -> np.ndarray:
         """Return this rank's columns of an array (rows, seq_len)."""
@@ -58,16 +56,5 @@ class Shard:
     def loss_for(self, stage: nn.Stage, sequences: int) -> Callable[..., tuple[Any, Array | None]]:
         """Return the loss behind a stage: with its head, in tiles, where logits of so many sequences are large."""
         if worth_tiles(stage, sequences * self.layout.length(self.rank)):
-            return nn.HeadCrossEntropy(stage, weight=self.weight)
-        return self.loss
-
-    def loss(self, output: Array, target: Array, factor: float = 1.0) -> tuple[Any, Array]:
-        """Return softmax_cross_entropy over this rank's positions, and its gradient times `factor`.
-
-        It is weighted so that the mean over the ring is the mean over all positions.
-        """
-        weight = self.weight
-        value, gradient = nn.softmax_cross_entropy(output, target, factor * weight)
-        if weight != 1:
-            value = nn.kernels.of_array(value).scale(value, weight) if arrays.is_device(value) else value * weight
-        return value, gradient
+            return nn.HeadCrossEntropy(stage)
+        return nn.softmax_cross_entropy

@@ -23,15 +23,16 @@ from typing import TYPE_CHECKING, Any
 
 from mpipipe import checkpoint
 from mpipipe.arrays import Array
+from mpipipe.checkpoint import owner
 from mpipipe.comm import abort, lifeline
 from mpipipe.comm.group import Group, group_of
 from mpipipe.comm.mesh import Mesh
 from mpipipe.comm.preemption import PREEMPTED, Preempted
 from mpipipe.comm.report import write
 from mpipipe.comm.requests import own
-from mpipipe.comm.stop_signals import StopSignals, parse_signals
 from mpipipe.comm.types import Communicator
 from mpipipe.errors import ArgumentError, BackendError
+from mpipipe.stop_signals import StopSignals, parse_signals
 from mpipipe.train import metrics, resume
 from mpipipe.train.config import TrainConfig
 from mpipipe.train.places import Remains, Survivors
@@ -125,6 +126,9 @@ class Crew:
         if self.remains is not None:
             self.remains.catch_up(survivors.step)
         self.facts, self.first = survivors.facts, survivors.order[0]
+        owned = owner.covering(self.out)
+        if owned is not None:
+            owned.hand_on(group, self.first)
         self.takes_part = group.rank in survivors.order
         place = survivors.order.index(group.rank) if self.takes_part else group.rank
         if group.rank == 0:

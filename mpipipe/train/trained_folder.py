@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpipipe import checkpoint, nn
+from mpipipe import checkpoint, files, nn
 from mpipipe.checkpoint import folders, manifest, tensors
 from mpipipe.checkpoint.contents import PARAMETERS
+from mpipipe.checkpoint.whole_folder import check_same, identity, standing
 from mpipipe.comm.group import group_of
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ArgumentError, ConfigError
@@ -29,18 +30,20 @@ class WeightsFolder:
     sizes: Mapping[str, Any]  # of the model
     dtype: str
     kind: str = "weights"
+    inode: int | None = None  # of the folder when it was opened
 
     @classmethod
     def find(cls, path: Path) -> Path | None:
         """Return `path` or the folder weights/ in it, whichever has a model.json."""
-        places = (path, weights.folder_of(path))
-        return next((place for place in places if (place / weights.DESCRIPTION).exists()), None)
+        places = (standing(path), standing(weights.folder_of(path)))
+        return next((place for place in places if files.exists(place / weights.DESCRIPTION)), None)
 
     @classmethod
     def open(cls, folder: Path) -> WeightsFolder:
         """Read model.json. Raises ArgumentError for one that is damaged."""
+        inode = identity(folder)
         found = weights.describe(folder)
-        return cls(folder, found.model, found.dtype)
+        return cls(folder, found.model, found.dtype, inode=inode)
 
     @property
     def model(self) -> GPT:
@@ -49,8 +52,12 @@ class WeightsFolder:
 
     def load(self, stages: Sequence[nn.Stage], mesh: Mesh) -> None:
         """Set the parameters of this rank's stages; collective over the mesh."""
-        with group_of(mesh.comm).together("loading the weights"):
+        group = group_of(mesh.comm)
+        with group.together("loading the weights"):
             weights.load(self.path, stages, casts=True)
+        with group.together("loading the weights: whether they are of one model"):
+            if group.rank == 0:  # which has opened the folder
+                check_same(self.path, self.inode)
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -75,7 +82,7 @@ class CheckpointFolder:
     @classmethod
     def find(cls, path: Path) -> Path | None:
         """Return `path` if it is a checkpoint, else the newest one in it."""
-        return path if (path / manifest.MANIFEST).exists() else folders.newest(path)
+        return path if files.exists(path / manifest.MANIFEST) else folders.newest(path)
 
     @classmethod
     def open(cls, folder: Path) -> CheckpointFolder:

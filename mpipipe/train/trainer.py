@@ -10,6 +10,7 @@ from typing import Any
 
 from mpipipe import optim
 from mpipipe.attention import Local
+from mpipipe.checkpoint import owner
 from mpipipe.comm.consensus import agreed_by
 from mpipipe.comm.group import group_of
 from mpipipe.comm.mesh import Mesh
@@ -91,6 +92,8 @@ class Trainer:
     def run(self) -> Record:
         """Train, validate, show a sample of text, and return the last record."""
         config, progress = self.config, self.progress
+        if progress.step < config.steps and self.preemption.asked():
+            self.preemption.leave(self.whereabouts() if self.mesh.rank == 0 else "")
         place = "CPUs" if self.pipeline.stages[0].device == "cpu" else "GPUs"
         self.reporter.say(
             introduction(config, self.plan, self.mesh, self.data, self.language.unit, place=place, out=self.out)
@@ -133,6 +136,9 @@ class Trainer:
         self.reported = done
 
     def _report(self, record: Record) -> None:
+        with group_of(self.mesh.comm).together("train: whether the folder is still this job's"):
+            if self.mesh.rank == 0:
+                owner.check(self.out)
         self.progress.record = record
         self.reporter.record(record)
 

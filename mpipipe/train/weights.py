@@ -5,13 +5,15 @@
     weights/model.json               sizes of the model, dtype, number of stages, a checksum of each parameter and one
                                      of these facts; written last, when all other files are there
 
-Each file is written under another name and then renamed, so a file that has its name is complete. Checksums are CRC-32.
+The folder is written under another name and then renamed, so one that has its name is complete. Checksums are CRC-32.
 They find damage on the way to the disk and back, and files of two trainings that were mixed, but no forgery.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -25,6 +27,7 @@ from mpipipe import arrays, files, nn
 from mpipipe.arrays import Array
 from mpipipe.checkpoint import tensors
 from mpipipe.checkpoint.manifest import checksum_of
+from mpipipe.checkpoint.whole_folder import replacing
 from mpipipe.comm.group import group_of
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ArgumentError, NonFiniteError
@@ -36,6 +39,7 @@ from mpipipe.train.architecture import Model
 
 DESCRIPTION = "model.json"
 MOST_BYTES = 64 << 20  # of it
+OURS = re.compile(r"(stage-\d+\.safetensors|model\.json)(\.partial)?")
 STORED = {stored: dtype for dtype, stored in tensors.DTYPES.items()}  # by safetensors' names
 REMEDY = "build the model with the sizes and dtype of model.json"
 COPY_AGAIN = "copy the weights again from where they are whole, or train again"
@@ -70,11 +74,12 @@ def save(
 ) -> None:
     """Write the parameters of a pipeline, and their description; collective over the mesh.
 
-    Raises ArgumentError, on every rank, where a file cannot be written.
+    A folder that is there is replaced when the new one is whole; what others have put there goes along. Raises
+    ArgumentError, on every rank, where a file cannot be written: the folder stays as it was.
 
     Parameters
     ----------
-    folder : made where it is missing; on a file system that all hosts share
+    folder : new, or to be replaced; on a file system that all hosts share
     model : a dataclass of sizes
     stages : this rank's stages of `schedule`; the ranks of the first replica write theirs
     schedule : of the pipelines
@@ -83,22 +88,33 @@ def save(
     """
     sums: dict[str, str] = {}
     group = group_of(mesh.comm)
-    with group.together("saving weights"):
-        if mesh.replicas.rank == 0:
-            with _explained(folder):
-                folder.mkdir(parents=True, exist_ok=True)
+    with replacing(folder, group, _explained) as partial:
+        with group.together("saving weights"), _explained(folder):
+            if mesh.replicas.rank == 0:
+                partial.mkdir(parents=True, exist_ok=True)  # other hosts may not see it yet
                 for stage, number in zip(stages, schedule.stages_of(mesh.pipe.rank)):
-                    written = tensors.write(folder / file_of(number), stage.parameters)
+                    written = tensors.write(partial / file_of(number), stage.parameters)
                     sums.update({name: entry.checksum for name, entry in written.arrays.items()})
-    parts = group.gather("saving weights: the checksums", sums)
-    sums = {name: text for part in parts for name, text in part.items()}
-    with group.together("saving weights: their description"):
-        if mesh.rank == 0:
-            with _explained(folder):
+        parts = group.gather("saving weights: the checksums", sums)
+        sums = {name: text for part in parts for name, text in part.items()}
+        with group.together("saving weights: their description"), _explained(folder):
+            if mesh.rank == 0:
+                _keep_others(folder, partial)
                 if origin is not None:
-                    origin.copy(folder, keep_config=True)
+                    origin.copy(partial, keep_config=True)
                 dtype = stages[0].parameters.flat.dtype.name
-                write_description(folder, Description(asdict(model), dtype, schedule.stages, sums))
+                write_description(partial, Description(asdict(model), dtype, schedule.stages, sums))
+
+
+def _keep_others(folder: Path, partial: Path) -> None:
+    """Copy what others have put next to the weights that are replaced. Raises OSError."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if OURS.fullmatch(path.name):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.copytree(path, partial / path.name, symlinks=True)
+        elif path.is_file() or path.is_symlink():
+            shutil.copy2(path, partial / path.name, follow_symlinks=False)
 
 
 def write_description(folder: Path, description: Description) -> None:

@@ -26,7 +26,7 @@ def test_a_library_that_is_missing_is_named_with_a_remedy(monkeypatch, call, lib
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(BackendError, match="not installed") as caught:
         call()
-    assert f"pip install {library}" in caught.value.remedy
+    assert f"'.[{library}]'" in caught.value.remedy
 
 
 def test_neither_library_is_imported_by_the_package():

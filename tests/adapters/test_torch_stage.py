@@ -289,9 +289,9 @@ def test_integers_leave_all_work_to_the_second_half():
 
 REFUSED = {
     "batch normalisation": (lambda: torch.nn.Sequential(torch.nn.BatchNorm1d(3)), "batch normalisation"),
-    "running statistics": (lambda: torch.nn.InstanceNorm1d(3, track_running_stats=True), "batch normalisation"),
+    "running statistics": (lambda: torch.nn.InstanceNorm1d(3, track_running_stats=True), "running statistics"),
     "two dtypes": (lambda: torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).half()), "one dtype"),
-    "complex numbers": (lambda: torch.nn.Linear(2, 2, dtype=torch.complex64), "one dtype"),
+    "eight bits": (lambda: torch.nn.Linear(2, 2).to(torch.float8_e4m3fn), "one dtype"),
     "no shape yet": (lambda: torch.nn.LazyLinear(2), "without a shape"),
     "no module": (lambda: torch.nn.functional.relu, "Module"),
 }
@@ -302,6 +302,19 @@ def test_what_cannot_be_a_stage_is_refused(case):
     make, match = REFUSED[case]
     with pytest.raises(ArgumentError, match=match):
         adapters.torch_stage(make())
+
+
+def test_each_normalisation_is_refused_for_its_own_reason():
+    made = {
+        torch.nn.BatchNorm1d(3): (True, True),
+        torch.nn.BatchNorm1d(3, track_running_stats=False): (True, False),
+        torch.nn.InstanceNorm1d(3, track_running_stats=True): (False, True),
+    }
+    for module, (over_batch, running) in made.items():
+        with pytest.raises(ArgumentError) as caught:
+            adapters.torch_stage(module)
+        text = str(caught.value)
+        assert ("statistics of a micro-batch" in text, "count a forward twice" in text) == (over_batch, running)
 
 
 def counting(module, x):
@@ -341,6 +354,35 @@ def test_a_module_that_writes_to_its_input_is_refused(position, dtype):
     stage = adapters.torch_stage(Of(lambda module, x: x.add_(1) * module.weight))
     with pytest.raises(ArgumentError, match="input in place"):
         stage.forward(np.ones((2, 3), dtype), position)
+
+
+class WritesBack(torch.autograd.Function):
+    """Its backward writes to the gradient that it is given."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy.mul_(2)
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_a_backward_that_writes_to_the_gradient_that_it_is_given_is_refused(halves):
+    stage = adapters.torch_stage(Of(lambda module, x: WritesBack.apply(x * module.weight)))
+    y, saved = stage.forward(np.ones((2, 3)))
+    dy = np.ones_like(y)
+    dy.setflags(write=False)  # as a pipeline hands it out
+    with pytest.raises(ArgumentError, match="the gradient that it is given in place"):
+        stage.backward_input(dy, saved) if halves else stage.backward(dy, saved)
+
+
+@pytest.mark.parametrize("write", [lambda y, t: t.add_(1), lambda y, t: y.detach().add_(1)], ids=["targets", "output"])
+def test_a_loss_that_writes_in_place_is_refused(write):
+    loss = adapters.torch_loss(lambda y, t: (y - t).sum() + 0 * write(y, t).sum())
+    with pytest.raises(ArgumentError, match="a loss writes to the output or the targets in place"):
+        loss(np.ones((2, 3)), np.ones((2, 3)))
 
 
 def test_a_tensor_with_a_gradient_that_is_no_parameter_is_refused():

@@ -51,6 +51,19 @@ def test_headers_that_cupy_finds_somewhere_else_are_not_missing(machine, monkeyp
     assert arrays.check_device("cuda") == "cuda" and arrays.missing_parts() == []
 
 
+@pytest.mark.parametrize("version", ["13.6.0", "9.0.0rc1"])
+def test_a_cupy_that_is_too_old_is_refused_and_no_reason_to_take_the_cpu(machine, monkeypatch, version):
+    monkeypatch.setattr(sys.modules["cupy"], "__version__", version)
+    for name in ("cuda", "auto", "cuda:0"):
+        with pytest.raises(BackendError, match="CuPy is too old") as caught:
+            arrays.check_device(name)
+        assert caught.value.found == f"CuPy {version}" and caught.value.expected == "CuPy 14 or newer"
+        assert "pip install" in caught.value.remedy
+    assert arrays.device_count() == 0 and arrays.check_device("cpu") == "cpu"
+    machine.devices = 0
+    assert arrays.check_device("auto") == "cpu"
+
+
 def test_nothing_is_looked_for_twice(machine):
     assert arrays.check_device("cuda") == "cuda" and arrays.missing_parts() == []
     machine.faults |= {"headers", "cublas"}
@@ -119,6 +132,15 @@ def test_info_names_what_is_missing(machine, comm, capsys):
     machine.faults.clear()
 
 
+def test_info_says_of_a_cupy_that_is_too_old(machine, comm, capsys, monkeypatch):
+    monkeypatch.setattr(sys.modules["cupy"], "__version__", "13.6.0")
+    info()
+    printed = " ".join(capsys.readouterr().out.split())
+    if comm.rank == 0:
+        assert "CuPy a GPU was asked for, and CuPy is too old found: CuPy 13.6.0" in printed
+        assert "GPU toolkit not looked for: no GPU" in printed
+
+
 def test_info_says_by_what_attention_is_computed(machine, comm, capsys):
     info()
     printed = capsys.readouterr().out
@@ -164,27 +186,28 @@ def test_a_job_on_machines_of_two_kinds_ends_with_one_report(
 
 
 def test_work_before_within_and_behind_is_in_order(gpu):
-    values = np.arange(1000, dtype=np.float32)
-    x = arrays.upload(values)
-    y, z = arrays.zeros_like(x), arrays.empty_like(x)
-    outside = arrays.stream()
-    with arrays.own_stream():
-        inside = arrays.stream()
-        assert inside != outside
-        arrays.copy_into(y, x)  # x was uploaded on the other stream
-        np.testing.assert_array_equal(arrays.download(y), values)
+    with arrays.cupy().cuda.Stream.null:  # also where the test itself has a stream of its own
+        values = np.arange(1000, dtype=np.float32)
+        x = arrays.upload(values)
+        y, z = arrays.zeros_like(x), arrays.empty_like(x)
+        outside = arrays.stream()
         with arrays.own_stream():
-            assert arrays.stream() == inside
-    arrays.copy_into(z, y)
-    np.testing.assert_array_equal(arrays.download(z), values)
-    with arrays.own_stream():
-        assert arrays.stream() == inside  # CuPy keeps memory by stream
-    with pytest.raises(ZeroDivisionError), arrays.own_stream():
-        arrays.copy_into(x, arrays.upload(values + 1))
-        1 / 0  # noqa: B018
-    assert arrays.stream() == outside
-    arrays.copy_into(z, x)
-    np.testing.assert_array_equal(arrays.download(z), values + 1)
+            inside = arrays.stream()
+            assert inside != outside
+            arrays.copy_into(y, x)  # x was uploaded on the other stream
+            np.testing.assert_array_equal(arrays.download(y), values)
+            with arrays.own_stream():
+                assert arrays.stream() == inside
+        arrays.copy_into(z, y)
+        np.testing.assert_array_equal(arrays.download(z), values)
+        with arrays.own_stream():
+            assert arrays.stream() == inside  # CuPy keeps memory by stream
+        with pytest.raises(ZeroDivisionError), arrays.own_stream():
+            arrays.copy_into(x, arrays.upload(values + 1))
+            1 / 0  # noqa: B018
+        assert arrays.stream() == outside
+        arrays.copy_into(z, x)
+        np.testing.assert_array_equal(arrays.download(z), values + 1)
 
 
 def test_an_error_of_the_device_is_not_hidden_by_the_end_of_the_block(machine):

@@ -113,6 +113,25 @@ def test_without_a_gpu_the_host_computes(machine):
     assert kernels.describe() == "host, as there is no GPU (cuDNN 9.24.0 is installed)"
 
 
+def test_a_cupy_without_pathfinder_is_told_where_that_matters(machine, monkeypatch):
+    """It is no dependency of a CuPy that was built from its sources. A plan that names the capability needs none."""
+    monkeypatch.setitem(sys.modules, "cuda", None)
+    monkeypatch.setitem(sys.modules, "cuda.pathfinder", None)
+    with pytest.raises(BackendError, match=r"libcudart\.so\.13 is not found .*cuda"):
+        arrays.load_cuda_runtime()
+    assert cudnn_trial.available().usable and chosen() is cudnn
+
+
+def test_whatever_prepares_cudnn_may_fail_and_our_own_kernels_compute(machine, monkeypatch):
+    def fail():
+        raise OSError("a damaged library")
+
+    monkeypatch.setattr(arrays, "load_cuda_runtime", fail)
+    with pytest.warns(UserWarning, match=r"makes no plan \(a damaged library"):
+        assert not cudnn_trial.available().usable
+    assert chosen() is cupy_kernel
+
+
 @pytest.mark.parametrize("capability", [70, 75])
 def test_gpus_before_ampere_are_refused_without_a_warning(machine, capability):
     machine.capability = capability

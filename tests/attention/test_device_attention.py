@@ -178,7 +178,8 @@ def test_two_runs_have_the_same_bits(gpu, monkeypatch):
 
 def through_ring(comm, whole, **options):
     """(out, lse, dq, dk, dv) of the whole sequence from device shards, and the bytes of forward and backward."""
-    rows, keys = (Layout(options.get("layout", "zigzag"), comm.size, whole[at].shape[1]) for at in (0, 1))
+    options = {"layout": "zigzag", **options}
+    rows, keys = (Layout(options["layout"], comm.size, whole[at].shape[1]) for at in (0, 1))
     layouts = rows, keys, keys, rows
     ring = attention.Ring(comm, **options)
     mine = [arrays.upload(layout.shard(x, comm.rank)) for layout, x in zip(layouts, whole)]
@@ -255,7 +256,7 @@ def test_a_step_is_on_the_stream_before_its_exchange_ends(gpu, comm, monkeypatch
     """Attention is put on the stream while messages travel, and the host waits for messages alone."""
     if gpu.real or comm.size == 1:
         pytest.skip("needs the counters of the emulated device, and an exchange")
-    ring = attention.Ring(comm, rotation="overlap")
+    ring = attention.Ring(comm, layout="zigzag", rotation="overlap")
     layout = Layout("zigzag", comm.size, 24)
     mine = [arrays.upload(layout.shard(x, comm.rank)) for x in make("float32", 24)]
     ring.forward(*mine[:3])

@@ -111,7 +111,7 @@ def test_on_the_gpu(gpu, dtype):
 
     def on_rank(comm):
         mine = [backend.upload(layout.shard(x, comm.rank)) for x in whole]
-        return through(attention.Ring(comm), mine, segments)
+        return through(attention.Ring(comm, layout=layout), mine, segments)
 
     found = [layout.unshard(parts) for parts in zip(*inprocess.run(2, on_rank))]
     by_row(whole_lse(found), lambda row, at: dense(*[x[row : row + 1] for x in whole], True, None, at), segments)
@@ -119,7 +119,7 @@ def test_on_the_gpu(gpu, dtype):
 
 def test_segments_that_do_not_fit_are_refused_on_all_ranks(comm):
     layout = Layout("zigzag", comm.size, 8 * comm.size)
-    ring = attention.Ring(comm)
+    ring = attention.Ring(comm, layout=layout)
     mine = [layout.shard(x, comm.rank) for x in arrays(8 * comm.size, batch=2)][:3]
     good = np.zeros((2, 8 * comm.size), int)
     mixed = good.copy()

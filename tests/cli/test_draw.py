@@ -11,6 +11,7 @@ from support.command_line import invoke
 from support.launch import ROOT
 from support.svg import texts
 
+from mpipipe import schedules
 from mpipipe.comm import launcher
 
 TWO = ["--ranks", "2", "--microbatches", "3"]
@@ -37,6 +38,29 @@ def test_a_timeline_has_the_costs_that_were_given(draw):
     done = draw("timeline", "--schedule", "one_f_one_b", *TWO, *times, "--out", "a.svg")
     assert done.code == 0, done.report
     assert texts("a.svg")[1].words == "makespan 15, bubble 35.0%"  # idle 10.5 of 2 x 15, by hand
+
+
+@pytest.mark.parametrize("what", ["timeline", "memory"])
+def test_an_order_is_drawn_from_its_file(draw, tmp_path, what):
+    (tmp_path / "order.CSV").write_text(schedules.zero_bubble_h1(2, 3).to_csv())
+    done = draw(what, "--schedule", "order.CSV", "--forward", "1,2", "--out", "a.svg")
+    assert done.code == 0, done.report
+    assert texts("a.svg")[0].words.startswith("csv: 2 ranks, 3 micro-batches")
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["order.csv", "--ranks", "2"], "--ranks does not go with a file"),
+        (["order.csv"], "order.csv: slot 0: B before its forward"),
+        (["absent.csv"], "the order of the schedule cannot be read: No such file"),
+        (["gpipe", "--ranks", "2"], "a schedule has no sizes of its own"),
+    ],
+)
+def test_a_file_or_sizes_that_cannot_be_drawn_are_refused(draw, tmp_path, words, match):
+    (tmp_path / "order.csv").write_text("0B0,0F0")
+    done = draw("timeline", "--out", "a.svg", "--schedule", *words)
+    assert done.code == 2 and match in done.report
 
 
 def test_memory_of_a_schedule_with_chunks(draw):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from threading import Event
 
 import pytest
 
 from mpipipe import schedules
+from mpipipe.cli import dry_run
 from mpipipe.cli.dry_run import described
 from mpipipe.models import GPT
 from mpipipe.train import TrainConfig
@@ -73,3 +75,12 @@ def test_what_makes_no_sense_is_one_error(launch, ranks, flags, text):
     job = launch(ranks, ["-m", "mpipipe", "train", *flags])
     assert job.returncode != 0
     assert job.stderr.count(text) == 1 and "Traceback" not in job.stderr, job.stderr
+
+
+def test_a_dry_run_that_takes_long_says_what_it_does(monkeypatch):
+    said, done = [], Event()
+    monkeypatch.setattr(dry_run, "ANNOUNCED", 0.0)
+    monkeypatch.setattr(dry_run, "tell", lambda line: (said.append(line), done.set()))
+    with dry_run._announced(64):
+        assert done.wait(60)
+    assert said == ["mpipipe: a step of 64 ranks is being rehearsed on paper; with thousands it takes minutes"]

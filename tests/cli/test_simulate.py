@@ -32,7 +32,7 @@ def test_a_schedule_is_shown_with_its_distance_from_the_best(printed):
         "bubble      0.2727 of all time, 0.3750 of busy time",
         "activations 4 3 2 1 on each rank, in chunks, at most",
         "bound       27: no schedule of these stages is faster with 4 activations on each rank",
-        "gap         22.22% of the bound: the best one is no farther away",
+        "gap         22.22%: it is at most so much slower than the best one",
     ]
     assert lines[6:] == schedules.timeline(schedules.one_f_one_b(4, 8)).splitlines()
 
@@ -58,6 +58,7 @@ def test_a_searched_order_is_written_and_read_again(printed, tmp_path):
     assert first[-1] == f"order       {path}"
     again = printed(csv=path, **options)
     assert again[1:6] == first[1:6]
+    assert printed(schedule=str(path), **options) == again
 
 
 def test_forwards_are_run_again_to_keep_the_limit(printed):

@@ -226,6 +226,41 @@ def test_a_row_has_the_part_of_each_rank_bit_by_bit(own, group, comm):
     row.close()
 
 
+# -- one rank, on which a real NCCL works as well ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def alone(gpu, comm):
+    try:
+        arrays.nccl()
+    except BackendError as error:
+        pytest.skip(str(error))
+    mine = comm.Split(comm.rank)
+    group = Group(mine)
+    yield group
+    group.close()
+    mine.Free()
+
+
+@pytest.mark.parametrize("kind", ["float32", "float64", "float16", ml_dtypes.bfloat16, "int64", "complex64"], ids=str)
+def test_a_rank_alone_adds_nothing_to_its_values(alone, kind):
+    mine = (np.arange(1000) % 7).astype(kind)
+    adder = NcclSums(alone)
+    for _ in range(2):
+        np.testing.assert_array_equal(total(adder, mine), mine)
+    adder.close()
+
+
+def test_a_row_of_one_rank_is_its_part(alone):
+    row, values = NcclRow(alone, 3, "a test"), np.array([1.0, np.pi, np.inf])
+    shared = arrays.upload(values)
+    row.share(shared)
+    done = arrays.record()
+    row.wait(lambda: arrays.is_done(done), keeping=shared)
+    np.testing.assert_array_equal(arrays.download(shared), values)
+    row.close()
+
+
 # -- messages ----------------------------------------------------------------------------------------------------------
 
 

@@ -13,11 +13,11 @@ import pytest
 from mpi4py import MPI
 from support.launch import Job, mpiexec
 
-from mpipipe import Preemption
-from mpipipe.comm import inprocess, past_launcher, stop_signals, time_limit
-from mpipipe.comm.stop_signals import parse_signals
+from mpipipe import Preemption, stop_signals
+from mpipipe.comm import inprocess, past_launcher, time_limit
 from mpipipe.comm.time_limit import TimeLimit, parse_duration
 from mpipipe.errors import ArgumentError, MismatchError
+from mpipipe.stop_signals import parse_signals
 
 OPEN_MPI = MPI.get_vendor()[0] == "Open MPI"
 
@@ -227,7 +227,7 @@ with Preemption(comm) as preemption:
 
 def test_a_signal_is_noticed_while_a_rank_sits_in_mpi(launch):
     script = """
-from mpipipe.comm import stop_signals
+from mpipipe import stop_signals
 seen = []
 with Preemption(comm, say=lambda text: seen.append((time.monotonic(), text))) as preemption:
     if rank == 0:
@@ -301,7 +301,7 @@ def test_a_rank_whose_neighbour_has_died_does_not_wait_for_the_end_of_grace(laun
     script = """
 import os, signal, subprocess, time
 from types import SimpleNamespace
-from mpipipe.comm.stop_signals import StopSignals
+from mpipipe.stop_signals import StopSignals
 from mpipipe.comm.watch.channel import Place
 from mpipipe.comm.watch.watchdog import Watchdog
 child = subprocess.Popen(["sleep", "60"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from contextlib import suppress
 from types import SimpleNamespace
 
 import numpy as np
@@ -75,6 +76,44 @@ def test_a_peer_that_left_is_missed_by_those_who_make_a_communicator_with_it():
             Group(comm)
 
     inprocess.run(2, job)
+
+
+def test_a_peer_that_left_after_a_failure_is_missed_by_those_who_make_a_communicator_with_it():
+    def job(comm):
+        known = Group(comm)
+        if comm.rank == 1:
+            known.fail(ValueError("wet paint"), "wet paint")
+            known.leave()
+            return
+        with pytest.raises(PeerError, match="wet paint"):
+            wait(Never(), group=known)
+        with pytest.raises(PeerError, match=r"rank 1 .* left the job"):
+            Group(comm)
+
+    with suppress(inprocess.InProcessError):  # rank 1 does not hear that rank 0 gives up
+        inprocess.run(2, job)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_that_goes_on_after_its_own_failure_makes_no_communicator_with_peers_that_hear_of_it_there(ranks):
+    """The cause comes after the others have raised what it told them. It raises that too, as each later try does."""
+    seen = {}
+
+    def job(comm):
+        known, part = Group(comm), comm.Dup()
+        if comm.rank == 1:
+            known.fail(ValueError("wet paint"), "wet paint")
+            while len(seen) < ranks - 1:
+                time.sleep(1e-3)
+        for _ in range(2):
+            with pytest.raises(PeerError) as caught:
+                Group(part)
+            seen.setdefault(comm.rank, []).append(str(caught.value))
+
+    with suppress(inprocess.InProcessError):  # notes that no rank has read
+        inprocess.run(ranks, job)
+    assert sorted(seen) == list(range(ranks))
+    assert all("wet paint" in text for texts in seen.values() for text in texts), seen
 
 
 def test_a_note_reaches_whichever_thread_of_a_rank_waits(comm):

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from support import gpu_selection
 from support.command_line import invoke
+from support.emulator.fixture import own_gpus
 from support.reference_attention import NAMES, dense
 from support.tolerance import close, within
 
@@ -107,7 +108,7 @@ def test_the_virtual_ring_runs_what_the_ring_runs(gpu, monkeypatch):
     calls.clear()
 
     def real(comm):
-        attend = ring.attention.Ring(comm)
+        attend = ring.attention.Ring(comm, layout="zigzag")
         q, k, v, dout = (x[:, comm.rank * 8 : (comm.rank + 1) * 8] for x in whole)
         attend.backward(dout, attend.forward(q, k, v)[1])
 
@@ -191,12 +192,21 @@ def test_random_values_fill_an_array_of_any_length(gpu, monkeypatch, shape, dtyp
 
 
 def test_a_training_step_is_counted_in_tokens(gpu):
-    rows = checked(gpt.measure(1, model=TINY, rows=2, microbatches=2, peers=False), 4)
+    with arrays.own_stream():
+        rows = checked(gpt.measure(1, model=TINY, rows=2, microbatches=2, peers=False), 4)
     untied, tied, small, by_graphs = rows
     assert {row.unit for row in rows} == {"tokens/s"} and by_graphs.what == f"{small.what}, CUDA graphs"
     assert ", untied," in untied.what and ", tied," in tied.what and tied.peer_value == untied.value
     assert all("2 x 2 x 16 tokens" in row.what for row in (untied, tied)) and "4 x 1 x 16 tokens" in small.what
     assert small.peer_value == by_graphs.peer_value == tied.value  # that of the model as it was given
+
+
+def test_a_step_that_runs_without_graphs_has_no_row_that_says_graphs(gpu):
+    """The null stream records nothing."""
+    with arrays.cupy().cuda.Stream.null:
+        *rows, reason = gpt.measure(1, model=TINY, rows=1, microbatches=2, peers=False)
+    assert len(rows) == 3 and not any("graphs" in row.what for row in rows)
+    assert reason.startswith("training step, 2 x 1 x 16 tokens, CUDA graphs is not measured: ") and "null" in reason
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -297,16 +307,35 @@ def test_messages_between_two_ranks_on_one_gpu(gpu, subcomm):
         assert not (gpu.real and arrays.device_count() > 1) == all("take turns" in row.what for row in rows)
 
 
+def test_messages_by_nccl_are_measured_where_each_rank_has_its_gpu(subcomm, monkeypatch):
+    monkeypatch.setenv("MPIPIPE_TIMEOUT", "60")
+    comm = subcomm(2)
+    if comm is not None:
+        with own_gpus(comm.rank) as device, arrays.own_stream():
+            rows = list(transport.measure(1, sizes=(256, 1 << 16), comm=comm))
+            moved = sum(each._bytes for each in device.machine.communicators)
+        assert [row.what for row in rows] == [f"{way}, {size} B" for size in (256, 65536) for way in ("staged", "nccl")]
+        assert all(row.value > 0 and row.goal == "above 1 for large messages" for row in rows[1::2])
+        assert moved > 4 * 50 * (256 + 65536), "they have gone by NCCL"
+
+
 def test_rates_are_claimed_only_where_each_rank_has_its_gpu(gpu, monkeypatch):
     monkeypatch.setattr(transport, "_rate", lambda *_: 5.0)
     monkeypatch.setattr(transport.gpu_aware, "detect", lambda comm: transport.Verdict(True, "says so"))
     monkeypatch.setattr(transport, "make_transport", lambda *_: None)
+    monkeypatch.setattr(transport, "choose", lambda groups, device, messages: SimpleNamespace(messages=False))
     monkeypatch.setattr(transport.runtime, "resolve", lambda comm: comm)
     for places, goal, turns in (((0, 0), "none", True), ((0, 1), "above 1 for large messages", False)):
         group = SimpleNamespace(gather=lambda call, mine, places=places: [("host", place) for place in places])
         monkeypatch.setattr(transport, "group_of", lambda comm, group=group: group)
         staged, direct = transport.measure(1, sizes=(64,), comm=SimpleNamespace(size=2))
         assert direct.goal == goal and ("take turns" in staged.what) == ("take turns" in direct.what) == turns
+
+
+def test_the_help_names_every_part(capsys):
+    invoke("bench", "gpu", "--help")
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in {**run.ALONE, **run.TOGETHER})
 
 
 class Part:

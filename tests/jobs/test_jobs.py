@@ -77,19 +77,17 @@ def test_batch_header_asks_for_tasks_and_names_no_site(script):
 
 @pytest.fixture
 def submit(checkout):
-    """submit(script, *options, status=, weights=, **variables): run a batch script with a stand-in for srun."""
-    executable(
-        checkout / "bin" / "srun", 'printf "%s\\n" "$@"; [ -z "${WEIGHTS:-}" ] || touch "$WEIGHTS"; exit "$STATUS"'
-    )
+    """submit(script, *options, status=, proven=, **variables): run a batch script with a stand-in for srun."""
+    proof = """printf 'begun 6 ranks\\nended %s\\n' "${MPIPIPE_ENDED##*.mpipipe-ended-}" > "$MPIPIPE_ENDED\""""
+    executable(checkout / "bin" / "srun", f'printf "%s\\n" "$@"; [ -z "$PROVEN" ] || {proof}; exit "$STATUS"')
+    executable(checkout / "bin" / "our-python", f'exec "{sys.executable}" "$@"')
     slurm = {"SLURM_SUBMIT_DIR": str(checkout), "SLURM_NTASKS": "6", "SLURM_CPUS_PER_TASK": "2", "SLURM_JOB_ID": "17",
              "SLURM_NTASKS_PER_NODE": "3", "SLURM_JOB_NUM_NODES": "2", "MPIPIPE_PYTHON": "our-python",
              "PATH": os.pathsep.join([str(checkout / "bin"), os.environ["PATH"]])}  # fmt: skip
 
-    def start(script, *options, status=0, out="runs/slurm-17", weights=True, **variables):
-        (checkout / out / "weights").mkdir(parents=True)
-        written = {"WEIGHTS": str(checkout / out / "weights" / "model.json")} if weights else {}
-        command = ["bash", ROOT / "jobs" / script, *options]
-        return run(command, checkout, STATUS=str(status), **{**slurm, **written, **variables})
+    def start(script, *options, status=0, proven=True, **variables):
+        settings = {"STATUS": str(status), "PROVEN": "yes" if proven else ""}
+        return run(["bash", ROOT / "jobs" / script, *options], checkout, **{**slurm, **settings, **variables})
 
     return start
 
@@ -109,16 +107,16 @@ def test_batch_job_starts_one_rank_for_each_task_and_hands_on_the_status(submit,
     assert (checkout / "runs" / "slurm-17" / "finished").exists() == (status == 0)
 
 
-def test_batch_job_without_trained_weights_has_failed_whatever_srun_says(submit, checkout):
-    result = submit("train.sbatch", weights=False)
-    assert result.returncode == 1 and "weights/model.json is missing" in result.stderr
+def test_batch_job_without_proof_of_its_end_has_failed_whatever_srun_says(submit, checkout):
+    result = submit("train.sbatch", proven=False)
+    assert result.returncode == 1 and "nothing proves that all ranks have ended well" in result.stderr
     assert result.stdout.splitlines()[-1] == "mpipipe: job 17 failed exit=1 out=runs/slurm-17"
     assert not (checkout / "runs" / "slurm-17" / "finished").exists()
 
 
 @pytest.mark.parametrize("options", [["--out", "runs/own"], ["--out=runs/own"]])
-def test_batch_job_looks_for_the_weights_where_the_options_say(submit, checkout, options):
-    result = submit("train.sbatch", *options, out="runs/own")
+def test_batch_job_is_finished_where_the_options_say(submit, checkout, options):
+    result = submit("train.sbatch", *options)
     assert result.returncode == 0 and result.stdout.endswith("finished out=runs/own\n"), result
     assert (checkout / "runs" / "own" / "finished").exists()
 
@@ -140,7 +138,7 @@ def test_gpu_batch_job_binds_no_gpu_to_a_task_and_lays_ranks_out_by_node(submit,
 
 def test_array_job_trains_each_seed_in_a_folder_of_its_own(submit):
     array = {"SLURM_ARRAY_JOB_ID": "16", "SLURM_ARRAY_TASK_ID": "4"}
-    result = submit("train_array.sbatch", out="runs/slurm-16_4", **array)
+    result = submit("train_array.sbatch", **array)
     assert result.stdout.splitlines()[-1] == "mpipipe: job 16_4 finished out=runs/slurm-16_4"
     assert "--out runs/slurm-16_4 --pipe 6 --seed 4" in " ".join(result.stdout.splitlines())
 
@@ -265,6 +263,7 @@ def test_every_file_of_the_package_that_is_not_python_is_declared():
 
 PYTHON = """
 case "$*" in
+    *gpu_check.extra*) echo "all as expected"; exit ;;
     *gpu_check.attention*) echo "attention by: ${{ATTENTION:-cudnn 9.24.0}}"; [ -z "${{ATTENTION:-}}" ]; exit ;;
     *mpipipe.cli.gpu_check*) exec {python} "$@" ;;
     *check_device*) [ "${{GPU:-1}}" = 1 ] && exit
@@ -277,7 +276,8 @@ case "$*" in
         printf 'Traceback:\nRuntimeError: cannot load MPI library\nlibmpi.so.12: none\n' >&2; exit 1 ;;
     *support.warm_kernels*) echo "$*" >> warm.txt; echo "200 of 200 sources compiled" ;;
     *"mpipipe info"*) echo "GPU-aware MPI  ${{AWARE:-staged through the host: says no, directly}}" ;;
-    *pytest*) echo "direct=${{MPIPIPE_GPU_DIRECT:-}} ranks=${{RANKS_HERE:-1}} $*" >> calls.txt
+    *pytest*) way="direct=${{MPIPIPE_GPU_DIRECT:-}} stream=${{MPIPIPE_TEST_GPU_STREAM:-}}"
+        echo "$way ranks=${{RANKS_HERE:-1}} $*" >> calls.txt
         if [ "${{SLOW:-}}" = "${{RANKS_HERE:-1}}" ]; then
             trap 'echo "1 ${{FOUND:-passed}}, 1 skipped in 7.00s"; kill $!; exit 2' INT
             sleep 30 & wait
@@ -326,8 +326,9 @@ def test_gpu_check_runs_every_part_and_a_failed_measurement_is_no_failure(gpu_ch
     assert result.returncode == 0, result
     outcomes = [(check["check"], check["status"]) for check in facts["checks"]]
     assert outcomes == [
-        ("info", "ok"), ("attention", "ok"), ("compile", "ok"), ("tests-1", "ok"), ("bench", "failed"),
-        ("bench-2", "failed"), ("tests-direct", "skipped"), ("tests-2-staged", "ok"), ("tests-4-staged", "ok"),
+        ("info", "ok"), ("attention", "ok"), ("compile", "ok"), ("extra", "ok"), ("tests-1", "ok"),
+        ("bench", "failed"), ("bench-2", "failed"), ("tests-direct", "skipped"), ("tests-2-staged", "ok"),
+        ("tests-4-staged", "ok"),
     ]  # fmt: skip
     assert "3 passed" in next(check["why"] for check in facts["checks"] if check["check"] == "tests-1")
     assert [row["value"] for row in facts["measurements"]] == [4321.0] * 2
@@ -336,8 +337,9 @@ def test_gpu_check_runs_every_part_and_a_failed_measurement_is_no_failure(gpu_ch
     assert result.stdout.splitlines()[-1].startswith("mpipipe: gpu check ok ")
     calls = (checkout / "calls.txt").read_text().splitlines()
     tests = [call for call in calls if "pytest" in call]
-    assert [call.split(" -m ")[0] for call in tests] == ["direct= ranks=1", *["direct=0 ranks=2"] * 2,
-                                                          *["direct=0 ranks=4"] * 4]  # fmt: skip
+    assert [call.split(" -m ")[0] for call in tests] == ["direct= stream=own ranks=1",
+                                                          *["direct=0 stream= ranks=2"] * 2,
+                                                          *["direct=0 stream= ranks=4"] * 4]  # fmt: skip
     assert all("-m gpu -p support.gpu_selection -p support.mpi_stand_in --few-plans" in call for call in tests)
     assert tests[0].endswith("--few-plans tests")
     assert all(call.endswith("--few-plans --several-ranks tests") for call in tests[1:])
@@ -358,7 +360,7 @@ def test_gpu_check_without_an_mpi_library_measures_and_says_how_to_come_by_one(g
     result, facts = gpu_check(HAS_MPI="0")
     assert result.returncode == 0, result
     outcomes = {check["check"]: (check["status"], check["why"]) for check in facts["checks"]}
-    assert [outcomes.pop(name)[0] for name in ("info", "attention", "compile")] == ["ok"] * 3
+    assert [outcomes.pop(name)[0] for name in ("info", "attention", "compile", "extra")] == ["ok"] * 4
     assert outcomes.pop("bench")[0] == "failed"  # as its stand-in does
     assert outcomes == dict.fromkeys(
         ["tests-1", "tests-2-staged", "tests-4-staged", "tests-direct", "bench-2"], ("skipped", "no MPI library")
@@ -381,7 +383,7 @@ def test_gpu_check_tests_direct_messages_where_mpi_takes_them(gpu_check, checkou
 def test_gpu_check_fails_where_a_test_fails_and_goes_on(gpu_check):
     result, facts = gpu_check(TESTS="1")
     assert result.returncode == 1
-    assert [check["status"] for check in facts["checks"]].count("failed") == 5 and len(facts["checks"]) == 9
+    assert [check["status"] for check in facts["checks"]].count("failed") == 5 and len(facts["checks"]) == 10
     assert result.stdout.splitlines()[-1].startswith("mpipipe: gpu check failed tests-1 tests-2-staged tests-4-staged ")
     assert all("3 passed" in check["why"] for check in facts["checks"] if check["check"].startswith("tests-1"))
 
@@ -427,11 +429,14 @@ def test_gpu_check_ends_in_time_and_says_what_was_left_out(gpu_check, slow, foun
 
 
 @pytest.mark.slow
-def test_gpu_check_fails_where_a_part_runs_past_its_own_limit(gpu_check, checkout, monkeypatch):
+@pytest.mark.parametrize(("found", "status", "code"), [("passed", "cut", 0), ("failed", "failed", 1)])
+def test_gpu_check_cuts_a_part_that_runs_past_its_own_limit(gpu_check, checkout, monkeypatch, found, status, code):
+    """It has not failed either, unless a test had failed before."""
     monkeypatch.setattr(settings, "WHOLE_LIMITS", settings.Limits(tests=6))
-    for name, value in {"PYTHON": "bin/python", "RESULTS": "out", "SLOW": "1"}.items():
+    for name, value in {"PYTHON": "bin/python", "RESULTS": "out", "SLOW": "1", "FOUND": found}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(checkout)
-    assert gpu_check_main() == 1
+    assert gpu_check_main() == code
     facts = json.loads(Path("out", "gpu_check.json").read_text())
-    assert {check["check"]: check["status"] for check in facts["checks"]}["tests-1"] == "failed"
+    (tests,) = (check for check in facts["checks"] if check["check"] == "tests-1")
+    assert tests["status"] == status and "ended at 6 s, its own limit" in tests["why"]

@@ -76,8 +76,8 @@ def stand_in(folder, name, text):
 
 @pytest.fixture
 def python(tmp_path):
-    """The path of a stand-in for Python, which says where the shell functions of the package are."""
-    stand_in(tmp_path / "bin", "python", f"echo {LIBRARY}")
+    """The path of a stand-in for Python, which is this one under another name."""
+    stand_in(tmp_path / "bin", "python", f'exec "{sys.executable}" "$@"')
     return str(tmp_path / "bin" / "python")
 
 
@@ -303,3 +303,59 @@ def test_ranks_of_a_job_print_nothing(monkeypatch):
     monkeypatch.setenv("PMI_SIZE", "4")
     with pytest.raises(Stop, match="jobscript is for one process"):
         jobscript("slurm", mpi="mpich")
+
+
+def test_the_model_of_an_earlier_training_is_no_proof_of_this_one(tmp_path, python):
+    stand_in(tmp_path / "bin", "mpiexec", "exit 0")  # as that of MPICH, one of whose ranks C code has ended
+    (tmp_path / "printed.sh").write_text(job_script(Job("pbs", python=python, options=("--out", "run"))))
+    (tmp_path / "run" / "weights").mkdir(parents=True)
+    (tmp_path / "run" / "weights" / "model.json").write_text("{}")
+    result = start("printed.sh", tmp_path, tmp_path / "bin", PBS_JOBID="17")
+    assert result.returncode == 1 and "mpipipe: job 17 failed exit=1 out=run" in result.stdout, result
+    assert "nothing proves" in result.stderr and not (tmp_path / "run" / "finished").exists()
+
+
+def test_a_number_of_restarts_that_is_none_is_refused_before_anything_starts(tmp_path, python):
+    stand_in(tmp_path / "bin", "mpiexec", "touch started")
+    (tmp_path / "printed.sh").write_text(job_script(Job("pbs", python=python, preemptable=True)))
+    result = start("printed.sh", tmp_path, tmp_path / "bin", PBS_JOBID="17", MPIPIPE_RESTARTS="x")
+    assert result.returncode == 2 and "MPIPIPE_RESTARTS is no number of starts" in result.stderr, result
+    assert not (tmp_path / "started").exists()
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize("ends", ["sys.exit(0)", "ctypes.CDLL(None)._exit(0)"])
+def test_a_script_of_ones_own_is_started_and_its_end_proven(tmp_path, ends):
+    body = "import ctypes, sys\nfrom mpipipe.comm import runtime\nprint(runtime.world().size, sys.argv[1:])\n"
+    (tmp_path / "own script.py").write_text(f"{body}sys.stdout.flush()\n{ends}\n")
+    words = ("own script.py", "$HOME", "it's")
+    text = job_script(Job("pbs", 1, 2, mpi=FAMILY, python=sys.executable, script=words))
+    (tmp_path / "printed.sh").write_text(text.replace('-bind-to core:"$threads"', "").replace("--bind-to core", ""))
+    result = start("printed.sh", tmp_path, Path(mpiexec()).parent, PBS_JOBID="17.host")
+    good = ends.startswith("sys")
+    assert (result.returncode == 0) == good, result
+    printed = result.stdout.count("""2 ['$HOME', "it's"]""")
+    assert printed == 2 or (not good and printed == 1)  # MPICH's launcher may lose what a rank wrote that it ends
+    assert (tmp_path / "runs/pbs-17/finished").exists() == good
+    assert ("job 17 finished out=runs/pbs-17" in result.stdout) == good
+
+
+def test_checkpoints_of_a_script_count_where_they_are_said_to_be(tmp_path, python):
+    stand_in(
+        tmp_path / "bin", "mpiexec", "mkdir -p saved/step-00000001; touch saved/step-00000001/manifest.json; exit 9"
+    )
+    (tmp_path / "printed.sh").write_text(job_script(Job("lsf", preemptable=True, python=python, script=("own.py",))))
+    for code, said in ((75, "requeued"), (9, "failed")):  # the second start has made no new one
+        settings = {"CHECKPOINTS": "saved", "MPIPIPE_RESTARTS": "1", "LSB_JOBID": "17"}
+        result = start("printed.sh", tmp_path, tmp_path / "bin", **settings)
+        assert result.returncode == code and f"mpipipe: job 17 {said} exit=9" in result.stdout, result
+
+
+def test_the_command_line_tells_a_script_from_a_training(alone, capsys):
+    assert invoke(*"jobscript slurm --mpi openmpi -- run own.py --steps 5 --its-own".split()).code == 0
+    job = Job("slurm", mpi="openmpi", python=sys.executable, script=("own.py", "--steps", "5", "--its-own"))
+    assert capsys.readouterr().out == job_script(job)
+    assert "mpipipe-run" in job_script(job) and "OPTIONS are more arguments of the script" in job_script(job)
+    for words, said in (("-- run", "required"), ("--long-context -- run own.py", "no options of `mpipipe train`")):
+        ended = invoke("jobscript", "slurm", "--mpi", "openmpi", *words.split())
+        assert ended.code == 2 and said in ended.report, ended

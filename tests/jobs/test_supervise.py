@@ -12,14 +12,16 @@ from support.launch import ROOT, job_environment, mpiexec
 from train.test_kills import NEVER, TRAINING, outcome
 
 pytestmark = pytest.mark.jobs
-# a job that makes one checkpoint in each start, as `steps` says, and ends with a code of `codes`
+# a job that makes one checkpoint in each start, as `steps` says, and ends with a code of `codes`; "silent" is a 0
+# without the proof that a rank 0 leaves
 FAKE = """
 echo start >> starts
 n=$(wc -l < starts)
 step=$(sed -n ${n}p steps) code=$(sed -n ${n}p codes)
 folder=run/checkpoints/step-0000000$step
 if [ -n "$step" ]; then mkdir -p $folder; touch $folder/manifest.json; fi
-exit "$code"
+[ "$code" != 0 ] || echo "ended ${MPIPIPE_ENDED##*-ended-}" > "$MPIPIPE_ENDED"
+exit "${code/silent/0}"
 """
 
 
@@ -62,6 +64,50 @@ def test_a_job_that_never_saves_is_given_up(fake):
     result, starts = fake([""] * 5, ["1"] * 5, MPIPIPE_RESTARTS="2")
     assert result.returncode == 1 and starts == 2, result
     assert "start 2 begins anew" in result.stderr and "(newest: none)" in result.stderr
+
+
+def test_a_success_without_a_proof_is_a_failure(fake):
+    result, starts = fake(["1", "2"], ["silent", "0"])
+    assert result.returncode == 0 and starts == 2, result
+    assert "bash returned 0, but nothing proves" in result.stderr
+    assert "exit code 1; start 2 goes on from step-00000001" in result.stderr
+
+
+@pytest.mark.parametrize("text", ["x", "0", "-1", "1.5", "3 4", "08", "9" * 30, "٣"])
+def test_a_number_of_restarts_that_is_none_is_refused_before_anything_starts(fake, text):
+    result, starts = fake([""], ["0"], MPIPIPE_RESTARTS=text)
+    assert result.returncode == 2 and starts == 0, result
+    assert f"MPIPIPE_RESTARTS is no number of starts\n  found: '{text}'\n" in result.stderr
+
+
+def test_a_command_is_not_run_to_find_out_what_it_is(tmp_path):
+    (tmp_path / "wrapper.sh").write_text('#!/bin/bash\necho "$*" >> starts\nexit 2\n')
+    (tmp_path / "wrapper.sh").chmod(0o755)
+    command = ["bash", ROOT / "jobs/supervise.sh", "./wrapper.sh", "--resume", "auto", "--out", "run"]
+    subprocess.run(command, cwd=tmp_path, env=job_environment(), timeout=60)
+    assert (tmp_path / "starts").read_text() == "--resume auto --out run\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "beside", "code"),
+    [("mpiexec", "prterun", 12), ("mpiexec", "hydra", 15), ("mpirun.openmpi", "x", 12), ("srun", "prterun", 15)],
+)
+def test_each_launcher_gets_the_signal_that_lets_its_ranks_save(tmp_path, name, beside, code):
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    text = "#!/bin/bash\ntrap 'exit 12' USR2; trap 'exit 15' TERM; touch up; while :; do sleep 0.05; done"
+    for path in (folder / name, folder / beside):
+        path.write_text(text)
+        path.chmod(0o755)
+    env = job_environment()
+    command = ["bash", ROOT / "jobs/supervise.sh", name, "--resume", "auto", "--out", "run"]
+    job = subprocess.Popen(command, cwd=tmp_path, env={**env, "PATH": f"{folder}:{env['PATH']}"})
+    stop = time.monotonic() + 20
+    while not (tmp_path / "up").exists():
+        assert time.monotonic() < stop
+        time.sleep(0.02)
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(20) == code
 
 
 @pytest.mark.parametrize("code", ["2", "75"])

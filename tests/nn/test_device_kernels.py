@@ -93,6 +93,20 @@ def test_single_elements(cuda, kind, draw, size, skew):
     check(x, hx * 2, kind)
 
 
+@pytest.mark.parametrize("kind", ["complex64", "complex128"])
+def test_complex_numbers_are_scaled_added_and_compared_as_pairs(cuda, kind, draw):
+    x, y = ((draw(5, 7, 2) @ [1, 1j]).astype(kind) for _ in range(2))
+    here, there = arrays.upload(x), arrays.upload(y)
+    value, gradient = nn.mean_squared_error(here, y, factor=3.0)
+    cuda.accumulate(here, there)
+    scaled = cuda.scale(here, 0.5)
+    enough = dict(rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(float(arrays.download(value)), np.mean(abs(x - y) ** 2), rtol=1e-5)
+    for found, expected in ((gradient, 6 * (x - y) / 35), (here, x + y), (scaled, (x + y) / 2)):
+        assert found.dtype == x.dtype and found.shape == x.shape
+        np.testing.assert_allclose(arrays.download(found), expected, **enough)
+
+
 def test_elements_beyond_one_grid_keep_their_places(cuda, monkeypatch):
     monkeypatch.setattr(arrays.launch, "MOST_BLOCKS", 2)
     x, hx = device(np.arange(5000.0), arrays.dtype("float32"))

@@ -104,14 +104,14 @@ def test_gradients_agree_with_finite_differences():
     near_numeric(stage.gradients["2.weight"], slopes[1], 100, 1 + largest(x))
 
 
-def test_the_weight_counts_in_loss_and_gradients():
+def test_the_factor_counts_in_all_gradients():
     stage, (_, target) = stage_of(), batch()
     x = np.random.default_rng(5).standard_normal((ROWS, 1, DIM))
     value, dx = nn.HeadCrossEntropy(stage, tile=4)(x, target)
     dw = stage.gradients["2.weight"].copy()
     stage.gradients.flat.fill(0)
-    heavy, heavy_dx = nn.HeadCrossEntropy(stage, tile=4, weight=2.0)(x, target)
-    assert heavy == 2 * value
+    heavy, heavy_dx = nn.HeadCrossEntropy(stage, tile=4)(x, target, 2.0)
+    assert heavy == value
     np.testing.assert_array_equal(heavy_dx, 2 * dx)
     np.testing.assert_array_equal(stage.gradients["2.weight"], 2 * dw)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -50,6 +51,26 @@ def assert_equal(found, expected):
     for one, other in zip(found, expected):
         assert one.dtype == other.dtype
         np.testing.assert_array_equal(one.view(np.uint8), other.view(np.uint8))
+
+
+def test_complex_parameters_are_pairs_of_real_ones(gpu):
+    """Norm, clipping and a step on the device, against those on the host."""
+    found = []
+    for device in ("cpu", "cuda"):
+        stage = SimpleNamespace()
+        for key in ("parameters", "gradients"):
+            buffer = nn.FlatBuffer({"w": (5, 3), "c": (7,)}, "complex64", device)
+            host = np.zeros(buffer.flat.size, "complex64")
+            host[:15], host[buffer.offsets["c"] :][:7] = np.arange(15) * (1 + 2j), 1j - np.arange(7)
+            arrays.copy_into(buffer.flat, arrays.upload(host) if device == "cuda" else host)
+            setattr(stage, key, buffer)
+        optimizer = optim.AdamW([stage], 0.1)
+        norm = optim.clip_by_global_norm([stage], 1.0)
+        assert norm == pytest.approx(math.sqrt(5 * sum(n * n for n in range(15)) + 7 + sum(n * n for n in range(7))))
+        optimizer.step()
+        found.append([norm, *(arrays.download(x.flat) for x in (stage.parameters, stage.gradients))])
+    for host, device in zip(*found):
+        np.testing.assert_allclose(device, host, rtol=1e-5, atol=1e-6)
 
 
 # -- the factor

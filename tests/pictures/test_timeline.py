@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from support.svg import shapes, texts
 
@@ -79,6 +81,20 @@ def test_measured_boxes_stand_below_on_the_same_axis(tmp_path):
     assert len([shape for shape in shapes(path, "#f0e442") if shape.bottom - shape.top > 15]) == 2
     words = [text.words for text in texts(path)]
     assert {"predicted: 9", "measured: 20, +122.2%", "optimizer"} <= set(words)
+
+
+def test_one_narrow_box_takes_neither_borders_nor_numbers_from_the_others(tmp_path):
+    found, path = schedules.simulate(schedules.gpipe(2, 12)), tmp_path / "timeline.svg"
+    measured = [[Measured(a.op, a.stage, a.microbatch, s, e) for a, s, e in spans] for spans in found.spans]
+    narrow, wide = measured[0][3], measured[0][4]
+    measured[0][3] = narrow._replace(end=narrow.start + 1e-3 * (narrow.end - narrow.start))
+    measured[0][4] = wide._replace(end=wide.start + 0.7 * (wide.end - wide.start))
+    pictures.draw_timeline(found, path, measured)
+    fills = [style for style in re.findall(r'style="([^"]*)"', path.read_text()) if "fill: #56b4e9" in style]
+    borders = [float(width) for style in fills for width in re.findall(r"stroke-width: ([0-9.]+)", style)]
+    assert borders.count(0.6) == 2 * 24 - 1  # all forwards but one, predicted and measured
+    words = [text.words for text in texts(path)]
+    assert (words.count("3"), words.count("4")) == (7, 8)  # F and B on two ranks, predicted and measured
 
 
 def test_recomputation_has_its_own_colour(tmp_path):

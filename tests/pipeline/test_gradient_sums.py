@@ -47,12 +47,12 @@ def mesh(own, comm):
     return Mesh(comm, pipe=comm.size // 2, data=2)
 
 
-def build(schedule, rank, kinds=nn.Stage, attend=None, positions=None, dtype="float32", **sizes):
+def build(schedule, rank, kinds=nn.Stage, attend=None, positions=None, dtype="float32", device="cuda", **sizes):
     model = GPT(**{**SMALL, **sizes})
     layers = model.build(attend or Local(causal=True), positions)
     parts = partition(model.costs(), schedule.stages)
     cuts = [parts[number] for number in schedule.stages_of(rank)]
-    return [kinds(layers[start:stop], dtype=dtype, seed=3, first=start, device="cuda") for start, stop in cuts]
+    return [kinds(layers[start:stop], dtype=dtype, seed=3, first=start, device=device) for start, stop in cuts]
 
 
 def pipeline_of(mesh, schedule, stages, recompute=False):
@@ -94,6 +94,24 @@ CASES = {
     "split backward": ("zero_bubble_h1", 1, dict(dtype="bfloat16")),
     "recompute": ("gpipe", 1, dict(recompute=True, dropout=0.25)),
 }
+
+
+def test_weights_correct_what_was_summed_by_layers(mesh):
+    """Each replica has a weight of its own; on the host the sums begin when a stage has ended."""
+    schedule = dense.build("zero_bubble_h1", mesh.pipe.size, 1, 4)
+
+    def weighted(output, target, factor):
+        return (*nn.softmax_cross_entropy(output, target, factor), 3.0 + 4 * mesh.data.rank)
+
+    found = {}
+    for device in ("cpu", "cuda"):
+        stages = build(schedule, mesh.pipe.rank, dtype="float64", device=device, tied=True)
+        with Pipeline(stages, schedule, mesh.pipe, loss=weighted, replicas=mesh.replicas) as pipeline:
+            losses = [pipeline.launch(*rows_of(mesh, schedule)).result().loss for _ in range(2)]
+            assert by_layers(pipeline) == [device == "cuda"] * len(stages)
+        found[device] = [*losses, *(arrays.download(stage.gradients.flat) for stage in stages)]
+    for one, other in zip(*found.values()):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-12)
 
 
 ONE_QUEUE = ["1F1B", "tied over two chunks", "split backward"]  # the orders of launches among these cases
@@ -310,7 +328,7 @@ def test_rings_of_attention_between_the_ranks_of_a_sum(own, comm, monkeypatch):
         def steps():
             stages = build(gpipe(1, 2), 0, attend=shard.attend, positions=shard.positions)
             batch = [shard.cut(each) for each in text(2)]
-            with Pipeline(stages, gpipe(1, 2), mesh.pipe, loss=shard.loss, replicas=mesh.replicas) as pipeline:
+            with pipeline_of(mesh, gpipe(1, 2), stages) as pipeline:
                 for _ in range(2):
                     loss = pipeline.step(*batch).loss
                 return gradients(stages), loss, by_layers(pipeline)

@@ -8,6 +8,7 @@ import logging
 import numpy as np
 import pytest
 from support import dense
+from support.emulator import emulated
 from support.small_gpt import parts_of, text
 
 from mpipipe import Pipeline, arrays, nn, optim
@@ -24,7 +25,11 @@ STEPS = 3  # the first meets actions and records some, the second records what c
 
 
 @pytest.fixture(autouse=True)
-def own_stream(emulated_gpu):
+def own_stream(request):
+    """A test takes the fixture `gpu`, or `emulated_gpu` where it counts or changes what no real GPU shows."""
+    request.getfixturevalue("gpu" if "gpu" in request.fixturenames else "emulated_gpu")
+    if arrays.is_amd():
+        pytest.skip("CuPy records no graphs on AMD's GPUs")
     with arrays.own_stream():
         yield
 
@@ -54,13 +59,21 @@ def train(comm, schedule, monkeypatch, graphs, rows=4, stages=None, recompute=Fa
 def compare(comm, schedule, monkeypatch, with_graphs=None, **options):
     """Train with and without graphs, which has to give the same bits; return what the stages computed with.
 
+    On a real GPU cuBLAS may take another algorithm for its workspace in a recording: there they may differ by rounding.
     `with_graphs` are options of the second training alone.
     """
     expected, losses, _ = train(comm, schedule, monkeypatch, False, **options)
     found, same, computes = train(comm, schedule, monkeypatch, True, **options, **(with_graphs or {}))
-    assert same == losses
-    assert {name: x.tobytes() for name, x in found.items()} == {name: x.tobytes() for name, x in expected.items()}
+    assert agree(same, losses)
+    assert found.keys() == expected.keys() and all(agree(found[name], expected[name]) for name in found)
     return computes
+
+
+def agree(found, expected):
+    """Whether numbers have the same bits; on a real GPU, whether they are alike up to rounding in float32."""
+    if emulated():
+        return found.tobytes() == expected.tobytes() if isinstance(found, np.ndarray) else found == expected
+    return np.linalg.norm(np.subtract(found, expected)) <= 1e-4 * np.linalg.norm(expected)
 
 
 def recorded(computes):
@@ -72,7 +85,7 @@ def recorded(computes):
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name, chunks", [("one_f_one_b", 1), ("zero_bubble_h1", 1), ("interleaved_1f1b", 2)])
-def test_graphs_give_the_same_bits(comm, monkeypatch, name, chunks, recompute):
+def test_graphs_give_the_same_bits(gpu, comm, monkeypatch, name, chunks, recompute):
     schedule = dense.build(name, comm.size, chunks, 4)
     computes = compare(comm, schedule, monkeypatch, recompute=recompute, tied=True)
     split = {"zero_bubble_h1"} & {name}
@@ -84,7 +97,7 @@ def test_graphs_give_the_same_bits(comm, monkeypatch, name, chunks, recompute):
 
 
 @pytest.mark.parametrize("name, chunks", [("one_f_one_b", 1), ("zero_bubble_v", 2)])
-def test_a_slot_is_free_until_the_forward_is_run_again(comm, monkeypatch, name, chunks):
+def test_a_slot_is_free_until_the_forward_is_run_again(gpu, comm, monkeypatch, name, chunks):
     """Some forwards are run again, ahead of their backwards where costs are uneven; a graph repeats each of them."""
     schedule = dense.build(name, comm.size, chunks, 4)
     costs = Costs(forward=[1 + stage % 3 for stage in range(schedule.stages)])
@@ -93,7 +106,7 @@ def test_a_slot_is_free_until_the_forward_is_run_again(comm, monkeypatch, name, 
     assert comm.size < 3 or again.recomputed
     expected, losses, _ = train(comm, schedule, monkeypatch, False)
     found, same, computes = train(comm, again, monkeypatch, True)
-    assert same == losses and all(found[key].tobytes() == expected[key].tobytes() for key in expected)
+    assert agree(same, losses) and all(agree(found[key], expected[key]) for key in expected)
     for each in computes:
         assert not each.reason
         for kind in each._kinds.values():
@@ -110,14 +123,14 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_graphs_record_the_options_of_a_gpt(comm, monkeypatch, options):
+def test_graphs_record_the_options_of_a_gpt(gpu, comm, monkeypatch, options):
     schedule = dense.build("zero_bubble_h1", comm.size, 1, 3)
     for each in compare(comm, schedule, monkeypatch, **OPTIONS[options]):
         assert not each.reason
         assert set(recorded(each)) >= {"forward", "backward_input", "backward_weight"}
 
 
-def test_a_slot_for_each_activation_alive(comm, monkeypatch):
+def test_a_slot_for_each_activation_alive(gpu, comm, monkeypatch):
     """As many as the schedule holds at once, all of them free after the call."""
     schedule = one_f_one_b(comm.size, 6)
     (found,) = compare(comm, schedule, monkeypatch, rows=6)
@@ -125,13 +138,13 @@ def test_a_slot_for_each_activation_alive(comm, monkeypatch):
     assert len(kind.free) == min(comm.size - comm.rank, 6)
 
 
-def test_micro_batches_of_several_shapes(comm, monkeypatch):
+def test_micro_batches_of_several_shapes(gpu, comm, monkeypatch):
     """6 rows in 4 micro-batches: of 2 and of 1."""
     for found in compare(comm, gpipe(comm.size, 4), monkeypatch, rows=6):
         assert len(found._kinds) == 2 and not found.reason
 
 
-def test_more_shapes_than_are_recorded(comm, monkeypatch):
+def test_more_shapes_than_are_recorded(gpu, comm, monkeypatch):
     def between(pipeline, step):
         rows = 4 * (2 + step)
         return pipeline.step(*dense.placed(schedule, comm.rank, *text(rows, seed=step))).loss
@@ -142,7 +155,7 @@ def test_more_shapes_than_are_recorded(comm, monkeypatch):
         assert len(found._kinds) == 2
 
 
-def test_calls_without_backward_have_the_same_bits(comm, monkeypatch):
+def test_calls_without_backward_have_the_same_bits(emulated_gpu, comm, monkeypatch):
     def between(pipeline, step):
         inputs, targets = dense.placed(schedule, comm.rank, *text(4, seed=9))
         found = pipeline.forward(inputs)
@@ -152,7 +165,7 @@ def test_calls_without_backward_have_the_same_bits(comm, monkeypatch):
     compare(comm, schedule, monkeypatch, between=between)
 
 
-def test_tables_that_graphs_use_live_as_long_as_they_do(comm, monkeypatch):
+def test_tables_that_graphs_use_live_as_long_as_they_do(gpu, comm, monkeypatch):
     """Sequences of many other lengths between two steps take the places of the rotary tables."""
 
     def between(pipeline, step):
@@ -183,14 +196,14 @@ def test_a_step_has_a_few_launches_for_each_action(emulated_gpu, comm, monkeypat
     assert counts[True] < counts[False] / 5 and counts[True] <= 8 * 3 + 4 * 8, counts
 
 
-def test_dropout_cannot_be_recorded(comm, monkeypatch, caplog):
+def test_dropout_cannot_be_recorded(gpu, comm, monkeypatch, caplog):
     with caplog.at_level(logging.INFO, logger="mpipipe"):
         for found in compare(comm, gpipe(comm.size, 4), monkeypatch, dropout=0.25):
             assert "(Dropout): it draws another mask for each micro-batch" in found.reason
     assert "CUDA graphs: stage" in caplog.text and "has none" in caplog.text
 
 
-def test_a_class_says_for_itself_that_it_can_be_recorded():
+def test_a_class_says_for_itself_that_it_can_be_recorded(gpu):
     class Mine(nn.Linear):
         pass
 
@@ -225,7 +238,7 @@ class Looks(nn.Layer):
 
 
 @pytest.mark.parametrize("turn", ["forward", "backward"])
-def test_a_layer_that_waits_for_the_device_ends_recording(comm, monkeypatch, caplog, turn):
+def test_a_layer_that_waits_for_the_device_ends_recording(emulated_gpu, comm, monkeypatch, caplog, turn):
     """It has said otherwise; the training goes on without graphs, and says why."""
     schedule = gpipe(comm.size, 4)
 
@@ -255,7 +268,7 @@ def _bytes(gradients):
     return None if gradients is None else [arrays.download(x).tobytes() for x in gradients]
 
 
-def test_gradients_of_inputs_are_those_of_each_micro_batch(comm, monkeypatch):
+def test_gradients_of_inputs_are_those_of_each_micro_batch(emulated_gpu, comm, monkeypatch):
     """Of all micro-batches at once, after the step: none lies where the next one is computed."""
     schedule = gpipe(comm.size, 4)
     expected, found = (
@@ -265,7 +278,7 @@ def test_gradients_of_inputs_are_those_of_each_micro_batch(comm, monkeypatch):
     assert found[0] == expected[0] and not found[1][0].reason
 
 
-def test_copies_between_host_and_device_cannot_be_recorded():
+def test_copies_between_host_and_device_cannot_be_recorded(gpu):
     x = arrays.upload(np.ones(3, np.float32))
     for work in (lambda: arrays.upload(np.ones(3)), lambda: arrays.download(x)):
         with pytest.raises(BackendError, match="while a CUDA graph is recorded"):
@@ -282,7 +295,7 @@ def test_without_cublas_nothing_is_recorded(emulated_gpu):
 
 
 @pytest.mark.parametrize("kind", ["float32", "float64", "bfloat16"])
-def test_recorded_products_are_those_of_cublas(kind):
+def test_recorded_products_are_those_of_cublas(gpu, kind):
     """Of matrices, and of many at once, whose strides do not fit into 32 bits of anything but their own parameter."""
     generator = np.random.default_rng(1)
     given = [arrays.upload(generator.normal(size=shape).astype(arrays.dtype(kind))) for shape in [(4, 5), (5, 6)]]
@@ -295,15 +308,15 @@ def test_recorded_products_are_those_of_cublas(kind):
         gemm.batched_gemm(*many, d, factor=0.5)
         return c, d
 
-    expected = [x.tobytes() for x in arrays.download(*products())]
+    expected = arrays.download(*products())
     graph, found = arrays.record_graph(products)
     for _ in range(2):
         graph.launch()
-        assert [x.tobytes() for x in arrays.download(*found)] == expected
-    assert [x.tobytes() for x in arrays.download(*products())] == expected
+        assert all(map(agree, arrays.download(*found), expected))
+    assert all(map(agree, arrays.download(*products()), expected))
 
 
-def test_what_cublas_refuses_in_a_recording_is_told(monkeypatch):
+def test_what_cublas_refuses_in_a_recording_is_told(emulated_gpu, monkeypatch):
     x = arrays.zeros((2, 2), "float32", "cuda")
     monkeypatch.setattr(gemm_recorded, "_prepare", lambda handle: None)
     with pytest.raises(BackendError, match="cublasGemmEx has failed"):
@@ -311,14 +324,14 @@ def test_what_cublas_refuses_in_a_recording_is_told(monkeypatch):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_ranks_with_different_settings_are_told(comm, monkeypatch):
+def test_ranks_with_different_settings_are_told(gpu, comm, monkeypatch):
     monkeypatch.setenv("MPIPIPE_GRAPHS", "1" if comm.rank == 0 else "0")
     schedule = gpipe(comm.size, 2)
     with pytest.raises(MismatchError, match="setting MPIPIPE_GRAPHS"):
         Pipeline(build(schedule, comm.rank), schedule, comm, loss=nn.softmax_cross_entropy)
 
 
-def test_replicas_with_different_settings_are_told(comm, monkeypatch):
+def test_replicas_with_different_settings_are_told(gpu, comm, monkeypatch):
     if comm.size < 2:
         pytest.skip("needs two replicas")
     monkeypatch.setenv("MPIPIPE_GRAPHS", "1" if comm.rank == 0 else "0")
@@ -348,7 +361,7 @@ def test_a_closed_pipeline_keeps_no_memory(emulated_gpu, comm, monkeypatch, repl
     assert machine.used_bytes - workspace - before < 0.2 * (during - workspace - before)
 
 
-def test_graphs_follow_a_parameter_to_another_storage(comm, monkeypatch):
+def test_graphs_follow_a_parameter_to_another_storage(emulated_gpu, comm, monkeypatch):
     """A later pipeline lets the head share the storage of the embedding; the earlier one goes on evaluating."""
 
     def losses(graphs):
@@ -375,7 +388,7 @@ def test_graphs_follow_a_parameter_to_another_storage(comm, monkeypatch):
     assert losses(1) == losses(0)
 
 
-def test_the_null_stream_records_nothing(comm, monkeypatch):
+def test_the_null_stream_records_nothing(emulated_gpu, comm, monkeypatch):
     with arrays.cupy().cuda.Stream.null:
         stages = build(gpipe(comm.size, 2), comm.rank)
         for found in compare(comm, gpipe(comm.size, 2), monkeypatch, dict(stages=stages), rows=4):
@@ -428,7 +441,7 @@ class Fails(nn.Layer):
         return dy, None
 
 
-def test_what_fails_in_a_recording_is_done_without_it_and_fails_as_ever(comm, monkeypatch):
+def test_what_fails_in_a_recording_is_done_without_it_and_fails_as_ever(gpu, comm, monkeypatch):
     monkeypatch.setenv("MPIPIPE_GRAPHS", "1")
     schedule = gpipe(1, 4)
     mine = comm.Split(comm.rank, 0)

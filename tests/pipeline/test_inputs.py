@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 
-from mpipipe import Pipeline, nn
+from mpipipe import Pipeline, arrays, nn
 from mpipipe.comm.transport.sendable import check_sendable
-from mpipipe.errors import ArgumentError, StageError
-from mpipipe.schedules import one_f_one_b
+from mpipipe.errors import ArgumentError, PeerError, StageError
+from mpipipe.schedules import looped_bfs, one_f_one_b
 
 ROWS, DIM = 8, 4
 
@@ -46,6 +48,98 @@ def test_a_stage_that_writes_to_its_input_raises_and_the_users_array_stays(comm,
     if comm.rank == 0:
         assert isinstance(caught.value, StageError) and caught.value.stage == 0 and caught.value.microbatch == 0
     assert array.min() == 1 and array.flags.writeable
+
+
+def received(tree):
+    """The first array in what a stage is handed."""
+    return tree["x"] if isinstance(tree, dict) else tree[0] if isinstance(tree, tuple) else tree
+
+
+class Multiplying:
+    """y = 2 x; may write to what it is handed in micro-batch 1."""
+
+    def __init__(self, writes, kind):
+        self.writes, self.kind = writes, kind
+
+    def forward(self, x, position):
+        if self.writes == "x" and position.microbatch == 1:
+            np.maximum(received(x), 0, out=received(x))
+        return self.tree(2 * received(x)), position.microbatch
+
+    def backward(self, dy, microbatch):
+        if self.writes == "dy" and microbatch == 1:
+            received(dy)[...] *= 2
+        return self.tree(2 * received(dy))
+
+    def tree(self, array):
+        array = array.astype(self.kind[1])
+        return {"array": array, "tuple": (array, array * 1), "dict": {"x": array}}[self.kind[0]]
+
+
+def loss_of(output, target):
+    """0, and a gradient of ones."""
+    ones = np.ones_like(received(output))
+    return 0.0, {dict: {"x": ones}, tuple: (ones, ones)}.get(type(output), ones)
+
+
+KINDS = [("array", "f8"), ("tuple", "c8"), ("dict", arrays.dtype("bfloat16")), ("array", "f2")]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("writes", ["x", "dy"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_stage_that_writes_to_what_it_is_handed_raises(comm, writes, kind, recompute):
+    """Whether it comes as a message or from a chunk of the same rank; the report says where."""
+    schedule = looped_bfs(comm.size, 2, 2)
+    for place in (0, 1) if writes == "x" else (0, schedule.stages - 2):  # what a loss returns has no other owner
+        stages = [Multiplying(writes if n == place else None, kind) for n in schedule.stages_of(comm.rank)]
+        x = stages[0].tree(np.ones((ROWS, DIM)))
+        pipeline = Pipeline(stages, schedule, comm, loss=loss_of, recompute=recompute)
+        with pytest.raises((StageError, PeerError), match="read-only") as caught:
+            pipeline.step(*placed(comm, x, np.ones((ROWS, DIM))))
+            pipeline.close()
+        if comm.rank == schedule.placement[place]:
+            assert isinstance(caught.value, StageError) and (caught.value.stage, caught.value.microbatch) == (place, 1)
+            assert "copy an array that you were handed" in caught.value.remedy
+
+
+def test_a_loss_that_writes_to_the_output_raises(comm):
+    """It may be among what the last stage has saved."""
+
+    def loss(output, target):
+        output -= target
+        return 0.0, output
+
+    pipeline = Pipeline([Multiplying(None, KINDS[0])], one_f_one_b(comm.size, 2), comm, loss=loss)
+    with pytest.raises((StageError, PeerError), match=r"the loss raised ValueError: .*read-only"):
+        pipeline.step(*placed(comm, np.ones((ROWS, DIM)), np.ones((ROWS, DIM))))
+        pipeline.close()
+
+
+def test_an_output_with_names_keeps_them_for_the_loss(comm):
+    class Output(NamedTuple):
+        x: np.ndarray
+
+    class Naming(Same):
+        def forward(self, x):
+            return Output(x * 1.0) if comm.rank == comm.size - 1 else x * 1.0, None
+
+        def backward(self, dy, saved):
+            return dy[0] if isinstance(dy, tuple) else dy
+
+    with Pipeline(
+        [Naming()], one_f_one_b(comm.size, 2), comm, loss=lambda y, t: (float(y.x.sum()), (y.x,))
+    ) as pipeline:
+        assert pipeline.step(*placed(comm, np.ones((ROWS, DIM)), np.ones((ROWS, DIM)))).loss == ROWS * DIM / 2
+
+
+def test_buffers_of_messages_are_used_again_though_what_is_handed_out_is_read_only(comm):
+    with Pipeline([Multiplying(None, KINDS[0])], one_f_one_b(comm.size, 2), comm, loss=loss_of) as pipeline:
+        counts = []
+        for _ in range(4):
+            pipeline.step(*placed(comm, np.ones((ROWS, DIM)), np.ones((ROWS, DIM))))
+            counts.append(sum(map(len, pipeline.engine.messages.mailbox.slots.values())))
+        assert counts[1] == counts[3]
 
 
 def test_a_loss_that_writes_to_its_targets_raises_and_the_users_array_stays(comm):

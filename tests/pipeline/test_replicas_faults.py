@@ -11,7 +11,7 @@ from support import dense
 from mpipipe import Mesh, Pipeline, nn
 from mpipipe.comm.group import Group
 from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, NonFiniteError, PeerError, StageError
-from mpipipe.schedules import gpipe, one_f_one_b
+from mpipipe.schedules import gpipe, interleaved_1f1b, one_f_one_b
 
 pytestmark = pytest.mark.mpi(min_size=4)
 X, T = np.ones((4, 6), np.float32), np.zeros((4, 6), np.float32)
@@ -95,6 +95,12 @@ def test_stage_whose_gradients_nobody_could_sum(mesh):
     assert all("cannot be summed" in text for text in texts)
     Bare.gradients = None
     build(mesh, own=[Bare()]).close()
+
+
+def test_two_stages_with_one_gradient_which_would_be_summed_twice(mesh):
+    own = stages(mesh) * 2
+    texts = everyone_raises(mesh, lambda: build(mesh, interleaved_1f1b(2, 2, 2), own), ArgumentError)
+    assert all("would sum twice" in text for text in texts)
 
 
 def test_an_error_in_one_stage_reaches_the_other_pipeline(mesh):

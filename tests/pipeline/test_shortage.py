@@ -63,6 +63,36 @@ def test_a_step_without_room_names_place_bytes_and_remedies(machine, comm):
         )
 
 
+def test_memory_beyond_the_limit_of_cupys_pool_is_not_free(machine):
+    """CUPY_GPU_MEMORY_LIMIT sets it, or the program; the device itself has plenty."""
+    pool, x = arrays.cupy().get_default_memory_pool(), arrays.empty((ONE,), np.uint8, "cuda")
+    limit = machine.used_bytes + 1000
+    pool.set_limit(size=limit)
+    with pytest.raises(MemoryError, match=f"limit set to: {limit:,} bytes") as caught:
+        arrays.empty((1001,), np.uint8, "cuda")
+    assert arrays.memory_shortage(caught.value) == (1001, limit - machine.used_bytes, limit)
+    pool.set_limit(size=0)
+    assert arrays.memory_shortage(caught.value).total == machine.memory and x.nbytes == ONE
+
+
+def test_a_step_that_does_not_fit_into_cupys_pool_names_the_same(gpu, comm):
+    """What a real GPU can be asked for: the limit of the pool takes the place of its memory."""
+    alone, pool = parts_of(comm, 1), arrays.cupy().get_default_memory_pool()
+    x = np.zeros((ROWS << 10, WIDTH), np.float32)
+    with pytest.raises(StageError, match="ran out of memory on the GPU") as caught:
+        with Pipeline([stage_of(alone)], gpipe(1, 1), alone, loss=nn.mean_squared_error) as pipeline:
+            pipeline.step(x[:1], x[:1])
+            limit = pool.total_bytes() + 3 * x.nbytes
+            pool.set_limit(size=limit)
+            try:
+                pipeline.step(x, x)
+            finally:
+                pool.set_limit(size=0)
+    assert caught.value.microbatch == 0 and f"bytes free of {limit:,}" in caught.value.found
+    gpu.expected_error()
+    alone.Free()
+
+
 def test_recomputation_fits_where_it_is_said_to(machine, comm):
     """Its peak is lower by what the error says, up to the buffers of one micro-batch."""
     with pytest.raises((StageError, PeerError)):
@@ -128,7 +158,7 @@ def test_memory_that_is_held_twice_is_counted_once(machine):
     x, y = arrays.zeros((10, 4), "float32", "cuda"), arrays.zeros((10, 4), "float32", "cuda")
     state = SimpleNamespace(
         saved={(0, 0): ((x, [x[2:5], Saved(x)], {"y": y, "host": np.ones(9)}, model.parameters.flat), []),
-               (1, 0): ((x[:3], None), [([], y)])},
+               (1, 0): ((x[:3], None), [([], (y, y))])},
         pending={(0, 1): (Saved(y), ())},
         inputs=SimpleNamespace(inputs=[x]),
     )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mpipipe.cli import execute
+from mpipipe.cli.command_line import execute
 from mpipipe.comm.abort import Stop
 
 

@@ -51,7 +51,13 @@ def session_folder() -> str:
 
 
 def mpiexec(python=sys.executable) -> str:
-    """The launcher that belongs to this Python environment."""
+    """The launcher that belongs to a Python environment; for this process's own, MPIEXEC names another one."""
+    named = os.environ.get("MPIEXEC", "") if str(python) == sys.executable else ""
+    if named:
+        found = shutil.which(os.path.abspath(named) if os.sep in named else named)  # a job has a folder of its own
+        if found is None:
+            raise FileNotFoundError(f"MPIEXEC={named} is no command")
+        return found
     beside = Path(python).with_name("mpiexec")
     found = str(beside) if beside.exists() else shutil.which("mpiexec")
     if found is None:

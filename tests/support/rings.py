@@ -24,7 +24,7 @@ def through_ring(comm, whole, **options):
     q, k = whole[:2]
     kind = options.get("layout", "zigzag")
     rows, keys = Layout(kind, comm.size, q.shape[1]), Layout(kind, comm.size, k.shape[1])
-    ring = attention.Ring(comm, **options)
+    ring = attention.Ring(comm, **{"layout": kind, **options})
     mine = [layout.shard(array, comm.rank) for layout, array in zip((rows, keys, keys, rows), whole)]
     out, saved = ring.forward(*mine[:3])
     gradients = ring.backward(mine[3], saved)

@@ -10,11 +10,13 @@ import numpy as np
 HASH = "0123456789abcdef" * 2
 
 
-def header(*, version=1, itemsize=2, vocab=50, end=-1, tokens=0, documents=0, nbytes=0, tokenizer=HASH):
-    """The 128 bytes at the start of a file of tokens, with a checksum that is right."""
+def header(*, version=2, itemsize=2, vocab=50, end=-1, tokens=0, documents=0, nbytes=0, tokenizer=HASH, index=b""):
+    """The 128 bytes at the start of a file of tokens, with a checksum that is right; `index` are the bytes of that."""
     fields = struct.pack(
         "<8sIIQqQQQ32s", b"MPITOKEN", version, itemsize, vocab, end, tokens, documents, nbytes, tokenizer.encode()
     )
+    if version > 1:
+        fields += blake2b(index, digest_size=16).digest()
     return (fields + blake2b(fields, digest_size=16).digest()).ljust(128, b"\0")
 
 
@@ -23,10 +25,9 @@ def write_tokens(path, ids, starts=(), nbytes=(), vocab=50, **facts):
     itemsize = 2 if vocab <= 65536 else 4
     body = np.asarray(ids, f"<u{itemsize}").tobytes()
     before = np.concatenate([[0], np.cumsum(nbytes)[:-1]]) if len(nbytes) else []
-    head = header(
-        itemsize=itemsize, vocab=vocab, tokens=len(ids), documents=len(starts), nbytes=int(sum(nbytes)), **facts
-    )
     index = np.concatenate([np.asarray(starts, "<u8"), np.asarray(before, "<u8")]).astype("<u8").tobytes()
+    counts = {"tokens": len(ids), "documents": len(starts), "nbytes": int(sum(nbytes)), "index": index}
+    head = header(itemsize=itemsize, vocab=vocab, **{**counts, **facts})
     path.write_bytes(head + body + b"\0" * (-len(body) % 8) + index)
     return path
 

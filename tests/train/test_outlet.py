@@ -7,9 +7,11 @@ import json
 import os
 import resource
 import sys
+from importlib.util import find_spec
 
 import pytest
 
+from mpipipe.train.config_file import read_keys
 from mpipipe.train.outlet import KEPT, Lines, Outlet
 from mpipipe.train.report import Record, Reporter
 
@@ -171,3 +173,33 @@ def test_a_reporter_without_an_output_still_writes_metrics(tmp_path, monkeypatch
         record = json.loads((tmp_path / str(number) / "metrics.jsonl").read_text())
         assert (record["step"], record["loss"]) == (1, 1.0)
     assert capsys.readouterr().err == ""
+
+
+C_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+
+@pytest.mark.parametrize("environment", [{}, C_LOCALE], ids=["UTF-8", "C"])
+def test_names_that_are_no_text_do_not_end_a_training(launch, tmp_path, environment):
+    """In the C locale no letter outside of ASCII is text."""
+    text, out, plan = (tmp_path / os.fsdecode(name) for name in (b"l\xe4uft.txt", b"\xe4\xff", "größe.toml".encode()))
+    text.write_text("one two three four\n" * 200)
+    plan.write_bytes(
+        b'dim = 16\nlayers = 2\nheads = 2\nhidden = 32\nseq_len = 16\nbatch = 8\nout = "%s"\n' % b"gr\xc3\xbcn"
+    )
+    options = ["--data", text, "--sample-bytes", 4, "--eval-batches", 1, "--log-every", 1, "--save-every", 1]
+    command = ["-m", "mpipipe", "train", "--config", plan, *options, "--metrics-to", "csv", "--out", out]
+    for steps, more in ((2, ["--trace", tmp_path / "spür"] if find_spec("otf2") else []), (3, ["--resume", "auto"])):
+        job = launch(2, [*command, "--steps", steps, *more], env=environment)
+        assert job.returncode == 0, job.stderr
+        assert f"mpipipe: ok steps={steps}" in job.stdout and not job.stderr
+        assert (out / "weights" / "model.json").exists()
+
+
+def test_a_name_in_a_configuration_is_that_of_the_command_line(tmp_path, monkeypatch):
+    """In the C locale, too: the file is UTF-8, and the names of files are bytes."""
+    path = tmp_path / "plan.toml"
+    path.write_text('out = "grün"\ndata = ["weiß.txt"]\n', encoding="utf-8")
+    monkeypatch.setattr(os, "fsdecode", lambda name: name.decode("ascii", "surrogateescape"))
+    keys = read_keys(path)
+    assert keys["out"].encode("ascii", "surrogateescape") == "grün".encode()
+    assert keys["data"][0].encode("ascii", "surrogateescape") == "weiß.txt".encode()

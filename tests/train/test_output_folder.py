@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from mpipipe.errors import ConfigError
+from mpipipe.errors import ConfigError, OwnerError
 from mpipipe.models import GPT
 from mpipipe.train import TrainConfig, output_folder, train, weights
 
@@ -58,10 +61,41 @@ def test_the_default_is_a_new_folder_below_that_of_rank_0(comm, own_folder):
 
 
 def test_two_jobs_that_begin_in_the_same_second_have_folders_of_their_own(tmp_path):
-    taken = str(tmp_path / "20261231-235959")
-    for expected in (taken, f"{taken}-2", f"{taken}-3"):
-        assert output_folder._free(taken) == expected
-        os.mkdir(expected)
+    taken = str(tmp_path / "runs" / "20261231-235959")
+    with ThreadPoolExecutor(8) as jobs:
+        made = list(jobs.map(output_folder._new, [taken] * 8))
+    assert sorted(made) == [taken, *(f"{taken}-{number}" for number in range(2, 9))]
+    assert all(os.path.isdir(path) for path in made)
+
+
+def test_nothing_is_written_through_links(comm, mpi_tmp_path, config, monkeypatch):
+    """A file behind a link with the name of a marker, of an owner or of an unfinished file stays as it is."""
+    monkeypatch.setattr(output_folder.secrets, "token_hex", lambda count: "0" * 2 * count)  # names can be guessed
+    out, precious = mpi_tmp_path / "run", mpi_tmp_path / "precious"
+    names = (".mpipipe-marker", f".mpipipe-marker-{'0' * 32}", "config.toml.partial", "owner.json")
+    for name in names:
+        if comm.rank == 0:
+            out.mkdir(exist_ok=True)
+            precious.write_text("precious")
+            (out / name).symlink_to(precious)
+        comm.Barrier()
+        if name == "owner.json":
+            with pytest.raises(OwnerError, match="no file"):
+                train(config(out=str(out), resume="auto"), GPT, comm)
+        else:
+            train(config(out=str(out), resume="auto", steps=1, save_every=1), GPT, comm)
+        comm.Barrier()
+        assert precious.read_text() == "precious"
+        comm.Barrier()
+        if comm.rank == 0:
+            shutil.rmtree(out)
+
+
+def test_a_training_that_is_refused_leaves_no_folder(comm, mpi_tmp_path, config):
+    with pytest.raises(ConfigError):
+        train(config(out=str(mpi_tmp_path / "a" / "b"), pipe=1, batch=7, microbatches=100), GPT, comm)
+    comm.Barrier()
+    assert not (mpi_tmp_path / "a").exists()
 
 
 def test_a_working_folder_that_is_gone_is_refused_on_every_rank(comm, own_folder):
@@ -117,3 +151,12 @@ def test_generate_finds_the_folder_that_a_training_with_other_working_folders_ma
         job = launch(2, [str(script), str(tmp_path), *arguments])
         assert job.returncode == 0, job.stderr
     assert os.listdir(tmp_path / "1") == []
+
+
+def test_a_process_that_can_open_no_more_files_does_not_blame_the_folder(tmp_path, monkeypatch):
+    def refuse(path, size):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+
+    monkeypatch.setattr(output_folder.files, "read_text", refuse)
+    with pytest.raises(ConfigError, match="Too many open files"):
+        output_folder._sees(tmp_path / output_folder.MARKER, "token")

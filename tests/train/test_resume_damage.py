@@ -11,11 +11,11 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from support import harness
-from support.damage import SEALED, damages
+from support.damage import SEALED, damages, sealed
 
 from mpipipe import checkpoint
 from mpipipe.comm import inprocess
-from mpipipe.errors import MpipipeError
+from mpipipe.errors import ConfigError, MpipipeError
 from mpipipe.models import GPT
 from mpipipe.train import TrainConfig, train
 
@@ -140,3 +140,15 @@ def test_the_damage_is_where_it_is_to_be(run):
     with pytest.raises(MpipipeError, match="damaged") as caught:
         go_on(folder)
     assert "step-00000001" in caught.value.remedy and Path(folder, "checkpoints", NEWEST).exists()
+
+
+@pytest.mark.parametrize("model", [[], [1], "GPT", None, 5])
+def test_a_checkpoint_without_the_sizes_of_its_model_is_refused_by_name(run, model):
+    folder = copy_of(run)
+    path = folder / "checkpoints" / NEWEST / "manifest.json"
+    facts = json.loads(path.read_text())
+    facts["state"]["model"] = model
+    path.write_text(sealed(facts))
+    with pytest.raises(ConfigError, match="not one of `mpipipe train`") as caught:
+        go_on(folder)
+    assert caught.value.found == str(path.parent)

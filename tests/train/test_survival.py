@@ -148,6 +148,7 @@ def check_one_kill(train, folder, name, random):
     assert state(folder / name) == state(folder / f"{name}-planned"), (kill, behind)
     steps = [int(step) for step in re.findall(r'"step": (\d+)', (folder / name / "metrics.jsonl").read_text())]
     assert steps == list(range(STEPS + 1))
+    assert not (folder / name / "owner.json").exists()  # whoever had made it: the folder is the job's
     named, made = times(job)
     print(
         f"rank {kill[0]} killed in step {kill[1]}: named after {named:.2f} s, went on behind {behind} in {made:.2f} s"

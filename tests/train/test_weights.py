@@ -264,5 +264,29 @@ def test_a_full_disk_leaves_no_unfinished_files(comm, mpi_tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     comm.Barrier()
-    names = {f"stage-{number}.safetensors" for number in range(comm.size - 1)}
-    assert {path.name for path in Path(mpi_tmp_path).iterdir()} == names
+    assert list(Path(mpi_tmp_path).iterdir()) == []
+
+
+def test_a_save_that_fails_or_is_killed_leaves_the_model_that_was_there(comm, mpi_tmp_path):
+    folder = mpi_tmp_path / "weights"
+    expected = saved(comm, folder, comm.size)
+    if comm.rank == 0:
+        (folder / "notes.txt").write_text("mine")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    comm.Barrier()
+    try:
+        if comm.rank == comm.size - 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+        with pytest.raises(ArgumentError, match="cannot be written"):
+            saved(comm, folder, comm.size, seed=6)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    comm.Barrier()
+    stage = cut(1, [0], seed=9)[0]
+    weights.load(folder, [stage])
+    assert all((stage.parameters[name] == array).all() for name, array in expected.items())
+    comm.Barrier()
+    expected = saved(comm, folder, comm.size, seed=6)
+    weights.load(folder, [stage])
+    assert all((stage.parameters[name] == array).all() for name, array in expected.items())
+    assert (folder / "notes.txt").read_text() == "mine" and os.listdir(mpi_tmp_path) == ["weights"]

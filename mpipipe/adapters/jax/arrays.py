@@ -31,12 +31,13 @@ def put(array: Array) -> JaxArray:
 
     Raises ArgumentError for 64-bit numbers where JAX would make 32-bit ones of them in silence.
     """
-    if array.dtype.itemsize == 8 and not jax.config.jax_enable_x64:
+    wide = array.dtype.itemsize == (16 if array.dtype.kind == "c" else 8)  # a complex number is two
+    if wide and not jax.config.jax_enable_x64:
         raise ArgumentError(
             f"an array of {array.dtype} for a function of JAX, which has 64-bit numbers switched off",
             found=f"{array.dtype}{list(array.shape)}",
-            expected="numbers of 32 bits or fewer",
-            remedy='jax.config.update("jax_enable_x64", True) at the start, or arrays of float32 and int32',
+            expected="numbers of 32 bits or fewer, or pairs of such (complex64)",
+            remedy='jax.config.update("jax_enable_x64", True) at the start, or arrays of float32, complex64 and int32',
         )
     if not arrays.is_device(array):
         return jax.device_put(array, jax.devices("cpu")[0], may_alias=True)

@@ -9,6 +9,7 @@ import jax
 
 from mpipipe import arrays
 from mpipipe.adapters.jax.arrays import Results, is_on_host, put
+from mpipipe.adapters.jax.functions import pulled
 from mpipipe.arrays import Tree
 from mpipipe.arrays.trees import Structure, flatten, unflatten
 
@@ -44,6 +45,6 @@ class JaxLoss:
 
         def both(some: list, others: list, targets: list, factor: Any) -> Any:
             value, pull = jax.vjp(lambda x: value_of(x, others, targets), some)
-            return value, pull(jax.numpy.asarray(factor, value.dtype))[0]
+            return value, pulled(pull, jax.numpy.asarray(factor, value.dtype))[0]
 
         return jax.jit(both)

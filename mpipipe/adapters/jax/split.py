@@ -12,11 +12,14 @@ the input gradients needs a part of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
 from jax.extend.core import Literal
 from jax.tree_util import Partial
+
+from mpipipe.adapters.jax.functions import pulled
 
 
 @jax.jit
@@ -28,7 +31,7 @@ def of_inputs(pull: Any, dy: Any) -> Any:
     pull : dy -> (gradients of the parameters, gradients of the inputs), two lists
     dy : gradients of the outputs, a list
     """
-    closed, shapes = jax.make_jaxpr(pull, return_shape=True)(dy)
+    closed, shapes = jax.make_jaxpr(partial(pulled, pull), return_shape=True)(dy)
     jaxpr, (weights, inputs) = closed.jaxpr, shapes
     wanted = jaxpr.outvars[len(weights) :]
     first, rest = _divided(jaxpr.eqns, wanted)

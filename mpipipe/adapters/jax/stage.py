@@ -12,14 +12,22 @@ from mpipipe import arrays
 from mpipipe.adapters.jax import functions, split
 from mpipipe.adapters.jax.arrays import JaxArray, Results, is_on_host, put
 from mpipipe.adapters.jax.functions import Functions
-from mpipipe.adapters.trees import leaves_like
+from mpipipe.adapters.trees import (
+    Structures,
+    flatten_parts,
+    gradient_leaves,
+    parts_of,
+    skip_names,
+    tree_of,
+    unflatten_parts,
+)
 from mpipipe.arrays import Array, Tree
-from mpipipe.arrays.trees import Structure, flatten, unflatten
+from mpipipe.arrays.trees import Branches
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import Position, kernels, random
 from mpipipe.nn.parameters import FlatBuffer
 
-KINDS = ("float64", "float32", "float16", "bfloat16")
+KINDS = ("float64", "float32", "float16", "bfloat16", "complex128", "complex64")
 
 
 class Saved(NamedTuple):
@@ -28,14 +36,14 @@ class Saved(NamedTuple):
     Attributes
     ----------
     pull : takes gradients of the floating outputs, and gives those of parameters and floating inputs
-    structure, floating : of the input
-    output, differentiable : structure of the output, and which of its arrays take gradients
+    structures, floating : of the parts of the input, and which of their arrays take gradients
+    output, differentiable : the same of the output
     """
 
     pull: Any
-    structure: Structure
+    structures: Structures
     floating: tuple[bool, ...]
-    output: Structure
+    output: Structures
     differentiable: tuple[bool, ...]
 
 
@@ -58,12 +66,23 @@ class JaxStage:
         Called by optimizers of mpipipe before they write parameters.
     """
 
-    takes_branches = False  # one tree in, one tree out: a stage with skips is another one around it, or a subclass
+    takes_branches = False  # without names of skips: one tree in, one tree out
 
-    def __init__(self, function: Callable[..., Any], parameters: Any, prefix: str = "", seed: int = 0):
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        parameters: Any,
+        prefix: str = "",
+        seed: int = 0,
+        gives: Sequence[str] = (),
+        takes: Sequence[str] = (),
+    ):
         if not callable(function):
             raise ArgumentError("jax_stage", found=type(function).__name__, expected="a function (parameters, x) -> y")
         self.function, self.seed = function, seed
+        self.gives, self.takes = skip_names(gives, "gives of jax_stage"), skip_names(takes, "takes of jax_stage")
+        if self.gives or self.takes:
+            self.takes_branches = True
         self.index: int | None = None
         self.before_write: list[Callable[[], object]] = []
         paths, self._tree = jax.tree_util.tree_flatten_with_path(parameters)
@@ -114,29 +133,31 @@ class JaxStage:
         if self._renews:
             self._read_parameters()
 
-    def forward(self, x: Tree, position: Position | None = None) -> tuple[Tree, Saved | None]:
+    def forward(self, x: Tree | Branches, position: Position | None = None) -> tuple[Tree | Branches, Saved | None]:
         """Compute the output of one micro-batch, and in a training step what its backward needs.
 
         Parameters
         ----------
-        x : array, or tuple or dict of arrays
-            One argument of the function, behind the parameters; several; or several by their names.
+        x : array, tuple or dict of arrays, or Branches of them
+            One argument of the function, after the parameters; several; or several by their names. Those over skips
+            come after.
         position : Position, optional
             Where the training stands: it says whether this is a training, and which `key` the function is given.
 
         Returns
         -------
-        y : array, or tuple or dict of arrays
+        y : array, tuple or dict of arrays, or Branches of them
             What the function returned.
         saved : object
             What `backward` takes; None in an evaluation.
         """
         position = Position() if position is None else position
-        leaves, structure = flatten(x)
+        leaves, structures = flatten_parts(parts_of(x, self.takes))
         floating = tuple(arrays.is_floating(leaf.dtype) for leaf in leaves)
-        if (structure, floating) not in self._functions:
-            self._functions[structure, floating] = Functions(self.function, self._tree, structure, floating)
-        compiled = self._functions[structure, floating]
+        key = structures, floating
+        if key not in self._functions:
+            self._functions[key] = Functions(self.function, self._tree, structures, floating, self.gives)
+        compiled = self._functions[key]
         some = [put(leaf) for leaf, is_floating in zip(leaves, floating) if is_floating]
         others = [put(leaf) for leaf, is_floating in zip(leaves, floating) if not is_floating]
         arguments = self._values, some, others, self._key(position)
@@ -145,47 +166,47 @@ class JaxStage:
             return self._tree_of(found, rest)[0], None
         found, pull, rest = compiled.with_gradients(*arguments)
         y, output, differentiable = self._tree_of(found, rest)
-        return y, Saved(pull, structure, floating, output, differentiable)
+        return y, Saved(pull, structures, floating, output, differentiable)
 
-    def backward(self, dy: Tree, saved: Saved) -> Tree:
+    def backward(self, dy: Tree | Branches, saved: Saved) -> Tree | Branches:
         """Add to the gradients of the parameters, and return the gradient of the input.
 
         Parameters
         ----------
-        dy : array, or tuple or dict of arrays
+        dy : array, tuple or dict of arrays, or Branches of them
             Gradient of the output, None for integers in it.
         saved : object
             What `forward` saved.
 
         Returns
         -------
-        array, or tuple or dict of arrays
+        array, tuple or dict of arrays, or Branches of them
             Gradient of the input, None for integers in it.
         """
-        weights, inputs = functions.both(saved.pull, _floating(dy, saved))
+        weights, inputs = functions.both(saved.pull, self._floating(dy, saved))
         found = self._results.take([*weights, *inputs])
         self._add(found[: len(weights)])
-        return _input_gradients(found[len(weights) :], saved)
+        return self._input_gradients(found[len(weights) :], saved)
 
-    def backward_input(self, dy: Tree, saved: Saved) -> tuple[Tree, Any]:
+    def backward_input(self, dy: Tree | Branches, saved: Saved) -> tuple[Tree | Branches, Any]:
         """Return the gradient of the input, and what `backward_weight` needs.
 
         Parameters
         ----------
-        dy : array, or tuple or dict of arrays
+        dy : array, tuple or dict of arrays, or Branches of them
             Gradient of the output.
         saved : object
             What `forward` saved.
 
         Returns
         -------
-        dx : array, or tuple or dict of arrays
+        dx : array, tuple or dict of arrays, or Branches of them
             Gradient of the input.
         pending : object
             What `backward_weight` takes.
         """
-        found, pending = split.of_inputs(saved.pull, _floating(dy, saved))
-        return _input_gradients(self._results.take(found), saved), pending
+        found, pending = split.of_inputs(saved.pull, self._floating(dy, saved))
+        return self._input_gradients(self._results.take(found), saved), pending
 
     def backward_weight(self, pending: Any) -> None:
         """Add to the gradients of the parameters.
@@ -203,28 +224,28 @@ class JaxStage:
         names = "jax", self.seed, self.index, position.step, position.microbatch, position.replica
         return jax.random.wrap_key_data(random.key(*names)[:1].view(np.uint32), impl="threefry2x32")
 
-    def _tree_of(self, found: list[JaxArray], rest: Any) -> tuple[Tree, Structure, tuple[bool, ...]]:
-        """The output as arrays, its structure, and which of them take gradients."""
-        leaves, structure = ([rest], None) if rest is None else functions.flatten_output(rest)
+    def _tree_of(self, found: list[JaxArray], rest: list) -> tuple[Tree | Branches, Structures, tuple[bool, ...]]:
+        """The output as arrays, the structures of its parts, and which of the arrays take gradients."""
+        leaves, structures = flatten_parts(rest, functions.flatten_output)
         floating = tuple(leaf is None for leaf in leaves)
         taken = iter(self._results.take([*found, *(leaf for leaf in leaves if leaf is not None)]))
         some = [next(taken) for _ in found]
         others, floats = list(taken), iter(some)
         integers = iter(others)
-        return unflatten([next(floats if each else integers) for each in floating], structure), structure, floating
+        parts = unflatten_parts([next(floats if each else integers) for each in floating], structures)
+        return tree_of(parts, self.gives), structures, floating
 
     def _add(self, found: Sequence[Array]) -> None:
         if self.gradients is not None:
             for total, part in zip(self.gradients.values(), found):
                 kernels.of_array(total).accumulate(total, part)
 
+    def _floating(self, dy: Tree | Branches, saved: Saved) -> list[JaxArray]:
+        """The gradients of the floating outputs, for JAX."""
+        leaves = gradient_leaves(dy, saved.output, self.gives)
+        return [put(leaf) for leaf, is_floating in zip(leaves, saved.differentiable) if is_floating]
 
-def _floating(dy: Tree, saved: Saved) -> list[JaxArray]:
-    """The gradients of the floating outputs, for JAX."""
-    leaves = leaves_like(dy, saved.output)
-    return [put(leaf) for leaf, is_floating in zip(leaves, saved.differentiable) if is_floating]
-
-
-def _input_gradients(found: Sequence[Array], saved: Saved) -> Tree:
-    source = iter(found)
-    return unflatten([next(source) if each else None for each in saved.floating], saved.structure)
+    def _input_gradients(self, found: Sequence[Array], saved: Saved) -> Tree | Branches:
+        source = iter(found)
+        leaves = [next(source) if each else None for each in saved.floating]
+        return tree_of(unflatten_parts(leaves, saved.structures), self.takes)

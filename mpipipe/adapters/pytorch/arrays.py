@@ -21,7 +21,8 @@ from mpipipe.errors import ArgumentError
 
 Tensor: TypeAlias = Any  # torch.Tensor: PyTorch may be missing where types are checked
 BFLOAT16 = arrays.dtype("bfloat16")
-FLOATING = {torch.float64: "float64", torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+FLOATING = {torch.float64: "float64", torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16",
+            torch.complex128: "complex128", torch.complex64: "complex64"}  # fmt: skip
 
 
 def tensor_of(array: Array) -> Tensor:
@@ -47,9 +48,17 @@ def _writable(array: np.ndarray) -> np.ndarray:
     return view
 
 
+def is_differentiable(tensor: Tensor) -> bool:
+    """Whether gradients exist for tensors of this dtype."""
+    return bool(tensor.is_floating_point() or tensor.is_complex())
+
+
 def array_of(tensor: Tensor) -> Array:
-    """Return a C-contiguous array on the memory of a tensor; a tensor that is not contiguous is copied."""
-    tensor = tensor.detach().contiguous()
+    """Return a C-contiguous array on the memory of a tensor.
+
+    A tensor that is not contiguous is copied, as is a conjugate or an imaginary part that PyTorch has not yet computed.
+    """
+    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
     half = tensor.dtype == torch.bfloat16
     bits = tensor.view(torch.int16) if half else tensor
     array = bits.numpy() if tensor.device.type == "cpu" else arrays.cupy().from_dlpack(bits)

@@ -12,6 +12,9 @@ from mpipipe.adapters.pytorch.arrays import Tensor
 from mpipipe.errors import ArgumentError
 
 COMPILED = "OptimizedModule"  # what torch.compile makes
+# why a module is refused
+BATCH = "the statistics of a micro-batch are not those of the batch, so results would depend on how it is cut"
+RUNNING = "running statistics would count a forward twice under recompute, and replicas would drift apart"
 
 
 def check_module(module: Any) -> None:
@@ -19,14 +22,17 @@ def check_module(module: Any) -> None:
     if not isinstance(module, torch.nn.Module):
         raise ArgumentError("torch_stage", found=type(module).__name__, expected="a torch.nn.Module")
     for name, each in module.named_modules():
-        counts = isinstance(each, torch.nn.modules.batchnorm._NormBase) and each.track_running_stats
-        if isinstance(each, torch.nn.modules.batchnorm._BatchNorm) or counts:
+        over_batch = isinstance(each, torch.nn.modules.batchnorm._BatchNorm)
+        running = isinstance(each, torch.nn.modules.batchnorm._NormBase) and each.track_running_stats
+        why = [BATCH] * over_batch + [RUNNING] * running
+        if why:
             raise ArgumentError(
-                "a module with batch normalisation cannot be a stage",
+                f"a module with {'batch normalisation' if over_batch else 'running statistics'} cannot be a stage",
                 found=f"{type(each).__name__} {name}".rstrip(),
-                expected="normalisation within a sample: a micro-batch's statistics are not the batch's, running "
-                "ones would count a forward twice under recompute, and replicas would drift apart",
-                remedy="torch.nn.GroupNorm or LayerNorm; or fold statistics that are fixed into the weights",
+                expected=f"normalisation within a sample, without running statistics: {'; '.join(why)}",
+                remedy="torch.nn.GroupNorm or LayerNorm; or fold statistics that are fixed into the weights"
+                if over_batch
+                else "track_running_stats=False",
             )
 
 
@@ -83,22 +89,22 @@ def _version(tensor: Tensor | None) -> int:
 
 
 @contextmanager
-def inputs_unchanged(inputs: Sequence[Tensor]) -> Iterator[None]:
-    """Raise ArgumentError if one of the tensors is written to within."""
+def inputs_unchanged(inputs: Sequence[Tensor], who: str = "a module", what: str = "its input") -> Iterator[None]:
+    """Raise ArgumentError if one of the tensors is written to within: PyTorch knows no tensors that are read only."""
     versions = [_version(each) for each in inputs]
     try:
         yield
     except RuntimeError as error:
         if "in-place operation" in str(error) and "leaf" in str(error):
-            raise _written() from error
+            raise _written(who, what) from error
         raise
     if versions != [_version(each) for each in inputs]:
-        raise _written()
+        raise _written(who, what)
 
 
-def _written() -> ArgumentError:
+def _written(who: str, what: str) -> ArgumentError:
     return ArgumentError(
-        "a module writes to its input in place",
-        expected="a forward that leaves its input as it is: the memory belongs to another stage, or to you",
+        f"{who} writes to {what} in place",
+        expected="arrays that stay as they are: the memory belongs to another stage, or to you",
         remedy="inplace=False in the first layer, x = x + 1 in place of x += 1, or x = x.clone() first",
     )

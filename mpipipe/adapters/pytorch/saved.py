@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from mpipipe.adapters.pytorch.arrays import Tensor, array_of, tensor_of
-from mpipipe.adapters.trees import leaves_like
+from mpipipe.adapters.trees import Structures, gradient_leaves, tree_of, unflatten_parts
 from mpipipe.arrays import Array, Tree
-from mpipipe.arrays.trees import Structure, unflatten
+from mpipipe.arrays.trees import Branches
 
 
 class Saved(NamedTuple):
@@ -19,15 +19,15 @@ class Saved(NamedTuple):
     Attributes
     ----------
     inputs : tensors, of which those of a floating dtype take gradients
-    structure : of the input
+    structures : of the parts of the input
     outputs : tensors, in the order of the output's arrays
-    output : structure of the output
+    output : structures of the parts of the output
     """
 
     inputs: list[Tensor]
-    structure: Structure
+    structures: Structures
     outputs: list[Tensor]
-    output: Structure
+    output: Structures
 
     @property
     def differentiable(self) -> list[Tensor]:
@@ -35,22 +35,15 @@ class Saved(NamedTuple):
         return [each for each in self.inputs if each.requires_grad]
 
 
-def called(module: Any, inputs: Sequence[Tensor], structure: Structure) -> Any:
-    """Return what a module returns for inputs of this structure."""
-    if structure is None:
-        return module(inputs[0])
-    return module(*inputs) if isinstance(structure, int) else module(**dict(zip(structure, inputs)))
-
-
-def taking_part(saved: Saved, dy: Tree) -> tuple[list[Tensor], list[Tensor]]:
+def taking_part(saved: Saved, dy: Tree | Branches, gives: Sequence[str]) -> tuple[list[Tensor], list[Tensor]]:
     """Return the outputs that gradients flow back from, and those gradients."""
-    leaves = leaves_like(dy, saved.output)
+    leaves = gradient_leaves(dy, saved.output, gives)
     pairs = [(output, leaf) for output, leaf in zip(saved.outputs, leaves) if leaf is not None and output.requires_grad]
     return [output for output, _ in pairs], [tensor_of(leaf) for _, leaf in pairs]
 
 
-def input_gradients(saved: Saved, gradients: Sequence[Tensor | None]) -> Tree:
-    """Return the tree of input gradients: zeros for an input that no output depends on, None for integers."""
+def input_gradients(saved: Saved, gradients: Sequence[Tensor | None], takes: Sequence[str]) -> Tree | Branches:
+    """Return the input gradients: zeros for an input that no output depends on, None for integers."""
     found = iter(gradients)
     leaves: list[Array | None] = []
     for each in saved.inputs:
@@ -58,4 +51,4 @@ def input_gradients(saved: Saved, gradients: Sequence[Tensor | None]) -> Tree:
         if each.requires_grad and gradient is None:
             gradient = torch.zeros_like(each, memory_format=torch.contiguous_format)
         leaves.append(None if gradient is None else array_of(gradient))
-    return unflatten(leaves, saved.structure)
+    return tree_of(unflatten_parts(leaves, saved.structures), takes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,19 +13,22 @@ from mpipipe.adapters.pytorch.arrays import (
     array_of,
     device_of,
     flatten_output,
+    is_differentiable,
     on_stream,
     tensor_of,
-    tensors_of,
 )
 from mpipipe.adapters.pytorch.checks import Buffers, check_module, inputs_unchanged, modules_for_hooks
 from mpipipe.adapters.pytorch.parameters import TorchGradients, TorchParameters
-from mpipipe.adapters.pytorch.saved import Saved, called, input_gradients, taking_part
+from mpipipe.adapters.pytorch.saved import Saved, input_gradients, taking_part
 from mpipipe.adapters.pytorch.split import Graph, SplitBackward
+from mpipipe.adapters.trees import applied, flatten_parts, parts_of, returned, skip_names, tree_of, unflatten_parts
 from mpipipe.arrays import Array, Tree
-from mpipipe.arrays.trees import unflatten
+from mpipipe.arrays.trees import Branches
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import Position, random
 from mpipipe.nn.parameters import FlatBuffer
+
+BACKWARD = "the backward of a module", "the gradient that it is given"
 
 
 class TorchStage:
@@ -49,10 +52,15 @@ class TorchStage:
         Called by optimizers of mpipipe before they write parameters.
     """
 
-    takes_branches = False  # one tree in, one tree out: a stage with skips is another one around it, or a subclass
+    takes_branches = False  # without names of skips: one tree in, one tree out
 
-    def __init__(self, module: Any, prefix: str = "", seed: int = 0):
+    def __init__(
+        self, module: Any, prefix: str = "", seed: int = 0, gives: Sequence[str] = (), takes: Sequence[str] = ()
+    ):
         check_module(module)
+        self.gives, self.takes = skip_names(gives, "gives of torch_stage"), skip_names(takes, "takes of torch_stage")
+        if self.gives or self.takes:
+            self.takes_branches = True
         self.module, self.prefix, self.seed = module, prefix, seed
         self.index: int | None = None
         self.poll: Callable[[], object] | None = None
@@ -88,19 +96,19 @@ class TorchStage:
         """Look whether the parameters are where they were. A pipeline does this at the start of each call."""
         self._trained.check()
 
-    def forward(self, x: Tree, position: Position | None = None) -> tuple[Tree, Saved | None]:
+    def forward(self, x: Tree | Branches, position: Position | None = None) -> tuple[Tree | Branches, Saved | None]:
         """Compute the output of one micro-batch, and in a training step what its backward needs.
 
         Parameters
         ----------
-        x : array, or tuple or dict of arrays
-            One argument of the module; several; or several by their names.
+        x : array, tuple or dict of arrays, or Branches of them
+            One argument of the module; several; or several by their names. Those over skips come after.
         position : Position, optional
             Where the training stands: it says whether this is a training, and which random numbers are drawn.
 
         Returns
         -------
-        y : array, or tuple or dict of arrays
+        y : array, tuple or dict of arrays, or Branches of them
             What the module returned.
         saved : object
             What `backward` takes; None in an evaluation.
@@ -109,65 +117,69 @@ class TorchStage:
         with on_stream(self.device), self._random(position), torch.set_grad_enabled(position.training):
             if self.module.training != position.training:
                 self.module.train(position.training)
-            inputs, structure = tensors_of(x)
+            leaves, structures = flatten_parts(parts_of(x, self.takes))
+            inputs = [tensor_of(leaf) for leaf in leaves]
             for each in inputs:
-                each.requires_grad_(position.training and each.is_floating_point())
+                each.requires_grad_(position.training and is_differentiable(each))
             with inputs_unchanged(inputs), self._buffers.unchanged():
-                outputs, shape = flatten_output(called(self.module, inputs, structure))
-            y = unflatten([array_of(each) for each in outputs], shape)
+                output = applied(self.module, (), unflatten_parts(inputs, structures))
+                outputs, shapes = flatten_parts(returned(output, self.gives), flatten_output)
+            y = tree_of(unflatten_parts([array_of(each) for each in outputs], shapes), self.gives)
         if not position.training:
             return y, None
-        saved = Saved(inputs, structure, outputs, shape)
+        saved = Saved(inputs, structures, outputs, shapes)
         if not self._looked:
             self._look(saved)
         return y, saved
 
-    def backward(self, dy: Tree, saved: Saved) -> Tree:
+    def backward(self, dy: Tree | Branches, saved: Saved) -> Tree | Branches:
         """Add to the gradients of the parameters, and return the gradient of the input.
 
         Parameters
         ----------
-        dy : array, or tuple or dict of arrays
+        dy : array, tuple or dict of arrays, or Branches of them
             Gradient of the output, None for integers in it.
         saved : object
             What `forward` saved.
 
         Returns
         -------
-        array, or tuple or dict of arrays
+        array, tuple or dict of arrays, or Branches of them
             Gradient of the input, None for integers in it.
         """
         with on_stream(self.device):
             self._trained.check_gradients()
-            outputs, gradients = taking_part(saved, dy)
+            outputs, gradients = taking_part(saved, dy, self.gives)
             inputs = saved.differentiable
             if outputs:
-                torch.autograd.backward(outputs, gradients, inputs=[*inputs, *self._parameters])
-            return input_gradients(saved, [each.grad for each in inputs])
+                with inputs_unchanged(gradients, *BACKWARD):
+                    torch.autograd.backward(outputs, gradients, inputs=[*inputs, *self._parameters])
+            return input_gradients(saved, [each.grad for each in inputs], self.takes)
 
-    def backward_input(self, dy: Tree, saved: Saved) -> tuple[Tree, SplitBackward | None]:
+    def backward_input(self, dy: Tree | Branches, saved: Saved) -> tuple[Tree | Branches, SplitBackward | None]:
         """Return the gradient of the input, and what `backward_weight` needs.
 
         Parameters
         ----------
-        dy : array, or tuple or dict of arrays
+        dy : array, tuple or dict of arrays, or Branches of them
             Gradient of the output.
         saved : object
             What `forward` saved.
 
         Returns
         -------
-        dx : array, or tuple or dict of arrays
+        dx : array, tuple or dict of arrays, or Branches of them
             Gradient of the input.
         pending : object
             What `backward_weight` takes.
         """
         with on_stream(self.device):
-            outputs, gradients = taking_part(saved, dy)
+            outputs, gradients = taking_part(saved, dy, self.gives)
             if not outputs:
-                return input_gradients(saved, [None for _ in saved.differentiable]), None
-            split = SplitBackward(outputs, gradients, saved.differentiable, self._parameters)
-            return input_gradients(saved, split.input_gradients), split
+                return input_gradients(saved, [None for _ in saved.differentiable], self.takes), None
+            with inputs_unchanged(gradients, *BACKWARD):
+                split = SplitBackward(outputs, gradients, saved.differentiable, self._parameters)
+            return input_gradients(saved, split.input_gradients, self.takes), split
 
     def backward_weight(self, pending: SplitBackward | None) -> None:
         """Add to the gradients of the parameters.

@@ -31,8 +31,9 @@ def _tried(_library: ModuleType, _device: int) -> Verdict:
     found = cudnn_library.installed()
     if arrays.compute_capability() < 80:
         return Verdict(False, f"{found.reason} computes attention on compute capability 8.0 and newer", found.version)
-    missing = cudnn_library.prepare()
+    missing = ""
     try:
+        missing = cudnn_library.prepare()
         for direction in ALONG:
             cudnn_graph.make_plan(request(direction))
     except Exception as error:  # the package raises classes of its own, and RuntimeError

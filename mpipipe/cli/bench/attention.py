@@ -100,7 +100,7 @@ def _ring(comm: Communicator, repeats: int, seq_len: int, heads: int, dim: int) 
     whole = _arrays(seq_len, heads, dim)
     layout = Layout("zigzag", comm.size, seq_len)
     shards = [layout.shard(array, comm.rank) for array in whole]
-    rings = [attention.Ring(comm, rotation=rotation) for rotation in ROTATIONS]
+    rings = [attention.Ring(comm, layout=layout, rotation=rotation) for rotation in ROTATIONS]
     alone = _calls(attention.Local(), whole) if comm.rank == 0 else (no_poll, no_poll)
     calls = [*alone, *(call for ring in rings for call in _calls(ring, shards))]
     times = compare(comm, calls, repeats, WARMUP)

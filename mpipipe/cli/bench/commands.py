@@ -160,7 +160,8 @@ def attention(
 def gpu(
     repeats: Annotated[int | None, Flag("measured turns; default: each part's own number", least=1)] = None,
     part: Annotated[
-        list[str] | None, Flag("memory, attention, ring, executor, gpt, on 2 ranks transport; repeatable; default: all")
+        list[str] | None,
+        Flag("memory, products, attention, ring, executor, gpt, on 2 ranks transport; repeatable; default: all"),
     ] = None,
     json: Annotated[Path | None, Flag("file to write the numbers to")] = None,
     peers: Annotated[bool, Flag("measure PyTorch beside it, where it is installed")] = True,

@@ -76,7 +76,7 @@ def main() -> int:
     described = kernels.describe()
     sys.stdout.write(f"attention by: {described}\n")
     wrong = not described.startswith("cudnn") and os.environ.get(kernels.VARIABLE, "") != "cupy"
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), arrays.own_stream():
         warnings.filterwarnings("error", message="cuDNN refuses")
         for case in cases():
             sys.stdout.write(f"{case}\n")

@@ -28,7 +28,7 @@ class Outcome:
     ----------
     kind : only a failed "correctness" check makes the whole check fail
     check : its name
-    status : "cut" where the limit of everything ended it before a test had failed
+    status : "cut" where a limit, its own or that of everything, ended it before a test had failed
     seconds : that it took
     why : the summary line of pytest, or the reason
     """
@@ -74,7 +74,7 @@ def run_check(
     Its output goes to the file `log`; `variables` are set on top of the environment.
     """
     left = clock.left()
-    shared = limit > left  # the limit of everything, not of this check
+    whose = "its own limit" if limit <= left else "what was left for everything"
     limit = min(limit, left)
     if limit < SHORTEST:
         return Outcome(kind, name, "skipped", 0, "no time left")
@@ -87,8 +87,8 @@ def run_check(
         return Outcome(kind, name, "ok", seconds, tests)
     if code is None:
         found_failure = "failed" in tests or "error" in tests
-        why = f"ended at {limit:.0f} s; see {log}" + (f": {tests}" if tests else "")
-        return Outcome(kind, name, "cut" if shared and not found_failure else "failed", seconds, why)
+        why = f"ended at {limit:.0f} s, {whose}; see {log}" + (f": {tests}" if tests else "")
+        return Outcome(kind, name, "failed" if found_failure else "cut", seconds, why)
     why = tests or next((line for line in reversed(printed) if line.strip(" \t=_-")), "")[:LONGEST_LINE]
     return Outcome(kind, name, "failed", seconds, f"exit {code}; see {log}: {why}")
 

@@ -9,7 +9,7 @@ import json
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from datetime import date
 from pathlib import Path
@@ -20,6 +20,12 @@ from mpipipe.attention import kernels
 from mpipipe.cli.gpu_check import expectations
 from mpipipe.cli.gpu_check.check import Outcome
 from mpipipe.environment import versions
+
+LIBRARIES: dict[str, Callable[[], object]] = {
+    "NVRTC": lambda: ".".join(map(str, arrays.cupy().cuda.nvrtc.getVersion())),
+    "cuBLAS": lambda: arrays.cupy().cuda.cublas.getVersion(arrays.cupy().cuda.device.get_cublas_handle()),
+    "NCCL": lambda: arrays.nccl().get_version(),
+}
 
 
 def write(folder: Path, outcomes: Sequence[Outcome]) -> int:
@@ -52,6 +58,7 @@ def _facts(folder: Path, outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "commit": _commit(),
         "gpus": gpus,
         "attention by": kernels.describe(),
+        "machine": _machine(),
         "versions": versions(),
         "checks": [asdict(outcome) for outcome in outcomes],
         "measurements": [row | expectations.beside(row, gpus) for bench in benches for row in bench["rows"]],
@@ -68,6 +75,23 @@ def _commit() -> str:
     return git.stdout.strip() or "unknown"
 
 
+def _machine() -> list[str]:
+    """Describe the driver's side of each GPU, and the libraries that CuPy has loaded: what can be had of it."""
+    names = "driver_version,clocks.max.sm,clocks.max.memory,clocks.sm,power.limit"
+    try:
+        query = ["nvidia-smi", f"--query-gpu={names}", "--format=csv"]
+        lines = subprocess.run(query, capture_output=True, text=True, timeout=60).stdout.splitlines()
+    except (OSError, subprocess.TimeoutExpired):
+        lines = []
+    libraries = []
+    for name, version in LIBRARIES.items():
+        try:
+            libraries.append(f"{name} {version()}")
+        except Exception as error:  # a library that is missing is told in many ways
+            libraries.append(f"no {name} ({type(error).__name__})")
+    return [*lines, ", ".join(libraries)]
+
+
 def _paragraphs(facts: dict[str, Any], outcomes: Sequence[Outcome]) -> list[str]:
     about = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     measured = [
@@ -79,6 +103,7 @@ def _paragraphs(facts: dict[str, Any], outcomes: Sequence[Outcome]) -> list[str]
         f"`jobs/gpu_check.sh` on {facts['date']}, commit {facts['commit']}: {about}.",
         _table(["check", "outcome", "seconds", ""], [[o.check, o.status, o.seconds, o.why] for o in outcomes]),
         f"Attention by: {facts['attention by']}.",
+        *(f"`{line}`" for line in facts["machine"]),
         _table(["measured", "value", "beside", "value", "ratio", "goal", "expected", ""], measured) if measured else
         "Nothing was measured.",
         *(f"- {problem}" for problem in facts["failed measurements"]),

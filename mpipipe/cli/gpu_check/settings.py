@@ -24,6 +24,7 @@ class Limits:
     everything : all parts together; what this limit cuts short has not failed
     attention : cuDNN's own attention
     compile : compiling the kernels into CuPy's cache
+    extra : CUDA graphs, NCCL on one rank, memory that runs out
     tests : the tests on one rank
     bench : `bench gpu` on one rank
     bench_ranks : `bench gpu` on two ranks
@@ -33,6 +34,7 @@ class Limits:
     everything: float = 540
     attention: float = 60
     compile: float = 60
+    extra: float = 60
     tests: float = 260
     bench: float = 230
     bench_ranks: float = 60

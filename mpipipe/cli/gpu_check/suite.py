@@ -1,4 +1,4 @@
-"""The checks in their order: cuDNN itself, tests on one rank, measurements, then tests on ranks that share the GPU."""
+"""The checks in their order: cuDNN, graphs, NCCL, tests on one rank, measurements, tests on ranks that share a GPU."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ gpu_check: {python} cannot load MPI: {reason}
     LD_LIBRARY_PATH=SITE/lib MPIEXEC=SITE/bin/mpiexec bash jobs/gpu_check.sh"""
 NO_LIBRARY = "no MPI library"
 NO_LAUNCHER = "no mpiexec starts ranks that see each other"
+OWN_STREAM = {"MPIPIPE_TEST_GPU_STREAM": "own"}  # as trainings have it; the tests on several ranks take the null stream
 UNKNOWN = "this MPI is not known to take device memory"
 
 
@@ -45,9 +46,12 @@ class Suite:
         self._check("correctness", "attention", limits.attention, attention, show=True)
         warm = [self.python, "-m", "support.warm_kernels", str(self.settings.processes)]
         self._check("information", "compile", limits.compile, warm)
+        if not self.settings.quick:
+            extra = [self.python, "-m", "mpipipe.cli.gpu_check.extra"]
+            self._check("correctness", "extra", limits.extra, extra, show=True)
         if reason is None:
             tests = [self.python, *pytest, "--few-plans", *self.settings.tests]
-            self._check("correctness", "tests-1", limits.tests, tests)
+            self._check("correctness", "tests-1", limits.tests, tests, OWN_STREAM)
         else:
             self._say(NO_MPI.format(python=self.python, reason=reason))
             self._skip("correctness", ["tests-1"], NO_LIBRARY)

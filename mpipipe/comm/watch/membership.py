@@ -11,13 +11,23 @@ import numpy as np
 from mpipipe.comm import runtime, settings
 from mpipipe.comm.process import Process, here
 from mpipipe.comm.requests import own
-from mpipipe.comm.types import Communicator
+from mpipipe.comm.types import Communicator, MpiCommunicator
 from mpipipe.comm.wait import wait_for_ranks
-from mpipipe.comm.watch.channel import Channel
+from mpipipe.comm.watch.channel import open_channel, threads_allowed, world_channel
 from mpipipe.comm.watch.threads import ThreadWatchdog
-from mpipipe.comm.watch.watchdog import Watchdog, threads_allowed
+from mpipipe.comm.watch.watchdog import Watchdog
 
 ARRIVAL_SECONDS = 3.0  # for messages that a rank has sent before it left
+
+
+def watch_world(world: MpiCommunicator) -> None:
+    """Watch this rank from now on, also while it waits for the other ranks of its first group; not collective."""
+    process = here()
+    if process.alone or process.watchdog is not None:
+        return
+    with process.lock:
+        if process.watchdog is None:
+            process.watchdog = Watchdog(process, world_channel(world))
 
 
 def enrol(process: Process, comm: Communicator, members: tuple[int, ...]) -> tuple[int, ...]:
@@ -41,7 +51,7 @@ def enrol(process: Process, comm: Communicator, members: tuple[int, ...]) -> tup
     wait_for_ranks(own(comm.Iallgather(mine, table)), "all ranks of a new group", members, grace=ARRIVAL_SECONDS)
     if not table[:, 0].all():
         watchdog: Watchdog = process.watchdog  # type: ignore[assignment]  # ranks that are threads are covered
-        watchdog.add(Channel(comm, members, threads_allowed()))  # type: ignore[arg-type]  # of MPI, too
+        watchdog.add(open_channel(comm, members, threads_allowed()))  # type: ignore[arg-type]  # of MPI, too
     return tuple(table[0, 1:].tolist())
 
 
@@ -73,3 +83,6 @@ def watching(seconds: float | None, folder: Path) -> Iterator[None]:
         yield
     finally:
         watchdog.configure(*before)
+
+
+runtime.on_world.append(watch_world)

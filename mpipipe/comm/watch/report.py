@@ -42,10 +42,10 @@ def _write_files(verdict: Verdict, dumps: Mapping[int, Dump], folder: Path | Non
     texts = [*verdict.lines(), ""]
     for rank, dump in sorted(dumps.items()):
         texts += [f"rank {rank} on {dump.host}, quiet for {dump.quiet:.1f} s, at {dump.where}", *_operations(dump), ""]
-    (found / "report.txt").write_text("\n".join(texts))
+    (found / "report.txt").write_text("\n".join(texts), encoding="utf-8", errors="backslashreplace")
     stacks = _stacks(dumps)
     for rank in list(dict.fromkeys(each.rank for each in verdict.culprits if each.rank in stacks))[:LISTED]:
-        (found / f"rank-{rank}.txt").write_text(stacks[rank])
+        (found / f"rank-{rank}.txt").write_text(stacks[rank], encoding="utf-8", errors="backslashreplace")
     return found
 
 

@@ -125,6 +125,8 @@ def _named(dump: Dump) -> str:
 
 def _silence(silent: Silent, dumps: Mapping[int, Dump]) -> str:
     place = silent.place
+    if not place.host:
+        return f"rank {silent.rank} does not answer: it has left, has not called mpipipe yet, or one call keeps it busy"
     state = next((d.neighbours[silent.rank].state for d in dumps.values() if silent.rank in d.neighbours), "")
     name = f"rank {silent.rank} on {place.host} (process {place.pid})"
     if not place.threaded and state in ("", STATES["R"], STATES["S"]):

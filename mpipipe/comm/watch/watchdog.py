@@ -20,14 +20,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from mpipipe.comm import runtime, settings
 from mpipipe.comm.mpi_abort import abort_job
 from mpipipe.comm.process import Process
 from mpipipe.comm.watch import report
-from mpipipe.comm.watch.channel import Channel, Kind, Letter
+from mpipipe.comm.watch.channel import Channel, Kind, Letter, threads_allowed
 from mpipipe.comm.watch.dump import Dump, make_dump
 from mpipipe.comm.watch.inquiry import Inquiry
 from mpipipe.comm.watch.neighbours import GONE, look_at, state_of
@@ -42,14 +42,10 @@ FORWARD_SECONDS = 1.0  # for the launcher to hand the report on: it may lose wha
 HASTE_SECONDS = 0.02  # between two looks while somebody asks: a long answer needs several
 
 
-def threads_allowed() -> bool:
-    """Whether MPI takes calls from several threads at once."""
-    MPI = runtime.mpi()
-    return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
-
-
 class Watchdog:
-    """Watches over one rank, and over the others while this one waits.
+    """Watches over one rank, `process`, and over the others while this one waits.
+
+    Channel `world` is of all ranks of the job, for those that are in no other channel together.
 
     Attributes
     ----------
@@ -61,8 +57,8 @@ class Watchdog:
         Seconds without progress of this rank, as far as this watchdog was awake.
     """
 
-    def __init__(self, process: Process) -> None:
-        self.process = process
+    def __init__(self, process: Process, world: Channel | None = None) -> None:
+        self.process, self._world = process, world
         self.limit = settings.watchdog()
         self.folder: Path | None = None
         self.quiet = 0.0
@@ -72,11 +68,16 @@ class Watchdog:
         self._lock = threading.Lock()
         self._inquiry: Inquiry | None = None
         self._inquiries = 0
-        self._held = 0.0  # seconds for which another rank asks
-        self._again = 0.0  # seconds of quiet at which to ask again
+        self._held = self._again = 0.0  # seconds for which another rank asks; of quiet at which to ask again
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._loudness = logging.WARNING
+        self._start()
+
+    @property
+    def channels(self) -> list[Channel]:
+        """Where this watchdog can be asked."""
+        return [*self._channels, *filter(None, [self._world])]
 
     @property
     def period(self) -> float:
@@ -108,11 +109,14 @@ class Watchdog:
         """Watch over the ranks of one channel more."""
         with self._lock:
             self._channels.append(channel)
+            if self._world is not None and channel.size == self._world.size:
+                self._leave_world()
         self._start()
 
     def forget(self) -> None:
         """Watch over nobody, until there are new channels: a rank of those that there were has died."""
         with self._lock:
+            self._leave_world()
             self._channels, self._inquiry, self._held, self.quiet, self._again = [], None, 0.0, 0.0, 0.0
 
     def configure(self, limit: float | None, folder: Path | None) -> None:
@@ -122,9 +126,9 @@ class Watchdog:
         self._start()
 
     def _start(self) -> None:
-        if self.limit is None or self._thread is not None or not self._channels or self._stop.is_set():
+        if self.limit is None or self._thread is not None or not self.channels:
             return
-        if not threads_allowed():
+        if self._stop.is_set() or not threads_allowed():
             return
         self._thread = threading.Thread(target=self._watch, name="mpipipe watchdog", daemon=True)
         self._thread.start()
@@ -134,6 +138,13 @@ class Watchdog:
         self._stop.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(JOIN_SECONDS)
+        if not self._lock.locked():  # else its thread is in MPI still
+            self._leave_world()
+
+    def _leave_world(self) -> None:
+        if self._world is not None:
+            self._world.close()
+        self._world = None
 
     def _watch(self) -> None:
         while not self._stop.wait(self.period):
@@ -141,7 +152,7 @@ class Watchdog:
 
     def attend(self) -> None:
         """In a long wait: do what the thread does where there is none."""
-        if self._thread is None and self._channels and time.monotonic() - self._now >= self.period:
+        if self._thread is None and self.channels and time.monotonic() - self._now >= self.period:
             self._tick()
 
     # -- looking ------------------------------------------------------------------------------------------------
@@ -170,7 +181,7 @@ class Watchdog:
         else:
             self.quiet += elapsed
         self._held = max(0.0, self._held - elapsed)
-        for channel in self._channels:
+        for channel in self.channels:
             try:
                 letters = channel.read()
             except Exception as error:  # of a network that is gone: whoever does not answer is silent
@@ -211,20 +222,26 @@ class Watchdog:
 
     def _ask(self) -> None:
         assert self.limit is not None  # by _tick
-        channel = self._channel()
-        patience = self.limit + STAGGER * min(channel.rank, MOST_STAGGERED)
-        if self.quiet < max(patience, self._again):
+        channel, wanted = self._channel()
+        patience = self.limit + STAGGER * min(0 if channel is None else channel.rank, MOST_STAGGERED)
+        if self.quiet < max(patience, self._again) or channel is None or not wanted:
             return
         self._inquiries += 1
-        self._inquiry = Inquiry(channel, self._inquiries)
+        self._inquiry = Inquiry(channel, self._inquiries, wanted)
         channel.send(self._inquiry.others, Kind.ASK, self._inquiry.name)
 
-    def _channel(self) -> Channel:
-        """The largest channel with the ranks that this one waits for."""
+    def _channel(self) -> tuple[Channel | None, Collection[int]]:
+        """The largest channel with the ranks that this one waits for, and whom to ask there: of COMM_WORLD only them.
+
+        Other ranks of COMM_WORLD may never call this package.
+        """
         vigils = tuple(self.process.vigils)
         group = vigils[0].group if vigils else None
-        wanted = set() if group is None else set(group.presence.members)
-        return max(self._channels, key=lambda channel: (wanted <= set(channel.members), channel.size))
+        wanted = set(group.presence.members) if group is not None else vigils[0].absent if vigils else set()
+        best = max(self._channels, key=lambda each: (wanted <= set(each.members), each.size), default=None)
+        if best is None or not wanted <= set(best.members):
+            best = self._world or best
+        return best, wanted if best is self._world or best is None else best.members
 
     def _go_on(self, inquiry: Inquiry) -> None:
         assert self.limit is not None  # by _tick
@@ -258,7 +275,7 @@ class Watchdog:
             hosts.setdefault(channel.places[rank].host, rank)
         orders: dict[int, list[Silent]] = {rank: [] for rank in (channel.rank, *inquiry.others)}
         for each in silent:
-            if each.place.host in hosts:
+            if each.place.host and each.place.host in hosts:
                 orders[hosts[each.place.host]].append(each)
         inquiry.mine = orders.pop(channel.rank)
         for rank, neighbours in orders.items():
@@ -273,11 +290,8 @@ class Watchdog:
         ]
 
     def _conclude(self, inquiry: Inquiry) -> None:
-        channel = inquiry.channel
-        silent = self._silent(inquiry, set(inquiry.dumps))
-        mine = self._dump(channel, inquiry.mine)
-        dumps = {dump.rank: dump for dump in (mine, *inquiry.dumps.values())}
-        world = runtime.world()
+        silent, mine = self._silent(inquiry, set(inquiry.dumps)), self._dump(inquiry.channel, inquiry.mine)
+        dumps, world = {dump.rank: dump for dump in (mine, *inquiry.dumps.values())}, runtime.world()
         try:
             verdict = judge(dict(sorted(dumps.items())), silent)
             report.publish(verdict, dumps, self.quiet, self.folder, (mine.rank, world.size))

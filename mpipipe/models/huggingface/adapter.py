@@ -25,6 +25,7 @@ from mpipipe.arrays import Array
 from mpipipe.attention import Local
 from mpipipe.checkpoint.foreign import ForeignFile
 from mpipipe.checkpoint.tensors import DTYPES
+from mpipipe.checkpoint.whole_folder import replacing
 from mpipipe.comm.group import group_of
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ArgumentError, ConfigError, NonFiniteError
@@ -36,7 +37,7 @@ from mpipipe.models.huggingface.options import Options, read_json
 from mpipipe.models.huggingface.origin import Origin
 from mpipipe.models.huggingface.reading import FLOATS
 from mpipipe.models.huggingface.shards import METADATA
-from mpipipe.models.huggingface.writing import begin, explained, name_folder, partial_of, take_back
+from mpipipe.models.huggingface.writing import explained
 from mpipipe.nn.layers.weight_gradients import LORA_A, LORA_B
 from mpipipe.wording import counted
 
@@ -90,7 +91,7 @@ class AdapterFolder:
 
 def is_adapter_folder(path: Path) -> bool:
     """Return whether a folder has an adapter."""
-    return (path / CONFIG).exists()
+    return files.exists(path / CONFIG)
 
 
 def open_adapter(path: Path) -> AdapterFolder:
@@ -231,16 +232,16 @@ def save_adapter(
     Raises, on every rank, ConfigError if no family has the model or a target, NonFiniteError, and StorageError.
     """
     group = group_of(mesh.comm)
-    with group.together("saving an adapter: its place"), explained(target):
+    with group.together("saving an adapter: its parts"):
         family, _ = expressed(model, origin.family)
         parts = adapter_parts(lora, family, model)
         dtype = next(array.dtype for array in parameters.values())
         header, starts = _header(parts, dtype)
-        path = partial_of(target) / TENSORS
-        if mesh.rank == 0:
-            begin(target, replaces=True)
-            path.write_bytes(header)
-    try:
+    with replacing(target, group, explained) as partial:
+        path = partial / TENSORS
+        with group.together("saving an adapter: its file"), explained(target):
+            if mesh.rank == 0:
+                path.write_bytes(header)
         with group.together("saving an adapter: the tensors"), explained(target):
             if mesh.replicas.rank == 0:
                 _write(
@@ -250,12 +251,7 @@ def save_adapter(
             if mesh.rank == 0:
                 base = None if origin.path is None else str(origin.path)
                 facts = config_of(lora, family, base)
-                files.write_whole(partial_of(target) / CONFIG, (json.dumps(facts, indent=2) + "\n").encode())
-                name_folder(target)
-    except BaseException:
-        if mesh.rank == 0:
-            take_back(target)
-        raise
+                files.write_whole(partial / CONFIG, (json.dumps(facts, indent=2) + "\n").encode())
 
 
 def _header(parts: Sequence[AdapterPart], dtype: np.dtype) -> tuple[bytes, dict[str, int]]:

@@ -34,13 +34,11 @@ def read_rotary(options: Options, positions: int) -> Rotary:
     options.only("partial_rotary_factor", None, 1.0, 1)
     options.only("rope_interleaved", False, None)
     base = options.number(THETA, None, above=1.0)
-    old, new = options.take(SCALING) or None, options.take(PARAMETERS) or None
+    old, new = _object(options, SCALING), _object(options, PARAMETERS)
     if old is not None and new is not None and old != new:
         raise options.error(SCALING, f"that, or {PARAMETERS}, or the same in both", "contradicts another one")
     key = SCALING if old is not None else PARAMETERS
     values = {} if old is None and new is None else options.values[key]
-    if not isinstance(values, dict):
-        raise options.error(key, "an object, or null")
     inner = Options(values, options.path, key)
     inside = inner.number(THETA, None, above=1.0)
     if base is not None and inside not in (None, base):
@@ -48,6 +46,14 @@ def read_rotary(options: Options, positions: int) -> Rotary:
     inner.only("partial_rotary_factor", None, 1.0, 1)
     scaling = _scaling(inner, positions)
     return Rotary(base or inside or BASE, scaling)
+
+
+def _object(options: Options, key: str) -> dict[str, Any] | None:
+    """Return an object that is not empty; None where it is, or is null or missing."""
+    found = options.take(key)
+    if not isinstance(found, (dict, type(None))):
+        raise options.error(key, "an object, or null")
+    return found or None
 
 
 def _scaling(options: Options, positions: int) -> Any:

@@ -1,12 +1,13 @@
 """A model written as a folder that `transformers` opens: by the ranks of a mesh, or by one process.
 
-    NAME.partial/model-00001-of-00003.safetensors    each rank writes the tensors of its own layers
-                 model-00002-of-00003.safetensors
-                 model-00003-of-00003.safetensors
-                 tokenizer.json, ...                 copied from the folder that the model comes from
-                 model.safetensors.index.json        by rank 0, when all files of tensors are there
-                 config.json                         the last
-    NAME                                             the folder gets its name when it is whole
+    model-00001-of-00003.safetensors    each rank writes the tensors of its own layers
+    model-00002-of-00003.safetensors
+    model-00003-of-00003.safetensors
+    tokenizer.json, ...                 copied from the folder that the model comes from
+    model.safetensors.index.json        by rank 0, when all files of tensors are there
+    config.json                         the last
+
+The folder gets its name when it is whole (checkpoint/whole_folder.py).
 
 One file alone is called model.safetensors and has no index.
 """
@@ -14,17 +15,17 @@ One file alone is called model.safetensors and has no index.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from mpipipe import arrays, files
 from mpipipe.arrays import Array
+from mpipipe.checkpoint.whole_folder import named_at_the_end, replacing
 from mpipipe.comm.group import group_of
 from mpipipe.comm.mesh import Mesh
-from mpipipe.errors import ArgumentError, StorageError
+from mpipipe.errors import StorageError
 from mpipipe.models.gpt import GPT
 from mpipipe.models.huggingface import shards
 from mpipipe.models.huggingface.families import Family, expressed
@@ -35,7 +36,6 @@ from mpipipe.models.huggingface.origin import Origin
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 SHARD_BYTES = 5_000_000_000
-FORMER = ".former"  # behind the name of a folder that is being replaced
 NO_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # else the library takes ids of its own
 DROPOUT = {"gpt2": {"embd_pdrop": 0.0, "attn_pdrop": 0.0}}  # where their default is another one than 0
 
@@ -142,12 +142,10 @@ def save(
     >>> huggingface.read(found, stage.parameters)
     35040
     """
-    group, partial = group_of(mesh.comm), partial_of(target)
-    with group.together("saving a model folder: its place"):
+    group = group_of(mesh.comm)
+    with group.together("saving a model folder: its description"):
         family, config = config_of(model, dtype, origin)
-        if mesh.rank == 0:
-            begin(target, replaces)
-    try:
+    with replacing(target, group, explained, replaces) as partial:
         own = parameters if mesh.replicas.rank == 0 else {}
         with group.together("saving a model folder: its files"):
             parts = [part for part in parts_of(family.table, model) if part.ours in own]
@@ -163,30 +161,10 @@ def save(
                 sizes = shards.write(partial / name, tensors, kind, own.__getitem__, model)
                 places.update({theirs: (name, size) for theirs, size in sizes.items()})
         everywhere = group.gather("saving a model folder: the tensors", places)
-        with group.together("saving a model folder: its description"):
+        with group.together("saving a model folder: its description"), explained(target):
             if mesh.rank == 0:
-                with explained(target):
-                    whole = {name: place for part in everywhere for name, place in part.items()}
-                    _describe(partial, config, whole, origin)
-                    name_folder(target)
-    except BaseException:
-        if mesh.rank == 0:
-            take_back(target)
-        raise
-
-
-def begin(target: Path, replaces: bool = False) -> None:
-    """Make the folder that gets its name in the end. Raises StorageError, and ArgumentError for one with files."""
-    with explained(target):
-        if not replaces and target.exists() and any(target.iterdir()):
-            raise ArgumentError(
-                "the folder for the model is not empty",
-                found=str(target),
-                expected="a new or empty folder",
-                remedy="choose another one, or move it away",
-            )
-        shutil.rmtree(partial_of(target), ignore_errors=True)  # what a save that was killed has left
-        partial_of(target).mkdir(parents=True)
+                whole = {name: place for part in everywhere for name, place in part.items()}
+                _describe(partial, config, whole, origin)
 
 
 def _describe(folder: Path, config: dict[str, Any], places: Mapping[str, tuple[str, int]], origin: Origin) -> None:
@@ -197,32 +175,6 @@ def _describe(folder: Path, config: dict[str, Any], places: Mapping[str, tuple[s
         total = sum(size for _, size in places.values())
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": names})
     _write_json(folder / CONFIG, config)
-
-
-def name_folder(target: Path) -> None:
-    """Give the folder its name; one that is there goes. Raises OSError."""
-    files.sync_folder(partial_of(target))
-    if target.exists():
-        shutil.rmtree(_former(target), ignore_errors=True)
-        target.rename(_former(target))
-    partial_of(target).rename(target)
-    shutil.rmtree(_former(target), ignore_errors=True)
-    files.sync_folder(target.parent)
-
-
-def take_back(target: Path) -> None:
-    """Remove what was written of a folder that has not got its name."""
-    with suppress(OSError):
-        shutil.rmtree(partial_of(target))
-
-
-def partial_of(target: Path) -> Path:
-    """Return the name that a folder has until it is whole."""
-    return target.with_name(f"{target.name}{files.PARTIAL}")
-
-
-def _former(target: Path) -> Path:
-    return target.with_name(f"{target.name}{FORMER}")
 
 
 def _write_json(path: Path, facts: Mapping[str, Any]) -> None:
@@ -257,7 +209,7 @@ def write_alone(
     family, config = config_of(model, dtype, origin)
     kind = arrays.dtype(dtype)
     filled = [group for group in groups if any(part.ours in group for part in parts_of(family.table, model))]
-    with named_at_the_end(target) as partial, explained(target):
+    with named_at_the_end(target, explained) as partial, explained(target):
         places: dict[str, tuple[str, int]] = {}
         for number, group in enumerate(filled):
             own, name = read(group), shards.file_name(number, len(filled))
@@ -266,19 +218,3 @@ def write_alone(
             sizes = shards.write(partial / name, tensors, kind, own.__getitem__, model)
             places.update({theirs: (name, size) for theirs, size in sizes.items()})
         _describe(partial, config, places, origin)
-
-
-@contextmanager
-def named_at_the_end(target: Path) -> Iterator[Path]:
-    """Give a folder to write into, which is called `target` at the end; where anything is raised, nothing is left.
-
-    Raises StorageError, and ArgumentError for a target that is not empty.
-    """
-    begin(target)
-    try:
-        yield partial_of(target)
-        with explained(target):
-            name_folder(target)
-    except BaseException:
-        take_back(target)
-        raise

@@ -104,6 +104,23 @@ class Attend(Protocol):
         """
         return None
 
+    def check_positions(self, positions: np.ndarray) -> None:
+        """Compare positions that a layer was given with those of the rows that this object attends with.
+
+        A layer calls this when it is made, and before each forward.
+
+        Parameters
+        ----------
+        positions : numpy.ndarray
+            (rows,), integers.
+
+        Raises
+        ------
+        ArgumentError
+            They are known to be others.
+        """
+        return None
+
     def begin(self, position: Position) -> None:
         """Hear of what the next forward is: said by the layer before each.
 

@@ -39,8 +39,9 @@ class SelfAttention(Layer):
         q, k and v are views of one array. On a GPU the results must be C-contiguous. If it has `poll`, that is set to
         the stage's poll function; if it has `positions`, see there.
     positions : 1-D integers, optional
-        The position of each row of the sequence in the whole. By default `attend.positions(seq)` in each forward, where
-        `attend` has that function as attention.Cached does, else 0 ... seq - 1.
+        The position of each row of the sequence in the whole; compared with those of an attention.Ring. By default
+        `attend.positions(seq)` in each forward, where `attend` has that function as attention.Cached does, and a Ring
+        of several ranks with a Layout, else 0 ... seq - 1.
     rope_base : float or None
         Base of the rotary frequencies; None: nothing is turned.
     gain : float
@@ -120,6 +121,8 @@ class SelfAttention(Layer):
         self.dim, self.heads, self.kv_heads, self.head_dim = dim, heads, kv_heads, head_dim
         self.attend = attend
         self.positions = None if positions is None else np.asarray(positions)
+        if self.positions is not None:
+            as_attend(attend).check_positions(self.positions)
         self.rope_base = None if rope_base is None else float(rope_base)
         self.rope_scaling, self.eps = rope_scaling, eps
         self._width = (heads + 2 * kv_heads) * head_dim
@@ -159,6 +162,8 @@ class SelfAttention(Layer):
             kernels.apply_rope(queries_and_keys, table, queries_and_keys)
         self._share_poll()
         self._attend.begin(self.stage.position)
+        if self.positions is not None:
+            self._attend.check_positions(self.positions)
         y, saved = self._attend.forward(q, k, v)
         y = y.reshape(len(flat), self.heads * self.head_dim)
         return kernels.linear(y, self.out, self.out_bias).reshape(x.shape), (flat, y, saved, plain)

@@ -69,6 +69,8 @@ class LearnedPositions(Layer):
         check_positive(count=count, dim=dim)
         self.count, self.dim, self.attend = count, dim, attend
         self.positions = None if positions is None else np.asarray(positions)
+        if attend is not None and self.positions is not None:
+            as_attend(attend).check_positions(self.positions)
         self.declared = {"weight": Parameter((count, dim), normal(gain * dim**-0.5))}
 
     def unrecordable(self) -> str:

@@ -13,10 +13,12 @@ The sequences stand one behind the other in the .bin, which is checked.
 
 from __future__ import annotations
 
+import io
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tokenize import TokenError
 
 import numpy as np
 
@@ -26,6 +28,7 @@ from mpipipe.train.data.file_tokens import REMEDY, FileTokens, Integers
 from mpipipe.train.data.pieces import read_bytes, size_of
 
 NPY_MAGIC = b"\x93NUMPY"
+NPY_HEADER_BYTES = 1 << 16  # read for a header; NumPy takes 10 000 by default
 MEGATRON_MAGIC = b"MMIDIDX\0\0"
 MEGATRON_HEADER = struct.Struct("<9sQBQQ")
 MEGATRON_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
@@ -37,24 +40,26 @@ def open_npy(path: Path, vocab: int | None) -> FileTokens:
 
     Raises DataError for a file that is no one-dimensional array of integers, or is cut short.
     """
+    size = size_of(path)
+    head = io.BytesIO(read_bytes(path, 0, min(size, NPY_HEADER_BYTES)))  # a header may say that it has gigabytes
     try:
-        with open(files.open_regular(path), "rb") as file:
-            version = np.lib.format.read_magic(file)
-            if version not in ((1, 0), (2, 0), (3, 0)):
-                raise ValueError(f"version {version}")
-            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            shape, _, dtype = read(file)
-            offset = file.tell()
-    except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"the .npy file cannot be read: {error}", found=str(path), remedy=REMEDY) from error
-    if len(shape) != 1 or dtype.kind not in "iu":
+        version = np.lib.format.read_magic(head)
+        if version not in ((1, 0), (2, 0), (3, 0)):
+            raise ValueError(f"version {version}")
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read(head)
+        offset = head.tell()
+    except (ValueError, EOFError, TokenError, RecursionError, MemoryError) as error:  # the parser raises the last ones
+        text = f"{type(error).__name__}: {error}"[:200]
+        raise DataError(f"the .npy file cannot be read: {text}", found=str(path), remedy=REMEDY) from error
+    if len(shape) != 1 or dtype.kind not in "iu" or shape[0] < 0:
         raise DataError(
             "the .npy file holds no tokens",
             found=f"{dtype}{list(shape)} in {path}",
             expected="one axis of integers",
             remedy="save the token ids one after the other: numpy.save(path, ids.reshape(-1))",
         )
-    size, needed = size_of(path), offset + shape[0] * dtype.itemsize
+    needed = offset + shape[0] * dtype.itemsize
     if size < needed:
         raise DataError(
             "the .npy file is cut short",
@@ -107,7 +112,7 @@ def megatron_pair(path: Path) -> tuple[Path, Path] | None:
     text = str(path)
     prefix = text[:-4] if text.endswith((".bin", ".idx")) else text
     pair = Path(prefix + ".bin"), Path(prefix + ".idx")
-    return pair if pair[1].exists() and (path in pair or not path.exists()) else None
+    return pair if files.exists(pair[1]) and (path in pair or not files.exists(path)) else None
 
 
 def open_megatron(pair: tuple[Path, Path], vocab: int | None) -> FileTokens:
@@ -169,7 +174,7 @@ def _check_documents(first_sequence: Integers, sequences: int) -> None:
     for start in range(0, len(first_sequence), BLOCK):
         numbers = first_sequence.read(start, min(BLOCK, len(first_sequence) - start))
         steps = np.diff(numbers, prepend=last)
-        if (steps < 0).any() or numbers[-1] > sequences or (start == 0 and numbers[0] != 0):
+        if (steps < 0).any() or numbers.max() > sequences or (start == 0 and numbers[0] != 0):
             raise _damaged(first_sequence.path, "entries of documents out of order", f"numbers from 0 to {sequences}")
         last = int(numbers[-1])
     if last != sequences:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
+from hashlib import blake2b
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from mpipipe import files
 from mpipipe.errors import DataError, StorageError
-from mpipipe.train.data.token_file import Header, itemsize_for
+from mpipipe.train.data.token_file import CHECKSUM_BYTES, HEADER_BYTES, Header, itemsize_for
 
 BLOCK = 1 << 22  # bytes that are copied together
 
@@ -117,13 +118,18 @@ def assemble(
     try:
         with ExitStack() as opened, files.whole_file(out) as file:
             ids = [opened.enter_context(open(path, "rb")) for path, _ in paths]
-            file.write(header.packed())
+            file.write(bytes(HEADER_BYTES))
             for rank, count in order:
                 _copy(ids[rank], file, count.tokens * itemsize_for(vocab), paths[rank][0])
             file.write(bytes(header.index - file.tell()))
+            index = blake2b(digest_size=CHECKSUM_BYTES)
             for column in _columns(order, [path for _, path in paths]):
                 for values in column:
-                    file.write(values.astype("<u8").data)
+                    content = values.astype("<u8").data
+                    index.update(content)
+                    file.write(content)
+            file.seek(0)
+            file.write(header.packed(index.digest()))
     except OSError as error:
         raise unwritable(out, error) from error
     return header, len(order)

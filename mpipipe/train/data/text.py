@@ -129,7 +129,7 @@ def find_files(path: Path) -> list[tuple[Path, int]]:
     """
     binary = False
     try:
-        if path.is_dir():
+        if files.is_folder(path):
             found = [entry for entry in _walk(path) if entry[1] and _is_text(entry[0])]
         else:
             with open(files.open_regular(path), "rb") as file:

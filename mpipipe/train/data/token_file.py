@@ -3,12 +3,13 @@
     byte 0    header, 128 bytes, little-endian:
               magic "MPITOKEN", version (u32), bytes of a token id (u32: 2 or 4), size of the vocabulary (u64), id of
               the end-of-text token (i64, -1 for none), number of tokens (u64), of documents (u64), of bytes of text
-              (u64), hash of the tokenizer (32 hexadecimal digits), checksum of all this (BLAKE2b, 16 bytes), zeros
+              (u64), hash of the tokenizer (32 hexadecimal digits), checksum of the index (BLAKE2b, 16 bytes),
+              checksum of all this (BLAKE2b, 16 bytes), zeros
     byte 128  token ids, uint16 or uint32, filled up with zeros to a multiple of 8 bytes
-    then      position of the first token of each document, u64
-    then      bytes of text before each document, u64
+    then      the index: position of the first token of each document, u64, then bytes of text before each, u64
 
-So a file is exactly as long as its header says. Every number that is read is checked before it is used.
+So a file is exactly as long as its header says. Every number that is read is checked before it is used. In version 1
+the index has no checksum: there the order and the range of its numbers are all that can be checked.
 """
 
 from __future__ import annotations
@@ -19,15 +20,18 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
+import numpy as np
+
 from mpipipe.errors import DataError
 from mpipipe.train.data.file_tokens import REMEDY, FileTokens, Integers
 from mpipipe.train.data.pieces import read_bytes, size_of
 
 MAGIC = b"MPITOKEN"
-VERSION = 1
+VERSION = 2
 HEADER_BYTES = 128
 FIELDS = struct.Struct("<8sIIQqQQQ32s")
 CHECKSUM_BYTES = 16
+BLOCK = 1 << 18  # numbers of the index that are looked at together
 
 
 @dataclass(frozen=True)
@@ -64,12 +68,12 @@ class Header:
         """Bytes of the whole file."""
         return self.index + 16 * self.documents
 
-    def packed(self) -> bytes:
-        """Return the first bytes of the file."""
+    def packed(self, index: bytes) -> bytes:
+        """Return the first bytes of the file; `index` is the checksum of the index."""
         end = -1 if self.end is None else self.end
         numbers = VERSION, self.itemsize, self.vocab, end, self.tokens, self.documents, self.nbytes
-        fields = FIELDS.pack(MAGIC, *numbers, self.tokenizer.encode())
-        return (fields + _checksum(fields)).ljust(HEADER_BYTES, b"\0")
+        fields = FIELDS.pack(MAGIC, *numbers, self.tokenizer.encode()) + index
+        return (fields + checksum(fields)).ljust(HEADER_BYTES, b"\0")
 
 
 def itemsize_for(vocab: int) -> int:
@@ -96,21 +100,21 @@ class StoredDocuments:
 
 
 def read_header(path: Path) -> Header:
-    """Read the header of a file that begins with `MAGIC`; raises DataError if it or the file is damaged."""
+    """Read the header of a file that begins with `MAGIC`; raises DataError if it, the index or the file is damaged."""
     size = size_of(path)
     if size < HEADER_BYTES:
         raise _damaged(path, f"{size} bytes", f"at least {HEADER_BYTES}")
     content = read_bytes(path, 0, HEADER_BYTES)
-    fields = content[: FIELDS.size]
-    _, version, itemsize, vocab, end, tokens, documents, nbytes, tokenizer = FIELDS.unpack(fields)
-    if version != VERSION:
+    _, version, itemsize, vocab, end, tokens, documents, nbytes, tokenizer = FIELDS.unpack_from(content)
+    if not 1 <= version <= VERSION:
         raise DataError(
             "a file of tokens of another version",
             found=f"version {version} in {path}",
-            expected=f"version {VERSION}",
+            expected=f"at most version {VERSION}",
             remedy="read it with the mpipipe that wrote it, or tokenize the text again",
         )
-    if content[FIELDS.size :][:CHECKSUM_BYTES] != _checksum(fields):
+    covered = FIELDS.size + (CHECKSUM_BYTES if version > 1 else 0)
+    if content[covered:] != checksum(content[:covered]).ljust(HEADER_BYTES - covered, b"\0"):
         raise _damaged(path, "a header with another checksum", "the header that was written")
     if not (1 <= vocab <= 1 << 32 and itemsize == itemsize_for(vocab) and -1 <= end < vocab):
         facts = f"vocabulary {vocab}, ids of {itemsize} bytes, end-of-text {end}"
@@ -118,20 +122,58 @@ def read_header(path: Path) -> Header:
     header = Header(vocab, None if end < 0 else end, tokens, documents, nbytes, tokenizer.decode(errors="replace"))
     if size != header.file_bytes:
         raise _damaged(path, f"{size} bytes", f"{header.file_bytes} for {tokens} tokens of {documents} documents")
+    _check_index(path, header, content[FIELDS.size : covered])
     return header
+
+
+def _check_index(path: Path, header: Header, written: bytes) -> None:
+    """Raise DataError for an index with another checksum, of which version 1 has none, or in the wrong order."""
+    rows = starts, before = _rows(path, header)
+    content = blake2b(digest_size=CHECKSUM_BYTES)
+    for row in rows:
+        for place in range(0, header.documents, BLOCK):
+            content.update(row.read(place, min(BLOCK, header.documents - place)).data)
+    if written and content.digest() != written:
+        raise _damaged(path, "an index of documents with another checksum", "the index that was written")
+    for place in range(0, header.documents, BLOCK):
+        tokens, text = _from(starts, place, header.tokens), _from(before, place, header.nbytes)
+        wrong = (tokens[1:] < tokens[:-1]) | (text[1:] < text[:-1])
+        if not written:  # positions that are all 0 do not fall; a text without a token is rarer than damage
+            wrong |= (tokens[1:] == tokens[:-1]) & (text[1:] != text[:-1])
+        if place == 0:
+            wrong[0] |= bool(tokens[0] or text[0])
+        if wrong.any():
+            entry = int(np.flatnonzero(wrong)[0])
+            raise _damaged(
+                path,
+                f"document {place + entry} from token {tokens[entry]} to {tokens[entry + 1]}, and from byte "
+                f"{text[entry]} to {text[entry + 1]} of the text",
+                f"documents one after the other, from 0 to token {header.tokens} and byte {header.nbytes}",
+            )
+
+
+def _rows(path: Path, header: Header) -> tuple[Integers, Integers]:
+    """Return the two rows of the index."""
+    starts = Integers(path, header.index, "<u8", header.documents)
+    return starts, Integers(path, header.index + 8 * header.documents, "<u8", header.documents)
+
+
+def _from(row: Integers, place: int, end: int) -> np.ndarray:
+    """Return a block of a row and the number after it, which is `end` at the end of the row."""
+    values = row.read(place, min(BLOCK + 1, len(row) - place))
+    return values if len(values) > BLOCK else np.append(values, np.uint64(end))
 
 
 def open_tokens(path: Path, vocab: int | None = None) -> tuple[Header, FileTokens]:
     """Open a file of tokens for a vocabulary, by default its own. Raises DataError as `read_header` does."""
     header = read_header(path)
     ids = Integers(path, HEADER_BYTES, f"<u{header.itemsize}", header.tokens)
-    starts = Integers(path, header.index, "<u8", header.documents)
-    before = Integers(path, header.index + 8 * header.documents, "<u8", header.documents)
-    documents = StoredDocuments(starts, before, header.nbytes)
+    documents = StoredDocuments(*_rows(path, header), header.nbytes)
     return header, FileTokens(ids, header.vocab if vocab is None else vocab, documents)
 
 
-def _checksum(fields: bytes) -> bytes:
+def checksum(fields: bytes) -> bytes:
+    """Return the BLAKE2b of some bytes."""
     return blake2b(fields, digest_size=CHECKSUM_BYTES).digest()
 
 

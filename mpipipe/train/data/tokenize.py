@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpipipe import files
 from mpipipe.comm.binding import own_cores, parse_cores
 from mpipipe.comm.group import Group, group_of
 from mpipipe.comm.threads import fair_share
@@ -30,7 +31,7 @@ from mpipipe.train.data.parts import Chunk, Counts, PartWriter, assemble
 from mpipipe.train.data.pieces import forget_files
 from mpipipe.train.data.text import find_files
 from mpipipe.train.data.token_file import Header, itemsize_for
-from mpipipe.train.data.tokenizer import Tokenizer, open_tokenizer
+from mpipipe.train.data.tokenizer import Tokenizer, explained, open_tokenizer
 from mpipipe.train.data.units import Text, Texts, Unit, units_of
 
 CHUNK = 1 << 21  # bytes of text
@@ -158,9 +159,10 @@ class Encoder:
         return list(chain.from_iterable(map(self.texts.of, units)))
 
     def _encode(self, texts: Sequence[Text]) -> Sequence[Any]:
-        found: Sequence[Any] = self.tokenizer.library.encode_batch_fast(
-            [each.text for each in texts], add_special_tokens=False
-        )
+        with explained(self.tokenizer.path):
+            found: Sequence[Any] = self.tokenizer.library.encode_batch_fast(
+                [each.text for each in texts], add_special_tokens=False
+            )
         return found
 
     def _chunk(self, texts: Sequence[Text], encoded: Sequence[Any]) -> Chunk:
@@ -204,7 +206,7 @@ def found_texts(texts: Sequence[str], group: Group) -> list[tuple[Path, int]]:
 
 
 def _check_new(path: Path) -> None:
-    if path.exists():
+    if files.exists(path):
         raise ConfigError(
             "there is a file or folder of this name already",
             found=str(path),

@@ -9,7 +9,8 @@ The library is imported where a tokenizer is opened, and nowhere else.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -20,7 +21,7 @@ from mpipipe.errors import BackendError, DataError
 from mpipipe.wording import how_to_install
 
 NAME = "tokenizer.json"
-MOST_BYTES = 1 << 28  # of it
+MOST_BYTES = 1 << 26  # of it
 MOST_SMALL = 1 << 24  # of the files beside it
 REMEDY = "name the folder of a model that has a tokenizer.json, or that file"
 
@@ -35,7 +36,8 @@ class Tokenizer:
     end : id of the token that ends a text, None if the folder names none
     hash : of tokenizer.json, 32 hexadecimal digits
     before, behind : ids that the tokenizer puts around each text
-    library : the tokenizers.Tokenizer
+    path : of tokenizer.json
+    library : the tokenizers.Tokenizer; call it within `explained`
     """
 
     vocab: int
@@ -43,15 +45,18 @@ class Tokenizer:
     hash: str
     before: tuple[int, ...]
     behind: tuple[int, ...]
+    path: Path
     library: Any = field(repr=False)
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text that goes on: with what the tokenizer puts before it, and nothing behind it."""
-        return [*self.before, *self.library.encode(text, add_special_tokens=False).ids]
+        with explained(self.path):
+            return [*self.before, *self.library.encode(text, add_special_tokens=False).ids]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of ids, without special tokens."""
-        return str(self.library.decode([int(token) for token in tokens], skip_special_tokens=True))
+        with explained(self.path):
+            return str(self.library.decode([int(token) for token in tokens], skip_special_tokens=True))
 
 
 def open_tokenizer(folder: str | Path, end: str | None = None) -> Tokenizer:
@@ -69,26 +74,42 @@ def open_tokenizer(folder: str | Path, end: str | None = None) -> Tokenizer:
     kind = _library()
     try:
         text = files.read_text(path, MOST_BYTES)
-        library = kind.from_str(text)
     except OSError as error:
         raise DataError(
             f"no tokenizer: {error.strerror}", found=str(path), expected=files.REGULAR, remedy=REMEDY
         ) from error
-    except Exception as error:  # what the library raises is of no class of its own
-        raise DataError(f"the tokenizer cannot be read: {error}"[:500], found=str(path), remedy=REMEDY) from error
-    library.no_truncation()
-    library.no_padding()
-    vocab = 1 + max(library.get_vocab(with_added_tokens=True).values(), default=-1)
+    except UnicodeDecodeError as error:
+        raise DataError(f"the tokenizer cannot be read: {error}", found=str(path), remedy=REMEDY) from error
+    with explained(path, "the tokenizer cannot be read"):
+        library = kind.from_str(text)
+        library.no_truncation()
+        library.no_padding()
+        vocab = 1 + max(library.get_vocab(with_added_tokens=True).values(), default=-1)
+        before, behind = _around(library)
     if vocab < 1:
         raise DataError("the tokenizer has no tokens", found=str(path), remedy=REMEDY)
-    before, behind = _around(library)
-    return Tokenizer(vocab, _end_of_text(library, path, end, vocab), _hash(text), before, behind, library)
+    return Tokenizer(vocab, _end_of_text(library, path, end, vocab), _hash(text), before, behind, path, library)
+
+
+@contextmanager
+def explained(path: Path, text: str = "the tokenizer fails") -> Iterator[None]:
+    """Turn what the library raises within into DataError with the path.
+
+    It has no class of its own for errors, and a panic of its Rust is a BaseException: a regular expression that looks
+    at too many ways through a text ends in one.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise DataError(f"{text}: {error}"[:500], found=str(path), remedy=REMEDY) from error
 
 
 def path_of(folder: str | Path) -> Path:
     """Return the tokenizer.json of a folder, or the path itself where it is no folder."""
     path = Path(folder)
-    return path / NAME if path.is_dir() else path
+    return path / NAME if files.is_folder(path) else path
 
 
 def hash_of(folder: str | Path) -> str | None:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from mpipipe.errors import DataError
 from mpipipe.train.data.pieces import read_bytes
-from mpipipe.train.data.tokenizer import Tokenizer
+from mpipipe.train.data.tokenizer import Tokenizer, explained
 
 UNIT = 1 << 17  # bytes between the places where cuts are looked for
 SEARCHED = 1 << 15  # bytes behind such a place
@@ -129,7 +129,8 @@ class Texts:
         if not all(texts) or texts[0][-2:-1].isspace() or texts[1][0].isspace():
             return False
         encode = self.tokenizer.library.encode
-        one, two, both = (encode(text, add_special_tokens=False).ids for text in (*texts, "".join(texts)))
+        with explained(self.tokenizer.path):
+            one, two, both = (encode(text, add_special_tokens=False).ids for text in (*texts, "".join(texts)))
         return one + two == both
 
     # -- JSON lines ---------------------------------------------------------------------------------------------

@@ -12,10 +12,14 @@ class DataOptions:
     """Text or tokens."""
 
     data: tuple[str, ...] = option(
-        (), "file or folder of text, or file of tokens; repeatable; default: the standard library's source"
+        (),
+        "file or folder of text, or file of tokens; repeatable; default: the standard library's source",
+        metavar="PATH",
     )
     tokenizer: str | None = option(
-        None, "folder of the tokenizer of the tokens, which is compared with theirs and shows them as text"
+        None,
+        "folder of the tokenizer of the tokens, which is compared with theirs and shows them as text",
+        metavar="PATH",
     )
     packing: str = option(
         "none",

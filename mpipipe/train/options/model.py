@@ -20,9 +20,11 @@ class ModelOptions:
     dropout: float = option(0.0, "probability of dropping a value after attention and SwiGLU", least=0, below=1)
     rope_base: float = option(10000.0, "base of the rotary position embedding", above=1)
     init: str | None = option(
-        None, "checkpoint, output folder of a training, or folder of Hugging Face, whose weights to begin with"
+        None,
+        "checkpoint, output folder of a training, or folder of Hugging Face, whose weights to begin with",
+        metavar="PATH",
     )
-    from_: str | None = option(None, "such a folder, whose architecture and weights to begin with")
+    from_: str | None = option(None, "such a folder, whose architecture and weights to begin with", metavar="PATH")
     freeze: tuple[str, ...] = option(
         (),
         "pattern of names of parameters that stay as they are, such as '0.*'; repeatable; the last that fits counts, "

@@ -15,10 +15,14 @@ def option(
     above: float | None = None,
     below: float | None = None,
     choices: tuple[str, ...] | None = None,
+    metavar: str | None = None,
 ) -> Any:
-    """Return a field with its help `text` and its range. `least` is in the range; `above` and `below` are not."""
+    """Return a field with its help `text` and its range. `least` is in the range; `above` and `below` are not.
+
+    `metavar` stands for the value in the help of the command line.
+    """
     limits = {"least": least, "above": above, "below": below, "choices": choices}
-    return field(default=default, metadata={"help": text, **limits})
+    return field(default=default, metadata={"help": text, "metavar": metavar, **limits})
 
 
 def parameters_of(config: type) -> str:

@@ -13,10 +13,14 @@ class OutputOptions:
     """What is written and shown."""
 
     out: str | None = option(
-        None, "new or empty folder for metrics, weights and checkpoints; default: runs/ and the time of the start"
+        None,
+        "new or empty folder for metrics, weights and checkpoints; default: runs/ and the time of the start",
+        metavar="PATH",
     )
     resume: str = option(
-        "no", "auto: go on from the newest checkpoint in out, or begin there; or go on from this checkpoint; no: begin"
+        "no",
+        "auto: go on from the newest checkpoint in out, or begin there; or go on from this checkpoint; no: begin",
+        metavar="PATH",
     )
     save_every: int = option(0, "steps between two checkpoints, and one more at the end; 0: none", least=0)
     keep: int = option(2, "newest checkpoints that stay", least=1)
@@ -45,5 +49,7 @@ class OutputOptions:
         "none", "where metrics go besides metrics.jsonl: csv, tensorboard, wandb, with commas between several; none"
     )
     trace: str | None = option(
-        None, "new folder for a trace of the 2nd to the 17th step: where their time went; needs the extra [trace]"
+        None,
+        "new folder for a trace of the 2nd to the 17th step: where their time went; needs the extra [trace]",
+        metavar="PATH",
     )

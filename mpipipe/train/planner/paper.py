@@ -7,13 +7,13 @@ from mpipipe.comm.types import Communicator
 from mpipipe.errors import ConfigError
 from mpipipe.planning import Choice, Plan, Prediction, Profile, SavedProfile, find_plans, predict
 from mpipipe.schedules import Links
+from mpipipe.schedules.csv_text import SUFFIX
 from mpipipe.train.architecture import Architecture
 from mpipipe.train.base import architecture_of, find_base
 from mpipipe.train.config import TrainConfig
 from mpipipe.train.data import find
 from mpipipe.train.dry_run import Forecast, mesh_of
 from mpipipe.train.fine_tuning import find_tuning
-from mpipipe.train.order import SUFFIX
 from mpipipe.train.planner.subject import Subject
 
 

@@ -99,6 +99,31 @@ FAULTS = (
         quick=(4, RUN),
     ),
     *(_at(place, who, ranks) for place in PLACES for who, ranks in WHO.items()),
+    Fault(
+        "in a ring, caught, and all make a cache",
+        "exception",
+        OPENING
+        + """
+q = np.ones((1, 16, 2, 4))
+rings = attention.Ring(comm)
+if rank == size // 2:
+    rings.poll = fail
+try:
+    rings.forward(q, q, q)
+except (ValueError, errors.PeerError):
+    pass
+try:
+    x = np.ones((1, 2, 2, 4))
+    attention.Cached(8, comm).forward(x, x, x)
+except errors.PeerError:
+    print("caught", flush=True)
+""",
+        code=0,
+        by_all=("caught",),
+        reports=0,
+        ranks=(2, 3, 4),
+        quick=(2, RUN),
+    ),
     failing(
         "in a loss",
         "exception",

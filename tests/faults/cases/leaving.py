@@ -35,7 +35,7 @@ def _never_joins(what, who, ranks, **options) -> tuple[Fault, Fault]:
 
 
 def _unknown(fault, body) -> Fault:
-    """The same without `run`: nobody can know of a rank that leaves before its first call; only the limit helps."""
+    """The same without `run`: no rank is told of one that leaves before its first call; a limit ends the wait."""
     return failing(
         f"{fault.name}, with a limit",
         fault.kind,
@@ -82,6 +82,20 @@ FAULTS = (
         for what in TOGETHER
         for who, ranks in (("0", (3,)), ("last", (2, 4)))
         for fault in _never_joins(what, who, ranks, quick=(2, RUN) if (what, who) in QUICK else None)
+    ),
+    failing(
+        "the last rank exits with 0 before others make a pipeline, watched",
+        "never joins",
+        on("last", "sys.exit(0)") + "build()",
+        "no rank has made progress",
+        "rank {last} does not answer: it has left",
+        env={"MPIPIPE_WATCHDOG": "2"},
+        plain_code=124,
+        ranks=(2, 4),
+        modes=(PLAIN,),
+        reports=None,
+        clean=False,
+        quick=(2, PLAIN),
     ),
     _while_working(
         "the last rank exits with 0 between a step and a clip",

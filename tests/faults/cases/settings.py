@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from faults.blocks import NONZERO, OPENING, PLAIN, RUN, Fault, failing, good, refused
+from faults.blocks import COMMAND, NONZERO, OPENING, PLAIN, RUN, TEXT, TRAIN, Fault, failing, good, refused
 
 NOT_INITIALISED = "import mpi4py\nmpi4py.rc.initialize = False\n"
 SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+LIMITED = """
+import os, resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, ({limit}, {limit}))
+os.execv(sys.executable, [sys.executable, *{arguments}])
+"""
 INTERCOMM = """
 half = comm.Split(rank % 2, rank)
 comm = half.Create_intercomm(0, comm, 1 - rank % 2, 7)
@@ -49,6 +54,36 @@ FAULTS = (
         "MPIPIPE_TIMEOUT",
         code=NONZERO,
         env_of={1: {"MPIPIPE_TIMEOUT": "abc"}},
+    ),
+    *(
+        Fault(
+            f"a limit of {limit} open files",
+            "settings",
+            before=(TEXT,),
+            arguments=("-c", LIMITED.format(limit=limit, arguments=TRAIN)),
+            modes=(COMMAND,),
+            code=2,
+            says=(f"found: a limit of {limit} file descriptors", "remedy: raise the limit", "ulimit -n"),
+            never=("Traceback",),
+            quick=(2, COMMAND) if limit == 32 else None,
+        )
+        for limit in (16, 32, 63)
+    ),
+    Fault(
+        "all ranks refuse, and can open no more files",
+        "settings",
+        OPENING
+        + """
+import resource
+held = len(os.listdir("/proc/self/fd")) - 1
+resource.setrlimit(resource.RLIMIT_NOFILE, (held, held))
+raise errors.ArgumentError("wet paint")
+""",
+        modes=(RUN,),
+        code=2,
+        says=("ArgumentError: wet paint",),
+        never=("Traceback",),
+        quick=(2, RUN),
     ),
     good("an empty OMP_NUM_THREADS", "train()", kind="settings", env={"OMP_NUM_THREADS": ""}),
     *(

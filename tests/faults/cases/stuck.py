@@ -86,9 +86,14 @@ with build() as pipeline:
         on("0", "train = lambda: [None for _ in iter(int, 1)]") + "train()",
         "rank 0 on",
         "has been busy elsewhere",
-        modes=(RUN,),
     ),
-    _hangs("a sleep before a ring, watched", on("last", "time.sleep(1000)") + "ring()", "rank {last} on", modes=(RUN,)),
+    _hangs(
+        "a sleep before a ring, watched",
+        on("last", "time.sleep(1000)") + "ring()",
+        "rank {last} on",
+        "has been busy elsewhere",
+        quick=(2, PLAIN),
+    ),
     _hangs(
         "a rank that is stopped for good",
         "train(10, between=lambda: time.sleep(1))",

@@ -81,6 +81,7 @@ DAMAGES = [
     (3, on_json(INDEX, lambda facts: facts["weight_map"].update({Q: "../" + SECOND})), rf"found: {Q} in '../{SECOND}'"),
     (3, on_json(INDEX, lambda facts: facts["weight_map"].update({Q: "/etc/passwd"})), "a file that cannot be one of"),
     (3, on_json(INDEX, lambda facts: facts["weight_map"].update({Q: 5})), "a file that cannot be one of its own"),
+    (3, on_json(INDEX, lambda facts: facts["weight_map"].update({Q: "\0.safetensors"})), "no file has such a name"),
     (3, on_json(INDEX, lambda facts: facts["weight_map"].pop(Q)), f"has no tensor {Q}"),
     (3, on_tensors("model-00001-of-00003.safetensors", lambda tensors: tensors.popitem()), "has no tensor"),
 ]  # fmt: skip

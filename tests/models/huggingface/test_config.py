@@ -151,6 +151,7 @@ CHANGES = {
     "llama": [
         ("hidden_act", "gelu"), ("hidden_act", None), ("partial_rotary_factor", 0.5), ("rope_interleaved", True),
         ("rope_scaling", {"type": "dynamic", "factor": 2.0}), ("rope_scaling", {"rope_type": "longrope"}),
+        ("rope_parameters", []), ("rope_scaling", False),
         ("rope_scaling", [1]), ("rope_scaling", {"rope_type": "linear", "factor": 2.0, "beta": 1}),
         ("rope_scaling", {"rope_type": "linear"}), ("rope_scaling", {"rope_type": "linear", "factor": -1}),
         ("rope_scaling", {"rope_type": "linear", "factor": 0.5}), ("rope_scaling", {"rope_type": ["linear"]}),

@@ -39,7 +39,7 @@ class CudaModule(StrictModule):
         if name != "cublas":
             return super().__getattr__(name)
         toolkit.require_cublas()
-        self.cublas = _module("cupy.cuda.cublas", **_public(blas))  # CuPy has it as an attribute only
+        self.cublas = cublas_module()
         return self.cublas
 
 
@@ -58,20 +58,24 @@ def _public(module):
     }
 
 
-MEMORY = """OutOfMemoryError Memory MemoryPointer MemoryPool MemoryAsyncPool alloc get_allocator set_allocator
-using_allocator""".split()
+def cublas_module() -> types.ModuleType:
+    """cupy.cuda.cublas, which CuPy has as an attribute only."""
+    return _module("cupy.cuda.cublas", **_public(blas))
+
+
+MEMORY = "Memory MemoryPointer MemoryPool MemoryAsyncPool alloc get_allocator set_allocator".split()
 NCCL = {"NcclCommunicator": nccl.NcclCommunicator, "available": True}
 STREAM = "Stream Event get_current_stream get_elapsed_time".split()
 
 
-def _modules(amd: bool) -> dict:
+def cupy_modules(amd: bool = False) -> dict:
     """The modules of cupy that one can import, by name."""
     pools = {name: getattr(memory, name) for name in MEMORY}
     order = {name: getattr(streams, name) for name in STREAM}
     handle = {"get_cublas_handle": blas.get_cublas_handle, "get_device_id": runtime.getDevice}
     parts = {
         "runtime": {**_public(runtime), "CUDARuntimeError": CUDARuntimeError, "is_hip": amd},
-        "memory": pools,
+        "memory": {**pools, "OutOfMemoryError": memory.OutOfMemoryError},
         "stream": order,
         "device": {"Device": runtime.Device, **handle},
         "nvtx": {
@@ -88,6 +92,7 @@ def _modules(amd: bool) -> dict:
         **{name.rpartition(".")[2]: module for name, module in modules.items() if name != "cupy.cuda.nccl"},
         **pools, **order, **handle,
         Device=runtime.Device,
+        using_allocator=memory.using_allocator,
         alloc_pinned_memory=memory.alloc_pinned_memory,
         is_available=lambda: True,
     )  # fmt: skip
@@ -157,7 +162,7 @@ def install(seed: int = 0, devices: int = 1, faults=(), memory: int = 1 << 34, a
     _machines.append(home)
     names = {name: getattr(cudnn, name) for name in cudnn.NAMES}
     no_cudnn = None  # importing it raises ImportError
-    modules = {**_modules(amd), "cudnn": no_cudnn if amd else _module("cudnn", **names, __version__="1.26.0")}
+    modules = {**cupy_modules(amd), "cudnn": no_cudnn if amd else _module("cudnn", **names, __version__="1.26.0")}
     _variables.append({name: os.environ.pop(name) for name in VARIABLES if name in os.environ})
     hidden = _replaceable()
     _replaced.append({name: sys.modules.pop(name) for name in hidden})
@@ -192,6 +197,8 @@ __all__ = [
     "HiddenAccess",
     "Machine",
     "NotEmulatedError",
+    "cublas_module",
+    "cupy_modules",
     "emulated",
     "explicit",
     "host_compiler",

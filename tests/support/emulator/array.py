@@ -42,7 +42,7 @@ class ndarray:
             raise ValueError("memptr is required if strides is given.")
         memptr = alloc(_prod(shape) * kind.itemsize) if memptr is None else memptr
         place = memptr.ptr - memptr.mem.ptr
-        host = np.ndarray(shape, kind, memptr.mem.storage[place:], 0, strides, order)
+        host = np.ndarray(shape, kind, memptr.mem._storage[place:], 0, strides, order)
         self._set(host, memptr, None)
 
     def _set(self, host, memptr, base):
@@ -88,10 +88,11 @@ class ndarray:
     def transpose(self, *axes):
         return self._view(self._host.transpose(*axes))
 
-    def swapaxes(self, first, second):
-        return self._view(self._host.swapaxes(first, second))
+    def swapaxes(self, axis1, axis2):
+        return self._view(self._host.swapaxes(axis1, axis2))
 
-    def reshape(self, *shape):
+    def reshape(self, *shape, order="C", copy=None):
+        assert order == "C" and copy is None, "not used here"
         host = self._host.reshape(*shape)
         if host.size and not np.may_share_memory(host, self._host):
             raise HiddenAccess(
@@ -99,7 +100,8 @@ class ndarray:
             )
         return self._view(host)
 
-    def view(self, dtype=None):
+    def view(self, dtype=None, type=None):
+        assert type is None, "not used here"
         return self._view(self._host.view(self.dtype if dtype is None else dtype))
 
     def copy(self, order="C"):

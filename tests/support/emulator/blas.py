@@ -51,6 +51,11 @@ def get_cublas_handle() -> int:
 get_cublas_handle.__module__ = "cupy.cuda.device"
 
 
+def getVersion(handle) -> int:
+    assert handle == get_cublas_handle()
+    return 130100
+
+
 def _matrices(ptr, kind, rows, columns, ld, stride, count) -> np.ndarray:
     """The (count, rows, columns) column-major matrices at an address."""
     size = kind.itemsize
@@ -83,9 +88,11 @@ def _set_stream():
     machine().cublas_workspace = None
 
 
-def gemmStridedBatchedEx(handle, *arguments):
+def gemmStridedBatchedEx(handle, transa, transb, m, n, k, alpha, A, Atype, lda, strideA, B, Btype, ldb, strideB,
+                         beta, C, Ctype, ldc, strideC, batchCount, computeType, algo):  # fmt: skip
     _set_stream()
-    multiply(handle, *arguments)
+    _multiply(handle, transa, transb, m, n, k, alpha, A, Atype, lda, strideA, B, Btype, ldb, strideB, beta, C, Ctype,
+              ldc, strideC, batchCount, computeType, algo)  # fmt: skip
 
 
 def gemmEx(handle, transa, transb, m, n, k, alpha, A, Atype, lda, B, Btype, ldb, beta, C, Ctype, ldc,
@@ -95,8 +102,8 @@ def gemmEx(handle, transa, transb, m, n, k, alpha, A, Atype, lda, B, Btype, ldb,
                          ldc, 0, 1, computeType, algo)  # fmt: skip
 
 
-def multiply(handle, transa, transb, m, n, k, alpha, A, Atype, lda, strideA, B, Btype, ldb, strideB,
-                         beta, C, Ctype, ldc, strideC, batchCount, computeType, algo):  # fmt: skip
+def _multiply(handle, transa, transb, m, n, k, alpha, A, Atype, lda, strideA, B, Btype, ldb, strideB, beta, C, Ctype,
+              ldc, strideC, batchCount, computeType, algo):  # fmt: skip
     """C = alpha op(A) op(B) + beta C for every matrix; alpha and beta are read from host memory now."""
     for value in (handle, transa, transb, m, n, k, alpha, A, lda, B, ldb, beta, C, ldc, strideA, strideB, strideC):
         if not isinstance(value, int):

@@ -77,7 +77,7 @@ def _set_workspace(handle, memory, nbytes):
 def _gemm(*arguments):
     if machine().cublas_workspace is None:
         raise ValueError("without a workspace cuBLAS allocates within the graph")
-    blas.multiply(*arguments)
+    blas._multiply(*arguments)
 
 
 @cache

@@ -133,6 +133,6 @@ def matmul(light_handle, compute_desc, alpha, a, adesc, b, bdesc, beta, c, cdesc
     used.append(algorithm)
     if c != d:  # as a copy, and a product in place
         runtime.memcpyAsync(d, c, new["ld"] * new["cols"] * size, runtime.memcpyDeviceToDevice, stream)
-    blas.multiply(blas.get_cublas_handle(), transa, transb, new["rows"], new["cols"], k, alpha, a, first["type"],
+    blas._multiply(blas.get_cublas_handle(), transa, transb, new["rows"], new["cols"], k, alpha, a, first["type"],
                   first["ld"], 0, b, second["type"], second["ld"], 0, beta, d, *rest, 0, 1, operation["compute"],
                   -1)  # fmt: skip

@@ -19,23 +19,24 @@ TESTS = Path(__file__).resolve().parents[2]
 class Gpu:
     """The device under test.
 
-    real : whether it is a GPU
+    real : whether it is a GPU, or pretends to be one
     synchronisations : what the host waited for since the start or `reset`, such as "Event.synchronize"; always empty on
         a real GPU
     launches : names of the kernels, copies and GEMMs that were queued; always empty on a real GPU
     crossed : {"to_device": bytes, "to_host": bytes} that copies have taken between host and device, those of staged
         messages included; 0 on a real GPU
-    machine : the emulated device, None on a real GPU
+    machine : the emulated device, None on a real GPU and on one that pretends
     environment : variables for jobs of their own (fixture `launch`) that shall see the same device
     """
 
-    def __init__(self, machine=None):
-        self.machine = machine
-        self.real = machine is None
+    def __init__(self, machine=None, pretends=False):
+        self._emulated = machine
+        self.machine = None if pretends else machine
+        self.real = self.machine is None
         self.synchronisations = [] if self.real else machine.synchronisations
         self.launches = [] if self.real else machine.launches
         path = os.pathsep.join([str(TESTS / "support" / "emulator" / "site"), str(TESTS)])
-        self.environment = {} if self.real else {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), path])}
+        self.environment = {} if machine is None else {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), path])}
 
     def reset(self):
         """Forget the synchronisations and launches so far."""
@@ -56,9 +57,10 @@ class Gpu:
 
     def expected_error(self) -> list[str]:
         """What went wrong on the emulated device, which then counts as seen."""
-        errors = [] if self.real else list(self.machine.errors)
-        if not self.real:
-            self.machine.errors.clear()
+        if self._emulated is None:
+            return []
+        errors = list(self._emulated.errors)
+        self._emulated.errors.clear()
         return errors
 
 
@@ -84,11 +86,11 @@ def _stream():
 def a_gpu(devices: int = 1):
     """A Gpu: a real one where there is one, else one of `devices` emulated ones."""
     wanted = os.environ.get("MPIPIPE_TEST_GPU")
-    if wanted not in ("emulator", "amd") and real_gpus():
+    if wanted not in ("emulator", "amd", "pretend") and real_gpus():
         with _stream():
             yield Gpu()
         return
-    with an_emulated_gpu(devices, wanted == "amd") as device:
+    with an_emulated_gpu(devices, wanted == "amd", wanted == "pretend") as device:
         yield device
 
 
@@ -106,14 +108,17 @@ def own_gpus(rank: int, one_queue: bool = False):
 
 
 @contextmanager
-def an_emulated_gpu(devices: int = 1, amd: bool = False):
-    """An emulated Gpu, or one of AMD's; it runs to its end, and fails the test where something went wrong unseen."""
+def an_emulated_gpu(devices: int = 1, amd: bool = False, pretends: bool = False):
+    """An emulated Gpu, or one of AMD's; it runs to its end, and fails the test where something went wrong unseen.
+
+    One that pretends to be real has no counters, so that tests run what they run on a GPU.
+    """
     if host_compiler() is None:
         pytest.skip("no GPU, and no g++ for the emulated one")
     machine = install(int(os.environ.get("MPIPIPE_TEST_GPU_SEED", "0")), devices, amd=amd)
     try:
         with _stream():
-            yield Gpu(machine)
+            yield Gpu(machine, pretends)
     finally:
         errors = uninstall()
     if errors:

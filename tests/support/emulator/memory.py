@@ -15,8 +15,9 @@ from .streams import get_current_stream
 class OutOfMemoryError(MemoryError):
     """cupy.cuda.memory.OutOfMemoryError, with its text."""
 
-    def __init__(self, size: int, total: int):
-        super().__init__(f"Out of memory allocating {size:,} bytes (allocated so far: {total:,} bytes).")
+    def __init__(self, size: int, total: int, limit: int = 0):
+        so_far = f"allocated so far: {total:,} bytes" + (f", limit set to: {limit:,} bytes" if limit else "")
+        super().__init__(f"Out of memory allocating {size:,} bytes ({so_far}).")
 
 
 class Memory:
@@ -25,10 +26,10 @@ class Memory:
     Made directly it is cudaMalloc's: cudaFree waits for the device, which counts as a synchronisation.
     """
 
-    pooled = False
+    _pool: MemoryPool | None = None
 
-    def __init__(self, size: int, pool: object = None):
-        self.ptr, self.size = 0, int(size)
+    def __init__(self, size: int):
+        self.ptr, self.size, pool = 0, int(size), self._pool
         if self.size < 0:
             raise CUDARuntimeError(f"cudaErrorInvalidValue: memory of {size} bytes")
         self.home = machine()
@@ -39,8 +40,9 @@ class Memory:
             return
         if self._recording is not None and pool is self.home.pool:
             raise HiddenAccess("memory of the pool that everybody uses, in the recording of a graph")
-        if self.home.used_bytes + self.size > self.home.memory:
-            raise OutOfMemoryError(self.size, self.home.used_bytes)
+        limit = 0 if pool is None else pool.get_limit()
+        if self.home.used_bytes + self.size > (limit or self.home.memory):
+            raise OutOfMemoryError(self.size, self.home.used_bytes, limit)
         self._key = self.device_id, self._queue.ptr, pool
         self._block = self.home.take(self._key, self.size)
         self.ptr = self._block.address
@@ -51,7 +53,7 @@ class Memory:
         self.home.peak_bytes = max(self.home.peak_bytes, self.home.used_bytes)
 
     @property
-    def storage(self) -> np.ndarray:
+    def _storage(self) -> np.ndarray:
         return self._block.bytes[: self.size] if self.size else np.empty(0, np.uint8)
 
     def __del__(self):
@@ -61,7 +63,7 @@ class Memory:
         with home.lock:
             home.device_ranges.remove(self.ptr)
             home.used_bytes -= self.size
-            if not self.pooled:
+            if self._pool is None:
                 home.count("cudaFree")
                 home.drain()
             recording, self._queue.recording = self._queue.recording, None
@@ -76,7 +78,9 @@ class Memory:
 class PooledMemory(Memory):
     """Memory of a pool: freed without waiting."""
 
-    pooled = True
+    def __init__(self, size: int, pool: MemoryPool):
+        self._pool = pool
+        super().__init__(size)
 
 
 class MemoryPointer:
@@ -110,6 +114,16 @@ OutOfMemoryError.__module__ = MemoryPointer.__module__ = Memory.__module__ = Poo
 class MemoryPool:
     """cupy.cuda.MemoryPool, as far as one asks it for memory and for its size."""
 
+    def __init__(self, allocator=None):
+        self._limit = 0
+
+    def get_limit(self) -> int:
+        """The most bytes that it may hold, 0 without a limit."""
+        return self._limit
+
+    def set_limit(self, size=None, fraction=None):
+        self._limit = int(size)
+
     def malloc(self, size: int) -> MemoryPointer:
         return MemoryPointer(PooledMemory(size, self), 0)
 
@@ -130,7 +144,7 @@ class MemoryAsyncPool(MemoryPool):
     """The name of CuPy's pool over cudaMallocAsync, whose memory must not go to MPI."""
 
     def __init__(self, pool_handles="current"):
-        pass
+        super().__init__()
 
 
 MemoryPool.__module__ = MemoryAsyncPool.__module__ = "cupy.cuda.memory"

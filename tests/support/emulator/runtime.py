@@ -48,26 +48,26 @@ def getDevice() -> int:
     return getattr(machine().local, "device", 0)
 
 
-def setDevice(number: int):
-    if not 0 <= number < machine().devices:
+def setDevice(device: int):
+    if not 0 <= device < machine().devices:
         raise CUDARuntimeError("cudaErrorInvalidDevice: invalid device ordinal")
-    machine().local.device = number
+    machine().local.device = device
 
 
-def getDeviceProperties(number: int) -> dict:
-    if not 0 <= number < machine().devices:
+def getDeviceProperties(device: int) -> dict:
+    if not 0 <= device < machine().devices:
         raise CUDARuntimeError("cudaErrorInvalidDevice: invalid device ordinal")
     major, minor = divmod(machine().capability, 10)
     facts = {**PROPERTIES, "totalGlobalMem": machine().memory, "major": major, "minor": minor}
-    return {**facts, **(AMD_PROPERTIES if machine().amd else {}), "pciBusID": number + 1 + machine().first_bus}
+    return {**facts, **(AMD_PROPERTIES if machine().amd else {}), "pciBusID": device + 1 + machine().first_bus}
 
 
 def deviceGetPCIBusId(device: int) -> str:
     return f"0000:{getDeviceProperties(device)['pciBusID']:02X}:00.0"
 
 
-def deviceGetAttribute(attribute: int, device: int) -> int:
-    return getDeviceProperties(device)[ATTRIBUTES[attribute]]
+def deviceGetAttribute(attrib: int, device: int) -> int:
+    return getDeviceProperties(device)[ATTRIBUTES[attrib]]
 
 
 def driverGetVersion() -> int:

@@ -35,13 +35,13 @@ def _not_found(library: str) -> str:
     return f'Failure finding "{names}": No such file: {names}'
 
 
-def load_nvidia_dynamic_lib(name: str) -> LoadedDL:
+def load_nvidia_dynamic_lib(libname: str) -> LoadedDL:
     home = machine()
-    if name == "cublas":
+    if libname == "cublas":
         if "cublas" in home.faults:
             raise DynamicLibNotFoundError(_not_found("libcublas"))
         return LoadedDL(cublas.library())
-    assert name == "cudart", name
+    assert libname == "cudart", libname
     if "libcudart" in home.faults:
         raise DynamicLibNotFoundError(_not_found("libcudart"))
     file = f"libcudart.so.{OTHER if 'two cudas' in home.faults else MAJOR}"
@@ -49,8 +49,8 @@ def load_nvidia_dynamic_lib(name: str) -> LoadedDL:
     return LoadedDL(f"/site-packages/nvidia/cu{MAJOR}/lib/{file}")
 
 
-def find_nvidia_header_directory(name: str) -> str | None:
-    assert name == "cudart", name
+def find_nvidia_header_directory(libname: str) -> str | None:
+    assert libname == "cudart", libname
     return None if "headers" in machine().faults else f"/site-packages/nvidia/cu{MAJOR}/include"
 
 

@@ -33,6 +33,10 @@ SMALL_TOKENS = 512  # of a micro-batch
 QUICK = dict(repeats=3)
 
 
+class NoGraphsError(Exception):
+    """A step that was asked to run by CUDA graphs has run without them; the text says why."""
+
+
 def measure(
     repeats: int = 10,
     model: GPT = SMALL,
@@ -41,8 +45,10 @@ def measure(
     dtype: str = "bfloat16",
     peers: bool = True,
     comm: Communicator | None = None,
-) -> Iterator[Row]:
+) -> Iterator[Row | str]:
     """Yield tokens per second: untied, tied, in small micro-batches without and with CUDA graphs, and beside each peer.
+
+    Where no graphs were recorded, the reason stands in the place of their row.
 
     Parameters
     ----------
@@ -67,8 +73,13 @@ def measure(
     short = SMALL_TOKENS if model.seq % SMALL_TOKENS == 0 else model.seq
     pieces = tokens.reshape(2, -1, short)
     for graphs, how, goal in ((False, "", ""), (True, ", CUDA graphs", "at least 0.8")):
-        rate = per_step / _ours(repeats, model, pieces, pieces.shape[1], dtype, comm, graphs)
-        yield Row(f"training step, {pieces.shape[1]} x 1 x {short} tokens{how}", rate, "tokens/s", sizes, ours, goal)
+        what = f"training step, {pieces.shape[1]} x 1 x {short} tokens{how}"
+        try:
+            rate = per_step / _ours(repeats, model, pieces, pieces.shape[1], dtype, comm, graphs)
+        except NoGraphsError as error:
+            yield f"{what} is not measured: {error}"
+        else:
+            yield Row(what, rate, "tokens/s", sizes, ours, goal)
     what = f"training step, {'tied' if model.tied else 'untied'}, {sizes}"
     torch = torch_with_gpu() if peers else None
     if torch is None:
@@ -92,7 +103,7 @@ def _ours(
     comm: Communicator | None,
     graphs: bool = False,
 ) -> float:
-    """Return the median seconds of a step, by CUDA graphs or not."""
+    """Return the median seconds of a step. With `graphs` raise NoGraphsError unless CUDA graphs were recorded."""
     stage = nn.Stage(model.build(Local(causal=True)), dtype=dtype, device="cuda")
     comm = runtime.mpi().COMM_SELF if comm is None else comm
     inputs, targets = tokens
@@ -106,7 +117,11 @@ def _ours(
             pipeline.step(inputs, targets, scale=scaler.scale)
             optim.scaled_step(optimizer, scaler, max_norm=1.0, comm=comm)
 
-        return _wall(step, arrays.stream().synchronize, repeats)
+        seconds = _wall(step, arrays.stream().synchronize, repeats)
+        (computes,) = (adapter.computes for adapter in pipeline.engine.stages)
+        if graphs and (computes.reason or not computes.recorded):
+            raise NoGraphsError(computes.reason or "nothing was recorded")
+        return seconds
 
 
 def _wall(step: Callable[[], object], synchronize: Callable[[], object], repeats: int) -> float:

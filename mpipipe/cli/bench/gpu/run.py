@@ -31,8 +31,8 @@ class Part(Protocol):
         """Arguments of `measure` for the smallest sizes that tell something."""
 
     @property
-    def measure(self) -> Callable[..., Iterator[Row]]:
-        """Yields a row for each measurement; takes `repeats`."""
+    def measure(self) -> Callable[..., Iterator[Row | str]]:
+        """Yields a row for each measurement, or why there is none; takes `repeats`."""
 
 
 ALONE: dict[str, Part] = {
@@ -94,8 +94,12 @@ def run(
                 arguments["comm"] = comm
             try:
                 for row in part.measure(**arguments):
-                    rows.append(row)
-                    publish(row)
+                    if isinstance(row, str):
+                        failed.append(f"{name}: {row}")
+                        publish(failed[-1])
+                    else:
+                        rows.append(row)
+                        publish(row)
             except Exception as error:
                 if comm.size > 1:
                     raise  # the other ranks wait for this one

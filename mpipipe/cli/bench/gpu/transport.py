@@ -1,7 +1,8 @@
-"""Messages between the GPUs of two ranks: through pinned host memory, and directly where MPI takes device memory.
+"""Messages between the GPUs of two ranks: by pinned host memory, directly where MPI takes device memory, and by NCCL.
 
-Two ranks play ping-pong through the mailbox, as in `bench transport`. Two processes on one GPU take turns on it by time
-slices, unless NVIDIA's MPS runs. Most of what is measured then is waiting for the turn, and no rate of the transports.
+Two ranks play ping-pong through the mailbox, as in `bench transport`; by NCCL without it, since a ping-pong has its own
+order. Two processes on one GPU take turns on it by time slices, unless NVIDIA's MPS runs. Most of what is measured then
+is waiting for the turn, and no rate of the transports.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from mpipipe.cli.bench.gpu.timing import normal
 from mpipipe.cli.bench.timing import compare
 from mpipipe.cli.bench.transport import PingPong
 from mpipipe.comm import runtime
-from mpipipe.comm.group import group_of
+from mpipipe.comm.group import Group, group_of
+from mpipipe.comm.nccl.choice import choose
 from mpipipe.comm.transport import gpu_aware
 from mpipipe.comm.transport.choose import make_transport
 from mpipipe.comm.transport.gpu_aware import Verdict
 from mpipipe.comm.types import Communicator
+from mpipipe.comm.wait import wait
 
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 24, 1 << 26)
 QUICK = dict(repeats=3, sizes=(1 << 16, 1 << 24))
@@ -34,13 +37,16 @@ def measure(repeats: int = 10, sizes: Sequence[int] = SIZES, comm: Communicator 
     ways = {"staged": Verdict(False, "measured")}
     if verdict.direct:
         ways["direct"] = verdict
-    place = socket.gethostname(), arrays.cupy().cuda.runtime.getDevice()
+    place = socket.gethostname(), arrays.bus_id()
     shared = len(set(group.gather("bench: the GPUs", place))) < comm.size
+    by_nccl = choose([group], "cuda", messages=2).messages  # one each way
     note = ", by processes that take turns on one GPU: no rate of the transport" if shared else ""
     for size in sizes:
         rates = {}
         for name, way in ways.items():
             rates[name] = _rate(comm, make_transport(comm, 1, False, "cuda", way), size, repeats)
+        if by_nccl:
+            rates["nccl"] = _nccl_rate(comm, group, ways["staged"], size, repeats)
         staged = rates.pop("staged")
         yield Row(f"staged, {size} B{note}", staged, "GB/s")
         for name, rate in rates.items():
@@ -50,8 +56,32 @@ def measure(repeats: int = 10, sizes: Sequence[int] = SIZES, comm: Communicator 
 
 def _rate(comm: Communicator, transport: Any, size: int, repeats: int) -> float:
     """Return GB/s of messages of `size` bytes, and close the transport."""
-    count = max(2, min(50, (1 << 26) // size))
+    count = _turns(size)
     game = PingPong(comm, transport, normal((size // 4,), "float32"), count)
+    (seconds,) = compare(comm, [game], repeats)
+    transport.close()
+    return 2 * count * size / seconds / 1e9
+
+
+def _turns(size: int) -> int:
+    return max(2, min(50, (1 << 26) // size))
+
+
+def _nccl_rate(comm: Communicator, group: Group, other: Verdict, size: int, repeats: int) -> float:
+    """Return GB/s of messages of `size` bytes by NCCL; `other` is for what it does not take."""
+    transport = make_transport(comm, 1, False, "cuda", other, group, [(0, 1), (1, 0)])
+    transport.begin_call(repeated=True)  # all memory is there
+    peer, count = 1 - comm.rank, _turns(size)
+    sent = normal((size // 4,), "float32")
+    received = transport.empty(sent.shape, sent.dtype)
+    moves = [lambda: transport.isend(sent, peer, 0, 1), lambda: transport.irecv(received, peer, 0, 1)]
+
+    def game() -> None:
+        for _ in range(count):
+            for move in moves if comm.rank == 0 else moves[::-1]:
+                wait(move())
+        arrays.stream().synchronize()
+
     (seconds,) = compare(comm, [game], repeats)
     transport.close()
     return 2 * count * size / seconds / 1e9

@@ -58,13 +58,15 @@ def add(x: DeviceArray, y: DeviceArray) -> DeviceArray:
 
 def accumulate(grad: DeviceArray, part: DeviceArray) -> None:
     """Grad += part."""
+    grad, part = arrays.as_reals(grad), arrays.as_reals(part)
     _of_two((grad, part), (grad,), ("add",))
 
 
 def scale(x: DeviceArray, factor: float, out: DeviceArray | None = None) -> DeviceArray:
     """Return x * factor, in `out` where it is given."""
     y = arrays.empty_like(x) if out is None else out
-    _of_one((x, y), (), ("scale",), (scalar_type(x.dtype)(factor),))
+    own = arrays.as_reals(x)
+    _of_one((own, arrays.as_reals(y)), (), ("scale",), (scalar_type(own.dtype)(factor),))
     return y
 
 

@@ -10,7 +10,11 @@
     another rank has ended meanwhile   the job ends at once: none of its steps will be done
 
 A process that was asked to leave stays under these rules until it ends: whoever catches the same signals later finds it
-asked already. One that was not gets its handlers back.
+asked already. One that was not gets its handlers back. Where several catch signals, one within the other, the innermost
+acts on them.
+
+The command `train` catches them from its first line to its last: `hold` begins before anything else is imported,
+`change` follows the configuration once that is read, and `ignore` comes when only MPI is left to finalize.
 """
 
 from __future__ import annotations
@@ -32,7 +36,11 @@ REPEAT_SECONDS = 2.0
 LAUNCHER_SECONDS = 1.0  # between its SIGCONT and its SIGTERM, which are 0.25 s apart on an idle machine
 LOOK_SECONDS = 0.5  # between two looks for ranks that have ended
 WAKE = b"\0"  # no signal has this number
+HELD_GRACE = 600.0  # seconds
+DEFAULT = "USR2,TERM"
 _active: list[StopSignals] = []  # the innermost last
+_held: list[StopSignals] = []  # that of `hold`
+_exit = os._exit  # as it is before a program is watched
 
 
 def parse_signals(names: str) -> tuple[signal.Signals, ...]:
@@ -104,8 +112,7 @@ class StopSignals:
         os.set_blocking(self._write, False)
         self._previous_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         for number in (*self.numbers, signal.SIGCONT):
-            self._before[number] = signal.signal(number, self._note)
-            signal.siginterrupt(number, False)  # libraries in C may not expect that a system call is cut short
+            self._catch(number)
         _active.append(self)
         self._thread = threading.Thread(target=self._listen, name="mpipipe stop signals", daemon=True)
         self._thread.start()
@@ -120,6 +127,24 @@ class StopSignals:
         """Whether the first one came as SIGTERM shortly behind a SIGCONT: so Open MPI's mpiexec does, once it ends."""
         return self._first == signal.SIGTERM and 0 < self._since - self._continued < LAUNCHER_SECONDS
 
+    def change(self, numbers: Iterable[signal.Signals]) -> None:
+        """Catch other signals from now on. One that has come and is not among them does what it would have done."""
+        wanted = tuple(numbers)
+        for number in self.numbers:
+            if number not in wanted:
+                signal.signal(number, self._before.pop(number))
+        for number in wanted:
+            if number not in self._before:
+                self._catch(number)
+        self.numbers = wanted
+        if self._first is not None and self._first not in wanted:
+            first, self._first = self._first, None
+            os.kill(os.getpid(), first)
+
+    def _catch(self, number: signal.Signals) -> None:
+        self._before[number] = signal.signal(number, self._note)
+        signal.siginterrupt(number, False)  # libraries in C may not expect that a system call is cut short
+
     def _note(self, number: int, frame: FrameType | None = None) -> None:
         if number == signal.SIGCONT:
             self._continued = time.monotonic()
@@ -133,7 +158,8 @@ class StopSignals:
         told = False
         while not self._closing:
             first, left = self._first, None
-            if first is not None:
+            innermost = _active[-1:] == [self]
+            if first is not None and innermost:
                 left = self.grace - (time.monotonic() - self._since)
                 hopeless = self._hopeless()
                 if left <= 0 or hopeless:
@@ -154,7 +180,7 @@ class StopSignals:
             for number in filter(self._before.__contains__, content):
                 self._note(number)
                 late = time.monotonic() - self._since > REPEAT_SECONDS
-                if told and late and number != signal.SIGCONT and not self._leaving:
+                if told and late and number != signal.SIGCONT and not self._leaving and innermost:
                     name = signal.Signals(number).name
                     self._end(f"{name}: a second signal ends the job at once", 128 + number)
                     return
@@ -176,11 +202,55 @@ class StopSignals:
         os.close(self._read)
         os.close(self._write)
 
+    def silence(self) -> None:
+        """Ignore the signals until this process ends."""
+        self._closing = True
+        _active.remove(self)
+        signal.set_wakeup_fd(self._previous_fd)
+        for number in self.numbers:
+            signal.signal(number, signal.SIG_IGN)
+        os.write(self._write, WAKE)
+
     def _restore(self) -> None:
         _active.remove(self)
         signal.set_wakeup_fd(self._previous_fd)
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+
+# -- a whole process --------------------------------------------------------------------------------------------------
+
+
+def hold(names: str) -> None:
+    """Catch signals from now on, before anything else is known; wrong names are left to whoever reads the options."""
+    try:
+        numbers = parse_signals(names)
+    except ArgumentError:
+        numbers = parse_signals(DEFAULT)
+    if numbers:
+        _held.append(StopSignals(numbers, HELD_GRACE, lambda name: None, _end_at_once, lambda: False))
+
+
+def change(names: str) -> None:
+    """Catch these signals in place of those of `hold`, where that was called."""
+    for held in _held:
+        held.change(parse_signals(names))
+
+
+def ignore() -> None:
+    """From now on no signal that is caught here does anything: the work of this process is over, its exit code known.
+
+    Handlers of Python would not do: the interpreter takes them away before MPI is finalized.
+    """
+    while _active:
+        _active[-1].silence()
+    _held.clear()
+
+
+def _end_at_once(text: str, code: int) -> None:
+    with suppress(OSError):
+        os.write(2, f"mpipipe: {text}\n".encode())
+    _exit(code)
 
 
 def _forget() -> None:

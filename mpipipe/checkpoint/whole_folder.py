@@ -1,0 +1,172 @@
+"""A folder that is replaced as a whole or not at all: written next to its name, then renamed.
+
+    NAME.TOKEN.partial     while it is written
+    NAME.mpipipe-former    the one that is replaced, from the moment it loses its name until the new one has it
+    NAME                   whole at any time
+
+Between the two renames the former one is the model: `standing` finds it for those who read, and `restore` gives it its
+name again where a process was killed there. No call of the system swaps two folders on every file system.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+
+from mpipipe import files
+from mpipipe.checkpoint import owner
+from mpipipe.comm.group import Group
+from mpipipe.errors import ArgumentError
+
+FORMER = ".mpipipe-former"  # after the name of a folder that is being replaced; no folder of a user ends in it
+Explain = Callable[[Path], AbstractContextManager[None]]
+
+
+@contextmanager
+def replacing(target: Path, group: Group, explained: Explain, replaces: bool = True) -> Iterator[Path]:
+    """Give all ranks a folder to write into, which is called `target` at the end; collective.
+
+    Where anything is raised, a folder that was there stays, and nothing else is left.
+
+    Parameters
+    ----------
+    target : on a file system that all ranks which write share
+    group : all ranks
+    explained : a context in which an OSError of this folder becomes an error of this package
+    replaces : whether a folder with files may be there; else ArgumentError is raised for one
+    """
+    partial = None
+    with group.together("saving a model: its place"), explained(target):
+        if group.rank == 0:
+            partial = begin(target, replaces)
+    partial = group.broadcast("saving a model: its place", partial)
+    try:
+        yield partial
+        with group.together("saving a model: its name"), explained(target):
+            if group.rank == 0:
+                give_name(partial, target)
+    except BaseException:
+        if group.rank == 0:
+            take_back(partial)
+        raise
+
+
+@contextmanager
+def named_at_the_end(target: Path, explained: Explain) -> Iterator[Path]:
+    """Do the same from one process, for a target that is new or empty."""
+    with explained(target):
+        partial = begin(target, replaces=False)
+    try:
+        yield partial
+        with explained(target):
+            give_name(partial, target)
+    except BaseException:
+        take_back(partial)
+        raise
+
+
+def begin(target: Path, replaces: bool) -> Path:
+    """Make the folder that gets its name in the end, and clean up after saves that were killed. Raises OSError."""
+    if target.name in ("", ".."):
+        raise ArgumentError(
+            "the folder for the model has no name that a new one could get",
+            found=str(target),
+            expected="a new or empty folder, other than the working folder and those above it",
+            remedy="name one, as in ./model",
+        )
+    restore(target)
+    if not replaces and target.exists() and any(target.iterdir()):
+        raise ArgumentError(
+            "the folder for the model is not empty",
+            found=str(target),
+            expected="a new or empty folder",
+            remedy="choose another one, or move it away",
+        )
+    target = _place(target)
+    partial = target.with_name(f"{target.name}.{secrets.token_hex(4)}{files.PARTIAL}")
+    partial.mkdir(parents=True)
+    return partial
+
+
+def give_name(partial: Path, target: Path) -> None:
+    """Give a whole folder its name; one that is there goes. Raises OSError, and OwnerError for another job's place."""
+    files.sync_folder(partial)
+    owner.check(target)
+    target = _place(target)
+    if target.exists():
+        target.rename(_former(target))
+    partial.rename(target)
+    files.sync_folder(target.parent)
+    shutil.rmtree(_former(target), ignore_errors=True)
+
+
+def take_back(partial: Path) -> None:
+    """Remove what was written of a folder that has not got its name."""
+    shutil.rmtree(partial, ignore_errors=True)
+
+
+def restore(target: Path) -> None:
+    """Give a folder its name again that lost it to one that never came, and remove what else was left. Raises OSError.
+
+    For one job at a time.
+    """
+    owner.check(target)
+    target = _place(target)
+    former = _former(target)
+    if former.is_dir() and not target.exists():
+        former.rename(target)
+    with suppress(FileNotFoundError):
+        for path in target.parent.iterdir():
+            if is_leftover(path.name, target.name):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def is_leftover(name: str, of: str) -> bool:
+    """Whether this is the name of what a killed save of the folder called `of` has left."""
+    return re.fullmatch(rf"{re.escape(of)}({re.escape(FORMER)}|\.[0-9a-f]{{8}}{files.PARTIAL})", name) is not None
+
+
+def standing(path: Path) -> Path:
+    """Return `path`; or the former folder, where the new one is about to get its name."""
+    if files.exists(path) or not path.name:  # `.` has none
+        return path
+    former = _former(path)
+    return former if files.is_folder(former) else path
+
+
+def identity(path: Path) -> int:
+    """Return a number that the folder of this name has until it is replaced. Raises ArgumentError where it is gone."""
+    try:
+        return path.stat().st_ino
+    except OSError as error:
+        raise _replaced(path) from error
+
+
+def check_same(path: Path, before: int | None) -> None:
+    """Raise ArgumentError for a folder that was replaced since it had that identity; None stands for any."""
+    if before is not None and identity(path) != before:
+        raise _replaced(path)
+
+
+def _replaced(path: Path) -> ArgumentError:
+    return ArgumentError(
+        "the model was replaced while it was read",
+        found=f"another folder {path} than at the beginning",
+        expected="parameters that are all of one model",
+        remedy="start again: a training has left a new model there",
+    )
+
+
+def _place(target: Path) -> Path:
+    """Return the folder to which a link leads: that is replaced, where it is, and the link stays."""
+    return target.resolve() if os.path.islink(target) else target
+
+
+def _former(target: Path) -> Path:
+    target = _place(target)
+    return target.with_name(f"{target.name}{FORMER}")

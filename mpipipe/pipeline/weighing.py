@@ -1,0 +1,169 @@
+"""How much each micro-batch counts in the loss of a step, where the loss itself says so: (value, doutput, weight).
+
+The loss of a step is sum(w v) / sum(w), over all micro-batches of all replicas. A backward begins before the last
+weight is known. So each one carries a provisional share w c, and the whole is divided by their sum at the end:
+
+    last stage    share w0 c   share w1 c   share w2 c | sum s of all shares |
+    all ranks     backward 0   backward 1   backward 2 | ................... | gradients / s, loss / s
+
+c is a power of two, near 1 / sum(w) of the step before, and the same on all ranks: it changes the exponents of what is
+computed, and no bits. With it half-precision gradients keep the range that they have without weights. The first step
+takes the weights for numbers of target entries.
+
+Without weights from the loss the shares are known before: by target entries where the loss declares that it is a mean
+over them (`mean_over_entries`), else by rows. They add up to 1, and nothing is corrected. A loss that declares nothing
+is refused where the two differ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from mpipipe import arrays
+from mpipipe.arrays import Array
+from mpipipe.comm.consensus import found_by_all
+from mpipipe.comm.group import Group
+from mpipipe.errors import ArgumentError, MismatchError, MpipipeError
+from mpipipe.nn import kernels
+from mpipipe.pipeline.batch import UNSAID
+from mpipipe.pipeline.call_agreement import Agreed
+from mpipipe.pipeline.shared_loss import SharedLoss
+from mpipipe.pipeline.stage import StageAdapter
+
+LARGEST = 1000  # exponent of c, so that weights may have any size that a float has
+
+
+class Weighing:
+    """The shares of micro-batches in the loss of a pipeline, on one rank.
+
+    Parameters
+    ----------
+    pipe : group of the ranks of the pipeline
+    replicas : group of the ranks with the same stages, or None
+
+    Attributes
+    ----------
+    given : whether the loss of this rank returns weights; None before its first micro-batch, and where there is no loss
+    agreed : the same of all replicas, as far as all ranks know it: since the first call with a loss has ended
+    shares : of this rank's micro-batches in the call under way
+    known : whether a loss without a weight leaves them as they are
+    """
+
+    def __init__(self, pipe: Group, replicas: Group | None) -> None:
+        self.pipe, self.replicas = pipe, replicas
+        self.given: bool | None = None
+        self.agreed: bool | None = None
+        self.shares: list[float] = []
+        self.known = False
+        self._facts: Agreed | None = None
+        self._exponent: int | None = None  # c is 2 to the power of minus this one
+
+    def begin(self, facts: Agreed, counts: list[int]) -> None:
+        """Begin a call with the shares that are known before: by rows, or by target entries."""
+        self._facts, self.known = facts, self.given is False and not facts.uneven
+        self.shares = [count / (facts.total or 1) for count in counts]
+
+    @property
+    def exponent(self) -> int:
+        """Return that of c, before the first training step with weights by the number of target entries."""
+        assert self._facts is not None  # asked for within a call
+        return _exponent(self._facts.entries) if self._exponent is None else self._exponent
+
+    def take(self, microbatch: int, weight: float | None, training: bool) -> float:
+        """Take the weight of a micro-batch; return the factor from the share that was presumed to the one it has.
+
+        Raises ArgumentError where the loss should have given a weight, or should have given none.
+        """
+        facts = self._facts
+        assert facts is not None  # a loss is evaluated within a call
+        if self.given is None:
+            self.given = weight is not None
+        if self.given != (weight is not None):
+            raise ArgumentError(
+                "the loss returns a weight for some micro-batches only",
+                found="no weight" if weight is None else f"the weight {weight}",
+                expected=f"{'a weight' if self.given else 'none'}, as for the first micro-batch of this pipeline",
+                remedy="return (value, doutput, weight) always, or (value, doutput) always",
+            )
+        if weight is None:
+            if facts.uneven and facts.mean_over == UNSAID:
+                raise ArgumentError(
+                    "rows of some micro-batches have more target entries than rows of others, and the loss does not "
+                    "say what its value is a mean over",
+                    found="(value, doutput)",
+                    expected="a weight for each micro-batch",
+                    remedy="return (value, doutput, weight), where weight is how many things value is a mean over, "
+                    "such as target.size; or set loss.mean_over_entries = True or False (rows)",
+                )
+            return 1.0
+        if facts.mean_over != UNSAID:
+            raise ArgumentError(
+                "the loss has mean_over_entries, and returns a weight as well",
+                found=f"the weight {weight}",
+                expected="one of both",
+                remedy="leave out mean_over_entries",
+            )
+        if training and facts.bare:
+            raise ArgumentError(
+                "the loss returns weights, and a stage does not show its gradients, which the sum of weights divides",
+                expected="stages with an attribute `gradients`",
+                remedy="give the stage `gradients`: an object with one array `flat`, or None where there are none",
+            )
+        presumed, share = self.shares[microbatch], weight * math.ldexp(1.0, -self.exponent)
+        if math.isinf(share):
+            raise ArgumentError("the weight of a loss is too large", found=weight, expected="one near those before it")
+        self.shares[microbatch] = share
+        return share / presumed
+
+    def settle(
+        self, shared: SharedLoss, stages: Sequence[StageAdapter] = (), *, wait: bool
+    ) -> tuple[float, MpipipeError | None]:
+        """Return (sum of all shares, error that all ranks are to raise), and divide the gradients of `stages` by it.
+
+        It is 1 where the loss gives no weights. Waits for the losses if `wait`, or if the loss gives weights.
+        """
+        if wait or self.agreed is not False:
+            shared.wait()
+        if self.agreed is False:
+            return 1.0, None
+        problem = self._problem(shared)
+        self.agreed = shared.givers > 0 if problem is None else None
+        if not self.agreed:
+            self.given = self.agreed
+            return 1.0, problem
+        if stages:
+            done: list[Array] = []  # two stages of a user's own may add to one array
+            for gradients in (flat for stage in stages for flat in stage.gradients if shared.total != 1):
+                if not any(arrays.shares_memory(gradients, other) for other in done):
+                    kernels.of_array(gradients).scale(gradients, 1 / shared.total, gradients)
+                    done.append(gradients)
+            self._exponent = min(max(self.exponent + _exponent(shared.total), -LARGEST), LARGEST)
+        return shared.total, None
+
+    def _problem(self, shared: SharedLoss) -> MpipipeError | None:
+        """Return what all ranks find wrong in the same numbers; rank 0 of all is to report it."""
+        groups = [self.pipe] if self.replicas is None else [self.pipe, self.replicas]
+        givers, total, replicas = shared.givers, shared.total, 1 if self.replicas is None else self.replicas.size
+        if 0 < givers < replicas:
+            problem: MpipipeError = MismatchError(
+                "the loss returns weights on some replicas only",
+                found=f"{givers} of {replicas} replicas with weights",
+                expected="all or none",
+                remedy="give the same loss to all replicas",
+            )
+        elif givers and not 0 < total < math.inf:
+            problem = ArgumentError(
+                f"the weights of {shared.what} add up to {total}",
+                found="all weights 0" if total == 0 else "weights too large",
+                expected="something that counts, in one micro-batch of one replica at least",
+                remedy="leave out a batch in which nothing is valid, on all ranks",
+            )
+        else:
+            return None
+        return found_by_all(problem, groups)
+
+
+def _exponent(count: float) -> int:
+    """Return the e of the power 2^e next to a count; 0 for 0."""
+    return math.frexp(count)[1] - 1 if count else 0

@@ -1,0 +1,199 @@
+"""Complex numbers in stages of numpy, PyTorch and JAX, in each order and over a skip: one convention, dRe + i dIm."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import numpy as np
+import pytest
+
+torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
+from jax import numpy as jnp  # noqa: E402
+from support import complex_model, dense  # noqa: E402
+from support.jax_models import WIDTH as _SWITCHES_64_BITS_ON  # noqa: E402, F401
+
+from mpipipe import Pipeline, adapters, nn, optim, schedules  # noqa: E402
+from mpipipe.comm import inprocess  # noqa: E402
+from mpipipe.errors import ArgumentError  # noqa: E402
+
+pytestmark = pytest.mark.judges
+ENOUGH = 1e-12
+
+
+def near(found, expected, what=""):
+    np.testing.assert_allclose(found, expected, rtol=0, atol=ENOUGH, err_msg=what)
+
+
+class TorchWave(torch.nn.Module):
+    def __init__(self, number, gives, takes, dtype):
+        super().__init__()
+        for name, array in complex_model.values(number, dtype).items():
+            setattr(self, name, torch.nn.Parameter(torch.from_numpy(array)))
+        self.gives, self.takes = gives, takes
+
+    def forward(self, z, far=None):
+        y = z @ self.w + self.c * z.conj() * z.real
+        if self.takes:
+            y = y + far[0].conj() * far[1]
+        return (y, (z * self.c, abs(z) ** 2)) if self.gives else y
+
+
+def torch_stage(number, gives=(), takes=(), dtype="complex128"):
+    module = TorchWave(number, gives, takes, dtype)
+    return adapters.torch_stage(module, prefix=f"{number}.", gives=gives, takes=takes)
+
+
+def jax_stage(number, gives=(), takes=(), dtype="complex128"):
+    def wave(parameters, z, far=None):
+        y = z @ parameters["w"] + parameters["c"] * z.conj() * z.real
+        if takes:
+            y = y + far[0].conj() * far[1]
+        return (y, (z * parameters["c"], jnp.real(z * z.conj()))) if gives else y
+
+    return adapters.jax_stage(wave, complex_model.values(number, dtype), prefix=f"{number}.", gives=gives, takes=takes)
+
+
+KINDS = {"numpy": complex_model.Wave, "torch": torch_stage, "jax": jax_stage}
+LOSSES = {
+    "numpy": nn.mean_squared_error,
+    "torch": adapters.torch_loss(lambda y, t: (abs(y - t) ** 2).mean()),
+    "jax": adapters.jax_loss(lambda y, t: jnp.mean(abs(y - t) ** 2)),
+}
+
+
+@pytest.mark.parametrize("order", [*permutations(KINDS)], ids="-".join)
+def test_stages_of_all_three_are_one_process(comm, order):
+    """In both kinds of schedules, with recomputation in one of them."""
+    name = ("interleaved_1f1b", "interleaved_zero_bubble")[order < order[::-1]]
+    schedule = complex_model.built(name, comm.size)
+    if schedule is None:
+        return
+    data = complex_model.batch(6)  # of one shape: JAX compiles once
+    loss, gradients, dx = complex_model.reference(schedule.stages, *data)
+    ends = complex_model.places(schedule.stages)
+    numbers = schedule.stages_of(comm.rank)
+    stages = [KINDS[order[number % 3]](number, *ends[number]) for number in numbers]
+    recompute = name == "interleaved_1f1b"
+    with Pipeline(stages, schedule, comm, loss=LOSSES[order[0]], recompute=recompute) as pipeline:
+        for _ in range(2):
+            result = pipeline.step(*dense.placed(schedule, comm.rank, *data))
+        near(pipeline.evaluate(*dense.placed(schedule, comm.rank, *data)), loss, "evaluation")
+    near(result.loss, loss, "loss")
+    if result.input_grads is not None:
+        near(np.concatenate(result.input_grads), dx, "dx")
+    for number, stage in zip(numbers, stages):
+        for key, expected in gradients[number].items():
+            near(stage.gradients[key], expected, f"{order[number % 3]} {key}")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_single_precision_stays_single(kind):
+    stage, plain = KINDS[kind](0, dtype="complex64"), complex_model.Wave(0)
+    x, target = complex_model.batch()
+    y, saved = stage.forward(x.astype("complex64"))
+    expected, kept = plain.forward(x)
+    dx = stage.backward(target.astype("complex64"), saved)
+    pairs = [(y, expected), (dx, plain.backward(target, kept))]
+    for found, wanted in [*pairs, *((stage.gradients[name], plain.gradients[name]) for name in plain.gradients)]:
+        assert found.dtype == np.complex64
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_real_numbers_become_complex_and_real_again(kind):
+    """A transform, a product with real parameters in it, and back: as in an operator on spectra."""
+    rng = np.random.default_rng(0)
+    x, gain, target = rng.normal(size=(4, 8)), rng.normal(size=5), rng.normal(size=(4, 8))
+
+    class Module(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gain = torch.nn.Parameter(torch.from_numpy(gain))
+
+        def forward(self, x):
+            return torch.fft.rfft(x) * self.gain
+
+    class Plain:
+        parameters, gradients = (nn.FlatBuffer({"gain": (5,)}, "float64") for _ in range(2))
+
+        def forward(self, x):
+            spectrum = np.fft.rfft(x)
+            return spectrum * self.parameters["gain"], spectrum
+
+        def backward(self, dy, spectrum):
+            gain = self.gradients["gain"]
+            gain += (spectrum.conj() * dy).real.sum(0)
+            return 8 * np.fft.ifft(dy * self.parameters["gain"], 8).real
+
+    class Back:
+        def forward(self, z):
+            return np.fft.irfft(z, 8), None
+
+        def backward(self, dy, saved):
+            return np.fft.rfft(dy) * np.array([1, 2, 2, 2, 1]) / 8
+
+    Plain.parameters["gain"][:] = gain
+    first = {
+        "numpy": Plain,
+        "torch": lambda: adapters.torch_stage(Module()),
+        "jax": lambda: adapters.jax_stage(lambda p, x: jnp.fft.rfft(x) * p["gain"], {"gain": gain}),
+    }[kind]()
+
+    def job(comm):
+        schedule = schedules.interleaved_1f1b(1, 2, 2)
+        with Pipeline([first, Back()], schedule, comm, loss=nn.mean_squared_error) as pipeline:
+            return pipeline.step(x, target)
+
+    def value(gain, x):
+        return jnp.mean((jnp.fft.irfft(jnp.fft.rfft(x) * gain, 8) - target) ** 2)
+
+    (result,) = inprocess.run(1, job)
+    dgain, dx = jax.grad(value, (0, 1))(gain, x)  # of real numbers: no convention comes in
+    near(result.loss, value(gain, x))
+    near(first.gradients["gain"], dgain)
+    near(np.concatenate(result.input_grads), dx)
+
+
+def test_our_adamw_on_complex_parameters_is_that_of_pytorch():
+    theirs, stage = TorchWave(0, (), (), "complex128"), torch_stage(0)
+    groups = [{"params": [theirs.w], "weight_decay": 0.1}, {"params": [theirs.c], "weight_decay": 0.0}]
+    step, ours = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95)), optim.AdamW([stage], lr=1e-2)
+    for seed in range(4):
+        for name, parameter in theirs.named_parameters():
+            parameter.grad = torch.from_numpy(complex_model.drawn(parameter.shape, seed))
+            stage.gradients[f"0.{name}"][...] = parameter.grad.numpy()
+        step.step()
+        ours.step()
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in theirs.parameters()])
+    assert optim.gradient_norm([stage]) == pytest.approx(norm.item(), rel=1e-13)
+    for name, parameter in theirs.named_parameters():
+        near(stage.parameters[f"0.{name}"], parameter.detach(), name)
+
+
+def test_numbers_of_64_bits_are_told_from_pairs_of_32():
+    jax.config.update("jax_enable_x64", False)
+    try:
+        stage = adapters.jax_stage(lambda p, x: x * p["a"], {"a": np.ones(2, np.complex64)})
+        y, _ = stage.forward(np.ones((3, 2), np.complex64))
+        assert y.dtype == np.complex64
+        with pytest.raises(
+            ArgumentError, match="complex128 for a function of JAX, which has 64-bit numbers switched off"
+        ):
+            stage.forward(np.ones((3, 2), np.complex128))
+    finally:
+        jax.config.update("jax_enable_x64", True)
+
+
+def test_what_pytorch_has_not_conjugated_yet_is():
+    stage = adapters.torch_stage(Lazy())
+    x = complex_model.drawn((2, 3), 0)
+    y, saved = stage.forward(x)
+    np.testing.assert_array_equal(y["conjugate"], x.conj())
+    np.testing.assert_array_equal(y["minus"], -x.imag)
+    dx = stage.backward({"conjugate": x, "minus": x.real.copy()}, saved)
+    near(dx, x.conj() - 1j * x.real)
+
+
+class Lazy(torch.nn.Module):
+    def forward(self, x):
+        return {"conjugate": x.conj(), "minus": x.conj().imag}

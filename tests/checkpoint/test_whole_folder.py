@@ -1,0 +1,211 @@
+"""A process is killed around each call that changes a folder which is replaced: a whole one is found each time."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from contextlib import nullcontext
+
+import pytest
+
+from mpipipe import Mesh, nn, schedules
+from mpipipe.attention import Local
+from mpipipe.checkpoint import whole_folder
+from mpipipe.comm import inprocess
+from mpipipe.errors import ArgumentError
+from mpipipe.models import GPT, huggingface
+from mpipipe.models.huggingface.adapter import open_adapter, read_adapter, save_adapter
+from mpipipe.models.huggingface.families import expressed
+from mpipipe.train import weights
+from mpipipe.train.conversion import convert
+from mpipipe.train.model_folder import open_model
+
+MODEL = GPT(dim=8, layers=1, heads=2)
+LORA = nn.LoRA(2, 4.0, ["q_proj"])
+CALLS = ("rename", "rmdir", "mkdir", "unlink", "fsync", "replace", "open")
+
+
+def stage_of(value, lora=None):
+    layers = MODEL.build(Local())
+    stage = nn.Stage(layers if lora is None else lora.apply(layers))
+    stage.parameters.flat.fill(value)
+    return stage
+
+
+def save_weights(folder, value):
+    def write(comm):
+        with Mesh(comm) as mesh:
+            weights.save(folder, MODEL, [stage_of(value)], schedules.gpipe(1, 1), mesh)
+
+    inprocess.run(1, write)
+
+
+def save_huggingface(folder, value):
+    def write(comm):
+        with Mesh(comm) as mesh:
+            parameters, origin = stage_of(value).parameters, huggingface.Origin()
+            huggingface.save(folder, MODEL, parameters, mesh, dtype="float32", origin=origin, replaces=True)
+
+    inprocess.run(1, write)
+
+
+def write_adapter(folder, value):
+    def write(comm):
+        with Mesh(comm) as mesh:
+            save_adapter(folder, LORA, MODEL, stage_of(value, LORA).parameters, mesh, huggingface.Origin())
+
+    inprocess.run(1, write)
+
+
+def value_of_model(folder):
+    """The one value of all parameters, as a reader finds them."""
+
+    def read(comm):
+        stage = stage_of(0)
+        with Mesh(comm) as mesh:
+            open_model(folder).load([stage], mesh)
+        (value,) = {value for array in stage.parameters.values() for value in array.flat}
+        return value
+
+    return inprocess.run(1, read)[0]
+
+
+def value_of_adapter(folder):
+    stage = stage_of(0, LORA)
+    family, _ = expressed(MODEL, huggingface.Origin().family)
+    read_adapter(open_adapter(whole_folder.standing(folder)), family, MODEL, dict(stage.parameters.items()))
+    (value,) = {value for name, array in stage.parameters.items() if "lora" in name.lower() for value in array.flat}
+    return value
+
+
+def dying_at(moment, work):
+    """Whether `work` came to its end in a process that is killed around its n-th call of CALLS."""
+    child = os.fork()
+    if child == 0:
+        left, leave = [moment], os._exit
+
+        def die():
+            left[0] -= 1
+            if left[0] == 0:
+                leave(9)
+
+        def deadly(function):
+            def call(*arguments, **keys):
+                die()
+                result = function(*arguments, **keys)
+                die()
+                return result
+
+            return call
+
+        for name in CALLS:
+            setattr(os, name, deadly(getattr(os, name)))
+        try:
+            work()
+        except BaseException:
+            leave(1)
+        leave(0)
+    ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert ended in (0, 9)
+    return ended == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("save", "value_of"),
+    [(save_weights, value_of_model), (save_huggingface, value_of_model), (write_adapter, value_of_adapter)],
+)
+def test_a_save_that_is_killed_at_any_moment_leaves_the_old_model_or_the_new_one(tmp_path, save, value_of):
+    folder, seen, moment, ended = tmp_path / "run" / "model", [], 0, False
+    while not ended:
+        moment += 1
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        save(folder, 1)
+        ended = dying_at(moment, lambda: save(folder, 2))
+        seen.append(value_of(folder))
+        if moment % 5 == 0 or ended:  # the next save cleans up
+            save(folder, 3)
+            assert value_of(folder) == 3 and os.listdir(tmp_path / "run") == ["model"]
+    assert moment > 20 and seen[0] == 1 and seen[-1] == 2 and seen == sorted(seen), seen
+
+
+def test_a_conversion_that_is_killed_leaves_a_whole_model_or_none(tmp_path):
+    save_huggingface(tmp_path / "source", 4)
+    moment, ended, seen = 0, False, set()
+    while not ended:
+        moment += 3
+        ended = dying_at(moment, lambda: convert(tmp_path / "source", tmp_path / "target"))
+        seen.add(value_of_model(tmp_path / "target") if (tmp_path / "target").exists() else None)
+        shutil.rmtree(tmp_path / "target", ignore_errors=True)
+    assert seen == {None, 4.0}
+    convert(tmp_path / "source", tmp_path / "target")
+    assert sorted(os.listdir(tmp_path)) == ["source", "target"]
+
+
+def test_between_the_two_renames_the_former_folder_is_found(tmp_path):
+    """Both by those who read and by a training that begins anew."""
+    target = tmp_path / "model"
+    save_weights(target, 1)
+    former = target.rename(tmp_path / "model.mpipipe-former")
+    assert whole_folder.standing(target) == former and value_of_model(target) == 1
+    whole_folder.restore(target)
+    assert value_of_model(target) == 1 and os.listdir(tmp_path) == ["model"]
+
+
+@pytest.mark.parametrize("save", [save_weights, save_huggingface])
+def test_a_model_that_is_replaced_between_two_files_is_no_mixture(tmp_path, save):
+    """Some ranks have read the old one, others the new one."""
+    folder = tmp_path / "model"
+    save(folder, 1)
+    opened = open_model(folder)
+    save(folder, 2)
+
+    def read(comm):
+        with Mesh(comm) as mesh, pytest.raises(ArgumentError, match="replaced while it was read"):
+            opened.load([stage_of(0)], mesh)
+
+    inprocess.run(2, read)
+    assert value_of_model(folder) == 2
+
+
+def test_what_is_no_leftover_stays(tmp_path):
+    names = ("model.md", "model.partial.md", "mine.partial", "model.12345678.partially", "model.notes678.partial")
+    names += ("model.former", "model.partial")  # as people call folders
+    for name in (*names, "model.mpipipe-former", "model.0123abcd.partial"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "model").mkdir()
+    whole_folder.restore(tmp_path / "model")
+    (tmp_path / "model").rmdir()
+    whole_folder.restore(tmp_path / "model")  # nor does one of them become the model
+    assert sorted(os.listdir(tmp_path)) == sorted(names)
+
+
+def test_a_folder_with_files_is_refused_where_it_is_not_to_be_replaced(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine").write_text("mine")
+    with pytest.raises(ArgumentError, match="not empty"):
+        with whole_folder.named_at_the_end(tmp_path / "model", lambda path: nullcontext()):
+            raise AssertionError
+    assert os.listdir(tmp_path) == ["model"]
+
+
+@pytest.mark.parametrize("place", [".", "..", "/"])
+def test_a_folder_without_a_name_is_refused(tmp_path, monkeypatch, place):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ArgumentError, match="has no name"):
+        whole_folder.begin(whole_folder.Path(place), replaces=False)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_link_to_a_folder_stays_and_what_it_leads_to_is_replaced(tmp_path):
+    """Such as one to a disk with more room."""
+    folder, disk = tmp_path / "model", tmp_path / "disk"
+    disk.mkdir()
+    folder.symlink_to(disk / "model")
+    for value in (1, 2, 3):
+        save_weights(folder, value)
+        assert value_of_model(folder) == value_of_model(disk / "model") == value
+    (disk / "model").rename(disk / f"model{whole_folder.FORMER}")  # as a save does that is killed
+    assert value_of_model(folder) == 3
+    save_weights(folder, 4)
+    assert folder.is_symlink() and os.listdir(disk) == ["model"] and sorted(os.listdir(tmp_path)) == ["disk", "model"]

@@ -1,0 +1,163 @@
+"""Damaged files of every kind, and what is no file, are refused by name: none is waited for, none takes much memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import struct
+import tracemalloc
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from support.command_line import invoke
+from support.damaged_files import KINDS, NO_FILES, TEXTS, WAYS, damaged
+from support.token_files import write_tokens
+
+from mpipipe.cli import dry_run
+from mpipipe.comm import launcher
+from mpipipe.errors import DataError, MpipipeError
+from mpipipe.train.data.pieces import forget_files
+from mpipipe.train.data.tokenizer import open_tokenizer
+
+MAY_BE_READ = [("npy", "absurd size"), ("npy", "zeros at the end"), ("metrics", "absent")]  # NumPy reads such files
+DAMAGES = 30  # of each kind
+SECONDS = 60  # for one file; all take milliseconds
+MOST_BYTES = 200_000_000
+
+
+@contextmanager
+def watched(case):
+    """Fail where the block inside takes long, or more memory than any damaged file may."""
+
+    def late(number, frame):
+        raise TimeoutError(f"{case}: still at work after {SECONDS} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(SECONDS)
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < MOST_BYTES, case
+    finally:
+        tracemalloc.stop()
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def outcome(kind, path, case):
+    """The error with which the file is refused, None where it can be read; nothing else may come out."""
+    forget_files()
+    with watched(case):
+        try:
+            kind.read(path)
+        except MpipipeError as error:
+            assert str(path) in str(error), f"{case}: the file is not named: {error}"
+            assert len(str(error)) < 5000, case
+            return error
+    return None
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_damaged_file_is_refused_by_name_or_is_still_one(tmp_path, name):
+    kind = KINDS[name]
+    folder = tmp_path / "whole"
+    folder.mkdir()
+    assert outcome(kind, kind.make(folder), name) is None
+    rng, refused = np.random.default_rng(len(name)), 0
+    for number in range(DAMAGES):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        path, way = kind.make(folder), WAYS[number % len(WAYS)]
+        before = path.read_bytes()
+        damaged(path, way, rng)
+        error = outcome(kind, path, f"{name}, {way}, number {number}")
+        refused += error is not None
+        after = path.read_bytes()
+        if after[:8] == before[:8] and kind.covered(after) != kind.covered(before):
+            assert error is not None, f"{name}, {way}, number {number}: a change was passed over"
+    assert refused >= DAMAGES // 4
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_texts_that_ask_for_much_are_refused_by_name_or_are_texts(tmp_path, name):
+    """Such as deep brackets, numbers of thousands of digits, and counts of billions."""
+    kind = KINDS[name]
+    path = kind.make(tmp_path)
+    for number, text in enumerate(TEXTS):
+        path.write_bytes(text)
+        outcome(kind, path, f"{name}, text {number}")
+
+
+@pytest.mark.parametrize("way", NO_FILES)
+@pytest.mark.parametrize("name", KINDS)
+def test_what_is_no_file_of_a_kind_is_refused_by_name(tmp_path, name, way):
+    kind = KINDS[name]
+    path = kind.make(tmp_path)
+    damaged(path, way, np.random.default_rng(0))
+    error = outcome(kind, path, f"{name}, {way}")
+    assert error is not None or (name, way) in MAY_BE_READ
+
+
+def test_a_regular_expression_without_end_is_an_error_of_the_tokenizer(tmp_path):
+    """The library panics over it, with an exception that `except Exception` does not catch."""
+    path = KINDS["tokenizer"].make(tmp_path)
+    tokenizer = open_tokenizer(path)
+    with watched("a panic"), pytest.raises(DataError, match=r"the tokenizer fails: .*limit") as caught:
+        tokenizer.encode("o" * 20_000)
+    assert caught.value.found == str(path)
+
+
+@pytest.fixture
+def refused(monkeypatch):
+    """refused(words): the report of a command of one process that refuses its arguments."""
+    for module in (launcher, dry_run):
+        monkeypatch.setattr(module, "launcher_size", lambda environment: None)
+
+    def refused(*words):
+        with watched(words):
+            ended = invoke(*map(str, words))
+        assert ended.code == 2 and ended.report.startswith("mpipipe: stopped:\n"), ended
+        assert "Traceback" not in ended.report
+        return ended.report
+
+    return refused
+
+
+COMMANDS = [
+    ("simulate", "--csv"), ("simulate", "--schedule"), ("draw", "timeline", "--out", "new.svg", "--schedule"),
+    ("train", "--dry-run", "--schedule"), ("train", "--dry-run", "--config"), ("train", "--dry-run", "--data"),
+    ("train", "--dry-run", "--profile"), ("draw", "trace", "--out", "new.svg", "--trace"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize("what", ["FIFO", "device", "a long name"])
+def test_a_command_waits_for_no_fifo_and_reads_no_device(refused, tmp_path, command, what):
+    path = tmp_path / ("x" * 5000 + ".csv" if what == "a long name" else "order.csv")
+    if what == "FIFO":
+        os.mkfifo(path)
+    elif what == "device":
+        path.symlink_to("/dev/zero")
+    assert str(path) in refused(*command, path)
+
+
+def test_a_file_of_tokens_whose_index_lies_is_refused_by_a_training(refused, tmp_path):
+    starts = np.array([0, 400])
+    path = write_tokens(tmp_path / "tokens", np.arange(800) % 50, starts, [700, 800])
+    whole = path.read_bytes()
+    for position in (2**60, 0):
+        path.write_bytes(whole[:-32] + struct.pack("<2Q", 0, position) + whole[-16:])
+        report = refused("train", "--dry-run", "--data", path, "--packing", "segments")
+        assert "a file of tokens is damaged" in report and str(path) in report
+
+
+def test_names_and_numbers_that_cannot_be_are_refused_in_words(refused, tmp_path):
+    long = "x" * 5000
+    assert f"found: {long}" in refused("convert", long, tmp_path / "new")
+    assert "no folder" in refused("convert", "a\0b", tmp_path / "new")
+    assert "partition: no partition" in refused("train", "--dry-run", "--partition", "9" * 5000)
+    assert "forward='" not in (report := refused("simulate", "--schedule", "gpipe", "--forward", "1e308,1,1,1"))
+    assert "the cost forward does not fit" in report and "1e+308" in report
+    (tmp_path / "zero.toml").write_text('data = ["a\\u0000b"]\n')
+    assert "data has a zero byte" in refused("train", "--dry-run", "--config", tmp_path / "zero.toml")

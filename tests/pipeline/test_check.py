@@ -1,0 +1,453 @@
+"""Check mode: planted faults are named with rank, stage, micro-batch and array; what is right keeps its bits."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from mpipipe import Branches, Pipeline, arrays, nn, optim
+from mpipipe.comm import inprocess
+from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, NonFiniteError, PeerError, StageError
+from mpipipe.schedules import looped_bfs, one_f_one_b, with_skips, zero_bubble_h1
+
+MICROBATCHES, AT, ROWS, DIM = 4, 2, 8, 4
+
+
+def write(array, value=0.0):
+    """Write to an array that was handed out read-only, as code that goes round numpy's flag does."""
+    array.setflags(write=True)
+    array[0, 0] = value
+
+
+class Mine:
+    """y = x * w with one factor for each column; `plant(event, micro-batch, arrays)` may do what is forbidden."""
+
+    def __init__(self, number, plant=None, dim=DIM):
+        self.parameters, self.gradients = (nn.FlatBuffer({f"{number}.w": (dim,)}, "float64") for _ in "12")
+        self.w, self.g = self.parameters[f"{number}.w"], self.gradients[f"{number}.w"]
+        self.w[...] = 1.5
+        self.number, self.memory, self.planted = number, {}, plant
+
+    def plant(self, event, m, **arrays):
+        if self.planted is not None:
+            self.planted(event, m, SimpleNamespace(memory=self.memory, g=self.g, **arrays))
+
+    def forward(self, x, position):
+        y, saved = x * self.w, [x * 1.0]
+        self.plant("forward", position.microbatch, x=x, y=y, saved=saved)
+        return y, (position.microbatch, saved)
+
+    def backward_input(self, dy, kept):
+        m, (x,) = kept
+        dx, pending = dy * self.w, (dy * x).sum(0)
+        self.plant("input", m, dy=dy, dx=dx, pending=pending)
+        return dx, (m, pending)
+
+    def backward_weight(self, kept):
+        m, pending = kept
+        self.g += pending
+        self.plant("weight", m)
+
+    def backward(self, dy, kept):
+        dx, pending = self.backward_input(dy, kept)
+        self.backward_weight(pending)
+        return dx
+
+
+def at(event, action, microbatch=AT):
+    """Plant an action where an event of this micro-batch is."""
+
+    def plant(found, m, arrays):
+        if (found, m) == (event, microbatch):
+            action(arrays)
+
+    plant.needs_forwards = False
+    return plant
+
+
+def later(event, name, of=0):
+    """Keep an array of an event of one micro-batch, and write to it in the same event of the next one."""
+
+    def plant(found, m, arrays):
+        if found == event:
+            old = arrays.memory.pop("old", None)
+            if old is not None:
+                old[...] = 7.0
+            elif m == of:
+                kept = getattr(arrays, name)
+                arrays.memory["old"] = kept[0] if isinstance(kept, list) else kept
+
+    plant.needs_forwards = event == "forward"
+    return plant
+
+
+def put(name, value):
+    """Put a value into an array of the event."""
+    return lambda arrays: getattr(arrays, name).__setitem__(0, value)
+
+
+FAULTS = {  # name: (event, fault; error, micro-batch, words of it)
+    "NaN in forward": (at("forward", put("y", np.nan)), NonFiniteError, AT, "forward returned .*y, float64.*NaN"),
+    "inf in forward": (at("forward", put("y", -np.inf)), NonFiniteError, AT, "forward returned .*1 infinite|-inf"),
+    "NaN in dx": (at("input", put("dx", np.nan)), NonFiniteError, AT, "input gradient that is not finite.*dx"),
+    "NaN in a gradient": (at("weight", put("g", np.nan)), NonFiniteError, AT, r"gradient\['1.w'\].*at \[0\]: nan"),
+    "inf in a gradient": (at("weight", put("g", np.inf)), NonFiniteError, AT, r"gradient\['1.w'\].*at \[0\]: inf"),
+    "write to x": (at("forward", lambda a: write(a.x)), StageError, AT, "forward wrote to x, .*float64.*checksum"),
+    "write to dy": (at("input", lambda a: write(a.dy)), StageError, AT, "wrote to dy.*dy, float64"),
+    "write to y after it was sent": (later("forward", "y"), StageError, 0, "y was written to after .*micro-batch 1"),
+    "write to dx after it was sent": (later("input", "dx"), StageError, 0, "dx was written to after .*micro-batch 1"),
+    "write to what was saved": (later("forward", "saved"), StageError, 0, r"saved was written to.*saved\[1\]\[0\]"),
+}  # fmt: skip
+SCHEDULES = {
+    "looped_bfs": lambda ranks: looped_bfs(ranks, 2, MICROBATCHES),
+    "zero_bubble_h1": lambda ranks: zero_bubble_h1(ranks, MICROBATCHES),
+}
+
+
+def raised(comm, schedule, plant=None, stage=1, call="step", build=Mine, loss=None, batch=None, prepare=id, **options):
+    """The error of a step on the rank that has the cause; the others were told, and one alone reports."""
+    stages = [build(number, plant if number == stage else None) for number in schedule.stages_of(comm.rank)]
+    x, target = batch or (np.ones((ROWS, DIM)), np.zeros((ROWS, DIM)))
+    mine = (x if schedule.placement[0] == comm.rank else None, target if schedule.placement[-1] == comm.rank else None)
+    pipeline = Pipeline(stages, schedule, comm, **{"loss": loss or nn.mean_squared_error, "check": True, **options})
+    prepare(pipeline)
+    with pytest.raises(MpipipeError) as caught:
+        getattr(pipeline, call)(*mine)
+        pipeline.close()  # where a rank was done before another one failed
+    errors = comm.allgather((str(caught.value), type(caught.value), caught.value.reported_elsewhere))
+    assert [elsewhere for _, _, elsewhere in errors].count(False) == 1
+    (found,) = [(text, kind) for text, kind, elsewhere in errors if not elsewhere]
+    assert all(issubclass(kind, PeerError) for _, kind, elsewhere in errors if elsewhere)
+    return found
+
+
+def names(found, kind, rank, stage, microbatch, match):
+    text, raised_kind = found
+    assert raised_kind is kind, text
+    assert text.startswith(f"rank {rank}, stage {stage}, micro-batch {microbatch}: "), text
+    assert re.search(match, " ".join(text.split())), text
+    assert "remedy: " in text
+
+
+@pytest.mark.parametrize("call", ["step", "launch"])
+@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_a_planted_fault_is_named(comm, kind, name, call):
+    schedule = SCHEDULES[kind](comm.size)
+    stage = min(1, schedule.stages - 1)
+    plant, error, microbatch, match = FAULTS[name]
+    if kind == "zero_bubble_h1" and plant.needs_forwards:
+        pytest.skip("the backward may come before the next forward")
+    found = raised(comm, schedule, plant, stage, call)
+    names(found, error, schedule.placement[stage], stage, microbatch, match.replace("1.w", f"{stage}.w"))
+
+
+def two_chunks(comm):
+    return looped_bfs(comm.size, 2, MICROBATCHES)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("direction, name", [(0, "x"), (1, "dy")])
+def test_a_message_that_was_changed_on_its_way(comm, direction, name):
+    schedule = two_chunks(comm)
+    edge, rank = (1, 1) if direction == 0 else (1, 0)
+
+    def prepare(pipeline):
+        mailbox = pipeline.engine.messages.mailbox
+        take = mailbox.take
+
+        def tampered():
+            envelope = mailbox.posted[0][3]
+            arrays, lease = take()
+            if envelope.name == (edge, AT, direction):
+                lease[0][1][0][1, 3] = np.nan
+            return arrays, lease
+
+        mailbox.take = tampered
+
+    found = raised(comm, schedule, prepare=prepare)
+    match = f"of micro-batch 2 over edge 1 is not finite as it arrived from rank {1 - rank} .*{name}, .*at .1, 3.: nan"
+    names(found, NonFiniteError, rank, rank, AT, match)
+
+
+def last(schedule):
+    return schedule.placement[-1], schedule.stages - 1
+
+
+def third(loss):
+    """A loss that does something in its third call."""
+    calls = []
+
+    def counted(output, target):
+        calls.append(0)
+        return loss(output, target) if len(calls) == AT + 1 else nn.mean_squared_error(output, target)
+
+    return counted
+
+
+def nan_gradient(output, target):
+    gradient = np.zeros_like(output)
+    gradient[1, 1] = np.nan
+    return 0.0, gradient
+
+
+LOSSES = {
+    "NaN in its gradient": (nan_gradient, NonFiniteError, r"loss returned a gradient .*doutput, .*at \[1, 1\]"),
+    "NaN": (lambda y, t: (np.nan, y * 1.0), NonFiniteError, "the loss is not finite found: nan; y is finite"),
+    "write to y": (lambda y, t: write(y) or (0.0, y * 1.0), StageError, "the loss wrote to the output"),
+    "write to targets": (lambda y, t: write(t, 3.0) or (0.0, y * 1.0), StageError, "the loss wrote to its targets"),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_fault_in_the_loss(comm, name):
+    loss, kind, match = LOSSES[name]
+    schedule = two_chunks(comm)
+    names(raised(comm, schedule, loss=third(loss)), kind, *last(schedule), AT, match)
+
+
+def test_what_is_not_finite_in_the_batch_is_called_the_users(comm):
+    schedule = two_chunks(comm)
+    x, target = np.ones((ROWS, DIM)), np.zeros((ROWS, DIM))
+    x[5, 1] = np.nan
+    found = raised(comm, schedule, batch=(x, target))
+    names(found, NonFiniteError, 0, 0, AT, "y, .*before that: the input of this call, .*at .1, 1.: nan.*named last")
+    x[5, 1], target[4, 0] = 1, np.inf
+    found = raised(comm, schedule, batch=(x, target))
+    names(found, NonFiniteError, *last(schedule), AT, "the loss is not finite.*before that: the targets of this call")
+
+
+def test_a_batch_with_nan_that_no_stage_lets_through_is_none_of_our_business(comm):
+    class Filled(Mine):
+        def forward(self, x, position):
+            return super().forward(np.nan_to_num(x), position)
+
+    schedule = two_chunks(comm)
+    stages = [Filled(number) for number in schedule.stages_of(comm.rank)]
+    x = np.full((ROWS, DIM), np.nan) if comm.rank == 0 else None
+    target = np.zeros((ROWS, DIM)) if schedule.placement[-1] == comm.rank else None
+    with Pipeline(stages, schedule, comm, loss=nn.mean_squared_error, check=True) as pipeline:
+        assert pipeline.step(x, target).loss == 0
+
+
+def test_the_users_arrays_are_looked_at_until_the_end_of_the_call(comm):
+    schedule = two_chunks(comm)
+    x, target = np.ones((ROWS, DIM)), np.zeros((ROWS, DIM))
+    found = raised(comm, schedule, at("weight", lambda a: write(x, 5.0), 1), stage=0, batch=(x, target))
+    names(found, StageError, 0, 0, 0, "the inputs of a call were written to before its end found: inputs, float64")
+
+
+def test_a_parameter_that_is_not_finite_is_named(comm):
+    schedule = two_chunks(comm)
+    found = raised(comm, schedule, at("forward", lambda a: a.y.fill(np.nan), 0))
+    assert "before that" not in found[0]
+
+    def build(number, plant):
+        stage = Mine(number)
+        stage.w[3] = np.nan if number == 1 else 1
+        return stage
+
+    found = raised(comm, schedule, build=build)
+    names(found, NonFiniteError, 1 % comm.size, 1, 0, r"y, .*before that: parameter\['1.w'\], .*at \[3\]: nan")
+
+
+def test_the_next_chunk_of_a_rank_writes_to_what_it_was_handed():
+    """It is y of the stage before, which may be among what that has saved."""
+    for plant, stage, match in (
+        (at("forward", lambda a: write(a.x)), 1, "forward wrote to x, which the stage was handed"),
+        (at("input", lambda a: write(a.dy)), 0, "backward wrote to dy, which the stage was handed"),
+    ):
+
+        def on_one_rank(comm, plant=plant, stage=stage):
+            return raised(comm, looped_bfs(1, 2, MICROBATCHES), plant, stage)
+
+        (found,) = inprocess.run(1, on_one_rank)
+        names(found, StageError, 0, stage, AT, match)
+
+
+def test_a_write_between_the_halves_of_a_backward(comm):
+    schedule = zero_bubble_h1(comm.size, MICROBATCHES)
+    if comm.size == 1:
+        pytest.skip("its halves follow each other")
+    found = raised(comm, schedule, later("input", "pending"), comm.size - 1)
+    names(found, StageError, *last(schedule), 0, "pending was written to between input gradient and weight gradient")
+
+
+def test_a_write_before_a_recomputation(comm):
+    def plant(event, m, arrays):
+        if event == "forward" and "old" in arrays.memory:
+            write(arrays.memory.pop("old"))
+        elif event == "forward" and m == 0:
+            arrays.memory["old"] = arrays.x
+
+    schedule = two_chunks(comm)
+    found = raised(comm, schedule, plant, 1, recompute=True)
+    names(found, StageError, 1 % comm.size, 1, 0, "x was written to between a forward and its recomputation")
+
+
+class Far(Mine):
+    """The ends of a skip: stage 0 gives x over it, stage 2 adds it."""
+
+    def forward(self, x, position):
+        skipped = self.number == 2
+        y, saved = super().forward(x.main + x["far"]["u"] if skipped else x, position)
+        return (Branches(y, far={"u": x * 1.0, "v": self.v(x, position)}) if self.number == 0 else y), saved
+
+    def v(self, x, position):
+        return x / (position.microbatch != AT)
+
+
+@pytest.mark.filterwarnings("ignore:divide by zero")
+def test_a_leaf_that_goes_over_a_skip_is_named(comm):
+    schedule = with_skips(looped_bfs(comm.size, 3, MICROBATCHES), {"far": (0, 2)})
+    found = raised(comm, schedule, build=Far)
+    names(found, NonFiniteError, 0, 0, AT, r"y.skips\['far'\]\['v'\], float64.* 8 infinite\), .*at \[0, 0\]: inf")
+
+
+@pytest.mark.parametrize("how", ["argument", "environment"])
+@pytest.mark.mpi(min_size=2)
+def test_ranks_that_differ_are_refused(comm, monkeypatch, how):
+    schedule = one_f_one_b(comm.size, MICROBATCHES)
+    if how == "environment":
+        monkeypatch.setenv("MPIPIPE_CHECK", "1" if comm.rank == 1 else "0")
+    options = {"check": comm.rank == 1} if how == "argument" else {}
+    with pytest.raises(MismatchError, match="check"):
+        Pipeline([Mine(comm.rank)], schedule, comm, loss=nn.mean_squared_error, **options)
+
+
+def test_the_argument_wins_over_the_environment(comm, monkeypatch):
+    schedule = one_f_one_b(comm.size, MICROBATCHES)
+    for text, check, on in (("1", None, True), ("1", False, False), ("0", True, True), ("", None, False)):
+        monkeypatch.setenv("MPIPIPE_CHECK", text)
+        with Pipeline([Mine(comm.rank)], schedule, comm, check=check) as pipeline:
+            assert (pipeline.engine.checks is not None) is on
+            (stage,) = pipeline.engine.stages
+            assert (stage.computes is stage.given) is not on
+    monkeypatch.setenv("MPIPIPE_CHECK", "yes")
+    with pytest.raises(ArgumentError, match="MPIPIPE_CHECK"):
+        Pipeline([Mine(comm.rank)], schedule, comm)
+
+
+def test_nccl_and_check_mode_exclude_each_other(comm, monkeypatch):
+    monkeypatch.setenv("MPIPIPE_NCCL", "on")
+    with pytest.raises(ArgumentError, match="check mode looks at arrays on the host"):
+        Pipeline([Mine(comm.rank)], one_f_one_b(comm.size, MICROBATCHES), comm, check=True)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_what_is_right_has_the_same_bits(comm, kind, recompute):
+    schedule = SCHEDULES[kind](comm.size)
+    x, target = (np.random.default_rng(i).normal(size=(ROWS, DIM)) for i in range(2))
+    results = []
+    for check in (False, True):
+        stages = [
+            nn.Stage([nn.Sequential([nn.Linear(DIM, DIM), nn.Dropout(0.2), nn.Gelu()])], "float64", first=number)
+            if number % 2
+            else Mine(number)
+            for number in schedule.stages_of(comm.rank)
+        ]
+        optimizer = optim.AdamW(stages, lr=0.01)
+        mine = (x if comm.rank == 0 else None), (target if schedule.placement[-1] == comm.rank else None)
+        with Pipeline(stages, schedule, comm, nn.mean_squared_error, recompute, check=check) as pipeline:
+            losses = []
+            for call in (pipeline.step, lambda *batch: pipeline.launch(*batch).result()):
+                losses.append(call(*mine).loss)
+                optimizer.step()
+            rest = pipeline.evaluate(*mine), pipeline.forward(mine[0]), pipeline.peak_activations
+        results.append([losses, [stage.gradients.flat for stage in stages], *rest])
+    for one, other in zip(*results):
+        for a, b in zip(one, other) if isinstance(one, list) else [(one, other)]:
+            np.testing.assert_array_equal(a, b)
+
+
+def test_gradients_may_overflow_where_a_scale_is_given(comm):
+    """A LossScaler finds that, and lowers the scale. Outputs are finite all the same."""
+    schedule = two_chunks(comm)
+
+    def with_scale(pipeline):
+        step = pipeline.step
+        pipeline.step = lambda *batch: step(*batch, scale=4.0)
+
+    stages = [Mine(n, at("input", put("dx", np.inf)) if n == 1 else None) for n in schedule.stages_of(comm.rank)]
+    x, target = np.ones((ROWS, DIM)), np.zeros((ROWS, DIM))
+    mine = (x if comm.rank == 0 else None), (target if schedule.placement[-1] == comm.rank else None)
+    with Pipeline(stages, schedule, comm, loss=nn.mean_squared_error, check=True) as pipeline:
+        assert np.isfinite(pipeline.step(*mine, scale=4.0).loss)
+    found = raised(comm, schedule, at("forward", put("y", np.nan)), prepare=with_scale)
+    names(found, NonFiniteError, 1 % comm.size, 1, AT, "forward returned")
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_sum_over_replicas_that_overflows(comm):
+    color = comm.rank // 2
+    if comm.size % 2:
+        pytest.skip("pairs of replicas")
+    pipe, replicas = comm.Split(comm.rank), comm.Split(color)
+    stage = Mine(0, at("weight", lambda a: a.g.fill(1e308), MICROBATCHES - 1))
+    x = np.ones((ROWS, DIM))
+    pipeline = Pipeline(
+        [stage], one_f_one_b(1, MICROBATCHES), pipe, nn.mean_squared_error, replicas=replicas, check=True
+    )
+    with pytest.raises((NonFiniteError, PeerError), match="the sum of a gradient over replicas"):
+        pipeline.step(x, x)
+    pipe.Free()
+    replicas.Free()
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float16", "complex64"])
+def test_numbers_of_all_kinds(kind):
+    """Seen where they are, in arrays of any strides; integers have no NaN."""
+    from mpipipe.pipeline.inspection import non_finite, watched
+
+    array = np.ones((4, 6), arrays.dtype(kind))
+    part = {"a": np.ones(3, int), "b": (array[:, ::2], None)}
+    assert non_finite(part, "x") is None
+    before = watched(0, 0, part, "x")
+    assert before.change() is None
+    array[2, 4] = np.nan
+    assert non_finite(part, "x").startswith(f"x['b'][0], {kind}[4, 3]: 1 of 12 numbers not finite (1 NaN, 0 infinite)")
+    assert "at [2, 2]" in non_finite(part, "x") and "x['b'][0]" in before.change()
+    assert watched(0, 0, part, "x", without=array).leaves == [("x['a']", part["a"])]
+
+
+class OnDevice:
+    """y = x on a device, where nothing protects x."""
+
+    device = "cuda"
+
+    def __init__(self, number, plant):
+        self.plant = plant
+
+    def forward(self, x, position):
+        y = arrays.copy(x if arrays.is_device(x) else arrays.upload(x))
+        if self.plant is not None and position.microbatch == AT:
+            self.plant(x, y)
+        return y, None
+
+    def backward(self, dy, saved):
+        return arrays.copy(dy)
+
+
+def set_first(array, value):
+    arrays.copy_into(array[:1], arrays.upload(np.full((1, DIM), value)))
+
+
+@pytest.mark.parametrize("fault", ["NaN", "write"])
+def test_device_arrays_are_looked_at_by_checksums(gpu, comm, fault):
+    schedule = looped_bfs(comm.size, 2, MICROBATCHES)
+
+    def plant(x, y):
+        set_first(y if fault == "NaN" else x, np.nan if fault == "NaN" else 2.0)
+
+    def loss(output, target):
+        return 0.0, arrays.zeros_like(output)
+
+    found = raised(comm, schedule, plant, build=OnDevice, loss=loss)
+    if fault == "NaN":
+        names(found, NonFiniteError, 1 % comm.size, 1, AT, r"y, float64.*4 NaN.*at \[0, 0\]: nan")
+    else:
+        names(found, StageError, 1 % comm.size, 1, AT, "forward wrote to x")

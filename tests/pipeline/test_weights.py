@@ -1,0 +1,212 @@
+"""Weights that a loss returns: the mean over what counts, over all micro-batches of all replicas, as on one process."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import dense, skip_nets
+from support.random_schedules import runnable_schedules
+from support.small_gpt import MODEL, build, parts_of, text
+from support.weighted import WIDTH, Tanh, cells, dense_step, masked, masked_with_factor, near
+
+from mpipipe import Mesh, Pipeline, nn, optim
+from mpipipe.attention import Layout, Ring
+from mpipipe.comm import inprocess
+from mpipipe.schedules import gpipe, interleaved_1f1b, with_frozen, with_skips
+
+
+def check_steps(comm, schedule, data, seed, loss, scale=1.0, calls=("step", "launch", "step"), recompute=False):
+    """Some steps on `data` replicas, each with shards of a length of its own, have loss and gradients of the whole."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 5, data)
+    with Mesh(comm, pipe=schedule.ranks, data=data) as mesh:
+        stages = [Tanh(number) for number in schedule.stages_of(mesh.pipe.rank)]
+        given = [cells(rng, schedule.microbatches, length) for length in lengths]
+        expected = dense_step(schedule.stages, [each for batches in given for each in batches])
+        mine = given[mesh.data.rank]
+        feeds, goals = ([batch[part] for batch in mine] for part in (0, 1))
+        batch = dense.placed(schedule, mesh.pipe.rank, feeds, goals)
+        first = mesh.data.rank * schedule.microbatches
+        pipe = Pipeline(stages, schedule, mesh.pipe, loss, recompute, replicas=mesh.replicas)
+        with pipe:
+            near(pipe.evaluate(*batch), expected[0])
+            bits = []
+            for call in calls:
+                result = getattr(pipe, call)(*batch, scale=scale)
+                flats = [stage.gradients.flat.copy() for stage in stages]  # before the loss of a launch is asked for
+                result = result if call == "step" else result.result()
+                near(result.loss, expected[0])
+                for m, (_, (_, mask)) in enumerate(mine):
+                    assert np.isnan(result.losses[m]) == (not mask.any())
+                for number, flat in zip(schedule.stages_of(mesh.pipe.rank), flats):
+                    near(flat / scale, expected[1][number].reshape(-1))
+                for m, slope in enumerate(result.input_grads or ()):
+                    near(slope, expected[2][first + m])
+                bits.append([flat.tobytes() for flat in flats])
+            assert all(each == bits[0] for each in bits), "the provisional unit has changed bits"
+
+
+@settings(max_examples=25)
+@given(
+    schedule=runnable_schedules(),
+    data=st.integers(1, 3),
+    seed=st.integers(0, 10**6),
+    make=st.sampled_from([masked, masked_with_factor]),
+    unit=st.sampled_from([1, 1 / 3, 1e-9, 5e14, 1e-200, 1e200]),
+    scale=st.sampled_from([1.0, 1024.0]),
+    synchronous=st.booleans(),
+)
+def test_loss_and_gradients_are_those_of_one_process(schedule, data, seed, make, unit, scale, synchronous):
+    def job(comm):
+        check_steps(comm, schedule, data, seed, make(unit), scale)
+
+    inprocess.run(schedule.ranks * data, job, synchronous=synchronous, seed=seed)
+
+
+@pytest.mark.parametrize(
+    "name, chunks", [("gpipe", 1), ("one_f_one_b", 1), ("interleaved_1f1b", 2), ("zero_bubble_h1", 1)]
+)
+@pytest.mark.parametrize("data", [1, 2, 4])
+def test_over_mpi(comm, name, chunks, data):
+    if comm.size % data:
+        pytest.skip("needs a multiple of that many ranks")
+    schedule = dense.build(name, comm.size // data, chunks, 3)
+    loss = (masked, masked_with_factor)[data % 2](0.3)
+    check_steps(comm, schedule, data, 7 * data, loss, calls=("launch", "step", "launch"), recompute=chunks == 2)
+
+
+def of_tokens(output, target):
+    """Cross-entropy over the targets that are not negative, in plain numpy."""
+    valid = target >= 0
+    x = output - output.max(-1, keepdims=True)
+    log = x - np.log(np.exp(x).sum(-1, keepdims=True))
+    chosen = np.eye(x.shape[-1])[np.where(valid, target, 0)] * valid[..., None]
+    count = max(int(valid.sum()), 1)
+    return -float((log * chosen).sum()) / count, (np.exp(log) * valid[..., None] - chosen) / count, int(valid.sum())
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e6])
+def test_padded_text_of_a_tied_model_and_the_norm_of_its_gradients(comm, max_norm):
+    """Tied parameters on several ranks, a split backward; clipping by begin_step sees corrected gradients."""
+    x, targets = text(9)
+    targets[np.random.default_rng(3).random(targets.shape) < 0.4] = -1
+    targets[:4] = -1  # nothing valid in the first micro-batch
+
+    def run(group, schedule):
+        stages = build(schedule, group.rank, tied=True)
+        optimizer = optim.SGD(stages, lr=0.1)
+        with Pipeline(stages, schedule, group, loss=of_tokens) as pipeline:
+            losses = []
+            for _ in range(3):
+                pending = pipeline.launch(*dense.placed(schedule, group.rank, x, targets))
+                optim.begin_step(optimizer, max_norm=max_norm, comm=group).finish()
+                losses.append(pending.result().loss)
+        return losses, {name: stage.parameters[name].copy() for stage in stages for name in stage.parameters}
+
+    alone = parts_of(comm, 1)
+    losses, expected = run(alone, gpipe(1, 1))
+    alone.Free()
+    found, parameters = run(comm, dense.build("zero_bubble_h1", comm.size, 1, 3))
+    near(found, losses)
+    for name, array in parameters.items():
+        near(array, expected[name])
+
+
+class Shown(skip_nets.SkipStage):
+    """With its gradients in one array."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        names, count = list(self.other_gradients), self.weight.size
+        self.gradients = SimpleNamespace(flat=np.zeros(count * (1 + len(names))))
+        views = self.gradients.flat.reshape(-1, *self.weight.shape)
+        self.gradient, self.other_gradients = views[0], dict(zip(names, views[1:]))
+
+
+@pytest.mark.parametrize("name", ["one_f_one_b", "zero_bubble_h1"])
+def test_micro_batches_of_unequal_rows_with_skips(comm, name):
+    def counted(output, target):
+        return (*dense.mean_squared(output, target), output.size)
+
+    plain = dense.build(name, comm.size, 1, 3)
+    schedule = with_skips(plain, {"far": (0, comm.size - 1)}) if comm.size > 2 else plain
+    pieces = [np.random.default_rng(rows).normal(size=(2, rows, WIDTH)) for rows in (1, 5, 2)]
+    inputs, targets = ([piece[part] for piece in pieces] for part in (0, 1))
+    expected = skip_nets.reference(schedule, np.concatenate(inputs), np.concatenate(targets))
+    stages = [Shown(schedule, number, WIDTH) for number in schedule.stages_of(comm.rank)]
+    with Pipeline(stages, schedule, comm, loss=counted) as pipeline:
+        result = pipeline.step(*dense.placed(schedule, comm.rank, inputs, targets))
+    skip_nets.assert_equal_to(expected, stages)
+    near(result.loss, expected[0])
+
+
+def test_frozen_stages_below_what_is_trained(comm):
+    """No backward goes there, and none of their gradients is corrected."""
+    x, goal = np.random.default_rng(0).normal(size=(2, 7, 4))
+
+    def heavier(output, target):
+        return (*nn.mean_squared_error(output, target), 7.0 * len(target))
+
+    schedule = with_frozen(dense.build("interleaved_1f1b", comm.size, 2, 3), {0})
+    stages = [
+        nn.Stage([nn.Linear(4, 4)], "float64", seed=1, first=number, frozen=["*"] if number == 0 else [])
+        for number in schedule.stages_of(comm.rank)
+    ]
+    with Pipeline(stages, schedule, comm, loss=heavier) as pipeline:
+        loss = pipeline.step(*dense.placed(schedule, comm.rank, x, goal)).loss
+    whole = nn.Stage([nn.Linear(4, 4) for _ in range(schedule.stages)], "float64", seed=1)
+    y, saved = whole.forward(x)
+    expected, dy = nn.mean_squared_error(y, goal)
+    whole.backward(dy, saved)
+    near(loss, expected)
+    for stage in stages:
+        for name in set(stage.gradients) - set(stage.frozen):
+            near(stage.gradients[name], whole.gradients[name])
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("extra", [1, 3])
+def test_shards_of_unequal_length_need_no_weight_with_the_losses_of_nn(comm, layout, extra):
+    """The mean is over positions, not over the means of the ranks: target entries count."""
+    length = 2 * comm.size + extra
+    whole = np.random.default_rng(0).integers(0, MODEL["vocab"], (4, length + 1))
+    alone = parts_of(comm, 1)
+
+    def run(group, ring, positions):
+        cut = Layout(layout, group.size, length)
+        stages = build(gpipe(1, 2), 0, attend=ring, positions=positions, seq=length)
+        batch = [cut.shard(part, group.rank) for part in (whole[:, :-1], whole[:, 1:])]
+        with Pipeline(stages, gpipe(1, 2), alone, nn.softmax_cross_entropy, replicas=group) as pipeline:
+            return pipeline.evaluate(*batch), pipeline.step(*batch).loss, stages[0].gradients.flat
+
+    cut = Layout(layout, comm.size, length)
+    *losses, gradient = run(comm, Ring(comm, layout=cut), cut.positions(comm.rank))
+    *expected, slope = run(alone, None, None)
+    near(losses, expected)
+    near(gradient, slope)
+    assert sum(cut.weight(rank) for rank in range(comm.size)) == length
+    alone.Free()
+
+
+@pytest.mark.parametrize("made", ["one stage", "one array"])
+def test_two_places_that_add_to_one_gradient(comm, made):
+    alone = parts_of(comm, 1)
+
+    def heavier(output, target):
+        return (*dense.mean_squared(output, target), 5.0)
+
+    def slope(loss):
+        first, other = Tanh(0), Tanh(0)
+        other.gradients = first.gradients
+        x, goal = np.random.default_rng(0).normal(size=(2, 6, WIDTH))
+        stages = [first, first if made == "one stage" else other]
+        with Pipeline(stages, interleaved_1f1b(1, 2, 2), alone, loss) as pipe:
+            pipe.step(x, goal)
+        return first.gradients.flat
+
+    near(slope(heavier), slope(dense.mean_squared))
+    alone.Free()

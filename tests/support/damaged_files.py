@@ -1,0 +1,202 @@
+"""Files of every kind that a command reads, whole ones, and ways to damage them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpipipe import schedules
+from mpipipe.analysis.written import read_trace
+from mpipipe.planning import LayerCosts, Link, RankCosts, SavedProfile, Sizes
+from mpipipe.schedules.csv_text import from_file
+from mpipipe.train import TrainConfig, data, metrics
+from mpipipe.train.data.tokenizer import open_tokenizer
+from mpipipe.train.prompts import read_prompts
+from support.damage import places
+from support.launch import ROOT
+from support.token_files import random_documents, write_megatron, write_tokens
+
+DOCUMENTS = 200
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of file: `make(folder)` writes a whole one and returns its path, `read(path)` does what commands do.
+
+    covered : takes from the bytes of a file those that a checksum covers: no change of them may be passed over
+    """
+
+    make: Any
+    read: Any
+    covered: Any = lambda content: b""
+
+
+def _tokens(version):
+    def make(folder):
+        ids, starts, nbytes = random_documents(np.random.default_rng(0), DOCUMENTS)
+        return write_tokens(folder / "tokens", ids, starts, nbytes, version=version)
+
+    return make
+
+
+def _read_data(path):
+    whole = data.find([path]).whole([path])
+    for start in range(0, len(whole), 1 << 16):
+        whole.read(start, min(1 << 16, len(whole) - start))
+    whole.starts(0, len(whole))
+    return whole.nbytes
+
+
+def _npy(folder):
+    np.save(folder / "ids.npy", np.arange(3000, dtype=np.uint16) % 50)
+    return folder / "ids.npy"
+
+
+def _megatron(folder):
+    rng = np.random.default_rng(1)
+    write_megatron(folder / "pair", [rng.integers(0, 50, size) for size in (5, 9, 1, 30, 8)], [0, 2, 3, 5])
+    return folder / "pair.idx"
+
+
+def _csv(folder):
+    (folder / "order.csv").write_text(schedules.zero_bubble_h1(4, 8).to_csv())
+    return folder / "order.csv"
+
+
+def _profile(folder):
+    rank = RankCosts((LayerCosts(1.0, 2.0, 1.0, 1.0),))
+    saved = SavedProfile({"dim": 8}, ("linear",), 2, {2: rank}, {2: Link()}, {2: Sizes((100,), (100,), 10)}, 0.5, 0.0)
+    saved.save(folder / "profile.json")
+    return folder / "profile.json"
+
+
+def _trace(name):
+    def make(folder):
+        shutil.copytree(ROOT / "docs" / "figures" / "trace", folder / "trace")
+        return folder / "trace" / name
+
+    return make
+
+
+def _read_trace(path):
+    found = read_trace(path.parent)
+    return found.pipeline(found.middle_step())
+
+
+def _config(folder):
+    (folder / "config.toml").write_text('dim = 64\nheads = 4\ndata = ["text"]\nlr = 0.003\nschedule = "one_f_one_b"\n')
+    return folder / "config.toml"
+
+
+def _metrics(folder):
+    lines = [json.dumps({"step": step, "loss": 5.0 / step}) + "\n" for step in range(1, 40)]
+    (folder / metrics.NAME).write_text("".join(lines))
+    return folder / metrics.NAME
+
+
+def _tokenizer(folder):
+    words = {"one": 0, "two": 1, "?": 2}
+    library = pytest.importorskip("tokenizers")
+    made = library.Tokenizer(library.models.WordLevel(words, unk_token="?"))
+    made.pre_tokenizer = library.pre_tokenizers.Split(library.Regex(r"(o+o+)+n|\s"), "isolated")
+    made.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+def _read_tokenizer(path):
+    opened = open_tokenizer(path)
+    return opened.decode(opened.encode("one two three"))
+
+
+def _prompts(folder):
+    lines = [json.dumps({"tokens": [number, 5, 9]}) + "\n" for number in range(40)]
+    (folder / "prompts.jsonl").write_text("".join(lines))
+    return folder / "prompts.jsonl"
+
+
+KINDS = {
+    "tokens": Kind(_tokens(2), _read_data, lambda content: content[:128] + content[-16 * DOCUMENTS :]),
+    "tokens of version 1": Kind(_tokens(1), _read_data),
+    "npy": Kind(_npy, _read_data),
+    "megatron": Kind(_megatron, _read_data),
+    "csv": Kind(_csv, from_file),
+    "profile": Kind(_profile, SavedProfile.read),
+    "summary of a trace": Kind(_trace("summary.json"), _read_trace),
+    "events of a trace": Kind(_trace("trace.json"), _read_trace),
+    "configuration": Kind(_config, lambda path: TrainConfig.load(str(path))),
+    "metrics": Kind(_metrics, lambda path: metrics.kept_records(path.parent, 10)),
+    "tokenizer": Kind(_tokenizer, _read_tokenizer),
+    "prompts": Kind(_prompts, lambda path: read_prompts(None, str(path), None, None)),
+}
+VALUES = [
+    None, True, -1, 0, 2**31, 2**62, 2**80, -(2**70), 1e308, float("nan"), float("inf"), "", "x" * 5000, "9" * 5000,
+    "a\0b", [], {}, [[]], {"a": 1}, [2**70], "0F99999999,0B99999999",
+]  # fmt: skip
+TEXTS = [
+    b"", b"\n", b"[]", b"null", b"{}", b"[" * 100_000, b'{"a":' * 50_000, b"\xff\xfe" * 50, b"1" * 5000, b"1" * 200_000,
+    b"0F999999999,0B999999999\n", b"a = " + b"[" * 50_000, b"\x93NUMPY\x01\x00\x28\x23" + b"(" * 9000,
+    b"\x93NUMPY\x02\x00\xff\xff\xff\xff{", b"MPITOKEN" + b"\xff" * 500, b"MMIDIDX\0\0" + b"\xff" * 90,
+]  # fmt: skip
+NO_FILES = ["FIFO", "device", "folder", "absent", "absurd size", "zeros at the end", "nothing but zeros"]
+
+
+def damaged(path: Path, way: str, rng: np.random.Generator) -> None:
+    """Damage a file in one of `WAYS`, or put one of `NO_FILES` in its place."""
+    if way in NO_FILES:
+        _replace(path, way)
+        return
+    content = bytearray(path.read_bytes())
+    place, size = int(rng.integers(len(content))), int(rng.integers(1, 200))
+    if way == "flip":
+        for at in rng.integers(len(content), size=int(rng.integers(1, 4))):
+            content[at] ^= 1 << int(rng.integers(8))
+    elif way == "cut":
+        del content[place:]
+    elif way == "grow":
+        content += rng.bytes(size)
+    elif way == "insert":
+        content[place:place] = rng.bytes(size)
+    elif way == "remove":
+        del content[place : place + size]
+    elif way == "overwrite":
+        content[place : place + size] = rng.bytes(len(content[place : place + size]))
+    elif way == "text":
+        content = bytearray(TEXTS[int(rng.integers(len(TEXTS)))])
+    elif way == "value" and path.suffix == ".json":
+        facts = json.loads(content)
+        inside = [each for each in places(facts) if each]
+        *outer, last = inside[int(rng.integers(len(inside)))]
+        part = facts
+        for key in outer:
+            part = part[key]
+        part[last] = VALUES[int(rng.integers(len(VALUES)))]
+        content = bytearray(json.dumps(facts).encode())
+    path.write_bytes(content)
+
+
+WAYS = ["flip", "flip", "cut", "grow", "insert", "remove", "overwrite", "text", "value", "value"]
+
+
+def _replace(path: Path, way: str) -> None:
+    if way == "absurd size":
+        os.truncate(path, 1 << 42)
+    elif way == "zeros at the end":
+        os.truncate(path, path.stat().st_size + (30 << 20))
+    elif way == "nothing but zeros":
+        os.truncate(path, 0)
+        os.truncate(path, 30 << 20)
+    else:
+        path.unlink()
+        if way == "FIFO":
+            os.mkfifo(path)
+        elif way == "device":
+            path.symlink_to("/dev/zero")
+        elif way == "folder":
+            path.mkdir()

@@ -1,0 +1,158 @@
+"""A signal that asks to leave, at every moment of a training: what comes out is what was done."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from mpi4py import MPI
+from support.harness import AT_LENGTH
+from train.test_leaving import TRAIN, started
+
+from mpipipe import checkpoint
+
+pytestmark = pytest.mark.jobs
+OPEN_MPI = MPI.get_vendor()[0] == "Open MPI"
+POLITE = signal.SIGUSR2 if OPEN_MPI else signal.SIGTERM  # what the launcher hands on, and leaves time for
+JOBS = 120 if AT_LENGTH else 8
+SHORT = ["--steps", "30", "--sample-bytes", "20"]
+
+
+def ranks_of(job):
+    """Process of each rank: the first one with its number."""
+    found = {}
+    for pid, env in sorted(job.processes().items()):
+        found.setdefault(env.get("PMI_RANK", env.get("OMPI_COMM_WORLD_RANK")), pid)
+    found.pop(None, None)
+    return found
+
+
+def is_ready(pid, number):
+    """Whether a process catches or ignores a signal."""
+    try:
+        lines = dict(line.split(":\t") for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    except OSError:  # it has ended
+        return True
+    return any(int(lines[name], 16) >> (number - 1) & 1 for name in ("SigCgt", "SigIgn"))
+
+
+def seconds_of_a_training(folder):
+    job, start = started(folder, *SHORT, "--out", "whole"), time.monotonic()
+    try:
+        assert job.wait(60) and job.returncode == 0, job.stderr
+        return time.monotonic() - start
+    finally:
+        job.end()
+
+
+@pytest.mark.slow(seconds=400 if AT_LENGTH else 40)
+def test_the_exit_code_says_what_was_done_at_whatever_moment_a_signal_comes(tmp_path, allow_seconds):
+    allow_seconds(60 * JOBS)
+    draw, length = random.Random(7), seconds_of_a_training(tmp_path)
+    codes = []
+    for number in range(JOBS):
+        out = tmp_path / f"run{number}"
+        job = started(tmp_path, *SHORT, "--out", out.name)
+        try:
+            if number % 4 == 3:  # the end is short, so it is looked for
+                stop = time.monotonic() + 60
+                while "step 30/30" not in job.stdout and time.monotonic() < stop:
+                    time.sleep(0.005)
+                time.sleep(0.5 * draw.random())
+            else:
+                time.sleep(length * (number + draw.random()) / JOBS)
+            to, ranks = draw.choice(["rank", "rank", "all", "launcher"]), ranks_of(job)
+            sent = POLITE if to == "launcher" else draw.choice([signal.SIGTERM, signal.SIGUSR2])
+            ready = len(ranks) == 2 and all(is_ready(pid, sent) for pid in ranks.values())
+            chosen = {"all": list(ranks), "launcher": [], "rank": draw.sample(sorted(ranks), min(1, len(ranks)))}[to]
+            for rank in chosen:
+                job.send(sent, ranks[rank])
+            if to == "launcher":
+                job.send(sent, "launcher")
+            assert job.wait(60), (number, to, job.stderr)
+        finally:
+            job.end()
+        case = number, to, sent, ready, job.returncode, job.stdout[-600:], job.stderr[-600:]
+        codes.append(job.returncode)
+        if job.returncode == 0:
+            assert "mpipipe: ok steps=30" in job.stdout and (out / "weights/model.json").exists(), case
+        elif job.returncode == 75:
+            saved = checkpoint.newest(out)
+            assert (": left after step " in job.stdout) if saved else (": left before step 1 of 30;" in job.stdout), (
+                case
+            )
+        else:
+            assert not ready, case  # it came before the first line: the launcher reports
+            assert job.stderr or "BAD TERMINATION" in job.stdout or to == "launcher", case  # MPICH's goes to stdout
+    assert 0 in codes and 75 in codes, codes
+
+
+AT = """
+import os, signal, sys
+sys.argv = ["mpipipe", *{words!r}]
+rank = os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
+times = [{times}]
+def send(*_):
+    if rank == {rank!r} and times[0]:
+        times[0] -= 1
+        os.kill(os.getpid(), signal.{name})
+def before(owner, function):
+    original = getattr(owner, function)
+    setattr(owner, function, lambda *a, **k: (send(), original(*a, **k))[1])
+{place}
+from mpipipe.cli import main
+main()
+"""
+PLACES = {
+    "the command line is read": ("import mpipipe.cli.command_line as here; before(here, 'run')", 75),
+    "MPI is made": ("from mpipipe.comm import runtime; before(runtime, 'mpi')", 75),
+    "the data are found": ("from mpipipe.train import setup; before(setup, 'find_data')", 75),
+    "the last step": (
+        "from mpipipe.train.trainer import Trainer\n"
+        "step = Trainer.step\n"
+        "Trainer.step = lambda self, number: (send() if number == 2 else None, step(self, number))[1]",
+        0,
+    ),
+    "the model is left": ("from mpipipe.train import trainer; before(trainer, 'leave_model')", 0),
+    "the ranks end together": ("from mpipipe.comm import abort; before(abort, 'leave_together')", 0),
+    "the interpreter ends": ("import atexit; atexit.register(send)", 0),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_signal_just_before(launch, tmp_path, place):
+    (text, code), number = PLACES[place], list(PLACES).index(place)
+    words = [*TRAIN[2:], "--steps", "3", "--out", str(tmp_path / "run")]
+    rank, name = str(number % 2), ("SIGTERM", "SIGUSR2")[number // 2 % 2]
+    job = launch(2, AT.format(words=words, rank=rank, name=name, place=text, times=1))
+    assert job.returncode == code, job.stderr
+    if code == 0:
+        assert "mpipipe: ok steps=3 " in job.stdout and (tmp_path / "run/weights/model.json").exists()
+    else:
+        said = f"mpipipe: {name} on rank {rank}: left before step 1 of 3; there is nothing to save\n"
+        assert said in job.stdout and checkpoint.newest(tmp_path / "run") is None
+        again = launch(2, ["-m", "mpipipe", *words, "--resume", "auto"])
+        assert again.returncode == 0, again.stderr
+
+
+@pytest.mark.parametrize("given", ["option", "file"])
+def test_a_signal_that_is_not_among_those_configured_ends_the_job(launch, tmp_path, given):
+    """Also where it comes before the file with the configuration is read."""
+    (tmp_path / "job.toml").write_text('preempt_signals = "USR1"\n')
+    more = ["--preempt-signals", "USR1"] if given == "option" else ["--config", str(tmp_path / "job.toml")]
+    words = [*TRAIN[2:], *more, "--out", str(tmp_path / "run")]
+    for name, dies in (("SIGUSR2", True), ("SIGUSR1", given == "file")):  # of those, only USR2 and TERM are held early
+        job = launch(2, AT.format(words=words, rank="1", name=name, place=PLACES["MPI is made"][0], times=1))
+        assert (job.returncode not in (0, 75)) == dies, (name, job.stderr)
+        assert ("left before step 1" in job.stdout) != dies
+
+
+def test_a_second_signal_ends_a_training_that_cannot_be_set_up(launch, tmp_path):
+    place = "import time\nfrom mpipipe.comm import runtime\n"
+    place += "runtime.mpi = lambda: (send(), time.sleep(2.5), send(), time.sleep(30))"
+    words = [*TRAIN[2:], "--out", str(tmp_path / "run")]
+    job = launch(0, AT.format(words=words, rank="0", name="SIGTERM", place=place, times=2))
+    assert job.returncode == 143 and job.stderr == "mpipipe: SIGTERM: a second signal ends the job at once\n"

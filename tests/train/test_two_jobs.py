@@ -1,0 +1,153 @@
+"""Two jobs with one output folder: one at a time trains there, and no record or checkpoint is doubled or lost."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import sys
+import time
+
+import numpy as np
+import pytest
+from support import harness
+from support.launch import Job, mpiexec
+
+from mpipipe import checkpoint
+from mpipipe.checkpoint import folders
+
+# a training that waits as long as a test can for a folder to become free
+TRAINING = """
+import sys, time
+from mpipipe.checkpoint import owner_taking
+from mpipipe.comm.abort import run_or_abort
+from mpipipe.models import GPT
+from mpipipe.train import TrainConfig, train
+from mpipipe.train.trainer import Trainer
+
+text, out, waits, pause = sys.argv[1:]
+owner_taking.LIVING_SECONDS = float(waits)
+original = Trainer.step
+
+def step(self, number):
+    time.sleep(float(pause))
+    return original(self, number)
+
+Trainer.step = step
+config = TrainConfig(data=[text], out=out, dim=16, layers=2, heads=2, hidden=32, seq_len=16, batch=8, microbatches=2,
+                     steps=12, log_every=1, eval_every=4, eval_batches=1, sample_bytes=0, device="cpu",
+                     save_every=1, keep=2, resume="auto", pipe=2)
+sys.exit(run_or_abort(lambda: train(config, GPT)))
+"""
+STEPS = 12
+KINDS = ("at once", "apart", "killed")
+MEASURED = ("tokens_per_second", "bubble", "predicted", "time", "seconds")
+REFUSED = r"OwnerError: .*another job owns the folder\n  found: processes [\d, ]+ on \S+, since "
+TAKEN = r"mpipipe: \S+ was owned by processes [\d, ]+ on \S+, since .*, which is dead: taken over\n"
+
+
+@pytest.fixture
+def start(tmp_path):
+    """start(name, waits, pause): a job in the folder `name`."""
+    script, text, jobs = tmp_path / "script.py", tmp_path / "text.txt", []
+    script.write_text(TRAINING)
+    text.write_text("one two three four\n" * 200)
+
+    def begin(name, waits=0.5, pause=0.0):
+        jobs.append(Job([mpiexec(), "-n", "2", sys.executable, script, text, tmp_path / name, waits, pause], tmp_path))
+        return jobs[-1]
+
+    yield begin
+    for job in jobs:
+        job.end()
+
+
+def ended(job):
+    assert job.wait(120), job.stdout + job.stderr
+    return job.returncode
+
+
+def outcome(run):
+    """All that a training leaves, but for what was measured by the clock."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [{name: value for name, value in line.items() if name not in MEASURED} for line in lines]
+    whole = folders.find(run / "checkpoints")
+    contents = [checkpoint.read(path).step for path in whole]
+    files = [*sorted(whole[-1].glob("part-*")), *sorted((run / "weights").iterdir())]
+    return lines, contents, {path.name: path.read_bytes() for path in files}
+
+
+def check_pairs(start, folder, kinds):
+    """Pairs of jobs in a folder of their own; in the end each folder is as after one undisturbed training."""
+    right = start("right")
+    assert ended(right) == 0, right.stderr
+    expected = outcome(folder / "right")
+    assert [line["step"] for line in expected[0]] == list(range(STEPS + 1)) and expected[1] == [STEPS - 1, STEPS]
+    random = np.random.default_rng(len(kinds))
+    for number, kind in enumerate(kinds):
+        name = f"pair-{number}"
+        first = start(name, pause=0.2)
+        if kind != "at once":
+            stop = time.monotonic() + 60
+            while first.stdout.count("step ") < 2:
+                assert time.monotonic() < stop and first.returncode is None, first.stderr
+                time.sleep(0.02)
+            time.sleep(random.uniform(0, 0.5))
+        if kind == "killed":
+            victims = first.processes()
+            for pid in victims if number % 2 else [pid for pid, env in victims.items() if rank_of(env) == "0"]:
+                first.send(signal.SIGKILL, pid)
+        second = start(name)
+        codes = ended(first), ended(second)
+        told = first.stderr + second.stderr
+        if kind == "killed":
+            assert codes[0] not in (0, 2, None) and codes[1] == 0, told
+            assert re.search(TAKEN, second.stderr), told
+        else:
+            assert codes in ((0, 2), (2, 0), (0, 0)), told
+            assert re.search(REFUSED, told) or codes == (0, 0), told
+        assert outcome(folder / name) == expected, f"{kind}: {told}"
+        left = {path.name for path in (folder / name).iterdir()}
+        assert left == {path.name for path in (folder / "right").iterdir()}
+
+
+def rank_of(env):
+    return env.get("PMI_RANK") or env.get("OMPI_COMM_WORLD_RANK")
+
+
+@pytest.mark.jobs
+@pytest.mark.slow(seconds=30)
+def test_one_job_at_a_time_trains_in_a_folder(start, tmp_path, allow_seconds):
+    allow_seconds(300)
+    check_pairs(start, tmp_path, KINDS)
+
+
+@harness.only_at_length
+@pytest.mark.jobs
+def test_fifty_pairs_of_jobs_harm_no_training(start, tmp_path, allow_seconds):
+    allow_seconds(3600)
+    check_pairs(start, tmp_path, [KINDS[number % 3] for number in range(50)])
+
+
+@pytest.mark.jobs
+@pytest.mark.slow
+def test_a_job_that_was_stopped_for_long_ends_when_it_wakes_up(start, tmp_path, allow_seconds):
+    """Another job has taken over, as it does on another host: nothing of the first one's is written any more."""
+    allow_seconds(300)
+    first = start("run", pause=0.2)
+    stop = time.monotonic() + 60
+    while first.stdout.count("step ") < 3:
+        assert time.monotonic() < stop and first.returncode is None, first.stderr
+        time.sleep(0.02)
+    ranks = [pid for pid, env in first.processes().items() if rank_of(env)]
+    for pid in ranks:
+        first.send(signal.SIGSTOP, pid)
+    (tmp_path / "run" / "owner.json").unlink()  # what a job on another host would find stale
+    second = start("run")
+    assert ended(second) == 0, second.stderr
+    expected = outcome(tmp_path / "run")
+    for pid in ranks:
+        first.send(signal.SIGCONT, pid)
+    assert ended(first) == 2, first.stderr
+    assert first.stderr.count("another job has taken the folder from this one") == 1, first.stderr
+    assert outcome(tmp_path / "run") == expected and not (tmp_path / "run" / "owner.json").exists()
