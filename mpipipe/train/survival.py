@@ -189,6 +189,7 @@ class Crew:
         if self.goes_on:
             trainer.outcome, trainer.reported = self.facts["outcome"], self.facts["reported"]
             trainer.checkpoints.owed = self.facts["owed"]
+            trainer.in_memory = True
         self.trainer, self.remains = trainer, None
 
 

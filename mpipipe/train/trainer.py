@@ -86,13 +86,14 @@ class Trainer:
         self.since_record, self.in_all = StepTimes(), StepTimes()
         self.outcome: Outcome = 0.0, 0.0, None  # of the last step
         self.reported = progress.step or -1  # number of steps behind which nothing is left to do
+        self.in_memory = False  # whether the state comes from ranks that live on: no checkpoint may hold it
         self.commitment = Commitment(progress, group_of(mesh.comm), config.survive)
         self.tracing = Tracing(trace, self.pipeline, mesh, reporter.say)
 
     def run(self) -> Record:
         """Train, validate, show a sample of text, and return the last record."""
         config, progress = self.config, self.progress
-        if progress.step < config.steps and self.preemption.asked():
+        if progress.step < config.steps and not self.in_memory and self.preemption.asked():
             self.preemption.leave(self.whereabouts() if self.mesh.rank == 0 else "")
         place = "CPUs" if self.pipeline.stages[0].device == "cpu" else "GPUs"
         self.reporter.say(
