@@ -78,6 +78,7 @@ def _known(lines: list[str], folder: str) -> tuple[str, ...]:
     return (
         f"  found: no rank 0 of mpipipe has begun, as far as the folder {folder} shows",
         "  reason: a program without `python -m mpipipe run`, or a node of rank 0 that does not see this folder,",
+        "    or processes that do not see each other, as with the mpiexec of another MPI,",
         "    or a launcher that does not hand on the variable MPIPIPE_ENDED, as srun after --export=NONE",
         "  remedy: python -m mpipipe run script.py; --marker-folder DIR names another folder; srun --export=ALL",
     )

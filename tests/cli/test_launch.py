@@ -185,6 +185,23 @@ def test_two_jobs_below_one_launch_are_refused(tmp_path):
     assert job.returncode == 2 and "another job has begun under the same `mpipipe launch`" in job.stderr
 
 
+def test_processes_that_do_not_see_each_other_say_so_and_prove_nothing(tmp_path):
+    """As under the mpiexec of another MPI: each is alone in COMM_WORLD."""
+
+    def alone(*words):
+        command = " ".join([sys.executable, "-m", "mpipipe", *words])
+        both = "status=0; for SLURM_PROCID in 0 1; do export SLURM_PROCID; {} || status=$?; done; exit $status"
+        return run("bash", "-c", both.format(command), folder=tmp_path, SLURM_STEP_NUM_TASKS="2")
+
+    (tmp_path / "job.py").write_text("from mpipipe.comm import runtime\nruntime.world()")
+    for words in (["run", "job.py"], ["train", "--steps", "1"]):
+        job = alone(*words)
+        assert job.returncode == 1 and job.stderr.count("this process is alone in COMM_WORLD") == 1, job
+        assert "another job has begun" not in job.stderr
+    job = alone("--version")
+    assert job.returncode == 1 and "processes that do not see each other" in job.stderr, job
+
+
 def test_a_process_that_a_rank_starts_does_not_end_in_its_place(tmp_path):
     script = f"""
 import ctypes, os, subprocess
