@@ -63,9 +63,10 @@ def predict(profile: Profile, choice: Choice, rows: int, trained: Collection[int
     """Predict a step.
 
     A step lasts as long as the simulated schedule, then the sums over replicas that are under way, clipping and
-    optimizer, and what `Profile.step` has besides. An action lasts as long as its layers, and the time for which its
-    messages keep the rank from computing. Where ranks share memory bandwidth or cores, each computes faster while
-    others are idle: the schedule is shorter by what that saves the busiest rank.
+    optimizer, and what `Profile.step` has besides. An action lasts as long as its layers, then `RankCosts.action`, and
+    the time for which its messages keep the rank from computing. W and R have no messages. Where ranks share memory
+    bandwidth or cores, each computes faster while others are idle: the schedule is shorter by what that saves the
+    busiest rank.
 
     Parameters
     ----------
@@ -154,11 +155,12 @@ def _costs(profile: Profile, schedule: Schedule, ranges: Sequence[tuple[int, int
         loss = mine.loss if stage == last else 0.0
         forward.append(share * (sum(each.forward for each in layers) + loss) + more)
         whole = share * sum(each.backward for each in layers)
-        second = share * sum(each.weight_grad for each in layers) if stage in splits else 0.0
+        second = share * sum(each.weight_grad for each in layers) + mine.action if stage in splits else 0.0
         first = share * sum(each.input_grad for each in layers) if stage in splits else whole
         input_grad.append(first + more)
         weight_grad.append(second)
-        recompute.append(share * sum(each.forward if each.again is None else each.again for each in layers))
+        again = share * sum(each.forward if each.again is None else each.again for each in layers)
+        recompute.append(again + mine.action)
     return Costs(forward, input_grad, weight_grad, [link.transfer for link in links], recompute)
 
 

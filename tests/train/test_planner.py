@@ -171,6 +171,22 @@ def test_the_stopwatch_counts_the_outer_call_alone():
     assert watch.median("thing", "W") == 0
 
 
+def test_delays_by_other_processes_are_no_cost_of_an_action():
+    """Two of three forwards met a delay, each in another layer, so that no layer but most stages met one."""
+
+    def on_each_rank(comm):
+        tried = probe.Probe(scene_of(comm), comm, [0, 1], 4)
+        first, second = [1.0, 50.0, 1.0], [2.0, 2.0, 50.0]
+        whole = [a + b + 0.25 for a, b in zip(first, second)]
+        tried.watches["whole"].seconds.update({(0, "F"): first, (1, "F"): second, ("stage", "F"): whole})
+        tried.watches["again"].seconds.update({(place, "F"): [0.0] * 4 for place in (0, 1)})
+        return tried.costs()
+
+    (costs,) = inprocess.run(1, on_each_rank)
+    assert [layer.forward for layer in costs.layers] == [1.0, 2.0]
+    assert costs.action == 0.25
+
+
 @pytest.mark.parametrize("ranks", range(1, 8))
 def test_the_phases_have_all_links_of_the_ring_and_no_rank_twice(ranks):
     phases = links._phases(ranks)

@@ -95,8 +95,7 @@ class Probe:
             again = max(0.0, self._again(place) - sum(once))
             by_kind.setdefault(kinds[place], []).append(LayerCosts(*once, first, second, again))
         layers = tuple(_median(by_kind[kind]) for kind in range(len(by_kind)))
-        inside = sum(whole.median(place, "F") for place in self.picked)
-        return RankCosts(layers, whole.median("loss", "F"), max(0.0, whole.median("stage", "F") - inside))
+        return RankCosts(layers, whole.median("loss", "F"), max(0.0, whole.median_beyond("stage", self.picked, "F")))
 
     def _again(self, place: int) -> float:
         """Return the seconds of a layer's forward, of the same again, and of its backward."""

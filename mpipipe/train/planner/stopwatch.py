@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -51,3 +51,13 @@ class Stopwatch:
         """Return the median seconds of a call; 0 where there was none."""
         found = self.seconds.get((name, word))
         return median(found) if found else 0.0
+
+    def median_beyond(self, outer: Hashable, parts: Iterable[Hashable], word: str) -> float:
+        """Return the median seconds by which a call of `outer` lasts longer than its own calls of the parts.
+
+        A delay by another process is in the call and in its part, and does not count. The median of all calls less
+        the medians of the parts would count it: a long call meets a delay more often than each of its parts.
+        """
+        times = [seconds for part in parts if (seconds := self.seconds.get((part, word)))]
+        beyond = [whole - sum(inside) for whole, *inside in zip(self.seconds.get((outer, word), ()), *times)]
+        return median(beyond) if beyond else 0.0
