@@ -69,13 +69,13 @@ class Picture:
 def floors() -> str:
     """The rooms of the package by floor."""
     rows = [
-        ("8", [("cli", "commands")]),
-        ("7", [("train", "config, data, loop, generation")]),
-        ("6", [("models", "GPT")]),
-        ("5", [("analysis", "where the time went")]),
-        ("4", [("pipeline", "plan, executor, Pipeline"), ("checkpoint", "state as files")]),
+        ("9", [("cli", "commands"), ("bench", "measurements"), ("gpu_check", "checks of a GPU")]),
+        ("8", [("train", "config, data, loop, generation")]),
+        ("7", [("models", "GPT")]),
+        ("6", [("analysis", "where the time went")]),
+        ("5", [("pipeline", "plan, executor, Pipeline"), ("checkpoint", "state as files")]),
         (
-            "3",
+            "4",
             [
                 ("optim", "SGD, AdamW, scaling"),
                 ("attention", "layouts, ring"),
@@ -84,11 +84,9 @@ def floors() -> str:
                 ("site", "job scripts"),
             ],
         ),
-        ("2", [("schedules", "pure Python"), ("comm", "the room of MPI"), ("nn", "layers, stages, losses")]),
-        (
-            "1",
-            [("arrays", "the door to CuPy"), ("ended", "the proof of a job's end"), ("stop_signals", "asked to leave")],
-        ),
+        ("3", [("schedules", "pure Python"), ("comm", "messages of arrays"), ("nn", "layers, stages, losses")]),
+        ("2", [("job", "agreement, waiting, failure, exit")]),
+        ("1", [("arrays", "the door to CuPy")]),
         (
             "0",
             [
@@ -100,7 +98,7 @@ def floors() -> str:
             ],
         ),
     ]
-    picture = Picture(720, 524, "The floors of the package: a room imports only rooms below it")
+    picture = Picture(720, 580, "The floors of the package: a room imports only rooms below it")
     for place, (floor, rooms) in enumerate(rows):
         y, width = 10 + 56 * place, 630 / len(rooms)
         picture.text(8, y + 28, f"floor {floor}")

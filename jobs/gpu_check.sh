@@ -22,5 +22,5 @@ MPI=found
 . "$(dirname "$0")/common.sh"
 configure_mpi
 export PYTHON="${PYTHON:-python3}" PYTHONPATH="$PWD:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}"
-"$PYTHON" -c 'import mpipipe.cli.gpu_check' 2> >(tail -n 1 >&2) || fail "$PYTHON cannot import what mpipipe needs"
-exec "$PYTHON" -m mpipipe.cli.gpu_check
+"$PYTHON" -c 'import mpipipe.gpu_check' 2> >(tail -n 1 >&2) || fail "$PYTHON cannot import what mpipipe needs"
+exec "$PYTHON" -m mpipipe.gpu_check

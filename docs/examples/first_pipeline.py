@@ -18,7 +18,7 @@ import numpy as np
 
 import mpipipe
 from mpipipe import nn, optim, schedules
-from mpipipe.comm import runtime
+from mpipipe.job import runtime
 
 comm = runtime.world()
 schedule = schedules.one_f_one_b(comm.size, microbatches=8)

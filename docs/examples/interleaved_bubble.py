@@ -21,7 +21,7 @@ import numpy as np
 
 import mpipipe
 from mpipipe import nn, schedules
-from mpipipe.comm import runtime
+from mpipipe.job import runtime
 
 RANKS, CHUNKS, MICROBATCHES = 4, 2, 8
 

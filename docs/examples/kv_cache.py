@@ -21,7 +21,7 @@ from itertools import pairwise
 import numpy as np
 
 from mpipipe import attention
-from mpipipe.comm import runtime
+from mpipipe.job import runtime
 
 PROMPT, TOTAL = 40, 60
 comm = runtime.world()

@@ -20,7 +20,7 @@ import numpy as np
 
 import mpipipe
 from mpipipe import nn, optim, schedules
-from mpipipe.comm import runtime
+from mpipipe.job import runtime
 
 comm = runtime.world()
 stage = nn.Stage([nn.Linear(32, 32), nn.Gelu(), nn.Linear(32, 32)], dtype="float16", seed=comm.rank)

@@ -20,8 +20,8 @@ import numpy as np
 
 import mpipipe
 from mpipipe import nn, schedules
-from mpipipe.comm import runtime
 from mpipipe.errors import ArgumentError, MpipipeError
+from mpipipe.job import runtime
 
 comm = runtime.world()
 

@@ -19,7 +19,7 @@ import numpy as np
 
 import mpipipe
 from mpipipe import nn, schedules
-from mpipipe.comm import runtime
+from mpipipe.job import runtime
 
 
 class Tanh:

@@ -20,7 +20,7 @@ import numpy as np
 
 import mpipipe
 from mpipipe import nn, schedules
-from mpipipe.comm import runtime
+from mpipipe.job import runtime
 
 comm = runtime.world()
 random = np.random.default_rng(0)

@@ -16,7 +16,7 @@ It prints::
 import numpy as np
 
 from mpipipe import attention
-from mpipipe.comm import runtime
+from mpipipe.job import runtime
 
 BATCH, SEQ, HEADS, KV_HEADS, DIM = 1, 1003, 4, 2, 16
 

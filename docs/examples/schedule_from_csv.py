@@ -21,8 +21,8 @@ import numpy as np
 
 import mpipipe
 from mpipipe import nn, schedules
-from mpipipe.comm import runtime
 from mpipipe.errors import ScheduleError
+from mpipipe.job import runtime
 
 WRONG = """
 0F0, 0B0, 0F1, 0B1

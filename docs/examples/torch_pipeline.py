@@ -17,7 +17,7 @@ import torch
 
 import mpipipe
 from mpipipe import adapters, optim, schedules
-from mpipipe.comm import runtime
+from mpipipe.job import runtime
 
 
 class Block(torch.nn.TransformerEncoderLayer):

@@ -20,7 +20,7 @@ import numpy as np
 
 import mpipipe
 from mpipipe import nn, schedules
-from mpipipe.comm import runtime
+from mpipipe.job import runtime
 
 comm = runtime.world()
 plain, zero = schedules.one_f_one_b(4, 4), schedules.zero_bubble_h1(4, 4)

@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from mpipipe import processor
 from mpipipe.errors import BackendError
-from mpipipe.wording import how_to_install
+from mpipipe.text import how_to_install
 
 if TYPE_CHECKING:
-    from mpipipe.adapters.jax.loss import JaxLoss
-    from mpipipe.adapters.jax.stage import JaxStage
-    from mpipipe.adapters.pytorch.loss import TorchLoss
-    from mpipipe.adapters.pytorch.stage import TorchStage
+    from mpipipe.adapters.jax.stage import JaxLoss, JaxStage
+    from mpipipe.adapters.pytorch.stage import TorchLoss, TorchStage
 
 __all__ = ["jax_loss", "jax_stage", "torch_loss", "torch_stage"]
 
@@ -85,7 +83,7 @@ def torch_loss(function: Callable[..., Any]) -> TorchLoss:
     BackendError
         PyTorch is not installed.
     """
-    made: TorchLoss = _room("pytorch.loss", "torch", "PyTorch").TorchLoss(function)
+    made: TorchLoss = _room("pytorch.stage", "torch", "PyTorch").TorchLoss(function)
     return made
 
 
@@ -163,7 +161,7 @@ def jax_loss(function: Callable[..., Any]) -> JaxLoss:
     BackendError
         JAX is not installed.
     """
-    made: JaxLoss = _room("jax.loss", "jax", "JAX").JaxLoss(function)
+    made: JaxLoss = _room("jax.stage", "jax", "JAX").JaxLoss(function)
     return made
 
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import NamedTuple
 
-from mpipipe.analysis.record import Handed, Interval, RankRecord, StepRecord, Waited
+import numpy as np
+
+from mpipipe.analysis.records import Handed, Interval, RankRecord, StepRecord, Waited
 from mpipipe.analysis.trace import Trace, check_places
-from mpipipe.comm.clock_offset import Offset, clock_offset
-from mpipipe.comm.collect import collect
-from mpipipe.comm.group import group_of
 from mpipipe.comm.mailbox import Envelope
-from mpipipe.comm.types import Communicator
 from mpipipe.errors import ArgumentError
+from mpipipe.job.collect import collect
+from mpipipe.job.group import Group, group_of
+from mpipipe.job.requests import own
+from mpipipe.job.types import Communicator
 from mpipipe.pipeline import Pipeline
 from mpipipe.pipeline.plan import PlannedAction
 from mpipipe.schedules import Action
@@ -132,7 +135,7 @@ def recording(
     --------
     >>> import numpy as np
     >>> from mpipipe import Pipeline, analysis, nn, optim, schedules
-    >>> from mpipipe.comm import inprocess
+    >>> from mpipipe.job import inprocess
     >>> def on_one_rank(comm):
     ...     stage = nn.Stage([nn.Linear(3, 3)])
     ...     optimizer = optim.SGD([stage], lr=0.1)
@@ -216,3 +219,67 @@ def _gaps(actions: Sequence[tuple[Action, float, float]], planned: Sequence[Plan
             found.append(Waited(message.subject, end, start, message.name))
         end = stop
     return found
+
+
+# -- How far the clock of rank 0 is ahead of this rank's: messages to and fro, of which the fastest counts ------------
+#
+#     rank 0    ------- t0 -------
+#                      /  \
+#     rank r    ----- a    b -----      the clock of rank 0 shows t0 at some time between a and b of this rank
+#
+# So t0 - (a + b) / 2 is off by at most (b - a) / 2, however unlike the two ways are. The smallest b - a of many is
+# taken (Cristian, Probabilistic clock synchronization, Distributed Computing 3, 1989).
+
+
+ROUNDS = 50
+WHAT = "the clock of rank 0"
+
+
+class Offset(NamedTuple):
+    """A comparison with the clock of rank 0, in seconds.
+
+    Attributes
+    ----------
+    at : when it was, by this rank's clock
+    ahead : the clock of rank 0 less this rank's
+    error : how far `ahead` may be off
+    """
+
+    at: float
+    ahead: float
+    error: float
+
+
+def clock_offset(group: Group, comm: Communicator, now: Callable[[], float]) -> Offset:
+    """Compare this rank's clock with that of rank 0; collective.
+
+    Parameters
+    ----------
+    group : the ranks
+    comm : a communicator of the same ranks, on which no other messages are under way
+    now : this rank's clock, in seconds
+    """
+    group.agree("comparing clocks")
+    with group.failing("comparing clocks"):
+        if comm.rank > 0:
+            return min((_ask(group, comm, now) for _ in range(ROUNDS)), key=lambda offset: offset.error)
+        for peer in range(1, comm.size):
+            for _ in range(ROUNDS):
+                _answer(group, comm, now, peer)
+    return Offset(now(), 0.0, 0.0)
+
+
+def _ask(group: Group, comm: Communicator, now: Callable[[], float]) -> Offset:
+    answer = np.empty(1)
+    receive = own(comm.Irecv(answer, 0, 0))
+    before = now()
+    send = own(comm.Isend(np.zeros(1), 0, 0))
+    group.wait(receive, WHAT, peer=0)
+    after = now()
+    group.wait(send, WHAT, peer=0)
+    return Offset((before + after) / 2, float(answer[0]) - (before + after) / 2, (after - before) / 2)
+
+
+def _answer(group: Group, comm: Communicator, now: Callable[[], float], peer: int) -> None:
+    group.wait(own(comm.Irecv(np.empty(1), peer, 0)), f"rank {peer}, to compare clocks", peer=peer)
+    group.wait(own(comm.Isend(np.array([now()]), peer, 0)), f"rank {peer}, to compare clocks", peer=peer)

@@ -16,11 +16,13 @@ had come. A wait for one rank to take or to send something else is late as a who
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean, median
 from typing import NamedTuple
 
-from mpipipe.analysis.record import Interval, RankRecord, StepRecord, Waited
-from mpipipe.schedules import Action
+from mpipipe.analysis.records import Interval, RankRecord, StepRecord, Waited, deliveries
+from mpipipe.schedules import Action, Costs, Schedule, Timeline, simulate
 
 LATE = "late"
 
@@ -129,3 +131,145 @@ def _outside(layer: Iterable[Segment], covered: Sequence[Segment], whole: Interv
             left.append(segment._replace(start=now, end=end))
             now = end
     return left
+
+
+# -- Where the time of each step went, in eight parts that add up to it -----------------------------------------------
+#
+# compute      actions of stages, with the loss
+# transfer     waits for messages that were sent and were not here yet, and what these waits hold up elsewhere
+# sums         sums over replicas: their start, and waits for them once all replicas have come
+# optimizer    the optimizer
+# overhead     what is none of this: agreement of the ranks, bookkeeping, copies
+#
+# What is left are waits for others who were not there yet. Each second of them belongs to one of three:
+#
+# bubble       as long as the rank would idle were all stages like the mean stage, with no time for messages; but no
+#              longer than it would idle with the mean costs of each stage
+# imbalance    as much longer as it would idle with the mean costs of each stage
+# late sender  the rest: a rank that came late, actions that did not last as long as others of their kind, overhead
+# of the
+#              sender
+#
+# How long a rank would idle is simulated with the recorded durations. Bubble, imbalance, and what messages hold up take
+# their seconds in this order, each no more than is left of the waits of the step. So nothing counts twice, no part is
+# negative, and a rank that is slower than the mean stage has no imbalance: the others wait for it.
+
+
+PARTS = ("compute", "bubble", "imbalance", "late sender", "transfer", "sums", "optimizer", "overhead")
+
+
+def parts_of_steps(
+    records: Sequence[RankRecord], pieces: Sequence[Sequence[Sequence[Segment]]], schedule: Schedule, costs: Costs
+) -> list[list[dict[str, float]]]:
+    """Return the seconds of each part, for each rank, for each of its steps.
+
+    Parameters
+    ----------
+    records : of all ranks
+    pieces : of their steps, as `segments` gives them
+    schedule : of the pipeline
+    costs : the recorded ones
+    """
+    idle = idle_times(schedule, costs)
+    return [
+        [_parts(step, {name: seconds[record.position] for name, seconds in idle.items()}) for step in steps]
+        for record, steps in zip(records, pieces)
+    ]
+
+
+def _parts(step: Sequence[Segment], idle: Mapping[str, float]) -> dict[str, float]:
+    parts = dict.fromkeys(PARTS, 0.0)
+    late = 0.0
+    for piece in step:
+        if piece.part == LATE:
+            late += piece.end - piece.start
+        else:
+            parts[piece.part] += piece.end - piece.start
+    claims = {
+        "bubble": min(idle["mean"], idle["stages"]),
+        "imbalance": idle["stages"] - idle["mean"],
+        "transfer": idle["messages"] - idle["stages"] - parts["transfer"],
+    }
+    for part, seconds in claims.items():
+        taken = min(late, max(0.0, seconds))
+        parts[part] += taken
+        late -= taken
+    parts["late sender"] = late
+    return parts
+
+
+def mean_parts(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean over steps of each part."""
+    return {part: sum(step[part] for step in steps) / len(steps) for part in PARTS}
+
+
+# -- What the recorded actions and messages cost, as `schedules.simulate` takes it ------------------------------------
+
+
+Durations = dict[tuple[str, int], list[float]]  # (op, stage) -> seconds of each
+
+
+def durations(records: Sequence[RankRecord]) -> Durations:
+    """Return the seconds of all recorded actions, by (op, stage)."""
+    found: Durations = defaultdict(list)
+    for record in records:
+        for step in record.steps:
+            for action, start, end in step.actions:
+                found[action.op, action.stage].append(end - start)
+    return found
+
+
+def measured_costs(records: Sequence[RankRecord], stages: int) -> Costs:
+    """Return the mean costs of each stage, and of each edge the median time of messages that were waited for."""
+    means = {kind: fmean(seconds) for kind, seconds in durations(records).items()}
+    each = range(stages)
+    return Costs(
+        forward=[means.get(("F", stage), 0.0) for stage in each],
+        input_grad=[means.get(("I", stage), means.get(("B", stage), 0.0)) for stage in each],
+        weight_grad=[means.get(("W", stage), 0.0) for stage in each],
+        transfer=_transfers(records, stages),
+    )
+
+
+def _transfers(records: Sequence[RankRecord], stages: int) -> list[float]:
+    """For each edge the median time from the sending of a message to its arrival, where somebody waited for that."""
+    found: dict[int, list[float]] = defaultdict(list)
+    waited = {
+        (target, number, wait.message)
+        for target, record in enumerate(records)
+        for number, step in enumerate(record.steps)
+        for wait in step.waits
+    }
+    for each in deliveries(records):
+        if (each.target, each.step, each.message) in waited:
+            found[each.message[0]].append(max(0.0, each.received - each.sent))
+    return [median(found[edge]) if edge in found else 0.0 for edge in range(stages)]
+
+
+def of_mean_stages(costs: Costs, stages: int) -> Costs:
+    """Return the costs of stages that are all like the mean of those that cost anything, with free messages."""
+
+    def mean(values: Sequence[float]) -> float:
+        counted = [value for value in values if value > 0]
+        return fmean(counted) if counted else 0.0
+
+    names = ("forward", "input_grad", "weight_grad")
+    return Costs(**{name: mean(costs.per_stage(name, stages)) for name in names}, transfer=0.0)
+
+
+def idle_times(schedule: Schedule, costs: Costs) -> Mapping[str, list[float]]:
+    """Return how long each rank of a pipeline idles in a step of the simulation.
+
+    "mean": were all stages alike and messages free. "stages": with the costs of each stage, and messages free.
+    "messages": with the times of messages, too.
+    """
+    return {
+        "mean": _idle(simulate(schedule, of_mean_stages(costs, schedule.stages))),
+        "stages": _idle(simulate(schedule, replace(costs, transfer=0.0))),
+        "messages": _idle(simulate(schedule, costs)),
+    }
+
+
+def _idle(timeline: Timeline) -> list[float]:
+    busy = [sum(timeline.durations[action.op][action.stage] for action in order) for order in timeline.schedule.orders]
+    return [timeline.makespan - seconds for seconds in busy]

@@ -9,16 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from mpipipe import files
-from mpipipe.analysis import efficiency, otf2, perfetto, table, written
-from mpipipe.analysis.clocks import on_one_clock
-from mpipipe.analysis.costs import measured_costs
+from mpipipe.analysis import efficiency, exports, written
 from mpipipe.analysis.efficiency import Efficiencies
-from mpipipe.analysis.parts import mean_parts, parts_of_steps
-from mpipipe.analysis.record import RankRecord
-from mpipipe.analysis.segments import segments
+from mpipipe.analysis.records import RankRecord, on_one_clock
+from mpipipe.analysis.segments import mean_parts, measured_costs, parts_of_steps, segments
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules import Costs, Schedule, simulate
-from mpipipe.wording import counted
+from mpipipe.text import counted
 
 
 class Trace:
@@ -49,7 +46,7 @@ class Trace:
     --------
     >>> import numpy as np
     >>> from mpipipe import Pipeline, analysis, nn, schedules
-    >>> from mpipipe.comm import inprocess
+    >>> from mpipipe.job import inprocess
     >>> def on_each_rank(comm):
     ...     stage = nn.Stage([nn.Linear(3, 3)], first=comm.rank)
     ...     x = np.ones((8, 3), np.float32) if comm.rank == 0 else None
@@ -134,7 +131,7 @@ class Trace:
             f"parallel efficiency {found.parallel:.3f} = load balance {found.load_balance:.3f} x serialisation "
             f"{found.serialisation:.3f} x transfer {found.transfer:.3f}"
         )
-        return "\n".join([table.table(self.parts()), below, self.advice()])
+        return "\n".join([efficiency.table(self.parts()), below, self.advice()])
 
     def events(self) -> list[dict[str, Any]]:
         """Turn the trace into events for Perfetto and chrome://tracing, with predicted spans beside the measured ones.
@@ -144,7 +141,7 @@ class Trace:
         list of dict
             ``json.dumps`` of it is what they read.
         """
-        return perfetto.events(self.records, self._pieces, simulate(self.schedule, self.costs))
+        return exports.events(self.records, self._pieces, simulate(self.schedule, self.costs))
 
     def summary(self) -> dict[str, Any]:
         """Put the results together as plain values.
@@ -187,12 +184,12 @@ class Trace:
             The folder cannot be written.
         """
         check_new(folder)
-        otf2.library()
+        exports.library()
         folder = Path(folder)
         folder.mkdir(parents=True)
         (folder / written.SUMMARY).write_text(json.dumps(self.summary(), indent=1) + "\n")
         (folder / written.EVENTS).write_text(json.dumps(self.events()))
-        otf2.write(folder / "otf2", self.records, self._pieces)
+        exports.write(folder / "otf2", self.records, self._pieces)
 
 
 def check_places(places: Sequence[tuple[int, int]], ranks: int) -> None:
@@ -213,7 +210,7 @@ def check_places(places: Sequence[tuple[int, int]], ranks: int) -> None:
 
 def check_new(folder: str | Path) -> None:
     """Raise ArgumentError for a folder that exists: no trace overwrites another; and for a name that cannot be used."""
-    otf2.name_of(folder)
+    exports.name_of(folder)
     if files.exists(folder) or Path(folder).is_symlink():
         raise ArgumentError(
             "the folder for a trace exists",

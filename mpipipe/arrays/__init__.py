@@ -7,11 +7,27 @@ order of CuPy's current stream of the calling thread. Nothing here waits for the
 large arrays.
 """
 
-from mpipipe.arrays.cuda import cuda_declarations, cuda_function
-from mpipipe.arrays.cuda_runtime import load_cuda_runtime
-from mpipipe.arrays.devices import compute_capability, cupy, current_gpu, describe_gpus, device_count, use_gpu
+from mpipipe.arrays.cuda import check_device, cuda_declarations, cuda_function, missing_parts
+from mpipipe.arrays.devices import (
+    AMD_UNTRIED,
+    check_computable,
+    compute_capability,
+    cupy,
+    current_gpu,
+    describe_gpus,
+    device_count,
+    is_amd,
+    load_cuda_runtime,
+    use_gpu,
+)
 from mpipipe.arrays.dtypes import (
     COMPUTE_DTYPES,
+    Array,
+    DeviceArray,
+    Event,
+    Shape,
+    Stream,
+    Tree,
     accumulator,
     as_reals,
     device_of,
@@ -26,6 +42,7 @@ from mpipipe.arrays.dtypes import (
 from mpipipe.arrays.gemm_recorded import graphs_refused
 from mpipipe.arrays.graphs import Graph, hold, record_graph
 from mpipipe.arrays.memory import (
+    Shortage,
     address,
     aligned_empty,
     concatenate,
@@ -33,6 +50,7 @@ from mpipipe.arrays.memory import (
     copy_into,
     empty,
     empty_like,
+    memory_shortage,
     read_only,
     set_zero,
     shares_memory,
@@ -40,9 +58,6 @@ from mpipipe.arrays.memory import (
     zeros_like,
 )
 from mpipipe.arrays.nccl import bus_id, multiprocessors, nccl, nccl_type
-from mpipipe.arrays.pieces import host_pieces
-from mpipipe.arrays.platform import AMD_UNTRIED, check_computable, is_amd
-from mpipipe.arrays.shortage import Shortage, memory_shortage
 from mpipipe.arrays.streams import (
     annotated,
     is_done,
@@ -53,9 +68,16 @@ from mpipipe.arrays.streams import (
     stream,
     wait_for,
 )
-from mpipipe.arrays.transfer import Download, copy_to_device, copy_to_host, download, download_all, pinned, upload
-from mpipipe.arrays.types import Array, DeviceArray, Event, Shape, Stream, Tree
-from mpipipe.arrays.usable import check_device, missing_parts
+from mpipipe.arrays.transfer import (
+    Download,
+    copy_to_device,
+    copy_to_host,
+    download,
+    download_all,
+    host_pieces,
+    pinned,
+    upload,
+)
 
 __all__ = [
     "AMD_UNTRIED",

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+import re
 from functools import cache, lru_cache
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+
 from mpipipe.errors import BackendError
-from mpipipe.wording import how_to_install
+from mpipipe.text import how_to_install
 
 INSTALL = (
     f"{how_to_install('cuda13')} (or [cuda12], as the driver has it: nvidia-smi tells; "
@@ -162,3 +166,101 @@ def describe_gpus() -> list[str]:
         memory = f"{properties['totalGlobalMem'] / 2**30:.0f} GiB"
         lines.append(f"cuda:{number} {name}, {memory}, {_architecture(properties)}")
     return lines
+
+
+# -- Whether GPUs are NVIDIA's or AMD's, and what cannot be computed on AMD's -----------------------------------------
+#
+# CuPy answers for both under CUDA's names: on AMD's GPUs its `cuda` module calls HIP, its NVRTC is hipRTC and its
+# cuBLAS hipBLAS. What differs for this package stands here, in common.cuh and in gemm.py.
+
+
+AMD_UNTRIED = "AMD's GPUs are not supported yet: nothing of this package has run on one"
+
+
+def is_amd() -> bool:
+    """Return whether CuPy computes on AMD's GPUs.
+
+    Returns
+    -------
+    bool
+        True if CuPy is built for ROCm; False for CUDA, and without CuPy.
+    """
+    try:
+        return bool(cupy().cuda.runtime.is_hip)
+    except BackendError:
+        return False
+
+
+def check_computable(kind: np.dtype, device: str) -> None:
+    """Refuse a dtype in which this device cannot compute matrix products.
+
+    CuPy's cupy_hipblas.h translates no bfloat16 (cupy-rocm-7-0 14.2): it throws where nothing can catch, and the
+    process would be aborted.
+
+    Parameters
+    ----------
+    kind : numpy.dtype
+        A dtype of COMPUTE_DTYPES.
+    device : str
+        `"cpu"` or `"cuda"`.
+
+    Raises
+    ------
+    BackendError
+        bfloat16 was asked for, on an AMD GPU.
+
+    Examples
+    --------
+    >>> from mpipipe import arrays
+    >>> arrays.check_computable(arrays.dtype("bfloat16"), "cpu")
+    """
+    if device == "cuda" and kind.name == "bfloat16" and is_amd():
+        raise BackendError(
+            "no matrix products of bfloat16 on AMD GPUs: CuPy's interface to hipBLAS does not know this type, "
+            "and would end the process",
+            found="dtype bfloat16",
+            expected="float16, float32 or float64",
+            remedy="use dtype='float16' (with a loss scale) or 'float32'",
+        )
+
+
+# -- The CUDA runtime library for others in this process --------------------------------------------------------------
+#
+# CuPy has the runtime within itself. cuDNN's Python package opens `libcudart.so.12` or `.13` by name instead
+# (cudnn_frontend_shim.h), which fails where the library lies in a pip package alone (NVIDIA/cudnn-frontend#207).
+
+
+def load_cuda_runtime() -> str:
+    """Load the CUDA runtime library, so that others in this process find it by its name.
+
+    Returns
+    -------
+    str
+        Its file, or its name. Of the version that CuPy was built for where that one is found, else of the one that is:
+        the functions that cuDNN's package takes from it are the same in both.
+
+    Raises
+    ------
+    BackendError
+        CuPy is not installed, or there is no such library.
+    """
+    return _loaded(cupy())
+
+
+@lru_cache(maxsize=8)
+def _loaded(library: ModuleType) -> str:
+    wanted = f"libcudart.so.{library.cuda.runtime.runtimeGetVersion() // 1000}"
+    try:
+        from cuda import pathfinder  # a dependency of CuPy's wheels; other builds may come without it
+
+        found = str(pathfinder.load_nvidia_dynamic_lib("cudart").abs_path)
+    except Exception as error:
+        lines = str(error).splitlines() or [type(error).__name__]
+        raise BackendError(f"{wanted} is not found ({lines[0]})", remedy="pip install nvidia-cuda-runtime") from None
+    if re.search(rf"{re.escape(wanted)}(\D|$)", found):
+        return found
+    try:
+        ctypes.CDLL(wanted, ctypes.RTLD_GLOBAL)
+    except OSError:
+        return found
+    return wanted

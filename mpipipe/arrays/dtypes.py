@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpipipe.arrays.types import Array
 from mpipipe.errors import ArgumentError
 
 HALVES = ("float16", "bfloat16")
 FLOAT32 = np.dtype(np.float32)
+
+# names of types that stand in annotations
+DeviceArray: TypeAlias = Any  # cupy.ndarray: CuPy may be missing, and has no types
+Array: TypeAlias = "np.ndarray | DeviceArray"
+Tree: TypeAlias = "Array | tuple[Array, ...] | dict[str, Array]"  # what travels between two stages
+Shape: TypeAlias = "tuple[int, ...]"
+Stream: TypeAlias = Any  # cupy.cuda.Stream
+Event: TypeAlias = Any  # cupy.cuda.Event
 
 
 def is_device(array: object) -> bool:

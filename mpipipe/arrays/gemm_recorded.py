@@ -11,8 +11,8 @@ from ctypes import c_int, c_longlong, c_size_t, c_void_p
 from functools import cache
 
 from mpipipe.arrays import graphs
+from mpipipe.arrays.devices import is_amd
 from mpipipe.arrays.memory import address
-from mpipipe.arrays.platform import is_amd
 from mpipipe.arrays.streams import stream
 from mpipipe.errors import BackendError
 

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from mpipipe.arrays.devices import cupy
-from mpipipe.arrays.shortage import memory_shortage
+from mpipipe.arrays.dtypes import DeviceArray
+from mpipipe.arrays.memory import memory_shortage
 from mpipipe.arrays.streams import stream
-from mpipipe.arrays.types import DeviceArray
 from mpipipe.errors import BackendError
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from mpipipe.arrays.devices import cupy
-from mpipipe.arrays.types import Event, Stream
+from mpipipe.arrays.dtypes import Event, Stream
 from mpipipe.errors import BackendError
 
 NOT_READY = 600  # cudaErrorNotReady

@@ -9,11 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpipipe.arrays.cuda import cuda_function
-from mpipipe.arrays.launch import Call, bitwise_or, over, vector_width
+from mpipipe.arrays.cuda import Call, Packed, bitwise_or, cuda_function, over, vector_width
+from mpipipe.arrays.dtypes import DeviceArray, Shape
 from mpipipe.arrays.memory import copy_into, empty
-from mpipipe.arrays.packed import Packed
-from mpipipe.arrays.types import DeviceArray, Shape
 
 STRIDED, FILL = (Path(__file__).with_name(f"{name}.cu") for name in ("strided", "fill"))
 THREADS = 256

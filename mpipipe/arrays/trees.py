@@ -13,8 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mpipipe.arrays import memory
-from mpipipe.arrays.dtypes import is_array
-from mpipipe.arrays.types import Array, Tree
+from mpipipe.arrays.dtypes import Array, Tree, is_array
 from mpipipe.errors import ArgumentError
 
 Structure: TypeAlias = "int | tuple[str, ...] | None"

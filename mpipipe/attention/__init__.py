@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from mpipipe.attention.cache import Cached, KVCache
 from mpipipe.attention.decode import decode_attention
-from mpipipe.attention.kv_cache import Cached, KVCache
 from mpipipe.attention.layout import Layout
 from mpipipe.attention.local import Local
-from mpipipe.attention.ring import Ring
-from mpipipe.attention.ring_functions import ring_attention, ring_attention_backward
+from mpipipe.attention.ring import Ring, ring_attention, ring_attention_backward
 
 __all__ = [
     "Cached",

@@ -10,8 +10,7 @@ from collections.abc import Callable
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.arrays import Array
-from mpipipe.attention.copies import cast, fill
+from mpipipe.arrays import Array, is_device, strided
 from mpipipe.attention.kernels.interface import AttentionKernel, Block, Gradients, Result
 from mpipipe.attention.mask import each_row_once
 
@@ -76,3 +75,34 @@ def attend_once(kernel: AttentionKernel, block: Block) -> Result:
     accumulator = kernel.make_accumulator(q, v, overwrite=False)
     accumulator.attend(block)
     return accumulator.end()
+
+
+def cast(x: Array, dtype: np.dtype) -> Array:
+    """Return x itself if it is of this dtype, else a C-contiguous copy that is."""
+    if x.dtype == dtype:
+        return x
+    return strided.copied(x, dtype) if is_device(x) else x.astype(dtype)
+
+
+def strided_copy(target: Array, source: Array) -> None:
+    """Target = source: equal shapes, on one device."""
+    if is_device(target):
+        strided.strided_copy(source, target)
+    else:
+        target[...] = source
+
+
+def strided_add(target: Array, source: Array) -> None:
+    """Target += source: equal shapes, on one device."""
+    if is_device(target):
+        strided.strided_copy(source, target, add=True)
+    else:
+        np.add(target, source, out=target)
+
+
+def fill(x: Array, value: float) -> None:
+    """Set all elements of a C-contiguous array."""
+    if is_device(x):
+        strided.fill(x, value)
+    else:
+        x.fill(value)

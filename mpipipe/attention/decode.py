@@ -18,15 +18,15 @@ import numpy as np
 
 from mpipipe.arrays import accumulator, aligned_empty, is_device
 from mpipipe.attention import kernels, mask
+from mpipipe.attention.accumulate import cast
 from mpipipe.attention.checks import check_arrays
-from mpipipe.attention.copies import cast
 from mpipipe.attention.kernels import AttentionKernel, Block, Result
 from mpipipe.attention.mask import PositionRange
 from mpipipe.attention.merge import merge
-from mpipipe.comm.group import Group, group_of
-from mpipipe.comm.requests import own
-from mpipipe.comm.types import Communicator
 from mpipipe.errors import ArgumentError
+from mpipipe.job.group import Group, group_of
+from mpipipe.job.requests import own
+from mpipipe.job.types import Communicator
 
 
 def decode_attention(
@@ -80,7 +80,7 @@ def decode_attention(
 
     >>> import numpy as np
     >>> from mpipipe.attention import Local, decode_attention
-    >>> from mpipipe.comm import inprocess
+    >>> from mpipipe.job import inprocess
     >>> rng = np.random.default_rng(0)
     >>> q, k, v = rng.standard_normal((3, 1, 6, 2, 8))
     >>> def on_each_rank(comm):

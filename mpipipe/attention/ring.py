@@ -15,17 +15,16 @@ from mpipipe.attention.accumulate import attend_once
 from mpipipe.attention.checks import check_positions
 from mpipipe.attention.kernels import AttentionKernel, Block, Gradients, Result, no_poll
 from mpipipe.attention.layout import Layout
-from mpipipe.attention.packed_rows import as_one_sequence, by_rows, documents_of_rows, like
-from mpipipe.attention.ring_agreement import ring_agreement_of
+from mpipipe.attention.local import as_one_sequence, by_rows, documents_of_rows, like
 from mpipipe.attention.ring_pass import RingPass
-from mpipipe.attention.ring_plan import RingOptions, RingPlan, RingSaved
-from mpipipe.comm import runtime, settings
-from mpipipe.comm.attributes import cached
+from mpipipe.attention.ring_plan import RingOptions, RingPlan, RingSaved, ring_agreement_of
 from mpipipe.comm.ring_exchange import RingExchange
-from mpipipe.comm.types import Communicator
 from mpipipe.errors import ArgumentError
+from mpipipe.job import runtime, settings
+from mpipipe.job.communicators import cached
+from mpipipe.job.types import Communicator
 from mpipipe.nn.layers.attend import Attend
-from mpipipe.wording import counted
+from mpipipe.text import counted
 
 
 class Ring(Attend):
@@ -78,7 +77,7 @@ class Ring(Attend):
 
     >>> import numpy as np
     >>> from mpipipe.attention import Layout, Local, Ring
-    >>> from mpipipe.comm import inprocess
+    >>> from mpipipe.job import inprocess
     >>> rng = np.random.default_rng(0)
     >>> q, k, v, dout = rng.standard_normal((4, 1, 12, 2, 8))
     >>> layout = Layout("zigzag", ranks=2, seq_len=12)
@@ -275,3 +274,99 @@ class Ring(Attend):
 
     def _run(self, plan: RingPlan, kernel: AttentionKernel) -> RingPass:
         return RingPass(plan, kernel, self._exchange(plan.message.shapes.device), self.options.rotation, self.poll)
+
+
+# -- Ring attention as two functions, forward and backward ------------------------------------------------------------
+
+
+def ring_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    comm: Communicator | None,
+    causal: bool = True,
+    layout: Layout | str = "contiguous",
+    window: int | None = None,
+    segments: ArrayLike | None = None,
+    scale: float | None = None,
+    seq_len: int | None = None,
+    rotation: str = "overlap",
+) -> tuple[Array, tuple[Ring, RingSaved]]:
+    """Attend over a sharded sequence; collective over `comm`.
+
+    Parameters
+    ----------
+    q, k, v : array
+        As for `Ring.forward`.
+    comm : mpi4py.MPI.Comm or None
+        The ranks that share a sequence. None: all ranks.
+    causal : bool
+        A query sees no later position.
+    layout : Layout or str
+        How the sequence is cut, as for `Ring`.
+    window : int, optional
+        A query sees itself and the window - 1 positions before it; needs `causal`.
+    segments : array_like of int, optional
+        Documents packed into the whole sequence, as for `Ring`.
+    scale : float, optional
+        Factor on the scores, finite and above 0; default 1 / sqrt(head_dim).
+    seq_len : int, optional
+        Length of the whole sequence of queries; default: that of the Layout, or the sum of what the ranks bring.
+    rotation : str
+        "overlap" or "sendrecv", as for `Ring`.
+
+    Returns
+    -------
+    out : array
+        (batch, local seq, heads, value_dim).
+    saved : tuple of Ring and RingSaved
+        For `ring_attention_backward`.
+
+    Raises
+    ------
+    ArgumentError, MismatchError
+        As `Ring` and `Ring.forward`.
+
+    Examples
+    --------
+    Two threads stand for two MPI ranks here:
+
+    >>> import numpy as np
+    >>> from mpipipe.attention import ring_attention, ring_attention_backward
+    >>> from mpipipe.job import inprocess
+    >>> def on_each_rank(comm):
+    ...     rng = np.random.default_rng(comm.rank)
+    ...     q, k, v = rng.standard_normal((3, 1, 64, 4, 16))
+    ...     out, saved = ring_attention(q, k, v, comm, causal=True)
+    ...     dq, dk, dv = ring_attention_backward(np.ones_like(out), saved)
+    ...     return out.shape, dk.shape
+    >>> inprocess.run(2, on_each_rank)
+    [((1, 64, 4, 16), (1, 64, 4, 16)), ((1, 64, 4, 16), (1, 64, 4, 16))]
+    """
+    ring = Ring(comm, causal, layout, window, segments, scale=scale, seq_len=seq_len, rotation=rotation)
+    out, saved = ring.forward(q, k, v)
+    return out, (ring, saved)
+
+
+def ring_attention_backward(dout: Array, saved: tuple[Ring, RingSaved]) -> Gradients:
+    """Return the gradients of the inputs of `ring_attention`; collective over its ring.
+
+    Parameters
+    ----------
+    dout : array
+        Gradient of the output, in its shape and dtype.
+    saved : tuple of Ring and RingSaved
+        From `ring_attention`.
+
+    Returns
+    -------
+    dq, dk, dv : array
+        In the shapes and dtype of q, k and v.
+
+    Raises
+    ------
+    ArgumentError, MismatchError
+        As `Ring.backward`.
+    """
+    ring, inner = saved
+    return ring.backward(dout, inner)

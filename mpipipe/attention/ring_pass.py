@@ -25,7 +25,7 @@ from dataclasses import replace
 
 from mpipipe import arrays
 from mpipipe.arrays import Array
-from mpipipe.attention.copies import cast, strided_add, strided_copy
+from mpipipe.attention.accumulate import cast, strided_add, strided_copy
 from mpipipe.attention.kernels import AttentionKernel, Block, Gradients, Result
 from mpipipe.attention.ring_plan import RingPlan
 from mpipipe.comm.ring_exchange import RingExchange

@@ -8,11 +8,9 @@ A folder with a manifest is whole: each file is written under another name, forc
 the manifest comes last.
 """
 
-from mpipipe.checkpoint.folders import newest, prune
+from mpipipe.checkpoint.folders import Checkpoint, newest, prune
 from mpipipe.checkpoint.loading import load, read
-from mpipipe.checkpoint.manifest import Checkpoint
 from mpipipe.checkpoint.replicas import check_replicas
-from mpipipe.checkpoint.saver import Saver
-from mpipipe.checkpoint.saving import save
+from mpipipe.checkpoint.saver import Saver, save
 
 __all__ = ["Checkpoint", "Saver", "check_replicas", "load", "newest", "prune", "read", "save"]

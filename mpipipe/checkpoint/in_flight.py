@@ -14,29 +14,29 @@ import atexit
 import logging
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from mpipipe import arrays
 from mpipipe.arrays import Array
-from mpipipe.checkpoint import folders, manifest, storage, tensors
-from mpipipe.checkpoint.manifest import Checkpoint
+from mpipipe.checkpoint import contents, folders, tensor_files
+from mpipipe.checkpoint.folders import Checkpoint
 from mpipipe.checkpoint.owner import covering
-from mpipipe.checkpoint.task import Task
-from mpipipe.comm.flight import Account
-from mpipipe.comm.local_wait import wait_locally
-from mpipipe.comm.process import here, is_rank
 from mpipipe.errors import ArgumentError, OwnerError
 from mpipipe.files import sync_folder
+from mpipipe.job.context import here, is_rank
+from mpipipe.job.flight import Account
+from mpipipe.job.wait import wait_locally
 
 logger = logging.getLogger("mpipipe")
 PATIENCE = 1.0  # seconds that a rank which gives a save up waits for its thread
 THREAD = "mpipipe checkpoint"
 UNDER_WAY, ENDED, FAILED = range(3)  # the task of a rank
 _stuck: list[Saving] = []  # given up, by ranks of this process, while a thread could not be ended
-Written: TypeAlias = "dict[str, tensors.Content]"  # file -> what it holds
+Written: TypeAlias = "dict[str, tensor_files.Content]"  # file -> what it holds
 
 
 class GivenUp(Exception):
@@ -96,12 +96,12 @@ class Saving:
             self.read.set()
 
     def _write(self, share: Mapping[str, Array]) -> Written:
-        folder, name = self.place.folder, storage.part_of(self.place.rank)
+        folder, name = self.place.folder, contents.part_of(self.place.rank)
         try:
             if not share:
                 return {}
-            with storage.explained(folder), self._in_order():
-                return {name: tensors.write(folder / name, share, self, self._check_owner)}
+            with contents.explained(folder), self._in_order():
+                return {name: tensor_files.write(folder / name, share, self, self._check_owner)}
         finally:
             self.read.set()
 
@@ -151,15 +151,15 @@ class Saving:
             self.beforehand()
         if self._given_up:  # the folder may belong to another save by now
             raise GivenUp
-        with storage.explained(place.folder):
+        with contents.explained(place.folder):
             sync_folder(place.folder.parent)
             facts = Checkpoint(place.folder, place.step, place.state, place.optimizer_steps, _version(), written)
             try:
-                manifest.write(facts, self._check_owner)
+                folders.write(facts, self._check_owner)
             except OwnerError:  # what has that name by now is another job's
                 raise
             except BaseException:  # it may have its name already
-                storage.drop_manifest(place.folder)
+                contents.drop_manifest(place.folder)
                 raise
         if self.keep is not None:
             self._doing = "removes old checkpoints"
@@ -183,9 +183,9 @@ class Saving:
         if self._owner is not None and self._owner.lost():
             return  # files of these names are another job's
         if not self.sealed:
-            storage.take_back(self.place.folder, self.place.rank)
+            contents.take_back(self.place.folder, self.place.rank)
         elif self.place.rank == 0 and not ended:
-            storage.drop_manifest(self.place.folder)
+            contents.drop_manifest(self.place.folder)
 
     def leave(self) -> None:
         """Nothing needs to be given up any more."""
@@ -194,11 +194,11 @@ class Saving:
     # -- for the report of a hang -------------------------------------------------------------------------------
 
     def sign(self) -> object:
-        """See comm.flight.Accountable: a disk that is slow makes progress."""
+        """See job.flight.Accountable: a disk that is slow makes progress."""
         return self._bytes, self._doing, self.task.ended
 
     def account(self) -> Account:
-        """See comm.flight.Accountable."""
+        """See job.flight.Accountable."""
         return Account((-1, self.place.step), operations=(str(self),))
 
     def __str__(self) -> str:
@@ -222,3 +222,68 @@ def progress_of(saving: Saving | None) -> int:
 
 def _version() -> str:
     return str(sys.modules["mpipipe"].__version__)  # the package itself: above this room, so no import
+
+
+# -- Work of this rank in a thread of its own, which can be waited for, asked for its error, and given up -------------
+
+
+Result = TypeVar("Result")
+
+
+class Task(Generic[Result]):
+    """A call in a thread. The thread is a daemon: the end of the interpreter does not wait for it.
+
+    Parameters
+    ----------
+    work : called once, in the thread
+    name : of the thread
+
+    Attributes
+    ----------
+    error : what ended the work, if it did not end well
+    seconds : how long the work took, once it has ended
+    """
+
+    def __init__(self, work: Callable[[], Result], name: str) -> None:
+        self._work = work
+        self._ended = threading.Event()
+        self._results: list[Result] = []
+        self.error: BaseException | None = None
+        self.seconds = 0.0
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # the system has no thread left
+            self.error = error
+            self._ended.set()
+
+    def _run(self) -> None:
+        start = time.monotonic()
+        try:
+            self._results.append(self._work())
+        except BaseException as error:  # whatever it is, the ranks are to hear of it
+            self.error = error
+        finally:
+            self.seconds = time.monotonic() - start
+            self._ended.set()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the work has ended, well or not."""
+        return self._ended.is_set()
+
+    @property
+    def problem(self) -> Exception | None:
+        """The error, as one that can be raised for all ranks."""
+        if self.error is None or isinstance(self.error, Exception):
+            return self.error
+        return RuntimeError(f"{type(self.error).__name__} in a thread: {self.error}")
+
+    @property
+    def result(self) -> Result:
+        """What the work returned, once it has ended well."""
+        return self._results[0]
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the end, so long at most; return whether it has come."""
+        return self._ended.wait(seconds)

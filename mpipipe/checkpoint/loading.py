@@ -11,14 +11,21 @@ import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import Array
-from mpipipe.checkpoint import folders, manifest, storage
-from mpipipe.checkpoint.adapter import announcements_of, renew_compute, set_arrays
-from mpipipe.checkpoint.contents import PARAMETERS, Optimizer, Storable, contents_of
-from mpipipe.checkpoint.manifest import COPY_AGAIN, Checkpoint
-from mpipipe.checkpoint.tensors import DTYPES, Content, File
-from mpipipe.comm.group import group_of
+from mpipipe.checkpoint import contents, folders
+from mpipipe.checkpoint.contents import (
+    PARAMETERS,
+    Optimizer,
+    Storable,
+    announcements_of,
+    contents_of,
+    renew_compute,
+    set_arrays,
+)
+from mpipipe.checkpoint.folders import COPY_AGAIN, Checkpoint
+from mpipipe.checkpoint.tensor_files import DTYPES, Content, File
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ArgumentError
+from mpipipe.job.group import group_of
 
 OTHER_MODEL = "build the model with the sizes and the dtype that it had when the checkpoint was saved"
 
@@ -63,7 +70,7 @@ def load(path: str | Path, mesh: Mesh, stages: Sequence[Storable], optimizer: Op
     kinds = {PARAMETERS} if optimizer is None else {PARAMETERS, *optimizer.named_state()}
     own = list(wanted) if mesh.replicas.rank == 0 else []
     names = {name for part in group.gather("checkpoint.load: the names of all ranks", own) for name in part}
-    with group.together("checkpoint.load: the arrays"), storage.offering(found.path):
+    with group.together("checkpoint.load: the arrays"), contents.offering(found.path):
         _check_names(found, names, kinds, optimizer)
         _announce(stages, optimizer)
         read_arrays(found, wanted)
@@ -94,8 +101,8 @@ def read(path: str | Path) -> Checkpoint:
         There is no checkpoint, or its manifest is damaged or of a newer format.
     """
     folder = folders.locate(path)
-    with storage.offering(folder):
-        return manifest.read(folder)
+    with contents.offering(folder):
+        return folders.read(folder)
 
 
 def _writable(array: Array) -> Array:
@@ -117,7 +124,7 @@ def _check_names(found: Checkpoint, wanted: set[str], kinds: set[str], optimizer
     if optimizer is not None and (found.optimizer_steps is None or {PARAMETERS, *states} != kinds):
         raise ArgumentError(
             "the checkpoint has no state for this optimizer",
-            found=f"state {' and '.join(states) or 'of none'} in {found.path / manifest.MANIFEST}",
+            found=f"state {' and '.join(states) or 'of none'} in {found.path / folders.MANIFEST}",
             expected=f"{' and '.join(sorted(kinds - {PARAMETERS})) or 'an optimizer without state'}",
             remedy="take the optimizer that was saved, with the same options, or load parameters alone",
         )
@@ -126,7 +133,7 @@ def _check_names(found: Checkpoint, wanted: set[str], kinds: set[str], optimizer
         if of_interest:
             raise ArgumentError(
                 f"the checkpoint {text} {of_interest[0]}",
-                found=f"{len(held)} arrays in {found.path / manifest.MANIFEST}",
+                found=f"{len(held)} arrays in {found.path / folders.MANIFEST}",
                 expected=f"the same names; {len(of_interest)} differ in this way",
                 remedy=OTHER_MODEL,
             )
@@ -169,7 +176,7 @@ def _open(path: Path, content: Content) -> Iterator[File]:
         raise ArgumentError(
             f"a file of the checkpoint is damaged: {error}",
             found=str(path),
-            expected=f"what {manifest.MANIFEST} says",
+            expected=f"what {folders.MANIFEST} says",
             remedy=COPY_AGAIN,
         ) from error
 

@@ -22,13 +22,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from mpipipe.checkpoint.owner_record import Record, this_process
-from mpipipe.checkpoint.owner_taking import CLAIM, NAME, Taking, read, write_over
-from mpipipe.comm.abort import Stop
-from mpipipe.comm.group import Group
-from mpipipe.comm.local_wait import wait_locally
-from mpipipe.comm.process import here, is_rank
+from mpipipe.checkpoint.owner_taking import CLAIM, NAME, Record, Taking, read, this_process, write_over
 from mpipipe.errors import MpipipeError, OwnerError
+from mpipipe.job.context import here, is_rank
+from mpipipe.job.exit import Stop
+from mpipipe.job.group import Group
+from mpipipe.job.wait import wait_locally
 
 RENEW_SECONDS = 10.0  # between two writes of an owner that lives
 FRESH_SECONDS = 1.0  # after a look at its token an owner need not look again: nobody takes over that fast

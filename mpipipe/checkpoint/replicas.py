@@ -18,14 +18,13 @@ from typing import NamedTuple
 
 from mpipipe import arrays
 from mpipipe.arrays import Array, Shape
-from mpipipe.checkpoint.adapter import ties_of
-from mpipipe.checkpoint.contents import Optimizer, Storable, contents_of
-from mpipipe.checkpoint.tensors import PIECE_BYTES
-from mpipipe.comm import rank_list
-from mpipipe.comm.consensus import raise_on_all
-from mpipipe.comm.group import group_of
+from mpipipe.checkpoint.contents import Optimizer, Storable, contents_of, ties_of
+from mpipipe.checkpoint.tensor_files import PIECE_BYTES
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ReplicaError
+from mpipipe.job import rank_list
+from mpipipe.job.consensus import raise_on_all
+from mpipipe.job.group import group_of
 
 WHAT = "checkpoint.check_replicas"
 LISTED = 4  # arrays that an error writes out
@@ -95,7 +94,7 @@ def check_replicas(mesh: Mesh, stages: Sequence[Storable], optimizer: Optimizer 
     Examples
     --------
     >>> from mpipipe import Mesh, checkpoint, nn
-    >>> from mpipipe.comm import inprocess
+    >>> from mpipipe.job import inprocess
     >>> def on_each_rank(comm):
     ...     stage = nn.Stage([nn.Linear(4, 4)], seed=1)
     ...     with Mesh(comm, pipe=1) as mesh:

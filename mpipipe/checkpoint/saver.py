@@ -14,21 +14,31 @@ the arrays of one checkpoint are on their way, the manifest of the one before ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from mpipipe.checkpoint import folders, owner, storage
-from mpipipe.checkpoint.adapter import announced_by
-from mpipipe.checkpoint.beginning import begin_folder, check_names, checked_contents
-from mpipipe.checkpoint.contents import Optimizer, Storable, shares
+from mpipipe.arrays import Array
+from mpipipe.checkpoint import contents, folders, owner
+from mpipipe.checkpoint.contents import (
+    Optimizer,
+    Storable,
+    announced_by,
+    contents_of,
+    offer,
+    shares,
+    state_of,
+    unwritable,
+)
 from mpipipe.checkpoint.in_flight import ENDED, FAILED, Place, Saving, logger, progress_of, wait_for_given_up
-from mpipipe.comm import runtime
-from mpipipe.comm.group import group_of
-from mpipipe.comm.local_wait import wait_locally
 from mpipipe.comm.mesh import Mesh
-from mpipipe.errors import StorageError
+from mpipipe.errors import ArgumentError, StorageError
+from mpipipe.job import runtime
+from mpipipe.job.consensus import raise_on_all
+from mpipipe.job.group import Group, group_of
+from mpipipe.job.wait import wait_locally
+from mpipipe.optim.optimizers import same_name
 
 
 class Saver:
@@ -68,7 +78,7 @@ class Saver:
     --------
     >>> import tempfile
     >>> from mpipipe import Mesh, checkpoint, nn, optim
-    >>> from mpipipe.comm import inprocess
+    >>> from mpipipe.job import inprocess
     >>> folder = tempfile.mkdtemp()
     >>> def train(comm):
     ...     stage = nn.Stage([nn.Linear(4, 4)], seed=1, first=comm.rank)
@@ -149,7 +159,7 @@ class Saver:
             check_names(self.mesh, group, contents)
             self._compared = True
         if not self._owners:
-            self._owners.append(owner.share(self.root, group, storage.unwritable))
+            self._owners.append(owner.share(self.root, group, unwritable))
         path = begin_folder(self.mesh, group, self.root, step)
         share = shares(contents, self.mesh.replicas.size)[self.mesh.replicas.rank]
         self._saving = Saving(Place(path, rank, step, plain, steps), share, self.keep, beforehand)
@@ -202,7 +212,7 @@ class Saver:
             self._saving = None
             saving.give_up()
         if isinstance(problem, StorageError):
-            storage.offer(problem, failed[0].place.folder)
+            offer(problem, failed[0].place.folder)
         self._group.agree("checkpoint.poll: what went wrong", error=problem)
 
     def _seal(self, saving: Saving) -> None:
@@ -298,3 +308,129 @@ class Saver:
         finally:
             self._give_up()
             self._let_go()
+
+
+# -- Saving at once: all ranks wait until the checkpoint is whole -----------------------------------------------------
+
+
+def save(
+    root: str | Path,
+    mesh: Mesh,
+    stages: Sequence[Storable],
+    optimizer: Optimizer | None = None,
+    *,
+    step: int,
+    state: Mapping[str, Any] | None = None,
+    keep: int | None = None,
+) -> Path:
+    """Save a training as the folder `root`/step-00000100; collective over the mesh. It returns once that is whole.
+
+    The folder has parameters and state of the optimizer by their names in the whole model, whatever the mesh: see
+    `load`. Each of the ranks with the same stages writes a share. The checkpoint is there as a whole or not at all.
+    An earlier one of the same step is replaced.
+
+    Parameters
+    ----------
+    root : str or Path
+        Folder of the checkpoints of one training, made where it is missing; on a file system that all ranks share. A
+        relative path begins in the working folder of rank 0.
+    mesh : Mesh
+        All ranks of the training.
+    stages : sequence of stages
+        This rank's stages: each an nn.Stage, or an object whose `parameters` are C-contiguous arrays by name, or one
+        with `state_dict()`, which returns such arrays, and `load_state_dict(arrays)`, which takes them. Names are
+        those in the whole model: `nn.Stage(layers, first=...)`.
+    optimizer : AdamW, SGD or alike, optional
+        Its `steps` and the arrays of its `named_state()`.
+    step : int
+        Number of steps made, the same on all ranks.
+    state : dict, optional
+        What else the training has to remember, small and plain: strings, numbers, booleans, None, lists and dicts of
+        them. That of rank 0 is saved. For dropout it should have `pipeline.steps_taken`.
+    keep : int, optional
+        Afterwards all but so many of the newest checkpoints in `root` are removed. By default all stay. Old ones that
+        cannot be removed are told of in a warning.
+
+    Returns
+    -------
+    Path
+        The folder of the checkpoint.
+
+    Raises
+    ------
+    StorageError
+        On every rank: a file cannot be written. What was written of this checkpoint is removed, and older ones stay as
+        they are.
+    ArgumentError
+        On every rank: two stages, on whichever ranks, have a parameter of the same name; `state` is not plain; `keep`
+        is not at least 1.
+    MismatchError
+        On every rank: ranks differ in `step` or in the steps of the optimizer.
+    OwnerError
+        On every rank: another job saves into `root`, or has taken it from this one.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from mpipipe import Mesh, checkpoint, nn, optim
+    >>> from mpipipe.job import inprocess
+    >>> folder = tempfile.mkdtemp()
+    >>> def train(comm):
+    ...     stage = nn.Stage([nn.Linear(4, 4)], seed=1, first=comm.rank)
+    ...     optimizer = optim.AdamW([stage], lr=0.01)
+    ...     with Mesh(comm, pipe=2) as mesh:
+    ...         checkpoint.save(folder, mesh, [stage], optimizer, step=3, state={"loss": 2.5})
+    >>> _ = inprocess.run(2, train)
+    >>> def go_on(comm):
+    ...     stages = [nn.Stage([nn.Linear(4, 4)], seed=2, first=number) for number in range(2)]
+    ...     with Mesh(comm) as mesh:
+    ...         found = checkpoint.load(folder, mesh, stages, optim.AdamW(stages, lr=0.01))
+    ...     return found.step, found.state
+    >>> inprocess.run(1, go_on)
+    [(3, {'loss': 2.5})]
+    """
+    with Saver(root, mesh, stages, optimizer, keep=keep) as saver:
+        path = saver.save(step, state)
+        saver.finish()
+    return path
+
+
+# -- What all ranks do together before they write a checkpoint --------------------------------------------------------
+
+
+def check_names(mesh: Mesh, group: Group, contents: Collection[str]) -> None:
+    """Raise ArgumentError on all ranks where ranks with different stages have an array of one name; collective.
+
+    Such a checkpoint could be written, and not be read.
+    """
+    own = sorted(contents) if mesh.replicas.rank == 0 else []
+    holders: dict[str, list[int]] = {}
+    for rank, names in enumerate(group.gather("checkpoint.save: the names of all ranks", own)):
+        for name in names:
+            holders.setdefault(name, []).append(rank)
+    for name, ranks in sorted(holders.items()):
+        if len(ranks) > 1:
+            raise_on_all(ranks[1], same_name(name.split("/", 1)[1], ranks), group)
+
+
+def checked_contents(
+    stages: Sequence[Storable], optimizer: Optimizer | None, step: int, state: Mapping[str, Any] | None
+) -> tuple[dict[str, Array], dict[str, Any]]:
+    """Return the arrays and the plain values to be saved. Raises ArgumentError."""
+    contents, plain = contents_of(stages, optimizer), state_of(state)
+    if type(step) is not int or step < 0:
+        raise ArgumentError("step", found=repr(step), expected="an integer of at least 0")
+    return contents, plain
+
+
+def begin_folder(mesh: Mesh, group: Group, root: Path, step: int) -> Path:
+    """Make the folder of a checkpoint on rank 0, and return it; raises StorageError on all ranks; collective."""
+    folder = None
+    with group.together("checkpoint.save: its folder"):
+        if mesh.rank == 0:
+            folder = folders.folder_of(root.absolute(), step)
+            owner.check(folder)
+            with contents.offering(folder), contents.explained(folder):
+                contents.begin(folder)
+    path: Path = group.broadcast("checkpoint.save: the folder", folder)
+    return path

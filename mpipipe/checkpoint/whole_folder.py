@@ -20,8 +20,8 @@ from pathlib import Path
 
 from mpipipe import files
 from mpipipe.checkpoint import owner
-from mpipipe.comm.group import Group
 from mpipipe.errors import ArgumentError
+from mpipipe.job.group import Group
 
 FORMER = ".mpipipe-former"  # after the name of a folder that is being replaced; no folder of a user ends in it
 Explain = Callable[[Path], AbstractContextManager[None]]

@@ -12,13 +12,13 @@ def main() -> None:
     """
     name, *words = sys.argv[1:] or [""]
     if name == "launch":
-        from mpipipe.cli.proven_job import start
+        from mpipipe.cli.launch import start
 
         code = start(words)
         if code is not None:  # else a mistake, or the help is asked for
             sys.exit(code)
     if name == "train" and "--dry-run" not in words:
-        from mpipipe import stop_signals
+        from mpipipe.job import stop_signals
 
         stop_signals.hold(_last("--preempt-signals", words) or stop_signals.DEFAULT)
     from mpipipe.cli.command_line import run

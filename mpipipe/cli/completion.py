@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from mpipipe.cli.commands import ALL, Command, Commands
+from mpipipe.cli.command_line import ALL, Command, Commands, Parser, add_parameters
 from mpipipe.cli.flags import Operand
-from mpipipe.cli.one_process import check_one_process
-from mpipipe.cli.parser import Parser, add_parameters
-from mpipipe.cli.refusal import refusing
-from mpipipe.cli.stdout import show
+from mpipipe.cli.output import check_one_process, refusing, show
 from mpipipe.errors import BackendError, ConfigError
-from mpipipe.wording import how_to_install
+from mpipipe.text import how_to_install
 
 SHELLS = ("bash", "zsh", "tcsh")
 

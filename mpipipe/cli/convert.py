@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from mpipipe.cli.flags import Flag, Operand
-from mpipipe.cli.one_process import check_one_process
-from mpipipe.cli.refusal import refusing
-from mpipipe.cli.stdout import show
+from mpipipe.cli.output import check_one_process, refusing, show
 from mpipipe.models.huggingface.writing import SHARD_BYTES
 from mpipipe.train.conversion import convert as convert_folder
 

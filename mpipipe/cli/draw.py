@@ -8,11 +8,8 @@ from typing import Annotated
 
 from mpipipe import files, pictures, schedules
 from mpipipe.analysis.written import number_in, read_trace
-from mpipipe.cli.flags import Flag
-from mpipipe.cli.number_list import numbers, one_or_more
-from mpipipe.cli.one_process import check_one_process
-from mpipipe.cli.refusal import refusing
-from mpipipe.cli.stdout import show
+from mpipipe.cli.flags import Flag, numbers, one_or_more
+from mpipipe.cli.output import check_one_process, refusing, show
 from mpipipe.errors import ConfigError
 from mpipipe.schedules import Costs, Timeline
 from mpipipe.schedules.csv_text import from_file, is_path

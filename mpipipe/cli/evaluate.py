@@ -9,18 +9,15 @@ from typing import Annotated, Any
 
 from mpipipe import arrays, files, processor
 from mpipipe.cli.flags import Flag, Operand
-from mpipipe.comm import runtime
-from mpipipe.comm.abort import run_or_abort
-from mpipipe.comm.device import select_device
-from mpipipe.comm.group import group_of
-from mpipipe.comm.mesh import Mesh
-from mpipipe.comm.threads import share_of_cores
+from mpipipe.comm.mesh import Mesh, select_device
 from mpipipe.errors import ConfigError
-from mpipipe.train.evaluation import Evaluation, build_evaluator, perplexity
-from mpipipe.train.evaluation_data import open_tokens
-from mpipipe.train.evaluation_windows import Windows
+from mpipipe.job import runtime
+from mpipipe.job.cores import share_of_cores
+from mpipipe.job.exit import run_or_abort
+from mpipipe.job.group import group_of
+from mpipipe.train.evaluation import Evaluation, Windows, build_evaluator, open_tokens, perplexity
 from mpipipe.train.model_folder import open_on_all
-from mpipipe.train.outlet import Outlet
+from mpipipe.train.screen import Outlet
 
 
 def evaluate(

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
+from mpipipe.errors import ConfigError
+
 REQUIRED = inspect.Parameter.empty
 
 
@@ -94,3 +96,22 @@ def _parameter(entry: inspect.Parameter, hint: Any) -> Parameter:
         hint = parts[0]
     many = get_origin(hint) is list
     return Parameter(entry.name, get_args(hint)[0] if many else hint, many, entry.default, flag)
+
+
+# -- Numbers with commas between them, as options of several commands have them ---------------------------------------
+
+
+def numbers(option: str, text: str, kind: Callable[[str], Any] = float) -> list[Any]:
+    """Read the numbers of an option; raises ConfigError if they are none."""
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(
+            f"--{option} is no list of numbers", found=repr(text), expected="a number, or several as in 4,8,16"
+        ) from error
+
+
+def one_or_more(option: str, text: str) -> float | list[float]:
+    """Read a cost: one number for all stages, or one for each of them."""
+    found = numbers(option, text)
+    return found[0] if len(found) == 1 else found

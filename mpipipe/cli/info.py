@@ -15,13 +15,14 @@ from mpipipe import __version__, arrays, environment
 from mpipipe.attention import kernels
 from mpipipe.cli import probe as probing
 from mpipipe.cli.flags import Flag
-from mpipipe.cli.stdout import show
-from mpipipe.comm import describe, device, inprocess, rank_list, runtime
-from mpipipe.comm.binding import parse_cores
-from mpipipe.comm.group import group_of
-from mpipipe.comm.types import Communicator
+from mpipipe.cli.output import show
+from mpipipe.comm import describe, mesh
 from mpipipe.errors import BackendError, MismatchError, MpipipeError
-from mpipipe.wording import counted
+from mpipipe.job import inprocess, rank_list, runtime
+from mpipipe.job.cores import parse_cores
+from mpipipe.job.group import group_of
+from mpipipe.job.types import Communicator
+from mpipipe.text import counted
 
 COLUMNS = 100  # of a terminal that is wide enough for all lines
 REPORT = "Send these lines, the command, the whole error, and config.toml of the run."
@@ -115,7 +116,7 @@ def _placement(comm: Communicator) -> list[str]:
     if not group.agree("info: the GPUs", values=[arrays.device_count()]).any():
         return []
     try:
-        return device.describe(group, device.select_device("auto", comm))
+        return mesh.describe(group, mesh.select_device("auto", comm))
     except (BackendError, MismatchError) as error:
         return [error.message]
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import runpy
 import subprocess
 import sys
 from typing import Annotated
 
+from mpipipe import processor
+from mpipipe.cli.command_line import parser_of, program
 from mpipipe.cli.flags import Flag, Operand
-from mpipipe.cli.one_process import check_one_process
-from mpipipe.cli.parser import parser_of, program
-from mpipipe.cli.refusal import refusing
-from mpipipe.cli.stdout import show
+from mpipipe.cli.launch import run_proven
+from mpipipe.cli.output import check_one_process, refusing, show
 from mpipipe.errors import BackendError
+from mpipipe.job.exit import Stop, run_or_abort
 from mpipipe.site import MPIS, SCHEDULERS, Job, job_script
 
 # asks an interpreter for its MPI without initialising it: on a login node that may not be allowed
@@ -69,8 +73,6 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
     Raises Stop if the command would not understand them: now, and not when the job begins.
     """
     if words[:1] == ["run"]:
-        from mpipipe.cli.run import run
-
         parser_of(f"{program()} run", run).parse(words[1:])
         return words[1:], []
     if words:
@@ -93,3 +95,60 @@ def _mpi_of(python: str) -> str:
         if words in vendor:
             return family
     raise BackendError("which words its launcher wants is not known of this MPI", found=vendor, remedy=remedy)
+
+
+# -- mpipipe run: a user's script, in which an error on one rank ends the whole job -----------------------------------
+
+
+def run(
+    target: Annotated[str, Operand("script, or module with -m")],
+    arguments: Annotated[list[str] | None, Operand("for the script", rest=True)] = None,
+    module: Annotated[bool, Flag("TARGET is a module, as for python -m", names=("-m",))] = False,
+) -> int:
+    """Run a Python script on every rank (mpiexec -n 4 python -m mpipipe run script.py).
+
+    An exception, an exit or an interrupt on one rank ends the whole job within seconds. One report names the rank and
+    the place. An exit code on which all ranks agree is passed on.
+    """
+
+    def work() -> None:
+        sys.path[0] = os.getcwd() if module else os.path.dirname(os.path.abspath(target))
+        _check_there(target, module)
+        processor.prepare_process()
+        sys.argv = [target, *(arguments or [])]
+        if module:
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(target, run_name="__main__")
+
+    return run_or_abort(work)
+
+
+def _check_there(target: str, module: bool) -> None:
+    """Raise Stop, with one line, where there is nothing to run."""
+    try:
+        if not module:
+            os.stat(target)
+            return
+        why = "" if importlib.util.find_spec(target.partition(".")[0]) else "no such module"
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+    if why:
+        raise Stop(f"mpipipe: cannot run {target}: {why}\n", 2)
+
+
+# -- mpipipe launch: starts a job; launch.py does the work -------------------------------------------------------------
+
+
+def launch(
+    command: Annotated[list[str], Operand("what starts the ranks, with all its words", behind_dashes=True)],
+    marker_folder: Annotated[str, Flag("for the proof; every node has to see it", metavar="DIR")] = ".",
+) -> int:
+    """Start a job, and return its exit code; 0 only where all ranks have come to their end.
+
+    An example: python -m mpipipe launch -- mpiexec -n 4 python -m mpipipe run script.py
+
+    Rank 0 leaves a proof of the end in a file that MPIPIPE_ENDED names. Where the launcher returns 0 without it, the
+    exit code is 1, and one sentence says what is known. Signals are passed on to the launcher.
+    """
+    return run_proven(command, marker_folder)

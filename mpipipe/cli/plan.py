@@ -9,32 +9,30 @@ from typing import Any
 
 from mpipipe import files, processor
 from mpipipe.cli.flags import Flag, Parameter
-from mpipipe.cli.one_process import check_one_process
-from mpipipe.cli.refusal import refusing
+from mpipipe.cli.output import check_one_process, refusing
 from mpipipe.cli.train import CONFIG, FIELDS
-from mpipipe.comm import runtime
-from mpipipe.comm.abort import run_or_abort
-from mpipipe.comm.device import select_device
-from mpipipe.comm.group import group_of
-from mpipipe.comm.mesh import Mesh
-from mpipipe.comm.process import here
-from mpipipe.comm.types import Communicator
+from mpipipe.comm.mesh import Mesh, select_device
 from mpipipe.errors import ConfigError
+from mpipipe.job import runtime
+from mpipipe.job.context import here
+from mpipipe.job.exit import run_or_abort
+from mpipipe.job.group import group_of
+from mpipipe.job.types import Communicator
 from mpipipe.models import GPT
 from mpipipe.planning import Choice, SavedProfile
 from mpipipe.planning.table import table
 from mpipipe.schedules import Links
-from mpipipe.schedules.links import FORM
+from mpipipe.schedules.simulate import FORM
+from mpipipe.text import counted
 from mpipipe.train import TrainConfig
 from mpipipe.train.base import architecture_of, find_base
+from mpipipe.train.config import read_keys, toml_line
 from mpipipe.train.config_checks import PLANNED
-from mpipipe.train.config_file import read_keys, toml_line
 from mpipipe.train.fine_tuning import find_tuning
-from mpipipe.train.options.other_names import INSTEAD, OTHER_NAMES
-from mpipipe.train.outlet import Outlet
-from mpipipe.train.planner import Found, Scene, find, plan_on_paper
+from mpipipe.train.options import INSTEAD, OTHER_NAMES
+from mpipipe.train.planner import Found, Scene, find_plan, plan_on_paper
 from mpipipe.train.preparation import check_same_config, find_data
-from mpipipe.wording import counted
+from mpipipe.train.screen import Outlet
 
 NOT_WRITTEN = ("plan", "memory_limit", "fixed", "config")
 
@@ -155,7 +153,7 @@ def make_plans(config: TrainConfig, comm: Communicator) -> tuple[Found, Scene]:
         place = select_device(config.device, comm)
         vocab = find_data(config, None, group_of(comm)).vocab
         scene = Scene.of(config, architecture_of(base, GPT), mesh, vocab, tuning)
-        return find(scene, place), scene
+        return find_plan(scene, place), scene
 
 
 def show(found: Found) -> None:

@@ -7,10 +7,10 @@ from time import monotonic
 from typing import Annotated
 
 from mpipipe.cli.flags import Flag, Operand
-from mpipipe.comm import runtime
-from mpipipe.comm.abort import run_or_abort
+from mpipipe.job import runtime
+from mpipipe.job.exit import run_or_abort
 from mpipipe.train.data.tokenize import tokenize as run_tokenize
-from mpipipe.train.outlet import Outlet
+from mpipipe.train.screen import Outlet
 
 SECONDS = 5.0  # between two lines of progress
 

@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Timer
 from typing import Any
 
-from mpipipe import processor, stop_signals
-from mpipipe.cli.dry_run import check_alone, foretell
+from mpipipe import processor, schedules
 from mpipipe.cli.flags import Flag, Parameter
-from mpipipe.comm.abort import run_or_abort
-from mpipipe.comm.group import group_of
-from mpipipe.comm.threads import share_of_cores
+from mpipipe.cli.output import refusing, show
+from mpipipe.errors import ConfigError
+from mpipipe.job import stop_signals
+from mpipipe.job.cores import share_of_cores
+from mpipipe.job.exit import run_or_abort
+from mpipipe.job.group import group_of
+from mpipipe.job.settings import launcher_size
 from mpipipe.models import GPT
+from mpipipe.planning import SavedProfile
+from mpipipe.planning.table import shown_seconds
+from mpipipe.text import counted, shown_bytes, text_table
 from mpipipe.train import TrainConfig
 from mpipipe.train import train as run_training
 from mpipipe.train.config import KINDS, heading_of
 from mpipipe.train.config_checks import range_words
-from mpipipe.train.options.other_names import INSTEAD, OTHER_NAMES
+from mpipipe.train.dry_run import Forecast, RankBytes, foresee
+from mpipipe.train.options import INSTEAD, OTHER_NAMES
+from mpipipe.train.planner import predict_on_paper
+from mpipipe.train.screen import tell
 
 
 def train(
@@ -66,3 +80,130 @@ PROFILE = Parameter(
 FIELDS = [_parameter(entry) for entry in dataclasses.fields(TrainConfig)]
 train.parameters = [CONFIG, DRY_RUN, RANKS, PROFILE, *FIELDS]  # type: ignore[attr-defined]
 train.other_names, train.instead = OTHER_NAMES, INSTEAD  # type: ignore[attr-defined]
+
+
+# -- What `train --dry-run` shows: the plan of a training, and the memory of each rank --------------------------------
+
+
+MOST_RANKS = 1 << 16
+ANNOUNCED = 2.0  # seconds of silence
+COLUMNS = ("parameters", "gradients", "moments", "activations", "messages", "scratch", "later", "process", "total")
+
+
+def foretell(load: Callable[[], TrainConfig], ranks: int | None, profile: str | None = None) -> int:
+    """Show what a training would be: on `ranks` ranks in one process, or on the ranks of this job, by its rank 0.
+
+    With a profile, which `mpipipe plan --save-profile` has written, also how long a step would take. In one process
+    nothing asks for MPI. In a job every rank raises the same error.
+    """
+    if launcher_size(os.environ) is not None:
+        return run_or_abort(lambda: _in_job(load, ranks, profile))
+    with refusing():
+        if ranks is not None and not 1 <= ranks <= MOST_RANKS:
+            raise ConfigError("--ranks is out of range", found=ranks, expected=f"at least 1, at most {MOST_RANKS:,}")
+        config = load()
+        _show(config, ranks or (config.pipe or 1) * config.seq, profile)
+    return 0
+
+
+def _in_job(load: Callable[[], TrainConfig], ranks: int | None, profile: str | None) -> None:
+    group = group_of()
+    with group.together("train: the dry run"):
+        if ranks not in (None, group.size):
+            raise ConfigError(
+                "--ranks is for a dry run in one process",
+                found=f"--ranks {ranks}, {counted(group.size, 'rank')} in this job",
+                expected=f"none, or {group.size}",
+                remedy="start it without mpiexec or srun",
+            )
+        config = load()
+        if group.rank == 0:
+            _show(config, group.size, profile)
+
+
+def _show(config: TrainConfig, ranks: int, profile: str | None) -> None:
+    processor.prepare_process()
+    saved = None if profile is None else SavedProfile.read(Path(profile))
+    with _announced(ranks):
+        found = foresee(config, GPT, ranks)
+    lines = [described(found)]
+    if saved is not None:
+        seconds = predict_on_paper(found, GPT, saved).seconds
+        lines.append(
+            f"a step takes {shown_seconds(seconds)}, {config.batch * config.seq_len / seconds:,.0f} tokens/s, "
+            f"by {profile} (measured on a pipeline of {counted(saved.ranks, 'rank')})"
+        )
+        lines += saved.doubts(found.pipe, found.data * found.seq, found.plan.microbatch_rows, linked=False)
+    show("".join(f"{line}\n" for line in lines))
+
+
+@contextmanager
+def _announced(ranks: int) -> Iterator[None]:
+    """Say what is going on, where the work inside takes long: many ranks have long orders."""
+    line = f"mpipipe: a step of {counted(ranks, 'rank')} is being rehearsed on paper; with thousands it takes minutes"
+    timer = Timer(ANNOUNCED, tell, [line])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def check_alone(ranks: int | None, profile: str | None) -> None:
+    """Raise ConfigError if --ranks or --profile is given to a training that really runs."""
+    if profile is not None:
+        raise ConfigError("--profile without --dry-run", found=f"--profile {profile}", remedy="add --dry-run")
+    if ranks is not None:
+        raise ConfigError(
+            "--ranks without --dry-run",
+            found=f"--ranks {ranks}",
+            remedy="a training runs on the ranks that mpiexec or srun starts; --dry-run shows one on so many ranks",
+        )
+
+
+def described(found: Forecast) -> str:
+    """Return all lines."""
+    config, plan = found.config, found.plan
+    schedule = plan.schedule
+    count, total = found.pipe * found.data * found.seq, sum(each.total for each in found.ranks)
+    rows, length = plan.microbatch_rows, -(-config.seq_len // found.seq)
+    lines = [
+        f"mpipipe: nothing is trained. {counted(count, 'rank')} = "
+        f"pipe {found.pipe} x data {found.data} x seq {found.seq}; "
+        f"{schedule.name}, {counted(schedule.stages, 'stage')}, {counted(schedule.microbatches, 'micro-batch')}",
+        f"mpipipe: {plan.model.parameters:,} parameters, {config.dtype}, {config.optimizer}; "
+        f"a micro-batch is {rows} x {length} on each rank",
+        f"mpipipe: bubble {_bubble(found):.3f} if a layer takes as long as its operations are many",
+        "",
+        "MiB (2^20 bytes) of each rank of a pipeline at its peak",
+    ]
+    cuts = [" ".join(f"{start}-{stop - 1}" for start, stop in each.stages.values()) for each in found.ranks]
+    cells = [[str(each.rank), cut, *_sizes(each)] for each, cut in zip(found.ranks, cuts)]
+    lines += text_table(["rank", "layers", *COLUMNS], cells, left=(1,))
+    worst = max(found.ranks, key=lambda each: each.total)
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"rank {worst.rank} takes most: {shown_bytes(worst.total)}"
+            + (f"; all {count} ranks: {shown_bytes(total * found.data * found.seq)}" if count > 1 else ""),
+        ]
+    )
+
+
+def _sizes(each: RankBytes) -> list[str]:
+    sizes = vars(each) | {
+        "scratch": each.scratch + each.tables + each.batch,
+        "later": max(0, each.sample - each.step, each.sums - each.step),
+        "total": each.total,
+    }
+    return [f"{sizes[name] / 2**20:.1f}" for name in COLUMNS]
+
+
+def _bubble(found: Forecast) -> float:
+    """Return the bubble of the schedule where a stage takes as long as its operations are many."""
+    plan = found.plan
+    costs = plan.tuning.costs(plan.model)
+    times = [sum(costs[start:stop]) for start, stop in plan.layer_ranges]
+    return schedules.simulate(plan.schedule, schedules.Costs(times, times, times)).bubble_fraction

@@ -1,19 +1,19 @@
-"""Ranks and their messages. All that talks to MPI is here: the only room that imports mpi4py, and only when called.
+"""Messages of arrays between the ranks of a job, and where each rank stands among them.
 
-where a rank stands      runtime, launcher, settings, mesh, device, describe, process
-agreement                group, consensus, presence, notes, attributes, communicators
-waiting                  wait, requests
-messages                 mailbox, tags, transport/, ring_exchange, allreduce, nccl/
-hangs                    flight, watch/
-dead ranks               lifeline
-the end of a job         abort, ending, excepthook, exit_hooks, report
-a job that is preempted  preemption, time_limit
-ranks without MPI        inprocess, inprocess_world
-names of types           types
+the ranks                mesh (and its device), describe
+messages of a pipeline   mailbox, tags, transport/
+messages of a ring       ring_exchange
+sums over replicas       allreduce
+by NCCL                  nccl/
 """
 
-from mpipipe.comm.device import select_device
-from mpipipe.comm.mesh import Mesh
-from mpipipe.comm.preemption import Preemption
+import sys
 
-__all__ = ["Mesh", "Preemption", "select_device"]
+from mpipipe.comm.mesh import Mesh, select_device
+from mpipipe.job import inprocess, runtime
+from mpipipe.job.preemption import Preemption
+
+__all__ = ["Mesh", "Preemption", "inprocess", "runtime", "select_device"]
+
+for _module in (inprocess, runtime):  # programs import them from here: they were in this room
+    sys.modules[f"{__name__}.{_module.__name__.rpartition('.')[2]}"] = _module

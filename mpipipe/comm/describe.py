@@ -6,15 +6,15 @@ import os
 import sys
 
 from mpipipe import arrays
-from mpipipe.comm import settings
-from mpipipe.comm.group import Group, group_of
-from mpipipe.comm.launcher import launcher_size
-from mpipipe.comm.nccl.choice import choose
-from mpipipe.comm.runtime import mpi, tag_upper_bound
+from mpipipe.comm.nccl.channel import choose
 from mpipipe.comm.transport import gpu_aware
-from mpipipe.comm.types import Communicator
 from mpipipe.errors import BackendError
-from mpipipe.wording import counted
+from mpipipe.job import settings
+from mpipipe.job.group import Group, group_of
+from mpipipe.job.runtime import mpi, tag_upper_bound
+from mpipipe.job.settings import launcher_size
+from mpipipe.job.types import Communicator
+from mpipipe.text import counted
 
 NEIGHBOURS = 4  # messages that a rank in the middle of a pipeline has under way: with two ranks, both ways
 

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from mpipipe.arrays import Array, Shape, read_only
-from mpipipe.comm.group import Group
-from mpipipe.comm.requests import own
-from mpipipe.comm.wait import wait
 from mpipipe.errors import ArgumentError
+from mpipipe.job.group import Group
+from mpipipe.job.requests import own
+from mpipipe.job.wait import wait
 from mpipipe.trace import Recorder
 
 HEADER_BYTES = 4096

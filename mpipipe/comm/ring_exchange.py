@@ -11,12 +11,12 @@ from threading import get_ident
 from typing import NamedTuple
 
 from mpipipe.arrays import Array
-from mpipipe.comm.flight import Account, Message
-from mpipipe.comm.group import group_of
-from mpipipe.comm.requests import own
 from mpipipe.comm.transport.choose import make_transport
 from mpipipe.comm.transport.gpu_aware import Verdict
-from mpipipe.comm.types import Communicator, Request
+from mpipipe.job.flight import Account, Message
+from mpipipe.job.group import group_of
+from mpipipe.job.requests import own
+from mpipipe.job.types import Communicator, Request
 
 ROTATIONS = ("overlap", "sendrecv")
 TAG = 1
@@ -50,7 +50,7 @@ class RingExchange:
 
     Attributes
     ----------
-    group : the comm.group.Group of the ring
+    group : the job.group.Group of the ring
     """
 
     def __init__(

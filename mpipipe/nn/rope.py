@@ -1,20 +1,276 @@
-"""Rotary position embedding (Su et al., "RoFormer", 2021).
+"""Rotary frequencies of models that read longer sequences than they were first trained on.
 
-Neighbouring elements (2i, 2i + 1) of a head are one complex number, turned by the angle position * base^(-2i/head_dim).
-A turn is one complex product, and its adjoint is the product with the conjugate. Scalings of the frequencies, and of
-the length of the factors, are in rope_scaling.py.
-
-Other libraries pair element i of a head with element i + head_dim / 2. Rows of their projections to queries and keys
-(and elements of biases, and of gains of norms of heads) come in another order within each head: theirs at i is ours at
-2i, and theirs at i + head_dim / 2 is ours at 2i + 1.
+Each scaling takes the plain frequencies base^(-2i/head_dim) of the pairs i, and gives those that are used in their
+place. Frequencies of few turns within the first length are divided by a factor; but for LinearScaling, those of many
+turns stay. A scaling is a frozen dataclass, whose `kind` names its class in files.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
 import numpy as np
 from numpy.typing import ArrayLike
 
-from mpipipe.nn.rope_scaling import RopeScaling
+from mpipipe.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """All frequencies divided by a factor: Chen et al., "Extending context window via position interpolation" (2023).
+
+    Parameters
+    ----------
+    factor : float
+        At least 1.
+
+    Raises
+    ------
+    ArgumentError
+        The factor is none.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpipipe.nn import LinearScaling
+    >>> LinearScaling(4.0).scaled(np.array([1.0, 0.5]), 10000.0)
+    array([0.25 , 0.125])
+    """
+
+    factor: float
+    kind: str = field(default="linear", init=False)
+
+    def __post_init__(self) -> None:
+        _check_at_least("factor of LinearScaling", self.factor, 1)
+
+    @property
+    def amplitude(self) -> float:
+        """Factor on cosine and sine: 1."""
+        return 1.0
+
+    def scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
+        """Return the frequencies in use.
+
+        Parameters
+        ----------
+        frequencies : numpy.ndarray
+            Plain frequencies (head_dim / 2,).
+        base : float
+            Base of the plain frequencies.
+
+        Returns
+        -------
+        numpy.ndarray
+            (head_dim / 2,).
+        """
+        return frequencies / self.factor
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Frequencies by the turns they make within the first length, as in Llama 3.1 and later.
+
+    With n = `original_positions` * frequency / 2 pi turns: above `high_freq_factor` a frequency stays, below
+    `low_freq_factor` it is divided by `factor`, and between them it is (1 - s) f / factor + s f with
+    s = (n - low) / (high - low). Source: `apply_scaling` in `models/llama3/model.py` of Meta's llama-models (2024).
+
+    Parameters
+    ----------
+    factor : float
+        At least 1.
+    low_freq_factor, high_freq_factor : float
+        Turns, above 0, the second larger than the first.
+    original_positions : int
+        The first length, in positions.
+
+    Raises
+    ------
+    ArgumentError
+        A number is out of its range.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpipipe.nn import Llama3Scaling
+    >>> scaling = Llama3Scaling(8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_positions=8192)
+    >>> scaling.scaled(np.array([1.0, 1e-5]), 500000.0)
+    array([1.00e+00, 1.25e-06])
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_positions: int
+    kind: str = field(default="llama3", init=False)
+
+    def __post_init__(self) -> None:
+        _check_at_least("factor of Llama3Scaling", self.factor, 1)
+        _check_positions("Llama3Scaling", self.original_positions)
+        _check_order("Llama3Scaling", low_freq_factor=self.low_freq_factor, high_freq_factor=self.high_freq_factor)
+
+    @property
+    def amplitude(self) -> float:
+        """Factor on cosine and sine: 1."""
+        return 1.0
+
+    def scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
+        """Return the frequencies in use.
+
+        Parameters
+        ----------
+        frequencies : numpy.ndarray
+            Plain frequencies (head_dim / 2,).
+        base : float
+            Base of the plain frequencies.
+
+        Returns
+        -------
+        numpy.ndarray
+            (head_dim / 2,).
+        """
+        turns = self.original_positions * frequencies / (2 * math.pi)
+        stays = np.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0, 1)
+        return (1 - stays) * frequencies / self.factor + stays * frequencies
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """Frequencies by the place of their pair, and larger cosines and sines: Peng et al., "YaRN" (2023).
+
+    Pair i makes r turns within the first length where i(r) = head_dim ln(original_positions / (2 pi r)) / (2 ln base).
+    Up to i(beta_fast), rounded down, a frequency stays; from i(beta_slow), rounded up, it is divided by `factor`;
+    between them the part that is divided grows evenly with i (section 3.2 there; rounded as in the authors' code).
+
+    Parameters
+    ----------
+    factor : float
+        At least 1.
+    original_positions : int
+        The first length, in positions.
+    beta_fast, beta_slow : float
+        Turns, above 0, the first larger than the second.
+    attention_factor : float, optional
+        Factor on cosine and sine, of queries and of keys, above 0; by default 0.1 ln(factor) + 1 (section 3.4 there).
+
+    Raises
+    ------
+    ArgumentError
+        A number is out of its range.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpipipe.nn import YarnScaling
+    >>> scaling = YarnScaling(4.0, original_positions=32768)
+    >>> round(scaling.amplitude, 4)
+    1.1386
+    >>> plain = 1e6 ** (-np.arange(0, 128, 2) / 128)
+    >>> scaling.scaled(plain, 1e6)[[0, -1]] / plain[[0, -1]]
+    array([1.  , 0.25])
+    """
+
+    factor: float
+    original_positions: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    kind: str = field(default="yarn", init=False)
+
+    def __post_init__(self) -> None:
+        _check_at_least("factor of YarnScaling", self.factor, 1)
+        _check_positions("YarnScaling", self.original_positions)
+        _check_order("YarnScaling", beta_slow=self.beta_slow, beta_fast=self.beta_fast)
+        if self.attention_factor is not None:
+            _check_at_least("attention_factor of YarnScaling", self.attention_factor, 0, above=True)
+
+    @property
+    def amplitude(self) -> float:
+        """Factor on cosine and sine."""
+        return 0.1 * math.log(self.factor) + 1 if self.attention_factor is None else self.attention_factor
+
+    def scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
+        """Return the frequencies in use.
+
+        Parameters
+        ----------
+        frequencies : numpy.ndarray
+            Plain frequencies (head_dim / 2,).
+        base : float
+            Base of the plain frequencies.
+
+        Returns
+        -------
+        numpy.ndarray
+            (head_dim / 2,).
+        """
+        head_dim = 2 * len(frequencies)
+
+        def pair_of(turns: float) -> float:
+            return head_dim * math.log(self.original_positions / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+        first = max(math.floor(pair_of(self.beta_fast)), 0)
+        last = min(math.ceil(pair_of(self.beta_slow)), head_dim - 1)
+        width = last - first if last > first else 0.001  # one pair alone, or none: a step
+        divided = np.clip((np.arange(len(frequencies)) - first) / width, 0, 1)
+        return frequencies / self.factor * divided + frequencies * (1 - divided)
+
+
+RopeScaling: TypeAlias = LinearScaling | Llama3Scaling | YarnScaling
+KINDS: dict[str, type[RopeScaling]] = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
+
+
+def scaling_of(numbers: Mapping[str, Any]) -> RopeScaling:
+    """Return the scaling whose fields these are, as `dataclasses.asdict` gives them; for descriptions from files.
+
+    Raises ArgumentError for an unknown kind, and for numbers that do not belong to it.
+    """
+    given = dict(numbers)
+    kind = given.pop("kind", None)
+    if kind not in KINDS:
+        raise ArgumentError("unknown rope scaling", found=repr(kind), expected=" or ".join(KINDS))
+    try:
+        return KINDS[kind](**given)
+    except TypeError as error:
+        raise ArgumentError(f"the numbers of a rope scaling do not fit: {error}", found=repr(dict(numbers))) from error
+
+
+def _check_at_least(what: str, value: object, least: float, above: bool = False) -> None:
+    number = value if type(value) in (int, float) else math.nan
+    assert isinstance(number, (int, float))
+    if not (math.isfinite(number) and (number > least or (number == least and not above))):
+        words = "above" if above else "of at least"
+        raise ArgumentError(what, found=repr(value), expected=f"a finite number {words} {least}")
+
+
+def _check_positions(what: str, value: object) -> None:
+    if type(value) is not int or value < 1:
+        raise ArgumentError(
+            f"original_positions of {what}", found=repr(value), expected="an integer of at least 1, the first length"
+        )
+
+
+def _check_order(what: str, **pair: float) -> None:
+    (low_name, low), (high_name, high) = pair.items()
+    for name, value in pair.items():
+        _check_at_least(f"{name} of {what}", value, 0, above=True)
+    if not low < high:
+        raise ArgumentError(
+            f"{low_name} and {high_name} of {what}", found=f"{low} and {high}", expected=f"{low_name} below {high_name}"
+        )
+
+
+# -- Rotary position embedding (Su et al., "RoFormer", 2021) ----------------------------------------------------------
+#
+# Neighbouring elements (2i, 2i + 1) of a head are one complex number, turned by the angle position *
+# base^(-2i/head_dim). A turn is one complex product, and its adjoint is the product with the conjugate. Scalings of
+# the frequencies, and of the length of the factors, are in rope_scaling.py.
+#
+# Other libraries pair element i of a head with element i + head_dim / 2. Rows of their projections to queries and keys
+# (and elements of biases, and of gains of norms of heads) come in another order within each head: theirs at i is
+# ours at 2i, and theirs at i + head_dim / 2 is ours at 2i + 1.
 
 
 def angles(positions: ArrayLike, head_dim: int, base: float, scaling: RopeScaling | None = None) -> np.ndarray:

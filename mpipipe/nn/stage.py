@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -13,14 +14,75 @@ from mpipipe.errors import ArgumentError
 from mpipipe.nn import kernels
 from mpipipe.nn.checks import checked_dtype
 from mpipipe.nn.freezing import frozen_names, make_buffers, mark_still
-from mpipipe.nn.inputs import accepted_input
 from mpipipe.nn.layers.containers import Sequential
-from mpipipe.nn.layers.layer import Layer, first_leaf
+from mpipipe.nn.layers.layer import Layer, RopeTables, first_leaf
 from mpipipe.nn.lora import copy_plain, merge
 from mpipipe.nn.parameters import FlatBuffer, decay_ranges
 from mpipipe.nn.position import Position
-from mpipipe.nn.rope_tables import RopeTables
-from mpipipe.nn.step_gradients import StepGradients
+
+# -- What a pipeline does with the gradients of a stage around a step -------------------------------------------------
+
+
+class StepGradients:
+    """The gradients of an nn.Stage, which has the attributes below; see there."""
+
+    gradients: FlatBuffer
+    parts: dict[str, Array]
+    unwritten: set[str]
+    layer_of: dict[str, tuple[Layer, str]]
+    _replaced: list[str]
+    _chain: Sequential
+
+    def begin_gradients(self) -> None:
+        """Begin gradients anew: those that their layers will replace stay as they are, all others become zero."""
+        self.unwritten = set(self._replaced)
+        for name, (layer, key) in self.layer_of.items():
+            if name not in self.unwritten:
+                arrays.set_zero(getattr(layer, f"{key}_grad"))
+
+    def use_parts(self, used: bool) -> None:
+        """Let layers add to the parts of shared gradients, or to the gradients. A pipeline does this around each step.
+
+        Parameters
+        ----------
+        used : bool
+            Whether to the parts, as within a step.
+        """
+        source: Mapping[str, Array] = self.parts if used else self.gradients
+        for name in self.parts:
+            layer, key = self.layer_of[name]
+            setattr(layer, f"{key}_grad", source[name])
+
+    def end_gradients(self, names: Collection[str] | None = None) -> None:
+        """End gradients: those that no layer has written are zero.
+
+        Parameters
+        ----------
+        names : collection of str, optional
+            Of parameters; by default all.
+        """
+        ending = self.unwritten if names is None else self.unwritten.intersection(names)
+        for layer, key in map(self.layer_of.__getitem__, ending):
+            arrays.set_zero(getattr(layer, f"{key}_grad"))
+        self.unwritten = self.unwritten - ending
+
+    def tell(self, ended: Callable[[Layer], object] | None) -> None:
+        """Let a function be told of each layer that has ended its backward. A pipeline does this around the last one.
+
+        Parameters
+        ----------
+        ended : callable or None
+            Called as `ended(layer)` when one of `layers` has added its part to the gradients; None ends that.
+        """
+        self._chain.ended = ended
+
+    @property
+    def is_telling(self) -> bool:
+        """Whether somebody is told of layers that have added their parts."""
+        return self._chain.ended is not None
+
+
+# -- A stage: consecutive layers of the model on one rank, with one buffer of parameters and one of gradients ---------
 
 
 class Stage(StepGradients):
@@ -298,3 +360,84 @@ class Stage(StepGradients):
             Gradient of the input; None for integers.
         """
         return self._chain.backward(dy, saved)
+
+
+# -- The input of a stage: what is accepted, and brought to its device ------------------------------------------------
+
+
+class AcceptingStage(Protocol):
+    """What is asked of the stage; see nn.Stage."""
+
+    dtype: np.dtype
+    device: str
+    index: int | None
+    first_layer: Layer
+
+
+def accepted_input(stage: AcceptingStage, x: Array) -> Array:
+    """Return an input on the stage's device, checked. An Embedding checks integers before it uploads them."""
+    device = arrays.device_of(x)
+    x = arrays.plain(x)
+    if device == "cuda" and stage.device == "cpu":
+        raise ArgumentError(
+            "the input of a stage on the host is on a GPU",
+            stage=stage.index,
+            found=type(x).__name__,
+            expected="numpy.ndarray",
+            remedy="build the stage with device='cuda', or give a numpy array",
+        )
+    integers = x.dtype.kind in "iu"
+    if x.dtype != stage.dtype and not (integers and stage.first_layer.takes_integers):
+        raise ArgumentError(
+            "the input of a stage has the wrong dtype",
+            stage=stage.index,
+            found=str(x.dtype),
+            expected=f"{stage.dtype}, or integers for an Embedding",
+            remedy="hand over real and imaginary parts as features, or let a stage of your own compute with them"
+            if x.dtype.kind == "c"
+            else f"convert it with astype({str(stage.dtype)!r}) or build the stage with dtype={str(x.dtype)!r}",
+        )
+    if device == "cuda" and not x.flags.c_contiguous:
+        raise ArgumentError(
+            "the input of a stage on a GPU is not contiguous",
+            stage=stage.index,
+            found=f"shape {x.shape}, strides {x.strides}",
+            remedy="pass cupy.ascontiguousarray(x)",
+        )
+    stays = device == stage.device or (integers and stage.first_layer.uploads_integers)
+    return x if stays else arrays.upload(x)
+
+
+# -- The optimizer step that a stage is in: until its end no training step and no other optimizer step may begin ------
+
+
+class Update(Protocol):
+    """An optimizer step that has begun."""
+
+    @property
+    def has_ended(self) -> bool: ...
+
+
+def mark_begun(stages: Iterable[Any], update: Update) -> None:
+    """Note that an optimizer step has begun on these stages; it itself says when it has ended."""
+    for stage in stages:
+        with suppress(AttributeError):  # a user's object with fixed attributes
+            stage.update_begun = update
+
+
+def check_finished(stage: Any, number: int | None) -> None:
+    """Raise ArgumentError where an optimizer step of the stage, whose logical number is given, has not ended."""
+    update: Update | None = getattr(stage, "update_begun", None)
+    if update is not None and not update.has_ended:
+        raise ArgumentError(
+            "an optimizer step of this stage has begun, and not ended: it still needs the gradients as they are",
+            stage=number,
+            expected="the update finished before the next one, and before the next training step",
+            remedy="call finish() of what optim.begin_step has returned; the stage has it as update_begun",
+        )
+
+
+def check_all_finished(stages: Iterable[Any]) -> None:
+    """Raise ArgumentError where an optimizer step of any of these stages has not ended."""
+    for stage in stages:
+        check_finished(stage, getattr(stage, "index", None))

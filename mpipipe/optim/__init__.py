@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from mpipipe.optim.adamw import AdamW
-from mpipipe.optim.clipping import clip_by_global_norm
-from mpipipe.optim.curves import warmup_cosine
-from mpipipe.optim.global_norm import GlobalNorm
-from mpipipe.optim.groups import Group
-from mpipipe.optim.norm import gradient_norm
-from mpipipe.optim.pending import PendingUpdate, begin_step
+from mpipipe.optim.norm import GlobalNorm, gradient_norm
+from mpipipe.optim.optimizers import SGD, AdamW, Group, warmup_cosine
 from mpipipe.optim.scaling import LossScaler, scaled_step
-from mpipipe.optim.sgd import SGD
+from mpipipe.optim.step import PendingUpdate, begin_step, clip_by_global_norm
 
 __all__ = [
     "SGD",

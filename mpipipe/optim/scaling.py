@@ -15,13 +15,10 @@ from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 from mpipipe.arrays import DeviceArray
-from mpipipe.comm.types import Communicator
 from mpipipe.errors import ArgumentError
-from mpipipe.nn.unfinished import check_all_finished
-from mpipipe.optim.checks import check_max_norm
-from mpipipe.optim.global_norm import GlobalNorm, resolved
-from mpipipe.optim.norm import Culprit, measure
-from mpipipe.optim.on_device import NormOnDevice, Squares
+from mpipipe.job.types import Communicator
+from mpipipe.nn.stage import check_all_finished
+from mpipipe.optim.norm import Culprit, GlobalNorm, NormOnDevice, Squares, check_max_norm, measure, resolved
 
 SMALLEST, LARGEST = 1.0, 2.0**64  # scale
 

@@ -11,8 +11,8 @@ from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import Stage, kernels
-from mpipipe.nn.flat_view import FlatView, flat_if_any
 from mpipipe.nn.kernels import Kernels
+from mpipipe.nn.parameters import FlatView, flat_if_any
 
 
 class Named(Protocol):

@@ -11,13 +11,25 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from mpipipe.errors import ArgumentError
-from mpipipe.pictures.colours import INK, PALE, SERIES, YELLOW, darker
-from mpipipe.pictures.sheet import MARGIN, SMALL, TEXT, WIDTH, Sheet, draw, is_number
-from mpipipe.pictures.spread import spread
+from mpipipe.pictures.sheet import (
+    INK,
+    MARGIN,
+    PALE,
+    SERIES,
+    SMALL,
+    TEXT,
+    WIDTH,
+    YELLOW,
+    Sheet,
+    darker,
+    draw,
+    is_number,
+    spread,
+)
 from mpipipe.schedules import Costs, Timeline, by_name, simulate
 from mpipipe.schedules.registry import ONE_STAGE, SEVERAL_STAGES, TWO_STAGES
 from mpipipe.schedules.simulate import EQUAL_COSTS
-from mpipipe.wording import counted
+from mpipipe.text import counted
 
 TOP, LEFT, PANEL, NAME, BETWEEN = 24.0, 40.0, 180.0, 20.0, 22.0  # points
 APART, LEADER, NUMBERS_APART = 11.5, 34.0, 18.0  # points: names of two lines; from a line to its name; of the axis

@@ -5,9 +5,22 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from mpipipe.pictures.colours import BLUE, PALE, SKY_BLUE
-from mpipipe.pictures.rows import AXIS, add_rows, check_boxes, height_of_row, name_time
-from mpipipe.pictures.sheet import LINE, MARGIN, WIDTH, Sheet, draw, subject
+from mpipipe.pictures.sheet import (
+    AXIS,
+    BLUE,
+    LINE,
+    MARGIN,
+    PALE,
+    SKY_BLUE,
+    WIDTH,
+    Sheet,
+    add_rows,
+    check_boxes,
+    draw,
+    height_of_row,
+    name_time,
+    subject,
+)
 from mpipipe.schedules import Timeline
 from mpipipe.schedules.action import BACKWARD, FORWARD, RECOMPUTE, WEIGHT_GRAD
 

@@ -5,16 +5,95 @@ from __future__ import annotations
 import io
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpipipe import files
 from mpipipe.errors import ArgumentError, BackendError, StorageError
-from mpipipe.pictures.colours import INK, Look, shade
 from mpipipe.schedules import Schedule
-from mpipipe.wording import counted, how_to_install
+from mpipipe.text import counted, how_to_install
+
+# -- Colours that readers who are colour-blind tell apart, and that differ in lightness on paper ----------------------
+#
+# They are those of Okabe and Ito, "Color Universal Design" (2008), https://jfly.uni-koeln.de/color/.
+
+
+ORANGE, SKY_BLUE, GREEN, YELLOW = "#e69f00", "#56b4e9", "#009e73", "#f0e442"
+BLUE, VERMILION, PURPLE, BLACK = "#0072b2", "#d55e00", "#cc79a7", "#000000"
+GREY, PALE, WHITE, INK = "#595959", "#d0d4d8", "#ffffff", "#22313f"
+# R is work that is done a second time, so it has no hue of its own
+OPS = {
+    "F": ("forward", SKY_BLUE),
+    "B": ("backward", GREEN),
+    "I": ("input gradient", PURPLE),
+    "W": ("weight gradient", ORANGE),
+    "R": ("recomputation", GREY),
+}
+SERIES = (GREEN, SKY_BLUE, ORANGE, PURPLE, YELLOW, VERMILION, BLUE, "#999999")
+OTHERS = (YELLOW, BLUE, VERMILION)  # for what is no op of a schedule
+HATCHES = ("", "///", "...", "xxx")  # where colours come again
+LIGHTEST = 0.55  # how much white is in the lightest shade
+
+
+class Look(NamedTuple):
+    """How one kind of box is drawn: what the key calls it, its colour, and lines across it where colours come again."""
+
+    words: str
+    colour: str
+    hatch: str = ""
+
+
+def looks_of_ops(labels: Iterable[str]) -> dict[str, Look]:
+    """Return the looks of ops, in the order of a step, and of other labels behind them, in their own order."""
+    given = list(dict.fromkeys(labels))
+    looks = {op: Look(words, colour) for op, (words, colour) in OPS.items() if op in given}
+    others = [label for label in given if label not in OPS]
+    return looks | {label: Look(label, *_repeated(OTHERS, place)) for place, label in enumerate(others)}
+
+
+def looks_of_series(labels: Iterable[str]) -> dict[str, Look]:
+    """Return a look for each label, in their order."""
+    return {label: Look(label, *_repeated(SERIES, place)) for place, label in enumerate(dict.fromkeys(labels))}
+
+
+def shade(colour: str, chunk: int, chunks: int) -> str:
+    """Return the colour for a chunk: the first has it as it is, the last has the lightest shade."""
+    white = LIGHTEST * chunk / (chunks - 1) if chunks > 1 else 0.0
+    return _mixed(colour, 255, white)
+
+
+def darker(colour: str, times: int) -> str:
+    """Return the colour for the `times`-th time that it is used, for lines, which have no hatches."""
+    return _mixed(colour, 0, min(0.75, 0.4 * times))
+
+
+def ink_on(colour: str) -> str:
+    """Return black or white, whichever is easier to read on the colour (contrast of WCAG 2)."""
+    light = sum(part * weight for part, weight in zip(map(_linear, _parts(colour)), (0.2126, 0.7152, 0.0722)))
+    return BLACK if (light + 0.05) / 0.05 >= 1.05 / (light + 0.05) else WHITE
+
+
+def _repeated(colours: tuple[str, ...], place: int) -> tuple[str, str]:
+    return colours[place % len(colours)], HATCHES[place // len(colours) % len(HATCHES)]
+
+
+def _parts(colour: str) -> tuple[int, int, int]:
+    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
+
+
+def _mixed(colour: str, other: int, amount: float) -> str:
+    return "#" + "".join(f"{round(part + (other - part) * amount):02x}" for part in _parts(colour))
+
+
+def _linear(part: int) -> float:
+    value = part / 255
+    return value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4
+
+
+# -- A sheet of paper to draw on: sizes in points, a title, a key, axes, and the file that it becomes -----------------
+
 
 WIDTH, MARGIN = 548.0, 8.0  # points; the width of a page of documentation
 TITLE, TEXT, SMALL = 10.5, 9.0, 8.0  # sizes of fonts
@@ -211,3 +290,97 @@ def _unwritable(path: Path, why: str) -> StorageError:
         expected="a file in a folder that is there and may be written to",
         remedy="make the folder, or choose another one",
     )
+
+
+# -- A row for each rank over one axis of time, as timelines and profiles of memory have it ---------------------------
+
+
+LEFT, RIGHT = 54.0, 14.0  # points: for the names of ranks, and for the last number of the axis
+TALLEST = 720.0  # points of all rows
+NAMES_APART = 10.0  # points
+AXIS = 36.0  # points below the rows, for numbers and name of the axis of time
+MOST_BOXES = 100_000  # more than a picture has room for; drawing them takes several seconds
+
+
+def check_boxes(count: int) -> None:
+    """Raise ArgumentError if there are more actions than a picture can show."""
+    if count > MOST_BOXES:
+        raise ArgumentError(
+            "there are more actions than a picture can show",
+            found=counted(count, "action"),
+            expected=f"at most {MOST_BOXES}",
+            remedy="draw fewer ranks or micro-batches: a schedule repeats itself; or take schedules.chrome_trace",
+        )
+
+
+def height_of_row(rows: int, wanted: float) -> float:
+    """Return the points from one row to the next."""
+    return min(wanted, TALLEST / rows)
+
+
+def add_rows(
+    sheet: Sheet, top: float, ranks: int, row: float, longest: float, *, right: float = RIGHT, middle: float = 0.5
+) -> Any:
+    """Return axes with rank r between r and r + 1 downwards, its name at r + `middle`, and time from 0 to `longest`."""
+    axes = sheet.axes(LEFT, top, WIDTH - LEFT - right, ranks * row)
+    axes.set(xlim=(0, longest or 1.0), ylim=(ranks, 0))
+    every = int(-(-NAMES_APART // row))
+    named = range(0, ranks, every)
+    axes.set_yticks([rank + middle for rank in named], [f"rank {rank}" for rank in named], fontsize=TEXT)
+    axes.tick_params(axis="y", length=0)
+    axes.tick_params(axis="x", labelsize=SMALL)
+    for side in ("top", "left", "right"):
+        axes.spines[side].set_visible(False)
+    return axes
+
+
+def name_time(axes: Any, unit: str = "the unit of the costs") -> None:
+    """Name the axis of time."""
+    axes.set_xlabel(f"time, in {unit}", fontsize=TEXT, labelpad=2)
+
+
+def hide_time(axes: Any) -> None:
+    """Leave the numbers to the panel below."""
+    axes.tick_params(axis="x", labelbottom=False)
+
+
+# -- Labels in a row, each as near as can be to what it names, and none upon another ----------------------------------
+
+
+class Block(NamedTuple):
+    """Labels that touch each other: which ones, where the first begins, and how long they are together."""
+
+    members: list[int]
+    start: float
+    size: float
+
+
+def spread(wanted: Sequence[float], sizes: Sequence[float], low: float, high: float) -> list[float]:
+    """Return the middles of labels of these sizes that lie within low .. high, near to where they are wanted.
+
+    Labels that want the same place stand in the order given. Where all together are longer than there is room, they
+    begin at `low`.
+    """
+    blocks: list[Block] = []
+    for label in sorted(range(len(wanted)), key=lambda label: wanted[label]):
+        block = _block([label], wanted, sizes, low, high)
+        while blocks and blocks[-1].start + blocks[-1].size > block.start:
+            block = _block([*blocks.pop().members, *block.members], wanted, sizes, low, high)
+        blocks.append(block)
+    middles = [0.0] * len(wanted)
+    for block in blocks:
+        place = block.start
+        for label in block.members:
+            middles[label] = place + sizes[label] / 2
+            place += sizes[label]
+    return middles
+
+
+def _block(members: list[int], wanted: Sequence[float], sizes: Sequence[float], low: float, high: float) -> Block:
+    """Place labels without gaps so that on average none is off to one side."""
+    before, offsets = 0.0, []
+    for label in members:
+        offsets.append(wanted[label] - before - sizes[label] / 2)
+        before += sizes[label]
+    mean = sum(offsets) / len(offsets)
+    return Block(members, max(low, min(mean, high - before)), before)

@@ -7,11 +7,25 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from mpipipe.errors import ArgumentError
-from mpipipe.pictures.colours import INK, Look, ink_on, looks_of_series
-from mpipipe.pictures.rows import AXIS, LEFT, add_rows, height_of_row
-from mpipipe.pictures.sheet import MARGIN, SMALL, TEXT, WIDTH, Sheet, draw, is_number
-from mpipipe.pictures.spread import spread
-from mpipipe.wording import counted
+from mpipipe.pictures.sheet import (
+    AXIS,
+    INK,
+    LEFT,
+    MARGIN,
+    SMALL,
+    TEXT,
+    WIDTH,
+    Look,
+    Sheet,
+    add_rows,
+    draw,
+    height_of_row,
+    ink_on,
+    is_number,
+    looks_of_series,
+    spread,
+)
+from mpipipe.text import counted
 
 ROW, TOP, RIGHT = 40.0, 26.0, 14.0  # points
 NAMED_BAR, BAR, GAP = 0.5, 0.84, 0.08  # of the height of a row: with names of narrow parts above it, without; below it

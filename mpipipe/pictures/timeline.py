@@ -9,11 +9,31 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from mpipipe.errors import ArgumentError
-from mpipipe.pictures.colours import INK, PALE, WHITE, Look, ink_on, looks_of_ops, shade
-from mpipipe.pictures.rows import AXIS, LEFT, RIGHT, add_rows, check_boxes, height_of_row, hide_time, name_time
-from mpipipe.pictures.sheet import MARGIN, WIDTH, Sheet, draw, is_number, subject
+from mpipipe.pictures.sheet import (
+    AXIS,
+    INK,
+    LEFT,
+    MARGIN,
+    PALE,
+    RIGHT,
+    WHITE,
+    WIDTH,
+    Look,
+    Sheet,
+    add_rows,
+    check_boxes,
+    draw,
+    height_of_row,
+    hide_time,
+    ink_on,
+    is_number,
+    looks_of_ops,
+    name_time,
+    shade,
+    subject,
+)
 from mpipipe.schedules import Schedule, Timeline
-from mpipipe.wording import counted
+from mpipipe.text import counted
 
 ROW, BOX = 22.0, 0.84  # points from one rank to the next, and the part of them that is a box
 TOP, NAME = 24.0, 16.0  # points above the key, and above a panel that has a name

@@ -20,12 +20,11 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from mpipipe.comm.consensus import Ballot, digest
-from mpipipe.comm.group import Group
-from mpipipe.comm.vote import Vote
 from mpipipe.errors import ArgumentError, MismatchError, MpipipeError
+from mpipipe.job.consensus import Ballot, digest
+from mpipipe.job.group import Group, Vote
 from mpipipe.pipeline.batch import ENTRIES, BatchFacts
-from mpipipe.wording import counted
+from mpipipe.text import counted
 
 CALLS = ("step", "launch", "evaluate", "forward", "durations", "close")
 TRAINS = ("step", "launch")

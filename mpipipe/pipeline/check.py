@@ -15,14 +15,23 @@ With a `scale` other than 1 gradients may overflow: an optim.LossScaler looks fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, NamedTuple, TypeAlias
+from zlib import crc32
 
-from mpipipe.arrays import Array
-from mpipipe.comm.mailbox import Mailbox
+import numpy as np
+
+from mpipipe import arrays
+from mpipipe.arrays import Array, Tree
+from mpipipe.comm.mailbox import Envelope, Lease, Mailbox
 from mpipipe.errors import NonFiniteError, StageError
-from mpipipe.pipeline.call_state import CallInputs
-from mpipipe.pipeline.inspection import Watched, non_finite, watched
+from mpipipe.nn import Position
+from mpipipe.nn.parameters import flat_if_any
+from mpipipe.pipeline.messages import StageMessages
+from mpipipe.pipeline.stage import Loss, StageAdapter, takes_parameter
+from mpipipe.pipeline.weighing import CallInputs
+from mpipipe.text import counted
 
 OWN_ARRAYS = "write into arrays of your own: x.copy(), dy.copy(), and a new y and dx for each micro-batch"
 
@@ -90,10 +99,10 @@ class Checks:
     def end(self) -> None:
         """End a call whose actions have ended and whose messages have left."""
         self._look_at_recent("the end of the call")
-        for (_, _, name), arrays in self.returned.items():
-            self.unchanged(arrays, f"{name} was written to after its stage had returned it")
-        for (name, _), arrays in self.batch.items():
-            self.unchanged(arrays, f"the {name} of a call were written to before its end")
+        for (_, _, name), copies in self.returned.items():
+            self.unchanged(copies, f"{name} was written to after its stage had returned it")
+        for (name, _), copies in self.batch.items():
+            self.unchanged(copies, f"the {name} of a call were written to before its end")
         self._clear(gradients=self.gradients)
 
     def look_at_sums(self) -> None:
@@ -170,3 +179,312 @@ class Checks:
             self.returned[stage, microbatch, "y"] = result.arrays
         elif name != "forward" and stage == 0:
             self.returned[stage, microbatch, "dx"] = result.arrays
+
+
+# -- Stages, losses and messages in check mode: as others, with a look at what goes in and comes out (see check.py) ---
+
+
+ON_ITS_WAY = (
+    "it was finite when it was sent: it was written to after that, or changed on its way. MPIPIPE_SYNC_SENDS=1, and "
+    "with GPUs MPIPIPE_GPU_DIRECT=0, may tell which"
+)
+
+
+def attach(checks: Checks, stage: StageAdapter) -> None:
+    """Look at what goes into and comes out of a stage from now on."""
+    stage.computes = checked = CheckedStage(stage, checks)
+    checks.gradients_of[checked.number] = checked.named_gradients
+
+
+class Kept(NamedTuple):
+    """What a stage saved, and what must be as it was when it is used.
+
+    Attributes
+    ----------
+    saved : of the stage
+    microbatch : its number
+    arrays : name -> x, dy, saved
+    """
+
+    saved: Any
+    microbatch: int
+    arrays: dict[str, Watched]
+
+
+class CheckedStage:
+    """Forward and backward of a stage, with a look at what goes in and comes out.
+
+    Parameters
+    ----------
+    stage : the stage as the pipeline sees it
+    checks : of this rank
+    """
+
+    def __init__(self, stage: StageAdapter, checks: Checks) -> None:
+        assert stage.number is not None  # it is attached
+        self.adapter, self.stage, self.checks, self.number = stage, stage.given, checks, stage.number
+
+    def forward(self, x: Tree, position: Position | None = None) -> Any:
+        """As the stage's own; what it saved comes back within a Kept."""
+        checks, forward = self.checks, self.stage.forward
+        microbatch = (self.stage.position if position is None else position).microbatch
+        key = self.number, microbatch
+        again, handed = key in checks.handed, checks.handed.get(key)
+        if handed is None and self.number == 0:
+            handed = checks.batch["inputs", microbatch]
+        if handed is None:
+            handed = watched(*key, x, "x")
+        elif again:
+            checks.unchanged(handed, "x was written to between a forward and its recomputation")
+        else:
+            checks.unchanged(handed, "the inputs of a call were written to before their forward")
+        takes = position is not None and takes_parameter(forward, "position")
+        result = forward(x, position=position) if takes else forward(x)
+        checks.unchanged(handed, "forward wrote to x, which the stage was handed")
+        if type(result) is not tuple or len(result) != 2:
+            return result  # the executor says so
+        y, saved = result
+        checks.finite(y, "y", "forward returned an output that is not finite", self._sources(x))
+        checks.after((self.number, "forward"), microbatch)
+        if not again:
+            checks.returns(watched(*key, y, "y", without=x), (self.number, "forward"))
+        if not checks.training:
+            return y, saved
+        checks.handed[key] = handed
+        return y, Kept(saved, microbatch, {"x": handed, "saved": self._watched(microbatch, saved, "saved")})
+
+    def backward(self, dy: Tree, kept: Kept) -> Tree:
+        """As the stage's own."""
+        arrays = self._before(dy, kept)
+        dx = self.stage.backward(dy, kept.saved)
+        self._after_backward("backward", arrays, kept)
+        self._look_at_gradients("backward")
+        self._return_gradient("backward", dx, dy, kept)
+        return dx
+
+    def backward_input(self, dy: Tree, kept: Kept) -> tuple[Tree, Kept]:
+        """As the stage's own."""
+        arrays = self._before(dy, kept)
+        dx, pending = self.stage.backward_input(dy, kept.saved)
+        self._after_backward("input gradient", arrays, kept)
+        self._return_gradient("input gradient", dx, dy, kept)
+        arrays["pending"] = self._watched(kept.microbatch, pending, "pending")
+        return dx, Kept(pending, kept.microbatch, arrays)
+
+    def backward_weight(self, kept: Kept) -> None:
+        """As the stage's own."""
+        for name, copies in kept.arrays.items():
+            self.checks.unchanged(copies, f"{name} was written to between input gradient and weight gradient")
+        self.stage.backward_weight(kept.saved)
+        del kept.arrays["pending"]  # they are the stage's own
+        self._after_backward("weight gradient", kept.arrays, kept)
+        self._look_at_gradients("weight gradient")
+
+    def named_gradients(self) -> dict[str, Array]:
+        """The gradients by their names, without those that hold nothing yet in this step."""
+        found: dict[str, Array] = {} if self.adapter.is_model else _named(getattr(self.stage, "gradients", None))
+        for model in self.adapter.models:
+            found |= {name: array for name, array in model.gradients.items() if name not in model.unwritten}
+            found |= {f"{name}, part": array for name, array in model.parts.items() if name not in model.unwritten}
+        return found
+
+    def _before(self, dy: Tree, kept: Kept) -> dict[str, Watched]:
+        """Look at what the backward of a micro-batch is given; return what it must leave as it is."""
+        checks, microbatch = self.checks, kept.microbatch
+        for name, copies in kept.arrays.items():
+            checks.unchanged(copies, f"{name} was written to between forward and backward")
+        checks.take_back(self.number, microbatch)
+        del checks.handed[self.number, microbatch]
+        return {"x": kept.arrays["x"], "dy": watched(self.number, microbatch, dy, "dy")}
+
+    def _after_backward(self, name: str, handed: dict[str, Watched], kept: Kept) -> None:
+        for array, copies in handed.items():
+            self.checks.unchanged(copies, f"{name} wrote to {array}, which the stage was handed")
+        self.checks.after((self.number, name), kept.microbatch)
+
+    def _return_gradient(self, name: str, dx: Tree, dy: Tree, kept: Kept) -> None:
+        checks, x = self.checks, [array for _, array in kept.arrays["x"].leaves]
+        if checks.gradients:
+            checks.finite(dx, "dx", f"{name} returned an input gradient that is not finite", self._sources())
+        checks.returns(watched(self.number, kept.microbatch, dx, "dx", without=[dy, x]), (self.number, name))
+
+    def _look_at_gradients(self, name: str) -> None:
+        if self.checks.gradients:
+            what = f"{name} left the gradient of a parameter that is not finite"
+            self.checks.finite(self.named_gradients(), "gradient", what, self._sources())
+
+    def _watched(self, microbatch: int, value: Any, name: str) -> Watched:
+        """What a stage keeps for its backward, without the gradients, to which other micro-batches add meanwhile."""
+        return watched(self.number, microbatch, value, name, without=self.adapter.gradients)
+
+    def _sources(self, x: Tree = ()) -> Sources:
+        """What a result was computed from: of a stage, all but the first have had their x looked at."""
+        parameters = [_named(getattr(each, "parameters", None)) for each in (self.stage, *self.adapter.models)]
+        return [("the input of this call", x), *(("parameter", each) for each in parameters)]
+
+
+def _named(holder: Any) -> dict[str, Array]:
+    """The arrays of a user's gradients or parameters by their names; by `flat` where they have none."""
+    if isinstance(holder, Mapping) and holder:
+        return dict(holder)
+    flat = flat_if_any(holder)
+    return {} if flat is None else {"flat": flat}
+
+
+class CheckedLoss(Loss):
+    """A user's loss, with a look at what goes in and comes out."""
+
+    def __init__(self, function: Callable[..., Any], checks: Checks) -> None:
+        super().__init__(function)
+        self._checks = checks
+        self._sources: Sources = ()
+
+    def call(self, output: Tree, target: Tree, factor: float) -> Any:
+        """Return what the function returns."""
+        checks = self._checks
+        names = ("y", "the output of the last stage"), ("targets", "its targets")
+        handed = [watched(None, None, tree, name) for tree, (name, _) in zip((output, target), names)]
+        self._sources = [("the targets of this call", target)]
+        result = super().call(output, target, factor)
+        for copies, (_, what) in zip(handed, names):
+            checks.unchanged(copies, f"the loss wrote to {what}")
+        if self.with_head is not None and checks.gradients:
+            what = "the loss left a gradient of the head that is not finite"
+            checks.finite(checks.gradients_of[checks.last_stage](), "gradient", what, self._sources)
+        return result
+
+    def checked(self, result: Any) -> Any:
+        """As that of any loss."""
+        try:
+            return super().checked(result)
+        except NonFiniteError as error:
+            error.found = f"{error.found}{first_source(self._sources)}; y is finite"
+            raise
+
+    def scaled(self, *arguments: Any) -> Tree:
+        """As that of any loss."""
+        gradient = super().scaled(*arguments)
+        if self._checks.gradients:
+            what = "the loss returned a gradient of the output that is not finite"
+            self._checks.finite(gradient, "doutput", what, self._sources)
+        return gradient
+
+
+class CheckedMessages(StageMessages):
+    """Activations and gradients of one rank, with a look at those that arrive.
+
+    Parameters
+    ----------
+    mailbox, warmup_calls : as of StageMessages
+    checks : of this rank
+    """
+
+    def __init__(self, mailbox: Mailbox, warmup_calls: int, checks: Checks) -> None:
+        super().__init__(mailbox, warmup_calls)
+        self._checks = checks
+
+    def receive_activation(self, envelope: Envelope) -> tuple[Tree, Lease]:
+        """Return (activation, lease)."""
+        tree, lease = super().receive_activation(envelope)
+        self._checks.finite(tree, "x", _arrived(envelope), remedy=ON_ITS_WAY)
+        return tree, lease
+
+    def receive_gradient(self, envelope: Envelope) -> tuple[Tree, Lease]:
+        """Return (gradient, lease)."""
+        tree, lease = super().receive_gradient(envelope)
+        if self._checks.gradients:
+            self._checks.finite(tree, "dy", _arrived(envelope), remedy=ON_ITS_WAY)
+        return tree, lease
+
+
+def _arrived(envelope: Envelope) -> str:
+    return f"{envelope.subject} is not finite as it arrived from rank {envelope.peer}"
+
+
+# -- What check mode sees in arrays: entries that are not finite, and checksums that tell whether one was written to
+
+
+def named_leaves(value: Any, name: str, above: tuple[int, ...] = ()) -> Iterator[tuple[str, Array]]:
+    """Yield (name, array) of each array in tuples, lists, dicts and dataclasses, such as ("x['mask']", array)."""
+    if arrays.is_array(value):
+        yield name, value
+        return
+    inner: list[tuple[str, Any]] = []
+    if id(value) in above:
+        return
+    if isinstance(value, Mapping):
+        inner = [(f"{name}[{key!r}]", each) for key, each in value.items()]
+    elif isinstance(value, (tuple, list)):
+        keys = getattr(value, "_fields", None)
+        inner = [(f"{name}.{keys[i]}" if keys else f"{name}[{i}]", each) for i, each in enumerate(value)]
+    elif is_dataclass(value) and not isinstance(value, type):
+        inner = [(f"{name}.{field.name}", getattr(value, field.name, None)) for field in fields(value)]
+    for key, each in inner:
+        yield from named_leaves(each, key, (*above, id(value)))
+
+
+def non_finite(value: Any, name: str) -> str | None:
+    """Describe the first array in `value` that has entries which are NaN or infinite; None where all are finite."""
+    for leaf, array in named_leaves(value, name):
+        if not arrays.is_floating(array.dtype):
+            continue
+        host = _on_host(array)
+        finite = np.isfinite(host)
+        if not finite.all():
+            first = np.unravel_index(int(np.argmin(finite)), host.shape)
+            nans = int(np.isnan(host).sum())
+            wrong = host.size - int(np.count_nonzero(finite))
+            at = f" at [{', '.join(map(str, first))}]" if host.ndim else ""
+            return (
+                f"{leaf}, {_described(array)}: {wrong} of {counted(host.size, 'number')} not finite ({nans} NaN, "
+                f"{wrong - nans} infinite), the first{at}: {host[first]}"
+            )
+    return None
+
+
+class Watched(NamedTuple):
+    """Arrays that must stay as they are, with their checksums.
+
+    Attributes
+    ----------
+    stage, microbatch : to which they belong
+    leaves : (name, array) of each
+    sums : the checksum of each
+    """
+
+    stage: int | None
+    microbatch: int | None
+    leaves: list[tuple[str, Array]]
+    sums: list[int]
+
+    def change(self) -> str | None:
+        """Describe the first array that has been written to; None where all are as they were."""
+        for (name, array), before in zip(self.leaves, self.sums):
+            if _checksum(array) != before:
+                return f"{name}, {_described(array)}, with another checksum than before"
+        return None
+
+
+def watched(stage: int | None, microbatch: int | None, value: Any, name: str, without: Any = ()) -> Watched:
+    """Take the checksums of the arrays in `value`, except those that share memory with an array in `without`."""
+    others = [array for _, array in named_leaves(without, "")]
+    leaves = [
+        (leaf, array)
+        for leaf, array in named_leaves(value, name)
+        if not array.dtype.hasobject and not any(arrays.shares_memory(array, other) for other in others)
+    ]
+    return Watched(stage, microbatch, leaves, [_checksum(array) for _, array in leaves])
+
+
+def _checksum(array: Array) -> int:
+    return crc32(np.ascontiguousarray(_on_host(array)).reshape(-1).view(np.uint8).data)
+
+
+def _on_host(array: Array) -> np.ndarray:
+    if isinstance(array, np.ndarray):
+        return array
+    return arrays.download(array if array.flags.c_contiguous else arrays.copy(array))
+
+
+def _described(array: Array) -> str:
+    return f"{array.dtype.name}{list(array.shape)}"

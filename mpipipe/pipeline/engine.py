@@ -2,41 +2,42 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 
-from mpipipe.comm import runtime, settings
+from mpipipe.comm.mailbox import Mailbox
+from mpipipe.comm.nccl.channel import Choice, choose
 from mpipipe.comm.nccl.sums import NcclSums
-from mpipipe.comm.requests import own
 from mpipipe.comm.tags import Tags, neighbours
+from mpipipe.comm.transport import gpu_aware
+from mpipipe.comm.transport.choose import make_transport
+from mpipipe.comm.transport.nccl import Pair
 from mpipipe.errors import ArgumentError, MpipipeError
+from mpipipe.job import runtime, settings
+from mpipipe.job.group import Group
+from mpipipe.job.requests import own
 from mpipipe.nn import Position
 from mpipipe.pipeline.batch import Batch, BatchReader
 from mpipipe.pipeline.call_agreement import TRAINS, Agreed, Agreement, of_this_rank
-from mpipipe.pipeline.call_state import CallInputs, CallState
-from mpipipe.pipeline.carriers import choose_nccl, make_mailbox
-from mpipipe.pipeline.check import Checks
-from mpipipe.pipeline.checked import CheckedLoss, CheckedMessages, attach
+from mpipipe.pipeline.check import CheckedLoss, CheckedMessages, Checks, attach
 from mpipipe.pipeline.construction import Partners
-from mpipipe.pipeline.durations import mean_durations
 from mpipipe.pipeline.executor import Executor
 from mpipipe.pipeline.flight import PipelineFlight
 from mpipipe.pipeline.gradient_sums import GradientSums
-from mpipipe.pipeline.life import Life
-from mpipipe.pipeline.loss import Loss, unscaled
 from mpipipe.pipeline.messages import StageMessages
-from mpipipe.pipeline.pending import PendingStep
+from mpipipe.pipeline.pending import Life, PendingStep
 from mpipipe.pipeline.plan import Plan, recomputes_all
-from mpipipe.pipeline.shared_loss import SharedLoss
 from mpipipe.pipeline.shortage import memory_error
+from mpipipe.pipeline.stage import Loss, unscaled
 from mpipipe.pipeline.ties import TieNames, Ties
-from mpipipe.pipeline.weighing import Weighing
+from mpipipe.pipeline.weighing import CallInputs, CallState, SharedLoss, Weighing
 from mpipipe.schedules import Schedule
 from mpipipe.schedules.recompute import before_backwards
 from mpipipe.trace import Recorder
@@ -296,3 +297,63 @@ def _count(agreement: Callable[[], Agreement | None]) -> int:
     """Calls so far, by a weak reference to an Agreement."""
     found = agreement()
     return 0 if found is None else found.count
+
+
+# -- The choice of what carries the messages and sums of a pipeline: MPI, or NCCL between GPUs; the same on all ranks
+
+
+logger = logging.getLogger("mpipipe")
+
+
+def choose_nccl(
+    pipe: Group, replicas: Group | None, device: str, devices: Sequence[str], pairs: Sequence[Pair], check: bool = False
+) -> Choice:
+    """Return whether NCCL carries messages and sums; collective if there are replicas or GPUs.
+
+    Parameters
+    ----------
+    pipe, replicas : group of the pipeline's ranks, and group of the replicas or None
+    device, devices : "cpu" or "cuda": of this rank, and of all ranks of the pipeline
+    pairs : ranks that exchange messages
+    check : whether the host looks at all arrays: it would wait for a device that waits for another rank
+    """
+    if check:
+        return Choice(False, False, "check mode looks at arrays on the host")
+    if replicas is None and "cuda" not in devices and not settings.nccl_is_demanded():
+        return Choice(False, False, "the ranks compute on the CPU")
+    groups = [pipe] if replicas is None else [pipe, replicas]
+    choice = choose(groups, device, sum(pipe.rank in pair for pair in pairs))
+    if device == "cuda" and pipe.rank == 0:
+        logger.info("NCCL: %s", choice)
+    return choice
+
+
+def make_mailbox(pipe: Group, channels: int, device: str, devices: Sequence[str], pairs: Sequence[Pair]) -> Mailbox:
+    """Return the mailbox of this rank; `pairs` are the ranks whose messages go by NCCL. Collective."""
+    verdict = gpu_aware.detect(pipe.comm, pipe) if "cuda" in devices else None
+    synchronous = settings.synchronous_sends()
+    return Mailbox(make_transport(pipe.comm, channels, synchronous, device, verdict, group=pipe, pairs=pairs), pipe)
+
+
+# -- Mean times of the stages of one rank, in the form that `schedules.simulate` takes --------------------------------
+
+
+def mean_durations(totals: Mapping[tuple[str, int], Sequence], stages: int, recompute: bool) -> np.ndarray:
+    """Return mean seconds of forward, input gradient and weight gradient, (3, stages); 0 for stages of other ranks.
+
+    The time of an R counts as that of a forward. With `recompute` it counts as a part of the input gradient, since the
+    user's schedule has no R.
+
+    Parameters
+    ----------
+    totals : (op, stage) -> (seconds, count), of this rank
+    stages : number of stages on all ranks
+    recompute : whether the pipeline runs all forwards again
+    """
+    names = {"F": "F", "B": "B", "I": "B", "W": "W", "R": "B" if recompute else "F"}
+    seconds, counts = np.zeros((2, 3, stages))
+    for (op, stage), (total, count) in totals.items():
+        place = "FBW".index(names[op]), stage  # a stage may have both B and I, since it may split some backwards only
+        seconds[place] += total
+        counts[place] += 0 if op == "R" and recompute else count
+    return seconds / np.maximum(counts, 1)

@@ -18,11 +18,11 @@ from threading import get_ident
 from time import perf_counter
 from typing import NamedTuple
 
-from mpipipe.comm.flight import Account, Message
-from mpipipe.comm.group import Group
 from mpipipe.comm.mailbox import Envelope
+from mpipipe.job.flight import Account, Message
+from mpipipe.job.group import Group
 from mpipipe.pipeline.executor import NAMES, Executor
-from mpipipe.pipeline.life import Life
+from mpipipe.pipeline.pending import Life
 from mpipipe.pipeline.plan import Plan, PlannedAction
 
 KEPT_CALLS = 3

@@ -20,18 +20,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple
 
 from mpipipe.arrays import Array
 from mpipipe.comm.allreduce import AllReduce
-from mpipipe.comm.group import Group
 from mpipipe.comm.mailbox import Mailbox
 from mpipipe.comm.nccl import sums
 from mpipipe.comm.nccl.sums import NcclSums
-from mpipipe.comm.types import Sum
+from mpipipe.job.group import Group
+from mpipipe.job.types import Sum
 from mpipipe.nn import Layer, Stage
-from mpipipe.nn.writers import Writers
-from mpipipe.pipeline.buckets import Bucket, cut
+from mpipipe.nn.writing import Writers
 from mpipipe.pipeline.plan import PlannedAction
 from mpipipe.pipeline.stage import StageAdapter
 
@@ -160,3 +160,69 @@ def _by_layers(stage: StageAdapter, nccl: NcclSums) -> ByLayers | None:
         return None
     count = max(1, sums.BUCKET_BYTES // writers.arrays[0].array.itemsize)
     return ByLayers(stage.models[0], writers, cut([each.pieces for each in writers.arrays], count))
+
+
+# -- Gradients cut into buckets, in the order in which the layers of a stage complete them ----------------------------
+#
+#     layer        0     1     2          | 0 1 2 |
+#     matrices     |-----|-----|-----|    |-------|  gains and biases
+#     bucket          2     1     0           3
+#
+# A backward goes from the last layer to the first. A bucket is complete when the first of its layers has ended. So
+# it is cut from the end of the buffer, where it can at the edge of a layer, and what holds pieces of all layers
+# stands apart.
+
+
+class Bucket(NamedTuple):
+    """A range of one array of gradients; `place` is that of the layer whose end completes it."""
+
+    array: int
+    start: int
+    stop: int
+    place: int
+
+
+def cut(arrays: Sequence[Sequence[tuple[int, int]]], count: int) -> list[Bucket]:
+    """Return the buckets of some arrays, those first that are complete first.
+
+    Parameters
+    ----------
+    arrays : for each array its pieces, (where it ends, place of the layer that writes to it), in the order of memory
+    count : most elements of a bucket
+    """
+    buckets = []
+    for array, pieces in enumerate(arrays):
+        for run in _rising(pieces):
+            buckets += [Bucket(array, *bucket) for bucket in _cut_run(run, count)]
+    return sorted(buckets, key=lambda bucket: (-bucket.place, bucket.array, -bucket.stop))
+
+
+def _rising(pieces: Sequence[tuple[int, int]]) -> list[list[tuple[int, int, int]]]:
+    """Pieces as (start, stop, place), in longest runs of consecutive ones whose places do not fall."""
+    runs: list[list[tuple[int, int, int]]] = []
+    start, before = 0, -1
+    for stop, place in pieces:
+        if not runs or place < before:
+            runs.append([])
+        runs[-1].append((start, stop, place))
+        start, before = stop, place
+    return runs
+
+
+def _cut_run(run: Sequence[tuple[int, int, int]], count: int) -> list[tuple[int, int, int]]:
+    """(start, stop, place) of buckets of at most `count` elements, from the last to the first.
+
+    A bucket begins at the edge of a layer where that leaves it half of `count` at least.
+    """
+    first, stop = run[0][0], run[-1][1]
+    edges = [after[0] for before, after in pairwise(run) if before[2] < after[2]]
+    buckets = []
+    while stop > first:
+        start = max(first, stop - count)
+        edge = min((edge for edge in edges if start <= edge < stop), default=start)
+        if 2 * (stop - edge) >= count:
+            start = edge
+        place = next(place for _, end, place in run if end > start)
+        buckets.append((start, stop, place))
+        stop = start
+    return buckets

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from mpipipe import arrays, nn
 from mpipipe.arrays import Array
-from mpipipe.nn.inputs import accepted_input
-from mpipipe.nn.recording import unrecordable
+from mpipipe.nn.stage import Stage, accepted_input
 
 logger = logging.getLogger("mpipipe")
 
@@ -265,3 +264,22 @@ def _copied(dx: Array | None) -> Array | None:
 
 def _no_poll() -> None:
     """The poll that does nothing."""
+
+
+# -- Whether CUDA graphs can record what a stage does -----------------------------------------------------------------
+
+
+def unrecordable(stage: Stage) -> str:
+    """Return why graphs cannot record the forward and backward of a stage, or "" where they can.
+
+    A layer can be recorded if its own class says so: one that inherits from it may do other things.
+    """
+    for place, top in enumerate(stage.layers):
+        for name, layer in top.walk(str(stage.first + place)):
+            kind = type(layer)
+            if not vars(kind).get("recordable", False):
+                return f"layer {name} ({kind.__name__}) does not say that it can be recorded"
+            reason = layer.unrecordable()
+            if reason:
+                return f"layer {name} ({kind.__name__}): {reason}"
+    return ""

@@ -16,11 +16,12 @@ import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import Array, Tree
-from mpipipe.arrays.trees import Structure, flatten, unflatten
+from mpipipe.arrays.trees import Branches, Structure, flatten, read_only, unflatten
 from mpipipe.comm.mailbox import Envelope, Lease, Mailbox
-from mpipipe.comm.transport.sendable import check_sendable
-from mpipipe.errors import ArgumentError
-from mpipipe.pipeline.plan import Plan
+from mpipipe.comm.transport.host import check_sendable
+from mpipipe.errors import ArgumentError, StageError
+from mpipipe.pipeline.plan import Plan, PlannedAction, Port
+from mpipipe.pipeline.weighing import CallState
 
 KNOWN_SHAPES = 32  # input shapes whose specs and receive buffers are kept
 
@@ -220,3 +221,109 @@ class StageMessages:
     def send_gradient(self, envelope: Envelope, tree: Tree) -> None:
         """Start sending the gradient of an activation that was received."""
         self.mailbox.put(envelope, self.specs[envelope.edge, envelope.microbatch].gradient_leaves(tree))
+
+
+# -- Data on skips: what an action takes and gives over them, besides what it exchanges with the next stages ----------
+
+
+class SkipMessages:
+    """Takes and gives trees over skips, by messages to other ranks or within this rank.
+
+    Parameters
+    ----------
+    messages : activations and gradients from and to other ranks
+    """
+
+    def __init__(self, messages: StageMessages) -> None:
+        self.messages = messages
+
+    def join(self, step: PlannedAction, state: CallState, main: Tree, lease: Lease) -> tuple[Branches, Lease]:
+        """Return what came from the next stage together with what comes over skips, and the lease of all of it."""
+        way = "F" if step.op == "F" else "B"
+        receive = self.messages.receive_activation if way == "F" else self.messages.receive_gradient
+        skips: dict[str, Tree] = {}
+        for port in step.takes:
+            if port.message is None:
+                skips[port.name] = state.local.pop((port.edge, step.microbatch, way))
+            else:
+                skips[port.name], more = receive(port.message)
+                lease = (*lease, *more)
+        return Branches(main, **skips), lease
+
+    def give(self, step: PlannedAction, state: CallState, skips: dict[str, Tree], lease: Lease) -> None:
+        """Hand on what an action gives over skips, after what it has sent to the next stage.
+
+        Both ends keep this order of the messages of one action. `lease` is that of the arrays which the action took.
+        """
+        way = "F" if step.op == "F" else "B"
+        send = self.messages.send_activation if way == "F" else self.messages.send_gradient
+        for port in step.gives:
+            if port.wanted:
+                tree = copy_if_aliased(skips[port.name], lease) if lease else skips[port.name]
+                if port.message is None:
+                    state.local[port.edge, step.microbatch, way] = read_only(tree)
+                else:
+                    send(port.message, tree)
+
+
+# -- Arrays that more than one owner reads: copies of results that share memory with a received array, and refused
+# writes
+#
+# A stage may return what it has received, or a view of it. The mailbox uses the buffers of received arrays again, so
+# such a result is copied before it is kept or sent. A stage must not write to what it has received: on the host it is
+# handed read-only views.
+
+
+def copy_if_aliased(tree: Tree, leases: Lease) -> Tree:
+    """Return `tree`, with a copy in place of each leaf that shares memory with an array of `leases`."""
+    if type(tree) is np.ndarray and tree.base is None:  # it owns its memory, and a received array on the host does not
+        return tree
+    if tree is None:
+        return None
+    buffers = [view for _, (_, view) in leases]
+    if arrays.is_array(tree):
+        return arrays.copy(tree) if _shares_memory(tree, buffers) else tree
+    leaves, structure = flatten(tree)
+    if not any(_shares_memory(leaf, buffers) for leaf in leaves):
+        return tree
+    return unflatten([arrays.copy(leaf) if _shares_memory(leaf, buffers) else leaf for leaf in leaves], structure)
+
+
+def _shares_memory(leaf: Array | None, buffers: Sequence[Array]) -> bool:
+    if leaf is None or (isinstance(leaf, np.ndarray) and leaf.base is None):
+        return False
+    return any(arrays.shares_memory(leaf, buffer) for buffer in buffers)
+
+
+def remedy_of(error: Exception) -> str | None:
+    """What to do where a stage or a loss has tried to write to an array that it was handed; None for other errors."""
+    if not isinstance(error, ValueError) or "read-only" not in str(error):
+        return None
+    return "copy an array that you were handed (x, dy, targets) before you write to it: it belongs to others, too"
+
+
+# -- What a stage with skips returned, taken apart: the tree for the chain of stages, and one tree for each skip ------
+
+
+def parted(result: Tree | Branches, ports: Sequence[Port], what: str) -> tuple[Tree, dict[str, Tree]]:
+    """Take what a stage returned apart: (tree for the chain, name -> tree for each skip that wants one).
+
+    Raises StageError if one of these is missing, or one is there that the stage does not have.
+
+    Parameters
+    ----------
+    result : of the stage
+    ports : its skips on this side
+    what : the action
+    """
+    main, given = (result.main, result.skips) if type(result) is Branches else (result, {})
+    wanted = {port.name for port in ports if port.wanted}
+    if not wanted <= {*given} or not {*given} <= {port.name for port in ports}:
+        there = ", ".join(given)
+        raise StageError(
+            f"the {what} of a stage does not give what its skips want",
+            found=f"Branches with {there or 'no skips'}" if type(result) is Branches else type(result).__name__,
+            expected=f"mpipipe.Branches with {', '.join(sorted(wanted))}" if wanted else "no skips",
+            remedy="return Branches(tree, name=tree) with a tree for each skip of schedules.with_skips, and no other",
+        )
+    return main, {name: tree for name, tree in given.items() if name in wanted}

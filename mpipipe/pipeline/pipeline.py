@@ -7,11 +7,11 @@ from types import TracebackType
 from typing import Any, TypeAlias
 
 from mpipipe.arrays import Tree
-from mpipipe.comm import runtime, settings
-from mpipipe.comm.types import Communicator
+from mpipipe.job import runtime, settings
+from mpipipe.job.types import Communicator
+from mpipipe.pipeline.batch import merge
 from mpipipe.pipeline.construction import agree_on_construction, end_groups
 from mpipipe.pipeline.engine import Engine
-from mpipipe.pipeline.microbatches import merge
 from mpipipe.pipeline.pending import PendingStep, StepResult
 from mpipipe.schedules import Costs, Schedule
 from mpipipe.trace import Recorder
@@ -80,7 +80,7 @@ class Pipeline:
 
     >>> import numpy as np
     >>> from mpipipe import Pipeline, nn, schedules
-    >>> from mpipipe.comm import inprocess
+    >>> from mpipipe.job import inprocess
     >>> def on_each_rank(comm):
     ...     stage = nn.Stage([nn.Linear(3, 3)], first=comm.rank)
     ...     x = np.ones((8, 3), np.float32) if comm.rank == 0 else None

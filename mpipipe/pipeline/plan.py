@@ -13,8 +13,8 @@ from typing import NamedTuple, TypeAlias
 from mpipipe.comm.mailbox import Envelope
 from mpipipe.comm.tags import BACKWARD, DATA, FORWARD, HEADER, Tags
 from mpipipe.schedules import Action, Schedule, simulate
-from mpipipe.schedules.dependencies import source
-from mpipipe.schedules.distributed_proof import logical_time_of, recomputed_on
+from mpipipe.schedules.proof import logical_time_of, recomputed_on
+from mpipipe.schedules.replay import source
 
 OrderKey: TypeAlias = tuple[float, int, str, int]  # (time of the end, stage, op, micro-batch): no two are equal
 AHEAD = 8  # receives of a large schedule that are kept posted

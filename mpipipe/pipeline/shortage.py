@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 from mpipipe import arrays
 from mpipipe.arrays import Shortage
 from mpipipe.errors import StageError
-from mpipipe.pipeline.call_state import CallState
 from mpipipe.pipeline.graphs import StageGraphs
 from mpipipe.pipeline.stage import StageAdapter
+from mpipipe.pipeline.weighing import CallState
 
 
 class Held(NamedTuple):
@@ -24,7 +24,7 @@ class Held(NamedTuple):
     Attributes
     ----------
     parameters : bytes of parameters, of their copies to compute with, and of gradients
-    idle : bytes of these that places of a tied parameter have given up, and nobody uses (nn.sharing)
+    idle : bytes of these that places of a tied parameter have given up, and nobody uses (pipeline.ties)
     activations : how many (stage, micro-batch) are alive
     saved : bytes that these hold for their backwards
     inputs : bytes of these that are inputs of stages, which recomputation keeps

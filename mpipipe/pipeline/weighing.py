@@ -19,16 +19,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from mpipipe import arrays
-from mpipipe.arrays import Array
-from mpipipe.comm.consensus import found_by_all
-from mpipipe.comm.group import Group
+from mpipipe.arrays import Array, Download, Tree
+from mpipipe.comm.allreduce import AllReduce
+from mpipipe.comm.mailbox import Lease
 from mpipipe.errors import ArgumentError, MismatchError, MpipipeError
-from mpipipe.nn import kernels
+from mpipipe.job.consensus import found_by_all
+from mpipipe.job.group import Group
+from mpipipe.job.requests import own
+from mpipipe.nn import Position, kernels
 from mpipipe.pipeline.batch import UNSAID
 from mpipipe.pipeline.call_agreement import Agreed
-from mpipipe.pipeline.shared_loss import SharedLoss
 from mpipipe.pipeline.stage import StageAdapter
 
 LARGEST = 1000  # exponent of c, so that weights may have any size that a float has
@@ -167,3 +173,148 @@ class Weighing:
 def _exponent(count: float) -> int:
     """Return the e of the power 2^e next to a count; 0 for 0."""
     return math.frexp(count)[1] - 1 if count else 0
+
+
+# -- What one call is to do on this rank, what it holds while it runs, and what it gives ------------------------------
+
+
+class CallInputs(NamedTuple):
+    """What one call is to do on this rank.
+
+    Attributes
+    ----------
+    training : whether backwards follow
+    inputs : inputs of each micro-batch, on the rank of stage 0; else empty
+    targets : targets of each micro-batch, on the rank of the last stage; None if no loss is wanted
+    weighing : share of each micro-batch in the loss, on that rank
+    scale : factor on all gradients
+    positions : Position of each micro-batch, for layers that draw random numbers
+    """
+
+    training: bool
+    inputs: list[Tree]
+    targets: list[Tree] | None
+    weighing: Weighing
+    scale: float
+    positions: list[Position]
+
+
+@dataclass(slots=True)
+class CallState:
+    """What this rank holds while a call runs.
+
+    Attributes
+    ----------
+    saved : (stage, micro-batch) -> (what backward needs, lease), from forward until backward; the input until an R
+    pending : the same from input gradient until weight gradient
+    local : (edge, micro-batch, "F" or "B") -> tree for an action on this rank
+    loss_gradients : micro-batch -> gradient of the loss
+    alive, peak : whole activations (stage, micro-batch) held now, and at most
+    under_way, peak_under_way : the same with those of which the input alone is kept, for an R
+    losses_underway : (micro-batches, copies of their losses to the host), once the device was asked for all losses
+    losses, outputs, input_gradients : results, by micro-batch; empty if they do not arise
+    """
+
+    inputs: CallInputs
+    saved: dict[tuple[int, int], tuple[Any, Lease]] = field(default_factory=dict)
+    pending: dict[tuple[int, int], tuple[Any, Lease]] = field(default_factory=dict)
+    local: dict[tuple[int, int, str], Tree] = field(default_factory=dict)
+    loss_gradients: dict[int, Tree] = field(default_factory=dict)
+    alive: int = 0
+    peak: int = 0
+    under_way: int = 0
+    peak_under_way: int = 0
+    losses_underway: tuple[list[int], Download] | None = None
+    losses: dict[int, Any] = field(default_factory=dict)
+    outputs: dict[int, Tree] = field(default_factory=dict)
+    input_gradients: dict[int, Tree] = field(default_factory=dict)
+
+    def count_activation(self) -> None:
+        """One more whole activation is held."""
+        self.alive += 1
+        self.peak = max(self.peak, self.alive)
+
+    def drop_activation(self) -> None:
+        """The last backward of an activation has ended."""
+        self.alive -= 1
+        self.under_way -= 1
+
+
+# -- The losses of a call, on their way from the rank of the last stage to all ranks of its pipeline ------------------
+#
+# table    losses of this pipeline's micro-batches | sum of share x loss | sum of shares | replicas with weights |
+#                                                    these three are sums over all replicas
+
+
+class SharedLoss:
+    """Mean loss over all replicas, and losses of this pipeline's micro-batches, on every rank once `wait` returns.
+
+    The constructor is collective. It waits on the ranks of the last stage alone, for each other; these have waited for
+    each other's gradients already. The others are told by a broadcast, which a later call of the pipeline may overtake.
+
+    Parameters
+    ----------
+    pipe : group of the ranks of the pipeline
+    replicas : group of the ranks with the same stages, or None
+    root : the rank of the last stage
+    microbatches : how many losses there are
+    losses, shares : of each micro-batch, on rank `root`; None, or empty, where there is no loss. What has no share has
+        no loss either.
+    gives : whether the shares are weights that the loss gave
+    call : which call it is, for errors
+    """
+
+    def __init__(
+        self,
+        pipe: Group,
+        replicas: Group | None,
+        root: int,
+        microbatches: int,
+        losses: Sequence[float] | None,
+        shares: Sequence[float],
+        gives: bool,
+        *,
+        call: str,
+    ) -> None:
+        self.pipe, self.what = pipe, f"the loss of {call}"
+        self.table = np.zeros(microbatches + 3)
+        if losses is not None:
+            self.table[:-3] = losses
+            self.table[-3] = sum(share * loss for share, loss in zip(shares, losses) if share)
+            if gives:
+                self.table[-2:] = sum(shares), 1
+        if replicas is not None and pipe.rank == root:
+            replicas.wait(AllReduce(replicas.comm, self.table[-3:]), f"{self.what} of the replicas", everyone=True)
+        self._request = own(pipe.comm.Ibcast(self.table, root)) if pipe.size > 1 else None
+
+    def is_here(self) -> bool:
+        """Whether the losses have arrived; never waits."""
+        if self._request is not None and self._request.Test():
+            self._request = None
+        return self._request is None
+
+    def wait(self) -> None:
+        """Wait until they have."""
+        if self._request is not None:
+            self.pipe.wait(self._request, self.what, everyone=True)
+            self._request = None
+
+    @property
+    def mean(self) -> float:
+        """Mean loss over all replicas."""
+        return float(self.table[-3] / self.total if self.givers else self.table[-3])
+
+    @property
+    def total(self) -> float:
+        """Sum of the shares of all micro-batches of all replicas."""
+        return float(self.table[-2])
+
+    @property
+    def givers(self) -> int:
+        """How many replicas have a loss that gave weights."""
+        return int(self.table[-1])
+
+    @property
+    def losses(self) -> list[float]:
+        """Losses of the micro-batches of this pipeline."""
+        return self.table[:-3].tolist()

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from mpipipe.planning.search import Plan
-from mpipipe.text_table import text_table
-from mpipipe.wording import counted, shown_bytes
+from mpipipe.text import counted, shown_bytes, text_table
 
 SHOWN = 10
 WIDEST = 32  # characters of a partition

@@ -16,14 +16,19 @@ A block only gives the order of F's and I's on each rank. They then run as early
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
+from itertools import accumulate, product
 from typing import NamedTuple
 
-from mpipipe.schedules.filling import PATIENCES, Queues, filled
+from mpipipe.errors import ArgumentError
+from mpipipe.schedules import kinds
+from mpipipe.schedules.bounds import ROUNDING, least_time
 from mpipipe.schedules.kinds import Form
-from mpipipe.schedules.schedule import Schedule, at_least_one
-from mpipipe.schedules.simulate import EQUAL_COSTS, Costs
-from mpipipe.schedules.v_shaped import v_placement
+from mpipipe.schedules.list_scheduler import PATIENCES, Filled, Queues, Score, fastest, filled
+from mpipipe.schedules.schedule import Schedule, at_least_one, looped_placement
+from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, are_alike
+from mpipipe.schedules.zero_bubble import h2_orders, v_placement
 
 PERIOD = 6
 
@@ -193,3 +198,184 @@ def _queues(form: Form, block: Block) -> Queues:
         )
         queues.append([[kind for _, kind in cells]])
     return queues
+
+
+# -- ZB-2P: as little waiting as a limit of memory allows, for costs that are given -----------------------------------
+#
+#     rank 0  F0 F1 F2 F3 .  I0 W0 I1 F4 I2 W1 I3 F5 W2 W3 I4 W4 I5 W5       more F's than 1F1B before the first I
+#     rank 1  .  F0 F1 F2 I0 F3 I1 W0 I2 F4 I3 W1 .  F5 I4 W2 I5 W3 W4 W5    W's late: some are left for the end,
+#     rank 2  .  .  F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 W3 W4 W5    where I's travel through all ranks
+#
+# The picture is that of a limit of 4 activations.
+#
+# Each rank begins with some forwards, then takes an I and an F in turn. Their number is a slope times the ranks behind,
+# as in 1F1B, where the slope is 1. Or it is a share of those that fit into the time until the first micro-batch is
+# back. Several slopes are tried, and the two orders that ranks find by themselves when they prefer I's, or F's. The
+# fastest is taken. Nothing is tried where all F's, I's and W's take the same time, messages take none, and there are
+# memory and micro-batches for the orders of ZB-H2: no rank waits in those.
+
+
+SLOPES, FINE = (0.8, 1.0, 1.2, 1.4, 1.6, 1.8, 2.0), 0.1  # and the step to those beside the best of them
+MANY = 16  # ranks: for more, choices are tried on so many
+FINALISTS, AFFORDABLE = 12, 1_000_000  # of the choices that are tried so many, with no more actions together
+NO_SCORE: Score = (math.inf, math.inf, 0)
+
+
+class Choice(NamedTuple):
+    """How the orders of F's and I's are made.
+
+    Attributes
+    ----------
+    rule : how many forwards come first: "ranks" behind times slope, or those that fit into the "time" away times
+        slope / 2, or "I" or "F": whatever comes of preferring these
+    slope, more : the number of forwards grows by the slope, and begins with 1 + more on the last rank
+    patience, prompt : see ListScheduler
+    """
+
+    rule: str
+    slope: float
+    more: int
+    patience: float
+    prompt: bool = False
+
+
+H1 = Choice("ranks", 1.0, 0, 1.0)  # its orders of F's and I's
+
+
+def zero_bubble_2p(
+    ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS, memory_limit: float | None = None, kept: float = 1.0
+) -> Schedule:
+    """Build ZB-2P: a split backward with more forwards ahead, within a limit of memory.
+
+    Where F, I and W take the same time f, messages take none, and the limit and M are 2P - 1 or more, no rank waits
+    between its first action and its last: the makespan is 3Mf + (P-1)f. With a limit of P it is not slower than
+    `zero_bubble_h1`.
+    Source: Qi et al. 2023, arXiv:2401.10241, schedules ZB-H2 and ZB-2p.
+
+    Parameters
+    ----------
+    ranks, microbatches : int
+        P and M, at least 1.
+    costs : Costs, optional
+        Times of the P stages; by default one unit for each of F, I and W.
+    memory_limit : float, optional
+        Activations that a rank may hold at once, at least 1; by default 2P.
+    kept : float, optional
+        Share of an activation that a stage still holds between I and W, 0 to 1, as far as the limit is concerned.
+
+    Returns
+    -------
+    Schedule
+        One stage per rank.
+
+    Raises
+    ------
+    ArgumentError
+        A count or the limit is below 1, `kept` is out of range, or the costs do not fit.
+
+    Examples
+    --------
+    >>> from mpipipe import schedules
+    >>> timeline = schedules.simulate(schedules.zero_bubble_2p(4, 8))
+    >>> timeline.makespan - 3 * 8, timeline.peak_activations
+    (3.0, [7, 7, 7, 7])
+    """
+    ranks, microbatches = at_least_one("ranks", ranks), at_least_one("microbatches", microbatches)
+    limit = 2 * ranks if memory_limit is None else kinds.number("memory_limit", memory_limit)
+    if not limit >= 1:
+        raise ArgumentError("no schedule keeps this memory limit", found=f"memory_limit={limit}", expected="at least 1")
+    if not 0 <= kinds.number("kept", kept) <= 1:
+        raise ArgumentError("kept is no share", found=f"kept={kept}", expected="0 to 1")
+    if are_alike(costs, ranks) and min(limit, microbatches) >= 2 * ranks - 1:
+        orders = h2_orders(ranks, microbatches)
+        return Schedule("zero_bubble_2p", looped_placement(ranks, 1), microbatches, orders)
+    whole = _Tries(ranks, microbatches, costs, limit, kept)
+    small = min(ranks, MANY)
+    average, share = (costs, limit) if small == ranks else (costs.average(ranks), limit * small / ranks)
+    few = _Tries(small, min(microbatches, 3 * small), average, share, kept)
+    best = few.best()
+    if (small, few.form.microbatches) == (ranks, microbatches):
+        found = whole.made(best[0])  # H1 is among those that were tried
+    else:
+        number = max(1, min(FINALISTS, AFFORDABLE // (3 * ranks * microbatches)))
+        finalists = dict.fromkeys([*best[:number], H1])
+        found = fastest(map(whole.made, finalists), whole.least() if number == 1 else (0.0, 0.0))
+    assert found is not None, f"no order keeps {limit} activations"
+    return whole.form.schedule("zero_bubble_2p", found.orders)
+
+
+class _Tries:
+    """Choices are tried on these stages and micro-batches."""
+
+    def __init__(self, ranks: int, microbatches: int, costs: Costs, limit: float, kept: float) -> None:
+        self.form = Form(looped_placement(ranks, 1), microbatches, costs, None)
+        self.limit, self.kept = max(1, limit), kept
+        self.away = _away(costs, ranks)
+
+    def best(self) -> list[Choice]:
+        """Try choices, and those beside the best of them; return those that end, the fastest first."""
+        tried: dict[Choice, Score] = {}
+        scores: dict[tuple[object, ...], Score] = {}  # of choices that are the same on so few ranks
+
+        def add(choices: Iterable[Choice]) -> list[Choice]:
+            for choice in choices:
+                same = (self.ahead(choice) or choice.rule, choice.patience, choice.prompt)
+                if same not in scores:
+                    made = self.made(choice)
+                    scores[same] = NO_SCORE if made is None else made.score
+                tried[choice] = scores[same]
+            return [choice for score, choice in sorted(zip(tried.values(), tried)) if score != NO_SCORE]
+
+        rules = [("I", 0.0), ("F", 0.0), *product(("ranks", "time"), SLOPES)]
+        coarse = add(Choice(*rule, 0, patience) for rule in rules for patience in PATIENCES)
+        near = {(best.rule, best.slope + step) for best in coarse[:2] if best.slope for step in (-FINE, 0, FINE)}
+        return add(
+            Choice(*rule, more, patience, prompt)
+            for rule in sorted(near)
+            for more, prompt in ((0, False), (0, True), (1, False))
+            for patience in PATIENCES
+        )
+
+    def made(self, choice: Choice) -> Filled | None:
+        """Return what comes of a choice, None where the memory does not let it end."""
+        ranks, every = range(len(self.form.own)), self.form.microbatches
+        ahead = self.ahead(choice)
+        queues: Queues
+        if ahead:
+            queues = [[_in_turn(3 * rank, number, every)] for rank, number in zip(ranks, ahead)]
+        else:
+            preferred = (1, 0) if choice.rule == "I" else (0, 1)  # I's first, or F's
+            queues = [[[3 * rank + op] * every for op in preferred] for rank in ranks]
+        return filled(self.form, queues, self.limit, choice.patience, self.kept, prompt=choice.prompt)
+
+    def ahead(self, choice: Choice) -> tuple[int, ...]:
+        """Return how many forwards each rank runs before its first I; nothing where that is not chosen."""
+        if choice.rule == "time":
+            counts = [math.floor(choice.slope / 2 * away + 1e-9) for away in self.away]
+        elif choice.rule == "ranks":
+            counts = [math.ceil(choice.slope * behind - 1e-9) for behind in reversed(range(len(self.form.own)))]
+        else:
+            return ()
+        most = max(1, int(min(self.limit, self.form.microbatches)))
+        return tuple(min(count + 1 + choice.more, most) for count in counts)
+
+    def least(self) -> tuple[float, float]:
+        """Return a span and a makespan that no orders can beat, but for rounding."""
+        span = self.form.busy * self.form.microbatches
+        makespan = least_time(self.form.placement, self.form.microbatches, self.form.costs, None)
+        return span * (1 + ROUNDING), makespan * (1 + ROUNDING)
+
+
+def _in_turn(forward: int, ahead: int, every: int) -> list[int]:
+    """List the kinds of a rank's F's and I's: so many F's first, then an I and an F in turn, then the I's left."""
+    return [forward] * ahead + [forward + 1, forward] * (every - ahead) + [forward + 1] * ahead
+
+
+def _away(costs: Costs, stages: int) -> list[float]:
+    """How long after its end a forward comes back to each stage as a gradient, in F's as they come there."""
+    forward, input_grad = costs.per_stage("forward", stages), costs.per_stage("input_grad", stages)
+    transfer = costs.per_stage("transfer", stages)
+    away = [0.0]
+    for stage in range(stages - 1, 0, -1):
+        away.append(away[-1] + forward[stage] + input_grad[stage] + 2 * transfer[stage])
+    return [time / (pace or 1.0) for time, pace in zip(away[::-1], accumulate(forward, max))]

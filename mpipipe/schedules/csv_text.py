@@ -12,7 +12,7 @@ from mpipipe.files import REGULAR, read_text
 from mpipipe.schedules.action import Action
 from mpipipe.schedules.proof import check
 from mpipipe.schedules.schedule import Schedule
-from mpipipe.wording import counted
+from mpipipe.text import counted
 
 SUFFIX = ".csv"
 LISTED = 1 << 20  # actions; of so many `check` says which one is missing

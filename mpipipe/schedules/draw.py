@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpipipe.schedules.grid import grid
+from mpipipe.schedules.proof import grid
 from mpipipe.schedules.schedule import Schedule
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, Span, Timeline, simulate
 

@@ -8,7 +8,7 @@ from mpipipe.errors import ArgumentError
 from mpipipe.schedules.bounds import lower_bound
 from mpipipe.schedules.schedule import Schedule
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, simulate
-from mpipipe.wording import counted
+from mpipipe.text import counted
 
 
 class Gap(NamedTuple):

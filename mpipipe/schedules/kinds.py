@@ -14,9 +14,10 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise, repeat
+from numbers import Real
+from typing import Any
 
 from mpipipe.errors import ArgumentError
-from mpipipe.schedules import given
 from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action
 from mpipipe.schedules.schedule import Schedule
 from mpipipe.schedules.simulate import Costs
@@ -151,7 +152,7 @@ def hops(placement: Sequence[int], costs: Costs) -> list[float]:
 def whole_limit(placement: Sequence[int], microbatches: int, memory_limit: float | None) -> int:
     """Give a limit as a number of activations, no more than there are; refuse one that no schedule keeps."""
     least = max(map(list(placement).count, set(placement)), default=1)
-    memory_limit = given.limit(memory_limit)
+    memory_limit = limit(memory_limit)
     if memory_limit is not None and not memory_limit >= least:
         raise ArgumentError(
             "no schedule keeps this memory limit",
@@ -161,3 +162,24 @@ def whole_limit(placement: Sequence[int], microbatches: int, memory_limit: float
         )
     most = least * microbatches
     return most if memory_limit is None else math.floor(min(memory_limit, most))
+
+
+# -- Arguments that have to be numbers --------------------------------------------------------------------------------
+
+
+def number(name: str, value: Any) -> Any:
+    """Return `value`; refuse what is no number, with the argument's name. True, text and NaN are none."""
+    if isinstance(value, bool) or not isinstance(value, Real) or math.isnan(value):
+        raise ArgumentError(f"{name} is no number", found=f"{name}={value!r}", expected="a number such as 4 or 2.5")
+    return value
+
+
+def limit(memory_limit: Any) -> Any:
+    """Return a limit of memory, None if there is none; refuse what is no number."""
+    return None if memory_limit is None else number("memory_limit", memory_limit)
+
+
+def check_time(seconds: Any) -> None:
+    """Raise ArgumentError if there is no time to search."""
+    if not 0 < number("seconds", seconds) < math.inf:
+        raise ArgumentError("no time to search", found=f"seconds={seconds}", expected="a finite number above 0")

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, TypeAlias, overload
 
 from mpipipe.schedules.action import Action
-from mpipipe.wording import counted
+from mpipipe.text import counted
 
 Order: TypeAlias = "tuple[Action, ...]"
 LogicalTime: TypeAlias = Callable[[int, bool, int], int]  # of (stage, whether backward, micro-batch)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from numbers import Rational
 
 from mpipipe.errors import ArgumentError
-from mpipipe.schedules.schedule import at_least_one
-from mpipipe.wording import counted
+from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action
+from mpipipe.schedules.on_demand import changed
+from mpipipe.schedules.schedule import Schedule, at_least_one
+from mpipipe.text import counted
 
 
 def partition(costs: Iterable[float | Fraction], stages: int) -> list[tuple[int, int]]:
@@ -124,3 +127,120 @@ def _most_even(before: list[int], stages: int, bottleneck: int) -> list[tuple[in
     for choice in reversed(choices):
         cuts.append(choice[cuts[-1]])
     return list(pairwise(cuts))
+
+
+# -- Schedules of models of which a part is frozen: no weight gradient there, and no backward below what is trained ---
+
+
+#     stage 0  frozen     F0 F1 F2 .  .  .              nothing below it is trained: no backward
+#     stage 1  trained    .  F0 F1 B0 F2 B1 ...         its gradient of the input is not sent
+#     stage 2  frozen     .  .  F0 B0 F1 B1 ...         I W becomes B, which has the gradient of the input alone
+def with_frozen(schedule: Schedule, frozen: Collection[int]) -> Schedule:
+    """Take out of a schedule what frozen stages do not need, and leave the order of all else.
+
+    A frozen stage has nothing to train. Its W actions vanish, and its I actions are backwards in one piece, B, at the
+    same place. The frozen stages before the first one that is trained have no backward at all, and no gradient comes to
+    them over skips.
+
+    Parameters
+    ----------
+    schedule : Schedule
+        A schedule with backwards.
+    frozen : collection of int
+        Logical stages without a parameter that is trained.
+
+    Returns
+    -------
+    Schedule
+        It needs no longer than the given one, where `Costs.weight_grad` is 0 for frozen stages: their B has the
+        gradient of the input alone, and the simulation counts B as both.
+
+    Raises
+    ------
+    ArgumentError
+        All stages are frozen, or there is no such stage.
+
+    Examples
+    --------
+    >>> from mpipipe import schedules
+    >>> print(schedules.with_frozen(schedules.zero_bubble_h1(3, 1), {0, 2}).to_csv(), end="")
+    0F0
+    1F0,1I0,1W0
+    2F0,2B0
+    """
+    strange = sorted(stage for stage in frozen if not 0 <= stage < schedule.stages)
+    trained = [stage for stage in range(schedule.stages) if stage not in frozen]
+    if strange or not trained:
+        raise ArgumentError(
+            "frozen stages do not fit the schedule",
+            found=f"frozen {sorted(frozen)} of {counted(schedule.stages, 'stage')}",
+            expected="some of the stages, and not all of them",
+            remedy="leave something to train",
+        )
+    first = trained[0]
+
+    orders = changed(schedule.orders, _left, first, tuple(sorted(frozen)))
+    return replace(schedule, orders=orders, trained_from=first)
+
+
+def _left(first: int, frozen: Collection[int], order: Iterable[Action]) -> Iterator[Action]:
+    for action in order:
+        stage, op, microbatch = action
+        if op == FORWARD or (stage >= first and stage not in frozen):
+            yield action
+        elif stage >= first and op != WEIGHT_GRAD:
+            yield Action(stage, BACKWARD, microbatch) if op == INPUT_GRAD else action
+
+
+# -- How many micro-batches to cut a batch into -----------------------------------------------------------------------
+
+
+PER_RANK = 4  # GPipe (arXiv:1811.06965, section 2.3): with M >= 4P the bubble hardly counts
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A number of micro-batches, and the bubble to expect with it.
+
+    Attributes
+    ----------
+    microbatches : int
+        M, the number of micro-batches to cut a batch into.
+    bubble_fraction : float
+        Idle part of the ranks' time: idle / (ranks * makespan).
+    """
+
+    microbatches: int
+    bubble_fraction: float
+
+
+def advise(ranks: int, chunks: int = 1) -> Advice:
+    """Advise four micro-batches per rank, and give the bubble fraction (P-1) / (VM + P-1) of 1F1B over them.
+
+    Parameters
+    ----------
+    ranks : int
+        P, at least 1.
+    chunks : int, optional
+        V, stages per rank. Interleaving makes the bubble smaller.
+
+    Returns
+    -------
+    Advice
+        The number of micro-batches and the bubble fraction.
+
+    Raises
+    ------
+    ArgumentError
+        A count is below 1.
+
+    Examples
+    --------
+    >>> from mpipipe.schedules import advise
+    >>> advice = advise(ranks=4, chunks=2)
+    >>> advice.microbatches, round(advice.bubble_fraction, 3)
+    (16, 0.086)
+    """
+    ranks, chunks = at_least_one("ranks", ranks), at_least_one("chunks", chunks)
+    microbatches = PER_RANK * ranks
+    return Advice(microbatches, (ranks - 1) / (chunks * microbatches + ranks - 1))

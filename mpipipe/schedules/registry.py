@@ -6,21 +6,20 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from mpipipe.errors import ArgumentError
-from mpipipe.schedules import building_blocks, classic, given, memory_limited, v_shaped, zero_bubble
-from mpipipe.schedules.other_names import OTHER_NAMES
+from mpipipe.schedules import building_blocks, classic, kinds, zero_bubble
 from mpipipe.schedules.schedule import Schedule, at_least_one, looped_placement
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs
-from mpipipe.wording import near
+from mpipipe.text import near
 
 ONE_STAGE: dict[str, Callable[..., Schedule]] = {  # per rank
     "gpipe": classic.gpipe,
     "one_f_one_b": classic.one_f_one_b,
     "zero_bubble_h1": zero_bubble.zero_bubble_h1,
-    "zero_bubble_2p": memory_limited.zero_bubble_2p,
+    "zero_bubble_2p": building_blocks.zero_bubble_2p,
 }
 TWO_STAGES: dict[str, Callable[..., Schedule]] = {
-    "zero_bubble_v": v_shaped.zero_bubble_v,
-    "dualpipe_v": v_shaped.dualpipe_v,
+    "zero_bubble_v": zero_bubble.zero_bubble_v,
+    "dualpipe_v": zero_bubble.dualpipe_v,
     "v_half": building_blocks.v_half,
     "v_min": building_blocks.v_min,
 }
@@ -76,7 +75,7 @@ def by_name(
     >>> schedule.stages, schedule.chunks
     (8, 2)
     """
-    memory_limit = given.limit(memory_limit)
+    memory_limit = kinds.limit(memory_limit)
     if name in SEVERAL_STAGES:
         return SEVERAL_STAGES[name](ranks, chunks, microbatches)
     if name in TWO_STAGES:
@@ -108,7 +107,7 @@ def by_name(
 
 def placement_of(name: str, ranks: int, chunks: int) -> tuple[int, ...]:
     """Give the rank of each logical stage of a schedule by its name."""
-    return v_shaped.v_placement(ranks) if name in TWO_STAGES else looped_placement(ranks, chunks)
+    return zero_bubble.v_placement(ranks) if name in TWO_STAGES else looped_placement(ranks, chunks)
 
 
 def names(chunks: int) -> list[str]:
@@ -126,3 +125,30 @@ def _costs(name: str, costs: Costs, memory_limit: float | None) -> dict[str, Any
 def _signatures() -> Iterator[str]:
     yield from (f"{name}(ranks, microbatches)" for name in (*ONE_STAGE, *TWO_STAGES))
     yield from (f"{name}(ranks, chunks, microbatches)" for name in SEVERAL_STAGES)
+
+
+# -- What papers and other libraries call the schedules: for the question which one a user may have meant -------------
+
+
+OTHER_NAMES = {
+    "1f1b": "one_f_one_b",
+    "afab": "gpipe",
+    "bfs": "looped_bfs",
+    "breadth_first": "looped_bfs",
+    "dapple": "one_f_one_b",
+    "dualpipe": "dualpipe_v",
+    "interleaved": "interleaved_1f1b",
+    "interleaved_zb": "interleaved_zero_bubble",
+    "pipedream_flush": "one_f_one_b",
+    "virtual_pipeline": "interleaved_1f1b",
+    "zb": "zero_bubble_h1",
+    "zb1p": "zero_bubble_h1",
+    "zb2p": "zero_bubble_2p",
+    "zb_1p": "zero_bubble_h1",
+    "zb_2p": "zero_bubble_2p",
+    "zb_h1": "zero_bubble_h1",
+    "zb_v": "zero_bubble_v",
+    "zbh1": "zero_bubble_h1",
+    "zbv": "zero_bubble_v",
+    "zero_bubble": "zero_bubble_h1",
+}

@@ -19,11 +19,10 @@ from numbers import Real
 from typing import NamedTuple
 
 from mpipipe.errors import ArgumentError
-from mpipipe.schedules.links import Links
 from mpipipe.schedules.registry import SEVERAL_STAGES, WITH_COSTS, by_name, names
 from mpipipe.schedules.schedule import Schedule, at_least_one
-from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, simulate
-from mpipipe.wording import counted
+from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, Links, simulate
+from mpipipe.text import counted
 
 ENOUGH = 1 << 15  # F's and backwards of the largest schedule that is simulated, if a repetition is found by then
 LARGEST = 1 << 18  # and of the largest one if not

@@ -6,14 +6,20 @@ second chunk.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
+from typing import TypeAlias
 
-from mpipipe.schedules import logical_time
+from mpipipe.schedules import classic
 from mpipipe.schedules.action import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action
 from mpipipe.schedules.classic import actions, groups_of
+from mpipipe.schedules.kinds import Form, kinds_of
+from mpipipe.schedules.list_scheduler import PATIENCES, fastest, filled, score_of
 from mpipipe.schedules.on_demand import OrdersOnDemand
 from mpipipe.schedules.schedule import Schedule, at_least_one, looped_placement
+from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, are_alike
 
 
 #     rank 0  F0 F1 F2 F3 .  .  .  I0 W0 F4 I1 W1 F5 I2 W2 I3 W3 I4 W4 I5 W5
@@ -110,7 +116,7 @@ def _on_demand(ranks: int, chunks: int, microbatches: int, step: int) -> OrdersO
     return OrdersOnDemand(
         ranks,
         partial(_order, ranks, chunks, microbatches, step),
-        partial(logical_time.grouped, ranks, chunks, microbatches, step),
+        partial(classic.grouped, ranks, chunks, microbatches, step),
     )
 
 
@@ -131,3 +137,179 @@ def _split(forwards: Sequence[Action], inputs: Sequence[Action], warmup: int, de
         if done >= delay:
             order.append(weights[done - delay])
     return (*order, *weights[max(0, len(weights) - delay) :])
+
+
+# -- Schedules on a V: each rank has two stages, one on the way down and one on the way up, and the last rank the turn
+#
+#     stage 0  rank 0        stage 2P-1  rank 0        rank 0 has the first and the last stage: the loss is known there
+#     stage 1  rank 1        stage 2P-2  rank 1
+#       ...                    ...
+#     stage P-1  rank P-1    stage P  rank P-1         no message at the turn
+#
+# Down is the stage r of rank r, up is the stage 2P-1-r. In the pictures small letters are the stages on the way up, and
+# whole backwards take two cells.
+
+
+Cells: TypeAlias = Callable[[int, int, int], str]  # (rank, ranks, micro-batches) -> its actions, one letter each
+
+
+def v_placement(ranks: int) -> tuple[int, ...]:
+    """Place stage l on rank l on the way down, and on rank 2P-1-l on the way up."""
+    return (*range(ranks), *reversed(range(ranks)))
+
+
+#     rank 0  F0 F1 F2 F3 F4 f0 i0 w0 f1 i1 w1 f2 i2 w2 I0 W0 f3 i3 w3 I1 W1 f4 i4 w4 I2 W2 I3 W3 I4 W4 .  .
+#     rank 1  .  F0 F1 F2 f0 F3 f1 i0 w0 f2 i1 w1 F4 I0 W0 f3 i2 w2 I1 W1 f4 i3 w3 I2 i4 I3 W2 I4 w4 W3 W4 .
+#     rank 2  .  .  F0 f0 F1 f1 F2 f2 i0 w0 F3 I0 W0 f3 i1 w1 F4 I1 W1 f4 i2 w2 I2 i3 I3 i4 I4 W2 w3 W3 w4 W4
+def zero_bubble_v(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS) -> Schedule:
+    """Build ZB-V: no rank waits between its first action and its last, in the memory of 1F1B.
+
+    Where F, I and W of a chunk take the same time f, the makespan is 6Mf + (P-1)f for M >= 2P: ranks begin one after
+    the other, and end so. A rank holds at most 2P chunk activations, which are P of a whole stage.
+    Source: Qi et al. 2024, arXiv:2405.15362, schedule V-ZB; first in Qi et al. 2023, arXiv:2401.10241. For other costs
+    the forwards and I's keep an order of theirs, and W's are put where ranks would wait.
+
+    Parameters
+    ----------
+    ranks, microbatches : int
+        P and M, at least 1.
+    costs : Costs, optional
+        Times of the 2P stages; by default one unit for each of F, I and W.
+
+    Returns
+    -------
+    Schedule
+        Two stages per rank, placed on a V.
+
+    Raises
+    ------
+    ArgumentError
+        A count is below 1, or the costs do not fit.
+
+    Examples
+    --------
+    >>> from mpipipe import schedules
+    >>> schedule = schedules.zero_bubble_v(4, 8)
+    >>> schedule.placement
+    (0, 1, 2, 3, 3, 2, 1, 0)
+    >>> timeline = schedules.simulate(schedule)
+    >>> timeline.makespan - 6 * 8, timeline.peak_activations
+    (3.0, [8, 8, 8, 8])
+    """
+    by_hand = _on_a_v("zero_bubble_v", ranks, microbatches, _zero_bubble, 1)
+    if are_alike(costs, 2 * ranks):
+        return by_hand
+    form = Form(by_hand.placement, by_hand.microbatches, costs, None)
+    queues = [[[kind for kind in order if kind % 3 != 2]] for order in kinds_of(by_hand)]
+    best = fastest(filled(form, queues, 2 * ranks, patience) for patience in PATIENCES)
+    if best is None or score_of(by_hand, costs) <= best.score:
+        return by_hand
+    return form.schedule(by_hand.name, best.orders)
+
+
+#     rank 0  F0 F1 F2 f0 i0 w0 f1 F3 b1-- f2 B0-- b2-- f3 .  B1-- b3-- I2 W2 I3 W3
+#     rank 1  .  F0 f0 F1 f1 F2 b0-- f2 B0-- F3 b1-- f3 B1-- b2-- B2-- i3 I3 w3 W3
+def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
+    """Build DualPipeV: in the middle each rank has one forward and one backward, of its two stages, in turn.
+
+    Where F, I and W of a chunk take the same time f, the makespan is 6Mf + (P-1)f for M >= 2P, as that of
+    `zero_bubble_v`; a rank holds at most 2P + 1 chunk activations. Most backwards are whole. The forward and the
+    backward of a pair are made to run at the same time on one device; here they run one after the other.
+    Source: DeepSeek-AI 2025, github.com/deepseek-ai/DualPipe.
+
+    Parameters
+    ----------
+    ranks, microbatches : int
+        P and M, at least 1.
+
+    Returns
+    -------
+    Schedule
+        Two stages per rank, placed on a V.
+
+    Raises
+    ------
+    ArgumentError
+        A count is below 1.
+
+    Examples
+    --------
+    >>> from mpipipe import schedules
+    >>> timeline = schedules.simulate(schedules.dualpipe_v(4, 8))
+    >>> timeline.makespan - 6 * 8, timeline.peak_activations
+    (3.0, [9, 9, 9, 9])
+    """
+    return _on_a_v("dualpipe_v", ranks, microbatches, _dualpipe, 0)
+
+
+def _on_a_v(name: str, ranks: int, microbatches: int, cells: Cells, less: int) -> Schedule:
+    ranks, microbatches = at_least_one("ranks", ranks), at_least_one("microbatches", microbatches)
+    # too few micro-batches to fill the pipeline: the order of a full one, without the micro-batches that are missing
+    full = max(2 * ranks - less, microbatches)
+    orders = OrdersOnDemand(
+        ranks, partial(_kept, cells, ranks, full, microbatches), partial(_logical_time, cells, ranks, full)
+    )
+    return Schedule(name, v_placement(ranks), microbatches, orders)
+
+
+def _kept(cells: Cells, ranks: int, full: int, microbatches: int, rank: int) -> Iterator[Action]:
+    return (action for action in _of_rank(cells, ranks, full, rank) if action.microbatch < microbatches)
+
+
+def _of_rank(cells: Cells, ranks: int, full: int, rank: int) -> tuple[Action, ...]:
+    return _v_order(cells(rank, ranks, full), rank, 2 * ranks - 1 - rank)
+
+
+def _logical_time(cells: Cells, ranks: int, full: int, stage: int, backward: bool, microbatch: int) -> int:
+    return _logical_times(cells, ranks, full, min(stage, 2 * ranks - 1 - stage))[stage, backward][microbatch]
+
+
+@lru_cache(maxsize=4)  # a rank asks for its own times and for those of its neighbours
+def _logical_times(cells: Cells, ranks: int, full: int, rank: int) -> dict[tuple[int, bool], array[int]]:
+    """Return the logical times of the F's, and of the B's and I's, of both stages of a rank.
+
+    The first action of rank r has time r, the second one r + 1, and so on.
+    """
+    both = rank, 2 * ranks - 1 - rank
+    found = {(stage, backward): array("q", bytes(8 * full)) for stage in both for backward in (False, True)}
+    for place, (stage, op, microbatch) in enumerate(_of_rank(cells, ranks, full, rank), rank):
+        if op != WEIGHT_GRAD:
+            found[stage, op != FORWARD][microbatch] = place
+    return found
+
+
+def _zero_bubble(rank: int, ranks: int, full: int) -> str:
+    rest = ranks - rank
+    filling = "F" * (2 * rest - 1) + "fF" * rank + "fiW" * rest
+    steady = "FIWfiW" * (full - (2 * rest - 1) - rank) + "IWfiW" * (rest - 1)
+    return filling + steady + "Ii" * rank + "IW" * rest + "W" * rank * 2
+
+
+def _dualpipe(rank: int, ranks: int, full: int) -> str:
+    rest = ranks - rank - 1
+    filling = "F" * 2 * rest + "Ff" * (rank + 1) + "iWf" * rest
+    steady = "FbfB" * (full - 2 * ranks + rank + 1) + "bfB" * rest
+    # The backwards of both stages alternate; from the middle of them on they are split, and their W's come last.
+    emptying = (
+        ("bB" * (rank + 1))[: rank + 1] + ("iI" if rank % 2 else "Ii") * ((rank + 1) // 2) + "I" * (rank % 2 == 0)
+    )
+    return filling + steady + emptying + "WI" * rest + "W" * (rank + 1)
+
+
+def _v_order(cells: str, down: int, up: int) -> tuple[Action, ...]:
+    """Write out an order: F, I, B of stage `down`, f, i, b of `up`, each of its next micro-batch, W of the oldest I."""
+    count: Counter[str] = Counter()
+    owed: deque[Action] = deque()
+    order = []
+    for cell in cells:
+        op, stage = cell.upper(), down if cell.isupper() else up
+        if op == WEIGHT_GRAD:
+            order.append(owed.popleft())
+            continue
+        chain = cell if op == FORWARD else cell.replace("b", "i").replace("B", "I")  # both are backwards
+        action = Action(stage, op, count[chain])
+        count[chain] += 1
+        order.append(action)
+        if op == INPUT_GRAD:
+            owed.append(Action(stage, WEIGHT_GRAD, action.microbatch))
+    return tuple(order)

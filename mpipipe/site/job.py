@@ -6,8 +6,8 @@ import re
 import unicodedata
 from dataclasses import dataclass
 
-from mpipipe.comm.time_limit import parse_duration
 from mpipipe.errors import ArgumentError
+from mpipipe.job.preemption import parse_duration
 
 SCHEDULERS = ("slurm", "pbs", "lsf", "flux")
 ARRAYS = ("slurm", "pbs", "lsf")  # the schedulers that have job arrays

@@ -9,10 +9,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mpipipe.comm.time_limit import parse_duration
 from mpipipe.errors import ArgumentError, ConfigError
+from mpipipe.job.preemption import parse_duration
+from mpipipe.job.stop_signals import parse_signals
 from mpipipe.planning import parse_bytes
-from mpipipe.stop_signals import parse_signals
 from mpipipe.train.order import is_path, is_table
 from mpipipe.train.sinks import parse_names
 

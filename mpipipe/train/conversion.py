@@ -16,18 +16,16 @@ import numpy as np
 from mpipipe import arrays, checkpoint
 from mpipipe.arrays import Array
 from mpipipe.attention import Local
-from mpipipe.checkpoint import tensors
+from mpipipe.checkpoint import tensor_files
 from mpipipe.checkpoint.contents import PARAMETERS
 from mpipipe.checkpoint.loading import read_arrays
 from mpipipe.checkpoint.whole_folder import named_at_the_end
 from mpipipe.errors import ConfigError
 from mpipipe.models import GPT, huggingface
 from mpipipe.models.huggingface import writing
-from mpipipe.models.huggingface.merging import merge_adapter
+from mpipipe.models.huggingface.adapter import merge_adapter
 from mpipipe.train import weights
-from mpipipe.train.adapter_folder import AdaptedFolder
-from mpipipe.train.huggingface_folder import HuggingFaceFolder
-from mpipipe.train.model_folder import ModelFolder, open_model
+from mpipipe.train.model_folder import AdaptedFolder, HuggingFaceFolder, ModelFolder, open_model
 
 Shapes = dict[str, tuple[int, ...]]
 OURS = ("float32", "float64")  # in which parameters are kept
@@ -53,7 +51,7 @@ def convert(source: str | Path, target: str | Path, dtype: str | None = None, mo
         kind = _checked_dtype(dtype or folder.dtype, OURS, "weights of this package")
         _to_weights(huggingface.open_folder(folder.path), target, kind, most)
         return _line(folder, target, f"weights in {kind}")
-    kind = _checked_dtype(dtype or folder.dtype, writing.DTYPES, "a folder of Hugging Face")
+    kind = _checked_dtype(dtype or folder.dtype, writing.FLOATS, "a folder of Hugging Face")
     origin = huggingface.Origin.of(folder.path)
     family, _ = writing.config_of(folder.model, kind, origin)
     groups = groups_of(folder.model, most, arrays.dtype(kind).itemsize)
@@ -137,7 +135,7 @@ def _to_weights(folder: huggingface.Folder, target: Path, dtype: str, most: int)
         sums: dict[str, str] = {}
         for number, shapes in enumerate(groups):
             found = _read_theirs(folder, _empty(shapes, dtype))
-            written = tensors.write(partial / weights.file_of(number), found)
+            written = tensor_files.write(partial / weights.file_of(number), found)
             sums.update({name: entry.checksum for name, entry in written.arrays.items()})
         huggingface.Origin.of(folder.path).copy(partial, keep_config=True)
         weights.write_description(partial, weights.Description(asdict(folder.model), dtype, len(groups), sums))

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from mpipipe import arrays, schedules
+from mpipipe import arrays, nn, schedules
 from mpipipe.attention import Local
-from mpipipe.comm import inprocess
-from mpipipe.comm.types import Communicator
 from mpipipe.errors import ConfigError
+from mpipipe.job import inprocess
+from mpipipe.job.types import Communicator
 from mpipipe.pipeline.plan import receive_windows
+from mpipipe.schedules import Schedule
 from mpipipe.schedules.recompute import before_backwards
-from mpipipe.train.architecture import Architecture
+from mpipipe.text import counted
 from mpipipe.train.base import architecture_of, find_base
 from mpipipe.train.config import TrainConfig
 from mpipipe.train.data import find
-from mpipipe.train.fine_tuning import find_tuning
-from mpipipe.train.footprint import peak_of_step
+from mpipipe.train.fine_tuning import Architecture, find_tuning
 from mpipipe.train.memory import STATES, own_layers, parameters_of, resident
 from mpipipe.train.order_file import with_order
 from mpipipe.train.rehearsal import Rehearsal, StageBytes
-from mpipipe.train.ring_memory import with_ring
-from mpipipe.train.shard import Shard
-from mpipipe.train.training_plan import TrainingPlan
-from mpipipe.wording import counted
+from mpipipe.train.training_plan import Shard, TrainingPlan
 
 # What a process takes once it trains, whatever the model: modules that are imported late, buffers of MPI and of BLAS,
 # and gaps between arrays. Measured with `bench dry-run` under MPICH 5.0 and Open MPI 5.0: 8 to 18 MB.
@@ -223,3 +220,121 @@ def _with_buffers(step: int, buffers: list[int]) -> int:
         else:
             more += size
     return step + more
+
+
+# -- The memory of one rank in a training step, action by action: what it holds, and what the action takes on top -----
+#
+# F  leaves `saved` until B, or until I, which leaves `pending` until W
+# R  leaves it where F has kept its input alone, which stays as long, in a buffer of messages
+
+
+class Held(NamedTuple):
+    """Bytes of one rank at the peak of its step, by what they are for."""
+
+    activations: float
+    messages: float
+    scratch: float
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return sum(self)
+
+
+def peak_of_step(
+    schedule: Schedule,
+    rank: int,
+    stages: Sequence[StageBytes],
+    inputs: Sequence[int],
+    windows: Callable[[int], int] | None = None,
+) -> Held:
+    """Walk through the order of a rank, and return what it holds at the peak.
+
+    Parameters
+    ----------
+    schedule : what runs, with its R's
+    rank : of the pipeline
+    stages : bytes of all stages
+    inputs : bytes of the input of a micro-batch, for all stages
+    windows : `receive_windows` of the schedule, for those who ask for more than one rank
+    """
+    placement, last = schedule.placement, schedule.stages - 1
+    window = (windows or receive_windows(schedule))(rank) if schedule.ranks > 1 else 0
+    waiting = sum(_receives(schedule, rank, *action[:2]) for action in schedule.orders[rank])
+    largest = max((inputs[stage + 1] for stage in schedule.stages_of(rank) if stage < last), default=0)
+    largest = max([largest, *(inputs[stage] for stage in schedule.stages_of(rank) if stage)])
+    best = Held(0, 0, 0)
+    activations, local, leased, buffers, leaving = 0.0, 0.0, 0, 0, 0.0
+    for stage, op, microbatch in schedule.orders[rank]:
+        own = stages[stage]
+        again = (stage, microbatch) in schedule.recomputed
+        trained = schedule.has_backward(stage)
+        receives = _receives(schedule, rank, stage, op)
+        if receives:
+            buffers = max(buffers, leased + min(window, waiting))
+            waiting -= 1
+            leased += 1
+        elif op == "F" and stage and placement[stage - 1] == rank:
+            local += inputs[stage]
+        scratch = {"F": own.forward, "R": own.forward, "B": own.backward, "I": own.input_grad, "W": own.weight_grad}[op]
+        held = Held(activations + local, buffers * largest, scratch + leaving)
+        best = max(best, held, key=lambda each: each.total)
+        leaving = 0.0
+        if op == "F":
+            activations += own.saved if trained and not again else 0.0
+            leaving = own.output if stage < last and placement[stage + 1] != rank else 0.0
+        elif op == "R":
+            activations += own.saved
+        elif op == "I":
+            activations += own.pending - own.saved
+        elif op == "W":
+            activations -= own.pending
+        elif op == "B":
+            activations -= own.saved
+        if op in "BI":
+            leaving = inputs[stage] if stage and placement[stage - 1] != rank else 0.0
+        if (op in "BW") or (op == "F" and not trained):  # the input of the forward, and the gradient of the output
+            if stage and placement[stage - 1] == rank:
+                local -= inputs[stage]
+            leased -= (stage > 0 and placement[stage - 1] != rank) + (
+                op != "F" and stage < last and placement[stage + 1] != rank
+            )
+    return best
+
+
+def _receives(schedule: Schedule, rank: int, stage: int, op: str) -> bool:
+    """Whether an action of this rank takes an array from another one."""
+    if op == "F":
+        return stage > 0 and schedule.placement[stage - 1] != rank
+    return op in "BI" and stage < schedule.stages - 1 and schedule.placement[stage + 1] != rank
+
+
+# -- What attention over a ring of ranks takes beyond attention on one rank: the messages with keys and values --------
+
+
+def with_ring(found: StageBytes, layers: Sequence[nn.Layer], tokens: int, dtype: str) -> StageBytes:
+    """Return the bytes of a stage that was rehearsed on one rank, for a ring.
+
+    A forward keeps the last block that has come by, and has another one on its way. In a backward two messages are
+    under way, each with a block and its gradients, which are sums in the wider dtype.
+
+    Parameters
+    ----------
+    found : of the rehearsal
+    layers : of the stage, unbound
+    tokens : of a micro-batch on this rank
+    dtype : of activations
+    """
+    kind = arrays.dtype(dtype)
+    wide = arrays.accumulator(kind).itemsize
+    attentions = [each for top in layers for _, each in top.walk("") if isinstance(each, nn.SelfAttention)]
+    widths = [2 * each.kv_heads * each.head_dim * tokens for each in attentions]
+    kept, largest = sum(widths) * kind.itemsize, max(widths, default=0)
+    under_way = 2 * largest * (kind.itemsize + wide)
+    return replace(
+        found,
+        saved=found.saved + kept,
+        forward=found.forward + kept + largest * kind.itemsize,
+        backward=found.backward + under_way,
+        input_grad=found.input_grad + under_way,
+    )

@@ -15,23 +15,28 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from mpipipe import arrays, nn, schedules
 from mpipipe.arrays import Array
 from mpipipe.attention import kernels
-from mpipipe.comm.group import group_of
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ConfigError, DataError, NonFiniteError
+from mpipipe.even_split import even_split
+from mpipipe.job.group import Group, group_of
 from mpipipe.pipeline import Pipeline
-from mpipipe.train import limits
-from mpipipe.train.data import Tokens
-from mpipipe.train.evaluation_windows import Window, Windows
+from mpipipe.text import counted
+from mpipipe.train import data, limits
+from mpipipe.train.data import Tokens, find
+from mpipipe.train.data.source import glance
+from mpipipe.train.data.tokenize import Encoder
+from mpipipe.train.data.tokenizer import Tokenizer
+from mpipipe.train.data.units import units_of
 from mpipipe.train.model_folder import ModelFolder
-from mpipipe.train.shard import Shard
-from mpipipe.train.training_plan import TrainingPlan
+from mpipipe.train.training_plan import Shard, TrainingPlan
 
 TOKENS = 4096  # of a micro-batch, by default
 IN_FLIGHT = 4  # micro-batches for each rank of a pipeline: one alone leaves all ranks but one waiting
@@ -247,3 +252,130 @@ def build_evaluator(
 def _closing(pipeline: Pipeline, evaluator: Evaluator) -> Iterator[Evaluator]:
     with pipeline:
         yield evaluator
+
+
+# -- The data of an evaluation: tokens as they are, or text as the tokens of the model --------------------------------
+
+
+def open_tokens(folder: ModelFolder, paths: Sequence[str], mesh: Mesh) -> tuple[Tokens, str]:
+    """Return the tokens at the paths, which rank 0 looks for, and what a token is called; on every rank, collective.
+
+    Files of tokens are read by position. Text of a model with a tokenizer is tokenized by all ranks together, each of
+    which then has all tokens in memory. Raises, on every rank, DataError or ConfigError for data that are not the
+    model's.
+    """
+    group = group_of(mesh.comm)
+    listed, tokenizer = None, None
+    with group.together("evaluate: the data"):
+        if mesh.rank == 0:
+            if not paths:
+                raise ConfigError("there is nothing to evaluate on", expected="files with --data")
+            listed = find([str(Path(path).absolute()) for path in paths], folder.model.vocab)
+    absolute = group.broadcast("evaluate: the paths", [str(Path(path).absolute()) for path in paths])
+    found = group.broadcast("evaluate: the list of data", listed)
+    with group.together("evaluate: the tokenizer"):
+        tokenizer = folder.tokenizer()
+        if found.unit == "bytes" and tokenizer is None and folder.model.vocab != 256:
+            raise ConfigError(
+                "the model has no tokenizer, so it takes no text",
+                found=f"text in {absolute[0]}, {folder.model.vocab} token ids in the model",
+                expected="files of tokens",
+                remedy="python -m mpipipe tokenize --tokenizer DIR TEXT --out FILE",
+            )
+        wanted = getattr(found, "tokenizer", None)
+        if tokenizer is not None and wanted not in (None, (hash_ := getattr(tokenizer, "hash", wanted))):
+            raise DataError(
+                "the tokens are those of another tokenizer",
+                found=f"hash {wanted} in {absolute[0]}",
+                expected=f"{hash_}, as in {folder.path}",
+                remedy="tokenize the text with the tokenizer of the model",
+            )
+    if found.unit == "bytes" and tokenizer is not None:
+        return tokenized(found.found(absolute), cast(Tokenizer, tokenizer), group), "tokens"
+    with group.together("evaluate: opening the data"):
+        tokens = found.whole(absolute)
+        seen = glance(found.found(absolute))
+    group.agree(
+        "evaluate: the data",
+        (("the first and last blocks of the files", seen),),
+        message="the ranks see different data",
+        remedy="give the same files to all hosts, best on a shared file system",
+    )
+    return tokens, found.unit
+
+
+def tokenized(files: Sequence[tuple[Path, int]], tokenizer: Tokenizer, group: Group) -> data.Array:
+    """Return the tokens of files of text on every rank; each rank has tokenized its share. Collective."""
+    units = units_of(files)
+    part = even_split(len(units), group.size)[group.rank]
+    chunk = None
+    with group.together("evaluate: tokenizing"):
+        chunk = Encoder(tokenizer).encode(units[part.start : part.stop])
+    chunks = group.gather("evaluate: the tokens", chunk)
+    shifts = np.cumsum([0, *(len(each.ids) for each in chunks)])
+    starts = [start + int(shift) for each, shift in zip(chunks, shifts) for start in each.starts]
+    ids = np.concatenate([each.ids for each in chunks])
+    return data.Array(ids, starts, sum(sum(each.nbytes) for each in chunks))
+
+
+# -- The windows of an evaluation: which tokens each of them reads, and which document it is of -----------------------
+
+
+class Window(NamedTuple):
+    """Inputs start ... start + rows - 1, each of which predicts the token behind it.
+
+    `document` is its number, 0 where all is one.
+    """
+
+    start: int
+    rows: int
+    document: int
+
+
+class Windows:
+    """The windows of `length` tokens in a text, by number.
+
+    Parameters
+    ----------
+    starts : where each document begins, rising from 0, and the number of tokens at the end
+    length : inputs of a window
+    short : whether a document's last window may be shorter
+    """
+
+    def __init__(self, starts: np.ndarray, length: int, short: bool) -> None:
+        self.length, self.short = length, short
+        self._starts = np.asarray(starts, np.int64)
+        predicted = np.maximum(np.diff(self._starts) - 1, 0)
+        self._ends = np.cumsum(-(-predicted // length) if short else predicted // length)
+        if not len(self):
+            raise DataError(
+                "the data are too short for one window",
+                found=f"{counted(self._starts[-1], 'token')} in {counted(len(predicted), 'document')}",
+                expected="a document of two tokens" if short else f"at least {length + 1} tokens",
+                remedy="give more data, or a shorter --seq-len",
+            )
+
+    @classmethod
+    def of(cls, tokens: Tokens, length: int, by_document: bool) -> Windows:
+        """Return the windows of all tokens as one text, or of each document; raises DataError if there are none."""
+        if not by_document:
+            return cls(np.array([0, len(tokens)]), length, short=False)
+        starts = tokens.starts(0, len(tokens))
+        if starts is None:
+            raise DataError(
+                "the data do not say where documents begin",
+                expected="a file of tokens with documents, or files of text",
+                remedy="leave out --by-document, or tokenize the text again",
+            )
+        inner = starts[(starts > 0) & (starts < len(tokens))]
+        return cls(np.array([0, *inner.tolist(), len(tokens)]), length, short=True)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def __getitem__(self, number: int) -> Window:
+        document = int(np.searchsorted(self._ends, number, side="right"))
+        before = int(self._ends[document - 1]) if document else 0
+        start = int(self._starts[document]) + (number - before) * self.length
+        rows = min(self.length, int(self._starts[document + 1]) - 1 - start)
+        return Window(start, rows, document)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, ClassVar, Protocol, TypeAlias, cast
 
 from mpipipe import nn
+from mpipipe.arrays import Array
 from mpipipe.attention import Local
 from mpipipe.checkpoint.whole_folder import standing
-from mpipipe.comm.group import group_of
 from mpipipe.comm.mesh import Mesh
-from mpipipe.comm.types import Communicator
 from mpipipe.errors import ArgumentError, ConfigError
+from mpipipe.job.group import group_of
+from mpipipe.job.types import Communicator
 from mpipipe.models import GPT, huggingface
 from mpipipe.models.huggingface.adapter import (
     AdapterFolder,
@@ -28,7 +29,6 @@ from mpipipe.nn.freezing import frozen_names, is_frozen
 from mpipipe.nn.lora import is_adapter
 from mpipipe.nn.parameters import Parameter
 from mpipipe.nn.writing import announce_write
-from mpipipe.train.architecture import Model
 from mpipipe.train.config import TrainConfig
 from mpipipe.train.output_folder import shared_path
 
@@ -164,3 +164,32 @@ def parse_lora(text: str) -> nn.LoRA:
         return nn.LoRA(int(rank), float(alpha), [name.strip() for name in targets.split(",") if name.strip()])
     except (ValueError, ArgumentError) as error:
         raise ConfigError("lora is neither adapters nor the folder of one", found=text, expected=FORM) from error
+
+
+# -- What a training asks of a model: sizes from which layers are made, and their costs -------------------------------
+
+
+class Model(Protocol):
+    """The sizes of a model, a dataclass such as `models.GPT`."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def seq(self) -> int:
+        """Length of the sequences."""
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters."""
+
+    def build(self, attend: Any, positions: Array | None = None) -> list[nn.Layer]:
+        """Make the layers, whose attention is `attend`: such as attention.Local, or a function that makes one."""
+
+    def costs(self) -> list[float]:
+        """Relative cost of each layer."""
+
+
+# Makes a model from the sizes in a configuration, as the class `models.GPT` does: called with seq, dim, layers, heads,
+# kv_heads, hidden, tied, dropout and rope_base by name, and with vocab where the data are not bytes. None is the
+# architecture's own choice.
+Architecture: TypeAlias = Callable[..., Model]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from mpipipe import nn
 from mpipipe.errors import ConfigError
 from mpipipe.schedules.registry import WITH_COSTS
-from mpipipe.wording import counted
+from mpipipe.text import counted
 
 WHOLE_ACTIONS = 1 << 22  # of all ranks in a schedule that each rank makes as a whole: it takes some seconds and 1 GB
 ACTIONS = 1 << 20  # of one rank of a schedule

@@ -15,9 +15,9 @@ from pathlib import Path
 from mpipipe import arrays, nn
 from mpipipe.attention import Local
 from mpipipe.errors import ConfigError
+from mpipipe.text import exact_bytes, shown_bytes
 from mpipipe.train.config import TrainConfig
 from mpipipe.train.training_plan import TrainingPlan
-from mpipipe.wording import exact_bytes, shown_bytes
 
 STATES = {"adamw": 2, "sgd": 1}  # arrays as big as the parameters that an optimizer keeps
 

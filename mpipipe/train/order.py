@@ -9,7 +9,7 @@ from mpipipe import schedules
 from mpipipe.errors import ConfigError
 from mpipipe.schedules import Schedule
 from mpipipe.schedules.csv_text import is_path
-from mpipipe.wording import counted
+from mpipipe.text import counted
 
 
 def is_table(schedule: str) -> bool:

@@ -9,9 +9,9 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
-from mpipipe.comm.group import group_of
-from mpipipe.comm.types import Communicator
 from mpipipe.errors import ConfigError
+from mpipipe.job.group import group_of
+from mpipipe.job.types import Communicator
 from mpipipe.schedules.csv_text import from_file
 from mpipipe.train import resume
 from mpipipe.train.config import TrainConfig

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from mpipipe import files
 from mpipipe.checkpoint import owner, whole_folder
-from mpipipe.comm.group import group_of
-from mpipipe.comm.types import Communicator
 from mpipipe.errors import ConfigError
+from mpipipe.job.group import group_of
+from mpipipe.job.types import Communicator
 
 PATIENCE = 10.0  # seconds in which a network file system shows one host what another one wrote
 PAUSE = 0.1

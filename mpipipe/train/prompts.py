@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mpipipe import files
 from mpipipe.errors import ConfigError, DataError
-from mpipipe.train.model_folder import Tokenizer
-from mpipipe.wording import counted
+from mpipipe.text import counted
+from mpipipe.train.model_folder import FolderTokenizer
 
 MOST_BYTES = 1 << 30  # of a file of prompts
 REMEDY = (
@@ -32,7 +33,7 @@ class Prompts:
     texts: list[str | None]
 
 
-def read_prompts(prompt: str | None, path: str | None, ids: str | None, tokenizer: Tokenizer | None) -> Prompts:
+def read_prompts(prompt: str | None, path: str | None, ids: str | None, tokenizer: FolderTokenizer | None) -> Prompts:
     """Return the prompts that a command line names; one rank calls this.
 
     Raises ConfigError for more than one of the three, for text where the model has no tokenizer, and for ids that are
@@ -101,3 +102,57 @@ def _parsed(line: str, place: str) -> str | list[int]:
     if isinstance(prompt, list) and all(type(token) is int for token in prompt):
         return prompt
     raise DataError("a line of the prompts has no prompt", found=f"{line[:80]} in {place}", remedy=REMEDY)
+
+
+# -- Text as tokens of a model, and tokens as text that appears while they are drawn ----------------------------------
+
+
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a decoder gives for the first bytes of a character
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """The tokenizer of a model of bytes: a token is one byte of UTF-8."""
+
+    vocab: int = 256
+    end: int | None = None
+
+    def encode(self, text: str) -> list[int]:
+        """Return the bytes of a text; those of a command line that are no UTF-8 come through as they are."""
+        return list(text.encode(errors="surrogateescape"))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of bytes, with a replacement character for what is no UTF-8."""
+        return bytes(tokens).decode(errors="replace")
+
+
+class TextStream:
+    """The text of tokens that come one after the other, given out in whole characters.
+
+    A token may hold a part of a character, and its text may depend on the token before it. So the last tokens are
+    decoded with and without the new one, and the difference is the new text.
+    """
+
+    def __init__(self, tokenizer: FolderTokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.tokens: list[int] = []
+        self._before = self._done = 0  # tokens before the last piece of text that was given out, and up to its end
+
+    def feed(self, tokens: Sequence[int]) -> str:
+        """Take the next tokens; return the text that is certain by now."""
+        self.tokens += tokens
+        text = self._new()
+        if text.endswith(UNFINISHED) or not text:
+            return ""
+        self._before, self._done = self._done, len(self.tokens)
+        return text
+
+    def end(self) -> str:
+        """Return the rest."""
+        text = self._new()
+        self._before = self._done = len(self.tokens)
+        return text
+
+    def _new(self) -> str:
+        known = self.tokenizer.decode(self.tokens[self._before : self._done])
+        return self.tokenizer.decode(self.tokens[self._before :])[len(known) :]

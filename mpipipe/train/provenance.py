@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mpipipe import files
-from mpipipe.train.config import FROM_FOLDER, TrainConfig
-from mpipipe.train.config_file import toml_line
+from mpipipe.train.config import FROM_FOLDER, TrainConfig, toml_line
 from mpipipe.train.report import Reporter
 from mpipipe.train.sinks import parse_names
 from mpipipe.train.training_plan import TrainingPlan

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import math
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TextIO
 
-from mpipipe.train import loss_curve, metrics
-from mpipipe.train.outlet import Lines, Outlet, tell
-from mpipipe.train.pace import Pace
-from mpipipe.train.screen import COLUMNS, Bar, find_terminal
+from mpipipe.text import counted
+from mpipipe.train import sinks
+from mpipipe.train.screen import COLUMNS, Bar, Lines, Outlet, find_terminal, tell
 from mpipipe.train.sinks import Run, Sinks
 
 LOG = "train.log"
@@ -152,7 +154,7 @@ class Reporter:
     out : the folder for the metrics, to which one JSON object is appended for each record, and for the log
     stream : where lines go; standard output by default
     unit : what a token is: bytes or tokens
-    oversubscribed : a sentence if ranks share cores; see `comm.binding`
+    oversubscribed : a sentence if ranks share cores; see `job.cores`
     done : steps before this start; None for a new training, which finds no metrics in the folder
 
     Raises OSError if a file cannot be made, and FileExistsError if there are metrics and `done` is None.
@@ -170,7 +172,7 @@ class Reporter:
     ) -> None:
         self.steps, self.stream = steps, Outlet(stream or sys.stdout)
         self.unit, self.oversubscribed = unit, oversubscribed
-        self.metrics = Lines(out / metrics.NAME, goes_on=done is not None)
+        self.metrics = Lines(out / sinks.NAME, goes_on=done is not None)
         self.log = Lines(out / LOG, goes_on=True)
         self.out, self.sinks = out, Sinks((), Run(out, 0, (), {}), self.warn)
         terminal = find_terminal(stream)
@@ -219,10 +221,10 @@ class Reporter:
     def draw_losses(self) -> None:
         """Show the losses of the whole training as text, and draw loss.png if matplotlib is installed."""
         try:
-            points = loss_curve.read_points(self.out, self.steps)
+            points = read_points(self.out, self.steps)
             if points is not None:
-                self.say(loss_curve.in_characters(points))
-                loss_curve.draw_png(points, self.out / loss_curve.NAME)
+                self.say(in_characters(points))
+                draw_png(points, self.out / NAME)
         except Exception as error:  # a library raises what it likes
             self.warn(f"mpipipe: the losses cannot be drawn: {error}; the training goes on")
 
@@ -265,3 +267,166 @@ class NullReporter:
 
     def __exit__(self, *error: object) -> None:
         return None
+
+
+# -- The pace of a training: elapsed time and time left, steps per second, and the clock in its records ---------------
+
+
+class Pace:
+    """Counts the steps of one start of a training, and times them.
+
+    Parameters
+    ----------
+    steps : steps of the whole training
+    done : steps before this start
+
+    Attributes
+    ----------
+    done : steps made so far
+    """
+
+    def __init__(self, steps: int, done: int) -> None:
+        self.steps, self.before, self.done = steps, done, done
+        self.begin()
+
+    def begin(self) -> None:
+        """Let the time begin now."""
+        self.start = self.last = time.monotonic()
+
+    def advance(self) -> None:
+        """Count one more step."""
+        self.done += 1
+
+    def gone(self) -> float:
+        """Seconds since this start."""
+        return time.monotonic() - self.start
+
+    def rate(self) -> float:
+        """Steps per second since this start, including the time between steps; 0 before the first step."""
+        return (self.done - self.before) / max(self.gone(), 1e-9)
+
+    def timing(self) -> str:
+        """Return the time since this start and the time left, in words."""
+        rate, gone = self.rate(), duration(self.gone())
+        left = self.steps - self.done
+        return f"{gone}, {duration(left / rate)} left" if rate and left else gone
+
+    def stamp(self) -> dict[str, float]:
+        """Return the clock of a record: `time`, in seconds since 1970, and `seconds` since the record before it."""
+        now, before = time.monotonic(), self.last
+        self.last = now
+        return {"time": round(time.time(), 3), "seconds": round(now - before, 6)}
+
+
+def duration(seconds: float) -> str:
+    """Write a time in two units at most: "12s", "4m10s", "2h03m", "3d04h".
+
+    Parameters
+    ----------
+    seconds : float
+        Not negative.
+
+    Returns
+    -------
+    str
+        The time, cut off below the smaller unit.
+
+    Examples
+    --------
+    >>> from mpipipe.train.report import duration
+    >>> [duration(seconds) for seconds in (0.4, 250, 7399, 274_000)]
+    ['0s', '4m10s', '2h03m', '3d04h']
+    """
+    whole = int(seconds)
+    for unit, size, below, part in (("d", 86_400, "h", 3600), ("h", 3600, "m", 60), ("m", 60, "s", 1)):
+        if whole >= size:
+            return f"{whole // size}{unit}{whole % size // part:02}{below}"
+    return f"{whole}s"
+
+
+# -- The losses of a whole training as a picture: in characters for a terminal, and as loss.png -----------------------
+
+
+LEAST = 8  # losses of training, of which there is a curve to see
+WIDTH, HEIGHT = 72, 12  # characters of the picture, without its axes
+MARKS = {"loss": "*", "validation": "o"}  # the second is drawn over the first
+NAME = "loss.png"
+
+Points = Mapping[str, Sequence[tuple[int, float]]]  # (step, loss), by the name of the loss
+
+
+def read_points(out: Path, step: int) -> Points | None:
+    """Return the losses in the metrics of an output folder up to a step; None if they are too few for a curve.
+
+    Raises ConfigError if the metrics cannot be read.
+    """
+    kept, _ = sinks.kept_records(out, step)
+    records = [json.loads(line) for line in kept.splitlines()]
+    points = {
+        name: [(record["step"], record[name]) for record in records if math.isfinite(record.get(name, math.nan))]
+        for name in MARKS
+    }
+    return points if len(points["loss"]) >= LEAST else None
+
+
+def in_characters(points: Points) -> str:
+    """Draw losses over steps, with lines no longer than 90 characters.
+
+    Parameters
+    ----------
+    points : mapping
+        As `read_points` returns them; at least one point.
+
+    Returns
+    -------
+    str
+        Several lines. All characters are in ASCII.
+
+    Examples
+    --------
+    >>> from mpipipe.train.report import in_characters
+    >>> points = {"loss": [(1, 4.0), (50, 3.0), (100, 2.5)], "validation": [(100, 2.0)]}
+    >>> print(in_characters(points))  # doctest: +ELLIPSIS
+    --- loss of training (*) and of validation (o) over 100 steps
+     4.0000 |*
+    ...
+     2.0000 |                                                                       o
+    """
+    steps = [step for each in points.values() for step, _ in each]
+    values = [value for each in points.values() for _, value in each]
+    first, last, low, high = min(steps), max(steps), min(values), max(values)
+    grid = [[" "] * WIDTH for _ in range(HEIGHT)]
+    for name, mark in MARKS.items():
+        for step, value in points[name]:
+            column = round((step - first) / max(last - first, 1) * (WIDTH - 1))
+            row = round((high - value) / ((high - low) or 1.0) * (HEIGHT - 1))
+            grid[row][column] = mark
+    labels = {0: f"{high:>7.4f}", HEIGHT - 1: f"{low:>7.4f}"}
+    lines = [f"{labels.get(row, ''):>7} |{''.join(cells).rstrip()}" for row, cells in enumerate(grid)]
+    return "\n".join([f"--- loss of training (*) and of validation (o) over {counted(last, 'step')}", *lines])
+
+
+def draw_png(points: Points, path: Path) -> bool:
+    """Draw losses over steps as a PNG, where matplotlib is installed; return whether it is. Raises OSError.
+
+    Parameters
+    ----------
+    points : as `read_points` returns them
+    path : of the file
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        return False
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    canvas, axes = FigureCanvasAgg(figure), figure.subplots()
+    axes.plot(*zip(*points["loss"]), label="training")
+    if points["validation"]:
+        axes.plot(*zip(*points["validation"]), "o-", label="validation")
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    canvas.print_figure(path, dpi=120)
+    return True

@@ -15,15 +15,19 @@ import stat
 import sys
 import termios
 import textwrap
+from collections import deque
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 from typing import TextIO
 
-from mpipipe.comm import past_launcher
+from mpipipe import files
+from mpipipe.job import report
+from mpipipe.job.context import here
+from mpipipe.text import counted
 
 COLUMNS = 100  # most characters in a line of progress
-LAUNCHERS = (*past_launcher.LAUNCHERS, "mpiexec.hydra", "mpirun.hydra", "orterun")
+LAUNCHERS = (*report.LAUNCHERS, "mpiexec.hydra", "mpirun.hydra", "orterun")
 AGAIN = 0.2  # seconds between two drawings of the bar
 AFTER_TEXT = 0.5  # seconds without a bar after a line of text: the launcher delays the line, which must not meet a bar
 CELLS = 24  # characters of a full bar
@@ -215,3 +219,112 @@ def _open(path: str) -> int | None:
         pass
     os.close(descriptor)
     return None
+
+
+# -- Where a training writes while it runs: a stream of text, and a file of lines. Neither can end the training -------
+#
+# A closed terminal or a full disk is no reason to lose what was trained. The stream falls silent; lines of the file are
+# kept until they can be written.
+
+
+KEPT = 10_000  # lines that wait for room on the disk; of more, the oldest are given up
+
+
+class Outlet:
+    """A stream of text that falls silent, for good, once it cannot be written to.
+
+    The program's exit code will be 1 then, unless the reader has left.
+    Characters that cannot be encoded are escaped.
+
+    Parameters
+    ----------
+    stream : a text stream. None is silent from the start: Python has it in place of a closed standard output.
+    """
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self.stream = stream
+        self.encoding = getattr(stream, "encoding", None) or "utf-8"
+
+    def write(self, text: str) -> None:
+        """Write the text and flush the stream."""
+        if self.stream is not None:
+            try:
+                self.stream.write(text.encode(self.encoding, "backslashreplace").decode(self.encoding))
+                self.stream.flush()
+            except (OSError, ValueError) as error:  # ValueError: the stream is closed
+                self._fall_silent(self.stream, error)
+
+    def _fall_silent(self, stream: TextIO, error: Exception) -> None:
+        self.stream = None
+        if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):  # a reader may leave, as `head` does
+            here().unwritten = True
+            reason = error.strerror or str(error)
+            tell(f"mpipipe: the output cannot be written: {reason}; the work goes on, and its exit code will be 1")
+        files.silence(stream)
+
+
+def tell(text: str) -> None:
+    """Write one line to standard error, if that is possible."""
+    with suppress(OSError, ValueError, AttributeError):
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+
+
+class Lines:
+    """A file of whole lines, each of which can be read as soon as it is written.
+
+    A line that can be written in part only is cut off again. It waits for the next line, or for `close`. Standard
+    error is told once.
+
+    Parameters
+    ----------
+    path : of the file
+    goes_on : whether a file of whole lines may be there already, to which lines are added
+
+    Raises FileExistsError if the file exists and may not, another OSError if it cannot be made or opened.
+    """
+
+    def __init__(self, path: Path, goes_on: bool = False) -> None:
+        self.path = path
+        new = 0 if goes_on else os.O_EXCL
+        self.descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | new | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        self.whole = os.fstat(self.descriptor).st_size  # bytes of whole lines in the file
+        self.waiting: deque[bytes] = deque(maxlen=KEPT)
+        self.lost = 0
+        self.told = False
+
+    def append(self, line: str) -> None:
+        """Write a line after those that wait. Never raises OSError."""
+        self.lost += len(self.waiting) == KEPT
+        self.waiting.append(f"{line}\n".encode(errors="backslashreplace"))  # the name of a file may be no text
+        self._write()
+
+    def sync(self) -> None:
+        """Force the lines to the disk, as far as they could be written. Never raises OSError."""
+        with suppress(OSError):
+            os.fsync(self.descriptor)
+
+    def close(self) -> None:
+        """Try once more to write the lines that wait, and close the file. May be called twice."""
+        if self.descriptor < 0:
+            return
+        self._write()
+        with suppress(OSError):
+            os.close(self.descriptor)
+        self.descriptor = -1
+        if self.waiting or self.lost:
+            tell(f"mpipipe: {counted(len(self.waiting) + self.lost, 'line')} of {self.path} could not be written")
+
+    def _write(self) -> None:
+        try:
+            while self.waiting:
+                rest = memoryview(self.waiting[0])
+                while rest:
+                    rest = rest[os.write(self.descriptor, rest) :]
+                self.whole += len(self.waiting.popleft())
+        except OSError as error:
+            with suppress(OSError):
+                os.ftruncate(self.descriptor, self.whole)
+            if not self.told:
+                self.told = True
+                tell(f"mpipipe: {self.path} cannot be written: {error.strerror}; the training goes on, and tries again")

@@ -2,39 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 from mpipipe import arrays, environment, nn, optim
 from mpipipe.attention import kernels
 from mpipipe.checkpoint.owner import released_at_end
-from mpipipe.comm import runtime
-from mpipipe.comm.device import select_device
-from mpipipe.comm.group import group_of
-from mpipipe.comm.mesh import Mesh
-from mpipipe.comm.types import Communicator
-from mpipipe.comm.watch.membership import watching
+from mpipipe.comm.mesh import Mesh, select_device
+from mpipipe.job import runtime
+from mpipipe.job.group import group_of
+from mpipipe.job.types import Communicator
+from mpipipe.job.watch.membership import watching
 from mpipipe.nn.lora import without_adapters
 from mpipipe.pipeline import Pipeline
-from mpipipe.train import interrupt, leaving, output_folder, provenance, resume, sinks
-from mpipipe.train.architecture import Architecture
-from mpipipe.train.base import Base, architecture_of, find_base
+from mpipipe.train import output_folder, provenance, resume, sinks
+from mpipipe.train.base import Base, architecture_of, find_base, origin_of
 from mpipipe.train.config import TrainConfig
 from mpipipe.train.data import Source
-from mpipipe.train.fine_tuning import FineTuning, find_tuning
+from mpipipe.train.fine_tuning import Architecture, FineTuning, find_tuning
 from mpipipe.train.order_file import with_order
 from mpipipe.train.packing import Packing
 from mpipipe.train.planner import Scene, planned
 from mpipipe.train.preparation import check_same_config, find_data, make_plan, make_reporter, open_data
 from mpipipe.train.progress import Progress
 from mpipipe.train.report import NullReporter, Record, Reporter
-from mpipipe.train.result import origin_of
-from mpipipe.train.shard import Shard
 from mpipipe.train.survival import Crew
 from mpipipe.train.tracing import trace_folder
-from mpipipe.train.trainer import Trainer
-from mpipipe.train.training_plan import TrainingPlan
+from mpipipe.train.trainer import Trainer, may_save, preemption_of
+from mpipipe.train.training_plan import Shard, TrainingPlan
 
 
 def train(
@@ -81,7 +78,7 @@ def train(
     Examples
     --------
     >>> import tempfile
-    >>> from mpipipe.comm import inprocess
+    >>> from mpipipe.job import inprocess
     >>> from mpipipe.models import GPT
     >>> from mpipipe.train import TrainConfig, train
     >>> config = TrainConfig(
@@ -232,11 +229,11 @@ def _train_on(
             progress.load(start)
         else:
             _load_weights(config, plan, base, tuning, stages, mesh)
-        output_folder.make_folder(out, mesh.comm, writes=mesh.replicas.rank == 0 or leaving.may_save(config))
+        output_folder.make_folder(out, mesh.comm, writes=mesh.replicas.rank == 0 or may_save(config))
         make = survivor.reporter if survivor else partial(make_reporter, config, out, start)
         given = None if data is None else found.fingerprint
         reporter = _reporter(config, plan, mesh, device, partial(make, language.unit), given)
-        with reporter, leaving.preemption_of(config, mesh, reporter) as preemption:
+        with reporter, preemption_of(config, mesh, reporter) as preemption:
             trainer = Trainer(
                 config,
                 mesh,
@@ -258,5 +255,24 @@ def _train_on(
             preemption.whereabouts = trainer.whereabouts
             if chosen:
                 reporter.say(chosen)
-            with trainer.checkpoints, interrupt.told(trainer.whereabouts):
+            with trainer.checkpoints, told(trainer.whereabouts):
                 return trainer.run()
+
+
+# -- Ctrl-C: whoever stops a training is told how far it had come -----------------------------------------------------
+
+
+@contextmanager
+def told(whereabouts: Callable[[], str]) -> Iterator[None]:
+    """Give a KeyboardInterrupt within the text of `whereabouts()`, for the report of the job's end.
+
+    Parameters
+    ----------
+    whereabouts : returns a line or more; called once, after the interrupt
+    """
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        if not error.args:
+            error.args = (whereabouts(),)
+        raise

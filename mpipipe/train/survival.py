@@ -2,7 +2,7 @@
 
     pipe 2 x data 2        rank 0 | rank 1      a step:  ... sums of gradients, norm | all have them | optimizer
                            rank 2 | rank 3                                           ^ one agreement
-    rank 1 dies            those that live find out, and come together (comm/lifeline.py)
+    rank 1 dies            those that live find out, and come together (job/lifeline.py)
     pipe 2 x data 1        rank 2 | rank 3      go on, from what they have in memory; rank 0 waits as a spare
 
 No rank changes its parameters before all ranks have what they need for it. So after a death either no survivor has made
@@ -18,27 +18,27 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mpipipe import checkpoint
+from mpipipe import checkpoint, optim
 from mpipipe.arrays import Array
 from mpipipe.checkpoint import owner
-from mpipipe.comm import abort, lifeline
-from mpipipe.comm.group import Group, group_of
 from mpipipe.comm.mesh import Mesh
-from mpipipe.comm.preemption import PREEMPTED, Preempted
-from mpipipe.comm.report import write
-from mpipipe.comm.requests import own
-from mpipipe.comm.types import Communicator
 from mpipipe.errors import ArgumentError, BackendError
-from mpipipe.stop_signals import StopSignals, parse_signals
-from mpipipe.train import metrics, resume
+from mpipipe.job import exit, lifeline
+from mpipipe.job.group import Group, group_of
+from mpipipe.job.preemption import PREEMPTED, Preempted
+from mpipipe.job.report import write
+from mpipipe.job.requests import own
+from mpipipe.job.stop_signals import StopSignals, parse_signals
+from mpipipe.job.types import Communicator
+from mpipipe.text import counted
+from mpipipe.train import resume, sinks
 from mpipipe.train.config import TrainConfig
-from mpipipe.train.places import Remains, Survivors
-from mpipipe.train.progress import Progress
+from mpipipe.train.progress import Commitment, Progress
 from mpipipe.train.report import Record, Reporter
-from mpipipe.wording import counted
 
 if TYPE_CHECKING:
     from mpipipe.train.trainer import Trainer
@@ -109,7 +109,7 @@ class Crew:
 
     def _divide(self, everyone: Communicator) -> None:
         """Give each survivor its place, and bring those that have a state to the same step."""
-        abort.outlive(everyone)  # type: ignore[arg-type]  # of MPI, since ranks have died
+        exit.outlive(everyone)  # type: ignore[arg-type]  # of MPI, since ranks have died
         self.everyone, self.goes_on = everyone, True
         group = group_of(everyone)
         self.line.revoke_on_loss(everyone, group.comm)
@@ -122,7 +122,7 @@ class Crew:
         if survivors.problem:
             newest = checkpoint.newest(resume.checkpoints_of(self.out))
             rest = "there is no checkpoint" if newest is None else f"the newest checkpoint is {newest}"
-            raise abort.Stop(f"{text}, {survivors.problem}; {rest}\n", PREEMPTED)
+            raise exit.Stop(f"{text}, {survivors.problem}; {rest}\n", PREEMPTED)
         if self.remains is not None:
             self.remains.catch_up(survivors.step)
         self.facts, self.first = survivors.facts, survivors.order[0]
@@ -178,7 +178,7 @@ class Crew:
         """Make the reporter of rank 0, which goes on with the metrics that the old one has left."""
         step, record = self.facts["step"], self.facts["record"]
         done = step if self.facts["reported"] == step else step - 1  # behind which records are made again
-        last = metrics.cut(self.out, done)
+        last = sinks.cut(self.out, done)
         reporter = Reporter(self.config.steps, self.out, unit=unit, oversubscribed=oversubscribed, done=step)
         if last < record.step <= done:
             reporter.record(record)
@@ -220,3 +220,126 @@ def _send(group: Group, targets: Sequence[Array], root: int) -> None:
         what = "the state of a stage, for a rank that takes a new place"
         with group.failing(what):
             group.wait(own(group.comm.Ibcast(target, root)), what, everyone=True)
+
+
+# -- After a death: which survivor takes which place in the new mesh, and behind which step all go on; pure functions
+
+
+class Told(NamedTuple):
+    """What a survivor tells the others.
+
+    Attributes
+    ----------
+    pipe : its place in its pipeline, and so which stages it has
+    step : number of steps that it has made
+    can_follow : whether it can make one more step, once it knows that another rank has made that step
+    facts : what else belongs to the state after `step`
+    """
+
+    pipe: int
+    step: int
+    can_follow: bool
+    facts: dict[str, Any]
+
+
+class Remains:
+    """What is left of a training on this rank.
+
+    Parameters
+    ----------
+    pipe : its place in its pipeline
+    commitment : of its trainer
+    facts : what else belongs to the steps it has made
+    arrays : parameters and the state of the optimizer
+    optimizer : whose state it is
+    """
+
+    def __init__(
+        self,
+        pipe: int,
+        commitment: Commitment,
+        facts: dict[str, Any],
+        arrays: list[Array],
+        optimizer: optim.AdamW | optim.SGD,
+    ) -> None:
+        self.pipe, self.commitment, self.facts, self.arrays, self.optimizer = pipe, commitment, facts, arrays, optimizer
+
+    @property
+    def step(self) -> int:
+        """Number of steps made."""
+        return self.commitment.made
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Those of them that the optimizer has made."""
+        return self.optimizer.steps
+
+    def told(self) -> Told:
+        """Return what the others are to know."""
+        return Told(self.pipe, self.step, self.commitment.pending is not None, self.facts)
+
+    def catch_up(self, step: int) -> None:
+        """Make the step that another rank has made, too, where this one can; else nobody will make it any more.
+
+        Other ranks make the step after `step` from now on, and it is another one: with fewer replicas.
+        """
+        if self.step == step - 1:
+            self.commitment.make()
+        self.commitment.pending = None
+
+
+@dataclass(frozen=True)
+class Survivors:
+    """What follows from what all survivors have.
+
+    Attributes
+    ----------
+    step : number of steps made, behind which the training goes on
+    facts : of that step
+    order : ranks of the communicator of survivors, in the order of the new mesh; the others are spares
+    problem : why the training cannot go on; "" where it can
+    """
+
+    step: int = 0
+    facts: dict[str, Any] = field(default_factory=dict)
+    order: tuple[int, ...] = ()
+    problem: str = ""
+
+    @classmethod
+    def of(cls, told: Sequence[Told | None], pipe: int, config: TrainConfig) -> Survivors:
+        """Find the largest mesh of the survivors in which every stage has a rank that knows its state.
+
+        Parameters
+        ----------
+        told : of each rank; None for one that has no state
+        pipe : ranks of one pipeline
+        config : with the batch, which must divide among the replicas, and `seq`
+        """
+        known = [each for each in told if each is not None]
+        if not known:
+            return cls(problem="no step had been made")
+        step = max(each.step for each in known)
+        having: dict[int, list[int]] = {place: [] for place in range(pipe)}
+        for rank, each in enumerate(told):
+            if each is not None and step in (each.step, each.step + each.can_follow):
+                having[each.pipe].append(rank)
+        lacking = [place for place, ranks in having.items() if not ranks]
+        if lacking:
+            return cls(problem=f"and no rank has the state of place {lacking[0]} of {pipe} in the pipeline")
+        replicas = len(told) // (pipe * config.seq)
+        while replicas and config.batch % replicas:
+            replicas -= 1
+        if replicas == 0:
+            return cls(problem=f"too few for a pipeline of {pipe} x seq {config.seq}")
+        facts = next(each for each in known if each.step == step).facts | {"step": step}
+        return cls(step, facts, _order(having, len(told), replicas * config.seq))
+
+
+def _order(having: dict[int, list[int]], size: int, each: int) -> tuple[int, ...]:
+    """Deal `each` ranks to each place: those that have its state, then others."""
+    chosen = {place: ranks[:each] for place, ranks in having.items()}
+    taken = {rank for ranks in chosen.values() for rank in ranks}
+    free = iter([rank for rank in range(size) if rank not in taken])
+    return tuple(
+        rank for ranks in chosen.values() for rank in [*ranks, *(next(free) for _ in range(each - len(ranks)))]
+    )

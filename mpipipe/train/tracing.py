@@ -12,12 +12,12 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from mpipipe.analysis import Recording, Trace
-from mpipipe.analysis.otf2 import library
+from mpipipe.analysis.exports import library
 from mpipipe.analysis.trace import check_new
-from mpipipe.comm.group import group_of
 from mpipipe.comm.mesh import Mesh
-from mpipipe.comm.types import Communicator
 from mpipipe.errors import ArgumentError, ConfigError
+from mpipipe.job.group import group_of
+from mpipipe.job.types import Communicator
 from mpipipe.pipeline import Pipeline
 from mpipipe.train import output_folder
 

@@ -2,41 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeAlias
 
-from mpipipe import optim
+import numpy as np
+
+from mpipipe import checkpoint, optim, schedules
 from mpipipe.attention import Local
 from mpipipe.checkpoint import owner
-from mpipipe.comm.consensus import agreed_by
-from mpipipe.comm.group import group_of
 from mpipipe.comm.mesh import Mesh
-from mpipipe.comm.preemption import Preemption
 from mpipipe.errors import NonFiniteError
+from mpipipe.job.consensus import agreed_by
+from mpipipe.job.group import group_of
+from mpipipe.job.preemption import Preemption, parse_duration
+from mpipipe.job.stop_signals import parse_signals
 from mpipipe.nn.lora import without_adapters
-from mpipipe.train import leaving, limits, resume, weights
-from mpipipe.train.base import Base
-from mpipipe.train.batches import Batches
-from mpipipe.train.checkpoints import Checkpoints
-from mpipipe.train.commitment import Commitment, Outcome
+from mpipipe.pipeline import Pipeline
+from mpipipe.text import counted
+from mpipipe.train import limits, resume, weights
+from mpipipe.train.base import Base, leave_model
 from mpipipe.train.config import TrainConfig
-from mpipipe.train.data import Source
-from mpipipe.train.decoder import build_decoder
-from mpipipe.train.introduction import introduction
-from mpipipe.train.language import Language
-from mpipipe.train.preparation import PROMPT_BYTES
-from mpipipe.train.progress import Progress
+from mpipipe.train.data import Source, Tokens
+from mpipipe.train.data.windows import read_windows, segments, training_starts, validation_starts
+from mpipipe.train.generation import build_decoder, continued
+from mpipipe.train.preparation import PROMPT_BYTES, Language
+from mpipipe.train.progress import Commitment, Outcome, Progress
 from mpipipe.train.report import NullReporter, Record, Reporter, summary
-from mpipipe.train.result import leave_model
-from mpipipe.train.sample import continued
+from mpipipe.train.resume import Checkpoints
 from mpipipe.train.screen import folded
-from mpipipe.train.shard import Shard
-from mpipipe.train.step_times import StepTimes, shared_speed
 from mpipipe.train.tracing import Tracing
-from mpipipe.train.training_plan import TrainingPlan
+from mpipipe.train.training_plan import Shard, TrainingPlan
 
 
 class Trainer:
@@ -163,7 +161,7 @@ class Trainer:
 
     def whereabouts(self) -> str:
         """Return what whoever interrupts this training wants to know."""
-        return leaving.whereabouts(self.progress.step, self.config.steps, self.out)
+        return whereabouts(self.progress.step, self.config.steps, self.out)
 
     def step(self, step: int) -> tuple[float, float, float | None]:
         """Make one optimizer step, and return its loss, learning rate and gradient norm, the same on every rank.
@@ -221,3 +219,170 @@ class Trainer:
             )
         title = f"--- sample: {len(prompt)} {self.language.unit} of validation text, {len(answer)} of the model's"
         self.reporter.say("\n".join([title, folded(self.language.text(prompt + answer)), "---"]))
+
+
+# -- How a training leaves before its end: what it catches, and what it says of how to go on --------------------------
+
+
+def preemption_of(config: TrainConfig, mesh: Mesh, reporter: Reporter | NullReporter) -> Preemption:
+    """Return what says when the job has to leave, as configured; collective."""
+    return Preemption(
+        mesh.comm,
+        signals=config.preempt_signals,
+        time_limit=config.time_limit,
+        grace=config.preempt_grace,
+        say=reporter.say,
+    )
+
+
+def may_save(config: TrainConfig) -> bool:
+    """Whether this training may save a checkpoint: at steps that are configured, or where it has to leave."""
+    limited = config.time_limit is None or parse_duration(config.time_limit) > 0  # None: SLURM may set a limit
+    return config.save_every > 0 or bool(parse_signals(config.preempt_signals)) or limited
+
+
+def whereabouts(done: int, steps: int, out: Path) -> str:
+    """Return after which step the training is, and in a second line how to go on: with the folder it may be long."""
+    saved, place = checkpoint.newest(resume.checkpoints_of(out)), f"after step {done} of {steps}"
+    if saved is None and done == 0:
+        return f"before step 1 of {steps}; there is nothing to save\n--resume auto --out {out} begins"
+    if saved is None:
+        return f"{place}; nothing is saved to go on from\nmetrics are in {out}"
+    return f"{place}\n--resume auto --out {out} goes on from {saved.name}"
+
+
+# -- The time that steps of a training took ---------------------------------------------------------------------------
+
+
+@dataclass
+class StepTimes:
+    """Time that one rank spent in some steps.
+
+    Attributes
+    ----------
+    steps : number of them
+    seconds : by the host's clock
+    busy, elapsed : seconds that the pipeline measured
+    """
+
+    steps: int = 0
+    seconds: float = 0.0
+    busy: float = 0.0
+    elapsed: float = 0.0
+
+    def add(self, seconds: float, busy: float, elapsed: float) -> None:
+        """Count one more step."""
+        self.steps += 1
+        self.seconds += seconds
+        self.busy += busy
+        self.elapsed += elapsed
+
+
+def shared_speed(times: StepTimes, config: TrainConfig, mesh: Mesh, pipeline: Pipeline) -> dict[str, Any]:
+    """Return tokens per second and the bubble of some steps, and the bubble that the stages' durations predict.
+
+    Collective over the mesh. Nothing is returned for no steps at all.
+    """
+    if times.steps == 0:
+        return {}
+    costs = pipeline.durations()
+    everyone = group_of(mesh.comm).gather("train: the time of all ranks", times)
+    busy, elapsed = sum(each.busy for each in everyone), sum(each.elapsed for each in everyone)
+    tokens = times.steps * config.batch * config.seq_len
+    return {
+        "tokens_per_second": tokens / max(each.seconds for each in everyone),
+        "bubble": 1 - busy / elapsed,
+        "predicted": schedules.simulate(pipeline.schedule, costs).bubble_fraction,
+    }
+
+
+# -- The batches of a training on this rank: its replica's rows, and its share of each sequence -----------------------
+
+
+Share: TypeAlias = "tuple[np.ndarray | None, np.ndarray | None]"  # inputs and targets, None if they do not belong
+
+
+class Batches:
+    """Draws batches; every rank that needs one draws it by itself.
+
+    Parameters
+    ----------
+    config : of the training
+    mesh, plan, shard : where this rank stands
+    data : on the ranks of the first and the last stage, on all with `config.packing` "segments"; None elsewhere
+
+    Attributes
+    ----------
+    first, last : whether this rank has inputs, and targets
+    """
+
+    def __init__(self, config: TrainConfig, mesh: Mesh, plan: TrainingPlan, shard: Shard, data: Source | None) -> None:
+        self.config, self.shard, self.data = config, shard, data
+        self.first = mesh.pipe.rank == plan.schedule.placement[0]
+        self.last = mesh.pipe.rank == plan.schedule.placement[-1]
+        self.rows = slice(mesh.data.rank * plan.rows, (mesh.data.rank + 1) * plan.rows)  # of a batch, for this replica
+
+    def training(self, step: int) -> Share:
+        """Return inputs for the first stage and targets for the last, of a step."""
+        if self.data is None:
+            return None, None
+        config, text = self.config, self.data.train
+        starts = training_starts(
+            len(text), seed=config.seed, step=step, batch=config.batch, rows=self.rows, seq_len=config.seq_len,
+            order=config.order,
+        )  # fmt: skip
+        return self._share(text, starts)
+
+    def validation(self, index: int) -> Share:
+        """Return the same of a batch of the validation, which has always the same ones."""
+        if self.data is None:
+            return None, None
+        config, text = self.config, self.data.validation
+        starts = validation_starts(
+            len(text), index=index, batches=config.eval_batches, batch=config.batch, rows=self.rows,
+            seq_len=config.seq_len,
+        )  # fmt: skip
+        return self._share(text, starts)
+
+    def _share(self, text: Tokens, starts: list[int]) -> Share:
+        seq_len, cut = self.config.seq_len, self.shard.cut
+        if self.shard.packing is not None:
+            self.shard.packing.begin(segments(text, starts, seq_len))
+        if not (self.first or self.last):
+            return None, None
+        inputs, targets = read_windows(text, starts, seq_len)
+        return cut(inputs) if self.first else None, cut(targets) if self.last else None
+
+
+# -- The lines with which a training introduces itself ----------------------------------------------------------------
+
+
+def introduction(
+    config: TrainConfig, plan: TrainingPlan, mesh: Mesh, data: Source | None, unit: str, *, place: str, out: Path
+) -> str:
+    """Return what is trained, on which ranks, and where metrics go.
+
+    `unit` is what a token is: bytes or tokens. `place` is what computes: CPUs or GPUs.
+    """
+    schedule = plan.schedule
+    text = "" if data is None else f", {len(data.train):,} {unit} of text"
+    return (
+        f"mpipipe: {counted(mesh.comm.size, 'rank')} = "
+        f"pipe {mesh.pipe.size} x data {mesh.data.size} x seq {mesh.seq.size}; "
+        f"{schedule.name}, {counted(schedule.stages, 'stage')}, {counted(schedule.microbatches, 'micro-batch')}\n"
+        f"mpipipe: {plan.model.parameters:,} parameters{_trained(plan)}, {config.dtype} on {place}, "
+        f"batch {config.batch} x {config.seq_len} {unit}{text}\n"
+        f"mpipipe: metrics in {out}"
+    )
+
+
+def _trained(plan: TrainingPlan) -> str:
+    """Return how many parameters are trained, where that is not all of them."""
+    tuning = plan.tuning
+    if tuning.lora is not None:
+        count = sum(entry.size for entry in tuning.trained(plan.model).values())
+        return f" and {count:,} of adapters, which alone are trained"
+    if tuning.freeze:
+        sizes = {entry.tie or name: entry.size for name, entry in tuning.trained(plan.model).items()}
+        return f" of which {sum(sizes.values()):,} are trained"
+    return ""

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
 
 from mpipipe import nn, schedules
+from mpipipe.arrays import Array
+from mpipipe.attention import Layout, Local, Ring
 from mpipipe.errors import ConfigError
+from mpipipe.job.types import Communicator
+from mpipipe.nn.loss import worth_tiles
+from mpipipe.text import counted
 from mpipipe.train import limits
-from mpipipe.train.architecture import Architecture, Model
 from mpipipe.train.config import TrainConfig
 from mpipipe.train.config_checks import parse_partition
-from mpipipe.train.fine_tuning import FineTuning
+from mpipipe.train.fine_tuning import Architecture, FineTuning, Model
 from mpipipe.train.order import fitting, is_table
-from mpipipe.train.shard import Shard
-from mpipipe.wording import counted
+from mpipipe.train.packing import PackedAttend, Packing
 
 BYTES = 256  # token ids of a model of bytes, which an architecture makes without being told
 
@@ -159,3 +166,49 @@ def _check_pieces(model: Model, pieces: int, stages: int) -> None:
         expected="at least one piece for each stage",
         remedy=remedy,
     )
+
+
+# -- The part of every sequence that this rank has: its attention and its positions -----------------------------------
+
+
+class Shard:
+    """The share of one rank of `comm` in sequences of `seq_len` positions; making one is collective.
+
+    Parameters
+    ----------
+    comm : the ranks that share a sequence; a single one has it all
+    layout : "zigzag", "contiguous" or "striped"
+    packing : has the documents of each batch; None if attention goes across them
+
+    Attributes
+    ----------
+    attend : for nn.SelfAttention
+    positions : for nn.SelfAttention; None for 0 ... seq_len - 1
+
+    Raises ConfigError if a rank would have no position.
+    """
+
+    def __init__(self, comm: Communicator, layout: str, seq_len: int, packing: Packing | None = None) -> None:
+        self.layout, self.rank = Layout(layout, comm.size, seq_len), comm.rank
+        if min(self.layout.length(rank) for rank in range(comm.size)) == 0:
+            raise ConfigError(
+                "a rank would hold no part of the sequence",
+                found=f"seq_len {seq_len} on {counted(comm.size, 'rank')}, {layout}",
+                expected="at least one position a rank, two for zigzag",
+                remedy="raise seq_len, or lower seq",
+            )
+        self.ring = Ring(comm, causal=True, layout=self.layout) if comm.size > 1 else None
+        whole = Local(causal=True) if self.ring is None else self.ring
+        self.packing = packing
+        self.attend: Local | Ring | PackedAttend = whole if packing is None else PackedAttend(whole, packing)
+        self.positions = None if self.ring is None else self.layout.positions(self.rank)
+
+    def cut(self, array: np.ndarray) -> np.ndarray:
+        """Return this rank's columns of an array (rows, seq_len)."""
+        return array if self.ring is None else self.layout.shard(array, self.rank)
+
+    def loss_for(self, stage: nn.Stage, sequences: int) -> Callable[..., tuple[Any, Array | None]]:
+        """Return the loss behind a stage: with its head, in tiles, where logits of so many sequences are large."""
+        if worth_tiles(stage, sequences * self.layout.length(self.rank)):
+            return nn.HeadCrossEntropy(stage)
+        return nn.softmax_cross_entropy

@@ -25,22 +25,22 @@ from safetensors import SafetensorError, safe_open
 
 from mpipipe import arrays, files, nn
 from mpipipe.arrays import Array
-from mpipipe.checkpoint import tensors
-from mpipipe.checkpoint.manifest import checksum_of
+from mpipipe.checkpoint import tensor_files
+from mpipipe.checkpoint.folders import checksum_of
 from mpipipe.checkpoint.whole_folder import replacing
-from mpipipe.comm.group import group_of
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ArgumentError, NonFiniteError
-from mpipipe.models.huggingface.origin import Origin
+from mpipipe.job.group import group_of
+from mpipipe.models.huggingface.folder import Origin
 from mpipipe.nn.parameters import FlatBuffer
 from mpipipe.nn.writing import announce_write
 from mpipipe.schedules import Schedule
-from mpipipe.train.architecture import Model
+from mpipipe.train.fine_tuning import Model
 
 DESCRIPTION = "model.json"
 MOST_BYTES = 64 << 20  # of it
 OURS = re.compile(r"(stage-\d+\.safetensors|model\.json)(\.partial)?")
-STORED = {stored: dtype for dtype, stored in tensors.DTYPES.items()}  # by safetensors' names
+STORED = {stored: dtype for dtype, stored in tensor_files.DTYPES.items()}  # by safetensors' names
 REMEDY = "build the model with the sizes and dtype of model.json"
 COPY_AGAIN = "copy the weights again from where they are whole, or train again"
 Places: TypeAlias = "dict[str, tuple[Any, Path]]"  # name of a parameter -> open file of safetensors, and its path
@@ -93,7 +93,7 @@ def save(
             if mesh.replicas.rank == 0:
                 partial.mkdir(parents=True, exist_ok=True)  # other hosts may not see it yet
                 for stage, number in zip(stages, schedule.stages_of(mesh.pipe.rank)):
-                    written = tensors.write(partial / file_of(number), stage.parameters)
+                    written = tensor_files.write(partial / file_of(number), stage.parameters)
                     sums.update({name: entry.checksum for name, entry in written.arrays.items()})
         parts = group.gather("saving weights: the checksums", sums)
         sums = {name: text for part in parts for name, text in part.items()}
@@ -242,7 +242,7 @@ def _read(places: Places, folder: Path, name: str, like: Array, casts: bool) -> 
 
 def _check_values(values: np.ndarray, name: str, path: Path, checksums: dict[str, str] | None) -> None:
     """Raise where values were damaged since they were saved, or are not finite."""
-    found, expected = tensors.checksum(values), None if checksums is None else checksums.get(name)
+    found, expected = tensor_files.checksum(values), None if checksums is None else checksums.get(name)
     if checksums is not None and found != expected:
         raise ArgumentError(
             f"parameter {name} is damaged: it is not what was saved",

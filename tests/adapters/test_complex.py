@@ -13,8 +13,8 @@ from support import complex_model, dense  # noqa: E402
 from support.jax_models import WIDTH as _SWITCHES_64_BITS_ON  # noqa: E402, F401
 
 from mpipipe import Pipeline, adapters, nn, optim, schedules  # noqa: E402
-from mpipipe.comm import inprocess  # noqa: E402
 from mpipipe.errors import ArgumentError  # noqa: E402
+from mpipipe.job import inprocess  # noqa: E402
 
 pytestmark = pytest.mark.judges
 ENOUGH = 1e-12

@@ -13,7 +13,7 @@ import numpy as np
 import jax
 import torch
 from mpipipe import Pipeline, adapters, nn, schedules
-from mpipipe.comm import runtime
+from mpipipe.job import runtime
 
 comm = runtime.world()
 stage = adapters.torch_stage(torch.nn.Linear(3, 3)) if comm.rank == 0 else adapters.jax_stage(

@@ -9,8 +9,8 @@ torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
 from support.jax_models import WIDTH as _SWITCHES_64_BITS_ON  # noqa: E402, F401
 
 from mpipipe import Branches, Pipeline, adapters, nn, schedules  # noqa: E402
-from mpipipe.comm import inprocess  # noqa: E402
 from mpipipe.errors import ArgumentError, StageError  # noqa: E402
+from mpipipe.job import inprocess  # noqa: E402
 
 pytestmark = pytest.mark.judges
 

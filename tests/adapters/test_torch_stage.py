@@ -10,8 +10,8 @@ torch = pytest.importorskip("torch")
 from support import torch_models  # noqa: E402
 
 from mpipipe import Pipeline, adapters, optim, schedules  # noqa: E402
-from mpipipe.comm import inprocess  # noqa: E402
 from mpipipe.errors import ArgumentError, StageError  # noqa: E402
+from mpipipe.job import inprocess  # noqa: E402
 from mpipipe.nn import Position  # noqa: E402
 
 pytestmark = pytest.mark.judges

@@ -11,11 +11,11 @@ from support.made_records import made
 
 from mpipipe import schedules
 from mpipipe.analysis import Trace
-from mpipipe.analysis.deliveries import deliveries
-from mpipipe.comm import inprocess
-from mpipipe.comm.clock_offset import clock_offset
-from mpipipe.comm.collect import collect
-from mpipipe.comm.group import group_of
+from mpipipe.analysis.recording import clock_offset
+from mpipipe.analysis.records import deliveries
+from mpipipe.job import inprocess
+from mpipipe.job.collect import collect
+from mpipipe.job.group import group_of
 
 SKEW, DRIFT = 0.050, 100e-6  # of rank r: r times as much
 

@@ -12,7 +12,7 @@ from support.made_records import made
 
 from mpipipe import schedules
 from mpipipe.analysis import Trace
-from mpipipe.analysis.parts import PARTS
+from mpipipe.analysis.segments import PARTS
 from mpipipe.errors import ArgumentError
 
 F, B = 0.010, 0.020  # seconds of forward and backward

@@ -15,13 +15,12 @@ from support import dense
 from support.tolerance import close
 
 from mpipipe import Pipeline, analysis, nn, optim, schedules, trace
-from mpipipe.analysis.deliveries import deliveries
-from mpipipe.analysis.parts import PARTS
-from mpipipe.analysis.record import RankRecord, StepRecord
-from mpipipe.comm import inprocess
-from mpipipe.comm.group import group_of
+from mpipipe.analysis.records import RankRecord, StepRecord, deliveries
+from mpipipe.analysis.segments import PARTS
 from mpipipe.errors import ArgumentError, BackendError
-from mpipipe.wording import how_to_install
+from mpipipe.job import inprocess
+from mpipipe.job.group import group_of
+from mpipipe.text import how_to_install
 
 STEPS, MICROBATCHES = 3, 4
 

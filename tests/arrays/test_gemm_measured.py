@@ -15,7 +15,7 @@ from support.emulator.fixture import an_emulated_gpu
 from support.tolerance import close
 
 from mpipipe import arrays, nn
-from mpipipe.arrays import gemm, gemm_measured
+from mpipipe.arrays import gemm
 from mpipipe.errors import ArgumentError, BackendError
 
 RANDOM = np.random.default_rng(4)
@@ -43,7 +43,7 @@ def times(monkeypatch, **seconds):
     def pretend(product, algorithm, *rest):
         return by_number[int(algorithm.held.view(np.uint64)[(algorithm.where - algorithm.held.ctypes.data) // 8])]
 
-    monkeypatch.setattr(gemm_measured, "_seconds", pretend)
+    monkeypatch.setattr(gemm, "_seconds", pretend)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -77,10 +77,10 @@ def test_the_fastest_proposal_is_taken_from_then_on(measured, monkeypatch):
 def test_measuring_adds_nothing_and_happens_once(measured, emulated_gpu):
     x, c = arrays.upload(np.eye(8, dtype=np.float32)), arrays.zeros((8, 8), np.dtype(np.float32), "cuda")
     gemm.gemm(x, x, c, add=True)
-    assert len(measured) == 3 * (1 + gemm_measured.RUNS) + 1 and emulated_gpu.synchronisations
+    assert len(measured) == 3 * (1 + gemm.RUNS) + 1 and emulated_gpu.synchronisations
     emulated_gpu.reset()
     gemm.gemm(x, x, c, add=True)
-    assert len(measured) == 3 * (1 + gemm_measured.RUNS) + 2 and not emulated_gpu.synchronisations
+    assert len(measured) == 3 * (1 + gemm.RUNS) + 2 and not emulated_gpu.synchronisations
     np.testing.assert_array_equal(arrays.download(c), 2 * np.eye(8))
 
 
@@ -106,7 +106,7 @@ def test_the_first_proposal_unmeasured_where_runs_shall_be_alike(measured, monke
 def test_what_cublaslt_does_not_propose_is_left_to_cublas(measured, monkeypatch):
     x, c = arrays.upload(np.eye(8)), arrays.zeros((8, 8), np.dtype(np.float64), "cuda")
     gemm.gemm(x, x, c)
-    monkeypatch.setattr(gemm_measured, "MOST", 1)
+    monkeypatch.setattr(gemm, "MOST", 1)
     single = arrays.upload(np.eye(8, dtype=np.float32))
     gemm.gemm(single, single, arrays.zeros((8, 8), np.dtype(np.float32), "cuda"))
     assert not measured

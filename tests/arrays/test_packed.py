@@ -7,9 +7,8 @@ import pytest
 from support.emulator.fixture import an_emulated_gpu
 
 from mpipipe import arrays, nn
-from mpipipe.arrays import packed
-from mpipipe.arrays.launch import Call
-from mpipipe.arrays.packed import Packed
+from mpipipe.arrays import cuda
+from mpipipe.arrays.cuda import Call, Packed
 from mpipipe.errors import ArgumentError
 
 
@@ -78,7 +77,7 @@ def test_nothing_to_do_is_remembered_too(gpu):
 
 
 def test_shapes_that_never_repeat_do_not_fill_the_memory(gpu, recorder, monkeypatch):
-    monkeypatch.setattr(packed, "MOST", 4)
+    monkeypatch.setattr(cuda, "MOST", 4)
     kernel = Packed(recorder.pack)
     for size in range(1, 20):
         kernel((device((size,)),))

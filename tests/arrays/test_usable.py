@@ -9,8 +9,8 @@ import pytest
 
 from mpipipe import arrays, nn, select_device
 from mpipipe.cli.info import info
-from mpipipe.comm import inprocess
 from mpipipe.errors import BackendError, MismatchError
+from mpipipe.job import inprocess
 
 SAYS = {
     "driver": "no GPU can be used (cudaErrorInsufficientDriver",

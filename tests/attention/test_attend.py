@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from mpipipe import attention, nn
-from mpipipe.comm import inprocess
 from mpipipe.errors import ArgumentError, MismatchError
+from mpipipe.job import inprocess
 from mpipipe.nn.layers.attend import Attend, AttendAdapter, as_attend
 
 

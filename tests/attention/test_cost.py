@@ -11,7 +11,7 @@ from mpipipe import attention
 from mpipipe.arrays import dtype
 from mpipipe.attention import cost
 from mpipipe.attention.layout import Layout
-from mpipipe.comm import inprocess
+from mpipipe.job import inprocess
 
 
 def test_known_bytes():

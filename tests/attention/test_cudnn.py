@@ -13,16 +13,7 @@ from support.tolerance import bound, within
 
 from mpipipe import arrays, attention
 from mpipipe.attention import kernels, mask
-from mpipipe.attention.kernels import (
-    Block,
-    Gradients,
-    Result,
-    cudnn,
-    cudnn_graph,
-    cudnn_library,
-    cudnn_request,
-    cudnn_trial,
-)
+from mpipipe.attention.kernels import Block, Gradients, Result, cudnn, cudnn_graph
 from mpipipe.attention.kernels import cupy as cupy_kernel
 from mpipipe.attention.kernels.cudnn_graph import Request
 from mpipipe.errors import ArgumentError, BackendError
@@ -33,8 +24,8 @@ HALVES = ["float16", "bfloat16"]
 @pytest.fixture
 def library(gpu, monkeypatch):
     """The module cudnn; a refusal that is not expected is an error."""
-    if not cudnn_trial.available().usable:
-        pytest.skip(cudnn_trial.available().reason)
+    if not cudnn_graph.available().usable:
+        pytest.skip(cudnn_graph.available().reason)
     monkeypatch.delenv("MPIPIPE_ATTENTION", raising=False)
     cudnn_graph.clear()
     with warnings.catch_warnings():
@@ -187,10 +178,10 @@ def test_few_plans_are_kept(gpu, library, monkeypatch):
 
 def test_one_handle_for_each_stream(gpu, library):
     only_emulated(gpu)
-    first = cudnn_library.handle()
-    assert cudnn_library.handle() == first and library.get_stream(first) == arrays.stream().ptr
+    first = cudnn_graph.handle()
+    assert cudnn_graph.handle() == first and library.get_stream(first) == arrays.stream().ptr
     with arrays.side_stream():
-        other = cudnn_library.handle()
+        other = cudnn_graph.handle()
         assert other != first and library.get_stream(other) == arrays.stream().ptr
 
 
@@ -231,25 +222,25 @@ def test_libraries_that_are_refused(gpu, library, monkeypatch, version, text):
         return version
 
     monkeypatch.setattr(library, "backend_version", backend_version)
-    cudnn_library._looked_up.cache_clear()
+    cudnn_graph._looked_up.cache_clear()
     try:
         refused_by_choice(monkeypatch, text)
     finally:
-        cudnn_library._looked_up.cache_clear()
+        cudnn_graph._looked_up.cache_clear()
 
 
 def test_without_the_package(gpu, library, monkeypatch):
     monkeypatch.setitem(sys.modules, "cudnn", None)
-    cudnn_library._looked_up.cache_clear()
+    cudnn_graph._looked_up.cache_clear()
     try:
         refused_by_choice(monkeypatch, "cannot be imported")
     finally:
-        cudnn_library._looked_up.cache_clear()
+        cudnn_graph._looked_up.cache_clear()
 
 
 def refused_by_choice(monkeypatch, text):
     whole = make("bfloat16", seq=6)
-    verdict = cudnn_trial.available()
+    verdict = cudnn_graph.available()
     assert not verdict.usable and text in verdict.reason and text in kernels.describe()
     agrees(through_local(whole)[0], reference(whole), "bfloat16")
     monkeypatch.setenv("MPIPIPE_ATTENTION", "cudnn")
@@ -260,13 +251,13 @@ def refused_by_choice(monkeypatch, text):
 def test_a_window_is_not_given_to_the_version_that_gets_it_wrong(gpu, library, monkeypatch):
     only_emulated(gpu)
     monkeypatch.setattr(library, "backend_version", lambda: 91400)
-    cudnn_library._looked_up.cache_clear()
+    cudnn_graph._looked_up.cache_clear()
     whole = make("bfloat16", seq=12)
     try:
         _, plain = through_local(whole, gpu)
         found, launched = through_local(whole, gpu, window=4)
     finally:
-        cudnn_library._looked_up.cache_clear()
+        cudnn_graph._looked_up.cache_clear()
     assert "sdpa" in plain and "sdpa" not in launched and "online_softmax" in launched
     agrees(found, reference(whole, window=4), "bfloat16")
 
@@ -310,7 +301,7 @@ def test_no_nan_where_all_scores_are_very_negative(gpu, library, seq, keys):
 
 def test_the_emulated_library_has_that_error(gpu, library, monkeypatch):
     only_emulated(gpu)
-    monkeypatch.setattr(cudnn_request, "TILE", 1)
+    monkeypatch.setattr(cudnn_graph, "TILE", 1)
     whole = opposed("bfloat16", 192, 192, heads=2, kv_heads=1, batch=1)
     assert np.isnan(through_local(whole, gpu, causal=False)[0][2].astype(float)).any()
 
@@ -388,8 +379,8 @@ def requests():
 def real_library():
     """NVIDIA's package, where it is installed with its library; its checks need no GPU."""
     module = pytest.importorskip("cudnn", reason="nvidia-cudnn-frontend is not installed")
-    if not cudnn_library.installed().usable:
-        pytest.skip(cudnn_library.installed().reason)
+    if not cudnn_graph.installed().usable:
+        pytest.skip(cudnn_graph.installed().reason)
     return module
 
 
@@ -404,7 +395,7 @@ def test_the_real_library_takes_every_graph(real_library, capability):
     seen, refused = 0, []
     for request in requests():
         back = request.direction == "backward"
-        limit, *beyond = cudnn_request.widest_backward(capability) if back else (256,)
+        limit, *beyond = cudnn_graph.widest_backward(capability) if back else (256,)
         if dim_of(request) <= limit or dim_of(request) in beyond:
             cudnn_graph.build(real_library, request, sm_version=capability)
             seen += 1
@@ -428,5 +419,5 @@ def test_the_real_library_refuses_what_is_wrong(real_library):
 
 @pytest.mark.gpu
 def test_the_real_library_takes_the_plans_of_the_trial(real_library):
-    for direction in cudnn_trial.ALONG:
-        cudnn_graph.build(real_library, cudnn_trial.request(direction), sm_version=80)
+    for direction in cudnn_graph.ALONG:
+        cudnn_graph.build(real_library, cudnn_graph.request(direction), sm_version=80)

@@ -12,7 +12,7 @@ from support.device_attention import agrees, make, reference, through_local
 
 from mpipipe import arrays
 from mpipipe.attention import kernels
-from mpipipe.attention.kernels import cudnn, cudnn_graph, cudnn_library, cudnn_request, cudnn_trial
+from mpipipe.attention.kernels import cudnn, cudnn_graph
 from mpipipe.attention.kernels import cupy as cupy_kernel
 from mpipipe.errors import BackendError
 
@@ -31,7 +31,7 @@ def chosen(dtype="bfloat16", **sizes):
 
 
 def build(direction="forward", **options):
-    return cudnn_graph.build(cudnn_library.library(), cudnn_trial.request(direction), cudnn_library.handle(), **options)
+    return cudnn_graph.build(cudnn_graph.library(), cudnn_graph.request(direction), cudnn_graph.handle(), **options)
 
 
 def test_a_graph_without_the_capability_needs_the_runtime_on_the_loaders_path(machine):
@@ -44,14 +44,14 @@ def test_a_graph_without_the_capability_needs_the_runtime_on_the_loaders_path(ma
 
 def test_a_plan_names_the_capability_and_needs_no_runtime(machine):
     machine.faults.add("libcudart")
-    assert cudnn_trial.available() == (True, "cuDNN 9.24.0", (9, 24, 0)) and chosen() is cudnn
+    assert cudnn_graph.available() == (True, "cuDNN 9.24.0", (9, 24, 0)) and chosen() is cudnn
     assert kernels.describe() == "cudnn 9.24.0"
 
 
 @pytest.mark.parametrize("loader_finds", [[], ["libcudart.so.13"], ["libcudart.so.12", "libcudart.so.13"]])
 def test_of_two_runtimes_cudnn_gets_the_one_of_cupys_version(machine, loader_finds, capfd):
     machine.loader_finds = loader_finds
-    assert cudnn_trial.available().usable
+    assert cudnn_graph.available().usable
     assert os.environ["CUDNN_FRONTEND_CUDART_LIB_NAME"].endswith("libcudart.so.13")
     build()
     assert capfd.readouterr().err == ""
@@ -59,7 +59,7 @@ def test_of_two_runtimes_cudnn_gets_the_one_of_cupys_version(machine, loader_fin
 
 def test_a_runtime_that_the_user_names_stays(machine, monkeypatch):
     monkeypatch.setenv("CUDNN_FRONTEND_CUDART_LIB_NAME", "/site/libcudart.so.12")
-    assert cudnn_trial.available().usable
+    assert cudnn_graph.available().usable
     assert os.environ["CUDNN_FRONTEND_CUDART_LIB_NAME"] == "/site/libcudart.so.12"
 
 
@@ -70,7 +70,7 @@ def test_a_cudnn_that_makes_no_plan_is_not_called_usable(machine, monkeypatch):
     monkeypatch.setattr(sys.modules["cudnn"].pygraph, "build_plans", refuse)
     machine.faults.add("libcudart")
     with pytest.warns(UserWarning, match="slower kernels") as warned:
-        verdict = cudnn_trial.available()
+        verdict = cudnn_graph.available()
     assert (
         not verdict.usable
         and "makes no plan (CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED; libcudart.so.13" in verdict.reason
@@ -94,12 +94,12 @@ def test_a_backward_that_makes_no_plan_counts_too(machine, monkeypatch):
 
     monkeypatch.setattr(sys.modules["cudnn"].pygraph, "check_support", refuse)
     with pytest.warns(UserWarning, match="No execution plans"):
-        assert not cudnn_trial.available().usable
+        assert not cudnn_graph.available().usable
 
 
 def test_a_package_without_its_library(machine):
     machine.faults.add("cudnn")
-    assert "libcudnn.so.9 cannot be loaded" in cudnn_trial.available().reason and chosen() is cupy_kernel
+    assert "libcudnn.so.9 cannot be loaded" in cudnn_graph.available().reason and chosen() is cupy_kernel
     assert kernels.describe().startswith("cupy because the library libcudnn.so.9 cannot be loaded")
 
 
@@ -119,7 +119,7 @@ def test_a_cupy_without_pathfinder_is_told_where_that_matters(machine, monkeypat
     monkeypatch.setitem(sys.modules, "cuda.pathfinder", None)
     with pytest.raises(BackendError, match=r"libcudart\.so\.13 is not found .*cuda"):
         arrays.load_cuda_runtime()
-    assert cudnn_trial.available().usable and chosen() is cudnn
+    assert cudnn_graph.available().usable and chosen() is cudnn
 
 
 def test_whatever_prepares_cudnn_may_fail_and_our_own_kernels_compute(machine, monkeypatch):
@@ -128,14 +128,14 @@ def test_whatever_prepares_cudnn_may_fail_and_our_own_kernels_compute(machine, m
 
     monkeypatch.setattr(arrays, "load_cuda_runtime", fail)
     with pytest.warns(UserWarning, match=r"makes no plan \(a damaged library"):
-        assert not cudnn_trial.available().usable
+        assert not cudnn_graph.available().usable
     assert chosen() is cupy_kernel
 
 
 @pytest.mark.parametrize("capability", [70, 75])
 def test_gpus_before_ampere_are_refused_without_a_warning(machine, capability):
     machine.capability = capability
-    verdict = cudnn_trial.available()
+    verdict = cudnn_graph.available()
     assert not verdict.usable and "compute capability 8.0 and newer" in verdict.reason and chosen() is cupy_kernel
 
 
@@ -169,7 +169,7 @@ def test_a_backward_is_asked_for_what_the_gpu_does(machine, monkeypatch, capabil
 def test_the_emulated_library_refuses_what_is_not_asked_of_it(machine, monkeypatch):
     """Without the question each backward would be refused, with a warning, after its plan was tried."""
     machine.capability = 80
-    monkeypatch.setattr(cudnn_request, "widest_backward", lambda capability: (256,))
+    monkeypatch.setattr(cudnn_graph, "widest_backward", lambda capability: (256,))
     with pytest.warns(UserWarning, match="less than or equal to 128"):
         through_local(make("bfloat16", seq=6, heads=2, dim=256))
 
@@ -178,11 +178,11 @@ def test_a_handle_is_used_on_its_own_stream(machine):
     """The emulated library refuses a handle of another stream than the current one."""
     whole = [arrays.upload(x) for x in make("bfloat16", seq=6)[:3]]
     attend = kernels.chosen(*whole)
-    handle = cudnn_library.handle()
+    handle = cudnn_graph.handle()
     with arrays.side_stream(), pytest.raises(AssertionError, match="another stream"):
         sys.modules["cudnn"].set_stream(handle=handle, stream=0)
-        key = cudnn_library.library(), 0, arrays.stream().ptr
-        cudnn_library._handles.made[key] = handle
+        key = cudnn_graph.library(), 0, arrays.stream().ptr
+        cudnn_graph._handles.made[key] = handle
         from mpipipe import attention
 
         attention.Local().forward(*whole)

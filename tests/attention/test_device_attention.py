@@ -14,11 +14,11 @@ from support.tolerance import close, largest, within
 from mpipipe import arrays, attention
 from mpipipe.arrays import gemm, strided
 from mpipipe.attention import cost, kernels, mask
-from mpipipe.attention.kernels import Block, Gradients, Result, cupy_problem, pending_blocks
+from mpipipe.attention.kernels import Block, Gradients, Result, cudnn, cupy
 from mpipipe.attention.layout import KINDS, Layout
-from mpipipe.comm import inprocess
 from mpipipe.comm.ring_exchange import RingExchange
 from mpipipe.errors import ArgumentError, MismatchError
+from mpipipe.job import inprocess
 
 DTYPES = ["float64", "float32", "float16", "bfloat16"]
 WAYS = [*(("", dtype) for dtype in DTYPES), ("cupy", "float16"), ("cupy", "bfloat16")]  # MPIPIPE_ATTENTION, dtype
@@ -47,8 +47,8 @@ def test_grouped_heads(gpu, monkeypatch, kernel, kv_heads, dtype):
 def test_many_tiles(gpu, monkeypatch, options, sizes, dtype):
     """Tiles of few rows and columns that divide nothing: the running maximum, both bounds, and sums over tiles."""
     monkeypatch.setenv("MPIPIPE_ATTENTION", "cupy")
-    monkeypatch.setattr(cupy_problem, "TILE_BYTES", 1)
-    monkeypatch.setattr(cupy_problem, "ROWS", 5)
+    monkeypatch.setattr(cupy, "TILE_BYTES", 1)
+    monkeypatch.setattr(cupy, "ROWS", 5)
     whole = make(dtype, **sizes)
     found, launched = through_local(whole, gpu, **options)
     assert gpu.real or launched.count("online_softmax") > 3
@@ -58,10 +58,10 @@ def test_many_tiles(gpu, monkeypatch, options, sizes, dtype):
 def test_tiles_stay_in_the_cache(gpu):
     """Scores of one tile of all problems fill TILE_BYTES, or the smallest tile where that is more."""
     q, k = (arrays.empty((2, 4096, heads, 8), np.dtype(np.float32), "cuda") for heads in (32, 4))
-    problem = cupy_problem.Problem(q, k)
+    problem = cupy.Problem(q, k)
     rows, keys = problem.tile([mask.Slice(0, 4096, 0, 4096, None, 0)], 4)
-    assert rows % 8 == 0 and keys <= cupy_problem.KEYS
-    assert cupy_problem.TILE_BYTES / 2 < 4 * problem.count * rows * keys <= cupy_problem.TILE_BYTES
+    assert rows % 8 == 0 and keys <= cupy.KEYS
+    assert cupy.TILE_BYTES / 2 < 4 * problem.count * rows * keys <= cupy.TILE_BYTES
     assert problem.tile([mask.Slice(0, 5, 0, 3, None, 0)], 4) == (5 * 8, 3)
 
 
@@ -69,7 +69,7 @@ def test_tiles_stay_in_the_cache(gpu):
 def test_rows_longer_than_a_warp_holds(gpu, monkeypatch, threads):
     """Tiles of several hundred columns: blocks of several warps."""
     monkeypatch.setenv("MPIPIPE_ATTENTION", "cupy")
-    monkeypatch.setattr(cupy_problem, "KEYS", 128 * threads)
+    monkeypatch.setattr(cupy, "KEYS", 128 * threads)
     whole = make("float32", seq=6, keys=700, heads=2, kv_heads=1, batch=1)
     agrees(through_local(whole, gpu, causal=False)[0], reference(whole, causal=False), "float32")
 
@@ -368,7 +368,7 @@ def test_partial_results_become_one(gpu, dtype, count, dim):
     kind = arrays.dtype(dtype)
     rng = np.random.default_rng(count)
     q = arrays.empty((2, 6, 3, dim), kind, "cuda")
-    result = pending_blocks.PendingBlocks(q, q)
+    result = cudnn.PendingBlocks(q, q)
     weights, total, size, scores = np.zeros((2, 6, 3, dim)), np.zeros((2, 6, 3, 1)), np.zeros((2, 6, 3, dim)), 0.0
     for number in range(count):
         start = number % 3

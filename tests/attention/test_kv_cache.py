@@ -14,8 +14,8 @@ from support.tolerance import close, largest, within
 from mpipipe import nn
 from mpipipe.arrays import dtype as named_dtype
 from mpipipe.attention import Cached, Local, decode_attention
-from mpipipe.comm import inprocess
 from mpipipe.errors import ArgumentError, MismatchError
+from mpipipe.job import inprocess
 
 
 def agrees(out, q, k, v, window=None, scale=None, queries=None):

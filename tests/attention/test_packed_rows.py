@@ -12,8 +12,8 @@ from support.rings import arrays, refused
 from mpipipe import arrays as backend
 from mpipipe import attention
 from mpipipe.attention.layout import KINDS, Layout
-from mpipipe.comm import inprocess
 from mpipipe.errors import ArgumentError, MismatchError
+from mpipipe.job import inprocess
 
 DTYPES = ["float32", "float64", "bfloat16"]
 

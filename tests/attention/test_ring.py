@@ -13,8 +13,8 @@ from support.tolerance import within
 from mpipipe import attention
 from mpipipe.arrays import dtype
 from mpipipe.attention.layout import KINDS
-from mpipipe.comm import inprocess
 from mpipipe.errors import ArgumentError, MismatchError
+from mpipipe.job import inprocess
 
 
 @st.composite

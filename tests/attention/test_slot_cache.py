@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from support.reference_attention import dense
 from support.tolerance import within
 
-from mpipipe.attention.slot_cache import Piece, Pieces, SlotCache
-from mpipipe.comm import inprocess
+from mpipipe.attention.cache import Piece, Pieces, SlotCache
 from mpipipe.errors import ArgumentError
+from mpipipe.job import inprocess
 
 HEADS, KV_HEADS, DIM, WIDTH = 4, 2, 8, 6
 

@@ -15,8 +15,8 @@ from mpipipe.arrays import dtype
 from mpipipe.attention import kernels
 from mpipipe.attention.kernels import Block, Gradients, Result, host
 from mpipipe.attention.mask import Slice
-from mpipipe.comm import inprocess
 from mpipipe.errors import ArgumentError, BackendError
+from mpipipe.job import inprocess
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from support.saved_model import fill, trained, values
 
 from mpipipe import Mesh, arrays, checkpoint, nn, optim
-from mpipipe.checkpoint import folders, tensors
+from mpipipe.checkpoint import folders, tensor_files
 from mpipipe.errors import ArgumentError, MismatchError
 
 STATE = {"loss": 0.1, "clip": float("inf"), "list": [1, None, True, "text \N{SNOWMAN}"], "nested": {"a": {}}}
@@ -85,33 +85,33 @@ def test_each_replica_writes_about_as_much_and_the_library_reads_it(comm, mpi_tm
 
 
 def test_arrays_of_every_dtype_and_of_any_size_come_back(tmp_path, monkeypatch):
-    monkeypatch.setattr(tensors, "PIECE_BYTES", 64)  # so that arrays go in pieces
+    monkeypatch.setattr(tensor_files, "PIECE_BYTES", 64)  # so that arrays go in pieces
     rng = np.random.default_rng(0)
     content = {
         f"{dtype}/{shape}": (100 * rng.standard_normal(shape)).astype(
             arrays.dtype(dtype) if "float" in dtype else dtype
         )
-        for dtype in tensors.DTYPES
+        for dtype in tensor_files.DTYPES
         for shape in ((3, 5), (), (0, 4), (131,))
     }
-    written = tensors.write(tmp_path / "part-0.safetensors", content)
+    written = tensor_files.write(tmp_path / "part-0.safetensors", content)
     assert written.bytes == (tmp_path / "part-0.safetensors").stat().st_size
-    with tensors.File(tmp_path / "part-0.safetensors", written) as file:
+    with tensor_files.File(tmp_path / "part-0.safetensors", written) as file:
         for name, array in content.items():
             back = np.empty_like(array)
-            assert file.read_into(name, back) == written.arrays[name].checksum == tensors.checksum(array)
+            assert file.read_into(name, back) == written.arrays[name].checksum == tensor_files.checksum(array)
             assert back.tobytes() == array.tobytes()
             assert written.arrays[name].start % array.dtype.itemsize == 0
     known = {name: array for name, array in content.items() if array.dtype != ml_dtypes.bfloat16}
     os.rename(tmp_path / "part-0.safetensors", tmp_path / "all")
-    tensors.write(tmp_path / "part-1.safetensors", known)
+    tensor_files.write(tmp_path / "part-1.safetensors", known)
     for name, array in load_file(tmp_path / "part-1.safetensors").items():
         np.testing.assert_array_equal(array, known[name], name)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_gpu_loads_what_the_host_saved_and_back(gpu, comm, mpi_tmp_path, dtype, monkeypatch):
-    monkeypatch.setattr(tensors, "PIECE_BYTES", 256)
+    monkeypatch.setattr(tensor_files, "PIECE_BYTES", 256)
     right = expected(comm)
     saved(comm, mpi_tmp_path / "host", comm.size)
     there, _, steps = loaded(comm, mpi_tmp_path / "host", comm.size, device="cuda", dtype=dtype)

@@ -15,8 +15,8 @@ from support.damage import FILES, SEALED, damages, sealed
 
 from mpipipe import Mesh, checkpoint, nn, optim
 from mpipipe.checkpoint import contents, folders
-from mpipipe.comm import inprocess
 from mpipipe.errors import ArgumentError
+from mpipipe.job import inprocess
 
 
 def training(comm):

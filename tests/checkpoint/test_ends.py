@@ -12,9 +12,9 @@ SCRIPT = """
 import os, sys, threading, time
 import numpy as np
 from mpipipe import Mesh, checkpoint, nn, optim
-from mpipipe.checkpoint import tensors
-from mpipipe.comm import runtime
-from mpipipe.comm.abort import run_or_abort
+from mpipipe.checkpoint import tensor_files as tensors
+from mpipipe.job import runtime
+from mpipipe.job.exit import run_or_abort
 
 comm, root = runtime.world(), "ROOT"
 entered = threading.Event()

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from mpipipe.checkpoint.foreign import ForeignFile
+from mpipipe.checkpoint.tensor_files import ForeignFile
 
 ARRAYS = {
     "a": np.arange(6, dtype=np.float32).reshape(2, 3),

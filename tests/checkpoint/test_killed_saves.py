@@ -12,8 +12,8 @@ import os, shutil, sys, threading
 from pathlib import Path
 import numpy as np
 from mpipipe import Mesh, checkpoint, files, nn, optim
-from mpipipe.checkpoint import contents, tensors
-from mpipipe.comm import inprocess
+from mpipipe.checkpoint import contents, tensor_files as tensors
+from mpipipe.job import inprocess
 
 leave, left, lock = os._exit, [0], threading.Lock()
 

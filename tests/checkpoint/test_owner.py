@@ -17,12 +17,11 @@ import pytest
 from support.saved_model import trained
 
 from mpipipe import Mesh, checkpoint
-from mpipipe.checkpoint import owner, owner_record, owner_taking, tensors
-from mpipipe.checkpoint.owner_record import Record, this_process
-from mpipipe.checkpoint.owner_taking import Taking
-from mpipipe.comm.abort import Stop
-from mpipipe.comm.group import group_of
+from mpipipe.checkpoint import owner, owner_taking, tensor_files
+from mpipipe.checkpoint.owner_taking import Record, Taking, this_process
 from mpipipe.errors import OwnerError, StorageError
+from mpipipe.job.exit import Stop
+from mpipipe.job.group import group_of
 
 DEAD = "0123456789abcdef"
 
@@ -48,7 +47,7 @@ def record(token=DEAD, process=None, **facts):
     """What a job says that has this process, by default one that has ended."""
     where, _, _ = this_process()
     number = 2**22 + 1 if process is None else process  # no process has so high a number
-    own = Record.of_this_job(token, [(where, number, owner_record._start_of(number) or "1")])
+    own = Record.of_this_job(token, [(where, number, owner_taking._start_of(number) or "1")])
     return replace(own, **facts)
 
 
@@ -141,14 +140,14 @@ def test_a_process_with_the_number_of_a_dead_one_is_not_the_owner(tmp_path):
 @pytest.mark.parametrize("error", [FileNotFoundError, PermissionError])
 def test_an_owner_of_another_user_whose_processes_are_hidden_is_not_taken_for_dead(tmp_path, quick, monkeypatch, error):
     """By a /proc with hidepid=2 or 1, as on many login nodes: its file says whether it lives."""
-    left, read_text = record(process=os.getppid()), owner_record.Path.read_text
+    left, read_text = record(process=os.getppid()), owner_taking.Path.read_text
 
     def hidden(path, *words, **options):
         if path.name == "stat" and path.parent.name == str(os.getppid()):
             raise error(str(path))
         return read_text(path, *words, **options)
 
-    monkeypatch.setattr(owner_record.Path, "read_text", hidden)
+    monkeypatch.setattr(owner_taking.Path, "read_text", hidden)
     with renewing(tmp_path, left), pytest.raises(OwnerError, match="another job owns the folder"):
         taken(tmp_path)
     assert token_in(tmp_path) == DEAD
@@ -255,7 +254,7 @@ def test_an_earlier_start_of_the_same_job_is_waited_for_longer_and_may_be_tried_
     ],
 )
 def test_the_job_of_the_scheduler(environment, expected):
-    assert owner_record._job(environment) == expected
+    assert owner_taking._job(environment) == expected
 
 
 def failed(folder, error):
@@ -374,13 +373,13 @@ def test_a_saver_that_has_lost_its_folder_ends_and_touches_nothing(comm, mpi_tmp
                 if when == "before":
                     lose()
                     saver.save(2)
-                began, original = threading.Event(), tensors.crc32
+                began, original = threading.Event(), tensor_files.crc32
 
                 def crc32(*arguments):
                     began.wait(60)
                     return original(*arguments)
 
-                monkeypatch.setattr(tensors, "crc32", crc32)
+                monkeypatch.setattr(tensor_files, "crc32", crc32)
                 saver.save(2)
                 lose()
                 began.set()

@@ -12,10 +12,10 @@ import pytest
 from support.saved_model import trained, values
 
 from mpipipe import Mesh, Preemption, arrays, checkpoint, nn, optim
-from mpipipe.checkpoint import contents, manifest, tensors
-from mpipipe.comm.consensus import agreed_by
-from mpipipe.comm.group import group_of
+from mpipipe.checkpoint import contents, folders, tensor_files
 from mpipipe.errors import ArgumentError, MismatchError, NonFiniteError, PeerError, StorageError
+from mpipipe.job.consensus import agreed_by
+from mpipipe.job.group import group_of
 from mpipipe.train import weights
 
 PATIENCE = 60  # seconds: far more than anything here takes
@@ -76,13 +76,13 @@ class Gate:
 @pytest.fixture
 def reading(monkeypatch):
     """A gate before every piece that is read."""
-    gate, original = Gate(), tensors.crc32
+    gate, original = Gate(), tensor_files.crc32
 
     def crc32(*arguments):
         gate.wait()
         return original(*arguments)
 
-    monkeypatch.setattr(tensors, "crc32", crc32)
+    monkeypatch.setattr(tensor_files, "crc32", crc32)
     yield gate
     gate.opened.set()
 
@@ -104,14 +104,14 @@ def forcing(monkeypatch):
 @pytest.fixture
 def slow_reads(monkeypatch):
     """Reading takes far longer than a step."""
-    original = tensors.crc32
+    original = tensor_files.crc32
 
     def crc32(*arguments):
         time.sleep(2e-3)
         return original(*arguments)
 
-    monkeypatch.setattr(tensors, "crc32", crc32)
-    monkeypatch.setattr(tensors, "PIECE_BYTES", 256)
+    monkeypatch.setattr(tensor_files, "crc32", crc32)
+    monkeypatch.setattr(tensor_files, "PIECE_BYTES", 256)
 
 
 def check_bits(comm, root, kind, **more):
@@ -211,7 +211,7 @@ def test_a_load_into_what_is_being_saved_waits_until_it_is_read(comm, mpi_tmp_pa
         if comm.rank == 0:
             path = mpi_tmp_path / "weights" / "stage-0.safetensors"
             path.parent.mkdir()
-            written = tensors.write(path, {name: a for stage in stages for name, a in stage.parameters.items()})
+            written = tensor_files.write(path, {name: a for stage in stages for name, a in stage.parameters.items()})
             sums = {name: entry.checksum for name, entry in written.arrays.items()}
             describe(path.parent, sums)
         change(stages, optimizer)
@@ -236,7 +236,7 @@ def describe(folder, sums):
     """A description of weights in one file."""
     import json
 
-    from mpipipe.checkpoint.manifest import checksum_of
+    from mpipipe.checkpoint.folders import checksum_of
 
     facts = {"model": {}, "dtype": "float32", "stages": 1, "checksums": sums}
     (folder / weights.DESCRIPTION).write_text(json.dumps({**facts, "checksum": checksum_of(facts)}))
@@ -273,7 +273,7 @@ def test_whatever_ends_a_thread_of_one_rank_is_raised_on_all_and_the_next_save_b
             saver.finish()
             with monkeypatch.context() as patch:
                 if comm.rank == comm.size - 1:
-                    patch.setattr(tensors.files, "begin_writing", write)
+                    patch.setattr(tensor_files.files, "begin_writing", write)
                 saver.save(2)
                 kind = StorageError if isinstance(error, OSError) else ArgumentError
                 with pytest.raises(kind, match=f"rank {comm.size - 1}: " if comm.size > 1 else None) as caught:
@@ -299,8 +299,10 @@ def test_a_rank_whose_thread_was_given_up_is_not_the_one_that_is_blamed(subcomm,
         stages, optimizer = trained(mesh)
         with checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer) as saver:
             if comm.rank == 1:
-                monkeypatch.setattr(tensors, "PIECE_BYTES", 1 << 20)  # it fails at once, and rank 0 is still reading
-                monkeypatch.setattr(tensors.files, "begin_writing", write)
+                monkeypatch.setattr(
+                    tensor_files, "PIECE_BYTES", 1 << 20
+                )  # it fails at once, and rank 0 is still reading
+                monkeypatch.setattr(tensor_files.files, "begin_writing", write)
             saver.save(1)
             if comm.rank == 1:
                 assert saver._saving.task.wait(PATIENCE)
@@ -401,7 +403,7 @@ def test_a_manifest_that_cannot_be_written_takes_the_arrays_along(comm, mpi_tmp_
         with checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer) as saver:
             saver.save(1)
             with monkeypatch.context() as patch:
-                patch.setattr("mpipipe.checkpoint.manifest.write", write)
+                patch.setattr("mpipipe.checkpoint.folders.write", write)
                 with pytest.raises(StorageError, match="Read-only file system"):
                     saver.finish()
             comm.Barrier()
@@ -409,7 +411,7 @@ def test_a_manifest_that_cannot_be_written_takes_the_arrays_along(comm, mpi_tmp_
 
 
 def test_a_save_that_fails_is_told_of_once_the_one_before_it_is_whole(comm, mpi_tmp_path, monkeypatch):
-    gate, original = Gate(), manifest.write
+    gate, original = Gate(), folders.write
 
     def write(*arguments):
         gate.wait()
@@ -418,7 +420,7 @@ def test_a_save_that_fails_is_told_of_once_the_one_before_it_is_whole(comm, mpi_
     def fail(*arguments):
         raise OSError(122, "Disk quota exceeded")
 
-    monkeypatch.setattr(manifest, "write", write)
+    monkeypatch.setattr(folders, "write", write)
     with Mesh(comm, pipe=comm.size) as mesh:
         stages, optimizer = trained(mesh)
         with checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer) as saver:
@@ -426,7 +428,7 @@ def test_a_save_that_fails_is_told_of_once_the_one_before_it_is_whole(comm, mpi_
             with monkeypatch.context() as patch:
                 if comm.rank == comm.size - 1:
                     patch.setattr(
-                        tensors.files,
+                        tensor_files.files,
                         "begin_writing",
                         lambda file, *rest: fail() if first.name not in file.name else None,
                     )
@@ -492,13 +494,13 @@ def test_a_stage_of_half_precision_goes_on_while_its_parameters_are_saved(comm, 
 
 
 def test_a_save_takes_as_long_as_its_slowest_rank(comm, mpi_tmp_path, monkeypatch):
-    original, pause = tensors.write, 0.3 * (comm.rank == comm.size - 1)
+    original, pause = tensor_files.write, 0.3 * (comm.rank == comm.size - 1)
 
     def write(*arguments):
         time.sleep(pause)
         return original(*arguments)
 
-    monkeypatch.setattr(tensors, "write", write)
+    monkeypatch.setattr(tensor_files, "write", write)
     with Mesh(comm) as mesh:
         stages, optimizer = trained(mesh)
         with checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer) as saver:
@@ -511,7 +513,7 @@ def test_a_last_save_that_fails_while_a_job_leaves_is_told_of(comm, mpi_tmp_path
     def write(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tensors, "write", write)
+    monkeypatch.setattr(tensor_files, "write", write)
     with Mesh(comm) as mesh, Preemption(comm, signals="none", time_limit=1e-3, say=str) as preemption:
         stages, optimizer = trained(mesh)
         assert preemption.due()

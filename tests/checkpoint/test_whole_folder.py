@@ -11,8 +11,8 @@ import pytest
 from mpipipe import Mesh, nn, schedules
 from mpipipe.attention import Local
 from mpipipe.checkpoint import whole_folder
-from mpipipe.comm import inprocess
 from mpipipe.errors import ArgumentError
+from mpipipe.job import inprocess
 from mpipipe.models import GPT, huggingface
 from mpipipe.models.huggingface.adapter import open_adapter, read_adapter, save_adapter
 from mpipipe.models.huggingface.families import expressed

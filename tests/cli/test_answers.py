@@ -6,11 +6,10 @@ import json
 
 import pytest
 
-from mpipipe.cli.answers import Printed, Streamed, WrittenLines
+from mpipipe.cli.generate import Printed, Streamed, WrittenLines
 from mpipipe.errors import ConfigError
 from mpipipe.train.generation import Drawn
-from mpipipe.train.prompts import Prompts
-from mpipipe.train.text_stream import Bytes
+from mpipipe.train.prompts import Bytes, Prompts
 
 PROMPTS = Prompts([[97], [98, 99]], ["a", "bc"])
 DRAWN = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpipipe.cli.bench import steps
+from mpipipe.bench import steps
 from mpipipe.errors import ArgumentError
 
 

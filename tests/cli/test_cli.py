@@ -114,8 +114,8 @@ def test_a_fifo_ends_the_job_with_one_report(mpipipe, flag, tmp_path):
 
 TRUNCATING = """
 import os, sys
-from mpipipe.comm import runtime
-from mpipipe.comm.abort import run_or_abort
+from mpipipe.job import runtime
+from mpipipe.job.exit import run_or_abort
 from mpipipe.models import GPT
 from mpipipe.train import TrainConfig, train
 from mpipipe.train.trainer import Trainer
@@ -315,7 +315,7 @@ def test_train_without_mpi_says_how_to_install_it(mpipipe, small):
 SCRIPT = """
 import sys
 import helper
-from mpipipe.comm import runtime
+from mpipipe.job import runtime
 comm = runtime.world()
 comm.Barrier()
 if comm.rank == comm.size - 1:

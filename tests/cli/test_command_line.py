@@ -12,11 +12,10 @@ from typing import Annotated
 import pytest
 from support.command_line import invoke
 
-from mpipipe.cli.commands import ALL, Command, Commands
+from mpipipe.cli.command_line import ALL, Command, Commands, parser_of
 from mpipipe.cli.flags import Flag, Operand, parameters_of
-from mpipipe.cli.parser import parser_of
-from mpipipe.comm import launcher
-from mpipipe.comm.abort import Stop
+from mpipipe.job import settings
+from mpipipe.job.exit import Stop
 
 
 def sample(
@@ -167,7 +166,7 @@ def test_what_may_have_been_meant_is_said(words, near):
 def test_a_reader_that_leaves_is_no_error(words):
     reader, writer = os.pipe()
     os.close(reader)
-    alone = {name: value for name, value in os.environ.items() if name not in launcher.SIZE_VARIABLES}
+    alone = {name: value for name, value in os.environ.items() if name not in settings.SIZE_VARIABLES}
     done = subprocess.run(
         [sys.executable, "-m", "mpipipe", *words.split()], stdout=writer, stderr=subprocess.PIPE, text=True, env=alone
     )
@@ -184,7 +183,7 @@ def test_a_name_of_several_commands_lists_them():
 @pytest.fixture
 def alone(monkeypatch):
     """A process that no launcher has started."""
-    monkeypatch.setattr(launcher, "launcher_size", lambda environment: None)
+    monkeypatch.setattr(settings, "launcher_size", lambda environment: None)
 
 
 def test_the_completion_of_a_shell_knows_commands_flags_and_choices(alone, capsys, tmp_path):
@@ -218,7 +217,7 @@ def test_no_completion_is_one_report(alone, monkeypatch, shell, words):
 
 RANKS = """
 import sys
-from mpipipe.comm import runtime
+from mpipipe.job import runtime
 if runtime.world().rank == 1:
     sys.argv[1:] = {other}
 from mpipipe.cli import main

@@ -14,9 +14,9 @@ from support.command_line import invoke
 from support.damaged_files import KINDS, NO_FILES, TEXTS, WAYS, damaged
 from support.token_files import write_tokens
 
-from mpipipe.cli import dry_run
-from mpipipe.comm import launcher
+from mpipipe.cli import train
 from mpipipe.errors import DataError, MpipipeError
+from mpipipe.job import settings
 from mpipipe.train.data.pieces import forget_files
 from mpipipe.train.data.tokenizer import open_tokenizer
 
@@ -111,7 +111,7 @@ def test_a_regular_expression_without_end_is_an_error_of_the_tokenizer(tmp_path)
 @pytest.fixture
 def refused(monkeypatch):
     """refused(words): the report of a command of one process that refuses its arguments."""
-    for module in (launcher, dry_run):
+    for module in (settings, train):
         monkeypatch.setattr(module, "launcher_size", lambda environment: None)
 
     def refused(*words):

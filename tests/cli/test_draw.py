@@ -12,7 +12,7 @@ from support.launch import ROOT
 from support.svg import texts
 
 from mpipipe import schedules
-from mpipipe.comm import launcher
+from mpipipe.job import settings
 
 TWO = ["--ranks", "2", "--microbatches", "3"]
 
@@ -20,7 +20,7 @@ TWO = ["--ranks", "2", "--microbatches", "3"]
 @pytest.fixture
 def draw(monkeypatch, tmp_path):
     """draw(arguments): the outcome of the command, in this process and in an empty folder."""
-    monkeypatch.setattr(launcher, "launcher_size", lambda environment: None)
+    monkeypatch.setattr(settings, "launcher_size", lambda environment: None)
     monkeypatch.chdir(tmp_path)
     return lambda *arguments: invoke("draw", *arguments)
 
@@ -206,6 +206,6 @@ def test_without_matplotlib_nothing_is_simulated(draw, monkeypatch):
 
 
 def test_several_ranks_are_refused(draw, monkeypatch):
-    monkeypatch.setattr(launcher, "launcher_size", lambda environment: ("mpiexec", 4))
+    monkeypatch.setattr(settings, "launcher_size", lambda environment: ("mpiexec", 4))
     done = draw("timeline", "--schedule", "gpipe", *TWO, "--out", "a.svg")
     assert "draw is for one process" in done.report and "4 ranks" in done.report

@@ -8,12 +8,12 @@ from threading import Event
 import pytest
 
 from mpipipe import schedules
-from mpipipe.cli import dry_run
-from mpipipe.cli.dry_run import described
+from mpipipe.cli import train
+from mpipipe.cli.train import described
 from mpipipe.models import GPT
+from mpipipe.text import shown_bytes
 from mpipipe.train import TrainConfig
 from mpipipe.train.dry_run import foresee
-from mpipipe.wording import shown_bytes
 
 SIZES = dict(dim=16, layers=2, heads=2, seq_len=16, batch=8, microbatches=2, device="cpu")
 FLAGS = [part for name, value in SIZES.items() for part in (f"--{name.replace('_', '-')}", str(value))]
@@ -79,8 +79,8 @@ def test_what_makes_no_sense_is_one_error(launch, ranks, flags, text):
 
 def test_a_dry_run_that_takes_long_says_what_it_does(monkeypatch):
     said, done = [], Event()
-    monkeypatch.setattr(dry_run, "ANNOUNCED", 0.0)
-    monkeypatch.setattr(dry_run, "tell", lambda line: (said.append(line), done.set()))
-    with dry_run._announced(64):
+    monkeypatch.setattr(train, "ANNOUNCED", 0.0)
+    monkeypatch.setattr(train, "tell", lambda line: (said.append(line), done.set()))
+    with train._announced(64):
         assert done.wait(60)
     assert said == ["mpipipe: a step of 64 ranks is being rehearsed on paper; with thousands it takes minutes"]

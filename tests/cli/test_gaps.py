@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from mpipipe.cli.bench.gaps import SHAPES, Shape, cost_sets, run
+from mpipipe.bench.gaps import SHAPES, Shape, cost_sets, run
 
 
 @pytest.mark.parametrize("shape", [Shape(2, 1, 4, 2), Shape(2, 2, 3, 4)])

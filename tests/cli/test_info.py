@@ -9,9 +9,10 @@ import pytest
 
 from mpipipe import arrays, environment
 from mpipipe.cli.info import described, info
-from mpipipe.comm import describe, inprocess
-from mpipipe.comm.binding import oversubscribed, oversubscribed_threads
+from mpipipe.comm import describe
 from mpipipe.errors import BackendError
+from mpipipe.job import inprocess
+from mpipipe.job.cores import oversubscribed, oversubscribed_threads
 
 
 def surroundings(cores, threads=1, host_cores=8):

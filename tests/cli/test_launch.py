@@ -14,7 +14,7 @@ import pytest
 from support.harness import AT_LENGTH, only_at_length
 from support.launch import Job, job_environment, mpiexec
 
-from mpipipe import ended
+from mpipipe.job import ended
 
 pytestmark = pytest.mark.jobs
 LAUNCH = [sys.executable, "-m", "mpipipe", "launch"]
@@ -23,7 +23,7 @@ ON_PAPER = [sys.executable, "-m", "mpipipe", "simulate", "--schedule", "gpipe"] 
 EXIT = """
 import ctypes, sys, numpy as np, mpipipe
 from mpipipe import nn, schedules
-from mpipipe.comm import runtime
+from mpipipe.job import runtime
 comm, calls = runtime.world(), [0]
 class Stage(nn.Stage):
     def forward(self, x):
@@ -114,7 +114,7 @@ def test_a_hundred_good_jobs_are_a_hundred_successes(tmp_path, allow_seconds):
 
 
 def test_a_script_that_finalizes_mpi_itself_is_a_success(tmp_path):
-    script = "from mpi4py import MPI\nfrom mpipipe.comm import runtime\nruntime.world().Barrier()\nMPI.Finalize()"
+    script = "from mpi4py import MPI\nfrom mpipipe.job import runtime\nruntime.world().Barrier()\nMPI.Finalize()"
     job = run(*ranks_of(tmp_path, 2, script), folder=tmp_path)
     assert job.returncode == 0, job
 
@@ -297,7 +297,7 @@ def test_ctrl_c_ends_the_shell_script_around_it_too(tmp_path, handler):
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGINT
 
 
-WAITING = "import time\nfrom mpipipe.comm import runtime\nruntime.world().Barrier()\nprint('up', flush=True)\n"
+WAITING = "import time\nfrom mpipipe.job import runtime\nruntime.world().Barrier()\nprint('up', flush=True)\n"
 
 
 def test_a_launcher_or_proxy_that_is_killed_is_no_success(tmp_path):
@@ -341,7 +341,7 @@ def test_a_launch_that_is_killed_takes_its_job_along(tmp_path):
 
 def test_a_script_that_ends_by_run_or_abort_is_run_as_a_whole_also_below_mpipipe_run(tmp_path):
     """What it hands over runs after the script itself, whose exit comes first."""
-    script = "import sys\nfrom mpipipe.comm.abort import run_or_abort\n"
+    script = "import sys\nfrom mpipipe.job.exit import run_or_abort\n"
     job = run(*ranks_of(tmp_path, 2, script + "sys.exit(run_or_abort(lambda: print('worked')))"), folder=tmp_path)
     assert job.returncode == 0 and job.stdout.split() == ["worked"] * 2, job
     job = run(*ranks_of(tmp_path, 2, script + "sys.exit(run_or_abort(lambda: sys.exit(3)))"), folder=tmp_path)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 from support.command_line import invoke
 
-from mpipipe.cli import dry_run
+from mpipipe.cli import train
 from mpipipe.cli.info import _show
-from mpipipe.comm import launcher
-from mpipipe.comm.inprocess import run
-from mpipipe.comm.report import heading
 from mpipipe.errors import ArgumentError, ConfigError
+from mpipipe.job import settings
+from mpipipe.job.inprocess import run
+from mpipipe.job.report import heading
 from mpipipe.models import GPT
 from mpipipe.train import TrainConfig
-from mpipipe.train.introduction import introduction
+from mpipipe.train.trainer import introduction
 from mpipipe.train.training_plan import TrainingPlan
 
 
@@ -25,7 +25,7 @@ def test_one_process_alone_has_neither_a_job_nor_a_rank():
 @pytest.fixture
 def alone(monkeypatch):
     """A process that no launcher has started."""
-    for module in (launcher, dry_run):
+    for module in (settings, train):
         monkeypatch.setattr(module, "launcher_size", lambda environment: None)
 
 
@@ -66,7 +66,7 @@ def test_completion_is_refused_in_a_job(launch):
 
 def test_an_error_of_the_only_rank_names_no_rank():
     def refuse(comm):
-        from mpipipe.comm.group import group_of
+        from mpipipe.job.group import group_of
 
         with pytest.raises(ArgumentError) as caught, group_of(comm).together("a call"):
             raise ArgumentError("no")

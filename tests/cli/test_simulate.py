@@ -6,8 +6,8 @@ import pytest
 
 from mpipipe import schedules
 from mpipipe.cli.simulate import simulate
-from mpipipe.comm import launcher
-from mpipipe.comm.abort import Stop
+from mpipipe.job import settings
+from mpipipe.job.exit import Stop
 from mpipipe.schedules.registry import names
 
 
@@ -15,7 +15,7 @@ from mpipipe.schedules.registry import names
 def printed(capsys, monkeypatch):
     """printed(schedule=..., ...): the lines of the command."""
 
-    monkeypatch.setattr(launcher, "launcher_size", lambda environment: None)  # the tests may run under mpiexec
+    monkeypatch.setattr(settings, "launcher_size", lambda environment: None)  # the tests may run under mpiexec
 
     def run(**options):
         simulate(**options)
@@ -89,7 +89,7 @@ def test_a_very_large_schedule_is_simulated_by_its_repeated_part(printed):
 
 
 def test_all_very_large_schedules_are_listed_the_fastest_first(printed, monkeypatch):
-    monkeypatch.setattr("mpipipe.cli.simulation.WHOLE", 1)
+    monkeypatch.setattr("mpipipe.cli.simulate.WHOLE", 1)
     lines = printed(schedule="all", ranks=4, chunks=2, microbatches=8)
     listed = [line.split() for line in lines[2:] if ":" not in line]
     assert [float(row[1]) for row in listed] == sorted(float(row[1]) for row in listed)
@@ -164,7 +164,7 @@ def test_what_cannot_be_is_one_error_before_anything_is_printed(printed, capsys,
 
 
 def test_several_ranks_are_refused(printed, monkeypatch):
-    monkeypatch.setattr(launcher, "launcher_size", lambda environment: ("mpiexec", 4))
+    monkeypatch.setattr(settings, "launcher_size", lambda environment: ("mpiexec", 4))
     with pytest.raises(Stop) as caught:
         printed(schedule="gpipe")
     assert "simulate is for one process" in caught.value.text and "4 ranks" in caught.value.text

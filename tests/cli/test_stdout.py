@@ -7,10 +7,10 @@ import sys
 import pytest
 from support.command_line import invoke
 
-from mpipipe.cli import dry_run
-from mpipipe.cli.stdout import READER_LEFT, show
-from mpipipe.comm import launcher
-from mpipipe.comm.abort import Stop
+from mpipipe.cli import train
+from mpipipe.cli.output import READER_LEFT, show
+from mpipipe.job import settings
+from mpipipe.job.exit import Stop
 
 FULL = "mpipipe: the standard output cannot be written: No space left on device\n"
 ON_A_FULL_DISK = """
@@ -36,7 +36,7 @@ SIZES = "--dim 16 --layers 1 --heads 2 --seq-len 16 --batch 8 --steps 2 --sample
     ],
 )
 def test_a_full_disk_is_one_line_and_a_failure(monkeypatch, words):
-    for module in (launcher, dry_run):  # as if no launcher had started this process
+    for module in (settings, train):  # as if no launcher had started this process
         monkeypatch.setattr(module, "launcher_size", lambda environment: None)
     with open("/dev/full", "w") as stream:
         monkeypatch.setattr(sys, "stdout", stream)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mpipipe.comm import allreduce
-from mpipipe.comm.wait import wait
+from mpipipe.job.wait import wait
 
 
 def total(comm, flat):

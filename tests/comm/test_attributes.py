@@ -7,9 +7,9 @@ import logging
 import pytest
 from mpi4py import MPI
 
-from mpipipe.comm import inprocess
-from mpipipe.comm.attributes import attributes, cached
 from mpipipe.errors import PeerError
+from mpipipe.job import inprocess
+from mpipipe.job.communicators import attributes, cached
 
 
 class Item:
@@ -64,8 +64,8 @@ def test_handles_of_one_communicator_share_its_attributes(comm):
 
 
 JOB = """
-from mpipipe.comm import runtime
-from mpipipe.comm.attributes import attributes
+from mpipipe.job import runtime
+from mpipipe.job.communicators import attributes
 
 class Item:
     def close(self):

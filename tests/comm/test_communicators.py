@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpipipe.comm import communicators, inprocess, runtime
 from mpipipe.errors import ArgumentError
+from mpipipe.job import communicators, inprocess, runtime
 
 
 def test_a_duplicate_has_the_same_ranks_and_other_messages(comm):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpipipe.comm import inprocess
-from mpipipe.comm.consensus import VALUES, Ballot
-from mpipipe.comm.group import Group, group_of
 from mpipipe.errors import ArgumentError, MismatchError, PeerError
+from mpipipe.job import inprocess
+from mpipipe.job.consensus import VALUES, Ballot
+from mpipipe.job.group import Group, group_of
 
 
 def everyone_raises(comm, kind, call):

@@ -14,20 +14,19 @@ import numpy as np
 import pytest
 
 from mpipipe import arrays
-from mpipipe.comm import allreduce, inprocess, process
-from mpipipe.comm.group import Group
+from mpipipe.comm import allreduce
 from mpipipe.comm.mailbox import Envelope, Mailbox
 from mpipipe.comm.ring_exchange import RingExchange
 from mpipipe.comm.transport import gpu_aware, staged
 from mpipipe.comm.transport.choose import make_transport
-from mpipipe.comm.transport.direct import DirectTransport
+from mpipipe.comm.transport.device import DirectTransport
 from mpipipe.comm.transport.gpu_aware import Verdict
-from mpipipe.comm.transport.host import HostTransport
-from mpipipe.comm.transport.pinned_pool import SMALLEST, PinnedPool
-from mpipipe.comm.transport.sendable import check_sendable
-from mpipipe.comm.transport.staged import StagedTransport
-from mpipipe.comm.wait import wait
+from mpipipe.comm.transport.host import HostTransport, check_sendable
+from mpipipe.comm.transport.staged import SMALLEST, PinnedPool, StagedTransport
 from mpipipe.errors import ArgumentError, PeerError, StallError
+from mpipipe.job import context, inprocess
+from mpipipe.job.group import Group
+from mpipipe.job.wait import wait
 
 MIB = 1 << 20
 KINDS = ["float32", "float64", "float16", ml_dtypes.bfloat16, "int64", "uint8", "bool"]
@@ -462,7 +461,7 @@ def test_broken_a_wait_that_drives_nothing(gpu, comm, kind_of_transport, unrecor
     transport = kind_of_transport(comm)
     monkeypatch.setenv("MPIPIPE_TIMEOUT", "1")
     sending = transport.isend(make(3), comm.rank, 0, 1)
-    process.unregister_progress(transport)
+    context.unregister_progress(transport)
     box = np.zeros(16)
     receiving = HostTransport.irecv(transport.host, box, comm.rank, 0, 1)
     with pytest.raises(StallError):
@@ -487,7 +486,7 @@ def test_a_note_of_failure_ends_a_wait_for_a_device_array(gpu, comm, kind_of_tra
         with pytest.raises(PeerError, match="no paint"):
             mailbox.take()
     mailbox.cancel()
-    assert transport not in process.here().advancing
+    assert transport not in context.here().advancing
     comm.Barrier()
 
 
@@ -532,7 +531,7 @@ def test_sums_of_device_buffers_equal_those_of_host_buffers(gpu, comm, monkeypat
     queue = pending[0].queue
     for k in np.random.default_rng(comm.rank).permutation(len(flats)):  # each rank looks at them in its own order
         wait(pending[k])
-    assert gpu.synchronisations == [] and queue.buffers <= allreduce.BUFFERS and queue not in process.here().advancing
+    assert gpu.synchronisations == [] and queue.buffers <= allreduce.BUFFERS and queue not in context.here().advancing
     for flat, sum_ in zip(flats, expected):
         np.testing.assert_array_equal(arrays.download(flat), sum_)
 
@@ -564,7 +563,7 @@ def test_a_sum_under_way_advances_in_any_wait_and_can_be_given_up(gpu, comm):
     spare = comm.Dup()  # and is not freed, as after a failure
     given_up = allreduce.AllReduce(spare, make(1, 1000))
     given_up.Cancel()
-    assert given_up.queue not in process.here().advancing
+    assert given_up.queue not in context.here().advancing
 
 
 def test_broken_a_sum_that_ignores_its_producer(gpu, comm, unrecorded, monkeypatch):

@@ -11,12 +11,12 @@ from support.emulator.fixture import an_emulated_gpu
 from mpipipe import arrays
 from mpipipe.cli import probe
 from mpipipe.comm import describe as description
-from mpipipe.comm import inprocess
-from mpipipe.comm.device import describe, select_device
-from mpipipe.comm.group import group_of
+from mpipipe.comm.mesh import describe, select_device
 from mpipipe.comm.transport import gpu_aware
 from mpipipe.comm.transport.gpu_aware import ROCM, Verdict, asks_by_type, combine, judge
 from mpipipe.errors import ArgumentError, BackendError, MismatchError
+from mpipipe.job import inprocess
+from mpipipe.job.group import group_of
 
 MPICH = "MPICH Version:      5.0.2\nMPICH Release date: ..."
 MPICH3 = "MPICH Version:\t3.4.3"
@@ -34,7 +34,7 @@ ZE = "7f00-7f01 r-xp 0 0:0 0 /usr/lib/libze_loader.so.1"
 def no_gpus(monkeypatch):
     for module in (arrays, arrays.devices):
         monkeypatch.setattr(module, "device_count", lambda: 0)
-    monkeypatch.setattr(arrays.usable, "visible_gpus", lambda: 0)
+    monkeypatch.setattr(arrays.cuda, "visible_gpus", lambda: 0)
 
 
 def verdict(version=MPICH, maps="", query=0, kinds="", pool=False, **environment):

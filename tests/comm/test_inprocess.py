@@ -10,9 +10,9 @@ from support import dense
 from support.tolerance import within
 
 from mpipipe import Pipeline
-from mpipipe.comm import inprocess
-from mpipipe.comm.inprocess import InProcessError
 from mpipipe.errors import ArgumentError
+from mpipipe.job import inprocess
+from mpipipe.job.inprocess import InProcessError
 from mpipipe.schedules import simulate
 
 
@@ -119,7 +119,7 @@ import sys
 sys.modules["mpi4py"] = None  # importing it fails
 import numpy as np
 from mpipipe import Pipeline, attention, nn, schedules
-from mpipipe.comm import inprocess
+from mpipipe.job import inprocess
 
 def job(comm):
     stage = nn.Stage([nn.Linear(4, 4)], first=comm.rank)

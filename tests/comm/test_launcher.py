@@ -6,37 +6,37 @@ import os
 
 import pytest
 
-from mpipipe.comm import launcher
 from mpipipe.errors import LaunchError
+from mpipipe.job import settings
 
 
-@pytest.mark.parametrize("name", launcher.SIZE_VARIABLES)
+@pytest.mark.parametrize("name", settings.SIZE_VARIABLES)
 def test_each_launcher_promises_a_size(name):
-    assert launcher.launcher_size({name: "4", "HOME": "7"}) == (name, 4)
+    assert settings.launcher_size({name: "4", "HOME": "7"}) == (name, 4)
     for text in ("1", "0", "", "-3", "four"):
-        assert launcher.launcher_size({name: text}) is None
+        assert settings.launcher_size({name: text}) is None
     with pytest.raises(LaunchError, match=rf"(?s)found: 1 rank\n.*expected: 4 ranks \({name}=4\)"):
-        launcher.refuse_singleton({name: "4"})
+        settings.refuse_singleton({name: "4"})
 
 
 def test_without_a_launcher_a_lone_process_is_fine():
-    launcher.refuse_singleton({})
-    launcher.refuse_singleton({"PMI_SIZE": "1"})
-    assert launcher.launcher_rank({}) == 0
+    settings.refuse_singleton({})
+    settings.refuse_singleton({"PMI_SIZE": "1"})
+    assert settings.launcher_rank({}) == 0
 
 
-@pytest.mark.parametrize("name", launcher.RANK_VARIABLES)
+@pytest.mark.parametrize("name", settings.RANK_VARIABLES)
 def test_each_launcher_promises_a_rank(name):
-    assert launcher.launcher_rank({name: "3"}) == 3
-    assert launcher.launcher_rank({name: "none"}) == 0
+    assert settings.launcher_rank({name: "3"}) == 3
+    assert settings.launcher_rank({name: "none"}) == 0
 
 
-@pytest.mark.parametrize("name", launcher.LOCAL_SIZE_VARIABLES)
+@pytest.mark.parametrize("name", settings.LOCAL_SIZE_VARIABLES)
 def test_more_ranks_than_cores_on_a_host(monkeypatch, name):
-    for other in launcher.LOCAL_SIZE_VARIABLES:
+    for other in settings.LOCAL_SIZE_VARIABLES:
         monkeypatch.delenv(other, raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    assert not launcher.oversubscribed()
+    assert not settings.oversubscribed()
     for ranks, expected in (("2", False), ("3", True), ("", False), ("x", False)):
         monkeypatch.setenv(name, ranks)
-        assert launcher.oversubscribed() is expected
+        assert settings.oversubscribed() is expected

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mpipipe import Mesh
-from mpipipe.comm import inprocess
 from mpipipe.errors import ArgumentError
+from mpipipe.job import inprocess
 
 
 def facts(comm, **extents):

@@ -11,13 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from mpipipe.comm import report
+from mpipipe.job import report
 from tests.support.launch import job_environment
 
 TEXT = """
 import time
-from mpipipe.comm import report
-from mpipipe.comm.mpi_abort import abort_job
+from mpipipe.job import report
+from mpipipe.job.report import abort_job
 
 class Returns:
     def Abort(self, code):
@@ -87,8 +87,8 @@ def test_nothing_is_waited_for_once_all_is_read(monkeypatch):
 
 THREAD = """
 import os, threading, time
-from mpipipe.comm import runtime
-from mpipipe.comm.abort import run_or_abort
+from mpipipe.job import runtime
+from mpipipe.job.exit import run_or_abort
 
 def program():
     runtime.world().Barrier()
@@ -107,7 +107,7 @@ def test_a_thread_that_leaves_by_os_exit_ends_the_job_before_the_program_ends(la
 
 ABORTED = """
 import os, time
-from mpipipe.comm import abort, ending, report, runtime
+from mpipipe.job import exit as abort, exit as ending, report, runtime
 
 def abort_job(comm, *rest, real=ending.abort_job):
     report.write(f"aborts COMM_WORLD: {comm == runtime.mpi().COMM_WORLD}\\n")

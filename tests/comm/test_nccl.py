@@ -11,19 +11,17 @@ from support.emulator import DeviceHangError, poisoned
 from support.emulator.fixture import own_gpus
 
 from mpipipe import arrays
-from mpipipe.comm import inprocess
-from mpipipe.comm.group import Group, group_of
-from mpipipe.comm.nccl import choice, sums
-from mpipipe.comm.nccl.choice import Choice, Facts, choose, judge
-from mpipipe.comm.nccl.row import NcclRow
-from mpipipe.comm.nccl.sums import NcclSums
-from mpipipe.comm.nccl.task import Task
+from mpipipe.comm.nccl import channel, sums
+from mpipipe.comm.nccl.channel import Choice, Facts, Task, choose, judge
+from mpipipe.comm.nccl.sums import NcclRow, NcclSums
 from mpipipe.comm.tags import neighbours
 from mpipipe.comm.transport.choose import make_transport
 from mpipipe.comm.transport.gpu_aware import Verdict
 from mpipipe.comm.transport.nccl import NcclTransport
-from mpipipe.comm.wait import wait
 from mpipipe.errors import BackendError
+from mpipipe.job import inprocess
+from mpipipe.job.group import Group, group_of
+from mpipipe.job.wait import wait
 
 STAGED = Verdict(False, "for a test")
 
@@ -88,9 +86,9 @@ def test_threads_do_not_use_nccl():
 def test_the_kernels_are_bounded_unless_the_user_has(monkeypatch):
     monkeypatch.setenv("NCCL_MAX_CTAS", "7")
     monkeypatch.delenv("NCCL_MAX_P2P_NCHANNELS", raising=False)
-    choice.limit_kernels()
+    channel.limit_kernels()
     assert os.environ["NCCL_MAX_CTAS"] == "7"
-    assert os.environ["NCCL_MAX_P2P_NCHANNELS"] == choice.LIMITS["NCCL_MAX_P2P_NCHANNELS"]
+    assert os.environ["NCCL_MAX_P2P_NCHANNELS"] == channel.LIMITS["NCCL_MAX_P2P_NCHANNELS"]
     monkeypatch.delenv("NCCL_MAX_P2P_NCHANNELS")
 
 

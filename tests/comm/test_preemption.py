@@ -13,11 +13,11 @@ import pytest
 from mpi4py import MPI
 from support.launch import Job, mpiexec
 
-from mpipipe import Preemption, stop_signals
-from mpipipe.comm import inprocess, past_launcher, time_limit
-from mpipipe.comm.time_limit import TimeLimit, parse_duration
+from mpipipe import Preemption
 from mpipipe.errors import ArgumentError, MismatchError
-from mpipipe.stop_signals import parse_signals
+from mpipipe.job import inprocess, preemption, report, stop_signals
+from mpipipe.job.preemption import TimeLimit, parse_duration
+from mpipipe.job.stop_signals import parse_signals
 
 OPEN_MPI = MPI.get_vendor()[0] == "Open MPI"
 
@@ -64,8 +64,8 @@ def test_what_is_no_length_of_time_is_refused(text):
 def clock(monkeypatch):
     """A clock that stands until it is moved: clock[0] seconds."""
     now = [1000.0]
-    monkeypatch.setattr(time_limit, "time", SimpleNamespace(monotonic=lambda: now[0], time=time.time))
-    monkeypatch.setattr(time_limit, "_age", lambda: 0.0)
+    monkeypatch.setattr(preemption, "time", SimpleNamespace(monotonic=lambda: now[0], time=time.time))
+    monkeypatch.setattr(preemption, "_age", lambda: 0.0)
     return now
 
 
@@ -90,7 +90,7 @@ def test_a_save_under_way_beside_the_steps_needs_time_of_its_own_before_the_last
 
 
 def test_without_a_limit_time_is_never_over(clock, monkeypatch):
-    monkeypatch.delenv(time_limit.END_TIME, raising=False)
+    monkeypatch.delenv(preemption.END_TIME, raising=False)
     for seconds in (None, 0.0):
         limit = TimeLimit(seconds)
         clock[0] += 1e9
@@ -98,11 +98,11 @@ def test_without_a_limit_time_is_never_over(clock, monkeypatch):
 
 
 def test_slurms_end_of_the_job_counts_where_no_limit_is_given(clock, monkeypatch):
-    monkeypatch.setenv(time_limit.END_TIME, str(int(time.time()) + 500))
+    monkeypatch.setenv(preemption.END_TIME, str(int(time.time()) + 500))
     limit = TimeLimit(None)
     assert 498 < limit.end - clock[0] <= 500 and 9 < limit.margin <= 10
     assert TimeLimit(0.0).end is None and TimeLimit(60.0).end == clock[0] + 60
-    monkeypatch.setenv(time_limit.END_TIME, "UNLIMITED")
+    monkeypatch.setenv(preemption.END_TIME, "UNLIMITED")
     assert TimeLimit(None).end is None
 
 
@@ -174,8 +174,8 @@ def test_handlers_are_given_back_where_no_signal_has_come(comm):
 
 def test_nothing_is_written_past_a_launcher_that_is_not_there(monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
-    monkeypatch.setattr(past_launcher, "LAUNCHERS", ())
-    assert past_launcher.errors_of_open_mpi() is None
+    monkeypatch.setattr(report, "LAUNCHERS", ())
+    assert report.errors_of_open_mpi() is None
 
 
 # -- jobs -------------------------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ import os, signal, sys, threading, time
 import numpy as np
 from mpi4py import MPI
 from mpipipe import Preemption
-from mpipipe.comm import runtime
+from mpipipe.job import runtime
 comm = runtime.world()
 rank, last = comm.rank, comm.size - 1
 
@@ -227,7 +227,7 @@ with Preemption(comm) as preemption:
 
 def test_a_signal_is_noticed_while_a_rank_sits_in_mpi(launch):
     script = """
-from mpipipe import stop_signals
+from mpipipe.job import stop_signals
 seen = []
 with Preemption(comm, say=lambda text: seen.append((time.monotonic(), text))) as preemption:
     if rank == 0:
@@ -301,9 +301,9 @@ def test_a_rank_whose_neighbour_has_died_does_not_wait_for_the_end_of_grace(laun
     script = """
 import os, signal, subprocess, time
 from types import SimpleNamespace
-from mpipipe.stop_signals import StopSignals
-from mpipipe.comm.watch.channel import Place
-from mpipipe.comm.watch.watchdog import Watchdog
+from mpipipe.job.stop_signals import StopSignals
+from mpipipe.job.watch.channel import Place
+from mpipipe.job.watch.watchdog import Watchdog
 child = subprocess.Popen(["sleep", "60"])
 places = [Place("here", os.getpid(), True, -1), Place("here", child.pid, True, -1), Place("there", 2**22 + 1, True, -1)]
 watchdog = Watchdog(SimpleNamespace())

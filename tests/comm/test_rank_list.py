@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpipipe.comm import rank_list
-from mpipipe.comm.group import group_of
-from mpipipe.comm.inprocess import run
-from mpipipe.comm.presence import Presence
 from mpipipe.errors import ArgumentError, MismatchError
+from mpipipe.job import rank_list
+from mpipipe.job.group import group_of
+from mpipipe.job.inprocess import run
+from mpipipe.job.peers import Presence
 
 
 @pytest.mark.parametrize(

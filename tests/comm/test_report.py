@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from mpipipe.comm import report
 from mpipipe.errors import ArgumentError, StageError
+from mpipipe.job import report
 
 
 def raised(error, cause=None):
@@ -51,7 +51,7 @@ def test_nobody_needs_to_read(monkeypatch):
 
 SCRIPT = """
 import sys
-from mpipipe.comm import excepthook, runtime
+from mpipipe.job import report as excepthook, runtime
 runtime.world()
 calls = []
 sys.excepthook = lambda *error, hook=sys.excepthook: (calls.append(error), hook(*error))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpipipe.comm.requests import own
+from mpipipe.job.requests import own
 
 BYTES = 1 << 20  # by rendezvous: the receiver's memory is written when MPI advances, long after the call
 

@@ -9,8 +9,8 @@ import pytest
 
 import mpipipe
 from mpipipe.attention import kernels
-from mpipipe.comm import settings
 from mpipipe.errors import ArgumentError
+from mpipipe.job import settings
 
 NAMES = [variable.name for variable in settings.VARIABLES]
 

@@ -9,7 +9,7 @@ import pytest
 SCRIPT = """
 import numpy, threadpoolctl
 from mpipipe import processor
-from mpipipe.comm import runtime
+from mpipipe.job import runtime
 processor.limit_blas_threads()
 print({pool["num_threads"] for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"})
 """

@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpipipe import processor
-from mpipipe.comm import binding, threads
+from mpipipe.job.cores import cores_of, fair_shares, oversubscribed_threads, own_cores, parse_cores, share_of_cores
 
 SETS = st.frozensets(st.integers(0, 7), min_size=1)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["n1", "n2"]), SETS), min_size=1, max_size=8))
 def test_ranks_that_share_cores_have_no_more_threads_than_cores_unless_they_are_more_themselves(places):
-    shares = threads.fair_shares(places)
+    shares = fair_shares(places)
     assert all(1 <= share <= len(cores) for share, (_, cores) in zip(shares, places))
     for host, cores in places:
         for _ in places:  # all that is reached from this rank by way of others
@@ -27,12 +27,12 @@ def test_ranks_that_share_cores_have_no_more_threads_than_cores_unless_they_are_
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 9])
 def test_ranks_that_are_not_pinned_divide_the_cores(ranks):
-    assert threads.fair_shares([("n1", range(8))] * ranks) == [max(1, 8 // ranks)] * ranks
+    assert fair_shares([("n1", range(8))] * ranks) == [max(1, 8 // ranks)] * ranks
 
 
 def test_ranks_that_are_pinned_take_their_own_cores():
-    assert threads.fair_shares([("n1", [0, 1]), ("n1", [2, 3, 4]), ("n2", [0, 1])]) == [2, 3, 2]
-    assert threads.fair_shares([("n1", []), ("n1", [1])]) == [1, 1]  # a system that does not say
+    assert fair_shares([("n1", [0, 1]), ("n1", [2, 3, 4]), ("n2", [0, 1])]) == [2, 3, 2]
+    assert fair_shares([("n1", []), ("n1", [1])]) == [1, 1]  # a system that does not say
 
 
 def test_two_hardware_threads_of_a_core_are_one(tmp_path):
@@ -40,14 +40,14 @@ def test_two_hardware_threads_of_a_core_are_one(tmp_path):
         folder = tmp_path / f"cpu{thread}" / "topology"
         folder.mkdir(parents=True)
         (folder / "thread_siblings_list").write_text(f"{siblings}\n")
-    assert threads.cores_of(range(4), tmp_path) == {0, 1}
-    assert threads.cores_of([2, 3], tmp_path) == {0, 1}
-    assert threads.cores_of([4, 5], tmp_path) == {4, 5}  # nobody says
+    assert cores_of(range(4), tmp_path) == {0, 1}
+    assert cores_of([2, 3], tmp_path) == {0, 1}
+    assert cores_of([4, 5], tmp_path) == {4, 5}  # nobody says
 
 
 def test_all_ranks_of_a_job_count_the_same_cores(comm):
-    share = threads.share_of_cores()
-    assert 1 <= share <= len(binding.parse_cores(binding.own_cores()))
+    share = share_of_cores()
+    assert 1 <= share <= len(parse_cores(own_cores()))
     assert share * comm.size <= max(comm.size, os.cpu_count())
 
 
@@ -77,4 +77,4 @@ def placed(cores, counts):
     ],
 )
 def test_threads_that_are_more_than_cores_are_named(cores, counts, text):
-    assert binding.oversubscribed_threads(placed(cores, counts)) == text
+    assert oversubscribed_threads(placed(cores, counts)) == text

@@ -8,10 +8,9 @@ import pytest
 
 from mpipipe.comm.mailbox import Envelope, Mailbox
 from mpipipe.comm.transport.choose import make_transport
-from mpipipe.comm.transport.host import HostTransport
-from mpipipe.comm.transport.sendable import check_sendable
-from mpipipe.comm.wait import wait
+from mpipipe.comm.transport.host import HostTransport, check_sendable
 from mpipipe.errors import ArgumentError
+from mpipipe.job.wait import wait
 from mpipipe.pipeline.messages import MessageSpec
 
 DTYPES = [

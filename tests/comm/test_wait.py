@@ -11,12 +11,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mpipipe.comm import inprocess, launcher, process
-from mpipipe.comm import wait as waiting
-from mpipipe.comm.group import Group
 from mpipipe.comm.mailbox import Envelope, Mailbox
-from mpipipe.comm.wait import wait
 from mpipipe.errors import ArgumentError, MismatchError, PeerError, StallError
+from mpipipe.job import context, inprocess, settings
+from mpipipe.job import wait as waiting
+from mpipipe.job.group import Group
+from mpipipe.job.wait import wait
 
 NEVER = Envelope(peer=1, edge=2, microbatch=3, direction=0, header=(0, 8), data=(0, 9))
 
@@ -41,7 +41,7 @@ def test_a_note_ends_the_waiting_of_all_and_crosses_from_one_group_to_another():
             with other.failing("a test"):
                 wait(Never())
         assert caught.value.reported_elsewhere
-        assert other not in process.here().groups
+        assert other not in context.here().groups
         return "heard"
 
     assert inprocess.run(3, job) == ["told", "heard", "heard"]
@@ -136,7 +136,7 @@ def test_a_note_reaches_whichever_thread_of_a_rank_waits(comm):
 
 
 def test_a_failure_ends_the_waits_of_all_threads_of_a_rank():
-    state = process.Process()
+    state = context.Process()
     heard = []
 
     class Silent:
@@ -148,7 +148,7 @@ def test_a_failure_ends_the_waits_of_all_threads_of_a_rank():
     state.groups.append(Silent())
 
     def work():
-        process.adopt(state)
+        context.adopt(state)
         with pytest.raises(PeerError, match="wet paint"):
             wait(Never())
         heard.append(True)
@@ -157,7 +157,7 @@ def test_a_failure_ends_the_waits_of_all_threads_of_a_rank():
     for thread in threads:
         thread.start()
     time.sleep(0.2)
-    state.hear(process.Failure(7, "rank 7 failed: wet paint"))
+    state.hear(context.Failure(7, "rank 7 failed: wet paint"))
     for thread in threads:
         thread.join(5)
     assert heard == [True, True]
@@ -327,7 +327,7 @@ def test_a_group_whose_communicator_was_freed_takes_no_call(comm):
 
 def test_a_long_wait_is_warned_of_once(comm, monkeypatch, caplog):
     monkeypatch.setattr(waiting, "WARNING_SECONDS", 0)
-    monkeypatch.setattr(process.here(), "patience", 0.0)
+    monkeypatch.setattr(context.here(), "patience", 0.0)
 
     class Slow:
         polls = 0
@@ -348,12 +348,12 @@ def test_ranks_that_share_cores_sleep_longer_between_two_polls(monkeypatch):
         def Test(self):
             return len(slept) == 3
 
-    for name in launcher.LOCAL_SIZE_VARIABLES:
+    for name in settings.LOCAL_SIZE_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(waiting, "time", SimpleNamespace(sleep=slept.append, perf_counter=time.perf_counter))
     for ranks in (1, 10**6):
-        monkeypatch.setenv(launcher.LOCAL_SIZE_VARIABLES[0], str(ranks))
-        one = process.Process()
+        monkeypatch.setenv(settings.LOCAL_SIZE_VARIABLES[0], str(ranks))
+        one = context.Process()
         one.patience = 0.0
         monkeypatch.setattr(waiting, "here", lambda one=one: one)
         slept.clear()
@@ -368,18 +368,18 @@ def test_a_wait_drives_what_asked_for_it_until_it_rests():
         def progress(self):
             self.calls += 1
             if self.calls == 3:
-                process.unregister_progress(self)
+                context.unregister_progress(self)
 
         def Test(self):
             return self.calls == 3
 
     engine, other = Engine(), Engine()
-    process.register_progress(engine)
-    process.register_progress(engine)
-    process.register_progress(other)
+    context.register_progress(engine)
+    context.register_progress(engine)
+    context.register_progress(other)
     wait(engine)
     assert (engine.calls, other.calls) == (3, 3)
-    process.unregister_progress(other)
+    context.unregister_progress(other)
     other.calls = 3
     wait(other)
     assert (engine.calls, other.calls) == (3, 3)
@@ -400,13 +400,13 @@ def test_a_wait_drives_what_its_own_thread_uses_and_nothing_else():
             return self.polls > 10
 
     engine = Engine()
-    process.register_progress(engine)
+    context.register_progress(engine)
     thread = threading.Thread(target=lambda: wait(Soon()))
     thread.start()
     thread.join()
     assert engine.calls == 0
     wait(Soon())
-    process.unregister_progress(engine)
+    context.unregister_progress(engine)
     assert engine.calls == 11
 
 

@@ -13,14 +13,12 @@ import numpy as np
 import pytest
 
 from mpipipe import Pipeline, nn, schedules
-from mpipipe.comm import inprocess
-from mpipipe.comm.flight import SLOTS, Account, FlightRecorder, Message
-from mpipipe.comm.group import Group
-from mpipipe.comm.watch.channel import Place
-from mpipipe.comm.watch.dump import Dump, Waits
-from mpipipe.comm.watch.neighbours import Seen, state_of
-from mpipipe.comm.watch.verdict import Silent, judge
 from mpipipe.errors import HangError, PeerError
+from mpipipe.job import inprocess
+from mpipipe.job.flight import SLOTS, Account, FlightRecorder, Message
+from mpipipe.job.group import Group
+from mpipipe.job.watch.channel import Dump, Place, Seen, Waits, state_of
+from mpipipe.job.watch.verdict import Silent, judge
 
 CALL = ((0, 1), "step (call 7)")
 

@@ -293,8 +293,8 @@ def test_receives_of_any_rank_and_tag_see_no_message_of_the_watchdog(play):
     script = """
 import time
 from mpi4py import MPI
-from mpipipe.comm import runtime
-from mpipipe.comm.group import Group
+from mpipipe.job import runtime
+from mpipipe.job.group import Group
 world = runtime.world()
 own = MPI.COMM_SELF.Dup()
 if world.rank == 1:  # makes progress, so that the rank that waits goes on after its questions

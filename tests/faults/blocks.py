@@ -12,7 +12,7 @@ import os, signal, sys, threading, time
 import numpy as np
 import mpipipe
 from mpipipe import attention, errors, nn, optim, schedules
-from mpipipe.comm import runtime
+from mpipipe.job import runtime
 
 comm = runtime.world()
 rank, size, last = comm.rank, comm.size, comm.size - 1

@@ -13,7 +13,7 @@ from pathlib import Path
 from support.launch import Job, job_environment, mpiexec
 
 from faults.fault import ALONE, ANY, COMMAND, HEADING, NONZERO, RUN, Case
-from mpipipe.comm.launcher import RANK_VARIABLES
+from mpipipe.job.settings import RANK_VARIABLES
 
 PASSED, HUNG, SILENT, WRONG = "passed", "hung", "silent", "wrong"
 PAUSE = 0.02  # seconds between two looks at a job

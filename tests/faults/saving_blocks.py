@@ -12,10 +12,10 @@ OPENING = """
 import os, resource, signal, sys, threading, time
 import numpy as np
 from mpipipe import nn, optim
-from mpipipe.comm import runtime
+from mpipipe.job import runtime
 from mpipipe.models import GPT
 from mpipipe.train import TrainConfig, train, weights
-from mpipipe.train.shard import Shard
+from mpipipe.train.training_plan import Shard
 from mpipipe.train.trainer import Trainer
 
 comm = runtime.world()
@@ -62,7 +62,7 @@ LOADS = """
 import sys
 from mpipipe import Mesh, checkpoint, nn, optim
 from mpipipe.attention import Local
-from mpipipe.comm import inprocess
+from mpipipe.job import inprocess
 from mpipipe.models import GPT
 
 def load(comm):

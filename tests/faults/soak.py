@@ -18,7 +18,7 @@ from pathlib import Path
 
 from support.launch import Job, mpiexec
 
-from mpipipe.comm.launcher import RANK_VARIABLES
+from mpipipe.job.settings import RANK_VARIABLES
 
 SCRIPT = Path(__file__).with_name("soak_job.py")
 WARM = 0.2  # of the samples, in which caches fill

@@ -20,9 +20,9 @@ from pathlib import Path
 import numpy as np
 
 from mpipipe import Mesh, Pipeline, attention, checkpoint, nn, optim, schedules
-from mpipipe.comm import communicators, runtime
-from mpipipe.comm.group import group_of
 from mpipipe.errors import MismatchError
+from mpipipe.job import communicators, runtime
+from mpipipe.job.group import group_of
 
 WIDTH, ROWS = 64, 512
 SAMPLES = 120  # in all

@@ -23,9 +23,9 @@ from support.reference_attention import NAMES, dense
 from support.tolerance import close, within
 
 from mpipipe import arrays
-from mpipipe.cli.bench.gpu import attention, executor, gpt, memory, ring, run, timing, transport
-from mpipipe.cli.bench.gpu.rows import Row, show
-from mpipipe.comm import inprocess, launcher, runtime
+from mpipipe.bench.gpu import attention, executor, gpt, memory, ring, rows, run, transport
+from mpipipe.bench.gpu.rows import Row, show
+from mpipipe.job import inprocess, runtime, settings
 from mpipipe.models import GPT
 
 TESTS = Path(__file__).parents[1]
@@ -168,27 +168,27 @@ def test_the_kernels_that_count_as_busy_are_those_of_a_step(gpu, monkeypatch):
 def test_work_in_front_gets_the_host_ahead(gpu, monkeypatch):
     """More of it where the device came to the measured call too early; told where that does not help."""
     done, worked = iter([True, False, True, True, True, True, True]), []
-    monkeypatch.setattr(timing.arrays, "is_done", lambda event: next(done))
-    x = timing.normal((64,), "float32")
+    monkeypatch.setattr(rows.arrays, "is_done", lambda event: next(done))
+    x = rows.normal((64,), "float32")
     y = arrays.empty_like(x)
-    monkeypatch.setattr(timing, "seconds", lambda call, repeats: 1.0)
+    monkeypatch.setattr(rows, "seconds", lambda call, repeats: 1.0)
     work = lambda: worked.append(arrays.copy_into(y, x))  # noqa: E731
-    _, always = timing.seconds_behind(work, lambda: arrays.copy_into(x, y), 1)
+    _, always = rows.seconds_behind(work, lambda: arrays.copy_into(x, y), 1)
     assert always and len(worked) == 2 + 4
     worked.clear()
-    assert not timing.seconds_behind(work, lambda: arrays.copy_into(x, y), 1)[1]
+    assert not rows.seconds_behind(work, lambda: arrays.copy_into(x, y), 1)[1]
     assert len(worked) == 2 + 4 + 8 + 16 + 32
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 @pytest.mark.parametrize("shape", [(0,), (3, 5), (7, 11), (64,), (1000,)])
 def test_random_values_fill_an_array_of_any_length(gpu, monkeypatch, shape, dtype):
-    monkeypatch.setattr(timing, "BLOCK", 64)
-    values = arrays.download(timing.normal(shape, dtype, 3))
+    monkeypatch.setattr(rows, "BLOCK", 64)
+    values = arrays.download(rows.normal(shape, dtype, 3))
     assert values.shape == shape and values.dtype == arrays.dtype(dtype)
     flat = values.reshape(-1).astype("float64")
     assert (flat == [flat[n % 64] for n in range(flat.size)]).all() and len(set(flat[:64])) == len(flat[:64])
-    assert flat.size < 10 or not (flat == arrays.download(timing.normal(shape, dtype, 4)).reshape(-1)).all()
+    assert flat.size < 10 or not (flat == arrays.download(rows.normal(shape, dtype, 4)).reshape(-1)).all()
 
 
 def test_a_training_step_is_counted_in_tokens(gpu):
@@ -257,7 +257,7 @@ def test_ties_and_sizes_of_the_measured_steps(gpu, monkeypatch):
 
 def test_what_pytorch_compiles_is_measured_last():
     pytest.importorskip("torch")
-    from mpipipe.cli.bench.torch_gpt import PEERS
+    from mpipipe.bench.torch_gpt import PEERS
 
     assert [compiled for _, compiled in PEERS.values()] == [False, False, True]
 
@@ -277,7 +277,7 @@ def test_the_parts_with_a_pipeline_run_without_mpi(gpu, monkeypatch):
 @pytest.mark.parametrize("job", ["", "2"])
 def test_a_process_without_mpi_measures_alone_unless_it_is_one_of_several(monkeypatch, capsys, job):
     monkeypatch.setitem(sys.modules, "mpi4py", None)
-    for name in launcher.SIZE_VARIABLES:
+    for name in settings.SIZE_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PMI_SIZE", job)
     calls = []
@@ -292,7 +292,7 @@ def test_a_process_without_mpi_measures_alone_unless_it_is_one_of_several(monkey
 
 def test_a_process_without_mpi_refuses_a_part_as_every_command_refuses(monkeypatch):
     monkeypatch.setitem(sys.modules, "mpi4py", None)
-    for name in launcher.SIZE_VARIABLES:
+    for name in settings.SIZE_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     outcome = invoke("bench", "gpu", "--part", "nonsense")
     assert outcome.code == 2 and "mpipipe: stopped:\n  ArgumentError: no part of bench gpu" in outcome.report

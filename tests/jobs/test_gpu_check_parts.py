@@ -13,9 +13,9 @@ from support import warm_kernels
 
 from mpipipe import arrays
 from mpipipe.attention.kernels import cudnn_graph
-from mpipipe.cli.bench.gpu import gpt, memory, run, transport
-from mpipipe.cli.bench.gpu.rows import Row
-from mpipipe.cli.gpu_check import attention, expectations, extra, report
+from mpipipe.bench.gpu import gpt, memory, run, transport
+from mpipipe.bench.gpu.rows import Row
+from mpipipe.gpu_check import attention, check, extra
 from mpipipe.models import GPT
 
 
@@ -144,13 +144,13 @@ def test_the_report_has_driver_clocks_and_versions(emulated_gpu, monkeypatch, tm
     smi.write_text('#!/bin/sh\necho "asked: $*"\necho "580.1, 1980 MHz, 2619 MHz, 345 MHz, 700.00 W"\n')
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    asked, card, libraries = report._machine()
+    asked, card, libraries = check._machine()
     assert "driver_version,clocks.max.sm" in asked and card.startswith("580.1")
     assert libraries == "NVRTC 13.5, cuBLAS 130100, NCCL 22707"
     monkeypatch.setenv("PATH", "")
     emulated_gpu.machine.faults.add("cublas")
     vars(arrays.cupy().cuda).pop("cublas", None)
-    assert report._machine() == ["NVRTC 13.5, no cuBLAS (ImportError), NCCL 22707"]
+    assert check._machine() == ["NVRTC 13.5, no cuBLAS (ImportError), NCCL 22707"]
 
 
 # -- expectations
@@ -191,7 +191,7 @@ TIED = "training step, tied, bfloat16, 124 M parameters, 1 x 8 x 1024 tokens"
     ],
 )
 def test_a_measurement_stands_beside_what_was_expected(measured, expected, verdict):
-    found = expectations.beside(measured, H100)
+    found = check.beside(measured, H100)
     assert found["expected"].startswith(expected) and found["verdict"] == verdict
     assert bool(found["expected"]) == bool(expected)
 
@@ -208,14 +208,14 @@ def test_a_measurement_stands_beside_what_was_expected(measured, expected, verdi
     ],
 )
 def test_an_h200_has_expectations_of_its_own(measured, expected, verdict):
-    found = expectations.beside(measured, H200)
+    found = check.beside(measured, H200)
     assert found["expected"].startswith(expected) and found["verdict"] == verdict
 
 
 @pytest.mark.parametrize("gpus", [["cuda:0 A100"], GH200, [*H100, *H200], []])
 def test_nothing_was_expected_of_other_gpus(gpus):
     for measured in (row(UNTIED, 1.0), row(TIED, 400e3, "untied", 400e3)):
-        assert expectations.beside(measured, gpus) == {"expected": "", "verdict": ""}
+        assert check.beside(measured, gpus) == {"expected": "", "verdict": ""}
 
 
 def test_every_expectation_concerns_a_row_that_is_measured(gpu, monkeypatch):
@@ -232,5 +232,5 @@ def test_every_expectation_concerns_a_row_that_is_measured(gpu, monkeypatch):
     rows += [row(f"training step, tied, {sizes}", 1.0, f"PyTorch {name}", 1.0)
              for name in ast.literal_eval(peers) for sizes in ["1 x 8 x 1024 tokens"]]  # fmt: skip
     rows += [row(f"{way}, {max(transport.QUICK['sizes'])} B", 1.0) for way in ("staged", "direct")]
-    unmet = [each for each in expectations.EXPECTATIONS if not any(expectations._concerns(each, one) for one in rows)]
+    unmet = [each for each in check.EXPECTATIONS if not any(check._concerns(each, one) for one in rows)]
     assert not unmet

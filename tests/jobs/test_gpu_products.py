@@ -11,7 +11,7 @@ import pytest
 from support.emulator import cublaslt
 
 from mpipipe.arrays import gemm
-from mpipipe.cli.bench.gpu import products
+from mpipipe.bench.gpu import products
 
 SIZES = dict(repeats=1, rows=8, dim=8, hidden=8, vocab=16)
 

@@ -16,10 +16,9 @@ import pytest
 from support.launch import ROOT, job_environment
 
 from mpipipe.cli import compare_losses
-from mpipipe.cli.gpu_check import settings
-from mpipipe.cli.gpu_check.__main__ import main as gpu_check_main
-from mpipipe.train.config import TrainConfig
-from mpipipe.train.config_file import tomllib
+from mpipipe.gpu_check import suite
+from mpipipe.gpu_check.__main__ import main as gpu_check_main
+from mpipipe.train.config import TrainConfig, tomllib
 
 BATCH = sorted(ROOT.glob("jobs/*.sbatch"))
 SCRIPTS = sorted([*ROOT.glob("jobs/*.sh"), *BATCH, ROOT / ".ci" / "run"])
@@ -265,7 +264,7 @@ PYTHON = """
 case "$*" in
     *gpu_check.extra*) echo "all as expected"; exit ;;
     *gpu_check.attention*) echo "attention by: ${{ATTENTION:-cudnn 9.24.0}}"; [ -z "${{ATTENTION:-}}" ]; exit ;;
-    *mpipipe.cli.gpu_check*) exec {python} "$@" ;;
+    *mpipipe.gpu_check*) exec {python} "$@" ;;
     *check_device*) [ "${{GPU:-1}}" = 1 ] && exit
         printf 'Traceback:\n  here\nmpipipe.errors.BackendError: no GPU here\n  found: \n    no headers\n' >&2
         printf '    no cuBLAS\n    no NVRTC\n  remedy: install it\n' >&2; exit 1 ;;
@@ -432,7 +431,7 @@ def test_gpu_check_ends_in_time_and_says_what_was_left_out(gpu_check, slow, foun
 @pytest.mark.parametrize(("found", "status", "code"), [("passed", "cut", 0), ("failed", "failed", 1)])
 def test_gpu_check_cuts_a_part_that_runs_past_its_own_limit(gpu_check, checkout, monkeypatch, found, status, code):
     """It has not failed either, unless a test had failed before."""
-    monkeypatch.setattr(settings, "WHOLE_LIMITS", settings.Limits(tests=6))
+    monkeypatch.setattr(suite, "WHOLE_LIMITS", suite.Limits(tests=6))
     for name, value in {"PYTHON": "bin/python", "RESULTS": "out", "SLOW": "1", "FOUND": found}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(checkout)

@@ -20,9 +20,9 @@ from support.command_line import invoke
 from support.launch import ROOT, job_environment, mpiexec
 
 from mpipipe.cli.jobscript import jobscript
-from mpipipe.comm import launcher
-from mpipipe.comm.abort import Stop
 from mpipipe.errors import ArgumentError
+from mpipipe.job import settings
+from mpipipe.job.exit import Stop
 from mpipipe.site import ARRAYS, LIBRARY, MPIS, SCHEDULERS, Job, job_script
 
 FAMILY = "openmpi" if MPI.get_vendor()[0] == "Open MPI" else "mpich"
@@ -263,7 +263,7 @@ def test_what_cannot_be_is_refused_before_anything_is_printed(wrong, said):
 @pytest.fixture
 def alone(monkeypatch):
     """No sign of a launcher: this rank is to look like a process of its own."""
-    for name in launcher.SIZE_VARIABLES:
+    for name in settings.SIZE_VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
 
@@ -326,7 +326,7 @@ def test_a_number_of_restarts_that_is_none_is_refused_before_anything_starts(tmp
 @pytest.mark.jobs
 @pytest.mark.parametrize("ends", ["sys.exit(0)", "ctypes.CDLL(None)._exit(0)"])
 def test_a_script_of_ones_own_is_started_and_its_end_proven(tmp_path, ends):
-    body = "import ctypes, sys\nfrom mpipipe.comm import runtime\nprint(runtime.world().size, sys.argv[1:])\n"
+    body = "import ctypes, sys\nfrom mpipipe.job import runtime\nprint(runtime.world().size, sys.argv[1:])\n"
     (tmp_path / "own script.py").write_text(f"{body}sys.stdout.flush()\n{ends}\n")
     words = ("own script.py", "$HOME", "it's")
     text = job_script(Job("pbs", 1, 2, mpi=FAMILY, python=sys.executable, script=words))

@@ -17,7 +17,7 @@ import pytest
 from support.launch import ROOT, job_environment, mpiexec
 
 import mpipipe
-from mpipipe.train.config_file import tomllib
+from mpipipe.train.config import tomllib
 
 SITE = ROOT / "site"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -15,8 +15,8 @@ from support.training_tolerance import path
 
 from mpipipe import Pipeline, arrays, nn, schedules
 from mpipipe.attention import Cached, Layout, Local, Ring
-from mpipipe.comm import inprocess
 from mpipipe.errors import ArgumentError
+from mpipipe.job import inprocess
 from mpipipe.models import GPT
 
 

@@ -11,7 +11,7 @@ from mpipipe import attention, nn
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import rope
 from mpipipe.nn.kernels.host import any_dtype
-from mpipipe.nn.rope_tables import RopeTables
+from mpipipe.nn.layers.layer import RopeTables
 
 RANDOM = np.random.default_rng(6)
 

@@ -7,7 +7,7 @@ import pytest
 
 from mpipipe import arrays, nn
 from mpipipe.attention import Local, Ring
-from mpipipe.comm import inprocess
+from mpipipe.job import inprocess
 
 RANDOM = np.random.default_rng(12)
 DIM, HEADS = 64, 4

@@ -108,7 +108,7 @@ def test_complex_numbers_are_scaled_added_and_compared_as_pairs(cuda, kind, draw
 
 
 def test_elements_beyond_one_grid_keep_their_places(cuda, monkeypatch):
-    monkeypatch.setattr(arrays.launch, "MOST_BLOCKS", 2)
+    monkeypatch.setattr(arrays.cuda, "MOST_BLOCKS", 2)
     x, hx = device(np.arange(5000.0), arrays.dtype("float32"))
     check(cuda.scale(x, 3.0), hx * 3, x.dtype)
     cuda.accumulate(x, arrays.copy(x))

@@ -7,7 +7,7 @@ import pytest
 
 from mpipipe import Pipeline, arrays, nn
 from mpipipe.attention import Local
-from mpipipe.comm import inprocess
+from mpipipe.job import inprocess
 from mpipipe.schedules import gpipe
 
 IDS, TARGETS = np.random.default_rng(0).integers(0, 11, size=(2, 4, 6))

@@ -13,7 +13,7 @@ from support.tolerance import bound, close, eps, largest, within
 
 from mpipipe import Pipeline, arrays, nn
 from mpipipe.errors import ArgumentError
-from mpipipe.nn.head_loss import TILE_BYTES, tile_rows
+from mpipipe.nn.loss import TILE_BYTES, tile_rows
 
 DIM, VOCAB, ROWS = 6, 37, 11
 

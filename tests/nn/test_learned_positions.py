@@ -10,7 +10,7 @@ from support.tolerance import close, largest
 from mpipipe import arrays, nn
 from mpipipe.attention import Cached, Local
 from mpipipe.errors import ArgumentError
-from mpipipe.nn.recording import unrecordable
+from mpipipe.pipeline.graphs import unrecordable
 
 RANDOM = np.random.default_rng(9)
 

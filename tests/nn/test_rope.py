@@ -9,7 +9,7 @@ import pytest
 
 from mpipipe import arrays, nn
 from mpipipe.nn import rope
-from mpipipe.nn.rope_tables import TABLES, RopeTables
+from mpipipe.nn.layers.layer import TABLES, RopeTables
 
 POSITIONS = np.array([0, 1, 5, 4095])
 

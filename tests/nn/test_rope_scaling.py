@@ -12,8 +12,8 @@ from support.tolerance import bound, close, within
 from mpipipe import arrays, nn
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import rope
-from mpipipe.nn.rope_scaling import scaling_of
-from mpipipe.nn.rope_tables import RopeTables
+from mpipipe.nn.layers.layer import RopeTables
+from mpipipe.nn.rope import scaling_of
 
 SCALINGS = [
     nn.LinearScaling(2.5),

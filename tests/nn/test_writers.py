@@ -8,8 +8,8 @@ import pytest
 from mpipipe import nn
 from mpipipe.attention import Local
 from mpipipe.models import GPT
-from mpipipe.nn.sharing import User, share
-from mpipipe.nn.writers import writers_of
+from mpipipe.nn.writing import writers_of
+from mpipipe.pipeline.ties import User, share
 
 SMALL = dict(vocab=32, dim=16, layers=2, heads=4, kv_heads=2, hidden=24, seq=12)
 

@@ -9,9 +9,9 @@ import pytest
 from support.emulator.fixture import own_gpus
 
 from mpipipe import arrays, nn, optim
-from mpipipe.comm import inprocess
-from mpipipe.comm.wait import wait
 from mpipipe.errors import ArgumentError, MpipipeError, NonFiniteError, PeerError
+from mpipipe.job import inprocess
+from mpipipe.job.wait import wait
 
 OPTIMIZERS = {
     "AdamW": lambda stages: optim.AdamW(stages, 0.01, weight_decay=0.1),

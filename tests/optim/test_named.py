@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from mpipipe import Pipeline, nn, optim, schedules
-from mpipipe.comm import inprocess
 from mpipipe.errors import ArgumentError
+from mpipipe.job import inprocess
 
 
 def tied():

@@ -10,8 +10,8 @@ import pytest
 from support.tolerance import bound, close, within
 
 from mpipipe import nn, optim
-from mpipipe.comm import inprocess
 from mpipipe.errors import ArgumentError, NonFiniteError
+from mpipipe.job import inprocess
 
 RANDOM = np.random.default_rng(8)
 NUMBERS = 200 * 300 + 300 + 300 + 300 * 5 + 3 * 5  # in the gradients of `stages`, whose squares a norm adds up

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from mpipipe import arrays, nn, optim
-from mpipipe.comm import inprocess
 from mpipipe.errors import ArgumentError, NonFiniteError
+from mpipipe.job import inprocess
 from mpipipe.nn.kernels import of
-from mpipipe.nn.kernels.cuda.clipping import clip_factor
+from mpipipe.nn.kernels.cuda.optimizer import clip_factor
 
 NUMBERS = dict(b1=0.9, b2=0.95, eps=1e-8, rate=0.01, correction1=0.2, correction2=0.1)
 OPTIMIZERS = {

@@ -9,8 +9,8 @@ import pytest
 from support.tolerance import close, largest
 
 from mpipipe import Pipeline, nn, optim
-from mpipipe.comm import inprocess
 from mpipipe.errors import ArgumentError, NonFiniteError
+from mpipipe.job import inprocess
 from mpipipe.schedules import one_f_one_b
 
 RANDOM = np.random.default_rng(13)

@@ -12,7 +12,7 @@ from support.launch import job_environment
 
 from mpipipe import files, pictures, schedules
 from mpipipe.errors import ArgumentError, BackendError, StorageError
-from mpipipe.pictures.colours import OPS, ink_on, looks_of_series, shade
+from mpipipe.pictures.sheet import OPS, ink_on, looks_of_series, shade
 
 HALF = schedules.Costs(0.5, 0.5, 0.5)
 PARTS = ["compute", "bubble", "imbalance", "late sender", "transfer", "sums", "optimizer", "overhead"]

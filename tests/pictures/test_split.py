@@ -10,7 +10,7 @@ from support.svg import shapes, texts
 
 from mpipipe import pictures
 from mpipipe.errors import ArgumentError
-from mpipipe.pictures.spread import spread
+from mpipipe.pictures.sheet import spread
 
 ROWS = [{"compute": 3.0, "bubble": 1.0, "sums": 0.02}, {"compute": 2.0, "bubble": 1.5, "transfer": 0.1}]
 

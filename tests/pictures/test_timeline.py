@@ -122,7 +122,7 @@ def test_what_does_not_belong_to_the_schedule_is_refused(measured, match, tmp_pa
 
 
 def test_more_actions_than_a_picture_shows_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("mpipipe.pictures.rows.MOST_BOXES", 7)
+    monkeypatch.setattr("mpipipe.pictures.sheet.MOST_BOXES", 7)
     found = schedules.simulate(schedules.gpipe(2, 2))
     for draw in (pictures.draw_timeline, pictures.draw_memory):
         with pytest.raises(ArgumentError, match="more actions than a picture can show"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as some
 
-from mpipipe.pipeline.buckets import Bucket, cut
+from mpipipe.pipeline.gradient_sums import Bucket, cut
 
 
 def test_a_layer_that_fills_a_bucket_has_one_of_its_own():

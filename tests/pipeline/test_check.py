@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from mpipipe import Branches, Pipeline, arrays, nn, optim
-from mpipipe.comm import inprocess
 from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, NonFiniteError, PeerError, StageError
+from mpipipe.job import inprocess
 from mpipipe.schedules import looped_bfs, one_f_one_b, with_skips, zero_bubble_h1
 
 MICROBATCHES, AT, ROWS, DIM = 4, 2, 8, 4
@@ -401,7 +401,7 @@ def test_a_sum_over_replicas_that_overflows(comm):
 @pytest.mark.parametrize("kind", ["bfloat16", "float16", "complex64"])
 def test_numbers_of_all_kinds(kind):
     """Seen where they are, in arrays of any strides; integers have no NaN."""
-    from mpipipe.pipeline.inspection import non_finite, watched
+    from mpipipe.pipeline.check import non_finite, watched
 
     array = np.ones((4, 6), arrays.dtype(kind))
     part = {"a": np.ones(3, int), "b": (array[:, ::2], None)}

@@ -11,8 +11,8 @@ from support import complex_model, dense
 from support.complex_model import Wave
 
 from mpipipe import Mesh, Pipeline, checkpoint, nn, optim, schedules
-from mpipipe.comm import inprocess
 from mpipipe.errors import ArgumentError, StageError
+from mpipipe.job import inprocess
 
 ENOUGH = 1e-12
 

@@ -12,13 +12,13 @@ from support import dense
 from support.tolerance import within
 
 from mpipipe import Pipeline, schedules
-from mpipipe.comm import inprocess
 from mpipipe.comm.mailbox import Mailbox
 from mpipipe.comm.tags import Tags
 from mpipipe.errors import MismatchError, ScheduleError
-from mpipipe.pipeline.construction_on_paper import construct_on_paper
+from mpipipe.job import inprocess
+from mpipipe.pipeline.construction import construct_on_paper
 from mpipipe.pipeline.plan import AHEAD, Plan
-from mpipipe.schedules import Schedule, distributed_proof
+from mpipipe.schedules import Schedule, proof
 from mpipipe.schedules.on_demand import OrdersOnDemand
 
 NAMES = [("gpipe", 1), ("one_f_one_b", 1), ("zero_bubble_h1", 1), ("zero_bubble_2p", 1), ("interleaved_1f1b", 2),
@@ -28,7 +28,7 @@ NAMES = [("gpipe", 1), ("one_f_one_b", 1), ("zero_bubble_h1", 1), ("zero_bubble_
 @pytest.fixture
 def divided(monkeypatch):
     """Small schedules are proven in parts, too; nobody simulates one."""
-    monkeypatch.setattr(distributed_proof, "WHOLE", 0)
+    monkeypatch.setattr(proof, "WHOLE", 0)
 
 
 @pytest.mark.parametrize("name, chunks, microbatches", [
@@ -55,7 +55,7 @@ def test_keys_of_large_schedules_order_all_messages(case, ranks, microbatches):
     assume(isinstance(schedule.orders, OrdersOnDemand))  # zero_bubble_2p is searched for a few micro-batches
     tags = Tags(schedule.placement, microbatches, 32767)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(distributed_proof, "WHOLE", 0)
+        patch.setattr(proof, "WHOLE", 0)
         plans = [Plan(schedule, rank, tags) for rank in range(ranks)]
     sent = {
         (rank, each.peer, *each[1:]): plan.order_keys[each] for rank, plan in enumerate(plans) for each in plan.sends

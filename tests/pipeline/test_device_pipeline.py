@@ -13,9 +13,9 @@ from support.training_tolerance import curve, path, roundings
 
 from mpipipe import Mesh, Pipeline, arrays, nn, optim
 from mpipipe.attention import Local
-from mpipipe.comm import inprocess
 from mpipipe.comm.transport import gpu_aware
 from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, NonFiniteError
+from mpipipe.job import inprocess
 from mpipipe.models import GPT
 from mpipipe.schedules import gpipe, partition, with_recompute
 from mpipipe.trace import Recorder

@@ -8,9 +8,9 @@ from support import dense
 from support.tolerance import within
 
 from mpipipe import Pipeline
-from mpipipe.comm import communicators, process
-from mpipipe.comm.group import Group
 from mpipipe.errors import ArgumentError, MismatchError, NonFiniteError, PeerError, ScheduleError, StageError
+from mpipipe.job import communicators, context
+from mpipipe.job.group import Group
 from mpipipe.schedules import Action, Schedule, gpipe, interleaved_1f1b, one_f_one_b, zero_bubble_h1
 
 
@@ -52,7 +52,7 @@ def test_a_refused_pipeline_leaves_no_communicator_behind(comm, monkeypatch):
     schedule = gpipe(comm.size, 2)
     for stages in ([], [None], dense.model(schedule, comm.rank) if comm.rank else [object()]):
         refuses(comm, ArgumentError, "stage", lambda stages=stages: Pipeline(stages, schedule, comm))
-    assert len(made) == 3 and freed == made and all(group.comm not in made for group in process.here().groups)
+    assert len(made) == 3 and freed == made and all(group.comm not in made for group in context.here().groups)
 
 
 def test_stage_without_the_methods_that_the_schedule_needs(comm):

@@ -7,9 +7,9 @@ import pytest
 from support import dense
 
 from mpipipe import Pipeline, nn, schedules
-from mpipipe.comm import inprocess
-from mpipipe.comm.flight import Message
 from mpipipe.errors import StageError
+from mpipipe.job import inprocess
+from mpipipe.job.flight import Message
 
 WIDTH, ROWS = 8, 4
 

@@ -17,7 +17,7 @@ from mpipipe.arrays.graphs import WORKSPACE_BYTES
 from mpipipe.attention import Local
 from mpipipe.errors import ArgumentError, BackendError, MismatchError, StageError
 from mpipipe.models import GPT
-from mpipipe.nn.recording import unrecordable
+from mpipipe.pipeline.graphs import unrecordable
 from mpipipe.schedules import Costs, gpipe, looped_bfs, one_f_one_b, partition, peak_memory, simulate, with_recompute
 
 SIZES = dict(vocab=32, dim=8, layers=3, heads=2, kv_heads=1, hidden=8, seq=12)  # 8 parts, for 4 ranks of 2 stages

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mpipipe import Pipeline, arrays, nn
-from mpipipe.comm.transport.sendable import check_sendable
+from mpipipe.comm.transport.host import check_sendable
 from mpipipe.errors import ArgumentError, PeerError, StageError
 from mpipipe.schedules import looped_bfs, one_f_one_b
 

@@ -10,8 +10,8 @@ import pytest
 from support import dense
 
 from mpipipe import Pipeline, nn, optim, schedules
-from mpipipe.comm import inprocess
 from mpipipe.errors import ArgumentError, MpipipeError
+from mpipipe.job import inprocess
 from mpipipe.trace import Recorder
 
 STEPS, MICROBATCHES, WIDTH = 4, 6, 8

@@ -8,7 +8,7 @@ SCRIPT = """
 import os, sys
 import numpy as np
 from mpipipe import Pipeline, nn, optim, schedules
-from mpipipe.comm import runtime
+from mpipipe.job import runtime
 
 comm = runtime.world()
 stages = [nn.Stage([nn.Linear(64, 64)], first=comm.rank)]

@@ -16,8 +16,8 @@ from support.small_gpt import text
 
 from mpipipe import Mesh, Pipeline, arrays, nn
 from mpipipe.attention import Local
-from mpipipe.comm.wait import wait
 from mpipipe.errors import BackendError, MismatchError, MpipipeError, PeerError, StageError
+from mpipipe.job.wait import wait
 from mpipipe.models import GPT
 from mpipipe.schedules import from_csv, gpipe, one_f_one_b, partition
 
@@ -362,7 +362,7 @@ import os, signal, sys
 import numpy as np
 from mpi4py import MPI
 from mpipipe import Pipeline, nn
-from mpipipe.comm.abort import run_or_abort
+from mpipipe.job.exit import run_or_abort
 from mpipipe.schedules import one_f_one_b
 
 class Stage(nn.Stage):

@@ -13,9 +13,9 @@ from support import dense
 from support.random_schedules import runnable_schedules
 
 from mpipipe import Pipeline
-from mpipipe.comm import inprocess
 from mpipipe.comm.mailbox import Mailbox
 from mpipipe.errors import ScheduleError
+from mpipipe.job import inprocess
 from mpipipe.nn import Position
 from mpipipe.schedules import Action, Schedule, check, from_csv, simulate
 

@@ -11,9 +11,9 @@ from support.small_gpt import gradients, parts_of
 from support.tolerance import within
 
 from mpipipe import Pipeline, nn, schedules
-from mpipipe.comm import inprocess
 from mpipipe.comm.tags import Tags
 from mpipipe.errors import StageError
+from mpipipe.job import inprocess
 from mpipipe.pipeline.plan import Plan
 from mpipipe.schedules import Action, Costs, from_csv, one_f_one_b, simulate, with_recompute
 from mpipipe.trace import Recorder

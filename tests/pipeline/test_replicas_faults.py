@@ -9,8 +9,8 @@ import pytest
 from support import dense
 
 from mpipipe import Mesh, Pipeline, nn
-from mpipipe.comm.group import Group
 from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, NonFiniteError, PeerError, StageError
+from mpipipe.job.group import Group
 from mpipipe.schedules import gpipe, interleaved_1f1b, one_f_one_b
 
 pytestmark = pytest.mark.mpi(min_size=4)

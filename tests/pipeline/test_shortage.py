@@ -192,7 +192,7 @@ JOB = """
 import numpy as np
 import mpipipe
 from mpipipe import Pipeline, nn, schedules
-from mpipipe.comm import runtime
+from mpipipe.job import runtime
 comm = runtime.world()
 mpipipe.select_device("cuda", comm)
 stage = nn.Stage([nn.Linear(64, 64), nn.Gelu(), nn.Linear(64, 64)], first=3 * comm.rank, device="cuda")

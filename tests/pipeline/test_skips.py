@@ -10,11 +10,11 @@ from support import dense, skip_nets
 from support.random_schedules import runnable_schedules
 
 from mpipipe import Branches, Pipeline, analysis, nn, schedules
-from mpipipe.analysis.deliveries import deliveries
-from mpipipe.comm import inprocess
+from mpipipe.analysis.records import deliveries
 from mpipipe.comm.mailbox import Mailbox
 from mpipipe.errors import ArgumentError, MismatchError, PeerError, ScheduleError, StageError
-from mpipipe.schedules import Schedule, Skip, distributed_proof, simulate, with_frozen, with_recompute, with_skips
+from mpipipe.job import inprocess
+from mpipipe.schedules import Schedule, Skip, proof, simulate, with_frozen, with_recompute, with_skips
 
 NETS = {  # stages -> skips: side by side, one within the other, crossing, several of one stage
     3: {"near": (0, 2), "again": (0, 2)},
@@ -373,9 +373,9 @@ def test_received_arrays_that_are_handed_on_are_copied():
 
 def test_ranks_that_divide_the_proof_know_the_messages_over_skips(monkeypatch):
     """As for a large schedule: each rank proves its own order, and finds the order of messages by a formula."""
-    monkeypatch.setattr(distributed_proof, "WHOLE", 0)
+    monkeypatch.setattr(proof, "WHOLE", 0)
     schedule = with_skips(schedules.interleaved_1f1b(2, 2, 5), NETS[4])
-    assert distributed_proof.logical_time_of(schedule) is not None
+    assert proof.logical_time_of(schedule) is not None
     inputs, targets = batch(10, 3)
     expected = skip_nets.reference(schedule, inputs, targets)
     for stages, *_ in inprocess.run(2, lambda comm: run(comm, schedule, inputs, targets), synchronous=True):

@@ -8,8 +8,8 @@ from support import dense
 from support.tolerance import within
 
 from mpipipe import Pipeline, nn, schedules, trace
-from mpipipe.comm import inprocess
 from mpipipe.errors import ArgumentError
+from mpipipe.job import inprocess
 from mpipipe.pipeline.stage import StageAdapter
 
 

@@ -11,8 +11,8 @@ from support import dense
 from support.emulator.fixture import own_gpus
 
 from mpipipe import Pipeline, nn
-from mpipipe.comm.wait import wait
 from mpipipe.errors import MpipipeError, PeerError
+from mpipipe.job.wait import wait
 from mpipipe.pipeline.ties import TiedParameter
 from mpipipe.schedules import one_f_one_b
 
@@ -63,7 +63,7 @@ import os, signal, sys
 import numpy as np
 from mpi4py import MPI
 from mpipipe import Pipeline, nn
-from mpipipe.comm.abort import run_or_abort
+from mpipipe.job.exit import run_or_abort
 from mpipipe.pipeline.ties import TiedParameter
 from mpipipe.schedules import one_f_one_b
 

@@ -10,8 +10,8 @@ from support import dense
 from support.tolerance import within
 
 from mpipipe import Mesh, Pipeline, nn, schedules
-from mpipipe.comm import inprocess
 from mpipipe.errors import ArgumentError, MismatchError, PeerError, StageError
+from mpipipe.job import inprocess
 
 
 class Flat(dense.TanhStage):

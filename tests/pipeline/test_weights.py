@@ -15,7 +15,7 @@ from support.weighted import WIDTH, Tanh, cells, dense_step, masked, masked_with
 
 from mpipipe import Mesh, Pipeline, nn, optim
 from mpipipe.attention import Layout, Ring
-from mpipipe.comm import inprocess
+from mpipipe.job import inprocess
 from mpipipe.schedules import gpipe, interleaved_1f1b, with_frozen, with_skips
 
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from mpipipe import schedules
 from mpipipe.errors import ScheduleError
-from mpipipe.schedules import Schedule, distributed_proof
-from mpipipe.schedules.distributed_proof import check_part, digest, logical_time_of, recomputed_on, trains
-from mpipipe.schedules.logical_time import grouped
+from mpipipe.schedules import Schedule, proof
+from mpipipe.schedules.classic import grouped
 from mpipipe.schedules.on_demand import OrdersOnDemand
+from mpipipe.schedules.proof import check_part, digest, logical_time_of, recomputed_on, trains
 from mpipipe.schedules.recompute import before_backwards
 
 ON_A_V = ["zero_bubble_v", "dualpipe_v"]
@@ -34,7 +34,7 @@ any_schedule = st.builds(
 @pytest.fixture
 def divided(monkeypatch):
     """Small schedules are proven in parts, too."""
-    monkeypatch.setattr(distributed_proof, "WHOLE", 0)
+    monkeypatch.setattr(proof, "WHOLE", 0)
 
 
 def falls_back(schedule, rank):
@@ -52,8 +52,8 @@ def test_the_logical_times_of_every_schedule_rise(schedule, change, data):
     elif change == "forward":
         schedule = schedule.forward_only_part(data.draw(st.integers(1, schedule.microbatches)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(distributed_proof, "WHOLE", 0)
-        patch.setattr(distributed_proof, "check", lambda schedule: falls_back(schedule, rank))
+        patch.setattr(proof, "WHOLE", 0)
+        patch.setattr(proof, "check", lambda schedule: falls_back(schedule, rank))
         assert logical_time_of(schedule) is not None
         for rank in range(schedule.ranks):
             check_part(schedule, rank)
@@ -84,7 +84,7 @@ def test_a_wrong_schedule_is_refused_on_a_rank_with_the_error_of_the_whole_proof
     )
     mutated = Schedule("mutated", schedule.placement, schedule.microbatches, orders)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(distributed_proof, "WHOLE", 0)
+        patch.setattr(proof, "WHOLE", 0)
         refused = []
         for rank in range(schedule.ranks):
             try:

@@ -8,8 +8,8 @@ import pytest
 
 from mpipipe import schedules
 from mpipipe.schedules import Costs, simulate
-from mpipipe.schedules.filling import filled, score_of
 from mpipipe.schedules.kinds import Form, kinds_of
+from mpipipe.schedules.list_scheduler import filled, score_of
 
 
 def without_weight_gradients(schedule):

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from mpipipe import schedules
 from mpipipe.schedules import Costs, check, simulate
+from mpipipe.schedules.improve import Move, Priorities, critical_moves, decide, moved
 from mpipipe.schedules.kinds import NEVER, Form, kinds_of
-from mpipipe.schedules.moves import Move, critical_moves, moved
-from mpipipe.schedules.priorities import Priorities, decide
 
 
 def drawn_costs(stages, seed):

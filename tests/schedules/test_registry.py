@@ -8,7 +8,7 @@ from support.tolerance import close
 from mpipipe import schedules
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules import advise, by_name, registry, simulate
-from mpipipe.schedules.other_names import OTHER_NAMES
+from mpipipe.schedules.registry import OTHER_NAMES
 
 ON_A_V = ["zero_bubble_v", "dualpipe_v", "v_half", "v_min"]
 NAMES = [

@@ -9,7 +9,7 @@ import pytest
 from mpipipe import schedules
 from mpipipe.errors import ScheduleError
 from mpipipe.schedules import Skip, check, from_csv, one_f_one_b, with_frozen, with_recompute, with_skips
-from mpipipe.schedules.distributed_proof import WHOLE, check_part, digest
+from mpipipe.schedules.proof import WHOLE, check_part, digest
 
 PLAIN = one_f_one_b(4, 3)
 GIVEN = {"residual": (0, 3), "low": (0, 2), "again": (0, 2)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mpipipe.cli.command_line import execute
-from mpipipe.comm.abort import Stop
+from mpipipe.job.exit import Stop
 
 
 @dataclass(frozen=True)

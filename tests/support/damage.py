@@ -6,7 +6,7 @@ import json
 
 from hypothesis import strategies as st
 
-from mpipipe.checkpoint import manifest
+from mpipipe.checkpoint import folders
 
 FILES = ("manifest.json", "part-0.safetensors", "part-1.safetensors")
 # what a wrong or hostile manifest may hold anywhere
@@ -25,7 +25,7 @@ NAMES = st.sampled_from(
 def sealed(facts):
     """The text of a manifest with the checksum that belongs to it, as somebody would write who knows the format."""
     facts = {key: value for key, value in facts.items() if key != "checksum"}
-    return json.dumps({**facts, "checksum": manifest.checksum_of(facts)})
+    return json.dumps({**facts, "checksum": folders.checksum_of(facts)})
 
 
 def places(value, path=()):

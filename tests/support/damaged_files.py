@@ -16,7 +16,7 @@ from mpipipe import schedules
 from mpipipe.analysis.written import read_trace
 from mpipipe.planning import LayerCosts, Link, RankCosts, SavedProfile, Sizes
 from mpipipe.schedules.csv_text import from_file
-from mpipipe.train import TrainConfig, data, metrics
+from mpipipe.train import TrainConfig, data, sinks
 from mpipipe.train.data.tokenizer import open_tokenizer
 from mpipipe.train.prompts import read_prompts
 from support.damage import places
@@ -97,8 +97,8 @@ def _config(folder):
 
 def _metrics(folder):
     lines = [json.dumps({"step": step, "loss": 5.0 / step}) + "\n" for step in range(1, 40)]
-    (folder / metrics.NAME).write_text("".join(lines))
-    return folder / metrics.NAME
+    (folder / sinks.NAME).write_text("".join(lines))
+    return folder / sinks.NAME
 
 
 def _tokenizer(folder):
@@ -131,7 +131,7 @@ KINDS = {
     "summary of a trace": Kind(_trace("summary.json"), _read_trace),
     "events of a trace": Kind(_trace("trace.json"), _read_trace),
     "configuration": Kind(_config, lambda path: TrainConfig.load(str(path))),
-    "metrics": Kind(_metrics, lambda path: metrics.kept_records(path.parent, 10)),
+    "metrics": Kind(_metrics, lambda path: sinks.kept_records(path.parent, 10)),
     "tokenizer": Kind(_tokenizer, _read_tokenizer),
     "prompts": Kind(_prompts, lambda path: read_prompts(None, str(path), None, None)),
 }

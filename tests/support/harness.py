@@ -28,7 +28,7 @@ import pytest
 from hypothesis.errors import StopTest, UnsatisfiedAssumption
 from mpi4py import MPI
 
-from mpipipe.comm import process
+from mpipipe.job import context
 from support.watchdog import GRACE, Watchdog
 
 COMMUNICATORS = {"comm", "subcomm"}
@@ -345,7 +345,7 @@ class Collective:
             # never use the communicators of a test again that has left them in disorder
             return report if item.stash[DIRTY] else self._freed(item, report, comms)
         finally:  # a note that nobody has read yet must not end a wait of the next test, but it may end this freeing
-            process.here().groups.clear()
+            context.here().groups.clear()
 
     def _freed(self, item, report, comms):
         status, found = MPI.Status(), []

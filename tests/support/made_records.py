@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpipipe.analysis.record import Handed, RankRecord, StepRecord, Waited
+from mpipipe.analysis.records import Handed, RankRecord, StepRecord, Waited
 
 AGREE, NORM = ((0, 1), "agreement"), ((0, 1), "norm of the gradients")  # (key of the group, what)
 

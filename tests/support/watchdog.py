@@ -11,7 +11,7 @@ import time
 
 from mpi4py import MPI
 
-from mpipipe.comm.mpi_abort import abort_job
+from mpipipe.job.report import abort_job
 
 LIMIT = float(os.environ.get("MPIPIPE_TEST_TIMEOUT", "120"))  # seconds for one test on one rank; 0: no limit
 GRACE = min(10.0, LIMIT / 2 or 10.0)  # seconds that a failed rank waits for its peers

@@ -9,8 +9,8 @@ import pytest
 
 from mpipipe import checkpoint
 from mpipipe.errors import StorageError
-from mpipipe.train.checkpoints import Checkpoints
 from mpipipe.train.config import TrainConfig
+from mpipipe.train.resume import Checkpoints
 
 
 class Saver:

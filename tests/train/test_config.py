@@ -14,7 +14,7 @@ from support import harness
 from mpipipe.errors import ConfigError
 from mpipipe.train import TrainConfig
 from mpipipe.train.config import KINDS
-from mpipipe.train.options.other_names import INSTEAD, OTHER_NAMES
+from mpipipe.train.options import INSTEAD, OTHER_NAMES
 
 if sys.version_info >= (3, 11):
     import tomllib

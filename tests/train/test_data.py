@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mpipipe.errors import DataError
 from mpipipe.train import data
-from mpipipe.train.data import Corpus, Piece, Text, find_files, fingerprint, training_batch, validation_batch
+from mpipipe.train.data import Corpus, Piece, Text, find_files, source, training_batch, validation_batch
 
 
 @given(
@@ -125,16 +125,16 @@ def test_fingerprint_tells_other_contents_of_the_same_name_and_size_apart(tmp_pa
 
 def test_fingerprint_reads_little_of_big_files_and_of_many(tmp_path, monkeypatch):
     read = []
-    monkeypatch.setattr(fingerprint, "read_bytes", lambda path, start, count: read.append((start, count)) or b"x")
-    found = fingerprint.fingerprint
+    monkeypatch.setattr(source, "read_bytes", lambda path, start, count: read.append((start, count)) or b"x")
+    found = source.fingerprint
     found([(tmp_path / "big", 1 << 40)])
-    assert len(read) == fingerprint.BLOCKS and sum(count for _, count in read) <= 16 << 20
+    assert len(read) == source.BLOCKS and sum(count for _, count in read) <= 16 << 20
     assert read[0] == (0, 4096) and read[-1] == ((1 << 40) - 4096, 4096)
     gaps = np.diff([start for start, _ in read])
     assert gaps.max() <= gaps.min() + 4096
     read.clear()
     found([(tmp_path / str(number), 1 << 20) for number in range(100_000)])
-    assert len(read) == 2 * fingerprint.FILES
+    assert len(read) == 2 * source.FILES
 
 
 def test_fingerprint_finds_two_halves_of_one_text(tmp_path):
@@ -150,7 +150,7 @@ def test_fingerprint_finds_two_halves_of_one_text(tmp_path):
 
 @given(total=st.integers(0, 200), count=st.integers(2, 50))
 def test_spread_numbers_are_distinct_in_order_and_reach_both_ends(total, count):
-    numbers = fingerprint.spread(total, count)
+    numbers = source.spread(total, count)
     assert numbers == sorted(set(numbers)) and len(numbers) == min(total, count)
     assert not numbers or (numbers[0], numbers[-1]) == (0, total - 1)
 

@@ -18,8 +18,8 @@ from mpipipe.comm.nccl import sums
 from mpipipe.errors import BackendError
 from mpipipe.models import GPT
 from mpipipe.train import TrainConfig, train, weights
-from mpipipe.train.shard import Shard
 from mpipipe.train.trainer import Trainer
+from mpipipe.train.training_plan import Shard
 
 SMALL = GPT(dim=16, layers=2, heads=2, hidden=32, seq=16)  # what `config` trains, with batches of 8
 

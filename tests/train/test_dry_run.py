@@ -9,13 +9,12 @@ import pytest
 
 from mpipipe import nn, optim, schedules
 from mpipipe.attention import Local
-from mpipipe.comm import inprocess
 from mpipipe.errors import ConfigError
+from mpipipe.job import inprocess
 from mpipipe.models import GPT
 from mpipipe.pipeline import Pipeline
 from mpipipe.train import TrainConfig
-from mpipipe.train.dry_run import foresee
-from mpipipe.train.footprint import peak_of_step
+from mpipipe.train.dry_run import foresee, peak_of_step
 from mpipipe.train.rehearsal import Rehearsal, Run, StageBytes, longest_run
 
 SIZES = dict(dim=32, layers=4, heads=4, seq_len=64, batch=8, microbatches=4, sample_bytes=0, device="cpu")

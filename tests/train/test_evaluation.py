@@ -15,8 +15,7 @@ from mpipipe.errors import ConfigError, DataError, NonFiniteError
 from mpipipe.models import GPT
 from mpipipe.train import weights
 from mpipipe.train.data import Array
-from mpipipe.train.evaluation import build_evaluator
-from mpipipe.train.evaluation_windows import Windows
+from mpipipe.train.evaluation import Windows, build_evaluator
 from mpipipe.train.model_folder import open_on_all
 
 MODEL = GPT(vocab=40, dim=16, layers=3, heads=4, kv_heads=2, hidden=24, seq=12, tied=True)

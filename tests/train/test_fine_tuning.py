@@ -16,7 +16,7 @@ from mpipipe import nn, optim
 from mpipipe.attention import Local
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.models import GPT
-from mpipipe.nn.head_loss import TILE_BYTES
+from mpipipe.nn.loss import TILE_BYTES
 from mpipipe.train import TrainConfig, data, train
 from mpipipe.train.conversion import convert
 from mpipipe.train.fine_tuning import FineTuning, parse_lora

@@ -13,9 +13,17 @@ from mpipipe import Mesh, nn, schedules
 from mpipipe.attention import Local
 from mpipipe.errors import ArgumentError
 from mpipipe.models import GPT
-from mpipipe.train.decoder import build_decoder
-from mpipipe.train.generation import LEAST, _next_parts, _Sequence, answers, check_prompts
-from mpipipe.train.sampling import Sampling, draw, generator
+from mpipipe.train.generation import (
+    LEAST,
+    Sampling,
+    _next_parts,
+    _Sequence,
+    answers,
+    build_decoder,
+    check_prompts,
+    draw,
+    generator,
+)
 from mpipipe.train.training_plan import TrainingPlan
 
 MODEL = GPT(vocab=40, dim=16, layers=3, heads=4, kv_heads=2, hidden=24, seq=48)

@@ -9,10 +9,8 @@ import pytest
 from support import huggingface_reference as reference
 
 from mpipipe import Mesh, schedules
-from mpipipe.train.decoder import build_decoder
-from mpipipe.train.generation import answers
+from mpipipe.train.generation import Sampling, answers, build_decoder
 from mpipipe.train.model_folder import open_on_all
-from mpipipe.train.sampling import Sampling
 from mpipipe.train.training_plan import TrainingPlan
 
 COUNT = 10

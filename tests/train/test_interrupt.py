@@ -11,16 +11,16 @@ import pytest
 from mpi4py import MPI
 from support.launch import ROOT, Job, mpiexec
 
-from mpipipe.train import interrupt
+from mpipipe.train import setup
 
 TRAIN = """-m mpipipe train --steps 100000 --log-every 5 --dim 8 --layers 1 --heads 1 --seq-len 8 --batch 8
 --sample-bytes 0 --eval-batches 1 --save-every 7 --out run --data""".split()
 
 
 def test_an_interrupt_says_where_and_other_exceptions_stay_what_they_are():
-    with pytest.raises(KeyboardInterrupt, match=r"^after step 3$"), interrupt.told(lambda: "after step 3"):
+    with pytest.raises(KeyboardInterrupt, match=r"^after step 3$"), setup.told(lambda: "after step 3"):
         raise KeyboardInterrupt
-    with pytest.raises(ValueError, match=r"^wet$"), interrupt.told(lambda: "after step 3"):
+    with pytest.raises(ValueError, match=r"^wet$"), setup.told(lambda: "after step 3"):
         raise ValueError("wet")
 
 

@@ -8,11 +8,11 @@ import resource
 import pytest
 
 from mpipipe import Mesh, schedules
-from mpipipe.comm import inprocess
 from mpipipe.errors import ConfigError
+from mpipipe.job import inprocess
 from mpipipe.models import GPT
 from mpipipe.train import TrainConfig, memory, train
-from mpipipe.train.decoder import build_decoder
+from mpipipe.train.generation import build_decoder
 from mpipipe.train.training_plan import TrainingPlan
 
 ABSURD = [

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpipipe.train.loss_curve import HEIGHT, LEAST, WIDTH, draw_png, in_characters, read_points
+from mpipipe.train.report import HEIGHT, LEAST, WIDTH, draw_png, in_characters, read_points
 
 values = st.floats(-1e3, 1e3)
 

@@ -8,8 +8,8 @@ import resource
 import pytest
 
 from mpipipe.errors import ConfigError
-from mpipipe.train import metrics
-from mpipipe.train.outlet import Lines
+from mpipipe.train import sinks
+from mpipipe.train.screen import Lines
 
 LINES = [json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(5)]
 
@@ -17,20 +17,20 @@ LINES = [json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(5)]
 @pytest.mark.parametrize("tail", ["", '{"step": 9, "lo', "{"])
 @pytest.mark.parametrize("step", [0, 1, 3, 4, 7])
 def test_records_behind_a_step_and_a_torn_line_are_cut_off(tmp_path, step, tail):
-    path = tmp_path / metrics.NAME
+    path = tmp_path / sinks.NAME
     path.write_text("".join(LINES) + tail)
-    metrics.cut(tmp_path, step)
+    sinks.cut(tmp_path, step)
     assert path.read_text() == "".join(LINES[: step + 1] if step else [])
-    assert [file.name for file in tmp_path.iterdir()] == [metrics.NAME]
+    assert [file.name for file in tmp_path.iterdir()] == [sinks.NAME]
 
 
 def test_a_file_that_needs_no_cut_is_not_written_anew(tmp_path):
-    path = tmp_path / metrics.NAME
+    path = tmp_path / sinks.NAME
     path.write_text("".join(LINES))
     before = path.stat().st_ino
-    metrics.cut(tmp_path, 4)
+    sinks.cut(tmp_path, 4)
     assert path.stat().st_ino == before
-    metrics.cut(tmp_path / "absent", 4)
+    sinks.cut(tmp_path / "absent", 4)
     assert not (tmp_path / "absent").exists()
 
 
@@ -38,10 +38,10 @@ def test_a_file_that_needs_no_cut_is_not_written_anew(tmp_path):
     "text", ["precious", "precious\n", "[]\n", '{"loss": 1}\n', '{"step": "1"}\n', '{"step": 1}\n\n', "\xff\n"]
 )
 def test_what_is_no_record_is_refused_with_the_file(tmp_path, text):
-    path = tmp_path / metrics.NAME
+    path = tmp_path / sinks.NAME
     path.write_bytes(text.encode("latin1"))
     with pytest.raises(ConfigError, match="cannot be used") as caught:
-        metrics.cut(tmp_path, 3)
+        sinks.cut(tmp_path, 3)
     assert caught.value.found == str(path) and path.read_bytes() == text.encode("latin1")
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from mpipipe import checkpoint, schedules
-from mpipipe.comm import inprocess
 from mpipipe.errors import ConfigError, ScheduleError
+from mpipipe.job import inprocess
 from mpipipe.models import GPT
 from mpipipe.train import TrainConfig, train
-from mpipipe.train.config_file import toml_line
+from mpipipe.train.config import toml_line
 from mpipipe.train.training_plan import TrainingPlan
 
 RANKS, CHUNKS, MICROBATCHES = 2, 2, 3

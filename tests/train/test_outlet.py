@@ -11,14 +11,14 @@ from importlib.util import find_spec
 
 import pytest
 
-from mpipipe.train.config_file import read_keys
-from mpipipe.train.outlet import KEPT, Lines, Outlet
+from mpipipe.train.config import read_keys
 from mpipipe.train.report import Record, Reporter
+from mpipipe.train.screen import KEPT, Lines, Outlet
 
 TRAINING = """
 import os, resource, sys
-from mpipipe.comm import runtime
-from mpipipe.comm.abort import run_or_abort
+from mpipipe.job import runtime
+from mpipipe.job.exit import run_or_abort
 from mpipipe.models import GPT
 from mpipipe.train import TrainConfig, train
 from mpipipe.train.trainer import Trainer

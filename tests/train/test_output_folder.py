@@ -133,7 +133,7 @@ def test_no_marker_is_left(comm, mpi_tmp_path):
 ANYWHERE = """
 import os, sys
 from mpipipe.cli import main
-from mpipipe.comm import runtime
+from mpipipe.job import runtime
 
 own = os.path.join(sys.argv.pop(1), str(runtime.world().rank))
 os.makedirs(own, exist_ok=True)

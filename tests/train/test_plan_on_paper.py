@@ -6,29 +6,29 @@ from pathlib import Path
 
 import pytest
 
-from mpipipe.cli import dry_run
+from mpipipe.cli import train
 from mpipipe.cli.plan import check_outputs, make_plans, plan
 from mpipipe.cli.train import train as command_train
-from mpipipe.comm import inprocess, launcher
-from mpipipe.comm.abort import Stop
 from mpipipe.errors import ConfigError
+from mpipipe.job import inprocess, settings
+from mpipipe.job.exit import Stop
 from mpipipe.planning import SavedProfile
 from mpipipe.train import TrainConfig
-from mpipipe.train.config_file import read_keys
-from mpipipe.train.planner import finding, layers, links, probe, rehearsal
+from mpipipe.train.config import read_keys
+from mpipipe.train.planner import finding, links, probe
 
 SMALL = dict(dim=16, layers=2, heads=2, hidden=32, seq_len=8, batch=4, steps=2, sample_bytes=0, device="cpu")
 
 
 def hasty(monkeypatch):
     """As few measurements as there can be, in one process, even if the tests run under mpiexec."""
-    monkeypatch.setattr(launcher, "launcher_size", lambda environment: None)
-    monkeypatch.setattr(dry_run, "launcher_size", lambda environment: None)
+    monkeypatch.setattr(settings, "launcher_size", lambda environment: None)
+    monkeypatch.setattr(train, "launcher_size", lambda environment: None)
     for module in (probe, links):
         monkeypatch.setattr(module, "REPEATS", (1, 1))
-    for module, name, value in ((probe, "TURNS", 1), (layers, "ROUNDS", 1), (links, "MANY", 2), (finding, "STEPS", 1)):
+    for module, name, value in ((probe, "TURNS", 1), (probe, "ROUNDS", 1), (links, "MANY", 2), (finding, "STEPS", 1)):
         monkeypatch.setattr(module, name, value)
-    monkeypatch.setattr(rehearsal, "WARMUP", 0)
+    monkeypatch.setattr(links, "WARMUP", 0)
 
 
 def test_measurements_of_two_ranks_plan_for_others(tmp_path, capsys, monkeypatch):

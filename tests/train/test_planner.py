@@ -11,18 +11,17 @@ import numpy as np
 import pytest
 
 from mpipipe import Mesh, nn
-from mpipipe.cli.bench import plan as bench
+from mpipipe.bench import plan as bench
 from mpipipe.cli.plan import check_new, make_plans, show, write
-from mpipipe.comm import inprocess
 from mpipipe.errors import ConfigError, MpipipeError
+from mpipipe.job import inprocess
 from mpipipe.models import GPT
 from mpipipe.planning import Choice
 from mpipipe.train import TrainConfig, train
-from mpipipe.train.config_file import read_keys
+from mpipipe.train.config import read_keys
 from mpipipe.train.fine_tuning import FineTuning
-from mpipipe.train.planner import Scene, find, finding, layers, links, probe, rehearsal
-from mpipipe.train.planner.kept import buffers
-from mpipipe.train.planner.stopwatch import METHODS, Stopwatch
+from mpipipe.train.planner import Scene, find_plan, finding, links, probe
+from mpipipe.train.planner.probe import METHODS, Stopwatch, buffers
 
 SMALL = dict(
     dim=16, layers=2, heads=2, hidden=32, seq_len=8, batch=4, steps=2, warmup=1, eval_every=2, eval_batches=1,
@@ -36,10 +35,10 @@ def hasty(monkeypatch):
     for module in (probe, links):
         monkeypatch.setattr(module, "SECONDS", 0)
         monkeypatch.setattr(module, "REPEATS", (1, 1))
-    monkeypatch.setattr(layers, "ROUNDS", 1)
+    monkeypatch.setattr(probe, "ROUNDS", 1)
     monkeypatch.setattr(probe, "TURNS", 1)
     monkeypatch.setattr(links, "MANY", 2)
-    monkeypatch.setattr(rehearsal, "WARMUP", 0)
+    monkeypatch.setattr(links, "WARMUP", 0)
     monkeypatch.setattr(finding, "STEPS", 1)
 
 
@@ -53,7 +52,7 @@ def plans_on(ranks, architecture=GPT, pipe=None, **keys):
     def on_each_rank(comm):
         scene = scene_of(comm, architecture, pipe, **keys)
         with scene.mesh:
-            return find(scene, "cpu")
+            return find_plan(scene, "cpu")
 
     return inprocess.run(ranks, on_each_rank)
 
@@ -75,7 +74,7 @@ def test_a_plan_is_made_on_any_mesh(ranks, keys):
 def test_a_plan_is_made_over_mpi(comm):
     scene = scene_of(comm, fixed=("schedule", "microbatches"), microbatches=2, layers=4)
     with scene.mesh:
-        found = find(scene, "cpu")
+        found = find_plan(scene, "cpu")
     assert sum(found.choice.partition) == 10 and found.choice.schedule == "one_f_one_b"
     assert found.profile.ranks == comm.size and (comm.rank == 0) == bool(found.plans)
 
@@ -83,7 +82,7 @@ def test_a_plan_is_made_over_mpi(comm):
 def test_the_kinds_of_layers():
     (found,) = inprocess.run(1, lambda comm: scene_of(comm).kinds)
     assert found == (0, 1, 2, 1, 2, 3)
-    assert layers._picked((0, 1, 2, 1, 2, 1, 2, 3)) == [0, 1, 2, 3, 4, 7]
+    assert probe._picked((0, 1, 2, 1, 2, 1, 2, 3)) == [0, 1, 2, 3, 4, 7]
 
 
 @pytest.mark.parametrize(("ranks", "expected"), [(1, 1.0), (2, 0.4), (4, 0.1)])
@@ -286,7 +285,7 @@ def test_what_cannot_be_is_refused_on_all_ranks(ranks, keys, text):
     def on_each_rank(comm):
         scene = scene_of(comm, **keys)
         with scene.mesh, pytest.raises(ConfigError, match=text):
-            find(scene, "cpu")
+            find_plan(scene, "cpu")
 
     inprocess.run(ranks, on_each_rank)
 
@@ -317,7 +316,7 @@ def test_a_gpu_is_refused():
     def on_each_rank(comm):
         scene = scene_of(comm)
         with scene.mesh, pytest.raises(ConfigError, match="a plan is made on the CPU only"):
-            find(scene, "cuda")
+            find_plan(scene, "cuda")
 
     inprocess.run(2, on_each_rank)
 
@@ -325,7 +324,7 @@ def test_a_gpu_is_refused():
 @pytest.mark.parametrize("place", ["probe", "links", "rehearsal"])
 def test_a_failure_on_one_rank_while_it_measures_ends_all(monkeypatch, place):
     names = {"probe": "Progress", "links": "_link", "rehearsal": "Commitment"}
-    module = {"probe": probe, "links": links, "rehearsal": rehearsal}[place]
+    module = {"probe": probe, "links": links, "rehearsal": links}[place]
     real, here = getattr(module, names[place]), threading.local()
 
     def broken(*arguments, **named):
@@ -335,7 +334,7 @@ def test_a_failure_on_one_rank_while_it_measures_ends_all(monkeypatch, place):
 
     def on_each_rank(comm):
         here.rank = comm.rank
-        find(scene_of(comm), "cpu")
+        find_plan(scene_of(comm), "cpu")
 
     monkeypatch.setattr(module, names[place], broken)
 

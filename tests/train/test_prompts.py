@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mpipipe.errors import ConfigError, DataError
-from mpipipe.train.prompts import Prompts, parse_ids, read_prompts
-from mpipipe.train.text_stream import Bytes
+from mpipipe.train.prompts import Bytes, Prompts, parse_ids, read_prompts
 
 
 def file(tmp_path, name, content):

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mpipipe.comm import inprocess
 from mpipipe.errors import ConfigError
+from mpipipe.job import inprocess
 from mpipipe.models import GPT
 from mpipipe.train import TrainConfig, provenance, train
-from mpipipe.train.config_file import read_keys
+from mpipipe.train.config import read_keys
 
 CLOCKED = ("time", "seconds", "tokens_per_second", "bubble", "predicted")
 SMALL = dict(

@@ -14,9 +14,9 @@ from support.tolerance import close
 from support.training_tolerance import curve, path
 
 from mpipipe import checkpoint, nn, optim
-from mpipipe.comm.consensus import agreed_by
-from mpipipe.comm.group import group_of
 from mpipipe.errors import ArgumentError, ConfigError, NonFiniteError
+from mpipipe.job.consensus import agreed_by
+from mpipipe.job.group import group_of
 from mpipipe.models import GPT
 from mpipipe.train import TrainConfig, resume, train
 from mpipipe.train.trainer import Trainer

@@ -14,8 +14,8 @@ from support import harness
 from support.damage import SEALED, damages, sealed
 
 from mpipipe import checkpoint
-from mpipipe.comm import inprocess
 from mpipipe.errors import ConfigError, MpipipeError
+from mpipipe.job import inprocess
 from mpipipe.models import GPT
 from mpipipe.train import TrainConfig, train
 

@@ -7,12 +7,10 @@ import pytest
 
 from mpipipe import Mesh, Pipeline, nn, schedules
 from mpipipe.attention import Local
-from mpipipe.attention.slot_cache import SlotCache
+from mpipipe.attention.cache import SlotCache
 from mpipipe.errors import ArgumentError, ConfigError, NonFiniteError
 from mpipipe.models import GPT
-from mpipipe.train.decoder import build_decoder
-from mpipipe.train.sample import generate, readable
-from mpipipe.train.sampling import Sampling, draw, generator
+from mpipipe.train.generation import Sampling, build_decoder, draw, generate, generator, readable
 from mpipipe.train.training_plan import TrainingPlan
 
 SEQ = 24  # of the training that the model might come from

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpipipe.errors import ArgumentError
-from mpipipe.train.sampling import Sampling, draw, generator
+from mpipipe.train.generation import Sampling, draw, generator
 
 
 def shares(logits, sampling, draws=4_000):

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpipipe.train import screen
-from mpipipe.train.pace import Pace, duration
+from mpipipe.train.report import Pace, duration
 from mpipipe.train.screen import Bar, find_terminal
 
 
@@ -143,7 +143,7 @@ def test_times_are_short(seconds, text):
 
 def test_the_time_left_counts_only_the_steps_of_this_start(monkeypatch):
     now = 1000.0
-    monkeypatch.setattr("mpipipe.train.pace.time.monotonic", lambda: now)
+    monkeypatch.setattr("mpipipe.train.report.time.monotonic", lambda: now)
     pace = Pace(100, done=60)
     assert pace.timing() == "0s"
     now += 20.0

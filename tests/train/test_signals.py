@@ -108,7 +108,7 @@ main()
 """
 PLACES = {
     "the command line is read": ("import mpipipe.cli.command_line as here; before(here, 'run')", 75),
-    "MPI is made": ("from mpipipe.comm import runtime; before(runtime, 'mpi')", 75),
+    "MPI is made": ("from mpipipe.job import runtime; before(runtime, 'mpi')", 75),
     "the data are found": ("from mpipipe.train import setup; before(setup, 'find_data')", 75),
     "the last step": (
         "from mpipipe.train.trainer import Trainer\n"
@@ -117,7 +117,7 @@ PLACES = {
         0,
     ),
     "the model is left": ("from mpipipe.train import trainer; before(trainer, 'leave_model')", 0),
-    "the ranks end together": ("from mpipipe.comm import abort; before(abort, 'leave_together')", 0),
+    "the ranks end together": ("from mpipipe.job import exit as abort; before(abort, 'leave_together')", 0),
     "the interpreter ends": ("import atexit; atexit.register(send)", 0),
 }
 
@@ -151,7 +151,7 @@ def test_a_signal_that_is_not_among_those_configured_ends_the_job(launch, tmp_pa
 
 
 def test_a_second_signal_ends_a_training_that_cannot_be_set_up(launch, tmp_path):
-    place = "import time\nfrom mpipipe.comm import runtime\n"
+    place = "import time\nfrom mpipipe.job import runtime\n"
     place += "runtime.mpi = lambda: (send(), time.sleep(2.5), send(), time.sleep(30))"
     words = [*TRAIN[2:], "--out", str(tmp_path / "run")]
     job = launch(0, AT.format(words=words, rank="0", name="SIGTERM", place=place, times=2))

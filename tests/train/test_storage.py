@@ -15,8 +15,8 @@ TRAINING = """
 import errno, os, subprocess, sys, time
 from pathlib import Path
 from mpipipe import files
-from mpipipe.comm import runtime
-from mpipipe.comm.abort import run_or_abort
+from mpipipe.job import runtime
+from mpipipe.job.exit import run_or_abort
 from mpipipe.models import GPT
 from mpipipe.train import TrainConfig, train
 from mpipipe.train.trainer import Trainer

@@ -12,7 +12,7 @@ from support import harness
 
 from mpipipe import checkpoint
 from mpipipe.train import TrainConfig
-from mpipipe.train.places import Survivors, Told
+from mpipipe.train.survival import Survivors, Told
 
 has_ulfm = pytest.mark.skipif(
     not MPI.Get_library_version().startswith("Open MPI v5"), reason="ULFM is in Open MPI 5 alone"
@@ -21,14 +21,14 @@ FT = ("--with-ft", "ulfm")
 # each victim dies at its n-th event behind a step: an agreement, a poll, a step of the optimizer, before or after it
 TRAINING = """
 import json, os, signal, sys, time
-from mpipipe.comm import runtime
-from mpipipe.comm.abort import run_or_abort
-from mpipipe.comm.group import Group
+from mpipipe.job import runtime
+from mpipipe.job.exit import run_or_abort
+from mpipipe.job.group import Group
 from mpipipe.comm.mailbox import Mailbox
 from mpipipe.models import GPT
 from mpipipe.optim import AdamW
 from mpipipe.train import TrainConfig, survival, train
-from mpipipe.train.commitment import Commitment
+from mpipipe.train.progress import Commitment
 from mpipipe.train.trainer import Trainer
 
 text, out, kills, options = sys.argv[1:5]

@@ -10,18 +10,18 @@ import pytest
 from train.test_survival import FT, has_ulfm
 
 from mpipipe import checkpoint
-from mpipipe.comm.preemption import Preemption
 from mpipipe.errors import LostRankError
-from mpipipe.train.commitment import Commitment
-from mpipipe.train.places import Remains
+from mpipipe.job.preemption import Preemption
+from mpipipe.train.progress import Commitment
+from mpipipe.train.survival import Remains
 
 STEPS = 6
 BEFORE = """
 import json, os, signal, sys, time
-from mpipipe.checkpoint import tensors
-from mpipipe.comm import runtime
-from mpipipe.comm.abort import run_or_abort
-from mpipipe.comm.process import here
+from mpipipe.checkpoint import tensor_files as tensors
+from mpipipe.job import runtime
+from mpipipe.job.exit import run_or_abort
+from mpipipe.job.context import here
 from mpipipe.models import GPT
 from mpipipe.train import TrainConfig, survival, train
 from mpipipe.train.trainer import Trainer

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpipipe.train.text_stream import Bytes, TextStream
+from mpipipe.train.prompts import Bytes, TextStream
 
 
 class Words:

@@ -13,8 +13,8 @@ from support.token_files import HASH, header, random_documents, write_megatron, 
 
 from mpipipe.errors import DataError
 from mpipipe.train import data
-from mpipipe.train.data import token_file
-from mpipipe.train.data.token_file import Header, open_tokens
+from mpipipe.train.data import token_files
+from mpipipe.train.data.token_files import Header, open_tokens
 
 
 @pytest.fixture
@@ -174,7 +174,7 @@ WRONG_INDEX = {
 @pytest.mark.parametrize("wrong", WRONG_INDEX)
 def test_a_wrong_index_of_documents_is_refused_by_name(tmp_path, monkeypatch, version, wrong):
     """In version 1, whose checksum does not cover it, too: by its order."""
-    monkeypatch.setattr(token_file, "BLOCK", 3)  # so that neighbours lie in different blocks
+    monkeypatch.setattr(token_files, "BLOCK", 3)  # so that neighbours lie in different blocks
     path = write_tokens(tmp_path / "tokens", np.zeros(80), STARTS, [7] * 8, version=version)
     check(data.find([path]).whole([]), np.zeros(80), np.array(STARTS))
     index = struct.pack("<16Q", *WRONG_INDEX[wrong][0], *WRONG_INDEX[wrong][1])

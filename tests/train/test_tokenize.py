@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mpipipe.comm import inprocess
-from mpipipe.comm.group import group_of
 from mpipipe.errors import BackendError, ConfigError, DataError, StorageError
+from mpipipe.job import inprocess
+from mpipipe.job.group import group_of
 from mpipipe.train import data
-from mpipipe.train.data import parts, tokenize, units
-from mpipipe.train.data.token_file import read_header
+from mpipipe.train.data import tokenize, units
+from mpipipe.train.data.token_files import read_header
 from mpipipe.train.data.tokenizer import open_tokenizer
 
 library = pytest.importorskip("tokenizers")
@@ -164,7 +164,7 @@ def test_a_failure_while_the_file_is_put_together_leaves_nothing(tmp_path, folde
     def fail(*arguments):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(parts, "_copy", fail)
+    monkeypatch.setattr(tokenize, "_copy", fail)
     with pytest.raises(StorageError, match="No space left"):
         run(2, [texts[0]], str(folder), str(tmp_path / "tokens"))
     assert not [name for name in os.listdir(tmp_path) if "tokens" in name]

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mpipipe.comm import inprocess
-from mpipipe.comm.preemption import Preemption
 from mpipipe.errors import ArgumentError, BackendError, ConfigError
+from mpipipe.job import inprocess
+from mpipipe.job.preemption import Preemption
 from mpipipe.models import GPT
 from mpipipe.train import TrainConfig, tracing, train
 

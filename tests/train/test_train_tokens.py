@@ -21,8 +21,7 @@ from mpipipe.attention import Local
 from mpipipe.errors import ArgumentError, ConfigError, DataError, MismatchError
 from mpipipe.models import GPT
 from mpipipe.train import TrainConfig, data, train
-from mpipipe.train.data.shuffled import shuffled
-from mpipipe.train.data.windows import segments, training_starts
+from mpipipe.train.data.windows import segments, shuffled, training_starts
 from mpipipe.train.packing import PackedAttend, Packing
 
 VOCAB = 37

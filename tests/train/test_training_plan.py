@@ -10,8 +10,7 @@ from mpipipe import schedules
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.models import GPT
 from mpipipe.train import TrainConfig
-from mpipipe.train.shard import Shard
-from mpipipe.train.training_plan import TrainingPlan
+from mpipipe.train.training_plan import Shard, TrainingPlan
 
 WHOLE = Shard(SimpleNamespace(rank=0, size=1), "zigzag", 8)  # sequences on one rank
 SMALL = dict(dim=16, layers=3, heads=2, seq_len=8, batch=12)

@@ -20,7 +20,7 @@ from mpipipe.checkpoint import folders
 TRAINING = """
 import sys, time
 from mpipipe.checkpoint import owner_taking
-from mpipipe.comm.abort import run_or_abort
+from mpipipe.job.exit import run_or_abort
 from mpipipe.models import GPT
 from mpipipe.train import TrainConfig, train
 from mpipipe.train.trainer import Trainer

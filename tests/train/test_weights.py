@@ -21,8 +21,7 @@ from mpipipe.errors import ArgumentError, NonFiniteError
 from mpipipe.models import GPT
 from mpipipe.train import TrainConfig, train, weights
 from mpipipe.train.data import Corpus, validation_batch
-from mpipipe.train.decoder import build_decoder
-from mpipipe.train.sample import generate, readable
+from mpipipe.train.generation import build_decoder, generate, readable
 from mpipipe.train.training_plan import TrainingPlan
 
 MODEL = GPT(dim=8, layers=3, heads=2, kv_heads=1, hidden=12, seq=16, tied=True)

@@ -7,16 +7,20 @@ in two halves  see split.py
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from inspect import signature
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
+import numpy as np
+from jax import numpy as jnp
 
 from mpipipe import arrays
-from mpipipe.adapters.jax.arrays import JaxArray
 from mpipipe.adapters.trees import Structures, applied, flatten_parts, returned, unflatten_parts
+from mpipipe.arrays import Array, Event
 from mpipipe.arrays.trees import Structure, flatten
+from mpipipe.errors import ArgumentError
 
 OPTIONS = ("key", "training")  # parameters that a function may have
 
@@ -90,3 +94,67 @@ def flatten_output(output: Any) -> tuple[list, Structure]:
         return [output], None
     output = dict(sorted(output.items())) if isinstance(output, dict) else output
     return flatten(tuple(output) if isinstance(output, list) else output)
+
+
+# -- Arrays as JAX's and back -----------------------------------------------------------------------------------------
+#
+# On the host both see one memory. JAX's arrays are immutable, so what JAX hands out is read only, and what JAX is given
+# may change only while no computation of JAX reads it: each of them is waited for before its results leave.
+#
+# On a GPU arrays cross by DLPack, whose protocol lets the stream of one library wait for that of the other. JAX
+# frees its results in the order of its own streams, on which CuPy's are not waited for. So they are copied into
+# CuPy's memory, and held until the copy is made. What is for GPUs here follows the documentation of both (JAX,
+# "jax.dlpack"; CuPy, "Interoperability", DLPack). It has never run: there is no emulated GPU for JAX.
+
+
+JaxArray: TypeAlias = Any  # jax.Array: JAX may be missing where types are checked
+BFLOAT16 = arrays.dtype("bfloat16")
+
+
+def put(array: Array) -> JaxArray:
+    """Return an array of JAX on the memory of an array; host memory that does not begin where XLA wants it is copied.
+
+    Raises ArgumentError for 64-bit numbers where JAX would make 32-bit ones of them in silence.
+    """
+    wide = array.dtype.itemsize == (16 if array.dtype.kind == "c" else 8)  # a complex number is two
+    if wide and not jax.config.jax_enable_x64:
+        raise ArgumentError(
+            f"an array of {array.dtype} for a function of JAX, which has 64-bit numbers switched off",
+            found=f"{array.dtype}{list(array.shape)}",
+            expected="numbers of 32 bits or fewer, or pairs of such (complex64)",
+            remedy='jax.config.update("jax_enable_x64", True) at the start, or arrays of float32, complex64 and int32',
+        )
+    if not arrays.is_device(array):
+        return jax.device_put(array, jax.devices("cpu")[0], may_alias=True)
+    if array.dtype == BFLOAT16:
+        return jax.lax.bitcast_convert_type(jax.dlpack.from_dlpack(array.view(np.uint16)), jnp.bfloat16)
+    return jax.dlpack.from_dlpack(array)
+
+
+def is_on_host(array: JaxArray) -> bool:
+    """Whether JAX has this array in the host's memory."""
+    return all(device.platform == "cpu" for device in array.devices())
+
+
+class Results:
+    """Takes arrays from JAX; of those on a GPU it holds what CuPy has not copied yet."""
+
+    def __init__(self) -> None:
+        self._held: deque[tuple[Event, list[JaxArray]]] = deque()
+
+    def take(self, results: list[JaxArray]) -> list[Array]:
+        """Return C-contiguous arrays, on the host read-only ones on the memory of the results, which are waited for."""
+        if all(map(is_on_host, results)):
+            return [np.asarray(each) for each in jax.block_until_ready(results)]
+        copies = [_on_gpu(each) for each in results]
+        while self._held and arrays.is_done(self._held[0][0]):
+            self._held.popleft()
+        self._held.append((arrays.record(), results))
+        return copies
+
+
+def _on_gpu(result: JaxArray) -> Array:
+    half = result.dtype == jnp.bfloat16
+    bits = jax.lax.bitcast_convert_type(result, jnp.uint16) if half else result
+    copied = arrays.copy(arrays.cupy().from_dlpack(bits))
+    return copied.view(BFLOAT16) if half else copied

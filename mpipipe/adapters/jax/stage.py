@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.extend.core import Literal
+from jax.tree_util import Partial
 
 from mpipipe import arrays
-from mpipipe.adapters.jax import functions, split
-from mpipipe.adapters.jax.arrays import JaxArray, Results, is_on_host, put
-from mpipipe.adapters.jax.functions import Functions
+from mpipipe.adapters.jax import functions
+from mpipipe.adapters.jax.functions import Functions, JaxArray, Results, is_on_host, pulled, put
 from mpipipe.adapters.trees import (
     Structures,
     flatten_parts,
@@ -22,7 +24,7 @@ from mpipipe.adapters.trees import (
     unflatten_parts,
 )
 from mpipipe.arrays import Array, Tree
-from mpipipe.arrays.trees import Branches
+from mpipipe.arrays.trees import Branches, Structure, flatten, unflatten
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import Position, kernels, random
 from mpipipe.nn.parameters import FlatBuffer
@@ -205,7 +207,7 @@ class JaxStage:
         pending : object
             What `backward_weight` takes.
         """
-        found, pending = split.of_inputs(saved.pull, self._floating(dy, saved))
+        found, pending = of_inputs(saved.pull, self._floating(dy, saved))
         return self._input_gradients(self._results.take(found), saved), pending
 
     def backward_weight(self, pending: Any) -> None:
@@ -217,7 +219,7 @@ class JaxStage:
             What `backward_input` returned.
         """
         if self.gradients is not None:
-            self._add(self._results.take(split.of_parameters(pending)))
+            self._add(self._results.take(of_parameters(pending)))
 
     def _key(self, position: Position) -> JaxArray:
         """The key of this place: the same in a recomputation, another one everywhere else."""
@@ -249,3 +251,108 @@ class JaxStage:
         source = iter(found)
         leaves = [next(source) if each else None for each in saved.floating]
         return tree_of(unflatten_parts(leaves, saved.structures), self.takes)
+
+
+# -- The backward of a function of JAX in two halves: what the gradients of the inputs need first, the rest later -----
+#
+#     backward     dy -> c -> b -> a -> dx       as JAX has written it down, operation by operation (a jaxpr)
+#                  |     |    |    |
+#                  dC    dB   dA                 operations on which no gradient of an input depends: the second half
+#
+# The first half returns the values that the second one begins with, so nothing is computed twice. An operation that
+# holds others (a loop, a function compiled by itself) is not looked into: it is done in the first half as a whole,
+# where any of the input gradients needs a part of it.
+
+
+@jax.jit
+def of_inputs(pull: Any, dy: Any) -> Any:
+    """Return (gradients of the inputs, what computes those of the parameters: see `of_parameters`).
+
+    Parameters
+    ----------
+    pull : dy -> (gradients of the parameters, gradients of the inputs), two lists
+    dy : gradients of the outputs, a list
+    """
+    closed, shapes = jax.make_jaxpr(partial(pulled, pull), return_shape=True)(dy)
+    jaxpr, (weights, inputs) = closed.jaxpr, shapes
+    wanted = jaxpr.outvars[len(weights) :]
+    first, rest = _divided(jaxpr.eqns, wanted)
+    kept = _read(rest, jaxpr.outvars[: len(weights)])
+    found = jax.core.eval_jaxpr(jaxpr.replace(eqns=first, outvars=[*wanted, *kept]), closed.consts, *dy)
+    later = jaxpr.replace(constvars=[], invars=kept, eqns=rest, outvars=jaxpr.outvars[: len(weights)])
+    return found[: len(inputs)], Partial(_Later(later), *found[len(inputs) :])
+
+
+@jax.jit
+def of_parameters(pending: Any) -> Any:
+    """Return the gradients of the parameters, a list."""
+    return pending()
+
+
+class _Later:
+    """The second half: an object of its own for each first half that was compiled, by which JAX knows it again."""
+
+    def __init__(self, jaxpr: Any):
+        self.jaxpr = jaxpr
+
+    def __call__(self, *values: Any) -> Any:
+        return jax.core.eval_jaxpr(self.jaxpr, [], *values)
+
+
+def _divided(operations: Sequence[Any], wanted: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Return (the operations that these variables depend on, all others), in order."""
+    needed = {each for each in wanted if not isinstance(each, Literal)}
+    first, rest = [], []
+    for operation in reversed(operations):
+        if needed.intersection(operation.outvars):
+            needed.update(each for each in operation.invars if not isinstance(each, Literal))
+            first.append(operation)
+        else:
+            rest.append(operation)
+    return first[::-1], rest[::-1]
+
+
+def _read(operations: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+    """Return the variables that these operations, and these results, take from elsewhere."""
+    made = {each for operation in operations for each in operation.outvars}
+    read = [each for operation in operations for each in operation.invars] + list(results)
+    return list(dict.fromkeys(each for each in read if not isinstance(each, Literal) and each not in made))
+
+
+# -- A loss function of JAX as the loss of a pipeline -----------------------------------------------------------------
+
+
+class JaxLoss:
+    """See `mpipipe.adapters.jax_loss`, which makes it."""
+
+    def __init__(self, function: Callable[..., Any]):
+        self.function = function
+        self._compiled: dict[tuple, Callable[..., Any]] = {}
+        self._results = Results()
+
+    def __call__(self, output: Tree, target: Tree, factor: float = 1.0) -> tuple[Any, Tree]:
+        """Return (value, gradient of the output times `factor`)."""
+        leaves, structure = flatten(output)
+        targets, shape = flatten(target)
+        floating = tuple(arrays.is_floating(leaf.dtype) for leaf in leaves)
+        key = structure, shape, floating
+        if key not in self._compiled:
+            self._compiled[key] = self._compile(structure, shape, floating)
+        some = [put(leaf) for leaf, is_floating in zip(leaves, floating) if is_floating]
+        others = [put(leaf) for leaf, is_floating in zip(leaves, floating) if not is_floating]
+        value, slopes = self._compiled[key](some, others, list(map(put, targets)), factor)
+        taken = iter(self._results.take(slopes))
+        gradient = unflatten([next(taken) if each else None for each in floating], structure)
+        return value.item() if is_on_host(value) else self._results.take([value])[0], gradient
+
+    def _compile(self, structure: Structure, shape: Structure, floating: tuple[bool, ...]) -> Callable[..., Any]:
+        def value_of(some: list, others: list, targets: list) -> Any:
+            sources = iter(some), iter(others)
+            leaves = [next(sources[0] if each else sources[1]) for each in floating]
+            return self.function(unflatten(leaves, structure), unflatten(targets, shape))
+
+        def both(some: list, others: list, targets: list, factor: Any) -> Any:
+            value, pull = jax.vjp(lambda x: value_of(x, others, targets), some)
+            return value, pulled(pull, jax.numpy.asarray(factor, value.dtype))[0]
+
+        return jax.jit(both)

@@ -27,7 +27,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from mpipipe.adapters.pytorch.arrays import Tensor
+from mpipipe.adapters.pytorch.tensors import Tensor
 
 COMPILED = "CompiledFunctionBackward"  # node of a graph that torch.compile has made
 

@@ -8,22 +8,26 @@ from typing import Any
 
 import torch
 
-from mpipipe.adapters.pytorch.arrays import (
+from mpipipe import arrays
+from mpipipe.adapters.pytorch.parameters import Saved, TorchGradients, TorchParameters, input_gradients, taking_part
+from mpipipe.adapters.pytorch.split import Graph, SplitBackward
+from mpipipe.adapters.pytorch.tensors import (
+    Buffers,
     Tensor,
     array_of,
+    check_module,
     device_of,
     flatten_output,
+    inputs_unchanged,
     is_differentiable,
+    modules_for_hooks,
     on_stream,
     tensor_of,
+    tensors_of,
 )
-from mpipipe.adapters.pytorch.checks import Buffers, check_module, inputs_unchanged, modules_for_hooks
-from mpipipe.adapters.pytorch.parameters import TorchGradients, TorchParameters
-from mpipipe.adapters.pytorch.saved import Saved, input_gradients, taking_part
-from mpipipe.adapters.pytorch.split import Graph, SplitBackward
 from mpipipe.adapters.trees import applied, flatten_parts, parts_of, returned, skip_names, tree_of, unflatten_parts
 from mpipipe.arrays import Array, Tree
-from mpipipe.arrays.trees import Branches
+from mpipipe.arrays.trees import Branches, flatten, unflatten
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import Position, random
 from mpipipe.nn.parameters import FlatBuffer
@@ -265,3 +269,26 @@ def _stored(name: str, value: Any) -> Tensor:
             remedy="leave out get_extra_state, and keep such facts in the state of the checkpoint",
         )
     return value
+
+
+# -- A loss function of PyTorch as the loss of a pipeline -------------------------------------------------------------
+
+
+class TorchLoss:
+    """See `mpipipe.adapters.torch_loss`, which makes it."""
+
+    def __init__(self, function: Callable[..., Any]):
+        self.function = function
+
+    def __call__(self, output: Tree, target: Tree, factor: float = 1.0) -> tuple[Any, Tree]:
+        """Return (value, gradient of the output times `factor`)."""
+        with on_stream(arrays.device_of(flatten(output)[0][0])), torch.enable_grad():
+            outputs, structure = tensors_of(output)
+            taking = [each.requires_grad_() for each in outputs if is_differentiable(each)]
+            targets, shape = tensors_of(target)
+            with inputs_unchanged([*outputs, *targets], "a loss", "the output or the targets"):
+                value = self.function(unflatten(outputs, structure), unflatten(targets, shape))
+            found = torch.autograd.grad(value, taking, torch.full_like(value, factor), allow_unused=True)
+            slopes = iter(torch.zeros_like(x) if slope is None else slope for x, slope in zip(taking, found))
+            gradient = unflatten([array_of(next(slopes)) if x.requires_grad else None for x in outputs], structure)
+            return value.item() if value.device.type == "cpu" else array_of(value), gradient

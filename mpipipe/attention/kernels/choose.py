@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from mpipipe import arrays
 from mpipipe.arrays import Array
-from mpipipe.attention.kernels import cudnn_library, cudnn_request, cudnn_trial
+from mpipipe.attention.kernels import cudnn_graph
 from mpipipe.attention.kernels.interface import AttentionKernel
 from mpipipe.errors import ArgumentError, BackendError
 
@@ -51,7 +51,7 @@ def chosen(q: Array | None = None, k: Array | None = None, v: Array | None = Non
 def check_choice(device: str) -> None:
     """Raise what `chosen` would raise for any arrays on this device, before there are arrays."""
     if _named() == "cudnn" and device == "cuda":
-        _require_cudnn(cudnn_trial.available())
+        _require_cudnn(cudnn_graph.available())
 
 
 def _named() -> str:
@@ -66,7 +66,7 @@ def _named() -> str:
     return name
 
 
-def _require_cudnn(found: cudnn_library.Verdict) -> None:
+def _require_cudnn(found: cudnn_graph.Verdict) -> None:
     if not found.usable:
         raise BackendError(f"{VARIABLE}=cudnn asks for cuDNN: {found.reason}", remedy=f"or unset {VARIABLE}")
 
@@ -78,8 +78,8 @@ def _loaded(name: str) -> AttentionKernel:
 def _device_kernel(name: str, q: Array, k: Array, v: Array) -> str:
     if name not in ("", "cudnn"):
         return name
-    found = cudnn_trial.available()
-    refused = cudnn_request.refusal(q, k, v) if found.usable else ""
+    found = cudnn_graph.available()
+    refused = cudnn_graph.refusal(q, k, v) if found.usable else ""
     if name == "cudnn":
         _require_cudnn(found)
     if name == "cudnn" and refused:
@@ -95,11 +95,11 @@ def describe() -> str:
     """One line about the kernels for a GPU in half precision, else for the host: "cudnn 9.24.0", "cupy because ..."."""
     name = os.environ.get(VARIABLE, "")
     device = MODULES.get(name, ("", ""))[1]
-    found = cudnn_library.installed()
+    found = cudnn_graph.installed()
     if not arrays.device_count():
         host = name if device == "cpu" else "host"
         return f"{host}, as there is no GPU ({found.reason}{' is installed' if found.usable else ''})"
     if device == "cuda" and name != "cudnn":
         return f"{name} because {VARIABLE} says so"
-    found = cudnn_trial.available()
+    found = cudnn_graph.available()
     return found.reason.replace("cuDNN", "cudnn", 1) if found.usable else f"cupy because {found.reason}"

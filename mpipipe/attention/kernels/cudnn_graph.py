@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import sys
 import threading
 import warnings
 from collections import OrderedDict
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from mpipipe import arrays
-from mpipipe.arrays import DeviceArray
-from mpipipe.attention.kernels import cudnn_library
+from mpipipe.arrays import Array, DeviceArray, Shape
+from mpipipe.arrays.strided import element_strides
+from mpipipe.attention.mask import Slice
+from mpipipe.errors import BackendError
 
 KEPT = 256  # plans of one thread
 UIDS = {name: number for number, name in enumerate(
@@ -89,8 +98,8 @@ def build(cudnn: Any, request: Request, handle: Any = None, **options: Any) -> A
 
 def make_plan(request: Request) -> Plan:
     """A new plan for a request on the current GPU; raises what cuDNN raises if it refuses the request."""
-    cudnn = cudnn_library.library()
-    graph = build(cudnn, request, cudnn_library.handle(), sm_version=arrays.compute_capability())
+    cudnn = library()
+    graph = build(cudnn, request, handle(), sm_version=arrays.compute_capability())
     graph.build_operation_graph()
     graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
     graph.check_support()
@@ -139,7 +148,7 @@ def clear() -> None:
 
 def plan(request: Request) -> Plan | None:
     """The plan for a request on the current GPU; None if cuDNN refuses the request, with one warning."""
-    cudnn = cudnn_library.library()
+    cudnn = library()
     key = cudnn, arrays.cupy().cuda.runtime.getDevice(), request
     plans = _store.plans
     if key in plans:
@@ -164,4 +173,231 @@ def run(ready: Plan, given: dict[str, DeviceArray]) -> None:
     workspace = arrays.empty(ready.workspace, arrays.dtype("uint8"), "cuda") if ready.workspace else None
     pointers = {UIDS[name]: int(arrays.address(array)) for name, array in given.items()}
     # Addresses instead of arrays: the package would import torch and convert arrays by DLPack, which waits for the GPU.
-    ready.graph.execute(pointers, arrays.address(workspace) if ready.workspace else 0, handle=cudnn_library.handle())
+    ready.graph.execute(pointers, arrays.address(workspace) if ready.workspace else 0, handle=handle())
+
+
+# -- cuDNN by NVIDIA's Python package `cudnn` (nvidia-cudnn-frontend): whether it is installed, and its handles -------
+
+
+OLDEST = 91100  # 9.11.0; the attention of 9.10.0 and 9.10.1 gives wrong results
+INSTALL = "pip install 'nvidia-cudnn-frontend>=1.26,<1.27' nvidia-cudnn-cu13 (or -cu12)"
+RUNTIME = "CUDNN_FRONTEND_CUDART_LIB_NAME"  # by which the package opens the CUDA runtime, since 1.26
+
+
+class Verdict(NamedTuple):
+    """Whether cuDNN is usable.
+
+    reason : its version in words, or what is missing
+    version : (major, minor, patch); empty if the library cannot be loaded
+    """
+
+    usable: bool
+    reason: str
+    version: tuple[int, ...] = ()
+
+
+def installed() -> Verdict:
+    """Whether package and library are there, and new enough. Needs no GPU: `cudnn_trial.available` asks that."""
+    return _looked_up(sys.modules.get("cudnn"))
+
+
+@lru_cache(maxsize=8)
+def _looked_up(_loaded: ModuleType | None) -> Verdict:
+    if arrays.is_amd():
+        return Verdict(False, "AMD's GPUs have no cuDNN")
+    try:
+        import cudnn
+    except Exception as error:  # a broken installation raises anything
+        return Verdict(False, f"the Python package cudnn cannot be imported ({error}); {INSTALL}")
+    try:
+        version = _version(cudnn)
+    except Exception as error:
+        return Verdict(False, f"the library libcudnn.so.9 cannot be loaded ({error}); {INSTALL}")
+    numbers = version // 10000, version // 100 % 100, version % 100
+    text = f"cuDNN {'.'.join(map(str, numbers))}"
+    if version < OLDEST:
+        reason = f"{text} is too old, its attention has known errors: 9.11.0 or newer is needed"
+        return Verdict(False, reason, numbers)
+    return Verdict(True, text, numbers)
+
+
+def _version(cudnn: Any) -> int:
+    try:
+        return cudnn.backend_version()
+    except Exception:
+        # the package looks only in the interpreter's own site-packages, not in a user's or in those beneath a venv
+        found = find_spec("nvidia.cudnn") if find_spec("nvidia") else None
+        for place in found.submodule_search_locations or [] if found else []:
+            for file in sorted(Path(place).glob("lib/libcudnn.so.*")):
+                ctypes.CDLL(str(file), ctypes.RTLD_GLOBAL)
+                return cudnn.backend_version()
+        raise
+
+
+def library() -> Any:
+    """The module cudnn; call it only if `installed().usable`."""
+    import cudnn
+
+    return cudnn
+
+
+def prepare() -> str:
+    """Make the package find the CUDA runtime that CuPy would use; return why it cannot, or "".
+
+    The package opens `libcudart` by name where it asks for a GPU itself, and to fill working memory. Of two versions on
+    the loader's path it takes the older one, with a line on stderr. What the user has set stays.
+    """
+    try:
+        found = arrays.load_cuda_runtime()
+    except BackendError as error:
+        return str(error)
+    os.environ.setdefault(RUNTIME, found)
+    return ""
+
+
+class _Handles(threading.local):
+    """A thread's handles by library, device and stream."""
+
+    def __init__(self) -> None:
+        self.made: dict[tuple, Any] = {}
+
+
+_handles = _Handles()
+
+
+def handle() -> Any:
+    """CuDNN's handle for the current GPU, stream and thread."""
+    key = library(), arrays.cupy().cuda.runtime.getDevice(), arrays.stream().ptr
+    if key not in _handles.made:
+        made = library().create_handle()
+        library().set_stream(handle=made, stream=key[2])
+        _handles.made[key] = made
+    return _handles.made[key]
+
+
+# -- What cuDNN's attention does, and how it is asked -----------------------------------------------------------------
+
+
+DETERMINISTIC = "MPIPIPE_DETERMINISTIC"
+TILE = 128  # rows and columns of cuDNN's tiles
+WIDEST, WIDEST_MIXED = 256, 128  # head dimension; the second if values have another one than keys
+WIDEST_BACK = {9: 256}  # of backwards, by the major number of the compute capability
+WIDEST_BACK_ELSEWHERE = 128
+BLACKWELL, WIDE_ON_BLACKWELL = 10, (9, 23)  # the cuDNN from which its backward does dimension 256, and no other > 128
+OLDEST_CAPABILITY = 80
+WORD = 16  # bytes: rows begin at multiples of this
+
+
+def refusal(q: Array, k: Array, v: Array) -> str:
+    """Why cuDNN does not do attention of these arrays; empty if it does."""
+    dim, width = q.shape[3], v.shape[3]
+    if not arrays.is_half(q.dtype):
+        return f"cuDNN computes attention in float16 and bfloat16, not in {q.dtype}"
+    if dim % 8 or width % 8:
+        return f"head dimensions {dim} (keys) and {width} (values) are not both multiples of 8"
+    widest = WIDEST if dim == width else WIDEST_MIXED
+    if max(dim, width) > widest:
+        return f"head dimensions {dim} (keys) and {width} (values) are above {widest}"
+    capability = arrays.compute_capability()
+    if capability < OLDEST_CAPABILITY:
+        return f"this GPU's compute capability is {capability / 10}, below {OLDEST_CAPABILITY / 10}"
+    return ""
+
+
+def widest_backward(capability: int) -> tuple[int, ...]:
+    """Head dimensions of backwards on a GPU of this compute capability: the largest, and single ones beyond it.
+
+    From sdpa_support_surface.h and scaled_dot_product_flash_attention.h of cudnn-frontend 1.26.
+    """
+    major = capability // 10
+    beyond = (256,) if major == BLACKWELL and installed().version >= WIDE_ON_BLACKWELL else ()
+    return WIDEST_BACK.get(major, WIDEST_BACK_ELSEWHERE), *beyond
+
+
+def fits(x: DeviceArray) -> bool:
+    """Whether cuDNN takes an array as it lies in memory."""
+    apart = [stride for stride, extent in zip(x.strides[:3], x.shape) if extent > 1]
+    aligned = all(stride > 0 and stride % WORD == 0 for stride in (*apart, arrays.address(x) or WORD))
+    return aligned and (x.strides[3] == x.itemsize or x.shape[3] == 1)
+
+
+def deterministic() -> bool:
+    """Whether MPIPIPE_DETERMINISTIC asks for the same bits in every run."""
+    return os.environ.get(DETERMINISTIC, "") not in ("", "0")
+
+
+def request_for(direction: str, given: dict[str, DeviceArray], scale: float, part: Slice) -> Request | None:
+    """What to ask of cuDNN for one slice; None if cuDNN is known not to do it."""
+    seq, keys = given["q"].shape[1], given["k"].shape[1]
+    back = direction == "backward"
+    if (back and seq == keys == 1) or (part.high is not None and part.high < 0):
+        return None
+    dim = given["q"].shape[3]
+    limit, *beyond = widest_backward(arrays.compute_capability()) if back else (WIDEST,)
+    if dim > limit and dim not in beyond:
+        return None
+    if part.low is not None and (part.low > 0 or seq > keys):
+        return None
+    if part.low is not None and installed().version == (9, 14, 0):  # windows are wrong in 9.14.0
+        return None
+    # Hopper's backward gives NaN for rows of very negative log-sum-exp and an odd number of half tiles of keys, unless
+    # there is a mask of padding (NVIDIA/cudnn-frontend#628, #1072)
+    padded = back and (keys % TILE != 0 or seq < TILE)
+    shapes = tuple((name, *_described(name, x)) for name, x in given.items())
+    low, high = (None if bound is None else int(bound) for bound in (part.low, part.high))
+    what = direction, given["q"].dtype.name, shapes, float(scale)
+    return Request(*what, low, high, padded=padded, deterministic=back and deterministic())
+
+
+def _described(name: str, x: DeviceArray) -> tuple[Shape, Shape]:
+    """(shape, strides) of an array in cuDNN's order of axes: batch, heads, seq, dim."""
+    if name == "lse":
+        batch, heads, seq = x.shape
+        return (batch, heads, seq, 1), (heads * seq, seq, 1, 1)
+    (batch, seq, heads, dim), (b, s, h, d) = x.shape, element_strides(x)
+    return (batch, heads, seq, dim), (b, h, s, d)
+
+
+# -- Whether cuDNN computes attention on this GPU: it is asked for two small plans before anything depends on it ------
+#
+# A library that is installed may still fail to make a single plan: without the CUDA runtime or its own engines, with
+# another CUDA than the driver's, or with two of its versions in one process.
+
+
+ROWS, HEADS, DIM = 128, 1, 64  # what every cuDNN does on every GPU that it does at all
+ALONG = {"forward": ("q", "k", "v", "out", "lse"),
+         "backward": ("q", "k", "v", "out", "dout", "lse", "dq", "dk", "dv")}  # fmt: skip
+
+
+def available() -> Verdict:
+    """Whether attention by cuDNN is usable on the current GPU, which must be there; tried once in a process."""
+    found = installed()
+    return _tried(library(), arrays.current_gpu()) if found.usable else found
+
+
+@lru_cache(maxsize=64)
+def _tried(_library: ModuleType, _device: int) -> Verdict:
+    found = installed()
+    if arrays.compute_capability() < 80:
+        return Verdict(False, f"{found.reason} computes attention on compute capability 8.0 and newer", found.version)
+    missing = ""
+    try:
+        missing = prepare()
+        for direction in ALONG:
+            make_plan(request(direction))
+    except Exception as error:  # the package raises classes of its own, and RuntimeError
+        lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        why = f"{found.reason} is installed and makes no plan ({lines[0]}"
+        reason = f"{why}{'; ' if missing else ''}{missing}); {INSTALL}"
+        warnings.warn(f"attention on the GPU is computed by slower kernels: {reason}", stacklevel=2)
+        return Verdict(False, reason, found.version)
+    return found
+
+
+def request(direction: str) -> Request:
+    """A small causal request, "forward" or "backward"."""
+    dims = 1, HEADS, ROWS, DIM
+    strides = HEADS * ROWS * DIM, DIM, HEADS * DIM, 1
+    rows = (1, HEADS, ROWS, 1), (HEADS * ROWS, ROWS, 1, 1)
+    shapes = tuple((name, *(rows if name == "lse" else (dims, strides))) for name in ALONG[direction])
+    return Request(direction, "bfloat16", shapes, DIM**-0.5, None, 0)

@@ -20,7 +20,7 @@ import torch
 
 from mpipipe.attention import accumulate
 from mpipipe.attention.kernels import host
-from mpipipe.attention.kernels.half_precision import upcast_backward, upcast_forward
+from mpipipe.attention.kernels.host import upcast_backward, upcast_forward
 from mpipipe.attention.kernels.interface import AttentionAccumulator, Block, Gradients, Result
 from mpipipe.attention.mask import BAND, CAUSAL, Slice
 from mpipipe.attention.merge import merge

@@ -5,15 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 
-from mpipipe.comm.group import Group, group_of
 from mpipipe.comm.transport import gpu_aware
-from mpipipe.comm.transport.direct import DirectTransport
+from mpipipe.comm.transport.device import DirectTransport
 from mpipipe.comm.transport.gpu_aware import Verdict
-from mpipipe.comm.transport.host import CHUNK_BYTES, PIECE_BYTES, HostTransport
-from mpipipe.comm.transport.interface import Transport
+from mpipipe.comm.transport.host import CHUNK_BYTES, PIECE_BYTES, HostTransport, Transport
 from mpipipe.comm.transport.nccl import NcclTransport, Pair
 from mpipipe.comm.transport.staged import StagedTransport
-from mpipipe.comm.types import Communicator
+from mpipipe.job.group import Group, group_of
+from mpipipe.job.types import Communicator
 
 logger = logging.getLogger("mpipipe")
 

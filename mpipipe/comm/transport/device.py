@@ -25,13 +25,11 @@ import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import Array, DeviceArray, Shape
-from mpipipe.comm import runtime
-from mpipipe.comm.process import register_progress, unregister_progress
-from mpipipe.comm.requests import keep_forever, own
-from mpipipe.comm.transport.host import PIECE_BYTES, HostTransport
-from mpipipe.comm.transport.request_group import start_all
-from mpipipe.comm.transport.sendable import check_sendable
-from mpipipe.comm.types import Communicator, Request
+from mpipipe.comm.transport.host import PIECE_BYTES, HostTransport, check_sendable, start_all
+from mpipipe.job import runtime
+from mpipipe.job.context import register_progress, unregister_progress
+from mpipipe.job.requests import keep_forever, own
+from mpipipe.job.types import Communicator, Request
 
 Event: TypeAlias = Any  # cupy.cuda.Event
 Name: TypeAlias = tuple[int, int, int]  # peer, channel, tag
@@ -249,3 +247,16 @@ def device_pieces(array: DeviceArray, piece_bytes: int) -> list[list[Any]]:
         [MPI.buffer.fromaddress(address + start, min(piece_bytes, nbytes - start)), MPI.BYTE]
         for start in range(0, max(1, nbytes), piece_bytes)
     ]
+
+
+# -- Messages of device arrays that a GPU-aware MPI takes as they are -------------------------------------------------
+
+
+class DirectTransport(DeviceTransport):
+    """Messages whose addresses in device memory go to a GPU-aware MPI."""
+
+    def _outgoing(self, array: Array, name: Name, ready: Event | None) -> DeferredMessage:
+        return DeferredMessage(self, self.sends, name, array, ready, self.host.isend, self.host.senders)
+
+    def _incoming(self, array: Array, name: Name, ready: Event | None) -> DeferredMessage:
+        return DeferredMessage(self, self.receives, name, array, ready, self.host.irecv, self.host.receivers)

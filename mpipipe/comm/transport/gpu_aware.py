@@ -20,11 +20,11 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from mpipipe import arrays
-from mpipipe.comm import runtime
-from mpipipe.comm.group import Group, group_of
-from mpipipe.comm.settings import GPU_DIRECT
-from mpipipe.comm.types import Communicator
 from mpipipe.errors import ArgumentError
+from mpipipe.job import runtime
+from mpipipe.job.group import Group, group_of
+from mpipipe.job.settings import GPU_DIRECT
+from mpipipe.job.types import Communicator
 
 OVERRIDE = GPU_DIRECT.name
 

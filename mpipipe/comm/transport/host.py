@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
 import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import Array, Shape
-from mpipipe.comm import communicators
-from mpipipe.comm.transport.request_group import start_all
-from mpipipe.comm.types import Communicator, Request
 from mpipipe.errors import ArgumentError
+from mpipipe.job import communicators
+from mpipipe.job.requests import own
+from mpipipe.job.types import Communicator, Request
 
 MPI_TYPES = "?bBhHiIlLqQfdFD"  # dtype characters that every MPI knows; others travel as bytes
 PIECE_BYTES = 1 << 30  # counts above 2^31 - 1 are refused by some MPI libraries
@@ -100,3 +103,119 @@ class HostTransport:
         for channel in self.channels:
             channel.Free()
         self.channels, self.senders, self.receivers = [], [], []
+
+
+# -- Several requests as one: a long array travels as several messages ------------------------------------------------
+
+
+class RequestGroup:
+    """Several requests as one."""
+
+    def __init__(self, requests: list[Request]) -> None:
+        self.requests = requests
+
+    def Test(self) -> bool:
+        while self.requests and self.requests[-1].Test():
+            self.requests.pop()
+        return not self.requests
+
+    def Cancel(self) -> None:
+        for request in self.requests:
+            request.Cancel()
+
+
+def start_all(
+    operation: Callable[..., Request], pieces: Sequence[Any], peer: int, tag: int, *buffers: object
+) -> Request:
+    """One request for one operation on each piece; `buffers` own the memory of pieces that are mere addresses."""
+    requests = [own(operation(piece, peer, tag), *buffers) for piece in pieces]
+    return requests[0] if len(requests) == 1 else RequestGroup(requests)
+
+
+# -- What every transport can do --------------------------------------------------------------------------------------
+
+
+class Transport(Protocol):
+    """Starts sends and receives of whole arrays; knows peers, channels and tags.
+
+    Whoever takes a request owns it: see job.requests, and the mailbox for the many of a step.
+
+    Attributes
+    ----------
+    channels : list of Communicator
+        The private communicators; a message names one by its number.
+    """
+
+    channels: list[Communicator]
+
+    def empty(self, shape: Shape, kind: np.dtype) -> Array:
+        """A receive buffer in the memory where this rank computes; its content is undefined."""
+
+    def isend(self, array: Array, peer: int, channel: int, tag: int) -> Request:
+        """Start sending; the array must stay as it is until the request tests true."""
+
+    def irecv(self, array: Array, peer: int, channel: int, tag: int) -> Request:
+        """Start receiving into `array`, which must have the sender's size in bytes."""
+
+    def retire(self, array: Array) -> None:
+        """Take note that work queued so far is the last that reads this receive buffer."""
+
+    def begin_call(self, repeated: bool) -> bool:
+        """Begin a call; return whether its messages must be started in one order on all ranks.
+
+        `repeated` says, on all ranks alike, that a call like this one has run to its end before.
+        """
+
+    def settled(self) -> bool:
+        """Whether all that was received is there, and the device waits for no other rank any more."""
+
+    def progress(self) -> bool:
+        """Let everything under way advance, if that is this object's business, and say whether it is."""
+
+    def drop_buffers(self) -> None:
+        """Free the memory that is kept for later messages."""
+
+    def abort(self) -> None:
+        """After a failure: advance no more, and free nothing that MPI or the device may still touch."""
+
+    def close(self) -> None:
+        """Free the communicators; collective, and only when nothing is under way."""
+
+
+# -- Which arrays can travel as messages ------------------------------------------------------------------------------
+
+
+def check_sendable(array: Array) -> None:
+    """Raise ArgumentError for what cannot travel.
+
+    These are: other types than arrays; masked arrays; arrays of objects, records or text; arrays that are not
+    C-contiguous. mpi4py sends a Fortran-ordered array without a word, and the receiver then holds its transpose.
+    """
+    if not arrays.is_array(array):
+        raise ArgumentError("not an array", found=type(array).__name__, expected="numpy.ndarray or cupy.ndarray")
+    arrays.refuse_mask(array)
+    kind = array.dtype
+    if kind.hasobject:
+        raise ArgumentError("an object array", found=f"dtype {kind}", expected="a numeric dtype")
+    if kind.type is np.void or kind.kind in "SU":
+        raise ArgumentError(
+            "an array of records or text",
+            found=f"dtype {kind}",
+            expected="a numeric dtype",
+            remedy="pass its fields as a dict of arrays, such as {name: numpy.ascontiguousarray(x[name]) for name in "
+            "x.dtype.names}",
+        )
+    if not kind.isnative:
+        raise ArgumentError(
+            "an array in the byte order of another machine",
+            found=f"dtype {kind}",
+            expected="native byte order",
+            remedy="pass x.astype(x.dtype.newbyteorder('='))",
+        )
+    if not array.flags.c_contiguous:
+        raise ArgumentError(
+            "an array that is not C-contiguous",
+            found=f"shape {array.shape}, strides {array.strides}",
+            expected="C order",
+            remedy="pass numpy.ascontiguousarray(x), or cupy's",
+        )

@@ -69,14 +69,13 @@ import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import Array, DeviceArray, Event, Shape
-from mpipipe.comm.group import Group
-from mpipipe.comm.nccl.channel import Channel, close_together, new_identity, open_together
-from mpipipe.comm.nccl.task import Task
-from mpipipe.comm.process import register_progress, unregister_progress
-from mpipipe.comm.requests import keep_forever
+from mpipipe.comm.nccl.channel import Channel, Task, close_together, new_identity, open_together
 from mpipipe.comm.transport.device import DeviceTransport
-from mpipipe.comm.transport.sendable import check_sendable
-from mpipipe.comm.types import Request
+from mpipipe.comm.transport.host import check_sendable
+from mpipipe.job.context import register_progress, unregister_progress
+from mpipipe.job.group import Group
+from mpipipe.job.requests import keep_forever
+from mpipipe.job.types import Request
 
 AHEAD = 1  # messages taken by the host whose data the device is still waiting for
 Pair = tuple[int, int]  # of ranks: from, to

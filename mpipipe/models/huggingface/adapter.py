@@ -23,25 +23,22 @@ import numpy as np
 from mpipipe import arrays, files, nn
 from mpipipe.arrays import Array
 from mpipipe.attention import Local
-from mpipipe.checkpoint.foreign import ForeignFile
-from mpipipe.checkpoint.tensors import DTYPES
+from mpipipe.checkpoint.tensor_files import DTYPES, ForeignFile
 from mpipipe.checkpoint.whole_folder import replacing
-from mpipipe.comm.group import group_of
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ArgumentError, ConfigError, NonFiniteError
+from mpipipe.job.group import group_of
 from mpipipe.models.gpt import GPT
 from mpipipe.models.huggingface.families import Family, expressed
-from mpipipe.models.huggingface.folder import COPY_AGAIN, opened
+from mpipipe.models.huggingface.folder import COPY_AGAIN, Origin, opened
 from mpipipe.models.huggingface.names import parts_of
 from mpipipe.models.huggingface.options import Options, read_json
-from mpipipe.models.huggingface.origin import Origin
 from mpipipe.models.huggingface.reading import FLOATS
-from mpipipe.models.huggingface.shards import METADATA
-from mpipipe.models.huggingface.writing import explained
+from mpipipe.models.huggingface.writing import METADATA, explained
 from mpipipe.nn.layers.weight_gradients import LORA_A, LORA_B
-from mpipipe.wording import counted
+from mpipipe.text import counted
 
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 # what says where an adapter comes from, how it was trained, or how often; not what it computes
 WITHOUT_EFFECT = (
@@ -91,12 +88,14 @@ class AdapterFolder:
 
 def is_adapter_folder(path: Path) -> bool:
     """Return whether a folder has an adapter."""
-    return files.exists(path / CONFIG)
+    return files.exists(path / ADAPTER_CONFIG)
 
 
 def open_adapter(path: Path) -> AdapterFolder:
     """Read adapter_config.json. Raises ConfigError, which names file and option."""
-    options = Options(read_json(path / CONFIG, "name the folder of an adapter that PEFT has saved"), path / CONFIG)
+    options = Options(
+        read_json(path / ADAPTER_CONFIG, "name the folder of an adapter that PEFT has saved"), path / ADAPTER_CONFIG
+    )
     options.only("peft_type", "LORA")
     options.only("task_type", "CAUSAL_LM", None)
     rank, alpha = options.count("r"), options.number("lora_alpha")
@@ -251,7 +250,7 @@ def save_adapter(
             if mesh.rank == 0:
                 base = None if origin.path is None else str(origin.path)
                 facts = config_of(lora, family, base)
-                files.write_whole(partial / CONFIG, (json.dumps(facts, indent=2) + "\n").encode())
+                files.write_whole(partial / ADAPTER_CONFIG, (json.dumps(facts, indent=2) + "\n").encode())
 
 
 def _header(parts: Sequence[AdapterPart], dtype: np.dtype) -> tuple[bytes, dict[str, int]]:
@@ -281,3 +280,33 @@ def _write(path: Path, parts: Sequence[tuple[AdapterPart, int]], parameters: Map
             file.write(values.reshape(-1).view(np.uint8).data)
         file.flush()
         os.fsync(file.fileno())
+
+
+# -- An adapter added to the matrices of the model that it was made for -----------------------------------------------
+
+
+def merge_adapter(folder: AdapterFolder, family: Family, model: GPT, parameters: Mapping[str, Array]) -> None:
+    """Add (alpha / rank) B A to the matrices among these parameters, on the host or on a GPU.
+
+    Raises what `read_adapter` does.
+    """
+    projections = {
+        f"{name}.{target}": (f"{name}.{place.key}", place)
+        for index, top in enumerate(model.build(Local()))
+        for name, layer in top.walk(str(index))
+        for target, place in layer.projections().items()
+        if target in folder.lora.targets and f"{name}.{place.key}" in parameters
+    }
+    values = {
+        part.ours: np.empty(part.shape, parameters[projections[owner][0]].dtype)
+        for part in adapter_parts(folder.lora, family, model)
+        if (owner := part.ours.rpartition(".")[0]) in projections
+    }
+    read_adapter(folder, family, model, values)
+    for owner, (name, place) in projections.items():
+        more = np.matmul(values[f"{owner}.{LORA_B}"] * folder.lora.scale, values[f"{owner}.{LORA_A}"])
+        rows = parameters[name][place.start : place.stop]
+        if arrays.is_device(rows):
+            arrays.upload(arrays.download(rows) + more, out=rows)
+        else:
+            rows += more

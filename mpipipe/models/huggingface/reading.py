@@ -9,7 +9,7 @@ import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import Array
-from mpipipe.checkpoint.foreign import ForeignFile, Stored
+from mpipipe.checkpoint.tensor_files import ForeignFile, Stored
 from mpipipe.errors import ArgumentError, NonFiniteError
 from mpipipe.models.huggingface.folder import COPY_AGAIN, NOT_THESE, Folder, opened
 from mpipipe.models.huggingface.names import Part, head_of, parts_of, shape_of, tied_to, view

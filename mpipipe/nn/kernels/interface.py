@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpipipe.arrays import Array, DeviceArray
-from mpipipe.nn.rope_scaling import RopeScaling
+from mpipipe.nn.rope import RopeScaling
 
 
 class Kernels(Protocol):

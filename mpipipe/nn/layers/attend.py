@@ -9,7 +9,7 @@ import numpy as np
 
 from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
-from mpipipe.nn.layers.redefined import keep_redefined
+from mpipipe.nn.layers.layer import keep_redefined
 from mpipipe.nn.position import Position
 
 

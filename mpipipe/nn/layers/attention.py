@@ -16,7 +16,7 @@ from mpipipe.nn.layers.attend import ForwardAndBackward, as_attend
 from mpipipe.nn.layers.layer import Layer
 from mpipipe.nn.layers.weight_gradients import Projection, projections_of_rows
 from mpipipe.nn.parameters import Parameter, normal, ones, zeros
-from mpipipe.nn.rope_scaling import RopeScaling
+from mpipipe.nn.rope import RopeScaling
 
 
 class SelfAttention(Layer):

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
+from mpipipe import arrays
 from mpipipe.arrays import Array
-from mpipipe.nn.checks import check_positive, checked_ids
+from mpipipe.errors import ArgumentError
+from mpipipe.nn.checks import check_features, check_positive, checked_ids
+from mpipipe.nn.layers.attend import ForwardAndBackward, as_attend
 from mpipipe.nn.layers.layer import Layer
+from mpipipe.nn.layers.linear import Linear
+from mpipipe.nn.layers.weight_gradients import Projection
 from mpipipe.nn.parameters import Parameter, normal
 
 
@@ -73,3 +80,176 @@ class Embedding(Layer):
         if self.scale != 1:
             dy = self.stage.kernels.scale(dy, self.scale)
         self.stage.kernels.embed_backward(dy, x, self.weight_grad)
+
+
+# -- Learned positions: a table of vectors, one for each place in a sequence ------------------------------------------
+
+
+NUMBERS = 16  # arrays of row numbers that a layer keeps at most, each for its own positions
+
+
+class LearnedPositions(Layer):
+    """y = x + rows of a table, for x (batch, seq, dim): the row of its position for each place of a sequence.
+
+    Parameters
+    ----------
+    count : int
+        Number of positions; the parameter `weight` is (count, dim).
+    dim : int
+        Size of the last axis of x and y.
+    attend : object, optional
+        What other layers attend with, if that knows positions as attention.Cached does: `attend.positions(seq)` is
+        asked in each forward, and `attend.advance(seq)` is told behind it.
+    positions : 1-D integers, optional
+        The position of each place in the whole sequence; `attend` is not asked then. By default 0 ... seq - 1.
+    gain : float
+        The table starts normal with standard deviation gain / sqrt(dim).
+
+    Raises
+    ------
+    ArgumentError
+        A size is not a positive integer; in `forward`, x has another shape, or a position has no row.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpipipe import nn
+    >>> stage = nn.Stage([nn.LearnedPositions(16, 8)])
+    >>> y, saved = stage.forward(np.zeros((2, 5, 8), np.float32))
+    >>> bool((y[1] == stage.parameters["0.weight"][:5]).all())
+    True
+    """
+
+    takes_integers = False
+    recordable = True
+    leaves_sum = True
+
+    weight: np.ndarray
+    weight_grad: np.ndarray
+
+    def __init__(
+        self,
+        count: int,
+        dim: int,
+        attend: ForwardAndBackward | None = None,
+        positions: ArrayLike | None = None,
+        gain: float = 1.0,
+    ):
+        check_positive(count=count, dim=dim)
+        self.count, self.dim, self.attend = count, dim, attend
+        self.positions = None if positions is None else np.asarray(positions)
+        if attend is not None and self.positions is not None:
+            as_attend(attend).check_positions(self.positions)
+        self.declared = {"weight": Parameter((count, dim), normal(gain * dim**-0.5))}
+
+    def unrecordable(self) -> str:
+        if self.attend is None or self.positions is not None:
+            return ""
+        kind = type(self.attend)
+        return "" if vars(kind).get("recordable", False) else f"{kind.__name__} does not say that it can be recorded"
+
+    def bound(self) -> None:
+        self._attend = None if self.attend is None or self.positions is not None else as_attend(self.attend)
+        self._kept = lru_cache(maxsize=NUMBERS)(self._made)
+
+    def forward(self, x: Array) -> tuple[Array, Any]:
+        added, numbers = self._rows(x)
+        return self.stage.kernels.add(x, added), numbers
+
+    def forward_apart(self, x: Array, more: Array | None) -> tuple[Array, Array, Array | None, Any]:
+        total = x if more is None else self.stage.kernels.add(x, more)
+        return (total, total, *self._rows(total))
+
+    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
+        return dy, (dy, saved)
+
+    def backward_weight(self, pending: Any) -> None:
+        dy, numbers = pending
+        if self.weight_grad is not None:
+            self.stage.kernels.embed_backward(dy, numbers, self.weight_grad)
+
+    def _rows(self, x: Array) -> tuple[Array, Array]:
+        """Return the rows to add, in the shape of x, and their numbers (batch, seq)."""
+        check_features(self, x, self.dim)
+        if x.ndim != 3 or (self.positions is not None and len(self.positions) != x.shape[1]):
+            seq = "seq" if self.positions is None else len(self.positions)
+            raise ArgumentError(
+                f"layer {self.name} (LearnedPositions): the input has the wrong shape",
+                found=f"shape {x.shape}",
+                expected=f"(batch, {seq}, {self.dim})",
+                remedy="one position for each row of the sequence",
+            )
+        batch, seq = x.shape[:2]
+        asked = self.positions if self._attend is None else self._attend.positions(seq)
+        known = seq if asked is None else np.ascontiguousarray(asked, np.int64).tobytes()
+        numbers = arrays.hold(self._kept(batch, known))
+        if self._attend is not None:
+            self._attend.advance(seq)
+        return self.stage.kernels.embed(self.weight, numbers), numbers
+
+    def _made(self, batch: int, known: int | bytes) -> Array:
+        """Return the numbers (batch, seq) of the first positions, or of those whose int64 values these bytes are."""
+        numbers = np.arange(known) if isinstance(known, int) else np.frombuffer(known, np.int64)
+        if numbers.size and (numbers.min() < 0 or numbers.max() >= self.count):
+            raise ArgumentError(
+                f"layer {self.name} (LearnedPositions): a position has no row in the table",
+                found=f"positions {numbers.min()} ... {numbers.max()}",
+                expected=f"0 ... {self.count - 1}",
+                remedy="take shorter sequences, or a model with more max_positions",
+            )
+        whole = np.ascontiguousarray(np.broadcast_to(numbers, (batch, numbers.size)))
+        return arrays.upload(whole) if self.stage.device == "cuda" else whole
+
+
+# -- The head of a language model: the product that makes logits, which a loss can take over --------------------------
+
+
+class Head(Linear):
+    """Logits = x W^T over the last axis of x, without a bias: a `Linear`, whose product a loss can make itself.
+
+    It is the last layer of a model. A `HeadCrossEntropy` that was made for its stage takes over the product in the
+    calls of a pipeline that have a loss: there the layer passes x on as it is, and the gradient of x comes back.
+    Everywhere else it gives logits.
+
+    Parameters
+    ----------
+    inputs, outputs : int
+        Width of the model and size of the vocabulary. The parameter `weight` is (outputs, inputs).
+    tie : str, optional
+        Key of `Parameter.tie` for the weight.
+    gain : float
+        The weight starts normal with standard deviation gain / sqrt(inputs).
+
+    Raises
+    ------
+    ArgumentError
+        A size is not a positive integer.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpipipe import nn
+    >>> stage = nn.Stage([nn.Head(8, 256)])
+    >>> stage.forward(np.ones((2, 5, 8), np.float32))[0].shape
+    (2, 5, 256)
+    """
+
+    recordable = True
+    replaced = ("weight",)
+    freezes_parts = True
+
+    def __init__(self, inputs: int, outputs: int, tie: str | None = None, gain: float = 1.0):
+        super().__init__(inputs, outputs, bias=False, tie=tie, gain=gain)
+
+    def projections(self) -> dict[str, Projection]:
+        return {}  # a loss may make the product
+
+    def forward(self, x: Array) -> tuple[Array, Any]:
+        return (x, None) if self.stage.headless else super().forward(x)
+
+    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
+        return (dy, None) if saved is None else super().backward_input(dy, saved)
+
+    def backward_weight(self, pending: Any) -> None:
+        if pending is not None:
+            super().backward_weight(pending)

@@ -2,19 +2,187 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike
 
 from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
 from mpipipe.nn.kernels.interface import Kernels
-from mpipipe.nn.layers.sums import Sums
 from mpipipe.nn.layers.weight_gradients import WeightGradients
 from mpipipe.nn.parameters import Parameter
-from mpipipe.nn.rope_tables import RopeTables
+from mpipipe.nn.rope import RopeScaling
+
+# -- Functions that do the work of another one in a better way, and classes that redefine that other one --------------
+
+
+def keep_redefined(cls: type, base: type, passed: Mapping[str, tuple[str, ...]]) -> None:
+    """Give a new class the functions of `base` again where inherited ones would go past what the class redefines.
+
+    Parameters
+    ----------
+    cls : type
+        A subclass of `base`; called by `__init_subclass__`.
+    base : type
+        Its functions call the ones that subclasses redefine.
+    passed : mapping of str to tuple of str
+        Name of a function to the names of those that may do without it.
+    """
+    for name, others in passed.items():
+        for other in others:
+            if _place(cls, name) < _place(cls, other):
+                setattr(cls, other, getattr(base, other))
+
+
+def _place(cls: type, name: str) -> int:
+    """Return how far from a class the class is that defines a name."""
+    return next(place for place, each in enumerate(cls.__mro__) if name in vars(each))
+
+
+# -- Sums of two arrays that one layer leaves to the next, so that the kernel which reads a sum can also make it ------
+#
+# y = x + f(x) is one pass over memory, and the norm of y in the next layer is another. A layer that can leave its
+# output as two arrays says so (`leaves_sum`); a container hands both to the next layer, and a norm takes them in one
+# pass. The backward has a sum too, of the gradient that goes past f and the one that comes through it: the norm at the
+# beginning of f is given the former. Each layer can do all of this, by an addition of its own where it has nothing
+# better. The bits are those of separate passes.
+
+
+# what a layer redefines, and the functions here that would go past it
+PASSED = {
+    "forward": ("forward_sum", "forward_apart"),
+    "backward_input": ("backward_input_add", "backward_add"),
+    "backward": ("backward_add",),
+}
+
+
+class Sums(ABC):
+    """What a layer does with sums of two arrays; a Layer that defines `forward` and `backward_input` has it all.
+
+    A class that redefines one of the functions in `PASSED`, and not what stands beside it, gets the latter anew from
+    here: so a subclass of a norm is never passed by.
+
+    Attributes
+    ----------
+    leaves_sum : bool
+        Whether `forward_apart` returns an output in two arrays, or may do so.
+    """
+
+    leaves_sum = False
+    stage: Any
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        keep_redefined(cls, Sums, PASSED)
+
+    @abstractmethod
+    def forward(self, x: Array) -> tuple[Array, Any]:
+        """As `Layer.forward`."""
+
+    @abstractmethod
+    def backward_input(self, dy: Array, saved: Any) -> tuple[Any, Any]:
+        """As `Layer.backward_input`."""
+
+    @abstractmethod
+    def backward(self, dy: Array, saved: Any) -> Any:
+        """As `Layer.backward`."""
+
+    def forward_sum(self, x: Array, more: Array) -> tuple[Array, Array, Any]:
+        """Compute the output for the input x + more.
+
+        Parameters
+        ----------
+        x, more : array
+            Of one shape, of the stage's dtype and device.
+
+        Returns
+        -------
+        total : array
+            x + more.
+        y : array
+            The output.
+        saved : object
+            As from `forward` of `total`.
+        """
+        total = self.stage.kernels.add(x, more)
+        return (total, *self.forward(total))
+
+    def forward_apart(self, x: Array, more: Array | None) -> tuple[Array, Array, Array | None, Any]:
+        """Compute the output for the input x, or x + more, and perhaps leave it as a sum.
+
+        Parameters
+        ----------
+        x : array
+            The input, as for `forward`.
+        more : array or None
+            What is still to be added to it.
+
+        Returns
+        -------
+        total : array
+            The whole input.
+        y : array
+            The output, or a part of it.
+        rest : array or None
+            The other part, which is to be added to y.
+        saved : object
+            As from `forward` of `total`.
+        """
+        if more is None:
+            y, saved = self.forward(x)
+            return x, y, None, saved
+        total, y, saved = self.forward_sum(x, more)
+        return total, y, None, saved
+
+    def backward_input_add(self, dy: Array, saved: Any, more: Array) -> tuple[Array, Any]:
+        """Do `backward_input`, and add the gradient of the input to `more`.
+
+        Parameters
+        ----------
+        dy : array
+            Gradient of the output.
+        saved : object
+            What `forward` saved.
+        more : array
+            In the shape of the input; stays as it is, and may be dy.
+
+        Returns
+        -------
+        dx : array
+            more + the gradient of the input.
+        pending : object
+            As from `backward_input`.
+        """
+        dx, pending = self.backward_input(dy, saved)
+        return self.stage.kernels.add(more, dx), pending
+
+    def backward_add(self, dy: Array, saved: Any, more: Array) -> Array:
+        """Do `backward`, and add the gradient of the input to `more`.
+
+        Parameters
+        ----------
+        dy : array
+            Gradient of the output.
+        saved : object
+            What `forward` saved.
+        more : array
+            In the shape of the input; stays as it is, and may be dy.
+
+        Returns
+        -------
+        array
+            more + the gradient of the input.
+        """
+        return self.stage.kernels.add(more, self.backward(dy, saved))
+
+
+# -- The protocol of a layer: a pair of array functions, whose backward can be split in two ---------------------------
 
 
 class StageOfLayer(Protocol):
@@ -268,3 +436,35 @@ def last_leaf(layer: Layer) -> Layer:
     while layer.children:
         layer = list(layer.children.values())[-1]
     return layer
+
+
+# -- The rotary tables of one stage, made where it computes; layers that turn the same positions share one ------------
+
+
+TABLES = 16  # of one stage at most, each for its own positions
+
+
+class RopeTables:
+    """Tables for `kernels.apply_rope` on arrays of one dtype and device, kept for the next use."""
+
+    def __init__(self, kernels: Kernels, dtype: np.dtype, device: str):
+        self.kernels, self.dtype, self.device = kernels, dtype, device
+        self._kept = lru_cache(maxsize=TABLES)(self._make)
+
+    def of(self, positions: ArrayLike, head_dim: int, base: float, scaling: RopeScaling | None = None) -> Array:
+        """Return the table of any positions: its i-th row turns the i-th row of the sequence."""
+        return self._held(np.ascontiguousarray(positions, np.int64).tobytes(), head_dim, base, scaling)
+
+    def first(self, seq: int, head_dim: int, base: float, scaling: RopeScaling | None = None) -> Array:
+        """Return the table of the positions 0 ... seq - 1, a part of that of the next power of two."""
+        length = 1 << max(seq - 1, 0).bit_length()
+        return self._held(length, head_dim, base, scaling)[:seq]
+
+    def _held(self, positions: int | bytes, head_dim: int, base: float, scaling: RopeScaling | None) -> Array:
+        """Return a table that is kept, and that lives as long as a graph which is recorded now."""
+        return arrays.hold(self._kept(positions, head_dim, base, scaling))
+
+    def _make(self, positions: int | bytes, head_dim: int, base: float, scaling: RopeScaling | None) -> Array:
+        """Make the table of the first positions, or of those whose int64 values these bytes are."""
+        numbers = np.arange(positions) if isinstance(positions, int) else np.frombuffer(positions, np.int64)
+        return self.kernels.rope_table(numbers, head_dim, base, self.dtype, self.device, scaling)

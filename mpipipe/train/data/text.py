@@ -20,10 +20,9 @@ from typing import BinaryIO, ClassVar
 
 from mpipipe import files
 from mpipipe.errors import DataError
-from mpipipe.train.data.fingerprint import fingerprint
+from mpipipe.text import counted
 from mpipipe.train.data.pieces import Piece, Text, forget_files
-from mpipipe.train.data.source import Source
-from mpipipe.wording import counted
+from mpipipe.train.data.source import Source, fingerprint
 
 HELD_OUT = 20  # one byte in this many is for validation
 SNIFFED = 1024  # bytes read of a file to tell text from binary

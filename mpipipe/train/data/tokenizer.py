@@ -18,7 +18,7 @@ from typing import Any
 
 from mpipipe import files
 from mpipipe.errors import BackendError, DataError
-from mpipipe.wording import how_to_install
+from mpipipe.text import how_to_install
 
 NAME = "tokenizer.json"
 MOST_BYTES = 1 << 26  # of it

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from mpipipe import Pipeline, nn, optim, schedules
 from mpipipe.arrays import dtype as dtype_of
-from mpipipe.comm.group import group_of
-from mpipipe.comm.types import Communicator
-from mpipipe.pipeline.loss import Loss
+from mpipipe.job.group import group_of
+from mpipipe.job.types import Communicator
+from mpipipe.pipeline.stage import Loss
 from mpipipe.planning import LayerCosts, RankCosts, Sizes
-from mpipipe.train.planner.kept import buffers
-from mpipipe.train.planner.scene import Scene
-from mpipipe.train.planner.stopwatch import METHODS, Stopwatch
+from mpipipe.train.planner.subject import Scene
 from mpipipe.train.progress import Progress
 
 Step: TypeAlias = "Callable[[], float]"  # returns the seconds of the pipeline
@@ -200,3 +202,155 @@ def _new_bytes(things: Sequence[Any], shared: set[int]) -> list[int]:
         found.append(sum(size for key, size in own.items() if key not in seen))
         seen |= set(own)
     return found
+
+
+# -- How many bytes objects hold in arrays ----------------------------------------------------------------------------
+
+
+def buffers(thing: Any) -> dict[int, int]:
+    """Return the bytes of each memory that arrays in `thing` lie in, by its identity; layers and stages are left out.
+
+    Arrays are looked for in tuples, lists, mappings, and attributes of objects.
+    """
+    found: dict[int, int] = {}
+    seen: set[int] = set()
+    waiting = [thing]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, np.ndarray):
+            owner = _owner(each)
+            found[id(owner)] = owner.nbytes
+        elif id(each) not in seen:
+            seen.add(id(each))
+            waiting.extend(_parts(each))
+    return found
+
+
+def _owner(array: np.ndarray) -> np.ndarray:
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
+
+
+def _parts(thing: Any) -> Iterator[Any]:
+    if isinstance(thing, Mapping):
+        yield from thing.values()
+    elif isinstance(thing, (tuple, list, set)):
+        yield from thing
+    elif not isinstance(thing, (nn.Layer, nn.Stage, type, str, bytes, int, float)) and not callable(thing):
+        yield from getattr(thing, "__dict__", {}).values()
+        slots = (name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ()))
+        yield from (getattr(thing, name) for name in slots if hasattr(thing, name))
+
+
+# -- Times the calls of layers inside a stage that runs ---------------------------------------------------------------
+
+
+# how containers call layers; several are the same action
+METHODS = {
+    "forward": "F",
+    "forward_sum": "F",
+    "forward_apart": "F",
+    "backward": "B",
+    "backward_add": "B",
+    "backward_input": "I",
+    "backward_input_add": "I",
+    "backward_weight": "W",
+}
+
+
+class Stopwatch:
+    """Notes how long methods of objects take; calls inside such a call of the same object do not count."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[tuple[Hashable, str], list[float]] = defaultdict(list)
+
+    def watch(self, name: Hashable, thing: Any, methods: dict[str, str]) -> None:
+        """Time these methods of `thing` from now on, under `name` and the word that each has in `methods`."""
+        inside = [False]
+        for method, word in methods.items():
+            setattr(thing, method, self._timed(getattr(thing, method), (name, word), inside))
+
+    def _timed(self, call: Callable[..., Any], key: tuple[Hashable, str], inside: list[bool]) -> Callable[..., Any]:
+        def timed(*arguments: Any, **named: Any) -> Any:
+            if inside[0]:
+                return call(*arguments, **named)
+            inside[0] = True
+            start = perf_counter()
+            try:
+                return call(*arguments, **named)
+            finally:
+                self.seconds[key].append(perf_counter() - start)
+                inside[0] = False
+
+        return timed
+
+    def median(self, name: Hashable, word: str) -> float:
+        """Return the median seconds of a call; 0 where there was none."""
+        found = self.seconds.get((name, word))
+        return median(found) if found else 0.0
+
+    def median_beyond(self, outer: Hashable, parts: Iterable[Hashable], word: str) -> float:
+        """Return the median seconds by which a call of `outer` lasts longer than its own calls of the parts.
+
+        A delay by another process is in the call and in its part, and does not count. The median of all calls less
+        the medians of the parts would count it: a long call meets a delay more often than each of its parts.
+        """
+        times = [seconds for part in parts if (seconds := self.seconds.get((part, word)))]
+        beyond = [whole - sum(inside) for whole, *inside in zip(self.seconds.get((outer, word), ()), *times)]
+        return median(beyond) if beyond else 0.0
+
+
+# -- Measures layers: seconds of their actions, bytes that they keep, and the optimizer -------------------------------
+#
+# Each rank runs small pipelines of its own, with one or two layers of each kind of the model, embedding and head among
+# them, while all other ranks do the same: they share the memory's bandwidth as in a training.
+
+
+ROUNDS = 3  # in which all sizes of micro-batches take turns, so that all of them see the same machine
+ALIKE = 2  # layers of a kind that are measured
+
+
+@dataclass
+class Measured:
+    """What one rank has found.
+
+    Attributes
+    ----------
+    costs, sizes : for each size of micro-batch
+    optimizer, sums : seconds for one parameter
+    alone : time of a step while no other rank computes, as a share of what it is while all do
+    """
+
+    costs: dict[int, RankCosts]
+    sizes: dict[int, Sizes]
+    optimizer: float
+    sums: float
+    alone: float
+
+
+def measure_layers(scene: Scene) -> Measured:
+    """Measure all kinds of layers on this rank; collective over all ranks."""
+    group = group_of(scene.mesh.comm)
+    solo = group.split(scene.mesh.rank, 0, "plan: a rank by itself")
+    probes = {size: Probe(scene, solo, _picked(scene.kinds), size) for size in scene.space.sizes}
+    for _ in range(ROUNDS):
+        for probe in probes.values():
+            probe.run()
+    found = Measured(
+        costs={size: probe.costs() for size, probe in probes.items()},
+        sizes={size: probe.sizes() for size, probe in probes.items()},
+        optimizer=median(seconds for probe in probes.values() for seconds in probe.optimizers),
+        sums=median(seconds for probe in probes.values() for seconds in probe.sums),
+        alone=probes[scene.space.sizes[len(probes) // 2]].alone(),
+    )
+    group.agree("plan: all ranks have measured the layers")
+    solo.Free()
+    return found
+
+
+def _picked(kinds: Sequence[int]) -> list[int]:
+    """Return the layers to measure: the first ones of each kind, and the last one."""
+    return [
+        place for place, kind in enumerate(kinds) if list(kinds[:place]).count(kind) < ALIKE or place == len(kinds) - 1
+    ]

@@ -108,7 +108,7 @@ FAULTS = (
         "mpipipe",
         "run",
         "a.py",
-        before=(("-c", "open('a.py', 'w').write('from mpipipe.comm import runtime; runtime.world()')"),),
+        before=(("-c", "open('a.py', 'w').write('from mpipipe.job import runtime; runtime.world()')"),),
         arguments_of={1: ("-m", "mpipipe", "run", "absent.py")},
         says=("absent.py",),
         code=NONZERO,

@@ -50,7 +50,7 @@ PLACES = {
     "while others sum a norm": ("fail()", "optim.gradient_norm(stages, comm)", False),
     "while others choose a device": (
         "fail()",
-        "from mpipipe.comm.device import select_device\nselect_device(comm)",
+        "from mpipipe.comm.mesh import select_device\nselect_device(comm)",
         False,
     ),
 }

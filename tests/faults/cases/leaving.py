@@ -12,7 +12,7 @@ TOGETHER = {
     "clip": "optim.clip_by_global_norm(stages, 1.0, comm)",
     "sum a norm": "optim.gradient_norm(stages, comm)",
     "take a scaled step": "optim.scaled_step(optim.SGD(stages, 0.1), optim.LossScaler(), comm=comm)",
-    "choose a device": "from mpipipe.comm.device import select_device\nselect_device(comm)",
+    "choose a device": "from mpipipe.comm.mesh import select_device\nselect_device(comm)",
     "train": "train()",
 }
 QUICK = (("make a pipeline", "last"),)

@@ -3,7 +3,7 @@
 import numpy as np
 
 from mpipipe import Pipeline, StepResult, nn, schedules
-from mpipipe.comm import inprocess
+from mpipipe.job import inprocess
 
 schedule = schedules.one_f_one_b(1, 4)
 stages = [nn.Stage([nn.Linear(8, 8)], seed=1)]

@@ -18,10 +18,8 @@ from mpipipe import Mesh, nn, schedules  # noqa: E402
 from mpipipe.attention import Local  # noqa: E402
 from mpipipe.models import huggingface  # noqa: E402
 from mpipipe.models.huggingface.names import parts_of, shape_of, view  # noqa: E402
-from mpipipe.train.decoder import build_decoder  # noqa: E402
-from mpipipe.train.generation import answers  # noqa: E402
+from mpipipe.train.generation import Sampling, answers, build_decoder  # noqa: E402
 from mpipipe.train.model_folder import open_model, open_on_all  # noqa: E402
-from mpipipe.train.sampling import Sampling  # noqa: E402
 from mpipipe.train.training_plan import TrainingPlan  # noqa: E402
 
 pytestmark = pytest.mark.judges

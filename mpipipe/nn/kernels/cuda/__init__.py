@@ -6,31 +6,39 @@ Nothing waits for the device, no sum depends on timing, and the partial sums of 
 
 from __future__ import annotations
 
-from mpipipe.nn.kernels.cuda.dropout import dropout, dropout_backward
 from mpipipe.nn.kernels.cuda.elementwise import (
     accumulate,
     add,
     cast,
     copy,
+    dropout,
+    dropout_backward,
     gelu,
     gelu_backward,
     scale,
     swiglu,
     swiglu_backward,
 )
-from mpipipe.nn.kernels.cuda.embed import embed, embed_backward
-from mpipipe.nn.kernels.cuda.linear import add_parts, linear, linear_backward_input, linear_backward_weight, sum_rows
-from mpipipe.nn.kernels.cuda.loss import mean_squared_error, softmax_cross_entropy
-from mpipipe.nn.kernels.cuda.norm import (
+from mpipipe.nn.kernels.cuda.layers import (
     add_layer_norm,
+    add_parts,
     add_rms_norm,
+    apply_rope,
+    embed,
+    embed_backward,
     layer_norm,
     layer_norm_backward,
+    linear,
+    linear_backward_input,
+    linear_backward_weight,
+    mean_squared_error,
     rms_norm,
     rms_norm_backward,
+    rope_table,
+    softmax_cross_entropy,
+    sum_rows,
 )
 from mpipipe.nn.kernels.cuda.optimizer import adamw, sgd, sums_of_squares
-from mpipipe.nn.kernels.cuda.rope import apply_rope, rope_table
 
 __all__ = [
     "accumulate",

@@ -8,10 +8,9 @@ import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import DeviceArray
-from mpipipe.arrays.launch import Call, over, scalar_type, vector_width
-from mpipipe.arrays.packed import Packed
+from mpipipe.arrays.cuda import BLOCK, Call, Packed, grid, over, scalar_type, vector_width
 from mpipipe.arrays.strided import strided_copy
-from mpipipe.nn.kernels.cuda.checks import check_alike, check_contiguous
+from mpipipe.errors import ArgumentError
 
 ELEMENTWISE, SWIGLU, CAST = (Path(__file__).with_name(f"{name}.cu") for name in ("elementwise", "swiglu", "cast"))
 
@@ -111,3 +110,92 @@ def cast(source: DeviceArray, target: DeviceArray) -> None:
 def copy(source: DeviceArray, target: DeviceArray) -> None:
     """Target = source, with any strides."""
     strided_copy(source, target)
+
+
+# -- Dropout on a GPU, with the masks of nn/random.py -----------------------------------------------------------------
+
+
+DROPOUT = Path(__file__).with_name("dropout.cu")
+BYTE = np.dtype(np.uint8)
+SEGMENT = 512  # elements that a warp takes at a time
+
+
+def dropout(
+    x: DeviceArray, key: np.ndarray, counter: tuple[int, int, int], threshold: int, factor: float
+) -> tuple[DeviceArray, DeviceArray]:
+    """Return (y, keep): y = x * factor where `keep`, the random bits of (key, counter) reach `threshold`; else 0."""
+    y, keep = arrays.empty_like(x), arrays.empty_like(x, BYTE)
+    words = map(np.uint64, (*key, *counter))
+    _dropout((x,), (y, keep), (), (*words, np.int32(threshold), scalar_type(x.dtype)(factor)))
+    return y, keep
+
+
+def _pack_dropout(x: DeviceArray, y: DeviceArray, keep: DeviceArray) -> Call | None:
+    check_contiguous("dropout", x)
+    if not x.size:
+        return None
+    function = arrays.cuda_function(DROPOUT, "dropout", T=x.dtype, V=vector_width(x, y, keep))
+    return Call(function, grid(x.size, SEGMENT * BLOCK // 32), (BLOCK,), (np.int64(x.size),))
+
+
+def _pack_backward(dy: DeviceArray, keep: DeviceArray, dx: DeviceArray) -> Call | None:
+    check_contiguous("dropout_backward", dy, keep)
+    width = vector_width(dy, keep, dx)
+    return over(DROPOUT, "dropout_backward", dy.size, (np.int64(dy.size),), T=dy.dtype, V=width)
+
+
+_dropout, _backward = Packed(_pack_dropout), Packed(_pack_backward)
+
+
+def dropout_backward(dy: DeviceArray, keep: DeviceArray, factor: float) -> DeviceArray:
+    """Return dx = dy * factor where `keep`, else 0."""
+    dx = arrays.empty_like(dy)
+    _backward((dy, keep), (dx,), (), (scalar_type(dy.dtype)(factor),))
+    return dx
+
+
+# -- What the functions on a GPU ask of their arrays ------------------------------------------------------------------
+
+
+def check_contiguous(name: str, *given: DeviceArray) -> None:
+    """Raise ArgumentError unless all arrays are C-contiguous."""
+    for array in given:
+        if not array.flags.c_contiguous:
+            raise ArgumentError(
+                f"kernels.{name} takes C-contiguous arrays on a GPU",
+                found=f"shape {array.shape}, strides {array.strides}",
+                remedy="copy it first, with kernels.copy",
+            )
+
+
+def check_alike(name: str, first: DeviceArray, *others: DeviceArray) -> None:
+    """Raise ArgumentError unless all arrays are C-contiguous, of one shape and dtype."""
+    check_contiguous(name, first, *others)
+    for array in others:
+        if array.shape != first.shape or array.dtype != first.dtype:
+            raise _unequal(name, first, array, "one shape and one dtype")
+
+
+def check_matrices(name: str, first: DeviceArray, axis: int, other: DeviceArray, axis_of_other: int) -> None:
+    """Raise ArgumentError unless both are C-contiguous matrices of one dtype, of equal extents along these axes."""
+    check_contiguous(name, first, other)
+    if (
+        not first.ndim == other.ndim == 2
+        or first.dtype != other.dtype
+        or first.shape[axis] != other.shape[axis_of_other]
+    ):
+        expected = f"matrices of one dtype, axis {axis} of the first as long as axis {axis_of_other} of the other"
+        raise _unequal(name, first, other, expected)
+
+
+def check_ids(ids: DeviceArray) -> None:
+    """Raise ArgumentError unless device ids are of a dtype that the kernels read."""
+    if ids.dtype.name not in ("int32", "int64"):
+        raise ArgumentError(
+            "ids on a GPU have the wrong dtype", found=ids.dtype.name, expected="int32 or int64", remedy="convert them"
+        )
+
+
+def _unequal(name: str, first: DeviceArray, other: DeviceArray, expected: str) -> ArgumentError:
+    found = " and ".join(f"{array.dtype.name} {array.shape}" for array in (first, other))
+    return ArgumentError(f"kernels.{name} was given arrays that do not fit", found=found, expected=expected)

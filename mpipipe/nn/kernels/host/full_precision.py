@@ -5,22 +5,14 @@ Large arrays are worked on in pieces that stay in a core's cache from the first 
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from mpipipe.nn import random, rope
-from mpipipe.nn.cache_blocks import rows
-from mpipipe.nn.kernels.host.activation import gelu, gelu_backward, swiglu, swiglu_backward
-from mpipipe.nn.kernels.host.loss import mean_squared_error, softmax_cross_entropy
-from mpipipe.nn.kernels.host.norm import (
-    add_layer_norm,
-    add_rms_norm,
-    layer_norm,
-    layer_norm_backward,
-    rms_norm,
-    rms_norm_backward,
-)
+from mpipipe.nn.cache_blocks import ELEMENTS, blocks, rows
 from mpipipe.nn.kernels.host.optimizer import adamw, sgd, sums_of_squares
-from mpipipe.nn.rope_scaling import RopeScaling
+from mpipipe.nn.rope import RopeScaling
 
 __all__ = [
     "accumulate",
@@ -202,3 +194,253 @@ def dropout_backward(dy: np.ndarray, keep: np.ndarray, factor: float) -> np.ndar
     """Return dx = dy * factor where `keep`, else 0."""
     dx = np.multiply(dy, keep)
     return np.multiply(dx, factor, out=dx)
+
+
+# -- Gelu and SwiGLU; nn/layers/linear.py has the formulas --------------------------------------------------------
+
+
+_ROOT, _CUBE = math.sqrt(2 / math.pi), 0.044715
+
+
+def gelu(x: np.ndarray) -> np.ndarray:
+    """Return y."""
+    flat = x.reshape(-1)
+    y = np.empty(flat.shape, flat.dtype)
+    for at in blocks(flat.size):
+        part, out = flat[at], y[at]
+        _tanh_term(part, out)
+        np.add(out, 1, out=out)
+        np.multiply(out, part, out=out)
+        np.multiply(out, 0.5, out=out)
+    return y.reshape(x.shape)
+
+
+def gelu_backward(dy: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """Return dx = dy ((1 + t) / 2 + x (1 - t^2) u' / 2), t = tanh(u), u' = sqrt(2 / pi) (1 + 3 * 0.044715 x^2)."""
+    dflat, flat = dy.reshape(-1), x.reshape(-1)
+    dx = np.empty(dflat.shape, dflat.dtype)
+    for at in blocks(dflat.size):
+        part, out = flat[at], dx[at]
+        t = _tanh_term(part, np.empty(part.shape, part.dtype))
+        np.multiply(part, part, out=out)
+        np.multiply(out, 3 * _CUBE * _ROOT, out=out)
+        np.add(out, _ROOT, out=out)
+        np.multiply(out, part, out=out)
+        rest = np.multiply(t, t)
+        np.subtract(1, rest, out=rest)
+        np.multiply(out, rest, out=out)
+        np.add(out, t, out=out)
+        np.add(out, 1, out=out)
+        np.multiply(out, 0.5, out=out)
+        np.multiply(out, dflat[at], out=out)
+    return dx.reshape(dy.shape)
+
+
+def _tanh_term(x: np.ndarray, out: np.ndarray) -> np.ndarray:
+    """Out = tanh(sqrt(2 / pi) (x + 0.044715 x^3)) = tanh(x (sqrt(2 / pi) + sqrt(2 / pi) 0.044715 x^2))."""
+    np.multiply(x, x, out=out)
+    np.multiply(out, _ROOT * _CUBE, out=out)
+    np.add(out, _ROOT, out=out)
+    np.multiply(out, x, out=out)
+    return np.tanh(out, out=out)
+
+
+def swiglu(both: np.ndarray) -> np.ndarray:
+    """Return silu(gate) * up."""
+    hidden = both.shape[1] // 2
+    gate, up = both[:, :hidden], both[:, hidden:]
+    inner = np.empty(gate.shape, both.dtype)
+    for at in blocks(*inner.shape):
+        part = _sigmoid(gate[at], inner[at])
+        np.multiply(part, gate[at], out=part)
+        np.multiply(part, up[at], out=part)
+    return inner
+
+
+def swiglu_backward(both: np.ndarray, dinner: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return (gradient of both, silu(gate) * up); the latter overwrites `dinner`."""
+    dboth = np.empty_like(both)
+    for at in blocks(*dinner.shape):
+        _swiglu_backward_block(both[at], dboth[at], dinner[at])
+    return dboth, dinner
+
+
+def _sigmoid(x: np.ndarray, out: np.ndarray) -> np.ndarray:
+    """Out = 1 / (1 + exp(-x)) = (1 + tanh(x / 2)) / 2: never overflows, and tanh is numpy's fastest such function."""
+    np.multiply(x, 0.5, out=out)
+    np.tanh(out, out=out)
+    np.multiply(out, 0.5, out=out)
+    return np.add(out, 0.5, out=out)
+
+
+def _swiglu_backward_block(both: np.ndarray, dboth: np.ndarray, inner: np.ndarray) -> None:
+    """Dboth = gradients of gate and up, where `inner` holds the gradient of h = silu(gate) * up.
+
+    With s = sigmoid(gate) and a = gate * s: dup = dh * a, dgate = dh * up * (s + a - a * s). Leaves h in `inner`.
+    """
+    hidden = inner.shape[1]
+    gate, up = both[:, :hidden], both[:, hidden:]
+    dgate, dup = dboth[:, :hidden], dboth[:, hidden:]
+    s = _sigmoid(gate, np.empty(inner.shape, inner.dtype))
+    a = np.multiply(gate, s)
+    np.multiply(a, s, out=dup)
+    np.add(s, a, out=s)
+    np.subtract(s, dup, out=s)
+    np.multiply(s, up, out=s)
+    np.multiply(s, inner, out=dgate)
+    np.multiply(a, inner, out=dup)
+    np.multiply(a, up, out=inner)
+
+
+# -- Normalisation of rows; nn/layers/norm.py has the formulas --------------------------------------------------------
+#
+# Gradients of vectors are returned as matrices of one row, which add_parts adds to the gradient.
+
+
+def rms_norm(x: np.ndarray, gain: np.ndarray, eps: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return (y, scale)."""
+    y, scale = np.empty(x.shape, x.dtype), np.empty(len(x), x.dtype)
+    for at in blocks(*x.shape):
+        part = x[at]
+        _inverse_root(part, eps, scale[at])
+        out = np.multiply(part, scale[at, None], out=y[at])
+        np.multiply(out, gain, out=out)
+    return y, scale
+
+
+def add_rms_norm(
+    x: np.ndarray, more: np.ndarray, gain: np.ndarray, eps: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return (x + more, y, scale)."""
+    total = np.add(x, more)
+    return (total, *rms_norm(total, gain, eps))
+
+
+def rms_norm_backward(
+    dy: np.ndarray, x: np.ndarray, scale: np.ndarray, gain: np.ndarray, more: np.ndarray | None = None
+) -> tuple[np.ndarray, ...]:
+    """Return (dx, part of dgain)."""
+    dx, dgain = np.empty(x.shape, x.dtype), np.zeros_like(gain)
+    for at in blocks(*x.shape):
+        normal = np.multiply(x[at], scale[at, None])
+        _backward_block(dy[at], normal, scale[at, None], gain, dx[at], dgain)
+        if more is not None:
+            np.add(more[at], dx[at], out=dx[at])
+    return dx, dgain[None]
+
+
+def layer_norm(x: np.ndarray, gain: np.ndarray, bias: np.ndarray, eps: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return (y, scale)."""
+    y, scale = np.empty(x.shape, x.dtype), np.empty(len(x), x.dtype)
+    for at in blocks(*x.shape):
+        out = _centred(x[at], y[at])
+        _inverse_root(out, eps, scale[at])
+        np.multiply(out, scale[at, None], out=out)
+        np.multiply(out, gain, out=out)
+        np.add(out, bias, out=out)
+    return y, scale
+
+
+def add_layer_norm(
+    x: np.ndarray, more: np.ndarray, gain: np.ndarray, bias: np.ndarray, eps: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return (x + more, y, scale)."""
+    total = np.add(x, more)
+    return (total, *layer_norm(total, gain, bias, eps))
+
+
+def layer_norm_backward(
+    dy: np.ndarray, x: np.ndarray, scale: np.ndarray, gain: np.ndarray, more: np.ndarray | None = None
+) -> tuple[np.ndarray, ...]:
+    """Return (dx, part of dgain, part of dbias)."""
+    dx, dgain, dbias = np.empty(x.shape, x.dtype), np.zeros_like(gain), np.zeros_like(gain)
+    for at in blocks(*x.shape):
+        part = dy[at]
+        normal = _centred(x[at], np.empty(part.shape, part.dtype))
+        np.multiply(normal, scale[at, None], out=normal)
+        mean = np.matmul(part, gain)
+        np.divide(mean, len(gain), out=mean)
+        np.multiply(mean, scale[at], out=mean)
+        _backward_block(part, normal, scale[at, None], gain, dx[at], dgain)
+        np.subtract(dx[at], mean[:, None], out=dx[at])
+        np.add(dbias, np.add.reduce(part, 0), out=dbias)
+        if more is not None:
+            np.add(more[at], dx[at], out=dx[at])
+    return dx, dgain[None], dbias[None]
+
+
+def _inverse_root(x: np.ndarray, eps: float, out: np.ndarray) -> None:
+    """Out = 1 / sqrt(mean(x^2) + eps) of each row of x."""
+    square = np.vecdot(x, x)
+    np.divide(square, x.shape[1], out=square)
+    np.add(square, eps, out=square)
+    np.sqrt(square, out=square)
+    np.reciprocal(square, out=out)
+
+
+def _centred(x: np.ndarray, out: np.ndarray) -> np.ndarray:
+    """Out = x minus the mean of each row; return it."""
+    mean = np.add.reduce(x, 1, keepdims=True)
+    np.divide(mean, x.shape[1], out=mean)
+    return np.subtract(x, mean, out=out)
+
+
+def _backward_block(
+    dy: np.ndarray, normal: np.ndarray, scale: np.ndarray, gain: np.ndarray, dx: np.ndarray, dgain: np.ndarray
+) -> None:
+    """Dx = r * (gain * dy - n * mean(gain * dy * n)); dgain += sum over rows of dy * n. Overwrites `normal`, n."""
+    product = np.multiply(dy, normal)
+    np.add(dgain, np.add.reduce(product, 0), out=dgain)
+    mean = np.matmul(product, gain)
+    np.divide(mean, len(gain), out=mean)
+    np.multiply(normal, mean[:, None], out=normal)
+    np.multiply(dy, gain, out=dx)
+    np.subtract(dx, normal, out=dx)
+    np.multiply(dx, scale, out=dx)
+
+
+# -- Losses and their gradients, times a factor that is applied before the gradient is rounded ------------------------
+
+
+def mean_squared_error(output: np.ndarray, target: np.ndarray, factor: float = 1.0) -> tuple[float, np.ndarray]:
+    """Return (mean of (output - target)^2, summed in float64; factor * its gradient); `target` has any dtype."""
+    if target.dtype == output.dtype:
+        difference = output - target
+    else:
+        difference = np.subtract(output, target, out=np.empty(output.shape, output.dtype), casting="same_kind")
+    size, flat = difference.size, difference.reshape(-1)
+    if size <= ELEMENTS:
+        part = flat.astype(np.float64)
+        total = float(part.dot(part))
+    else:
+        total = 0.0
+        for at in blocks(size):
+            part = flat[at].astype(np.float64)
+            total += float(part.dot(part))
+    difference *= 2 / size * factor
+    return total / size, difference
+
+
+def softmax_cross_entropy(
+    logits: np.ndarray, ids: np.ndarray, factor: float = 1.0, out: np.ndarray | None = None
+) -> tuple[float, np.ndarray]:
+    """Return (mean of -log softmax(logits)[id] over the rows, summed in float64; factor * its gradient)."""
+    gradient = np.empty(logits.shape, logits.dtype) if out is None else out
+    total = 0.0
+    for at in blocks(*logits.shape):
+        total += cross_entropy_block(logits[at], ids[at], len(logits) / factor, gradient[at])
+    return total / len(logits), gradient
+
+
+def cross_entropy_block(logits: np.ndarray, ids: np.ndarray, count: float, out: np.ndarray) -> float:
+    """Return the sum of the losses of some rows; out = their gradient over `count`. `out` may be `logits`."""
+    np.subtract(logits, logits.max(1, keepdims=True), out=out)
+    picks = np.arange(len(ids))
+    hits = out[picks, ids]
+    np.exp(out, out=out)
+    sums = np.add.reduce(out, 1, keepdims=True)
+    value = float(np.sum(np.log(sums[:, 0], dtype=np.float64) - hits))
+    np.multiply(sums, count, out=sums)
+    np.divide(out, sums, out=out)
+    out[picks, ids] -= 1 / count
+    return value

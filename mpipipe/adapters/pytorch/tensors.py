@@ -1,0 +1,209 @@
+"""Arrays as PyTorch's tensors and back, without a copy: both see one memory, on the host and on a GPU.
+
+On the host that is numpy's own bridge. bfloat16, which numpy does not know, crosses as int16 of the same bits. On a GPU
+it is DLPack between CuPy and PyTorch, and PyTorch works on CuPy's current stream, so all work is in one order. What is
+for GPUs here follows the documentation of both (PyTorch, "torch.utils.dlpack" and "torch.cuda.ExternalStream"; CuPy,
+"Interoperability", DLPack). It has never run: there is no emulated GPU for PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from mpipipe import arrays
+from mpipipe.arrays import Array, Tree
+from mpipipe.arrays.trees import Structure, flatten
+from mpipipe.errors import ArgumentError
+
+Tensor: TypeAlias = Any  # torch.Tensor: PyTorch may be missing where types are checked
+BFLOAT16 = arrays.dtype("bfloat16")
+FLOATING = {torch.float64: "float64", torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16",
+            torch.complex128: "complex128", torch.complex64: "complex64"}  # fmt: skip
+
+
+def tensor_of(array: Array) -> Tensor:
+    """Return a tensor on the memory of an array.
+
+    Host memory that numpy may not write to (a map of a file, opened for reading) is copied: PyTorch knows no tensors
+    that are read only, and a module that wrote to one would end the process.
+    """
+    bits = array.view(np.int16) if array.dtype == BFLOAT16 else array
+    found = torch.from_dlpack(bits) if arrays.is_device(array) else torch.from_numpy(_writable(bits))
+    return found.view(torch.bfloat16) if array.dtype == BFLOAT16 else found
+
+
+def _writable(array: np.ndarray) -> np.ndarray:
+    """The same memory, where whoever owns it may write to it; else a copy."""
+    if array.flags.writeable:
+        return array
+    view = array.view()
+    try:
+        view.flags.writeable = True  # a batch is handed over as read-only views of the user's arrays
+    except ValueError:
+        return array.copy()
+    return view
+
+
+def is_differentiable(tensor: Tensor) -> bool:
+    """Whether gradients exist for tensors of this dtype."""
+    return bool(tensor.is_floating_point() or tensor.is_complex())
+
+
+def array_of(tensor: Tensor) -> Array:
+    """Return a C-contiguous array on the memory of a tensor.
+
+    A tensor that is not contiguous is copied, as is a conjugate or an imaginary part that PyTorch has not yet computed.
+    """
+    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    half = tensor.dtype == torch.bfloat16
+    bits = tensor.view(torch.int16) if half else tensor
+    array = bits.numpy() if tensor.device.type == "cpu" else arrays.cupy().from_dlpack(bits)
+    return array.view(BFLOAT16) if half else array
+
+
+def on_stream(device: str) -> AbstractContextManager[Any]:
+    """Within, PyTorch works on CuPy's current stream; on the host this does nothing."""
+    if device == "cpu":
+        return nullcontext()
+    pointer = arrays.stream().ptr
+    return torch.cuda.stream(torch.cuda.ExternalStream(pointer) if pointer else torch.cuda.default_stream())
+
+
+def device_of(tensor: Tensor) -> tuple[str, int | None]:
+    """Return ("cpu", None) or ("cuda", number of the GPU); raises ArgumentError for other devices."""
+    if tensor.device.type == "cpu":
+        return "cpu", None
+    if tensor.device.type != "cuda":
+        raise ArgumentError("a module on a device that arrays do not know", found=tensor.device, expected="cpu or cuda")
+    arrays.check_device(f"cuda:{tensor.device.index}")
+    return "cuda", tensor.device.index
+
+
+def flatten_output(output: Any) -> tuple[list[Tensor], Structure]:
+    """Return (tensors, structure) of what a module returned; raises ArgumentError for anything else than a tree."""
+    if isinstance(output, torch.Tensor):
+        return [output], None
+    values = output if isinstance(output, (tuple, dict)) else tuple(output) if isinstance(output, list) else ()
+    leaves, structure = flatten(values)
+    strange = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+    if strange or not leaves:
+        raise ArgumentError(
+            "the output of a module",
+            found=f"{type(output).__name__} with {', '.join(strange) or 'nothing'} in it",
+            expected="a tensor, or a tuple or dict of tensors",
+            remedy="wrap the module in one whose forward returns tensors alone",
+        )
+    return leaves, structure
+
+
+def tensors_of(tree: Tree) -> tuple[list[Tensor], Structure]:
+    """Return (tensors, structure) of a tree of arrays."""
+    leaves, structure = flatten(tree)
+    return [tensor_of(leaf) for leaf in leaves], structure
+
+
+# -- Modules that cannot be a stage, and what a module must not do in its forward -------------------------------------
+
+
+COMPILED = "OptimizedModule"  # what torch.compile makes
+# why a module is refused
+BATCH = "the statistics of a micro-batch are not those of the batch, so results would depend on how it is cut"
+RUNNING = "running statistics would count a forward twice under recompute, and replicas would drift apart"
+
+
+def check_module(module: Any) -> None:
+    """Raise ArgumentError for what is no module, and for modules that count in their forward."""
+    if not isinstance(module, torch.nn.Module):
+        raise ArgumentError("torch_stage", found=type(module).__name__, expected="a torch.nn.Module")
+    for name, each in module.named_modules():
+        over_batch = isinstance(each, torch.nn.modules.batchnorm._BatchNorm)
+        running = isinstance(each, torch.nn.modules.batchnorm._NormBase) and each.track_running_stats
+        why = [BATCH] * over_batch + [RUNNING] * running
+        if why:
+            raise ArgumentError(
+                f"a module with {'batch normalisation' if over_batch else 'running statistics'} cannot be a stage",
+                found=f"{type(each).__name__} {name}".rstrip(),
+                expected=f"normalisation within a sample, without running statistics: {'; '.join(why)}",
+                remedy="torch.nn.GroupNorm or LayerNorm; or fold statistics that are fixed into the weights"
+                if over_batch
+                else "track_running_stats=False",
+            )
+
+
+def modules_for_hooks(module: Any) -> Iterator[Any]:
+    """Yield the modules within that have parameters and can have hooks.
+
+    TorchScript takes none, and a graph of torch.compile would break at each.
+    """
+    if isinstance(module, torch.jit.ScriptModule) or type(module).__name__ == COMPILED:
+        return
+    if any(True for _ in module.parameters(recurse=False)):
+        yield module
+    for each in module.children():
+        yield from modules_for_hooks(each)
+
+
+class Buffers:
+    """The buffers of a module, which its forward must leave as they are.
+
+    A forward runs once for each micro-batch, again under `recompute`, and in an evaluation. What it counts would depend
+    on that, and differ between replicas.
+    """
+
+    def __init__(self, module: Any):
+        self._places = [
+            (f"{prefix}.{key}".lstrip("."), owner, key)
+            for prefix, owner in module.named_modules()
+            for key, buffer in owner._buffers.items()
+            if buffer is not None
+        ]
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Raise ArgumentError if a buffer was written to within, or replaced by one of the same shape."""
+        before = [(owner._buffers.get(key), _version(owner._buffers.get(key))) for _, owner, key in self._places]
+        yield
+        for (name, owner, key), (old, version) in zip(self._places, before):
+            now = owner._buffers.get(key)
+            if now is old:
+                changed = _version(now) != version
+            else:  # a table that was made anew with other values; one that has grown is no count
+                alike = now is not None and old is not None and (now.shape, now.dtype) == (old.shape, old.dtype)
+                changed = alike and not torch.equal(now, old)
+            if changed:
+                raise ArgumentError(
+                    f"the forward of a module changes its buffer {name}",
+                    expected="a forward that changes nothing: it runs for each micro-batch, and again under recompute",
+                    remedy="keep counts outside of the module, or return them as outputs",
+                )
+
+
+def _version(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else int(tensor._version)
+
+
+@contextmanager
+def inputs_unchanged(inputs: Sequence[Tensor], who: str = "a module", what: str = "its input") -> Iterator[None]:
+    """Raise ArgumentError if one of the tensors is written to within: PyTorch knows no tensors that are read only."""
+    versions = [_version(each) for each in inputs]
+    try:
+        yield
+    except RuntimeError as error:
+        if "in-place operation" in str(error) and "leaf" in str(error):
+            raise _written(who, what) from error
+        raise
+    if versions != [_version(each) for each in inputs]:
+        raise _written(who, what)
+
+
+def _written(who: str, what: str) -> ArgumentError:
+    return ArgumentError(
+        f"{who} writes to {what} in place",
+        expected="arrays that stay as they are: the memory belongs to another stage, or to you",
+        remedy="inplace=False in the first layer, x = x + 1 in place of x += 1, or x = x.clone() first",
+    )

@@ -1,0 +1,196 @@
+"""What all ranks did in the recorded steps, as plain data.
+
+A message is named by (edge, micro-batch, direction). Edge e joins stages e - 1 and e; further edges are skips. The
+direction is 0 for an activation and 1 for a gradient. Within a step of one pipeline no name comes twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
+
+from mpipipe.schedules import Action
+
+Interval: TypeAlias = tuple[float, float]  # start and end, in seconds
+Message: TypeAlias = tuple[int, int, int]
+SkipEdge: TypeAlias = tuple[int, int, int]  # number of the edge, and the stages that it joins
+
+
+class Waited(NamedTuple):
+    """A wait for other ranks.
+
+    Attributes
+    ----------
+    what : what for
+    start, end : seconds
+    message : the message that it was for, or None
+    group : key of the group whose ranks all had to come, or None
+    sums : whether it is a sum over replicas
+    """
+
+    what: str
+    start: float
+    end: float
+    message: Message | None = None
+    group: tuple[int, ...] | None = None
+    sums: bool = False
+
+
+class Handed(NamedTuple):
+    """A message that was sent: its name, the receiver's rank in its pipeline, bytes, and when."""
+
+    message: Message
+    peer: int
+    nbytes: int
+    time: float
+
+
+class StepRecord(NamedTuple):
+    """One step of one rank: its start and end, actions, waits, starts of sums, optimizer, messages sent."""
+
+    start: float
+    end: float
+    actions: list[tuple[Action, float, float]]
+    waits: list[Waited]
+    sums: list[Interval]
+    optimizer: list[Interval]
+    sent: list[Handed]
+
+    def moved(self, clock: Callable[[float], float]) -> StepRecord:
+        """The same by another clock."""
+
+        def both(pair: Interval) -> Interval:
+            return clock(pair[0]), clock(pair[1])
+
+        return StepRecord(
+            clock(self.start),
+            clock(self.end),
+            [(action, clock(start), clock(end)) for action, start, end in self.actions],
+            [wait._replace(start=clock(wait.start), end=clock(wait.end)) for wait in self.waits],
+            list(map(both, self.sums)),
+            list(map(both, self.optimizer)),
+            [sent._replace(time=clock(sent.time)) for sent in self.sent],
+        )
+
+    def received(self, skips: Sequence[SkipEdge] = ()) -> dict[Message, float]:
+        """When each message was there: when the wait for it ended, else at the start of the action that takes it."""
+        times = {message: start for action, start, _ in self.actions for message in taken_by(action, skips)}
+        for wait in self.waits:
+            if wait.message in times:
+                times[wait.message] = min(wait.end, times[wait.message])
+        return times
+
+
+class RankRecord(NamedTuple):
+    """What one rank did.
+
+    Attributes
+    ----------
+    rank : its number among all that were recorded
+    position : its rank in its pipeline
+    replica : number of that pipeline
+    clock : two comparisons with the clock of rank 0: (when, by this rank's clock; seconds that rank 0 is ahead)
+    steps : the recorded steps
+    skips : the skips of the schedule
+    """
+
+    rank: int
+    position: int
+    replica: int
+    clock: tuple[tuple[float, float], tuple[float, float]]
+    steps: list[StepRecord]
+    skips: Sequence[SkipEdge] = ()
+
+
+def taken_by(action: Action, skips: Sequence[SkipEdge] = ()) -> list[Message]:
+    """The messages that an action takes, as far as they come from other ranks."""
+    stage, op, microbatch = action
+    if op == "F":
+        edges = [stage, *(edge for edge, _, target in skips if target == stage)]
+        return [(edge, microbatch, 0) for edge in edges]
+    edges = [stage + 1, *(edge for edge, source, _ in skips if source == stage)] if op in "BI" else []
+    return [(edge, microbatch, 1) for edge in edges]
+
+
+# -- Messages of a record with both ends: who sent what when, and when it was there -----------------------------------
+
+
+class Delivery(NamedTuple):
+    """A message that was sent and received.
+
+    Attributes
+    ----------
+    step : number of the step
+    source, target : numbers of the two ranks among the records
+    message : its name
+    nbytes : its size
+    sent, received : seconds
+    """
+
+    step: int
+    source: int
+    target: int
+    message: Message
+    nbytes: int
+    sent: float
+    received: float
+
+
+def deliveries(records: Sequence[RankRecord]) -> list[Delivery]:
+    """Return all messages whose sending and arrival were recorded."""
+    index = {(record.replica, record.position): number for number, record in enumerate(records)}
+    received = [[step.received(record.skips) for step in record.steps] for record in records]
+    found = []
+    for source, record in enumerate(records):
+        for number, step in enumerate(record.steps):
+            for sent in step.sent:
+                target = index.get((record.replica, sent.peer))
+                there = None if target is None else received[target][number].get(sent.message)
+                if target is not None and there is not None:
+                    found.append(Delivery(number, source, target, sent.message, sent.nbytes, sent.time, there))
+    return found
+
+
+# -- The records of all ranks on the clock of rank 0 ------------------------------------------------------------------
+#
+# Each clock was compared with that of rank 0 before the first and behind the last recorded step. Between the two its
+# offset is taken to grow evenly, which is the drift. What is left are the errors of the comparisons: some microseconds.
+# They can make a message arrive before it was sent. So the clocks are moved against each other, as little as it takes,
+# until none does: clock d by the longest path to d of the constraints
+#
+#     shift[d] >= shift[s] + max over messages from s to d of (sent - received)
+
+
+def on_one_clock(records: Sequence[RankRecord]) -> list[RankRecord]:
+    """Return the records with all times by the clock of rank 0."""
+    moved = [_moved(record, _clock(record)) for record in records]
+    shifts = _shifts(moved)
+    return [_moved(record, _ahead(shift)) for record, shift in zip(moved, shifts)]
+
+
+def _moved(record: RankRecord, clock: Callable[[float], float]) -> RankRecord:
+    return record._replace(steps=[step.moved(clock) for step in record.steps])
+
+
+def _clock(record: RankRecord) -> Callable[[float], float]:
+    (first, ahead), (last, ahead_then) = record.clock
+    drift = (ahead_then - ahead) / (last - first) if last > first else 0.0
+    return lambda time: time + ahead + drift * (time - first)
+
+
+def _ahead(seconds: float) -> Callable[[float], float]:
+    return lambda time: time + seconds
+
+
+def _shifts(records: Sequence[RankRecord]) -> list[float]:
+    """Seconds to add to each clock, so that no message arrives before it was sent."""
+    early: dict[tuple[int, int], float] = {}  # (source, target) -> how much too early a message arrived at most
+    for each in deliveries(records):
+        pair = each.source, each.target
+        early[pair] = max(early.get(pair, -math.inf), each.sent - each.received)
+    shifts = [0.0] * len(records)
+    for _ in records:  # Bellman and Ford; without a solution (clocks that drift unevenly) the rest stays as it is
+        for (source, target), seconds in early.items():
+            shifts[target] = max(shifts[target], shifts[source] + seconds)
+    return shifts

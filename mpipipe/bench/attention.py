@@ -1,0 +1,133 @@
+"""`bench attention`: the kernels on one rank beside PyTorch's, and a ring of all ranks beside one rank alone.
+
+The ring uses the kernel that MPIPIPE_ATTENTION chooses; PyTorch has one thread, as BLAS has.
+
+Rates count 4 pairs heads dim operations in a forward and 2.5 times as many in a backward, S^2 / 2 pairs under the
+causal mask. The efficiency of a ring of N is T1 / (N TN): the time that one rank takes for the whole problem while the
+others wait, over N times that of the slowest rank of the ring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+
+from mpipipe import attention
+from mpipipe.attention import cost, kernels
+from mpipipe.attention.kernels import Block, Gradients, Result, host, no_poll
+from mpipipe.attention.layout import Layout
+from mpipipe.bench.timing import Call, compare, report
+from mpipipe.comm.ring_exchange import ROTATIONS
+from mpipipe.job import runtime
+from mpipipe.job.types import Communicator
+
+WARMUP = 1
+GOALS = {"host": "at least 0.75", "torch": "at least 0.97"}
+
+
+def run(repeats: int, seq_len: int, ring_seq_len: int, heads: int, dim: int) -> None:
+    """Print a line for the forward and the backward of each kernel, and of each rotation of the ring."""
+    comm = runtime.world()
+    if comm.size == 1:
+        _kernels(comm, repeats, seq_len, heads, dim)
+    else:
+        _ring(comm, repeats, ring_seq_len, heads, dim)
+
+
+def _arrays(seq_len: int, heads: int, dim: int) -> list[np.ndarray]:
+    """Return q, k, v and the gradient of the output."""
+    rng = np.random.default_rng(0)
+    return [rng.standard_normal((1, seq_len, heads, dim), dtype=np.float32) for _ in range(4)]
+
+
+def _kernels(comm: Communicator, repeats: int, seq_len: int, heads: int, dim: int) -> None:
+    candidates = {"host": _local(host, seq_len, heads, dim)}
+    if find_spec("torch"):
+        from mpipipe.attention.kernels import torch_cpu
+
+        torch_cpu.torch.set_num_threads(1)
+        candidates["torch"] = _local(torch_cpu, seq_len, heads, dim)
+        candidates["PyTorch"] = _pytorch(seq_len, heads, dim)
+    times = compare(comm, [call for pair in candidates.values() for call in pair], repeats, WARMUP)
+    for at, direction in enumerate(("forward", "backward")):
+        seconds = dict(zip(candidates, times[at::2]))
+        for name, goal in GOALS.items():
+            if name in seconds:
+                rate = partial(_rate, direction, seq_len, heads, dim)
+                measured, ratio = rate(seconds[name]), None
+                if "PyTorch" in seconds:
+                    measured += f", PyTorch {rate(seconds['PyTorch'])}"
+                    ratio = seconds["PyTorch"] / seconds[name]
+                report(comm, f"attention {direction}, {name} kernel, sequence {seq_len}", measured, ratio, goal)
+
+
+def _local(kernel: Any, seq_len: int, heads: int, dim: int) -> tuple[Call, Call]:
+    """Return forward and backward of a kernel, as attention.Local calls it."""
+    q, k, v, dout = _arrays(seq_len, heads, dim)
+    slices, scale = Layout("contiguous", 1, seq_len).needs(0, 0), dim**-0.5
+    block = Block(q, k, v, scale, slices)
+    result = Result(np.empty_like(q), np.empty((1, heads, seq_len), q.dtype))
+    forward = partial(kernel.forward, block, result, True)
+
+    def backward() -> None:
+        kernel.backward(block, dout, result, Gradients(*(np.zeros_like(x) for x in (q, k, v))))
+
+    return forward, backward
+
+
+def _pytorch(seq_len: int, heads: int, dim: int) -> tuple[Call, Call]:
+    """Return the same for PyTorch's own kernel, on arrays in the order that it likes best."""
+    import torch
+
+    from mpipipe.attention.kernels.torch_cpu import flash, flash_backward
+
+    q, k, v, dout = (torch.from_numpy(x).transpose(1, 2).contiguous() for x in _arrays(seq_len, heads, dim))
+    out, lse = flash(q, k, v, 0.0, True)
+    block = q, k, v
+    return partial(flash, *block, 0.0, True), partial(flash_backward, dout, *block, out, lse, 0.0, True)
+
+
+def _ring(comm: Communicator, repeats: int, seq_len: int, heads: int, dim: int) -> None:
+    kernel = kernels.chosen()
+    if kernel is not host:
+        import torch
+
+        torch.set_num_threads(1)
+    whole = _arrays(seq_len, heads, dim)
+    layout = Layout("zigzag", comm.size, seq_len)
+    shards = [layout.shard(array, comm.rank) for array in whole]
+    rings = [attention.Ring(comm, layout=layout, rotation=rotation) for rotation in ROTATIONS]
+    alone = _calls(attention.Local(), whole) if comm.rank == 0 else (no_poll, no_poll)
+    calls = [*alone, *(call for ring in rings for call in _calls(ring, shards))]
+    times = compare(comm, calls, repeats, WARMUP)
+    for at, direction in enumerate(("forward", "backward")):
+        single, *together = times[at::2]
+        for rotation, seconds in zip(ROTATIONS, together):
+            report(
+                comm,
+                f"attention {direction}, ring of {comm.size}, {rotation}, sequence {seq_len}",
+                f"{_rate(direction, seq_len, heads, dim, seconds, comm.size)} a rank, one rank alone "
+                f"{_rate(direction, seq_len, heads, dim, single)}",
+                single / (comm.size * seconds),
+                "efficiency; at least 0.93",
+            )
+
+
+def _calls(attend: attention.Local | attention.Ring, arrays: Sequence[np.ndarray]) -> tuple[Call, Call]:
+    """Return forward, and the backward of the latest forward."""
+    *inputs, dout = arrays
+    latest: list[Any] = []
+
+    def forward() -> None:
+        latest[:] = attend.forward(*inputs)
+
+    return forward, lambda: attend.backward(dout, latest[1])
+
+
+def _rate(direction: str, seq_len: int, heads: int, dim: int, seconds: float, ranks: int = 1) -> str:
+    flops = cost.attention_flops(seq_len**2 / 2, heads, dim) * (cost.BACKWARD_WORK if direction == "backward" else 1)
+    return f"{flops / seconds / ranks / 1e9:.1f} GF/s"

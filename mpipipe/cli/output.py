@@ -1,0 +1,70 @@
+"""The standard output of a command: text, or one line of an error where nothing can be written."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from mpipipe import files
+from mpipipe.errors import ConfigError, MpipipeError
+from mpipipe.job import settings
+from mpipipe.job.exit import Stop
+from mpipipe.job.report import AGREED, describe, heading
+from mpipipe.text import counted
+
+UNWRITTEN = 1  # exit code
+READER_LEFT = 128 + signal.SIGPIPE  # the same, as of a program that the signal ends
+
+
+def show(text: str) -> None:
+    """Write text to the standard output, and flush it. Where Python has none, nothing happens.
+
+    Raises Stop where it cannot be written: with one line for a full disk, say, and without a word where the reader has
+    left, as `head` does.
+    """
+    stream = sys.stdout
+    if stream is None:
+        return
+    try:
+        encoding = getattr(stream, "encoding", None) or "utf-8"
+        stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        stream.flush()
+    except BrokenPipeError:
+        files.silence(stream)
+        raise Stop("", READER_LEFT) from None
+    except OSError as error:
+        files.silence(stream)
+        reason = error.strerror or os.strerror(error.errno or 0)
+        raise Stop(f"mpipipe: the standard output cannot be written: {reason}\n", UNWRITTEN) from None
+
+
+# -- How a command ends when it cannot do what was asked: one report, and the exit code of wrong usage ----------------
+
+
+WRONG_USAGE = AGREED  # exit code: all ranks of a job end with the same error
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Report an error inside the block as that of a training on one rank, and end the program."""
+    try:
+        yield
+    except MpipipeError as error:
+        raise Stop(describe(error, heading(0, 1)), WRONG_USAGE) from error
+
+
+# -- What commands have in common that work on paper, in one process and without MPI ----------------------------------
+
+
+def check_one_process(command: str) -> None:
+    """Refuse a start by mpiexec or srun: each rank would do the whole work, and write the same file."""
+    started = settings.launcher_size(os.environ)
+    if started is not None:
+        raise ConfigError(
+            f"{command} is for one process",
+            found=counted(started[1], "rank"),
+            remedy="start it without mpiexec or srun",
+        )

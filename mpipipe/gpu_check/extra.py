@@ -1,0 +1,184 @@
+"""python -m mpipipe.gpu_check.extra: asks a GPU for what neither its tests nor `bench gpu` ask.
+
+- Trainings by CUDA graphs: losses and gradients beside those without, the number of graphs, the time of a step.
+- NCCL on one rank: a communicator, a sum in place on its stream, its end.
+- Memory that runs out in the middle of a step: the report, and a step after it.
+
+All of it is on a stream of its own, as a training is. It prints a line for each, and exits with 1 where one is wrong.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from statistics import median
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpipipe import Pipeline, arrays, nn, optim, schedules
+from mpipipe.attention import Local
+from mpipipe.comm.nccl.channel import Channel, new_identity
+from mpipipe.errors import BackendError, StageError
+from mpipipe.job import inprocess, settings
+from mpipipe.job.types import Communicator
+from mpipipe.models import GPT
+
+MODEL = GPT(vocab=8192, dim=768, layers=4, heads=12, seq=512, tied=True)
+MICROBATCHES = 4
+STEPS = 6
+MANY_ROWS, ROOM = 64, 64 << 20  # rows of a micro-batch that does not fit into what one row needs and so many bytes more
+SUMMED = 1 << 20  # elements
+SCHEDULES = (schedules.gpipe, schedules.one_f_one_b, schedules.zero_bubble_h1)
+# cuBLAS may take another algorithm for its workspace in a recording, and AdamW makes much of last bits
+APART = {"float32": 1e-3, "bfloat16": 5e-2}
+
+
+class Finding(NamedTuple):
+    """What was asked, whether the answer is right, and what was seen."""
+
+    what: str
+    right: bool
+    seen: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {'ok' if self.right else 'WRONG'}; {self.seen}"
+
+
+class Trained(NamedTuple):
+    """A short training: its losses, its last gradients, why stages have no graphs, their number, seconds of a step."""
+
+    losses: list[float]
+    gradients: np.ndarray
+    reason: str
+    graphs: int
+    seconds: float
+
+
+def graphs(comm: Communicator) -> Iterator[Finding]:
+    """Yield for each schedule and dtype whether a training by CUDA graphs is the one without."""
+    for dtype, most in APART.items():
+        for schedule in SCHEDULES:
+            plan = schedule(1, MICROBATCHES)
+            plain, found = (_train(comm, plan, dtype, wanted) for wanted in (False, True))
+            apart = np.linalg.norm(found.gradients - plain.gradients) / np.linalg.norm(plain.gradients)
+            alike = apart <= most and np.allclose(found.losses, plain.losses, rtol=most)
+            same = plain.losses == found.losses and np.array_equal(plain.gradients, found.gradients)
+            seen = [
+                "the same bits" if same else f"gradients apart by {apart:.2e}, last losses {plain.losses[-1]:.6f} and "
+                f"{found.losses[-1]:.6f}",
+                found.reason or f"{found.graphs} graphs",
+                f"{plain.seconds * 1e3:.2f} ms a step without, {found.seconds * 1e3:.2f} ms with",
+            ]  # fmt: skip
+            right = bool(alike and found.graphs and not found.reason)
+            yield Finding(f"CUDA graphs, {plan.name}, {dtype}", right, ", ".join(seen))
+
+
+def _train(comm: Communicator, plan: schedules.Schedule, dtype: str, by_graphs: bool) -> Trained:
+    inputs, targets = _tokens(MICROBATCHES)
+    losses, seconds = [], []
+    with settings.using_graphs(by_graphs), _pipeline(comm, plan, dtype) as pipeline:
+        (adapter,) = pipeline.engine.stages
+        stage = adapter.given
+        stage.keep_compute()
+        optimizer, scaler = optim.AdamW([stage], 1e-4), optim.LossScaler(1.0, dynamic=False)
+        for _ in range(STEPS):
+            arrays.stream().synchronize()
+            start = perf_counter()
+            losses.append(pipeline.step(inputs, targets, scale=scaler.scale).loss)
+            optim.scaled_step(optimizer, scaler, max_norm=1.0, comm=comm)
+            arrays.stream().synchronize()
+            seconds.append(perf_counter() - start)
+        reason, count = (adapter.computes.reason, adapter.computes.recorded) if by_graphs else ("", 0)
+        gradients = arrays.download(stage.gradients.flat).astype(np.float64)
+    return Trained(losses, gradients, reason, count, median(seconds[STEPS // 2 :]))
+
+
+def _pipeline(comm: Communicator, plan: schedules.Schedule, dtype: str) -> Pipeline:
+    stage = nn.Stage(MODEL.build(Local(causal=True)), dtype=dtype, seed=3, device="cuda")
+    return Pipeline([stage], plan, comm, loss=nn.softmax_cross_entropy)
+
+
+def _tokens(rows: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, MODEL.vocab, size=(2, rows, MODEL.seq))
+
+
+def nccl(_comm: Communicator) -> Iterator[Finding]:
+    """Yield whether a communicator of one rank adds in place on its stream, and can be freed."""
+    what = "NCCL on one rank"
+    try:
+        library = arrays.nccl()
+    except BackendError as error:
+        yield Finding(what, True, f"not there ({error.message}): sums and messages go by MPI")
+        return
+    values = np.arange(SUMMED, dtype=np.float32)
+    array = arrays.upload(values)
+    arrays.stream().synchronize()  # the first operation waits for no event
+
+    def add(communicator: Any, stream: int) -> None:
+        place = arrays.address(array)
+        communicator.allReduce(place, place, array.size, library.NCCL_FLOAT32, library.NCCL_SUM, stream)
+
+    start = perf_counter()
+    channel = Channel(1, 0, new_identity(), add)
+    opened = perf_counter() - start
+    done = channel.put(add, [arrays.record()])
+    channel.check()
+    done.synchronize()
+    right = bool((arrays.download(array) == values).all())
+    channel.close()
+    yield Finding(what, right, f"version {library.get_version()}, a communicator in {opened:.2f} s, two sums in place")
+
+
+def memory(comm: Communicator) -> Iterator[Finding]:
+    """Yield whether memory that runs out in a step gives the report of it, and whether a step works after that."""
+    pool, plan = arrays.cupy().get_default_memory_pool(), schedules.gpipe(1, 1)
+    small, large = _tokens(1), _tokens(MANY_ROWS)
+    try:
+        with _pipeline(comm, plan, "bfloat16") as pipeline:
+            pipeline.step(*small)
+            pool.set_limit(size=pool.total_bytes() + ROOM)
+            pipeline.step(*large)
+        report, right = "none, though its pool was limited", False
+    except StageError as error:
+        report = " ".join(str(error).split())
+        right = "ran out of memory on the GPU" in report and error.microbatch is not None
+    finally:
+        pool.set_limit(size=0)
+    yield Finding("the report of a full GPU", right, report)
+    with _pipeline(comm, plan, "bfloat16") as pipeline:
+        loss = pipeline.step(*small).loss
+    yield Finding("a step after that", bool(np.isfinite(loss)), f"loss {loss:.6f}")
+
+
+PARTS: tuple[Callable[[Communicator], Iterator[Finding]], ...] = (graphs, nccl, memory)
+
+
+def main() -> int:
+    """Print a line for each finding. Returns 1 where one is wrong or a part has failed, else 0."""
+
+    def work(comm: Communicator) -> int:
+        wrong = 0
+        arrays.check_device("cuda")
+        with arrays.own_stream():
+            for part in PARTS:
+                try:
+                    for finding in part(comm):
+                        sys.stdout.write(f"{finding}\n")
+                        sys.stdout.flush()
+                        wrong += not finding.right
+                except Exception:  # the other parts go on
+                    traceback.print_exc()
+                    sys.stdout.write(f"{part.__name__}: WRONG; it has failed, see above\n")
+                    wrong += 1
+        return wrong
+
+    (wrong,) = inprocess.run(1, work)
+    sys.stdout.write(f"{wrong} wrong\n" if wrong else "all as expected\n")  # the last line is what a report shows
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

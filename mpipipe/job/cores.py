@@ -1,0 +1,224 @@
+"""Which cores each rank may run on, and whether ranks share them."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mpipipe.job import rank_list
+from mpipipe.job.group import Group, group_of
+from mpipipe.job.settings import launcher_size
+from mpipipe.text import counted
+
+
+def own_cores() -> str:
+    """Return the cores that this process may run on; empty if the system does not say.
+
+    Returns
+    -------
+    str
+        As `cores_text` writes them.
+
+    Examples
+    --------
+    >>> from mpipipe.job import cores as binding
+    >>> len(binding.parse_cores(binding.own_cores())) >= 1
+    True
+    """
+    return cores_text(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ""
+
+
+def oversubscribed(binding: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return a sentence if more ranks than cores share cores, such as "4 ranks share 2 cores"; else None.
+
+    It names the cores with the most ranks on each.
+
+    Parameters
+    ----------
+    binding : sequence of mappings
+        `rank`, `host` and `cores` of each rank, as in what `gather` returns.
+
+    Returns
+    -------
+    str or None
+        It has the host and the ranks, unless it is about all ranks.
+
+    Examples
+    --------
+    >>> from mpipipe.job.cores import oversubscribed
+    >>> oversubscribed([{"rank": rank, "host": "n1", "cores": "0-1"} for rank in range(4)])
+    '4 ranks share 2 cores'
+    >>> oversubscribed([{"rank": rank, "host": "n1", "cores": cores} for rank, cores in enumerate(["0", "0", "1-7"])])
+    'ranks 0-1 share 1 core on n1'
+    >>> oversubscribed([{"rank": rank, "host": "n1", "cores": str(rank)} for rank in range(4)])
+    """
+    worst: tuple[float, list[int], int, str] = 1.0, [], 0, ""
+    for host in sorted({place["host"] for place in binding}):
+        here = {place["rank"]: parse_cores(place["cores"]) for place in binding if place["host"] == host}
+        for cores in {frozenset().union(*here.values()), *here.values()}:
+            ranks = [rank for rank, own in here.items() if own and own <= cores]
+            if cores and len(ranks) / len(cores) > worst[0]:
+                worst = len(ranks) / len(cores), ranks, len(cores), host
+    _, ranks, count, host = worst
+    if not ranks:
+        return None
+    text = f"share {counted(count, 'core')}"
+    if len(ranks) == len(binding):
+        return f"{len(ranks)} ranks {text}"
+    return f"{rank_list.named(ranks)} {text} on {host}"
+
+
+def oversubscribed_threads(binding: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return a sentence if ranks have more BLAS threads than cores; else None.
+
+    It names the cores with the most threads on each. Ranks with one thread each are the business of `oversubscribed`.
+
+    Parameters
+    ----------
+    binding : sequence of mappings
+        `rank`, `host`, `cores` and `threads` of each rank, as in what `environment.gather` returns.
+
+    Returns
+    -------
+    str or None
+        With the ranks and the host.
+
+    Examples
+    --------
+    >>> from mpipipe.job.cores import oversubscribed_threads
+    >>> oversubscribed_threads([{"rank": 0, "host": "n1", "cores": "0", "threads": 4}])
+    'rank 0 has 4 BLAS threads on 1 core of n1'
+    >>> oversubscribed_threads([{"rank": rank, "host": "n1", "cores": "0-7", "threads": 4} for rank in range(4)])
+    'ranks 0-3 have 16 BLAS threads on 8 cores of n1'
+    """
+    worst: tuple[float, list[int], int, int, str] = 1.0, [], 0, 0, ""
+    for host in sorted({place["host"] for place in binding}):
+        here = {place["rank"]: place for place in binding if place["host"] == host}
+        own = {rank: parse_cores(place["cores"]) for rank, place in here.items()}
+        for cores in {frozenset().union(*own.values()), *own.values()}:
+            ranks = [rank for rank, allowed in own.items() if allowed and allowed <= cores]
+            several = [rank for rank in ranks if here[rank]["threads"] > 1]
+            threads = sum(here[rank]["threads"] for rank in ranks)
+            if several and cores and threads / len(cores) > worst[0]:
+                worst = threads / len(cores), ranks, threads, len(cores), host
+    _, ranks, threads, count, host = worst
+    if not ranks:
+        return None
+    verb = "has" if len(ranks) == 1 else "have"
+    return f"{rank_list.named(ranks)} {verb} {threads} BLAS threads on {counted(count, 'core')} of {host}"
+
+
+def cores_text(cores: Sequence[int]) -> str:
+    """Write numbers of cores as Linux does.
+
+    Parameters
+    ----------
+    cores : sequence of int
+        In any order.
+
+    Returns
+    -------
+    str
+        Runs, with commas between them.
+
+    Examples
+    --------
+    >>> from mpipipe.job.cores import cores_text
+    >>> cores_text([8, 0, 1, 2, 3])
+    '0-3,8'
+    """
+    return ",".join(rank_list.runs(cores))
+
+
+def parse_cores(text: str) -> frozenset[int]:
+    """Return the numbers that `cores_text` has written.
+
+    Parameters
+    ----------
+    text : str
+        Such as "0-3,8".
+
+    Returns
+    -------
+    frozenset of int
+        The cores.
+
+    Examples
+    --------
+    >>> from mpipipe.job.cores import parse_cores
+    >>> sorted(parse_cores("0-3,8"))
+    [0, 1, 2, 3, 8]
+    """
+    found: set[int] = set()
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        found |= set(range(int(first), int(last or first) + 1))
+    return frozenset(found)
+
+
+# -- How many threads each rank takes, so that all cores of a host compute and none has two threads -------------------
+
+
+TOPOLOGY = Path("/sys/devices/system/cpu")
+
+
+def share_of_cores() -> int:
+    """Return how many BLAS threads this rank can take; collective over COMM_WORLD if a launcher promises several ranks.
+
+    Two hardware threads of a core count as one: products of matrices keep a core busy with one.
+    """
+    mine = cores_of(parse_cores(own_cores()))
+    if launcher_size(os.environ) is None:
+        return max(1, len(mine))
+    return fair_share(group_of(), mine)
+
+
+def fair_share(group: Group, cores: Collection[int]) -> int:
+    """Return this rank's part, at least one, of the cores that it shares with other ranks of the group; collective."""
+    places = group.gather("the cores of all ranks", (socket.gethostname(), sorted(cores)))
+    return fair_shares(places)[group.rank]
+
+
+def cores_of(threads: Collection[int], topology: Path = TOPOLOGY) -> frozenset[int]:
+    """Return the cores of hardware threads, each named by its first thread; a thread itself if its core is unknown."""
+    return frozenset(_first_sibling(thread, topology) for thread in threads)
+
+
+def _first_sibling(thread: int, topology: Path) -> int:
+    try:
+        siblings = parse_cores((topology / f"cpu{thread}/topology/thread_siblings_list").read_text().strip())
+    except (OSError, ValueError):
+        return thread
+    return min(siblings, default=thread)
+
+
+def fair_shares(places: Sequence[tuple[str, Collection[int]]]) -> list[int]:
+    """Return for each rank its part of the cores that it shares with other ranks, at least one.
+
+    Parameters
+    ----------
+    places : host of each rank, and the cores that it may run on; no cores if they are not known
+
+    Examples
+    --------
+    >>> from mpipipe.job.cores import fair_shares
+    >>> fair_shares([("n1", range(8)), ("n1", range(8)), ("n2", range(8))])
+    [4, 4, 8]
+    >>> fair_shares([("n1", [0]), ("n1", [0]), ("n1", [1, 2])])
+    [1, 1, 2]
+    """
+    shares = [1] * len(places)
+    for host in {host for host, _ in places}:
+        rest = {rank: frozenset(cores) for rank, (name, cores) in enumerate(places) if name == host and cores}
+        while rest:
+            first, cores = rest.popitem()
+            ranks = [first]
+            while joined := [rank for rank, own in rest.items() if own & cores]:
+                cores = cores.union(*(rest.pop(rank) for rank in joined))
+                ranks += joined
+            for rank in ranks:
+                shares[rank] = max(1, min(len(places[rank][1]), len(cores) // len(ranks)))
+    return shares

@@ -1,0 +1,385 @@
+"""Runs a program so that failure on one rank ends the whole job, in seconds and with one report.
+
+MPI itself has no such thing: a Python process that raises enters MPI_Finalize and waits there, and its peers wait in
+whatever they were doing. Under `run_or_abort`:
+
+- a rank whose program ends, well or not, tells its peers, so that none waits for it, and then waits for them;
+- once all ranks have come to their end, one of those with a cause reports, all leave with the same exit code, and MPI
+  is finalized: this is how errors end that reach all ranks;
+- where peers do not come within GRACE seconds of an error, the rank with the cause reports, and MPI_Abort ends the job.
+
+See ending.py for how the ranks come to that one end, and excepthook.py for scripts that were started without this.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from enum import IntEnum
+from hashlib import blake2b
+from typing import NamedTuple, NoReturn
+
+import numpy as np
+
+from mpipipe.errors import ArgumentError, BackendError, LostRankError, MpipipeError
+from mpipipe.job import communicators, ended, lifeline, rank_list, report, runtime, settings, stop_signals
+from mpipipe.job.context import here, is_rank
+from mpipipe.job.group import Group, group_of
+from mpipipe.job.report import AGREED, GRACE, INTERRUPTED, STAGGER, abort_job, describe, heading, write
+from mpipipe.job.requests import own
+from mpipipe.job.types import MpiCommunicator, Request
+from mpipipe.text import counted
+
+__all__ = ["Stop", "run_or_abort"]
+
+
+class Stop(Exception):
+    """Ends a program with an exit code and a text that one rank writes as it is.
+
+    Parameters
+    ----------
+    text : str
+        What is written to stderr, with its line ends.
+    code : int
+        The exit code.
+
+    Examples
+    --------
+    >>> from mpipipe.job.exit import Stop
+    >>> Stop("mpipipe: no such file", code=2).code
+    2
+    """
+
+    def __init__(self, text: str, code: int) -> None:
+        self.text, self.code = text, code
+        super().__init__(text)
+
+
+_running: list[World] = []  # while a program runs
+_afterwards: list[Callable[[], object]] = []  # what it runs next
+
+
+def run_or_abort(main: Callable[[], object]) -> int:
+    """Call `main()` on every rank of COMM_WORLD, so that an error on one rank ends the whole job.
+
+    Where such a program calls this again, as a command line does that runs under it as a whole, the inner `main` runs
+    after the outer one.
+
+    Parameters
+    ----------
+    main : callable
+        The program of this rank. SystemExit, KeyboardInterrupt and every other exception end the job.
+
+    Returns
+    -------
+    int
+        The exit code that all ranks agree on; 0 where all have ended well. It does not return where one rank fails and
+        others do not come: the job is aborted then, with one report on stderr.
+
+    Examples
+    --------
+    A script ends with `sys.exit(run_or_abort(main))`:
+
+    >>> from mpipipe.job.exit import run_or_abort
+    >>> run_or_abort(lambda: None)
+    0
+    """
+    if _running:
+        _afterwards.append(main)
+        return 0
+    try:
+        world = _world()
+    except MpipipeError as error:
+        if settings.launcher_rank(os.environ) == 0:  # each of the lone processes finds the same
+            write(describe(error, heading(0, 1)))
+        else:  # a launcher may end the others as soon as one has left
+            time.sleep(GRACE)
+        return 1 if runtime.limit_error() is None else AGREED
+    _running.append(world)
+    lifeline.start()
+    restore = _watch_os_exit(world)
+    try:
+        with report.suspended():
+            end = _run(main, world)
+    finally:
+        restore()
+        stop_signals.ignore()
+        world = _running[-1]  # that of the survivors, where ranks have died
+        _running.clear()
+        _afterwards.clear()
+    if not is_rank():  # forked by the program: it must not touch MPI
+        write(end.report if end.says == Says.CAUSE else "")
+        os._exit(end.code)
+    return leave_together(world, end)
+
+
+def outlive(comm: MpiCommunicator) -> None:
+    """From now on the job ends together with the ranks of `comm`: all others have died. Collective over it."""
+    if _running:
+        _running[-1] = _world(comm)
+
+
+def _world(comm: MpiCommunicator | None = None) -> World:
+    comm = runtime.world() if comm is None else comm
+    return World(group_of(comm), communicators.duplicate(comm), comm.rank, comm.size)
+
+
+def _run(main: Callable[[], object], world: World) -> End:
+    try:
+        with world.group.together("the start of the program"):
+            settings.check_settings()
+            ended.begin(world.rank == 0, counted(world.size, "rank"))
+        _afterwards.insert(0, main)
+        while _afterwards:
+            try:
+                _afterwards.pop(0)()
+            except SystemExit as leaving:
+                if leaving.code or not _afterwards:  # else it is `sys.exit(run_or_abort(main))` of a script
+                    raise
+        for thread in other_threads():  # as the interpreter does: they may still use the other ranks
+            thread.join()
+        return End(1, Says.CAUSE) if here().unwritten else End(0)
+    except SystemExit as leaving:
+        code = _exit_code(leaving)
+        text = f"{heading(world.rank, world.size)}\n  exited with code {code} while other ranks were still running\n"
+        return End(code, Says.EXITED if code else Says.NOTHING, text)
+    except Stop as stop:
+        return End(stop.code, Says.CAUSE, stop.text)
+    except BaseException as error:
+        return _end_of(error, _running[-1])
+
+
+def _end_of(error: BaseException, world: World) -> End:
+    code = 1
+    if isinstance(error, KeyboardInterrupt):
+        code = INTERRUPTED
+    elif world.group.agreed_on(error):
+        code = AGREED
+    line = here().lifeline
+    elsewhere = getattr(error, "reported_elsewhere", False) or (line is not None and line.explains(error))
+    says = Says.REPORTED_ELSEWHERE if elsewhere else Says.CAUSE
+    return End(code, says, describe(error, heading(world.rank, world.size)), _refusal_of(error))
+
+
+def _refusal_of(error: BaseException) -> int:
+    if not isinstance(error, (ArgumentError, BackendError)) or error.microbatch is not None:
+        return 0
+    content = f"{type(error).__name__}: {error}".encode("utf-8", "backslashreplace")
+    return int.from_bytes(blake2b(content, digest_size=8).digest(), "big") >> 1
+
+
+def _exit_code(leaving: SystemExit) -> int:
+    """As the interpreter has it, except that a number which the system would cut to 0 stays a failure."""
+    if leaving.code is None:
+        return 0
+    if isinstance(leaving.code, int):
+        return leaving.code & 0xFF or int(leaving.code != 0)
+    write(f"{leaving.code}\n")
+    return 1
+
+
+def _watch_os_exit(world: World) -> Callable[[], None]:
+    """Make `os._exit` of a rank end the job with a report; returns the function that takes this back.
+
+    Without it the other ranks would wait for ever, and some launchers would call the job a success.
+    """
+    original = os._exit
+
+    def exit_rank(status: int) -> NoReturn:
+        if is_rank() and not runtime.finalized(world.end):
+            write(f"{heading(world.rank, world.size)}\n  os._exit({status}) was called: the other ranks cannot go on\n")
+            faulthandler.dump_traceback(all_threads=False)
+            abort_job(runtime.world(), status & 0xFF or 1)
+        original(status)
+
+    os._exit = exit_rank
+
+    def restore() -> None:
+        os._exit = original
+
+    return restore
+
+
+# -- How all ranks of a job end together: what each has to report, who speaks, and the exit code of all ---------------
+#
+#     rank 0   main() returned     [code 0, NOTHING]              |
+#     rank 1   ValueError          [code 1, CAUSE]                |  one all-gather -> rank 1 reports, all leave with 1
+#     rank 2   PeerError of it     [code 1, REPORTED_ELSEWHERE]   |
+#
+# A rank without an error waits for that all-gather as long as it takes. One with an error waits for some seconds, then
+# writes its report and ends the job by MPI_Abort.
+
+
+QUIET = 0.2  # seconds that a rank without an error waits for its peers before it tells them that it has left
+FINALIZE = 20.0  # seconds for MPI_Finalize after an error
+PAUSE = 2e-3
+
+
+class Says(IntEnum):
+    """What a rank has to report at its end; where ranks differ, the highest one speaks."""
+
+    NOTHING = 0
+    REPORTED_ELSEWHERE = 1  # an error that another rank reports
+    EXITED = 2  # that it has left with a code
+    CAUSE = 3  # an error of its own
+
+
+class End(NamedTuple):
+    """How the program of one rank ended.
+
+    Attributes
+    ----------
+    code : int
+        Its exit code.
+    says : Says
+    report : str
+        The text to write, if it is this rank that speaks.
+    refusal : int
+        A number made of the text of an error of this package, where that is no failure of a computation; else 0. Ranks
+        that refuse the same thing have the same number.
+    """
+
+    code: int
+    says: Says = Says.NOTHING
+    report: str = ""
+    refusal: int = 0
+
+
+class World(NamedTuple):
+    """All ranks of the job: their group, and a communicator for nothing but their end."""
+
+    group: Group
+    end: MpiCommunicator
+    rank: int
+    size: int
+
+
+def leave_together(world: World, end: End) -> int:
+    """Wait for all ranks to end; one that ends with an error does not wait for long."""
+    if runtime.finalized(world.end):
+        if end.report and end.code:
+            write(end.report)
+        if end.code == 0 and world.rank == 0:  # MPI_Finalize is collective: no rank was missing
+            _prove()
+        return end.code
+    try:
+        table = _all_ends(world, end)
+    except LostRankError as error:  # a job that was done stays done
+        if end.says == Says.CAUSE:
+            write(end.report)
+        elif end.code and world.rank == here().lifeline.lowest():
+            write(f"{heading(world.rank, world.size)}\n  {type(error).__name__}: {error}\n")
+        elif end.code:
+            here().lifeline.let_leave_first(here().lifeline.lowest(), GRACE)
+        elif world.rank == here().lifeline.lowest():
+            _prove()
+        lifeline.leave(end.code)
+    except KeyboardInterrupt:
+        write(f"{heading(world.rank, world.size)}\n  KeyboardInterrupt while it waited for the other ranks to end\n")
+        abort_job(runtime.world(), INTERRUPTED)
+    outlived = here().lifeline is not None and bool(here().lifeline.lost)
+    codes, says, refusals = (column.tolist() for column in table.T)
+    if len(set(codes)) == 1 and says[0] in (Says.NOTHING, Says.EXITED) and len(set(says)) == 1:
+        if codes[0] == 0 and world.rank == 0:
+            _prove()
+        if outlived:
+            lifeline.leave(codes[0])
+        return codes[0]
+    speaker = says.index(max(says))
+    if max(says) == Says.EXITED and Says.REPORTED_ELSEWHERE not in says:
+        listing = "; ".join(rank_list.grouped((rank, str(each)) for rank, each in enumerate(codes)))
+        report, code = f"mpipipe: ranks left with different exit codes ({listing})\n", max(codes)
+    else:
+        alike = refusals[0] != 0 and len(set(refusals)) == 1
+        report, code = end.report, AGREED if alike else codes[speaker]
+    if world.rank == speaker:
+        write(report)
+    if outlived:
+        lifeline.leave(code)
+    _finalize(code)
+    return code
+
+
+def _prove() -> None:
+    """Leave the proof that this job has ended well, for whoever waits for one."""
+    try:
+        ended.end()
+    except OSError as error:
+        write(f"mpipipe: the proof of this job's end cannot be written: {error.strerror}\n")
+
+
+def _all_ends(world: World, end: End) -> np.ndarray:
+    """Rows of (exit code, Says, refusal), one for each rank; aborts where that takes too long after an error."""
+    here().ended = True
+    table = np.zeros((world.size, 3), np.int64)
+    request = own(world.end.Iallgather(np.array([end.code, end.says, end.refusal], np.int64), table))
+    start, told = time.monotonic(), False
+    line = here().lifeline
+    while not _is_complete(request, line):
+        waited = time.monotonic() - start
+        if not told and (end.code or waited > QUIET):
+            told = True
+            report.say_farewell()
+        if end.code and waited > _patience(world, end):
+            write(end.report)
+            abort_job(runtime.world(), end.code)
+        time.sleep(PAUSE)
+    return table
+
+
+def _is_complete(request: Request, line: lifeline.Lifeline | None) -> bool:
+    """Test a request; raises LostRankError if it cannot be completed, since a rank has died."""
+    if line is None:
+        return request.Test()
+    try:
+        line.look()
+        return request.Test()
+    except Exception as error:
+        if line.explains(error):
+            raise LostRankError(line.name(line.dead()) or str(error)) from error
+        raise
+
+
+def _patience(world: World, end: End) -> float:
+    """Seconds until this rank gives the others up.
+
+    Of several ranks with a cause the lowest reports first; where the rank with the cause cannot, the lowest other one.
+    """
+    if end.says == Says.CAUSE:
+        return GRACE + min(2.0, 0.25 * world.rank)
+    return 2 * GRACE + STAGGER * world.rank
+
+
+def _finalize(code: int) -> None:
+    """Finalize MPI although messages of the broken call are under way; end the process if that hangs.
+
+    MPI libraries write what they think of such messages. The error has been reported, so nobody needs to read that.
+    """
+    sys.stdout.flush()
+    timer = threading.Timer(FINALIZE, os._exit, (code,))
+    timer.daemon = True
+    timer.start()
+    here().groups.clear()
+    report.stop_watching()
+    stderr = None
+    with suppress(OSError):  # of a process that can open no more files
+        stderr = os.dup(2)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    try:
+        runtime.mpi().Finalize()
+    finally:
+        if stderr is not None:
+            os.dup2(stderr, 2)
+        timer.cancel()
+    if other_threads():  # the interpreter would wait for them, and they for other ranks
+        os._exit(code)
+
+
+def other_threads() -> list[threading.Thread]:
+    """The other threads that the end of the interpreter waits for."""
+    return [t for t in threading.enumerate() if t is not threading.current_thread() and not t.daemon]

@@ -1,0 +1,455 @@
+"""Several ranks in one process, a thread each, with the few methods of an mpi4py communicator that mpipipe uses.
+
+For unit tests, and for trying a pipeline on a machine without MPI; it is never chosen in place of MPI. It is stricter
+than MPI: a receive must have exactly the sender's length and dtype, all ranks must call the same collective, and
+nothing may be left unreceived at the end. Sends can be synchronous, and messages can be delayed at random.
+
+Beside `run`, this module has the names of mpi4py.MPI that the methods of a communicator go with, so that
+`runtime.library_of(comm)` can hand out either module: Comm, COMM_WORLD, COMM_TYPE_SHARED, IN_PLACE and TAG_UB.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Hashable
+from typing import Any, TypeAlias, TypeVar
+
+import numpy as np
+
+from mpipipe.errors import ArgumentError, HangError, MpipipeError, PeerError
+from mpipipe.job.context import Process, adopt
+from mpipipe.job.types import Testable
+
+# -- What the threads of `job.inprocess` share: messages under way, and collectives that wait for more ranks ---------
+#
+#     Isend  -> World.sent      \
+#                                 >  World.progress: matched in the order that MPI prescribes, copied, both done
+#     Irecv  -> World.posted    /
+#     Ixxx   -> World.meetings  one Meeting for each collective call; complete when all ranks have brought their value
+#
+# Nothing happens by itself: as in MPI, messages advance when somebody tests a request.
+
+
+ANY = -1
+Context: TypeAlias = tuple[Hashable, ...]  # the name of a communicator
+Finish: TypeAlias = Callable[[list[Any]], object]  # what a rank does with the values of all ranks
+
+
+class InProcessError(MpipipeError, RuntimeError):
+    """The program under test broke a rule of message passing."""
+
+
+class World:
+    """All ranks of one `inprocess.run`.
+
+    Parameters
+    ----------
+    ranks : int
+    synchronous, delay, seed, tag_ub
+        As for `inprocess.run`.
+
+    Attributes
+    ----------
+    broken : bool
+        Whether a rank has failed, so that collectives cannot complete.
+    processes : dict
+        Rank -> Process, the state of each rank.
+    """
+
+    def __init__(self, ranks: int, synchronous: bool, delay: float, seed: int, tag_ub: int) -> None:
+        self.ranks, self.synchronous, self.delay, self.tag_ub = ranks, synchronous, delay, tag_ub
+        self.random = random.Random(seed)
+        self.lock = threading.RLock()
+        self.sent: dict[tuple[Context, int], list[Send]] = defaultdict(list)
+        self.posted: dict[tuple[Context, int], list[Receive]] = defaultdict(list)
+        self.meetings: dict[tuple[Context, int], Meeting] = {}
+        self.broken = False
+        self.processes: dict[int, Process] = {}
+
+    def next_delay(self) -> float:
+        """Seconds until the next message becomes visible."""
+        return self.random.uniform(0, self.delay) if self.delay else 0.0
+
+    def send(self, message: Send) -> Send:
+        """Put a message on its way."""
+        with self.lock:
+            self.sent[message.context, message.dest].append(message)
+        return message
+
+    def post(self, receive: Receive) -> Receive:
+        """Begin to wait for a message."""
+        with self.lock:
+            self.posted[receive.context, receive.dest].append(receive)
+        return receive
+
+    def withdraw(self, receive: Receive) -> None:
+        """Take a receive back that has found no message."""
+        with self.lock:
+            waiting = self.posted[receive.context, receive.dest]
+            if receive in waiting:
+                waiting.remove(receive)
+
+    def progress(self, context: Context, dest: int) -> None:
+        """Match posted receives with sent messages, in the order that MPI prescribes."""
+        with self.lock:
+            sent, posted = self.sent[context, dest], self.posted[context, dest]
+            for receive in list(posted):
+                message = next((m for m in sent if receive.wants(m)), None)
+                if message is not None and message.visible <= time.monotonic():
+                    posted.remove(receive)
+                    sent.remove(message)
+                    receive.complete(message)
+                    message.done = True
+
+    def probe(self, context: Context, dest: int, source: int, tag: int) -> bool:
+        """Whether such a message is visible."""
+        with self.lock:
+            now = time.monotonic()
+            return any(
+                source in (ANY, m.source) and tag in (ANY, m.tag) and m.visible <= now for m in self.sent[context, dest]
+            )
+
+    def meet(
+        self, key: tuple[Context, int], kind: str, rank: int, size: int, value: Any, finish: Finish | None
+    ) -> Entry:
+        """Bring the value of one rank to a collective call of a communicator of `size` ranks."""
+        with self.lock:
+            meeting = self.meetings.setdefault(key, Meeting(self, kind, size))
+            if meeting.kind != kind:
+                self.broken = True
+                raise InProcessError("ranks call different collectives", rank=rank, found=kind, expected=meeting.kind)
+            meeting.values[rank] = value
+            if len(meeting.values) == size:
+                del self.meetings[key]
+        return Entry(meeting, finish)
+
+    def check_nothing_left(self, context: Context | None = None) -> None:
+        """Raise InProcessError for a message without a receive, or the other way round; None: in any communicator."""
+        with self.lock:
+            self._check_empty(self.sent, context, "was never received")
+            self._check_empty(self.posted, context, "was posted, and nothing came")
+
+    def _check_empty(self, boxes: Any, context: Context | None, what: str) -> None:
+        for (where, dest), box in boxes.items():
+            if box and (context is None or where == context):
+                peer = f"from rank {box[0].source} " if box[0].source != ANY else ""
+                raise InProcessError(f"a message {peer}to rank {dest} with tag {box[0].tag} {what}", rank=dest)
+
+
+class Send:
+    """The request of a sender; an array that is sent synchronously is not copied."""
+
+    def __init__(
+        self, world: World, context: Context, source: int, dest: int, tag: int, array: np.ndarray, synchronous: bool
+    ) -> None:
+        self.context, self.source, self.dest, self.tag = context, source, dest, tag
+        self.array = array if synchronous else array.copy()
+        self.visible = time.monotonic() + world.next_delay()
+        self.done = not synchronous
+        self.progress = world.progress
+
+    def Test(self) -> bool:
+        self.progress(self.context, self.dest)
+        return self.done
+
+    def Cancel(self) -> None:
+        """A message that was sent stays sent."""
+
+
+class Receive:
+    """The request of a receiver."""
+
+    def __init__(self, world: World, context: Context, dest: int, source: int, tag: int, array: np.ndarray) -> None:
+        self.context, self.dest, self.source, self.tag, self.array = context, dest, source, tag, array
+        self.done = False
+        self.error: InProcessError | None = None
+        self.progress, self.withdraw = world.progress, world.withdraw
+
+    def wants(self, send: Send) -> bool:
+        """Whether this receive takes that message."""
+        return self.source in (ANY, send.source) and self.tag in (ANY, send.tag)
+
+    def complete(self, send: Send) -> None:
+        """Copy the message, which must fit exactly."""
+        self.done = True
+        found, expected = (send.array.nbytes, send.array.dtype), (self.array.nbytes, self.array.dtype)
+        if found != expected:
+            self.error = InProcessError(
+                f"message from rank {send.source} with tag {send.tag} does not fit the receive buffer",
+                rank=self.dest,
+                found=f"{found[0]} bytes of {found[1]}",
+                expected=f"{expected[0]} of {expected[1]}",
+            )
+            return
+        self.array.reshape(-1)[...] = send.array.reshape(-1)
+
+    def Test(self) -> bool:
+        self.progress(self.context, self.dest)
+        if self.error is not None:
+            raise self.error
+        return self.done
+
+    def Cancel(self) -> None:
+        self.withdraw(self)
+
+
+class Meeting:
+    """One collective call on one communicator."""
+
+    def __init__(self, world: World, kind: str, size: int) -> None:
+        self.world, self.kind, self.size = world, kind, size
+        self.values: dict[int, Any] = {}  # of each rank that has come
+
+
+class Entry:
+    """One rank's request in a meeting."""
+
+    def __init__(self, meeting: Meeting, finish: Finish | None) -> None:
+        self.meeting, self.finish = meeting, finish
+
+    def Test(self) -> bool:
+        meeting = self.meeting
+        if len(meeting.values) < meeting.size:
+            if meeting.world.broken:
+                raise PeerError("another rank failed during a collective")
+            return False
+        if self.finish is not None:
+            finish, self.finish = self.finish, None
+            finish([meeting.values[rank] for rank in range(meeting.size)])
+        return True
+
+    def Cancel(self) -> None:
+        self.finish = None
+
+
+# -- Several ranks in one process, a thread each, with the few methods of an mpi4py communicator that mpipipe uses ----
+
+
+__all__ = ["InProcessError", "run"]
+
+PAUSE = 2e-5
+LOOK_SECONDS = 0.5  # between two looks at the errors of ranks
+GRACE_SECONDS = 1.0  # once a rank has reported a hang: for each of the others to hear of it
+Result = TypeVar("Result")
+
+
+def run(
+    ranks: int,
+    function: Callable[[Communicator], Result],
+    *,
+    synchronous: bool = False,
+    delay: float = 0.0,
+    seed: int = 0,
+    tag_ub: int = 32767,
+) -> list[Result]:
+    """Call `function(comm)` on `ranks` threads, each of which is a rank.
+
+    Parameters
+    ----------
+    ranks : int
+        Number of ranks, at least 1.
+    function : callable
+        What every rank runs. Its argument is this rank's communicator of all ranks.
+    synchronous : bool
+        Whether every Isend behaves as Issend.
+    delay : float
+        Each message becomes visible after a random time of up to this many seconds; order is kept as in MPI.
+    seed : int
+        Seed of the random times of `delay`.
+    tag_ub : int
+        The largest tag.
+
+    Returns
+    -------
+    list
+        The results of all ranks, in rank order.
+
+    Raises
+    ------
+    ArgumentError
+        For a number of ranks that is no integer of at least 1.
+    InProcessError
+        When a rank breaks a rule of message passing, or a message is never received.
+    Exception
+        The error of the first rank that failed, rather than the PeerError of one that heard of it.
+
+    Examples
+    --------
+    >>> from mpipipe.job import inprocess
+    >>> inprocess.run(3, lambda comm: comm.allgather(comm.rank**2))
+    [[0, 1, 4], [0, 1, 4], [0, 1, 4]]
+    """
+    if not isinstance(ranks, int) or ranks < 1:
+        raise ArgumentError("ranks", found=repr(ranks), expected="an integer of at least 1")
+    world = World(ranks, synchronous, delay, seed, tag_ub)
+    results: dict[int, Result] = {}
+    errors: dict[int, BaseException] = {}
+
+    def body(rank: int) -> None:
+        adopt(world.processes[rank])
+        try:
+            results[rank] = function(Communicator(world, ("world",), tuple(range(ranks)), rank))
+        except BaseException as error:
+            errors[rank] = error
+            world.broken = True
+        world.processes[rank].ended = True
+
+    world.processes.update({rank: Process() for rank in range(ranks)})
+    threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        while thread.is_alive() and not any(isinstance(error, HangError) for error in tuple(errors.values())):
+            thread.join(LOOK_SECONDS)
+        thread.join(GRACE_SECONDS if thread.is_alive() else None)  # a rank that hangs keeps nobody waiting
+    failed = [errors[rank] for rank in sorted(errors)]
+    if failed:
+        raise next((error for error in failed if not isinstance(error, PeerError)), failed[0])
+    world.check_nothing_left()
+    return [results[rank] for rank in range(ranks)]
+
+
+class Communicator:
+    """The calling thread's end of a communicator; methods, ranks and tags as in mpi4py.
+
+    Attributes
+    ----------
+    rank, size : int
+    members : tuple of int
+        The rank in the world of each rank.
+    """
+
+    def __init__(self, world: World, context: Context, members: tuple[int, ...], rank: int) -> None:
+        self.world, self.context, self.members, self.rank = world, context, members, rank
+        self.size = len(members)
+        self.name = ""
+        self._attributes: dict[int, Any] = {TAG_UB: world.tag_ub}
+        self._collectives = 0
+
+    # -- messages -----------------------------------------------------------------------------------------------
+
+    def Isend(self, buf: np.ndarray, dest: int, tag: int = 0) -> Send:
+        return self._send(buf, dest, tag, self.world.synchronous)
+
+    def Issend(self, buf: np.ndarray, dest: int, tag: int = 0) -> Send:
+        return self._send(buf, dest, tag, True)
+
+    def _send(self, array: np.ndarray, dest: int, tag: int, synchronous: bool) -> Send:
+        largest = self.world.tag_ub
+        if not 0 <= tag <= largest:
+            raise InProcessError("tag out of range", rank=self.rank, found=tag, expected=f"0 to {largest}")
+        if not 0 <= dest < self.size:
+            raise InProcessError("no such rank", rank=self.rank, found=dest, expected=f"0 to {self.size - 1}")
+        return self.world.send(Send(self.world, self.context, self.rank, dest, tag, array, synchronous))
+
+    def Irecv(self, buf: np.ndarray, source: int = ANY, tag: int = ANY) -> Receive:
+        return self.world.post(Receive(self.world, self.context, self.rank, source, tag, buf))
+
+    def Iprobe(self, source: int = ANY, tag: int = ANY) -> bool:
+        return self.world.probe(self.context, self.rank, source, tag)
+
+    # -- collectives --------------------------------------------------------------------------------------------
+
+    def Iallreduce(self, sendbuf: Any, recvbuf: np.ndarray) -> Entry:
+        mine = recvbuf.copy() if sendbuf is IN_PLACE else sendbuf.copy()
+
+        def finish(parts: list[np.ndarray]) -> None:
+            total = parts[0].copy()
+            for part in parts[1:]:
+                total += part
+            recvbuf[...] = total
+
+        return self._collective("Iallreduce", mine, finish)
+
+    def Iallgather(self, sendbuf: np.ndarray, recvbuf: np.ndarray) -> Entry:
+        def finish(parts: list[np.ndarray]) -> None:
+            recvbuf.reshape(self.size, -1)[...] = [part.reshape(-1) for part in parts]
+
+        return self._collective("Iallgather", sendbuf.copy(), finish)
+
+    def Ibcast(self, buf: np.ndarray, root: int = 0) -> Entry:
+        def finish(parts: list[np.ndarray]) -> None:
+            buf[...] = parts[root]
+
+        return self._collective("Ibcast", buf.copy(), finish)
+
+    def allgather(self, sendobj: Any) -> list[Any]:
+        gathered: list[Any] = []
+        self._complete(self._collective("allgather", sendobj, gathered.extend))
+        return gathered
+
+    def bcast(self, obj: Any, root: int = 0) -> Any:
+        return self.allgather(obj)[root]
+
+    def Barrier(self) -> None:
+        self.allgather(None)
+
+    def _collective(self, kind: str, value: Any, finish: Finish | None) -> Entry:
+        self._collectives += 1
+        return self.world.meet((self.context, self._collectives), kind, self.rank, self.size, value, finish)
+
+    def _complete(self, request: Testable) -> None:
+        while not request.Test():
+            time.sleep(PAUSE)
+
+    # -- communicators and their attributes ---------------------------------------------------------------------
+
+    def Split(self, color: int = 0, key: int = 0) -> Communicator:
+        number = self._collectives
+        entries = sorted((k, r) for r, (c, k) in enumerate(self.allgather((color, key))) if c == color)
+        ranks = [r for _, r in entries]
+        context = (*self.context, number, color)
+        members = tuple(self.members[r] for r in ranks)
+        return Communicator(self.world, context, members, ranks.index(self.rank))
+
+    def Split_type(self, split_type: int, key: int = 0) -> Communicator:
+        """All ranks: they share the memory of one process."""
+        if split_type != COMM_TYPE_SHARED:
+            raise InProcessError("no such type", rank=self.rank, found=split_type, expected="COMM_TYPE_SHARED")
+        return self.Split(0, key)
+
+    def Dup(self) -> Communicator:
+        return self.Split(0, self.rank)
+
+    def Idup(self) -> tuple[Communicator, Entry]:
+        number = self._collectives
+        request = self._collective("Idup", None, None)
+        return Communicator(self.world, (*self.context, number, "dup"), self.members, self.rank), request
+
+    def Set_name(self, name: str) -> None:
+        self.name = name
+
+    @classmethod
+    def Create_keyval(cls, *, delete_fn: Callable[[Communicator, int, Any], None]) -> int:
+        """A new key for attributes; `delete_fn(comm, key, value)` is called when a communicator with one is freed."""
+        keyval = next(_keyvals)
+        _delete_functions[keyval] = delete_fn
+        return keyval
+
+    def Get_attr(self, keyval: int) -> Any:
+        return self._attributes.get(keyval)
+
+    def Set_attr(self, keyval: int, attrval: Any) -> None:
+        self._attributes[keyval] = attrval
+
+    def Free(self) -> None:
+        for keyval, value in self._attributes.items():
+            if keyval in _delete_functions:
+                _delete_functions[keyval](self, keyval, value)
+        self.Barrier()
+        self.world.check_nothing_left(self.context)
+
+
+# -- names of mpi4py.MPI ----------------------------------------------------------------------------------------------
+
+Comm = Communicator
+COMM_WORLD = None  # each call of `run` has its own
+COMM_TYPE_SHARED = 1
+IN_PLACE = "in place"
+TAG_UB = 0
+_keyvals = itertools.count(1)
+_delete_functions: dict[int, Callable[[Communicator, int, Any], None]] = {}

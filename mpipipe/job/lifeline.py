@@ -1,0 +1,263 @@
+"""The ranks that live: where MPI has ULFM, a dead rank is named, and the others can go on without it.
+
+ULFM (user-level failure mitigation) is an extension of MPI: an operation that a dead rank keeps from ending raises
+MPI_ERR_PROC_FAILED, one on a revoked communicator MPI_ERR_REVOKED. See docs.open-mpi.org, "User-Level Fault
+Mitigation", for what Open MPI 5 has of it, and `mpiexec --with-ft ulfm`, which switches it on.
+
+    a rank dies      operations with it raise; long waits look for the dead and raise LostRankError
+    gather           revoke: ranks inside MPI wake up; agree: is the work over, or to be gone on with; shrink
+    go on            on the communicator of the survivors, with new groups and a new watchdog
+
+Three things of Open MPI 5.0.11 were found not to work after a death: Ishrink ends in a segmentation fault, MPI_Finalize
+hangs now and then, and MPI_Abort leaves ranks alive or its launcher stuck. So survivors shrink by the blocking call,
+with a deadline, and leave by os._exit.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import NoReturn
+
+from mpipipe.errors import BackendError, LostRankError, PeerError
+from mpipipe.job import communicators, rank_list, report, runtime
+from mpipipe.job.context import here
+from mpipipe.job.group import group_of
+from mpipipe.job.report import write
+from mpipipe.job.types import Communicator, MpiCommunicator
+
+ENABLED = "OMPI_MCA_mpi_ft_enable"  # set by `mpiexec --with-ft ulfm`
+PATIENCE = 2.0  # seconds in which a rank that had an error of MPI hears that another one has died
+ELSEWHERE = 1.0  # seconds for a rank of another host to report and leave
+DEADLINE = 60.0  # seconds for the survivors to come together, where there is no watchdog to say another limit
+REMEDY = "start the job with Open MPI 5 and `mpiexec --with-ft ulfm`, or leave --survive out and use checkpoints"
+
+
+def is_enabled() -> bool:
+    """Whether this job was started so that it can outlive a rank."""
+    return os.environ.get(ENABLED, "").lower() in ("1", "true", "yes", "on")
+
+
+class Lifeline:
+    """A communicator of all ranks, for nothing but their deaths; the constructor is collective over COMM_WORLD.
+
+    Attributes
+    ----------
+    places : list of (str, int)
+        Host and process id of each rank in COMM_WORLD.
+    lost : tuple of int
+        World ranks whose death the survivors have agreed on.
+    """
+
+    def __init__(self) -> None:
+        world = runtime.world()
+        self.MPI = runtime.mpi()
+        self.comm: MpiCommunicator = communicators.duplicate(world)
+        self.places: list[tuple[str, int]] = group_of(world).gather(
+            "the places of all ranks", (socket.gethostname(), os.getpid())
+        )
+        self.lost: tuple[int, ...] = ()
+        self._revoked: list[Communicator] = []  # what to revoke when a rank is lost
+
+    # -- who has died -------------------------------------------------------------------------------------------
+
+    def dead(self) -> tuple[int, ...]:
+        """World ranks of which MPI has told this process that they are dead; never waits."""
+        failed = self.comm.Get_failed()
+        try:
+            if failed.size == len(self.lost):
+                return self.lost
+            world = self.comm.Get_group()
+            numbers = self.MPI.Group.Translate_ranks(failed, None, world)
+            world.Free()
+            return tuple(sorted(int(number) for number in numbers))
+        finally:
+            failed.Free()
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a rank has died since the survivors last came together."""
+        return self.dead() != self.lost
+
+    def look(self) -> None:
+        """Raise LostRankError if a rank has died since the survivors last came together."""
+        dead = self.dead()
+        if dead != self.lost:
+            raise LostRankError(self.name([rank for rank in dead if rank not in self.lost]))
+
+    def lowest(self) -> int:
+        """The lowest rank of COMM_WORLD that lives."""
+        return min(set(range(self.comm.size)).difference(self.dead()))
+
+    def name(self, ranks: Sequence[int]) -> str:
+        """Say in words that these ranks of COMM_WORLD have died, and where they were."""
+        on: dict[str, list[int]] = {}
+        for rank in ranks:
+            on.setdefault(self.places[rank][0], []).append(rank)
+        return ", ".join(f"{rank_list.named(some)} on {host}" for host, some in on.items()) + " died"
+
+    def explains(self, error: BaseException) -> bool:
+        """Whether an error is what a rank meets when another one has died; waits for the news where it may be late."""
+        MPI, link, seen = self.MPI, error, []
+        while link is not None and link not in seen:
+            seen.append(link)
+            link = link.__cause__ or link.__context__  # type: ignore[assignment]  # None at the end
+        if any(isinstance(each, LostRankError) for each in seen):
+            return True
+        of_mpi = [each for each in seen if isinstance(each, MPI.Exception)]
+        if any(each.Get_error_class() == MPI.ERR_REVOKED for each in of_mpi):
+            return True
+        if not of_mpi and not any(isinstance(each, PeerError) for each in seen):
+            return False
+        stop = time.monotonic() + PATIENCE
+        while not self.is_broken:
+            if time.monotonic() > stop:
+                return False
+            with suppress(MPI.Exception):
+                self.comm.Iprobe()  # the news come while MPI is called
+            time.sleep(1e-3)
+        return True
+
+    # -- going on -----------------------------------------------------------------------------------------------
+
+    def revoke_on_loss(self, *comms: Communicator) -> None:
+        """From now on, until a rank is lost: ranks that block in a call on these communicators are to be woken up."""
+        self._revoked = list(comms)
+
+    def gather(self) -> Communicator:
+        """The communicator of all that live; every survivor calls this, or `finish`, after a loss."""
+        with _Deadline(self):
+            for comm in self._revoked:
+                with suppress(self.MPI.Exception):
+                    comm.Revoke()  # type: ignore[attr-defined]  # of MPI, where this is called
+            _forget_groups()
+            self._agree(0)
+            return self._shrink()
+
+    def finish(self) -> Communicator | None:
+        """At the end of the work: None if all that live have come here, else what `gather` returns."""
+        with _Deadline(self):
+            if self._agree(1):
+                return None
+            _forget_groups()
+            return self._shrink()
+
+    def _shrink(self) -> Communicator:
+        comm = self.comm.Shrink()
+        alive = set(communicators.world_ranks(comm))
+        self.lost = tuple(rank for rank in range(self.comm.size) if rank not in alive)
+        return comm
+
+    def _agree(self, flag: int) -> int:
+        """The least of the flags of all that live, the same on all of them, whoever dies meanwhile."""
+        while True:
+            self.comm.Ack_failed()
+            try:
+                return int(self.comm.Agree(flag))
+            except self.MPI.Exception as error:
+                if error.Get_error_class() != self.MPI.ERR_PROC_FAILED:
+                    raise
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def let_leave_first(self, rank: int, seconds: float) -> None:
+        """Wait until a rank of COMM_WORLD, which reports a failure, has left; at most so many seconds.
+
+        Once one rank has left with a code the launcher may end the others, and lose a report that is being written. MPI
+        does not tell in time who has left. So this looks for the process, which it can on one host alone.
+        """
+        host, pid = self.places[rank]
+        stop = time.monotonic() + (seconds if host == self.places[self.comm.rank][0] else min(seconds, ELSEWHERE))
+        with suppress(OSError):  # that there is no such process
+            while time.monotonic() < stop:
+                os.kill(pid, 0)
+                time.sleep(1e-2)
+
+    def end_job(self, code: int) -> NoReturn:
+        """End all ranks of this host, and this one with `code`. Those of other hosts find that it has died."""
+        here().ended = True
+        host, own = self.places[self.comm.rank]
+        for place, pid in self.places:
+            if place == host and pid != own:
+                with suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+        leave(code)
+
+
+def start() -> Lifeline | None:
+    """The lifeline of this process, made where the job can outlive a rank; collective over COMM_WORLD then."""
+    process = here()
+    if process.lifeline is None and is_enabled() and not process.alone and runtime.world().size > 1:
+        process.lifeline = Lifeline()
+    return process.lifeline
+
+
+def demand() -> Lifeline:
+    """As `start`; raises BackendError if the job cannot outlive a rank."""
+    if here().alone:
+        raise BackendError("ranks that are threads cannot outlive each other", remedy=REMEDY)
+    found = start()
+    if found is None:
+        raise BackendError(
+            "this job cannot outlive a rank",
+            found=runtime.mpi().Get_library_version().partition("\n")[0][:60],
+            expected="several ranks, and an MPI with ULFM that is switched on",
+            remedy=REMEDY,
+        )
+    return found
+
+
+def leave(code: int) -> NoReturn:
+    """End this process without MPI_Finalize, which may hang after a death."""
+    report.stop_watching()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    _exit(code)
+
+
+_exit = os._exit  # as it was before `run_or_abort` watches it
+
+
+def _forget_groups() -> None:
+    """Let go of all groups: each of them has dead ranks, or is to be made anew."""
+    process = here()
+    with process.lock:
+        process.groups.clear()
+        process.failed.clear()
+        process.withdrawn.clear()
+        process.advancing.clear()
+        process.failures.clear()
+        process.left.clear()
+    watchdog = process.watchdog
+    if watchdog is not None:
+        watchdog.forget()
+
+
+class _Deadline:
+    """Within, the job ends with a report where survivors do not come together in time."""
+
+    def __init__(self, line: Lifeline) -> None:
+        watchdog = here().watchdog
+        limit = None if watchdog is None else watchdog.limit
+        self.seconds = DEADLINE if limit is None else max(10.0, limit)
+        self.timer = threading.Timer(self.seconds, self._give_up)
+        self.line, self.timer.daemon = line, True
+
+    def _give_up(self) -> None:
+        write(
+            f"mpipipe: {self.line.name(self.line.dead())}, and the others did not come together in {self.seconds:g} s\n"
+        )
+        self.line.end_job(1)
+
+    def __enter__(self) -> None:
+        self.timer.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.timer.cancel()

@@ -1,0 +1,400 @@
+"""Preemption: all ranks find at the same step that the job has to leave, since a signal came or its time runs out.
+
+    rank 0   step 7 | due()? no | step 8        | due()? yes | save | leave, exit code 75
+    rank 1   step 7 | due()? no | step 8  USR2! | due()? yes | save | leave, exit code 75
+
+One small agreement of all ranks is the question. Rank 0 alone looks at the clock, since clocks differ.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+from mpipipe.errors import ArgumentError
+from mpipipe.job import rank_list, runtime
+from mpipipe.job.group import Group, group_of
+from mpipipe.job.report import abort_job, errors_of_open_mpi, heading, write, write_past_launcher
+from mpipipe.job.stop_signals import StopSignals, parse_signals
+from mpipipe.job.types import Communicator
+from mpipipe.job.watch.channel import threads_allowed
+from mpipipe.job.watch.watchdog import FORWARD_SECONDS
+
+PREEMPTED = 75  # exit code: EX_TEMPFAIL of sysexits.h, "try again later"
+CALL, ASKED = "Preemption.due", "Preemption.asked"
+GRACE = 600.0
+FOLLOWS = "the job leaves after the step under way; a second signal ends it at once"
+KILLED = "mpiexec kills its ranks 0.2 s later, saved or not; SIGUSR2 to it would let them save first"
+STAGGER, MOST_STAGGER = 0.2, 3.0  # seconds between ranks that end the job at once: the lowest one reports
+
+
+class Preempted(SystemExit):
+    """Ends the program of every rank with exit code 75, which is no failure.
+
+    Attributes
+    ----------
+    agreed : frozenset of int
+        World ranks that all raise it, at the same step.
+    """
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(PREEMPTED)
+        self.agreed = frozenset(group.presence.members)
+
+
+class Preemption:
+    """Tells all ranks at the same step that the job has to leave; a context manager.
+
+    A scheduler that wants the nodes back, or whose time is over, sends a signal some time before it kills the job. From
+    here on such a signal does not end this process. Instead `due()` is true on all ranks after it has reached any of
+    them, and the loop can save and leave with exit code 75, by which a job script knows that it is to be started again.
+    The constructor and `due` are collective.
+
+    Parameters
+    ----------
+    comm : communicator, optional
+        The ranks, COMM_WORLD by default.
+    signals : str
+        Names such as "USR2,TERM", out of HUP, INT, QUIT, USR1, USR2, ALRM, TERM and XCPU; "none" for none. Ranks that
+        are threads catch none.
+    time_limit : float or str, optional
+        How long this process may live: seconds, or HH:MM:SS or D-HH:MM:SS. 0 is no limit. By default the end of a job
+        of SLURM, where SLURM_JOB_END_TIME names it. `due()` is true as soon as one step more, as long as the longest
+        one so far, a save as long as the last one, and `margin` may not fit any more. Rank 0 decides.
+    grace : float
+        Seconds from the first signal after which the job ends at once, whatever it does, with exit code 128 plus the
+        number of the signal. A second signal, more than two seconds after the first, ends it so as well.
+    margin : float, optional
+        Seconds; by default 2 % of the time that is left at the start, at least 2 s and at most 60 s.
+    say : callable, optional
+        Called on rank 0 with lines of text: at the first signal, by a thread and at once, and by `leave`. By default
+        they go to stderr.
+
+    Attributes
+    ----------
+    code : int
+        The exit code of a job that leaves: 75.
+    reason : str
+        Why `due()` was true; "" before.
+    whereabouts : callable or None
+        Returns how far the job is, for what is said at the first signal. None says nothing of it. Yours to set.
+
+    Raises
+    ------
+    ArgumentError
+        On every rank: a signal that cannot be caught, a time that is none, or a thread that is not the main one.
+
+    Examples
+    --------
+    Two threads stand for two MPI ranks here. They get no signals, but their time is over:
+
+    >>> from mpipipe import Preemption
+    >>> from mpipipe.job import inprocess
+    >>> def loop(comm):
+    ...     with Preemption(comm, time_limit=0.001) as preemption:
+    ...         for step in range(1000):
+    ...             if preemption.due():  # after each step
+    ...                 with preemption.saving():
+    ...                     pass  # checkpoint.save(...)
+    ...                 return step, preemption.code  # or preemption.leave("saved as ...")
+    >>> inprocess.run(2, loop)
+    [(0, 75), (0, 75)]
+    """
+
+    code = PREEMPTED
+
+    def __init__(
+        self,
+        comm: Communicator | None = None,
+        *,
+        signals: str = "USR2,TERM",
+        time_limit: float | str | None = None,
+        grace: float = GRACE,
+        margin: float | None = None,
+        say: Callable[[str], object] | None = None,
+    ) -> None:
+        comm = runtime.resolve(comm)
+        self.group = group_of(comm)
+        self.reason = ""
+        self._closed = False
+        self.whereabouts: Callable[[], str] | None = None
+        self._say = _on_stderr if say is None else say
+        with self.group.together("making a Preemption"):
+            for name, value in (("grace", grace), ("margin", margin)):
+                if value is not None and not value >= 0:
+                    raise ArgumentError(name, found=repr(value), expected="seconds, at least 0")
+            numbers = parse_signals(signals)
+            self.time_limit = TimeLimit(None if time_limit is None else parse_duration(time_limit), margin)
+            if runtime.in_process(comm):
+                numbers = ()
+            self._signals = StopSignals(numbers, grace, self._told, self._end_at_once, self._hopeless)
+
+    def due(self, saving: bool = False) -> bool:
+        """Find out on all ranks whether the job has to leave now; collective, after each step.
+
+        Parameters
+        ----------
+        saving : bool
+            Whether a save is under way beside the steps: the last one waits for it, and needs time of its own.
+
+        Returns
+        -------
+        bool
+            The same on every rank. Once it is true, it stays so.
+        """
+        if not self.reason:
+            over = self.group.rank == 0 and self.time_limit.is_over(saving)
+            votes = self.group.agree(CALL, values=[self._signals.first is not None, over])
+            if votes.any():
+                self.reason = self._why(over)
+        return self.reason != ""
+
+    def asked(self) -> bool:
+        """Find out on all ranks whether a signal has come; collective, before the first step.
+
+        The time limit does not count here: a job makes a step in each start, however short that is.
+
+        Returns
+        -------
+        bool
+            The same on every rank. Once it is true, `due()` is, too.
+        """
+        if not self.reason and self.group.agree(ASKED, values=[self._signals.first is not None]).any():
+            self.reason = self._why(False)
+        return self.reason != ""
+
+    def _why(self, over: bool) -> str:
+        first = self._signals.first
+        texts = self.group.gather(CALL, str(self.time_limit) if over else "" if first is None else first.name)
+        ranks_of: dict[str, list[int]] = {}
+        for rank, text in enumerate(texts):
+            if text:
+                ranks_of.setdefault(text, []).append(rank)
+        return "; ".join(
+            text if " " in text else f"{text} on {rank_list.named(ranks, self.group.size)}"
+            for text, ranks in ranks_of.items()
+        )
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Measure a save, so that the next one fits into what is left of the time.
+
+        Returns
+        -------
+        context manager
+            What is done within counts as a save, and not as part of a step.
+        """
+        return self.time_limit.saving()
+
+    def save_took(self, seconds: float) -> None:
+        """Say how long a save took that was written beside the steps, such as `Saver.seconds`.
+
+        The save of a job that leaves is waited for.
+
+        Parameters
+        ----------
+        seconds : float
+            On rank 0; what other ranks say counts for nothing.
+        """
+        self.time_limit.save_took(seconds)
+
+    def leave(self, text: str) -> NoReturn:
+        """End the program of every rank with exit code 75; rank 0 says why and where. Call it on all ranks.
+
+        Parameters
+        ----------
+        text : str
+            Where the job has come to and what it has saved, as in "after step 7, saved as step-00000007". Each line of
+            it becomes one of what rank 0 writes.
+
+        Raises
+        ------
+        SystemExit
+            With the code 75.
+        """
+        self._signals.leave()
+        if self.group.rank == 0:
+            self._tell(f"{self.reason}: left {text}")
+        raise Preempted(self.group)
+
+    def close(self) -> None:
+        """Give the handlers of signals back, unless a signal has come; may be called twice.
+
+        A process that was asked to leave stays deaf to the signals until it ends, as far as `grace` allows. A later
+        Preemption for the same signals is due at once.
+        """
+        self._closed = True
+        self._signals.close()
+
+    def __enter__(self) -> Preemption:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _tell(self, text: str) -> None:
+        marked = "\n".join(f"mpipipe: {line}" for line in text.split("\n"))
+        errors = self._dropped_by()
+        if errors is not None:
+            with suppress(OSError):
+                write_past_launcher(errors, f"{marked}\n")
+                return
+        self._say(marked)
+
+    def _dropped_by(self) -> Path | None:
+        """Where to write past the launcher, once that ends the ranks and drops what they write."""
+        return errors_of_open_mpi() if self._signals.behind_continue else None
+
+    # -- called by a thread -------------------------------------------------------------------------------------
+
+    def _told(self, name: str) -> None:
+        if self.group.rank == 0:
+            place = "has come" if self.whereabouts is None else self.whereabouts()
+            follows = FOLLOWS if self._dropped_by() is None else KILLED
+            self._tell(f"{name} {place}\n{follows}")
+
+    def _hopeless(self) -> bool:
+        """Whether another rank has ended although none has left: its launcher then tells the others by a signal."""
+        watchdog = self.group.process.watchdog
+        if self.group.process.lifeline is not None:
+            return False  # MPI tells of the death, and the others may go on
+        return watchdog is not None and not self.reason and not self._closed and bool(watchdog.ended_neighbours())
+
+    def _end_at_once(self, text: str, code: int) -> None:
+        """End the job; the lowest rank that comes to it reports, where nobody else has."""
+        if not text and self._dropped_by() is not None:
+            return  # it kills this process in a moment, and has said why
+        world = self.group.world_rank
+        time.sleep(min(MOST_STAGGER, STAGGER * world))
+        usable = not runtime.finalized(self.group.comm) and threads_allowed()
+        size = runtime.world().size if usable else self.group.size
+        if text:
+            write(f"{heading(world, size)}\n  {text}\n")
+            time.sleep(FORWARD_SECONDS)
+        if not usable:
+            os._exit(code)
+        abort_job(runtime.world(), code, self.group.process)
+
+
+def _on_stderr(text: str) -> None:
+    write(f"{text}\n")
+
+
+# -- When a job has to leave, to be done before its time is over: what the clock of rank 0 says -----------------------
+#
+# now   longest step   last save   margin   end
+#  |--------------|------------|--------|----|     as long as this fits, one step more is begun
+
+
+END_TIME = "SLURM_JOB_END_TIME"  # seconds since 1970; set by SLURM from 23.02 on, by site/job.sh for older ones
+SHARE, LEAST_MARGIN, MOST_MARGIN = 0.02, 2.0, 60.0  # of the time there is; seconds
+FORM = re.compile(r"(?:(?P<days>\d+)-)?(?:(?P<hours>\d+):)?(?P<minutes>\d+):(?P<seconds>\d+(?:\.\d*)?)", re.ASCII)
+
+
+def parse_duration(text: str | float) -> float:
+    """Return seconds: of a number of them, or of MM:SS, HH:MM:SS or D-HH:MM:SS as SLURM writes a time.
+
+    Raises ArgumentError for anything else.
+    """
+    words = str(text).strip()
+    with suppress(ValueError):
+        seconds = float(words)
+        if 0 <= seconds < float("inf"):
+            return seconds
+    found = FORM.fullmatch(words)
+    if found is None or (found["days"] and not found["hours"]):
+        raise ArgumentError(
+            "no length of time", found=repr(text), expected="seconds, MM:SS, HH:MM:SS or D-HH:MM:SS; 0 for no limit"
+        )
+    minutes = 60 * (24 * int(found["days"] or 0) + int(found["hours"] or 0)) + int(found["minutes"])
+    return 60 * minutes + float(found["seconds"])
+
+
+class TimeLimit:
+    """The end of this job's time, and what fits before it.
+
+    Parameters
+    ----------
+    seconds : float or None
+        From the start of this process; 0 for no limit. None: until SLURM_JOB_END_TIME, where that is set.
+    margin : float or None
+        Seconds to spare; by default 2 % of what is left now, at least 2 s and at most 60 s.
+
+    Attributes
+    ----------
+    end : float or None
+        On the clock of time.monotonic(); None without a limit.
+    longest_step, last_save : float
+        Seconds. The first step is not among them: it has more to do.
+    """
+
+    def __init__(self, seconds: float | None, margin: float | None = None) -> None:
+        now = time.monotonic()
+        self.end = _slurm_end(now) if seconds is None else now - _age() + seconds if seconds else None
+        left = 0.0 if self.end is None else max(0.0, self.end - now)
+        self.margin = min(MOST_MARGIN, max(LEAST_MARGIN, SHARE * left)) if margin is None else margin
+        self.longest_step = 0.0
+        self.last_save: float | None = None
+        self._mark: float | None = None
+
+    def is_over(self, saving: bool = False) -> bool:
+        """Whether one step more, and a save behind it, may not fit; `saving`: behind the one that is under way.
+
+        Called after each step.
+        """
+        now = time.monotonic()
+        if self._mark is not None:
+            self.longest_step = max(self.longest_step, now - self._mark)
+        self._mark = now
+        return self.end is not None and now + self.lead + (self.save if saving else 0.0) > self.end
+
+    @property
+    def lead(self) -> float:
+        """Seconds that one step more, a save and the margin take."""
+        return self.longest_step + self.save + self.margin
+
+    @property
+    def save(self) -> float:
+        """Seconds that a save takes, as far as is known; before the first one it counts as a margin."""
+        return self.margin if self.last_save is None else self.last_save
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Measure a save: it is no part of a step."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.last_save = time.monotonic() - start
+            if self._mark is not None:
+                self._mark += self.last_save
+
+    def save_took(self, seconds: float) -> None:
+        """Remember how long a save took that was written beside the steps."""
+        self.last_save = seconds
+
+    def __str__(self) -> str:
+        left = 0.0 if self.end is None else self.end - time.monotonic()
+        return f"the time limit, {max(0.0, left):.0f} s ahead"
+
+
+def _slurm_end(now: float) -> float | None:
+    text = os.environ.get(END_TIME, "")
+    return now + int(text) - time.time() if text.isdigit() else None
+
+
+def _age() -> float:
+    """Seconds since this process was started; 0 where /proc does not say."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        started = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # field 22 of proc(5)
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
+    except (OSError, ValueError, IndexError, AttributeError):
+        return 0.0

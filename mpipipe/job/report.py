@@ -1,0 +1,267 @@
+"""What a rank writes when it ends a job, and the times and exit codes of such an end."""
+
+from __future__ import annotations
+
+import array
+import atexit
+import fcntl
+import os
+import signal
+import socket
+import stat
+import sys
+import termios
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+from mpipipe.errors import MpipipeError, StageError
+from mpipipe.job.context import Process, here, is_rank
+from mpipipe.job.types import MpiCommunicator
+
+GRACE = 3.0  # seconds: for peers to come to their end after an error, and for the rank with the cause to report first
+STAGGER = 0.2  # seconds between ranks that report in its place
+TAKEN_SECONDS = 2.0  # for the launcher to read what this rank has written: it may be stopped
+AGREED = 2  # exit code for an error that all ranks raise alike, and for wrong usage
+PACKAGE = str(Path(__file__).parents[1]) + os.sep
+INTERRUPTED = 130  # shells: 128 + SIGINT
+
+
+def heading(rank: int, size: int) -> str:
+    """The first line of every report. One process alone has neither a job nor a rank to speak of."""
+    if size == 1:
+        return "mpipipe: stopped:"
+    return f"mpipipe: job ended by rank {rank} of {size} on {socket.gethostname()}:"
+
+
+def describe(error: BaseException, heading: str) -> str:
+    """What went wrong and where; for an error that is not of this package, its traceback, too.
+
+    An interrupt is no error: who pressed Ctrl-C reads in a few lines where the program was.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        said = _with_colon(str(error)).replace("\n", "\n  ")
+        return f"{heading}\n  KeyboardInterrupt{said}\n{_place(error)}"
+    text = f"{heading}\n  {type(error).__name__}: {error}\n"
+    if isinstance(error, MpipipeError) and not isinstance(error, StageError):
+        return text  # the message says it all
+    cause = error.__cause__ if error.__cause__ is not None else error
+    return text + "".join(traceback.format_exception(type(cause), cause, cause.__traceback__))
+
+
+def _with_colon(text: str) -> str:
+    return f": {text}" if text else ""
+
+
+def _place(error: BaseException) -> str:
+    """A line that names the innermost function outside of this package, or "" where there is none."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(PACKAGE)]
+    return f"  in {frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})\n" if frames else ""
+
+
+def write(text: str) -> None:
+    """Write to stderr in one piece, so that reports of several ranks do not mix.
+
+    Never raises, whatever the text, and even where nobody reads it.
+    """
+    _flush()
+    try:
+        os.write(2, text.encode("utf-8", "backslashreplace"))
+    except OSError:
+        pass
+
+
+def wait_for_launcher() -> None:
+    """Return when the launcher has read what this process has written; a stopped one is not waited for for long.
+
+    A launcher reads the output of its ranks from pipes. One that hears of MPI_Abort ends at once, and what it has not
+    read by then is lost: seen with MPICH's on a busy machine. There is no pause after it has read: other ranks would
+    report meanwhile.
+    """
+    _flush()
+    stop = time.monotonic() + TAKEN_SECONDS
+    while any(_unread(descriptor) for descriptor in (1, 2)) and time.monotonic() < stop:
+        time.sleep(1e-3)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):
+            pass  # closed, or never opened
+
+
+def _unread(descriptor: int) -> int:
+    """How many bytes of this pipe nobody has read yet; 0 for all that is not a pipe."""
+    count = array.array("i", [0])
+    try:
+        if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+            fcntl.ioctl(descriptor, termios.FIONREAD, count)
+    except OSError:
+        pass  # closed
+    return count[0]
+
+
+# -- A way past a launcher that drops what its ranks write: Open MPI's mpiexec, from the signal on by which it is to end
+#
+# On Ctrl-C and SIGTERM it sends SIGCONT, after 0.25 s SIGTERM, after 0.2 s more SIGKILL, and what the ranks write
+# meanwhile is lost. So a rank that has the launcher for its parent writes where the launcher does.
+
+
+LAUNCHERS = ("mpiexec", "mpirun", "prterun", "prte")  # prted, which starts ranks on other hosts, shows nothing
+
+
+def errors_of_open_mpi() -> Path | None:
+    """Return the path of the standard error of Open MPI's launcher, where that is the parent of this process."""
+    if "OMPI_COMM_WORLD_RANK" not in os.environ:
+        return None
+    parent = Path(f"/proc/{os.getppid()}")
+    try:
+        return parent / "fd/2" if (parent / "comm").read_text().strip() in LAUNCHERS else None
+    except OSError:
+        return None
+
+
+def write_past_launcher(errors: Path, text: str) -> None:
+    """Write a text there, without waiting. Raises OSError."""
+    descriptor = os.open(errors, os.O_WRONLY | os.O_APPEND | os.O_NOCTTY | os.O_NONBLOCK)
+    try:
+        os.write(descriptor, text.encode("utf-8", "backslashreplace"))
+    finally:
+        os.close(descriptor)
+
+
+# -- The end of a whole job at once, by MPI_Abort, which does not end every process that calls it ---------------------
+
+
+def abort_job(world: MpiCommunicator, code: int, process: Process | None = None) -> NoReturn:
+    """End the job: by the lifeline where this rank (`process`, by default the calling one) has one, else by MPI_Abort.
+
+    The main thread first waits until the launcher has read what was written, and no Ctrl-C keeps it from the end. Any
+    other thread ends the job at once, for the program would go on meanwhile.
+
+    `world` is COMM_WORLD, no duplicate of it: on a duplicate MPICH ends one rank after the other, and its launcher may
+    return 0 then, as if the job had been a success.
+
+    MPICH's MPI_Abort returns under `srun --mpi=pmi2`, and was seen to do so under its own launcher on a busy machine.
+    This process then ends by a signal.
+    """
+    line = (here() if process is None else process).lifeline
+    try:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            wait_for_launcher()
+    finally:
+        if line is not None:
+            line.end_job(code)
+        world.Abort(code)
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise SystemExit(code)  # the signal comes first
+
+
+# -- In a script that was started without `run_or_abort`: an exception on one rank ends the whole job -----------------
+#
+# This is the least that is needed. The rank that dies of an exception reports it as Python does, gives its peers some
+# seconds to say where they were, and calls MPI_Abort.
+
+
+_hooked: list[Callable[..., Any]] = []  # the hook that was there before ours
+_deaths: list[BaseException] = []  # what ended the script
+_suspended: list[bool] = []  # while run_or_abort runs a program
+
+
+def install(MPI: ModuleType) -> None:
+    """From now on an exception that ends this rank's script ends the whole job, some seconds later, by MPI_Abort.
+
+    Nothing happens in an interactive session, and in a program that `run_or_abort` runs.
+    """
+    if _hooked:
+        return
+    previous = sys.excepthook
+    _hooked.append(previous)
+
+    def report_and_remember(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        previous(kind, error, trace)
+        if not _suspended and not sys.flags.interactive and "ps1" not in vars(sys):
+            _deaths.append(error)
+
+    sys.excepthook = report_and_remember
+    call_last(lambda: _abort_after_exception(MPI))
+    # MPI_Finalize, should the script call it, begins with what is attached to COMM_SELF
+    keyval = MPI.Comm.Create_keyval(delete_fn=lambda *_: before_finalize())
+    MPI.COMM_SELF.Set_attr(keyval, True)
+
+
+@contextmanager
+def suspended() -> Iterator[None]:
+    """Leave exceptions alone within: `run_or_abort` deals with them."""
+    _suspended.append(True)
+    try:
+        yield
+    finally:
+        _suspended.pop()
+
+
+def _abort_after_exception(MPI: ModuleType) -> None:
+    if not _deaths or MPI.Is_finalized():
+        return
+    error, rank = _deaths[0], MPI.COMM_WORLD.rank
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # peers that hear of it have time to say where they were; one that only heard leaves the end to the one it heard of
+    heard = getattr(error, "reported_elsewhere", False)
+    time.sleep(2 * GRACE + STAGGER * rank if heard else 1.0 + min(1.0, 0.05 * rank))
+    write(f"mpipipe: rank {rank} of {MPI.COMM_WORLD.size} died of {type(error).__name__}: the job ends here\n")
+    code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+    abort_job(MPI.COMM_WORLD, code)
+
+
+# -- What happens at the end of a rank's script: its peers are told, so that none of them waits for it ----------------
+#
+# A process that a script forked is no rank: it says nothing when it ends.
+
+
+_last: list[Callable[[], None]] = []
+
+
+def say_farewell() -> None:
+    """Tell the other ranks of all groups that this rank leaves; each group is told once."""
+    if is_rank():
+        for group in (*here().groups, *here().failed):
+            group.leave()
+
+
+def stop_watching() -> None:
+    """End the watchdog of this rank: MPI is about to be finalized."""
+    watchdog = here().watchdog
+    if is_rank() and watchdog is not None:
+        watchdog.stop()
+
+
+def before_finalize() -> None:
+    """What must happen before MPI is finalized."""
+    say_farewell()
+    stop_watching()
+
+
+def call_last(function: Callable[[], None]) -> None:
+    """Call `function()` at the exit of the interpreter, behind nearly all other exit functions."""
+    _last.append(function)
+
+
+def _at_exit() -> None:
+    try:
+        before_finalize()
+    finally:
+        if is_rank():
+            for function in _last:
+                function()
+
+
+atexit.register(_at_exit)

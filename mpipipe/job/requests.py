@@ -1,0 +1,76 @@
+"""The owner of MPI requests: memory that MPI may still touch outlives everybody who drops it.
+
+The danger: a wait raises, the request goes out of scope, and Python frees its buffer while a message is still on its
+way into it. MPI then writes into memory that belongs to somebody else.
+
+The cure: every request goes through `own`. An owned request that loses its last reference before it is complete is
+kept for the rest of the process, and its buffers with it. A list in this module could not do that: Python clears the
+globals of modules before mpi4py finalizes MPI, and MPI still moves messages in between. So the request gets one more
+reference that nothing ever gives back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from mpipipe.job.types import Request
+
+AnyRequest = TypeVar("AnyRequest", bound=Request)
+_types: list[Any] = []  # (class of MPI requests, class of owned requests), once MPI is loaded
+
+
+def own(request: AnyRequest, *buffers: object) -> AnyRequest:
+    """`request`, which from now on keeps itself and `buffers` alive until it tests true.
+
+    Parameters
+    ----------
+    request : Request
+        What a non-blocking MPI call returned; it holds the buffers that mpi4py was given. Other requests, such as
+        those of ranks that are threads, come back as they are.
+    buffers : object
+        Owners of memory that mpi4py knows only by its address, such as device arrays.
+    """
+    if "mpi4py.MPI" not in sys.modules:  # ranks in one process need no MPI, and must not load it
+        return request
+    if not _types:
+        _types.append(_make_types())
+    plain, owning = _types[0]
+    if not isinstance(request, plain):
+        return request
+    owned = owning(request)
+    if buffers:
+        owned.buffers = buffers
+    return owned
+
+
+def keep_forever(
+    thing: object,
+    _increment: Callable[[Any], None] = ctypes.pythonapi.Py_IncRef,
+    _object: Callable[[object], Any] = ctypes.py_object,
+) -> None:
+    """Never free `thing`, not even when the interpreter ends."""
+    _increment(_object(thing))  # arguments, since the names of this module are gone by the end
+
+
+def _make_types() -> tuple[type, type]:
+    from mpi4py import MPI
+
+    class Owned(MPI.Request):
+        """A request that nobody can drop too early."""
+
+        __slots__ = ("buffers",)
+
+        def Cancel(self) -> None:
+            """Withdraw a receive; where MPI agrees, the request is complete."""
+            if self and not self.Test():
+                super().Cancel()
+                self.Test()
+
+        def __del__(self, keep_forever: Callable[[object], None] = keep_forever) -> None:
+            if self:  # not MPI.REQUEST_NULL: MPI has not said that it is complete
+                keep_forever(self)
+
+    return MPI.Request, Owned

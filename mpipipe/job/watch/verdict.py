@@ -1,0 +1,265 @@
+"""What the dumps of all ranks mean together: who waits for whom, and which rank is to blame. Pure functions of data.
+
+A rank that waits is blocked by those that must come. Whoever follows these blocks from rank to rank comes to ranks that
+do not wait for others: they are silent, or they compute, or they are in code outside of this package, or they wait for
+something of their own, such as a disk. Before that, the plans are
+asked: a rank that went past an action without sending what the plan says has diverged, and so has one that sent a
+message under another tag or size than the receiver expects.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from mpipipe.job.flight import Account, Message
+from mpipipe.job.rank_list import named
+from mpipipe.job.report import heading, write
+from mpipipe.job.watch.channel import STATES, Dump, Place
+from mpipipe.text import counted
+
+LISTED = 8  # waits that a report lists, and ranks that it blames
+
+
+class Silent(NamedTuple):
+    """A rank that has not answered."""
+
+    rank: int  # in COMM_WORLD
+    place: Place
+    seconds: float
+
+
+class Culprit(NamedTuple):
+    """A rank that others wait for, and what it does, as text."""
+
+    rank: int
+    text: str
+
+
+class Verdict(NamedTuple):
+    """What was found.
+
+    Attributes
+    ----------
+    culprits : list of Culprit
+    waiting : list of str
+        Who waits for what.
+    """
+
+    culprits: list[Culprit]
+    waiting: list[str]
+
+    def lines(self) -> list[str]:
+        """Text for a person: the culprits first."""
+        more = [f"and {counted(len(self.culprits) - LISTED, 'rank')} more"] if len(self.culprits) > LISTED else []
+        waits = [f"and {counted(len(self.waiting) - LISTED, 'wait')} more"] if len(self.waiting) > LISTED else []
+        return [*(c.text for c in self.culprits[:LISTED]), *more, *self.waiting[:LISTED], *waits]
+
+
+def judge(dumps: Mapping[int, Dump], silent: Sequence[Silent] = ()) -> Verdict:
+    """Compare the dumps of all ranks that have answered; keys are world ranks."""
+    blockers = {rank: _blockers(dump, dumps) for rank, dump in dumps.items()}
+    culprits = [Culprit(each.rank, _silence(each, dumps)) for each in silent]
+    lost: list[Culprit] = []
+    for rank, dump in dumps.items():
+        culprits += [Culprit(rank, text) for text in _skipped(dump)]
+    for dump in dumps.values():
+        _compare_message(dump, dumps, culprits, lost)
+    blamed, wanted = {each.rank for each in culprits}, _reachable(blockers)
+    for rank, dump in dumps.items():
+        if rank not in blamed and (_waits_for_nobody(dump) or (rank in wanted and not dump.waits)):
+            culprits.append(Culprit(rank, _occupation(dump)))
+    if not culprits:
+        culprits = lost or [Culprit(rank, _circle(rank, blockers, dumps)) for rank in _first_circle(blockers)]
+    return Verdict(culprits, _waiting(dumps))
+
+
+def _blockers(dump: Dump, dumps: Mapping[int, Dump]) -> set[int]:
+    """The ranks that one rank waits for: of a meeting, those that have not come to it."""
+    found: set[int] = set()
+    for wait in dump.waits:
+        met = {
+            rank
+            for rank, other in dumps.items()
+            if wait.meeting is not None and any(each.meeting == wait.meeting for each in other.waits)
+        }
+        found |= set(wait.peers) - met - {dump.rank}
+    return found
+
+
+def _waits_for_nobody(dump: Dump) -> bool:
+    """Whether a rank waits, and for no other rank: for a disk, say."""
+    return bool(dump.waits) and not any(wait.peers for wait in dump.waits)
+
+
+def _reachable(blockers: Mapping[int, set[int]]) -> set[int]:
+    """All ranks that some rank waits for, also through others."""
+    found: set[int] = set()
+    left = [peer for peers in blockers.values() for peer in peers]
+    while left:
+        rank = left.pop()
+        if rank not in found:
+            found.add(rank)
+            left += blockers.get(rank, ())
+    return found
+
+
+def _first_circle(blockers: Mapping[int, set[int]]) -> list[int]:
+    """Ranks of which each waits for the next one, and the last for the first; else all that wait."""
+    for start in sorted(blockers):
+        path = [start]
+        while nexts := sorted(blockers.get(path[-1], ())):
+            if nexts[0] in path:
+                return path[path.index(nexts[0]) :]
+            path.append(nexts[0])
+    return sorted(rank for rank, peers in blockers.items() if peers)
+
+
+# -- what is wrong, as text -------------------------------------------------------------------------------------------
+
+
+def _named(dump: Dump) -> str:
+    return f"rank {dump.rank} on {dump.host}"
+
+
+def _silence(silent: Silent, dumps: Mapping[int, Dump]) -> str:
+    place = silent.place
+    if not place.host:
+        return f"rank {silent.rank} does not answer: it has left, has not called mpipipe yet, or one call keeps it busy"
+    state = next((d.neighbours[silent.rank].state for d in dumps.values() if silent.rank in d.neighbours), "")
+    name = f"rank {silent.rank} on {place.host} (process {place.pid})"
+    if not place.threaded and state in ("", STATES["R"], STATES["S"]):
+        return f"{name} waits for no message; more is not known, since MPI was initialised without MPI_THREAD_MULTIPLE"
+    unknown = "nothing is known of its process: a slow node, a lost one, or one without a watchdog"
+    return f"{name} is silent: it has not answered for {silent.seconds:.0f} s; {state or unknown}"
+
+
+def _skipped(dump: Dump) -> Iterable[str]:
+    for account in dump.accounts:
+        for message in account.skipped[:1]:
+            yield (
+                f"{_named(dump)} diverged: it has not sent {message.text} to rank {message.peer} "
+                f"({_transfer(message)}), although it went past the action that makes it"
+            )
+
+
+def _compare_message(dump: Dump, dumps: Mapping[int, Dump], culprits: list[Culprit], lost: list[Culprit]) -> None:
+    """Look at the other end of each message that a rank waits for."""
+    for account in dump.accounts:
+        wanted = account.expects
+        if wanted is None or wanted.peer not in dumps:
+            continue
+        for sent in _sent_to(dumps[wanted.peer], account, dump.rank):
+            if sent.name != wanted.name:
+                continue
+            sizes = {sent.nbytes, wanted.nbytes} - {None}
+            if sent.tag != wanted.tag or len(sizes) > 1:
+                text = f"sent {sent.text} as {_transfer(sent)}; rank {dump.rank} expects {_transfer(wanted)}"
+                culprits.append(Culprit(wanted.peer, f"{_named(dumps[wanted.peer])} diverged: it {text}"))
+            else:
+                text = f"sent {sent.text} to rank {dump.rank} ({_transfer(sent)}), where it has not arrived"
+                lost.append(Culprit(wanted.peer, f"{_named(dumps[wanted.peer])} {text}"))
+
+
+def _sent_to(dump: Dump, account: Account, rank: int) -> Iterable[Message]:
+    for other in dump.accounts:
+        if other.key == account.key and other.call == account.call:  # ranks may be a step apart
+            yield from (message for message in other.sent if message.peer == rank)
+
+
+def _transfer(message: Message) -> str:
+    size = "" if message.nbytes is None else f", {message.nbytes} bytes"
+    return f"channel {message.tag[0]}, tag {message.tag[1]}{size}"
+
+
+def _occupation(dump: Dump) -> str:
+    place = f", at {dump.where}" if dump.where else ""
+    if dump.ended:
+        return f"{_named(dump)} has come to the end of its program"
+    if _waits_for_nobody(dump):
+        return (
+            f"{_named(dump)} has waited {dump.waits[0].seconds:.0f} s for {dump.waits[0].text}, and for no other rank"
+        )
+    for account in dump.accounts:
+        if account.doing and account.computes:
+            return f"{_named(dump)} has been computing for {dump.quiet:.0f} s: {account.doing}{place}"
+    for account in dump.accounts:
+        if account.doing:
+            return f"{_named(dump)} has been in {account.doing} for {dump.quiet:.0f} s{place}"
+    return f"{_named(dump)} has been busy elsewhere for {dump.quiet:.0f} s{place}"
+
+
+def _circle(rank: int, blockers: Mapping[int, set[int]], dumps: Mapping[int, Dump]) -> str:
+    texts = "; ".join(wait.text for wait in dumps[rank].waits)
+    return f"{_named(dumps[rank])} waits for {named(blockers[rank])}, which waits too: {texts}"
+
+
+def _waiting(dumps: Mapping[int, Dump]) -> list[str]:
+    """Who waits for what, ranks with the same text in one line."""
+    ranks: dict[str, list[int]] = {}
+    for rank, dump in sorted(dumps.items()):
+        for wait in dump.waits:
+            doing = next((f", in {each.doing}" for each in dump.accounts if each.doing), "")
+            ranks.setdefault(f"for {wait.text}{doing}", []).append(rank)
+    return [f"{named(them)} {'waits' if len(them) == 1 else 'wait'} {text}" for text, them in ranks.items()]
+
+
+# -- The report of a hang: some lines on stderr, and a folder with stacks and the last operations of all ranks --------
+
+
+HUNG = 124  # exit code of a job that hangs, as of timeout(1)
+REMEDY = "look at the first rank named; --watchdog of train, or MPIPIPE_WATCHDOG, sets the limit (0: none)"
+
+
+def publish(
+    verdict: Verdict, dumps: Mapping[int, Dump], quiet: float, folder: Path | None, place: tuple[int, int]
+) -> None:
+    """Write the files and the report; `place` is (world rank, ranks) of whoever reports. Never raises OSError."""
+    lines = [f"no rank has made progress for {quiet:.1f} s", *verdict.lines()]
+    try:
+        lines.append(f"stacks and last operations: {_write_files(verdict, dumps, folder)}")
+    except OSError as error:
+        lines.append(f"no file could be written ({error}); stacks of the first rank named:")
+        stacks = _stacks(dumps)
+        lines += next((stacks[each.rank] for each in verdict.culprits if each.rank in stacks), "none").splitlines()
+    lines.append(f"remedy: {REMEDY}")
+    write("\n".join([heading(*place), *(f"  {line}" for line in lines), ""]))
+
+
+def _write_files(verdict: Verdict, dumps: Mapping[int, Dump], folder: Path | None) -> Path:
+    """A folder named by the time: report.txt for all ranks, rank-N.txt for each of the first culprits."""
+    stem = (folder if folder is not None and folder.is_dir() else Path()) / time.strftime("hang-%Y%m%d-%H%M%S")
+    found = stem
+    for number in range(1, 100):
+        try:
+            found.mkdir()
+            break
+        except FileExistsError:
+            found = Path(f"{stem}-{number}")
+    texts = [*verdict.lines(), ""]
+    for rank, dump in sorted(dumps.items()):
+        texts += [f"rank {rank} on {dump.host}, quiet for {dump.quiet:.1f} s, at {dump.where}", *_operations(dump), ""]
+    (found / "report.txt").write_text("\n".join(texts), encoding="utf-8", errors="backslashreplace")
+    stacks = _stacks(dumps)
+    for rank in list(dict.fromkeys(each.rank for each in verdict.culprits if each.rank in stacks))[:LISTED]:
+        (found / f"rank-{rank}.txt").write_text(stacks[rank], encoding="utf-8", errors="backslashreplace")
+    return found
+
+
+def _stacks(dumps: Mapping[int, Dump]) -> dict[int, str]:
+    """Stacks by world rank, of ranks that answer and of those that were looked at from outside."""
+    found = {rank: seen.stacks for dump in dumps.values() for rank, seen in dump.neighbours.items() if seen.stacks}
+    for rank, dump in dumps.items():
+        found[rank] = "\n".join([f"rank {rank} on {dump.host}", *_operations(dump), "", dump.stacks])
+    return found
+
+
+def _operations(dump: Dump) -> list[str]:
+    lines = [f"  waits {wait.seconds:.1f} s for {wait.text}" for wait in dump.waits]
+    for account in dump.accounts:
+        state = f"in {account.doing}" if account.doing else "between calls"
+        expects = "" if account.expects is None else f"; expects {account.expects.text}"
+        lines += [f"  {state}{expects}", *(f"    {text}" for text in account.operations)]
+    return [*lines, *(f"  {text}" for text in dump.operations)]

@@ -1,0 +1,416 @@
+"""Linear layers on a GPU: matrix products by cuBLAS, and sums over rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpipipe import arrays
+from mpipipe.arrays import DeviceArray
+from mpipipe.arrays.cuda import BLOCK, WORD, Call, Packed, bitwise_or, grid, over, scalar_type, vector_width
+from mpipipe.arrays.gemm import gemm
+from mpipipe.arrays.strided import element_strides
+from mpipipe.nn.kernels.cuda.elementwise import check_alike, check_contiguous, check_ids, check_matrices
+from mpipipe.nn.rope import RopeScaling, angles
+
+LINEAR, SUMS = (Path(__file__).with_name(f"{name}.cu") for name in ("linear", "sums"))
+STRIPES, LANES = 8, 32  # threads of a block for sum_rows, one under and one beside the other
+COLUMNS, PART_STRIPES = 8, 32  # the same for add_parts: few columns, so that a GPU has a block for each multiprocessor
+PARTS = 512  # blocks for sum_rows, where there is work for so many
+
+
+def linear(x: DeviceArray, weight: DeviceArray, bias: DeviceArray | None = None) -> DeviceArray:
+    """Return y = x weight^T + bias."""
+    check_matrices("linear", x, 1, weight, 1)
+    (rows, inputs), outputs = x.shape, weight.shape[0]
+    y = arrays.empty((rows, outputs), x.dtype, "cuda")
+    if not y.size:
+        return y
+    if bias is not None:
+        _broadcast((bias,), (y,), (rows,))
+    elif not inputs:
+        arrays.set_zero(y)
+    if inputs:
+        gemm(x, weight, y, transpose_b=True, add=bias is not None)
+    return y
+
+
+def _pack_broadcast(bias: DeviceArray, y: DeviceArray, _: int) -> Call | None:
+    outputs = y.shape[1]
+    width = vector_width(bias, y, divides=outputs)
+    return over(LINEAR, "broadcast_bias", y.size, (np.int64(y.size), np.int64(outputs)), T=y.dtype, V=width)
+
+
+def linear_backward_input(dy: DeviceArray, weight: DeviceArray) -> DeviceArray:
+    """Return dx = dy weight."""
+    check_matrices("linear_backward_input", dy, 1, weight, 0)
+    (rows, outputs), inputs = dy.shape, weight.shape[1]
+    dx = arrays.empty((rows, inputs), dy.dtype, "cuda")
+    if not outputs:
+        arrays.set_zero(dx)
+    elif dx.size:
+        gemm(dy, weight, dx)
+    return dx
+
+
+def linear_backward_weight(dy: DeviceArray, x: DeviceArray, grad: DeviceArray, add: bool = True) -> None:
+    """Grad += dy^T x; without `add` grad = dy^T x, and what was there is not read."""
+    check_matrices("linear_backward_weight", dy, 0, x, 0)
+    check_contiguous("linear_backward_weight", grad)
+    if grad.size and len(x):
+        gemm(dy, x, grad, transpose_a=True, add=add)
+    elif not add:
+        arrays.set_zero(grad)
+
+
+def sum_rows(dy: DeviceArray, grad: DeviceArray, add: bool = True) -> None:
+    """Grad += the sum of the rows of dy; without `add` grad is that sum."""
+    check_contiguous("sum_rows", dy, grad)
+    if not dy.size:
+        if not add:
+            arrays.set_zero(grad)
+        return
+    call = _sum_rows.call((dy,))
+    partial = arrays.empty((call.grid[1], dy.shape[1]), grad.dtype, "cuda")
+    call.launch((dy, partial))
+    add_parts(partial, grad, add)
+
+
+def _pack_sum_rows(dy: DeviceArray) -> Call:
+    rows, width = dy.shape
+    lanes = vector_width(dy, divides=width)
+    tiles = -(-width // (LANES * lanes))
+    chunk = max(STRIPES * 4, -(-rows // max(1, PARTS // tiles)))
+    function = arrays.cuda_function(SUMS, "sum_rows", T=dy.dtype, V=lanes)
+    return Call(function, (tiles, -(-rows // chunk)), (LANES, STRIPES), tuple(map(np.int64, (rows, width, chunk))))
+
+
+def add_parts(parts: DeviceArray, grad: DeviceArray, add: bool = True) -> None:
+    """Grad += the sum of the rows of parts; without `add` grad is that sum."""
+    _add_parts((parts, grad), (), (add,))
+
+
+def _pack_add_parts(parts: DeviceArray, grad: DeviceArray, add: bool) -> Call:
+    check_contiguous("add_parts", parts, grad)
+    count, width = parts.shape
+    function = arrays.cuda_function(SUMS, "add_parts", T=grad.dtype, V=1)
+    block = COLUMNS, PART_STRIPES
+    return Call(function, (-(-width // COLUMNS),), block, (np.int32(count), np.int64(width), np.int32(add)))
+
+
+_broadcast, _sum_rows, _add_parts = Packed(_pack_broadcast), Packed(_pack_sum_rows), Packed(_pack_add_parts)
+
+
+# -- Normalisation of rows on a GPU; nn/layers/norm.py has the formulas -----------------------------------------------
+
+
+NORM = Path(__file__).with_name("norm.cu")
+KEPT = 4  # words of a row that one thread keeps in registers
+SHARED = (32, 64, 128, 256)  # threads that may share a row so
+LONG = 512  # threads that share a row too long for that
+PER_BLOCK = 128  # threads of a block of several rows
+NORM_THREADS = 132 * 512  # for one pass of a backward: fixed, so that sums do not depend on the GPU
+
+
+def _constants(x: DeviceArray, *others: DeviceArray) -> dict[str, Any]:
+    """Return the constants that norm.cu is compiled for."""
+    width = vector_width(x, *others, divides=x.shape[1])
+    words = x.shape[1] // width
+    threads = next((n for n in SHARED if words <= n * KEPT), 0)
+    if not threads:
+        return {"T": x.dtype, "V": width, "G": LONG, "K": 0}
+    return {"T": x.dtype, "V": width, "G": threads, "K": -(-words // threads)}
+
+
+def _block(threads: int) -> tuple[int, int]:
+    """Return the block in which `threads` threads share a row."""
+    return (threads, PER_BLOCK // threads if threads == 32 else 1)
+
+
+def _forward(name: str, x: DeviceArray, *others: DeviceArray, eps: float) -> tuple[DeviceArray, DeviceArray]:
+    y, scale = arrays.empty_like(x), arrays.empty((len(x),), arrays.accumulator(x.dtype), "cuda")
+    _norm((x, *others), (y, scale), (name, eps))
+    return y, scale
+
+
+def _pack_norm(x: DeviceArray, *rest: Any) -> Call | None:
+    *others, y, _, name, eps = rest
+    check_contiguous(name, x, *others)
+    return _call_of_rows(name, x, (*others, y), eps)
+
+
+def _forward_of_sum(
+    name: str, x: DeviceArray, more: DeviceArray, *others: DeviceArray, eps: float
+) -> tuple[DeviceArray, DeviceArray, DeviceArray]:
+    total, y = arrays.empty_like(x), arrays.empty_like(x)
+    scale = arrays.empty((len(x),), arrays.accumulator(x.dtype), "cuda")
+    _norm_of_sum((x, more, *others), (total, y, scale), (name, eps))
+    return total, y, scale
+
+
+def _pack_norm_of_sum(x: DeviceArray, more: DeviceArray, *rest: Any) -> Call | None:
+    *others, total, y, _, name, eps = rest
+    check_alike(name, x, more)
+    check_contiguous(name, *others)
+    return _call_of_rows(name, x, (more, *others, total, y), eps)
+
+
+def _call_of_rows(name: str, x: DeviceArray, others: tuple[DeviceArray, ...], eps: float) -> Call | None:
+    """Return the call of a forward over the rows of x; `others` move in the words of x."""
+    if not x.size:
+        return None
+    constants, (rows, width) = _constants(x, *others), x.shape
+    block = _block(constants["G"])
+    numbers = np.int64(rows), np.int32(width), scalar_type(x.dtype)(eps)
+    return Call(arrays.cuda_function(NORM, name, **constants), grid(rows, block[1]), block, numbers)
+
+
+def _backward(
+    name: str, count: int, given: tuple[DeviceArray, ...], more: DeviceArray | None
+) -> tuple[DeviceArray, ...]:
+    """Return dx and `count` parts of gradients of vectors, which have a row for each block; add_parts adds them up."""
+    _, x, scale, _ = given
+    dx, width = arrays.empty_like(x), x.shape[1]
+    if more is not None:
+        name, given = f"{name}_add", (*given, more)
+    call = _norm_backward.call(given, (dx,), (name,))
+    if call is None:
+        return (dx, *(arrays.zeros((1, width), scale.dtype, "cuda") for _ in range(count)))
+    parts = [arrays.empty((call.grid[0], width), scale.dtype, "cuda") for _ in range(count)]
+    call.launch((*given, dx, *parts))
+    return (dx, *parts)
+
+
+def _pack_backward(dy: DeviceArray, x: DeviceArray, scale: DeviceArray, gain: DeviceArray, *rest: Any) -> Call | None:
+    *more, dx, name = rest
+    check_alike(name, dy, x, *more)
+    check_contiguous(name, scale, gain)
+    if not x.size:
+        return None
+    constants, (rows, width) = _constants(x, dy, dx, gain, *more), x.shape
+    block = _block(constants["G"])
+    blocks = min(-(-rows // block[1]), NORM_THREADS // (block[0] * block[1]))
+    function = arrays.cuda_function(NORM, name, **constants)
+    return Call(function, (blocks,), block, (np.int64(rows), np.int32(width)))
+
+
+_norm, _norm_of_sum, _norm_backward = Packed(_pack_norm), Packed(_pack_norm_of_sum), Packed(_pack_backward)
+
+
+def rms_norm(x: DeviceArray, gain: DeviceArray, eps: float) -> tuple[DeviceArray, DeviceArray]:
+    """Return (y, scale)."""
+    return _forward("rms_norm", x, gain, eps=eps)
+
+
+def add_rms_norm(
+    x: DeviceArray, more: DeviceArray, gain: DeviceArray, eps: float
+) -> tuple[DeviceArray, DeviceArray, DeviceArray]:
+    """Return (x + more, y, scale)."""
+    return _forward_of_sum("add_rms_norm", x, more, gain, eps=eps)
+
+
+def rms_norm_backward(
+    dy: DeviceArray, x: DeviceArray, scale: DeviceArray, gain: DeviceArray, more: DeviceArray | None = None
+) -> tuple[DeviceArray, ...]:
+    """Return (dx, parts of dgain)."""
+    return _backward("rms_norm_backward", 1, (dy, x, scale, gain), more)
+
+
+def layer_norm(x: DeviceArray, gain: DeviceArray, bias: DeviceArray, eps: float) -> tuple[DeviceArray, DeviceArray]:
+    """Return (y, scale)."""
+    return _forward("layer_norm", x, gain, bias, eps=eps)
+
+
+def add_layer_norm(
+    x: DeviceArray, more: DeviceArray, gain: DeviceArray, bias: DeviceArray, eps: float
+) -> tuple[DeviceArray, DeviceArray, DeviceArray]:
+    """Return (x + more, y, scale)."""
+    return _forward_of_sum("add_layer_norm", x, more, gain, bias, eps=eps)
+
+
+def layer_norm_backward(
+    dy: DeviceArray, x: DeviceArray, scale: DeviceArray, gain: DeviceArray, more: DeviceArray | None = None
+) -> tuple[DeviceArray, ...]:
+    """Return (dx, parts of dgain, parts of dbias)."""
+    return _backward("layer_norm_backward", 2, (dy, x, scale, gain), more)
+
+
+# -- Rows of a table by number, and their gradient, on a GPU ----------------------------------------------------------
+
+
+EMBED = Path(__file__).with_name("embed.cu")
+TILE = 1024  # rows that are counted together, as in embed.cu
+SPAN = 32  # sorted rows that are added by one thread, as there
+EMBED_THREADS = 128
+
+
+def embed(weight: DeviceArray, ids: DeviceArray) -> DeviceArray:
+    """Return row `id` of the table for each id, NaN for ids outside."""
+    y = arrays.empty((*ids.shape, weight.shape[1]), weight.dtype, "cuda")
+    _embed((weight, ids), (y,))
+    return y
+
+
+def _pack_embed(weight: DeviceArray, ids: DeviceArray, y: DeviceArray) -> Call | None:
+    check_ids(ids)
+    check_contiguous("embed", weight, ids)
+    vocab, dim = weight.shape
+    numbers = np.int64(y.size), np.int64(dim), np.int64(vocab)
+    width = vector_width(weight, y, divides=dim)
+    return over(EMBED, "embed", y.size, numbers, T=weight.dtype, I=ids.dtype, V=width)
+
+
+_embed = Packed(_pack_embed)
+
+
+def embed_backward(dy: DeviceArray, ids: DeviceArray, grad: DeviceArray) -> None:
+    """Add each row of dy to the row of grad that its id names; ids outside are left out.
+
+    The rows of one id are added in their order, at first within spans of 32 rows in the order of their ids.
+    """
+    check_ids(ids)
+    check_contiguous("embed_backward", dy, ids, grad)
+    count, (vocab, dim) = ids.size, grad.shape
+    if not dy.size:
+        return
+    width = vector_width(dy, grad, divides=dim)
+    constants = {"T": dy.dtype, "I": ids.dtype, "V": width}
+    order, keys, starts = _sorted(ids, count, vocab, constants)
+    spans = -(-count // SPAN)
+    parts = arrays.empty((2, spans, dim), grad.dtype, "cuda")
+    work = spans * (dim // width)
+    numbers = (np.int64(work), np.int32(count), np.int64(dim), np.int32(vocab))
+    shape = (-(-work // EMBED_THREADS),), (EMBED_THREADS,)
+    arrays.cuda_function(EMBED, "add_spans", **constants)(*shape, (dy, order, keys, grad, parts, *numbers))
+    if spans > 1:
+        arrays.cuda_function(EMBED, "join_spans", **constants)(*shape, (keys, starts, grad, parts, *numbers))
+
+
+def _sorted(
+    ids: DeviceArray, count: int, vocab: int, constants: dict[str, Any]
+) -> tuple[DeviceArray, DeviceArray, DeviceArray]:
+    """Return the rows in the order of their ids, equal ids in the order of rows; their ids; where each id starts."""
+    tiles, groups = -(-count // TILE), -(-(vocab + 1) // TILE)
+    tally = arrays.zeros((tiles, vocab + 1), np.dtype(np.int32), "cuda")
+    totals, starts, order, keys = (
+        arrays.empty((size,), np.dtype(np.int32), "cuda") for size in (groups, vocab + 1, count, count)
+    )
+    rows, table = (np.int32(count), np.int32(vocab)), (np.int32(tiles), np.int32(vocab))
+    arrays.cuda_function(EMBED, "tally_ids", **constants)((tiles,), (TILE,), (ids, tally, *rows))
+    arrays.cuda_function(EMBED, "total_tallies", **constants)((groups,), (TILE,), (tally, totals, *table))
+    arrays.cuda_function(EMBED, "place_tallies", **constants)((groups,), (TILE,), (tally, totals, starts, *table))
+    arrays.cuda_function(EMBED, "sort_rows", **constants)((tiles,), (TILE,), (ids, tally, order, keys, *rows))
+    return order, keys, starts
+
+
+# -- Rotary positions on a GPU ----------------------------------------------------------------------------------------
+
+
+ROPE = Path(__file__).with_name("rope.cu")
+
+
+def rope_table(
+    positions: np.ndarray,
+    head_dim: int,
+    base: float,
+    dtype: np.dtype,
+    device: str = "cuda",
+    scaling: RopeScaling | None = None,
+) -> DeviceArray:
+    """Return cosine and sine (seq, head_dim / 2, 2) of the angle of each position and pair, on the device."""
+    turned = angles(positions, head_dim, base, scaling)
+    table = np.stack([np.cos(turned), np.sin(turned)], axis=-1)
+    if scaling is not None:
+        table *= scaling.amplitude
+    return arrays.upload(table.astype(arrays.accumulator(np.dtype(dtype))))
+
+
+def apply_rope(x: DeviceArray, table: DeviceArray, target: DeviceArray, inverse: bool = False) -> None:
+    """Target = each pair of neighbours of x turned by its factor, or back by it with `inverse`."""
+    _turn((x, table, target), (), (inverse,))
+
+
+def _pack_turn(x: DeviceArray, table: DeviceArray, target: DeviceArray, inverse: bool) -> Call | None:
+    _, seq, heads, dim = x.shape
+    x_strides, target_strides = element_strides(x), element_strides(target)
+    width = 1
+    if x_strides[3] == target_strides[3] == 1:
+        width = vector_width(x, target, divides=bitwise_or((dim,), x_strides[:3], target_strides[:3]))
+    count, sign = np.int64(x.size // max(width, 2)), scalar_type(x.dtype)(-1 if inverse else 1)
+    numbers = map(np.int64, (seq, heads, dim, *x_strides, *target_strides))
+    return over(ROPE, "apply_rope", x.size, (count, sign, *numbers), words=1, T=x.dtype, V=width)
+
+
+_turn = Packed(_pack_turn)
+
+
+# -- Losses on a GPU and their gradients, times a factor that is applied before the gradient is rounded ---------------
+
+
+CROSS_ENTROPY, SQUARED_ERROR, MEAN = (
+    Path(__file__).with_name(f"{name}.cu") for name in ("cross_entropy", "squared_error", "mean")
+)
+LOSS_THREADS = (32, 64, 128, 256, 512)  # of one row of logits: two blocks at least share a multiprocessor
+WORDS = 4  # that a thread fetches at a time
+FLOAT64 = np.dtype(np.float64)
+LOSS_PARTS = 2048  # blocks for a mean squared error
+
+
+def softmax_cross_entropy(
+    logits: DeviceArray, ids: DeviceArray, factor: float = 1.0, out: DeviceArray | None = None
+) -> tuple[DeviceArray, DeviceArray]:
+    """Return (mean of -log softmax(logits)[id] over the rows, factor * its gradient); NaN where an id is outside."""
+    rows = len(logits)
+    gradient: DeviceArray = arrays.empty_like(logits) if out is None else out
+    losses = arrays.empty((rows,), FLOAT64, "cuda")
+    _cross_entropy((logits, ids, gradient), (losses,), (), (scalar_type(logits.dtype)(factor / rows),))
+    return _mean(losses, rows), gradient
+
+
+def _pack_cross_entropy(logits: DeviceArray, ids: DeviceArray, gradient: DeviceArray, _: DeviceArray) -> Call:
+    check_ids(ids)
+    check_contiguous("softmax_cross_entropy", logits, ids, gradient)
+    (rows, vocab), dtype = logits.shape, logits.dtype
+    apart = (gradient.data.ptr - logits.data.ptr) % WORD  # rows start anywhere, but alike in both
+    constants: dict[str, Any] = {"T": dtype, "I": ids.dtype, "V": 1 if apart else WORD // dtype.itemsize}
+    needed = -(-vocab // (constants["V"] * WORDS))
+    threads = next((n for n in LOSS_THREADS if n >= needed), LOSS_THREADS[-1])
+    function = arrays.cuda_function(CROSS_ENTROPY, "softmax_cross_entropy", **constants)
+    return Call(function, (rows,), (threads,), (np.int64(vocab),))
+
+
+def mean_squared_error(
+    output: DeviceArray, target: DeviceArray, factor: float = 1.0
+) -> tuple[DeviceArray, DeviceArray]:
+    """Return (mean of (output - target)^2, factor * its gradient)."""
+    gradient = arrays.empty_like(output)
+    call = _squared_error.call((output, target), (gradient,))
+    partial = arrays.empty(call.grid, FLOAT64, "cuda")
+    per_element = scalar_type(output.dtype)(2 / output.size * factor)
+    call.launch((output, target, gradient, partial), (per_element,))
+    return _mean(partial, output.size), gradient
+
+
+def _pack_squared_error(output: DeviceArray, target: DeviceArray, gradient: DeviceArray) -> Call:
+    check_contiguous("mean_squared_error", output, target)
+    constants: dict[str, Any] = {"T": output.dtype, "S": target.dtype, "V": vector_width(output, target, gradient)}
+    blocks = min(LOSS_PARTS, -(-output.size // (constants["V"] * BLOCK * 2)))
+    function = arrays.cuda_function(SQUARED_ERROR, "squared_error", **constants)
+    return Call(function, (blocks,), (BLOCK,), (np.int64(output.size),))
+
+
+def _mean(parts: DeviceArray, divisor: int) -> DeviceArray:
+    """Return the sum of the parts over `divisor`, an array without axes."""
+    value = arrays.empty((), FLOAT64, "cuda")
+    _means((parts,), (value,), (divisor,))
+    return value
+
+
+def _pack_mean(parts: DeviceArray, _: DeviceArray, divisor: int) -> Call:
+    return Call(arrays.cuda_function(MEAN, "mean"), (1,), (1024,), (np.int64(parts.size), np.float64(divisor)))
+
+
+_cross_entropy, _squared_error = Packed(_pack_cross_entropy), Packed(_pack_squared_error)
+_means = Packed(_pack_mean)

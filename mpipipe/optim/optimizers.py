@@ -1,0 +1,456 @@
+"""Adam with decoupled weight decay."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+from mpipipe import arrays
+from mpipipe.arrays import Array, DeviceArray, Shape
+from mpipipe.errors import ArgumentError
+from mpipipe.nn.stage import check_all_finished
+from mpipipe.nn.writing import announce_write
+from mpipipe.optim.stages import Updated, updated
+
+
+class AdamW:
+    """Adam with decoupled weight decay (Loshchilov and Hutter, "Decoupled weight decay regularization", 2019).
+
+    Their algorithm 2: m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2; p -= lr * weight_decay * p; then
+    p -= lr * (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps). Updates are in place, in the dtype of the stage's
+    parameters, with the scalars of the bias correction in float64.
+
+    Parameters
+    ----------
+    stages : sequence of stages
+        The stages of this rank: each an nn.Stage, or any object whose `parameters` and `gradients` have one flat array
+        `flat` each (see `nn.FlatBuffer`).
+    lr : float
+        Learning rate.
+    betas : (float, float)
+        b1 and b2.
+    eps : float
+        Keeps the denominator away from 0.
+    weight_decay : float
+        Decay of the parameters whose `Parameter.decay` is set.
+    groups : sequence of Group
+        Parameters with another learning rate or weight decay; where several match, the first counts. A pattern may
+        match nothing here: other ranks have other parameters.
+
+    Attributes
+    ----------
+    state : list of dict
+        For each stage `{"first": flat array m, "second": flat array v}`.
+    before_write : list of callable
+        Called without arguments before a step writes anything; so are those of the stages.
+    steps : int
+        Number of steps made, t.
+
+    Examples
+    --------
+    >>> from mpipipe import nn, optim
+    >>> stage = nn.Stage([nn.RMSNorm(3)])
+    >>> stage.gradients["0.gain"][...] = 1
+    >>> optim.AdamW([stage], lr=0.5).step()
+    >>> stage.parameters["0.gain"]
+    array([0.5, 0.5, 0.5], dtype=float32)
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Any],
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        groups: Sequence[Group] = (),
+    ):
+        self.stages, self.lr, self.betas, self.eps, self.weight_decay = tuple(stages), lr, betas, eps, weight_decay
+        self._updated, self.groups = updated(self.stages), checked(groups)
+        self.steps = 0
+        self.before_write: list[Callable[[], object]] = []
+        self.state: list[dict[str, Array]] = [
+            {name: arrays.zeros_like(stage.parameters.flat) for name in ("first", "second")} for stage in self._updated
+        ]
+
+    def step(self, lr: float | None = None, scale: float | DeviceArray = 1.0) -> None:
+        """Make one step with the gradients of the stages.
+
+        Parameters
+        ----------
+        lr : float, optional
+            Overrides the learning rate for this step.
+        scale : float or cupy.ndarray
+            Factor of the gradients. They stay as they are. For stages on a GPU it may be there, () of float64; where it
+            is NaN then, parameters and state stay as they are.
+
+        Raises
+        ------
+        ArgumentError
+            A step that `begin_step` has begun with these stages has not ended.
+        """
+        check_all_finished(self.stages)
+        rate = self.lr if lr is None else lr
+        announce_write(self, *self._updated)
+        self.steps += 1
+        b1, b2 = self.betas
+        for stage, state in zip(self._updated, self.state):
+            parameters, gradients, copy = stage.parameters.flat, stage.gradients.flat, stage.kept_copy
+            for at, factor, decay, ranges in pieces(stage, self.groups):
+                stage.kernels.adamw(
+                    parameters[at],
+                    gradients[at],
+                    state["first"][at],  # by places: a pipeline may have shortened the parameters since the start
+                    state["second"][at],
+                    b1=b1,
+                    b2=b2,
+                    eps=self.eps,
+                    rate=rate * factor,
+                    correction1=1 - b1**self.steps,
+                    correction2=1 - b2**self.steps,
+                    shrink=1 - rate * factor * (self.weight_decay if decay is None else decay),
+                    g_scale=scale,
+                    ranges=ranges,
+                    copy=None if copy is None else copy[at],
+                )
+
+    def named_state(self) -> dict[str, dict[str, Array]]:
+        """Return the state by kind and by the names of parameters: views, which may be read and set.
+
+        With `steps` this is all that an optimizer has to remember.
+
+        Returns
+        -------
+        dict of dict of array
+            The kinds are "first" and "second"; each array has the shape of its parameter. A tied parameter that
+            several places of this rank share has one state, under the name of each place.
+
+        Raises
+        ------
+        ArgumentError
+            Two stages have a parameter of the same name, or one is shared with a stage that is not here.
+
+        Examples
+        --------
+        >>> from mpipipe import nn, optim
+        >>> stage = nn.Stage([nn.RMSNorm(2)])
+        >>> optimizer = optim.AdamW([stage], lr=0.5)
+        >>> optimizer.named_state()["second"]
+        {'0.gain': array([0., 0.], dtype=float32)}
+        """
+        return named(self._updated, self.state)
+
+
+# -- Stochastic gradient descent with momentum ------------------------------------------------------------------------
+
+
+class SGD:
+    """Stochastic gradient descent: u = momentum * u + gradient + weight_decay * p, then p -= lr * u.
+
+    Updates are in place, in the dtype of the stage's parameters.
+
+    Parameters
+    ----------
+    stages : sequence of stages
+        The stages of this rank: each an nn.Stage, or any object whose `parameters` and `gradients` have one flat array
+        `flat` each (see `nn.FlatBuffer`).
+    lr : float
+        Learning rate.
+    momentum : float
+        Factor of u from step to step; with 0 no u is kept.
+    weight_decay : float
+        Decay of the parameters whose `Parameter.decay` is set.
+    groups : sequence of Group
+        Parameters with another learning rate or weight decay; where several match, the first counts. A pattern may
+        match nothing here: other ranks have other parameters.
+
+    Attributes
+    ----------
+    state : list of dict
+        For each stage `{"momentum": flat array u}`, or `{}` without momentum.
+    before_write : list of callable
+        Called without arguments before a step writes anything; so are those of the stages.
+    steps : int
+        Number of steps made.
+
+    Examples
+    --------
+    >>> from mpipipe import nn, optim
+    >>> stage = nn.Stage([nn.RMSNorm(3)])
+    >>> stage.gradients["0.gain"][...] = 1
+    >>> optim.SGD([stage], lr=0.5).step()
+    >>> stage.parameters["0.gain"]
+    array([0.5, 0.5, 0.5], dtype=float32)
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Any],
+        lr: float,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        groups: Sequence[Group] = (),
+    ):
+        self.stages, self.lr = tuple(stages), lr
+        self.momentum, self.weight_decay = momentum, weight_decay
+        self._updated, self.groups = updated(self.stages), checked(groups)
+        self.steps = 0
+        self.before_write: list[Callable[[], object]] = []
+        self.state: list[dict[str, Array]] = [
+            {"momentum": arrays.zeros_like(stage.parameters.flat)} if momentum else {} for stage in self._updated
+        ]
+
+    def step(self, lr: float | None = None, scale: float | DeviceArray = 1.0) -> None:
+        """Make one step with the gradients of the stages.
+
+        Parameters
+        ----------
+        lr : float, optional
+            Overrides the learning rate for this step.
+        scale : float or cupy.ndarray
+            Factor of the gradients. They stay as they are. For stages on a GPU it may be there, () of float64; where it
+            is NaN then, parameters and state stay as they are.
+
+        Raises
+        ------
+        ArgumentError
+            A step that `begin_step` has begun with these stages has not ended.
+        """
+        check_all_finished(self.stages)
+        rate = self.lr if lr is None else lr
+        announce_write(self, *self._updated)
+        for stage, state in zip(self._updated, self.state):
+            parameters, gradients, copy = stage.parameters.flat, stage.gradients.flat, stage.kept_copy
+            for at, factor, decay, ranges in pieces(stage, self.groups):
+                stage.kernels.sgd(
+                    parameters[at],
+                    gradients[at],
+                    state["momentum"][at] if state else None,  # a pipeline may have shortened the parameters
+                    momentum=self.momentum,
+                    decay=self.weight_decay if decay is None else decay,
+                    rate=rate * factor,
+                    g_scale=scale,
+                    ranges=ranges,
+                    copy=None if copy is None else copy[at],
+                )
+        self.steps += 1
+
+    def named_state(self) -> dict[str, dict[str, Array]]:
+        """Return the state by kind and by the names of parameters: views, which may be read and set.
+
+        With `steps` this is all that an optimizer has to remember.
+
+        Returns
+        -------
+        dict of dict of array
+            The kind is "momentum"; without momentum there is none. Each array has the shape of its parameter. A tied
+            parameter that several places of this rank share has one state, under the name of each place.
+
+        Raises
+        ------
+        ArgumentError
+            Two stages have a parameter of the same name, or one is shared with a stage that is not here.
+
+        Examples
+        --------
+        >>> from mpipipe import nn, optim
+        >>> stage = nn.Stage([nn.RMSNorm(2)])
+        >>> optimizer = optim.SGD([stage], lr=0.5, momentum=0.9)
+        >>> optimizer.named_state()
+        {'momentum': {'0.gain': array([0., 0.], dtype=float32)}}
+        """
+        return named(self._updated, self.state)
+
+
+# -- Groups of parameters with a learning rate and a weight decay of their own, as pieces of the flat buffers ---------
+#
+# flat     | 0.weight | 0.gain | 2.weight | 2.bias |        Group("*.bias", lr=2): two pieces, and two calls
+# pieces   |             lr             |   2 lr   |        of the kernel that updates them
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters with a learning rate or a weight decay of their own, for an optimizer.
+
+    Parameters
+    ----------
+    match : str or callable
+        Which parameters: a pattern of names as in a shell, such as `"*.bias"`, or a function `match(name, shape)` that
+        returns a bool. A tied parameter goes by its tie, which is the same in all places.
+    lr : float
+        Factor of the optimizer's learning rate, and of what overrides that for a step. 0 keeps them as they are.
+    weight_decay : float, optional
+        In place of the optimizer's, and for vectors too. By default that of the optimizer, where a parameter decays.
+
+    Raises
+    ------
+    ArgumentError
+        `lr` or `weight_decay` is negative or not finite.
+
+    Examples
+    --------
+    >>> from mpipipe import nn, optim
+    >>> stage = nn.Stage([nn.LayerNorm(2)])
+    >>> stage.gradients["0.gain"][...] = stage.gradients["0.bias"][...] = 1
+    >>> optim.SGD([stage], lr=0.5, groups=[optim.Group("*.bias", lr=2)]).step()
+    >>> stage.parameters["0.gain"], stage.parameters["0.bias"]
+    (array([0.5, 0.5], dtype=float32), array([-1., -1.], dtype=float32))
+    """
+
+    match: str | Callable[[str, Shape], bool]
+    lr: float = 1.0
+    weight_decay: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, number in (("lr", self.lr), ("weight_decay", self.weight_decay or 0.0)):
+            if not 0 <= number < math.inf:
+                raise ArgumentError(f"{name} of a group", found=repr(number), expected="0 or more, and finite")
+
+    def _has(self, name: str, shape: Shape) -> bool:
+        return fnmatchcase(name, self.match) if isinstance(self.match, str) else bool(self.match(name, shape))
+
+
+class Piece(NamedTuple):
+    """A part of the flat buffers with one learning rate.
+
+    Attributes
+    ----------
+    at : its place
+    lr : factor of the learning rate
+    weight_decay : None for that of the optimizer
+    ranges : (start, stop, decay) within the piece; None if all of it decays
+    """
+
+    at: slice
+    lr: float
+    weight_decay: float | None
+    ranges: list[tuple[int, int, bool]] | None
+
+
+def checked(groups: Sequence[Group]) -> tuple[Group, ...]:
+    """Return groups as a tuple; raises ArgumentError for anything else in it."""
+    strange = [type(group).__name__ for group in groups if not isinstance(group, Group)]
+    if strange:
+        raise ArgumentError("groups of an optimizer", found=", ".join(strange), expected="a list of optim.Group")
+    return tuple(groups)
+
+
+def pieces(stage: Updated, groups: Sequence[Group]) -> list[Piece]:
+    """Cut the flat buffers of a stage into the longest pieces of equal settings; gaps go with what is before them."""
+    size = stage.parameters.flat.size
+    if not groups:
+        return [Piece(slice(0, size), 1.0, None, stage.decay_ranges)]
+    ties = {name: key for key, names in getattr(stage, "ties", {}).items() for name in names}
+    pair = getattr(stage.parameters, "parts", 1) - 1  # an axis that complex parameters have here alone
+    cuts: list[tuple[int, float, float | None]] = [(0, 1.0, None)]
+    for name, start in sorted(stage.parameters.offsets.items(), key=lambda entry: entry[1]):
+        shape = stage.parameters[name].shape
+        found = next((g for g in groups if g._has(ties.get(name, name), shape[: len(shape) - pair])), Group("*"))
+        if 0 not in shape and cuts[-1][1:] != (found.lr, found.weight_decay):
+            cuts = [cut for cut in cuts if cut[0] != start] + [(start, found.lr, found.weight_decay)]
+    stops = [*(start for start, _, _ in cuts[1:]), size]
+    return [
+        Piece(slice(start, stop), lr, decay, _within(stage.decay_ranges, start, stop) if decay is None else None)
+        for (start, lr, decay), stop in zip(cuts, stops)
+    ]
+
+
+def _within(ranges: Sequence[tuple[int, int, bool]], start: int, stop: int) -> list[tuple[int, int, bool]]:
+    return [(max(a, start) - start, min(b, stop) - start, decay) for a, b, decay in ranges if a < stop and b > start]
+
+
+# -- The state of an optimizer by the names of the parameters that it belongs to --------------------------------------
+
+
+def named(stages: Sequence[Updated], states: Sequence[Mapping[str, Array]]) -> dict[str, dict[str, Array]]:
+    """Return views of flat state buffers: {kind: {name of a parameter: array of its shape}}.
+
+    A tied parameter that several places of this rank share has one state, which appears under the name of each place.
+
+    Parameters
+    ----------
+    stages : of an optimizer
+    states : for each of them its buffers by kind, with the offsets of the stage's parameters
+
+    Raises ArgumentError if two stages have a parameter of the same name, or share one with a stage that is not here.
+    """
+    buffers = {id(stage): state for stage, state in zip(stages, states)}
+    found: dict[str, dict[str, Array]] = {kind: {} for state in states for kind in state}
+    for stage in stages:
+        for name, like in stage.gradients.items():
+            owner, there = stage.owners.get(name, (stage, name))
+            if id(owner) not in buffers:
+                raise ArgumentError(
+                    f"the tied parameter {name} belongs to a stage that this optimizer does not have",
+                    stage=stage.index,
+                    remedy="give the optimizer all stages of this rank",
+                )
+            start = owner.parameters.offsets[there]
+            for kind, buffer in buffers[id(owner)].items():
+                if name in found[kind]:
+                    raise same_name(name)
+                found[kind][name] = buffer[start : start + like.size].reshape(like.shape)
+    return found
+
+
+def same_name(name: str, ranks: Sequence[int] = ()) -> ArgumentError:
+    """Make the error for two parameters of one name, on one rank or on these."""
+    where = f"on ranks {' and '.join(map(str, ranks))}" if ranks else "of this rank"
+    return ArgumentError(
+        f"two stages {where} have a parameter {name}",
+        expected="names that are the parameters' own in the whole model",
+        remedy="give each nn.Stage its place in the model: first=0 for the first, and so on; torch_stage and jax_stage "
+        "a prefix; and the arrays of a stage of your own names with its number in front",
+    )
+
+
+# -- Learning-rate curves ---------------------------------------------------------------------------------------------
+
+
+def warmup_cosine(step: int, steps: int, peak: float, warmup: int, floor: float = 0.1) -> float:
+    """Return the learning rate of a step: a line up to `peak`, then half a cosine down.
+
+    Loshchilov and Hutter, "SGDR" (2017), without restarts.
+
+    Parameters
+    ----------
+    step : int
+        The step, 0 ... steps - 1; every later one has the rate of the last.
+    steps : int
+        Number of steps.
+    peak : float
+        The rate of step warmup - 1.
+    warmup : int
+        Number of steps of the line.
+    floor : float
+        The rate of the last step, as a fraction of `peak`.
+
+    Returns
+    -------
+    float
+        The learning rate.
+
+    Raises
+    ------
+    ArgumentError
+        `step` or `warmup` is negative, `steps` is below 1, or `warmup` above `steps`.
+
+    Examples
+    --------
+    >>> from mpipipe import optim
+    >>> [round(optim.warmup_cosine(step, 6, peak=1.0, warmup=2), 3) for step in range(6)]
+    [0.5, 1.0, 0.868, 0.55, 0.232, 0.1]
+    """
+    if steps < 1 or not 0 <= warmup <= steps or step < 0:
+        raise ArgumentError(
+            "wrong learning-rate curve",
+            found=f"step={step}, steps={steps}, warmup={warmup}",
+            expected="step >= 0, steps >= 1, 0 <= warmup <= steps",
+        )
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    progress = min(1.0, (step + 1 - warmup) / (steps - warmup)) if steps > warmup else 1.0
+    return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))

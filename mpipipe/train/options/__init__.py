@@ -1,1 +1,0 @@
-"""The options of a training, by what they are about."""
