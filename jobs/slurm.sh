@@ -1,5 +1,5 @@
 # Sourced by jobs/*.sbatch: which Python of this checkout, and one `srun` that ends with its first dead rank. How a job
-# ends, and what proves that it has ended well, is in mpipipe/site/job.sh.
+# ends, and what proves that it has ended well, is in mpipipe/cli/jobscripts/job.sh.
 #
 #   MPIPIPE_PYTHON       python that has mpipipe; by default the first of .venv-site, .venv, or the one on PATH
 #   MPIPIPE_SRUN_FLAGS   what your SLURM and your nodes need, e.g. --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH)
@@ -16,7 +16,7 @@ done
 python=${python:-python3}
 scheduler=slurm ranks=${SLURM_NTASKS:-?} threads=${SLURM_CPUS_PER_TASK:-1}
 export OMP_NUM_THREADS="$threads" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-. mpipipe/site/job.sh
+. mpipipe/cli/jobscripts/job.sh
 
 # train FLAGS OF SRUN -- OPTIONS: `mpipipe train` on all tasks of the job. Ends the script.
 train() {

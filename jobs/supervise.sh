@@ -14,7 +14,7 @@
 # that its launcher hands on, USR2 for Open MPI's mpiexec, TERM for the others, and for a script of your own around them.
 set -euo pipefail
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
-. "$root/mpipipe/site/restarts.sh"
+. "$root/mpipipe/cli/jobscripts/restarts.sh"
 python=${MPIPIPE_PYTHON:-python3}
 
 [ "$#" -gt 0 ] || { echo "usage: bash jobs/supervise.sh COMMAND..." >&2; exit 2; }

@@ -26,7 +26,7 @@ say() { echo "mpipipe: package $*"; }
 mkdir "$work/source" "$work/elsewhere"
 tar -xzf "$work"/dist/mpipipe-*.tar.gz -C "$work/source" --strip-components 1
 for path in CHANGELOG.md CITATION.cff LICENSE README.md setup.cfg docs/gpu.md jobs/test.sh tests/conftest.py \
-    tests/support/launch.py mpipipe/py.typed site/reframe/checks.py; do
+    tests/support/launch.py mpipipe/py.typed jobs/site/reframe/checks.py; do
     [ -f "$work/source/$path" ] || fail "the source distribution has no $path"
 done
 "$work/build/bin/pip" wheel --quiet --no-deps --wheel-dir "$work/dist" "$work/source"

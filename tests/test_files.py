@@ -12,8 +12,9 @@ import pytest
 
 from mpipipe import files
 from mpipipe.errors import ArgumentError, ConfigError, DataError
-from mpipipe.train import TrainConfig, weights
-from mpipipe.train.data import find_files
+from mpipipe.language.data import find_files
+from mpipipe.language.models import weights
+from mpipipe.train import TrainConfig
 
 
 @pytest.fixture(params=["FIFO", "socket", "character device", "folder"])

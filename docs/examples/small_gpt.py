@@ -19,7 +19,7 @@ import numpy as np
 import mpipipe
 from mpipipe import attention, nn, optim, schedules
 from mpipipe.job import runtime
-from mpipipe.models import GPT
+from mpipipe.language.models import GPT
 
 TEXT = b"A schedule is data that is proven before the first message is sent. "
 STEPS = 30

@@ -22,7 +22,7 @@ from mpipipe.errors import BackendError
 from mpipipe.job import runtime
 from mpipipe.job.group import group_of
 from mpipipe.job.types import Communicator
-from mpipipe.models import GPT
+from mpipipe.language.models import GPT
 from mpipipe.text import counted
 
 ARRAYS = 8  # of each rank

@@ -127,7 +127,7 @@ def checkpoint(
 ) -> int:
     """Saving and loading against dd, and a training that saves at every step (mpiexec -n 4 ... bench checkpoint)."""
     from mpipipe.bench.checkpoint import run
-    from mpipipe.models import GPT
+    from mpipipe.language.models import GPT
 
     return _guarded(lambda: run(repeats, gigabytes, folder, GPT(dim=dim, layers=layers, heads=heads, seq=seq_len)))
 

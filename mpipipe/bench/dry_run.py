@@ -15,10 +15,10 @@ from mpipipe.cli.output import show
 from mpipipe.errors import BackendError
 from mpipipe.job import runtime
 from mpipipe.job.group import group_of
-from mpipipe.models import GPT
+from mpipipe.language.models import GPT
+from mpipipe.planning.dry_run import foresee
+from mpipipe.planning.memory import resident
 from mpipipe.train import TrainConfig, train
-from mpipipe.train.dry_run import foresee
-from mpipipe.train.memory import resident
 
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 STEPS = 2

@@ -18,13 +18,14 @@ from mpipipe.comm.mesh import Mesh
 from mpipipe.job import runtime
 from mpipipe.job.group import group_of
 from mpipipe.job.types import Communicator
-from mpipipe.models import GPT
+from mpipipe.language.models import GPT
 from mpipipe.planning import Choice, Profile, Space, predict
+from mpipipe.planning.find import Found, find_plan
+from mpipipe.planning.links import Rehearsal, rehearsal
 from mpipipe.planning.search import cuts_by_time
+from mpipipe.planning.subject import Scene
 from mpipipe.planning.table import in_words, shown_seconds
 from mpipipe.train import TrainConfig
-from mpipipe.train.planner import Found, Scene, find_plan
-from mpipipe.train.planner.links import Rehearsal, rehearsal
 
 PAIRS = 3  # in each turn of a plan: its steps, between those of the chosen plan
 STEPS = 2  # in a row

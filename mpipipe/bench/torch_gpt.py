@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mpipipe.models import GPT
+from mpipipe.language.models import GPT
 
 # name -> (whether weights are bfloat16 beside float32 masters, instead of float32 under autocast; whether compiled)
 PEERS = {

@@ -16,7 +16,7 @@ from mpipipe.bench.timing import compare, report
 from mpipipe.job import runtime
 from mpipipe.job.group import group_of
 from mpipipe.job.types import Communicator
-from mpipipe.models import GPT
+from mpipipe.language.models import GPT
 from mpipipe.text import counted
 
 WARMUP = 1

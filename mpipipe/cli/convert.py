@@ -6,8 +6,8 @@ from typing import Annotated
 
 from mpipipe.cli.flags import Flag, Operand
 from mpipipe.cli.output import check_one_process, refusing, show
-from mpipipe.models.huggingface.writing import SHARD_BYTES
-from mpipipe.train.conversion import convert as convert_folder
+from mpipipe.language.models.conversion import convert as convert_folder
+from mpipipe.language.models.huggingface.writing import SHARD_BYTES
 
 
 def convert(

@@ -15,8 +15,8 @@ from mpipipe.job import runtime
 from mpipipe.job.cores import share_of_cores
 from mpipipe.job.exit import run_or_abort
 from mpipipe.job.group import group_of
-from mpipipe.train.evaluation import Evaluation, Windows, build_evaluator, open_tokens, perplexity
-from mpipipe.train.model_folder import open_on_all
+from mpipipe.language.inference.evaluation import Evaluation, Windows, build_evaluator, open_tokens, perplexity
+from mpipipe.language.models.model_folder import open_on_all
 from mpipipe.train.screen import Outlet
 
 

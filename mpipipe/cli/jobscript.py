@@ -12,11 +12,11 @@ from typing import Annotated
 from mpipipe import processor
 from mpipipe.cli.command_line import parser_of, program
 from mpipipe.cli.flags import Flag, Operand
+from mpipipe.cli.jobscripts import MPIS, SCHEDULERS, Job, job_script
 from mpipipe.cli.launch import run_proven
 from mpipipe.cli.output import check_one_process, refusing, show
 from mpipipe.errors import BackendError
 from mpipipe.job.exit import Stop, run_or_abort
-from mpipipe.site import MPIS, SCHEDULERS, Job, job_script
 
 # asks an interpreter for its MPI without initialising it: on a login node that may not be allowed
 VENDOR = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.get_vendor()[0])"

@@ -18,19 +18,20 @@ from mpipipe.job.context import here
 from mpipipe.job.exit import run_or_abort
 from mpipipe.job.group import group_of
 from mpipipe.job.types import Communicator
-from mpipipe.models import GPT
+from mpipipe.language.models import GPT
+from mpipipe.language.models.base import architecture_of, find_base
+from mpipipe.language.models.fine_tuning import find_tuning
 from mpipipe.planning import Choice, SavedProfile
+from mpipipe.planning.find import Found, find_plan, plan_on_paper
+from mpipipe.planning.subject import Scene
 from mpipipe.planning.table import table
 from mpipipe.schedules import Links
 from mpipipe.schedules.simulate import FORM
 from mpipipe.text import counted
 from mpipipe.train import TrainConfig
-from mpipipe.train.base import architecture_of, find_base
 from mpipipe.train.config import read_keys, toml_line
 from mpipipe.train.config_checks import PLANNED
-from mpipipe.train.fine_tuning import find_tuning
 from mpipipe.train.options import INSTEAD, OTHER_NAMES
-from mpipipe.train.planner import Found, Scene, find_plan, plan_on_paper
 from mpipipe.train.preparation import check_same_config, find_data
 from mpipipe.train.screen import Outlet
 

@@ -9,7 +9,7 @@ from typing import Annotated
 from mpipipe.cli.flags import Flag, Operand
 from mpipipe.job import runtime
 from mpipipe.job.exit import run_or_abort
-from mpipipe.train.data.tokenize import tokenize as run_tokenize
+from mpipipe.language.data.tokenize import tokenize as run_tokenize
 from mpipipe.train.screen import Outlet
 
 SECONDS = 5.0  # between two lines of progress

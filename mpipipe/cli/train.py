@@ -19,17 +19,17 @@ from mpipipe.job.cores import share_of_cores
 from mpipipe.job.exit import run_or_abort
 from mpipipe.job.group import group_of
 from mpipipe.job.settings import launcher_size
-from mpipipe.models import GPT
+from mpipipe.language.models import GPT
 from mpipipe.planning import SavedProfile
+from mpipipe.planning.dry_run import Forecast, RankBytes, foresee
+from mpipipe.planning.find import predict_on_paper
 from mpipipe.planning.table import shown_seconds
 from mpipipe.text import counted, shown_bytes, text_table
 from mpipipe.train import TrainConfig
 from mpipipe.train import train as run_training
 from mpipipe.train.config import KINDS, heading_of
 from mpipipe.train.config_checks import range_words
-from mpipipe.train.dry_run import Forecast, RankBytes, foresee
 from mpipipe.train.options import INSTEAD, OTHER_NAMES
-from mpipipe.train.planner import predict_on_paper
 from mpipipe.train.screen import tell
 
 

@@ -24,7 +24,7 @@ from mpipipe.comm.nccl.channel import Channel, new_identity
 from mpipipe.errors import BackendError, StageError
 from mpipipe.job import inprocess, settings
 from mpipipe.job.types import Communicator
-from mpipipe.models import GPT
+from mpipipe.language.models import GPT
 
 MODEL = GPT(vocab=8192, dim=768, layers=4, heads=12, seq=512, tied=True)
 MICROBATCHES = 4

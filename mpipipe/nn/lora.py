@@ -51,7 +51,7 @@ class LoRA:
     Examples
     --------
     >>> from mpipipe import attention, nn
-    >>> from mpipipe.models import GPT
+    >>> from mpipipe.language.models import GPT
     >>> layers = GPT(dim=64, layers=1, heads=4).build(attention.Local())
     >>> stage = nn.Stage(nn.LoRA(rank=4, alpha=8, targets=["q_proj", "v_proj"]).apply(layers))
     >>> list(stage.gradients)

@@ -15,14 +15,15 @@ from mpipipe.errors import BackendError, ConfigError, MismatchError
 from mpipipe.job import rank_list
 from mpipipe.job.consensus import raise_on_all
 from mpipipe.job.group import Group, group_of
-from mpipipe.train import memory, output_folder, resume, sinks
-from mpipipe.train.base import Base, check_can_leave
+from mpipipe.language.data import Found, Given, Source, find
+from mpipipe.language.data.source import glance
+from mpipipe.language.data.tokenizer import Tokenizer, hash_of, open_tokenizer
+from mpipipe.language.inference.generation import readable, shown
+from mpipipe.language.models.base import Base, check_can_leave
+from mpipipe.language.models.fine_tuning import Architecture, FineTuning
+from mpipipe.planning import memory
+from mpipipe.train import output_folder, resume, sinks
 from mpipipe.train.config import TrainConfig
-from mpipipe.train.data import Found, Given, Source, find
-from mpipipe.train.data.source import glance
-from mpipipe.train.data.tokenizer import Tokenizer, hash_of, open_tokenizer
-from mpipipe.train.fine_tuning import Architecture, FineTuning
-from mpipipe.train.generation import readable, shown
 from mpipipe.train.report import Record, Reporter
 from mpipipe.train.training_plan import TrainingPlan
 

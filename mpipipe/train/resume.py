@@ -21,11 +21,12 @@ from mpipipe.errors import ConfigError, StorageError
 from mpipipe.files import PARTIAL
 from mpipipe.job.group import group_of
 from mpipipe.job.preemption import Preemption
-from mpipipe.train import output_folder, provenance, sinks, weights
-from mpipipe.train.base import check_same_model
+from mpipipe.language.models import weights
+from mpipipe.language.models.base import check_same_model
+from mpipipe.language.models.fine_tuning import Model
+from mpipipe.language.models.model_folder import open_on_all
+from mpipipe.train import output_folder, provenance, sinks
 from mpipipe.train.config import TrainConfig
-from mpipipe.train.fine_tuning import Model
-from mpipipe.train.model_folder import open_on_all
 from mpipipe.train.progress import Progress
 from mpipipe.train.report import NullReporter, Reporter
 from mpipipe.train.screen import tell

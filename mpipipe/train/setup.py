@@ -15,16 +15,17 @@ from mpipipe.job import runtime
 from mpipipe.job.group import group_of
 from mpipipe.job.types import Communicator
 from mpipipe.job.watch.membership import watching
+from mpipipe.language.data import Source
+from mpipipe.language.models.base import Base, architecture_of, find_base, origin_of
+from mpipipe.language.models.fine_tuning import Architecture, FineTuning, find_tuning
+from mpipipe.language.packing import Packing
 from mpipipe.nn.lora import without_adapters
 from mpipipe.pipeline import Pipeline
+from mpipipe.planning.find import planned
+from mpipipe.planning.subject import Scene
 from mpipipe.train import output_folder, provenance, resume, sinks
-from mpipipe.train.base import Base, architecture_of, find_base, origin_of
 from mpipipe.train.config import TrainConfig
-from mpipipe.train.data import Source
-from mpipipe.train.fine_tuning import Architecture, FineTuning, find_tuning
 from mpipipe.train.order_file import with_order
-from mpipipe.train.packing import Packing
-from mpipipe.train.planner import Scene, planned
 from mpipipe.train.preparation import check_same_config, find_data, make_plan, make_reporter, open_data
 from mpipipe.train.progress import Progress
 from mpipipe.train.report import NullReporter, Record, Reporter
@@ -53,7 +54,7 @@ def train(
     comm : communicator, optional
         The ranks, COMM_WORLD by default. It is duplicated.
     data : Source, optional
-        What to read in place of `config.data`; the same on every rank. See `mpipipe.train.data.Source`.
+        What to read in place of `config.data`; the same on every rank. See `mpipipe.language.data.Source`.
 
     Returns
     -------
@@ -79,7 +80,7 @@ def train(
     --------
     >>> import tempfile
     >>> from mpipipe.job import inprocess
-    >>> from mpipipe.models import GPT
+    >>> from mpipipe.language.models import GPT
     >>> from mpipipe.train import TrainConfig, train
     >>> config = TrainConfig(
     ...     dim=8, layers=1, heads=1, seq_len=8, batch=4, steps=2, sample_bytes=0, device="cpu", out=tempfile.mkdtemp()

@@ -19,15 +19,16 @@ from mpipipe.job.consensus import agreed_by
 from mpipipe.job.group import group_of
 from mpipipe.job.preemption import Preemption, parse_duration
 from mpipipe.job.stop_signals import parse_signals
+from mpipipe.language.data import Source, Tokens
+from mpipipe.language.data.windows import read_windows, segments, training_starts, validation_starts
+from mpipipe.language.inference.generation import build_decoder, continued
+from mpipipe.language.models import weights
+from mpipipe.language.models.base import Base, leave_model
 from mpipipe.nn.lora import without_adapters
 from mpipipe.pipeline import Pipeline
 from mpipipe.text import counted
-from mpipipe.train import limits, resume, weights
-from mpipipe.train.base import Base, leave_model
+from mpipipe.train import limits, resume
 from mpipipe.train.config import TrainConfig
-from mpipipe.train.data import Source, Tokens
-from mpipipe.train.data.windows import read_windows, segments, training_starts, validation_starts
-from mpipipe.train.generation import build_decoder, continued
 from mpipipe.train.preparation import PROMPT_BYTES, Language
 from mpipipe.train.progress import Commitment, Outcome, Progress
 from mpipipe.train.report import NullReporter, Record, Reporter, summary

@@ -14,14 +14,14 @@ from mpipipe.arrays import Array
 from mpipipe.attention import Layout, Local, Ring
 from mpipipe.errors import ConfigError
 from mpipipe.job.types import Communicator
+from mpipipe.language.models.fine_tuning import Architecture, FineTuning, Model
+from mpipipe.language.packing import PackedAttend, Packing
 from mpipipe.nn.loss import worth_tiles
 from mpipipe.text import counted
 from mpipipe.train import limits
 from mpipipe.train.config import TrainConfig
 from mpipipe.train.config_checks import parse_partition
-from mpipipe.train.fine_tuning import Architecture, FineTuning, Model
 from mpipipe.train.order import fitting, is_table
-from mpipipe.train.packing import PackedAttend, Packing
 
 BYTES = 256  # token ids of a model of bytes, which an architecture makes without being told
 

@@ -10,7 +10,7 @@ from mpipipe import attention, nn
 from mpipipe.attention import Layout, Ring
 from mpipipe.attention.layout import KINDS
 from mpipipe.errors import ArgumentError, MismatchError, PeerError
-from mpipipe.models import GPT
+from mpipipe.language.models import GPT
 
 SEQ, HEADS, DIM = 23, 2, 8
 

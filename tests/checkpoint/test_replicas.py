@@ -16,7 +16,7 @@ from mpipipe.attention import Local
 from mpipipe.checkpoint import contents, replicas
 from mpipipe.checkpoint.replicas import ABSENT, Held, compare, hash_of
 from mpipipe.errors import MismatchError, ReplicaError
-from mpipipe.models import GPT
+from mpipipe.language.models import GPT
 from mpipipe.train import TrainConfig, train
 from mpipipe.train.trainer import Trainer
 

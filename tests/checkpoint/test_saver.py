@@ -16,7 +16,7 @@ from mpipipe.checkpoint import contents, folders, tensor_files
 from mpipipe.errors import ArgumentError, MismatchError, NonFiniteError, PeerError, StorageError
 from mpipipe.job.consensus import agreed_by
 from mpipipe.job.group import group_of
-from mpipipe.train import weights
+from mpipipe.language.models import weights
 
 PATIENCE = 60  # seconds: far more than anything here takes
 

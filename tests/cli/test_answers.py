@@ -8,8 +8,8 @@ import pytest
 
 from mpipipe.cli.generate import Printed, Streamed, WrittenLines
 from mpipipe.errors import ConfigError
-from mpipipe.train.generation import Drawn
-from mpipipe.train.prompts import Bytes, Prompts
+from mpipipe.language.inference.generation import Drawn
+from mpipipe.language.inference.prompts import Bytes, Prompts
 
 PROMPTS = Prompts([[97], [98, 99]], ["a", "bc"])
 DRAWN = [

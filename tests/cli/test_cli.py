@@ -116,7 +116,7 @@ TRUNCATING = """
 import os, sys
 from mpipipe.job import runtime
 from mpipipe.job.exit import run_or_abort
-from mpipipe.models import GPT
+from mpipipe.language.models import GPT
 from mpipipe.train import TrainConfig, train
 from mpipipe.train.trainer import Trainer
 

@@ -17,8 +17,8 @@ from support.token_files import write_tokens
 from mpipipe.cli import train
 from mpipipe.errors import DataError, MpipipeError
 from mpipipe.job import settings
-from mpipipe.train.data.pieces import forget_files
-from mpipipe.train.data.tokenizer import open_tokenizer
+from mpipipe.language.data.pieces import forget_files
+from mpipipe.language.data.tokenizer import open_tokenizer
 
 MAY_BE_READ = [("npy", "absurd size"), ("npy", "zeros at the end"), ("metrics", "absent")]  # NumPy reads such files
 DAMAGES = 30  # of each kind

@@ -10,10 +10,10 @@ import pytest
 from mpipipe import schedules
 from mpipipe.cli import train
 from mpipipe.cli.train import described
-from mpipipe.models import GPT
+from mpipipe.language.models import GPT
+from mpipipe.planning.dry_run import foresee
 from mpipipe.text import shown_bytes
 from mpipipe.train import TrainConfig
-from mpipipe.train.dry_run import foresee
 
 SIZES = dict(dim=16, layers=2, heads=2, seq_len=16, batch=8, microbatches=2, device="cpu")
 FLAGS = [part for name, value in SIZES.items() for part in (f"--{name.replace('_', '-')}", str(value))]

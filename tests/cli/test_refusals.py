@@ -11,7 +11,7 @@ from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.job import settings
 from mpipipe.job.inprocess import run
 from mpipipe.job.report import heading
-from mpipipe.models import GPT
+from mpipipe.language.models import GPT
 from mpipipe.train import TrainConfig
 from mpipipe.train.trainer import introduction
 from mpipipe.train.training_plan import TrainingPlan

@@ -242,7 +242,7 @@ else:
 
 def test_the_report_of_a_training_lies_in_its_folder(play, tmp_path):
     body = """
-from mpipipe.models import GPT
+from mpipipe.language.models import GPT
 from mpipipe.train import TrainConfig, train
 open(f"text{rank}.txt", "w").write("to be or not to be" * 1000)
 config = TrainConfig(data=("text0.txt",), out="run", dim=8, layers=2, heads=1, hidden=8, seq_len=8, batch=8, steps=9,

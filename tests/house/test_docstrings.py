@@ -24,14 +24,14 @@ ROOMS = [
     "mpipipe.job.runtime",
     "mpipipe.errors",
     "mpipipe.even_split",
-    "mpipipe.models",
-    "mpipipe.models.huggingface",
+    "mpipipe.language.models",
+    "mpipipe.language.models.huggingface",
     "mpipipe.nn",
     "mpipipe.optim",
     "mpipipe.pictures",
     "mpipipe.planning",
     "mpipipe.schedules",
-    "mpipipe.site",
+    "mpipipe.cli.jobscripts",
     "mpipipe.train",
 ]
 

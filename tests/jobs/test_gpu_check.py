@@ -26,7 +26,7 @@ from mpipipe import arrays
 from mpipipe.bench.gpu import attention, executor, gpt, memory, ring, rows, run, transport
 from mpipipe.bench.gpu.rows import Row, show
 from mpipipe.job import inprocess, runtime, settings
-from mpipipe.models import GPT
+from mpipipe.language.models import GPT
 
 TESTS = Path(__file__).parents[1]
 

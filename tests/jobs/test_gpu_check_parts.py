@@ -16,7 +16,7 @@ from mpipipe.attention.kernels import cudnn_graph
 from mpipipe.bench.gpu import gpt, memory, run, transport
 from mpipipe.bench.gpu.rows import Row
 from mpipipe.gpu_check import attention, check, extra
-from mpipipe.models import GPT
+from mpipipe.language.models import GPT
 
 
 @pytest.fixture

@@ -20,10 +20,10 @@ from support.command_line import invoke
 from support.launch import ROOT, job_environment, mpiexec
 
 from mpipipe.cli.jobscript import jobscript
+from mpipipe.cli.jobscripts import ARRAYS, LIBRARY, MPIS, SCHEDULERS, Job, job_script
 from mpipipe.errors import ArgumentError
 from mpipipe.job import settings
 from mpipipe.job.exit import Stop
-from mpipipe.site import ARRAYS, LIBRARY, MPIS, SCHEDULERS, Job, job_script
 
 FAMILY = "openmpi" if MPI.get_vendor()[0] == "Open MPI" else "mpich"
 TINY = "--data README.md --steps 3 --dim 16 --layers 2 --heads 2 --seq-len 16 --batch 8 --sample-bytes 0".split()

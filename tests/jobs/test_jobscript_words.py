@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from support.harness import AT_LENGTH
 from support.launch import job_environment
 
+from mpipipe.cli.jobscripts import ARRAYS, LIBRARY, SCHEDULERS, Job, job_script
 from mpipipe.errors import ArgumentError
-from mpipipe.site import ARRAYS, LIBRARY, SCHEDULERS, Job, job_script
 
 pytestmark = pytest.mark.jobs
 PROGRAMS = ("module", "srun", "mpiexec", "flux", "squeue", "scontrol")

@@ -1,4 +1,4 @@
-"""The files of site/: each is read by its own tool, and asks for what pyproject.toml asks for."""
+"""The files of jobs/site/: each is read by its own tool, and asks for what pyproject.toml asks for."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from support.launch import ROOT, job_environment, mpiexec
 import mpipipe
 from mpipipe.train.config import tomllib
 
-SITE = ROOT / "site"
+SITE = ROOT / "jobs" / "site"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 REQUIRED = {re.match(r"[\w-]+", line)[0]: re.search(r">=([\d.]+)", line) for line in PROJECT["dependencies"]}
 EASYBUILD = """

@@ -12,7 +12,7 @@ from support.training_tolerance import curve, path, roundings
 from mpipipe import arrays, nn, optim
 from mpipipe.attention import Local
 from mpipipe.errors import ArgumentError, NonFiniteError
-from mpipipe.models import GPT
+from mpipipe.language.models import GPT
 from mpipipe.nn.parameters import FlatBuffer
 
 DTYPES = ["float64", "float32", "float16", "bfloat16"]

@@ -11,7 +11,7 @@ from support.gradcheck import check_split
 from mpipipe import arrays, nn, optim
 from mpipipe.attention import Local
 from mpipipe.errors import ArgumentError
-from mpipipe.models import GPT
+from mpipipe.language.models import GPT
 from mpipipe.nn.freezing import is_frozen
 
 SIZES = dict(vocab=19, dim=8, layers=2, heads=2, kv_heads=1, hidden=12, seq=6)

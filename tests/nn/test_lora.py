@@ -10,7 +10,7 @@ from support.tolerance import bound, close, eps, largest, within
 from mpipipe import arrays, nn, optim
 from mpipipe.attention import Local
 from mpipipe.errors import ArgumentError
-from mpipipe.models import GPT
+from mpipipe.language.models import GPT
 from mpipipe.nn.lora import without_adapters
 
 SIZES = dict(vocab=19, dim=8, layers=2, heads=2, kv_heads=1, hidden=12, seq=6)

@@ -8,7 +8,7 @@ from support.tolerance import close, close_norm, eps, largest, rounding, within
 from support.training_tolerance import roundings
 
 from mpipipe import Pipeline, arrays, attention, nn, optim
-from mpipipe.models import GPT
+from mpipipe.language.models import GPT
 from mpipipe.nn.kernels.host import any_dtype
 from mpipipe.schedules import interleaved_1f1b
 

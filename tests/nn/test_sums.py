@@ -9,7 +9,7 @@ from support.tolerance import close
 
 from mpipipe import arrays, nn
 from mpipipe.attention import Local
-from mpipipe.models import GPT
+from mpipipe.language.models import GPT
 from mpipipe.nn import kernels
 
 RANDOM = np.random.default_rng(11)

@@ -7,7 +7,7 @@ import pytest
 
 from mpipipe import nn
 from mpipipe.attention import Local
-from mpipipe.models import GPT
+from mpipipe.language.models import GPT
 from mpipipe.nn.writing import writers_of
 from mpipipe.pipeline.ties import User, share
 

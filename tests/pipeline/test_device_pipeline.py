@@ -16,7 +16,7 @@ from mpipipe.attention import Local
 from mpipipe.comm.transport import gpu_aware
 from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, NonFiniteError
 from mpipipe.job import inprocess
-from mpipipe.models import GPT
+from mpipipe.language.models import GPT
 from mpipipe.schedules import gpipe, partition, with_recompute
 from mpipipe.trace import Recorder
 

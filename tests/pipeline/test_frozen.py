@@ -10,7 +10,7 @@ from support.small_gpt import MODEL, parts_of, text
 from mpipipe import Mesh, Pipeline, arrays, nn, optim
 from mpipipe.attention import Local
 from mpipipe.errors import ArgumentError, MismatchError
-from mpipipe.models import GPT
+from mpipipe.language.models import GPT
 from mpipipe.schedules import gpipe, partition, simulate, with_frozen
 
 LAYERS = 2 * MODEL["layers"] + 2

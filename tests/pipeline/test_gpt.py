@@ -11,7 +11,7 @@ from support.training_tolerance import path
 
 from mpipipe import Mesh, Pipeline, nn, optim
 from mpipipe.attention import Layout, Ring
-from mpipipe.models import GPT
+from mpipipe.language.models import GPT
 from mpipipe.schedules import gpipe, partition
 
 CUTS = [  # schedule, ranks, chunks

@@ -22,7 +22,7 @@ from mpipipe.comm.nccl.sums import NcclSums
 from mpipipe.comm.transport.staged import StagedTransport
 from mpipipe.errors import MpipipeError, StageError
 from mpipipe.job.wait import wait
-from mpipipe.models import GPT
+from mpipipe.language.models import GPT
 from mpipipe.pipeline.gradient_sums import GradientSums
 from mpipipe.schedules import from_csv, gpipe, one_f_one_b, partition
 from mpipipe.train.training_plan import Shard

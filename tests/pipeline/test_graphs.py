@@ -16,7 +16,7 @@ from mpipipe.arrays import gemm, gemm_recorded
 from mpipipe.arrays.graphs import WORKSPACE_BYTES
 from mpipipe.attention import Local
 from mpipipe.errors import ArgumentError, BackendError, MismatchError, StageError
-from mpipipe.models import GPT
+from mpipipe.language.models import GPT
 from mpipipe.pipeline.graphs import unrecordable
 from mpipipe.schedules import Costs, gpipe, looped_bfs, one_f_one_b, partition, peak_memory, simulate, with_recompute
 

@@ -18,7 +18,7 @@ from mpipipe import Mesh, Pipeline, arrays, nn
 from mpipipe.attention import Local
 from mpipipe.errors import BackendError, MismatchError, MpipipeError, PeerError, StageError
 from mpipipe.job.wait import wait
-from mpipipe.models import GPT
+from mpipipe.language.models import GPT
 from mpipipe.schedules import from_csv, gpipe, one_f_one_b, partition
 
 SMALL = dict(vocab=32, dim=16, layers=3, heads=4, kv_heads=2, hidden=24, seq=12)

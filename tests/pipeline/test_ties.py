@@ -14,7 +14,7 @@ from mpipipe import Mesh, Pipeline, arrays, nn, optim
 from mpipipe.attention import Local
 from mpipipe.comm.transport import gpu_aware
 from mpipipe.errors import ArgumentError, MismatchError
-from mpipipe.models import GPT
+from mpipipe.language.models import GPT
 from mpipipe.schedules import gpipe, partition
 
 HEAD = f"{1 + 2 * MODEL['layers']}.1.weight"

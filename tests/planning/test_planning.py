@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from mpipipe.errors import ArgumentError, ConfigError
-from mpipipe.models import GPT
+from mpipipe.language.models import GPT
 from mpipipe.planning import (
     Choice,
     LayerCosts,
@@ -160,7 +160,7 @@ def test_the_schedule_is_the_one_that_a_training_runs(keys):
     config = TrainConfig(
         dim=16, layers=3, heads=2, seq_len=8, batch=8, microbatches=4, partition=keys.pop("partition", None), **keys
     )
-    from mpipipe.train.fine_tuning import FineTuning
+    from mpipipe.language.models.fine_tuning import FineTuning
 
     tuning = FineTuning(config.freeze)
     plan = TrainingPlan.of(config, GPT, 2, 1, tuning=tuning)

@@ -14,11 +14,12 @@ import pytest
 
 from mpipipe import schedules
 from mpipipe.analysis.written import read_trace
+from mpipipe.language import data
+from mpipipe.language.data.tokenizer import open_tokenizer
+from mpipipe.language.inference.prompts import read_prompts
 from mpipipe.planning import LayerCosts, Link, RankCosts, SavedProfile, Sizes
 from mpipipe.schedules.csv_text import from_file
-from mpipipe.train import TrainConfig, data, sinks
-from mpipipe.train.data.tokenizer import open_tokenizer
-from mpipipe.train.prompts import read_prompts
+from mpipipe.train import TrainConfig, sinks
 from support.damage import places
 from support.launch import ROOT
 from support.token_files import random_documents, write_megatron, write_tokens

@@ -6,7 +6,7 @@ import numpy as np
 
 from mpipipe import arrays, nn
 from mpipipe.attention import Local
-from mpipipe.models import GPT
+from mpipipe.language.models import GPT
 
 SIZES = dict(vocab=11, dim=16, layers=2, heads=4, hidden=24, seq=8)
 LLAMA3 = nn.Llama3Scaling(8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_positions=16)

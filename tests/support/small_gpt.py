@@ -6,7 +6,7 @@ import numpy as np
 
 from mpipipe import Pipeline, nn
 from mpipipe.attention import Local
-from mpipipe.models import GPT
+from mpipipe.language.models import GPT
 from mpipipe.schedules import partition
 from support import dense
 

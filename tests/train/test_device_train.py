@@ -16,8 +16,8 @@ from mpipipe import arrays, nn
 from mpipipe.attention import Local
 from mpipipe.comm.nccl import sums
 from mpipipe.errors import BackendError
-from mpipipe.models import GPT
-from mpipipe.train import TrainConfig, train, weights
+from mpipipe.language.models import GPT, weights
+from mpipipe.train import TrainConfig, train
 from mpipipe.train.trainer import Trainer
 from mpipipe.train.training_plan import Shard
 

@@ -10,9 +10,10 @@ import pytest
 from mpipipe import Mesh, schedules
 from mpipipe.errors import ConfigError
 from mpipipe.job import inprocess
-from mpipipe.models import GPT
-from mpipipe.train import TrainConfig, memory, train
-from mpipipe.train.generation import build_decoder
+from mpipipe.language.inference.generation import build_decoder
+from mpipipe.language.models import GPT
+from mpipipe.planning import memory
+from mpipipe.train import TrainConfig, train
 from mpipipe.train.training_plan import TrainingPlan
 
 ABSURD = [

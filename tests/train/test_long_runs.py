@@ -12,7 +12,7 @@ from support.training_tolerance import curve, path
 
 from mpipipe import Mesh, Pipeline, nn, optim
 from mpipipe.attention import Local
-from mpipipe.models import GPT
+from mpipipe.language.models import GPT
 from mpipipe.schedules import gpipe, interleaved_1f1b, partition
 
 STEPS = 1000 if harness.AT_LENGTH else 400

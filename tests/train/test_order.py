@@ -12,7 +12,7 @@ import pytest
 from mpipipe import checkpoint, schedules
 from mpipipe.errors import ConfigError, ScheduleError
 from mpipipe.job import inprocess
-from mpipipe.models import GPT
+from mpipipe.language.models import GPT
 from mpipipe.train import TrainConfig, train
 from mpipipe.train.config import toml_line
 from mpipipe.train.training_plan import TrainingPlan

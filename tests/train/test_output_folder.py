@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from mpipipe.errors import ConfigError, OwnerError
-from mpipipe.models import GPT
-from mpipipe.train import TrainConfig, output_folder, train, weights
+from mpipipe.language.models import GPT, weights
+from mpipipe.train import TrainConfig, output_folder, train
 
 
 @pytest.fixture

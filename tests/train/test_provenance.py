@@ -11,7 +11,7 @@ import pytest
 
 from mpipipe.errors import ConfigError
 from mpipipe.job import inprocess
-from mpipipe.models import GPT
+from mpipipe.language.models import GPT
 from mpipipe.train import TrainConfig, provenance, train
 from mpipipe.train.config import read_keys
 

@@ -17,7 +17,7 @@ from mpipipe import checkpoint, nn, optim
 from mpipipe.errors import ArgumentError, ConfigError, NonFiniteError
 from mpipipe.job.consensus import agreed_by
 from mpipipe.job.group import group_of
-from mpipipe.models import GPT
+from mpipipe.language.models import GPT
 from mpipipe.train import TrainConfig, resume, train
 from mpipipe.train.trainer import Trainer
 

@@ -16,7 +16,7 @@ from support.damage import SEALED, damages, sealed
 from mpipipe import checkpoint
 from mpipipe.errors import ConfigError, MpipipeError
 from mpipipe.job import inprocess
-from mpipipe.models import GPT
+from mpipipe.language.models import GPT
 from mpipipe.train import TrainConfig, train
 
 NEWEST = "step-00000002"

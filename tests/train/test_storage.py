@@ -17,7 +17,7 @@ from pathlib import Path
 from mpipipe import files
 from mpipipe.job import runtime
 from mpipipe.job.exit import run_or_abort
-from mpipipe.models import GPT
+from mpipipe.language.models import GPT
 from mpipipe.train import TrainConfig, train
 from mpipipe.train.trainer import Trainer
 

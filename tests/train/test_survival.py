@@ -25,7 +25,7 @@ from mpipipe.job import runtime
 from mpipipe.job.exit import run_or_abort
 from mpipipe.job.group import Group
 from mpipipe.comm.mailbox import Mailbox
-from mpipipe.models import GPT
+from mpipipe.language.models import GPT
 from mpipipe.optim import AdamW
 from mpipipe.train import TrainConfig, survival, train
 from mpipipe.train.progress import Commitment

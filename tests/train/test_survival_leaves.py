@@ -22,7 +22,7 @@ from mpipipe.checkpoint import tensor_files as tensors
 from mpipipe.job import runtime
 from mpipipe.job.exit import run_or_abort
 from mpipipe.job.context import here
-from mpipipe.models import GPT
+from mpipipe.language.models import GPT
 from mpipipe.train import TrainConfig, survival, train
 from mpipipe.train.trainer import Trainer
 comm = runtime.world()

@@ -12,7 +12,7 @@ import pytest
 from mpipipe.errors import ArgumentError, BackendError, ConfigError
 from mpipipe.job import inprocess
 from mpipipe.job.preemption import Preemption
-from mpipipe.models import GPT
+from mpipipe.language.models import GPT
 from mpipipe.train import TrainConfig, tracing, train
 
 pytest.importorskip("otf2")

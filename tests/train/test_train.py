@@ -16,8 +16,9 @@ from support.training_tolerance import curve, path
 
 from mpipipe import optim
 from mpipipe.errors import ArgumentError, BackendError, ConfigError, DataError, MismatchError, NonFiniteError
-from mpipipe.models import GPT
-from mpipipe.train import TrainConfig, data, train, weights
+from mpipipe.language import data
+from mpipipe.language.models import GPT, weights
+from mpipipe.train import TrainConfig, train
 from mpipipe.train.trainer import Trainer
 from mpipipe.train.training_plan import TrainingPlan
 

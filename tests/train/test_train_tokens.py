@@ -19,10 +19,11 @@ from support.training_tolerance import curve, path
 from mpipipe import nn
 from mpipipe.attention import Local
 from mpipipe.errors import ArgumentError, ConfigError, DataError, MismatchError
-from mpipipe.models import GPT
-from mpipipe.train import TrainConfig, data, train
-from mpipipe.train.data.windows import segments, shuffled, training_starts
-from mpipipe.train.packing import PackedAttend, Packing
+from mpipipe.language import data
+from mpipipe.language.data.windows import segments, shuffled, training_starts
+from mpipipe.language.models import GPT
+from mpipipe.language.packing import PackedAttend, Packing
+from mpipipe.train import TrainConfig, train
 
 VOCAB = 37
 SMALL = GPT(vocab=VOCAB, dim=16, layers=2, heads=2, hidden=32, seq=16)  # what `config` trains, with batches of 8

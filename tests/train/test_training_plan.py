@@ -8,7 +8,7 @@ import pytest
 
 from mpipipe import schedules
 from mpipipe.errors import ArgumentError, ConfigError
-from mpipipe.models import GPT
+from mpipipe.language.models import GPT
 from mpipipe.train import TrainConfig
 from mpipipe.train.training_plan import Shard, TrainingPlan
 

@@ -21,7 +21,7 @@ TRAINING = """
 import sys, time
 from mpipipe.checkpoint import owner_taking
 from mpipipe.job.exit import run_or_abort
-from mpipipe.models import GPT
+from mpipipe.language.models import GPT
 from mpipipe.train import TrainConfig, train
 from mpipipe.train.trainer import Trainer
 

@@ -23,7 +23,7 @@ from mpipipe.bench.gpu.attention import torch_with_gpu
 from mpipipe.bench.gpu.rows import Row
 from mpipipe.job import runtime, settings
 from mpipipe.job.types import Communicator
-from mpipipe.models import GPT
+from mpipipe.language.models import GPT
 
 SMALL = GPT(vocab=50304, dim=768, layers=12, heads=12, seq=1024, tied=True)  # sizes of GPT-2 small, this architecture
 GOALS = {"eager": "at least 1.3", "compiled": "at least 1.0"}

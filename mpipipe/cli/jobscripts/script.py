@@ -1,0 +1,229 @@
+"""The text of a job script: head, environment, and one line that starts the ranks."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from string import Template
+
+from mpipipe.cli.jobscripts.job import Job
+
+LIBRARY = Path(__file__).with_name("job.sh")
+SUBMIT = {
+    "slurm": "sbatch FILE [OPTIONS]",
+    "pbs": "qsub FILE",
+    "lsf": "bsub < FILE",
+    "flux": "flux batch FILE [OPTIONS]",
+}
+CHAIN = {"pbs": "qsub -W depend=afterany:JOBID FILE", "flux": "flux batch --dependency=afterany:JOBID FILE"}
+FOLDER = {"slurm": "${SLURM_SUBMIT_DIR:-.}", "pbs": "${PBS_O_WORKDIR:-.}", "lsf": "${LS_SUBCWD:-.}", "flux": "."}
+SEED = {"slurm": "SLURM_ARRAY_TASK_ID", "pbs": "PBS_ARRAY_INDEX", "lsf": "LSB_JOBINDEX"}
+PLUGIN = {"mpich": "pmi2", "openmpi": "pmix", "cray": "cray_shasta"}  # of srun, for each MPI
+SIZES_OF_SLURM = "nodes=$SLURM_JOB_NUM_NODES ranks=$SLURM_NTASKS threads=$SLURM_CPUS_PER_TASK"
+
+
+def job_script(job: Job) -> str:
+    """Return the text of a script for `job`, which its scheduler takes as it is, and which is fit to edit.
+
+    Parameters
+    ----------
+    job : Job
+        What is asked for.
+
+    Returns
+    -------
+    str
+        A script of bash.
+
+    Examples
+    --------
+    >>> from mpipipe.cli.jobscripts import Job, job_script
+    >>> text = job_script(Job("slurm", nodes=2, ranks_per_node=4, mpi="openmpi"))
+    >>> [line for line in text.splitlines() if line.startswith("#SBATCH --n")]
+    ['#SBATCH --nodes=2', '#SBATCH --ntasks-per-node=4', '#SBATCH --no-requeue']
+    """
+    template = Template(Path(__file__).with_name("job_script.template").read_text())
+    sizes = f"nodes={job.nodes} ranks={job.ranks} threads={job.threads}"
+    return template.substitute(
+        notes="\n".join(f"# {line}".rstrip() for line in _notes(job)),
+        directives="\n".join(directives(job)),
+        folder=FOLDER[job.scheduler],
+        modules="\n".join(f"module load {shlex.quote(module)}" for module in job.modules)
+        or "# module load python openmpi",
+        python=shlex.quote(job.python),
+        scheduler=job.scheduler,
+        sizes=SIZES_OF_SLURM if job.scheduler == "slurm" else sizes,
+        requeue="yes" if job.preemptable else "",
+        out=_folder_of_chain(job),
+        launcher=" ".join(_launcher(job)),
+        program=" \\\n    ".join(_program(job)),
+    )
+
+
+def _notes(job: Job) -> list[str]:
+    """Return what a reader of the script has to know."""
+    size = f"{job.ranks} rank{'s' * (job.ranks > 1)} of mpipipe on {job.nodes} node{'s' * (job.nodes > 1)}"
+    lines = [f"{size}; submit it with: {SUBMIT[job.scheduler]}"]
+    if job.scheduler in ("slurm", "flux"):
+        what = "more arguments of the script." if job.script else "those of `mpipipe train`, and win over those below."
+        lines.append(f"OPTIONS are {what}")
+    if job.scheduler != "slurm":
+        lines.append("Where you change the sizes in the head, change those below, too.")
+    if job.preemptable and job.script:
+        lines += [
+            "The script has to save before its time is over, to leave with 75 (mpipipe.Preemption), and to go on from",
+            "what is in $out/checkpoints, or in the folder that the variable CHECKPOINTS names.",
+        ]
+    if job.preemptable and job.scheduler in CHAIN:
+        lines += [
+            "It saves before its time is over and leaves with 75. Submit it several times, each job after the last:",
+            f"  {CHAIN[job.scheduler]}",
+            "Each goes on where the one before it left, and one that finds the training finished ends at once.",
+        ]
+    elif job.preemptable:
+        lines.append("It saves before its time is over, leaves with 75, and comes back until it is done.")
+    return lines
+
+
+def _folder_of_chain(job: Job) -> str:
+    """Return the line that names one folder for all jobs of a chain; empty if there is no chain."""
+    if not job.preemptable or job.scheduler not in CHAIN:
+        return ""
+    return f"out=runs/{job.job_name}" + (f"_${SEED[job.scheduler]}\n" if job.array else "\n")
+
+
+def _launcher(job: Job) -> list[str]:
+    """Return the words that start the ranks, in front of Python."""
+    per_node = job.ranks_per_node
+    if job.scheduler == "slurm":
+        gpus = ["--gpu-bind=none"] if job.gpus else []
+        plugin = f"--mpi={PLUGIN[job.mpi]}"
+        # a rank that fails must take the others along: else they may wait for it until time is over
+        return ["srun", "--kill-on-bad-exit=1", "--wait=30", '--cpus-per-task="$threads"', *gpus, plugin]
+    if job.scheduler == "flux":
+        gpus = ["--gpus-per-task=1"] if job.gpus else []
+        placed = ["-o", "cpu-affinity=per-task", "-o", "exit-on-error"]
+        return ["flux", "run", '--nodes="$nodes"', '--ntasks="$ranks"', '--cores-per-task="$threads"', *gpus, *placed]
+    if job.launcher == "jsrun":  # one resource set for each node: one with a single GPU hides the others
+        gpus = ["-g", str(per_node)] if job.gpus else []
+        cores = str(per_node * job.threads)
+        return ["jsrun", "-n", '"$nodes"', "-a", str(per_node), "-c", cores, *gpus, "-b", 'packed:"$threads"']
+    return ["mpiexec", "-n", '"$ranks"', *_placed(job)]
+
+
+def _placed(job: Job) -> list[str]:
+    """Return what the mpiexec of each MPI calls ranks for each node, and cores for each rank."""
+    per_node = str(job.ranks_per_node)
+    if job.mpi == "openmpi":
+        return ["--map-by", f'ppr:{per_node}:node:PE="$threads"', "--bind-to", "core"]
+    if job.mpi == "cray":
+        return ["--ppn", per_node, "--depth", '"$threads"', "--cpu-bind", "depth"]
+    return ["-ppn", per_node, "-bind-to", 'core:"$threads"']
+
+
+def _program(job: Job) -> list[str]:
+    """Return the words for Python, a line each: a training and its options, or a script and its arguments.
+
+    No line begins with a word that a user gives: Flux takes a line for a directive that begins with flux: in quotes.
+    """
+    if job.script:
+        return [f"-m mpipipe run {_quoted(job.script)}", '"$@"']
+    return ['-m mpipipe train --out "$out"', *_options(job), '"$@"']
+
+
+def _quoted(words: Sequence[str]) -> str:
+    return " ".join(map(shlex.quote, words))
+
+
+def _options(job: Job) -> list[str]:
+    """Return the options of `mpipipe train`, a line each."""
+    pipe = '--pipe "$nodes"' if job.nodes > 1 or job.long_context else '--pipe "$ranks"'
+    lines = [f"--seq {job.ranks_per_node} {pipe} --seq-len 65536 --batch 8 --recompute" if job.long_context else pipe]
+    if job.array:
+        lines.append(f'--seed "${SEED[job.scheduler]}"')
+    if job.preemptable:
+        lines.append("--save-every 100 --resume auto")
+    if job.scheduler != "slurm":  # which alone says when the time is over
+        lines.append(f'--time-limit "$(({job.seconds} - SECONDS))"')
+    if job.options:
+        lines[-1] += f" {_quoted(job.options)}"
+    return lines
+
+
+# -- What a job asks its scheduler for: the lines at the head of its script -------------------------------------------
+
+
+def directives(job: Job) -> list[str]:
+    """Return the lines of the head, each a comment that the scheduler reads."""
+    prefix, lines = {"slurm": _slurm, "pbs": _pbs, "lsf": _lsf, "flux": _flux}[job.scheduler](job)
+    return [f"{prefix} {line}" for line in lines]
+
+
+def _slurm(job: Job) -> tuple[str, list[str]]:
+    lines = [f"--job-name={job.job_name}"]
+    if job.account:
+        lines.append(f"--account={job.account}")
+    if job.queue:
+        lines.append(f"--partition={job.queue}")
+    if job.array:
+        lines.append(f"--array={job.array}")
+    lines += [f"--nodes={job.nodes}", f"--ntasks-per-node={job.ranks_per_node}"]
+    if job.gpus:
+        # by node, not by task: ranks that see only their own GPU cannot copy to each other's directly
+        lines.append(f"--gpus-per-node={job.ranks_per_node}")
+    lines.append(f"--cpus-per-task={job.threads}")
+    if job.nodes > 1:
+        lines.append("--distribution=block:block")
+    lines.append(f"--time={job.clock}")
+    if job.preemptable:
+        lines.append(f"--signal=USR2@{job.notice}")
+    lines += [f"--output=slurm-{'%A_%a' if job.array else '%j'}.out", "--open-mode=append"]
+    return "#SBATCH", [*lines, "--requeue" if job.preemptable else "--no-requeue"]
+
+
+def _pbs(job: Job) -> tuple[str, list[str]]:
+    cores = job.ranks_per_node * job.threads
+    chunk = f"select={job.nodes}:ncpus={cores}:mpiprocs={job.ranks_per_node}:ompthreads={job.threads}"
+    lines = [f"-N {job.job_name}"]
+    if job.account:
+        lines.append(f"-A {job.account}")
+    if job.queue:
+        lines.append(f"-q {job.queue}")
+    if job.array:
+        lines.append(f"-J {job.array}")
+    lines.append(f"-l {chunk}" + (f":ngpus={job.ranks_per_node}" if job.gpus else ""))
+    lines += ["-l place=scatter", f"-l walltime={job.clock}", "-j oe"]
+    return "#PBS", [*lines, f"-r {'y' if job.preemptable or job.array else 'n'}"]  # an array has to be rerunnable
+
+
+def _lsf(job: Job) -> tuple[str, list[str]]:
+    lines = [f'-J "{job.job_name}[{job.array}]"' if job.array else f"-J {job.job_name}"]
+    if job.account:
+        lines.append(f"-P {job.account}")
+    if job.queue:
+        lines.append(f"-q {job.queue}")
+    if job.launcher == "jsrun":
+        lines.append(f"-nnodes {job.nodes}")
+    else:
+        cores = job.ranks_per_node * job.threads  # a slot is a core, as a rule
+        lines += [f"-n {job.nodes * cores}", f'-R "span[ptile={cores}]"']
+        if job.gpus:
+            lines.append(f'-gpu "num={job.ranks_per_node}"')
+    minutes = -(-job.seconds // 60)
+    lines.append(f"-W {minutes // 60:02}:{minutes % 60:02}")
+    if job.preemptable:
+        # MPICH's mpiexec hands on TERM and dies of USR2; that of Open MPI kills its ranks 0.2 s after TERM
+        lines += [f"-wa {'USR2' if job.mpi == 'openmpi' or job.launcher == 'jsrun' else 'TERM'}"]
+        lines += [f"-wt {-(-job.notice // 60)}", '-Q "75"']
+    return "#BSUB", [*lines, f"-o lsf-{'%J_%I' if job.array else '%J'}.out"]
+
+
+def _flux(job: Job) -> tuple[str, list[str]]:
+    lines = [f"--job-name={job.job_name}"]
+    if job.account:
+        lines.append(f"--bank={job.account}")
+    if job.queue:
+        lines.append(f"--queue={job.queue}")
+    lines += [f"--nodes={job.nodes}", "--exclusive", f"--time-limit={job.seconds}s"]
+    return "# flux:", [*lines, "--output=flux-{{id}}.out"]

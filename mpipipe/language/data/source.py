@@ -1,0 +1,280 @@
+"""What a training reads: tokens for training and for validation, read by position.
+
+`Tokens` is the protocol: a length, `read`, and where documents begin. `Source` holds two of them. What `--data` names
+becomes a Source; `train(config, architecture, data=source)` takes one of the user's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from mpipipe.errors import DataError
+from mpipipe.language.data.pieces import read_bytes, size_of
+
+
+class Tokens(Protocol):
+    """Tokens one after the other, of which any part is read by position.
+
+    Attributes
+    ----------
+    nbytes : int or None
+        Bytes of the text that they stand for; None if that is not known.
+    """
+
+    @property
+    def nbytes(self) -> int | None:
+        """Bytes of the text that they stand for; None if that is not known."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Read some tokens.
+
+        Parameters
+        ----------
+        start : int
+            Position of the first.
+        count : int
+            Number of tokens.
+
+        Returns
+        -------
+        numpy.ndarray
+            (count,), integers of any dtype.
+        """
+
+    def starts(self, start: int, stop: int) -> np.ndarray | None:
+        """Find the documents that begin in a part.
+
+        Parameters
+        ----------
+        start, stop : int
+            The part: positions start ... stop - 1.
+
+        Returns
+        -------
+        numpy.ndarray or None
+            Positions of the first token of each of these documents, int64, rising; None if nothing is known of
+            documents.
+        """
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a training reads.
+
+    Attributes
+    ----------
+    vocab : int
+        Number of token ids: all are at least 0 and below it.
+    train, validation : Tokens
+        The tokens of each; `Array` makes them from an array.
+    fingerprint : str
+        Equal where the tokens are equal. Ranks compare it, and so does a resume.
+    unit : str
+        What a token is, in the plural, for people: "bytes" or "tokens".
+    tokenizer : str, optional
+        Hash of the tokenizer that made them; see `mpipipe.language.data.tokenizer`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpipipe.train import data
+    >>> tokens = np.random.default_rng(0).integers(0, 50, 10_000, np.uint16)
+    >>> source = data.Source.of_arrays(tokens[:9_500], tokens[9_500:], vocab=50)
+    >>> len(source.train), source.validation.read(3, 4).shape
+    (9500, (4,))
+    """
+
+    vocab: int
+    train: Tokens
+    validation: Tokens
+    fingerprint: str
+    unit: str = "tokens"
+    tokenizer: str | None = None
+
+    @classmethod
+    def of_arrays(cls, train: ArrayLike, validation: ArrayLike, vocab: int) -> Source:
+        """Make a source of two arrays of token ids.
+
+        Parameters
+        ----------
+        train, validation : array_like
+            One axis of integers, at least 0 and below `vocab`.
+        vocab : int
+            Number of token ids.
+
+        Returns
+        -------
+        Source
+            Whose fingerprint is a hash of all tokens.
+
+        Raises
+        ------
+        DataError
+            For another kind of array, or a token id out of range.
+        """
+        parts: list[Array] = []
+        content = blake2b(digest_size=16)
+        for name, given in (("train", train), ("validation", validation)):
+            tokens = Array(given)
+            outside = np.flatnonzero((tokens.array < 0) | (tokens.array >= vocab))
+            if outside.size:
+                raise out_of_range(int(tokens.array[outside[0]]), vocab, int(outside[0]), f"the array {name}")
+            parts.append(tokens)
+            content.update(f"{len(tokens)} ".encode() + tokens.array.astype("<i8").tobytes())
+        return cls(vocab, parts[0], parts[1], content.hexdigest())
+
+
+class Array(Tokens):
+    """Tokens in memory.
+
+    Parameters
+    ----------
+    array : array_like
+        One axis of integers.
+    documents : sequence of int, optional
+        Positions at which documents begin, rising.
+    nbytes : int, optional
+        Bytes of the text that the tokens stand for.
+
+    Attributes
+    ----------
+    array : numpy.ndarray
+        The tokens.
+
+    Raises
+    ------
+    DataError
+        For another kind of array.
+
+    Examples
+    --------
+    >>> from mpipipe.train import data
+    >>> tokens = data.Array([5, 3, 9, 9, 1], documents=[0, 3])
+    >>> len(tokens), tokens.read(1, 2).tolist(), tokens.starts(1, 5).tolist()
+    (5, [3, 9], [3])
+    """
+
+    def __init__(self, array: ArrayLike, documents: Sequence[int] | None = None, nbytes: int | None = None) -> None:
+        self.array = np.asarray(array)
+        if self.array.ndim != 1 or self.array.dtype.kind not in "iu":
+            raise DataError(
+                "an array of tokens",
+                found=f"{self.array.dtype}{list(self.array.shape)}",
+                expected="one axis of integers",
+            )
+        self.documents = None if documents is None else np.asarray(documents, np.int64)
+        self._nbytes = nbytes
+
+    @property
+    def nbytes(self) -> int | None:
+        return self._nbytes
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        if not 0 <= start <= start + count <= len(self):
+            raise IndexError(f"tokens {start} to {start + count} of {len(self)}")
+        return self.array[start : start + count]
+
+    def starts(self, start: int, stop: int) -> np.ndarray | None:
+        if self.documents is None:
+            return None
+        first, last = np.searchsorted(self.documents, [start, stop])
+        return self.documents[first:last]
+
+
+def out_of_range(token: int, vocab: int, position: int, place: str) -> DataError:
+    """Return the error for a token id that the vocabulary does not have.
+
+    Parameters
+    ----------
+    token : int
+        The id.
+    vocab : int
+        Number of token ids.
+    position : int
+        Where it is.
+    place : str
+        In what it is.
+
+    Returns
+    -------
+    DataError
+        To raise.
+    """
+    return DataError(
+        "a token id is out of range",
+        found=f"id {token} at position {position} of {place}",
+        expected=f"at least 0 and below {vocab}, the size of the vocabulary",
+        remedy="take the data and the model of one tokenizer; tokenize the text again with --tokenizer",
+    )
+
+
+# -- A short text by which ranks find out whether they have the same data. Little of the data is read for it ----------
+#
+# small file   |####|
+# big file     |#.....#.....#.....#|      # hashed blocks, evenly spread: the first, the last, and some between
+
+
+BLOCK = 4096  # bytes
+BLOCKS = 4096  # in all, where there are fewer files than half of this
+FILES = 8192  # whose contents are looked at, where there are more
+GLANCED = 16  # files
+
+
+def fingerprint(found: list[tuple[Path, int]]) -> str:
+    """Return 32 hexadecimal digits for (file, bytes) entries: a hash of all names and sizes, and of sampled contents.
+
+    The order of the entries counts. Of each file the first and the last block of 4 KiB are read, and all of a small
+    file. Up to 2048 files about 16 MiB are read in all; of more files two blocks each, and of 8192 files at most.
+
+    This can miss a change in a big file outside of the sampled blocks, a change in a file that was not sampled, and
+    another folder: only the names of the files themselves count.
+
+    Raises DataError if a file is shorter than its entry says, or cannot be read.
+    """
+    content = blake2b(digest_size=16)
+    for path, size in found:
+        content.update(f"{path.name} {size}\n".encode(errors="surrogateescape"))
+    chosen = spread(len(found), FILES)
+    for index in chosen:
+        path, size = found[index]
+        for block in spread(-(-size // BLOCK), max(2, BLOCKS // len(chosen))):
+            start = block * BLOCK
+            content.update(read_bytes(path, start, min(BLOCK, size - start)))
+    return content.hexdigest()
+
+
+def glance(found: list[tuple[Path, int]]) -> str:
+    """Return 32 hexadecimal digits for what a rank sees of files that another rank has listed.
+
+    At most `GLANCED` files are looked at, however many there are: at their sizes, and at their first and last block.
+
+    Raises DataError if one of them cannot be read.
+    """
+    content = blake2b(digest_size=16)
+    for index in spread(len(found), GLANCED):
+        path, size = found[index]
+        size_here = size_of(path)
+        content.update(f"{size_here}\n".encode())
+        if size_here == size:
+            for start in {0, max(0, size - BLOCK)}:
+                content.update(read_bytes(path, start, min(BLOCK, size)))
+    return content.hexdigest()
+
+
+def spread(total: int, count: int) -> list[int]:
+    """Choose at most `count` >= 2 of the numbers 0 ... total - 1, evenly spread, with the first and the last."""
+    if total <= count:
+        return list(range(total))
+    return [number * (total - 1) // (count - 1) for number in range(count)]

@@ -1,0 +1,382 @@
+"""The loss of a model on tokens: windows one after the other, each token predicted once, over any mesh.
+
+    tokens      t0 t1 t2 t3 t4 t5 t6 t7 t8 t9 ...
+    window 0   [t0 t1 t2 t3]               predicts t1 ... t4
+    window 1               [t4 t5 t6 t7]   predicts t5 ... t8        and so on; what is left at the end is left out
+
+By document, windows begin with each document and end with it, so that the last one of each may be shorter. The replicas
+take windows in turn. What they find is summed in float64, so the mesh changes the result by rounding alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+from mpipipe import arrays, nn, schedules
+from mpipipe.arrays import Array
+from mpipipe.attention import kernels
+from mpipipe.comm.mesh import Mesh
+from mpipipe.errors import ConfigError, DataError, NonFiniteError
+from mpipipe.even_split import even_split
+from mpipipe.job.group import Group, group_of
+from mpipipe.language import data
+from mpipipe.language.data import Tokens, find
+from mpipipe.language.data.source import glance
+from mpipipe.language.data.tokenize import Encoder
+from mpipipe.language.data.tokenizer import Tokenizer
+from mpipipe.language.data.units import units_of
+from mpipipe.language.models.model_folder import ModelFolder
+from mpipipe.pipeline import Pipeline
+from mpipipe.text import counted
+from mpipipe.train import limits
+from mpipipe.train.training_plan import Shard, TrainingPlan
+
+TOKENS = 4096  # of a micro-batch, by default
+IN_FLIGHT = 4  # micro-batches for each rank of a pipeline: one alone leaves all ranks but one waiting
+
+
+class Sum(NamedTuple):
+    """Losses of some tokens: their number, and the sum in nats."""
+
+    tokens: int
+    nats: float
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a model says of a text.
+
+    Attributes
+    ----------
+    tokens : number of tokens predicted
+    loss : their mean cross-entropy in nats
+    bits_per_byte : of the text, None if its bytes are not known
+    documents : of each document in which a token was predicted, by its number; empty unless asked for
+    """
+
+    tokens: int
+    loss: float
+    bits_per_byte: float | None
+    documents: dict[int, Sum]
+
+    @property
+    def perplexity(self) -> float:
+        """The exponential of the loss, infinite where it is too large."""
+        return perplexity(self.loss)
+
+
+def perplexity(loss: float) -> float:
+    """Return exp(loss), infinite where that is too large."""
+    return math.exp(loss) if loss < 709 else math.inf
+
+
+class WindowLosses(nn.HeadCrossEntropy):
+    """The loss of an evaluation: it notes the loss of each window, with the product of the head in tiles."""
+
+    def __init__(self, stage: nn.Stage) -> None:
+        super().__init__(stage)
+        self._noted: list[tuple[int, int, Any]] = []  # (document, tokens, mean loss), in order
+        self._nats: dict[int, list[float]] = defaultdict(list)
+        self._tokens: dict[int, int] = defaultdict(int)
+
+    def __call__(self, output: Array, target: Any, factor: float = 1.0) -> tuple[float, None]:
+        """Note the losses of the windows of a micro-batch. What is returned, 0, is nobody's loss."""
+        ids, counts, documents = target["ids"], target["counts"].tolist(), target["documents"].tolist()
+        if set(counts) == {ids.shape[1]} and len(set(documents)) == 1:  # the common case: all in one product
+            self._note(documents[0], output, ids)
+            return 0.0, None
+        for row, (count, document) in enumerate(zip(counts, documents)):
+            if count:
+                self._note(document, output[row : row + 1, :count], ids[row : row + 1, :count])
+        return 0.0, None
+
+    def _note(self, document: int, output: Array, ids: Array) -> None:
+        value, _ = super().__call__(output, ids)
+        self._noted.append((document, ids.size, value))
+
+    def settle(self) -> None:
+        """Add up what was noted; waits for a GPU. Raises NonFiniteError if a loss is NaN or infinite."""
+        for document, count, value in self._noted:
+            mean = float(arrays.download(value)) if arrays.is_device(value) else float(value)
+            if not math.isfinite(mean):
+                raise NonFiniteError(
+                    "the loss of a window is not finite",
+                    found=f"{mean} in document {document}",
+                    expected="finite numbers",
+                    remedy="take weights of a training whose loss is finite, or a wider dtype",
+                )
+            self._nats[document].append(mean * count)
+            self._tokens[document] += count
+        self._noted.clear()
+
+    def sums(self) -> dict[int, Sum]:
+        """Return the sum of each document."""
+        return {document: Sum(self._tokens[document], math.fsum(nats)) for document, nats in self._nats.items()}
+
+
+class Evaluator:
+    """A pipeline that evaluates.
+
+    Parameters
+    ----------
+    pipeline : on `mesh.pipe`, whose loss is `losses`
+    losses : on the ranks of the last stage, None elsewhere
+    mesh, shard : where this rank stands, and its part of each window
+    rows : windows of a micro-batch
+    vocab : number of ids that the model knows
+    """
+
+    def __init__(
+        self, pipeline: Pipeline, losses: WindowLosses | None, mesh: Mesh, shard: Shard, *, rows: int, vocab: int
+    ) -> None:
+        self.pipeline, self.losses, self.mesh, self.shard = pipeline, losses, mesh, shard
+        self.vocab = vocab
+        placement = pipeline.schedule.placement
+        self.first, self.last = mesh.pipe.rank == placement[0], mesh.pipe.rank == placement[-1]
+        self.share = rows * pipeline.schedule.microbatches  # windows of a replica in one call
+        self.positions = shard.layout.positions(shard.rank)
+
+    def run(self, tokens: Tokens | None, windows: Windows) -> Iterator[int]:
+        """Evaluate all windows; yield how many have been done after each call; collective.
+
+        tokens : on the ranks of the first and the last stage
+        windows : the same on every rank
+        """
+        group, at_once = group_of(self.mesh.comm), self.share * self.mesh.data.size
+        for start in range(0, len(windows), at_once):
+            stop = min(start + at_once, len(windows))
+            own = range(start + self.mesh.data.rank, stop, self.mesh.data.size)
+            inputs, targets = None, None
+            with group.together("evaluate: reading the data"):
+                if tokens is not None:
+                    inputs, targets = self._batch(tokens, [windows[number] for number in own], windows.length)
+            self.pipeline.evaluate(inputs if self.first else None, targets if self.last else None)
+            with group.together("evaluate: the losses"):
+                if self.losses is not None:
+                    self.losses.settle()
+            yield stop
+
+    def _batch(self, tokens: Tokens, own: Sequence[Window], length: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Return inputs and targets of this rank: its positions of each window, zeros behind the end of short ones."""
+        if self.shard.ring is None:  # else the ring is made for windows of one length
+            length = max((window.rows for window in own), default=1)
+        read = np.zeros((max(1, len(own)), length + 1), np.int64)  # a replica without windows takes an empty one
+        for row, window in zip(read, own):
+            row[: window.rows + 1] = tokens.read(window.start, window.rows + 1)
+            self._check(row, window)
+        counts = np.zeros(len(read), np.int64)
+        counts[: len(own)] = np.searchsorted(self.positions, [window.rows for window in own])
+        documents = np.zeros(len(read), np.int64)
+        documents[: len(own)] = [window.document for window in own]
+        cut = self.shard.cut
+        targets = {"ids": np.ascontiguousarray(cut(read[:, 1:])), "counts": counts, "documents": documents}
+        return np.ascontiguousarray(cut(read[:, :-1])), targets
+
+    def _check(self, row: np.ndarray, window: Window) -> None:
+        outside = np.flatnonzero((row < 0) | (row >= self.vocab))
+        if outside.size:
+            raise DataError(
+                "a token id is out of range",
+                found=f"id {row[outside[0]]} at position {window.start + outside[0]} of the data",
+                expected=f"at least 0 and below {self.vocab}, which the model knows",
+                remedy="take the data and the model of one tokenizer",
+            )
+
+    def result(self, by_document: bool, bytes_per_token: float | None) -> Evaluation:
+        """Return what all ranks have found, on every rank; collective."""
+        group = group_of(self.mesh.comm)
+        parts: dict[int, list[Sum]] = defaultdict(list)
+        for part in group.gather("evaluate: all losses", {} if self.losses is None else self.losses.sums()):
+            for document, each in part.items():
+                parts[document].append(each)
+        documents = {
+            document: Sum(sum(each.tokens for each in found), math.fsum(each.nats for each in found))
+            for document, found in sorted(parts.items())
+        }
+        count = sum(each.tokens for each in documents.values())
+        loss = math.fsum(each.nats for each in documents.values()) / count
+        bits = None if bytes_per_token is None else loss / math.log(2) / bytes_per_token
+        return Evaluation(count, loss, bits, documents if by_document else {})
+
+
+def build_evaluator(
+    folder: ModelFolder, mesh: Mesh, length: int, *, layout: str, rows: int | None, dtype: str, device: str
+) -> AbstractContextManager[Evaluator]:
+    """Build the evaluator of a model in a folder, a context manager; collective.
+
+    Parameters
+    ----------
+    folder : with the model
+    mesh : all ranks
+    length : tokens of a window
+    layout : which positions of it each rank of `mesh.seq` holds
+    rows : windows of a micro-batch; None: so many that they have about `TOKENS` tokens
+    dtype : of activations
+    device : "cpu" or "cuda"
+
+    Raises ConfigError, on every rank, for a window that is longer than the model allows or shorter than its ranks need.
+    """
+    group = group_of(mesh.comm)
+    with group.together("evaluate: the model"):
+        model, ranks = folder.model, mesh.pipe.size
+        if length > model.seq:
+            raise ConfigError(
+                "a window is longer than the model allows",
+                found=f"--seq-len {length}",
+                expected=f"at most {model.seq}, the length of its sequences",
+            )
+        microbatches = 1 if ranks == 1 else IN_FLIGHT * ranks
+        limits.check_counts(model.layers, "forward_only", ranks, 1, microbatches)
+        schedule = schedules.forward_only(ranks, 1, microbatches)
+        at_once = rows or max(1, TOKENS // length)
+        plan = TrainingPlan(model, schedule, schedules.partition(model.costs(), schedule.stages), rows=at_once)
+    with group.together("evaluate: the shards of windows"):
+        shard = Shard(mesh.seq, layout, length)
+    with group.together("evaluate: the stages"):
+        kernels.check_choice(device)
+        stages = plan.stages(mesh.pipe.rank, shard, dtype, 0, device)
+        losses = WindowLosses(stages[-1]) if mesh.pipe.rank == schedule.placement[-1] else None
+    folder.load(stages, mesh)
+    pipeline = Pipeline(stages, schedule, mesh.pipe, loss=losses, replicas=mesh.replicas)
+    return _closing(pipeline, Evaluator(pipeline, losses, mesh, shard, rows=at_once, vocab=model.vocab))
+
+
+@contextmanager
+def _closing(pipeline: Pipeline, evaluator: Evaluator) -> Iterator[Evaluator]:
+    with pipeline:
+        yield evaluator
+
+
+# -- The data of an evaluation: tokens as they are, or text as the tokens of the model --------------------------------
+
+
+def open_tokens(folder: ModelFolder, paths: Sequence[str], mesh: Mesh) -> tuple[Tokens, str]:
+    """Return the tokens at the paths, which rank 0 looks for, and what a token is called; on every rank, collective.
+
+    Files of tokens are read by position. Text of a model with a tokenizer is tokenized by all ranks together, each of
+    which then has all tokens in memory. Raises, on every rank, DataError or ConfigError for data that are not the
+    model's.
+    """
+    group = group_of(mesh.comm)
+    listed, tokenizer = None, None
+    with group.together("evaluate: the data"):
+        if mesh.rank == 0:
+            if not paths:
+                raise ConfigError("there is nothing to evaluate on", expected="files with --data")
+            listed = find([str(Path(path).absolute()) for path in paths], folder.model.vocab)
+    absolute = group.broadcast("evaluate: the paths", [str(Path(path).absolute()) for path in paths])
+    found = group.broadcast("evaluate: the list of data", listed)
+    with group.together("evaluate: the tokenizer"):
+        tokenizer = folder.tokenizer()
+        if found.unit == "bytes" and tokenizer is None and folder.model.vocab != 256:
+            raise ConfigError(
+                "the model has no tokenizer, so it takes no text",
+                found=f"text in {absolute[0]}, {folder.model.vocab} token ids in the model",
+                expected="files of tokens",
+                remedy="python -m mpipipe tokenize --tokenizer DIR TEXT --out FILE",
+            )
+        wanted = getattr(found, "tokenizer", None)
+        if tokenizer is not None and wanted not in (None, (hash_ := getattr(tokenizer, "hash", wanted))):
+            raise DataError(
+                "the tokens are those of another tokenizer",
+                found=f"hash {wanted} in {absolute[0]}",
+                expected=f"{hash_}, as in {folder.path}",
+                remedy="tokenize the text with the tokenizer of the model",
+            )
+    if found.unit == "bytes" and tokenizer is not None:
+        return tokenized(found.found(absolute), cast(Tokenizer, tokenizer), group), "tokens"
+    with group.together("evaluate: opening the data"):
+        tokens = found.whole(absolute)
+        seen = glance(found.found(absolute))
+    group.agree(
+        "evaluate: the data",
+        (("the first and last blocks of the files", seen),),
+        message="the ranks see different data",
+        remedy="give the same files to all hosts, best on a shared file system",
+    )
+    return tokens, found.unit
+
+
+def tokenized(files: Sequence[tuple[Path, int]], tokenizer: Tokenizer, group: Group) -> data.Array:
+    """Return the tokens of files of text on every rank; each rank has tokenized its share. Collective."""
+    units = units_of(files)
+    part = even_split(len(units), group.size)[group.rank]
+    chunk = None
+    with group.together("evaluate: tokenizing"):
+        chunk = Encoder(tokenizer).encode(units[part.start : part.stop])
+    chunks = group.gather("evaluate: the tokens", chunk)
+    shifts = np.cumsum([0, *(len(each.ids) for each in chunks)])
+    starts = [start + int(shift) for each, shift in zip(chunks, shifts) for start in each.starts]
+    ids = np.concatenate([each.ids for each in chunks])
+    return data.Array(ids, starts, sum(sum(each.nbytes) for each in chunks))
+
+
+# -- The windows of an evaluation: which tokens each of them reads, and which document it is of -----------------------
+
+
+class Window(NamedTuple):
+    """Inputs start ... start + rows - 1, each of which predicts the token behind it.
+
+    `document` is its number, 0 where all is one.
+    """
+
+    start: int
+    rows: int
+    document: int
+
+
+class Windows:
+    """The windows of `length` tokens in a text, by number.
+
+    Parameters
+    ----------
+    starts : where each document begins, rising from 0, and the number of tokens at the end
+    length : inputs of a window
+    short : whether a document's last window may be shorter
+    """
+
+    def __init__(self, starts: np.ndarray, length: int, short: bool) -> None:
+        self.length, self.short = length, short
+        self._starts = np.asarray(starts, np.int64)
+        predicted = np.maximum(np.diff(self._starts) - 1, 0)
+        self._ends = np.cumsum(-(-predicted // length) if short else predicted // length)
+        if not len(self):
+            raise DataError(
+                "the data are too short for one window",
+                found=f"{counted(self._starts[-1], 'token')} in {counted(len(predicted), 'document')}",
+                expected="a document of two tokens" if short else f"at least {length + 1} tokens",
+                remedy="give more data, or a shorter --seq-len",
+            )
+
+    @classmethod
+    def of(cls, tokens: Tokens, length: int, by_document: bool) -> Windows:
+        """Return the windows of all tokens as one text, or of each document; raises DataError if there are none."""
+        if not by_document:
+            return cls(np.array([0, len(tokens)]), length, short=False)
+        starts = tokens.starts(0, len(tokens))
+        if starts is None:
+            raise DataError(
+                "the data do not say where documents begin",
+                expected="a file of tokens with documents, or files of text",
+                remedy="leave out --by-document, or tokenize the text again",
+            )
+        inner = starts[(starts > 0) & (starts < len(tokens))]
+        return cls(np.array([0, *inner.tolist(), len(tokens)]), length, short=True)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def __getitem__(self, number: int) -> Window:
+        document = int(np.searchsorted(self._ends, number, side="right"))
+        before = int(self._ends[document - 1]) if document else 0
+        start = int(self._starts[document]) + (number - before) * self.length
+        rows = min(self.length, int(self._starts[document + 1]) - 1 - start)
+        return Window(start, rows, document)

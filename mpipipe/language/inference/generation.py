@@ -1,0 +1,409 @@
+"""Answers to many prompts at once: which tokens go through the model next, and what is drawn behind them.
+
+    slot 0   prompt prompt prompt prompt a a a .        one forward = the tokens that wait in all slots, side by side,
+    slot 1   prompt a a a a a . | prompt prompt a a     cut into micro-batches of equal numbers of tokens:
+    slot 2   prompt prompt a a a a a a a
+                                                        | slot 1: 1, slot 2: 1, slot 0: 14 | slot 0: 16 | slot 0: 16 |
+
+A slot that becomes free takes the next prompt (Yu et al., "Orca", 2022). A long prompt goes through in pieces, which
+follow each other through the stages of the pipeline (Agrawal et al., "Sarathi-Serve", 2024). What comes next follows
+from the tokens so far, which all ranks know, so they need no further message for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from mpipipe import nn
+from mpipipe.attention.cache import Piece, Pieces, SlotCache
+from mpipipe.comm.mesh import Mesh
+from mpipipe.errors import ArgumentError, NonFiniteError
+from mpipipe.even_split import even_split
+from mpipipe.job.consensus import raise_on_all
+from mpipipe.job.group import group_of
+from mpipipe.nn import random
+from mpipipe.pipeline import Pipeline
+from mpipipe.planning import memory
+from mpipipe.train import limits
+from mpipipe.train.training_plan import TrainingPlan
+
+MOST = 512  # tokens of a micro-batch: its activations stay small
+LEAST = 4  # fewer tokens are not cut further: a product with few rows costs as much as one with a single row
+
+
+class Drawn(NamedTuple):
+    """One token of an answer.
+
+    prompt : number of the prompt
+    token : its id
+    ended : None while the answer goes on; else why it has ended: "stop" or "count"
+    """
+
+    prompt: int
+    token: int
+    ended: str | None
+
+
+@dataclass
+class _Sequence:
+    """A prompt in a slot, with its answer so far."""
+
+    prompt: int
+    slot: int
+    tokens: list[int]
+    asked: int  # length of the prompt
+    fed: int = 0  # tokens that the caches have, or have been planned to get
+
+    @property
+    def waiting(self) -> int:
+        return len(self.tokens) - self.fed
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], count: int, vocab: int) -> None:
+    """Raise ArgumentError for no prompts, an empty one, ids that the model does not have, and a count below 1."""
+    if not prompts:
+        raise ArgumentError("there are no prompts", expected="at least one")
+    if count < 1:
+        raise ArgumentError("number of tokens to generate", found=count, expected="at least 1")
+    for number, prompt in enumerate(prompts):
+        name = "the prompt" if len(prompts) == 1 else f"prompt {number}"
+        if not prompt:
+            raise ArgumentError(f"{name} is empty", expected="at least one token, which the answer then continues")
+        strange = next((token for token in prompt if not 0 <= token < vocab), None)
+        if strange is not None:
+            raise ArgumentError(
+                f"{name} has a token that the model does not know", found=strange, expected=f"ids from 0 to {vocab - 1}"
+            )
+
+
+def answers(decoder: Decoder, prompts: Sequence[Sequence[int]], count: int, sampling: Sampling) -> Iterator[Drawn]:
+    """Yield the tokens of the answers to all prompts as they are drawn, the same on every rank; collective.
+
+    One rank draws for all: ranks whose logits differ in a last bit still write the same text. An answer depends on its
+    prompt, its number and `sampling`; on the prompts beside it only as the rounding of a matrix product does on its
+    number of rows.
+
+    Parameters
+    ----------
+    decoder : what `build_decoder` makes, with nothing in its slots
+    prompts : ids of each, which `check_prompts` accepts; the same on every rank
+    count : tokens of an answer at most
+    sampling : how to draw
+
+    Raises, on every rank, NonFiniteError if the model gives logits that are NaN or infinite.
+    """
+    group = group_of(decoder.mesh.comm)
+    waiting = deque(enumerate(prompts))
+    free = deque(range(decoder.slots))
+    active: list[_Sequence] = []
+    while waiting or active:
+        while waiting and free:
+            number, prompt = waiting.popleft()
+            active.append(_Sequence(number, free.popleft(), list(prompt), len(prompt)))
+        parts, asking = _next_parts(active, count, decoder.microbatches)
+        logits = decoder.forward(parts)
+        tokens, error = list[int](), None
+        if decoder.mesh.rank == decoder.drawing:
+            try:
+                tokens = [
+                    draw(row, sampling, generator(sampling.seed, each.prompt, len(each.tokens) - each.asked))
+                    for each, row in zip(asking, logits)
+                ]
+            except NonFiniteError as caught:
+                error = caught
+        tokens, error = group.broadcast("generate: the next tokens", (tokens, error), decoder.drawing)
+        if error is not None:
+            raise_on_all(decoder.drawing, error, group)
+        for each, token in zip(asking, tokens):
+            each.tokens.append(token)
+            ended = None
+            if token in sampling.stop:
+                ended = "stop"
+            elif len(each.tokens) - each.asked == count:
+                ended = "count"
+            if ended is not None:
+                active.remove(each)
+                free.append(each.slot)
+            yield Drawn(each.prompt, token, ended)
+
+
+def _next_parts(active: Sequence[_Sequence], count: int, microbatches: int) -> tuple[list[Part], list[_Sequence]]:
+    """Return the micro-batches of the next forward, and the sequences that get a token from it, in its order.
+
+    Sequences that wait for one token alone come first: a long prompt must not hold them up.
+    """
+    line = sorted(active, key=lambda each: each.waiting > 1)  # stable: by number otherwise
+    tokens = min(sum(each.waiting for each in line), microbatches * MOST)
+    ranges = even_split(tokens, min(microbatches, -(-tokens // LEAST)))
+    parts: list[Part] = []
+    asking: list[_Sequence] = []
+    upcoming = iter(line)
+    each = next(upcoming)
+    for wanted in ranges:
+        pieces: list[Piece] = []
+        taken: list[int] = []
+        while len(taken) < len(wanted):
+            if not each.waiting:
+                each = next(upcoming)
+            rows = min(each.waiting, len(wanted) - len(taken))
+            ends = rows == each.waiting
+            pieces.append(Piece(each.slot, each.fed, rows, each.asked + count, ends))
+            taken += each.tokens[each.fed : each.fed + rows]
+            each.fed += rows
+            if ends:
+                asking.append(each)
+        parts.append((pieces, taken))
+    return parts, asking
+
+
+# -- A pipeline that continues sequences of tokens: the layers of a model, each with a cache of keys and values -------
+
+
+LoadWeights = Callable[[Sequence[nn.Stage]], None]
+Part = tuple[list[Piece], list[int]]  # the pieces of a micro-batch, and its tokens
+
+
+class Decoder:
+    """A pipeline of stages with caches, in whose slots sequences grow. A context manager, which closes the pipeline.
+
+    Attributes
+    ----------
+    pipeline : Pipeline
+    slots : number of sequences at once
+    capacity : of tokens in each, prompt and answer
+    microbatches : most of them in one forward
+    first : whether this rank has the first stage, which takes the tokens
+    drawing : rank of the mesh that has the logits, and draws for all
+    """
+
+    def __init__(self, pipeline: Pipeline, mesh: Mesh, held: list[list[Piece]], slots: int, capacity: int) -> None:
+        placement = pipeline.schedule.placement
+        self.pipeline, self.mesh, self.slots, self.capacity = pipeline, mesh, slots, capacity
+        self.microbatches = pipeline.schedule.microbatches
+        self.first, self.drawing = mesh.pipe.rank == placement[0], mesh.rank_of(placement[-1], 0, 0)
+        self._held = held
+
+    def forward(self, parts: Sequence[Part]) -> list[np.ndarray]:
+        """Run a forward of one to `microbatches` micro-batches, the same on every rank; collective.
+
+        Returns the logits behind each piece that asks for them, in order, each (vocab,), on the ranks of the last
+        stage; none elsewhere.
+        """
+        self._held[:] = [pieces for pieces, _ in parts]
+        inputs = [np.array([tokens], np.int64) for _, tokens in parts] if self.first else None
+        outputs: Any = self.pipeline.forward(inputs)  # arrays, since the inputs are
+        return [] if outputs is None else [row for output in outputs for row in output[0]]
+
+    def __enter__(self) -> Decoder:
+        self.pipeline.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.pipeline.__exit__(kind, error, trace)
+
+
+class DecodingStage:
+    """A stage of a decoder: tells the caches what a micro-batch consists of, and skips what nobody asks for.
+
+    Parameters
+    ----------
+    inner_stages : one nn.Stage; on the last rank another one with the last layer of the model alone
+    pieces : that the caches of the first one read
+    held : the pieces of each micro-batch of the forward under way
+    """
+
+    def __init__(self, inner_stages: list[nn.Stage], pieces: Pieces, held: list[list[Piece]]) -> None:
+        self.inner_stages, self.pieces, self.held = inner_stages, pieces, held
+
+    def forward(self, x: np.ndarray) -> tuple[np.ndarray, None]:
+        """Return hidden states, or from the last stage logits (1, pieces that ask for them, vocab)."""
+        body, *head = self.inner_stages
+        pieces = self.held[body.position.microbatch]
+        self.pieces.begin(pieces)
+        y, _ = body.forward(x)
+        if not head:
+            return y, None
+        ends = np.cumsum([piece.rows for piece in pieces]) - 1
+        asked = [end for end, piece in zip(ends, pieces) if piece.ends]
+        if not asked:
+            return y[:, :0], None
+        return head[0].forward(np.ascontiguousarray(y[:, asked]))[0], None
+
+
+def build_decoder(
+    plan: TrainingPlan, mesh: Mesh, dtype: str, capacity: int, load_weights: LoadWeights, *, slots: int = 1
+) -> Decoder:
+    """Build a decoder of the model of a plan, with as many micro-batches in flight as its schedule has.
+
+    Attention looks back over the last `plan.model.seq` positions in each layer, or over those of the layer's own window
+    where that is shorter. Up to that length this is the model as it was trained. Beyond it, no distance occurs that the
+    rotary positions did not have in training.
+
+    Collective over the mesh. An error of `load_weights` is raised on every rank, and so is ConfigError if parameters
+    and caches cannot fit into memory, and where learned positions are fewer than `capacity` - 1. The caller closes the
+    decoder.
+
+    Parameters
+    ----------
+    plan : model, cut and placement of stages; of its schedule the forwards count
+    mesh : its `pipe` has the stages; the ranks of its `seq` share the caches
+    dtype : of parameters and caches, float32 or float64; they are on the host
+    capacity : length of the longest sequence at its end
+    load_weights : may be collective; sets the parameters of the stages that it is called with, which are this rank's
+    slots : sequences at once
+    """
+    group = group_of(mesh.comm)
+    model, schedule = plan.model, plan.schedule.forward_only_part(plan.schedule.microbatches)
+    with group.together("generate: the memory of a decoder"):
+        memory.check_decoding(plan, mesh.pipe.rank, dtype, (slots, capacity), mesh.seq.size)
+    pieces, held = Pieces(), list[list[Piece]]()
+
+    def attend(window: int | None = None) -> SlotCache:
+        back = model.seq if window is None else min(window, model.seq)
+        return SlotCache(pieces, slots, capacity, mesh.seq, window=back)
+
+    layers = model.build(attend)
+    with group.together("generate: the positions"):
+        limits.check_positions(layers, capacity)
+    with group.together("generate: the stages"):
+        stages = []
+        for start, stop in plan.ranges_of(mesh.pipe.rank):
+            cuts = [start, stop - 1, stop] if stop == len(layers) else [start, stop]
+            inner = [nn.Stage(layers[low:high], dtype=dtype, first=low) for low, high in pairwise(cuts)]
+            stages.append(DecodingStage(inner, pieces, held))
+    with group.together("generate: the parameters"):
+        load_weights([inner for stage in stages for inner in stage.inner_stages])
+    return Decoder(Pipeline(stages, schedule, mesh.pipe, replicas=mesh.replicas), mesh, held, slots, capacity)
+
+
+# -- How the next token is drawn from the logits of a model: in float64, with ties that have one answer ---------------
+#
+# The random number for a token follows from (seed, number of the prompt, number of the token in its answer) alone.
+# So it does not depend on the ranks, nor on the prompts beside it.
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Which tokens may be drawn, and when an answer ends.
+
+    Parameters
+    ----------
+    temperature : divides the logits; 0 takes the likeliest token, of equally likely ones that with the lowest id
+    top_k : only the so many likeliest tokens; 0: all
+    top_p : of these, only the likeliest ones whose probabilities together reach this
+    seed : of the draws
+    stop : ids that end an answer
+
+    Raises ArgumentError for a value out of its range.
+    """
+
+    temperature: float = 0.8
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    stop: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < math.inf:
+            raise ArgumentError("temperature", found=self.temperature, expected="a finite number of at least 0")
+        if self.top_k < 0:
+            raise ArgumentError("top-k", found=self.top_k, expected="a number of tokens, or 0 for all")
+        if not 0 < self.top_p <= 1:
+            raise ArgumentError("top-p", found=self.top_p, expected="a probability above 0, and 1 at most")
+
+
+class Uniform(Protocol):
+    """What draws: numpy's Generator."""
+
+    def random(self) -> float:
+        """Return a number from 0 to 1, without 1."""
+
+
+def generator(seed: int, prompt: int, position: int) -> np.random.Generator:
+    """Return the random numbers for one token of the answer to one prompt."""
+    return np.random.Generator(np.random.Philox(key=random.key("sample", seed), counter=[0, 0, prompt, position]))
+
+
+def draw(logits: np.ndarray, sampling: Sampling, uniform: Uniform) -> int:
+    """Draw an id from softmax(logits / temperature), (vocab,), restricted by top-k and then by top-p.
+
+    Where logits are equal, lower ids count as likelier. Raises NonFiniteError if a logit is NaN or infinite.
+    """
+    finite = np.isfinite(logits)
+    if not finite.all():
+        raise NonFiniteError(
+            "the logits of the model are not finite",
+            found=f"{np.count_nonzero(~finite)} of {finite.size} are not",
+            expected="finite numbers",
+            remedy="take weights of a training whose loss is finite, or a wider dtype",
+        )
+    if sampling.temperature == 0:
+        return int(np.argmax(logits))
+    scaled = (logits.astype(np.float64) - logits.max()) / sampling.temperature
+    weights = np.exp(scaled)
+    if sampling.top_k or sampling.top_p < 1:
+        allowed = _allowed(scaled, weights, sampling.top_k or len(scaled), sampling.top_p)
+        weights = np.where(allowed, weights, 0)
+    cumulative = np.cumsum(weights)
+    return int(np.searchsorted(cumulative, uniform.random() * cumulative[-1], side="right"))
+
+
+def _allowed(scaled: np.ndarray, weights: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
+    """Return which ids may be drawn."""
+    order = np.argsort(-scaled, kind="stable")[:top_k]
+    if top_p < 1:
+        cumulative = np.cumsum(weights[order])
+        order = order[: int(np.searchsorted(cumulative, top_p * cumulative[-1])) + 1]
+    allowed = np.zeros(len(scaled), bool)
+    allowed[order] = True
+    return allowed
+
+
+# -- Text from a model, and how text of unknown content is shown ------------------------------------------------------
+
+
+def generate(decoder: Decoder, prompt: bytes, count: int, *, temperature: float, seed: int) -> bytes:
+    """Return bytes that continue `prompt`, the same on every rank. Collective over the mesh of the decoder.
+
+    Parameters
+    ----------
+    decoder : what `build_decoder` makes, before any other forward
+    prompt : at least one byte, on every rank
+    count : number of bytes to return
+    temperature : divides the logits; 0 takes the likeliest byte
+    seed : of the draws
+
+    Raises, on every rank, ArgumentError for an empty prompt and a temperature that is below 0 or not finite, and
+    NonFiniteError if the model gives logits that are NaN or infinite.
+    """
+    return bytes(continued(decoder, prompt, count, 256, temperature=temperature, seed=seed))
+
+
+def continued(
+    decoder: Decoder, prompt: Sequence[int], count: int, vocab: int, *, temperature: float, seed: int
+) -> list[int]:
+    """Return token ids that continue those of `prompt`, as `generate` does for bytes; `vocab` is that of the model."""
+    with group_of(decoder.mesh.comm).together("generate: the prompt"):
+        sampling = Sampling(temperature=temperature, seed=seed)
+        check_prompts([prompt], count, vocab)
+    return [drawn.token for drawn in answers(decoder, [prompt], count, sampling)]
+
+
+def readable(text: bytes) -> str:
+    """Decode UTF-8, with a replacement character for all that would not show, or would move a cursor."""
+    return shown(text.decode(errors="replace"))
+
+
+def shown(text: str) -> str:
+    """Put a replacement character for all that would not show, or would move a cursor."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)

@@ -1,0 +1,377 @@
+"""A decoder-only transformer from a description: one class for GPT-2, Llama and their kin.
+
+token ids -> Embedding (+ learned positions) -> layers * [x + SelfAttention(norm x), x + FeedForward(norm x)] -> norm,
+head -> logits
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from numpy.typing import ArrayLike
+
+from mpipipe import nn
+from mpipipe.attention import Local
+from mpipipe.errors import ArgumentError
+from mpipipe.nn.layers.attend import ForwardAndBackward, as_attend
+from mpipipe.nn.rope import KINDS, RopeScaling, scaling_of
+from mpipipe.text import counted
+
+TIE = "tokens"  # key of the matrix that embedding and head share
+FILLED = ("kv_heads", "hidden", "head_dim")  # sizes that follow from others where they are not given
+
+
+@dataclass(frozen=True)
+class GPT:
+    """The description of a GPT, from which it is built layer by layer.
+
+    Parameters
+    ----------
+    vocab : int
+        Number of token ids; 256 for bytes.
+    dim : int
+        Width.
+    layers : int
+        Number of transformer blocks.
+    heads : int
+        Number of attention heads.
+    kv_heads : int, optional
+        Number of heads of keys and values, a divisor of heads; by default `heads`.
+    hidden : int, optional
+        Inner width of the feed-forward layers; by default 8/3 dim for SwiGLU, rounded up to a multiple of 64, and 4 dim
+        for GELU.
+    seq : int
+        Length of the sequences, for `costs`.
+    tied : bool
+        Whether embedding and head are one matrix.
+    dropout : float
+        Probability of dropout after attention and feed-forward.
+    rope_base : float
+        Base of the rotary position embedding.
+    head_dim : int, optional
+        Width of a head, even for rotary positions; by default dim / heads.
+    norm : str
+        "rms": `nn.RMSNorm`. "layer": `nn.LayerNorm`.
+    eps : float
+        Epsilon of all norms.
+    positions : str
+        "rotary": queries and keys are turned. "learned": a table, whose rows are added to the embedding.
+    max_positions : int, optional
+        Rows of the learned table, at least `seq`, which is the default. None for rotary positions.
+    rope_scaling : RopeScaling, optional
+        `nn.LinearScaling`, `nn.Llama3Scaling` or `nn.YarnScaling`; also a mapping, as `dataclasses.asdict` makes one.
+    qkv_bias, out_bias : bool
+        Whether the projections to queries, keys and values have a bias, and the one behind attention.
+    qk_norm : bool
+        Whether each head of queries and of keys is normalised (`nn.RMSNorm`, with a gain of its own each) before it is
+        turned (Dehghani et al., "Scaling vision transformers to 22 billion parameters", 2023).
+    windows : tuple of (int or None), optional
+        For each layer how many positions a query sees, itself included; None: all before it.
+    feed_forward : str
+        "swiglu": `nn.SwiGLU`. "gelu": `nn.FeedForward`, with GELU in its tanh form.
+    feed_forward_bias : bool
+        Whether the products of the feed-forward layers have biases.
+    embedding_scale : float
+        Factor on the rows of the embedding, not on learned positions, and not on a tied head.
+
+    Raises
+    ------
+    ArgumentError
+        The sizes or options do not fit together.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpipipe import attention, nn
+    >>> from mpipipe.language.models import GPT
+    >>> model = GPT(dim=64, layers=2, heads=4)
+    >>> model.parameters
+    139584
+    >>> layers = model.build(attention.Local())
+    >>> len(layers), len(model.costs())
+    (6, 6)
+    >>> logits, saved = nn.Stage(layers).forward(np.zeros((1, 16), np.int64))
+    >>> logits.shape
+    (1, 16, 256)
+
+    The options of GPT-2, with small sizes:
+
+    >>> options = dict(norm="layer", eps=1e-5, positions="learned", qkv_bias=True, out_bias=True, tied=True)
+    >>> model = GPT(dim=64, layers=2, heads=4, **options, feed_forward="gelu", feed_forward_bias=True)
+    >>> model.hidden, model.max_positions
+    (256, 128)
+    """
+
+    vocab: int = 256
+    dim: int = 128
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = None  # type: ignore[assignment]  # filled in below
+    hidden: int = None  # type: ignore[assignment]  # filled in below
+    seq: int = 128
+    tied: bool = False
+    dropout: float = 0.0
+    rope_base: float = 10000.0
+    head_dim: int = None  # type: ignore[assignment]  # filled in below
+    norm: str = "rms"
+    eps: float = 1e-6
+    positions: str = "rotary"
+    max_positions: int | None = None
+    rope_scaling: RopeScaling | None = None
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: bool = False
+    windows: tuple[int | None, ...] | None = None
+    feed_forward: str = "swiglu"
+    feed_forward_bias: bool = False
+    embedding_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        given = vars(self)
+        check_sizes({name: value for name, value in given.items() if value is not None or name not in FILLED})
+        heads = self.heads if self.kv_heads is None else self.kv_heads
+        check_heads({**given, "kv_heads": heads})
+        check_positions(given)
+        self._fill("kv_heads", self.heads)
+        self._fill("hidden", 4 * self.dim if self.feed_forward == "gelu" else -(-8 * self.dim // (3 * 64)) * 64)
+        self._fill("head_dim", self.dim // self.heads)
+        if self.positions == "learned":
+            self._fill("max_positions", self.seq)
+        object.__setattr__(self, "windows", checked_windows(self.windows, self.layers))
+        object.__setattr__(self, "rope_scaling", checked_scaling(self.rope_scaling, self.rope_base))
+
+    def _fill(self, name: str, value: int) -> None:
+        if getattr(self, name) is None:
+            object.__setattr__(self, name, value)
+
+    def build(
+        self, attend: ForwardAndBackward | Callable[..., ForwardAndBackward], positions: ArrayLike | None = None
+    ) -> list[nn.Layer]:
+        """Build the layers, for stages to bind: integers (batch, seq) go in, logits (batch, seq, vocab) come out.
+
+        Parameters
+        ----------
+        attend : object or callable
+            What `nn.SelfAttention` attends with, such as `attention.Local()`. Layers with a window of their own attend
+            with `attend.with_window(window)`, which Local and Ring have; a ring of each window is made by all its
+            ranks together. A function is called for each layer, to make an object of its own: without arguments, or,
+            where `windows` is set, as `attend(window=window)`, with None for a layer without a window. So
+            `lambda window=None: attention.Cached(capacity, window=window)` serves every model. Where positions are
+            learned, the function is called once more, first of all, for the layer that adds them.
+        positions : 1-D integers, optional
+            Positions of the rows in the whole sequence, if a rank holds a part of it; by default 0 ... seq - 1.
+
+        Returns
+        -------
+        list of Layer
+            2 * `layers` + 2 layers: embedding, attention and feed-forward in turn, norm with head. The first one is an
+            `nn.Embedding`, or an `nn.Sequential` of that and an `nn.LearnedPositions`.
+        """
+        tie = TIE if self.tied else None
+        # The last matrix of each of the 2 * layers residual branches starts smaller, so that the sum of all branches
+        # has the size of one (Radford et al., "Language models are unsupervised multitask learners", 2019).
+        gain = (2 * self.layers) ** -0.5
+        attend_with = self._attend_with(attend)
+        layers: list[nn.Layer] = [self._embedding(tie, attend_with, positions)]
+        for window in self.windows or (None,) * self.layers:
+            layers.append(self._residual(self._attention(attend_with(window), positions, gain)))
+            layers.append(self._residual(self._feed_forward(gain)))
+        head = nn.Head(self.dim, self.vocab, tie=tie)
+        layers.append(nn.Sequential([self._norm(), head]))
+        return layers
+
+    def _attend_with(
+        self, attend: ForwardAndBackward | Callable[..., ForwardAndBackward]
+    ) -> Callable[[int | None], ForwardAndBackward]:
+        """Return the function that gives the attend object of one layer, from the window of that layer."""
+        if not callable(attend):
+            return lambda window: attend if window is None else as_attend(attend).with_window(window)
+        if self.windows is None:
+            return lambda _: attend()
+        return lambda window: attend(window=window)
+
+    def _embedding(
+        self, tie: str | None, attend_with: Callable[[int | None], ForwardAndBackward], positions: ArrayLike | None
+    ) -> nn.Layer:
+        tokens = nn.Embedding(self.vocab, self.dim, tie=tie, scale=self.embedding_scale)
+        if self.max_positions is None:
+            return tokens
+        return nn.Sequential([tokens, nn.LearnedPositions(self.max_positions, self.dim, attend_with(None), positions)])
+
+    def _attention(self, attend: ForwardAndBackward, positions: ArrayLike | None, gain: float) -> nn.Layer:
+        return nn.SelfAttention(
+            self.dim,
+            self.heads,
+            self.kv_heads,
+            attend,
+            positions,
+            rope_base=self.rope_base if self.positions == "rotary" else None,
+            gain=gain,
+            head_dim=self.head_dim,
+            rope_scaling=self.rope_scaling,
+            qkv_bias=self.qkv_bias,
+            out_bias=self.out_bias,
+            qk_norm=self.qk_norm,
+            eps=self.eps,
+        )
+
+    def _feed_forward(self, gain: float) -> nn.Layer:
+        if self.feed_forward == "gelu":
+            return nn.FeedForward(self.dim, self.hidden, bias=self.feed_forward_bias, gain=gain)
+        return nn.SwiGLU(self.dim, self.hidden, gain=gain, bias=self.feed_forward_bias)
+
+    def _norm(self) -> nn.Layer:
+        return nn.LayerNorm(self.dim, self.eps) if self.norm == "layer" else nn.RMSNorm(self.dim, self.eps)
+
+    def _residual(self, layer: nn.Layer) -> nn.Layer:
+        parts: list[nn.Layer] = [self._norm(), layer]
+        if self.dropout:
+            parts.append(nn.Dropout(self.dropout))
+        return nn.Residual(nn.Sequential(parts))
+
+    def costs(self) -> list[float]:
+        """Count the floating-point operations of each layer's forward per token, for `schedules.partition`.
+
+        A multiply-add counts as two. Causal scores reach half of the sequence on average, in two products; with a
+        window of w positions they reach w - w^2 / (2 seq). A look-up in a table is counted as one operation an element.
+
+        Returns
+        -------
+        list of float
+            One cost for each layer of `build`.
+        """
+        width = self.heads * self.head_dim
+        projections = 2 * self.dim * (2 * width + 2 * self.kv_heads * self.head_dim)
+        products = 4 if self.feed_forward == "gelu" else 6
+        blocks: list[float] = []
+        for window in self.windows or (None,) * self.layers:
+            seen = self.seq if window is None else min(window, self.seq)
+            scores = 2 * self.seq * width if seen == self.seq else 4 * width * (seen - seen**2 / (2 * self.seq))
+            blocks += [float(projections + scores), float(products * self.dim * self.hidden)]
+        tables = 1 if self.max_positions is None else 2
+        return [float(tables * self.dim), *blocks, float(2 * self.dim * self.vocab)]
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters; tied parameters count once."""
+        layers = [layer for top in self.build(Local()) for _, layer in top.walk("")]
+        declared = [parameter for layer in layers for parameter in layer.declared.values()]
+        tied = {parameter.tie: parameter.size for parameter in declared if parameter.tie is not None}
+        return sum(parameter.size for parameter in declared if parameter.tie is None) + sum(tied.values())
+
+
+# -- What the description of a GPT may say: its fields one by one, and those that do not go together ------------------
+
+
+SIZES = ("vocab", "dim", "layers", "heads", "kv_heads", "hidden", "seq", "head_dim")
+CHOICES = {"norm": ("rms", "layer"), "positions": ("rotary", "learned"), "feed_forward": ("swiglu", "gelu")}
+NEAR = 1000  # numbers of heads that are tried for a remedy
+SWITCHES = ("qkv_bias", "out_bias", "qk_norm", "feed_forward_bias")
+
+
+def check_sizes(values: dict[str, Any]) -> None:
+    """Raise ArgumentError unless each of these fields, by name, has a value that means something by itself."""
+    for name in SIZES:
+        if name in values and not _is_size(values[name]):
+            raise _wrong(name, values[name], "an integer of at least 1")
+    for name, choices in CHOICES.items():
+        if values[name] not in choices:
+            raise _wrong(name, values[name], " or ".join(map(repr, choices)))
+    for name in SWITCHES:
+        if type(values[name]) is not bool:
+            raise _wrong(name, values[name], "True or False")
+    if not _is_number(values["eps"]) or values["eps"] < 0:
+        raise _wrong("eps", values["eps"], "a finite number of at least 0")
+    if not _is_number(values["embedding_scale"]) or values["embedding_scale"] == 0:
+        raise _wrong("embedding_scale", values["embedding_scale"], "a finite number other than 0")
+
+
+def check_heads(values: dict[str, Any]) -> None:
+    """Raise ArgumentError unless the heads go together; `head_dim` is None if it is to follow from the width."""
+    dim, heads, head_dim = values["dim"], values["heads"], values["head_dim"]
+    rotary = values["positions"] == "rotary"
+    if head_dim is None and dim % (2 * heads if rotary else heads):
+        step = 2 * heads if rotary else heads
+        raise ArgumentError(
+            "the heads do not divide the width of a GPT evenly",
+            found=f"dim {dim}, heads {heads}",
+            expected="dim a multiple of 2 x heads, since rotary positions turn pairs of elements"
+            if rotary
+            else "dim a multiple of heads",
+            remedy=f"for example dim = {-(-dim // step) * step}{_or_heads(dim, heads, 2 if rotary else 1)}",
+        )
+    if head_dim is not None and rotary and head_dim % 2:
+        raise ArgumentError(
+            "head_dim of a GPT is odd", found=f"head_dim {head_dim}", expected="pairs of elements, for rotary positions"
+        )
+    if heads % values["kv_heads"]:
+        raise ArgumentError(
+            "kv_heads of a GPT is no divisor of heads", found=f"kv_heads {values['kv_heads']}, heads {heads}"
+        )
+
+
+def _or_heads(dim: int, heads: int, unit: int) -> str:
+    """Return the number of heads below `heads` that fits, as a remedy; nothing where there is none."""
+    near = range(heads - 1, max(0, heads - NEAR), -1)
+    found = next((number for number in near if dim % (unit * number) == 0), None)
+    return "" if found is None else f", or heads = {found}"
+
+
+def check_positions(values: dict[str, Any]) -> None:
+    """Raise ArgumentError for options of rotary positions beside learned ones, or the other way round."""
+    most, learned = values["max_positions"], values["positions"] == "learned"
+    if learned and values["rope_scaling"] is not None:
+        raise ArgumentError(
+            "a GPT with learned positions has no rope_scaling",
+            found=repr(values["rope_scaling"]),
+            expected="None",
+            remedy="say positions='rotary', or leave rope_scaling out",
+        )
+    if not learned and most is not None:
+        raise ArgumentError(
+            "a GPT with rotary positions has no table of max_positions rows",
+            found=f"max_positions {most}",
+            expected="None",
+            remedy="say positions='learned', or leave max_positions out",
+        )
+    if learned and most is not None and (not _is_size(most) or most < values["seq"]):
+        raise _wrong("max_positions", most, f"an integer of at least seq, {values['seq']}")
+
+
+def checked_scaling(scaling: Any, base: Any) -> RopeScaling | None:
+    """Return the scaling, made from a mapping where it is one."""
+    if not _is_number(base) or base <= 1:
+        raise _wrong("rope_base", base, "a finite number above 1")
+    if isinstance(scaling, Mapping):
+        return scaling_of(scaling)
+    if scaling is not None and type(scaling) not in KINDS.values():
+        expected = " or ".join(kind.__name__ for kind in KINDS.values())
+        raise _wrong("rope_scaling", scaling, f"None or {expected} of mpipipe.nn")
+    return scaling
+
+
+def checked_windows(windows: Any, layers: int) -> tuple[int | None, ...] | None:
+    """Return a window for each layer, or None if no layer has one."""
+    if windows is None:
+        return None
+    if type(windows) not in (tuple, list) or len(windows) != layers:
+        raise _wrong("windows", windows, f"a tuple of {counted(layers, 'window')}, one for each layer")
+    for window in windows:
+        if window is not None and not _is_size(window):
+            raise _wrong("windows", windows, "for each layer an integer of at least 1, or None")
+    return None if all(window is None for window in windows) else tuple(windows)
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]  # the types are looked at
+
+
+def _wrong(name: str, value: object, expected: str) -> ArgumentError:
+    return ArgumentError(f"{name} of a GPT", found=f"{value!r:.200}", expected=expected)

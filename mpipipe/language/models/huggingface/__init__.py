@@ -1,0 +1,7 @@
+"""Model folders of Hugging Face: config.json and safetensors, read into models.GPT and written again."""
+
+from mpipipe.language.models.huggingface.folder import Folder, Origin, open_folder
+from mpipipe.language.models.huggingface.reading import read
+from mpipipe.language.models.huggingface.writing import config_of, save
+
+__all__ = ["Folder", "Origin", "config_of", "open_folder", "read", "save"]

@@ -1,0 +1,312 @@
+"""Low-rank adapters as the library PEFT keeps them: what is in the folder, and which of our parameters each tensor is.
+
+    adapter_config.json          r, lora_alpha, target_modules, ...; options that change the result are refused
+    adapter_model.safetensors    base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight  (r, inputs)
+                                 base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight  (outputs, r)
+
+The rows of B are those of the matrix that it is added to, so for queries and keys they are turned as in `names`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpipipe import arrays, files, nn
+from mpipipe.arrays import Array
+from mpipipe.attention import Local
+from mpipipe.checkpoint.tensor_files import DTYPES, ForeignFile
+from mpipipe.checkpoint.whole_folder import replacing
+from mpipipe.comm.mesh import Mesh
+from mpipipe.errors import ArgumentError, ConfigError, NonFiniteError
+from mpipipe.job.group import group_of
+from mpipipe.language.models.gpt import GPT
+from mpipipe.language.models.huggingface.families import Family, expressed
+from mpipipe.language.models.huggingface.folder import COPY_AGAIN, Origin, opened
+from mpipipe.language.models.huggingface.names import parts_of
+from mpipipe.language.models.huggingface.options import Options, read_json
+from mpipipe.language.models.huggingface.reading import FLOATS
+from mpipipe.language.models.huggingface.writing import METADATA, explained
+from mpipipe.nn.layers.weight_gradients import LORA_A, LORA_B
+from mpipipe.text import counted
+
+ADAPTER_CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+# what says where an adapter comes from, how it was trained, or how often; not what it computes
+WITHOUT_EFFECT = (
+    "base_model_name_or_path", "revision", "auto_mapping", "inference_mode", "peft_version", "task_type", "peft_type",
+    "lora_dropout", "megatron_core", "qalora_group_size", "fan_in_fan_out", "layers_pattern", "runtime_config",
+)  # fmt: skip
+NONE = (
+    "alora_invocation_tokens", "arrow_config", "corda_config", "eva_config", "exclude_modules", "kasa_config",
+    "layer_replication", "layers_to_transform", "lora_ga_config", "megatron_config", "modules_to_save",
+    "monteclora_config", "target_parameters", "trainable_token_indices", "use_bdlora", "velora_config",
+)  # fmt: skip
+OFF = ("ensure_weight_tying", "lora_bias", "use_dora", "use_qalora", "use_rslora")
+EMPTY = ("alpha_pattern", "loftq_config", "rank_pattern")
+REMEDY = "take the adapter that was made for this model, or the model that it was made for"
+
+
+class AdapterPart(NamedTuple):
+    """One of PEFT's tensors, and what it is of ours.
+
+    Attributes
+    ----------
+    theirs : its name
+    ours : name of the parameter
+    shape : of both
+    turned : whether its rows are those of a matrix that is turned
+    """
+
+    theirs: str
+    ours: str
+    shape: tuple[int, int]
+    turned: bool
+
+    def view(self, array: np.ndarray, model: GPT) -> np.ndarray:
+        """Return our array in the order of theirs, without a copy; with more axes than theirs where rows are turned."""
+        if not self.turned:
+            return array
+        return array.reshape(-1, model.head_dim // 2, 2, array.shape[1]).swapaxes(1, 2)
+
+
+@dataclass(frozen=True)
+class AdapterFolder:
+    """An adapter in a folder: plain data, which can be sent to other ranks."""
+
+    path: Path
+    lora: nn.LoRA
+
+
+def is_adapter_folder(path: Path) -> bool:
+    """Return whether a folder has an adapter."""
+    return files.exists(path / ADAPTER_CONFIG)
+
+
+def open_adapter(path: Path) -> AdapterFolder:
+    """Read adapter_config.json. Raises ConfigError, which names file and option."""
+    options = Options(
+        read_json(path / ADAPTER_CONFIG, "name the folder of an adapter that PEFT has saved"), path / ADAPTER_CONFIG
+    )
+    options.only("peft_type", "LORA")
+    options.only("task_type", "CAUSAL_LM", None)
+    rank, alpha = options.count("r"), options.number("lora_alpha")
+    targets = options.take("target_modules")
+    if (
+        not isinstance(targets, list)
+        or not targets
+        or not all(type(name) is str and "." not in name for name in targets)
+    ):
+        raise options.error("target_modules", "a list of names of modules, such as q_proj")
+    options.only("bias", "none")
+    options.only("init_lora_weights", True, False, "gaussian", None)  # others change the matrices of the model
+    for key in NONE:
+        options.only(key, None)
+    for key in OFF:
+        options.only(key, False)
+    for key in EMPTY:
+        options.only(key, {}, None)
+    options.ignore(WITHOUT_EFFECT)
+    options.finish("LoRA")
+    return AdapterFolder(path, nn.LoRA(rank, alpha, sorted(targets)))
+
+
+def config_of(lora: nn.LoRA, family: Family, base: str | None) -> dict[str, Any]:
+    """Return adapter_config.json."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted(lora.targets),
+        "fan_in_fan_out": family.name == "gpt2",  # whose matrices lie the other way round there
+        "use_rslora": False,
+        "use_dora": False,
+        "modules_to_save": None,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+
+
+def adapter_parts(lora: nn.LoRA, family: Family, model: GPT) -> list[AdapterPart]:
+    """Return all tensors of an adapter of this model. Raises ConfigError for a target that the family does not have."""
+    found = list(_parts(lora, family, model))
+    missing = set(lora.targets) - {part.theirs.split(".")[-3] for part in found}
+    if missing:
+        raise ConfigError(
+            f"{family.architecture} has no module {sorted(missing)[0]}",
+            found=f"targets {', '.join(lora.targets)}",
+            expected="names of its projections",
+            remedy=REMEDY,
+        )
+    return found
+
+
+def _parts(lora: nn.LoRA, family: Family, model: GPT) -> Iterator[AdapterPart]:
+    declared = {
+        f"{name}.{key}": parameter.shape
+        for place, top in enumerate(lora.apply(model.build(Local())))
+        for name, layer in top.walk(str(place))
+        for key, parameter in layer.declared.items()
+    }
+    for theirs, matrix, tensor in parts_of(family.table, model):
+        module, _, kind = theirs.rpartition(".")
+        target = module.rpartition(".")[2]
+        if kind == "weight" and target in lora.targets:
+            ours = f"{matrix.rpartition('.')[0]}.{target}"
+            for name, turned in ((LORA_A, False), (LORA_B, tensor.form == "turned")):
+                rows, columns = declared[f"{ours}.{name}"]
+                yield AdapterPart(f"{PREFIX}{module}.{name}.weight", f"{ours}.{name}", (rows, columns), turned)
+
+
+def read_adapter(folder: AdapterFolder, family: Family, model: GPT, parameters: Mapping[str, Array]) -> None:
+    """Set those of these parameters that belong to the adapter, on the host or on a GPU.
+
+    Raises ArgumentError for a tensor that is missing, has another shape or belongs to another model, and for a file
+    that is damaged; NonFiniteError for values that are NaN or infinite.
+    """
+    parts = adapter_parts(folder.lora, family, model)
+    with opened(folder.path / TENSORS) as file:
+        strange = sorted(set(file.arrays) - {part.theirs for part in parts})
+        if strange:
+            raise ArgumentError(
+                f"the adapter has a tensor {strange[0]} that does not belong to the model",
+                found=f"{len(strange)} such tensors in {file.path}",
+                expected=f"those of {family.architecture} with {counted(model.layers, 'layer')}, for the targets of "
+                "its config",
+                remedy=REMEDY,
+            )
+        for part in parts:
+            stored = file.arrays.get(part.theirs)
+            if stored is None or stored.shape != part.shape or stored.dtype.name not in FLOATS:
+                raise ArgumentError(
+                    f"the tensor {part.theirs} of an adapter does not fit the model",
+                    found=f"{f'{stored.dtype.name}{list(stored.shape)}' if stored else 'none'} in {file.path}",
+                    expected=f"{' or '.join(FLOATS)}, {list(part.shape)}",
+                    remedy=REMEDY,
+                )
+            if part.ours in parameters:
+                _set(parameters[part.ours], part, file, model)
+
+
+def _set(target: Array, part: AdapterPart, file: ForeignFile, model: GPT) -> None:
+    values = np.empty(part.shape, file.arrays[part.theirs].dtype)
+    file.read_into(part.theirs, 0, values)
+    wide = values.astype(target.dtype)
+    if not np.isfinite(wide).all():
+        raise NonFiniteError(
+            f"the tensor {part.theirs} of an adapter is not finite",
+            found=f"{np.count_nonzero(~np.isfinite(wide))} of {wide.size} values are NaN or infinite in {file.path}",
+            expected="finite numbers",
+            remedy=COPY_AGAIN,
+        )
+    ours = np.empty_like(wide)
+    rows = part.view(ours, model)
+    rows[...] = wide.reshape(rows.shape)
+    if arrays.is_device(target):
+        arrays.upload(ours, out=target)
+    else:
+        target[...] = ours
+
+
+def save_adapter(
+    target: Path, lora: nn.LoRA, model: GPT, parameters: Mapping[str, Array], mesh: Mesh, origin: Origin
+) -> None:
+    """Write the folder of an adapter, from the parameters that the ranks hold; collective over the mesh.
+
+    Where each tensor lies in the file follows from the model alone, so each rank of the first replica writes its own
+    into the one file. A folder that is there goes when the new one is whole.
+
+    Raises, on every rank, ConfigError if no family has the model or a target, NonFiniteError, and StorageError.
+    """
+    group = group_of(mesh.comm)
+    with group.together("saving an adapter: its parts"):
+        family, _ = expressed(model, origin.family)
+        parts = adapter_parts(lora, family, model)
+        dtype = next(array.dtype for array in parameters.values())
+        header, starts = _header(parts, dtype)
+    with replacing(target, group, explained) as partial:
+        path = partial / TENSORS
+        with group.together("saving an adapter: its file"), explained(target):
+            if mesh.rank == 0:
+                path.write_bytes(header)
+        with group.together("saving an adapter: the tensors"), explained(target):
+            if mesh.replicas.rank == 0:
+                _write(
+                    path, [(part, starts[part.theirs]) for part in parts if part.ours in parameters], parameters, model
+                )
+        with group.together("saving an adapter: its description"), explained(target):
+            if mesh.rank == 0:
+                base = None if origin.path is None else str(origin.path)
+                facts = config_of(lora, family, base)
+                files.write_whole(partial / ADAPTER_CONFIG, (json.dumps(facts, indent=2) + "\n").encode())
+
+
+def _header(parts: Sequence[AdapterPart], dtype: np.dtype) -> tuple[bytes, dict[str, int]]:
+    """Return the header of the file, and where each tensor begins in it."""
+    spans = list(pairwise(accumulate((prod(part.shape) * dtype.itemsize for part in parts), initial=0)))
+    facts = {
+        part.theirs: {"dtype": DTYPES[dtype.name], "shape": list(part.shape), "data_offsets": list(span)}
+        for part, span in zip(parts, spans)
+    }
+    text = json.dumps({"__metadata__": METADATA, **facts}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    return header, {part.theirs: len(header) + start for part, (start, _) in zip(parts, spans)}
+
+
+def _write(path: Path, parts: Sequence[tuple[AdapterPart, int]], parameters: Mapping[str, Array], model: GPT) -> None:
+    """Write tensors at their places. Raises OSError and NonFiniteError."""
+    with path.open("r+b") as file:
+        for part, start in parts:
+            array = parameters[part.ours]
+            values = np.ascontiguousarray(
+                part.view(arrays.download(array) if arrays.is_device(array) else array, model)
+            )
+            if not np.isfinite(values).all():
+                raise NonFiniteError(f"parameter {part.ours} is not finite", found=str(path), expected="finite numbers")
+            file.seek(start)
+            file.write(values.reshape(-1).view(np.uint8).data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+# -- An adapter added to the matrices of the model that it was made for -----------------------------------------------
+
+
+def merge_adapter(folder: AdapterFolder, family: Family, model: GPT, parameters: Mapping[str, Array]) -> None:
+    """Add (alpha / rank) B A to the matrices among these parameters, on the host or on a GPU.
+
+    Raises what `read_adapter` does.
+    """
+    projections = {
+        f"{name}.{target}": (f"{name}.{place.key}", place)
+        for index, top in enumerate(model.build(Local()))
+        for name, layer in top.walk(str(index))
+        for target, place in layer.projections().items()
+        if target in folder.lora.targets and f"{name}.{place.key}" in parameters
+    }
+    values = {
+        part.ours: np.empty(part.shape, parameters[projections[owner][0]].dtype)
+        for part in adapter_parts(folder.lora, family, model)
+        if (owner := part.ours.rpartition(".")[0]) in projections
+    }
+    read_adapter(folder, family, model, values)
+    for owner, (name, place) in projections.items():
+        more = np.matmul(values[f"{owner}.{LORA_B}"] * folder.lora.scale, values[f"{owner}.{LORA_A}"])
+        rows = parameters[name][place.start : place.stop]
+        if arrays.is_device(rows):
+            arrays.upload(arrays.download(rows) + more, out=rows)
+        else:
+            rows += more

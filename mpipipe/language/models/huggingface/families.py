@@ -1,0 +1,443 @@
+"""The families of models that are read and written: how each one's config.json becomes a description, and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mpipipe import nn
+from mpipipe.errors import ArgumentError, ConfigError
+from mpipipe.language.models.gpt import GPT
+from mpipipe.language.models.huggingface import names
+from mpipipe.language.models.huggingface.options import Options
+
+TANH_GELU = ("gelu_new", "gelu_pytorch_tanh")  # two names of one function
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family.
+
+    Attributes
+    ----------
+    name : `model_type` in config.json
+    architecture : the class of a language model there
+    prefix : of their names, which files of the bare decoder leave out
+    table : the names of their tensors
+    buffers : ends of names of arrays that are no parameters, which some files have
+    read : fields of models.GPT from options
+    write : options from a description; reading them back shows whether the family can express it (see `expressed`)
+    """
+
+    name: str
+    architecture: str
+    prefix: str
+    table: tuple[names.Tensor, ...]
+    buffers: tuple[str, ...]
+    read: Callable[[Options], dict[str, Any]]
+    write: Callable[[GPT], dict[str, Any]]
+
+
+def _decoder(options: Options) -> dict[str, Any]:
+    """Read what all families but GPT-2 have in common."""
+    dim, heads = options.count("hidden_size"), options.count("num_attention_heads")
+    positions = options.count("max_position_embeddings")
+    rotary = read_rotary(options, positions)
+    options.only("hidden_act", "silu", "swish")  # two names of one function
+    return {
+        "vocab": options.count("vocab_size"),
+        "dim": dim,
+        "layers": options.count("num_hidden_layers"),
+        "heads": heads,
+        "kv_heads": options.count("num_key_value_heads", heads),
+        "head_dim": options.count("head_dim", dim // heads),
+        "hidden": options.count("intermediate_size"),
+        "seq": positions,
+        "tied": options.flag("tie_word_embeddings", False),
+        "eps": options.number("rms_norm_eps", 1e-6),
+        "rope_base": rotary.base,
+        "rope_scaling": rotary.scaling,
+    }
+
+
+def _decoder_options(model: GPT) -> dict[str, Any]:
+    """Return what all families but GPT-2 write."""
+    return {
+        "vocab_size": model.vocab,
+        "hidden_size": model.dim,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "head_dim": model.head_dim,
+        "intermediate_size": model.hidden,
+        "max_position_embeddings": model.seq,
+        "tie_word_embeddings": model.tied,
+        "rms_norm_eps": model.eps,
+        "hidden_act": "silu",
+        **rotary_options(model.rope_base, model.rope_scaling),
+    }
+
+
+def _read_llama(options: Options) -> dict[str, Any]:
+    bias, mlp_bias = options.flag("attention_bias", False), options.flag("mlp_bias", False)
+    options.only("sliding_window", None)
+    return {**_decoder(options), "qkv_bias": bias, "out_bias": bias, "feed_forward_bias": mlp_bias}
+
+
+def _write_llama(model: GPT) -> dict[str, Any]:
+    return {**_decoder_options(model), "attention_bias": model.qkv_bias, "mlp_bias": model.feed_forward_bias}
+
+
+def _read_mistral(options: Options) -> dict[str, Any]:
+    options.count("num_key_value_heads")  # no default is taken: the library's own is 8
+    common = _decoder(options)
+    return {**common, "windows": read_one_window(options, common["layers"], 4096)}
+
+
+def _write_mistral(model: GPT) -> dict[str, Any]:
+    return {**_decoder_options(model), "sliding_window": (model.windows or (None,))[0]}
+
+
+def _read_qwen2(options: Options) -> dict[str, Any]:
+    options.count("num_key_value_heads")  # no default is taken: the library's own is 32
+    options.only("use_mrope", False, None)
+    common = _decoder(options)
+    if common["head_dim"] * common["heads"] != common["dim"]:
+        raise options.error("head_dim", "hidden_size / num_attention_heads, which is what all libraries read")
+    return {**common, "qkv_bias": True, "windows": read_layer_windows(options, common["layers"])}
+
+
+def _write_qwen2(model: GPT) -> dict[str, Any]:
+    return {**_decoder_options(model), **layer_window_options(model.windows)}
+
+
+def _read_qwen3(options: Options) -> dict[str, Any]:
+    options.count("num_key_value_heads")  # no default is taken: the library's own is 32
+    options.count("head_dim")  # and 128
+    bias, common = options.flag("attention_bias", False), _decoder(options)
+    windows = read_layer_windows(options, common["layers"])
+    return {**common, "qk_norm": True, "qkv_bias": bias, "out_bias": bias, "windows": windows}
+
+
+def _write_qwen3(model: GPT) -> dict[str, Any]:
+    return {**_write_qwen2(model), "attention_bias": model.qkv_bias}
+
+
+def _read_gpt2(options: Options) -> dict[str, Any]:
+    dim, positions = options.count("n_embd"), options.count("n_positions")
+    options.only("activation_function", *TANH_GELU)
+    options.only("scale_attn_weights", True)
+    options.only("scale_attn_by_inverse_layer_idx", False)
+    options.only("reorder_and_upcast_attn", False)
+    return {
+        "vocab": options.count("vocab_size"),
+        "dim": dim,
+        "layers": options.count("n_layer"),
+        "heads": options.count("n_head"),
+        "hidden": options.count("n_inner", 4 * dim),
+        "seq": positions,
+        "max_positions": positions,
+        "tied": options.flag("tie_word_embeddings", True),
+        "eps": options.number("layer_norm_epsilon", 1e-5),
+        "norm": "layer",
+        "positions": "learned",
+        "qkv_bias": True,
+        "out_bias": True,
+        "feed_forward": "gelu",
+        "feed_forward_bias": True,
+    }
+
+
+def _write_gpt2(model: GPT) -> dict[str, Any]:
+    return {
+        "vocab_size": model.vocab,
+        "n_embd": model.dim,
+        "n_layer": model.layers,
+        "n_head": model.heads,
+        "n_inner": model.hidden,
+        "n_positions": model.max_positions,
+        "tie_word_embeddings": model.tied,
+        "layer_norm_epsilon": model.eps,
+        "activation_function": TANH_GELU[0],
+    }
+
+
+_ROTARY_BUFFERS = (".rotary_emb.inv_freq",)
+_MASKS = (".attn.bias", ".attn.masked_bias")
+# In this order a model that several families can express is written as the first of them.
+FAMILIES = {
+    family.name: family
+    for family in (
+        Family("llama", "LlamaForCausalLM", "model.", names.LLAMA, _ROTARY_BUFFERS, _read_llama, _write_llama),
+        Family("mistral", "MistralForCausalLM", "model.", names.LLAMA, _ROTARY_BUFFERS, _read_mistral, _write_mistral),
+        Family("qwen2", "Qwen2ForCausalLM", "model.", names.LLAMA, _ROTARY_BUFFERS, _read_qwen2, _write_qwen2),
+        Family("qwen3", "Qwen3ForCausalLM", "model.", names.LLAMA, _ROTARY_BUFFERS, _read_qwen3, _write_qwen3),
+        Family("gpt2", "GPT2LMHeadModel", "transformer.", names.GPT2, _MASKS, _read_gpt2, _write_gpt2),
+    )
+}
+
+
+def expressed(model: GPT, first: Family | None = None) -> tuple[Family, dict[str, Any]]:
+    """Return the family that can express a model, and its options; `first` where that one can.
+
+    A family can where its options, read again, describe the same model; but for `seq`, a number that no family has
+    where positions are learned, and dropout, which belongs to a training.
+
+    Raises ConfigError if none can.
+    """
+    for family in dict.fromkeys(([] if first is None else [first]) + list(FAMILIES.values())):
+        try:
+            options = family.write(model)
+            again = GPT(**family.read(Options(options, Path("config.json"))))
+        except (ArgumentError, AttributeError):  # the latter of a model that is no GPT
+            continue
+        if replace(again, seq=model.seq, dropout=model.dropout) == model:
+            return family, options
+    raise ConfigError(
+        "no family of Hugging Face models here can express this model",
+        found=repr(model),
+        expected=f"a model as one of {', '.join(FAMILIES)} has it; docs/model-folders.md has a table",
+        remedy="save it with --save-as mpipipe",
+    )
+
+
+def read_config(values: dict[str, Any], path: Path) -> tuple[Family, dict[str, Any]]:
+    """Return the family of a config.json, and the fields of models.GPT that it describes.
+
+    Raises ConfigError, which names the option, for an unknown family, an unknown option, and a value that cannot be
+    used.
+    """
+    options = Options(values, path)
+    name = options.take("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise options.error("model_type", " or ".join(FAMILIES), "is of a family that is not known")
+    family = FAMILIES[name]
+    options.only("architectures", [family.architecture], None)
+    for key in ("quantization_config", "auto_map", "add_cross_attention", "is_encoder_decoder", "is_decoder",
+                "tie_encoder_decoder", "cross_attention_hidden_size"):  # fmt: skip
+        options.only(key, None, False)
+    options.only("pruned_heads", {}, None)
+    fields = family.read(options)
+    options.ignore(COMMON)
+    if name == "gpt2":
+        options.ignore(GPT2)
+    options.finish(f"{family.architecture}")
+    return family, fields
+
+
+# -- Rotary positions in config.json: the base and the scaling, in the old form and the new one -----------------------
+#
+#     old    "rope_theta": 10000.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0}      (or "type")
+#     new    "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}   (transformers 5)
+#
+# Both are read. The old one is written: transformers 5 reads it, and earlier versions know no other.
+
+
+SCALING, PARAMETERS, THETA = "rope_scaling", "rope_parameters", "rope_theta"
+BASE = 10000.0  # where no option says another one, in all families
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """What a config.json says of rotary positions."""
+
+    base: float
+    scaling: Any
+
+
+def read_rotary(options: Options, positions: int) -> Rotary:
+    """Read base and scaling; `positions` is max_position_embeddings. Raises ConfigError."""
+    options.only("partial_rotary_factor", None, 1.0, 1)
+    options.only("rope_interleaved", False, None)
+    base = options.number(THETA, None, above=1.0)
+    old, new = _object(options, SCALING), _object(options, PARAMETERS)
+    if old is not None and new is not None and old != new:
+        raise options.error(SCALING, f"that, or {PARAMETERS}, or the same in both", "contradicts another one")
+    key = SCALING if old is not None else PARAMETERS
+    values = {} if old is None and new is None else options.values[key]
+    inner = Options(values, options.path, key)
+    inside = inner.number(THETA, None, above=1.0)
+    if base is not None and inside not in (None, base):
+        raise inner.error(THETA, f"{base}, the rope_theta beside it", "contradicts another one")
+    inner.only("partial_rotary_factor", None, 1.0, 1)
+    scaling = _scaling(inner, positions)
+    return Rotary(base or inside or BASE, scaling)
+
+
+def _object(options: Options, key: str) -> dict[str, Any] | None:
+    """Return an object that is not empty; None where it is, or is null or missing."""
+    found = options.take(key)
+    if not isinstance(found, (dict, type(None))):
+        raise options.error(key, "an object, or null")
+    return found or None
+
+
+def _scaling(options: Options, positions: int) -> Any:
+    kinds = [options.take(name) for name in ("rope_type", "type")]
+    kind = kinds[0] or kinds[1] or "default"
+    if not isinstance(kind, str) or kind not in READERS:
+        name = "rope_type" if kinds[0] else "type"
+        raise options.error(name, " or ".join(READERS), "has a value that is not supported")
+    try:
+        scaling = READERS[kind](options, positions)
+    except ConfigError:
+        raise
+    except ArgumentError as error:  # of the scaling itself
+        raise ConfigError(
+            f"{options.inside} of a model folder: {error.message}",
+            found=f"{error.found} in {options.path}",
+            expected=error.expected,
+        ) from error
+    options.finish(f"rotary positions of the kind {kind}")
+    return scaling
+
+
+def _default(options: Options, positions: int) -> None:
+    return None
+
+
+def _linear(options: Options, positions: int) -> Any:
+    return nn.LinearScaling(options.number("factor"))
+
+
+def _llama3(options: Options, positions: int) -> Any:
+    return nn.Llama3Scaling(
+        options.number("factor"),
+        low_freq_factor=options.number("low_freq_factor"),
+        high_freq_factor=options.number("high_freq_factor"),
+        original_positions=options.count("original_max_position_embeddings", positions),
+    )
+
+
+def _yarn(options: Options, positions: int) -> Any:
+    options.only("truncate", True, None)
+    factor = options.number("factor")
+    attention = options.number("attention_factor", None)
+    one, all_dim = options.number("mscale", None), options.number("mscale_all_dim", None)
+    if attention is None and one is not None and all_dim is not None:
+        attention = _growth(factor, one) / _growth(factor, all_dim)
+    return nn.YarnScaling(
+        factor,
+        original_positions=options.count("original_max_position_embeddings", positions),
+        beta_fast=options.number("beta_fast", 32.0),
+        beta_slow=options.number("beta_slow", 1.0),
+        attention_factor=attention,
+    )
+
+
+def _growth(factor: float, scale: float) -> float:
+    """Growth of cosine and sine: Peng et al., "YaRN" (2023), section 3.4, with a scale as in the library."""
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+READERS: dict[str, Callable[[Options, int], Any]] = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}
+
+
+def rotary_options(base: float, scaling: Any) -> dict[str, Any]:
+    """Return the options of config.json for a base and a scaling."""
+    return {THETA: base, SCALING: None if scaling is None else _written(scaling)}
+
+
+def _written(scaling: Any) -> dict[str, Any]:
+    names = {"original_positions": "original_max_position_embeddings", "kind": "rope_type"}
+    return {names.get(name, name): value for name, value in asdict(scaling).items() if value is not None}
+
+
+# -- Which layers have a sliding window, and how wide it is: from config.json, and back -------------------------------
+#
+# A window of w positions ends with the query's own, in their convention as in ours.
+
+
+Windows = tuple[int | None, ...] | None
+KINDS = {"sliding_attention": True, "full_attention": False}  # of layer_types
+
+
+def read_one_window(options: Options, layers: int, default: int | None) -> Windows:
+    """Read `sliding_window` of families in which all layers have the same one."""
+    window = options.count("sliding_window", None) if "sliding_window" in options.values else default
+    return None if window is None else (window,) * layers
+
+
+def read_layer_windows(options: Options, layers: int) -> Windows:
+    """Read the windows of families that choose them by layer, with `layer_types` or `max_window_layers`."""
+    used = options.flag("use_sliding_window", False)
+    window = options.count("sliding_window", None) if "sliding_window" in options.values else 4096
+    first = options.take("max_window_layers")
+    if first is not None and (type(first) is not int or first < 0):
+        raise options.error("max_window_layers", "an integer of at least 0")
+    types = options.take("layer_types")
+    if types is not None:
+        known = isinstance(types, list) and all(isinstance(kind, str) and kind in KINDS for kind in types)
+        if not known or len(types) != layers:
+            raise options.error("layer_types", f"a list of {layers} of {' and '.join(KINDS)}")
+        slides = [KINDS[kind] for kind in types]
+    else:
+        slides = [layer >= (28 if first is None else first) for layer in range(layers)]
+    if types is not None and any(slides) and (not used or window is None):
+        raise options.error("layer_types", "full_attention alone, where use_sliding_window is false")
+    if not used or window is None or not any(slides):
+        return None
+    return tuple(window if slide else None for slide in slides)
+
+
+def layer_window_options(windows: Windows) -> dict[str, Any]:
+    """Return the options that `read_layer_windows` reads."""
+    widths = {width for width in windows or () if width is not None}
+    if not widths:
+        return {"use_sliding_window": False, "sliding_window": None}
+    names = {slides: name for name, slides in KINDS.items()}
+    assert windows is not None
+    return {
+        "use_sliding_window": True,
+        "sliding_window": widths.pop(),
+        "max_window_layers": next(place for place, width in enumerate(windows) if width is not None),
+        "layer_types": [names[width is not None] for width in windows],
+    }
+
+
+# -- Options of config.json that change nothing in what a model computes, so they are passed over, and kept for writing
+#
+# They say how text is generated, what a model was started with, what is dropped at random in a training there, how
+# labels are called, or with which version a file was written.
+
+
+# of text: which ids are special, and how tokens are chosen
+GENERATION = """
+    bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id max_length min_length do_sample
+    early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p repetition_penalty
+    length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores
+    return_dict_in_generate forced_bos_token_id forced_eos_token_id remove_invalid_values suppress_tokens
+    begin_suppress_tokens exponential_decay_length_penalty prefix tokenizer_class task_specific_params use_cache
+    output_attentions output_hidden_states return_dict output_past
+""".split()
+
+# of the library: where a model came from, and how its memory is used
+LIBRARY = """
+    _name_or_path transformers_version torch_dtype dtype torchscript use_bfloat16 tf_legacy_loss
+    _attn_implementation_autoset gradient_checkpointing chunk_size_feed_forward pretraining_tp is_llama_config
+    unsloth_fixed unsloth_version transformers.js_config
+""".split()
+
+# of heads that a language model has not, and of training: random starts and dropout
+OTHERS = """
+    initializer_range attention_dropout finetuning_task id2label label2id num_labels problem_type
+""".split()
+
+COMMON = (*GENERATION, *LIBRARY, *OTHERS)
+
+GPT2 = """
+    n_ctx resid_pdrop embd_pdrop attn_pdrop summary_type summary_use_proj summary_activation summary_proj_to_labels
+    summary_first_dropout predict_special_tokens n_special
+""".split()
+
+# what is carried from a folder that was read into one that is written
+CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "attention_dropout", "use_cache",
+           "task_specific_params", "resid_pdrop", "embd_pdrop", "attn_pdrop")  # fmt: skip

@@ -1,0 +1,295 @@
+"""A folder with a model, as the library `transformers` leaves one, opened for reading.
+
+    config.json                        the architecture
+    model.safetensors                  the tensors; or, where they are many:
+    model.safetensors.index.json       which of them is in which file
+    model-00001-of-00002.safetensors   ...
+    tokenizer.json, ...                passed on as they are
+
+Opening reads the description and the names of the tensors, which are compared with those that the model has. No tensor
+is read, and files of pickled objects (.bin, .pt) never are.
+"""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mpipipe import files
+from mpipipe.checkpoint.tensor_files import ForeignFile
+from mpipipe.errors import ArgumentError, ConfigError
+from mpipipe.language.models.gpt import GPT
+from mpipipe.language.models.huggingface import families
+from mpipipe.language.models.huggingface.families import FAMILIES, Family, read_config
+from mpipipe.language.models.huggingface.names import parts_of
+from mpipipe.language.models.huggingface.options import CONFIG, read_json
+from mpipipe.text import counted
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "consolidated.00.pth")
+COPY_AGAIN = "copy or download the folder again, from where it is whole"
+NOT_THESE = "take the folder of a model with this architecture, or the weights that belong to this config.json"
+HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A model in a folder: plain data, which can be sent to other ranks.
+
+    Attributes
+    ----------
+    path : Path
+        The folder.
+    config : dict
+        What its config.json says.
+    model : GPT
+        The description that follows from it.
+    places : dict
+        (file, name there) of each tensor, by its name in the table of the family.
+    spare_head : tuple or None
+        (file, name there) of a head that is stored although the embedding is the head; it must be the same.
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    model: GPT
+    places: Mapping[str, tuple[str, str]]
+    spare_head: tuple[str, str] | None = None
+
+    @property
+    def family(self) -> Family:
+        """The family of the model."""
+        return FAMILIES[self.config["model_type"]]
+
+
+def open_folder(path: str | Path) -> Folder:
+    """Open a folder: read its description and the names of its tensors, but no tensor.
+
+    Parameters
+    ----------
+    path : str or Path
+        The folder, with config.json and files of the safetensors format.
+
+    Returns
+    -------
+    Folder
+        With the description of the model.
+
+    Raises
+    ------
+    ConfigError
+        config.json is missing, or has an option that is not known or not supported; the error names it.
+    ArgumentError
+        A file is missing or damaged, or a tensor is missing or unknown; the error names file and entry.
+    """
+    folder = Path(path)
+    config = read_json(folder / CONFIG, "a model folder has a config.json beside its tensors; " + COPY_AGAIN)
+    family, fields = read_config(config, folder / CONFIG)
+    try:
+        model = GPT(**fields)
+    except ArgumentError as error:
+        raise ConfigError(
+            f"the sizes of a model folder do not fit together: {error.message}",
+            found=f"{error.found} in {folder / CONFIG}",
+            expected=error.expected,
+        ) from error
+    stored = _stored(folder)
+    known, spare = _known(family, model, stored, folder)
+    return Folder(folder, config, model, known, spare)
+
+
+def _stored(folder: Path) -> dict[str, str]:
+    """Return {name of a tensor: the file that has it}, from the index or from the one file."""
+    if (folder / INDEX).exists():
+        return _indexed(folder)
+    if not (folder / SINGLE).exists():
+        pickled = [name for name in PICKLES if (folder / name).exists()]
+        raise ArgumentError(
+            "the model folder has no tensors that can be read",
+            found=f"{', '.join(pickled)} in {folder}: pickled objects, which run code when they are read"
+            if pickled
+            else f"neither {SINGLE} nor {INDEX} in {folder}",
+            expected=f"{SINGLE}, or {INDEX} with its files",
+            remedy="let the library that wrote it save it again as safetensors: "
+            "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
+            if pickled
+            else COPY_AGAIN,
+        )
+    with opened(folder / SINGLE) as file:
+        return dict.fromkeys(file.arrays, SINGLE)
+
+
+def _indexed(folder: Path) -> dict[str, str]:
+    path = folder / INDEX
+    places = read_json(path, COPY_AGAIN).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise ConfigError(f"{INDEX} of a model folder has no weight_map", found=str(path), remedy=COPY_AGAIN)
+    for name, file in places.items():
+        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+            raise ConfigError(
+                f"{INDEX} of a model folder names a file that cannot be one of its own",
+                found=f"{name} in {file!r:.100}, in {path}",
+                expected="the name of a file .safetensors in the same folder, without a path",
+                remedy=COPY_AGAIN,
+            )
+    for file in sorted(set(places.values())):
+        try:
+            files.check_regular(folder / file)
+        except OSError as error:
+            wanted = next(name for name, place in places.items() if place == file)
+            raise ArgumentError(
+                f"a file of the model folder cannot be read: {error.strerror}",
+                found=f"{folder / file}, which has {wanted}",
+                expected=f"all files that {INDEX} names",
+                remedy=COPY_AGAIN,
+            ) from error
+    return places
+
+
+def _known(
+    family: Family, model: GPT, stored: dict[str, str], folder: Path
+) -> tuple[dict[str, tuple[str, str]], tuple[str, str] | None]:
+    """Find the tensors of the model among those that are stored; and a head beside a tied one.
+
+    Raises ArgumentError if one is missing, and for one that the model has not.
+    """
+    bare = not any(name.startswith(family.prefix) for name in stored)  # files of the decoder without a head
+    left, known = dict(stored), {}
+    for part in parts_of(family.table, model):
+        name = part.theirs.removeprefix(family.prefix) if bare else part.theirs
+        if name not in left:
+            raise ArgumentError(
+                f"the model folder has no tensor {name}",
+                found=f"{len(stored)} others in {folder}",
+                expected=f"all tensors of {family.architecture} with {counted(model.layers, 'layer')}",
+                remedy=NOT_THESE,
+            )
+        known[part.theirs] = (left.pop(name), name)
+    spare = left.pop(HEAD, None) if model.tied else None
+    others = sorted(name for name in left if not name.endswith(family.buffers))
+    if others:
+        raise ArgumentError(
+            f"the model folder has a tensor {others[0]} that the model has not",
+            found=f"{len(others)} such tensors, the first in {folder / left[others[0]]}",
+            expected=f"those of {family.architecture} with {counted(model.layers, 'layer')} alone",
+            remedy=NOT_THESE,
+        )
+    return known, None if spare is None else (spare, HEAD)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[ForeignFile]:
+    """Open a file of tensors; errors within become ArgumentError with its name."""
+    try:
+        with ForeignFile(path) as file:
+            yield file
+    except OSError as error:
+        raise ArgumentError(
+            f"a file of the model folder cannot be read: {error.strerror}",
+            found=f"{path} on {socket.gethostname()}",
+            expected=files.REGULAR,
+            remedy=COPY_AGAIN,
+        ) from error
+    except ValueError as error:
+        if isinstance(error, ArgumentError):
+            raise
+        raise ArgumentError(
+            f"a file of the model folder is damaged: {error}",
+            found=str(path),
+            expected="the safetensors format",
+            remedy=COPY_AGAIN,
+        ) from error
+
+
+# -- Where a model comes from: what belongs to a model folder besides the parameters goes along when the model is
+# written
+#
+# These are the tokenizer's files, and the options of config.json that change nothing in what the model computes. A
+# folder of weights of this package keeps that config.json as huggingface_config.json, so that it can be written again.
+
+
+KEPT_CONFIG = "huggingface_config.json"
+COMPANIONS = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A folder that a model comes from; plain data, which can be sent to other ranks.
+
+    Attributes
+    ----------
+    path : Path or None
+        The folder; None for a model that was made here.
+    config : dict
+        Its config.json, or the one that it keeps; {} where there is none.
+    """
+
+    path: Path | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, path: Path) -> Origin:
+        """Look into a folder, of Hugging Face or of this package.
+
+        Parameters
+        ----------
+        path : Path
+            The folder.
+
+        Returns
+        -------
+        Origin
+            With the config.json there, if there is one.
+
+        Raises
+        ------
+        ConfigError
+            A config.json that is none.
+        """
+        for name in (CONFIG, KEPT_CONFIG):
+            if (path / name).exists():
+                return cls(path, read_json(path / name, "remove it, if the model was not made from a model folder"))
+        return cls(path)
+
+    @property
+    def family(self) -> Family | None:
+        """The family of the model there."""
+        return FAMILIES.get(str(self.config.get("model_type")))
+
+    @property
+    def carried(self) -> dict[str, Any]:
+        """The options that are written again as they were."""
+        return {name: self.config[name] for name in families.CARRIED if name in self.config}
+
+    def copy(self, target: Path, keep_config: bool = False) -> None:
+        """Copy what belongs to the model into a folder: the files of its tokenizer, and settings of generation.
+
+        Parameters
+        ----------
+        target : Path
+            The folder.
+        keep_config : bool
+            Whether config.json is copied too, under a name of its own.
+
+        Raises
+        ------
+        OSError
+            A file cannot be read or written.
+        """
+        if self.path is None:
+            return
+        for name in COMPANIONS:
+            if (self.path / name).exists():
+                files.check_regular(self.path / name)
+                shutil.copyfile(self.path / name, target / name)
+        if keep_config and self.config:
+            source = next(self.path / name for name in (CONFIG, KEPT_CONFIG) if (self.path / name).exists())
+            shutil.copyfile(source, target / KEPT_CONFIG)

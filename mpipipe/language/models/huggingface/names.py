@@ -1,0 +1,184 @@
+"""The tables of names: which of our parameters, or which rows of one, each of their tensors is.
+
+    their tensor                               ours, in layer 1 + 2i or 2 + 2i of models.GPT
+    model.layers.i.self_attn.q_proj.weight     rows of qkv: the first heads * head_dim, turned
+    model.layers.i.self_attn.k_proj.weight     the next kv_heads * head_dim, turned
+    model.layers.i.self_attn.v_proj.weight     the last kv_heads * head_dim
+    model.layers.i.mlp.gate_proj.weight        the upper half of gate_up
+    transformer.h.i.attn.c_attn.weight         qkv, transposed
+
+*Turned*: a rotary position turns pairs of elements of a head. Theirs are (j, j + head_dim / 2), halves of the head.
+Ours are neighbours (2j, 2j + 1). So row (half, j) of a head is our row (j, half), for matrices, biases and gains alike.
+
+`view` gives the part of our array in the order of their tensor, without a copy. Reading sets it, writing copies it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpipipe.language.models.gpt import GPT
+
+EMBEDDING, POSITIONS, ATTENTION_NORM, ATTENTION, FEED_NORM, FEED, LAST_NORM, HEAD = range(8)
+FIRST = (EMBEDDING, POSITIONS)
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One line of a table.
+
+    Attributes
+    ----------
+    theirs : their name, in which {i} is the number of the block
+    place : the layer of ours
+    ours : the parameter of that layer
+    rows : which of its rows: "all", or a name in `_ROWS`
+    form : "plain", "turned" or "transposed"
+    when : whether a model has it
+    """
+
+    theirs: str
+    place: int
+    ours: str
+    rows: str = "all"
+    form: str = "plain"
+    when: Callable[[GPT], bool] = lambda model: True
+
+
+class Part(NamedTuple):
+    """One of their tensors, and what it is of a parameter of a model."""
+
+    theirs: str
+    ours: str
+    tensor: Tensor
+
+
+def _attention(prefix: str, name: str, ours: str, **more: Any) -> list[Tensor]:
+    """Return the lines for the three projections, whose weights or biases are rows of one array of ours."""
+    forms = {"q": "turned", "k": "turned", "v": "plain"}
+    return [
+        Tensor(f"{prefix}.{part}_proj.{name}", ATTENTION, ours, rows=part, form=form, **more)
+        for part, form in forms.items()
+    ]
+
+
+_BLOCK = "model.layers.{i}"
+LLAMA = (
+    Tensor("model.embed_tokens.weight", EMBEDDING, "weight"),
+    Tensor(f"{_BLOCK}.input_layernorm.weight", ATTENTION_NORM, "gain"),
+    *_attention(f"{_BLOCK}.self_attn", "weight", "qkv"),
+    *_attention(f"{_BLOCK}.self_attn", "bias", "qkv_bias", when=lambda model: model.qkv_bias),
+    Tensor(f"{_BLOCK}.self_attn.q_norm.weight", ATTENTION, "q_norm", form="turned", when=lambda model: model.qk_norm),
+    Tensor(f"{_BLOCK}.self_attn.k_norm.weight", ATTENTION, "k_norm", form="turned", when=lambda model: model.qk_norm),
+    Tensor(f"{_BLOCK}.self_attn.o_proj.weight", ATTENTION, "out"),
+    Tensor(f"{_BLOCK}.self_attn.o_proj.bias", ATTENTION, "out_bias", when=lambda model: model.out_bias),
+    Tensor(f"{_BLOCK}.post_attention_layernorm.weight", FEED_NORM, "gain"),
+    Tensor(f"{_BLOCK}.mlp.gate_proj.weight", FEED, "gate_up", rows="gate"),
+    Tensor(f"{_BLOCK}.mlp.up_proj.weight", FEED, "gate_up", rows="up"),
+    Tensor(f"{_BLOCK}.mlp.down_proj.weight", FEED, "down"),
+    Tensor(f"{_BLOCK}.mlp.gate_proj.bias", FEED, "gate_up_bias", rows="gate", when=lambda m: m.feed_forward_bias),
+    Tensor(f"{_BLOCK}.mlp.up_proj.bias", FEED, "gate_up_bias", rows="up", when=lambda m: m.feed_forward_bias),
+    Tensor(f"{_BLOCK}.mlp.down_proj.bias", FEED, "down_bias", when=lambda model: model.feed_forward_bias),
+    Tensor("model.norm.weight", LAST_NORM, "gain"),
+    Tensor("lm_head.weight", HEAD, "weight", when=lambda model: not model.tied),
+)
+
+_H = "transformer.h.{i}"
+GPT2 = (
+    Tensor("transformer.wte.weight", EMBEDDING, "weight"),
+    Tensor("transformer.wpe.weight", POSITIONS, "weight"),
+    Tensor(f"{_H}.ln_1.weight", ATTENTION_NORM, "gain"),
+    Tensor(f"{_H}.ln_1.bias", ATTENTION_NORM, "bias"),
+    Tensor(f"{_H}.attn.c_attn.weight", ATTENTION, "qkv", form="transposed"),
+    Tensor(f"{_H}.attn.c_attn.bias", ATTENTION, "qkv_bias"),
+    Tensor(f"{_H}.attn.c_proj.weight", ATTENTION, "out", form="transposed"),
+    Tensor(f"{_H}.attn.c_proj.bias", ATTENTION, "out_bias"),
+    Tensor(f"{_H}.ln_2.weight", FEED_NORM, "gain"),
+    Tensor(f"{_H}.ln_2.bias", FEED_NORM, "bias"),
+    Tensor(f"{_H}.mlp.c_fc.weight", FEED, "up", form="transposed"),
+    Tensor(f"{_H}.mlp.c_fc.bias", FEED, "up_bias"),
+    Tensor(f"{_H}.mlp.c_proj.weight", FEED, "down", form="transposed"),
+    Tensor(f"{_H}.mlp.c_proj.bias", FEED, "down_bias"),
+    Tensor("transformer.ln_f.weight", LAST_NORM, "gain"),
+    Tensor("transformer.ln_f.bias", LAST_NORM, "bias"),
+    Tensor("lm_head.weight", HEAD, "weight", when=lambda model: not model.tied),
+)
+
+
+def parts_of(table: tuple[Tensor, ...], model: GPT) -> Iterator[Part]:
+    """Yield each of the tensors that a folder of this model has, in the order of its layers."""
+    for tensor in table:
+        if "{i}" not in tensor.theirs and tensor.place in FIRST and tensor.when(model):
+            yield _part(tensor, model, 0)
+    for block in range(model.layers):
+        for tensor in table:
+            if "{i}" in tensor.theirs and tensor.when(model):
+                yield _part(tensor, model, block)
+    for tensor in table:
+        if "{i}" not in tensor.theirs and tensor.place not in FIRST and tensor.when(model):
+            yield _part(tensor, model, 0)
+
+
+def _part(tensor: Tensor, model: GPT, block: int) -> Part:
+    return Part(tensor.theirs.replace("{i}", str(block)), f"{_layer(tensor.place, block, model)}.{tensor.ours}", tensor)
+
+
+def _layer(place: int, block: int, model: GPT) -> str:
+    """Return the name of a layer among those of `GPT.build`."""
+    last = 2 * model.layers + 1
+    return {
+        EMBEDDING: "0" if model.positions == "rotary" else "0.0",
+        POSITIONS: "0.1",
+        ATTENTION_NORM: f"{2 * block + 1}.layer.0",
+        ATTENTION: f"{2 * block + 1}.layer.1",
+        FEED_NORM: f"{2 * block + 2}.layer.0",
+        FEED: f"{2 * block + 2}.layer.1",
+        LAST_NORM: f"{last}.0",
+        HEAD: f"{last}.1",
+    }[place]
+
+
+def head_of(model: GPT) -> str:
+    """Return the name of our parameter of the head."""
+    return f"{_layer(HEAD, 0, model)}.weight"
+
+
+def tied_to(name: str, model: GPT) -> str:
+    """Return the parameter under which the table has this one: where head and embedding are one, the embedding's."""
+    return f"{_layer(EMBEDDING, 0, model)}.weight" if model.tied and name == head_of(model) else name
+
+
+def view(tensor: Tensor, array: np.ndarray, model: GPT) -> np.ndarray:
+    """Return what a tensor is of our array, in the order of their elements; more axes than theirs where turned."""
+    first, stop = _rows(tensor.rows, model, len(array))
+    part = array[first:stop]
+    if tensor.form == "transposed":
+        return part.T
+    if tensor.form == "turned":
+        return part.reshape(-1, model.head_dim // 2, 2, *part.shape[1:]).swapaxes(1, 2)
+    return part
+
+
+def shape_of(tensor: Tensor, ours: tuple[int, ...], model: GPT) -> tuple[int, ...]:
+    """Return the shape of their tensor, for a parameter of ours with that shape."""
+    first, stop = _rows(tensor.rows, model, ours[0])
+    shape = (stop - first, *ours[1:])
+    return shape[::-1] if tensor.form == "transposed" else shape
+
+
+def _rows(rows: str, model: GPT, count: int) -> tuple[int, int]:
+    """Return which rows of a parameter with `count` of them these are, from the first to before the last."""
+    queries = model.heads * model.head_dim
+    keys = queries + model.kv_heads * model.head_dim
+    return {
+        "all": (0, count),
+        "q": (0, queries),
+        "k": (queries, keys),
+        "v": (keys, count),
+        "gate": (0, count // 2),
+        "up": (count // 2, count),
+    }[rows]

@@ -1,0 +1,276 @@
+"""Trained parameters as files, which any number of ranks can load. No state of an optimizer is kept.
+
+    weights/stage-0.safetensors      the parameters of one logical stage, by their names in the whole model
+    weights/stage-1.safetensors
+    weights/model.json               sizes of the model, dtype, number of stages, a checksum of each parameter and one
+                                     of these facts; written last, when all other files are there
+
+The folder is written under another name and then renamed, so one that has its name is complete. Checksums are CRC-32.
+They find damage on the way to the disk and back, and files of two trainings that were mixed, but no forgery.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from mpipipe import arrays, files, nn
+from mpipipe.arrays import Array
+from mpipipe.checkpoint import tensor_files
+from mpipipe.checkpoint.folders import checksum_of
+from mpipipe.checkpoint.whole_folder import replacing
+from mpipipe.comm.mesh import Mesh
+from mpipipe.errors import ArgumentError, NonFiniteError
+from mpipipe.job.group import group_of
+from mpipipe.language.models.fine_tuning import Model
+from mpipipe.language.models.huggingface.folder import Origin
+from mpipipe.nn.parameters import FlatBuffer
+from mpipipe.nn.writing import announce_write
+from mpipipe.schedules import Schedule
+
+DESCRIPTION = "model.json"
+MOST_BYTES = 64 << 20  # of it
+OURS = re.compile(r"(stage-\d+\.safetensors|model\.json)(\.partial)?")
+STORED = {stored: dtype for dtype, stored in tensor_files.DTYPES.items()}  # by safetensors' names
+REMEDY = "build the model with the sizes and dtype of model.json"
+COPY_AGAIN = "copy the weights again from where they are whole, or train again"
+Places: TypeAlias = "dict[str, tuple[Any, Path]]"  # name of a parameter -> open file of safetensors, and its path
+
+
+@dataclass(frozen=True)
+class Description:
+    """The content of model.json.
+
+    Attributes
+    ----------
+    model : sizes from which the model is made again, such as the fields of models.GPT
+    dtype : of the parameters: float32 for a training in bfloat16 or float16
+    stages : number of files
+    checksums : of each parameter, by name; None in files that were saved before there were any
+    """
+
+    model: dict[str, Any]
+    dtype: str
+    stages: int
+    checksums: dict[str, str] | None = None
+
+
+def folder_of(run: str | Path) -> Path:
+    """Return the folder for the weights of the training with the output folder `run`."""
+    return Path(run, "weights")
+
+
+def save(
+    folder: Path, model: Model, stages: Sequence[nn.Stage], schedule: Schedule, mesh: Mesh, origin: Origin | None = None
+) -> None:
+    """Write the parameters of a pipeline, and their description; collective over the mesh.
+
+    A folder that is there is replaced when the new one is whole; what others have put there goes along. Raises
+    ArgumentError, on every rank, where a file cannot be written: the folder stays as it was.
+
+    Parameters
+    ----------
+    folder : new, or to be replaced; on a file system that all hosts share
+    model : a dataclass of sizes
+    stages : this rank's stages of `schedule`; the ranks of the first replica write theirs
+    schedule : of the pipelines
+    mesh : all ranks
+    origin : where the model comes from, whose tokenizer goes along
+    """
+    sums: dict[str, str] = {}
+    group = group_of(mesh.comm)
+    with replacing(folder, group, _explained) as partial:
+        with group.together("saving weights"), _explained(folder):
+            if mesh.replicas.rank == 0:
+                partial.mkdir(parents=True, exist_ok=True)  # other hosts may not see it yet
+                for stage, number in zip(stages, schedule.stages_of(mesh.pipe.rank)):
+                    written = tensor_files.write(partial / file_of(number), stage.parameters)
+                    sums.update({name: entry.checksum for name, entry in written.arrays.items()})
+        parts = group.gather("saving weights: the checksums", sums)
+        sums = {name: text for part in parts for name, text in part.items()}
+        with group.together("saving weights: their description"), _explained(folder):
+            if mesh.rank == 0:
+                _keep_others(folder, partial)
+                if origin is not None:
+                    origin.copy(partial, keep_config=True)
+                dtype = stages[0].parameters.flat.dtype.name
+                write_description(partial, Description(asdict(model), dtype, schedule.stages, sums))
+
+
+def _keep_others(folder: Path, partial: Path) -> None:
+    """Copy what others have put next to the weights that are replaced. Raises OSError."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if OURS.fullmatch(path.name):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.copytree(path, partial / path.name, symlinks=True)
+        elif path.is_file() or path.is_symlink():
+            shutil.copy2(path, partial / path.name, follow_symlinks=False)
+
+
+def write_description(folder: Path, description: Description) -> None:
+    """Write model.json, when all other files are there. Raises OSError."""
+    facts = asdict(description)
+    facts["checksum"] = checksum_of(facts)
+    files.write_whole(folder / DESCRIPTION, (json.dumps(facts, indent=1) + "\n").encode())
+
+
+def describe(folder: str | Path) -> Description:
+    """Read model.json. Raises ArgumentError if it is missing, or is not what `save` wrote.
+
+    A file without checksums, from before they were added, is accepted as it is.
+    """
+    path = Path(folder, DESCRIPTION)
+    remedy = "name the --out folder of a training that ended; its weights are written at the end"
+    try:
+        facts = json.loads(files.read_text(path, MOST_BYTES))
+        written = facts.pop("checksum", None) if isinstance(facts, dict) else None
+        found = Description(**facts)
+    except OSError as error:
+        raise ArgumentError(
+            f"no weights: {error.strerror}", found=str(path), expected=files.REGULAR, remedy=remedy
+        ) from error
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ArgumentError(f"the weights' description cannot be read: {error}", found=str(path)) from error
+    if not isinstance(found.model, dict) or not isinstance(found.dtype, str) or type(found.stages) is not int:
+        raise ArgumentError("the weights' description is wrong", found=f"{path}: {found}", remedy=remedy)
+    if not isinstance(found.checksums, (dict, type(None))) or (written is None) != (found.checksums is None):
+        raise ArgumentError("the checksums of the weights' description are wrong", found=str(path), remedy=COPY_AGAIN)
+    if written is not None and written != checksum_of(facts):
+        raise ArgumentError(
+            "the weights' description is damaged",
+            found=f"checksum {checksum_of(facts)} of {path}",
+            expected=str(written),
+            remedy=f"{COPY_AGAIN}; this file is not for editing",
+        )
+    return found
+
+
+def load(folder: str | Path, stages: Sequence[nn.Stage], casts: bool = False) -> None:
+    """Set the parameters of `stages` from the files in `folder`, however the model was cut when they were saved.
+
+    With `casts` the dtype of the stages may be another one than that of the files. Raises what `read_into` raises.
+    """
+    announce_write(*stages)
+    read_into(folder, {name: array for stage in stages for name, array in stage.parameters.items()}, casts)
+
+
+def read_into(folder: str | Path, parameters: Mapping[str, Array], casts: bool = False) -> None:
+    """Set arrays, by their names in the model, from the files in `folder`.
+
+    Files are mapped. Only these parameters are read, and compared with their checksums where there are any.
+    Raises ArgumentError for a file that is missing or damaged, and for a parameter that is missing, damaged, or of
+    another shape or dtype. Raises NonFiniteError for a parameter with values that are NaN or infinite.
+    """
+    folder = Path(folder)
+    with ExitStack() as opened:
+        description = describe(folder)
+        places: Places = {}
+        for number in range(description.stages):
+            path = folder / file_of(number)
+            try:
+                files.check_regular(path)  # opening a FIFO would wait for a writer
+                file = opened.enter_context(safe_open(path, framework="numpy"))
+            except (OSError, SafetensorError) as error:
+                text = getattr(error, "strerror", None) or error
+                raise ArgumentError(
+                    f"a file of weights cannot be read: {text}",
+                    found=str(path),
+                    expected=files.REGULAR,
+                    remedy=COPY_AGAIN,
+                ) from error
+            places.update({name: (file, path) for name in file.keys()})
+        for name, array in parameters.items():
+            values = _read(places, folder, name, array, casts)
+            _check_values(values, name, places[name][1], description.checksums)
+            values = values.astype(array.dtype, copy=False)
+            if arrays.is_device(array):
+                arrays.upload(values, out=array)
+            else:
+                array[...] = values
+
+
+def on_host(parameters: FlatBuffer) -> dict[str, np.ndarray]:
+    """Return host arrays by name; from a GPU in one copy of the whole buffer, and one of each array outside of it."""
+    flat, starts = arrays.download(parameters.flat), parameters.offsets
+    return {
+        name: flat[starts[name] :][: like.size].reshape(like.shape) if name in starts else arrays.download(like)
+        for name, like in parameters.items()
+    }
+
+
+def copy(trained: Sequence[nn.Stage], stages: Sequence[nn.Stage]) -> None:
+    """Set the parameters of `stages`, which are on the host, to those of others with the same layers on this rank."""
+    for source in trained:
+        for name, values in on_host(source.parameters).items():
+            places = [stage for stage in stages if name in stage.parameters]
+            places[0].parameters[name][...] = values
+
+
+def _read(places: Places, folder: Path, name: str, like: Array, casts: bool) -> np.ndarray:
+    """Read the array called `name`. Its shape and dtype are compared with those of `like` before anything is read."""
+    expected = f"{like.dtype.name}{list(like.shape)}"
+    if name not in places:
+        raise ArgumentError(
+            f"the weights have no parameter {name}",
+            found=f"{len(places)} others in {folder}",
+            expected=expected,
+            remedy=REMEDY,
+        )
+    file, path = places[name]
+    stored = file.get_slice(name)
+    kind, shape = stored.get_dtype(), stored.get_shape()
+    fits = STORED.get(kind) in ("float32", "float64") if casts else STORED.get(kind) == like.dtype.name
+    if not fits or tuple(shape) != like.shape:
+        raise ArgumentError(
+            f"parameter {name} does not fit the model",
+            found=f"{STORED.get(kind, kind)}{shape} in {path}",
+            expected=expected,
+            remedy=REMEDY,
+        )
+    return file.get_tensor(name)
+
+
+def _check_values(values: np.ndarray, name: str, path: Path, checksums: dict[str, str] | None) -> None:
+    """Raise where values were damaged since they were saved, or are not finite."""
+    found, expected = tensor_files.checksum(values), None if checksums is None else checksums.get(name)
+    if checksums is not None and found != expected:
+        raise ArgumentError(
+            f"parameter {name} is damaged: it is not what was saved",
+            found=f"checksum {found} in {path}",
+            expected=f"{expected}, as in {DESCRIPTION}",
+            remedy=COPY_AGAIN,
+        )
+    if values.size and not (np.isfinite(values.min()) and np.isfinite(values.max())):  # NaN is both of them
+        count = values.size - np.count_nonzero(np.isfinite(values))
+        raise NonFiniteError(
+            f"parameter {name} is not finite",
+            found=f"{count} of {values.size} values are NaN or infinite in {path}",
+            expected="finite numbers",
+            remedy="train again, with a lower learning rate or clipped gradients",
+        )
+
+
+@contextmanager
+def _explained(folder: Path) -> Iterator[None]:
+    """Turn an OSError into an ArgumentError with the remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise ArgumentError(
+            f"the weights cannot be written: {error}", found=str(folder), remedy="make room, or choose another --out"
+        ) from error
+
+
+def file_of(stage: int) -> str:
+    """Return the name of the file with the parameters of a stage."""
+    return f"stage-{stage}.safetensors"

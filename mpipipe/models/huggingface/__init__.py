@@ -1,7 +1,0 @@
-"""Model folders of Hugging Face: config.json and safetensors, read into models.GPT and written again."""
-
-from mpipipe.models.huggingface.folder import Folder, Origin, open_folder
-from mpipipe.models.huggingface.reading import read
-from mpipipe.models.huggingface.writing import config_of, save
-
-__all__ = ["Folder", "Origin", "config_of", "open_folder", "read", "save"]

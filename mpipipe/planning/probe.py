@@ -1,0 +1,356 @@
+"""Measures the actions of some layers on one rank, for one size of micro-batch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from mpipipe import Pipeline, nn, optim, schedules
+from mpipipe.arrays import dtype as dtype_of
+from mpipipe.job.group import group_of
+from mpipipe.job.types import Communicator
+from mpipipe.pipeline.stage import Loss
+from mpipipe.planning import LayerCosts, RankCosts, Sizes
+from mpipipe.planning.subject import Scene
+from mpipipe.train.progress import Progress
+
+Step: TypeAlias = "Callable[[], float]"  # returns the seconds of the pipeline
+
+SECONDS = 0.6  # of a round
+REPEATS = (3, 25)  # of a step in a round: at least, at most
+TURNS = 5  # in which all ranks compute, and then every other one
+UNDER_WAY = 2  # micro-batches, so that what one has saved is not in the cache any more when it is needed
+# how to go backwards: in one go, in one go after the forward was run again, in two
+WAYS = {"whole": ("gpipe", False), "again": ("gpipe", True), "split": ("zero_bubble_h1", False)}
+
+
+class Probe:
+    """Small pipelines of one rank, by which it measures layers.
+
+    Parameters
+    ----------
+    scene : the training
+    solo : a communicator of this rank alone
+    picked : layers to measure
+    size : sequences of a micro-batch
+
+    Attributes
+    ----------
+    optimizers, sums : measured seconds for one parameter, of clipping and optimizer, and of the sum over replicas
+    """
+
+    def __init__(self, scene: Scene, solo: Communicator, picked: Sequence[int], size: int) -> None:
+        self.scene, self.group, self.solo = scene, group_of(scene.mesh.comm), solo
+        self.picked, self.size = picked, size
+        self.watches = {way: Stopwatch() for way in WAYS}
+        self.optimizers: list[float] = []
+        self.sums: list[float] = []
+        self._parameters = 1
+
+    def run(self) -> None:
+        """Let the ways to go backwards take turns, so that all of them see the same machine; collective."""
+        with ExitStack() as stack:
+            steps = {way: stack.enter_context(self._pipeline(way, self.scene.mesh.replicas)) for way in WAYS}
+            repeats = self._repeats(steps.values())
+            self.group.agree("plan: all ranks begin to measure")
+            taken = []
+            for _ in range(repeats):
+                taken.append(steps["whole"]())
+                steps["again"]()
+                steps["split"]()
+        self.sums.append(self._sum(median(taken)))
+
+    def alone(self) -> float:
+        """Let every other ring be idle in turn; return the time of a step as a share of what it is while none is."""
+        mesh, shares = self.scene.mesh, []
+        rings, ring = mesh.pipe.size * mesh.data.size, mesh.data.rank * mesh.pipe.size + mesh.pipe.rank
+        if rings < 2:
+            return 1.0
+        with self._pipeline("whole", None) as step:
+            repeats = self._repeats([step])
+            for _ in range(TURNS):
+                self.group.agree("plan: all ranks begin to measure")
+                together = median(step() for _ in range(repeats))
+                for turn in range(2):
+                    if ring % 2 == turn:
+                        apart = median(step() for _ in range(repeats))
+                    self.group.agree("plan: these ranks have computed while the others were idle")
+                shares.append(apart / together)
+        share = median(self.group.gather("plan: what ranks save alone", median(shares)))
+        others = (rings // 2 - 1) / (rings - 1)  # were at work all the same
+        return min(1.0, max(0.0, 1 - (1 - share) / (1 - others)))
+
+    def costs(self) -> RankCosts:
+        """Return what was measured so far."""
+        kinds, whole, split = self.scene.kinds, self.watches["whole"], self.watches["split"]
+        by_kind: dict[int, list[LayerCosts]] = {}
+        for place in self.picked:
+            first, second = split.median(place, "I"), split.median(place, "W")
+            once = whole.median(place, "F"), whole.median(place, "B")
+            again = max(0.0, self._again(place) - sum(once))
+            by_kind.setdefault(kinds[place], []).append(LayerCosts(*once, first, second, again))
+        layers = tuple(_median(by_kind[kind]) for kind in range(len(by_kind)))
+        return RankCosts(layers, whole.median("loss", "F"), max(0.0, whole.median_beyond("stage", self.picked, "F")))
+
+    def _again(self, place: int) -> float:
+        """Return the seconds of a layer's forward, of the same again, and of its backward."""
+        watch = self.watches["again"]
+        calls = watch.seconds[place, "F"]  # of a step: all forwards, and then all of them again
+        halves = ([seconds for k, seconds in enumerate(calls) if k // UNDER_WAY % 2 == half] for half in (0, 1))
+        return sum(map(median, halves)) + watch.median(place, "B")
+
+    def _sum(self, seconds: float) -> float:
+        """Return what a step lasts longer than its actions, for one parameter: the sum over replicas."""
+        if self.scene.mesh.replicas.size == 1:
+            return 0.0
+        watch = self.watches["whole"]
+        busy = watch.median("stage", "F") + watch.median("stage", "B") + watch.median("loss", "F")
+        return max(0.0, seconds - UNDER_WAY * busy) / self._parameters
+
+    @contextmanager
+    def _pipeline(self, way: str, replicas: Communicator | None) -> Iterator[Step]:
+        """A pipeline of this rank by itself, whose first step is made: memory is allocated. Its layers are timed."""
+        scene, stage = self.scene, self._stage()
+        self._parameters = max(1, stage.gradients.flat.size)
+        name, recompute = WAYS[way]
+        schedule = schedules.by_name(name, ranks=1, microbatches=UNDER_WAY)
+        loss = scene.shard.loss_for(stage, self.size)
+        batch = scene.tokens(UNDER_WAY * self.size, UNDER_WAY)
+        with Pipeline([stage], schedule, self.solo, loss, recompute, replicas) as pipeline:
+            progress = Progress(scene.config, pipeline, scene.mesh)
+            stage.keep_compute()
+
+            def step() -> float:
+                pipeline.step(*batch, scale=progress.scaler.scale)
+                start = perf_counter()
+                optim.scaled_step(progress.optimizer, progress.scaler, scene.config.clip, lr=progress.optimizer.lr)
+                self.optimizers.append((perf_counter() - start) / self._parameters)
+                return pipeline.elapsed
+
+            step()
+            self.optimizers.pop()
+            self._watch(self.watches[way], stage, pipeline)
+            yield step
+
+    def _watch(self, watch: Stopwatch, stage: nn.Stage, pipeline: Pipeline) -> None:
+        watch.watch("stage", stage, {name: METHODS[name] for name in METHODS if hasattr(stage, name)})
+        watch.watch("loss", pipeline.engine.executor.loss, {"call": "F"})
+        for place, layer in zip(self.picked, stage.layers):
+            watch.watch(place, layer, METHODS)
+
+    def _repeats(self, steps: Iterable[Step]) -> int:
+        seconds = max(self.group.gather("plan: the seconds of steps", sum(step() for step in steps)))
+        return min(max(REPEATS[0], int(SECONDS / max(seconds, 1e-9))), REPEATS[1])
+
+    def _stage(self) -> nn.Stage:
+        scene, layers = self.scene, self.scene.layers()
+        trained = scene.tuning.trained(scene.model)
+        still = [name for name in scene.tuning.declared(scene.model) if name not in trained]
+        places = {str(place): str(number) for number, place in enumerate(self.picked)}
+        cut = [(name.partition(".")[0], name.partition(".")[2]) for name in still]
+        frozen = [f"{places[place]}.{rest}" for place, rest in cut if place in places]
+        picked = [layers[place] for place in self.picked]
+        return nn.Stage(picked, scene.config.dtype, scene.config.seed, frozen=frozen)
+
+    def sizes(self) -> Sizes:
+        """Count what one micro-batch of several keeps, but not what they share, such as parameters and tables."""
+        scene, stage = self.scene, self._stage()
+        rows, length, dim = scene.message_shape(self.size)
+        inputs, targets = scene.tokens(self.size, 1)
+        loss = Loss(scene.shard.loss_for(stage, self.size))
+        with ExitStack() as stack:
+            stack.enter_context(loss.taking_head())
+            _, before = stage.forward(inputs)
+            output, saved = stage.forward(inputs)
+            gradient = loss.call(output, targets, 1.0)[1]
+        shared = {*buffers(before), *buffers((stage.parameters.flat, stage.compute.flat, inputs, targets))}
+        whole = _new_bytes(saved, shared)
+        _, pending = stage.backward_input(gradient, saved)
+        split = _new_bytes(pending[::-1], shared)
+        split = [0] * (len(whole) - len(split)) + split  # layers below all that is trained have none
+        stage.backward_weight(pending)
+        kinds = self.scene.kinds
+        activation: dict[int, int] = {}
+        waiting: dict[int, int] = {}
+        for place, first, second in zip(self.picked, whole, split):
+            activation[kinds[place]] = max(first, activation.get(kinds[place], 0))
+            waiting[kinds[place]] = max(second, waiting.get(kinds[place], 0))
+        each = range(len(activation))
+        message = rows * length * dim * dtype_of(scene.config.dtype).itemsize
+        return Sizes(
+            tuple(activation[kind] for kind in each), tuple(waiting[kind] for kind in each), message, gradient.nbytes
+        )
+
+
+def _median(alike: Sequence[LayerCosts]) -> LayerCosts:
+    names = ("forward", "backward", "input_grad", "weight_grad", "again")
+    return LayerCosts(*(median(getattr(each, name) for each in alike) for name in names))
+
+
+def _new_bytes(things: Sequence[Any], shared: set[int]) -> list[int]:
+    """Return the bytes that each thing holds and neither `shared` nor one before it has."""
+    seen, found = set(shared), []
+    for thing in things:
+        own = buffers(thing)
+        found.append(sum(size for key, size in own.items() if key not in seen))
+        seen |= set(own)
+    return found
+
+
+# -- How many bytes objects hold in arrays ----------------------------------------------------------------------------
+
+
+def buffers(thing: Any) -> dict[int, int]:
+    """Return the bytes of each memory that arrays in `thing` lie in, by its identity; layers and stages are left out.
+
+    Arrays are looked for in tuples, lists, mappings, and attributes of objects.
+    """
+    found: dict[int, int] = {}
+    seen: set[int] = set()
+    waiting = [thing]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, np.ndarray):
+            owner = _owner(each)
+            found[id(owner)] = owner.nbytes
+        elif id(each) not in seen:
+            seen.add(id(each))
+            waiting.extend(_parts(each))
+    return found
+
+
+def _owner(array: np.ndarray) -> np.ndarray:
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
+
+
+def _parts(thing: Any) -> Iterator[Any]:
+    if isinstance(thing, Mapping):
+        yield from thing.values()
+    elif isinstance(thing, (tuple, list, set)):
+        yield from thing
+    elif not isinstance(thing, (nn.Layer, nn.Stage, type, str, bytes, int, float)) and not callable(thing):
+        yield from getattr(thing, "__dict__", {}).values()
+        slots = (name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ()))
+        yield from (getattr(thing, name) for name in slots if hasattr(thing, name))
+
+
+# -- Times the calls of layers inside a stage that runs ---------------------------------------------------------------
+
+
+# how containers call layers; several are the same action
+METHODS = {
+    "forward": "F",
+    "forward_sum": "F",
+    "forward_apart": "F",
+    "backward": "B",
+    "backward_add": "B",
+    "backward_input": "I",
+    "backward_input_add": "I",
+    "backward_weight": "W",
+}
+
+
+class Stopwatch:
+    """Notes how long methods of objects take; calls inside such a call of the same object do not count."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[tuple[Hashable, str], list[float]] = defaultdict(list)
+
+    def watch(self, name: Hashable, thing: Any, methods: dict[str, str]) -> None:
+        """Time these methods of `thing` from now on, under `name` and the word that each has in `methods`."""
+        inside = [False]
+        for method, word in methods.items():
+            setattr(thing, method, self._timed(getattr(thing, method), (name, word), inside))
+
+    def _timed(self, call: Callable[..., Any], key: tuple[Hashable, str], inside: list[bool]) -> Callable[..., Any]:
+        def timed(*arguments: Any, **named: Any) -> Any:
+            if inside[0]:
+                return call(*arguments, **named)
+            inside[0] = True
+            start = perf_counter()
+            try:
+                return call(*arguments, **named)
+            finally:
+                self.seconds[key].append(perf_counter() - start)
+                inside[0] = False
+
+        return timed
+
+    def median(self, name: Hashable, word: str) -> float:
+        """Return the median seconds of a call; 0 where there was none."""
+        found = self.seconds.get((name, word))
+        return median(found) if found else 0.0
+
+    def median_beyond(self, outer: Hashable, parts: Iterable[Hashable], word: str) -> float:
+        """Return the median seconds by which a call of `outer` lasts longer than its own calls of the parts.
+
+        A delay by another process is in the call and in its part, and does not count. The median of all calls less
+        the medians of the parts would count it: a long call meets a delay more often than each of its parts.
+        """
+        times = [seconds for part in parts if (seconds := self.seconds.get((part, word)))]
+        beyond = [whole - sum(inside) for whole, *inside in zip(self.seconds.get((outer, word), ()), *times)]
+        return median(beyond) if beyond else 0.0
+
+
+# -- Measures layers: seconds of their actions, bytes that they keep, and the optimizer -------------------------------
+#
+# Each rank runs small pipelines of its own, with one or two layers of each kind of the model, embedding and head among
+# them, while all other ranks do the same: they share the memory's bandwidth as in a training.
+
+
+ROUNDS = 3  # in which all sizes of micro-batches take turns, so that all of them see the same machine
+ALIKE = 2  # layers of a kind that are measured
+
+
+@dataclass
+class Measured:
+    """What one rank has found.
+
+    Attributes
+    ----------
+    costs, sizes : for each size of micro-batch
+    optimizer, sums : seconds for one parameter
+    alone : time of a step while no other rank computes, as a share of what it is while all do
+    """
+
+    costs: dict[int, RankCosts]
+    sizes: dict[int, Sizes]
+    optimizer: float
+    sums: float
+    alone: float
+
+
+def measure_layers(scene: Scene) -> Measured:
+    """Measure all kinds of layers on this rank; collective over all ranks."""
+    group = group_of(scene.mesh.comm)
+    solo = group.split(scene.mesh.rank, 0, "plan: a rank by itself")
+    probes = {size: Probe(scene, solo, _picked(scene.kinds), size) for size in scene.space.sizes}
+    for _ in range(ROUNDS):
+        for probe in probes.values():
+            probe.run()
+    found = Measured(
+        costs={size: probe.costs() for size, probe in probes.items()},
+        sizes={size: probe.sizes() for size, probe in probes.items()},
+        optimizer=median(seconds for probe in probes.values() for seconds in probe.optimizers),
+        sums=median(seconds for probe in probes.values() for seconds in probe.sums),
+        alone=probes[scene.space.sizes[len(probes) // 2]].alone(),
+    )
+    group.agree("plan: all ranks have measured the layers")
+    solo.Free()
+    return found
+
+
+def _picked(kinds: Sequence[int]) -> list[int]:
+    """Return the layers to measure: the first ones of each kind, and the last one."""
+    return [
+        place for place, kind in enumerate(kinds) if list(kinds[:place]).count(kind) < ALIKE or place == len(kinds) - 1
+    ]

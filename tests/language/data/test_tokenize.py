@@ -1,0 +1,223 @@
+"""Text to tokens: the library's own, the same for any number of ranks, and nothing left where that fails."""
+
+from __future__ import annotations
+
+import json
+import os
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mpipipe.errors import BackendError, ConfigError, DataError, StorageError
+from mpipipe.job import inprocess
+from mpipipe.job.group import group_of
+from mpipipe.language import data
+from mpipipe.language.data import tokenize, units
+from mpipipe.language.data.token_files import read_header
+from mpipipe.language.data.tokenizer import open_tokenizer
+
+library = pytest.importorskip("tokenizers")
+WORDS = ["one", "two", "three", "four,", "Straße", "漢字", "x=1", "  indented", "\n\nend."]
+
+
+def text_of(seed, words=400):
+    rng = np.random.default_rng(seed)
+    return "".join(str(word) + str(rng.choice([" ", "\n", "\n\n", "\n  "])) for word in rng.choice(WORDS, words))
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    monkeypatch.setenv(tokenize.THREADS, "1")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The folder of a byte-level tokenizer, trained on the spot."""
+    made = library.Tokenizer(library.models.BPE())
+    made.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=330, special_tokens=["<|end|>"], show_progress=False,
+        initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    made.train_from_iterator([text_of(seed) for seed in range(4)], trainer)
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|end|>"}}))
+    return tmp_path
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """A folder with two text files and one of JSON lines, and all documents in order."""
+    (tmp_path / "texts").mkdir()
+    whole = {name: text_of(seed, 3000) for seed, name in enumerate(["a.txt", "c.txt"])}
+    lines = [text_of(seed, 50) for seed in range(10, 40)]
+    for name, text in whole.items():
+        (tmp_path / "texts" / name).write_text(text)
+    rows = [json.dumps({"text": text, "other": 1}, ensure_ascii=number % 2) for number, text in enumerate(lines)]
+    (tmp_path / "texts" / "b.jsonl").write_text("\n".join(rows[:9]) + "\n\n  \n" + "\n".join(rows[9:]))
+    return str(tmp_path / "texts"), [whole["a.txt"], *lines, whole["c.txt"]]
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Many units in small texts."""
+    monkeypatch.setattr(units, "UNIT", 1500)
+    monkeypatch.setattr(units, "SEARCHED", 800)
+    monkeypatch.setattr(tokenize, "CHUNK", 4000)
+    monkeypatch.setattr(tokenize, "ROUND", 2)
+
+
+def run(ranks, *arguments, **options):
+    return inprocess.run(ranks, lambda comm: tokenize.tokenize(*arguments, comm, **options))[0]
+
+
+def test_tokens_are_those_of_the_library_for_any_number_of_ranks(folder, texts, small):
+    path, documents = texts
+    made = library.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    end = made.token_to_id("<|end|>")
+    expected = [[*made.encode(text).ids, end] for text in documents]
+    contents = set()
+    for ranks in (1, 2, 3):
+        out, told = folder / f"tokens-{ranks}", []
+        done = run(ranks, [path], str(folder), str(out), progress=lambda *numbers, told=told: told.append(numbers))
+        contents.add(out.read_bytes())
+        assert max(told) == (told[0][1], told[0][1]) and len(set(told)) > 3
+    assert len(contents) == 1
+    found = data.find([out])
+    whole = found.whole([])
+    assert whole.read(0, len(whole)).tolist() == list(chain.from_iterable(expected))
+    np.testing.assert_array_equal(whole.starts(0, len(whole)), np.cumsum([0, *map(len, expected[:-1])]))
+    sizes = [len(text.encode()) for text in documents]
+    header = done.header
+    assert (header.vocab, header.end, header.documents, header.nbytes) == (made.get_vocab_size(), end, 32, sum(sizes))
+    assert header == read_header(out) and header.tokenizer == open_tokenizer(folder).hash == found.tokenizer
+    assert sorted(os.listdir(folder)) == sorted(
+        ["texts", "tokenizer.json", "tokenizer_config.json", "tokens-1", "tokens-2", "tokens-3"]
+    )
+    middle = len(expected[0])
+    assert found.opened[0].bytes_of(middle, middle + len(expected[1])) == sizes[1]
+
+
+def test_a_long_text_is_cut_into_units(folder, texts, small):
+    """Else the test above would not try what happens at cuts."""
+    tokenizer, path = open_tokenizer(folder), Path(texts[0], "a.txt")
+    reader = units.Texts(tokenizer)
+    found = [list(reader.of(unit)) for unit in units.units_of([(path, path.stat().st_size)])]
+    pieces = [text for unit in found for text in unit]
+    assert len(pieces) > 8 and "".join(piece.text for piece in pieces) == path.read_text()
+    assert [piece.opens for piece in pieces] == [True] + [False] * (len(pieces) - 1)
+    assert [piece.closes for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+
+
+def test_a_tokenizer_that_allows_no_cut_gets_texts_in_one_piece(tmp_path, texts, small, monkeypatch):
+    """As those of SentencePiece, which put a space before each text."""
+    made = library.Tokenizer(library.models.WordLevel({"▁": 1, "<s>": 0, "</s>": 3, "<unk>": 2}, unk_token="<unk>"))
+    made.pre_tokenizer = library.pre_tokenizers.Metaspace(prepend_scheme="always", split=True)
+    made.post_processor = library.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    made.save(str(tmp_path / "tokenizer.json"))
+    path = Path(texts[0], "a.txt")
+    run(2, [str(path)], str(tmp_path), str(tmp_path / "tokens"), end="</s>")
+    whole = data.find([tmp_path / "tokens"]).whole([])
+    assert whole.read(0, len(whole)).tolist() == [*made.encode(path.read_text()).ids, 3]
+    assert whole.read(0, 1).tolist() == [0]
+    monkeypatch.setattr(units, "MOST", 4000)
+    with pytest.raises(DataError, match="too long for this tokenizer") as caught:
+        run(1, [str(path)], str(tmp_path), str(tmp_path / "other"))
+    assert str(path) in caught.value.found
+
+
+BAD_LINES = {
+    "no text": b'{"words": "x"}',
+    "text of another kind": b'{"text": 5}',
+    "no object": b'["text"]',
+    "no JSON": b'{"text": "x"',
+    "half a character": b'{"text": "\\ud800"}',
+    "no UTF-8": b'{"text": "\xff"}',
+    "deep": b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("bad", BAD_LINES)
+def test_a_line_without_text_is_one_error_with_file_and_line(tmp_path, folder, small, bad):
+    path = tmp_path / "lines.jsonl"
+    good = b'{"text": "some words"}\n'
+    path.write_bytes(good * 700 + BAD_LINES[bad] + b"\n" + good * 300)
+    for ranks in (1, 3):
+        with pytest.raises(DataError, match="no JSON object with a text") as caught:
+            run(ranks, [str(path)], str(folder), str(tmp_path / "tokens"))
+        assert f"line 701 of {path}" in caught.value.found
+    assert not [name for name in os.listdir(tmp_path) if "tokens" in name]
+
+
+def test_text_that_is_no_utf8_is_one_error_with_file_and_position(tmp_path, folder, small):
+    path = tmp_path / "latin.txt"
+    path.write_bytes(b"words and\nmore words\n" * 300 + b"\xe4 umlaut")
+    with pytest.raises(DataError, match="not UTF-8") as caught:
+        run(2, [str(path)], str(folder), str(tmp_path / "tokens"))
+    assert caught.value.found == f"byte 0xe4 at position 6300 of {path}"
+
+
+def test_a_failure_while_the_file_is_put_together_leaves_nothing(tmp_path, folder, texts, small, monkeypatch):
+    def fail(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tokenize, "_copy", fail)
+    with pytest.raises(StorageError, match="No space left"):
+        run(2, [texts[0]], str(folder), str(tmp_path / "tokens"))
+    assert not [name for name in os.listdir(tmp_path) if "tokens" in name]
+
+
+def test_what_is_there_already_stays(tmp_path, folder, texts):
+    (tmp_path / "tokens").write_text("mine")
+    with pytest.raises(ConfigError, match="already") as caught:
+        run(2, [texts[0]], str(folder), str(tmp_path / "tokens"))
+    assert str(tmp_path / "tokens") in caught.value.found and (tmp_path / "tokens").read_text() == "mine"
+
+
+WRONG_FOLDERS = {
+    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "no tokenizer"),
+    "no JSON": (lambda folder: (folder / "tokenizer.json").write_text("{"), "tokenizer cannot be read"),
+    "an end that it does not have": (
+        lambda folder: (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}'),
+        "does not have the token that ends a text",
+    ),
+    "a broken file beside it": (
+        lambda folder: (folder / "tokenizer_config.json").write_text("}"),
+        "beside the tokenizer cannot be read",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_FOLDERS)
+def test_a_folder_without_a_good_tokenizer_is_refused_by_name(tmp_path, folder, texts, wrong):
+    change, match = WRONG_FOLDERS[wrong]
+    change(folder)
+    with pytest.raises(DataError, match=match) as caught:
+        run(2, [texts[0]], str(folder), str(tmp_path / "tokens"))
+    assert "tokenizer" in caught.value.found
+
+
+@pytest.mark.parametrize(("cores", "chosen", "threads"), [("0-5", None, "3"), ("0-5", "7", "7"), ("", None, None)])
+def test_ranks_divide_the_cores_that_they_share(monkeypatch, cores, chosen, threads):
+    monkeypatch.setattr(tokenize, "own_cores", lambda: cores)
+    monkeypatch.delenv(tokenize.THREADS)
+    if chosen is not None:
+        monkeypatch.setenv(tokenize.THREADS, chosen)
+    inprocess.run(2, lambda comm: tokenize.share_threads(group_of(comm)))
+    assert os.environ.get(tokenize.THREADS) == threads
+
+
+def test_without_the_library_the_error_says_what_to_install(tmp_path, folder, texts, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
+    with pytest.raises(BackendError, match="tokenizers") as caught:
+        run(1, [texts[0]], str(folder), str(tmp_path / "tokens"))
+    assert ".[tokens]" in caught.value.remedy
+
+
+def test_a_tokenizer_gives_text_back(folder):
+    tokenizer = open_tokenizer(folder)
+    assert tokenizer.decode([*tokenizer.encode(WORDS[4]), tokenizer.end]) == WORDS[4]
+    assert open_tokenizer(folder / "tokenizer.json", end="one").end == tokenizer.library.token_to_id("one")

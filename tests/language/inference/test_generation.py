@@ -1,0 +1,186 @@
+"""Many prompts at once: each gets the answer that it gets alone, on any ranks, whatever is in flight."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+from support.tolerance import close_norm
+from support.training_tolerance import path
+
+from mpipipe import Mesh, nn, schedules
+from mpipipe.attention import Local
+from mpipipe.errors import ArgumentError
+from mpipipe.language.inference.generation import (
+    LEAST,
+    Sampling,
+    _next_parts,
+    _Sequence,
+    answers,
+    build_decoder,
+    check_prompts,
+    draw,
+    generator,
+)
+from mpipipe.language.models import GPT
+from mpipipe.train.training_plan import TrainingPlan
+
+MODEL = GPT(vocab=40, dim=16, layers=3, heads=4, kv_heads=2, hidden=24, seq=48)
+COUNT = 12
+
+
+def fill(stages):
+    for stage in stages:
+        for name, array in stage.parameters.items():
+            array += np.random.default_rng(len(name) + array.size).normal(0, 0.15, array.shape)
+
+
+def prompts_of(lengths, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, MODEL.vocab, length).tolist() for length in lengths]
+
+
+LENGTHS = (1, 30, 3, 2, 9, 1, 17)
+
+
+def decoded(mesh, prompts, sampling, slots, microbatches, dtype="float64", count=COUNT, model=MODEL):
+    """{number: answer}, and why each has ended."""
+    schedule = schedules.forward_only(mesh.pipe.size, 1, microbatches)
+    plan = TrainingPlan(model, schedule, schedules.partition(model.costs(), schedule.stages), rows=1)
+    found, ended = {number: [] for number in range(len(prompts))}, {}
+    with build_decoder(plan, mesh, dtype, max(map(len, prompts)) + count, fill, slots=slots) as decoder:
+        for drawn in answers(decoder, prompts, count, sampling):
+            assert drawn.prompt not in ended
+            found[drawn.prompt].append(drawn.token)
+            if drawn.ended:
+                ended[drawn.prompt] = drawn.ended
+    return found, ended
+
+
+def by_whole_forwards(prompts, sampling, count=COUNT, model=MODEL):
+    """The same by forwards of the whole sequence on one process, without any cache."""
+    return _by_whole_forwards(tuple(map(tuple, prompts)), sampling, count, model)
+
+
+@cache
+def _by_whole_forwards(prompts, sampling, count, model):
+    stage = nn.Stage(model.build(Local(window=model.seq)), "float64")
+    fill([stage])
+    found = {}
+    for number, prompt in enumerate(prompts):
+        tokens = list(prompt)
+        for position in range(count):
+            logits = stage.forward(np.array([tokens]))[0][0, -1]
+            tokens.append(draw(logits, sampling, generator(sampling.seed, number, position)))
+            if tokens[-1] in sampling.stop:
+                break
+        found[number] = tokens[len(prompt) :]
+    return found
+
+
+CUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4)]  # pipe x seq
+
+
+@pytest.mark.parametrize(("pipe", "seq"), CUTS)
+@pytest.mark.parametrize(("slots", "microbatches"), [(7, 1), (3, 4), (1, 2), (7, 8)])
+def test_a_batch_gets_the_answers_of_whole_forwards(comm, pipe, seq, slots, microbatches):
+    if comm.size % (pipe * seq):
+        pytest.skip(f"needs a multiple of {pipe * seq} ranks")
+    prompts, sampling = prompts_of(LENGTHS), Sampling(0.9, top_k=20, top_p=0.95, seed=5)
+    with Mesh(comm, pipe=pipe, seq=seq) as mesh:
+        found, ended = decoded(mesh, prompts, sampling, slots, microbatches)
+    assert found == by_whole_forwards(prompts, sampling)
+    assert ended == dict.fromkeys(range(len(prompts)), "count")
+    assert len(set(comm.allgather(repr(found)))) == 1
+
+
+def test_the_last_rank_may_have_the_head_alone(comm):
+    """With one block there are four layers: on four ranks, one for each."""
+    model, prompts = GPT(**{**vars(MODEL), "layers": 1}), prompts_of((3, 9))
+    with Mesh(comm, pipe=comm.size) as mesh:
+        found, _ = decoded(mesh, prompts, Sampling(0), 2, 2, model=model)
+    assert found == by_whole_forwards(prompts, Sampling(0), model=model)
+
+
+def test_greedy_answers_do_not_depend_on_seed_and_number(comm):
+    prompts = prompts_of((5, 5, 8))
+    with Mesh(comm, pipe=comm.size) as mesh:
+        first, _ = decoded(mesh, prompts, Sampling(0, seed=1), 3, 2)
+        turned, _ = decoded(mesh, prompts[::-1], Sampling(0, seed=2), 3, 2)
+    assert [first[0], first[1], first[2]] == [turned[2], turned[1], turned[0]]
+    assert first == by_whole_forwards(prompts, Sampling(0))
+
+
+def test_a_stop_token_ends_its_answer_and_no_other(comm):
+    prompts, plain = prompts_of(LENGTHS), Sampling(1.0, seed=3)
+    long = by_whole_forwards(prompts, plain)
+    stop = (long[1][4], long[4][0])
+    with Mesh(comm, pipe=comm.size) as mesh:
+        found, ended = decoded(mesh, prompts, Sampling(1.0, seed=3, stop=stop), 3, 4)
+    for number, answer in long.items():
+        places = [place for place, token in enumerate(answer) if token in stop]
+        assert found[number] == (answer[: places[0] + 1] if places else answer)
+        assert ended[number] == ("stop" if places else "count")
+    assert set(ended.values()) == {"stop", "count"}
+
+
+def test_another_seed_or_number_draws_other_tokens(comm):
+    prompts = prompts_of((5,)) * 2
+    with Mesh(comm, pipe=comm.size) as mesh:
+        first, _ = decoded(mesh, prompts, Sampling(1.5, seed=1), 2, 2)
+        other, _ = decoded(mesh, prompts, Sampling(1.5, seed=2), 2, 2)
+    assert first[0] != first[1] and first[0] != other[0]
+
+
+def test_logits_beside_others_are_those_of_a_prompt_alone_to_rounding(comm):
+    """In float32: what a matrix product with more rows may round otherwise."""
+    prompts = prompts_of((6, 1, 9))
+
+    def logits(mesh, which, slots):
+        schedule = schedules.forward_only(mesh.pipe.size, 1, 1)
+        plan = TrainingPlan(MODEL, schedule, schedules.partition(MODEL.costs(), schedule.stages), rows=1)
+        with build_decoder(plan, mesh, "float32", 20, fill, slots=slots) as decoder:
+            line = [_Sequence(number, number, list(prompt), len(prompt)) for number, prompt in enumerate(which)]
+            parts, _ = _next_parts(line, 1, 1)
+            return decoder.forward(parts)
+
+    with Mesh(comm, pipe=comm.size) as mesh:
+        together = logits(mesh, prompts, 3)
+        order = sorted(range(3), key=lambda number: len(prompts[number]) > 1)
+        for place, number in enumerate(order):
+            alone = logits(mesh, [prompts[number]], 1)
+            assert len(alone) == (1 if mesh.rank == comm.size - 1 else 0)
+            for row in alone:
+                close_norm(together[place], row, path(MODEL), np.float32, f"logits of prompt {number}")
+
+
+def test_parts_are_even_and_let_single_tokens_go_first():
+    line = [_Sequence(0, 0, list(range(30)), 30), _Sequence(1, 1, [7, 8], 1, fed=1), _Sequence(2, 2, [9], 1)]
+    parts, asking = _next_parts(line, 10, 4)
+    assert [len(tokens) for _, tokens in parts] == [8, 8, 8, 8]
+    assert parts[0][1] == [8, 9, 0, 1, 2, 3, 4, 5]
+    assert [(piece.slot, piece.start, piece.rows, piece.ends) for piece in parts[0][0]] == [
+        (1, 1, 1, True), (2, 0, 1, True), (0, 0, 6, False),
+    ]  # fmt: skip
+    assert parts[3][0] == [(0, 22, 8, 40, True)]
+    assert [each.prompt for each in asking] == [1, 2, 0]
+    assert len(_next_parts([_Sequence(0, 0, [1], 1)], 1, 4)[0]) == 1
+    few = [_Sequence(number, number, [1], 1) for number in range(LEAST + 1)]
+    assert [len(tokens) for _, tokens in _next_parts(few, 1, 4)[0]] == [3, 2]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "count", "match"),
+    [
+        ([], 1, "no prompts"),
+        ([[]], 1, "the prompt is empty"),
+        ([[1], []], 1, "prompt 1 is empty"),
+        ([[1]], 0, "number of tokens"),
+        ([[1], [3, 40]], 1, "prompt 1 has a token"),
+        ([[-1]], 1, "the prompt has a token"),
+    ],
+)
+def test_prompts_that_no_model_can_continue_are_refused(prompts, count, match):
+    with pytest.raises(ArgumentError, match=match):
+        check_prompts(prompts, count, 40)

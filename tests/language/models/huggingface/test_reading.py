@@ -1,0 +1,193 @@
+"""Folders written by hand in the convention of each family, read, and compared with that convention in plain numpy."""
+
+from __future__ import annotations
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from support import huggingface_reference as theirs
+from support.tolerance import close, largest
+from support.training_tolerance import path
+
+from mpipipe import arrays, nn
+from mpipipe.attention import Local
+from mpipipe.errors import ArgumentError, NonFiniteError
+from mpipipe.language.models import huggingface
+
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 24,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+OPTIONS = {
+    "plain": {},
+    "tied": {"tie_word_embeddings": True},
+    "eps": {"rms_norm_eps": 0.3},
+    "head_dim": {"head_dim": 10},
+    "base": {"rope_theta": 7.0},
+    "base in rope_parameters": {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 7.0}},
+    "one key head": {"num_key_value_heads": 1},
+    "linear": {"rope_scaling": {"type": "linear", "factor": 2.5}},
+    "linear in rope_parameters": {
+        "rope_theta": None, "rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 7.0},
+    },
+    "llama3": {"head_dim": 12, "rope_scaling": LLAMA3},
+    "llama3 from the longest": {"rope_scaling": {k: v for k, v in LLAMA3.items() if k[0] != "o"}},
+    "yarn": {"head_dim": 12, "rope_scaling": YARN},
+    "yarn with betas": {"head_dim": 12, "rope_scaling": {**YARN, "beta_fast": 8.0, "beta_slow": 2}},
+    "yarn with a factor": {"rope_scaling": {**YARN, "attention_factor": 1.7}},
+    "yarn with mscale": {"rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.4}},
+}  # fmt: skip
+CASES = [("llama", name, change) for name, change in OPTIONS.items()] + [
+    ("llama", "attention bias", {"attention_bias": True}),
+    ("llama", "mlp bias", {"mlp_bias": True}),
+    ("mistral", "a window everywhere", {}),
+    ("mistral", "no window", {"sliding_window": None}),
+    ("qwen2", "biases on q, k, v", {}),
+    ("qwen2", "windows in later layers", {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}),
+    (
+        "qwen2",
+        "windows by list",
+        {
+            "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 28,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    ("qwen3", "norms on q and k", {}),
+    ("qwen3", "biases", {"attention_bias": True}),
+    ("qwen3", "tied", {"tie_word_embeddings": True}),
+    ("gpt2", "tied", {}),
+    ("gpt2", "untied", {"tie_word_embeddings": False}),
+    ("gpt2", "eps", {"layer_norm_epsilon": 0.2}),
+    ("gpt2", "inner width", {"n_inner": 24}),
+]  # fmt: skip
+
+
+def case(tmp_path, family, change=None, files=1, **keys):
+    """(config, tensors, folder) of a family with some options changed; None takes one away."""
+    config = {**theirs.CONFIGS[family], **(change or {})}
+    config = {key: value for key, value in config.items() if value is not None or key == "sliding_window"}
+    tensors = theirs.tensors_of(config)
+    return config, tensors, theirs.write_folder(tmp_path / "model", config, tensors, files, **keys)
+
+
+def stage_of(folder, dtype="float64"):
+    """(description, a stage of the whole model with the parameters of a folder)."""
+    found = huggingface.open_folder(folder)
+    stage = nn.Stage(found.model.build(Local()), dtype=dtype, seed=9)
+    huggingface.read(found, stage.parameters)
+    return found.model, stage
+
+
+@pytest.mark.parametrize(("family", "what", "change"), CASES, ids=[f"{f} {w}".replace(" ", "-") for f, w, _ in CASES])
+def test_a_folder_gives_the_logits_of_its_family(tmp_path, family, what, change):
+    config, tensors, folder = case(tmp_path, family, change)
+    model, stage = stage_of(folder)
+    ids = np.random.default_rng(1).integers(0, 48, (2, 12))
+    found, expected = stage.forward(ids)[0], theirs.logits(config, tensors, ids)
+    close(found, expected, path(model), largest(expected), what=what)
+    before = theirs.logits({**theirs.CONFIGS[family]}, theirs.tensors_of(theirs.CONFIGS[family]), ids)
+    if change and before.shape == expected.shape:  # the option changes the result, so the test sees it
+        assert abs(before - expected).max() > 1e-3 * largest(expected)
+
+
+@pytest.mark.parametrize("family", theirs.CONFIGS)
+@pytest.mark.parametrize("files", [1, 3])
+def test_files_and_index_are_read_alike(tmp_path, family, files):
+    _, tensors, folder = case(tmp_path, family, files=files)
+    _, stage = stage_of(folder)
+    _, other = stage_of(theirs.write_folder(tmp_path / "other", theirs.CONFIGS[family], tensors))
+    for name, array in stage.parameters.items():
+        np.testing.assert_array_equal(array, other.parameters[name], err_msg=name)
+
+
+@pytest.mark.parametrize("stored", ["float64", "float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_values_are_converted_to_the_dtype_asked_for(tmp_path, stored, dtype):
+    _, tensors, folder = case(tmp_path, "llama")
+    kind = np.dtype(ml_dtypes.bfloat16 if stored == "bfloat16" else stored)
+    save_file({name: tensor.astype(kind) for name, tensor in tensors.items()}, folder / "model.safetensors")
+    _, stage = stage_of(folder, dtype)
+    wide = np.dtype("float64" if dtype == "float64" else "float32")
+    expected = tensors["model.layers.1.mlp.up_proj.weight"].astype(kind).astype(wide)
+    np.testing.assert_array_equal(stage.parameters["4.layer.1.gate_up"][20:], expected)
+    assert stage.parameters.flat.dtype == wide
+
+
+def test_a_head_is_turned_from_halves_to_neighbours(tmp_path):
+    _, tensors, folder = case(tmp_path, "qwen3", {"attention_bias": True})
+    _, stage = stage_of(folder)
+    order = [0, 3, 1, 4, 2, 5]  # of the elements of a head of 6: ours at (2j, 2j + 1) are theirs at (j, j + 3)
+    at = "model.layers.0.self_attn."
+    heads = tensors[f"{at}k_proj.weight"].reshape(2, 6, 16)[:, order].reshape(12, 16)
+    np.testing.assert_array_equal(stage.parameters["1.layer.1.qkv"][24:36], heads)
+    biases = tensors[f"{at}q_proj.bias"].reshape(4, 6)[:, order].reshape(24)
+    np.testing.assert_array_equal(stage.parameters["1.layer.1.qkv_bias"][:24], biases)
+    np.testing.assert_array_equal(stage.parameters["1.layer.1.q_norm"], tensors[f"{at}q_norm.weight"][order])
+    np.testing.assert_array_equal(stage.parameters["1.layer.1.qkv"][36:], tensors[f"{at}v_proj.weight"])
+
+
+def test_files_of_the_bare_decoder_have_no_prefix(tmp_path):
+    """As those of the first GPT-2, which also hold masks that are no parameters."""
+    config, tensors, folder = case(tmp_path, "gpt2")
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    bare["h.0.attn.bias"] = np.tril(np.ones((1, 1, 64, 64)))
+    save_file(bare, folder / "model.safetensors")
+    ids = np.random.default_rng(1).integers(0, 48, (1, 7))
+    model, stage = stage_of(folder)
+    expected = theirs.logits(config, tensors, ids)
+    close(stage.forward(ids)[0], expected, path(model), largest(expected))
+
+
+def test_a_head_beside_a_tied_embedding_must_be_the_same(tmp_path):
+    _, tensors, folder = case(tmp_path, "llama", {"tie_word_embeddings": True})
+    file = folder / "model.safetensors"
+    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}, file)
+    stage_of(folder)
+    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] + 1e-3}, file)
+    with pytest.raises(ArgumentError, match=r"two matrices\s+found: lm_head\.weight in .*model\.safetensors"):
+        stage_of(folder)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_values_that_are_not_finite_are_refused_by_name(tmp_path, value):
+    _, _, folder = case(tmp_path, "llama")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.self_attn.k_proj.weight"][3, 2] = value
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(
+        NonFiniteError, match=r"the tensor model\.layers\.1\.self_attn\.k_proj\.weight is not finite\s+found: 1 values"
+    ):
+        stage_of(folder)
+
+
+def test_parameters_that_the_family_has_not_are_refused(tmp_path):
+    _, _, folder = case(tmp_path, "llama")
+    found = huggingface.open_folder(folder)
+    with pytest.raises(ArgumentError, match=r"no tensor for the parameter 1\.layer\.1\.lora"):
+        huggingface.read(found, {"1.layer.1.lora": np.zeros(3)})
+
+
+@pytest.mark.parametrize("files", [1, 5])
+def test_reading_on_a_gpu_sets_what_lies_there(tmp_path, gpu, files):
+    """Also where the parts of one parameter are in several files."""
+    _, _, folder = case(tmp_path, "llama", {"tie_word_embeddings": True}, files)
+    found = huggingface.open_folder(folder)
+    here = nn.Stage(found.model.build(Local()), seed=1)
+    there = nn.Stage(found.model.build(Local()), seed=2, device="cuda")
+    huggingface.read(found, here.parameters)
+    huggingface.read(found, there.parameters)
+    for name, array in there.parameters.items():
+        np.testing.assert_array_equal(arrays.download(array), here.parameters[name])
+
+
+def test_opening_reads_no_tensor(tmp_path):
+    _, tensors, folder = case(tmp_path, "llama", files=3)
+    for path_ in folder.glob("*.safetensors"):
+        path_.write_bytes(b"")
+    found = huggingface.open_folder(folder)
+    assert json.loads((folder / "config.json").read_text()) == found.config
+    assert set(found.places) == set(tensors)

@@ -1,0 +1,209 @@
+"""Trainings of a part of a model, and of adapters: what stays as it is, what is left, what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from support import huggingface_reference as theirs
+from support.tolerance import close, largest
+
+from mpipipe import nn, optim
+from mpipipe.attention import Local
+from mpipipe.errors import ArgumentError, ConfigError
+from mpipipe.language import data
+from mpipipe.language.models import GPT
+from mpipipe.language.models.conversion import convert
+from mpipipe.language.models.fine_tuning import FineTuning, parse_lora
+from mpipipe.language.models.model_folder import open_model
+from mpipipe.nn.loss import TILE_BYTES
+from mpipipe.train import TrainConfig, train
+from mpipipe.train.survival import _arrays_of
+from mpipipe.train.training_plan import TrainingPlan
+
+LORA = "2,4,q_proj,v_proj,down_proj"
+
+
+@pytest.fixture
+def source():
+    """Tokens below 48, for training and validation."""
+    tokens = np.random.default_rng(0).integers(0, 48, 3000)
+    return data.Source.of_arrays(tokens[:2500], tokens[2500:], vocab=48)
+
+
+@pytest.fixture
+def base(comm, mpi_tmp_path):
+    """A model folder of a Llama, written by hand."""
+    if comm.rank == 0:
+        config = theirs.CONFIGS["llama"]
+        theirs.write_folder(Path(mpi_tmp_path, "base"), config, theirs.tensors_of(config))
+    comm.Barrier()
+    return Path(mpi_tmp_path, "base")
+
+
+@pytest.fixture
+def run(comm, mpi_tmp_path, source):
+    """run(name, **keys): train, and return the output folder."""
+
+    def go(name, architecture=GPT, **keys):
+        small = dict(
+            out=str(Path(mpi_tmp_path, name)), seq_len=8, batch=4, microbatches=2, steps=4, warmup=1, lr=1e-2,
+            eval_batches=1, sample_bytes=0, device="cpu", dtype="float64", pipe=comm.size,
+        )  # fmt: skip
+        train(TrainConfig(**{**small, **keys}), architecture, comm, data=source)
+        return Path(mpi_tmp_path, name)
+
+    return go
+
+
+def tensors_in(folder):
+    return {name: tensor for path in Path(folder).glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def validations(out):
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [line["validation"] for line in lines if line.get("validation") is not None]
+
+
+def test_a_training_of_adapters_leaves_them_and_the_model_with_them(comm, run, base, capsys):
+    out = run("run", from_=str(base), lora=LORA, save_as="huggingface", steps=100, eval_every=100)
+    if comm.rank:
+        return
+    assert "and 552 of adapters, which alone are trained" in capsys.readouterr().out
+    before, after, adapter = (tensors_in(at) for at in (base, out / "huggingface", out / "adapter"))
+    assert set(before) == set(after) and len(adapter) == 2 * 3 * 3
+    for name, tensor in after.items():
+        a, b = (adapter.get(f"base_model.model.{name.removesuffix('weight')}lora_{part}.weight") for part in "AB")
+        if a is None:
+            assert tensor.tobytes() == before[name].tobytes(), f"{name} stays as it is"
+        else:
+            assert b.any()
+            close(tensor, before[name] + 2.0 * b @ a, 4, 1 + largest(b @ a), what=name)
+    first, last = validations(out)
+    assert last < first
+    convert(out / "adapter", out / "merged", "float64")
+    merged = tensors_in(out / "merged")
+    for name, tensor in after.items():
+        close(merged[name], tensor, 4, 1 + largest(tensor), what=name)
+    opened = open_model(out / "adapter")
+    assert opened.kind == "adapter" and opened.model == open_model(base).model
+
+
+def test_the_model_that_a_training_has_left_counts_before_its_checkpoints(comm, run, base):
+    out = run("run", from_=str(base), lora=LORA, save_every=2, save_as="huggingface")
+    assert open_model(out).path == out / "huggingface"
+    again = run("again", from_=str(out), steps=1)
+    close(validations(again)[0], validations(out)[-1], 4000, 100)
+
+
+def test_an_adapter_is_a_model_by_itself(comm, run, base):
+    out = run("run", from_=str(base), lora=LORA)
+    again = run("again", from_=str(out / "adapter"), steps=1)
+    close(validations(again)[0], validations(out)[-1], 4000, 100)
+    if comm.rank == 0:
+        path = out / "adapter" / "adapter_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": "some/name"}))
+        with pytest.raises(ConfigError, match="made for is not there") as caught:
+            open_model(out / "adapter")
+        assert "some/name" in str(caught.value)
+
+
+def test_a_training_goes_on_with_adapters_and_from_a_checkpoint_to_the_bit(comm, run, base):
+    whole = run("whole", from_=str(base), lora=LORA, steps=6)
+    half = run("half", from_=str(base), lora=LORA, steps=6, save_every=3)
+    for name in ("weights", "adapter"):
+        if comm.rank == 0:
+            assert tensors_in(half / name).keys() == tensors_in(whole / name).keys()
+    again = run("again", from_=str(base), lora=LORA, steps=6, resume=str(half / "checkpoints" / "step-00000003"))
+    if comm.rank == 0:
+        found, expected = tensors_in(again / "adapter"), tensors_in(whole / "adapter")
+        assert all(found[name].tobytes() == expected[name].tobytes() for name in expected)
+        with pytest.raises(ConfigError, match="adapters apart from their matrices"):
+            open_model(half / "checkpoints" / "step-00000006")
+        assert open_model(half).path == half / "weights"
+    more = run("more", from_=str(base), lora=str(whole / "adapter"), steps=1)
+    assert validations(more)[0] == validations(whole)[-1]
+
+
+def test_what_is_frozen_stays_as_it_is(comm, run, base, capsys):
+    out = run("run", from_=str(base), freeze=("*", "!5.*", "!7.1.weight"), save_as="huggingface", steps=100,
+              eval_every=100, schedule="zero_bubble_h1")  # fmt: skip
+    if comm.rank:
+        return
+    assert "of which 1,552 are trained" in capsys.readouterr().out  # norm and attention of a block, head
+    before, after = tensors_in(base), tensors_in(out / "huggingface")
+    changed = {name for name in after if after[name].tobytes() != before[name].tobytes()}
+    attention = [f"self_attn.{part}_proj.weight" for part in "qkvo"]
+    expected = {"lm_head.weight"} | {f"model.layers.2.{name}" for name in ["input_layernorm.weight", *attention]}
+    assert changed == expected
+    assert validations(out)[1] < validations(out)[0]
+
+
+def test_the_schedule_has_nothing_for_what_is_frozen():
+    keys = dict(dim=16, layers=4, heads=2, seq_len=8, batch=4, microbatches=4, schedule="zero_bubble_h1")
+    config = TrainConfig(**keys)
+    tuning = FineTuning(freeze=("*", "!3.*"))
+    plan = TrainingPlan.of(config, GPT, 4, 1, tuning=tuning)
+    trained = next(stage for stage, (start, stop) in enumerate(plan.layer_ranges) if start <= 3 < stop)
+    ops = {stage: {a.op for order in plan.schedule.orders for a in order if a.stage == stage} for stage in range(4)}
+    for stage, found in ops.items():
+        assert found == ({"F"} if stage < trained else {"F", "I", "W"} if stage == trained else {"F", "B"})
+    assert [plan.trained_parameters(rank) > 0 for rank in range(4)] == [stage == trained for stage in range(4)]
+    alone = TrainingPlan.of(config, GPT, 4, 1, tuning=FineTuning(lora=nn.LoRA(1, 1.0, ["q_proj"])))
+    assert sum(map(alone.trained_parameters, range(4))) == 4 * 2 * 16
+
+
+def test_frozen_layers_count_less_in_the_cut_into_stages():
+    model = GPT(dim=16, layers=2, heads=2, seq=8)
+    whole = model.costs()
+    assert FineTuning().costs(model) == whole
+    counts = [1, 1, 1, 3, 2, 3]
+    expected = [cost * count / 3 for cost, count in zip(whole, counts)]
+    assert FineTuning(freeze=("*", "!3.*", "!5.0.gain")).costs(model) == expected
+    assert FineTuning(lora=nn.LoRA(1, 1.0, ["q_proj"])).costs(model)[1:] == [cost * 2 / 3 for cost in whole[1:]]
+
+
+def test_the_loss_in_tiles_trains_as_the_whole_one_does(comm, run, monkeypatch):
+    whole = run("whole", dim=16, layers=2, heads=2, eval_every=1)
+    monkeypatch.setitem(TILE_BYTES, "cpu", 5 * 48 * 8)
+    tiles = run("tiles", dim=16, layers=2, heads=2, eval_every=1)
+    close(validations(tiles), validations(whole), 4000, 100)
+
+
+@pytest.mark.parametrize(
+    "keys, match",
+    [
+        ({"freeze": ("*.qvk",)}, "a pattern of freeze fits no parameter"),
+        ({"freeze": ("*",)}, "nothing is left to train"),
+        ({"lora": "8"}, "lora is neither adapters nor the folder of one"),
+        ({"lora": "8,16,"}, "lora is neither adapters nor the folder of one"),
+        ({"lora": "a,16,q_proj"}, "lora is neither adapters nor the folder of one"),
+        ({"lora": "8,16,qkv"}, "no layer has a projection of this name"),
+        ({"lora": "8,16,c_attn"}, "has no module c_attn"),
+        ({"lora": "2,4,q_proj", "freeze": ("!0.*",)}, "fits no parameter of an adapter"),
+        ({"tied": True, "freeze": ("0.*",)}, "tied parameter 'tokens' is frozen in some of its places"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_on_all_ranks_before_anything_is_written(
+    comm, run, mpi_tmp_path, keys, match
+):
+    with pytest.raises((ArgumentError, ConfigError), match=match):
+        run("run", dim=16, layers=2, heads=2, **keys)
+    assert not Path(mpi_tmp_path, "run").exists()
+
+
+def test_adapters_as_text():
+    lora = parse_lora("8, 16, q_proj, v_proj")
+    assert (lora.rank, lora.alpha, lora.targets) == (8, 16.0, ("q_proj", "v_proj"))
+
+
+def test_survivors_hand_on_what_is_frozen_too():
+    stage = nn.Stage(nn.LoRA(1, 1.0, ["q_proj"]).apply(GPT(dim=8, layers=1, heads=1).build(Local())))
+    progress = SimpleNamespace(pipeline=SimpleNamespace(stages=[stage]), optimizer=optim.AdamW([stage], 0.1))
+    handed_on = _arrays_of(progress)
+    for name, array in stage.parameters.items():
+        assert any(np.shares_memory(array, each) for each in handed_on), name

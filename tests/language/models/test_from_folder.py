@@ -1,0 +1,267 @@
+"""Trainings that begin from a model folder, and what they leave: the doors --from, --init and --save-as."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import huggingface_reference as theirs
+from support.tolerance import close
+from support.training_tolerance import path
+
+from mpipipe import nn
+from mpipipe.attention import Local
+from mpipipe.errors import ArgumentError, ConfigError
+from mpipipe.language import data
+from mpipipe.language.data import validation_batch
+from mpipipe.language.models import GPT, huggingface
+from mpipipe.language.models.model_folder import open_model
+from mpipipe.train import TrainConfig, train
+
+FAMILIES = {
+    "llama": {"tie_word_embeddings": True, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
+    "gpt2": {},
+}
+
+
+@pytest.fixture
+def source():
+    """Tokens below 48, for training and validation."""
+    tokens = np.random.default_rng(0).integers(0, 48, 3000)
+    return data.Source.of_arrays(tokens[:2500], tokens[2500:], vocab=48)
+
+
+@pytest.fixture
+def folder(comm, mpi_tmp_path):
+    """folder(family, **options): a model folder of that family, written by hand."""
+
+    def make(family="llama", name="source", **options):
+        config = {**theirs.CONFIGS[family], **FAMILIES.get(family, {}), **options}
+        if comm.rank == 0:
+            theirs.write_folder(Path(mpi_tmp_path, name), config, theirs.tensors_of(config))
+        comm.Barrier()
+        return Path(mpi_tmp_path, name), config
+
+    return make
+
+
+@pytest.fixture
+def chosen(comm, mpi_tmp_path):
+    """chosen(**keys): the configuration of a small training."""
+
+    def make(name="run", **keys):
+        small = dict(
+            out=str(mpi_tmp_path / name), seq_len=8, batch=4, microbatches=2, steps=2, warmup=1, lr=1e-3,
+            eval_batches=1, sample_bytes=0, device="cpu", dtype="float64", pipe=comm.size,
+        )  # fmt: skip
+        return TrainConfig(**{**small, **keys})
+
+    return make
+
+
+def first_loss(out):
+    return json.loads(Path(out, "metrics.jsonl").read_text().splitlines()[0])["validation"]
+
+
+def loss_of(logits, targets):
+    shifted = logits - logits.max(-1, keepdims=True)
+    log_probabilities = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    return float(-np.take_along_axis(log_probabilities, targets[..., None], -1).mean())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_training_begins_with_the_model_of_the_folder(comm, folder, chosen, source, family):
+    place, config = folder(family)
+    run = chosen(from_=str(place))
+    train(run, GPT, comm, data=source)
+    inputs, targets = validation_batch(source.validation, index=0, batches=1, batch=4, rows=slice(0, 4), seq_len=8)
+    expected = loss_of(theirs.logits(config, theirs.tensors_of(config), inputs), targets)
+    close(first_loss(run.out), expected, path(open_model(place).model), dtype="float64")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_it_leaves_is_the_model_whose_loss_it_reports(comm, folder, chosen, source, family):
+    place, config = folder(family)
+    if comm.rank == 0:
+        (place / "tokenizer_config.json").write_text('{"eos_token": null}')
+    comm.Barrier()
+    run = chosen(from_=str(place), save_as="huggingface")
+    record = train(run, GPT, comm, data=source)
+    left = Path(run.out, "huggingface")
+    assert (left / "tokenizer_config.json").exists() and not Path(run.out, "weights").exists()
+    after = json.loads((left / "config.json").read_text())
+    assert after["model_type"] == family
+    longest = {"gpt2": "n_positions"}.get(family, "max_position_embeddings")
+    assert after[longest] == config[longest]  # not the shorter sequences of the training
+    found = open_model(run.out)
+    assert (found.kind, found.path, found.dtype) == ("huggingface", left, "float64")
+    stage = nn.Stage(found.model.build(Local()), "float64")
+    huggingface.read(found.folder, stage.parameters)
+    inputs, targets = validation_batch(source.validation, index=0, batches=1, batch=4, rows=slice(0, 4), seq_len=8)
+    loss, _ = nn.softmax_cross_entropy(stage.forward(inputs)[0], targets)
+    close(loss, record.validation, path(found.model), dtype="float64")
+    assert loss != first_loss(run.out)
+
+
+def test_a_model_saved_as_ours_goes_back_with_its_options(comm, folder, chosen, source):
+    place, config = folder("qwen2", bos_token_id=11)
+    first = chosen("first", from_=str(place))
+    train(first, GPT, comm, data=source)
+    assert Path(first.out, "weights", "huggingface_config.json").exists()
+    second = chosen("second", from_=first.out, save_as="huggingface", save_dtype="bfloat16")
+    train(second, GPT, comm, data=source)
+    after = json.loads(Path(second.out, "huggingface", "config.json").read_text())
+    assert (after["bos_token_id"], after["torch_dtype"]) == (11, "bfloat16")
+    assert after["max_position_embeddings"] == config["max_position_embeddings"]
+
+
+@pytest.mark.parametrize("name", ["mpipipe", "huggingface"])
+def test_an_answer_of_a_trained_model_ends_where_it_did_before(comm, folder, chosen, source, name):
+    place, _ = folder(eos_token_id=7)
+    if comm.rank == 0:
+        (place / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 40, 4000]}))
+    train(chosen(from_=str(place), save_as=name), GPT, comm, data=source)
+    assert open_model(place).ends == open_model(chosen().out).ends == (5, 40)
+    comm.Barrier()  # all have looked
+    if comm.rank == 0 and name == "mpipipe":
+        Path(chosen().out, "weights", "generation_config.json").unlink()
+        assert open_model(chosen().out).ends == (7,)
+
+
+def test_the_sample_of_a_training_is_no_longer_than_learned_positions(comm, folder, chosen, source, capsys):
+    place, config = folder("gpt2")
+    train(chosen(from_=str(place), sample_bytes=200), GPT, comm, data=source)
+    room = config["n_positions"] + 1
+    if comm.rank == 0:
+        prompt = min(32, room // 2)
+        assert (
+            f"--- sample: {prompt} tokens of validation text, {room - prompt} of the model's" in capsys.readouterr().out
+        )
+
+
+def test_a_training_from_a_folder_is_resumed(comm, folder, chosen, source):
+    place, _ = folder("qwen2")
+    keys = dict(from_=str(place), save_every=1, resume="auto", save_as="huggingface", log_every=1)
+    train(chosen(**keys, steps=2), GPT, comm, data=source)
+    before = open_model(chosen().out)
+    record = train(chosen(**keys, steps=4), GPT, comm, data=source)
+    after = open_model(chosen().out)  # in place of the one that was there
+    steps = [json.loads(line)["step"] for line in Path(chosen().out, "metrics.jsonl").read_text().splitlines()]
+    assert (record.step, steps, after.model) == (4, [0, 1, 2, 3, 4], before.model)
+    assert not list(Path(chosen().out).glob("*former"))
+
+
+@pytest.mark.parametrize("order", [("mpipipe", "huggingface"), ("huggingface", "mpipipe")])
+def test_a_resumed_training_leaves_its_newest_model_alone(comm, folder, chosen, source, order):
+    place, _ = folder()
+    kinds = {"mpipipe": "weights", "huggingface": "huggingface"}
+    for steps, save_as in zip((1, 2), order):
+        keys = dict(from_=str(place), steps=steps, save_every=1, resume="auto")
+        train(chosen(save_as=save_as, **keys), GPT, comm, data=source)
+        comm.Barrier()
+        assert open_model(chosen().out).kind == kinds[save_as]
+
+
+def test_init_takes_weights_of_the_same_model_alone(comm, folder, chosen, source):
+    place, _ = folder("llama", rope_scaling=None, tie_word_embeddings=False, rms_norm_eps=1e-6)
+    sizes = dict(dim=16, layers=3, heads=4, kv_heads=2, hidden=20)
+    run = chosen("init", init=str(place), rope_base=100.0, **sizes)
+    train(run, GPT, comm, data=source)
+    other = chosen("from", from_=str(place))
+    train(other, GPT, comm, data=source)
+    assert first_loss(run.out) == first_loss(other.out)
+    with pytest.raises(ConfigError, match=r"another rope_base\s+found: 100\.0 in .*source\s+expected: 10000\.0"):
+        train(chosen("wrong", init=str(place), **sizes), GPT, comm, data=source)
+
+
+REFUSED = [
+    (dict(dim=24), "dim contradicts the model to begin from"),
+    (dict(vocab=50), "vocab contradicts the model to begin from"),
+    (dict(rope_base=3.0), "rope_base contradicts"),
+    (dict(init="x"), "from and init are both given"),
+    (dict(save_dtype="float32"), "save_dtype without save_as"),
+    (dict(save_dtype="int8", save_as="huggingface"), "save_dtype"),
+    (dict(seq_len=65), "max_positions of a GPT"),
+    (dict(from_="nothing"), "no model is here"),
+]
+
+
+@pytest.mark.parametrize(("keys", "match"), REFUSED, ids=[words for _, words in REFUSED])
+def test_what_contradicts_the_folder_is_refused_before_anything_is_written(comm, folder, chosen, source, keys, match):
+    place, _ = folder("gpt2")
+    with pytest.raises(ArgumentError, match=match):
+        train(chosen(**{"from_": str(place), **keys}), GPT, comm, data=source)
+    assert not Path(chosen().out).exists()
+
+
+def test_sizes_beside_a_folder_are_refused_even_where_they_are_the_defaults(tmp_path):
+    with pytest.raises(ConfigError, match="dim and from are both given"):
+        TrainConfig.load(dim=128, **{"from": "folder"})
+    (tmp_path / "job.toml").write_text('from = "folder"\nlayers = 4\n')
+    with pytest.raises(ConfigError, match="layers and from are both given"):
+        TrainConfig.load(str(tmp_path / "job.toml"))
+    assert TrainConfig.load(**{"from": "folder"}).from_ == "folder"
+
+
+def test_data_of_more_token_ids_than_the_model_are_refused(comm, folder, chosen):
+    place, _ = folder()
+    tokens = np.arange(1000) % 49
+    with pytest.raises(ConfigError, match="more token ids than the model"):
+        train(chosen(from_=str(place)), GPT, comm, data=data.Source.of_arrays(tokens, tokens, vocab=49))
+
+
+def test_bytes_are_no_tokens_of_a_model_with_a_tokenizer(comm, mpi_tmp_path, folder, chosen):
+    place, _ = folder("llama", vocab_size=300)
+    text = Path(mpi_tmp_path, "text.txt")
+    if comm.rank == 0:
+        (place / "tokenizer.json").write_text("{}")
+        text.write_text("some text " * 100)
+    comm.Barrier()
+    with pytest.raises(ConfigError, match="the data are bytes, and the model has a tokenizer"):
+        train(chosen(from_=str(place), data=[str(text)]), GPT, comm)
+    assert not Path(chosen().out).exists()
+
+
+def test_tokens_of_another_tokenizer_are_refused(comm, folder, chosen, source):
+    place, _ = folder()
+    if comm.rank == 0:
+        (place / "tokenizer.json").write_text("{}")
+    comm.Barrier()
+    other = data.Source(48, source.train, source.validation, "x", tokenizer="0" * 32)
+    with pytest.raises(ConfigError, match=f"of another tokenizer\\s+found: tokens of the tokenizer {'0' * 32}"):
+        train(chosen(from_=str(place)), GPT, comm, data=other)
+
+
+def test_the_tokenizer_in_a_folder_is_opened_and_goes_along(comm, mpi_tmp_path, folder, chosen):
+    library = pytest.importorskip("tokenizers")
+    place, _ = folder()
+    if comm.rank == 0:
+        made = library.Tokenizer(library.models.WordLevel({"one": 5, "two": 6, "?": 7}, unk_token="?"))
+        made.pre_tokenizer = library.pre_tokenizers.Whitespace()
+        made.save(str(place / "tokenizer.json"))
+    comm.Barrier()
+    assert open_model(place).tokenizer().encode("two one") == [6, 5]
+    tokens = np.random.default_rng(0).integers(5, 8, 3000)
+    given = data.Source.of_arrays(tokens[:2500], tokens[2500:], vocab=8)
+    for name in ("mpipipe", "huggingface"):
+        train(chosen(name, from_=str(place), save_as=name), GPT, comm, data=given)
+        assert open_model(chosen(name).out).tokenizer().decode([5, 6]) == "one two"
+
+
+def test_a_model_that_no_family_has_is_refused_before_the_training(comm, mpi_tmp_path, chosen, source):
+    with pytest.raises(ConfigError, match="no family of Hugging Face models"):
+        train(chosen(save_as="huggingface"), lambda **sizes: GPT(**sizes, embedding_scale=2.0), comm, data=source)
+    assert os.listdir(mpi_tmp_path) == []
+
+
+def test_the_sample_of_a_model_of_tokens_shows_their_ids(comm, folder, chosen, source, capsys):
+    place, _ = folder()
+    train(chosen(from_=str(place), sample_bytes=5), GPT, comm, data=source)
+    printed = capsys.readouterr().out
+    if comm.rank == 0:
+        begin = " ".join(map(str, source.validation.read(0, 32)))
+        assert f"--- sample: 32 tokens of validation text, 5 of the model's\n{begin} " in printed

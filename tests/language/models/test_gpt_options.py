@@ -1,0 +1,257 @@
+"""Every option of a GPT against a model in plain numpy, alone and over ranks, and what does not go together."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from support import dense, reference_gpt
+from support.gpt_options import LLAMA3, OPTIONS, SIZES, model_of, stir, text, whole
+from support.tolerance import close, largest
+from support.training_tolerance import path
+
+from mpipipe import Pipeline, arrays, nn, schedules
+from mpipipe.attention import Cached, Layout, Local, Ring
+from mpipipe.errors import ArgumentError
+from mpipipe.job import inprocess
+from mpipipe.language.models import GPT
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_loss_and_gradients_equal_those_of_an_independent_model(name):
+    model = model_of(name)
+    stage, (tokens, targets) = whole(model), text(model)
+    logits, saved = stage.forward(tokens)
+    value, gradient = nn.softmax_cross_entropy(logits, targets)
+    stage.backward(gradient, saved)
+    operations = path(model, tokens.size)
+    expected = reference_gpt.forward(stage.parameters, model, tokens)
+    close(logits, expected, operations, largest(expected))
+    close(value, reference_gpt.loss(stage.parameters, model, tokens, targets), operations)
+    if model.tied:
+        stage.parameters = dict(stage.parameters)
+        first, head = stage.ties["tokens"]
+        stage.gradients[first][...] += stage.gradients[head]  # one matrix in two places
+    for key, array in stage.parameters.items():
+        if model.tied and key == head:
+            continue
+        direction = {key: np.random.default_rng(2).standard_normal(array.shape)}
+        if model.tied and key == first:
+            direction[head] = direction[first]
+        slope = reference_gpt.derivative(stage.parameters, model, tokens, targets, direction)
+        products = stage.gradients[key] * direction[key]
+        assert np.abs(stage.gradients[key]).max() > 1e-6, key  # far beyond rounding
+        close(products.sum(), slope, operations, np.abs(products).sum(), what=key)
+
+
+def through_pipeline(comm, name, schedule, recompute):
+    """{name: gradient} of this rank, and the loss."""
+    model = model_of(name)
+    layers, cuts = model.build(Local()), schedules.partition(model.costs(), schedule.stages)
+    mine = [cuts[number] for number in schedule.stages_of(comm.rank)]
+    stages = [nn.Stage(layers[a:b], dtype="float64", first=a) for a, b in mine]
+    stir(stages)
+    for stage in stages:
+        for gradient in stage.gradients.values():
+            gradient.fill(np.nan)  # the first part of a step replaces what is there
+    with Pipeline(stages, schedule, comm, loss=nn.softmax_cross_entropy, recompute=recompute) as pipeline:
+        loss = pipeline.step(*dense.placed(schedule, comm.rank, *text(model, 4))).loss
+    return {key: stage.gradients[key].copy() for stage in stages for key in stage.gradients}, loss
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_pipeline_that_splits_the_backward_gives_the_same_bits(name, recompute):
+    alone, loss = inprocess.run(1, lambda comm: through_pipeline(comm, name, schedules.gpipe(1, 4), False))[0]
+    split = schedules.zero_bubble_h1(2, 4)
+    parts = inprocess.run(2, lambda comm: through_pipeline(comm, name, split, recompute))
+    found = {key: gradient for gradients, _ in parts for key, gradient in gradients.items()}
+    assert {loss} == {other for _, other in parts}
+    assert {key: x.tobytes() for key, x in found.items()} == {key: x.tobytes() for key, x in alone.items()}
+    model = model_of(name)
+    stage, (tokens, targets) = whole(model), text(model, 4)
+    logits, saved = stage.forward(tokens)
+    stage.backward(nn.softmax_cross_entropy(logits, targets)[1], saved)
+    expected = dict(stage.gradients)
+    for tied in stage.ties.values():
+        expected |= dict.fromkeys(tied, sum(expected[key] for key in tied))
+    for key, gradient in alone.items():
+        close(gradient, expected[key], path(model, tokens.size), largest(gradient), what=key)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_gradients_on_the_device_are_those_of_the_host(gpu, name):
+    model = model_of(name)
+    host, device = (whole(model, device=where) for where in ("cpu", "cuda"))
+    tokens, targets = text(model)
+    for stage in (host, device):
+        gpu.reset()
+        logits, saved = stage.forward(tokens)
+        stage.backward(nn.softmax_cross_entropy(logits, targets)[1], saved)
+        assert gpu.synchronisations == []
+    for key, expected in host.gradients.items():
+        close(arrays.download(device.gradients[key]), expected, path(model, tokens.size), largest(expected), what=key)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "striped"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_ring_of_two_gives_the_whole_sequence(name, layout):
+    model = model_of(name)
+    tokens, _ = text(model)
+    stage, cut = whole(model), Layout(layout, 2, model.seq)
+    logits, saved = stage.forward(tokens)
+    dy = np.random.default_rng(3).standard_normal(logits.shape)
+    stage.backward(dy, saved)
+
+    def on_each_rank(comm):
+        ring = Ring(comm, layout=layout)
+        part = whole(model, ring, cut.positions(comm.rank))
+        y, kept = part.forward(cut.shard(tokens, comm.rank))
+        part.backward(cut.shard(dy, comm.rank), kept)
+        return y, part.gradients.flat
+
+    outputs, gradients = zip(*inprocess.run(2, on_each_rank))
+    close(cut.unshard(outputs), logits, path(model), largest(logits))
+    close(sum(gradients), stage.gradients.flat, path(model, tokens.size), largest(stage.gradients.flat))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_decoding_with_caches_equals_the_forward(name, ranks):
+    """A prompt, then one token after the other, with keys and values spread over ranks."""
+    model = model_of(name)
+    tokens, _ = text(model)
+    expected, _ = whole(model).forward(tokens)
+
+    def on_each_rank(comm):
+        stage = whole(model, lambda window=None: Cached(model.seq, comm if ranks > 1 else None, window=window))
+        cuts = [0, 3, 4, 5, model.seq]
+        return np.concatenate([stage.forward(tokens[:, a:b])[0] for a, b in pairwise(cuts)], axis=1)
+
+    for found in inprocess.run(ranks, on_each_rank):
+        close(found, expected, path(model), largest(expected))
+
+
+def test_a_position_beyond_the_learned_table_is_named():
+    model = model_of("GPT-2")
+    stage = whole(model, lambda: Cached(20))
+    stage.forward(text(model)[0])
+    with pytest.raises(ArgumentError, match=r"layer 0\.1 .*no row") as caught:
+        stage.forward(text(model)[0][:, :3])
+    assert caught.value.found == "positions 8 ... 10" and caught.value.expected == "0 ... 9"
+    stage.forward(text(model)[0][:, :2])  # those that fit, as if nothing had been
+
+
+def test_each_layer_attends_with_its_window():
+    model = GPT(**SIZES | {"layers": 4}, windows=(3, None, 5, 3))
+    local = Local(scale=0.5)
+    attends = [layer.attend for top in model.build(local) for _, layer in top.walk("") if hasattr(layer, "attend")]
+    assert [each.window for each in attends] == [3, None, 5, 3]
+    assert attends[0] is attends[3] and attends[1] is local and attends[2].scale == 0.5
+    asked = []
+
+    def attend(**given):
+        asked.append(given)
+        return Local(**given)
+
+    model.build(attend)
+    assert asked == [dict(window=window) for window in model.windows]
+    asked.clear()
+    GPT(**SIZES).build(attend)
+    assert asked == [{}, {}]
+
+
+def test_an_object_without_windows_is_refused_where_layers_have_them():
+    class Bare:
+        forward = backward = Local().forward
+
+    for attend in (Bare(), Cached(8)):
+        with pytest.raises(ArgumentError, match="window for each layer") as caught:
+            GPT(**SIZES, windows=(None, 3)).build(attend)
+        assert "lambda window=None" in caught.value.remedy
+
+
+def test_the_defaults_are_the_model_as_it_was():
+    """Layer by layer, with the parameters, their values, and the logits."""
+    model = GPT(**SIZES, kv_heads=2, rope_base=500.0)
+    gain = (2 * model.layers) ** -0.5
+    layers = [nn.Embedding(11, 16)]
+    for _ in range(model.layers):
+        attention = nn.SelfAttention(16, 4, 2, Local(), rope_base=500.0, gain=gain)
+        for inner in (attention, nn.SwiGLU(16, 24, gain=gain)):
+            layers.append(nn.Residual(nn.Sequential([nn.RMSNorm(16), inner])))
+    layers.append(nn.Sequential([nn.RMSNorm(16), nn.Linear(16, 11, bias=False)]))
+    before, now = (nn.Stage(each, seed=5) for each in (layers, model.build(Local())))
+    assert before.parameters.offsets == now.parameters.offsets
+    assert before.parameters.flat.tobytes() == now.parameters.flat.tobytes()
+    assert [name for name in now.parameters if name.startswith("1.")] == [
+        "1.layer.0.gain", "1.layer.1.qkv", "1.layer.1.out",
+    ]  # fmt: skip
+    tokens, _ = text(model)
+    assert before.forward(tokens)[0].tobytes() == now.forward(tokens)[0].tobytes()
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_description_comes_back_from_a_file(name):
+    model = model_of(name)
+    again = GPT(**json.loads(json.dumps(asdict(model))))
+    assert again == model and hash(again) == hash(model)
+
+
+def test_costs_follow_the_description():
+    sizes = dict(vocab=256, dim=32, layers=2, heads=4, kv_heads=2, hidden=64, seq=100)
+    products = 2 * 32 * (4 * 12 + 2 * 2 * 12 + 4 * 12)
+    wide = GPT(**sizes, head_dim=12, feed_forward="gelu", windows=(60, None)).costs()
+    seen = sum(min(position + 1, 60) for position in range(100)) / 100  # half a key more than a causal row counts
+    assert wide[1] - products == pytest.approx(4 * (4 * 12) * seen, rel=0.02)
+    assert wide[2] == wide[4] == 2 * 2 * 32 * 64
+    assert wide[3] == products + 4 * (4 * 12) * 100 / 2
+    assert GPT(**sizes, windows=(100, 1000)).costs() == GPT(**sizes).costs()
+    assert GPT(**sizes, positions="learned").costs()[0] == 64
+
+
+def test_parameters_are_counted():
+    plain = GPT(**SIZES).parameters
+    assert GPT(**SIZES, qkv_bias=True, out_bias=True).parameters == plain + 2 * (3 * 16 + 16)
+    assert GPT(**SIZES, qk_norm=True).parameters == plain + 2 * 2 * 4
+    assert GPT(**SIZES, head_dim=6).parameters == plain + 2 * 4 * 8 * 16
+    assert GPT(**SIZES, positions="learned", max_positions=9).parameters == plain + 9 * 16
+    assert GPT(**SIZES, feed_forward_bias=True).parameters == plain + 2 * (2 * 24 + 16)
+    assert GPT(**SIZES, feed_forward="gelu").parameters == plain - 2 * 16 * 24
+    assert GPT(**SIZES, feed_forward="gelu", feed_forward_bias=True).parameters == plain - 2 * 16 * 24 + 2 * (24 + 16)
+    assert GPT(**SIZES, norm="layer").parameters == plain + 5 * 16
+
+
+@pytest.mark.parametrize(
+    "options, match",
+    [
+        ({"norm": "batch"}, "norm"),
+        ({"eps": -1e-6}, "eps"),
+        ({"eps": "1e-6"}, "eps"),
+        ({"positions": "alibi"}, "positions"),
+        ({"positions": "learned", "max_positions": 7}, "max_positions"),
+        ({"max_positions": 8}, "max_positions"),
+        ({"positions": "learned", "rope_scaling": LLAMA3}, "rope_scaling"),
+        ({"rope_scaling": "llama3"}, "rope_scaling"),
+        ({"rope_scaling": {"kind": "dynamic", "factor": 2.0}}, "dynamic"),
+        ({"rope_scaling": {"kind": "linear", "factors": 2.0}}, "factors"),
+        ({"rope_base": 1}, "rope_base"),
+        ({"qkv_bias": 1}, "qkv_bias"),
+        ({"head_dim": 5}, "head_dim"),
+        ({"head_dim": 0}, "head_dim"),
+        ({"heads": 3}, "or heads = 2"),
+        ({"windows": (3,)}, "windows"),
+        ({"windows": (3, 0)}, "windows"),
+        ({"windows": 3}, "windows"),
+        ({"feed_forward": "relu"}, "feed_forward"),
+        ({"embedding_scale": 0}, "embedding_scale"),
+        ({"embedding_scale": float("nan")}, "embedding_scale"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused_by_name(options, match):
+    with pytest.raises(ArgumentError, match=match) as caught:
+        GPT(**SIZES | options)
+    assert caught.value.expected or caught.value.found

@@ -1,0 +1,291 @@
+"""Weights on disk: written by one replica, loaded by any cut, complete or refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from support.tolerance import close_norm
+from support.training_tolerance import path, roundings
+
+from mpipipe import Mesh, nn, schedules
+from mpipipe.attention import Local
+from mpipipe.errors import ArgumentError, NonFiniteError
+from mpipipe.language.data import Corpus, validation_batch
+from mpipipe.language.inference.generation import build_decoder, generate, readable
+from mpipipe.language.models import GPT, weights
+from mpipipe.train import TrainConfig, train
+from mpipipe.train.training_plan import TrainingPlan
+
+MODEL = GPT(dim=8, layers=3, heads=2, kv_heads=1, hidden=12, seq=16, tied=True)
+
+
+def cut(stages, numbers, model=MODEL, dtype="float32", seed=0):
+    """The stages with these numbers of a model cut into so many."""
+    layers, parts = model.build(Local()), schedules.partition(model.costs(), stages)
+    return [nn.Stage(layers[slice(*parts[n])], dtype=dtype, seed=seed, first=parts[n][0]) for n in numbers]
+
+
+def saved(comm, folder, pipe, chunks=1, seed=5):
+    """Write the weights of MODEL from `pipe` ranks with `chunks` stages each, and as many replicas as there are."""
+    schedule = schedules.interleaved_1f1b(pipe, chunks, 4)
+    with Mesh(comm, pipe=pipe) as mesh:
+        stages = cut(schedule.stages, schedule.stages_of(mesh.pipe.rank), seed=seed)
+        if mesh.replicas.rank:
+            for stage in stages:
+                stage.parameters.flat.fill(np.nan)  # what other replicas have is never written
+        weights.save(folder, MODEL, stages, schedule, mesh)
+    comm.Barrier()
+    return {name: array for stage in cut(1, [0], seed=seed) for name, array in stage.parameters.items()}
+
+
+@pytest.mark.parametrize(("pipe", "chunks"), [(1, 1), (1, 3), (2, 1), (2, 2), (4, 1), (4, 2)])
+def test_any_cut_loads_what_any_other_saved(comm, mpi_tmp_path, pipe, chunks):
+    if comm.size % pipe:
+        pytest.skip(f"needs a multiple of {pipe} ranks")
+    expected = saved(comm, mpi_tmp_path / "weights", pipe, chunks)
+    for stages in (1, 2, 3, 8):
+        seen = {}
+        for stage in cut(stages, range(stages), seed=9):
+            weights.load(mpi_tmp_path / "weights", [stage])
+            seen.update(stage.parameters)
+        assert list(seen) == list(expected)
+        for name, array in expected.items():
+            np.testing.assert_array_equal(seen[name], array)
+
+
+@pytest.mark.parametrize(("dtype", "kept", "count"), [("float64", "float64", path), ("bfloat16", "float32", roundings)])
+def test_a_training_leaves_the_weights_whose_loss_and_sample_it_reports(comm, mpi_tmp_path, capsys, dtype, kept, count):
+    text, out = mpi_tmp_path / "text.txt", str(mpi_tmp_path / "run")
+    if comm.rank == 0:
+        text.write_text("one two three four " * 400)
+    comm.Barrier()
+    config = TrainConfig(
+        data=[str(text)], out=out, dim=16, layers=2, heads=2, seq_len=16, batch=4, microbatches=2, steps=20, warmup=2,
+        lr=1e-2, eval_batches=1, sample_bytes=20, dtype=dtype, pipe=comm.size,
+    )  # fmt: skip
+    record = train(config, GPT, comm)
+    found = weights.describe(weights.folder_of(out))
+    assert found.dtype == kept
+    stage = cut(1, [0], GPT(**found.model), found.dtype, seed=7)[0]
+    weights.load(weights.folder_of(out), [stage])
+    batch = dict(index=0, batches=1, batch=4, rows=slice(0, 4), seq_len=16)
+    validation = Corpus.open([str(text)], 16).validation
+    inputs, targets = validation_batch(validation, **batch)
+    loss, _ = nn.softmax_cross_entropy(stage.forward(inputs)[0], targets)
+    close_norm(loss, record.validation, count(GPT(**found.model)), dtype, "the loss")
+    prompt, printed = validation.read(0, 32).tobytes(), capsys.readouterr().out
+    with Mesh(comm) as alone:
+        plan = TrainingPlan(GPT(**found.model), schedules.gpipe(1, 1), [(0, 6)], rows=1)
+        with build_decoder(plan, alone, kept, 52, lambda own: weights.load(weights.folder_of(out), own)) as decoding:
+            answer = generate(decoding, prompt, 20, temperature=config.temperature, seed=config.seed)
+    assert (readable(prompt + answer) in printed) == (comm.rank == 0)
+
+
+def test_the_description_makes_the_same_model_again(comm, mpi_tmp_path):
+    saved(comm, mpi_tmp_path, comm.size)
+    found = weights.describe(mpi_tmp_path)
+    assert GPT(**found.model) == MODEL
+    assert (found.dtype, found.stages) == ("float32", comm.size)
+    names = {f"stage-{number}.safetensors" for number in range(comm.size)}
+    assert {path.name for path in Path(mpi_tmp_path).iterdir()} == {"model.json", *names}
+    assert len({path.stat().st_mode for path in Path(mpi_tmp_path).iterdir()}) == 1  # nothing is more private
+
+
+@pytest.mark.parametrize("broken", ["stage-0.safetensors", "model.json"])
+def test_an_interrupted_save_leaves_nothing_that_loads(comm, mpi_tmp_path, monkeypatch, broken):
+    def replace(source, target, original=os.replace):
+        if Path(target).name == broken:
+            raise OSError(28, "No space left on device")
+        original(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    with pytest.raises(ArgumentError, match=r"cannot be written.*No space left"):
+        saved(comm, mpi_tmp_path, comm.size)
+    comm.Barrier()
+    with pytest.raises(ArgumentError, match="no weights"):
+        weights.load(mpi_tmp_path, cut(1, [0]))
+
+
+def test_a_folder_that_cannot_be_made_is_refused_on_every_rank(comm, mpi_tmp_path):
+    if comm.rank == 0:
+        Path(mpi_tmp_path, "file").write_text("")
+    comm.Barrier()
+    with pytest.raises(ArgumentError, match="cannot be written"):
+        saved(comm, mpi_tmp_path / "file" / "weights", comm.size)
+
+
+def flipped(name):
+    """A function that changes one bit of the last byte of this file."""
+
+    def damage(folder):
+        content = bytearray((folder / name).read_bytes())
+        content[-1] ^= 1
+        (folder / name).write_bytes(content)
+
+    return damage
+
+
+def edited(folder):
+    path = folder / "model.json"
+    path.write_text(path.read_text().replace('"rope_base": 10000.0', '"rope_base": 10001.0'))
+
+
+def of_another_training(folder):
+    path = folder / "stage-0.safetensors"
+    save_file({name: array + 1 for name, array in load_file(path).items()}, path)
+
+
+def in_float8(folder):
+    path = folder / "stage-0.safetensors"
+    save_file({name: array.astype(ml_dtypes.float8_e4m3fn) for name, array in load_file(path).items()}, path)
+
+
+def other_shape(folder):
+    path = folder / "stage-0.safetensors"
+    save_file({**load_file(path), "0.weight": np.zeros((3, 8), np.float32)}, path)
+
+
+def without_one(folder):
+    path = folder / "stage-0.safetensors"
+    save_file({name: array for name, array in load_file(path).items() if name != "0.weight"}, path)
+
+
+def half_of_it(folder):
+    path = folder / "stage-0.safetensors"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize(
+    ("damage", "match"),
+    [
+        (other_shape, r"0\.weight does not fit the model\s+found: float32\[3, 8\].*\s+expected: float32\[256, 8\]"),
+        (without_one, r"have no parameter 0\.weight"),
+        (half_of_it, "cannot be read"),
+        (flipped("stage-0.safetensors"), r"parameter \S+ is damaged"),
+        (of_another_training, r"parameter 0\.weight is damaged.*\s+found: checksum \w{8} in .*stage-0.safetensors"),
+        (edited, r"description is damaged"),
+        (in_float8, r"0\.weight does not fit the model\s+found: F8_E4M3\[256, 8\].*\s+expected: float32\[256, 8\]"),
+        (lambda folder: (folder / "stage-0.safetensors").unlink(), "cannot be read"),
+        (lambda folder: (folder / "model.json").unlink(), "no weights"),
+        (lambda folder: (folder / "model.json").write_text("{"), "description cannot be read"),
+        (lambda folder: (folder / "model.json").write_text("[]"), "description cannot be read"),
+        (lambda folder: (folder / "model.json").write_text('{"model": {}}'), "description cannot be read"),
+        (lambda folder: (folder / "model.json").write_text(
+            json.dumps({"model": 1, "dtype": "float32", "stages": 1})), "description is wrong"),
+        (lambda folder: (folder / "model.json").write_text(
+            json.dumps({"model": {}, "dtype": "float32", "stages": 1, "checksums": {}})), "checksums of the"),
+        (lambda folder: (folder / "model.json").write_text("[" * 100_000), "description cannot be read"),
+    ],
+)  # fmt: skip
+def test_damaged_weights_are_refused(comm, mpi_tmp_path, damage, match):
+    saved(comm, mpi_tmp_path, 1)
+    if comm.rank == 0:
+        damage(Path(mpi_tmp_path))
+    comm.Barrier()
+    with pytest.raises(ArgumentError, match=match):
+        weights.load(mpi_tmp_path, cut(1, [0]))
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"dim": 16}, "does not fit the model"),
+        ({"hidden": 16}, "does not fit the model"),
+        ({"layers": 4}, "have no parameter"),
+        ({"layers": 2}, "does not fit the model|have no parameter"),
+    ],
+)
+def test_weights_of_other_sizes_are_refused(comm, mpi_tmp_path, change, match):
+    saved(comm, mpi_tmp_path, 1)
+    other = GPT(**{**vars(MODEL), **change})
+    with pytest.raises(ArgumentError, match=match):
+        weights.load(mpi_tmp_path, cut(1, [0], other))
+
+
+def test_weights_of_another_dtype_are_not_converted_silently(comm, mpi_tmp_path):
+    saved(comm, mpi_tmp_path, 1)
+    with pytest.raises(ArgumentError, match=r"float32.*\n.*float64"):
+        weights.load(mpi_tmp_path, cut(1, [0], dtype="float64"))
+
+
+def test_a_flipped_bit_in_a_part_that_is_not_loaded_is_no_matter(comm, mpi_tmp_path):
+    saved(comm, mpi_tmp_path, 1)
+    if comm.rank == 0:
+        flipped("stage-0.safetensors")(Path(mpi_tmp_path))
+    comm.Barrier()
+    weights.load(mpi_tmp_path, cut(4, [0]))  # each rank looks at what it reads
+
+
+def test_weights_that_were_saved_before_there_were_checksums_load(comm, mpi_tmp_path):
+    expected = saved(comm, mpi_tmp_path, 1)
+    if comm.rank == 0:
+        path = Path(mpi_tmp_path, "model.json")
+        facts = json.loads(path.read_text())
+        assert set(facts.pop("checksums")) == set(expected)
+        del facts["checksum"]
+        path.write_text(json.dumps(facts))
+    comm.Barrier()
+    (stage,) = cut(1, [0], seed=9)
+    weights.load(mpi_tmp_path, [stage])
+    for name, array in expected.items():
+        np.testing.assert_array_equal(stage.parameters[name], array)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_weights_that_are_not_finite_are_refused_by_name(comm, mpi_tmp_path, value):
+    schedule = schedules.one_f_one_b(1, 1)
+    with Mesh(comm, pipe=1) as mesh:
+        stages = cut(1, [0])
+        list(stages[0].parameters.values())[3].reshape(-1)[2] = value
+        name = list(stages[0].parameters)[3]
+        weights.save(mpi_tmp_path, MODEL, stages, schedule, mesh)
+    comm.Barrier()
+    with pytest.raises(NonFiniteError, match=f"parameter {re.escape(name)} is not finite") as caught:
+        weights.load(mpi_tmp_path, cut(1, [0]))
+    assert "1 of " in caught.value.found and "stage-0.safetensors" in caught.value.found
+
+
+def test_a_full_disk_leaves_no_unfinished_files(comm, mpi_tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        if comm.rank == comm.size - 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+        with pytest.raises(ArgumentError, match="cannot be written"):
+            saved(comm, mpi_tmp_path, comm.size)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    comm.Barrier()
+    assert list(Path(mpi_tmp_path).iterdir()) == []
+
+
+def test_a_save_that_fails_or_is_killed_leaves_the_model_that_was_there(comm, mpi_tmp_path):
+    folder = mpi_tmp_path / "weights"
+    expected = saved(comm, folder, comm.size)
+    if comm.rank == 0:
+        (folder / "notes.txt").write_text("mine")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    comm.Barrier()
+    try:
+        if comm.rank == comm.size - 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+        with pytest.raises(ArgumentError, match="cannot be written"):
+            saved(comm, folder, comm.size, seed=6)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    comm.Barrier()
+    stage = cut(1, [0], seed=9)[0]
+    weights.load(folder, [stage])
+    assert all((stage.parameters[name] == array).all() for name, array in expected.items())
+    comm.Barrier()
+    expected = saved(comm, folder, comm.size, seed=6)
+    weights.load(folder, [stage])
+    assert all((stage.parameters[name] == array).all() for name, array in expected.items())
+    assert (folder / "notes.txt").read_text() == "mine" and os.listdir(mpi_tmp_path) == ["weights"]
