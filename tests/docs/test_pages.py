@@ -16,7 +16,7 @@ from support.svg import content
 import mpipipe
 
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[\w-]+)?\)")
 MADE = ("auto_examples/",)  # by the build
 
@@ -67,7 +67,7 @@ def test_the_api_page_has_every_public_room():
         "mpipipe",
         *(
             f"mpipipe.{room}"
-            for room in "schedules nn attention optim adapters checkpoint models pictures site".split()
+            for room in "schedules nn attention optim adapters checkpoint language.models pictures cli.jobscripts".split()
         ),
     ):
         assert importlib.import_module(name).__all__
