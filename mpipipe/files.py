@@ -3,7 +3,7 @@
 Opening a FIFO waits for a writer, reading /dev/zero never ends, and opening some devices has effects of its own. So the
 kind of a file is checked before it is opened. It is checked again on the open descriptor, since the name may stand for
 another file by then. A file of absurd size is refused before it is read, and what has a zero byte is no text. Every
-function raises OSError, whose `strerror` says what was found; `reading` and `writing` make errors of this package of it.
+function raises OSError, whose `strerror` says what was found; `reading` and `writing` make the errors that users see.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def reading(
     remedy: str | None = None,
     also: tuple[type[Exception], ...] = (),
 ) -> Iterator[None]:
-    """Turn an OSError, or one of the exceptions `also`, into the error "`what` cannot be read", which names the file."""
+    """Turn an OSError, or an exception of `also`, into the error "`what` cannot be read", which names the file."""
     with _explaining(f"{what} cannot be read", path, error, expected, remedy, also):
         yield
 
@@ -73,9 +73,10 @@ def _explaining(
     remedy: str | None,
     also: tuple[type[Exception], ...],
 ) -> Iterator[None]:
+    caught: tuple[type[Exception], ...] = (OSError, *also)
     try:
         yield
-    except (OSError, *also) as cause:
+    except caught as cause:
         if isinstance(cause, MpipipeError):  # says already what is wrong
             raise
         raise error(f"{text}: {reason(cause, path)}", found=str(path), expected=expected, remedy=remedy) from cause

@@ -192,7 +192,7 @@ def test_reading_takes_other_exceptions_where_asked_and_passes_errors_of_the_pac
     with pytest.raises(ArgumentError, match="the numbers cannot be read: no number"):
         with files.reading("the numbers", tmp_path, also=(ValueError,)):
             raise ValueError("no number")
-    with pytest.raises(ValueError, match="^no number$"), files.reading("the numbers", tmp_path):
+    with pytest.raises(ValueError, match=r"^no number$"), files.reading("the numbers", tmp_path):
         raise ValueError("no number")
-    with pytest.raises(DataError, match="^too short$"), files.reading("the numbers", tmp_path, also=(ValueError,)):
+    with pytest.raises(DataError, match=r"^too short$"), files.reading("the numbers", tmp_path, also=(ValueError,)):
         raise DataError("too short")
