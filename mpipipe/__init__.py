@@ -29,17 +29,7 @@ _NAMES = {
     "world": "job.runtime",
 }
 _ROOMS = "adapters analysis attention checkpoint errors language nn optim pictures planning schedules train".split()
-__all__ = [
-    "Branches",
-    "Mesh",
-    "PendingStep",
-    "Pipeline",
-    "Preemption",
-    "Ring",
-    "StepResult",
-    "select_device",
-    "world",
-]
+__all__ = ["Branches", "Mesh", "PendingStep", "Pipeline", "Preemption", "Ring", "StepResult", "select_device", "world"]
 
 if not TYPE_CHECKING:  # else a checker of types takes each wrong name for an object
 

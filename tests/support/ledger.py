@@ -15,10 +15,7 @@ from pathlib import Path
 
 FILE = Path(__file__).parents[1] / "durations.json"
 LEAST = 0.5  # seconds that are worth a line
-EXPECTED = (
-    r"needs \d+ ranks",
-    r"takes long: MPIPIPE_TEST_LONG=1",
-)
+EXPECTED = (r"needs \d+ ranks", r"takes long: MPIPIPE_TEST_LONG=1")
 
 
 def seconds() -> dict[str, float]:
