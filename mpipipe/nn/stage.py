@@ -376,7 +376,7 @@ class AcceptingStage(Protocol):
 def accepted_input(stage: AcceptingStage, x: Array) -> Array:
     """Return an input on the stage's device, checked. An Embedding checks integers before it uploads them."""
     device = arrays.device_of(x)
-    x = arrays.plain(x)
+    x = arrays.strip_subclass(x)
     if device == "cuda" and stage.device == "cpu":
         raise ArgumentError(
             "the input of a stage on the host is on a GPU",
