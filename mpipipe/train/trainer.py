@@ -176,7 +176,7 @@ class Trainer:
         lr = optim.warmup_cosine(step, config.steps, config.lr, min(config.warmup, config.steps))
         with self.tracing.optimizer():
             norm = self._optimize(lr)
-        loss = pending.result().loss  # on its way since the backward ended: the norm has taken as long
+        loss = pending.wait().loss  # on its way since the backward ended: the norm has taken as long
         seconds = perf_counter() - start
         for times in (self.since_record, self.in_all):
             times.add(seconds, self.pipeline.busy, self.pipeline.elapsed)
