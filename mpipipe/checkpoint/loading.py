@@ -18,7 +18,7 @@ from mpipipe.checkpoint.contents import (
     Storable,
     announcements_of,
     contents_of,
-    renew_compute,
+    sync_compute,
     set_arrays,
 )
 from mpipipe.checkpoint.folders import COPY_AGAIN, Checkpoint
@@ -78,7 +78,7 @@ def load(path: str | Path, mesh: Mesh, stages: Sequence[Storable], optimizer: Op
             optimizer.steps = found.optimizer_steps or 0
         for stage in stages:
             set_arrays(stage, lambda name: wanted[f"{PARAMETERS}/{name}"])
-            renew_compute(stage)
+            sync_compute(stage)
     return found
 
 

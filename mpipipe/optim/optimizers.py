@@ -12,7 +12,7 @@ from mpipipe import arrays
 from mpipipe.arrays import Array, DeviceArray, Shape
 from mpipipe.errors import ArgumentError
 from mpipipe.nn.stage import check_all_finished
-from mpipipe.nn.writing import announce_write
+from mpipipe.nn.write_hooks import announce_write
 from mpipipe.optim.stages import Updated, updated
 
 

@@ -23,7 +23,7 @@ from mpipipe.errors import ArgumentError, MpipipeError, NonFiniteError, StageErr
 from mpipipe.nn import HeadCrossEntropy, Position, kernels
 from mpipipe.nn.parameters import FlatView, flat_if_any, flat_of
 from mpipipe.nn.stage import check_finished
-from mpipipe.nn.writing import Writers, writers_of
+from mpipipe.nn.write_hooks import GradientReady, gradient_ready
 from mpipipe.pipeline.graphs import StageGraphs
 
 logger = logging.getLogger("mpipipe")
@@ -133,9 +133,9 @@ class StageAdapter:
         flats += [part for part in parts if not any(arrays.shares_memory(part, flat) for flat in flats)]
         return [flat for flat in flats if flat.size]
 
-    def writers(self) -> Writers | None:
+    def gradient_ready(self) -> GradientReady | None:
         """Return which layer of an nn.Stage writes to which gradients; None where that is not known."""
-        return writers_of(self.given) if type(self.given) is nn.Stage else None
+        return gradient_ready(self.given) if type(self.given) is nn.Stage else None
 
     def parameter_facts(self) -> tuple[str, list[np.ndarray]]:
         """Return (names, shapes and dtypes; values on the host) as far as known: what replicas must have in common."""
@@ -278,7 +278,7 @@ class StageAdapter:
         for model in self.models:
             model.use_parts(False)
             model.unwritten = set()
-            model.tell(None)
+            model.on_layer_done = None
 
     def check(self, ops: Collection[str], has_replicas: bool) -> None:
         """Raise ArgumentError where the stage lacks what these actions, or the replicas, need."""

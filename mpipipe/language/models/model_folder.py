@@ -38,7 +38,7 @@ from mpipipe.language.models.huggingface.families import Family, expressed
 from mpipipe.language.models.huggingface.folder import INDEX, PICKLES, SINGLE
 from mpipipe.language.models.huggingface.options import CONFIG, read_json
 from mpipipe.nn.lora import is_adapter
-from mpipipe.nn.writing import announce_write
+from mpipipe.nn.write_hooks import announce_write
 from mpipipe.train.output_folder import shared_path
 
 # -- The folders that a training leaves, as models: its weights, and its checkpoints ----------------------------------
@@ -201,7 +201,7 @@ class HuggingFaceFolder:
             announce_write(*stages)
             huggingface.read(self.folder, {name: array for each in stages for name, array in each.parameters.items()})
             for stage in stages:
-                stage.renew_compute()
+                stage.sync_compute()
         with group.together("loading the model folder: whether it is one model"):
             if group.rank == 0:  # which has opened the folder
                 check_same(self.path, self.inode)
@@ -282,7 +282,7 @@ class AdaptedFolder:
             own = {name: array for stage in stages for name, array in stage.parameters.items()}
             merge_adapter(self.adapter, self.family, self.model, own)
             for stage in stages:
-                stage.renew_compute()
+                stage.sync_compute()
 
     @property
     def ends(self) -> tuple[int, ...]:
