@@ -23,13 +23,13 @@ from mpipipe.language.data import Source, Tokens
 from mpipipe.language.data.windows import read_windows, segments, training_starts, validation_starts
 from mpipipe.language.inference.generation import build_decoder, continued
 from mpipipe.language.models import weights
-from mpipipe.language.models.base import Base, leave_model
+from mpipipe.language.models.pretrained import PretrainedModel, export_model
 from mpipipe.nn.lora import without_adapters
 from mpipipe.pipeline import Pipeline
 from mpipipe.text import counted
 from mpipipe.train import limits, resume
 from mpipipe.train.config import TrainConfig
-from mpipipe.train.preparation import PROMPT_BYTES, Language
+from mpipipe.train.preparation import PROMPT_BYTES, TokenUnits
 from mpipipe.train.progress import Commitment, Outcome, Progress
 from mpipipe.train.report import NullReporter, Record, Reporter, summary
 from mpipipe.train.resume import Checkpoints
@@ -67,10 +67,10 @@ class Trainer:
         *,
         norm: optim.GlobalNorm,
         data: Source | None,
-        language: Language,
+        language: TokenUnits,
         reporter: Reporter | NullReporter,
         out: Path,
-        base: Base | None = None,
+        base: PretrainedModel | None = None,
         trace: Path | None = None,
     ) -> None:
         self.config, self.mesh, self.plan, self.shard, self.progress = config, mesh, plan, shard, progress
@@ -152,7 +152,7 @@ class Trainer:
             record = replace(
                 record, step=self.progress.step, validation=validation, **self.language.bits(record.loss, validation)
             )
-        leave_model(self.out, self.config, self.plan, self.pipeline.stages, self.mesh, self.base)
+        export_model(self.out, self.config, self.plan, self.pipeline.stages, self.mesh, self.base)
         self.reporter.draw_losses()
         self._show_sample()
         if self.in_all.steps:
