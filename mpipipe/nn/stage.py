@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -68,7 +67,7 @@ class StepGradients:
 
     @property
     def on_layer_done(self) -> Callable[[Layer], object] | None:
-        """Called with each of `layers` that has added its part to the gradients; a pipeline sets it around a backward."""
+        """Called with each of `layers` that has added its part to the gradients; set by a pipeline."""
         return self._chain.on_layer_done
 
     @on_layer_done.setter
@@ -141,7 +140,7 @@ class Stage(StepGradients):
     index : int or None
         Logical stage number, set by the pipeline.
     before_write : list of callable
-        Called without arguments before an optimizer or a load writes parameters (see nn.writing).
+        Called without arguments before an optimizer or a load writes parameters (see nn.write_hooks).
 
     Raises
     ------
@@ -371,7 +370,7 @@ class AcceptingStage(Protocol):
 def accepted_input(stage: AcceptingStage, x: Array) -> Array:
     """Return an input on the stage's device, checked. An Embedding checks integers before it uploads them."""
     device = arrays.device_of(x)
-    x = arrays.plain(x)
+    x = arrays.strip_subclass(x)
     if device == "cuda" and stage.device == "cpu":
         raise ArgumentError(
             "the input of a stage on the host is on a GPU",
@@ -400,38 +399,3 @@ def accepted_input(stage: AcceptingStage, x: Array) -> Array:
         )
     stays = device == stage.device or (integers and stage.first_layer.uploads_integers)
     return x if stays else arrays.upload(x)
-
-
-# -- The optimizer step that a stage is in: until its end no training step and no other optimizer step may begin ------
-
-
-class Update(Protocol):
-    """An optimizer step that has begun."""
-
-    @property
-    def has_ended(self) -> bool: ...
-
-
-def mark_begun(stages: Iterable[Any], update: Update) -> None:
-    """Note that an optimizer step has begun on these stages; it itself says when it has ended."""
-    for stage in stages:
-        with suppress(AttributeError):  # a user's object with fixed attributes
-            stage.update_begun = update
-
-
-def check_finished(stage: Any, number: int | None) -> None:
-    """Raise ArgumentError where an optimizer step of the stage, whose logical number is given, has not ended."""
-    update: Update | None = getattr(stage, "update_begun", None)
-    if update is not None and not update.has_ended:
-        raise ArgumentError(
-            "an optimizer step of this stage has begun, and not ended: it still needs the gradients as they are",
-            stage=number,
-            expected="the update finished before the next one, and before the next training step",
-            remedy="call finish() of what optim.begin_step has returned; the stage has it as update_begun",
-        )
-
-
-def check_all_finished(stages: Iterable[Any]) -> None:
-    """Raise ArgumentError where an optimizer step of any of these stages has not ended."""
-    for stage in stages:
-        check_finished(stage, getattr(stage, "index", None))

@@ -31,9 +31,9 @@ from mpipipe.comm.nccl.sums import NcclSums
 from mpipipe.job.group import Group
 from mpipipe.job.types import Sum
 from mpipipe.nn import Layer, Stage
-from mpipipe.nn.write_hooks import GradientReady
+from mpipipe.nn.write_hooks import GradientReady, gradient_ready
 from mpipipe.pipeline.plan import PlannedAction
-from mpipipe.pipeline.stage import StageAdapter
+from mpipipe.stages import StageAdapter
 
 
 class ByLayers(NamedTuple):
@@ -123,7 +123,7 @@ class GradientSums:
             self._start_until(step, found, 0)
             return
         self.mailbox.start_before(step.order_key)
-        for gradients in self.stages[step.chunk].gradients:
+        for gradients in self.stages[step.chunk].gradient_arrays:
             self.underway.append(self._start(gradients))
 
     def _start_until(self, step: PlannedAction, found: ByLayers, place: int) -> None:
@@ -155,7 +155,7 @@ class GradientSums:
 
 def _by_layers(stage: StageAdapter, nccl: NcclSums) -> ByLayers | None:
     """How the sums of a stage can start as its layers end, as far as this rank knows."""
-    ready = stage.gradient_ready()
+    ready = gradient_ready(stage.given) if type(stage.given) is Stage else None
     if ready is None or not nccl.takes(ready.arrays[0].array):
         return None
     count = max(1, sums.BUCKET_BYTES // ready.arrays[0].array.itemsize)

@@ -29,7 +29,7 @@ from mpipipe.job.types import Testable
 from mpipipe.nn import kernels
 from mpipipe.nn.freezing import partly_frozen_error
 from mpipipe.nn.stage import Stage
-from mpipipe.pipeline.stage import StageAdapter
+from mpipipe.stages import StageAdapter
 
 
 class Place(NamedTuple):

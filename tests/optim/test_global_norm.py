@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from support.emulator.fixture import own_gpus
+from gpu_emulator.fixture import own_gpus
 
 from mpipipe import arrays, nn, optim
 from mpipipe.errors import ArgumentError, MpipipeError, NonFiniteError, PeerError

@@ -10,8 +10,8 @@ from functools import partial, partialmethod
 
 import numpy as np
 import pytest
+from gpu_emulator.fixture import own_gpus
 from support import dense
-from support.emulator.fixture import own_gpus
 from support.small_gpt import text
 
 from mpipipe import Mesh, Pipeline, arrays, nn

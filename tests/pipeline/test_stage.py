@@ -10,7 +10,7 @@ from support.tolerance import within
 from mpipipe import Pipeline, nn, schedules, trace
 from mpipipe.errors import ArgumentError
 from mpipipe.job import inprocess
-from mpipipe.pipeline.stage import StageAdapter
+from mpipipe.stages import StageAdapter
 
 
 class Wrapped:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.emulator.fixture import own_gpus
+from gpu_emulator.fixture import own_gpus
 from support.tolerance import bound, close, close_norm, largest, rounding, within
 from support.training_tolerance import curve, path, roundings
 

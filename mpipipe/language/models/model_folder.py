@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mpipipe import checkpoint, files, nn
-from mpipipe.checkpoint import folders, tensor_files
+from mpipipe.checkpoint import folders
 from mpipipe.checkpoint.contents import PARAMETERS
 from mpipipe.checkpoint.whole_folder import check_same, identity, standing
 from mpipipe.comm.mesh import Mesh
@@ -127,8 +127,7 @@ class CheckpointFolder:
                 expected="a plain model",
                 remedy="let the training end: it leaves the model with its adapters merged; or go on with --resume",
             )
-        names = {stored: dtype for dtype, stored in tensor_files.DTYPES.items()}
-        return cls(folder, sizes, names[kept[0].dtype])
+        return cls(folder, sizes, kept[0].kind.name)
 
     @property
     def model(self) -> GPT:

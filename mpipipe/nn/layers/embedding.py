@@ -182,7 +182,7 @@ class LearnedPositions(Layer):
         batch, seq = x.shape[:2]
         asked = self.positions if self._attend is None else self._attend.positions(seq)
         known = seq if asked is None else np.ascontiguousarray(asked, np.int64).tobytes()
-        numbers = arrays.hold(self._kept(batch, known))
+        numbers = arrays.keep_for_graph(self._kept(batch, known))
         if self._attend is not None:
             self._attend.advance(seq)
         return self.stage.kernels.embed(self.weight, numbers), numbers

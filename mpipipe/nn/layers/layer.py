@@ -462,7 +462,7 @@ class RopeTables:
 
     def _held(self, positions: int | bytes, head_dim: int, base: float, scaling: RopeScaling | None) -> Array:
         """Return a table that is kept, and that lives as long as a graph which is recorded now."""
-        return arrays.hold(self._kept(positions, head_dim, base, scaling))
+        return arrays.keep_for_graph(self._kept(positions, head_dim, base, scaling))
 
     def _make(self, positions: int | bytes, head_dim: int, base: float, scaling: RopeScaling | None) -> Array:
         """Make the table of the first positions, or of those whose int64 values these bytes are."""
