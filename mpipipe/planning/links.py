@@ -197,6 +197,6 @@ def rehearsal(scene: Scene, choice: Choice) -> Iterator[Rehearsal]:
     ):
         rehearsed = Rehearsal(scene, plan, pipeline, norm)
         for stage in stages:
-            stage.keep_compute()
+            stage.optimizer_writes_compute()
         rehearsed.steps(WARMUP)
         yield rehearsed

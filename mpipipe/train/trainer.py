@@ -80,7 +80,7 @@ class Trainer:
         self.facts: dict[str, Any] = {}  # for checkpoints
         self.checkpoints = Checkpoints(config, resume.checkpoints_of(out), progress, reporter, preemption)
         for stage in self.pipeline.stages:
-            stage.keep_compute()  # nobody but the optimizer changes parameters here
+            stage.optimizer_writes_compute()  # nobody but the optimizer changes parameters here
         self.batches = Batches(config, mesh, plan, shard, data)
         self.since_record, self.in_all = StepTimes(), StepTimes()
         self.outcome: Outcome = 0.0, 0.0, None  # of the last step
