@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from mpipipe import arrays
 from mpipipe.arrays import Array, DeviceArray, Shape
 from mpipipe.errors import ArgumentError
-from mpipipe.nn.writing import announce_write
+from mpipipe.nn.write_hooks import announce_write
 from mpipipe.optim.stages import Updated, updated
 from mpipipe.stages import check_finished
 
