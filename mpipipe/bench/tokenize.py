@@ -16,9 +16,9 @@ from time import process_time
 from mpipipe.bench.timing import compare, report
 from mpipipe.job import runtime
 from mpipipe.job.group import group_of
+from mpipipe.language.data.text_chunks import Texts, units_of
 from mpipipe.language.data.tokenize import THREADS, chunks_of, found_texts, share_threads, tokenize
 from mpipipe.language.data.tokenizer import open_tokenizer
-from mpipipe.language.data.units import Texts, units_of
 from mpipipe.text import counted
 
 WARMUP = 1

@@ -19,8 +19,8 @@ from mpipipe.job.exit import run_or_abort
 from mpipipe.job.group import group_of
 from mpipipe.job.types import Communicator
 from mpipipe.language.models import GPT
-from mpipipe.language.models.base import architecture_of, find_base
 from mpipipe.language.models.fine_tuning import find_tuning
+from mpipipe.language.models.pretrained import architecture_of, find_pretrained
 from mpipipe.planning import Choice, SavedProfile
 from mpipipe.planning.find import Found, find_plan, plan_on_paper
 from mpipipe.planning.subject import Scene
@@ -145,7 +145,7 @@ def _on_paper(
 def make_plans(config: TrainConfig, comm: Communicator) -> tuple[Found, Scene]:
     """Return the plans of a training on these ranks, and what was measured where; collective."""
     check_same_config(group_of(comm), config)
-    config, base = find_base(config, comm)
+    config, base = find_pretrained(config, comm)
     tuning = find_tuning(config, comm)
     pipe = max(1, comm.size // config.seq) if config.pipe is None else config.pipe
     with group_of(comm).raise_together("plan: the mesh"):

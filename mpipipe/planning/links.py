@@ -177,7 +177,7 @@ class Rehearsal:
         self.commitment.begin(self.made)
         pending = self.pipeline.launch(*self.batch, scale=scaler.scale)
         optim.begin_step(self.commitment, config.clip, scaler=scaler, lr=config.lr / 100, over=self.norm).finish()
-        pending.result()
+        pending.wait()
         self.made += 1
 
 
@@ -197,6 +197,6 @@ def rehearsal(scene: Scene, choice: Choice) -> Iterator[Rehearsal]:
     ):
         rehearsed = Rehearsal(scene, plan, pipeline, norm)
         for stage in stages:
-            stage.keep_compute()
+            stage.optimizer_writes_compute()
         rehearsed.steps(WARMUP)
         yield rehearsed

@@ -22,9 +22,9 @@ from mpipipe.files import PARTIAL
 from mpipipe.job.group import group_of
 from mpipipe.job.preemption import Preemption
 from mpipipe.language.models import weights
-from mpipipe.language.models.base import check_same_model
 from mpipipe.language.models.fine_tuning import Model
 from mpipipe.language.models.model_folder import open_on_all
+from mpipipe.language.models.pretrained import check_same_model
 from mpipipe.train import output_folder, provenance, sinks
 from mpipipe.train.config import TrainConfig
 from mpipipe.train.progress import Progress

@@ -16,8 +16,8 @@ from mpipipe.job.group import group_of
 from mpipipe.job.types import Communicator
 from mpipipe.job.watch.membership import watching
 from mpipipe.language.data import Source
-from mpipipe.language.models.base import Base, architecture_of, find_base, origin_of
 from mpipipe.language.models.fine_tuning import Architecture, FineTuning, find_tuning
+from mpipipe.language.models.pretrained import PretrainedModel, architecture_of, find_pretrained, origin_of
 from mpipipe.language.packing import Packing
 from mpipipe.nn.lora import without_adapters
 from mpipipe.pipeline import Pipeline
@@ -97,7 +97,7 @@ def train(
     with group_of(comm).raise_together("train: where metrics go"):
         if comm.rank == 0:
             sinks.check_installed(sinks.parse_names(config.metrics_to))
-    config, base = find_base(config, comm)
+    config, base = find_pretrained(config, comm)
     tuning = find_tuning(config, comm)
     architecture = architecture_of(base, architecture)
     owned = output_folder.own(comm, config.out)
@@ -109,7 +109,7 @@ def _train_owned(
     comm: Communicator,
     config: TrainConfig,
     architecture: Architecture,
-    base: Base | None,
+    base: PretrainedModel | None,
     data: Source | None,
     *,
     out: Path,
@@ -135,7 +135,7 @@ def _train_owned(
 def _load_weights(
     config: TrainConfig,
     plan: TrainingPlan,
-    base: Base | None,
+    base: PretrainedModel | None,
     tuning: FineTuning,
     stages: Sequence[nn.Stage],
     mesh: Mesh,
@@ -173,7 +173,7 @@ def _train_in(
     mesh: Mesh,
     config: TrainConfig,
     model: Architecture,
-    base: Base | None,
+    base: PretrainedModel | None,
     data: Source | None,
     *,
     out: Path,
@@ -192,7 +192,7 @@ def _train_on(
     device: str,
     config: TrainConfig,
     model: Architecture,
-    base: Base | None,
+    base: PretrainedModel | None,
     mesh: Mesh,
     data: Source | None,
     *,

@@ -172,7 +172,7 @@ class Crew:
         scaler = progress.scaler
         scaler.scale, scaler.good, scaler.skipped, progress.pipeline.steps_taken = facts["scalars"]
         for stage in progress.pipeline.stages:
-            stage.renew_compute()
+            stage.sync_compute()
 
     def reporter(self, unit: str, oversubscribed: str | None) -> Reporter:
         """Make the reporter of rank 0, which goes on with the metrics that the old one has left."""

@@ -75,7 +75,7 @@ class Tracing:
     def end_step(self) -> None:
         """Write the trace once enough steps are recorded; collective."""
         self.made += 1
-        if self.recording is not None and len(self.recording.recorder.steps) >= RECORDED:
+        if self.recording is not None and self.recording.steps >= RECORDED:
             self.finish()
 
     def finish(self) -> None:

@@ -27,11 +27,11 @@ from mpipipe.errors import ConfigError, DataError, StorageError
 from mpipipe.job.cores import fair_share, own_cores, parse_cores
 from mpipipe.job.group import Group, group_of
 from mpipipe.job.types import Communicator
-from mpipipe.language.data.pieces import forget_files
+from mpipipe.language.data.file_bytes import forget_files
 from mpipipe.language.data.text import find_files
+from mpipipe.language.data.text_chunks import Text, Texts, Unit, units_of
 from mpipipe.language.data.token_files import CHECKSUM_BYTES, HEADER_BYTES, Header, itemsize_for
 from mpipipe.language.data.tokenizer import Tokenizer, explained, open_tokenizer
-from mpipipe.language.data.units import Text, Texts, Unit, units_of
 from mpipipe.train import output_folder
 
 CHUNK = 1 << 21  # bytes of text

@@ -30,9 +30,9 @@ from mpipipe.job.group import Group, group_of
 from mpipipe.language import data
 from mpipipe.language.data import Tokens, find
 from mpipipe.language.data.source import glance
+from mpipipe.language.data.text_chunks import units_of
 from mpipipe.language.data.tokenize import Encoder
 from mpipipe.language.data.tokenizer import Tokenizer
-from mpipipe.language.data.units import units_of
 from mpipipe.language.models.model_folder import ModelFolder
 from mpipipe.pipeline import Pipeline
 from mpipipe.text import counted
