@@ -30,7 +30,7 @@ def run(repeats: int, texts: list[str], tokenizer: str, end: str | None) -> None
     group = group_of(comm)
     share_threads(group)
     found = found_texts(texts, group)
-    with group.together("bench: the texts"):
+    with group.raise_together("bench: the texts"):
         reader = Texts(open_tokenizer(tokenizer, end))
         mine = chunks_of(units_of(found))[comm.rank :: comm.size]
         own = [each.text for chunk in mine for unit in chunk for each in reader.of(unit)]

@@ -168,7 +168,7 @@ class Life:
         for group in self.groups:
             group.fail(error, text)
         if self.executor.clock.recorder is not None:  # the step never ends, so later waits do not belong to it
-            self.groups[0].process.recorders.discard(self.executor.clock.recorder)
+            self.groups[0].context.recorders.discard(self.executor.clock.recorder)
         self.executor.messages.mailbox.cancel()
         if self.executor.sums is not None:
             for pending in self.executor.sums.underway:

@@ -136,7 +136,7 @@ class Trainer:
         self.reported = done
 
     def _report(self, record: Record) -> None:
-        with group_of(self.mesh.comm).together("train: whether the folder is still this job's"):
+        with group_of(self.mesh.comm).raise_together("train: whether the folder is still this job's"):
             if self.mesh.rank == 0:
                 owner.check(self.out)
         self.progress.record = record
