@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
-from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from support.launch import ROOT
+from support.source import cycles, findings, import_graph, refuse, sources
 
-import mpipipe
-
-PACKAGE = Path(mpipipe.__file__).parent
 # what waits inside MPI until other ranks come, where no note of failure is heard
 BLOCKING = set(
     """Allgather Allgatherv Allreduce Alltoall Alltoallv Alltoallw Barrier Bcast Create_group Create_cart Dup Exscan
@@ -29,11 +25,6 @@ EXCEPTIONS = {
 }
 # functions of cuBLAS and cublasLt, whose many arguments stand in the order of the C libraries
 BY_POSITION = {"gemmEx", "gemmStridedBatchedEx", "matmul", "matmul_algo_get_heuristic"}
-
-
-def sources():
-    for path in sorted(PACKAGE.rglob("*.py")):
-        yield path.relative_to(PACKAGE).as_posix(), ast.parse(path.read_text())
 
 
 def blocking_calls(tree):
@@ -127,77 +118,6 @@ def undocumented(tree):
                 yield node.name
 
 
-def is_type_checking(node):
-    return isinstance(node, ast.If) and "TYPE_CHECKING" in {
-        getattr(node.test, "id", ""),
-        getattr(node.test, "attr", ""),
-    }
-
-
-def imported(tree, module, is_package, modules):
-    """(line, module) of each import of one of the modules, in functions too, but not below `if TYPE_CHECKING`."""
-    package = module.split(".") if is_package else module.split(".")[:-1]
-    left = [tree]
-    while left:
-        node = left.pop()
-        left += node.orelse if is_type_checking(node) else ast.iter_child_nodes(node)
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names if alias.name in modules)
-        elif isinstance(node, ast.ImportFrom):
-            base = ".".join([*package[: len(package) + 1 - node.level], *filter(None, [node.module])])
-            base = base if node.level else node.module
-            for alias in node.names:
-                found = f"{base}.{alias.name}" if f"{base}.{alias.name}" in modules else base
-                if found in modules:
-                    yield node.lineno, found
-
-
-def import_graph(trees):
-    """{module: {imported module: line}} of {path in the package: syntax tree}."""
-    names = {path: ".".join(["mpipipe", *Path(path).with_suffix("").parts]) for path in trees}
-    modules = {path: name.removesuffix(".__init__") for path, name in names.items()}
-    graph = {}
-    for path, tree in trees.items():
-        lines = imported(tree, modules[path], path.endswith("__init__.py"), set(modules.values()))
-        graph[modules[path]] = {module: line for line, module in lines if module != modules[path]}
-    return graph
-
-
-def shortest_cycle(graph):
-    """The modules of a shortest circle of imports, or None."""
-    best = None
-    for start in sorted(graph):
-        came_from, queue = {}, [start]
-        for module in queue:  # breadth first; the queue grows meanwhile
-            for target in sorted(graph.get(module, ())):
-                if target not in came_from:
-                    came_from[target] = module
-                    queue.append(target)
-        if start in came_from:
-            path = [start, came_from[start]]
-            while path[-1] != start:
-                path.append(came_from[path[-1]])
-            best = path[::-1] if best is None or len(path) < len(best) else best
-    return best
-
-
-def cycles(graph):
-    """Circles of imports as text, the shortest first, until leaving out one import of each leaves no circle."""
-    graph = {module: dict(targets) for module, targets in graph.items()}
-    while cycle := shortest_cycle(graph):
-        yield " -> ".join(f"{a}:{graph[a][b]}" for a, b in pairwise(cycle)) + f" -> {cycle[-1]}"
-        del graph[cycle[-2]][cycle[-1]]
-
-
-def findings(search):
-    """["path:line", ...] of what a search of a syntax tree finds in the package."""
-    return [f"{name}:{found}" for name, tree in sources() for found in search(tree)]
-
-
-def refuse(found):
-    assert not found, f"{len(found)} found\n" + "\n".join(found)
-
-
 @pytest.mark.parametrize("function, word", [("hasattr", "comm"), ("hasattr", "kernel"), ("isinstance", "stage")])
 def test_interfaces_are_not_sniffed(function, word):
     """What a communicator, a kernel or a stage can do, its interface says."""
@@ -213,15 +133,9 @@ def test_no_call_has_more_than_seven_positional_arguments():
     refuse(findings(lambda tree: (f"{line} ({count} arguments)" for line, count in positional_calls(tree))))
 
 
-def test_no_file_of_the_package_is_longer_than_500_lines():
-    files = [path for pattern in ("*.py", "*.cu", "*.cuh") for path in sorted(PACKAGE.rglob(pattern))]
-    lengths = {path.relative_to(PACKAGE).as_posix(): len(path.read_text().splitlines()) for path in files}
-    refuse([f"{name} ({length} lines)" for name, length in lengths.items() if length > 500])
-
-
 @pytest.mark.slow
 def test_imports_form_no_circle():
-    """Not even one hidden in functions; imports for types alone, below `if TYPE_CHECKING`, do not count."""
+    """Not even one hidden in functions, or for types alone, below `if TYPE_CHECKING`."""
     refuse(list(cycles(import_graph(dict(sources())))))  # each as importer:line -> imported:line -> ...
 
 
@@ -247,14 +161,19 @@ def test_the_searches_find_what_they_look_for():
 def test_the_search_for_circles_finds_them_also_in_functions():
     texts = {
         "__init__.py": "from mpipipe.a import f",
-        "a.py": "from mpipipe import b\nif TYPE_CHECKING:\n    from mpipipe.c import x",
+        "a.py": "from mpipipe import b",
         "b/__init__.py": "from .d import y",
         "b/d.py": "def y():\n    import mpipipe.a",
         "c.py": "import mpipipe.a",
+        "d.py": "from mpipipe import e",
+        "e.py": "if TYPE_CHECKING:\n    from mpipipe.d import x",
     }
     graph = import_graph({path: ast.parse(text) for path, text in texts.items()})
-    assert list(cycles(graph)) == ["mpipipe.a:1 -> mpipipe.b:1 -> mpipipe.b.d:2 -> mpipipe.a"]
-    assert not list(cycles({**graph, "mpipipe.b.d": {}}))
+    assert list(cycles(graph)) == [
+        "mpipipe.d:1 -> mpipipe.e:2 -> mpipipe.d",
+        "mpipipe.a:1 -> mpipipe.b:1 -> mpipipe.b.d:2 -> mpipipe.a",
+    ]
+    assert not list(cycles({**graph, "mpipipe.b.d": {}, "mpipipe.e": {}}))
 
 
 def test_the_hooks_run_the_commands_of_the_gate():
