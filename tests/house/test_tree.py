@@ -48,24 +48,14 @@ def importers(of: dict[str, dict[str, int]]) -> dict[str, set[str]]:
 
 
 def floors(of: dict[str, dict[str, int]], folder: str) -> int:
-    """The longest chain of imports between the files of a folder; a subfolder counts as one file."""
-    depth = folder.count(".") + 2
-
-    def part(module):
-        return ".".join(module.split(".")[:depth])
-
-    inside = defaultdict(set)
-    for module, targets in of.items():
-        if module.startswith(folder + "."):
-            inside[part(module)] |= {part(target) for target in targets if target.startswith(folder + ".")}
-    for name in list(inside):
-        inside[name].discard(name)
+    """The longest chain of imports between the files of a folder, without those of its subfolders."""
+    inside = {module: {target for target in targets if folder_of(target) == folder} for module, targets in of.items()}
 
     @cache
-    def height(name):
-        return 1 + max((height(target) for target in inside.get(name, ())), default=0)
+    def height(name):  # imports form no circle
+        return 1 + max(map(height, inside[name]), default=0)
 
-    return max(map(height, inside), default=0)
+    return max((height(name) for name in inside if folder_of(name) == folder), default=0)
 
 
 def past_the_face(of: dict[str, dict[str, int]], packages: set[str]) -> list[str]:
