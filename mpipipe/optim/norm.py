@@ -69,22 +69,75 @@ class Counted(NamedTuple):
 
 
 class Norm:
-    """The norm over these stages of this rank and, by MPI, those of the ranks of `comm`, without names in `skip`."""
+    """The norm over these stages of this rank and those of the ranks of `comm`, without names in `skip`.
+
+    MPI gathers it. After `open`, where each rank has a GPU of its own and NCCL is used, it is put together there.
+    """
 
     def __init__(self, stages: Sequence[Any], comm: Communicator | None = None, skip: Collection[str] = ()) -> None:
         self.stages, self.comm, self.skip = tuple(stages), comm, frozenset(skip)
+        self._row: NcclRow | None = None
+        self._owners: list[NonFiniteParameter] = []  # of all numbers of the row
+        self._mine = slice(0, 0)  # those of this rank
+
+    def open(self, replicas: Communicator | None) -> None:
+        """Let the ranks of `comm` agree whether they put norms together on their GPUs; collective."""
+        if self.comm is None or self.comm.size == 1:
+            return
+        group, what = group_of(self.comm), f"the {WHAT}"
+        others = [] if replicas is None or replicas.size == 1 else [group_of(replicas)]
+        if choose([group, *others], "cpu" if gpu_of(self.stages) is None else "cuda").sums:
+            everyone = group.gather(what, _owners(self._counted(), group.rank))
+            start = sum(map(len, everyone[: group.rank]))
+            self._owners = [owner for some in everyone for owner in some]
+            self._mine = slice(start, start + len(everyone[group.rank]))
+            if self._owners:
+                self._row = NcclRow(group, len(self._owners), what)
+
+    def close(self) -> None:
+        """Free what `open` has opened; collective, may be called twice."""
+        row, self._row = self._row, None
+        if row is not None:
+            row.close()
+
+    def check(self, stages: Sequence[Any]) -> None:
+        """Raise ArgumentError for other stages, or other parameters that count, than those from the beginning.
+
+        The other ranks are told, since they will wait for this one.
+        """
+        group = None if self.comm is None or self.comm.size == 1 else group_of(self.comm)
+        if group is not None:
+            group.begin()
+        with nullcontext() if group is None else group.failing(f"the {WHAT}"):
+            if list(map(id, stages)) != list(map(id, self.stages)):
+                raise ArgumentError(
+                    "the stages of an optimizer are not those of the norm",
+                    found=f"{len(stages)} stages",
+                    expected=f"the same {len(self.stages)} that the GlobalNorm was made with, in their order",
+                )
+            if self._row is None:
+                return
+            now, before = _owners(self._counted(), self._row.group.rank), self._owners[self._mine]
+            if now != before:
+                raise ArgumentError(
+                    "the parameters that count in a norm have changed",
+                    found=f"{len(now)} on this rank",
+                    expected=f"the {len(before)} that there were when the GlobalNorm was made",
+                    remedy="make it once the pipeline has been built",
+                )
 
     @property
     def on_device(self) -> bool:
         """Whether the norm stays on the device; the same on all ranks."""
         alone = self.comm is None or self.comm.size == 1
-        return alone and gpu_of(self.stages) is not None
+        return self._row is not None or (alone and gpu_of(self.stages) is not None)
 
     def ask(self, scale: float, max_norm: float, divisor: float = 1.0) -> NormOnDevice:
         """Begin the norm on the device, and the factor that clips to `max_norm` and divides by `divisor`."""
-        counted = self._counted()
-        owners = _owners(counted, None if self.comm is None else self.comm.rank)
-        return NormOnDevice(Clipping(scale, max_norm, divisor), counted, owners)
+        counted, numbers = self._counted(), Clipping(scale, max_norm, divisor)
+        if self._row is not None:
+            return NormOnDevice(numbers, counted, self._owners, self._mine.start, self._row)
+        return NormOnDevice(numbers, counted, _owners(counted, None if self.comm is None else self.comm.rank))
 
     def measure(self, scale: float) -> Measured:
         """Gather the squares of all parameters; an error on one rank is raised on all."""
@@ -232,7 +285,7 @@ class NormOnDevice:
 # -- The public face --------------------------------------------------------------------------------------------------
 
 
-class GlobalNorm(Norm):
+class GlobalNorm:
     """Over which stages and ranks a norm is taken, for `clip_by_global_norm` and `scaled_step`.
 
     Where each rank has a GPU of its own and NCCL is used, the ranks put the norm together on their GPUs: the host asks
@@ -278,65 +331,17 @@ class GlobalNorm(Norm):
         skip: Collection[str] = (),
         replicas: Communicator | None = None,
     ):
-        super().__init__(stages, comm, skip)
-        self._row: NcclRow | None = None
-        self._owners: list[NonFiniteParameter] = []  # of all numbers of the row
-        self._mine = slice(0, 0)  # those of this rank
-        self._group = None if comm is None or comm.size == 1 else group_of(comm)
-        if self._group is None:
-            return
-        others = [] if replicas is None or replicas.size == 1 else [group_of(replicas)]
-        if choose([self._group, *others], "cpu" if gpu_of(self.stages) is None else "cuda").sums:
-            rank, what = self._group.rank, f"the {WHAT}"
-            everyone = self._group.gather(what, _owners(self._counted(), rank))
-            start = sum(map(len, everyone[:rank]))
-            self._owners = [owner for some in everyone for owner in some]
-            self._mine = slice(start, start + len(everyone[rank]))
-            if self._owners:
-                self._row = NcclRow(self._group, len(self._owners), what)
+        self.norm = Norm(stages, comm, skip)
+        self.norm.open(replicas)
 
     @property
     def on_device(self) -> bool:
         """Whether the norm stays on the device; the same on all ranks."""
-        return self._row is not None or super().on_device
-
-    def check(self, stages: Sequence[Any]) -> None:
-        """Raise ArgumentError for other stages, or other parameters that count, than those of the constructor.
-
-        The other ranks are told, since they will wait for this one.
-        """
-        if self._group is not None:
-            self._group.begin()
-        with nullcontext() if self._group is None else self._group.failing(f"the {WHAT}"):
-            if list(map(id, stages)) != list(map(id, self.stages)):
-                raise ArgumentError(
-                    "the stages of an optimizer are not those of the norm",
-                    found=f"{len(stages)} stages",
-                    expected=f"the same {len(self.stages)} that the GlobalNorm was made with, in their order",
-                )
-            if self._row is None:
-                return
-            now, before = _owners(self._counted(), self._row.group.rank), self._owners[self._mine]
-            if now != before:
-                raise ArgumentError(
-                    "the parameters that count in a norm have changed",
-                    found=f"{len(now)} on this rank",
-                    expected=f"the {len(before)} that there were when the GlobalNorm was made",
-                    remedy="make it once the pipeline has been built",
-                )
-
-    def ask(self, scale: float, max_norm: float, divisor: float = 1.0) -> NormOnDevice:
-        """See Norm.ask."""
-        if self._row is None:
-            return super().ask(scale, max_norm, divisor)
-        numbers = Clipping(scale, max_norm, divisor)
-        return NormOnDevice(numbers, self._counted(), self._owners, self._mine.start, self._row)
+        return self.norm.on_device
 
     def close(self) -> None:
         """Free what NCCL has opened; collective, may be called twice."""
-        row, self._row = self._row, None
-        if row is not None:
-            row.close()
+        self.norm.close()
 
     def __enter__(self) -> GlobalNorm:
         return self
@@ -356,8 +361,8 @@ def norm_of(stages: Sequence[Any], comm: Communicator | None, skip: Collection[s
             found="over with " + " and ".join(["comm"] * (comm is not None) + ["skip"] * bool(skip)),
             expected="over alone",
         )
-    over.check(stages)
-    return over
+    over.norm.check(stages)
+    return over.norm
 
 
 def gradient_norm(
