@@ -28,9 +28,8 @@ from mpipipe.errors import ConfigError, DataError, NonFiniteError
 from mpipipe.even_split import even_split
 from mpipipe.job.group import Group, group_of
 from mpipipe.language import data
-from mpipipe.language.data import Tokens, find
-from mpipipe.language.data.source import glance
-from mpipipe.language.data.text_chunks import units_of
+from mpipipe.language.data import Tokens, find, glance
+from mpipipe.language.data.text_chunks import chunks_of
 from mpipipe.language.data.tokenize import Encoder
 from mpipipe.language.data.tokenizer import Tokenizer
 from mpipipe.language.models.model_folder import ModelFolder
@@ -292,10 +291,10 @@ def open_tokens(folder: ModelFolder, paths: Sequence[str], mesh: Mesh) -> tuple[
                 remedy="tokenize the text with the tokenizer of the model",
             )
     if found.unit == "bytes" and tokenizer is not None:
-        return tokenized(found.found(absolute), cast(Tokenizer, tokenizer), group), "tokens"
+        return tokenized(found.files, cast(Tokenizer, tokenizer), group), "tokens"
     with group.together("evaluate: opening the data"):
-        tokens = found.whole(absolute)
-        seen = glance(found.found(absolute))
+        tokens = found.whole()
+        seen = glance(found.files)
     group.agree(
         "evaluate: the data",
         (("the first and last blocks of the files", seen),),
@@ -307,12 +306,12 @@ def open_tokens(folder: ModelFolder, paths: Sequence[str], mesh: Mesh) -> tuple[
 
 def tokenized(files: Sequence[tuple[Path, int]], tokenizer: Tokenizer, group: Group) -> data.Array:
     """Return the tokens of files of text on every rank; each rank has tokenized its share. Collective."""
-    units = units_of(files)
-    part = even_split(len(units), group.size)[group.rank]
-    chunk = None
+    texts = chunks_of(files)
+    part = even_split(len(texts), group.size)[group.rank]
+    batch = None
     with group.together("evaluate: tokenizing"):
-        chunk = Encoder(tokenizer).encode(units[part.start : part.stop])
-    chunks = group.gather("evaluate: the tokens", chunk)
+        batch = Encoder(tokenizer).encode(texts[part.start : part.stop])
+    chunks = group.gather("evaluate: the tokens", batch)
     shifts = np.cumsum([0, *(len(each.ids) for each in chunks)])
     starts = [start + int(shift) for each, shift in zip(chunks, shifts) for start in each.starts]
     ids = np.concatenate([each.ids for each in chunks])
