@@ -30,7 +30,7 @@ def run(repeats: int, texts: list[str], tokenizer: str, end: str | None) -> None
     group = group_of(comm)
     share_threads(group)
     entries = list_texts(texts, group)
-    with group.together("bench: the texts"):
+    with group.raise_together("bench: the texts"):
         reader = TextReader(open_tokenizer(tokenizer, end))
         mine = batches_of(chunks_of(entries))[comm.rank :: comm.size]
         own = [passage.text for batch in mine for chunk in batch for passage in reader.passages(chunk)]

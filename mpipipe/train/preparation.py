@@ -53,7 +53,7 @@ def make_plan(
 
     All ranks raise the same error.
     """
-    with group_of(mesh.comm).together("train: the plan"):
+    with group_of(mesh.comm).raise_together("train: the plan"):
         plan = TrainingPlan.of(config, architecture, mesh.pipe.size, mesh.data.size, vocab, tuning)
         memory.check_training(config, plan, mesh.pipe.rank, device)
         check_export(config, plan, base)
@@ -77,7 +77,7 @@ def find_data(config: TrainConfig, given: Source | None, group: Group) -> DataLi
     of ranks share is slow.
     """
     found = None
-    with group.together("train: the data"):
+    with group.raise_together("train: the data"):
         if given is not None and config.data:
             raise ConfigError(
                 "the data are given twice",
@@ -107,7 +107,7 @@ def open_data(
     tokenizer = None
     source = seen = None
     group = group_of(mesh.comm)
-    with group.together("train: opening the data"):
+    with group.raise_together("train: opening the data"):
         if reads:
             source = found.open(config.seq_len)
         if mesh.rank == 0 or reads:

@@ -71,13 +71,13 @@ def tokenize(
     that ranks do not share, StorageError for a file that cannot be written, BackendError without the library.
     """
     group, path = group_of(comm), Path(output_folder.shared_path(comm, out))
-    with group.together("tokenize: the output"):
+    with group.raise_together("tokenize: the output"):
         if comm.rank == 0:
             for place in (path, beside(path, DOCUMENTS), beside(path, FACTS)):
                 _check_new(place)
     output_folder.make_folder(path.parent, comm, writes=True)
     share_threads(group)
-    with group.together("tokenize: the tokenizer"):
+    with group.raise_together("tokenize: the tokenizer"):
         encoder = Encoder(open_tokenizer(tokenizer, end))
     group.agree(
         "tokenize: the tokenizer",
@@ -100,7 +100,7 @@ def tokenize(
                 error = caught
             done += int(group.agree("tokenize: some chunks", values=[size], error=error).sum())
             progress(done, total)
-        with group.together("tokenize: the parts"):
+        with group.raise_together("tokenize: the parts"):
             shard.flush()
         counts = group.gather("tokenize: the parts", shard.counts)
         facts = _joined(path, counts, encoder.tokenizer, group)
@@ -177,7 +177,7 @@ def batches_of(chunks: Sequence[TextChunk]) -> list[list[TextChunk]]:
 def list_texts(texts: Sequence[str], group: Group) -> list[tuple[Path, int]]:
     """Return (file, bytes) of all texts, as rank 0 sees them; collective."""
     entries: list[tuple[Path, int]] = []
-    with group.together("tokenize: listing the texts"):
+    with group.raise_together("tokenize: listing the texts"):
         if group.rank == 0:
             forget_files()
             entries = [entry for text in texts for entry in find_files(Path(text).absolute())]
@@ -197,7 +197,7 @@ def _check_new(path: Path) -> None:
 
 def _joined(path: Path, counts: Sequence[Sequence[BatchCounts]], tokenizer: Tokenizer, group: Group) -> TokenFacts:
     facts = None
-    with group.together("tokenize: the file of tokens"):
+    with group.raise_together("tokenize: the file of tokens"):
         if group.rank == 0:
             if not sum(count.tokens for part in counts for count in part):
                 raise DataError("the texts have no tokens", found=str(path), remedy="give files that hold some text")
