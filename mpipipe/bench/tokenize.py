@@ -16,9 +16,9 @@ from time import process_time
 from mpipipe.bench.timing import compare, report
 from mpipipe.job import runtime
 from mpipipe.job.group import group_of
+from mpipipe.language.data.text_chunks import Texts, units_of
 from mpipipe.language.data.tokenize import THREADS, chunks_of, found_texts, share_threads, tokenize
 from mpipipe.language.data.tokenizer import open_tokenizer
-from mpipipe.language.data.units import Texts, units_of
 from mpipipe.text import counted
 
 WARMUP = 1
@@ -30,7 +30,7 @@ def run(repeats: int, texts: list[str], tokenizer: str, end: str | None) -> None
     group = group_of(comm)
     share_threads(group)
     found = found_texts(texts, group)
-    with group.together("bench: the texts"):
+    with group.raise_together("bench: the texts"):
         reader = Texts(open_tokenizer(tokenizer, end))
         mine = chunks_of(units_of(found))[comm.rank :: comm.size]
         own = [each.text for chunk in mine for unit in chunk for each in reader.of(unit)]

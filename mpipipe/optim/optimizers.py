@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from mpipipe import arrays
 from mpipipe.arrays import Array, DeviceArray, Shape
 from mpipipe.errors import ArgumentError
-from mpipipe.nn.stage import check_all_finished
-from mpipipe.nn.writing import announce_write
+from mpipipe.nn.write_hooks import announce_write
 from mpipipe.optim.stages import Updated, updated
+from mpipipe.stages import check_finished
 
 
 class AdamW:
@@ -92,7 +92,7 @@ class AdamW:
         ArgumentError
             A step that `begin_step` has begun with these stages has not ended.
         """
-        check_all_finished(self.stages)
+        check_finished(self.stages)
         rate = self.lr if lr is None else lr
         announce_write(self, *self._updated)
         self.steps += 1
@@ -219,7 +219,7 @@ class SGD:
         ArgumentError
             A step that `begin_step` has begun with these stages has not ended.
         """
-        check_all_finished(self.stages)
+        check_finished(self.stages)
         rate = self.lr if lr is None else lr
         announce_write(self, *self._updated)
         for stage, state in zip(self._updated, self.state):

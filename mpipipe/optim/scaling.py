@@ -17,8 +17,8 @@ from typing import Any, Protocol
 from mpipipe.arrays import DeviceArray
 from mpipipe.errors import ArgumentError
 from mpipipe.job.types import Communicator
-from mpipipe.nn.stage import check_all_finished
 from mpipipe.optim.norm import Culprit, GlobalNorm, NormOnDevice, Squares, check_max_norm, measure, resolved
+from mpipipe.stages import check_finished
 
 SMALLEST, LARGEST = 1.0, 2.0**64  # scale
 
@@ -173,7 +173,7 @@ def scaled_step(
     >>> stage.parameters["0.gain"]
     array([0.5, 0.5, 0.5, 0.5], dtype=float32)
     """
-    check_all_finished(optimizer.stages)
+    check_finished(optimizer.stages)
     check_max_norm(max_norm)
     comm, skip, squares = resolved(optimizer.stages, comm, skip, over)
     if squares is not None:

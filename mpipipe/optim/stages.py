@@ -12,7 +12,7 @@ from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import Stage, kernels
 from mpipipe.nn.kernels import Kernels
-from mpipipe.nn.parameters import FlatView, flat_if_any
+from mpipipe.stages import FlatView, flat_if_any
 
 
 class Named(Protocol):

@@ -21,7 +21,6 @@ from mpipipe.job.consensus import VALUES, Ballot
 from mpipipe.job.group import Vote, group_of
 from mpipipe.job.types import Communicator
 from mpipipe.nn.kernels.cuda.optimizer import rescale
-from mpipipe.nn.stage import check_all_finished, mark_begun
 from mpipipe.optim.norm import (
     Culprit,
     GlobalNorm,
@@ -35,6 +34,7 @@ from mpipipe.optim.norm import (
 )
 from mpipipe.optim.scaling import LossScaler, Stepping, scaled_step, step_with_norm
 from mpipipe.optim.stages import measured
+from mpipipe.stages import check_finished, mark_begun
 
 PARTS = VALUES - 1  # numbers that hold the exact sum of one rank: enough for 700 binary digits
 UNKNOWN = -1  # sent in place of how many parts there are: then all squares are gathered
@@ -138,7 +138,7 @@ def begin_step(
     >>> stage.parameters["0.gain"]
     array([0.75, 0.75, 0.75, 0.75], dtype=float32)
     """
-    check_all_finished(optimizer.stages)
+    check_finished(optimizer.stages)
     if max_norm is None and scaler is None:
         optimizer.step(lr=lr)
         return PendingUpdate(lambda: None)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 from mpipipe import arrays, nn
 from mpipipe.arrays import Array
 from mpipipe.nn.stage import Stage, accepted_input
+from mpipipe.stages import StageAdapter
 
 logger = logging.getLogger("mpipipe")
 
@@ -104,6 +105,14 @@ class Saved:
         """The slot is free once nobody holds what was saved: after the last backward, or after a call that failed."""
         if self.kind is not None and self.slot is not None:
             self.kind.free[self.slot.number] = self.slot
+
+
+def use_graphs(stage: StageAdapter, may_record: Callable[[], bool]) -> None:
+    """Let a stage compute by CUDA graphs where it can."""
+    if type(stage.given) is nn.Stage:
+        stage.computes = StageGraphs(stage.given, may_record)
+    else:
+        logger.info("CUDA graphs: a stage has none: %s is no nn.Stage", stage.name)
 
 
 class StageGraphs:
@@ -230,7 +239,7 @@ class StageGraphs:
 
     def _recorded(self, slot: Slot, key: Key, work: Callable[[], Any]) -> Recorded | None:
         """Return the graph of an action, recorded now if it is not yet; None if that is impossible."""
-        if self.stage.is_telling:  # of each layer as it ends: a graph has no such places
+        if self.stage.on_layer_done is not None:  # of each layer as it ends: a graph has no such places
             return None
         found = slot.graphs.get(key)
         if found is not None or self.reason or not self._may_record():

@@ -15,8 +15,8 @@ from mpipipe.errors import ConfigError
 from mpipipe.job import inprocess
 from mpipipe.job.types import Communicator
 from mpipipe.language.data import find
-from mpipipe.language.models.base import architecture_of, find_base
 from mpipipe.language.models.fine_tuning import Architecture, find_tuning
+from mpipipe.language.models.pretrained import architecture_of, find_pretrained
 from mpipipe.pipeline.plan import receive_windows
 from mpipipe.planning.memory import STATES, own_layers, parameters_of, resident
 from mpipipe.planning.rehearsal import Rehearsal, StageBytes
@@ -128,7 +128,7 @@ def _foresee(config: TrainConfig, architecture: Architecture, ranks: int, proces
             expected="no: a plan is made of measurements on the ranks of the training",
             remedy="make a plan with `mpipipe plan --out FILE`, and give that file to the dry run by --config",
         )
-    config, base = find_base(config, comm)
+    config, base = find_pretrained(config, comm)
     tuning = find_tuning(config, comm)
     config = with_order(config, comm, Path(config.out or "."))
     pipe, data = mesh_of(config, ranks)

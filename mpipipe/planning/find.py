@@ -11,8 +11,8 @@ from mpipipe.job import inprocess
 from mpipipe.job.group import group_of
 from mpipipe.job.types import Communicator
 from mpipipe.language.data import find
-from mpipipe.language.models.base import architecture_of, find_base
 from mpipipe.language.models.fine_tuning import Architecture, find_tuning
+from mpipipe.language.models.pretrained import architecture_of, find_pretrained
 from mpipipe.planning import Choice, Plan, Prediction, Profile, SavedProfile, find_plans, predict
 from mpipipe.planning.dry_run import Forecast, mesh_of
 from mpipipe.planning.links import measure_action, measure_links, measure_step, rehearsal
@@ -48,13 +48,13 @@ class Found:
 def find_plan(scene: Scene, place: str) -> Found:
     """Find the plans of a training; collective over all ranks. Raises the same error on every rank."""
     group = group_of(scene.mesh.comm)
-    with group.together("plan: what is asked for"):
+    with group.raise_together("plan: what is asked for"):
         scene.check_place(place)
         space = scene.space
     oversubscribed = scene.oversubscribed()
     profile = measure(scene)
     plans: list[Plan] = []
-    with group.together("plan: the search"):
+    with group.raise_together("plan: the search"):
         if group.rank == 0:
             plans = find_plans(profile, space, scene.memory_limit)
     tried = group.broadcast("plan: what is compared with real steps", _different(plans))
@@ -171,7 +171,7 @@ def predict_on_paper(found: Forecast, architecture: Architecture, saved: SavedPr
 
 
 def _subject(config: TrainConfig, architecture: Architecture, ranks: int, comm: Communicator) -> Subject:
-    config, base = find_base(config, comm)
+    config, base = find_pretrained(config, comm)
     tuning = find_tuning(config, comm)
     pipe, data = mesh_of(config, ranks)
     return Subject(

@@ -15,12 +15,12 @@ from mpipipe.errors import BackendError, ConfigError, MismatchError
 from mpipipe.job import rank_list
 from mpipipe.job.consensus import raise_on_all
 from mpipipe.job.group import Group, group_of
-from mpipipe.language.data import Found, Given, Source, find
+from mpipipe.language.data import DataListing, Source, UserSource, find
 from mpipipe.language.data.source import glance
 from mpipipe.language.data.tokenizer import Tokenizer, hash_of, open_tokenizer
 from mpipipe.language.inference.generation import readable, shown
-from mpipipe.language.models.base import Base, check_can_leave
 from mpipipe.language.models.fine_tuning import Architecture, FineTuning
+from mpipipe.language.models.pretrained import PretrainedModel, check_export
 from mpipipe.planning import memory
 from mpipipe.train import output_folder, resume, sinks
 from mpipipe.train.config import TrainConfig
@@ -44,7 +44,7 @@ def check_same_config(group: Group, config: TrainConfig) -> None:
 def make_plan(
     config: TrainConfig,
     architecture: Architecture,
-    base: Base | None,
+    base: PretrainedModel | None,
     mesh: Mesh,
     device: str,
     vocab: int,
@@ -54,10 +54,10 @@ def make_plan(
 
     All ranks raise the same error.
     """
-    with group_of(mesh.comm).together("train: the plan"):
+    with group_of(mesh.comm).raise_together("train: the plan"):
         plan = TrainingPlan.of(config, architecture, mesh.pipe.size, mesh.data.size, vocab, tuning)
         memory.check_training(config, plan, mesh.pipe.rank, device)
-        check_can_leave(config, plan, base)
+        check_export(config, plan, base)
         if config.packing == "segments" and asdict(plan.model).get("positions") == "learned":
             raise ConfigError(
                 "documents cannot be packed for a model with learned positions, which begin with the sequence",
@@ -71,14 +71,14 @@ def make_plan(
     return plan
 
 
-def find_data(config: TrainConfig, given: Source | None, group: Group) -> Found:
+def find_data(config: TrainConfig, given: Source | None, group: Group) -> DataListing:
     """Return what the data are, on every rank: those of `config.data`, or a source of the user's own.
 
     All ranks raise the same error. Rank 0 alone lists files and looks into all of them: a file system that thousands
     of ranks share is slow.
     """
     found = None
-    with group.together("train: the data"):
+    with group.raise_together("train: the data"):
         if given is not None and config.data:
             raise ConfigError(
                 "the data are given twice",
@@ -92,12 +92,12 @@ def find_data(config: TrainConfig, given: Source | None, group: Group) -> Found:
     facts = tuple((name, getattr(given, name)) for name in ("vocab", "fingerprint", "unit", "tokenizer"))
     lengths = ("tokens", (len(given.train), len(given.validation)))
     group.agree("train: the source of data", (*facts, lengths), message=DIFFERENT, remedy="give all ranks the same")
-    return Given(given)
+    return UserSource(given)
 
 
 def open_data(
-    config: TrainConfig, plan: TrainingPlan, mesh: Mesh, found: Found, base: Base | None
-) -> tuple[Source | None, Language]:
+    config: TrainConfig, plan: TrainingPlan, mesh: Mesh, found: DataListing, base: PretrainedModel | None
+) -> tuple[Source | None, TokenUnits]:
     """Open the data. Return them on the ranks that read them, None on the others, and on all ranks what they are.
 
     The ranks of the first and of the last stage read data; all ranks do if attention stays within documents. A rank
@@ -108,7 +108,7 @@ def open_data(
     tokenizer = None
     source = seen = None
     group = group_of(mesh.comm)
-    with group.together("train: opening the data"):
+    with group.raise_together("train: opening the data"):
         if reads:
             source = found.open(config.data, config.seq_len)
         if mesh.rank == 0 or reads:
@@ -129,7 +129,7 @@ def open_data(
         )
         raise_on_all(0, error, group)
     known = next((each for _, each in everyone if each.train is not None), ratios)
-    return source, Language(found.vocab, found.unit, known, tokenizer)
+    return source, TokenUnits(found.vocab, found.unit, known, tokenizer)
 
 
 def make_reporter(
@@ -169,7 +169,7 @@ class BytesPerToken(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Language:
+class TokenUnits:
     """What the tokens of a training are.
 
     Attributes
@@ -205,7 +205,7 @@ class Language:
         return " ".join(map(str, ids)) if self.tokenizer is None else shown(self.tokenizer.decode(ids))
 
 
-def find_tokenizer(found: Found, named: str | None, model: Path | None) -> Tokenizer | None:
+def find_tokenizer(found: DataListing, named: str | None, model: Path | None) -> Tokenizer | None:
     """Return the tokenizer of the data, None if there is none; one rank calls this.
 
     Raises ConfigError if the data are not of this tokenizer, DataError if it cannot be read. Without the library

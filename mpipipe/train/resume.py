@@ -22,9 +22,9 @@ from mpipipe.files import PARTIAL
 from mpipipe.job.group import group_of
 from mpipipe.job.preemption import Preemption
 from mpipipe.language.models import weights
-from mpipipe.language.models.base import check_same_model
 from mpipipe.language.models.fine_tuning import Model
 from mpipipe.language.models.model_folder import open_on_all
+from mpipipe.language.models.pretrained import check_same_model
 from mpipipe.train import output_folder, provenance, sinks
 from mpipipe.train.config import TrainConfig
 from mpipipe.train.progress import Progress
@@ -60,7 +60,7 @@ def find_start(config: TrainConfig, plan: TrainingPlan, mesh: Mesh, out: Path, f
     ConfigError for one of another training, and for an output folder that this training may not go on in.
     """
     group, found = group_of(mesh.comm), None
-    with group.together("train: where to begin"):
+    with group.raise_together("train: where to begin"):
         if mesh.rank == 0:
             found = checkpoint_of(config, out)
             if found is not None:
@@ -174,7 +174,7 @@ def load_weights(source: str, mesh: Mesh, stages: Sequence[nn.Stage], model: Mod
     A folder of Hugging Face says more than shapes: where it describes another model, ConfigError is raised.
     """
     folder = open_on_all(mesh.comm, source)
-    with group_of(mesh.comm).together("train: the weights to begin with"):
+    with group_of(mesh.comm).raise_together("train: the weights to begin with"):
         if folder.kind == "huggingface":
             check_same_model(folder, model)
     folder.load(stages, mesh)

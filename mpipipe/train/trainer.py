@@ -23,13 +23,13 @@ from mpipipe.language.data import Source, Tokens
 from mpipipe.language.data.windows import read_windows, segments, training_starts, validation_starts
 from mpipipe.language.inference.generation import build_decoder, continued
 from mpipipe.language.models import weights
-from mpipipe.language.models.base import Base, leave_model
+from mpipipe.language.models.pretrained import PretrainedModel, export_model
 from mpipipe.nn.lora import without_adapters
 from mpipipe.pipeline import Pipeline
 from mpipipe.text import counted
 from mpipipe.train import limits, resume
 from mpipipe.train.config import TrainConfig
-from mpipipe.train.preparation import PROMPT_BYTES, Language
+from mpipipe.train.preparation import PROMPT_BYTES, TokenUnits
 from mpipipe.train.progress import Commitment, Outcome, Progress
 from mpipipe.train.report import NullReporter, Record, Reporter, summary
 from mpipipe.train.resume import Checkpoints
@@ -67,10 +67,10 @@ class Trainer:
         *,
         norm: optim.GlobalNorm,
         data: Source | None,
-        language: Language,
+        language: TokenUnits,
         reporter: Reporter | NullReporter,
         out: Path,
-        base: Base | None = None,
+        base: PretrainedModel | None = None,
         trace: Path | None = None,
     ) -> None:
         self.config, self.mesh, self.plan, self.shard, self.progress = config, mesh, plan, shard, progress
@@ -80,7 +80,7 @@ class Trainer:
         self.facts: dict[str, Any] = {}  # for checkpoints
         self.checkpoints = Checkpoints(config, resume.checkpoints_of(out), progress, reporter, preemption)
         for stage in self.pipeline.stages:
-            stage.keep_compute()  # nobody but the optimizer changes parameters here
+            stage.optimizer_writes_compute()  # nobody but the optimizer changes parameters here
         self.batches = Batches(config, mesh, plan, shard, data)
         self.since_record, self.in_all = StepTimes(), StepTimes()
         self.outcome: Outcome = 0.0, 0.0, None  # of the last step
@@ -136,7 +136,7 @@ class Trainer:
         self.reported = done
 
     def _report(self, record: Record) -> None:
-        with group_of(self.mesh.comm).together("train: whether the folder is still this job's"):
+        with group_of(self.mesh.comm).raise_together("train: whether the folder is still this job's"):
             if self.mesh.rank == 0:
                 owner.check(self.out)
         self.progress.record = record
@@ -152,7 +152,7 @@ class Trainer:
             record = replace(
                 record, step=self.progress.step, validation=validation, **self.language.bits(record.loss, validation)
             )
-        leave_model(self.out, self.config, self.plan, self.pipeline.stages, self.mesh, self.base)
+        export_model(self.out, self.config, self.plan, self.pipeline.stages, self.mesh, self.base)
         self.reporter.draw_losses()
         self._show_sample()
         if self.in_all.steps:
@@ -176,7 +176,7 @@ class Trainer:
         lr = optim.warmup_cosine(step, config.steps, config.lr, min(config.warmup, config.steps))
         with self.tracing.optimizer():
             norm = self._optimize(lr)
-        loss = pending.result().loss  # on its way since the backward ended: the norm has taken as long
+        loss = pending.wait().loss  # on its way since the backward ended: the norm has taken as long
         seconds = perf_counter() - start
         for times in (self.since_record, self.in_all):
             times.add(seconds, self.pipeline.busy, self.pipeline.elapsed)

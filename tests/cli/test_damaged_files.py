@@ -17,7 +17,7 @@ from support.token_files import write_tokens
 from mpipipe.cli import train
 from mpipipe.errors import DataError, MpipipeError
 from mpipipe.job import settings
-from mpipipe.language.data.pieces import forget_files
+from mpipipe.language.data.file_bytes import forget_files
 from mpipipe.language.data.tokenizer import open_tokenizer
 
 MAY_BE_READ = [("npy", "absurd size"), ("npy", "zeros at the end"), ("metrics", "absent")]  # NumPy reads such files

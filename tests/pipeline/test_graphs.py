@@ -7,8 +7,8 @@ import logging
 
 import numpy as np
 import pytest
+from gpu_emulator import emulated
 from support import dense
-from support.emulator import emulated
 from support.small_gpt import parts_of, text
 
 from mpipipe import Pipeline, arrays, nn, optim

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from mpipipe.errors import DataError
-from mpipipe.language.data.pieces import read_bytes, size_of
+from mpipipe.language.data.file_bytes import read_bytes, size_of
 
 
 class Tokens(Protocol):

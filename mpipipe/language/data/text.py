@@ -20,7 +20,7 @@ from typing import BinaryIO, ClassVar
 
 from mpipipe import files
 from mpipipe.errors import DataError
-from mpipipe.language.data.pieces import Piece, Text, forget_files
+from mpipipe.language.data.file_bytes import Piece, Text, forget_files
 from mpipipe.language.data.source import Source, fingerprint
 from mpipipe.text import counted
 

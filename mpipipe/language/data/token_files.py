@@ -25,7 +25,7 @@ from typing import Protocol, overload
 import numpy as np
 
 from mpipipe.errors import DataError
-from mpipipe.language.data.pieces import read_bytes, size_of
+from mpipipe.language.data.file_bytes import read_bytes, size_of
 from mpipipe.language.data.source import out_of_range
 
 MAGIC = b"MPITOKEN"

@@ -17,7 +17,7 @@ import numpy as np
 from mpipipe import files
 from mpipipe.errors import DataError
 from mpipipe.language.data import token_files
-from mpipipe.language.data.pieces import forget_files, read_bytes, size_of
+from mpipipe.language.data.file_bytes import forget_files, read_bytes, size_of
 from mpipipe.language.data.source import Source, fingerprint
 from mpipipe.language.data.token_files import REMEDY, FileTokens, Integers
 from mpipipe.text import counted
@@ -25,7 +25,7 @@ from mpipipe.text import counted
 
 @dataclass(frozen=True)
 class TokenListing:
-    """Files of tokens, as one rank finds them and tells the others; see `finding.Found`.
+    """Files of tokens, as one rank finds them and tells the others; see `listing.DataListing`.
 
     Attributes
     ----------
@@ -48,12 +48,12 @@ class TokenListing:
         return list(self.sizes)
 
     def open(self, paths: Sequence[str | Path], seq_len: int) -> Source:
-        """As `Found.open`."""
+        """As `DataListing.open`."""
         train, validation = split(self.opened, seq_len)
         return Source(self.vocab, train, validation, self.fingerprint, self.unit, self.tokenizer)
 
     def whole(self, paths: Sequence[str | Path]) -> Parts:
-        """As `Found.whole`."""
+        """As `DataListing.whole`."""
         return whole(self.opened)
 
 

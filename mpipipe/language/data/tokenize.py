@@ -27,11 +27,11 @@ from mpipipe.errors import ConfigError, DataError, StorageError
 from mpipipe.job.cores import fair_share, own_cores, parse_cores
 from mpipipe.job.group import Group, group_of
 from mpipipe.job.types import Communicator
-from mpipipe.language.data.pieces import forget_files
+from mpipipe.language.data.file_bytes import forget_files
 from mpipipe.language.data.text import find_files
+from mpipipe.language.data.text_chunks import Text, Texts, Unit, units_of
 from mpipipe.language.data.token_files import CHECKSUM_BYTES, HEADER_BYTES, Header, itemsize_for
 from mpipipe.language.data.tokenizer import Tokenizer, explained, open_tokenizer
-from mpipipe.language.data.units import Text, Texts, Unit, units_of
 from mpipipe.train import output_folder
 
 CHUNK = 1 << 21  # bytes of text
@@ -88,12 +88,12 @@ def tokenize(
         Without the library.
     """
     group, path = group_of(comm), Path(output_folder.shared_path(comm, out))
-    with group.together("tokenize: the output"):
+    with group.raise_together("tokenize: the output"):
         if comm.rank == 0:
             _check_new(path)
     output_folder.make_folder(path.parent, comm, writes=True)
     share_threads(group)
-    with group.together("tokenize: the tokenizer"):
+    with group.raise_together("tokenize: the tokenizer"):
         encoder = Encoder(open_tokenizer(tokenizer, end))
     group.agree(
         "tokenize: the tokenizer",
@@ -116,7 +116,7 @@ def tokenize(
                 error = caught
             done += int(group.agree("tokenize: some chunks", values=[size], error=error).sum())
             progress(done, total)
-        with group.together("tokenize: the parts"):
+        with group.raise_together("tokenize: the parts"):
             part.flush()
         counts = group.gather("tokenize: the parts", part.counts)
         header = _assembled(path, counts, encoder.tokenizer, group)
@@ -197,7 +197,7 @@ def chunks_of(units: Sequence[Unit]) -> list[list[Unit]]:
 def found_texts(texts: Sequence[str], group: Group) -> list[tuple[Path, int]]:
     """Return (file, bytes) of all texts, as rank 0 sees them."""
     found: list[tuple[Path, int]] = []
-    with group.together("tokenize: listing the texts"):
+    with group.raise_together("tokenize: listing the texts"):
         if group.rank == 0:
             forget_files()
             found = [entry for text in texts for entry in find_files(Path(text).absolute())]
@@ -217,7 +217,7 @@ def _check_new(path: Path) -> None:
 
 def _assembled(path: Path, counts: Sequence[Sequence[Counts]], tokenizer: Tokenizer, group: Group) -> Header:
     header = None
-    with group.together("tokenize: the file of tokens"):
+    with group.raise_together("tokenize: the file of tokens"):
         if group.rank == 0:
             if not sum(count.tokens for part in counts for count in part):
                 raise DataError("the texts have no tokens", found=str(path), remedy="give files that hold some text")

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from mpipipe import arrays, files, nn
 from mpipipe.arrays import Array
 from mpipipe.checkpoint import tensor_files
 from mpipipe.checkpoint.folders import checksum_of
+from mpipipe.checkpoint.tensor_files import TensorFile
 from mpipipe.checkpoint.whole_folder import replacing
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ArgumentError, NonFiniteError
@@ -34,16 +34,15 @@ from mpipipe.job.group import group_of
 from mpipipe.language.models.fine_tuning import Model
 from mpipipe.language.models.huggingface.folder import Origin
 from mpipipe.nn.parameters import FlatBuffer
-from mpipipe.nn.writing import announce_write
+from mpipipe.nn.write_hooks import announce_write
 from mpipipe.schedules import Schedule
 
 DESCRIPTION = "model.json"
 MOST_BYTES = 64 << 20  # of it
 OURS = re.compile(r"(stage-\d+\.safetensors|model\.json)(\.partial)?")
-STORED = {stored: dtype for dtype, stored in tensor_files.DTYPES.items()}  # by safetensors' names
 REMEDY = "build the model with the sizes and dtype of model.json"
 COPY_AGAIN = "copy the weights again from where they are whole, or train again"
-Places: TypeAlias = "dict[str, tuple[Any, Path]]"  # name of a parameter -> open file of safetensors, and its path
+Places: TypeAlias = "dict[str, TensorFile]"  # the open file of each parameter
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ def save(
     sums: dict[str, str] = {}
     group = group_of(mesh.comm)
     with replacing(folder, group, _explained) as partial:
-        with group.together("saving weights"), _explained(folder):
+        with group.raise_together("saving weights"), _explained(folder):
             if mesh.replicas.rank == 0:
                 partial.mkdir(parents=True, exist_ok=True)  # other hosts may not see it yet
                 for stage, number in zip(stages, schedule.stages_of(mesh.pipe.rank)):
@@ -97,7 +96,7 @@ def save(
                     sums.update({name: entry.checksum for name, entry in written.arrays.items()})
         parts = group.gather("saving weights: the checksums", sums)
         sums = {name: text for part in parts for name, text in part.items()}
-        with group.together("saving weights: their description"), _explained(folder):
+        with group.raise_together("saving weights: their description"), _explained(folder):
             if mesh.rank == 0:
                 _keep_others(folder, partial)
                 if origin is not None:
@@ -176,22 +175,13 @@ def read_into(folder: str | Path, parameters: Mapping[str, Array], casts: bool =
         description = describe(folder)
         places: Places = {}
         for number in range(description.stages):
-            path = folder / file_of(number)
-            try:
-                files.check_regular(path)  # opening a FIFO would wait for a writer
-                file = opened.enter_context(safe_open(path, framework="numpy"))
-            except (OSError, SafetensorError) as error:
-                text = getattr(error, "strerror", None) or error
-                raise ArgumentError(
-                    f"a file of weights cannot be read: {text}",
-                    found=str(path),
-                    expected=files.REGULAR,
-                    remedy=COPY_AGAIN,
-                ) from error
-            places.update({name: (file, path) for name in file.keys()})
+            file = opened.enter_context(
+                tensor_files.opened(folder / file_of(number), "a file of weights", "the safetensors format", COPY_AGAIN)
+            )
+            places.update(dict.fromkeys(file.arrays, file))
         for name, array in parameters.items():
-            values = _read(places, folder, name, array, casts)
-            _check_values(values, name, places[name][1], description.checksums)
+            values, checksum = _read(places, folder, name, array, casts)
+            _check_values(values, checksum, name, places[name].path, description.checksums)
             values = values.astype(array.dtype, copy=False)
             if arrays.is_device(array):
                 arrays.upload(values, out=array)
@@ -216,8 +206,8 @@ def copy(trained: Sequence[nn.Stage], stages: Sequence[nn.Stage]) -> None:
             places[0].parameters[name][...] = values
 
 
-def _read(places: Places, folder: Path, name: str, like: Array, casts: bool) -> np.ndarray:
-    """Read the array called `name`. Its shape and dtype are compared with those of `like` before anything is read."""
+def _read(places: Places, folder: Path, name: str, like: Array, casts: bool) -> tuple[np.ndarray, str]:
+    """Read the array called `name`, whose shape and dtype are to be those of `like`; return it and its checksum."""
     expected = f"{like.dtype.name}{list(like.shape)}"
     if name not in places:
         raise ArgumentError(
@@ -226,23 +216,22 @@ def _read(places: Places, folder: Path, name: str, like: Array, casts: bool) -> 
             expected=expected,
             remedy=REMEDY,
         )
-    file, path = places[name]
-    stored = file.get_slice(name)
-    kind, shape = stored.get_dtype(), stored.get_shape()
-    fits = STORED.get(kind) in ("float32", "float64") if casts else STORED.get(kind) == like.dtype.name
-    if not fits or tuple(shape) != like.shape:
+    entry, file = places[name].arrays[name], places[name]
+    fits = entry.kind.name in ("float32", "float64") if casts else entry.kind == like.dtype
+    if not fits or entry.shape != like.shape:
         raise ArgumentError(
             f"parameter {name} does not fit the model",
-            found=f"{STORED.get(kind, kind)}{shape} in {path}",
+            found=f"{entry} in {file.path}",
             expected=expected,
             remedy=REMEDY,
         )
-    return file.get_tensor(name)
+    values = np.empty(entry.shape, entry.kind)
+    return values, file.read_summed(name, values)
 
 
-def _check_values(values: np.ndarray, name: str, path: Path, checksums: dict[str, str] | None) -> None:
+def _check_values(values: np.ndarray, found: str, name: str, path: Path, checksums: dict[str, str] | None) -> None:
     """Raise where values were damaged since they were saved, or are not finite."""
-    found, expected = tensor_files.checksum(values), None if checksums is None else checksums.get(name)
+    expected = None if checksums is None else checksums.get(name)
     if checksums is not None and found != expected:
         raise ArgumentError(
             f"parameter {name} is damaged: it is not what was saved",

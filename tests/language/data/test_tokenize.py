@@ -14,7 +14,7 @@ from mpipipe.errors import BackendError, ConfigError, DataError, StorageError
 from mpipipe.job import inprocess
 from mpipipe.job.group import group_of
 from mpipipe.language import data
-from mpipipe.language.data import tokenize, units
+from mpipipe.language.data import text_chunks, tokenize
 from mpipipe.language.data.token_files import read_header
 from mpipipe.language.data.tokenizer import open_tokenizer
 
@@ -64,8 +64,8 @@ def texts(tmp_path):
 @pytest.fixture
 def small(monkeypatch):
     """Many units in small texts."""
-    monkeypatch.setattr(units, "UNIT", 1500)
-    monkeypatch.setattr(units, "SEARCHED", 800)
+    monkeypatch.setattr(text_chunks, "UNIT", 1500)
+    monkeypatch.setattr(text_chunks, "SEARCHED", 800)
     monkeypatch.setattr(tokenize, "CHUNK", 4000)
     monkeypatch.setattr(tokenize, "ROUND", 2)
 
@@ -104,8 +104,8 @@ def test_tokens_are_those_of_the_library_for_any_number_of_ranks(folder, texts, 
 def test_a_long_text_is_cut_into_units(folder, texts, small):
     """Else the test above would not try what happens at cuts."""
     tokenizer, path = open_tokenizer(folder), Path(texts[0], "a.txt")
-    reader = units.Texts(tokenizer)
-    found = [list(reader.of(unit)) for unit in units.units_of([(path, path.stat().st_size)])]
+    reader = text_chunks.Texts(tokenizer)
+    found = [list(reader.of(unit)) for unit in text_chunks.units_of([(path, path.stat().st_size)])]
     pieces = [text for unit in found for text in unit]
     assert len(pieces) > 8 and "".join(piece.text for piece in pieces) == path.read_text()
     assert [piece.opens for piece in pieces] == [True] + [False] * (len(pieces) - 1)
@@ -123,7 +123,7 @@ def test_a_tokenizer_that_allows_no_cut_gets_texts_in_one_piece(tmp_path, texts,
     whole = data.find([tmp_path / "tokens"]).whole([])
     assert whole.read(0, len(whole)).tolist() == [*made.encode(path.read_text()).ids, 3]
     assert whole.read(0, 1).tolist() == [0]
-    monkeypatch.setattr(units, "MOST", 4000)
+    monkeypatch.setattr(text_chunks, "MOST", 4000)
     with pytest.raises(DataError, match="too long for this tokenizer") as caught:
         run(1, [str(path)], str(tmp_path), str(tmp_path / "other"))
     assert str(path) in caught.value.found

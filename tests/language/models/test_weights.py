@@ -168,11 +168,11 @@ def half_of_it(folder):
     [
         (other_shape, r"0\.weight does not fit the model\s+found: float32\[3, 8\].*\s+expected: float32\[256, 8\]"),
         (without_one, r"have no parameter 0\.weight"),
-        (half_of_it, "cannot be read"),
+        (half_of_it, "a file of weights is damaged: it has .* is cut short"),
         (flipped("stage-0.safetensors"), r"parameter \S+ is damaged"),
         (of_another_training, r"parameter 0\.weight is damaged.*\s+found: checksum \w{8} in .*stage-0.safetensors"),
         (edited, r"description is damaged"),
-        (in_float8, r"0\.weight does not fit the model\s+found: F8_E4M3\[256, 8\].*\s+expected: float32\[256, 8\]"),
+        (in_float8, "a file of weights is damaged: '0.weight' has the dtype 'F8_E4M3', which is none of"),
         (lambda folder: (folder / "stage-0.safetensors").unlink(), "cannot be read"),
         (lambda folder: (folder / "model.json").unlink(), "no weights"),
         (lambda folder: (folder / "model.json").write_text("{"), "description cannot be read"),

@@ -17,8 +17,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,8 @@ import numpy as np
 
 from mpipipe import arrays, files
 from mpipipe.arrays import Array
-from mpipipe.checkpoint.tensor_files import DTYPES
+from mpipipe.checkpoint import tensor_files
+from mpipipe.checkpoint.tensor_files import Planned
 from mpipipe.checkpoint.whole_folder import named_at_the_end, replacing
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import NonFiniteError, StorageError
@@ -147,25 +146,25 @@ def save(
     35040
     """
     group = group_of(mesh.comm)
-    with group.together("saving a model folder: its description"):
+    with group.raise_together("saving a model folder: its description"):
         family, config = config_of(model, dtype, origin)
     with replacing(target, group, explained, replaces) as partial:
         own = parameters if mesh.replicas.rank == 0 else {}
-        with group.together("saving a model folder: its files"):
+        with group.raise_together("saving a model folder: its files"):
             parts = [part for part in parts_of(family.table, model) if part.ours in own]
             kind = arrays.dtype(dtype)
-            mine = cut(outgoing(parts, lambda name: own[name].shape, model), kind.itemsize, most)
+            mine = cut(outgoing(parts, lambda name: own[name].shape, own.__getitem__, kind, model), most)
         counts = group.gather("saving a model folder: its files", len(mine))
         places: dict[str, tuple[str, int]] = {}
-        with group.together("saving a model folder: the tensors"), explained(target):
+        with group.raise_together("saving a model folder: the tensors"), explained(target):
             if mine:
                 partial.mkdir(parents=True, exist_ok=True)  # other hosts may not see it yet
             for number, tensors in enumerate(mine, sum(counts[: mesh.rank])):
                 name = file_name(number, sum(counts))
-                sizes = write(partial / name, tensors, kind, own.__getitem__, model)
-                places.update({theirs: (name, size) for theirs, size in sizes.items()})
+                tensor_files.write(partial / name, tensors, metadata=METADATA)
+                places.update({theirs: (name, size_of(tensor)) for theirs, tensor in tensors.items()})
         everywhere = group.gather("saving a model folder: the tensors", places)
-        with group.together("saving a model folder: its description"), explained(target):
+        with group.raise_together("saving a model folder: its description"), explained(target):
             if mesh.rank == 0:
                 whole = {name: place for part in everywhere for name, place in part.items()}
                 _describe(partial, config, whole, origin)
@@ -218,9 +217,9 @@ def write_alone(
         for number, group in enumerate(filled):
             own, name = read(group), file_name(number, len(filled))
             parts = [part for part in parts_of(family.table, model) if part.ours in group]
-            tensors = outgoing(parts, group.__getitem__, model)
-            sizes = write(partial / name, tensors, kind, own.__getitem__, model)
-            places.update({theirs: (name, size) for theirs, size in sizes.items()})
+            tensors = outgoing(parts, group.__getitem__, own.__getitem__, kind, model)
+            tensor_files.write(partial / name, tensors, metadata=METADATA)
+            places.update({theirs: (name, size_of(tensor)) for theirs, tensor in tensors.items()})
         _describe(partial, config, places, origin)
 
 
@@ -232,75 +231,46 @@ def write_alone(
 METADATA = {"format": "pt"}  # without it `transformers` does not open a file
 
 
-@dataclass(frozen=True)
-class Outgoing:
-    """One tensor to be written.
+def outgoing(
+    parts: Sequence[Part],
+    shape: Callable[[str], tuple[int, ...]],
+    ours: Callable[[str], Array],
+    dtype: np.dtype,
+    model: GPT,
+) -> dict[str, Planned]:
+    """Return tensors by their names; `shape` and `ours` give those of a parameter, the second when it is written."""
+    return {
+        part.theirs: Planned(
+            dtype,
+            shape_of(part.tensor, shape(part.ours), model),
+            lambda part=part: converted(part, ours(part.ours), dtype, model),  # type: ignore[misc]
+        )
+        for part in parts
+    }
 
-    Attributes
-    ----------
-    part : which one, and what it is of ours
-    shape : of their tensor
-    """
 
-    part: Part
-    shape: tuple[int, ...]
-
-
-def outgoing(parts: Sequence[Part], ours: Callable[[str], tuple[int, ...]], model: GPT) -> list[Outgoing]:
-    """Return tensors with their shapes; `ours` tells the shape of a parameter."""
-    return [Outgoing(part, shape_of(part.tensor, ours(part.ours), model)) for part in parts]
-
-
-def cut(tensors: Sequence[Outgoing], itemsize: int, most: int) -> list[list[Outgoing]]:
+def cut(tensors: Mapping[str, Planned], most: int) -> list[dict[str, Planned]]:
     """Cut tensors into files of at most `most` bytes each; a larger tensor has one for itself."""
-    found: list[list[Outgoing]] = []
+    shards: list[dict[str, Planned]] = []
     size = 0
-    for tensor in tensors:
-        nbytes = prod(tensor.shape) * itemsize
-        if not found or size + nbytes > most:
-            found.append([])
+    for name, tensor in tensors.items():
+        nbytes = size_of(tensor)
+        if not shards or size + nbytes > most:
+            shards.append({})
             size = 0
-        found[-1].append(tensor)
+        shards[-1][name] = tensor
         size += nbytes
-    return found
+    return shards
+
+
+def size_of(tensor: Planned) -> int:
+    """Return the bytes of a tensor."""
+    return prod(tensor.shape) * tensor.dtype.itemsize
 
 
 def file_name(number: int, total: int) -> str:
     """Return the name of a file, where numbers begin with 0."""
     return "model.safetensors" if total == 1 else f"model-{number + 1:05d}-of-{total:05d}.safetensors"
-
-
-def write(
-    path: Path, tensors: Sequence[Outgoing], dtype: np.dtype, ours: Callable[[str], Array], model: GPT
-) -> dict[str, int]:
-    """Write a file that appears as a whole, and return the bytes of each tensor in it.
-
-    Raises OSError, and NonFiniteError for a value that is NaN, infinite, or too large for the dtype.
-
-    Parameters
-    ----------
-    path : of the file
-    tensors : what is in it, in this order
-    dtype : of the file
-    ours : gives the parameter of a name, on the host or on a GPU
-    model : whose parameters they are
-    """
-    sizes = [prod(tensor.shape) * dtype.itemsize for tensor in tensors]
-    spans = pairwise(accumulate(sizes, initial=0))
-    facts = {
-        tensor.part.theirs: {"dtype": DTYPES[dtype.name], "shape": list(tensor.shape), "data_offsets": list(span)}
-        for tensor, span in zip(tensors, spans)
-    }
-    text = json.dumps({"__metadata__": METADATA, **facts}, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with files.whole_file(path) as file:
-        position = file.write(len(text).to_bytes(8, "little")) + file.write(text)
-        for tensor, size in zip(tensors, sizes):
-            values = converted(tensor.part, ours(tensor.part.ours), dtype, model)
-            file.write(values.reshape(-1).view(np.uint8).data)
-            files.begin_writing(file, position, size)
-            position += size
-    return {tensor.part.theirs: size for tensor, size in zip(tensors, sizes)}
 
 
 def converted(part: Part, array: Array, dtype: np.dtype, model: GPT) -> np.ndarray:

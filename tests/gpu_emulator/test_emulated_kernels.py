@@ -6,10 +6,10 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from support import emulator
-from support.emulator import CUDARuntimeError, now
 from support.tolerance import close
 
+import gpu_emulator as emulator
+from gpu_emulator import CUDARuntimeError, now
 from mpipipe import arrays
 
 HOST = np.arange(12, dtype=np.float32).reshape(3, 4)

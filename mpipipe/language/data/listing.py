@@ -12,7 +12,7 @@ from mpipipe.language.data.text import Listing
 from mpipipe.language.data.token_listing import is_token_file, list_tokens
 
 
-class Found(Protocol):
+class DataListing(Protocol):
     """Data as one rank finds them, and tells the others, which open them without looking for them again.
 
     Attributes
@@ -39,7 +39,7 @@ class Found(Protocol):
         """Return all tokens, without a split."""
 
 
-class Given:
+class UserSource:
     """A source of the user's own, as data that were found; there are no files to look at.
 
     Parameters
@@ -57,7 +57,7 @@ class Given:
         return []
 
     def open(self, paths: Sequence[str | Path], seq_len: int) -> Source:
-        """Return the source. Raises DataError as `Found.open` does."""
+        """Return the source. Raises DataError as `DataListing.open` does."""
         for name, tokens in (("training", self.source.train), ("validation", self.source.validation)):
             if len(tokens) <= seq_len:
                 raise DataError(
@@ -73,7 +73,7 @@ class Given:
         return self.source.validation
 
 
-def find(paths: Sequence[str | Path], vocab: int | None = None) -> Found:
+def find(paths: Sequence[str | Path], vocab: int | None = None) -> DataListing:
     """Look at the data: what kind they are, and how much.
 
     Raises DataError if they cannot be used, and where their token ids do not fit into a vocabulary of this size.

@@ -8,7 +8,7 @@ import atexit
 import os
 import sys
 
-from support import emulator
+import gpu_emulator as emulator
 
 machine = emulator.install(
     int(os.environ.get("MPIPIPE_TEST_GPU_SEED", "0")),

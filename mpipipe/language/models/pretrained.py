@@ -24,7 +24,7 @@ MAY_DIFFER = ("seq", "dropout", "max_positions")  # lengths and dropout are a tr
 
 
 @dataclass(frozen=True)
-class Base:
+class PretrainedModel:
     """The model to begin from.
 
     Attributes
@@ -46,7 +46,7 @@ class Base:
         return replace(self.model, seq=seq, dropout=dropout)
 
 
-def find_base(config: TrainConfig, comm: Communicator) -> tuple[TrainConfig, Base | None]:
+def find_pretrained(config: TrainConfig, comm: Communicator) -> tuple[TrainConfig, PretrainedModel | None]:
     """Open the folder to begin from, if there is one, and return the configuration with the sizes in it; collective.
 
     Raises, on every rank, what `open_model` raises, and ConfigError for a size in the configuration that contradicts
@@ -55,11 +55,11 @@ def find_base(config: TrainConfig, comm: Communicator) -> tuple[TrainConfig, Bas
     if config.from_ is None:
         return config, None
     folder, origin = open_on_all(comm, config.from_), None
-    with group_of(comm).together("train: the model to begin from"):
+    with group_of(comm).raise_together("train: the model to begin from"):
         if comm.rank == 0:
             origin = huggingface.Origin.of(folder.path)
     origin = group_of(comm).broadcast("train: the model to begin from", origin)
-    with group_of(comm).together("train: the model to begin from"):
+    with group_of(comm).raise_together("train: the model to begin from"):
         model = folder.model
         defaults = {entry.name: entry.default for entry in fields(config)}
         for name in FROM_FOLDER:
@@ -71,10 +71,12 @@ def find_base(config: TrainConfig, comm: Communicator) -> tuple[TrainConfig, Bas
                     expected=f"{there}, as in {folder.path}",
                     remedy=f"leave out {name}: the architecture comes from the folder",
                 )
-        return replace(config, **{name: getattr(model, name) for name in FROM_FOLDER}), Base(folder, model, origin)
+        return replace(config, **{name: getattr(model, name) for name in FROM_FOLDER}), PretrainedModel(
+            folder, model, origin
+        )
 
 
-def architecture_of(base: Base | None, given: Architecture) -> Architecture:
+def architecture_of(base: PretrainedModel | None, given: Architecture) -> Architecture:
     """Return what makes the model of a training: the one that is given, unless a folder says it."""
     return given if base is None else base.architecture
 
@@ -96,8 +98,13 @@ def check_same_model(folder: ModelFolder, model: Any) -> None:
 # -- The model that a training leaves in its output folder, in the format that was asked for (--save-as) --------------
 
 
-def leave_model(
-    out: Path, config: TrainConfig, plan: TrainingPlan, stages: Sequence[nn.Stage], mesh: Mesh, base: Base | None
+def export_model(
+    out: Path,
+    config: TrainConfig,
+    plan: TrainingPlan,
+    stages: Sequence[nn.Stage],
+    mesh: Mesh,
+    base: PretrainedModel | None,
 ) -> None:
     """Write the model; collective over the mesh.
 
@@ -122,12 +129,12 @@ def leave_model(
 
 def _remove(folder: Path, mesh: Mesh) -> None:
     """Remove what this training left in the other format before it was resumed: it would be taken for the newest."""
-    with group_of(mesh.comm).together("train: the model in the other format"):
+    with group_of(mesh.comm).raise_together("train: the model in the other format"):
         if mesh.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def check_can_leave(config: TrainConfig, plan: TrainingPlan, base: Base | None) -> None:
+def check_export(config: TrainConfig, plan: TrainingPlan, base: PretrainedModel | None) -> None:
     """Raise ConfigError, before a training begins, where the model cannot be written as it was asked for."""
     origin = origin_of(config, base)
     plan.tuning.check(plan.model, origin)
@@ -135,7 +142,7 @@ def check_can_leave(config: TrainConfig, plan: TrainingPlan, base: Base | None) 
         huggingface.config_of(cast(GPT, plan.model), config.save_dtype or "float32", origin)
 
 
-def origin_of(config: TrainConfig, base: Base | None) -> huggingface.Origin:
+def origin_of(config: TrainConfig, base: PretrainedModel | None) -> huggingface.Origin:
     """Return where a model comes from. Without a base that is the folder of the tokenizer, if one was named."""
     if base is not None:
         return base.origin

@@ -7,11 +7,11 @@ import inspect
 import ml_dtypes
 import numpy as np
 import pytest
-from support import cupy_surface as surface
 
+from gpu_emulator import cupy_surface as surface
 from mpipipe import arrays
 
-AGAIN = "a name of CuPy that is new here: make the file again, as support/cupy_surface.py says"
+AGAIN = "a name of CuPy that is new here: make the file again, as gpu_emulator/cupy_surface.py says"
 INTEGERS = {"", "int", "size_t", "ssize_t", "intptr_t", "ptrdiff_t", "Py_ssize_t", "long long"}
 VARIADIC = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
@@ -126,7 +126,9 @@ def test_the_file_is_what_the_installed_cupy_has(library):
         found = {name: surface.described(name) for name in names}
     except ImportError as error:
         pytest.skip(f"{library} needs {surface.LIBRARIES[library]}: {str(error).splitlines()[0]}")
-    assert found == {name: surface.written()[name] for name in names}, "make the file again: support/cupy_surface.py"
+    assert found == {name: surface.written()[name] for name in names}, (
+        "make the file again: gpu_emulator/cupy_surface.py"
+    )
 
 
 VIEWS = {

@@ -4,7 +4,7 @@ cupy_surface.json beside this file holds them as an installed CuPy has them. CuP
 docstrings of its compiled functions begin with their C signatures. To make the file again:
 
     pip install 'cupy-cuda13x[ctk]>=14,<15' nvidia-nccl-cu13       # with cuBLAS and NCCL, which their modules need
-    cd tests && python -m support.cupy_surface
+    cd tests && python -m gpu_emulator.cupy_surface
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import gpu_emulator as emulator
 import mpipipe
-from support import emulator
 
 FILE = Path(__file__).with_name("cupy_surface.json")
 PACKAGE = Path(mpipipe.__file__).parent

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from mpipipe.checkpoint.tensor_files import ForeignFile
+from mpipipe.checkpoint.tensor_files import TensorFile
 
 ARRAYS = {
     "a": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -35,10 +35,10 @@ def entry(dtype="F32", shape=(2,), offsets=(0, 8)):
 
 
 def read_all(path):
-    with ForeignFile(path) as file:
-        found = {name: np.empty(stored.shape, stored.dtype) for name, stored in file.arrays.items()}
+    with TensorFile(path) as file:
+        found = {name: np.empty(stored.shape, stored.kind) for name, stored in file.arrays.items()}
         for name, array in found.items():
-            file.read_into(name, 0, array)
+            file.read_into(name, array)
         return found
 
 
@@ -53,9 +53,9 @@ def test_what_the_library_writes_is_read(tmp_path):
 
 def test_a_part_of_an_array_is_read_alone(tmp_path):
     save_file(ARRAYS, tmp_path / "file")
-    with ForeignFile(tmp_path / "file") as file:
+    with TensorFile(tmp_path / "file") as file:
         before, part = file.bytes_read, np.empty(3, np.float32)
-        file.read_into("a", 12, part)
+        file.read_into("a", part, 12)
         assert file.bytes_read - before == 12
     np.testing.assert_array_equal(part, [3, 4, 5])
 
@@ -91,10 +91,10 @@ WRONG = {
 def test_a_wrong_header_is_refused(tmp_path, words):
     path = written(tmp_path / "file", WRONG[words], b"12345678")
     with pytest.raises(ValueError, match=words):
-        ForeignFile(path)
+        TensorFile(path)
     descriptors = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ValueError):
-        ForeignFile(path)
+        TensorFile(path)
     assert len(os.listdir("/proc/self/fd")) == descriptors  # it is closed again
 
 
@@ -102,31 +102,31 @@ def test_a_wrong_header_is_refused(tmp_path, words):
 def test_an_absurd_length_of_the_header_takes_no_memory(tmp_path, length):
     path = written(tmp_path / "file", {"x": entry()}, b"12345678", length=length)
     with pytest.raises(ValueError, match=f"its header would have {length} bytes"):
-        ForeignFile(path)
+        TensorFile(path)
 
 
 @pytest.mark.parametrize("content", [b"", b"1", b"1234567", b"12345678"])
 def test_a_file_that_is_shorter_than_its_header_is_refused(tmp_path, content):
     (tmp_path / "file").write_bytes(content)
     with pytest.raises(ValueError, match="its header would have"):
-        ForeignFile(tmp_path / "file")
+        TensorFile(tmp_path / "file")
 
 
 def test_only_regular_files_are_opened(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path, tmp_path / "none", "/dev/zero"):
         with pytest.raises(OSError):
-            ForeignFile(path)
+            TensorFile(path)
 
 
 def test_a_file_that_is_cut_while_it_is_read_raises(tmp_path):
     save_file(ARRAYS, tmp_path / "file")
-    with ForeignFile(tmp_path / "file") as file:
+    with TensorFile(tmp_path / "file") as file:
         last = max(file.arrays, key=lambda name: file.arrays[name].start + file.arrays[name].nbytes)
         os.truncate(tmp_path / "file", os.path.getsize(tmp_path / "file") - 1)
         stored = file.arrays[last]
         with pytest.raises(ValueError, match=f"within {last}"):
-            file.read_into(last, 0, np.empty(stored.shape, stored.dtype))
+            file.read_into(last, np.empty(stored.shape, stored.kind))
 
 
 @settings(max_examples=150)

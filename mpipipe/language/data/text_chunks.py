@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpipipe.errors import DataError
-from mpipipe.language.data.pieces import read_bytes
+from mpipipe.language.data.file_bytes import read_bytes
 from mpipipe.language.data.tokenizer import Tokenizer, explained
 
 UNIT = 1 << 17  # bytes between the places where cuts are looked for

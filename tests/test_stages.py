@@ -9,7 +9,7 @@ import pytest
 
 from mpipipe import nn
 from mpipipe.errors import ArgumentError
-from mpipipe.nn.parameters import FlatView
+from mpipipe.stages import FlatView
 
 
 class Named(dict):

@@ -8,9 +8,9 @@ from threading import Thread
 
 import numpy as np
 import pytest
-from support import emulator
-from support.emulator import CUDARuntimeError, HiddenAccess, now, poisoned
 
+import gpu_emulator as emulator
+from gpu_emulator import CUDARuntimeError, HiddenAccess, now, poisoned
 from mpipipe import arrays
 from mpipipe.errors import BackendError
 

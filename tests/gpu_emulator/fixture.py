@@ -13,7 +13,7 @@ from mpipipe import arrays
 
 from . import emulated, host_compiler, install, uninstall
 
-TESTS = Path(__file__).resolve().parents[2]
+TESTS = Path(__file__).resolve().parents[1]
 
 
 class Gpu:
@@ -35,7 +35,7 @@ class Gpu:
         self.real = self.machine is None
         self.synchronisations = [] if self.real else machine.synchronisations
         self.launches = [] if self.real else machine.launches
-        path = os.pathsep.join([str(TESTS / "support" / "emulator" / "site"), str(TESTS)])
+        path = os.pathsep.join([str(TESTS / "gpu_emulator" / "site"), str(TESTS)])
         self.environment = {} if machine is None else {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), path])}
 
     def reset(self):

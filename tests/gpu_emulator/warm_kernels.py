@@ -1,4 +1,4 @@
-"""python -m support.warm_kernels [PROCESSES]: compile the package's kernels into CuPy's cache, in several processes.
+"""python -m gpu_emulator.warm_kernels [PROCESSES]: compile the package's kernels into CuPy's cache, in processes.
 
 Tests and measurements need some two hundred compiled sources; one process compiles a few in a second. What is compiled
 is what tests/arrays/test_cuda_sources.py compiles. CuPy keeps the results below CUPY_CACHE_DIR (~/.cupy/kernel_cache).
