@@ -172,7 +172,7 @@ class StageAdapter:
 
     @property
     def before_write(self) -> list[Callable[[], object]]:
-        """Functions to be called before anything writes to the parameters (nn.writing)."""
+        """Functions to be called before anything writes to the parameters (nn.write_hooks)."""
         return getattr(self.given, "before_write", [])
 
     # -- what a checkpoint holds ------------------------------------------------------------------------------------
@@ -196,9 +196,9 @@ class StageAdapter:
         """Names of the parameters that it shares, by the key of what is shared."""
         return getattr(self.given, "ties", {})
 
-    def renew_compute(self) -> None:
+    def sync_compute(self) -> None:
         """Renew the copy of the parameters that the stage computes with, where it has one."""
-        renew = getattr(self.given, "renew_compute", None)
+        renew = getattr(self.given, "sync_compute", None)
         if renew is not None:
             renew()
 
@@ -341,7 +341,7 @@ class StageAdapter:
         for model in self.models:
             model.use_parts(False)
             model.unwritten = set()
-            model.tell(None)
+            model.on_layer_done = None
 
     def check_storage(self) -> None:
         """Raise ArgumentError where an optimizer step has not ended, or arrays are others than at construction.

@@ -148,9 +148,9 @@ def ties_of(stage: Any) -> Mapping[str, Sequence[str]]:
     return found
 
 
-def renew_compute(stage: Any) -> None:
+def sync_compute(stage: Any) -> None:
     """Let a stage renew the copy of its parameters that it computes with, where it has one."""
-    renew = getattr(stage, "renew_compute", None)
+    renew = getattr(stage, "sync_compute", None)
     if renew is not None:
         renew()
 

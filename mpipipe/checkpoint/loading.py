@@ -16,8 +16,8 @@ from mpipipe.checkpoint.contents import (
     Storable,
     announcements_of,
     contents_of,
-    renew_compute,
     set_arrays,
+    sync_compute,
 )
 from mpipipe.checkpoint.folders import COPY_AGAIN, Checkpoint
 from mpipipe.checkpoint.tensor_files import DTYPES, opened
@@ -60,7 +60,7 @@ def load(path: str | Path, mesh: Mesh, stages: Sequence[Storable], optimizer: Op
     """
     group = group_of(mesh.comm)
     found = None
-    with group.together("checkpoint.load: the manifest"):
+    with group.raise_together("checkpoint.load: the manifest"):
         wanted = {name: _writable(array) for name, array in contents_of(stages, optimizer).items()}
         if mesh.rank == 0:
             found = read(path)
@@ -68,7 +68,7 @@ def load(path: str | Path, mesh: Mesh, stages: Sequence[Storable], optimizer: Op
     kinds = {PARAMETERS} if optimizer is None else {PARAMETERS, *optimizer.named_state()}
     own = list(wanted) if mesh.replicas.rank == 0 else []
     names = {name for part in group.gather("checkpoint.load: the names of all ranks", own) for name in part}
-    with group.together("checkpoint.load: the arrays"), contents.offering(found.path):
+    with group.raise_together("checkpoint.load: the arrays"), contents.offering(found.path):
         _check_names(found, names, kinds, optimizer)
         _announce(stages, optimizer)
         read_arrays(found, wanted)
@@ -76,7 +76,7 @@ def load(path: str | Path, mesh: Mesh, stages: Sequence[Storable], optimizer: Op
             optimizer.steps = found.optimizer_steps or 0
         for stage in stages:
             set_arrays(stage, lambda name: wanted[f"{PARAMETERS}/{name}"])
-            renew_compute(stage)
+            sync_compute(stage)
     return found
 
 

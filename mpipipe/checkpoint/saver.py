@@ -153,7 +153,7 @@ class Saver:
         group, rank = self._group, self.mesh.rank
         steps = None if self.optimizer is None else self.optimizer.steps
         group.agree("checkpoint.save", (("step", step), ("steps of the optimizer", steps)))
-        with group.together("checkpoint.save: what is to be saved"):
+        with group.raise_together("checkpoint.save: what is to be saved"):
             contents, plain = checked_contents(self.stages, self.optimizer, step, state)
         if not self._compared:
             check_names(self.mesh, group, contents)
@@ -426,7 +426,7 @@ def checked_contents(
 def begin_folder(mesh: Mesh, group: Group, root: Path, step: int) -> Path:
     """Make the folder of a checkpoint on rank 0, and return it; raises StorageError on all ranks; collective."""
     folder = None
-    with group.together("checkpoint.save: its folder"):
+    with group.raise_together("checkpoint.save: its folder"):
         if mesh.rank == 0:
             folder = folders.folder_of(root.absolute(), step)
             owner.check(folder)

@@ -12,7 +12,7 @@ from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import kernels
 from mpipipe.nn.checks import checked_dtype
-from mpipipe.nn.freezing import frozen_names, make_buffers, mark_still
+from mpipipe.nn.freezing import frozen_names, make_buffers, mark_frozen
 from mpipipe.nn.layers.containers import Sequential
 from mpipipe.nn.layers.layer import Layer, RopeTables, first_leaf
 from mpipipe.nn.lora import copy_plain, merge
@@ -65,20 +65,14 @@ class StepGradients:
             arrays.set_zero(getattr(layer, f"{key}_grad"))
         self.unwritten = self.unwritten - ending
 
-    def tell(self, ended: Callable[[Layer], object] | None) -> None:
-        """Let a function be told of each layer that has ended its backward. A pipeline does this around the last one.
-
-        Parameters
-        ----------
-        ended : callable or None
-            Called as `ended(layer)` when one of `layers` has added its part to the gradients; None ends that.
-        """
-        self._chain.ended = ended
-
     @property
-    def is_telling(self) -> bool:
-        """Whether somebody is told of layers that have added their parts."""
-        return self._chain.ended is not None
+    def on_layer_done(self) -> Callable[[Layer], object] | None:
+        """Called with each of `layers` that has added its part to the gradients; set by a pipeline."""
+        return self._chain.on_layer_done
+
+    @on_layer_done.setter
+    def on_layer_done(self, done: Callable[[Layer], object] | None) -> None:
+        self._chain.on_layer_done = done
 
 
 # -- A stage: consecutive layers of the model on one rank, with one buffer of parameters and one of gradients ---------
@@ -146,7 +140,7 @@ class Stage(StepGradients):
     index : int or None
         Logical stage number, set by the pipeline.
     before_write : list of callable
-        Called without arguments before an optimizer or a load writes parameters (see nn.writing).
+        Called without arguments before an optimizer or a load writes parameters (see nn.write_hooks).
 
     Raises
     ------
@@ -218,7 +212,7 @@ class Stage(StepGradients):
         for name, layer in named:
             layer.bind(self, name)
         self._bind_adapted(named)
-        mark_still(named)
+        mark_frozen(named)
         places = {f"{name}.{key}": (layer, key) for name, layer in named for key in layer.declared}
         self.layer_of = {name: place for name, place in places.items() if name in self.gradients}
         replaced = [n for n, (layer, key) in self.layer_of.items() if key in vars(type(layer)).get("replaced", ())]
@@ -252,27 +246,27 @@ class Stage(StepGradients):
     def refresh(self) -> None:
         """Let layers compute with the parameters as they are now. A pipeline does this at the start of each call."""
         if not self._keeps_compute:
-            self.renew_compute()
+            self.sync_compute()
         elif self._written:
             self._written = False
             merge(self, self.merged)
 
-    def renew_compute(self) -> None:
-        """Do what `refresh` does, after `keep_compute` too: for whoever has set parameters nevertheless."""
+    def sync_compute(self) -> None:
+        """Do what `refresh` does, after `optimizer_writes_compute` too: for whoever has set parameters nevertheless."""
         held = self.buffers.held, self.buffers.held_compute
         for wide, compute in ((self.parameters, self.compute), held):
             if compute is not wide and wide.flat.size:
                 self.kernels.cast(wide.flat, compute.flat)
         self._merge_anew()
 
-    def keep_compute(self) -> None:
+    def optimizer_writes_compute(self) -> None:
         """From now on let optimizers write `compute`, and `refresh` do nothing: nobody else may write parameters."""
         self.refresh()
         self._keeps_compute = self.compute is not self.parameters or bool(self.adapted)
 
     @property
     def kept_copy(self) -> Array | None:
-        """What optimizers write besides the parameters: `compute.flat` after `keep_compute`."""
+        """What optimizers write besides the parameters: `compute.flat` after `optimizer_writes_compute`."""
         return self.compute.flat if self._keeps_compute and self.compute is not self.parameters else None
 
     def end_backward(self, ends: bool) -> None:
@@ -283,7 +277,7 @@ class Stage(StepGradients):
         ends : bool
             Whether nobody asks. From then on backwards return None for that gradient where they end early.
         """
-        trained = [place for place, layer in enumerate(self.layers) if not layer.still]
+        trained = [place for place, layer in enumerate(self.layers) if not layer.frozen]
         self._chain.end_backward_at(trained[0] if ends and trained and self.frozen else 0)
 
     def forward(self, x: Array, position: Position | None = None) -> tuple[Array, Any]:

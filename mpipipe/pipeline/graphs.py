@@ -239,7 +239,7 @@ class StageGraphs:
 
     def _recorded(self, slot: Slot, key: Key, work: Callable[[], Any]) -> Recorded | None:
         """Return the graph of an action, recorded now if it is not yet; None if that is impossible."""
-        if self.stage.is_telling:  # of each layer as it ends: a graph has no such places
+        if self.stage.on_layer_done is not None:  # of each layer as it ends: a graph has no such places
             return None
         found = slot.graphs.get(key)
         if found is not None or self.reason or not self._may_record():

@@ -125,7 +125,7 @@ class Probe:
         batch = scene.tokens(UNDER_WAY * self.size, UNDER_WAY)
         with Pipeline([stage], schedule, self.solo, loss, recompute, replicas) as pipeline:
             progress = Progress(scene.config, pipeline, scene.mesh)
-            stage.keep_compute()
+            stage.optimizer_writes_compute()
 
             def step() -> float:
                 pipeline.step(*batch, scale=progress.scaler.scale)
@@ -250,7 +250,7 @@ def _parts(thing: Any) -> Iterator[Any]:
 METHODS = {
     "forward": "F",
     "forward_sum": "F",
-    "forward_apart": "F",
+    "forward_unadded": "F",
     "backward": "B",
     "backward_add": "B",
     "backward_input": "I",

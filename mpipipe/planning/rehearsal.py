@@ -167,7 +167,7 @@ class Rehearsal:
             stage = nn.Stage(chosen, self.dtype)
             drawing, buffers = _peak() - before, _now() - before
             drawing -= buffers
-            stage.keep_compute()
+            stage.optimizer_writes_compute()
             stage.end_backward(ends or stage.first_layer.uploads_integers)
             loss = Loss(self.loss_for(stage)) if places[-1] == len(self.kinds) - 1 else None
             one = _MicroBatch(stage, loss, x, targets)
@@ -184,7 +184,7 @@ class _MicroBatch:
         self.dy: Array | None = None
         self.shape: tuple[int, ...] = ()
         stage.position = Position(0, 0, 0, True)
-        self.trains = any(not layer.still for layer in stage.layers)
+        self.trains = any(not layer.frozen for layer in stage.layers)
 
     def forward(self) -> tuple[Any, Array | None, int]:
         """Return (saved, gradient of the output, bytes of the output)."""

@@ -125,12 +125,12 @@ def test_a_gpu_loads_what_the_host_saved_and_back(gpu, comm, mpi_tmp_path, dtype
 
 
 def test_layers_compute_with_what_was_loaded_also_where_only_optimizers_write(comm, mpi_tmp_path):
-    """In half precision the copy to compute with is renewed, though `refresh` does nothing after keep_compute."""
+    """In half precision the copy to compute with is renewed, though only the optimizer writes it otherwise."""
     saved(comm, mpi_tmp_path, 1)
     with Mesh(comm) as mesh:
         (right,), _ = trained(mesh, dtype="bfloat16")
         (stage,), _ = trained(mesh, seed=9, dtype="bfloat16")
-        stage.keep_compute()
+        stage.optimizer_writes_compute()
         checkpoint.load(mpi_tmp_path, mesh, [stage])
     tokens = np.arange(16)[None]
     np.testing.assert_array_equal(stage.forward(tokens)[0], right.forward(tokens)[0])

@@ -68,7 +68,7 @@ def test_backwards_end_where_nothing_below_is_trained():
     y, saved = stage.forward(IDS)
     assert saved[:4] == [None] * 4 and saved[4] is not None, "what has no backward saves nothing"
     ended = []
-    stage.tell(ended.append)
+    stage.on_layer_done = ended.append
     assert stage.backward(y, saved) is None
     assert ended == [stage.layers[5], stage.layers[4]]
     inner = nn.Stage(GPT(**SIZES).build(Local())[1:3], "float64", first=1, frozen=["1.*"])

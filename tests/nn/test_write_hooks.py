@@ -8,7 +8,7 @@ import pytest
 from mpipipe import nn
 from mpipipe.attention import Local
 from mpipipe.language.models import GPT
-from mpipipe.nn.writing import writers_of
+from mpipipe.nn.write_hooks import gradient_ready
 from mpipipe.pipeline.ties import User, share
 
 SMALL = dict(vocab=32, dim=16, layers=2, heads=4, kv_heads=2, hidden=24, seq=12)
@@ -36,7 +36,7 @@ def recomputing():
 @pytest.mark.parametrize("made", [built, lambda: built(first=7), lambda: built(tied=True), shared, recomputing])
 def test_a_layer_writes_to_its_own_pieces_and_only_before_it_has_ended(made, split):
     stage = made()
-    writers = writers_of(stage)
+    writers = gradient_ready(stage)
     assert writers is not None and writers.arrays[0].array is stage.gradients.flat
     assert len(writers.arrays) == 1 + len(stage.parts)
     before = [written.array.copy() for written in writers.arrays]
@@ -55,7 +55,7 @@ def test_a_layer_writes_to_its_own_pieces_and_only_before_it_has_ended(made, spl
             assert start == written.array.size
             old[...] = written.array
 
-    stage.tell(ended)
+    stage.on_layer_done = ended
     y, saved = stage.forward(np.arange(24).reshape(2, 12))
     if split:
         _, pending = stage.backward_input(np.ones_like(y), saved)
@@ -66,7 +66,7 @@ def test_a_layer_writes_to_its_own_pieces_and_only_before_it_has_ended(made, spl
     assert told == list(range(len(stage.layers)))[::-1]
     pieces = {(writer, id(w.array), start) for w in writers.arrays for start, writer in _starts(w.pieces)}
     assert set(changed) == pieces
-    stage.tell(None)
+    stage.on_layer_done = None
     stage.backward(np.ones_like(y), saved)
     assert len(told) == len(stage.layers)
 
@@ -76,7 +76,7 @@ def _starts(pieces):
 
 
 def test_names_of_each_layer():
-    writers = writers_of(recomputing())
+    writers = gradient_ready(recomputing())
     assert writers.names == [
         {"4.weight"},
         {"5.layer.0.gain", "5.layer.1.gate_up", "5.layer.1.down"},
@@ -105,4 +105,4 @@ class Odd(nn.Linear):
 
 @pytest.mark.parametrize("layers", [[Odd(3, 3)], [nn.Sequential([nn.Gelu(), nn.Residual(Odd(3, 3))])]])
 def test_layers_of_others_have_unknown_writers(layers):
-    assert writers_of(nn.Stage(layers)) is None
+    assert gradient_ready(nn.Stage(layers)) is None

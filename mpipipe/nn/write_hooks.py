@@ -54,7 +54,7 @@ class GradientPieces(NamedTuple):
     pieces: list[tuple[int, int]]
 
 
-class Writers(NamedTuple):
+class GradientReady(NamedTuple):
     """The layers of a stage as writers of its gradients.
 
     Attributes
@@ -72,7 +72,7 @@ class Writers(NamedTuple):
     names: list[frozenset[str]]
 
 
-def writers_of(stage: Stage) -> Writers | None:
+def gradient_ready(stage: Stage) -> GradientReady | None:
     """Return the writers of a stage's gradients within a step; None if they are not known.
 
     That is for a `Stage` itself: a class derived from it may write to gradients in ways of its own.
@@ -86,4 +86,6 @@ def writers_of(stage: Stage) -> Writers | None:
     pieces = [(stop, place_of[name]) for (start, name), stop in zip(starts, stops) if stop > start]
     parts = [GradientPieces(part.reshape(-1), [(part.size, place_of[name])]) for name, part in stage.parts.items()]
     names = [frozenset(n for n, at in place_of.items() if at == place) for place in range(len(stage.layers))]
-    return Writers([GradientPieces(flat, pieces), *parts], {layer: at for at, layer in enumerate(stage.layers)}, names)
+    return GradientReady(
+        [GradientPieces(flat, pieces), *parts], {layer: at for at, layer in enumerate(stage.layers)}, names
+    )
