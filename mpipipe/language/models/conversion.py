@@ -19,7 +19,7 @@ from mpipipe.attention import Local
 from mpipipe.checkpoint import tensor_files
 from mpipipe.checkpoint.contents import PARAMETERS
 from mpipipe.checkpoint.loading import read_arrays
-from mpipipe.checkpoint.whole_folder import named_at_the_end
+from mpipipe.checkpoint.whole_folder import replacing
 from mpipipe.errors import ConfigError
 from mpipipe.language.models import GPT, huggingface, weights
 from mpipipe.language.models.huggingface import writing
@@ -130,7 +130,7 @@ def _empty(shapes: Shapes, dtype: str) -> dict[str, np.ndarray]:
 def _to_weights(folder: huggingface.Folder, target: Path, dtype: str, most: int) -> None:
     """Write the weights folder of a model of Hugging Face."""
     groups = groups_of(folder.model, most, arrays.dtype(dtype).itemsize)
-    with named_at_the_end(target, writing.explained) as partial, writing.explained(target):
+    with replacing(target, None, writing.explained, replaces=False) as partial, writing.explained(target):
         sums: dict[str, str] = {}
         for number, shapes in enumerate(groups):
             found = _read_theirs(folder, _empty(shapes, dtype))

@@ -27,7 +27,7 @@ from mpipipe import arrays, files
 from mpipipe.arrays import Array
 from mpipipe.checkpoint import tensor_files
 from mpipipe.checkpoint.tensor_files import Planned
-from mpipipe.checkpoint.whole_folder import named_at_the_end, replacing
+from mpipipe.checkpoint.whole_folder import replacing
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import NonFiniteError, StorageError
 from mpipipe.job.group import group_of
@@ -212,7 +212,7 @@ def write_alone(
     family, config = config_of(model, dtype, origin)
     kind = arrays.dtype(dtype)
     filled = [group for group in groups if any(part.ours in group for part in parts_of(family.table, model))]
-    with named_at_the_end(target, explained) as partial, explained(target):
+    with replacing(target, None, explained, replaces=False) as partial, explained(target):
         places: dict[str, tuple[str, int]] = {}
         for number, group in enumerate(filled):
             own, name = read(group), file_name(number, len(filled))
