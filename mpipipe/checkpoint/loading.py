@@ -60,7 +60,7 @@ def load(path: str | Path, mesh: Mesh, stages: Sequence[Storable], optimizer: Op
     """
     group = group_of(mesh.comm)
     found = None
-    with group.together("checkpoint.load: the manifest"):
+    with group.raise_together("checkpoint.load: the manifest"):
         wanted = {name: _writable(array) for name, array in contents_of(stages, optimizer).items()}
         if mesh.rank == 0:
             found = read(path)
@@ -68,7 +68,7 @@ def load(path: str | Path, mesh: Mesh, stages: Sequence[Storable], optimizer: Op
     kinds = {PARAMETERS} if optimizer is None else {PARAMETERS, *optimizer.named_state()}
     own = list(wanted) if mesh.replicas.rank == 0 else []
     names = {name for part in group.gather("checkpoint.load: the names of all ranks", own) for name in part}
-    with group.together("checkpoint.load: the arrays"), contents.offering(found.path):
+    with group.raise_together("checkpoint.load: the arrays"), contents.offering(found.path):
         _check_names(found, names, kinds, optimizer)
         _announce(stages, optimizer)
         read_arrays(found, wanted)

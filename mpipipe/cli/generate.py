@@ -60,12 +60,12 @@ def generate(
         processor.prepare_process(share_of_cores())
         comm = runtime.world()
         group, folder = group_of(comm), open_on_all(comm, run)
-        with group.together("generate: the mesh"):
+        with group.raise_together("generate: the mesh"):
             mesh = Mesh(comm, pipe=max(1, comm.size // seq), seq=seq)
         with mesh, ExitStack() as opened:
             plan = make_plan(folder, mesh)
             prepared, show = None, None
-            with group.together("generate: the prompts"):
+            with group.raise_together("generate: the prompts"):
                 check_dtype(dtype)
                 if mesh.rank == 0:
                     vocab = folder.model.vocab
@@ -83,7 +83,7 @@ def generate(
                 for drawn in answers(decoder, asked_tokens, count, sampling):
                     if show is not None:
                         show.take(drawn)
-            with group.together("generate: the end of the output"):
+            with group.raise_together("generate: the end of the output"):
                 opened.close()
 
     return run_or_abort(work)
@@ -91,7 +91,7 @@ def generate(
 
 def make_plan(folder: ModelFolder, mesh: Mesh) -> TrainingPlan:
     """Return the plan of a decoder on these ranks. All ranks raise the same error."""
-    with group_of(mesh.comm).together("generate: the model"):
+    with group_of(mesh.comm).raise_together("generate: the model"):
         model, ranks = folder.model, mesh.pipe.size
         microbatches = 1 if ranks == 1 else IN_FLIGHT * ranks
         limits.check_counts(model.layers, "forward_only", ranks, 1, microbatches)

@@ -71,8 +71,8 @@ class Engine:
         self.groups, self.schedule = partners.groups, schedule
         self.comm, self.rank, self.recompute = self.pipe.comm, self.pipe.rank, recompute
         self.comm.Set_name("mpipipe pipeline")
-        self.pipe.process.pipelines += 1
-        self.name = f"pipeline {self.pipe.process.pipelines} ({schedule.name})"  # the how many-th of this rank
+        self.pipe.context.pipelines += 1
+        self.name = f"pipeline {self.pipe.context.pipelines} ({schedule.name})"  # the how many-th of this rank
         placement, skips = schedule.placement, schedule.skip_ends
         self.tags = Tags(placement, schedule.microbatches, runtime.tag_upper_bound(self.comm), skips)
         device = partners.devices[self.rank]
@@ -235,7 +235,7 @@ class Engine:
 
     def record(self, recorder: Recorder | None) -> None:
         """Let `recorder` note them from now on."""
-        clock, recorders = self.executor.clock, self.pipe.process.recorders
+        clock, recorders = self.executor.clock, self.pipe.context.recorders
         clock.settle()
         self._forget()
         if recorder is not None:

@@ -48,13 +48,13 @@ class Found:
 def find_plan(scene: Scene, place: str) -> Found:
     """Find the plans of a training; collective over all ranks. Raises the same error on every rank."""
     group = group_of(scene.mesh.comm)
-    with group.together("plan: what is asked for"):
+    with group.raise_together("plan: what is asked for"):
         scene.check_place(place)
         space = scene.space
     oversubscribed = scene.oversubscribed()
     profile = measure(scene)
     plans: list[Plan] = []
-    with group.together("plan: the search"):
+    with group.raise_together("plan: the search"):
         if group.rank == 0:
             plans = find_plans(profile, space, scene.memory_limit)
     tried = group.broadcast("plan: what is compared with real steps", _different(plans))

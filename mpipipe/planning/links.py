@@ -177,7 +177,7 @@ class Rehearsal:
         self.commitment.begin(self.made)
         pending = self.pipeline.launch(*self.batch, scale=scaler.scale)
         optim.begin_step(self.commitment, config.clip, scaler=scaler, lr=config.lr / 100, over=self.norm).finish()
-        pending.result()
+        pending.wait()
         self.made += 1
 
 
@@ -185,7 +185,7 @@ class Rehearsal:
 def rehearsal(scene: Scene, choice: Choice) -> Iterator[Rehearsal]:
     """Build the pipeline of a plan, and make its first steps; collective over all ranks."""
     mesh, config = scene.mesh, scene.planned(choice)
-    with group_of(mesh.comm).together("plan: the stages"):
+    with group_of(mesh.comm).raise_together("plan: the stages"):
         plan = TrainingPlan.of(config, scene.architecture, mesh.pipe.size, mesh.data.size, scene.vocab, scene.tuning)
         stages = plan.stages(mesh.pipe.rank, scene.shard, config.dtype, config.seed)
         loss = scene.shard.loss_for(stages[-1], plan.microbatch_rows)

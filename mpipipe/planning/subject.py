@@ -166,7 +166,7 @@ class Scene(Subject):
         cls, config: TrainConfig, architecture: Architecture, mesh: Mesh, vocab: int, tuning: FineTuning | None = None
     ) -> Scene:
         """Make a scene with its shard; collective over all ranks. Raises the same error on every rank."""
-        with group_of(mesh.comm).together("plan: the shards of sequences"):
+        with group_of(mesh.comm).raise_together("plan: the shards of sequences"):
             packing = Packing(1) if config.packing == "segments" else None
             shard = Shard(mesh.seq, config.layout, config.seq_len, packing)
         return cls(

@@ -15,8 +15,7 @@ from mpipipe.errors import BackendError, ConfigError, MismatchError
 from mpipipe.job import rank_list
 from mpipipe.job.consensus import raise_on_all
 from mpipipe.job.group import Group, group_of
-from mpipipe.language.data import DataListing, Source, UserSource, find
-from mpipipe.language.data.source import glance
+from mpipipe.language.data import DataListing, Source, UserSource, find, glance
 from mpipipe.language.data.tokenizer import Tokenizer, hash_of, open_tokenizer
 from mpipipe.language.inference.generation import readable, shown
 from mpipipe.language.models.fine_tuning import Architecture, FineTuning
@@ -54,7 +53,7 @@ def make_plan(
 
     All ranks raise the same error.
     """
-    with group_of(mesh.comm).together("train: the plan"):
+    with group_of(mesh.comm).raise_together("train: the plan"):
         plan = TrainingPlan.of(config, architecture, mesh.pipe.size, mesh.data.size, vocab, tuning)
         memory.check_training(config, plan, mesh.pipe.rank, device)
         check_export(config, plan, base)
@@ -71,14 +70,14 @@ def make_plan(
     return plan
 
 
-def find_data(config: TrainConfig, given: Source | None, group: Group) -> DataListing:
+def find_data(config: TrainConfig, given: Source | None, group: Group) -> DataListing | UserSource:
     """Return what the data are, on every rank: those of `config.data`, or a source of the user's own.
 
     All ranks raise the same error. Rank 0 alone lists files and looks into all of them: a file system that thousands
     of ranks share is slow.
     """
     found = None
-    with group.together("train: the data"):
+    with group.raise_together("train: the data"):
         if given is not None and config.data:
             raise ConfigError(
                 "the data are given twice",
@@ -96,7 +95,7 @@ def find_data(config: TrainConfig, given: Source | None, group: Group) -> DataLi
 
 
 def open_data(
-    config: TrainConfig, plan: TrainingPlan, mesh: Mesh, found: DataListing, base: PretrainedModel | None
+    config: TrainConfig, plan: TrainingPlan, mesh: Mesh, found: DataListing | UserSource, base: PretrainedModel | None
 ) -> tuple[Source | None, TokenUnits]:
     """Open the data. Return them on the ranks that read them, None on the others, and on all ranks what they are.
 
@@ -108,11 +107,11 @@ def open_data(
     tokenizer = None
     source = seen = None
     group = group_of(mesh.comm)
-    with group.together("train: opening the data"):
+    with group.raise_together("train: opening the data"):
         if reads:
-            source = found.open(config.data, config.seq_len)
+            source = found.open(config.seq_len)
         if mesh.rank == 0 or reads:
-            seen = glance(found.found(config.data))
+            seen = glance(found.files)
         if mesh.rank == 0:
             tokenizer = find_tokenizer(found, config.tokenizer, None if base is None else base.folder.path)
     ratios = BytesPerToken() if source is None else BytesPerToken.of(source)
@@ -205,7 +204,7 @@ class TokenUnits:
         return " ".join(map(str, ids)) if self.tokenizer is None else shown(self.tokenizer.decode(ids))
 
 
-def find_tokenizer(found: DataListing, named: str | None, model: Path | None) -> Tokenizer | None:
+def find_tokenizer(found: DataListing | UserSource, named: str | None, model: Path | None) -> Tokenizer | None:
     """Return the tokenizer of the data, None if there is none; one rank calls this.
 
     Raises ConfigError if the data are not of this tokenizer, DataError if it cannot be read. Without the library

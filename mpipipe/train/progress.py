@@ -66,7 +66,7 @@ class Progress:
     def load(self, found: Checkpoint) -> None:
         """Go on behind a checkpoint; collective. Raises ArgumentError on every rank."""
         checkpoint.load(found.path, self.mesh, self.pipeline.stages, self.optimizer)
-        with group_of(self.mesh.comm).together("train: the state in the checkpoint"):
+        with group_of(self.mesh.comm).raise_together("train: the state in the checkpoint"):
             try:
                 self._restore(found)
             except (KeyError, TypeError, ValueError) as error:
@@ -130,7 +130,7 @@ class Commitment:
 
     def __init__(self, progress: Progress, group: Group, together: bool) -> None:
         self.optimizer, self.scaler, self.pipeline = progress.optimizer, progress.scaler, progress.pipeline
-        self.group, self.together = group, together
+        self.group, self.raise_together = group, together
         self.step_begun, self.made = -1, progress.step
         self.pending: Callable[[], Any] | None = None
         self._before: Scalars = self._now()
@@ -163,7 +163,7 @@ class Commitment:
 
     def _commit(self, make: Callable[[], Any]) -> None:
         self.pending = make
-        if self.together:
+        if self.raise_together:
             self.group.agree("train: all ranks have the sums of gradients and their norm")
         self.make()
 

@@ -60,7 +60,7 @@ def find_start(config: TrainConfig, plan: TrainingPlan, mesh: Mesh, out: Path, f
     ConfigError for one of another training, and for an output folder that this training may not go on in.
     """
     group, found = group_of(mesh.comm), None
-    with group.together("train: where to begin"):
+    with group.raise_together("train: where to begin"):
         if mesh.rank == 0:
             found = checkpoint_of(config, out)
             if found is not None:
@@ -174,7 +174,7 @@ def load_weights(source: str, mesh: Mesh, stages: Sequence[nn.Stage], model: Mod
     A folder of Hugging Face says more than shapes: where it describes another model, ConfigError is raised.
     """
     folder = open_on_all(mesh.comm, source)
-    with group_of(mesh.comm).together("train: the weights to begin with"):
+    with group_of(mesh.comm).raise_together("train: the weights to begin with"):
         if folder.kind == "huggingface":
             check_same_model(folder, model)
     folder.load(stages, mesh)

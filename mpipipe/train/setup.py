@@ -94,7 +94,7 @@ def train(
     """
     comm = runtime.resolve(comm)
     check_same_config(group_of(comm), config)
-    with group_of(comm).together("train: where metrics go"):
+    with group_of(comm).raise_together("train: where metrics go"):
         if comm.rank == 0:
             sinks.check_installed(sinks.parse_names(config.metrics_to))
     config, base = find_pretrained(config, comm)
@@ -126,7 +126,7 @@ def _train_owned(
                     mesh, config, architecture, base, data, out=out, trace=trace, tuning=tuning, crew=crew
                 )
             )
-    with group_of(comm).together("train: the mesh"):
+    with group_of(comm).raise_together("train: the mesh"):
         mesh = Mesh(comm, pipe=pipe, seq=config.seq)
     with watching(config.watchdog, out), mesh:
         return _train_in(mesh, config, architecture, base, data, out=out, trace=trace, tuning=tuning)
@@ -161,7 +161,7 @@ def _reporter(
     `make` is called on rank 0, with a sentence if ranks share cores. For `given` see `provenance.write`.
     """
     surroundings = environment.gather(mesh.comm, gpus=device != "cpu")
-    with group_of(mesh.comm).together("train: the reporter"):
+    with group_of(mesh.comm).raise_together("train: the reporter"):
         if surroundings is None:  # not on rank 0
             return NullReporter()
         reporter = make(surroundings["oversubscribed"])
@@ -210,10 +210,10 @@ def _train_on(
     plan = make_plan(config, model, base, mesh, device, found.vocab, tuning)
     source, language = open_data(config, plan, mesh, found, base)
     start = None if survivor else resume.find_start(config, plan, mesh, out, found.fingerprint)
-    with group.together("train: the shards of sequences"):
+    with group.raise_together("train: the shards of sequences"):
         packing = Packing(plan.schedule.microbatches) if config.packing == "segments" else None
         shard = Shard(mesh.seq, config.layout, config.seq_len, packing)
-    with group.together("train: the stages"):
+    with group.raise_together("train: the stages"):
         kernels.check_choice(device)
         stages = plan.stages(mesh.pipe.rank, shard, config.dtype, config.seed, device)
         loss = shard.loss_for(stages[-1], plan.microbatch_rows)

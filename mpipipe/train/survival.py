@@ -61,7 +61,7 @@ class Crew:
 
     def __init__(self, config: TrainConfig, comm: Communicator, pipe: int, out: Path) -> None:
         group = group_of(comm)
-        with group.together("train: --survive"):
+        with group.raise_together("train: --survive"):
             self.line = lifeline.demand()
             if comm.size != len(self.line.places):
                 raise ArgumentError("train: --survive on a part of the job", found=counted(comm.size, "rank"))

@@ -136,7 +136,7 @@ class Trainer:
         self.reported = done
 
     def _report(self, record: Record) -> None:
-        with group_of(self.mesh.comm).together("train: whether the folder is still this job's"):
+        with group_of(self.mesh.comm).raise_together("train: whether the folder is still this job's"):
             if self.mesh.rank == 0:
                 owner.check(self.out)
         self.progress.record = record
@@ -176,7 +176,7 @@ class Trainer:
         lr = optim.warmup_cosine(step, config.steps, config.lr, min(config.warmup, config.steps))
         with self.tracing.optimizer():
             norm = self._optimize(lr)
-        loss = pending.result().loss  # on its way since the backward ended: the norm has taken as long
+        loss = pending.wait().loss  # on its way since the backward ended: the norm has taken as long
         seconds = perf_counter() - start
         for times in (self.since_record, self.in_all):
             times.add(seconds, self.pipeline.busy, self.pipeline.elapsed)

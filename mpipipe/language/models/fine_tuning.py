@@ -116,7 +116,7 @@ class FineTuning:
         """
         if self.start is None:
             return
-        with group_of(mesh.comm).together("loading the adapter"):
+        with group_of(mesh.comm).raise_together("loading the adapter"):
             family, _ = expressed(cast(GPT, model), origin.family)
             announce_write(*stages)
             own = {name: array for stage in stages for name, array in stage.parameters.items()}
@@ -144,7 +144,7 @@ def find_tuning(config: TrainConfig, comm: Communicator) -> FineTuning:
         return FineTuning(freeze)
     group, found = group_of(comm), None
     path = shared_path(comm, text)
-    with group.together("train: the adapters"):
+    with group.raise_together("train: the adapters"):
         if comm.rank == 0:
             folder = standing(Path(path))
             if is_adapter_folder(folder):

@@ -75,9 +75,9 @@ class WeightsFolder:
     def load(self, stages: Sequence[nn.Stage], mesh: Mesh) -> None:
         """Set the parameters of this rank's stages; collective over the mesh."""
         group = group_of(mesh.comm)
-        with group.together("loading the weights"):
+        with group.raise_together("loading the weights"):
             weights.load(self.path, stages, casts=True)
-        with group.together("loading the weights: whether they are of one model"):
+        with group.raise_together("loading the weights: whether they are of one model"):
             if group.rank == 0:  # which has opened the folder
                 check_same(self.path, self.inode)
 
@@ -196,12 +196,12 @@ class HuggingFaceFolder:
     def load(self, stages: Sequence[nn.Stage], mesh: Mesh) -> None:
         """Set the parameters of this rank's stages; collective over the mesh."""
         group = group_of(mesh.comm)
-        with group.together("loading the model folder"):
+        with group.raise_together("loading the model folder"):
             announce_write(*stages)
             huggingface.read(self.folder, {name: array for each in stages for name, array in each.parameters.items()})
             for stage in stages:
                 stage.sync_compute()
-        with group.together("loading the model folder: whether it is one model"):
+        with group.raise_together("loading the model folder: whether it is one model"):
             if group.rank == 0:  # which has opened the folder
                 check_same(self.path, self.inode)
 
@@ -277,7 +277,7 @@ class AdaptedFolder:
     def load(self, stages: Sequence[nn.Stage], mesh: Mesh) -> None:
         """Set the parameters of this rank's stages; collective over the mesh."""
         self.base.load(stages, mesh)
-        with group_of(mesh.comm).together("merging the adapter"):
+        with group_of(mesh.comm).raise_together("merging the adapter"):
             own = {name: array for stage in stages for name, array in stage.parameters.items()}
             merge_adapter(self.adapter, self.family, self.model, own)
             for stage in stages:
@@ -391,7 +391,7 @@ def open_on_all(comm: Communicator, path: str) -> ModelFolder:
     """
     group, absolute = group_of(comm), shared_path(comm, path)
     found: ModelFolder | None = None
-    with group.together("opening the model"):
+    with group.raise_together("opening the model"):
         if comm.rank == 0:
             found = open_model(absolute)
     return group.broadcast("opening the model", found)

@@ -55,11 +55,11 @@ def find_pretrained(config: TrainConfig, comm: Communicator) -> tuple[TrainConfi
     if config.from_ is None:
         return config, None
     folder, origin = open_on_all(comm, config.from_), None
-    with group_of(comm).together("train: the model to begin from"):
+    with group_of(comm).raise_together("train: the model to begin from"):
         if comm.rank == 0:
             origin = huggingface.Origin.of(folder.path)
     origin = group_of(comm).broadcast("train: the model to begin from", origin)
-    with group_of(comm).together("train: the model to begin from"):
+    with group_of(comm).raise_together("train: the model to begin from"):
         model = folder.model
         defaults = {entry.name: entry.default for entry in fields(config)}
         for name in FROM_FOLDER:
@@ -129,7 +129,7 @@ def export_model(
 
 def _remove(folder: Path, mesh: Mesh) -> None:
     """Remove what this training left in the other format before it was resumed: it would be taken for the newest."""
-    with group_of(mesh.comm).together("train: the model in the other format"):
+    with group_of(mesh.comm).raise_together("train: the model in the other format"):
         if mesh.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -88,7 +88,7 @@ def save(
     sums: dict[str, str] = {}
     group = group_of(mesh.comm)
     with replacing(folder, group, _explained) as partial:
-        with group.together("saving weights"), _explained(folder):
+        with group.raise_together("saving weights"), _explained(folder):
             if mesh.replicas.rank == 0:
                 partial.mkdir(parents=True, exist_ok=True)  # other hosts may not see it yet
                 for stage, number in zip(stages, schedule.stages_of(mesh.pipe.rank)):
@@ -96,7 +96,7 @@ def save(
                     sums.update({name: entry.checksum for name, entry in written.arrays.items()})
         parts = group.gather("saving weights: the checksums", sums)
         sums = {name: text for part in parts for name, text in part.items()}
-        with group.together("saving weights: their description"), _explained(folder):
+        with group.raise_together("saving weights: their description"), _explained(folder):
             if mesh.rank == 0:
                 _keep_others(folder, partial)
                 if origin is not None:

@@ -18,7 +18,7 @@ from support.training_tolerance import path, roundings
 from mpipipe import Mesh, nn, schedules
 from mpipipe.attention import Local
 from mpipipe.errors import ArgumentError, NonFiniteError
-from mpipipe.language.data import Corpus, validation_batch
+from mpipipe.language.data import find, validation_batch
 from mpipipe.language.inference.generation import build_decoder, generate, readable
 from mpipipe.language.models import GPT, weights
 from mpipipe.train import TrainConfig, train
@@ -77,7 +77,7 @@ def test_a_training_leaves_the_weights_whose_loss_and_sample_it_reports(comm, mp
     stage = cut(1, [0], GPT(**found.model), found.dtype, seed=7)[0]
     weights.load(weights.folder_of(out), [stage])
     batch = dict(index=0, batches=1, batch=4, rows=slice(0, 4), seq_len=16)
-    validation = Corpus.open([str(text)], 16).validation
+    validation = find([text]).open(16).validation
     inputs, targets = validation_batch(validation, **batch)
     loss, _ = nn.softmax_cross_entropy(stage.forward(inputs)[0], targets)
     close_norm(loss, record.validation, count(GPT(**found.model)), dtype, "the loss")

@@ -229,7 +229,7 @@ def save_adapter(
     Raises, on every rank, ConfigError if no family has the model or a target, NonFiniteError, and StorageError.
     """
     group = group_of(mesh.comm)
-    with group.together("saving an adapter: its parts"):
+    with group.raise_together("saving an adapter: its parts"):
         family, _ = expressed(model, origin.family)
         parts = adapter_parts(lora, family, model)
         dtype = next(array.dtype for array in parameters.values())
@@ -237,14 +237,14 @@ def save_adapter(
         header, entries = header_of(planned, METADATA)
     with replacing(target, group, explained) as partial:
         path = partial / TENSORS
-        with group.together("saving an adapter: its file"), explained(target):
+        with group.raise_together("saving an adapter: its file"), explained(target):
             if mesh.rank == 0:
                 path.write_bytes(header)
-        with group.together("saving an adapter: the tensors"), explained(target):
+        with group.raise_together("saving an adapter: the tensors"), explained(target):
             if mesh.replicas.rank == 0:
                 own = [part for part in parts if part.ours in parameters]
                 _write(path, {part.ours: (planned[part.theirs], entries[part.theirs].start) for part in own})
-        with group.together("saving an adapter: its description"), explained(target):
+        with group.raise_together("saving an adapter: its description"), explained(target):
             if mesh.rank == 0:
                 base = None if origin.path is None else str(origin.path)
                 facts = config_of(lora, family, base)

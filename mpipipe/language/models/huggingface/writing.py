@@ -146,17 +146,17 @@ def save(
     35040
     """
     group = group_of(mesh.comm)
-    with group.together("saving a model folder: its description"):
+    with group.raise_together("saving a model folder: its description"):
         family, config = config_of(model, dtype, origin)
     with replacing(target, group, explained, replaces) as partial:
         own = parameters if mesh.replicas.rank == 0 else {}
-        with group.together("saving a model folder: its files"):
+        with group.raise_together("saving a model folder: its files"):
             parts = [part for part in parts_of(family.table, model) if part.ours in own]
             kind = arrays.dtype(dtype)
             mine = cut(outgoing(parts, lambda name: own[name].shape, own.__getitem__, kind, model), most)
         counts = group.gather("saving a model folder: its files", len(mine))
         places: dict[str, tuple[str, int]] = {}
-        with group.together("saving a model folder: the tensors"), explained(target):
+        with group.raise_together("saving a model folder: the tensors"), explained(target):
             if mine:
                 partial.mkdir(parents=True, exist_ok=True)  # other hosts may not see it yet
             for number, tensors in enumerate(mine, sum(counts[: mesh.rank])):
@@ -164,7 +164,7 @@ def save(
                 tensor_files.write(partial / name, tensors, metadata=METADATA)
                 places.update({theirs: (name, size_of(tensor)) for theirs, tensor in tensors.items()})
         everywhere = group.gather("saving a model folder: the tensors", places)
-        with group.together("saving a model folder: its description"), explained(target):
+        with group.raise_together("saving a model folder: its description"), explained(target):
             if mesh.rank == 0:
                 whole = {name: place for part in everywhere for name, place in part.items()}
                 _describe(partial, config, whole, origin)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mpipipe import schedules
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules import Costs, building_blocks, simulate
-from mpipipe.schedules.on_demand import OrdersOnDemand
+from mpipipe.schedules.action import OrdersOnDemand
 
 
 def waiting_share(schedule, costs, busy):
@@ -71,14 +71,14 @@ def test_a_limit_that_no_schedule_keeps_is_refused(arguments):
 @pytest.mark.parametrize(("transfer", "tries"), [(0, 1), (0.5, 2)])
 def test_of_a_large_schedule_no_second_choice_is_made_where_the_first_is_as_fast_as_any(monkeypatch, transfer, tries):
     """Where messages take time, some rank waits: another choice might be faster."""
-    made, fill = [], building_blocks.filled
+    made, fill = [], building_blocks.fill_waits
 
-    def counted(form, *rest, **options):
-        made.append(form.microbatches)
-        return fill(form, *rest, **options)
+    def counted(problem, *rest, **options):
+        made.append(problem.microbatches)
+        return fill(problem, *rest, **options)
 
     monkeypatch.setattr(building_blocks, "AFFORDABLE", 0)  # every schedule is large
-    monkeypatch.setattr(building_blocks, "filled", counted)
+    monkeypatch.setattr(building_blocks, "fill_waits", counted)
     costs = Costs(1, 1, 2, transfer)
     timeline = simulate(schedules.zero_bubble_2p(4, 40, costs), costs)
     assert made.count(40) == tries

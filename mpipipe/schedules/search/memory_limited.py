@@ -8,21 +8,24 @@ fastest counts. Schedules of the package compete, and the search without any R. 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from random import Random
+from typing import TypeAlias
 
 from mpipipe.errors import ArgumentError
-from mpipipe.schedules import kinds
+from mpipipe.schedules import checks
 from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, RECOMPUTE, WEIGHT_GRAD, Action
 from mpipipe.schedules.bounds import least_time
-from mpipipe.schedules.improve import Budget
-from mpipipe.schedules.kinds import NEVER, hops
-from mpipipe.schedules.memory import sizes_per_stage
+from mpipipe.schedules.checks import at_least_one
 from mpipipe.schedules.recompute import with_recompute
-from mpipipe.schedules.schedule import Schedule, at_least_one
-from mpipipe.schedules.search import placements, published, search
-from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, simulate
+from mpipipe.schedules.replay import packed, replay
+from mpipipe.schedules.schedule import Schedule
+from mpipipe.schedules.search.anneal import Budget, Share, anneal
+from mpipipe.schedules.search.problem import NEVER
+from mpipipe.schedules.search.search import placements, published, search
+from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, action_times, held, simulate, sizes_per_stage
 
 LAST = 0.5  # share of the budget in which single actions are moved
 PLAIN = 0.4  # of what is left: for the search without R
@@ -86,8 +89,8 @@ def search_with_recompute(
     >>> schedules.simulate(plain).makespan, schedules.simulate(found).makespan < 35
     (35.0, True)
     """
-    microbatches, limit = at_least_one("microbatches", microbatches), kinds.number("memory_limit", memory_limit)
-    kinds.check_time(seconds)
+    microbatches, limit = at_least_one("microbatches", microbatches), checks.number("memory_limit", memory_limit)
+    checks.check_time(seconds)
     steps = None if steps is None else at_least_one("steps", steps)
     places = placements(placement, chunks)
     fewest = max(max(map(place.count, set(place))) for place in places)
@@ -97,21 +100,21 @@ def search_with_recompute(
     budget = seconds * (1 - LAST), None if steps is None else max(1, int(steps * (1 - LAST))), seed
     for schedule in _orders(places, microbatches, costs, limit, fewest, budget):
         try:
-            found = with_recompute(schedule, costs, limit, kept_input=kept_input)
+            within = with_recompute(schedule, costs, limit, kept_input=kept_input)
         except ArgumentError as error:
             refusal = refusal or error
             continue
-        score = simulate(found, costs).makespan, len(found.recomputed)
+        score = simulate(within, costs).makespan, len(within.recomputed)
         if best is None or score < best[:2]:
-            best = *score, found
+            best = *score, within
         if best[0] <= goal:
             break
     if best is None:
         assert refusal is not None
         raise refusal
     last = Budget(seconds * LAST, None if steps is None else max(1, int(steps * LAST)))
-    found = Annealing(best[2], costs, limit, kept_input, Random(seed)).run(goal, last.goes_on)
-    return Schedule("search", found.placement, microbatches, found.orders)
+    fastest = Annealing(best[2], costs, limit, kept_input, Random(seed)).run(goal, last.until(1.0))
+    return Schedule("search", fastest.placement, microbatches, fastest.orders)
 
 
 def _orders(
@@ -159,103 +162,60 @@ def _one_by_one(place: Sequence[int], microbatches: int) -> Schedule:
 
 # -- Improve a schedule that runs forwards again: move single actions within their rank, take R's out, and put R's in
 #
-# What is no slower is kept, and now and then what is a little slower (annealing). Each state keeps the limit of memory,
-# and the order F, R, I, W of every micro-batch in a stage; one in which ranks wait for each other for ever is not kept.
+# Each state of the annealing keeps the limit of memory, and the order F, R, I, W of every micro-batch in a stage; one
+# in which ranks wait for each other for ever is not kept.
 
 
-RANK_OF = {FORWARD: 0, RECOMPUTE: 1, INPUT_GRAD: 2, WEIGHT_GRAD: 3}  # in the life of a micro-batch
+PLACE_IN_LIFE = {FORWARD: 0, RECOMPUTE: 1, INPUT_GRAD: 2, WEIGHT_GRAD: 3}  # of a micro-batch in a stage
 FAR = 8  # slots by which an action is moved, at most
 WARM = 0.02  # of the longest action: how much slower a step on the way may be
 CHANGES = 0.1  # share of steps that take an R out or put one in
-Order = list[Action]
+Order: TypeAlias = "list[Action]"
+State: TypeAlias = "tuple[list[Order], list[array[int]]]"  # the orders of all ranks, and the same packed
 
 
 class Annealing:
-    """Orders with R's, and the time they take.
-
-    Parameters
-    ----------
-    schedule : Schedule
-        To begin with; its backwards are split.
-    costs : Costs
-        Times of the stages.
-    limit : float
-        What a rank may hold.
-    kept_input : float or sequence of float
-        What stays of an activation of 1 where an R follows.
-    random : Random
-        Where changes come from.
-    """
+    """Orders with R's, and the time they take; the backwards of `schedule` are split first."""
 
     def __init__(
         self, schedule: Schedule, costs: Costs, limit: float, kept_input: float | Sequence[float], random: Random
     ) -> None:
-        self.schedule, self.random = schedule, random
-        self.limit = limit * (1 + 1e-9)
+        self.schedule, self.random, self.limit = schedule, random, limit * (1 + 1e-9)
         self.whole, self.kept = sizes_per_stage(schedule, 1.0, kept_input)
-        names = {FORWARD: "forward", INPUT_GRAD: "input_grad", WEIGHT_GRAD: "weight_grad", RECOMPUTE: "recompute"}
-        self.seconds = {op: costs.per_stage(name, schedule.stages) for op, name in names.items()}
-        self.hop = hops(schedule.placement, costs)
-        self.orders = [[each for action in order for each in _split(action)] for order in schedule.orders]
-        self.makespan = self.time_of(self.orders)
-        self.warm = WARM * (max(map(max, self.seconds.values())) or 1.0)
+        self.seconds, self.transfer = action_times(costs, schedule.stages), costs.per_stage("transfer", schedule.stages)
+        self.orders = [[half for action in order for half in _split(action)] for order in schedule.orders]
+        self.codes = [packed(order, schedule.microbatches) for order in self.orders]
+        self.makespan = self._time_of(self.codes)
+        single = (times for op, times in self.seconds.items() if op != BACKWARD)
+        self.warm = WARM * (max(map(max, single)) or 1.0)
 
-    def run(self, goal: float, goes_on: Callable[[], bool]) -> Schedule:
-        """Change the orders until the goal is reached or nothing goes on; return the fastest."""
-        now, best = self.makespan, list(self.orders)
-        while self.makespan > goal and goes_on():
-            rank = self.random.randrange(len(self.orders))
-            old = self.orders[rank]
-            new = self._changed(old)
-            if new is None:
-                continue
-            self.orders[rank] = new
-            makespan = self.time_of(self.orders)
-            longer = makespan - now
-            if longer <= 0 or self.random.random() < math.exp(-longer / self.warm):
-                now = makespan
-                if makespan < self.makespan:
-                    self.makespan, best = makespan, list(self.orders)
-            else:
-                self.orders[rank] = old
-        return replace(self.schedule, orders=tuple(map(tuple, best)))
+    def run(self, goal: float, share: Share) -> Schedule:
+        """Change the orders until the goal is reached or the budget is used up; return the fastest."""
+        states = anneal(
+            (self.orders, self.codes), self.makespan, self._changed, share, self.random, self.warm, self.warm
+        )
+        while self.makespan > goal and (taken := next(states, None)) is not None:
+            (orders, codes), makespan = taken
+            if makespan < self.makespan:
+                self.makespan, self.orders, self.codes = makespan, orders, codes
+        return replace(self.schedule, orders=tuple(map(tuple, self.orders)))
 
-    def time_of(self, orders: Sequence[Order]) -> float:
+    def _time_of(self, codes: Sequence[array[int]]) -> float:
         """Return the makespan, NEVER where the ranks stand still."""
-        last, seconds, hop = self.schedule.stages - 1, self.seconds, self.hop
-        ends: dict[tuple[str, int, int], float] = {}
-        slots, clocks = [0] * len(orders), [0.0] * len(orders)
-        asleep: dict[tuple[str, int, int], int] = {}
-        ready = list(range(len(orders)))
-        while ready:
-            rank = ready.pop()
-            order, slot, now = orders[rank], slots[rank], clocks[rank]
-            while slot < len(order):
-                stage, op, microbatch = order[slot]
-                if op == FORWARD and stage:
-                    awaited, lag = (FORWARD, stage - 1, microbatch), hop[stage]
-                elif op == INPUT_GRAD and stage < last:
-                    awaited, lag = (INPUT_GRAD, stage + 1, microbatch), hop[stage + 1]
-                else:
-                    awaited, lag = None, 0.0
-                if awaited is not None:
-                    end = ends.get(awaited)
-                    if end is None:
-                        asleep[awaited] = rank
-                        break
-                    now = max(now, end + lag)
-                now += seconds[op][stage]
-                if op in (FORWARD, INPUT_GRAD):
-                    made = op, stage, microbatch
-                    ends[made] = now
-                    if made in asleep:
-                        ready.append(asleep.pop(made))
-                slot += 1
-            slots[rank], clocks[rank] = slot, now
-        return max(clocks) if all(slot == len(order) for slot, order in zip(slots, orders)) else NEVER
+        starts, ends = replay(self.schedule, self.seconds, self.transfer, codes)
+        return max(ends) if all(len(began) == len(order) for began, order in zip(starts, codes)) else NEVER
 
-    def _changed(self, order: Order) -> Order | None:
-        """Return another order of a rank, None where the change is not allowed."""
+    def _changed(self, state: State) -> tuple[State, float] | None:
+        """Change the order of one rank; None where that is not allowed."""
+        orders, codes = list(state[0]), list(state[1])
+        rank = self.random.randrange(len(orders))
+        order = self._changed_order(orders[rank])
+        if order is None or max(held(order, self.whole, self.kept)) > self.limit:
+            return None
+        orders[rank], codes[rank] = order, packed(order, self.schedule.microbatches)
+        return (orders, codes), self._time_of(codes)
+
+    def _changed_order(self, order: Order) -> Order | None:
         draw, new = self.random, list(order)
         place = draw.randrange(len(order))
         if draw.random() < CHANGES:
@@ -265,33 +225,17 @@ class Annealing:
                 new.remove(again)
             else:
                 new.insert(new.index(Action(stage, INPUT_GRAD, microbatch)), again)
-        else:
-            action = new.pop(place)
-            target = min(max(0, place + draw.choice((-1, 1)) * draw.randint(1, FAR)), len(new))
-            crossed = order[target:place] if target < place else order[place + 1 : target + 1]
-            sign = -1 if target < place else 1
-            for stage, op, microbatch in crossed:
-                if (stage, microbatch) == (action.stage, action.microbatch):
-                    if sign * (RANK_OF[op] - RANK_OF[action.op]) > 0:
-                        return None
-            new.insert(target, action)
-        return new if self._peak(new) <= self.limit else None
-
-    def _peak(self, order: Order) -> float:
-        """Return what a rank holds at most, as `memory.held` counts it."""
-        again = {(stage, microbatch) for stage, op, microbatch in order if op == RECOMPUTE}
-        now = peak = 0.0
-        for stage, op, microbatch in order:
-            whole = self.whole[stage]
-            if op == FORWARD:
-                peak = max(peak, now + whole)
-                now += self.kept[stage] if (stage, microbatch) in again else whole
-            elif op == RECOMPUTE:
-                now += whole - self.kept[stage]
-                peak = max(peak, now)
-            elif op == WEIGHT_GRAD:
-                now -= whole
-        return peak
+            return new
+        action = new.pop(place)
+        target = min(max(0, place + draw.choice((-1, 1)) * draw.randint(1, FAR)), len(new))
+        crossed = order[target:place] if target < place else order[place + 1 : target + 1]
+        sign = -1 if target < place else 1
+        for stage, op, microbatch in crossed:
+            if (stage, microbatch) == (action.stage, action.microbatch):
+                if sign * (PLACE_IN_LIFE[op] - PLACE_IN_LIFE[action.op]) > 0:
+                    return None
+        new.insert(target, action)
+        return new
 
 
 def _split(action: Action) -> tuple[Action, ...]:

@@ -12,7 +12,7 @@ from mpipipe import schedules
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules import Costs, check, peak_memory, search_with_recompute, simulate, with_recompute
 from mpipipe.schedules.registry import names
-from mpipipe.schedules.search_recompute import Annealing
+from mpipipe.schedules.search.memory_limited import Annealing
 
 PLENTY = 1000.0  # seconds: what ends the search is the number of steps
 
