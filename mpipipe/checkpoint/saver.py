@@ -38,7 +38,7 @@ from mpipipe.job import runtime
 from mpipipe.job.consensus import raise_on_all
 from mpipipe.job.group import Group, group_of
 from mpipipe.job.wait import wait_locally
-from mpipipe.optim.optimizers import same_name
+from mpipipe.optim.optimizers import duplicate_name_error
 
 
 class Saver:
@@ -410,7 +410,7 @@ def check_names(mesh: Mesh, group: Group, contents: Collection[str]) -> None:
             holders.setdefault(name, []).append(rank)
     for name, ranks in sorted(holders.items()):
         if len(ranks) > 1:
-            raise_on_all(ranks[1], same_name(name.split("/", 1)[1], ranks), group)
+            raise_on_all(ranks[1], duplicate_name_error(name.split("/", 1)[1], ranks), group)
 
 
 def checked_contents(
