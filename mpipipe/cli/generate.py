@@ -21,8 +21,8 @@ from mpipipe.job.exit import run_or_abort
 from mpipipe.job.group import group_of
 from mpipipe.language.inference.evaluation import IN_FLIGHT
 from mpipipe.language.inference.generation import Drawn, Sampling, answers, build_decoder, check_prompts, shown
-from mpipipe.language.inference.prompts import Bytes, Prompts, TextStream, parse_ids, read_prompts
-from mpipipe.language.models.model_folder import FolderTokenizer, ModelFolder, open_on_all
+from mpipipe.language.inference.prompts import Bytes, FolderTokenizer, Prompts, TextStream, parse_ids, read_prompts
+from mpipipe.language.models.model_folder import ModelFolder, open_on_all
 from mpipipe.train import limits
 from mpipipe.train.screen import Outlet
 from mpipipe.train.training_plan import TrainingPlan

@@ -200,7 +200,6 @@ class _MicroBatch:
     def whole(self) -> None:
         """Run all once, so that what is made once is there."""
         with np.errstate(all="ignore"), self._head():
-            self.stage.begin_gradients()
             saved, dy, _ = self.forward()
             self.stage.backward(dy, saved)
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -291,7 +291,7 @@ def open_tokens(folder: ModelFolder, paths: Sequence[str], mesh: Mesh) -> tuple[
                 remedy="tokenize the text with the tokenizer of the model",
             )
     if found.unit == "bytes" and tokenizer is not None:
-        return tokenized(found.files, cast(Tokenizer, tokenizer), group), "tokens"
+        return tokenized(found.files, tokenizer, group), "tokens"
     with group.raise_together("evaluate: opening the data"):
         tokens = found.whole()
         seen = glance(found.files)
