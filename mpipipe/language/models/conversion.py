@@ -20,6 +20,7 @@ from mpipipe.attention import Local
 from mpipipe.checkpoint.whole_folder import replacing
 from mpipipe.errors import ConfigError
 from mpipipe.language.models import GPT, huggingface, weights
+from mpipipe.language.models.gpt import declared_in
 from mpipipe.language.models.huggingface import writing
 from mpipipe.language.models.model_folder import HuggingFaceFolder, ModelFolder, open_model
 
@@ -73,12 +74,8 @@ def groups_of(model: GPT, most: int, itemsize: int) -> list[dict[str, Shape]]:
     """Return names and shapes of the parameters, in groups of whole layers of at most `most` bytes."""
     groups: list[dict[str, Shape]] = []
     size = 0
-    for index, top in enumerate(model.build(Local())):
-        shapes = {
-            f"{name}.{key}": parameter.shape
-            for name, layer in top.walk(str(index))
-            for key, parameter in layer.declared.items()
-        }
+    for place, top in enumerate(model.build(Local())):
+        shapes = {name: parameter.shape for name, parameter in declared_in([top], place).items()}
         nbytes = sum(map(prod, shapes.values())) * itemsize
         if not groups or size + nbytes > most:
             groups.append({})
