@@ -155,7 +155,7 @@ def test_a_step_can_still_be_made_where_a_rank_dies_while_this_one_waits_for_its
     with pytest.raises(LostRankError):
         barrier.step(lr=1.0)
     retained = RetainedState(0, barrier, {}, [], barrier.optimizer)
-    assert retained.told().can_follow and retained.step == 5 and made == []
+    assert retained.report().can_follow and retained.step == 5 and made == []
     retained.catch_up(6)
     assert retained.step == 6 and made == [1]
 
@@ -166,7 +166,7 @@ def test_a_step_that_nobody_has_made_is_forgotten_by_ranks_that_wait_for_a_place
     barrier.pending = lambda: made.append(1)
     retained = RetainedState(0, barrier, {}, [], barrier.optimizer)
     retained.catch_up(5)
-    assert not retained.told().can_follow and made == []
+    assert not retained.report().can_follow and made == []
 
 
 def test_where_mpi_tells_of_deaths_a_dead_neighbour_does_not_end_a_job_that_leaves():
