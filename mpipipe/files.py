@@ -3,7 +3,7 @@
 Opening a FIFO waits for a writer, reading /dev/zero never ends, and opening some devices has effects of its own. So the
 kind of a file is checked before it is opened. It is checked again on the open descriptor, since the name may stand for
 another file by then. A file of absurd size is refused before it is read, and what has a zero byte is no text. Every
-function raises OSError, whose `strerror` says what was found.
+function raises OSError, whose `strerror` says what was found; `reading` and `writing` make the errors that users see.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from functools import cache
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
+from mpipipe.errors import ArgumentError, ConfigError, MpipipeError
+
 KINDS = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a FIFO (named pipe)"),
@@ -31,6 +33,60 @@ SYNC_FILE_RANGE_WRITE = 2  # of <fcntl.h>: begin to write dirty pages, without w
 # without O_NONBLOCK the open of a FIFO that has just taken the file's place would wait for a writer
 BLOCK = 1 << 20  # bytes of a text that are read together
 FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+
+
+@contextmanager
+def reading(
+    what: str,
+    path: str | Path,
+    error: type[MpipipeError] = ArgumentError,
+    *,
+    expected: str | None = REGULAR,
+    remedy: str | None = None,
+    also: tuple[type[Exception], ...] = (),
+) -> Iterator[None]:
+    """Turn an OSError, or an exception of `also`, into the error "`what` cannot be read", which names the file."""
+    with _explaining(f"{what} cannot be read", path, error, expected, remedy, also):
+        yield
+
+
+@contextmanager
+def writing(
+    what: str,
+    path: str | Path,
+    error: type[MpipipeError] = ConfigError,
+    *,
+    expected: str | None = None,
+    remedy: str | None = None,
+) -> Iterator[None]:
+    """Turn an OSError into the error "`what` cannot be written", which names the file or folder."""
+    with _explaining(f"{what} cannot be written", path, error, expected, remedy, ()):
+        yield
+
+
+@contextmanager
+def _explaining(
+    text: str,
+    path: str | Path,
+    error: type[MpipipeError],
+    expected: str | None,
+    remedy: str | None,
+    also: tuple[type[Exception], ...],
+) -> Iterator[None]:
+    caught: tuple[type[Exception], ...] = (OSError, *also)
+    try:
+        yield
+    except caught as cause:
+        if isinstance(cause, MpipipeError):  # says already what is wrong
+            raise
+        raise error(f"{text}: {reason(cause, path)}", found=str(path), expected=expected, remedy=remedy) from cause
+
+
+def reason(error: Exception, path: str | Path = "") -> str:
+    """Return what an exception says, without its number, and with the name of another file than `path`."""
+    text = getattr(error, "strerror", None) or str(error)
+    name = getattr(error, "filename", None)
+    return text if name is None or str(name) in (str(path), f"{path}{PARTIAL}") else f"{text}: {name}"
 
 
 def check_regular(path: str | Path) -> os.stat_result:

@@ -8,10 +8,10 @@ for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(name, "1")  # before numpy is imported: the ranks share the cores
 
 import pytest  # noqa: E402
+from gpu_emulator.fixture import a_gpu, an_emulated_gpu  # noqa: E402
 from hypothesis import HealthCheck, Phase, settings  # noqa: E402
 from mpi4py import MPI  # noqa: E402
-from support import harness  # noqa: E402
-from support.emulator.fixture import a_gpu, an_emulated_gpu  # noqa: E402
+from support import harness, ledger  # noqa: E402
 from support.launch import run_job  # noqa: E402
 
 # every rank must draw the same examples: no randomness, no database, nothing that depends on the clock
@@ -36,6 +36,8 @@ def pytest_cmdline_main(config):
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
     harness.install(config)
+    if MPI.COMM_WORLD.rank == 0:
+        config.pluginmanager.register(ledger.Ledger(), "ledger")
 
 
 def pytest_collection_modifyitems(items):
@@ -78,7 +80,7 @@ def subcomm(collective):
 
 @pytest.fixture
 def gpu():
-    """The GPU of this machine, or else the emulated one, for this test: see emulator/fixture.py.
+    """The GPU of this machine, or else the emulated one, for this test: see gpu_emulator/fixture.py.
 
     Device arrays are made by arrays.upload and read by arrays.download. MPIPIPE_TEST_GPU=emulator takes the emulated
     one in any case, MPIPIPE_TEST_GPU=amd one of AMD's, MPIPIPE_TEST_GPU=pretend the emulated one as if it were real,

@@ -168,3 +168,31 @@ def test_a_full_disk_leaves_no_part_of_a_file_and_the_old_one_whole(tmp_path, li
     little_room(resource.RLIM_INFINITY)
     assert caught.value.errno in (errno.EFBIG, errno.ENOSPC)
     assert os.listdir(tmp_path) == ["file"] and path.read_bytes() == b"old"
+
+
+def test_reading_and_writing_name_the_file_and_what_the_system_says(tmp_path):
+    path = tmp_path / "absent"
+    with pytest.raises(DataError) as caught, files.reading("the text", path, DataError, remedy="name another"):
+        files.read_text(path, 10)
+    assert str(caught.value).splitlines() == [
+        "the text cannot be read: No such file or directory",
+        f"  found: {path}",
+        f"  expected: {files.REGULAR}",
+        "  remedy: name another",
+    ]
+    with pytest.raises(ConfigError, match=r"the plan cannot be written: No such file or directory\n  found: .*/plan$"):
+        with files.writing("the plan", path / "plan"):
+            files.write_whole(path / "plan", b"")
+    with pytest.raises(ConfigError, match=f"No such file or directory: {path}/two\n  found: {path}/one"):
+        with files.writing("the folder", path / "one"):
+            open(path / "two", "xb")
+
+
+def test_reading_takes_other_exceptions_where_asked_and_passes_errors_of_the_package_on(tmp_path):
+    with pytest.raises(ArgumentError, match="the numbers cannot be read: no number"):
+        with files.reading("the numbers", tmp_path, also=(ValueError,)):
+            raise ValueError("no number")
+    with pytest.raises(ValueError, match=r"^no number$"), files.reading("the numbers", tmp_path):
+        raise ValueError("no number")
+    with pytest.raises(DataError, match=r"^too short$"), files.reading("the numbers", tmp_path, also=(ValueError,)):
+        raise DataError("too short")

@@ -36,11 +36,11 @@ from mpipipe.arrays.dtypes import (
     is_device,
     is_floating,
     is_half,
-    plain,
     refuse_mask,
+    strip_subclass,
 )
 from mpipipe.arrays.gemm_recorded import graphs_refused
-from mpipipe.arrays.graphs import Graph, hold, record_graph
+from mpipipe.arrays.graphs import Graph, keep_for_graph, record_graph
 from mpipipe.arrays.memory import (
     Shortage,
     address,
@@ -118,7 +118,6 @@ __all__ = [
     "empty",
     "empty_like",
     "graphs_refused",
-    "hold",
     "host_pieces",
     "is_amd",
     "is_array",
@@ -126,6 +125,7 @@ __all__ = [
     "is_done",
     "is_floating",
     "is_half",
+    "keep_for_graph",
     "load_cuda_runtime",
     "memory_shortage",
     "missing_parts",
@@ -134,7 +134,6 @@ __all__ = [
     "nccl_type",
     "own_stream",
     "pinned",
-    "plain",
     "read_only",
     "record",
     "record_graph",
@@ -144,6 +143,7 @@ __all__ = [
     "shares_memory",
     "side_stream",
     "stream",
+    "strip_subclass",
     "upload",
     "use_gpu",
     "wait_for",

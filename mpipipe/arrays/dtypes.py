@@ -97,7 +97,7 @@ def device_of(array: object) -> str:
     )
 
 
-def plain(array: Array) -> Array:
+def strip_subclass(array: Array) -> Array:
     """Return a host array of a subclass of numpy.ndarray (memmap, matrix, ...) as an ndarray itself, without a copy.
 
     Parameters

@@ -43,7 +43,7 @@ def is_recording() -> bool:
     return _recording.held is not None
 
 
-def hold(thing: T) -> T:
+def keep_for_graph(thing: T) -> T:
     """Let a graph that is being recorded keep something alive; elsewhere this does nothing.
 
     Whoever takes an array, or a kernel, from a cache that may drop it calls this: a graph knows its address alone.
@@ -65,7 +65,7 @@ def hold(thing: T) -> T:
 
 def workspace() -> DeviceArray:
     """Return device memory for a library within a recording: bytes that hold nothing from one call to the next."""
-    return hold(_recording.workspaces[_place()])
+    return keep_for_graph(_recording.workspaces[_place()])
 
 
 def _place() -> tuple:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from mpipipe.arrays.devices import cupy
-from mpipipe.arrays.dtypes import Array, DeviceArray, Shape, device_of, plain
+from mpipipe.arrays.dtypes import Array, DeviceArray, Shape, device_of, strip_subclass
 from mpipipe.arrays.streams import stream
 from mpipipe.errors import ArgumentError
 
@@ -260,7 +260,7 @@ def read_only(array: Array) -> Array:
     """
     if not isinstance(array, np.ndarray):
         return array
-    view = array.view() if type(array) is np.ndarray else plain(array).view()
+    view = array.view() if type(array) is np.ndarray else strip_subclass(array).view()
     view.setflags(write=False)
     return view
 

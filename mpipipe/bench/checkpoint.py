@@ -33,7 +33,7 @@ def run(repeats: int, gigabytes: float, folder: Path, model: GPT) -> None:
     """Print lines for saving, for loading, and for a training whose steps are long, and one whose steps are short."""
     comm = runtime.world()
     group, place = group_of(comm), None
-    with group.together("bench: the folder"):
+    with group.raise_together("bench: the folder"):
         if comm.rank == 0:
             if shutil.which("dd") is None:
                 raise BackendError("dd is not found", remedy="install coreutils")

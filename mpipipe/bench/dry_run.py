@@ -31,7 +31,7 @@ def run(config: TrainConfig) -> None:
     group = group_of(comm)
     folder = group.broadcast("bench: a folder", tempfile.mkdtemp() if comm.rank == 0 else None)
     try:
-        with group.together("bench: the peak of resident memory"):
+        with group.raise_together("bench: the peak of resident memory"):
             begin_peak()
         before = resident()
         train(replace(config, steps=STEPS, out=str(Path(folder, "run"))), GPT, comm)

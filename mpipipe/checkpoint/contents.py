@@ -16,7 +16,7 @@ from mpipipe.checkpoint.folders import COPY_AGAIN, MANIFEST
 from mpipipe.checkpoint.tensor_files import check_storable
 from mpipipe.errors import ArgumentError, StorageError
 from mpipipe.files import PARTIAL, sync_folder
-from mpipipe.optim.optimizers import same_name
+from mpipipe.optim.optimizers import duplicate_name_error
 
 PARAMETERS = "parameters"
 
@@ -48,7 +48,7 @@ def contents_of(stages: Sequence[Storable], optimizer: Optimizer | None) -> dict
     for stage in stages:
         for name, array in arrays_of(stage).items():
             if f"{PARAMETERS}/{name}" in found:
-                raise same_name(name)
+                raise duplicate_name_error(name)
             found[f"{PARAMETERS}/{name}"] = array
     for kind, states in {} if optimizer is None else optimizer.named_state().items():
         found.update({f"{kind}/{name}": array for name, array in states.items()})
@@ -148,9 +148,9 @@ def ties_of(stage: Any) -> Mapping[str, Sequence[str]]:
     return found
 
 
-def renew_compute(stage: Any) -> None:
+def sync_compute(stage: Any) -> None:
     """Let a stage renew the copy of its parameters that it computes with, where it has one."""
-    renew = getattr(stage, "renew_compute", None)
+    renew = getattr(stage, "sync_compute", None)
     if renew is not None:
         renew()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -13,7 +12,7 @@ from typing import Any
 from zlib import crc32
 
 from mpipipe import files
-from mpipipe.checkpoint.tensor_files import DTYPES, Content, Entry
+from mpipipe.checkpoint.tensor_files import NAMES, Content, Entry
 from mpipipe.errors import ArgumentError
 
 NAME = re.compile(r"step-([0-9]{8,18})")
@@ -281,18 +280,12 @@ def _content(name: str, facts: Any) -> Content:
 
 def _entry(name: str, facts: Any, header: int, size: int) -> Entry:
     dtype, shape = facts["dtype"], tuple(map(_count, _of(list, facts["shape"])))
-    widths = [width for width, stored in DTYPES.items() if stored == dtype]
-    if not widths:
+    if dtype not in NAMES:
         raise ValueError(f"{name} has the dtype {dtype!r:.40}")
-    start = _count(facts["start"])
-    if start < header or start + math.prod(shape) * _width(widths[0]) > size:
-        raise ValueError(f"{name} would begin at byte {start} and end behind its file, which has {size}")
-    return Entry(dtype, shape, start, _checksum(facts["checksum"]))
-
-
-def _width(dtype: str) -> int:
-    digits = re.search(r"\d+", dtype)
-    return int(digits[0]) // 8 if digits else 1
+    entry = Entry(dtype, shape, _count(facts["start"]), _checksum(facts["checksum"]))
+    if entry.start < header or entry.start + entry.nbytes > size:
+        raise ValueError(f"{name} would begin at byte {entry.start} and end behind its file, which has {size}")
+    return entry
 
 
 def _of(kind: type, value: Any) -> Any:

@@ -27,8 +27,8 @@ from mpipipe.checkpoint.folders import Checkpoint
 from mpipipe.checkpoint.owner import covering
 from mpipipe.errors import ArgumentError, OwnerError
 from mpipipe.files import sync_folder
-from mpipipe.job.context import here, is_rank
-from mpipipe.job.flight import Account
+from mpipipe.job.context import current_rank, is_rank
+from mpipipe.job.flight import Snapshot
 from mpipipe.job.wait import wait_locally
 
 logger = logging.getLogger("mpipipe")
@@ -90,7 +90,7 @@ class Saving:
         self._gpu = arrays.current_gpu() if device else None
         self._ready = arrays.record() if device else None  # behind the step that the checkpoint is of
         self.task: Task[Any] = Task(lambda: self._write(share), THREAD)
-        here().keep_account(self)
+        current_rank().add_inspectable(self)
         atexit.register(self.give_up)  # in a program that ends without closing its saver
         if self.task.ended and self.task.error is not None:
             self.read.set()
@@ -193,13 +193,13 @@ class Saving:
 
     # -- for the report of a hang -------------------------------------------------------------------------------
 
-    def sign(self) -> object:
-        """See job.flight.Accountable: a disk that is slow makes progress."""
+    def progress_token(self) -> object:
+        """See job.flight.Inspectable: a disk that is slow makes progress."""
         return self._bytes, self._doing, self.task.ended
 
-    def account(self) -> Account:
-        """See job.flight.Accountable."""
-        return Account((-1, self.place.step), operations=(str(self),))
+    def snapshot(self) -> Snapshot:
+        """See job.flight.Inspectable."""
+        return Snapshot((-1, self.place.step), operations=(str(self),))
 
     def __str__(self) -> str:
         done = f"{self._bytes >> 20} of {self._all_bytes >> 20} MiB"

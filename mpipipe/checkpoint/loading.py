@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +16,11 @@ from mpipipe.checkpoint.contents import (
     Storable,
     announcements_of,
     contents_of,
-    renew_compute,
     set_arrays,
+    sync_compute,
 )
 from mpipipe.checkpoint.folders import COPY_AGAIN, Checkpoint
-from mpipipe.checkpoint.tensor_files import DTYPES, Content, File
+from mpipipe.checkpoint.tensor_files import DTYPES, opened
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ArgumentError
 from mpipipe.job.group import group_of
@@ -62,7 +60,7 @@ def load(path: str | Path, mesh: Mesh, stages: Sequence[Storable], optimizer: Op
     """
     group = group_of(mesh.comm)
     found = None
-    with group.together("checkpoint.load: the manifest"):
+    with group.raise_together("checkpoint.load: the manifest"):
         wanted = {name: _writable(array) for name, array in contents_of(stages, optimizer).items()}
         if mesh.rank == 0:
             found = read(path)
@@ -70,7 +68,7 @@ def load(path: str | Path, mesh: Mesh, stages: Sequence[Storable], optimizer: Op
     kinds = {PARAMETERS} if optimizer is None else {PARAMETERS, *optimizer.named_state()}
     own = list(wanted) if mesh.replicas.rank == 0 else []
     names = {name for part in group.gather("checkpoint.load: the names of all ranks", own) for name in part}
-    with group.together("checkpoint.load: the arrays"), contents.offering(found.path):
+    with group.raise_together("checkpoint.load: the arrays"), contents.offering(found.path):
         _check_names(found, names, kinds, optimizer)
         _announce(stages, optimizer)
         read_arrays(found, wanted)
@@ -78,7 +76,7 @@ def load(path: str | Path, mesh: Mesh, stages: Sequence[Storable], optimizer: Op
             optimizer.steps = found.optimizer_steps or 0
         for stage in stages:
             set_arrays(stage, lambda name: wanted[f"{PARAMETERS}/{name}"])
-            renew_compute(stage)
+            sync_compute(stage)
     return found
 
 
@@ -155,33 +153,9 @@ def read_arrays(found: Checkpoint, wanted: Mapping[str, Array]) -> None:
                 remedy=OTHER_MODEL,
             )
     for file in dict.fromkeys(places.values()):
-        with _open(found.path / file, found.files[file]) as opened:
+        what, says = "a file of the checkpoint", f"what {folders.MANIFEST} says"
+        with opened(found.path / file, what, says, COPY_AGAIN, found.files[file]) as reader:
             for name in (name for name, place in places.items() if place == file):
-                _set(opened, name, wanted[name])
-
-
-@contextmanager
-def _open(path: Path, content: Content) -> Iterator[File]:
-    try:
-        with File(path, content) as file:
-            yield file
-    except OSError as error:
-        raise ArgumentError(
-            f"a file of the checkpoint cannot be read: {error.strerror}",
-            found=f"{path} on {socket.gethostname()}",
-            expected="a readable regular file, on a file system that all ranks share",
-            remedy=COPY_AGAIN,
-        ) from error
-    except ValueError as error:
-        raise ArgumentError(
-            f"a file of the checkpoint is damaged: {error}",
-            found=str(path),
-            expected=f"what {folders.MANIFEST} says",
-            remedy=COPY_AGAIN,
-        ) from error
-
-
-def _set(file: File, name: str, array: Array) -> None:
-    expected = file.content.arrays[name].checksum
-    if (checksum := file.read_into(name, array)) != expected:
-        raise ValueError(f"{name} has the checksum {checksum} and not {expected}")
+                checksum, expected = reader.read_summed(name, wanted[name]), reader.arrays[name].checksum
+                if checksum != expected:
+                    raise ValueError(f"{name} has the checksum {checksum} and not {expected}")

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from mpipipe.checkpoint.owner_taking import CLAIM, NAME, Record, Taking, read, this_process, write_over
 from mpipipe.errors import MpipipeError, OwnerError
-from mpipipe.job.context import here, is_rank
+from mpipipe.job.context import current_rank, is_rank
 from mpipipe.job.exit import Stop
 from mpipipe.job.group import Group
 from mpipipe.job.wait import wait_locally
@@ -53,7 +53,7 @@ class Owner:
         self._record: Record | None = None  # of the rank that renews the file
         self._descriptor, self._ended = -1, threading.Event()
         self._lock = threading.Lock()  # held while the descriptor is in use: its number may soon be another file's
-        here().owners.append(self)
+        current_rank().owners.append(self)
 
     def check(self) -> None:
         """Raise OwnerError if the folder is not this job's any more; to be called before a write."""
@@ -107,7 +107,7 @@ class Owner:
         """After ranks have died: let one of the ranks that are left keep the file alive; collective over them."""
         self._stop()
         processes = group.gather("the owner of a folder: its processes", this_process())
-        with group.together("the owner of a folder: who keeps it"):
+        with group.raise_together("the owner of a folder: who keeps it"):
             if group.rank == holder:
                 self._checked = float("-inf")
                 self.check()
@@ -131,9 +131,9 @@ class Owner:
     def release(self) -> None:
         """Let other jobs have the folder, where this rank keeps the file alive. Never raises OSError."""
         self.users -= 1
-        if self.users > 0 or self not in here().owners:
+        if self.users > 0 or self not in current_rank().owners:
             return
-        here().owners.remove(self)
+        current_rank().owners.remove(self)
         atexit.unregister(self._release_all)
         if self._record is None or not is_rank():
             return
@@ -165,7 +165,7 @@ def released_at_end(owner: Owner, group: Group | None) -> Iterator[None]:
 
 def covering(path: Path) -> Owner | None:
     """Return what this rank knows of the ownership of `path`, or of a folder above it; None if its job has none."""
-    return next((each for each in here().owners if each.folder == path or each.folder in path.parents), None)
+    return next((each for each in current_rank().owners if each.folder == path or each.folder in path.parents), None)
 
 
 def check(path: Path) -> None:
@@ -217,7 +217,7 @@ def take(folder: Path, group: Group, explain: Callable[[Path, OSError], MpipipeE
     """
     processes, taken = group.gather("the owner of a folder: its processes", this_process()), None
     outcome: tuple[Path, str, list[Path], str] | None = None
-    with group.together("the owner of a folder"):
+    with group.raise_together("the owner of a folder"):
         if group.rank == 0:
             token = secrets.token_hex(8)
             try:

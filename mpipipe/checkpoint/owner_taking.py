@@ -17,8 +17,8 @@ from pathlib import Path
 
 from mpipipe import files
 from mpipipe.errors import OwnerError
-from mpipipe.job.context import here
-from mpipipe.job.flight import Account
+from mpipipe.job.context import current_rank
+from mpipipe.job.flight import Snapshot
 from mpipipe.job.report import write
 
 NAME, CLAIM = "owner.json", "owner.json.after-"
@@ -49,7 +49,7 @@ class Taking:
         self._begin = self._last = self._next = time.monotonic()
         self._seen: dict[Path, tuple[bytes, float, bool]] = {}  # content, seconds it has stayed, whether it has changed
         self._told = False
-        here().keep_account(self)
+        current_rank().add_inspectable(self)
 
     def ended(self, seconds: float) -> bool:
         """Look once more, where it is time to, and return whether that is decided. Raises OSError and OwnerError."""
@@ -141,13 +141,13 @@ class Taking:
 
     # -- for the report of a hang ---------------------------------------------------------------------------------
 
-    def sign(self) -> object:
-        """See job.flight.Accountable: to look is progress."""
+    def progress_token(self) -> object:
+        """See job.flight.Inspectable: to look is progress."""
         return self.looks
 
-    def account(self) -> Account:
-        """See job.flight.Accountable."""
-        return Account((-1, -1), operations=(str(self),))
+    def snapshot(self) -> Snapshot:
+        """See job.flight.Inspectable."""
+        return Snapshot((-1, -1), operations=(str(self),))
 
     def __str__(self) -> str:
         return f"the owner of {self.path.parent} to leave"

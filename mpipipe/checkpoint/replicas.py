@@ -106,7 +106,7 @@ def check_replicas(mesh: Mesh, stages: Sequence[Storable], optimizer: Optimizer 
     mpipipe.errors.ReplicaError: rank 1: replicas differ in parameters/0.weight...
     """
     group = group_of(mesh.comm)
-    with group.together(f"{WHAT}: the hashes"):
+    with group.raise_together(f"{WHAT}: the hashes"):
         held = _held(mesh, stages, optimizer)
     steps = None if optimizer is None else optimizer.steps
     table = group.agree(WHAT, (("steps of the optimizer", steps),), [_number(held.hashes), bool(held.ties)])
@@ -126,9 +126,9 @@ def compare(everyone: Sequence[Held]) -> list[Difference]:
     """Find what differs between ranks with the same stages, and between places of a tied parameter."""
     found: dict[str, Difference] = {}
     for pipe in sorted({held.pipe for held in everyone}):
-        here = {rank: held.hashes for rank, held in enumerate(everyone) if held.pipe == pipe}
-        for name in sorted({name for hashes in here.values() for name in hashes}):
-            _add(found, name, {rank: {hashes.get(name, ABSENT)} for rank, hashes in here.items()})
+        current_rank = {rank: held.hashes for rank, held in enumerate(everyone) if held.pipe == pipe}
+        for name in sorted({name for hashes in current_rank.values() for name in hashes}):
+            _add(found, name, {rank: {hashes.get(name, ABSENT)} for rank, hashes in current_rank.items()})
     for key in sorted({key for held in everyone for key in held.ties}):
         names = sorted({name for held in everyone for name in held.ties.get(key, ())})
         holders = {rank: held for rank, held in enumerate(everyone) if key in held.ties}

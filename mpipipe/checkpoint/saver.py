@@ -38,7 +38,7 @@ from mpipipe.job import runtime
 from mpipipe.job.consensus import raise_on_all
 from mpipipe.job.group import Group, group_of
 from mpipipe.job.wait import wait_locally
-from mpipipe.optim.optimizers import same_name
+from mpipipe.optim.optimizers import duplicate_name_error
 
 
 class Saver:
@@ -153,7 +153,7 @@ class Saver:
         group, rank = self._group, self.mesh.rank
         steps = None if self.optimizer is None else self.optimizer.steps
         group.agree("checkpoint.save", (("step", step), ("steps of the optimizer", steps)))
-        with group.together("checkpoint.save: what is to be saved"):
+        with group.raise_together("checkpoint.save: what is to be saved"):
             contents, plain = checked_contents(self.stages, self.optimizer, step, state)
         if not self._compared:
             check_names(self.mesh, group, contents)
@@ -410,7 +410,7 @@ def check_names(mesh: Mesh, group: Group, contents: Collection[str]) -> None:
             holders.setdefault(name, []).append(rank)
     for name, ranks in sorted(holders.items()):
         if len(ranks) > 1:
-            raise_on_all(ranks[1], same_name(name.split("/", 1)[1], ranks), group)
+            raise_on_all(ranks[1], duplicate_name_error(name.split("/", 1)[1], ranks), group)
 
 
 def checked_contents(
@@ -426,7 +426,7 @@ def checked_contents(
 def begin_folder(mesh: Mesh, group: Group, root: Path, step: int) -> Path:
     """Make the folder of a checkpoint on rank 0, and return it; raises StorageError on all ranks; collective."""
     folder = None
-    with group.together("checkpoint.save: its folder"):
+    with group.raise_together("checkpoint.save: its folder"):
         if mesh.rank == 0:
             folder = folders.folder_of(root.absolute(), step)
             owner.check(folder)

@@ -41,13 +41,13 @@ def replacing(target: Path, group: Group, explained: Explain, replaces: bool = T
     replaces : whether a folder with files may be there; else ArgumentError is raised for one
     """
     partial = None
-    with group.together("saving a model: its place"), explained(target):
+    with group.raise_together("saving a model: its place"), explained(target):
         if group.rank == 0:
             partial = begin(target, replaces)
     partial = group.broadcast("saving a model: its place", partial)
     try:
         yield partial
-        with group.together("saving a model: its name"), explained(target):
+        with group.raise_together("saving a model: its name"), explained(target):
             if group.rank == 0:
                 give_name(partial, target)
     except BaseException:

@@ -42,15 +42,15 @@ def evaluate(
         processor.prepare_process(share_of_cores())
         comm = runtime.world()
         group, folder = group_of(comm), open_on_all(comm, model)
-        with group.together("evaluate: the output"):
+        with group.raise_together("evaluate: the output"):
             if comm.rank == 0 and out is not None and files.exists(out):
                 raise ConfigError("the file for results exists already", found=out, remedy="name another --out")
-        with group.together("evaluate: the mesh"):
+        with group.raise_together("evaluate: the mesh"):
             mesh = Mesh(comm, pipe=pipe or max(1, comm.size // seq), seq=seq)
         with mesh:
             tokens, unit = open_tokens(folder, data or [], mesh)
             place = select_device(device, comm)
-            with group.together("evaluate: the windows"):
+            with group.raise_together("evaluate: the windows"):
                 length = folder.model.seq if seq_len is None else seq_len
                 windows = Windows.of(tokens, length, by_document)
             options: Any = {"layout": layout, "rows": batch, "dtype": dtype or folder.dtype, "device": place}
@@ -58,7 +58,7 @@ def evaluate(
                 for _ in evaluator.run(tokens, windows):
                     pass
                 found = evaluator.result(by_document, None if tokens.nbytes is None else tokens.nbytes / len(tokens))
-            with group.together("evaluate: the results"):
+            with group.raise_together("evaluate: the results"):
                 if comm.rank == 0:
                     report(found, unit, out)
 

@@ -14,7 +14,7 @@ from mpipipe.cli.train import CONFIG, FIELDS
 from mpipipe.comm.mesh import Mesh, select_device
 from mpipipe.errors import ConfigError
 from mpipipe.job import inprocess, runtime
-from mpipipe.job.context import here
+from mpipipe.job.context import current_rank
 from mpipipe.job.exit import run_or_abort
 from mpipipe.job.group import group_of
 from mpipipe.job.types import Communicator
@@ -61,20 +61,20 @@ def plan(
             check_outputs(out)
             given = {**_keys_of(config), **flags}
             _on_paper(TrainConfig.load(config, **keys), given, Path(profile), ranks, transfer_model, out)
-        return int(here().unwritten)
+        return int(current_rank().unwritten)
 
     def work() -> None:
         processor.prepare_process()
         comm = runtime.world()
         given: dict[str, Any] = {}
-        with group_of(comm).together("plan: reading the configuration"):
+        with group_of(comm).raise_together("plan: reading the configuration"):
             _check_measured(ranks, transfer_model)
             given = {**_keys_of(config), **flags}
             chosen = TrainConfig.load(config, **keys)
             if comm.rank == 0:
                 check_outputs(out, save_profile)
         found, problem = make_plans(chosen, comm)
-        with group_of(comm).together("plan: the result"):
+        with group_of(comm).raise_together("plan: the result"):
             if comm.rank == 0:
                 show(found)
                 if out is not None:
@@ -154,7 +154,7 @@ def make_plans(config: TrainConfig, comm: Communicator) -> tuple[PlanReport, Pla
     check_same_config(group_of(comm), config)
     task = TextTask.of(config, GPT, comm)
     config = task.config
-    with group_of(comm).together("plan: the mesh"):
+    with group_of(comm).raise_together("plan: the mesh"):
         mesh = Mesh(comm, pipe=pipe_of(config, comm.size), seq=config.seq)
     with mesh:
         place = select_device(config.device, comm)

@@ -45,7 +45,7 @@ def train(
     def work() -> None:
         processor.prepare_process(share_of_cores())
         group, chosen = group_of(), None
-        with group.together("train: reading the configuration"):
+        with group.raise_together("train: reading the configuration"):
             check_alone(ranks, profile)
             if group.rank == 0:
                 chosen = TrainConfig.load(config, **flags)
@@ -109,7 +109,7 @@ def print_estimate(load: Callable[[], TrainConfig], ranks: int | None, profile: 
 
 def _in_job(load: Callable[[], TrainConfig], ranks: int | None, profile: str | None) -> None:
     group = group_of()
-    with group.together("train: the dry run"):
+    with group.raise_together("train: the dry run"):
         if ranks not in (None, group.size):
             raise ConfigError(
                 "--ranks is for a dry run in one process",

@@ -50,7 +50,7 @@ class Suite:
         self._check("information", "info", 60, [self.python, "-m", "mpipipe", "info"], show=True)
         attention = [self.python, "-m", "mpipipe.gpu_check.attention"]
         self._check("correctness", "attention", limits.attention, attention, show=True)
-        warm = [self.python, "-m", "support.warm_kernels", str(self.settings.processes)]
+        warm = [self.python, "-m", "gpu_emulator.warm_kernels", str(self.settings.processes)]
         self._check("information", "compile", limits.compile, warm)
         if not self.settings.quick:
             extra = [self.python, "-m", "mpipipe.gpu_check.extra"]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -18,21 +18,21 @@ from mpipipe.errors import ConfigError
 from mpipipe.job import inprocess, runtime
 from mpipipe.job.group import Group, group_of
 from mpipipe.job.types import Communicator
-from mpipipe.language.data import Found, Source, Tokens
+from mpipipe.language.data import DataListing, Source, Tokens, UserSource
 from mpipipe.language.data.windows import read_windows, segments, training_starts, validation_starts
 from mpipipe.language.inference.generation import build_decoder, continued
 from mpipipe.language.limits import check_decoding, check_layers, longest_text
 from mpipipe.language.models import model_folder, weights
-from mpipipe.language.models.base import (
-    Base,
+from mpipipe.language.models.fine_tuning import INSIDE, Architecture, FineTuning, Model, find_tuning
+from mpipipe.language.models.pretrained import (
+    PretrainedModel,
     architecture_of,
-    check_can_leave,
+    check_export,
     check_same_model,
-    find_base,
-    leave_model,
+    export_model,
+    find_pretrained,
     origin_of,
 )
-from mpipipe.language.models.fine_tuning import INSIDE, Architecture, FineTuning, Model, find_tuning
 from mpipipe.language.packing import Packing
 from mpipipe.language.shard import Shard
 from mpipipe.language.token_units import find_data, open_data
@@ -144,12 +144,16 @@ class TextTask(Task):
         *,
         vocab: int = BYTES,
         tuning: FineTuning | None = None,
-        base: Base | None = None,
+        base: PretrainedModel | None = None,
         data: Source | None = None,
     ) -> None:
         self.config, self.architecture, self.vocab, self.base = config, architecture, vocab, base
         self.tuning = tuning or FineTuning()
-        self.data, self.listing, self.source = data, cast("Found | None", None), cast("Source | None", None)
+        self.data, self.listing, self.source = (
+            data,
+            cast("DataListing | UserSource | None", None),
+            cast("Source | None", None),
+        )
         self.freeze, self.everywhere = self.tuning.freeze, config.packing == "segments"
         self.units, self.copies = config.seq_len, config.sample_bytes > 0
         self.folders = ("weights", model_folder.INSIDE, INSIDE)
@@ -159,7 +163,7 @@ class TextTask(Task):
         cls, config: TrainConfig, architecture: Architecture, comm: Communicator, data: Source | None = None
     ) -> TextTask:
         """Open the folder of the model to begin from, and that of adapters, if there are any; collective."""
-        config, base = find_base(config, comm)
+        config, base = find_pretrained(config, comm)
         tuning = find_tuning(config, comm)
         return cls(config, architecture_of(base, architecture), tuning=tuning, base=base, data=data)
 
@@ -225,7 +229,7 @@ class TextTask(Task):
 
     def check(self, plan: LayerPlan, mesh: Mesh) -> None:
         config = self.config
-        check_can_leave(config, self.tuning, self.model, self.base)
+        check_export(config, self.tuning, self.model, self.base)
         if config.packing == "segments" and asdict(self.model).get("positions") == "learned":
             raise ConfigError(
                 "documents cannot be packed for a model with learned positions, which begin with the sequence",
@@ -302,7 +306,7 @@ class TextTask(Task):
         config, base = self.config, self.base
         if config.init is not None:
             folder = model_folder.open_on_all(mesh.comm, config.init)
-            with group_of(mesh.comm).together("train: the weights to begin with"):
+            with group_of(mesh.comm).raise_together("train: the weights to begin with"):
                 if folder.kind == "huggingface":  # which says more than shapes
                     check_same_model(folder, self.model)
             folder.load(without_adapters(stages, merged=False), mesh)
@@ -366,7 +370,7 @@ class TextTask(Task):
         return self.tokens.summary(record)
 
     def save(self, out: Path, plan: LayerPlan, stages: Sequence[nn.Stage], mesh: Mesh) -> None:
-        leave_model(out, self.config, self.tuning, self.model, plan.schedule, stages=stages, mesh=mesh, base=self.base)
+        export_model(out, self.config, self.tuning, self.model, plan.schedule, stages=stages, mesh=mesh, base=self.base)
 
     def sample(self, plan: LayerPlan, pipeline: Pipeline, mesh: Mesh, shard: Shard) -> str:
         """Let the model continue validation text."""

@@ -13,8 +13,7 @@ from mpipipe.job import rank_list
 from mpipipe.job.consensus import raise_on_all
 from mpipipe.job.group import Group, group_of
 from mpipipe.job.types import Communicator
-from mpipipe.language.data import Found, Given, Source, find
-from mpipipe.language.data.source import glance
+from mpipipe.language.data import DataListing, Source, UserSource, find, glance
 from mpipipe.language.data.tokenizer import Tokenizer, hash_of, open_tokenizer
 from mpipipe.language.inference.generation import readable, shown
 from mpipipe.train.config import TrainConfig
@@ -22,14 +21,14 @@ from mpipipe.train.config import TrainConfig
 DIFFERENT = "the ranks see different data: other sizes or contents of files"
 
 
-def find_data(config: TrainConfig, own: Source | None, group: Group) -> Found:
+def find_data(config: TrainConfig, own: Source | None, group: Group) -> DataListing | UserSource:
     """Return what the data are, on every rank: those of `config.data`, or a source of the user's own.
 
     All ranks raise the same error. Rank 0 alone lists files and looks into all of them: a file system that thousands
     of ranks share is slow.
     """
     listing = None
-    with group.together("train: the data"):
+    with group.raise_together("train: the data"):
         if own is not None and config.data:
             raise ConfigError(
                 "the data are given twice",
@@ -43,11 +42,11 @@ def find_data(config: TrainConfig, own: Source | None, group: Group) -> Found:
     facts = tuple((name, getattr(own, name)) for name in ("vocab", "fingerprint", "unit", "tokenizer"))
     lengths = ("tokens", (len(own.train), len(own.validation)))
     group.agree("train: the source of data", (*facts, lengths), message=DIFFERENT, remedy="give all ranks the same")
-    return Given(own)
+    return UserSource(own)
 
 
 def open_data(
-    config: TrainConfig, comm: Communicator, found: Found, reads: bool, model: Path | None
+    config: TrainConfig, comm: Communicator, found: DataListing | UserSource, reads: bool, model: Path | None
 ) -> tuple[Source | None, TokenUnits]:
     """Return (source, units). `source` is None on ranks that do not read data.
 
@@ -57,11 +56,11 @@ def open_data(
     tokenizer = None
     source = seen = None
     group = group_of(comm)
-    with group.together("train: opening the data"):
+    with group.raise_together("train: opening the data"):
         if reads:
-            source = found.open(config.data, config.seq_len)
+            source = found.open(config.seq_len)
         if comm.rank == 0 or reads:
-            seen = glance(found.found(config.data))
+            seen = glance(found.files)
         if comm.rank == 0:
             tokenizer = find_tokenizer(found, config.tokenizer, model)
     ratios = BytesPerToken() if source is None else BytesPerToken.of(source)
@@ -123,7 +122,7 @@ class TokenUnits:
         return " ".join(map(str, ids)) if self.tokenizer is None else shown(self.tokenizer.decode(ids))
 
 
-def find_tokenizer(found: Found, named: str | None, model: Path | None) -> Tokenizer | None:
+def find_tokenizer(found: DataListing | UserSource, named: str | None, model: Path | None) -> Tokenizer | None:
     """Return the tokenizer of the data, None if there is none; one rank calls this.
 
     Raises ConfigError if the data are not of this tokenizer, DataError if it cannot be read. Without the library

@@ -34,13 +34,13 @@ class PlanReport:
 def find_plan(measured: MeasuredRanks, place: str) -> PlanReport:
     """Find the plans of a training; collective over all ranks. Raises the same error on every rank."""
     problem, group = measured.problem, group_of(measured.mesh.comm)
-    with group.together("plan: what is asked for"):
+    with group.raise_together("plan: what is asked for"):
         measured.check_place(place)
         space = problem.space
     oversubscribed = measured.oversubscribed()
     profile = measure(measured)
     plans: list[Plan] = []
-    with group.together("plan: the search"):
+    with group.raise_together("plan: the search"):
         if group.rank == 0:
             plans = find_plans(profile, space, problem.memory_limit)
     tried = group.broadcast("plan: what is compared with real steps", _different(plans))

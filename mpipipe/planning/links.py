@@ -163,14 +163,14 @@ class TrialSteps:
         pending = self.pipeline.launch(*self.batch, scale=scaler.scale)
         lr = measured.lr / 100
         optim.begin_step(self.optimizer, measured.clip, scaler=scaler, lr=lr, over=self.norm).finish()
-        pending.result()
+        pending.wait()
 
 
 @contextmanager
 def trial_steps(measured: MeasuredRanks, choice: Choice) -> Iterator[TrialSteps]:
     """Build the pipeline of a plan, and make its first steps; collective over all ranks."""
     problem, mesh = measured.problem, measured.mesh
-    with group_of(mesh.comm).together("plan: the stages"):
+    with group_of(mesh.comm).raise_together("plan: the stages"):
         plan = problem.plan(choice)
         layers = measured.layers()
         stages = plan.stages(mesh.pipe.rank, layers, problem.dtype, measured.seed, frozen=measured.frozen)
@@ -181,6 +181,6 @@ def trial_steps(measured: MeasuredRanks, choice: Choice) -> Iterator[TrialSteps]
     ):
         trial = TrialSteps(measured, plan, pipeline, norm)
         for stage in stages:
-            stage.keep_compute()
+            stage.optimizer_writes_compute()
         trial.steps(WARMUP)
         yield trial

@@ -17,7 +17,7 @@ from mpipipe import Pipeline, nn, optim, schedules
 from mpipipe.arrays import dtype as dtype_of
 from mpipipe.job.group import group_of
 from mpipipe.job.types import Communicator
-from mpipipe.pipeline.stage import Loss
+from mpipipe.pipeline.loss import Loss
 from mpipipe.planning import LayerCosts, RankCosts, Sizes
 from mpipipe.planning.problem import MeasuredRanks, declared
 
@@ -125,7 +125,7 @@ class Probe:
         batch = measured.example(UNDER_WAY * self.size, UNDER_WAY)
         with Pipeline([stage], schedule, self.solo, loss, recompute, replicas) as pipeline:
             optimizer, scaler = measured.optimizer(pipeline), measured.scaler()
-            stage.keep_compute()
+            stage.optimizer_writes_compute()
 
             def step() -> float:
                 pipeline.step(*batch, scale=scaler.scale)
@@ -248,7 +248,7 @@ def _parts(thing: Any) -> Iterator[Any]:
 METHODS = {
     "forward": "F",
     "forward_sum": "F",
-    "forward_apart": "F",
+    "forward_unadded": "F",
     "backward": "B",
     "backward_add": "B",
     "backward_input": "I",

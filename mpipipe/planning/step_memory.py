@@ -21,8 +21,8 @@ from mpipipe import arrays, nn
 from mpipipe.arrays import Array
 from mpipipe.nn import Position
 from mpipipe.nn.freezing import is_frozen
+from mpipipe.pipeline.loss import Loss
 from mpipipe.pipeline.plan import receive_windows
-from mpipipe.pipeline.stage import Loss
 from mpipipe.planning.layer_plan import LayerPlan
 from mpipipe.planning.memory import attentions, check_rehearsal, parameters_of
 from mpipipe.planning.problem import PlanningProblem
@@ -176,7 +176,7 @@ class StageMeter:
             stage = nn.Stage(chosen, self.dtype)
             drawing, buffers = _peak() - before, _now() - before
             drawing -= buffers
-            stage.keep_compute()
+            stage.optimizer_writes_compute()
             stage.end_backward(ends or stage.first_layer.uploads_integers)
             loss = Loss(self.loss_for(stage)) if places[-1] == len(self.kinds) - 1 else None
             one = _MicroBatch(stage, loss, x, targets)
@@ -193,7 +193,7 @@ class _MicroBatch:
         self.dy: Array | None = None
         self.shape: tuple[int, ...] = ()
         stage.position = Position(0, 0, 0, True)
-        self.trains = any(not layer.still for layer in stage.layers)
+        self.trains = any(not layer.frozen for layer in stage.layers)
 
     def forward(self) -> tuple[Any, Array | None, int]:
         """Return (saved, gradient of the output, bytes of the output)."""
@@ -209,7 +209,6 @@ class _MicroBatch:
     def whole(self) -> None:
         """Run all once, so that what is made once is there."""
         with np.errstate(all="ignore"), self._head():
-            self.stage.begin_gradients()
             saved, dy, _ = self.forward()
             self.stage.backward(dy, saved)
 

@@ -29,7 +29,7 @@ def shared_path(comm: Communicator, path: str | None) -> str:
     The ranks may have different working folders. Raises ConfigError if the working folder of rank 0 is gone.
     """
     absolute, group = None, group_of(comm)
-    with group.together("the path of a folder"):
+    with group.raise_together("the path of a folder"):
         if comm.rank == 0:
             try:
                 absolute = os.path.abspath(f"runs/{datetime.now():%Y%m%d-%H%M%S}" if path is None else path)
@@ -72,7 +72,7 @@ def own(comm: Communicator, path: str | None, replaced: Sequence[str] = ()) -> o
     if path is None:
         owned.made.insert(0, out)
     try:
-        with group.together("train: what a killed job has left"):
+        with group.raise_together("train: what a killed job has left"):
             if comm.rank == 0:
                 _mend(out, replaced)
     except BaseException:
@@ -136,7 +136,7 @@ def make_folder(out: Path, comm: Communicator, writes: bool) -> None:
     group = group_of(comm)
     token = group.broadcast("the marker of the output folder", secrets.token_hex(16) if comm.rank == 0 else None)
     marker = out / f"{MARKER}-{token}"
-    with group.together("making the output folder"):
+    with group.raise_together("making the output folder"):
         if comm.rank == 0:
             try:
                 out.mkdir(parents=True, exist_ok=True)
@@ -147,7 +147,7 @@ def make_folder(out: Path, comm: Communicator, writes: bool) -> None:
                 raise unusable(out, error) from error
             owner.keep(out)
     try:
-        with group.together("looking at the output folder"):
+        with group.raise_together("looking at the output folder"):
             if writes and not _sees(marker, token):
                 raise ConfigError(
                     "the output folder of rank 0 is not there on this rank",

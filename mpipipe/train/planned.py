@@ -51,7 +51,7 @@ def problem_of(config: TrainConfig, task: Task, pipe: int, replicas: int) -> Pla
 
 def measured_ranks(config: TrainConfig, task: Task, mesh: Mesh) -> MeasuredRanks:
     """Return the ranks of a job as those to measure a training on; collective. Raises the same error on every rank."""
-    with group_of(mesh.comm).together("plan: the shards of sequences"):
+    with group_of(mesh.comm).raise_together("plan: the shards of sequences"):
         shard = task.shard(mesh.seq, 1)
     return MeasuredRanks(
         problem=problem_of(config, task, mesh.pipe.size, mesh.data.size),

@@ -12,7 +12,7 @@ from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ArgumentError
 from mpipipe.job.group import Group, group_of
 from mpipipe.nn import Stage
-from mpipipe.nn.writing import announce_write
+from mpipipe.nn.write_hooks import announce_write
 from mpipipe.pipeline import Pipeline
 from mpipipe.train.config import TrainConfig
 from mpipipe.train.report import Record
@@ -62,7 +62,7 @@ class Progress:
     def load(self, found: Checkpoint) -> None:
         """Continue after a checkpoint; collective. Raises ArgumentError on every rank."""
         checkpoint.load(found.path, self.mesh, self.pipeline.stages, self.optimizer)
-        with group_of(self.mesh.comm).together("train: the state in the checkpoint"):
+        with group_of(self.mesh.comm).raise_together("train: the state in the checkpoint"):
             try:
                 self._restore(found)
             except (KeyError, TypeError, ValueError) as error:

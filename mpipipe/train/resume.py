@@ -55,7 +55,7 @@ def find_start(config: TrainConfig, task: Task, mesh: Mesh, out: Path) -> Checkp
     ConfigError for one of another training, and for an output folder that this training may not go on in.
     """
     group, found = group_of(mesh.comm), None
-    with group.together("train: where to begin"):
+    with group.raise_together("train: where to begin"):
         if mesh.rank == 0:
             found = checkpoint_of(config, out)
             if found is not None:

@@ -60,7 +60,7 @@ def run(task: Task, config: TrainConfig, comm: Communicator | None = None) -> Re
     """
     comm = runtime.resolve(comm)
     check_same_config(group_of(comm), config)
-    with group_of(comm).together("train: where metrics go"):
+    with group_of(comm).raise_together("train: where metrics go"):
         if comm.rank == 0:
             sinks.check_installed(sinks.parse_names(config.metrics_to))
     owned = output_folder.own(comm, config.out, task.folders)
@@ -76,7 +76,7 @@ def _run_owned(task: Task, config: TrainConfig, comm: Communicator, out: Path) -
         elastic = ElasticRun(config, comm, pipe, out)
         with watching(config.watchdog, out):
             return elastic.train(lambda mesh: _run_on(mesh, task, config, out, trace, elastic))
-    with group_of(comm).together("train: the mesh"):
+    with group_of(comm).raise_together("train: the mesh"):
         mesh = Mesh(comm, pipe=pipe, seq=config.seq)
     with watching(config.watchdog, out), mesh:
         return _run_on(mesh, task, config, out, trace)
@@ -103,9 +103,9 @@ def _train(
     plan = make_plan(config, task, mesh, device)
     task.open_data(plan, mesh)
     start = None if survivor else resume.find_start(config, task, mesh, out)
-    with group.together("train: the shards of sequences"):
+    with group.raise_together("train: the shards of sequences"):
         shard = task.shard(mesh.seq, plan.schedule.microbatches)
-    with group.together("train: the stages"):
+    with group.raise_together("train: the stages"):
         kernels.check_choice(device)
         layers = task.layers(shard)
         stages = plan.stages(mesh.pipe.rank, layers, config.dtype, config.seed, device, task.freeze)
@@ -152,7 +152,7 @@ def make_plan(config: TrainConfig, task: Task, mesh: Mesh, device: str) -> Layer
 
     All ranks raise the same error.
     """
-    with group_of(mesh.comm).together("train: the plan"):
+    with group_of(mesh.comm).raise_together("train: the plan"):
         plan = plan_layers(config, task, mesh.pipe.size, mesh.data.size)
         sample, message = task.sample_bytes(plan.microbatch_rows, config.dtype)
         problem = problem_of(config, task, mesh.pipe.size, mesh.data.size)
@@ -186,7 +186,7 @@ def _reporter(
     `make` is called on rank 0, with a sentence if ranks share cores.
     """
     surroundings = environment.gather(mesh.comm, gpus=device != "cpu")
-    with group_of(mesh.comm).together("train: the reporter"):
+    with group_of(mesh.comm).raise_together("train: the reporter"):
         if surroundings is None:  # not on rank 0
             return NullReporter()
         reporter = make(surroundings["oversubscribed"])

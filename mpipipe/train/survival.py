@@ -61,7 +61,7 @@ class ElasticRun:
 
     def __init__(self, config: TrainConfig, comm: Communicator, pipe: int, out: Path) -> None:
         group = group_of(comm)
-        with group.together("train: --survive"):
+        with group.raise_together("train: --survive"):
             self.line = lifeline.demand()
             if comm.size != len(self.line.places):
                 raise ArgumentError("train: --survive on a part of the job", found=counted(comm.size, "rank"))
@@ -172,7 +172,7 @@ class ElasticRun:
         scaler = progress.scaler
         scaler.scale, scaler.good, scaler.skipped, progress.pipeline.steps_taken = facts["scalars"]
         for stage in progress.pipeline.stages:
-            stage.renew_compute()
+            stage.sync_compute()
 
     def reporter(self, unit: str, oversubscribed: str | None) -> Reporter:
         """Make the reporter of rank 0, which goes on with the metrics that the old one has left."""

@@ -55,7 +55,7 @@ class Trainer:
         facts = resume.facts_of(config, task)
         self.checkpoints = Checkpoints(config, resume.checkpoints_of(out), progress, facts, reporter, preemption)
         for stage in progress.pipeline.stages:
-            stage.keep_compute()  # nobody but the optimizer changes parameters here
+            stage.optimizer_writes_compute()  # nobody but the optimizer changes parameters here
         self.batches = Batches(task, mesh, plan, shard)
         self.times = StepTimes(), StepTimes()  # since the last record, and in all
         self.barrier = StepBarrier(progress, group_of(mesh.comm), config.survive)
@@ -106,7 +106,7 @@ class Trainer:
         progress.reported = done
 
     def _report(self, record: Record) -> None:
-        with group_of(self.mesh.comm).together("train: whether the folder is still this job's"):
+        with group_of(self.mesh.comm).raise_together("train: whether the folder is still this job's"):
             if self.mesh.rank == 0:
                 owner.check(self.out)
         self.progress.record = record
@@ -148,7 +148,7 @@ class Trainer:
         lr = optim.warmup_cosine(step, config.steps, config.lr, min(config.warmup, config.steps))
         with self.tracing.optimizer():
             norm = self._optimize(lr)
-        loss = pending.result().loss  # on its way since the backward ended: the norm has taken as long
+        loss = pending.wait().loss  # on its way since the backward ended: the norm has taken as long
         seconds = perf_counter() - start
         for times in self.times:
             times.add(seconds, pipeline.busy, pipeline.elapsed)

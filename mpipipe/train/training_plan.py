@@ -163,7 +163,7 @@ def with_order(config: TrainConfig, comm: Communicator, out: Path) -> TrainConfi
     if not is_path(config.schedule):
         return config
     group, table = group_of(comm), None
-    with group.together("train: the order of the schedule"):
+    with group.raise_together("train: the order of the schedule"):
         if comm.rank == 0:
             table = _read(config, out)
     return replace(config, schedule=group.broadcast("train: the order of the schedule", table))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from gpu_emulator.fixture import an_emulated_gpu
 from support.device_attention import make, through_local
-from support.emulator.fixture import an_emulated_gpu
 
 from mpipipe import arrays, attention, nn
 from mpipipe.arrays import gemm

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.emulator import CUDARuntimeError
+from gpu_emulator import CUDARuntimeError
 from support.reference_attention import Dense, agrees
 from support.tolerance import close
 

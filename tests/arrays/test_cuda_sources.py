@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.emulator.compiler import cache_folder
+from gpu_emulator.compiler import cache_folder
 
 import mpipipe
 from mpipipe import arrays

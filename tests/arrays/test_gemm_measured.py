@@ -10,8 +10,8 @@ from importlib.util import find_spec
 
 import numpy as np
 import pytest
-from support.emulator import cublaslt
-from support.emulator.fixture import an_emulated_gpu
+from gpu_emulator import cublaslt
+from gpu_emulator.fixture import an_emulated_gpu
 from support.tolerance import close
 
 from mpipipe import arrays, nn

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.emulator.fixture import an_emulated_gpu
+from gpu_emulator.fixture import an_emulated_gpu
 
 from mpipipe import arrays, nn
 from mpipipe.arrays import cuda

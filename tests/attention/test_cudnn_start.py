@@ -154,7 +154,7 @@ def test_a_backward_is_asked_for_what_the_gpu_does(machine, monkeypatch, capabil
     """The forward is cuDNN's with every dimension; what its backward refuses is not asked of it."""
     machine.capability = capability
     monkeypatch.setattr(sys.modules["cudnn"], "backend_version", lambda: version)
-    monkeypatch.setattr(sys.modules["support.emulator.cudnn"], "VERSION", version)
+    monkeypatch.setattr(sys.modules["gpu_emulator.cudnn"], "VERSION", version)
     for dim in (64, 128, 136, 192, 256):
         whole = make("bfloat16", seq=6, heads=2, dim=dim)
         machine.launches.clear()

@@ -390,7 +390,7 @@ def test_a_rank_that_waits_for_its_disk_hears_of_the_failure_of_another(comm, mp
                     optimizer.step()
             assert caught.value.reported_elsewhere
     while group.failure is None:  # told of by the mesh's group first: both have a note
-        group.read_notes()
+        group.read_messages()
     assert not any(name.endswith("manifest.json") for _, _, names in os.walk(mpi_tmp_path) for name in names)
 
 

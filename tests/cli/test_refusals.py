@@ -67,7 +67,7 @@ def test_an_error_of_the_only_rank_names_no_rank():
     def refuse(comm):
         from mpipipe.job.group import group_of
 
-        with pytest.raises(ArgumentError) as caught, group_of(comm).together("a call"):
+        with pytest.raises(ArgumentError) as caught, group_of(comm).raise_together("a call"):
             raise ArgumentError("no")
         return str(caught.value)
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.emulator.fixture import an_emulated_gpu
+from gpu_emulator.fixture import an_emulated_gpu
 
 from mpipipe import arrays
 from mpipipe.cli import probe

@@ -7,8 +7,8 @@ import os
 import ml_dtypes
 import numpy as np
 import pytest
-from support.emulator import DeviceHangError, poisoned
-from support.emulator.fixture import own_gpus
+from gpu_emulator import DeviceHangError, poisoned
+from gpu_emulator.fixture import own_gpus
 
 from mpipipe import arrays
 from mpipipe.comm.nccl import channel, sums

@@ -16,9 +16,9 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
+from gpu_emulator.fixture import own_gpus
 from support import gpu_selection
 from support.command_line import invoke
-from support.emulator.fixture import own_gpus
 from support.reference_attention import NAMES, dense
 from support.tolerance import close, within
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import warm_kernels
+from gpu_emulator import warm_kernels
 
 from mpipipe import arrays
 from mpipipe.attention.kernels import cudnn_graph
@@ -81,7 +81,7 @@ def test_every_source_is_compiled_before_the_tests(emulated_gpu, capsys, monkeyp
 
 def test_kernels_are_compiled_by_several_processes(launch, emulated_gpu):
     """Each is a process of its own, which finds the same device."""
-    script = "import sys\nfrom support import warm_kernels as warm\nwork = warm.sources\n"
+    script = "import sys\nfrom gpu_emulator import warm_kernels as warm\nwork = warm.sources\n"
     script += "warm.sources = lambda: [each for each in work() if each[0].endswith(('fill.cu', 'rope.cu'))]\n"
     script += "if __name__ == '__main__':\n    sys.exit(warm.main(2))\n"
     job = launch(0, script, env=emulated_gpu.environment)

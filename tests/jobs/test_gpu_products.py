@@ -8,7 +8,7 @@ import types
 from importlib.machinery import ModuleSpec
 
 import pytest
-from support.emulator import cublaslt
+from gpu_emulator import cublaslt
 
 from mpipipe.arrays import gemm
 from mpipipe.bench.gpu import products

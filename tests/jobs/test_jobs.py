@@ -273,7 +273,7 @@ case "$*" in
     *COMM_WORLD.size*) echo "${{WORLD:-2}}" ;;
     *"from mpi4py import MPI") [ "${{HAS_MPI:-1}}" = 1 ] && exit
         printf 'Traceback:\nRuntimeError: cannot load MPI library\nlibmpi.so.12: none\n' >&2; exit 1 ;;
-    *support.warm_kernels*) echo "$*" >> warm.txt; echo "200 of 200 sources compiled" ;;
+    *gpu_emulator.warm_kernels*) echo "$*" >> warm.txt; echo "200 of 200 sources compiled" ;;
     *"mpipipe info"*) echo "GPU-aware MPI  ${{AWARE:-staged through the host: says no, directly}}" ;;
     *pytest*) way="direct=${{MPIPIPE_GPU_DIRECT:-}} stream=${{MPIPIPE_TEST_GPU_STREAM:-}}"
         echo "$way ranks=${{RANKS_HERE:-1}} $*" >> calls.txt

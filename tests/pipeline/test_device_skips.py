@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from gpu_emulator.fixture import own_gpus
 from support import dense
-from support.emulator.fixture import own_gpus
 from support.tolerance import close_norm
 
 from mpipipe import Branches, Pipeline, arrays, nn

@@ -1,6 +1,6 @@
 """Pipelines whose messages and sums go by NCCL: same bits, nothing through the host, and no deadlock.
 
-NCCL is emulated (support/emulator/nccl.py). With `one_queue` the emulated device runs nothing before all that was
+NCCL is emulated (gpu_emulator/nccl.py). With `one_queue` the emulated device runs nothing before all that was
 issued earlier has begun, which is the most that a GPU may make streams wait for each other.
 """
 
@@ -10,8 +10,8 @@ import sys
 
 import numpy as np
 import pytest
+from gpu_emulator.fixture import own_gpus
 from support import dense
-from support.emulator.fixture import own_gpus
 from support.small_gpt import text
 
 from mpipipe import Mesh, Pipeline, arrays, nn

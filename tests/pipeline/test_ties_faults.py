@@ -7,8 +7,8 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 from faults.fault import HEADING
+from gpu_emulator.fixture import own_gpus
 from support import dense
-from support.emulator.fixture import own_gpus
 
 from mpipipe import Pipeline, nn
 from mpipipe.errors import MpipipeError, PeerError

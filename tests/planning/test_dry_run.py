@@ -48,7 +48,7 @@ def allocated(config):
                 chosen = optim.AdamW if config.optimizer == "adamw" else lambda *a: optim.SGD(*a, momentum=0.9)
                 optimizer = chosen(pipeline.stages, 1e-3)
                 for stage in pipeline.stages:
-                    stage.keep_compute()
+                    stage.optimizer_writes_compute()
                 for _ in range(2):
                     tracemalloc.reset_peak()
                     pipeline.step(*tokens)

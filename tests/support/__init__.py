@@ -7,5 +7,4 @@ models      dense (tanh layers, and their gradients in numpy), reference_gpt (th
 attention   reference_attention (on whole matrices), rings (through a ring of ranks), device_attention (on a device)
 checks      tolerance and training_tolerance (how far rounding may move a result), gradcheck (finite differences),
             received_inputs (of both devices' pipelines), public_face (what docstrings must cover)
-emulator    a strict GPU on the host: modules cupy and cudnn
 """

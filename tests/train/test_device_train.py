@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.emulator.fixture import own_gpus
+from gpu_emulator.fixture import own_gpus
 from support.tolerance import bound, close, close_norm, largest, rounding, within
 from support.training_tolerance import curve, path, roundings
 
@@ -173,10 +173,10 @@ def test_the_loss_of_an_uneven_shard_is_that_of_the_host(gpu, comm, dtype):
 def test_an_optimizer_that_writes_the_half_copy_trains_as_a_cast_at_each_call(
     gpu, comm, config, dtype, optimizer, monkeypatch
 ):
-    keep = nn.Stage.keep_compute
+    keep = nn.Stage.optimizer_writes_compute
     curves, casts = [], []
     for name in ("kept", "cast"):
-        monkeypatch.setattr(nn.Stage, "keep_compute", keep if name == "kept" else lambda stage: None)
+        monkeypatch.setattr(nn.Stage, "optimizer_writes_compute", keep if name == "kept" else lambda stage: None)
         chosen = config(name, device="cuda", dtype=dtype, optimizer=optimizer, pipe=comm.size)
         gpu.reset()
         train(chosen, GPT, comm)

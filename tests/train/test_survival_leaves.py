@@ -104,7 +104,7 @@ def one_takes_part(self, config, comm, pipe, out):
 survival.ElasticRun.__init__ = one_takes_part
 def trouble(number):
     if number == 4:
-        for host, pid in here().lifeline.places:
+        for host, pid in current_rank().lifeline.places:
             os.kill(pid, signal.SIGUSR2)
 before("step", trouble)
 """

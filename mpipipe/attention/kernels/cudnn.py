@@ -254,7 +254,9 @@ def _some_heads(given: Named, first: int, count: int, group: int) -> Named:
 
 def _lengths(batch: int, seq: int, keys: int) -> Named:
     where = arrays.cupy(), arrays.cupy().cuda.runtime.getDevice(), arrays.stream().ptr
-    return {name: arrays.hold(_full(batch, n, *where)) for name, n in (("q_lengths", seq), ("k_lengths", keys))}
+    return {
+        name: arrays.keep_for_graph(_full(batch, n, *where)) for name, n in (("q_lengths", seq), ("k_lengths", keys))
+    }
 
 
 @lru_cache(maxsize=64)

@@ -169,7 +169,7 @@ def plan(request: Request) -> Plan | None:
 
 def run(ready: Plan, given: dict[str, DeviceArray]) -> None:
     """Put a plan on the current stream; `given` are the device arrays by name."""
-    arrays.hold(ready)
+    arrays.keep_for_graph(ready)
     workspace = arrays.empty(ready.workspace, arrays.dtype("uint8"), "cuda") if ready.workspace else None
     pointers = {UIDS[name]: int(arrays.address(array)) for name, array in given.items()}
     # Addresses instead of arrays: the package would import torch and convert arrays by DLPack, which waits for the GPU.

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,11 +28,10 @@ from mpipipe.errors import ConfigError, DataError, NonFiniteError
 from mpipipe.even_split import even_split
 from mpipipe.job.group import Group, group_of
 from mpipipe.language import data, limits
-from mpipipe.language.data import Tokens, find
-from mpipipe.language.data.source import glance
+from mpipipe.language.data import Tokens, find, glance
+from mpipipe.language.data.text_chunks import chunks_of
 from mpipipe.language.data.tokenize import Encoder
 from mpipipe.language.data.tokenizer import Tokenizer
-from mpipipe.language.data.units import units_of
 from mpipipe.language.models.model_folder import ModelFolder
 from mpipipe.language.shard import Shard
 from mpipipe.pipeline import Pipeline
@@ -155,11 +154,11 @@ class Evaluator:
             stop = min(start + at_once, len(windows))
             own = range(start + self.mesh.data.rank, stop, self.mesh.data.size)
             inputs, targets = None, None
-            with group.together("evaluate: reading the data"):
+            with group.raise_together("evaluate: reading the data"):
                 if tokens is not None:
                     inputs, targets = self._batch(tokens, [windows[number] for number in own], windows.length)
             self.pipeline.evaluate(inputs if self.first else None, targets if self.last else None)
-            with group.together("evaluate: the losses"):
+            with group.raise_together("evaluate: the losses"):
                 if self.losses is not None:
                     self.losses.settle()
             yield stop
@@ -225,7 +224,7 @@ def build_evaluator(
     Raises ConfigError, on every rank, for a window that is longer than the model allows or shorter than its ranks need.
     """
     group = group_of(mesh.comm)
-    with group.together("evaluate: the model"):
+    with group.raise_together("evaluate: the model"):
         model, ranks = folder.model, mesh.pipe.size
         if length > model.seq:
             raise ConfigError(
@@ -238,9 +237,9 @@ def build_evaluator(
         schedule = schedules.forward_only(ranks, 1, microbatches)
         at_once = rows or max(1, TOKENS // length)
         plan = LayerPlan(schedule, schedules.partition(model.costs(), schedule.stages), rows=at_once)
-    with group.together("evaluate: the shards of windows"):
+    with group.raise_together("evaluate: the shards of windows"):
         shard = Shard(mesh.seq, layout, length)
-    with group.together("evaluate: the stages"):
+    with group.raise_together("evaluate: the stages"):
         kernels.check_choice(device)
         stages = plan.stages(mesh.pipe.rank, model.build(shard.attend, shard.positions), dtype, 0, device)
         losses = WindowLosses(stages[-1]) if mesh.pipe.rank == schedule.placement[-1] else None
@@ -267,14 +266,14 @@ def open_tokens(folder: ModelFolder, paths: Sequence[str], mesh: Mesh) -> tuple[
     """
     group = group_of(mesh.comm)
     listed, tokenizer = None, None
-    with group.together("evaluate: the data"):
+    with group.raise_together("evaluate: the data"):
         if mesh.rank == 0:
             if not paths:
                 raise ConfigError("there is nothing to evaluate on", expected="files with --data")
             listed = find([str(Path(path).absolute()) for path in paths], folder.model.vocab)
     absolute = group.broadcast("evaluate: the paths", [str(Path(path).absolute()) for path in paths])
     found = group.broadcast("evaluate: the list of data", listed)
-    with group.together("evaluate: the tokenizer"):
+    with group.raise_together("evaluate: the tokenizer"):
         tokenizer = folder.tokenizer()
         if found.unit == "bytes" and tokenizer is None and folder.model.vocab != 256:
             raise ConfigError(
@@ -292,10 +291,10 @@ def open_tokens(folder: ModelFolder, paths: Sequence[str], mesh: Mesh) -> tuple[
                 remedy="tokenize the text with the tokenizer of the model",
             )
     if found.unit == "bytes" and tokenizer is not None:
-        return tokenized(found.found(absolute), cast(Tokenizer, tokenizer), group), "tokens"
-    with group.together("evaluate: opening the data"):
-        tokens = found.whole(absolute)
-        seen = glance(found.found(absolute))
+        return tokenized(found.files, tokenizer, group), "tokens"
+    with group.raise_together("evaluate: opening the data"):
+        tokens = found.whole()
+        seen = glance(found.files)
     group.agree(
         "evaluate: the data",
         (("the first and last blocks of the files", seen),),
@@ -307,12 +306,12 @@ def open_tokens(folder: ModelFolder, paths: Sequence[str], mesh: Mesh) -> tuple[
 
 def tokenized(files: Sequence[tuple[Path, int]], tokenizer: Tokenizer, group: Group) -> data.Array:
     """Return the tokens of files of text on every rank; each rank has tokenized its share. Collective."""
-    units = units_of(files)
-    part = even_split(len(units), group.size)[group.rank]
-    chunk = None
-    with group.together("evaluate: tokenizing"):
-        chunk = Encoder(tokenizer).encode(units[part.start : part.stop])
-    chunks = group.gather("evaluate: the tokens", chunk)
+    texts = chunks_of(files)
+    part = even_split(len(texts), group.size)[group.rank]
+    batch = None
+    with group.raise_together("evaluate: tokenizing"):
+        batch = Encoder(tokenizer).encode(texts[part.start : part.stop])
+    chunks = group.gather("evaluate: the tokens", batch)
     shifts = np.cumsum([0, *(len(each.ids) for each in chunks)])
     starts = [start + int(shift) for each, shift in zip(chunks, shifts) for start in each.starts]
     ids = np.concatenate([each.ids for each in chunks])

@@ -264,7 +264,7 @@ def build_decoder(
     """
     group = group_of(mesh.comm)
     schedule = plan.schedule.forward_only_part(plan.schedule.microbatches)
-    with group.together("generate: the memory of a decoder"):
+    with group.raise_together("generate: the memory of a decoder"):
         limits.check_decoding(model, plan, mesh.pipe.rank, dtype, (slots, capacity), mesh.seq.size)
     pieces, held = Pieces(), list[list[Piece]]()
 
@@ -273,15 +273,15 @@ def build_decoder(
         return SlotCache(pieces, slots, capacity, mesh.seq, window=back)
 
     layers = model.build(attend)
-    with group.together("generate: the positions"):
+    with group.raise_together("generate: the positions"):
         limits.check_positions(layers, capacity)
-    with group.together("generate: the stages"):
+    with group.raise_together("generate: the stages"):
         stages = []
         for start, stop in plan.ranges_of(mesh.pipe.rank):
             cuts = [start, stop - 1, stop] if stop == len(layers) else [start, stop]
             inner = [nn.Stage(layers[low:high], dtype=dtype, first=low) for low, high in pairwise(cuts)]
             stages.append(DecodingStage(inner, pieces, held))
-    with group.together("generate: the parameters"):
+    with group.raise_together("generate: the parameters"):
         load_weights([inner for stage in stages for inner in stage.inner_stages])
     return Decoder(Pipeline(stages, schedule, mesh.pipe, replicas=mesh.replicas), mesh, held, slots, capacity)
 
@@ -393,7 +393,7 @@ def continued(
     decoder: Decoder, prompt: Sequence[int], count: int, vocab: int, *, temperature: float, seed: int
 ) -> list[int]:
     """Return token ids that continue those of `prompt`, as `generate` does for bytes; `vocab` is that of the model."""
-    with group_of(decoder.mesh.comm).together("generate: the prompt"):
+    with group_of(decoder.mesh.comm).raise_together("generate: the prompt"):
         sampling = Sampling(temperature=temperature, seed=seed)
         check_prompts([prompt], count, vocab)
     return [drawn.token for drawn in answers(decoder, [prompt], count, sampling)]

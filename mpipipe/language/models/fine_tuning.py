@@ -28,7 +28,7 @@ from mpipipe.language.models.huggingface.families import expressed
 from mpipipe.nn.freezing import frozen_names, is_frozen
 from mpipipe.nn.lora import is_adapter
 from mpipipe.nn.parameters import Parameter
-from mpipipe.nn.writing import announce_write
+from mpipipe.nn.write_hooks import announce_write
 from mpipipe.train.config import TrainConfig
 from mpipipe.train.output_folder import shared_path
 
@@ -116,13 +116,13 @@ class FineTuning:
         """
         if self.start is None:
             return
-        with group_of(mesh.comm).together("loading the adapter"):
+        with group_of(mesh.comm).raise_together("loading the adapter"):
             family, _ = expressed(cast(GPT, model), origin.family)
             announce_write(*stages)
             own = {name: array for stage in stages for name, array in stage.parameters.items()}
             read_adapter(self.start, family, cast(GPT, model), own)
             for stage in stages:
-                stage.renew_compute()
+                stage.sync_compute()
 
     def save(self, out: Path, stages: Sequence[nn.Stage], model: Model, origin: huggingface.Origin, mesh: Mesh) -> None:
         """Leave the adapters in the output folder of a training, if there are any; collective.
@@ -144,7 +144,7 @@ def find_tuning(config: TrainConfig, comm: Communicator) -> FineTuning:
         return FineTuning(freeze)
     group, found = group_of(comm), None
     path = shared_path(comm, text)
-    with group.together("train: the adapters"):
+    with group.raise_together("train: the adapters"):
         if comm.rank == 0:
             folder = standing(Path(path))
             if is_adapter_folder(folder):

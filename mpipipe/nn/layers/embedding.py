@@ -122,7 +122,7 @@ class LearnedPositions(Layer):
 
     takes_integers = False
     recordable = True
-    leaves_sum = True
+    defers_add = True
 
     weight: np.ndarray
     weight_grad: np.ndarray
@@ -156,7 +156,7 @@ class LearnedPositions(Layer):
         added, numbers = self._rows(x)
         return self.stage.kernels.add(x, added), numbers
 
-    def forward_apart(self, x: Array, more: Array | None) -> tuple[Array, Array, Array | None, Any]:
+    def forward_unadded(self, x: Array, more: Array | None) -> tuple[Array, Array, Array | None, Any]:
         total = x if more is None else self.stage.kernels.add(x, more)
         return (total, total, *self._rows(total))
 
@@ -182,7 +182,7 @@ class LearnedPositions(Layer):
         batch, seq = x.shape[:2]
         asked = self.positions if self._attend is None else self._attend.positions(seq)
         known = seq if asked is None else np.ascontiguousarray(asked, np.int64).tobytes()
-        numbers = arrays.hold(self._kept(batch, known))
+        numbers = arrays.keep_for_graph(self._kept(batch, known))
         if self._attend is not None:
             self._attend.advance(seq)
         return self.stage.kernels.embed(self.weight, numbers), numbers
@@ -235,7 +235,6 @@ class Head(Linear):
     """
 
     recordable = True
-    replaced = ("weight",)
     freezes_parts = True
 
     def __init__(self, inputs: int, outputs: int, tie: str | None = None, gain: float = 1.0):

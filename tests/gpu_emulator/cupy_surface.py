@@ -1,0 +1,309 @@
+"""What this package and the emulated device use of CuPy: names, parameters with their C types, and numbers.
+
+cupy_surface.json beside this file holds them as an installed CuPy has them. CuPy can be imported without a GPU, and the
+docstrings of its compiled functions begin with their C signatures. To make the file again:
+
+    pip install 'cupy-cuda13x[ctk]>=14,<15' nvidia-nccl-cu13       # with cuBLAS and NCCL, which their modules need
+    cd tests && python -m gpu_emulator.cupy_surface
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gpu_emulator as emulator
+import mpipipe
+
+FILE = Path(__file__).with_name("cupy_surface.json")
+PACKAGE = Path(mpipipe.__file__).parent
+ATTRIBUTE, CLASS = "attribute", "class"
+LIBRARIES = {"cupy.cuda.cublas": "cuBLAS", "cupy.cuda.nccl": "NCCL"}  # modules that need a library to be imported
+# what functions of the package return, and how parameters are called or annotated: X() is an instance of X
+DOORS = {
+    "cupy": "cupy",
+    "_any_cupy": "cupy",
+    "nccl": "cupy.cuda.nccl",
+    "stream": "cupy.cuda.Stream()",
+    "side_stream": "cupy.cuda.Stream()",
+    "record": "cupy.cuda.Event()",
+    "cuda_function": "cupy.RawKernel()",
+}
+PARAMETERS = {
+    "Stream": "cupy.cuda.Stream()",
+    "Event": "cupy.cuda.Event()",
+    "DeviceArray": "cupy.ndarray()",
+    "library: ModuleType": "cupy",
+    "runtime: Any": "cupy.cuda.runtime",
+    "communicator: Any": "cupy.cuda.nccl.NcclCommunicator()",
+}
+RETURNED = {
+    "cupy.cuda.get_current_stream()": "cupy.cuda.Stream()",
+    "cupy.cuda.Stream.end_capture()": "cupy.cuda.Graph()",
+    "cupy.get_default_memory_pool()": "cupy.cuda.MemoryPool()",
+    "cupy.RawModule.get_function()": "cupy.RawKernel()",
+    "cupy.ndarray.data": "cupy.cuda.MemoryPointer()",
+    "cupy.empty()": "cupy.ndarray()",
+}
+
+
+class Parameter(NamedTuple):
+    """One parameter: its name, its C type or "", whether it may be left out, whether it is given by name alone."""
+
+    name: str
+    c_type: str
+    optional: bool
+    by_name: bool
+
+
+class Call(NamedTuple):
+    """How the package calls a thing: the number of positional arguments, or None for *args, and the names of others."""
+
+    positional: int | None
+    named: tuple[str, ...]
+
+
+# -- an installed CuPy
+
+
+def described(name: str) -> Any:
+    """What the installed CuPy has under a name: a number, "class (...)", "(...)" or "attribute".
+
+    Raises ImportError where a library is missing, AttributeError where CuPy does not have the name.
+    """
+    parts = name.split(".")
+    owner, thing = None, import_module(parts[0])
+    for place, part in enumerate(parts[1:], 1):
+        if isinstance(thing, type) and not hasattr(thing, part) and _says_that_it_has(thing, part):
+            return ATTRIBUTE
+        if isinstance(thing, types.ModuleType) and not hasattr(thing, part):
+            with suppress(ModuleNotFoundError), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                import_module(".".join(parts[: place + 1]))
+        owner, thing = thing, getattr(thing, part)
+        if isinstance(thing, types.ModuleType) and not getattr(thing, "available", True):
+            raise ImportError(f"{thing.__name__}: its library is missing")
+    if isinstance(thing, types.ModuleType):
+        return "module"
+    if isinstance(thing, int) and not isinstance(thing, bool):
+        return int(thing)
+    if isinstance(thing, type):
+        return f"{CLASS} {_signature(thing)}"
+    return _signature(thing) if callable(thing) and not _is_data(owner, parts[-1]) else ATTRIBUTE
+
+
+def _is_data(owner: Any, name: str) -> bool:
+    return isinstance(owner, type) and isinstance(
+        inspect.getattr_static(owner, name), property | types.GetSetDescriptorType
+    )
+
+
+def _says_that_it_has(kind: type, attribute: str) -> bool:
+    """Whether the page of a class lists an attribute that its instances alone have."""
+    return any(re.search(rf"~\w+\.{attribute} \(", each.__doc__ or "") for each in kind.__mro__)
+
+
+def _signature(thing: Any) -> str:
+    """The parameters as the first line of the docstring has them, with C types, else as Python knows them."""
+    for where in (thing, getattr(thing, "__init__", None)):
+        for line in (getattr(where, "__doc__", None) or "").splitlines()[:3]:  # a kernel's call has two such lines
+            found = re.match(r"\s*[\w.]+\((.*)\)(\s*->.*)?$", line)
+            if found and "**kwargs" not in line and not line.startswith("Initialize"):
+                named = [part for part in _split(found[1].replace("\\", "")) if part not in ("self", "cls")]
+                return f"({', '.join(named)})"
+    try:
+        text = str(inspect.signature(thing))
+    except (TypeError, ValueError):
+        return "(...)"
+    return re.sub(r"\((self, |self)", "(", text.partition(" ->")[0])
+
+
+def version() -> str:
+    """The version of the installed CuPy."""
+    return import_module("cupy").__version__
+
+
+# -- what is written
+
+
+@cache
+def written() -> dict[str, Any]:
+    """The names of the file, and what CuPy has under each."""
+    return json.loads(FILE.read_text())["names"]
+
+
+def parameters(name: str) -> list[Parameter] | None:
+    """The parameters of a name of the file; None where they are not known, or it is nothing to call."""
+    text = str(written()[name]).removeprefix(f"{CLASS} ")
+    if not text.startswith("(") or text == "(...)":
+        return None
+    found, by_name = [], False
+    for part in _split(text[1:-1]):
+        by_name |= part.startswith("*")
+        declared, equals, _ = (piece.strip() for piece in part.partition("="))
+        declared = declared.partition(":")[0]
+        if declared not in ("*", "/"):
+            found.append(Parameter(declared.split()[-1], declared.rpartition(" ")[0], bool(equals), by_name))
+    return found
+
+
+def _split(text: str) -> list[str]:
+    """The parts between commas that stand in no brackets."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [part.strip() for part in parts if part.strip()]
+
+
+# -- the emulated device
+
+
+def emulated() -> dict[str, Any]:
+    """What the emulated device has under each of its public names, methods of classes included."""
+    found = {}
+    for module, content in {**emulator.cupy_modules(), "cupy.cuda.cublas": emulator.cublas_module()}.items():
+        for name, thing in vars(content).items():
+            if name.startswith("_") or isinstance(thing, types.ModuleType):
+                continue
+            found[f"{module}.{name}"] = thing
+            if isinstance(thing, type) and not issubclass(thing, (BaseException, tuple)):
+                found |= {f"{module}.{name}.{key}": value for key, value in _members(thing)}
+    return found
+
+
+def _members(kind: type) -> Iterator[tuple[str, Any]]:
+    for base in kind.__mro__[:-1]:
+        yield from ((name, value) for name, value in vars(base).items() if not name.startswith("_"))
+
+
+# -- the package
+
+
+class Chains(ast.NodeVisitor):
+    """Every chain of attributes that begins with CuPy in one file, and how the things at their ends are called."""
+
+    def __init__(self, path: Path):
+        self.found: dict[str, set[Call]] = {}
+        self._known: list[dict[str, str]] = [{}]
+        self.visit(ast.parse(path.read_text()))
+
+    def visit_FunctionDef(self, node):
+        names = dict(self._known[-1])
+        for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
+            annotation = "" if each.annotation is None else ast.unparse(each.annotation)
+            names[each.arg] = PARAMETERS.get(annotation) or PARAMETERS.get(f"{each.arg}: {annotation}", "")
+        self._known.append(names)
+        self.generic_visit(node)
+        self._known.pop()
+
+    def visit_ImportFrom(self, node):
+        if node.module == "cuda":  # pathfinder, which CuPy's wheels depend on
+            self._known[-1] |= {each.name: f"cuda.{each.name}" for each in node.names}
+
+    def visit_ClassDef(self, node):
+        self._known.append(dict(self._known[-1]))
+        for each in ast.walk(node):  # what a method gives to self, others find there
+            if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]).startswith("self."):
+                self._learn(each.targets[0], each.value)
+        self.generic_visit(node)
+        self._known.pop()
+
+    def visit_Assign(self, node):
+        for target in node.targets:
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                for one, value in zip(target.elts, node.value.elts):
+                    self._learn(one, value)
+            else:
+                self._learn(target, node.value)
+        self.generic_visit(node)
+
+    def visit_With(self, node):
+        for item in node.items:
+            if item.optional_vars is not None:
+                self._learn(item.optional_vars, item.context_expr)
+        self.generic_visit(node)
+
+    def _learn(self, target, value):
+        self._known[-1][ast.unparse(target)] = self._path(value)
+
+    def visit_Attribute(self, node):
+        self._note(self._path(node))
+        self.generic_visit(node)
+
+    def visit_Call(self, node):
+        starred = any(isinstance(each, ast.Starred) for each in node.args)
+        self._note(
+            self._path(node.func),
+            Call(None if starred else len(node.args), tuple(each.arg for each in node.keywords if each.arg)),
+        )
+        self.generic_visit(node)
+
+    def _note(self, path: str, *calls: Call):
+        if path.endswith("()") and calls:
+            path = f"{path[:-2]}.__call__"
+        if path and not path.endswith("()"):
+            self.found.setdefault(path.removesuffix("!"), set()).update(calls)
+
+    def _path(self, node) -> str:
+        """The name of CuPy that an expression is, or "". X() is an instance of X, X.y! what such an instance has."""
+        if isinstance(node, (ast.Name, ast.Attribute)) and ast.unparse(node) in self._known[-1]:
+            return self._known[-1][ast.unparse(node)]
+        if isinstance(node, ast.Attribute):
+            owner = self._path(node.value)
+            if not owner or owner.endswith("!"):
+                return ""
+            path = f"{owner.removesuffix('()')}.{node.attr}"
+            of_instance = owner.endswith("()") or node.attr.startswith("__")
+            return RETURNED.get(path) or path + "!" * of_instance
+        if isinstance(node, ast.Call):
+            door = ast.unparse(node.func).removeprefix("arrays.")
+            if door in DOORS:
+                return DOORS[door]
+            path = self._path(node.func).removesuffix("!")
+            is_class = path.rpartition(".")[2][:1].isupper()
+            return RETURNED.get(f"{path}()") or (f"{path}()" if is_class else "")
+        return ""
+
+
+@cache
+def used() -> dict[str, set[Call]]:
+    """Each name of CuPy that the package uses, and how it is called."""
+    found: dict[str, set[Call]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for name, calls in Chains(path).found.items():
+            found.setdefault(name, set()).update(calls)
+    return found
+
+
+def main() -> int:
+    """Write the file. Returns 1 where the installed CuPy lacks a name, and says which."""
+    names, missing = sorted({*emulated(), *used()}), []
+    content = {}
+    for name in names:
+        try:
+            content[name] = described(name)
+        except (AttributeError, ImportError) as error:
+            missing.append(f"{name}: {str(error).splitlines()[0]}")
+    sys.stdout.write("".join(f"{line}\n" for line in missing))
+    if not missing:
+        FILE.write_text(json.dumps({"CuPy": version(), "names": content}, indent=1) + "\n")
+    return int(bool(missing))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

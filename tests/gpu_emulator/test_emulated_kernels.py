@@ -1,0 +1,279 @@
+"""Kernels on the emulated GPU: barriers, warps, types of arguments, and what is wrong in a kernel."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from support.tolerance import close
+
+import gpu_emulator as emulator
+from gpu_emulator import CUDARuntimeError, now
+from mpipipe import arrays
+
+HOST = np.arange(12, dtype=np.float32).reshape(3, 4)
+
+
+@pytest.fixture
+def device(emulated_gpu):
+    """The emulated device."""
+    return emulated_gpu.machine
+
+
+SOURCE = """
+extern "C" __global__ void turn_around(const T* x, T* y, int barrier) {
+    // y is x backwards, in each block
+    __shared__ T row[64];
+    row[threadIdx.x] = x[blockIdx.x * blockDim.x + threadIdx.x];
+    if (barrier) __syncthreads();
+    y[blockIdx.x * blockDim.x + threadIdx.x] = row[blockDim.x - 1 - threadIdx.x];
+}
+
+extern "C" __global__ void turn_around_warps(const T* x, T* y, int barrier) {
+    __shared__ T row[64];
+    row[threadIdx.x] = x[threadIdx.x];
+    if (barrier) __syncwarp();
+    y[threadIdx.x] = row[threadIdx.x ^ 31];
+}
+
+extern "C" __global__ void halfway(T* y) {
+    if (threadIdx.x % 2) __syncthreads();
+    else { __syncwarp(0x55555555); __syncthreads(); __syncthreads(); }
+    y[threadIdx.x] = 1;
+}
+
+extern "C" __global__ void early_exit(T* y, int n) {
+    if (threadIdx.x >= n) return;
+    __syncthreads();
+    y[threadIdx.x] = 1;
+}
+
+extern "C" __global__ void lost_lane(T* y) {
+    if (threadIdx.x % 32 < 31) y[threadIdx.x] = __shfl_xor_sync(0xffffffffu, (float)threadIdx.x, 1);
+    else __syncthreads();
+}
+
+extern "C" __global__ void shuffles(const int* x, int* y, int width) {
+    const int i = threadIdx.x, n = blockDim.x;
+    y[i] = __shfl_sync(0xffffffffu, x[i], 5, width);
+    y[i + n] = __shfl_up_sync(0xffffffffu, x[i], 3, width);
+    y[i + 2 * n] = __shfl_down_sync(0xffffffffu, x[i], 3, width);
+    y[i + 3 * n] = __shfl_xor_sync(0xffffffffu, x[i], 6, width);
+    y[i + 4 * n] = (int)__ballot_sync(0xffffffffu, x[i] % 3 == 0);
+    y[i + 5 * n] = __any_sync(0xffffffffu, x[i] == 40) + 2 * __all_sync(0xffffffffu, x[i] < 32);
+    y[i + 6 * n] = __syncthreads_count(x[i] % 3 == 0);
+    y[i + 6 * n] += 1000 * __syncthreads_or(x[i] == 40) + 2000 * __syncthreads_and(1);
+}
+
+extern "C" __global__ void mixed(const T* x, double* y, long long n, float f, double d, const unsigned char* keep,
+                                 void* any) {
+    y[0] = n + f + d + (keep ? keep[0] : 0);
+}
+
+extern "C" __global__ void nan_in_shared(double* y) {
+    __shared__ double a[2], b[3][2];
+    extern __shared__ double dynamic[];
+    y[0] = a[1]; y[1] = b[2][1]; y[2] = dynamic[3];
+    a[1] = b[2][1] = dynamic[3] = 1;
+}
+
+extern "C" __global__ void beside(T* y, int i) { y[i] = 1; }
+extern "C" __global__ void beside_shared(T* y, int i) { __shared__ T a[4]; a[i] = 1; y[0] = a[0]; }
+extern "C" __global__ void beside_dynamic(T* y, int i) { extern __shared__ T a[]; a[i] = 1; y[0] = a[0]; }
+extern "C" __global__ void misaligned(T* y) { *(pack<T, 4>*)(y + 1) = pack<T, 4>(); }
+extern "C" __global__ void overflow(int* y, int n) { y[0] = n * n; }
+extern "C" __global__ void __launch_bounds__(128) bounded(T* y) { y[0] = 1; }
+extern "C" __global__ void __launch_bounds__(32 * 2, 1) indices(int* y) {
+    const int block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
+    const int thread = threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
+    y[block * blockDim.x * blockDim.y * blockDim.z + thread] = block * 1000 + thread;
+}
+extern "C" __global__ void total(const T* x, T* y) {
+    __shared__ T shared[32];
+    const T sum = add_up(x[threadIdx.x], shared), most = largest(x[threadIdx.x], shared);
+    y[2 * threadIdx.x] = sum;
+    y[2 * threadIdx.x + 1] = most;
+}
+"""
+
+
+@pytest.fixture
+def kernel(tmp_path):
+    """kernel(name): a function of SOURCE for float32."""
+    if emulator.host_compiler() is None:
+        pytest.skip("no g++ for the emulated GPU")
+    path = tmp_path / "source.cu"
+    path.write_text(SOURCE)
+    return lambda name: arrays.cuda_function(path, name, T=np.dtype(np.float32))
+
+
+@contextmanager
+def failing(machine, match):
+    """What follows fails on the device, late."""
+    with pytest.raises(CUDARuntimeError, match=match):
+        yield
+        arrays.stream().synchronize()
+    machine.errors.clear()
+
+
+@pytest.mark.parametrize("name", ["turn_around", "turn_around_warps"])
+def test_a_missing_barrier_shows(device, kernel, name):
+    x = np.arange(64, dtype=np.float32)
+    expected = x[::-1] if name == "turn_around" else x[np.arange(64) ^ 31]
+    right = {True: 0, False: 0}
+    for barrier in right:
+        for _ in range(8):
+            y = arrays.empty((64,), x.dtype, "cuda")
+            kernel(name)((1,), (64,), (arrays.upload(x), y, np.int32(barrier)))
+            right[barrier] += np.array_equal(arrays.download(y), expected)
+    assert right[True] == 8 and right[False] < 8
+
+
+def test_threads_that_left_do_not_hold_a_barrier(device, kernel):
+    y = arrays.empty((64,), np.float32, "cuda")
+    kernel("early_exit")((1,), (64,), (y, np.int32(40)))
+    assert (arrays.download(y)[:40] == 1).all()
+
+
+def test_barriers_apart_are_an_error(device, kernel):
+    y = arrays.empty((64,), np.float32, "cuda")
+    with failing(device, "wait"):
+        kernel("lost_lane")((1,), (64,), (y,))
+    kernel("halfway")((1,), (64,), (y,))
+    device.drain()
+    assert device.errors == []  # the last barrier of the even threads comes when the odd ones have left
+
+
+@pytest.mark.parametrize("width", [32, 8])
+def test_warp_functions(device, kernel, width):
+    x = np.random.default_rng(0).permutation(64).astype(np.int32)
+    y = arrays.empty((7, 64), np.int32, "cuda")
+    kernel("shuffles")((1,), (64,), (arrays.upload(x), y, np.int32(width)))
+    found = arrays.download(y)
+    lane = np.arange(64)
+    start, inner = lane // width * width, lane % width
+    np.testing.assert_array_equal(found[0], x[start + 5])
+    np.testing.assert_array_equal(found[1], x[np.where(inner >= 3, lane - 3, lane)])
+    np.testing.assert_array_equal(found[2], x[np.where(inner + 3 < width, lane + 3, lane)])
+    np.testing.assert_array_equal(found[3], x[lane ^ 6])
+    for warp in (slice(0, 32), slice(32, 64)):
+        bits = sum(1 << i for i, value in enumerate(x[warp]) if value % 3 == 0)
+        assert (found[4, warp].view(np.uint32) == bits).all()
+        assert (found[5, warp] == (40 in x[warp]) + 2 * (x[warp] < 32).all()).all()
+    assert (found[6] == (x % 3 == 0).sum() + 3000).all()
+
+
+def test_reductions_of_a_block(device, kernel):
+    for threads in (32, 96, 1024):
+        x = np.random.default_rng(threads).standard_normal(threads).astype(np.float32)
+        y = arrays.empty((threads, 2), np.float32, "cuda")
+        kernel("total")((1,), (threads,), (arrays.upload(x), y))
+        found = arrays.download(y)
+        close(found[:, 0], np.full(threads, x.sum(dtype=np.float64)), threads, np.abs(x).sum(dtype=np.float64))
+        assert len(set(found[:, 0])) == 1 and (found[:, 1] == x.max()).all()
+
+
+def test_every_index_of_grid_and_block(device, kernel):
+    y = arrays.empty((24, 24), np.int32, "cuda")
+    kernel("indices")((2, 3, 4), (4, 3, 2), (y,))
+    np.testing.assert_array_equal(arrays.download(y), np.arange(24)[:, None] * 1000 + np.arange(24))
+
+
+def test_arguments_must_have_the_types_of_the_parameters(device, kernel):
+    f = kernel("mixed")
+    x, y = arrays.upload(HOST), arrays.empty((1,), np.float64, "cuda")
+    keep = arrays.upload(np.array([True]))
+    good = [x, y, np.int64(2), np.float32(0.5), np.float64(0.25), keep, x]
+    f((1,), (1,), tuple(good))
+    assert arrays.download(y) == 3.75
+    f((1,), (1,), (*good[:5], None, None))
+    assert arrays.download(y) == 2.75
+    for n, bad in [(0, y), (0, HOST), (0, x.data.ptr), (1, x), (2, 2), (2, np.int32(2)), (3, 0.5), (3, np.float64(0.5)),
+                   (4, np.float32(0.25)), (4, 0.25), (5, x)]:  # fmt: skip
+        with pytest.raises(TypeError, match=f"argument {n} of mixed"):
+            f((1,), (1,), (*good[:n], bad, *good[n + 1 :]))
+    with pytest.raises(TypeError, match="7 arguments, not 6"):
+        f((1,), (1,), tuple(good[:-1]))
+
+
+def test_launches_that_a_gpu_refuses(device, kernel):
+    y = arrays.empty((4096,), np.float32, "cuda")
+    for grid, block in (((0,), (32,)), ((1, 70000), (1,)), ((1,), (2048,)), ((1,), (1, 1, 65)), ((1,), (256,))):
+        with pytest.raises(CUDARuntimeError):
+            kernel("bounded")(grid, block, (y,))
+    with pytest.raises(TypeError):
+        kernel("bounded")(1, 32, (y,))
+    f = kernel("beside_dynamic")
+    with pytest.raises(CUDARuntimeError, match="max_dynamic"):
+        f((1,), (1,), (y, np.int32(0)), shared_mem=50 << 10)
+    f.max_dynamic_shared_size_bytes = 100 << 10
+    f((1,), (1,), (y, np.int32(0)), shared_mem=50 << 10)
+    with pytest.raises(CUDARuntimeError, match="NOT_FOUND"):
+        kernel("nothing")
+
+
+def test_arguments_are_taken_at_the_launch(device, kernel):
+    f = kernel("mixed")
+    x, y = arrays.upload(HOST), arrays.empty((1,), np.float64, "cuda")
+    number = np.array([7], np.int64)
+    f((1,), (1,), (x, y, number[0], np.float32(0), np.float64(0), None, None))
+    number[0] = 8
+    assert arrays.download(y) == 7
+
+
+def test_shared_memory_is_nan_in_every_block(device, kernel):
+    y = arrays.empty((3,), np.float64, "cuda")
+    kernel("nan_in_shared")((5,), (1,), (y,), shared_mem=32)
+    assert np.isnan(arrays.download(y)).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "shared", "match"),
+    [
+        ("beside_shared", (4,), 0, "an index outside its array"),
+        ("beside_dynamic", (4,), 16, "shared memory"),
+        ("misaligned", (), 0, "multiple of 16"),
+    ],
+)
+def test_errors_in_a_kernel_are_found(device, kernel, name, args, shared, match):
+    y = arrays.empty((16,), np.float32, "cuda")
+    with failing(device, match):
+        kernel(name)((1,), (1,), (y, *map(np.int32, args)), shared_mem=shared)
+
+
+def test_an_overflow_of_an_int_is_found(device, kernel):
+    y = arrays.empty((1,), np.int32, "cuda")
+    with failing(device, "an integer overflow"):
+        kernel("overflow")((1,), (1,), (y, np.int32(70000)))
+
+
+def test_a_write_beside_an_allocation_is_found(device, kernel):
+    for size, place in ((128, 130), (10, 10), (10, -1)):
+        y = arrays.empty((size,), np.float32, "cuda")
+        kernel("beside")((1,), (1,), (y, np.int32(place)))
+        arrays.stream().synchronize()
+        del y
+        arrays.stream().synchronize()
+        assert "beside an allocation" in device.errors.pop()
+
+
+def test_an_error_nobody_saw_is_reported_at_the_end(kernel):
+    emulator.install()
+    y = arrays.empty((1,), np.int32, "cuda")
+    kernel("overflow")((1,), (1,), (y, np.int32(70000)))
+    assert "overflow" in emulator.uninstall()[0]
+
+
+def test_memory_freed_between_launch_and_run(device, kernel):
+    f, x = kernel("turn_around"), np.arange(64, dtype=np.float32)
+    y = arrays.empty((64,), np.float32, "cuda")
+    given = arrays.upload(x)
+    ready = arrays.record()
+    with arrays.side_stream() as side:
+        arrays.wait_for(ready)
+        f((1,), (64,), (given, y, np.int32(1)))
+    del given  # its stream does not know of the other one
+    arrays.stream().synchronize()
+    side.synchronize()
+    assert np.isnan(now(y)).all()

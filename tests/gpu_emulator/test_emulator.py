@@ -1,0 +1,402 @@
+"""The emulated GPU is as strict as it says: nothing looks inside, nothing runs early, nothing freed stays."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from threading import Thread
+
+import numpy as np
+import pytest
+
+import gpu_emulator as emulator
+from gpu_emulator import CUDARuntimeError, HiddenAccess, now, poisoned
+from mpipipe import arrays
+from mpipipe.errors import BackendError
+
+HOST = np.arange(12, dtype=np.float32).reshape(3, 4)
+
+
+@pytest.fixture
+def device(emulated_gpu):
+    """The emulated device."""
+    return emulated_gpu.machine
+
+
+# -- nothing looks inside
+
+
+LOOKS = {
+    "float": lambda x: float(x[0, 0]),
+    "int": lambda x: int(x[0, 0]),
+    "bool": lambda x: bool(x[0, 0]),
+    "if": lambda x: 1 if x else 2,
+    "index": lambda x: [1, 2][x[0, 0]],
+    "iteration": lambda x: list(x),
+    "in": lambda x: 1 in x,
+    "item": lambda x: x.item(),
+    "tolist": lambda x: x.tolist(),
+    "asarray": np.asarray,
+    "array of arrays": lambda x: np.array([x, x]),
+    "ufunc": np.exp,
+    "ufunc with host": lambda x: np.add(HOST, x),
+    "ufunc into": lambda x: np.add(HOST, HOST, out=x),
+    "function": np.sum,
+    "concatenate": lambda x: np.concatenate([HOST, x]),
+    "allclose": lambda x: np.allclose(x, HOST),
+    "stack": lambda x: np.stack([x, x]),
+    "host on the left": lambda x: HOST + x,
+    "host in place": lambda x: operator.iadd(HOST.copy(), x),
+    "assignment to host": lambda x: HOST.copy().__setitem__(..., x),
+    "assignment": lambda x: x.__setitem__(..., 0),
+    "equality": lambda x: x == x,
+    "comparison": lambda x: x < 3,
+    "addition": lambda x: x + x,
+    "in place": lambda x: operator.iadd(x, x),
+    "matmul": lambda x: x @ x.T,
+    "negation": lambda x: -x,
+    "method": lambda x: x.sum(),
+    "astype": lambda x: x.astype(np.float64),
+    "fill": lambda x: x.fill(0),
+    "mask": lambda x: x[np.array([True, False, True])],
+    "list index": lambda x: x[[0, 1]],
+    "copying reshape": lambda x: x.T.reshape(-1),
+    "dlpack": lambda x: np.from_dlpack(x),
+    "CUDA array interface": lambda x: x.__cuda_array_interface__,
+    "ravel": lambda x: x.ravel(),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_a_hidden_look_raises(device, look):
+    with pytest.raises(HiddenAccess):
+        LOOKS[look](arrays.upload(HOST))
+
+
+def test_what_cupy_has_beyond_our_part_is_missing(device):
+    cupy = arrays.cupy()
+    for look in (lambda: cupy.matmul, lambda: cupy.zeros, lambda: cupy.cuda.Graph, lambda: cupy.cuda.runtime.malloc):
+        with pytest.raises(HiddenAccess, match="not in the part"):
+            look()
+
+
+def test_the_whole_device_is_never_waited_for(device):
+    cuda = arrays.cupy().cuda
+    for wait in (cuda.Device().synchronize, cuda.runtime.deviceSynchronize, lambda: cuda.runtime.memcpy(0, 0, 0, 0)):
+        with pytest.raises(HiddenAccess, match="whole device"):
+            wait()
+
+
+def test_waiting_is_counted_and_asking_is_not(device):
+    x = arrays.upload(HOST)
+    event = arrays.record()
+    while not event.done:
+        pass
+    assert device.synchronisations == []
+    arrays.download(x)
+    event.synchronize()
+    x.get()
+    with emulator.explicit():
+        x.get()
+    assert device.synchronisations == ["Stream.synchronize", "Event.synchronize", "ndarray.get"]
+
+
+# -- geometry
+
+
+def test_an_array_lies_in_given_memory(device):
+    cupy = arrays.cupy()
+    memory = cupy.cuda.alloc(100)
+    x = cupy.ndarray((2, 3), np.float32, memptr=memory + 40, strides=(24, 4))
+    assert x.data.ptr == memory.ptr + 40 and x.data.mem is memory.mem and x.strides == (24, 4)
+    with pytest.raises((ValueError, TypeError)):
+        cupy.ndarray((2, 3), np.float32, memptr=memory + 68, strides=(24, 4))
+
+
+# -- streams
+
+
+def fill(array, value):
+    """Queue a fill with bytes on the current stream."""
+    arrays.cupy().cuda.runtime.memsetAsync(array.data.ptr, value, array.nbytes, arrays.stream().ptr)
+
+
+def test_nothing_runs_before_something_needs_it(device):
+    x, y = arrays.empty((8,), np.uint8, "cuda"), arrays.empty((8,), np.uint8, "cuda")
+    fill(x, 1)
+    event = arrays.record()
+    fill(x, 2)
+    side = arrays.side_stream()
+    with side:
+        fill(y, 3)
+    assert poisoned(x) and poisoned(y)
+    event.synchronize()
+    assert (now(x) == 1).all() and poisoned(y)
+    side.synchronize()
+    assert (now(x) == 1).all() and (now(y) == 3).all()
+    arrays.stream().synchronize()
+    assert (now(x) == 2).all()
+
+
+def test_another_stream_sees_old_values_unless_it_waits(device):
+    x, y, z = (arrays.empty((8,), np.uint8, "cuda") for _ in range(3))
+    fill(x, 1)
+    event = arrays.record()
+    fill(x, 2)
+    careless, careful = arrays.side_stream(), arrays.side_stream()
+    with careless:
+        arrays.copy_into(y, x)
+    with careful:
+        arrays.wait_for(event)
+        arrays.copy_into(z, x)
+    careless.synchronize()
+    assert poisoned(y) and poisoned(x)
+    careful.synchronize()
+    assert (now(z) == 1).all()
+
+
+def test_waits_of_many_streams_for_each_other_end(device):
+    event = arrays.record()
+    x = arrays.empty((8,), np.uint8, "cuda")
+    streams = [arrays.side_stream() for _ in range(3)]
+    for turn in range(5000):
+        with streams[turn % 3]:
+            arrays.wait_for(event)
+            fill(x, turn % 251)
+            event = arrays.record()
+    event.synchronize()
+    assert (now(x) == 4999 % 251).all()
+
+
+def test_an_event_that_was_never_recorded_is_done(device):
+    event = arrays.cupy().cuda.Event()
+    assert event.done
+    event.synchronize()
+    arrays.wait_for(event)
+
+
+def test_the_current_stream_belongs_to_a_thread(device):
+    found = []
+    with arrays.side_stream() as side:
+        assert arrays.stream() == side
+        thread = Thread(target=lambda: found.append(arrays.stream().ptr))
+        thread.start()
+        thread.join()
+        with arrays.side_stream() as inner:
+            assert arrays.stream() == inner
+        assert arrays.stream() == side
+    assert found == [0] and arrays.stream().ptr == 0
+
+
+def test_a_stream_that_is_gone_takes_nothing(device):
+    ptr = arrays.side_stream().ptr
+    x = arrays.empty((8,), np.uint8, "cuda")
+    with pytest.raises(CUDARuntimeError, match="no stream"):
+        arrays.cupy().cuda.runtime.memsetAsync(x.data.ptr, 0, 8, ptr)
+
+
+def test_device_time_is_between_timed_events_that_are_done(device):
+    start, plain, end = arrays.record(timing=True), arrays.record(), arrays.record(timing=True)
+    with pytest.raises(CUDARuntimeError, match="NotReady"):
+        arrays.seconds_between(start, end)
+    end.synchronize()
+    assert 0 <= arrays.seconds_between(start, end) < 60
+    with pytest.raises(CUDARuntimeError, match="without timing"):
+        arrays.seconds_between(start, plain)
+
+
+def test_seeds_change_what_runs_by_itself():
+    def how_far(seed):
+        machine = emulator.install(seed)
+        x = arrays.empty((8,), np.uint8, "cuda")
+        for value in range(40):
+            fill(x, value)
+        found = machine.queues[0].finished
+        emulator.uninstall()
+        return found
+
+    found = [how_far(seed) for seed in range(6)]
+    assert found[0] == 0 and len(set(found[1:])) > 1
+    assert found[1:] == [how_far(seed) for seed in range(1, 6)]
+
+
+# -- memory
+
+
+def test_fresh_memory_is_nan(device):
+    for kind in ("float16", "bfloat16", "float32", "float64"):
+        assert np.isnan(now(arrays.empty((100,), arrays.dtype(kind), "cuda")).astype(np.float64)).all()
+
+
+def test_freed_memory_turns_to_nan_in_the_order_of_its_stream(device):
+    x, y, z = (arrays.empty((8,), np.uint8, "cuda") for _ in range(3))
+    fill(x, 1)
+    arrays.copy_into(y, x)
+    late = arrays.side_stream()
+    ready = arrays.record()
+    with late:
+        arrays.wait_for(ready)
+        arrays.copy_into(z, x)
+    place = x.data.ptr
+    del x
+    arrays.stream().synchronize()
+    assert (now(y) == 1).all()  # queued before the end of x
+    late.synchronize()
+    assert poisoned(z)  # nothing kept x for the other stream
+    again = arrays.empty((8,), np.uint8, "cuda")
+    assert again.data.ptr == place and poisoned(again)
+    with late:
+        assert arrays.empty((8,), np.uint8, "cuda").data.ptr != place
+
+
+def test_views_keep_memory(device):
+    x = arrays.upload(HOST)
+    row, ptr = x[1].T.view(np.int32), x.data.ptr
+    del x
+    arrays.stream().synchronize()
+    assert (now(row).view(np.float32) == HOST[1]).all()
+    del row
+    with pytest.raises(CUDARuntimeError, match="invalid device pointer"):
+        arrays.cupy().cuda.runtime.memsetAsync(ptr, 0, 8, 0)
+
+
+def test_freed_pinned_memory_changes_at_once(device):
+    page = arrays.pinned(512)
+    page[...] = 7
+    x = arrays.empty((512,), np.uint8, "cuda")
+    arrays.copy_to_device(x, page)
+    where = page.ctypes.data
+    del page
+    arrays.stream().synchronize()
+    assert poisoned(x)
+    assert arrays.pinned(300).ctypes.data == where
+
+
+def test_upload_keeps_its_page_until_the_device_has_read_it(device):
+    pieces = [arrays.upload(np.full(512, value, np.uint8)) for value in range(20)]
+    for value, piece in enumerate(arrays.download(*pieces)):
+        assert (piece == value).all()
+
+
+def test_copies_need_pinned_host_memory_and_live_pointers(device):
+    runtime = arrays.cupy().cuda.runtime
+    x, host = arrays.upload(HOST), HOST.copy()
+    with pytest.raises(CUDARuntimeError, match="pinned"):
+        runtime.memcpyAsync(x.data.ptr, host.ctypes.data, x.nbytes, runtime.memcpyHostToDevice, 0)
+    with pytest.raises(CUDARuntimeError, match="invalid device pointer"):
+        runtime.memcpyAsync(x.data.ptr + 16, x.data.ptr, x.nbytes, runtime.memcpyDeviceToDevice, 0)
+    with pytest.raises(CUDARuntimeError, match="invalid device pointer"):
+        runtime.memsetAsync(host.ctypes.data, 0, 8, 0)
+    with pytest.raises(HiddenAccess, match="from where to where"):
+        runtime.memcpyAsync(x.data.ptr, x.data.ptr, 4, runtime.memcpyDefault, 0)
+    with pytest.raises(TypeError):
+        runtime.memsetAsync(np.int64(x.data.ptr), 0, 8, 0)
+
+
+def test_direct_memory_is_freed_by_waiting(device):
+    memory = arrays.cupy().cuda.Memory(100)
+    x = arrays.cupy().ndarray((25,), np.float32, memptr=arrays.cupy().cuda.MemoryPointer(memory, 0))
+    del memory
+    assert device.synchronisations == []
+    del x
+    assert device.synchronisations == ["cudaFree"]
+
+
+def test_a_write_to_freed_memory_is_found():
+    emulator.install()
+    x = arrays.upload(HOST)
+    arrays.stream().synchronize()
+    late = x[0]._host
+    del x
+    arrays.stream().synchronize()
+    late[...] = 1  # as MPI would that was given the address
+    assert "after its end" in emulator.uninstall()[0]
+
+
+# -- installation
+
+
+def test_several_devices():
+    emulator.install(devices=3)
+    try:
+        assert arrays.check_device("cuda:2") == "cuda" and arrays.cupy().cuda.runtime.getDevice() == 2
+        assert arrays.upload(HOST).data.device_id == 2
+        with pytest.raises(BackendError, match="cuda:3"):
+            arrays.check_device("cuda:3")
+    finally:
+        emulator.uninstall()
+
+
+def test_another_cupy_is_back_afterwards():
+    before = sys.modules.get("cupy")
+    emulator.install()
+    assert sys.modules["cupy"] is not before and arrays.cupy() is sys.modules["cupy"]
+    emulator.uninstall()
+    assert sys.modules.get("cupy") is before
+
+
+def test_a_job_of_its_own_sees_the_same_device(gpu, launch):
+    script = """
+import numpy as np
+from mpipipe import arrays
+from mpi4py import MPI
+print("found", arrays.download(arrays.upload(np.arange(3))).sum(), arrays.check_device("auto"))
+"""
+    job = launch(2, script, env=gpu.environment)
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.count("found 3 cuda") == 2
+
+
+def test_bytes_between_host_and_device_are_counted(emulated_gpu):
+    def call():
+        x = arrays.upload(HOST)
+        arrays.download(arrays.copy(x)[:1])
+
+    assert emulated_gpu.crossing(call) == {"to_device": HOST.nbytes, "to_host": HOST[:1].nbytes}
+
+
+def test_what_is_recorded_runs_with_each_launch_and_not_before(device):
+    with arrays.own_stream():
+        x, y = arrays.upload(np.arange(3.0)), arrays.zeros(3, "float64", "cuda")
+        graph, _ = arrays.record_graph(lambda: arrays.copy_into(y, x))
+        assert arrays.download(y).tolist() == [0, 0, 0]
+        for values in ([0.0, 1.0, 2.0], [5.0, 6.0, 7.0]):
+            arrays.upload(np.array(values), out=x)
+            graph.launch()
+            assert arrays.download(y).tolist() == values
+
+
+def test_temporary_memory_of_a_graph_is_nan_again_in_each_launch(device):
+    """Memory that a recording frees and takes again holds nothing of the launch before."""
+    with arrays.own_stream():
+        x, y = arrays.upload(np.arange(3.0)), arrays.zeros(3, "float64", "cuda")
+
+        def work():
+            arrays.copy(x)
+            arrays.copy_into(y, arrays.empty(3, "float64", "cuda"))
+
+        graph, _ = arrays.record_graph(work)
+        for _ in range(2):
+            graph.launch()
+            assert np.isnan(arrays.download(y)).all()
+
+
+def test_a_recording_refuses_what_waits_and_is_lost_then(device):
+    cupy = arrays.cupy()
+    with arrays.own_stream():
+        before = arrays.record()
+        for work in (arrays.stream().synchronize, arrays.record, lambda: arrays.wait_for(before)):
+            with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
+                arrays.record_graph(work)
+        stream = arrays.stream()
+        stream.begin_capture()
+        with pytest.raises(RuntimeError):
+            stream.synchronize()
+        with pytest.raises(RuntimeError, match="cudaErrorStreamCaptureInvalidated"):
+            stream.end_capture()
+        stream.begin_capture()
+        with pytest.raises(HiddenAccess, match="the pool that everybody uses"):
+            cupy.empty(3, "float32")
+        stream.end_capture()
+    with pytest.raises(RuntimeError, match="legacy"):
+        arrays.record_graph(lambda: None)
