@@ -149,11 +149,9 @@ class TextTask(Task):
     ) -> None:
         self.config, self.architecture, self.vocab, self.base = config, architecture, vocab, base
         self.tuning = tuning or FineTuning()
-        self.data, self.listing, self.source = (
-            data,
-            cast("DataListing | UserSource | None", None),
-            cast("Source | None", None),
-        )
+        self.data = data
+        self.listing: DataListing | UserSource | None = None
+        self.source: Source | None = None  # on ranks that read data
         self.freeze, self.everywhere = self.tuning.freeze, config.packing == "segments"
         self.units, self.copies = config.seq_len, config.sample_bytes > 0
         self.folders = ("weights", model_folder.INSIDE, INSIDE)

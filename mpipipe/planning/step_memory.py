@@ -78,7 +78,7 @@ def longest_run(kinds: Sequence[Any]) -> Run:
 
     Examples
     --------
-    >>> from mpipipe.planning.rehearsal import longest_run
+    >>> from mpipipe.planning.step_memory import longest_run
     >>> longest_run("EAFAFAFAFH")
     Run(start=1, period=2, times=4)
     """
