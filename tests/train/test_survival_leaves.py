@@ -173,6 +173,6 @@ def test_where_mpi_tells_of_deaths_a_dead_neighbour_does_not_end_a_job_that_leav
     def asked(lifeline):
         watchdog = SimpleNamespace(ended_neighbours=lambda: {1})
         process = SimpleNamespace(watchdog=watchdog, lifeline=lifeline)
-        return Preemption._hopeless(SimpleNamespace(group=SimpleNamespace(process=process), reason="", _closed=False))
+        return Preemption._hopeless(SimpleNamespace(group=SimpleNamespace(context=process), reason="", _closed=False))
 
     assert asked(None) and not asked("a lifeline")
