@@ -1,4 +1,4 @@
-"""Answers to many prompts at once: which tokens go through the model next, and what is drawn behind them.
+"""Answers to many prompts at once: which tokens go through the model next, and what is drawn after them.
 
     slot 0   prompt prompt prompt prompt a a a .        one forward = the tokens that wait in all slots, side by side,
     slot 1   prompt a a a a a . | prompt prompt a a     cut into micro-batches of equal numbers of tokens:
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,12 +40,7 @@ LEAST = 4  # fewer tokens are not cut further: a product with few rows costs as 
 
 
 class Drawn(NamedTuple):
-    """One token of an answer.
-
-    prompt : number of the prompt
-    token : its id
-    ended : None while the answer goes on; else why it has ended: "stop" or "count"
-    """
+    """One token of the answer to a prompt; `ended` says why the answer has ended, "stop" or "count", else None."""
 
     prompt: int
     token: int
@@ -91,14 +86,9 @@ def answers(decoder: Decoder, prompts: Sequence[Sequence[int]], count: int, samp
     prompt, its number and `sampling`; on the prompts beside it only as the rounding of a matrix product does on its
     number of rows.
 
-    Parameters
-    ----------
-    decoder : what `build_decoder` makes, with nothing in its slots
-    prompts : ids of each, which `check_prompts` accepts; the same on every rank
-    count : tokens of an answer at most
-    sampling : how to draw
-
-    Raises, on every rank, NonFiniteError if the model gives logits that are NaN or infinite.
+    `decoder` has nothing in its slots. The `prompts`, ids that `check_prompts` accepts, are the same on every rank. An
+    answer has `count` tokens at most. Raises, on every rank, NonFiniteError if the model gives logits that are NaN or
+    infinite.
     """
     group = group_of(decoder.mesh.comm)
     waiting = deque(enumerate(prompts))
@@ -174,11 +164,7 @@ Part = tuple[list[Piece], list[int]]  # the pieces of a micro-batch, and its tok
 class Decoder:
     """A pipeline of stages with caches, in whose slots sequences grow. A context manager, which closes the pipeline.
 
-    Attributes
-    ----------
-    pipeline : Pipeline
-    slots : number of sequences at once
-    capacity : of tokens in each, prompt and answer
+    slots, capacity : number of sequences at once, and of tokens in each, prompt and answer
     microbatches : most of them in one forward
     first : whether this rank has the first stage, which takes the tokens
     drawing : rank of the mesh that has the logits, and draws for all
@@ -194,7 +180,7 @@ class Decoder:
     def forward(self, parts: Sequence[Part]) -> list[np.ndarray]:
         """Run a forward of one to `microbatches` micro-batches, the same on every rank; collective.
 
-        Returns the logits behind each piece that asks for them, in order, each (vocab,), on the ranks of the last
+        Returns the logits after each piece that asks for them, in order, each (vocab,), on the ranks of the last
         stage; none elsewhere.
         """
         self._held[:] = [pieces for pieces, _ in parts]
@@ -213,10 +199,8 @@ class Decoder:
 
 
 class DecodingStage:
-    """A stage of a decoder: tells the caches what a micro-batch consists of, and skips what nobody asks for.
+    """A stage of a decoder: says to the caches what a micro-batch consists of, and computes no logits but those asked.
 
-    Parameters
-    ----------
     inner_stages : one nn.Stage; on the last rank another one with the last layer of the model alone
     pieces : that the caches of the first one read
     held : the pieces of each micro-batch of the forward under way
@@ -296,8 +280,6 @@ def build_decoder(
 class Sampling:
     """Which tokens may be drawn, and when an answer ends.
 
-    Parameters
-    ----------
     temperature : divides the logits; 0 takes the likeliest token, of equally likely ones that with the lowest id
     top_k : only the so many likeliest tokens; 0: all
     top_p : of these, only the likeliest ones whose probabilities together reach this
@@ -322,19 +304,12 @@ class Sampling:
             raise ArgumentError("top-p", found=self.top_p, expected="a probability above 0, and 1 at most")
 
 
-class Uniform(Protocol):
-    """What draws: numpy's Generator."""
-
-    def random(self) -> float:
-        """Return a number from 0 to 1, without 1."""
-
-
 def generator(seed: int, prompt: int, position: int) -> np.random.Generator:
     """Return the random numbers for one token of the answer to one prompt."""
     return np.random.Generator(np.random.Philox(key=random.key("sample", seed), counter=[0, 0, prompt, position]))
 
 
-def draw(logits: np.ndarray, sampling: Sampling, uniform: Uniform) -> int:
+def draw(logits: np.ndarray, sampling: Sampling, uniform: np.random.Generator) -> int:
     """Draw an id from softmax(logits / temperature), (vocab,), restricted by top-k and then by top-p.
 
     Where logits are equal, lower ids count as likelier. Raises NonFiniteError if a logit is NaN or infinite.
@@ -373,15 +348,7 @@ def _allowed(scaled: np.ndarray, weights: np.ndarray, top_k: int, top_p: float) 
 
 
 def generate(decoder: Decoder, prompt: bytes, count: int, *, temperature: float, seed: int) -> bytes:
-    """Return bytes that continue `prompt`, the same on every rank. Collective over the mesh of the decoder.
-
-    Parameters
-    ----------
-    decoder : what `build_decoder` makes, before any other forward
-    prompt : at least one byte, on every rank
-    count : number of bytes to return
-    temperature : divides the logits; 0 takes the likeliest byte
-    seed : of the draws
+    """Return `count` bytes that continue those of `prompt`, the same on every rank; collective over the decoder's mesh.
 
     Raises, on every rank, ArgumentError for an empty prompt and a temperature that is below 0 or not finite, and
     NonFiniteError if the model gives logits that are NaN or infinite.

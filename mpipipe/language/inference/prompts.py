@@ -43,13 +43,7 @@ FolderTokenizer: TypeAlias = Tokenizer | Bytes
 
 @dataclass(frozen=True)
 class Prompts:
-    """What is to be continued.
-
-    Attributes
-    ----------
-    tokens : ids of each prompt
-    texts : of each prompt, None if ids were given
-    """
+    """What is to be continued: the ids of each prompt, and its text, None if ids were given."""
 
     tokens: list[list[int]]
     texts: list[str | None]

@@ -17,9 +17,10 @@ import numpy as np
 from mpipipe import arrays
 from mpipipe.arrays import Shape
 from mpipipe.attention import Local
-from mpipipe.checkpoint.whole_folder import named_at_the_end
+from mpipipe.checkpoint.whole_folder import replacing
 from mpipipe.errors import ConfigError
 from mpipipe.language.models import GPT, huggingface, weights
+from mpipipe.language.models.gpt import declared_in
 from mpipipe.language.models.huggingface import writing
 from mpipipe.language.models.model_folder import HuggingFaceFolder, ModelFolder, open_model
 
@@ -49,7 +50,7 @@ def convert(source: str | Path, target: str | Path, dtype: str | None = None, mo
     groups = groups_of(model, most, arrays.dtype(kind).itemsize)
     if ours:
         what = f"weights in {kind}"
-        with named_at_the_end(target, writing.explained) as unnamed, writing.explained(target):
+        with replacing(target, None, writing.explained, replaces=False) as unnamed, writing.explained(target):
             sums: dict[str, str] = {}
             for number, shapes in enumerate(groups):
                 sums.update(weights.write_stage(unnamed, number, read_group(folder, kind, shapes)))
@@ -73,12 +74,8 @@ def groups_of(model: GPT, most: int, itemsize: int) -> list[dict[str, Shape]]:
     """Return names and shapes of the parameters, in groups of whole layers of at most `most` bytes."""
     groups: list[dict[str, Shape]] = []
     size = 0
-    for index, top in enumerate(model.build(Local())):
-        shapes = {
-            f"{name}.{key}": parameter.shape
-            for name, layer in top.walk(str(index))
-            for key, parameter in layer.declared.items()
-        }
+    for place, top in enumerate(model.build(Local())):
+        shapes = {name: parameter.shape for name, parameter in declared_in([top], place).items()}
         nbytes = sum(map(prod, shapes.values())) * itemsize
         if not groups or size + nbytes > most:
             groups.append({})
