@@ -133,7 +133,7 @@ def _train(mesh: Mesh, place: Path, model: GPT, rows: int, microbatches: int, ho
         for turn in range(4 * repeats + 1):  # of `repeats` steps without, and so many with, twice
             saves = turn > 0 and (turn - 1) // repeats % 2 == 1
             if not saves:
-                saver.finish()
+                saver.wait()
             group.agree("bench: the start of a step")
             begin, waited = perf_counter(), saver.waited
             pipeline.step(inputs, targets)

@@ -162,7 +162,7 @@ def test_a_wrong_limit_is_refused(max_norm):
             call()
 
 
-# -- a step at once, and one that is begun and finished -----------------------------------------------------------------
+# -- a step at once, and one that is begun and ended ------------------------------------------------------------------
 
 
 def trained(comm, make, update, steps=4):
@@ -185,7 +185,7 @@ def clip_and_step(optimizer, stage, comm):
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_begin_and_finish_have_the_bits_of_clipping_and_a_step(ranks, make):
     begun = inprocess.run(
-        ranks, lambda comm: trained(comm, make, lambda o, s, c: optim.begin_step(o, 0.7, comm=c).finish())
+        ranks, lambda comm: trained(comm, make, lambda o, s, c: optim.begin_step(o, 0.7, comm=c).wait())
     )
     assert begun == inprocess.run(ranks, lambda comm: trained(comm, make, clip_and_step))
 
@@ -224,7 +224,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all_ranks(comm, value, begun)
         if step in (0, 2) and comm.rank == comm.size - 1:
             stage.gradients[f"{2 * comm.rank}.bias"][3] = value
         if begun:
-            norm = optim.begin_step(optimizer, 1.0, scaler=scaler, comm=comm).finish()
+            norm = optim.begin_step(optimizer, 1.0, scaler=scaler, comm=comm).wait()
         else:
             norm = optim.scaled_step(optimizer, scaler, 1.0, comm=comm)
         history.append((norm, scaler.scale, scaler.skipped, optimizer.steps))
@@ -250,7 +250,7 @@ def test_begin_and_finish_have_the_bits_of_a_scaled_step_too(comm):
             found.append((update(optimizer, scaler, comm), scaler.scale, scaler.skipped))
         return found, stage.parameters.flat.tobytes(), optimizer.steps
 
-    begun = runs(lambda o, s, c: optim.begin_step(o, 0.5, scaler=s, comm=c).finish())
+    begun = runs(lambda o, s, c: optim.begin_step(o, 0.5, scaler=s, comm=c).wait())
     assert begun == runs(lambda o, s, c: optim.scaled_step(o, s, 0.5, comm=c))
     assert begun[0][1][0] is None and begun[0][4][2] == 2
 
@@ -259,16 +259,16 @@ def test_a_norm_over_kept_ranks_and_names_to_skip(comm):
     stage = model(comm.rank)
     optimizer, skip = optim.SGD([stage], lr=0.1), [f"{2 * comm.rank}.bias"]
     norm = optim.gradient_norm([stage], comm, skip)
-    assert optim.begin_step(optimizer, 1.0, comm=comm, skip=skip).finish() == norm
+    assert optim.begin_step(optimizer, 1.0, comm=comm, skip=skip).wait() == norm
     with optim.GlobalNorm([stage], comm, skip) as over:
         draw(stage, comm.rank, 0)
         update = optim.begin_step(optimizer, math.inf, over=over)
-        assert update.finish() == norm and update.finish() == norm
+        assert update.wait() == norm and update.wait() == norm
 
 
 CALLS = {
     "clip": lambda optimizer, comm: optim.clip_by_global_norm(optimizer.stages, 0.5, comm),
-    "begin": lambda optimizer, comm: optim.begin_step(optimizer, 1.0, comm=comm).finish(),
+    "begin": lambda optimizer, comm: optim.begin_step(optimizer, 1.0, comm=comm).wait(),
     "a scale of 1": lambda optimizer, comm: optim.scaled_step(optimizer, optim.LossScaler(1.0), 1.0, comm=comm),
     "a fixed scale": lambda optimizer, comm: optim.scaled_step(
         optimizer, optim.LossScaler(64.0, dynamic=False), 1.0, comm=comm
@@ -307,7 +307,7 @@ def test_squares_of_all_sizes_are_gathered_where_their_sum_is_too_long(comm):
     for stage, size in zip(stages, sizes):
         stage.gradients.flat[...] = size * 2.0**-300 * 3.0**7
     norm = optim.gradient_norm(stages, comm)
-    assert optim.begin_step(optim.SGD(stages, lr=0.1), 1.0, comm=comm).finish() == norm > 0
+    assert optim.begin_step(optim.SGD(stages, lr=0.1), 1.0, comm=comm).wait() == norm > 0
 
 
 def test_without_clipping_no_rank_is_asked(comm):
@@ -315,7 +315,7 @@ def test_without_clipping_no_rank_is_asked(comm):
     stage = model(comm.rank)
     expected = stage.parameters.flat - np.float32(0.1) * stage.gradients.flat
     if comm.rank == 0:
-        assert optim.begin_step(optim.SGD([stage], lr=0.1), comm=comm).finish() is None
+        assert optim.begin_step(optim.SGD([stage], lr=0.1), comm=comm).wait() is None
         np.testing.assert_array_equal(stage.parameters.flat, expected)
 
 
@@ -324,13 +324,13 @@ def test_the_begin_waits_for_nobody(comm):
     """By the order of events: the last rank begins when it has heard that rank 0 has begun."""
     stage = model(comm.rank)
     optimizer, token = optim.SGD([stage], lr=0.1), np.zeros(1)
-    optim.begin_step(optimizer, 1.0, comm=comm).finish()
+    optim.begin_step(optimizer, 1.0, comm=comm).wait()
     if comm.rank == comm.size - 1:
         comm.Recv(token, 0)
     update = optim.begin_step(optimizer, 1.0, comm=comm)
     if comm.rank == 0:
         comm.Send(token, comm.size - 1)
-    assert update.finish() > 0
+    assert update.wait() > 0
 
 
 @pytest.mark.mpi(min_size=2)
@@ -340,7 +340,7 @@ def test_a_rank_that_clips_at_once_while_others_begin(comm):
         if comm.rank == 0:
             optim.clip_by_global_norm([stage], 1.0, comm)
         else:
-            optim.begin_step(optim.SGD([stage], lr=0.1), 1.0, comm=comm).finish()
+            optim.begin_step(optim.SGD([stage], lr=0.1), 1.0, comm=comm).wait()
 
 
 @pytest.mark.mpi(min_size=2)
@@ -350,12 +350,12 @@ def test_a_stage_that_cannot_be_measured_is_an_error_everywhere(comm):
         stages = [object()] if comm.rank == 0 else [model(comm.rank)]
 
     with pytest.raises(ArgumentError, match="without flat parameters"):
-        optim.begin_step(Broken(), 1.0, comm=comm).finish()
+        optim.begin_step(Broken(), 1.0, comm=comm).wait()
 
 
 @pytest.mark.parametrize("gradient", [8.0, math.inf])
 def test_a_step_that_is_refused_leaves_the_scaler_as_it_was(gradient):
-    """What `finish` divides by is the scale that is in the gradients."""
+    """What `wait` divides by is the scale that is in the gradients."""
     stage = nn.Stage([nn.RMSNorm(4)])
     optimizer, scaler = optim.SGD([stage], lr=0.5), optim.LossScaler(initial=8.0, interval=1)
     stage.gradients["0.gain"][...] = gradient
@@ -363,5 +363,5 @@ def test_a_step_that_is_refused_leaves_the_scaler_as_it_was(gradient):
     with pytest.raises(ArgumentError, match="has begun, and not ended"):
         optim.scaled_step(optimizer, scaler)
     assert scaler.scale == 8.0
-    update.finish()
+    update.wait()
     np.testing.assert_array_equal(stage.parameters["0.gain"], 0.5 if math.isfinite(gradient) else 1.0)
