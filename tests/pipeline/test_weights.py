@@ -38,7 +38,7 @@ def check_steps(comm, schedule, data, seed, loss, scale=1.0, calls=("step", "lau
             for call in calls:
                 result = getattr(pipe, call)(*batch, scale=scale)
                 flats = [stage.gradients.flat.copy() for stage in stages]  # before the loss of a launch is asked for
-                result = result if call == "step" else result.result()
+                result = result if call == "step" else result.wait()
                 near(result.loss, expected[0])
                 for m, (_, (_, mask)) in enumerate(mine):
                     assert np.isnan(result.losses[m]) == (not mask.any())
