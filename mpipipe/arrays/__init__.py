@@ -7,7 +7,8 @@ order of CuPy's current stream of the calling thread. Nothing here waits for the
 large arrays.
 """
 
-from mpipipe.arrays.cuda import check_device, cuda_declarations, cuda_function, missing_parts
+from mpipipe.arrays.cuda import cuda_declarations, cuda_function
+from mpipipe.arrays.device_checks import check_device, missing_parts
 from mpipipe.arrays.devices import (
     AMD_UNTRIED,
     check_computable,
@@ -39,7 +40,7 @@ from mpipipe.arrays.dtypes import (
     refuse_mask,
     strip_subclass,
 )
-from mpipipe.arrays.gemm_recorded import graphs_refused
+from mpipipe.arrays.gemm import graphs_refused
 from mpipipe.arrays.graphs import Graph, keep_for_graph, record_graph
 from mpipipe.arrays.memory import (
     Shortage,

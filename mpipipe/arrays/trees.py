@@ -43,10 +43,6 @@ def read_only(tree: Any) -> Any:
         view = tree.view()
         view.setflags(False)
         return view
-    if type(tree) is np.ndarray:  # the common case, on the hot path
-        view = tree.view()
-        view.setflags(write=False)
-        return view
     if isinstance(tree, np.ndarray):
         return memory.read_only(tree)
     if isinstance(tree, dict):

@@ -24,7 +24,8 @@ from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 
-from mpipipe.arrays import aligned_empty, is_half
+from mpipipe.arrays import is_half
+from mpipipe.arrays.half_precision import float32_like, round_into, upcast
 from mpipipe.attention import accumulate
 from mpipipe.attention.kernels.interface import AttentionAccumulator, Block, Gradients, Result
 from mpipipe.attention.mask import Slice
@@ -33,7 +34,6 @@ from mpipipe.attention.merge import merge
 # -- Half precision for kernels that compute in float32 or float64: upcast the arguments once, round the results once
 
 
-FLOAT32 = np.dtype(np.float32)
 Function = TypeVar("Function", bound=Callable[..., None])
 
 
@@ -44,9 +44,9 @@ def upcast_forward(forward: Function) -> Function:
     def wide(block: Block, result: Result, overwrite: bool) -> None:
         if not is_half(block.q.dtype):
             return forward(block, result, overwrite)
-        out = _wide_like(result.out)
+        out = float32_like(result.out)
         forward(_wide_block(block), result._replace(out=out), overwrite)
-        _round(out, result.out)
+        round_into(result.out, out)
 
     return cast(Function, wide)
 
@@ -58,31 +58,17 @@ def upcast_backward(backward: Function) -> Function:
     def wide(block: Block, dout: np.ndarray, result: Result, gradients: Gradients, overwrite: bool = False) -> None:
         if not is_half(block.q.dtype):
             return backward(block, dout, result, gradients, overwrite)
-        sums = Gradients(*map(_wide_like, gradients))
-        result = result._replace(out=_upcast(result.out))
-        backward(_wide_block(block), _upcast(dout), result, sums, overwrite)
-        for one, target in zip(sums, gradients):
-            _round(one, target)
+        sums = Gradients(*map(float32_like, gradients))
+        result = result._replace(out=upcast(result.out))
+        backward(_wide_block(block), upcast(dout), result, sums, overwrite)
+        for values, target in zip(sums, gradients):
+            round_into(target, values)
 
     return cast(Function, wide)
 
 
 def _wide_block(block: Block) -> Block:
-    return replace(block, q=_upcast(block.q), k=_upcast(block.k), v=_upcast(block.v))
-
-
-def _upcast(x: np.ndarray) -> np.ndarray:
-    return x.astype(FLOAT32) if is_half(x.dtype) else x
-
-
-def _wide_like(target: np.ndarray) -> np.ndarray:
-    """Memory in float32 for a result; the target itself if it is wide already. Halves are only set, never added to."""
-    return aligned_empty(target.shape, FLOAT32) if is_half(target.dtype) else target
-
-
-def _round(found: np.ndarray, target: np.ndarray) -> None:
-    if found is not target:
-        target[...] = found
+    return replace(block, q=upcast(block.q), k=upcast(block.k), v=upcast(block.v))
 
 
 # -- Exact attention on the host, in tiles that stay in cache ---------------------------------------------------------
