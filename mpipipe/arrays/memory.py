@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from mpipipe.arrays.devices import cupy
-from mpipipe.arrays.dtypes import Array, DeviceArray, Shape, device_of, strip_subclass
+from mpipipe.arrays.dtypes import Array, DeviceArray, Shape, device_of
 from mpipipe.arrays.streams import stream
 from mpipipe.errors import ArgumentError
 
@@ -103,18 +103,6 @@ def concatenate(parts: Sequence[Array]) -> Array:
 def address(array: Array) -> int:
     """Return the address in bytes of the first element, in host or device memory."""
     return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
-
-
-def read_only(array: Array) -> Array:
-    """Return a view that cannot be written to; a device array as it is, since nothing can protect it.
-
-    The view is of numpy.ndarray itself where the array is of a subclass; a masked array raises ArgumentError.
-    """
-    if not isinstance(array, np.ndarray):
-        return array
-    view = array.view() if type(array) is np.ndarray else strip_subclass(array).view()
-    view.setflags(write=False)
-    return view
 
 
 def shares_memory(first: Array, second: Array) -> bool:
