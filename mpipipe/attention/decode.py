@@ -18,9 +18,8 @@ import numpy as np
 
 from mpipipe.arrays import accumulator, aligned_empty, is_device
 from mpipipe.attention import kernels, mask
-from mpipipe.attention.accumulate import cast
-from mpipipe.attention.checks import check_arrays
 from mpipipe.attention.kernels import AttentionKernel, Block, Result
+from mpipipe.attention.kernels.interface import cast, check_arrays
 from mpipipe.attention.mask import PositionRange
 from mpipipe.attention.merge import merge
 from mpipipe.errors import ArgumentError

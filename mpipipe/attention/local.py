@@ -12,9 +12,8 @@ from numpy.typing import ArrayLike
 from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.attention import kernels, mask
-from mpipipe.attention.accumulate import attend_once
-from mpipipe.attention.checks import check_arrays
 from mpipipe.attention.kernels import Block, Gradients, Result, no_poll
+from mpipipe.attention.kernels.interface import attend_once, check_arrays
 from mpipipe.attention.mask import PositionRange, Slice, document_offsets
 from mpipipe.errors import ArgumentError
 from mpipipe.nn.layers.attend import Attend
@@ -137,20 +136,6 @@ class Local(Attend):
         return out.reshape(shape), LocalSaved(q, k, v, out, lse, scale, slices)
 
     def backward(self, dout: Array, saved: LocalSaved) -> Gradients:
-        """Return the gradients of the inputs.
-
-        Parameters
-        ----------
-        dout : array
-            Gradient of `out`, in its shape and dtype.
-        saved : LocalSaved
-            From `forward`.
-
-        Returns
-        -------
-        dq, dk, dv : array
-            In the shapes and dtype of q, k and v, C-contiguous.
-        """
         room = Gradients(*(by_rows(arrays.empty_like(x), dout.shape[0]) for x in saved[:3]))
         return Local.backward_into(self, dout, saved, room)
 
@@ -206,14 +191,9 @@ class Local(Attend):
 
 
 def documents_of_rows(segments: np.ndarray, batch: int) -> tuple[tuple[int, ...], ...]:
-    """Return, for each row, where its documents begin, rising from 0, and its length at the end.
+    """Return, for each row of `segments`, where its documents begin, rising from 0, and its length at the end.
 
-    Parameters
-    ----------
-    segments : (batch, seq) integers, the document of each position; equal numbers of a row stand together
-    batch : number of rows
-
-    Raises ArgumentError for another shape, and for documents whose positions do not stand together.
+    `segments` (batch, seq) are integers, the document of each position; equal numbers of a row stand together.
     """
     numbers = np.asarray(segments)
     if numbers.ndim != 2 or len(numbers) != batch or numbers.dtype.kind not in "iu":

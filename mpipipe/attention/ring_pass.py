@@ -25,8 +25,8 @@ from dataclasses import replace
 
 from mpipipe import arrays
 from mpipipe.arrays import Array
-from mpipipe.attention.accumulate import cast, strided_add, strided_copy
 from mpipipe.attention.kernels import AttentionKernel, Block, Gradients, Result
+from mpipipe.attention.kernels.interface import cast, strided_add, strided_copy
 from mpipipe.attention.ring_plan import RingPlan
 from mpipipe.comm.ring_exchange import RingExchange
 
@@ -34,16 +34,12 @@ from mpipipe.comm.ring_exchange import RingExchange
 class RingPass:
     """One forward or backward of a ring with more than one step.
 
-    Parameters
-    ----------
     plan : of this rank
     kernel : what computes a block
     exchange : what moves messages
     rotation : "overlap" or "sendrecv"
     poll : called after each tile, besides that of the exchange
 
-    Attributes
-    ----------
     bytes_sent : by this rank, in this pass
     """
 

@@ -11,9 +11,8 @@ import numpy as np
 from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.attention import kernels
-from mpipipe.attention.accumulate import strided_copy
-from mpipipe.attention.checks import check_arrays
 from mpipipe.attention.kernels import AttentionKernel
+from mpipipe.attention.kernels.interface import check_arrays, strided_copy
 from mpipipe.attention.layout import KINDS, Layout
 from mpipipe.attention.mask import Slice, check_scale, check_window, document_offsets, each_row_once
 from mpipipe.comm.ring_exchange import ROTATIONS
@@ -112,8 +111,6 @@ class KVMessage:
     A message is an array of bytes: the gradients of a block of keys and of values, then the keys and values of a block,
     one array behind the other, all C-contiguous. Either half may be missing.
 
-    Attributes
-    ----------
     shapes : of the arrays of all ranks
     lengths : number of keys of each rank. Methods count ranks modulo the ring.
     dtype : of keys and values
@@ -174,8 +171,6 @@ class KVMessage:
 class RingPlan:
     """What one rank does in a forward or backward.
 
-    Attributes
-    ----------
     steps : ring steps
     slices : for each ring step t, what this rank's queries need of the keys of rank r - t
     overwrite : whether each row of queries lies in exactly one slice of the first step
@@ -273,8 +268,6 @@ class RingAgreement:
 
     Every method is collective, and raises the same error on every rank if the ranks differ or one of them has an error.
 
-    Attributes
-    ----------
     group : the job.group.Group of the ranks
     calls : number of forwards so far
     plans : by what they are made of, at most KEPT_PLANS

@@ -43,8 +43,6 @@ def training_step(
 ) -> Callable[[], float]:
     """Return a function that makes a step: all micro-batches, clipping by the norm, AdamW.
 
-    Parameters
-    ----------
     model : sizes, models.GPT
     tokens : int64 (2, rows, seq): inputs and targets
     dtype : of the products, torch.bfloat16

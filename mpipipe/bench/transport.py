@@ -45,8 +45,6 @@ def run(repeats: int = 50) -> None:
 class PingPong:
     """`count` turns of an array from rank 0 to rank 1 and back, through a mailbox.
 
-    Parameters
-    ----------
     comm : two ranks
     transport : of `comm`
     array : what is sent

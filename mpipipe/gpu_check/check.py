@@ -32,8 +32,6 @@ Status = Literal["ok", "failed", "cut", "skipped"]
 class Outcome:
     """What became of one check.
 
-    Attributes
-    ----------
     kind : only a failed "correctness" check makes the whole check fail
     check : its name
     status : "cut" where a limit, its own or that of everything, ended it before a test had failed
@@ -54,8 +52,6 @@ class Outcome:
 class Clock:
     """The time that all checks share.
 
-    Parameters
-    ----------
     seconds : in all, from now
     """
 
@@ -257,8 +253,6 @@ GPUS = ("H100", "H200")
 class Expectation(NamedTuple):
     """A range that a measurement was expected in.
 
-    Attributes
-    ----------
     row : regular expression for what was measured, found at the beginning
     low, high : the range, in the unit of the row
     why : where the range comes from
@@ -316,8 +310,6 @@ EXPECTATIONS = (
 def beside(row: Mapping[str, Any], gpus: Iterable[str]) -> dict[str, str]:
     """Return what was expected of a row, and "kept", "beaten" or "missed"; empty texts where nothing was.
 
-    Parameters
-    ----------
     row : a measurement, as in the JSON of `bench gpu`
     gpus : descriptions of the GPUs; nothing was expected of others than GPUS, nor of several kinds at once
     """

@@ -289,8 +289,6 @@ class _Pending(NamedTuple):
 class PendingBlocks:
     """The result over the blocks so far of queries like q, with values like v.
 
-    Parameters
-    ----------
     q, v : device arrays (batch, seq, heads, dim) and (batch, keys, kv_heads, value_dim)
     earlier : result over earlier blocks, C-contiguous, `out` in the accumulator dtype
     """

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,8 +24,7 @@ from mpipipe.arrays import Array, Shape
 from mpipipe.arrays.cuda import Call, Packed
 from mpipipe.arrays.gemm import batched_gemm
 from mpipipe.arrays.strided import THREADS, blocks_of, element_strides, strided_copy_views
-from mpipipe.attention import accumulate
-from mpipipe.attention.kernels.interface import AttentionAccumulator, Block, Gradients, Result
+from mpipipe.attention.kernels.interface import Block, Gradients, InPlaceAccumulator, Result, gradients_from_zeros
 from mpipipe.attention.mask import Slice
 
 
@@ -79,14 +79,7 @@ def backward(block: Block, dout: Array, result: Result, gradients: Gradients, ov
         strided_copy_views(each, source_steps, target, target_steps, shape, add=not overwrite)
 
 
-def make_accumulator(q: Array, v: Array, overwrite: bool) -> AttentionAccumulator:
-    """As `AttentionKernel.make_accumulator`."""
-    return accumulate.InPlaceAccumulator(forward, q, v, overwrite)
-
-
-def block_gradients(block: Block, dout: Array, result: Result, dq: Array) -> tuple[Array, Array]:
-    """As `AttentionKernel.block_gradients`."""
-    return accumulate.block_gradients(backward, block, dout, result, dq)
+make_accumulator, block_gradients = partial(InPlaceAccumulator, forward), partial(gradients_from_zeros, backward)
 
 
 def _backward_tiles(problem: Problem, factors: Factors, block: Block, sums: Gradients) -> None:
@@ -280,8 +273,6 @@ def row_tiles(part: Slice, queries: int, keys: int) -> Iterator[RowTile]:
 class Problem:
     """How (batch, seq, heads, dim) arrays become problems of rows.
 
-    Attributes
-    ----------
     count : number of problems, batch * kv_heads
     group : query heads to a key head
     """

@@ -19,15 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import lru_cache, wraps
+from functools import lru_cache, partial, wraps
 from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 
 from mpipipe.arrays import is_half
 from mpipipe.arrays.half_precision import float32_like, round_into, upcast
-from mpipipe.attention import accumulate
-from mpipipe.attention.kernels.interface import AttentionAccumulator, Block, Gradients, Result
+from mpipipe.attention.kernels.interface import Block, Gradients, InPlaceAccumulator, Result, gradients_from_zeros
 from mpipipe.attention.mask import Slice
 from mpipipe.attention.merge import merge
 
@@ -127,14 +126,7 @@ def backward(block: Block, dout: np.ndarray, result: Result, gradients: Gradient
                 _backward_head(factors, part, block.scale, head, block.poll)
 
 
-def make_accumulator(q: np.ndarray, v: np.ndarray, overwrite: bool) -> AttentionAccumulator:
-    """As `AttentionKernel.make_accumulator`."""
-    return accumulate.InPlaceAccumulator(forward, q, v, overwrite)
-
-
-def block_gradients(block: Block, dout: np.ndarray, result: Result, dq: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """As `AttentionKernel.block_gradients`."""
-    return accumulate.block_gradients(backward, block, dout, result, dq)
+make_accumulator, block_gradients = partial(InPlaceAccumulator, forward), partial(gradients_from_zeros, backward)
 
 
 def _hidden_if_empty(lse: np.ndarray) -> np.ndarray:

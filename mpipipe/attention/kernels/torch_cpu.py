@@ -13,15 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from mpipipe.attention import accumulate
 from mpipipe.attention.kernels import host
 from mpipipe.attention.kernels.host import upcast_backward, upcast_forward
-from mpipipe.attention.kernels.interface import AttentionAccumulator, Block, Gradients, Result
+from mpipipe.attention.kernels.interface import Block, Gradients, InPlaceAccumulator, Result, gradients_from_zeros
 from mpipipe.attention.mask import BAND, CAUSAL, Slice
 from mpipipe.attention.merge import merge
 
@@ -76,14 +76,7 @@ def backward(block: Block, dout: np.ndarray, result: Result, gradients: Gradient
         block.poll()
 
 
-def make_accumulator(q: np.ndarray, v: np.ndarray, overwrite: bool) -> AttentionAccumulator:
-    """As `AttentionKernel.make_accumulator`."""
-    return accumulate.InPlaceAccumulator(forward, q, v, overwrite)
-
-
-def block_gradients(block: Block, dout: np.ndarray, result: Result, dq: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """As `AttentionKernel.block_gradients`."""
-    return accumulate.block_gradients(backward, block, dout, result, dq)
+make_accumulator, block_gradients = partial(InPlaceAccumulator, forward), partial(gradients_from_zeros, backward)
 
 
 def _show_nan(queries: torch.Tensor, found: torch.Tensor, found_lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -50,8 +50,6 @@ def measure(
 
     Where no graphs were recorded, the reason stands in the place of their row.
 
-    Parameters
-    ----------
     model : of any ties; it is measured with and without
     peers : import PyTorch where it is installed and can use the GPU; they have the ties of `model`
     comm : of one rank; None is COMM_SELF

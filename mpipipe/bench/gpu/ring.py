@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from mpipipe import arrays, attention
 from mpipipe.arrays import DeviceArray
 from mpipipe.attention import kernels, mask
-from mpipipe.attention.accumulate import cast, strided_add, strided_copy
 from mpipipe.attention.kernels import Block, Result
+from mpipipe.attention.kernels.interface import cast, strided_add, strided_copy
 from mpipipe.bench.gpu.rows import Row, normal, seconds
 
 QUICK = dict(repeats=2, ranks=4, length=4096)
@@ -55,8 +55,6 @@ def _alone(repeats: int, whole: Sequence[DeviceArray]) -> tuple[float, float]:
 class _Rank:
     """The computation of one rank of a causal ring.
 
-    Parameters
-    ----------
     rank, ranks, length : its place, and the local length
     whole : q, k, v and dout of the whole sequence; any values do, so shards are consecutive pieces
     """

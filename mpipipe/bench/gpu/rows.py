@@ -20,8 +20,6 @@ from mpipipe.text import text_table
 class Row:
     """One measurement: a rate or a share, of which more is better unless `goal` says otherwise.
 
-    Attributes
-    ----------
     what : what was measured, with its sizes
     value, unit : measured here, now
     peer, peer_value : what the value is compared with, in the same unit; a published number says so in its name

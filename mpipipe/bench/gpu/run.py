@@ -56,8 +56,6 @@ def run(
 ) -> NoReturn:
     """Measure, print a line for each row and a table, and write JSON; exits with 1 where a part failed.
 
-    Parameters
-    ----------
     parts : names; an empty list means all parts that this number of ranks can run
     repeats : measured turns; None is each part's own number
     path : JSON file to write, or None
