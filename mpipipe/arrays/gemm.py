@@ -60,8 +60,8 @@ class _Kinds(dict[np.dtype, _Kind]):
 class _Functions(NamedTuple):
     """Two functions of cuBLAS: CuPy's, or those that a graph can record."""
 
-    gemm: Callable
-    batched: Callable
+    gemmEx: Callable
+    gemmStridedBatchedEx: Callable
 
 
 class _Library(NamedTuple):
@@ -148,7 +148,7 @@ def gemm(
         if multiply(sizes, b, a, c, zero_and_one):
             return
     functions = _RECORDED if is_recording() else library.functions
-    functions.gemm(
+    functions.gemmEx(
         library.handle(), transpose_b, transpose_a, n, m, k,
         zero_and_one[1], b.data.ptr, number, k if transpose_b else n, a.data.ptr, number, columns,
         zero_and_one[add], c.data.ptr, library.kinds[c.dtype].number, n, compute, library.algorithm,
@@ -175,7 +175,7 @@ def batched_gemm(
     k = a.shape[1] if transpose_a else a.shape[2]
     factors, where = _factors(factor, add, c.dtype)
     functions = _RECORDED if is_recording() else library.functions
-    functions.batched(
+    functions.gemmStridedBatchedEx(
         library.handle(), transpose_b, transpose_a, n, m, k,
         where, *_operand(library, b), *_operand(library, a), where + factors.itemsize, *_operand(library, c),
         problems, library.kinds[a.dtype].compute, library.algorithm,

@@ -13,8 +13,8 @@ from gpu_emulator import warm_kernels
 
 from mpipipe import arrays
 from mpipipe.attention.kernels import cudnn_graph
-from mpipipe.bench.gpu import gpt, memory, run, transport
-from mpipipe.bench.gpu.rows import Row
+from mpipipe.bench.gpu import kernels, run, steps
+from mpipipe.bench.timing import Row
 from mpipipe.gpu_check import attention, check, extra
 from mpipipe.language.models import GPT
 
@@ -220,9 +220,12 @@ def test_nothing_was_expected_of_other_gpus(gpus):
 
 def test_every_expectation_concerns_a_row_that_is_measured(gpu, monkeypatch):
     """Names of rows change; what was expected of them would be lost in silence."""
-    monkeypatch.setattr(gpt, "_ours", lambda *_: 1.0)
-    monkeypatch.setattr(gpt, "torch_with_gpu", lambda: None)
-    rows = [each.facts() for each in (*gpt.measure(1), *memory.measure(1, rows=16, width=32, vocab=24, parameters=100))]
+    monkeypatch.setattr(steps, "_step_seconds", lambda *_: 1.0)
+    monkeypatch.setattr(steps, "torch_with_gpu", lambda: None)
+    rows = [
+        each.facts()
+        for each in (*steps.measure_step(1), *kernels.measure_memory(1, rows=16, width=32, vocab=24, parameters=100))
+    ]
     text = (Path(run.__file__).parents[1] / "torch_gpt.py").read_text()  # PyTorch need not be installed
     peers = next(
         node.value
@@ -231,6 +234,6 @@ def test_every_expectation_concerns_a_row_that_is_measured(gpu, monkeypatch):
     )
     rows += [row(f"training step, tied, {sizes}", 1.0, f"PyTorch {name}", 1.0)
              for name in ast.literal_eval(peers) for sizes in ["1 x 8 x 1024 tokens"]]  # fmt: skip
-    rows += [row(f"{way}, {max(transport.QUICK['sizes'])} B", 1.0) for way in ("staged", "direct")]
+    rows += [row(f"{way}, {max(run.PARTS['transport'].quick['sizes'])} B", 1.0) for way in ("staged", "direct")]
     unmet = [each for each in check.EXPECTATIONS if not any(check._concerns(each, one) for one in rows)]
     assert not unmet
