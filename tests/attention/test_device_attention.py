@@ -12,7 +12,7 @@ from support.rings import refused
 from support.tolerance import close, largest, within
 
 from mpipipe import arrays, attention
-from mpipipe.arrays import gemm, strided
+from mpipipe.arrays import strided
 from mpipipe.attention import cost, kernels, mask
 from mpipipe.attention.kernels import Block, Gradients, Result, cudnn, cupy
 from mpipipe.attention.layout import KINDS, Layout
@@ -316,48 +316,6 @@ def test_arrays_that_are_refused(gpu):
 
 
 # -- the parts
-
-
-@pytest.mark.parametrize("source", DTYPES)
-@pytest.mark.parametrize("target", ["float32", "bfloat16"])
-def test_moves(gpu, source, target):
-    rng = np.random.default_rng(0)
-    for shape, view in [((3, 5, 8), lambda x: x), ((2, 3, 4, 6), lambda x: x[:, ::-1, 1:3]), ((7,), lambda x: x[::2]),
-                        ((2, 3, 1, 2, 5), lambda x: x.transpose(3, 1, 0, 2, 4)), ((4, 0), lambda x: x)]:  # fmt: skip
-        x = rng.normal(size=shape).astype(arrays.dtype(source))
-        start = rng.normal(size=view(x).shape).astype(arrays.dtype(target))
-        place = arrays.upload(start)
-        strided.strided_copy(view(arrays.upload(x)), place, add=True)
-        added = arrays.download(place)
-        strided.strided_copy(view(arrays.upload(x)), place)
-        wide = np.float32 if source != "float64" else np.float64
-        expected = view(x).astype(wide)
-        np.testing.assert_array_equal(arrays.download(place), expected.astype(start.dtype))
-        exact = start.astype(float) + view(x).astype(float)
-        close(added, exact, 2, np.abs(start.astype(float)) + np.abs(exact), dtype=np.float32)
-        other = arrays.upload(np.zeros(x.shape, start.dtype))
-        strided.strided_copy(arrays.upload(np.ascontiguousarray(view(x))), view(other))
-        np.testing.assert_array_equal(view(arrays.download(other)), expected.astype(start.dtype))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_products(gpu, dtype):
-    kind = arrays.dtype(dtype)
-    rng = np.random.default_rng(1)
-    a, b, c = (rng.normal(size=shape).astype(kind) for shape in ((3, 4, 5), (3, 5, 7), (3, 4, 7)))
-    sums = c.astype(arrays.accumulator(kind))
-    exact = 0.5 * a.astype(float) @ b.astype(float)
-    size = 0.5 * np.abs(a.astype(float)) @ np.abs(b.astype(float)) + np.abs(sums)
-    for transpose_a in (False, True):
-        for transpose_b in (False, True):
-            given = [
-                arrays.upload(x.swapaxes(1, 2) if turned else x) for x, turned in ((a, transpose_a), (b, transpose_b))
-            ]
-            for add in (False, True):
-                result = arrays.upload(sums)
-                gemm.batched_gemm(*given, result, transpose_a, transpose_b, add, 0.5)
-                expected = exact + (sums if add else 0)
-                close(arrays.download(result), expected, 5 + 2, size)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

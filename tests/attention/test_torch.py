@@ -11,7 +11,6 @@ from support.rings import arrays, through_ring
 from support.tolerance import close, largest
 
 from mpipipe import attention
-from mpipipe.arrays import dtype
 from mpipipe.attention import kernels
 from mpipipe.attention.kernels import Block, Gradients, Result, host
 from mpipipe.attention.mask import Slice
@@ -115,13 +114,6 @@ def test_arrays_that_pytorch_cannot_share(torch_cpu):
     agrees((out, saved.lse, *attend.backward(dout, saved)), expected)
 
 
-def test_nan_stays_visible(torch_cpu):
-    q, k, v, _ = arrays(6)
-    q[0, 3] = np.nan
-    out, saved = attention.Local().forward(q, k, v)
-    assert np.isnan(out[0, 3]).all() and np.isnan(saved.lse[0, :, 3]).all() and np.isfinite(out[0, :3]).all()
-
-
 def test_the_host_kernel_is_the_default(monkeypatch):
     for value in (None, "", "host"):
         monkeypatch.delenv(kernels.VARIABLE, raising=False)
@@ -151,16 +143,3 @@ def test_a_rank_without_the_kernel_leaves_none_waiting(comm, monkeypatch):
     ring = attention.Ring(comm, layout="contiguous")
     with pytest.raises(ArgumentError, match="abacus"):
         ring.forward(*arrays(4)[:3])
-
-
-@pytest.mark.parametrize("kind", ["float16", "bfloat16"])
-def test_half_precision_is_float32_rounded_once(torch_cpu, kind):
-    half = [x.astype(dtype(kind)) for x in arrays(40)]
-    wide = [x.astype(np.float32) for x in half]
-    attend = attention.Local()
-    out, saved = attend.forward(*half[:3])
-    expected, kept = attend.forward(*wide[:3])
-    np.testing.assert_array_equal(out, expected.astype(half[0].dtype))
-    gradients, right = attend.backward(half[3], saved), attend.backward(wide[3], kept)
-    np.testing.assert_array_equal(gradients[2], right[2].astype(half[0].dtype))
-    assert all(x.dtype == half[0].dtype for x in gradients)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from gpu_emulator import CUDARuntimeError
 from support.reference_attention import Dense, agrees
 from support.tolerance import close
 
+from gpu_emulator import CUDARuntimeError
 from mpipipe import arrays
 
 HOST = np.arange(12, dtype=np.float32).reshape(3, 4)
