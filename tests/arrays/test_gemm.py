@@ -69,7 +69,7 @@ def test_one_product(library, dtype, transpose_a, transpose_b, add):
     given = [arrays.upload(x.T if turned else x) for x, turned in ((a, transpose_a), (b, transpose_b))]
     for result in {kind, arrays.accumulator(kind)}:
         c = RANDOM.normal(size=(4, 7)).astype(result)
-        target = arrays.upload(c)
+        target = arrays.upload(c if add else np.full_like(c, np.nan))  # what is set is not read
         gemm.gemm(*given, target, transpose_a, transpose_b, add)
         agrees(arrays.download(target), a, b, c, add=add)
     assert library == "cublas" or cublaslt.used or dtype == "float64"  # it proposes nothing for float64
@@ -82,7 +82,7 @@ def test_products_of_a_batch(gpu, dtype, transpose_a, transpose_b, add):
     a, b, c = (RANDOM.normal(size=shape).astype(kind) for shape in ((3, 4, 5), (3, 5, 7), (3, 4, 7)))
     turned = [x.swapaxes(1, 2) if turn else x for x, turn in ((a, transpose_a), (b, transpose_b))]
     sums = c.astype(arrays.accumulator(kind))
-    result = arrays.upload(sums)
+    result = arrays.upload(sums if add else np.full_like(sums, np.nan))
     gemm.batched_gemm(*map(arrays.upload, turned), result, transpose_a, transpose_b, add, 0.5)
     agrees(arrays.download(result), a, b, sums, 0.5, add)
 
