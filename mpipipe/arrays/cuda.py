@@ -65,7 +65,7 @@ class Call(NamedTuple):
     """A launch without its arrays.
 
     function : as `cuda_function` returns it
-    numbers : the parameters behind the arrays, in their types
+    numbers : the parameters after the arrays, in their types
     """
 
     function: Callable
@@ -74,7 +74,7 @@ class Call(NamedTuple):
     numbers: tuple[Any, ...] = ()
 
     def launch(self, given: tuple[DeviceArray, ...], varying: tuple[Any, ...] = ()) -> None:
-        """Launch with these arrays, and with more numbers behind its own."""
+        """Launch with these arrays, and with more numbers after its own."""
         self.function(self.grid, self.block, (*given, *self.numbers, *varying))
 
 
@@ -125,7 +125,7 @@ def launch(
 def over(
     source: Path, name: str, size: int, numbers: tuple[Any, ...] = (), *, V: int, words: int = 2, **dtypes: np.dtype
 ) -> Call | None:
-    """Return the call of a kernel over `size` elements, with these numbers behind its arrays; None for 0 elements."""
+    """Return the call of a kernel over `size` elements, with these numbers after its arrays; None for 0 elements."""
     if not size:
         return None
     return Call(cuda_function(source, name, **dtypes, V=V), grid(-(-size // V), words * BLOCK), (BLOCK,), numbers)
@@ -200,5 +200,5 @@ class Packed(Generic[C]):
 
 @cache
 def _current_gpu() -> Callable[[], int]:
-    """Return the function that tells the current GPU."""
+    """Return the function that returns the current GPU."""
     return cupy().cuda.runtime.getDevice

@@ -105,7 +105,7 @@ def _works(attempt: Callable[[], object]) -> tuple[bool, str]:
     """Return whether an attempt raises nothing, and the first line of what it raised."""
     try:
         attempt()
-    except Exception as error:  # what is missing is told in many ways: ImportError, RuntimeError, CompileException
+    except Exception as error:  # missing parts raise ImportError, RuntimeError, CompileException
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         return False, lines[0] if lines else type(error).__name__
     return True, ""

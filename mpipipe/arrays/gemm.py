@@ -1,6 +1,6 @@
 """Matrix products by cuBLAS, on device arrays.
 
-On AMD GPUs CuPy's cuBLAS is hipBLAS: there the type of the sums is told as a dtype, and there is no bfloat16.
+On AMD GPUs CuPy's cuBLAS is hipBLAS: there the type of the sums is given as a dtype, and there is no bfloat16.
 
 cuBLAS takes matrices column by column, so it sees each of ours transposed: c = a b is c^T = b^T a^T to it. float64 is
 summed in float64, everything else in float32. Products of float32 use TF32, which keeps 10 bits of each factor, where
@@ -37,7 +37,7 @@ ZERO_AND_ONE = {size: (address(pair), address(pair) + size) for size, pair in NU
 
 
 class _Kind(NamedTuple):
-    """What cuBLAS is told about a dtype.
+    """The arguments of cuBLAS for a dtype.
 
     number : its own
     compute : how to compute with factors of it

@@ -1,6 +1,6 @@
 """CUDA graphs: device work that is recorded once, and then started by one call as often as one likes.
 
-A recording notes every launch and every copy on the device with its addresses and numbers, and runs none of them. So
+A recording notes every launch and every copy on the device with its addresses and numbers, and runs nothing. So
 what is recorded must read and write the same memory in every run, and the host must not wait for the device within.
 """
 
@@ -63,7 +63,7 @@ def _place() -> tuple:
 
 
 def _make_workspace() -> None:
-    """Allocate it, outside of a recording: it is larger than most graphs, and none of them owns it."""
+    """Allocate it, outside of a recording: it is larger than most graphs, and no graph owns it."""
     place = _place()
     if place not in _recording.workspaces:
         _recording.workspaces[place] = cupy().empty((WORKSPACE_BYTES,), np.uint8)

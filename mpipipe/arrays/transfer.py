@@ -141,7 +141,7 @@ def copy_to_host(buffer: np.ndarray, source: DeviceArray) -> None:
     runtime.memcpyAsync(address(buffer), address(source), buffer.nbytes, runtime.memcpyDeviceToHost, stream().ptr)
 
 
-# -- The bytes of arrays as pieces in host memory, one after the other, for whoever writes them somewhere -------------
+# -- The bytes of arrays as pieces in host memory, one after the other, for code that writes them ---------------------
 
 
 DEPTH = 2  # pinned buffers: one that the caller looks at, and one into which the next piece is copied

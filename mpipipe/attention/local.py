@@ -117,7 +117,7 @@ class Local(Attend):
             (batch, seq, heads, value_dim), C-contiguous, of the dtype of q. 0 where a row sees no key.
         saved : LocalSaved
             For `backward`. `saved.lse` is the log-sum-exp of the scores, (batch, heads, seq); with `segments` the rows
-            stand one behind the other as one sequence in it, as in all arrays of `saved`.
+            stand one after the other as one sequence in it, as in all arrays of `saved`.
 
         Raises
         ------
@@ -182,7 +182,7 @@ class Local(Attend):
         return self._planned[1]
 
 
-# -- Rows of a batch that hold several documents each: they are attended to as one sequence, row behind row -----------
+# -- Rows of a batch that hold several documents each: they are attended to as one sequence, row after row ------------
 #
 #     row 0   a a a b b b b b        as one sequence   a a a b b b b b|c c c c c c d d
 #     row 1   c c c c c c d d

@@ -148,7 +148,7 @@ class Ring(Attend):
             (batch, local seq, heads, value_dim), C-contiguous, of the dtype of q. 0 where a row sees no key.
         saved : RingSaved
             For `backward`. `saved.lse` is the log-sum-exp of the scores, (batch, heads, local seq); with `segments` the
-            rows stand one behind the other as one sequence in it, as in all arrays of `saved`.
+            rows stand one after the other as one sequence in it, as in all arrays of `saved`.
 
         Raises
         ------

@@ -109,7 +109,7 @@ class KVMessage:
     """How the keys and values of a rank, and their gradients, are packed.
 
     A message is an array of bytes: the gradients of a block of keys and of values, then the keys and values of a block,
-    one array behind the other, all C-contiguous. Either half may be missing.
+    one array after the other, all C-contiguous. Either half may be missing.
 
     shapes : of the arrays of all ranks
     lengths : number of keys of each rank. Methods count ranks modulo the ring.
@@ -294,7 +294,7 @@ class RingAgreement:
     def agree_on_forward(
         self, options: RingOptions, digest: str, q: Array, k: Array, v: Array, *, error: Exception | None = None
     ) -> Agreed:
-        """Compare shapes and dtype. `digest` is the hash of the options; `error` tells why this rank has no options."""
+        """Compare shapes and dtype. `digest` is the hash of the options; `error`: why this rank has no options."""
         self.calls += 1
         kernel: AttentionKernel | None = None
         shapes: RingShapes | None = None

@@ -1,4 +1,4 @@
-"""`bench attention`: the kernels on one rank beside PyTorch's, and a ring of all ranks beside one rank alone.
+"""`bench attention`: the kernels on one rank next to PyTorch's, and a ring of all ranks next to one rank alone.
 
 The ring uses the kernel that MPIPIPE_ATTENTION chooses; PyTorch has one thread, as BLAS has.
 

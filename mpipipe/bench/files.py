@@ -1,4 +1,4 @@
-"""Files that are written and read: checkpoints beside dd, tokens beside the library tokenizers."""
+"""Files that are written and read: checkpoints next to dd, tokens next to the library tokenizers."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _forget(path: Path) -> None:
 def _train_and_save(
     mesh: Mesh, place: Path, model: GPT, rows: int, microbatches: int, how: tuple[int, str, float]
 ) -> None:
-    """Report the step of a GPT with a checkpoint at each step, beside steps without."""
+    """Report the step of a GPT with a checkpoint at each step, next to steps without."""
     repeats, text, rate = how
     comm, group = mesh.comm, group_of(mesh.comm)
     schedule = schedules.one_f_one_b(comm.size, microbatches)
@@ -137,7 +137,7 @@ def _train_and_save(
         Pipeline(stages, schedule, mesh.pipe, loss=nn.softmax_cross_entropy) as pipeline,
         checkpoint.Saver(place / text.split()[0], mesh, stages, optimizer, keep=1) as saver,
     ):
-        for turn in range(4 * repeats + 1):  # of `repeats` steps without, and so many with, twice
+        for turn in range(4 * repeats + 1):  # `repeats` steps without, `repeats` with, twice
             saves = turn > 0 and (turn - 1) // repeats % 2 == 1
             if not saves:
                 saver.finish()

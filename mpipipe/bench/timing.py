@@ -50,7 +50,7 @@ def report(comm: Communicator, name: str, measured: str, ratio: float | None = N
         show(f"{name}: {measured}{tail}\n")
 
 
-# -- A number that was measured, beside its peer: as a table for people, and as JSON for programs ----------------------
+# -- A number that was measured, next to its peer: as a table for people, and as JSON for programs ---------------------
 
 
 @dataclass(frozen=True)

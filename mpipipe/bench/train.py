@@ -1,4 +1,4 @@
-"""Trainings beside what was predicted of them: a GPT's step, the plans of the planner, the memory of a dry run."""
+"""Trainings next to their predictions: a GPT's step, the plans of the planner, the memory of a dry run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from mpipipe.train import TrainConfig, train
 
 # -- `bench train`: the step of a GPT against what the simulation makes of its measured stages, for two schedules ------
 #
-# Where PyTorch is installed, forward and backward of one micro-batch of the whole model on one rank stand beside it.
+# Where PyTorch is installed, forward and backward of one micro-batch of the whole model on one rank are measured too.
 
 
 WARMUP = 1
@@ -64,7 +64,7 @@ def run_train(repeats: int, dim: int, layers: int, heads: int, seq_len: int, mic
 
 
 def _beside_torch(comm: Communicator, model: GPT, rows: int, repeats: int) -> None:
-    """Report forward and backward of one micro-batch on one rank, beside PyTorch's."""
+    """Report forward and backward of one micro-batch on one rank, next to PyTorch's."""
     from mpipipe.bench.torch_gpt import micro_batch
 
     tokens, targets = np.random.default_rng(0).integers(0, model.vocab, size=(2, rows, model.seq))

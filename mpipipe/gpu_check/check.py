@@ -119,7 +119,7 @@ def _run_limited(command: Sequence[str], limit: float, log: Path, variables: Map
         try:
             return job.wait(limit)
         except subprocess.TimeoutExpired:
-            _end(job, signal.SIGINT)  # pytest then tells what it has found so far
+            _end(job, signal.SIGINT)  # pytest then reports what it has so far
             return None
         except BaseException:
             _end(job, signal.SIGTERM)
@@ -138,7 +138,7 @@ def _end(job: subprocess.Popen[bytes], polite: signal.Signals) -> None:
 
 # -- The report of a GPU check: gpu_check.json for programs, gpu_check.md for people, a table on the terminal ---------
 #
-# All files of the check are packed into one beside their folder, for machines that give back few files.
+# All files of the check are packed into one next to their folder, for machines that give back few files.
 
 
 LIBRARIES: dict[str, Callable[[], object]] = {
@@ -163,7 +163,7 @@ def write(folder: Path, outcomes: Sequence[Outcome]) -> int:
 
 
 def _pack(folder: Path) -> Path:
-    """Pack a folder into a tar file beside it."""
+    """Pack a folder into a tar file next to it."""
     path = folder.with_name(folder.name + ".tar.gz")
     with tarfile.open(path, "w:gz") as packed:
         packed.add(folder, folder.name)
@@ -207,7 +207,7 @@ def _machine() -> list[str]:
     for name, version in LIBRARIES.items():
         try:
             libraries.append(f"{name} {version()}")
-        except Exception as error:  # a library that is missing is told in many ways
+        except Exception as error:  # a missing library raises what it likes
             libraries.append(f"no {name} ({type(error).__name__})")
     return [*lines, ", ".join(libraries)]
 

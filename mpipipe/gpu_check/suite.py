@@ -263,7 +263,7 @@ class Interpreter:
     def find_mpiexec(self, preferred: str | None) -> str | None:
         """Return a launcher that starts ranks which see each other, or None.
 
-        The preferred one is tried first, then the one beside the interpreter, then the one on PATH.
+        The preferred one is tried first, then the one next to the interpreter, then the one on PATH.
         """
         beside = self._ask("import sys; print(sys.executable)", timeout=SECONDS)
         folder = Path(self.path if beside is None else beside.stdout.strip()).parent

@@ -269,7 +269,7 @@ def _full(batch: int, length: int, _library: ModuleType, _device: int, _stream: 
 #
 # Merging block by block would read and write the sum of all blocks each time, in the accumulator dtype: 10 bytes an
 # element for blocks in half precision. Merging BLOCKS at once reads each block once and touches the sum twice in
-# all. Up to BLOCKS blocks become the rounded result without any sum. The price is memory: so many outputs exist at a
+# all. Up to BLOCKS blocks become the rounded result without any sum. The price is memory: that many outputs exist at a
 # time.
 
 

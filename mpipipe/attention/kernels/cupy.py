@@ -260,7 +260,7 @@ class RowTile(NamedTuple):
 
 
 def row_tiles(part: Slice, queries: int, keys: int) -> Iterator[RowTile]:
-    """Tiles of so many queries of a slice, in pieces of so many keys."""
+    """Tiles of `queries` rows of a slice, in pieces of `keys` columns."""
     seq, all_keys = part.q_stop - part.q_start, part.k_stop - part.k_start
     for start in range(0, seq, queries):
         stop = min(start + queries, seq)

@@ -25,7 +25,7 @@ from mpipipe.attention.kernels.interface import Block, Gradients, InPlaceAccumul
 from mpipipe.attention.mask import BAND, CAUSAL, Slice
 from mpipipe.attention.merge import merge
 
-COPY_ROWS = 1024  # from so many queries on, keys and values are first laid out head by head: they are read so often
+COPY_ROWS = 1024  # with more queries, keys and values are first laid out head by head, since they are read so often
 PAIRS = 1 << 22  # of queries and keys in one call, unless a single key head has more
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

@@ -19,7 +19,7 @@ from mpipipe.bench.timing import Row, normal, seconds
 
 # -- Memory ------------------------------------------------------------------------------------------------------------
 #
-# Kernels that are bound by memory, beside a plain copy. A rate counts the bytes that must be read and written.
+# Kernels that are bound by memory, next to a plain copy. A rate counts the bytes that must be read and written.
 
 
 Kernel: TypeAlias = "tuple[str, Callable[[], object], int]"  # its name, a call of it, bytes
@@ -93,7 +93,7 @@ def _optimizer(count: int) -> Iterator[Kernel]:
     yield f"sums_of_squares, float32 {count}", lambda: kernels.sums_of_squares(g, pieces), g.nbytes
 
 
-# -- Matrix products of a GPT's layers: cublasLt's fastest proposal beside cuBLAS's own choice -------------------------
+# -- Matrix products of a GPT's layers: cublasLt's fastest proposal next to cuBLAS's own choice ------------------------
 
 
 PRODUCT_GOAL = "not below 1: then the default stays"
@@ -129,7 +129,7 @@ def measure_products(
                 yield Row(f"{title}, by cuBLAS", rates["cublas"], "TFLOP/s", goal="no nvmath: cublasLt not measured")
 
 
-# -- Attention on one GPU beside NVIDIA's published rates for cuDNN and PyTorch's kernel on the same arrays ------------
+# -- Attention on one GPU next to NVIDIA's published rates for cuDNN and PyTorch's kernel on the same arrays -----------
 #
 # Rates count 4 pairs heads dim operations in a forward and 2.5 times as many in a backward, S^2 / 2 pairs under the
 # causal mask, as the published ones do.
@@ -151,7 +151,7 @@ def measure_attention(
     dtype: str = "bfloat16",
     peers: bool = True,
 ) -> Iterator[Row]:
-    """Yield rows for each length and direction; with `peers` also beside PyTorch, where that can use the GPU."""
+    """Yield rows for each length and direction; with `peers` also next to PyTorch, where that can use the GPU."""
     sizes = heads, kv_heads, head_dim, dtype
     ours: dict[int, tuple[float, list[tuple[str, float, str]]]] = {}
     for length in lengths:  # all before PyTorch loads another cuDNN
@@ -231,7 +231,7 @@ def _pytorch_attention(
 
 # -- Ring --------------------------------------------------------------------------------------------------------------
 #
-# A ring whose ranks take turns on one GPU: what blocks and merging cost beside one kernel over the whole sequence.
+# A ring whose ranks take turns on one GPU: what blocks and merging cost next to one kernel over the whole sequence.
 #
 # Every rank computes all steps of its forward and its backward as attention.Ring does, with all blocks at hand. The sum
 # of the ranks' times holds all computation and merging of the ring, and no messages.

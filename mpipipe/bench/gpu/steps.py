@@ -29,7 +29,7 @@ from mpipipe.language.models import GPT
 # -- How well the executor keeps a GPU busy, with about a millisecond of work in each action ---------------------------
 #
 # A bare loop launches the kernels of a step's actions too. It does so as fast as the host can, to compare rates, and
-# once more queued behind other work, to measure the device time of nothing but the kernels.
+# once more queued after other work, to measure the device time of nothing but the kernels.
 #
 # Idle share = 1 - (device time of the step's kernels run back to back) / (device time of the step).
 
@@ -80,13 +80,13 @@ def measure_executor(
     yield Row(f"executor, {what}: GPU idle in a step{doubt}", 100 * (1 - busy / span), "%", goal="below 5")
 
 
-# -- A training step of a GPT of GPT-2 small's size on one GPU, beside the same model in PyTorch -----------------------
+# -- A training step of a GPT of GPT-2 small's size on one GPU, next to the same model in PyTorch ----------------------
 #
 # A step is that of `python -m mpipipe train`: forward, loss and backward of all micro-batches, then the norm of the
 # gradients, clipping and AdamW, whose factor stays on the device and which writes the bfloat16 copy of the float32
 # parameters. The embedding has its own matrix, or shares that of the output; and the same tokens come in micro-batches
 # so small that the host may not launch kernels as fast as the GPU computes them. PyTorch's peers are the eager model
-# under autocast, and eager and compiled with bfloat16 weights beside float32 masters, all with its own attention kernel
+# under autocast, and eager and compiled with bfloat16 weights with float32 masters, all with its own attention kernel
 # and fused AdamW.
 
 
@@ -110,7 +110,7 @@ def measure_step(
     peers: bool = True,
     comm: Communicator | None = None,
 ) -> Iterator[Row | str]:
-    """Yield tokens per second: untied, tied, in small micro-batches without and with CUDA graphs, and beside each peer.
+    """Yield tokens per second: untied, tied, in small micro-batches with and without CUDA graphs, next to each peer.
 
     Where no graphs were recorded, the reason stands in the place of their row.
 
