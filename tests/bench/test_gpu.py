@@ -136,7 +136,7 @@ def test_the_kernels_that_count_as_busy_are_those_of_a_step(gpu, monkeypatch):
     """The bare loop launches what the pipeline's actions do; else the idle share is of something else."""
     if gpu.real:
         pytest.skip("needs the counters of the emulated device")
-    loops, steps = [], []
+    loops, launched = [], []
 
     def behind(work, call, repeats):
         gpu.reset()
@@ -151,7 +151,7 @@ def test_the_kernels_that_count_as_busy_are_those_of_a_step(gpu, monkeypatch):
             def counted(*arguments):
                 gpu.reset()
                 outcome = run(*arguments)
-                steps.append(list(gpu.launches))
+                launched.append(list(gpu.launches))
                 return outcome
 
             self.engine.executor.run = counted
@@ -166,8 +166,8 @@ def test_the_kernels_that_count_as_busy_are_those_of_a_step(gpu, monkeypatch):
     _, idle = steps.measure_executor(3, rows=8, width=16, microbatches=4)
     close(idle.value, 25, 8)
     assert len(loops) == 3 and "at least" not in idle.what
-    assert sorted(loops[0]) == sorted(name for name in steps[-1] if name in set(loops[0]))
-    others = [name for name in steps[-1] if name not in set(loops[0])]
+    assert sorted(loops[0]) == sorted(name for name in launched[-1] if name in set(loops[0]))
+    others = [name for name in launched[-1] if name not in set(loops[0])]
     assert others == ["memcpyAsync"] * 4, "of the losses, which go home behind the last of them"
 
 
