@@ -92,15 +92,9 @@ def test_calls_of_one_key_head_or_several_give_the_same(torch_cpu, monkeypatch):
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("mask", [dict(causal=True), dict(causal=False), dict(causal=True, window=37)], ids=str)
 def test_a_ring_equals_dense_attention(torch_cpu, ranks, layout, mask):
-    whole = arrays(61, heads=4, kv_heads=2)
+    whole = arrays(61, heads=4, kv_heads=2, dtype=np.float32 if ranks == 2 else np.float64)
     found = inprocess.run(ranks, lambda comm: through_ring(comm, whole, layout=layout, **mask)[0])
     agrees(found[0], dense(*whole, mask["causal"], mask.get("window")))
-
-
-def test_float32(torch_cpu):
-    whole = arrays(257, batch=1, dim=64, dtype=np.float32)
-    found = inprocess.run(2, lambda comm: through_ring(comm, whole)[0])
-    agrees(found[0], dense(*whole))
 
 
 def test_arrays_that_pytorch_cannot_share(torch_cpu):
