@@ -7,6 +7,8 @@ layout  mask          who holds which positions; which parts of which shards see
 cache  decode         few queries over many cached keys, for models that decode
 kernels/  merge       attention on one device by numpy, PyTorch, cuDNN or CuPy; partial results become one
 cost                  bytes on the wire, and when transfers hide behind computation
+
+`kernels` has a face of its own.
 """
 
 from __future__ import annotations
