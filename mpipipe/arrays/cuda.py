@@ -61,7 +61,7 @@ BLOCK = 256  # threads of a block without a reason for another number
 MOST_BLOCKS = 1 << 20  # of one grid; the threads of a kernel with more to do come back for it
 
 
-class Call(NamedTuple):
+class Launch(NamedTuple):
     """A launch without its arrays.
 
     function : as `cuda_function` returns it
@@ -124,11 +124,11 @@ def launch(
 
 def over(
     source: Path, name: str, size: int, numbers: tuple[Any, ...] = (), *, V: int, words: int = 2, **dtypes: np.dtype
-) -> Call | None:
+) -> Launch | None:
     """Return the call of a kernel over `size` elements, with these numbers after its arrays; None for 0 elements."""
     if not size:
         return None
-    return Call(cuda_function(source, name, **dtypes, V=V), grid(-(-size // V), words * BLOCK), (BLOCK,), numbers)
+    return Launch(cuda_function(source, name, **dtypes, V=V), grid(-(-size // V), words * BLOCK), (BLOCK,), numbers)
 
 
 # -- Launches that are packed once for each combination of shapes, and then want addresses alone ----------------------
@@ -142,16 +142,16 @@ MOST = 4096  # packed calls that one kernel keeps; where shapes never repeat, al
 LOW = WORD - 1
 
 
-C = TypeVar("C", bound="Call | None")
+C = TypeVar("C", bound="Launch | None")
 
 
 class Packed(Generic[C]):
     """The calls of one kernel, or of several that differ by options.
 
     The parameters of a kernel are its arrays, then the numbers of the call, then numbers that vary between launches.
-    `pack` takes the arrays of a launch and its options, checks them, and returns the Call; None if there is nothing to
-    do. It is called once for each combination of facts, options and GPU, so it must look at nothing else. Its errors
-    are raised again the next time.
+    `pack` takes the arrays of a launch and its options, checks them, and returns the Launch; None if there is
+    nothing to do. It is called once for each combination of facts, options and GPU, so it must look at nothing else.
+    Its errors are raised again the next time.
     """
 
     def __init__(self, pack: Callable[..., C]):

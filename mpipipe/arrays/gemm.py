@@ -144,7 +144,7 @@ def gemm(
     if library.measured:
         factors = (number, k, n) if transpose_b else (number, n, k), (number, columns, rows)
         result = library.kinds[c.dtype].number, n, m
-        sizes = Sizes(*factors, result, (transpose_b, transpose_a), add, compute)
+        sizes = ProductSizes(*factors, result, (transpose_b, transpose_a), add, compute)
         if multiply(sizes, b, a, c, zero_and_one):
             return
     functions = _RECORDED if is_recording() else library.functions
@@ -287,7 +287,7 @@ DOUBLE = 1  # CUDA_R_64F, the type of the factors 0 and 1 of float64; that of al
 INSTALL = f"{how_to_install('cublaslt')}, or unset MPIPIPE_PRODUCTS"
 
 
-class Sizes(NamedTuple):
+class ProductSizes(NamedTuple):
     """What is computed, as cublasLt sees it: column by column, so that the first factor is b, and the second a.
 
     first, second, result : (number of the dtype, rows, columns) of each matrix as it lies in memory
@@ -344,7 +344,7 @@ def _handle(_device: int) -> int:
 
 
 def multiply(
-    sizes: Sizes, first: DeviceArray, second: DeviceArray, result: DeviceArray, zero_and_one: tuple[int, int]
+    sizes: ProductSizes, first: DeviceArray, second: DeviceArray, result: DeviceArray, zero_and_one: tuple[int, int]
 ) -> bool:
     """Compute a product; return False, with nothing done, where cublasLt proposes nothing or MOST are known already.
 
@@ -385,7 +385,7 @@ def _run(
 
 
 def _chosen(
-    sizes: Sizes,
+    sizes: ProductSizes,
     alignments: tuple[int, ...],
     matrices: tuple[DeviceArray, DeviceArray, DeviceArray],
     zero_and_one: tuple[int, int],

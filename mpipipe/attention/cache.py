@@ -19,7 +19,7 @@ from mpipipe.attention.decode import (
     shared_facts,
     sharing_group,
 )
-from mpipipe.attention.kernels import Block, Result, no_poll
+from mpipipe.attention.kernels import KVBlock, OutLse, no_poll
 from mpipipe.attention.mask import PositionRange, Slice
 from mpipipe.errors import ArgumentError
 from mpipipe.job.types import Communicator
@@ -293,7 +293,7 @@ class SlotCache(_CausalCache):
             self._kept = [np.zeros((x.shape[2], self.slots, self.rows, x.shape[3]), x.dtype) for x in (k, v)]
         scale = q.shape[3] ** -0.5 if self.scale is None else self.scale
 
-        def attend(result: Result) -> None:
+        def attend(result: OutLse) -> None:
             nothing_yet(result)
             slices: list[Slice] = []
             row = 0
@@ -308,7 +308,7 @@ class SlotCache(_CausalCache):
                 row += piece.rows
             if slices:
                 keys_held, values_held = map(_side_by_side, self._kept)
-                block = Block(q, keys_held, values_held, scale, slices, self.poll)
+                block = KVBlock(q, keys_held, values_held, scale, slices, self.poll)
                 kernels.chosen().forward(block, result, overwrite=False)
             self.poll()
 
@@ -332,7 +332,7 @@ class SlotCache(_CausalCache):
                 kept[:, piece.slot, low - first : high - first] = new.swapaxes(0, 1)
         return first, max(0, high - first)
 
-    def _attend_one(self, piece: Piece, row: int, filled: int, asks: Any, result: Result) -> None:
+    def _attend_one(self, piece: Piece, row: int, filled: int, asks: Any, result: OutLse) -> None:
         """Let the single query of a piece attend to the keys of its slot, for all heads at once.
 
         The kernels go head by head, in tiles made for many queries.

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.attention import kernels, mask
-from mpipipe.attention.kernels import Block, Gradients, Result, no_poll
+from mpipipe.attention.kernels import Gradients, KVBlock, OutLse, no_poll
 from mpipipe.attention.kernels.interface import attend_once, check_arrays
 from mpipipe.attention.mask import PositionRange, Slice, document_offsets
 from mpipipe.errors import ArgumentError
@@ -132,7 +132,7 @@ class Local(Attend):
         else:
             slices = self._packed_slices(segments, q, k)
             q, k, v = map(as_one_sequence, (q, k, v))
-        out, lse = attend_once(kernels.chosen(q, k, v), Block(q, k, v, scale, slices, self.poll))
+        out, lse = attend_once(kernels.chosen(q, k, v), KVBlock(q, k, v, scale, slices, self.poll))
         return out.reshape(shape), LocalSaved(q, k, v, out, lse, scale, slices)
 
     def backward(self, dout: Array, saved: LocalSaved) -> Gradients:
@@ -141,7 +141,7 @@ class Local(Attend):
 
     def backward_into(self, dout: Array, saved: LocalSaved, room: tuple[Array, Array, Array]) -> Gradients:
         q, k, v, out, lse, scale, slices = saved
-        block, result = Block(q, k, v, scale, slices, self.poll), Result(out, lse)
+        block, result = KVBlock(q, k, v, scale, slices, self.poll), OutLse(out, lse)
         dout, targets, fits = like(dout, out), Gradients(*room), True
         if room[0].shape != q.shape:  # the rows are one sequence
             fits = all(map(writable_as_one, room))

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.attention import kernels
-from mpipipe.attention.kernels import AttentionKernel, Block, Gradients, Result, no_poll
+from mpipipe.attention.kernels import AttentionKernel, Gradients, KVBlock, OutLse, no_poll
 from mpipipe.attention.kernels.interface import attend_once
 from mpipipe.attention.layout import Layout
 from mpipipe.attention.local import as_one_sequence, by_rows, documents_of_rows, like
@@ -170,7 +170,7 @@ class Ring(Attend):
                 check_positions(expected, plan.layout.positions(rank), options.layout, rank)
             if plan.steps == 1:
                 message = None
-                out, lse = attend_once(kernel, Block(q, k, v, scale, plan.slices[0], self.poll))
+                out, lse = attend_once(kernel, KVBlock(q, k, v, scale, plan.slices[0], self.poll))
             else:
                 run = self._run(plan, kernel)
                 (out, lse), message = run.forward(scale, q, k, v)
@@ -206,8 +206,8 @@ class Ring(Attend):
         batch, dout = dout.shape[0], like(dout, saved.out)
         self.agreement.agree_on_backward(saved.call, dout, saved.out)
         with self.group.failing("the backward of a ring"):
-            given, result = (saved.q, saved.k, saved.v), Result(saved.out, saved.lse)
-            block = Block(*given, saved.scale, saved.plan.slices[0], self.poll)
+            given, result = (saved.q, saved.k, saved.v), OutLse(saved.out, saved.lse)
+            block = KVBlock(*given, saved.scale, saved.plan.slices[0], self.poll)
             if saved.message is None:
                 fits = room is not None and room[0].shape == saved.q.shape
                 gradients = Gradients(*(room if room is not None and fits else map(arrays.empty_like, given)))

@@ -255,7 +255,7 @@ KEPT_PLANS = 64
 REMEDY = "give the same options and arrays of the same kind on all ranks, and make the same calls in the same order"
 
 
-class Agreed(NamedTuple):
+class AgreedForward(NamedTuple):
     """What the ranks agreed on for a forward: the plan, this rank's kernel, and the number of the call."""
 
     plan: RingPlan
@@ -293,7 +293,7 @@ class RingAgreement:
 
     def agree_on_forward(
         self, options: RingOptions, digest: str, q: Array, k: Array, v: Array, *, error: Exception | None = None
-    ) -> Agreed:
+    ) -> AgreedForward:
         """Compare shapes and dtype. `digest` is the hash of the options; `error`: why this rank has no options."""
         self.calls += 1
         kernel: AttentionKernel | None = None
@@ -312,7 +312,7 @@ class RingAgreement:
         rows, keys = ballot.cast(self.group, lengths).T.tolist()
         ballot.decide()
         assert kernel is not None and shapes is not None  # else the agreement has raised
-        return Agreed(self._plan(options, shapes, rows, keys), kernel, self.calls)
+        return AgreedForward(self._plan(options, shapes, rows, keys), kernel, self.calls)
 
     def _plan(self, options: RingOptions, shapes: RingShapes, rows: list[int], keys: list[int]) -> RingPlan:
         key = shapes, options, tuple(rows), tuple(keys)

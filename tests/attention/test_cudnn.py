@@ -13,9 +13,9 @@ from support.tolerance import bound, within
 
 from mpipipe import arrays, attention
 from mpipipe.attention import kernels, mask
-from mpipipe.attention.kernels import Block, Gradients, Result, cudnn, cudnn_graph
+from mpipipe.attention.kernels import Gradients, KVBlock, OutLse, cudnn, cudnn_graph
 from mpipipe.attention.kernels import cupy as cupy_kernel
-from mpipipe.attention.kernels.cudnn_graph import Request
+from mpipipe.attention.kernels.cudnn_graph import GraphRequest
 from mpipipe.errors import ArgumentError, BackendError
 
 HALVES = ["float16", "bfloat16"]
@@ -63,7 +63,7 @@ def test_any_band_of_a_slice(gpu, library, low, high, seq, keys):
     part = mask.Slice(3, 3 + seq, 5, 5 + keys, low, high)
     cut = [x[:, 3 : 3 + seq] if n in (0, 3) else x[:, 5 : 5 + keys] for n, x in enumerate(whole)]
     expected = banded(*cut, low, high)
-    result, block = attention_zeros(q, v), Block(q, k, v, 0.5, [part])
+    result, block = attention_zeros(q, v), KVBlock(q, k, v, 0.5, [part])
     cudnn.forward(block, result, False)
     found, found_lse = arrays.download(*result)
     bounds = expected.bounds("bfloat16")
@@ -76,7 +76,7 @@ def test_any_band_of_a_slice(gpu, library, low, high, seq, keys):
     within(twice_lse[:, :, 3 : 3 + seq], expected[1] + np.log(2), bounds[1], "lse of both")
     rounded = arrays.upload(found.astype(whole[0].dtype))
     sums = Gradients(*(arrays.upload(np.ones(x.shape, np.float32)) for x in (q, k, v)))
-    cudnn.backward(block, dout, Result(rounded, arrays.upload(found_lse)), sums)
+    cudnn.backward(block, dout, OutLse(rounded, arrays.upload(found_lse)), sums)
     dq, dk, dv = (x - 1 for x in arrays.download(*sums))
     own = slice(3, 3 + seq), *[slice(5, 5 + keys)] * 2
     for array, wanted, allowed, inner in zip((dq, dk, dv), expected[2:], bounds[2:], own):
@@ -142,7 +142,7 @@ def test_documents_of_a_block_are_merged_together(gpu, library):
     slices = mask.mask_slices(rows, rows, True, None, range(0, 25, 3))
     result = cudnn.make_accumulator(q, v, False)
     gpu.reset()
-    result.attend(Block(q, k, v, 8**-0.5, slices[::-1]))
+    result.attend(KVBlock(q, k, v, 8**-0.5, slices[::-1]))
     out, lse = arrays.download(*result.end())
     assert gpu.launches.count("sdpa") == 8 and gpu.launches.count("merge") == 1
     expected = reference(whole, segments=[3] * 8)
@@ -163,7 +163,7 @@ def test_plans_are_kept(gpu, library):
     q, k, v, _ = (arrays.upload(x) for x in make("bfloat16", seq=40))
     for start in (0, 8, 24):  # where a slice lies is no part of a plan
         part = mask.Slice(start, start + 16, 24 - start, 40 - start, None, 0)
-        cudnn.forward(Block(q, k, v, 0.5, [part]), attention_zeros(q, v), False)
+        cudnn.forward(KVBlock(q, k, v, 0.5, [part]), attention_zeros(q, v), False)
     assert cudnn_graph.counts() == (4, 3, 3)
     attention.Local(scale=0.1).forward(*(arrays.upload(x) for x in whole[:3]))
     assert cudnn_graph.counts().built == 4
@@ -357,7 +357,9 @@ def requests():
                             shapes.append((name, dims, strides(dims, (dims[2], dims[1]))))
                     padded = direction == "backward" and (keys % 128 != 0 or seq < 128)
                     for deterministic in {False, direction == "backward"}:
-                        yield Request(direction, "bfloat16", tuple(shapes), 0.125, low, high, padded, deterministic)
+                        yield GraphRequest(
+                            direction, "bfloat16", tuple(shapes), 0.125, low, high, padded, deterministic
+                        )
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from support.tolerance import close, largest, within
 from mpipipe import arrays, attention
 from mpipipe.arrays import strided
 from mpipipe.attention import kernels, mask
-from mpipipe.attention.kernels import Block, Gradients, Result, cudnn, cupy
+from mpipipe.attention.kernels import Gradients, KVBlock, OutLse, cudnn, cupy
 from mpipipe.attention.layout import KINDS, Layout
 from mpipipe.comm.ring_exchange import RingExchange
 from mpipipe.errors import ArgumentError, MismatchError
@@ -113,7 +113,7 @@ def test_a_row_behind_no_key(gpu, dtype):
     kind = arrays.accumulator(q.dtype)
     out, lse = (arrays.zeros(shape, kind, "cuda") for shape in ((2, 7, 4, 8), (2, 4, 7)))
     strided.fill(lse, -np.inf)
-    kernel.forward(Block(q, k, v, 0.3, slices), Result(out, lse), False)
+    kernel.forward(KVBlock(q, k, v, 0.3, slices), OutLse(out, lse), False)
     expected = dense(whole[0][:, 2:], *whole[1:3], whole[3][:, 2:], True, scale=0.3)
     found, found_lse = arrays.download(out, lse)
     assert not found[:, :2].any() and np.isneginf(found_lse[:, :, :2]).all()
@@ -122,7 +122,7 @@ def test_a_row_behind_no_key(gpu, dtype):
     gradients = Gradients(*(arrays.empty_like(x) for x in (q, k, v)))
     rounded = arrays.empty_like(out, q.dtype)
     strided.strided_copy(out, rounded)
-    kernel.backward(Block(q, k, v, 0.3, slices), dout, Result(rounded, lse), gradients, overwrite=True)
+    kernel.backward(KVBlock(q, k, v, 0.3, slices), dout, OutLse(rounded, lse), gradients, overwrite=True)
     found = [x.astype(np.float64) for x in arrays.download(*gradients)]
     assert not found[0][:, :2].any()
     for one, other, allowed in zip((found[0][:, 2:], *found[1:]), expected[2:], bounds[2:]):

@@ -12,7 +12,7 @@ from support.tolerance import close, largest
 
 from mpipipe import attention
 from mpipipe.attention import kernels
-from mpipipe.attention.kernels import Block, Gradients, Result, host
+from mpipipe.attention.kernels import Gradients, KVBlock, OutLse, host
 from mpipipe.attention.mask import Slice
 from mpipipe.errors import ArgumentError, BackendError
 from mpipipe.job import inprocess
@@ -32,7 +32,7 @@ def both(kernel, q, k, v, dout, slices, scale=0.3, merge=False):
     out, lse = np.zeros_like(dout), np.full((batch, heads, seq), -np.inf, q.dtype)
     if merge:
         out[...], lse[...] = rng.normal(size=out.shape), rng.normal(size=lse.shape)
-    block, result = Block(q, k, v, scale, slices), Result(out, lse)
+    block, result = KVBlock(q, k, v, scale, slices), OutLse(out, lse)
     kernel.forward(block, result, not merge and len(slices) == 1)
     gradients = Gradients(*(rng.normal(size=x.shape).astype(x.dtype) for x in (q, k, v)))
     kernel.backward(block, dout, result, gradients)
@@ -82,7 +82,7 @@ def test_calls_of_one_key_head_or_several_give_the_same(torch_cpu, monkeypatch):
     monkeypatch.setattr(torch_cpu, "PAIRS", 1)
     apart = both(torch_cpu, q, k, v, dout, slices)
     polls = []
-    torch_cpu.forward(Block(q, k, v, 0.3, slices, lambda: polls.append(1)), Result(*apart[:2]), True)
+    torch_cpu.forward(KVBlock(q, k, v, 0.3, slices, lambda: polls.append(1)), OutLse(*apart[:2]), True)
     assert len(polls) == 2 * 3
     for one, other in zip(together, apart):
         assert one.tobytes() == other.tobytes()

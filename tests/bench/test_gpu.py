@@ -78,7 +78,7 @@ def test_the_virtual_ring_computes_what_one_kernel_does(gpu, dtype):
     bounds = dict(zip(NAMES, expected.bounds(dtype)))
     sums = [0.0, 0.0]  # a rank's are over all blocks, those of all ranks over all keys
     for number in range(ranks):
-        rank = kernels._Rank(number, ranks, length, whole)
+        rank = kernels._VirtualRank(number, ranks, length, whole)
         for _ in range(2):  # a second turn finds the sums of the first in its buffers
             rank.forward()
             dq, *others = rank.backward()
@@ -95,7 +95,7 @@ def test_the_virtual_ring_runs_what_the_ring_runs(gpu, monkeypatch):
     from mpipipe.attention.kernels import cupy as kernel
 
     whole = [timing.normal((1, 24, n, 8), "float32", seed) for seed, n in enumerate((2, 1, 1, 2))]
-    virtual, calls = [kernels._Rank(number, 3, 8, whole) for number in range(3)], []
+    virtual, calls = [kernels._VirtualRank(number, 3, 8, whole) for number in range(3)], []
 
     def spy(module, name):
         real = getattr(module, name)
@@ -355,7 +355,7 @@ def part_of(*rows):
             raise RuntimeError("no memory left")
         yield from (Row(name, repeats, "GB/s", "copy", 10.0, "near 1") for name in rows)
 
-    return run.Part(measure, dict(repeats=3))
+    return run.GpuPart(measure, dict(repeats=3))
 
 
 def test_rows_are_written_as_they_come_and_sizes_may_be_small(gpu, comm, monkeypatch, tmp_path, capsys):
@@ -370,7 +370,7 @@ def test_rows_are_written_as_they_come_and_sizes_may_be_small(gpu, comm, monkeyp
         print("end of part")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run, "PARTS", {"first": run.Part(watched, dict(repeats=3))})
+    monkeypatch.setattr(run, "PARTS", {"first": run.GpuPart(watched, dict(repeats=3))})
     with pytest.raises(KeyboardInterrupt):
         run.run([], None, path, True, quick=True)
     facts, printed = json.loads(path.read_text()), capsys.readouterr().out.split("end of part")[0]

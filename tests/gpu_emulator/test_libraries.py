@@ -10,7 +10,7 @@ import pytest
 from gpu_emulator import CUDARuntimeError
 from mpipipe import arrays
 from mpipipe.attention.kernels import cudnn_graph
-from mpipipe.attention.kernels.cudnn_graph import Request
+from mpipipe.attention.kernels.cudnn_graph import GraphRequest
 
 F16, F32, F64 = 2, 0, 1  # CUDA's numbers of dtypes
 
@@ -61,7 +61,7 @@ def graph(direction="forward", sq=6, sk=9, heads=4, kv_heads=2, dim=8, low=None,
     if direction == "backward":
         dims |= dict(dout=q, dq=q, dk=k, dv=k)
     shapes = tuple((name, x, (x[1] * x[2] * x[3], x[2] * x[3], x[3], 1)) for name, x in dims.items())
-    cudnn, request = sys.modules["cudnn"], Request(direction, "float16", shapes, 0.3, low, high)
+    cudnn, request = sys.modules["cudnn"], GraphRequest(direction, "float16", shapes, 0.3, low, high)
     made = cudnn_graph.build(cudnn, request, cudnn_graph.handle(), sm_version=90)
     made.build_operation_graph()
     made.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])

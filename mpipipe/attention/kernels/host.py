@@ -26,7 +26,7 @@ import numpy as np
 
 from mpipipe.arrays import is_half
 from mpipipe.arrays.half_precision import float32_like, round_into, upcast
-from mpipipe.attention.kernels.interface import Block, Gradients, InPlaceAccumulator, Result, gradients_from_zeros
+from mpipipe.attention.kernels.interface import Gradients, InPlaceAccumulator, KVBlock, OutLse, gradients_from_zeros
 from mpipipe.attention.mask import Slice
 from mpipipe.attention.merge import merge
 
@@ -40,7 +40,7 @@ def upcast_forward(forward: Function) -> Function:
     """Let a kernel's `forward` for host arrays take half precision."""
 
     @wraps(forward)
-    def wide(block: Block, result: Result, overwrite: bool) -> None:
+    def wide(block: KVBlock, result: OutLse, overwrite: bool) -> None:
         if not is_half(block.q.dtype):
             return forward(block, result, overwrite)
         out = float32_like(result.out)
@@ -54,7 +54,7 @@ def upcast_backward(backward: Function) -> Function:
     """Let a kernel's `backward` for host arrays take half precision."""
 
     @wraps(backward)
-    def wide(block: Block, dout: np.ndarray, result: Result, gradients: Gradients, overwrite: bool = False) -> None:
+    def wide(block: KVBlock, dout: np.ndarray, result: OutLse, gradients: Gradients, overwrite: bool = False) -> None:
         if not is_half(block.q.dtype):
             return backward(block, dout, result, gradients, overwrite)
         sums = Gradients(*map(float32_like, gradients))
@@ -66,7 +66,7 @@ def upcast_backward(backward: Function) -> Function:
     return cast(Function, wide)
 
 
-def _wide_block(block: Block) -> Block:
+def _wide_block(block: KVBlock) -> KVBlock:
     return replace(block, q=upcast(block.q), k=upcast(block.k), v=upcast(block.v))
 
 
@@ -80,7 +80,7 @@ _SAFE = {np.dtype(np.float32): 40.0, np.dtype(np.float64): 600.0}
 
 
 @upcast_forward
-def forward(block: Block, result: Result, overwrite: bool) -> None:
+def forward(block: KVBlock, result: OutLse, overwrite: bool) -> None:
     """As `AttentionKernel.forward`."""
     q, k, v = block.q, block.k, block.v
     out, lse = result
@@ -100,7 +100,7 @@ def forward(block: Block, result: Result, overwrite: bool) -> None:
 
 
 @upcast_backward
-def backward(block: Block, dout: np.ndarray, result: Result, gradients: Gradients, overwrite: bool = False) -> None:
+def backward(block: KVBlock, dout: np.ndarray, result: OutLse, gradients: Gradients, overwrite: bool = False) -> None:
     """As `AttentionKernel.backward`."""
     q, k, v = block.q, block.k, block.v
     out, lse = result

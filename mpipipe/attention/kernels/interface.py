@@ -23,7 +23,7 @@ def no_poll() -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class KVBlock:
     """Queries, and one block of keys and values that they attend to.
 
     q : (batch, seq, heads, dim)
@@ -43,7 +43,7 @@ class Block:
     poll: Callable[[], object] = no_poll
 
 
-class Result(NamedTuple):
+class OutLse(NamedTuple):
     """Attention over some keys.
 
     out : (batch, seq, heads, value_dim), 0 in rows that see no key
@@ -65,17 +65,17 @@ class Gradients(NamedTuple):
 class AttentionAccumulator(Protocol):
     """Attention over several blocks of keys: call `attend` once per block, then `end`."""
 
-    def attend(self, block: Block) -> None:
+    def attend(self, block: KVBlock) -> None:
         """Add one block. All blocks have the same queries."""
 
-    def end(self) -> Result:
+    def end(self) -> OutLse:
         """Return the result over all blocks, out in the dtype of the queries."""
 
 
 class AttentionKernel(Protocol):
     """Attention by one library. Results in half precision are summed in float32 and rounded once."""
 
-    def forward(self, block: Block, result: Result, overwrite: bool) -> None:
+    def forward(self, block: KVBlock, result: OutLse, overwrite: bool) -> None:
         """Attend to one block of keys.
 
         `result` holds what earlier blocks gave, (0, -inf) where there were none, with `out` in the dtype of `lse`. This
@@ -86,7 +86,7 @@ class AttentionKernel(Protocol):
         """
 
     def backward(
-        self, block: Block, dout: Array, result: Result, gradients: Gradients, overwrite: bool = False
+        self, block: KVBlock, dout: Array, result: OutLse, gradients: Gradients, overwrite: bool = False
     ) -> None:
         """Add what one block of keys gives to the gradients, which are of the dtype of `lse`.
 
@@ -100,7 +100,7 @@ class AttentionKernel(Protocol):
         `overwrite` promises that each row lies in exactly one slice of the first block.
         """
 
-    def block_gradients(self, block: Block, dout: Array, result: Result, dq: Array) -> tuple[Array, Array]:
+    def block_gradients(self, block: KVBlock, dout: Array, result: OutLse, dq: Array) -> tuple[Array, Array]:
         """Add what one of several blocks gives to `dq`, and return its own (dk, dv), in any dtype."""
 
 
@@ -142,15 +142,15 @@ def check_arrays(q: Array, k: Array, v: Array) -> None:
 # -- Results and gradients that are made block by block, in place ------------------------------------------------------
 
 
-def uninitialised_result(q: Array, v: Array, dtype: np.dtype) -> Result:
+def uninitialised_result(q: Array, v: Array, dtype: np.dtype) -> OutLse:
     """Memory for the result of queries like `q` with values like `v`, `out` in `dtype`."""
     batch, seq, heads, _ = q.shape
     device = arrays.device_of(q)
     out = arrays.empty((batch, seq, heads, v.shape[3]), dtype, device)
-    return Result(out, arrays.empty((batch, heads, seq), arrays.accumulator(q.dtype), device))
+    return OutLse(out, arrays.empty((batch, heads, seq), arrays.accumulator(q.dtype), device))
 
 
-def empty_result(q: Array, v: Array, dtype: np.dtype) -> Result:
+def empty_result(q: Array, v: Array, dtype: np.dtype) -> OutLse:
     """The result over no keys at all: zeros in `dtype`, and -inf."""
     result = uninitialised_result(q, v, dtype)
     arrays.set_zero(result.out)
@@ -161,23 +161,27 @@ def empty_result(q: Array, v: Array, dtype: np.dtype) -> Result:
 class InPlaceAccumulator:
     """An `AttentionAccumulator` that merges each block into one result, by a kernel's `forward`."""
 
-    def __init__(self, forward: Callable[[Block, Result, bool], None], q: Array, v: Array, overwrite: bool) -> None:
+    def __init__(self, forward: Callable[[KVBlock, OutLse, bool], None], q: Array, v: Array, overwrite: bool) -> None:
         self._forward, self._dtype, self._overwrite = forward, q.dtype, overwrite
         make = uninitialised_result if overwrite else empty_result
         self._result = make(q, v, arrays.accumulator(q.dtype))
 
-    def attend(self, block: Block) -> None:
+    def attend(self, block: KVBlock) -> None:
         """Merge one block."""
         self._forward(block, self._result, self._overwrite)
         self._overwrite = False
 
-    def end(self) -> Result:
+    def end(self) -> OutLse:
         """Return the result over all blocks, out in the dtype of the queries."""
         return self._result._replace(out=cast(self._result.out, self._dtype))
 
 
 def gradients_from_zeros(
-    backward: Callable[[Block, Array, Result, Gradients], None], block: Block, dout: Array, result: Result, dq: Array
+    backward: Callable[[KVBlock, Array, OutLse, Gradients], None],
+    block: KVBlock,
+    dout: Array,
+    result: OutLse,
+    dq: Array,
 ) -> tuple[Array, Array]:
     """`AttentionKernel.block_gradients` by the kernel's `backward`, from zeros."""
     dtype = result.lse.dtype
@@ -186,7 +190,7 @@ def gradients_from_zeros(
     return dk, dv
 
 
-def attend_once(kernel: AttentionKernel, block: Block) -> Result:
+def attend_once(kernel: AttentionKernel, block: KVBlock) -> OutLse:
     """Attend to a single block of keys."""
     q, v = block.q, block.v
     if each_row_once(block.slices, q.shape[1]):

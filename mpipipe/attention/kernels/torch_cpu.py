@@ -21,7 +21,7 @@ import torch
 
 from mpipipe.attention.kernels import host
 from mpipipe.attention.kernels.host import upcast_backward, upcast_forward
-from mpipipe.attention.kernels.interface import Block, Gradients, InPlaceAccumulator, Result, gradients_from_zeros
+from mpipipe.attention.kernels.interface import Gradients, InPlaceAccumulator, KVBlock, OutLse, gradients_from_zeros
 from mpipipe.attention.mask import BAND, CAUSAL, Slice
 from mpipipe.attention.merge import merge
 
@@ -32,7 +32,7 @@ flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_back
 
 
 @upcast_forward
-def forward(block: Block, result: Result, overwrite: bool) -> None:
+def forward(block: KVBlock, result: OutLse, overwrite: bool) -> None:
     """As `AttentionKernel.forward`."""
     (q, k, v), (out, lse) = (block.q, block.k, block.v), result
     ours, theirs = _divide(block)
@@ -52,7 +52,7 @@ def forward(block: Block, result: Result, overwrite: bool) -> None:
 
 
 @upcast_backward
-def backward(block: Block, dout: np.ndarray, result: Result, gradients: Gradients, overwrite: bool = False) -> None:
+def backward(block: KVBlock, dout: np.ndarray, result: OutLse, gradients: Gradients, overwrite: bool = False) -> None:
     """As `AttentionKernel.backward`."""
     (q, k, v), (out, lse), (dq, dk, dv) = (block.q, block.k, block.v), result, gradients
     if overwrite:
@@ -87,7 +87,7 @@ def _show_nan(queries: torch.Tensor, found: torch.Tensor, found_lse: torch.Tenso
     return found, found_lse
 
 
-def _divide(block: Block) -> tuple[Sequence[Slice], Sequence[Slice]]:
+def _divide(block: KVBlock) -> tuple[Sequence[Slice], Sequence[Slice]]:
     """The slices that PyTorch can do, and the others. It masks before it scales, which needs a positive scale."""
     slices = block.slices
     if block.k.shape[3] != block.v.shape[3] or not block.scale > 0:
@@ -95,7 +95,7 @@ def _divide(block: Block) -> tuple[Sequence[Slice], Sequence[Slice]]:
     return [part for part in slices if part.kind != BAND], [part for part in slices if part.kind == BAND]
 
 
-class _Call(NamedTuple):
+class _FlashCall(NamedTuple):
     """One call of PyTorch's kernel: what to index with, and how many groups of query heads it takes."""
 
     batch: int
@@ -107,7 +107,7 @@ class _Call(NamedTuple):
     causal: bool
 
 
-def _calls(q: np.ndarray, k: np.ndarray, slices: Sequence[Slice]) -> Iterator[_Call]:
+def _calls(q: np.ndarray, k: np.ndarray, slices: Sequence[Slice]) -> Iterator[_FlashCall]:
     kv_heads = k.shape[2]
     group = q.shape[2] // kv_heads
     for part in slices:
@@ -117,7 +117,7 @@ def _calls(q: np.ndarray, k: np.ndarray, slices: Sequence[Slice]) -> Iterator[_C
         for b in range(q.shape[0]):
             for first in range(0, kv_heads, at_once):
                 last = min(first + at_once, kv_heads)
-                yield _Call(
+                yield _FlashCall(
                     b, rows, keys, slice(first * group, last * group), slice(first, last),
                     groups=last - first, causal=part.kind == CAUSAL,
                 )  # fmt: skip

@@ -13,7 +13,7 @@ from mpipipe import arrays, attention, nn
 from mpipipe.arrays import DeviceArray, gemm
 from mpipipe.attention import cost, mask
 from mpipipe.attention import kernels as attention_kernels
-from mpipipe.attention.kernels import Block, Result
+from mpipipe.attention.kernels import KVBlock, OutLse
 from mpipipe.attention.kernels.interface import cast, strided_add, strided_copy
 from mpipipe.bench.timing import Row, normal, seconds
 
@@ -250,7 +250,7 @@ def measure_ring(
     counts = (heads, kv_heads, kv_heads, heads)
     whole = [normal((1, ranks * length, n, head_dim), dtype, seed) for seed, n in enumerate(counts)]
     forward, backward = _alone(repeats, whole)
-    ring = [_Rank(rank, ranks, length, whole) for rank in range(ranks)]
+    ring = [_VirtualRank(rank, ranks, length, whole) for rank in range(ranks)]
     forwards = [seconds(rank.forward, repeats, 1) for rank in ring]
     backwards = [seconds(rank.backward, repeats, 1) for rank in ring]
     what = f"{dtype}, virtual ring of {ranks} x {length}, zigzag"
@@ -271,7 +271,7 @@ def _alone(repeats: int, whole: Sequence[DeviceArray]) -> tuple[float, float]:
     return forward, seconds(lambda: attend.backward(dout, saved), repeats, 1)
 
 
-class _Rank:
+class _VirtualRank:
     """The computation of one rank of a causal ring.
 
     rank, ranks, length : its place, and the local length
@@ -297,7 +297,7 @@ class _Rank:
             strided_copy(place, x)
         result = self.kernel.make_accumulator(self.q, self.steps[0][1], self.overwrite)
         for k, v, slices in self.steps:
-            result.attend(Block(self.q, k, v, self.scale, slices))
+            result.attend(KVBlock(self.q, k, v, self.scale, slices))
         self.out, self.lse = result.end()
 
     def backward(self) -> list[DeviceArray]:
@@ -307,8 +307,8 @@ class _Rank:
         """
         dq = arrays.zeros(self.q.shape, self.kind, "cuda")
         for step, (k, v, slices) in enumerate(reversed(self.steps)):
-            block = Block(self.q, k, v, self.scale, slices)
-            own = self.kernel.block_gradients(block, self.dout, Result(self.out, self.lse), dq)
+            block = KVBlock(self.q, k, v, self.scale, slices)
+            own = self.kernel.block_gradients(block, self.dout, OutLse(self.out, self.lse), dq)
             for sums, part in zip(self.received, own):
                 (strided_add if step > 0 else strided_copy)(sums, part)
         return [cast(x, self.q.dtype) for x in (dq, *self.received)]

@@ -24,7 +24,7 @@ from mpipipe.job.types import Communicator
 from mpipipe.text import counted
 
 
-class Part(NamedTuple):
+class GpuPart(NamedTuple):
     """A part: a function that yields a row for each measurement, or why there is none; its arguments for `--quick`."""
 
     measure: Callable[..., Iterator[Row | str]]
@@ -33,13 +33,13 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "memory": Part(kernels.measure_memory, dict(repeats=5, rows=8192, vocab=50304, parameters=1 << 24)),
-    "products": Part(kernels.measure_products, dict(repeats=5, rows=1024, dim=256, hidden=512, vocab=1024)),
-    "attention": Part(kernels.measure_attention, dict(repeats=5, lengths=(8192,))),
-    "ring": Part(kernels.measure_ring, dict(repeats=2, ranks=4, length=4096)),
-    "executor": Part(steps.measure_executor, dict(repeats=3, microbatches=8)),
-    "gpt": Part(steps.measure_step, dict(repeats=3)),
-    "transport": Part(steps.measure_transport, dict(repeats=3, sizes=(1 << 16, 1 << 24)), ranks=2),
+    "memory": GpuPart(kernels.measure_memory, dict(repeats=5, rows=8192, vocab=50304, parameters=1 << 24)),
+    "products": GpuPart(kernels.measure_products, dict(repeats=5, rows=1024, dim=256, hidden=512, vocab=1024)),
+    "attention": GpuPart(kernels.measure_attention, dict(repeats=5, lengths=(8192,))),
+    "ring": GpuPart(kernels.measure_ring, dict(repeats=2, ranks=4, length=4096)),
+    "executor": GpuPart(steps.measure_executor, dict(repeats=3, microbatches=8)),
+    "gpt": GpuPart(steps.measure_step, dict(repeats=3)),
+    "transport": GpuPart(steps.measure_transport, dict(repeats=3, sizes=(1 << 16, 1 << 24)), ranks=2),
 }
 
 
@@ -112,7 +112,7 @@ def without_mpi() -> str | None:
     return None
 
 
-def _chosen(names: Sequence[str], ranks: int) -> dict[str, Part]:
+def _chosen(names: Sequence[str], ranks: int) -> dict[str, GpuPart]:
     fitting = {name: part for name, part in PARTS.items() if part.ranks == ranks}
     if not fitting:
         raise ArgumentError("bench gpu", found=counted(ranks, "rank"), expected="1 rank, or 2 for the transports")
