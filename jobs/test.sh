@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run the tests on four MPI ranks of this machine; installs what they need into .venv first.
 #
-#   bash jobs/test.sh [options of pytest]
+#   bash jobs/test.sh [options of pytest]            without -m: all tests but those marked `long`
 #   RANKS=2 MPI=openmpi bash jobs/test.sh            (variables: see jobs/common.sh)
 set -euo pipefail
 . "$(dirname "$0")/common.sh"
@@ -9,6 +9,7 @@ choose_mpi
 install_package test
 configure_mpi
 keep_bytecode
+case " $* " in *" -m "*) ;; *) set -- -m "not long" "$@" ;; esac
 export MPIEXEC_TIMEOUT="${MPIEXEC_TIMEOUT:-2400}"  # seconds; the last resort, tests have a limit each
 
 status=0

@@ -10,20 +10,34 @@ from importlib import import_module
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from mpipipe.comm import Mesh, Preemption, select_device
+    from mpipipe.attention import Ring
+    from mpipipe.comm.mesh import Mesh, select_device
+    from mpipipe.job.preemption import Preemption
+    from mpipipe.job.runtime import world
     from mpipipe.pipeline import Branches, PendingStep, Pipeline, StepResult
 
 __version__ = "0.1.0"  # the one place: pyproject.toml reads it from here
-__all__ = ["Branches", "Mesh", "PendingStep", "Pipeline", "Preemption", "StepResult", "select_device"]
-_OF_COMM = ("Mesh", "Preemption", "select_device")
+_NAMES = {
+    "Branches": "pipeline",
+    "Mesh": "comm.mesh",
+    "PendingStep": "pipeline",
+    "Pipeline": "pipeline",
+    "Preemption": "job.preemption",
+    "Ring": "attention",
+    "StepResult": "pipeline",
+    "select_device": "comm.mesh",
+    "world": "job.runtime",
+}
+_ROOMS = "adapters analysis attention checkpoint errors language nn optim pictures planning schedules train".split()
+__all__ = ["Branches", "Mesh", "PendingStep", "Pipeline", "Preemption", "Ring", "StepResult", "select_device", "world"]
 
 if not TYPE_CHECKING:  # else a checker of types takes each wrong name for an object
 
     def __getattr__(name: str) -> object:
-        """Import what is asked for: a name of `__all__`, or a room such as `mpipipe.optim`."""
-        if name in __all__:
+        """Import a name of `__all__`, or a room such as `mpipipe.optim`."""
+        if name in _NAMES:
             import_module(f"{__name__}.pipeline")  # for each name: threads that ask at once wait for one import
-            value = getattr(import_module(f"{__name__}.{'comm' if name in _OF_COMM else 'pipeline'}"), name)
+            value = getattr(import_module(f"{__name__}.{_NAMES[name]}"), name)
             globals()[name] = value
             return value
         if not name.startswith("_"):
@@ -37,4 +51,4 @@ if not TYPE_CHECKING:  # else a checker of types takes each wrong name for an ob
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted([*__all__, *_ROOMS, "__version__"])

@@ -11,7 +11,7 @@ import pytest  # noqa: E402
 from gpu_emulator.fixture import a_gpu, an_emulated_gpu  # noqa: E402
 from hypothesis import HealthCheck, Phase, settings  # noqa: E402
 from mpi4py import MPI  # noqa: E402
-from support import harness  # noqa: E402
+from support import harness, ledger  # noqa: E402
 from support.launch import run_job  # noqa: E402
 
 # every rank must draw the same examples: no randomness, no database, nothing that depends on the clock
@@ -36,6 +36,8 @@ def pytest_cmdline_main(config):
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
     harness.install(config)
+    if MPI.COMM_WORLD.rank == 0:
+        config.pluginmanager.register(ledger.Ledger(), "ledger")
 
 
 def pytest_collection_modifyitems(items):

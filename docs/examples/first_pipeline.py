@@ -18,9 +18,8 @@ import numpy as np
 
 import mpipipe
 from mpipipe import nn, optim, schedules
-from mpipipe.job import runtime
 
-comm = runtime.world()
+comm = mpipipe.world()
 schedule = schedules.one_f_one_b(comm.size, microbatches=8)
 stage = nn.Stage([nn.Linear(16, 16), nn.Gelu(), nn.Linear(16, 16)], seed=comm.rank)
 optimizer = optim.AdamW([stage], lr=1e-2)

@@ -21,11 +21,10 @@ import numpy as np
 
 import mpipipe
 from mpipipe import nn, schedules
-from mpipipe.job import runtime
 
 RANKS, CHUNKS, MICROBATCHES = 4, 2, 8
 
-comm = runtime.world()
+comm = mpipipe.world()
 whole = schedules.Costs(forward=1, input_grad=1, weight_grad=1)
 half = schedules.Costs(forward=0.5, input_grad=0.5, weight_grad=0.5)  # a chunk is half of a rank's layers
 plain = schedules.one_f_one_b(RANKS, MICROBATCHES)

@@ -20,11 +20,11 @@ from itertools import pairwise
 
 import numpy as np
 
+import mpipipe
 from mpipipe import attention
-from mpipipe.job import runtime
 
 PROMPT, TOTAL = 40, 60
-comm = runtime.world()
+comm = mpipipe.world()
 random = np.random.default_rng(0)
 q = random.standard_normal((1, TOTAL, 4, 8))
 k, v = random.standard_normal((2, 1, TOTAL, 2, 8))

@@ -20,9 +20,8 @@ import numpy as np
 
 import mpipipe
 from mpipipe import nn, optim, schedules
-from mpipipe.job import runtime
 
-comm = runtime.world()
+comm = mpipipe.world()
 stage = nn.Stage([nn.Linear(32, 32), nn.Gelu(), nn.Linear(32, 32)], dtype="float16", seed=comm.rank)
 optimizer = optim.AdamW([stage], lr=1e-2)
 scaler = optim.LossScaler(initial=2.0**30)

@@ -21,9 +21,8 @@ import numpy as np
 import mpipipe
 from mpipipe import nn, schedules
 from mpipipe.errors import ArgumentError, MpipipeError
-from mpipipe.job import runtime
 
-comm = runtime.world()
+comm = mpipipe.world()
 
 
 class Fragile:

@@ -19,7 +19,6 @@ import numpy as np
 
 import mpipipe
 from mpipipe import nn, schedules
-from mpipipe.job import runtime
 
 
 class Tanh:
@@ -38,7 +37,7 @@ class Tanh:
         return inner @ self.weight.T
 
 
-comm = runtime.world()
+comm = mpipipe.world()
 schedule = schedules.one_f_one_b(comm.size, microbatches=4)
 stage = Tanh(8, seed=comm.rank)
 random = np.random.default_rng(9)

@@ -20,11 +20,11 @@ from itertools import pairwise
 
 import numpy as np
 
+import mpipipe
 from mpipipe import attention
-from mpipipe.job import runtime
 
 LENGTHS = [300, 50, 900, 150]
-comm = runtime.world()
+comm = mpipipe.world()
 seq_len = sum(LENGTHS)
 starts = np.cumsum([0, *LENGTHS]).tolist()
 ranks = range(comm.size)

@@ -20,9 +20,8 @@ import numpy as np
 
 import mpipipe
 from mpipipe import nn, schedules
-from mpipipe.job import runtime
 
-comm = runtime.world()
+comm = mpipipe.world()
 random = np.random.default_rng(0)
 x, target = random.standard_normal((2, 32, 8)).astype("float32")
 rows = [slice(0, 24), slice(24, 32)]  # of each replica

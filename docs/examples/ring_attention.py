@@ -15,12 +15,12 @@ It prints::
 
 import numpy as np
 
+import mpipipe
 from mpipipe import attention
-from mpipipe.job import runtime
 
 BATCH, SEQ, HEADS, KV_HEADS, DIM = 1, 1003, 4, 2, 16
 
-comm = runtime.world()
+comm = mpipipe.world()
 random = np.random.default_rng(0)  # the same on all ranks
 q, dout = random.standard_normal((2, BATCH, SEQ, HEADS, DIM))
 k, v = random.standard_normal((2, BATCH, SEQ, KV_HEADS, DIM))

@@ -22,7 +22,6 @@ import numpy as np
 import mpipipe
 from mpipipe import nn, schedules
 from mpipipe.errors import ScheduleError
-from mpipipe.job import runtime
 
 WRONG = """
 0F0, 0B0, 0F1, 0B1
@@ -42,7 +41,7 @@ class Identity:
         return dy
 
 
-comm = runtime.world()
+comm = mpipipe.world()
 pair = comm.Split(comm.rank // 2, comm.rank)  # the schedule has two ranks: each pair of ranks runs it
 if comm.rank == 0:
     try:

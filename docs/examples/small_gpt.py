@@ -18,13 +18,12 @@ import numpy as np
 
 import mpipipe
 from mpipipe import attention, nn, optim, schedules
-from mpipipe.job import runtime
 from mpipipe.language.models import GPT
 
 TEXT = b"A schedule is data that is proven before the first message is sent. "
 STEPS = 30
 
-comm = runtime.world()
+comm = mpipipe.world()
 model = GPT(dim=64, layers=4, heads=4, seq=len(TEXT) - 1)
 cuts = schedules.partition(model.costs(), comm.size)
 start, stop = cuts[comm.rank]

@@ -17,7 +17,6 @@ import torch
 
 import mpipipe
 from mpipipe import adapters, optim, schedules
-from mpipipe.job import runtime
 
 
 def layer(parameters, x):
@@ -28,7 +27,7 @@ def squared_error(output, target):
     return jax.numpy.mean((output - target) ** 2)
 
 
-comm = runtime.world()
+comm = mpipipe.world()
 random = np.random.default_rng(comm.rank)
 if comm.rank < comm.size // 2:
     torch.manual_seed(comm.rank)

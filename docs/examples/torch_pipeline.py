@@ -17,7 +17,6 @@ import torch
 
 import mpipipe
 from mpipipe import adapters, optim, schedules
-from mpipipe.job import runtime
 
 
 class Block(torch.nn.TransformerEncoderLayer):
@@ -32,7 +31,7 @@ def cross_entropy(output, target):
     return torch.nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
-comm = runtime.world()
+comm = mpipipe.world()
 torch.manual_seed(0)  # every rank draws the whole model and keeps its part
 parts = [torch.nn.Sequential(Block(), Block()) for _ in range(comm.size)]
 parts[0].insert(0, torch.nn.Embedding(10, 32))

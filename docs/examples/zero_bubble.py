@@ -20,9 +20,8 @@ import numpy as np
 
 import mpipipe
 from mpipipe import nn, schedules
-from mpipipe.job import runtime
 
-comm = runtime.world()
+comm = mpipipe.world()
 plain, zero = schedules.one_f_one_b(4, 4), schedules.zero_bubble_h1(4, 4)
 if comm.rank == 0:
     print(schedules.timeline(zero))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
@@ -35,37 +36,43 @@ class Recording:
         Whose training steps are recorded.
     comm : communicator, optional
         All ranks that are recorded; by default those of the pipeline. With replicas: those of all replicas.
-    recorder : Recorder, optional
-        What notes the steps.
+    now : callable, optional
+        The clock of this rank, in seconds.
 
     Attributes
     ----------
+    spans : list of Span
+        What this rank has done so far, as (name, start, end) in seconds of its clock: actions such as "2F0", starts of
+        sums over replicas, and the optimizer, in the order in which they ended.
     trace : Trace or None
         On rank 0 the result, once the recording has ended.
     """
 
-    def __init__(self, pipeline: Pipeline, comm: Communicator | None = None, recorder: Recorder | None = None) -> None:
+    def __init__(
+        self, pipeline: Pipeline, comm: Communicator | None = None, now: Callable[[], float] = perf_counter
+    ) -> None:
         self.pipeline = pipeline
         self.trace: Trace | None = None
-        self.recorder = Recorder() if recorder is None else recorder
+        self._recorder = Recorder(now)
+        self.spans = self._recorder.spans
         self._group = pipeline.engine.pipe if comm is None else group_of(comm)
-        with self._group.together("the begin of a recording"):
-            if pipeline.recorder is not None:
+        with self._group.raise_together("the begin of a recording"):
+            if pipeline.engine.recorder is not None:
                 raise ArgumentError(
                     "the pipeline is being recorded already",
-                    found=f"pipeline.recorder = {pipeline.recorder!r}",
-                    expected="None",
-                    remedy="end that recording first, or set pipeline.recorder = None",
+                    found="a recording that has not ended",
+                    expected="one at a time",
+                    remedy="end that recording first",
                 )
         engine = pipeline.engine
         replica = 0 if engine.replicas is None else engine.replicas.rank
         places = self._group.gather("the begin of a recording", (replica, pipeline.rank))
-        with self._group.together("the begin of a recording"):
+        with self._group.raise_together("the begin of a recording"):
             check_places(places, engine.schedule.ranks)
         self._schedule = before_backwards(engine.schedule) if engine.recompute else engine.schedule  # as it is run
         self._comm = self._group.split(0, self._group.rank, "trace")
         self._before = self._offset()
-        pipeline.recorder = self.recorder
+        pipeline.engine.record(self._recorder)
 
     def optimizer(self) -> AbstractContextManager[None]:
         """Mark the optimizer: the block belongs to the last step, and counts as part "optimizer".
@@ -75,28 +82,33 @@ class Recording:
         context manager
             Around the block.
         """
-        return self.recorder.optimizer()
+        return self._recorder.optimizer()
+
+    @property
+    def steps(self) -> int:
+        """Number of steps that this rank has recorded so far."""
+        return len(self._recorder.steps)
 
     def end(self) -> None:
         """Stop recording, and bring the records of all ranks together on rank 0."""
-        self.pipeline.recorder = None
+        self.pipeline.engine.record(None)
         record = self._record(self._before, self._offset())
         found = collect(self._group, self._comm, record)
         self._group.agree("the end of a recording")
         self._comm.Free()
-        with self._group.together("the analysis of a recording"):
+        with self._group.raise_together("the analysis of a recording"):
             if found is not None:
                 self.trace = Trace(self._schedule, found)
 
     def _offset(self) -> Offset:
-        return clock_offset(self._group, self._comm, self.recorder.now)
+        return clock_offset(self._group, self._comm, self._recorder.now)
 
     def _record(self, before: Offset, after: Offset) -> RankRecord:
         engine = self.pipeline.engine
         replicas = engine.replicas
         sums = None if replicas is None else replicas.key
         planned = engine.plans["step"].steps if engine.executor.clock.waits else None
-        steps = steps_of(self.recorder, sums, planned)
+        steps = steps_of(self._recorder, sums, planned)
         replica = 0 if replicas is None else replicas.rank
         clock = (before.at, before.ahead), (after.at, after.ahead)
         skips = [(edge, *ends) for edge, ends in enumerate(engine.schedule.skip_ends, engine.schedule.stages)]
@@ -105,7 +117,7 @@ class Recording:
 
 @contextmanager
 def recording(
-    pipeline: Pipeline, comm: Communicator | None = None, recorder: Recorder | None = None
+    pipeline: Pipeline, comm: Communicator | None = None, now: Callable[[], float] = perf_counter
 ) -> Iterator[Recording]:
     """Record the training steps that are made in the block; collective at both ends.
 
@@ -118,13 +130,13 @@ def recording(
         Whose training steps are recorded.
     comm : communicator, optional
         All ranks that are recorded; by default those of the pipeline. With replicas: those of all replicas.
-    recorder : Recorder, optional
-        What notes the steps: one with a clock of your own.
+    now : callable, optional
+        The clock of this rank, in seconds.
 
     Yields
     ------
     Recording
-        Behind the block its `trace` is a Trace on rank 0, None elsewhere.
+        Its `spans` are what this rank has done. After the block its `trace` is a Trace on rank 0, None elsewhere.
 
     Raises
     ------
@@ -151,7 +163,7 @@ def recording(
     >>> trace.summary()["steps"], list(trace.parts()[0])[:3]
     (3, ['compute', 'bubble', 'imbalance'])
     """
-    found = Recording(pipeline, comm, recorder)
+    found = Recording(pipeline, comm, now)
     try:
         yield found
     except BaseException:

@@ -85,7 +85,7 @@ def dry_run(config: Annotated[Path, Operand("TOML file with keys of train")]) ->
     from mpipipe.train import TrainConfig
 
     def work() -> None:
-        with group_of().together("bench: reading the configuration"):
+        with group_of().raise_together("bench: reading the configuration"):
             chosen = TrainConfig.load(str(config))
         run_dry_run(chosen)
 
@@ -107,7 +107,7 @@ def plan(
     from mpipipe.train import TrainConfig
 
     def work() -> None:
-        with group_of().together("bench: the configuration"):
+        with group_of().raise_together("bench: the configuration"):
             config = TrainConfig(
                 dim=dim, layers=layers, heads=heads, seq_len=seq_len, batch=batch, plan="auto", device="cpu"
             )

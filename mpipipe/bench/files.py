@@ -19,8 +19,8 @@ from mpipipe.errors import BackendError
 from mpipipe.job import runtime
 from mpipipe.job.group import group_of
 from mpipipe.job.types import Communicator
-from mpipipe.language.data.text_chunks import Texts, units_of
-from mpipipe.language.data.tokenize import THREADS, chunks_of, found_texts, share_threads, tokenize
+from mpipipe.language.data.text_chunks import TextReader, chunks_of
+from mpipipe.language.data.tokenize import THREADS, batches_of, list_texts, share_threads, tokenize
 from mpipipe.language.data.tokenizer import open_tokenizer
 from mpipipe.language.models import GPT
 from mpipipe.text import counted
@@ -38,7 +38,7 @@ def run_checkpoint(repeats: int, gigabytes: float, folder: Path, model: GPT) -> 
     """Print lines for saving, for loading, and for a training whose steps are long, and one whose steps are short."""
     comm = runtime.world()
     group, place = group_of(comm), None
-    with group.together("bench: the folder"):
+    with group.raise_together("bench: the folder"):
         if comm.rank == 0:
             if shutil.which("dd") is None:
                 raise BackendError("dd is not found", remedy="install coreutils")
@@ -184,11 +184,11 @@ def run_tokenize(repeats: int, texts: list[str], tokenizer: str, end: str | None
     comm = runtime.world()
     group = group_of(comm)
     share_threads(group)
-    found = found_texts(texts, group)
-    with group.together("bench: the texts"):
-        reader = Texts(open_tokenizer(tokenizer, end))
-        mine = chunks_of(units_of(found))[comm.rank :: comm.size]
-        own = [each.text for chunk in mine for unit in chunk for each in reader.of(unit)]
+    entries = list_texts(texts, group)
+    with group.raise_together("bench: the texts"):
+        reader = TextReader(open_tokenizer(tokenizer, end))
+        mine = batches_of(chunks_of(entries))[comm.rank :: comm.size]
+        own = [passage.text for batch in mine for chunk in batch for passage in reader.passages(chunk)]
     folder = group.broadcast("bench: a folder", tempfile.mkdtemp(prefix="mpipipe-") if comm.rank == 0 else None)
     spent = {"library": 0.0, "tokenize": 0.0}
     turn = 0
@@ -212,7 +212,7 @@ def run_tokenize(repeats: int, texts: list[str], tokenizer: str, end: str | None
             shutil.rmtree(folder, ignore_errors=True)
     everyone = group.gather("bench: the processors' time", spent)
     library, whole = (sum(each[name] for each in everyone) / (WARMUP + repeats) for name in ("library", "tokenize"))
-    size = sum(entry[1] for entry in found) / 1e6
+    size = sum(entry[1] for entry in entries) / 1e6
     name = f"tokenize, {counted(comm.size, 'rank')} x {os.environ.get(THREADS, 'all')} threads, {size:.1f} MB"
     rates = f"{size / seconds[1]:.2f} MB/s, library alone {size / seconds[0]:.2f} MB/s"
     report(comm, name, rates, seconds[0] / seconds[1], "at least 0.9")

@@ -194,7 +194,7 @@ class _Loop:
             launched = self.pipeline.launch(self.inputs, self.targets)
             update = optim.begin_step(self.optimizer, max_norm, comm=self.comm)
             if pending is not None:
-                pending.result()
+                pending.wait()
             update.finish()
             pending = launched
 

@@ -1,14 +1,16 @@
 """Arrays in files of the safetensors format, written as a stream and read by position.
 
     8 bytes   length of the header, little-endian
-    header    JSON: for each array its dtype, shape and place; filled up with spaces to a multiple of 8 bytes
-    arrays    one after the other, without gaps
+    header    JSON: {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, "__metadata__": {...}},
+              filled up with spaces to a multiple of 8 bytes
+    arrays    each between its two offsets, which count from the end of the header; together they leave no gap
 
 The library's own writer takes each array as one piece of host memory, and `save_file` forces nothing to the disk. Here
 an array is written in pieces, so that one on a GPU passes through little memory of the host, and each piece is added to
-a checksum on its way. What is written follows the format's description (github.com/huggingface/safetensors, "Format");
-the library reads it. Reading is by position and into the memory that is to have the values: a map of a file that is cut
-short would end the process by a signal.
+a checksum on its way. Reading is by position and into the memory that is to have the values: a rank reads the bytes
+that it wants and no more, and a file that is cut short raises an error, where a map of it would end the process by a
+signal. A header may come from anywhere, so nothing in it is believed unchecked. All follows the format's description
+(github.com/huggingface/safetensors, "Format"); the library reads what is written here, and the other way round.
 """
 
 from __future__ import annotations
@@ -16,63 +18,73 @@ from __future__ import annotations
 import json
 import math
 import os
+import socket
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from zlib import crc32
 
 import numpy as np
 
 from mpipipe import arrays, files
-from mpipipe.arrays import Array
+from mpipipe.arrays import Array, Shape
 from mpipipe.errors import ArgumentError
 
 PIECE_BYTES = 8 << 20  # of an array, at once
 CACHED_BYTES = 256 << 10  # that are read at once: they are still in the cache of the core when they are summed up
-AHEAD_BYTES = 64 << 20  # that the system is asked to read while what is there is summed up
+AHEAD_BYTES = 64 << 20  # that the system is asked to read while what is there is looked at
+MOST_BYTES = 100_000_000  # of a header, the format's own limit
+MOST_AXES = 32
 # safetensors' names of dtypes
 DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
     "int16": "I16", "int8": "I8", "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
+NAMES = {stored: name for name, stored in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One array in a file.
+class TensorEntry:
+    """One array in a file: `start` is the position of its bytes, `checksum` their CRC-32, "" where it is not known."""
 
-    Attributes
-    ----------
-    dtype : safetensors' name of it
-    shape : of the array
-    start : where its bytes begin in the file
-    checksum : CRC-32 of its bytes, as eight hexadecimal digits
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
+    dtype: str  # safetensors' name of it
+    shape: Shape
     start: int
-    checksum: str
+    checksum: str = ""
+
+    @property
+    def kind(self) -> np.dtype:
+        """Its dtype, of numpy or of ml_dtypes."""
+        return arrays.dtype(NAMES[self.dtype])
+
+    @property
+    def nbytes(self) -> int:
+        """Number of its bytes."""
+        return math.prod(self.shape) * self.kind.itemsize
+
+    def __str__(self) -> str:
+        return f"{NAMES[self.dtype]}{list(self.shape)}"
 
 
 @dataclass(frozen=True)
 class Content:
-    """What a file holds.
-
-    Attributes
-    ----------
-    bytes : size of the file
-    header : size of the part in front of the arrays
-    checksum : CRC-32 of that part
-    arrays : arrays by name
-    """
+    """What a file holds: its size, the size and CRC-32 of the header in front of the arrays, and these by name."""
 
     bytes: int
     header: int
     checksum: str
-    arrays: dict[str, Entry]
+    arrays: dict[str, TensorEntry]
+
+
+class Planned(NamedTuple):
+    """An array that is made when its turn to be written comes, so that not all have to be in memory at once."""
+
+    dtype: np.dtype
+    shape: Shape
+    make: Callable[[], Array]
 
 
 def check_storable(name: str, array: Array) -> None:
@@ -96,166 +108,97 @@ class Listener(Protocol):
         """All arrays have been read, and are not looked at again: what is left is between the file and the disk."""
 
 
-def write(
-    path: Path,
-    content: Mapping[str, Array],
-    listener: Listener | None = None,
-    before_naming: Callable[[], object] | None = None,
-) -> Content:
-    """Write arrays, of the host or of a GPU, into a file that appears as a whole. Raises OSError."""
-    names = sorted(content, key=lambda name: -content[name].dtype.itemsize)  # so each begins at a multiple of its size
-    ends = list(accumulate((content[name].nbytes for name in names), initial=0))
-    facts = {
-        name: {"dtype": DTYPES[content[name].dtype.name], "shape": list(content[name].shape), "data_offsets": span}
-        for name, span in zip(names, pairwise(ends))
-    }
+def header_of(
+    content: Mapping[str, Array] | Mapping[str, Planned], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, dict[str, TensorEntry]]:
+    """Return what a file with these arrays begins with, and where each of them lies: one after the other."""
+    sizes = [math.prod(each.shape) * each.dtype.itemsize for each in content.values()]
+    spans = dict(zip(content, pairwise(accumulate(sizes, initial=0))))
+    facts: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+    for name, each in content.items():
+        facts[name] = {"dtype": DTYPES[each.dtype.name], "shape": list(each.shape), "data_offsets": spans[name]}
     text = json.dumps(facts, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
-    sums = [0] * len(names)
+    return header, {
+        name: TensorEntry(DTYPES[each.dtype.name], tuple(each.shape), len(header) + spans[name][0])
+        for name, each in content.items()
+    }
+
+
+def write(
+    path: Path,
+    content: Mapping[str, Array] | Mapping[str, Planned],
+    listener: Listener | None = None,
+    before_naming: Callable[[], object] | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> Content:
+    """Write C-contiguous arrays, of the host or of a GPU, into a file that appears as a whole. Raises OSError."""
+    # the widest first, so each begins at a multiple of its size
+    content = dict(sorted(content.items(), key=lambda entry: -entry[1].dtype.itemsize))
+    header, entries = header_of(content, metadata)
+    sums, position = dict.fromkeys(content, 0), len(header)
     with files.whole_file(path, before_naming) as file:
-        position = file.write(header)
-        for number, piece in arrays.host_pieces([content[name] for name in names], PIECE_BYTES):
+        file.write(header)
+        for name, piece in _pieces(content):
             if listener is not None:
                 listener.about_to_read(piece.nbytes)
-            sums[number] = crc32(piece.data, sums[number])
+            sums[name] = crc32(piece.data, sums[name])
             file.write(piece.data)
             files.begin_writing(file, position, piece.nbytes)
             position += piece.nbytes
         if listener is not None:
             listener.has_read()
-    entries = {
-        name: Entry(DTYPES[content[name].dtype.name], content[name].shape, len(header) + start, f"{total:08x}")
-        for name, start, total in zip(names, ends, sums)
+    summed = {
+        name: TensorEntry(each.dtype, each.shape, each.start, f"{sums[name]:08x}") for name, each in entries.items()
     }
-    return Content(len(header) + ends[-1], len(header), f"{crc32(header):08x}", entries)
+    return Content(position, len(header), f"{crc32(header):08x}", summed)
 
 
-def _cut(flat: Array, nbytes: int) -> Iterator[Array]:
-    step = max(1, nbytes // flat.dtype.itemsize)
-    return (flat[start : start + step] for start in range(0, flat.size, step))
+def _pieces(content: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the bytes of all arrays in pieces, with their names; planned arrays are in memory one at a time."""
+    ready = {name: each for name, each in content.items() if not isinstance(each, Planned)}
+    names = list(ready)
+    yield from ((names[number], piece) for number, piece in arrays.host_pieces(list(ready.values()), PIECE_BYTES))
+    for name, each in content.items():
+        if isinstance(each, Planned):
+            yield from ((name, piece) for _, piece in arrays.host_pieces([each.make()], PIECE_BYTES))
 
 
-def checksum(array: np.ndarray) -> str:
-    """Return the CRC-32 of the bytes of a contiguous host array, as eight hexadecimal digits."""
-    return f"{crc32(array.reshape(-1).view(np.uint8).data):08x}"
+class TensorFile:
+    """A file open for reading; a context manager.
 
-
-class File:
-    """A file with this content, open for reading; a context manager.
-
-    Raises OSError if it cannot be opened or is no regular file, and ValueError if its size or header is not that
-    of the content.
-    """
-
-    def __init__(self, path: Path, content: Content) -> None:
-        self.path, self.content = path, content
-        self.descriptor = files.open_regular(path)
-        try:
-            self._check()
-        except BaseException:
-            self.close()
-            raise
-
-    def _check(self) -> None:
-        size, content = os.fstat(self.descriptor).st_size, self.content
-        if size != content.bytes:
-            raise ValueError(f"it has {size} bytes and not {content.bytes}")
-        found = crc32(files.read_at(self.descriptor, 0, content.header))
-        if f"{found:08x}" != content.checksum:
-            raise ValueError(f"its header has the checksum {found:08x} and not {content.checksum}")
-
-    def read_into(self, name: str, array: Array) -> str:
-        """Set an array of the size of the one called `name`, and return the checksum of what was read."""
-        begin, total, advised = self.content.arrays[name].start, 0, 0
-        device = arrays.is_device(array)
-        done = 0
-        for part in _cut(array.reshape(-1), PIECE_BYTES if device else min(PIECE_BYTES, CACHED_BYTES)):
-            if advised < min(array.nbytes, done + AHEAD_BYTES // 2):
-                files.will_read(self.descriptor, begin + advised, done + AHEAD_BYTES - advised)
-                advised = done + AHEAD_BYTES
-            host = np.empty(part.shape, part.dtype) if device else part
-            piece = host.view(np.uint8).data
-            if files.read_into(self.descriptor, begin + done, piece) < len(piece):
-                raise ValueError(f"it ends before byte {begin + done + len(piece)}")
-            total = crc32(piece, total)
-            if device:
-                arrays.upload(host, out=part)
-            done += len(piece)
-        return f"{total:08x}"
-
-    def close(self) -> None:
-        """Close the file."""
-        os.close(self.descriptor)
-
-    def __enter__(self) -> File:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-
-# -- A file of the safetensors format that somebody else has written: nothing in its header is believed unchecked -----
-#
-#     8 bytes   length of the header, little-endian
-#     header    JSON: {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, "__metadata__": {...}}
-#     arrays    each between its two offsets, which count from the end of the header; together they leave no gap
-#
-# The checks follow the format's description (github.com/huggingface/safetensors, "Format"). Reading is by position,
-# so a rank reads the bytes that it wants and no more, and a file that is cut short while it is read raises an error,
-# where a map of it would end the process by a signal.
-
-
-MOST_BYTES = 100_000_000  # of a header, the format's own limit
-MOST_AXES = 32
-NAMES = {stored: name for name, stored in DTYPES.items()}
-
-
-@dataclass(frozen=True)
-class Stored:
-    """One array in a file.
-
-    Attributes
-    ----------
-    dtype : of numpy, or of ml_dtypes
-    shape : of the array
-    start : where its bytes begin in the file
-    """
-
-    dtype: np.dtype
-    shape: tuple[int, ...]
-    start: int
-
-    @property
-    def nbytes(self) -> int:
-        """Number of its bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-class ForeignFile:
-    """A file of the safetensors format, open for reading; a context manager.
-
-    Raises OSError if it cannot be opened or is no regular file, and ValueError, which names the entry, where its
-    header is wrong or the file is shorter or longer than its header says.
+    With the `content` that a manifest says, size and header are compared with it; else the header is read and checked.
+    Raises OSError if the file cannot be opened or is no regular file, and ValueError, which names the entry, where its
+    header is wrong or the file is shorter or longer than it says.
 
     Attributes
     ----------
     path : of the file
-    arrays : {name: Stored}
+    arrays : {name: TensorEntry}
     bytes_read : of the file so far, header included
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, content: Content | None = None) -> None:
         self.path, self.bytes_read = path, 0
+        self._advised: dict[str, int] = {}  # bytes of an array that the system was asked to read
         self.descriptor = files.open_regular(path)
         try:
-            self.arrays = self._header()
+            size = os.fstat(self.descriptor).st_size
+            self.arrays = self._header(size) if content is None else self._expected(content, size)
         except BaseException:
             self.close()
             raise
 
-    def _header(self) -> dict[str, Stored]:
-        size = os.fstat(self.descriptor).st_size
+    def _expected(self, content: Content, size: int) -> dict[str, TensorEntry]:
+        if size != content.bytes:
+            raise ValueError(f"it has {size} bytes and not {content.bytes}")
+        total = crc32(self._read(0, content.header))
+        if f"{total:08x}" != content.checksum:
+            raise ValueError(f"its header has the checksum {total:08x} and not {content.checksum}")
+        return content.arrays
+
+    def _header(self, size: int) -> dict[str, TensorEntry]:
         length = int.from_bytes(self._read(0, 8), "little")
         if size < 8 or not 2 <= length <= min(MOST_BYTES, size - 8):
             raise ValueError(f"its header would have {length} bytes, in a file of {size} bytes")
@@ -266,78 +209,110 @@ class ForeignFile:
         if not isinstance(facts, dict):
             raise ValueError("its header is no JSON object")
         facts.pop("__metadata__", None)
-        found = {name: _stored(name, entry, 8 + length) for name, entry in facts.items()}
-        _check_without_gaps(found, 8 + length, size)
-        return found
+        entries = {name: _entry(name, entry, 8 + length) for name, entry in facts.items()}
+        _check_without_gaps(entries, 8 + length, size)
+        return entries
 
     def _read(self, start: int, count: int) -> bytes:
         content = files.read_at(self.descriptor, start, count)
         self.bytes_read += len(content)
         return content
 
-    def read_into(self, name: str, first: int, array: np.ndarray) -> None:
-        """Set a contiguous array to the bytes of the one called `name`, from its byte `first` on.
+    def read_into(self, name: str, array: np.ndarray, first: int = 0) -> None:
+        """Set a contiguous host array to the bytes of the one called `name`, from its byte `first` on.
 
         Raises ValueError if the file ends before.
         """
-        begin, memory = self.arrays[name].start + first, array.reshape(-1).view(np.uint8).data
-        count = files.read_into(self.descriptor, begin, memory)
+        entry, memory = self.arrays[name], array.reshape(-1).view(np.uint8).data
+        advised = max(first, self._advised.get(name, 0))
+        if advised < min(entry.nbytes, first + AHEAD_BYTES // 2):
+            self._advised[name] = first + AHEAD_BYTES
+            files.will_read(self.descriptor, entry.start + advised, min(entry.nbytes, first + AHEAD_BYTES) - advised)
+        count = files.read_into(self.descriptor, entry.start + first, memory)
         self.bytes_read += count
         if count < len(memory):
-            raise ValueError(f"it ends at byte {begin + count}, within {name}")
+            raise ValueError(f"it ends at byte {entry.start + first + count}, within {name}")
 
-    def will_read(self, name: str, first: int, count: int) -> None:
-        """Let the system read ahead these bytes of an array; an advice."""
-        entry = self.arrays[name]
-        files.will_read(self.descriptor, entry.start + first, min(count, max(0, entry.nbytes - first)))
+    def read_summed(self, name: str, array: Array) -> str:
+        """Set an array of the host or of a GPU to the one called `name`, and return the checksum of what was read."""
+        device, flat = arrays.is_device(array), array.reshape(-1)
+        step = max(1, (PIECE_BYTES if device else min(PIECE_BYTES, CACHED_BYTES)) // flat.dtype.itemsize)
+        total = 0
+        for start in range(0, flat.size, step):
+            part = flat[start : start + step]
+            host = np.empty(part.shape, part.dtype) if device else part
+            self.read_into(name, host, start * flat.dtype.itemsize)
+            total = crc32(host.view(np.uint8).data, total)
+            if device:
+                arrays.upload(host, out=part)
+        return f"{total:08x}"
 
     def close(self) -> None:
         """Close the file."""
         os.close(self.descriptor)
 
-    def __enter__(self) -> ForeignFile:
+    def __enter__(self) -> TensorFile:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
 
 
+@contextmanager
+def opened(path: Path, what: str, expected: str, remedy: str, content: Content | None = None) -> Iterator[TensorFile]:
+    """Open a file for reading; errors within become ArgumentError with its name and what it is a file of."""
+    try:
+        with TensorFile(path, content) as file:
+            yield file
+    except OSError as error:
+        raise ArgumentError(
+            f"{what} cannot be read: {error.strerror}",
+            found=f"{path} on {socket.gethostname()}",
+            expected=f"{files.REGULAR}, on a file system that all ranks share",
+            remedy=remedy,
+        ) from error
+    except ValueError as error:
+        if isinstance(error, ArgumentError):
+            raise
+        raise ArgumentError(f"{what} is damaged: {error}", found=str(path), expected=expected, remedy=remedy) from error
+
+
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    facts = dict(pairs)
+    if len(facts) < len(pairs):
         names = [name for name, _ in pairs]
         double = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"its header has two entries {double!r:.100}")
-    return found
+    return facts
 
 
-def _stored(name: str, entry: Any, after: int) -> Stored:
-    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+def _entry(name: str, facts: Any, after: int) -> TensorEntry:
+    if not isinstance(facts, dict) or set(facts) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{name!r:.100} has no dtype, shape and data_offsets in its header")
-    kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    kind, shape, offsets = facts["dtype"], facts["shape"], facts["data_offsets"]
     if not isinstance(kind, str) or kind not in NAMES:
         raise ValueError(f"{name!r:.100} has the dtype {kind!r:.40}, which is none of {', '.join(NAMES)}")
     if not _counts(shape) or len(shape) > MOST_AXES:
         raise ValueError(f"{name!r:.100} has the shape {shape!r:.80}")
     if not _counts(offsets) or len(offsets) != 2:
         raise ValueError(f"{name!r:.100} has the offsets {offsets!r:.80}")
-    found = Stored(arrays.dtype(NAMES[kind]), tuple(shape), after + offsets[0])
-    if offsets[1] - offsets[0] != found.nbytes:
+    entry = TensorEntry(kind, tuple(shape), after + offsets[0])
+    if offsets[1] - offsets[0] != entry.nbytes:
         raise ValueError(
             f"{name!r:.100} lies between the offsets {offsets[0]} and {offsets[1]}, but {kind}{shape} has "
-            f"{found.nbytes} bytes"
+            f"{entry.nbytes} bytes"
         )
-    return found
+    return entry
 
 
 def _counts(values: Any) -> bool:
     return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**62 for value in values)
 
 
-def _check_without_gaps(found: dict[str, Stored], after: int, size: int) -> None:
+def _check_without_gaps(entries: dict[str, TensorEntry], after: int, size: int) -> None:
     """Raise ValueError unless the arrays follow one another, from the header to the end of the file."""
     end = after
-    for name, entry in sorted(found.items(), key=lambda pair: (pair[1].start, pair[1].nbytes)):
+    for name, entry in sorted(entries.items(), key=lambda pair: (pair[1].start, pair[1].nbytes)):
         if entry.start != end:
             kind = "a gap before" if entry.start > end else "an overlap with"
             raise ValueError(f"there is {kind} {name!r:.100}, at byte {entry.start}")

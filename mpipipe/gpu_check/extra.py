@@ -82,7 +82,7 @@ def _train(comm: Communicator, plan: schedules.Schedule, dtype: str, by_graphs: 
     with settings.using_graphs(by_graphs), _pipeline(comm, plan, dtype) as pipeline:
         (adapter,) = pipeline.engine.stages
         stage = adapter.given
-        stage.keep_compute()
+        stage.optimizer_writes_compute()
         optimizer, scaler = optim.AdamW([stage], 1e-4), optim.LossScaler(1.0, dynamic=False)
         for _ in range(STEPS):
             arrays.stream().synchronize()

@@ -35,11 +35,11 @@ def frozen_names(declared: Mapping[str, Parameter], patterns: Sequence[str]) -> 
             places.setdefault(parameter.tie, []).append(name)
     for key, names in places.items():
         if 0 < len(frozen.intersection(names)) < len(names):
-            raise partly_frozen(key, [name for name in names if name not in frozen])
+            raise partly_frozen_error(key, [name for name in names if name not in frozen])
     return frozen
 
 
-def partly_frozen(key: str, trained: Collection[str]) -> ArgumentError:
+def partly_frozen_error(key: str, trained: Collection[str]) -> ArgumentError:
     """Make the error for a tied parameter of which only some places are frozen."""
     return ArgumentError(
         f"the tied parameter {key!r} is frozen in some of its places only",
@@ -87,14 +87,14 @@ def make_buffers(
     return Buffers(parameters, gradients, compute, held, held_compute)
 
 
-def mark_still(named: Sequence[tuple[str, Layer]]) -> None:
+def mark_frozen(named: Sequence[tuple[str, Layer]]) -> None:
     """Tell each layer whether all parameters in it are frozen; called when all of them are bound.
 
     Raises ArgumentError for a layer that has frozen and trained parameters, and does not say that it can.
     """
     for name, layer in named:
         found = [getattr(each, f"{key}_grad") is None for _, each in layer.walk("") for key in each.declared]
-        layer.still = bool(found) and all(found)
+        layer.frozen = bool(found) and all(found)
         own = {getattr(layer, f"{key}_grad") is None for key in layer.declared}
         if len(own) == 2 and not vars(type(layer)).get("freezes_parts", False):
             raise ArgumentError(

@@ -225,7 +225,7 @@ class PlainStage:
     def __init__(self, stage: Any, merged: bool):
         self.parameters = PlainParameters(stage, merged)
         self.before_write, self.index = stage.before_write, stage.index
-        self.renew_compute = stage.renew_compute
+        self.sync_compute = stage.sync_compute
 
 
 def without_adapters(stages: Iterable[Any], merged: bool) -> list[Any]:

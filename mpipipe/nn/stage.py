@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,79 +12,17 @@ from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import kernels
 from mpipipe.nn.checks import checked_dtype
-from mpipipe.nn.freezing import frozen_names, make_buffers, mark_still
+from mpipipe.nn.freezing import frozen_names, make_buffers, mark_frozen
 from mpipipe.nn.layers.containers import Sequential
 from mpipipe.nn.layers.layer import Layer, RopeTables, first_leaf
 from mpipipe.nn.lora import copy_plain, merge
 from mpipipe.nn.parameters import FlatBuffer, decay_ranges
 from mpipipe.nn.position import Position
 
-# -- What a pipeline does with the gradients of a stage around a step -------------------------------------------------
-
-
-class StepGradients:
-    """The gradients of an nn.Stage, which has the attributes below; see there."""
-
-    gradients: FlatBuffer
-    parts: dict[str, Array]
-    unwritten: set[str]
-    layer_of: dict[str, tuple[Layer, str]]
-    _replaced: list[str]
-    _chain: Sequential
-
-    def begin_gradients(self) -> None:
-        """Begin gradients anew: those that their layers will replace stay as they are, all others become zero."""
-        self.unwritten = set(self._replaced)
-        for name, (layer, key) in self.layer_of.items():
-            if name not in self.unwritten:
-                arrays.set_zero(getattr(layer, f"{key}_grad"))
-
-    def use_parts(self, used: bool) -> None:
-        """Let layers add to the parts of shared gradients, or to the gradients. A pipeline does this around each step.
-
-        Parameters
-        ----------
-        used : bool
-            Whether to the parts, as within a step.
-        """
-        source: Mapping[str, Array] = self.parts if used else self.gradients
-        for name in self.parts:
-            layer, key = self.layer_of[name]
-            setattr(layer, f"{key}_grad", source[name])
-
-    def end_gradients(self, names: Collection[str] | None = None) -> None:
-        """End gradients: those that no layer has written are zero.
-
-        Parameters
-        ----------
-        names : collection of str, optional
-            Of parameters; by default all.
-        """
-        ending = self.unwritten if names is None else self.unwritten.intersection(names)
-        for layer, key in map(self.layer_of.__getitem__, ending):
-            arrays.set_zero(getattr(layer, f"{key}_grad"))
-        self.unwritten = self.unwritten - ending
-
-    def tell(self, ended: Callable[[Layer], object] | None) -> None:
-        """Let a function be told of each layer that has ended its backward. A pipeline does this around the last one.
-
-        Parameters
-        ----------
-        ended : callable or None
-            Called as `ended(layer)` when one of `layers` has added its part to the gradients; None ends that.
-        """
-        self._chain.ended = ended
-
-    @property
-    def is_telling(self) -> bool:
-        """Whether somebody is told of layers that have added their parts."""
-        return self._chain.ended is not None
-
-
 # -- A stage: consecutive layers of the model on one rank, with one buffer of parameters and one of gradients ---------
 
 
-class Stage(StepGradients):
+class Stage:
     """Layers, bound to flat buffers.
 
     Parameters
@@ -140,14 +77,12 @@ class Stage(StepGradients):
         Names here of parameters that lie in the buffers under another name or of another stage (set by the pipeline).
     parts : dict of str to array
         For each of these names what its layer adds to the gradient; the pipeline adds the parts to `gradients`.
-    unwritten : set of str
-        In a step, names whose gradients hold nothing yet: the first part that a layer has for one replaces it.
     decay_ranges : list of tuple
         (start, stop, decay) ranges of the flat buffers.
     index : int or None
         Logical stage number, set by the pipeline.
     before_write : list of callable
-        Called without arguments before an optimizer or a load writes parameters (see nn.writing).
+        Called without arguments before an optimizer or a load writes parameters (see nn.write_hooks).
 
     Raises
     ------
@@ -194,7 +129,6 @@ class Stage(StepGradients):
         self.ties: dict[str, list[str]] = {}
         self.owners: dict[str, tuple[Stage, str]] = {}
         self.parts: dict[str, Array] = {}
-        self.unwritten: set[str] = set()
         self._keeps_compute = self._written = False
         self.merged: dict[str, Array] = {}
         self._bind(tuple(frozen))
@@ -219,12 +153,9 @@ class Stage(StepGradients):
         for name, layer in named:
             layer.bind(self, name)
         self._bind_adapted(named)
-        mark_still(named)
+        mark_frozen(named)
         places = {f"{name}.{key}": (layer, key) for name, layer in named for key in layer.declared}
         self.layer_of = {name: place for name, place in places.items() if name in self.gradients}
-        replaced = [n for n, (layer, key) in self.layer_of.items() if key in vars(type(layer)).get("replaced", ())]
-        self.knows_layers = all(type(layer).__module__.startswith("mpipipe.") for _, layer in named)
-        self._replaced = replaced if self.knows_layers else []  # a user's layer may add to those of others first
         self._chain = Sequential(self.layers)
         self._chain.stage = self
         self.first_layer = first_leaf(self._chain)
@@ -250,30 +181,52 @@ class Stage(StepGradients):
     def _note_write(self) -> None:
         self._written = True
 
+    def use_parts(self, used: bool) -> None:
+        """Let layers add to the parts of shared gradients, or to the gradients. A pipeline does this around each step.
+
+        Parameters
+        ----------
+        used : bool
+            Whether to the parts, as within a step.
+        """
+        source: Mapping[str, Array] = self.parts if used else self.gradients
+        for name in self.parts:
+            layer, key = self.layer_of[name]
+            setattr(layer, f"{key}_grad", source[name])
+
+    @property
+    def on_layer_done(self) -> Callable[[Layer], object] | None:
+        """Called with each of `layers` that has added its part to the gradients; set by a pipeline."""
+        return self._chain.on_layer_done
+
+    @on_layer_done.setter
+    def on_layer_done(self, done: Callable[[Layer], object] | None) -> None:
+        self._chain.on_layer_done = done
+
     def refresh(self) -> None:
         """Let layers compute with the parameters as they are now. A pipeline does this at the start of each call."""
         if not self._keeps_compute:
-            self.renew_compute()
+            self.sync_compute()
         elif self._written:
             self._written = False
             merge(self, self.merged)
 
-    def renew_compute(self) -> None:
-        """Do what `refresh` does, after `keep_compute` too: for whoever has set parameters nevertheless."""
+    def sync_compute(self) -> None:
+        """Do what `refresh` does, after `optimizer_writes_compute` too: for whoever has set parameters nevertheless."""
         held = self.buffers.held, self.buffers.held_compute
         for wide, compute in ((self.parameters, self.compute), held):
             if compute is not wide and wide.flat.size:
                 self.kernels.cast(wide.flat, compute.flat)
         self._merge_anew()
 
-    def keep_compute(self) -> None:
+    def optimizer_writes_compute(self) -> None:
         """From now on let optimizers write `compute`, and `refresh` do nothing: nobody else may write parameters."""
         self.refresh()
         self._keeps_compute = self.compute is not self.parameters or bool(self.adapted)
 
     @property
     def kept_copy(self) -> Array | None:
-        """What optimizers write besides the parameters: `compute.flat` after `keep_compute`."""
+        """What optimizers write besides the parameters: `compute.flat` after `optimizer_writes_compute`."""
         return self.compute.flat if self._keeps_compute and self.compute is not self.parameters else None
 
     def end_backward(self, ends: bool) -> None:
@@ -284,7 +237,7 @@ class Stage(StepGradients):
         ends : bool
             Whether nobody asks. From then on backwards return None for that gradient where they end early.
         """
-        trained = [place for place, layer in enumerate(self.layers) if not layer.still]
+        trained = [place for place, layer in enumerate(self.layers) if not layer.frozen]
         self._chain.end_backward_at(trained[0] if ends and trained and self.frozen else 0)
 
     def forward(self, x: Array, position: Position | None = None) -> tuple[Array, Any]:
@@ -406,38 +359,3 @@ def accepted_input(stage: AcceptingStage, x: Array) -> Array:
         )
     stays = device == stage.device or (integers and stage.first_layer.uploads_integers)
     return x if stays else arrays.upload(x)
-
-
-# -- The optimizer step that a stage is in: until its end no training step and no other optimizer step may begin ------
-
-
-class Update(Protocol):
-    """An optimizer step that has begun."""
-
-    @property
-    def has_ended(self) -> bool: ...
-
-
-def mark_begun(stages: Iterable[Any], update: Update) -> None:
-    """Note that an optimizer step has begun on these stages; it itself says when it has ended."""
-    for stage in stages:
-        with suppress(AttributeError):  # a user's object with fixed attributes
-            stage.update_begun = update
-
-
-def check_finished(stage: Any, number: int | None) -> None:
-    """Raise ArgumentError where an optimizer step of the stage, whose logical number is given, has not ended."""
-    update: Update | None = getattr(stage, "update_begun", None)
-    if update is not None and not update.has_ended:
-        raise ArgumentError(
-            "an optimizer step of this stage has begun, and not ended: it still needs the gradients as they are",
-            stage=number,
-            expected="the update finished before the next one, and before the next training step",
-            remedy="call finish() of what optim.begin_step has returned; the stage has it as update_begun",
-        )
-
-
-def check_all_finished(stages: Iterable[Any]) -> None:
-    """Raise ArgumentError where an optimizer step of any of these stages has not ended."""
-    for stage in stages:
-        check_finished(stage, getattr(stage, "index", None))

@@ -27,10 +27,10 @@ from mpipipe.arrays import Array, Tree
 from mpipipe.comm.mailbox import Envelope, Lease, Mailbox
 from mpipipe.errors import NonFiniteError, StageError
 from mpipipe.nn import Position
-from mpipipe.nn.parameters import flat_if_any
+from mpipipe.pipeline.loss import Loss
 from mpipipe.pipeline.messages import StageMessages
-from mpipipe.pipeline.stage import Loss, StageAdapter, takes_parameter
 from mpipipe.pipeline.weighing import CallInputs
+from mpipipe.stages import StageAdapter, flat_if_any, takes_parameter
 from mpipipe.text import counted
 
 OWN_ARRAYS = "write into arrays of your own: x.copy(), dy.copy(), and a new y and dx for each micro-batch"
@@ -281,11 +281,11 @@ class CheckedStage:
         self._look_at_gradients("weight gradient")
 
     def named_gradients(self) -> dict[str, Array]:
-        """The gradients by their names, without those that hold nothing yet in this step."""
+        """The gradients by their names."""
         found: dict[str, Array] = {} if self.adapter.is_model else _named(getattr(self.stage, "gradients", None))
         for model in self.adapter.models:
-            found |= {name: array for name, array in model.gradients.items() if name not in model.unwritten}
-            found |= {f"{name}, part": array for name, array in model.parts.items() if name not in model.unwritten}
+            found |= {name: array for name, array in model.gradients.items()}
+            found |= {f"{name}, part": array for name, array in model.parts.items()}
         return found
 
     def _before(self, dy: Tree, kept: Kept) -> dict[str, Watched]:
@@ -315,7 +315,7 @@ class CheckedStage:
 
     def _watched(self, microbatch: int, value: Any, name: str) -> Watched:
         """What a stage keeps for its backward, without the gradients, to which other micro-batches add meanwhile."""
-        return watched(self.number, microbatch, value, name, without=self.adapter.gradients)
+        return watched(self.number, microbatch, value, name, without=self.adapter.gradient_arrays)
 
     def _sources(self, x: Tree = ()) -> Sources:
         """What a result was computed from: of a stage, all but the first have had their x looked at."""

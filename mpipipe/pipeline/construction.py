@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpipipe import arrays
+from mpipipe.arrays import Array
 from mpipipe.comm.tags import Tags, neighbours
 from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, PeerError
 from mpipipe.job import runtime, settings
@@ -20,10 +21,10 @@ from mpipipe.job.group import Group
 from mpipipe.job.types import Communicator
 from mpipipe.pipeline.batch import BatchReader
 from mpipipe.pipeline.plan import Plan
-from mpipipe.pipeline.stage import StageAdapter
 from mpipipe.pipeline.ties import Place, TieNames, check_ties, tie_facts
 from mpipipe.schedules import Schedule
 from mpipipe.schedules.proof import check_part, digest
+from mpipipe.stages import FlatView, StageAdapter, flat_if_any
 from mpipipe.text import counted
 
 CALL = "construction of a Pipeline"
@@ -251,11 +252,31 @@ def _digests(stages: Sequence[StageAdapter]) -> list[str]:
     """Two short texts: of the names, shapes and dtypes of this rank's parameters, and of their values."""
     shapes, values = blake2b(digest_size=8), blake2b(digest_size=8)
     for stage in stages:
-        text, flats = stage.parameter_facts()
+        text, flats = _parameter_facts(stage)
         shapes.update(text.encode())
         for flat in flats:
             values.update(flat.reshape(-1).view(np.uint8).data)  # bfloat16 is no type that hashes know
     return [shapes.hexdigest(), values.hexdigest()]
+
+
+def _parameter_facts(stage: StageAdapter) -> tuple[str, list[np.ndarray]]:
+    """Return (names, shapes and dtypes; values on the host) of parameters, as far as known."""
+    if stage.models:
+        lines = [
+            f"{name} {model.dtype} {array.dtype} {array.shape} {'frozen' * (name in model.frozen)}"
+            for model in stage.models
+            for name, array in model.parameters.items()
+        ]
+        flats = [flat for model in stage.models for flat in (model.parameters.flat, model.buffers.held.flat)]
+        return "".join(lines), [arrays.download(flat) for flat in flats]
+    text = "".join(f"{flat.dtype} {flat.shape}" for flat in stage.gradient_arrays)
+    holder, give = getattr(stage.given, "parameters", None), getattr(stage.given, "state_dict", dict)
+    view = None if flat_if_any(holder) is None else FlatView.of(holder)
+    trained: dict[str, Array] = dict(view or {})
+    rest = {name: array for name, array in give().items() if name not in trained and arrays.is_array(array)}
+    shapes = "".join(f"{name} {array.dtype} {array.shape}" for name, array in (trained | rest).items())
+    flats = [*([] if view is None else [view.flat]), *rest.values()]
+    return text + shapes, [arrays.download(flat) for flat in flats]
 
 
 # -- What a pipeline may be given, checked on each rank before the ranks agree ----------------------------------------
@@ -315,7 +336,7 @@ def check_arguments(
     for number, stage in zip(numbers, adapters):
         try:
             stage.check(ops, replicas is not None and replicas.size > 1)
-            _check_skips(schedule, number, stage)
+            stage.check_skips([skip.name for skip in schedule.skips if number in (skip.source, skip.target)])
             if not schedule.has_backward(number) and stage.has_parameters:
                 raise ArgumentError(
                     "a stage has parameters to train, and the schedule has no backward for it",
@@ -339,7 +360,7 @@ def check_arguments(
 def _check_own_gradients(numbers: Sequence[int], stages: Sequence[StageAdapter]) -> None:
     """Refuse stages with gradients in one memory: replicas sum those of each stage, one stage after the other."""
     for (number, stage), (other, beside) in combinations(zip(numbers, stages), 2):
-        if any(arrays.shares_memory(flat, there) for flat in stage.gradients for there in beside.gradients):
+        if any(arrays.shares_memory(flat, there) for flat in stage.gradient_arrays for there in beside.gradient_arrays):
             raise ArgumentError(
                 "two stages of a rank have their gradients in the same memory, which replicas would sum twice",
                 stage=other,
@@ -347,19 +368,6 @@ def _check_own_gradients(numbers: Sequence[int], stages: Sequence[StageAdapter])
                 expected="gradients of its own",
                 remedy="give each an array of its own; nn.Stage ties a parameter of several stages (tie=...)",
             )
-
-
-def _check_skips(schedule: Schedule, number: int, stage: StageAdapter) -> None:
-    """Refuse a stage that has skips and takes one tree alone; a class says so by `takes_branches`."""
-    own = [skip.name for skip in schedule.skips if number in (skip.source, skip.target)]
-    if own and not getattr(stage.given, "takes_branches", True):
-        raise ArgumentError(
-            "a stage with skips whose forward knows nothing of them",
-            found=f"{stage.name} at {', '.join(own)}",
-            expected="a stage of your own, which takes or returns mpipipe.Branches",
-            remedy="call an nn.Stage in the forward and backward of your own, and list it in inner_stages; give "
-            "torch_stage and jax_stage the names of the skips: gives=(...), takes=(...)",
-        )
 
 
 # -- The construction of a Pipeline on one rank of a large job, without MPI: all that grows with the size of the job

@@ -31,11 +31,12 @@ from mpipipe.pipeline.construction import Partners
 from mpipipe.pipeline.executor import Executor
 from mpipipe.pipeline.flight import PipelineFlight
 from mpipipe.pipeline.gradient_sums import GradientSums
+from mpipipe.pipeline.graphs import use_graphs
+from mpipipe.pipeline.loss import Loss, unscaled
 from mpipipe.pipeline.messages import StageMessages
 from mpipipe.pipeline.pending import Life, PendingStep
 from mpipipe.pipeline.plan import Plan, recomputes_all
 from mpipipe.pipeline.shortage import memory_error
-from mpipipe.pipeline.stage import Loss, unscaled
 from mpipipe.pipeline.ties import TieNames, Ties
 from mpipipe.pipeline.weighing import CallInputs, CallState, SharedLoss, Weighing
 from mpipipe.schedules import Schedule
@@ -70,8 +71,8 @@ class Engine:
         self.groups, self.schedule = partners.groups, schedule
         self.comm, self.rank, self.recompute = self.pipe.comm, self.pipe.rank, recompute
         self.comm.Set_name("mpipipe pipeline")
-        self.pipe.process.pipelines += 1
-        self.name = f"pipeline {self.pipe.process.pipelines} ({schedule.name})"  # the how many-th of this rank
+        self.pipe.context.pipelines += 1
+        self.name = f"pipeline {self.pipe.context.pipelines} ({schedule.name})"  # the how many-th of this rank
         placement, skips = schedule.placement, schedule.skip_ends
         self.tags = Tags(placement, schedule.microbatches, runtime.tag_upper_bound(self.comm), skips)
         device = partners.devices[self.rank]
@@ -105,7 +106,7 @@ class Engine:
             if checks is not None:
                 attach(checks, stage)
             elif device == "cuda" and settings.graphs():
-                stage.use_graphs(mailbox.waits_on_host)
+                use_graphs(stage, mailbox.waits_on_host)
         self.life = Life(self.name, self.rank, self.groups, self.executor)
         self.flight = PipelineFlight(self.pipe, self.executor, self.life)
         bare = any(schedule.has_backward(n) and not s.shows_gradients for n, s in zip(numbers, self.stages))
@@ -234,7 +235,7 @@ class Engine:
 
     def record(self, recorder: Recorder | None) -> None:
         """Let `recorder` note them from now on."""
-        clock, recorders = self.executor.clock, self.pipe.process.recorders
+        clock, recorders = self.executor.clock, self.pipe.context.recorders
         clock.settle()
         self._forget()
         if recorder is not None:

@@ -19,11 +19,12 @@ from mpipipe.arrays.trees import read_only
 from mpipipe.comm.mailbox import Lease
 from mpipipe.errors import ArgumentError, MpipipeError, PeerError, StageError
 from mpipipe.pipeline.gradient_sums import GradientSums
+from mpipipe.pipeline.loss import Loss, check_finite, unscaled
 from mpipipe.pipeline.messages import Branches, SkipMessages, StageMessages, copy_if_aliased, parted, remedy_of
 from mpipipe.pipeline.plan import PlannedAction
 from mpipipe.pipeline.shortage import memory_error
-from mpipipe.pipeline.stage import Loss, StageAdapter, check_finite, unscaled
 from mpipipe.pipeline.weighing import CallInputs, CallState
+from mpipipe.stages import StageAdapter
 from mpipipe.trace import Recorder
 
 NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "R": "recomputation"}

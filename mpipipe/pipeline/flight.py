@@ -19,7 +19,7 @@ from time import perf_counter
 from typing import NamedTuple
 
 from mpipipe.comm.mailbox import Envelope
-from mpipipe.job.flight import Account, Message
+from mpipipe.job.flight import Message, Snapshot
 from mpipipe.job.group import Group
 from mpipipe.pipeline.executor import NAMES, Executor
 from mpipipe.pipeline.pending import Life
@@ -56,7 +56,7 @@ class PipelineFlight:
         self.calls: deque[Call] = deque(maxlen=KEPT_CALLS)
         self.begun = 0
         self.running = False
-        group.process.keep_account(self)
+        group.context.add_inspectable(self)
 
     def begin(self, call: str, number: int, plan: Plan) -> None:
         """Note that a call begins: its messages are known, and its actions are about to run."""
@@ -71,16 +71,16 @@ class PipelineFlight:
         """Note that the call has ended."""
         self.running = False
 
-    def sign(self) -> object:
+    def progress_token(self) -> object:
         """Return a value that changes with every progress."""
         mailbox = self.executor.messages.mailbox
         return self.begun, self.running, len(self.executor.marks), len(mailbox.sent), mailbox.polls
 
-    def account(self) -> Account:
+    def snapshot(self) -> Snapshot:
         """Return how far this rank has come in the running call."""
         call = self.calls[-1] if self.running and self.life.running else None
         operations = [text for each in tuple(self.calls) for text in self._operations(each)]
-        idle = Account(self.group.key, operations=tuple(operations))
+        idle = Snapshot(self.group.key, operations=tuple(operations))
         if call is None:
             return idle
         done, computes = divmod(len(call.marks), 2)
@@ -106,13 +106,13 @@ class PipelineFlight:
 
     def _skipped(self, call: Call, done: int, computes: bool) -> Iterator[Envelope]:
         """Yield messages of ended actions that were not sent. The last action may not have sent all of its own yet."""
-        behind = done if computes or self.group.process.vigils else done - 1
+        behind = done if computes or self.group.context.long_waits else done - 1
         sent = set(call.sent)
         for step in call.plan.steps[: max(0, behind)]:
             yield from (message for message in step.sends if message not in sent)
 
     def _message(self, envelope: Envelope) -> Message:
-        peer = self.group.presence.members[envelope.peer]
+        peer = self.group.peers.members[envelope.peer]
         return Message(envelope.name, envelope.subject, peer, envelope.data, self._bytes(envelope))
 
     def _bytes(self, envelope: Envelope) -> int | None:

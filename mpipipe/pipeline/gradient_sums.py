@@ -31,22 +31,22 @@ from mpipipe.comm.nccl.sums import NcclSums
 from mpipipe.job.group import Group
 from mpipipe.job.types import Sum
 from mpipipe.nn import Layer, Stage
-from mpipipe.nn.writing import Writers
+from mpipipe.nn.write_hooks import GradientReady, gradient_ready
 from mpipipe.pipeline.plan import PlannedAction
-from mpipipe.pipeline.stage import StageAdapter
+from mpipipe.stages import StageAdapter
 
 
 class ByLayers(NamedTuple):
     """A stage whose sums start as its layers end."""
 
     model: Stage
-    writers: Writers
+    ready: GradientReady
     buckets: list[Bucket]
 
     @property
     def is_current(self) -> bool:
         """Whether the gradients are where they were: a later pipeline may let parameters share their storage."""
-        return self.model.gradients.flat is self.writers.arrays[0].array
+        return self.model.gradients.flat is self.ready.arrays[0].array
 
 
 class GradientSums:
@@ -97,12 +97,11 @@ class GradientSums:
         found = self.by_layers(step.chunk)
         if found is not None and self._put_off is None:
             self._left = deque(found.buckets)
-            found.model.tell(partial(self._ended, step, found))
+            found.model.on_layer_done = partial(self._ended, step, found)
 
     def _ended(self, step: PlannedAction, found: ByLayers, layer: Layer) -> None:
         """Start the sums of what is complete now that a layer has ended, unless it is the first one."""
-        place = found.writers.places[layer]
-        found.model.end_gradients(found.writers.names[place])
+        place = found.ready.places[layer]
         if place:
             self._start_until(step, found, place)
 
@@ -117,13 +116,13 @@ class GradientSums:
         """Start the sums that are left of a stage: the same ones in the same order, whenever that is."""
         found = self.by_layers(step.chunk)
         if found is not None:
-            if not found.model.is_telling:
+            if found.model.on_layer_done is None:
                 self._left = deque(found.buckets)
-            found.model.tell(None)
+            found.model.on_layer_done = None
             self._start_until(step, found, 0)
             return
         self.mailbox.start_before(step.order_key)
-        for gradients in self.stages[step.chunk].gradients:
+        for gradients in self.stages[step.chunk].gradient_arrays:
             self.underway.append(self._start(gradients))
 
     def _start_until(self, step: PlannedAction, found: ByLayers, place: int) -> None:
@@ -131,7 +130,7 @@ class GradientSums:
         while self._left and self._left[0].place >= place:
             self.mailbox.start_before(step.order_key)
             bucket = self._left.popleft()
-            self.underway.append(self._start(found.writers.arrays[bucket.array].array[bucket.start : bucket.stop]))
+            self.underway.append(self._start(found.ready.arrays[bucket.array].array[bucket.start : bucket.stop]))
 
     def _start(self, gradients: Array) -> Sum:
         if self.nccl is not None and self.nccl.takes(gradients):
@@ -155,11 +154,11 @@ class GradientSums:
 
 def _by_layers(stage: StageAdapter, nccl: NcclSums) -> ByLayers | None:
     """How the sums of a stage can start as its layers end, as far as this rank knows."""
-    writers = stage.writers()
-    if writers is None or not nccl.takes(writers.arrays[0].array):
+    ready = gradient_ready(stage.given) if type(stage.given) is Stage else None
+    if ready is None or not nccl.takes(ready.arrays[0].array):
         return None
-    count = max(1, sums.BUCKET_BYTES // writers.arrays[0].array.itemsize)
-    return ByLayers(stage.models[0], writers, cut([each.pieces for each in writers.arrays], count))
+    count = max(1, sums.BUCKET_BYTES // ready.arrays[0].array.itemsize)
+    return ByLayers(stage.models[0], ready, cut([each.pieces for each in ready.arrays], count))
 
 
 # -- Gradients cut into buckets, in the order in which the layers of a stage complete them ----------------------------

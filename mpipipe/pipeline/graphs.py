@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 from mpipipe import arrays, nn
 from mpipipe.arrays import Array
 from mpipipe.nn.stage import Stage, accepted_input
+from mpipipe.stages import StageAdapter
 
 logger = logging.getLogger("mpipipe")
 
@@ -32,12 +33,10 @@ class Recorded(NamedTuple):
     ----------
     graph : the work
     result : what the action returns; each launch writes its arrays
-    written : names whose gradients it is the first to write in a step; see nn.Stage.unwritten
     """
 
     graph: arrays.Graph
     result: Any
-    written: set[str]
 
 
 @dataclass(slots=True)
@@ -106,6 +105,14 @@ class Saved:
             self.kind.free[self.slot.number] = self.slot
 
 
+def use_graphs(stage: StageAdapter, may_record: Callable[[], bool]) -> None:
+    """Let a stage compute by CUDA graphs where it can."""
+    if type(stage.given) is nn.Stage:
+        stage.computes = StageGraphs(stage.given, may_record)
+    else:
+        logger.info("CUDA graphs: a stage has none: %s is no nn.Stage", stage.name)
+
+
 class StageGraphs:
     """Forward and backward of a stage, with one launch each where that is possible.
 
@@ -153,29 +160,29 @@ class StageGraphs:
             kind.free[slot.number] = slot
             return self._plain_forward(x, kind)
         arrays.copy_into(slot.x, x)
-        self._launch(recorded)
+        recorded.graph.launch()
         y, saved = recorded.result
         return arrays.copy(y), Saved(saved, kind, slot)
 
     def backward(self, dy: Array, kept: Saved) -> Array | None:
         """As nn.Stage.backward."""
         stage = self.stage
-        key = "backward", frozenset(stage.unwritten)
+        key: Key = ("backward",)
         recorded = self._recorded_for(kept, key, dy, lambda dy: stage.backward(dy, kept.saved))
         if recorded is None:
             return stage.backward(dy, kept.saved)
-        self._launch(recorded)
+        recorded.graph.launch()
         return _copied(recorded.result)
 
     def backward_input(self, dy: Array, kept: Saved) -> tuple[Array | None, Saved]:
         """As nn.Stage.backward_input."""
         stage = self.stage
-        key = "backward_input", frozenset(stage.unwritten)
+        key: Key = ("backward_input",)
         recorded = self._recorded_for(kept, key, dy, lambda dy: stage.backward_input(dy, kept.saved))
         if recorded is None:
             dx, kept.pending = stage.backward_input(dy, kept.saved)
             return dx, kept
-        self._launch(recorded)
+        recorded.graph.launch()
         dx, kept.pending = recorded.result
         kept.pending_key = key
         return _copied(dx), kept
@@ -184,14 +191,14 @@ class StageGraphs:
         """As nn.Stage.backward_weight."""
         stage = self.stage
         recorded = None
-        key: Key = ("backward_weight", frozenset(stage.unwritten))
+        key: Key = ("backward_weight",)
         if kept.kind is not None and not self._is_first(kept.kind, key) and kept.slot is not None and kept.pending_key:
             key = *key, kept.pending_key
             recorded = self._recorded(kept.slot, key, lambda: stage.backward_weight(kept.pending))
         if recorded is None:
             stage.backward_weight(kept.pending)
         else:
-            self._launch(recorded)
+            recorded.graph.launch()
 
     # -- slots and recordings
 
@@ -230,32 +237,23 @@ class StageGraphs:
 
     def _recorded(self, slot: Slot, key: Key, work: Callable[[], Any]) -> Recorded | None:
         """Return the graph of an action, recorded now if it is not yet; None if that is impossible."""
-        if self.stage.is_telling:  # of each layer as it ends: a graph has no such places
+        if self.stage.on_layer_done is not None:  # of each layer as it ends: a graph has no such places
             return None
         found = slot.graphs.get(key)
         if found is not None or self.reason or not self._may_record():
             return found
         stage = self.stage
-        poll, unwritten = stage.poll, stage.unwritten
-
-        def alone() -> Any:
-            stage.unwritten = set(unwritten)
-            return work()
-
+        poll = stage.poll
         stage.poll = _no_poll  # messages are no part of the work
         try:
-            graph, result = arrays.record_graph(alone)
-            found = slot.graphs[key] = Recorded(graph, result, unwritten - stage.unwritten)
+            graph, result = arrays.record_graph(work)
+            found = slot.graphs[key] = Recorded(graph, result)
         except Exception as error:  # whatever it is, the work can be done without a graph, or raises it again
             self.reason = f"the recording of {key[0]} raised {type(error).__name__}: {error}"
             logger.warning("%s", self)
         finally:
-            stage.poll, stage.unwritten = poll, unwritten
+            stage.poll = poll
         return found
-
-    def _launch(self, recorded: Recorded) -> None:
-        recorded.graph.launch()
-        self.stage.unwritten -= recorded.written
 
 
 def _copied(dx: Array | None) -> Array | None:

@@ -64,9 +64,9 @@ class PendingStep:
     ...             pending = pipe.launch(x, target)
     ...             optimizer.step()
     ...             if before is not None:
-    ...                 losses.append(before.result().loss)
+    ...                 losses.append(before.wait().loss)
     ...             before = pending
-    ...         losses.append(before.result().loss)
+    ...         losses.append(before.wait().loss)
     ...     return losses[0] > losses[1] > losses[2]
     >>> inprocess.run(2, on_each_rank)
     [True, True]
@@ -76,7 +76,7 @@ class PendingStep:
         self._shared, self._life, self._input_grads = shared, life, input_grads
         self._result: StepResult | None = None
 
-    def result(self) -> StepResult:
+    def wait(self) -> StepResult:
         """Wait for the loss of this step, and return what `Pipeline.step` returns.
 
         No collective call: each rank asks when it likes, in any order of steps, as often as it likes, or never. What
@@ -96,7 +96,7 @@ class PendingStep:
         """
         if self._result is None:
             if not self._shared.is_here():
-                self._life.check("result")
+                self._life.check("wait")
                 with self._life:
                     self._shared.wait()
             self._result = StepResult(self._shared.mean, self._shared.losses, self._input_grads)
@@ -168,7 +168,7 @@ class Life:
         for group in self.groups:
             group.fail(error, text)
         if self.executor.clock.recorder is not None:  # the step never ends, so later waits do not belong to it
-            self.groups[0].process.recorders.discard(self.executor.clock.recorder)
+            self.groups[0].context.recorders.discard(self.executor.clock.recorder)
         self.executor.messages.mailbox.cancel()
         if self.executor.sums is not None:
             for pending in self.executor.sums.underway:

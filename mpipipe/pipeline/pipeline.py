@@ -14,7 +14,6 @@ from mpipipe.pipeline.construction import agree_on_construction, end_groups
 from mpipipe.pipeline.engine import Engine
 from mpipipe.pipeline.pending import PendingStep, StepResult
 from mpipipe.schedules import Costs, Schedule
-from mpipipe.trace import Recorder
 
 Batched: TypeAlias = "Tree | list[Tree] | None"  # a batch, its micro-batches, or nothing on this rank
 
@@ -143,7 +142,7 @@ class Pipeline:
         StageError, NonFiniteError, PeerError
             A failure inside the step, which ends the life of the pipeline.
         """
-        return self.engine.train("step", inputs, targets, scale).result()
+        return self.engine.train("step", inputs, targets, scale).wait()
 
     def launch(self, inputs: Batched, targets: Batched, scale: float = 1.0) -> PendingStep:
         """Make a training step as `step` does, and go on as soon as this rank's part of it is done.
@@ -162,7 +161,7 @@ class Pipeline:
         Returns
         -------
         PendingStep
-            Whose `result()` waits for the loss.
+            Whose `wait()` waits for the loss.
 
         Raises
         ------
@@ -268,16 +267,6 @@ class Pipeline:
     def bytes_per_edge(self) -> dict[tuple[int | str, str], int]:
         """`bytes_sent` by (edge or name of a skip, "forward" or "backward"); edge e joins stage e - 1 to stage e."""
         return self.engine.messages.bytes_per_edge
-
-    @property
-    def recorder(self) -> Recorder | None:
-        """A trace.Recorder that notes what this rank does, or None."""
-        self.engine.executor.clock.settle()
-        return self.engine.recorder
-
-    @recorder.setter
-    def recorder(self, recorder: Recorder | None) -> None:
-        self.engine.record(recorder)
 
     # -- end ----------------------------------------------------------------------------------------------------
 

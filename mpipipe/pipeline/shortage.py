@@ -14,8 +14,8 @@ from mpipipe import arrays
 from mpipipe.arrays import Shortage
 from mpipipe.errors import StageError
 from mpipipe.pipeline.graphs import StageGraphs
-from mpipipe.pipeline.stage import StageAdapter
 from mpipipe.pipeline.weighing import CallState
+from mpipipe.stages import StageAdapter
 
 
 class Held(NamedTuple):

@@ -27,9 +27,9 @@ from mpipipe.job.group import Group
 from mpipipe.job.requests import own
 from mpipipe.job.types import Testable
 from mpipipe.nn import kernels
-from mpipipe.nn.freezing import partly_frozen
+from mpipipe.nn.freezing import partly_frozen_error
 from mpipipe.nn.stage import Stage
-from mpipipe.pipeline.stage import StageAdapter
+from mpipipe.stages import StageAdapter
 
 
 class Place(NamedTuple):
@@ -86,7 +86,7 @@ def check_ties(table: Sequence[Facts]) -> None:
                     expected=f"{first.dtype}{list(first.shape)}, as {first.name} of stage {first.stage}",
                 )
             if place.frozen != first.frozen:
-                raise partly_frozen(key, [each.name for each in (first, place) if not each.frozen])
+                raise partly_frozen_error(key, [each.name for each in (first, place) if not each.frozen])
 
 
 class TiedPlace(NamedTuple):

@@ -35,7 +35,7 @@ from mpipipe.job.requests import own
 from mpipipe.nn import Position, kernels
 from mpipipe.pipeline.batch import UNSAID
 from mpipipe.pipeline.call_agreement import Agreed
-from mpipipe.pipeline.stage import StageAdapter
+from mpipipe.stages import StageAdapter
 
 LARGEST = 1000  # exponent of c, so that weights may have any size that a float has
 
@@ -140,7 +140,7 @@ class Weighing:
             return 1.0, problem
         if stages:
             done: list[Array] = []  # two stages of a user's own may add to one array
-            for gradients in (flat for stage in stages for flat in stage.gradients if shared.total != 1):
+            for gradients in (flat for stage in stages for flat in stage.gradient_arrays if shared.total != 1):
                 if not any(arrays.shares_memory(gradients, other) for other in done):
                     kernels.of_array(gradients).scale(gradients, 1 / shared.total, gradients)
                     done.append(gradients)

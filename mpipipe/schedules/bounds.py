@@ -26,11 +26,13 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from mpipipe.errors import ArgumentError
-from mpipipe.schedules import kinds
+from mpipipe.schedules import checks
 from mpipipe.schedules.action import FORWARD
-from mpipipe.schedules.kinds import NEVER, Ends, Form, hops, whole_limit
+from mpipipe.schedules.replay import hops
 from mpipipe.schedules.schedule import Schedule
-from mpipipe.schedules.simulate import EQUAL_COSTS, Costs
+from mpipipe.schedules.search.problem import NEVER, Ends, Problem, whole_limit
+from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, simulate
+from mpipipe.text import counted
 
 ROUNDING = 1e-9  # share of a sum of times: what is less may be the rounding of the sum
 
@@ -72,7 +74,7 @@ def lower_bound(schedule: Schedule, costs: Costs = EQUAL_COSTS, memory_limit: fl
     placement, microbatches, trained_from = schedule.placement, schedule.microbatches, _first_trained(schedule)
     if not schedule.recomputed:
         return least_time(placement, microbatches, costs, memory_limit, trained_from)
-    memory_limit = kinds.limit(memory_limit)
+    memory_limit = checks.limit(memory_limit)
     if memory_limit is not None and not memory_limit > 0:
         raise ArgumentError("no schedule keeps this memory limit", found=f"memory_limit={memory_limit}")
     again = Counter(stage for stage, _ in schedule.recomputed)
@@ -102,10 +104,75 @@ def least_time(
             found += _round_trip(trained, microbatches, limit)
             found += _ramps(trained, microbatches, limit)
     if trained_from == 0:
-        form = Form(placement, microbatches, costs, memory_limit)
-        if is_affordable(form):
-            found.append(earliest_bound(form))
+        problem = Problem(placement, microbatches, costs, memory_limit)
+        if is_affordable(problem):
+            found.append(earliest_bound(problem))
     return max(found)
+
+
+class Gap(NamedTuple):
+    """The result of `gap`.
+
+    Attributes
+    ----------
+    share : float
+        (makespan - bound) / bound: 0.4 says that the schedule is at most 40 % slower than the best one.
+    makespan : float
+        Time of the schedule.
+    bound : float
+        Time that no schedule beats.
+    """
+
+    share: float
+    makespan: float
+    bound: float
+
+
+def gap(schedule: Schedule, costs: Costs = EQUAL_COSTS, memory_limit: float | None = None) -> Gap:
+    """Tell how far `schedule` is at most from the best one with the same stages on the same ranks.
+
+    Parameters
+    ----------
+    schedule : Schedule
+        It is checked first.
+    costs : Costs, optional
+        Times of the actions; by default one unit for each of F, I and W.
+    memory_limit : float, optional
+        Chunk activations that a rank may hold at once, in this schedule and in the best one; by default there is no
+        limit. ``max(simulate(schedule).peak_activations)`` compares with schedules that need no more memory.
+
+    Returns
+    -------
+    Gap
+        The share, and both times.
+
+    Raises
+    ------
+    ScheduleError
+        The schedule cannot run.
+    ArgumentError
+        A cost does not fit, or the schedule does not keep the limit.
+
+    Examples
+    --------
+    >>> from mpipipe import schedules
+    >>> found = schedules.gap(schedules.one_f_one_b(4, 8), memory_limit=4)
+    >>> f"{found.share:.1%}", found.makespan, found.bound
+    ('22.2%', 33.0, 27.0)
+    """
+    timeline = simulate(schedule, costs)
+    bound = lower_bound(schedule, costs, memory_limit)
+    held = max(timeline.peak_activations)
+    if memory_limit is not None and held > memory_limit:
+        raise ArgumentError(
+            "the schedule does not keep the memory limit",
+            found=f"{counted(held, 'activation')} on rank {timeline.peak_activations.index(held)}",
+            expected=f"at most {memory_limit}",
+            remedy=f"memory_limit={held}, or another schedule",
+        )
+    # rounding of sums must not put a schedule below its bound
+    above = max(0.0, timeline.makespan - bound)
+    return Gap(above / bound if bound else 0.0, timeline.makespan, bound)
 
 
 def _first_trained(schedule: Schedule) -> int:
@@ -146,7 +213,7 @@ def _stages(
         [cost * backward for cost, backward in zip(costs.per_stage(name, count), trained)]
         for name in ("input_grad", "weight_grad")
     )
-    hop = hops(placement, costs)
+    hop = hops(placement, costs.per_stage("transfer", count))
     forward_begins, input_follow = [0.0], [weight_grad[0]]
     for stage in range(1, count):
         forward_begins.append(forward_begins[-1] + forward[stage - 1] + hop[stage])
@@ -279,30 +346,30 @@ Before = list[tuple[int, float]]  # kinds that come before a kind, and the time 
 AFFORDABLE = 2_000_000  # looks at an action that a bound may take: about two seconds
 
 
-def earliest_bound(form: Form) -> float:
-    """Return a time that no orders of the form beat, from the earliest begin of each action and what follows it.
+def earliest_bound(problem: Problem) -> float:
+    """Return a time that no orders of the problem beat, from the earliest begin of each action and what follows it.
 
     An action that begins no earlier than its head, takes its time, and has its tail behind it: of each set of a rank's
     actions the smallest head, all the work and the smallest tail are one after the other. The preemptive schedule that
     always runs the action with the longest tail finds the largest of these sums (Jackson; Carlier 1982).
     """
-    heads, tails = _starts(form, backwards=False), _starts(form, backwards=True)
-    last = form.microbatches - 1
+    heads, tails = _starts(problem, backwards=False), _starts(problem, backwards=True)
+    last = problem.microbatches - 1
     found = 0.0
-    for stages in form.own:
+    for stages in problem.own:
         kinds = [3 * stage + op for stage in stages for op in range(3)]
         jobs = [
-            (heads[kind][k], form.seconds[kind], tails[kind][last - k])
+            (heads[kind][k], problem.seconds[kind], tails[kind][last - k])
             for kind in kinds
-            for k in range(form.microbatches)
+            for k in range(problem.microbatches)
         ]
         found = max(found, _one_machine(jobs))
     return found
 
 
-def is_affordable(form: Form) -> bool:
+def is_affordable(problem: Problem) -> bool:
     """Whether the bound takes seconds rather than minutes."""
-    return 3 * max(map(len, form.own)) * len(form.seconds) * form.microbatches**2 <= AFFORDABLE
+    return 3 * max(map(len, problem.own)) * len(problem.seconds) * problem.microbatches**2 <= AFFORDABLE
 
 
 class _Direction:
@@ -317,42 +384,42 @@ class _Direction:
     closing : the numbers of the ops that only come when something can be closed
     """
 
-    def __init__(self, form: Form, backwards: bool) -> None:
-        self.chain = form.chain()[::-1] if backwards else form.chain()
+    def __init__(self, problem: Problem, backwards: bool) -> None:
+        self.chain = problem.chain()[::-1] if backwards else problem.chain()
         self.opens, self.closes = (2, 0) if backwards else (0, 2)
         self.closing = (0,) if backwards else (1, 2)
-        self.before: list[Before] = [[] for _ in form.seconds]
-        for kind, awaited in enumerate(form.waits_for):
+        self.before: list[Before] = [[] for _ in problem.seconds]
+        for kind, awaited in enumerate(problem.waits_for):
             if awaited >= 0:
                 here, there = (awaited, kind) if backwards else (kind, awaited)
-                self.before[here].append((there, form.lag[kind]))
+                self.before[here].append((there, problem.lag[kind]))
         everything: dict[int, set[int]] = {}
         for kind in self.chain:
             everything[kind] = {kind}.union(*(everything[other] for other, _ in self.before[kind]))
         self.forced = [
-            sorted(other for other in everything[kind] if form.rank[other] == form.rank[kind])
-            for kind in range(len(form.seconds))
+            sorted(other for other in everything[kind] if problem.rank[other] == problem.rank[kind])
+            for kind in range(len(problem.seconds))
         ]
 
 
-def _starts(form: Form, backwards: bool) -> Ends:
+def _starts(problem: Problem, backwards: bool) -> Ends:
     """Return for each kind the earliest starts of its actions."""
-    way, seconds = _Direction(form, backwards), form.seconds
+    way, seconds = _Direction(problem, backwards), problem.seconds
     starts: Ends = [[] for _ in seconds]
-    full = [_FullStart(form, way, rank) for rank in range(len(form.own))]
-    for k in range(form.microbatches):
+    full = [_FullStart(problem, way, rank) for rank in range(len(problem.own))]
+    for k in range(problem.microbatches):
         for kind in way.chain:
             start = starts[kind][-1] + seconds[kind] if k else 0.0
             for other, lag in way.before[kind]:
                 start = max(start, starts[other][k] + seconds[other] + lag)
             counts = {other: k + (other != kind) for other in way.forced[kind]}
             opened = [other - way.opens + way.closes for other in counts if other % 3 == way.opens]
-            closed = (k + 1) * len(opened) - form.limit
+            closed = (k + 1) * len(opened) - problem.limit
             if closed > 0:
                 ends = sorted(when + seconds[other] for other in opened for when in starts[other][:k])
                 start = max(start, ends[closed - 1])
-                _count_closed(way, counts, opened, k + 1 - form.limit)
-                start = max(start, full[form.rank[kind]].start(counts, closed))
+                _count_closed(way, counts, opened, k + 1 - problem.limit)
+                start = max(start, full[problem.rank[kind]].start(counts, closed))
             starts[kind].append(max(start, _after_work(starts, seconds, counts)))
     return starts
 
@@ -379,16 +446,16 @@ def _after_work(starts: Ends, seconds: Sequence[float], counts: dict[int, int]) 
 class _FullStart:
     """What a rank can have done before the first closing, and what a closing takes at least."""
 
-    def __init__(self, form: Form, way: _Direction, rank: int) -> None:
+    def __init__(self, problem: Problem, way: _Direction, rank: int) -> None:
         asap: dict[int, float] = {}
         for kind in way.chain:
-            asap[kind] = max([0.0, *(asap[other] + form.seconds[other] + lag for other, lag in way.before[kind])])
-        own = [3 * stage for stage in form.own[rank]]
-        self.seconds, self.limit = form.seconds, form.limit
+            asap[kind] = max([0.0, *(asap[other] + problem.seconds[other] + lag for other, lag in way.before[kind])])
+        own = [3 * stage for stage in problem.own[rank]]
+        self.seconds, self.limit = problem.seconds, problem.limit
         self.opening = [op for op in range(3) if op not in way.closing]
         self.time = min(asap[stage + op] for stage in own for op in way.closing)
-        self.most = max(sum(form.seconds[stage + op] for op in self.opening) for stage in own)
-        self.least = min(sum(form.seconds[stage + op] for op in way.closing) for stage in own)
+        self.most = max(sum(problem.seconds[stage + op] for op in self.opening) for stage in own)
+        self.least = min(sum(problem.seconds[stage + op] for op in way.closing) for stage in own)
 
     def start(self, counts: dict[int, int], closed: int) -> float:
         """Return the earliest start of what comes after these actions and so many closings."""

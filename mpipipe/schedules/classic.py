@@ -17,9 +17,9 @@ from itertools import chain, repeat
 
 from mpipipe.errors import ArgumentError
 from mpipipe.even_split import even_split
-from mpipipe.schedules.action import BACKWARD, FORWARD, Action
-from mpipipe.schedules.on_demand import OrdersOnDemand
-from mpipipe.schedules.schedule import Schedule, at_least_one, looped_placement
+from mpipipe.schedules.action import BACKWARD, FORWARD, Action, OrdersOnDemand
+from mpipipe.schedules.checks import at_least_one
+from mpipipe.schedules.schedule import Schedule, looped_placement
 
 
 #     rank 0  F0 F1 F2 F3 .  .  .  .  .  .  B0--- B1--- B2--- B3---

@@ -11,9 +11,9 @@ from itertools import accumulate, pairwise
 from numbers import Rational
 
 from mpipipe.errors import ArgumentError
-from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action
-from mpipipe.schedules.on_demand import changed
-from mpipipe.schedules.schedule import Schedule, at_least_one
+from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, changed
+from mpipipe.schedules.checks import at_least_one
+from mpipipe.schedules.schedule import Schedule
 from mpipipe.text import counted
 
 

@@ -8,8 +8,17 @@ from hashlib import blake2b
 from typing import NoReturn, TypeAlias
 
 from mpipipe.errors import ScheduleError
-from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, OPS, RECOMPUTE, WEIGHT_GRAD, Action
-from mpipipe.schedules.on_demand import LogicalTime, OrdersOnDemand
+from mpipipe.schedules.action import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRAD,
+    OPS,
+    RECOMPUTE,
+    WEIGHT_GRAD,
+    Action,
+    LogicalTime,
+    OrdersOnDemand,
+)
 from mpipipe.schedules.replay import packed, replay, source
 from mpipipe.schedules.schedule import Schedule, check_skips
 from mpipipe.text import counted

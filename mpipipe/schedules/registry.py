@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from mpipipe.errors import ArgumentError
-from mpipipe.schedules import building_blocks, classic, kinds, zero_bubble
-from mpipipe.schedules.schedule import Schedule, at_least_one, looped_placement
+from mpipipe.schedules import building_blocks, checks, classic, zero_bubble
+from mpipipe.schedules.checks import at_least_one
+from mpipipe.schedules.schedule import Schedule, looped_placement
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs
 from mpipipe.text import near
 
@@ -75,7 +76,7 @@ def by_name(
     >>> schedule.stages, schedule.chunks
     (8, 2)
     """
-    memory_limit = kinds.limit(memory_limit)
+    memory_limit = checks.limit(memory_limit)
     if name in SEVERAL_STAGES:
         return SEVERAL_STAGES[name](ranks, chunks, microbatches)
     if name in TWO_STAGES:

@@ -19,8 +19,9 @@ from numbers import Real
 from typing import NamedTuple
 
 from mpipipe.errors import ArgumentError
+from mpipipe.schedules.checks import at_least_one
 from mpipipe.schedules.registry import SEVERAL_STAGES, WITH_COSTS, by_name, names
-from mpipipe.schedules.schedule import Schedule, at_least_one
+from mpipipe.schedules.schedule import Schedule
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, Links, simulate
 from mpipipe.text import counted
 

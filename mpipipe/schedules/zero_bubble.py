@@ -13,12 +13,12 @@ from functools import lru_cache, partial
 from typing import TypeAlias
 
 from mpipipe.schedules import classic
-from mpipipe.schedules.action import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action
+from mpipipe.schedules.action import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, OrdersOnDemand
+from mpipipe.schedules.checks import at_least_one
 from mpipipe.schedules.classic import actions, groups_of
-from mpipipe.schedules.kinds import Form, kinds_of
-from mpipipe.schedules.list_scheduler import PATIENCES, fastest, filled, score_of
-from mpipipe.schedules.on_demand import OrdersOnDemand
-from mpipipe.schedules.schedule import Schedule, at_least_one, looped_placement
+from mpipipe.schedules.schedule import Schedule, looped_placement
+from mpipipe.schedules.search.orders import PATIENCES, fastest, fill_waits, score_of
+from mpipipe.schedules.search.problem import Problem, tasks_of
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, are_alike
 
 
@@ -199,12 +199,12 @@ def zero_bubble_v(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS) -> 
     by_hand = _on_a_v("zero_bubble_v", ranks, microbatches, _zero_bubble, 1)
     if are_alike(costs, 2 * ranks):
         return by_hand
-    form = Form(by_hand.placement, by_hand.microbatches, costs, None)
-    queues = [[[kind for kind in order if kind % 3 != 2]] for order in kinds_of(by_hand)]
-    best = fastest(filled(form, queues, 2 * ranks, patience) for patience in PATIENCES)
+    problem = Problem(by_hand.placement, by_hand.microbatches, costs, None)
+    queues = [[[task for task in order if task % 3 != 2]] for order in tasks_of(by_hand)]
+    best = fastest(fill_waits(problem, queues, 2 * ranks, patience) for patience in PATIENCES)
     if best is None or score_of(by_hand, costs) <= best.score:
         return by_hand
-    return form.schedule(by_hand.name, best.orders)
+    return problem.schedule(by_hand.name, best.orders)
 
 
 #     rank 0  F0 F1 F2 f0 i0 w0 f1 F3 b1-- f2 B0-- b2-- f3 .  B1-- b3-- I2 W2 I3 W3

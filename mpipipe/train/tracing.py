@@ -32,7 +32,7 @@ def trace_folder(comm: Communicator, trace: str | None, out: Path, resumes: bool
     if trace is None:
         return None
     folder = Path(output_folder.shared_path(comm, trace))
-    with group_of(comm).together("train: the folder of the trace"):
+    with group_of(comm).raise_together("train: the folder of the trace"):
         if comm.rank == 0:
             if folder == out or folder in out.parents or out in folder.parents:
                 raise ConfigError(
@@ -75,7 +75,7 @@ class Tracing:
     def end_step(self) -> None:
         """Write the trace once enough steps are recorded; collective."""
         self.made += 1
-        if self.recording is not None and len(self.recording.recorder.steps) >= RECORDED:
+        if self.recording is not None and self.recording.steps >= RECORDED:
             self.finish()
 
     def finish(self) -> None:

@@ -26,8 +26,8 @@ STEPS, MICROBATCHES = 3, 4
 
 
 def skewed(rank):
-    """A recorder whose clock is 50 ms and 100 ppm off for each rank."""
-    return trace.Recorder(lambda: time.perf_counter() * (1 + rank * 100e-6) + rank * 0.050)
+    """A clock that is 50 ms and 100 ppm off for each rank."""
+    return lambda: time.perf_counter() * (1 + rank * 100e-6) + rank * 0.050
 
 
 def recorded(comm, chunks=1, steps=STEPS):
@@ -41,7 +41,7 @@ def recorded(comm, chunks=1, steps=STEPS):
     with Pipeline(stages, schedule, comm, loss=nn.mean_squared_error) as pipeline:
         mine = dense.placed(schedule, comm.rank, inputs, targets)
         pipeline.step(*mine)
-        with analysis.recording(pipeline, recorder=skewed(comm.rank)) as record:
+        with analysis.recording(pipeline, now=skewed(comm.rank)) as record:
             for _ in range(steps):
                 pipeline.step(*mine)
                 with record.optimizer():
@@ -79,7 +79,7 @@ def test_ranks_that_are_threads():
 def test_ranks_of_mpi(comm, chunks):
     found = recorded(comm, chunks)
     assert (found is None) == (comm.rank > 0)
-    with group_of(comm).together("the checks"):
+    with group_of(comm).raise_together("the checks"):
         if found is not None:
             check(found, comm.size, chunks)
 
@@ -92,7 +92,7 @@ def test_sums_over_replicas_are_recorded_with_all_of_them(comm):
     with Pipeline([stage], schedule, alone, loss=nn.mean_squared_error, replicas=comm) as pipeline:
         with analysis.recording(pipeline, comm) as record:
             pipeline.step(inputs, targets)
-    with group_of(comm).together("the checks"):
+    with group_of(comm).raise_together("the checks"):
         if comm.rank == 0:
             assert [each.replica for each in record.trace.records] == list(range(comm.size))
             for parts in record.trace.parts().values():
@@ -111,7 +111,7 @@ def test_recording_is_off_outside_and_needs_a_step():
             with pytest.raises(RuntimeError):
                 with analysis.recording(pipeline):
                     raise RuntimeError("before a step")
-            return pipeline.recorder, pipeline.engine.pipe.process.recorders
+            return pipeline.engine.recorder, pipeline.engine.pipe.context.recorders
 
     assert inprocess.run(2, job) == [(None, set())] * 2
 
@@ -120,8 +120,8 @@ def test_a_recorded_pipeline_that_nobody_closed_leaves_no_recorder_behind():
     def job(comm):
         stage = nn.Stage([nn.Linear(4, 4)], first=comm.rank)
         pipeline = Pipeline([stage], schedules.gpipe(2, 2), comm, loss=nn.mean_squared_error)
-        pipeline.recorder = kept = trace.Recorder()
-        process, freed = pipeline.engine.pipe.process, weakref.ref(pipeline.engine)
+        pipeline.engine.record(kept := trace.Recorder())
+        process, freed = pipeline.engine.pipe.context, weakref.ref(pipeline.engine)
         there = set(process.recorders)
         del pipeline
         gc.collect()
@@ -138,7 +138,7 @@ def test_ranks_of_several_pipelines_that_are_no_replicas_are_refused():
             with analysis.recording(pipeline, comm):
                 pass
         pipeline.close()
-        return pipeline.recorder, refusal.value.found
+        return pipeline.engine.recorder, refusal.value.found
 
     assert inprocess.run(2, job) == [(None, "rank 0 of replica 0 is there 2 times")] * 2
 

@@ -8,7 +8,7 @@ import pytest
 from support.launch import ROOT
 from support.pages import RUN, SHOWN, Block, Reader, blocks_of, read_page
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 WITH_CODE = [page for page in PAGES if any(block.language not in SHOWN for block in blocks_of(page))]
 COMMAND = re.compile(r"^ *(?:mpiexec|python -m mpipipe|bash jobs)", re.MULTILINE)
 
@@ -21,7 +21,7 @@ def with_seconds(page):
 
 def test_readme_and_the_guide_have_code():
     names = {page.stem for page in WITH_CODE}
-    assert {"README", "start", "schedules", "ring-attention", "stages", "clusters", "contributing"} <= names
+    assert {"README", "start", "schedules", "ring-attention", "stages", "failures", "CONTRIBUTING"} <= names
 
 
 @pytest.mark.parametrize("page", [with_seconds(page) for page in WITH_CODE])

@@ -68,7 +68,7 @@ def test_backwards_end_where_nothing_below_is_trained():
     y, saved = stage.forward(IDS)
     assert saved[:4] == [None] * 4 and saved[4] is not None, "what has no backward saves nothing"
     ended = []
-    stage.tell(ended.append)
+    stage.on_layer_done = ended.append
     assert stage.backward(y, saved) is None
     assert ended == [stage.layers[5], stage.layers[4]]
     inner = nn.Stage(GPT(**SIZES).build(Local())[1:3], "float64", first=1, frozen=["1.*"])
@@ -87,9 +87,8 @@ def test_a_training_leaves_frozen_parameters_as_they_are(make, dtype):
     optimizer = make([stage], 1e-2)
     assert set(optimizer.named_state()[next(iter(optimizer.named_state()))]) == set(stage.gradients)
     for _ in range(100):
-        stage.begin_gradients()
+        stage.gradients.flat.fill(0)
         gradients(stage)
-        stage.end_gradients()
         optim.clip_by_global_norm([stage], 1.0)
         optimizer.step()
         stage.refresh()

@@ -138,7 +138,7 @@ def test_an_overflow_on_one_rank_changes_nothing_on_any(own, comm, value):
     stages = made(comm.rank, "float16")
     optimizer, scaler = optim.AdamW(stages, 0.01), optim.LossScaler(8.0)
     for stage in stages:
-        stage.keep_compute()
+        stage.optimizer_writes_compute()
     guilty = comm.size - 1
     with optim.GlobalNorm(stages, comm) as over:
         fill(stages, 0)

@@ -115,7 +115,7 @@ def test_a_step_on_the_device_has_the_bits_of_one_with_the_norm_on_the_host(gpu,
     first, second = OPTIMIZERS[name](before), OPTIMIZERS[name](now)
     scaler = optim.LossScaler(1024.0)
     for stage in now:
-        stage.keep_compute()
+        stage.optimizer_writes_compute()
     for step, max_norm in enumerate((5.0, 1e9, 0.1, math.inf)):
         fill(before, step, scaler.scale), fill(now, step, scaler.scale)
         norm = optim.gradient_norm(before, scale=scaler.scale)
@@ -144,7 +144,7 @@ def test_the_host_asks_for_the_step_before_it_knows_the_norm(gpu, name, dtype):
 
     optimizer.step = step
     for stage in stages:
-        stage.keep_compute()
+        stage.optimizer_writes_compute()
     optim.gradient_norm(stages)  # uploads its tables once
     fill(stages, 0)
     gpu.reset()
@@ -186,7 +186,7 @@ def test_an_overflow_changes_nothing_on_the_device_and_counts_no_step(gpu, name,
     optimizer, undisturbed = OPTIMIZERS[name](stages), OPTIMIZERS[name](others)
     scaler, calm = optim.LossScaler(8.0), optim.LossScaler(8.0)
     for stage in (*stages, *others):
-        stage.keep_compute()
+        stage.optimizer_writes_compute()
     fill(stages, 0), fill(others, 0)
     assert optim.scaled_step(optimizer, scaler, 1.0) == optim.scaled_step(undisturbed, calm, 1.0)
     fill(stages, 1, bad=value)
@@ -309,8 +309,8 @@ def test_a_stage_follows_what_users_write_until_they_promise_not_to(gpu):
     stage.refresh()
     assert not arrays.download(stage.compute.flat).any() and stage.kept_copy is None
     arrays.upload(np.ones(stage.parameters.flat.size, np.float32), out=stage.parameters.flat)
-    stage.keep_compute()
+    stage.optimizer_writes_compute()
     assert (arrays.download(stage.compute.flat) == 1).all() and stage.kept_copy is not None
     (single,) = made("float32", 1)
-    single.keep_compute()
+    single.optimizer_writes_compute()
     assert single.kept_copy is None

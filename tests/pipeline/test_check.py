@@ -354,7 +354,7 @@ def test_what_is_right_has_the_same_bits(comm, kind, recompute):
         mine = (x if comm.rank == 0 else None), (target if schedule.placement[-1] == comm.rank else None)
         with Pipeline(stages, schedule, comm, nn.mean_squared_error, recompute, check=check) as pipeline:
             losses = []
-            for call in (pipeline.step, lambda *batch: pipeline.launch(*batch).result()):
+            for call in (pipeline.step, lambda *batch: pipeline.launch(*batch).wait()):
                 losses.append(call(*mine).loss)
                 optimizer.step()
             rest = pipeline.evaluate(*mine), pipeline.forward(mine[0]), pipeline.peak_activations

@@ -9,11 +9,10 @@ import pytest
 from support import dense
 from support.received_inputs import check_weight_gradients_from_received_inputs
 
-from mpipipe import Pipeline, arrays, nn
+from mpipipe import Pipeline, analysis, arrays, nn
 from mpipipe.comm.transport import gpu_aware
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules import gpipe, one_f_one_b
-from mpipipe.trace import Recorder
 
 
 @pytest.fixture(params=["direct", "staged"])
@@ -78,11 +77,10 @@ def test_spans_of_one_rank_follow_each_other_on_the_device(gpu, comm):
     schedule = one_f_one_b(comm.size, 4)
     mine = dense.placed(schedule, comm.rank, np.ones((8, 32), np.float32), np.ones((8, 32), np.float32))
     with Pipeline([linear_stage(comm)], schedule, comm, loss=nn.mean_squared_error) as pipeline:
-        pipeline.recorder = Recorder()
-        for _ in range(2):
-            pipeline.step(*mine)
-        pipeline.durations()
-        spans = pipeline.recorder.spans
+        with analysis.recording(pipeline) as record:
+            for _ in range(2):
+                pipeline.step(*mine)
+    spans = record.spans
     assert [span.name for span in spans] == [str(action) for action in schedule.orders[comm.rank]] * 2
     resolution = 2e-6  # of an event
     for earlier, later in pairwise(spans[:8]):

@@ -11,14 +11,13 @@ from support.small_gpt import parts_of, text
 from support.tolerance import close, close_norm, largest
 from support.training_tolerance import curve, path, roundings
 
-from mpipipe import Mesh, Pipeline, arrays, nn, optim
+from mpipipe import Mesh, Pipeline, analysis, arrays, nn, optim
 from mpipipe.attention import Local
 from mpipipe.comm.transport import gpu_aware
 from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, NonFiniteError
 from mpipipe.job import inprocess
 from mpipipe.language.models import GPT
 from mpipipe.schedules import gpipe, partition, with_recompute
-from mpipipe.trace import Recorder
 
 SMALL = dict(vocab=32, dim=16, layers=3, heads=4, kv_heads=2, hidden=24, seq=12)
 OPERATIONS = path(GPT(**SMALL), 6 * SMALL["seq"])
@@ -187,12 +186,11 @@ def test_durations_and_spans_are_those_of_the_device(gpu, comm):
     stages = build(schedule, comm.rank, dtype="float32")
     mine = dense.placed(schedule, comm.rank, *text(4))
     with Pipeline(stages, schedule, comm, loss=nn.softmax_cross_entropy) as pipeline:
-        pipeline.recorder = Recorder()
-        pipeline.step(*mine)
-        costs = pipeline.durations()
-        assert 0 < pipeline.busy <= pipeline.elapsed
-        names = {span.name for span in pipeline.recorder.spans}
-    assert names == {f"{comm.rank}{op}{m}" for op in "FB" for m in range(2)}
+        with analysis.recording(pipeline) as record:
+            pipeline.step(*mine)
+            costs = pipeline.durations()
+            assert 0 < pipeline.busy <= pipeline.elapsed
+    assert {span.name for span in record.spans} == {f"{comm.rank}{op}{m}" for op in "FB" for m in range(2)}
     assert all(value > 0 for value in costs.forward)
 
 

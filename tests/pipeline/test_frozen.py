@@ -163,7 +163,7 @@ def test_graphs_of_frozen_stages_and_of_adapters_have_the_bits_of_plain_calls(
             optimizer, losses = optim.AdamW([stage], 1e-2), []
             frozen = {name: arrays.download(stage.parameters[name]) for name in stage.frozen}
             with Pipeline([stage], dense.build(schedule, 1, 1, 2), alone, loss=nn.softmax_cross_entropy) as pipeline:
-                stage.keep_compute()
+                stage.optimizer_writes_compute()
                 for number in range(4):
                     losses.append(pipeline.step(*text(2, seed=number)).loss)
                     optimizer.step()

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from support import dense
 
-from mpipipe import Pipeline, nn, optim, schedules
+from mpipipe import Pipeline, analysis, nn, optim, schedules
 from mpipipe.errors import ArgumentError, MpipipeError
 from mpipipe.job import inprocess
-from mpipipe.trace import Recorder
 
 STEPS, MICROBATCHES, WIDTH = 4, 6, 8
 PATIENCE = 60.0  # seconds for what happens at once where there is no barrier
@@ -54,12 +53,12 @@ def train(comm, name, chunks, how, *, replicas=1, recompute=False, tied=False):
             assert all(group.vote is None for group in groups)  # gradients are of ranks that agree
             update = optim.begin_step(optimizer, 0.5, comm=pipe)
             if how == "launch, ask late" and step:
-                results[-2] = results[-2].result()
+                results[-2] = results[-2].wait()
             update.finish()
         if how != "step":
-            results[-1] = results[-1].result()
+            results[-1] = results[-1].wait()
     if how == "launch, ask at the end":
-        results[:-1] = [pending.result() for pending in results[:-1]]  # by now the pipeline is closed
+        results[:-1] = [pending.wait() for pending in results[:-1]]  # by now the pipeline is closed
     grads = [None if each.input_grads is None else [g.tobytes() for g in each.input_grads] for each in results]
     return [(r.loss, r.losses) for r in results], grads, [stage.parameters.flat.tobytes() for stage in stages]
 
@@ -102,7 +101,7 @@ def alone(comm, how):
             for stage in stages:
                 stage.weight -= 0.1 * stage.gradient
         if how == "launch":
-            found = [pending.result() for pending in found]
+            found = [pending.wait() for pending in found]
     return [result.loss for result in found], [stage.weight.tobytes() for stage in stages]
 
 
@@ -143,7 +142,7 @@ def test_a_rank_begins_the_next_step_while_another_is_in_the_last_one(comm):
             steps.append(step)
             pending.append(pipeline.launch(*batch(step, schedule, comm.rank)))
             optim.begin_step(optimizer).finish()
-        assert [each.result().loss for each in pending] == [each.result().loss for each in pending]
+        assert [each.wait().loss for each in pending] == [each.wait().loss for each in pending]
     for request in sent:
         request.Wait()
 
@@ -167,8 +166,8 @@ def test_other_calls_come_between_launched_steps(comm):
         assert pipeline.step(*wide).loss != expected  # another shape
         third = pipeline.launch(*wide)
         assert pipeline.steps_taken == 15
-    assert second.result().loss == first.result().loss == expected and abs(value - expected) < 1e-12
-    assert third.result() is third.result() and len(third.result().losses) == 2
+    assert second.wait().loss == first.wait().loss == expected and abs(value - expected) < 1e-12
+    assert third.wait() is third.wait() and len(third.wait().losses) == 2
     assert not pipeline.engine.losses_underway
 
 
@@ -176,12 +175,11 @@ def test_a_launched_step_is_recorded_like_any_other(comm):
     schedule = dense.build("one_f_one_b", comm.size, 1, 2)
     mine = dense.placed(schedule, comm.rank, *dense.batch(4, schedule.stages))
     with Pipeline(dense.model(schedule, comm.rank), schedule, comm, dense.mean_squared) as pipeline:
-        pipeline.recorder = recorder = Recorder()
-        for _ in range(3):
-            pipeline.launch(*mine)
-        assert len(recorder.steps) == 3
-        assert len([span for span in recorder.spans if span.name.split()[0][-2] in "FB"]) == 12
-        pipeline.recorder = None
+        with analysis.recording(pipeline) as record:
+            for _ in range(3):
+                pipeline.launch(*mine)
+        assert record.steps == 3
+        assert len([span for span in record.spans if span.name.split()[0][-2] in "FB"]) == 12
 
 
 def test_schedules_that_do_not_train_cannot_launch(comm):
@@ -231,8 +229,8 @@ def test_a_rank_that_forgets_its_update_ends_the_launch_on_all():
         if comm.rank:
             update.finish()
         with pytest.raises(MpipipeError):
-            pipeline.launch(*mine).result()
-            pipeline.launch(*mine).result()
+            pipeline.launch(*mine).wait()
+            pipeline.launch(*mine).wait()
         return update
 
     inprocess.run(2, forgetful)

@@ -104,7 +104,7 @@ def test_the_first_launch_refuses_wrong_arguments_as_step_does(comm):
         for _ in range(2):
             with pytest.raises(ArgumentError, match="inputs are missing"):
                 pipeline.launch(None, t)
-        assert np.isfinite(pipeline.launch(x, t).result().loss)
+        assert np.isfinite(pipeline.launch(x, t).wait().loss)
 
 
 class Fails(dense.TanhStage):
@@ -142,7 +142,7 @@ def test_an_exception_in_a_stage(comm, sends, where, op):
     error = ends(comm, pipeline, act, "wet paint", (StageError, PeerError))
     assert isinstance(error, StageError if comm.rank == odd else PeerError)
     try:
-        assert np.isfinite(first.result().loss)
+        assert np.isfinite(first.wait().loss)
     except ArgumentError as problem:  # it had not come to this rank
         assert "the pipeline is failed" in str(problem)
 
@@ -161,7 +161,7 @@ def test_a_loss_that_never_comes(comm, sends):
 
     def act():
         pending = pipeline.launch(*mine)
-        pending.result()
+        pending.wait()
 
     ends(comm, pipeline, act, "not finite", MpipipeError)
 
@@ -186,7 +186,7 @@ def test_a_pipeline_within_its_own_step(comm):
     class Asks(dense.TanhStage):
         def forward(self, x):
             if asked:
-                asked.append(asked[0].result().loss)
+                asked.append(asked[0].wait().loss)
             if len(asked) == 4:
                 pipeline.launch(*mine)
             return super().forward(x)
@@ -195,7 +195,7 @@ def test_a_pipeline_within_its_own_step(comm):
     mine = dense.placed(schedule, comm.rank, *dense.batch(4, schedule.stages))
     pipeline = Pipeline(stages, schedule, comm, dense.mean_squared)
     first = pipeline.launch(*mine)
-    expected = first.result().loss
+    expected = first.wait().loss
     if comm.rank == 0:
         asked.append(first)
     pipeline.launch(*mine)

@@ -8,7 +8,7 @@ from support import dense
 from support.received_inputs import check_weight_gradients_from_received_inputs
 from support.tolerance import close, largest, within
 
-from mpipipe import Pipeline, trace
+from mpipipe import Pipeline, analysis
 from mpipipe.errors import ArgumentError, MpipipeError
 from mpipipe.schedules import from_csv, gpipe, interleaved_1f1b, one_f_one_b, simulate
 
@@ -157,9 +157,9 @@ def test_all_reduce_starts_while_other_stages_still_compute(comm):
         stage.gradients = type("Flat", (), {"flat": stage.gradient.reshape(-1)})
     inputs, targets = dense.batch(6, 2)
     with Pipeline(stages, schedule, alone, loss=dense.mean_squared, replicas=comm) as pipeline:
-        pipeline.recorder = trace.Recorder()
-        pipeline.step(inputs, targets)
-        names = [span.name for span in pipeline.recorder.spans]
+        with analysis.recording(pipeline, comm) as record:
+            pipeline.step(inputs, targets)
+    names = [span.name for span in record.spans]
     if comm.size > 1:
         assert names.index("all-reduce 1") < names.index("0B2") < names.index("all-reduce 0")
     alone.Free()

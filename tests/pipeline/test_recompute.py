@@ -10,13 +10,12 @@ from support import dense
 from support.small_gpt import gradients, parts_of
 from support.tolerance import within
 
-from mpipipe import Pipeline, nn, schedules
+from mpipipe import Pipeline, analysis, nn, schedules
 from mpipipe.comm.tags import Tags
 from mpipipe.errors import StageError
 from mpipipe.job import inprocess
 from mpipipe.pipeline.plan import Plan
 from mpipipe.schedules import Action, Costs, from_csv, one_f_one_b, simulate, with_recompute
-from mpipipe.trace import Recorder
 
 CASES = [  # schedule, chunks, memory limit as a share of its peak; None: all are run again
     ("gpipe", 1, 0.5),
@@ -142,10 +141,10 @@ def durations_of(schedule, recompute):
         stage = nn.Stage([nn.Linear(4, 4)], first=comm.rank)
         x = np.ones((4, 4), np.float32)
         with Pipeline([stage], schedule, comm, loss=nn.mean_squared_error, recompute=recompute) as pipeline:
-            pipeline.recorder = Recorder()
-            pipeline.step(*dense.placed(schedule, comm.rank, x, x))
+            with analysis.recording(pipeline) as record:
+                pipeline.step(*dense.placed(schedule, comm.rank, x, x))
             totals = pipeline.engine.executor.clock.totals
-            return pipeline.durations(), dict(totals), [span.name for span in pipeline.recorder.spans]
+            return pipeline.durations(), dict(totals), [span.name for span in record.spans]
 
     return inprocess.run(2, job)
 
@@ -174,7 +173,7 @@ def test_a_failure_and_an_account_name_the_recomputation():
             with Pipeline([stage], with_recompute(schedules.gpipe(1, 2)), comm, nn.mean_squared_error) as pipeline:
 
                 def breaks(x):
-                    found.append(pipeline.engine.flight.account())
+                    found.append(pipeline.engine.flight.snapshot())
                     if next(calls) == 3:
                         raise ValueError("wet paint")
                     return forward(x)

@@ -14,8 +14,8 @@ from support.small_gpt import parts_of
 from mpipipe import Pipeline, arrays, nn
 from mpipipe.errors import PeerError, StageError
 from mpipipe.pipeline.shortage import _covered, held_by
-from mpipipe.pipeline.stage import StageAdapter
 from mpipipe.schedules import gpipe
+from mpipipe.stages import StageAdapter
 
 WIDTH, ROWS, MICROBATCHES = 32, 64, 8
 ONE = ROWS * WIDTH * 4  # bytes of an activation between layers

@@ -7,10 +7,10 @@ import pytest
 from support import dense
 from support.tolerance import within
 
-from mpipipe import Pipeline, nn, schedules, trace
+from mpipipe import Pipeline, analysis, nn, schedules
 from mpipipe.errors import ArgumentError
 from mpipipe.job import inprocess
-from mpipipe.pipeline.stage import StageAdapter
+from mpipipe.stages import StageAdapter
 
 
 class Wrapped:
@@ -173,18 +173,16 @@ def test_a_loss_may_be_an_array_of_one_number():
     assert alone(job) == 0.5
 
 
-def test_a_recorder_has_the_spans_when_a_call_has_ended():
-    recorder = trace.Recorder()
-
+def test_a_recording_has_the_spans_when_a_call_has_ended():
     def job(comm):
         with Pipeline([dense.TanhStage(0, 4, 4)], schedules.gpipe(1, 2), comm, loss=dense.mean_squared) as pipeline:
-            pipeline.recorder = recorder
-            for calls in (1, 2):
-                pipeline.step(np.ones((4, 4)), np.ones((4, 4)))
-                assert len(recorder.spans) == 4 * calls
+            with analysis.recording(pipeline) as record:
+                for calls in (1, 2):
+                    pipeline.step(np.ones((4, 4)), np.ones((4, 4)))
+                    assert len(record.spans) == 4 * calls
+            return record.spans
 
-    alone(job)
-    assert [span.name for span in recorder.spans[:4]] == ["0F0", "0F1", "0B0", "0B1"]
+    assert [span.name for span in alone(job)[:4]] == ["0F0", "0F1", "0B0", "0B1"]
 
 
 def test_reading_times_within_a_call_loses_nothing():

@@ -121,7 +121,7 @@ def test_nothing_touches_what_places_have_given_up(gpu, comm, make):
                 arrays.upload(values, tail)
             for step in range(3):
                 if step == 2:
-                    stages[-1].keep_compute()
+                    stages[-1].optimizer_writes_compute()
                 pipeline.step(*text(6))
                 norm = optim.clip_by_global_norm(stages, 0.5, alone)
                 optimizer.step()

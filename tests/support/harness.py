@@ -29,6 +29,7 @@ from hypothesis.errors import StopTest, UnsatisfiedAssumption
 from mpi4py import MPI
 
 from mpipipe.job import context
+from support import ledger
 from support.watchdog import GRACE, Watchdog
 
 COMMUNICATORS = {"comm", "subcomm"}
@@ -61,7 +62,8 @@ def dealt(items, ranks, cores) -> list[list]:
     is that of jobs which wait for a limit.
     """
     hands, load = [[] for _ in range(ranks)], [0.0] * ranks
-    seconds = [_estimate(item) for item in items]
+    known = ledger.seconds()
+    seconds = [_estimate(item, known) for item in items]
     for index in sorted(range(len(items)), key=lambda index: -seconds[index]):
         able = range(min(ranks, cores + 1)) if starts_jobs(items[index]) else range(ranks)
         rank = min(able, key=load.__getitem__)
@@ -75,8 +77,10 @@ AT_LENGTH = os.environ.get("MPIPIPE_TEST_LONG") == "1"
 only_at_length = pytest.mark.skipif(not AT_LENGTH, reason="takes long: MPIPIPE_TEST_LONG=1")
 
 
-def _estimate(item) -> float:
-    """Seconds that a test may take, roughly."""
+def _estimate(item, known) -> float:
+    """Seconds that a test may take: what it took before, or else a guess."""
+    if item.nodeid in known:
+        return known[item.nodeid]
     slow = item.get_closest_marker("slow")
     if slow is not None:
         return slow.kwargs.get("seconds", 8.0)
@@ -345,7 +349,7 @@ class Collective:
             # never use the communicators of a test again that has left them in disorder
             return report if item.stash[DIRTY] else self._freed(item, report, comms)
         finally:  # a note that nobody has read yet must not end a wait of the next test, but it may end this freeing
-            context.here().groups.clear()
+            context.current_rank().groups.clear()
 
     def _freed(self, item, report, comms):
         status, found = MPI.Status(), []

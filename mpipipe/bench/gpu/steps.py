@@ -171,7 +171,7 @@ def _step_seconds(
     inputs, targets = tokens
     schedule = schedules.gpipe(1, microbatches)
     with settings.using_graphs(graphs), Pipeline([stage], schedule, comm, loss=nn.softmax_cross_entropy) as pipeline:
-        stage.keep_compute()
+        stage.optimizer_writes_compute()
         optimizer = optim.AdamW([stage], LR)
         scaler = optim.LossScaler() if dtype == "float16" else optim.LossScaler(1.0, dynamic=False)
 

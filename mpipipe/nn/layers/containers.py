@@ -28,7 +28,9 @@ class Sequential(Layer):
 
     recordable = True
     lowest = 0  # layers before it have no backward: nothing in them is trained, and nobody asks for their gradient
-    ended: Callable[[Layer], object] | None = None  # told of each layer that has added its part to the gradients
+    on_layer_done: Callable[[Layer], object] | None = (
+        None  # told of each layer that has added its part to the gradients
+    )
 
     def __init__(self, layers: Sequence[Layer]):
         self.layers = tuple(layers)
@@ -47,9 +49,9 @@ class Sequential(Layer):
         self._reversed = self.layers[place:][::-1]
 
     @property
-    def leaves_sum(self) -> bool:  # type: ignore[override]  # a plain attribute in other layers
+    def defers_add(self) -> bool:  # type: ignore[override]  # a plain attribute in other layers
         """Whether the last layer leaves a sum."""
-        return bool(self.layers) and self.layers[-1].leaves_sum
+        return bool(self.layers) and self.layers[-1].defers_add
 
     def forward(self, x: Array) -> tuple[Array, Any]:
         saved: list = []
@@ -62,9 +64,9 @@ class Sequential(Layer):
         saved = [kept]
         return total, self._rest(y, rest, saved, apart=False)[0], saved
 
-    def forward_apart(self, x: Array, more: Array | None) -> tuple[Array, Array, Array | None, Any]:
+    def forward_unadded(self, x: Array, more: Array | None) -> tuple[Array, Array, Array | None, Any]:
         if not self.layers:
-            return super().forward_apart(x, more)
+            return super().forward_unadded(x, more)
         total, y, rest, kept = self._first(x, more, apart=True)
         saved = [kept]
         return (total, *self._rest(y, rest, saved, apart=True), saved)
@@ -72,8 +74,8 @@ class Sequential(Layer):
     def _first(self, x: Array, more: Array | None, apart: bool) -> tuple[Array, Array, Array | None, Any]:
         """Run the first layer alone."""
         first = self.layers[0]
-        if more is None or (first.leaves_sum and (apart or len(self.layers) > 1)):
-            return first.forward_apart(x, more)
+        if more is None or (first.defers_add and (apart or len(self.layers) > 1)):
+            return first.forward_unadded(x, more)
         total, y, kept = first.forward_sum(x, more)
         return total, y, None, kept
 
@@ -84,8 +86,8 @@ class Sequential(Layer):
             layer = self.layers[place]
             if poll is not None and saved:
                 poll()
-            if layer.leaves_sum and (apart or place < count - 1):
-                _, x, more, kept = layer.forward_apart(x, more)
+            if layer.defers_add and (apart or place < count - 1):
+                _, x, more, kept = layer.forward_unadded(x, more)
             elif more is None:
                 x, kept = layer.forward(x)
             else:
@@ -111,19 +113,19 @@ class Sequential(Layer):
                 dy, waiting = layer.backward_input_add(dy, kept, more)
             else:
                 dy, waiting = layer.backward_input(dy, kept)
-            pending.append(None if layer.still else waiting)
+            pending.append(None if layer.frozen else waiting)
         return None if self.lowest else dy, pending
 
     def backward_weight(self, pending: Any) -> None:
-        poll, ended = self.stage.poll, self.ended
+        poll, done = self.stage.poll, self.on_layer_done
         last = self._reversed[0] if self._reversed else None
         for layer, waiting in zip(self._reversed, pending):
             if poll is not None and layer is not last:
                 poll()
-            if not layer.still:
+            if not layer.frozen:
                 layer.backward_weight(waiting)
-            if ended is not None:
-                ended(layer)
+            if done is not None:
+                done(layer)
 
     def backward(self, dy: Array, saved: Any) -> Any:
         return self._backward(dy, saved, None)
@@ -132,21 +134,21 @@ class Sequential(Layer):
         return self._backward(dy, saved, more) if self.layers else super().backward_add(dy, saved, more)
 
     def _backward(self, dy: Array, saved: Any, more: Array | None) -> Any:
-        poll, ended = self.stage.poll, self.ended
+        poll, done = self.stage.poll, self.on_layer_done
         start = self._reversed[0] if self._reversed else None
         last = self._reversed[-1] if more is not None else None
         for layer, kept in zip(self._reversed, reversed(saved)):
             if poll is not None and layer is not start:
                 poll()
-            if layer.still:
+            if layer.frozen:
                 adds = layer is last and more is not None
                 dy, _ = layer.backward_input_add(dy, kept, more) if adds else layer.backward_input(dy, kept)
             elif layer is last and more is not None:
                 dy = layer.backward_add(dy, kept, more)
             else:
                 dy = layer.backward(dy, kept)
-            if ended is not None:
-                ended(layer)
+            if done is not None:
+                done(layer)
         return None if self.lowest else dy
 
 
@@ -168,7 +170,7 @@ class Residual(Layer):
     """
 
     recordable = True
-    leaves_sum = True
+    defers_add = True
 
     def __init__(self, layer: Layer):
         self.layer = layer
@@ -182,7 +184,7 @@ class Residual(Layer):
         total, y, saved = self.layer.forward_sum(x, more)
         return total, self.stage.kernels.add(total, y), saved
 
-    def forward_apart(self, x: Array, more: Array | None) -> tuple[Array, Array, Array | None, Any]:
+    def forward_unadded(self, x: Array, more: Array | None) -> tuple[Array, Array, Array | None, Any]:
         if more is None:
             y, saved = self.layer.forward(x)
             return x, x, y, saved
@@ -234,9 +236,9 @@ class Recompute(Layer):
         yield from self.layer.walk(name)
 
     @property
-    def leaves_sum(self) -> bool:  # type: ignore[override]  # a plain attribute in other layers
+    def defers_add(self) -> bool:  # type: ignore[override]  # a plain attribute in other layers
         """Whether the layer leaves a sum."""
-        return self.layer.leaves_sum
+        return self.layer.defers_add
 
     def forward(self, x: Array) -> tuple[Array, Any]:
         y, _ = self.layer.forward(x)
@@ -246,8 +248,8 @@ class Recompute(Layer):
         total, y, _ = self.layer.forward_sum(x, more)
         return total, y, (total, self.stage.position)
 
-    def forward_apart(self, x: Array, more: Array | None) -> tuple[Array, Array, Array | None, Any]:
-        total, y, rest, _ = self.layer.forward_apart(x, more)
+    def forward_unadded(self, x: Array, more: Array | None) -> tuple[Array, Array, Array | None, Any]:
+        total, y, rest, _ = self.layer.forward_unadded(x, more)
         return total, y, rest, (total, self.stage.position)
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
@@ -274,6 +276,6 @@ class Recompute(Layer):
         stage, now = self.stage, self.stage.position
         stage.position = position
         try:
-            return self.layer.forward_apart(x, None)[3]
+            return self.layer.forward_unadded(x, None)[3]
         finally:
             stage.position = now

@@ -122,7 +122,7 @@ class LearnedPositions(Layer):
 
     takes_integers = False
     recordable = True
-    leaves_sum = True
+    defers_add = True
 
     weight: np.ndarray
     weight_grad: np.ndarray
@@ -156,7 +156,7 @@ class LearnedPositions(Layer):
         added, numbers = self._rows(x)
         return self.stage.kernels.add(x, added), numbers
 
-    def forward_apart(self, x: Array, more: Array | None) -> tuple[Array, Array, Array | None, Any]:
+    def forward_unadded(self, x: Array, more: Array | None) -> tuple[Array, Array, Array | None, Any]:
         total = x if more is None else self.stage.kernels.add(x, more)
         return (total, total, *self._rows(total))
 
@@ -235,7 +235,6 @@ class Head(Linear):
     """
 
     recordable = True
-    replaced = ("weight",)
     freezes_parts = True
 
     def __init__(self, inputs: int, outputs: int, tie: str | None = None, gain: float = 1.0):

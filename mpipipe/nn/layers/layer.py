@@ -48,7 +48,7 @@ def _place(cls: type, name: str) -> int:
 # -- Sums of two arrays that one layer leaves to the next, so that the kernel which reads a sum can also make it ------
 #
 # y = x + f(x) is one pass over memory, and the norm of y in the next layer is another. A layer that can leave its
-# output as two arrays says so (`leaves_sum`); a container hands both to the next layer, and a norm takes them in one
+# output as two arrays says so (`defers_add`); a container hands both to the next layer, and a norm takes them in one
 # pass. The backward has a sum too, of the gradient that goes past f and the one that comes through it: the norm at the
 # beginning of f is given the former. Each layer can do all of this, by an addition of its own where it has nothing
 # better. The bits are those of separate passes.
@@ -56,7 +56,7 @@ def _place(cls: type, name: str) -> int:
 
 # what a layer redefines, and the functions here that would go past it
 PASSED = {
-    "forward": ("forward_sum", "forward_apart"),
+    "forward": ("forward_sum", "forward_unadded"),
     "backward_input": ("backward_input_add", "backward_add"),
     "backward": ("backward_add",),
 }
@@ -70,11 +70,11 @@ class Sums(ABC):
 
     Attributes
     ----------
-    leaves_sum : bool
-        Whether `forward_apart` returns an output in two arrays, or may do so.
+    defers_add : bool
+        Whether `forward_unadded` returns an output in two arrays, or may do so.
     """
 
-    leaves_sum = False
+    defers_add = False
     stage: Any
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -113,7 +113,7 @@ class Sums(ABC):
         total = self.stage.kernels.add(x, more)
         return (total, *self.forward(total))
 
-    def forward_apart(self, x: Array, more: Array | None) -> tuple[Array, Array, Array | None, Any]:
+    def forward_unadded(self, x: Array, more: Array | None) -> tuple[Array, Array, Array | None, Any]:
         """Compute the output for the input x, or x + more, and perhaps leave it as a sum.
 
         Parameters
@@ -206,8 +206,6 @@ class StageOfLayer(Protocol):
     def compute(self) -> Mapping[str, Any]: ...
     @property
     def gradients(self) -> Mapping[str, Any]: ...
-    @property
-    def unwritten(self) -> set[str]: ...
 
 
 class Layer(Sums, WeightGradients):
@@ -241,13 +239,10 @@ class Layer(Sums, WeightGradients):
         Whether it can be the first layer of a stage whose input is integers.
     uploads_integers : bool
         Whether it looks at integers on the host, and copies them to the GPU by itself.
-    replaced : tuple of str
-        Names whose gradients the layer writes only as `adds` says. Subclasses do not inherit it: they may add to the
-        gradients in other ways.
     freezes_parts : bool
         Whether the layer can do with some of its parameters frozen: it leaves out a gradient that is None. Subclasses
         do not inherit it. A layer whose parameters are all frozen is never asked for `backward_weight`.
-    still : bool
+    frozen : bool
         Whether all parameters in it are frozen, set when it is bound.
     recordable : bool
         Whether CUDA graphs may record the layer: with inputs of the same shapes it does the same device work each time,
@@ -279,10 +274,9 @@ class Layer(Sums, WeightGradients):
     name: str = ""
     takes_integers = True
     uploads_integers = False
-    replaced: tuple[str, ...] = ()
     recordable = False
     freezes_parts = False
-    still = False
+    frozen = False
 
     @abstractmethod
     def forward(self, x: Array) -> tuple[Array, Any]:

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,12 +21,12 @@ import numpy as np
 from mpipipe import arrays, files, nn
 from mpipipe.arrays import Array
 from mpipipe.attention import Local
-from mpipipe.checkpoint.tensor_files import DTYPES, ForeignFile
+from mpipipe.checkpoint.tensor_files import Planned, TensorFile, header_of
 from mpipipe.checkpoint.whole_folder import replacing
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ArgumentError, ConfigError, NonFiniteError
 from mpipipe.job.group import group_of
-from mpipipe.language.models.gpt import GPT
+from mpipipe.language.models.gpt import GPT, declared_in, layers_in
 from mpipipe.language.models.huggingface.families import Family, expressed
 from mpipipe.language.models.huggingface.folder import COPY_AGAIN, Origin, opened
 from mpipipe.language.models.huggingface.names import parts_of
@@ -56,15 +54,7 @@ REMEDY = "take the adapter that was made for this model, or the model that it wa
 
 
 class AdapterPart(NamedTuple):
-    """One of PEFT's tensors, and what it is of ours.
-
-    Attributes
-    ----------
-    theirs : its name
-    ours : name of the parameter
-    shape : of both
-    turned : whether its rows are those of a matrix that is turned
-    """
+    """One of PEFT's tensors, by its name, and our parameter of the same shape; `turned` if rows are, as in `names`."""
 
     theirs: str
     ours: str
@@ -93,18 +83,14 @@ def is_adapter_folder(path: Path) -> bool:
 
 def open_adapter(path: Path) -> AdapterFolder:
     """Read adapter_config.json. Raises ConfigError, which names file and option."""
-    options = Options(
-        read_json(path / ADAPTER_CONFIG, "name the folder of an adapter that PEFT has saved"), path / ADAPTER_CONFIG
-    )
+    place = path / ADAPTER_CONFIG
+    options = Options(read_json(place, "name the folder of an adapter that PEFT has saved"), place)
     options.only("peft_type", "LORA")
     options.only("task_type", "CAUSAL_LM", None)
     rank, alpha = options.count("r"), options.number("lora_alpha")
     targets = options.take("target_modules")
-    if (
-        not isinstance(targets, list)
-        or not targets
-        or not all(type(name) is str and "." not in name for name in targets)
-    ):
+    known = isinstance(targets, list) and all(type(name) is str and "." not in name for name in targets)
+    if not targets or not known:
         raise options.error("target_modules", "a list of names of modules, such as q_proj")
     options.only("bias", "none")
     options.only("init_lora_weights", True, False, "gaussian", None)  # others change the matrices of the model
@@ -154,19 +140,14 @@ def adapter_parts(lora: nn.LoRA, family: Family, model: GPT) -> list[AdapterPart
 
 
 def _parts(lora: nn.LoRA, family: Family, model: GPT) -> Iterator[AdapterPart]:
-    declared = {
-        f"{name}.{key}": parameter.shape
-        for place, top in enumerate(lora.apply(model.build(Local())))
-        for name, layer in top.walk(str(place))
-        for key, parameter in layer.declared.items()
-    }
+    declared = declared_in(lora.apply(model.build(Local())))
     for theirs, matrix, tensor in parts_of(family.table, model):
         module, _, kind = theirs.rpartition(".")
         target = module.rpartition(".")[2]
         if kind == "weight" and target in lora.targets:
             ours = f"{matrix.rpartition('.')[0]}.{target}"
             for name, turned in ((LORA_A, False), (LORA_B, tensor.form == "turned")):
-                rows, columns = declared[f"{ours}.{name}"]
+                rows, columns = declared[f"{ours}.{name}"].shape
                 yield AdapterPart(f"{PREFIX}{module}.{name}.weight", f"{ours}.{name}", (rows, columns), turned)
 
 
@@ -189,10 +170,10 @@ def read_adapter(folder: AdapterFolder, family: Family, model: GPT, parameters: 
             )
         for part in parts:
             stored = file.arrays.get(part.theirs)
-            if stored is None or stored.shape != part.shape or stored.dtype.name not in FLOATS:
+            if stored is None or stored.shape != part.shape or stored.kind.name not in FLOATS:
                 raise ArgumentError(
                     f"the tensor {part.theirs} of an adapter does not fit the model",
-                    found=f"{f'{stored.dtype.name}{list(stored.shape)}' if stored else 'none'} in {file.path}",
+                    found=f"{stored or 'none'} in {file.path}",
                     expected=f"{' or '.join(FLOATS)}, {list(part.shape)}",
                     remedy=REMEDY,
                 )
@@ -200,9 +181,9 @@ def read_adapter(folder: AdapterFolder, family: Family, model: GPT, parameters: 
                 _set(parameters[part.ours], part, file, model)
 
 
-def _set(target: Array, part: AdapterPart, file: ForeignFile, model: GPT) -> None:
-    values = np.empty(part.shape, file.arrays[part.theirs].dtype)
-    file.read_into(part.theirs, 0, values)
+def _set(target: Array, part: AdapterPart, file: TensorFile, model: GPT) -> None:
+    values = np.empty(part.shape, file.arrays[part.theirs].kind)
+    file.read_into(part.theirs, values)
     wide = values.astype(target.dtype)
     if not np.isfinite(wide).all():
         raise NonFiniteError(
@@ -231,51 +212,43 @@ def save_adapter(
     Raises, on every rank, ConfigError if no family has the model or a target, NonFiniteError, and StorageError.
     """
     group = group_of(mesh.comm)
-    with group.together("saving an adapter: its parts"):
+    with group.raise_together("saving an adapter: its parts"):
         family, _ = expressed(model, origin.family)
         parts = adapter_parts(lora, family, model)
         dtype = next(array.dtype for array in parameters.values())
-        header, starts = _header(parts, dtype)
+        planned = {part.theirs: _planned(part, parameters, dtype, model) for part in parts}
+        header, entries = header_of(planned, METADATA)
     with replacing(target, group, explained) as partial:
         path = partial / TENSORS
-        with group.together("saving an adapter: its file"), explained(target):
+        with group.raise_together("saving an adapter: its file"), explained(target):
             if mesh.rank == 0:
                 path.write_bytes(header)
-        with group.together("saving an adapter: the tensors"), explained(target):
+        with group.raise_together("saving an adapter: the tensors"), explained(target):
             if mesh.replicas.rank == 0:
-                _write(
-                    path, [(part, starts[part.theirs]) for part in parts if part.ours in parameters], parameters, model
-                )
-        with group.together("saving an adapter: its description"), explained(target):
+                own = [part for part in parts if part.ours in parameters]
+                _write(path, {part.ours: (planned[part.theirs], entries[part.theirs].start) for part in own})
+        with group.raise_together("saving an adapter: its description"), explained(target):
             if mesh.rank == 0:
                 base = None if origin.path is None else str(origin.path)
                 facts = config_of(lora, family, base)
                 files.write_whole(partial / ADAPTER_CONFIG, (json.dumps(facts, indent=2) + "\n").encode())
 
 
-def _header(parts: Sequence[AdapterPart], dtype: np.dtype) -> tuple[bytes, dict[str, int]]:
-    """Return the header of the file, and where each tensor begins in it."""
-    spans = list(pairwise(accumulate((prod(part.shape) * dtype.itemsize for part in parts), initial=0)))
-    facts = {
-        part.theirs: {"dtype": DTYPES[dtype.name], "shape": list(part.shape), "data_offsets": list(span)}
-        for part, span in zip(parts, spans)
-    }
-    text = json.dumps({"__metadata__": METADATA, **facts}, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    header = len(text).to_bytes(8, "little") + text
-    return header, {part.theirs: len(header) + start for part, (start, _) in zip(parts, spans)}
+def _planned(part: AdapterPart, parameters: Mapping[str, Array], dtype: np.dtype, model: GPT) -> Planned:
+    def make() -> np.ndarray:
+        array = parameters[part.ours]
+        return np.ascontiguousarray(part.view(arrays.download(array) if arrays.is_device(array) else array, model))
+
+    return Planned(dtype, part.shape, make)
 
 
-def _write(path: Path, parts: Sequence[tuple[AdapterPart, int]], parameters: Mapping[str, Array], model: GPT) -> None:
+def _write(path: Path, tensors: Mapping[str, tuple[Planned, int]]) -> None:
     """Write tensors at their places. Raises OSError and NonFiniteError."""
     with path.open("r+b") as file:
-        for part, start in parts:
-            array = parameters[part.ours]
-            values = np.ascontiguousarray(
-                part.view(arrays.download(array) if arrays.is_device(array) else array, model)
-            )
+        for name, (planned, start) in tensors.items():
+            values = planned.make()
             if not np.isfinite(values).all():
-                raise NonFiniteError(f"parameter {part.ours} is not finite", found=str(path), expected="finite numbers")
+                raise NonFiniteError(f"parameter {name} is not finite", found=str(path), expected="finite numbers")
             file.seek(start)
             file.write(values.reshape(-1).view(np.uint8).data)
         file.flush()
@@ -292,8 +265,7 @@ def merge_adapter(folder: AdapterFolder, family: Family, model: GPT, parameters:
     """
     projections = {
         f"{name}.{target}": (f"{name}.{place.key}", place)
-        for index, top in enumerate(model.build(Local()))
-        for name, layer in top.walk(str(index))
+        for name, layer in layers_in(model.build(Local()))
         for target, place in layer.projections().items()
         if target in folder.lora.targets and f"{name}.{place.key}" in parameters
     }

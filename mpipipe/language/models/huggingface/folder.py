@@ -13,15 +13,15 @@ is read, and files of pickled objects (.bin, .pt) never are.
 from __future__ import annotations
 
 import shutil
-import socket
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mpipipe import files
-from mpipipe.checkpoint.tensor_files import ForeignFile
+from mpipipe.checkpoint import tensor_files
+from mpipipe.checkpoint.tensor_files import TensorFile
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.language.models.gpt import GPT
 from mpipipe.language.models.huggingface import families
@@ -182,28 +182,9 @@ def _known(
     return known, None if spare is None else (spare, HEAD)
 
 
-@contextmanager
-def opened(path: Path) -> Iterator[ForeignFile]:
+def opened(path: Path) -> AbstractContextManager[TensorFile]:
     """Open a file of tensors; errors within become ArgumentError with its name."""
-    try:
-        with ForeignFile(path) as file:
-            yield file
-    except OSError as error:
-        raise ArgumentError(
-            f"a file of the model folder cannot be read: {error.strerror}",
-            found=f"{path} on {socket.gethostname()}",
-            expected=files.REGULAR,
-            remedy=COPY_AGAIN,
-        ) from error
-    except ValueError as error:
-        if isinstance(error, ArgumentError):
-            raise
-        raise ArgumentError(
-            f"a file of the model folder is damaged: {error}",
-            found=str(path),
-            expected="the safetensors format",
-            remedy=COPY_AGAIN,
-        ) from error
+    return tensor_files.opened(path, "a file of the model folder", "the safetensors format", COPY_AGAIN)
 
 
 # -- Where a model comes from: what belongs to a model folder besides the parameters goes along when the model is

@@ -9,14 +9,13 @@ import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import Array
-from mpipipe.checkpoint.tensor_files import ForeignFile, Stored
+from mpipipe.checkpoint.tensor_files import TensorEntry, TensorFile
 from mpipipe.errors import ArgumentError, NonFiniteError
 from mpipipe.language.models.huggingface.folder import COPY_AGAIN, NOT_THESE, Folder, opened
 from mpipipe.language.models.huggingface.names import Part, head_of, parts_of, shape_of, tied_to, view
 
 PIECE_BYTES = 1 << 20  # of a tensor that are read at once: they are still in the cache when they are converted
 LINE_BYTES = 64  # of a cache
-AHEAD_BYTES = 64 << 20  # that the system is asked to read meanwhile
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -103,14 +102,14 @@ class _Targets:
                 arrays.upload(self.on_host.pop(name), out=self.parameters[name])
 
 
-def _read_part(folder: Folder, file: ForeignFile, part: Part, ours: list[np.ndarray]) -> None:
+def _read_part(folder: Folder, file: TensorFile, part: Part, ours: list[np.ndarray]) -> None:
     name = folder.places[part.theirs][1]
     entry = _entry(file, name)
     expected = shape_of(part.tensor, ours[0].shape, folder.model)
-    if entry.dtype.name not in FLOATS or entry.shape != expected:
+    if entry.kind.name not in FLOATS or entry.shape != expected:
         raise ArgumentError(
             f"the tensor {name} does not fit the model",
-            found=f"{entry.dtype.name}{list(entry.shape)} in {file.path}",
+            found=f"{entry} in {file.path}",
             expected=f"{' or '.join(FLOATS)}, {list(expected)}",
             remedy=NOT_THESE,
         )
@@ -134,7 +133,7 @@ def _set(target: np.ndarray, piece: np.ndarray, form: str) -> None:
         target[first : first + step] = piece[first : first + step]
 
 
-def _entry(file: ForeignFile, name: str) -> Stored:
+def _entry(file: TensorFile, name: str) -> TensorEntry:
     if name not in file.arrays:
         raise ArgumentError(
             f"a file of the model folder has no tensor {name}",
@@ -145,22 +144,19 @@ def _entry(file: ForeignFile, name: str) -> Stored:
     return file.arrays[name]
 
 
-def _pieces(file: ForeignFile, name: str, shape: tuple[int, ...]) -> Iterator[tuple[int, int, np.ndarray]]:
+def _pieces(file: TensorFile, name: str, shape: tuple[int, ...]) -> Iterator[tuple[int, int, np.ndarray]]:
     """Read an array, which has this shape here, in pieces along its first axis: yield (start, stop, values).
 
     Halves come as float32. A piece is gone when the next one comes.
     """
     entry = file.arrays[name]
     row = max(1, entry.nbytes // max(1, shape[0]))
-    step, advised = max(1, PIECE_BYTES // row), 0
-    buffer = np.empty((min(step, shape[0]), *shape[1:]), entry.dtype)
-    wide = np.empty(buffer.shape, np.float32) if arrays.is_half(entry.dtype) else buffer
+    step = max(1, PIECE_BYTES // row)
+    buffer = np.empty((min(step, shape[0]), *shape[1:]), entry.kind)
+    wide = np.empty(buffer.shape, np.float32) if arrays.is_half(entry.kind) else buffer
     for first in range(0, shape[0], step):
         stop = min(first + step, shape[0])
-        if advised < stop * row + AHEAD_BYTES // 2:
-            file.will_read(name, advised, AHEAD_BYTES)
-            advised += AHEAD_BYTES
-        file.read_into(name, first * row, buffer[: stop - first])
+        file.read_into(name, buffer[: stop - first], first * row)
         if wide is not buffer:
             wide[: stop - first] = buffer[: stop - first]
         yield first, stop, wide[: stop - first]

@@ -1,0 +1,86 @@
+"""Who reads parameters in the background is asked before they are written.
+
+A checkpoint is read from the arrays themselves while the next step computes. Whatever writes parameters, or what an
+optimizer remembers, calls `announce_write` first; whoever still reads waits there until it has read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from mpipipe.arrays import Array
+from mpipipe.nn.layers.layer import Layer
+from mpipipe.nn.stage import Stage
+
+
+class Written(Protocol):
+    """What has arrays that somebody may read in the background: a stage, an optimizer."""
+
+    @property
+    def before_write(self) -> list[Callable[[], object]]:
+        """Functions to be called before anything is written."""
+
+
+def announce_write(*several: Written) -> None:
+    """Call every function that wants to know that these are about to be written."""
+    for each in several:
+        for function in tuple(each.before_write):
+            function()
+
+
+# -- Which layer of a stage is the last one to write to each range of its gradients -----------------------------------
+#
+#     layers       0 -- 1 -- 2 -- 3                  a backward goes from the last one to the first
+#     gradients    | 0 | 1 | 2 | 3 | 0 1 2 3 | 0 |   matrices, gains and biases, tied ones (parameters.memory_order)
+#
+# Each array of parameters belongs to one layer, which adds to its gradient in its own backward and nowhere else. Places
+# of a tied parameter that share a storage add to arrays of their own within a step (sharing.py), so that holds for them
+# as well. That is known where all layers are of this package; others may do as they like.
+
+
+class GradientPieces(NamedTuple):
+    """A one-dimensional array of gradients, cut by the layers that write to it.
+
+    Attributes
+    ----------
+    array : Array
+        The flat buffer of gradients, or a part.
+    pieces : list of (int, int)
+        (where the piece ends, place in `Stage.layers` of the layer that writes to it), in the order of memory.
+    """
+
+    array: Array
+    pieces: list[tuple[int, int]]
+
+
+class GradientReady(NamedTuple):
+    """The layers of a stage as writers of its gradients.
+
+    Attributes
+    ----------
+    arrays : list of Written
+        All gradients: the flat buffer, and the parts in their order.
+    places : dict
+        Layer -> place in `Stage.layers`.
+    """
+
+    arrays: list[GradientPieces]
+    places: dict[Layer, int]
+
+
+def gradient_ready(stage: Stage) -> GradientReady | None:
+    """Return the writers of a stage's gradients within a step; None if they are not known.
+
+    That is for a `Stage` itself: a class derived from it may write to gradients in ways of its own.
+    """
+    layers = [layer for top in stage.layers for _, layer in top.walk("")]
+    if not all(type(layer).__module__.startswith("mpipipe.") for layer in layers):
+        return None
+    place_of = {name: int(name.partition(".")[0]) - stage.first for name in stage.layer_of}
+    flat = stage.gradients.flat
+    starts = sorted((start, name) for name, start in stage.gradients.offsets.items() if name not in stage.owners)
+    stops = [start for start, _ in starts[1:]] + [flat.size]
+    pieces = [(stop, place_of[name]) for (start, name), stop in zip(starts, stops) if stop > start]
+    parts = [GradientPieces(part.reshape(-1), [(part.size, place_of[name])]) for name, part in stage.parts.items()]
+    return GradientReady([GradientPieces(flat, pieces), *parts], {layer: at for at, layer in enumerate(stage.layers)})
