@@ -22,7 +22,8 @@ def device(emulated_gpu):
 
 
 def test_cublas_refuses_dtypes_pointers_and_sizes(device):
-    cuda, ptr = arrays.cupy().cuda, arrays.upload(np.zeros((4, 4), np.float64)).data.ptr
+    cuda, x = arrays.cupy().cuda, arrays.upload(np.zeros((4, 4), np.float64))
+    ptr = x.data.ptr
     numbers = np.array([1.0, 0.0], np.float32)
     handle, one = cuda.device.get_cublas_handle(), numbers.ctypes.data
 
