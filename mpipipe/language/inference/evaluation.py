@@ -27,17 +27,17 @@ from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ConfigError, DataError, NonFiniteError
 from mpipipe.even_split import even_split
 from mpipipe.job.group import Group, group_of
-from mpipipe.language import data
+from mpipipe.language import data, limits
 from mpipipe.language.data import Tokens, find, glance
 from mpipipe.language.data.source import out_of_range
 from mpipipe.language.data.text_chunks import chunks_of
 from mpipipe.language.data.tokenize import Encoder
 from mpipipe.language.data.tokenizer import Tokenizer
 from mpipipe.language.models.model_folder import ModelFolder
+from mpipipe.language.shard import Shard
 from mpipipe.pipeline import Pipeline
+from mpipipe.planning.layer_plan import LayerPlan
 from mpipipe.text import counted
-from mpipipe.train import limits
-from mpipipe.train.training_plan import Shard, TrainingPlan
 
 TOKENS = 4096  # of a micro-batch, by default
 IN_FLIGHT = 4  # micro-batches for each rank of a pipeline: one alone leaves all ranks but one waiting
@@ -210,12 +210,12 @@ def build_evaluator(
         limits.check_counts(model.layers, "forward_only", ranks, 1, microbatches)
         schedule = schedules.forward_only(ranks, 1, microbatches)
         at_once = rows or max(1, TOKENS // length)
-        plan = TrainingPlan(model, schedule, schedules.partition(model.costs(), schedule.stages), rows=at_once)
+        plan = LayerPlan(schedule, schedules.partition(model.costs(), schedule.stages), rows=at_once)
     with group.raise_together("evaluate: the shards of windows"):
         shard = Shard(mesh.seq, layout, length)
     with group.raise_together("evaluate: the stages"):
         kernels.check_choice(device)
-        stages = plan.stages(mesh.pipe.rank, shard, dtype, 0, device)
+        stages = plan.stages(mesh.pipe.rank, model.build(shard.attend, shard.positions), dtype, 0, device)
         losses = WindowLosses(stages[-1]) if mesh.pipe.rank == schedule.placement[-1] else None
     folder.load(stages, mesh)
     pipeline = Pipeline(stages, schedule, mesh.pipe, loss=losses, replicas=mesh.replicas)

@@ -29,11 +29,11 @@ from mpipipe.errors import ArgumentError, NonFiniteError
 from mpipipe.even_split import even_split
 from mpipipe.job.consensus import raise_on_all
 from mpipipe.job.group import group_of
+from mpipipe.language import limits
+from mpipipe.language.models.fine_tuning import Model
 from mpipipe.nn import random
 from mpipipe.pipeline import Pipeline
-from mpipipe.planning import memory
-from mpipipe.train import limits
-from mpipipe.train.training_plan import TrainingPlan
+from mpipipe.planning.layer_plan import LayerPlan
 
 MOST = 512  # tokens of a micro-batch: its activations stay small
 LEAST = 4  # fewer tokens are not cut further: a product with few rows costs as much as one with a single row
@@ -225,11 +225,11 @@ class DecodingStage:
 
 
 def build_decoder(
-    plan: TrainingPlan, mesh: Mesh, dtype: str, capacity: int, load_weights: LoadWeights, *, slots: int = 1
+    model: Model, plan: LayerPlan, mesh: Mesh, dtype: str, capacity: int, load_weights: LoadWeights, *, slots: int = 1
 ) -> Decoder:
-    """Build a decoder of the model of a plan, with as many micro-batches in flight as its schedule has.
+    """Build a decoder of a model, with as many micro-batches in flight as its schedule has.
 
-    Attention looks back over the last `plan.model.seq` positions in each layer, or over those of the layer's own window
+    Attention looks back over the last `model.seq` positions in each layer, or over those of the layer's own window
     where that is shorter. Up to that length this is the model as it was trained. Beyond it, no distance occurs that the
     rotary positions did not have in training.
 
@@ -239,7 +239,7 @@ def build_decoder(
 
     Parameters
     ----------
-    plan : model, cut and placement of stages; of its schedule the forwards count
+    model, plan : the model, and the cut and placement of its stages; of the schedule the forwards count
     mesh : its `pipe` has the stages; the ranks of its `seq` share the caches
     dtype : of parameters and caches, float32 or float64; they are on the host
     capacity : length of the longest sequence at its end
@@ -247,9 +247,9 @@ def build_decoder(
     slots : sequences at once
     """
     group = group_of(mesh.comm)
-    model, schedule = plan.model, plan.schedule.forward_only_part(plan.schedule.microbatches)
+    schedule = plan.schedule.forward_only_part(plan.schedule.microbatches)
     with group.raise_together("generate: the memory of a decoder"):
-        memory.check_decoding(plan, mesh.pipe.rank, dtype, (slots, capacity), mesh.seq.size)
+        limits.check_decoding(model, plan, mesh.pipe.rank, dtype, (slots, capacity), mesh.seq.size)
     pieces, held = Pieces(), list[list[Piece]]()
 
     def attend(window: int | None = None) -> SlotCache:

@@ -17,7 +17,7 @@ import numpy as np
 from mpipipe import arrays
 from mpipipe.arrays import Shape
 from mpipipe.attention import Local
-from mpipipe.checkpoint.whole_folder import named_at_the_end
+from mpipipe.checkpoint.whole_folder import replacing
 from mpipipe.errors import ConfigError
 from mpipipe.language.models import GPT, huggingface, weights
 from mpipipe.language.models.gpt import declared_in
@@ -50,7 +50,7 @@ def convert(source: str | Path, target: str | Path, dtype: str | None = None, mo
     groups = groups_of(model, most, arrays.dtype(kind).itemsize)
     if ours:
         what = f"weights in {kind}"
-        with named_at_the_end(target, writing.explained) as unnamed, writing.explained(target):
+        with replacing(target, None, writing.explained, replaces=False) as unnamed, writing.explained(target):
             sums: dict[str, str] = {}
             for number, shapes in enumerate(groups):
                 sums.update(weights.write_stage(unnamed, number, read_group(folder, kind, shapes)))

@@ -21,8 +21,8 @@ from mpipipe.errors import ArgumentError, NonFiniteError
 from mpipipe.language.data import find, validation_batch
 from mpipipe.language.inference.generation import build_decoder, generate, readable
 from mpipipe.language.models import GPT, weights
+from mpipipe.planning.layer_plan import LayerPlan
 from mpipipe.train import TrainConfig, train
-from mpipipe.train.training_plan import TrainingPlan
 
 MODEL = GPT(dim=8, layers=3, heads=2, kv_heads=1, hidden=12, seq=16, tied=True)
 
@@ -83,8 +83,10 @@ def test_a_training_leaves_the_weights_whose_loss_and_sample_it_reports(comm, mp
     close_norm(loss, record.validation, count(GPT(**found.model)), dtype, "the loss")
     prompt, printed = validation.read(0, 32).tobytes(), capsys.readouterr().out
     with Mesh(comm) as alone:
-        plan = TrainingPlan(GPT(**found.model), schedules.gpipe(1, 1), [(0, 6)], rows=1)
-        with build_decoder(plan, alone, kept, 52, lambda own: weights.load(weights.folder_of(out), own)) as decoding:
+        model, plan = GPT(**found.model), LayerPlan(schedules.gpipe(1, 1), [(0, 6)], rows=1)
+        with build_decoder(
+            model, plan, alone, kept, 52, lambda own: weights.load(weights.folder_of(out), own)
+        ) as decoding:
             answer = generate(decoding, prompt, 20, temperature=config.temperature, seed=config.seed)
     assert (readable(prompt + answer) in printed) == (comm.rank == 0)
 

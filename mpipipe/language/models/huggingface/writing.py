@@ -27,7 +27,7 @@ from mpipipe import arrays, files
 from mpipipe.arrays import Array, Shape
 from mpipipe.checkpoint import tensor_files
 from mpipipe.checkpoint.tensor_files import Planned
-from mpipipe.checkpoint.whole_folder import named_at_the_end, replacing
+from mpipipe.checkpoint.whole_folder import replacing
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import NonFiniteError, StorageError
 from mpipipe.job.group import group_of
@@ -178,7 +178,7 @@ def write_alone(
     family, config = config_of(model, dtype, origin)
     stored = {part.ours for part in parts_of(family.table, model)}
     filled = [group for group in groups if not stored.isdisjoint(group)]
-    with named_at_the_end(target, explained) as partial, explained(target):
+    with replacing(target, None, explained, replaces=False) as partial, explained(target):
         places: TensorPlaces = {}
         for number, group in enumerate(filled):
             tensors = outgoing(family, model, read(group), arrays.dtype(dtype))
