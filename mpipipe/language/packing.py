@@ -23,8 +23,8 @@ from mpipipe.arrays import Array
 from mpipipe.attention import Local, Ring
 from mpipipe.errors import ArgumentError
 from mpipipe.even_split import even_split
+from mpipipe.nn import Position
 from mpipipe.nn.layers.attend import Attend
-from mpipipe.nn.position import Position
 
 
 class Packing:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from mpipipe.nn.layers.attention import SelfAttention
-from mpipipe.nn.layers.containers import Recompute, Residual, Sequential
+from mpipipe.nn.layers.containers import PreNormResidual, Recompute, Residual, Sequential
 from mpipipe.nn.layers.embedding import Embedding, Head, LearnedPositions
-from mpipipe.nn.layers.layer import Layer
+from mpipipe.nn.layers.layer import Layer, Position
 from mpipipe.nn.layers.linear import FeedForward, Gelu, Linear, SwiGLU
 from mpipipe.nn.layers.norm import Dropout, LayerNorm, RMSNorm
 from mpipipe.nn.lora import LoRA
 from mpipipe.nn.loss import HeadCrossEntropy, mean_squared_error, softmax_cross_entropy
 from mpipipe.nn.parameters import FlatBuffer, Parameter
-from mpipipe.nn.position import Position
 from mpipipe.nn.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from mpipipe.nn.stage import Stage
 
@@ -32,6 +31,7 @@ __all__ = [
     "LoRA",
     "Parameter",
     "Position",
+    "PreNormResidual",
     "RMSNorm",
     "Recompute",
     "Residual",

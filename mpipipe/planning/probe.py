@@ -143,7 +143,7 @@ class Probe:
         watch.watch("stage", stage, {name: METHODS[name] for name in METHODS if hasattr(stage, name)})
         watch.watch("loss", pipeline.engine.executor.loss, {"call": "F"})
         for place, layer in zip(self.picked, stage.layers):
-            watch.watch(place, layer, METHODS)
+            watch.watch(place, layer, {name: METHODS[name] for name in METHODS if hasattr(layer, name)})
 
     def _repeats(self, steps: Iterable[Step]) -> int:
         seconds = max(self.group.gather("plan: the seconds of steps", sum(step() for step in steps)))
@@ -247,16 +247,7 @@ def _parts(thing: Any) -> Iterator[Any]:
 
 
 # how containers call layers; several are the same action
-METHODS = {
-    "forward": "F",
-    "forward_sum": "F",
-    "forward_unadded": "F",
-    "backward": "B",
-    "backward_add": "B",
-    "backward_input": "I",
-    "backward_input_add": "I",
-    "backward_weight": "W",
-}
+METHODS = {"forward": "F", "forward_unadded": "F", "backward": "B", "backward_input": "I", "backward_weight": "W"}
 
 
 class Stopwatch:

@@ -20,7 +20,7 @@ import numpy as np
 from mpipipe import nn
 from mpipipe.arrays import Array
 from mpipipe.nn import Position
-from mpipipe.nn.freezing import is_frozen
+from mpipipe.nn.parameters import is_frozen
 from mpipipe.pipeline.loss import Loss
 from mpipipe.planning import memory
 

@@ -227,10 +227,8 @@ class GPT:
         return nn.LayerNorm(self.dim, self.eps) if self.norm == "layer" else nn.RMSNorm(self.dim, self.eps)
 
     def _residual(self, layer: nn.Layer) -> nn.Layer:
-        parts: list[nn.Layer] = [self._norm(), layer]
-        if self.dropout:
-            parts.append(nn.Dropout(self.dropout))
-        return nn.Residual(nn.Sequential(parts))
+        dropout = [nn.Dropout(self.dropout)] if self.dropout else []
+        return nn.PreNormResidual(self._norm(), layer, *dropout)
 
     def costs(self) -> list[float]:
         """Count the floating-point operations of each layer's forward per token, for `schedules.partition`.

@@ -7,10 +7,8 @@ from typing import Any
 import numpy as np
 
 from mpipipe.arrays import Array
-from mpipipe.nn.cache_blocks import rows
-from mpipipe.nn.checks import check_features, check_positive
-from mpipipe.nn.layers.layer import Layer
-from mpipipe.nn.layers.weight_gradients import Projection, projections_of_rows
+from mpipipe.nn.checks import check_features, check_positive, rows
+from mpipipe.nn.layers.layer import Layer, Projection, stacked_projections
 from mpipipe.nn.parameters import Parameter, normal, zeros
 
 
@@ -80,8 +78,8 @@ class Linear(Layer):
 
     def backward_weight(self, pending: Any) -> None:
         dy, x = pending
-        self.add_product("weight", dy, x)
-        self.add_rows("bias", dy)
+        self._add_product("weight", dy, x)
+        self._add("bias", self.stage.kernels.sum_rows, dy)
 
 
 # -- The feed-forward layer of GPT-2: two products with GELU between them ---------------------------------------------
@@ -159,11 +157,11 @@ class FeedForward(Layer):
 
     def backward_weight(self, pending: Any) -> None:
         x, dinner, dy, inner = pending
-        self.add_product("up", dinner, x)
-        if self.trains("down"):
-            self.add_product("down", dy, self.stage.kernels.gelu(inner))
-        self.add_rows("up_bias", dinner)
-        self.add_rows("down_bias", dy)
+        self._add_product("up", dinner, x)
+        if self.down_grad is not None or "down" in self.adapters:
+            self._add_product("down", dy, self.stage.kernels.gelu(inner))
+        self._add("up_bias", self.stage.kernels.sum_rows, dinner)
+        self._add("down_bias", self.stage.kernels.sum_rows, dy)
 
 
 # -- Activations: Gelu alone, and SwiGLU with the matrices around it --------------------------------------------------
@@ -251,7 +249,7 @@ class SwiGLU(Layer):
             self.declared["down_bias"] = Parameter((dim,), zeros, decay=False)
 
     def projections(self) -> dict[str, Projection]:
-        halves = projections_of_rows("gate_up", {"gate_proj": self.hidden, "up_proj": self.hidden})
+        halves = stacked_projections("gate_up", {"gate_proj": self.hidden, "up_proj": self.hidden})
         return {**halves, "down_proj": Projection("down", 0, self.dim)}
 
     def forward(self, x: Array) -> tuple[Array, Any]:
@@ -269,7 +267,7 @@ class SwiGLU(Layer):
 
     def backward_weight(self, pending: Any) -> None:
         x, dboth, dy, inner = pending
-        self.add_product("gate_up", dboth, x)
-        self.add_product("down", dy, inner)
-        self.add_rows("gate_up_bias", dboth)
-        self.add_rows("down_bias", dy)
+        self._add_product("gate_up", dboth, x)
+        self._add_product("down", dy, inner)
+        self._add("gate_up_bias", self.stage.kernels.sum_rows, dboth)
+        self._add("down_bias", self.stage.kernels.sum_rows, dy)
