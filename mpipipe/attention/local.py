@@ -17,7 +17,7 @@ from mpipipe.attention.checks import check_arrays
 from mpipipe.attention.kernels import Block, Gradients, Result, no_poll
 from mpipipe.attention.mask import PositionRange, Slice, document_offsets
 from mpipipe.errors import ArgumentError
-from mpipipe.nn.layers.attend import Attend
+from mpipipe.nn import Attend
 
 
 class LocalSaved(NamedTuple):

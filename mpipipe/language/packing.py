@@ -23,17 +23,11 @@ from mpipipe.arrays import Array
 from mpipipe.attention import Local, Ring
 from mpipipe.errors import ArgumentError
 from mpipipe.even_split import even_split
-from mpipipe.nn import Position
-from mpipipe.nn.layers.attend import Attend
+from mpipipe.nn import Attend, Position
 
 
 class Packing:
-    """The segments of the batch under way.
-
-    Parameters
-    ----------
-    microbatches : of a call of the pipeline
-    """
+    """The segments of the batch under way, in a call of the pipeline with so many micro-batches."""
 
     def __init__(self, microbatches: int) -> None:
         self.microbatches = microbatches
@@ -56,13 +50,7 @@ class Packing:
 
 
 class PackedAttend(Attend):
-    """Attention within documents, for nn.SelfAttention.
-
-    Parameters
-    ----------
-    inner : attends
-    packing : has the segments
-    """
+    """Attention of `inner` within documents, for nn.SelfAttention; `packing` has the segments."""
 
     def __init__(self, inner: Local | Ring, packing: Packing) -> None:
         self.inner, self.packing = inner, packing

@@ -203,7 +203,7 @@ class YarnScaling(RopeScaling):
         return frequencies / self.factor * divided + frequencies * (1 - divided)
 
 
-KINDS: dict[str, type[RopeScaling]] = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
+ROPE_SCALINGS: dict[str, type[RopeScaling]] = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
 
 
 def scaling_of(numbers: Mapping[str, Any]) -> RopeScaling:
@@ -213,10 +213,10 @@ def scaling_of(numbers: Mapping[str, Any]) -> RopeScaling:
     """
     given = dict(numbers)
     kind = given.pop("kind", None)
-    if kind not in KINDS:
-        raise ArgumentError("unknown rope scaling", found=repr(kind), expected=" or ".join(KINDS))
+    if kind not in ROPE_SCALINGS:
+        raise ArgumentError("unknown rope scaling", found=repr(kind), expected=" or ".join(ROPE_SCALINGS))
     try:
-        return KINDS[kind](**given)
+        return ROPE_SCALINGS[kind](**given)
     except TypeError as error:
         raise ArgumentError(f"the numbers of a rope scaling do not fit: {error}", found=repr(dict(numbers))) from error
 

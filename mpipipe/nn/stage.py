@@ -277,7 +277,7 @@ class Stage:
             Whether nobody asks. From then on backwards return None for that gradient where they end early.
         """
         trained = [place for place, layer in enumerate(self.layers) if not layer.frozen]
-        self._chain.end_backward_at(trained[0] if ends and trained and self.frozen else 0)
+        self._chain.lowest = trained[0] if ends and trained and self.frozen else 0
 
     # -- forward and backward
 

@@ -53,7 +53,7 @@ class NonFiniteParameter(NamedTuple):
         raise_on_all(self.rank, error, group_of(comm))
 
 
-class Measured(NamedTuple):
+class MeasuredNorm(NamedTuple):
     """A norm, and the first parameter that makes it infinite or NaN; both the same on all ranks."""
 
     norm: float
@@ -139,7 +139,7 @@ class Norm:
             return NormOnDevice(numbers, counted, self._owners, self._mine.start, self._row)
         return NormOnDevice(numbers, counted, _owners(counted, None if self.comm is None else self.comm.rank))
 
-    def measure(self, scale: float) -> Measured:
+    def measure(self, scale: float) -> MeasuredNorm:
         """Gather the squares of all parameters; an error on one rank is raised on all."""
         if self.comm is None:
             reports = [self._report()]
@@ -153,12 +153,12 @@ class Norm:
         everything = [square for squares, _ in reports for square in squares]
         for rank, (_, bad) in enumerate(reports):
             if bad is not None:
-                return Measured(
+                return MeasuredNorm(
                     math.sqrt(sum(everything)), NonFiniteParameter(None if self.comm is None else rank, *bad)
                 )
-        return Measured(math.sqrt(math.fsum(everything)) / scale, None)
+        return MeasuredNorm(math.sqrt(math.fsum(everything)) / scale, None)
 
-    def begin(self, scale: float) -> Callable[[], Measured]:
+    def begin(self, scale: float) -> Callable[[], MeasuredNorm]:
         """Begin what `measure` does, and return a function that waits for the result.
 
         The ranks exchange one row of numbers of fixed length. If a gradient is not finite, or a sum too long, all
@@ -168,14 +168,14 @@ class Norm:
             return lambda: self.measure(scale)
         vote = Vote(group_of(self.comm), Ballot(f"{WHAT}: the squares"), self._summary())
 
-        def end() -> Measured:
+        def end() -> MeasuredNorm:
             table = vote.settle()
             counts = table[:, 0].tolist()
             if UNKNOWN in counts:
                 return self.measure(scale)
             rows = table[:, 1:].view(np.float64).tolist()
             numbers = (part for row, count in zip(rows, counts) for part in row[:count])
-            return Measured(math.sqrt(math.fsum(numbers)) / scale, None)
+            return MeasuredNorm(math.sqrt(math.fsum(numbers)) / scale, None)
 
         return end
 
@@ -271,15 +271,15 @@ class NormOnDevice:
         self.factor = clip_factor(squares, numbers.max_norm, numbers.scale, numbers.divisor)
         self._download = arrays.Download([squares])
 
-    def result(self) -> Measured:
+    def result(self) -> MeasuredNorm:
         """Wait for the norm alone."""
         if self._row is not None:  # whose other ranks may fail; the host must not wait for its device then
             self._row.wait(self._download.is_done, keeping=self)
         squares = self._download.result()[0].tolist()
         for owner, square in zip(self._owners, squares):
             if not math.isfinite(square):
-                return Measured(math.sqrt(sum(squares)), owner)
-        return Measured(math.sqrt(math.fsum(squares)) / self._scale, None)
+                return MeasuredNorm(math.sqrt(sum(squares)), owner)
+        return MeasuredNorm(math.sqrt(math.fsum(squares)) / self._scale, None)
 
 
 # -- The public face --------------------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ import numpy as np
 from mpipipe import arrays
 from mpipipe.arrays import Array, DeviceArray, Shape
 from mpipipe.errors import ArgumentError
+from mpipipe.nn import announce_write
 from mpipipe.nn.kernels import Kernels
-from mpipipe.nn.write_hooks import announce_write
 from mpipipe.stages import StageAdapter, check_finished
 
 State: TypeAlias = dict[str, Array]  # of a stage, by kind
@@ -291,7 +291,7 @@ class Group:
         return fnmatchcase(name, self.match) if isinstance(self.match, str) else bool(self.match(name, shape))
 
 
-class Piece(NamedTuple):
+class GroupPiece(NamedTuple):
     """A part of the flat buffers with one learning rate; `ranges` are within it, None where all of it decays."""
 
     at: slice
@@ -308,11 +308,11 @@ def _checked_groups(groups: Sequence[Group]) -> tuple[Group, ...]:
     return tuple(groups)
 
 
-def pieces(stage: StageAdapter, groups: Sequence[Group]) -> list[Piece]:
+def pieces(stage: StageAdapter, groups: Sequence[Group]) -> list[GroupPiece]:
     """Cut the flat buffers of a stage into the longest pieces of equal settings; gaps go with what is before them."""
     size = stage.parameters.flat.size
     if not groups:
-        return [Piece(slice(0, size), 1.0, None, stage.decay_ranges)]
+        return [GroupPiece(slice(0, size), 1.0, None, stage.decay_ranges)]
     ties = {name: key for key, names in stage.ties.items() for name in names}
     pair = getattr(stage.parameters, "parts", 1) - 1  # an axis that complex parameters have here alone
     cuts: list[tuple[int, float, float | None]] = [(0, 1.0, None)]
@@ -323,7 +323,7 @@ def pieces(stage: StageAdapter, groups: Sequence[Group]) -> list[Piece]:
             cuts = [cut for cut in cuts if cut[0] != start] + [(start, group.lr, group.weight_decay)]
     stops = [*(start for start, _, _ in cuts[1:]), size]
     return [
-        Piece(slice(start, stop), lr, decay, _within(stage.decay_ranges, start, stop) if decay is None else None)
+        GroupPiece(slice(start, stop), lr, decay, _within(stage.decay_ranges, start, stop) if decay is None else None)
         for (start, lr, decay), stop in zip(cuts, stops)
     ]
 

@@ -16,7 +16,7 @@ from mpipipe.arrays import DeviceArray
 from mpipipe.errors import ArgumentError
 from mpipipe.job.types import Communicator
 from mpipipe.nn.kernels.cuda.optimizer import rescale
-from mpipipe.optim.norm import GlobalNorm, Measured, Norm, norm_of
+from mpipipe.optim.norm import GlobalNorm, MeasuredNorm, Norm, norm_of
 from mpipipe.optim.scaling import LossScaler
 from mpipipe.stages import StageAdapter, check_finished, mark_begun
 
@@ -109,7 +109,7 @@ class Stepping(Protocol):
     def step(self, lr: float | None = None, scale: float | DeviceArray = 1.0) -> None: ...
 
 
-class _Step(NamedTuple):
+class _OptimizerStep(NamedTuple):
     """A step of an optimizer with all that it depends on."""
 
     optimizer: Stepping
@@ -131,7 +131,7 @@ class _Step(NamedTuple):
             self.optimizer.steps -= 1  # the device has not made it
         return measured.norm if self._is_good(measured) else None
 
-    def with_norm(self, measured: Measured) -> float | None:
+    def with_norm(self, measured: MeasuredNorm) -> float | None:
         """Make the step once the norm is known, or the parameter whose gradient is not finite."""
         factor = (self.max_norm / measured.norm if measured.norm > self.max_norm else 1.0) / self.scaler.scale
         if not self._is_good(measured):
@@ -139,7 +139,7 @@ class _Step(NamedTuple):
         self.optimizer.step(lr=self.lr, scale=factor)
         return measured.norm
 
-    def _is_good(self, measured: Measured) -> bool:
+    def _is_good(self, measured: MeasuredNorm) -> bool:
         """Let the scaler know; raise NonFiniteError where no smaller scale can help."""
         if measured.bad is not None and not self.scaler.can_shrink:
             measured.bad.refuse(self.norm.comm)
@@ -204,7 +204,7 @@ def scaled_step(
     """
     check_finished(optimizer.stages)
     check_max_norm(max_norm)
-    return _Step(optimizer, scaler, max_norm, lr, norm_of(optimizer.stages, comm, skip, over)).at_once()
+    return _OptimizerStep(optimizer, scaler, max_norm, lr, norm_of(optimizer.stages, comm, skip, over)).at_once()
 
 
 def begin_step(
@@ -271,7 +271,7 @@ def begin_step(
     max_norm = math.inf if max_norm is None else max_norm
     check_max_norm(max_norm)
     scaler = LossScaler(1.0, dynamic=False) if scaler is None else scaler
-    step = _Step(optimizer, scaler, max_norm, lr, norm_of(optimizer.stages, comm, skip, over))
+    step = _OptimizerStep(optimizer, scaler, max_norm, lr, norm_of(optimizer.stages, comm, skip, over))
     if step.norm.on_device:
         return PendingUpdate(step.at_once, optimizer.stages)
     measured = step.norm.begin(scaler.scale)

@@ -26,9 +26,7 @@ from mpipipe.errors import ArgumentError, MismatchError
 from mpipipe.job.group import Group
 from mpipipe.job.requests import own
 from mpipipe.job.types import Testable
-from mpipipe.nn import kernels
-from mpipipe.nn.parameters import partly_frozen_error
-from mpipipe.nn.stage import Stage
+from mpipipe.nn import Stage, kernels, partly_frozen_error
 from mpipipe.stages import StageAdapter
 
 

@@ -11,7 +11,8 @@ longer make longer blocks, with more memory and a smaller bubble. No two actions
 the six; the cells at the turns are chosen so.
 Source: Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", arXiv:2405.15362.
 
-A block only gives the order of F's and I's on each rank. They then run as early as they can, and W's fill the waits.
+A block only gives the order of F's and I's on each rank. They then run as early as they can, and W's fill the waits. P
+is `ranks`, M `microbatches`; a count below 1, and costs that do not fit, raise ArgumentError.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import NamedTuple
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules import checks
 from mpipipe.schedules.bounds import ROUNDING, least_time
-from mpipipe.schedules.checks import at_least_one
+from mpipipe.schedules.checks import counts
 from mpipipe.schedules.schedule import Schedule, looped_placement
 from mpipipe.schedules.search.orders import PATIENCES, Filled, Queues, Score, fastest, fill_waits
 from mpipipe.schedules.search.problem import Problem
@@ -75,19 +76,14 @@ def v_min(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS) -> Schedule
     Schedule
         Two stages per rank, placed on a V.
 
-    Raises
-    ------
-    ArgumentError
-        A count is below 1, or the costs do not fit.
-
     Examples
     --------
     >>> from mpipipe import schedules
     >>> max(schedules.simulate(schedules.v_min(8, 16)).peak_activations), 2 * (8 + 4) // 3
     (8, 8)
     """
-    ranks = at_least_one("ranks", ranks)
-    return _repeated("v_min", ranks, at_least_one("microbatches", microbatches), costs, SHORT, _third)
+    ranks, microbatches = counts(ranks=ranks, microbatches=microbatches)
+    return _repeated("v_min", ranks, microbatches, costs, SHORT, _third)
 
 
 #     rank 0  F0 F1 F2 .  .  .  .  f0 i0 F3 w0 f1 i1 w1 .  f2 i2 w2 I0 W0 .  f3 i3 I1 w3 W1 .  I2 W2 I3 W3
@@ -113,19 +109,14 @@ def v_half(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS) -> Schedul
     Schedule
         Two stages per rank, placed on a V.
 
-    Raises
-    ------
-    ArgumentError
-        A count is below 1, or the costs do not fit.
-
     Examples
     --------
     >>> from mpipipe import schedules
     >>> max(schedules.simulate(schedules.v_half(8, 16)).peak_activations), 8 + 2
     (10, 10)
     """
-    ranks = at_least_one("ranks", ranks)
-    return _repeated("v_half", ranks, at_least_one("microbatches", microbatches), costs, MIDDLE, _half)
+    ranks, microbatches = counts(ranks=ranks, microbatches=microbatches)
+    return _repeated("v_half", ranks, microbatches, costs, MIDDLE, _half)
 
 
 def _third(ranks: int) -> int:
@@ -269,11 +260,6 @@ def zero_bubble_2p(
     Schedule
         One stage per rank.
 
-    Raises
-    ------
-    ArgumentError
-        A count or the limit is below 1, `kept` is out of range, or the costs do not fit.
-
     Examples
     --------
     >>> from mpipipe import schedules
@@ -281,7 +267,7 @@ def zero_bubble_2p(
     >>> timeline.makespan - 3 * 8, timeline.peak_activations
     (3.0, [7, 7, 7, 7])
     """
-    ranks, microbatches = at_least_one("ranks", ranks), at_least_one("microbatches", microbatches)
+    ranks, microbatches = counts(ranks=ranks, microbatches=microbatches)
     limit = 2 * ranks if memory_limit is None else checks.number("memory_limit", memory_limit)
     if not limit >= 1:
         raise ArgumentError("no schedule keeps this memory limit", found=f"memory_limit={limit}", expected="at least 1")

@@ -215,18 +215,8 @@ def hidden_in_waits(
     """Return the fastest schedule that is found by moving R's ahead into waits, and its makespan.
 
     An R that fits into a wait delays no action, so moving it cannot make the schedule slower. If it does not fit, the
-    simulation decides.
-
-    Parameters
-    ----------
-    schedule : Schedule
-        A schedule with R's that can run.
-    costs : Costs
-        Times of the actions and messages, from which the waits follow.
-    limits : sequence of float
-        Memory that each rank may hold.
-    whole, kept : sequence of float
-        Sizes of an activation, and of the input in it, for each stage.
+    simulation decides. `limits` is the memory that each rank may hold; `whole` and `kept` are the sizes of an
+    activation, and of the input in it, of each stage.
     """
     durations = action_times(costs, schedule.stages)
     transfer = costs.per_stage("transfer", schedule.stages)
@@ -252,13 +242,7 @@ def hidden_in_waits(
 
 
 class _Line:
-    """The actions of one rank on the line of time.
-
-    Parameters
-    ----------
-    order : of the rank
-    starts, seconds : when each action starts, and how long it takes
-    """
+    """The actions of one rank on the line of time: when each one starts, and how long it takes."""
 
     def __init__(self, order: Sequence[Action], starts: Sequence[float], seconds: Sequence[float]) -> None:
         self.order, self.seconds = order, seconds
@@ -289,13 +273,7 @@ class _Line:
     ) -> tuple[Action, ...]:
         """Return the order with R's moved into the waits, the next ones first, as far as memory allows.
 
-        Parameters
-        ----------
-        share : a wait must be at least this share of the time of an R
-        places : slot of each R -> slot of its forward
-        memory : memory that the rank holds during each action
-        more : slot of each R -> memory that it adds
-        limit : memory that the rank may hold
+        `memory` is what the rank holds during each action, `more` what each R adds, by its slot.
         """
         ahead: dict[int, list[Action]] = {}  # slot -> R's that are moved to before it
         left = dict(places)

@@ -23,9 +23,9 @@ from mpipipe.comm.transport.staged import StagedTransport
 from mpipipe.errors import MpipipeError, StageError
 from mpipipe.job.wait import wait
 from mpipipe.language.models import GPT
+from mpipipe.language.shard import Shard
 from mpipipe.pipeline.gradient_sums import GradientSums
 from mpipipe.schedules import from_csv, gpipe, one_f_one_b, partition
-from mpipipe.train.training_plan import Shard
 
 SMALL = dict(vocab=32, dim=16, layers=3, heads=4, kv_heads=2, hidden=24, seq=12)
 pytestmark = pytest.mark.mpi(min_size=2)

@@ -19,9 +19,9 @@ from mpipipe.errors import ArgumentError, BackendError, ConfigError, DataError, 
 from mpipipe.language import data
 from mpipipe.language.data import listing
 from mpipipe.language.models import GPT, weights
+from mpipipe.planning.layer_plan import LayerPlan
 from mpipipe.train import TrainConfig, train
 from mpipipe.train.trainer import Trainer
-from mpipipe.train.training_plan import TrainingPlan
 
 LAST_LINE = re.compile(
     r"mpipipe: ok steps=(\d+) loss=(\d+\.\d{4}) validation=(\d+\.\d{4}) tokens/s=(\d+) "
@@ -172,7 +172,7 @@ def test_stages_that_one_rank_cannot_make_are_an_error_on_every_rank(comm, confi
         raise MemoryError("Unable to allocate 8.00 GiB")
 
     if comm.rank == comm.size - 1:
-        monkeypatch.setattr(TrainingPlan, "stages", refuse)
+        monkeypatch.setattr(LayerPlan, "stages", refuse)
     chosen = config()
     with pytest.raises(ArgumentError, match="Unable to allocate"):
         train(chosen, GPT, comm)

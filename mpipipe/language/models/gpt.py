@@ -7,7 +7,7 @@ head -> logits
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,7 @@ from numpy.typing import ArrayLike
 from mpipipe import nn
 from mpipipe.attention import Local
 from mpipipe.errors import ArgumentError
-from mpipipe.nn.layers.attend import ForwardAndBackward, as_attend
-from mpipipe.nn.rope import KINDS, RopeScaling, scaling_of
+from mpipipe.nn import ROPE_SCALINGS, ForwardAndBackward, Parameter, RopeScaling, as_attend, scaling_of
 from mpipipe.text import counted
 
 TIE = "tokens"  # key of the matrix that embedding and head share
@@ -255,10 +254,20 @@ class GPT:
     @property
     def parameters(self) -> int:
         """Number of parameters; tied parameters count once."""
-        layers = [layer for top in self.build(Local()) for _, layer in top.walk("")]
-        declared = [parameter for layer in layers for parameter in layer.declared.values()]
-        tied = {parameter.tie: parameter.size for parameter in declared if parameter.tie is not None}
-        return sum(parameter.size for parameter in declared if parameter.tie is None) + sum(tied.values())
+        declared = declared_in(self.build(Local()))
+        return sum({parameter.tie or name: parameter.size for name, parameter in declared.items()}.values())
+
+
+def layers_in(layers: Sequence[nn.Layer], first: int = 0) -> Iterator[tuple[str, nn.Layer]]:
+    """Yield all layers of a model from its layer `first` on, those within others too, by their names."""
+    for place, top in enumerate(layers, first):
+        yield from top.walk(str(place))
+
+
+def declared_in(layers: Sequence[nn.Layer], first: int = 0) -> dict[str, Parameter]:
+    """Return all parameters of the layers of a model from its layer `first` on, by their names."""
+    found = layers_in(layers, first)
+    return {f"{name}.{key}": parameter for name, layer in found for key, parameter in layer.declared.items()}
 
 
 # -- What the description of a GPT may say: its fields one by one, and those that do not go together ------------------
@@ -345,8 +354,8 @@ def checked_scaling(scaling: Any, base: Any) -> RopeScaling | None:
         raise _wrong("rope_base", base, "a finite number above 1")
     if isinstance(scaling, Mapping):
         return scaling_of(scaling)
-    if scaling is not None and type(scaling) not in KINDS.values():
-        expected = " or ".join(kind.__name__ for kind in KINDS.values())
+    if scaling is not None and type(scaling) not in ROPE_SCALINGS.values():
+        expected = " or ".join(kind.__name__ for kind in ROPE_SCALINGS.values())
         raise _wrong("rope_scaling", scaling, f"None or {expected} of mpipipe.nn")
     return scaling
 

@@ -36,35 +36,91 @@ class Attend(Protocol):
         """Return the gradients of q, k and v."""
 
     def backward_into(self, dout: Array, saved: Any, room: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        """Return the gradients of q, k and v: either the arrays of `room`, all three, or others as from `backward`.
+        """Return the gradients of q, k and v, in memory that is given for them, or in other memory.
 
-        Those of `room` are like q, k and v, with any strides along all axes but the last; they hold nothing yet.
+        Parameters
+        ----------
+        dout : array
+            Gradient of `out`.
+        saved : object
+            What `forward` saved.
+        room : tuple of array
+            Arrays like q, k and v, with any strides along all axes but the last; what they hold is nothing yet.
+
+        Returns
+        -------
+        dq, dk, dv : array
+            Either the arrays of `room` themselves, all three, or others, as from `backward`.
         """
         return self.backward(dout, saved)
 
     def positions(self, rows: int) -> np.ndarray | None:
-        """Return the positions (rows,) of the next rows in the whole sequence; None for 0 ... rows - 1."""
+        """Return the positions of the next rows in the whole sequence.
+
+        Parameters
+        ----------
+        rows : int
+            Number of rows.
+
+        Returns
+        -------
+        numpy.ndarray or None
+            (rows,), integers; None for 0 ... rows - 1.
+        """
         return None
 
     def advance(self, rows: int) -> None:
-        """Count rows as done, without their keys and values; called by a layer that asks for positions alone."""
+        """Count rows as done, without their keys and values; called by a layer that asks for positions alone.
+
+        Parameters
+        ----------
+        rows : int
+            Number of rows.
+        """
         return None
 
     def check_positions(self, positions: np.ndarray) -> None:
-        """Raise ArgumentError for positions of a layer that are known to be others than those of the rows here.
+        """Compare the positions of a layer with those of the rows here; a layer calls it before each forward.
 
-        A layer calls this when it is made, and before each forward.
+        Parameters
+        ----------
+        positions : numpy.ndarray
+            (rows,), integers.
+
+        Raises
+        ------
+        ArgumentError
+            They are known to be others.
         """
         return None
 
     def begin(self, position: Position) -> None:
-        """Note step and micro-batch of the next forward."""
+        """Note what the next forward is; called by the layer before each.
+
+        Parameters
+        ----------
+        position : Position
+            Step and micro-batch.
+        """
         return None
 
     def with_window(self, window: int) -> Attend:
-        """Return what attends with a window: a query sees itself and the window - 1 positions before it.
+        """Return what attends as this object does, but with another window; the same object for the same window.
 
-        It is the same object for the same window. Raises ArgumentError where there is none.
+        Parameters
+        ----------
+        window : int
+            A query sees itself and the window - 1 positions before it.
+
+        Returns
+        -------
+        Attend
+            The object.
+
+        Raises
+        ------
+        ArgumentError
+            There is no such object.
         """
         raise _windowless_error(self, window)
 

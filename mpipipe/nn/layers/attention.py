@@ -76,17 +76,11 @@ class SelfAttention(Layer):
     freezes_parts = True
 
     qkv: np.ndarray
-    qkv_grad: np.ndarray
     out: np.ndarray
-    out_grad: np.ndarray
     qkv_bias: np.ndarray | None = None
-    qkv_bias_grad: np.ndarray | None = None
     out_bias: np.ndarray | None = None
-    out_bias_grad: np.ndarray | None = None
     q_norm: np.ndarray | None = None
-    q_norm_grad: np.ndarray | None = None
     k_norm: np.ndarray | None = None
-    k_norm_grad: np.ndarray | None = None
 
     def __init__(
         self,

@@ -28,31 +28,18 @@ class Sequential(Layer):
     """
 
     recordable = True
-    lowest = 0  # layers before it have no backward: nothing in them is trained, and nobody asks for their gradient
+    lowest = 0  # set by the stage: layers before it have no backward, for nobody asks for a gradient there
     on_layer_done: Callable[[Layer], object] | None = None  # called with each layer that has added to its gradients
 
     def __init__(self, layers: Sequence[Layer]):
         self.layers = tuple(layers)
         self.children = {str(i): layer for i, layer in enumerate(self.layers)}
-        self._reversed = self.layers[::-1]
-
-    def end_backward_at(self, place: int) -> None:
-        """Let backwards end with the layer at this place, without a gradient of the input.
-
-        Parameters
-        ----------
-        place : int
-            0 for all layers, with a gradient of the input.
-        """
-        self.lowest = place
-        self._reversed = self.layers[place:][::-1]
 
     def forward(self, x: Array) -> tuple[Array, Any]:
-        _, y, rest, saved = self.forward_unadded(x, None)
+        _, y, rest, saved = self._forward_unadded(x, None)
         return (y if rest is None else self.stage.kernels.add(y, rest)), saved
 
-    def forward_unadded(self, x: Array, more: Array | None) -> tuple[Array, Array, Array | None, Any]:
-        """As the function of this name; the last layer may leave a sum."""
+    def _forward_unadded(self, x: Array, more: Array | None) -> tuple[Array, Array, Array | None, Any]:
         total, saved, poll = x, [], self.stage.poll
         for place, layer in enumerate(self.layers):
             if poll is not None and place:
@@ -64,10 +51,13 @@ class Sequential(Layer):
             saved.append(kept if place >= self.lowest else None)
         return total, x, more, saved
 
+    def _backwards(self) -> tuple[Layer, ...]:
+        return self.layers[self.lowest :][::-1]
+
     def backward_input(self, dy: Array, saved: Any) -> tuple[Any, Any]:
         pending: list = []
         poll = self.stage.poll
-        for layer, kept in zip(self._reversed, reversed(saved)):
+        for layer, kept in zip(self._backwards(), reversed(saved)):
             if poll is not None and pending:
                 poll()
             dy, waiting = layer.backward_input(dy, kept)
@@ -76,7 +66,7 @@ class Sequential(Layer):
 
     def backward_weight(self, pending: Any) -> None:
         poll, done = self.stage.poll, self.on_layer_done
-        for place, (layer, waiting) in enumerate(zip(self._reversed, pending)):
+        for place, (layer, waiting) in enumerate(zip(self._backwards(), pending)):
             if poll is not None and place:
                 poll()
             if not layer.frozen:
@@ -86,7 +76,7 @@ class Sequential(Layer):
 
     def backward(self, dy: Array, saved: Any) -> Any:
         poll, done = self.stage.poll, self.on_layer_done
-        for place, (layer, kept) in enumerate(zip(self._reversed, reversed(saved))):
+        for place, (layer, kept) in enumerate(zip(self._backwards(), reversed(saved))):
             if poll is not None and place:
                 poll()
             dy = layer.backward_input(dy, kept)[0] if layer.frozen else layer.backward(dy, kept)
@@ -169,11 +159,10 @@ class PreNormResidual(Layer):
         self.f.stage = self.stage
 
     def forward(self, x: Array) -> tuple[Array, Any]:
-        _, y, rest, saved = self.forward_unadded(x, None)
+        _, y, rest, saved = self._forward_unadded(x, None)
         return self.stage.kernels.add(y, rest), saved
 
-    def forward_unadded(self, x: Array, more: Array | None) -> tuple[Array, Array, Array, Any]:
-        """As the function of this name."""
+    def _forward_unadded(self, x: Array, more: Array | None) -> tuple[Array, Array, Array, Any]:
         total, normal, rest, of_norm = forward_unadded(self.norm, x, more)
         if rest is not None:
             normal = self.stage.kernels.add(normal, rest)
@@ -255,8 +244,7 @@ class Recompute(Layer):
         y, _ = self.layer.forward(x)
         return y, (x, self.stage.position)
 
-    def forward_unadded(self, x: Array, more: Array | None) -> tuple[Array, Array, Array | None, Any]:
-        """As the function of this name."""
+    def _forward_unadded(self, x: Array, more: Array | None) -> tuple[Array, Array, Array | None, Any]:
         total, y, rest, _ = forward_unadded(self.layer, x, more)
         return total, y, rest, (total, self.stage.position)
 

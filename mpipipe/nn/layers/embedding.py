@@ -54,7 +54,6 @@ class Embedding(Layer):
     recordable = True
 
     weight: np.ndarray
-    weight_grad: np.ndarray
 
     def __init__(self, vocab: int, dim: int, tie: str | None = None, gain: float = 1.0, scale: float = 1.0):
         check_positive(vocab=vocab, dim=dim)
@@ -120,7 +119,6 @@ class LearnedPositions(Layer):
     recordable = True
 
     weight: np.ndarray
-    weight_grad: np.ndarray
 
     def __init__(
         self,
@@ -151,8 +149,7 @@ class LearnedPositions(Layer):
         added, numbers = self._rows(x)
         return self.stage.kernels.add(x, added), numbers
 
-    def forward_unadded(self, x: Array, more: Array | None) -> tuple[Array, Array, Array, Any]:
-        """As the function of this name."""
+    def _forward_unadded(self, x: Array, more: Array | None) -> tuple[Array, Array, Array, Any]:
         total = x if more is None else self.stage.kernels.add(x, more)
         return (total, total, *self._rows(total))
 

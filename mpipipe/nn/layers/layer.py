@@ -313,9 +313,13 @@ class Layer(ABC):
 
     def _add(self, key: str, kernel: Callable[..., None], *parts: Array) -> None:
         """Add to a gradient by a kernel that takes it last, unless it is frozen or there is no such parameter."""
-        gradient = getattr(self, f"{key}_grad")
+        gradient = getattr(self, f"{key}_grad", None)
         if gradient is not None:
             kernel(*parts, gradient)
+
+    def _trains(self, key: str) -> bool:
+        """Return whether `_add_product` does anything for a matrix."""
+        return getattr(self, f"{key}_grad") is not None or key in self.adapters
 
     def _add_product(self, key: str, dy: Array, x: Array) -> None:
         """Add dy^T x to the gradient of a matrix (outputs, inputs), or to those of its adapters, unless it is frozen.
@@ -342,11 +346,11 @@ def forward_unadded(layer: Layer, x: Array, more: Array | None) -> tuple[Array, 
     """Run a layer on x + more: return (the whole input, y, rest, saved), where y + rest is the output.
 
     y = x + f(x) is one pass over memory, and the norm of y in the next layer another. So a layer may have a method
-    `forward_unadded`, which leaves the sum to the next layer, or takes it in the pass of its own. The bits are those of
-    separate passes. The method is not inherited: a class derived from a norm may redefine `forward`.
+    `_forward_unadded`, which leaves the sum to the next layer, or takes it in its own pass. The bits are those of two
+    passes. The method is not inherited: a class derived from a norm may redefine `forward`.
     """
-    if "forward_unadded" in vars(type(layer)):
-        results: tuple[Array, Array, Array | None, Any] = layer.forward_unadded(x, more)  # type: ignore[attr-defined]
+    if "_forward_unadded" in vars(type(layer)):
+        results: tuple[Array, Array, Array | None, Any] = layer._forward_unadded(x, more)  # type: ignore[attr-defined]
         return results
     total = x if more is None else layer.stage.kernels.add(x, more)
     y, saved = layer.forward(total)

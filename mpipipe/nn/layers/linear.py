@@ -46,9 +46,7 @@ class Linear(Layer):
     freezes_parts = True
 
     weight: np.ndarray
-    weight_grad: np.ndarray
     bias: np.ndarray | None = None
-    bias_grad: np.ndarray | None = None
 
     def __init__(self, inputs: int, outputs: int, bias: bool = True, tie: str | None = None, gain: float = 1.0):
         check_positive(inputs=inputs, outputs=outputs)
@@ -121,13 +119,9 @@ class FeedForward(Layer):
     freezes_parts = True
 
     up: np.ndarray
-    up_grad: np.ndarray
     down: np.ndarray
-    down_grad: np.ndarray
     up_bias: np.ndarray | None = None
-    up_bias_grad: np.ndarray | None = None
     down_bias: np.ndarray | None = None
-    down_bias_grad: np.ndarray | None = None
 
     def __init__(self, dim: int, hidden: int, bias: bool = True, gain: float = 1.0):
         check_positive(dim=dim, hidden=hidden)
@@ -158,7 +152,7 @@ class FeedForward(Layer):
     def backward_weight(self, pending: Any) -> None:
         x, dinner, dy, inner = pending
         self._add_product("up", dinner, x)
-        if self.down_grad is not None or "down" in self.adapters:
+        if self._trains("down"):
             self._add_product("down", dy, self.stage.kernels.gelu(inner))
         self._add("up_bias", self.stage.kernels.sum_rows, dinner)
         self._add("down_bias", self.stage.kernels.sum_rows, dy)
@@ -229,13 +223,9 @@ class SwiGLU(Layer):
     freezes_parts = True
 
     gate_up: np.ndarray
-    gate_up_grad: np.ndarray
     down: np.ndarray
-    down_grad: np.ndarray
     gate_up_bias: np.ndarray | None = None
-    gate_up_bias_grad: np.ndarray | None = None
     down_bias: np.ndarray | None = None
-    down_bias_grad: np.ndarray | None = None
 
     def __init__(self, dim: int, hidden: int, gain: float = 1.0, bias: bool = False):
         check_positive(dim=dim, hidden=hidden)

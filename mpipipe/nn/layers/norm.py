@@ -45,7 +45,6 @@ class RMSNorm(Layer):
     recordable = True
 
     gain: np.ndarray
-    gain_grad: np.ndarray
 
     def __init__(self, dim: int, eps: float = 1e-6):
         check_positive(dim=dim)
@@ -58,8 +57,7 @@ class RMSNorm(Layer):
         y, scale = self.stage.kernels.rms_norm(flat, self.gain, self.eps)
         return y.reshape(x.shape), (flat, scale)
 
-    def forward_unadded(self, x: Array, more: Array | None) -> tuple[Array, Array, None, Any]:
-        """As the function of this name."""
+    def _forward_unadded(self, x: Array, more: Array | None) -> tuple[Array, Array, None, Any]:
         if more is None:
             y, saved = self.forward(x)
             return x, y, None, saved
@@ -109,9 +107,7 @@ class LayerNorm(Layer):
     freezes_parts = True
 
     gain: np.ndarray
-    gain_grad: np.ndarray
     bias: np.ndarray
-    bias_grad: np.ndarray
 
     def __init__(self, dim: int, eps: float = 1e-5):
         check_positive(dim=dim)
@@ -124,8 +120,7 @@ class LayerNorm(Layer):
         y, scale = self.stage.kernels.layer_norm(flat, self.gain, self.bias, self.eps)
         return y.reshape(x.shape), (flat, scale)
 
-    def forward_unadded(self, x: Array, more: Array | None) -> tuple[Array, Array, None, Any]:
-        """As the function of this name."""
+    def _forward_unadded(self, x: Array, more: Array | None) -> tuple[Array, Array, None, Any]:
         if more is None:
             y, saved = self.forward(x)
             return x, y, None, saved
