@@ -9,7 +9,7 @@ from time import perf_counter
 
 from mpipipe import schedules
 from mpipipe.cli.output import show
-from mpipipe.pipeline.construction import construct_on_paper
+from mpipipe.pipeline import construct_on_paper
 from mpipipe.schedules import Links, Schedule
 from mpipipe.schedules.registry import names
 from mpipipe.text import counted

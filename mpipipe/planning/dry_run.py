@@ -17,7 +17,7 @@ from mpipipe.job.types import Communicator
 from mpipipe.language.data import find
 from mpipipe.language.models.fine_tuning import Architecture, find_tuning
 from mpipipe.language.models.pretrained import architecture_of, find_pretrained
-from mpipipe.pipeline.plan import receive_windows
+from mpipipe.pipeline import receive_windows
 from mpipipe.planning.memory import STATES, own_layers, parameters_of, resident
 from mpipipe.planning.rehearsal import Rehearsal, StageBytes
 from mpipipe.schedules import Schedule

@@ -16,7 +16,7 @@ from mpipipe import Pipeline, nn, optim, schedules
 from mpipipe.arrays import dtype as dtype_of
 from mpipipe.job.group import group_of
 from mpipipe.job.types import Communicator
-from mpipipe.pipeline.loss import Loss
+from mpipipe.pipeline import Loss
 from mpipipe.planning import LayerCosts, RankCosts, Sizes
 from mpipipe.planning.subject import Scene
 from mpipipe.train.progress import Progress

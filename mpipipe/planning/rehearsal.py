@@ -21,7 +21,7 @@ from mpipipe import nn
 from mpipipe.arrays import Array
 from mpipipe.nn import Position
 from mpipipe.nn.freezing import is_frozen
-from mpipipe.pipeline.loss import Loss
+from mpipipe.pipeline import Loss
 from mpipipe.planning import memory
 
 
