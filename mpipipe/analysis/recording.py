@@ -55,7 +55,7 @@ class Recording:
         self._recorder = Recorder(now)
         self.spans = self._recorder.spans
         self._group = pipeline.engine.partners.pipe if comm is None else group_of(comm)
-        with self._group.together("the begin of a recording"):
+        with self._group.raise_together("the begin of a recording"):
             if pipeline.engine.recorder is not None:
                 raise ArgumentError(
                     "the pipeline is being recorded already",
@@ -65,7 +65,7 @@ class Recording:
                 )
         engine = pipeline.engine
         places = self._group.gather("the begin of a recording", (engine.partners.replica, pipeline.rank))
-        with self._group.together("the begin of a recording"):
+        with self._group.raise_together("the begin of a recording"):
             check_places(places, engine.schedule.ranks)
         self._schedule = before_backwards(engine.schedule) if engine.recompute else engine.schedule  # as it is run
         self._comm = self._group.split(0, self._group.rank, "trace")
@@ -94,7 +94,7 @@ class Recording:
         found = collect(self._group, self._comm, record)
         self._group.agree("the end of a recording")
         self._comm.Free()
-        with self._group.together("the analysis of a recording"):
+        with self._group.raise_together("the analysis of a recording"):
             if found is not None:
                 self.trace = Trace(self._schedule, found)
 

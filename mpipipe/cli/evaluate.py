@@ -42,15 +42,15 @@ def evaluate(
         processor.prepare_process(share_of_cores())
         comm = runtime.world()
         group, folder = group_of(comm), open_on_all(comm, model)
-        with group.together("evaluate: the output"):
+        with group.raise_together("evaluate: the output"):
             if comm.rank == 0 and out is not None and files.exists(out):
                 raise ConfigError("the file for results exists already", found=out, remedy="name another --out")
-        with group.together("evaluate: the mesh"):
+        with group.raise_together("evaluate: the mesh"):
             mesh = Mesh(comm, pipe=pipe or max(1, comm.size // seq), seq=seq)
         with mesh:
             tokens, unit = open_tokens(folder, data or [], mesh)
             place = select_device(device, comm)
-            with group.together("evaluate: the windows"):
+            with group.raise_together("evaluate: the windows"):
                 length = folder.model.seq if seq_len is None else seq_len
                 windows = Windows.of(tokens, length, by_document)
             options: Any = {"layout": layout, "rows": batch, "dtype": dtype or folder.dtype, "device": place}
@@ -58,7 +58,7 @@ def evaluate(
                 for _ in evaluator.run(tokens, windows):
                     pass
                 found = evaluator.result(by_document, None if tokens.nbytes is None else tokens.nbytes / len(tokens))
-            with group.together("evaluate: the results"):
+            with group.raise_together("evaluate: the results"):
                 if comm.rank == 0:
                     report(found, unit, out)
 
@@ -72,22 +72,20 @@ def report(found: Evaluation, unit: str, out: str | None) -> None:
         for number, each in found.documents.items()
         for loss in [each.nats / each.tokens]
     ]
-    whole = {"tokens": found.tokens, "loss": found.loss, "perplexity": found.perplexity}
+    whole = {"tokens": found.tokens, "loss": found.loss, "perplexity": perplexity(found.loss)}
     if found.bits_per_byte is not None:
         whole["bits_per_byte"] = found.bits_per_byte
     if out is not None:
         content = "".join(json.dumps(line) + "\n" for line in [*lines, whole])
-        try:
+        with files.writing("the results", out):
             files.write_whole(Path(out), content.encode())
-        except OSError as error:
-            raise ConfigError(f"the results cannot be written: {error.strerror}", found=out) from error
     outlet = Outlet(sys.stdout)
     for line in lines if out is None else ():
         outlet.write(f"mpipipe: document {' '.join(f'{_name(key)}{_shown(value)}' for key, value in line.items())}\n")
     bits = "" if found.bits_per_byte is None else f", {found.bits_per_byte:.6f} bits per byte"
     outlet.write(f"mpipipe: {found.tokens:,} {unit} predicted{bits}\n")
     outlet.write(
-        f"mpipipe: evaluated tokens={found.tokens} loss={found.loss:.8f} perplexity={_shown(found.perplexity)}\n"
+        f"mpipipe: evaluated tokens={found.tokens} loss={found.loss:.8f} perplexity={_shown(perplexity(found.loss))}\n"
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from abc import ABC, abstractmethod
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -19,13 +19,13 @@ from mpipipe.job import runtime
 from mpipipe.job.cores import share_of_cores
 from mpipipe.job.exit import run_or_abort
 from mpipipe.job.group import group_of
+from mpipipe.language import limits
 from mpipipe.language.inference.evaluation import IN_FLIGHT
 from mpipipe.language.inference.generation import Drawn, Sampling, answers, build_decoder, check_prompts, shown
-from mpipipe.language.inference.prompts import Bytes, Prompts, TextStream, parse_ids, read_prompts
-from mpipipe.language.models.model_folder import FolderTokenizer, ModelFolder, open_on_all
-from mpipipe.train import limits
+from mpipipe.language.inference.prompts import Bytes, FolderTokenizer, Prompts, TextStream, parse_ids, read_prompts
+from mpipipe.language.models.model_folder import ModelFolder, open_on_all
+from mpipipe.planning.layer_plan import LayerPlan
 from mpipipe.train.screen import Outlet
-from mpipipe.train.training_plan import TrainingPlan
 
 DTYPES = ("float32", "float64")
 AT_ONCE = 8  # prompts for each micro-batch in flight, by default
@@ -60,12 +60,12 @@ def generate(
         processor.prepare_process(share_of_cores())
         comm = runtime.world()
         group, folder = group_of(comm), open_on_all(comm, run)
-        with group.together("generate: the mesh"):
+        with group.raise_together("generate: the mesh"):
             mesh = Mesh(comm, pipe=max(1, comm.size // seq), seq=seq)
         with mesh, ExitStack() as opened:
             plan = make_plan(folder, mesh)
             prepared, show = None, None
-            with group.together("generate: the prompts"):
+            with group.raise_together("generate: the prompts"):
                 check_dtype(dtype)
                 if mesh.rank == 0:
                     vocab = folder.model.vocab
@@ -79,24 +79,24 @@ def generate(
             capacity = max(map(len, asked_tokens)) + count
             slots = min(len(asked_tokens), batch or AT_ONCE * plan.schedule.microbatches)
             load = partial(folder.load, mesh=mesh)
-            with build_decoder(plan, mesh, dtype or folder.dtype, capacity, load, slots=slots) as decoder:
+            with build_decoder(folder.model, plan, mesh, dtype or folder.dtype, capacity, load, slots=slots) as decoder:
                 for drawn in answers(decoder, asked_tokens, count, sampling):
                     if show is not None:
                         show.take(drawn)
-            with group.together("generate: the end of the output"):
+            with group.raise_together("generate: the end of the output"):
                 opened.close()
 
     return run_or_abort(work)
 
 
-def make_plan(folder: ModelFolder, mesh: Mesh) -> TrainingPlan:
+def make_plan(folder: ModelFolder, mesh: Mesh) -> LayerPlan:
     """Return the plan of a decoder on these ranks. All ranks raise the same error."""
-    with group_of(mesh.comm).together("generate: the model"):
+    with group_of(mesh.comm).raise_together("generate: the model"):
         model, ranks = folder.model, mesh.pipe.size
         microbatches = 1 if ranks == 1 else IN_FLIGHT * ranks
         limits.check_counts(model.layers, "forward_only", ranks, 1, microbatches)
         schedule = schedules.forward_only(ranks, 1, microbatches)
-        return TrainingPlan(model, schedule, schedules.partition(model.costs(), schedule.stages), rows=1)
+        return LayerPlan(schedule, schedules.partition(model.costs(), schedule.stages), rows=1)
 
 
 def check_dtype(dtype: str | None) -> None:
@@ -197,7 +197,7 @@ class InOrder(Answers):
         """Show one answer; `ended` says why it has ended: "stop" or "count"."""
 
     def text_of(self, answer: list[int], ended: str, before: list[int]) -> str:
-        """Return the text of an answer behind other tokens, with them; without the token that has stopped it."""
+        """Return the text of an answer after other tokens, with them; without the token that has stopped it."""
         assert self.tokenizer is not None
         return self.tokenizer.decode([*before, *(answer[:-1] if ended == "stop" else answer)])
 
@@ -227,10 +227,8 @@ class WrittenLines(InOrder):
     def __enter__(self) -> WrittenLines:
         if files.exists(self.path):
             raise ConfigError("the file for answers exists already", found=str(self.path), remedy="name another --out")
-        try:
+        with self._writing():
             self.file = self.opened.enter_context(files.whole_file(self.path))
-        except OSError as error:
-            raise self._unwritable(error) from error
         return self
 
     def show(self, number: int, answer: list[int], ended: str) -> None:
@@ -239,20 +237,14 @@ class WrittenLines(InOrder):
         facts = {"number": number, "prompt_tokens": prompt, "answer_tokens": answer, "ended": ended}
         if self.tokenizer is not None:
             facts |= {"prompt": self.tokenizer.decode(prompt), "answer": self.text_of(answer, ended, [])}
-        try:
+        with self._writing():
             self.file.write(f"{json.dumps(facts)}\n".encode())
-        except OSError as error:
-            raise self._unwritable(error) from error
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
+        with self._writing():
             self.opened.__exit__(kind, error, trace)
-        except OSError as caught:
-            raise self._unwritable(caught) from caught
 
-    def _unwritable(self, error: OSError) -> ConfigError:
-        return ConfigError(
-            f"the answers cannot be written: {error.strerror}", found=str(self.path), remedy="name another --out"
-        )
+    def _writing(self) -> AbstractContextManager[None]:
+        return files.writing("the answers", self.path, remedy="name another --out")

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from mpipipe.arrays import Array
 from mpipipe.comm.transport.choose import make_transport
 from mpipipe.comm.transport.gpu_aware import Verdict
-from mpipipe.job.flight import Account, Message
+from mpipipe.job.flight import Message, Snapshot
 from mpipipe.job.group import group_of
 from mpipipe.job.requests import own
 from mpipipe.job.types import Communicator, Request
@@ -61,7 +61,7 @@ class RingExchange:
         self.pending: list[Request] = []
         self.started = self.polls = 0
         self.last: deque[Exchange] = deque(maxlen=KEPT)
-        self.group.process.keep_account(self)
+        self.group.context.add_inspectable(self)
 
     def start(self, mode: str, outgoing: Array, dest: int, incoming: Array, source: int) -> None:
         """Send one array and receive another (one-dimensional, contiguous); both are in use until `finish`.
@@ -93,20 +93,20 @@ class RingExchange:
 
     # -- for the flight recorder --------------------------------------------------------------------------------
 
-    def sign(self) -> object:
+    def progress_token(self) -> object:
         """Something that is another thing after every progress."""
         return self.started, self.polls, len(self.pending)
 
-    def account(self) -> Account:
+    def snapshot(self) -> Snapshot:
         """The exchange under way, and the last ones."""
         last, pending = tuple(self.last), len(self.pending)
-        members = self.group.presence.members
+        members = self.group.peers.members
         expects = None
         if pending == 2:
             now = last[-1]
             subject = f"message {now.number} of the ring"
             expects = Message((now.number,), subject, members[now.source], (0, now.tag), now.bytes_in)
-        return Account(
+        return Snapshot(
             self.group.key,
             doing=f"exchange {last[-1].number} of a ring" if pending else "",
             computes=pending > 0,

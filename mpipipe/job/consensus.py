@@ -21,7 +21,7 @@ import numpy as np
 from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, PeerError
 from mpipipe.job import rank_list
 from mpipipe.job.context import Failure
-from mpipipe.job.peers import Presence
+from mpipipe.job.peers import PeerStatus
 
 VALUES = 14  # most values of one rank in an agreement; Group.gather takes anything larger
 REFUSED = -1  # sent by a rank that has an error, in place of the number of its facts
@@ -32,7 +32,7 @@ class Voters(Protocol):
     """What an agreement needs of a group; job.group.Group has it."""
 
     @property
-    def presence(self) -> Presence: ...
+    def peers(self) -> PeerStatus: ...
 
     @property
     def rank(self) -> int: ...
@@ -42,7 +42,7 @@ class Voters(Protocol):
 
     def exchange(self, row: Sequence[int], what: str) -> np.ndarray: ...
 
-    def explain(self, entries: list[Entry], what: str) -> list[Entry]: ...
+    def gather_reasons(self, entries: list[Entry], what: str) -> list[Entry]: ...
 
 
 class Call(NamedTuple):
@@ -103,7 +103,7 @@ class Ballot:
         if len(values) > VALUES:
             raise ArgumentError("too many values in an agreement", found=len(values), expected=f"at most {VALUES}")
         self.groups.append(group)
-        number = group.presence.calls + 1 if self.number is None else self.number
+        number = group.peers.calls + 1 if self.number is None else self.number
         self.number = number
         code = REFUSED
         if not self.failed:
@@ -139,14 +139,14 @@ class Ballot:
         world_rank = self.groups[0].world_rank
         entries = [Entry(error, Call(self.call, self.number, self.text), self.facts, world_rank)]
         for group in self.groups:
-            entries = group.explain(entries, f"the reasons why ranks disagree in {self.text}")
+            entries = group.gather_reasons(entries, f"the reasons why ranks disagree in {self.text}")
         origin, problem = _first_problem(entries, self.message, self.remedy)
         _raise(problem, entries[origin].world_rank != world_rank, [entry.world_rank for entry in entries])
 
 
 def raise_on_all(origin: int, problem: MpipipeError, group: Voters) -> NoReturn:
     """Raise an error that every rank of a group raises, having found the same; only rank `origin` is to report it."""
-    _raise(problem, origin != group.rank, group.presence.members)
+    _raise(problem, origin != group.rank, group.peers.members)
 
 
 def raise_for_partners(problem: MpipipeError, reported_elsewhere: bool) -> NoReturn:
@@ -156,14 +156,14 @@ def raise_for_partners(problem: MpipipeError, reported_elsewhere: bool) -> NoRet
 
 def agreed_by(problem: MpipipeError, group: Voters) -> MpipipeError:
     """Return the error, marked as one that all ranks of one more group raise."""
-    problem.agreed |= frozenset(group.presence.members)
+    problem.agreed |= frozenset(group.peers.members)
     return problem
 
 
 def found_by_all(problem: MpipipeError, groups: Sequence[Voters]) -> MpipipeError:
     """Return the error, as one that all ranks of the groups have found in the same numbers; their ranks 0 report it."""
     problem.reported_elsewhere = any(group.rank for group in groups)
-    problem.agreed = frozenset(rank for group in groups for rank in group.presence.members)
+    problem.agreed = frozenset(rank for group in groups for rank in group.peers.members)
     return problem
 
 
@@ -172,7 +172,7 @@ def _raise(problem: MpipipeError, reported_elsewhere: bool, ranks: Iterable[int]
     raise problem
 
 
-def heard(failure: Failure, remedy: str | None = None) -> PeerError:
+def peer_error(failure: Failure, remedy: str | None = None) -> PeerError:
     """The error of a rank that has heard of a failure. Another rank reports that failure."""
     error = PeerError(failure.text, remedy=remedy)
     error.reported_elsewhere = True

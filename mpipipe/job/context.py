@@ -1,14 +1,14 @@
 """The state of one rank, for all of its threads: its groups, failures of other ranks, and what its waits advance.
 
-A rank is a process. In `job.inprocess` it is a thread, which says so by `adopt`. `here()` finds the state of the
-calling rank in both cases.
+A rank is a process, or a thread of `job.inprocess`, which calls `adopt`. `current_rank()` is the state of the calling
+rank in both cases.
 
     groups      open groups; every wait of this rank reads the notes of all of them
     failed      groups that have failed; their notes still say who has left, or has withdrawn
     failures    failures that this rank has heard of; a wait looks for news at the end of this list
     advancing   things that advance only while somebody calls them; every wait calls those of its own thread
     flight      the last operations of this rank
-    vigils      its long waits
+    long_waits  its long waits
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from mpipipe.job import settings
-from mpipipe.job.flight import Accountable, FlightRecorder
+from mpipipe.job.flight import FlightRecorder, Inspectable
 from mpipipe.job.types import Advancing
 from mpipipe.trace import Recorder
 
@@ -62,9 +62,9 @@ class OpenGroup(Protocol):
     """What a rank asks of each of its groups; job.group.Group is one."""
 
     @property
-    def presence(self) -> Any: ...  # job.peers.Presence, which is built on this module
+    def peers(self) -> Any: ...  # job.peers.PeerStatus, which is built on this module
 
-    def read_notes(self) -> None: ...
+    def read_messages(self) -> None: ...
 
     def fail(self, error: BaseException, text: str, making: bool = False) -> None: ...
 
@@ -76,7 +76,7 @@ class OpenGroup(Protocol):
     def world_rank(self) -> int: ...
 
 
-class Attendant(Protocol):
+class HangWatcher(Protocol):
     """Watches for a hang; job.watch.watchdog.Watchdog is one."""
 
     limit: float | None  # seconds without progress
@@ -84,7 +84,7 @@ class Attendant(Protocol):
 
     def configure(self, limit: float | None, folder: Path | None) -> None: ...
 
-    def attend(self) -> None:
+    def look(self) -> None:
         """Look around; called in long waits."""
 
     def ended_neighbours(self) -> set[int]: ...
@@ -95,7 +95,7 @@ class Attendant(Protocol):
     def stop(self) -> None: ...
 
 
-class Process:
+class RankContext:
     """The state of one rank.
 
     Attributes
@@ -124,9 +124,9 @@ class Process:
         Seconds that a wait gives way to others before it sleeps, and that it then sleeps between two polls.
     flight : FlightRecorder
         The last operations that are in no plan.
-    vigils : list of wait.Vigil
+    long_waits : list of wait.LongWait
         The long waits under way, one for each thread that waits.
-    watchdog : Attendant or None
+    watchdog : HangWatcher or None
         Watches for a hang, once there is a group of several ranks.
     ended : bool
         Whether the program of this rank is over.
@@ -154,17 +154,17 @@ class Process:
         if settings.oversubscribed():
             self.patience, self.pause = OVERSUBSCRIBED_YIELD_SECONDS, OVERSUBSCRIBED_PAUSE_SECONDS
         self.flight = FlightRecorder()
-        self.vigils: list[Any] = []  # of wait.Vigil, which is built on this module
-        self.vigils_begun = 0
-        self.watchdog: Attendant | None = None
+        self.long_waits: list[Any] = []  # of wait.LongWait, which is built on this module
+        self.long_waits_begun = 0
+        self.watchdog: HangWatcher | None = None
         self.ended = self.unwritten = False
         self.lifeline: Any = None  # a lifeline.Lifeline, which is built on this module
         self.recorders: set[Recorder] = set()
         self.owners: list[Any] = []  # of checkpoint.owner.Owner, which is built on this module
-        self._accountable: list[weakref.ref[Accountable]] = []
+        self._inspectables: list[weakref.ref[Inspectable]] = []
         self._known: set[int] = set()  # numbers of `failures`
 
-    def hear(self, failure: Failure) -> None:
+    def add_failure(self, failure: Failure) -> None:
         """Take note that a peer has failed: every wait under way on this rank ends. A known failure ends nothing."""
         if failure.number not in self._known:
             self._known.add(failure.number)
@@ -186,24 +186,30 @@ class Process:
 
     def keep_failed(self, group: OpenGroup) -> None:
         """Read the notes of a failed group from now on; of groups of the same ranks, the last two are enough."""
-        same = [other for other in self.failed if other.presence.members == group.presence.members]
+        same = [other for other in self.failed if other.peers.members == group.peers.members]
         self.failed = [other for other in self.failed if other not in same[:-1]] + [group]
 
-    def keep_account(self, thing: Accountable) -> None:
+    def add_inspectable(self, thing: Inspectable) -> None:
         """Ask `thing` for an account at every dump from now on, as long as it lives."""
-        self._accountable = [each for each in self._accountable if each() is not None]
-        self._accountable.append(weakref.ref(thing))
+        self._inspectables = [each for each in self._inspectables if each() is not None]
+        self._inspectables.append(weakref.ref(thing))
 
     @property
-    def accountable(self) -> list[Accountable]:
+    def inspectables(self) -> list[Inspectable]:
         """The things that are asked for an account and still live."""
-        found = [each() for each in self._accountable]
+        found = [each() for each in self._inspectables]
         return [thing for thing in found if thing is not None]
 
-    def sign(self) -> tuple[object, ...]:
+    def progress_token(self) -> tuple[object, ...]:
         """Return a value that changes with every progress of this rank."""
-        calls = sum(group.presence.calls for group in tuple(self.groups))
-        return calls, self.flight.count, self.vigils_begun, self.ended, *(t.sign() for t in self.accountable)
+        calls = sum(group.peers.calls for group in tuple(self.groups))
+        return (
+            calls,
+            self.flight.count,
+            self.long_waits_begun,
+            self.ended,
+            *(t.progress_token() for t in self.inspectables),
+        )
 
     def advance(self) -> None:
         """Advance what this thread has registered."""
@@ -215,28 +221,28 @@ class Process:
     @property
     def single_threaded(self) -> bool:
         """Whether this thread does all that this rank does. Daemon threads, as of progress bars, do not count."""
-        here = threading.current_thread()
-        return self.alone or all(thread is here or thread.daemon for thread in threading.enumerate())
+        current_rank = threading.current_thread()
+        return self.alone or all(thread is current_rank or thread.daemon for thread in threading.enumerate())
 
 
-_processes: list[Process] = []
+_contexts: list[RankContext] = []
 _local = threading.local()
 
 
-def here() -> Process:
+def current_rank() -> RankContext:
     """The state of the calling rank."""
-    adopted: Process | None = getattr(_local, "process", None)
+    adopted: RankContext | None = getattr(_local, "context", None)
     if adopted is not None:
         return adopted
-    if not _processes:
-        _processes.append(Process())
-    return _processes[0]
+    if not _contexts:
+        _contexts.append(RankContext())
+    return _contexts[0]
 
 
-def adopt(process: Process) -> None:
+def adopt(context: RankContext) -> None:
     """Make the calling thread a rank of its own, with this state."""
-    process.alone, process.thread = True, threading.get_ident()
-    _local.process = process
+    context.alone, context.thread = True, threading.get_ident()
+    _local.context = context
 
 
 def is_rank() -> bool:
@@ -249,9 +255,9 @@ _pid = os.getpid()
 
 def register_progress(thing: Advancing) -> None:
     """Call `thing.progress()` in every wait of this thread, until `unregister_progress`: a peer may depend on it."""
-    here().advancing[thing] = threading.get_ident()
+    current_rank().advancing[thing] = threading.get_ident()
 
 
 def unregister_progress(thing: Advancing) -> None:
     """End `register_progress`."""
-    here().advancing.pop(thing, None)
+    current_rank().advancing.pop(thing, None)

@@ -57,9 +57,9 @@ def oversubscribed(binding: Sequence[Mapping[str, Any]]) -> str | None:
     """
     worst: tuple[float, list[int], int, str] = 1.0, [], 0, ""
     for host in sorted({place["host"] for place in binding}):
-        here = {place["rank"]: parse_cores(place["cores"]) for place in binding if place["host"] == host}
-        for cores in {frozenset().union(*here.values()), *here.values()}:
-            ranks = [rank for rank, own in here.items() if own and own <= cores]
+        current_rank = {place["rank"]: parse_cores(place["cores"]) for place in binding if place["host"] == host}
+        for cores in {frozenset().union(*current_rank.values()), *current_rank.values()}:
+            ranks = [rank for rank, own in current_rank.items() if own and own <= cores]
             if cores and len(ranks) / len(cores) > worst[0]:
                 worst = len(ranks) / len(cores), ranks, len(cores), host
     _, ranks, count, host = worst
@@ -96,12 +96,12 @@ def oversubscribed_threads(binding: Sequence[Mapping[str, Any]]) -> str | None:
     """
     worst: tuple[float, list[int], int, int, str] = 1.0, [], 0, 0, ""
     for host in sorted({place["host"] for place in binding}):
-        here = {place["rank"]: place for place in binding if place["host"] == host}
-        own = {rank: parse_cores(place["cores"]) for rank, place in here.items()}
+        current_rank = {place["rank"]: place for place in binding if place["host"] == host}
+        own = {rank: parse_cores(place["cores"]) for rank, place in current_rank.items()}
         for cores in {frozenset().union(*own.values()), *own.values()}:
             ranks = [rank for rank, allowed in own.items() if allowed and allowed <= cores]
-            several = [rank for rank in ranks if here[rank]["threads"] > 1]
-            threads = sum(here[rank]["threads"] for rank in ranks)
+            several = [rank for rank in ranks if current_rank[rank]["threads"] > 1]
+            threads = sum(current_rank[rank]["threads"] for rank in ranks)
             if several and cores and threads / len(cores) > worst[0]:
                 worst = threads / len(cores), ranks, threads, len(cores), host
     _, ranks, threads, count, host = worst

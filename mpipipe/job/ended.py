@@ -54,8 +54,8 @@ def begin(writes: bool, who: str) -> None:
 def end() -> None:
     """Write the last line: all ranks have ended well. Once, and never in a forked child. Raises OSError."""
     while _taken:
-        process, path = _taken.pop()
-        if process == os.getpid():
+        context, path = _taken.pop()
+        if context == os.getpid():
             _write(path, last_line(path), 0)
 
 

@@ -28,7 +28,7 @@ import numpy as np
 
 from mpipipe.errors import ArgumentError, BackendError, LostRankError, MpipipeError
 from mpipipe.job import communicators, ended, lifeline, rank_list, report, runtime, settings, stop_signals
-from mpipipe.job.context import here, is_rank
+from mpipipe.job.context import current_rank, is_rank
 from mpipipe.job.group import Group, group_of
 from mpipipe.job.report import AGREED, GRACE, INTERRUPTED, STAGGER, abort_job, describe, heading, write
 from mpipipe.job.requests import own
@@ -60,7 +60,7 @@ class Stop(Exception):
         super().__init__(text)
 
 
-_running: list[World] = []  # while a program runs
+_running: list[JobRanks] = []  # while a program runs
 _afterwards: list[Callable[[], object]] = []  # what it runs next
 
 
@@ -113,7 +113,7 @@ def run_or_abort(main: Callable[[], object]) -> int:
         _running.clear()
         _afterwards.clear()
     if not is_rank():  # forked by the program: it must not touch MPI
-        write(end.report if end.says == Says.CAUSE else "")
+        write(end.report if end.says == ExitCause.CAUSE else "")
         os._exit(end.code)
     return leave_together(world, end)
 
@@ -124,14 +124,14 @@ def outlive(comm: MpiCommunicator) -> None:
         _running[-1] = _world(comm)
 
 
-def _world(comm: MpiCommunicator | None = None) -> World:
+def _world(comm: MpiCommunicator | None = None) -> JobRanks:
     comm = runtime.world() if comm is None else comm
-    return World(group_of(comm), communicators.duplicate(comm), comm.rank, comm.size)
+    return JobRanks(group_of(comm), communicators.duplicate(comm), comm.rank, comm.size)
 
 
-def _run(main: Callable[[], object], world: World) -> End:
+def _run(main: Callable[[], object], world: JobRanks) -> ExitReport:
     try:
-        with world.group.together("the start of the program"):
+        with world.group.raise_together("the start of the program"):
             settings.check_settings()
             ended.begin(world.rank == 0, counted(world.size, "rank"))
         _afterwards.insert(0, main)
@@ -143,27 +143,27 @@ def _run(main: Callable[[], object], world: World) -> End:
                     raise
         for thread in other_threads():  # as the interpreter does: they may still use the other ranks
             thread.join()
-        return End(1, Says.CAUSE) if here().unwritten else End(0)
+        return ExitReport(1, ExitCause.CAUSE) if current_rank().unwritten else ExitReport(0)
     except SystemExit as leaving:
         code = _exit_code(leaving)
         text = f"{heading(world.rank, world.size)}\n  exited with code {code} while other ranks were still running\n"
-        return End(code, Says.EXITED if code else Says.NOTHING, text)
+        return ExitReport(code, ExitCause.EXITED if code else ExitCause.NOTHING, text)
     except Stop as stop:
-        return End(stop.code, Says.CAUSE, stop.text)
+        return ExitReport(stop.code, ExitCause.CAUSE, stop.text)
     except BaseException as error:
         return _end_of(error, _running[-1])
 
 
-def _end_of(error: BaseException, world: World) -> End:
+def _end_of(error: BaseException, world: JobRanks) -> ExitReport:
     code = 1
     if isinstance(error, KeyboardInterrupt):
         code = INTERRUPTED
     elif world.group.agreed_on(error):
         code = AGREED
-    line = here().lifeline
+    line = current_rank().lifeline
     elsewhere = getattr(error, "reported_elsewhere", False) or (line is not None and line.explains(error))
-    says = Says.REPORTED_ELSEWHERE if elsewhere else Says.CAUSE
-    return End(code, says, describe(error, heading(world.rank, world.size)), _refusal_of(error))
+    says = ExitCause.REPORTED_ELSEWHERE if elsewhere else ExitCause.CAUSE
+    return ExitReport(code, says, describe(error, heading(world.rank, world.size)), _refusal_of(error))
 
 
 def _refusal_of(error: BaseException) -> int:
@@ -183,7 +183,7 @@ def _exit_code(leaving: SystemExit) -> int:
     return 1
 
 
-def _watch_os_exit(world: World) -> Callable[[], None]:
+def _watch_os_exit(world: JobRanks) -> Callable[[], None]:
     """Make `os._exit` of a rank end the job with a report; returns the function that takes this back.
 
     Without it the other ranks would wait for ever, and some launchers would call the job a success.
@@ -220,7 +220,7 @@ FINALIZE = 20.0  # seconds for MPI_Finalize after an error
 PAUSE = 2e-3
 
 
-class Says(IntEnum):
+class ExitCause(IntEnum):
     """What a rank has to report at its end; where ranks differ, the highest one speaks."""
 
     NOTHING = 0
@@ -229,7 +229,7 @@ class Says(IntEnum):
     CAUSE = 3  # an error of its own
 
 
-class End(NamedTuple):
+class ExitReport(NamedTuple):
     """How the program of one rank ended.
 
     Attributes
@@ -245,12 +245,12 @@ class End(NamedTuple):
     """
 
     code: int
-    says: Says = Says.NOTHING
+    says: ExitCause = ExitCause.NOTHING
     report: str = ""
     refusal: int = 0
 
 
-class World(NamedTuple):
+class JobRanks(NamedTuple):
     """All ranks of the job: their group, and a communicator for nothing but their end."""
 
     group: Group
@@ -259,7 +259,7 @@ class World(NamedTuple):
     size: int
 
 
-def leave_together(world: World, end: End) -> int:
+def leave_together(world: JobRanks, end: ExitReport) -> int:
     """Wait for all ranks to end; one that ends with an error does not wait for long."""
     if runtime.finalized(world.end):
         if end.report and end.code:
@@ -270,28 +270,28 @@ def leave_together(world: World, end: End) -> int:
     try:
         table = _all_ends(world, end)
     except LostRankError as error:  # a job that was done stays done
-        if end.says == Says.CAUSE:
+        if end.says == ExitCause.CAUSE:
             write(end.report)
-        elif end.code and world.rank == here().lifeline.lowest():
+        elif end.code and world.rank == current_rank().lifeline.lowest():
             write(f"{heading(world.rank, world.size)}\n  {type(error).__name__}: {error}\n")
         elif end.code:
-            here().lifeline.let_leave_first(here().lifeline.lowest(), GRACE)
-        elif world.rank == here().lifeline.lowest():
+            current_rank().lifeline.let_leave_first(current_rank().lifeline.lowest(), GRACE)
+        elif world.rank == current_rank().lifeline.lowest():
             _prove()
         lifeline.leave(end.code)
     except KeyboardInterrupt:
         write(f"{heading(world.rank, world.size)}\n  KeyboardInterrupt while it waited for the other ranks to end\n")
         abort_job(runtime.world(), INTERRUPTED)
-    outlived = here().lifeline is not None and bool(here().lifeline.lost)
+    outlived = current_rank().lifeline is not None and bool(current_rank().lifeline.lost)
     codes, says, refusals = (column.tolist() for column in table.T)
-    if len(set(codes)) == 1 and says[0] in (Says.NOTHING, Says.EXITED) and len(set(says)) == 1:
+    if len(set(codes)) == 1 and says[0] in (ExitCause.NOTHING, ExitCause.EXITED) and len(set(says)) == 1:
         if codes[0] == 0 and world.rank == 0:
             _prove()
         if outlived:
             lifeline.leave(codes[0])
         return codes[0]
     speaker = says.index(max(says))
-    if max(says) == Says.EXITED and Says.REPORTED_ELSEWHERE not in says:
+    if max(says) == ExitCause.EXITED and ExitCause.REPORTED_ELSEWHERE not in says:
         listing = "; ".join(rank_list.grouped((rank, str(each)) for rank, each in enumerate(codes)))
         report, code = f"mpipipe: ranks left with different exit codes ({listing})\n", max(codes)
     else:
@@ -313,13 +313,13 @@ def _prove() -> None:
         write(f"mpipipe: the proof of this job's end cannot be written: {error.strerror}\n")
 
 
-def _all_ends(world: World, end: End) -> np.ndarray:
+def _all_ends(world: JobRanks, end: ExitReport) -> np.ndarray:
     """Rows of (exit code, Says, refusal), one for each rank; aborts where that takes too long after an error."""
-    here().ended = True
+    current_rank().ended = True
     table = np.zeros((world.size, 3), np.int64)
     request = own(world.end.Iallgather(np.array([end.code, end.says, end.refusal], np.int64), table))
     start, told = time.monotonic(), False
-    line = here().lifeline
+    line = current_rank().lifeline
     while not _is_complete(request, line):
         waited = time.monotonic() - start
         if not told and (end.code or waited > QUIET):
@@ -345,12 +345,12 @@ def _is_complete(request: Request, line: lifeline.Lifeline | None) -> bool:
         raise
 
 
-def _patience(world: World, end: End) -> float:
+def _patience(world: JobRanks, end: ExitReport) -> float:
     """Seconds until this rank gives the others up.
 
     Of several ranks with a cause the lowest reports first; where the rank with the cause cannot, the lowest other one.
     """
-    if end.says == Says.CAUSE:
+    if end.says == ExitCause.CAUSE:
         return GRACE + min(2.0, 0.25 * world.rank)
     return 2 * GRACE + STAGGER * world.rank
 
@@ -364,7 +364,7 @@ def _finalize(code: int) -> None:
     timer = threading.Timer(FINALIZE, os._exit, (code,))
     timer.daemon = True
     timer.start()
-    here().groups.clear()
+    current_rank().groups.clear()
     report.stop_watching()
     stderr = None
     with suppress(OSError):  # of a process that can open no more files

@@ -80,7 +80,7 @@ class Message(NamedTuple):
     nbytes: int | None  # None if it is not known
 
 
-class Account(NamedTuple):
+class Snapshot(NamedTuple):
     """What an object that follows a plan tells of this rank. All of it can be pickled.
 
     Attributes
@@ -110,11 +110,11 @@ class Account(NamedTuple):
     call: int = 0
 
 
-class Accountable(Protocol):
+class Inspectable(Protocol):
     """An object that follows a plan."""
 
-    def sign(self) -> object:
+    def progress_token(self) -> object:
         """Return a value that changes with every progress; called often, from any thread."""
 
-    def account(self) -> Account:
+    def snapshot(self) -> Snapshot:
         """How far it has come; called from any thread, while it runs."""

@@ -16,9 +16,9 @@ import numpy as np
 from mpipipe.errors import ArgumentError, MpipipeError, PeerError
 from mpipipe.job import communicators, runtime
 from mpipipe.job.communicators import cached
-from mpipipe.job.consensus import VALUES, Ballot, Entry, Facts, dumps_anyhow, heard
-from mpipipe.job.context import Failure, failure_of, here, is_rank, register_progress
-from mpipipe.job.peers import Presence
+from mpipipe.job.consensus import VALUES, Ballot, Entry, Facts, dumps_anyhow, peer_error
+from mpipipe.job.context import Failure, current_rank, failure_of, is_rank, register_progress
+from mpipipe.job.peers import PeerStatus
 from mpipipe.job.requests import own
 from mpipipe.job.types import Communicator, Testable
 from mpipipe.job.wait import WaitingGroup, wait
@@ -51,7 +51,7 @@ class Group:
     comm : Communicator
         The duplicate. Notes are its only point-to-point messages; its collectives are those of this group's calls.
     rank, size : int
-    presence : Presence
+    peers : PeerStatus
         What is known of the other ranks.
     process : Process
         State of this rank.
@@ -69,28 +69,28 @@ class Group:
         members = communicators.world_ranks(comm)
         self.comm = communicators.duplicate(comm)
         self.rank, self.size = self.comm.rank, self.comm.size
-        self.process = here()
-        self.presence = Presence(self.comm, members, self.process)
+        self.context = current_rank()
+        self.peers = PeerStatus(self.comm, members, self.context)
         self.progress: Callable[[], str] | None = None
         self.closed = self.left = False
         self.related: list[Group] = []
         self.vote: OpenVote | None = None
-        self.key = enrol(self.process, self.comm, members)
-        self.process.groups.append(self)
+        self.key = enrol(self.context, self.comm, members)
+        self.context.groups.append(self)
 
     @property
     def world_rank(self) -> int:
         """Number of this rank in COMM_WORLD."""
-        return self.presence.members[self.rank]
+        return self.peers.members[self.rank]
 
     def agreed_on(self, error: BaseException) -> bool:
         """Whether all ranks of this group raise this same error."""
-        return getattr(error, "agreed", frozenset()).issuperset(self.presence.members)
+        return getattr(error, "agreed", frozenset()).issuperset(self.peers.members)
 
     @property
     def failure(self) -> Failure | None:
         """Why this group cannot be used any more, else None."""
-        return self.presence.failure
+        return self.peers.failure
 
     # -- agreement ----------------------------------------------------------------------------------------------
 
@@ -152,7 +152,7 @@ class Group:
         return value if self.rank == root else pickle.loads(buffer.tobytes())
 
     @contextmanager
-    def together(self, call: str) -> Iterator[None]:
+    def raise_together(self, call: str) -> Iterator[None]:
         """Run the block on every rank; an error of any rank is raised on all of them at the block's end."""
         error = None
         try:
@@ -167,7 +167,7 @@ class Group:
         """The rows of all ranks, int64 of shape (size, 2 + VALUES); the base of every agreement. Begins a call."""
         return Exchange(self, row, what).result()
 
-    def explain(self, entries: list[Entry], what: str) -> list[Entry]:
+    def gather_reasons(self, entries: list[Entry], what: str) -> list[Entry]:
         """The entries of all ranks, in rank order; for calls in which all know that something is wrong."""
         content = dumps_anyhow(entries)
         sizes = self.exchange([len(content)], what)[:, 0].tolist()
@@ -197,9 +197,9 @@ class Group:
                 remedy="free communicators, and finalize MPI, after the last call that uses them",
             )
         if self.failure is not None:
-            raise heard(self.failure, remedy="start the job anew: an earlier call of these ranks has failed")
+            raise peer_error(self.failure, remedy="start the job anew: an earlier call of these ranks has failed")
         self.settle()
-        self.presence.calls += 1
+        self.peers.calls += 1
 
     def settle(self) -> None:
         """Wait for the outcome of an agreement that is open, and raise what it is; before any other use of `comm`."""
@@ -235,12 +235,12 @@ class Group:
     def fail(self, error: BaseException, text: str, making: bool = False) -> None:
         """Tell every other rank, once, that `error` keeps this one from going on. Returns without waiting."""
         if is_rank() and not self.closed and not runtime.finalized(self.comm):
-            self.presence.fail(failure_of(error, text, self.world_rank, making))
+            self.peers.fail(failure_of(error, text, self.world_rank, making))
         self._detach()
 
-    def read_notes(self) -> None:
+    def read_messages(self) -> None:
         """Take in the notes of the peers; never waits."""
-        self.presence.read()
+        self.peers.read()
         if self.failure is not None:
             self._detach()
 
@@ -248,32 +248,32 @@ class Group:
         """Tell peers, once, that the script ends, so that they do not wait for this rank. Returns without waiting."""
         if not self.closed and not self.left and not runtime.finalized(self.comm):
             self.left = True
-            calls = f"collective call {self.presence.calls}" if self.progress is None else self.progress()
-            self.presence.leave(f"rank {self.rank} ({runtime.whoami()}) left the job after {calls}")
+            calls = f"collective call {self.peers.calls}" if self.progress is None else self.progress()
+            self.peers.leave(f"rank {self.rank} ({runtime.whoami()}) left the job after {calls}")
 
     def withdraw(self, members: Container[int], failure: Failure) -> None:
         """Tell the world ranks `members` that this one makes no communicator with them any more; never waits."""
         if not self.closed and not runtime.finalized(self.comm):
-            self.presence.withdraw(members, failure)
+            self.peers.withdraw(members, failure)
 
     def _detach(self) -> None:
         if self.vote is not None:
             self.vote.abandon()
-        with self.process.lock:
-            if self in self.process.groups:
-                self.process.groups.remove(self)
+        with self.context.lock:
+            if self in self.context.groups:
+                self.context.groups.remove(self)
                 if self.failure is not None:
-                    self.process.keep_failed(self)
+                    self.context.keep_failed(self)
 
     def close(self) -> None:
         """Free the communicator; collective, may be called twice. After a failure it is kept for notes under way."""
         if self.closed or self.failure is not None:
             return
         self.agree("close")
-        self.presence.closing = True  # from here on no rank sends a note, so that their number is final
-        notes = int(self.agree("close: the number of notes", values=[self.presence.sent])[:, 0].sum())
+        self.peers.closing = True  # from here on no rank sends a note, so that their number is final
+        messages = int(self.agree("close: the number of notes", values=[self.peers.sent])[:, 0].sum())
         with self.failing("close"):
-            self.wait(_Settled(self.presence, notes), "the last notes of a group", everyone=True)
+            self.wait(_Settled(self.peers, messages), "the last notes of a group", everyone=True)
         self._detach()
         self.closed = True
         self.comm.Free()
@@ -290,12 +290,12 @@ def _pickled(value: Any, error: Exception | None) -> tuple[bytes, Exception | No
 class _Settled:
     """A request that is complete once every note of a group has been received, and answered."""
 
-    def __init__(self, presence: Presence, notes: int) -> None:
-        self.presence, self.notes = presence, notes
+    def __init__(self, presence: PeerStatus, messages: int) -> None:
+        self.peers, self.messages = presence, messages
 
     def Test(self) -> bool:
-        with self.presence.process.lock:
-            return self.presence.settled(self.notes)
+        with self.peers.context.lock:
+            return self.peers.settled(self.messages)
 
 
 # -- An exchange: an all-gather of one row of numbers from each rank of a group. Every agreement is made of exchanges
@@ -345,7 +345,7 @@ class Exchange:
         self.table, self._request = mine[None], None
         if group.size > 1:
             self.table = np.empty((group.size, mine.size), np.int64)
-            self._number = group.process.flight.begin(what, nbytes=mine.nbytes)
+            self._number = group.context.flight.begin(what, nbytes=mine.nbytes)
             self._request = own(group.comm.Iallgather(mine, self.table))
 
     def Test(self) -> bool:
@@ -355,7 +355,7 @@ class Exchange:
         if not self._request.Test():
             return False
         self._request = None
-        self.group.process.flight.end(self._number)
+        self.group.context.flight.end(self._number)
         return True
 
     def result(self) -> np.ndarray:
@@ -412,7 +412,7 @@ class Vote:
     def settle(self) -> np.ndarray:
         """Wait for the outcome, and return the values of all ranks; if ranks disagree, all raise the same error."""
         if self._values is None:
-            self.group.process.advancing.pop(self, None)  # the wait below would come back to this vote
+            self.group.context.advancing.pop(self, None)  # the wait below would come back to this vote
             self._exchange.result()
             self._close()
         if self._error is not None:
@@ -423,7 +423,7 @@ class Vote:
     def abandon(self) -> None:
         """Drop the vote, because its group is closed or has failed, or because its outcome is there."""
         self.group.vote = None
-        self.group.process.advancing.pop(self, None)
+        self.group.context.advancing.pop(self, None)
 
     def _close(self) -> None:
         """Take the outcome, which is there."""

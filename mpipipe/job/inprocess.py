@@ -21,7 +21,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 
 from mpipipe.errors import ArgumentError, HangError, MpipipeError, PeerError
-from mpipipe.job.context import Process, adopt
+from mpipipe.job.context import RankContext, adopt
 from mpipipe.job.types import Testable
 
 # -- What the threads of `job.inprocess` share: messages under way, and collectives that wait for more ranks ---------
@@ -68,7 +68,7 @@ class World:
         self.posted: dict[tuple[Context, int], list[Receive]] = defaultdict(list)
         self.meetings: dict[tuple[Context, int], Meeting] = {}
         self.broken = False
-        self.processes: dict[int, Process] = {}
+        self.contexts: dict[int, RankContext] = {}
 
     def next_delay(self) -> float:
         """Seconds until the next message becomes visible."""
@@ -290,15 +290,15 @@ def run(
     errors: dict[int, BaseException] = {}
 
     def body(rank: int) -> None:
-        adopt(world.processes[rank])
+        adopt(world.contexts[rank])
         try:
             results[rank] = function(Communicator(world, ("world",), tuple(range(ranks)), rank))
         except BaseException as error:
             errors[rank] = error
             world.broken = True
-        world.processes[rank].ended = True
+        world.contexts[rank].ended = True
 
-    world.processes.update({rank: Process() for rank in range(ranks)})
+    world.contexts.update({rank: RankContext() for rank in range(ranks)})
     threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(ranks)]
     for thread in threads:
         thread.start()

@@ -27,7 +27,7 @@ from typing import NoReturn
 
 from mpipipe.errors import BackendError, LostRankError, PeerError
 from mpipipe.job import communicators, rank_list, report, runtime
-from mpipipe.job.context import here
+from mpipipe.job.context import current_rank
 from mpipipe.job.group import group_of
 from mpipipe.job.report import write
 from mpipipe.job.types import Communicator, MpiCommunicator
@@ -181,7 +181,7 @@ class Lifeline:
 
     def end_job(self, code: int) -> NoReturn:
         """End all ranks of this host, and this one with `code`. Those of other hosts find that it has died."""
-        here().ended = True
+        current_rank().ended = True
         host, own = self.places[self.comm.rank]
         for place, pid in self.places:
             if place == host and pid != own:
@@ -192,15 +192,15 @@ class Lifeline:
 
 def start() -> Lifeline | None:
     """The lifeline of this process, made where the job can outlive a rank; collective over COMM_WORLD then."""
-    process = here()
-    if process.lifeline is None and is_enabled() and not process.alone and runtime.world().size > 1:
-        process.lifeline = Lifeline()
-    return process.lifeline
+    context = current_rank()
+    if context.lifeline is None and is_enabled() and not context.alone and runtime.world().size > 1:
+        context.lifeline = Lifeline()
+    return context.lifeline
 
 
 def demand() -> Lifeline:
     """As `start`; raises BackendError if the job cannot outlive a rank."""
-    if here().alone:
+    if current_rank().alone:
         raise BackendError("ranks that are threads cannot outlive each other", remedy=REMEDY)
     found = start()
     if found is None:
@@ -227,15 +227,15 @@ _exit = os._exit  # as it was before `run_or_abort` watches it
 
 def _forget_groups() -> None:
     """Let go of all groups: each of them has dead ranks, or is to be made anew."""
-    process = here()
-    with process.lock:
-        process.groups.clear()
-        process.failed.clear()
-        process.withdrawn.clear()
-        process.advancing.clear()
-        process.failures.clear()
-        process.left.clear()
-    watchdog = process.watchdog
+    context = current_rank()
+    with context.lock:
+        context.groups.clear()
+        context.failed.clear()
+        context.withdrawn.clear()
+        context.advancing.clear()
+        context.failures.clear()
+        context.left.clear()
+    watchdog = context.watchdog
     if watchdog is not None:
         watchdog.forget()
 
@@ -244,7 +244,7 @@ class _Deadline:
     """Within, the job ends with a report where survivors do not come together in time."""
 
     def __init__(self, line: Lifeline) -> None:
-        watchdog = here().watchdog
+        watchdog = current_rank().watchdog
         limit = None if watchdog is None else watchdog.limit
         self.seconds = DEADLINE if limit is None else max(10.0, limit)
         self.timer = threading.Timer(self.seconds, self._give_up)

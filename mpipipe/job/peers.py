@@ -6,7 +6,7 @@ names the call that it is about, so the receiver can compare it with its own cou
 - LEFT after call 7: a receiver in call 7 goes on, one in call 8 would wait for ever, and fails;
 - WAITING in call 8, sent to rank 0: rank 0 answers HERE once it has come to call 8. So rank 0 knows who is there, and
   the others know whether rank 0 is. Whoever has not said WAITING is missing;
-- ELSEWHERE: see wait.Vigil, which finds two ranks that wait for each other in different groups;
+- ELSEWHERE: see wait.LongWait, which finds two ranks that wait for each other in different groups;
 - WITHDRAWN: see wait.wait_for_ranks, in which a rank has failed while it made a communicator with the receiver.
 
 Only long waits send the last three kinds, each once a call, so the notes are few.
@@ -21,14 +21,14 @@ from typing import NamedTuple
 import numpy as np
 
 from mpipipe.job import rank_list
-from mpipipe.job.context import Failure, Process
+from mpipipe.job.context import Failure, RankContext
 from mpipipe.job.requests import own
 from mpipipe.job.types import Communicator, Request
 
 LISTED = 8  # different waits that a text names
 
 
-class Presence:
+class PeerStatus:
     """News among the ranks of one group.
 
     Parameters
@@ -62,13 +62,13 @@ class Presence:
         On rank 0: rank -> call of each note WAITING that has no answer yet.
     """
 
-    def __init__(self, comm: Communicator, members: tuple[int, ...], process: Process) -> None:
-        self.notes, self.members, self.process = Notes(comm), members, process
+    def __init__(self, comm: Communicator, members: tuple[int, ...], context: RankContext) -> None:
+        self.messages, self.members, self.context = ControlMessages(comm), members, context
         self.rank, self.size = comm.rank, comm.size
         self.calls = 0
         self.closing = False
         self.failure: Failure | None = None
-        self.elsewhere: Note | None = None
+        self.elsewhere: ControlMessage | None = None
         self.left: dict[int, tuple[int, str]] = {}
         self.told = self.told_elsewhere = 0  # calls for which a note WAITING, or ELSEWHERE, was sent
         self.sent = self.answers = 0
@@ -78,66 +78,66 @@ class Presence:
 
     def fail(self, failure: Failure) -> None:
         """Tell every other rank, once, that this one cannot go on. Returns without waiting."""
-        with self.process.lock:
+        with self.context.lock:
             if self.failure is None:
                 self.failure = failure
-                self._send_all(Kind.FAILED, failure.number, failure.text)
+                self._send_all(ControlKind.FAILED, failure.number, failure.text)
 
     def leave(self, text: str) -> None:
         """Tell every other rank that this one takes part in no call after the current one."""
-        with self.process.lock:
-            self._send_all(Kind.LEFT, self.calls, text)
+        with self.context.lock:
+            self._send_all(ControlKind.LEFT, self.calls, text)
 
     def withdraw(self, members: Container[int], failure: Failure) -> None:
         """Tell the world ranks `members` of this group that this rank makes no communicator with them."""
-        with self.process.lock:
-            self._send_all(Kind.WITHDRAWN, failure.number, failure.text, members)
+        with self.context.lock:
+            self._send_all(ControlKind.WITHDRAWN, failure.number, failure.text, members)
 
-    def _send_all(self, kind: Kind, number: int, text: str, members: Container[int] | None = None) -> None:
-        if self.process.lifeline is not None and self.process.lifeline.is_broken:
+    def _send_all(self, kind: ControlKind, number: int, text: str, members: Container[int] | None = None) -> None:
+        if self.context.lifeline is not None and self.context.lifeline.is_broken:
             return  # all hear of the death from MPI, and sending to the dead raises
         for peer, member in enumerate(self.members):
-            if peer != self.rank and (members is None or (member in members and member not in self.process.left)):
-                self.notes.send(peer, kind, number, text)
+            if peer != self.rank and (members is None or (member in members and member not in self.context.left)):
+                self.messages.send(peer, kind, number, text)
 
     def read(self) -> None:
         """Take in the notes that have arrived, and answer those that ask; never waits."""
-        for note in self.notes.read():
-            self._take(note)
+        for message in self.messages.read():
+            self._take(message)
         for peer, call in tuple(self.unanswered.items()):
             if call <= self.calls:
                 del self.unanswered[peer]
-                self.notes.send(peer, Kind.HERE, call, "")
+                self.messages.send(peer, ControlKind.HERE, call, "")
         for peer, (call, text) in self.left.items():
             if call < self.calls and self.failure is None:
                 missed = Failure(-1 - self.members[peer], text)
                 self.fail(missed)
-                self.process.hear(missed)
+                self.context.add_failure(missed)
 
-    def _take(self, note: Note) -> None:
-        if note.kind == Kind.FAILED:
+    def _take(self, message: ControlMessage) -> None:
+        if message.kind == ControlKind.FAILED:
             if self.failure is None:  # else this rank has raised what ended the group, and may have gone on since
-                self.failure = Failure(note.call, note.text)
-                self.process.hear(self.failure)
-        elif note.kind == Kind.LEFT:
-            self.left[note.source] = note.call, note.text
-            self.process.left[self.members[note.source]] = note.text
-        elif note.kind == Kind.WITHDRAWN:
-            self.process.withdrawn[self.members[note.source]] = Failure(note.call, note.text)
-        elif note.kind == Kind.WAITING:
+                self.failure = Failure(message.call, message.text)
+                self.context.add_failure(self.failure)
+        elif message.kind == ControlKind.LEFT:
+            self.left[message.source] = message.call, message.text
+            self.context.left[self.members[message.source]] = message.text
+        elif message.kind == ControlKind.WITHDRAWN:
+            self.context.withdrawn[self.members[message.source]] = Failure(message.call, message.text)
+        elif message.kind == ControlKind.WAITING:
             self.received += 1
-            self.waiting[note.source] = note.call, note.text
-            self.unanswered[note.source] = note.call
-        elif note.kind == Kind.HERE:
+            self.waiting[message.source] = message.call, message.text
+            self.unanswered[message.source] = message.call
+        elif message.kind == ControlKind.HERE:
             self.answers += 1
         else:
-            self.elsewhere = note
+            self.elsewhere = message
 
-    def settled(self, notes: int) -> bool:
+    def settled(self, messages: int) -> bool:
         """Whether all `notes` to rank 0 have been received and answered, and all that was sent has left."""
         self.read()
-        complete = self.answers == self.sent if self.rank else self.received == notes
-        return complete and not self.unanswered and self.notes.all_sent()
+        complete = self.answers == self.sent if self.rank else self.received == messages
+        return complete and not self.unanswered and self.messages.all_sent()
 
     # -- who is missing -----------------------------------------------------------------------------------------
 
@@ -145,18 +145,18 @@ class Presence:
         """Tell rank 0, once a call, that this rank waits for all others."""
         if self.rank == 0 or self.told == self.calls or self.closing:
             return
-        with self.process.lock:
+        with self.context.lock:
             self.told = self.calls
             self.sent += 1
-            self.notes.send(0, Kind.WAITING, self.calls, what)
+            self.messages.send(0, ControlKind.WAITING, self.calls, what)
 
-    def tell_who_waits_here(self, mine: Presence, what: str) -> None:
+    def tell_who_waits_here(self, mine: PeerStatus, what: str) -> None:
         """Tell one rank that waits for this one in this group that this one waits for it in the group of `mine`."""
         for peer, call in self.unanswered.items():
             member = self.members[peer]
             if call > self.calls and member in mine.members and mine.told_elsewhere < mine.calls and not mine.closing:
                 mine.told_elsewhere = mine.calls
-                mine.notes.send(mine.members.index(member), Kind.ELSEWHERE, mine.calls, what)
+                mine.messages.send(mine.members.index(member), ControlKind.ELSEWHERE, mine.calls, what)
 
     def describe_missing(self) -> str:
         """Which ranks have not come to the call under way; "" where this rank does not know."""
@@ -179,8 +179,8 @@ class Presence:
     def _who_waits_elsewhere(self) -> dict[int, str]:
         """World rank -> text, of the ranks that wait for this one in another group, and so must still do so."""
         texts = {}
-        for group in self.process.groups:
-            other: Presence = group.presence
+        for group in self.context.groups:
+            other: PeerStatus = group.peers
             for peer, call in other.unanswered.items():
                 if call > other.calls:
                     texts[other.members[peer]] = other.waiting[peer][1]
@@ -194,11 +194,11 @@ class Presence:
 # own, and whoever waits looks for them: see wait.py for when, and presence.py for what they mean together.
 
 
-NOTE_BYTES = 1024
+MESSAGE_BYTES = 1024
 HEAD = 3  # int64 numbers before the text: kind, source, call
 
 
-class Kind(IntEnum):
+class ControlKind(IntEnum):
     """What a note says."""
 
     FAILED = 0  # the sender cannot go on with this group; `call` is the number of the failure
@@ -209,16 +209,16 @@ class Kind(IntEnum):
     WITHDRAWN = 5  # the sender makes no communicator with the receiver any more; `call` is the number of a failure
 
 
-class Note(NamedTuple):
+class ControlMessage(NamedTuple):
     """A note that was received."""
 
-    kind: Kind
+    kind: ControlKind
     source: int
     call: int
     text: str
 
 
-class Notes:
+class ControlMessages:
     """The notes of one rank on a private communicator, on which no other point-to-point message travels."""
 
     def __init__(self, comm: Communicator) -> None:
@@ -226,31 +226,31 @@ class Notes:
         self.sending: list[Request] = []
         self.receiving: tuple[Request, np.ndarray] | None = None  # a note that has arrived, and its buffer
 
-    def send(self, peer: int, kind: Kind, call: int, text: str) -> None:
+    def send(self, peer: int, kind: ControlKind, call: int, text: str) -> None:
         """Start sending; never waits. A text that is too long is cut."""
-        note = np.zeros(NOTE_BYTES, np.uint8)
-        note[: 8 * HEAD].view(np.int64)[:] = kind, self.comm.rank, call
-        data = np.frombuffer(text.encode("utf-8", "backslashreplace")[: NOTE_BYTES - 8 * HEAD], np.uint8)
-        note[8 * HEAD :][: data.size] = data
+        message = np.zeros(MESSAGE_BYTES, np.uint8)
+        message[: 8 * HEAD].view(np.int64)[:] = kind, self.comm.rank, call
+        data = np.frombuffer(text.encode("utf-8", "backslashreplace")[: MESSAGE_BYTES - 8 * HEAD], np.uint8)
+        message[8 * HEAD :][: data.size] = data
         self.all_sent()
-        self.sending.append(own(self.comm.Isend(note, peer, 0)))
+        self.sending.append(own(self.comm.Isend(message, peer, 0)))
 
-    def read(self) -> list[Note]:
+    def read(self) -> list[ControlMessage]:
         """All notes that have arrived; never waits."""
         if self.sending:
             self.all_sent()  # drops those that have left
         arrived = []
         while self.receiving is not None or self.comm.Iprobe():
             if self.receiving is None:
-                buffer = np.empty(NOTE_BYTES, np.uint8)
+                buffer = np.empty(MESSAGE_BYTES, np.uint8)
                 self.receiving = own(self.comm.Irecv(buffer)), buffer
-            request, note = self.receiving
+            request, message = self.receiving
             if not request.Test():
                 break
             self.receiving = None
-            kind, source, call = note[: 8 * HEAD].view(np.int64).tolist()
-            text = note[8 * HEAD :].tobytes().rstrip(b"\0").decode("utf-8", "replace")
-            arrived.append(Note(Kind(kind), source, call, text))
+            kind, source, call = message[: 8 * HEAD].view(np.int64).tolist()
+            text = message[8 * HEAD :].tobytes().rstrip(b"\0").decode("utf-8", "replace")
+            arrived.append(ControlMessage(ControlKind(kind), source, call, text))
         return arrived
 
     def all_sent(self) -> bool:

@@ -45,7 +45,7 @@ class Preempted(SystemExit):
 
     def __init__(self, group: Group) -> None:
         super().__init__(PREEMPTED)
-        self.agreed = frozenset(group.presence.members)
+        self.agreed = frozenset(group.peers.members)
 
 
 class Preemption:
@@ -125,7 +125,7 @@ class Preemption:
         self._closed = False
         self.whereabouts: Callable[[], str] | None = None
         self._say = _on_stderr if say is None else say
-        with self.group.together("making a Preemption"):
+        with self.group.raise_together("making a Preemption"):
             for name, value in (("grace", grace), ("margin", margin)):
                 if value is not None and not value >= 0:
                     raise ArgumentError(name, found=repr(value), expected="seconds, at least 0")
@@ -262,8 +262,8 @@ class Preemption:
 
     def _hopeless(self) -> bool:
         """Whether another rank has ended although none has left: its launcher then tells the others by a signal."""
-        watchdog = self.group.process.watchdog
-        if self.group.process.lifeline is not None:
+        watchdog = self.group.context.watchdog
+        if self.group.context.lifeline is not None:
             return False  # MPI tells of the death, and the others may go on
         return watchdog is not None and not self.reason and not self._closed and bool(watchdog.ended_neighbours())
 
@@ -280,7 +280,7 @@ class Preemption:
             time.sleep(FORWARD_SECONDS)
         if not usable:
             os._exit(code)
-        abort_job(runtime.world(), code, self.group.process)
+        abort_job(runtime.world(), code, self.group.context)
 
 
 def _on_stderr(text: str) -> None:

@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from mpipipe.errors import MpipipeError, StageError
-from mpipipe.job.context import Process, here, is_rank
+from mpipipe.job.context import RankContext, current_rank, is_rank
 from mpipipe.job.types import MpiCommunicator
 
 GRACE = 3.0  # seconds: for peers to come to their end after an error, and for the rank with the cause to report first
@@ -140,7 +140,7 @@ def write_past_launcher(errors: Path, text: str) -> None:
 # -- The end of a whole job at once, by MPI_Abort, which does not end every process that calls it ---------------------
 
 
-def abort_job(world: MpiCommunicator, code: int, process: Process | None = None) -> NoReturn:
+def abort_job(world: MpiCommunicator, code: int, context: RankContext | None = None) -> NoReturn:
     """End the job: by the lifeline where this rank (`process`, by default the calling one) has one, else by MPI_Abort.
 
     The main thread first waits until the launcher has read what was written, and no Ctrl-C keeps it from the end. Any
@@ -152,7 +152,7 @@ def abort_job(world: MpiCommunicator, code: int, process: Process | None = None)
     MPICH's MPI_Abort returns under `srun --mpi=pmi2`, and was seen to do so under its own launcher on a busy machine.
     This process then ends by a signal.
     """
-    line = (here() if process is None else process).lifeline
+    line = (current_rank() if context is None else context).lifeline
     try:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -215,8 +215,8 @@ def _abort_after_exception(MPI: ModuleType) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     # peers that hear of it have time to say where they were; one that only heard leaves the end to the one it heard of
-    heard = getattr(error, "reported_elsewhere", False)
-    time.sleep(2 * GRACE + STAGGER * rank if heard else 1.0 + min(1.0, 0.05 * rank))
+    elsewhere = getattr(error, "reported_elsewhere", False)
+    time.sleep(2 * GRACE + STAGGER * rank if elsewhere else 1.0 + min(1.0, 0.05 * rank))
     write(f"mpipipe: rank {rank} of {MPI.COMM_WORLD.size} died of {type(error).__name__}: the job ends here\n")
     code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
     abort_job(MPI.COMM_WORLD, code)
@@ -233,13 +233,13 @@ _last: list[Callable[[], None]] = []
 def say_farewell() -> None:
     """Tell the other ranks of all groups that this rank leaves; each group is told once."""
     if is_rank():
-        for group in (*here().groups, *here().failed):
+        for group in (*current_rank().groups, *current_rank().failed):
             group.leave()
 
 
 def stop_watching() -> None:
     """End the watchdog of this rank: MPI is about to be finalized."""
-    watchdog = here().watchdog
+    watchdog = current_rank().watchdog
     if is_rank() and watchdog is not None:
         watchdog.stop()
 

@@ -2,9 +2,9 @@
 
     poll        100 times at once, for small messages
     give way    poll and yield the core, for some milliseconds
-    keep vigil  poll, look around, sleep 50 microseconds (500 where ranks share cores), and so on
+    long wait   poll, look around, sleep 50 microseconds (500 where ranks share cores), and so on
 
-No rank waits inside MPI, where it could neither hear of a failure nor give up. While it keeps vigil, a rank
+No rank waits inside MPI, where it could neither hear of a failure nor give up. In a long wait, a rank
 
 - reads the notes of all its groups: one that says that a peer has failed, or has left before the call that this rank
   is in, ends the wait with PeerError;
@@ -27,9 +27,9 @@ from typing import Protocol
 
 from mpipipe.errors import MismatchError, StallError
 from mpipipe.job import runtime, settings
-from mpipipe.job.consensus import heard
-from mpipipe.job.context import Failure, OpenGroup, Process, here
-from mpipipe.job.peers import Presence
+from mpipipe.job.consensus import peer_error
+from mpipipe.job.context import Failure, OpenGroup, RankContext, current_rank
+from mpipipe.job.peers import PeerStatus
 from mpipipe.job.types import Testable
 
 logger = logging.getLogger("mpipipe")
@@ -44,10 +44,10 @@ class WaitingGroup(OpenGroup, Protocol):
     """What a wait asks of the group whose call it belongs to; job.group.Group is one."""
 
     @property
-    def presence(self) -> Presence: ...
+    def peers(self) -> PeerStatus: ...
 
     @property
-    def process(self) -> Process: ...
+    def context(self) -> RankContext: ...
 
     @property
     def rank(self) -> int: ...
@@ -96,44 +96,44 @@ def wait(
     StallError
         After MPIPIPE_TIMEOUT seconds, where that is set.
     """
-    process = here() if group is None else group.process
-    if not process.recorders:
-        return _wait(request, what, group, everyone, peer, process)
+    context = current_rank() if group is None else group.context
+    if not context.recorders:
+        return _wait(request, what, group, everyone, peer, context)
     with ExitStack() as stack:
-        for recorder in process.recorders.copy():  # a pipeline may be freed meanwhile
+        for recorder in context.recorders.copy():  # a pipeline may be freed meanwhile
             stack.enter_context(recorder.waiting(what, group.key if everyone and group is not None else None))
-        _wait(request, what, group, everyone, peer, process)
+        _wait(request, what, group, everyone, peer, context)
 
 
 def _wait(
-    request: Testable, what: object, group: WaitingGroup | None, everyone: bool, peer: int | None, process: Process
+    request: Testable, what: object, group: WaitingGroup | None, everyone: bool, peer: int | None, context: RankContext
 ) -> None:
-    test = _advancing_first(process, request.Test) if process.advancing else request.Test
+    test = _advancing_first(context, request.Test) if context.advancing else request.Test
     for _ in range(SPIN_POLLS):
         if test():
             return
     start = time.perf_counter()
-    while time.perf_counter() - start < process.patience:
+    while time.perf_counter() - start < context.patience:
         if test():
             return
         os.sched_yield()
-    with Vigil(process, what or "other ranks", group, everyone, start, peer=peer) as vigil:
+    with LongWait(context, what or "other ranks", group, everyone, start, peer=peer) as long_wait:
         while not test():
-            vigil.look()
-            time.sleep(process.pause)
+            long_wait.look()
+            time.sleep(context.pause)
 
 
-def _advancing_first(process: Process, test: Callable[[], bool]) -> Callable[[], bool]:
+def _advancing_first(context: RankContext, test: Callable[[], bool]) -> Callable[[], bool]:
     """Return `test`, preceded by a call that advances what this thread has registered."""
 
     def advance_and_test() -> bool:
-        process.advance()
+        context.advance()
         return test()
 
     return advance_and_test
 
 
-class Vigil:
+class LongWait:
     """A wait that has become long: what the rank hears and says meanwhile.
 
     Parameters
@@ -154,7 +154,7 @@ class Vigil:
 
     def __init__(
         self,
-        process: Process,
+        context: RankContext,
         what: object,
         group: WaitingGroup | None = None,
         everyone: bool = False,
@@ -164,40 +164,40 @@ class Vigil:
         grace: float = 0.0,
         peer: int | None = None,
     ) -> None:
-        self.process, self.what, self.group, self.everyone, self.peer = process, what, group, everyone, peer
+        self.context, self.what, self.group, self.everyone, self.peer = context, what, group, everyone, peer
         self.start = time.perf_counter() if start is None else start
         self.absent, self.grace = frozenset(absent), grace
         self.absent_since: float | None = None
-        self.heard, self.warned = len(process.failures), False
+        self.peer_error, self.warned = len(context.failures), False
         self.limit = settings.timeout()
         self.tell_after = TELL_SECONDS if self.limit is None else min(TELL_SECONDS, self.limit / 3)
 
-    def __enter__(self) -> Vigil:
-        self.process.vigils_begun += 1
-        self.process.vigils.append(self)
+    def __enter__(self) -> LongWait:
+        self.context.long_waits_begun += 1
+        self.context.long_waits.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.process.vigils.remove(self)
+        self.context.long_waits.remove(self)
 
     def look(self) -> None:
         """Read notes; raise where they or the clock end the wait."""
-        process, group = self.process, self.group
-        if process.lifeline is not None:
-            process.lifeline.look()
-        if process.watchdog is not None:
-            process.watchdog.attend()
-        with process.lock:
-            for each in (*process.groups, *process.failed):
-                each.read_notes()
+        context, group = self.context, self.group
+        if context.lifeline is not None:
+            context.lifeline.look()
+        if context.watchdog is not None:
+            context.watchdog.look()
+        with context.lock:
+            for each in (*context.groups, *context.failed):
+                each.read_messages()
         self._listen()
         waited = time.perf_counter() - self.start
-        for rank in self.absent.intersection(process.withdrawn):
-            raise heard(process.withdrawn[rank])
-        for rank in self.absent.intersection(process.left):
+        for rank in self.absent.intersection(context.withdrawn):
+            raise peer_error(context.withdrawn[rank])
+        for rank in self.absent.intersection(context.left):
             self.absent_since = waited if self.absent_since is None else self.absent_since
             if waited - self.absent_since >= self.grace:
-                raise heard(Failure(-1 - rank, process.left[rank]))
+                raise peer_error(Failure(-1 - rank, context.left[rank]))
         if waited > self.tell_after and group is not None:
             self._tell_others(group)
         if self.limit is not None and waited > self.limit:
@@ -211,18 +211,20 @@ class Vigil:
 
         On a rank with one thread any failure ends the wait, else those of the wait's own group and of related ones.
         """
-        group, news = self.group, self.process.failures[self.heard :]
-        if news and (group is None or self.process.single_threaded):
-            raise heard(next((failure for failure in news if failure.number > 0), news[0]))  # failed, rather than left
+        group, news = self.group, self.context.failures[self.peer_error :]
+        if news and (group is None or self.context.single_threaded):
+            raise peer_error(
+                next((failure for failure in news if failure.number > 0), news[0])
+            )  # failed, rather than left
         if group is not None:
             for each in (group, *group.related):
                 if each.failure is not None:
-                    raise heard(each.failure)
+                    raise peer_error(each.failure)
 
     def _tell_others(self, group: WaitingGroup) -> None:
         if self._concerns_all:
-            group.presence.tell_leader(str(self.what))
-        if self.process.single_threaded:
+            group.peers.tell_leader(str(self.what))
+        if self.context.single_threaded:
             self._look_for_a_circle(group)
 
     @property
@@ -237,19 +239,19 @@ class Vigil:
         waits in group B, it tells one of those ranks so, by a note in B. If that rank has not come to this call of B,
         each of the two waits for the other.
         """
-        for group in tuple(self.process.groups):
+        for group in tuple(self.context.groups):
             if group is mine:
                 continue
-            there: Presence = group.presence
+            there: PeerStatus = group.peers
             if self._concerns_all:
-                there.tell_who_waits_here(mine.presence, str(self.what))
-            note = there.elsewhere
-            if note is not None and note.call > there.calls:
+                there.tell_who_waits_here(mine.peers, str(self.what))
+            message = there.elsewhere
+            if message is not None and message.call > there.calls:
                 error = MismatchError(
                     "ranks wait for each other in different calls",
                     rank=there.rank,
                     found=str(self.what),
-                    expected=f"{note.text}, in which rank {note.source} waits",
+                    expected=f"{message.text}, in which rank {message.source} waits",
                     remedy="make the same calls on the same objects, in the same order on all ranks",
                 )
                 group.fail(error, f"{type(error).__name__}: {error}")
@@ -257,7 +259,7 @@ class Vigil:
 
     def _missing(self) -> str:
         """Who is missing; "" where that cannot be known."""
-        return self.group.presence.describe_missing() if self.group is not None and self.everyone else ""
+        return self.group.peers.describe_missing() if self.group is not None and self.everyone else ""
 
     def _warn(self) -> None:
         group, missing = self.group, self._missing()
@@ -284,18 +286,18 @@ def wait_for_ranks(request: Testable, what: str, members: Collection[int], grace
     No rank can send a note on a communicator that does not exist yet. So notes of other groups, also of those that have
     failed, say that a rank does not come: it raised in such a wait, or its script has ended `grace` seconds ago.
     """
-    process = here()
-    test = _advancing_first(process, request.Test) if process.advancing else request.Test
+    context = current_rank()
+    test = _advancing_first(context, request.Test) if context.advancing else request.Test
     try:
-        with Vigil(process, what, absent=members, grace=grace) as vigil:
-            while not process.withdrawn.keys().isdisjoint(members) or not test():
-                if time.perf_counter() - vigil.start < process.patience:
+        with LongWait(context, what, absent=members, grace=grace) as long_wait:
+            while not context.withdrawn.keys().isdisjoint(members) or not test():
+                if time.perf_counter() - long_wait.start < context.patience:
                     os.sched_yield()
                     continue
-                vigil.look()
-                time.sleep(process.pause)
+                long_wait.look()
+                time.sleep(context.pause)
     except BaseException as error:
-        process.withdraw(members, error)
+        context.withdraw(members, error)
         raise
 
 
@@ -322,8 +324,8 @@ def wait_locally(ended: Callable[[float], bool], what: object) -> None:
     """
     if ended(0.0):
         return
-    process = here()
-    with Vigil(process, what) as vigil:
+    context = current_rank()
+    with LongWait(context, what) as long_wait:
         while not ended(LOOK_SECONDS):
-            process.advance()
-            vigil.look()
+            context.advance()
+            long_wait.look()

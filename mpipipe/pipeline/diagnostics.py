@@ -22,7 +22,7 @@ from mpipipe import arrays
 from mpipipe.arrays import Shortage
 from mpipipe.comm.mailbox import Envelope
 from mpipipe.errors import StageError
-from mpipipe.job.flight import Account, Message
+from mpipipe.job.flight import Message, Snapshot
 from mpipipe.job.group import Group
 from mpipipe.pipeline.batch import CallState
 from mpipipe.pipeline.graphs import StageGraphs
@@ -56,7 +56,7 @@ class PipelineFlight:
         self.calls: deque[KeptCall] = deque(maxlen=KEPT_CALLS)
         self.begun = 0
         self.running = False
-        group.process.keep_account(self)
+        group.context.add_inspectable(self)
 
     def begin(self, call: str, number: int, plan: Plan, marks: list) -> None:
         """Note that a call begins: its messages are known, and its actions are about to run."""
@@ -69,17 +69,17 @@ class PipelineFlight:
         """Note that the call has ended."""
         self.running = False
 
-    def sign(self) -> object:
+    def progress_token(self) -> object:
         """Return a value that changes with every progress."""
         mailbox = self.messages.mailbox
         marks = self.calls[-1].marks if self.calls else ()
         return self.begun, self.running, len(marks), len(mailbox.sent), mailbox.polls
 
-    def account(self) -> Account:
+    def snapshot(self) -> Snapshot:
         """Return how far this rank has come in the running call."""
         call = self.calls[-1] if self.running and self.state.running else None
         operations = [text for kept in tuple(self.calls) for text in self._operations(kept)]
-        idle = Account(self.group.key, operations=tuple(operations))
+        idle = Snapshot(self.group.key, operations=tuple(operations))
         if call is None:
             return idle
         done, computes = divmod(len(call.marks), 2)
@@ -108,13 +108,13 @@ class PipelineFlight:
 
     def _skipped(self, call: KeptCall, done: int, computes: bool) -> Iterator[Envelope]:
         """Yield messages of ended actions that were not sent. The last action may not have sent all of its own yet."""
-        ended = done if computes or self.group.process.vigils else done - 1
+        ended = done if computes or self.group.context.long_waits else done - 1
         sent = set(call.sent)
         for action in call.plan.steps[: max(0, ended)]:
             yield from (message for message in action.sends if message not in sent)
 
     def _message(self, envelope: Envelope) -> Message:
-        peer = self.group.presence.members[envelope.peer]
+        peer = self.group.peers.members[envelope.peer]
         return Message(envelope.name, envelope.subject, peer, envelope.data, self.messages.bytes_of(envelope))
 
     def _operations(self, call: KeptCall) -> Iterator[str]:

@@ -61,8 +61,8 @@ class Engine:
         pipe, replicas, stages, rank = partners.pipe, partners.replicas, partners.stages, partners.pipe.rank
         numbers, device = schedule.stages_of(rank), partners.devices[rank]
         pipe.comm.Set_name("mpipipe pipeline")
-        pipe.process.pipelines += 1
-        name = f"pipeline {pipe.process.pipelines} ({schedule.name})"  # the how many-th of this rank
+        pipe.context.pipelines += 1
+        name = f"pipeline {pipe.context.pipelines} ({schedule.name})"  # the how many-th of this rank
 
         tags = Tags(schedule.placement, schedule.microbatches, runtime.tag_upper_bound(pipe.comm), schedule.skip_ends)
         ties = TieNames(partners.ties, tags.channels, tags.base)
@@ -99,7 +99,7 @@ class Engine:
         self.batches = BatchReader(schedule, rank, loss, bare)
         self.plans = Plans(schedule, before_backwards(schedule) if recompute else schedule, rank, tags)
 
-        executor, recorders = self.executor, pipe.process.recorders  # no circle holds an engine that nobody closed
+        executor, recorders = self.executor, pipe.context.recorders  # no circle holds an engine that nobody closed
         abandon = partial(_abandon, executor, recorders)
         self.state = PipelineState(name, rank, partners.groups, lambda: executor.place, abandon)
         self.flight = PipelineFlight(pipe, self.messages, self.state, timed=not self.executor.clock.waits)
@@ -220,7 +220,7 @@ class Engine:
         """Let `recorder` note them from now on."""
         self._forget()
         self.executor.record(recorder)
-        recorders = self.partners.pipe.process.recorders
+        recorders = self.partners.pipe.context.recorders
         if recorder is not None:
             recorders.add(recorder)
             self._forget = weakref.finalize(self, recorders.discard, recorder)  # nobody may close this pipeline

@@ -114,7 +114,6 @@ class GradientSums:
     def _layer_ended(self, action: PlannedAction, buckets: LayerBuckets, layer: Layer) -> None:
         """Start the sums of what is complete now; not after the first layer: another rank waits for the message."""
         place = buckets.ready.places[layer]
-        buckets.model.end_gradients(buckets.ready.names[place])
         if place:
             self._start(action, buckets.take(place))
 

@@ -7,6 +7,7 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -20,7 +21,6 @@ from mpipipe.job.types import Communicator
 PATIENCE = 10.0  # seconds in which a network file system shows one host what another one wrote
 PAUSE = 0.1
 MARKER = ".mpipipe-marker"
-MODELS = ("weights", "huggingface", "adapter")  # folders that a training replaces at its end
 
 
 def shared_path(comm: Communicator, path: str | None) -> str:
@@ -29,7 +29,7 @@ def shared_path(comm: Communicator, path: str | None) -> str:
     The ranks may have different working folders. Raises ConfigError if the working folder of rank 0 is gone.
     """
     absolute, group = None, group_of(comm)
-    with group.together("the path of a folder"):
+    with group.raise_together("the path of a folder"):
         if comm.rank == 0:
             try:
                 absolute = os.path.abspath(f"runs/{datetime.now():%Y%m%d-%H%M%S}" if path is None else path)
@@ -60,28 +60,30 @@ def _new(path: str) -> str:
         raise unusable(Path(numbered), error) from error
 
 
-def own(comm: Communicator, path: str | None) -> owner.Owner:
+def own(comm: Communicator, path: str | None, replaced: Sequence[str] = ()) -> owner.Owner:
     """Make the output folder this job's, and mend what a job that was killed has left there; collective.
 
-    For `path` see `shared_path`. Raises what `owner.take` raises; ConfigError for a folder that cannot be used.
+    `replaced` are folders in it that are replaced as a whole. For `path` see `shared_path`.
+
+    Raises what `owner.take` raises; ConfigError for a folder that cannot be used.
     """
     group, out = group_of(comm), Path(shared_path(comm, path))
     owned = owner.take(out, group, unusable)
     if path is None:
         owned.made.insert(0, out)
     try:
-        with group.together("train: what a killed job has left"):
+        with group.raise_together("train: what a killed job has left"):
             if comm.rank == 0:
-                _mend(out)
+                _mend(out, replaced)
     except BaseException:
         owned.release()
         raise
     return owned
 
 
-def _mend(out: Path) -> None:
+def _mend(out: Path, replaced: Sequence[str]) -> None:
     try:
-        for name in MODELS:
+        for name in replaced:
             whole_folder.restore(out / name)
         for marker in out.glob(f"{MARKER}-*"):
             marker.unlink()
@@ -134,7 +136,7 @@ def make_folder(out: Path, comm: Communicator, writes: bool) -> None:
     group = group_of(comm)
     token = group.broadcast("the marker of the output folder", secrets.token_hex(16) if comm.rank == 0 else None)
     marker = out / f"{MARKER}-{token}"
-    with group.together("making the output folder"):
+    with group.raise_together("making the output folder"):
         if comm.rank == 0:
             try:
                 out.mkdir(parents=True, exist_ok=True)
@@ -145,7 +147,7 @@ def make_folder(out: Path, comm: Communicator, writes: bool) -> None:
                 raise unusable(out, error) from error
             owner.keep(out)
     try:
-        with group.together("looking at the output folder"):
+        with group.raise_together("looking at the output folder"):
             if writes and not _sees(marker, token):
                 raise ConfigError(
                     "the output folder of rank 0 is not there on this rank",

@@ -23,7 +23,7 @@ from typing import TextIO
 
 from mpipipe import files
 from mpipipe.job import report
-from mpipipe.job.context import here
+from mpipipe.job.context import current_rank
 from mpipipe.text import counted
 
 COLUMNS = 100  # most characters in a line of progress
@@ -257,7 +257,7 @@ class Outlet:
     def _fall_silent(self, stream: TextIO, error: Exception) -> None:
         self.stream = None
         if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):  # a reader may leave, as `head` does
-            here().unwritten = True
+            current_rank().unwritten = True
             reason = error.strerror or str(error)
             tell(f"mpipipe: the output cannot be written: {reason}; the work goes on, and its exit code will be 1")
         files.silence(stream)

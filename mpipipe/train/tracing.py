@@ -32,7 +32,7 @@ def trace_folder(comm: Communicator, trace: str | None, out: Path, resumes: bool
     if trace is None:
         return None
     folder = Path(output_folder.shared_path(comm, trace))
-    with group_of(comm).together("train: the folder of the trace"):
+    with group_of(comm).raise_together("train: the folder of the trace"):
         if comm.rank == 0:
             if folder == out or folder in out.parents or out in folder.parents:
                 raise ConfigError(

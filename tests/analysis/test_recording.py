@@ -79,7 +79,7 @@ def test_ranks_that_are_threads():
 def test_ranks_of_mpi(comm, chunks):
     found = recorded(comm, chunks)
     assert (found is None) == (comm.rank > 0)
-    with group_of(comm).together("the checks"):
+    with group_of(comm).raise_together("the checks"):
         if found is not None:
             check(found, comm.size, chunks)
 
@@ -92,7 +92,7 @@ def test_sums_over_replicas_are_recorded_with_all_of_them(comm):
     with Pipeline([stage], schedule, alone, loss=nn.mean_squared_error, replicas=comm) as pipeline:
         with analysis.recording(pipeline, comm) as record:
             pipeline.step(inputs, targets)
-    with group_of(comm).together("the checks"):
+    with group_of(comm).raise_together("the checks"):
         if comm.rank == 0:
             assert [each.replica for each in record.trace.records] == list(range(comm.size))
             for parts in record.trace.parts().values():
@@ -111,7 +111,7 @@ def test_recording_is_off_outside_and_needs_a_step():
             with pytest.raises(RuntimeError):
                 with analysis.recording(pipeline):
                     raise RuntimeError("before a step")
-            return pipeline.engine.recorder, pipeline.engine.partners.pipe.process.recorders
+            return pipeline.engine.recorder, pipeline.engine.partners.pipe.context.recorders
 
     assert inprocess.run(2, job) == [(None, set())] * 2
 
@@ -121,7 +121,7 @@ def test_a_recorded_pipeline_that_nobody_closed_leaves_no_recorder_behind():
         stage = nn.Stage([nn.Linear(4, 4)], first=comm.rank)
         pipeline = Pipeline([stage], schedules.gpipe(2, 2), comm, loss=nn.mean_squared_error)
         pipeline.engine.record(kept := trace.Recorder())
-        process, freed = pipeline.engine.partners.pipe.process, weakref.ref(pipeline.engine)
+        process, freed = pipeline.engine.partners.pipe.context, weakref.ref(pipeline.engine)
         there = set(process.recorders)
         del pipeline
         gc.collect()

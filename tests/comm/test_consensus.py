@@ -61,7 +61,7 @@ def test_an_error_of_one_rank_is_raised_on_all(comm):
     last = comm.size - 1
 
     def call():
-        with group.together("a call"):
+        with group.raise_together("a call"):
             if comm.rank == last:
                 raise OSError("caf\udce9.txt is gone")  # a file name that is not UTF-8
 

@@ -486,7 +486,7 @@ def test_a_note_of_failure_ends_a_wait_for_a_device_array(gpu, comm, kind_of_tra
         with pytest.raises(PeerError, match="no paint"):
             mailbox.take()
     mailbox.cancel()
-    assert transport not in context.here().advancing
+    assert transport not in context.current_rank().advancing
     comm.Barrier()
 
 
@@ -531,7 +531,11 @@ def test_sums_of_device_buffers_equal_those_of_host_buffers(gpu, comm, monkeypat
     queue = pending[0].queue
     for k in np.random.default_rng(comm.rank).permutation(len(flats)):  # each rank looks at them in its own order
         wait(pending[k])
-    assert gpu.synchronisations == [] and queue.buffers <= allreduce.BUFFERS and queue not in context.here().advancing
+    assert (
+        gpu.synchronisations == []
+        and queue.buffers <= allreduce.BUFFERS
+        and queue not in context.current_rank().advancing
+    )
     for flat, sum_ in zip(flats, expected):
         np.testing.assert_array_equal(arrays.download(flat), sum_)
 
@@ -563,7 +567,7 @@ def test_a_sum_under_way_advances_in_any_wait_and_can_be_given_up(gpu, comm):
     spare = comm.Dup()  # and is not freed, as after a failure
     given_up = allreduce.AllReduce(spare, make(1, 1000))
     given_up.Cancel()
-    assert given_up.queue not in context.here().advancing
+    assert given_up.queue not in context.current_rank().advancing
 
 
 def test_broken_a_sum_that_ignores_its_producer(gpu, comm, unrecorded, monkeypatch):

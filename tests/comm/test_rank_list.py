@@ -13,7 +13,7 @@ from mpipipe.errors import ArgumentError, MismatchError
 from mpipipe.job import rank_list
 from mpipipe.job.group import group_of
 from mpipipe.job.inprocess import run
-from mpipipe.job.peers import Presence
+from mpipipe.job.peers import PeerStatus
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_ranks_that_say_the_same_are_told_together():
 def test_errors_of_many_ranks_name_them_in_short():
     def refuse(comm):
         with pytest.raises(ArgumentError) as caught:
-            with group_of(comm).together("painting"):
+            with group_of(comm).raise_together("painting"):
                 raise ArgumentError("no paint")
         with pytest.raises(MismatchError) as differs:
             group_of(comm).agree("painting", (("colour", "red" if comm.rank < 3 else "blue"),))
@@ -74,5 +74,5 @@ def test_the_ranks_that_miss_a_call_are_named_in_short():
         rank=0, size=9, calls=3, waiting={5: (3, "painting"), 7: (2, "painting")}, members=range(9),
         _who_waits_elsewhere=lambda: elsewhere,
     )  # fmt: skip
-    text = Presence.describe_missing(group)
+    text = PeerStatus.describe_missing(group)
     assert text == "missing: ranks 1, 3, 7-8, rank 2 (waits for a sum), ranks 4, 6 (wait for its input)"

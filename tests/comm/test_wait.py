@@ -41,7 +41,7 @@ def test_a_note_ends_the_waiting_of_all_and_crosses_from_one_group_to_another():
             with other.failing("a test"):
                 wait(Never())
         assert caught.value.reported_elsewhere
-        assert other not in context.here().groups
+        assert other not in context.current_rank().groups
         return "heard"
 
     assert inprocess.run(3, job) == ["told", "heard", "heard"]
@@ -57,7 +57,7 @@ def test_a_peer_that_left_is_missed_only_in_later_calls():
             comm.Barrier()
             return
         comm.Barrier()
-        group.read_notes()
+        group.read_messages()
         group.begin()
         with pytest.raises(PeerError, match="left the job after collective call 3"):
             wait(Never(), group=group)
@@ -136,13 +136,13 @@ def test_a_note_reaches_whichever_thread_of_a_rank_waits(comm):
 
 
 def test_a_failure_ends_the_waits_of_all_threads_of_a_rank():
-    state = context.Process()
+    state = context.RankContext()
     heard = []
 
     class Silent:
         failure = None
 
-        def read_notes(self):
+        def read_messages(self):
             """Nothing arrives."""
 
     state.groups.append(Silent())
@@ -157,7 +157,7 @@ def test_a_failure_ends_the_waits_of_all_threads_of_a_rank():
     for thread in threads:
         thread.start()
     time.sleep(0.2)
-    state.hear(context.Failure(7, "rank 7 failed: wet paint"))
+    state.add_failure(context.Failure(7, "rank 7 failed: wet paint"))
     for thread in threads:
         thread.join(5)
     assert heard == [True, True]
@@ -266,7 +266,7 @@ def test_a_group_that_waited_for_long_leaves_no_note_behind(subcomm, monkeypatch
         return
     monkeypatch.setattr(waiting, "TELL_SECONDS", 0.05)
     group = Group(comm)
-    notes = group.presence
+    notes = group.peers
     for late in (0, 1, 0):
         if comm.rank == late:
             time.sleep(0.3)
@@ -289,8 +289,8 @@ def test_a_rank_that_comes_late_to_the_closing_keeps_nobody_waiting(subcomm, mon
     if comm.rank == late:
         time.sleep(0.4)
     group.close()
-    assert group.closed and group.presence.answers == group.presence.sent
-    assert sum(comm.allgather(group.presence.sent)) == (2 if late == 0 else 1)
+    assert group.closed and group.peers.answers == group.peers.sent
+    assert sum(comm.allgather(group.peers.sent)) == (2 if late == 0 else 1)
 
 
 def test_a_failure_in_one_thread_leaves_the_calls_of_another_alone(subcomm):
@@ -327,7 +327,7 @@ def test_a_group_whose_communicator_was_freed_takes_no_call(comm):
 
 def test_a_long_wait_is_warned_of_once(comm, monkeypatch, caplog):
     monkeypatch.setattr(waiting, "WARNING_SECONDS", 0)
-    monkeypatch.setattr(context.here(), "patience", 0.0)
+    monkeypatch.setattr(context.current_rank(), "patience", 0.0)
 
     class Slow:
         polls = 0
@@ -353,9 +353,9 @@ def test_ranks_that_share_cores_sleep_longer_between_two_polls(monkeypatch):
     monkeypatch.setattr(waiting, "time", SimpleNamespace(sleep=slept.append, perf_counter=time.perf_counter))
     for ranks in (1, 10**6):
         monkeypatch.setenv(settings.LOCAL_SIZE_VARIABLES[0], str(ranks))
-        one = context.Process()
+        one = context.RankContext()
         one.patience = 0.0
-        monkeypatch.setattr(waiting, "here", lambda one=one: one)
+        monkeypatch.setattr(waiting, "current_rank", lambda one=one: one)
         slept.clear()
         wait(Slow())
         assert slept == [one.pause] * 3 and one.pause == (5e-5 if ranks == 1 else 5e-4)
@@ -416,8 +416,8 @@ def test_no_note_is_sent_once_notes_are_counted(subcomm):
         return
     group = Group(comm)
     group.begin()
-    group.presence.closing = True
-    group.presence.tell_leader("a test")
-    assert group.presence.sent == 0
-    group.presence.closing = False
+    group.peers.closing = True
+    group.peers.tell_leader("a test")
+    assert group.peers.sent == 0
+    group.peers.closing = False
     group.close()

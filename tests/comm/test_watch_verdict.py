@@ -15,16 +15,16 @@ import pytest
 from mpipipe import Pipeline, nn, schedules
 from mpipipe.errors import HangError, PeerError
 from mpipipe.job import inprocess
-from mpipipe.job.flight import SLOTS, Account, FlightRecorder, Message
+from mpipipe.job.flight import SLOTS, FlightRecorder, Message, Snapshot
 from mpipipe.job.group import Group
 from mpipipe.job.watch.channel import Dump, Place, Seen, Waits, state_of
-from mpipipe.job.watch.verdict import Silent, judge
+from mpipipe.job.watch.verdict import Unresponsive, judge
 
 CALL = ((0, 1), "step (call 7)")
 
 
-def dump(rank, *waits, accounts=(), ended=False, neighbours=()):
-    return Dump(rank, "node", 5.0, waits, tuple(accounts), ended, "job.py:3 in f", "", (), dict(neighbours))
+def dump(rank, *waits, snapshots=(), ended=False, neighbours=()):
+    return Dump(rank, "node", 5.0, waits, tuple(snapshots), ended, "job.py:3 in f", "", (), dict(neighbours))
 
 
 def for_rank(peer, text="a message"):
@@ -35,8 +35,8 @@ def for_all(ranks, meeting=CALL):
     return Waits(meeting[1], 5.0, tuple(range(ranks)), meeting)
 
 
-def verdict(*dumps, silent=()):
-    return judge({each.rank: each for each in dumps}, silent)
+def verdict(*dumps, unresponsive=()):
+    return judge({each.rank: each for each in dumps}, unresponsive)
 
 
 def test_who_has_not_come_to_a_call_is_to_blame_though_others_wait_for_each_other():
@@ -48,9 +48,9 @@ def test_who_has_not_come_to_a_call_is_to_blame_though_others_wait_for_each_othe
 
 
 def test_blame_follows_those_who_wait_to_the_one_who_does_not():
-    account = Account((9,), doing="forward of stage 2, micro-batch 1, in step", computes=True)
+    snapshot = Snapshot((9,), doing="forward of stage 2, micro-batch 1, in step", computes=True)
     found = verdict(
-        dump(0, for_rank(1)), dump(1, for_rank(2)), dump(2, accounts=[account]), dump(3), dump(4, ended=True)
+        dump(0, for_rank(1)), dump(1, for_rank(2)), dump(2, snapshots=[snapshot]), dump(3), dump(4, ended=True)
     )
     assert [each.text for each in found.culprits] == [
         "rank 2 on node has been computing for 5 s: forward of stage 2, micro-batch 1, in step, at job.py:3 in f"
@@ -76,30 +76,30 @@ def test_a_rank_that_waits_for_no_other_is_to_blame_also_where_nobody_waits_for_
 
 def test_a_message_is_lost_only_where_nobody_else_is_to_blame():
     wanted = Message((1, 2, 0), "the activation", 1, (0, 9), 100)
-    receiver = dump(0, for_rank(1), accounts=[Account((9,), doing="f", expects=wanted)])
-    sent = Account((9,), doing="g", sent=(wanted._replace(peer=0),))
+    receiver = dump(0, for_rank(1), snapshots=[Snapshot((9,), doing="f", expects=wanted)])
+    sent = Snapshot((9,), doing="g", sent=(wanted._replace(peer=0),))
     lost = "rank 1 on node sent the activation to rank 0 (channel 0, tag 9, 100 bytes), where it has not arrived"
-    assert [each.text for each in verdict(receiver, dump(1, for_rank(0), accounts=[sent])).culprits] == [lost]
-    computing = dump(1, accounts=[sent._replace(computes=True)])
+    assert [each.text for each in verdict(receiver, dump(1, for_rank(0), snapshots=[sent])).culprits] == [lost]
+    computing = dump(1, snapshots=[sent._replace(computes=True)])
     assert [each.text for each in verdict(receiver, computing).culprits] == [
         "rank 1 on node has been computing for 5 s: g, at job.py:3 in f"
     ]
-    other = Account((8,), doing="g", sent=(wanted._replace(peer=0),))  # of another pipeline
-    assert "which waits too" in verdict(receiver, dump(1, for_rank(0), accounts=[other])).culprits[0].text
+    other = Snapshot((8,), doing="g", sent=(wanted._replace(peer=0),))  # of another pipeline
+    assert "which waits too" in verdict(receiver, dump(1, for_rank(0), snapshots=[other])).culprits[0].text
     short = sent._replace(sent=(wanted._replace(peer=0, nbytes=99),))
-    assert [each.text for each in verdict(receiver, dump(1, for_rank(0), accounts=[short])).culprits] == [
+    assert [each.text for each in verdict(receiver, dump(1, for_rank(0), snapshots=[short])).culprits] == [
         "rank 1 on node diverged: it sent the activation as channel 0, tag 9, 99 bytes; rank 0 expects channel 0, "
         "tag 9, 100 bytes"
     ]
 
 
 def test_what_neighbours_saw_of_a_silent_rank_is_told():
-    silent = Silent(2, Place("node", 77, True, -1), 6.0)
+    unresponsive = Unresponsive(2, Place("node", 77, True, -1), 6.0)
     text = "rank 2 on node (process 77) is silent: it has not answered for 6 s; "
-    assert verdict(dump(0, for_rank(2), neighbours={2: Seen("it is asleep", "")}), silent=[silent]).culprits[
-        0
-    ].text == (text + "it is asleep")
-    (found,) = verdict(dump(0, for_rank(2)), silent=[silent]).culprits
+    assert verdict(
+        dump(0, for_rank(2), neighbours={2: Seen("it is asleep", "")}), unresponsive=[unresponsive]
+    ).culprits[0].text == (text + "it is asleep")
+    (found,) = verdict(dump(0, for_rank(2)), unresponsive=[unresponsive]).culprits
     assert found.text == text + ("nothing is known of its process: a slow node, a lost one, or one without a watchdog")
 
 
@@ -154,8 +154,10 @@ def test_a_process_that_is_stopped_is_told_from_one_that_has_died():
 def test_a_process_that_swaps_or_waits_for_a_disk_is_named_as_that(monkeypatch, status, text):
     monkeypatch.setattr(Path, "read_text", lambda path: status if path == Path("/proc/77/status") else 1 / 0)
     assert state_of(77) == text
-    silent = Silent(2, Place("node", 77, True, -1), 6.0)
-    (found,) = verdict(dump(0, for_rank(2), neighbours={2: Seen(state_of(77), "")}), silent=[silent]).culprits
+    unresponsive = Unresponsive(2, Place("node", 77, True, -1), 6.0)
+    (found,) = verdict(
+        dump(0, for_rank(2), neighbours={2: Seen(state_of(77), "")}), unresponsive=[unresponsive]
+    ).culprits
     assert found.text.endswith(f"it has not answered for 6 s; {text}") and "ended" not in found.text
 
 

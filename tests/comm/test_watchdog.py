@@ -300,7 +300,7 @@ own = MPI.COMM_SELF.Dup()
 if world.rank == 1:  # makes progress, so that the rank that waits goes on after its questions
     group = Group(own)
     for _ in range(40):
-        with group.together("a call"):
+        with group.raise_together("a call"):
             time.sleep(0.1)
     world.send("result", 2)
     world.send("last", 2, MPI.COMM_WORLD.Get_attr(MPI.TAG_UB))

@@ -52,7 +52,7 @@ def test_a_refused_pipeline_leaves_no_communicator_behind(comm, monkeypatch):
     schedule = gpipe(comm.size, 2)
     for stages in ([], [None], dense.model(schedule, comm.rank) if comm.rank else [object()]):
         refuses(comm, ArgumentError, "stage", lambda stages=stages: Pipeline(stages, schedule, comm))
-    assert len(made) == 3 and freed == made and all(group.comm not in made for group in context.here().groups)
+    assert len(made) == 3 and freed == made and all(group.comm not in made for group in context.current_rank().groups)
 
 
 def test_stage_without_the_methods_that_the_schedule_needs(comm):

@@ -23,13 +23,13 @@ def accounts_of(comm, device="cpu"):
     with Pipeline([stage], schedule, comm, nn.mean_squared_error) as pipeline:
 
         def look(x):
-            found.append(pipeline.engine.flight.account())
+            found.append(pipeline.engine.flight.snapshot())
             return forward(x)
 
         stage.forward = look
         for _ in range(2):
             pipeline.step(*mine)
-        found.append(pipeline.engine.flight.account())
+        found.append(pipeline.engine.flight.snapshot())
     return found[3], found[4]
 
 
@@ -73,7 +73,7 @@ def test_a_pipeline_that_failed_is_in_no_action():
         x = np.ones((2 * ROWS, WIDTH), np.float32)
         with pytest.raises(StageError):
             pipeline.step(x, x)
-        return pipeline.engine.flight.account()
+        return pipeline.engine.flight.snapshot()
 
     (account,) = inprocess.run(1, job)
     assert (account.doing, account.computes) == ("", False)

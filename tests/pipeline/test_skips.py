@@ -318,13 +318,13 @@ def test_reports_and_traces_name_the_skip(tmp_path):
                 take = mailbox.take
 
                 def noted():
-                    seen.append(flight.account().expects.text)
+                    seen.append(flight.snapshot().expects.text)
                     return take()
 
                 mailbox.take = noted
             with analysis.recording(pipeline) as record:
                 pipeline.step(*own)
-            return flight.account().operations, record.trace
+            return flight.snapshot().operations, record.trace
 
     found = inprocess.run(3, job)
     over = [f"the activation of micro-batch {m} over {edge}" for m in (0, 1) for edge in ("edge 2", "skip 'residual'")]

@@ -349,7 +349,7 @@ class Collective:
             # never use the communicators of a test again that has left them in disorder
             return report if item.stash[DIRTY] else self._freed(item, report, comms)
         finally:  # a note that nobody has read yet must not end a wait of the next test, but it may end this freeing
-            context.here().groups.clear()
+            context.current_rank().groups.clear()
 
     def _freed(self, item, report, comms):
         status, found = MPI.Status(), []

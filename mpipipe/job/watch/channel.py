@@ -29,11 +29,11 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from mpipipe.job import communicators, runtime
-from mpipipe.job.context import Process
-from mpipipe.job.flight import Account
+from mpipipe.job.context import RankContext
+from mpipipe.job.flight import Snapshot
 from mpipipe.job.requests import own
 from mpipipe.job.types import MpiCommunicator, Request
-from mpipipe.job.wait import Vigil, wait_for_ranks
+from mpipipe.job.wait import LongWait, wait_for_ranks
 
 HOST_BYTES = 40
 POSTED = 16  # receives for questions on COMM_WORLD: more than arrive between two looks
@@ -41,7 +41,7 @@ QUESTION_BYTES = 512
 BELOW = 4711  # the largest tag itself is one that a program may use
 
 
-class Kind(IntEnum):
+class WatchKind(IntEnum):
     """What a message of a watchdog is."""
 
     ASK = 0  # how long have you seen no progress?
@@ -51,12 +51,12 @@ class Kind(IntEnum):
     MOVES = 4  # a rank has made progress: seconds until the next question makes sense
 
 
-class Letter(NamedTuple):
+class WatchMessage(NamedTuple):
     """A message that was received. `inquiry` names what it belongs to: (world rank that asks, its how many-th)."""
 
     source: int
-    kind: Kind
-    inquiry: tuple[int, int]
+    kind: WatchKind
+    probe: tuple[int, int]
     content: Any
 
 
@@ -112,20 +112,22 @@ class Channel:
                 request.Cancel()
                 request.Test()
 
-    def send(self, peers: Iterable[int], kind: Kind, inquiry: tuple[int, int], content: Any = None) -> None:
+    def send(self, peers: Iterable[int], kind: WatchKind, probe: tuple[int, int], content: Any = None) -> None:
         """Start sending to ranks of this communicator."""
-        data = np.frombuffer(pickle.dumps((kind, inquiry, content)), np.uint8)
+        data = np.frombuffer(pickle.dumps((kind, probe, content)), np.uint8)
         self._sending = [request for request in self._sending if not request.Test()]
-        tag = self.tag if kind in (Kind.QUIET, Kind.DUMP) else self.questions
+        tag = self.tag if kind in (WatchKind.QUIET, WatchKind.DUMP) else self.questions
         self._sending += [own(self.comm.Isend(data, peer, tag)) for peer in peers]
 
-    def read(self) -> list[Letter]:
+    def read(self) -> list[WatchMessage]:
         """All messages that have arrived."""
         found = []
         while self._posted and self._posted[0][0].Test(self._status):
             _, buffer = self._posted.popleft()
             self._posted.append(self._post())
-            found.append(Letter(self._status.Get_source(), *pickle.loads(buffer[: self._status.Get_count()].tobytes())))
+            found.append(
+                WatchMessage(self._status.Get_source(), *pickle.loads(buffer[: self._status.Get_count()].tobytes()))
+            )
         while self._receiving is not None or self.comm.Iprobe(tag=self.tag, status=self._status):
             if self._receiving is None:
                 source = self._status.Get_source()
@@ -135,7 +137,7 @@ class Channel:
             if not request.Test():
                 break
             self._receiving = None
-            found.append(Letter(source, *pickle.loads(buffer.tobytes())))
+            found.append(WatchMessage(source, *pickle.loads(buffer.tobytes())))
         self._sending = [request for request in self._sending if not request.Test()]
         return found
 
@@ -216,7 +218,7 @@ class Dump(NamedTuple):
     host: str
     quiet: float
     waits: tuple[Waits, ...]
-    accounts: tuple[Account, ...]
+    snapshots: tuple[Snapshot, ...]
     ended: bool
     where: str
     stacks: str
@@ -225,7 +227,7 @@ class Dump(NamedTuple):
 
 
 def make_dump(
-    process: Process, rank: int, quiet: float, neighbours: Mapping[int, Seen] | None = None, watcher: int = 0
+    context: RankContext, rank: int, quiet: float, neighbours: Mapping[int, Seen] | None = None, watcher: int = 0
 ) -> Dump:
     """Describe this rank.
 
@@ -242,20 +244,20 @@ def make_dump(
     watcher : int
         The watchdog's own thread, which is left out.
     """
-    accounts = _patiently(lambda: tuple(each.account() for each in process.accountable))
-    waits = _patiently(lambda: tuple(_waits_of(vigil) for vigil in tuple(process.vigils)))
-    busy = next((account.thread for account in accounts if account.doing), process.thread)
+    snapshots = _patiently(lambda: tuple(each.snapshot() for each in context.inspectables))
+    waits = _patiently(lambda: tuple(_waits_of(long_wait) for long_wait in tuple(context.long_waits)))
+    busy = next((snapshot.thread for snapshot in snapshots if snapshot.doing), context.thread)
     frames = sys._current_frames()
     return Dump(
         rank=rank,
         host=socket.gethostname(),
         quiet=quiet,
         waits=waits,
-        accounts=accounts,
-        ended=process.ended,
+        snapshots=snapshots,
+        ended=context.ended,
         where=_where(frames.get(busy or 0)),
         stacks=_stacks(frames, watcher),
-        operations=tuple(process.flight.last(OPERATIONS)),
+        operations=tuple(context.flight.last(OPERATIONS)),
         neighbours=neighbours or {},
     )
 
@@ -270,15 +272,15 @@ def _patiently(make: Callable[[], tuple[Entry, ...]]) -> tuple[Entry, ...]:
     return ()
 
 
-def _waits_of(vigil: Vigil) -> Waits:
-    group, seconds, text = vigil.group, time.perf_counter() - vigil.start, str(vigil.what)
+def _waits_of(long_wait: LongWait) -> Waits:
+    group, seconds, text = long_wait.group, time.perf_counter() - long_wait.start, str(long_wait.what)
     if group is None:
-        members = tuple(sorted(vigil.absent))
+        members = tuple(sorted(long_wait.absent))
         return Waits(text, seconds, members, (members, text) if members else None)
-    if vigil.everyone or vigil.peer is None:
-        return Waits(text, seconds, group.presence.members, (group.key, text))
-    peer = group.presence.members[vigil.peer]
-    text += "" if peer == vigil.peer else f", which is rank {peer} of the job"
+    if long_wait.everyone or long_wait.peer is None:
+        return Waits(text, seconds, group.peers.members, (group.key, text))
+    peer = group.peers.members[long_wait.peer]
+    text += "" if peer == long_wait.peer else f", which is rank {peer} of the job"
     return Waits(text, seconds, (peer,), None)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from mpipipe.errors import HangError
 from mpipipe.job import runtime, settings
-from mpipipe.job.context import Process, here
+from mpipipe.job.context import RankContext, current_rank
 from mpipipe.job.inprocess import World
 from mpipipe.job.requests import own
 from mpipipe.job.types import Communicator, MpiCommunicator
@@ -25,15 +25,15 @@ ARRIVAL_SECONDS = 3.0  # for messages that a rank has sent before it left
 
 def watch_world(world: MpiCommunicator) -> None:
     """Watch this rank from now on, also while it waits for the other ranks of its first group; not collective."""
-    process = here()
-    if process.alone or process.watchdog is not None:
+    context = current_rank()
+    if context.alone or context.watchdog is not None:
         return
-    with process.lock:
-        if process.watchdog is None:
-            process.watchdog = Watchdog(process, world_channel(world))
+    with context.lock:
+        if context.watchdog is None:
+            context.watchdog = Watchdog(context, world_channel(world))
 
 
-def enrol(process: Process, comm: Communicator, members: tuple[int, ...]) -> tuple[int, ...]:
+def enrol(context: RankContext, comm: Communicator, members: tuple[int, ...]) -> tuple[int, ...]:
     """Name a new group on all its ranks alike, and make sure that one channel has all of them; collective.
 
     Parameters
@@ -45,28 +45,28 @@ def enrol(process: Process, comm: Communicator, members: tuple[int, ...]) -> tup
     members : tuple of int
         Rank in COMM_WORLD of each rank.
     """
-    process.groups_named += 1
-    covered = _covered(process, comm, members)
-    mine = np.array([covered, members[comm.rank], process.groups_named], np.int64)
+    context.groups_named += 1
+    covered = _covered(context, comm, members)
+    mine = np.array([covered, members[comm.rank], context.groups_named], np.int64)
     if comm.size == 1:
         return tuple(mine[1:].tolist())
     table = np.empty((comm.size, mine.size), np.int64)
     wait_for_ranks(own(comm.Iallgather(mine, table)), "all ranks of a new group", members, grace=ARRIVAL_SECONDS)
     if not table[:, 0].all():
-        watchdog: Watchdog = process.watchdog  # type: ignore[assignment]  # ranks that are threads are covered
+        watchdog: Watchdog = context.watchdog  # type: ignore[assignment]  # ranks that are threads are covered
         watchdog.add(open_channel(comm, members, threads_allowed()))  # type: ignore[arg-type]  # of MPI, too
     return tuple(table[0, 1:].tolist())
 
 
-def _covered(process: Process, comm: Communicator, members: tuple[int, ...]) -> bool:
+def _covered(context: RankContext, comm: Communicator, members: tuple[int, ...]) -> bool:
     """Whether the watchdogs of these ranks need no further channel; makes that of this rank."""
     if runtime.in_process(comm):
-        if process.watchdog is None:
-            process.watchdog = ThreadWatchdog(comm.world, process)
+        if context.watchdog is None:
+            context.watchdog = ThreadWatchdog(comm.world, context)
         return True
-    if process.watchdog is None:
-        process.watchdog = Watchdog(process)
-    watchdog: Watchdog = process.watchdog  # type: ignore[assignment]  # of a rank of MPI
+    if context.watchdog is None:
+        context.watchdog = Watchdog(context)
+    watchdog: Watchdog = context.watchdog  # type: ignore[assignment]  # of a rank of MPI
     return comm.size == 1 or watchdog.covers(members)
 
 
@@ -76,7 +76,7 @@ def watching(seconds: float | None, folder: Path) -> Iterator[None]:
 
     None stands for what MPIPIPE_WATCHDOG says, 0 for no watchdog. Every rank enters with the same.
     """
-    watchdog = here().watchdog
+    watchdog = current_rank().watchdog
     if watchdog is None:  # no group was ever made
         yield
         return
@@ -105,11 +105,11 @@ class ThreadWatchdog:
         Of this rank.
     """
 
-    def __init__(self, world: World, process: Process) -> None:
-        self.world, self.process = world, process
+    def __init__(self, world: World, context: RankContext) -> None:
+        self.world, self.context = world, context
         self.limit = settings.watchdog()
         self.folder: Path | None = None
-        self._sign: object = None
+        self._token: object = None
         self._since = self._now = time.monotonic()
 
     def configure(self, limit: float | None, folder: Path | None) -> None:
@@ -126,20 +126,20 @@ class ThreadWatchdog:
         """None: a thread that has ended is known by its error."""
         return set()
 
-    def attend(self) -> None:
+    def look(self) -> None:
         """In a long wait: raise HangError if no rank has made progress for too long."""
         now = time.monotonic()
         if self.limit is None or now - self._now < self.limit / 20:
             return
-        processes: dict[int, Process] = dict(self.world.processes)
-        sign = {rank: process.sign() for rank, process in processes.items()}
-        if sign != self._sign or now - self._now > self.limit / 2:  # the second: this wait is not the one before
-            self._sign, self._since = sign, now
+        contexts: dict[int, RankContext] = dict(self.world.contexts)
+        token = {rank: context.progress_token() for rank, context in contexts.items()}
+        if token != self._token or now - self._now > self.limit / 2:  # the second: this wait is not the one before
+            self._token, self._since = token, now
         self._now = now
-        rank = next(rank for rank, process in processes.items() if process is self.process)
+        rank = next(rank for rank, context in contexts.items() if context is self.context)
         if now - self._since > self.limit * (1 + STAGGER * rank) and not self.world.broken:
             quiet = now - self._since
-            dumps = {other: make_dump(process, other, quiet) for other, process in processes.items()}
+            dumps = {other: make_dump(context, other, quiet) for other, context in contexts.items()}
             raise HangError(
                 f"no rank has made progress for {quiet:.1f} s", found="\n    ".join(judge(dumps).lines()), remedy=REMEDY
             )

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from mpipipe.job.flight import Account, Message
+from mpipipe.job.flight import Message, Snapshot
 from mpipipe.job.rank_list import named
 from mpipipe.job.report import heading, write
 from mpipipe.job.watch.channel import STATES, Dump, Place
@@ -23,7 +23,7 @@ from mpipipe.text import counted
 LISTED = 8  # waits that a report lists, and ranks that it blames
 
 
-class Silent(NamedTuple):
+class Unresponsive(NamedTuple):
     """A rank that has not answered."""
 
     rank: int  # in COMM_WORLD
@@ -58,10 +58,10 @@ class Verdict(NamedTuple):
         return [*(c.text for c in self.culprits[:LISTED]), *more, *self.waiting[:LISTED], *waits]
 
 
-def judge(dumps: Mapping[int, Dump], silent: Sequence[Silent] = ()) -> Verdict:
+def judge(dumps: Mapping[int, Dump], unresponsive: Sequence[Unresponsive] = ()) -> Verdict:
     """Compare the dumps of all ranks that have answered; keys are world ranks."""
     blockers = {rank: _blockers(dump, dumps) for rank, dump in dumps.items()}
-    culprits = [Culprit(each.rank, _silence(each, dumps)) for each in silent]
+    culprits = [Culprit(each.rank, _silence(each, dumps)) for each in unresponsive]
     lost: list[Culprit] = []
     for rank, dump in dumps.items():
         culprits += [Culprit(rank, text) for text in _skipped(dump)]
@@ -124,21 +124,21 @@ def _named(dump: Dump) -> str:
     return f"rank {dump.rank} on {dump.host}"
 
 
-def _silence(silent: Silent, dumps: Mapping[int, Dump]) -> str:
-    place = silent.place
+def _silence(it: Unresponsive, dumps: Mapping[int, Dump]) -> str:
+    place = it.place
     if not place.host:
-        return f"rank {silent.rank} does not answer: it has left, has not called mpipipe yet, or one call keeps it busy"
-    state = next((d.neighbours[silent.rank].state for d in dumps.values() if silent.rank in d.neighbours), "")
-    name = f"rank {silent.rank} on {place.host} (process {place.pid})"
+        return f"rank {it.rank} does not answer: it has left, has not called mpipipe yet, or one call keeps it busy"
+    state = next((d.neighbours[it.rank].state for d in dumps.values() if it.rank in d.neighbours), "")
+    name = f"rank {it.rank} on {place.host} (process {place.pid})"
     if not place.threaded and state in ("", STATES["R"], STATES["S"]):
         return f"{name} waits for no message; more is not known, since MPI was initialised without MPI_THREAD_MULTIPLE"
     unknown = "nothing is known of its process: a slow node, a lost one, or one without a watchdog"
-    return f"{name} is silent: it has not answered for {silent.seconds:.0f} s; {state or unknown}"
+    return f"{name} is silent: it has not answered for {it.seconds:.0f} s; {state or unknown}"
 
 
 def _skipped(dump: Dump) -> Iterable[str]:
-    for account in dump.accounts:
-        for message in account.skipped[:1]:
+    for snapshot in dump.snapshots:
+        for message in snapshot.skipped[:1]:
             yield (
                 f"{_named(dump)} diverged: it has not sent {message.text} to rank {message.peer} "
                 f"({_transfer(message)}), although it went past the action that makes it"
@@ -147,11 +147,11 @@ def _skipped(dump: Dump) -> Iterable[str]:
 
 def _compare_message(dump: Dump, dumps: Mapping[int, Dump], culprits: list[Culprit], lost: list[Culprit]) -> None:
     """Look at the other end of each message that a rank waits for."""
-    for account in dump.accounts:
-        wanted = account.expects
+    for snapshot in dump.snapshots:
+        wanted = snapshot.expects
         if wanted is None or wanted.peer not in dumps:
             continue
-        for sent in _sent_to(dumps[wanted.peer], account, dump.rank):
+        for sent in _sent_to(dumps[wanted.peer], snapshot, dump.rank):
             if sent.name != wanted.name:
                 continue
             sizes = {sent.nbytes, wanted.nbytes} - {None}
@@ -163,9 +163,9 @@ def _compare_message(dump: Dump, dumps: Mapping[int, Dump], culprits: list[Culpr
                 lost.append(Culprit(wanted.peer, f"{_named(dumps[wanted.peer])} {text}"))
 
 
-def _sent_to(dump: Dump, account: Account, rank: int) -> Iterable[Message]:
-    for other in dump.accounts:
-        if other.key == account.key and other.call == account.call:  # ranks may be a step apart
+def _sent_to(dump: Dump, snapshot: Snapshot, rank: int) -> Iterable[Message]:
+    for other in dump.snapshots:
+        if other.key == snapshot.key and other.call == snapshot.call:  # ranks may be a step apart
             yield from (message for message in other.sent if message.peer == rank)
 
 
@@ -182,12 +182,12 @@ def _occupation(dump: Dump) -> str:
         return (
             f"{_named(dump)} has waited {dump.waits[0].seconds:.0f} s for {dump.waits[0].text}, and for no other rank"
         )
-    for account in dump.accounts:
-        if account.doing and account.computes:
-            return f"{_named(dump)} has been computing for {dump.quiet:.0f} s: {account.doing}{place}"
-    for account in dump.accounts:
-        if account.doing:
-            return f"{_named(dump)} has been in {account.doing} for {dump.quiet:.0f} s{place}"
+    for snapshot in dump.snapshots:
+        if snapshot.doing and snapshot.computes:
+            return f"{_named(dump)} has been computing for {dump.quiet:.0f} s: {snapshot.doing}{place}"
+    for snapshot in dump.snapshots:
+        if snapshot.doing:
+            return f"{_named(dump)} has been in {snapshot.doing} for {dump.quiet:.0f} s{place}"
     return f"{_named(dump)} has been busy elsewhere for {dump.quiet:.0f} s{place}"
 
 
@@ -201,7 +201,7 @@ def _waiting(dumps: Mapping[int, Dump]) -> list[str]:
     ranks: dict[str, list[int]] = {}
     for rank, dump in sorted(dumps.items()):
         for wait in dump.waits:
-            doing = next((f", in {each.doing}" for each in dump.accounts if each.doing), "")
+            doing = next((f", in {each.doing}" for each in dump.snapshots if each.doing), "")
             ranks.setdefault(f"for {wait.text}{doing}", []).append(rank)
     return [f"{named(them)} {'waits' if len(them) == 1 else 'wait'} {text}" for text, them in ranks.items()]
 
@@ -258,8 +258,8 @@ def _stacks(dumps: Mapping[int, Dump]) -> dict[int, str]:
 
 def _operations(dump: Dump) -> list[str]:
     lines = [f"  waits {wait.seconds:.1f} s for {wait.text}" for wait in dump.waits]
-    for account in dump.accounts:
-        state = f"in {account.doing}" if account.doing else "between calls"
-        expects = "" if account.expects is None else f"; expects {account.expects.text}"
-        lines += [f"  {state}{expects}", *(f"    {text}" for text in account.operations)]
+    for snapshot in dump.snapshots:
+        state = f"in {snapshot.doing}" if snapshot.doing else "between calls"
+        expects = "" if snapshot.expects is None else f"; expects {snapshot.expects.text}"
+        lines += [f"  {state}{expects}", *(f"    {text}" for text in snapshot.operations)]
     return [*lines, *(f"  {text}" for text in dump.operations)]

@@ -7,9 +7,9 @@
     each describes itself                              <- DUMP
     still no progress: compare, report, MPI_Abort
 
-Progress is whatever changes `Process.sign`: a call, an action or a wait that begins or ends, a poll between two layers.
-Time counts only while this watchdog is awake, so a job that was stopped as a whole and goes on has not been quiet.
-Nothing is sent while ranks wait for less than the limit.
+Progress is what changes `RankContext.progress_token`: a call, an action or a wait that begins or ends, a poll between
+two layers. Time counts only while this watchdog is awake, so a job that was stopped as a whole and goes on has not been
+quiet. Nothing is sent while ranks wait for less than the limit.
 
 Where MPI takes calls from one thread only, long waits do this in place of the thread. A rank that computes is silent
 then, and the report says why.
@@ -24,10 +24,20 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from mpipipe.job import runtime, settings
-from mpipipe.job.context import Process
+from mpipipe.job.context import RankContext
 from mpipipe.job.report import abort_job
-from mpipipe.job.watch.channel import GONE, Channel, Dump, Kind, Letter, look_at, make_dump, state_of, threads_allowed
-from mpipipe.job.watch.verdict import HUNG, Silent, judge, publish
+from mpipipe.job.watch.channel import (
+    GONE,
+    Channel,
+    Dump,
+    WatchKind,
+    WatchMessage,
+    look_at,
+    make_dump,
+    state_of,
+    threads_allowed,
+)
+from mpipipe.job.watch.verdict import HUNG, Unresponsive, judge, publish
 
 logger = logging.getLogger("mpipipe")
 STAGGER = 0.2  # seconds between ranks: the lowest that waits asks first
@@ -53,17 +63,17 @@ class Watchdog:
         Seconds without progress of this rank, as far as this watchdog was awake.
     """
 
-    def __init__(self, process: Process, world: Channel | None = None) -> None:
-        self.process, self._world = process, world
+    def __init__(self, context: RankContext, world: Channel | None = None) -> None:
+        self.context, self._world = context, world
         self.limit = settings.watchdog()
         self.folder: Path | None = None
         self.quiet = 0.0
         self._channels: list[Channel] = []
-        self._sign: object = None
+        self._token: object = None
         self._now = time.monotonic()
         self._lock = threading.Lock()
-        self._inquiry: Inquiry | None = None
-        self._inquiries = 0
+        self._probe: HangProbe | None = None
+        self._probes = 0
         self._held = self._again = 0.0  # seconds for which another rank asks; of quiet at which to ask again
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
@@ -78,7 +88,7 @@ class Watchdog:
     @property
     def period(self) -> float:
         """Seconds between two looks."""
-        asked = self._inquiry is not None or self._held > 0
+        asked = self._probe is not None or self._held > 0
         return HASTE_SECONDS if asked else min(1.0, (self.limit or 10.0) / 10)
 
     @property
@@ -113,7 +123,7 @@ class Watchdog:
         """Watch over nobody, until there are new channels: a rank of those that there were has died."""
         with self._lock:
             self._leave_world()
-            self._channels, self._inquiry, self._held, self.quiet, self._again = [], None, 0.0, 0.0, 0.0
+            self._channels, self._probe, self._held, self.quiet, self._again = [], None, 0.0, 0.0, 0.0
 
     def configure(self, limit: float | None, folder: Path | None) -> None:
         """Set the limit in seconds, None for no watchdog, and the folder of a report."""
@@ -146,7 +156,7 @@ class Watchdog:
         while not self._stop.wait(self.period):
             self._tick()
 
-    def attend(self) -> None:
+    def look(self) -> None:
         """In a long wait: do what the thread does where there is none."""
         if self._thread is None and self.channels and time.monotonic() - self._now >= self.period:
             self._tick()
@@ -166,53 +176,53 @@ class Watchdog:
             self._lock.release()
 
     def _say(self, error: Exception) -> None:
-        if self.process.lifeline is None or not self.process.lifeline.is_broken:  # else the waits meet the same
+        if self.context.lifeline is None or not self.context.lifeline.is_broken:  # else the waits meet the same
             logger.log(self._loudness, "the watchdog goes on after %s: %s", type(error).__name__, error)
             self._loudness = logging.DEBUG
 
     def _look(self, elapsed: float) -> None:
-        sign = self.process.sign()
-        if sign != self._sign:
-            self._sign, self.quiet, self._again = sign, 0.0, 0.0
+        token = self.context.progress_token()
+        if token != self._token:
+            self._token, self.quiet, self._again = token, 0.0, 0.0
         else:
             self.quiet += elapsed
         self._held = max(0.0, self._held - elapsed)
         for channel in self.channels:
             try:
-                letters = channel.read()
+                messages = channel.read()
             except Exception as error:  # of a network that is gone: whoever does not answer is silent
                 self._say(error)
                 continue
-            for letter in letters:
-                self._take(channel, letter)
-        if self._inquiry is not None:
-            self._inquiry.waited += elapsed
-            self._go_on(self._inquiry)
-        elif self.process.vigils and self._held == 0:
+            for message in messages:
+                self._take(channel, message)
+        if self._probe is not None:
+            self._probe.waited += elapsed
+            self._go_on(self._probe)
+        elif self.context.long_waits and self._held == 0:
             self._ask()
 
-    def _take(self, channel: Channel, letter: Letter) -> None:
-        source, kind, name, content = letter
-        inquiry = self._inquiry
-        if kind in (Kind.ASK, Kind.ORDER):
-            if source < channel.rank or inquiry is None:
-                self._inquiry, self._held = None, 2 * self.window + 2.0
-            if kind == Kind.ASK:
-                channel.send([source], Kind.QUIET, name, self.quiet)
+    def _take(self, channel: Channel, message: WatchMessage) -> None:
+        source, kind, name, content = message
+        probe = self._probe
+        if kind in (WatchKind.ASK, WatchKind.ORDER):
+            if source < channel.rank or probe is None:
+                self._probe, self._held = None, 2 * self.window + 2.0
+            if kind == WatchKind.ASK:
+                channel.send([source], WatchKind.QUIET, name, self.quiet)
             else:
-                channel.send([source], Kind.DUMP, name, self._dump(channel, content))
-        elif kind == Kind.MOVES:
+                channel.send([source], WatchKind.DUMP, name, self._dump(channel, content))
+        elif kind == WatchKind.MOVES:
             self._held, self._again = 0.0, self.quiet + content
-        elif inquiry is not None and inquiry.name == name:
-            if kind == Kind.QUIET:
-                inquiry.quiet[source] = content
+        elif probe is not None and probe.name == name:
+            if kind == WatchKind.QUIET:
+                probe.quiet[source] = content
             else:
-                inquiry.dumps[source] = content
+                probe.dumps[source] = content
 
-    def _dump(self, channel: Channel, neighbours: list[Silent]) -> Dump:
+    def _dump(self, channel: Channel, neighbours: list[Unresponsive]) -> Dump:
         watcher = 0 if self._thread is None else self._thread.ident or 0
         seen = {each.rank: look_at(each.place.pid, each.place.descriptor) for each in neighbours}
-        return make_dump(self.process, channel.members[channel.rank], self.quiet, seen, watcher)
+        return make_dump(self.context, channel.members[channel.rank], self.quiet, seen, watcher)
 
     # -- asking -------------------------------------------------------------------------------------------------
 
@@ -222,84 +232,84 @@ class Watchdog:
         patience = self.limit + STAGGER * min(0 if channel is None else channel.rank, MOST_STAGGERED)
         if self.quiet < max(patience, self._again) or channel is None or not wanted:
             return
-        self._inquiries += 1
-        self._inquiry = Inquiry(channel, self._inquiries, wanted)
-        channel.send(self._inquiry.others, Kind.ASK, self._inquiry.name)
+        self._probes += 1
+        self._probe = HangProbe(channel, self._probes, wanted)
+        channel.send(self._probe.others, WatchKind.ASK, self._probe.name)
 
     def _channel(self) -> tuple[Channel | None, Collection[int]]:
         """The largest channel with the ranks that this one waits for, and whom to ask there: of COMM_WORLD only them.
 
         Other ranks of COMM_WORLD may never call this package.
         """
-        vigils = tuple(self.process.vigils)
-        group = vigils[0].group if vigils else None
-        wanted = set(group.presence.members) if group is not None else vigils[0].absent if vigils else set()
+        waits = tuple(self.context.long_waits)
+        group = waits[0].group if waits else None
+        wanted = set(group.peers.members) if group is not None else waits[0].absent if waits else set()
         best = max(self._channels, key=lambda each: (wanted <= set(each.members), each.size), default=None)
         if best is None or not wanted <= set(best.members):
             best = self._world or best
         return best, wanted if best is self._world or best is None else best.members
 
-    def _go_on(self, inquiry: Inquiry) -> None:
+    def _go_on(self, probe: HangProbe) -> None:
         assert self.limit is not None  # by _tick
         if self.quiet < self.limit:  # this rank goes on
-            self._inquiry = None
+            self._probe = None
             return
-        if inquiry.silent is None:
-            if len(inquiry.quiet) == len(inquiry.others) or inquiry.waited >= self.window:
-                if not self._postpone(inquiry, inquiry.quiet.values()):
-                    self._order(inquiry)
-        elif len(inquiry.dumps) == len(inquiry.others) or inquiry.waited >= self.window:
-            if not self._postpone(inquiry, (dump.quiet for dump in inquiry.dumps.values())):
-                self._conclude(inquiry)
+        if probe.unresponsive is None:
+            if len(probe.quiet) == len(probe.others) or probe.waited >= self.window:
+                if not self._postpone(probe, probe.quiet.values()):
+                    self._order(probe)
+        elif len(probe.dumps) == len(probe.others) or probe.waited >= self.window:
+            if not self._postpone(probe, (dump.quiet for dump in probe.dumps.values())):
+                self._conclude(probe)
 
-    def _postpone(self, inquiry: Inquiry, quiet: Iterable[float]) -> bool:
+    def _postpone(self, probe: HangProbe, quiet: Iterable[float]) -> bool:
         """Whether some rank has made progress, so that there is no hang."""
         assert self.limit is not None
         least = min(quiet, default=self.limit)
         if least >= self.limit:
             return False
-        self._inquiry, self._again = None, self.quiet + self.limit - least
-        inquiry.channel.send(inquiry.others, Kind.MOVES, inquiry.name, self.limit - least)
+        self._probe, self._again = None, self.quiet + self.limit - least
+        probe.channel.send(probe.others, WatchKind.MOVES, probe.name, self.limit - least)
         return True
 
-    def _order(self, inquiry: Inquiry) -> None:
+    def _order(self, probe: HangProbe) -> None:
         """Ask for dumps. The first rank of a host that has answered is to look at the silent ones there."""
-        channel, silent = inquiry.channel, self._silent(inquiry, set(inquiry.quiet))
-        inquiry.silent, inquiry.waited = silent, 0.0
+        channel, unresponsive = probe.channel, self._unresponsive(probe, set(probe.quiet))
+        probe.unresponsive, probe.waited = unresponsive, 0.0
         hosts: dict[str, int] = {}
-        for rank in (channel.rank, *sorted(inquiry.quiet)):
+        for rank in (channel.rank, *sorted(probe.quiet)):
             hosts.setdefault(channel.places[rank].host, rank)
-        orders: dict[int, list[Silent]] = {rank: [] for rank in (channel.rank, *inquiry.others)}
-        for each in silent:
+        orders: dict[int, list[Unresponsive]] = {rank: [] for rank in (channel.rank, *probe.others)}
+        for each in unresponsive:
             if each.place.host and each.place.host in hosts:
                 orders[hosts[each.place.host]].append(each)
-        inquiry.mine = orders.pop(channel.rank)
+        probe.mine = orders.pop(channel.rank)
         for rank, neighbours in orders.items():
-            channel.send([rank], Kind.ORDER, inquiry.name, neighbours)
+            channel.send([rank], WatchKind.ORDER, probe.name, neighbours)
 
-    def _silent(self, inquiry: Inquiry, answered: set[int]) -> list[Silent]:
-        channel = inquiry.channel
+    def _unresponsive(self, probe: HangProbe, answered: set[int]) -> list[Unresponsive]:
+        channel = probe.channel
         return [
-            Silent(channel.members[rank], channel.places[rank], self.quiet)
-            for rank in inquiry.others
-            if rank not in answered and channel.members[rank] not in self.process.left
+            Unresponsive(channel.members[rank], channel.places[rank], self.quiet)
+            for rank in probe.others
+            if rank not in answered and channel.members[rank] not in self.context.left
         ]
 
-    def _conclude(self, inquiry: Inquiry) -> None:
-        silent, mine = self._silent(inquiry, set(inquiry.dumps)), self._dump(inquiry.channel, inquiry.mine)
-        dumps, world = {dump.rank: dump for dump in (mine, *inquiry.dumps.values())}, runtime.world()
+    def _conclude(self, probe: HangProbe) -> None:
+        unresponsive, mine = self._unresponsive(probe, set(probe.dumps)), self._dump(probe.channel, probe.mine)
+        dumps, world = {dump.rank: dump for dump in (mine, *probe.dumps.values())}, runtime.world()
         try:
-            verdict = judge(dict(sorted(dumps.items())), silent)
+            verdict = judge(dict(sorted(dumps.items())), unresponsive)
             publish(verdict, dumps, self.quiet, self.folder, (mine.rank, world.size))
         finally:
             time.sleep(FORWARD_SECONDS)
-            abort_job(world, HUNG, self.process)
+            abort_job(world, HUNG, self.context)
 
 
 # -- What one watchdog asks all others, and what they have answered so far --------------------------------------------
 
 
-class Inquiry:
+class HangProbe:
     """One question to ranks of a channel, and their answers.
 
     Parameters
@@ -324,5 +334,5 @@ class Inquiry:
         self.waited = 0.0
         self.quiet: dict[int, float] = {}
         self.dumps: dict[int, Dump] = {}
-        self.silent: list[Silent] | None = None
-        self.mine: list[Silent] = []
+        self.unresponsive: list[Unresponsive] | None = None
+        self.mine: list[Unresponsive] = []
