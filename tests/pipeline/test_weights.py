@@ -103,7 +103,7 @@ def test_padded_text_of_a_tied_model_and_the_norm_of_its_gradients(comm, max_nor
             losses = []
             for _ in range(3):
                 pending = pipeline.launch(*dense.placed(schedule, group.rank, x, targets))
-                optim.begin_step(optimizer, max_norm=max_norm, comm=group).finish()
+                optim.begin_step(optimizer, max_norm=max_norm, comm=group).wait()
                 losses.append(pending.wait().loss)
         return losses, {name: stage.parameters[name].copy() for stage in stages for name in stage.parameters}
 
