@@ -27,9 +27,7 @@ from mpipipe.attention import Layout, Local, Ring
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.even_split import even_split
 from mpipipe.job.types import Communicator
-from mpipipe.nn.layers.attend import Attend
-from mpipipe.nn.loss import worth_tiles
-from mpipipe.nn.position import Position
+from mpipipe.nn import Attend, Position, worth_tiles
 from mpipipe.text import counted
 
 
