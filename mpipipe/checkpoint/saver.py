@@ -34,8 +34,8 @@ from mpipipe.checkpoint.contents import (
 from mpipipe.checkpoint.in_flight import ENDED, FAILED, Place, Saving, logger, progress_of, wait_for_given_up
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ArgumentError, StorageError
-from mpipipe.job import runtime
 from mpipipe.job.consensus import raise_on_all
+from mpipipe.job.context import whoami
 from mpipipe.job.group import Group, group_of
 from mpipipe.job.wait import wait_locally
 from mpipipe.optim.optimizers import same_name
@@ -301,7 +301,7 @@ class Saver:
             if self._group.agreed_on(error) and self._group.failure is None:  # all ranks come here
                 self.finish()
             elif self.in_flight:  # others may wait for their disks, where they hear of nothing but failures
-                self._group.fail(error, f"{runtime.whoami()} failed while it saved: {type(error).__name__}: {error}")
+                self._group.fail(error, f"{whoami()} failed while it saved: {type(error).__name__}: {error}")
         except StorageError as problem:  # the error that is under way comes first
             if self.mesh.rank == 0:
                 logger.warning("mpipipe: %s", problem)

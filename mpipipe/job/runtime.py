@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import resource
-import socket
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -59,7 +58,7 @@ def mpi() -> ModuleType:
 
 
 def limit_error() -> BackendError | None:
-    """An error if this process may open too few files for MPI, which would end it in MPI_Init or later; else None."""
+    """Return an error if this process may open too few files for MPI, which would end it in MPI_Init or later."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit == resource.RLIM_INFINITY or limit >= DESCRIPTORS:
         return None
@@ -160,9 +159,9 @@ def resolve(comm: Communicator | None = None) -> Communicator:
 # -- what stands behind a communicator --------------------------------------------------------------------------------
 
 
-def in_process(comm: object) -> TypeGuard[inprocess.Communicator]:
+def in_process(comm: object) -> TypeGuard[inprocess.ThreadCommunicator]:
     """Return whether the ranks of `comm` are threads of this process, so that there is no MPI behind it."""
-    return isinstance(comm, inprocess.Communicator)
+    return isinstance(comm, inprocess.ThreadCommunicator)
 
 
 def library_of(comm: Communicator) -> ModuleType:
@@ -186,10 +185,3 @@ def finalized(comm: Communicator) -> bool:
     from mpi4py import MPI  # not mpi(), which raises where the answer is yes
 
     return MPI.Is_finalized()
-
-
-def whoami() -> str:
-    """Name this process in texts that other ranks read: its world rank where MPI runs, and its host."""
-    mpi4py = sys.modules.get("mpi4py.MPI")
-    rank = "a rank" if mpi4py is None else f"world rank {mpi4py.COMM_WORLD.rank}"
-    return f"{rank} on {socket.gethostname()}"

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpipipe.comm.mailbox import Mailbox
-from mpipipe.comm.nccl.channel import Choice, choose
+from mpipipe.comm.nccl.channel import NcclChoice, choose
 from mpipipe.comm.nccl.sums import NcclSums
 from mpipipe.comm.tags import Tags, neighbours
 from mpipipe.comm.transport import gpu_aware
@@ -308,7 +308,7 @@ logger = logging.getLogger("mpipipe")
 
 def choose_nccl(
     pipe: Group, replicas: Group | None, device: str, devices: Sequence[str], pairs: Sequence[Pair], check: bool = False
-) -> Choice:
+) -> NcclChoice:
     """Return whether NCCL carries messages and sums; collective if there are replicas or GPUs.
 
     Parameters
@@ -319,9 +319,9 @@ def choose_nccl(
     check : whether the host looks at all arrays: it would wait for a device that waits for another rank
     """
     if check:
-        return Choice(False, False, "check mode looks at arrays on the host")
+        return NcclChoice(False, False, "check mode looks at arrays on the host")
     if replicas is None and "cuda" not in devices and not settings.nccl_is_demanded():
-        return Choice(False, False, "the ranks compute on the CPU")
+        return NcclChoice(False, False, "the ranks compute on the CPU")
     groups = [pipe] if replicas is None else [pipe, replicas]
     choice = choose(groups, device, sum(pipe.rank in pair for pair in pairs))
     if device == "cuda" and pipe.rank == 0:

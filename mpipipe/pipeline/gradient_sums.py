@@ -29,7 +29,7 @@ from mpipipe.comm.mailbox import Mailbox
 from mpipipe.comm.nccl import sums
 from mpipipe.comm.nccl.sums import NcclSums
 from mpipipe.job.group import Group
-from mpipipe.job.types import Sum
+from mpipipe.job.types import ReplicaSum
 from mpipipe.nn import Layer, Stage
 from mpipipe.nn.write_hooks import GradientReady, gradient_ready
 from mpipipe.pipeline.plan import PlannedAction
@@ -66,7 +66,7 @@ class GradientSums:
 
     def __init__(self, replicas: Group, nccl: NcclSums | None, mailbox: Mailbox, stages: Sequence[StageAdapter]):
         self.replicas, self.nccl, self.mailbox, self.stages = replicas, nccl, mailbox, stages
-        self.underway: list[Sum] = []
+        self.underway: list[ReplicaSum] = []
         self._by_layers = [None] * len(stages) if nccl is None else self._agree(nccl)
         self._left: deque[Bucket] = deque()  # of the backward under way
         self._put_off: list[PlannedAction] | None = None  # whose sums start when the last message has ended
@@ -133,7 +133,7 @@ class GradientSums:
             bucket = self._left.popleft()
             self.underway.append(self._start(found.ready.arrays[bucket.array].array[bucket.start : bucket.stop]))
 
-    def _start(self, gradients: Array) -> Sum:
+    def _start(self, gradients: Array) -> ReplicaSum:
         if self.nccl is not None and self.nccl.takes(gradients):
             return self.nccl.start(gradients)
         self.replicas.settle()  # whether they make this step, too

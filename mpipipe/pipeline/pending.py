@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from mpipipe.errors import ArgumentError, MpipipeError
-from mpipipe.job import runtime
-from mpipipe.job.context import is_rank
+from mpipipe.job.context import is_rank, whoami
 from mpipipe.job.group import Group
 from mpipipe.pipeline.executor import Executor
 from mpipipe.pipeline.weighing import SharedLoss
@@ -164,7 +163,7 @@ class Life:
         self.state = "failed"
         if not is_rank():  # a process that a stage has forked must not call MPI
             return
-        text = f"{self.executor.place} ({runtime.whoami()}) failed: {type(error).__name__}: {error}"
+        text = f"{self.executor.place} ({whoami()}) failed: {type(error).__name__}: {error}"
         for group in self.groups:
             group.fail(error, text)
         if self.executor.clock.recorder is not None:  # the step never ends, so later waits do not belong to it

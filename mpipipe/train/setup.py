@@ -14,7 +14,7 @@ from mpipipe.comm.mesh import Mesh, select_device
 from mpipipe.job import runtime
 from mpipipe.job.group import group_of
 from mpipipe.job.types import Communicator
-from mpipipe.job.watch.membership import watching
+from mpipipe.job.watch.watchdog import watching
 from mpipipe.language.data import Source
 from mpipipe.language.models.fine_tuning import Architecture, FineTuning, find_tuning
 from mpipipe.language.models.pretrained import PretrainedModel, architecture_of, find_pretrained, origin_of

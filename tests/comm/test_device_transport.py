@@ -20,7 +20,7 @@ from mpipipe.comm.ring_exchange import RingExchange
 from mpipipe.comm.transport import gpu_aware, staged
 from mpipipe.comm.transport.choose import make_transport
 from mpipipe.comm.transport.device import DirectTransport
-from mpipipe.comm.transport.gpu_aware import Verdict
+from mpipipe.comm.transport.gpu_aware import GpuAwareness
 from mpipipe.comm.transport.host import HostTransport, check_sendable
 from mpipipe.comm.transport.staged import SMALLEST, PinnedPool, StagedTransport
 from mpipipe.errors import ArgumentError, PeerError, StallError
@@ -402,7 +402,7 @@ def test_ranks_on_the_host_and_ranks_on_a_gpu_talk(gpu, comm, direct, count):
     if direct:
         check_mpi_takes(gpu, comm)
     device = "cuda" if comm.rank % 2 == 0 else "cpu"
-    transport = make_transport(comm, 1, True, device, Verdict(direct, "a test"))
+    transport = make_transport(comm, 1, True, device, GpuAwareness(direct, "a test"))
     right, left = neighbours(comm)
     value = content((count,), "float64", comm.rank)
     received = transport.empty((count,), np.dtype(float))
@@ -422,8 +422,8 @@ def test_the_transport_follows_device_and_verdict(gpu, comm):
         return type(transport)
 
     assert kind("cpu") is HostTransport
-    assert kind("cuda", Verdict(True, "")) is DirectTransport
-    mixed = Verdict(comm.rank != comm.size - 1, "")
+    assert kind("cuda", GpuAwareness(True, "")) is DirectTransport
+    mixed = GpuAwareness(comm.rank != comm.size - 1, "")
     assert kind("cuda", mixed) is StagedTransport, "direct on all ranks, or on none"
 
 

@@ -13,7 +13,7 @@ from mpipipe.cli import probe
 from mpipipe.comm import describe as description
 from mpipipe.comm.mesh import describe, select_device
 from mpipipe.comm.transport import gpu_aware
-from mpipipe.comm.transport.gpu_aware import ROCM, Verdict, asks_by_type, combine, judge
+from mpipipe.comm.transport.gpu_aware import ROCM, GpuAwareness, asks_by_type, combine, judge
 from mpipipe.errors import ArgumentError, BackendError, MismatchError
 from mpipipe.job import inprocess
 from mpipipe.job.group import group_of
@@ -163,17 +163,17 @@ def test_libraries_whose_question_would_end_the_process_are_asked_otherwise():
 
 
 def test_one_rank_against_is_all_against():
-    yes, no = Verdict(True, "it can"), Verdict(False, "it cannot")
+    yes, no = GpuAwareness(True, "it can"), GpuAwareness(False, "it cannot")
     assert combine([yes, yes]) == yes
     assert combine([no, no]) == no
-    assert combine([yes, yes, no, no]) == Verdict(False, "on rank 2: it cannot")
+    assert combine([yes, yes, no, no]) == GpuAwareness(False, "on rank 2: it cannot")
 
 
 def test_the_verdict_is_the_same_on_all_ranks(comm, monkeypatch):
     monkeypatch.setenv("MPIPIPE_GPU_DIRECT", "0" if comm.rank == comm.size - 1 else "1")
     found = comm.allgather(gpu_aware.detect(comm))
     place = f"on rank {comm.size - 1}: " if comm.size > 1 else ""
-    assert found == [Verdict(False, f"{place}MPIPIPE_GPU_DIRECT=0")] * comm.size
+    assert found == [GpuAwareness(False, f"{place}MPIPIPE_GPU_DIRECT=0")] * comm.size
     monkeypatch.setenv("MPIPIPE_GPU_DIRECT", "1")
     assert gpu_aware.detect(comm).direct
 
@@ -186,7 +186,7 @@ def test_this_mpi_is_asked_and_answers(comm, monkeypatch):
 
 
 def test_threads_of_one_process_stage():
-    assert inprocess.run(2, gpu_aware.detect) == [Verdict(False, "the ranks are threads of one process")] * 2
+    assert inprocess.run(2, gpu_aware.detect) == [GpuAwareness(False, "the ranks are threads of one process")] * 2
 
 
 def test_memory_of_an_asynchronous_pool_is_refused(gpu, comm, monkeypatch):

@@ -12,18 +12,18 @@ from gpu_emulator.fixture import own_gpus
 
 from mpipipe import arrays
 from mpipipe.comm.nccl import channel, sums
-from mpipipe.comm.nccl.channel import Choice, Facts, Task, choose, judge
+from mpipipe.comm.nccl.channel import Facts, NcclChoice, NcclTask, choose, judge
 from mpipipe.comm.nccl.sums import NcclRow, NcclSums
 from mpipipe.comm.tags import neighbours
 from mpipipe.comm.transport.choose import make_transport
-from mpipipe.comm.transport.gpu_aware import Verdict
+from mpipipe.comm.transport.gpu_aware import GpuAwareness
 from mpipipe.comm.transport.nccl import NcclTransport
 from mpipipe.errors import BackendError
 from mpipipe.job import inprocess
 from mpipipe.job.group import Group, group_of
 from mpipipe.job.wait import wait
 
-STAGED = Verdict(False, "for a test")
+STAGED = GpuAwareness(False, "for a test")
 
 
 # -- choice ------------------------------------------------------------------------------------------------------------
@@ -39,7 +39,7 @@ def ranks(count, **changes):
 
 
 def test_ranks_with_a_gpu_each_use_nccl():
-    assert judge(ranks(4)) == Choice(True, True, "each of the 4 ranks has a GPU of its own and NCCL 2.27.7")
+    assert judge(ranks(4)) == NcclChoice(True, True, "each of the 4 ranks has a GPU of its own and NCCL 2.27.7")
     elsewhere = ranks(2, gpu={0: "gpu 0", 1: "gpu 0"}, host={1: "b"})
     assert judge(elsewhere).messages
 
@@ -54,7 +54,7 @@ def test_ranks_with_a_gpu_each_use_nccl():
     ],
 )
 def test_one_rank_in_the_way_keeps_nccl_out(changes, reason):
-    assert judge(ranks(3, **changes)) == Choice(False, False, reason)
+    assert judge(ranks(3, **changes)) == NcclChoice(False, False, reason)
     with pytest.raises(BackendError) as caught:
         judge(ranks(3, setting={0: "on"}, **changes))
     assert reason.removeprefix("on ") in str(caught.value)
@@ -75,12 +75,12 @@ def test_sums_alone_where_messages_have_another_way_or_no_room():
 
 
 def test_one_rank_alone_needs_no_nccl():
-    assert judge(ranks(1)) == Choice(False, False, "one rank has nobody to talk to")
+    assert judge(ranks(1)) == NcclChoice(False, False, "one rank has nobody to talk to")
 
 
 def test_threads_do_not_use_nccl():
     found = inprocess.run(2, lambda comm: choose([group_of(comm)], "cuda"))
-    assert found == [Choice(False, False, "the ranks are threads of one process")] * 2
+    assert found == [NcclChoice(False, False, "the ranks are threads of one process")] * 2
 
 
 def test_the_kernels_are_bounded_unless_the_user_has(monkeypatch):
@@ -190,10 +190,10 @@ def test_what_nccl_cannot_add_is_not_taken(adder):
 
 
 def test_a_task_tells_what_it_raised(own):
-    task = Task(lambda: 1 // 0, "a division")
+    task = NcclTask(lambda: 1 // 0, "a division")
     wait(task)
     with pytest.raises(BackendError, match="a division failed") as caught:
-        task.result()
+        task.value()
     assert "ZeroDivisionError" in str(caught.value) and "MPIPIPE_NCCL=off" in str(caught.value)
 
 

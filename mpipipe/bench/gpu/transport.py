@@ -18,7 +18,7 @@ from mpipipe.bench.transport import PingPong
 from mpipipe.comm.nccl.channel import choose
 from mpipipe.comm.transport import gpu_aware
 from mpipipe.comm.transport.choose import make_transport
-from mpipipe.comm.transport.gpu_aware import Verdict
+from mpipipe.comm.transport.gpu_aware import GpuAwareness
 from mpipipe.job import runtime
 from mpipipe.job.group import Group, group_of
 from mpipipe.job.types import Communicator
@@ -33,7 +33,7 @@ def measure(repeats: int = 10, sizes: Sequence[int] = SIZES, comm: Communicator 
     comm = runtime.resolve(comm)
     group = group_of(comm)
     verdict = gpu_aware.detect(comm)
-    ways = {"staged": Verdict(False, "measured")}
+    ways = {"staged": GpuAwareness(False, "measured")}
     if verdict.direct:
         ways["direct"] = verdict
     place = socket.gethostname(), arrays.bus_id()
@@ -66,7 +66,7 @@ def _turns(size: int) -> int:
     return max(2, min(50, (1 << 26) // size))
 
 
-def _nccl_rate(comm: Communicator, group: Group, other: Verdict, size: int, repeats: int) -> float:
+def _nccl_rate(comm: Communicator, group: Group, other: GpuAwareness, size: int, repeats: int) -> float:
     """Return GB/s of messages of `size` bytes by NCCL; `other` is for what it does not take."""
     transport = make_transport(comm, 1, False, "cuda", other, group, [(0, 1), (1, 0)])
     transport.begin_call(repeated=True)  # all memory is there

@@ -19,7 +19,7 @@ import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import DeviceArray, Event
-from mpipipe.comm.nccl.channel import Channel, Task, close_together, new_identity, open_together
+from mpipipe.comm.nccl.channel import Channel, NcclTask, close_together, new_identity, open_together
 from mpipipe.job.context import register_progress, unregister_progress
 from mpipipe.job.group import Group
 from mpipipe.job.requests import keep_forever
@@ -39,7 +39,7 @@ class NcclSums:
     channel : Channel
     waiting : deque of (NcclSum, start, stop)
         Buckets that are not on the stream yet, in order.
-    task : Task or None
+    task : NcclTask or None
         Which puts a bucket there, where NCCL may have to connect ranks first; the next ones wait for it.
     underway : deque of (event, NcclSum)
         Buckets on the stream.
@@ -50,9 +50,9 @@ class NcclSums:
         what = "opening NCCL for the sums over the replicas"
         identity = group.broadcast(what, new_identity() if group.rank == 0 else None)
         open_channel = partial(Channel, group.size, group.rank, identity, self._first)
-        (self.channel,) = open_together([Task(open_channel, what)], group, what)
+        (self.channel,) = open_together([NcclTask(open_channel, what)], group, what)
         self.waiting: deque[tuple[NcclSum, int, int]] = deque()
-        self.task: Task[Event] | None = None
+        self.task: NcclTask[Event] | None = None
         self.starting: NcclSum | None = None  # of which the task puts a bucket there
         self.underway: deque[tuple[Event, NcclSum]] = deque()
         self.connected: set[tuple[int, int]] = set()  # (type, count) that NCCL has made its connections for
@@ -88,7 +88,7 @@ class NcclSums:
         self.channel.check()
         if self.task is not None and self.task.Test():
             assert self.starting is not None  # it is set with the task
-            self.underway.append((self.task.result(), self.starting))
+            self.underway.append((self.task.value(), self.starting))
             self.task = None
         while self.waiting and self.task is None:
             self._put(*self.waiting.popleft())
@@ -106,7 +106,7 @@ class NcclSums:
             self.underway.append((put(), new))
             return
         self.connected.add(key)
-        self.task, self.starting = Task(put, "a sum over the replicas by NCCL"), new
+        self.task, self.starting = NcclTask(put, "a sum over the replicas by NCCL"), new
 
     def abort(self) -> None:
         """After a failure: advance no more, let kernels end that wait for others, and free nothing that they touch."""
@@ -189,7 +189,7 @@ class NcclRow:
         opening = f"opening NCCL for {what}"
         identity = group.broadcast(opening, new_identity() if group.rank == 0 else None)
         open_channel = partial(Channel, group.size, group.rank, identity, self._first)
-        (self.channel,) = open_together([Task(open_channel, opening)], group, opening)
+        (self.channel,) = open_together([NcclTask(open_channel, opening)], group, opening)
 
     def _first(self, communicator: Any, stream: int) -> DeviceArray:
         """Let NCCL connect the ranks for the one size that there will be."""

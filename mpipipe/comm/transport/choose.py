@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from mpipipe.comm.transport import gpu_aware
 from mpipipe.comm.transport.device import DirectTransport
-from mpipipe.comm.transport.gpu_aware import Verdict
+from mpipipe.comm.transport.gpu_aware import GpuAwareness
 from mpipipe.comm.transport.host import CHUNK_BYTES, PIECE_BYTES, HostTransport, Transport
 from mpipipe.comm.transport.nccl import NcclTransport, Pair
 from mpipipe.comm.transport.staged import StagedTransport
@@ -22,7 +22,7 @@ def make_transport(
     channels: int = 1,
     synchronous: bool = False,
     device: str = "cpu",
-    verdict: Verdict | None = None,
+    verdict: GpuAwareness | None = None,
     group: Group | None = None,
     pairs: Collection[Pair] = (),
 ) -> Transport:

@@ -69,7 +69,7 @@ import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import Array, DeviceArray, Event, Shape
-from mpipipe.comm.nccl.channel import Channel, Task, close_together, new_identity, open_together
+from mpipipe.comm.nccl.channel import Channel, NcclTask, close_together, new_identity, open_together
 from mpipipe.comm.transport.device import DeviceTransport
 from mpipipe.comm.transport.host import check_sendable
 from mpipipe.job.context import register_progress, unregister_progress
@@ -199,7 +199,7 @@ def _open_lanes(group: Group, pairs: list[Pair]) -> dict[Pair, Channel]:
     mine = {pair: new_identity() for pair in pairs if pair[0] == group.rank}
     identities = {pair: identity for each in group.gather(what, mine) for pair, identity in each.items()}
     here = [pair for pair in pairs if group.rank in pair]
-    tasks = [Task(partial(_open_lane, int(pair[1] == group.rank), identities[pair]), what) for pair in here]
+    tasks = [NcclTask(partial(_open_lane, int(pair[1] == group.rank), identities[pair]), what) for pair in here]
     return dict(zip(here, open_together(tasks, group, what)))
 
 
