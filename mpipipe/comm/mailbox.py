@@ -20,7 +20,7 @@ from mpipipe.arrays import Array, Shape, read_only
 from mpipipe.errors import ArgumentError
 from mpipipe.job.group import Group
 from mpipipe.job.requests import own
-from mpipipe.job.wait import wait
+from mpipipe.job.wait import wait_for
 from mpipipe.trace import Recorder
 
 HEADER_BYTES = 4096
@@ -164,7 +164,7 @@ class Mailbox:
         arrays, lease, requests, envelope = self.posted[0]
         for request in requests:
             if not request.Test():
-                wait(request, envelope, self.group, peer=envelope.peer)
+                wait_for(request, envelope, self.group, peer=envelope.peer)
         self.posted.popleft()
         self.taken += 1
         if self.order_keys is None:
@@ -175,7 +175,7 @@ class Mailbox:
         """Return the header of a message whose shapes are not known yet."""
         header = np.empty(HEADER_BYTES, np.uint8)
         request = own(self.transport.irecv(header, envelope.peer, *envelope.header))
-        wait(request, envelope, self.group, peer=envelope.peer)
+        wait_for(request, envelope, self.group, peer=envelope.peer)
         return header.tobytes().rstrip(b"\0")
 
     def take_unknown(self, envelope: Envelope, leaves: Sequence[Leaf]) -> tuple[list, Lease]:
@@ -239,10 +239,12 @@ class Mailbox:
             request = self.outgoing[0]
             if not request.Test():
                 oldest = self.sent[-len(self.outgoing)]
-                wait(request, f"{oldest.subject} to be received by rank {oldest.peer}", self.group, peer=oldest.peer)
+                wait_for(
+                    request, f"{oldest.subject} to be received by rank {oldest.peer}", self.group, peer=oldest.peer
+                )
             self.outgoing.popleft()
         if self.order_keys is not None and not self.transport.settled():
-            wait(Settled(self.transport), "the last messages to arrive", self.group)
+            wait_for(Settled(self.transport), "the last messages to arrive", self.group)
 
     def drop_buffers(self) -> None:
         """Drop all free buffers; their shapes will not come again."""

@@ -22,7 +22,7 @@ from mpipipe.errors import ArgumentError, MismatchError, MpipipeError
 from mpipipe.job import rank_list
 from mpipipe.job.context import OpenGroup, register_progress
 from mpipipe.job.requests import own
-from mpipipe.job.wait import wait
+from mpipipe.job.wait import wait_for
 
 VALUES = 14  # most values of one rank in an agreement; Group.gather takes anything larger
 REFUSED = -1  # sent by a rank that has an error, in place of the number of its facts
@@ -254,7 +254,7 @@ class Exchange:
         """Wait for the rows of all ranks, and return them. An error during the wait ends the life of the group."""
         if self._request is not None:
             try:
-                wait(self, self.what, self.group, everyone=True)
+                wait_for(self, self.what, self.group, everyone=True)
             except BaseException as error:
                 self.group.fail_because(error, self.what)
                 raise

@@ -20,7 +20,7 @@ from mpipipe.job.consensus import Ballot, Exchange, Facts, Reason, Vote, dumps_a
 from mpipipe.job.context import Failure, PeerStatus, current_rank, failure_of, is_rank, peer_error, whoami
 from mpipipe.job.requests import own
 from mpipipe.job.types import Communicator, Testable
-from mpipipe.job.wait import wait
+from mpipipe.job.wait import wait_for
 from mpipipe.job.watch.watchdog import enrol
 
 
@@ -166,7 +166,7 @@ class Group:
 
     def wait(self, request: Testable, what: object = None, everyone: bool = False, peer: int | None = None) -> None:
         """Wait for a request that belongs to the call under way; `everyone` and `peer` say who must come for it."""
-        wait(request, what, self, everyone, peer)
+        wait_for(request, what, self, everyone, peer)
 
     # -- communicators ------------------------------------------------------------------------------------------
 

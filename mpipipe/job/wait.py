@@ -39,7 +39,7 @@ GRACE_SECONDS = 3.0  # rank 0 knows most about who is missing: at the limit it s
 SPOKESMEN = 4  # ranks that warn where rank 0 is missing: not all of thousands
 
 
-def wait(
+def wait_for(
     request: Testable,
     what: object = None,
     group: OpenGroup | None = None,

@@ -12,7 +12,7 @@ import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import DeviceArray
-from mpipipe.comm.nccl.channel import choose
+from mpipipe.comm.nccl.channel import agree_on_nccl
 from mpipipe.comm.nccl.sums import NcclRow
 from mpipipe.errors import ArgumentError, NonFiniteError
 from mpipipe.job.consensus import raise_on_all
@@ -203,7 +203,7 @@ class GlobalNorm:
         self._group = None if comm is None or comm.size == 1 else group_of(comm)
         if self._group is not None:
             others = [] if replicas is None or replicas.size == 1 else [group_of(replicas)]
-            if choose([self._group, *others], "cpu" if gpu_of(self.stages) is None else "cuda").sums:
+            if agree_on_nccl([self._group, *others], "cpu" if gpu_of(self.stages) is None else "cuda").sums:
                 self._open(self._group)
 
     def _open(self, group: Group) -> None:

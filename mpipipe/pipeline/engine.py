@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpipipe.comm.mailbox import Mailbox
-from mpipipe.comm.nccl.channel import NcclChoice, choose
+from mpipipe.comm.nccl.channel import NcclChoice, agree_on_nccl
 from mpipipe.comm.nccl.sums import NcclSums
 from mpipipe.comm.tags import Tags, neighbours
 from mpipipe.comm.transport import gpu_aware
@@ -323,7 +323,7 @@ def choose_nccl(
     if replicas is None and "cuda" not in devices and not settings.nccl_is_demanded():
         return NcclChoice(False, False, "the ranks compute on the CPU")
     groups = [pipe] if replicas is None else [pipe, replicas]
-    choice = choose(groups, device, sum(pipe.rank in pair for pair in pairs))
+    choice = agree_on_nccl(groups, device, sum(pipe.rank in pair for pair in pairs))
     if device == "cuda" and pipe.rank == 0:
         logger.info("NCCL: %s", choice)
     return choice

@@ -323,7 +323,7 @@ def test_rates_are_claimed_only_where_each_rank_has_its_gpu(gpu, monkeypatch):
     monkeypatch.setattr(transport, "_rate", lambda *_: 5.0)
     monkeypatch.setattr(transport.gpu_aware, "detect", lambda comm: transport.Verdict(True, "says so"))
     monkeypatch.setattr(transport, "make_transport", lambda *_: None)
-    monkeypatch.setattr(transport, "choose", lambda groups, device, messages: SimpleNamespace(messages=False))
+    monkeypatch.setattr(transport, "agree_on_nccl", lambda groups, device, messages: SimpleNamespace(messages=False))
     monkeypatch.setattr(transport.runtime, "resolve", lambda comm: comm)
     for places, goal, turns in (((0, 0), "none", True), ((0, 1), "above 1 for large messages", False)):
         group = SimpleNamespace(gather=lambda call, mine, places=places: [("host", place) for place in places])

@@ -21,7 +21,7 @@ from mpipipe.comm.nccl import sums
 from mpipipe.comm.nccl.sums import NcclSums
 from mpipipe.comm.transport.staged import StagedTransport
 from mpipipe.errors import MpipipeError, StageError
-from mpipipe.job.wait import wait
+from mpipipe.job.wait import wait_for
 from mpipipe.language.models import GPT
 from mpipipe.pipeline.gradient_sums import GradientSums
 from mpipipe.schedules import from_csv, gpipe, one_f_one_b, partition
@@ -348,7 +348,7 @@ def all_aborted(machine):
         def Test(self):
             return all(each._aborted or not each._underway for each in machine.communicators)
 
-    wait(Aborted(), "aborts")
+    wait_for(Aborted(), "aborts")
 
 
 @pytest.mark.parametrize("guilty", ["first", "last"])

@@ -15,14 +15,14 @@ from mpipipe import arrays
 from mpipipe.bench.gpu.rows import Row, normal
 from mpipipe.bench.timing import compare
 from mpipipe.bench.transport import PingPong
-from mpipipe.comm.nccl.channel import choose
+from mpipipe.comm.nccl.channel import agree_on_nccl
 from mpipipe.comm.transport import gpu_aware
 from mpipipe.comm.transport.choose import make_transport
 from mpipipe.comm.transport.gpu_aware import GpuAwareness
 from mpipipe.job import runtime
 from mpipipe.job.group import Group, group_of
 from mpipipe.job.types import Communicator
-from mpipipe.job.wait import wait
+from mpipipe.job.wait import wait_for
 
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 24, 1 << 26)
 QUICK = dict(repeats=3, sizes=(1 << 16, 1 << 24))
@@ -38,7 +38,7 @@ def measure(repeats: int = 10, sizes: Sequence[int] = SIZES, comm: Communicator 
         ways["direct"] = verdict
     place = socket.gethostname(), arrays.bus_id()
     shared = len(set(group.gather("bench: the GPUs", place))) < comm.size
-    by_nccl = choose([group], "cuda", messages=2).messages  # one each way
+    by_nccl = agree_on_nccl([group], "cuda", messages=2).messages  # one each way
     note = ", by processes that take turns on one GPU: no rate of the transport" if shared else ""
     for size in sizes:
         rates = {}
@@ -78,7 +78,7 @@ def _nccl_rate(comm: Communicator, group: Group, other: GpuAwareness, size: int,
     def game() -> None:
         for _ in range(count):
             for move in moves if comm.rank == 0 else moves[::-1]:
-                wait(move())
+                wait_for(move())
         arrays.stream().synchronize()
 
     (seconds,) = compare(comm, [game], repeats)

@@ -215,7 +215,7 @@ class NcclChoice(NamedTuple):
         return f"{' and '.join(used) or 'not used'}: {self.reason}"
 
 
-def choose(groups: Sequence[Group], device: str, messages: int = 0) -> NcclChoice:
+def agree_on_nccl(groups: Sequence[Group], device: str, messages: int = 0) -> NcclChoice:
     """The choice for all ranks of these groups; collective over each of them.
 
     Parameters
