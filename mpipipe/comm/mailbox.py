@@ -59,19 +59,10 @@ class Envelope(NamedTuple):
 
 
 class Mailbox:
-    """All messages of one pipeline on one rank.
-
-    Parameters
-    ----------
-    transport : how arrays travel (see comm.transport)
-    group : the Group whose calls the messages belong to, for waits; None if there is none
+    """All messages of one pipeline on one rank, by a transport, and in the calls of `group`, if there is one.
 
     A received array is a buffer that is used again: the lease that comes with it must go back through `release` once
     nothing reads the array any more.
-
-    Attributes
-    ----------
-    recorder : notes what is sent; None for nobody
     """
 
     def __init__(self, transport: Any, group: Group | None = None):
@@ -104,11 +95,9 @@ class Mailbox:
     ) -> None:
         """Begin a step whose incoming messages are known; the first `window` receives are posted at once.
 
-        Parameters
-        ----------
-        schedule, window : what `receive_schedule` returned, and how many receives to keep posted
-        order_keys : where each message stands in the one order of all messages, for transports that need that order
-        repeated : whether, on all ranks alike, calls like this one have run so often that nothing in it is new
+        `schedule` is what `receive_schedule` returned. `order_keys` say where each message stands in the one order of
+        all messages, for transports that need that. `repeated` says whether, on all ranks alike, calls like this one
+        have run so often that nothing in it is new.
         """
         self.incoming, self.next, self.taken = schedule, 0, 0
         self.sent = self.sent[-len(self.outgoing) :] if self.outgoing else []

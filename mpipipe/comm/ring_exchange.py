@@ -39,19 +39,7 @@ class RingMessages(NamedTuple):
 
 
 class RingExchange:
-    """Messages between neighbours of a ring, on a private duplicate of its communicator.
-
-    Parameters
-    ----------
-    comm : the ranks of the ring; the constructor is collective over it
-    synchronous : use synchronous sends
-    device : "cpu" or "cuda", where the arrays of this rank lie
-    verdict : as for make_transport
-
-    Attributes
-    ----------
-    group : the job.group.Group of the ring
-    """
+    """Messages between neighbours of a ring, on a private duplicate of its communicator; collective."""
 
     def __init__(
         self, comm: Communicator, synchronous: bool = False, device: str = "cpu", verdict: GpuAwareness | None = None

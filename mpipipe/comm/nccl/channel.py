@@ -24,22 +24,11 @@ from mpipipe.job.wait import Task
 
 
 class Channel:
-    """One rank's end of a communicator; the constructor waits for the other ranks, so it belongs into an NcclTask.
+    """One rank's end of a communicator of NCCL; the constructor waits for the other ranks: it belongs into an NcclTask.
 
-    Parameters
-    ----------
-    size, rank : int
-        Of the communicator, and of this process there.
-    identity : bytes
-        What rank 0 of the communicator got from `new_identity`.
-    first : callable
-        Puts an operation on (communicator, stream) that all ranks begin with. NCCL connects ranks when they first talk,
-        and the host waits for that. What it returns is kept until the operation is done.
-
-    Attributes
-    ----------
-    communicator : cupy.cuda.nccl.NcclCommunicator
-    stream : Stream
+    `identity` is what rank 0 of the communicator got from `new_identity`. `first` puts an operation on (communicator,
+    stream) that all ranks begin with: NCCL connects ranks when they first talk, and the host waits for that. What it
+    returns is kept until the operation is done.
     """
 
     def __init__(self, size: int, rank: int, identity: bytes, first: Callable[[Any, int], object]) -> None:
@@ -95,10 +84,7 @@ def new_identity() -> bytes:
 def open_together(tasks: Sequence[NcclTask[Channel]], group: Group, what: str) -> list[Channel]:
     """Wait for channels that are being opened; collective over the group, of which each has some ranks or all.
 
-    Raises
-    ------
-    BackendError
-        Where this rank cannot open one; the group ends then, and the others raise PeerError.
+    Where this rank cannot open one it raises BackendError; the group ends then, and the others raise PeerError.
     """
     with group.failing(what):
         channels = []
@@ -170,37 +156,17 @@ ON, OFF = "on", "off"
 
 
 class Facts(NamedTuple):
-    """What one rank says.
+    """What one rank says of NCCL."""
 
-    Attributes
-    ----------
-    rank : int
-        In COMM_WORLD.
-    setting : str
-        MPIPIPE_NCCL.
-    problem : str
-        Why this rank by itself cannot use NCCL; "" where it can.
-    host, gpu : str
-        Where it computes: the GPU by its PCI address.
-    version : str
-        Of NCCL.
-    room : int
-        Multiprocessors of the GPU.
-    needed : int
-        Most thread blocks that NCCL's kernels take there while they wait.
-    direct : str
-        MPIPIPE_GPU_DIRECT, by which a user says how messages of device arrays travel.
-    """
-
-    rank: int
-    setting: str
-    problem: str
+    rank: int  # in COMM_WORLD
+    setting: str  # MPIPIPE_NCCL
+    problem: str  # why this rank by itself cannot use NCCL; "" where it can
     host: str = ""
-    gpu: str = ""
-    version: str = ""
-    room: int = 0
-    needed: int = 0
-    direct: str = ""
+    gpu: str = ""  # by its PCI address
+    version: str = ""  # of NCCL
+    room: int = 0  # multiprocessors of the GPU
+    needed: int = 0  # most thread blocks that NCCL's kernels take there while they wait
+    direct: str = ""  # MPIPIPE_GPU_DIRECT, by which a user says how messages of device arrays travel
 
 
 class NcclChoice(NamedTuple):
@@ -216,21 +182,10 @@ class NcclChoice(NamedTuple):
 
 
 def agree_on_nccl(groups: Sequence[Group], device: str, messages: int = 0) -> NcclChoice:
-    """The choice for all ranks of these groups; collective over each of them.
+    """Choose for all ranks of these groups, one or those along two axes of a grid; collective over each of them.
 
-    Parameters
-    ----------
-    groups : sequence of Group
-        One group, or those along the two axes of a grid.
-    device : str
-        "cpu" or "cuda", where this rank computes.
-    messages : int
-        Most messages that one rank may have under way at once, sent and received.
-
-    Raises
-    ------
-    BackendError
-        On all ranks, where MPIPIPE_NCCL=on and NCCL cannot be used.
+    `messages` is the most that one rank may have under way at once, sent and received. All ranks raise BackendError
+    where MPIPIPE_NCCL=on and NCCL cannot be used.
     """
     everyone = [facts_of(groups[0], device, messages)]
     for group in groups:
@@ -276,13 +231,7 @@ def facts_of(group: Group, device: str, messages: int) -> Facts:
 
 
 def judge(everyone: Sequence[Facts]) -> NcclChoice:
-    """The choice that follows from what all ranks say, in the order of their ranks.
-
-    Raises
-    ------
-    BackendError
-        Where a rank asks for NCCL that cannot be used.
-    """
+    """Return the choice that follows from what all ranks say, in the order of their ranks; may raise BackendError."""
     refusals = _refusals(everyone)
     asked = any(facts.setting == ON for facts in everyone)
     if refusals and asked:

@@ -28,22 +28,7 @@ BUCKET_BYTES = 32 << 20
 
 
 class NcclSums:
-    """The sums over the ranks of one group; the constructor and `close` are collective.
-
-    Parameters
-    ----------
-    group : Group
-
-    Attributes
-    ----------
-    channel : Channel
-    waiting : deque of (NcclSum, start, stop)
-        Buckets that are not on the stream yet, in order.
-    task : NcclTask or None
-        Which puts a bucket there, where NCCL may have to connect ranks first; the next ones wait for it.
-    underway : deque of (event, NcclSum)
-        Buckets on the stream.
-    """
+    """The sums over the ranks of one group; the constructor and `close` are collective."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -51,10 +36,12 @@ class NcclSums:
         identity = group.broadcast(what, new_identity() if group.rank == 0 else None)
         open_channel = partial(Channel, group.size, group.rank, identity, self._first)
         (self.channel,) = open_together([NcclTask(open_channel, what)], group, what)
+        # (sum, start, stop) of buckets that are not on the stream yet, in order
         self.waiting: deque[tuple[NcclSum, int, int]] = deque()
+        # puts a bucket there where NCCL may have to connect ranks first; the next ones wait for it
         self.task: NcclTask[Event] | None = None
         self.starting: NcclSum | None = None  # of which the task puts a bucket there
-        self.underway: deque[tuple[Event, NcclSum]] = deque()
+        self.underway: deque[tuple[Event, NcclSum]] = deque()  # buckets on the stream
         self.connected: set[tuple[int, int]] = set()  # (type, count) that NCCL has made its connections for
 
     def _first(self, communicator: Any, stream: int) -> DeviceArray:
@@ -121,19 +108,7 @@ class NcclSums:
 
 
 class NcclSum:
-    """A sum under way; `Test()` is true once `flat` holds the sum over all ranks of the group.
-
-    Parameters
-    ----------
-    sums : NcclSums
-    flat : DeviceArray
-        One-dimensional; must be left alone until the sum is there.
-
-    Attributes
-    ----------
-    left : int
-        Buckets that are not summed.
-    """
+    """A sum under way; `Test()` is true once `flat`, one-dimensional, holds the sum over all ranks of the group."""
 
     def __init__(self, sums: NcclSums, flat: DeviceArray) -> None:
         self.sums, self.flat, self.ready, self.left = sums, flat, arrays.record(), 0
@@ -173,16 +148,7 @@ KIND = np.dtype(np.float64)
 
 
 class NcclRow:
-    """Rows of one length over the ranks of one group; the constructor and `close` are collective.
-
-    Parameters
-    ----------
-    group : Group
-    length : int
-        Of all rows, at least 1.
-    what : str
-        What the rows are for, for errors.
-    """
+    """Rows of one length over the ranks of one group; the constructor and `close` are collective."""
 
     def __init__(self, group: Group, length: int, what: str) -> None:
         self.group, self.length, self.what = group, length, what

@@ -30,22 +30,15 @@ OVERRIDE = GPU_DIRECT.name
 
 
 class Platform(NamedTuple):
-    """How MPI libraries name a platform of GPUs.
+    """How MPI libraries name a platform of GPUs."""
 
-    kind : among the memory kinds of MPI 4.1
-    questions : functions that answer 1 or 0, the first that the library has is asked: Open MPI's, MPICH's
-    number : for MPIX_GPU_query_support, in MPICH's mpi.h
-    layer : Cray's library beneath MPI that moves device memory
-    switches : variable that turns support on -> how the library that reads it names itself
-    in_ucx : names in UCX_TLS, one of which must be there
-    """
-
-    kind: str
+    kind: str  # among the memory kinds of MPI 4.1
+    # functions that answer 1 or 0, the first that the library has is asked: Open MPI's, MPICH's
     questions: tuple[str, ...]
-    number: int
-    layer: str
-    switches: Mapping[str, str]
-    in_ucx: tuple[str, ...]
+    number: int  # for MPIX_GPU_query_support, in MPICH's mpi.h
+    layer: str  # Cray's library beneath MPI that moves device memory
+    switches: Mapping[str, str]  # variable that turns support on -> how the library that reads it names itself
+    in_ucx: tuple[str, ...]  # names in UCX_TLS, one of which must be there
 
     @property
     def question(self) -> str:
@@ -119,24 +112,12 @@ def judge(
     async_pool: bool,
     platform: Platform = CUDA,
 ) -> GpuAwareness:
-    """The verdict of one rank.
+    """Return the verdict of one rank.
 
-    Parameters
-    ----------
-    library_version : str
-        What MPI_Get_library_version says.
-    environment : mapping
-        Variables of this process.
-    maps_text : str
-        /proc/self/maps, which names the libraries that are loaded.
-    query : int or None
-        What the library said about this platform; None if it was not asked.
-    kinds : str
-        Value of the info key mpi_memory_alloc_kinds; "" without one.
-    async_pool : bool
-        Whether CuPy allocates stream-ordered or managed memory, which MPI cannot map.
-    platform : Platform
-        That of CuPy.
+    `library_version` is what MPI_Get_library_version says, `maps_text` /proc/self/maps, which names the libraries that
+    are loaded, `query` what the library said about this platform, None if it was not asked, and `kinds` the value of
+    the info key mpi_memory_alloc_kinds. `async_pool`: CuPy allocates stream-ordered or managed memory, which MPI cannot
+    map.
     """
     override = environment.get(OVERRIDE)
     GPU_DIRECT.check(override)

@@ -84,32 +84,19 @@ Pair = tuple[int, int]  # of ranks: from, to
 class NcclTransport:
     """Messages of device arrays by NCCL, all others by another transport; the constructor and `close` are collective.
 
-    Parameters
-    ----------
-    group : Group
-        In which the ranks wait for each other.
-    pairs : iterable of (int, int)
-        Ranks of which one sends to the other, the same on all ranks. Each pair has a lane of its own.
-    other : DeviceTransport
-        Takes host arrays, and all arrays of calls that are not repeated.
-
-    Attributes
-    ----------
-    outgoing, incoming : dict
-        Rank at the other end -> the channel of the lane.
-    underway : deque of (event, message, channel)
-        What is on the lanes, in the order in which it was put there.
-    taken : deque of Event
-        Of receives that have tested true.
+    `pairs` are ranks of which one sends to the other, the same on all ranks; each has a lane of its own. `other` takes
+    host arrays, and all arrays of calls that are not repeated.
     """
 
     def __init__(self, group: Group, pairs: Iterable[Pair], other: DeviceTransport) -> None:
         self.other, self.group, self.channels = other, group, other.channels
         self.lanes = _open_lanes(group, sorted(pairs))
+        # rank at the other end -> the channel of the lane
         self.outgoing = {to: lane for (source, to), lane in self.lanes.items() if source == group.rank}
         self.incoming = {source: lane for (source, to), lane in self.lanes.items() if to == group.rank}
+        # on the lanes, in the order in which it was put there
         self.underway: deque[tuple[Event, _Message, Channel]] = deque()
-        self.taken: deque[Event] = deque()
+        self.taken: deque[Event] = deque()  # of receives that have tested true
         self.repeated = False
         register_progress(self)
 
