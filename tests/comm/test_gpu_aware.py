@@ -37,109 +37,88 @@ def no_gpus(monkeypatch):
     monkeypatch.setattr(arrays.cuda, "visible_gpus", lambda: 0)
 
 
-def verdict(version=MPICH, maps="", query=0, kinds="", pool=False, **environment):
-    return judge(version, environment, maps, query, kinds, pool)
+def verdict(version=MPICH, maps="", query=0, kinds="", pool=False, platform=gpu_aware.CUDA, **environment):
+    return judge(version, environment, maps, query, kinds, pool, platform)
 
 
-@pytest.mark.parametrize(
-    "facts, reason",
-    [
-        (dict(MPIPIPE_GPU_DIRECT="1"), "MPIPIPE_GPU_DIRECT=1"),
-        (dict(MPIPIPE_GPU_DIRECT="1", UCX_TLS="rc"), "MPIPIPE_GPU_DIRECT=1"),
-        (dict(kinds="mpi,system,cuda"), "mpi_memory_alloc_kinds"),
-        (dict(kinds="system, cuda:device, mpi", query=None), "mpi_memory_alloc_kinds"),
-        (dict(version=OPEN5, query=1), "says yes"),
-        (dict(version=OPEN4, query=1), "says yes"),
-        (dict(version=OPEN4, query=1, CONDA_PREFIX="/c", OMPI_MCA_opal_cuda_support="true"), "says yes"),
-        (dict(version=OPEN5, query=1, CONDA_PREFIX="/c"), "says yes"),
-        (dict(version=CRAY, query=None, maps=GTL, MPICH_GPU_SUPPORT_ENABLED="1"), "libmpi_gtl_cuda is loaded"),
-        (dict(version=MVAPICH, MV2_USE_CUDA="1"), "MV2_USE_CUDA"),
-        (dict(version=MVAPICH, query=None, MVP_USE_CUDA="1"), "MVP_USE_CUDA"),
-        (dict(version=PARASTATION, PSP_CUDA="1"), "PSP_CUDA"),
-        (dict(version=INTEL, I_MPI_OFFLOAD="1", I_MPI_OFFLOAD_MODE="cuda"), "I_MPI_OFFLOAD"),
-        (dict(version=INTEL, I_MPI_OFFLOAD="1", maps=CUDA), "I_MPI_OFFLOAD"),
-        (dict(query=1, UCX_TLS="rc,sm,cuda_copy,cuda_ipc"), "says yes"),
-        (dict(query=1, UCX_TLS="all"), "says yes"),
-        (dict(query=1, UCX_TLS="^posix"), "says yes"),
-        (dict(query=1, UCX_TLS=""), "says yes"),
-    ],
-)
-def test_evidence_for_device_memory(facts, reason):
-    found = verdict(**facts)
-    assert found.direct and reason in found.reason
-
-
-@pytest.mark.parametrize(
-    "facts, reason",
-    [
-        (dict(), "says no"),
-        (dict(query=None), "does not say"),
-        (dict(MPIPIPE_GPU_DIRECT="0", query=1), "MPIPIPE_GPU_DIRECT=0"),
-        (dict(MPIPIPE_GPU_DIRECT="1", pool=True), "asynchronous"),
-        (dict(kinds="cuda", pool=True), "asynchronous"),
-        (dict(kinds="mpi,system"), "says no"),
-        (dict(version=OPEN4, query=1, OMPI_MCA_opal_cuda_support="false"), "opal_cuda_support=false"),
-        (dict(version=OPEN4, query=1, CONDA_PREFIX="/c"), "conda"),
-        (dict(version=OPEN4, query=0, OMPI_MCA_opal_cuda_support="true"), "says no"),
-        (dict(version=CRAY, query=None, maps=GTL), "without MPICH_GPU_SUPPORT_ENABLED"),
-        (dict(version=CRAY, query=None, maps=GTL, MPICH_GPU_SUPPORT_ENABLED="0"), "without MPICH_GPU_SUPPORT_ENABLED"),
-        (dict(version=CRAY, query=None, MPICH_GPU_SUPPORT_ENABLED="1"), "transport layer"),
-        (dict(maps=GTL, MPICH_GPU_SUPPORT_ENABLED="1"), "says no"),
-        (dict(version=MVAPICH, MV2_USE_CUDA="0"), "says no"),
-        (dict(version=OPEN5, MV2_USE_CUDA="1", PSP_CUDA="1", I_MPI_OFFLOAD="1", maps=CUDA), "says no"),
-        (dict(version=INTEL), "without I_MPI_OFFLOAD"),
-        (dict(version=INTEL, I_MPI_OFFLOAD="1"), "not CUDA"),
-        (dict(version=INTEL, I_MPI_OFFLOAD="1", maps=CUDA + ZE), "not CUDA"),
-        (dict(version=INTEL, I_MPI_OFFLOAD="1", I_MPI_OFFLOAD_MODE="level_zero", maps=CUDA), "level_zero"),
-        (dict(query=1, UCX_TLS="rc,sm"), "leaves out cuda_copy"),
-        (dict(query=1, UCX_TLS="^cuda_copy"), "leaves out cuda_copy"),
-        (dict(kinds="cuda", UCX_TLS="tcp"), "leaves out cuda_copy"),
-    ],
-)
-def test_no_evidence_or_a_reason_against(facts, reason):
-    found = verdict(**facts)
-    assert not found.direct and reason in found.reason
-
-
+YES = [
+    (dict(MPIPIPE_GPU_DIRECT="1"), "MPIPIPE_GPU_DIRECT=1"),
+    (dict(MPIPIPE_GPU_DIRECT="1", UCX_TLS="rc"), "MPIPIPE_GPU_DIRECT=1"),
+    (dict(kinds="mpi,system,cuda"), "mpi_memory_alloc_kinds"),
+    (dict(kinds="system, cuda:device, mpi", query=None), "mpi_memory_alloc_kinds"),
+    (dict(version=OPEN5, query=1), "says yes"),
+    (dict(version=OPEN4, query=1), "says yes"),
+    (dict(version=OPEN4, query=1, CONDA_PREFIX="/c", OMPI_MCA_opal_cuda_support="true"), "says yes"),
+    (dict(version=OPEN5, query=1, CONDA_PREFIX="/c"), "says yes"),
+    (dict(version=CRAY, query=None, maps=GTL, MPICH_GPU_SUPPORT_ENABLED="1"), "libmpi_gtl_cuda is loaded"),
+    (dict(version=MVAPICH, MV2_USE_CUDA="1"), "MV2_USE_CUDA"),
+    (dict(version=MVAPICH, query=None, MVP_USE_CUDA="1"), "MVP_USE_CUDA"),
+    (dict(version=PARASTATION, PSP_CUDA="1"), "PSP_CUDA"),
+    (dict(version=INTEL, I_MPI_OFFLOAD="1", I_MPI_OFFLOAD_MODE="cuda"), "I_MPI_OFFLOAD"),
+    (dict(version=INTEL, I_MPI_OFFLOAD="1", maps=CUDA), "I_MPI_OFFLOAD"),
+    (dict(query=1, UCX_TLS="rc,sm,cuda_copy,cuda_ipc"), "says yes"),
+    (dict(query=1, UCX_TLS="all"), "says yes"),
+    (dict(query=1, UCX_TLS="^posix"), "says yes"),
+    (dict(query=1, UCX_TLS=""), "says yes"),
+]
+NO = [
+    (dict(), "says no"),
+    (dict(query=None), "does not say"),
+    (dict(MPIPIPE_GPU_DIRECT="0", query=1), "MPIPIPE_GPU_DIRECT=0"),
+    (dict(MPIPIPE_GPU_DIRECT="1", pool=True), "asynchronous"),
+    (dict(kinds="cuda", pool=True), "asynchronous"),
+    (dict(kinds="mpi,system"), "says no"),
+    (dict(version=OPEN4, query=1, OMPI_MCA_opal_cuda_support="false"), "opal_cuda_support=false"),
+    (dict(version=OPEN4, query=1, CONDA_PREFIX="/c"), "conda"),
+    (dict(version=OPEN4, query=0, OMPI_MCA_opal_cuda_support="true"), "says no"),
+    (dict(version=CRAY, query=None, maps=GTL), "without MPICH_GPU_SUPPORT_ENABLED"),
+    (dict(version=CRAY, query=None, maps=GTL, MPICH_GPU_SUPPORT_ENABLED="0"), "without MPICH_GPU_SUPPORT_ENABLED"),
+    (dict(version=CRAY, query=None, MPICH_GPU_SUPPORT_ENABLED="1"), "transport layer"),
+    (dict(maps=GTL, MPICH_GPU_SUPPORT_ENABLED="1"), "says no"),
+    (dict(version=MVAPICH, MV2_USE_CUDA="0"), "says no"),
+    (dict(version=OPEN5, MV2_USE_CUDA="1", PSP_CUDA="1", I_MPI_OFFLOAD="1", maps=CUDA), "says no"),
+    (dict(version=INTEL), "without I_MPI_OFFLOAD"),
+    (dict(version=INTEL, I_MPI_OFFLOAD="1"), "not CUDA"),
+    (dict(version=INTEL, I_MPI_OFFLOAD="1", maps=CUDA + ZE), "not CUDA"),
+    (dict(version=INTEL, I_MPI_OFFLOAD="1", I_MPI_OFFLOAD_MODE="level_zero", maps=CUDA), "level_zero"),
+    (dict(query=1, UCX_TLS="rc,sm"), "leaves out cuda_copy"),
+    (dict(query=1, UCX_TLS="^cuda_copy"), "leaves out cuda_copy"),
+    (dict(kinds="cuda", UCX_TLS="tcp"), "leaves out cuda_copy"),
+]
 HSA = "7f00-7f01 r-xp 0 0:0 0 /opt/cray/pe/lib64/libmpi_gtl_hsa.so.0"
 
+AMD_YES = [
+    (dict(MPIPIPE_GPU_DIRECT="1"), "MPIPIPE_GPU_DIRECT=1"),
+    (dict(kinds="mpi,system,rocm:device"), "mpi_memory_alloc_kinds"),
+    (dict(version=OPEN5, query=1), "MPIX_Query_rocm_support or MPIX_Query_hip_support says yes"),
+    (dict(version=OPEN5, query=1, CONDA_PREFIX="/c"), "says yes"),
+    (dict(version=CRAY, query=None, maps=HSA, MPICH_GPU_SUPPORT_ENABLED="1"), "libmpi_gtl_hsa is loaded"),
+    (dict(version=MVAPICH, query=None, MV2_USE_ROCM="1"), "MV2_USE_ROCM"),
+    (dict(query=1, UCX_TLS="rc,sm,rocm"), "says yes"),
+]
+AMD_NO = [
+    (dict(), "MPIX_Query_rocm_support or MPIX_Query_hip_support says no"),
+    (dict(kinds="mpi,system,cuda"), "says no"),
+    (dict(version=CRAY, query=None, maps=GTL, MPICH_GPU_SUPPORT_ENABLED="1"), "(libmpi_gtl_hsa)"),
+    (dict(version=MVAPICH, query=None, MV2_USE_CUDA="1"), "does not say"),
+    (dict(version=PARASTATION, PSP_CUDA="1"), "says no"),
+    (dict(version=INTEL, I_MPI_OFFLOAD="1", I_MPI_OFFLOAD_MODE="cuda"), "AMD"),
+    (dict(query=1, UCX_TLS="rc,cuda_copy"), "leaves out rocm_copy"),
+]
+EVIDENCE = [
+    (platform, *row, direct)
+    for platform, yes, no in ((gpu_aware.CUDA, YES, NO), (ROCM, AMD_YES, AMD_NO))
+    for rows, direct in ((yes, True), (no, False))
+    for row in rows
+]
 
-def verdict_on_amd(version=MPICH, maps="", query=0, kinds="", **environment):
-    return judge(version, environment, maps, query, kinds, False, ROCM)
 
-
-@pytest.mark.parametrize(
-    "facts, reason",
-    [
-        (dict(MPIPIPE_GPU_DIRECT="1"), "MPIPIPE_GPU_DIRECT=1"),
-        (dict(kinds="mpi,system,rocm:device"), "mpi_memory_alloc_kinds"),
-        (dict(version=OPEN5, query=1), "MPIX_Query_rocm_support or MPIX_Query_hip_support says yes"),
-        (dict(version=OPEN5, query=1, CONDA_PREFIX="/c"), "says yes"),
-        (dict(version=CRAY, query=None, maps=HSA, MPICH_GPU_SUPPORT_ENABLED="1"), "libmpi_gtl_hsa is loaded"),
-        (dict(version=MVAPICH, query=None, MV2_USE_ROCM="1"), "MV2_USE_ROCM"),
-        (dict(query=1, UCX_TLS="rc,sm,rocm"), "says yes"),
-    ],
-)
-def test_evidence_for_the_memory_of_amd_gpus(facts, reason):
-    found = verdict_on_amd(**facts)
-    assert found.direct and reason in found.reason
-
-
-@pytest.mark.parametrize(
-    "facts, reason",
-    [
-        (dict(), "MPIX_Query_rocm_support or MPIX_Query_hip_support says no"),
-        (dict(kinds="mpi,system,cuda"), "says no"),
-        (dict(version=CRAY, query=None, maps=GTL, MPICH_GPU_SUPPORT_ENABLED="1"), "(libmpi_gtl_hsa)"),
-        (dict(version=MVAPICH, query=None, MV2_USE_CUDA="1"), "does not say"),
-        (dict(version=PARASTATION, PSP_CUDA="1"), "says no"),
-        (dict(version=INTEL, I_MPI_OFFLOAD="1", I_MPI_OFFLOAD_MODE="cuda"), "AMD"),
-        (dict(query=1, UCX_TLS="rc,cuda_copy"), "leaves out rocm_copy"),
-    ],
-)
-def test_evidence_for_cuda_is_none_for_amd_gpus(facts, reason):
-    found = verdict_on_amd(**facts)
-    assert not found.direct and reason in found.reason
+@pytest.mark.parametrize("platform, facts, reason, direct", EVIDENCE)
+def test_device_memory_goes_to_mpi_where_there_is_evidence_for_this_platform_and_no_reason_against(
+    platform, facts, reason, direct
+):
+    found = verdict(platform=platform, **facts)
+    assert found.direct is direct and reason in found.reason
 
 
 def test_the_library_is_asked_about_the_platform_of_cupy(comm, monkeypatch):
