@@ -320,27 +320,20 @@ class StageAdapter:
         return self._asked[1]
 
     def begin_gradients(self) -> None:
-        """Begin gradients anew: set them to zero, or let an nn.Stage replace them by the first that it has of each."""
+        """Set all gradients to zero."""
         for model in self.models:
             model.use_parts(True)
-        if type(self.given) is nn.Stage:  # another class may add to its gradients in ways of its own
-            self.given.begin_gradients()
-            return
         for flat in self.gradient_arrays:
             arrays.set_zero(flat)
 
     def end_gradients(self) -> None:
-        """End the gradients of a step: no later action adds to them."""
+        """Raise ArgumentError where a backward has exchanged the gradients; no later action adds to them."""
         self._check_gradients()
-        for model in self.models:
-            if model.unwritten:
-                model.end_gradients()
 
     def leave_step(self) -> None:
         """Let backwards outside of a step, or after one that has failed, add to the gradients that the stage shows."""
         for model in self.models:
             model.use_parts(False)
-            model.unwritten = set()
             model.on_layer_done = None
 
     def check_storage(self) -> None:

@@ -16,7 +16,7 @@ from mpipipe.errors import BackendError
 from mpipipe.job import runtime
 from mpipipe.job.group import group_of
 from mpipipe.language.models import GPT
-from mpipipe.planning.dry_run import foresee
+from mpipipe.language.task import estimate
 from mpipipe.planning.memory import resident
 from mpipipe.train import TrainConfig, train
 
@@ -41,9 +41,9 @@ def run(config: TrainConfig) -> None:
             shutil.rmtree(folder, ignore_errors=True)
     if comm.rank == 0:
         before = resident()
-        found = foresee(config, GPT, comm.size)
+        found = estimate(config, GPT, comm.size)
         for rank, measured in enumerate(grown):
-            pipe_rank = rank // (found.data * found.seq)
+            pipe_rank = rank // (found.problem.replicas * found.problem.seq)
             foreseen = found.ranks[pipe_rank].total - before
             show(
                 f"dry run, rank {rank}: foreseen {foreseen / MIB:.1f} MiB, measured {measured / MIB:.1f} MiB, "

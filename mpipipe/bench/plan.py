@@ -19,13 +19,14 @@ from mpipipe.job import runtime
 from mpipipe.job.group import group_of
 from mpipipe.job.types import Communicator
 from mpipipe.language.models import GPT
+from mpipipe.language.task import TextTask
 from mpipipe.planning import Choice, Profile, Space, predict
-from mpipipe.planning.find import Found, find_plan
-from mpipipe.planning.links import Rehearsal, rehearsal
+from mpipipe.planning.find import PlanReport, find_plan, in_words, shown_seconds
+from mpipipe.planning.links import TrialSteps, trial_steps
+from mpipipe.planning.problem import MeasuredRanks
 from mpipipe.planning.search import cuts_by_time
-from mpipipe.planning.subject import Scene
-from mpipipe.planning.table import in_words, shown_seconds
 from mpipipe.train import TrainConfig
+from mpipipe.train.planned import measured_ranks
 
 PAIRS = 3  # in each turn of a plan: its steps, between those of the chosen plan
 STEPS = 2  # in a row
@@ -36,24 +37,25 @@ def run(configurations: int, repeats: int, seed: int, config: TrainConfig) -> No
     """Print each plan, the errors of predictions, and whether the chosen plan is the fastest of all."""
     comm = runtime.world()
     with Mesh(comm, pipe=comm.size) as mesh:
-        scene = Scene.of(config, GPT, mesh, GPT().vocab)
-        found = find_plan(scene, "cpu")
-        drawn = [] if comm.rank else draw(found, scene.space, configurations, Random(seed))
+        measured = measured_ranks(config, TextTask(config, GPT), mesh)
+        problem = measured.problem
+        found = find_plan(measured, "cpu")
+        drawn = [] if comm.rank else draw(found, problem.space, configurations, Random(seed))
         choices = group_of(comm).broadcast("bench: the plans", drawn)
-        turns = measure(scene, choices, repeats, Random(seed))
+        turns = measure(measured, choices, repeats, Random(seed))
         if comm.rank == 0:
-            predicted = [predict(found.profile, each, scene.rows, scene.space.trained).seconds for each in choices]
+            predicted = [predict(found.profile, each, problem.rows, problem.trained_layers).seconds for each in choices]
             _report(comm, found, choices, predicted, turns)
 
 
-def measure(scene: Scene, choices: Sequence[Choice], repeats: int, random: Random) -> list[list[float]]:
+def measure(measured: MeasuredRanks, choices: Sequence[Choice], repeats: int, random: Random) -> list[list[float]]:
     """Return seconds of a step for each plan and turn; the first plan is the one that all others alternate with."""
     ratios: dict[Choice, list[float]] = {choice: [] for choice in choices[1:]}
     seconds: list[float] = []
-    with rehearsal(scene, choices[0]) as first:
+    with trial_steps(measured, choices[0]) as first:
         for _ in range(repeats):
             for choice in random.sample(choices[1:], len(choices) - 1):
-                with rehearsal(scene, choice) as other:
+                with trial_steps(measured, choice) as other:
                     before, between = _alternate(first, other)
                 ratios[choice].append(median(b / a for a, b in zip(_pairwise_means(before), between)))
                 seconds += before
@@ -61,7 +63,7 @@ def measure(scene: Scene, choices: Sequence[Choice], repeats: int, random: Rando
     return [[typical], *([ratio * typical for ratio in ratios[choice]] for choice in choices[1:])]
 
 
-def _alternate(first: Rehearsal, other: Rehearsal) -> tuple[list[float], list[float]]:
+def _alternate(first: TrialSteps, other: TrialSteps) -> tuple[list[float], list[float]]:
     """Return the seconds of a step of `first`, which has one turn more, and of `other`, in each of their turns."""
     before, between = [mean(first.steps(STEPS))], []
     for _ in range(PAIRS):
@@ -75,7 +77,7 @@ def _pairwise_means(numbers: Sequence[float]) -> list[float]:
     return [(a + b) / 2 for a, b in pairwise(numbers)]
 
 
-def draw(found: Found, space: Space, count: int, random: Random) -> list[Choice]:
+def draw(found: PlanReport, space: Space, count: int, random: Random) -> list[Choice]:
     """Return the chosen plan, and others drawn at random, no two alike."""
     drawn = [found.choice]
     for _ in range(100 * count):
@@ -102,7 +104,11 @@ def _drawn(profile: Profile, space: Space, random: Random) -> Choice:
 
 
 def _report(
-    comm: Communicator, found: Found, choices: Sequence[Choice], predicted: Sequence[float], turns: list[list[float]]
+    comm: Communicator,
+    found: PlanReport,
+    choices: Sequence[Choice],
+    predicted: Sequence[float],
+    turns: list[list[float]],
 ) -> None:
     measured = [median(each) for each in turns]
     errors = [abs(guess / real - 1) for guess, real in zip(predicted, measured)]

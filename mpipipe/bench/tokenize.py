@@ -16,8 +16,8 @@ from time import process_time
 from mpipipe.bench.timing import compare, report
 from mpipipe.job import runtime
 from mpipipe.job.group import group_of
-from mpipipe.language.data.text_chunks import Texts, units_of
-from mpipipe.language.data.tokenize import THREADS, chunks_of, found_texts, share_threads, tokenize
+from mpipipe.language.data.text_chunks import TextReader, chunks_of
+from mpipipe.language.data.tokenize import THREADS, batches_of, list_texts, share_threads, tokenize
 from mpipipe.language.data.tokenizer import open_tokenizer
 from mpipipe.text import counted
 
@@ -29,11 +29,11 @@ def run(repeats: int, texts: list[str], tokenizer: str, end: str | None) -> None
     comm = runtime.world()
     group = group_of(comm)
     share_threads(group)
-    found = found_texts(texts, group)
+    entries = list_texts(texts, group)
     with group.raise_together("bench: the texts"):
-        reader = Texts(open_tokenizer(tokenizer, end))
-        mine = chunks_of(units_of(found))[comm.rank :: comm.size]
-        own = [each.text for chunk in mine for unit in chunk for each in reader.of(unit)]
+        reader = TextReader(open_tokenizer(tokenizer, end))
+        mine = batches_of(chunks_of(entries))[comm.rank :: comm.size]
+        own = [passage.text for batch in mine for chunk in batch for passage in reader.passages(chunk)]
     folder = group.broadcast("bench: a folder", tempfile.mkdtemp(prefix="mpipipe-") if comm.rank == 0 else None)
     spent = {"library": 0.0, "tokenize": 0.0}
     turn = 0
@@ -57,7 +57,7 @@ def run(repeats: int, texts: list[str], tokenizer: str, end: str | None) -> None
             shutil.rmtree(folder, ignore_errors=True)
     everyone = group.gather("bench: the processors' time", spent)
     library, whole = (sum(each[name] for each in everyone) / (WARMUP + repeats) for name in ("library", "tokenize"))
-    size = sum(entry[1] for entry in found) / 1e6
+    size = sum(entry[1] for entry in entries) / 1e6
     name = f"tokenize, {counted(comm.size, 'rank')} x {os.environ.get(THREADS, 'all')} threads, {size:.1f} MB"
     rates = f"{size / seconds[1]:.2f} MB/s, library alone {size / seconds[0]:.2f} MB/s"
     report(comm, name, rates, seconds[0] / seconds[1], "at least 0.9")

@@ -15,7 +15,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from mpipipe import files
@@ -28,45 +28,30 @@ Explain = Callable[[Path], AbstractContextManager[None]]
 
 
 @contextmanager
-def replacing(target: Path, group: Group, explained: Explain, replaces: bool = True) -> Iterator[Path]:
-    """Give all ranks a folder to write into, which is called `target` at the end; collective.
+def replacing(target: Path, group: Group | None, explained: Explain, replaces: bool = True) -> Iterator[Path]:
+    """Give all ranks of a group, or one process, a folder to write into, which is called `target` at the end.
 
-    Where anything is raised, a folder that was there stays, and nothing else is left.
-
-    Parameters
-    ----------
-    target : on a file system that all ranks which write share
-    group : all ranks
-    explained : a context in which an OSError of this folder becomes an error of this package
-    replaces : whether a folder with files may be there; else ArgumentError is raised for one
+    Collective. `target` is on a file system that all ranks which write share. Where anything is raised, a folder that
+    was there stays, and nothing else is left. Within `explained` an OSError of this folder becomes an error of this
+    package. Unless it `replaces`, ArgumentError is raised for a folder with files.
     """
-    partial = None
-    with group.raise_together("saving a model: its place"), explained(target):
-        if group.rank == 0:
+
+    def together(what: str) -> AbstractContextManager[None]:
+        return nullcontext() if group is None else group.raise_together(f"saving a model: its {what}")
+
+    leads, partial = group is None or group.rank == 0, target
+    with together("place"), explained(target):
+        if leads:
             partial = begin(target, replaces)
-    partial = group.broadcast("saving a model: its place", partial)
+    place: Path = partial if group is None else group.broadcast("saving a model: its place", partial)
     try:
-        yield partial
-        with group.raise_together("saving a model: its name"), explained(target):
-            if group.rank == 0:
-                give_name(partial, target)
+        yield place
+        with together("name"), explained(target):
+            if leads:
+                give_name(place, target)
     except BaseException:
-        if group.rank == 0:
-            take_back(partial)
-        raise
-
-
-@contextmanager
-def named_at_the_end(target: Path, explained: Explain) -> Iterator[Path]:
-    """Do the same from one process, for a target that is new or empty."""
-    with explained(target):
-        partial = begin(target, replaces=False)
-    try:
-        yield partial
-        with explained(target):
-            give_name(partial, target)
-    except BaseException:
-        take_back(partial)
+        if leads:
+            shutil.rmtree(place, ignore_errors=True)
         raise
 
 
@@ -103,11 +88,6 @@ def give_name(partial: Path, target: Path) -> None:
     partial.rename(target)
     files.sync_folder(target.parent)
     shutil.rmtree(_former(target), ignore_errors=True)
-
-
-def take_back(partial: Path) -> None:
-    """Remove what was written of a folder that has not got its name."""
-    shutil.rmtree(partial, ignore_errors=True)
 
 
 def restore(target: Path) -> None:

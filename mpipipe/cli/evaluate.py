@@ -72,7 +72,7 @@ def report(found: Evaluation, unit: str, out: str | None) -> None:
         for number, each in found.documents.items()
         for loss in [each.nats / each.tokens]
     ]
-    whole = {"tokens": found.tokens, "loss": found.loss, "perplexity": found.perplexity}
+    whole = {"tokens": found.tokens, "loss": found.loss, "perplexity": perplexity(found.loss)}
     if found.bits_per_byte is not None:
         whole["bits_per_byte"] = found.bits_per_byte
     if out is not None:
@@ -87,7 +87,7 @@ def report(found: Evaluation, unit: str, out: str | None) -> None:
     bits = "" if found.bits_per_byte is None else f", {found.bits_per_byte:.6f} bits per byte"
     outlet.write(f"mpipipe: {found.tokens:,} {unit} predicted{bits}\n")
     outlet.write(
-        f"mpipipe: evaluated tokens={found.tokens} loss={found.loss:.8f} perplexity={_shown(found.perplexity)}\n"
+        f"mpipipe: evaluated tokens={found.tokens} loss={found.loss:.8f} perplexity={_shown(perplexity(found.loss))}\n"
     )
 
 

@@ -19,13 +19,13 @@ from mpipipe.job import runtime
 from mpipipe.job.cores import share_of_cores
 from mpipipe.job.exit import run_or_abort
 from mpipipe.job.group import group_of
+from mpipipe.language import limits
 from mpipipe.language.inference.evaluation import IN_FLIGHT
 from mpipipe.language.inference.generation import Drawn, Sampling, answers, build_decoder, check_prompts, shown
-from mpipipe.language.inference.prompts import Bytes, Prompts, TextStream, parse_ids, read_prompts
-from mpipipe.language.models.model_folder import FolderTokenizer, ModelFolder, open_on_all
-from mpipipe.train import limits
+from mpipipe.language.inference.prompts import Bytes, FolderTokenizer, Prompts, TextStream, parse_ids, read_prompts
+from mpipipe.language.models.model_folder import ModelFolder, open_on_all
+from mpipipe.planning.layer_plan import LayerPlan
 from mpipipe.train.screen import Outlet
-from mpipipe.train.training_plan import TrainingPlan
 
 DTYPES = ("float32", "float64")
 AT_ONCE = 8  # prompts for each micro-batch in flight, by default
@@ -79,7 +79,7 @@ def generate(
             capacity = max(map(len, asked_tokens)) + count
             slots = min(len(asked_tokens), batch or AT_ONCE * plan.schedule.microbatches)
             load = partial(folder.load, mesh=mesh)
-            with build_decoder(plan, mesh, dtype or folder.dtype, capacity, load, slots=slots) as decoder:
+            with build_decoder(folder.model, plan, mesh, dtype or folder.dtype, capacity, load, slots=slots) as decoder:
                 for drawn in answers(decoder, asked_tokens, count, sampling):
                     if show is not None:
                         show.take(drawn)
@@ -89,14 +89,14 @@ def generate(
     return run_or_abort(work)
 
 
-def make_plan(folder: ModelFolder, mesh: Mesh) -> TrainingPlan:
+def make_plan(folder: ModelFolder, mesh: Mesh) -> LayerPlan:
     """Return the plan of a decoder on these ranks. All ranks raise the same error."""
     with group_of(mesh.comm).raise_together("generate: the model"):
         model, ranks = folder.model, mesh.pipe.size
         microbatches = 1 if ranks == 1 else IN_FLIGHT * ranks
         limits.check_counts(model.layers, "forward_only", ranks, 1, microbatches)
         schedule = schedules.forward_only(ranks, 1, microbatches)
-        return TrainingPlan(model, schedule, schedules.partition(model.costs(), schedule.stages), rows=1)
+        return LayerPlan(schedule, schedules.partition(model.costs(), schedule.stages), rows=1)
 
 
 def check_dtype(dtype: str | None) -> None:

@@ -41,11 +41,11 @@ def tokenize(
 
         done = run_tokenize(text, tokenizer, out, comm, end=end_of_text, progress=progress)
         if comm.rank == 0:
-            header = done.header
-            rate = header.nbytes / max(done.seconds, 1e-9) / 1e6
+            facts = done.facts
+            rate = facts.nbytes / max(done.seconds, 1e-9) / 1e6
             outlet.write(
-                f"mpipipe: tokenized files={done.files} documents={header.documents} tokens={header.tokens} "
-                f"bytes={header.nbytes} vocabulary={header.vocab} end_of_text={header.end} MB/s={rate:.2f} "
+                f"mpipipe: tokenized files={done.files} documents={facts.documents} tokens={facts.tokens} "
+                f"bytes={facts.nbytes} vocabulary={facts.vocab} end_of_text={facts.end} MB/s={rate:.2f} "
                 f"into {done.path}\n"
             )
 

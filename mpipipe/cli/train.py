@@ -20,16 +20,17 @@ from mpipipe.job.exit import run_or_abort
 from mpipipe.job.group import group_of
 from mpipipe.job.settings import launcher_size
 from mpipipe.language.models import GPT
+from mpipipe.language.task import estimate
 from mpipipe.planning import SavedProfile
-from mpipipe.planning.dry_run import Forecast, RankBytes, foresee
-from mpipipe.planning.find import predict_on_paper
-from mpipipe.planning.table import shown_seconds
+from mpipipe.planning.find import shown_seconds
+from mpipipe.planning.step_memory import RankBytes
 from mpipipe.text import counted, shown_bytes, text_table
 from mpipipe.train import TrainConfig
 from mpipipe.train import train as run_training
 from mpipipe.train.config import KINDS, heading_of
 from mpipipe.train.config_checks import range_words
 from mpipipe.train.options import INSTEAD, OTHER_NAMES
+from mpipipe.train.planned import MemoryEstimate, predicted
 from mpipipe.train.screen import tell
 
 
@@ -53,7 +54,7 @@ def train(
         run_training(chosen, GPT)
 
     if dry_run:
-        return foretell(lambda: TrainConfig.load(config, **flags), ranks, profile)
+        return print_estimate(lambda: TrainConfig.load(config, **flags), ranks, profile)
     return run_or_abort(work)
 
 
@@ -90,7 +91,7 @@ ANNOUNCED = 2.0  # seconds of silence
 COLUMNS = ("parameters", "gradients", "moments", "activations", "messages", "scratch", "later", "process", "total")
 
 
-def foretell(load: Callable[[], TrainConfig], ranks: int | None, profile: str | None = None) -> int:
+def print_estimate(load: Callable[[], TrainConfig], ranks: int | None, profile: str | None = None) -> int:
     """Show what a training would be: on `ranks` ranks in one process, or on the ranks of this job, by its rank 0.
 
     With a profile, which `mpipipe plan --save-profile` has written, also how long a step would take. In one process
@@ -125,15 +126,16 @@ def _show(config: TrainConfig, ranks: int, profile: str | None) -> None:
     processor.prepare_process()
     saved = None if profile is None else SavedProfile.read(Path(profile))
     with _announced(ranks):
-        found = foresee(config, GPT, ranks)
+        found = estimate(config, GPT, ranks)
     lines = [described(found)]
     if saved is not None:
-        seconds = predict_on_paper(found, GPT, saved).seconds
+        seconds = predicted(found, saved).seconds
         lines.append(
             f"a step takes {shown_seconds(seconds)}, {config.batch * config.seq_len / seconds:,.0f} tokens/s, "
             f"by {profile} (measured on a pipeline of {counted(saved.ranks, 'rank')})"
         )
-        lines += saved.doubts(found.pipe, found.data * found.seq, found.plan.microbatch_rows, linked=False)
+        problem = found.problem
+        lines += saved.doubts(problem.ranks, problem.replicas * problem.seq, found.plan.microbatch_rows, linked=False)
     show("".join(f"{line}\n" for line in lines))
 
 
@@ -162,17 +164,17 @@ def check_alone(ranks: int | None, profile: str | None) -> None:
         )
 
 
-def described(found: Forecast) -> str:
+def described(found: MemoryEstimate) -> str:
     """Return all lines."""
-    config, plan = found.config, found.plan
+    config, plan, problem = found.config, found.plan, found.problem
     schedule = plan.schedule
-    count, total = found.pipe * found.data * found.seq, sum(each.total for each in found.ranks)
-    rows, length = plan.microbatch_rows, -(-config.seq_len // found.seq)
+    count, total = found.count, sum(rank.total for rank in found.ranks)
+    rows, length = plan.microbatch_rows, -(-config.seq_len // config.seq)
     lines = [
         f"mpipipe: nothing is trained. {counted(count, 'rank')} = "
-        f"pipe {found.pipe} x data {found.data} x seq {found.seq}; "
+        f"pipe {problem.ranks} x data {problem.replicas} x seq {problem.seq}; "
         f"{schedule.name}, {counted(schedule.stages, 'stage')}, {counted(schedule.microbatches, 'micro-batch')}",
-        f"mpipipe: {plan.model.parameters:,} parameters, {config.dtype}, {config.optimizer}; "
+        f"mpipipe: {found.parameters:,} parameters, {config.dtype}, {config.optimizer}; "
         f"a micro-batch is {rows} x {length} on each rank",
         f"mpipipe: bubble {_bubble(found):.3f} if a layer takes as long as its operations are many",
         "",
@@ -187,7 +189,7 @@ def described(found: Forecast) -> str:
             *lines,
             "",
             f"rank {worst.rank} takes most: {shown_bytes(worst.total)}"
-            + (f"; all {count} ranks: {shown_bytes(total * found.data * found.seq)}" if count > 1 else ""),
+            + (f"; all {count} ranks: {shown_bytes(total * problem.replicas * problem.seq)}" if count > 1 else ""),
         ]
     )
 
@@ -201,9 +203,8 @@ def _sizes(each: RankBytes) -> list[str]:
     return [f"{sizes[name] / 2**20:.1f}" for name in COLUMNS]
 
 
-def _bubble(found: Forecast) -> float:
+def _bubble(found: MemoryEstimate) -> float:
     """Return the bubble of the schedule where a stage takes as long as its operations are many."""
-    plan = found.plan
-    costs = plan.tuning.costs(plan.model)
+    plan, costs = found.plan, found.problem.costs
     times = [sum(costs[start:stop]) for start, stop in plan.layer_ranges]
     return schedules.simulate(plan.schedule, schedules.Costs(times, times, times)).bubble_fraction

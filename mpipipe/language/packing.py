@@ -28,12 +28,7 @@ from mpipipe.nn.position import Position
 
 
 class Packing:
-    """The segments of the batch under way.
-
-    Parameters
-    ----------
-    microbatches : of a call of the pipeline
-    """
+    """The segments of the batch under way, in a call of the pipeline with so many micro-batches."""
 
     def __init__(self, microbatches: int) -> None:
         self.microbatches = microbatches
@@ -56,13 +51,7 @@ class Packing:
 
 
 class PackedAttend(Attend):
-    """Attention within documents, for nn.SelfAttention.
-
-    Parameters
-    ----------
-    inner : attends
-    packing : has the segments
-    """
+    """Attention of `inner` within documents, for nn.SelfAttention; `packing` has the segments."""
 
     def __init__(self, inner: Local | Ring, packing: Packing) -> None:
         self.inner, self.packing = inner, packing

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,66 +19,10 @@ from mpipipe.nn.lora import copy_plain, merge
 from mpipipe.nn.parameters import FlatBuffer, decay_ranges
 from mpipipe.nn.position import Position
 
-# -- What a pipeline does with the gradients of a stage around a step -------------------------------------------------
-
-
-class StepGradients:
-    """The gradients of an nn.Stage, which has the attributes below; see there."""
-
-    gradients: FlatBuffer
-    parts: dict[str, Array]
-    unwritten: set[str]
-    layer_of: dict[str, tuple[Layer, str]]
-    _replaced: list[str]
-    _chain: Sequential
-
-    def begin_gradients(self) -> None:
-        """Begin gradients anew: those that their layers will replace stay as they are, all others become zero."""
-        self.unwritten = set(self._replaced)
-        for name, (layer, key) in self.layer_of.items():
-            if name not in self.unwritten:
-                arrays.set_zero(getattr(layer, f"{key}_grad"))
-
-    def use_parts(self, used: bool) -> None:
-        """Let layers add to the parts of shared gradients, or to the gradients. A pipeline does this around each step.
-
-        Parameters
-        ----------
-        used : bool
-            Whether to the parts, as within a step.
-        """
-        source: Mapping[str, Array] = self.parts if used else self.gradients
-        for name in self.parts:
-            layer, key = self.layer_of[name]
-            setattr(layer, f"{key}_grad", source[name])
-
-    def end_gradients(self, names: Collection[str] | None = None) -> None:
-        """End gradients: those that no layer has written are zero.
-
-        Parameters
-        ----------
-        names : collection of str, optional
-            Of parameters; by default all.
-        """
-        ending = self.unwritten if names is None else self.unwritten.intersection(names)
-        for layer, key in map(self.layer_of.__getitem__, ending):
-            arrays.set_zero(getattr(layer, f"{key}_grad"))
-        self.unwritten = self.unwritten - ending
-
-    @property
-    def on_layer_done(self) -> Callable[[Layer], object] | None:
-        """Called with each of `layers` that has added its part to the gradients; set by a pipeline."""
-        return self._chain.on_layer_done
-
-    @on_layer_done.setter
-    def on_layer_done(self, done: Callable[[Layer], object] | None) -> None:
-        self._chain.on_layer_done = done
-
-
 # -- A stage: consecutive layers of the model on one rank, with one buffer of parameters and one of gradients ---------
 
 
-class Stage(StepGradients):
+class Stage:
     """Layers, bound to flat buffers.
 
     Parameters
@@ -133,8 +77,6 @@ class Stage(StepGradients):
         Names here of parameters that lie in the buffers under another name or of another stage (set by the pipeline).
     parts : dict of str to array
         For each of these names what its layer adds to the gradient; the pipeline adds the parts to `gradients`.
-    unwritten : set of str
-        In a step, names whose gradients hold nothing yet: the first part that a layer has for one replaces it.
     decay_ranges : list of tuple
         (start, stop, decay) ranges of the flat buffers.
     index : int or None
@@ -187,7 +129,6 @@ class Stage(StepGradients):
         self.ties: dict[str, list[str]] = {}
         self.owners: dict[str, tuple[Stage, str]] = {}
         self.parts: dict[str, Array] = {}
-        self.unwritten: set[str] = set()
         self._keeps_compute = self._written = False
         self.merged: dict[str, Array] = {}
         self._bind(tuple(frozen))
@@ -215,9 +156,6 @@ class Stage(StepGradients):
         mark_frozen(named)
         places = {f"{name}.{key}": (layer, key) for name, layer in named for key in layer.declared}
         self.layer_of = {name: place for name, place in places.items() if name in self.gradients}
-        replaced = [n for n, (layer, key) in self.layer_of.items() if key in vars(type(layer)).get("replaced", ())]
-        self.knows_layers = all(type(layer).__module__.startswith("mpipipe.") for _, layer in named)
-        self._replaced = replaced if self.knows_layers else []  # a user's layer may add to those of others first
         self._chain = Sequential(self.layers)
         self._chain.stage = self
         self.first_layer = first_leaf(self._chain)
@@ -242,6 +180,28 @@ class Stage(StepGradients):
 
     def _note_write(self) -> None:
         self._written = True
+
+    def use_parts(self, used: bool) -> None:
+        """Let layers add to the parts of shared gradients, or to the gradients. A pipeline does this around each step.
+
+        Parameters
+        ----------
+        used : bool
+            Whether to the parts, as within a step.
+        """
+        source: Mapping[str, Array] = self.parts if used else self.gradients
+        for name in self.parts:
+            layer, key = self.layer_of[name]
+            setattr(layer, f"{key}_grad", source[name])
+
+    @property
+    def on_layer_done(self) -> Callable[[Layer], object] | None:
+        """Called with each of `layers` that has added its part to the gradients; set by a pipeline."""
+        return self._chain.on_layer_done
+
+    @on_layer_done.setter
+    def on_layer_done(self, done: Callable[[Layer], object] | None) -> None:
+        self._chain.on_layer_done = done
 
     def refresh(self) -> None:
         """Let layers compute with the parameters as they are now. A pipeline does this at the start of each call."""

@@ -36,7 +36,7 @@ def announce_write(*several: Written) -> None:
 #
 # Each array of parameters belongs to one layer, which adds to its gradient in its own backward and nowhere else. Places
 # of a tied parameter that share a storage add to arrays of their own within a step (sharing.py), so that holds for them
-# as well. That is known where all layers are of this package (`Stage.knows_layers`); others may do as they like.
+# as well. That is known where all layers are of this package; others may do as they like.
 
 
 class GradientPieces(NamedTuple):
@@ -63,13 +63,10 @@ class GradientReady(NamedTuple):
         All gradients: the flat buffer, and the parts in their order.
     places : dict
         Layer -> place in `Stage.layers`.
-    names : list of frozenset of str
-        For each place the parameters that belong to the layer.
     """
 
     arrays: list[GradientPieces]
     places: dict[Layer, int]
-    names: list[frozenset[str]]
 
 
 def gradient_ready(stage: Stage) -> GradientReady | None:
@@ -77,7 +74,8 @@ def gradient_ready(stage: Stage) -> GradientReady | None:
 
     That is for a `Stage` itself: a class derived from it may write to gradients in ways of its own.
     """
-    if not stage.knows_layers:
+    layers = [layer for top in stage.layers for _, layer in top.walk("")]
+    if not all(type(layer).__module__.startswith("mpipipe.") for layer in layers):
         return None
     place_of = {name: int(name.partition(".")[0]) - stage.first for name in stage.layer_of}
     flat = stage.gradients.flat
@@ -85,7 +83,4 @@ def gradient_ready(stage: Stage) -> GradientReady | None:
     stops = [start for start, _ in starts[1:]] + [flat.size]
     pieces = [(stop, place_of[name]) for (start, name), stop in zip(starts, stops) if stop > start]
     parts = [GradientPieces(part.reshape(-1), [(part.size, place_of[name])]) for name, part in stage.parts.items()]
-    names = [frozenset(n for n, at in place_of.items() if at == place) for place in range(len(stage.layers))]
-    return GradientReady(
-        [GradientPieces(flat, pieces), *parts], {layer: at for at, layer in enumerate(stage.layers)}, names
-    )
+    return GradientReady([GradientPieces(flat, pieces), *parts], {layer: at for at, layer in enumerate(stage.layers)})

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from mpipipe.optim.norm import GlobalNorm, gradient_norm
 from mpipipe.optim.optimizers import SGD, AdamW, Group, warmup_cosine
-from mpipipe.optim.scaling import LossScaler, scaled_step
-from mpipipe.optim.step import PendingUpdate, begin_step, clip_by_global_norm
+from mpipipe.optim.scaling import LossScaler
+from mpipipe.optim.step import PendingUpdate, begin_step, clip_by_global_norm, scaled_step
 
 __all__ = [
     "SGD",

@@ -281,11 +281,11 @@ class CheckedStage:
         self._look_at_gradients("weight gradient")
 
     def named_gradients(self) -> dict[str, Array]:
-        """The gradients by their names, without those that hold nothing yet in this step."""
+        """The gradients by their names."""
         found: dict[str, Array] = {} if self.adapter.is_model else _named(getattr(self.stage, "gradients", None))
         for model in self.adapter.models:
-            found |= {name: array for name, array in model.gradients.items() if name not in model.unwritten}
-            found |= {f"{name}, part": array for name, array in model.parts.items() if name not in model.unwritten}
+            found |= {name: array for name, array in model.gradients.items()}
+            found |= {f"{name}, part": array for name, array in model.parts.items()}
         return found
 
     def _before(self, dy: Tree, kept: Kept) -> dict[str, Watched]:

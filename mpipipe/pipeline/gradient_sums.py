@@ -102,7 +102,6 @@ class GradientSums:
     def _ended(self, step: PlannedAction, found: ByLayers, layer: Layer) -> None:
         """Start the sums of what is complete now that a layer has ended, unless it is the first one."""
         place = found.ready.places[layer]
-        found.model.end_gradients(found.ready.names[place])
         if place:
             self._start_until(step, found, place)
 

@@ -33,12 +33,10 @@ class Recorded(NamedTuple):
     ----------
     graph : the work
     result : what the action returns; each launch writes its arrays
-    written : names whose gradients it is the first to write in a step; see nn.Stage.unwritten
     """
 
     graph: arrays.Graph
     result: Any
-    written: set[str]
 
 
 @dataclass(slots=True)
@@ -162,29 +160,29 @@ class StageGraphs:
             kind.free[slot.number] = slot
             return self._plain_forward(x, kind)
         arrays.copy_into(slot.x, x)
-        self._launch(recorded)
+        recorded.graph.launch()
         y, saved = recorded.result
         return arrays.copy(y), Saved(saved, kind, slot)
 
     def backward(self, dy: Array, kept: Saved) -> Array | None:
         """As nn.Stage.backward."""
         stage = self.stage
-        key = "backward", frozenset(stage.unwritten)
+        key: Key = ("backward",)
         recorded = self._recorded_for(kept, key, dy, lambda dy: stage.backward(dy, kept.saved))
         if recorded is None:
             return stage.backward(dy, kept.saved)
-        self._launch(recorded)
+        recorded.graph.launch()
         return _copied(recorded.result)
 
     def backward_input(self, dy: Array, kept: Saved) -> tuple[Array | None, Saved]:
         """As nn.Stage.backward_input."""
         stage = self.stage
-        key = "backward_input", frozenset(stage.unwritten)
+        key: Key = ("backward_input",)
         recorded = self._recorded_for(kept, key, dy, lambda dy: stage.backward_input(dy, kept.saved))
         if recorded is None:
             dx, kept.pending = stage.backward_input(dy, kept.saved)
             return dx, kept
-        self._launch(recorded)
+        recorded.graph.launch()
         dx, kept.pending = recorded.result
         kept.pending_key = key
         return _copied(dx), kept
@@ -193,14 +191,14 @@ class StageGraphs:
         """As nn.Stage.backward_weight."""
         stage = self.stage
         recorded = None
-        key: Key = ("backward_weight", frozenset(stage.unwritten))
+        key: Key = ("backward_weight",)
         if kept.kind is not None and not self._is_first(kept.kind, key) and kept.slot is not None and kept.pending_key:
             key = *key, kept.pending_key
             recorded = self._recorded(kept.slot, key, lambda: stage.backward_weight(kept.pending))
         if recorded is None:
             stage.backward_weight(kept.pending)
         else:
-            self._launch(recorded)
+            recorded.graph.launch()
 
     # -- slots and recordings
 
@@ -245,26 +243,17 @@ class StageGraphs:
         if found is not None or self.reason or not self._may_record():
             return found
         stage = self.stage
-        poll, unwritten = stage.poll, stage.unwritten
-
-        def alone() -> Any:
-            stage.unwritten = set(unwritten)
-            return work()
-
+        poll = stage.poll
         stage.poll = _no_poll  # messages are no part of the work
         try:
-            graph, result = arrays.record_graph(alone)
-            found = slot.graphs[key] = Recorded(graph, result, unwritten - stage.unwritten)
+            graph, result = arrays.record_graph(work)
+            found = slot.graphs[key] = Recorded(graph, result)
         except Exception as error:  # whatever it is, the work can be done without a graph, or raises it again
             self.reason = f"the recording of {key[0]} raised {type(error).__name__}: {error}"
             logger.warning("%s", self)
         finally:
-            stage.poll, stage.unwritten = poll, unwritten
+            stage.poll = poll
         return found
-
-    def _launch(self, recorded: Recorded) -> None:
-        recorded.graph.launch()
-        self.stage.unwritten -= recorded.written
 
 
 def _copied(dx: Array | None) -> Array | None:

@@ -22,26 +22,10 @@ def replay(
 ) -> tuple[list[array[float]], list[float]]:
     """Run every rank's order; an action starts when its rank is free and its input is there.
 
-    Which output an action waits for says `dependencies.source`; W and R wait for no other rank. Sends cost the sender
-    nothing and never block. An action whose input never comes stops its rank for good.
-
-    Parameters
-    ----------
-    schedule : Schedule
-        Every action is on the right rank, once, with F before B or I before W.
-    durations : mapping of str to sequence of float
-        For each op its time in each stage.
-    transfer : sequence of float
-        Entry l is the time of a message between stages l-1 and l, in either direction, if their ranks differ.
-    orders : sequence of array, optional
-        The orders of the schedule, packed, for callers that have them.
-
-    Returns
-    -------
-    starts : list of array
-        For each rank the start times of the actions that could run.
-    ends : list of float
-        For each rank the time at which it is done.
+    Return for each rank the start times of the actions that could run, and the time at which it is done. Every action
+    is on the right rank, once, with F before B or I before W. Sends cost the sender nothing and never block; `transfer`
+    is the time of a message, as `Costs.transfer`. An action whose input never comes stops its rank for good. `orders`
+    are those of the schedule, packed, for callers that have them.
     """
     microbatches = schedule.microbatches
     forward_source, backward_source = (sources(op, schedule.stages) for op in (FORWARD, BACKWARD))
@@ -123,28 +107,7 @@ def hops(placement: Sequence[int], transfer: Sequence[float]) -> list[float]:
 #                          |
 #     B, I     B <-- B <-- B      R and W wait for nobody
 def source(stage: int, op: str, stages: int) -> int | None:
-    """Return the stage for whose output an action waits: an F for an F, a B or I for a B or I, of its micro-batch.
-
-    Parameters
-    ----------
-    stage : int
-        The logical stage of the waiting action.
-    op : str
-        The op of the waiting action.
-    stages : int
-        The number of logical stages.
-
-    Returns
-    -------
-    int or None
-        The stage, or None if the action waits for no other stage.
-
-    Examples
-    --------
-    >>> from mpipipe.schedules.replay import source
-    >>> source(2, "F", stages=4), source(2, "I", stages=4), source(2, "W", stages=4), source(0, "F", stages=4)
-    (1, 3, None, None)
-    """
+    """Return the stage for whose output an action waits: an F for an F, a B or I for a B or I, of its micro-batch."""
     if op == FORWARD:
         return stage - 1 if stage > 0 else None
     if op in (BACKWARD, INPUT_GRAD):
@@ -154,5 +117,5 @@ def source(stage: int, op: str, stages: int) -> int | None:
 
 def sources(op: str, stages: int) -> list[int]:
     """Return `source` of every stage as a list, with -1 in place of None."""
-    found = (source(stage, op, stages) for stage in range(stages))
-    return [-1 if stage is None else stage for stage in found]
+    awaited = (source(stage, op, stages) for stage in range(stages))
+    return [-1 if stage is None else stage for stage in awaited]

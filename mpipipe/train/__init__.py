@@ -5,15 +5,18 @@ from mpipipe.train.report import Record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from mpipipe.train.setup import train
+    from mpipipe.language.task import train
+    from mpipipe.train.setup import run
+    from mpipipe.train.task import Task
 
-__all__ = ["Record", "TrainConfig", "train"]
+__all__ = ["Record", "Task", "TrainConfig", "run", "train"]
+_LATER = {"Task": "mpipipe.train.task", "run": "mpipipe.train.setup", "train": "mpipipe.language.task"}
 
 
 def __getattr__(name: str) -> object:
-    """Import `train` when it is first used: what it trains imports the configuration."""
-    if name == "train":
-        from mpipipe.train.setup import train
+    """Import when it is first used what needs all of the package: `train`, for text, lies above this room."""
+    from importlib import import_module
 
-        return train
+    if name in _LATER:
+        return getattr(import_module(_LATER[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

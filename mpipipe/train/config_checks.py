@@ -13,7 +13,7 @@ from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.job.preemption import parse_duration
 from mpipipe.job.stop_signals import parse_signals
 from mpipipe.planning import parse_bytes
-from mpipipe.train.order import is_path, is_table
+from mpipipe.schedules.csv_text import is_path
 from mpipipe.train.sinks import parse_names
 
 # what a plan decides
@@ -60,6 +60,11 @@ def parse_partition(text: str) -> tuple[int, ...]:
             "no partition", found=f"{text!r:.80}", expected="numbers of layers with commas between, such as 3,2,2,3"
         )
     return tuple(map(int, counts))
+
+
+def is_table(schedule: str) -> bool:
+    """Whether a schedule is a table of actions, and neither a name nor the path of a file."""
+    return not is_path(schedule) and ("," in schedule or "\n" in schedule)
 
 
 PARSED = {  # texts with a meaning of their own

@@ -7,6 +7,7 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -20,7 +21,6 @@ from mpipipe.job.types import Communicator
 PATIENCE = 10.0  # seconds in which a network file system shows one host what another one wrote
 PAUSE = 0.1
 MARKER = ".mpipipe-marker"
-MODELS = ("weights", "huggingface", "adapter")  # folders that a training replaces at its end
 
 
 def shared_path(comm: Communicator, path: str | None) -> str:
@@ -60,10 +60,12 @@ def _new(path: str) -> str:
         raise unusable(Path(numbered), error) from error
 
 
-def own(comm: Communicator, path: str | None) -> owner.Owner:
+def own(comm: Communicator, path: str | None, replaced: Sequence[str] = ()) -> owner.Owner:
     """Make the output folder this job's, and mend what a job that was killed has left there; collective.
 
-    For `path` see `shared_path`. Raises what `owner.take` raises; ConfigError for a folder that cannot be used.
+    `replaced` are folders in it that are replaced as a whole. For `path` see `shared_path`.
+
+    Raises what `owner.take` raises; ConfigError for a folder that cannot be used.
     """
     group, out = group_of(comm), Path(shared_path(comm, path))
     owned = owner.take(out, group, unusable)
@@ -72,16 +74,16 @@ def own(comm: Communicator, path: str | None) -> owner.Owner:
     try:
         with group.raise_together("train: what a killed job has left"):
             if comm.rank == 0:
-                _mend(out)
+                _mend(out, replaced)
     except BaseException:
         owned.release()
         raise
     return owned
 
 
-def _mend(out: Path) -> None:
+def _mend(out: Path, replaced: Sequence[str]) -> None:
     try:
-        for name in MODELS:
+        for name in replaced:
             whole_folder.restore(out / name)
         for marker in out.glob(f"{MARKER}-*"):
             marker.unlink()

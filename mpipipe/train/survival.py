@@ -37,14 +37,14 @@ from mpipipe.job.types import Communicator
 from mpipipe.text import counted
 from mpipipe.train import resume, sinks
 from mpipipe.train.config import TrainConfig
-from mpipipe.train.progress import Commitment, Progress
+from mpipipe.train.progress import Progress, StepBarrier
 from mpipipe.train.report import Record, Reporter
 
 if TYPE_CHECKING:
     from mpipipe.train.trainer import Trainer
 
 
-class Crew:
+class ElasticRun:
     """One rank of a training that outlives ranks; the constructor is collective.
 
     Parameters
@@ -72,7 +72,7 @@ class Crew:
         self.everyone, self.active = comm, comm
         self.takes_part, self.first, self.goes_on = True, 0, False
         self.trainer: Trainer | None = None
-        self.remains: Remains | None = None
+        self.retained: RetainedState | None = None
         self.facts: dict[str, Any] = {}
         self.line.revoke_on_loss(comm, group.comm)
 
@@ -114,27 +114,27 @@ class Crew:
         group = group_of(everyone)
         self.line.revoke_on_loss(everyone, group.comm)
         if self.trainer is not None:
-            self.remains, self.trainer = _remains_of(self.trainer), None
-        told = None if self.remains is None else self.remains.told()
-        survivors = Survivors.of(group.gather("train: what survivors have", told), self.pipe, self.config)
+            self.retained, self.trainer = _retained(self.trainer), None
+        told = None if self.retained is None else self.retained.report()
+        places = Assignment.of(group.gather("train: what survivors have", told), self.pipe, self.config)
         left = counted(everyone.size, "rank")
         text = f"mpipipe: {self.line.name(self.line.lost)}; {left} {'is' if everyone.size == 1 else 'are'} left"
-        if survivors.problem:
+        if places.problem:
             newest = checkpoint.newest(resume.checkpoints_of(self.out))
             rest = "there is no checkpoint" if newest is None else f"the newest checkpoint is {newest}"
-            raise exit.Stop(f"{text}, {survivors.problem}; {rest}\n", PREEMPTED)
-        if self.remains is not None:
-            self.remains.catch_up(survivors.step)
-        self.facts, self.first = survivors.facts, survivors.order[0]
+            raise exit.Stop(f"{text}, {places.problem}; {rest}\n", PREEMPTED)
+        if self.retained is not None:
+            self.retained.catch_up(places.step)
+        self.facts, self.first = places.facts, places.order[0]
         owned = owner.covering(self.out)
         if owned is not None:
             owned.hand_on(group, self.first)
-        self.takes_part = group.rank in survivors.order
-        place = survivors.order.index(group.rank) if self.takes_part else group.rank
+        self.takes_part = group.rank in places.order
+        place = places.order.index(group.rank) if self.takes_part else group.rank
         if group.rank == 0:
-            spare = everyone.size - len(survivors.order)
+            spare = everyone.size - len(places.order)
             write(
-                f"{text}; {len(survivors.order)} of them go on behind step {survivors.step}"
+                f"{text}; {len(places.order)} of them go on behind step {places.step}"
                 + (f", {spare} more can take the places of others\n" if spare else "\n")
             )
         self.active = group.split(0 if self.takes_part else 1, place, "survivors")
@@ -156,14 +156,14 @@ class Crew:
 
     def restore(self, progress: Progress) -> None:
         """Set the state of the training from that of the survivors; collective over the new mesh."""
-        facts, remains = self.facts, self.remains
+        facts, retained = self.facts, self.retained
         group, targets = group_of(progress.mesh.replicas), _arrays_of(progress)
-        here = remains is not None and remains.pipe == progress.mesh.pipe.rank and remains.step == facts["step"]
-        steps = remains.optimizer_steps if remains is not None and here else 0
+        here = retained is not None and retained.pipe == progress.mesh.pipe.rank and retained.step == facts["step"]
+        steps = retained.optimizer_steps if retained is not None and here else 0
         table = group.agree("train: who has the state", values=[int(here), steps])
         root = int(table[:, 0].argmax())
-        if remains is not None and here:
-            for target, source in zip(targets, remains.arrays, strict=True):
+        if retained is not None and here:
+            for target, source in zip(targets, retained.arrays, strict=True):
                 target[...] = source
         if not table[:, 0].all():
             _send(group, targets, root)
@@ -187,23 +187,24 @@ class Crew:
     def enlist(self, trainer: Trainer) -> None:
         """From now on the state of the training is that of `trainer`."""
         if self.goes_on:
-            trainer.outcome, trainer.reported = self.facts["outcome"], self.facts["reported"]
+            progress = trainer.progress
+            progress.outcome, progress.reported = self.facts["outcome"], self.facts["reported"]
+            progress.in_memory = True
             trainer.checkpoints.owed = self.facts["owed"]
-            trainer.in_memory = True
-        self.trainer, self.remains = trainer, None
+        self.trainer, self.retained = trainer, None
 
 
-def _remains_of(trainer: Trainer) -> Remains:
-    progress, commitment = trainer.progress, trainer.commitment
+def _retained(trainer: Trainer) -> RetainedState:
+    progress, barrier = trainer.progress, trainer.barrier
     facts = {
-        "scalars": commitment.scalars(),
-        "outcome": trainer.outcome,
-        "reported": trainer.reported,
+        "scalars": barrier.scalars(),
+        "outcome": progress.outcome,
+        "reported": progress.reported,
         "owed": trainer.checkpoints.owed,
         "record": progress.record,
     }
     pipe = progress.mesh.pipe.rank
-    return Remains(pipe, commitment, facts, _arrays_of(progress), progress.optimizer)
+    return RetainedState(pipe, barrier, facts, _arrays_of(progress), progress.optimizer)
 
 
 def _arrays_of(progress: Progress) -> list[Array]:
@@ -225,7 +226,7 @@ def _send(group: Group, targets: Sequence[Array], root: int) -> None:
 # -- After a death: which survivor takes which place in the new mesh, and behind which step all go on; pure functions
 
 
-class Told(NamedTuple):
+class SurvivorReport(NamedTuple):
     """What a survivor tells the others.
 
     Attributes
@@ -242,13 +243,13 @@ class Told(NamedTuple):
     facts: dict[str, Any]
 
 
-class Remains:
+class RetainedState:
     """What is left of a training on this rank.
 
     Parameters
     ----------
     pipe : its place in its pipeline
-    commitment : of its trainer
+    barrier : of its trainer
     facts : what else belongs to the steps it has made
     arrays : parameters and the state of the optimizer
     optimizer : whose state it is
@@ -257,26 +258,26 @@ class Remains:
     def __init__(
         self,
         pipe: int,
-        commitment: Commitment,
+        barrier: StepBarrier,
         facts: dict[str, Any],
         arrays: list[Array],
         optimizer: optim.AdamW | optim.SGD,
     ) -> None:
-        self.pipe, self.commitment, self.facts, self.arrays, self.optimizer = pipe, commitment, facts, arrays, optimizer
+        self.pipe, self.barrier, self.facts, self.arrays, self.optimizer = pipe, barrier, facts, arrays, optimizer
 
     @property
     def step(self) -> int:
         """Number of steps made."""
-        return self.commitment.made
+        return self.barrier.made
 
     @property
     def optimizer_steps(self) -> int:
         """Those of them that the optimizer has made."""
         return self.optimizer.steps
 
-    def told(self) -> Told:
+    def report(self) -> SurvivorReport:
         """Return what the others are to know."""
-        return Told(self.pipe, self.step, self.commitment.pending is not None, self.facts)
+        return SurvivorReport(self.pipe, self.step, self.barrier.pending is not None, self.facts)
 
     def catch_up(self, step: int) -> None:
         """Make the step that another rank has made, too, where this one can; else nobody will make it any more.
@@ -284,12 +285,12 @@ class Remains:
         Other ranks make the step after `step` from now on, and it is another one: with fewer replicas.
         """
         if self.step == step - 1:
-            self.commitment.make()
-        self.commitment.pending = None
+            self.barrier.make()
+        self.barrier.pending = None
 
 
 @dataclass(frozen=True)
-class Survivors:
+class Assignment:
     """What follows from what all survivors have.
 
     Attributes
@@ -306,7 +307,7 @@ class Survivors:
     problem: str = ""
 
     @classmethod
-    def of(cls, told: Sequence[Told | None], pipe: int, config: TrainConfig) -> Survivors:
+    def of(cls, told: Sequence[SurvivorReport | None], pipe: int, config: TrainConfig) -> Assignment:
         """Find the largest mesh of the survivors in which every stage has a rank that knows its state.
 
         Parameters

@@ -305,7 +305,7 @@ def test_a_rank_whose_thread_was_given_up_is_not_the_one_that_is_blamed(subcomm,
                 monkeypatch.setattr(tensor_files.files, "begin_writing", write)
             saver.save(1)
             if comm.rank == 1:
-                assert saver._saving.task.wait(PATIENCE)
+                assert saver._saving.work.wait(PATIENCE)
             comm.Barrier()
             with pytest.raises(StorageError, match=r"rank 1: the checkpoint cannot be written: .*No space left"):
                 while saver.in_flight:
@@ -433,7 +433,7 @@ def test_a_save_that_fails_is_told_of_once_the_one_before_it_is_whole(comm, mpi_
                         lambda file, *rest: fail() if first.name not in file.name else None,
                     )
                 saver.save(2)  # the manifest of the first is on its way from here on
-                assert saver._saving.task.wait(PATIENCE)
+                assert saver._saving.work.wait(PATIENCE)
                 assert saver.poll() is None and saver.poll() is None and saver.in_flight
                 assert checkpoint.newest(mpi_tmp_path) is None
             comm.Barrier()

@@ -183,7 +183,7 @@ def test_a_folder_with_files_is_refused_where_it_is_not_to_be_replaced(tmp_path)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine").write_text("mine")
     with pytest.raises(ArgumentError, match="not empty"):
-        with whole_folder.named_at_the_end(tmp_path / "model", lambda path: nullcontext()):
+        with whole_folder.replacing(tmp_path / "model", None, lambda path: nullcontext(), replaces=False):
             raise AssertionError
     assert os.listdir(tmp_path) == ["model"]
 

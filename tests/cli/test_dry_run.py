@@ -11,7 +11,7 @@ from mpipipe import schedules
 from mpipipe.cli import train
 from mpipipe.cli.train import described
 from mpipipe.language.models import GPT
-from mpipipe.planning.dry_run import foresee
+from mpipipe.language.task import estimate
 from mpipipe.text import shown_bytes
 from mpipipe.train import TrainConfig
 
@@ -22,10 +22,10 @@ WITHOUT_MPI = {"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"}
 
 @pytest.mark.parametrize("keys", [{}, {"schedule": "interleaved_1f1b", "chunks": 2}, {"pipe": 1, "seq": 2}])
 def test_every_rank_has_a_line_whose_parts_are_its_total(keys):
-    found = foresee(TrainConfig(**SIZES, **keys), GPT, 2)
+    found = estimate(TrainConfig(**SIZES, **keys), GPT, 2)
     lines = described(found).splitlines()
     head = next(place for place, line in enumerate(lines) if line.startswith("rank  layers"))
-    rows = lines[head + 2 : head + 2 + found.pipe]
+    rows = lines[head + 2 : head + 2 + found.problem.ranks]
     for rank, row in enumerate(rows):
         *parts, total = (float(number) for number in re.findall(r"\d+\.\d", row))
         assert row.split()[0] == str(rank) and len(parts) == 8
@@ -37,7 +37,7 @@ def test_every_rank_has_a_line_whose_parts_are_its_total(keys):
 
 def test_an_order_from_a_file_is_foreseen_like_its_schedule(tmp_path):
     (tmp_path / "order.csv").write_text(schedules.gpipe(2, 2).to_csv())
-    first, second = (foresee(TrainConfig(**SIZES, schedule=name), GPT, 2)
+    first, second = (estimate(TrainConfig(**SIZES, schedule=name), GPT, 2)
                      for name in (str(tmp_path / "order.csv"), "gpipe"))  # fmt: skip
     assert first.plan.schedule.orders == second.plan.schedule.orders
     assert [each.stages for each in first.ranks] == [each.stages for each in second.ranks]

@@ -21,7 +21,7 @@ def with_seconds(page):
 
 def test_readme_and_the_guide_have_code():
     names = {page.stem for page in WITH_CODE}
-    assert {"README", "start", "schedules", "ring-attention", "stages", "clusters", "CONTRIBUTING"} <= names
+    assert {"README", "start", "schedules", "ring-attention", "stages", "failures", "CONTRIBUTING"} <= names
 
 
 @pytest.mark.parametrize("page", [with_seconds(page) for page in WITH_CODE])

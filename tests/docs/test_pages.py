@@ -46,7 +46,7 @@ def test_every_page_is_in_the_table_of_contents():
 
 
 def test_every_environment_variable_is_in_the_table():
-    table = (DOCS / "clusters.md").read_text()
+    table = (DOCS / "environment.md").read_text()
     for folder in ("mpipipe", "jobs", "tests"):
         for path in ROOT.glob(f"{folder}/**/*"):
             if path.suffix in (".py", ".sh", ".sbatch"):

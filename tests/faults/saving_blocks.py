@@ -15,7 +15,7 @@ from mpipipe import nn, optim
 from mpipipe.job import runtime
 from mpipipe.language.models import GPT
 from mpipipe.train import TrainConfig, train, weights
-from mpipipe.train.training_plan import Shard
+from mpipipe.language.shard import Shard
 from mpipipe.train.trainer import Trainer
 
 comm = runtime.world()

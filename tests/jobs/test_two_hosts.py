@@ -107,5 +107,5 @@ def test_a_link_that_is_cut_ends_a_training_within_seconds(hosts, train, tmp_pat
     said = job.stdout + job.stderr
     assert "no rank has made progress" in said or "lost communication" in said.lower() or "TCP network" in said, said
     assert not Path(tmp_path, "out", "weights").exists()  # whatever the exit code says
-    if "Open MPI" in MPI.Get_library_version():  # MPICH: a rank lives on, see docs/clusters.md
+    if "Open MPI" in MPI.Get_library_version():  # MPICH: a rank lives on, see docs/failures.md
         assert not job.outlived_by(30)

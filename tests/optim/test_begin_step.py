@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mpipipe import nn, optim
 from mpipipe.errors import ArgumentError, MismatchError, NonFiniteError, PeerError
 from mpipipe.job import inprocess
-from mpipipe.optim.step import expansion
+from mpipipe.optim.norm import expansion
 
 OPTIMIZERS = {"adamw": lambda stages: optim.AdamW(stages, lr=0.01), "sgd": lambda stages: optim.SGD(stages, lr=0.1)}
 NUMBERS = st.lists(st.floats(0, 1e300), max_size=40)

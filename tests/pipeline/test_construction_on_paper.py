@@ -19,7 +19,7 @@ from mpipipe.job import inprocess
 from mpipipe.pipeline.construction import construct_on_paper
 from mpipipe.pipeline.plan import AHEAD, Plan
 from mpipipe.schedules import Schedule, proof
-from mpipipe.schedules.on_demand import OrdersOnDemand
+from mpipipe.schedules.action import OrdersOnDemand
 
 NAMES = [("gpipe", 1), ("one_f_one_b", 1), ("zero_bubble_h1", 1), ("zero_bubble_2p", 1), ("interleaved_1f1b", 2),
          ("looped_bfs", 2), ("interleaved_zero_bubble", 2), ("zero_bubble_v", 2), ("dualpipe_v", 2)]  # fmt: skip

@@ -12,9 +12,9 @@ from mpipipe.attention import Local
 from mpipipe.errors import ConfigError
 from mpipipe.job import inprocess
 from mpipipe.language.models import GPT
+from mpipipe.language.task import estimate
 from mpipipe.pipeline import Pipeline
-from mpipipe.planning.dry_run import foresee, peak_of_step
-from mpipipe.planning.rehearsal import Rehearsal, Run, StageBytes, longest_run
+from mpipipe.planning.step_memory import Run, StageBytes, StageMeter, longest_run, peak_of_step
 from mpipipe.train import TrainConfig
 
 SIZES = dict(dim=32, layers=4, heads=4, seq_len=64, batch=8, microbatches=4, sample_bytes=0, device="cpu")
@@ -33,7 +33,8 @@ SHAPES = {
 
 def allocated(config):
     """Most bytes that Python's allocator has at once in a training step on one rank, made without the dry run."""
-    plan_of = foresee(config, GPT, 1).plan
+    found = estimate(config, GPT, 1)
+    plan_of = found.plan
     tokens = np.random.default_rng(0).integers(0, 256, (2, config.batch, config.seq_len))
     peaks = []
 
@@ -41,11 +42,7 @@ def allocated(config):
         tracemalloc.start()
         try:
             before = tracemalloc.get_traced_memory()[0]
-            layers = plan_of.tuning.layers(plan_of.model.build(Local()))
-            stages = [
-                nn.Stage(layers[start:stop], config.dtype, first=start, frozen=config.freeze)
-                for start, stop in plan_of.ranges_of(0)
-            ]
+            stages = plan_of.stages(0, found.task.layers(None), config.dtype, 0, frozen=config.freeze)
             loss = nn.softmax_cross_entropy
             with Pipeline(stages, plan_of.schedule, comm, loss=loss, recompute=config.recompute) as pipeline:
                 chosen = optim.AdamW if config.optimizer == "adamw" else lambda *a: optim.SGD(*a, momentum=0.9)
@@ -68,19 +65,19 @@ def allocated(config):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_arrays_are_foreseen_as_a_step_allocates_them(shape):
     config = TrainConfig(**SIZES, **SHAPES[shape])
-    (rank,) = foresee(config, GPT, 1).ranks
+    (rank,) = estimate(config, GPT, 1).ranks
     foreseen = rank.total - rank.process - rank.messages
     assert foreseen == pytest.approx(allocated(config), rel=0.05)
 
 
 def test_parameters_gradients_and_moments_are_those_of_the_layers():
     config = TrainConfig(**SIZES)
-    found = foresee(config, GPT, 3)
-    assert (found.pipe, found.data, found.seq) == (3, 1, 1)
-    assert sum(rank.count for rank in found.ranks) == found.plan.model.parameters
+    found = estimate(config, GPT, 3)
+    assert (found.problem.ranks, found.problem.replicas, found.problem.seq) == (3, 1, 1)
+    assert sum(rank.count for rank in found.ranks) == found.parameters
     for rank in found.ranks:
         assert rank.parameters == rank.gradients == 4 * rank.count and rank.moments == 8 * rank.count
-    narrow = foresee(TrainConfig(**SIZES, dtype="bfloat16", optimizer="sgd"), GPT, 3)
+    narrow = estimate(TrainConfig(**SIZES, dtype="bfloat16", optimizer="sgd"), GPT, 3)
     for wide, rank in zip(found.ranks, narrow.ranks):
         assert rank.parameters == 6 * wide.count and rank.moments == rank.gradients == 4 * wide.count
 
@@ -90,11 +87,11 @@ def test_a_stage_of_many_layers_is_foreseen_from_two_repetitions():
 
     def stage(layers, whole):
         model = GPT(dim=32, layers=layers, heads=2, seq=32)
-        rehearsal = Rehearsal(lambda: model.build(Local()), "float32", (), lambda stage: nn.softmax_cross_entropy)
+        meter = StageMeter(lambda: model.build(Local()), "float32", (), lambda stage: nn.softmax_cross_entropy)
         if whole:
-            rehearsal.kinds = [*range(2 * layers + 2)]  # no two are alike
+            meter.kinds = [*range(2 * layers + 2)]  # no two are alike
         tokens = np.zeros((2, 32), np.int64)
-        return rehearsal.stage(0, 2 * layers + 2, tokens, tokens, False)
+        return meter.stage(0, 2 * layers + 2, tokens, tokens, False)
 
     short, shape = stage(6, whole=False)
     long, same = stage(6, whole=True)
@@ -145,8 +142,8 @@ def test_buffers_of_messages_are_as_many_as_are_posted_or_wait_for_a_backward():
 
 
 def test_replicas_and_rings_divide_the_ranks():
-    found = foresee(TrainConfig(**SIZES, pipe=2, seq=2), GPT, 8)
-    assert (found.pipe, found.data, found.seq) == (2, 2, 2)
+    found = estimate(TrainConfig(**SIZES, pipe=2, seq=2), GPT, 8)
+    assert (found.problem.ranks, found.problem.replicas, found.problem.seq) == (2, 2, 2)
     assert found.plan.rows == 4
     with pytest.raises(ConfigError, match="the mesh does not fit the ranks"):
-        foresee(TrainConfig(**SIZES, pipe=3), GPT, 4)
+        estimate(TrainConfig(**SIZES, pipe=3), GPT, 4)

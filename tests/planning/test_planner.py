@@ -17,13 +17,14 @@ from mpipipe.errors import ConfigError, MpipipeError
 from mpipipe.job import inprocess
 from mpipipe.language.models import GPT
 from mpipipe.language.models.fine_tuning import FineTuning
+from mpipipe.language.task import TextTask
 from mpipipe.planning import Choice, links, probe
 from mpipipe.planning import find as finding
 from mpipipe.planning.find import find_plan
-from mpipipe.planning.probe import METHODS, Stopwatch, buffers
-from mpipipe.planning.subject import Scene
+from mpipipe.planning.probe import METHODS, Stopwatch, array_bytes
 from mpipipe.train import TrainConfig, train
 from mpipipe.train.config import read_keys
+from mpipipe.train.planned import measured_ranks
 
 SMALL = dict(
     dim=16, layers=2, heads=2, hidden=32, seq_len=8, batch=4, steps=2, warmup=1, eval_every=2, eval_batches=1,
@@ -44,17 +45,17 @@ def hasty(monkeypatch):
     monkeypatch.setattr(finding, "STEPS", 1)
 
 
-def scene_of(comm, architecture=GPT, pipe=None, **keys):
+def measured_on(comm, architecture=GPT, pipe=None, **keys):
     config = TrainConfig.load(**{**SMALL, **keys})
     mesh = Mesh(comm, pipe=pipe or comm.size // config.seq, seq=config.seq)
-    return Scene.of(config, architecture, mesh, 256, FineTuning(config.freeze))
+    return measured_ranks(config, TextTask(config, architecture, tuning=FineTuning(config.freeze)), mesh)
 
 
 def plans_on(ranks, architecture=GPT, pipe=None, **keys):
     def on_each_rank(comm):
-        scene = scene_of(comm, architecture, pipe, **keys)
-        with scene.mesh:
-            return find_plan(scene, "cpu")
+        measured = measured_on(comm, architecture, pipe, **keys)
+        with measured.mesh:
+            return find_plan(measured, "cpu")
 
     return inprocess.run(ranks, on_each_rank)
 
@@ -74,15 +75,15 @@ def test_a_plan_is_made_on_any_mesh(ranks, keys):
 
 
 def test_a_plan_is_made_over_mpi(comm):
-    scene = scene_of(comm, fixed=("schedule", "microbatches"), microbatches=2, layers=4)
-    with scene.mesh:
-        found = find_plan(scene, "cpu")
+    measured = measured_on(comm, fixed=("schedule", "microbatches"), microbatches=2, layers=4)
+    with measured.mesh:
+        found = find_plan(measured, "cpu")
     assert sum(found.choice.partition) == 10 and found.choice.schedule == "one_f_one_b"
     assert found.profile.ranks == comm.size and (comm.rank == 0) == bool(found.plans)
 
 
 def test_the_kinds_of_layers():
-    (found,) = inprocess.run(1, lambda comm: scene_of(comm).kinds)
+    (found,) = inprocess.run(1, lambda comm: measured_on(comm).problem.kinds)
     assert found == (0, 1, 2, 1, 2, 3)
     assert probe._picked((0, 1, 2, 1, 2, 1, 2, 3)) == [0, 1, 2, 3, 4, 7]
 
@@ -92,7 +93,7 @@ def test_what_ranks_save_alone_is_measured_with_every_other_one_idle(ranks, expe
     """Of four ranks one of the three others is at work all the same: two thirds of what there is to save are seen."""
 
     def on_each_rank(comm):
-        tried = probe.Probe(scene_of(comm), comm, [0], 4)
+        tried = probe.Probe(measured_on(comm), comm, [0], 4)
         calls = iter([1.0, 1.0, 0.4])  # before; with all others; without every other one
 
         @contextmanager
@@ -108,7 +109,8 @@ def test_what_ranks_save_alone_is_measured_with_every_other_one_idle(ranks, expe
 
 def test_frozen_parameters_make_another_kind_and_have_no_state():
     plain, frozen = (
-        inprocess.run(1, lambda comm, freeze=freeze: scene_of(comm, freeze=freeze))[0] for freeze in ((), ("1.*",))
+        inprocess.run(1, lambda comm, freeze=freeze: measured_on(comm, freeze=freeze).problem)[0]
+        for freeze in ((), ("1.*",))
     )
     assert frozen.kinds == (0, 1, 2, 3, 2, 4)
     count = plain.trained_counts[1]
@@ -153,7 +155,7 @@ def test_bytes_of_activations_are_those_of_the_arrays_that_are_kept():
 def test_buffers_count_memory_once():
     whole = np.zeros(10)
     thing = SimpleNamespace(a=whole, b=[whole[2:5], {"c": np.zeros(3, np.float32)}], d=nn.Linear(2, 2))
-    assert sorted(buffers(thing).values()) == [12, 80]
+    assert sorted(array_bytes(thing).values()) == [12, 80]
 
 
 def test_the_stopwatch_counts_the_outer_call_alone():
@@ -176,7 +178,7 @@ def test_delays_by_other_processes_are_no_cost_of_an_action():
     """Two of three forwards met a delay, each in another layer, so that no layer but most stages met one."""
 
     def on_each_rank(comm):
-        tried = probe.Probe(scene_of(comm), comm, [0, 1], 4)
+        tried = probe.Probe(measured_on(comm), comm, [0, 1], 4)
         first, second = [1.0, 50.0, 1.0], [2.0, 2.0, 50.0]
         whole = [a + b + 0.25 for a, b in zip(first, second)]
         tried.watches["whole"].seconds.update({(0, "F"): first, (1, "F"): second, ("stage", "F"): whole})
@@ -213,13 +215,13 @@ def test_links_are_found_from_the_three_chains(monkeypatch):
     monkeypatch.setattr(links, "_seconds", seconds)
 
     def on_each_rank(comm):
-        scene = scene_of(comm)
-        with scene.mesh:
-            found = links.measure_links(scene, links.measure_action(scene))
-            return links.measure_action(scene), found, links.measure_step(scene, action, found)
+        measured = measured_on(comm)
+        with measured.mesh:
+            found = links.measure_links(measured, links.measure_action(measured))
+            return links.measure_action(measured), found, links.measure_step(measured, action, found)
 
-    for measured, found, rest in inprocess.run(3, on_each_rank):
-        assert measured == action and rest == pytest.approx(step)
+    for seconds_of_action, found, rest in inprocess.run(3, on_each_rank):
+        assert seconds_of_action == action and rest == pytest.approx(step)
         for of_size in found.values():
             assert len(of_size) == 3
             assert all(link.message == message and link.transfer == transfer for link in of_size)
@@ -262,10 +264,10 @@ def test_the_command_shows_ten_plans_and_what_real_steps_say(tmp_path, capsys):
     config = TrainConfig.load(**SMALL, data=[str(tmp_path / "text.txt")], recompute=False, microbatches=2)
 
     def on_each_rank(comm):
-        found, scene = make_plans(config, comm)
+        found, problem = make_plans(config, comm)
         if comm.rank == 0:
             show(found)
-        return scene.ranks, scene.replicas
+        return problem.ranks, problem.replicas
 
     assert inprocess.run(2, on_each_rank) == [(2, 1)] * 2
     said = capsys.readouterr().out.splitlines()
@@ -285,9 +287,9 @@ def test_the_command_shows_ten_plans_and_what_real_steps_say(tmp_path, capsys):
 )
 def test_what_cannot_be_is_refused_on_all_ranks(ranks, keys, text):
     def on_each_rank(comm):
-        scene = scene_of(comm, **keys)
-        with scene.mesh, pytest.raises(ConfigError, match=text):
-            find_plan(scene, "cpu")
+        measured = measured_on(comm, **keys)
+        with measured.mesh, pytest.raises(ConfigError, match=text):
+            find_plan(measured, "cpu")
 
     inprocess.run(ranks, on_each_rank)
 
@@ -316,18 +318,16 @@ def test_wrong_options_are_refused(keys, text):
 
 def test_a_gpu_is_refused():
     def on_each_rank(comm):
-        scene = scene_of(comm)
-        with scene.mesh, pytest.raises(ConfigError, match="a plan is made on the CPU only"):
-            find_plan(scene, "cuda")
+        measured = measured_on(comm)
+        with measured.mesh, pytest.raises(ConfigError, match="a plan is made on the CPU only"):
+            find_plan(measured, "cuda")
 
     inprocess.run(2, on_each_rank)
 
 
-@pytest.mark.parametrize("place", ["probe", "links", "rehearsal"])
-def test_a_failure_on_one_rank_while_it_measures_ends_all(monkeypatch, place):
-    names = {"probe": "Progress", "links": "_link", "rehearsal": "Commitment"}
-    module = {"probe": probe, "links": links, "rehearsal": links}[place]
-    real, here = getattr(module, names[place]), threading.local()
+@pytest.mark.parametrize("module, name", [(probe, "Loss"), (links, "_link"), (links, "TrialSteps")])
+def test_a_failure_on_one_rank_while_it_measures_ends_all(monkeypatch, module, name):
+    real, here = getattr(module, name), threading.local()
 
     def broken(*arguments, **named):
         if here.rank == 1:
@@ -336,9 +336,9 @@ def test_a_failure_on_one_rank_while_it_measures_ends_all(monkeypatch, place):
 
     def on_each_rank(comm):
         here.rank = comm.rank
-        find_plan(scene_of(comm), "cpu")
+        find_plan(measured_on(comm), "cpu")
 
-    monkeypatch.setattr(module, names[place], broken)
+    monkeypatch.setattr(module, name, broken)
 
     with pytest.raises((RuntimeError, MpipipeError), match="broken on rank 1"):
         inprocess.run(2, on_each_rank)

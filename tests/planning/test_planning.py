@@ -6,9 +6,9 @@ import itertools
 from dataclasses import replace
 
 import pytest
+from support.text_plan import text_plan
 
 from mpipipe.errors import ArgumentError, ConfigError
-from mpipipe.language.models import GPT
 from mpipipe.planning import (
     Choice,
     LayerCosts,
@@ -21,9 +21,9 @@ from mpipipe.planning import (
     parse_bytes,
     predict,
 )
-from mpipipe.planning.table import in_words, table
+from mpipipe.planning.find import in_words, table
+from mpipipe.planning.problem import layers_with
 from mpipipe.train import TrainConfig
-from mpipipe.train.training_plan import TrainingPlan
 
 ROWS = 8
 
@@ -163,14 +163,14 @@ def test_the_schedule_is_the_one_that_a_training_runs(keys):
     from mpipipe.language.models.fine_tuning import FineTuning
 
     tuning = FineTuning(config.freeze)
-    plan = TrainingPlan.of(config, GPT, 2, 1, tuning=tuning)
-    trained = {int(name.partition(".")[0]) for name in tuning.trained(plan.model)}
+    task, plan = text_plan(config, 2, tuning=tuning)
+    trained = layers_with(task.trained())
     counts = tuple(stop - start for start, stop in plan.layer_ranges)
     choice = Choice(config.schedule, config.chunks, 4, counts, recompute_limit=config.recompute_limit)
     assert choice.build(2, trained) == plan.schedule
     assert choice.ranges == plan.layer_ranges
     given = replace(config, partition=",".join(map(str, counts)))
-    assert TrainingPlan.of(given, GPT, 2, 1, tuning=tuning) == plan
+    assert text_plan(given, 2, tuning=tuning)[1] == plan
 
 
 def everything(given, space):

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from mpipipe import schedules
 from mpipipe.errors import ScheduleError
 from mpipipe.schedules import Schedule, proof
+from mpipipe.schedules.action import OrdersOnDemand
 from mpipipe.schedules.classic import grouped
-from mpipipe.schedules.on_demand import OrdersOnDemand
 from mpipipe.schedules.proof import check_part, digest, logical_time_of, recomputed_on, trains
 from mpipipe.schedules.recompute import before_backwards
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import sys
-from pathlib import Path
-
 import pytest
 
 from mpipipe import schedules
@@ -78,22 +74,3 @@ def test_the_forward_only_part_keeps_the_order_of_the_forwards(schedule):
 def test_a_part_larger_than_the_whole_is_refused(microbatches):
     with pytest.raises(ArgumentError):
         schedules.one_f_one_b(2, 7).forward_only_part(microbatches)
-
-
-def test_the_package_needs_neither_mpi_nor_arrays():
-    room = Path(schedules.__file__).parent
-    floor = [
-        room.parent / "errors.py",
-        room.parent / "even_split.py",
-        room.parent / "files.py",
-        room.parent / "text.py",
-    ]  # what the room may import
-    foreign = set()
-    for path in [*room.glob("*.py"), *floor]:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, (ast.Import, ast.ImportFrom)):
-                names = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
-                foreign |= {name for name in names if name.split(".")[0] not in sys.stdlib_module_names}
-    # ortools: only inside the function that needs it
-    allowed = ("mpipipe.errors", "mpipipe.even_split", "mpipipe.files", "mpipipe.schedules", "mpipipe.text", "ortools")
-    assert foreign and all(name.startswith(allowed) for name in foreign)

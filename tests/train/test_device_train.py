@@ -17,9 +17,9 @@ from mpipipe.attention import Local
 from mpipipe.comm.nccl import sums
 from mpipipe.errors import BackendError
 from mpipipe.language.models import GPT, weights
+from mpipipe.language.shard import Shard
 from mpipipe.train import TrainConfig, train
 from mpipipe.train.trainer import Trainer
-from mpipipe.train.training_plan import Shard
 
 SMALL = GPT(dim=16, layers=2, heads=2, hidden=32, seq=16)  # what `config` trains, with batches of 8
 
@@ -86,7 +86,7 @@ def test_auto_takes_the_gpu_that_every_rank_sees_and_says_so(gpu, comm, config, 
     seen = []
 
     def watched(self, step, original=Trainer.step):
-        seen.append({arrays.device_of(stage.parameters.flat) for stage in self.pipeline.stages})
+        seen.append({arrays.device_of(stage.parameters.flat) for stage in self.progress.pipeline.stages})
         return original(self, step)
 
     monkeypatch.setattr(Trainer, "step", watched)
@@ -199,7 +199,7 @@ def test_a_training_by_nccl_takes_the_steps_of_one_by_mpi(comm, config, monkeypa
     kept, step = [], Trainer.step
 
     def watched(self, number):
-        kept.append((self.norm.on_device, self.pipeline.engine.nccl.sums))
+        kept.append((self.norm.on_device, self.progress.pipeline.engine.nccl.sums))
         return step(self, number)
 
     monkeypatch.setattr(Trainer, "step", watched)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.text_plan import text_plan
 
 from mpipipe import checkpoint, schedules
 from mpipipe.errors import ConfigError, ScheduleError
@@ -15,7 +16,6 @@ from mpipipe.job import inprocess
 from mpipipe.language.models import GPT
 from mpipipe.train import TrainConfig, train
 from mpipipe.train.config import toml_line
-from mpipipe.train.training_plan import TrainingPlan
 
 RANKS, CHUNKS, MICROBATCHES = 2, 2, 3
 SMALL = dict(
@@ -86,7 +86,7 @@ def test_a_resume_finds_the_order_where_its_file_is_gone_or_another_one(config, 
 
 def plan(table, **keys):
     keys = {**SMALL, "schedule": table, **keys}
-    return TrainingPlan.of(TrainConfig(**keys), GPT, keys["pipe"], 1)
+    return text_plan(TrainConfig(**keys), keys["pipe"])[1]
 
 
 def test_the_plan_takes_the_placement_and_the_microbatches_of_the_order():

@@ -9,8 +9,8 @@ from support.tolerance import close, largest
 from mpipipe import Pipeline, nn, schedules
 from mpipipe.attention import Local
 from mpipipe.errors import ConfigError
+from mpipipe.language.shard import Shard
 from mpipipe.nn.loss import TILE_BYTES
-from mpipipe.train.training_plan import Shard
 
 
 class Given:

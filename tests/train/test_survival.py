@@ -12,7 +12,7 @@ from support import harness
 
 from mpipipe import checkpoint
 from mpipipe.train import TrainConfig
-from mpipipe.train.survival import Survivors, Told
+from mpipipe.train.survival import Assignment, SurvivorReport
 
 has_ulfm = pytest.mark.skipif(
     not MPI.Get_library_version().startswith("Open MPI v5"), reason="ULFM is in Open MPI 5 alone"
@@ -28,7 +28,7 @@ from mpipipe.comm.mailbox import Mailbox
 from mpipipe.language.models import GPT
 from mpipipe.optim import AdamW
 from mpipipe.train import TrainConfig, survival, train
-from mpipipe.train.progress import Commitment
+from mpipipe.train.progress import StepBarrier
 from mpipipe.train.trainer import Trainer
 
 text, out, kills, options = sys.argv[1:5]
@@ -67,7 +67,7 @@ def step(self, number):
 
 if "--blind" in sys.argv[4:]:  # rank 0 does not see the end of an agreement behind which rank 3 dies
     sys.argv.remove("--blind")
-    agreed = Commitment._commit
+    agreed = StepBarrier._commit
 
     def commit(self, make):
         if self.made != 5:
@@ -81,7 +81,7 @@ if "--blind" in sys.argv[4:]:  # rank 0 does not see the end of an agreement beh
             self.group.wait(runtime.mpi().COMM_SELF.Irecv(bytearray(8)))
         self.make()
 
-    Commitment._commit = commit
+    StepBarrier._commit = commit
 
 def write(message):
     say("named")
@@ -214,11 +214,11 @@ def test_survive_is_refused_where_ranks_cannot_outlive_each_other(train, tmp_pat
 
 def told(*ranks):
     """Of each rank (place, steps, can follow) or None."""
-    return [None if each is None else Told(*each, {"from": number}) for number, each in enumerate(ranks)]
+    return [None if each is None else SurvivorReport(*each, {"from": number}) for number, each in enumerate(ranks)]
 
 
 def places(*ranks, pipe=2, **options):
-    return Survivors.of(told(*ranks), pipe, TrainConfig(**{"batch": 8, **options}))
+    return Assignment.of(told(*ranks), pipe, TrainConfig(**{"batch": 8, **options}))
 
 
 def test_ranks_keep_their_places_and_the_rest_are_spares():

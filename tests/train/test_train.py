@@ -17,10 +17,11 @@ from support.training_tolerance import curve, path
 from mpipipe import optim
 from mpipipe.errors import ArgumentError, BackendError, ConfigError, DataError, MismatchError, NonFiniteError
 from mpipipe.language import data
+from mpipipe.language.data import listing
 from mpipipe.language.models import GPT, weights
+from mpipipe.planning.layer_plan import LayerPlan
 from mpipipe.train import TrainConfig, train
 from mpipipe.train.trainer import Trainer
-from mpipipe.train.training_plan import TrainingPlan
 
 LAST_LINE = re.compile(
     r"mpipipe: ok steps=(\d+) loss=(\d+\.\d{4}) validation=(\d+\.\d{4}) tokens/s=(\d+) "
@@ -140,8 +141,8 @@ def test_memory_stays_flat_over_hundreds_of_steps(comm, config, monkeypatch):
 
 
 def test_only_the_ranks_of_the_first_and_last_stage_open_the_data(comm, config, monkeypatch):
-    opened, original = [], data.Corpus.of
-    monkeypatch.setattr(data.Corpus, "of", lambda *arguments: opened.append(1) or original(*arguments))
+    opened, original = [], data.DataListing.open
+    monkeypatch.setattr(data.DataListing, "open", lambda *arguments: opened.append(1) or original(*arguments))
     train(config(pipe=comm.size, steps=1), GPT, comm)
     assert len(opened) == (comm.rank in (0, comm.size - 1))
 
@@ -171,7 +172,7 @@ def test_stages_that_one_rank_cannot_make_are_an_error_on_every_rank(comm, confi
         raise MemoryError("Unable to allocate 8.00 GiB")
 
     if comm.rank == comm.size - 1:
-        monkeypatch.setattr(TrainingPlan, "stages", refuse)
+        monkeypatch.setattr(LayerPlan, "stages", refuse)
     chosen = config()
     with pytest.raises(ArgumentError, match="Unable to allocate"):
         train(chosen, GPT, comm)
@@ -209,7 +210,7 @@ def test_ranks_without_the_data_of_rank_0_are_told(comm, config, monkeypatch, mp
         pytest.skip("needs two ranks")
     chosen = config(data=[], pipe=comm.size)
     if comm.rank == comm.size - 1:
-        monkeypatch.setattr(data.text, "_roots", lambda paths: [mpi_tmp_path / "elsewhere"])
+        monkeypatch.setattr(listing, "library_folder", lambda: mpi_tmp_path / "elsewhere")
     with pytest.raises(DataError, match=f"rank {comm.size - 1}: data cannot be read"):
         train(chosen, GPT, comm)
     assert not Path(chosen.out).exists()

@@ -84,7 +84,7 @@ def test_the_loss_of_packed_documents_is_that_of_each_alone(comm, config, tokens
     """In the validation of a new model; without packing, of each row as a whole."""
     chosen = config(packing=packing, steps=1)
     train(chosen, GPT, comm)
-    text = data.find([tokens]).open([tokens], 16).validation
+    text = data.find([tokens]).open(16).validation
     last = len(text) - 17
     starts = [number * last // 15 for number in range(16)]
     rows = [np.asarray(text.read(start, 17), np.int64) for start in starts]
@@ -149,7 +149,7 @@ def test_a_training_on_tokens_goes_on_bit_by_bit(comm, config, tokens, keys):
     keys = dict(keys, batch=32, pipe=comm.size, save_every=2, keep=9)
     whole = config("whole", steps=6, **keys)
     train(whole, GPT, comm)
-    assert 32 * 5 > len(data.find([tokens]).open([tokens], 16).train) // 16  # more than one epoch
+    assert 32 * 5 > len(data.find([tokens]).open(16).train) // 16  # more than one epoch
     comm.Barrier()
     begin = str(Path(whole.out, "checkpoints", "step-00000002"))
     rest = config("rest", steps=6, resume=begin, **keys)
@@ -176,7 +176,7 @@ def test_other_tokens_another_order_and_other_packing_are_another_training(comm,
 def test_losses_count_in_bits_per_byte_and_the_sample_in_ids(comm, config, tokens, capsys):
     chosen = config(sample_bytes=5)
     train(chosen, GPT, comm)
-    source, lines = data.find([tokens]).open([tokens], 16), metrics(chosen)
+    source, lines = data.find([tokens]).open(16), metrics(chosen)
     per_byte = [len(text) / text.nbytes / math.log(2) for text in (source.train, source.validation)]
     assert "bits_per_byte" not in lines[0]
     for line in lines[1:]:
@@ -195,7 +195,7 @@ def test_losses_count_in_bits_per_byte_and_the_sample_in_ids(comm, config, token
 
 def test_a_source_of_the_users_own_gives_the_training_of_its_file(comm, config, tokens):
     train(config("file"), GPT, comm)
-    source = data.find([tokens]).open([tokens], 16)
+    source = data.find([tokens]).open(16)
     ids = [text.read(0, len(text)) for text in (source.train, source.validation)]
     train(config("own", data=[]), GPT, comm, data=data.Source.of_arrays(*ids, vocab=VOCAB))
     found, expected = metrics(config("own")), metrics(config("file"))
@@ -220,7 +220,7 @@ def test_data_that_do_not_fit_are_one_error_on_all_ranks_before_anything_is_writ
     comm.Barrier()
     for keys, error, match in [
         (dict(data=[str(binary)]), DataError, "binary file without a header"),
-        (dict(data=[str(short)]), DataError, "damaged"),
+        (dict(data=[str(short)]), DataError, "cut short"),
         (dict(vocab=VOCAB - 1), DataError, "another vocabulary"),
         (dict(seq_len=300), DataError, "too short"),
         (dict(tokenizer=str(mpi_tmp_path)), ConfigError, "another tokenizer"),

@@ -19,14 +19,14 @@ from mpipipe.checkpoint import folders
 # a training that waits as long as a test can for a folder to become free
 TRAINING = """
 import sys, time
-from mpipipe.checkpoint import owner_taking
+from mpipipe.checkpoint import owner
 from mpipipe.job.exit import run_or_abort
 from mpipipe.language.models import GPT
 from mpipipe.train import TrainConfig, train
 from mpipipe.train.trainer import Trainer
 
 text, out, waits, pause = sys.argv[1:]
-owner_taking.LIVING_SECONDS = float(waits)
+owner.LIVING_SECONDS = float(waits)
 original = Trainer.step
 
 def step(self, number):

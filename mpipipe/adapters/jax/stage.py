@@ -32,7 +32,7 @@ from mpipipe.nn.parameters import FlatBuffer
 KINDS = ("float64", "float32", "float16", "bfloat16", "complex128", "complex64")
 
 
-class Saved(NamedTuple):
+class JaxSaved(NamedTuple):
     """What the forward of a micro-batch leaves for its backward.
 
     Attributes
@@ -135,7 +135,7 @@ class JaxStage:
         if self._renews:
             self._read_parameters()
 
-    def forward(self, x: Tree | Branches, position: Position | None = None) -> tuple[Tree | Branches, Saved | None]:
+    def forward(self, x: Tree | Branches, position: Position | None = None) -> tuple[Tree | Branches, JaxSaved | None]:
         """Compute the output of one micro-batch, and in a training step what its backward needs.
 
         Parameters
@@ -168,9 +168,9 @@ class JaxStage:
             return self._tree_of(found, rest)[0], None
         found, pull, rest = compiled.with_gradients(*arguments)
         y, output, differentiable = self._tree_of(found, rest)
-        return y, Saved(pull, structures, floating, output, differentiable)
+        return y, JaxSaved(pull, structures, floating, output, differentiable)
 
-    def backward(self, dy: Tree | Branches, saved: Saved) -> Tree | Branches:
+    def backward(self, dy: Tree | Branches, saved: JaxSaved) -> Tree | Branches:
         """Add to the gradients of the parameters, and return the gradient of the input.
 
         Parameters
@@ -190,7 +190,7 @@ class JaxStage:
         self._add(found[: len(weights)])
         return self._input_gradients(found[len(weights) :], saved)
 
-    def backward_input(self, dy: Tree | Branches, saved: Saved) -> tuple[Tree | Branches, Any]:
+    def backward_input(self, dy: Tree | Branches, saved: JaxSaved) -> tuple[Tree | Branches, Any]:
         """Return the gradient of the input, and what `backward_weight` needs.
 
         Parameters
@@ -242,12 +242,12 @@ class JaxStage:
             for total, part in zip(self.gradients.values(), found):
                 kernels.of_array(total).accumulate(total, part)
 
-    def _floating(self, dy: Tree | Branches, saved: Saved) -> list[JaxArray]:
+    def _floating(self, dy: Tree | Branches, saved: JaxSaved) -> list[JaxArray]:
         """The gradients of the floating outputs, for JAX."""
         leaves = gradient_leaves(dy, saved.output, self.gives)
         return [put(leaf) for leaf, is_floating in zip(leaves, saved.differentiable) if is_floating]
 
-    def _input_gradients(self, found: Sequence[Array], saved: Saved) -> Tree | Branches:
+    def _input_gradients(self, found: Sequence[Array], saved: JaxSaved) -> Tree | Branches:
         source = iter(found)
         leaves = [next(source) if each else None for each in saved.floating]
         return tree_of(unflatten_parts(leaves, saved.structures), self.takes)

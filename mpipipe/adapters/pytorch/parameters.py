@@ -24,7 +24,7 @@ from mpipipe.errors import ArgumentError
 from mpipipe.nn.parameters import FlatBuffer
 
 
-class Piece(NamedTuple):
+class TrainedParameter(NamedTuple):
     """One trainable parameter.
 
     Attributes
@@ -92,7 +92,7 @@ class TorchParameters:
         trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
         self.values: FlatBuffer | None = None
         self.gradients: TorchGradients | None = None
-        self.pieces: list[Piece] = []
+        self.pieces: list[TrainedParameter] = []
         if not trained:
             return
         kind = arrays.dtype(_one_dtype(trained))
@@ -107,7 +107,7 @@ class TorchParameters:
                 parameter.data, parameter.grad = value, gradient
                 owner, _, key = name.rpartition(".")
                 owned = module.get_submodule(owner)
-                self.pieces.append(Piece(name, owned, key, parameter, value.data_ptr(), gradient))
+                self.pieces.append(TrainedParameter(name, owned, key, parameter, value.data_ptr(), gradient))
         self.gradients = TorchGradients(gradients, self)
 
     def adopt_gradients(self) -> None:
@@ -173,7 +173,7 @@ def _one_dtype(trained: Mapping[str, Tensor]) -> str:
 # -- What a module was given and what it returned, from the forward of a micro-batch until its backward ---------------
 
 
-class Saved(NamedTuple):
+class TorchSaved(NamedTuple):
     """What the forward of a micro-batch leaves for its backward.
 
     Attributes
@@ -195,14 +195,14 @@ class Saved(NamedTuple):
         return [each for each in self.inputs if each.requires_grad]
 
 
-def taking_part(saved: Saved, dy: Tree | Branches, gives: Sequence[str]) -> tuple[list[Tensor], list[Tensor]]:
+def taking_part(saved: TorchSaved, dy: Tree | Branches, gives: Sequence[str]) -> tuple[list[Tensor], list[Tensor]]:
     """Return the outputs that gradients flow back from, and those gradients."""
     leaves = gradient_leaves(dy, saved.output, gives)
     pairs = [(output, leaf) for output, leaf in zip(saved.outputs, leaves) if leaf is not None and output.requires_grad]
     return [output for output, _ in pairs], [tensor_of(leaf) for _, leaf in pairs]
 
 
-def input_gradients(saved: Saved, gradients: Sequence[Tensor | None], takes: Sequence[str]) -> Tree | Branches:
+def input_gradients(saved: TorchSaved, gradients: Sequence[Tensor | None], takes: Sequence[str]) -> Tree | Branches:
     """Return the input gradients: zeros for an input that no output depends on, None for integers."""
     found = iter(gradients)
     leaves: list[Array | None] = []

@@ -32,7 +32,7 @@ from mpipipe.adapters.pytorch.tensors import Tensor
 COMPILED = "CompiledFunctionBackward"  # node of a graph that torch.compile has made
 
 
-class Part(NamedTuple):
+class BackwardPart(NamedTuple):
     """Where a walk for the gradients of some parameters begins."""
 
     edges: list[Any]  # tensors, or GradientEdges
@@ -40,7 +40,7 @@ class Part(NamedTuple):
     parameters: list[int]  # by their numbers
 
 
-class Graph:
+class AutogradGraph:
     """What lies between outputs and inputs.
 
     Parameters
@@ -123,9 +123,9 @@ class SplitBackward:
         inputs: Sequence[Tensor],
         parameters: Sequence[Tensor],
     ):
-        graph = Graph(outputs, inputs, parameters)
+        graph = AutogradGraph(outputs, inputs, parameters)
         self.input_gradients: Sequence[Tensor | None]
-        self._parts: list[Part] = []
+        self._parts: list[BackwardPart] = []
         self._found: list[Tensor | None] = []  # gradients of the parameters that are there already
         if not graph.divisible:
             found = torch.autograd.grad(outputs, [*inputs, *parameters], gradients, allow_unused=True)
@@ -145,7 +145,7 @@ class SplitBackward:
         self._parts += [_part(node, arrived[node], graph.branching[node]) for node in arrived]
         whole = sorted({*graph.shared, *graph.beside})
         if whole:
-            self._parts.append(Part(list(outputs), list(gradients), whole))
+            self._parts.append(BackwardPart(list(outputs), list(gradients), whole))
 
     def finish(self, parameters: Sequence[Tensor]) -> None:
         """Add the gradients of the parameters to their `.grad`. A graph may be kept by others, so nothing is freed."""
@@ -172,7 +172,7 @@ def _keeper(arrived: dict[Any, tuple[Tensor | None, ...]], node: Any) -> Any:
     return keep
 
 
-def _part(node: Any, gradients: tuple[Tensor | None, ...], numbers: list[int]) -> Part:
+def _part(node: Any, gradients: tuple[Tensor | None, ...], numbers: list[int]) -> BackwardPart:
     """The walk through the branches of a node."""
     there = [(GradientEdge(node, place), each) for place, each in enumerate(gradients) if each is not None]
-    return Part([edge for edge, _ in there], [each for _, each in there], numbers)
+    return BackwardPart([edge for edge, _ in there], [each for _, each in there], numbers)

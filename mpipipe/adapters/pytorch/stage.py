@@ -9,10 +9,16 @@ from typing import Any
 import torch
 
 from mpipipe import arrays
-from mpipipe.adapters.pytorch.parameters import Saved, TorchGradients, TorchParameters, input_gradients, taking_part
-from mpipipe.adapters.pytorch.split import Graph, SplitBackward
+from mpipipe.adapters.pytorch.parameters import (
+    TorchGradients,
+    TorchParameters,
+    TorchSaved,
+    input_gradients,
+    taking_part,
+)
+from mpipipe.adapters.pytorch.split import AutogradGraph, SplitBackward
 from mpipipe.adapters.pytorch.tensors import (
-    Buffers,
+    ModuleBuffers,
     Tensor,
     array_of,
     check_module,
@@ -81,7 +87,7 @@ class TorchStage:
         with on_stream(self.device):
             self._trained = TorchParameters(module, prefix, self.device)
         self._parameters = [piece.parameter for piece in self._trained.pieces]
-        self._buffers = Buffers(module)
+        self._buffers = ModuleBuffers(module)
         self._looked = False  # whether a graph has been looked at for tensors that nobody would sum up
         for each in modules_for_hooks(module):
             each.register_forward_hook(self._move_messages)
@@ -100,7 +106,9 @@ class TorchStage:
         """Look whether the parameters are where they were. A pipeline does this at the start of each call."""
         self._trained.check()
 
-    def forward(self, x: Tree | Branches, position: Position | None = None) -> tuple[Tree | Branches, Saved | None]:
+    def forward(
+        self, x: Tree | Branches, position: Position | None = None
+    ) -> tuple[Tree | Branches, TorchSaved | None]:
         """Compute the output of one micro-batch, and in a training step what its backward needs.
 
         Parameters
@@ -131,12 +139,12 @@ class TorchStage:
             y = tree_of(unflatten_parts([array_of(each) for each in outputs], shapes), self.gives)
         if not position.training:
             return y, None
-        saved = Saved(inputs, structures, outputs, shapes)
+        saved = TorchSaved(inputs, structures, outputs, shapes)
         if not self._looked:
             self._look(saved)
         return y, saved
 
-    def backward(self, dy: Tree | Branches, saved: Saved) -> Tree | Branches:
+    def backward(self, dy: Tree | Branches, saved: TorchSaved) -> Tree | Branches:
         """Add to the gradients of the parameters, and return the gradient of the input.
 
         Parameters
@@ -160,7 +168,7 @@ class TorchStage:
                     torch.autograd.backward(outputs, gradients, inputs=[*inputs, *self._parameters])
             return input_gradients(saved, [each.grad for each in inputs], self.takes)
 
-    def backward_input(self, dy: Tree | Branches, saved: Saved) -> tuple[Tree | Branches, SplitBackward | None]:
+    def backward_input(self, dy: Tree | Branches, saved: TorchSaved) -> tuple[Tree | Branches, SplitBackward | None]:
         """Return the gradient of the input, and what `backward_weight` needs.
 
         Parameters
@@ -246,10 +254,10 @@ class TorchStage:
         if self.poll is not None:
             self.poll()
 
-    def _look(self, saved: Saved) -> None:
+    def _look(self, saved: TorchSaved) -> None:
         """Raise ArgumentError if the output depends on a tensor whose gradient nobody would sum up or use."""
         outputs = [each for each in saved.outputs if each.requires_grad]
-        strange = Graph(outputs, saved.differentiable, self._parameters).strange
+        strange = AutogradGraph(outputs, saved.differentiable, self._parameters).strange
         if strange:
             raise ArgumentError(
                 "the output of a module depends on a tensor with a gradient that is none of its parameters",

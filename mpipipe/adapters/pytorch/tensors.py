@@ -148,7 +148,7 @@ def modules_for_hooks(module: Any) -> Iterator[Any]:
         yield from modules_for_hooks(each)
 
 
-class Buffers:
+class ModuleBuffers:
     """The buffers of a module, which its forward must leave as they are.
 
     A forward runs once for each micro-batch, again under `recompute`, and in an evaluation. What it counts would depend

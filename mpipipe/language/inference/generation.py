@@ -1,4 +1,4 @@
-"""Answers to many prompts at once: which tokens go through the model next, and what is drawn behind them.
+"""Answers to many prompts at once: which tokens go through the model next, and what is drawn after them.
 
     slot 0   prompt prompt prompt prompt a a a .        one forward = the tokens that wait in all slots, side by side,
     slot 1   prompt a a a a a . | prompt prompt a a     cut into micro-batches of equal numbers of tokens:
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,23 +29,18 @@ from mpipipe.errors import ArgumentError, NonFiniteError
 from mpipipe.even_split import even_split
 from mpipipe.job.consensus import raise_on_all
 from mpipipe.job.group import group_of
+from mpipipe.language import limits
+from mpipipe.language.models.fine_tuning import Model
 from mpipipe.nn import random
 from mpipipe.pipeline import Pipeline
-from mpipipe.planning import memory
-from mpipipe.train import limits
-from mpipipe.train.training_plan import TrainingPlan
+from mpipipe.planning.layer_plan import LayerPlan
 
 MOST = 512  # tokens of a micro-batch: its activations stay small
 LEAST = 4  # fewer tokens are not cut further: a product with few rows costs as much as one with a single row
 
 
 class Drawn(NamedTuple):
-    """One token of an answer.
-
-    prompt : number of the prompt
-    token : its id
-    ended : None while the answer goes on; else why it has ended: "stop" or "count"
-    """
+    """One token of the answer to a prompt; `ended` says why the answer has ended, "stop" or "count", else None."""
 
     prompt: int
     token: int
@@ -91,14 +86,9 @@ def answers(decoder: Decoder, prompts: Sequence[Sequence[int]], count: int, samp
     prompt, its number and `sampling`; on the prompts beside it only as the rounding of a matrix product does on its
     number of rows.
 
-    Parameters
-    ----------
-    decoder : what `build_decoder` makes, with nothing in its slots
-    prompts : ids of each, which `check_prompts` accepts; the same on every rank
-    count : tokens of an answer at most
-    sampling : how to draw
-
-    Raises, on every rank, NonFiniteError if the model gives logits that are NaN or infinite.
+    `decoder` has nothing in its slots. The `prompts`, ids that `check_prompts` accepts, are the same on every rank. An
+    answer has `count` tokens at most. Raises, on every rank, NonFiniteError if the model gives logits that are NaN or
+    infinite.
     """
     group = group_of(decoder.mesh.comm)
     waiting = deque(enumerate(prompts))
@@ -174,11 +164,7 @@ Part = tuple[list[Piece], list[int]]  # the pieces of a micro-batch, and its tok
 class Decoder:
     """A pipeline of stages with caches, in whose slots sequences grow. A context manager, which closes the pipeline.
 
-    Attributes
-    ----------
-    pipeline : Pipeline
-    slots : number of sequences at once
-    capacity : of tokens in each, prompt and answer
+    slots, capacity : number of sequences at once, and of tokens in each, prompt and answer
     microbatches : most of them in one forward
     first : whether this rank has the first stage, which takes the tokens
     drawing : rank of the mesh that has the logits, and draws for all
@@ -194,7 +180,7 @@ class Decoder:
     def forward(self, parts: Sequence[Part]) -> list[np.ndarray]:
         """Run a forward of one to `microbatches` micro-batches, the same on every rank; collective.
 
-        Returns the logits behind each piece that asks for them, in order, each (vocab,), on the ranks of the last
+        Returns the logits after each piece that asks for them, in order, each (vocab,), on the ranks of the last
         stage; none elsewhere.
         """
         self._held[:] = [pieces for pieces, _ in parts]
@@ -213,10 +199,8 @@ class Decoder:
 
 
 class DecodingStage:
-    """A stage of a decoder: tells the caches what a micro-batch consists of, and skips what nobody asks for.
+    """A stage of a decoder: says to the caches what a micro-batch consists of, and computes no logits but those asked.
 
-    Parameters
-    ----------
     inner_stages : one nn.Stage; on the last rank another one with the last layer of the model alone
     pieces : that the caches of the first one read
     held : the pieces of each micro-batch of the forward under way
@@ -241,11 +225,11 @@ class DecodingStage:
 
 
 def build_decoder(
-    plan: TrainingPlan, mesh: Mesh, dtype: str, capacity: int, load_weights: LoadWeights, *, slots: int = 1
+    model: Model, plan: LayerPlan, mesh: Mesh, dtype: str, capacity: int, load_weights: LoadWeights, *, slots: int = 1
 ) -> Decoder:
-    """Build a decoder of the model of a plan, with as many micro-batches in flight as its schedule has.
+    """Build a decoder of a model, with as many micro-batches in flight as its schedule has.
 
-    Attention looks back over the last `plan.model.seq` positions in each layer, or over those of the layer's own window
+    Attention looks back over the last `model.seq` positions in each layer, or over those of the layer's own window
     where that is shorter. Up to that length this is the model as it was trained. Beyond it, no distance occurs that the
     rotary positions did not have in training.
 
@@ -255,7 +239,7 @@ def build_decoder(
 
     Parameters
     ----------
-    plan : model, cut and placement of stages; of its schedule the forwards count
+    model, plan : the model, and the cut and placement of its stages; of the schedule the forwards count
     mesh : its `pipe` has the stages; the ranks of its `seq` share the caches
     dtype : of parameters and caches, float32 or float64; they are on the host
     capacity : length of the longest sequence at its end
@@ -263,9 +247,9 @@ def build_decoder(
     slots : sequences at once
     """
     group = group_of(mesh.comm)
-    model, schedule = plan.model, plan.schedule.forward_only_part(plan.schedule.microbatches)
+    schedule = plan.schedule.forward_only_part(plan.schedule.microbatches)
     with group.raise_together("generate: the memory of a decoder"):
-        memory.check_decoding(plan, mesh.pipe.rank, dtype, (slots, capacity), mesh.seq.size)
+        limits.check_decoding(model, plan, mesh.pipe.rank, dtype, (slots, capacity), mesh.seq.size)
     pieces, held = Pieces(), list[list[Piece]]()
 
     def attend(window: int | None = None) -> SlotCache:
@@ -296,8 +280,6 @@ def build_decoder(
 class Sampling:
     """Which tokens may be drawn, and when an answer ends.
 
-    Parameters
-    ----------
     temperature : divides the logits; 0 takes the likeliest token, of equally likely ones that with the lowest id
     top_k : only the so many likeliest tokens; 0: all
     top_p : of these, only the likeliest ones whose probabilities together reach this
@@ -322,19 +304,12 @@ class Sampling:
             raise ArgumentError("top-p", found=self.top_p, expected="a probability above 0, and 1 at most")
 
 
-class Uniform(Protocol):
-    """What draws: numpy's Generator."""
-
-    def random(self) -> float:
-        """Return a number from 0 to 1, without 1."""
-
-
 def generator(seed: int, prompt: int, position: int) -> np.random.Generator:
     """Return the random numbers for one token of the answer to one prompt."""
     return np.random.Generator(np.random.Philox(key=random.key("sample", seed), counter=[0, 0, prompt, position]))
 
 
-def draw(logits: np.ndarray, sampling: Sampling, uniform: Uniform) -> int:
+def draw(logits: np.ndarray, sampling: Sampling, uniform: np.random.Generator) -> int:
     """Draw an id from softmax(logits / temperature), (vocab,), restricted by top-k and then by top-p.
 
     Where logits are equal, lower ids count as likelier. Raises NonFiniteError if a logit is NaN or infinite.
@@ -373,15 +348,7 @@ def _allowed(scaled: np.ndarray, weights: np.ndarray, top_k: int, top_p: float) 
 
 
 def generate(decoder: Decoder, prompt: bytes, count: int, *, temperature: float, seed: int) -> bytes:
-    """Return bytes that continue `prompt`, the same on every rank. Collective over the mesh of the decoder.
-
-    Parameters
-    ----------
-    decoder : what `build_decoder` makes, before any other forward
-    prompt : at least one byte, on every rank
-    count : number of bytes to return
-    temperature : divides the logits; 0 takes the likeliest byte
-    seed : of the draws
+    """Return `count` bytes that continue those of `prompt`, the same on every rank; collective over the decoder's mesh.
 
     Raises, on every rank, ArgumentError for an empty prompt and a temperature that is below 0 or not finite, and
     NonFiniteError if the model gives logits that are NaN or infinite.

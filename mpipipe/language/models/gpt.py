@@ -7,7 +7,7 @@ head -> logits
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from mpipipe import nn
 from mpipipe.attention import Local
 from mpipipe.errors import ArgumentError
 from mpipipe.nn.layers.attend import ForwardAndBackward, as_attend
+from mpipipe.nn.parameters import Parameter
 from mpipipe.nn.rope import KINDS, RopeScaling, scaling_of
 from mpipipe.text import counted
 
@@ -257,10 +258,20 @@ class GPT:
     @property
     def parameters(self) -> int:
         """Number of parameters; tied parameters count once."""
-        layers = [layer for top in self.build(Local()) for _, layer in top.walk("")]
-        declared = [parameter for layer in layers for parameter in layer.declared.values()]
-        tied = {parameter.tie: parameter.size for parameter in declared if parameter.tie is not None}
-        return sum(parameter.size for parameter in declared if parameter.tie is None) + sum(tied.values())
+        declared = declared_in(self.build(Local()))
+        return sum({parameter.tie or name: parameter.size for name, parameter in declared.items()}.values())
+
+
+def layers_in(layers: Sequence[nn.Layer], first: int = 0) -> Iterator[tuple[str, nn.Layer]]:
+    """Yield all layers of a model from its layer `first` on, those within others too, by their names."""
+    for place, top in enumerate(layers, first):
+        yield from top.walk(str(place))
+
+
+def declared_in(layers: Sequence[nn.Layer], first: int = 0) -> dict[str, Parameter]:
+    """Return all parameters of the layers of a model from its layer `first` on, by their names."""
+    found = layers_in(layers, first)
+    return {f"{name}.{key}": parameter for name, layer in found for key, parameter in layer.declared.items()}
 
 
 # -- What the description of a GPT may say: its fields one by one, and those that do not go together ------------------

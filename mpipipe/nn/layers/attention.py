@@ -75,7 +75,6 @@ class SelfAttention(Layer):
 
     takes_integers = False
     recordable = True
-    replaced = ("qkv", "out", "qkv_bias", "out_bias", "q_norm", "k_norm")
     freezes_parts = True
 
     qkv: np.ndarray

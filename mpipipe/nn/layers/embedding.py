@@ -235,7 +235,6 @@ class Head(Linear):
     """
 
     recordable = True
-    replaced = ("weight",)
     freezes_parts = True
 
     def __init__(self, inputs: int, outputs: int, tie: str | None = None, gain: float = 1.0):

@@ -206,8 +206,6 @@ class StageOfLayer(Protocol):
     def compute(self) -> Mapping[str, Any]: ...
     @property
     def gradients(self) -> Mapping[str, Any]: ...
-    @property
-    def unwritten(self) -> set[str]: ...
 
 
 class Layer(Sums, WeightGradients):
@@ -241,9 +239,6 @@ class Layer(Sums, WeightGradients):
         Whether it can be the first layer of a stage whose input is integers.
     uploads_integers : bool
         Whether it looks at integers on the host, and copies them to the GPU by itself.
-    replaced : tuple of str
-        Names whose gradients the layer writes only as `adds` says. Subclasses do not inherit it: they may add to the
-        gradients in other ways.
     freezes_parts : bool
         Whether the layer can do with some of its parameters frozen: it leaves out a gradient that is None. Subclasses
         do not inherit it. A layer whose parameters are all frozen is never asked for `backward_weight`.
@@ -279,7 +274,6 @@ class Layer(Sums, WeightGradients):
     name: str = ""
     takes_integers = True
     uploads_integers = False
-    replaced: tuple[str, ...] = ()
     recordable = False
     freezes_parts = False
     frozen = False

@@ -45,7 +45,6 @@ class Linear(Layer):
 
     takes_integers = False
     recordable = True
-    replaced: tuple[str, ...] = ("weight", "bias")
     freezes_parts = True
 
     weight: np.ndarray
@@ -121,7 +120,6 @@ class FeedForward(Layer):
 
     takes_integers = False
     recordable = True
-    replaced = ("up", "down", "up_bias", "down_bias")
     freezes_parts = True
 
     up: np.ndarray
@@ -230,7 +228,6 @@ class SwiGLU(Layer):
 
     takes_integers = False
     recordable = True
-    replaced = ("gate_up", "down", "gate_up_bias", "down_bias")
     freezes_parts = True
 
     gate_up: np.ndarray

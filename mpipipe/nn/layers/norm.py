@@ -44,7 +44,6 @@ class RMSNorm(Layer):
 
     takes_integers = False
     recordable = True
-    replaced = ("gain",)
 
     gain: np.ndarray
     gain_grad: np.ndarray
@@ -113,7 +112,6 @@ class LayerNorm(Layer):
 
     takes_integers = False
     recordable = True
-    replaced = ("gain", "bias")
     freezes_parts = True
 
     gain: np.ndarray

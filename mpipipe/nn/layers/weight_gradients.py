@@ -55,25 +55,6 @@ class WeightGradients:
         """
         return {}
 
-    def adds(self, key: str) -> bool:
-        """Tell whether a gradient is to be added to; False for its first part in a step, which replaces what is there.
-
-        Parameters
-        ----------
-        key : str
-            Name of one of the arrays in `replaced`.
-
-        Returns
-        -------
-        bool
-            True, or False once after the pipeline has begun a step.
-        """
-        unwritten, name = self.stage.unwritten, f"{self.name}.{key}"
-        if name not in unwritten:
-            return True
-        unwritten.remove(name)
-        return False
-
     def trains(self, key: str) -> bool:
         """Tell whether a matrix takes part in the training.
 
@@ -95,7 +76,7 @@ class WeightGradients:
         Parameters
         ----------
         key : str
-            Name of the matrix, one of those in `replaced`.
+            Name of the matrix.
         dy : array
             (rows, outputs).
         x : array
@@ -103,7 +84,7 @@ class WeightGradients:
         """
         gradient = getattr(self, f"{key}_grad")
         if gradient is not None:
-            self.stage.kernels.linear_backward_weight(dy, x, gradient, not self.stage.unwritten or self.adds(key))
+            self.stage.kernels.linear_backward_weight(dy, x, gradient)
         for adapter in self.adapters.get(key, ()):
             self._add_to_adapter(adapter, dy, x)
 
@@ -129,13 +110,13 @@ class WeightGradients:
         Parameters
         ----------
         key : str
-            Name of the vector, one of those in `replaced`.
+            Name of the vector.
         parts : array
             (count, width), as for `kernels.add_parts`.
         """
         gradient = getattr(self, f"{key}_grad")
         if gradient is not None:
-            self.stage.kernels.add_parts(parts, gradient, not self.stage.unwritten or self.adds(key))
+            self.stage.kernels.add_parts(parts, gradient)
 
     def add_rows(self, key: str, dy: Array) -> None:
         """Add the sum of the rows of dy to the gradient of a bias, unless that is frozen or there is none.
@@ -143,10 +124,10 @@ class WeightGradients:
         Parameters
         ----------
         key : str
-            Name of the bias, one of those in `replaced`.
+            Name of the bias.
         dy : array
             (rows, outputs).
         """
         gradient = getattr(self, f"{key}_grad")
         if gradient is not None:
-            self.stage.kernels.sum_rows(dy, gradient, not self.stage.unwritten or self.adds(key))
+            self.stage.kernels.sum_rows(dy, gradient)

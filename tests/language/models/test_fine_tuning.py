@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from support import huggingface_reference as theirs
+from support.text_plan import text_plan
 from support.tolerance import close, largest
 
 from mpipipe import nn, optim
@@ -21,9 +22,9 @@ from mpipipe.language.models.conversion import convert
 from mpipipe.language.models.fine_tuning import FineTuning, parse_lora
 from mpipipe.language.models.model_folder import open_model
 from mpipipe.nn.loss import TILE_BYTES
+from mpipipe.planning.problem import layers_with
 from mpipipe.train import TrainConfig, train
 from mpipipe.train.survival import _arrays_of
-from mpipipe.train.training_plan import TrainingPlan
 
 LORA = "2,4,q_proj,v_proj,down_proj"
 
@@ -147,14 +148,15 @@ def test_the_schedule_has_nothing_for_what_is_frozen():
     keys = dict(dim=16, layers=4, heads=2, seq_len=8, batch=4, microbatches=4, schedule="zero_bubble_h1")
     config = TrainConfig(**keys)
     tuning = FineTuning(freeze=("*", "!3.*"))
-    plan = TrainingPlan.of(config, GPT, 4, 1, tuning=tuning)
+    task, plan = text_plan(config, 4, tuning=tuning)
     trained = next(stage for stage, (start, stop) in enumerate(plan.layer_ranges) if start <= 3 < stop)
     ops = {stage: {a.op for order in plan.schedule.orders for a in order if a.stage == stage} for stage in range(4)}
     for stage, found in ops.items():
         assert found == ({"F"} if stage < trained else {"F", "I", "W"} if stage == trained else {"F", "B"})
-    assert [plan.trained_parameters(rank) > 0 for rank in range(4)] == [stage == trained for stage in range(4)]
-    alone = TrainingPlan.of(config, GPT, 4, 1, tuning=FineTuning(lora=nn.LoRA(1, 1.0, ["q_proj"])))
-    assert sum(map(alone.trained_parameters, range(4))) == 4 * 2 * 16
+    held = [layers_with(task.trained()).intersection(plan.layers_of(rank)) for rank in range(4)]
+    assert [bool(own) for own in held] == [stage == trained for stage in range(4)]
+    alone, _ = text_plan(config, 4, tuning=FineTuning(lora=nn.LoRA(1, 1.0, ["q_proj"])))
+    assert sum(entry.size for entry in alone.trained().values()) == 4 * 2 * 16
 
 
 def test_frozen_layers_count_less_in_the_cut_into_stages():

@@ -9,7 +9,7 @@ import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import Array
-from mpipipe.checkpoint.tensor_files import Entry, TensorFile
+from mpipipe.checkpoint.tensor_files import TensorEntry, TensorFile
 from mpipipe.errors import ArgumentError, NonFiniteError
 from mpipipe.language.models.huggingface.folder import COPY_AGAIN, NOT_THESE, Folder, opened
 from mpipipe.language.models.huggingface.names import Part, head_of, parts_of, shape_of, tied_to, view
@@ -133,7 +133,7 @@ def _set(target: np.ndarray, piece: np.ndarray, form: str) -> None:
         target[first : first + step] = piece[first : first + step]
 
 
-def _entry(file: TensorFile, name: str) -> Entry:
+def _entry(file: TensorFile, name: str) -> TensorEntry:
     if name not in file.arrays:
         raise ArgumentError(
             f"a file of the model folder has no tensor {name}",

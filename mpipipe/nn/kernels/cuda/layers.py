@@ -65,17 +65,15 @@ def linear_backward_weight(dy: DeviceArray, x: DeviceArray, grad: DeviceArray, a
         arrays.set_zero(grad)
 
 
-def sum_rows(dy: DeviceArray, grad: DeviceArray, add: bool = True) -> None:
-    """Grad += the sum of the rows of dy; without `add` grad is that sum."""
+def sum_rows(dy: DeviceArray, grad: DeviceArray) -> None:
+    """Grad += the sum of the rows of dy."""
     check_contiguous("sum_rows", dy, grad)
     if not dy.size:
-        if not add:
-            arrays.set_zero(grad)
         return
     call = _sum_rows.call((dy,))
     partial = arrays.empty((call.grid[1], dy.shape[1]), grad.dtype, "cuda")
     call.launch((dy, partial))
-    add_parts(partial, grad, add)
+    add_parts(partial, grad)
 
 
 def _pack_sum_rows(dy: DeviceArray) -> Call:
@@ -87,17 +85,17 @@ def _pack_sum_rows(dy: DeviceArray) -> Call:
     return Call(function, (tiles, -(-rows // chunk)), (LANES, STRIPES), tuple(map(np.int64, (rows, width, chunk))))
 
 
-def add_parts(parts: DeviceArray, grad: DeviceArray, add: bool = True) -> None:
-    """Grad += the sum of the rows of parts; without `add` grad is that sum."""
-    _add_parts((parts, grad), (), (add,))
+def add_parts(parts: DeviceArray, grad: DeviceArray) -> None:
+    """Grad += the sum of the rows of parts."""
+    _add_parts((parts, grad))
 
 
-def _pack_add_parts(parts: DeviceArray, grad: DeviceArray, add: bool) -> Call:
+def _pack_add_parts(parts: DeviceArray, grad: DeviceArray) -> Call:
     check_contiguous("add_parts", parts, grad)
     count, width = parts.shape
     function = arrays.cuda_function(SUMS, "add_parts", T=grad.dtype, V=1)
-    block = COLUMNS, PART_STRIPES
-    return Call(function, (-(-width // COLUMNS),), block, (np.int32(count), np.int64(width), np.int32(add)))
+    block, adds = (COLUMNS, PART_STRIPES), np.int32(True)
+    return Call(function, (-(-width // COLUMNS),), block, (np.int32(count), np.int64(width), adds))
 
 
 _broadcast, _sum_rows, _add_parts = Packed(_pack_broadcast), Packed(_pack_sum_rows), Packed(_pack_add_parts)

@@ -89,21 +89,14 @@ def linear_backward_weight(dy: np.ndarray, x: np.ndarray, grad: np.ndarray, add:
             np.add(part, product, out=part)
 
 
-def sum_rows(dy: np.ndarray, grad: np.ndarray, add: bool = True) -> None:
-    """Grad += the sum of the rows of dy; without `add` grad is that sum."""
-    if add:
-        np.add(grad, np.add.reduce(dy, 0), out=grad)
-    else:
-        np.add.reduce(dy, 0, out=grad)
+def sum_rows(dy: np.ndarray, grad: np.ndarray) -> None:
+    """Grad += the sum of the rows of dy."""
+    np.add(grad, np.add.reduce(dy, 0), out=grad)
 
 
-def add_parts(parts: np.ndarray, grad: np.ndarray, add: bool = True) -> None:
-    """Grad += the sum of the rows of parts; without `add` grad is that sum."""
-    total = parts[0] if len(parts) == 1 else np.add.reduce(parts, 0)
-    if add:
-        np.add(grad, total, out=grad)
-    else:
-        grad[...] = total
+def add_parts(parts: np.ndarray, grad: np.ndarray) -> None:
+    """Grad += the sum of the rows of parts."""
+    np.add(grad, parts[0] if len(parts) == 1 else np.add.reduce(parts, 0), out=grad)
 
 
 # -- single passes ----------------------------------------------------------------------------------------------------
