@@ -39,21 +39,7 @@ __all__ = ["Stop", "run_or_abort"]
 
 
 class Stop(Exception):
-    """Ends a program with an exit code and a text that one rank writes as it is.
-
-    Parameters
-    ----------
-    text : str
-        What is written to stderr, with its line ends.
-    code : int
-        The exit code.
-
-    Examples
-    --------
-    >>> from mpipipe.job.exit import Stop
-    >>> Stop("mpipipe: no such file", code=2).code
-    2
-    """
+    """Ends a program with an exit code, and a text, with its line ends, that one rank writes to stderr as it is."""
 
     def __init__(self, text: str, code: int) -> None:
         self.text, self.code = text, code
@@ -65,25 +51,12 @@ _afterwards: list[Callable[[], object]] = []  # what it runs next
 
 
 def run_or_abort(main: Callable[[], object]) -> int:
-    """Call `main()` on every rank of COMM_WORLD, so that an error on one rank ends the whole job.
+    """Call `main()` on every rank of COMM_WORLD, so that an error on one rank ends the whole job; return the exit code.
 
-    Where such a program calls this again, as a command line does that runs under it as a whole, the inner `main` runs
-    after the outer one.
-
-    Parameters
-    ----------
-    main : callable
-        The program of this rank. SystemExit, KeyboardInterrupt and every other exception end the job.
-
-    Returns
-    -------
-    int
-        The exit code that all ranks agree on; 0 where all have ended well. It does not return where one rank fails and
-        others do not come: the job is aborted then, with one report on stderr.
-
-    Examples
-    --------
-    A script ends with `sys.exit(run_or_abort(main))`:
+    SystemExit, KeyboardInterrupt and every other exception end the job. All ranks agree on the code, 0 where all have
+    ended well. It does not return where one rank fails and others do not come: the job is aborted then, with one report
+    on stderr. A script ends with `sys.exit(run_or_abort(main))`. Where such a program calls this again, as a command
+    line does that runs under it as a whole, the inner `main` runs after the outer one.
 
     >>> from mpipipe.job.exit import run_or_abort
     >>> run_or_abort(lambda: None)

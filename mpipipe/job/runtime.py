@@ -31,15 +31,8 @@ on_world: list[Callable[[MpiCommunicator], None]] = []  # called with COMM_WORLD
 def mpi() -> ModuleType:
     """Return the module mpi4py.MPI, initialised on first use.
 
-    Returns
-    -------
-    module
-        mpi4py.MPI.
-
-    Raises
-    ------
-    BackendError
-        Where MPI cannot be loaded, is not initialised, or is finalized already, or may open too few files.
+    Raises BackendError where MPI cannot be loaded, is not initialised, or is finalized already, or may open too few
+    files.
     """
     if "mpi4py.MPI" not in sys.modules and (limited := limit_error()) is not None:
         raise limited
@@ -108,32 +101,9 @@ def world() -> MpiCommunicator:
 
 
 def resolve(comm: Communicator | None = None) -> Communicator:
-    """Return the communicator that was handed in, or COMM_WORLD in place of None.
+    """Return the communicator that was handed in, of mpi4py or of `job.inprocess`, or `world()` in place of None.
 
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Intracomm, optional
-        A communicator of mpi4py or of `job.inprocess`.
-
-    Returns
-    -------
-    Communicator
-        `comm`, or what `world` returns.
-
-    Raises
-    ------
-    ArgumentError
-        For what is no communicator of one group of ranks.
-    BackendError
-        Where MPI is needed and there is none.
-    LaunchError
-        As for `world`.
-
-    Examples
-    --------
-    >>> from mpipipe.job import inprocess, runtime
-    >>> inprocess.run(2, lambda comm: runtime.resolve(comm) is comm)
-    [True, True]
+    Raises ArgumentError for what is no communicator of one group of ranks, and what `world` raises.
     """
     if comm is None:
         return world()
