@@ -52,11 +52,6 @@ def test_place_on_the_host(comm):
     assert inprocess.run(3, communicators.rank_on_host) == [0, 1, 2]
 
 
-def test_another_type_of_part_is_refused_without_mpi():
-    with pytest.raises(inprocess.InProcessError, match="no such type"):
-        inprocess.run(1, lambda comm: comm.Split_type(inprocess.COMM_TYPE_SHARED + 1))
-
-
 def test_what_stands_behind_a_communicator(comm):
     assert not runtime.in_process(comm) and runtime.library_of(comm) is MPI
     assert inprocess.run(2, runtime.in_process) == [True, True]
