@@ -15,7 +15,7 @@ Other rooms import the names below from here. A file is imported when one of its
 # ruff: noqa: F401  # names of a face
 from __future__ import annotations
 
-from importlib import import_module
+from mpipipe.faces import lazy_face
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -56,15 +56,6 @@ _FILES = {
     "wait": "Task wait_for wait_locally",
     "watch.watchdog": "watching",
 }
-_FILE_OF = {name: file for file, names in _FILES.items() for name in names.split()}
-__all__ = [*_FILE_OF]
 
 if not TYPE_CHECKING:  # else a checker of types takes each wrong name for an object
-
-    def __getattr__(name: str) -> object:
-        """Import a name from its file."""
-        if name not in _FILE_OF:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(import_module(f"{__name__}.{_FILE_OF[name]}"), name)
-        globals()[name] = value
-        return value
+    __all__, __getattr__ = lazy_face(__name__, _FILES)

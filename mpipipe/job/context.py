@@ -35,7 +35,7 @@ from mpipipe.job.types import Advancing, Communicator, Request
 from mpipipe.trace import Recorder
 
 YIELD_SECONDS = 2e-2  # how long a wait gives way to others before it sleeps: the time of a large message
-PAUSE_SECONDS = 5e-5  # how long it then sleeps between two polls: short beside any real stage
+PAUSE_SECONDS = 5e-5  # how long it then sleeps between two polls: short next to any real stage
 # the same where ranks share cores, and another rank has better use for this one
 OVERSUBSCRIBED_YIELD_SECONDS, OVERSUBSCRIBED_PAUSE_SECONDS = 1e-3, 5e-4
 

@@ -135,7 +135,7 @@ class Preemption:
         Parameters
         ----------
         saving : bool
-            Whether a save is under way beside the steps: the last one waits for it, and needs time of its own.
+            Whether a save is under way during the steps: the last one waits for it, and needs time of its own.
 
         Returns
         -------
@@ -186,7 +186,7 @@ class Preemption:
         return self.time_limit.saving()
 
     def save_took(self, seconds: float) -> None:
-        """Say how long a save took that was written beside the steps, such as `Saver.seconds`.
+        """Say how long a save took that was written during the steps, such as `Saver.seconds`.
 
         The save of a job that leaves is waited for.
 

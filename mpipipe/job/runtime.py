@@ -1,4 +1,4 @@
-"""MPI as this process finds it: the library, COMM_WORLD, and which library stands behind a communicator.
+"""MPI as this process finds it: the library, COMM_WORLD, and which library a communicator belongs to.
 
 mpi4py is imported when the first communicator is asked for, never by `import mpipipe`: a login node may have no MPI.
 """
@@ -126,11 +126,11 @@ def resolve(comm: Communicator | None = None) -> Communicator:
     return comm
 
 
-# -- what stands behind a communicator --------------------------------------------------------------------------------
+# -- the library of a communicator ------------------------------------------------------------------------------------
 
 
 def in_process(comm: object) -> TypeGuard[inprocess.ThreadCommunicator]:
-    """Return whether the ranks of `comm` are threads of this process, so that there is no MPI behind it."""
+    """Return whether the ranks of `comm` are threads of this process, without MPI."""
     return isinstance(comm, inprocess.ThreadCommunicator)
 
 

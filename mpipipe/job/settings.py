@@ -146,7 +146,7 @@ MPIEXEC = Variable(
     "MPIPIPE_MPIEXEC",
     "The launcher, with options if any, that `python -m mpipipe info --probe` starts its job with.",
     "a command",
-    "the mpiexec beside the MPI library or beside Python",
+    "the mpiexec next to the MPI library or next to Python",
 )
 VARIABLES = (
     *(TIMEOUT, WATCHDOG, TAG_UB, SYNC_SENDS, GPU_DIRECT, NCCL, ATTENTION, DETERMINISTIC, PRODUCTS, GRAPHS),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from mpipipe import arrays
@@ -42,7 +43,7 @@ class Channel:
         del kept
 
     def put(self, operation: Callable[[Any, int], object], after: Sequence[Event]) -> Event:
-        """Put an operation on the stream, behind these events; returns the event behind it."""
+        """Put an operation on the stream, after these events; returns the event after it."""
         with self.stream:
             for event in after:
                 arrays.wait_for(event)
@@ -93,6 +94,14 @@ def open_together(tasks: Sequence[NcclTask[Channel]], group: Group, what: str) -
             channels.append(task.value())
     group.agree(what)
     return channels
+
+
+def open_channel(group: Group, first: Callable[[Any, int], object], purpose: str) -> Channel:
+    """Open the channel of all ranks of a group; collective. `purpose` is what it is for, in errors."""
+    what = f"opening NCCL for {purpose}"
+    identity = group.broadcast(what, new_identity() if group.rank == 0 else None)
+    make = partial(Channel, group.size, group.rank, identity, first)
+    return open_together([NcclTask(make, what)], group, what)[0]
 
 
 def close_together(channels: Sequence[Channel], wait: Callable[[NcclTask[None]], object]) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import DeviceArray, Event
-from mpipipe.comm.nccl.channel import Channel, NcclTask, close_together, new_identity, open_together
+from mpipipe.comm.nccl.channel import Channel, NcclTask, close_together, open_channel
 from mpipipe.job.context import register_progress, unregister_progress
 from mpipipe.job.group import Group
 from mpipipe.job.requests import keep_forever
@@ -32,10 +32,7 @@ class NcclSums:
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        what = "opening NCCL for the sums over the replicas"
-        identity = group.broadcast(what, new_identity() if group.rank == 0 else None)
-        open_channel = partial(Channel, group.size, group.rank, identity, self._first)
-        (self.channel,) = open_together([NcclTask(open_channel, what)], group, what)
+        self.channel = open_channel(group, self._first, "the sums over the replicas")
         # (sum, start, stop) of buckets that are not on the stream yet, in order
         self.waiting: deque[tuple[NcclSum, int, int]] = deque()
         # puts a bucket there where NCCL may have to connect ranks first; the next ones wait for it
@@ -60,7 +57,7 @@ class NcclSums:
         return arrays.is_device(flat) and arrays.nccl_type(flat.dtype) is not None
 
     def start(self, flat: DeviceArray) -> NcclSum:
-        """Start a sum, behind all work on the current stream; every rank starts the same sums in the same order."""
+        """Start a sum, after all work on the current stream; every rank starts the same sums in the same order."""
         new = NcclSum(self, flat)
         count = max(1, BUCKET_BYTES // flat.itemsize)
         buckets = [(start, min(start + count, flat.size)) for start in range(0, flat.size, count)]
@@ -140,7 +137,7 @@ def _type_of(part: DeviceArray) -> tuple[int, int]:
 # the order. So all ranks get the same bits, those that each rank had.
 #
 # The host waits for nothing. The current stream waits for the row, and the host hears of failures where it waits for
-# what comes behind (`wait`). Nothing else of NCCL is under way meanwhile, so no order is needed: a call of a pipeline
+# what comes after (`wait`). Nothing else of NCCL is under way meanwhile, so no order is needed: a call of a pipeline
 # ends when the host has seen the end of all its messages and sums, and `wait` ends before the next call begins.
 
 
@@ -152,10 +149,7 @@ class NcclRow:
 
     def __init__(self, group: Group, length: int, what: str) -> None:
         self.group, self.length, self.what = group, length, what
-        opening = f"opening NCCL for {what}"
-        identity = group.broadcast(opening, new_identity() if group.rank == 0 else None)
-        open_channel = partial(Channel, group.size, group.rank, identity, self._first)
-        (self.channel,) = open_together([NcclTask(open_channel, opening)], group, opening)
+        self.channel = open_channel(group, self._first, what)
 
     def _first(self, communicator: Any, stream: int) -> DeviceArray:
         """Let NCCL connect the ranks for the one size that there will be."""
@@ -169,7 +163,7 @@ class NcclRow:
         communicator.allReduce(place, place, self.length, library.NCCL_FLOAT64, library.NCCL_SUM, stream)
 
     def share(self, row: DeviceArray) -> None:
-        """Make `row`, with zeros beside this rank's part, the row of all ranks for later work on the current stream."""
+        """Make `row`, with zeros next to this rank's part, the row of all ranks for later work on the current stream."""
         arrays.wait_for(self.channel.put(partial(self._add, row), [arrays.record()]))
 
     def failing(self) -> AbstractContextManager[None]:
@@ -177,13 +171,13 @@ class NcclRow:
         return self.group.failing(self.what)
 
     def wait(self, is_done: Callable[[], bool], keeping: object) -> None:
-        """Wait for what was put on the current stream behind a row.
+        """Wait for what was put on the current stream after a row.
 
         Raises where a rank has failed. Then `keeping` is kept for ever: the device may still touch its memory.
         """
         try:
             with self.failing():
-                self.group.wait(_Behind(self.channel, is_done), self.what, everyone=True)
+                self.group.wait(_AfterRow(self.channel, is_done), self.what, everyone=True)
         except BaseException:
             keep_forever(keeping)
             self.abort()
@@ -199,7 +193,7 @@ class NcclRow:
         close_together([self.channel], partial(self.group.wait, what="the end of NCCL's communicators"))
 
 
-class _Behind:
+class _AfterRow:
     """A request that is complete once `is_done()`; finds failures of NCCL meanwhile."""
 
     def __init__(self, channel: Channel, is_done: Callable[[], bool]) -> None:

@@ -2,9 +2,9 @@
 
 MPI knows no streams. Two rules keep it and the kernels apart, and the host waits for neither:
 
-- An array must be complete before it is sent. `isend` records an event behind all work of the current stream, the
+- An array must be complete before it is sent. `isend` records an event after all work of the current stream, the
   kernel that makes the array included; the send starts once that event is done.
-- A buffer must be read before it is overwritten. `retire(array)` records an event behind the last work that reads the
+- A buffer must be read before it is overwritten. `retire(array)` records an event after the last work that reads the
   buffer, and `irecv` does so for an array that was never retired; the receive starts once that event is done. A new
   array needs this as much as an old one: CuPy hands out memory that earlier work on the stream may still use.
 
@@ -71,7 +71,7 @@ class DeviceTransport(ABC):
         return self._begin(self.receives, self._incoming(array, (peer, channel, tag), ready))
 
     def free_event(self, array: DeviceArray) -> Event:
-        """The event behind the last work that reads a buffer, which may be overwritten then."""
+        """The event after the last work that reads a buffer, which may be overwritten then."""
         return self.retired.pop(id(array))[0] if id(array) in self.retired else arrays.record()
 
     def begin_call(self, repeated: bool) -> bool:

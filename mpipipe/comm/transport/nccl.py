@@ -12,8 +12,8 @@ inside CUDA, whose queue of launches is limited, by a rank that has failed.
 
 Why this cannot deadlock
 ------------------------
-A kernel of NCCL waits for its other end, and holds its place meanwhile. Everything behind it on its stream waits, and
-where the GPU maps several streams to one queue of its hardware, everything behind it there. So nothing is assumed of
+A kernel of NCCL waits for its other end, and holds its place meanwhile. Everything after it on its stream waits, and
+where the GPU maps several streams to one queue of its hardware, everything after it there. So nothing is assumed of
 streams but that what was issued first may have to end first. The rules:
 
 1. All messages of a call, of all ranks, have one order (Plan.order_keys). A message stands where the action that makes
@@ -43,13 +43,13 @@ Where replicas are joined by sums, the order of each pipeline is the same, for t
 A bucket may be issued while its action goes on (pipeline/gradient_sums.py). Nothing above changes: all messages that
 the action needs come before its end, so they have been issued; what else the bucket waits for on its device, the
 layers that have ended, was issued too (rule 2); and what is left of the action waits, in a single queue, for buckets
-that were issued before it. Whether the message of the same action comes before or behind a bucket does not matter to
+that were issued before it. Whether the message of the same action comes before or after a bucket does not matter to
 the order: it belongs to one pipeline, and its receiver has nothing else at this moment.
 
 Layers may exchange messages of their own by MPI within an action, as rings of attention do, also between the ranks of
-a sum. Then the order goes on within the action: on each of these ranks a bucket comes behind all messages of the layers
+a sum. Then the order goes on within the action: on each of these ranks a bucket comes after all messages of the layers
 that have ended before it, and before those of the layers to come. So a message of a layer stands on its sender's device
-behind no bucket but those of layers that have ended there. A receiver that waits for it is in the same layer, so these
+after no bucket but those of layers that have ended there. A receiver that waits for it is in the same layer, so these
 layers have ended there as well. Hence both have issued the same buckets before, and these end.
 
 Messages of one ordered pair of ranks meet in the order in which each side issues them, as NCCL promises for a
@@ -204,7 +204,7 @@ def _move(array: DeviceArray, end: int, communicator: Any, stream: int) -> None:
 
 
 class _Message(ABC):
-    """The request of one array on a lane; `event` is behind it there."""
+    """The request of one array on a lane; `event` is after it there."""
 
     event: Event
 

@@ -154,7 +154,7 @@ class _Incoming(_Staged):
         self, transport: StagedTransport, messages: list[DeviceMessage], name: Name, array: DeviceArray, ready: Event
     ) -> None:
         super().__init__(transport, messages, name, array, ready)
-        self.arrived: Event | None = None  # behind the last copy
+        self.arrived: Event | None = None  # after the last copy
 
     def advance(self) -> None:
         transport = self.transport
