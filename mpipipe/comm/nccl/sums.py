@@ -163,7 +163,7 @@ class NcclRow:
         communicator.allReduce(place, place, self.length, library.NCCL_FLOAT64, library.NCCL_SUM, stream)
 
     def share(self, row: DeviceArray) -> None:
-        """Make `row`, with zeros next to this rank's part, the row of all ranks for later work on the current stream."""
+        """Make `row`, zeros except for this rank's part, the row of all ranks for later work on the current stream."""
         arrays.wait_for(self.channel.put(partial(self._add, row), [arrays.record()]))
 
     def failing(self) -> AbstractContextManager[None]:
