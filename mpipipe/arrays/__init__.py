@@ -5,9 +5,17 @@ when a device is asked for, so everything else works without it. Of its many fun
 events, the compiler and cuBLAS are used: what computes on the device is source in this package. Device work is in the
 order of CuPy's current stream of the calling thread. Nothing here waits for the device but `download`, and `upload` of
 large arrays.
+
+    devices  device_checks     which GPUs there are, and whether kernels compile and matrices multiply on one
+    dtypes  trees              arrays and dtypes that are accepted; tuples and dicts of arrays between stages
+    memory  transfer           new arrays and copies on one device; copies between host and device, pinned memory
+    streams  graphs            the order of device work; work that is recorded once and launched often
+    cuda  gemm  strided        for code with kernels: compiled sources and their launches, products, copies with strides
+    half_precision  nccl       host functions that upcast once; NCCL's names
 """
 
-from mpipipe.arrays.cuda import check_device, cuda_declarations, cuda_function, missing_parts
+from mpipipe.arrays.cuda import cuda_declarations, cuda_function
+from mpipipe.arrays.device_checks import check_device, missing_parts
 from mpipipe.arrays.devices import (
     AMD_UNTRIED,
     check_computable,
@@ -39,7 +47,7 @@ from mpipipe.arrays.dtypes import (
     refuse_mask,
     strip_subclass,
 )
-from mpipipe.arrays.gemm_recorded import graphs_refused
+from mpipipe.arrays.gemm import graphs_refused
 from mpipipe.arrays.graphs import Graph, keep_for_graph, record_graph
 from mpipipe.arrays.memory import (
     Shortage,
@@ -51,7 +59,6 @@ from mpipipe.arrays.memory import (
     empty,
     empty_like,
     memory_shortage,
-    read_only,
     set_zero,
     shares_memory,
     zeros,
@@ -78,11 +85,13 @@ from mpipipe.arrays.transfer import (
     pinned,
     upload,
 )
+from mpipipe.arrays.trees import Branches, Structure, flatten, read_only, unflatten
 
 __all__ = [
     "AMD_UNTRIED",
     "COMPUTE_DTYPES",
     "Array",
+    "Branches",
     "DeviceArray",
     "Download",
     "Event",
@@ -90,6 +99,7 @@ __all__ = [
     "Shape",
     "Shortage",
     "Stream",
+    "Structure",
     "Tree",
     "accumulator",
     "address",
@@ -117,6 +127,7 @@ __all__ = [
     "dtype",
     "empty",
     "empty_like",
+    "flatten",
     "graphs_refused",
     "host_pieces",
     "is_amd",
@@ -144,6 +155,7 @@ __all__ = [
     "side_stream",
     "stream",
     "strip_subclass",
+    "unflatten",
     "upload",
     "use_gpu",
     "wait_for",

@@ -1,28 +1,29 @@
 """Matrix products by cuBLAS, on device arrays.
 
-On AMD GPUs CuPy's cuBLAS is hipBLAS: there the type of the sums is told as a dtype, and there is no bfloat16.
+On AMD GPUs CuPy's cuBLAS is hipBLAS: there the type of the sums is given as a dtype, and there is no bfloat16.
 
 cuBLAS takes matrices column by column, so it sees each of ours transposed: c = a b is c^T = b^T a^T to it. float64 is
 summed in float64, everything else in float32. Products of float32 use TF32, which keeps 10 bits of each factor, where
 the environment variable CUPY_TF32 is above 0 at the first product: CuPy's own products follow the same setting.
 
-With MPIPIPE_PRODUCTS=cublaslt, read at the first product, `gemm` asks gemm_measured.py first.
+With MPIPIPE_PRODUCTS=cublaslt, read at the first product, `gemm` asks cublasLt first, see below.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from ctypes import c_int, c_longlong, c_size_t, c_void_p
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpipipe.arrays import gemm_recorded
 from mpipipe.arrays.devices import check_computable, cupy, is_amd
 from mpipipe.arrays.dtypes import DeviceArray, accumulator, dtype
-from mpipipe.arrays.graphs import is_recording
+from mpipipe.arrays.graphs import is_recording, workspace
 from mpipipe.arrays.memory import address, empty
 from mpipipe.arrays.streams import record, seconds_between, stream
 from mpipipe.errors import ArgumentError, BackendError
@@ -36,7 +37,7 @@ ZERO_AND_ONE = {size: (address(pair), address(pair) + size) for size, pair in NU
 
 
 class _Kind(NamedTuple):
-    """What cuBLAS is told about a dtype.
+    """The arguments of cuBLAS for a dtype.
 
     number : its own
     compute : how to compute with factors of it
@@ -56,11 +57,17 @@ class _Kinds(dict[np.dtype, _Kind]):
         raise KeyError(kind)
 
 
-class _Library(NamedTuple):
-    """cuBLAS's functions and its numbers."""
+class _Functions(NamedTuple):
+    """Two functions of cuBLAS: CuPy's, or those that a graph can record."""
 
     gemmEx: Callable
     gemmStridedBatchedEx: Callable
+
+
+class _Library(NamedTuple):
+    """cuBLAS's functions and its numbers."""
+
+    functions: _Functions
     handle: Callable
     algorithm: int
     kinds: _Kinds
@@ -85,7 +92,8 @@ def _library() -> _Library:
         kinds[kind] = _Kind(number, compute[name], ZERO_AND_ONE[accumulator(kind).itemsize])
     default = cublas.CUBLAS_GEMM_DEFAULT
     handle = cuda.device.get_cublas_handle
-    return _Library(cublas.gemmEx, cublas.gemmStridedBatchedEx, handle, default, kinds, _asks_for_cublaslt())
+    functions = _Functions(cublas.gemmEx, cublas.gemmStridedBatchedEx)
+    return _Library(functions, handle, default, kinds, _asks_for_cublaslt())
 
 
 def _asks_for_cublaslt() -> bool:
@@ -124,8 +132,6 @@ def gemm(
 ) -> None:
     """C = a b or, with `add`, c += a b: C-contiguous matrices that are not empty.
 
-    Parameters
-    ----------
     a : (m, k), or (k, m) with `transpose_a`
     b : (k, n), or (n, k) with `transpose_b`; of the dtype of a
     c : (m, n) of the dtype of a, or of its accumulator dtype
@@ -138,10 +144,10 @@ def gemm(
     if library.measured:
         factors = (number, k, n) if transpose_b else (number, n, k), (number, columns, rows)
         result = library.kinds[c.dtype].number, n, m
-        sizes = Sizes(*factors, result, (transpose_b, transpose_a), add, compute)
+        sizes = ProductSizes(*factors, result, (transpose_b, transpose_a), add, compute)
         if multiply(sizes, b, a, c, zero_and_one):
             return
-    functions: Any = gemm_recorded if is_recording() else library
+    functions = _RECORDED if is_recording() else library.functions
     functions.gemmEx(
         library.handle(), transpose_b, transpose_a, n, m, k,
         zero_and_one[1], b.data.ptr, number, k if transpose_b else n, a.data.ptr, number, columns,
@@ -160,8 +166,6 @@ def batched_gemm(
 ) -> None:
     """C = factor a b or, with `add`, c += factor a b, for each problem.
 
-    Parameters
-    ----------
     a : (problems, m, k), or (problems, k, m) with `transpose_a`
     b : (problems, k, n), or (problems, n, k) with `transpose_b`; of the dtype of a, the last axis of both without gaps
     c : (problems, m, n) of the accumulator dtype of a, in which everything is summed
@@ -170,7 +174,7 @@ def batched_gemm(
     problems, m, n = c.shape
     k = a.shape[1] if transpose_a else a.shape[2]
     factors, where = _factors(factor, add, c.dtype)
-    functions: Any = gemm_recorded if is_recording() else library
+    functions = _RECORDED if is_recording() else library.functions
     functions.gemmStridedBatchedEx(
         library.handle(), transpose_b, transpose_a, n, m, k,
         where, *_operand(library, b), *_operand(library, a), where + factors.itemsize, *_operand(library, c),
@@ -189,6 +193,78 @@ def _operand(library: _Library, x: DeviceArray) -> tuple[int, int, int, int]:
     """(address, cuBLAS's dtype, elements from row to row, elements from problem to problem)."""
     of_problem, of_row, _ = x.strides
     return x.data.ptr, library.kinds[x.dtype].number, of_row // x.itemsize, of_problem // x.itemsize
+
+
+# -- Products while a CUDA graph is recorded: by cuBLAS itself, past CuPy, whose functions refuse that ----------------
+#
+# (CuPy 14.2, cublas.pyx, setStream.) The C functions get the same arguments, and CuPy's handle. They need a workspace
+# of ours: else cuBLAS allocates one for each graph (pytorch/pytorch#83461).
+
+
+C_SIZES = (c_int,) * 5  # transpose both, m, n, k
+MATRIX, STRIDED = (c_void_p, c_int, c_int), (c_void_p, c_int, c_int, c_longlong)  # address, dtype, rows apart, problems
+FUNCTIONS = {  # of cublas_api.h; each begins with the handle
+    "cublasSetStream_v2": (c_void_p,),
+    "cublasSetWorkspace_v2": (c_void_p, c_size_t),
+    "cublasGemmEx": (*C_SIZES, c_void_p, *MATRIX, *MATRIX, c_void_p, *MATRIX, c_int, c_int),
+    "cublasGemmStridedBatchedEx": (*C_SIZES, c_void_p, *STRIDED, *STRIDED, c_void_p, *STRIDED, c_int, c_int, c_int),
+}
+
+
+@cache
+def _c_library() -> ctypes.CDLL:
+    """The library that CuPy has loaded; raises BackendError if it cannot be found."""
+    try:
+        from cuda import pathfinder  # a dependency of CuPy, which finds the library in the same way
+
+        library = ctypes.CDLL(str(pathfinder.load_nvidia_dynamic_lib("cublas").abs_path))
+        for name, parameters in FUNCTIONS.items():
+            getattr(library, name).argtypes = (c_void_p, *parameters)
+    except Exception as error:  # a broken installation raises what it likes
+        lines = str(error).splitlines() or [type(error).__name__]
+        raise BackendError(f"cuBLAS cannot be called while a graph is recorded ({lines[0]})") from None
+    return library
+
+
+def graphs_refused() -> str:
+    """Return why graphs cannot be recorded on the current stream, or "" where they can."""
+    if is_amd():
+        return "CuPy records no graphs on AMD's GPUs"
+    if not stream().ptr:
+        return "the work goes to the null stream, which records no graphs (enter arrays.own_stream())"
+    try:
+        _c_library()
+    except BackendError as error:
+        return error.message
+    return ""
+
+
+def _record_gemm(handle: int, *arguments: int) -> None:
+    """Record what cupy.cuda.cublas.gemmEx would do."""
+    _prepare_handle(handle)
+    _call_cublas("cublasGemmEx", handle, *arguments)
+
+
+def _record_batched_gemm(handle: int, *arguments: int) -> None:
+    """Record what cupy.cuda.cublas.gemmStridedBatchedEx would do."""
+    _prepare_handle(handle)
+    _call_cublas("cublasGemmStridedBatchedEx", handle, *arguments)
+
+
+def _prepare_handle(handle: int) -> None:
+    """Give the handle the current stream and our workspace. The next call by CuPy takes both back."""
+    space = workspace()
+    _call_cublas("cublasSetStream_v2", handle, stream().ptr)  # first, for it drops the workspace
+    _call_cublas("cublasSetWorkspace_v2", handle, address(space), space.nbytes)
+
+
+def _call_cublas(name: str, *arguments: int) -> None:
+    status = getattr(_c_library(), name)(*arguments)
+    if status:
+        raise BackendError(f"{name} has failed while a graph was recorded", found=f"status {status} of cublasStatus_t")
+
+
+_RECORDED = _Functions(_record_gemm, _record_batched_gemm)
 
 
 # -- Matrix products by cublasLt: for each product, the fastest of the algorithms that its heuristics propose ---------
@@ -211,7 +287,7 @@ DOUBLE = 1  # CUDA_R_64F, the type of the factors 0 and 1 of float64; that of al
 INSTALL = f"{how_to_install('cublaslt')}, or unset MPIPIPE_PRODUCTS"
 
 
-class Sizes(NamedTuple):
+class ProductSizes(NamedTuple):
     """What is computed, as cublasLt sees it: column by column, so that the first factor is b, and the second a.
 
     first, second, result : (number of the dtype, rows, columns) of each matrix as it lies in memory
@@ -268,15 +344,11 @@ def _handle(_device: int) -> int:
 
 
 def multiply(
-    sizes: Sizes, first: DeviceArray, second: DeviceArray, result: DeviceArray, zero_and_one: tuple[int, int]
+    sizes: ProductSizes, first: DeviceArray, second: DeviceArray, result: DeviceArray, zero_and_one: tuple[int, int]
 ) -> bool:
     """Compute a product; return False, with nothing done, where cublasLt proposes nothing or MOST are known already.
 
-    Parameters
-    ----------
-    sizes : what is computed
-    first, second, result : its matrices
-    zero_and_one : addresses of these numbers on the host, in the dtype that sums are made in
+    `zero_and_one` are addresses of these numbers on the host, in the dtype that sums are made in.
     """
     device = cupy().cuda.runtime.getDevice()
     alignments = tuple((x.data.ptr | ALIGNED) & -(x.data.ptr | ALIGNED) for x in (first, second, result))
@@ -313,7 +385,7 @@ def _run(
 
 
 def _chosen(
-    sizes: Sizes,
+    sizes: ProductSizes,
     alignments: tuple[int, ...],
     matrices: tuple[DeviceArray, DeviceArray, DeviceArray],
     zero_and_one: tuple[int, int],

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpipipe.arrays.cuda import Call, Packed, bitwise_or, cuda_function, over, vector_width
+from mpipipe.arrays.cuda import Launch, Packed, bitwise_or, cuda_function, over, vector_width
 from mpipipe.arrays.dtypes import DeviceArray, Shape
 from mpipipe.arrays.memory import copy_into, empty
 
@@ -40,7 +40,7 @@ def strided_copy(source: DeviceArray, target: DeviceArray, add: bool = False) ->
         _copies((source, target), (), (add,))
 
 
-def _pack_copy(source: DeviceArray, target: DeviceArray, add: bool) -> Call | None:
+def _pack_copy(source: DeviceArray, target: DeviceArray, add: bool) -> Launch | None:
     return _pack_views(source, target, element_strides(source), element_strides(target), target.shape, add)
 
 
@@ -63,7 +63,7 @@ def _pack_views(
     target_strides: tuple[int, ...],
     shape: Shape,
     add: bool,
-) -> Call | None:
+) -> Launch | None:
     count = math.prod(shape)
     if not count:
         return None

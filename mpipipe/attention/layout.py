@@ -211,7 +211,7 @@ class Layout:
         Returns
         -------
         list of mpipipe.attention.mask.Slice
-            Empty if the queries see none of the keys.
+            Empty if the queries see no key.
 
         Examples
         --------

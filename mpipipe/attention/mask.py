@@ -75,8 +75,6 @@ def mask_slices(
 ) -> list[Slice]:
     """The slices in which queries of one shard see keys of another.
 
-    Parameters
-    ----------
     queries, keys : position ranges of the two shards
     causal : a query sees no later position
     window : a query sees itself and the window - 1 positions before it; needs causal
@@ -194,8 +192,6 @@ def check_scale(scale: object) -> None:
 def document_offsets(segments: ArrayLike | None, seq_len: int) -> list[int] | None:
     """Where the documents of a packed sequence begin, rising from 0, and `seq_len` at the end.
 
-    Parameters
-    ----------
     segments : None, or integers. `seq_len` integers give the document of each position; equal numbers stand together.
         Any other count of integers gives the documents' lengths, which add up to `seq_len`.
 

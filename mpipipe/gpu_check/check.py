@@ -32,8 +32,6 @@ Status = Literal["ok", "failed", "cut", "skipped"]
 class Outcome:
     """What became of one check.
 
-    Attributes
-    ----------
     kind : only a failed "correctness" check makes the whole check fail
     check : its name
     status : "cut" where a limit, its own or that of everything, ended it before a test had failed
@@ -54,8 +52,6 @@ class Outcome:
 class Clock:
     """The time that all checks share.
 
-    Parameters
-    ----------
     seconds : in all, from now
     """
 
@@ -123,7 +119,7 @@ def _run_limited(command: Sequence[str], limit: float, log: Path, variables: Map
         try:
             return job.wait(limit)
         except subprocess.TimeoutExpired:
-            _end(job, signal.SIGINT)  # pytest then tells what it has found so far
+            _end(job, signal.SIGINT)  # pytest then reports what it has so far
             return None
         except BaseException:
             _end(job, signal.SIGTERM)
@@ -142,7 +138,7 @@ def _end(job: subprocess.Popen[bytes], polite: signal.Signals) -> None:
 
 # -- The report of a GPU check: gpu_check.json for programs, gpu_check.md for people, a table on the terminal ---------
 #
-# All files of the check are packed into one beside their folder, for machines that give back few files.
+# All files of the check are packed into one next to their folder, for machines that give back few files.
 
 
 LIBRARIES: dict[str, Callable[[], object]] = {
@@ -167,7 +163,7 @@ def write(folder: Path, outcomes: Sequence[Outcome]) -> int:
 
 
 def _pack(folder: Path) -> Path:
-    """Pack a folder into a tar file beside it."""
+    """Pack a folder into a tar file next to it."""
     path = folder.with_name(folder.name + ".tar.gz")
     with tarfile.open(path, "w:gz") as packed:
         packed.add(folder, folder.name)
@@ -211,7 +207,7 @@ def _machine() -> list[str]:
     for name, version in LIBRARIES.items():
         try:
             libraries.append(f"{name} {version()}")
-        except Exception as error:  # a library that is missing is told in many ways
+        except Exception as error:  # a missing library raises what it likes
             libraries.append(f"no {name} ({type(error).__name__})")
     return [*lines, ", ".join(libraries)]
 
@@ -257,8 +253,6 @@ GPUS = ("H100", "H200")
 class Expectation(NamedTuple):
     """A range that a measurement was expected in.
 
-    Attributes
-    ----------
     row : regular expression for what was measured, found at the beginning
     low, high : the range, in the unit of the row
     why : where the range comes from
@@ -316,8 +310,6 @@ EXPECTATIONS = (
 def beside(row: Mapping[str, Any], gpus: Iterable[str]) -> dict[str, str]:
     """Return what was expected of a row, and "kept", "beaten" or "missed"; empty texts where nothing was.
 
-    Parameters
-    ----------
     row : a measurement, as in the JSON of `bench gpu`
     gpus : descriptions of the GPUs; nothing was expected of others than GPUS, nor of several kinds at once
     """

@@ -1,6 +1,6 @@
 """python -m mpipipe.gpu_check.extra: asks a GPU for what neither its tests nor `bench gpu` ask.
 
-- Trainings by CUDA graphs: losses and gradients beside those without, the number of graphs, the time of a step.
+- Trainings by CUDA graphs: losses and gradients next to those without, the number of graphs, the time of a step.
 - NCCL on one rank: a communicator, a sum in place on its stream, its end.
 - Memory that runs out in the middle of a step: the report, and a step after it.
 

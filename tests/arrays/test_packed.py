@@ -8,7 +8,7 @@ from gpu_emulator.fixture import an_emulated_gpu
 
 from mpipipe import arrays, nn
 from mpipipe.arrays import cuda
-from mpipipe.arrays.cuda import Call, Packed
+from mpipipe.arrays.cuda import Launch, Packed
 from mpipipe.errors import ArgumentError
 
 
@@ -20,7 +20,7 @@ class Recorder:
 
     def pack(self, *arguments):
         self.packings.append(arguments)
-        return Call(lambda *launch: self.launches.append(launch), (3,), (32,), ("numbers",))
+        return Launch(lambda *launch: self.launches.append(launch), (3,), (32,), ("numbers",))
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ ZE = "7f00-7f01 r-xp 0 0:0 0 /usr/lib/libze_loader.so.1"
 def no_gpus(monkeypatch):
     for module in (arrays, arrays.devices):
         monkeypatch.setattr(module, "device_count", lambda: 0)
-    monkeypatch.setattr(arrays.cuda, "visible_gpus", lambda: 0)
+    monkeypatch.setattr(arrays.device_checks, "visible_gpus", lambda: 0)
 
 
 def verdict(version=MPICH, maps="", query=0, kinds="", pool=False, platform=gpu_aware.CUDA, **environment):

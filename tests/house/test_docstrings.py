@@ -15,7 +15,6 @@ ROOMS = [
     "mpipipe",
     "mpipipe.adapters",
     "mpipipe.analysis",
-    "mpipipe.arrays",
     "mpipipe.attention",
     "mpipipe.checkpoint",
     "mpipipe.job.inprocess",

@@ -12,7 +12,7 @@ from support import dense
 from support.small_gpt import parts_of, text
 
 from mpipipe import Pipeline, arrays, nn, optim
-from mpipipe.arrays import gemm, gemm_recorded
+from mpipipe.arrays import gemm
 from mpipipe.arrays.graphs import WORKSPACE_BYTES
 from mpipipe.attention import Local
 from mpipipe.errors import ArgumentError, BackendError, MismatchError, StageError
@@ -289,7 +289,7 @@ def test_copies_between_host_and_device_cannot_be_recorded(gpu):
 def test_without_cublas_nothing_is_recorded(emulated_gpu):
     """CuPy's own functions of cuBLAS refuse to be recorded, so the library itself is looked for."""
     assert not arrays.graphs_refused()
-    gemm_recorded._library.cache_clear()
+    gemm._c_library.cache_clear()
     emulated_gpu.machine.faults.add("cublas")
     assert "cuBLAS cannot be called while a graph is recorded" in arrays.graphs_refused()
 
@@ -318,7 +318,7 @@ def test_recorded_products_are_those_of_cublas(gpu, kind):
 
 def test_what_cublas_refuses_in_a_recording_is_told(emulated_gpu, monkeypatch):
     x = arrays.zeros((2, 2), "float32", "cuda")
-    monkeypatch.setattr(gemm_recorded, "_prepare", lambda handle: None)
+    monkeypatch.setattr(gemm, "_prepare_handle", lambda handle: None)
     with pytest.raises(BackendError, match="cublasGemmEx has failed"):
         arrays.record_graph(lambda: gemm.gemm(x, x, x))
 

@@ -66,7 +66,7 @@ def _named() -> str:
     return name
 
 
-def _require_cudnn(found: cudnn_graph.Verdict) -> None:
+def _require_cudnn(found: cudnn_graph.CudnnVerdict) -> None:
     if not found.usable:
         raise BackendError(f"{VARIABLE}=cudnn asks for cuDNN: {found.reason}", remedy=f"or unset {VARIABLE}")
 

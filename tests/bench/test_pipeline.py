@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from mpipipe.bench import steps
+from mpipipe.bench import pipeline
 from mpipipe.errors import ArgumentError
 
 
 def test_a_line_for_each_schedule_with_and_without_clipping(comm, capsys, monkeypatch):
-    monkeypatch.setattr(steps, "WIDTH", 8)
-    monkeypatch.setattr(steps, "STEPS", 2)
+    monkeypatch.setattr(pipeline, "STEP_WIDTH", 8)
+    monkeypatch.setattr(pipeline, "STEPS", 2)
     if comm.size == 1:
         with pytest.raises(ArgumentError, match="at least 2 ranks"):
-            steps.run(1)
+            pipeline.run_steps(1)
         return
-    steps.run(1, microbatches=2)
+    pipeline.run_steps(1, microbatches=2)
     lines = capsys.readouterr().out.splitlines()
     names = ["one_f_one_b", "zero_bubble_h1", "zero_bubble_v"]
     found = [line.split(":")[0] for line in lines]

@@ -6,12 +6,12 @@ import re
 
 import pytest
 
-from mpipipe.bench.gaps import SHAPES, Shape, cost_sets, run
+from mpipipe.bench.schedules import SHAPES, Shape, cost_sets, run_gaps
 
 
 @pytest.mark.parametrize("shape", [Shape(2, 1, 4, 2), Shape(2, 2, 3, 4)])
 def test_every_set_has_its_line(capsys, shape):
-    run(0.1, (shape,))
+    run_gaps(0.1, (shape,))
     *lines, last = capsys.readouterr().out.splitlines()
     names = [name for name, _ in cost_sets(shape.ranks * shape.chunks)]
     assert len(lines) == len(names)

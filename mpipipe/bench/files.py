@@ -1,7 +1,4 @@
-"""`bench checkpoint`: saving and loading against dd on the same disk, and a training that saves at every step.
-
-Every rank writes as many bytes as its dd does, at the same time. What is read was dropped from the system's cache.
-"""
+"""Files that are written and read: checkpoints next to dd, tokens next to the library tokenizers."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time
 
 import numpy as np
 
@@ -22,14 +19,22 @@ from mpipipe.errors import BackendError
 from mpipipe.job import runtime
 from mpipipe.job.group import group_of
 from mpipipe.job.types import Communicator
+from mpipipe.language.data.text_chunks import TextReader, chunks_of
+from mpipipe.language.data.tokenize import THREADS, batches_of, list_texts, share_threads, tokenize
+from mpipipe.language.data.tokenizer import open_tokenizer
 from mpipipe.language.models import GPT
 from mpipipe.text import counted
+
+# -- `bench checkpoint`: saving and loading against dd on the same disk, and a training that saves at every step -------
+#
+# Every rank writes as many bytes as its dd does, at the same time. What is read was dropped from the system's cache.
+
 
 ARRAYS = 8  # of each rank
 BLOCK = "8M"
 
 
-def run(repeats: int, gigabytes: float, folder: Path, model: GPT) -> None:
+def run_checkpoint(repeats: int, gigabytes: float, folder: Path, model: GPT) -> None:
     """Print lines for saving, for loading, and for a training whose steps are long, and one whose steps are short."""
     comm = runtime.world()
     group, place = group_of(comm), None
@@ -43,7 +48,7 @@ def run(repeats: int, gigabytes: float, folder: Path, model: GPT) -> None:
         with Mesh(comm, pipe=comm.size) as mesh:
             rate = _beside_dd(mesh, place, int(gigabytes * 1e9 / comm.size), repeats)
             for rows, microbatches, text in ((4, 8, "long steps"), (1, 2, "short steps")):
-                _train(mesh, place, model, rows, microbatches, (repeats, text, rate))
+                _train_and_save(mesh, place, model, rows, microbatches, (repeats, text, rate))
     finally:
         if comm.rank == 0:
             shutil.rmtree(place, ignore_errors=True)
@@ -113,8 +118,10 @@ def _forget(path: Path) -> None:
         os.close(descriptor)
 
 
-def _train(mesh: Mesh, place: Path, model: GPT, rows: int, microbatches: int, how: tuple[int, str, float]) -> None:
-    """Report the step of a GPT with a checkpoint at each step, beside steps without."""
+def _train_and_save(
+    mesh: Mesh, place: Path, model: GPT, rows: int, microbatches: int, how: tuple[int, str, float]
+) -> None:
+    """Report the step of a GPT with a checkpoint at each step, next to steps without."""
     repeats, text, rate = how
     comm, group = mesh.comm, group_of(mesh.comm)
     schedule = schedules.one_f_one_b(comm.size, microbatches)
@@ -130,7 +137,7 @@ def _train(mesh: Mesh, place: Path, model: GPT, rows: int, microbatches: int, ho
         Pipeline(stages, schedule, mesh.pipe, loss=nn.softmax_cross_entropy) as pipeline,
         checkpoint.Saver(place / text.split()[0], mesh, stages, optimizer, keep=1) as saver,
     ):
-        for turn in range(4 * repeats + 1):  # of `repeats` steps without, and so many with, twice
+        for turn in range(4 * repeats + 1):  # `repeats` steps without, `repeats` with, twice
             saves = turn > 0 and (turn - 1) // repeats % 2 == 1
             if not saves:
                 saver.finish()
@@ -160,3 +167,53 @@ def _train(mesh: Mesh, place: Path, model: GPT, rows: int, microbatches: int, ho
         with_saves / max(without, nbytes / rate),
         "to the longer one of a step and dd; held up for at most 1 % where the disk keeps up",
     )
+
+
+# -- `bench tokenize`: text to a file of tokens, against the library tokenizers alone with as many threads -------------
+#
+# The library gets the same texts, in memory already, in one call on each rank; what it returns is thrown away. `mpipipe
+# tokenize` also reads them, writes the file, and lets ranks agree. Both open the tokenizer anew in each turn, since it
+# keeps the words that it has met. The processors' time has that of ranks that wait for others, which poll.
+
+
+WARMUP = 1
+
+
+def run_tokenize(repeats: int, texts: list[str], tokenizer: str, end: str | None) -> None:
+    """Print MB of text a second of both, by the clock and by the processor, and their ratio."""
+    comm = runtime.world()
+    group = group_of(comm)
+    share_threads(group)
+    entries = list_texts(texts, group)
+    with group.raise_together("bench: the texts"):
+        reader = TextReader(open_tokenizer(tokenizer, end))
+        mine = batches_of(chunks_of(entries))[comm.rank :: comm.size]
+        own = [passage.text for batch in mine for chunk in batch for passage in reader.passages(chunk)]
+    folder = group.broadcast("bench: a folder", tempfile.mkdtemp(prefix="mpipipe-") if comm.rank == 0 else None)
+    spent = {"library": 0.0, "tokenize": 0.0}
+    turn = 0
+
+    def alone() -> None:
+        start = process_time()
+        open_tokenizer(tokenizer, end).library.encode_batch(own, add_special_tokens=False)  # with empty caches
+        spent["library"] += process_time() - start
+
+    def ours() -> None:
+        nonlocal turn
+        turn += 1
+        start = process_time()
+        tokenize(texts, tokenizer, str(Path(folder, str(turn))), comm, end=end)
+        spent["tokenize"] += process_time() - start
+
+    try:
+        seconds = compare(comm, [alone, ours], repeats, WARMUP)
+    finally:
+        if comm.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+    everyone = group.gather("bench: the processors' time", spent)
+    library, whole = (sum(each[name] for each in everyone) / (WARMUP + repeats) for name in ("library", "tokenize"))
+    size = sum(entry[1] for entry in entries) / 1e6
+    name = f"tokenize, {counted(comm.size, 'rank')} x {os.environ.get(THREADS, 'all')} threads, {size:.1f} MB"
+    rates = f"{size / seconds[1]:.2f} MB/s, library alone {size / seconds[0]:.2f} MB/s"
+    report(comm, name, rates, seconds[0] / seconds[1], "at least 0.9")
+    report(comm, f"{name}, by the processors' time", f"{whole:.2f} s, library alone {library:.2f} s", library / whole)

@@ -6,16 +6,19 @@ import ast
 import io
 import json
 import math
+import os
 import sys
+import types
 from dataclasses import replace
 from importlib import import_module
+from importlib.machinery import ModuleSpec
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
 
 import numpy as np
 import pytest
+from gpu_emulator import cublaslt
 from gpu_emulator.fixture import own_gpus
 from support import gpu_selection
 from support.command_line import invoke
@@ -23,8 +26,11 @@ from support.reference_attention import NAMES, dense
 from support.tolerance import close, within
 
 from mpipipe import arrays
-from mpipipe.bench.gpu import attention, executor, gpt, memory, ring, rows, run, transport
-from mpipipe.bench.gpu.rows import Row, show
+from mpipipe.arrays import gemm
+from mpipipe.bench import timing
+from mpipipe.bench.gpu import kernels, run, steps
+from mpipipe.bench.gpu.run import PARTS
+from mpipipe.bench.timing import Row, show_rows
 from mpipipe.job import inprocess, runtime, settings
 from mpipipe.language.models import GPT
 
@@ -44,35 +50,35 @@ def checked(rows, count):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_attention_forward_and_backward_of_each_length(gpu, dtype):
-    rows = attention.measure(1, lengths=(48, 130), heads=4, kv_heads=2, head_dim=16, dtype=dtype, peers=False)
+    rows = kernels.measure_attention(1, lengths=(48, 130), heads=4, kv_heads=2, head_dim=16, dtype=dtype, peers=False)
     rows = checked(rows, 4)
     assert ["forward" in row.what for row in rows] == [True, False] * 2
     assert [row.peer for row in rows] == [""] * 4  # what was published is of other sizes
 
 
 def test_published_rates_stand_beside_their_own_sizes_only(gpu, monkeypatch):
-    monkeypatch.setattr(attention, "_ours", lambda *_: (1e-3, 2e-3))
-    beside = [row for row in attention.measure(1, lengths=(8192, 4000), peers=False)]
+    monkeypatch.setattr(kernels, "_attention_seconds", lambda *_: (1e-3, 2e-3))
+    beside = [row for row in kernels.measure_attention(1, lengths=(8192, 4000), peers=False)]
     assert [row.peer_value for row in beside] == [644, 541, None, None]
     close(beside[0].value, 4 * 8192**2 / 2 * 64 * 128 / 1e-3 / 1e12, 8)
     close(beside[1].value, 2.5 * beside[0].value / 2, 8)
-    other = [row for row in attention.measure(1, lengths=(8192,), head_dim=64, peers=False)]
+    other = [row for row in kernels.measure_attention(1, lengths=(8192,), head_dim=64, peers=False)]
     assert [row.peer_value for row in other] == [None, None]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 def test_the_virtual_ring_computes_what_one_kernel_does(gpu, dtype):
     ranks, length = 4, 8
-    checked(ring.measure(1, ranks, length, heads=4, kv_heads=2, head_dim=16, dtype=dtype), 3)
-    whole = [ring.normal((1, ranks * length, n, 16), dtype, seed) for seed, n in enumerate((4, 2, 2, 4))]
-    layout = ring.attention.Layout("zigzag", ranks, ranks * length)
+    checked(kernels.measure_ring(1, ranks, length, heads=4, kv_heads=2, head_dim=16, dtype=dtype), 3)
+    whole = [timing.normal((1, ranks * length, n, 16), dtype, seed) for seed, n in enumerate((4, 2, 2, 4))]
+    layout = kernels.attention.Layout("zigzag", ranks, ranks * length)
     host = [arrays.download(x).astype("float64") for x in whole]
     ordered = [layout.unshard([x[:, r * length : (r + 1) * length] for r in range(ranks)]) for x in host]
     expected = dense(*ordered)
     bounds = dict(zip(NAMES, expected.bounds(dtype)))
     sums = [0.0, 0.0]  # a rank's are over all blocks, those of all ranks over all keys
     for number in range(ranks):
-        rank = ring._Rank(number, ranks, length, whole)
+        rank = kernels._VirtualRank(number, ranks, length, whole)
         for _ in range(2):  # a second turn finds the sums of the first in its buffers
             rank.forward()
             dq, *others = rank.backward()
@@ -88,8 +94,8 @@ def test_the_virtual_ring_runs_what_the_ring_runs(gpu, monkeypatch):
     """Each block of each rank goes through the functions that attention.Ring calls, and no others."""
     from mpipipe.attention.kernels import cupy as kernel
 
-    whole = [ring.normal((1, 24, n, 8), "float32", seed) for seed, n in enumerate((2, 1, 1, 2))]
-    virtual, calls = [ring._Rank(number, 3, 8, whole) for number in range(3)], []
+    whole = [timing.normal((1, 24, n, 8), "float32", seed) for seed, n in enumerate((2, 1, 1, 2))]
+    virtual, calls = [kernels._VirtualRank(number, 3, 8, whole) for number in range(3)], []
 
     def spy(module, name):
         real = getattr(module, name)
@@ -97,7 +103,7 @@ def test_the_virtual_ring_runs_what_the_ring_runs(gpu, monkeypatch):
 
     for name in ("make_accumulator", "block_gradients"):
         spy(kernel, name)
-    for module in (ring, import_module("mpipipe.attention.ring_pass")):
+    for module in (kernels, import_module("mpipipe.attention.ring_pass")):
         for name in ("strided_copy", "strided_add", "cast"):
             spy(module, name)
     spy(import_module("mpipipe.attention.ring_plan"), "strided_copy")  # packs the first message
@@ -108,7 +114,7 @@ def test_the_virtual_ring_runs_what_the_ring_runs(gpu, monkeypatch):
     calls.clear()
 
     def real(comm):
-        attend = ring.attention.Ring(comm, layout="zigzag")
+        attend = kernels.attention.Ring(comm, layout="zigzag")
         q, k, v, dout = (x[:, comm.rank * 8 : (comm.rank + 1) * 8] for x in whole)
         attend.backward(dout, attend.forward(q, k, v)[1])
 
@@ -117,12 +123,12 @@ def test_the_virtual_ring_runs_what_the_ring_runs(gpu, monkeypatch):
 
 
 def test_each_kernel_that_memory_bounds_is_measured(gpu):
-    rows = checked(memory.measure(1, rows=16, width=32, vocab=24, parameters=100), 14)
+    rows = checked(kernels.measure_memory(1, rows=16, width=32, vocab=24, parameters=100), 14)
     assert {row.unit for row in rows} == {"GB/s"} and all(row.peer == "copy" for row in rows[1:])
 
 
 def test_the_executor_is_measured_against_its_own_kernels(gpu):
-    rate, idle = checked(executor.measure(3, rows=8, width=16, microbatches=4), 2)
+    rate, idle = checked(steps.measure_executor(3, rows=8, width=16, microbatches=4), 2)
     assert rate.peer_value > 0 and idle.value < 100 and "8 actions" in idle.what
 
 
@@ -130,7 +136,7 @@ def test_the_kernels_that_count_as_busy_are_those_of_a_step(gpu, monkeypatch):
     """The bare loop launches what the pipeline's actions do; else the idle share is of something else."""
     if gpu.real:
         pytest.skip("needs the counters of the emulated device")
-    loops, steps = [], []
+    loops, launched = [], []
 
     def behind(work, call, repeats):
         gpu.reset()
@@ -138,14 +144,14 @@ def test_the_kernels_that_count_as_busy_are_those_of_a_step(gpu, monkeypatch):
         loops.append(list(gpu.launches))
         return 3.0, True
 
-    class Spied(executor.Pipeline):
+    class Spied(steps.Pipeline):
         def step(self, *given):
             run = self.engine.executor.run
 
             def counted(*arguments):
                 gpu.reset()
                 outcome = run(*arguments)
-                steps.append(list(gpu.launches))
+                launched.append(list(gpu.launches))
                 return outcome
 
             self.engine.executor.run = counted
@@ -155,45 +161,45 @@ def test_the_kernels_that_count_as_busy_are_those_of_a_step(gpu, monkeypatch):
             self.engine.executor.clock.span = 4.0
             return result
 
-    monkeypatch.setattr(executor, "seconds_behind", behind)
-    monkeypatch.setattr(executor, "Pipeline", Spied)
-    _, idle = executor.measure(3, rows=8, width=16, microbatches=4)
+    monkeypatch.setattr(steps, "seconds_behind", behind)
+    monkeypatch.setattr(steps, "Pipeline", Spied)
+    _, idle = steps.measure_executor(3, rows=8, width=16, microbatches=4)
     close(idle.value, 25, 8)
     assert len(loops) == 3 and "at least" not in idle.what
-    assert sorted(loops[0]) == sorted(name for name in steps[-1] if name in set(loops[0]))
-    others = [name for name in steps[-1] if name not in set(loops[0])]
+    assert sorted(loops[0]) == sorted(name for name in launched[-1] if name in set(loops[0]))
+    others = [name for name in launched[-1] if name not in set(loops[0])]
     assert others == ["memcpyAsync"] * 4, "of the losses, which go home behind the last of them"
 
 
 def test_work_in_front_gets_the_host_ahead(gpu, monkeypatch):
     """More of it where the device came to the measured call too early; told where that does not help."""
     done, worked = iter([True, False, True, True, True, True, True]), []
-    monkeypatch.setattr(rows.arrays, "is_done", lambda event: next(done))
-    x = rows.normal((64,), "float32")
+    monkeypatch.setattr(timing.arrays, "is_done", lambda event: next(done))
+    x = timing.normal((64,), "float32")
     y = arrays.empty_like(x)
-    monkeypatch.setattr(rows, "seconds", lambda call, repeats: 1.0)
+    monkeypatch.setattr(timing, "seconds", lambda call, repeats: 1.0)
     work = lambda: worked.append(arrays.copy_into(y, x))  # noqa: E731
-    _, always = rows.seconds_behind(work, lambda: arrays.copy_into(x, y), 1)
+    _, always = timing.seconds_behind(work, lambda: arrays.copy_into(x, y), 1)
     assert always and len(worked) == 2 + 4
     worked.clear()
-    assert not rows.seconds_behind(work, lambda: arrays.copy_into(x, y), 1)[1]
+    assert not timing.seconds_behind(work, lambda: arrays.copy_into(x, y), 1)[1]
     assert len(worked) == 2 + 4 + 8 + 16 + 32
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 @pytest.mark.parametrize("shape", [(0,), (3, 5), (7, 11), (64,), (1000,)])
 def test_random_values_fill_an_array_of_any_length(gpu, monkeypatch, shape, dtype):
-    monkeypatch.setattr(rows, "BLOCK", 64)
-    values = arrays.download(rows.normal(shape, dtype, 3))
+    monkeypatch.setattr(timing, "BLOCK", 64)
+    values = arrays.download(timing.normal(shape, dtype, 3))
     assert values.shape == shape and values.dtype == arrays.dtype(dtype)
     flat = values.reshape(-1).astype("float64")
     assert (flat == [flat[n % 64] for n in range(flat.size)]).all() and len(set(flat[:64])) == len(flat[:64])
-    assert flat.size < 10 or not (flat == arrays.download(rows.normal(shape, dtype, 4)).reshape(-1)).all()
+    assert flat.size < 10 or not (flat == arrays.download(timing.normal(shape, dtype, 4)).reshape(-1)).all()
 
 
 def test_a_training_step_is_counted_in_tokens(gpu):
     with arrays.own_stream():
-        rows = checked(gpt.measure(1, model=TINY, rows=2, microbatches=2, peers=False), 4)
+        rows = checked(steps.measure_step(1, model=TINY, rows=2, microbatches=2, peers=False), 4)
     untied, tied, small, by_graphs = rows
     assert {row.unit for row in rows} == {"tokens/s"} and by_graphs.what == f"{small.what}, CUDA graphs"
     assert ", untied," in untied.what and ", tied," in tied.what and tied.peer_value == untied.value
@@ -204,7 +210,7 @@ def test_a_training_step_is_counted_in_tokens(gpu):
 def test_a_step_that_runs_without_graphs_has_no_row_that_says_graphs(gpu):
     """The null stream records nothing."""
     with arrays.cupy().cuda.Stream.null:
-        *rows, reason = gpt.measure(1, model=TINY, rows=1, microbatches=2, peers=False)
+        *rows, reason = steps.measure_step(1, model=TINY, rows=1, microbatches=2, peers=False)
     assert len(rows) == 3 and not any("graphs" in row.what for row in rows)
     assert reason.startswith("training step, 2 x 1 x 16 tokens, CUDA graphs is not measured: ") and "null" in reason
 
@@ -221,35 +227,38 @@ def test_the_measured_step_ends_as_that_of_a_training(emulated_gpu, monkeypatch,
         step()
         return list(emulated_gpu.launches)
 
-    monkeypatch.setattr(gpt, "_wall", launches)
+    monkeypatch.setattr(steps, "_wall", launches)
     with arrays.own_stream():
-        found = gpt._ours(1, model, tokens, 1, "bfloat16", None, True)
+        found = steps._step_seconds(1, model, tokens, 1, "bfloat16", None, True)
     assert sum(name.startswith("graph of") for name in found) == 2  # forward and backward
     for dtype in ("bfloat16", "float16"):
-        found = gpt._ours(1, model, tokens, 1, dtype, None)
+        found = steps._step_seconds(1, model, tokens, 1, dtype, None)
         assert found.count("adamw") == 1 and found.count("clip_factor") == 1, found
         assert not {"cast", "rescale"} & set(found) and found.index("clip_factor") < found.index("adamw")
 
 
 def test_our_own_rows_come_before_a_peer_is_loaded(gpu, monkeypatch):
-    monkeypatch.setattr(attention, "_ours", lambda *_: (1e-3, 2e-3))
-    monkeypatch.setattr(gpt, "_ours", lambda *_: 1e-3)
-    known = {attention: ("cuDNN on H200, published",), gpt: ("untied", "1 x 8 x 1024 tokens")}
-    for part, count in ((attention, 4), (gpt, 4)):
-        monkeypatch.setattr(part, "torch_with_gpu", lambda: pytest.fail("too early"))
-        measured = part.measure(1)
-        assert all(next(measured).peer in ("", *known[part]) for _ in range(count))
+    monkeypatch.setattr(kernels, "_attention_seconds", lambda *_: (1e-3, 2e-3))
+    monkeypatch.setattr(steps, "_step_seconds", lambda *_: 1e-3)
+    known = {
+        kernels: (kernels.measure_attention, ("cuDNN on H200, published",)),
+        steps: (steps.measure_step, ("untied", "1 x 8 x 1024 tokens")),
+    }
+    for module, (measure, peers) in known.items():
+        monkeypatch.setattr(module, "torch_with_gpu", lambda: pytest.fail("too early"))
+        measured = measure(1)
+        assert all(next(measured).peer in ("", *peers) for _ in range(4))
 
 
 def test_ties_and_sizes_of_the_measured_steps(gpu, monkeypatch):
     """What is called tied is tied; small micro-batches hold the same tokens."""
     asked = []
     monkeypatch.setattr(
-        gpt,
-        "_ours",
+        steps,
+        "_step_seconds",
         lambda repeats, model, tokens, count, *_: asked.append((model.tied, tokens.shape, count, _[-1])) or 1.0,
     )
-    list(gpt.measure(1, peers=False))
+    list(steps.measure_step(1, peers=False))
     sizes = [each[:3] for each in asked]
     assert sizes == [(False, (2, 8, 1024), 1), (True, (2, 8, 1024), 1), *[(True, (2, 16, 512), 16)] * 2]
     assert [each[3] for each in asked[2:]] == [False, True]
@@ -262,15 +271,15 @@ def test_what_pytorch_compiles_is_measured_last():
     assert [compiled for _, compiled in PEERS.values()] == [False, False, True]
 
 
-@pytest.mark.parametrize("part", [attention, executor, gpt, memory, ring, transport])
+@pytest.mark.parametrize("part", PARTS.values(), ids=list(PARTS))
 def test_quick_sizes_are_parameters(part):
-    assert "repeats" in part.QUICK and set(part.QUICK) <= set(signature(part.measure).parameters)
+    assert "repeats" in part.quick and set(part.quick) <= set(signature(part.measure).parameters)
 
 
 def test_the_parts_with_a_pipeline_run_without_mpi(gpu, monkeypatch):
     monkeypatch.setattr(runtime, "mpi", lambda: pytest.fail("asked for MPI"))
-    row, *_ = inprocess.run(1, lambda comm: list(gpt.measure(1, TINY, 2, 2, peers=False, comm=comm)))[0]
-    rate, _ = inprocess.run(1, lambda comm: list(executor.measure(1, 8, 16, 2, comm=comm)))[0]
+    row, *_ = inprocess.run(1, lambda comm: list(steps.measure_step(1, TINY, 2, 2, peers=False, comm=comm)))[0]
+    rate, _ = inprocess.run(1, lambda comm: list(steps.measure_executor(1, 8, 16, 2, comm=comm)))[0]
     assert row.value > 0 and rate.value > 0
 
 
@@ -301,7 +310,7 @@ def test_a_process_without_mpi_refuses_a_part_as_every_command_refuses(monkeypat
 def test_messages_between_two_ranks_on_one_gpu(gpu, subcomm):
     comm = subcomm(2)
     if comm is not None:
-        rows = list(transport.measure(1, sizes=(256, 1 << 16), comm=comm))
+        rows = list(steps.measure_transport(1, sizes=(256, 1 << 16), comm=comm))
         staged = [row.what for row in rows if row.what.startswith("staged")]
         assert [what.split(",")[1] for what in staged] == [" 256 B", " 65536 B"] and all(row.value > 0 for row in rows)
         assert not (gpu.real and arrays.device_count() > 1) == all("take turns" in row.what for row in rows)
@@ -312,7 +321,7 @@ def test_messages_by_nccl_are_measured_where_each_rank_has_its_gpu(subcomm, monk
     comm = subcomm(2)
     if comm is not None:
         with own_gpus(comm.rank) as device, arrays.own_stream():
-            rows = list(transport.measure(1, sizes=(256, 1 << 16), comm=comm))
+            rows = list(steps.measure_transport(1, sizes=(256, 1 << 16), comm=comm))
             moved = sum(each._bytes for each in device.machine.communicators)
         assert [row.what for row in rows] == [f"{way}, {size} B" for size in (256, 65536) for way in ("staged", "nccl")]
         assert all(row.value > 0 and row.goal == "above 1 for large messages" for row in rows[1::2])
@@ -320,34 +329,33 @@ def test_messages_by_nccl_are_measured_where_each_rank_has_its_gpu(subcomm, monk
 
 
 def test_rates_are_claimed_only_where_each_rank_has_its_gpu(gpu, monkeypatch):
-    monkeypatch.setattr(transport, "_rate", lambda *_: 5.0)
-    monkeypatch.setattr(transport.gpu_aware, "detect", lambda comm: transport.Verdict(True, "says so"))
-    monkeypatch.setattr(transport, "make_transport", lambda *_: None)
-    monkeypatch.setattr(transport, "agree_on_nccl", lambda groups, device, messages: SimpleNamespace(messages=False))
-    monkeypatch.setattr(transport.runtime, "resolve", lambda comm: comm)
+    monkeypatch.setattr(steps, "_rate", lambda *_: 5.0)
+    monkeypatch.setattr(steps.gpu_aware, "detect", lambda comm: steps.Verdict(True, "says so"))
+    monkeypatch.setattr(steps, "make_transport", lambda *_: None)
+    monkeypatch.setattr(steps, "agree_on_nccl", lambda groups, device, messages: SimpleNamespace(messages=False))
+    monkeypatch.setattr(steps.runtime, "resolve", lambda comm: comm)
     for places, goal, turns in (((0, 0), "none", True), ((0, 1), "above 1 for large messages", False)):
         group = SimpleNamespace(gather=lambda call, mine, places=places: [("host", place) for place in places])
-        monkeypatch.setattr(transport, "group_of", lambda comm, group=group: group)
-        staged, direct = transport.measure(1, sizes=(64,), comm=SimpleNamespace(size=2))
+        monkeypatch.setattr(steps, "group_of", lambda comm, group=group: group)
+        staged, direct = steps.measure_transport(1, sizes=(64,), comm=SimpleNamespace(size=2))
         assert direct.goal == goal and ("take turns" in staged.what) == ("take turns" in direct.what) == turns
 
 
 def test_the_help_names_every_part(capsys):
     invoke("bench", "gpu", "--help")
     printed = capsys.readouterr().out
-    assert all(name in printed for name in {**run.ALONE, **run.TOGETHER})
+    assert all(name in printed for name in PARTS)
 
 
-class Part:
-    """A part of `bench gpu` that gives these rows, or fails."""
+def part_of(*rows):
+    """A part of `bench gpu` that gives these rows, or fails without any."""
 
-    def __init__(self, *rows):
-        self.rows = rows
-
-    def measure(self, repeats=7):
-        if not self.rows:
+    def measure(repeats=7):
+        if not rows:
             raise RuntimeError("no memory left")
-        yield from (Row(name, repeats, "GB/s", "copy", 10.0, "near 1") for name in self.rows)
+        yield from (Row(name, repeats, "GB/s", "copy", 10.0, "near 1") for name in rows)
+
+    return run.GpuPart(measure, dict(repeats=3))
 
 
 def test_rows_are_written_as_they_come_and_sizes_may_be_small(gpu, comm, monkeypatch, tmp_path, capsys):
@@ -355,17 +363,14 @@ def test_rows_are_written_as_they_come_and_sizes_may_be_small(gpu, comm, monkeyp
         pytest.skip("for one rank")
     path, seen = tmp_path / "bench.json", []
 
-    class Watched(Part):
-        QUICK: ClassVar = dict(repeats=3)
+    def watched(repeats=7):
+        for row in part_of("one", "two").measure(repeats):
+            seen.append([each["what"] for each in json.loads(path.read_text())["rows"]] if path.exists() else None)
+            yield row
+        print("end of part")
+        raise KeyboardInterrupt
 
-        def measure(self, repeats=7):
-            for row in super().measure(repeats):
-                seen.append([each["what"] for each in json.loads(path.read_text())["rows"]] if path.exists() else None)
-                yield row
-            print("end of part")
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(run, "ALONE", {"first": Watched("one", "two")})
+    monkeypatch.setattr(run, "PARTS", {"first": run.GpuPart(watched, dict(repeats=3))})
     with pytest.raises(KeyboardInterrupt):
         run.run([], None, path, True, quick=True)
     facts, printed = json.loads(path.read_text()), capsys.readouterr().out.split("end of part")[0]
@@ -377,7 +382,8 @@ def test_rows_are_written_as_they_come_and_sizes_may_be_small(gpu, comm, monkeyp
 def test_a_part_that_fails_is_named_and_the_others_are_reported(gpu, comm, monkeypatch, tmp_path, capsys):
     if comm.size > 1:
         pytest.skip("for one rank")
-    monkeypatch.setattr(run, "ALONE", {"good": Part("first", "second"), "bad": Part(), "last": Part("third")})
+    parts = {"good": part_of("first", "second"), "bad": part_of(), "last": part_of("third")}
+    monkeypatch.setattr(run, "PARTS", parts)
     with pytest.raises(SystemExit) as left:
         run.run([], 5, tmp_path / "bench.json", True)
     assert left.value.code == 1
@@ -400,7 +406,7 @@ def test_parts_that_these_ranks_cannot_run_are_refused(names, ranks, match):
 def test_the_table_shows_every_number():
     stream = io.StringIO()
     rows = [Row("a kernel", 1234.5, "GB/s", "copy", 2469.0, "near 1"), Row("a share", 0.5, "")]
-    show("bench", rows, ["a note"], stream)
+    show_rows("bench", rows, ["a note"], stream)
     text = stream.getvalue()
     for word in ("a kernel", "1234 GB/s", "copy", "2469", "0.500", "near 1", "a share", "a note"):
         assert word in text
@@ -431,3 +437,34 @@ def test_what_is_left_out_on_a_gpu_exists_and_resembles_others(test, given, spar
     assert set(given) <= {argument.arg for argument in functions[test].args.args}
     assert gpu_selection.is_spare(test, SimpleNamespace(params=given)) == spare
     assert not gpu_selection.is_spare(test, None)
+
+
+# -- products by two libraries
+
+
+PRODUCTS = dict(repeats=1, rows=8, dim=8, hidden=8, vocab=16)
+
+
+@pytest.fixture
+def nvmath(emulated_gpu, monkeypatch):
+    """The emulated cublasLt, as if its package were installed; the algorithms that it was told."""
+    for name in ("nvmath", "nvmath.bindings"):
+        module = types.ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(sys.modules["nvmath.bindings"], "cublasLt", cublaslt, raising=False)
+    cublaslt.used.clear()
+    return cublaslt.used
+
+
+def test_each_product_is_measured_by_both_libraries(nvmath, monkeypatch):
+    monkeypatch.delenv("MPIPIPE_PRODUCTS", raising=False)
+    rows = list(kernels.measure_products(**PRODUCTS))
+    assert len(rows) == 9 and all(row.value > 0 and row.peer == "cuBLAS" and row.ratio > 0 for row in rows)
+    assert len(nvmath) > 9 and "MPIPIPE_PRODUCTS" not in os.environ and not gemm._library().measured
+
+
+def test_without_nvmath_cublas_alone_is_measured(emulated_gpu, monkeypatch):
+    monkeypatch.setattr(kernels, "find_spec", lambda name: None)
+    rows = list(kernels.measure_products(**PRODUCTS))
+    assert len(rows) == 9 and all(row.peer_value is None and "not measured" in row.goal for row in rows)
