@@ -301,10 +301,12 @@ class Collective:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self, item, call):
         report = yield
-        if is_collective(item) and (call.when != "setup" or self._may_differ(item)):
+        early = call.when == "setup" and not self._may_differ(item)
+        if is_collective(item) and not (early and report.passed):
             self.watchdog.disarm()
             leaks = self._leaks() if call.when == "teardown" else []
-            report, leaks = self._merged(report, leaks)
+            # a rank whose setup has failed against all expectation meets the others at the end of their call
+            report, leaks = self._merged(report, leaks, "call" if early else call.when)
             item.stash[DIRTY] = item.stash.get(DIRTY, False) or report.failed or hasattr(report, "wasxfail")
             if call.when == "teardown":
                 self._end(report, leaks, item.stash[DIRTY])
@@ -317,9 +319,9 @@ class Collective:
         parameters = item.callspec.params if hasattr(item, "callspec") else ()
         return not ALIKE.issuperset(set(item.fixturenames).difference(parameters))
 
-    def _merged(self, report, leaks):
+    def _merged(self, report, leaks, when):
         """(one report, leaks) out of those of all ranks; a peer's failure or skip must not go unseen."""
-        label = (report.nodeid, report.when)
+        label = (report.nodeid, when)
         unusual = not report.passed
         text = report.longreprtext if report.failed else f"{report.outcome} on this rank: {report.longrepr}"
         mine = self._packed(report) if unusual else None, leaks
