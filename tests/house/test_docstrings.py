@@ -20,7 +20,6 @@ ROOMS = [
     "mpipipe.job.inprocess",
     "mpipipe.comm.mesh",
     "mpipipe.errors",
-    "mpipipe.even_split",
     "mpipipe.language.models",
     "mpipipe.language.models.huggingface",
     "mpipipe.nn",
