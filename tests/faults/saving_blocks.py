@@ -13,8 +13,8 @@ import os, resource, signal, sys, threading, time
 import numpy as np
 from mpipipe import nn, optim
 from mpipipe.job import runtime
-from mpipipe.language.models import GPT
-from mpipipe.train import TrainConfig, train, weights
+from mpipipe.language.models import GPT, weights
+from mpipipe.train import TrainConfig, train
 from mpipipe.language.shard import Shard
 from mpipipe.train.trainer import Trainer
 
@@ -63,7 +63,7 @@ import sys
 from mpipipe import Mesh, checkpoint, nn, optim
 from mpipipe.attention import Local
 from mpipipe.job import inprocess
-from mpipipe.language.models import GPT
+from mpipipe.language.models import GPT, weights
 
 def load(comm):
     found = checkpoint.read("run")
