@@ -28,7 +28,7 @@ from mpipipe.errors import ArgumentError, OwnerError
 from mpipipe.files import sync_folder
 from mpipipe.job.context import current_rank, is_rank
 from mpipipe.job.flight import Snapshot
-from mpipipe.job.wait import Task, wait_locally
+from mpipipe.job.wait import ThreadTask, wait_locally
 
 logger = logging.getLogger("mpipipe")
 PATIENCE = 1.0  # seconds that a rank which gives a save up waits for its thread
@@ -81,7 +81,7 @@ class SaveTask:
         device = any(map(arrays.is_device, share.values()))
         self._gpu = arrays.current_gpu() if device else None
         self._ready = arrays.record() if device else None  # after the step that the checkpoint is of
-        self.work: Task[Any] = Task(lambda: self._write(share), THREAD)
+        self.work: ThreadTask[Any] = ThreadTask(lambda: self._write(share), THREAD)
         current_rank().add_inspectable(self)
         atexit.register(self.give_up)  # in a program that ends without closing its saver
         if self.work.ended and self.work.error is not None:
@@ -141,7 +141,7 @@ class SaveTask:
         """On rank 0, begin to write the manifest; all files have their names, the last one after so many seconds."""
         if self.facts.rank == 0:
             self._seconds = seconds
-            self.work = Task(lambda: self._seal(written), THREAD)
+            self.work = ThreadTask(lambda: self._seal(written), THREAD)
 
     def _seal(self, written: Written) -> None:
         folder, facts = self.facts.folder, self.facts

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from mpipipe.job.settings import RANK_VARIABLES, launcher_size
     from mpipipe.job.stop_signals import StopSignals, parse_signals
     from mpipipe.job.types import Communicator, MpiCommunicator, ReplicaSum, Request, Testable
-    from mpipipe.job.wait import Task, wait_for, wait_locally
+    from mpipipe.job.wait import ThreadTask, wait_for, wait_locally
     from mpipipe.job.watch.watchdog import watching
 
 _FILES = {
@@ -53,7 +53,7 @@ _FILES = {
     "settings": "RANK_VARIABLES launcher_size",
     "stop_signals": "StopSignals parse_signals",
     "types": "Communicator MpiCommunicator ReplicaSum Request Testable",
-    "wait": "Task wait_for wait_locally",
+    "wait": "ThreadTask wait_for wait_locally",
     "watch.watchdog": "watching",
 }
 

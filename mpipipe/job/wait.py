@@ -244,7 +244,7 @@ def wait_locally(ended: Callable[[float], bool], what: object) -> None:
 Result = TypeVar("Result")
 
 
-class Task(Generic[Result]):
+class ThreadTask(Generic[Result]):
     """A call of `work` in a thread of this name, which can be waited for, asked for its error, and given up.
 
     The thread is a daemon: the end of the interpreter does not wait for it.

@@ -63,7 +63,7 @@ import sys
 from mpipipe import Mesh, checkpoint, nn, optim
 from mpipipe.attention import Local
 from mpipipe.job import inprocess
-from mpipipe.language.models import GPT, weights
+from mpipipe.language.models import GPT
 
 def load(comm):
     found = checkpoint.read("run")

@@ -21,7 +21,7 @@ from mpipipe.job.consensus import Ballot
 from mpipipe.job.group import Group
 from mpipipe.job.requests import keep_forever
 from mpipipe.job.settings import GPU_DIRECT, NCCL
-from mpipipe.job.wait import Task
+from mpipipe.job.wait import ThreadTask
 
 
 class Channel:
@@ -121,7 +121,7 @@ def close_together(channels: Sequence[Channel], wait: Callable[[NcclTask[None]],
 Result = TypeVar("Result")
 
 
-class NcclTask(Task[Result]):
+class NcclTask(ThreadTask[Result]):
     """A call of NCCL in a thread, on this thread's GPU; `Test()` is true once it has ended, well or not."""
 
     def __init__(self, function: Callable[[], Result], what: str) -> None:
