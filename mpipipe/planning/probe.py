@@ -17,7 +17,7 @@ from mpipipe import Pipeline, nn, optim, schedules
 from mpipipe.arrays import dtype as dtype_of
 from mpipipe.job.group import group_of
 from mpipipe.job.types import Communicator
-from mpipipe.pipeline.loss import Loss
+from mpipipe.pipeline import Loss
 from mpipipe.planning import LayerCosts, RankCosts, Sizes
 from mpipipe.planning.problem import MeasuredRanks, declared
 

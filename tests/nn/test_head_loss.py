@@ -167,7 +167,7 @@ def test_a_head_in_graphs_gives_features_to_its_loss_and_logits_to_others(comm, 
                     assert pipeline.forward(ids).shape == (8, 1, VOCAB)
                 losses.append(arrays.download(stage.gradients.flat).tobytes())
                 if graphs == "1":
-                    recorded = pipeline.engine.stages[0].computes._kinds.values()
+                    recorded = pipeline.engine.partners.stages[0].computes._kinds.values()
                     actions = {key[0] for kind in recorded for slot in kind.free.values() for key in slot.graphs}
                     assert {"forward", "backward"} <= actions
     assert losses[:5] == losses[5:]

@@ -180,7 +180,7 @@ def _step_seconds(
             optim.scaled_step(optimizer, scaler, max_norm=1.0, comm=comm)
 
         seconds = _wall(step, arrays.stream().synchronize, repeats)
-        (computes,) = (adapter.computes for adapter in pipeline.engine.stages)
+        (computes,) = (adapter.computes for adapter in pipeline.engine.partners.stages)
         if graphs and (computes.reason or not computes.recorded):
             raise NoGraphsError(computes.reason or "nothing was recorded")
         return seconds
