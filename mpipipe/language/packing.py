@@ -23,8 +23,7 @@ from mpipipe.arrays import Array
 from mpipipe.attention import Local, Ring
 from mpipipe.errors import ArgumentError
 from mpipipe.even_split import even_split
-from mpipipe.nn.layers.attend import Attend
-from mpipipe.nn.position import Position
+from mpipipe.nn import Attend, Position
 
 
 class Packing:

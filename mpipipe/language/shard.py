@@ -13,7 +13,7 @@ from mpipipe.attention import Layout, Local, Ring
 from mpipipe.errors import ConfigError
 from mpipipe.job.types import Communicator
 from mpipipe.language.packing import PackedAttend, Packing
-from mpipipe.nn.loss import worth_tiles
+from mpipipe.nn import worth_tiles
 from mpipipe.text import counted
 
 

@@ -36,8 +36,7 @@ from mpipipe.language.models.pretrained import (
 from mpipipe.language.packing import Packing
 from mpipipe.language.shard import Shard
 from mpipipe.language.token_units import find_data, open_data
-from mpipipe.nn.lora import without_adapters
-from mpipipe.nn.parameters import Parameter
+from mpipipe.nn import Parameter, without_adapters
 from mpipipe.pipeline import Pipeline
 from mpipipe.planning.layer_plan import LayerPlan
 from mpipipe.planning.memory import resident

@@ -30,8 +30,7 @@ from mpipipe.comm.nccl import sums
 from mpipipe.comm.nccl.sums import NcclSums
 from mpipipe.job.group import Group
 from mpipipe.job.types import ReplicaSum
-from mpipipe.nn import Layer, Stage
-from mpipipe.nn.write_hooks import GradientReady, gradient_ready
+from mpipipe.nn import GradientReady, Layer, Stage, gradient_ready
 from mpipipe.pipeline.plan import PlannedAction
 from mpipipe.stages import StageAdapter
 
