@@ -369,7 +369,7 @@ def test_a_saver_that_has_lost_its_folder_ends_and_touches_nothing(comm, mpi_tmp
         with pytest.raises(OwnerError, match="another job has taken the folder"):
             with checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer) as saver:
                 saver.save(1)
-                saver.finish()
+                saver.wait()
                 if when == "before":
                     lose()
                     saver.save(2)
@@ -383,7 +383,7 @@ def test_a_saver_that_has_lost_its_folder_ends_and_touches_nothing(comm, mpi_tmp
                 saver.save(2)
                 lose()
                 began.set()
-                saver.finish()
+                saver.wait()
     comm.Barrier()
     contents = {path.name: path.read_text() for path in (mpi_tmp_path / "step-00000002").iterdir()}
     ours = {name for name in contents if name.endswith(".partial")}

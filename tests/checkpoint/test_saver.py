@@ -174,7 +174,7 @@ def test_the_optimizer_does_not_wait_for_the_disk_and_poll_never_does(comm, mpi_
             assert checkpoint.newest(mpi_tmp_path) is None and saver.in_flight
             comm.Barrier()
             forcing.opened.set()
-            assert saver.finish() == path == checkpoint.newest(mpi_tmp_path)
+            assert saver.wait() == path == checkpoint.newest(mpi_tmp_path)
 
 
 class Plain:
@@ -270,7 +270,7 @@ def test_whatever_ends_a_thread_of_one_rank_is_raised_on_all_and_the_next_save_b
         stages, optimizer = trained(mesh)
         with checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer) as saver:
             first = saver.save(1)
-            saver.finish()
+            saver.wait()
             with monkeypatch.context() as patch:
                 if comm.rank == comm.size - 1:
                     patch.setattr(tensor_files.files, "begin_writing", write)
@@ -284,7 +284,7 @@ def test_whatever_ends_a_thread_of_one_rank_is_raised_on_all_and_the_next_save_b
             comm.Barrier()
             assert names_in(mpi_tmp_path) == [first.name]
             third = saver.save(3)
-            assert saver.finish() == third
+            assert saver.wait() == third
         assert sorted(names_in(mpi_tmp_path)) == [first.name, third.name]
 
 
@@ -325,7 +325,7 @@ def test_a_thread_that_cannot_be_started_is_an_error_on_all_ranks(comm, mpi_tmp_
             saver.save(1)
             optimizer.step()
             with pytest.raises(ArgumentError, match="can't start new thread"):
-                saver.finish()
+                saver.wait()
         saver.close()
         comm.Barrier()
         assert names_in(mpi_tmp_path) == []
@@ -405,7 +405,7 @@ def test_a_manifest_that_cannot_be_written_takes_the_arrays_along(comm, mpi_tmp_
             with monkeypatch.context() as patch:
                 patch.setattr("mpipipe.checkpoint.folders.write", write)
                 with pytest.raises(StorageError, match="Read-only file system"):
-                    saver.finish()
+                    saver.wait()
             comm.Barrier()
             assert names_in(mpi_tmp_path) == []
 
@@ -439,7 +439,7 @@ def test_a_save_that_fails_is_told_of_once_the_one_before_it_is_whole(comm, mpi_
             comm.Barrier()
             gate.opened.set()
             with pytest.raises(StorageError, match="Disk quota exceeded") as caught:
-                saver.finish()
+                saver.wait()
             assert caught.value.remedy.endswith(f"the newest whole checkpoint beside it is {first}")
             assert not saver.in_flight
         assert names_in(mpi_tmp_path) == [first.name]
@@ -505,7 +505,7 @@ def test_a_save_takes_as_long_as_its_slowest_rank(comm, mpi_tmp_path, monkeypatc
         stages, optimizer = trained(mesh)
         with checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer) as saver:
             saver.save(1)
-            saver.finish()
+            saver.wait()
             assert comm.rank > 0 or saver.seconds > 0.3
 
 

@@ -60,7 +60,7 @@ def test_a_saver_waits_for_a_stage_that_announces_nothing(subcomm, mpi_tmp_path)
         with checkpoint.Saver(mpi_tmp_path, mesh, [stage]) as saver:
             saver.save(1)
             stage.parameters.flat[...] = 9  # by an optimizer of another library, which tells nobody
-            path = saver.finish()
+            path = saver.wait()
         checkpoint.load(path, mesh, [stage])
     assert not stage.parameters.flat.any()
 
