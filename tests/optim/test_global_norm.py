@@ -11,7 +11,7 @@ from support.gradients import contents, fill
 from mpipipe import arrays, nn, optim
 from mpipipe.errors import ArgumentError, MpipipeError, NonFiniteError, PeerError
 from mpipipe.job import inprocess
-from mpipipe.job.wait import wait
+from mpipipe.job.wait import wait_for
 
 OPTIMIZERS = {
     "AdamW": lambda stages: optim.AdamW(stages, 0.01, weight_decay=0.1),
@@ -208,7 +208,7 @@ def all_aborted(machine):
         def Test(self):
             return all(each._aborted or not each._underway for each in machine.communicators)
 
-    wait(Aborted(), "aborts")
+    wait_for(Aborted(), "aborts")
 
 
 @pytest.mark.mpi(min_size=2)

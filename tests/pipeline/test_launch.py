@@ -49,8 +49,9 @@ def train(comm, name, chunks, how, *, replicas=1, recompute=False, tied=False):
                 optim.scaled_step(optimizer, optim.LossScaler(1.0, dynamic=False), 0.5, comm=pipe)
                 continue
             results.append(pipeline.launch(*mine))
-            groups = [group for group in (pipeline.engine.pipe, pipeline.engine.replicas) if group is not None]
-            assert all(group.vote is None for group in groups)  # gradients are of ranks that agree
+            assert all(
+                group.vote is None for group in pipeline.engine.partners.groups
+            )  # gradients are of ranks that agree
             update = optim.begin_step(optimizer, 0.5, comm=pipe)
             if how == "launch, ask late" and step:
                 results[-2] = results[-2].wait()
@@ -168,7 +169,7 @@ def test_other_calls_come_between_launched_steps(comm):
         assert pipeline.steps_taken == 15
     assert second.wait().loss == first.wait().loss == expected and abs(value - expected) < 1e-12
     assert third.wait() is third.wait() and len(third.wait().losses) == 2
-    assert not pipeline.engine.losses_underway
+    assert not pipeline.engine.weighing.underway
 
 
 def test_a_launched_step_is_recorded_like_any_other(comm):

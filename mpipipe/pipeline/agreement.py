@@ -18,12 +18,11 @@ Two things must hold for that to be right.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
 
 from mpipipe.errors import ArgumentError, MismatchError, MpipipeError
 from mpipipe.job.consensus import Ballot, digest
 from mpipipe.job.group import Group, Vote
-from mpipipe.pipeline.batch import ENTRIES, BatchFacts
+from mpipipe.pipeline.batch import ENTRIES, Agreed, BatchFacts
 from mpipipe.text import counted
 
 CALLS = ("step", "launch", "evaluate", "forward", "durations", "close")
@@ -32,36 +31,18 @@ DIFFERENT = "ranks call different methods of a pipeline, or with different scale
 REMEDY = f"call {', '.join(CALLS[:-1])} and {CALLS[-1]} on all ranks, in the same order and with the same scale"
 
 
-class Agreed(NamedTuple):
-    """What the ranks found out about the batch."""
-
-    signature: int
-    microbatches: int
-    listed: bool
-    total: int  # rows of all replicas, or entries of their targets: what the loss is a mean over
-    entries: int  # of the targets of all replicas
-    mean_over: int  # what the loss is a mean over: UNSAID, ROWS or ENTRIES
-    uneven: bool  # whether rows somewhere have more entries than elsewhere
-    bare: bool  # whether a stage somewhere does not show its gradients
-
-
 class Agreement:
     """The agreements of one pipeline: waited for by most calls, voted on by launched steps.
-
-    Parameters
-    ----------
-    pipe : group of the ranks of the pipeline
-    replicas : group of the ranks with the same stages, or None
-    name : of the pipeline, for errors
 
     Attributes
     ----------
     count : calls so far
+    runs_ahead : whether a launched step begins before the ranks have agreed on it; GPUs wait, as in any call
     trained : this rank's facts of the last training step, and what was agreed on for that step
     """
 
-    def __init__(self, pipe: Group, replicas: Group | None, name: str) -> None:
-        self.pipe, self.replicas, self.where = pipe, replicas, f" of {name}"
+    def __init__(self, pipe: Group, replicas: Group | None, name: str, runs_ahead: bool) -> None:
+        self.pipe, self.replicas, self.where, self.runs_ahead = pipe, replicas, f" of {name}", runs_ahead
         self.count = 0
         self.codes: dict[tuple[str, tuple], int] = {}
         self.trained: tuple[BatchFacts, Agreed] | None = None
@@ -72,9 +53,11 @@ class Agreement:
         """Return what was agreed on, and the error that every rank is to raise, or None; collective.
 
         All ranks get the same error if a rank brings one, if they call different methods, or if inputs and targets have
-        different numbers of rows. They can go on together after such an error. They cannot after an error that is
-        raised here.
+        different numbers of rows. They can go on together after such an error, and cannot after one that is raised
+        here. A launched step does not wait where all may run ahead: see `_presume`.
         """
+        if call == "launch" and self.runs_ahead and self.trained is not None:
+            return self._presume(batch, error, scale, *self.trained), None
         self.count += 1
         if isinstance(error, MpipipeError) and error.rank is None:
             error.rank = self.pipe.rank
@@ -113,13 +96,17 @@ class Agreement:
             self.trained = batch, agreed
         return agreed, None
 
-    def presume(self, batch: BatchFacts, scale: float) -> Agreed:
+    def _presume(
+        self, batch: BatchFacts, error: Exception | None, scale: float, before: BatchFacts, agreed: Agreed
+    ) -> Agreed:
         """Begin the vote on a launched step, and return what was agreed on for the training step before it.
 
-        Raises ArgumentError, on this rank alone, if its batch is not like the one of that step.
+        Raises, on this rank alone, what is wrong with its arguments or if its batch is not like the one of that step.
         """
-        assert self.trained is not None  # else the ranks must agree first
-        before, agreed = self.trained
+        if error is not None:
+            wrong = error if isinstance(error, MpipipeError) else ArgumentError(f"{type(error).__name__}: {error}")
+            wrong.rank = self.pipe.rank if wrong.rank is None else wrong.rank
+            raise wrong
         self.count += 1
         if batch != before:
             raise ArgumentError(
@@ -149,7 +136,7 @@ class Agreement:
 
 
 def _of_replica(facts: BatchFacts) -> tuple[int, ...]:
-    """What the replicas add up or compare."""
+    """The facts that replicas add up or compare."""
     return facts.rows, facts.entries, facts.mean_over, facts.uneven
 
 
@@ -158,24 +145,17 @@ def _agreed(facts: BatchFacts, replicas: tuple[tuple[int, ...], ...]) -> Agreed:
     """What is agreed on, from what one pipeline and then all replicas know."""
     first_rows, first_entries, mean_over, _ = replicas[0]
     uneven = any(uneven or size * first_rows != first_entries * rows for rows, size, _, uneven in replicas)
-    entries = sum(each[1] for each in replicas)
+    entries = sum(size for _, size, *_ in replicas)
     return Agreed(
         facts.signature,
         facts.microbatches,
         bool(facts.listed),
-        total=entries if mean_over == ENTRIES else sum(each[0] for each in replicas),
+        total=entries if mean_over == ENTRIES else sum(rows for rows, *_ in replicas),
         entries=entries,
         mean_over=mean_over,
         uneven=uneven,
         bare=bool(facts.bare),
     )
-
-
-def of_this_rank(error: Exception, rank: int) -> MpipipeError:
-    """An error in the arguments of a call, as one that names the rank."""
-    found = error if isinstance(error, MpipipeError) else ArgumentError(f"{type(error).__name__}: {error}")
-    found.rank = rank if found.rank is None else found.rank
-    return found
 
 
 def _described(batch: BatchFacts) -> str:
