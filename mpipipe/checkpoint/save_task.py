@@ -138,7 +138,7 @@ class SaveTask:
         return ENDED if self.work.problem is None else FAILED
 
     def write_manifest(self, written: Written, seconds: float) -> None:
-        """On rank 0, begin to write the manifest; all files have their names, the last one after so many seconds."""
+        """On rank 0, begin to write the manifest; all files have their names, the last one after `seconds`."""
         if self.facts.rank == 0:
             self._seconds = seconds
             self.work = ThreadTask(lambda: self._seal(written), THREAD)

@@ -365,7 +365,7 @@ def save(
         What else the training has to remember, small and plain: strings, numbers, booleans, None, lists and dicts of
         them. That of rank 0 is saved. For dropout it should have `pipeline.steps_taken`.
     keep : int, optional
-        Afterwards all but so many of the newest checkpoints in `root` are removed. By default all stay. Old ones that
+        Afterwards all but this many of the newest checkpoints in `root` are removed. By default all stay. Old ones that
         cannot be removed are told of in a warning.
 
     Returns

@@ -1,4 +1,10 @@
-"""Optimizers on flat buffers, clipping by the global norm, scaling of the loss, learning-rate curves."""
+"""Optimizers on flat buffers, clipping by the global norm, scaling of the loss, learning-rate curves.
+
+    optimizers   AdamW and SGD, groups of parameters, the curve of the learning rate
+    norm         the global norm of gradients: gathered by MPI, begun and ended, or on GPUs
+    scaling      the scale of the loss
+    step         clipping, and steps with a norm and a scale: at once, or begun and ended
+"""
 
 from __future__ import annotations
 
