@@ -115,7 +115,7 @@ def describe_gpus() -> list[str]:
 # -- Whether GPUs are NVIDIA's or AMD's, and what cannot be computed on AMD's -----------------------------------------
 #
 # CuPy answers for both under CUDA's names: on AMD's GPUs its `cuda` module calls HIP, its NVRTC is hipRTC and its
-# cuBLAS hipBLAS. What differs for this package stands here, in common.cuh and in gemm.py.
+# cuBLAS hipBLAS. What differs for this package stands here, in common.cuh and in products.py.
 
 
 AMD_UNTRIED = "AMD's GPUs are not supported yet: nothing of this package has run on one"

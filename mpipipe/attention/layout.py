@@ -252,7 +252,7 @@ class Layout:
         Returns
         -------
         int
-            `ranks`, or fewer behind a window.
+            `ranks`, or fewer with a window.
 
         Examples
         --------

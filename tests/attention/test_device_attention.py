@@ -58,7 +58,7 @@ def test_many_tiles(gpu, monkeypatch, options, sizes, dtype):
 def test_tiles_stay_in_the_cache(gpu):
     """Scores of one tile of all problems fill TILE_BYTES, or the smallest tile where that is more."""
     q, k = (arrays.empty((2, 4096, heads, 8), np.dtype(np.float32), "cuda") for heads in (32, 4))
-    problem = cupy.Problem(q, k)
+    problem = cupy.HeadProblems(q, k)
     rows, keys = problem.tile([mask.Slice(0, 4096, 0, 4096, None, 0)], 4)
     assert rows % 8 == 0 and keys <= cupy.KEYS
     assert cupy.TILE_BYTES / 2 < 4 * problem.count * rows * keys <= cupy.TILE_BYTES

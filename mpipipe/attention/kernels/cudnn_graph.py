@@ -15,8 +15,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from mpipipe import arrays
-from mpipipe.arrays import Array, DeviceArray, Shape
-from mpipipe.arrays.strided import element_strides
+from mpipipe.arrays import Array, DeviceArray, Shape, element_strides
 from mpipipe.attention.mask import Slice
 from mpipipe.errors import BackendError
 

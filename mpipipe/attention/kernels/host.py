@@ -24,8 +24,7 @@ from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 
-from mpipipe.arrays import is_half
-from mpipipe.arrays.half_precision import float32_like, round_into, upcast
+from mpipipe.arrays import float32_like, is_half, round_into, upcast
 from mpipipe.attention.kernels.interface import Gradients, InPlaceAccumulator, KVBlock, OutLse, gradients_from_zeros
 from mpipipe.attention.mask import Slice
 from mpipipe.attention.merge import merge
