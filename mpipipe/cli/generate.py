@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from abc import ABC, abstractmethod
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -197,7 +197,7 @@ class InOrder(Answers):
         """Show one answer; `ended` says why it has ended: "stop" or "count"."""
 
     def text_of(self, answer: list[int], ended: str, before: list[int]) -> str:
-        """Return the text of an answer behind other tokens, with them; without the token that has stopped it."""
+        """Return the text of an answer after other tokens, with them; without the token that has stopped it."""
         assert self.tokenizer is not None
         return self.tokenizer.decode([*before, *(answer[:-1] if ended == "stop" else answer)])
 
@@ -227,10 +227,8 @@ class WrittenLines(InOrder):
     def __enter__(self) -> WrittenLines:
         if files.exists(self.path):
             raise ConfigError("the file for answers exists already", found=str(self.path), remedy="name another --out")
-        try:
+        with self._writing():
             self.file = self.opened.enter_context(files.whole_file(self.path))
-        except OSError as error:
-            raise self._unwritable(error) from error
         return self
 
     def show(self, number: int, answer: list[int], ended: str) -> None:
@@ -239,20 +237,14 @@ class WrittenLines(InOrder):
         facts = {"number": number, "prompt_tokens": prompt, "answer_tokens": answer, "ended": ended}
         if self.tokenizer is not None:
             facts |= {"prompt": self.tokenizer.decode(prompt), "answer": self.text_of(answer, ended, [])}
-        try:
+        with self._writing():
             self.file.write(f"{json.dumps(facts)}\n".encode())
-        except OSError as error:
-            raise self._unwritable(error) from error
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
+        with self._writing():
             self.opened.__exit__(kind, error, trace)
-        except OSError as caught:
-            raise self._unwritable(caught) from caught
 
-    def _unwritable(self, error: OSError) -> ConfigError:
-        return ConfigError(
-            f"the answers cannot be written: {error.strerror}", found=str(self.path), remedy="name another --out"
-        )
+    def _writing(self) -> AbstractContextManager[None]:
+        return files.writing("the answers", self.path, remedy="name another --out")

@@ -58,7 +58,7 @@ def probe(mpiexec: str | None = None, timeout: float = 60, command: list[str] | 
 
     Parameters
     ----------
-    mpiexec : launcher, with options if any; by default MPIPIPE_MPIEXEC, the mpiexec beside the MPI library or beside
+    mpiexec : launcher, with options if any; by default MPIPIPE_MPIEXEC, the mpiexec next to the MPI library or next to
         python, or on PATH; srun where there is no other
     timeout : seconds for the job; the call returns soon after
     command : what each rank runs; by default this module

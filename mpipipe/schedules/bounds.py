@@ -430,7 +430,7 @@ class _FullStart:
         self.least = min(sum(problem.seconds[stage + op] for op in way.closing) for stage in own)
 
     def start(self, counts: dict[int, int], closed: int) -> float:
-        """Return the earliest start of what comes after these actions and so many closings."""
+        """Return the earliest start of what comes after these actions and `closed` closings."""
         opening = sum(count * self.seconds[task] for task, count in counts.items() if task % 3 in self.opening)
         return self.time + max(0.0, opening - self.limit * self.most) + closed * self.least
 

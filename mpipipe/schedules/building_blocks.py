@@ -200,14 +200,14 @@ def _queues(problem: Problem, block: BuildingBlock) -> Queues:
 #
 # The picture is that of a limit of 4 activations.
 #
-# Each rank begins with some forwards, then takes an I and an F in turn. Their number is a slope times the ranks behind,
+# Each rank begins with some forwards, then takes an I and an F in turn. Their number is a slope times the later ranks,
 # as in 1F1B, where the slope is 1. Or it is a share of those that fit into the time until the first micro-batch is
 # back. Several slopes are tried, and the two orders that ranks find by themselves when they prefer I's, or F's. The
 # fastest is taken. Nothing is tried where all F's, I's and W's take the same time, messages take none, and there are
 # memory and micro-batches for the orders of ZB-H2: no rank waits in those.
 
 
-SLOPES, FINE = (0.8, 1.0, 1.2, 1.4, 1.6, 1.8, 2.0), 0.1  # and the step to those beside the best of them
+SLOPES, FINE = (0.8, 1.0, 1.2, 1.4, 1.6, 1.8, 2.0), 0.1  # and the step to those next to the best of them
 MANY = 16  # ranks: for more, choices are tried on so many
 FINALISTS, AFFORDABLE = 12, 1_000_000  # of the choices that are tried so many, with no more actions together
 NO_SCORE: Score = (math.inf, math.inf, 0)
@@ -218,7 +218,7 @@ class Choice(NamedTuple):
 
     Attributes
     ----------
-    rule : how many forwards come first: "ranks" behind times slope, or those that fit into the "time" away times
+    rule : how many forwards come first: later "ranks" times slope, or those that fit into the "time" away times
         slope / 2, or "I" or "F": whatever comes of preferring these
     slope, more : the number of forwards grows by the slope, and begins with 1 + more on the last rank
     patience, prompt : see fill_waits
@@ -300,7 +300,7 @@ class _Tries:
         self.away = _away(costs, ranks)
 
     def best(self) -> list[Choice]:
-        """Try choices, and those beside the best of them; return those that end, the fastest first."""
+        """Try choices, and those next to the best of them; return those that end, the fastest first."""
         tried: dict[Choice, Score] = {}
         scores: dict[tuple[object, ...], Score] = {}  # of choices that are the same on so few ranks
 
@@ -340,7 +340,7 @@ class _Tries:
         if choice.rule == "time":
             counts = [math.floor(choice.slope / 2 * away + 1e-9) for away in self.away]
         elif choice.rule == "ranks":
-            counts = [math.ceil(choice.slope * behind - 1e-9) for behind in reversed(range(len(self.problem.own)))]
+            counts = [math.ceil(choice.slope * later - 1e-9) for later in reversed(range(len(self.problem.own)))]
         else:
             return ()
         most = max(1, int(min(self.limit, self.problem.microbatches)))
@@ -354,7 +354,7 @@ class _Tries:
 
 
 def _in_turn(forward: int, ahead: int, every: int) -> list[int]:
-    """List the tasks of a rank's F's and I's: so many F's first, then an I and an F in turn, then the I's left."""
+    """List the tasks of a rank's F's and I's: `ahead` F's first, then an I and an F in turn, then the I's left."""
     return [forward] * ahead + [forward + 1, forward] * (every - ahead) + [forward + 1] * ahead
 
 

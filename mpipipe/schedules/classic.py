@@ -235,7 +235,7 @@ def alternate(forwards: Sequence[Action], backwards: Sequence[Action], warmup: i
 # others.
 #
 # Let a group of G micro-batches pass V chunks on P ranks. Rank r runs the k-th F of all groups at 2k + dr, and the k-th
-# backward d(P-1-r) places behind the F that stands before it. Here d is 1, or 2 where the warm-up shrinks by two F's
+# backward d(P-1-r) places after the F that stands before it. Here d is 1, or 2 where the warm-up shrinks by two F's
 # from rank to rank. A group of fewer than P micro-batches leaves gaps, as if it had P.
 
 

@@ -227,7 +227,7 @@ def check_complete(schedule: Schedule, states: Iterable[State], forwards_only: b
 def _check_progress(schedule: Schedule, orders: Sequence[array[int]]) -> None:
     """Replay the orders; if ranks stand still, name the cycle in which they wait for each other."""
     ones = [1.0] * schedule.stages
-    starts, _ = replay(schedule, dict.fromkeys(OPS, ones), ones, orders)
+    starts, _ = replay(schedule.placement, schedule.microbatches, dict.fromkeys(OPS, ones), ones, orders)
     stopped = [len(began) for began in starts]
     stuck = [rank for rank, slot in enumerate(stopped) if slot < len(orders[rank])]
     if not stuck:

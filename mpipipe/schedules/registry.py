@@ -114,7 +114,7 @@ def placement_of(name: str, ranks: int, chunks: int) -> tuple[int, ...]:
 
 
 def names(chunks: int) -> list[str]:
-    """List the schedules of training with so many stages per rank."""
+    """List the schedules of training with `chunks` stages per rank."""
     several = [name for name in SEVERAL_STAGES if name != "forward_only"]
     return [*(ONE_STAGE if chunks == 1 else ()), *several, *(TWO_STAGES if chunks == 2 else ())]
 

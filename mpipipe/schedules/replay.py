@@ -7,7 +7,6 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 
 from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, OPS, RECOMPUTE, WEIGHT_GRAD, Action
-from mpipipe.schedules.schedule import Schedule
 
 NUMBER = {op: number for number, op in enumerate(OPS)}  # what stands for an op in a packed order
 F, B, W, R = (NUMBER[op] for op in (FORWARD, BACKWARD, WEIGHT_GRAD, RECOMPUTE))
@@ -15,33 +14,32 @@ OP_WIDTH, OP_BITS = 3, 7
 
 
 def replay(
-    schedule: Schedule,
+    placement: Sequence[int],
+    microbatches: int,
     durations: Mapping[str, Sequence[float]],
     transfer: Sequence[float],
-    orders: Sequence[array[int]] | None = None,
+    orders: Sequence[array[int]],
 ) -> tuple[list[array[float]], list[float]]:
     """Run every rank's order; an action starts when its rank is free and its input is there.
 
     Return for each rank the start times of the actions that could run, and the time at which it is done. Every action
     is on the right rank, once, with F before B or I before W. Sends cost the sender nothing and never block; `transfer`
     is the time of a message, as `Costs.transfer`. An action whose input never comes stops its rank for good. `orders`
-    are those of the schedule, packed, for callers that have them.
+    are packed.
     """
-    microbatches = schedule.microbatches
-    forward_source, backward_source = (sources(op, schedule.stages) for op in (FORWARD, BACKWARD))
+    stages = len(placement)
+    forward_source, backward_source = (sources(op, stages) for op in (FORWARD, BACKWARD))
     # at index stage * M + microbatch: when the F, and when the B or I, was done; -1 if it was not done yet
-    forward_done = array("d", [-1.0]) * (schedule.stages * microbatches)
+    forward_done = array("d", [-1.0]) * (stages * microbatches)
     backward_done = array("d", forward_done)
-    hop = hops(schedule.placement, transfer)
+    hop = hops(placement, transfer)
     forward, backward = durations[FORWARD], durations[BACKWARD]
     input_grad, weight_grad = durations[INPUT_GRAD], durations[WEIGHT_GRAD]
     recompute = durations[RECOMPUTE]
-    if orders is None:
-        orders = [packed(order, microbatches) for order in schedule.orders]
     starts = [array("d") for _ in orders]
-    ends = [0.0] * schedule.ranks
+    ends = [0.0] * len(orders)
     sleepers: dict[int, int] = {}  # what a stopped rank waits for -> the rank; F as its index, B and I as ~index
-    ready = list(range(schedule.ranks))
+    ready = list(range(len(orders)))
     while ready:
         rank = ready.pop()
         now, began = ends[rank], starts[rank]

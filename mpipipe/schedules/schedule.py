@@ -296,7 +296,7 @@ def with_skips(schedule: Schedule, skips: Mapping[str, tuple[int, int]]) -> Sche
 
 
 def check_skips(skips: Any, stages: int) -> None:
-    """Raise ScheduleError if skips do not fit a chain of so many stages."""
+    """Raise ScheduleError if skips do not fit a chain of `stages`."""
     met = set()
     for skip in skips:
         if type(skip) is not Skip:

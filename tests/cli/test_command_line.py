@@ -44,7 +44,7 @@ def relay(
 
 def ordered(
     kind: Annotated[str, Operand("which")],
-    words: Annotated[list[str] | None, Operand("for another program", behind_dashes=True)] = None,
+    words: Annotated[list[str] | None, Operand("for another program", after_dashes=True)] = None,
     count: Annotated[int, Flag("how many")] = 1,
 ) -> int:
     """Take words behind --."""

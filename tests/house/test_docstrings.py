@@ -22,7 +22,6 @@ ROOMS = [
     "mpipipe.comm.mesh",
     "mpipipe.job.runtime",
     "mpipipe.errors",
-    "mpipipe.even_split",
     "mpipipe.language.models",
     "mpipipe.language.models.huggingface",
     "mpipipe.nn",
