@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ctypes import c_int, c_longlong, c_size_t, c_void_p
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -408,9 +408,8 @@ def _chosen(
         return product
     first, second, old = matrices
     scratch = empty(old.shape, old.dtype, "cuda")  # so that measuring adds nothing to the result
-    times = []
-    for algorithm in proposals:
-        times.append(_seconds(product, algorithm, (first, second, old, scratch), zero_and_one, sizes.add, device))
+    places = first, second, old, scratch
+    times = [_seconds(partial(_run, product, one, places, zero_and_one, sizes.add, device)) for one in proposals]
     return product._replace(algorithm=proposals[times.index(min(times))])
 
 
@@ -442,19 +441,12 @@ def _proposals(operation: int, layouts: tuple[int, ...], alignments: tuple[int, 
     return [_Algorithm(found, address(found) + i * found.itemsize, int(found[i]["workspace_size"])) for i in usable]
 
 
-def _seconds(
-    product: _Product,
-    algorithm: _Algorithm,
-    matrices: tuple[DeviceArray, ...],
-    zero_and_one: tuple[int, int],
-    add: bool,
-    device: int,
-) -> float:
+def _seconds(run: Callable[[], None]) -> float:
     """Return the device time of RUNS products by one algorithm."""
-    _run(product, algorithm, matrices, zero_and_one, add, device)
+    run()
     start = record(timing=True)
     for _ in range(RUNS):
-        _run(product, algorithm, matrices, zero_and_one, add, device)
+        run()
     end = record(timing=True)
     end.synchronize()
     return seconds_between(start, end)
