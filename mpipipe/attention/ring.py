@@ -121,11 +121,12 @@ class Ring(Attend):
         self._packed: tuple[bytes, RingOptions, str] | None = None  # of the last segments by row
 
     def __repr__(self) -> str:
-        said = {name: value for name, value in self.options._asdict().items() if value is not None}
-        if "segments" in said:
-            said["segments"] = counted(len(said["segments"]), "number")
-        options = ", ".join(f"{name}={value}" for name, value in said.items())
-        return f"<Ring of {counted(self.group.size, 'rank')}, here {self.group.rank}: {options}>"
+        options = self.options
+        parts = [f"rank {self.group.rank} of {self.group.size}", "causal" if options.causal else "not causal"]
+        parts += [] if options.window is None else [f"window {options.window}"]
+        parts += [] if options.seq_len is None else [counted(options.seq_len, "position")]
+        parts += [] if options.segments is None else ["documents"]
+        return f"<Ring {options.layout}: {', '.join(parts)}>"
 
     def forward(self, q: Array, k: Array, v: Array, segments: np.ndarray | None = None) -> tuple[Array, RingSaved]:
         """Attend; collective.
