@@ -207,14 +207,14 @@ class Ring(Attend):
         batch, dout = dout.shape[0], like(dout, saved.out)
         self.agreement.agree_on_backward(saved.call, dout, saved.out)
         with self.group.failing("the backward of a ring"):
-            given, result = (saved.q, saved.k, saved.v), OutLse(saved.out, saved.lse)
-            block = KVBlock(*given, saved.scale, saved.plan.slices[0], self.poll)
+            inputs, result = (saved.q, saved.k, saved.v), OutLse(saved.out, saved.lse)
+            block = KVBlock(*inputs, saved.scale, saved.plan.slices[0], self.poll)
             if saved.message is None:
                 fits = room is not None and room[0].shape == saved.q.shape
-                gradients = Gradients(*(room if room is not None and fits else map(arrays.empty_like, given)))
-                kernels.chosen(*given).backward(block, dout, result, gradients, overwrite=True)
+                gradients = Gradients(*(room if room is not None and fits else map(arrays.empty_like, inputs)))
+                kernels.chosen(*inputs).backward(block, dout, result, gradients, overwrite=True)
             else:
-                run = self._run(saved.plan, kernels.chosen(*given))
+                run = self._run(saved.plan, kernels.chosen(*inputs))
                 gradients = run.backward(block, dout, result, saved.message)
                 self.bytes_sent += run.bytes_sent
             return Gradients(*(by_rows(x, batch) for x in gradients))
