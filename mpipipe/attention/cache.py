@@ -23,7 +23,7 @@ from mpipipe.attention.kernels import KVBlock, OutLse, no_poll
 from mpipipe.attention.mask import PositionRange, Slice
 from mpipipe.errors import ArgumentError
 from mpipipe.job.types import Communicator
-from mpipipe.nn.layers.attend import Attend
+from mpipipe.nn import Attend
 
 
 class _CausalCache(Attend):

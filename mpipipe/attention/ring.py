@@ -22,7 +22,7 @@ from mpipipe.errors import ArgumentError
 from mpipipe.job import runtime, settings
 from mpipipe.job.communicators import cached
 from mpipipe.job.types import Communicator
-from mpipipe.nn.layers.attend import Attend
+from mpipipe.nn import Attend
 from mpipipe.text import counted
 
 

@@ -140,7 +140,7 @@ def _train_and_save(
         for turn in range(4 * repeats + 1):  # `repeats` steps without, `repeats` with, twice
             saves = turn > 0 and (turn - 1) // repeats % 2 == 1
             if not saves:
-                saver.finish()
+                saver.wait()
             group.agree("bench: the start of a step")
             begin, waited = perf_counter(), saver.waited
             pipeline.step(inputs, targets)

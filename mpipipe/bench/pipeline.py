@@ -195,7 +195,7 @@ class _Loop:
             update = optim.begin_step(self.optimizer, max_norm, comm=self.comm)
             if pending is not None:
                 pending.wait()
-            update.finish()
+            update.wait()
             pending = launched
 
 

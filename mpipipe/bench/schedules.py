@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from mpipipe import schedules
 from mpipipe.cli.output import show
-from mpipipe.pipeline.construction import construct_on_paper
+from mpipipe.pipeline import construct_on_paper
 from mpipipe.schedules import Costs, Links, Schedule
 from mpipipe.schedules.registry import names
 from mpipipe.text import counted

@@ -80,7 +80,7 @@ def _train(comm: Communicator, plan: schedules.Schedule, dtype: str, by_graphs: 
     inputs, targets = _tokens(MICROBATCHES)
     losses, seconds = [], []
     with settings.using_graphs(by_graphs), _pipeline(comm, plan, dtype) as pipeline:
-        (adapter,) = pipeline.engine.stages
+        (adapter,) = pipeline.engine.partners.stages
         stage = adapter.given
         stage.optimizer_writes_compute()
         optimizer, scaler = optim.AdamW([stage], 1e-4), optim.LossScaler(1.0, dynamic=False)

@@ -332,7 +332,7 @@ def test_rates_are_claimed_only_where_each_rank_has_its_gpu(gpu, monkeypatch):
     monkeypatch.setattr(steps, "_rate", lambda *_: 5.0)
     monkeypatch.setattr(steps.gpu_aware, "detect", lambda comm: steps.Verdict(True, "says so"))
     monkeypatch.setattr(steps, "make_transport", lambda *_: None)
-    monkeypatch.setattr(steps, "choose", lambda groups, device, messages: SimpleNamespace(messages=False))
+    monkeypatch.setattr(steps, "agree_on_nccl", lambda groups, device, messages: SimpleNamespace(messages=False))
     monkeypatch.setattr(steps.runtime, "resolve", lambda comm: comm)
     for places, goal, turns in (((0, 0), "none", True), ((0, 1), "above 1 for large messages", False)):
         group = SimpleNamespace(gather=lambda call, mine, places=places: [("host", place) for place in places])

@@ -52,7 +52,7 @@ def train(comm, schedule, monkeypatch, graphs, rows=4, stages=None, recompute=Fa
             losses.append(pipeline.step(*dense.placed(schedule, comm.rank, *text(rows, seed=step))).loss)
             found = between(pipeline, step) if between is not None else None
             losses += [] if found is None else [found]
-        computes = [adapter.computes for adapter in pipeline.engine.stages]
+        computes = [adapter.computes for adapter in pipeline.engine.partners.stages]
     return {name: arrays.download(s.gradients[name]) for s in stages for name in s.gradients}, losses, computes
 
 
@@ -259,7 +259,7 @@ def regress(comm, schedule, monkeypatch, graphs, stages, rows=8):
     with Pipeline(stages, schedule, comm, loss=nn.mean_squared_error) as pipeline:
         results = [pipeline.step(*dense.placed(schedule, comm.rank, x + i, -x)) for i in range(STEPS)]
         losses = [(result.loss, _bytes(result.input_grads)) for result in results]
-        computes = [adapter.computes for adapter in pipeline.engine.stages]
+        computes = [adapter.computes for adapter in pipeline.engine.partners.stages]
     found = {name: arrays.download(s.gradients[name]).tobytes() for s in stages for name in s.gradients}
     return (losses, found), computes
 

@@ -318,10 +318,8 @@ def rope_table(
     scaling: RopeScaling | None = None,
 ) -> DeviceArray:
     """Return cosine and sine (seq, head_dim / 2, 2) of the angle of each position and pair, on the device."""
-    turned = angles(positions, head_dim, base, scaling)
-    table = np.stack([np.cos(turned), np.sin(turned)], axis=-1)
-    if scaling is not None:
-        table *= scaling.amplitude
+    turned, amplitude = angles(positions, head_dim, base, scaling)
+    table = amplitude * np.stack([np.cos(turned), np.sin(turned)], axis=-1)
     return arrays.upload(table.astype(arrays.accumulator(np.dtype(dtype))))
 
 
