@@ -11,7 +11,7 @@ from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.checkpoint.tensor_files import check_storable
 from mpipipe.errors import ArgumentError
-from mpipipe.optim.optimizers import duplicate_name_error
+from mpipipe.optim import duplicate_name_error
 from mpipipe.stages import StageAdapter
 
 PARAMETERS = "parameters"

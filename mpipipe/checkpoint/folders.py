@@ -206,7 +206,7 @@ def explained(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        owner.check(folder)  # another job may have removed what this one was writing
+        owner.check_owned(folder)  # another job may have removed what this one was writing
         raise unwritable(folder, error) from error
 
 

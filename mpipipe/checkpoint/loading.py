@@ -13,7 +13,7 @@ from mpipipe.arrays import Array
 from mpipipe.checkpoint import folders
 from mpipipe.checkpoint.contents import PARAMETERS, Optimizer, contents_of
 from mpipipe.checkpoint.folders import COPY_AGAIN, Checkpoint
-from mpipipe.checkpoint.tensor_files import DTYPES, opened
+from mpipipe.checkpoint.tensor_files import DTYPES, open_tensors
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ArgumentError
 from mpipipe.job.group import group_of
@@ -143,7 +143,7 @@ def read_arrays(saved: Checkpoint, wanted: Mapping[str, Array]) -> None:
             )
     for file in dict.fromkeys(places.values()):
         what, says = "a file of the checkpoint", f"what {folders.MANIFEST} says"
-        with opened(saved.path / file, what, says, COPY_AGAIN, saved.files[file]) as reader:
+        with open_tensors(saved.path / file, what, says, COPY_AGAIN, saved.files[file]) as reader:
             for name in (name for name, place in places.items() if place == file):
                 checksum, expected = reader.read_summed(name, wanted[name]), reader.arrays[name].checksum
                 if checksum != expected:

@@ -29,7 +29,7 @@ from mpipipe.job.consensus import raise_on_all
 from mpipipe.job.context import whoami
 from mpipipe.job.group import group_of
 from mpipipe.job.wait import wait_locally
-from mpipipe.optim.optimizers import duplicate_name_error
+from mpipipe.optim import duplicate_name_error
 
 
 class Saver:
@@ -150,7 +150,7 @@ class Saver:
                 raise ArgumentError("step", found=repr(step), expected="an integer of at least 0")
         self._compare_names(held)
         if not self._owners:
-            self._owners.append(owner.share(self.root, group, folders.unwritable))
+            self._owners.append(owner.share_folder(self.root, group, folders.unwritable))
         path = self._open_folder(step)
         share = contents.shares(held, self.mesh.replicas.size)[self.mesh.replicas.rank]
         self._saving = SaveTask(SaveFacts(path, rank, step, plain, steps), share, self.keep, beforehand)
@@ -181,7 +181,7 @@ class Saver:
         with self._group.raise_together("checkpoint.save: its folder"):
             if self.mesh.rank == 0:
                 folder = folders.folder_of(self.root.absolute(), step)
-                owner.check(folder)
+                owner.check_owned(folder)
                 with folders.offering(folder), folders.explained(folder):
                     folders.open_folder(folder)
         path: Path = self._group.broadcast("checkpoint.save: the folder", folder)

@@ -126,7 +126,7 @@ def header_of(
     }
 
 
-def write(
+def write_tensors(
     path: Path,
     content: Mapping[str, Array] | Mapping[str, Planned],
     listener: Listener | None = None,
@@ -259,7 +259,9 @@ class TensorFile:
 
 
 @contextmanager
-def opened(path: Path, what: str, expected: str, remedy: str, content: Content | None = None) -> Iterator[TensorFile]:
+def open_tensors(
+    path: Path, what: str, expected: str, remedy: str, content: Content | None = None
+) -> Iterator[TensorFile]:
     """Open a file for reading; errors within become ArgumentError with its name and what it is a file of."""
     try:
         with TensorFile(path, content) as file:

@@ -217,7 +217,9 @@ def test_a_load_into_what_is_being_saved_waits_until_it_is_read(comm, mpi_tmp_pa
         if comm.rank == 0:
             path = mpi_tmp_path / "weights" / "stage-0.safetensors"
             path.parent.mkdir()
-            written = tensor_files.write(path, {name: a for stage in stages for name, a in stage.parameters.items()})
+            written = tensor_files.write_tensors(
+                path, {name: a for stage in stages for name, a in stage.parameters.items()}
+            )
             sums = {name: entry.checksum for name, entry in written.arrays.items()}
             describe(path.parent, sums)
         change(stages, optimizer)
@@ -478,7 +480,7 @@ def test_a_stage_of_half_precision_goes_on_while_its_parameters_are_saved(comm, 
 
 
 def test_a_save_takes_as_long_as_its_slowest_rank(comm, mpi_tmp_path, monkeypatch):
-    original, pause = tensor_files.write, 0.3 * (comm.rank == comm.size - 1)
+    original, pause = tensor_files.write_tensors, 0.3 * (comm.rank == comm.size - 1)
 
     def write(*arguments):
         time.sleep(pause)
