@@ -36,7 +36,7 @@ class Saver:
     """Saves checkpoints of one training while it goes on.
 
     Between `save` and the next step of the optimizer nothing else may write to parameters. The optimizers of this
-    package, `checkpoint.load` and `weights.load` wait for that by themselves. Where nobody could tell (a stage is none
+    package, `checkpoint.load` and `weights.load` wait for that by themselves. Where a write could go unnoticed (a stage is none
     of the optimizer's, or has no list `before_write`), `save` returns only once everything has been read.
 
     A context manager, made on all ranks together. Its end finishes the save in flight; also after an error that all
@@ -366,7 +366,7 @@ def save(
         them. That of rank 0 is saved. For dropout it should have `pipeline.steps_taken`.
     keep : int, optional
         Afterwards all but this many of the newest checkpoints in `root` are removed. By default all stay. Old ones that
-        cannot be removed are told of in a warning.
+        cannot be removed are named in a warning.
 
     Returns
     -------

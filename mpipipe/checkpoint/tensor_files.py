@@ -99,7 +99,7 @@ def check_storable(name: str, array: Array) -> None:
 
 
 class Listener(Protocol):
-    """Is told how far a write has come; it may end the write by raising."""
+    """Learns how far a write has come; it may end the write by raising."""
 
     def about_to_read(self, nbytes: int) -> None:
         """So many bytes of the arrays are about to be read and written."""
