@@ -36,8 +36,9 @@ class Saver:
     """Saves checkpoints of one training while it goes on.
 
     Between `save` and the next step of the optimizer nothing else may write to parameters. The optimizers of this
-    package, `checkpoint.load` and `weights.load` wait for that by themselves. Where a write could go unnoticed (a stage is none
-    of the optimizer's, or has no list `before_write`), `save` returns only once everything has been read.
+    package, `checkpoint.load` and `weights.load` wait for that by themselves. Where a write could go unnoticed (the
+    optimizer does not have a stage, or that has no list `before_write`), `save` returns only once everything has been
+    read.
 
     A context manager, made on all ranks together. Its end finishes the save in flight; also after an error that all
     ranks raise alike. After any other error that save is given up, and what this rank has written of it is removed.

@@ -486,7 +486,7 @@ def test_a_save_takes_as_long_as_its_slowest_rank(comm, mpi_tmp_path, monkeypatc
         time.sleep(pause)
         return original(*arguments)
 
-    monkeypatch.setattr(tensor_files, "write", write)
+    monkeypatch.setattr(tensor_files, "write_tensors", write)
     with saving(comm, mpi_tmp_path) as saver:
         saver.save(1)
         saver.wait()
@@ -497,7 +497,7 @@ def test_a_last_save_that_fails_while_a_job_leaves_is_told_of(comm, mpi_tmp_path
     def write(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tensor_files, "write", write)
+    monkeypatch.setattr(tensor_files, "write_tensors", write)
     with Mesh(comm) as mesh, Preemption(comm, signals="none", time_limit=1e-3, say=str) as preemption:
         stages, optimizer = trained(mesh)
         assert preemption.due()
