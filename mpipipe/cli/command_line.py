@@ -1,6 +1,6 @@
 """Which command a command line names, and how the ranks of a job agree on it.
 
-commands.py lists the commands. Each one is a function, whose parameters are its flags (flags.py). parser.py reads them.
+ALL lists the commands. Each one is a function, whose parameters are its flags (flags.py). A `Parser` reads them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from mpipipe import __version__
-from mpipipe.cli.flags import REQUIRED, Flag, Operand, Parameter, parameters_of
+from mpipipe.cli.flags import REQUIRED, Argument, Flag, Operand, parameters_of
 from mpipipe.cli.output import WRONG_USAGE, refusing, show
 from mpipipe.errors import BackendError
 from mpipipe.job import ended, runtime, settings
@@ -170,17 +170,10 @@ def _run(chosen: Chosen) -> int:
 
 @dataclass(frozen=True)
 class Command:
-    """One command.
-
-    Parameters
-    ----------
-    name : as it is typed
-    place : module and function, `module:function`
-    summary : what it does, in a few words
-    """
+    """One command."""
 
     name: str
-    place: str
+    place: str  # module and function, `module:function`
     summary: str
 
     def load(self) -> Callable[..., Any]:
@@ -375,7 +368,7 @@ def add_parameters(parser: Parser, command: Callable[..., Any]) -> None:
     )
 
 
-def _operand(entry: Parameter, operand: Operand) -> dict[str, Any]:
+def _operand(entry: Argument, operand: Operand) -> dict[str, Any]:
     options: dict[str, Any] = {"help": _escaped(operand.text), "metavar": _name(entry), "type": _converter(entry)}
     if operand.after_dashes:
         options |= {"nargs": "*", "metavar": f"-- {_name(entry)} ...", "type": _before_dashes}
@@ -390,7 +383,7 @@ def _operand(entry: Parameter, operand: Operand) -> dict[str, Any]:
     return options
 
 
-def _flag(entry: Parameter, flag: Flag) -> dict[str, Any]:
+def _flag(entry: Argument, flag: Flag) -> dict[str, Any]:
     options: dict[str, Any] = {"help": _help(entry, flag), "dest": entry.name, "default": argparse.SUPPRESS}
     if entry.default is REQUIRED:
         options["required"] = True
@@ -406,7 +399,7 @@ def _flag(entry: Parameter, flag: Flag) -> dict[str, Any]:
     return options | {"type": _converter(entry)}
 
 
-def _help(entry: Parameter, flag: Flag) -> str:
+def _help(entry: Argument, flag: Flag) -> str:
     parts = [flag.text] if flag.text else []
     if flag.least is not None and flag.most is None:
         parts.append(f"at least {flag.least:g}")
@@ -417,7 +410,7 @@ def _help(entry: Parameter, flag: Flag) -> str:
     return _escaped("; ".join(parts))
 
 
-def _converter(entry: Parameter) -> Callable[[str], Any]:
+def _converter(entry: Argument) -> Callable[[str], Any]:
     """Return a function that reads a value, and refuses it in plain words."""
     flag = entry.flag
     empty = flag.empty if isinstance(flag, Flag) else flag.rest  # the words for a script are its own
@@ -444,7 +437,7 @@ def _before_dashes(text: str) -> NoReturn:
     raise argparse.ArgumentTypeError(f"{text!r} does not stand behind --")
 
 
-def _operand_usage(entry: Parameter) -> str:
+def _operand_usage(entry: Argument) -> str:
     name = _name(entry).replace("%", "%%")
     if entry.many:
         name += " ..."
@@ -453,7 +446,7 @@ def _operand_usage(entry: Parameter) -> str:
     return name if entry.default is REQUIRED else f"[{name}]"
 
 
-def _name(entry: Parameter) -> str:
+def _name(entry: Argument) -> str:
     metavar = entry.flag.metavar
     return entry.name.upper().replace("_", "-") if metavar is None else metavar
 

@@ -18,67 +18,40 @@ class Flag:
 
     A bool whose default is False is one flag, `--quick`. Any other bool is a pair, `--tied` and `--no-tied`. A list is
     a flag that may be repeated.
-
-    Parameters
-    ----------
-    text : what it means, for the help
-    names : names of the flag; by default one, made of the parameter's name: `seq_len` is `--seq-len`
-    least, most : range of a number
-    choices : all values that it can have
-    metavar : what stands for the value in the help
-    group : heading under which the help lists it
-    empty : whether an empty text means something; else it is refused, as a variable of a shell that is not set
     """
 
-    text: str = ""
-    names: tuple[str, ...] = ()
+    text: str = ""  # what it means, for the help
+    names: tuple[str, ...] = ()  # by default one, made of the parameter's name: `seq_len` is `--seq-len`
     least: float | None = None
     most: float | None = None
     choices: tuple[str, ...] | None = None
-    metavar: str | None = None
-    group: str = "options"
-    empty: bool = False
+    metavar: str | None = None  # what stands for the value in the help
+    group: str = "options"  # heading under which the help lists it
+    empty: bool = False  # whether an empty text means something; else it is refused, as an unset variable of a shell
 
 
 @dataclass(frozen=True)
 class Operand:
-    """A parameter that is given by position. A list takes one or more values, or any number if it has a default.
+    """A parameter that is given by position. A list takes one or more values, or any number if it has a default."""
 
-    Parameters
-    ----------
-    text : what it means, for the help
-    metavar : its name in the help; by default that of the parameter in capitals
-    rest : take all that follows, flags too
-    after_dashes : take what follows `--`, and nothing else
-    """
-
-    text: str
-    metavar: str | None = None
-    rest: bool = False
-    after_dashes: bool = False
+    text: str  # what it means, for the help
+    metavar: str | None = None  # its name in the help; by default that of the parameter in capitals
+    rest: bool = False  # take all that follows, flags too
+    after_dashes: bool = False  # take what follows `--`, and nothing else
 
 
 @dataclass(frozen=True)
-class Parameter:
-    """One parameter of a command.
-
-    Parameters
-    ----------
-    name : of the function's parameter
-    kind : str, int, float, bool or Path; of a list, the kind of its elements
-    many : whether it is a list
-    default : value of the function if it is not given, or REQUIRED
-    flag : how it is given
-    """
+class Argument:
+    """One parameter of a command."""
 
     name: str
-    kind: type
-    many: bool
-    default: Any
+    kind: type  # str, int, float, bool or Path; of a list, that of its elements
+    many: bool  # whether it is a list
+    default: Any  # or REQUIRED
     flag: Flag | Operand
 
 
-def parameters_of(command: Callable[..., Any]) -> list[Parameter]:
+def parameters_of(command: Callable[..., Any]) -> list[Argument]:
     """Return the parameters of a command: those of the function, or those that its attribute `parameters` lists."""
     listed = getattr(command, "parameters", None)
     if listed is not None:
@@ -87,7 +60,7 @@ def parameters_of(command: Callable[..., Any]) -> list[Parameter]:
     return [_parameter(entry, hints[entry.name]) for entry in inspect.signature(command).parameters.values()]
 
 
-def _parameter(entry: inspect.Parameter, hint: Any) -> Parameter:
+def _parameter(entry: inspect.Parameter, hint: Any) -> Argument:
     flag: Flag | Operand = Flag()
     if get_origin(hint) is Annotated:
         hint, flag = get_args(hint)[:2]
@@ -95,7 +68,7 @@ def _parameter(entry: inspect.Parameter, hint: Any) -> Parameter:
     if parts:  # X | None
         hint = parts[0]
     many = get_origin(hint) is list
-    return Parameter(entry.name, get_args(hint)[0] if many else hint, many, entry.default, flag)
+    return Argument(entry.name, get_args(hint)[0] if many else hint, many, entry.default, flag)
 
 
 # -- Numbers with commas between them, as options of several commands have them ---------------------------------------

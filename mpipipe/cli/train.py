@@ -11,7 +11,7 @@ from threading import Timer
 from typing import Any
 
 from mpipipe import processor, schedules
-from mpipipe.cli.flags import Flag, Parameter
+from mpipipe.cli.flags import Argument, Flag
 from mpipipe.cli.output import refusing, show
 from mpipipe.errors import ConfigError
 from mpipipe.job import stop_signals
@@ -58,7 +58,7 @@ def train(
     return run_or_abort(work)
 
 
-def _parameter(entry: dataclasses.Field) -> Parameter:
+def _parameter(entry: dataclasses.Field) -> Argument:
     """Return the command line's parameter for one field."""
     kind, text = KINDS[entry.name], entry.metadata["help"]
     if entry.default is not None and kind not in (tuple, bool):
@@ -69,13 +69,13 @@ def _parameter(entry: dataclasses.Field) -> Parameter:
     flag = Flag(
         text, choices=entry.metadata["choices"], metavar=entry.metadata["metavar"], group=heading_of(entry.name)
     )
-    return Parameter(entry.name, str if kind is tuple else kind, kind is tuple, None, flag)
+    return Argument(entry.name, str if kind is tuple else kind, kind is tuple, None, flag)
 
 
-CONFIG = Parameter("config", str, False, None, Flag("TOML file with any of the keys below", metavar="FILE"))
-DRY_RUN = Parameter("dry_run", bool, False, False, Flag("train nothing: show the plan, and the memory of each rank"))
-RANKS = Parameter("ranks", int, False, None, Flag("of a dry run in one process; default: those of one replica"))
-PROFILE = Parameter(
+CONFIG = Argument("config", str, False, None, Flag("TOML file with any of the keys below", metavar="FILE"))
+DRY_RUN = Argument("dry_run", bool, False, False, Flag("train nothing: show the plan, and the memory of each rank"))
+RANKS = Argument("ranks", int, False, None, Flag("of a dry run in one process; default: those of one replica"))
+PROFILE = Argument(
     "profile", str, False, None, Flag("of `plan --save-profile`: a dry run says how long a step takes", metavar="FILE")
 )
 FIELDS = [_parameter(entry) for entry in dataclasses.fields(TrainConfig)]
