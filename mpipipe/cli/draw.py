@@ -8,26 +8,27 @@ from typing import Annotated
 
 from mpipipe import files, pictures, schedules
 from mpipipe.analysis.written import number_in, read_trace
-from mpipipe.cli.flags import Flag, numbers, one_or_more
+from mpipipe.cli.flags import numbers, one_or_more
 from mpipipe.cli.output import check_one_process, refusing, show
 from mpipipe.errors import ConfigError
+from mpipipe.options import Option
 from mpipipe.schedules import Costs, Timeline
 from mpipipe.schedules.csv_text import from_file, is_path
 
 MILLISECONDS = 1e3  # of a second
 
-Name = Annotated[str, Flag("a name that schedules.by_name knows, or FILE.csv, whose order says its own sizes")]
-Ranks = Annotated[int | None, Flag("P, ranks of the pipeline")]
-Microbatches = Annotated[int | None, Flag("M, micro-batches of a step")]
-Chunks = Annotated[int | None, Flag("V, stages on each rank; default: 1")]
-Out = Annotated[str, Flag("new file that ends in .png or .svg", metavar="FILE")]
-Folder = Annotated[Path, Flag("folder that train --trace has written", names=("--trace",))]
-Step = Annotated[int | None, Flag("number of a recorded step, from 0")]
+Name = Annotated[str, Option("a name that schedules.by_name knows, or FILE.csv, whose order says its own sizes")]
+Ranks = Annotated[int | None, Option("P, ranks of the pipeline")]
+Microbatches = Annotated[int | None, Option("M, micro-batches of a step")]
+Chunks = Annotated[int | None, Option("V, stages on each rank; default: 1")]
+Out = Annotated[str, Option("new file that ends in .png or .svg", metavar="FILE")]
+Folder = Annotated[Path, Option("folder that train --trace has written", names=("--trace",))]
+Step = Annotated[int | None, Option("number of a recorded step, from 0")]
 # of a chunk, each a number, or one for each stage with commas between them
-Forward = Annotated[str, Flag("time of F in a stage, or a,b,... with one for each stage")]
-InputGrad = Annotated[str, Flag("time of I, likewise; B takes I and W")]
-WeightGrad = Annotated[str, Flag("time of W, likewise")]
-Transfer = Annotated[str, Flag("time of a message into a stage, likewise")]
+Forward = Annotated[str, Option("time of F in a stage, or a,b,... with one for each stage")]
+InputGrad = Annotated[str, Option("time of I, likewise; B takes I and W")]
+WeightGrad = Annotated[str, Option("time of W, likewise")]
+Transfer = Annotated[str, Option("time of a message into a stage, likewise")]
 
 
 def timeline(
@@ -78,15 +79,15 @@ def memory(
 
 
 def compare(
-    ranks: Annotated[int, Flag("P, ranks of the pipeline")],
-    microbatches: Annotated[str, Flag("numbers of micro-batches, as in 4,8,16")],
+    ranks: Annotated[int, Option("P, ranks of the pipeline")],
+    microbatches: Annotated[str, Option("numbers of micro-batches, as in 4,8,16")],
     out: Out,
-    schedule: Annotated[list[str] | None, Flag("a schedule to draw; several may be given; default: all")] = None,
-    chunks: Annotated[int, Flag("V of the schedules that take any")] = 2,
-    forward: Annotated[float, Flag("time of F in all stages of a rank together")] = 1,
-    input_grad: Annotated[float, Flag("time of I, likewise; B takes I and W")] = 1,
-    weight_grad: Annotated[float, Flag("time of W, likewise")] = 1,
-    transfer: Annotated[float, Flag("time of a message between two ranks")] = 0,
+    schedule: Annotated[list[str] | None, Option("a schedule to draw; several may be given; default: all")] = None,
+    chunks: Annotated[int, Option("V of the schedules that take any")] = 2,
+    forward: Annotated[float, Option("time of F in all stages of a rank together")] = 1,
+    input_grad: Annotated[float, Option("time of I, likewise; B takes I and W")] = 1,
+    weight_grad: Annotated[float, Option("time of W, likewise")] = 1,
+    transfer: Annotated[float, Option("time of a message between two ranks")] = 0,
 ) -> None:
     """Draw bubble and peak memory over the number of micro-batches, of all schedules with the same work on a rank."""
 
@@ -107,7 +108,7 @@ def split(folder: Folder, out: Out, step: Step = None) -> None:
 
 
 def trace(
-    folder: Folder, out: Out, step: Step = None, replica: Annotated[int, Flag("number of the pipeline, from 0")] = 0
+    folder: Folder, out: Out, step: Step = None, replica: Annotated[int, Option("number of the pipeline, from 0")] = 0
 ) -> None:
     """Draw a step of a training below what its schedule predicts.
 

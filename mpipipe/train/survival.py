@@ -32,11 +32,11 @@ from mpipipe.job.group import Group, group_of
 from mpipipe.job.preemption import PREEMPTED, Preempted
 from mpipipe.job.report import write
 from mpipipe.job.requests import own
-from mpipipe.job.stop_signals import StopSignals, parse_signals
+from mpipipe.job.stop_signals import StopSignals
 from mpipipe.job.types import Communicator
 from mpipipe.text import counted
 from mpipipe.train import resume, sinks
-from mpipipe.train.config import TrainConfig
+from mpipipe.train.config import TaskConfig
 from mpipipe.train.progress import Progress, StepBarrier
 from mpipipe.train.report import Record, Reporter
 
@@ -59,15 +59,16 @@ class ElasticRun:
     goes_on : whether ranks have died, so that the state of the training is in memory
     """
 
-    def __init__(self, config: TrainConfig, comm: Communicator, pipe: int, out: Path) -> None:
+    def __init__(self, config: TaskConfig, comm: Communicator, pipe: int, out: Path) -> None:
         group = group_of(comm)
         with group.raise_together("train: --survive"):
             self.line = lifeline.demand()
             if comm.size != len(self.line.places):
                 raise ArgumentError("train: --survive on a part of the job", found=counted(comm.size, "rank"))
             # between two meshes, and on a rank that waits for a place, a signal ends nothing; the next mesh hears of it
-            numbers = parse_signals(config.preempt_signals)
-            self._signals = StopSignals(numbers, math.inf, lambda name: None, lambda text, code: None, lambda: False)
+            self._signals = StopSignals(
+                config.preempt_signals, math.inf, lambda name: None, lambda text, code: None, lambda: False
+            )
         self.config, self.pipe, self.out = config, pipe, out
         self.everyone, self.active = comm, comm
         self.takes_part, self.first, self.goes_on = True, 0, False
@@ -307,7 +308,7 @@ class Assignment:
     problem: str = ""
 
     @classmethod
-    def of(cls, told: Sequence[SurvivorReport | None], pipe: int, config: TrainConfig) -> Assignment:
+    def of(cls, told: Sequence[SurvivorReport | None], pipe: int, config: TaskConfig) -> Assignment:
         """Find the largest mesh of the survivors in which every stage has a rank that knows its state.
 
         Parameters

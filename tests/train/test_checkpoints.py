@@ -9,7 +9,7 @@ import pytest
 
 from mpipipe import checkpoint
 from mpipipe.errors import StorageError
-from mpipipe.train.config import TrainConfig
+from mpipipe.language.config import TrainConfig
 from mpipipe.train.resume import Checkpoints
 
 

@@ -15,6 +15,7 @@ from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.job.group import group_of
 from mpipipe.job.types import Communicator
+from mpipipe.language.config import TrainConfig
 from mpipipe.language.models import GPT, huggingface
 from mpipipe.language.models.gpt import declared_in
 from mpipipe.language.models.huggingface.adapter import (
@@ -30,7 +31,6 @@ from mpipipe.nn.freezing import frozen_names, is_frozen
 from mpipipe.nn.lora import is_adapter
 from mpipipe.nn.parameters import Parameter
 from mpipipe.nn.write_hooks import announce_write
-from mpipipe.train.config import TrainConfig
 from mpipipe.train.output_folder import shared_path
 
 INSIDE = "adapter"  # the folder in which a training leaves its adapters
