@@ -18,7 +18,7 @@ from mpipipe.job.group import group_of
 from mpipipe.language.inference.evaluation import Evaluation, Windows, build_evaluator, open_tokens, perplexity
 from mpipipe.language.models.model_folder import open_on_all
 from mpipipe.options import Option
-from mpipipe.train.screen import Outlet
+from mpipipe.train.screen import SafeStream
 
 
 def evaluate(
@@ -82,7 +82,7 @@ def report(found: Evaluation, unit: str, out: str | None) -> None:
             files.write_whole(Path(out), content.encode())
         except OSError as error:
             raise ConfigError(f"the results cannot be written: {error.strerror}", found=out) from error
-    outlet = Outlet(sys.stdout)
+    outlet = SafeStream(sys.stdout)
     for line in lines if out is None else ():
         outlet.write(f"mpipipe: document {' '.join(f'{_name(key)}{_shown(value)}' for key, value in line.items())}\n")
     bits = "" if found.bits_per_byte is None else f", {found.bits_per_byte:.6f} bits per byte"

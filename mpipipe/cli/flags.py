@@ -69,10 +69,10 @@ def _parameter(entry: inspect.Parameter, hint: Any) -> Parameter:
 
 def fields_of(config: type) -> list[Parameter]:
     """Return the parameters that the fields of a configuration are, under the headings of its parts."""
-    kinds = kinds_of(config)
+    kinds, parts = kinds_of(config), [part for part in config.__mro__ if "heading" in vars(part)]
     parameters = []
     for entry in fields(config):
-        heading = next(vars(part)["heading"] for part in config.__mro__ if entry.name in vars(part)["__annotations__"])
+        heading = next(part.heading for part in parts if entry.name in {own.name for own in fields(part)})
         option, kind = replace(option_of(entry), group=heading), kinds[entry.name]
         parameters.append(Parameter(entry.name, str if kind is tuple else kind, kind is tuple, entry.default, option))
     return parameters

@@ -26,7 +26,7 @@ from mpipipe.language.inference.prompts import Bytes, FolderTokenizer, Prompts, 
 from mpipipe.language.models.model_folder import ModelFolder, open_on_all
 from mpipipe.options import Option
 from mpipipe.planning.layer_plan import LayerPlan
-from mpipipe.train.screen import Outlet
+from mpipipe.train.screen import SafeStream
 
 DTYPES = ("float32", "float64")
 AT_ONCE = 8  # prompts for each micro-batch in flight, by default
@@ -165,7 +165,7 @@ class Streamed(Answers):
     """One prompt and its answer, written to standard output while the answer is drawn."""
 
     def __init__(self, prompt: list[int], tokenizer: FolderTokenizer) -> None:
-        self.stream, self.outlet = TextStream(tokenizer), Outlet(sys.stdout)
+        self.stream, self.outlet = TextStream(tokenizer), SafeStream(sys.stdout)
         self.prompt = prompt
 
     def take(self, drawn: Drawn) -> None:
@@ -207,7 +207,7 @@ class Printed(InOrder):
     """Prompts and answers on standard output: text under a line with the number, or a line of ids."""
 
     def show(self, number: int, answer: list[int], ended: str) -> None:
-        prompt, outlet = self.prompts.tokens[number], Outlet(sys.stdout)
+        prompt, outlet = self.prompts.tokens[number], SafeStream(sys.stdout)
         if self.tokenizer is None or self.prompts.texts[number] is None:
             outlet.write(f"mpipipe: tokens {','.join(map(str, [*prompt, *answer]))}\n")
         else:

@@ -31,7 +31,7 @@ from mpipipe.train import TrainConfig
 from mpipipe.train.config import read_keys, toml_line
 from mpipipe.train.options import INSTEAD, PLANNED
 from mpipipe.train.planned import measured_ranks, mesh_of, plans_on_paper, problem_of
-from mpipipe.train.screen import Outlet
+from mpipipe.train.screen import SafeStream
 from mpipipe.train.setup import check_same_config
 from mpipipe.train.training_plan import pipe_of
 
@@ -174,7 +174,7 @@ def show(found: PlanReport) -> None:
 
 
 def _say(line: str) -> None:
-    Outlet(sys.stdout).write(f"{line}\n")
+    SafeStream(sys.stdout).write(f"{line}\n")
 
 
 def check_new(path: Path) -> None:

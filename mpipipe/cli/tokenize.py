@@ -11,7 +11,7 @@ from mpipipe.job import runtime
 from mpipipe.job.exit import run_or_abort
 from mpipipe.language.data.tokenize import tokenize as run_tokenize
 from mpipipe.options import Option
-from mpipipe.train.screen import Outlet
+from mpipipe.train.screen import SafeStream
 
 SECONDS = 5.0  # between two lines of progress
 
@@ -32,7 +32,7 @@ def tokenize(
 
     def work() -> None:
         comm = runtime.world()
-        outlet, latest = Outlet(sys.stdout), monotonic()
+        outlet, latest = SafeStream(sys.stdout), monotonic()
 
         def progress(done: int, total: int) -> None:
             nonlocal latest

@@ -29,7 +29,7 @@ from mpipipe.train import TrainConfig
 from mpipipe.train import train as run_training
 from mpipipe.train.options import INSTEAD
 from mpipipe.train.planned import MemoryEstimate, predicted
-from mpipipe.train.screen import tell
+from mpipipe.train.screen import warn
 
 
 def train(
@@ -131,7 +131,7 @@ def _show(config: TrainConfig, ranks: int, profile: str | None) -> None:
 def _announced(ranks: int) -> Iterator[None]:
     """Say what is going on, where the work inside takes long: many ranks have long orders."""
     line = f"mpipipe: a step of {counted(ranks, 'rank')} is being rehearsed on paper; with thousands it takes minutes"
-    timer = Timer(ANNOUNCED, tell, [line])
+    timer = Timer(ANNOUNCED, warn, [line])
     timer.daemon = True
     timer.start()
     try:

@@ -25,7 +25,7 @@ from mpipipe.train import output_folder, provenance, sinks
 from mpipipe.train.config import TaskConfig
 from mpipipe.train.progress import Progress
 from mpipipe.train.report import NullReporter, Reporter
-from mpipipe.train.screen import tell
+from mpipipe.train.screen import warn
 from mpipipe.train.task import Task
 
 
@@ -234,7 +234,7 @@ class Checkpoints:
             if self.config.on_storage_error == "end":
                 raise
             if self.progress.mesh.rank == 0:
-                tell(f"mpipipe: step {self.progress.step}: {error.message}; {then}")
+                warn(f"mpipipe: step {self.progress.step}: {error.message}; {then}")
 
     def __enter__(self) -> Checkpoints:
         self.saver.__enter__()
