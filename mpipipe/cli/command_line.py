@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from mpipipe import __version__
-from mpipipe.cli.flags import REQUIRED, Operand, Parameter, parameters_of
+from mpipipe.cli.flags import REQUIRED, Argument, Operand, parameters_of
 from mpipipe.cli.output import WRONG_USAGE, refusing, show
 from mpipipe.errors import BackendError
 from mpipipe.job import ended, runtime, settings
@@ -375,7 +375,7 @@ def add_parameters(parser: Parser, command: Callable[..., Any]) -> None:
     )
 
 
-def _operand(entry: Parameter, operand: Operand) -> dict[str, Any]:
+def _operand(entry: Argument, operand: Operand) -> dict[str, Any]:
     options: dict[str, Any] = {"help": _escaped(operand.text), "metavar": _name(entry), "type": _converter(entry)}
     if operand.behind_dashes:
         options |= {"nargs": "*", "metavar": f"-- {_name(entry)} ...", "type": _before_dashes}
@@ -390,7 +390,7 @@ def _operand(entry: Parameter, operand: Operand) -> dict[str, Any]:
     return options
 
 
-def _flag(entry: Parameter, flag: Option) -> dict[str, Any]:
+def _flag(entry: Argument, flag: Option) -> dict[str, Any]:
     options: dict[str, Any] = {"help": _help(entry, flag), "dest": entry.name, "default": argparse.SUPPRESS}
     if entry.default is REQUIRED:
         options["required"] = True
@@ -407,7 +407,7 @@ def _flag(entry: Parameter, flag: Option) -> dict[str, Any]:
     return options | {"type": _converter(entry)}
 
 
-def _help(entry: Parameter, flag: Option) -> str:
+def _help(entry: Argument, flag: Option) -> str:
     parts = [flag.text] if flag.text else []
     if flag.range_words:
         parts.append(flag.range_words)
@@ -420,7 +420,7 @@ def _help(entry: Parameter, flag: Option) -> str:
     return _escaped("; ".join(parts))
 
 
-def _converter(entry: Parameter) -> Callable[[str], Any]:
+def _converter(entry: Argument) -> Callable[[str], Any]:
     """Return a function that reads a value, and refuses it in plain words."""
     flag = entry.flag
     empty = flag.empty if isinstance(flag, Option) else flag.rest  # the words for a script are its own
@@ -443,7 +443,7 @@ def _before_dashes(text: str) -> NoReturn:
     raise argparse.ArgumentTypeError(f"{text!r} does not stand behind --")
 
 
-def _operand_usage(entry: Parameter) -> str:
+def _operand_usage(entry: Argument) -> str:
     name = _name(entry).replace("%", "%%")
     if entry.many:
         name += " ..."
@@ -452,7 +452,7 @@ def _operand_usage(entry: Parameter) -> str:
     return name if entry.default is REQUIRED else f"[{name}]"
 
 
-def _name(entry: Parameter) -> str:
+def _name(entry: Argument) -> str:
     metavar = entry.flag.metavar
     return entry.name.upper().replace("_", "-") if metavar is None else metavar
 

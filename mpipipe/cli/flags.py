@@ -30,7 +30,7 @@ class Operand:
 
 
 @dataclass(frozen=True)
-class Parameter:
+class Argument:
     """One parameter of a command.
 
     name : of the function's parameter
@@ -47,7 +47,7 @@ class Parameter:
     flag: Option | Operand
 
 
-def parameters_of(command: Callable[..., Any]) -> list[Parameter]:
+def parameters_of(command: Callable[..., Any]) -> list[Argument]:
     """Return the parameters of a command: those of the function, or those that its attribute `parameters` lists."""
     listed = getattr(command, "parameters", None)
     if listed is not None:
@@ -56,7 +56,7 @@ def parameters_of(command: Callable[..., Any]) -> list[Parameter]:
     return [_parameter(entry, hints[entry.name]) for entry in inspect.signature(command).parameters.values()]
 
 
-def _parameter(entry: inspect.Parameter, hint: Any) -> Parameter:
+def _parameter(entry: inspect.Parameter, hint: Any) -> Argument:
     flag: Option | Operand = Option()
     if get_origin(hint) is Annotated:
         hint, flag = get_args(hint)[:2]
@@ -64,17 +64,17 @@ def _parameter(entry: inspect.Parameter, hint: Any) -> Parameter:
     if parts:  # X | None
         hint = parts[0]
     many = get_origin(hint) is list
-    return Parameter(entry.name, get_args(hint)[0] if many else hint, many, entry.default, flag)
+    return Argument(entry.name, get_args(hint)[0] if many else hint, many, entry.default, flag)
 
 
-def fields_of(config: type) -> list[Parameter]:
+def fields_of(config: type) -> list[Argument]:
     """Return the parameters that the fields of a configuration are, under the headings of its parts."""
     kinds, parts = kinds_of(config), [part for part in config.__mro__ if "heading" in vars(part)]
     parameters = []
     for entry in fields(config):
-        heading = next(part.heading for part in parts if entry.name in {own.name for own in fields(part)})
+        heading = next(vars(part)["heading"] for part in parts if entry.name in {own.name for own in fields(part)})
         option, kind = replace(option_of(entry), group=heading), kinds[entry.name]
-        parameters.append(Parameter(entry.name, str if kind is tuple else kind, kind is tuple, entry.default, option))
+        parameters.append(Argument(entry.name, str if kind is tuple else kind, kind is tuple, entry.default, option))
     return parameters
 
 

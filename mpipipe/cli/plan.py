@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mpipipe import files, processor
-from mpipipe.cli.flags import Parameter
+from mpipipe.cli.flags import Argument
 from mpipipe.cli.output import check_one_process, refusing
 from mpipipe.cli.train import CONFIG, FIELDS
 from mpipipe.comm.mesh import Mesh, select_device
@@ -209,13 +209,13 @@ def write(path: Path, given: Mapping[str, Any], choice: Choice) -> None:
     _say(f"mpipipe: the plan is in {path}: python -m mpipipe train --config {path}")
 
 
-OUT = Parameter(
+OUT = Argument(
     "out", str, False, None, Option("new file for the best plan, which train --config takes", metavar="FILE")
 )
-SAVE = Parameter("save_profile", str, False, None, Option("new file for what was measured", metavar="FILE"))
-PROFILE = Parameter("profile", str, False, None, Option("file of --save-profile: measure nothing", metavar="FILE"))
-RANKS = Parameter("ranks", int, False, None, Option("with --profile: ranks to plan for; default: one replica", least=1))
-LINKS = Parameter(
+SAVE = Argument("save_profile", str, False, None, Option("new file for what was measured", metavar="FILE"))
+PROFILE = Argument("profile", str, False, None, Option("file of --save-profile: measure nothing", metavar="FILE"))
+RANKS = Argument("ranks", int, False, None, Option("with --profile: ranks to plan for; default: one replica", least=1))
+LINKS = Argument(
     "transfer_model", str, False, None, Option(f"with --profile: links between them, in s and bytes/s: {FORM}")
 )
 plan.parameters = [  # type: ignore[attr-defined]

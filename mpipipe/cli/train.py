@@ -10,7 +10,7 @@ from threading import Timer
 from typing import Any
 
 from mpipipe import processor, schedules
-from mpipipe.cli.flags import Parameter, fields_of
+from mpipipe.cli.flags import Argument, fields_of
 from mpipipe.cli.output import refusing, show
 from mpipipe.errors import ConfigError
 from mpipipe.job import stop_signals
@@ -56,10 +56,10 @@ def train(
     return run_or_abort(work)
 
 
-CONFIG = Parameter("config", str, False, None, Option("TOML file with any of the keys below", metavar="FILE"))
-DRY_RUN = Parameter("dry_run", bool, False, False, Option("train nothing: show the plan, and the memory of each rank"))
-RANKS = Parameter("ranks", int, False, None, Option("of a dry run in one process; default: those of one replica"))
-PROFILE = Parameter(
+CONFIG = Argument("config", str, False, None, Option("TOML file with any of the keys below", metavar="FILE"))
+DRY_RUN = Argument("dry_run", bool, False, False, Option("train nothing: show the plan, and the memory of each rank"))
+RANKS = Argument("ranks", int, False, None, Option("of a dry run in one process; default: those of one replica"))
+PROFILE = Argument(
     "profile",
     str,
     False,

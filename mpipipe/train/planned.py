@@ -1,4 +1,4 @@
-"""The plan and the memory of a training: what is to be planned, with the measured ranks or with none of them."""
+"""The plan and the memory of a training: what is to be planned, on ranks that are measured or on paper."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mpipipe.train.training_plan import pipe_of, plan_layers, rows_of, with_orde
 
 
 def problem_of(config: TaskConfig, task: Task, pipe: int, replicas: int) -> PlanningProblem:
-    """Return what is to be planned for so many ranks; raises where the model or the batch cannot be."""
+    """Return what is to be planned for this mesh; raises where the model or the batch cannot be."""
     rows_of(config, replicas)
     fixed: dict[str, Any] = {name: getattr(config, name) for name in config.fixed}
     names = ("dtype", "seq", "layout", "optimizer")
@@ -131,7 +131,7 @@ def mesh_of(config: TaskConfig, ranks: int) -> tuple[int, int]:
 
 
 def estimate_memory(config: TaskConfig, task: Task, ranks: int, comm: Communicator, process: int) -> MemoryEstimate:
-    """Estimate the memory of a training on so many ranks, in one process, which is `comm`.
+    """Estimate the memory of a training on `ranks` ranks, in one process, which is `comm`.
 
     `process` are the bytes of this process without the training. One micro-batch runs on the processor, on stages with
     at most two repetitions of the layers that repeat.

@@ -1,4 +1,4 @@
-"""Where a training begins: anew, with the weights of another one, or behind a checkpoint of its own.
+"""Where a training begins: anew, with the weights of another one, or after a checkpoint of its own.
 
 What must stay the same over a resume decides which numbers come out (`Option.decides`).
 """
@@ -153,7 +153,7 @@ def plain(values: Any) -> Any:
 
 
 def leave_behind(found: Checkpoint | None, out: Path) -> list[Path]:
-    """Rename the checkpoints in `out` behind the one that is resumed: else they would be found as the newest.
+    """Rename the checkpoints in `out` after the one that is resumed: else they would be found as the newest.
 
     Rank 0 calls this. Returns what they are called now. Raises OSError.
     """

@@ -210,7 +210,7 @@ def warn(text: str) -> None:
 
 
 class JsonLines:
-    """A file of whole lines, each of which can be read as soon as it is written.
+    """A file of whole lines, which can be read as soon as they are written.
 
     A line that can be written in part only is cut off again, and waits for the next line or for `close`; one warning
     says so. `goes_on` says whether a file of whole lines may be there already, to which lines are added.

@@ -219,7 +219,7 @@ def kept_records(out: Path, step: int) -> tuple[str, bool]:
 
 
 def cut(out: Path, step: int) -> int:
-    """Cut off the records behind a step, all of them for 0; as a whole or not at all. Raises OSError.
+    """Cut off the records after a step, all of them for 0; as a whole or not at all. Raises OSError.
 
     Returns the step of the last record that is left, -1 where none is.
     """

@@ -31,7 +31,7 @@ ACTIONS = 1 << 20  # of one rank of a schedule
 
 
 def pipe_of(config: TaskConfig, ranks: int) -> int:
-    """Return the ranks of one pipeline, in a job of so many ranks."""
+    """Return the ranks of one pipeline, in a job of this size."""
     return max(1, ranks // config.seq) if config.pipe is None else config.pipe
 
 
@@ -51,7 +51,7 @@ def rows_of(config: TaskConfig, replicas: int) -> int:
 def plan_layers(config: TaskConfig, task: Task, pipe: int, replicas: int) -> LayerPlan:
     """Plan a training on `replicas` pipelines of `pipe` ranks.
 
-    Stages of which nothing is trained have no weight gradients in the schedule, and no backward if nothing before them
+    Stages in which nothing is trained have no weight gradients in the schedule, and no backward if nothing before them
     is trained either.
 
     Raises ConfigError or ArgumentError if the configuration does not fit these numbers. For a schedule that nobody can
