@@ -1,18 +1,28 @@
-"""Training a model: configuration, the loop, and what it reports."""
+"""Training a model: configuration, the loop, and what it reports.
 
-from mpipipe.train.config import TaskConfig
+    task.py          what is trained: layers, a loss, batches (language/task.py: text)
+    options, config  what a user sets; one description of an option in mpipipe/options.py
+    setup, trainer   from a task and a configuration to a trainer that runs; the loop
+    progress, resume, survival       the state of a training; checkpoints; going on when ranks die
+    report, screen, sinks, tracing   what people and programs see
+    output_folder, provenance        the run folder
+    training_plan, planned           layers of each rank; plans and memory, with mpipipe.planning
+"""
+
 from mpipipe.train.report import Record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from mpipipe.language.config import TrainConfig
     from mpipipe.language.task import train
-    from mpipipe.train.setup import run
-    from mpipipe.train.task import Task
+    from mpipipe.train.config import TaskConfig as TaskConfig
+    from mpipipe.train.setup import run as run
+    from mpipipe.train.task import Task as Task
 
-__all__ = ["Record", "Task", "TaskConfig", "TrainConfig", "run", "train"]
+__all__ = ["Record", "TrainConfig", "train"]
 _LATER = {
     "Task": "mpipipe.train.task",
+    "TaskConfig": "mpipipe.train.config",
     "TrainConfig": "mpipipe.language.config",
     "run": "mpipipe.train.setup",
     "train": "mpipipe.language.task",
