@@ -325,10 +325,13 @@ def rank_bytes(
         x = np.zeros(shape, arrays.dtype(problem.dtype))
     windows = receive_windows(schedule)
     row = (example[0].nbytes + targets.nbytes) // len(targets) * plan.rows
-    return [
-        _rank(problem, plan, rank, peak_of_step(schedule, rank, stages, inputs, windows), stages, row, copied, process)
-        for rank in range(problem.ranks)
-    ]
+    ranks = []
+    for rank in range(problem.ranks):
+        held = peak_of_step(schedule, rank, stages, inputs, windows)
+        batch = ((rank == schedule.placement[0]) + (rank == schedule.placement[-1])) * row
+        own = [stages[number] for number in schedule.stages_of(rank)]
+        ranks.append(_rank(problem, plan, rank, held, own, batch=batch, copied=copied, process=process))
+    return ranks
 
 
 def _rank(
@@ -336,18 +339,16 @@ def _rank(
     plan: LayerPlan,
     rank: int,
     held: StepBytes,
-    stages: Sequence[StageBytes],
-    row: int,
+    own: Sequence[StageBytes],
+    *,
+    batch: int,
     copied: bool,
     process: int,
 ) -> RankBytes:
-    own = [stages[number] for number in plan.schedule.stages_of(rank)]
     narrow = arrays.dtype(problem.dtype)
     wide = arrays.accumulator(narrow).itemsize
     sizes = [parameters_of(problem.layers[start:stop]) for start, stop in plan.ranges_of(rank)]
     count, trained = sum(sizes), sum(problem.trained_counts[layer] for layer in plan.layers_of(rank))
-    placement = plan.schedule.placement
-    batch = ((rank == placement[0]) + (rank == placement[-1])) * row
     step = round(held.total) + batch
     return RankBytes(
         rank=rank,

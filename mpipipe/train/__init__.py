@@ -1,5 +1,7 @@
 """Training a model: configuration, the loop, and what it reports.
 
+The room trains any model, and knows nothing of tokens:
+
     task.py          what is trained: layers, a loss, batches (language/task.py: text)
     options, config  what a user sets; one description of an option in mpipipe/options.py
     setup, trainer   from a task and a configuration to a trainer that runs; the loop

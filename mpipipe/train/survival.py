@@ -187,16 +187,16 @@ class ElasticRun:
 
 
 def _retained(trainer: Trainer) -> RetainedState:
-    progress, barrier = trainer.progress, trainer.barrier
+    progress, step_barrier = trainer.progress, trainer.step_barrier
     facts = {
-        "scalars": barrier.scalars(),
+        "scalars": step_barrier.scalars(),
         "outcome": progress.outcome,
         "reported": progress.reported,
         "owed": trainer.checkpoints.owed,
         "record": progress.record,
     }
     pipe = progress.mesh.pipe.rank
-    return RetainedState(pipe, barrier, facts, _arrays_of(progress), progress.optimizer)
+    return RetainedState(pipe, step_barrier, facts, _arrays_of(progress), progress.optimizer)
 
 
 def _arrays_of(progress: Progress) -> list[Array]:
@@ -239,17 +239,23 @@ class RetainedState:
     def __init__(
         self,
         pipe: int,
-        barrier: StepBarrier,
+        step_barrier: StepBarrier,
         facts: dict[str, Any],
         arrays: list[Array],
         optimizer: optim.AdamW | optim.SGD,
     ) -> None:
-        self.pipe, self.barrier, self.facts, self.arrays, self.optimizer = pipe, barrier, facts, arrays, optimizer
+        self.pipe, self.step_barrier, self.facts, self.arrays, self.optimizer = (
+            pipe,
+            step_barrier,
+            facts,
+            arrays,
+            optimizer,
+        )
 
     @property
     def step(self) -> int:
         """Number of steps made."""
-        return self.barrier.made
+        return self.step_barrier.made
 
     @property
     def optimizer_steps(self) -> int:
@@ -258,7 +264,7 @@ class RetainedState:
 
     def report(self) -> SurvivorReport:
         """Return what the others are to know."""
-        return SurvivorReport(self.pipe, self.step, self.barrier.pending is not None, self.facts)
+        return SurvivorReport(self.pipe, self.step, self.step_barrier.pending is not None, self.facts)
 
     def catch_up(self, step: int) -> None:
         """Make the step that another rank has made, too, where this one can; else nobody will make it any more.
@@ -266,8 +272,8 @@ class RetainedState:
         Other ranks make the step after `step` from now on, and it is another one: with fewer replicas.
         """
         if self.step == step - 1:
-            self.barrier.make()
-        self.barrier.pending = None
+            self.step_barrier.make()
+        self.step_barrier.pending = None
 
 
 @dataclass(frozen=True)

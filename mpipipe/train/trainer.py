@@ -57,7 +57,7 @@ class Trainer:
             stage.optimizer_writes_compute()  # nobody but the optimizer changes parameters here
         self.batches = Batches(task, mesh, plan, shard)
         self.times = StepTimes(), StepTimes()  # since the last record, and in all
-        self.barrier = StepBarrier(progress, group_of(mesh.comm), config.survive)
+        self.step_barrier = StepBarrier(progress, group_of(mesh.comm), config.survive)
         self.tracing = Tracing(trace, progress.pipeline, mesh, reporter.say)
 
     def run(self) -> Record:
@@ -141,7 +141,7 @@ class Trainer:
         The norm is None if the step was skipped.
         """
         config, pipeline, start = self.config, self.progress.pipeline, perf_counter()
-        self.barrier.begin(step)
+        self.step_barrier.begin(step)
         self.tracing.begin_step(config.steps - step)
         pending = pipeline.launch(*self.batches.training(step), scale=self.progress.scaler.scale)
         lr = optim.warmup_cosine(step, config.steps, config.lr, min(config.warmup, config.steps))
@@ -157,11 +157,11 @@ class Trainer:
     def _optimize(self, lr: float) -> float | None:
         try:
             clip, scaler = self.config.clip, self.progress.scaler
-            norm = optim.begin_step(self.barrier, clip, scaler=scaler, lr=lr, over=self.norm).finish()
+            norm = optim.begin_step(self.step_barrier, clip, scaler=scaler, lr=lr, over=self.norm).finish()
         except NonFiniteError as error:  # the replicas have the same sums of gradients, so they raise it, too
             raise agreed_by(error, group_of(self.mesh.comm)) from None
         if norm is None:
-            self.barrier.skip()
+            self.step_barrier.skip()
         return norm
 
     def validate(self) -> float:
