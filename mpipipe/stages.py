@@ -402,7 +402,7 @@ def check_finished(stages: Iterable[Any], number: int | None = None) -> None:
                 "an optimizer step of this stage has begun, and not ended: it still needs the gradients as they are",
                 stage=getattr(stage, "index", None) if number is None else number,
                 expected="the update finished before the next one, and before the next training step",
-                remedy="call finish() of what optim.begin_step has returned; the stage has it as update_begun",
+                remedy="call wait() of what optim.begin_step has returned; the stage has it as update_begun",
             )
 
 

@@ -75,7 +75,7 @@ class Recorder:
     sent : list of Sent
         Messages, in the order in which they were sent.
     steps : list of Span
-        Training steps that have ended, with the optimizer behind them.
+        Training steps that have ended, with the optimizer after them.
     """
 
     def __init__(self, now: Callable[[], float] = perf_counter) -> None:

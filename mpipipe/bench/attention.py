@@ -1,4 +1,4 @@
-"""`bench attention`: the kernels on one rank beside PyTorch's, and a ring of all ranks beside one rank alone.
+"""`bench attention`: the kernels on one rank next to PyTorch's, and a ring of all ranks next to one rank alone.
 
 The ring uses the kernel that MPIPIPE_ATTENTION chooses; PyTorch has one thread, as BLAS has.
 
@@ -18,7 +18,7 @@ import numpy as np
 
 from mpipipe import attention
 from mpipipe.attention import cost, kernels
-from mpipipe.attention.kernels import Block, Gradients, Result, host, no_poll
+from mpipipe.attention.kernels import Gradients, KVBlock, OutLse, host, no_poll
 from mpipipe.attention.layout import Layout
 from mpipipe.bench.timing import Call, compare, report
 from mpipipe.comm.ring_exchange import ROTATIONS
@@ -69,8 +69,8 @@ def _local(kernel: Any, seq_len: int, heads: int, dim: int) -> tuple[Call, Call]
     """Return forward and backward of a kernel, as attention.Local calls it."""
     q, k, v, dout = _arrays(seq_len, heads, dim)
     slices, scale = Layout("contiguous", 1, seq_len).needs(0, 0), dim**-0.5
-    block = Block(q, k, v, scale, slices)
-    result = Result(np.empty_like(q), np.empty((1, heads, seq_len), q.dtype))
+    block = KVBlock(q, k, v, scale, slices)
+    result = OutLse(np.empty_like(q), np.empty((1, heads, seq_len), q.dtype))
     forward = partial(kernel.forward, block, result, True)
 
     def backward() -> None:

@@ -31,37 +31,37 @@ def _guarded(work: Callable[[], None]) -> int:
 
 def pipeline(repeats: Repeats = 100) -> int:
     """Cost of the machinery on tiny stages (mpiexec -n 2 python -m mpipipe bench pipeline)."""
-    from mpipipe.bench.pipeline import run
+    from mpipipe.bench.pipeline import run_pipeline
 
-    return _guarded(lambda: run(repeats))
+    return _guarded(lambda: run_pipeline(repeats))
 
 
 def steps(repeats: Repeats = 30, microbatches: int = 4) -> int:
     """Steps with their optimizer, launched against one after the other (mpiexec -n 2 python -m mpipipe bench steps)."""
-    from mpipipe.bench.steps import run
+    from mpipipe.bench.pipeline import run_steps
 
-    return _guarded(lambda: run(repeats, microbatches))
+    return _guarded(lambda: run_steps(repeats, microbatches))
 
 
 def transport(repeats: Repeats = 50) -> int:
     """Mailbox against bare Isend and Irecv (mpiexec -n 2 python -m mpipipe bench transport)."""
-    from mpipipe.bench.transport import run
+    from mpipipe.bench.pipeline import run_transport
 
-    return _guarded(lambda: run(repeats))
+    return _guarded(lambda: run_transport(repeats))
 
 
 def schedules() -> None:
     """Building, checking and simulating large schedules (python -m mpipipe bench schedules)."""
-    from mpipipe.bench.schedules import run
+    from mpipipe.bench.schedules import run_large
 
-    run()
+    run_large()
 
 
 def gaps(seconds: Annotated[float, Option("to search for each set of costs")] = 60.0) -> None:
     """How far searched schedules are from the best, for many sets of costs (python -m mpipipe bench gaps)."""
-    from mpipipe.bench.gaps import run
+    from mpipipe.bench.schedules import run_gaps
 
-    run(seconds)
+    run_gaps(seconds)
 
 
 def train(
@@ -74,21 +74,21 @@ def train(
     rows: Annotated[int, Option("sequences in a micro-batch")] = 4,
 ) -> int:
     """A GPT's step against its simulation (mpiexec -n 2 python -m mpipipe bench train)."""
-    from mpipipe.bench.train import run
+    from mpipipe.bench.train import run_train
 
-    return _guarded(lambda: run(repeats, dim, layers, heads, seq_len, microbatches, rows))
+    return _guarded(lambda: run_train(repeats, dim, layers, heads, seq_len, microbatches, rows))
 
 
 def dry_run(config: Annotated[Path, Operand("TOML file with keys of train")]) -> int:
     """Memory foreseen by train --dry-run against a training (mpiexec -n 4 python -m mpipipe bench dry-run job.toml)."""
-    from mpipipe.bench.dry_run import run
+    from mpipipe.bench.train import run_dry_run
     from mpipipe.job.group import group_of
     from mpipipe.train import TrainConfig
 
     def work() -> None:
         with group_of().raise_together("bench: reading the configuration"):
             chosen = TrainConfig.load(str(config))
-        run(chosen)
+        run_dry_run(chosen)
 
     return _guarded(work)
 
@@ -104,7 +104,7 @@ def plan(
     batch: Annotated[int, Option("sequences in a step")] = 16,
 ) -> int:
     """Predicted steps of plans against real ones (mpiexec -n 2 python -m mpipipe bench plan)."""
-    from mpipipe.bench.plan import run
+    from mpipipe.bench.train import run_plan
     from mpipipe.train import TrainConfig
 
     def work() -> None:
@@ -112,7 +112,7 @@ def plan(
             config = TrainConfig(
                 dim=dim, layers=layers, heads=heads, seq_len=seq_len, batch=batch, plan="auto", device="cpu"
             )
-        run(configurations, repeats, seed, config)
+        run_plan(configurations, repeats, seed, config)
 
     return _guarded(work)
 
@@ -127,10 +127,12 @@ def checkpoint(
     seq_len: int = 256,
 ) -> int:
     """Saving and loading against dd, and a training that saves at every step (mpiexec -n 4 ... bench checkpoint)."""
-    from mpipipe.bench.checkpoint import run
+    from mpipipe.bench.files import run_checkpoint
     from mpipipe.language.models import GPT
 
-    return _guarded(lambda: run(repeats, gigabytes, folder, GPT(dim=dim, layers=layers, heads=heads, seq=seq_len)))
+    return _guarded(
+        lambda: run_checkpoint(repeats, gigabytes, folder, GPT(dim=dim, layers=layers, heads=heads, seq=seq_len))
+    )
 
 
 def tokenize(
@@ -140,9 +142,9 @@ def tokenize(
     end_of_text: Annotated[str | None, Option("token behind each document")] = None,
 ) -> int:
     """Tokenizing against the library alone (mpiexec -n 2 python -m mpipipe bench tokenize --tokenizer DIR TEXT)."""
-    from mpipipe.bench.tokenize import run
+    from mpipipe.bench.files import run_tokenize
 
-    return _guarded(lambda: run(repeats, text, tokenizer, end_of_text))
+    return _guarded(lambda: run_tokenize(repeats, text, tokenizer, end_of_text))
 
 
 def attention(
@@ -152,7 +154,7 @@ def attention(
     heads: int = 4,
     head_dim: int = 64,
 ) -> int:
-    """Attention kernels beside PyTorch, on several ranks a ring beside one (python -m mpipipe bench attention)."""
+    """Attention kernels next to PyTorch, on several ranks a ring next to one (python -m mpipipe bench attention)."""
     from mpipipe.bench.attention import run
 
     return _guarded(lambda: run(repeats, seq_len, ring_seq_len, heads, head_dim))

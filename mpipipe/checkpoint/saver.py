@@ -25,8 +25,8 @@ from mpipipe.checkpoint.contents import Optimizer
 from mpipipe.checkpoint.save_task import ENDED, FAILED, SaveFacts, SaveTask, logger, wait_for_given_up
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ArgumentError, StorageError
-from mpipipe.job import runtime
 from mpipipe.job.consensus import raise_on_all
+from mpipipe.job.context import whoami
 from mpipipe.job.group import group_of
 from mpipipe.job.wait import wait_locally
 from mpipipe.optim.optimizers import duplicate_name_error
@@ -130,7 +130,7 @@ class Saver:
         Returns
         -------
         Path
-            The folder of the checkpoint. It is one only once `poll`, `finish` or `close` has said so.
+            The folder of the checkpoint. It is one only once `poll`, `wait` or `close` has said so.
 
         Raises
         ------
@@ -139,7 +139,7 @@ class Saver:
         ArgumentError, MismatchError, OwnerError
             As for `checkpoint.save`.
         """
-        self.finish(room_for=step)
+        self.wait(room_for=step)
         wait_for_given_up()
         group, rank = self._group, self.mesh.rank
         steps = None if self.optimizer is None else self.optimizer.steps
@@ -244,7 +244,7 @@ class Saver:
         written = {name: content for part, _ in parts for name, content in part.items()}
         saving.write_manifest(written, max(seconds for _, seconds in parts))
 
-    def finish(self, *, room_for: int | None = None) -> Path | None:
+    def wait(self, *, room_for: int | None = None) -> Path | None:
         """Wait until every checkpoint in flight is whole; collective over the mesh.
 
         Parameters
@@ -292,7 +292,7 @@ class Saver:
             As for `poll`.
         """
         try:
-            self.finish()
+            self.wait()
         finally:
             self._let_go()
 
@@ -316,9 +316,9 @@ class Saver:
             return self.close()
         try:
             if self._group.agreed_on(error) and self._group.failure is None:  # all ranks come here
-                self.finish()
+                self.wait()
             elif self.in_flight:  # others may wait for their disks, where they learn of nothing but failures
-                self._group.fail(error, f"{runtime.whoami()} failed while it saved: {type(error).__name__}: {error}")
+                self._group.fail(error, f"{whoami()} failed while it saved: {type(error).__name__}: {error}")
         except StorageError as problem:  # the error that is under way comes first
             if self.mesh.rank == 0:
                 logger.warning("mpipipe: %s", problem)
@@ -408,5 +408,5 @@ def save(
     """
     with Saver(root, mesh, stages, optimizer, keep=keep) as saver:
         path = saver.save(step, state)
-        saver.finish()
+        saver.wait()
     return path

@@ -291,7 +291,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, prog: str, **options: Any) -> None:
         super().__init__(prog=prog, formatter_class=_Help, allow_abbrev=False, add_help=False, **options)
         self.headings: dict[str, Any] = {}
-        self.behind_dashes: str | None = None  # the parameter that takes what stands behind --
+        self.after_dashes: str | None = None  # the parameter that takes what follows --
         self.other_names: Mapping[str, str] = {}  # what others call a flag: from their name to ours, without --
         self.instead: Mapping[str, str] = {}  # what has no flag here, and what to do instead
 
@@ -303,20 +303,20 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, words: list[str]) -> dict[str, Any]:
         """Return the arguments that were given, by parameter name."""
-        behind: dict[str, Any] = {}
-        if self.behind_dashes is not None and "--" in words:
+        rest: dict[str, Any] = {}
+        if self.after_dashes is not None and "--" in words:
             cut = words.index("--")
-            words, behind = words[:cut], {self.behind_dashes: words[cut + 1 :]}
+            words, rest = words[:cut], {self.after_dashes: words[cut + 1 :]}
         given, unknown = self.parse_known_args(words)
         if unknown:
             name = unknown[0].partition("=")[0]
             if not name.startswith("-"):
                 file = [f"--config {name}"] if name.endswith(".toml") and self.near("--config") == ["--config"] else []
                 raise wrong_usage(self.prog, f"there is no place for {name}", file)
-            place = "" if self.behind_dashes is None else " before --"
+            place = "" if self.after_dashes is None else " before --"
             problem, instead = f"there is no option {name}{place}", self.instead.get(as_word(name.lstrip("-")))
             raise wrong_usage(self.prog, problem, self.near(name) if instead is None else (), instead)
-        return vars(given) | behind
+        return vars(given) | rest
 
     def near(self, name: str) -> list[str]:
         """Return the flags that the user may have meant with `name`."""
@@ -361,8 +361,8 @@ def add_parameters(parser: Parser, command: Callable[..., Any]) -> None:
     parser.usage = " ".join([parser.prog.replace("%", "%%"), "[options]", *map(_operand_usage, operands)])
     for entry in parameters:
         if isinstance(entry.flag, Operand):
-            if entry.flag.behind_dashes:
-                parser.behind_dashes = entry.name
+            if entry.flag.after_dashes:
+                parser.after_dashes = entry.name
             operand = parser.under("arguments").add_argument(entry.name, **_operand(entry, entry.flag))
             operand.required = entry.default is REQUIRED  # as Python < 3.12 does not say of argparse.REMAINDER
         else:
@@ -377,7 +377,7 @@ def add_parameters(parser: Parser, command: Callable[..., Any]) -> None:
 
 def _operand(entry: Argument, operand: Operand) -> dict[str, Any]:
     options: dict[str, Any] = {"help": _escaped(operand.text), "metavar": _name(entry), "type": _converter(entry)}
-    if operand.behind_dashes:
+    if operand.after_dashes:
         options |= {"nargs": "*", "metavar": f"-- {_name(entry)} ...", "type": _before_dashes}
     elif operand.rest:
         options["nargs"] = argparse.REMAINDER
@@ -447,7 +447,7 @@ def _operand_usage(entry: Argument) -> str:
     name = _name(entry).replace("%", "%%")
     if entry.many:
         name += " ..."
-    if isinstance(entry.flag, Operand) and entry.flag.behind_dashes:
+    if isinstance(entry.flag, Operand) and entry.flag.after_dashes:
         name = f"-- {name}"
     return name if entry.default is REQUIRED else f"[{name}]"
 

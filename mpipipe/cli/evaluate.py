@@ -78,10 +78,8 @@ def report(found: Evaluation, unit: str, out: str | None) -> None:
         whole["bits_per_byte"] = found.bits_per_byte
     if out is not None:
         content = "".join(json.dumps(line) + "\n" for line in [*lines, whole])
-        try:
+        with files.writing("the results", out):
             files.write_whole(Path(out), content.encode())
-        except OSError as error:
-            raise ConfigError(f"the results cannot be written: {error.strerror}", found=out) from error
     outlet = SafeStream(sys.stdout)
     for line in lines if out is None else ():
         outlet.write(f"mpipipe: document {' '.join(f'{_name(key)}{_shown(value)}' for key, value in line.items())}\n")

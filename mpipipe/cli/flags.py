@@ -20,13 +20,13 @@ class Operand:
     text : what it means, for the help
     metavar : its name in the help; by default that of the parameter in capitals
     rest : take all that follows, flags too
-    behind_dashes : take what follows `--`, and nothing else
+    after_dashes : take what follows `--`, and nothing else
     """
 
     text: str
     metavar: str | None = None
     rest: bool = False
-    behind_dashes: bool = False
+    after_dashes: bool = False
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from abc import ABC, abstractmethod
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated, BinaryIO
 
-from mpipipe import files, processor, schedules
+from mpipipe import files, processor
 from mpipipe.cli.flags import Operand
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ConfigError
@@ -19,13 +19,18 @@ from mpipipe.job import runtime
 from mpipipe.job.cores import share_of_cores
 from mpipipe.job.exit import run_or_abort
 from mpipipe.job.group import group_of
-from mpipipe.language import limits
-from mpipipe.language.inference.evaluation import IN_FLIGHT
-from mpipipe.language.inference.generation import Drawn, Sampling, answers, build_decoder, check_prompts, shown
+from mpipipe.language.inference.generation import (
+    Drawn,
+    Sampling,
+    answers,
+    build_decoder,
+    check_prompts,
+    forward_plan,
+    shown,
+)
 from mpipipe.language.inference.prompts import Bytes, FolderTokenizer, Prompts, TextStream, parse_ids, read_prompts
 from mpipipe.language.models.model_folder import ModelFolder, open_on_all
 from mpipipe.options import Option
-from mpipipe.planning.layer_plan import LayerPlan
 from mpipipe.train.screen import SafeStream
 
 DTYPES = ("float32", "float64")
@@ -64,8 +69,9 @@ def generate(
         with group.raise_together("generate: the mesh"):
             mesh = Mesh(comm, pipe=max(1, comm.size // seq), seq=seq)
         with mesh, ExitStack() as opened:
-            plan = make_plan(folder, mesh)
             prepared, show = None, None
+            with group.raise_together("generate: the model"):
+                plan = forward_plan(folder.model, mesh.pipe.size)
             with group.raise_together("generate: the prompts"):
                 check_dtype(dtype)
                 if mesh.rank == 0:
@@ -88,16 +94,6 @@ def generate(
                 opened.close()
 
     return run_or_abort(work)
-
-
-def make_plan(folder: ModelFolder, mesh: Mesh) -> LayerPlan:
-    """Return the plan of a decoder on these ranks. All ranks raise the same error."""
-    with group_of(mesh.comm).raise_together("generate: the model"):
-        model, ranks = folder.model, mesh.pipe.size
-        microbatches = 1 if ranks == 1 else IN_FLIGHT * ranks
-        limits.check_counts(model.layers, "forward_only", ranks, 1, microbatches)
-        schedule = schedules.forward_only(ranks, 1, microbatches)
-        return LayerPlan(schedule, schedules.partition(model.costs(), schedule.stages), rows=1)
 
 
 def check_dtype(dtype: str | None) -> None:
@@ -198,7 +194,7 @@ class InOrder(Answers):
         """Show one answer; `ended` says why it has ended: "stop" or "count"."""
 
     def text_of(self, answer: list[int], ended: str, before: list[int]) -> str:
-        """Return the text of an answer behind other tokens, with them; without the token that has stopped it."""
+        """Return the text of an answer after other tokens, with them; without the token that has stopped it."""
         assert self.tokenizer is not None
         return self.tokenizer.decode([*before, *(answer[:-1] if ended == "stop" else answer)])
 
@@ -228,10 +224,8 @@ class WrittenLines(InOrder):
     def __enter__(self) -> WrittenLines:
         if files.exists(self.path):
             raise ConfigError("the file for answers exists already", found=str(self.path), remedy="name another --out")
-        try:
+        with self._writing():
             self.file = self.opened.enter_context(files.whole_file(self.path))
-        except OSError as error:
-            raise self._unwritable(error) from error
         return self
 
     def show(self, number: int, answer: list[int], ended: str) -> None:
@@ -240,20 +234,14 @@ class WrittenLines(InOrder):
         facts = {"number": number, "prompt_tokens": prompt, "answer_tokens": answer, "ended": ended}
         if self.tokenizer is not None:
             facts |= {"prompt": self.tokenizer.decode(prompt), "answer": self.text_of(answer, ended, [])}
-        try:
+        with self._writing():
             self.file.write(f"{json.dumps(facts)}\n".encode())
-        except OSError as error:
-            raise self._unwritable(error) from error
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
+        with self._writing():
             self.opened.__exit__(kind, error, trace)
-        except OSError as caught:
-            raise self._unwritable(caught) from caught
 
-    def _unwritable(self, error: OSError) -> ConfigError:
-        return ConfigError(
-            f"the answers cannot be written: {error.strerror}", found=str(self.path), remedy="name another --out"
-        )
+    def _writing(self) -> AbstractContextManager[None]:
+        return files.writing("the answers", self.path, remedy="name another --out")

@@ -27,7 +27,7 @@ FAMILIES = {"Open MPI": "openmpi", "Cray": "cray", "MPICH": "mpich", "MVAPICH": 
 def jobscript(
     scheduler: Annotated[str, Operand(" | ".join(SCHEDULERS))],
     options: Annotated[
-        list[str] | None, Operand("options of `train`, or run SCRIPT and its arguments", behind_dashes=True)
+        list[str] | None, Operand("options of `train`, or run SCRIPT and its arguments", after_dashes=True)
     ] = None,
     nodes: Annotated[int, Option("nodes of the job")] = 1,
     ranks_per_node: Annotated[int, Option("ranks on each node")] = 1,
@@ -142,7 +142,7 @@ def _check_there(target: str, module: bool) -> None:
 
 
 def launch(
-    command: Annotated[list[str], Operand("what starts the ranks, with all its words", behind_dashes=True)],
+    command: Annotated[list[str], Operand("what starts the ranks, with all its words", after_dashes=True)],
     marker_folder: Annotated[str, Option("for the proof; every node has to see it", metavar="DIR")] = ".",
 ) -> int:
     """Start a job, and return its exit code; 0 only where all ranks have come to their end.

@@ -202,10 +202,8 @@ def write(path: Path, given: Mapping[str, Any], choice: Choice) -> None:
     if choice.recompute_limit is not None:
         keys["recompute_limit"] = choice.recompute_limit
     content = "".join(toml_line(*key) for key in keys.items())
-    try:
+    with files.writing("the plan", path):
         files.write_whole(path, content.encode(errors="surrogateescape"))  # a path may be no text
-    except OSError as error:
-        raise ConfigError(f"the plan cannot be written: {error.strerror}", found=str(path)) from error
     _say(f"mpipipe: the plan is in {path}: python -m mpipipe train --config {path}")
 
 

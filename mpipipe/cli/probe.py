@@ -25,7 +25,7 @@ from mpipipe.comm.transport.device import DirectTransport
 from mpipipe.job import runtime
 from mpipipe.job.exit import run_or_abort
 from mpipipe.job.types import Communicator
-from mpipipe.job.wait import wait
+from mpipipe.job.wait import wait_for
 
 LAUNCHER = "MPIPIPE_MPIEXEC"
 STARTED, WORKS, WRONG = "mpipipe probe on rank", "device memory works", "device memory arrives wrong"
@@ -58,7 +58,7 @@ def probe(mpiexec: str | None = None, timeout: float = 60, command: list[str] | 
 
     Parameters
     ----------
-    mpiexec : launcher, with options if any; by default MPIPIPE_MPIEXEC, the mpiexec beside the MPI library or beside
+    mpiexec : launcher, with options if any; by default MPIPIPE_MPIEXEC, the mpiexec next to the MPI library or next to
         python, or on PATH; srun where there is no other
     timeout : seconds for the job; the call returns soon after
     command : what each rank runs; by default this module
@@ -162,7 +162,7 @@ def exchange(comm: Communicator) -> None:
             sent = arrays.upload(content(nbytes, comm.rank, turn))
             requests = [transport.irecv(received, left, 0, turn), transport.isend(sent, right, 0, turn)]
             for request in requests:
-                wait(request, "a neighbour in the probe")
+                wait_for(request, "a neighbour in the probe")
             wrong += not np.array_equal(arrays.download(received), content(nbytes, left, turn))
             transport.retire(received)
     transport.close()

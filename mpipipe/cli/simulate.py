@@ -269,10 +269,8 @@ def _placement(schedule: str | None, csv: Path | None, ranks: int, chunks: int) 
 
 
 def _written(made: Schedule, path: Path) -> str:
-    try:
+    with files.writing("the order", path):
         path.write_text(made.to_csv(), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"the order cannot be written: {error.strerror}", found=str(path)) from error
     return f"order       {path}"
 
 

@@ -219,9 +219,9 @@ def begin_step(
 ) -> PendingUpdate:
     """Begin a step of the optimizer, and of the sum over all ranks that clipping needs. Nothing waits.
 
-    With `finish` this is `scaled_step`, to the bit. Without `max_norm` and `scaler` no rank needs another one: the step
+    With `wait` this is `scaled_step`, to the bit. Without `max_norm` and `scaler` no rank needs another one: the step
     is made at once, as by `optimizer.step`. Between the two calls gradients and parameters must be left alone, and
-    `finish` must come first: until then no training step of a pipeline and no other step of an optimizer of these
+    `wait` must come first: until then no training step of a pipeline and no other step of an optimizer of these
     stages begins.
 
     Parameters
@@ -239,12 +239,12 @@ def begin_step(
     skip : collection of str
         Names of parameters that do not count in the norm.
     over : GlobalNorm, optional
-        In place of `comm` and `skip`. Where the ranks keep the norm on their GPUs, all is done in `finish`.
+        In place of `comm` and `skip`. Where the ranks keep the norm on their GPUs, all is done in `wait`.
 
     Returns
     -------
     PendingUpdate
-        Whose `finish()` makes the step.
+        Whose `wait()` makes the step.
 
     Raises
     ------
@@ -259,7 +259,7 @@ def begin_step(
     >>> optimizer = optim.SGD([stage], lr=0.5)
     >>> stage.gradients["0.gain"][...] = 1
     >>> update = optim.begin_step(optimizer, max_norm=1.0)
-    >>> update.finish()
+    >>> update.wait()
     2.0
     >>> stage.parameters["0.gain"]
     array([0.75, 0.75, 0.75, 0.75], dtype=float32)
@@ -279,7 +279,7 @@ def begin_step(
 
 
 class PendingUpdate:
-    """What `begin_step` returns: an optimizer step that `finish` ends.
+    """What `begin_step` returns: an optimizer step that `wait` ends.
 
     Parameters
     ----------
@@ -296,10 +296,10 @@ class PendingUpdate:
 
     @property
     def has_ended(self) -> bool:
-        """Whether `finish` was called."""
+        """Whether `wait` was called."""
         return self._end is None
 
-    def finish(self) -> float | None:
+    def wait(self) -> float | None:
         """Wait for the norm, and make the step; collective where the norm is. A second call does nothing more.
 
         Returns

@@ -27,9 +27,9 @@ from mpipipe.arrays import Array, Tree
 from mpipipe.comm.mailbox import Envelope, Lease, Mailbox
 from mpipipe.errors import NonFiniteError, StageError
 from mpipipe.nn import Position
+from mpipipe.pipeline.batch import CallInputs
 from mpipipe.pipeline.loss import Loss
 from mpipipe.pipeline.messages import StageMessages
-from mpipipe.pipeline.weighing import CallInputs
 from mpipipe.stages import StageAdapter, flat_if_any, takes_parameter
 from mpipipe.text import counted
 

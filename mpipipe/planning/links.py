@@ -162,7 +162,7 @@ class TrialSteps:
         measured, scaler = self.measured, self.scaler
         pending = self.pipeline.launch(*self.batch, scale=scaler.scale)
         lr = measured.lr / 100
-        optim.begin_step(self.optimizer, measured.clip, scaler=scaler, lr=lr, over=self.norm).finish()
+        optim.begin_step(self.optimizer, measured.clip, scaler=scaler, lr=lr, over=self.norm).wait()
         pending.wait()
 
 

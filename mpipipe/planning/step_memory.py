@@ -19,10 +19,8 @@ import numpy as np
 
 from mpipipe import arrays, nn
 from mpipipe.arrays import Array
-from mpipipe.nn import Position
-from mpipipe.nn.freezing import is_frozen
-from mpipipe.pipeline.loss import Loss
-from mpipipe.pipeline.plan import receive_windows
+from mpipipe.nn import Position, is_frozen
+from mpipipe.pipeline import Loss, receive_windows
 from mpipipe.planning.layer_plan import LayerPlan
 from mpipipe.planning.memory import attentions, check_rehearsal, parameters_of
 from mpipipe.planning.problem import PlanningProblem

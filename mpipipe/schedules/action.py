@@ -50,23 +50,10 @@ LogicalTime: TypeAlias = Callable[[int, bool, int], int]  # of (stage, whether b
 class OrdersOnDemand(Sequence[Order]):
     """The orders of all ranks as a sequence. It keeps the order that was asked for last, and makes any other one anew.
 
-    Parameters
-    ----------
-    ranks : int
-        How many orders there are.
-    make : callable
-        `make(rank)` gives the actions of a rank. It is a function of a module, or a `functools.partial` of one: the
-        same function with the same arguments makes the same orders in every process.
-    logical_time : callable, optional
-        `logical_time(stage, backward, microbatch)` gives the logical time of an F (`backward` is false) or of a B or I
-        (see logical_time.py). `check_part` proves that it rises as it has to.
-
-    Examples
-    --------
-    >>> from mpipipe import schedules
-    >>> orders = schedules.one_f_one_b(ranks=1024, microbatches=4096).orders
-    >>> len(orders), len(orders[7]), str(orders[7][0])
-    (1024, 8192, '7F0')
+    `make(rank)` gives the actions of a rank. It is a function of a module, or a `functools.partial` of one: the same
+    function with the same arguments makes the same orders in every process. `logical_time(stage, backward, microbatch)`
+    gives the logical time of an F (`backward` is false) or of a B or I (see classic.py). `check_part` proves that it
+    rises as it has to.
     """
 
     def __init__(
@@ -121,7 +108,7 @@ def changed(
 ) -> tuple[Order, ...] | OrdersOnDemand:
     """Return `change(*arguments, order)` for each order. Orders that are made on demand are changed on demand.
 
-    Their logical times stay as they are. Whoever relies on them proves first that they fit (`check_part`).
+    Their logical times stay as they are; `check_part` proves that they fit before they are relied on.
     """
     each = partial(change, *arguments)
     if isinstance(orders, OrdersOnDemand):

@@ -11,7 +11,8 @@ longer make longer blocks, with more memory and a smaller bubble. No two actions
 the six; the cells at the turns are chosen so.
 Source: Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", arXiv:2405.15362.
 
-A block only gives the order of F's and I's on each rank. They then run as early as they can, and W's fill the waits.
+A block only gives the order of F's and I's on each rank. They then run as early as they can, and W's fill the waits. P
+is `ranks`, M `microbatches`; a count below 1, and costs that do not fit, raise ArgumentError.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import NamedTuple
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules import checks
 from mpipipe.schedules.bounds import ROUNDING, least_time
-from mpipipe.schedules.checks import at_least_one
+from mpipipe.schedules.checks import counts
 from mpipipe.schedules.schedule import Schedule, looped_placement
 from mpipipe.schedules.search.orders import PATIENCES, Filled, Queues, Score, fastest, fill_waits
 from mpipipe.schedules.search.problem import Problem
@@ -75,19 +76,14 @@ def v_min(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS) -> Schedule
     Schedule
         Two stages per rank, placed on a V.
 
-    Raises
-    ------
-    ArgumentError
-        A count is below 1, or the costs do not fit.
-
     Examples
     --------
     >>> from mpipipe import schedules
     >>> max(schedules.simulate(schedules.v_min(8, 16)).peak_activations), 2 * (8 + 4) // 3
     (8, 8)
     """
-    ranks = at_least_one("ranks", ranks)
-    return _repeated("v_min", ranks, at_least_one("microbatches", microbatches), costs, SHORT, _third)
+    ranks, microbatches = counts(ranks=ranks, microbatches=microbatches)
+    return _repeated("v_min", ranks, microbatches, costs, SHORT, _third)
 
 
 #     rank 0  F0 F1 F2 .  .  .  .  f0 i0 F3 w0 f1 i1 w1 .  f2 i2 w2 I0 W0 .  f3 i3 I1 w3 W1 .  I2 W2 I3 W3
@@ -113,19 +109,14 @@ def v_half(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS) -> Schedul
     Schedule
         Two stages per rank, placed on a V.
 
-    Raises
-    ------
-    ArgumentError
-        A count is below 1, or the costs do not fit.
-
     Examples
     --------
     >>> from mpipipe import schedules
     >>> max(schedules.simulate(schedules.v_half(8, 16)).peak_activations), 8 + 2
     (10, 10)
     """
-    ranks = at_least_one("ranks", ranks)
-    return _repeated("v_half", ranks, at_least_one("microbatches", microbatches), costs, MIDDLE, _half)
+    ranks, microbatches = counts(ranks=ranks, microbatches=microbatches)
+    return _repeated("v_half", ranks, microbatches, costs, MIDDLE, _half)
 
 
 def _third(ranks: int) -> int:
@@ -209,14 +200,14 @@ def _queues(problem: Problem, block: BuildingBlock) -> Queues:
 #
 # The picture is that of a limit of 4 activations.
 #
-# Each rank begins with some forwards, then takes an I and an F in turn. Their number is a slope times the ranks behind,
+# Each rank begins with some forwards, then takes an I and an F in turn. Their number is a slope times the later ranks,
 # as in 1F1B, where the slope is 1. Or it is a share of those that fit into the time until the first micro-batch is
 # back. Several slopes are tried, and the two orders that ranks find by themselves when they prefer I's, or F's. The
 # fastest is taken. Nothing is tried where all F's, I's and W's take the same time, messages take none, and there are
 # memory and micro-batches for the orders of ZB-H2: no rank waits in those.
 
 
-SLOPES, FINE = (0.8, 1.0, 1.2, 1.4, 1.6, 1.8, 2.0), 0.1  # and the step to those beside the best of them
+SLOPES, FINE = (0.8, 1.0, 1.2, 1.4, 1.6, 1.8, 2.0), 0.1  # and the step to those next to the best of them
 MANY = 16  # ranks: for more, choices are tried on so many
 FINALISTS, AFFORDABLE = 12, 1_000_000  # of the choices that are tried so many, with no more actions together
 NO_SCORE: Score = (math.inf, math.inf, 0)
@@ -227,7 +218,7 @@ class Choice(NamedTuple):
 
     Attributes
     ----------
-    rule : how many forwards come first: "ranks" behind times slope, or those that fit into the "time" away times
+    rule : how many forwards come first: later "ranks" times slope, or those that fit into the "time" away times
         slope / 2, or "I" or "F": whatever comes of preferring these
     slope, more : the number of forwards grows by the slope, and begins with 1 + more on the last rank
     patience, prompt : see fill_waits
@@ -269,11 +260,6 @@ def zero_bubble_2p(
     Schedule
         One stage per rank.
 
-    Raises
-    ------
-    ArgumentError
-        A count or the limit is below 1, `kept` is out of range, or the costs do not fit.
-
     Examples
     --------
     >>> from mpipipe import schedules
@@ -281,7 +267,7 @@ def zero_bubble_2p(
     >>> timeline.makespan - 3 * 8, timeline.peak_activations
     (3.0, [7, 7, 7, 7])
     """
-    ranks, microbatches = at_least_one("ranks", ranks), at_least_one("microbatches", microbatches)
+    ranks, microbatches = counts(ranks=ranks, microbatches=microbatches)
     limit = 2 * ranks if memory_limit is None else checks.number("memory_limit", memory_limit)
     if not limit >= 1:
         raise ArgumentError("no schedule keeps this memory limit", found=f"memory_limit={limit}", expected="at least 1")
@@ -314,7 +300,7 @@ class _Tries:
         self.away = _away(costs, ranks)
 
     def best(self) -> list[Choice]:
-        """Try choices, and those beside the best of them; return those that end, the fastest first."""
+        """Try choices, and those next to the best of them; return those that end, the fastest first."""
         tried: dict[Choice, Score] = {}
         scores: dict[tuple[object, ...], Score] = {}  # of choices that are the same on so few ranks
 
@@ -354,7 +340,7 @@ class _Tries:
         if choice.rule == "time":
             counts = [math.floor(choice.slope / 2 * away + 1e-9) for away in self.away]
         elif choice.rule == "ranks":
-            counts = [math.ceil(choice.slope * behind - 1e-9) for behind in reversed(range(len(self.problem.own)))]
+            counts = [math.ceil(choice.slope * later - 1e-9) for later in reversed(range(len(self.problem.own)))]
         else:
             return ()
         most = max(1, int(min(self.limit, self.problem.microbatches)))
@@ -368,7 +354,7 @@ class _Tries:
 
 
 def _in_turn(forward: int, ahead: int, every: int) -> list[int]:
-    """List the tasks of a rank's F's and I's: so many F's first, then an I and an F in turn, then the I's left."""
+    """List the tasks of a rank's F's and I's: `ahead` F's first, then an I and an F in turn, then the I's left."""
     return [forward] * ahead + [forward + 1, forward] * (every - ahead) + [forward + 1] * ahead
 
 

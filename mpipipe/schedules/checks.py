@@ -29,6 +29,11 @@ def at_least_one(name: str, value: SupportsIndex) -> int:
     return count
 
 
+def counts(**values: SupportsIndex) -> list[int]:
+    """Convert several counts, by the names of their arguments."""
+    return [at_least_one(name, value) for name, value in values.items()]
+
+
 def one_per_stage(what: str, name: str, value: float | Sequence[float], stages: int) -> list[float]:
     """Convert `value`, a number or one for each stage, to a float for each; refuse others than 0 to `LARGEST`."""
     try:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from mpipipe.errors import ArgumentError, ScheduleError
 from mpipipe.schedules.action import FORWARD, INPUT_GRAD, RECOMPUTE, WEIGHT_GRAD, Action, Order, OrdersOnDemand, changed
 from mpipipe.schedules.checks import at_least_one
+from mpipipe.text import counted
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,10 @@ class Schedule:
     name: str
     placement: tuple[int, ...]
     microbatches: int
-    orders: Sequence[Order] = field(repr=False)
+    orders: Sequence[Order]
     trained_from: int = 0
     skips: tuple[Skip, ...] = ()
-    proven: bool = field(default=False, init=False, repr=False, compare=False)
+    proven: bool = field(default=False, init=False, compare=False)
 
     def __post_init__(self) -> None:
         # frozen all the way down: `check` and `fingerprint` remember their result
@@ -63,6 +64,12 @@ class Schedule:
         object.__setattr__(self, "skips", tuple(self.skips))
         if not isinstance(self.orders, OrdersOnDemand):
             object.__setattr__(self, "orders", tuple(map(tuple, self.orders)))
+
+    def __repr__(self) -> str:
+        parts = [counted(self.ranks, "rank"), counted(self.stages, "stage"), counted(self.microbatches, "micro-batch")]
+        parts += [f"trained from stage {self.trained_from}"] if self.trained_from else []
+        parts += [f"skip {name} from stage {source} to {target}" for name, source, target in self.skips]
+        return f"<Schedule {self.name}: {', '.join(parts)}>"
 
     @property
     def ranks(self) -> int:
@@ -289,7 +296,7 @@ def with_skips(schedule: Schedule, skips: Mapping[str, tuple[int, int]]) -> Sche
 
 
 def check_skips(skips: Any, stages: int) -> None:
-    """Raise ScheduleError if skips do not fit a chain of so many stages."""
+    """Raise ScheduleError if skips do not fit a chain of `stages`."""
     met = set()
     for skip in skips:
         if type(skip) is not Skip:

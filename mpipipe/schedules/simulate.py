@@ -197,7 +197,7 @@ def simulate(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> Timeline:
     for order in schedule.orders:  # made once, where they are made on demand
         orders.append(packed(order, schedule.microbatches))
         peaks.append(peak_of(schedule, order))
-    starts, ends = replay(schedule, durations, transfer, orders)
+    starts, ends = replay(schedule.placement, schedule.microbatches, durations, transfer, orders)
     makespan = max(ends)
     # A checked schedule is complete: every stage runs every micro-batch forward and, if there are backwards, back.
     backwards = () if schedule.forwards_only else durations[BACKWARD][schedule.trained_from :]

@@ -210,14 +210,14 @@ class Checkpoints:
 
     def _save(self, then: str) -> None:
         """Begin to save a checkpoint once there is room for it, also where an earlier one turns out to have failed."""
-        self._look(partial(self.saver.finish, room_for=self.progress.step), AGAIN)
+        self._look(partial(self.saver.wait, room_for=self.progress.step), AGAIN)
         self.owed = True
         with self._bearing(then):
             self.saver.save(self.progress.step, self.progress.state(self.facts), beforehand=self.reporter.sync)
 
     def finish(self, then: str = AGAIN) -> None:
         """Wait until nothing is in flight; `then` is what the training does without a checkpoint that failed."""
-        self._look(self.saver.finish, then)
+        self._look(self.saver.wait, then)
 
     def _look(self, how: Callable[[], Path | None], then: str) -> None:
         with self._bearing(then):

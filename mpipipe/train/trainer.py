@@ -157,7 +157,7 @@ class Trainer:
     def _optimize(self, lr: float) -> float | None:
         try:
             clip, scaler = self.config.clip, self.progress.scaler
-            norm = optim.begin_step(self.step_barrier, clip, scaler=scaler, lr=lr, over=self.norm).finish()
+            norm = optim.begin_step(self.step_barrier, clip, scaler=scaler, lr=lr, over=self.norm).wait()
         except NonFiniteError as error:  # the replicas have the same sums of gradients, so they raise it, too
             raise agreed_by(error, group_of(self.mesh.comm)) from None
         if norm is None:

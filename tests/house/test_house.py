@@ -25,7 +25,6 @@ EXCEPTIONS = {
     "comm/transport/nccl.py": {"recv"},  # NCCL's: it puts a kernel on a stream
     "job/inprocess.py": {"Split", "allgather", "Barrier"},  # these are its own, between threads
     "bench/pipeline.py": {"Recv", "Wait"},  # bare mpi4py, which the package is measured against
-    "bench/transport.py": {"Wait"},
 }
 # functions of cuBLAS and cublasLt, whose many arguments stand in the order of the C libraries
 BY_POSITION = {"gemmEx", "gemmStridedBatchedEx", "matmul", "matmul_algo_get_heuristic"}
@@ -72,7 +71,7 @@ def test_requests_of_mpi_have_an_owner():
     """Each non-blocking call stands inside own(...), or in the transports and notes, which own what they start."""
     starts = {"Isend", "Issend", "Irecv", "Iallgather", "Iallreduce", "Ibcast", "Ibarrier", "Idup"}
     for name, tree in sources():
-        if name in ("job/inprocess.py", "bench/pipeline.py", "bench/transport.py"):
+        if name in ("job/inprocess.py", "bench/pipeline.py"):
             continue
         owned = set()
         for node in ast.walk(tree):

@@ -21,7 +21,7 @@ from mpipipe.comm.nccl import sums
 from mpipipe.comm.nccl.sums import NcclSums
 from mpipipe.comm.transport.staged import StagedTransport
 from mpipipe.errors import MpipipeError, StageError
-from mpipipe.job.wait import wait
+from mpipipe.job.wait import wait_for
 from mpipipe.language.models import GPT
 from mpipipe.language.shard import Shard
 from mpipipe.pipeline.gradient_sums import GradientSums
@@ -235,7 +235,7 @@ def test_all_replicas_put_the_same_buckets_in_one_order_with_messages(own, mesh,
         for name in ("watch", "complete"):
             monkeypatch.setattr(GradientSums, name, partialmethod(partial(noting, getattr(GradientSums, name))))
         pipeline.step(*mine)
-        messages = pipeline.engine.plans["step"].order_keys
+        messages = pipeline.engine.plans.training.order_keys
     keys = [key for key, _ in issued]
     assert keys == sorted(keys)
     assert len(issued) == len(messages) + len(put)
@@ -339,7 +339,7 @@ def all_aborted(machine):
         def Test(self):
             return all(each._aborted or not each._underway for each in machine.communicators)
 
-    wait(Aborted(), "aborts")
+    wait_for(Aborted(), "aborts")
 
 
 @pytest.mark.parametrize("guilty", ["first", "last"])

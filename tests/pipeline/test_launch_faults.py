@@ -217,7 +217,7 @@ def test_a_rank_that_leaves_the_optimizer_out(comm, odd):
         for step in range(3):
             pipeline.launch(*mine)
             if step < 1 or comm.rank != odd % comm.size:
-                optim.begin_step(optimizer, 1.0, comm=comm).finish()
+                optim.begin_step(optimizer, 1.0, comm=comm).wait()
         raise AssertionError("the steps have ended")
 
     ends(comm, pipeline, act, "wait for each other|different calls", (MismatchError, PeerError))
@@ -230,7 +230,7 @@ def test_a_rank_that_clips_at_once_while_others_begin(comm):
         if comm.rank == 0:
             optim.clip_by_global_norm(stages, 1.0, comm)
         else:
-            optim.begin_step(optim.SGD(stages, lr=0.1), 1.0, comm=comm).finish()
+            optim.begin_step(optim.SGD(stages, lr=0.1), 1.0, comm=comm).wait()
 
 
 REPLICA_FAULTS = {

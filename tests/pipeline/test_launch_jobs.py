@@ -20,7 +20,7 @@ for step in range(5):
     if step == 3 and comm.rank == 1:
         ACT
     pending = pipeline.launch(*mine)
-    optim.begin_step(optimizer, MAX_NORM, comm=comm).finish()
+    optim.begin_step(optimizer, MAX_NORM, comm=comm).wait()
 print("end", flush=True)
 """
 

@@ -13,7 +13,7 @@ from support.small_gpt import parts_of
 
 from mpipipe import Pipeline, arrays, nn
 from mpipipe.errors import PeerError, StageError
-from mpipipe.pipeline.shortage import _covered, held_by
+from mpipipe.pipeline.diagnostics import _covered, held_by
 from mpipipe.schedules import gpipe
 from mpipipe.stages import StageAdapter
 

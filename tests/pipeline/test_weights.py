@@ -38,7 +38,7 @@ def check_steps(comm, schedule, data, seed, loss, scale=1.0, calls=("step", "lau
             for call in calls:
                 result = getattr(pipe, call)(*batch, scale=scale)
                 flats = [stage.gradients.flat.copy() for stage in stages]  # before the loss of a launch is asked for
-                result = result if call == "step" else result.result()
+                result = result if call == "step" else result.wait()
                 near(result.loss, expected[0])
                 for m, (_, (_, mask)) in enumerate(mine):
                     assert np.isnan(result.losses[m]) == (not mask.any())
@@ -103,8 +103,8 @@ def test_padded_text_of_a_tied_model_and_the_norm_of_its_gradients(comm, max_nor
             losses = []
             for _ in range(3):
                 pending = pipeline.launch(*dense.placed(schedule, group.rank, x, targets))
-                optim.begin_step(optimizer, max_norm=max_norm, comm=group).finish()
-                losses.append(pending.result().loss)
+                optim.begin_step(optimizer, max_norm=max_norm, comm=group).wait()
+                losses.append(pending.wait().loss)
         return losses, {name: stage.parameters[name].copy() for stage in stages for name in stage.parameters}
 
     alone = parts_of(comm, 1)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mpipipe import Mesh, nn
-from mpipipe.bench import plan as bench
+from mpipipe.bench import train as bench
 from mpipipe.cli.plan import check_new, make_plans, show, write
 from mpipipe.errors import ConfigError, MpipipeError
 from mpipipe.job import inprocess
@@ -345,13 +345,13 @@ def test_a_failure_on_one_rank_while_it_measures_ends_all(monkeypatch, module, n
 
 
 def test_the_benchmark_draws_plans_that_differ_and_reports(monkeypatch, capsys):
-    monkeypatch.setattr(bench, "STEPS", 1)
+    monkeypatch.setattr(bench, "PLAN_STEPS", 1)
     monkeypatch.setattr(bench.runtime, "world", lambda: here.comm)
     here = threading.local()
 
     def on_each_rank(comm):
         here.comm = comm
-        bench.run(3, 1, 0, TrainConfig.load(**SMALL, microbatches=2))
+        bench.run_plan(3, 1, 0, TrainConfig.load(**SMALL, microbatches=2))
 
     inprocess.run(2, on_each_rank)
     said = capsys.readouterr().out

@@ -16,16 +16,23 @@ A choice for one kind of device leaves the other at its default.
 from __future__ import annotations
 
 from mpipipe.attention.kernels.choose import MODULES, VARIABLE, check_choice, chosen, describe
-from mpipipe.attention.kernels.interface import AttentionAccumulator, AttentionKernel, Block, Gradients, Result, no_poll
+from mpipipe.attention.kernels.interface import (
+    AttentionAccumulator,
+    AttentionKernel,
+    Gradients,
+    KVBlock,
+    OutLse,
+    no_poll,
+)
 
 __all__ = [
     "MODULES",
     "VARIABLE",
     "AttentionAccumulator",
     "AttentionKernel",
-    "Block",
     "Gradients",
-    "Result",
+    "KVBlock",
+    "OutLse",
     "check_choice",
     "chosen",
     "describe",

@@ -17,7 +17,7 @@ from mpipipe.language.config import FROM_FOLDER, TrainConfig
 from mpipipe.language.models import GPT, huggingface, weights
 from mpipipe.language.models.fine_tuning import Architecture, FineTuning, Model
 from mpipipe.language.models.model_folder import INSIDE, ModelFolder, open_on_all
-from mpipipe.nn.lora import without_adapters
+from mpipipe.nn import without_adapters
 from mpipipe.schedules import Schedule
 
 MAY_DIFFER = ("seq", "dropout", "max_positions")  # lengths and dropout are a training's own

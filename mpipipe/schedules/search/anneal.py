@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 from mpipipe.schedules.search.problem import Ends, Orders, Problem
 
 State = TypeVar("State")
-Share = Callable[[], float]  # uses a step, and returns the share of a budget that was used up before
+Share = Callable[[], float]  # uses a step, and returns the share of a budget that is used up
 
 
 class Budget:
@@ -30,9 +30,8 @@ class Budget:
         begin = self.spent()
 
         def share() -> float:
-            spent = self.spent()
             self.used += step
-            return (spent - begin) / (end - begin) if end > begin else 1.0
+            return (self.spent() - begin) / (end - begin) if end > begin else 1.0
 
         return share
 

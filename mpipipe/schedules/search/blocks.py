@@ -4,10 +4,9 @@
     rank 0   F    f    i    W    I    w        none may overlap; at no F more activations may live than the limit
 
 An order of all actions follows from few numbers, a time for each task: each rank runs its actions by time. A change of
-one number is a change of the whole middle, which moves of single actions never find. No order is run on paper here: a
-step looks at those ranks alone whose actions it moves, and at one period of each. That is modulo scheduling (Rau 1994),
-with memory in place of registers. V-Half and V-Min are such blocks, made by hand for equal costs (Qi et al. 2024,
-arXiv:2405.15362).
+one number is a change of the whole middle, which moves of single actions never find. V-Half and V-Min are such blocks,
+made by hand for equal costs (Qi et al. 2024, arXiv:2405.15362). Two searches complement each other: `BlockSearch` runs
+no order on paper, and so tries many more blocks; `ReplayedBlockSearch` finds some where memory is tight.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from random import Random
 from typing import NamedTuple, TypeAlias
 
 from mpipipe.schedules.search.anneal import Share, anneal
-from mpipipe.schedules.search.problem import Orders, Problem
+from mpipipe.schedules.search.problem import NEVER, Orders, Problem
 
 SLACK = (0.0, 0.01, 0.03, 0.06, 0.1, 0.16, 0.25)  # shares by which a period is longer than the shortest
 HOT, COLD = 0.15, 0.004  # of the busiest rank's time: how much worse a step may be, first and last
@@ -37,11 +36,14 @@ class Block(NamedTuple):
 
 def orders_of(problem: Problem, block: Block) -> Orders:
     """Return the orders of all ranks that follow from a block."""
+    return [_order(problem, rank, block) for rank in range(len(problem.own))]
+
+
+def _order(problem: Problem, rank: int, block: Block) -> list[int]:
     starts, period = block
     count = range(problem.microbatches)
     return [
-        [task for _, task in sorted((starts[task] + k * period, task) for task in tasks for k in count)]
-        for tasks in problem.tasks
+        task for _, task in sorted((starts[task] + k * period, task) for task in problem.tasks[rank] for k in count)
     ]
 
 
@@ -51,7 +53,11 @@ def _part(share: Share, number: int, count: int) -> Share:
 
 
 class BlockSearch:
-    """The search for the block of a problem; changes come from `random`."""
+    """The search for the block of a given period: no two actions of a rank overlap, and memory suffices.
+
+    A step looks at those ranks alone whose actions it moves, and at one period of each. That is modulo scheduling
+    (Rau 1994), with memory in place of registers.
+    """
 
     def __init__(self, problem: Problem, random: Random) -> None:
         self.problem, self.random, self.busy = problem, random, problem.busy or 1.0
@@ -160,3 +166,71 @@ class BlockSearch:
         for task in self.chain:  # none comes before what it waits for
             new[task] = max(new[task], problem.earliest(task, new))
         return new
+
+
+REPLAYED_HOT, REPLAYED_COLD = 0.6, 0.02  # of the busiest rank's time: how much slower a step may be, first and last
+REPLAYED_ABOVE = 0.7  # of that time: what an activation above the limit counts
+STRETCH = 0.05  # share of changes that are of the period
+LONG = 1e3  # busy times that a standstill counts
+APART = 1e-6  # busy times between a task and the one that it waits for
+
+State: TypeAlias = "tuple[Block, Orders, float]"  # and what counts against them
+
+
+class ReplayedBlockSearch:
+    """The search for a block of any period by the time that its orders take.
+
+    What holds more than the limit of memory, or makes ranks wait for each other, counts as slower; the search may pass
+    through it.
+    """
+
+    def __init__(self, problem: Problem, random: Random) -> None:
+        self.problem, self.random, self.busy = problem, random, problem.busy or 1.0
+        self.chain = problem.chain()
+
+    def search(self, share: Share) -> Block | None:
+        """Return the block of the fastest orders within the limit, None where all were above it."""
+        block = Block(self.problem.alone(), self.busy)
+        orders = orders_of(self.problem, block)
+        first, hot, cold = self._energy(orders), self.busy * REPLAYED_HOT, self.busy * REPLAYED_COLD
+        best, least = None, NEVER
+        begin = block, orders, first
+        for (taken, found, _), energy in anneal(begin, first, self._changed, share, self.random, hot, cold):
+            if energy < least and self.problem.fits(found):
+                best, least = taken, energy
+        return best
+
+    def _energy(self, orders: Orders) -> float:
+        problem = self.problem
+        makespan, ends = problem.replay(orders)
+        if makespan == NEVER:  # less far from a schedule the more could run
+            ran = sum(map(len, ends)) / (len(ends) * problem.microbatches)
+            return LONG * self.busy * (2 - ran)
+        above = sum(max(0, problem.peak(order) - problem.limit) for order in orders)
+        return makespan + REPLAYED_ABOVE * self.busy * above
+
+    def _changed(self, state: State) -> tuple[State, float]:
+        block, orders, energy = state
+        new, rank_of = self._changed_block(block), self.problem.rank
+        moved = {rank_of[task] for task, pair in enumerate(zip(block.starts, new.starts)) if pair[0] != pair[1]}
+        every = new.period != block.period
+        trial = [
+            _order(self.problem, rank, new) if every or rank in moved else order for rank, order in enumerate(orders)
+        ]
+        if trial != orders:
+            energy = self._energy(trial)
+        return (new, trial, energy), energy
+
+    def _changed_block(self, block: Block) -> Block:
+        draw, starts = self.random, list(block.starts)
+        if draw.random() < STRETCH:
+            return Block(starts, max(self.busy, block.period * (1 + draw.gauss(0, 0.02))))
+        place = draw.randrange(len(self.chain))
+        shift = draw.gauss(0, 1) * self.busy * draw.choice((0.1, 0.3, 1.0))
+        for task in self.chain[place:] if draw.random() < SUFFIX else (self.chain[place],):
+            starts[task] += shift
+        for task in self.chain:  # none comes before what it waits for
+            before = self.problem.waits_for[task]
+            if before >= 0:
+                starts[task] = max(starts[task], starts[before] + APART * self.busy)
+        return Block(starts, block.period)

@@ -49,7 +49,7 @@ def optimum(
     """Find the fastest schedule with a split backward, by OR-Tools CP-SAT on all cores.
 
     Some ten actions per rank take less than a second, a hundred may take minutes. Costs with more than six digits
-    behind the point are rounded down for the search, so that the bound holds.
+    after the point are rounded down for the search, so that the bound holds.
 
     Parameters
     ----------

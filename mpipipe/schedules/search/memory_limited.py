@@ -202,7 +202,8 @@ class Annealing:
 
     def _time_of(self, codes: Sequence[array[int]]) -> float:
         """Return the makespan, NEVER where the ranks stand still."""
-        starts, ends = replay(self.schedule, self.seconds, self.transfer, codes)
+        placement, microbatches = self.schedule.placement, self.schedule.microbatches
+        starts, ends = replay(placement, microbatches, self.seconds, self.transfer, codes)
         return max(ends) if all(len(began) == len(order) for began, order in zip(starts, codes)) else NEVER
 
     def _changed(self, state: State) -> tuple[State, float] | None:
