@@ -14,8 +14,7 @@ from mpipipe.analysis.records import Handed, Interval, RankRecord, StepRecord, W
 from mpipipe.analysis.trace import Trace, check_places
 from mpipipe.comm.mailbox import Envelope
 from mpipipe.errors import ArgumentError
-from mpipipe.job.collect import collect
-from mpipipe.job.group import Group, group_of
+from mpipipe.job.group import Group, collect, group_of
 from mpipipe.job.requests import own
 from mpipipe.job.types import Communicator
 from mpipipe.pipeline import Pipeline, PlannedAction

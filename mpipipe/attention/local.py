@@ -16,7 +16,7 @@ from mpipipe.attention.kernels import Gradients, KVBlock, OutLse, no_poll
 from mpipipe.attention.kernels.interface import attend_once, check_arrays
 from mpipipe.attention.mask import PositionRange, Slice, document_offsets
 from mpipipe.errors import ArgumentError
-from mpipipe.nn.layers.attend import Attend
+from mpipipe.nn import Attend
 
 
 class LocalSaved(NamedTuple):

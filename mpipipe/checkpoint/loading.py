@@ -17,7 +17,7 @@ from mpipipe.checkpoint.tensor_files import DTYPES, opened
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ArgumentError
 from mpipipe.job.group import group_of
-from mpipipe.nn.write_hooks import announce_write
+from mpipipe.nn import announce_write
 from mpipipe.stages import StageAdapter
 
 OTHER_MODEL = "build the model with the sizes and the dtype that it had when the checkpoint was saved"

@@ -16,8 +16,7 @@ from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import kernels
-from mpipipe.nn.cache_blocks import rows
-from mpipipe.nn.checks import check_features, check_positive, checked_ids
+from mpipipe.nn.checks import check_features, check_positive, checked_ids, rows
 from mpipipe.nn.layers.embedding import Head
 from mpipipe.nn.layers.layer import last_leaf
 from mpipipe.nn.stage import Stage

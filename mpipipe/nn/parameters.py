@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 from mpipipe import arrays
 from mpipipe.arrays import Array, Shape
 from mpipipe.arrays.memory import ALIGNMENT
+from mpipipe.errors import ArgumentError
 from mpipipe.nn import random
 
 Draw: TypeAlias = Callable[[np.random.Generator, Shape], np.ndarray]
@@ -238,3 +240,83 @@ def memory_order(declared: Mapping[str, Parameter]) -> list[str]:
         ranks[name] = tied, not parameter.decay
         seen.add(parameter.tie or "")
     return sorted(declared, key=ranks.__getitem__)
+
+
+# -- Which parameters are frozen, and the buffers in which they lie: apart, so that `flat` is what is trained ---------
+#
+#     parameters   | trained ...        |   held   | frozen ... |
+#     gradients    | of the trained ... |
+
+
+def is_frozen(name: str, patterns: Sequence[str]) -> bool:
+    """Return whether the last pattern that fits a name freezes it: a pattern that begins with ! keeps it trained."""
+    for pattern in reversed(patterns):
+        if fnmatchcase(name, pattern.removeprefix("!")):
+            return not pattern.startswith("!")
+    return False
+
+
+def frozen_names(declared: Mapping[str, Parameter], patterns: Sequence[str]) -> set[str]:
+    """Return the names of frozen parameters; raise ArgumentError if only some places of a tied one are frozen."""
+    frozen = {name for name, parameter in declared.items() if parameter.frozen or is_frozen(name, patterns)}
+    places: dict[str, list[str]] = {}
+    for name, parameter in declared.items():
+        if parameter.tie is not None:
+            places.setdefault(parameter.tie, []).append(name)
+    for key, names in places.items():
+        if 0 < len(frozen.intersection(names)) < len(names):
+            raise partly_frozen_error(key, [name for name in names if name not in frozen])
+    return frozen
+
+
+def partly_frozen_error(key: str, trained: Collection[str]) -> ArgumentError:
+    """Make the error for a tied parameter of which only some places are frozen."""
+    return ArgumentError(
+        f"the tied parameter {key!r} is frozen in some of its places only",
+        found=f"{', '.join(trained)} is trained",
+        expected="all places frozen, or none: they are one parameter",
+        remedy="freeze both: a pattern for each place, or none for either",
+    )
+
+
+@dataclass
+class StageBuffers:
+    """The arrays of a stage: `parameters.flat` and `compute.flat` are those that are trained, `held` the frozen ones.
+
+    `compute` is what layers compute with: `parameters` itself, or a copy in a half dtype. `merged` are the sums of
+    matrices and their adapters. With `optimizer_writes` only optimizers write `compute`; `written` is whether they have
+    since the adapters were last merged.
+    """
+
+    parameters: FlatBuffer
+    gradients: FlatBuffer
+    compute: FlatBuffer
+    held: FlatBuffer
+    held_compute: FlatBuffer
+    decay_ranges: list[tuple[int, int, bool]]
+    merged: dict[str, Array] = field(default_factory=dict)
+    optimizer_writes: bool = False
+    written: bool = False
+
+    @classmethod
+    def of(
+        cls, declared: Mapping[str, Parameter], frozen: Collection[str], dtype: np.dtype, device: str, seed: int
+    ) -> StageBuffers:
+        """Make the buffers of a stage that computes in `dtype`, with initial values."""
+        wide = arrays.accumulator(dtype)
+        trained = {name: parameter for name, parameter in declared.items() if name not in frozen}
+        rest = {name: parameter for name, parameter in declared.items() if name in frozen}
+        shapes, held_shapes = ({name: p.shape for name, p in some.items()} for some in (trained, rest))
+        layout: Any = {"narrowest": dtype, "order": memory_order(trained)}
+        parameters = drawn(trained, wide, device, seed, layout)
+        gradients = FlatBuffer(shapes, wide, device, **layout)
+        held = drawn(rest, wide, device, seed, {"narrowest": dtype})
+        compute, held_compute = parameters, held
+        if wide != dtype:
+            compute = FlatBuffer(shapes, dtype, device, **layout)
+            held_compute = FlatBuffer(held_shapes, dtype, device)
+            compute.adopt(held_compute, declared)
+        decays = {name: parameter.decay for name, parameter in trained.items()}
+        ranges = decay_ranges(parameters.offsets, decays, parameters.flat.size)
+        parameters.adopt(held, declared)
+        return cls(parameters, gradients, compute, held, held_compute, ranges)

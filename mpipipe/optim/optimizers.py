@@ -13,8 +13,8 @@ import numpy as np
 from mpipipe import arrays
 from mpipipe.arrays import Array, DeviceArray, Shape
 from mpipipe.errors import ArgumentError
+from mpipipe.nn import announce_write
 from mpipipe.nn.kernels import Kernels
-from mpipipe.nn.write_hooks import announce_write
 from mpipipe.stages import StageAdapter, check_finished
 
 State: TypeAlias = dict[str, Array]  # of a stage, by kind

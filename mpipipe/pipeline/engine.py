@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpipipe.comm.mailbox import Mailbox
-from mpipipe.comm.nccl.channel import Choice, choose
+from mpipipe.comm.nccl.channel import NcclChoice, agree_on_nccl
 from mpipipe.comm.nccl.sums import NcclSums
 from mpipipe.comm.tags import Tags, neighbours
 from mpipipe.comm.transport import gpu_aware
@@ -292,14 +292,14 @@ def _count(agreement: Callable[[], Agreement | None]) -> int:
 # -- The choice of what carries the messages and sums of a pipeline: MPI, or NCCL between GPUs; the same on all ranks
 
 
-def choose_nccl(partners: Partners, pairs: Sequence[Pair]) -> Choice:
+def choose_nccl(partners: Partners, pairs: Sequence[Pair]) -> NcclChoice:
     """Return whether NCCL carries messages between `pairs` and sums; collective if there are replicas or GPUs."""
     pipe, devices = partners.pipe, partners.devices
     if partners.check:  # the host would wait for a device that waits for another rank
-        return Choice(False, False, "check mode looks at arrays on the host")
+        return NcclChoice(False, False, "check mode looks at arrays on the host")
     if partners.replicas is None and "cuda" not in devices and not settings.nccl_is_demanded():
-        return Choice(False, False, "the ranks compute on the CPU")
-    choice = choose(partners.groups, devices[pipe.rank], sum(pipe.rank in pair for pair in pairs))
+        return NcclChoice(False, False, "the ranks compute on the CPU")
+    choice = agree_on_nccl(partners.groups, devices[pipe.rank], sum(pipe.rank in pair for pair in pairs))
     if devices[pipe.rank] == "cuda" and pipe.rank == 0:
         logger.info("NCCL: %s", choice)
     return choice

@@ -29,9 +29,8 @@ from mpipipe.comm.mailbox import Mailbox
 from mpipipe.comm.nccl import sums
 from mpipipe.comm.nccl.sums import NcclSums
 from mpipipe.job.group import Group
-from mpipipe.job.types import Sum
-from mpipipe.nn import Layer, Stage
-from mpipipe.nn.write_hooks import GradientReady, gradient_ready
+from mpipipe.job.types import ReplicaSum
+from mpipipe.nn import GradientReady, Layer, Stage, gradient_ready
 from mpipipe.pipeline.plan import PlannedAction
 from mpipipe.stages import StageAdapter
 
@@ -75,7 +74,7 @@ class GradientSums:
 
     def __init__(self, replicas: Group, nccl: NcclSums | None, mailbox: Mailbox, stages: Sequence[StageAdapter]):
         self.replicas, self.nccl, self.mailbox, self.stages = replicas, nccl, mailbox, stages
-        self.underway: list[Sum] = []
+        self.underway: list[ReplicaSum] = []
         self._by_layers = [None] * len(stages) if nccl is None else self._agree(nccl)
         self._postpones = False  # whether all sums of this call start when its last message has ended
         self._postponed: list[PlannedAction] = []

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from mpipipe import arrays, nn
 from mpipipe.arrays import Array
-from mpipipe.nn.stage import Stage, accepted_input
+from mpipipe.nn import Stage, accepted_input
 from mpipipe.stages import StageAdapter
 
 logger = logging.getLogger("mpipipe")

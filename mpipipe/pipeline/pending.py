@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from mpipipe.errors import ArgumentError, MpipipeError
-from mpipipe.job import runtime
-from mpipipe.job.context import is_rank
+from mpipipe.job.context import is_rank, whoami
 from mpipipe.job.group import Group
 from mpipipe.pipeline.loss import SharedLoss
 
@@ -155,7 +154,7 @@ class PipelineState:
         self.state = "failed"
         if not is_rank():  # a process that a stage has forked must not call MPI
             return
-        text = f"{self._where()} ({runtime.whoami()}) failed: {type(error).__name__}: {error}"
+        text = f"{self._where()} ({whoami()}) failed: {type(error).__name__}: {error}"
         for group in self.groups:
             group.fail(error, text)
         self._abandon()

@@ -26,9 +26,7 @@ from mpipipe.errors import ArgumentError, MismatchError
 from mpipipe.job.group import Group
 from mpipipe.job.requests import own
 from mpipipe.job.types import Testable
-from mpipipe.nn import kernels
-from mpipipe.nn.freezing import partly_frozen_error
-from mpipipe.nn.stage import Stage
+from mpipipe.nn import Stage, kernels, partly_frozen_error
 from mpipipe.stages import StageAdapter
 
 
@@ -330,4 +328,6 @@ def _share(user: User, owner: User) -> None:
 def _end(stage: Stage) -> None:
     """Let the ranges of the optimizer end where the buffer does."""
     end = stage.parameters.flat.size
-    stage.decay_ranges = [(start, min(stop, end), decay) for start, stop, decay in stage.decay_ranges if start < end]
+    stage.buffers.decay_ranges = [
+        (start, min(stop, end), decay) for start, stop, decay in stage.decay_ranges if start < end
+    ]

@@ -140,7 +140,7 @@ class Probe:
             yield step
 
     def _watch(self, watch: Stopwatch, stage: nn.Stage, pipeline: Pipeline) -> None:
-        watch.watch("stage", stage, {name: METHODS[name] for name in METHODS if hasattr(stage, name)})
+        watch.watch("stage", stage, METHODS)
         watch.watch("loss", pipeline.engine.executor.loss, {"call": "F"})
         for place, layer in zip(self.picked, stage.layers):
             watch.watch(place, layer, METHODS)
@@ -245,16 +245,7 @@ def _parts(thing: Any) -> Iterator[Any]:
 
 
 # how containers call layers; several are the same action
-METHODS = {
-    "forward": "F",
-    "forward_sum": "F",
-    "forward_unadded": "F",
-    "backward": "B",
-    "backward_add": "B",
-    "backward_input": "I",
-    "backward_input_add": "I",
-    "backward_weight": "W",
-}
+METHODS = {"forward": "F", "_forward_unadded": "F", "backward": "B", "backward_input": "I", "backward_weight": "W"}
 
 
 class Stopwatch:
@@ -267,7 +258,8 @@ class Stopwatch:
         """Time these methods of `thing` from now on, under `name` and the word that each has in `methods`."""
         inside = [False]
         for method, word in methods.items():
-            setattr(thing, method, self._timed(getattr(thing, method), (name, word), inside))
+            if hasattr(thing, method):
+                setattr(thing, method, self._timed(getattr(thing, method), (name, word), inside))
 
     def _timed(self, call: Callable[..., Any], key: tuple[Hashable, str], inside: list[bool]) -> Callable[..., Any]:
         def timed(*arguments: Any, **named: Any) -> Any:

@@ -15,7 +15,7 @@ from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ConfigError
 from mpipipe.job.cores import oversubscribed, own_cores
 from mpipipe.job.group import group_of
-from mpipipe.nn.parameters import Parameter
+from mpipipe.nn import Parameter
 from mpipipe.pipeline import Pipeline
 from mpipipe.planning import Choice, Space
 from mpipipe.planning.layer_plan import LayerPlan

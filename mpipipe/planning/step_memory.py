@@ -19,8 +19,7 @@ import numpy as np
 
 from mpipipe import arrays, nn
 from mpipipe.arrays import Array
-from mpipipe.nn import Position
-from mpipipe.nn.freezing import is_frozen
+from mpipipe.nn import Position, is_frozen
 from mpipipe.pipeline import Loss, receive_windows
 from mpipipe.planning.layer_plan import LayerPlan
 from mpipipe.planning.memory import attentions, check_rehearsal, parameters_of

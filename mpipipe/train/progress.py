@@ -11,8 +11,7 @@ from mpipipe.checkpoint import Checkpoint
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ArgumentError
 from mpipipe.job.group import Group, group_of
-from mpipipe.nn import Stage
-from mpipipe.nn.write_hooks import announce_write
+from mpipipe.nn import Stage, announce_write
 from mpipipe.pipeline import Pipeline
 from mpipipe.train.config import TrainConfig
 from mpipipe.train.report import Record

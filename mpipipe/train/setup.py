@@ -15,7 +15,7 @@ from mpipipe.comm.mesh import Mesh, select_device
 from mpipipe.job import runtime
 from mpipipe.job.group import Group, group_of
 from mpipipe.job.types import Communicator
-from mpipipe.job.watch.membership import watching
+from mpipipe.job.watch.watchdog import watching
 from mpipipe.pipeline import Pipeline
 from mpipipe.planning.layer_plan import LayerPlan
 from mpipipe.planning.memory import check_training

@@ -16,8 +16,7 @@ from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ConfigError
 from mpipipe.job.group import Group
 from mpipipe.job.types import Communicator
-from mpipipe.nn.freezing import frozen_names
-from mpipipe.nn.parameters import Parameter
+from mpipipe.nn import Parameter, frozen_names
 from mpipipe.pipeline import Pipeline
 from mpipipe.planning.layer_plan import LayerPlan
 from mpipipe.planning.memory import parameters_of

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 
 import numpy as np
@@ -340,17 +339,6 @@ def test_rotate_uses_the_first_rows_of_a_longer_table_and_any_strides(cuda, kind
     cuda.apply_rope(x[:, :0, :, 1:], table[:0], result[:, :0])
 
 
-def test_turns_agree_with_the_host(cuda, draw):
-    kind = arrays.dtype("float64")
-    x, host = device(draw(2, 3, 1, 8), kind)
-    expected = np.empty_like(host)
-    nn.kernels.of("cpu").apply_rope(
-        host, nn.kernels.of("cpu").rope_table(np.array([3, 9, 4]), 8, 100.0, kind), expected
-    )
-    cuda.apply_rope(x, cuda.rope_table(np.array([3, 9, 4]), 8, 100.0, kind, "cuda"), x)
-    check(x, expected, kind, 4, largest(host))
-
-
 # -- embedding --------------------------------------------------------------------------------------------------------
 
 
@@ -565,13 +553,6 @@ def test_sums_of_squares_show_what_is_not_finite_and_do_not_overflow(cuda):
 
 
 # -- all of them ------------------------------------------------------------------------------------------------------
-
-
-def test_host_and_device_have_the_same_functions():
-    host, cuda = nn.kernels.of("cpu"), nn.kernels.of("cuda")
-    for name in cuda.__all__:
-        ours, theirs = (list(inspect.signature(getattr(module, name)).parameters) for module in (host, cuda))
-        assert ours == theirs, name
 
 
 def test_nothing_waits_for_the_device(cuda, gpu, draw):

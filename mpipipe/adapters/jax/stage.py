@@ -26,8 +26,7 @@ from mpipipe.adapters.trees import (
 from mpipipe.arrays import Array, Tree
 from mpipipe.arrays.trees import Branches, Structure, flatten, unflatten
 from mpipipe.errors import ArgumentError
-from mpipipe.nn import Position, kernels
-from mpipipe.nn.parameters import FlatBuffer
+from mpipipe.nn import FlatBuffer, Position, kernels
 
 KINDS = ("float64", "float32", "float16", "bfloat16", "complex128", "complex64")
 

@@ -41,8 +41,7 @@ from mpipipe.adapters.trees import (
 from mpipipe.arrays import Array, Tree
 from mpipipe.arrays.trees import Branches, flatten, unflatten
 from mpipipe.errors import ArgumentError
-from mpipipe.nn import Position
-from mpipipe.nn.parameters import FlatBuffer
+from mpipipe.nn import FlatBuffer, Position
 
 BACKWARD = "the backward of a module", "the gradient that it is given"
 

@@ -26,10 +26,7 @@ from mpipipe.language.models.huggingface.adapter import (
     save_adapter,
 )
 from mpipipe.language.models.huggingface.families import expressed
-from mpipipe.nn.freezing import frozen_names, is_frozen
-from mpipipe.nn.lora import is_adapter
-from mpipipe.nn.parameters import Parameter
-from mpipipe.nn.write_hooks import announce_write
+from mpipipe.nn import Parameter, announce_write, frozen_names, is_adapter, is_frozen
 from mpipipe.train.config import TrainConfig
 from mpipipe.train.output_folder import shared_path
 

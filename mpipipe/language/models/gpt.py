@@ -15,10 +15,8 @@ from numpy.typing import ArrayLike
 
 from mpipipe import nn
 from mpipipe.attention import Local
-from mpipipe.errors import ArgumentError
-from mpipipe.nn.layers.attend import ForwardAndBackward, as_attend
-from mpipipe.nn.parameters import Parameter
-from mpipipe.nn.rope import KINDS, RopeScaling, scaling_of
+from mpipipe.errors import ArgumentError, ConfigError
+from mpipipe.nn import ROPE_SCALINGS, ForwardAndBackward, Parameter, RopeScaling, as_attend, scaling_of
 from mpipipe.text import counted
 
 TIE = "tokens"  # key of the matrix that embedding and head share
@@ -228,10 +226,8 @@ class GPT:
         return nn.LayerNorm(self.dim, self.eps) if self.norm == "layer" else nn.RMSNorm(self.dim, self.eps)
 
     def _residual(self, layer: nn.Layer) -> nn.Layer:
-        parts: list[nn.Layer] = [self._norm(), layer]
-        if self.dropout:
-            parts.append(nn.Dropout(self.dropout))
-        return nn.Residual(nn.Sequential(parts))
+        dropout = [nn.Dropout(self.dropout)] if self.dropout else []
+        return nn.PreNormResidual(self._norm(), layer, *dropout)
 
     def costs(self) -> list[float]:
         """Count the floating-point operations of each layer's forward per token, for `schedules.partition`.
@@ -279,6 +275,7 @@ def declared_in(layers: Sequence[nn.Layer], first: int = 0) -> dict[str, Paramet
 
 SIZES = ("vocab", "dim", "layers", "heads", "kv_heads", "hidden", "seq", "head_dim")
 CHOICES = {"norm": ("rms", "layer"), "positions": ("rotary", "learned"), "feed_forward": ("swiglu", "gelu")}
+LAYERS = 4096  # transformer blocks, which is generous: cutting so many into stages takes some seconds
 NEAR = 1000  # numbers of heads that are tried for a remedy
 SWITCHES = ("qkv_bias", "out_bias", "qk_norm", "feed_forward_bias")
 
@@ -358,8 +355,8 @@ def checked_scaling(scaling: Any, base: Any) -> RopeScaling | None:
         raise _wrong("rope_base", base, "a finite number above 1")
     if isinstance(scaling, Mapping):
         return scaling_of(scaling)
-    if scaling is not None and type(scaling) not in KINDS.values():
-        expected = " or ".join(kind.__name__ for kind in KINDS.values())
+    if scaling is not None and type(scaling) not in ROPE_SCALINGS.values():
+        expected = " or ".join(kind.__name__ for kind in ROPE_SCALINGS.values())
         raise _wrong("rope_scaling", scaling, f"None or {expected} of mpipipe.nn")
     return scaling
 
@@ -374,6 +371,14 @@ def checked_windows(windows: Any, layers: int) -> tuple[int | None, ...] | None:
         if window is not None and not _is_size(window):
             raise _wrong("windows", windows, "for each layer an integer of at least 1, or None")
     return None if all(window is None for window in windows) else tuple(windows)
+
+
+def check_layers(layers: int) -> None:
+    """Raise ConfigError for more than LAYERS transformer blocks, before anything of such a size is built."""
+    if layers > LAYERS:
+        raise ConfigError(
+            "too many layers", found=f"layers = {layers:,}", expected=f"at most {LAYERS:,}", remedy="lower layers"
+        )
 
 
 def _is_size(value: object) -> bool:

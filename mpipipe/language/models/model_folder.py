@@ -41,8 +41,7 @@ from mpipipe.language.models.huggingface.adapter import (
 from mpipipe.language.models.huggingface.families import Family, expressed
 from mpipipe.language.models.huggingface.folder import INDEX, PICKLES, SINGLE
 from mpipipe.language.models.huggingface.options import CONFIG, read_json
-from mpipipe.nn.lora import is_adapter
-from mpipipe.nn.write_hooks import announce_write
+from mpipipe.nn import announce_write, is_adapter
 from mpipipe.train.output_folder import shared_path
 
 INSIDE = "huggingface"  # the folder in which a training leaves one

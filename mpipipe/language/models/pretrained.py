@@ -16,7 +16,7 @@ from mpipipe.job.types import Communicator
 from mpipipe.language.models import GPT, huggingface, weights
 from mpipipe.language.models.fine_tuning import Architecture, FineTuning, Model
 from mpipipe.language.models.model_folder import INSIDE, ModelFolder, open_on_all
-from mpipipe.nn.lora import without_adapters
+from mpipipe.nn import without_adapters
 from mpipipe.schedules import Schedule
 from mpipipe.train.config import FROM_FOLDER, TrainConfig
 

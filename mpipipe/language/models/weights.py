@@ -33,8 +33,7 @@ from mpipipe.errors import ArgumentError, NonFiniteError
 from mpipipe.job.group import group_of
 from mpipipe.language.models.fine_tuning import Model
 from mpipipe.language.models.huggingface.folder import Origin
-from mpipipe.nn.parameters import FlatBuffer
-from mpipipe.nn.write_hooks import announce_write
+from mpipipe.nn import FlatBuffer, announce_write
 from mpipipe.schedules import Schedule
 
 DESCRIPTION = "model.json"

@@ -33,7 +33,7 @@ from mpipipe.language.models.huggingface.names import parts_of
 from mpipipe.language.models.huggingface.options import Options, read_json
 from mpipipe.language.models.huggingface.reading import FLOATS
 from mpipipe.language.models.huggingface.writing import METADATA, explained
-from mpipipe.nn.layers.weight_gradients import LORA_A, LORA_B
+from mpipipe.nn import LORA_A, LORA_B
 from mpipipe.text import counted
 
 ADAPTER_CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"

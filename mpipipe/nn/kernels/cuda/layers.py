@@ -10,7 +10,7 @@ import numpy as np
 from mpipipe import arrays
 from mpipipe.arrays import DeviceArray
 from mpipipe.arrays.cuda import BLOCK, WORD, Launch, Packed, bitwise_or, grid, over, scalar_type, vector_width
-from mpipipe.arrays.gemm import gemm
+from mpipipe.arrays.products import gemm
 from mpipipe.arrays.strided import element_strides
 from mpipipe.nn.kernels.cuda.elementwise import check_alike, check_contiguous, check_ids, check_matrices
 from mpipipe.nn.rope import RopeScaling, angles
@@ -318,10 +318,8 @@ def rope_table(
     scaling: RopeScaling | None = None,
 ) -> DeviceArray:
     """Return cosine and sine (seq, head_dim / 2, 2) of the angle of each position and pair, on the device."""
-    turned = angles(positions, head_dim, base, scaling)
-    table = np.stack([np.cos(turned), np.sin(turned)], axis=-1)
-    if scaling is not None:
-        table *= scaling.amplitude
+    turned, amplitude = angles(positions, head_dim, base, scaling)
+    table = amplitude * np.stack([np.cos(turned), np.sin(turned)], axis=-1)
     return arrays.upload(table.astype(arrays.accumulator(np.dtype(dtype))))
 
 
