@@ -153,7 +153,7 @@ def attention(
     heads: int = 4,
     head_dim: int = 64,
 ) -> int:
-    """Attention kernels beside PyTorch, on several ranks a ring beside one (python -m mpipipe bench attention)."""
+    """Attention kernels next to PyTorch, on several ranks a ring next to one (python -m mpipipe bench attention)."""
     from mpipipe.bench.attention import run
 
     return _guarded(lambda: run(repeats, seq_len, ring_seq_len, heads, head_dim))

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Annotated, BinaryIO
 
-from mpipipe import files, processor, schedules
+from mpipipe import files, processor
 from mpipipe.cli.flags import Flag, Operand
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ConfigError
@@ -19,12 +19,17 @@ from mpipipe.job import runtime
 from mpipipe.job.cores import share_of_cores
 from mpipipe.job.exit import run_or_abort
 from mpipipe.job.group import group_of
-from mpipipe.language import limits
-from mpipipe.language.inference.evaluation import IN_FLIGHT
-from mpipipe.language.inference.generation import Drawn, Sampling, answers, build_decoder, check_prompts, shown
+from mpipipe.language.inference.generation import (
+    Drawn,
+    Sampling,
+    answers,
+    build_decoder,
+    check_prompts,
+    forward_plan,
+    shown,
+)
 from mpipipe.language.inference.prompts import Bytes, FolderTokenizer, Prompts, TextStream, parse_ids, read_prompts
 from mpipipe.language.models.model_folder import ModelFolder, open_on_all
-from mpipipe.planning.layer_plan import LayerPlan
 from mpipipe.train.screen import Outlet
 
 DTYPES = ("float32", "float64")
@@ -63,8 +68,9 @@ def generate(
         with group.raise_together("generate: the mesh"):
             mesh = Mesh(comm, pipe=max(1, comm.size // seq), seq=seq)
         with mesh, ExitStack() as opened:
-            plan = make_plan(folder, mesh)
             prepared, show = None, None
+            with group.raise_together("generate: the model"):
+                plan = forward_plan(folder.model, mesh.pipe.size)
             with group.raise_together("generate: the prompts"):
                 check_dtype(dtype)
                 if mesh.rank == 0:
@@ -87,16 +93,6 @@ def generate(
                 opened.close()
 
     return run_or_abort(work)
-
-
-def make_plan(folder: ModelFolder, mesh: Mesh) -> LayerPlan:
-    """Return the plan of a decoder on these ranks. All ranks raise the same error."""
-    with group_of(mesh.comm).raise_together("generate: the model"):
-        model, ranks = folder.model, mesh.pipe.size
-        microbatches = 1 if ranks == 1 else IN_FLIGHT * ranks
-        limits.check_counts(model.layers, "forward_only", ranks, 1, microbatches)
-        schedule = schedules.forward_only(ranks, 1, microbatches)
-        return LayerPlan(schedule, schedules.partition(model.costs(), schedule.stages), rows=1)
 
 
 def check_dtype(dtype: str | None) -> None:

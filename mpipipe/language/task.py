@@ -20,10 +20,10 @@ from mpipipe.job.group import Group, group_of
 from mpipipe.job.types import Communicator
 from mpipipe.language.data import DataListing, Source, Tokens, UserSource
 from mpipipe.language.data.windows import read_windows, segments, training_starts, validation_starts
-from mpipipe.language.inference.generation import build_decoder, continued
-from mpipipe.language.limits import check_decoding, check_layers, longest_text
+from mpipipe.language.inference.generation import build_decoder, check_decoding, continued, longest_text
 from mpipipe.language.models import model_folder, weights
 from mpipipe.language.models.fine_tuning import INSIDE, Architecture, FineTuning, Model, find_tuning
+from mpipipe.language.models.gpt import check_layers
 from mpipipe.language.models.pretrained import (
     PretrainedModel,
     architecture_of,
@@ -33,8 +33,7 @@ from mpipipe.language.models.pretrained import (
     find_pretrained,
     origin_of,
 )
-from mpipipe.language.packing import Packing
-from mpipipe.language.shard import Shard
+from mpipipe.language.shard import Packing, Shard
 from mpipipe.language.token_units import find_data, open_data
 from mpipipe.nn import Parameter, without_adapters
 from mpipipe.pipeline import Pipeline
