@@ -1,33 +1,16 @@
-"""The parameters of a command, which are those of its function; `Flag` and `Operand` annotate them."""
+"""The parameters of a command: those of its function, with `Option` or `Operand`, and fields of a configuration."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from mpipipe.errors import ConfigError
+from mpipipe.options import Option, kinds_of, option_of
 
 REQUIRED = inspect.Parameter.empty
-
-
-@dataclass(frozen=True)
-class Flag:
-    """A parameter that is given by name: `--seq-len 8`.
-
-    A bool whose default is False is one flag, `--quick`. Any other bool is a pair, `--tied` and `--no-tied`. A list is
-    a flag that may be repeated.
-    """
-
-    text: str = ""  # what it means, for the help
-    names: tuple[str, ...] = ()  # by default one, made of the parameter's name: `seq_len` is `--seq-len`
-    least: float | None = None
-    most: float | None = None
-    choices: tuple[str, ...] | None = None
-    metavar: str | None = None  # what stands for the value in the help
-    group: str = "options"  # heading under which the help lists it
-    empty: bool = False  # whether an empty text means something; else it is refused, as an unset variable of a shell
 
 
 @dataclass(frozen=True)
@@ -48,7 +31,7 @@ class Argument:
     kind: type  # str, int, float, bool or Path; of a list, that of its elements
     many: bool  # whether it is a list
     default: Any  # or REQUIRED
-    flag: Flag | Operand
+    flag: Option | Operand
 
 
 def parameters_of(command: Callable[..., Any]) -> list[Argument]:
@@ -61,7 +44,7 @@ def parameters_of(command: Callable[..., Any]) -> list[Argument]:
 
 
 def _parameter(entry: inspect.Parameter, hint: Any) -> Argument:
-    flag: Flag | Operand = Flag()
+    flag: Option | Operand = Option()
     if get_origin(hint) is Annotated:
         hint, flag = get_args(hint)[:2]
     parts = [part for part in get_args(hint) if part is not type(None)] if get_origin(hint) is not list else []
@@ -69,6 +52,17 @@ def _parameter(entry: inspect.Parameter, hint: Any) -> Argument:
         hint = parts[0]
     many = get_origin(hint) is list
     return Argument(entry.name, get_args(hint)[0] if many else hint, many, entry.default, flag)
+
+
+def fields_of(config: type) -> list[Argument]:
+    """Return the parameters that the fields of a configuration are, under the headings of its parts."""
+    kinds, parts = kinds_of(config), [part for part in config.__mro__ if "heading" in vars(part)]
+    parameters = []
+    for entry in fields(config):
+        heading = next(vars(part)["heading"] for part in parts if entry.name in {own.name for own in fields(part)})
+        option, kind = replace(option_of(entry), group=heading), kinds[entry.name]
+        parameters.append(Argument(entry.name, str if kind is tuple else kind, kind is tuple, entry.default, option))
+    return parameters
 
 
 # -- Numbers with commas between them, as options of several commands have them ---------------------------------------
