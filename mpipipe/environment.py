@@ -20,7 +20,6 @@ from typing import Any
 from mpipipe import __version__, arrays, processor
 from mpipipe.comm.describe import thread_level
 from mpipipe.job import runtime
-from mpipipe.job.collect import collect
 from mpipipe.job.cores import (
     cores_of,
     cores_text,
@@ -30,7 +29,7 @@ from mpipipe.job.cores import (
     own_cores,
     parse_cores,
 )
-from mpipipe.job.group import group_of
+from mpipipe.job.group import collect, group_of
 from mpipipe.job.settings import launcher_size
 from mpipipe.job.types import Communicator
 

@@ -14,11 +14,10 @@ import atexit
 import logging
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias
 
 from mpipipe import arrays
 from mpipipe.arrays import Array
@@ -29,7 +28,7 @@ from mpipipe.errors import ArgumentError, OwnerError
 from mpipipe.files import sync_folder
 from mpipipe.job.context import current_rank, is_rank
 from mpipipe.job.flight import Snapshot
-from mpipipe.job.wait import wait_locally
+from mpipipe.job.wait import ThreadTask, wait_locally
 
 logger = logging.getLogger("mpipipe")
 PATIENCE = 1.0  # seconds that a rank which gives a save up waits for its thread
@@ -37,7 +36,6 @@ THREAD = "mpipipe checkpoint"
 UNDER_WAY, ENDED, FAILED = range(3)  # the work of a rank
 _stuck: list[SaveTask] = []  # given up, by ranks of this process, while a thread could not be ended
 Written: TypeAlias = "dict[str, tensor_files.Content]"  # file -> what it holds
-Result = TypeVar("Result")
 
 
 class GivenUp(Exception):
@@ -52,56 +50,6 @@ class SaveFacts(NamedTuple):
     step: int
     state: dict[str, Any]
     optimizer_steps: int | None
-
-
-class Work(Generic[Result]):
-    """A call in a thread, which is a daemon: the end of the interpreter does not wait for it.
-
-    `error` is what ended the work, if it did not end well; `seconds` how long it took, once it has ended.
-    """
-
-    def __init__(self, call: Callable[[], Result], name: str) -> None:
-        self._call = call
-        self._ended = threading.Event()
-        self._results: list[Result] = []
-        self.error: BaseException | None = None
-        self.seconds = 0.0
-        try:
-            threading.Thread(target=self._run, name=name, daemon=True).start()
-        except RuntimeError as error:  # the system has no thread left
-            self.error = error
-            self._ended.set()
-
-    def _run(self) -> None:
-        start = time.monotonic()
-        try:
-            self._results.append(self._call())
-        except BaseException as error:  # whatever it is, all ranks are to raise it
-            self.error = error
-        finally:
-            self.seconds = time.monotonic() - start
-            self._ended.set()
-
-    @property
-    def ended(self) -> bool:
-        """Whether the work has ended, well or not."""
-        return self._ended.is_set()
-
-    @property
-    def problem(self) -> Exception | None:
-        """The error, as one that can be raised for all ranks."""
-        if self.error is None or isinstance(self.error, Exception):
-            return self.error
-        return RuntimeError(f"{type(self.error).__name__} in a thread: {self.error}")
-
-    @property
-    def result(self) -> Result:
-        """What the call returned, once it has ended well."""
-        return self._results[0]
-
-    def wait(self, seconds: float) -> bool:
-        """Wait for the end, so long at most; return whether it has come."""
-        return self._ended.wait(seconds)
 
 
 class SaveTask:
@@ -133,7 +81,7 @@ class SaveTask:
         device = any(map(arrays.is_device, share.values()))
         self._gpu = arrays.current_gpu() if device else None
         self._ready = arrays.record() if device else None  # after the step that the checkpoint is of
-        self.work: Work[Any] = Work(lambda: self._write(share), THREAD)
+        self.work: ThreadTask[Any] = ThreadTask(lambda: self._write(share), THREAD)
         current_rank().add_inspectable(self)
         atexit.register(self.give_up)  # in a program that ends without closing its saver
         if self.work.ended and self.work.error is not None:
@@ -193,7 +141,7 @@ class SaveTask:
         """On rank 0, begin to write the manifest; all files have their names, the last one after so many seconds."""
         if self.facts.rank == 0:
             self._seconds = seconds
-            self.work = Work(lambda: self._seal(written), THREAD)
+            self.work = ThreadTask(lambda: self._seal(written), THREAD)
 
     def _seal(self, written: Written) -> None:
         folder, facts = self.facts.folder, self.facts

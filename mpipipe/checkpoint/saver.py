@@ -25,8 +25,8 @@ from mpipipe.checkpoint.contents import Optimizer
 from mpipipe.checkpoint.save_task import ENDED, FAILED, SaveFacts, SaveTask, logger, wait_for_given_up
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ArgumentError, StorageError
-from mpipipe.job import runtime
 from mpipipe.job.consensus import raise_on_all
+from mpipipe.job.context import whoami
 from mpipipe.job.group import group_of
 from mpipipe.job.wait import wait_locally
 from mpipipe.optim.optimizers import duplicate_name_error
@@ -318,7 +318,7 @@ class Saver:
             if self._group.agreed_on(error) and self._group.failure is None:  # all ranks come here
                 self.wait()
             elif self.in_flight:  # others may wait for their disks, where they learn of nothing but failures
-                self._group.fail(error, f"{runtime.whoami()} failed while it saved: {type(error).__name__}: {error}")
+                self._group.fail(error, f"{whoami()} failed while it saved: {type(error).__name__}: {error}")
         except StorageError as problem:  # the error that is under way comes first
             if self.mesh.rank == 0:
                 logger.warning("mpipipe: %s", problem)

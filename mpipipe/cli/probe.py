@@ -25,7 +25,7 @@ from mpipipe.comm.transport.device import DirectTransport
 from mpipipe.job import runtime
 from mpipipe.job.exit import run_or_abort
 from mpipipe.job.types import Communicator
-from mpipipe.job.wait import wait
+from mpipipe.job.wait import wait_for
 
 LAUNCHER = "MPIPIPE_MPIEXEC"
 STARTED, WORKS, WRONG = "mpipipe probe on rank", "device memory works", "device memory arrives wrong"
@@ -162,7 +162,7 @@ def exchange(comm: Communicator) -> None:
             sent = arrays.upload(content(nbytes, comm.rank, turn))
             requests = [transport.irecv(received, left, 0, turn), transport.isend(sent, right, 0, turn)]
             for request in requests:
-                wait(request, "a neighbour in the probe")
+                wait_for(request, "a neighbour in the probe")
             wrong += not np.array_equal(arrays.download(received), content(nbytes, left, turn))
             transport.retire(received)
     transport.close()

@@ -18,12 +18,13 @@ from mpipipe.errors import ConfigError
 from mpipipe.job import inprocess, runtime
 from mpipipe.job.group import Group, group_of
 from mpipipe.job.types import Communicator
+from mpipipe.language.config import FROM_FOLDER, TrainConfig
 from mpipipe.language.data import DataListing, Source, Tokens, UserSource
 from mpipipe.language.data.windows import read_windows, segments, training_starts, validation_starts
-from mpipipe.language.inference.generation import build_decoder, continued
-from mpipipe.language.limits import check_decoding, check_layers, longest_text
+from mpipipe.language.inference.generation import build_decoder, check_decoding, continued, longest_text
 from mpipipe.language.models import model_folder, weights
 from mpipipe.language.models.fine_tuning import INSIDE, Architecture, FineTuning, Model, find_tuning
+from mpipipe.language.models.gpt import check_layers
 from mpipipe.language.models.pretrained import (
     PretrainedModel,
     architecture_of,
@@ -33,8 +34,7 @@ from mpipipe.language.models.pretrained import (
     find_pretrained,
     origin_of,
 )
-from mpipipe.language.packing import Packing
-from mpipipe.language.shard import Shard
+from mpipipe.language.shard import Packing, Shard
 from mpipipe.language.token_units import find_data, open_data
 from mpipipe.nn import Parameter, without_adapters
 from mpipipe.pipeline import Pipeline
@@ -42,7 +42,6 @@ from mpipipe.planning.layer_plan import LayerPlan
 from mpipipe.planning.memory import resident
 from mpipipe.planning.step_memory import SETTLED
 from mpipipe.text import counted
-from mpipipe.train.config import FROM_FOLDER, TrainConfig
 from mpipipe.train.planned import MemoryEstimate, estimate_memory
 from mpipipe.train.provenance import absolute
 from mpipipe.train.report import Record
@@ -118,7 +117,7 @@ def train(
 
 
 def estimate(config: TrainConfig, architecture: Architecture, ranks: int) -> MemoryEstimate:
-    """Return what a training would be on so many ranks; for one process, without MPI."""
+    """Return what a training would be on a number of ranks; for one process, without MPI."""
     process = resident() + SETTLED  # before anything is tried
 
     def work(comm: Communicator) -> MemoryEstimate:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.comm.nccl.channel import choose
+from mpipipe.comm.nccl.channel import agree_on_nccl
 from mpipipe.comm.nccl.sums import NcclRow
 from mpipipe.errors import ArgumentError, NonFiniteError
 from mpipipe.job.consensus import VALUES, Ballot, raise_on_all
@@ -86,7 +86,7 @@ class Norm:
             return
         group, what = group_of(self.comm), f"the {WHAT}"
         others = [] if replicas is None or replicas.size == 1 else [group_of(replicas)]
-        if choose([group, *others], "cpu" if gpu_of(self.stages) is None else "cuda").sums:
+        if agree_on_nccl([group, *others], "cpu" if gpu_of(self.stages) is None else "cuda").sums:
             everyone = group.gather(what, _owners(self._counted(), group.rank))
             start = sum(map(len, everyone[: group.rank]))
             self._owners = [owner for some in everyone for owner in some]

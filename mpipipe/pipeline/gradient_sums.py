@@ -8,7 +8,7 @@ layers end. That needs an `nn.Stage` with layers of this package on a GPU, and t
 replicas, which they agree on. All other sums start when the last backward of their stage has ended.
 
 In calls whose messages do not go by NCCL, while sums do, all sums start when the last message of the rank has ended. A
-message that the host moves on piece by piece might come to stand behind a sum otherwise, which waits for another rank.
+message that the host moves on piece by piece might come after a sum otherwise, which waits for another rank.
 
 Sums and messages have one order (see comm/transport/nccl.py). In it, all buckets of a stage stand where the action ends
 that completes its gradients. Buckets that are complete before this action ends come before its message. The bucket
@@ -29,7 +29,7 @@ from mpipipe.comm.mailbox import Mailbox
 from mpipipe.comm.nccl import sums
 from mpipipe.comm.nccl.sums import NcclSums
 from mpipipe.job.group import Group
-from mpipipe.job.types import Sum
+from mpipipe.job.types import ReplicaSum
 from mpipipe.nn import GradientReady, Layer, Stage, gradient_ready
 from mpipipe.pipeline.plan import PlannedAction
 from mpipipe.stages import StageAdapter
@@ -38,8 +38,6 @@ from mpipipe.stages import StageAdapter
 class LayerBuckets:
     """The buckets of a stage whose layers are known, which take their turns as its layers end.
 
-    Attributes
-    ----------
     model, ready : the stage, and which of its gradients are ready once a layer has ended
     buckets : in the order in which the layers complete them
     """
@@ -69,8 +67,6 @@ class LayerBuckets:
 class GradientSums:
     """The sums of one rank's gradients over the replicas; the constructor and `close` are collective over them.
 
-    Attributes
-    ----------
     nccl : the sums by NCCL, or None
     mailbox : whose receives come before a sum
     underway : sums that this call has started
@@ -78,7 +74,7 @@ class GradientSums:
 
     def __init__(self, replicas: Group, nccl: NcclSums | None, mailbox: Mailbox, stages: Sequence[StageAdapter]):
         self.replicas, self.nccl, self.mailbox, self.stages = replicas, nccl, mailbox, stages
-        self.underway: list[Sum] = []
+        self.underway: list[ReplicaSum] = []
         self._by_layers = [None] * len(stages) if nccl is None else self._agree(nccl)
         self._postpones = False  # whether all sums of this call start when its last message has ended
         self._postponed: list[PlannedAction] = []

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from mpipipe.errors import ArgumentError, MpipipeError
-from mpipipe.job import runtime
-from mpipipe.job.context import is_rank
+from mpipipe.job.context import is_rank, whoami
 from mpipipe.job.group import Group
 from mpipipe.pipeline.loss import SharedLoss
 
@@ -36,6 +35,15 @@ class StepResult:
 
 class PendingStep:
     """What `Pipeline.launch` returns: the step, whose loss may still be on its way to this rank.
+
+    Parameters
+    ----------
+    shared : SharedLoss
+        The losses on their way.
+    state : PipelineState
+        Of the pipeline.
+    input_grads : list or None
+        As in StepResult.
 
     Examples
     --------
@@ -99,8 +107,6 @@ class PendingStep:
 class PipelineState:
     """Whether a pipeline is "open", "closed" or "failed". Any error inside `with state:` ends it on all ranks.
 
-    Attributes
-    ----------
     name, rank : of the pipeline and of this process, for errors
     groups : ranks that must learn of a failure
     state : "open", "closed" or "failed"
@@ -148,7 +154,7 @@ class PipelineState:
         self.state = "failed"
         if not is_rank():  # a process that a stage has forked must not call MPI
             return
-        text = f"{self._where()} ({runtime.whoami()}) failed: {type(error).__name__}: {error}"
+        text = f"{self._where()} ({whoami()}) failed: {type(error).__name__}: {error}"
         for group in self.groups:
             group.fail(error, text)
         self._abandon()

@@ -26,7 +26,7 @@ from support.reference_attention import NAMES, dense
 from support.tolerance import close, within
 
 from mpipipe import arrays
-from mpipipe.arrays import gemm
+from mpipipe.arrays import products
 from mpipipe.bench import timing
 from mpipipe.bench.gpu import kernels, run, steps
 from mpipipe.bench.gpu.run import PARTS
@@ -332,7 +332,7 @@ def test_rates_are_claimed_only_where_each_rank_has_its_gpu(gpu, monkeypatch):
     monkeypatch.setattr(steps, "_rate", lambda *_: 5.0)
     monkeypatch.setattr(steps.gpu_aware, "detect", lambda comm: steps.Verdict(True, "says so"))
     monkeypatch.setattr(steps, "make_transport", lambda *_: None)
-    monkeypatch.setattr(steps, "choose", lambda groups, device, messages: SimpleNamespace(messages=False))
+    monkeypatch.setattr(steps, "agree_on_nccl", lambda groups, device, messages: SimpleNamespace(messages=False))
     monkeypatch.setattr(steps.runtime, "resolve", lambda comm: comm)
     for places, goal, turns in (((0, 0), "none", True), ((0, 1), "above 1 for large messages", False)):
         group = SimpleNamespace(gather=lambda call, mine, places=places: [("host", place) for place in places])
@@ -461,7 +461,7 @@ def test_each_product_is_measured_by_both_libraries(nvmath, monkeypatch):
     monkeypatch.delenv("MPIPIPE_PRODUCTS", raising=False)
     rows = list(kernels.measure_products(**PRODUCTS))
     assert len(rows) == 9 and all(row.value > 0 and row.peer == "cuBLAS" and row.ratio > 0 for row in rows)
-    assert len(nvmath) > 9 and "MPIPIPE_PRODUCTS" not in os.environ and not gemm._library().measured
+    assert len(nvmath) > 9 and "MPIPIPE_PRODUCTS" not in os.environ and not products._library().measured
 
 
 def test_without_nvmath_cublas_alone_is_measured(emulated_gpu, monkeypatch):

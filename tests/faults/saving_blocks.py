@@ -13,8 +13,8 @@ import os, resource, signal, sys, threading, time
 import numpy as np
 from mpipipe import nn, optim
 from mpipipe.job import runtime
-from mpipipe.language.models import GPT
-from mpipipe.train import TrainConfig, train, weights
+from mpipipe.language.models import GPT, weights
+from mpipipe.train import TrainConfig, train
 from mpipipe.language.shard import Shard
 from mpipipe.train.trainer import Trainer
 

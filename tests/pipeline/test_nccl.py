@@ -17,7 +17,7 @@ from support.small_gpt import text
 from mpipipe import Mesh, Pipeline, arrays, nn
 from mpipipe.attention import Local
 from mpipipe.errors import BackendError, MismatchError, MpipipeError, PeerError, StageError
-from mpipipe.job.wait import wait
+from mpipipe.job.wait import wait_for
 from mpipipe.language.models import GPT
 from mpipipe.schedules import from_csv, gpipe, one_f_one_b, partition
 
@@ -309,7 +309,7 @@ def all_aborted(machine):
         def Test(self):
             return all(each._aborted or not each._underway for each in machine.communicators)
 
-    wait(Aborted(), "aborts")
+    wait_for(Aborted(), "aborts")
 
 
 @pytest.mark.mpi(min_size=2)

@@ -12,7 +12,7 @@ from support import dense
 
 from mpipipe import Pipeline, nn
 from mpipipe.errors import MpipipeError, PeerError
-from mpipipe.job.wait import wait
+from mpipipe.job.wait import wait_for
 from mpipipe.pipeline.ties import TiedParameter
 from mpipipe.schedules import one_f_one_b
 
@@ -54,7 +54,7 @@ def test_an_error_in_mid_exchange_reaches_all_ranks(comm, monkeypatch, device, g
                 pipeline.step(*mine)
         assert comm.rank == guilty or isinstance(caught.value, PeerError)
         if gpu is not None:
-            wait(Aborted(gpu.machine), "aborts")
+            wait_for(Aborted(gpu.machine), "aborts")
 
 
 # of three ranks or more one has no place of the parameter, and is in its next step by then; a part is 1 MB

@@ -12,8 +12,7 @@ from mpipipe import Mesh, schedules
 from mpipipe.attention import Local
 from mpipipe.errors import ConfigError
 from mpipipe.job import inprocess
-from mpipipe.language.inference.generation import build_decoder
-from mpipipe.language.limits import check_decoding
+from mpipipe.language.inference.generation import build_decoder, check_decoding
 from mpipipe.language.models import GPT
 from mpipipe.planning import memory
 from mpipipe.planning.layer_plan import LayerPlan

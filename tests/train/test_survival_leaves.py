@@ -21,7 +21,7 @@ import json, os, signal, sys, time
 from mpipipe.checkpoint import tensor_files as tensors
 from mpipipe.job import runtime
 from mpipipe.job.exit import run_or_abort
-from mpipipe.job.context import here
+from mpipipe.job.context import current_rank
 from mpipipe.language.models import GPT
 from mpipipe.train import TrainConfig, survival, train
 from mpipipe.train.trainer import Trainer

@@ -16,14 +16,14 @@ from mpipipe.attention import Local
 from mpipipe.bench.gpu.kernels import torch_with_gpu
 from mpipipe.bench.pipeline import PingPong
 from mpipipe.bench.timing import Row, compare, normal, seconds, seconds_behind
-from mpipipe.comm.nccl.channel import choose
+from mpipipe.comm.nccl.channel import agree_on_nccl
 from mpipipe.comm.transport import gpu_aware
 from mpipipe.comm.transport.choose import make_transport
-from mpipipe.comm.transport.gpu_aware import Verdict
+from mpipipe.comm.transport.gpu_aware import GpuAwareness
 from mpipipe.job import runtime, settings
 from mpipipe.job.group import Group, group_of
 from mpipipe.job.types import Communicator
-from mpipipe.job.wait import wait
+from mpipipe.job.wait import wait_for
 from mpipipe.language.models import GPT
 
 # -- How well the executor keeps a GPU busy, with about a millisecond of work in each action ---------------------------
@@ -218,12 +218,12 @@ def measure_transport(
     comm = runtime.resolve(comm)
     group = group_of(comm)
     verdict = gpu_aware.detect(comm)
-    ways = {"staged": Verdict(False, "measured")}
+    ways = {"staged": GpuAwareness(False, "measured")}
     if verdict.direct:
         ways["direct"] = verdict
     place = socket.gethostname(), arrays.bus_id()
     shared = len(set(group.gather("bench: the GPUs", place))) < comm.size
-    by_nccl = choose([group], "cuda", messages=2).messages  # one each way
+    by_nccl = agree_on_nccl([group], "cuda", messages=2).messages  # one each way
     note = ", by processes that take turns on one GPU: no rate of the transport" if shared else ""
     for size in sizes:
         rates = {}
@@ -251,7 +251,7 @@ def _turns(size: int) -> int:
     return max(2, min(50, (1 << 26) // size))
 
 
-def _nccl_rate(comm: Communicator, group: Group, other: Verdict, size: int, repeats: int) -> float:
+def _nccl_rate(comm: Communicator, group: Group, other: GpuAwareness, size: int, repeats: int) -> float:
     """Return GB/s of messages of `size` bytes by NCCL; `other` is for what it does not take."""
     transport = make_transport(comm, 1, False, "cuda", other, group, [(0, 1), (1, 0)])
     transport.begin_call(repeated=True)  # all memory is there
@@ -263,7 +263,7 @@ def _nccl_rate(comm: Communicator, group: Group, other: Verdict, size: int, repe
     def game() -> None:
         for _ in range(count):
             for move in moves if comm.rank == 0 else moves[::-1]:
-                wait(move())
+                wait_for(move())
         arrays.stream().synchronize()
 
     (seconds,) = compare(comm, [game], repeats)

@@ -20,27 +20,26 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpipipe import arrays, nn, schedules
+from mpipipe import arrays, nn
 from mpipipe.arrays import Array
 from mpipipe.attention import kernels
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ConfigError, DataError, NonFiniteError
 from mpipipe.even_split import even_split
 from mpipipe.job.group import Group, group_of
-from mpipipe.language import data, limits
+from mpipipe.language import data
 from mpipipe.language.data import Tokens, find, glance
 from mpipipe.language.data.source import out_of_range
 from mpipipe.language.data.text_chunks import chunks_of
 from mpipipe.language.data.tokenize import Encoder
 from mpipipe.language.data.tokenizer import Tokenizer
+from mpipipe.language.inference.generation import forward_plan
 from mpipipe.language.models.model_folder import ModelFolder
 from mpipipe.language.shard import Shard
 from mpipipe.pipeline import Pipeline
-from mpipipe.planning.layer_plan import LayerPlan
 from mpipipe.text import counted
 
 TOKENS = 4096  # of a micro-batch, by default
-IN_FLIGHT = 4  # micro-batches for each rank of a pipeline: one alone leaves all ranks but one waiting
 
 
 class LossSum(NamedTuple):
@@ -199,27 +198,23 @@ def build_evaluator(
     """
     group = group_of(mesh.comm)
     with group.raise_together("evaluate: the model"):
-        model, ranks = folder.model, mesh.pipe.size
+        model = folder.model
         if length > model.seq:
             raise ConfigError(
                 "a window is longer than the model allows",
                 found=f"--seq-len {length}",
                 expected=f"at most {model.seq}, the length of its sequences",
             )
-        microbatches = 1 if ranks == 1 else IN_FLIGHT * ranks
-        limits.check_counts(model.layers, "forward_only", ranks, 1, microbatches)
-        schedule = schedules.forward_only(ranks, 1, microbatches)
-        at_once = rows or max(1, TOKENS // length)
-        plan = LayerPlan(schedule, schedules.partition(model.costs(), schedule.stages), rows=at_once)
+        plan = forward_plan(model, mesh.pipe.size, rows or max(1, TOKENS // length))
     with group.raise_together("evaluate: the shards of windows"):
         shard = Shard(mesh.seq, layout, length)
     with group.raise_together("evaluate: the stages"):
         kernels.check_choice(device)
         stages = plan.stages(mesh.pipe.rank, model.build(shard.attend, shard.positions), dtype, 0, device)
-        losses = WindowLosses(stages[-1]) if mesh.pipe.rank == schedule.placement[-1] else None
+        losses = WindowLosses(stages[-1]) if mesh.pipe.rank == plan.schedule.placement[-1] else None
     folder.load(stages, mesh)
-    pipeline = Pipeline(stages, schedule, mesh.pipe, loss=losses, replicas=mesh.replicas)
-    return _closing(pipeline, Evaluator(pipeline, losses, mesh, shard, rows=at_once, vocab=model.vocab))
+    pipeline = Pipeline(stages, plan.schedule, mesh.pipe, loss=losses, replicas=mesh.replicas)
+    return _closing(pipeline, Evaluator(pipeline, losses, mesh, shard, rows=plan.rows, vocab=model.vocab))
 
 
 @contextmanager

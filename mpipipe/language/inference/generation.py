@@ -22,18 +22,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpipipe import nn
+from mpipipe import arrays, nn, schedules
+from mpipipe.attention import Local
 from mpipipe.attention.cache import Piece, Pieces, SlotCache
 from mpipipe.comm.mesh import Mesh
-from mpipipe.errors import ArgumentError, NonFiniteError
+from mpipipe.errors import ArgumentError, ConfigError, NonFiniteError
 from mpipipe.even_split import even_split
 from mpipipe.job.consensus import raise_on_all
 from mpipipe.job.group import group_of
-from mpipipe.language import limits
 from mpipipe.language.models.fine_tuning import Model
+from mpipipe.language.models.gpt import GPT, check_layers
 from mpipipe.nn import random_key
 from mpipipe.pipeline import Pipeline
 from mpipipe.planning.layer_plan import LayerPlan
+from mpipipe.planning.memory import attentions, check_memory, parameters_of
+from mpipipe.train.training_plan import check_actions
 
 MOST = 512  # tokens of a micro-batch: its activations stay small
 LEAST = 4  # fewer tokens are not cut further: a product with few rows costs as much as one with a single row
@@ -249,7 +252,7 @@ def build_decoder(
     group = group_of(mesh.comm)
     schedule = plan.schedule.forward_only_part(plan.schedule.microbatches)
     with group.raise_together("generate: the memory of a decoder"):
-        limits.check_decoding(model, plan, mesh.pipe.rank, dtype, (slots, capacity), mesh.seq.size)
+        check_decoding(model, plan, mesh.pipe.rank, dtype, (slots, capacity), mesh.seq.size)
     pieces, held = Pieces(), list[list[Piece]]()
 
     def attend(window: int | None = None) -> SlotCache:
@@ -258,7 +261,7 @@ def build_decoder(
 
     layers = model.build(attend)
     with group.raise_together("generate: the positions"):
-        limits.check_positions(layers, capacity)
+        check_positions(layers, capacity)
     with group.raise_together("generate: the stages"):
         stages = []
         for start, stop in plan.ranges_of(mesh.pipe.rank):
@@ -268,6 +271,60 @@ def build_decoder(
     with group.raise_together("generate: the parameters"):
         load_weights([inner for stage in stages for inner in stage.inner_stages])
     return Decoder(Pipeline(stages, schedule, mesh.pipe, replicas=mesh.replicas), mesh, held, slots, capacity)
+
+
+IN_FLIGHT = 4  # micro-batches for each rank of a pipeline: one alone leaves all ranks but one waiting
+
+
+def forward_plan(model: GPT, ranks: int, rows: int = 1) -> LayerPlan:
+    """Return the cut of a model for forwards alone, with micro-batches of so many rows.
+
+    Raises ConfigError for numbers of layers and micro-batches that could not have run.
+    """
+    microbatches = 1 if ranks == 1 else IN_FLIGHT * ranks
+    check_layers(model.layers)
+    check_actions("forward_only", ranks, 1, microbatches)
+    schedule = schedules.forward_only(ranks, 1, microbatches)
+    return LayerPlan(schedule, schedules.partition(model.costs(), schedule.stages), rows)
+
+
+def longest_text(layers: Sequence[nn.Layer]) -> int | None:
+    """Return how many tokens a text may have for learned positions, None for a model without; the last is not read."""
+    tables = [layer.count for top in layers for _, layer in top.walk("") if isinstance(layer, nn.LearnedPositions)]
+    return min(tables) + 1 if tables else None
+
+
+def check_positions(layers: Sequence[nn.Layer], capacity: int) -> None:
+    """Raise ConfigError if a text of `capacity` tokens passes a learned table."""
+    longest = longest_text(layers)
+    if longest is not None and capacity > longest:
+        raise ConfigError(
+            "the text would be longer than the model's learned positions",
+            found=f"{capacity:,} tokens in all",
+            expected=f"at most {longest:,}: {longest - 1:,} positions, and one token more at the end",
+            remedy="generate fewer tokens, or give a shorter prompt",
+        )
+
+
+def check_decoding(model: Model, plan: LayerPlan, rank: int, dtype: str, caches: tuple[int, int], ranks: int) -> None:
+    """Raise ConfigError if a decoder surely exceeds this machine's memory: its parameters, and its caches.
+
+    `caches` are (sequences, positions), which lie on `ranks` ranks.
+    """
+    slots, capacity = caches
+    layers = model.build(Local())
+    own = [layers[place] for place in plan.layers_of(rank)]
+    width = sum(2 * layer.kv_heads * layer.head_dim for layer in attentions(own))
+    count, size = parameters_of(own), arrays.dtype(dtype).itemsize
+    needs = {
+        f"{count:,} parameters": 2 * count * size,  # a stage has as many gradients
+        f"keys and values of {slots} x {capacity:,} positions": slots * -(-capacity // ranks) * width * size,
+    }
+    check_memory(
+        f"generating text on pipeline rank {rank}",
+        needs,
+        "generate fewer tokens, or answers to fewer prompts at once, or use more ranks",
+    )
 
 
 # -- How the next token is drawn from the logits of a model: in float64, with ties that have one answer ---------------
@@ -347,19 +404,14 @@ def _allowed(scaled: np.ndarray, weights: np.ndarray, top_k: int, top_p: float) 
 # -- Text from a model, and how text of unknown content is shown ------------------------------------------------------
 
 
-def generate(decoder: Decoder, prompt: bytes, count: int, *, temperature: float, seed: int) -> bytes:
-    """Return `count` bytes that continue those of `prompt`, the same on every rank; collective over the decoder's mesh.
-
-    Raises, on every rank, ArgumentError for an empty prompt and a temperature that is below 0 or not finite, and
-    NonFiniteError if the model gives logits that are NaN or infinite.
-    """
-    return bytes(continued(decoder, prompt, count, 256, temperature=temperature, seed=seed))
-
-
 def continued(
     decoder: Decoder, prompt: Sequence[int], count: int, vocab: int, *, temperature: float, seed: int
 ) -> list[int]:
-    """Return token ids that continue those of `prompt`, as `generate` does for bytes; `vocab` is that of the model."""
+    """Return `count` ids that continue those of `prompt`, the same on every rank; collective over the decoder's mesh.
+
+    `vocab` is that of the model. Raises, on every rank, ArgumentError for an empty prompt and a temperature that is
+    below 0 or not finite, and NonFiniteError if the model gives logits that are NaN or infinite.
+    """
     with group_of(decoder.mesh.comm).raise_together("generate: the prompt"):
         sampling = Sampling(temperature=temperature, seed=seed)
         check_prompts([prompt], count, vocab)

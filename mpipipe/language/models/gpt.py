@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 
 from mpipipe import nn
 from mpipipe.attention import Local
-from mpipipe.errors import ArgumentError
+from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.nn import ROPE_SCALINGS, ForwardAndBackward, Parameter, RopeScaling, as_attend, scaling_of
 from mpipipe.text import counted
 
@@ -275,6 +275,7 @@ def declared_in(layers: Sequence[nn.Layer], first: int = 0) -> dict[str, Paramet
 
 SIZES = ("vocab", "dim", "layers", "heads", "kv_heads", "hidden", "seq", "head_dim")
 CHOICES = {"norm": ("rms", "layer"), "positions": ("rotary", "learned"), "feed_forward": ("swiglu", "gelu")}
+LAYERS = 4096  # transformer blocks, which is generous: cutting so many into stages takes some seconds
 NEAR = 1000  # numbers of heads that are tried for a remedy
 SWITCHES = ("qkv_bias", "out_bias", "qk_norm", "feed_forward_bias")
 
@@ -370,6 +371,14 @@ def checked_windows(windows: Any, layers: int) -> tuple[int | None, ...] | None:
         if window is not None and not _is_size(window):
             raise _wrong("windows", windows, "for each layer an integer of at least 1, or None")
     return None if all(window is None for window in windows) else tuple(windows)
+
+
+def check_layers(layers: int) -> None:
+    """Raise ConfigError for more than LAYERS transformer blocks, before anything of such a size is built."""
+    if layers > LAYERS:
+        raise ConfigError(
+            "too many layers", found=f"layers = {layers:,}", expected=f"at most {LAYERS:,}", remedy="lower layers"
+        )
 
 
 def _is_size(value: object) -> bool:

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.windows import training_batch, validation_batch
 
-from mpipipe.language.data import Array, training_batch, validation_batch
+from mpipipe.language.data import Array
 
 
 @pytest.fixture

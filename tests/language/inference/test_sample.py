@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from support.windows import generate
 
 from mpipipe import Mesh, Pipeline, nn, schedules
 from mpipipe.attention import Local
 from mpipipe.attention.cache import SlotCache
 from mpipipe.errors import ArgumentError, ConfigError, NonFiniteError
-from mpipipe.language.inference.generation import Sampling, build_decoder, draw, generate, generator, readable
+from mpipipe.language.inference.generation import Sampling, build_decoder, draw, generator, readable
 from mpipipe.language.models import GPT
 from mpipipe.planning.layer_plan import LayerPlan
 

@@ -11,12 +11,12 @@ import pytest
 from support import huggingface_reference as theirs
 from support.tolerance import close
 from support.training_tolerance import path
+from support.windows import validation_batch
 
 from mpipipe import nn
 from mpipipe.attention import Local
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.language import data
-from mpipipe.language.data import validation_batch
 from mpipipe.language.models import GPT, huggingface
 from mpipipe.language.models.model_folder import open_model
 from mpipipe.train import TrainConfig, train

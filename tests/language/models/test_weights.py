@@ -14,12 +14,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from support.tolerance import close_norm
 from support.training_tolerance import path, roundings
+from support.windows import generate, validation_batch
 
 from mpipipe import Mesh, nn, schedules
 from mpipipe.attention import Local
 from mpipipe.errors import ArgumentError, NonFiniteError
-from mpipipe.language.data import find, validation_batch
-from mpipipe.language.inference.generation import build_decoder, generate, readable
+from mpipipe.language.data import find
+from mpipipe.language.inference.generation import build_decoder, readable
 from mpipipe.language.models import GPT, weights
 from mpipipe.planning.layer_plan import LayerPlan
 from mpipipe.train import TrainConfig, train

@@ -10,7 +10,7 @@ import numpy as np
 from mpipipe import arrays
 from mpipipe.arrays import DeviceArray
 from mpipipe.arrays.cuda import BLOCK, WORD, Launch, Packed, bitwise_or, grid, over, scalar_type, vector_width
-from mpipipe.arrays.gemm import gemm
+from mpipipe.arrays.products import gemm
 from mpipipe.arrays.strided import element_strides
 from mpipipe.nn.kernels.cuda.elementwise import check_alike, check_contiguous, check_ids, check_matrices
 from mpipipe.nn.rope import RopeScaling, angles

@@ -22,7 +22,7 @@ from mpipipe.errors import ArgumentError, ConfigError, DataError, MismatchError
 from mpipipe.language import data
 from mpipipe.language.data.windows import segments, shuffled, training_starts
 from mpipipe.language.models import GPT
-from mpipipe.language.packing import PackedAttend, Packing
+from mpipipe.language.shard import PackedAttend, Packing
 from mpipipe.train import TrainConfig, train
 
 VOCAB = 37

@@ -302,10 +302,11 @@ def test_a_rank_whose_neighbour_has_died_does_not_wait_for_the_end_of_grace(laun
 import os, signal, subprocess, time
 from types import SimpleNamespace
 from mpipipe.job.stop_signals import StopSignals
-from mpipipe.job.watch.channel import Place
+from mpipipe.job.watch.channel import RankPlace
 from mpipipe.job.watch.watchdog import Watchdog
 child = subprocess.Popen(["sleep", "60"])
-places = [Place("here", os.getpid(), True, -1), Place("here", child.pid, True, -1), Place("there", 2**22 + 1, True, -1)]
+hosts = ("here", os.getpid()), ("here", child.pid), ("there", 2**22 + 1)
+places = [RankPlace(host, pid, True, -1) for host, pid in hosts]
 watchdog = Watchdog(SimpleNamespace())
 watchdog._channels = [SimpleNamespace(members=(4, 5, 6), places=places, rank=0)]
 ends = []

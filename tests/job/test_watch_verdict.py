@@ -17,7 +17,7 @@ from mpipipe.errors import HangError, PeerError
 from mpipipe.job import inprocess
 from mpipipe.job.flight import SLOTS, FlightRecorder, Message, Snapshot
 from mpipipe.job.group import Group
-from mpipipe.job.watch.channel import Dump, Place, Seen, Waits, state_of
+from mpipipe.job.watch.channel import Dump, RankPlace, Seen, Waits, state_of
 from mpipipe.job.watch.verdict import Unresponsive, judge
 
 CALL = ((0, 1), "step (call 7)")
@@ -94,7 +94,7 @@ def test_a_message_is_lost_only_where_nobody_else_is_to_blame():
 
 
 def test_what_neighbours_saw_of_a_silent_rank_is_told():
-    unresponsive = Unresponsive(2, Place("node", 77, True, -1), 6.0)
+    unresponsive = Unresponsive(2, RankPlace("node", 77, True, -1), 6.0)
     text = "rank 2 on node (process 77) is silent: it has not answered for 6 s; "
     assert verdict(
         dump(0, for_rank(2), neighbours={2: Seen("it is asleep", "")}), unresponsive=[unresponsive]
@@ -154,7 +154,7 @@ def test_a_process_that_is_stopped_is_told_from_one_that_has_died():
 def test_a_process_that_swaps_or_waits_for_a_disk_is_named_as_that(monkeypatch, status, text):
     monkeypatch.setattr(Path, "read_text", lambda path: status if path == Path("/proc/77/status") else 1 / 0)
     assert state_of(77) == text
-    unresponsive = Unresponsive(2, Place("node", 77, True, -1), 6.0)
+    unresponsive = Unresponsive(2, RankPlace("node", 77, True, -1), 6.0)
     (found,) = verdict(
         dump(0, for_rank(2), neighbours={2: Seen(state_of(77), "")}), unresponsive=[unresponsive]
     ).culprits

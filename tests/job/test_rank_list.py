@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from mpipipe.errors import ArgumentError, MismatchError
 from mpipipe.job import rank_list
+from mpipipe.job.context import PeerStatus
 from mpipipe.job.group import group_of
 from mpipipe.job.inprocess import run
-from mpipipe.job.peers import PeerStatus
 
 
 @pytest.mark.parametrize(

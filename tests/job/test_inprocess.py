@@ -55,42 +55,31 @@ def test_random_pipelines_under_random_delays_equal_the_dense_model(
     within(np.concatenate(found[0][0].input_grads), dx, allowed[2], "input gradient")
 
 
-def broken(match, job, ranks=2, **options):
-    with pytest.raises(InProcessError, match=match):
-        inprocess.run(ranks, job, **options)
-
-
 def finish(*requests):
     for request in requests:
         while not request.Test():
             pass
 
 
-def test_message_of_another_length():
-    def job(comm):
-        if comm.rank == 0:
-            finish(comm.Isend(np.zeros(3), 1, 7))
-        else:
-            finish(comm.Irecv(np.zeros(4), 0, 7))
-
-    broken("does not fit", job)
+def of_another_length(comm):
+    finish(comm.Isend(np.zeros(3), 1, 7) if comm.rank == 0 else comm.Irecv(np.zeros(4), 0, 7))
 
 
-def test_message_that_nobody_receives():
-    broken("never received", lambda comm: finish(comm.Isend(np.zeros(3), 1 - comm.rank, 7)))
-
-
-def test_receive_that_nothing_answers():
-    broken("nothing came", lambda comm: comm.Irecv(np.zeros(1), 0, 3) and None)
-
-
-def test_different_collectives():
-    broken("different collectives", lambda comm: comm.allgather(1) if comm.rank else finish(comm.Ibcast(np.zeros(1))))
-
-
-def test_tag_and_rank_out_of_range():
-    broken("tag out of range", lambda comm: comm.Isend(np.zeros(1), 0, 40_000), ranks=1)
-    broken("no such rank", lambda comm: comm.Isend(np.zeros(1), 5, 0), ranks=1)
+@pytest.mark.parametrize(
+    ("match", "job"),
+    [
+        ("does not fit", of_another_length),
+        ("never received", lambda comm: finish(comm.Isend(np.zeros(3), 1 - comm.rank, 7))),
+        ("nothing came", lambda comm: comm.Irecv(np.zeros(1), 0, 3) and None),
+        ("different collectives", lambda comm: comm.allgather(1) if comm.rank else finish(comm.Ibcast(np.zeros(1)))),
+        ("tag out of range", lambda comm: comm.Isend(np.zeros(1), 0, 40_000)),
+        ("no such rank", lambda comm: comm.Isend(np.zeros(1), 5, 0)),
+        ("no such type", lambda comm: comm.Split_type(inprocess.COMM_TYPE_SHARED + 1)),
+    ],
+)
+def test_a_broken_rule_of_message_passing_is_an_error(match, job):
+    with pytest.raises(InProcessError, match=match):
+        inprocess.run(2, job)
 
 
 def test_synchronous_send_completes_only_once_received():

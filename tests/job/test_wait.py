@@ -16,7 +16,7 @@ from mpipipe.errors import ArgumentError, MismatchError, PeerError, StallError
 from mpipipe.job import context, inprocess, settings
 from mpipipe.job import wait as waiting
 from mpipipe.job.group import Group
-from mpipipe.job.wait import wait
+from mpipipe.job.wait import wait_for
 
 NEVER = Envelope(peer=1, edge=2, microbatch=3, direction=0, header=(0, 8), data=(0, 9))
 
@@ -39,7 +39,7 @@ def test_a_note_ends_the_waiting_of_all_and_crosses_from_one_group_to_another():
             return "told"
         with pytest.raises(PeerError, match="wet paint") as caught:
             with other.failing("a test"):
-                wait(Never())
+                wait_for(Never())
         assert caught.value.reported_elsewhere
         assert other not in context.current_rank().groups
         return "heard"
@@ -60,7 +60,7 @@ def test_a_peer_that_left_is_missed_only_in_later_calls():
         group.read_messages()
         group.begin()
         with pytest.raises(PeerError, match="left the job after collective call 3"):
-            wait(Never(), group=group)
+            wait_for(Never(), group=group)
 
     with pytest.raises(inprocess.InProcessError, match="never received"):  # the note that rank 1 passes on
         inprocess.run(2, job)
@@ -86,7 +86,7 @@ def test_a_peer_that_left_after_a_failure_is_missed_by_those_who_make_a_communic
             known.leave()
             return
         with pytest.raises(PeerError, match="wet paint"):
-            wait(Never(), group=known)
+            wait_for(Never(), group=known)
         with pytest.raises(PeerError, match=r"rank 1 .* left the job"):
             Group(comm)
 
@@ -125,7 +125,7 @@ def test_a_note_reaches_whichever_thread_of_a_rank_waits(comm):
 
     def work():
         with pytest.raises(PeerError, match="wet paint"):
-            wait(Never(), group=group)
+            wait_for(Never(), group=group)
         found.append(True)
 
     if comm.size > 1:
@@ -150,7 +150,7 @@ def test_a_failure_ends_the_waits_of_all_threads_of_a_rank():
     def work():
         context.adopt(state)
         with pytest.raises(PeerError, match="wet paint"):
-            wait(Never())
+            wait_for(Never())
         heard.append(True)
 
     threads = [threading.Thread(target=work) for _ in range(2)]
@@ -169,7 +169,7 @@ def test_a_limit_names_the_message(comm, monkeypatch):
     request = comm.Irecv(box, comm.rank, 7)
     text = "the activation of micro-batch 3 over edge 2 from rank 1 .channel 0, tag 9."
     with pytest.raises(StallError, match=text):
-        wait(request, NEVER)
+        wait_for(request, NEVER)
     comm.Send(np.ones(1), comm.rank, 7)
     request.Wait()
 
@@ -337,7 +337,7 @@ def test_a_long_wait_is_warned_of_once(comm, monkeypatch, caplog):
             return self.polls > waiting.SPIN_POLLS + 100
 
     with caplog.at_level(logging.WARNING, logger="mpipipe"):
-        wait(Slow(), "a friend")
+        wait_for(Slow(), "a friend")
     assert [record.message.endswith("for a friend") for record in caplog.records] == [True]
 
 
@@ -357,7 +357,7 @@ def test_ranks_that_share_cores_sleep_longer_between_two_polls(monkeypatch):
         one.patience = 0.0
         monkeypatch.setattr(waiting, "current_rank", lambda one=one: one)
         slept.clear()
-        wait(Slow())
+        wait_for(Slow())
         assert slept == [one.pause] * 3 and one.pause == (5e-5 if ranks == 1 else 5e-4)
 
 
@@ -377,11 +377,11 @@ def test_a_wait_drives_what_asked_for_it_until_it_rests():
     context.register_progress(engine)
     context.register_progress(engine)
     context.register_progress(other)
-    wait(engine)
+    wait_for(engine)
     assert (engine.calls, other.calls) == (3, 3)
     context.unregister_progress(other)
     other.calls = 3
-    wait(other)
+    wait_for(other)
     assert (engine.calls, other.calls) == (3, 3)
 
 
@@ -401,11 +401,11 @@ def test_a_wait_drives_what_its_own_thread_uses_and_nothing_else():
 
     engine = Engine()
     context.register_progress(engine)
-    thread = threading.Thread(target=lambda: wait(Soon()))
+    thread = threading.Thread(target=lambda: wait_for(Soon()))
     thread.start()
     thread.join()
     assert engine.calls == 0
-    wait(Soon())
+    wait_for(Soon())
     context.unregister_progress(engine)
     assert engine.calls == 11
 
