@@ -117,3 +117,16 @@ def test_no_weight_gradient_makes_the_last_input_gradient_of_a_rank_late_where_t
     every = [Costs(1, 1, 0.1 * tenths, 0.2) for tenths in range(1, 20)]
     assert max(lateness(False, costs) for costs in every) > 0.1
     assert max(lateness(True, costs) for costs in every) < 1e-9
+
+
+def test_the_same_costs_make_the_same_orders_as_ever():
+    """A plan that names a schedule by its costs means the same orders in the next version, too."""
+    first, second = Costs([1, 2, 1, 1.5], [1.5, 1, 2, 1], [1, 0.5, 1, 1], 0.3), Costs([1, 2, 1, 3] * 2, 1.5, 0.5, 0.25)
+    made = [schedules.zero_bubble_2p(4, 10, first, 6), schedules.v_half(4, 10, second), schedules.v_min(4, 10, second)]
+    made.append(schedules.search(3, 8, Costs([1, 2, 1], [1, 1, 3], 1, 0.5), memory_limit=3, seconds=1000, steps=60))
+    assert [schedule.fingerprint for schedule in made] == [
+        6351574481137461765,
+        4438965160947787698,
+        521313789038503105,
+        6109822902258935520,
+    ]
