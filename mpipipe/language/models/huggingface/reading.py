@@ -163,7 +163,7 @@ def _pieces(file: TensorFile, name: str, shape: tuple[int, ...]) -> Iterator[tup
 
 
 def _compare_head(folder: Folder, embedding: np.ndarray) -> int:
-    """Raise ArgumentError unless the head that is stored next to a tied embedding is the same; return the bytes read."""
+    """Raise ArgumentError unless a head that is stored next to a tied embedding is the same; return the bytes read."""
     assert folder.spare_head is not None
     place, name = folder.spare_head
     with opened(folder.path / place) as file:
