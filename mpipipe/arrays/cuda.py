@@ -101,7 +101,7 @@ def bitwise_or(*groups: Iterable[int]) -> int:
 
 
 def grid(count: int, per_block: int) -> tuple[int]:
-    """Return the grid for `count` items, of which one block takes `per_block` at a time."""
+    """Return the grid for `count` items, where one block takes `per_block` at a time."""
     return (min(-(-count // per_block), MOST_BLOCKS),)
 
 

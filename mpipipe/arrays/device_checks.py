@@ -1,6 +1,6 @@
 """Whether a device can be used: a driver, a GPU, and what compiles and multiplies on it.
 
-CuPy's wheel brings none of the CUDA toolkit. What is missing would show at the first kernel or the first product, in
+CuPy's wheel does not bring the CUDA toolkit. What is missing would show at the first kernel or the first product, in
 the middle of a step, on the rank that comes to it first. So the first use of a GPU looks for all of it at once.
 """
 

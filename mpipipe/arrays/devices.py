@@ -115,7 +115,7 @@ def describe_gpus() -> list[str]:
 # -- Whether GPUs are NVIDIA's or AMD's, and what cannot be computed on AMD's -----------------------------------------
 #
 # CuPy answers for both under CUDA's names: on AMD's GPUs its `cuda` module calls HIP, its NVRTC is hipRTC and its
-# cuBLAS hipBLAS. What differs for this package stands here, in common.cuh and in gemm.py.
+# cuBLAS hipBLAS. What differs for this package stands here, in common.cuh and in products.py.
 
 
 AMD_UNTRIED = "AMD's GPUs are not supported yet: nothing of this package has run on one"
@@ -166,14 +166,14 @@ def _loaded(library: ModuleType) -> str:
     try:
         from cuda import pathfinder  # a dependency of CuPy's wheels; other builds may come without it
 
-        found = str(pathfinder.load_nvidia_dynamic_lib("cudart").abs_path)
+        path = str(pathfinder.load_nvidia_dynamic_lib("cudart").abs_path)
     except Exception as error:
         lines = str(error).splitlines() or [type(error).__name__]
         raise BackendError(f"{wanted} is not found ({lines[0]})", remedy="pip install nvidia-cuda-runtime") from None
-    if re.search(rf"{re.escape(wanted)}(\D|$)", found):
-        return found
+    if re.search(rf"{re.escape(wanted)}(\D|$)", path):
+        return path
     try:
         ctypes.CDLL(wanted, ctypes.RTLD_GLOBAL)
     except OSError:
-        return found
+        return path
     return wanted

@@ -30,15 +30,15 @@ def upcast_halves(
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        given: tuple[Any, ...] = args
-        dtype = given[0].dtype
+        values: tuple[Any, ...] = args
+        dtype = values[0].dtype
         if dtype.itemsize != 2:
             return function(*args, **kwargs)
         with np.errstate(over="ignore", invalid="ignore"):
-            seen = [float32_like(x) if i in written else upcast(x) for i, x in enumerate(given)]
+            seen = [float32_like(x) if i in written else upcast(x) for i, x in enumerate(values)]
             results: Any = cast(Any, function)(*seen, **kwargs)
             for i in written:
-                round_into(given[i], seen[i])
+                round_into(values[i], seen[i])
             if isinstance(results, tuple):
                 results = tuple(x.astype(dtype) if i in returned else x for i, x in enumerate(results))
             elif returned:

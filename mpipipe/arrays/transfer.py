@@ -65,8 +65,8 @@ def download(*device_arrays: Array) -> Any:
 
     The host waits for the current stream: once, unless an array has more than `PIECE_BYTES`.
     """
-    found = download_all(device_arrays)
-    return found[0] if len(found) == 1 else found
+    hosts = download_all(device_arrays)
+    return hosts[0] if len(hosts) == 1 else hosts
 
 
 def download_all(device_arrays: Sequence[Array]) -> list[np.ndarray]:

@@ -3,10 +3,10 @@
 local                 over a sequence that lies wholly on this rank
 ring  ring_pass       over a sequence that is spread over a ring; `ring_pass` is the algorithm
 ring_plan             what each rank does in a pass, how messages are packed, what the ranks agree on
-layout  mask          who holds which positions; which parts of which shards see each other
+layout  mask          who holds which positions; parts of shards that see each other
 cache  decode         few queries over many cached keys, for models that decode
 kernels/  merge       attention on one device by numpy, PyTorch, cuDNN or CuPy; partial results become one
-cost                  bytes on the wire, and when transfers hide behind computation
+cost                  bytes on the wire, and when computation hides the transfers
 
 `kernels` has a face of its own.
 """

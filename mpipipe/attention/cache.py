@@ -252,7 +252,7 @@ class SlotCache(_CausalCache):
     pieces : what the next micro-batch consists of
     slots : number of sequences at once
     capacity : largest `total` of a piece
-    comm : ranks that share the cache, each of which brings the same queries, keys and values, and gets the same result
+    comm : ranks that share the cache: they all bring the same queries, keys and values, and get the same result
     window : a query sees itself and the window - 1 positions before it
     scale : factor on the scores; default 1 / sqrt(head_dim)
     """

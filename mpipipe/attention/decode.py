@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from mpipipe.arrays import accumulator, aligned_empty, is_device
+from mpipipe.arrays import accumulator, aligned_empty, cast, is_device
 from mpipipe.attention import kernels, mask
 from mpipipe.attention.kernels import AttentionKernel, KVBlock, OutLse
-from mpipipe.attention.kernels.interface import cast, check_arrays
+from mpipipe.attention.kernels.interface import check_arrays
 from mpipipe.attention.mask import PositionRange
 from mpipipe.attention.merge import merge
 from mpipipe.errors import ArgumentError
@@ -39,7 +39,7 @@ def decode_attention(
     window: int | None = None,
     scale: float | None = None,
 ) -> np.ndarray:
-    """Attend causally from a few queries to keys and values of which each rank has a part; collective.
+    """Attend causally from a few queries to keys and values that are spread over the ranks; collective.
 
     The first call on a communicator makes a private duplicate of it, which is freed with it.
 

@@ -1,4 +1,4 @@
-"""Which parts of which shards see each other: one planner for layouts, causality, windows and packed documents.
+"""Parts of shards that see each other: one planner for layouts, causality, windows and packed documents.
 
 A shard is a few ranges of evenly spaced positions. Take a range of queries at a + d i and a range of keys at b + d j.
 Causality (no key after its query) and a window of W (the query itself and the W - 1 before it) both bound j - i:
@@ -122,7 +122,7 @@ def disjoint(ranges: Sequence[tuple[int, int]]) -> bool:
 
 
 def each_row_once(slices: Sequence[Slice], rows: int) -> bool:
-    """Whether each of so many query rows lies in exactly one slice."""
+    """Whether each of the first `rows` query rows lies in exactly one slice."""
     return covers_once([(part.q_start, part.q_stop) for part in slices], rows)
 
 

@@ -121,11 +121,12 @@ class Ring(Attend):
         self._packed: tuple[bytes, RingOptions, str] | None = None  # of the last segments by row
 
     def __repr__(self) -> str:
-        said = {name: value for name, value in self.options._asdict().items() if value is not None}
-        if "segments" in said:
-            said["segments"] = counted(len(said["segments"]), "number")
-        options = ", ".join(f"{name}={value}" for name, value in said.items())
-        return f"<Ring of {counted(self.group.size, 'rank')}, here {self.group.rank}: {options}>"
+        options = self.options
+        parts = [f"rank {self.group.rank} of {self.group.size}", "causal" if options.causal else "not causal"]
+        parts += [] if options.window is None else [f"window {options.window}"]
+        parts += [] if options.seq_len is None else [counted(options.seq_len, "position")]
+        parts += [] if options.segments is None else ["documents"]
+        return f"<Ring {options.layout}: {', '.join(parts)}>"
 
     def forward(self, q: Array, k: Array, v: Array, segments: np.ndarray | None = None) -> tuple[Array, RingSaved]:
         """Attend; collective.
@@ -206,14 +207,14 @@ class Ring(Attend):
         batch, dout = dout.shape[0], like(dout, saved.out)
         self.agreement.agree_on_backward(saved.call, dout, saved.out)
         with self.group.failing("the backward of a ring"):
-            given, result = (saved.q, saved.k, saved.v), OutLse(saved.out, saved.lse)
-            block = KVBlock(*given, saved.scale, saved.plan.slices[0], self.poll)
+            inputs, result = (saved.q, saved.k, saved.v), OutLse(saved.out, saved.lse)
+            block = KVBlock(*inputs, saved.scale, saved.plan.slices[0], self.poll)
             if saved.message is None:
                 fits = room is not None and room[0].shape == saved.q.shape
-                gradients = Gradients(*(room if room is not None and fits else map(arrays.empty_like, given)))
-                kernels.chosen(*given).backward(block, dout, result, gradients, overwrite=True)
+                gradients = Gradients(*(room if room is not None and fits else map(arrays.empty_like, inputs)))
+                kernels.chosen(*inputs).backward(block, dout, result, gradients, overwrite=True)
             else:
-                run = self._run(saved.plan, kernels.chosen(*given))
+                run = self._run(saved.plan, kernels.chosen(*inputs))
                 gradients = run.backward(block, dout, result, saved.message)
                 self.bytes_sent += run.bytes_sent
             return Gradients(*(by_rows(x, batch) for x in gradients))

@@ -24,9 +24,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from mpipipe import arrays
-from mpipipe.arrays import Array
+from mpipipe.arrays import Array, cast
 from mpipipe.attention.kernels import AttentionKernel, Gradients, KVBlock, OutLse
-from mpipipe.attention.kernels.interface import cast, strided_add, strided_copy
+from mpipipe.attention.kernels.interface import strided_add, strided_copy
 from mpipipe.attention.ring_plan import RingPlan
 from mpipipe.comm.ring_exchange import RingExchange
 
@@ -96,7 +96,7 @@ class RingPass:
         return Gradients(*(cast(x, packing.dtype) for x in (dq, dk, dv)))
 
     def _start(self, outgoing: Array, shift: int, incoming: Array) -> None:
-        """Send to the rank `shift` places ahead, and receive from the one as far behind."""
+        """Send to the rank `shift` places ahead, and receive from the one as far back."""
         dest, source = ((self.rank + places) % self.size for places in (shift, -shift))
         self.bytes_sent += outgoing.nbytes
         self.exchange.start(self.rotation, outgoing, dest, incoming, source)

@@ -80,7 +80,7 @@ def _construction_cost(build: partial[Schedule], rank: int) -> tuple[float, int]
 
 def _repeated(name: str, ranks: int, chunks: int, microbatches: int) -> None:
     start = perf_counter()
-    found = schedules.simulate_repeated(
+    timeline = schedules.simulate_repeated(
         name,
         ranks=ranks,
         chunks=chunks,
@@ -89,7 +89,7 @@ def _repeated(name: str, ranks: int, chunks: int, microbatches: int) -> None:
         links=Links(latency=5e-6, bandwidth=25e9, node_size=8),
         message_bytes=1 << 24,
     )
-    rest = f"by its repeated part: {perf_counter() - start:.2f} s, bubble {found.bubble_fraction:.4f}"
+    rest = f"by its repeated part: {perf_counter() - start:.2f} s, bubble {timeline.bubble_fraction:.4f}"
     _say(name, ranks, chunks, microbatches, rest)
 
 
@@ -149,13 +149,13 @@ def run_gaps(seconds: float, shapes: tuple[Shape, ...] = SHAPES) -> None:
     for shape in shapes:
         for name, costs in cost_sets(shape.ranks * shape.chunks):
             begin = perf_counter()
-            found = schedules.search(
+            schedule = schedules.search(
                 shape.ranks, shape.microbatches, costs, chunks=shape.chunks, memory_limit=shape.limit, seconds=seconds
             )
             took = perf_counter() - begin
-            share, makespan, bound = schedules.gap(found, costs, shape.limit)
+            share, makespan, bound = schedules.gap(schedule, costs, shape.limit)
             shares.append(share)
-            place = "on a V" if shape.chunks == 2 and found.placement[-1] == 0 else "looped"
+            place = "on a V" if shape.chunks == 2 and schedule.placement[-1] == 0 else "looped"
             show(
                 f"gaps P={shape.ranks} V={shape.chunks} M={shape.microbatches}, {shape.limit} activations, {name}:"
                 f" {share:.2%} (makespan {makespan:.6g}, bound {bound:.6g}, {place}), {took:.1f} s\n"

@@ -55,7 +55,7 @@ def report(comm: Communicator, name: str, measured: str, ratio: float | None = N
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement: a rate or a share, of which more is better unless `goal` says otherwise.
+    """One measurement: a rate or a share; more is better unless `goal` says otherwise.
 
     what : what was measured, with its sizes
     value, unit : measured here, now

@@ -135,13 +135,13 @@ def run_plan(configurations: int, repeats: int, seed: int, config: TrainConfig) 
     with Mesh(comm, pipe=comm.size) as mesh:
         measured = measured_ranks(config, TextTask(config, GPT), mesh)
         problem = measured.problem
-        found = find_plan(measured, "cpu")
-        drawn = [] if comm.rank else draw(found, problem.space, configurations, Random(seed))
+        plans = find_plan(measured, "cpu")
+        drawn = [] if comm.rank else draw(plans, problem.space, configurations, Random(seed))
         choices = group_of(comm).broadcast("bench: the plans", drawn)
         turns = measure_plans(measured, choices, repeats, Random(seed))
         if comm.rank == 0:
-            predicted = [predict(found.profile, each, problem.rows, problem.trained_layers).seconds for each in choices]
-            _report_plans(comm, found, choices, predicted, turns)
+            predicted = [predict(plans.profile, each, problem.rows, problem.trained_layers).seconds for each in choices]
+            _report_plans(comm, plans, choices, predicted, turns)
 
 
 def measure_plans(
@@ -261,10 +261,10 @@ def run_dry_run(config: TrainConfig) -> None:
             shutil.rmtree(folder, ignore_errors=True)
     if comm.rank == 0:
         before = resident()
-        found = estimate(config, GPT, comm.size)
+        memory = estimate(config, GPT, comm.size)
         for rank, measured in enumerate(grown):
-            pipe_rank = rank // (found.problem.replicas * found.problem.seq)
-            foreseen = found.ranks[pipe_rank].total - before
+            pipe_rank = rank // (memory.problem.replicas * memory.problem.seq)
+            foreseen = memory.ranks[pipe_rank].total - before
             show(
                 f"dry run, rank {rank}: foreseen {foreseen / MIB:.1f} MiB, measured {measured / MIB:.1f} MiB, "
                 f"ratio {foreseen / measured:.3f} (within 0.9 ... 1.1)\n"

@@ -315,13 +315,13 @@ def beside(row: Mapping[str, Any], gpus: Iterable[str]) -> dict[str, str]:
     """
     kinds = {next((kind for kind in GPUS if re.search(rf"\b{kind}\b", gpu)), "") for gpu in gpus}
     kind = kinds.pop() if len(kinds) == 1 else ""
-    found = next((each for each in EXPECTATIONS if each.gpu in ("", kind) and _concerns(each, row)), None)
-    if found is None or not kind:
+    entry = next((each for each in EXPECTATIONS if each.gpu in ("", kind) and _concerns(each, row)), None)
+    if entry is None or not kind:
         return {"expected": "", "verdict": ""}
-    value = row["ratio"] if found.ratio else row["peer_value"] if found.peer else row["value"]
-    span = f"{found.low:.4g}" if found.low == found.high else f"{found.low:.4g} to {found.high:.4g}"
-    what = "ratio " if found.ratio else f"{row['peer']} " if found.peer else ""
-    return {"expected": f"{what}{span} ({found.why})", "verdict": _verdict(value, found)}
+    value = row["ratio"] if entry.ratio else row["peer_value"] if entry.peer else row["value"]
+    span = f"{entry.low:.4g}" if entry.low == entry.high else f"{entry.low:.4g} to {entry.high:.4g}"
+    what = "ratio " if entry.ratio else f"{row['peer']} " if entry.peer else ""
+    return {"expected": f"{what}{span} ({entry.why})", "verdict": _verdict(value, entry)}
 
 
 def _concerns(each: Expectation, row: Mapping[str, Any]) -> bool:

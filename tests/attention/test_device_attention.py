@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
 from support.device_attention import CASES, DOCUMENTS, agrees, make, opposed, reference, through_local
 from support.reference_attention import dense
 from support.rings import refused
+from support.rings import through_ring as through_host_ring
 from support.tolerance import close, largest, within
 
 from mpipipe import arrays, attention
@@ -58,7 +60,7 @@ def test_many_tiles(gpu, monkeypatch, options, sizes, dtype):
 def test_tiles_stay_in_the_cache(gpu):
     """Scores of one tile of all problems fill TILE_BYTES, or the smallest tile where that is more."""
     q, k = (arrays.empty((2, 4096, heads, 8), np.dtype(np.float32), "cuda") for heads in (32, 4))
-    problem = cupy.Problem(q, k)
+    problem = cupy.HeadProblems(q, k)
     rows, keys = problem.tile([mask.Slice(0, 4096, 0, 4096, None, 0)], 4)
     assert rows % 8 == 0 and keys <= cupy.KEYS
     assert cupy.TILE_BYTES / 2 < 4 * problem.count * rows * keys <= cupy.TILE_BYTES
@@ -176,22 +178,7 @@ def test_two_runs_have_the_same_bits(gpu, monkeypatch):
 # -- rings
 
 
-def through_ring(comm, whole, **options):
-    """(out, lse, dq, dk, dv) of the whole sequence from device shards, and the bytes of forward and backward."""
-    options = {"layout": "zigzag", **options}
-    rows, keys = (Layout(options["layout"], comm.size, whole[at].shape[1]) for at in (0, 1))
-    layouts = rows, keys, keys, rows
-    ring = attention.Ring(comm, **options)
-    mine = [arrays.upload(layout.shard(x, comm.rank)) for layout, x in zip(layouts, whole)]
-    out, saved = ring.forward(*mine[:3])
-    sent = ring.bytes_sent
-    gradients = ring.backward(mine[3], saved)
-    out, lse, *gradients = arrays.download(out, saved.lse, *gradients)
-    parts = comm.allgather((out, lse.transpose(0, 2, 1), *gradients))
-    result = [layout.unshard(shards) for layout, shards in zip((rows, rows, rows, keys, keys), zip(*parts))]
-    result[1] = result[1].transpose(0, 2, 1)
-    return result, (sent, ring.bytes_sent - sent)
-
+through_ring = partial(through_host_ring, place=arrays.upload)
 
 RINGS = [
     (dict(), dict()),

@@ -145,6 +145,12 @@ def test_the_default_is_the_order_of_the_shards(comm, kind, said):
         within(layout.unshard(comm.allgather(out)), expected[0], expected.bounds(np.float64)[0], "out")
 
 
+def test_a_ring_says_in_a_line_what_it_is(comm):
+    ring = Ring(comm, layout=Layout("zigzag", comm.size, SEQ), window=3)
+    assert repr(ring) == f"<Ring zigzag: rank {comm.rank} of {comm.size}, causal, window 3, 23 positions>"
+    assert repr(Ring(comm, causal=False)) == f"<Ring contiguous: rank {comm.rank} of {comm.size}, not causal>"
+
+
 def test_a_layout_that_does_not_fit_is_refused(comm):
     layout = Layout("striped", comm.size, SEQ)
     mine = [layout.shard(x, comm.rank) for x in whole()]

@@ -26,7 +26,7 @@ from support.reference_attention import NAMES, dense
 from support.tolerance import close, within
 
 from mpipipe import arrays
-from mpipipe.arrays import gemm
+from mpipipe.arrays import products
 from mpipipe.bench import timing
 from mpipipe.bench.gpu import kernels, run, steps
 from mpipipe.bench.gpu.run import PARTS
@@ -461,7 +461,7 @@ def test_each_product_is_measured_by_both_libraries(nvmath, monkeypatch):
     monkeypatch.delenv("MPIPIPE_PRODUCTS", raising=False)
     rows = list(kernels.measure_products(**PRODUCTS))
     assert len(rows) == 9 and all(row.value > 0 and row.peer == "cuBLAS" and row.ratio > 0 for row in rows)
-    assert len(nvmath) > 9 and "MPIPIPE_PRODUCTS" not in os.environ and not gemm._library().measured
+    assert len(nvmath) > 9 and "MPIPIPE_PRODUCTS" not in os.environ and not products._library().measured
 
 
 def test_without_nvmath_cublas_alone_is_measured(emulated_gpu, monkeypatch):

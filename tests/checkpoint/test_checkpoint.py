@@ -168,14 +168,6 @@ class Own:
         self.parameters = {name: np.full(3, value, np.float64), "counts." + name: np.full(2, value, np.int64)}
 
 
-def test_stages_of_ones_own_are_saved_too(comm, mpi_tmp_path):
-    with Mesh(comm, pipe=comm.size) as mesh:
-        checkpoint.save(mpi_tmp_path, mesh, [Own(f"own{comm.rank}", comm.rank)], step=0)
-        stage = Own(f"own{comm.rank}", -1)
-        checkpoint.load(mpi_tmp_path, mesh, [stage])
-    assert all((array == comm.rank).all() for array in stage.parameters.values())
-
-
 def test_old_checkpoints_are_removed_and_what_is_not_ours_stays(comm, mpi_tmp_path):
     root = Path(mpi_tmp_path)
     if comm.rank == 0:

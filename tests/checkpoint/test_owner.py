@@ -102,6 +102,29 @@ def test_a_dead_owner_on_this_host_is_told_of_and_taken_over_at_once(tmp_path, c
     assert told.count("\n") == 1
 
 
+LEFT = {
+    "the number of a dead process": lambda folder: leave(folder, replace(record(), processes=((os.getpid(), "1"),))),
+    "a token that is a path": lambda folder: leave(folder, record(token="/../../evil")),
+    "by a job that died while it took over": lambda folder: (
+        leave(folder, record()),
+        (folder / f"owner.json.after-{DEAD}").write_bytes(record("e" * 16).content()),
+    ),
+    **{
+        f"cut short: {content!r}": lambda folder, content=content: (folder / "owner.json").write_bytes(content)
+        for content in (b"", b"{", b"[]", b'{"token": 1}', b"\xff" * 10)
+    },
+}
+
+
+@pytest.mark.parametrize("left", LEFT)
+def test_what_a_dead_job_has_left_is_taken_over_and_leads_nowhere_else(tmp_path, quick, left):
+    (tmp_path / "run").mkdir()
+    LEFT[left](tmp_path / "run")
+    taken(tmp_path / "run")
+    assert token_in(tmp_path / "run") == "f" * 16
+    assert os.listdir(tmp_path) == ["run"] and os.listdir(tmp_path / "run") == ["owner.json"]
+
+
 def test_an_owner_that_lives_is_waited_for_and_then_the_job_is_refused(tmp_path, capfd, quick, sleeper):
     leave(tmp_path, record(process=sleeper.pid))
     with pytest.raises(OwnerError, match="another job owns the folder") as caught:
@@ -128,12 +151,6 @@ def test_an_owner_that_leaves_meanwhile_is_followed(tmp_path, monkeypatch, sleep
     timer.start()
     taken(tmp_path)
     timer.join()
-    assert token_in(tmp_path) == "f" * 16
-
-
-def test_a_process_with_the_number_of_a_dead_one_is_not_the_owner(tmp_path):
-    leave(tmp_path, replace(record(), processes=((os.getpid(), "1"),)))
-    taken(tmp_path)
     assert token_in(tmp_path) == "f" * 16
 
 
@@ -183,27 +200,6 @@ def test_a_file_system_that_hangs_makes_no_owner_stale(tmp_path, monkeypatch):
         now[0] += owner.LOOK_SECONDS
     assert now[0] - 5000 == pytest.approx(owner.STALE_SECONDS - 50 * 0.4, abs=1.0)
     os.close(taking.descriptor)
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"token": 1}', b"\xff" * 10])
-def test_a_file_that_was_cut_short_is_taken_over_after_a_while(tmp_path, quick, content):
-    (tmp_path / "owner.json").write_bytes(content)
-    taken(tmp_path)
-    assert token_in(tmp_path) == "f" * 16 and os.listdir(tmp_path) == ["owner.json"]
-
-
-def test_a_token_that_is_a_path_leads_nowhere(tmp_path, quick):
-    (tmp_path / "run").mkdir()
-    leave(tmp_path / "run", record(token="/../../evil"))
-    taken(tmp_path / "run")
-    assert os.listdir(tmp_path) == ["run"] and os.listdir(tmp_path / "run") == ["owner.json"]
-
-
-def test_a_job_that_died_while_it_took_over_is_no_obstacle(tmp_path):
-    leave(tmp_path, record())
-    (tmp_path / f"owner.json.after-{DEAD}").write_bytes(record("e" * 16).content())
-    taken(tmp_path)
-    assert token_in(tmp_path) == "f" * 16 and os.listdir(tmp_path) == ["owner.json"]
 
 
 def test_of_many_jobs_that_take_over_at_once_one_wins(tmp_path, quick):

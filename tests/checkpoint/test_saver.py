@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from support.saved_model import trained, values
 
 from mpipipe import Mesh, Preemption, arrays, checkpoint, nn, optim
 from mpipipe.checkpoint import contents, folders, tensor_files
-from mpipipe.errors import ArgumentError, MismatchError, NonFiniteError, PeerError, StorageError
+from mpipipe.errors import ArgumentError, NonFiniteError, PeerError, StorageError
 from mpipipe.job.consensus import agreed_by
 from mpipipe.job.group import group_of
 from mpipipe.language.models import weights
@@ -46,6 +47,15 @@ def shape(comm, pipe=0, **keys):
     if comm.size % pipe:
         pytest.skip(f"needs a multiple of {pipe} ranks")
     return pipe, keys
+
+
+@contextmanager
+def saving(comm, root, pipe=1, **keys):
+    """A saver of a fresh model."""
+    with Mesh(comm, pipe=pipe) as mesh:
+        stages, optimizer = trained(mesh)
+        with checkpoint.Saver(root, mesh, stages, optimizer, **keys) as saver:
+            yield saver
 
 
 def change(stages, optimizer, steps=1):
@@ -151,30 +161,26 @@ def test_from_a_gpu_too_whose_work_comes_late(gpu, comm, mpi_tmp_path, slow_read
 
 
 def test_save_returns_before_anything_is_read_and_the_optimizer_waits_for_the_reading(comm, mpi_tmp_path, reading):
-    with Mesh(comm) as mesh:
-        stages, optimizer = trained(mesh)
-        with checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer) as saver:
-            saver.save(1)
-            assert saver.poll() is None and saver.waited == 0
-            assert not reading.opened.is_set()
-            reading.open_soon()
-            optimizer.step()
-            assert reading.opened.is_set() and saver.waited > 0
+    with saving(comm, mpi_tmp_path) as saver:
+        saver.save(1)
+        assert saver.poll() is None and saver.waited == 0
+        assert not reading.opened.is_set()
+        reading.open_soon()
+        saver.optimizer.step()
+        assert reading.opened.is_set() and saver.waited > 0
 
 
 def test_the_optimizer_does_not_wait_for_the_disk_and_poll_never_does(comm, mpi_tmp_path, forcing):
-    with Mesh(comm) as mesh:
-        stages, optimizer = trained(mesh)
-        with checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer) as saver:
-            path = saver.save(1)
-            for _ in range(3):
-                change(stages, optimizer)
-                assert saver.poll() is None
-            assert forcing.came.wait(PATIENCE) and not forcing.opened.is_set()
-            assert checkpoint.newest(mpi_tmp_path) is None and saver.in_flight
-            comm.Barrier()
-            forcing.opened.set()
-            assert saver.wait() == path == checkpoint.newest(mpi_tmp_path)
+    with saving(comm, mpi_tmp_path) as saver:
+        path = saver.save(1)
+        for _ in range(3):
+            change(saver.stages, saver.optimizer)
+            assert saver.poll() is None
+        assert forcing.came.wait(PATIENCE) and not forcing.opened.is_set()
+        assert checkpoint.newest(mpi_tmp_path) is None and saver.in_flight
+        comm.Barrier()
+        forcing.opened.set()
+        assert saver.wait() == path == checkpoint.newest(mpi_tmp_path)
 
 
 class Plain:
@@ -295,21 +301,17 @@ def test_a_rank_whose_thread_was_given_up_is_not_the_one_that_is_blamed(subcomm,
     comm = subcomm(2)
     if comm is None:
         return
-    with Mesh(comm, pipe=2) as mesh:
-        stages, optimizer = trained(mesh)
-        with checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer) as saver:
-            if comm.rank == 1:
-                monkeypatch.setattr(
-                    tensor_files, "PIECE_BYTES", 1 << 20
-                )  # it fails at once, and rank 0 is still reading
-                monkeypatch.setattr(tensor_files.files, "begin_writing", write)
-            saver.save(1)
-            if comm.rank == 1:
-                assert saver._saving.work.wait(PATIENCE)
-            comm.Barrier()
-            with pytest.raises(StorageError, match=r"rank 1: the checkpoint cannot be written: .*No space left"):
-                while saver.in_flight:
-                    saver.poll()
+    with saving(comm, mpi_tmp_path, pipe=2) as saver:
+        if comm.rank == 1:
+            monkeypatch.setattr(tensor_files, "PIECE_BYTES", 1 << 20)  # it fails at once, and rank 0 is still reading
+            monkeypatch.setattr(tensor_files.files, "begin_writing", write)
+        saver.save(1)
+        if comm.rank == 1:
+            assert saver._saving.work.wait(PATIENCE)
+        comm.Barrier()
+        with pytest.raises(StorageError, match=r"rank 1: the checkpoint cannot be written: .*No space left"):
+            while saver.in_flight:
+                saver.poll()
 
 
 def test_a_thread_that_cannot_be_started_is_an_error_on_all_ranks(comm, mpi_tmp_path, monkeypatch):
@@ -398,16 +400,14 @@ def test_a_manifest_that_cannot_be_written_takes_the_arrays_along(comm, mpi_tmp_
     def write(*arguments):
         raise OSError(30, "Read-only file system")
 
-    with Mesh(comm, pipe=comm.size) as mesh:
-        stages, optimizer = trained(mesh)
-        with checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer) as saver:
-            saver.save(1)
-            with monkeypatch.context() as patch:
-                patch.setattr("mpipipe.checkpoint.folders.write", write)
-                with pytest.raises(StorageError, match="Read-only file system"):
-                    saver.wait()
-            comm.Barrier()
-            assert names_in(mpi_tmp_path) == []
+    with saving(comm, mpi_tmp_path, pipe=comm.size) as saver:
+        saver.save(1)
+        with monkeypatch.context() as patch:
+            patch.setattr("mpipipe.checkpoint.folders.write", write)
+            with pytest.raises(StorageError, match="Read-only file system"):
+                saver.wait()
+        comm.Barrier()
+        assert names_in(mpi_tmp_path) == []
 
 
 def test_a_save_that_fails_is_told_of_once_the_one_before_it_is_whole(comm, mpi_tmp_path, monkeypatch):
@@ -447,25 +447,9 @@ def test_a_save_that_fails_is_told_of_once_the_one_before_it_is_whole(comm, mpi_
 
 def test_what_must_not_be_older_than_the_checkpoint_is_forced_to_the_disk_before_its_manifest(comm, mpi_tmp_path):
     seen = []
-    with Mesh(comm) as mesh:
-        stages, optimizer = trained(mesh)
-        with checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer) as saver:
-            saver.save(1, beforehand=lambda: seen.append(checkpoint.newest(mpi_tmp_path)))
+    with saving(comm, mpi_tmp_path) as saver:
+        saver.save(1, beforehand=lambda: seen.append(checkpoint.newest(mpi_tmp_path)))
     assert seen == ([None] if comm.rank == 0 else [])
-
-
-def test_ranks_that_save_other_steps_are_told(comm, mpi_tmp_path):
-    with Mesh(comm) as mesh:
-        stages, optimizer = trained(mesh)
-        with checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer) as saver:
-            if comm.size > 1:
-                with pytest.raises(MismatchError, match="step"):
-                    saver.save(comm.rank)
-            with pytest.raises(ArgumentError, match="not plain"):
-                saver.save(1, {"a": np.zeros(2)})
-            assert not saver.in_flight
-    with pytest.raises(ArgumentError, match="keep"):
-        checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer, keep=0)
 
 
 def test_old_checkpoints_that_cannot_be_removed_are_no_reason_to_fail(comm, mpi_tmp_path, monkeypatch, caplog):
@@ -501,12 +485,10 @@ def test_a_save_takes_as_long_as_its_slowest_rank(comm, mpi_tmp_path, monkeypatc
         return original(*arguments)
 
     monkeypatch.setattr(tensor_files, "write", write)
-    with Mesh(comm) as mesh:
-        stages, optimizer = trained(mesh)
-        with checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer) as saver:
-            saver.save(1)
-            saver.wait()
-            assert comm.rank > 0 or saver.seconds > 0.3
+    with saving(comm, mpi_tmp_path) as saver:
+        saver.save(1)
+        saver.wait()
+        assert comm.rank > 0 or saver.seconds > 0.3
 
 
 def test_a_last_save_that_fails_while_a_job_leaves_is_told_of(comm, mpi_tmp_path, monkeypatch, caplog):

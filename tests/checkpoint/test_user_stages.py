@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mpipipe import Mesh, checkpoint, nn, optim
-from mpipipe.errors import ArgumentError, ReplicaError
+from mpipipe.errors import ArgumentError
 
 
 class Counting:
@@ -78,18 +78,6 @@ def test_a_saver_waits_for_a_stage_that_its_optimizer_does_not_update(subcomm, m
         for stages, waits in (([ours], False), ([ours, other], True), ([ours, frozen][: 2 - pair.rank], False)):
             with checkpoint.Saver(mpi_tmp_path / str(len(stages)), mesh, stages, optimizer) as saver:
                 assert saver._announced is not waits
-
-
-def test_replicas_of_users_stages_are_compared(subcomm):
-    pair = subcomm(2)
-    if pair is None:
-        return
-    stage = Counting("part", 1)
-    with Mesh(pair) as mesh:
-        checkpoint.check_replicas(mesh, [stage])
-        stage.table[2] += pair.rank
-        with pytest.raises(ReplicaError, match=r"part\.table"):
-            checkpoint.check_replicas(mesh, [stage])
 
 
 def test_arrays_of_one_name_on_two_ranks_are_refused_before_anything_is_written(subcomm, mpi_tmp_path):

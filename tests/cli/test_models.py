@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from support import huggingface_reference as reference
+from support.command_line import invoke
 from support.harness import AT_LENGTH
+
+from mpipipe.job import settings
 
 BYTES = {**reference.CONFIGS["llama"], "vocab_size": 256}
 OTHER = reference.CONFIGS["gpt2"]
@@ -226,13 +229,14 @@ def test_convert_goes_there_and_back_without_mpi(mpipipe, tmp_path, source):
         np.testing.assert_array_equal(after[name], tensor.astype(np.float32))
 
 
-def test_convert_is_refused_in_one_report(mpipipe, tmp_path, source):
+@pytest.mark.parametrize(("ranks", "said"), [(None, "the option new_option of a model folder is not known"),
+                                              (("mpiexec", 2), "convert is for one process")])  # fmt: skip
+def test_convert_is_refused_in_one_report(monkeypatch, tmp_path, source, ranks, said):
+    monkeypatch.setattr(settings, "launcher_size", lambda environment: ranks)
     (source / "config.json").write_text(json.dumps({**reference.CONFIGS["llama"], "new_option": 3}))
-    job = mpipipe(0, "convert", source, tmp_path / "ours", env=WITHOUT_MPI)
-    assert job.returncode == 2 and "Traceback" not in job.stderr
-    assert f"the option new_option of a model folder is not known\n  found: new_option = 3 in {source}" in job.stderr
-    job = mpipipe(2, "convert", source, tmp_path / "ours")
-    assert job.returncode == 2 and "convert is for one process" in job.stderr
+    ended = invoke("convert", str(source), str(tmp_path / "ours"))
+    assert ended.code == 2 and said in ended.report
+    assert ranks or f"found: new_option = 3 in {source}" in ended.report
     assert not (tmp_path / "ours").exists()
 
 

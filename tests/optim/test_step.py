@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.gradients import fill
 from support.tolerance import bound, close, largest, within
 
 from mpipipe import nn, optim
@@ -45,13 +46,6 @@ def model(rank, dtype="float32", step=0):
 def draw(stage, rank, step, size=1.0):
     rng = np.random.default_rng((rank, step))
     stage.gradients.flat[...] = rng.normal(size=stage.gradients.flat.size) * 10.0 ** rng.integers(-3, 4) * size
-
-
-def fill(stages, step=0, size=1.0):
-    """Gradients that do not depend on the cut."""
-    for stage in stages:
-        for name, gradient in stage.gradients.items():
-            gradient[...] = np.random.default_rng([step, *name.encode()]).standard_normal(gradient.shape) * size
 
 
 def norm_of(stages):

@@ -84,3 +84,43 @@ def test_of_a_large_schedule_no_second_choice_is_made_where_the_first_is_as_fast
     assert made.count(40) == tries
     waits = max(end - starts[0] for starts, end in zip(timeline.starts, timeline.ends)) - 4 * 40
     assert (waits == 0) == (tries == 1)
+
+
+# -- Bubble rates of four models in the Zero Bubble paper (Qi et al. 2023, arXiv:2401.10241, appendix) -----------------
+
+
+# P, M; times of F, I, W and a message in ms; hidden size, heads; rates of 1F1B, ZB-H1, ZB-H2, ZB-1p, ZB-2p
+MODELS = {
+    "1.5B": (8, 24, (18.522, 18.086, 9.337, 0.601), (2304, 24), (0.2431, 0.1585, 0.1083, 0.1585, 0.0433)),
+    "6.2B": (8, 24, (29.718, 29.444, 19.927, 0.527), (4096, 32), (0.2347, 0.1323, 0.0698, 0.1323, 0.0029)),
+    "14.6B": (16, 48, (11.347, 11.248, 8.132, 0.377), (5120, 40), (0.2552, 0.1397, 0.0672, 0.1397, 0.0066)),
+    "28.3B": (32, 96, (10.419, 10.207, 7.715, 0.408), (6144, 48), (0.2646, 0.1421, 0.0641, 0.1421, 0.0038)),
+}
+NAMES = ("1F1B", "ZB-H1", "ZB-H2", "ZB-1p", "ZB-2p")
+
+
+# The paper's rate is 1 - M (F + I + W) / span; the span is the longest time from a rank's first action to its last. Its
+# limits count what is left of an activation after I: 32 h of 34 h + 5 a s numbers per token and layer.
+
+
+def built(name, ranks, microbatches, costs, kept):
+    if name == "1F1B":
+        return schedules.one_f_one_b(ranks, microbatches)
+    if name == "ZB-H1":
+        return schedules.zero_bubble_h1(ranks, microbatches)
+    if name == "ZB-H2":
+        return schedules.zero_bubble_2p(ranks, microbatches, costs, 2 * ranks - 1)
+    limit = ranks if name == "ZB-1p" else 2 * ranks
+    return schedules.zero_bubble_2p(ranks, microbatches, costs, limit, kept)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("model", MODELS)
+def test_the_rate_is_that_of_the_paper_or_better(model, name):
+    ranks, microbatches, times, (hidden, heads), rates = MODELS[model]
+    costs = Costs(*times)
+    kept = 32 * hidden / (34 * hidden + 5 * heads * 1024)
+    timeline = simulate(built(name, ranks, microbatches, costs, kept), costs)
+    span = max(end - starts[0] for end, starts in zip(timeline.ends, timeline.starts))
+    rate = 1 - microbatches * sum(times[:3]) / span
+    assert round(rate, 4) <= rates[NAMES.index(name)]

@@ -20,8 +20,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.arrays import DeviceArray
-from mpipipe.arrays.strided import THREADS, blocks_of, copied, strided_copy
+from mpipipe.arrays import THREADS, DeviceArray, blocks_of, copied, strided_copy
 from mpipipe.attention import mask
 from mpipipe.attention.kernels import cudnn_graph, cupy
 from mpipipe.attention.kernels.cudnn_graph import deterministic, fits, request_for

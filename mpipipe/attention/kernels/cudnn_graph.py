@@ -15,8 +15,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from mpipipe import arrays
-from mpipipe.arrays import Array, DeviceArray, Shape
-from mpipipe.arrays.strided import element_strides
+from mpipipe.arrays import Array, DeviceArray, Shape, element_strides
 from mpipipe.attention.mask import Slice
 from mpipipe.errors import BackendError
 
@@ -248,10 +247,10 @@ def prepare() -> str:
     the loader's path it takes the older one, with a line on stderr. What the user has set stays.
     """
     try:
-        found = arrays.load_cuda_runtime()
+        library_file = arrays.load_cuda_runtime()
     except BackendError as error:
         return str(error)
-    os.environ.setdefault(RUNTIME, found)
+    os.environ.setdefault(RUNTIME, library_file)
     return ""
 
 
@@ -371,16 +370,16 @@ ALONG = {"forward": ("q", "k", "v", "out", "lse"),
 
 def available() -> CudnnVerdict:
     """Whether attention by cuDNN is usable on the current GPU, which must be there; tried once in a process."""
-    found = installed()
-    return _tried(library(), arrays.current_gpu()) if found.usable else found
+    verdict = installed()
+    return _tried(library(), arrays.current_gpu()) if verdict.usable else verdict
 
 
 @lru_cache(maxsize=64)
 def _tried(_library: ModuleType, _device: int) -> CudnnVerdict:
-    found = installed()
+    verdict = installed()
     if arrays.compute_capability() < 80:
         return CudnnVerdict(
-            False, f"{found.reason} computes attention on compute capability 8.0 and newer", found.version
+            False, f"{verdict.reason} computes attention on compute capability 8.0 and newer", verdict.version
         )
     missing = ""
     try:
@@ -389,11 +388,11 @@ def _tried(_library: ModuleType, _device: int) -> CudnnVerdict:
             make_plan(request(direction))
     except Exception as error:  # the package raises classes of its own, and RuntimeError
         lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        why = f"{found.reason} is installed and makes no plan ({lines[0]}"
+        why = f"{verdict.reason} is installed and makes no plan ({lines[0]}"
         reason = f"{why}{'; ' if missing else ''}{missing}); {INSTALL}"
         warnings.warn(f"attention on the GPU is computed by slower kernels: {reason}", stacklevel=2)
-        return CudnnVerdict(False, reason, found.version)
-    return found
+        return CudnnVerdict(False, reason, verdict.version)
+    return verdict
 
 
 def request(direction: str) -> GraphRequest:

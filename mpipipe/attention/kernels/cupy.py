@@ -20,10 +20,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.arrays import Array, Shape
-from mpipipe.arrays.cuda import Launch, Packed
-from mpipipe.arrays.gemm import batched_gemm
-from mpipipe.arrays.strided import THREADS, blocks_of, element_strides, strided_copy_views
+from mpipipe.arrays import (
+    THREADS,
+    Array,
+    Launch,
+    Packed,
+    Shape,
+    batched_gemm,
+    blocks_of,
+    element_strides,
+    strided_copy_views,
+)
 from mpipipe.attention.kernels.interface import Gradients, InPlaceAccumulator, KVBlock, OutLse, gradients_from_zeros
 from mpipipe.attention.mask import Slice
 
@@ -34,7 +41,7 @@ def forward(block: KVBlock, result: OutLse, overwrite: bool) -> None:
     if not slices:
         return
     q, k, v = block.q, block.k, block.v
-    problem = Problem(q, k)
+    problem = HeadProblems(q, k)
     queries, keys, values = problem.rows_of(q), problem.keys_of(k), problem.keys_of(v)
     dtype = arrays.accumulator(q.dtype)
     row_count, key_count = problem.tile(slices, dtype.itemsize)
@@ -63,7 +70,7 @@ def backward(block: KVBlock, dout: Array, result: OutLse, gradients: Gradients, 
     """As `AttentionKernel.backward`."""
     q, k, v = block.q, block.k, block.v
     dtype = arrays.accumulator(q.dtype)
-    problem = Problem(q, k)
+    problem = HeadProblems(q, k)
     sums = Gradients(problem.like_rows(q, dtype), problem.like_keys(k, dtype), problem.like_keys(v, dtype))
     for each in sums:
         arrays.set_zero(each)
@@ -82,7 +89,7 @@ def backward(block: KVBlock, dout: Array, result: OutLse, gradients: Gradients, 
 make_accumulator, block_gradients = partial(InPlaceAccumulator, forward), partial(gradients_from_zeros, backward)
 
 
-def _backward_tiles(problem: Problem, factors: Factors, block: KVBlock, sums: Gradients) -> None:
+def _backward_tiles(problem: HeadProblems, factors: Factors, block: KVBlock, sums: Gradients) -> None:
     dout, q, k, v, _, _ = factors
     dq, dk, dv = sums
     row_count, key_count = problem.tile(block.slices, 2 * dq.itemsize)
@@ -134,7 +141,7 @@ class TilePlace(NamedTuple):
     part: Slice
     query: int
     key: int
-    problem: Problem
+    problem: HeadProblems
 
 
 class Rows(NamedTuple):
@@ -183,7 +190,7 @@ def _pack_softmax(scores: Array, weights: Array, sums: Array, _row_max: Array, _
     return Launch(kernel, (count * rows,), (threads,), numbers)
 
 
-def normalise(state: Rows, result: OutLse, problem: Problem, start: int, overwrite: bool, dtype: np.dtype) -> None:
+def normalise(state: Rows, result: OutLse, problem: HeadProblems, start: int, overwrite: bool, dtype: np.dtype) -> None:
     """Write the sums of some rows over their weights, or merge them into `result`."""
     (sums, row_max, row_sum), (out, lse) = state, result
     facts = problem.group, problem.kv_heads, start, overwrite, dtype
@@ -270,7 +277,7 @@ def row_tiles(part: Slice, queries: int, keys: int) -> Iterator[RowTile]:
         yield RowTile(start, stop, pieces or [slice(0, min(keys, all_keys))])  # rows that see nothing have a result too
 
 
-class Problem:
+class HeadProblems:
     """How (batch, seq, heads, dim) arrays become problems of rows.
 
     count : number of problems, batch * kv_heads

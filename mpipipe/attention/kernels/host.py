@@ -24,8 +24,7 @@ from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 
-from mpipipe.arrays import is_half
-from mpipipe.arrays.half_precision import float32_like, round_into, upcast
+from mpipipe.arrays import float32_like, is_half, round_into, upcast
 from mpipipe.attention.kernels.interface import Gradients, InPlaceAccumulator, KVBlock, OutLse, gradients_from_zeros
 from mpipipe.attention.mask import Slice
 from mpipipe.attention.merge import merge
@@ -79,51 +78,47 @@ KEYS = 512  # columns of one tile: a tile is 256 KiB of float32
 _SAFE = {np.dtype(np.float32): 40.0, np.dtype(np.float64): 600.0}
 
 
-@upcast_forward
-def forward(block: KVBlock, result: OutLse, overwrite: bool) -> None:
-    """As `AttentionKernel.forward`."""
-    q, k, v = block.q, block.k, block.v
-    out, lse = result
-    kv_heads = k.shape[2]
-    group = q.shape[2] // kv_heads
-    for b in range(q.shape[0]):
+def _problems(block: KVBlock) -> Iterator[tuple[Slice, int, int, slice, slice, slice]]:
+    """Yield (slice, batch entry, key head, its query heads, rows, keys) of each problem."""
+    kv_heads = block.k.shape[2]
+    group = block.q.shape[2] // kv_heads
+    for b in range(block.q.shape[0]):
         for h in range(kv_heads):
             own = slice(h * group, (h + 1) * group)
             for part in block.slices:
-                rows, keys = slice(part.q_start, part.q_stop), slice(part.k_start, part.k_stop)
-                arrays = q[b, rows, own], k[b, keys, h], v[b, keys, h]
-                found, found_lse = _forward_head(*arrays, block.scale, part, block.poll)
-                if overwrite:
-                    out[b, rows, own], lse[b, own, rows] = found, found_lse.T
-                else:
-                    merge(out[b, rows, own], lse[b, own, rows].T, found, found_lse)
+                yield part, b, h, own, slice(part.q_start, part.q_stop), slice(part.k_start, part.k_stop)
+
+
+@upcast_forward
+def forward(block: KVBlock, result: OutLse, overwrite: bool) -> None:
+    """As `AttentionKernel.forward`."""
+    (q, k, v), (out, lse) = (block.q, block.k, block.v), result
+    for part, b, h, own, rows, keys in _problems(block):
+        arrays = q[b, rows, own], k[b, keys, h], v[b, keys, h]
+        head_out, head_lse = _forward_head(*arrays, block.scale, part, block.poll)
+        if overwrite:
+            out[b, rows, own], lse[b, own, rows] = head_out, head_lse.T
+        else:
+            merge(out[b, rows, own], lse[b, own, rows].T, head_out, head_lse)
 
 
 @upcast_backward
 def backward(block: KVBlock, dout: np.ndarray, result: OutLse, gradients: Gradients, overwrite: bool = False) -> None:
     """As `AttentionKernel.backward`."""
-    q, k, v = block.q, block.k, block.v
-    out, lse = result
-    dq, dk, dv = gradients
+    (q, k, v), (out, lse), (dq, dk, dv) = (block.q, block.k, block.v), result, gradients
     if overwrite:
         for gradient in gradients:
             gradient.fill(0)
-    kv_heads = k.shape[2]
-    group = q.shape[2] // kv_heads
-    for b in range(q.shape[0]):
-        for h in range(kv_heads):
-            own = slice(h * group, (h + 1) * group)
-            for part in block.slices:
-                rows, keys = slice(part.q_start, part.q_stop), slice(part.k_start, part.k_stop)
-                delta = np.vecdot(dout[b, rows, own], out[b, rows, own])
-                factors = _Factors(
-                    _with_column(q[b, rows, own], block.scale, _hidden_if_empty(lse[b, own, rows]).T),
-                    _with_column(dout[b, rows, own], 1, -delta),
-                    _with_column(k[b, keys, h, None], 1, 1),
-                    _with_column(v[b, keys, h, None], 1, 1),
-                )
-                head = Gradients(dq[b, rows, own], dk[b, keys, h], dv[b, keys, h])
-                _backward_head(factors, part, block.scale, head, block.poll)
+    for part, b, h, own, rows, keys in _problems(block):
+        delta = np.vecdot(dout[b, rows, own], out[b, rows, own])
+        factors = _Factors(
+            _with_column(q[b, rows, own], block.scale, _hidden_if_empty(lse[b, own, rows]).T),
+            _with_column(dout[b, rows, own], 1, -delta),
+            _with_column(k[b, keys, h, None], 1, 1),
+            _with_column(v[b, keys, h, None], 1, 1),
+        )
+        head = Gradients(dq[b, rows, own], dk[b, keys, h], dv[b, keys, h])
+        _backward_head(factors, part, block.scale, head, block.poll)
 
 
 make_accumulator, block_gradients = partial(InPlaceAccumulator, forward), partial(gradients_from_zeros, backward)

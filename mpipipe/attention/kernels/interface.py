@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.arrays import Array, is_device, strided
+from mpipipe.arrays import Array, is_device
 from mpipipe.attention.mask import Slice, each_row_once
 from mpipipe.errors import ArgumentError
 
@@ -154,7 +154,7 @@ def empty_result(q: Array, v: Array, dtype: np.dtype) -> OutLse:
     """The result over no keys at all: zeros in `dtype`, and -inf."""
     result = uninitialised_result(q, v, dtype)
     arrays.set_zero(result.out)
-    fill(result.lse, -np.inf)
+    arrays.fill(result.lse, -np.inf)
     return result
 
 
@@ -173,7 +173,7 @@ class InPlaceAccumulator:
 
     def end(self) -> OutLse:
         """Return the result over all blocks, out in the dtype of the queries."""
-        return self._result._replace(out=cast(self._result.out, self._dtype))
+        return self._result._replace(out=arrays.cast(self._result.out, self._dtype))
 
 
 def gradients_from_zeros(
@@ -202,17 +202,10 @@ def attend_once(kernel: AttentionKernel, block: KVBlock) -> OutLse:
     return accumulator.end()
 
 
-def cast(x: Array, dtype: np.dtype) -> Array:
-    """Return x itself if it is of this dtype, else a C-contiguous copy that is."""
-    if x.dtype == dtype:
-        return x
-    return strided.copied(x, dtype) if is_device(x) else x.astype(dtype)
-
-
 def strided_copy(target: Array, source: Array) -> None:
     """Target = source: equal shapes, on one device."""
     if is_device(target):
-        strided.strided_copy(source, target)
+        arrays.strided_copy(source, target)
     else:
         target[...] = source
 
@@ -220,14 +213,6 @@ def strided_copy(target: Array, source: Array) -> None:
 def strided_add(target: Array, source: Array) -> None:
     """Target += source: equal shapes, on one device."""
     if is_device(target):
-        strided.strided_copy(source, target, add=True)
+        arrays.strided_copy(source, target, add=True)
     else:
         np.add(target, source, out=target)
-
-
-def fill(x: Array, value: float) -> None:
-    """Set all elements of a C-contiguous array."""
-    if is_device(x):
-        strided.fill(x, value)
-    else:
-        x.fill(value)

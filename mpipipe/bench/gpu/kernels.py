@@ -10,11 +10,11 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mpipipe import arrays, attention, nn
-from mpipipe.arrays import DeviceArray, gemm
+from mpipipe.arrays import DeviceArray, cast
 from mpipipe.attention import cost, mask
 from mpipipe.attention import kernels as attention_kernels
 from mpipipe.attention.kernels import KVBlock, OutLse
-from mpipipe.attention.kernels.interface import cast, strided_add, strided_copy
+from mpipipe.attention.kernels.interface import strided_add, strided_copy
 from mpipipe.bench.timing import Row, normal, seconds
 
 # -- Memory ------------------------------------------------------------------------------------------------------------
@@ -109,16 +109,16 @@ def measure_products(
         weight = normal((outputs, inputs), dtype, 3)
         grad = arrays.zeros((outputs, inputs), arrays.accumulator(x.dtype), "cuda")
         y, dx = arrays.empty_like(dy), arrays.empty_like(x)
-        products: tuple[tuple[str, DeviceArray, DeviceArray, DeviceArray, dict], ...] = (
+        calls: tuple[tuple[str, DeviceArray, DeviceArray, DeviceArray, dict], ...] = (
             ("forward", x, weight, y, dict(transpose_b=True)),
             ("input gradient", dy, weight, dx, {}),
             ("weight gradient", dy, x, grad, dict(transpose_a=True, add=True)),
         )
-        for what, a, b, c, options in products:
+        for what, a, b, c, options in calls:
             rates = {}
             for library in ("cublas", "cublaslt") if both else ("cublas",):
-                with gemm.products_by(library):
-                    taken = seconds(partial(gemm.gemm, a, b, c, **options), repeats)
+                with arrays.products_by(library):
+                    taken = seconds(partial(arrays.gemm, a, b, c, **options), repeats)
                 rates[library] = 2 * rows * inputs * outputs / taken / 1e12
             title = f"product of {name}, {what}, {x.dtype.name} {rows} x {inputs} x {outputs}"
             if both:
@@ -175,7 +175,7 @@ def measure_attention(
 
 
 def _rates(work: float, times: Sequence[float]) -> list[float]:
-    """Return TFLOP/s of a forward of so many operations, and of its backward."""
+    """Return TFLOP/s of a forward of `work` operations, and of its backward."""
     return [factor * work / each / 1e12 for factor, each in zip((1, cost.BACKWARD_WORK), times)]
 
 

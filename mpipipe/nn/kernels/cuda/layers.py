@@ -10,13 +10,13 @@ import numpy as np
 from mpipipe import arrays
 from mpipipe.arrays import DeviceArray
 from mpipipe.arrays.cuda import BLOCK, WORD, Launch, Packed, bitwise_or, grid, over, scalar_type, vector_width
-from mpipipe.arrays.gemm import gemm
+from mpipipe.arrays.products import gemm
 from mpipipe.arrays.strided import element_strides
 from mpipipe.nn.kernels.cuda.elementwise import check_alike, check_contiguous, check_ids, check_matrices
 from mpipipe.nn.rope import RopeScaling, angles
 
 LINEAR, SUMS = (Path(__file__).with_name(f"{name}.cu") for name in ("linear", "sums"))
-STRIPES, LANES = 8, 32  # threads of a block for sum_rows, one under and one beside the other
+STRIPES, LANES = 8, 32  # threads of a block for sum_rows, one below and one next to the other
 COLUMNS, PART_STRIPES = 8, 32  # the same for add_parts: few columns, so that a GPU has a block for each multiprocessor
 PARTS = 512  # blocks for sum_rows, where there is work for so many
 

@@ -16,7 +16,7 @@ from gpu_emulator.fixture import an_emulated_gpu
 from support.tolerance import close
 
 from mpipipe import arrays, nn
-from mpipipe.arrays import gemm
+from mpipipe.arrays import products
 from mpipipe.errors import ArgumentError, BackendError
 
 RANDOM = np.random.default_rng(4)
@@ -41,10 +41,11 @@ def times(monkeypatch, **seconds):
     """Let each algorithm take so long: a7=3 for the algorithm 7."""
     by_number = {int(name[1:]): value for name, value in seconds.items()}
 
-    def pretend(product, algorithm, *rest):
+    def pretend(run):
+        algorithm = run.args[1]
         return by_number[int(algorithm.held.view(np.uint64)[(algorithm.where - algorithm.held.ctypes.data) // 8])]
 
-    monkeypatch.setattr(gemm, "_seconds", pretend)
+    monkeypatch.setattr(products, "_seconds", pretend)
 
 
 @pytest.fixture(params=["cublas", "cublaslt"])
@@ -70,7 +71,7 @@ def test_one_product(library, dtype, transpose_a, transpose_b, add):
     for result in {kind, arrays.accumulator(kind)}:
         c = RANDOM.normal(size=(4, 7)).astype(result)
         target = arrays.upload(c if add else np.full_like(c, np.nan))  # what is set is not read
-        gemm.gemm(*given, target, transpose_a, transpose_b, add)
+        products.gemm(*given, target, transpose_a, transpose_b, add)
         agrees(arrays.download(target), a, b, c, add=add)
     assert library == "cublas" or cublaslt.used or dtype == "float64"  # it proposes nothing for float64
 
@@ -83,7 +84,7 @@ def test_products_of_a_batch(gpu, dtype, transpose_a, transpose_b, add):
     turned = [x.swapaxes(1, 2) if turn else x for x, turn in ((a, transpose_a), (b, transpose_b))]
     sums = c.astype(arrays.accumulator(kind))
     result = arrays.upload(sums if add else np.full_like(sums, np.nan))
-    gemm.batched_gemm(*map(arrays.upload, turned), result, transpose_a, transpose_b, add, 0.5)
+    products.batched_gemm(*map(arrays.upload, turned), result, transpose_a, transpose_b, add, 0.5)
     agrees(arrays.download(result), a, b, sums, 0.5, add)
 
 
@@ -93,7 +94,7 @@ def test_one_setting_rules_tf32_in_all_products(emulated_gpu, monkeypatch, setti
         monkeypatch.delenv("CUPY_TF32", raising=False)
     else:
         monkeypatch.setenv("CUPY_TF32", setting)
-    gemm._library.cache_clear()
+    products._library.cache_clear()
     cublas, computed = arrays.cupy().cuda.cublas, []
     for name in ("gemmEx", "gemmStridedBatchedEx"):
         call = getattr(cublas, name)
@@ -101,8 +102,8 @@ def test_one_setting_rules_tf32_in_all_products(emulated_gpu, monkeypatch, setti
     x = {name: arrays.upload(np.ones((2, 4, 4), arrays.dtype(name))) for name in ("float32", "float64", "bfloat16")}
     for name, y in x.items():
         c = arrays.zeros((2, 4, 4), arrays.accumulator(arrays.dtype(name)), "cuda")
-        gemm.gemm(y[0], y[1], c[0])
-        gemm.batched_gemm(y, y, c)
+        products.gemm(y[0], y[1], c[0])
+        products.batched_gemm(y, y, c)
     names = [expected, expected, "64F", "64F", "32F", "32F"]
     assert computed == [getattr(cublas, f"CUBLAS_COMPUTE_{name}") for name in names]
 
@@ -111,18 +112,18 @@ def test_the_fastest_proposal_is_taken_from_then_on(measured, monkeypatch):
     times(monkeypatch, a7=3, a8=1, a9=2)
     x, c = arrays.upload(np.eye(8, dtype=np.float32)), arrays.zeros((8, 8), np.dtype(np.float32), "cuda")
     for _ in range(3):
-        gemm.gemm(x, x, c, add=True)
+        products.gemm(x, x, c, add=True)
     assert measured == [8, 8, 8]
     np.testing.assert_array_equal(arrays.download(c), 3 * np.eye(8))
 
 
 def test_measuring_adds_nothing_and_happens_once(measured, emulated_gpu):
     x, c = arrays.upload(np.eye(8, dtype=np.float32)), arrays.zeros((8, 8), np.dtype(np.float32), "cuda")
-    gemm.gemm(x, x, c, add=True)
-    assert len(measured) == 3 * (1 + gemm.RUNS) + 1 and emulated_gpu.synchronisations
+    products.gemm(x, x, c, add=True)
+    assert len(measured) == 3 * (1 + products.RUNS) + 1 and emulated_gpu.synchronisations
     emulated_gpu.reset()
-    gemm.gemm(x, x, c, add=True)
-    assert len(measured) == 3 * (1 + gemm.RUNS) + 2 and not emulated_gpu.synchronisations
+    products.gemm(x, x, c, add=True)
+    assert len(measured) == 3 * (1 + products.RUNS) + 2 and not emulated_gpu.synchronisations
     np.testing.assert_array_equal(arrays.download(c), 2 * np.eye(8))
 
 
@@ -132,7 +133,7 @@ def test_addresses_choose_what_is_proposed(measured, monkeypatch):
     c = arrays.zeros((8, 8), np.dtype(np.float32), "cuda")
     for start in (0, 1, 0):
         x = room[start : start + 64].reshape(8, 8)
-        gemm.gemm(x, x, c)
+        products.gemm(x, x, c)
         np.testing.assert_array_equal(arrays.download(c), np.full((8, 8), 8.0))
     assert measured == [7, 8, 7]
 
@@ -141,16 +142,16 @@ def test_the_first_proposal_unmeasured_where_runs_shall_be_alike(measured, monke
     monkeypatch.setenv("MPIPIPE_DETERMINISTIC", "1")
     times(monkeypatch, a7=3, a8=1, a9=2)
     x, c = arrays.upload(np.eye(8, dtype=np.float32)), arrays.zeros((8, 8), np.dtype(np.float32), "cuda")
-    gemm.gemm(x, x, c)
+    products.gemm(x, x, c)
     assert measured == [7]
 
 
 def test_what_cublaslt_does_not_propose_is_left_to_cublas(measured, monkeypatch):
     x, c = arrays.upload(np.eye(8)), arrays.zeros((8, 8), np.dtype(np.float64), "cuda")
-    gemm.gemm(x, x, c)
-    monkeypatch.setattr(gemm, "MOST", 1)
+    products.gemm(x, x, c)
+    monkeypatch.setattr(products, "MOST", 1)
     single = arrays.upload(np.eye(8, dtype=np.float32))
-    gemm.gemm(single, single, arrays.zeros((8, 8), np.dtype(np.float32), "cuda"))
+    products.gemm(single, single, arrays.zeros((8, 8), np.dtype(np.float32), "cuda"))
     assert not measured
     np.testing.assert_array_equal(arrays.download(c), np.eye(8))
 
@@ -159,7 +160,7 @@ def test_layers_give_the_numbers_of_cublas_which_asks_nobody(measured, monkeypat
     found, counts = [], []
     for name in ("cublaslt", "cublas", ""):
         monkeypatch.setenv("MPIPIPE_PRODUCTS", name)
-        gemm._library.cache_clear()
+        products._library.cache_clear()
         cuda, draw = nn.kernels.of("cuda"), np.random.default_rng(2)
         x, weight, dy = (arrays.upload(draw.normal(size=s).astype(np.float32)) for s in ((6, 8), (16, 8), (6, 16)))
         grad = arrays.zeros((16, 8), np.dtype(np.float32), "cuda")
@@ -174,14 +175,14 @@ def test_layers_give_the_numbers_of_cublas_which_asks_nobody(measured, monkeypat
 def test_a_switch_that_cannot_be_followed_is_an_error(emulated_gpu, monkeypatch):
     def product():
         x = arrays.upload(np.eye(8, dtype=np.float32))
-        gemm.gemm(x, x, arrays.zeros((8, 8), np.dtype(np.float32), "cuda"))
+        products.gemm(x, x, arrays.zeros((8, 8), np.dtype(np.float32), "cuda"))
 
     monkeypatch.setenv("MPIPIPE_PRODUCTS", "cublaslt")
     monkeypatch.setitem(sys.modules, "nvmath", None)
     with pytest.raises(BackendError, match="nvmath cannot be imported"):
         product()
     monkeypatch.setenv("MPIPIPE_PRODUCTS", "magma")
-    gemm._library.cache_clear()
+    products._library.cache_clear()
     with pytest.raises(ArgumentError, match="MPIPIPE_PRODUCTS"):
         product()
     with an_emulated_gpu(amd=True):

@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ctypes import c_int, c_longlong, c_size_t, c_void_p
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -398,8 +398,8 @@ def _chosen(
     which = lt.MatmulDescAttribute
     for attribute, turned in zip((which.TRANSA, which.TRANSB), sizes.transpose):
         _set(lt.matmul_desc_set_attribute, operation, attribute, np.int32(turned))
-    given = (sizes.first, sizes.second, sizes.result)
-    layouts = tuple(lt.matrix_layout_create(*matrix, matrix[1]) for matrix in given)
+    sides = (sizes.first, sizes.second, sizes.result)
+    layouts = tuple(lt.matrix_layout_create(*matrix, matrix[1]) for matrix in sides)
     proposals = _proposals(operation, layouts, alignments, device)
     if not proposals:
         return None
@@ -408,9 +408,8 @@ def _chosen(
         return product
     first, second, old = matrices
     scratch = empty(old.shape, old.dtype, "cuda")  # so that measuring adds nothing to the result
-    times = []
-    for algorithm in proposals:
-        times.append(_seconds(product, algorithm, (first, second, old, scratch), zero_and_one, sizes.add, device))
+    places = first, second, old, scratch
+    times = [_seconds(partial(_run, product, one, places, zero_and_one, sizes.add, device)) for one in proposals]
     return product._replace(algorithm=proposals[times.index(min(times))])
 
 
@@ -427,34 +426,27 @@ def _proposals(operation: int, layouts: tuple[int, ...], alignments: tuple[int, 
     names = which.MIN_ALIGNMENT_A_BYTES, which.MIN_ALIGNMENT_B_BYTES, which.MIN_ALIGNMENT_C_BYTES
     for attribute, bytes_ in zip((*names, which.MIN_ALIGNMENT_D_BYTES), (*alignments, alignments[2])):
         _set(lt.matmul_preference_set_attribute, preference, attribute, np.uint32(bytes_))
-    found, count = np.zeros(PROPOSALS, lt.matmul_heuristic_result_dtype), np.zeros(1, np.int32)
+    rows, count = np.zeros(PROPOSALS, lt.matmul_heuristic_result_dtype), np.zeros(1, np.int32)
     first, second, result = layouts
     try:
         lt.matmul_algo_get_heuristic(
-            _handle(device), operation, first, second, result, result, preference, PROPOSALS, address(found),
+            _handle(device), operation, first, second, result, result, preference, PROPOSALS, address(rows),
             address(count),
         )  # fmt: skip
     except lt.cuBLASLtError:  # its way to say that it has none
         return []
     finally:
         lt.matmul_preference_destroy(preference)
-    usable = [i for i in range(count[0]) if found[i]["state"] == 0]
-    return [_Algorithm(found, address(found) + i * found.itemsize, int(found[i]["workspace_size"])) for i in usable]
+    usable = [i for i in range(count[0]) if rows[i]["state"] == 0]
+    return [_Algorithm(rows, address(rows) + i * rows.itemsize, int(rows[i]["workspace_size"])) for i in usable]
 
 
-def _seconds(
-    product: _Product,
-    algorithm: _Algorithm,
-    matrices: tuple[DeviceArray, ...],
-    zero_and_one: tuple[int, int],
-    add: bool,
-    device: int,
-) -> float:
+def _seconds(run: Callable[[], None]) -> float:
     """Return the device time of RUNS products by one algorithm."""
-    _run(product, algorithm, matrices, zero_and_one, add, device)
+    run()
     start = record(timing=True)
     for _ in range(RUNS):
-        _run(product, algorithm, matrices, zero_and_one, add, device)
+        run()
     end = record(timing=True)
     end.synchronize()
     return seconds_between(start, end)
