@@ -107,6 +107,7 @@ def check_kills(train, folder, kills, ranks, pipe):
     assert left == []
 
 
+@pytest.mark.long
 @pytest.mark.slow(seconds=12)
 @pytest.mark.parametrize("pipe", [1, 2])
 def test_three_kills_change_nothing(train, tmp_path, pipe):

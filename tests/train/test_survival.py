@@ -163,6 +163,7 @@ def check_kills(train, folder, count):
     return [check_one_kill(train, folder, f"killed-{number}", random) for number in range(count)]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @has_ulfm
 def test_two_kills_lose_a_step_and_nothing_else(train, tmp_path):
