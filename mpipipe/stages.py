@@ -55,8 +55,6 @@ METHODS = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backwar
 class StageAdapter:
     """A stage of any kind. Arrays are asked for each time: a stage of the user's own may exchange them.
 
-    Attributes
-    ----------
     given : the user's stage
     name : of its type, for errors
     models : the nn.Stage itself, or the inner stages
@@ -309,15 +307,11 @@ class StageAdapter:
         for model in self.models:
             model.position = position
         forward = self.computes.forward
-        if self.is_model or not self._takes_position(forward):
+        if self.is_model:
             return forward(x)
-        return forward(x, position=position)
-
-    def _takes_position(self, forward: Callable[..., Any]) -> bool:
-        """Whether a user's forward has a parameter `position`; it may be another function than at the last call."""
-        if self._asked[0] != forward:
+        if self._asked[0] != forward:  # a user's forward may be another function than at the last call
             self._asked = forward, takes_parameter(forward, "position")
-        return self._asked[1]
+        return forward(x, position=position) if self._asked[1] else forward(x)
 
     def begin_gradients(self) -> None:
         """Set all gradients to zero."""

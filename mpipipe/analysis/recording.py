@@ -172,8 +172,6 @@ def steps_of(
 ) -> list[StepRecord]:
     """Put what a recorder has noted in order, step by step.
 
-    Parameters
-    ----------
     recorder : has noted it
     sums : key of the group of replicas, whose waits are sums
     planned : the actions of a step where they run on a device. There the host runs ahead, and its waits say nothing of
@@ -243,25 +241,16 @@ WHAT = "the clock of rank 0"
 
 
 class Offset(NamedTuple):
-    """A comparison with the clock of rank 0, in seconds.
+    """A comparison with the clock of rank 0, in seconds."""
 
-    Attributes
-    ----------
-    at : when it was, by this rank's clock
-    ahead : the clock of rank 0 less this rank's
-    error : how far `ahead` may be off
-    """
-
-    at: float
-    ahead: float
-    error: float
+    at: float  # when it was, by this rank's clock
+    ahead: float  # the clock of rank 0 less this rank's
+    error: float  # how far `ahead` may be off
 
 
 def clock_offset(group: Group, comm: Communicator, now: Callable[[], float]) -> Offset:
     """Compare this rank's clock with that of rank 0; collective.
 
-    Parameters
-    ----------
     group : the ranks
     comm : a communicator of the same ranks, on which no other messages are under way
     now : this rank's clock, in seconds

@@ -34,8 +34,6 @@ REMEDY = f"call {', '.join(CALLS[:-1])} and {CALLS[-1]} on all ranks, in the sam
 class Agreement:
     """The agreements of one pipeline: waited for by most calls, voted on by launched steps.
 
-    Attributes
-    ----------
     count : calls so far
     runs_ahead : whether a launched step begins before the ranks have agreed on it; GPUs wait, as in any call
     trained : this rank's facts of the last training step, and what was agreed on for that step

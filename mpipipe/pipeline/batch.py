@@ -246,20 +246,17 @@ class CallInputs(NamedTuple):
 class CallState:
     """What this rank holds while a call runs, by (stage, micro-batch) or micro-batch.
 
-    Attributes
-    ----------
-    marks : of the clock, two for each action that has run
     saved : (what backward needs, lease), from forward until backward; the input until an R
     pending : the same from input gradient until weight gradient
     local : (edge, micro-batch, "F" or "B") -> tree for an action on this rank
     alive, peak : whole activations (stage, micro-batch) held now, and at most
-    under_way, peak_under_way : the same with those of which the input alone is kept, for an R
+    under_way, peak_under_way : the same with those whose input alone is kept, for an R
     download : (micro-batches, copies of their losses to the host), once the device was asked for all losses
     losses, outputs, input_gradients : results, by micro-batch; empty if they do not arise
     """
 
     inputs: CallInputs
-    marks: list
+    marks: list  # of the clock, two for each action that has run
     saved: dict[tuple[int, int], tuple[Any, Lease]] = field(default_factory=dict)
     pending: dict[tuple[int, int], tuple[Any, Lease]] = field(default_factory=dict)
     local: dict[tuple[int, int, str], Tree] = field(default_factory=dict)

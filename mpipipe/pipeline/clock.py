@@ -32,8 +32,6 @@ class TimedCall(NamedTuple):
 class HostClock:
     """Durations of the actions of one rank.
 
-    Attributes
-    ----------
     now : function that makes a mark
     waits : whether reading marks waits for the device
     busy : seconds of all actions of the last call

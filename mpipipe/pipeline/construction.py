@@ -20,8 +20,8 @@ from mpipipe.job.consensus import agreed_by, raise_for_partners, raise_on_all
 from mpipipe.job.group import Group
 from mpipipe.job.types import Communicator
 from mpipipe.pipeline.batch import BatchReader
-from mpipipe.pipeline.plan import Plan
-from mpipipe.pipeline.ties import Place, TieNames, check_ties, tie_facts
+from mpipipe.pipeline.plan import ActionPlan
+from mpipipe.pipeline.ties import TieNames, TieSite, check_ties, tie_facts
 from mpipipe.schedules import Schedule
 from mpipipe.schedules.proof import check_part, digest
 from mpipipe.stages import FlatView, StageAdapter, flat_if_any
@@ -55,7 +55,7 @@ class Partners(NamedTuple):
 
     pipe: Group  # the ranks of the pipeline
     replicas: Group | None  # the ranks with the same stages; None for a single pipeline
-    ties: list[dict[str, list[Place]]]  # of each rank of the pipe
+    ties: list[dict[str, list[TieSite]]]  # of each rank of the pipe
     devices: list[str]  # "cpu" or "cuda", of each rank of the pipe
     stages: list[StageAdapter]  # of this rank
     check: bool  # whether all ranks look at all arrays
@@ -362,7 +362,7 @@ def _check_own_gradients(numbers: Sequence[int], stages: Sequence[StageAdapter])
 PROMISED_TAG_UB = 32767  # what every MPI offers
 
 
-def construct_on_paper(build: Callable[[], Schedule], rank: int) -> Plan:
+def construct_on_paper(build: Callable[[], Schedule], rank: int) -> ActionPlan:
     """Return the plan of a rank, after all that its constructor of a Pipeline does with a schedule that `build` makes.
 
     >>> from mpipipe import schedules
@@ -376,4 +376,4 @@ def construct_on_paper(build: Callable[[], Schedule], rank: int) -> Plan:
     TieNames([{} for _ in range(schedule.ranks)], tags.channels, tags.base)
     neighbours(schedule.placement, schedule.skip_ends)
     BatchReader(schedule, rank, loss=None)
-    return Plan(schedule, rank, tags)
+    return ActionPlan(schedule, rank, tags)

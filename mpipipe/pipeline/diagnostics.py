@@ -28,7 +28,7 @@ from mpipipe.pipeline.batch import CallState
 from mpipipe.pipeline.graphs import StageGraphs
 from mpipipe.pipeline.messages import StageMessages
 from mpipipe.pipeline.pending import PipelineState
-from mpipipe.pipeline.plan import Plan, PlannedAction
+from mpipipe.pipeline.plan import ActionPlan, PlannedAction
 from mpipipe.stages import StageAdapter
 
 NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "R": "recomputation"}
@@ -42,7 +42,7 @@ class KeptCall(NamedTuple):
 
     name: str
     number: int
-    plan: Plan
+    plan: ActionPlan
     marks: list
     sent: list[Envelope]
     thread: int
@@ -58,7 +58,7 @@ class PipelineFlight:
         self.running = False
         group.context.add_inspectable(self)
 
-    def begin(self, call: str, number: int, plan: Plan, marks: list) -> None:
+    def begin(self, call: str, number: int, plan: ActionPlan, marks: list) -> None:
         """Note that a call begins: its messages are known, and its actions are about to run."""
         self.begun += 1
         name = f"{call} (call {number}) of {self.state.name}"
@@ -142,22 +142,13 @@ class PipelineFlight:
 
 
 class HeldBytes(NamedTuple):
-    """What the stages of a rank hold on its GPU.
+    """What the stages of a rank hold on its GPU."""
 
-    Attributes
-    ----------
-    parameters : bytes of parameters, of their copies to compute with, and of gradients
-    idle : bytes of these that places of a tied parameter have given up, and nobody uses (pipeline.ties)
-    activations : how many (stage, micro-batch) are alive
-    saved : bytes that these hold for their backwards
-    inputs : bytes of these that are inputs of stages, which recomputation keeps
-    """
-
-    parameters: int
-    idle: int
-    activations: int
-    saved: int
-    inputs: int
+    parameters: int  # bytes of parameters, of their copies to compute with, and of gradients
+    idle: int  # bytes of these that places of a tied parameter have given up, and nobody uses (pipeline.ties)
+    activations: int  # how many (stage, micro-batch) are alive
+    saved: int  # bytes that these hold for their backwards
+    inputs: int  # bytes of these that are inputs of stages, which recomputation keeps
 
     @property
     def freed_by_recomputation(self) -> int:

@@ -34,7 +34,7 @@ from mpipipe.pipeline.graphs import use_graphs
 from mpipipe.pipeline.loss import Loss, SharedLoss, Weighing, unscaled
 from mpipipe.pipeline.messages import StageMessages
 from mpipipe.pipeline.pending import PendingStep, PipelineState
-from mpipipe.pipeline.plan import Plan, recomputes_all
+from mpipipe.pipeline.plan import ActionPlan, recomputes_all
 from mpipipe.pipeline.ties import TieNames, Ties
 from mpipipe.schedules import Schedule
 from mpipipe.schedules.recompute import before_backwards
@@ -46,8 +46,6 @@ logger = logging.getLogger("mpipipe")
 class Engine:
     """What a Pipeline is made of; the constructor and `close` are collective.
 
-    Attributes
-    ----------
     partners : the ranks that the pipeline is built with, and this rank's stages
     schedule, recompute : as for Pipeline; recomputation is a schedule of its own, with an R before each backward
     state : whether the pipeline is open
@@ -271,15 +269,17 @@ class Plans:
 
     def __init__(self, schedule: Schedule, running: Schedule, rank: int, tags: Tags) -> None:
         self.schedule, self.rank, self.tags = schedule, rank, tags
-        self.training = Plan(running, rank, tags)
-        self.forwards: dict[int, Plan] = {}  # by the number of micro-batches
+        self.training = ActionPlan(running, rank, tags)
+        self.forwards: dict[int, ActionPlan] = {}  # by the number of micro-batches
 
-    def of(self, call: str, microbatches: int) -> Plan:
+    def of(self, call: str, microbatches: int) -> ActionPlan:
         """Return the plan of a call."""
         if call in TRAINS:
             return self.training
         if microbatches not in self.forwards:
-            self.forwards[microbatches] = Plan(self.schedule.forward_only_part(microbatches), self.rank, self.tags)
+            self.forwards[microbatches] = ActionPlan(
+                self.schedule.forward_only_part(microbatches), self.rank, self.tags
+            )
         return self.forwards[microbatches]
 
 

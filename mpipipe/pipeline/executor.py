@@ -30,8 +30,6 @@ Function: TypeAlias = Callable[[PlannedAction, CallState], None]
 class Executor:
     """The actions of one rank.
 
-    Attributes
-    ----------
     rank, stages : of this rank
     messages : activations and gradients from and to other ranks
     loss, weighing : the loss of the last stage, or None; and the shares of the micro-batches in it

@@ -8,7 +8,7 @@ layers end. That needs an `nn.Stage` with layers of this package on a GPU, and t
 replicas, which they agree on. All other sums start when the last backward of their stage has ended.
 
 In calls whose messages do not go by NCCL, while sums do, all sums start when the last message of the rank has ended. A
-message that the host moves on piece by piece might come to stand behind a sum otherwise, which waits for another rank.
+message that the host moves on piece by piece might come after a sum otherwise, which waits for another rank.
 
 Sums and messages have one order (see comm/transport/nccl.py). In it, all buckets of a stage stand where the action ends
 that completes its gradients. Buckets that are complete before this action ends come before its message. The bucket
@@ -38,8 +38,6 @@ from mpipipe.stages import StageAdapter
 class LayerBuckets:
     """The buckets of a stage whose layers are known, which take their turns as its layers end.
 
-    Attributes
-    ----------
     model, ready : the stage, and which of its gradients are ready once a layer has ended
     buckets : in the order in which the layers complete them
     """
@@ -69,8 +67,6 @@ class LayerBuckets:
 class GradientSums:
     """The sums of one rank's gradients over the replicas; the constructor and `close` are collective over them.
 
-    Attributes
-    ----------
     nccl : the sums by NCCL, or None
     mailbox : whose receives come before a sum
     underway : sums that this call has started

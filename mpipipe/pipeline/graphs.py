@@ -27,50 +27,29 @@ Key: TypeAlias = "tuple[object, ...]"  # an action, and what its work depends on
 
 
 class Recorded(NamedTuple):
-    """One action of one slot.
+    """One action of one slot."""
 
-    Attributes
-    ----------
-    graph : the work
-    result : what the action returns; each launch writes its arrays
-    """
-
-    graph: arrays.Graph
-    result: Any
+    graph: arrays.Graph  # the work
+    result: Any  # what the action returns; each launch writes its arrays
 
 
 @dataclass(slots=True)
 class Slot:
-    """Fixed memory for one micro-batch under way.
+    """Fixed memory for one micro-batch under way."""
 
-    Attributes
-    ----------
-    number : among those of its kind
-    x : input
-    dy : gradient of the output, once a backward was recorded
-    graphs : what was recorded
-    """
-
-    number: int
-    x: Array
-    dy: Array | None = None
-    graphs: dict[Key, Recorded] = field(default_factory=dict)
+    number: int  # among those of its kind
+    x: Array  # input
+    dy: Array | None = None  # gradient of the output, once a backward was recorded
+    graphs: dict[Key, Recorded] = field(default_factory=dict)  # what was recorded
 
 
 @dataclass(slots=True)
 class Kind:
-    """What inputs of one shape and dtype have in common.
+    """What inputs of one shape and dtype have in common."""
 
-    Attributes
-    ----------
-    met : actions that have run, and may be recorded when they come again
-    made : number of slots
-    free : slots that no micro-batch has, by their numbers
-    """
-
-    met: set[Key] = field(default_factory=set)
-    made: int = 0
-    free: dict[int, Slot] = field(default_factory=dict)
+    met: set[Key] = field(default_factory=set)  # actions that have run, and may be recorded when they come again
+    made: int = 0  # number of slots
+    free: dict[int, Slot] = field(default_factory=dict)  # slots that no micro-batch has, by their numbers
 
     def take(self, x: Array) -> Slot:
         """Take the first free slot, so that a micro-batch has the same one in all steps; make one if none is free."""
@@ -84,19 +63,13 @@ class Kind:
 class Saved:
     """What the forward of a micro-batch leaves for its backward.
 
-    Attributes
-    ----------
-    saved : what the stage saved
-    kind : of the micro-batch; None if graphs are out of the question
-    slot : of the micro-batch; None if its forward ran without a graph
-    pending : what the input gradient left for the weight gradient
     pending_key : of the recorded input gradient that writes `pending` each time; None without a graph
     """
 
-    saved: Any
-    kind: Kind | None = None
-    slot: Slot | None = None
-    pending: Any = None
+    saved: Any  # what the stage saved
+    kind: Kind | None = None  # of the micro-batch; None if graphs are out of the question
+    slot: Slot | None = None  # of the micro-batch; None if its forward ran without a graph
+    pending: Any = None  # what the input gradient left for the weight gradient
     pending_key: Key | None = None
 
     def __del__(self) -> None:
@@ -116,13 +89,9 @@ def use_graphs(stage: StageAdapter, may_record: Callable[[], bool]) -> None:
 class StageGraphs:
     """Forward and backward of a stage, with one launch each where that is possible.
 
-    Parameters
-    ----------
     stage : on a GPU
     may_record : whether the host may wait for the device now, as it does to allocate the memory of a graph
 
-    Attributes
-    ----------
     reason : why nothing more is recorded; "" where it is
     """
 

@@ -180,8 +180,6 @@ def unscaled(tree: Tree, scale: float) -> Tree:
 class Weighing:
     """The shares of micro-batches in the loss of a pipeline, on one rank, and losses on their way to all ranks.
 
-    Attributes
-    ----------
     given : whether the loss of this rank returns weights; None before its first micro-batch, and where there is no loss
     agreed : the same of all replicas, as far as all ranks know it: since the first call with a loss has ended
     shares : of this rank's micro-batches in the call under way

@@ -21,7 +21,7 @@ from mpipipe.arrays.trees import Branches, Structure, flatten, read_only, unflat
 from mpipipe.comm.mailbox import Envelope, Lease, Mailbox
 from mpipipe.comm.transport.host import check_sendable
 from mpipipe.errors import ArgumentError, StageError
-from mpipipe.pipeline.plan import Plan, PlannedAction, Port
+from mpipipe.pipeline.plan import ActionPlan, PlannedAction, Port
 
 Local: TypeAlias = "dict[tuple[int, int, str], Tree]"  # (edge, micro-batch, "F" or "B") -> data that stays on the rank
 KNOWN_SHAPES = 32  # input shapes whose specs and receive buffers are kept
@@ -118,10 +118,10 @@ class StageMessages:
         self.specs: dict[tuple[int, int], MessageSpec] = {}  # of this call, by (edge, micro-batch)
         self.kept: dict[int, dict[tuple[int, int], MessageSpec]] = {}  # by signature of the inputs
         self.receive_schedules: dict[tuple[int, int], list] = {}  # by (signature, id of the plan)
-        self.plan: Plan | None = None  # of the last call
+        self.plan: ActionPlan | None = None  # of the last call
         self.ended: Counter[tuple[int, int]] = Counter()  # calls that have run to their end, by (signature, id of plan)
 
-    def begin(self, plan: Plan, signature: int) -> None:
+    def begin(self, plan: ActionPlan, signature: int) -> None:
         """Begin a call whose inputs have this signature; every rank of the pipeline does so."""
         self.known = signature in self.kept
         if not self.known and len(self.kept) == KNOWN_SHAPES:
@@ -138,7 +138,7 @@ class StageMessages:
         self.kept[signature] = self.specs
         self.ended[signature, id(self.plan)] += 1
 
-    def _receive_schedule(self, plan: Plan, signature: int) -> list:
+    def _receive_schedule(self, plan: ActionPlan, signature: int) -> list:
         key = signature, id(plan)
         if key not in self.receive_schedules:
             leaves = []

@@ -36,6 +36,15 @@ class StepResult:
 class PendingStep:
     """What `Pipeline.launch` returns: the step, whose loss may still be on its way to this rank.
 
+    Parameters
+    ----------
+    shared : SharedLoss
+        The losses on their way.
+    state : PipelineState
+        Of the pipeline.
+    input_grads : list or None
+        As in StepResult.
+
     Examples
     --------
     A loop that asks for the loss of a step while the next one is under way:
@@ -98,8 +107,6 @@ class PendingStep:
 class PipelineState:
     """Whether a pipeline is "open", "closed" or "failed". Any error inside `with state:` ends it on all ranks.
 
-    Attributes
-    ----------
     name, rank : of the pipeline and of this process, for errors
     groups : ranks that must learn of a failure
     state : "open", "closed" or "failed"

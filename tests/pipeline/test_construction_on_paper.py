@@ -17,7 +17,7 @@ from mpipipe.comm.tags import Tags
 from mpipipe.errors import MismatchError, ScheduleError
 from mpipipe.job import inprocess
 from mpipipe.pipeline.construction import construct_on_paper
-from mpipipe.pipeline.plan import AHEAD, Plan
+from mpipipe.pipeline.plan import AHEAD, ActionPlan
 from mpipipe.schedules import Schedule, proof
 from mpipipe.schedules.action import OrdersOnDemand
 
@@ -56,7 +56,7 @@ def test_keys_of_large_schedules_order_all_messages(case, ranks, microbatches):
     tags = Tags(schedule.placement, microbatches, 32767)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(proof, "WHOLE", 0)
-        plans = [Plan(schedule, rank, tags) for rank in range(ranks)]
+        plans = [ActionPlan(schedule, rank, tags) for rank in range(ranks)]
     sent = {
         (rank, each.peer, *each[1:]): plan.order_keys[each] for rank, plan in enumerate(plans) for each in plan.sends
     }
