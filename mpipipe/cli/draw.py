@@ -8,17 +8,18 @@ from typing import Annotated, Any
 
 from mpipipe import files, pictures, schedules
 from mpipipe.analysis.written import number_in, read_trace
-from mpipipe.cli.flags import Flag, numbers, one_or_more, parameters_of
+from mpipipe.cli.flags import numbers, one_or_more, parameters_of
 from mpipipe.cli.output import check_one_process, refusing, show
 from mpipipe.errors import ConfigError
+from mpipipe.options import Option
 from mpipipe.schedules import Costs, Timeline
 from mpipipe.schedules.csv_text import from_file, is_path
 
 MILLISECONDS = 1e3  # of a second
 
-Out = Annotated[str, Flag("new file that ends in .png or .svg", metavar="FILE")]
-Folder = Annotated[Path, Flag("folder that train --trace has written", names=("--trace",))]
-Step = Annotated[int | None, Flag("number of a recorded step, from 0")]
+Out = Annotated[str, Option("new file that ends in .png or .svg", metavar="FILE")]
+Folder = Annotated[Path, Option("folder that train --trace has written", names=("--trace",))]
+Step = Annotated[int | None, Option("number of a recorded step, from 0")]
 
 
 def timeline(**options: Any) -> None:
@@ -36,15 +37,17 @@ def memory(**options: Any) -> None:
 
 def _of_schedule(
     draw: Callable[[Timeline, str], object],
-    schedule: Annotated[str, Flag("a name that schedules.by_name knows, or FILE.csv, whose order says its own sizes")],
+    schedule: Annotated[
+        str, Option("a name that schedules.by_name knows, or FILE.csv, whose order says its own sizes")
+    ],
     out: Out,
-    ranks: Annotated[int | None, Flag("P, ranks of the pipeline")] = None,
-    microbatches: Annotated[int | None, Flag("M, micro-batches of a step")] = None,
-    chunks: Annotated[int | None, Flag("V, stages on each rank; default: 1")] = None,
-    forward: Annotated[str, Flag("time of F in a stage, or a,b,... with one for each stage")] = "1",
-    input_grad: Annotated[str, Flag("time of I, likewise; B takes I and W")] = "1",
-    weight_grad: Annotated[str, Flag("time of W, likewise")] = "1",
-    transfer: Annotated[str, Flag("time of a message into a stage, likewise")] = "0",
+    ranks: Annotated[int | None, Option("P, ranks of the pipeline")] = None,
+    microbatches: Annotated[int | None, Option("M, micro-batches of a step")] = None,
+    chunks: Annotated[int | None, Option("V, stages on each rank; default: 1")] = None,
+    forward: Annotated[str, Option("time of F in a stage, or a,b,... with one for each stage")] = "1",
+    input_grad: Annotated[str, Option("time of I, likewise; B takes I and W")] = "1",
+    weight_grad: Annotated[str, Option("time of W, likewise")] = "1",
+    transfer: Annotated[str, Option("time of a message into a stage, likewise")] = "0",
 ) -> None:
     sizes = {"ranks": ranks, "microbatches": microbatches, "chunks": chunks}
     times = {"forward": forward, "input-grad": input_grad, "weight-grad": weight_grad, "transfer": transfer}
@@ -55,15 +58,15 @@ timeline.parameters = memory.parameters = parameters_of(_of_schedule)[1:]  # typ
 
 
 def compare(
-    ranks: Annotated[int, Flag("P, ranks of the pipeline")],
-    microbatches: Annotated[str, Flag("numbers of micro-batches, as in 4,8,16")],
+    ranks: Annotated[int, Option("P, ranks of the pipeline")],
+    microbatches: Annotated[str, Option("numbers of micro-batches, as in 4,8,16")],
     out: Out,
-    schedule: Annotated[list[str] | None, Flag("a schedule to draw; several may be given; default: all")] = None,
-    chunks: Annotated[int, Flag("V of the schedules that take any")] = 2,
-    forward: Annotated[float, Flag("time of F in all stages of a rank together")] = 1,
-    input_grad: Annotated[float, Flag("time of I, likewise; B takes I and W")] = 1,
-    weight_grad: Annotated[float, Flag("time of W, likewise")] = 1,
-    transfer: Annotated[float, Flag("time of a message between two ranks")] = 0,
+    schedule: Annotated[list[str] | None, Option("a schedule to draw; several may be given; default: all")] = None,
+    chunks: Annotated[int, Option("V of the schedules that take any")] = 2,
+    forward: Annotated[float, Option("time of F in all stages of a rank together")] = 1,
+    input_grad: Annotated[float, Option("time of I, likewise; B takes I and W")] = 1,
+    weight_grad: Annotated[float, Option("time of W, likewise")] = 1,
+    transfer: Annotated[float, Option("time of a message between two ranks")] = 0,
 ) -> None:
     """Draw bubble and peak memory over the number of micro-batches, of all schedules with the same work on a rank."""
 
@@ -84,7 +87,7 @@ def split(folder: Folder, out: Out, step: Step = None) -> None:
 
 
 def trace(
-    folder: Folder, out: Out, step: Step = None, replica: Annotated[int, Flag("number of the pipeline, from 0")] = 0
+    folder: Folder, out: Out, step: Step = None, replica: Annotated[int, Option("number of the pipeline, from 0")] = 0
 ) -> None:
     """Draw a step of a training below what its schedule predicts.
 

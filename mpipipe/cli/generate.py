@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Annotated, BinaryIO
 
 from mpipipe import files, processor
-from mpipipe.cli.flags import Flag, Operand
+from mpipipe.cli.flags import Operand
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ConfigError
 from mpipipe.job import runtime
@@ -30,7 +30,8 @@ from mpipipe.language.inference.generation import (
 )
 from mpipipe.language.inference.prompts import Bytes, FolderTokenizer, Prompts, TextStream, parse_ids, read_prompts
 from mpipipe.language.models.model_folder import ModelFolder, open_on_all
-from mpipipe.train.screen import Outlet
+from mpipipe.options import Option
+from mpipipe.train.screen import SafeStream
 
 DTYPES = ("float32", "float64")
 AT_ONCE = 8  # prompts for each micro-batch in flight, by default
@@ -38,21 +39,21 @@ AT_ONCE = 8  # prompts for each micro-batch in flight, by default
 
 def generate(
     run: Annotated[str, Operand("folder with a model: of a training, or a checkpoint")],
-    prompt: Annotated[str | None, Flag("text to continue; default: a line break", empty=True)] = None,
-    prompts: Annotated[str | None, Flag("file with a prompt on each line, as text or as JSON (.jsonl)")] = None,
-    tokens: Annotated[str | None, Flag("prompt as token ids: 5,17,9")] = None,
-    count: Annotated[int, Flag("tokens of each answer, at most", names=("--count", "--bytes"), least=1)] = 200,
-    temperature: Annotated[float, Flag("0 takes the likeliest token")] = 0.8,
-    top_k: Annotated[int, Flag("draw from so many likeliest tokens; 0: from all")] = 0,
-    top_p: Annotated[float, Flag("draw from the likeliest tokens that reach this probability")] = 1.0,
+    prompt: Annotated[str | None, Option("text to continue; default: a line break", empty=True)] = None,
+    prompts: Annotated[str | None, Option("file with a prompt on each line, as text or as JSON (.jsonl)")] = None,
+    tokens: Annotated[str | None, Option("prompt as token ids: 5,17,9")] = None,
+    count: Annotated[int, Option("tokens of each answer, at most", names=("--count", "--bytes"), least=1)] = 200,
+    temperature: Annotated[float, Option("0 takes the likeliest token")] = 0.8,
+    top_k: Annotated[int, Option("draw from so many likeliest tokens; 0: from all")] = 0,
+    top_p: Annotated[float, Option("draw from the likeliest tokens that reach this probability")] = 1.0,
     stop: Annotated[
-        str | None, Flag("ids that end an answer: 0,2; none: ''; default: those of the model", empty=True)
+        str | None, Option("ids that end an answer: 0,2; none: ''; default: those of the model", empty=True)
     ] = None,
-    seed: Annotated[int, Flag("of the draws", least=0, most=2**63 - 1)] = 0,
-    seq: Annotated[int, Flag("ranks that share each cache of keys and values", least=1)] = 1,
-    batch: Annotated[int | None, Flag("prompts at once; default: 8, or 32 per pipeline rank", least=1)] = None,
-    out: Annotated[str | None, Flag("new file for the answers, as lines of JSON")] = None,
-    dtype: Annotated[str | None, Flag("float32 or float64, to compute in; default: that of the model")] = None,
+    seed: Annotated[int, Option("of the draws", least=0, most=2**63 - 1)] = 0,
+    seq: Annotated[int, Option("ranks that share each cache of keys and values", least=1)] = 1,
+    batch: Annotated[int | None, Option("prompts at once; default: 8, or 32 per pipeline rank", least=1)] = None,
+    out: Annotated[str | None, Option("new file for the answers, as lines of JSON")] = None,
+    dtype: Annotated[str | None, Option("float32 or float64, to compute in; default: that of the model")] = None,
 ) -> int:
     """Continue prompts with a model (mpiexec -n 2 python -m mpipipe generate runs/first --prompt "def main(").
 
@@ -160,7 +161,7 @@ class Streamed(Answers):
     """One prompt and its answer, written to standard output while the answer is drawn."""
 
     def __init__(self, prompt: list[int], tokenizer: FolderTokenizer) -> None:
-        self.stream, self.outlet = TextStream(tokenizer), Outlet(sys.stdout)
+        self.stream, self.outlet = TextStream(tokenizer), SafeStream(sys.stdout)
         self.prompt = prompt
 
     def take(self, drawn: Drawn) -> None:
@@ -202,7 +203,7 @@ class Printed(InOrder):
     """Prompts and answers on standard output: text under a line with the number, or a line of ids."""
 
     def show(self, number: int, answer: list[int], ended: str) -> None:
-        prompt, outlet = self.prompts.tokens[number], Outlet(sys.stdout)
+        prompt, outlet = self.prompts.tokens[number], SafeStream(sys.stdout)
         if self.tokenizer is None or self.prompts.texts[number] is None:
             outlet.write(f"mpipipe: tokens {','.join(map(str, [*prompt, *answer]))}\n")
         else:

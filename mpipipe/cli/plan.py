@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mpipipe import files, processor
-from mpipipe.cli.flags import Flag, Parameter
+from mpipipe.cli.flags import Argument
 from mpipipe.cli.output import check_one_process, refusing
 from mpipipe.cli.train import CONFIG, FIELDS
 from mpipipe.comm.mesh import Mesh, select_device
@@ -20,6 +20,7 @@ from mpipipe.job.group import group_of
 from mpipipe.job.types import Communicator
 from mpipipe.language.models import GPT
 from mpipipe.language.task import TextTask
+from mpipipe.options import Option
 from mpipipe.planning import Choice, SavedProfile
 from mpipipe.planning.find import PlanReport, find_plan, table
 from mpipipe.planning.problem import PlanningProblem
@@ -28,10 +29,9 @@ from mpipipe.schedules.simulate import FORM
 from mpipipe.text import counted
 from mpipipe.train import TrainConfig
 from mpipipe.train.config import read_keys, toml_line
-from mpipipe.train.config_checks import PLANNED
-from mpipipe.train.options import INSTEAD, OTHER_NAMES
+from mpipipe.train.options import INSTEAD, PLANNED
 from mpipipe.train.planned import measured_ranks, mesh_of, plans_on_paper, problem_of
-from mpipipe.train.screen import Outlet
+from mpipipe.train.screen import SafeStream
 from mpipipe.train.setup import check_same_config
 from mpipipe.train.training_plan import pipe_of
 
@@ -174,7 +174,7 @@ def show(found: PlanReport) -> None:
 
 
 def _say(line: str) -> None:
-    Outlet(sys.stdout).write(f"{line}\n")
+    SafeStream(sys.stdout).write(f"{line}\n")
 
 
 def check_new(path: Path) -> None:
@@ -207,12 +207,14 @@ def write(path: Path, given: Mapping[str, Any], choice: Choice) -> None:
     _say(f"mpipipe: the plan is in {path}: python -m mpipipe train --config {path}")
 
 
-OUT = Parameter("out", str, False, None, Flag("new file for the best plan, which train --config takes", metavar="FILE"))
-SAVE = Parameter("save_profile", str, False, None, Flag("new file for what was measured", metavar="FILE"))
-PROFILE = Parameter("profile", str, False, None, Flag("file of --save-profile: measure nothing", metavar="FILE"))
-RANKS = Parameter("ranks", int, False, None, Flag("with --profile: ranks to plan for; default: one replica", least=1))
-LINKS = Parameter(
-    "transfer_model", str, False, None, Flag(f"with --profile: links between them, in s and bytes/s: {FORM}")
+OUT = Argument(
+    "out", str, False, None, Option("new file for the best plan, which train --config takes", metavar="FILE")
+)
+SAVE = Argument("save_profile", str, False, None, Option("new file for what was measured", metavar="FILE"))
+PROFILE = Argument("profile", str, False, None, Option("file of --save-profile: measure nothing", metavar="FILE"))
+RANKS = Argument("ranks", int, False, None, Option("with --profile: ranks to plan for; default: one replica", least=1))
+LINKS = Argument(
+    "transfer_model", str, False, None, Option(f"with --profile: links between them, in s and bytes/s: {FORM}")
 )
 plan.parameters = [  # type: ignore[attr-defined]
     CONFIG,
@@ -223,4 +225,4 @@ plan.parameters = [  # type: ignore[attr-defined]
     LINKS,
     *(entry for entry in FIELDS if entry.name not in ("out", "plan")),
 ]
-plan.other_names, plan.instead = OTHER_NAMES, INSTEAD  # type: ignore[attr-defined]
+plan.other_names, plan.instead = TrainConfig.other_names, INSTEAD  # type: ignore[attr-defined]

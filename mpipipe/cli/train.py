@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from threading import Timer
 from typing import Any
 
 from mpipipe import processor, schedules
-from mpipipe.cli.flags import Flag, Parameter
+from mpipipe.cli.flags import Argument, fields_of
 from mpipipe.cli.output import refusing, show
 from mpipipe.errors import ConfigError
 from mpipipe.job import stop_signals
@@ -21,17 +20,16 @@ from mpipipe.job.group import group_of
 from mpipipe.job.settings import launcher_size
 from mpipipe.language.models import GPT
 from mpipipe.language.task import estimate
+from mpipipe.options import Option
 from mpipipe.planning import SavedProfile
 from mpipipe.planning.find import shown_seconds
 from mpipipe.planning.step_memory import RankBytes
 from mpipipe.text import counted, shown_bytes, text_table
 from mpipipe.train import TrainConfig
 from mpipipe.train import train as run_training
-from mpipipe.train.config import KINDS, heading_of
-from mpipipe.train.config_checks import range_words
-from mpipipe.train.options import INSTEAD, OTHER_NAMES
+from mpipipe.train.options import INSTEAD
 from mpipipe.train.planned import MemoryEstimate, predicted
-from mpipipe.train.screen import tell
+from mpipipe.train.screen import warn
 
 
 def train(
@@ -58,29 +56,19 @@ def train(
     return run_or_abort(work)
 
 
-def _parameter(entry: dataclasses.Field) -> Parameter:
-    """Return the command line's parameter for one field."""
-    kind, text = KINDS[entry.name], entry.metadata["help"]
-    if entry.default is not None and kind not in (tuple, bool):
-        text += f"; default: {entry.default}"
-    limits = range_words(entry.metadata)
-    if limits:
-        text += f"; {limits}"
-    flag = Flag(
-        text, choices=entry.metadata["choices"], metavar=entry.metadata["metavar"], group=heading_of(entry.name)
-    )
-    return Parameter(entry.name, str if kind is tuple else kind, kind is tuple, None, flag)
-
-
-CONFIG = Parameter("config", str, False, None, Flag("TOML file with any of the keys below", metavar="FILE"))
-DRY_RUN = Parameter("dry_run", bool, False, False, Flag("train nothing: show the plan, and the memory of each rank"))
-RANKS = Parameter("ranks", int, False, None, Flag("of a dry run in one process; default: those of one replica"))
-PROFILE = Parameter(
-    "profile", str, False, None, Flag("of `plan --save-profile`: a dry run says how long a step takes", metavar="FILE")
+CONFIG = Argument("config", str, False, None, Option("TOML file with any of the keys below", metavar="FILE"))
+DRY_RUN = Argument("dry_run", bool, False, False, Option("train nothing: show the plan, and the memory of each rank"))
+RANKS = Argument("ranks", int, False, None, Option("of a dry run in one process; default: those of one replica"))
+PROFILE = Argument(
+    "profile",
+    str,
+    False,
+    None,
+    Option("of `plan --save-profile`: a dry run says how long a step takes", metavar="FILE"),
 )
-FIELDS = [_parameter(entry) for entry in dataclasses.fields(TrainConfig)]
+FIELDS = fields_of(TrainConfig)
 train.parameters = [CONFIG, DRY_RUN, RANKS, PROFILE, *FIELDS]  # type: ignore[attr-defined]
-train.other_names, train.instead = OTHER_NAMES, INSTEAD  # type: ignore[attr-defined]
+train.other_names, train.instead = TrainConfig.other_names, INSTEAD  # type: ignore[attr-defined]
 
 
 # -- What `train --dry-run` shows: the plan of a training, and the memory of each rank --------------------------------
@@ -143,7 +131,7 @@ def _show(config: TrainConfig, ranks: int, profile: str | None) -> None:
 def _announced(ranks: int) -> Iterator[None]:
     """Say what is going on, where the work inside takes long: many ranks have long orders."""
     line = f"mpipipe: a step of {counted(ranks, 'rank')} is being rehearsed on paper; with thousands it takes minutes"
-    timer = Timer(ANNOUNCED, tell, [line])
+    timer = Timer(ANNOUNCED, warn, [line])
     timer.daemon = True
     timer.start()
     try:
@@ -169,7 +157,7 @@ def described(found: MemoryEstimate) -> str:
     config, plan, problem = found.config, found.plan, found.problem
     schedule = plan.schedule
     count, total = found.count, sum(rank.total for rank in found.ranks)
-    rows, length = plan.microbatch_rows, -(-config.seq_len // config.seq)
+    rows, length = plan.microbatch_rows, -(-found.task.units // config.seq)
     lines = [
         f"mpipipe: nothing is trained. {counted(count, 'rank')} = "
         f"pipe {problem.ranks} x data {problem.replicas} x seq {problem.seq}; "

@@ -17,29 +17,33 @@ from mpipipe.faces import lazy_face
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from mpipipe.comm.allreduce import AllReduce
+    from mpipipe.comm.describe import thread_level
     from mpipipe.comm.mailbox import Envelope, Lease, Mailbox, Settled
     from mpipipe.comm.mesh import Mesh, select_device
-    from mpipipe.comm.nccl.channel import NcclChoice, agree_on_nccl
+    from mpipipe.comm.nccl.channel import Channel, NcclChoice, agree_on_nccl, new_identity
     from mpipipe.comm.nccl.sums import NcclRow, NcclSums
     from mpipipe.comm.ring_exchange import ROTATIONS, RingExchange
-    from mpipipe.comm.tags import Tags, neighbours
+    from mpipipe.comm.tags import BACKWARD, DATA, FORWARD, HEADER, Tags, neighbours
     from mpipipe.comm.transport.choose import make_transport
+    from mpipipe.comm.transport.device import DeviceTransport, DirectTransport
     from mpipipe.comm.transport.gpu_aware import GpuAwareness
-    from mpipipe.comm.transport.host import CHUNK_BYTES, Transport, check_sendable
-    from mpipipe.comm.transport.nccl import NcclTransport, Pair
+    from mpipipe.comm.transport.host import HostTransport, Transport, check_sendable
+    from mpipipe.comm.transport.nccl import Pair
 
 _FILES = {
     "allreduce": "AllReduce",
+    "describe": "thread_level",
     "mailbox": "Envelope Lease Mailbox Settled",
     "mesh": "Mesh select_device",
-    "nccl.channel": "NcclChoice agree_on_nccl",
+    "nccl.channel": "Channel NcclChoice agree_on_nccl new_identity",
     "nccl.sums": "NcclRow NcclSums",
     "ring_exchange": "ROTATIONS RingExchange",
-    "tags": "Tags neighbours",
+    "tags": "BACKWARD DATA FORWARD HEADER Tags neighbours",
     "transport.choose": "make_transport",
+    "transport.device": "DeviceTransport DirectTransport",
     "transport.gpu_aware": "GpuAwareness",
-    "transport.host": "CHUNK_BYTES Transport check_sendable",
-    "transport.nccl": "NcclTransport Pair",
+    "transport.host": "HostTransport Transport check_sendable",
+    "transport.nccl": "Pair",
 }
 
 if not TYPE_CHECKING:  # else a checker of types takes each wrong name for an object

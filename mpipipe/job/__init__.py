@@ -20,18 +20,36 @@ from mpipipe.faces import lazy_face
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from mpipipe.job.communicators import attributes, cached
-    from mpipipe.job.consensus import VALUES, Ballot, Vote, agreed_by, found_by_all, raise_for_partners, raise_on_all
-    from mpipipe.job.context import RankContext, current_rank, is_rank, register_progress, unregister_progress, whoami
-    from mpipipe.job.cores import oversubscribed, oversubscribed_threads, own_cores, parse_cores, share_of_cores
+    from mpipipe.job.consensus import (
+        VALUES,
+        Ballot,
+        Vote,
+        agreed_by,
+        digest,
+        found_by_all,
+        raise_for_partners,
+        raise_on_all,
+    )
+    from mpipipe.job.context import current_rank, is_rank, register_progress, unregister_progress, whoami
+    from mpipipe.job.cores import (
+        cores_of,
+        cores_text,
+        fair_share,
+        fair_shares,
+        oversubscribed,
+        oversubscribed_threads,
+        own_cores,
+        parse_cores,
+        share_of_cores,
+    )
     from mpipipe.job.exit import Stop, run_or_abort
     from mpipipe.job.flight import Inspectable, Message, Snapshot
     from mpipipe.job.group import Group, collect, group_of
-    from mpipipe.job.inprocess import InProcessError
-    from mpipipe.job.preemption import PREEMPTED, Preempted, Preemption, TimeLimit, parse_duration
-    from mpipipe.job.report import AGREED, INTERRUPTED, abort_job, heading, write
+    from mpipipe.job.preemption import PREEMPTED, Preempted, Preemption, parse_duration
+    from mpipipe.job.report import AGREED, INTERRUPTED, describe_error, heading, write
     from mpipipe.job.requests import keep_forever, own
     from mpipipe.job.runtime import mpi, resolve, tag_upper_bound, world
-    from mpipipe.job.settings import RANK_VARIABLES, launcher_size
+    from mpipipe.job.settings import GPU_DIRECT, NCCL, launcher_size
     from mpipipe.job.stop_signals import StopSignals, parse_signals
     from mpipipe.job.types import Communicator, MpiCommunicator, ReplicaSum, Request, Testable
     from mpipipe.job.wait import ThreadTask, wait_for, wait_locally
@@ -39,18 +57,18 @@ if TYPE_CHECKING:
 
 _FILES = {
     "communicators": "attributes cached",
-    "consensus": "VALUES Ballot Vote agreed_by found_by_all raise_for_partners raise_on_all",
-    "context": "RankContext current_rank is_rank register_progress unregister_progress whoami",
-    "cores": "oversubscribed oversubscribed_threads own_cores parse_cores share_of_cores",
+    "consensus": "VALUES Ballot Vote agreed_by digest found_by_all raise_for_partners raise_on_all",
+    "context": "current_rank is_rank register_progress unregister_progress whoami",
+    "cores": "cores_of cores_text fair_share fair_shares oversubscribed oversubscribed_threads own_cores parse_cores "
+    "share_of_cores",
     "exit": "Stop run_or_abort",
     "flight": "Inspectable Message Snapshot",
     "group": "Group collect group_of",
-    "inprocess": "InProcessError",
-    "preemption": "PREEMPTED Preempted Preemption TimeLimit parse_duration",
-    "report": "AGREED INTERRUPTED abort_job heading write",
+    "preemption": "PREEMPTED Preempted Preemption parse_duration",
+    "report": "AGREED INTERRUPTED describe_error heading write",
     "requests": "keep_forever own",
     "runtime": "mpi resolve tag_upper_bound world",
-    "settings": "RANK_VARIABLES launcher_size",
+    "settings": "GPU_DIRECT NCCL launcher_size",
     "stop_signals": "StopSignals parse_signals",
     "types": "Communicator MpiCommunicator ReplicaSum Request Testable",
     "wait": "ThreadTask wait_for wait_locally",

@@ -30,7 +30,7 @@ from mpipipe.errors import ArgumentError, BackendError, LostRankError, MpipipeEr
 from mpipipe.job import communicators, ended, lifeline, rank_list, report, runtime, settings, stop_signals
 from mpipipe.job.context import current_rank, is_rank
 from mpipipe.job.group import Group, group_of
-from mpipipe.job.report import AGREED, GRACE, INTERRUPTED, STAGGER, abort_job, describe, heading, write
+from mpipipe.job.report import AGREED, GRACE, INTERRUPTED, STAGGER, abort_job, describe_error, heading, write
 from mpipipe.job.requests import own
 from mpipipe.job.types import MpiCommunicator, Request
 from mpipipe.text import counted
@@ -69,7 +69,7 @@ def run_or_abort(main: Callable[[], object]) -> int:
         world = _world()
     except MpipipeError as error:
         if settings.launcher_rank(os.environ) == 0:  # each of the lone processes finds the same
-            write(describe(error, heading(0, 1)))
+            write(describe_error(error, heading(0, 1)))
         else:  # a launcher may end the others as soon as one has left
             time.sleep(GRACE)
         return 1 if runtime.limit_error() is None else AGREED
@@ -136,7 +136,7 @@ def _end_of(error: BaseException, world: JobRanks) -> ExitReport:
     line = current_rank().lifeline
     elsewhere = getattr(error, "reported_elsewhere", False) or (line is not None and line.explains(error))
     cause = ExitCause.REPORTED_ELSEWHERE if elsewhere else ExitCause.CAUSE
-    return ExitReport(code, cause, describe(error, heading(world.rank, world.size)), _refusal_of(error))
+    return ExitReport(code, cause, describe_error(error, heading(world.rank, world.size)), _refusal_of(error))
 
 
 def _refusal_of(error: BaseException) -> int:

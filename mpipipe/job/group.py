@@ -25,7 +25,7 @@ from mpipipe.job.watch.watchdog import enrol
 
 
 def group_of(comm: Communicator | None = None) -> Group:
-    """The group of a user's communicator, for all calls that have none of their own; None means COMM_WORLD.
+    """The group of a user's communicator, for all calls without a group of their own; None means COMM_WORLD.
 
     Collective the first time. The group is closed when `comm` is freed. One that has failed is never made anew: ranks
     that learn of the failure in a later call than others would not come to that.

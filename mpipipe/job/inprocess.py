@@ -232,7 +232,7 @@ def run(
     seed: int = 0,
     tag_ub: int = 32767,
 ) -> list[Result]:
-    """Call `function(comm)` on `ranks` threads, each of which is a rank.
+    """Call `function(comm)` on `ranks` threads: each is a rank.
 
     Parameters
     ----------

@@ -59,7 +59,7 @@ class Lifeline:
     # -- who has died -------------------------------------------------------------------------------------------
 
     def dead(self) -> tuple[int, ...]:
-        """Return the world ranks of which MPI has told this process that they are dead; never waits."""
+        """Return the dead ranks of COMM_WORLD that MPI has told this process of; never waits."""
         failed = self.comm.Get_failed()
         try:
             if failed.size == len(self.lost):
@@ -158,7 +158,7 @@ class Lifeline:
     # -- the end ------------------------------------------------------------------------------------------------
 
     def let_leave_first(self, rank: int, seconds: float) -> None:
-        """Wait until a rank of COMM_WORLD, which reports a failure, has left; at most so many seconds.
+        """Wait until a rank of COMM_WORLD, which reports a failure, has left; at most `seconds`.
 
         Once one rank has left with a code the launcher may end the others, and lose a report that is being written. MPI
         does not tell in time who has left. So this looks for the process, which it can on one host alone.

@@ -11,9 +11,10 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
+from signal import Signals
 from types import TracebackType
 from typing import NoReturn
 
@@ -107,7 +108,7 @@ class Preemption:
         self,
         comm: Communicator | None = None,
         *,
-        signals: str = "USR2,TERM",
+        signals: str | Iterable[Signals] = "USR2,TERM",
         time_limit: float | str | None = None,
         grace: float = GRACE,
         margin: float | None = None,

@@ -39,7 +39,7 @@ def heading(rank: int, size: int) -> str:
     return f"mpipipe: job ended by rank {rank} of {size} on {socket.gethostname()}:"
 
 
-def describe(error: BaseException, heading: str) -> str:
+def describe_error(error: BaseException, heading: str) -> str:
     """Say what went wrong and where; for an error that is not of this package with its traceback.
 
     An interrupt is no error: a user who pressed Ctrl-C reads in a few lines where the program was.

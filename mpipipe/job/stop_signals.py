@@ -42,8 +42,10 @@ _held: list[StopSignals] = []  # that of `hold`
 _exit = os._exit  # as it is before a program is watched
 
 
-def parse_signals(names: str) -> tuple[signal.Signals, ...]:
+def parse_signals(names: str | Iterable[signal.Signals]) -> tuple[signal.Signals, ...]:
     """Return the signals of a list such as "USR2,TERM"; names may begin with SIG. "" and "none" are no signals."""
+    if not isinstance(names, str):
+        return tuple(names)
     if names.strip().lower() in ("", "none"):
         return ()
     numbers = []
@@ -214,10 +216,10 @@ def hold(names: str) -> None:
         _held.append(StopSignals(numbers, HELD_GRACE, lambda name: None, _end_at_once, lambda: False))
 
 
-def change(names: str) -> None:
+def change(signals: Iterable[signal.Signals]) -> None:
     """Catch these signals in place of those of `hold`, where that was called."""
     for held in _held:
-        held.change(parse_signals(names))
+        held.change(signals)
 
 
 def ignore() -> None:

@@ -18,6 +18,7 @@ from mpipipe.errors import ConfigError
 from mpipipe.job import inprocess, runtime
 from mpipipe.job.group import Group, group_of
 from mpipipe.job.types import Communicator
+from mpipipe.language.config import FROM_FOLDER, TrainConfig
 from mpipipe.language.data import DataListing, Source, Tokens, UserSource
 from mpipipe.language.data.windows import read_windows, segments, training_starts, validation_starts
 from mpipipe.language.inference.generation import build_decoder, check_decoding, continued, longest_text
@@ -41,7 +42,6 @@ from mpipipe.planning.layer_plan import LayerPlan
 from mpipipe.planning.memory import resident
 from mpipipe.planning.step_memory import SETTLED
 from mpipipe.text import counted
-from mpipipe.train.config import FROM_FOLDER, TrainConfig
 from mpipipe.train.planned import MemoryEstimate, estimate_memory
 from mpipipe.train.provenance import absolute
 from mpipipe.train.report import Record
@@ -117,7 +117,7 @@ def train(
 
 
 def estimate(config: TrainConfig, architecture: Architecture, ranks: int) -> MemoryEstimate:
-    """Return what a training would be on so many ranks; for one process, without MPI."""
+    """Return what a training would be on a number of ranks; for one process, without MPI."""
     process = resident() + SETTLED  # before anything is tried
 
     def work(comm: Communicator) -> MemoryEstimate:

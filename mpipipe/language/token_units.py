@@ -13,10 +13,10 @@ from mpipipe.job import rank_list
 from mpipipe.job.consensus import raise_on_all
 from mpipipe.job.group import Group, group_of
 from mpipipe.job.types import Communicator
+from mpipipe.language.config import TrainConfig
 from mpipipe.language.data import DataListing, Source, UserSource, find, glance
 from mpipipe.language.data.tokenizer import Tokenizer, hash_of, open_tokenizer
 from mpipipe.language.inference.generation import readable, shown
-from mpipipe.train.config import TrainConfig
 
 DIFFERENT = "the ranks see different data: other sizes or contents of files"
 

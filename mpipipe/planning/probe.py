@@ -32,18 +32,10 @@ WAYS = {"whole": ("gpipe", False), "again": ("gpipe", True), "split": ("zero_bub
 
 
 class Probe:
-    """Small pipelines of one rank, by which it measures layers.
+    """Small pipelines of one rank, by which it measures some layers for one size of micro-batch.
 
-    Parameters
-    ----------
-    measured : the training
-    solo : a communicator of this rank alone
-    picked : layers to measure
-    size : sequences of a micro-batch
-
-    Attributes
-    ----------
-    optimizers, sums : measured seconds for one parameter, of clipping and optimizer, and of the sum over replicas
+    `solo` is a communicator of this rank alone. `optimizers` and `sums` are measured seconds for one parameter: of
+    clipping and optimizer, and of the sum over replicas.
     """
 
     def __init__(self, measured: MeasuredRanks, solo: Communicator, picked: Sequence[int], size: int) -> None:
@@ -303,13 +295,9 @@ ALIKE = 2  # layers of a kind that are measured
 
 @dataclass
 class MeasuredLayers:
-    """What one rank has found.
+    """What one rank has measured: costs and sizes for each size of micro-batch, seconds for one parameter.
 
-    Attributes
-    ----------
-    costs, sizes : for each size of micro-batch
-    optimizer, sums : seconds for one parameter
-    alone : time of a step while no other rank computes, as a share of what it is while all do
+    `alone` is the time of a step while no other rank computes, as a share of what it is while all do.
     """
 
     costs: dict[int, RankCosts]

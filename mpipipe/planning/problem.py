@@ -133,9 +133,9 @@ class MeasuredRanks:
 
     problem, mesh : what is planned, and on which ranks
     layers : makes the layers of the whole model, bound to this rank's share of samples
-    loss_for : makes the loss after a stage, for so many samples of a micro-batch
-    example : makes inputs and targets of so many rows, for so many micro-batches
-    message_shape : of what a stage hands to the next, for so many samples
+    loss_for : makes the loss after a stage, for the samples of a micro-batch
+    example : makes inputs and targets: of a number of rows, for a number of micro-batches
+    message_shape : of what a stage hands to the next, for the samples of a micro-batch
     optimizer, scaler : make those of the training
     lr, clip, seed : of the training
     """

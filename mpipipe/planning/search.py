@@ -339,7 +339,7 @@ def _cut_by_rank(times: Sequence[Sequence[float]], placement: Sequence[int]) -> 
 
 
 def _filled(before: Sequence[Sequence[float]], placement: Sequence[int], limit: float) -> tuple[int, ...]:
-    """Fill the stages up to the limit, with a layer each at least, and one left for each stage behind."""
+    """Fill the stages up to the limit, with a layer each at least, and one left for each later stage."""
     counts, start = [], 0
     for stage, rank in enumerate(placement):
         own = before[rank]

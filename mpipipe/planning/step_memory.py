@@ -1,7 +1,7 @@
 """What each rank of a training would hold in memory: measured on one micro-batch of each stage, and added up.
 
     layers of the stage      E A F A F A F A F H        a run of 4 times (A F)
-    measured                 E A F H    E A F A F H     so many bytes, and so many more for each time
+    measured                 E A F H    E A F A F H     its bytes, and those of each further time
 
 All sums of bytes grow by the same amount with each repetition, so two measurements say what any number of them takes.
 The Python allocator counts (tracemalloc): numpy tells it of each array.
@@ -34,15 +34,13 @@ SETTLED = 13_000_000
 
 @dataclass(frozen=True)
 class StageBytes:
-    """Bytes of one stage; the input of a micro-batch is in none of them.
+    """Bytes of one stage, without the input of a micro-batch.
 
-    Attributes
-    ----------
     buffers : parameters, gradients and copies for computing, as the stage makes them
     tables : what the first micro-batch leaves for all others
-    drawing : most that is there beside the buffers while initial values are drawn
+    drawing : most that is there besides the buffers while initial values are drawn
     output : what a forward returns
-    saved : what is kept from a forward for its backward; behind the last stage the gradient of the loss, too
+    saved : what is kept from a forward for its backward; after the last stage the gradient of the loss, too
     pending : what is kept from the input gradient for the weight gradient
     forward, backward, input_grad, weight_grad : most that the action allocates at once, its results included
     """
@@ -63,7 +61,7 @@ class StageBytes:
         return StageBytes(*(low + times * (high - low) for low, high in zip(astuple(self), astuple(more))))
 
 
-class Run(NamedTuple):
+class LayerRun(NamedTuple):
     """Layers that repeat: `times` times the `period` layers from `start` on."""
 
     start: int
@@ -71,16 +69,13 @@ class Run(NamedTuple):
     times: int
 
 
-def longest_run(kinds: Sequence[Any]) -> Run:
+def longest_run(kinds: Sequence[Any]) -> LayerRun:
     """Return the repetition that leaves the fewest layers where it is cut to two; of equals the shortest period.
 
-    Examples
-    --------
-    >>> from mpipipe.planning.step_memory import longest_run
     >>> longest_run("EAFAFAFAFH")
-    Run(start=1, period=2, times=4)
+    LayerRun(start=1, period=2, times=4)
     """
-    best = Run(0, len(kinds), 1)
+    best = LayerRun(0, len(kinds), 1)
     for period in range(1, len(kinds) // 3 + 1):
         same = [kinds[i] == kinds[i + period] for i in range(len(kinds) - period)] + [False]
         start = 0
@@ -89,7 +84,7 @@ def longest_run(kinds: Sequence[Any]) -> Run:
                 continue
             count = (place - start) // period + 1
             if count > 2 and (count - 2) * period > max(0, best.times - 2) * best.period:
-                best = Run(start, period, count)
+                best = LayerRun(start, period, count)
             start = place + 1
     return best
 
@@ -97,21 +92,16 @@ def longest_run(kinds: Sequence[Any]) -> Run:
 def kind_of(layer: nn.Layer) -> tuple:
     """Return what tells layers apart that compute in different ways or sizes."""
     return tuple(
-        (name, type(each).__qualname__, tuple((key, p.shape, p.frozen) for key, p in each.declared.items()),
-         getattr(getattr(each, "attend", None), "window", None))
-        for name, each in layer.walk("")
+        (name, type(part).__qualname__, tuple((key, p.shape, p.frozen) for key, p in part.declared.items()),
+         getattr(getattr(part, "attend", None), "window", None))
+        for name, part in layer.walk("")
     )  # fmt: skip
 
 
 class StageMeter:
-    """Measures stages; each kind of stage once.
+    """Measures stages of the layers that `build` makes; each kind of stage once.
 
-    Parameters
-    ----------
-    build : makes the unbound layers of the whole model
-    dtype : of activations
-    frozen : patterns, as for nn.Stage
-    loss_for : makes the loss behind the last stage
+    `frozen` are patterns, as for nn.Stage, and `loss_for` makes the loss after the last stage.
     """
 
     def __init__(
@@ -130,12 +120,7 @@ class StageMeter:
     ) -> tuple[StageBytes, tuple[int, ...]]:
         """Return the bytes of the layers from `start` to before `stop`, and the shape of the output.
 
-        Parameters
-        ----------
-        start, stop : of the layers in the model
-        x : input of a micro-batch
-        targets : what the loss compares with, behind the last layer
-        ends : whether nobody wants the gradient of the input
+        `x` is the input of a micro-batch, and `ends` says whether no stage wants its gradient.
         """
         kinds = self.kinds[start:stop]
         key = tuple(kinds), x.shape, x.dtype.name, ends, stop == len(self.kinds)
@@ -267,8 +252,6 @@ def _peak() -> int:
 class RankBytes:
     """Memory of one rank of a pipeline, in bytes.
 
-    Attributes
-    ----------
     rank : of the pipeline
     stages : its stages, each with (start, stop) of its layers
     count : elements of its parameters
@@ -340,10 +323,13 @@ def rank_bytes(
         x = np.zeros(shape, arrays.dtype(problem.dtype))
     windows = receive_windows(schedule)
     row = (example[0].nbytes + targets.nbytes) // len(targets) * plan.rows
-    return [
-        _rank(problem, plan, rank, peak_of_step(schedule, rank, stages, inputs, windows), stages, row, copied, process)
-        for rank in range(problem.ranks)
-    ]
+    ranks = []
+    for rank in range(problem.ranks):
+        held = peak_of_step(schedule, rank, stages, inputs, windows)
+        batch = ((rank == schedule.placement[0]) + (rank == schedule.placement[-1])) * row
+        own = [stages[number] for number in schedule.stages_of(rank)]
+        ranks.append(_rank(problem, plan, rank, held, own, batch=batch, copied=copied, process=process))
+    return ranks
 
 
 def _rank(
@@ -351,18 +337,16 @@ def _rank(
     plan: LayerPlan,
     rank: int,
     held: StepBytes,
-    stages: Sequence[StageBytes],
-    row: int,
+    own: Sequence[StageBytes],
+    *,
+    batch: int,
     copied: bool,
     process: int,
 ) -> RankBytes:
-    own = [stages[number] for number in plan.schedule.stages_of(rank)]
     narrow = arrays.dtype(problem.dtype)
     wide = arrays.accumulator(narrow).itemsize
     sizes = [parameters_of(problem.layers[start:stop]) for start, stop in plan.ranges_of(rank)]
     count, trained = sum(sizes), sum(problem.trained_counts[layer] for layer in plan.layers_of(rank))
-    placement = plan.schedule.placement
-    batch = ((rank == placement[0]) + (rank == placement[-1])) * row
     step = round(held.total) + batch
     return RankBytes(
         rank=rank,

@@ -162,7 +162,7 @@ def make_folder(out: Path, comm: Communicator, writes: bool) -> None:
 
 
 def _sees(marker: Path, token: str) -> bool:
-    """Whether this rank reads the token in the marker, and may write beside the marker."""
+    """Whether this rank reads the token in the marker, and may write next to the marker."""
     stop = time.monotonic() + PATIENCE
     while True:
         try:

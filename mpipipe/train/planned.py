@@ -1,4 +1,4 @@
-"""The plan and the memory of a training: what is to be planned, with the measured ranks or with none of them."""
+"""The plan and the memory of a training: what is to be planned, on ranks that are measured or on paper."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ConfigError
 from mpipipe.job.group import group_of
 from mpipipe.job.types import Communicator
-from mpipipe.planning import Choice, Plan, Prediction, Profile, SavedProfile, find_plans, parse_bytes, predict
+from mpipipe.planning import Choice, Plan, Prediction, Profile, SavedProfile, find_plans, predict
 from mpipipe.planning.find import find_plan, in_words, profile_of
 from mpipipe.planning.layer_plan import LayerPlan
 from mpipipe.planning.problem import MeasuredRanks, PlanningProblem, declared
@@ -18,19 +18,16 @@ from mpipipe.planning.step_memory import RankBytes, StageMeter, rank_bytes
 from mpipipe.schedules import Links
 from mpipipe.schedules.csv_text import SUFFIX
 from mpipipe.text import counted
-from mpipipe.train.config import TrainConfig
-from mpipipe.train.config_checks import parse_partition
+from mpipipe.train.config import TaskConfig
 from mpipipe.train.progress import make_optimizer, make_scaler
 from mpipipe.train.task import Task
 from mpipipe.train.training_plan import pipe_of, plan_layers, rows_of, with_order
 
 
-def problem_of(config: TrainConfig, task: Task, pipe: int, replicas: int) -> PlanningProblem:
-    """Return what is to be planned for so many ranks; raises where the model or the batch cannot be."""
+def problem_of(config: TaskConfig, task: Task, pipe: int, replicas: int) -> PlanningProblem:
+    """Return what is to be planned for this mesh; raises where the model or the batch cannot be."""
     rows_of(config, replicas)
     fixed: dict[str, Any] = {name: getattr(config, name) for name in config.fixed}
-    if fixed.get("partition") is not None:
-        fixed["partition"] = parse_partition(fixed["partition"])
     names = ("dtype", "seq", "layout", "optimizer")
     return PlanningProblem(
         layers=task.layers(None),
@@ -44,12 +41,12 @@ def problem_of(config: TrainConfig, task: Task, pipe: int, replicas: int) -> Pla
         optimizer=config.optimizer,
         moments=2 if config.optimizer == "adamw" else int(config.momentum > 0),
         fixed={name: value for name, value in fixed.items() if value is not None or name == "recompute_limit"},
-        memory_limit=None if config.memory_limit is None else parse_bytes(config.memory_limit),
+        memory_limit=config.memory_limit,
         facts={**task.planning_facts(), **{name: getattr(config, name) for name in names}},
     )
 
 
-def measured_ranks(config: TrainConfig, task: Task, mesh: Mesh) -> MeasuredRanks:
+def measured_ranks(config: TaskConfig, task: Task, mesh: Mesh) -> MeasuredRanks:
     """Return the ranks of a job as those to measure a training on; collective. Raises the same error on every rank."""
     with group_of(mesh.comm).raise_together("plan: the shards of sequences"):
         shard = task.shard(mesh.seq, 1)
@@ -69,7 +66,7 @@ def measured_ranks(config: TrainConfig, task: Task, mesh: Mesh) -> MeasuredRanks
     )
 
 
-def planned(config: TrainConfig, choice: Choice) -> TrainConfig:
+def planned(config: TaskConfig, choice: Choice) -> TaskConfig:
     """Return the configuration with this choice, which leaves nothing to plan."""
     return replace(
         config,
@@ -79,13 +76,13 @@ def planned(config: TrainConfig, choice: Choice) -> TrainConfig:
         schedule=choice.schedule,
         chunks=choice.chunks,
         microbatches=choice.microbatches,
-        partition=",".join(map(str, choice.partition)),
+        partition=choice.partition,
         recompute=choice.recompute,
         recompute_limit=choice.recompute_limit,
     )
 
 
-def best_plan(config: TrainConfig, task: Task, mesh: Mesh, device: str) -> tuple[TrainConfig, str]:
+def best_plan(config: TaskConfig, task: Task, mesh: Mesh, device: str) -> tuple[TaskConfig, str]:
     """Return the configuration with the best plan, and in a line what it is; collective over all ranks."""
     report = find_plan(measured_ranks(config, task, mesh), device)
     line = ""
@@ -102,7 +99,7 @@ def best_plan(config: TrainConfig, task: Task, mesh: Mesh, device: str) -> tuple
 class MemoryEstimate:
     """What a training would be: its plan, the shape of the mesh, and the memory of each rank of a pipeline."""
 
-    config: TrainConfig
+    config: TaskConfig
     task: Task
     problem: PlanningProblem
     plan: LayerPlan
@@ -120,7 +117,7 @@ class MemoryEstimate:
         return self.problem.ranks * self.problem.replicas * self.problem.seq
 
 
-def mesh_of(config: TrainConfig, ranks: int) -> tuple[int, int]:
+def mesh_of(config: TaskConfig, ranks: int) -> tuple[int, int]:
     """Return the ranks of a pipeline, and the number of replicas."""
     pipe = pipe_of(config, ranks)
     replicas, rest = divmod(ranks, pipe * config.seq)
@@ -133,8 +130,8 @@ def mesh_of(config: TrainConfig, ranks: int) -> tuple[int, int]:
     return pipe, replicas
 
 
-def estimate_memory(config: TrainConfig, task: Task, ranks: int, comm: Communicator, process: int) -> MemoryEstimate:
-    """Estimate the memory of a training on so many ranks, in one process, which is `comm`.
+def estimate_memory(config: TaskConfig, task: Task, ranks: int, comm: Communicator, process: int) -> MemoryEstimate:
+    """Estimate the memory of a training on `ranks` ranks, in one process, which is `comm`.
 
     `process` are the bytes of this process without the training. One micro-batch runs on the processor, on stages with
     at most two repetitions of the layers that repeat.
@@ -163,7 +160,7 @@ def estimate_memory(config: TrainConfig, task: Task, ranks: int, comm: Communica
 
 
 def plans_on_paper(
-    problem: PlanningProblem, config: TrainConfig, saved: SavedProfile, links: Links | None
+    problem: PlanningProblem, config: TaskConfig, saved: SavedProfile, links: Links | None
 ) -> list[Plan]:
     """Find the plans of a training on ranks that are not there, the fastest first.
 
@@ -193,6 +190,6 @@ def predicted(estimate: MemoryEstimate, saved: SavedProfile) -> Prediction:
     return predict(profile, choice, problem.rows, problem.trained_layers)
 
 
-def _check_cpu(config: TrainConfig) -> None:
+def _check_cpu(config: TaskConfig) -> None:
     if config.device == "cuda":
         raise ConfigError("a profile is of the CPU", found="device cuda", expected="cpu: GPUs are not measured")

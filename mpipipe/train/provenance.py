@@ -12,15 +12,14 @@ import os
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from mpipipe import files
+from mpipipe.options import written
 from mpipipe.planning.layer_plan import LayerPlan
-from mpipipe.train.config import TrainConfig, toml_line
+from mpipipe.train.config import TaskConfig, toml_line
 from mpipipe.train.report import Reporter
-from mpipipe.train.sinks import parse_names
 from mpipipe.train.task import Task
 
 CONFIG, ENVIRONMENT = "config.toml", "environment.json"
@@ -38,13 +37,13 @@ def is_ours(name: str) -> bool:
     return OURS.fullmatch(name) is not None
 
 
-def resolved(config: TrainConfig, task: Task, plan: LayerPlan, device: str, pipe: int) -> dict[str, Any]:
+def resolved(config: TaskConfig, task: Task, plan: LayerPlan, device: str, pipe: int) -> dict[str, Any]:
     """Return the configuration as keys of a file, in which open options have the values of this training.
 
     Paths are absolute, so that the file works in any working folder. A training with these keys begins anew: `out` is
     left out, and so is `resume = "auto"`.
     """
-    values = {entry.name: getattr(config, entry.name) for entry in fields(config)}
+    values = written(config)
     values |= {"device": device, "pipe": pipe, "microbatches": plan.schedule.microbatches}
     values = task.resolve(values)
     if values["resume"] in ("auto", "no"):
@@ -60,7 +59,7 @@ def absolute(path: str) -> str:
 
 
 def describe(
-    reporter: Reporter, config: TrainConfig, task: Task, keys: dict[str, Any], surroundings: Mapping[str, Any]
+    reporter: Reporter, config: TaskConfig, task: Task, keys: dict[str, Any], surroundings: Mapping[str, Any]
 ) -> None:
     """Write both files, and open the sinks of the reporter, on rank 0. A file that cannot be written is a warning.
 
@@ -70,7 +69,7 @@ def describe(
         write(reporter.out, keys, surroundings, task.handed_over)
     except OSError as error:
         reporter.warn(f"mpipipe: {error.filename} cannot be written: {error.strerror}; the training goes on")
-    reporter.open_sinks(parse_names(config.metrics_to), keys)
+    reporter.open_sinks(config.metrics_to, keys)
 
 
 def write(out: Path, keys: Mapping[str, Any], environment: Mapping[str, Any], given: str | None = None) -> None:

@@ -1,7 +1,6 @@
-"""Where a training begins: anew, with the weights of another one, or behind a checkpoint of its own.
+"""Where a training begins: anew, with the weights of another one, or after a checkpoint of its own.
 
-What must stay the same over a resume decides which numbers come out. What may change (MAY_CHANGE) decides where and how
-fast they are computed, how many steps there are, and what is shown.
+What must stay the same over a resume decides which numbers come out (`Option.decides`).
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,22 +20,13 @@ from mpipipe.errors import ConfigError, StorageError
 from mpipipe.files import PARTIAL
 from mpipipe.job.group import group_of
 from mpipipe.job.preemption import Preemption
+from mpipipe.options import option_of, written
 from mpipipe.train import output_folder, provenance, sinks
-from mpipipe.train.config import TrainConfig
+from mpipipe.train.config import TaskConfig
 from mpipipe.train.progress import Progress
 from mpipipe.train.report import NullReporter, Reporter
-from mpipipe.train.screen import tell
+from mpipipe.train.screen import warn
 from mpipipe.train.task import Task
-
-MAY_CHANGE = (
-    "pipe", "seq", "layout", "schedule", "chunks", "microbatches", "recompute", "recompute_limit", "partition", "plan",
-    "memory_limit", "fixed", "device", "steps",
-    "log_every", "eval_every", "eval_batches", "sample_bytes", "temperature", "out", "save_every", "keep", "resume",
-    "init", "from_", "save_as", "save_dtype", "metrics_to",
-    "watchdog", "trace", "on_storage_error", "check_weights", "preempt_signals", "preempt_grace", "time_limit",
-    "survive",
-)  # fmt: skip
-BY_CONTENT = "data"  # the paths may change; what is compared is the fingerprint of the text
 
 
 def checkpoints_of(out: Path) -> Path:
@@ -43,12 +34,12 @@ def checkpoints_of(out: Path) -> Path:
     return out / "checkpoints"
 
 
-def facts_of(config: TrainConfig, task: Task) -> dict[str, Any]:
+def facts_of(config: TaskConfig, task: Task) -> dict[str, Any]:
     """Return what a checkpoint remembers of the training's configuration, as plain values."""
-    return {"configuration": plain(vars(config)), "model": plain(task.sizes()), "fingerprint": task.fingerprint}
+    return {"configuration": plain(written(config)), "model": plain(task.sizes()), "fingerprint": task.fingerprint}
 
 
-def find_start(config: TrainConfig, task: Task, mesh: Mesh, out: Path) -> Checkpoint | None:
+def find_start(config: TaskConfig, task: Task, mesh: Mesh, out: Path) -> Checkpoint | None:
     """Return the checkpoint after which the training continues, None if it begins; collective.
 
     Raises, on every rank and before anything is written, ArgumentError for a checkpoint that is damaged or missing, and
@@ -69,7 +60,7 @@ def find_start(config: TrainConfig, task: Task, mesh: Mesh, out: Path) -> Checkp
     return group.broadcast("train: where to begin", found)
 
 
-def checkpoint_of(config: TrainConfig, out: Path) -> Checkpoint | None:
+def checkpoint_of(config: TaskConfig, out: Path) -> Checkpoint | None:
     """Return the checkpoint that the configuration wants to go on from, None if the training begins."""
     if config.resume == "no":
         return None
@@ -104,25 +95,27 @@ def _is_known(name: str) -> bool:
     return output_folder.is_ours(name) or provenance.is_ours(name)
 
 
-def _check_same(found: Checkpoint, config: TrainConfig, task: Task) -> None:
+def _check_same(found: Checkpoint, config: TaskConfig, task: Task) -> None:
     """Raise ConfigError unless this is a checkpoint of the same training, not yet past its end."""
     place, now = str(found.path), facts_of(config, task)
     try:
-        before = _fixed({**plain(vars(TrainConfig())), **found.state["configuration"]}, found.state["model"], task)
+        before = _fixed(
+            config, {**plain(written(type(config)())), **found.state["configuration"]}, found.state["model"], task
+        )
         fingerprint = found.state["fingerprint"]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
             "the checkpoint is not one of `mpipipe train`", found=place, remedy="load it with mpipipe.checkpoint"
         ) from error
-    after = _fixed(now["configuration"], now["model"], task)
+    after = _fixed(config, now["configuration"], now["model"], task)
     different = [key for key in after if before.get(key) != after[key]]
     if different:
         raise ConfigError(
             "the checkpoint is of a training with another configuration",
             found=", ".join(f"{key} = {before.get(key)!r}"[:80] for key in different) + f" in {place}",
             expected=", ".join(f"{key} = {after[key]!r}"[:80] for key in different),
-            remedy=f"what may change over a resume is {', '.join(MAY_CHANGE)}; give all else as it was, or begin a new "
-            "training with --init",
+            remedy=f"what may change over a resume is {', '.join(_others(config))}; give all else as it was, or begin "
+            "a new training with --init",
         )
     if fingerprint != now["fingerprint"]:
         raise ConfigError(
@@ -140,10 +133,18 @@ def _check_same(found: Checkpoint, config: TrainConfig, task: Task) -> None:
         )
 
 
-def _fixed(configuration: dict[str, Any], sizes: dict[str, Any], task: Task) -> dict[str, Any]:
+def _fixed(config: TaskConfig, configuration: dict[str, Any], sizes: dict[str, Any], task: Task) -> dict[str, Any]:
     """Return what must stay the same. Sizes are those of the model, with what the configuration has left open."""
     values = {**configuration, **plain(task.compared(sizes))}
-    return {key: value for key, value in values.items() if key not in (*MAY_CHANGE, BY_CONTENT)}
+    return {key: value for key, value in values.items() if key not in _others(config)}
+
+
+def _others(config: TaskConfig) -> list[str]:
+    """Return the options that decide where and how fast numbers are computed, how many steps there are, what is shown.
+
+    The paths of data may change, too: their fingerprint is compared.
+    """
+    return [entry.name for entry in fields(config) if not option_of(entry).decides]
 
 
 def plain(values: Any) -> Any:
@@ -152,7 +153,7 @@ def plain(values: Any) -> Any:
 
 
 def leave_behind(found: Checkpoint | None, out: Path) -> list[Path]:
-    """Rename the checkpoints in `out` behind the one that is resumed: else they would be found as the newest.
+    """Rename the checkpoints in `out` after the one that is resumed: else they would be found as the newest.
 
     Rank 0 calls this. Returns what they are called now. Raises OSError.
     """
@@ -181,7 +182,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        config: TrainConfig,
+        config: TaskConfig,
         root: Path,
         progress: Progress,
         facts: Mapping[str, Any],
@@ -233,7 +234,7 @@ class Checkpoints:
             if self.config.on_storage_error == "end":
                 raise
             if self.progress.mesh.rank == 0:
-                tell(f"mpipipe: step {self.progress.step}: {error.message}; {then}")
+                warn(f"mpipipe: step {self.progress.step}: {error.message}; {then}")
 
     def __enter__(self) -> Checkpoints:
         self.saver.__enter__()

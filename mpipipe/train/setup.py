@@ -20,7 +20,7 @@ from mpipipe.pipeline import Pipeline
 from mpipipe.planning.layer_plan import LayerPlan
 from mpipipe.planning.memory import check_training
 from mpipipe.train import output_folder, provenance, resume, sinks
-from mpipipe.train.config import TrainConfig
+from mpipipe.train.config import TaskConfig
 from mpipipe.train.planned import best_plan, problem_of
 from mpipipe.train.progress import Progress
 from mpipipe.train.report import NullReporter, Record, Reporter
@@ -31,7 +31,7 @@ from mpipipe.train.trainer import Trainer, may_save, preemption_of
 from mpipipe.train.training_plan import pipe_of, plan_layers, with_order
 
 
-def check_same_config(group: Group, config: TrainConfig) -> None:
+def check_same_config(group: Group, config: TaskConfig) -> None:
     """Raise MismatchError on all ranks where they have different configurations."""
     group.agree(
         "train: the configuration",
@@ -41,14 +41,14 @@ def check_same_config(group: Group, config: TrainConfig) -> None:
     )
 
 
-def run(task: Task, config: TrainConfig, comm: Communicator | None = None) -> Record:
+def run(task: Task, config: TaskConfig, comm: Communicator | None = None) -> Record:
     """Train a task on all ranks of a communicator; collective. See `train`, which does it for text.
 
     Parameters
     ----------
     task : Task
         What is trained.
-    config : TrainConfig
+    config : TaskConfig
         The same on every rank.
     comm : communicator, optional
         The ranks, COMM_WORLD by default. It is duplicated.
@@ -62,13 +62,13 @@ def run(task: Task, config: TrainConfig, comm: Communicator | None = None) -> Re
     check_same_config(group_of(comm), config)
     with group_of(comm).raise_together("train: where metrics go"):
         if comm.rank == 0:
-            sinks.check_installed(sinks.parse_names(config.metrics_to))
+            sinks.check_installed(config.metrics_to)
     owned = output_folder.own(comm, config.out, task.folders)
     with released_at_end(owned, None if config.survive else group_of(comm)):
         return _run_owned(task, config, comm, owned.folder)
 
 
-def _run_owned(task: Task, config: TrainConfig, comm: Communicator, out: Path) -> Record:
+def _run_owned(task: Task, config: TaskConfig, comm: Communicator, out: Path) -> Record:
     config = with_order(config, comm, out)
     trace = trace_folder(comm, config.trace, out, resumes=config.resume != "no")
     pipe = pipe_of(config, comm.size)
@@ -83,7 +83,7 @@ def _run_owned(task: Task, config: TrainConfig, comm: Communicator, out: Path) -
 
 
 def _run_on(
-    mesh: Mesh, task: Task, config: TrainConfig, out: Path, trace: Path | None, elastic: ElasticRun | None = None
+    mesh: Mesh, task: Task, config: TaskConfig, out: Path, trace: Path | None, elastic: ElasticRun | None = None
 ) -> Record:
     device = select_device(config.device, mesh.comm)
     if elastic is not None:
@@ -93,7 +93,7 @@ def _run_on(
 
 
 def _train(
-    mesh: Mesh, task: Task, config: TrainConfig, device: str, out: Path, trace: Path | None, elastic: ElasticRun | None
+    mesh: Mesh, task: Task, config: TaskConfig, device: str, out: Path, trace: Path | None, elastic: ElasticRun | None
 ) -> Record:
     survivor = elastic if elastic is not None and elastic.goes_on else None  # has the state of the training in memory
     group, chosen = group_of(mesh.comm), ""
@@ -147,7 +147,7 @@ def _train(
                 return trainer.run()
 
 
-def make_plan(config: TrainConfig, task: Task, mesh: Mesh, device: str) -> LayerPlan:
+def make_plan(config: TaskConfig, task: Task, mesh: Mesh, device: str) -> LayerPlan:
     """Plan the training, and check that it fits into memory and that its end can be written.
 
     All ranks raise the same error.
@@ -162,7 +162,7 @@ def make_plan(config: TrainConfig, task: Task, mesh: Mesh, device: str) -> Layer
 
 
 def make_reporter(
-    config: TrainConfig, out: Path, start: Checkpoint | None, unit: str, oversubscribed: str | None
+    config: TaskConfig, out: Path, start: Checkpoint | None, unit: str, oversubscribed: str | None
 ) -> Reporter:
     """Make the reporter of rank 0, with metrics that continue after the checkpoint `start`, if there is one."""
     step = 0 if start is None else start.step
@@ -179,7 +179,7 @@ def make_reporter(
 
 
 def _reporter(
-    config: TrainConfig, task: Task, plan: LayerPlan, mesh: Mesh, device: str, make: Callable[[str | None], Reporter]
+    config: TaskConfig, task: Task, plan: LayerPlan, mesh: Mesh, device: str, make: Callable[[str | None], Reporter]
 ) -> Reporter | NullReporter:
     """Make the reporter, and write down what the training depends on; collective.
 

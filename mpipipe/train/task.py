@@ -64,7 +64,7 @@ class Task:
         return {name: parameter for name, parameter in everything.items() if name not in frozen}
 
     def check_stages(self, stages: int) -> None:
-        """Raise ConfigError if the model cannot be cut into so many stages."""
+        """Raise ConfigError if the model cannot be cut into this number of stages."""
         count = len(self.costs())
         if count < stages:
             raise too_few_pieces(f"{count} pieces", stages, "use fewer ranks or chunks")
@@ -74,7 +74,7 @@ class Task:
         return {}
 
     def sample_bytes(self, rows: int, dtype: str) -> tuple[int, int]:
-        """Return bytes of inputs and targets of a sample, and of what a layer hands to the next for so many rows.
+        """Return bytes of inputs and targets of a sample, and of what a layer hands to the next for these rows.
 
         A training is refused where what it surely needs exceeds the memory; 0 is what is not known.
         """
@@ -116,11 +116,11 @@ class Task:
         raise NotImplementedError
 
     def loss_for(self, stage: nn.Stage, rows: int, shard: Any) -> Callable[..., Any]:
-        """Return the loss after a stage, for micro-batches of so many rows."""
+        """Return the loss after a stage, for micro-batches of this number of rows."""
         return self.loss
 
     def message_shape(self, rows: int, shard: Any) -> tuple[int, ...]:
-        """Return the shape of what a stage hands to the next for so many rows, for measurements."""
+        """Return the shape of what a stage hands to the next for these rows, for measurements."""
         return (rows,)
 
     def load(self, stages: Sequence[nn.Stage], mesh: Mesh) -> None:
@@ -174,7 +174,7 @@ class Task:
 
 
 def too_few_pieces(pieces: str, stages: int, remedy: str) -> ConfigError:
-    """Make the error for a model that cannot be cut into so many stages."""
+    """Make the error for a model that cannot be cut into this number of stages."""
     return ConfigError(
         "the model has too few pieces for so many stages",
         found=f"{pieces} and cannot fill {counted(stages, 'stage')}",

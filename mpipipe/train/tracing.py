@@ -1,6 +1,6 @@
 """`train --trace DIR`: a few early steps are recorded, and written once they are made.
 
-Recorded are the second step since the training was started and the 15 behind it, as far as there are so many; a start
+Recorded are the second step since the training was started and the 15 after it, as far as there are any; a start
 with one step to make records that one. The first step is unlike the others: memory is allocated and shapes are agreed
 on. Between recorded steps validation and checkpoints go on as ever; they belong to no step.
 """

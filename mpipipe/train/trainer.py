@@ -15,12 +15,11 @@ from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import NonFiniteError
 from mpipipe.job.consensus import agreed_by
 from mpipipe.job.group import group_of
-from mpipipe.job.preemption import Preemption, parse_duration
-from mpipipe.job.stop_signals import parse_signals
+from mpipipe.job.preemption import Preemption
 from mpipipe.planning.layer_plan import LayerPlan
 from mpipipe.text import counted
 from mpipipe.train import resume
-from mpipipe.train.config import TrainConfig
+from mpipipe.train.config import TaskConfig
 from mpipipe.train.progress import Progress, StepBarrier
 from mpipipe.train.report import NullReporter, Record, Reporter, summary
 from mpipipe.train.resume import Checkpoints
@@ -37,7 +36,7 @@ class Trainer:
 
     def __init__(
         self,
-        config: TrainConfig,
+        config: TaskConfig,
         task: Task,
         mesh: Mesh,
         plan: LayerPlan,
@@ -58,7 +57,7 @@ class Trainer:
             stage.optimizer_writes_compute()  # nobody but the optimizer changes parameters here
         self.batches = Batches(task, mesh, plan, shard)
         self.times = StepTimes(), StepTimes()  # since the last record, and in all
-        self.barrier = StepBarrier(progress, group_of(mesh.comm), config.survive)
+        self.step_barrier = StepBarrier(progress, group_of(mesh.comm), config.survive)
         self.tracing = Tracing(trace, progress.pipeline, mesh, reporter.say)
 
     def run(self) -> Record:
@@ -142,7 +141,7 @@ class Trainer:
         The norm is None if the step was skipped.
         """
         config, pipeline, start = self.config, self.progress.pipeline, perf_counter()
-        self.barrier.begin(step)
+        self.step_barrier.begin(step)
         self.tracing.begin_step(config.steps - step)
         pending = pipeline.launch(*self.batches.training(step), scale=self.progress.scaler.scale)
         lr = optim.warmup_cosine(step, config.steps, config.lr, min(config.warmup, config.steps))
@@ -158,11 +157,11 @@ class Trainer:
     def _optimize(self, lr: float) -> float | None:
         try:
             clip, scaler = self.config.clip, self.progress.scaler
-            norm = optim.begin_step(self.barrier, clip, scaler=scaler, lr=lr, over=self.norm).wait()
+            norm = optim.begin_step(self.step_barrier, clip, scaler=scaler, lr=lr, over=self.norm).wait()
         except NonFiniteError as error:  # the replicas have the same sums of gradients, so they raise it, too
             raise agreed_by(error, group_of(self.mesh.comm)) from None
         if norm is None:
-            self.barrier.skip()
+            self.step_barrier.skip()
         return norm
 
     def validate(self) -> float:
@@ -236,7 +235,7 @@ class Batches:
 # -- How a training leaves before its end: what it catches, and what it says of how to go on --------------------------
 
 
-def preemption_of(config: TrainConfig, mesh: Mesh, reporter: Reporter | NullReporter) -> Preemption:
+def preemption_of(config: TaskConfig, mesh: Mesh, reporter: Reporter | NullReporter) -> Preemption:
     """Return what says when the job has to leave, as configured; collective."""
     return Preemption(
         mesh.comm,
@@ -247,10 +246,10 @@ def preemption_of(config: TrainConfig, mesh: Mesh, reporter: Reporter | NullRepo
     )
 
 
-def may_save(config: TrainConfig) -> bool:
+def may_save(config: TaskConfig) -> bool:
     """Whether this training may save a checkpoint: at steps that are configured, or where it has to leave."""
-    limited = config.time_limit is None or parse_duration(config.time_limit) > 0  # None: SLURM may set a limit
-    return config.save_every > 0 or bool(parse_signals(config.preempt_signals)) or limited
+    limited = config.time_limit is None or config.time_limit > 0  # None: SLURM may set a limit
+    return config.save_every > 0 or bool(config.preempt_signals) or limited
 
 
 def whereabouts(done: int, steps: int, out: Path) -> str:
@@ -263,7 +262,7 @@ def whereabouts(done: int, steps: int, out: Path) -> str:
     return f"{place}\n--resume auto --out {out} goes on from {saved.name}"
 
 
-def introduction(config: TrainConfig, task: Task, plan: LayerPlan, mesh: Mesh, *, place: str, out: Path) -> str:
+def introduction(config: TaskConfig, task: Task, plan: LayerPlan, mesh: Mesh, *, place: str, out: Path) -> str:
     """Return what is trained, on which ranks, and where metrics go; `place` is what computes: CPUs or GPUs."""
     schedule = plan.schedule
     return (

@@ -20,8 +20,8 @@ from mpipipe.schedules.csv_text import from_file, is_path
 from mpipipe.schedules.registry import WITH_COSTS
 from mpipipe.text import counted
 from mpipipe.train import resume
-from mpipipe.train.config import TrainConfig
-from mpipipe.train.config_checks import is_table, parse_partition
+from mpipipe.train.config import TaskConfig
+from mpipipe.train.options import in_one_text, is_table
 from mpipipe.train.task import Task
 
 logger = logging.getLogger("mpipipe")
@@ -30,12 +30,12 @@ WHOLE_ACTIONS = 1 << 22  # of all ranks in a schedule that each rank makes as a 
 ACTIONS = 1 << 20  # of one rank of a schedule
 
 
-def pipe_of(config: TrainConfig, ranks: int) -> int:
-    """Return the ranks of one pipeline, in a job of so many ranks."""
+def pipe_of(config: TaskConfig, ranks: int) -> int:
+    """Return the ranks of one pipeline, in a job of this size."""
     return max(1, ranks // config.seq) if config.pipe is None else config.pipe
 
 
-def rows_of(config: TrainConfig, replicas: int) -> int:
+def rows_of(config: TaskConfig, replicas: int) -> int:
     """Return the samples of a step in each replica; raises ConfigError where the batch does not divide."""
     rows, rest = divmod(config.batch, replicas)
     if rest:
@@ -48,10 +48,10 @@ def rows_of(config: TrainConfig, replicas: int) -> int:
     return rows
 
 
-def plan_layers(config: TrainConfig, task: Task, pipe: int, replicas: int) -> LayerPlan:
+def plan_layers(config: TaskConfig, task: Task, pipe: int, replicas: int) -> LayerPlan:
     """Plan a training on `replicas` pipelines of `pipe` ranks.
 
-    Stages of which nothing is trained have no weight gradients in the schedule, and no backward if nothing before them
+    Stages in which nothing is trained have no weight gradients in the schedule, and no backward if nothing before them
     is trained either.
 
     Raises ConfigError or ArgumentError if the configuration does not fit these numbers. For a schedule that nobody can
@@ -99,15 +99,15 @@ def check_actions(name: str, ranks: int, chunks: int, microbatches: int) -> None
         )
 
 
-def given_ranges(config: TrainConfig, layers: int, stages: int) -> list[tuple[int, int]]:
+def given_ranges(config: TaskConfig, layers: int, stages: int) -> list[tuple[int, int]]:
     """Return (start, stop) of the layers of each stage as the configuration says it; nothing if it does not."""
     if config.partition is None:
         return []
-    counts = parse_partition(config.partition)
+    counts = config.partition
     if len(counts) != stages or sum(counts) != layers:
         raise ConfigError(
             "the partition does not fit",
-            found=f"{counted(len(counts), 'stage')} with {counted(sum(counts), 'layer')} in {config.partition}",
+            found=f"{counted(len(counts), 'stage')} with {counted(sum(counts), 'layer')} in {in_one_text(counts)}",
             expected=f"{counted(stages, 'stage')} with {counted(layers, 'layer')}",
             remedy="count embedding, attention, feed-forward and head as a layer each, or leave partition out",
         )
@@ -154,7 +154,7 @@ def fitting(table: str, pipe: int, chunks: int, microbatches: int | None) -> Sch
     return schedule
 
 
-def with_order(config: TrainConfig, comm: Communicator, out: Path) -> TrainConfig:
+def with_order(config: TaskConfig, comm: Communicator, out: Path) -> TaskConfig:
     """Return the configuration with the table where it names a file with one; collective.
 
     A relative path begins in the working folder of rank 0. Raises ConfigError or ScheduleError on every rank where the
@@ -169,7 +169,7 @@ def with_order(config: TrainConfig, comm: Communicator, out: Path) -> TrainConfi
     return replace(config, schedule=group.broadcast("train: the order of the schedule", table))
 
 
-def _read(config: TrainConfig, out: Path) -> str:
+def _read(config: TaskConfig, out: Path) -> str:
     saved = _saved(config, out)
     try:
         table = from_file(config.schedule).to_csv()
@@ -188,7 +188,7 @@ def _read(config: TrainConfig, out: Path) -> str:
     return table
 
 
-def _saved(config: TrainConfig, out: Path) -> str | None:
+def _saved(config: TaskConfig, out: Path) -> str | None:
     """Return the table in the checkpoint after which the training continues, None if there is none."""
     checkpoint = resume.checkpoint_of(config, out)
     configuration = None if checkpoint is None else checkpoint.state.get("configuration")

@@ -13,20 +13,21 @@ import pytest
 from support.command_line import invoke
 
 from mpipipe.cli.command_line import ALL, Command, Commands, parser_of
-from mpipipe.cli.flags import Flag, Operand, parameters_of
+from mpipipe.cli.flags import Operand, parameters_of
 from mpipipe.job import settings
 from mpipipe.job.exit import Stop
+from mpipipe.options import Option
 
 
 def sample(
     source: Annotated[str, Operand("from where")],
-    out: Annotated[Path, Flag("to where", metavar="FILE")],
+    out: Annotated[Path, Option("to where", metavar="FILE")],
     others: Annotated[list[str] | None, Operand("more of it")] = None,
-    count: Annotated[int, Flag("how many", names=("--count", "--number"), least=1, most=9)] = 3,
-    share: Annotated[float | None, Flag("of 100 %", least=0)] = None,
-    kinds: Annotated[list[str] | None, Flag("which", choices=("a", "b"))] = None,
+    count: Annotated[int, Option("how many", names=("--count", "--number"), least=1, most=9)] = 3,
+    share: Annotated[float | None, Option("of 100 %", least=0)] = None,
+    kinds: Annotated[list[str] | None, Option("which", choices=("a", "b"))] = None,
     fast: bool = True,
-    short: Annotated[bool, Flag("less", names=("-s",))] = False,
+    short: Annotated[bool, Option("less", names=("-s",))] = False,
 ) -> int:
     """Do something.
 
@@ -45,7 +46,7 @@ def relay(
 def ordered(
     kind: Annotated[str, Operand("which")],
     words: Annotated[list[str] | None, Operand("for another program", after_dashes=True)] = None,
-    count: Annotated[int, Flag("how many")] = 1,
+    count: Annotated[int, Option("how many")] = 1,
 ) -> int:
     """Take words behind --."""
     return 0

@@ -203,9 +203,9 @@ def test_interfaces_are_not_sniffed(function, word):
     refuse(findings(lambda tree: asks(tree, function, word)))
 
 
-def test_only_consensus_says_that_an_error_is_reported_elsewhere():
+def test_only_agreements_and_known_failures_say_that_an_error_is_reported_elsewhere():
     found = findings(lambda tree: assignments(tree, "reported_elsewhere"))
-    refuse([place for place in found if not place.startswith("job/consensus.py:")])
+    refuse([place for place in found if not place.startswith(("job/consensus.py:", "job/context.py:"))])
 
 
 def test_no_call_has_more_than_seven_positional_arguments():

@@ -27,20 +27,20 @@ def test_errors_of_this_package_say_it_all_and_others_bring_their_traceback():
     heading = report.heading(2, 4)
     assert heading.startswith("mpipipe: job ended by rank 2 of 4 on ")
     own = raised(ArgumentError("wet paint", found="wet", expected="dry"))
-    assert report.describe(own, heading) == f"{heading}\n  ArgumentError: {own}\n"
-    text = report.describe(raised(ValueError("wet paint")), heading)
+    assert report.describe_error(own, heading) == f"{heading}\n  ArgumentError: {own}\n"
+    text = report.describe_error(raised(ValueError("wet paint")), heading)
     assert text.startswith(f"{heading}\n  ValueError: wet paint\nTraceback") and "in raised" in text
-    text = report.describe(raised(StageError("a stage failed"), KeyError("paint")), heading)
+    text = report.describe_error(raised(StageError("a stage failed"), KeyError("paint")), heading)
     assert text.startswith(f"{heading}\n  StageError: a stage failed\n") and text.endswith("KeyError: 'paint'\n")
 
 
 def test_an_interrupt_is_told_in_three_lines_at_most():
     heading = report.heading(2, 4)
-    text = report.describe(raised(KeyboardInterrupt("after step 3 of 9")), heading)
+    text = report.describe_error(raised(KeyboardInterrupt("after step 3 of 9")), heading)
     lines = text.splitlines()
     assert lines[:2] == [heading, "  KeyboardInterrupt: after step 3 of 9"]
     assert lines[2].startswith("  in raised (") and f"{__file__}:" in lines[2] and len(lines) == 3
-    assert report.describe(KeyboardInterrupt(), heading) == f"{heading}\n  KeyboardInterrupt\n"
+    assert report.describe_error(KeyboardInterrupt(), heading) == f"{heading}\n  KeyboardInterrupt\n"
 
 
 def test_any_text_can_be_written(capfd):

@@ -14,7 +14,7 @@ from mpipipe.job import inprocess
 from mpipipe.language.models import GPT
 from mpipipe.language.task import estimate
 from mpipipe.pipeline import Pipeline
-from mpipipe.planning.step_memory import Run, StageBytes, StageMeter, longest_run, peak_of_step
+from mpipipe.planning.step_memory import LayerRun, StageBytes, StageMeter, longest_run, peak_of_step
 from mpipipe.train import TrainConfig
 
 SIZES = dict(dim=32, layers=4, heads=4, seq_len=64, batch=8, microbatches=4, sample_bytes=0, device="cpu")
@@ -103,12 +103,12 @@ def test_a_stage_of_many_layers_is_foreseen_from_two_repetitions():
 @pytest.mark.parametrize(
     ("kinds", "run"),
     [
-        ("EAFAFAFAFH", Run(1, 2, 4)),
-        ("AFAFAF", Run(0, 2, 3)),
-        ("EAAAAH", Run(1, 1, 4)),
-        ("EAFAFH", Run(0, 6, 1)),  # cut to two there is nothing left out
-        ("ABCABCABCABX", Run(0, 3, 3)),
-        ("", Run(0, 0, 1)),
+        ("EAFAFAFAFH", LayerRun(1, 2, 4)),
+        ("AFAFAF", LayerRun(0, 2, 3)),
+        ("EAAAAH", LayerRun(1, 1, 4)),
+        ("EAFAFH", LayerRun(0, 6, 1)),  # cut to two there is nothing left out
+        ("ABCABCABCABX", LayerRun(0, 3, 3)),
+        ("", LayerRun(0, 0, 1)),
     ],
 )
 def test_the_longest_repetition_is_found(kinds, run):

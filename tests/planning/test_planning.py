@@ -169,7 +169,7 @@ def test_the_schedule_is_the_one_that_a_training_runs(keys):
     choice = Choice(config.schedule, config.chunks, 4, counts, recompute_limit=config.recompute_limit)
     assert choice.build(2, trained) == plan.schedule
     assert choice.ranges == plan.layer_ranges
-    given = replace(config, partition=",".join(map(str, counts)))
+    given = replace(config, partition=counts)
     assert text_plan(given, 2, tuning=tuning)[1] == plan
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from mpipipe.errors import ConfigError
 from mpipipe.train import sinks
-from mpipipe.train.screen import Lines
+from mpipipe.train.screen import JsonLines
 
 LINES = [json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(5)]
 
@@ -49,7 +49,7 @@ def test_lines_that_find_no_room_leave_those_that_were_there(tmp_path, capsys):
     path = tmp_path / "lines"
     path.write_text("one\n")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    lines = Lines(path, goes_on=True)
+    lines = JsonLines(path, goes_on=True)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (6, before[1]))
         lines.append("another")
@@ -63,10 +63,10 @@ def test_lines_that_find_no_room_leave_those_that_were_there(tmp_path, capsys):
 def test_lines_go_on_behind_those_that_are_there(tmp_path):
     path = tmp_path / "lines"
     for text, goes_on in (("one", False), ("two", True)):
-        lines = Lines(path, goes_on)
+        lines = JsonLines(path, goes_on)
         lines.append(text)
         lines.sync()
         lines.close()
     assert path.read_text() == "one\ntwo\n"
     with pytest.raises(FileExistsError):
-        Lines(path)
+        JsonLines(path)

@@ -13,7 +13,7 @@ import pytest
 
 from mpipipe.train.config import read_keys
 from mpipipe.train.report import Record, Reporter
-from mpipipe.train.screen import KEPT, Lines, Outlet
+from mpipipe.train.screen import KEPT, JsonLines, SafeStream
 
 TRAINING = """
 import os, resource, sys
@@ -119,7 +119,7 @@ def room():
 
 def test_lines_that_find_no_room_are_cut_off_and_written_later(tmp_path, room, capsys):
     path = tmp_path / "lines"
-    lines = Lines(path)
+    lines = JsonLines(path)
     lines.append("first")
     room(10)
     for line in ("second", "third"):
@@ -134,7 +134,7 @@ def test_lines_that_find_no_room_are_cut_off_and_written_later(tmp_path, room, c
 
 
 def test_lines_that_never_find_room_are_counted_at_the_end(tmp_path, room, capsys):
-    lines = Lines(tmp_path / "lines")
+    lines = JsonLines(tmp_path / "lines")
     room(0)
     for number in range(KEPT + 5):
         lines.append(str(number))
@@ -152,7 +152,7 @@ class Full(io.StringIO):
 
 
 def test_a_stream_that_fails_is_silent_from_then_on_and_standard_error_hears_why(capsys):
-    outlet = Outlet(Full())
+    outlet = SafeStream(Full())
     for _ in range(3):
         outlet.write("text")
     assert capsys.readouterr().err.count("No space left on device") == 1

@@ -13,7 +13,7 @@ import pytest
 
 from mpipipe.errors import ArgumentError, BackendError
 from mpipipe.train import sinks
-from mpipipe.train.sinks import Run, Sinks, parse_names
+from mpipipe.train.sinks import SinkContext, Sinks, parse_names
 
 COLUMNS = ("step", "loss", "validation", "time", "seconds")
 RECORDS = [
@@ -24,7 +24,7 @@ RECORDS = [
 
 
 def run_in(folder, done=0):
-    return Run(folder, done, COLUMNS, {"steps": 2})
+    return SinkContext(folder, done, COLUMNS, {"steps": 2})
 
 
 def write_all(names, run, records=RECORDS):
@@ -106,8 +106,8 @@ def test_the_reader_of_tensorboard_opens_it_and_hides_what_was_resumed_before(tm
 OFFLINE = """
 import json, sys
 from pathlib import Path
-from mpipipe.train.sinks import Run, Sinks
-opened = Sinks(["wandb"], Run(Path(sys.argv[1]), 0, ("step", "loss"), {"steps": 2}), sys.exit)
+from mpipipe.train.sinks import SinkContext, Sinks
+opened = Sinks(["wandb"], SinkContext(Path(sys.argv[1]), 0, ("step", "loss"), {"steps": 2}), sys.exit)
 for record in json.loads(sys.argv[2]):
     opened.write(record)
 opened.close()

@@ -83,7 +83,7 @@ def new_identity() -> bytes:
 
 
 def open_together(tasks: Sequence[NcclTask[Channel]], group: Group, what: str) -> list[Channel]:
-    """Wait for channels that are being opened; collective over the group, of which each has some ranks or all.
+    """Wait for channels that are being opened; collective over the group; each has some of its ranks or all.
 
     Where this rank cannot open one it raises BackendError; the group ends then, and the others raise PeerError.
     """

@@ -30,7 +30,7 @@ def make_transport(
 
     `comm`, `channels` and `synchronous` are as for HostTransport. `group`, in which the ranks agree, is by default that
     of `comm`; `verdict` is what gpu_aware.detect said, asked by default where a rank computes on a GPU. `pairs` are
-    ranks of which one sends to the other by NCCL, the same on all ranks; none if they have not chosen NCCL.
+    (from, to) of ranks that exchange messages by NCCL, the same on all ranks; empty if they have not chosen NCCL.
     """
     group = group_of(comm) if group is None else group
     everyone = group.gather("making a transport", (device, verdict))

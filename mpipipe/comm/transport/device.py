@@ -207,7 +207,7 @@ class DeferredMessage(DeviceMessage):
 
 
 def device_pieces(array: DeviceArray, piece_bytes: int) -> list[list[Any]]:
-    """The memory of a device array as [memory, type] for MPI, in pieces of at most so many bytes."""
+    """Return the memory of a device array as [memory, type] for MPI, in pieces of at most `piece_bytes`."""
     MPI = runtime.mpi()
     address, nbytes = arrays.address(array), array.nbytes
     return [

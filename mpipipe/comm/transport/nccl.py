@@ -84,8 +84,8 @@ Pair = tuple[int, int]  # of ranks: from, to
 class NcclTransport:
     """Messages of device arrays by NCCL, all others by another transport; the constructor and `close` are collective.
 
-    `pairs` are ranks of which one sends to the other, the same on all ranks; each has a lane of its own. `other` takes
-    host arrays, and all arrays of calls that are not repeated.
+    `pairs` are (from, to) of ranks that exchange messages, the same on all ranks; each has a lane of its own. `other`
+    takes host arrays, and all arrays of calls that are not repeated.
     """
 
     def __init__(self, group: Group, pairs: Iterable[Pair], other: DeviceTransport) -> None:
@@ -181,7 +181,7 @@ class NcclTransport:
 
 
 def _open_lanes(group: Group, pairs: list[Pair]) -> dict[Pair, Channel]:
-    """The lanes of which this rank is one end. Threads open them, so they need no common order."""
+    """Return the lanes that end at this rank. Threads open them, so they need no common order."""
     what = "opening NCCL between the ranks of the pipeline"
     mine = {pair: new_identity() for pair in pairs if pair[0] == group.rank}
     identities = {pair: identity for each in group.gather(what, mine) for pair, identity in each.items()}

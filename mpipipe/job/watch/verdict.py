@@ -1,4 +1,4 @@
-"""What the dumps of all ranks mean together: who waits for whom, and which rank is to blame. Pure functions of data.
+"""What the dumps of all ranks mean together: which rank waits for which, and which is to blame. Pure functions of data.
 
 A rank that waits is blocked by those that must come. These blocks, followed from rank to rank, lead to ranks that do
 not wait for others: they are silent, or they compute, or they are in code outside of this package, or they wait for

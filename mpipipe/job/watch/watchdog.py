@@ -238,7 +238,7 @@ class Watchdog:
         channel.send(self._probe.others, WatchKind.ASK, self._probe.name)
 
     def _channel(self) -> tuple[WatchChannel | None, Collection[int]]:
-        """Return the largest channel with the ranks that this one waits for, and whom to ask there.
+        """Return the largest channel with the ranks that this one waits for, and which ranks to ask there.
 
         Of COMM_WORLD only those are asked: other ranks of it may never call this package.
         """

@@ -15,6 +15,7 @@ from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.job.group import group_of
 from mpipipe.job.types import Communicator
+from mpipipe.language.config import TrainConfig
 from mpipipe.language.models import GPT, huggingface
 from mpipipe.language.models.gpt import declared_in
 from mpipipe.language.models.huggingface.adapter import (
@@ -27,7 +28,6 @@ from mpipipe.language.models.huggingface.adapter import (
 )
 from mpipipe.language.models.huggingface.families import expressed
 from mpipipe.nn import Parameter, announce_write, frozen_names, is_adapter, is_frozen
-from mpipipe.train.config import TrainConfig
 from mpipipe.train.output_folder import shared_path
 
 INSIDE = "adapter"  # the folder in which a training leaves its adapters

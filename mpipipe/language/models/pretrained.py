@@ -13,12 +13,12 @@ from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ConfigError
 from mpipipe.job.group import group_of
 from mpipipe.job.types import Communicator
+from mpipipe.language.config import FROM_FOLDER, TrainConfig
 from mpipipe.language.models import GPT, huggingface, weights
 from mpipipe.language.models.fine_tuning import Architecture, FineTuning, Model
 from mpipipe.language.models.model_folder import INSIDE, ModelFolder, open_on_all
 from mpipipe.nn import without_adapters
 from mpipipe.schedules import Schedule
-from mpipipe.train.config import FROM_FOLDER, TrainConfig
 
 MAY_DIFFER = ("seq", "dropout", "max_positions")  # lengths and dropout are a training's own
 
