@@ -18,7 +18,7 @@ import numpy as np
 from mpipipe.arrays import Array, Tree
 from mpipipe.arrays.trees import Branches, Structure, flatten, unflatten
 from mpipipe.errors import ArgumentError
-from mpipipe.nn import Position, random
+from mpipipe.nn import Position, random_key
 
 Structures: TypeAlias = "tuple[Structure, ...]"  # of the parts
 
@@ -45,7 +45,7 @@ class TreeStage:
 
     def key(self, library: str, position: Position) -> np.ndarray:
         """Return the words for random numbers of this place: the same in a recomputation, others everywhere else."""
-        return random.key(library, self.seed, self.index, position.step, position.microbatch, position.replica)
+        return random_key(library, self.seed, self.index, position.step, position.microbatch, position.replica)
 
 
 def parts_of(tree: Tree | Branches, names: Sequence[str]) -> list[Tree]:

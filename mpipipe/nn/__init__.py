@@ -14,6 +14,8 @@ random        random numbers that depend on what they are for alone
 from __future__ import annotations
 
 # `x as x` is for other rooms of the package; what scripts use is in __all__
+from mpipipe.nn.kernels.cuda.optimizer import clip_factor as clip_factor
+from mpipipe.nn.kernels.cuda.optimizer import rescale as rescale
 from mpipipe.nn.layers.attend import Attend as Attend
 from mpipipe.nn.layers.attend import ForwardAndBackward as ForwardAndBackward
 from mpipipe.nn.layers.attend import as_attend as as_attend
@@ -34,6 +36,7 @@ from mpipipe.nn.parameters import FlatBuffer, Parameter
 from mpipipe.nn.parameters import frozen_names as frozen_names
 from mpipipe.nn.parameters import is_frozen as is_frozen
 from mpipipe.nn.parameters import partly_frozen_error as partly_frozen_error
+from mpipipe.nn.random import random_key as random_key
 from mpipipe.nn.rope import ROPE_SCALINGS as ROPE_SCALINGS
 from mpipipe.nn.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from mpipipe.nn.rope import scaling_of as scaling_of

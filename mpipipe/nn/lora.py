@@ -1,7 +1,7 @@
 """Low-rank adapters: W + (alpha / rank) B A in place of W, where W stays as it is (Hu et al., "LoRA", 2021).
 
     parameters   W (outputs, inputs) frozen,  A (rank, inputs),  B (outputs, rank): zeros at the start
-    compute      W + (alpha / rank) B A, made anew behind each step of the optimizer
+    compute      W + (alpha / rank) B A, made anew after each step of the optimizer
     gradients    dB = (alpha / rank) dy^T (x A^T),   dA = (alpha / rank) (dy B)^T x
 
 The sum is made once for all micro-batches, in the dtype of parameters, and rounded as a weight is. That is as much work
@@ -90,7 +90,7 @@ class LoRA:
         Raises
         ------
         ArgumentError
-            A target is in none of the layers, two targets have rows in common, or a layer has adapters or a stage.
+            No layer has a target, two targets have rows in common, or a layer has adapters or a stage.
         """
         inner = [each for top in layers for _, each in top.walk("")]
         known = {name for layer in inner for name in layer.projections()}

@@ -69,7 +69,7 @@ class Stage:
     Raises
     ------
     ArgumentError
-        Something is no layer, a layer has a stage already, or the dtype is none of these.
+        Something is no layer, a layer has a stage already, or the dtype is another one.
     BackendError
         The device is not there.
 

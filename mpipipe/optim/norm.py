@@ -27,7 +27,7 @@ from mpipipe.errors import ArgumentError, NonFiniteError
 from mpipipe.job.consensus import VALUES, Ballot, raise_on_all
 from mpipipe.job.group import Vote, group_of
 from mpipipe.job.types import Communicator
-from mpipipe.nn.kernels.cuda.optimizer import clip_factor
+from mpipipe.nn import clip_factor
 from mpipipe.stages import StageAdapter
 
 WHAT = "norm of the gradients"

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from mpipipe.arrays import DeviceArray
 from mpipipe.errors import ArgumentError
 from mpipipe.job.types import Communicator
-from mpipipe.nn.kernels.cuda.optimizer import rescale
+from mpipipe.nn import rescale
 from mpipipe.optim.norm import GlobalNorm, MeasuredNorm, Norm, norm_of
 from mpipipe.optim.scaling import LossScaler
 from mpipipe.stages import StageAdapter, check_finished, mark_begun

@@ -294,7 +294,7 @@ def share(places: list[tuple[User, User]]) -> None:
     for user, owner in sorted(places, key=_from_the_end):
         stage, name = user
         alike = (stage.dtype, stage.device) == (owner.stage.dtype, owner.stage.device)
-        if name in stage.owners or (alike and stage.parameters.ends_with(name)):
+        if name in stage.owners or (alike and stage.buffers.ends_with(name)):
             _share(user, owner)
 
 
@@ -305,29 +305,11 @@ def _from_the_end(place: tuple[User, User]) -> int:
 
 def _share(user: User, owner: User) -> None:
     stage, name = user
-    buffers = [
-        (stage.parameters, owner.stage.parameters),
-        (stage.gradients, owner.stage.gradients),
-        (stage.compute, owner.stage.compute),
-    ]
-    if stage.compute is stage.parameters:
-        buffers.pop()
     if name not in stage.owners:
-        given_up = [mine.give_up(name) for mine, _ in buffers]
-        stage.parts[name] = given_up[1]
-        _end(stage)
-    for mine, other in buffers:
-        mine.point(name, other[owner.name], other.offsets[owner.name] if mine is other else None)
+        stage.parts[name] = stage.buffers.give_up(name)
+    stage.buffers.point(name, owner.stage.buffers, owner.name)
     stage.owners[name] = owner
     layer, key = stage.layer_of[name]
     setattr(layer, key, stage.compute[name])
     stage.use_parts(False)
     layer.bound()
-
-
-def _end(stage: Stage) -> None:
-    """Let the ranges of the optimizer end where the buffer does."""
-    end = stage.parameters.flat.size
-    stage.buffers.decay_ranges = [
-        (start, min(stop, end), decay) for start, stop, decay in stage.decay_ranges if start < end
-    ]

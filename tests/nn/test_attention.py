@@ -156,16 +156,13 @@ def test_a_wrong_shape_is_named():
             stage.forward(np.zeros(shape))
 
 
-@pytest.mark.parametrize("arguments", [(9, 2), (6, 2), (8, 4, 3), (8, 0)])
-def test_impossible_head_counts_are_refused(arguments):
-    with pytest.raises(ArgumentError):
-        nn.SelfAttention(*arguments, attend=attention.Local())
-
-
-@pytest.mark.parametrize("options", [dict(head_dim=5), dict(head_dim=0)])
-def test_impossible_widths_of_heads_are_refused(options):
+@pytest.mark.parametrize(
+    "arguments, options",
+    [((9, 2), {}), ((6, 2), {}), ((8, 4, 3), {}), ((8, 0), {}), ((8, 2), dict(head_dim=5)), ((8, 2), dict(head_dim=0))],
+)
+def test_impossible_heads_are_refused(arguments, options):
     with pytest.raises(ArgumentError, match="head"):
-        nn.SelfAttention(8, 2, attend=attention.Local(), **options)
+        nn.SelfAttention(*arguments, attend=attention.Local(), **options)
 
 
 def test_attend_must_be_given():

@@ -10,7 +10,7 @@ from support.tolerance import close, largest
 
 from mpipipe import arrays, nn
 from mpipipe.errors import ArgumentError
-from mpipipe.nn import random
+from mpipipe.nn.random import random_bits, random_key
 
 KINDS = ("float32", "float64", "float16", "bfloat16")
 
@@ -403,8 +403,8 @@ def test_embed_backward_adds_in_the_order_of_rows(cuda):
 @pytest.mark.parametrize("size, skew", [(1, 0), (15, 0), (513, 0), (4600, 0), (600, 1)])
 def test_dropout_draws_the_mask_of_the_host(cuda, kind, draw, size, skew):
     x, host = device(draw(size), kind, skew)
-    key, counter = random.key("dropout", 3, "1.layer"), (123456789012, 7, 2**53)
-    keep = random.bits16(key, counter, size) >= 20000
+    key, counter = random_key("dropout", 3, "1.layer"), (123456789012, 7, 2**53)
+    keep = random_bits(key, counter, size) >= 20000
     y, found = cuda.dropout(x, key, counter, 20000, 1.4)
     assert np.array_equal(arrays.download(found) != 0, keep)
     check(y, host * keep * 1.4, kind)

@@ -237,25 +237,3 @@ def test_gradients_are_those_that_are_added_to_zeros(gpu, device, dtype):
     assert not found["3.layer.weight"].any() and not found["3.layer.bias"].any()
     for name, array in found.items():
         np.testing.assert_array_equal(array, expected[name], name)
-
-
-def test_a_stage_of_another_class_starts_from_zero():
-    class Regularised(nn.Stage):
-        def backward(self, dy, saved):
-            self.gradients["2.layer.2.weight"][...] += 1
-            return super().backward(dy, saved)
-
-    expected = summed(Regularised(with_head()))
-    found = gradients(Regularised(with_head()), before=np.nan)
-    np.testing.assert_array_equal(found["2.layer.2.weight"], expected["2.layer.2.weight"])
-
-
-def test_large_products_have_the_same_bits_in_place():
-    """In pieces, as they are added."""
-    rng = np.random.default_rng(0)
-    dy, x = rng.normal(size=(5, 700)).astype(np.float32), rng.normal(size=(5, 300)).astype(np.float32)
-    stage = nn.Stage([nn.Linear(300, 700)])
-    added, set_ = np.zeros((700, 300), np.float32), np.full((700, 300), np.nan, np.float32)
-    stage.kernels.linear_backward_weight(dy, x, added)
-    stage.kernels.linear_backward_weight(dy, x, set_, False)
-    np.testing.assert_array_equal(set_, added)

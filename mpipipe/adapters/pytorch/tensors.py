@@ -19,7 +19,7 @@ from mpipipe import arrays
 from mpipipe.arrays import Array, Tree
 from mpipipe.arrays.trees import Structure, flatten
 from mpipipe.errors import ArgumentError
-from mpipipe.nn.parameters import FlatBuffer
+from mpipipe.nn import FlatBuffer
 
 Tensor: TypeAlias = Any  # torch.Tensor: PyTorch may be missing where types are checked
 BFLOAT16 = arrays.dtype("bfloat16")

@@ -16,7 +16,7 @@ from hashlib import blake2b
 import numpy as np
 
 from mpipipe.language.data.source import Tokens
-from mpipipe.nn import random
+from mpipipe.nn import random_key
 
 ORDERS = ("random", "epoch")
 
@@ -30,7 +30,7 @@ def training_starts(
         return starts
     count = (length - 1) // seq_len  # windows of an epoch; what is left at the end is left out
     numbers = range(step * batch, (step + 1) * batch)[rows]
-    keys = {epoch: random.key("epoch", epoch, seed).tobytes() for epoch in {number // count for number in numbers}}
+    keys = {epoch: random_key("epoch", epoch, seed).tobytes() for epoch in {number // count for number in numbers}}
     return [shuffled(number % count, count, keys[number // count]) * seq_len for number in numbers]
 
 
@@ -64,7 +64,7 @@ def segments(text: Tokens, starts: Iterable[int], seq_len: int) -> np.ndarray:
 
 def generator(seed: int, purpose: str, step: int) -> np.random.Generator:
     """Return the random numbers for one purpose in one step. They are counter-based: none depends on earlier ones."""
-    return np.random.Generator(np.random.Philox(key=random.key(purpose, seed), counter=[0, 0, 0, step]))
+    return np.random.Generator(np.random.Philox(key=random_key(purpose, seed), counter=[0, 0, 0, step]))
 
 
 # -- A permutation of 0 ... count - 1, of which any place is computed by itself, without memory for the others --------

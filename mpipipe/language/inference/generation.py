@@ -32,7 +32,7 @@ from mpipipe.job.consensus import raise_on_all
 from mpipipe.job.group import group_of
 from mpipipe.language.models.fine_tuning import Model
 from mpipipe.language.models.gpt import GPT, check_layers
-from mpipipe.nn import random
+from mpipipe.nn import random_key
 from mpipipe.pipeline import Pipeline
 from mpipipe.planning.layer_plan import LayerPlan
 from mpipipe.planning.memory import attentions, check_memory, parameters_of
@@ -363,7 +363,7 @@ class Sampling:
 
 def generator(seed: int, prompt: int, position: int) -> np.random.Generator:
     """Return the random numbers for one token of the answer to one prompt."""
-    return np.random.Generator(np.random.Philox(key=random.key("sample", seed), counter=[0, 0, prompt, position]))
+    return np.random.Generator(np.random.Philox(key=random_key("sample", seed), counter=[0, 0, prompt, position]))
 
 
 def draw(logits: np.ndarray, sampling: Sampling, uniform: np.random.Generator) -> int:

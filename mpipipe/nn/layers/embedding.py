@@ -94,7 +94,7 @@ class LearnedPositions(Layer):
         Size of the last axis of x and y.
     attend : object, optional
         What other layers attend with, if that knows positions as attention.Cached does: `attend.positions(seq)` is
-        asked in each forward, and `attend.advance(seq)` is told behind it.
+        asked in each forward, and `attend.advance(seq)` is called after it.
     positions : 1-D integers, optional
         The position of each place in the whole sequence; `attend` is not asked then. By default 0 ... seq - 1.
     gain : float

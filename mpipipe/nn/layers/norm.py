@@ -8,10 +8,10 @@ import numpy as np
 
 from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
-from mpipipe.nn import random
 from mpipipe.nn.checks import check_features, check_positive, rows
 from mpipipe.nn.layers.layer import Layer
 from mpipipe.nn.parameters import Parameter, ones, zeros
+from mpipipe.nn.random import random_key
 
 
 class RMSNorm(Layer):
@@ -188,7 +188,7 @@ class Dropout(Layer):
         return "it draws another mask for each micro-batch" if self.threshold else ""
 
     def bound(self) -> None:
-        self._stream = random.key("dropout", self.stage.seed, self.name)
+        self._stream = random_key("dropout", self.stage.seed, self.name)
 
     def forward(self, x: Array) -> tuple[Array, Any]:
         position = self.stage.position

@@ -1,4 +1,4 @@
-"""The kernels on a GPU: CUDA C++ beside this file, and cuBLAS.
+"""The kernels on a GPU: CUDA C++ next to this file, and cuBLAS.
 
 Each source is compiled for the dtype of the arrays and the widest word of memory that their addresses and sizes allow.
 Nothing waits for the device, no sum depends on timing, and the partial sums of a matrix do not depend on the GPU.

@@ -16,7 +16,7 @@ from mpipipe.nn.kernels.cuda.elementwise import check_alike, check_contiguous, c
 from mpipipe.nn.rope import RopeScaling, angles
 
 LINEAR, SUMS = (Path(__file__).with_name(f"{name}.cu") for name in ("linear", "sums"))
-STRIPES, LANES = 8, 32  # threads of a block for sum_rows, one under and one beside the other
+STRIPES, LANES = 8, 32  # threads of a block for sum_rows, one below and one next to the other
 COLUMNS, PART_STRIPES = 8, 32  # the same for add_parts: few columns, so that a GPU has a block for each multiprocessor
 PARTS = 512  # blocks for sum_rows, where there is work for so many
 

@@ -9,11 +9,11 @@ import math
 
 import numpy as np
 
-from mpipipe.nn import random
 from mpipipe.nn.kernels.host import ELEMENTS, blocks
 from mpipipe.nn.kernels.host.optimizer import adamw as adamw
 from mpipipe.nn.kernels.host.optimizer import sgd as sgd
 from mpipipe.nn.kernels.host.optimizer import sums_of_squares as sums_of_squares
+from mpipipe.nn.random import random_bits
 from mpipipe.nn.rope import RopeScaling, angles
 
 _PIECE = 1 << 17  # elements of one piece of a weight gradient: half a MiB of float32, which stays in cache
@@ -163,7 +163,7 @@ def dropout(
     x: np.ndarray, key: np.ndarray, counter: tuple[int, int, int], threshold: int, factor: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return (y, keep): y = x * factor where `keep`, the random bits of (key, counter) reach `threshold`; else 0."""
-    keep = random.bits16(key, counter, x.size).reshape(x.shape) >= threshold
+    keep = random_bits(key, counter, x.size).reshape(x.shape) >= threshold
     return dropout_backward(x, keep, factor), keep
 
 
