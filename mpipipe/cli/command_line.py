@@ -1,6 +1,6 @@
 """Which command a command line names, and how the ranks of a job agree on it.
 
-commands.py lists the commands. Each one is a function, whose parameters are its flags (flags.py). parser.py reads them.
+ALL lists the commands. Each one is a function, whose parameters are its flags (flags.py). A `Parser` reads them.
 """
 
 from __future__ import annotations
@@ -170,17 +170,10 @@ def _run(chosen: Chosen) -> int:
 
 @dataclass(frozen=True)
 class Command:
-    """One command.
-
-    Parameters
-    ----------
-    name : as it is typed
-    place : module and function, `module:function`
-    summary : what it does, in a few words
-    """
+    """One command."""
 
     name: str
-    place: str
+    place: str  # module and function, `module:function`
     summary: str
 
     def load(self) -> Callable[..., Any]:

@@ -15,35 +15,22 @@ REQUIRED = inspect.Parameter.empty
 
 @dataclass(frozen=True)
 class Operand:
-    """A parameter that is given by position. A list takes one or more values, or any number if it has a default.
+    """A parameter that is given by position. A list takes one or more values, or any number if it has a default."""
 
-    text : what it means, for the help
-    metavar : its name in the help; by default that of the parameter in capitals
-    rest : take all that follows, flags too
-    after_dashes : take what follows `--`, and nothing else
-    """
-
-    text: str
-    metavar: str | None = None
-    rest: bool = False
-    after_dashes: bool = False
+    text: str  # what it means, for the help
+    metavar: str | None = None  # its name in the help; by default that of the parameter in capitals
+    rest: bool = False  # take all that follows, flags too
+    after_dashes: bool = False  # take what follows `--`, and nothing else
 
 
 @dataclass(frozen=True)
 class Argument:
-    """One parameter of a command.
-
-    name : of the function's parameter
-    kind : str, int, float, bool or Path; of a list, the kind of its elements
-    many : whether it is a list
-    default : value of the function if it is not given, or REQUIRED
-    flag : how it is given
-    """
+    """One parameter of a command."""
 
     name: str
-    kind: type
-    many: bool
-    default: Any
+    kind: type  # str, int, float, bool or Path; of a list, that of its elements
+    many: bool  # whether it is a list
+    default: Any  # or REQUIRED
     flag: Option | Operand
 
 

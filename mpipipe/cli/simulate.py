@@ -64,7 +64,7 @@ def simulate(
             _refuse("anything but --schedule search", seconds=seconds, seed=seed)
         times = {"forward": forward, "input-grad": input_grad, "weight-grad": weight_grad, "transfer": transfer}
         costs = Costs(*(one_or_more(option, text) for option, text in times.items()))
-        asked = Request(
+        asked = SimulationRequest(
             schedule,
             csv,
             {"ranks": _filled(ranks, 4), "chunks": _filled(chunks, 1), "microbatches": _filled(microbatches, 16)},
@@ -128,30 +128,19 @@ SMALL_RANKS, SMALL_ORDER = 16, 60  # of larger ones no timeline is shown
 
 
 @dataclass(frozen=True)
-class Request:
-    """What is to be simulated.
+class SimulationRequest:
+    """What is to be simulated."""
 
-    Parameters
-    ----------
-    schedule, csv : a name, all, or search; or else a file with an order
-    sizes : ranks, chunks and microbatches
-    costs, network, message_bytes : times of actions; links, from which messages have theirs
-    memory_limit : chunk activations that a rank may hold
-    search : seconds and seed of a search
-    recompute : whether forwards are run again
-    out : new file for the order
-    """
-
-    schedule: str | None
-    csv: Path | None
-    sizes: dict[str, int]
+    schedule: str | None  # a name, all, or search
+    csv: Path | None  # or a file with an order
+    sizes: dict[str, int]  # ranks, chunks and microbatches
     costs: Costs
-    network: Links | None
+    network: Links | None  # from which messages have their times
     message_bytes: float
-    memory_limit: float | None
-    search: dict[str, Any]
-    recompute: bool
-    out: Path | None
+    memory_limit: float | None  # chunk activations that a rank may hold
+    search: dict[str, Any]  # seconds and seed
+    recompute: bool  # whether forwards are run again
+    out: Path | None  # new file for the order
 
     @property
     def large(self) -> bool:

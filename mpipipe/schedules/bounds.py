@@ -29,7 +29,7 @@ from mpipipe.schedules import checks
 from mpipipe.schedules.action import FORWARD
 from mpipipe.schedules.replay import hops
 from mpipipe.schedules.schedule import Schedule
-from mpipipe.schedules.search.problem import NEVER, Ends, Problem, whole_limit
+from mpipipe.schedules.search.problem import NEVER, Ends, OrderProblem, whole_limit
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, simulate
 from mpipipe.text import counted
 
@@ -103,7 +103,7 @@ def least_time(
             bounds += _round_trip(trained, microbatches, limit)
             bounds += _ramps(trained, microbatches, limit)
     if trained_from == 0:
-        problem = Problem(placement, microbatches, costs, memory_limit)
+        problem = OrderProblem(placement, microbatches, costs, memory_limit)
         if is_affordable(problem):
             bounds.append(earliest_bound(problem))
     return max(bounds)
@@ -328,7 +328,7 @@ Before = list[tuple[int, float]]  # tasks that come before a task, and the time 
 AFFORDABLE = 2_000_000  # looks at an action that a bound may take: about two seconds
 
 
-def earliest_bound(problem: Problem) -> float:
+def earliest_bound(problem: OrderProblem) -> float:
     """Return a time that no orders of the problem beat, from the earliest begin of each action and what follows it.
 
     An action that begins no earlier than its head, takes its time, and has its tail after it: of each set of a rank's
@@ -348,7 +348,7 @@ def earliest_bound(problem: Problem) -> float:
     return longest
 
 
-def is_affordable(problem: Problem) -> bool:
+def is_affordable(problem: OrderProblem) -> bool:
     """Whether the bound takes seconds rather than minutes."""
     return 3 * max(map(len, problem.own)) * len(problem.seconds) * problem.microbatches**2 <= AFFORDABLE
 
@@ -356,7 +356,7 @@ def is_affordable(problem: Problem) -> bool:
 class _Direction:
     """The problem forwards or backwards."""
 
-    def __init__(self, problem: Problem, backwards: bool) -> None:
+    def __init__(self, problem: OrderProblem, backwards: bool) -> None:
         self.chain = problem.chain()[::-1] if backwards else problem.chain()  # each task after those it waits for
         self.opens, self.closes = (2, 0) if backwards else (0, 2)  # ops that open and close an activation
         self.closing = (0,) if backwards else (1, 2)  # ops that only come when something can be closed
@@ -374,7 +374,7 @@ class _Direction:
         ]
 
 
-def _starts(problem: Problem, backwards: bool) -> Ends:
+def _starts(problem: OrderProblem, backwards: bool) -> Ends:
     """Return for each task the earliest starts of its actions."""
     way, seconds = _Direction(problem, backwards), problem.seconds
     starts: Ends = [[] for _ in seconds]
@@ -418,7 +418,7 @@ def _after_work(starts: Ends, seconds: Sequence[float], counts: dict[int, int]) 
 class _FullStart:
     """What a rank can have done before the first closing, and what a closing takes at least."""
 
-    def __init__(self, problem: Problem, way: _Direction, rank: int) -> None:
+    def __init__(self, problem: OrderProblem, way: _Direction, rank: int) -> None:
         asap: dict[int, float] = {}
         for task in way.chain:
             asap[task] = max([0.0, *(asap[other] + problem.seconds[other] + lag for other, lag in way.before[task])])

@@ -28,7 +28,7 @@ from mpipipe.schedules.bounds import ROUNDING, least_time
 from mpipipe.schedules.checks import counts
 from mpipipe.schedules.schedule import Schedule, looped_placement
 from mpipipe.schedules.search.orders import PATIENCES, Filled, Queues, Score, fastest, fill_waits
-from mpipipe.schedules.search.problem import Problem
+from mpipipe.schedules.search.problem import OrderProblem
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, are_alike
 from mpipipe.schedules.zero_bubble import h2_orders, v_placement
 
@@ -138,14 +138,14 @@ def _repeated(
     """Try some blocks on few micro-batches, and on fewer ranks if there are many; then repeat the best one."""
     small = ranks if ranks < 2 * PERIOD else PERIOD + ranks % PERIOD  # its actions fall on the same cells of the six
     average = costs if small == ranks else costs.average(2 * ranks)
-    few = Problem(v_placement(small), min(microbatches, small + TRIED), average, None)
+    few = OrderProblem(v_placement(small), min(microbatches, small + TRIED), average, None)
     tried = []
     for block in _blocks(small, steps):
         for patience in PATIENCES:
             made = fill_waits(few, _queues(few, block), limit(small), patience)
             if made is not None:
                 tried.append((made.score, block, patience))
-    whole = Problem(v_placement(ranks), microbatches, costs, None)
+    whole = OrderProblem(v_placement(ranks), microbatches, costs, None)
     for _, block, patience in sorted(tried):
         made = fill_waits(whole, _queues(whole, block), limit(ranks), patience)
         if made is not None:
@@ -180,7 +180,7 @@ def _cells(ranks: int, rank: int, block: BuildingBlock) -> list[tuple[int, int]]
     ]
 
 
-def _queues(problem: Problem, block: BuildingBlock) -> Queues:
+def _queues(problem: OrderProblem, block: BuildingBlock) -> Queues:
     queues = []
     for rank in range(len(problem.own)):
         cells = sorted(
@@ -213,25 +213,21 @@ FINALISTS, AFFORDABLE = 12, 1_000_000  # of the choices that are tried so many, 
 NO_SCORE: Score = (math.inf, math.inf, 0)
 
 
-class Choice(NamedTuple):
+class OrderRule(NamedTuple):
     """How the orders of F's and I's are made.
 
-    Attributes
-    ----------
-    rule : how many forwards come first: later "ranks" times slope, or those that fit into the "time" away times
-        slope / 2, or "I" or "F": whatever comes of preferring these
-    slope, more : the number of forwards grows by the slope, and begins with 1 + more on the last rank
-    patience, prompt : see fill_waits
+    `rule` says how many forwards come first: later "ranks" times slope, or those that fit into the "time" away times
+    slope / 2, or "I" or "F": whatever comes of preferring these.
     """
 
     rule: str
-    slope: float
-    more: int
-    patience: float
+    slope: float  # by which the number of forwards grows
+    more: int  # it begins with 1 + more on the last rank
+    patience: float  # see fill_waits
     prompt: bool = False
 
 
-H1 = Choice("ranks", 1.0, 0, 1.0)  # its orders of F's and I's
+H1 = OrderRule("ranks", 1.0, 0, 1.0)  # its orders of F's and I's
 
 
 def zero_bubble_2p(
@@ -295,16 +291,16 @@ class _Tries:
     """Choices are tried on these stages and micro-batches."""
 
     def __init__(self, ranks: int, microbatches: int, costs: Costs, limit: float, kept: float) -> None:
-        self.problem = Problem(looped_placement(ranks, 1), microbatches, costs, None)
+        self.problem = OrderProblem(looped_placement(ranks, 1), microbatches, costs, None)
         self.limit, self.kept = max(1, limit), kept
         self.away = _away(costs, ranks)
 
-    def best(self) -> list[Choice]:
+    def best(self) -> list[OrderRule]:
         """Try choices, and those next to the best of them; return those that end, the fastest first."""
-        tried: dict[Choice, Score] = {}
+        tried: dict[OrderRule, Score] = {}
         scores: dict[tuple[object, ...], Score] = {}  # of choices that are the same on so few ranks
 
-        def add(choices: Iterable[Choice]) -> list[Choice]:
+        def add(choices: Iterable[OrderRule]) -> list[OrderRule]:
             for choice in choices:
                 same = (self.ahead(choice) or choice.rule, choice.patience, choice.prompt)
                 if same not in scores:
@@ -314,16 +310,16 @@ class _Tries:
             return [choice for score, choice in sorted(zip(tried.values(), tried)) if score != NO_SCORE]
 
         rules = [("I", 0.0), ("F", 0.0), *product(("ranks", "time"), SLOPES)]
-        coarse = add(Choice(*rule, 0, patience) for rule in rules for patience in PATIENCES)
+        coarse = add(OrderRule(*rule, 0, patience) for rule in rules for patience in PATIENCES)
         near = {(best.rule, best.slope + step) for best in coarse[:2] if best.slope for step in (-FINE, 0, FINE)}
         return add(
-            Choice(*rule, more, patience, prompt)
+            OrderRule(*rule, more, patience, prompt)
             for rule in sorted(near)
             for more, prompt in ((0, False), (0, True), (1, False))
             for patience in PATIENCES
         )
 
-    def made(self, choice: Choice) -> Filled | None:
+    def made(self, choice: OrderRule) -> Filled | None:
         """Return what comes of a choice, None where the memory does not let it end."""
         ranks, every = range(len(self.problem.own)), self.problem.microbatches
         ahead = self.ahead(choice)
@@ -335,7 +331,7 @@ class _Tries:
             queues = [[[3 * rank + op] * every for op in preferred] for rank in ranks]
         return fill_waits(self.problem, queues, self.limit, choice.patience, self.kept, prompt=choice.prompt)
 
-    def ahead(self, choice: Choice) -> tuple[int, ...]:
+    def ahead(self, choice: OrderRule) -> tuple[int, ...]:
         """Return how many forwards each rank runs before its first I; nothing where that is not chosen."""
         if choice.rule == "time":
             counts = [math.floor(choice.slope / 2 * away + 1e-9) for away in self.away]

@@ -245,7 +245,7 @@ def _check_progress(schedule: Schedule, orders: Sequence[array[int]]) -> None:
 
 
 def _wait_cycle(schedule: Schedule, stopped: Sequence[int], rank: int) -> tuple[list[int], list[Action]]:
-    """Follow who waits for whom, from a stopped rank, until a rank repeats: (ranks, the action each waits for)."""
+    """Follow the waits, from a stopped rank, until a rank repeats: (ranks, the action each waits for)."""
     path: list[int] = []
     awaited: list[Action] = []
     while rank not in path:

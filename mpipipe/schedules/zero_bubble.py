@@ -18,7 +18,7 @@ from mpipipe.schedules.checks import counts
 from mpipipe.schedules.classic import actions, grouped, groups_of
 from mpipipe.schedules.schedule import Schedule, looped_placement
 from mpipipe.schedules.search.orders import PATIENCES, fastest, fill_waits, score_of
-from mpipipe.schedules.search.problem import Problem, tasks_of
+from mpipipe.schedules.search.problem import OrderProblem, tasks_of
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, are_alike
 
 
@@ -179,7 +179,7 @@ def zero_bubble_v(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS) -> 
     by_hand = _on_a_v("zero_bubble_v", ranks, microbatches, _zero_bubble, 1)
     if are_alike(costs, 2 * ranks):
         return by_hand
-    problem = Problem(by_hand.placement, by_hand.microbatches, costs, None)
+    problem = OrderProblem(by_hand.placement, by_hand.microbatches, costs, None)
     queues = [[[task for task in order if task % 3 != 2]] for order in tasks_of(by_hand)]
     best = fastest(fill_waits(problem, queues, 2 * ranks, patience) for patience in PATIENCES)
     if best is None or score_of(by_hand, costs) <= best.score:

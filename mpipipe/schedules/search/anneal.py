@@ -8,14 +8,14 @@ from random import Random
 from time import perf_counter
 from typing import NamedTuple, TypeVar
 
-from mpipipe.schedules.search.problem import Ends, Orders, Problem
+from mpipipe.schedules.search.problem import Ends, OrderProblem, Orders
 
 State = TypeVar("State")
 Share = Callable[[], float]  # uses a step, and returns the share of a budget that is used up
 
 
 class Budget:
-    """How much a search may cost: seconds, and steps, each of which tries one order of all actions."""
+    """How much a search may cost: seconds, and steps; a step tries one order of all actions."""
 
     def __init__(self, seconds: float, steps: int | None = None) -> None:
         self.seconds, self.steps = seconds, math.inf if steps is None else steps
@@ -77,7 +77,7 @@ class Move(NamedTuple):
     earlier: int
 
 
-def critical_moves(problem: Problem, orders: Orders, ends: Ends) -> list[Move]:
+def critical_moves(problem: OrderProblem, orders: Orders, ends: Ends) -> list[Move]:
     """List moves along one critical path, from its end to its begin."""
     place: list[list[int]] = [[] for _ in problem.seconds]  # of each run of a task its slot
     number: list[list[int]] = []  # of each slot its micro-batch
@@ -110,7 +110,7 @@ def _ahead(order: list[int], rank: int, slot: int) -> list[Move]:
     return [Move(rank, slot, earlier) for earlier in sorted({slot - 1, earliest}) if earliest <= earlier < slot]
 
 
-def moved(problem: Problem, orders: Orders, move: Move) -> Orders | None:
+def moved(problem: OrderProblem, orders: Orders, move: Move) -> Orders | None:
     """Return the orders after a move; None where it breaks the limit."""
     order = list(orders[move.rank])
     order.insert(move.earlier, order.pop(move.slot))

@@ -16,7 +16,7 @@ from random import Random
 from typing import NamedTuple, TypeAlias
 
 from mpipipe.schedules.search.anneal import Share, anneal
-from mpipipe.schedules.search.problem import NEVER, Orders, Problem
+from mpipipe.schedules.search.problem import NEVER, OrderProblem, Orders
 
 SLACK = (0.0, 0.01, 0.03, 0.06, 0.1, 0.16, 0.25)  # shares by which a period is longer than the shortest
 HOT, COLD = 0.15, 0.004  # of the busiest rank's time: how much worse a step may be, first and last
@@ -27,19 +27,19 @@ TINY = 1e-9
 Starts: TypeAlias = "list[float]"  # of each task
 
 
-class Block(NamedTuple):
+class RepeatedBlock(NamedTuple):
     """The start of each task for micro-batch 0, and how much later it is for the next one."""
 
     starts: Starts
     period: float
 
 
-def orders_of(problem: Problem, block: Block) -> Orders:
+def orders_of(problem: OrderProblem, block: RepeatedBlock) -> Orders:
     """Return the orders of all ranks that follow from a block."""
     return [_order(problem, rank, block) for rank in range(len(problem.own))]
 
 
-def _order(problem: Problem, rank: int, block: Block) -> list[int]:
+def _order(problem: OrderProblem, rank: int, block: RepeatedBlock) -> list[int]:
     starts, period = block
     count = range(problem.microbatches)
     return [
@@ -59,7 +59,7 @@ class BlockSearch:
     (Rau 1994), with memory in place of registers.
     """
 
-    def __init__(self, problem: Problem, random: Random) -> None:
+    def __init__(self, problem: OrderProblem, random: Random) -> None:
         self.problem, self.random, self.busy = problem, random, problem.busy or 1.0
         self.chain = problem.chain()
         self.later = {task: self.chain[place:] for place, task in enumerate(self.chain)}
@@ -67,7 +67,7 @@ class BlockSearch:
         lives = [math.fsum(close - opened for opened, close in self._lives(self.alone, own)) for own in problem.own]
         self.shortest = max(self.busy, max(lives) / problem.limit)
 
-    def search(self, share: Share) -> Block | None:
+    def search(self, share: Share) -> RepeatedBlock | None:
         """Try periods, the shortest first, until the `share` of the budget is 1; return the first block that fits.
 
         Each one begins with a block whose actions do not overlap, and with the shortest one, in which memory is least.
@@ -76,7 +76,7 @@ class BlockSearch:
         for number, (period, packed) in enumerate(tries):
             starts = self._fit(period, self.packed(period) if packed else self.alone, _part(share, number, len(tries)))
             if starts is not None:
-                return Block(starts, period)
+                return RepeatedBlock(starts, period)
         return None
 
     def _fit(self, period: float, starts: Starts, share: Share) -> Starts | None:
@@ -174,7 +174,7 @@ STRETCH = 0.05  # share of changes that are of the period
 LONG = 1e3  # busy times that a standstill counts
 APART = 1e-6  # busy times between a task and the one that it waits for
 
-State: TypeAlias = "tuple[Block, Orders, float]"  # and what counts against them
+State: TypeAlias = "tuple[RepeatedBlock, Orders, float]"  # and what counts against them
 
 
 class ReplayedBlockSearch:
@@ -184,13 +184,13 @@ class ReplayedBlockSearch:
     through it.
     """
 
-    def __init__(self, problem: Problem, random: Random) -> None:
+    def __init__(self, problem: OrderProblem, random: Random) -> None:
         self.problem, self.random, self.busy = problem, random, problem.busy or 1.0
         self.chain = problem.chain()
 
-    def search(self, share: Share) -> Block | None:
+    def search(self, share: Share) -> RepeatedBlock | None:
         """Return the block of the fastest orders within the limit, None where all were above it."""
-        block = Block(self.problem.alone(), self.busy)
+        block = RepeatedBlock(self.problem.alone(), self.busy)
         orders = orders_of(self.problem, block)
         first, hot, cold = self._energy(orders), self.busy * REPLAYED_HOT, self.busy * REPLAYED_COLD
         best, least = None, NEVER
@@ -221,10 +221,10 @@ class ReplayedBlockSearch:
             energy = self._energy(trial)
         return (new, trial, energy), energy
 
-    def _changed_block(self, block: Block) -> Block:
+    def _changed_block(self, block: RepeatedBlock) -> RepeatedBlock:
         draw, starts = self.random, list(block.starts)
         if draw.random() < STRETCH:
-            return Block(starts, max(self.busy, block.period * (1 + draw.gauss(0, 0.02))))
+            return RepeatedBlock(starts, max(self.busy, block.period * (1 + draw.gauss(0, 0.02))))
         place = draw.randrange(len(self.chain))
         shift = draw.gauss(0, 1) * self.busy * draw.choice((0.1, 0.3, 1.0))
         for task in self.chain[place:] if draw.random() < SUFFIX else (self.chain[place],):
@@ -233,4 +233,4 @@ class ReplayedBlockSearch:
             before = self.problem.waits_for[task]
             if before >= 0:
                 starts[task] = max(starts[task], starts[before] + APART * self.busy)
-        return Block(starts, block.period)
+        return RepeatedBlock(starts, block.period)

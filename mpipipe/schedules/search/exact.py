@@ -11,7 +11,7 @@ from mpipipe.errors import BackendError
 from mpipipe.schedules.bounds import least_time
 from mpipipe.schedules.checks import at_least_one, check_time
 from mpipipe.schedules.schedule import Schedule, looped_placement
-from mpipipe.schedules.search.problem import OPS, Orders, Problem
+from mpipipe.schedules.search.problem import OPS, OrderProblem, Orders
 from mpipipe.schedules.search.search import search
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, Timeline, simulate
 from mpipipe.text import how_to_install
@@ -89,7 +89,7 @@ def optimum(
     check_time(seconds)
     cp_model = _solver()
     quick = search(placement, microbatches, costs, memory_limit=memory_limit, seconds=seconds / 2, steps=STEPS)
-    model = _Model(Problem(placement, microbatches, costs, memory_limit), cp_model, simulate(quick, costs))
+    model = _Model(OrderProblem(placement, microbatches, costs, memory_limit), cp_model, simulate(quick, costs))
     orders, bound = model.solve(seconds)
     made = [quick] if orders is None else [model.problem.schedule("optimum", orders), quick]
     makespan, schedule = min(((simulate(each, costs).makespan, each) for each in made), key=lambda pair: pair[0])
@@ -112,7 +112,7 @@ def _solver() -> Any:
 class _Model:
     """Start times of all actions: each task in the order of micro-batches, one action of a rank at a time."""
 
-    def __init__(self, problem: Problem, cp_model: Any, known: Timeline) -> None:
+    def __init__(self, problem: OrderProblem, cp_model: Any, known: Timeline) -> None:
         self.problem, self.cp = problem, cp_model
         self.model = model = cp_model.CpModel()
         times = [*problem.seconds, *problem.lag]

@@ -13,7 +13,7 @@ from heapq import heappop, heappush, heapreplace
 from typing import NamedTuple, TypeAlias
 
 from mpipipe.schedules.schedule import Schedule
-from mpipipe.schedules.search.problem import NEVER, Ends, Orders, Problem
+from mpipipe.schedules.search.problem import NEVER, Ends, OrderProblem, Orders
 from mpipipe.schedules.simulate import Costs, simulate
 
 
@@ -29,7 +29,7 @@ class ListScheduler:
 
     holds = (1.0, 0.0, -1.0)  # activations more from the begin of F, I and W
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: OrderProblem) -> None:
         self.problem = problem
         self.ends: Ends = [[] for _ in problem.seconds]
         self.orders: Orders = [[] for _ in problem.own]
@@ -88,13 +88,13 @@ class Filled(NamedTuple):
 
 
 def fill_waits(
-    problem: Problem, queues: Queues, limit: float, patience: float, kept: float = 1.0, *, prompt: bool = False
+    problem: OrderProblem, queues: Queues, limit: float, patience: float, kept: float = 1.0, *, prompt: bool = False
 ) -> Filled | None:
     """Return the orders that follow from these queues; None if they cannot end within the memory limit.
 
     Parameters
     ----------
-    problem : Problem
+    problem : OrderProblem
         Stages, micro-batches and times; its limit is not used.
     queues : Queues
         For each rank its queues. Together they have its F's and I's.
@@ -128,7 +128,7 @@ class _InQueues(ListScheduler):
     """
 
     def __init__(
-        self, problem: Problem, queues: Queues, limit: float, patience: float, kept: float, prompt: bool
+        self, problem: OrderProblem, queues: Queues, limit: float, patience: float, kept: float, prompt: bool
     ) -> None:
         super().__init__(problem)
         self.holds = (1.0, kept - 1, -kept)
@@ -221,14 +221,14 @@ class Priorities(NamedTuple):
     reserved: bool
 
 
-def decide(problem: Problem, priorities: Priorities) -> tuple[float, Orders]:
+def decide(problem: OrderProblem, priorities: Priorities) -> tuple[float, Orders]:
     """Return makespan and orders; the makespan is NEVER where memory is full of what cannot go on."""
     run = _ByPriority(problem, priorities)
     return run.run(), run.orders
 
 
 class _ByPriority(ListScheduler):
-    def __init__(self, problem: Problem, priorities: Priorities) -> None:
+    def __init__(self, problem: OrderProblem, priorities: Priorities) -> None:
         super().__init__(problem)
         self.priorities = priorities
         self.room = [problem.limit] * len(problem.seconds)  # of an F: activations that may be held when it has begun

@@ -28,7 +28,7 @@ Orders = list[list[int]]  # of each rank: tasks
 Ends = list[list[float]]  # of each task: when its runs end
 
 
-class Problem:
+class OrderProblem:
     """Stages on ranks, micro-batches, times and memory: all but the orders.
 
     Attributes

@@ -25,9 +25,9 @@ from mpipipe.schedules.bounds import least_time
 from mpipipe.schedules.checks import at_least_one, check_time
 from mpipipe.schedules.schedule import Schedule, looped_placement
 from mpipipe.schedules.search.anneal import Budget, anneal, critical_moves, moved
-from mpipipe.schedules.search.blocks import Block, BlockSearch, ReplayedBlockSearch, orders_of
+from mpipipe.schedules.search.blocks import BlockSearch, RepeatedBlock, ReplayedBlockSearch, orders_of
 from mpipipe.schedules.search.orders import Priorities, decide
-from mpipipe.schedules.search.problem import NEVER, Ends, Orders, Problem, tasks_of
+from mpipipe.schedules.search.problem import NEVER, Ends, OrderProblem, Orders, tasks_of
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs
 
 MANY, FEW = 4, 3  # micro-batches per rank: more are made from so many
@@ -95,7 +95,7 @@ def search(
     bounds = [(least_time(place, microbatches, costs, memory_limit), place) for place in placements(placement, chunks)]
     for number, (bound, place) in enumerate(sorted(bounds)):
         if best is None or bound < best.makespan:
-            problem = Problem(place, microbatches, costs, memory_limit)
+            problem = OrderProblem(place, microbatches, costs, memory_limit)
             tried = _searched(problem, costs, Improvement(problem, bound, budget, random), (number + 1) / len(bounds))
             if best is None or tried.makespan < best.makespan:
                 best = tried
@@ -139,14 +139,14 @@ def placements(placement: int | Sequence[int], chunks: int) -> list[tuple[int, .
     return [tuple(placement)]
 
 
-def _searched(problem: Problem, costs: Costs, whole: Improvement, until: float) -> Improvement:
+def _searched(problem: OrderProblem, costs: Costs, whole: Improvement, until: float) -> Improvement:
     """Search one placement: as it is, or with few micro-batches first."""
     place, limit, few = problem.placement, problem.limit, FEW * len(problem.own)
     orders = [tasks_of(schedule) for schedule in published(place, problem.microbatches, costs, limit)]
     if problem.microbatches <= MANY * len(problem.own):
         whole.start(orders)
     else:
-        part = Problem(place, few, costs, limit)
+        part = OrderProblem(place, few, costs, limit)
         search = Improvement(part, least_time(place, few, costs, limit), whole.budget, whole.random)
         begin = whole.budget.spent()
         search.start(tasks_of(schedule) for schedule in published(place, few, costs, limit))
@@ -159,7 +159,7 @@ def _searched(problem: Problem, costs: Costs, whole: Improvement, until: float) 
     return whole
 
 
-def _repeated(problem: Problem, part: Problem, orders: Orders) -> Ends:
+def _repeated(problem: OrderProblem, part: OrderProblem, orders: Orders) -> Ends:
     """Return the ends of the part's actions with the middle one of each kind repeated, as often as it takes."""
     _, ends = part.replay(orders)
     few, middle = part.microbatches, part.microbatches // 2
@@ -198,7 +198,7 @@ WARM = 0.01  # busy times: how much longer a schedule may be that is taken on th
 class Improvement:
     """The best orders of a problem so far; the search stops at `bound`, and shares its budget with others."""
 
-    def __init__(self, problem: Problem, bound: float, budget: Budget, random: Random) -> None:
+    def __init__(self, problem: OrderProblem, bound: float, budget: Budget, random: Random) -> None:
         self.problem, self.goal, self.budget, self.random = problem, bound * (1 + 1e-9), budget, random
         self.makespan: float = NEVER
         self.orders: Orders = []
@@ -251,10 +251,10 @@ class Improvement:
         share = self.budget.until(begin + CYCLIC * (until - begin), CHANGE)
         self._take_block(BlockSearch(problem, self.random).search(share))
         few = min(problem.microbatches, FEW_REPLAYED * len(problem.own))
-        part = Problem(problem.placement, few, problem.costs, problem.limit)
+        part = OrderProblem(problem.placement, few, problem.costs, problem.limit)
         self._take_block(ReplayedBlockSearch(part, self.random).search(self.budget.until(until)))
 
-    def _take_block(self, block: Block | None) -> None:
+    def _take_block(self, block: RepeatedBlock | None) -> None:
         if block is not None:
             for ends in self.take_all([orders_of(self.problem, block)]):
                 self.learn(ends)

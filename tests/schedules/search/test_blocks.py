@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 
 from mpipipe.schedules import Costs, check, lower_bound, simulate
-from mpipipe.schedules.search.blocks import Block, BlockSearch, ReplayedBlockSearch, orders_of
-from mpipipe.schedules.search.problem import Problem
+from mpipipe.schedules.search.blocks import BlockSearch, RepeatedBlock, ReplayedBlockSearch, orders_of
+from mpipipe.schedules.search.problem import OrderProblem
 
 STEPS = 3000
 
@@ -33,7 +33,7 @@ def placed(problem, block):
 def test_a_block_that_fits_runs_at_its_times(placement, limit, seed):
     draw = random.Random(f"{placement} {seed}")
     costs = Costs(*[[draw.randint(1, 3) for _ in placement] for _ in range(4)])
-    problem = Problem(placement, 12, costs, limit)
+    problem = OrderProblem(placement, 12, costs, limit)
     block = searched(problem, seed)
     if block is None:
         return
@@ -62,19 +62,19 @@ def test_a_block_that_fits_runs_at_its_times(placement, limit, seed):
 def test_most_cases_have_a_block():
     """Slack in memory and in time: a block is found, and with equal stages one without idle time."""
     for placement in ((0, 1, 2, 2, 1, 0), (0, 1, 2)):
-        problem = Problem(placement, 12, Costs(transfer=0.5), 3 * len(placement))
+        problem = OrderProblem(placement, 12, Costs(transfer=0.5), 3 * len(placement))
         block = searched(problem)
         assert block is not None and block.period == problem.busy and block == searched(problem)
 
 
 def test_no_period_is_shorter_than_memory_allows():
     """One activation at a time: each micro-batch is away and back before the next one begins."""
-    block = searched(Problem((0, 1), 6, Costs(transfer=2), 1))
+    block = searched(OrderProblem((0, 1), 6, Costs(transfer=2), 1))
     assert block is not None and block.period >= 2 * 2 + 5
 
 
 def test_it_ends_where_nothing_is_left_to_use():
-    problem = Problem((0, 1), 6, Costs(0, 0, 0, transfer=1), 1)
+    problem = OrderProblem((0, 1), 6, Costs(0, 0, 0, transfer=1), 1)
     assert BlockSearch(problem, random.Random(0)).search(lambda: 1.0) is None
 
 
@@ -82,8 +82,8 @@ def test_it_ends_where_nothing_is_left_to_use():
 @pytest.mark.parametrize("transfer", [0, 1])
 def test_orders_of_one_microbatch_alone_are_a_schedule(place, transfer):
     costs = Costs([1 + stage for stage in range(len(place))], 2, 1, transfer)
-    problem = Problem(place, 5, costs, None)
-    schedule = problem.schedule("block", orders_of(problem, Block(problem.alone(), problem.busy)))
+    problem = OrderProblem(place, 5, costs, None)
+    schedule = problem.schedule("block", orders_of(problem, RepeatedBlock(problem.alone(), problem.busy)))
     check(schedule)
     assert simulate(schedule, costs).makespan >= lower_bound(schedule, costs) - 1e-9
 
@@ -94,12 +94,14 @@ def test_a_block_that_replays_found_keeps_the_limit_for_any_number_of_microbatch
 
     def replayed():
         steps = iter(range(3001))
-        return ReplayedBlockSearch(Problem(place, 6, costs, limit), random.Random(3)).search(lambda: next(steps) / 3000)
+        return ReplayedBlockSearch(OrderProblem(place, 6, costs, limit), random.Random(3)).search(
+            lambda: next(steps) / 3000
+        )
 
     block = replayed()
     assert block is not None and block.period >= 6 and block == replayed()
     for microbatches in (6, 12, 20):
-        problem = Problem(place, microbatches, costs, limit)
+        problem = OrderProblem(place, microbatches, costs, limit)
         schedule = problem.schedule("block", orders_of(problem, block))
         check(schedule)
         timeline = simulate(schedule, costs)
