@@ -63,6 +63,7 @@ from mpipipe.arrays.dtypes import (
 from mpipipe.arrays.graphs import Graph, keep_for_graph, record_graph
 from mpipipe.arrays.half_precision import float32_like, round_into, upcast, upcast_halves
 from mpipipe.arrays.memory import (
+    ALIGNMENT,
     Shortage,
     address,
     aligned_empty,
@@ -112,6 +113,7 @@ from mpipipe.arrays.transfer import (
 from mpipipe.arrays.trees import Branches, Structure, flatten, read_only, unflatten
 
 __all__ = [
+    "ALIGNMENT",
     "AMD_UNTRIED",
     "BLOCK",
     "COMPUTE_DTYPES",

@@ -23,6 +23,7 @@ from mpipipe.job.preemption import Preemption
 from mpipipe.options import option_of, written
 from mpipipe.train import output_folder, provenance, sinks
 from mpipipe.train.config import TaskConfig
+from mpipipe.train.options import OutputOptions, RunOptions
 from mpipipe.train.progress import Progress
 from mpipipe.train.report import NullReporter, Reporter
 from mpipipe.train.screen import warn
@@ -60,7 +61,7 @@ def find_start(config: TaskConfig, task: Task, mesh: Mesh, out: Path) -> Checkpo
     return group.broadcast("train: where to begin", found)
 
 
-def checkpoint_of(config: TaskConfig, out: Path) -> Checkpoint | None:
+def checkpoint_of(config: OutputOptions, out: Path) -> Checkpoint | None:
     """Return the checkpoint that the configuration wants to go on from, None if the training begins."""
     if config.resume == "no":
         return None
@@ -182,7 +183,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        config: TaskConfig,
+        config: RunOptions,
         root: Path,
         progress: Progress,
         facts: Mapping[str, Any],

@@ -79,6 +79,7 @@ def test_every_source_is_compiled_before_the_tests(emulated_gpu, capsys, monkeyp
     assert warm_kernels.main(1) == 1 and "Failed to find CUDA headers" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_kernels_are_compiled_by_several_processes(launch, emulated_gpu):
     """Each is a process of its own, which finds the same device."""
     script = "import sys\nfrom gpu_emulator import warm_kernels as warm\nwork = warm.sources\n"
@@ -101,6 +102,7 @@ def small(monkeypatch):
     return monkeypatch
 
 
+@pytest.mark.long
 def test_graphs_nccl_and_a_full_gpu_are_asked_for(emulated_gpu, small, capsys):
     assert extra.main() == 0
     *lines, last = capsys.readouterr().out.splitlines()

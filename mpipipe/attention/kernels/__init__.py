@@ -15,7 +15,7 @@ A choice for one kind of device leaves the other at its default.
 
 from __future__ import annotations
 
-from mpipipe.attention.kernels.choose import MODULES, VARIABLE, check_choice, chosen, describe
+from mpipipe.attention.kernels.choose import MODULES, VARIABLE, check_choice, chosen, describe, load
 from mpipipe.attention.kernels.interface import (
     AttentionAccumulator,
     AttentionKernel,
@@ -23,6 +23,8 @@ from mpipipe.attention.kernels.interface import (
     KVBlock,
     OutLse,
     no_poll,
+    strided_add,
+    strided_copy,
 )
 
 __all__ = [
@@ -36,5 +38,8 @@ __all__ = [
     "check_choice",
     "chosen",
     "describe",
+    "load",
     "no_poll",
+    "strided_add",
+    "strided_copy",
 ]

@@ -35,10 +35,10 @@ def chosen(q: Array | None = None, k: Array | None = None, v: Array | None = Non
     name = _named()
     device = MODULES[name][1] if name else ""
     if q is not None and k is not None and v is not None and arrays.is_device(q):
-        return _loaded(_device_kernel(name if device == "cuda" else "", q, k, v))
+        return load(_device_kernel(name if device == "cuda" else "", q, k, v))
     name = name if device == "cpu" else "host"
     try:
-        return _loaded(name)
+        return load(name)
     except ModuleNotFoundError as missing:
         if missing.name != "torch":
             raise
@@ -71,7 +71,8 @@ def _require_cudnn(verdict: cudnn_graph.CudnnVerdict) -> None:
         raise BackendError(f"{VARIABLE}=cudnn asks for cuDNN: {verdict.reason}", remedy=f"or unset {VARIABLE}")
 
 
-def _loaded(name: str) -> AttentionKernel:
+def load(name: str) -> AttentionKernel:
+    """Return the kernel of this name; raises ImportError where its library is missing."""
     return cast(AttentionKernel, import_module(MODULES[name][0]))
 
 

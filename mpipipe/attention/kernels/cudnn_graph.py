@@ -201,7 +201,7 @@ def installed() -> CudnnVerdict:
 
 
 @lru_cache(maxsize=8)
-def _looked_up(_loaded: ModuleType | None) -> CudnnVerdict:
+def _looked_up(_module: ModuleType | None) -> CudnnVerdict:
     if arrays.is_amd():
         return CudnnVerdict(False, "AMD's GPUs have no cuDNN")
     try:

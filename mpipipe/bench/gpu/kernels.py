@@ -13,8 +13,7 @@ from mpipipe import arrays, attention, nn
 from mpipipe.arrays import DeviceArray, cast
 from mpipipe.attention import cost, mask
 from mpipipe.attention import kernels as attention_kernels
-from mpipipe.attention.kernels import KVBlock, OutLse
-from mpipipe.attention.kernels.interface import strided_add, strided_copy
+from mpipipe.attention.kernels import KVBlock, OutLse, strided_add, strided_copy
 from mpipipe.bench.timing import Row, normal, seconds
 
 # -- Memory ------------------------------------------------------------------------------------------------------------

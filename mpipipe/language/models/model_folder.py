@@ -1,4 +1,4 @@
-"""The one place where a folder that holds a model is opened, whoever wrote it.
+"""The one place where a folder that holds a model is opened, by whatever program it was written.
 
     what is in the folder, or below it     kind
     weights/model.json, or model.json      "weights": a training of mpipipe that ended
@@ -80,7 +80,7 @@ class ModelFolder(ABC):
         """Set arrays by their names in the model. Raises ArgumentError or NonFiniteError with file and parameter."""
 
     def load(self, stages: Sequence[nn.Stage], mesh: Mesh) -> None:
-        """Set the parameters of this rank's stages, of which it reads its own alone; collective over the mesh.
+        """Set the parameters of this rank's stages, and read no others; collective over the mesh.
 
         Raises what `read` raises, on every rank.
         """

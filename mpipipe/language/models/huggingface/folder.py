@@ -153,7 +153,7 @@ def _indexed(folder: Path) -> dict[str, str]:
 def _known(
     family: Family, model: GPT, stored: dict[str, str], folder: Path
 ) -> tuple[dict[str, tuple[str, str]], tuple[str, str] | None]:
-    """Find the tensors of the model among those that are stored; and a head beside a tied one.
+    """Find the tensors of the model among those that are stored; and a head next to a tied one.
 
     Raises ArgumentError if one is missing, and for one that the model has not.
     """
