@@ -155,7 +155,14 @@ def test_a_checkpoint_has_the_bits_of_the_moment_of_its_save_whenever_the_optimi
     check_bits(comm, mpi_tmp_path, kind)
 
 
-@pytest.mark.parametrize("kind", ["one stage a rank, tied", "replicas of two stages", "bfloat16"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "one stage a rank, tied",
+        pytest.param("replicas of two stages", marks=pytest.mark.long),
+        pytest.param("bfloat16", marks=pytest.mark.long),
+    ],
+)
 def test_from_a_gpu_too_whose_work_comes_late(gpu, comm, mpi_tmp_path, slow_reads, kind):
     check_bits(comm, mpi_tmp_path, kind, device="cuda")
 
