@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpipipe import files
-from mpipipe.checkpoint.folders import checksum_of
+from mpipipe.checkpoint import checksum_of
 from mpipipe.errors import DataError
 from mpipipe.language.data.file_bytes import read_bytes, size_of
 from mpipipe.language.data.source import Tokens, out_of_range

@@ -9,7 +9,7 @@ import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import Array
-from mpipipe.checkpoint.tensor_files import TensorEntry, TensorFile
+from mpipipe.checkpoint import TensorEntry, TensorFile
 from mpipipe.errors import ArgumentError, NonFiniteError
 from mpipipe.language.models.huggingface.folder import COPY_AGAIN, NOT_THESE, Folder, opened
 from mpipipe.language.models.huggingface.names import Part, head_of, parts_of, shape_of, tied_to, view
