@@ -19,7 +19,6 @@ from mpipipe.job.requests import own
 from mpipipe.job.types import Communicator
 from mpipipe.pipeline import Pipeline, PlannedAction
 from mpipipe.schedules import Action
-from mpipipe.schedules.recompute import before_backwards
 from mpipipe.trace import Recorder, Span, Wait
 
 ACTION = re.compile(r"([0-9]+)([A-Z])([0-9]+)")
@@ -66,7 +65,7 @@ class Recording:
         places = self._group.gather("the begin of a recording", (engine.partners.replica, pipeline.rank))
         with self._group.raise_together("the begin of a recording"):
             check_places(places, engine.schedule.ranks)
-        self._schedule = before_backwards(engine.schedule) if engine.recompute else engine.schedule  # as it is run
+        self._schedule = engine.plans.running
         self._comm = self._group.split(0, self._group.rank, "trace")
         self._before = self._offset()
         pipeline.engine.record(self._recorder)

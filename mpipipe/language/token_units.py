@@ -13,15 +13,15 @@ from mpipipe.job import rank_list
 from mpipipe.job.consensus import raise_on_all
 from mpipipe.job.group import Group, group_of
 from mpipipe.job.types import Communicator
-from mpipipe.language.config import TrainConfig
 from mpipipe.language.data import DataListing, Source, UserSource, find, glance
 from mpipipe.language.data.tokenizer import Tokenizer, hash_of, open_tokenizer
 from mpipipe.language.inference.generation import readable, shown
+from mpipipe.language.options import DataOptions
 
 DIFFERENT = "the ranks see different data: other sizes or contents of files"
 
 
-def find_data(config: TrainConfig, own: Source | None, group: Group) -> DataListing | UserSource:
+def find_data(config: DataOptions, own: Source | None, group: Group) -> DataListing | UserSource:
     """Return what the data are, on every rank: those of `config.data`, or a source of the user's own.
 
     All ranks raise the same error. Rank 0 alone lists files and looks into all of them: a file system that thousands
@@ -46,7 +46,7 @@ def find_data(config: TrainConfig, own: Source | None, group: Group) -> DataList
 
 
 def open_data(
-    config: TrainConfig, comm: Communicator, found: DataListing | UserSource, reads: bool, model: Path | None
+    config: DataOptions, comm: Communicator, found: DataListing | UserSource, reads: bool, model: Path | None
 ) -> tuple[Source | None, TokenUnits]:
     """Return (source, units). `source` is None on ranks that do not read data.
 

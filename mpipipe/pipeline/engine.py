@@ -47,7 +47,7 @@ class Engine:
     """What a Pipeline is made of; the constructor and `close` are collective.
 
     partners : the ranks that the pipeline is built with, and this rank's stages
-    schedule, recompute : as for Pipeline; recomputation is a schedule of its own, with an R before each backward
+    schedule : the user's; recomputation runs another one, with an R before each backward
     state : whether the pipeline is open
     nccl : whether NCCL carries sums over replicas and messages, and why or why not
     """
@@ -55,7 +55,7 @@ class Engine:
     def __init__(
         self, partners: Partners, schedule: Schedule, loss: Callable[..., Any] | None, recompute: bool
     ) -> None:
-        self.partners, self.schedule, self.recompute, self.steps_taken = partners, schedule, recompute, 0
+        self.partners, self.schedule, self.steps_taken = partners, schedule, 0
         pipe, replicas, stages, rank = partners.pipe, partners.replicas, partners.stages, partners.pipe.rank
         numbers, device = schedule.stages_of(rank), partners.devices[rank]
         pipe.comm.Set_name("mpipipe pipeline")
@@ -95,7 +95,7 @@ class Engine:
                 use_graphs(stage, mailbox.waits_on_host)
         bare = any(schedule.has_backward(n) and not s.shows_gradients for n, s in zip(numbers, stages))
         self.batches = BatchReader(schedule, rank, loss, bare)
-        self.plans = Plans(schedule, before_backwards(schedule) if recompute else schedule, rank, tags)
+        self.plans = Plans(schedule, recompute, rank, tags)
 
         executor, recorders = self.executor, pipe.context.recorders  # no circle holds an engine that nobody closed
         abandon = partial(_abandon, executor, recorders)
@@ -229,11 +229,11 @@ class Engine:
 
         With `recompute` that schedule has no R's, so each kept input counts as an activation.
         """
-        return self.executor.peaks[self.recompute]
+        return self.executor.peaks[self.plans.recompute]
 
     def share_durations(self) -> np.ndarray:
         """Return the mean seconds of forward, input gradient and weight gradient of each stage, (3, stages)."""
-        pipe, mine = self.partners.pipe, self.executor.clock.means(self.schedule.stages, self.recompute)
+        pipe, mine = self.partners.pipe, self.executor.clock.means(self.schedule.stages, self.plans.recompute)
         everyone = np.zeros((pipe.size, *mine.shape))
         with self.state:
             pipe.wait(own(pipe.comm.Iallgather(mine, everyone)), "the durations of all stages", everyone=True)
@@ -265,11 +265,12 @@ def _abandon(executor: Executor, recorders: set[Recorder]) -> None:
 
 
 class Plans:
-    """The plans of one rank: of training steps, which run `running`, and of calls without backwards."""
+    """The plans of one rank: of training steps, which run the schedule `running`, and of calls without backwards."""
 
-    def __init__(self, schedule: Schedule, running: Schedule, rank: int, tags: Tags) -> None:
-        self.schedule, self.rank, self.tags = schedule, rank, tags
-        self.training = ActionPlan(running, rank, tags)
+    def __init__(self, schedule: Schedule, recompute: bool, rank: int, tags: Tags) -> None:
+        self.schedule, self.recompute, self.rank, self.tags = schedule, recompute, rank, tags
+        self.running = before_backwards(schedule) if recompute else schedule
+        self.training = ActionPlan(self.running, rank, tags)
         self.forwards: dict[int, ActionPlan] = {}  # by the number of micro-batches
 
     def of(self, call: str, microbatches: int) -> ActionPlan:

@@ -226,10 +226,8 @@ class SavedProfile:
             Where.
         """
         content = json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
-        try:
+        with files.writing("the profile", path):
             files.write_whole(path, content.encode())
-        except OSError as error:
-            raise ConfigError(f"the profile cannot be written: {error.strerror}", found=str(path)) from error
 
     @classmethod
     def read(cls, path: Path) -> SavedProfile:

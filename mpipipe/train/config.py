@@ -47,11 +47,6 @@ class TaskConfig(RunOptions, ParallelOptions):
         read_fields(self)
         _check_together(self)
 
-    @property
-    def scales_dynamically(self) -> bool:
-        """Whether the loss scale is changed while the training runs, as the gradients allow."""
-        return self.loss_scale == 0 or (self.loss_scale is None and self.dtype == "float16")
-
     @classmethod
     def load(cls: type[Config], path: str | None = None, **flags: Any) -> Config:
         """Read a configuration: the keys of a file replace defaults, and flags replace keys.
@@ -188,14 +183,8 @@ def read_keys(path: Path) -> dict[str, Any]:
     Raises ConfigError where it cannot be read, is not TOML, or has a table.
     """
     try:
-        keys = tomllib.loads(files.read_text(path, MOST_BYTES))
-    except OSError as error:
-        raise ConfigError(
-            f"the config file cannot be read: {error.strerror}",
-            found=str(path),
-            expected=files.REGULAR,
-            remedy="name a TOML file with --config",
-        ) from error
+        with files.reading("the config file", path, ConfigError, remedy="name a TOML file with --config"):
+            keys = tomllib.loads(files.read_text(path, MOST_BYTES))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"the config file is not TOML: {error}", found=str(path)) from error
     keys = {name: _as_given(value) for name, value in keys.items()}

@@ -127,6 +127,11 @@ class TrainingOptions:
     eval_every: int = option(100, "steps between two validations; there is one more at the end", least=1)
     eval_batches: int = option(4, "batches of a validation", least=1)
 
+    @property
+    def scales_dynamically(self) -> bool:
+        """Whether the loss scale is changed while the training runs, as the gradients allow."""
+        return self.loss_scale == 0 or (self.loss_scale is None and self.dtype == "float16")
+
 
 @dataclass(frozen=True)
 class OutputOptions:

@@ -19,6 +19,7 @@ from mpipipe.schedules import Links
 from mpipipe.schedules.csv_text import SUFFIX
 from mpipipe.text import counted
 from mpipipe.train.config import TaskConfig
+from mpipipe.train.options import ParallelOptions
 from mpipipe.train.progress import make_optimizer, make_scaler
 from mpipipe.train.task import Task
 from mpipipe.train.training_plan import pipe_of, plan_layers, rows_of, with_order
@@ -117,7 +118,7 @@ class MemoryEstimate:
         return self.problem.ranks * self.problem.replicas * self.problem.seq
 
 
-def mesh_of(config: TaskConfig, ranks: int) -> tuple[int, int]:
+def mesh_of(config: ParallelOptions, ranks: int) -> tuple[int, int]:
     """Return the ranks of a pipeline, and the number of replicas."""
     pipe = pipe_of(config, ranks)
     replicas, rest = divmod(ranks, pipe * config.seq)
@@ -160,7 +161,7 @@ def estimate_memory(config: TaskConfig, task: Task, ranks: int, comm: Communicat
 
 
 def plans_on_paper(
-    problem: PlanningProblem, config: TaskConfig, saved: SavedProfile, links: Links | None
+    problem: PlanningProblem, config: ParallelOptions, saved: SavedProfile, links: Links | None
 ) -> list[Plan]:
     """Find the plans of a training on ranks that are not there, the fastest first.
 
@@ -190,6 +191,6 @@ def predicted(estimate: MemoryEstimate, saved: SavedProfile) -> Prediction:
     return predict(profile, choice, problem.rows, problem.trained_layers)
 
 
-def _check_cpu(config: TaskConfig) -> None:
+def _check_cpu(config: ParallelOptions) -> None:
     if config.device == "cuda":
         raise ConfigError("a profile is of the CPU", found="device cuda", expected="cpu: GPUs are not measured")

@@ -13,7 +13,7 @@ from mpipipe.errors import ArgumentError
 from mpipipe.job.group import Group, group_of
 from mpipipe.nn import Stage, announce_write
 from mpipipe.pipeline import Pipeline
-from mpipipe.train.config import TaskConfig
+from mpipipe.train.options import TrainingOptions
 from mpipipe.train.report import Record
 
 Outcome: TypeAlias = "tuple[float, float, float | None]"  # of a step: loss, learning rate, norm
@@ -31,7 +31,7 @@ class Progress:
     in_memory : whether the state comes from ranks that live on: no checkpoint may hold it
     """
 
-    def __init__(self, config: TaskConfig, pipeline: Pipeline, mesh: Mesh) -> None:
+    def __init__(self, config: TrainingOptions, pipeline: Pipeline, mesh: Mesh) -> None:
         self.pipeline, self.mesh = pipeline, mesh
         self.optimizer = make_optimizer(config, pipeline)
         self.scaler = make_scaler(config)
@@ -89,14 +89,14 @@ def _count(value: Any) -> int:
     return value
 
 
-def make_optimizer(config: TaskConfig, pipeline: Pipeline) -> optim.AdamW | optim.SGD:
+def make_optimizer(config: TrainingOptions, pipeline: Pipeline) -> optim.AdamW | optim.SGD:
     """Return the optimizer that a configuration asks for."""
     if config.optimizer == "adamw":
         return optim.AdamW(pipeline.stages, config.lr, weight_decay=config.weight_decay)
     return optim.SGD(pipeline.stages, config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
 
 
-def make_scaler(config: TaskConfig) -> optim.LossScaler:
+def make_scaler(config: TrainingOptions) -> optim.LossScaler:
     """Return the scaler of the loss that a configuration asks for."""
     if config.scales_dynamically:
         return optim.LossScaler()

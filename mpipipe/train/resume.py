@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mpipipe import checkpoint
-from mpipipe.checkpoint import Checkpoint, folders
+from mpipipe.checkpoint import Checkpoint
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ConfigError, StorageError
 from mpipipe.files import PARTIAL
@@ -23,6 +23,7 @@ from mpipipe.job.preemption import Preemption
 from mpipipe.options import option_of, written
 from mpipipe.train import output_folder, provenance, sinks
 from mpipipe.train.config import TaskConfig
+from mpipipe.train.options import OutputOptions, RunOptions
 from mpipipe.train.progress import Progress
 from mpipipe.train.report import NullReporter, Reporter
 from mpipipe.train.screen import warn
@@ -60,7 +61,7 @@ def find_start(config: TaskConfig, task: Task, mesh: Mesh, out: Path) -> Checkpo
     return group.broadcast("train: where to begin", found)
 
 
-def checkpoint_of(config: TaskConfig, out: Path) -> Checkpoint | None:
+def checkpoint_of(config: OutputOptions, out: Path) -> Checkpoint | None:
     """Return the checkpoint that the configuration wants to go on from, None if the training begins."""
     if config.resume == "no":
         return None
@@ -159,8 +160,8 @@ def leave_behind(found: Checkpoint | None, out: Path) -> list[Path]:
     """
     if found is None or not _is_in(found, out):
         return []
-    later = [path for path in folders.find(checkpoints_of(out)) if folders.step_of(path) >= found.step]
-    return [folders.set_aside(path) for path in later if path.name != found.path.name]
+    later = [path for path in checkpoint.find(checkpoints_of(out)) if checkpoint.step_of(path) >= found.step]
+    return [checkpoint.set_aside(path) for path in later if path.name != found.path.name]
 
 
 # -- The checkpoints of a training while it runs: written behind it, and what happens where that fails ----------------
@@ -182,7 +183,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        config: TaskConfig,
+        config: RunOptions,
         root: Path,
         progress: Progress,
         facts: Mapping[str, Any],

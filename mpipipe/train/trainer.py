@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mpipipe import checkpoint, optim, schedules
-from mpipipe.checkpoint import owner
+from mpipipe.checkpoint import check_owned
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import NonFiniteError
 from mpipipe.job.consensus import agreed_by
@@ -20,6 +20,7 @@ from mpipipe.planning.layer_plan import LayerPlan
 from mpipipe.text import counted
 from mpipipe.train import resume
 from mpipipe.train.config import TaskConfig
+from mpipipe.train.options import ClusterOptions, RunOptions
 from mpipipe.train.progress import Progress, StepBarrier
 from mpipipe.train.report import NullReporter, Record, Reporter, summary
 from mpipipe.train.resume import Checkpoints
@@ -107,7 +108,7 @@ class Trainer:
     def _report(self, record: Record) -> None:
         with group_of(self.mesh.comm).raise_together("train: whether the folder is still this job's"):
             if self.mesh.rank == 0:
-                owner.check(self.out)
+                check_owned(self.out)
         self.progress.record = record
         self.reporter.record(record)
 
@@ -235,7 +236,7 @@ class Batches:
 # -- How a training leaves before its end: what it catches, and what it says of how to go on --------------------------
 
 
-def preemption_of(config: TaskConfig, mesh: Mesh, reporter: Reporter | NullReporter) -> Preemption:
+def preemption_of(config: ClusterOptions, mesh: Mesh, reporter: Reporter | NullReporter) -> Preemption:
     """Return what says when the job has to leave, as configured; collective."""
     return Preemption(
         mesh.comm,
@@ -246,7 +247,7 @@ def preemption_of(config: TaskConfig, mesh: Mesh, reporter: Reporter | NullRepor
     )
 
 
-def may_save(config: TaskConfig) -> bool:
+def may_save(config: RunOptions) -> bool:
     """Whether this training may save a checkpoint: at steps that are configured, or where it has to leave."""
     limited = config.time_limit is None or config.time_limit > 0  # None: SLURM may set a limit
     return config.save_every > 0 or bool(config.preempt_signals) or limited

@@ -21,7 +21,7 @@ from mpipipe.schedules.registry import WITH_COSTS
 from mpipipe.text import counted
 from mpipipe.train import resume
 from mpipipe.train.config import TaskConfig
-from mpipipe.train.options import in_one_text, is_table
+from mpipipe.train.options import ParallelOptions, TrainingOptions, in_one_text, is_table
 from mpipipe.train.task import Task
 
 logger = logging.getLogger("mpipipe")
@@ -30,12 +30,12 @@ WHOLE_ACTIONS = 1 << 22  # of all ranks in a schedule that each rank makes as a 
 ACTIONS = 1 << 20  # of one rank of a schedule
 
 
-def pipe_of(config: TaskConfig, ranks: int) -> int:
+def pipe_of(config: ParallelOptions, ranks: int) -> int:
     """Return the ranks of one pipeline, in a job of this size."""
     return max(1, ranks // config.seq) if config.pipe is None else config.pipe
 
 
-def rows_of(config: TaskConfig, replicas: int) -> int:
+def rows_of(config: TrainingOptions, replicas: int) -> int:
     """Return the samples of a step in each replica; raises ConfigError where the batch does not divide."""
     rows, rest = divmod(config.batch, replicas)
     if rest:
@@ -99,7 +99,7 @@ def check_actions(name: str, ranks: int, chunks: int, microbatches: int) -> None
         )
 
 
-def given_ranges(config: TaskConfig, layers: int, stages: int) -> list[tuple[int, int]]:
+def given_ranges(config: ParallelOptions, layers: int, stages: int) -> list[tuple[int, int]]:
     """Return (start, stop) of the layers of each stage as the configuration says it; nothing if it does not."""
     if config.partition is None:
         return []

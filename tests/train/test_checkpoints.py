@@ -27,7 +27,7 @@ class Saver:
     def poll(self):
         return None
 
-    def finish(self, *, room_for=None):
+    def wait(self, *, room_for=None):
         if not self.in_flight:
             return None
         self.in_flight = False

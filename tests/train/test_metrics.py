@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 
 import pytest
 
@@ -43,21 +42,6 @@ def test_what_is_no_record_is_refused_with_the_file(tmp_path, text):
     with pytest.raises(ConfigError, match="cannot be used") as caught:
         sinks.cut(tmp_path, 3)
     assert caught.value.found == str(path) and path.read_bytes() == text.encode("latin1")
-
-
-def test_lines_that_find_no_room_leave_those_that_were_there(tmp_path, capsys):
-    path = tmp_path / "lines"
-    path.write_text("one\n")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    lines = JsonLines(path, goes_on=True)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (6, before[1]))
-        lines.append("another")
-        assert path.read_text() == "one\n"
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    lines.close()
-    assert path.read_text() == "one\nanother\n" and "cannot be written" in capsys.readouterr().err
 
 
 def test_lines_go_on_behind_those_that_are_there(tmp_path):

@@ -119,8 +119,8 @@ def room():
 
 def test_lines_that_find_no_room_are_cut_off_and_written_later(tmp_path, room, capsys):
     path = tmp_path / "lines"
-    lines = JsonLines(path)
-    lines.append("first")
+    path.write_text("first\n")
+    lines = JsonLines(path, goes_on=True)
     room(10)
     for line in ("second", "third"):
         lines.append(line)

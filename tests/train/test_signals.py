@@ -48,6 +48,7 @@ def seconds_of_a_training(folder):
         job.end()
 
 
+@pytest.mark.long
 @pytest.mark.slow(seconds=400 if AT_LENGTH else 40)
 def test_the_exit_code_says_what_was_done_at_whatever_moment_a_signal_comes(tmp_path, allow_seconds):
     allow_seconds(60 * JOBS)

@@ -10,12 +10,11 @@ from typing import Any, ClassVar, Protocol, TypeAlias, cast
 from mpipipe import nn
 from mpipipe.arrays import Array
 from mpipipe.attention import Local
-from mpipipe.checkpoint.whole_folder import standing
+from mpipipe.checkpoint import standing_folder
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.job.group import group_of
 from mpipipe.job.types import Communicator
-from mpipipe.language.config import TrainConfig
 from mpipipe.language.models import GPT, huggingface
 from mpipipe.language.models.gpt import declared_in
 from mpipipe.language.models.huggingface.adapter import (
@@ -27,6 +26,7 @@ from mpipipe.language.models.huggingface.adapter import (
     save_adapter,
 )
 from mpipipe.language.models.huggingface.families import expressed
+from mpipipe.language.options import ModelOptions
 from mpipipe.nn import Parameter, announce_write, frozen_names, is_adapter, is_frozen
 from mpipipe.train.output_folder import shared_path
 
@@ -129,7 +129,7 @@ def layers_of(names: Iterable[str]) -> set[int]:
     return {int(name.partition(".")[0]) for name in names}
 
 
-def find_tuning(config: TrainConfig, comm: Communicator) -> FineTuning:
+def find_tuning(config: ModelOptions, comm: Communicator) -> FineTuning:
     """Return what a configuration trains; collective, since an adapter to begin with is read by rank 0.
 
     Raises ConfigError or ArgumentError on every rank.
@@ -141,7 +141,7 @@ def find_tuning(config: TrainConfig, comm: Communicator) -> FineTuning:
     path = shared_path(comm, text)
     with group.raise_together("train: the adapters"):
         if comm.rank == 0:
-            folder = standing(Path(path))
+            folder = standing_folder(Path(path))
             if is_adapter_folder(folder):
                 start = open_adapter(folder)
                 found = FineTuning(freeze, start.lora, start)

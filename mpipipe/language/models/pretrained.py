@@ -17,6 +17,7 @@ from mpipipe.language.config import FROM_FOLDER, TrainConfig
 from mpipipe.language.models import GPT, huggingface, weights
 from mpipipe.language.models.fine_tuning import Architecture, FineTuning, Model
 from mpipipe.language.models.model_folder import INSIDE, ModelFolder, open_on_all
+from mpipipe.language.options import DataOptions
 from mpipipe.nn import without_adapters
 from mpipipe.schedules import Schedule
 
@@ -145,7 +146,7 @@ def check_export(config: TrainConfig, tuning: FineTuning, model: Model, base: Pr
         huggingface.config_of(cast(GPT, model), config.save_dtype or "float32", origin)
 
 
-def origin_of(config: TrainConfig, base: PretrainedModel | None) -> huggingface.Origin:
+def origin_of(config: DataOptions, base: PretrainedModel | None) -> huggingface.Origin:
     """Return where a model comes from. Without a base that is the folder of the tokenizer, if one was named."""
     if base is not None:
         return base.origin

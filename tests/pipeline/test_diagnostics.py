@@ -1,4 +1,4 @@
-"""A GPU that runs out of memory in the middle of a step: one error that says where, how much, and what would help."""
+"""What a pipeline says of a GPU that runs out of memory within a step, and of how far it is in a step."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import pytest
 from support import dense
 from support.small_gpt import parts_of
 
-from mpipipe import Pipeline, arrays, nn
+from mpipipe import Pipeline, arrays, nn, schedules
 from mpipipe.errors import PeerError, StageError
+from mpipipe.job import inprocess
+from mpipipe.job.flight import Message
 from mpipipe.pipeline.diagnostics import _covered, held_by
 from mpipipe.schedules import gpipe
 from mpipipe.stages import StageAdapter
@@ -215,3 +217,74 @@ def test_the_job_ends_with_one_report(launch, emulated_gpu, tmp_path, ranks):
         job.stderr
     )
     assert "bytes asked for" in job.stderr and "recompute=True" in job.stderr
+
+
+# -- What the flight recorder tells of a pipeline, while a step runs and after it --------------------------------------
+
+
+SMALL, FEW = 8, 4
+
+
+def accounts_of(comm, device="cpu"):
+    """This rank's account in the forward of micro-batch 1 of the second step, and after that step."""
+    stage = nn.Stage([nn.Linear(SMALL, SMALL)], first=comm.rank, device=device)
+    schedule = schedules.one_f_one_b(comm.size, 2)
+    forward, found = stage.forward, []
+    mine = dense.placed(schedule, comm.rank, *np.ones((2, 2 * FEW, SMALL), np.float32))
+    with Pipeline([stage], schedule, comm, nn.mean_squared_error) as pipeline:
+
+        def look(x):
+            found.append(pipeline.engine.flight.snapshot())
+            return forward(x)
+
+        stage.forward = look
+        for _ in range(2):
+            pipeline.step(*mine)
+        found.append(pipeline.engine.flight.snapshot())
+    return found[3], found[4]
+
+
+def check(rank, during, after):
+    assert (during.stage, during.microbatch, during.computes) == (rank, 1, True)
+    assert during.doing == f"forward of stage {rank}, micro-batch 1, in step (call 2) of pipeline 1 (one_f_one_b)"
+    sent = during.sent[0]
+    if rank == 0:
+        assert sent == Message((1, 0, 0), "the activation of micro-batch 0 over edge 1", 1, (0, 1), 4 * FEW * SMALL)
+    else:
+        assert sent == Message((1, 0, 1), "the gradient of micro-batch 0 over edge 1", 0, (0, 3), 4 * FEW * SMALL)
+    assert (len(during.sent), during.skipped, during.expects) == (1, (), None)
+    assert (after.doing, after.sent, after.skipped) == ("", (), ())
+    assert after.key == during.key
+    lines = [line.split(":")[0].strip() for line in after.operations]
+    expected = ["0F0", "0F1", "0B0", "0B1"] if rank == 0 else ["1F0", "1B0", "1F1", "1B1"]
+    assert lines == ["step (call 1) of pipeline 1 (one_f_one_b)", *expected, lines[0].replace("1", "2", 1), *expected]
+
+
+def test_an_account_names_the_action_and_what_was_sent():
+    found = inprocess.run(2, accounts_of)
+    for rank, (during, after) in enumerate(found):
+        check(rank, during, after)
+    assert found[0][0].key == found[1][0].key
+    line = found[0][1].operations[1]
+    assert line.startswith("  0F0: done ") and line.endswith(" s ago; sent to rank 1 (channel 0, tag 1, 128 bytes)")
+
+
+def test_a_device_has_the_same_account_without_times(gpu):
+    found = inprocess.run(2, lambda comm: accounts_of(comm, "cuda"))
+    for rank, (during, after) in enumerate(found):
+        check(rank, during, after)
+    assert found[0][1].operations[1] == "  0F0: done; sent to rank 1 (channel 0, tag 1, 128 bytes)"
+
+
+def test_a_pipeline_that_failed_is_in_no_action():
+    def job(comm):
+        stage = nn.Stage([nn.Linear(SMALL, SMALL)], first=comm.rank)
+        pipeline = Pipeline([stage], schedules.one_f_one_b(comm.size, 2), comm, nn.mean_squared_error)
+        stage.forward = None
+        x = np.ones((2 * FEW, SMALL), np.float32)
+        with pytest.raises(StageError):
+            pipeline.step(x, x)
+        return pipeline.engine.flight.snapshot()
+
+    (account,) = inprocess.run(1, job)
+    assert (account.doing, account.computes) == ("", False)
